@@ -1,0 +1,76 @@
+# make train, make test: everything else follows from them. VENV chooses the environment, JOBS the parallel compilers.
+VENV ?= .venv
+JOBS ?= $(shell nproc)
+BUILD ?= $(if $(filter .venv,$(VENV)),build,$(VENV)/build)
+
+BIN := $(abspath $(VENV))/bin
+PYTHON := $(BIN)/python
+STAMPS := $(VENV)/.stamps
+# The environment's tools first: cmake, ninja, ruff, clang-format.
+export PATH := $(BIN):$(PATH)
+CPP_FILES = $(shell find csrc tests/cpp tests/support examples/cpp -name '*.h' -o -name '*.cpp' -o -name '*.h.in')
+PY_FILES = python tests/python tests/support examples/python benchmarks tools setup.py
+CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DMUSTER_TESTS=ON
+
+.PHONY: train test test-long test-sanitize lint format dist bench clean package
+.DELETE_ON_ERROR:
+
+train: package
+	$(PYTHON) examples/python/digits.py
+
+test: package
+	cmake --build $(BUILD) -j $(JOBS) --target all muster_tests
+	$(BUILD)/muster_tests
+	$(PYTHON) -m pytest
+
+test-long: test
+	$(BUILD)/muster_tests "[long]"
+	$(PYTHON) -m pytest -m long
+
+test-sanitize: $(STAMPS)/requirements test-address test-thread
+
+test-address test-thread: test-%: $(STAMPS)/requirements
+	$(CMAKE) -B $(BUILD)-$* -DMUSTER_SANITIZE=$*
+	cmake --build $(BUILD)-$* -j $(JOBS)
+	tools/sanitized.sh $* $(BUILD)-$*/muster_tests
+
+# clang-tidy reads a compile database of its own: it knows neither gcc's precompiled headers nor ccache.
+lint: package
+	clang-format --dry-run -Werror $(CPP_FILES)
+	ruff check $(wildcard $(PY_FILES))
+	ruff format --check $(wildcard $(PY_FILES))
+	mypy --python-executable $(PYTHON)
+	MYPYPATH=python $(PYTHON) -m mypy.stubtest --allowlist tools/stubtest_allowlist.txt muster._C muster._build_info
+	$(CMAKE) -B $(BUILD)-lint -DMUSTER_PYTHON=ON -DMUSTER_CCACHE= -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON >/dev/null
+	find csrc -name '*.cpp' | xargs -P $(JOBS) -n 1 clang-tidy --quiet -p $(BUILD)-lint
+
+format: $(STAMPS)/requirements
+	clang-format -i $(CPP_FILES)
+	ruff check --fix $(wildcard $(PY_FILES))
+	ruff format $(wildcard $(PY_FILES))
+
+dist: $(STAMPS)/requirements
+	$(PYTHON) -m build --no-isolation --outdir dist
+
+bench: package
+	$(PYTHON) benchmarks/step_overhead.py
+
+clean:
+	rm -rf build build-* dist $(BUILD) $(BUILD)-* *.egg-info python/*.egg-info
+
+# --- set-up: each step leaves a stamp, so doing it again costs seconds ------------------------------------------------
+package: $(BUILD)/build.ninja
+	cmake --build $(BUILD) -j $(JOBS) --target muster _C
+	$(PYTHON) tools/link_package.py $(BUILD)
+
+$(BUILD)/build.ninja: $(STAMPS)/requirements
+	$(CMAKE) -B $(BUILD) -DMUSTER_PYTHON=ON
+
+$(STAMPS)/requirements: requirements-dev.txt | $(STAMPS)/venv
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+$(STAMPS)/venv: tools/setup_system.sh
+	tools/setup_system.sh $(VENV)
+	mkdir -p $(STAMPS)
+	touch $@

@@ -1,0 +1,68 @@
+# How every target of this project is compiled. Not installed.
+
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
+endif()
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+if(NOT MUSTER_SANITIZE MATCHES "^(address|thread)?$")
+  message(FATAL_ERROR "MUSTER_SANITIZE is '${MUSTER_SANITIZE}'; give address, thread or nothing.")
+endif()
+
+# The sloppiness is what ccache documents for precompiled headers.
+find_program(MUSTER_CCACHE ccache)
+if(MUSTER_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(CMAKE_CXX_COMPILER_LAUNCHER "${CMAKE_COMMAND}" -E env "CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime"
+    "CCACHE_BASEDIR=${CMAKE_CURRENT_SOURCE_DIR}" "${MUSTER_CCACHE}")
+endif()
+
+# Bit equality: no contraction of a * b + c, on any target and instruction set.
+function(muster_build_options target)
+  target_compile_features(${target} PRIVATE cxx_std_20)
+  target_compile_options(${target} PRIVATE -ffp-contract=off -fno-math-errno -Wall -Wextra)
+  if(MUSTER_WERROR)
+    target_compile_options(${target} PRIVATE -Werror)
+  endif()
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    # False alarms inside std::string (gcc bugs 105651 and 105329).
+    target_compile_options(${target} PRIVATE -Wno-restrict -Wno-stringop-overflow)
+  endif()
+  if(MUSTER_CCACHE AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    target_compile_options(${target} PRIVATE -fpch-preprocess)
+  endif()
+  if(MUSTER_SANITIZE)
+    target_compile_options(${target} PRIVATE -fsanitize=${MUSTER_SANITIZE} -fno-omit-frame-pointer -g1)
+    target_link_options(${target} PRIVATE -fsanitize=${MUSTER_SANITIZE})
+  endif()
+endfunction()
+
+function(muster_precompile target)
+  target_precompile_headers(${target} PRIVATE ${ARGN})
+endfunction()
+
+# Compiles each source once per instruction set, with MUSTER_ISA=baseline, avx2 or avx512 (x86-64) or baseline alone
+# (elsewhere), and adds the objects to the target. The source puts its functions into a namespace named MUSTER_ISA;
+# the target knows by the definition MUSTER_X86_ISA that the other two exist. Such a file must not include headers
+# with inline functions that other files use too: the linker could keep the copy with the wider instructions.
+# Nobody reads floating-point traps: without them comparisons vectorise, with the same results.
+function(muster_add_isa_sources target)
+  if(NOT ARGN)
+    return()
+  endif()
+  set(isas baseline)
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+    list(APPEND isas avx2 avx512)
+    target_compile_definitions(${target} PRIVATE MUSTER_X86_ISA)
+  endif()
+  set(flags_avx2 -mavx2 -mfma -mf16c)
+  set(flags_avx512 ${flags_avx2} -mavx512f -mavx512bw -mavx512vl -mavx512dq)
+  foreach(isa ${isas})
+    add_library(${target}_${isa} OBJECT ${ARGN})
+    target_include_directories(${target}_${isa} PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/csrc")
+    target_compile_definitions(${target}_${isa} PRIVATE MUSTER_ISA=${isa})
+    target_compile_options(${target}_${isa} PRIVATE ${flags_${isa}} -fno-trapping-math)
+    muster_build_options(${target}_${isa})
+    target_sources(${target} PRIVATE $<TARGET_OBJECTS:${target}_${isa}>)
+  endforeach()
+endfunction()

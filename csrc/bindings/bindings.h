@@ -1,0 +1,24 @@
+// One function a room; module.cpp calls each. Binding files include this header alone of pybind11's and torch's
+// Python side, so that the precompiled header serves them all.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace muster {
+
+/// Translates, for the functions of this module, each muster::Error into the class of the same name in muster.errors
+/// with its attributes, and each c10::Error into the built-in that torch raises for it; an exception that was raised in
+/// Python keeps its object and traceback on its way through C++.
+void bind_errors(pybind11::module_& m);
+
+/// Cluster, the log's way to logging.getLogger("muster") and the current replica's generator; under names with an
+/// underscore, what tests need of them.
+void bind_core(pybind11::module_& m);
+
+/// Communicators, in the submodule _comm; for tests and benchmarks.
+void bind_comm(pybind11::module_& m);
+
+/// StrategyCore, which the Python strategies are thin layers over.
+void bind_strategy(pybind11::module_& m);
+
+}  // namespace muster

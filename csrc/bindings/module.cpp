@@ -1,0 +1,13 @@
+#include "bindings/bindings.h"
+
+#include <muster/version.h>
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The C++ core of Muster; private, use the muster package.";
+  m.attr("__version__") = muster::version();
+  m.attr("built_with_torch") = muster::built_with_torch();
+  muster::bind_errors(m);
+  muster::bind_core(m);
+  muster::bind_comm(m);
+  muster::bind_strategy(m);
+}

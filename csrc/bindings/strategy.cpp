@@ -1,0 +1,280 @@
+#include "strategy/strategy_core.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "bindings/bindings.h"
+#include "muster/cluster.h"
+#include "strategy/build.h"
+#include "strategy/collectives.h"
+#include "strategy/text_exchange.h"
+
+namespace muster {
+namespace {
+
+namespace py = pybind11;
+
+// Python objects that C++ threads hold: their last reference may go without the GIL.
+std::shared_ptr<py::object> keep(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* kept) {
+            const py::gil_scoped_acquire gil;
+            delete kept;
+          }};
+}
+
+Failure describe_error(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (py::error_already_set& e) {
+    const py::gil_scoped_acquire gil;
+    const auto errors = py::module_::import("muster.errors");
+    Failure failure{py::cast<std::string>(e.type().attr("__name__")), py::cast<std::string>(py::str(e.value()))};
+    if (e.matches(errors.attr("RemoteError"))) failure.kind = Failure::Kind::remote;
+    if (e.matches(errors.attr("CommError"))) failure.kind = Failure::Kind::transport;
+    return failure;
+  } catch (...) {
+    return describe_cpp_error(error);
+  }
+}
+
+// Autograd leaves what a Python hook or function raised in the thread's error indicator and throws a stand-in.
+std::exception_ptr capture_error(std::exception_ptr error) {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_Occurred() == nullptr) return error;
+  py::error_already_set raised;
+  const auto replica = current_replica();
+  raised.value().attr("add_note")("[raised in backward of replica " + std::to_string(replica->replica) + "]");
+  return std::make_exception_ptr(std::move(raised));
+}
+
+StrategyOptions options_of(const py::dict& given) {
+  StrategyOptions options;
+  for (const auto& [key, value] : given) {
+    const auto name = py::cast<std::string>(key);
+    if (name == "accumulate") {
+      options.accumulate = py::cast<int>(value);
+    } else if (name == "drop_incomplete") {
+      options.drop_incomplete = py::cast<bool>(value);
+    } else if (name == "clip_norm") {
+      options.clip_norm = py::cast<std::optional<double>>(value);
+    } else if (name == "seed") {
+      options.seed = py::cast<std::optional<uint64_t>>(value);
+    } else if (name == "buffers") {
+      options.buffers = py::cast<std::string>(value) == "chief" ? Buffers::chief : Buffers::mean;
+    } else if (name == "threads_per_replica") {
+      options.threads_per_replica = py::cast<std::optional<int>>(value);
+    } else if (name == "bucket_bytes") {
+      options.bucket_bytes = py::cast<std::optional<int64_t>>(value);
+    } else if (name == "max_skipped") {
+      options.max_skipped = py::cast<int>(value);
+    } else if (name == "timeout") {
+      options.timeout = py::cast<double>(value);
+    } else {
+      throw InvalidArgument("unknown option '" + name + "'");
+    }
+  }
+  return options;
+}
+
+Loss loss_of(const py::tuple& record) {
+  Loss loss;
+  loss.value = py::cast<at::Tensor>(record[0]);
+  if (!record[1].is_none()) loss.weight = py::cast<at::Tensor>(record[1]);
+  for (const auto& [name, value] : py::cast<py::dict>(record[2])) {
+    loss.metrics[py::cast<std::string>(name)] = py::cast<at::Tensor>(value);
+  }
+  loss.reduction = py::cast<bool>(record[3]) ? Reduction::sum : Reduction::mean;
+  return loss;
+}
+
+void check_signals() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+std::function<void()> callback(const py::object& function) {
+  if (function.is_none()) return {};
+  return [kept = keep(function)] {
+    const py::gil_scoped_acquire gil;
+    (*kept)();
+  };
+}
+
+// `call(local_replica)` returns (value, weight or None, metrics, is_sum) for a step, anything for run.
+StepCall step_call(const py::object& call, std::vector<int64_t> rows, const py::object& interrupt, bool is_step) {
+  StepCall step;
+  step.call = [kept = keep(call), is_step](int local_replica) {
+    const py::gil_scoped_acquire gil;
+    const py::object result = (*kept)(local_replica);
+    return is_step ? loss_of(py::cast<py::tuple>(result)) : Loss();
+  };
+  step.rows = std::move(rows);
+  step.poll = check_signals;
+  step.interrupt = callback(interrupt);
+  return step;
+}
+
+py::dict in_python(const StepResult& result) {
+  using py::literals::operator""_a;
+  return py::dict("stepped"_a = result.stepped, "step"_a = result.step, "loss"_a = result.loss,
+                  "metrics"_a = result.metrics, "weight"_a = result.weight,
+                  "grad_norm"_a = result.grad_norm.defined() ? py::cast(result.grad_norm) : py::none(),
+                  "skipped"_a = result.skipped);
+}
+
+using Core = std::shared_ptr<StrategyCore>;
+
+std::vector<Contribution> contributions(const std::vector<std::pair<Leaves, double>>& values) {
+  std::vector<Contribution> result;
+  for (const auto& [leaves, weight] : values) result.push_back({leaves, weight});
+  return result;
+}
+
+void bind_core_class(py::module_& m) {
+  py::class_<StrategyCore, Core> core(m, "StrategyCore");
+  core.def_property_readonly("num_workers", [](const StrategyCore& c) { return c.topology().num_workers; })
+      .def_property_readonly("num_replicas", [](const StrategyCore& c) { return c.topology().num_replicas; })
+      .def_property_readonly("rank", [](const StrategyCore& c) { return c.topology().rank; })
+      .def_property_readonly("local_rank", [](const StrategyCore& c) { return c.topology().local_rank; })
+      .def_property_readonly("first_replica", [](const StrategyCore& c) { return c.topology().first_replica; })
+      .def_property_readonly("local_replicas", [](const StrategyCore& c) { return c.topology().local_replicas(); })
+      .def_property_readonly("threads_per_replica", [](StrategyCore& c) { return c.pool().threads_per_replica(); })
+      .def_property_readonly("backend", [](const StrategyCore& c) { return c.backend(); })
+      .def_property_readonly("bucket_bytes", &StrategyCore::bucket_bytes)
+      .def_property_readonly("seed", &StrategyCore::seed)
+      .def_property_readonly("steps", &StrategyCore::steps)
+      .def_property_readonly("stopping", &StrategyCore::stopping)
+      .def_property_readonly("closed", &StrategyCore::closed)
+      .def_property_readonly("busy", py::cpp_function(&StrategyCore::busy, py::call_guard<py::gil_scoped_release>()))
+      .def_property_readonly("current_local_replica", &StrategyCore::current_local_replica)
+      .def_property_readonly("current_rows", &StrategyCore::current_rows);
+  core.def(
+          "serve", [](StrategyCore& c, int local_replica) { c.pool().serve(local_replica); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("stop", &StrategyCore::stop)
+      .def("close", &StrategyCore::close, py::call_guard<py::gil_scoped_release>());
+  core.def(
+          "add_module",
+          [](StrategyCore& c, std::vector<NamedTensors> parameters, std::vector<NamedTensors> buffers) {
+            return c.registry().add({std::move(parameters), std::move(buffers)}, c.workers());
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def("set_buffers",
+           [](StrategyCore& c, int module, size_t local_replica, const std::vector<at::Tensor>& buffers) {
+             c.registry().set_buffers(module, local_replica, buffers);
+           })
+      .def("find", [](StrategyCore& c, const at::Tensor& parameter) { return c.registry().find(parameter); })
+      .def("parameters_of", [](StrategyCore& c, int module) { return c.registry().parameters_of(module); })
+      .def("name_of", [](StrategyCore& c, size_t parameter) { return c.registry().name(parameter); })
+      .def("set_of", &StrategyCore::set_of)
+      .def("change_set", &StrategyCore::change_set)
+      .def("average_gradients", &StrategyCore::average_gradients, py::call_guard<py::gil_scoped_release>());
+  core.def("step",
+           [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, int set, bool loader_ended,
+              const py::object& apply, const py::object& interrupt) {
+             auto step = step_call(call, std::move(rows), interrupt, /*is_step=*/true);
+             step.set = set;
+             step.loader_ended = loader_ended;
+             step.apply = callback(apply);
+             StepResult result;
+             {
+               const py::gil_scoped_release release;
+               result = c.step(step);
+             }
+             return in_python(result);
+           })
+      .def("flush",
+           [](StrategyCore& c, const py::object& apply) -> py::object {
+             std::optional<StepResult> result;
+             {
+               const auto kept = keep(apply);
+               const py::gil_scoped_release release;
+               result = c.flush(
+                   [&](int set) {
+                     const py::gil_scoped_acquire gil;
+                     (*kept)(set);
+                   },
+                   c.options().drop_incomplete);
+             }
+             return result ? py::object(in_python(*result)) : py::none();
+           })
+      .def("run", [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, const py::object& interrupt) {
+        const auto run = step_call(call, std::move(rows), interrupt, /*is_step=*/false);
+        const py::gil_scoped_release release;
+        c.run(run);
+      });
+  core.def(
+          "reduce_in_step",
+          [](StrategyCore& c, const Leaves& values, ReduceOp op, const at::Tensor& weight) {
+            return reduce_in_step(c.step_group(), values, op, weight);
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "gather_in_step",
+          [](StrategyCore& c, const Leaves& values) { return gather_in_step(c.step_group(), values); },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "broadcast_in_step",
+          [](StrategyCore& c, const Leaves& values, int source) {
+            return broadcast_in_step(c.step_group(), values, source);
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "barrier_in_step", [](StrategyCore& c) { c.step_group().barrier().wait(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "reduce",
+          [](StrategyCore& c, const std::vector<std::pair<Leaves, double>>& values, ReduceOp op) {
+            return reduce_over_workers(c.workers(), contributions(values), op);
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "gather",
+          [](StrategyCore& c, const std::vector<std::pair<Leaves, double>>& values) {
+            return gather_over_workers(c.workers(), contributions(values));
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "broadcast",
+          [](StrategyCore& c, const Leaves& values, int source) {
+            return broadcast_over_workers(c.workers(), values, source);
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "exchange_texts", [](StrategyCore& c, const std::string& text) { return exchange_texts(c.workers(), text); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("barrier", [](StrategyCore& c) { c.workers().barrier().wait(); }, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+void bind_strategy(py::module_& m) {
+  py::enum_<ReduceOp>(m, "ReduceOp")
+      .value("sum", ReduceOp::sum)
+      .value("mean", ReduceOp::mean)
+      .value("min", ReduceOp::min)
+      .value("max", ReduceOp::max);
+  bind_core_class(m);
+  m.def("make_mirrored", [](const std::vector<std::string>& devices, const py::dict& options) {
+    const auto parsed = options_of(options);
+    const py::gil_scoped_release release;
+    auto core = make_mirrored(devices, parsed, ReplicaThreads::foreign);
+    core->set_error_handlers(describe_error, capture_error);
+    return core;
+  });
+  m.def("make_multi_worker", [](const Cluster& cluster, const std::vector<std::string>& devices,
+                                const py::dict& options, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
+    const auto parsed = options_of(options);
+    const py::gil_scoped_release release;
+    auto core = make_multi_worker(cluster, devices, parsed, ReplicaThreads::foreign, process_group);
+    core->set_error_handlers(describe_error, capture_error);
+    return core;
+  });
+  m.def(
+      "interrupt_thread",
+      [](unsigned long identity, const py::object& exception) {
+        return PyThreadState_SetAsyncExc(identity, exception.is_none() ? nullptr : exception.ptr());
+      },
+      "Raises `exception` in the Python thread of this identity at its next bytecode; None withdraws one.");
+}
+
+}  // namespace muster

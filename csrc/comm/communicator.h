@@ -1,0 +1,116 @@
+// The contract of collective communication: one Communicator per rank of a group. In a training group a rank is a
+// replica, whichever process it lives in, so that sums follow one tree wherever the replicas are.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "muster/error.h"
+#include "muster/reduce_op.h"
+
+namespace muster::comm {
+
+using Milliseconds = std::chrono::milliseconds;
+
+/// A collective under way, from one rank's side. Owned by the thread that issued it (one thread at a time); the
+/// tensors it was given must live until it is done. Copies share the operation. Destroying it does not cancel.
+class Work {
+ public:
+  class Impl {
+   public:
+    virtual ~Impl() = default;
+    virtual bool advance() = 0;  // never blocks; true once done; throws what went wrong
+    virtual void wait(Milliseconds timeout) = 0;
+    virtual std::vector<at::Tensor> outputs() { return {}; }
+  };
+
+  Work() = default;  ///< already done
+  explicit Work(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+  /// Advances the operation as far as it goes without blocking. Throws the error that ended it.
+  bool done() { return impl_ == nullptr || impl_->advance(); }
+
+  /// Blocks until done, at most `timeout` (the group's when negative). Throws Timeout naming the ranks that did not
+  /// arrive, PeerLost, LayoutMismatch, RemoteError or CommError (aborted).
+  void wait(Milliseconds timeout = Milliseconds(-1)) {
+    if (impl_) impl_->wait(timeout);
+  }
+
+  /// Results of all_gather, after wait(): one tensor per rank, undefined for a rank that sits the scope out.
+  std::vector<at::Tensor> outputs() { return impl_ ? impl_->outputs() : std::vector<at::Tensor>{}; }
+
+ private:
+  std::shared_ptr<Impl> impl_;
+};
+
+/// How a rank left a scope; see Communicator::begin_scope.
+enum class ScopeEnd : uint32_t { finished, failed, absent };
+
+/// One rank's handle on a group. Externally synchronised: collectives are issued by one thread at a time, in the same
+/// order on every rank; several may be under way at once and are done in that order. `abort` may be called from any
+/// thread. Collectives never block; they throw at once what ended the group.
+///
+/// Arithmetic: fp64 reduces in fp64, integers exactly, every other floating dtype in fp32 and is rounded once at the
+/// end. Sums add along one fixed binary tree over ranks, ((0+1)+(2+3))+..., so every backend that reduces by itself
+/// gives the same bits. max and min propagate NaN.
+///
+/// Tensors are dense (contiguous in memory in some order of dimensions; sub-views of larger buffers are fine) and
+/// equal in numel and dtype on all ranks. A rank that asks for another operation, size, dtype or tag gets, as do its
+/// peers, LayoutMismatch naming both; the group is unusable afterwards.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  virtual int rank() const noexcept = 0;
+  virtual int size() const noexcept = 0;
+  virtual c10::Device device() const noexcept = 0;
+
+  /// Collective. Memory for a tensor of `numel` elements of `dtype`, zeroed and 64-byte aligned, placed where the
+  /// group reduces fastest (memory that all ranks of the host map, for the host backend). It outlives the
+  /// communicator if still referenced. All ranks must ask for the same sizes in the same order.
+  virtual at::Tensor allocate(int64_t numel, at::ScalarType dtype) = 0;
+
+  /// In place: every rank's `tensor` becomes the reduction over ranks. `op` is sum, min or max. `tag` must agree over
+  /// ranks (a layout digest, say). With `receive` false this rank contributes but its tensor is left unspecified,
+  /// which saves the bandwidth of writing it (replicas of one process need the result once).
+  virtual Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag = 0, bool receive = true) = 0;
+
+  /// In place: every rank's `tensor` becomes that of `source`.
+  virtual Work broadcast(const at::Tensor& tensor, int source) = 0;
+
+  /// Gathers each rank's `input` into Work::outputs(). Inputs agree in dtype and trailing sizes and may differ in
+  /// size(0); 0-dim inputs are allowed.
+  virtual Work all_gather(const at::Tensor& input) = 0;
+
+  /// `output` (numel n) becomes part `rank()` of the reduction of `input` (numel n * size()).
+  virtual Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) = 0;
+
+  virtual Work barrier() = 0;
+
+  /// Scopes serve collectives that user code issues inside one step. Within a scope operations are numbered from zero;
+  /// a rank may sit it out (its part is empty): peers then skip it (no term in the sum, an undefined output). If a
+  /// rank ends the scope as `failed`, peers waiting for it get RemoteError carrying `reason`, "type: text"; if it ends
+  /// as `finished` having issued fewer operations than a peer, that peer gets LayoutMismatch. In both cases the group
+  /// stays usable from the next scope on. `scope` increases from step to step and agrees over ranks.
+  virtual void begin_scope(uint64_t scope) = 0;
+  virtual void end_scope(ScopeEnd end, const std::string& reason = {}) = 0;
+
+  /// Ends every operation, under way or later, on this rank and its peers with CommError(reason). Thread-safe,
+  /// idempotent, does not block.
+  virtual void abort(const std::string& reason) noexcept = 0;
+};
+
+using CommunicatorPtr = std::shared_ptr<Communicator>;
+
+/// A group of one: every operation is done when it returns.
+CommunicatorPtr make_single(c10::Device device = c10::Device(c10::kCPU));
+
+/// A group whose ranks are threads of this process; element r is rank r's handle.
+std::vector<CommunicatorPtr> make_local(int size, Milliseconds timeout);
+
+}  // namespace muster::comm

@@ -1,0 +1,42 @@
+// Which kernel dtype a torch dtype is. Header-only: the kernels room knows no torch.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <string>
+
+#include "kernels/kernels.h"
+#include "muster/error.h"
+
+namespace muster {
+
+/// Throws InvalidArgument for a dtype that no kernel serves.
+inline kernels::DType kernel_dtype(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      return kernels::DType::f32;
+    case c10::ScalarType::Double:
+      return kernels::DType::f64;
+    case c10::ScalarType::BFloat16:
+      return kernels::DType::bf16;
+    case c10::ScalarType::Half:
+      return kernels::DType::f16;
+    case c10::ScalarType::Long:
+      return kernels::DType::i64;
+    case c10::ScalarType::Int:
+      return kernels::DType::i32;
+    case c10::ScalarType::Short:
+      return kernels::DType::i16;
+    case c10::ScalarType::Char:
+      return kernels::DType::i8;
+    case c10::ScalarType::Byte:
+      return kernels::DType::u8;
+    case c10::ScalarType::Bool:
+      return kernels::DType::boolean;
+    default:
+      throw InvalidArgument(std::string("dtype ") + c10::toString(dtype) +
+                            " cannot be communicated; convert the tensor to a floating, integer or bool dtype");
+  }
+}
+
+}  // namespace muster

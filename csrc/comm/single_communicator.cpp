@@ -1,0 +1,84 @@
+#include <ATen/ops/zeros.h>
+
+#include <mutex>
+
+#include "comm/communicator.h"
+#include "comm/request.h"
+
+namespace muster::comm {
+namespace {
+
+class Gathered final : public Work::Impl {
+ public:
+  explicit Gathered(at::Tensor tensor) : tensor_(std::move(tensor)) {}
+  bool advance() override { return true; }
+  void wait(Milliseconds) override {}
+  std::vector<at::Tensor> outputs() override { return {tensor_}; }
+
+ private:
+  at::Tensor tensor_;
+};
+
+class SingleCommunicator final : public Communicator {
+ public:
+  explicit SingleCommunicator(c10::Device device) : device_(device) {}
+
+  int rank() const noexcept override { return 0; }
+  int size() const noexcept override { return 1; }
+  c10::Device device() const noexcept override { return device_; }
+
+  at::Tensor allocate(int64_t numel, at::ScalarType dtype) override {
+    check();
+    return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device_));
+  }
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool) override {
+    all_reduce_request(tensor, op, tag);
+    return finished();
+  }
+  Work broadcast(const at::Tensor& tensor, int source) override {
+    broadcast_request(tensor, source, 1);
+    return finished();
+  }
+  Work all_gather(const at::Tensor& input) override {
+    all_gather_request(input);
+    check();
+    return Work(std::make_shared<Gathered>(input.clone(at::MemoryFormat::Contiguous)));
+  }
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) override {
+    reduce_scatter_request(output, input, op, 1);
+    check();
+    const_cast<at::Tensor&>(output).copy_(input.view_as(output));
+    return finished();
+  }
+  Work barrier() override { return finished(); }
+
+  void begin_scope(uint64_t) override { check(); }
+  void end_scope(ScopeEnd, const std::string&) override {}
+
+  void abort(const std::string& reason) noexcept override {
+    const std::lock_guard lock(mutex_);
+    if (!is_aborted_) reason_ = reason;
+    is_aborted_ = true;
+  }
+
+ private:
+  void check() {
+    const std::lock_guard lock(mutex_);
+    if (is_aborted_) throw CommError(reason_);
+  }
+  Work finished() {
+    check();
+    return Work();
+  }
+
+  const c10::Device device_;
+  std::mutex mutex_;
+  bool is_aborted_ = false;  // guarded by mutex_
+  std::string reason_;       // guarded by mutex_
+};
+
+}  // namespace
+
+CommunicatorPtr make_single(c10::Device device) { return std::make_shared<SingleCommunicator>(device); }
+
+}  // namespace muster::comm

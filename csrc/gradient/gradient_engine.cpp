@@ -1,0 +1,389 @@
+#include "gradient/gradient_engine.h"
+
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <utility>
+
+#include "comm/kernel_dtype.h"
+#include "core/replica_context.h"
+#include "gradient/sparse_sum.h"
+#include "kernels/kernels.h"
+
+namespace muster {
+
+namespace {
+
+ParameterSpec spec_of(const NamedParameter& parameter) {
+  const auto& tensor = parameter.tensor;
+  return {parameter.name, tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()};
+}
+
+// Strides of dimensions of size 1 carry no meaning and differ between equal layouts.
+bool same_memory_order(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1 && tensor.stride(d) != strides[static_cast<size_t>(d)]) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+struct GradientEngine::ParameterState {
+  int fires = 0;            // gradients that came in this micro-batch
+  int expected_fires = 1;   // learned in the first window
+  bool ready = false;       // its fires are complete in this micro-batch
+  bool packed = false;      // what came in this micro-batch is in the bucket
+  bool dense_used = false;  // in this window
+  bool sparse_used = false;
+};
+
+struct GradientEngine::BucketState {
+  at::Tensor sums;
+  std::vector<int> parameters;  // engine indices
+  size_t pending = 0;
+  bool packed = false;
+};
+
+// Removes itself from the accumulator it watches.
+struct GradientEngine::Hook {
+  Hook(GradientEngine& engine, size_t parameter)
+      : accumulator(torch::autograd::impl::grad_accumulator(engine.parameters_[parameter].tensor)),
+        key(accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+            [&engine, parameter](const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>&) {
+              try {
+                engine.on_gradient(parameter);
+              } catch (...) {
+                engine.keep_error(std::current_exception());
+              }
+              return outputs;
+            }))) {}
+  ~Hook() { accumulator->del_post_hook(key); }
+  Hook(const Hook&) = delete;
+  Hook& operator=(const Hook&) = delete;
+
+  // The pointer's type differs between torch versions.
+  decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) accumulator;
+  uintptr_t key;
+};
+
+GradientEngine::GradientEngine(std::vector<NamedParameter> parameters, comm::CommunicatorPtr communicator,
+                               const GradientEngineOptions& options)
+    : parameters_(std::move(parameters)),
+      communicator_(std::move(communicator)),
+      options_(options),
+      layout_index_(parameters_.size()),
+      states_(parameters_.size()),
+      slot_views_(parameters_.size()),
+      sparse_(parameters_.size()) {
+  std::iota(layout_index_.begin(), layout_index_.end(), 0);
+  build_layout({});
+  hooks_.reserve(parameters_.size());
+  for (size_t p = 0; p < parameters_.size(); ++p) hooks_.push_back(std::make_unique<Hook>(*this, p));
+}
+
+GradientEngine::~GradientEngine() = default;
+
+// `order` holds engine indices; empty means reverse registration order.
+void GradientEngine::build_layout(const std::vector<int>& order) {
+  std::vector<ParameterSpec> specs;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (layout_index_[p] < 0) continue;
+    layout_index_[p] = static_cast<int>(specs.size());
+    specs.push_back(spec_of(parameters_[p]));
+  }
+  std::vector<int> layout_order;
+  for (int p : order) {
+    if (layout_index_[static_cast<size_t>(p)] >= 0) layout_order.push_back(layout_index_[static_cast<size_t>(p)]);
+  }
+  layout_ = FlatLayout(std::move(specs), std::move(layout_order), options_.bucket_bytes, options_.first_bucket_bytes);
+  allocated_ = false;
+}
+
+void GradientEngine::verify_layouts() {
+  auto digest = at::zeros({1}, at::kLong);
+  digest.data_ptr<int64_t>()[0] = static_cast<int64_t>(layout_.digest());
+  auto work = communicator_->all_gather(digest);
+  work.wait();
+  const auto digests = work.outputs();
+  const auto mine = digest.data_ptr<int64_t>()[0];
+  const bool equal = std::all_of(digests.begin(), digests.end(),
+                                 [&](const at::Tensor& d) { return d.const_data_ptr<int64_t>()[0] == mine; });
+  if (equal) return;
+
+  std::string names;
+  for (const auto& parameter : layout_.parameters()) names += parameter.name + '\n';
+  auto bytes = at::zeros({static_cast<int64_t>(names.size())}, at::kByte);
+  std::copy(names.begin(), names.end(), bytes.data_ptr<uint8_t>());
+  work = communicator_->all_gather(bytes);
+  work.wait();
+  const auto texts = work.outputs();
+  for (size_t r = 0; r < texts.size(); ++r) {
+    const auto* first = texts[r].const_data_ptr<uint8_t>();
+    const std::string theirs(first, first + texts[r].numel());
+    if (theirs == names) continue;
+    const auto [here, there] = std::mismatch(names.begin(), names.end(), theirs.begin(), theirs.end());
+    const auto line = [](const std::string& text, std::string::const_iterator at) {
+      const auto begin = text.rfind('\n', static_cast<size_t>(std::max<ptrdiff_t>(at - text.begin() - 1, 0)));
+      const size_t start = at == text.begin() || begin == std::string::npos ? 0 : begin + 1;
+      const auto name = text.substr(start, text.find('\n', start) - start);
+      return name.empty() ? std::string("nothing") : "'" + name + "'";
+    };
+    throw LayoutMismatch("replica " + std::to_string(communicator_->rank()) + " trains parameter " + line(names, here) +
+                         " where replica " + std::to_string(r) + " trains " + line(theirs, there) +
+                         "; make requires_grad and the optimizer's parameters equal on all ranks");
+  }
+  throw LayoutMismatch("replica " + std::to_string(communicator_->rank()) +
+                       ": shapes, dtypes or bucket_bytes of the trainable parameters differ between ranks; build the "
+                       "same model with the same options everywhere");
+}
+
+void GradientEngine::allocate_buckets() {
+  verify_layouts();
+  buckets_.clear();
+  for (const auto& spec : layout_.buckets()) {
+    BucketState bucket;
+    bucket.sums = communicator_->allocate(spec.numel, spec.dtype);
+    buckets_.push_back(std::move(bucket));
+  }
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    slot_views_[p].reset();
+    if (layout_index_[p] < 0) continue;
+    const auto& slot = layout_.slots()[static_cast<size_t>(layout_index_[p])];
+    auto& bucket = buckets_[static_cast<size_t>(slot.bucket)];
+    slot_views_[p] = bucket.sums.as_strided(parameters_[p].tensor.sizes(), slot.strides, slot.offset);
+  }
+  std::vector<int> engine_index;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (layout_index_[p] >= 0) engine_index.push_back(static_cast<int>(p));
+  }
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    for (int l : layout_.buckets()[b].parameters) {
+      buckets_[b].parameters.push_back(engine_index[static_cast<size_t>(l)]);
+    }
+  }
+  allocated_ = true;
+}
+
+void GradientEngine::open_window() {
+  if (!next_order_.empty()) build_layout(std::exchange(next_order_, {}));
+  for (auto& state : states_) state.dense_used = state.sparse_used = false;
+  for (auto& sparse : sparse_) sparse.reset();
+  if (!learned_) arrivals_.clear();
+  first_non_finite_ = -1;
+  next_launch_ = 0;
+  works_.clear();
+  if (!allocated_) allocate_buckets();
+}
+
+void GradientEngine::begin(const MicroBatch& micro_batch) {
+  micro_batch_ = micro_batch;
+  clear_gradients();
+  for (auto& state : states_) {
+    state.fires = 0;
+    state.ready = state.packed = false;
+  }
+  for (auto& bucket : buckets_) {
+    bucket.pending = bucket.parameters.size();
+    bucket.packed = false;
+  }
+  abandoned_ = false;
+  active_ = true;
+}
+
+bool GradientEngine::watches(size_t parameter) const {
+  return torch::autograd::impl::try_get_grad_accumulator(parameters_[parameter].tensor) ==
+         hooks_[parameter]->accumulator;
+}
+
+void GradientEngine::clear_gradients() noexcept {
+  for (auto& parameter : parameters_) parameter.tensor.mutable_grad().reset();
+}
+
+void GradientEngine::keep_error(std::exception_ptr error) noexcept {
+  const std::lock_guard lock(error_mutex_);
+  if (!error_) error_ = std::move(error);
+}
+
+void GradientEngine::on_gradient(size_t p) {
+  const auto context = current_replica();
+  if (!context || context->strategy != options_.strategy) return;
+  if (context->replica != options_.replica) {
+    throw InvalidArgument("parameter '" + parameters_[p].name + "' of replica " + std::to_string(options_.replica) +
+                          " got a gradient in the step of replica " + std::to_string(context->replica) +
+                          "; use the module that prepare() returned inside the step, not the raw one");
+  }
+  if (!active_) {
+    parameters_[p].tensor.mutable_grad().reset();
+    if (ignored_) return;
+    throw InvalidArgument("backward() was called inside the step function (parameter '" + parameters_[p].name +
+                          "' got a gradient); return the loss instead: step() runs backward itself");
+  }
+  auto& state = states_[p];
+  ++state.fires;
+  if (state.fires == 1 && !learned_ && micro_batch_.first) arrivals_.push_back(static_cast<int>(p));
+  if (parameters_[p].tensor.grad().is_sparse() || layout_index_[p] < 0) take_sparse(p);
+  if (!learned_ || layout_index_[p] < 0 || state.fires < state.expected_fires) return;
+
+  auto& bucket = buckets_[static_cast<size_t>(layout_.slots()[static_cast<size_t>(layout_index_[p])].bucket)];
+  if (state.ready) {
+    state.expected_fires = state.fires;
+    if (!bucket.packed) return;
+    if (micro_batch_.last && static_cast<size_t>(&bucket - buckets_.data()) < next_launch_) {
+      parameters_[p].tensor.mutable_grad().reset();
+      throw LayoutMismatch("replica " + std::to_string(options_.replica) + ": gradient number " +
+                           std::to_string(state.fires) + " of parameter '" + parameters_[p].name +
+                           "' came after its bucket had been reduced with " + std::to_string(state.fires - 1) +
+                           "; the window is dropped, and the next one waits for " + std::to_string(state.fires));
+    }
+    pack_bucket(bucket);
+    return;
+  }
+  state.ready = true;
+  if (--bucket.pending == 0) {
+    pack_bucket(bucket);
+    if (micro_batch_.last && options_.overlap) launch_ready();
+  }
+}
+
+void GradientEngine::take_sparse(size_t p) {
+  const auto taken = std::exchange(parameters_[p].tensor.mutable_grad(), at::Tensor());
+  if (abandoned_ || !micro_batch_.contributes) return;
+  states_[p].sparse_used = true;
+  sparse_[p] = add_sparse(sparse_[p], taken.is_sparse() ? taken : taken.to_sparse(1));
+}
+
+void GradientEngine::pack_bucket(BucketState& bucket) {
+  pack(bucket.parameters, !micro_batch_.first);
+  bucket.packed = true;
+}
+
+void GradientEngine::pack(const std::vector<int>& parameters, bool accumulate) {
+  std::vector<kernels::PackItem> fresh;
+  std::vector<kernels::PackItem> added;
+  fresh.reserve(parameters.size());
+  const bool drop = abandoned_ || !micro_batch_.contributes;
+  for (int index : parameters) {
+    const auto p = static_cast<size_t>(index);
+    auto& state = states_[p];
+    // A parameter packed earlier in this micro-batch only adds what came since.
+    const bool adds = accumulate || state.packed;
+    state.packed = true;
+    const auto& view = slot_views_[p];
+    const auto& gradient = parameters_[p].tensor.grad();
+    auto& items = adds ? added : fresh;
+    kernels::PackItem item{nullptr, kernel_dtype(view.scalar_type()), view.mutable_data_ptr(),
+                           static_cast<size_t>(view.numel())};
+    if (gradient.defined() && !drop) {
+      state.dense_used = true;
+      const auto& slot = layout_.slots()[static_cast<size_t>(layout_index_[p])];
+      if (gradient.layout() == at::kStrided && same_memory_order(gradient, slot.strides)) {
+        item.source = gradient.const_data_ptr();
+        item.source_dtype = kernel_dtype(gradient.scalar_type());
+      } else {
+        // Rare: autograd keeps gradients in the parameter's own order.
+        const auto dense = gradient.detach().to_dense();
+        if (adds) {
+          view.add_(dense);
+        } else {
+          view.copy_(dense);
+        }
+        continue;
+      }
+    }
+    items.push_back(item);
+  }
+  kernels::pack(fresh.data(), fresh.size(), /*accumulate=*/false);
+  kernels::pack(added.data(), added.size(), /*accumulate=*/true);
+  for (int index : parameters) parameters_[static_cast<size_t>(index)].tensor.mutable_grad().reset();
+}
+
+void GradientEngine::locate_non_finite(const BucketState& bucket) {
+  for (int p : bucket.parameters) {
+    if (first_non_finite_ >= 0 && first_non_finite_ < p) continue;
+    if (!at::isfinite(slot_views_[static_cast<size_t>(p)]).all().item<bool>()) first_non_finite_ = p;
+  }
+}
+
+void GradientEngine::launch_ready() {
+  while (next_launch_ < buckets_.size() && buckets_[next_launch_].packed) {
+    auto& bucket = buckets_[next_launch_];
+    if (micro_batch_.locate_non_finite) locate_non_finite(bucket);
+    works_.push_back(communicator_->all_reduce(
+        bucket.sums, ReduceOp::sum, layout_.digest() + static_cast<uint64_t>(next_launch_), options_.receive));
+    ++next_launch_;
+    ++launches_;
+  }
+  for (auto& work : works_) {
+    if (!work.done()) break;
+  }
+}
+
+void GradientEngine::abandon() noexcept { abandoned_ = true; }
+
+void GradientEngine::flush() {
+  active_ = false;
+  for (auto& bucket : buckets_) {
+    if (!bucket.packed) pack_bucket(bucket);
+  }
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    auto& state = states_[p];
+    if (!learned_) state.expected_fires = std::max(state.expected_fires, state.fires);
+  }
+  if (micro_batch_.last) launch_ready();
+  clear_gradients();
+  const std::lock_guard lock(error_mutex_);
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+void GradientEngine::wait() {
+  for (auto& work : works_) work.wait();
+  works_.clear();
+}
+
+void GradientEngine::add_counts(double* counts) const noexcept {
+  for (size_t p = 0; p < states_.size(); ++p) {
+    counts[p] += states_[p].dense_used ? 1.0 : 0.0;
+    counts[states_.size() + p] += states_[p].sparse_used ? 1.0 : 0.0;
+  }
+}
+
+void GradientEngine::reduce_sparse(const double* counts) {
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (counts[parameters_.size() + p] <= 0) continue;
+    auto sum = sum_sparse_over_ranks(*communicator_, sparse_[p], parameters_[p].tensor);
+    if (counts[p] > 0) {
+      slot_views_[p].add_(sum);
+      sparse_[p].reset();
+    } else {
+      sparse_[p] = std::move(sum);
+    }
+  }
+}
+
+void GradientEngine::learn_order(const double* counts) {
+  if (learned_) return;
+  std::vector<bool> arrived(parameters_.size(), false);
+  for (int p : arrivals_) arrived[static_cast<size_t>(p)] = true;
+  for (size_t p = parameters_.size(); p-- > 0;) {
+    if (!arrived[p]) arrivals_.push_back(static_cast<int>(p));
+  }
+  auto order = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kLong);
+  std::copy(arrivals_.begin(), arrivals_.end(), order.data_ptr<int64_t>());
+  communicator_->broadcast(order, 0).wait();
+  const auto* first = order.const_data_ptr<int64_t>();
+  next_order_.assign(first, first + order.numel());
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (counts[p] <= 0 && counts[parameters_.size() + p] > 0) layout_index_[p] = -1;
+  }
+  arrivals_.clear();
+  learned_ = true;
+}
+
+}  // namespace muster

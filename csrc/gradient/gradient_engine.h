@@ -1,0 +1,160 @@
+// GradientEngine turns the gradients of one replica's backward passes into sums over all replicas: it hooks autograd,
+// packs gradients into the buckets of a FlatLayout and reduces the buckets while backward runs.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/flat_layout.h"
+
+namespace muster {
+
+/// One trainable parameter of a replica: a leaf, and the qualified name that all ranks know it by.
+struct NamedParameter {
+  std::string name;
+  at::Tensor tensor;
+};
+
+struct GradientEngineOptions {
+  int64_t bucket_bytes = 8 << 20;
+  int64_t first_bucket_bytes = 1 << 20;
+  /// Launch buckets from hooks. False where the transport cannot order them against the step's own collectives.
+  bool overlap = true;
+  /// Whether this replica's buckets receive the sums; replicas of one process need them once.
+  bool receive = true;
+  /// Identity of the strategy, compared with ReplicaContext::strategy; and the replica whose parameters these are.
+  const void* strategy = nullptr;
+  int replica = 0;
+};
+
+/// Owned by the replica thread: begin, flush, wait and rebuild are called by it; hooks run on autograd's threads while
+/// it waits for backward, one at a time (torch runs one CPU graph task on one thread). Hooks take no lock, no GIL,
+/// never block and never throw: an error is kept and rethrown by flush().
+///
+/// A window is `open_window()` and a sequence of micro-batches: `begin(...)`, backward, `flush()`, ending with one that
+/// is `last`, whose flush launches every bucket; `wait()` then ends the window. `.grad` of every parameter is undefined
+/// between micro-batches: autograd hands its tensor over instead of adding to one.
+class GradientEngine {
+ public:
+  struct MicroBatch {
+    bool first = true;               ///< of the window: buckets are overwritten
+    bool last = true;                ///< of the window: buckets are reduced
+    bool contributes = true;         ///< false: gradients of this micro-batch are dropped (its weight is 0)
+    bool locate_non_finite = false;  ///< look for non-finite values before reducing; see first_non_finite()
+  };
+
+  /// Local. Hooks every parameter. Throws InvalidArgument as FlatLayout does.
+  GradientEngine(std::vector<NamedParameter> parameters, comm::CommunicatorPtr communicator,
+                 const GradientEngineOptions& options);
+  ~GradientEngine();
+  GradientEngine(const GradientEngine&) = delete;
+  GradientEngine& operator=(const GradientEngine&) = delete;
+
+  /// Opens a window, before its first micro-batch. Collective when buckets are not allocated yet (the first window and
+  /// the one after learn_order): throws LayoutMismatch naming a parameter if the layouts of the ranks differ.
+  void open_window();
+
+  /// Opens a micro-batch, right before its backward; local. A gradient that arrives during a step before begin() means
+  /// that the step function called backward(): an error.
+  void begin(const MicroBatch& micro_batch);
+
+  /// Packs what hooks have not packed, contributes zeros for parameters without a gradient, and, on the last
+  /// micro-batch, launches the remaining buckets. Does not block. Throws what a hook stored, after having launched
+  /// everything, so that peers do not wait.
+  void flush();
+
+  /// Gives up the micro-batch's gradients (the step failed): what is not packed is dropped; flush() still launches
+  /// every bucket.
+  void abandon() noexcept;
+
+  /// Collective on the last micro-batch. Blocks until every bucket holds its sum.
+  void wait();
+
+  /// While true, gradients that arrive belong to a step of other optimizers and are dropped.
+  void set_ignored(bool ignored) noexcept { ignored_ = ignored; }
+
+  /// Makes `.grad` of every parameter undefined.
+  void clear_gradients() noexcept;
+
+  /// Adds this replica's part of the counters that travel in the tail: for parameter p, counts[p] grows by one if it
+  /// had a dense gradient in the window, counts[num_parameters() + p] if a sparse one.
+  void add_counts(double* counts) const noexcept;
+
+  /// Collective. Replaces the window's sparse gradients by their sums over replicas, for the parameters whose sparse
+  /// count (reduced over all ranks) is positive. Rows are coalesced and added along the tree.
+  void reduce_sparse(const double* counts);
+
+  /// The sum of a parameter's sparse gradients, coalesced, after reduce_sparse; undefined if it had none.
+  const at::Tensor& sparse_sum(size_t parameter) const noexcept { return sparse_[parameter]; }
+
+  /// Collective, after wait() of the first window: rank 0's gradient order becomes the layout's, and parameters whose
+  /// gradients were only sparse leave it. Takes effect at the next begin(). No-op once learned.
+  void learn_order(const double* counts);
+
+  /// The first parameter whose local gradient was not finite in this window, or -1; see MicroBatch::locate_non_finite.
+  int first_non_finite() const noexcept { return first_non_finite_; }
+
+  size_t num_parameters() const noexcept { return parameters_.size(); }
+  const std::vector<NamedParameter>& parameters() const noexcept { return parameters_; }
+  const FlatLayout& layout() const noexcept { return layout_; }
+
+  /// Dense sums by parameter: a view of the bucket with the parameter's sizes and the slot's strides, in the
+  /// accumulation dtype; undefined for a parameter that is not in the layout (sparse only).
+  const at::Tensor& slot(size_t parameter) const noexcept { return slot_views_[parameter]; }
+
+  /// Whether the parameter still has the accumulator that is hooked: a change of dtype makes another one.
+  bool watches(size_t parameter) const;
+
+  /// Number of collectives launched since construction: buckets only.
+  int64_t launches() const noexcept { return launches_; }
+
+ private:
+  struct Hook;
+  struct ParameterState;
+  struct BucketState;
+
+  void on_gradient(size_t parameter);
+  void take_sparse(size_t parameter);
+  void build_layout(const std::vector<int>& order);
+  void verify_layouts();
+  void allocate_buckets();
+  void pack(const std::vector<int>& parameters, bool accumulate);
+  void pack_bucket(BucketState& bucket);
+  void launch_ready();
+  void keep_error(std::exception_ptr error) noexcept;
+  void locate_non_finite(const BucketState& bucket);
+
+  std::vector<NamedParameter> parameters_;
+  comm::CommunicatorPtr communicator_;
+  GradientEngineOptions options_;
+  FlatLayout layout_;
+  std::vector<int> layout_index_;  // parameter -> index in layout_, -1 when it is sparse only
+  std::vector<ParameterState> states_;
+  std::vector<BucketState> buckets_;
+  std::vector<at::Tensor> slot_views_;
+  std::vector<at::Tensor> sparse_;
+  std::vector<int> arrivals_;  // parameters in the order their gradients came, first window only
+  std::vector<comm::Work> works_;
+  std::vector<std::unique_ptr<Hook>> hooks_;
+  MicroBatch micro_batch_;
+  std::mutex error_mutex_;
+  std::exception_ptr error_;  // guarded by error_mutex_: another replica's thread may report misuse
+  std::vector<int> next_order_;
+  size_t next_launch_ = 0;
+  int64_t launches_ = 0;
+  int first_non_finite_ = -1;
+  bool active_ = false;  // between begin and flush
+  bool abandoned_ = false;
+  bool ignored_ = false;
+  bool learned_ = false;
+  bool allocated_ = false;
+};
+
+}  // namespace muster

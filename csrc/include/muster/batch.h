@@ -1,0 +1,156 @@
+// How a batch is divided into parts. One rule of sizes holds everywhere: contiguous parts in replica order whose sizes
+// differ by at most one, larger first (9 over 4: 3, 2, 2, 2).
+//
+// Batches that can be divided are a Tensor (along dimension 0), a torch::data::Example of such batches (0-dim tensors
+// go to all parts), and a std::vector, which holds one item per sample.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/data/example.h>
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "muster/error.h"
+
+namespace muster::detail {
+
+/// Sizes of `parts` contiguous parts of `n` samples.
+std::vector<int64_t> part_sizes(int64_t n, int parts);
+
+/// The tensor itself when it starts on 64 bytes, else a copy that does: MKL's sums depend on where a tensor starts.
+at::Tensor aligned(const at::Tensor& tensor);
+
+/// Rows start, start + step, ... before `stop`, aligned; a 0-dim or undefined tensor as it is.
+at::Tensor take_rows(const at::Tensor& tensor, int64_t start, int64_t stop, int64_t step);
+
+/// What is wrong with dividing `tensor` in a batch of `rows` samples: empty for one of `rows` rows or of dimension 0.
+std::string row_problem(const at::Tensor& tensor, int64_t rows, const std::string& path);
+
+/// How batches of type B are divided. `first_rows` is the number of samples by the first leaf that tells, else -1.
+template <class B>
+struct Batch {
+  static constexpr bool kDivisible = false;
+};
+
+template <>
+struct Batch<at::Tensor> {
+  static constexpr bool kDivisible = true;
+  static int64_t first_rows(const at::Tensor& b) { return b.defined() && b.dim() > 0 ? b.size(0) : -1; }
+  static std::string problem(const at::Tensor& b, int64_t rows, const std::string& path) {
+    return row_problem(b, rows, path);
+  }
+  static at::Tensor place(const at::Tensor& b) { return aligned(b); }
+  static at::Tensor take(const at::Tensor& b, int64_t start, int64_t stop, int64_t step) {
+    return take_rows(b, start, stop, step);
+  }
+};
+
+template <class Item>
+struct Batch<std::vector<Item>> {
+  static constexpr bool kDivisible = true;
+  static int64_t first_rows(const std::vector<Item>& b) { return static_cast<int64_t>(b.size()); }
+  static std::string problem(const std::vector<Item>& b, int64_t rows, const std::string& path) {
+    if (first_rows(b) == rows) return {};
+    return path + ": " + std::to_string(b.size()) + " items in a batch of " + std::to_string(rows) + " samples";
+  }
+  static std::vector<Item> place(const std::vector<Item>& b) { return take(b, 0, first_rows(b), 1); }
+  static std::vector<Item> take(const std::vector<Item>& b, int64_t start, int64_t stop, int64_t step) {
+    std::vector<Item> taken;
+    for (int64_t i = start; i < stop; i += step) {
+      const auto& item = b[static_cast<size_t>(i)];
+      if constexpr (Batch<Item>::kDivisible) {
+        taken.push_back(Batch<Item>::place(item));
+      } else {
+        taken.push_back(item);
+      }
+    }
+    return taken;
+  }
+};
+
+template <class Data, class Target>
+  requires(Batch<Data>::kDivisible && (std::is_void_v<Target> || Batch<Target>::kDivisible))
+struct Batch<torch::data::Example<Data, Target>> {
+  using Example = torch::data::Example<Data, Target>;
+  static constexpr bool kDivisible = true;
+  static int64_t first_rows(const Example& b) {
+    const int64_t rows = Batch<Data>::first_rows(b.data);
+    if constexpr (std::is_void_v<Target>) {
+      return rows;
+    } else {
+      return rows >= 0 ? rows : Batch<Target>::first_rows(b.target);
+    }
+  }
+  static std::string problem(const Example& b, int64_t rows, const std::string& path) {
+    auto found = Batch<Data>::problem(b.data, rows, path + ".data");
+    if constexpr (!std::is_void_v<Target>) {
+      if (found.empty()) found = Batch<Target>::problem(b.target, rows, path + ".target");
+    }
+    return found;
+  }
+  static Example place(const Example& b) {
+    if constexpr (std::is_void_v<Target>) {
+      return Example(Batch<Data>::place(b.data));
+    } else {
+      return Example(Batch<Data>::place(b.data), Batch<Target>::place(b.target));
+    }
+  }
+  static Example take(const Example& b, int64_t start, int64_t stop, int64_t step) {
+    if constexpr (std::is_void_v<Target>) {
+      return Example(Batch<Data>::take(b.data, start, stop, step));
+    } else {
+      return Example(Batch<Data>::take(b.data, start, stop, step), Batch<Target>::take(b.target, start, stop, step));
+    }
+  }
+};
+
+/// Samples of a part: size(0) of its first tensor, the length of a vector; -1 where nothing tells or its leaves differ.
+template <class B>
+int64_t rows_of(const B& batch) {
+  if constexpr (Batch<B>::kDivisible) {
+    const int64_t rows = Batch<B>::first_rows(batch);
+    return Batch<B>::problem(batch, rows, {}).empty() ? rows : -1;
+  } else {
+    return -1;
+  }
+}
+
+/// The same batch with every tensor starting on 64 bytes.
+template <class B>
+B placed(const B& batch) {
+  if constexpr (Batch<B>::kDivisible) {
+    return Batch<B>::place(batch);
+  } else {
+    return batch;
+  }
+}
+
+/// The contiguous parts of a batch. Throws InvalidArgument for one that cannot be divided, naming the leaf.
+template <class B>
+std::vector<B> split(const B& batch, int parts) {
+  if (parts == 1) return {placed(batch)};
+  constexpr const char* kRemedy = "; pass PerReplica with one part for each local replica";
+  if constexpr (Batch<B>::kDivisible) {
+    const int64_t rows = Batch<B>::first_rows(batch);
+    if (rows < 0) throw InvalidArgument(std::string("the batch has no tensor that tells its rows") + kRemedy);
+    const auto problem = Batch<B>::problem(batch, rows, "the batch");
+    if (!problem.empty()) throw InvalidArgument(problem + kRemedy);
+    std::vector<B> divided;
+    int64_t start = 0;
+    for (int64_t size : part_sizes(rows, parts)) {
+      divided.push_back(Batch<B>::take(batch, start, start + size, 1));
+      start += size;
+    }
+    return divided;
+  } else {
+    throw InvalidArgument(
+        std::string("a batch of this type cannot be divided; make it a Tensor, a torch::data::Example "
+                    "or a std::vector of samples") +
+        kRemedy);
+  }
+}
+
+}  // namespace muster::detail

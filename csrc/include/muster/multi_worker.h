@@ -1,0 +1,35 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <string>
+#include <vector>
+
+#include "muster/cluster.h"
+#include "muster/options.h"
+#include "muster/strategy.h"
+
+namespace c10d {
+class ProcessGroup;
+}
+
+namespace muster {
+
+/// A process a worker, each with a replica a device ("cpu", "cpu:0", ...; none: one CPU replica). Collective over the
+/// cluster: returns when all workers are there. Throws InvalidArgument where ranks disagree about options or the size
+/// of the world, Timeout naming the ranks that did not come.
+class MultiWorkerMirroredStrategy : public Strategy {
+ public:
+  /// All workers are on one host.
+  explicit MultiWorkerMirroredStrategy(const Cluster& cluster = Cluster::from_env(),
+                                       const std::vector<std::string>& devices = {},
+                                       const StrategyOptions& options = {});
+
+  /// Communicates through `process_group` (include torch/csrc/distributed/c10d/ProcessGroup.hpp to pass one), on any
+  /// number of hosts.
+  MultiWorkerMirroredStrategy(const Cluster& cluster, const std::vector<std::string>& devices,
+                              const StrategyOptions& options,
+                              const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
+};
+
+}  // namespace muster

@@ -1,0 +1,18 @@
+// Everything: torch and all of Muster. A file that compiles faster includes the strategy's header (muster/mirrored.h,
+// muster/multi_worker.h) and what it needs of torch.
+#pragma once
+
+#include <torch/torch.h>
+
+#include "muster/cluster.h"
+#include "muster/error.h"
+#include "muster/loader.h"
+#include "muster/mirrored.h"
+#include "muster/multi_worker.h"
+#include "muster/options.h"
+#include "muster/per_replica.h"
+#include "muster/reduce_op.h"
+#include "muster/replicated.h"
+#include "muster/step.h"
+#include "muster/strategy.h"
+#include "muster/version.h"

@@ -1,0 +1,40 @@
+// Options that all strategies share.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace muster {
+
+/// What becomes of module buffers at the end of a window.
+enum class Buffers {
+  mean,   ///< floating ones: mean over non-empty replicas by weight; integer ones: maximum
+  chief,  ///< replica 0's
+};
+
+/// A value. Every rank passes the same; `prepare` compares them.
+struct StrategyOptions {
+  /// Micro-batches (step calls) per optimizer update.
+  int accumulate = 1;
+  /// Drops a window that a loader's end left short, instead of averaging what it holds.
+  bool drop_incomplete = false;
+  /// Upper bound of the gradient norm over all parameters of a set, applied after reduction; none when empty.
+  std::optional<double> clip_norm = std::nullopt;
+  /// Seed of the replicas' random streams and of shuffling; empty: the chief's torch.initial_seed().
+  std::optional<uint64_t> seed = std::nullopt;
+  Buffers buffers = Buffers::mean;
+  /// Intra-op threads of each replica; empty: the chief's usable cores over the replicas on its host, at least 1.
+  std::optional<int> threads_per_replica = std::nullopt;
+  /// Upper bound of a bucket in bytes; empty: 8 MiB.
+  std::optional<int64_t> bucket_bytes = std::nullopt;
+  /// Windows in a row that may be skipped for non-finite gradients before NonFinite is raised.
+  int max_skipped = 20;
+  /// Seconds that a live peer may be late.
+  double timeout = 600.0;
+
+  /// Throws InvalidArgument naming the option that is out of range.
+  void validate() const;
+};
+
+}  // namespace muster

@@ -1,0 +1,58 @@
+// What a step function returns, and what a step gives back.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "muster/per_replica.h"
+
+namespace muster {
+
+/// `mean`: the loss is a mean over `weight` samples, and gradients are averaged by weight over all replicas and
+/// micro-batches. `sum`: the loss is a sum; gradients are added and never divided.
+enum class Reduction { mean, sum };
+
+/// The result of a step function: a 0-dim floating `value` to differentiate, and what belongs to it. Implicit from a
+/// Tensor.
+struct Loss {
+  at::Tensor value;
+  /// Samples (or tokens, ...) that `value` is a mean over: 0-dim. Empty: size(0) of the part's first tensor.
+  std::optional<at::Tensor> weight = std::nullopt;
+  /// 0-dim tensors, averaged over replicas and micro-batches by weight.
+  std::map<std::string, at::Tensor> metrics = {};
+  /// Anything; StepResult::output carries it, detached from nothing.
+  c10::IValue output = {};
+  Reduction reduction = Reduction::mean;
+
+  Loss() = default;
+  Loss(at::Tensor loss) : value(std::move(loss)) {}  // NOLINT(google-explicit-constructor)
+};
+
+/// What one step did. `stepped` and `step` are host values; tensors are 0-dim, fp64 on the CPU, and reading one is the
+/// only thing that waits for a device.
+struct StepResult {
+  /// True if this call closed a window and its update was handed to the optimizer.
+  bool stepped = false;
+  /// Windows closed so far, skipped ones included.
+  int64_t step = 0;
+  /// Mean loss (sum, for Reduction::sum) of the window so far: over all workers once it is closed, this worker's
+  /// before.
+  at::Tensor loss;
+  std::map<std::string, at::Tensor> metrics;
+  /// Sum of the weights of the window so far.
+  at::Tensor weight;
+  /// Norm of the mean gradient before clipping; undefined while the window is open.
+  at::Tensor grad_norm;
+  /// True if the window's update was skipped because a gradient was not finite.
+  at::Tensor skipped;
+  /// Loss::output of each local replica; None for an empty part.
+  PerReplica<c10::IValue> output;
+};
+
+}  // namespace muster

@@ -1,0 +1,18 @@
+// The choice of instruction set, for tests that compare them; everything else calls kernels.h.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/cpu/isa_table.h"
+
+namespace muster::kernels {
+
+struct NamedTable {
+  const char* name;
+  const IsaTable* table;
+};
+
+/// The tables that this machine can run, best last. Sets `count`. Thread-safe.
+const NamedTable* usable_tables(size_t& count) noexcept;
+
+}  // namespace muster::kernels

@@ -1,0 +1,236 @@
+#include "net/rendezvous.h"
+
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "muster/error.h"
+#include "net/unix_socket.h"
+
+namespace muster::net {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+std::vector<uint8_t> to_bytes(const std::string& text) { return {text.begin(), text.end()}; }
+std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+
+// Errors of a store become ours.
+template <class F>
+auto guarded(const F& call) -> decltype(call()) {
+  try {
+    return call();
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& e) {
+    const std::string what = e.what();
+    throw CommError("the rendezvous store failed: " + what.substr(0, what.find('\n')) +
+                    ". Check that worker 0 (or the launcher that hosts the store) is alive and reachable");
+  }
+}
+
+struct HostPort {
+  std::string host;
+  std::string port;
+};
+
+HostPort split_address(const std::string& address) {
+  const size_t colon = address.rfind(':');
+  if (colon == std::string::npos || colon == 0 || colon + 1 == address.size()) {
+    throw InvalidArgument("address '" + address + "' is not of the form host:port");
+  }
+  std::string host = address.substr(0, colon);
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
+  return {host, address.substr(colon + 1)};
+}
+
+FileDescriptor listen_on(const HostPort& at) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  const int rc = ::getaddrinfo(at.host.c_str(), at.port.c_str(), &hints, &found);
+  if (rc != 0) {
+    throw InvalidArgument("the rendezvous address " + at.host + " cannot be resolved: " + ::gai_strerror(rc) +
+                          "; set MASTER_ADDR to a name or address of rank 0's host");
+  }
+  int error = 0;
+  FileDescriptor listener;
+  for (const addrinfo* a = found; a != nullptr && !listener; a = a->ai_next) {
+    FileDescriptor fd(::socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC, a->ai_protocol));
+    const int on = 1;
+    if (fd && ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) == 0 &&
+        ::bind(fd.get(), a->ai_addr, a->ai_addrlen) == 0 && ::listen(fd.get(), SOMAXCONN) == 0) {
+      listener = std::move(fd);
+    } else {
+      error = errno;
+    }
+  }
+  ::freeaddrinfo(found);
+  if (!listener) {
+    throw InvalidArgument("rank 0 cannot host the rendezvous at " + at.host + ":" + at.port + ": " +
+                          std::strerror(error) + "; choose a free MASTER_PORT and a MASTER_ADDR of rank 0's host");
+  }
+  return listener;
+}
+
+StorePtr make_tcp_store(const Cluster& cluster, std::chrono::milliseconds timeout) {
+  const HostPort at = split_address(cluster.address);
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(std::stoi(at.port));
+  options.isServer = cluster.rank == 0 && !cluster.store_is_hosted;
+  options.numWorkers = static_cast<size_t>(cluster.num_workers);
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  if (options.isServer) {
+    FileDescriptor listener = listen_on(at);
+    options.masterListenFd = ::dup(listener.get());  // the store owns and closes the copy
+    return guarded([&] { return c10::make_intrusive<c10d::TCPStore>(at.host, options); });
+  }
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(at.host, options);
+  } catch (const std::exception& e) {
+    const std::string what = e.what();
+    throw Timeout("worker " + std::to_string(cluster.rank) + " cannot reach the rendezvous at " + cluster.address +
+                  ": " + what.substr(0, what.find('\n')) + ". Start rank 0, and check the address and the firewall");
+  }
+}
+
+/// Stores of this process by address and rank, and how often each was opened.
+struct OpenStores {
+  struct Entry {
+    StorePtr store;
+    int opened = 0;
+  };
+  std::mutex mutex;
+  std::map<std::pair<std::string, int>, Entry> entries;  // guarded by mutex
+};
+
+// Never destroyed: peers may still need a store while this process runs its static destructors.
+OpenStores& open_stores() {
+  static auto* const stores = new OpenStores;
+  return *stores;
+}
+
+class Backoff {
+ public:
+  explicit Backoff(Clock::time_point deadline) : deadline_(deadline) {}
+  /// Sleeps a little longer each time; false at the deadline.
+  bool pause() {
+    const auto left = deadline_ - Clock::now();
+    if (left <= Clock::duration::zero()) return false;
+    std::this_thread::sleep_for(std::min<Clock::duration>(left, delay_));
+    delay_ = std::min(delay_ * 2, std::chrono::milliseconds(50));
+    return true;
+  }
+
+ private:
+  Clock::time_point deadline_;
+  std::chrono::milliseconds delay_{1};
+};
+
+std::string list_missing(c10d::Store& store, const std::vector<std::string>& keys,
+                         const std::vector<std::string>& who) {
+  std::string missing;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (!store.check({keys[i]})) missing += (missing.empty() ? "" : ", ") + who[i];
+  }
+  return missing;
+}
+
+// Rank 0 often hosts the store and may end its process once it knows of a conflict: the others come first.
+void await_informed(c10d::Store& store) {
+  for (Backoff backoff(Clock::now() + std::chrono::seconds(2)); store.add("informed", 0) < store.add("arrived", 0);) {
+    if (!backoff.pause()) return;
+  }
+}
+
+}  // namespace
+
+StorePtr open_store(const Cluster& cluster, std::chrono::milliseconds timeout) {
+  cluster.validate();
+  if (cluster.num_workers == 1) return c10::make_intrusive<c10d::HashStore>();
+  StorePtr store;
+  int generation = 0;
+  {
+    OpenStores& stores = open_stores();
+    const std::lock_guard lock(stores.mutex);
+    OpenStores::Entry& entry = stores.entries[{cluster.address, cluster.rank}];
+    if (!entry.store) entry.store = make_tcp_store(cluster, timeout);
+    generation = entry.opened++;
+    store = entry.store;
+  }
+  const char* restart = std::getenv("TORCHELASTIC_RESTART_COUNT");
+  const std::string prefix = std::string("muster/") + (restart ? restart : "0") + "/" + std::to_string(generation);
+  StorePtr own = c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
+  join(*own, cluster.rank, cluster.num_workers, timeout);
+  return own;
+}
+
+void join(c10d::Store& store, int rank, int num_workers, std::chrono::milliseconds timeout) {
+  guarded([&] {
+    const Clock::time_point deadline = Clock::now() + timeout;
+    const std::string mine = std::to_string(num_workers);
+    const std::string agreed = to_text(store.compareSet("world", to_bytes(""), to_bytes(mine)));
+    if (agreed != mine) {
+      set_text(store, "conflict",
+               "worker " + std::to_string(rank) + " was started with " + mine + " workers, another with " + agreed);
+    } else if (store.add("claim/" + std::to_string(rank), 1) > 1) {
+      set_text(store, "conflict", "two workers were started with rank " + std::to_string(rank));
+    }
+    std::vector<std::string> keys, who;
+    for (int r = 0; r < num_workers; ++r) {
+      keys.push_back("joined/" + std::to_string(r));
+      who.push_back("worker " + std::to_string(r));
+    }
+    set_text(store, keys[static_cast<size_t>(rank)], mine);
+    store.add("arrived", 1);
+    for (Backoff backoff(deadline);;) {
+      const bool is_complete = store.check(keys);
+      if (store.check({"conflict"})) {
+        const std::string conflict = to_text(store.get("conflict"));
+        store.add("informed", 1);
+        if (rank == 0) await_informed(store);
+        throw InvalidArgument(conflict + "; give every worker the same number of workers and a rank of its own");
+      }
+      if (is_complete) return;
+      if (!backoff.pause()) {
+        throw Timeout("worker " + std::to_string(rank) + " waited " + std::to_string(timeout.count()) +
+                      " ms for the others to join; missing: " + list_missing(store, keys, who) +
+                      ". Start them, or raise `timeout`");
+      }
+    }
+  });
+}
+
+void set_text(c10d::Store& store, const std::string& key, const std::string& value) {
+  guarded([&] { store.set(key, to_bytes(value)); });
+}
+
+std::vector<std::string> get_texts(c10d::Store& store, const std::vector<std::string>& keys,
+                                   const std::vector<std::string>& who, std::chrono::milliseconds timeout) {
+  return guarded([&] {
+    for (Backoff backoff(Clock::now() + timeout); !store.check(keys);) {
+      if (!backoff.pause()) {
+        throw Timeout("waited " + std::to_string(timeout.count()) + " ms for " + list_missing(store, keys, who) +
+                      ". Look at the log of the missing workers, or raise `timeout`");
+      }
+    }
+    std::vector<std::string> values;
+    for (const std::string& key : keys) values.push_back(to_text(store.get(key)));
+    return values;
+  });
+}
+
+}  // namespace muster::net

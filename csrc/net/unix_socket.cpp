@@ -1,0 +1,182 @@
+#include "net/unix_socket.h"
+
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <fstream>
+
+#include "muster/error.h"
+
+namespace muster::net {
+namespace {
+
+constexpr int kBacklog = 1024;
+
+[[noreturn]] void fail(const std::string& what) {
+  throw CommError(what + ": " + std::strerror(errno) +
+                  ". Check the process's limits (ulimit -n) and that all workers of the host run in one container");
+}
+
+FileDescriptor make_socket() {
+  FileDescriptor fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd) fail("cannot make a Unix socket");
+  return fd;
+}
+
+std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (name.size() + 1 > sizeof(address.sun_path)) throw InvalidArgument("socket name '" + name + "' is too long");
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
+}
+
+int remaining_ms(Deadline deadline) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
+  return static_cast<int>(std::clamp<int64_t>(left, 0, 3'600'000));
+}
+
+}  // namespace
+
+FileDescriptor::~FileDescriptor() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+UnixSocket UnixSocket::connect(const std::string& name) {
+  FileDescriptor fd = make_socket();
+  const auto [address, length] = abstract_address(name);
+  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
+    fail("cannot reach a worker of this host");
+  return UnixSocket(std::move(fd));
+}
+
+PeerCredentials UnixSocket::credentials() const {
+  ucred credentials{};
+  socklen_t length = sizeof(credentials);
+  if (::getsockopt(fd_.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0)
+    fail("cannot read a peer's credentials");
+  return {credentials.pid, credentials.uid};
+}
+
+void UnixSocket::send(const std::string& bytes, const std::vector<int>& descriptors, Deadline deadline) const {
+  if (bytes.size() > kMaxBytes || descriptors.size() > kMaxDescriptors) {
+    throw InvalidArgument("a message of " + std::to_string(bytes.size()) + " bytes and " +
+                          std::to_string(descriptors.size()) + " descriptors is too large for a Unix socket");
+  }
+  iovec data{const_cast<char*>(bytes.data()), bytes.size()};
+  msghdr header{};
+  header.msg_iov = &data;
+  header.msg_iovlen = 1;
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxDescriptors * sizeof(int))> control{};
+  if (!descriptors.empty()) {
+    const size_t size = descriptors.size() * sizeof(int);
+    header.msg_control = control.data();
+    header.msg_controllen = CMSG_SPACE(size);
+    cmsghdr* rights = CMSG_FIRSTHDR(&header);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(size);
+    std::memcpy(CMSG_DATA(rights), descriptors.data(), size);
+  }
+  while (::sendmsg(fd_.get(), &header, MSG_NOSIGNAL) < 0) {
+    if (errno == EINTR) continue;
+    if (errno != EAGAIN && errno != EWOULDBLOCK) fail("a worker of this host is gone");
+    pollfd wait{fd_.get(), POLLOUT, 0};
+    if (::poll(&wait, 1, remaining_ms(deadline)) == 0)
+      throw Timeout("a worker of this host does not read its messages; look at its log");
+  }
+}
+
+UnixSocket::Status UnixSocket::receive(Message& message) const {
+  message.bytes.resize(kMaxBytes);
+  message.descriptors.clear();
+  iovec data{message.bytes.data(), message.bytes.size()};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxDescriptors * sizeof(int))> control;
+  msghdr header{};
+  header.msg_iov = &data;
+  header.msg_iovlen = 1;
+  header.msg_control = control.data();
+  header.msg_controllen = control.size();
+  ssize_t n;
+  do {
+    n = ::recvmsg(fd_.get(), &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  } while (n < 0 && errno == EINTR);
+  if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return Status::nothing;
+  if (n <= 0) return Status::end;
+  message.bytes.resize(static_cast<size_t>(n));
+  for (cmsghdr* c = CMSG_FIRSTHDR(&header); c != nullptr; c = CMSG_NXTHDR(&header, c)) {
+    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+    const size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (size_t i = 0; i < count; ++i) {
+      int fd;
+      std::memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof(int));
+      message.descriptors.emplace_back(fd);
+    }
+  }
+  if (header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) {
+    throw CommError("a message or its descriptors were cut short; raise the limit of open files (ulimit -n)");
+  }
+  return Status::message;
+}
+
+UnixListener::UnixListener(const std::string& name) : fd_(make_socket()) {
+  const auto [address, length] = abstract_address(name);
+  if (::bind(fd_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) fail("cannot bind a Unix socket");
+  if (::listen(fd_.get(), kBacklog) != 0) fail("cannot listen on a Unix socket");
+}
+
+std::optional<UnixSocket> UnixListener::accept(Deadline deadline) const {
+  while (wait_readable({fd_.get()}, deadline)) {
+    FileDescriptor fd(::accept4(fd_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (fd) return UnixSocket(std::move(fd));
+    if (errno != EINTR && errno != EAGAIN && errno != ECONNABORTED) fail("cannot accept a connection");
+  }
+  return std::nullopt;
+}
+
+std::string random_name() {
+  std::array<unsigned char, 16> bytes;
+  if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) fail("no random numbers");
+  std::string name;
+  for (const unsigned char byte : bytes) {
+    name += "0123456789abcdef"[byte >> 4];
+    name += "0123456789abcdef"[byte & 15];
+  }
+  return name;
+}
+
+std::string host_identity() {
+  std::string boot;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  struct stat network{};
+  ::stat("/proc/self/ns/net", &network);
+  return boot + "/" + std::to_string(network.st_ino);
+}
+
+bool wait_readable(const std::vector<int>& fds, Deadline deadline) {
+  std::vector<pollfd> polled;
+  for (const int fd : fds) polled.push_back({fd, POLLIN, 0});
+  for (;;) {
+    const int n = ::poll(polled.data(), polled.size(), remaining_ms(deadline));
+    if (n > 0) return true;
+    if (n == 0) return false;
+    if (errno != EINTR) fail("cannot wait for a socket");
+  }
+}
+
+FileDescriptor watch_process(pid_t pid) noexcept {
+  if (pid <= 0) return FileDescriptor();
+  return FileDescriptor(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+}
+
+}  // namespace muster::net

@@ -1,0 +1,100 @@
+// Abstract Unix sockets between the processes of one user on one host: messages with boundaries (SOCK_SEQPACKET) that
+// can carry file descriptors. An abstract name leaves nothing in the file system.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace muster::net {
+
+using Deadline = std::chrono::steady_clock::time_point;
+
+/// Owns a descriptor. Move-only.
+class FileDescriptor {
+ public:
+  FileDescriptor() = default;
+  explicit FileDescriptor(int fd) noexcept : fd_(fd) {}
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~FileDescriptor();
+
+  int get() const noexcept { return fd_; }
+  explicit operator bool() const noexcept { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+struct Message {
+  std::string bytes;
+  std::vector<FileDescriptor> descriptors;
+};
+
+/// Who is at the other end, as the kernel says; pid is 0 for a process of another pid namespace.
+struct PeerCredentials {
+  pid_t pid = 0;
+  uid_t uid = 0;
+};
+
+/// A connected socket. Externally synchronised per direction. Calls throw CommError where the system refuses.
+class UnixSocket {
+ public:
+  static constexpr size_t kMaxBytes = 64 << 10;
+  static constexpr size_t kMaxDescriptors = 250;
+
+  UnixSocket() = default;
+  explicit UnixSocket(FileDescriptor fd) noexcept : fd_(std::move(fd)) {}
+
+  /// Connects to an abstract name. Throws CommError when nobody listens there.
+  static UnixSocket connect(const std::string& name);
+
+  PeerCredentials credentials() const;
+
+  /// Sends one message of at most kMaxBytes and kMaxDescriptors. Throws Timeout at the deadline, CommError when the
+  /// peer is gone.
+  void send(const std::string& bytes, const std::vector<int>& descriptors, Deadline deadline) const;
+
+  enum class Status { message, nothing, end };
+  /// Takes one message if there is one; `end` once the peer is gone. Does not block.
+  Status receive(Message& message) const;
+
+  int get() const noexcept { return fd_.get(); }
+  explicit operator bool() const noexcept { return static_cast<bool>(fd_); }
+
+ private:
+  FileDescriptor fd_;
+};
+
+/// A listening socket under an abstract name.
+class UnixListener {
+ public:
+  explicit UnixListener(const std::string& name);
+
+  /// The next connection, or none at the deadline.
+  std::optional<UnixSocket> accept(Deadline deadline) const;
+
+ private:
+  FileDescriptor fd_;
+};
+
+/// 128 random bits in hexadecimal, for names that cannot be guessed.
+std::string random_name();
+
+/// Identifies the network namespace of the running kernel: equal exactly where abstract names can be reached.
+std::string host_identity();
+
+/// Waits until a descriptor of `fds` is readable or at its end, or the deadline. Returns false at the deadline.
+bool wait_readable(const std::vector<int>& fds, Deadline deadline);
+
+/// A descriptor that becomes readable when process `pid` ends; empty where the kernel cannot say.
+FileDescriptor watch_process(pid_t pid) noexcept;
+
+}  // namespace muster::net

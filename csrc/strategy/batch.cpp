@@ -1,0 +1,39 @@
+#include "muster/batch.h"
+
+#include <ATen/ops/empty.h>
+
+namespace muster::detail {
+
+namespace {
+constexpr uintptr_t kAlignment = 64;
+}
+
+std::vector<int64_t> part_sizes(int64_t n, int parts) {
+  std::vector<int64_t> sizes(static_cast<size_t>(parts), n / parts);
+  for (int64_t larger = 0; larger < n % parts; ++larger) ++sizes[static_cast<size_t>(larger)];
+  return sizes;
+}
+
+at::Tensor aligned(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_meta() || tensor.numel() == 0) return tensor;
+  if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment == 0) return tensor;
+  return tensor.clone();
+}
+
+at::Tensor take_rows(const at::Tensor& tensor, int64_t start, int64_t stop, int64_t step) {
+  if (!tensor.defined() || tensor.dim() == 0) return tensor;
+  const auto rows = tensor.slice(0, start, stop, step);
+  return step == 1 ? aligned(rows) : rows.clone(at::MemoryFormat::Contiguous);
+}
+
+std::string row_problem(const at::Tensor& tensor, int64_t rows, const std::string& path) {
+  if (!tensor.defined() || tensor.dim() == 0) return {};
+  if (tensor.layout() != at::kStrided || tensor.is_nested()) {
+    return path + ": a " + c10::str(tensor.layout()) + " tensor cannot be divided";
+  }
+  if (tensor.size(0) == rows) return {};
+  return path + ": a tensor of " + std::to_string(tensor.size(0)) + " rows (size(0)) in a batch of " +
+         std::to_string(rows) + " cannot be divided";
+}
+
+}  // namespace muster::detail

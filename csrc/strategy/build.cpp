@@ -1,0 +1,216 @@
+#include "strategy/build.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/zeros.h>
+#include <sched.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
+#include <numeric>
+#include <sstream>
+#include <utility>
+
+#include "comm/c10d_communicator.h"
+#include "comm/host_mesh.h"
+#include "core/log.h"
+#include "muster/error.h"
+#include "net/rendezvous.h"
+#include "strategy/text_exchange.h"
+
+namespace muster {
+
+namespace {
+
+std::vector<c10::Device> parse_devices(const std::vector<std::string>& names) {
+  std::vector<c10::Device> devices;
+  for (const auto& name : names) {
+    c10::Device device(c10::kCPU);
+    try {
+      device = c10::Device(name);
+    } catch (const c10::Error&) {
+      throw InvalidArgument("'" + name + "' is not a device; write \"cpu\", \"cpu:0\", \"cpu:1\", ...");
+    }
+    if (!device.is_cpu()) {
+      throw NotBuilt("device '" + name +
+                     "' needs a build of muster with its backend; this build runs replicas on the "
+                     "CPU only");
+    }
+    devices.emplace_back(c10::kCPU);
+  }
+  if (devices.empty()) devices.emplace_back(c10::kCPU);
+  return devices;
+}
+
+comm::Milliseconds timeout_of(const StrategyOptions& options) {
+  return comm::Milliseconds(static_cast<int64_t>(options.timeout * 1000));
+}
+
+int usable_cores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? std::max(CPU_COUNT(&cores), 1) : 1;
+}
+
+std::string host_name() {
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  return name;
+}
+
+std::string in_words(const StrategyOptions& options) {
+  std::ostringstream out;
+  const auto show = [&](const char* name, const auto& value) {
+    out << name << '=';
+    if (value) {
+      out << *value;
+    } else {
+      out << "None";
+    }
+    out << ' ';
+  };
+  out << "accumulate=" << options.accumulate << " drop_incomplete=" << options.drop_incomplete << ' ';
+  show("clip_norm", options.clip_norm);
+  show("seed", options.seed);
+  out << "buffers=" << (options.buffers == Buffers::mean ? "mean" : "chief") << ' ';
+  show("threads_per_replica", options.threads_per_replica);
+  show("bucket_bytes", options.bucket_bytes);
+  out << "max_skipped=" << options.max_skipped << " timeout=" << options.timeout;
+  return out.str();
+}
+
+int64_t broadcast_number(comm::Communicator& workers, int64_t number) {
+  const auto value = at::zeros({1}, at::kLong);
+  value.data_ptr<int64_t>()[0] = number;
+  workers.broadcast(value, 0).wait();
+  return value.const_data_ptr<int64_t>()[0];
+}
+
+void place_replicas(Topology& topology, comm::Communicator& workers) {
+  const auto local = at::zeros({1}, at::kLong);
+  local.data_ptr<int64_t>()[0] = topology.local_replicas();
+  auto work = workers.all_gather(local);
+  work.wait();
+  topology.replicas_of_worker.clear();
+  for (const auto& count : work.outputs()) {
+    topology.replicas_of_worker.push_back(static_cast<int>(count.const_data_ptr<int64_t>()[0]));
+  }
+  const auto first = topology.replicas_of_worker.begin();
+  topology.first_replica = std::accumulate(first, first + topology.rank, 0);
+  topology.num_replicas = std::accumulate(first, topology.replicas_of_worker.end(), 0);
+}
+
+void compare_options(const StrategyOptions& options, comm::Communicator& workers) {
+  const auto texts = exchange_texts(workers, in_words(options));
+  for (size_t r = 1; r < texts.size(); ++r) {
+    if (texts[r] != texts[0]) {
+      throw InvalidArgument("the ranks have different options: rank 0 has " + texts[0] + "; rank " + std::to_string(r) +
+                            " has " + texts[r] + "; pass the same everywhere");
+    }
+  }
+}
+
+// The chief's usable cores over the replicas on its host.
+int agree_on_threads(const StrategyOptions& options, const Topology& topology, comm::Communicator& workers) {
+  const auto hosts = exchange_texts(workers, host_name());
+  int beside_chief = 0;
+  for (size_t r = 0; r < hosts.size(); ++r) {
+    if (hosts[r] == hosts[0]) beside_chief += topology.replicas_of_worker[r];
+  }
+  const int threads = options.threads_per_replica.value_or(std::max(usable_cores() / beside_chief, 1));
+  return static_cast<int>(broadcast_number(workers, threads));
+}
+
+uint64_t agree_on_seed(const StrategyOptions& options, comm::Communicator& workers) {
+  const uint64_t ambient = at::globalContext().defaultGenerator(c10::Device(c10::kCPU)).current_seed();
+  return static_cast<uint64_t>(broadcast_number(workers, static_cast<int64_t>(options.seed.value_or(ambient))));
+}
+
+std::shared_ptr<StrategyCore> assemble(Topology topology, Groups groups, const StrategyOptions& options,
+                                       ReplicaThreads replica_threads) {
+  const int threads = agree_on_threads(options, topology, *groups.workers);
+  const auto seed = agree_on_seed(options, *groups.workers);
+  auto pool = std::make_shared<ReplicaPool>(topology.local_replicas(), threads);
+  if (replica_threads == ReplicaThreads::own) pool->start();
+  set_log_rank(topology.rank, topology.num_workers);
+  watch_sigterm();
+  log(LogLevel::info, std::to_string(topology.num_replicas) + " replicas in " + std::to_string(topology.num_workers) +
+                          " workers, " + std::to_string(threads) + " intra-op threads each");
+  return std::make_shared<StrategyCore>(std::move(topology), std::move(groups), options, std::move(pool), seed);
+}
+
+std::shared_ptr<comm::HostMesh> connect(const net::StorePtr& store, const std::string& prefix, const Topology& topology,
+                                        int replicas, comm::Milliseconds timeout) {
+  c10d::PrefixStore prefixed(prefix, store);
+  return comm::HostMesh::connect(
+      prefixed, {.rank = topology.rank, .num_workers = topology.num_workers, .replicas = replicas, .timeout = timeout});
+}
+
+Groups groups_on_host(const Cluster& cluster, Topology& topology, comm::Milliseconds timeout) {
+  const auto store = net::open_store(cluster, timeout);
+  const auto workers = connect(store, "workers", topology, 1, timeout);
+  Groups groups;
+  groups.workers = workers->make_group("workers").front();
+  groups.backend = "memory that the processes of this host share";
+  place_replicas(topology, *groups.workers);
+  const bool one_each = topology.num_replicas == topology.num_workers;
+  const auto replicas = one_each ? workers : connect(store, "replicas", topology, topology.local_replicas(), timeout);
+  groups.gradients = replicas->make_group("gradients");
+  groups.step = replicas->make_group("step");
+  return groups;
+}
+
+Groups groups_over(const comm::ProcessGroupPtr& process_group, const Cluster& cluster, Topology& topology,
+                   comm::Milliseconds timeout) {
+  if (process_group->getRank() != cluster.rank || process_group->getSize() != cluster.num_workers) {
+    throw InvalidArgument("the process group has rank " + std::to_string(process_group->getRank()) + " of " +
+                          std::to_string(process_group->getSize()) + ", the cluster rank " +
+                          std::to_string(cluster.rank) + " of " + std::to_string(cluster.num_workers) +
+                          "; both must describe the same job");
+  }
+  const comm::C10dOptions options{.timeout = timeout};
+  Groups groups;
+  groups.workers = comm::make_c10d(process_group, options);
+  groups.backend = "the process group's backend (" + process_group->getBackendName() + ")";
+  groups.overlap = false;
+  place_replicas(topology, *groups.workers);
+  groups.gradients = comm::make_hierarchical(process_group, topology.local_replicas(), options);
+  groups.step = comm::make_hierarchical(process_group, topology.local_replicas(), options);
+  return groups;
+}
+
+}  // namespace
+
+std::shared_ptr<StrategyCore> make_mirrored(const std::vector<std::string>& devices, const StrategyOptions& options,
+                                            ReplicaThreads threads) {
+  options.validate();
+  Topology topology;
+  topology.devices = parse_devices(devices);
+  topology.num_replicas = topology.local_replicas();
+  topology.replicas_of_worker = {topology.num_replicas};
+  Groups groups;
+  groups.gradients = comm::make_local(topology.num_replicas, timeout_of(options));
+  groups.step = comm::make_local(topology.num_replicas, timeout_of(options));
+  groups.workers = comm::make_single();
+  groups.backend = "the memory of this process";
+  return assemble(std::move(topology), std::move(groups), options, threads);
+}
+
+std::shared_ptr<StrategyCore> make_multi_worker(const Cluster& cluster, const std::vector<std::string>& devices,
+                                                const StrategyOptions& options, ReplicaThreads threads,
+                                                const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
+  options.validate();
+  cluster.validate();
+  Topology topology;
+  topology.num_workers = cluster.num_workers;
+  topology.rank = cluster.rank;
+  topology.local_rank = cluster.local_rank;
+  topology.devices = parse_devices(devices);
+  Groups groups = process_group ? groups_over(process_group, cluster, topology, timeout_of(options))
+                                : groups_on_host(cluster, topology, timeout_of(options));
+  compare_options(options, *groups.workers);
+  return assemble(std::move(topology), std::move(groups), options, threads);
+}
+
+}  // namespace muster

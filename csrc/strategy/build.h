@@ -1,0 +1,34 @@
+// Puts a strategy together: who takes part, the groups, threads and seed that all ranks agree on.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "muster/cluster.h"
+#include "muster/options.h"
+#include "strategy/strategy_core.h"
+
+namespace c10d {
+class ProcessGroup;
+}
+
+namespace muster {
+
+/// Whether the pool runs its own threads, or the language layer serves it with threads of its own.
+enum class ReplicaThreads { own, foreign };
+
+/// One process, a replica a device; "cpu", "cpu:0", "cpu:1", ... and repeated devices are logical replicas of the CPU.
+/// No device: one CPU replica. Throws InvalidArgument for a device that does not parse, NotBuilt for one that this
+/// build cannot use.
+std::shared_ptr<StrategyCore> make_mirrored(const std::vector<std::string>& devices, const StrategyOptions& options,
+                                            ReplicaThreads threads);
+
+/// Collective over the cluster. One process a worker, each with a replica a device. Without `process_group` the workers
+/// must be on one host. Throws InvalidArgument where ranks disagree about options or the size of the world.
+std::shared_ptr<StrategyCore> make_multi_worker(const Cluster& cluster, const std::vector<std::string>& devices,
+                                                const StrategyOptions& options, ReplicaThreads threads,
+                                                const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
+
+}  // namespace muster

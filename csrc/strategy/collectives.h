@@ -1,0 +1,46 @@
+// reduce, gather and broadcast as users see them: inside a step between replicas with non-empty parts, differentiable;
+// outside a step between workers.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "muster/reduce_op.h"
+
+namespace muster {
+
+/// The values of one replica: leaves of a structure, equal in number, shape and dtype on all replicas that take part.
+using Leaves = std::vector<at::Tensor>;
+
+/// In a step. The reduction of each leaf over the replicas that take part; gradients flow (for sum and mean by the sum
+/// convention: the gradient of a sum is the sum of the gradients; for min and max to the replicas that attain it, in
+/// equal parts). `mean` weighs each replica by `weight` (0-dim). Leaves of one dtype travel together.
+Leaves reduce_in_step(comm::Communicator& group, const Leaves& values, ReduceOp op, const at::Tensor& weight);
+
+/// In a step. Each leaf concatenated along dimension 0 in replica order (0-dim leaves are stacked); gradients flow.
+Leaves gather_in_step(comm::Communicator& group, const Leaves& values);
+
+/// In a step. The leaves of replica `source`, with their gradients flowing back to it.
+Leaves broadcast_in_step(comm::Communicator& group, const Leaves& values, int source);
+
+/// What a worker brings to a collective outside a step: one entry for each of its replicas that has a value.
+struct Contribution {
+  Leaves values;
+  double weight = 1;
+};
+
+/// Outside a step; collective over workers. A worker may contribute nothing and gets the result all the same.
+/// `mean` of integer leaves is fp64. Throws InvalidArgument if nobody contributes, LayoutMismatch if the structures
+/// differ.
+Leaves reduce_over_workers(comm::Communicator& workers, const std::vector<Contribution>& mine, ReduceOp op);
+
+/// Outside a step; collective over workers. Concatenation over all contributions, in worker and replica order.
+Leaves gather_over_workers(comm::Communicator& workers, const std::vector<Contribution>& mine);
+
+/// Outside a step; collective over workers. The leaves of worker `source`; the values of others are ignored.
+Leaves broadcast_over_workers(comm::Communicator& workers, const Leaves& mine, int source);
+
+}  // namespace muster

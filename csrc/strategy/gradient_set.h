@@ -1,0 +1,178 @@
+// One set of parameters that are updated together (those of the optimizers of a step): its engines, its window, and the
+// end of the window: sums to mean gradients, norm, clipping, `.grad`.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gradient/gradient_engine.h"
+#include "muster/options.h"
+#include "muster/step.h"
+#include "strategy/parameter_registry.h"
+#include "strategy/topology.h"
+
+namespace muster {
+
+inline constexpr int64_t kDefaultBucketBytes = 8 << 20;
+
+/// How a replica's step failed, in words that travel to other ranks; empty `type` means it did not.
+struct Failure {
+  enum class Kind {
+    own,        ///< raised here
+    remote,     ///< the consequence of another replica's failure
+    transport,  ///< communication broke: nothing can be agreed any more
+  };
+  std::string type;
+  std::string text;
+  Kind kind = Kind::own;
+  explicit operator bool() const noexcept { return !type.empty(); }
+};
+
+/// What a closed window amounted to; equal on all ranks.
+struct WindowSums {
+  double weight = 0;
+  double loss = 0;       ///< mean, or sum for Reduction::sum
+  double grad_norm = 0;  ///< before clipping; NaN or inf when not finite
+  bool stop_requested = false;
+  bool dropped = false;  ///< weight 0: nothing changes
+  bool finite = true;
+  std::map<std::string, double> metrics;
+  /// Who failed: worker rank, replica, type and text; empty when nobody did.
+  struct Failed {
+    int rank;
+    int replica;
+    Failure failure;
+  };
+  std::vector<Failed> failures;
+  /// With locate_non_finite: "parameter 'x' of replica 2", or empty.
+  std::string non_finite_at;
+};
+
+/// Methods taking `local_replica` are called by that replica's thread, all others by the thread that steps, while no
+/// replica thread is in the set.
+class GradientSet {
+ public:
+  GradientSet(const ParameterRegistry& registry, const Topology& topology, const Groups& groups,
+              const StrategyOptions& options, const void* strategy, std::vector<int> parameters);
+
+  /// The set's parameters (registry indices, ascending), trainable or not.
+  const std::vector<int>& parameters() const noexcept { return parameters_; }
+  /// Replaces them, from the next window on.
+  void set_parameters(std::vector<int> parameters);
+
+  bool window_open() const noexcept { return micro_batches_ > 0; }
+  int micro_batches() const noexcept { return micro_batches_; }
+
+  /// Gradients arriving in steps of other sets are dropped while true.
+  void set_ignored(bool ignored) noexcept;
+
+  /// Opens a micro-batch; rebuilds the engines when the trainable parameters changed and no window is open.
+  /// Throws InvalidArgument if no parameter is trainable.
+  void open_micro_batch(bool last);
+
+  /// Before a replica's first micro-batch of a window; collective over replicas when the layout is new. Throws
+  /// LayoutMismatch if the replicas train different parameters: nothing can be reduced then.
+  void open_window(int local_replica);
+
+  /// Runs backward of one replica's loss, weighted. Throws InvalidArgument for a loss that is not a 0-dim floating
+  /// tensor with a graph, or a metric that is not 0-dim.
+  void backward(int local_replica, const Loss& loss, double rows);
+
+  /// Ends the replica's micro-batch, after backward or instead of it (no part, or failed). Never throws for the step's
+  /// own errors: returns what the engine found. On the last micro-batch the replica's buckets have left.
+  std::exception_ptr end_micro_batch(int local_replica, bool failed) noexcept;
+
+  /// Collective over replicas, on the last micro-batch: the tail, texts of failures, metrics, sparse rows, gradient
+  /// order.
+  void close_window(int local_replica, const Failure& failure, bool stop_requested);
+
+  /// After all local replicas closed the window: leaves mean, clipped gradients in `.grad` of replica 0's parameters
+  /// and merges buffers. Ends the window.
+  WindowSums finish_window();
+
+  /// A local replica failed in a micro-batch that is not the last: the window's end reports it to all ranks.
+  void poison(int local_replica, Failure failure) {
+    windows_[static_cast<size_t>(local_replica)].failure = std::move(failure);
+  }
+
+  /// This process raised for another's failure in a micro-batch that is not the last: the window's end need not again.
+  void note_told() noexcept { told_ = true; }
+  bool told() const noexcept { return told_; }
+
+  /// Forgets the window while replica threads may still be in it (an interrupt): the next one starts afresh.
+  void abandon_window() noexcept { micro_batches_ = 0; }
+
+  /// Forgets the window without communication.
+  void drop_window() noexcept;
+
+  /// Loss, metrics and weight of this worker's share of the open window.
+  WindowSums local_sums() const;
+
+  /// Look for the first non-finite gradient in the next window.
+  void locate_non_finite(bool locate) noexcept { locate_non_finite_ = locate; }
+
+  const GradientEngine& engine(int local_replica) const { return *engines_[static_cast<size_t>(local_replica)]; }
+
+ private:
+  struct Tail;
+
+  /// A buffer as the last window left it. Its values are kept because batch norm writes running statistics without
+  /// touching their version counter.
+  struct NotedBuffer {
+    at::Tensor buffer;
+    int64_t version;
+    at::Tensor values;
+  };
+
+  struct ReplicaWindow {
+    double weight = 0;
+    double weighted_loss = 0;
+    double contributions = 0;
+    double mean_losses = 0;
+    double sum_losses = 0;
+    std::map<std::string, double> weighted_metrics;
+    Failure failure;                    // of an earlier micro-batch of this window
+    bool began = false;                 // the engine's micro-batch is open
+    at::Tensor tail;                    // reduced, after close_window
+    at::Tensor integer_buffers;         // reduced
+    std::vector<std::string> failures;  // by replica, "type\ntext"
+    std::vector<std::string> metric_texts;
+  };
+
+  bool layout_is_stale() const;
+  void build_engines();
+  void begin_engine(int local_replica, bool contributes);
+  Tail tail_of(const at::Tensor& tail) const;
+  void merge_buffers(const Tail& tail);
+  void note_buffers();
+  /// Whether a local replica's buffer was written since note_buffers().
+  bool was_written(size_t local_replica, size_t buffer) const;
+  void collect_metrics(WindowSums& sums) const;
+  void apply_mean(const Tail& tail, double divisor, WindowSums& sums);
+  int worker_of(int replica) const;
+
+  const ParameterRegistry& registry_;
+  const Topology& topology_;
+  const Groups& groups_;
+  const StrategyOptions& options_;
+  const void* strategy_;
+  std::vector<int> parameters_;
+  std::vector<int> trainable_;  // registry indices of the engines' parameters
+  std::vector<std::unique_ptr<GradientEngine>> engines_;
+  std::vector<ReplicaWindow> windows_;
+  std::vector<std::vector<NotedBuffer>> noted_buffers_;  // [local replica][buffer]
+  /// Power of two near the mean weight of the last window: seeds are weight / unit_, so that they stay near one.
+  double unit_ = 1;
+  int micro_batches_ = 0;
+  bool told_ = false;  // in this window
+  bool last_ = false;
+  bool locate_non_finite_ = false;
+};
+
+}  // namespace muster

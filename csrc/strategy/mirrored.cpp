@@ -1,0 +1,10 @@
+#include "muster/mirrored.h"
+
+#include "strategy/build.h"
+
+namespace muster {
+
+MirroredStrategy::MirroredStrategy(const std::vector<std::string>& devices, const StrategyOptions& options)
+    : Strategy(make_mirrored(devices, options, ReplicaThreads::own), "MirroredStrategy") {}
+
+}  // namespace muster

@@ -1,0 +1,152 @@
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <ios>
+#include <sstream>
+
+#include "muster/error.h"
+#include "strategy/collectives.h"
+#include "strategy/strategy_state.h"
+#include "strategy/text_exchange.h"
+
+namespace muster::detail {
+
+namespace {
+
+using torch::optim::Optimizer;
+using torch::optim::OptimizerParamState;
+
+// A state's tensors, defined or not, and its step count if it has one.
+struct Fields {
+  std::vector<at::Tensor*> tensors;
+  int64_t* step = nullptr;
+};
+
+Fields fields_of(torch::optim::SGDParamState& s) { return {{&s.momentum_buffer()}, nullptr}; }
+Fields fields_of(torch::optim::AdagradParamState& s) { return {{&s.sum()}, &s.step()}; }
+Fields fields_of(torch::optim::AdamParamState& s) {
+  return {{&s.exp_avg(), &s.exp_avg_sq(), &s.max_exp_avg_sq()}, &s.step()};
+}
+Fields fields_of(torch::optim::AdamWParamState& s) {
+  return {{&s.exp_avg(), &s.exp_avg_sq(), &s.max_exp_avg_sq()}, &s.step()};
+}
+Fields fields_of(torch::optim::RMSpropParamState& s) {
+  return {{&s.square_avg(), &s.momentum_buffer(), &s.grad_avg()}, &s.step()};
+}
+
+struct Kind {
+  std::unique_ptr<OptimizerParamState> (*make)() = nullptr;
+  Fields (*fields)(OptimizerParamState&) = nullptr;
+};
+
+template <class State>
+Kind kind() {
+  return {[]() -> std::unique_ptr<OptimizerParamState> { return std::make_unique<State>(); },
+          [](OptimizerParamState& state) { return fields_of(static_cast<State&>(state)); }};
+}
+
+Kind kind_of(const Optimizer& optimizer) {
+  if (dynamic_cast<const torch::optim::SGD*>(&optimizer) != nullptr) return kind<torch::optim::SGDParamState>();
+  if (dynamic_cast<const torch::optim::Adagrad*>(&optimizer) != nullptr) return kind<torch::optim::AdagradParamState>();
+  if (dynamic_cast<const torch::optim::Adam*>(&optimizer) != nullptr) return kind<torch::optim::AdamParamState>();
+  if (dynamic_cast<const torch::optim::AdamW*>(&optimizer) != nullptr) return kind<torch::optim::AdamWParamState>();
+  if (dynamic_cast<const torch::optim::RMSprop*>(&optimizer) != nullptr) return kind<torch::optim::RMSpropParamState>();
+  return {};
+}
+
+std::string shape_of(const Optimizer& optimizer) {
+  std::string shape;
+  for (const auto& group : optimizer.param_groups()) shape += ' ' + std::to_string(group.params().size());
+  return shape;
+}
+
+// Learning rates by group, then for each parameter: whether it has a state, its step, and which tensors are defined.
+std::string description_of(Optimizer& optimizer, const Kind& kind, Leaves& tensors) {
+  std::ostringstream out;
+  out << std::hexfloat;
+  for (const auto& group : optimizer.param_groups()) {
+    out << group.options().get_lr() << '\n';
+    for (const auto& parameter : group.params()) {
+      const auto state = optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (state == optimizer.state().end()) {
+        out << "0\n";
+        continue;
+      }
+      const auto fields = kind.fields(*state->second);
+      out << "1 " << (fields.step != nullptr ? *fields.step : 0);
+      for (const auto* tensor : fields.tensors) {
+        out << ' ' << tensor->defined();
+        if (tensor->defined()) tensors.push_back(*tensor);
+      }
+      out << '\n';
+    }
+  }
+  return out.str();
+}
+
+void take_over(Optimizer& optimizer, const Kind& kind, const std::string& description, const Leaves& tensors) {
+  std::istringstream in(description);
+  std::string line;
+  auto next = tensors.begin();
+  optimizer.state().clear();
+  for (auto& group : optimizer.param_groups()) {
+    std::getline(in, line);
+    group.options().set_lr(std::strtod(line.c_str(), nullptr));
+    for (const auto& parameter : group.params()) {
+      std::getline(in, line);
+      std::istringstream fields_in(line);
+      bool has_state = false;
+      fields_in >> has_state;
+      if (!has_state) continue;
+      auto state = kind.make();
+      const auto fields = kind.fields(*state);
+      int64_t step = 0;
+      fields_in >> step;
+      if (fields.step != nullptr) *fields.step = step;
+      for (auto* tensor : fields.tensors) {
+        bool defined = false;
+        fields_in >> defined;
+        if (defined) *tensor = *next++;
+      }
+      optimizer.state()[parameter.unsafeGetTensorImpl()] = std::move(state);
+    }
+  }
+}
+
+}  // namespace
+
+void broadcast_optimizer(Optimizer& optimizer, comm::Communicator& workers) {
+  if (workers.size() == 1) return;
+  const auto kind = kind_of(optimizer);
+  const bool is_chief = workers.rank() == 0;
+  const auto shapes = exchange_texts(workers, shape_of(optimizer));
+  for (size_t r = 1; r < shapes.size(); ++r) {
+    if (shapes[r] == shapes[0]) continue;
+    throw LayoutMismatch("the optimizers of the ranks differ: rank 0's has" + shapes[0] +
+                         " parameters by group, rank " + std::to_string(r) + "'s" + shapes[r] +
+                         "; build the same optimizer on every rank");
+  }
+  Leaves tensors;
+  std::string mine;
+  if (is_chief) {
+    if (kind.make != nullptr) {
+      mine = description_of(optimizer, kind, tensors);
+    } else {
+      mine = optimizer.state().empty() ? "new" : "unknown";
+    }
+  }
+  const auto description = exchange_texts(workers, mine).front();
+  if (description == "new") return;
+  if (description == "unknown" || kind.make == nullptr) {
+    throw InvalidArgument(
+        "the chief's optimizer has state of a kind that cannot be sent to other workers; use SGD, "
+        "Adagrad, Adam, AdamW or RMSprop of torch::optim, or prepare it before its first step");
+  }
+  tensors = broadcast_over_workers(workers, tensors, 0);
+  if (!is_chief) take_over(optimizer, kind, description, tensors);
+}
+
+}  // namespace muster::detail

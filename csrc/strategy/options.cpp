@@ -1,0 +1,29 @@
+#include "muster/options.h"
+
+#include <cmath>
+
+#include "muster/error.h"
+
+namespace muster {
+
+namespace {
+
+void require(bool holds, const char* option, const std::string& value, const char* requirement) {
+  if (!holds) throw InvalidArgument(std::string(option) + "=" + value + ": it must be " + requirement);
+}
+
+}  // namespace
+
+void StrategyOptions::validate() const {
+  require(accumulate >= 1, "accumulate", std::to_string(accumulate), "at least 1");
+  require(!clip_norm || (*clip_norm > 0 && !std::isnan(*clip_norm)), "clip_norm", std::to_string(clip_norm.value_or(0)),
+          "positive, or None for no clipping");
+  require(!threads_per_replica || *threads_per_replica >= 1, "threads_per_replica",
+          std::to_string(threads_per_replica.value_or(0)), "at least 1, or None to share the cores");
+  require(!bucket_bytes || *bucket_bytes >= 1024, "bucket_bytes", std::to_string(bucket_bytes.value_or(0)),
+          "at least 1024");
+  require(max_skipped >= 1, "max_skipped", std::to_string(max_skipped), "at least 1");
+  require(timeout > 0 && std::isfinite(timeout), "timeout", std::to_string(timeout), "a positive number of seconds");
+}
+
+}  // namespace muster

@@ -1,0 +1,184 @@
+#include "strategy/parameter_registry.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "muster/error.h"
+#include "strategy/text_exchange.h"
+
+namespace muster {
+
+namespace {
+
+void describe(std::ostream& out, const char* kind, const NamedTensors& tensors) {
+  for (const auto& [name, tensor] : tensors) {
+    out << kind << " '" << name << "' " << tensor.sizes() << ' ' << c10::toString(tensor.scalar_type()) << '\n';
+  }
+}
+
+std::string describe(const ModuleTensors& module) {
+  std::ostringstream out;
+  describe(out, "parameter", module.parameters.front());
+  describe(out, "buffer", module.buffers.front());
+  return out.str();
+}
+
+std::string line_of(const std::string& text, size_t number) {
+  std::istringstream in(text);
+  std::string line;
+  for (size_t i = 0; i <= number; ++i) {
+    if (!std::getline(in, line)) return "nothing";
+  }
+  return line;
+}
+
+// The first lines that differ.
+std::pair<std::string, std::string> first_difference(const std::string& a, const std::string& b) {
+  const auto difference = std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first;
+  const auto line = static_cast<size_t>(std::count(a.begin(), difference, '\n'));
+  return {line_of(a, line), line_of(b, line)};
+}
+
+void compare_over_workers(const std::string& mine, comm::Communicator& workers) {
+  const auto texts = exchange_texts(workers, mine);
+  for (size_t r = 1; r < texts.size(); ++r) {
+    if (texts[r] == texts[0]) continue;
+    const auto [a, b] = first_difference(texts[0], texts[r]);
+    throw LayoutMismatch("the models of the ranks differ: rank 0 has " + a + ", rank " + std::to_string(r) + " has " +
+                         b + "; build the same model on every rank before prepare()");
+  }
+}
+
+void check_local(const ModuleTensors& module) {
+  for (const auto* group : {&module.parameters, &module.buffers}) {
+    for (const auto& [name, tensor] : group->front()) {
+      if (tensor.layout() != at::kStrided) {
+        throw InvalidArgument("'" + name + "' has layout " + c10::str(tensor.layout()) +
+                              "; only strided parameters and buffers can be prepared");
+      }
+      if (!tensor.device().is_cpu()) {
+        throw InvalidArgument("'" + name + "' is on " + tensor.device().str() +
+                              "; this strategy's replicas are on the CPU: move the module with .to('cpu') first");
+      }
+    }
+    std::ostringstream first;
+    describe(first, "tensor", group->front());
+    for (size_t r = 1; r < group->size(); ++r) {
+      std::ostringstream other;
+      describe(other, "tensor", (*group)[r]);
+      if (other.str() == first.str()) continue;
+      const auto [a, b] = first_difference(first.str(), other.str());
+      throw InvalidArgument("replica " + std::to_string(r) + " of a module has " + b + ", replica 0 has " + a +
+                            "; the factory must build equal modules");
+    }
+  }
+}
+
+void broadcast_values(const at::Tensor& tensor, comm::Communicator& workers) {
+  if (workers.size() == 1 || tensor.numel() == 0) return;
+  const auto values = tensor.detach();
+  if (values.is_non_overlapping_and_dense()) {
+    workers.broadcast(values, 0).wait();
+    return;
+  }
+  const auto packed = values.contiguous();
+  workers.broadcast(packed, 0).wait();
+  values.copy_(packed);
+}
+
+}  // namespace
+
+int ParameterRegistry::add(ModuleTensors module, comm::Communicator& workers) {
+  check_local(module);
+  compare_over_workers(describe(module), workers);
+  const int number = num_modules_++;
+  const auto prefix = number == 0 ? std::string() : std::to_string(number) + '.';
+  const size_t replicas = module.parameters.size();
+  parameters_.resize(replicas);
+  buffers_.resize(replicas);
+
+  const at::NoGradGuard no_grad;
+  for (size_t p = 0; p < module.parameters.front().size(); ++p) {
+    const auto& [name, leaf] = module.parameters.front()[p];
+    if (index_.contains(leaf.unsafeGetTensorImpl())) continue;  // shared with an earlier module
+    broadcast_values(leaf, workers);
+    const auto index = names_.size();
+    index_[leaf.unsafeGetTensorImpl()] = static_cast<int>(index);
+    names_.push_back(prefix + name);
+    modules_.push_back(number);
+    for (size_t r = 0; r < replicas; ++r) parameters_[r].push_back(module.parameters[r][p].second);
+    share_with_replicas(index);
+  }
+  if (first_buffer_.empty()) first_buffer_.push_back(0);
+  first_buffer_.push_back(first_buffer_.back() + module.buffers.front().size());
+  for (size_t b = 0; b < module.buffers.front().size(); ++b) {
+    const auto& [name, buffer] = module.buffers.front()[b];
+    broadcast_values(buffer, workers);
+    buffer_names_.push_back(prefix + name);
+    for (size_t r = 0; r < replicas; ++r) {
+      buffers_[r].push_back(module.buffers[r][b].second);
+      if (r > 0) module.buffers[r][b].second.copy_(buffer);
+    }
+  }
+  return number;
+}
+
+void ParameterRegistry::share_with_replicas(size_t p) {
+  const auto& leaf = parameters_[0][p];
+  for (size_t r = 1; r < parameters_.size(); ++r) {
+    auto& replica = parameters_[r][p];
+    replica.set_data(leaf.detach());
+    torch::autograd::impl::set_version_counter(replica, torch::autograd::impl::version_counter(leaf));
+  }
+}
+
+void ParameterRegistry::set_buffers(int module, size_t local_replica, const std::vector<at::Tensor>& buffers) {
+  const size_t first = first_buffer_.at(static_cast<size_t>(module));
+  const size_t count = first_buffer_.at(static_cast<size_t>(module) + 1) - first;
+  if (buffers.size() != count) {
+    throw InvalidArgument("module number " + std::to_string(module) + " has " + std::to_string(buffers.size()) +
+                          " buffers, and had " + std::to_string(count) + " at prepare(); register them before");
+  }
+  std::copy(buffers.begin(), buffers.end(), buffers_[local_replica].begin() + static_cast<ptrdiff_t>(first));
+}
+
+int ParameterRegistry::find(const at::Tensor& parameter) const noexcept {
+  const auto found = index_.find(parameter.unsafeGetTensorImpl());
+  return found == index_.end() ? -1 : found->second;
+}
+
+std::vector<int> ParameterRegistry::parameters_of(int module) const {
+  std::vector<int> found;
+  for (size_t p = 0; p < modules_.size(); ++p) {
+    if (modules_[p] == module) found.push_back(static_cast<int>(p));
+  }
+  return found;
+}
+
+void ParameterRegistry::follow_moves() {
+  if (parameters_.size() < 2) return;
+  for (size_t p = 0; p < names_.size(); ++p) {
+    const auto& leaf = parameters_[0][p];
+    for (size_t r = 1; r < parameters_.size(); ++r) {
+      const auto& replica = parameters_[r][p];
+      const bool follows = replica.const_data_ptr() == leaf.const_data_ptr() && replica.sizes() == leaf.sizes() &&
+                           replica.strides() == leaf.strides() && replica.scalar_type() == leaf.scalar_type();
+      if (!follows) {
+        const at::NoGradGuard no_grad;
+        share_with_replicas(p);
+        break;
+      }
+    }
+    for (size_t r = 1; r < parameters_.size(); ++r) {
+      if (parameters_[r][p].requires_grad() != leaf.requires_grad()) {
+        parameters_[r][p].set_requires_grad(leaf.requires_grad());
+      }
+    }
+  }
+}
+
+}  // namespace muster

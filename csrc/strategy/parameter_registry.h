@@ -1,0 +1,71 @@
+// The parameters and buffers of the prepared modules, for every local replica.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "gradient/gradient_engine.h"
+
+namespace muster {
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+/// One module as each local replica holds it; element r belongs to local replica r. Shared parameters appear once.
+struct ModuleTensors {
+  std::vector<NamedTensors> parameters;
+  std::vector<NamedTensors> buffers;
+};
+
+/// Owned by the thread that prepares and steps. Parameters are indexed job-wide in registration order; a parameter of
+/// the second and later modules is called "<module number>.<name>".
+class ParameterRegistry {
+ public:
+  /// Collective over workers. Compares names, shapes and dtypes (LayoutMismatch names the first difference), gives
+  /// every worker the chief's values, and makes the local replicas share replica 0's parameter memory: each keeps its
+  /// own leaf, with a common version counter. Returns the module's number. Throws InvalidArgument for a tensor that is
+  /// not on the CPU, is sparse, or is not materialised.
+  int add(ModuleTensors module, comm::Communicator& workers);
+
+  size_t num_parameters() const noexcept { return names_.size(); }
+  const std::string& name(size_t parameter) const noexcept { return names_[parameter]; }
+  const at::Tensor& parameter(size_t local_replica, size_t parameter) const noexcept {
+    return parameters_[local_replica][parameter];
+  }
+
+  /// Index of a parameter of local replica 0, or -1.
+  int find(const at::Tensor& parameter) const noexcept;
+
+  /// Parameters of one module, ascending.
+  std::vector<int> parameters_of(int module) const;
+
+  /// Buffers of all modules, by local replica, in registration order.
+  const std::vector<at::Tensor>& buffers(size_t local_replica) const noexcept { return buffers_[local_replica]; }
+  /// A local replica's buffers of one module are other tensors from here on (`.to()`, assignment in forward). Called by
+  /// the replica's thread in a step, else by the stepping thread. Throws InvalidArgument if their number changed.
+  void set_buffers(int module, size_t local_replica, const std::vector<at::Tensor>& buffers);
+  const std::vector<std::string>& buffer_names() const noexcept { return buffer_names_; }
+
+  /// Lets the other local replicas' leaves follow parameters of replica 0 that were moved or replaced (`.to()`,
+  /// `load_state_dict(assign=True)`), in memory and in requires_grad.
+  void follow_moves();
+
+ private:
+  void share_with_replicas(size_t parameter);
+
+  std::vector<std::string> names_;
+  std::vector<int> modules_;                         // parameter -> module
+  std::vector<std::vector<at::Tensor>> parameters_;  // [local replica][parameter]
+  std::vector<std::vector<at::Tensor>> buffers_;     // [local replica][buffer]
+  std::vector<std::string> buffer_names_;
+  std::vector<size_t> first_buffer_;  // by module, and the end
+  std::unordered_map<const c10::TensorImpl*, int> index_;
+  int num_modules_ = 0;
+};
+
+}  // namespace muster

@@ -1,0 +1,86 @@
+#include <ATen/core/grad_mode.h>
+
+#include <unordered_map>
+
+#include "muster/error.h"
+#include "strategy/strategy_state.h"
+
+namespace muster::detail {
+
+namespace {
+
+const at::Tensor* find(const torch::OrderedDict<std::string, at::Tensor>& tensors, const std::string& name) {
+  return tensors.find(name);
+}
+
+// The tensors of `module` by the names of `first`. Those that are one tensor in `first` must be one here.
+NamedTensors by_names_of(const torch::OrderedDict<std::string, at::Tensor>& first,
+                         const torch::OrderedDict<std::string, at::Tensor>& here) {
+  NamedTensors named;
+  std::unordered_map<const c10::TensorImpl*, const at::Tensor*> seen;
+  for (const auto& item : first) {
+    const auto* tensor = find(here, item.key());
+    if (tensor == nullptr || first.size() != here.size()) {
+      throw InvalidArgument("the replicas of a module are not built alike: only replica 0 has '" + item.key() +
+                            "', or it has another number of tensors; the factory must build equal modules");
+    }
+    if (!item.value().defined()) continue;
+    const auto [known, is_new] = seen.emplace(item.value().unsafeGetTensorImpl(), tensor);
+    if (is_new) {
+      named.emplace_back(item.key(), *tensor);
+    } else if (!known->second->is_same(*tensor)) {
+      throw InvalidArgument("'" + item.key() +
+                            "' is shared with another tensor of the module in replica 0, but not in "
+                            "its clone; prepare a factory instead: prepare([] { return Net(); })");
+    }
+  }
+  return named;
+}
+
+}  // namespace
+
+PreparedModule::PreparedModule(Modules replicas) : replicas_(std::move(replicas)) {
+  for (const auto& replica : replicas_) {
+    submodules_.push_back(replica->modules());
+    if (submodules_.back().size() != submodules_.front().size()) {
+      throw InvalidArgument(
+          "the replicas of a module have different numbers of submodules; the factory must build "
+          "equal modules");
+    }
+  }
+  for (auto& of_replica : tensors().buffers) {
+    buffers_.emplace_back();
+    for (auto& [name, buffer] : of_replica) buffers_.back().push_back(std::move(buffer));
+  }
+  versions_.resize(buffers_.front().size());
+}
+
+ModuleTensors PreparedModule::tensors() const {
+  const auto parameters = replicas_.front()->named_parameters();
+  const auto buffers = replicas_.front()->named_buffers();
+  ModuleTensors tensors;
+  for (const auto& replica : replicas_) {
+    tensors.parameters.push_back(by_names_of(parameters, replica->named_parameters()));
+    tensors.buffers.push_back(by_names_of(buffers, replica->named_buffers()));
+  }
+  return tensors;
+}
+
+void PreparedModule::follow_first_replica() {
+  const at::NoGradGuard no_grad;
+  for (size_t r = 1; r < replicas_.size(); ++r) {
+    for (size_t m = 0; m < submodules_[r].size(); ++m) {
+      const bool training = submodules_[0][m]->is_training();
+      if (submodules_[r][m]->is_training() != training) submodules_[r][m]->train(training);
+    }
+    for (size_t b = 0; b < versions_.size(); ++b) {
+      if (buffers_[0][b]._version() != versions_[b]) buffers_[r][b].copy_(buffers_[0][b]);
+    }
+  }
+}
+
+void PreparedModule::note_buffers() {
+  for (size_t b = 0; b < versions_.size(); ++b) versions_[b] = static_cast<uint32_t>(buffers_[0][b]._version());
+}
+
+}  // namespace muster::detail

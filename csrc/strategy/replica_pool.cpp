@@ -1,0 +1,131 @@
+#include "strategy/replica_pool.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ThreadLocalState.h>
+
+#include <cfenv>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "muster/error.h"
+
+namespace muster {
+
+namespace {
+constexpr auto kPollInterval = std::chrono::milliseconds(100);
+constexpr auto kInterruptGrace = std::chrono::milliseconds(800);
+}  // namespace
+
+ReplicaPool::ReplicaPool(int replicas, int threads_per_replica)
+    : replicas_(replicas), threads_per_replica_(threads_per_replica), errors_(static_cast<size_t>(replicas)) {}
+
+ReplicaPool::~ReplicaPool() { stop(); }
+
+void ReplicaPool::start() {
+  if (replicas_ == 1) return;
+  for (int i = 0; i < replicas_; ++i) threads_.emplace_back([this, i] { serve(i); });
+}
+
+void ReplicaPool::serve(int local_replica) {
+  at::set_num_threads(threads_per_replica_);
+  uint64_t seen = 0;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    work_.wait(lock, [&] { return stopping_ || generation_ != seen; });
+    if (stopping_) return;
+    seen = generation_;
+    auto task = task_;
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      task(local_replica);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    // What a task owns may need the GIL to be destroyed, whose holder may be waiting for the mutex.
+    task = nullptr;
+    std::function<void(int)> last_task;
+    lock.lock();
+    std::swap(errors_[static_cast<size_t>(local_replica)], error);
+    if (--running_ == 0) {
+      last_task = std::move(task_);
+      task_ = nullptr;
+      done_.notify_all();
+    }
+    lock.unlock();
+    last_task = nullptr;
+    error = nullptr;
+    lock.lock();
+  }
+}
+
+void ReplicaPool::run(const Task& task, const std::function<void()>& poll, const std::function<void()>& interrupt) {
+  if (replicas_ == 1) {
+    const IntraOpThreads threads(threads_per_replica_);
+    task(0);
+    return;
+  }
+  const std::lock_guard serial(run_mutex_);
+  auto state = std::make_shared<at::ThreadLocalState>();
+  auto environment = std::make_shared<std::fenv_t>();
+  std::fegetenv(environment.get());
+
+  std::vector<std::exception_ptr> earlier_errors(static_cast<size_t>(replicas_));  // outlives the lock; see serve()
+  std::unique_lock lock(mutex_);
+  if (stopping_) throw InvalidArgument("the strategy is closed; make a new one");
+  if (running_ > 0) throw CommError("a step that was interrupted is still running in a replica; wait for it, or exit");
+  task_ = [state, environment, task](int local_replica) {
+    const at::ThreadLocalStateGuard guard(*state);
+    std::fesetenv(environment.get());
+    task(local_replica);
+  };
+  errors_.swap(earlier_errors);
+  running_ = replicas_;
+  ++generation_;
+  work_.notify_all();
+
+  const auto finished = [&] { return running_ == 0; };
+  while (!done_.wait_for(lock, kPollInterval, finished)) {
+    if (!poll) continue;
+    lock.unlock();
+    try {
+      poll();
+    } catch (...) {
+      if (interrupt) interrupt();
+      lock.lock();
+      done_.wait_for(lock, kInterruptGrace, finished);
+      throw;
+    }
+    lock.lock();
+  }
+  for (auto& error : errors_) {
+    if (error) std::rethrow_exception(std::exchange(error, nullptr));
+  }
+}
+
+bool ReplicaPool::busy() const {
+  const std::lock_guard lock(mutex_);
+  return running_ > 0;
+}
+
+void ReplicaPool::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  work_.notify_all();
+  for (auto& thread : threads_) thread.join();
+  threads_.clear();
+}
+
+IntraOpThreads::IntraOpThreads(int threads) : previous_(at::get_num_threads()) {
+  if (previous_ != threads) at::set_num_threads(threads);
+}
+
+IntraOpThreads::~IntraOpThreads() {
+  if (at::get_num_threads() != previous_) at::set_num_threads(previous_);
+}
+
+}  // namespace muster

@@ -1,0 +1,76 @@
+// The threads that run this process's replicas.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace muster {
+
+/// Runs one task on every local replica at once. With one replica the task runs on the caller's thread; with several,
+/// replica i's tasks always run on the thread that serves i. Thread-safe: run() calls queue behind each other.
+///
+/// Threads are either the pool's own (start()) or foreign ones that call serve(i), so that in Python each is a Python
+/// thread. Intra-op threads are a property of a thread: serve() sets `threads_per_replica`.
+class ReplicaPool {
+ public:
+  using Task = std::function<void(int local_replica)>;
+
+  ReplicaPool(int replicas, int threads_per_replica);
+  ~ReplicaPool();
+  ReplicaPool(const ReplicaPool&) = delete;
+  ReplicaPool& operator=(const ReplicaPool&) = delete;
+
+  int replicas() const noexcept { return replicas_; }
+  int threads_per_replica() const noexcept { return threads_per_replica_; }
+
+  /// Starts the pool's own threads. No-op with one replica.
+  void start();
+
+  /// The body of replica i's thread: blocks until stop().
+  void serve(int local_replica);
+
+  /// Runs `task(i)` for every local replica, with the caller's torch ThreadLocalState and floating-point environment,
+  /// and waits for all. A task must not throw: what it throws ends up in the result of the first replica that did.
+  /// While waiting, `poll` is called about ten times a second; if it throws, `interrupt` is called once and the
+  /// exception is rethrown after the tasks ended or `grace` seconds passed (run() then refuses until they ended).
+  void run(const Task& task, const std::function<void()>& poll = {}, const std::function<void()>& interrupt = {});
+
+  /// Whether tasks that an interrupted run() left behind are still running.
+  bool busy() const;
+
+  /// Ends the threads and waits for the pool's own. Idempotent.
+  void stop();
+
+ private:
+  const int replicas_;
+  const int threads_per_replica_;
+  std::mutex run_mutex_;  // serialises run()
+  mutable std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable done_;
+  std::function<void(int)> task_;           // guarded by mutex_
+  std::vector<std::exception_ptr> errors_;  // guarded by mutex_
+  uint64_t generation_ = 0;                 // guarded by mutex_
+  int running_ = 0;                         // guarded by mutex_
+  bool stopping_ = false;                   // guarded by mutex_
+  std::vector<std::thread> threads_;
+};
+
+/// While it lives, the calling thread uses this many intra-op threads.
+class IntraOpThreads {
+ public:
+  explicit IntraOpThreads(int threads);
+  ~IntraOpThreads();
+  IntraOpThreads(const IntraOpThreads&) = delete;
+  IntraOpThreads& operator=(const IntraOpThreads&) = delete;
+
+ private:
+  int previous_;
+};
+
+}  // namespace muster

@@ -1,0 +1,364 @@
+#include "muster/strategy.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/scalar_tensor.h>
+
+#include <algorithm>
+#include <mutex>
+#include <numeric>
+#include <sstream>
+#include <unordered_map>
+
+#include "muster/error.h"
+#include "strategy/collectives.h"
+#include "strategy/strategy_state.h"
+
+namespace muster {
+
+namespace {
+
+// Which strategy holds a parameter, over all strategies of the process.
+struct Claims {
+  std::mutex mutex;
+  std::unordered_map<const c10::TensorImpl*, const void*> owners;  // guarded by mutex
+};
+
+Claims& claims() {
+  static Claims instance;
+  return instance;
+}
+
+void claim(const ModuleTensors& module, const void* owner) {
+  const std::lock_guard lock(claims().mutex);
+  for (const auto& [name, parameter] : module.parameters.front()) {
+    const auto found = claims().owners.find(parameter.unsafeGetTensorImpl());
+    if (found != claims().owners.end() && found->second != owner) {
+      throw InvalidArgument("parameter '" + name + "' is prepared by another open strategy; close() that one first");
+    }
+  }
+  for (const auto& [name, parameter] : module.parameters.front()) {
+    claims().owners[parameter.unsafeGetTensorImpl()] = owner;
+  }
+}
+
+int local_or_first(const StrategyCore& core) { return std::max(core.current_local_replica(), 0); }
+
+bool in_step(const StrategyCore& core) { return core.current_local_replica() >= 0; }
+
+void check_outside_step(const StrategyCore& core, const char* function) {
+  if (in_step(core)) throw InvalidArgument(std::string(function) + "() cannot be called inside a step");
+}
+
+const at::Tensor& only(const Leaves& leaves) { return leaves.front(); }
+
+std::vector<Contribution> contributions_of(const std::vector<Leaves>& values, const std::vector<int64_t>& rows,
+                                           bool weighted) {
+  std::vector<Contribution> contributions;
+  for (size_t r = 0; r < values.size(); ++r) {
+    const auto& leaves = values[r];
+    const bool absent = leaves.empty() || std::any_of(leaves.begin(), leaves.end(),
+                                                      [](const at::Tensor& leaf) { return !leaf.defined(); });
+    if (absent || (r < rows.size() && rows[r] == 0)) continue;
+    Contribution contribution{leaves, 1};
+    if (weighted && r < rows.size()) {
+      if (rows[r] < 0) {
+        throw InvalidArgument(
+            "the number of samples behind this value is unknown, so that it cannot be averaged; "
+            "reduce sums of values and of counts, and divide");
+      }
+      contribution.weight = static_cast<double>(rows[r]);
+    }
+    contributions.push_back(std::move(contribution));
+  }
+  return contributions;
+}
+
+std::vector<Leaves> leaves_of(const PerReplica<at::Tensor>& value) {
+  std::vector<Leaves> leaves;
+  for (const auto& part : value) leaves.push_back({part});
+  return leaves;
+}
+
+}  // namespace
+
+namespace detail {
+
+size_t current_or_first(const StrategyCore& core) { return static_cast<size_t>(local_or_first(core)); }
+
+KeepRandomState::KeepRandomState() {
+  auto generator = at::globalContext().defaultGenerator(c10::Device(c10::kCPU));
+  const std::lock_guard lock(generator.mutex());
+  state_ = generator.get_state();
+}
+
+KeepRandomState::~KeepRandomState() {
+  auto generator = at::globalContext().defaultGenerator(c10::Device(c10::kCPU));
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state_);
+}
+
+}  // namespace detail
+
+Strategy::State::State(std::shared_ptr<StrategyCore> strategy_core, std::string strategy_name)
+    : core(std::move(strategy_core)), name(std::move(strategy_name)), backend(core->backend()) {}
+
+Strategy::State::~State() { release(); }
+
+void Strategy::State::release() noexcept {
+  const std::lock_guard lock(claims().mutex);
+  std::erase_if(claims().owners, [this](const auto& claimed) { return claimed.second == this; });
+}
+
+int Strategy::State::set_of(const StepOptions& options) {
+  std::vector<torch::optim::Optimizer*> key;
+  for (auto& optimizer : options.optimizers) {
+    if (std::find(optimizers.begin(), optimizers.end(), &optimizer.get()) == optimizers.end()) {
+      throw InvalidArgument(
+          "an optimizer in StepOptions::optimizers is not prepared; call strategy.prepare(optimizer)");
+    }
+    key.push_back(&optimizer.get());
+  }
+  const auto& stepping = key.empty() ? optimizers : key;
+  std::vector<c10::TensorImpl*> parameters;
+  for (auto* optimizer : stepping) {
+    for (const auto& group : optimizer->param_groups()) {
+      for (const auto& parameter : group.params()) parameters.push_back(parameter.unsafeGetTensorImpl());
+    }
+  }
+  auto& registry = core->registry();
+  if (stepping.empty()) parameters.resize(registry.num_parameters());
+
+  auto used = std::find_if(sets.begin(), sets.end(), [&](const OptimizerSet& s) { return s.optimizers == key; });
+  if (used == sets.end() || used->parameters != parameters) {
+    std::vector<int> indices(registry.num_parameters());
+    std::iota(indices.begin(), indices.end(), 0);
+    if (!stepping.empty()) indices.clear();
+    for (auto* optimizer : stepping) {
+      for (const auto& group : optimizer->param_groups()) {
+        for (const auto& parameter : group.params()) {
+          indices.push_back(registry.find(parameter));
+          if (indices.back() >= 0) continue;
+          throw InvalidArgument(
+              "an optimizer has a parameter of shape " + c10::str(parameter.sizes()) +
+              " that is in no prepared module; prepare() the module, and build the optimizer from the "
+              "prepared module's parameters()");
+        }
+      }
+    }
+    std::sort(indices.begin(), indices.end());
+    indices.erase(std::unique(indices.begin(), indices.end()), indices.end());
+    if (indices.empty()) throw InvalidArgument("no module with parameters is prepared; prepare() one before step()");
+    if (used == sets.end()) {
+      const int set = core->set_of(std::move(indices));
+      sets.push_back({key, {}, set});
+      used = std::prev(sets.end());
+    } else {
+      core->change_set(used->set, std::move(indices));
+    }
+    used->parameters = std::move(parameters);
+  }
+  steppers[used->set] = stepping;
+  return used->set;
+}
+
+void Strategy::State::apply(int set) {
+  for (auto* optimizer : steppers[set]) optimizer->step();
+}
+
+bool Strategy::State::loader_ended() const {
+  return std::any_of(loaders.begin(), loaders.end(), [](const auto& loader) {
+    const auto progress = loader.lock();
+    return progress && progress->at_end && (progress->in_step || !progress->in_run);
+  });
+}
+
+Strategy::Strategy(std::shared_ptr<StrategyCore> core, std::string name)
+    : state_(std::make_shared<State>(std::move(core), std::move(name))) {}
+
+Strategy::~Strategy() { close(); }
+
+void Strategy::close() {
+  state_->core->close();
+  state_->release();
+}
+
+std::shared_ptr<const StrategyCore> Strategy::core() const { return state_->core; }
+
+int Strategy::num_replicas() const { return state_->core->topology().num_replicas; }
+int Strategy::num_workers() const { return state_->core->topology().num_workers; }
+int Strategy::rank() const { return state_->core->topology().rank; }
+int Strategy::local_rank() const { return state_->core->topology().local_rank; }
+int Strategy::num_local_replicas() const { return state_->core->topology().local_replicas(); }
+int64_t Strategy::steps() const { return state_->core->steps(); }
+void Strategy::stop() noexcept { state_->core->stop(); }
+bool Strategy::stopping() const { return state_->core->stopping(); }
+
+c10::Device Strategy::device() const {
+  return state_->core->topology().devices[static_cast<size_t>(local_or_first(*state_->core))];
+}
+
+int Strategy::replica() const { return state_->core->topology().first_replica + local_or_first(*state_->core); }
+
+std::shared_ptr<torch::nn::Module> Strategy::clone(const torch::nn::Module& module) {
+  std::shared_ptr<torch::nn::Module> copy;
+  try {
+    copy = module.clone();
+  } catch (const c10::Error& error) {
+    throw InvalidArgument("module '" + module.name() + "' cannot be cloned (" + error.what_without_backtrace() +
+                          "); prepare a factory instead: prepare([] { return Net(); })");
+  }
+  return copy;
+}
+
+const Strategy::Modules* Strategy::find_module(const torch::nn::Module& module) const {
+  for (const auto& prepared : state_->modules) {
+    if (prepared.replicas().front().get() == &module) return &prepared.replicas();
+  }
+  return nullptr;
+}
+
+void Strategy::add_module(Modules replicas) {
+  check_outside_step(*state_->core, "prepare");
+  if (std::find(replicas.begin(), replicas.end(), nullptr) != replicas.end()) {
+    throw InvalidArgument("a factory or clone() gave an empty module, or one of another type");
+  }
+  auto& workers = state_->core->workers();
+  detail::PreparedModule module(std::move(replicas));
+  const auto tensors = module.tensors();
+  claim(tensors, state_.get());
+  state_->core->registry().add(tensors, workers);
+  module.note_buffers();
+  state_->modules.push_back(std::move(module));
+}
+
+void Strategy::add_optimizer(torch::optim::Optimizer& optimizer) {
+  check_outside_step(*state_->core, "prepare");
+  auto& known = state_->optimizers;
+  if (std::find(known.begin(), known.end(), &optimizer) != known.end()) return;
+  const auto& groups = optimizer.param_groups();
+  if (std::all_of(groups.begin(), groups.end(), [](const auto& group) { return group.params().empty(); })) {
+    throw InvalidArgument("the optimizer has no parameters; build it from the prepared module's parameters()");
+  }
+  detail::broadcast_optimizer(optimizer, state_->core->workers());
+  known.push_back(&optimizer);
+}
+
+void Strategy::check_parts(size_t parts) const {
+  if (static_cast<int>(parts) == num_local_replicas()) return;
+  throw InvalidArgument("a PerReplica of " + std::to_string(parts) + " parts, but this worker has " +
+                        std::to_string(num_local_replicas()) + " local replicas; pass one part for each");
+}
+
+StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn, const detail::PartsInfo& parts,
+                                const StepOptions& options) {
+  check_outside_step(*state_->core, "step");
+  if (parts.loader) parts.loader->in_step = true;
+  StepCall call;
+  call.set = state_->set_of(options);
+  call.call = fn;
+  call.rows = parts.rows;
+  call.loader_ended = state_->loader_ended();
+  call.apply = [this, set = call.set] { state_->apply(set); };
+  return state_->call([&] { return state_->core->step(call); });
+}
+
+std::optional<StepResult> Strategy::flush() {
+  check_outside_step(*state_->core, "flush");
+  return state_->call([&] {
+    return state_->core->flush([this](int set) { state_->apply(set); }, state_->core->options().drop_incomplete);
+  });
+}
+
+void Strategy::run_parts(const std::function<void(int local_replica)>& fn, const detail::PartsInfo& parts) {
+  check_outside_step(*state_->core, "run");
+  if (parts.loader) parts.loader->in_run = true;
+  StepCall call;
+  call.call = [&fn](int local_replica) {
+    fn(local_replica);
+    return Loss();
+  };
+  call.rows = parts.rows;
+  state_->call([&] { state_->core->run(call); });
+}
+
+std::vector<at::Tensor> Strategy::reduce(const std::vector<at::Tensor>& values, ReduceOp op,
+                                         const std::optional<at::Tensor>& weight) {
+  auto& core = *state_->core;
+  if (!in_step(core)) {
+    const double given = weight ? weight->item<double>() : 1.0;
+    return reduce_over_workers(core.workers(), {{values, given}}, op);
+  }
+  if (op != ReduceOp::mean) return reduce_in_step(core.step_group(), values, op, {});
+  if (!weight && core.current_rows() < 0) {
+    throw InvalidArgument("the number of samples in this part is unknown; give reduce() a weight");
+  }
+  return reduce_in_step(core.step_group(), values, op,
+                        weight ? *weight : at::scalar_tensor(core.current_rows(), at::kDouble));
+}
+
+at::Tensor Strategy::reduce(const at::Tensor& value, ReduceOp op, const std::optional<at::Tensor>& weight) {
+  return only(reduce(std::vector<at::Tensor>{value}, op, weight));
+}
+
+std::vector<at::Tensor> Strategy::reduce(const PerReplica<std::vector<at::Tensor>>& values, ReduceOp op) {
+  check_outside_step(*state_->core, "reduce of a PerReplica");
+  const auto mine = contributions_of(values.parts(), values.rows(), op == ReduceOp::mean);
+  return reduce_over_workers(state_->core->workers(), mine, op);
+}
+
+at::Tensor Strategy::reduce(const PerReplica<at::Tensor>& value, ReduceOp op) {
+  return only(reduce(PerReplica<Leaves>(leaves_of(value), value.rows()), op));
+}
+
+std::vector<at::Tensor> Strategy::gather(const std::vector<at::Tensor>& values) {
+  auto& core = *state_->core;
+  return in_step(core) ? gather_in_step(core.step_group(), values) : gather_over_workers(core.workers(), {{values, 1}});
+}
+
+at::Tensor Strategy::gather(const at::Tensor& value) { return only(gather(std::vector<at::Tensor>{value})); }
+
+std::vector<at::Tensor> Strategy::gather(const PerReplica<std::vector<at::Tensor>>& values) {
+  check_outside_step(*state_->core, "gather of a PerReplica");
+  return gather_over_workers(state_->core->workers(), contributions_of(values.parts(), values.rows(), false));
+}
+
+at::Tensor Strategy::gather(const PerReplica<at::Tensor>& value) {
+  return only(gather(PerReplica<Leaves>(leaves_of(value), value.rows())));
+}
+
+std::vector<at::Tensor> Strategy::broadcast(const std::vector<at::Tensor>& values, int source) {
+  auto& core = *state_->core;
+  return in_step(core) ? broadcast_in_step(core.step_group(), values, source)
+                       : broadcast_over_workers(core.workers(), values, source);
+}
+
+at::Tensor Strategy::broadcast(const at::Tensor& value, int source) {
+  return only(broadcast(std::vector<at::Tensor>{value}, source));
+}
+
+void Strategy::barrier() {
+  check_outside_step(*state_->core, "barrier");
+  state_->core->workers().barrier().wait();
+}
+
+std::string Strategy::explain() const {
+  const auto& topology = state_->core->topology();
+  const auto& options = state_->core->options();
+  std::ostringstream out;
+  out << state_->name << ": " << topology.num_replicas << " replica(s) in " << topology.num_workers << " worker(s)\n"
+      << "this worker: rank " << topology.rank << ", replicas";
+  for (size_t r = 0; r < topology.devices.size(); ++r) {
+    out << (r == 0 ? " " : ", ") << topology.first_replica + static_cast<int>(r) << " on " << topology.devices[r];
+  }
+  out << "\nthreads: " << state_->core->pool().threads_per_replica() << " intra-op thread(s) for each replica; "
+      << (topology.local_replicas() == 1 ? "the replica runs on the thread that calls step"
+                                         : "each replica has a thread of its own")
+      << "\ngradients: summed along one tree over replicas, through " << state_->backend
+      << "\nwindow: " << options.accumulate << " micro-batch(es)";
+  if (options.clip_norm) out << ", gradient norm clipped to " << *options.clip_norm;
+  out << "\nprepared: " << state_->modules.size() << " module(s) with " << state_->core->registry().num_parameters()
+      << " parameter tensor(s), " << state_->optimizers.size() << " optimizer(s)\n";
+  return out.str();
+}
+
+}  // namespace muster

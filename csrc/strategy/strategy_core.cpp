@@ -1,0 +1,491 @@
+#include "strategy/strategy_core.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Type.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <typeinfo>
+
+#include "muster/error.h"
+
+namespace muster {
+
+namespace {
+
+// Peers find out by themselves about a lost or late peer and a mismatch.
+bool peers_know(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const CommError&) {
+    return true;
+  } catch (const LayoutMismatch&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+// Backward writes `.grad` of parameters that take no part, too: they get back what they had.
+class UntouchedGradients {
+ public:
+  UntouchedGradients(const ParameterRegistry& registry, size_t replicas, const std::vector<size_t>& parameters) {
+    for (size_t p : parameters) {
+      for (size_t r = 0; r < replicas; ++r) {
+        const auto& parameter = registry.parameter(r, p);
+        kept_.emplace_back(parameter, std::exchange(parameter.mutable_grad(), at::Tensor()));
+      }
+    }
+  }
+  ~UntouchedGradients() {
+    for (auto& [parameter, gradient] : kept_) parameter.mutable_grad() = std::move(gradient);
+  }
+  UntouchedGradients(const UntouchedGradients&) = delete;
+  UntouchedGradients& operator=(const UntouchedGradients&) = delete;
+
+  /// Gives nothing back: backward may still be running.
+  void abandon() noexcept { kept_.clear(); }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
+};
+
+at::Tensor host_scalar(double value) { return at::scalar_tensor(value, at::kDouble); }
+
+}  // namespace
+
+Failure describe_cpp_error(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const RemoteError& e) {
+    return {"muster::RemoteError", e.what(), Failure::Kind::remote};
+  } catch (const CommError& e) {
+    return {c10::demangle(typeid(e).name()), e.what(), Failure::Kind::transport};
+  } catch (const std::exception& e) {
+    return {c10::demangle(typeid(e).name()), e.what()};
+  } catch (...) {
+    return {"unknown exception", ""};
+  }
+}
+
+struct StrategyCore::ReplicaRun {
+  std::exception_ptr error;      // the step's own
+  std::exception_ptr transport;  // communication broke: nothing can be agreed any more
+  c10::IValue output;
+};
+
+StrategyCore::StrategyCore(Topology topology, Groups groups, StrategyOptions options, std::shared_ptr<ReplicaPool> pool,
+                           uint64_t seed)
+    : topology_(std::move(topology)),
+      groups_(std::move(groups)),
+      options_(options),
+      pool_(std::move(pool)),
+      seed_(seed),
+      describe_(describe_cpp_error),
+      capture_([](std::exception_ptr error) { return error; }) {
+  rows_.resize(topology_.devices.size());
+  for (size_t r = 0; r < topology_.devices.size(); ++r) generators_.push_back(at::detail::createCPUGenerator(0));
+}
+
+StrategyCore::~StrategyCore() { close(); }
+
+void StrategyCore::close() {
+  if (closed_) return;
+  closed_ = true;
+  pool_->stop();
+  sets_.clear();
+  groups_ = {};
+}
+
+void StrategyCore::check_open() const {
+  if (closed_) throw InvalidArgument("the strategy is closed; make a new one");
+}
+
+comm::Communicator& StrategyCore::workers() {
+  check_open();
+  return *groups_.workers;
+}
+
+void StrategyCore::check_callable() const {
+  check_open();
+  if (current_replica()) throw InvalidArgument("step(), run() and flush() cannot be called inside a step");
+  if (busy()) throw CommError("a step that was interrupted is still running in a replica; wait for it, or exit");
+}
+
+void StrategyCore::find_outsiders() {
+  outsiders_known_ = registry_.num_parameters();
+  outsiders_.clear();
+  std::vector<bool> inside(outsiders_known_, false);
+  for (const auto& set : sets_) {
+    for (int p : set->parameters()) inside[static_cast<size_t>(p)] = true;
+  }
+  for (size_t p = 0; p < outsiders_known_; ++p) {
+    if (!inside[p]) outsiders_.push_back(p);
+  }
+}
+
+int StrategyCore::set_of(std::vector<int> parameters) {
+  std::sort(parameters.begin(), parameters.end());
+  parameters.erase(std::unique(parameters.begin(), parameters.end()), parameters.end());
+  for (size_t s = 0; s < sets_.size(); ++s) {
+    const auto& others = sets_[s]->parameters();
+    if (others == parameters) return static_cast<int>(s);
+    std::vector<int> shared;
+    std::set_intersection(others.begin(), others.end(), parameters.begin(), parameters.end(),
+                          std::back_inserter(shared));
+    if (!shared.empty()) {
+      throw InvalidArgument(
+          "parameter '" + registry_.name(static_cast<size_t>(shared.front())) +
+          "' is in two different sets of optimizers=; sets must be equal or disjoint: pass optimizers= "
+          "in every step, with the same groups");
+    }
+  }
+  sets_.push_back(std::make_unique<GradientSet>(registry_, topology_, groups_, options_, this, std::move(parameters)));
+  outsiders_known_ = 0;
+  return static_cast<int>(sets_.size()) - 1;
+}
+
+void StrategyCore::change_set(int set, std::vector<int> parameters) {
+  std::sort(parameters.begin(), parameters.end());
+  sets_.at(static_cast<size_t>(set))->set_parameters(std::move(parameters));
+  outsiders_known_ = 0;
+}
+
+std::shared_ptr<ReplicaContext> StrategyCore::make_context(int local_replica, uint64_t t) {
+  auto context = std::make_shared<ReplicaContext>();
+  context->local_replica = local_replica;
+  context->replica = topology_.first_replica + local_replica;
+  context->strategy = this;
+  auto& generator = generators_[static_cast<size_t>(local_replica)];
+  generator.set_current_seed(stream_seed(seed_, static_cast<uint64_t>(context->replica), t));
+  context->generator = generator;
+  return context;
+}
+
+int StrategyCore::current_local_replica() const {
+  const auto context = current_replica();
+  return context && context->strategy == this ? context->local_replica : -1;
+}
+
+int64_t StrategyCore::current_rows() const {
+  const int replica = current_local_replica();
+  return replica < 0 ? -1 : rows_[static_cast<size_t>(replica)];
+}
+
+comm::Communicator& StrategyCore::step_group() {
+  const int replica = current_local_replica();
+  if (replica < 0) throw InvalidArgument("no step of this strategy is running on this thread");
+  return *groups_.step[static_cast<size_t>(replica)];
+}
+
+GradientSet& StrategyCore::begin_call(int set) {
+  check_callable();
+  registry_.follow_moves();
+  for (size_t s = 0; s < sets_.size(); ++s) sets_[s]->set_ignored(static_cast<int>(s) != set);
+  return *sets_.at(static_cast<size_t>(set));
+}
+
+// One replica's share of a micro-batch. Whatever happens to the user's code, the replica takes part in every collective
+// that its peers expect.
+void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
+                               ReplicaRun& outcome) {
+  const auto r = static_cast<size_t>(local_replica);
+  const bool empty = !call.call || call.rows[r] == 0;
+  const ReplicaScope scope(make_context(local_replica, t));
+  auto& step_group = *groups_.step[r];
+  try {
+    set.open_window(local_replica);
+    if (call.call) step_group.begin_scope(t);
+  } catch (...) {
+    outcome.transport = std::current_exception();
+    return;
+  }
+  try {
+    if (!empty) {
+      Loss loss = call.call(local_replica);
+      if (call.rows[r] < 0 && !loss.weight && loss.reduction == Reduction::mean &&
+          (topology_.num_replicas > 1 || options_.accumulate > 1)) {
+        throw InvalidArgument(
+            "the number of samples in this part is unknown (its tensors' size(0) differ, or it has "
+            "none), so its mean loss cannot be averaged; return Loss(value, weight=...)");
+      }
+      set.backward(local_replica, loss, call.rows[r] < 0 ? 1.0 : static_cast<double>(call.rows[r]));
+      outcome.output = std::move(loss.output);
+    }
+  } catch (...) {
+    outcome.error = capture_(std::current_exception());
+  }
+  try {
+    // Before the buckets leave: a transport that both share must see the step's collectives first.
+    if (call.call) {
+      const auto failure = outcome.error ? describe_(outcome.error) : Failure{};
+      step_group.end_scope(outcome.error ? comm::ScopeEnd::failed
+                           : empty       ? comm::ScopeEnd::absent
+                                         : comm::ScopeEnd::finished,
+                           failure.type + ": " + failure.text);
+    }
+    auto left = set.end_micro_batch(local_replica, outcome.error != nullptr);
+    // What the engine found (a backward() by hand, say) explains what autograd complained about.
+    if (left) outcome.error = std::move(left);
+    if (closing) {
+      if (is(outcome.error, Failure::Kind::transport)) std::rethrow_exception(outcome.error);
+      const bool reports = is(outcome.error, Failure::Kind::own);
+      set.close_window(local_replica, reports ? describe_(outcome.error) : Failure{},
+                       stop_requested_ || sigterm_received());
+    }
+  } catch (...) {
+    outcome.transport = std::current_exception();
+    if (!peers_know(outcome.transport)) {
+      const auto failure = describe_(outcome.transport);
+      groups_.gradients[r]->abort("replica " + std::to_string(topology_.first_replica + local_replica) +
+                                  " failed between its step and the window's end with " + failure.type + ": " +
+                                  failure.text);
+    }
+  }
+}
+
+void StrategyCore::raise_failures(const std::vector<ReplicaRun>& outcomes, const WindowSums* sums) const {
+  for (const auto& outcome : outcomes) {
+    if (outcome.error && !is(outcome.error, Failure::Kind::remote)) std::rethrow_exception(outcome.error);
+  }
+  for (const auto& outcome : outcomes) {
+    if (outcome.transport) std::rethrow_exception(outcome.transport);
+  }
+  if (sums != nullptr && !sums->failures.empty()) {
+    const auto other = std::find_if(sums->failures.begin(), sums->failures.end(),
+                                    [&](const auto& failed) { return failed.rank != topology_.rank; });
+    const auto& [rank, replica, failure] = other != sums->failures.end() ? *other : sums->failures.front();
+    throw RemoteError(rank, replica, failure.type, failure.text,
+                      "the step of replica " + std::to_string(replica) + " on rank " + std::to_string(rank) +
+                          " raised " + failure.type + ": " + failure.text +
+                          "; the window was dropped on all ranks and training can go on");
+  }
+  for (const auto& outcome : outcomes) {
+    if (outcome.error) std::rethrow_exception(outcome.error);
+  }
+}
+
+StepResult StrategyCore::step(const StepCall& call) {
+  auto& set = begin_call(call.set);
+  const uint64_t t = ++calls_;
+  if (call.call) rows_ = call.rows;
+  const bool full = set.micro_batches() + 1 >= options_.accumulate;
+  const bool dropping = call.loader_ended && !full && options_.drop_incomplete;
+  const bool closing = full || (call.loader_ended && !dropping);
+  set.open_micro_batch(closing);
+
+  if (outsiders_known_ != registry_.num_parameters()) find_outsiders();
+  UntouchedGradients untouched(registry_, topology_.devices.size(), outsiders_);
+  std::exception_ptr interrupt;
+  const auto poll = [&] {
+    try {
+      if (call.poll) call.poll();
+    } catch (...) {
+      interrupt = std::current_exception();
+      throw;
+    }
+  };
+
+  // Shared, so that tasks left behind by an interrupt stay valid.
+  auto outcomes = std::make_shared<std::vector<ReplicaRun>>(topology_.devices.size());
+  auto shared_call = std::make_shared<const StepCall>(call);
+  try {
+    pool_->run(
+        [this, &set, shared_call, t, closing, outcomes](int local_replica) {
+          run_replica(set, *shared_call, t, closing, local_replica, (*outcomes)[static_cast<size_t>(local_replica)]);
+        },
+        poll, call.interrupt);
+  } catch (...) {
+    if (!interrupt || busy()) {
+      untouched.abandon();
+      set.abandon_window();
+      throw;
+    }
+  }
+
+  const bool failed = std::any_of(outcomes->begin(), outcomes->end(),
+                                  [](const ReplicaRun& outcome) { return outcome.error || outcome.transport; });
+  if (failed) {
+    WindowSums sums;
+    const bool agreed = closing && std::none_of(outcomes->begin(), outcomes->end(),
+                                                [](const ReplicaRun& outcome) { return outcome.transport != nullptr; });
+    if (agreed) {
+      sums = set.finish_window();
+      if (sums.stop_requested) stopping_ = true;
+    } else if (closing || dropping) {
+      set.drop_window();
+    } else {
+      for (size_t r = 0; r < outcomes->size(); ++r) {
+        const auto& error = (*outcomes)[r].error;
+        if (is(error, Failure::Kind::own)) set.poison(static_cast<int>(r), describe_(error));
+        if (is(error, Failure::Kind::remote)) set.note_told();
+      }
+    }
+    if (interrupt) std::rethrow_exception(interrupt);
+    raise_failures(*outcomes, agreed ? &sums : nullptr);
+  }
+  StepResult result = closing ? end_window(set, call.apply) : open_result(set);
+  if (dropping) set.drop_window();
+  if (interrupt) std::rethrow_exception(interrupt);
+  std::vector<c10::IValue> outputs;
+  for (auto& outcome : *outcomes) outputs.push_back(std::move(outcome.output));
+  result.output = PerReplica<c10::IValue>(std::move(outputs));
+  return result;
+}
+
+std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>& apply, bool drop_incomplete) {
+  check_callable();
+  std::optional<StepResult> result;
+  for (size_t s = 0; s < sets_.size(); ++s) {
+    if (!sets_[s]->window_open()) continue;
+    if (drop_incomplete) {
+      sets_[s]->drop_window();
+      continue;
+    }
+    StepCall call;
+    call.set = static_cast<int>(s);
+    call.loader_ended = true;
+    call.rows.assign(topology_.devices.size(), 0);
+    call.apply = [&apply, s] { apply(static_cast<int>(s)); };
+    result = step(call);
+  }
+  return result;
+}
+
+void StrategyCore::run(const StepCall& call) {
+  check_callable();
+  registry_.follow_moves();
+  const uint64_t t = ++calls_;
+  rows_ = call.rows;
+  auto outcomes = std::make_shared<std::vector<ReplicaRun>>(topology_.devices.size());
+  auto shared_call = std::make_shared<const StepCall>(call);
+  pool_->run(
+      [this, shared_call, t, outcomes](int local_replica) {
+        const auto r = static_cast<size_t>(local_replica);
+        auto& outcome = (*outcomes)[r];
+        const ReplicaScope scope(make_context(local_replica, t));
+        const at::NoGradGuard no_grad;
+        const bool empty = shared_call->rows[r] == 0;
+        try {
+          groups_.step[r]->begin_scope(t);
+          if (!empty) outcome.output = shared_call->call(local_replica).output;
+        } catch (...) {
+          outcome.error = std::current_exception();
+        }
+        const auto failure = outcome.error ? describe_(outcome.error) : Failure{};
+        try {
+          groups_.step[r]->end_scope(outcome.error ? comm::ScopeEnd::failed
+                                     : empty       ? comm::ScopeEnd::absent
+                                                   : comm::ScopeEnd::finished,
+                                     failure.type + ": " + failure.text);
+        } catch (...) {
+          outcome.transport = std::current_exception();
+        }
+      },
+      call.poll, call.interrupt);
+  raise_failures(*outcomes, nullptr);
+}
+
+StepResult StrategyCore::open_result(const GradientSet& set) const {
+  const auto sums = set.local_sums();
+  StepResult result;
+  result.step = steps_;
+  result.loss = host_scalar(sums.loss);
+  result.weight = host_scalar(sums.weight);
+  result.skipped = at::scalar_tensor(false, at::kBool);
+  for (const auto& [name, value] : sums.metrics) result.metrics[name] = host_scalar(value);
+  return result;
+}
+
+StepResult StrategyCore::end_window(GradientSet& set, const std::function<void()>& apply) {
+  const auto sums = [&] {
+    const IntraOpThreads threads(pool_->threads_per_replica());
+    return set.finish_window();
+  }();
+  if (sums.stop_requested) stopping_ = true;
+  const bool reported_here = std::all_of(sums.failures.begin(), sums.failures.end(),
+                                         [&](const auto& failed) { return failed.rank == topology_.rank; });
+  if (!reported_here && !set.told()) raise_failures({}, &sums);
+  StepResult result;
+  result.step = steps_;
+  result.weight = host_scalar(sums.weight);
+  result.skipped = at::scalar_tensor(!sums.finite, at::kBool);
+  if (sums.dropped || !sums.failures.empty()) {
+    result.loss = host_scalar(std::numeric_limits<double>::quiet_NaN());
+    return result;
+  }
+  result.stepped = true;
+  result.step = ++steps_;
+  result.loss = host_scalar(sums.loss);
+  result.grad_norm = host_scalar(sums.grad_norm);
+  for (const auto& [name, value] : sums.metrics) result.metrics[name] = host_scalar(value);
+  if (sums.finite) {
+    skipped_in_a_row_ = 0;
+    if (apply) {
+      const IntraOpThreads threads(pool_->threads_per_replica());
+      apply();
+      at::autocast::clear_cache();
+    }
+  } else if (++skipped_in_a_row_ >= options_.max_skipped) {
+    throw NonFinite("the gradient was not finite in " + std::to_string(skipped_in_a_row_) +
+                    " windows in a row, the last at step " + std::to_string(steps_) +
+                    (sums.non_finite_at.empty() ? std::string() : ", first in " + sums.non_finite_at) +
+                    "; lower the learning rate, clip the norm, or check the data; max_skipped raises the limit");
+  }
+  set.locate_non_finite(!sums.finite || options_.max_skipped <= 1);
+  return result;
+}
+
+void StrategyCore::average_gradients(int module) {
+  check_open();
+  if (topology_.local_replicas() > 1) {
+    throw InvalidArgument(
+        "backward by hand needs one replica per process; write the step as a function that returns the "
+        "loss and call strategy.step(fn, ...)");
+  }
+  if (topology_.num_workers == 1) return;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> parameters;
+  for (int p : registry_.parameters_of(module)) {
+    const auto& parameter = registry_.parameter(0, static_cast<size_t>(p));
+    if (parameter.requires_grad()) parameters.push_back(parameter);
+  }
+  auto used = at::zeros({static_cast<int64_t>(parameters.size())}, at::kDouble);
+  for (size_t p = 0; p < parameters.size(); ++p) used.data_ptr<double>()[p] = parameters[p].grad().defined() ? 1 : 0;
+  groups_.gradients[0]->all_reduce(used, ReduceOp::sum).wait();
+  for (auto dtype : {at::kFloat, at::kDouble}) {
+    std::vector<at::Tensor> flat;
+    for (size_t p = 0; p < parameters.size(); ++p) {
+      if (accumulation_dtype(parameters[p].scalar_type()) != dtype) continue;
+      const auto& gradient = parameters[p].grad();
+      flat.push_back(gradient.defined() ? gradient.to_dense().to(dtype).reshape(-1)
+                                        : at::zeros({parameters[p].numel()}, dtype));
+    }
+    if (flat.empty()) continue;
+    const auto sums = at::cat(flat);
+    groups_.gradients[0]->all_reduce(sums, ReduceOp::sum).wait();
+    sums.div_(topology_.num_workers);
+    int64_t offset = 0;
+    for (size_t p = 0; p < parameters.size(); ++p) {
+      if (accumulation_dtype(parameters[p].scalar_type()) != dtype) continue;
+      auto& gradient = parameters[p].mutable_grad();
+      const auto mean = sums.narrow(0, offset, parameters[p].numel()).view(parameters[p].sizes());
+      offset += parameters[p].numel();
+      if (used.const_data_ptr<double>()[p] == 0) continue;
+      if (gradient.defined() && gradient.layout() == at::kStrided) {
+        gradient.copy_(mean);
+      } else {
+        gradient = mean.to(parameters[p].scalar_type()).clone();
+      }
+    }
+  }
+}
+
+}  // namespace muster

@@ -1,0 +1,152 @@
+// The language-neutral heart of a strategy: registration, steps, windows, errors and random streams. C++ and Python are
+// thin layers over it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/replica_context.h"
+#include "muster/options.h"
+#include "muster/step.h"
+#include "strategy/gradient_set.h"
+#include "strategy/parameter_registry.h"
+#include "strategy/replica_pool.h"
+#include "strategy/topology.h"
+
+namespace muster {
+
+/// What an exception means to other ranks; the Python layer knows Python exceptions.
+using ErrorDescriber = std::function<Failure(const std::exception_ptr&)>;
+Failure describe_cpp_error(const std::exception_ptr& error);
+
+/// Called on a replica's thread with what ended its step: gives what can be kept and rethrown on another thread.
+using ErrorCapturer = std::function<std::exception_ptr(std::exception_ptr)>;
+
+/// One call of step, run or flush, as the language layer sees it.
+struct StepCall {
+  /// Calls the user's function for a local replica, on its thread. Null for flush.
+  std::function<Loss(int local_replica)> call;
+  /// Samples of each local replica's part: 0 is an empty part, for which `call` is not called; negative: unknown, so
+  /// that a loss averaged with others must carry its weight.
+  std::vector<int64_t> rows;
+  /// The set that takes part, from StrategyCore::set_of.
+  int set = 0;
+  /// True on steps made after a loader yielded its last batch.
+  bool loader_ended = false;
+  /// Steps the set's optimizers; called on the stepping thread when a window closed and was not skipped.
+  std::function<void()> apply;
+  /// See ReplicaPool::run.
+  std::function<void()> poll;
+  std::function<void()> interrupt;
+};
+
+/// Externally synchronised: one thread prepares and steps. Functions marked "in a step" are called by replica threads.
+class StrategyCore {
+ public:
+  StrategyCore(Topology topology, Groups groups, StrategyOptions options, std::shared_ptr<ReplicaPool> pool,
+               uint64_t seed);
+  ~StrategyCore();
+  StrategyCore(const StrategyCore&) = delete;
+  StrategyCore& operator=(const StrategyCore&) = delete;
+
+  const Topology& topology() const noexcept { return topology_; }
+  const StrategyOptions& options() const noexcept { return options_; }
+  ParameterRegistry& registry() noexcept { return registry_; }
+  ReplicaPool& pool() noexcept { return *pool_; }
+  comm::Communicator& workers();
+  const std::string& backend() const noexcept { return groups_.backend; }
+  int64_t bucket_bytes() const noexcept { return options_.bucket_bytes.value_or(kDefaultBucketBytes); }
+  uint64_t seed() const noexcept { return seed_; }
+  int64_t steps() const noexcept { return steps_; }
+  void set_error_handlers(ErrorDescriber describer, ErrorCapturer capturer) {
+    describe_ = std::move(describer);
+    capture_ = std::move(capturer);
+  }
+
+  /// Whether replicas still run a step that was interrupted; until they end, step, run and flush throw CommError.
+  bool busy() const { return pool_->busy(); }
+
+  /// The set of exactly these parameters (registry indices, any order). Throws InvalidArgument if it shares parameters
+  /// with another set without being equal to it.
+  int set_of(std::vector<int> parameters);
+  /// The parameters of a set changed (add_param_group): takes effect at its next window.
+  void change_set(int set, std::vector<int> parameters);
+
+  /// Collective over workers at a window's end, local otherwise. Errors of the step itself leave the core usable.
+  StepResult step(const StepCall& call);
+  /// Closes the open window of every set; empty when none is open. `apply(set)` steps the set's optimizers.
+  std::optional<StepResult> flush(const std::function<void(int set)>& apply, bool drop_incomplete);
+
+  /// Calls `call` on every local replica with a non-empty part, without gradients and with the call's random stream.
+  void run(const StepCall& call);
+
+  /// In a step: the calling replica's local index, or -1 outside this strategy's step.
+  int current_local_replica() const;
+  /// In a step: samples of the calling replica's part; negative if unknown.
+  int64_t current_rows() const;
+  /// In a step: the group for collectives that user code issues.
+  comm::Communicator& step_group();
+
+  /// Requests the end of training: `stopping()` turns true on all ranks at the same window's end.
+  void stop() noexcept { stop_requested_ = true; }
+  bool stopping() const noexcept { return stopping_; }
+
+  /// Collective over workers (one replica a worker): replaces `.grad` of a module's trainable parameters by its mean
+  /// over workers; a parameter without a gradient anywhere keeps none. For backward by hand.
+  void average_gradients(int module);
+
+  /// Orderly end; later calls throw InvalidArgument. Idempotent.
+  void close();
+  bool closed() const noexcept { return closed_; }
+
+ private:
+  struct ReplicaRun;
+
+  void check_open() const;
+  void check_callable() const;
+  void find_outsiders();
+  GradientSet& begin_call(int set);
+  void run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
+                   ReplicaRun& outcome);
+  StepResult end_window(GradientSet& set, const std::function<void()>& apply);
+  StepResult open_result(const GradientSet& set) const;
+  bool is(const std::exception_ptr& error, Failure::Kind kind) const { return error && describe_(error).kind == kind; }
+  void raise_failures(const std::vector<ReplicaRun>& outcomes, const WindowSums* sums) const;
+  std::shared_ptr<ReplicaContext> make_context(int local_replica, uint64_t t);
+
+  Topology topology_;
+  Groups groups_;
+  StrategyOptions options_;
+  std::shared_ptr<ReplicaPool> pool_;
+  uint64_t seed_;
+  ParameterRegistry registry_;
+  std::vector<std::unique_ptr<GradientSet>> sets_;
+  std::vector<int64_t> rows_;  // of the running call, by local replica
+  std::vector<at::Generator> generators_;
+  /// Registry indices of the parameters in no set, among the first `registry_.num_parameters()` when last looked at.
+  std::vector<size_t> outsiders_;
+  size_t outsiders_known_ = 0;
+  ErrorDescriber describe_;
+  ErrorCapturer capture_;
+  uint64_t calls_ = 0;  // t of the random streams, and the scope of step collectives
+  int64_t steps_ = 0;
+  int skipped_in_a_row_ = 0;
+  std::atomic<bool> stop_requested_{false};
+  std::atomic<bool> stopping_{false};
+  bool closed_ = false;
+};
+
+/// After SIGTERM this process's strategies behave as if stop() had been called. Installed once, only where SIGTERM had
+/// its default action; a second SIGTERM then has it again.
+void watch_sigterm();
+bool sigterm_received() noexcept;
+
+}  // namespace muster

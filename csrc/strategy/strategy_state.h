@@ -1,0 +1,101 @@
+// What a C++ Strategy holds: the core, and what was prepared with it.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "muster/strategy.h"
+#include "strategy/strategy_core.h"
+
+namespace muster {
+
+namespace detail {
+
+/// What a strategy knows of a prepared loader. Owned by the thread that iterates and steps.
+struct LoaderProgress {
+  bool at_end = false;   ///< the last batch was yielded and the loader not advanced since
+  bool in_step = false;  ///< a batch of it went to a step
+  bool in_run = false;   ///< a batch of it went to run
+};
+
+/// The local replicas of a module, for what replicas take over from replica 0 when a call begins. Owned by the thread
+/// that prepares and steps.
+class PreparedModule {
+ public:
+  using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
+
+  /// Throws InvalidArgument where the replicas are not built alike.
+  explicit PreparedModule(Modules replicas);
+
+  const Modules& replicas() const noexcept { return replicas_; }
+
+  /// Parameters and buffers of each replica by replica 0's names, shared ones once.
+  ModuleTensors tensors() const;
+
+  /// Training mode, and buffers of replica 0 that were written since note_buffers().
+  void follow_first_replica();
+  void note_buffers();
+
+ private:
+  Modules replicas_;
+  std::vector<Modules> submodules_;               // [replica], in pre-order
+  std::vector<std::vector<at::Tensor>> buffers_;  // [replica][buffer]
+  std::vector<uint32_t> versions_;                // of replica 0's buffers
+};
+
+/// Collective over workers. Every worker's optimizer gets the chief's learning rates and per-parameter state. Throws
+/// InvalidArgument on all workers if the chief has state of a kind that it cannot send.
+void broadcast_optimizer(torch::optim::Optimizer& optimizer, comm::Communicator& workers);
+
+}  // namespace detail
+
+struct Strategy::State {
+  /// A set of optimizers that stepped together, and the parameters it had.
+  struct OptimizerSet {
+    std::vector<torch::optim::Optimizer*> optimizers;  // empty: whatever is prepared
+    std::vector<c10::TensorImpl*> parameters;
+    int set = -1;
+  };
+
+  State(std::shared_ptr<StrategyCore> core, std::string name);
+  ~State();
+
+  /// The set of these optimizers; of all prepared ones if none is given. Throws as StrategyCore::set_of, and
+  /// InvalidArgument for a parameter of no prepared module.
+  int set_of(const StepOptions& options);
+  /// Steps the optimizers that the set was last used with.
+  void apply(int set);
+  bool loader_ended() const;
+  /// Gives up the claim on the parameters, so that another strategy can prepare them.
+  void release() noexcept;
+
+  /// Runs a step, run or flush of the core between what replicas take over from replica 0 and the note of it.
+  template <class Function>
+  auto call(const Function& function) {
+    struct Note {
+      ~Note() {
+        for (auto& module : modules) module.note_buffers();
+      }
+      std::vector<detail::PreparedModule>& modules;
+    } note{modules};
+    for (auto& module : modules) module.follow_first_replica();
+    return function();
+  }
+
+  std::shared_ptr<StrategyCore> core;
+  std::string name;
+  std::string backend;
+  std::vector<detail::PreparedModule> modules;
+  std::vector<torch::optim::Optimizer*> optimizers;
+  std::vector<OptimizerSet> sets;
+  std::map<int, std::vector<torch::optim::Optimizer*>> steppers;  // by set
+  std::vector<std::weak_ptr<detail::LoaderProgress>> loaders;
+  int num_loaders = 0;  // prepared so far
+};
+
+}  // namespace muster

@@ -1,0 +1,36 @@
+// Where this process's replicas are in the job, and the groups they communicate in.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace muster {
+
+/// A value. Replica indices are worker-major: worker 0's replicas come first.
+struct Topology {
+  int num_workers = 1;
+  int rank = 0;
+  int local_rank = 0;
+  int num_replicas = 1;
+  int first_replica = 0;                   ///< job-wide index of this process's first replica
+  std::vector<int> replicas_of_worker{1};  ///< by worker
+  std::vector<c10::Device> devices;        ///< by local replica
+
+  int local_replicas() const noexcept { return static_cast<int>(devices.size()); }
+};
+
+/// One handle a local replica in the first two; `workers` has one rank a process.
+struct Groups {
+  std::vector<comm::CommunicatorPtr> gradients;  ///< buckets and tails
+  std::vector<comm::CommunicatorPtr> step;       ///< collectives that user code issues inside a step
+  comm::CommunicatorPtr workers;                 ///< prepare, and collectives outside a step
+  std::string backend;                           ///< what gradients are reduced through, in words
+  /// False where gradients and step share one ordered transport, so that buckets must leave after backward.
+  bool overlap = true;
+};
+
+}  // namespace muster

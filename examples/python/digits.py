@@ -1,0 +1,175 @@
+"""Classifies scikit-learn's handwritten digits; the training step knows nothing of how it is spread.
+
+Two logical replicas in one process:  python examples/python/digits.py
+Two worker processes:                 torchrun --nproc-per-node 2 examples/python/digits.py --multi-worker
+
+Both end with the same parameters, bit for bit. With --checkpoint FILE the state is kept after every epoch and on
+SIGTERM, and the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import muster
+
+
+def read_digits() -> tuple[TensorDataset, TensorDataset]:
+    """1,797 images of 8 x 8 pixels in 0..1: four fifths to train on, the rest to test."""
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    y = torch.tensor(labels)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    train, test = order[len(y) // 5 :], order[: len(y) // 5]
+    return TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test])
+
+
+def build_model() -> nn.Sequential:
+    """A small convolutional network."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def digest(model: nn.Module) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of all parameters."""
+    together = hashlib.sha256()
+    for parameter in model.parameters():
+        together.update(parameter.detach().numpy().tobytes())
+    return together.hexdigest()[:16]
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Writes `state` whole or not at all."""
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def main(
+    multi_worker: Annotated[bool, typer.Option(help="One worker of several, started by torchrun.")] = False,
+    epochs: Annotated[int, typer.Option(min=1)] = 12,
+    batch_size: Annotated[int, typer.Option(min=1, help="Of all replicas together.")] = 64,
+    lr: Annotated[float, typer.Option(min=0)] = 3e-3,
+    seed: int = 0,
+    checkpoint: Annotated[Path | None, typer.Option(help="Go on from this file if it exists, and keep it.")] = None,
+) -> None:
+    """Trains and prints the accuracy on the test images."""
+    torch.manual_seed(seed)
+    if multi_worker:
+        strategy: muster.Strategy = muster.MultiWorkerMirroredStrategy.from_env()
+    else:
+        strategy = muster.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    train_data, test_data = read_digits()
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    begin = {"epoch": 0, "batch": 0}
+    if checkpoint is not None and strategy.is_chief and checkpoint.exists():
+        saved = torch.load(checkpoint)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        begin = saved["position"]
+    # prepare() gives every worker the chief's parameters and optimizer state.
+    model, optimizer, loader, test_loader = strategy.prepare(
+        model,
+        optimizer,
+        DataLoader(train_data, batch_size=batch_size, shuffle=True),
+        DataLoader(test_data, batch_size=256),
+    )
+    begin = strategy.broadcast(begin)
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    def count_correct(x: Tensor, y: Tensor) -> dict[str, Tensor | int]:
+        return {"correct": (model(x).argmax(1) == y).sum(), "seen": len(y)}
+
+    def keep(epoch: int, batch: int) -> None:
+        if checkpoint is not None and strategy.is_chief:
+            position = {"epoch": epoch, "batch": batch}
+            save(
+                checkpoint,
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "position": position},
+            )
+
+    progress = Progress(
+        TextColumn("epoch {task.fields[epoch]}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+        TimeElapsedColumn(),
+        disable=not strategy.is_chief,
+    )
+    started = time.perf_counter()
+    model.train()
+    with progress:
+        first = begin["epoch"] * len(loader) + begin["batch"]
+        bar = progress.add_task("", total=epochs * len(loader), completed=first, epoch=begin["epoch"] + 1, loss=0.0)
+        for epoch in range(begin["epoch"], epochs):
+            loader.epoch = epoch
+            skip = begin["batch"] if epoch == begin["epoch"] else 0
+            for batch, (x, y) in enumerate(loader):
+                if batch < skip:
+                    continue
+                result = strategy.step(train_step, x, y)
+                progress.update(bar, advance=1, epoch=epoch + 1, loss=result.loss.item())
+                if strategy.stopping:
+                    keep(epoch, batch + 1)
+                    progress.console.print(f"stopped in epoch {epoch + 1} after {batch + 1} batches")
+                    return
+            keep(epoch + 1, 0)
+    seconds = time.perf_counter() - started
+
+    model.eval()
+    correct = seen = 0
+    for x, y in test_loader:
+        counts = strategy.reduce(strategy.run(count_correct, x, y), "sum")
+        correct += int(counts["correct"])
+        seen += counts["seen"]
+
+    if strategy.is_chief:
+        print(f"trained in {seconds:.1f} s on {strategy.num_replicas} replicas of {strategy.num_workers} process(es)")
+        print(f"parameters: {digest(model)} (sha256)")
+        print(f"test accuracy: {correct / seen:.4f} ({correct} of {seen})")
+        if not multi_worker:
+            print_change()
+    strategy.close()
+
+
+def print_change() -> None:
+    """How the same program runs on two workers."""
+    torchrun = "torchrun" if shutil.which("torchrun") else Path(sys.executable).with_name("torchrun")
+    print(
+        "\nOn two workers, with the same parameters bit for bit, after one change:\n"
+        '-   strategy = muster.MirroredStrategy(["cpu:0", "cpu:1"])\n'
+        "+   strategy = muster.MultiWorkerMirroredStrategy.from_env()\n"
+        "which --multi-worker makes here:\n"
+        f"    {torchrun} --nproc-per-node 2 {os.path.relpath(__file__)} --multi-worker"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,55 @@
+"""Distribution strategies for PyTorch: write a training step once, choose in one line how it is spread."""
+
+from __future__ import annotations
+
+from muster import _version_check as _version_check  # isort: split
+
+from muster import _C as _C
+from muster import _random
+from muster._build_info import version as __version__
+from muster._C import Cluster
+from muster.data import Loader
+from muster.errors import (
+    AuthError,
+    CheckpointError,
+    CommError,
+    Error,
+    InvalidArgument,
+    LayoutMismatch,
+    NonFinite,
+    NotBuilt,
+    PeerLost,
+    RemoteError,
+    Timeout,
+)
+from muster.per_replica import PerReplica
+from muster.replicated import Replicated
+from muster.step import Loss, StepResult
+from muster.strategy import MirroredStrategy, MultiWorkerMirroredStrategy, Strategy, StrategyOptions
+
+__all__ = [
+    "AuthError",
+    "CheckpointError",
+    "Cluster",
+    "CommError",
+    "Error",
+    "InvalidArgument",
+    "LayoutMismatch",
+    "Loader",
+    "Loss",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "NonFinite",
+    "NotBuilt",
+    "PeerLost",
+    "PerReplica",
+    "RemoteError",
+    "Replicated",
+    "StepResult",
+    "Strategy",
+    "StrategyOptions",
+    "Timeout",
+    "__version__",
+]
+
+_random.install()

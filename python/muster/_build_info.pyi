@@ -1,0 +1,2 @@
+version: str
+built_with_torch: str

@@ -1,0 +1,69 @@
+"""Where a pass over a loader stands."""
+
+from __future__ import annotations
+
+import weakref
+from numbers import Number
+
+from muster.batch import is_column, members
+
+__all__ = ["Position"]
+
+
+class Position:
+    """Where a pass stands: the rows and the identity of what it yielded last."""
+
+    def __init__(self) -> None:
+        self.at_end = False
+        self._rows: list[int] | None = None
+        self._identities: list[_Identity] = []
+
+    def yielded(self, value: object, part_rows: list[int] | None, *, at_end: bool) -> None:
+        """Replaces what is known: `value` is now the latest, `at_end` whether it is the pass's last."""
+        self.at_end = at_end
+        self._rows = part_rows
+        fields = [] if is_column(value) else [field for _, field in members(value) or ()]
+        self._identities = [_Identity(each) for each in (value, *fields) if not _is_plain(each)]
+
+    def rows_of(self, value: object) -> list[int] | None:
+        """The latest batch's rows if `value` is that batch or one of its fields, by identity; else None."""
+        if self._rows is None or not any(identity.is_of(value) for identity in self._identities):
+            return None
+        return list(self._rows)
+
+
+class _Identity:
+    """Recognises one object without keeping it alive.
+
+    Builtin containers cannot be referenced weakly: one is recognised by its address and its members, so that another
+    one at the same address is not mistaken for it. What can be told in neither way is kept alive; it holds no tensor.
+    """
+
+    def __init__(self, value: object) -> None:
+        self._address = id(value)
+        self._members: list[_Identity] = []
+        self._kept: object = None
+        self._reference: weakref.ref[object] | None = None
+        try:
+            self._reference = weakref.ref(value)
+        except TypeError:
+            self._members = [_Identity(member) for _, member in members(value) or () if not _is_plain(member)]
+            if not self._members:
+                self._kept = value
+
+    def is_of(self, value: object) -> bool:
+        if id(value) != self._address:
+            return False
+        if self._reference is not None:
+            return self._reference() is value
+        if self._kept is not None:
+            return self._kept is value
+        found = [member for _, member in members(value) or () if not _is_plain(member)]
+        return len(found) == len(self._members) and all(
+            identity.is_of(member) for identity, member in zip(self._members, found, strict=True)
+        )
+
+
+def _is_plain(value: object) -> bool:
+    """Equal values may be one object, so its identity tells nothing."""
+    return value is None or isinstance(value, (str, bytes, Number)) or (type(value) is tuple and not value)

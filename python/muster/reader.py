@@ -1,0 +1,209 @@
+"""What a prepared loader runs where samples are read: in the loop's process, or in DataLoader worker processes.
+
+A reader is a map-style data set whose index is a Task and whose item is what this worker's replicas get of one global
+batch: ``(parts, rows)``, the collated part of each local replica and the number of samples in it (None where nothing
+tells). Collating here, per replica, is what lets any structure be divided. Readers and tasks are picklable when the
+user's data set and collate function are, as spawned workers need. Owned by the process that reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from muster.batch import emptied, part_sizes, rows, split
+from muster.errors import InvalidArgument
+from muster.streams import AgreedStream, stream_seed
+
+__all__ = [
+    "Deal",
+    "Ended",
+    "IndexReader",
+    "Parts",
+    "ReadyReader",
+    "StreamReader",
+    "Task",
+    "WorkerStart",
+    "as_is",
+    "reader_of",
+]
+
+Parts = tuple[list[Any], list[int | None]]
+_END = object()
+
+
+class Deal(NamedTuple):
+    """Which parts are this worker's: `num_local` from `first` on, of `num_parts` of each batch."""
+
+    num_parts: int
+    first: int
+    num_local: int
+
+    def slices(self, n: int) -> list[slice]:
+        """Where this worker's contiguous parts of `n` samples lie."""
+        sizes = part_sizes(n, self.num_parts)
+        starts = [sum(sizes[:part]) for part in range(self.first, self.first + self.num_local)]
+        return [slice(start, start + sizes[self.first + i]) for i, start in enumerate(starts)]
+
+    def cut(self, batch: Any) -> tuple[list[Any], Any]:
+        """The indices of each local part, and the index of the batch's first sample if a part is empty, else None.
+
+        Raises InvalidArgument for an empty batch.
+        """
+        indices = batch if isinstance(batch, Sequence) or hasattr(batch, "__array__") else list(batch)
+        if len(indices) == 0:
+            raise InvalidArgument("the batch sampler gave a batch of no samples; leave empty batches out")
+        parts = [indices[part] for part in self.slices(len(indices))]
+        return parts, indices[:1] if any(len(part) == 0 for part in parts) else None
+
+
+@dataclass(frozen=True)
+class Task:
+    """One batch to read. `iteration` tells apart any two passes over the loader; `seed` is its epoch's."""
+
+    iteration: int
+    epoch: int
+    seed: int
+    index: Any = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """In place of a batch: the stream of this DataLoader worker is at its end."""
+
+    worker: int
+
+
+class IndexReader(Dataset[Parts]):
+    """Reads samples by index; a task's index is a global batch's indices, as `Deal.cut` leaves them."""
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], deal: Deal) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._deal = deal
+
+    def __getitem__(self, task: Task) -> Parts:
+        indices, model = task.index
+        empty = None if model is None else emptied(self._collate(self._samples(model)), 1)
+        parts = [self._collate(self._samples(part)) if len(part) else empty for part in indices]
+        return parts, [len(part) for part in indices]
+
+    def _samples(self, indices: Any) -> Any:
+        if getattr(self.dataset, "__getitems__", None):
+            return self.dataset.__getitems__(indices)
+        return [self.dataset[index] for index in indices]
+
+
+class ReadyReader(Dataset[Parts]):
+    """Reads items that are batches already (``batch_size=None``) and divides them by their rows."""
+
+    def __init__(self, dataset: Any, convert: Callable[[Any], Any], deal: Deal) -> None:
+        self.dataset = dataset
+        self._convert = convert
+        self._deal = deal
+
+    def __getitem__(self, task: Task) -> Parts:
+        return _divided(self._convert(self.dataset[task.index]), self._deal)
+
+
+class StreamReader(Dataset[Parts | Ended]):
+    """Reads an iterable data set: from the global batch's samples, j goes to part j modulo the number of parts.
+
+    The data set's iteration runs under an AgreedStream of the epoch, so that a shuffle inside it agrees on all ranks
+    whatever the collate function draws; its ``set_epoch``, if it has one, is called first. With `batch_size` None its
+    items are batches already and are divided by their rows.
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[Any], Any], deal: Deal, batch_size: int | None, drop_last: bool
+    ) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._deal = deal
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._iteration = -1
+        self._iterator: Iterator[Any] = iter(())
+        self._stream = AgreedStream(0)
+
+    def __getitem__(self, task: Task) -> Parts | Ended:
+        if task.iteration != self._iteration:
+            self._start(task)
+        with self._stream:
+            samples = list(islice(self._iterator, self._batch_size or 1))
+        if not samples or (self._drop_last and len(samples) < (self._batch_size or 1)):
+            self._iterator = iter(())
+            return Ended(_worker_id())
+        if self._batch_size is None:
+            return _divided(self._collate(samples[0]), self._deal)
+        first, num_parts = self._deal.first, self._deal.num_parts
+        dealt = [samples[part::num_parts] for part in range(first, first + self._deal.num_local)]
+        empty = None if all(dealt) else emptied(self._collate(samples[:1]), 1)
+        return [self._collate(part) if part else empty for part in dealt], [len(part) for part in dealt]
+
+    def _start(self, task: Task) -> None:
+        self._iteration = task.iteration
+        self._stream = AgreedStream(stream_seed(task.seed, _worker_id(), 0))
+        with self._stream:
+            set_epoch = getattr(self.dataset, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(task.epoch)
+            self._iterator = iter(self.dataset)
+
+
+class WorkerStart:
+    """Runs the user's ``worker_init_fn`` as torch does, with the user's own data set in ``get_worker_info()``."""
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self._worker_init_fn = worker_init_fn
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, (IndexReader, ReadyReader, StreamReader)):
+            object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker)
+
+
+def as_is(item: Any) -> Any:
+    """The collate function of a loader whose reader has collated."""
+    return item
+
+
+def reader_of(
+    dataset: Iterable[Any] | Dataset[Any],
+    collate: Callable[[Any], Any],
+    deal: Deal,
+    *,
+    batched: bool,
+    batch_size: int | None,
+    drop_last: bool,
+) -> IndexReader | ReadyReader | StreamReader:
+    """The reader for a data set: iterable, or by index in batches, or by index of ready batches."""
+    if isinstance(dataset, IterableDataset):
+        return StreamReader(dataset, collate, deal, batch_size, drop_last)
+    return IndexReader(dataset, collate, deal) if batched else ReadyReader(dataset, collate, deal)
+
+
+def _worker_id() -> int:
+    info = get_worker_info()
+    return 0 if info is None else info.id
+
+
+def _divided(batch: Any, deal: Deal) -> Parts:
+    if deal.num_parts == 1:
+        return [batch], [rows(batch)]
+    num_rows = rows(batch)
+    if num_rows is None:
+        raise InvalidArgument(
+            f"a ready batch (batch_size=None) of type {type(batch).__name__} has no tensor that tells its rows, so it "
+            "cannot be divided; give the loader a batch_size, or pass sharded=True with one local replica"
+        )
+    mine = slice(deal.first, deal.first + deal.num_local)
+    parts = [part for (part,) in split((batch,), deal.num_parts)[mine]]
+    sizes: list[int | None] = [*part_sizes(num_rows, deal.num_parts)[mine]]
+    return parts, sizes

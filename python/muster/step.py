@@ -1,0 +1,73 @@
+"""What a step function returns, and what a step gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from muster.errors import InvalidArgument
+from muster.per_replica import PerReplica
+
+__all__ = ["Loss", "StepResult"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The result of a step function.
+
+    `value` is a 0-dim floating tensor to differentiate. With ``reduction="mean"`` it is a mean over `weight` samples
+    (tokens, ...), and gradients are averaged by weight over all replicas and micro-batches; the weight defaults to
+    size(0) of the part's first tensor and is never read on the host by the step. With ``reduction="sum"`` gradients
+    are added and never divided. `metrics` are numbers or 0-dim tensors, averaged by weight; `output` may be anything
+    and comes back in `StepResult.output`.
+    """
+
+    value: Tensor
+    weight: Tensor | float | None = field(default=None, kw_only=True)
+    metrics: Mapping[str, Tensor | float] = field(default_factory=dict, kw_only=True)
+    output: Any = field(default=None, kw_only=True)
+    reduction: Literal["mean", "sum"] = field(default="mean", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise InvalidArgument(f"reduction={self.reduction!r}: it must be 'mean' or 'sum'")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did. Tensors are 0-dim; reading one is the only thing that waits for a device."""
+
+    stepped: bool
+    """Whether this call closed a window whose mean gradient went to the optimizer (see also `skipped`)."""
+    step: int
+    """Windows closed so far."""
+    loss: Tensor
+    """Mean loss (the sum, with ``reduction="sum"``) of the window so far: of all workers once closed, else of this
+    one."""
+    metrics: dict[str, Tensor]
+    weight: Tensor
+    """Sum of the weights of the window so far."""
+    grad_norm: Tensor | None
+    """Norm of the mean gradient before clipping; None while the window is open."""
+    skipped: Tensor
+    """Whether the update was skipped because a gradient was not finite (bool)."""
+    output: PerReplica[Any]
+    """`Loss.output` of each local replica; None for an empty part."""
+
+
+def as_record(returned: object) -> tuple[tuple[Tensor, Tensor | None, dict[str, Tensor], bool], Any]:
+    """Checks what a step function returned: (value, weight, metrics, is_sum) for the core, and the output."""
+    loss = Loss(returned) if isinstance(returned, Tensor) else returned
+    if not isinstance(loss, Loss) or not isinstance(loss.value, Tensor):
+        what = f"Loss({type(loss.value).__name__})" if isinstance(loss, Loss) else type(returned).__name__
+        raise InvalidArgument(
+            f"the step function returned {what}; return the loss as a 0-dim tensor, or muster.Loss(loss, weight=..., "
+            "metrics={...}, output=...)"
+        )
+    weight = None if loss.weight is None else torch.as_tensor(loss.weight).detach()
+    metrics = {name: torch.as_tensor(value).detach() for name, value in loss.metrics.items()}
+    return (loss.value, weight, metrics, loss.reduction == "sum"), loss.output

@@ -1,0 +1,700 @@
+"""The strategies: how a training step written once is spread over replicas."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import os
+import threading
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Literal, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
+
+from muster import _C, _random, structure, sync_batch_norm
+from muster.batch import agreeing_rows, split
+from muster.data import Loader
+from muster.errors import InvalidArgument, LayoutMismatch
+from muster.module_watch import ModuleWatch
+from muster.optimizer_guard import PreparedOptimizer
+from muster.per_replica import PerReplica
+from muster.replicated import Replicated, replicate
+from muster.step import StepResult, as_record
+
+__all__ = ["MirroredStrategy", "MultiWorkerMirroredStrategy", "Strategy", "StrategyOptions"]
+
+_prepared_by: weakref.WeakKeyDictionary[Any, weakref.ref[Strategy]] = weakref.WeakKeyDictionary()
+_parameters_prepared_by: MutableMapping[Tensor, weakref.ref[Strategy]] = WeakIdKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """Options that all strategies share; every rank passes the same."""
+
+    accumulate: int = 1
+    """Micro-batches (calls of step) per optimizer update."""
+    drop_incomplete: bool = False
+    """Drop a window that a loader's end left short, instead of averaging what it holds."""
+    clip_norm: float | None = None
+    """Upper bound of the gradient norm over all parameters of a set, applied after reduction."""
+    seed: int | None = None
+    """Seed of the replicas' random streams and of shuffling; None: the chief's torch.initial_seed()."""
+    buffers: Literal["mean", "chief"] = "mean"
+    """At a window's end: floating buffers averaged by weight and integer ones by maximum, or replica 0's for all."""
+    threads_per_replica: int | None = None
+    """Intra-op threads of each replica; None: the chief's usable cores over the replicas on its host."""
+    bucket_bytes: int | None = None
+    """Upper bound of a bucket in bytes; None: 8 MiB."""
+    max_skipped: int = 20
+    """Windows in a row that may be skipped for non-finite gradients before NonFinite is raised."""
+    timeout: float = 600.0
+    """Seconds that a live peer may be late."""
+
+
+class Strategy:
+    """What all strategies do; use a subclass. Externally synchronised: one thread prepares and steps."""
+
+    def __init__(self, core: _C.StrategyCore, options: StrategyOptions) -> None:
+        _random.install()
+        self._core = core
+        self._options = options
+        self._modules: list[tuple[nn.Module, Replicated[Any]]] = []
+        self._watches: list[ModuleWatch] = []
+        self._optimizers: list[PreparedOptimizer] = []
+        self._loaders: list[Loader[Any]] = []
+        self._stepped_loaders: weakref.WeakSet[Loader[Any]] = weakref.WeakSet()
+        self._run_loaders: weakref.WeakSet[Loader[Any]] = weakref.WeakSet()
+        self._sets: dict[tuple[int, ...], tuple[int, tuple[tuple[int, ...], ...]]] = {}
+        self._optimizers_of_set: dict[int, tuple[int, ...]] = {}
+        self._gradients_are_applied = False
+        self._in_function = [False] * core.local_replicas
+        self._was_interrupted = False
+        self._threads = _start_threads(core) if core.local_replicas > 1 else []
+        weakref.finalize(self, _end, core, self._threads, os.getpid())
+
+    # --- who and where ------------------------------------------------------------------------------------------------
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the whole job."""
+        return self._core.num_replicas
+
+    @property
+    def num_workers(self) -> int:
+        """Processes of the job."""
+        return self._core.num_workers
+
+    @property
+    def rank(self) -> int:
+        """This process's index among the workers."""
+        return self._core.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's index among the workers of its host."""
+        return self._core.local_rank
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0."""
+        return self._core.rank == 0
+
+    @property
+    def replica(self) -> int:
+        """The current replica's job-wide index inside a step; outside, that of this process's first replica."""
+        return self._core.first_replica + max(self._core.current_local_replica, 0)
+
+    @property
+    def device(self) -> torch.device:
+        """The current replica's device inside a step; outside, that of this process's first replica."""
+        return self.devices[max(self._core.current_local_replica, 0)]
+
+    @property
+    def steps(self) -> int:
+        """Windows closed."""
+        return self._core.steps
+
+    @property
+    def stopping(self) -> bool:
+        """True on all ranks from the same window's end on, after stop() or SIGTERM anywhere."""
+        return self._core.stopping
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._core.closed
+
+    # --- preparing ----------------------------------------------------------------------------------------------------
+    def prepare(self, *objects: Any) -> Any:
+        """Modules (or factories that build one), optimizers and loaders, in any order; returned in that order.
+
+        Collective. The chief's parameters, buffers and optimizer state go to every worker. Preparing an object again is
+        a no-op. Raises LayoutMismatch naming the first difference between the models of two ranks, and InvalidArgument
+        for anything that cannot be prepared, or that another open strategy has.
+        """
+        for given in objects:
+            self._check_preparable(given)
+        prepared: dict[int, Any] = {}
+        # Optimizers look their parameters up, so modules come first.
+        for position, given in enumerate(objects):
+            if not isinstance(given, (Optimizer, DataLoader, Loader)):
+                prepared[position] = self._prepare_module(given)
+        for position, given in enumerate(objects):
+            if isinstance(given, Optimizer):
+                prepared[position] = self._prepare_optimizer(given)
+            elif isinstance(given, (DataLoader, Loader)):
+                prepared[position] = self.prepare_loader(given)
+        results = tuple(prepared[position] for position in range(len(objects)))
+        return results[0] if len(results) == 1 else results
+
+    def prepare_loader(self, loader: Any, *, sharded: bool = False) -> Loader[Any]:
+        """A Loader whose global batch is the loader's, divided over the replicas. `sharded`: its batches are this
+        worker's own already. Collective."""
+        if isinstance(loader, Loader):
+            return loader
+        known = _prepared_by.get(loader)
+        if known is not None and known() is self:
+            return next(prepared for prepared in self._loaders if prepared._loader is loader)
+        prepared: Loader[Any] = Loader(loader, self, index=len(self._loaders), sharded=sharded)
+        self._loaders.append(prepared)
+        _prepared_by[loader] = weakref.ref(self)
+        return prepared
+
+    def _check_preparable(self, given: Any) -> None:
+        if self.closed:
+            raise InvalidArgument("the strategy is closed; make a new one")
+        if not (isinstance(given, (nn.Module, Optimizer, DataLoader, Loader)) or callable(given)):
+            raise InvalidArgument(
+                f"prepare() takes modules, module factories, optimizers and loaders; it got a {type(given).__name__}"
+            )
+        if isinstance(given, nn.Module):
+            _check_initialised(given)
+        owner = _prepared_by.get(_raw(given)) if isinstance(given, (nn.Module, Optimizer, DataLoader)) else None
+        if self._is_another_open_strategy(owner):
+            raise InvalidArgument(
+                f"this {type(_raw(given)).__name__} is prepared by another open strategy; close() that one first"
+            )
+        if isinstance(given, nn.Module):
+            for name, parameter in _raw(given).named_parameters():
+                if self._is_another_open_strategy(_parameters_prepared_by.get(parameter)):
+                    raise InvalidArgument(
+                        f"parameter '{name}' of this {type(_raw(given)).__name__} is prepared by another open "
+                        "strategy; close() that one first"
+                    )
+
+    def _is_another_open_strategy(self, owner: weakref.ref[Strategy] | None) -> bool:
+        other = None if owner is None else owner()
+        return other is not None and other is not self and not other.closed
+
+    def _prepare_module(self, given: Any) -> Replicated[Any]:
+        if type(given) is Replicated:
+            given = given.module
+        for module, replicated in self._modules:
+            if module is given:
+                return replicated
+        if isinstance(given, nn.Module):
+            modules = replicate(given, self._core.local_replicas, [known for _, known in self._modules])
+        else:
+            modules = [given() for _ in range(self._core.local_replicas)]
+            if not all(isinstance(module, nn.Module) for module in modules):
+                raise InvalidArgument(f"the factory returned a {type(modules[0]).__name__}; it must build a module")
+            if len({id(module) for module in modules}) < len(modules):
+                raise InvalidArgument("the factory returned one module twice; it must build another one in each call")
+        for module in modules:
+            sync_batch_norm.convert(module, self)
+        number = self._core.add_module(
+            [[(name, parameter) for name, parameter in module.named_parameters()] for module in modules],
+            [list(module.named_buffers()) for module in modules],
+        )
+        for local, module in enumerate(modules):
+            _prepared_by[module] = weakref.ref(self)
+            module.register_forward_pre_hook(_OnlyInReplica(module, self._core, local))
+        for parameter in modules[0].parameters():
+            _parameters_prepared_by[parameter] = weakref.ref(self)
+        self._watches.append(ModuleWatch(modules, self._core, number))
+        replicated = Replicated(modules, self, number)
+        self._modules.append((modules[0], replicated))
+        return replicated
+
+    def _prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        if any(known.optimizer is optimizer for known in self._optimizers):
+            return optimizer
+        prepared = PreparedOptimizer(optimizer, self)
+        if self.num_workers > 1:
+            prepared.broadcast_state()
+        self._optimizers.append(prepared)
+        _prepared_by[optimizer] = weakref.ref(self)
+        return optimizer
+
+    # --- LoaderHost ---------------------------------------------------------------------------------------------------
+    @property
+    def first_replica(self) -> int:
+        """The job-wide index of this process's first replica."""
+        return self._core.first_replica
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each of this process's replicas."""
+        return [torch.device("cpu")] * self._core.local_replicas
+
+    @property
+    def seed(self) -> int:
+        """The job's seed."""
+        return self._core.seed
+
+    def any_has_more(self, has_more: bool) -> bool:
+        """Collective: whether `has_more` is true on any worker."""
+        return cast(bool, self.reduce(has_more, "max"))
+
+    def broadcast_state(self, state: Tensor) -> Tensor:
+        """Collective: the chief's tensor."""
+        return self._core.broadcast([state], 0)[0]
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+    def step(
+        self, fn: Callable[..., Any], *args: Any, optimizers: Optimizer | Sequence[Optimizer] | None = None
+    ) -> StepResult:
+        """One micro-batch: `fn` on each replica's part of `args`, backward, and at a window's end the update.
+
+        `fn` runs concurrently in every local replica and returns the loss as a 0-dim tensor or a `Loss`; it is not
+        called for an empty part. Positional arguments are parts from a prepared loader, `PerReplica`s, or a batch of
+        this worker's own, which is split over its replicas. `optimizers` says whose parameters take part (None: all
+        prepared).
+
+        Collective at a window's end. An exception of `fn` comes back as the same object with a note; other ranks get
+        RemoteError, the window is dropped everywhere, and the strategy stays usable. Raises NonFinite after
+        `max_skipped` windows in a row were skipped.
+        """
+        self._before_call()
+        set_number = self._set_for(optimizers)
+        parts, rows = self._divide(args, self._stepped_loaders)
+        outputs: list[Any] = [None] * len(parts)
+
+        def call(local: int) -> Any:
+            record, outputs[local] = as_record(fn(*parts[local]))
+            for watch in self._watches:
+                watch.adopt_buffers(local)
+            return record
+
+        try:
+            result = StepResult(
+                **self._core.step(
+                    self._on_replicas(call),
+                    rows,
+                    set_number,
+                    any(loader.at_end for loader in self._loaders if self._counts(loader)),
+                    lambda: self._apply(set_number),
+                    self._interrupt,
+                ),
+                output=PerReplica(outputs),
+            )
+        finally:
+            self._after_call()
+        self._gradients_are_applied = True
+        if result.stepped:
+            self._note_step(set_number)
+        return result
+
+    def flush(self) -> StepResult | None:
+        """Closes the open window, or drops it with drop_incomplete; None when none is open. Collective."""
+        open_sets = tuple(self._optimizers_of_set)
+        result = self._core.flush(self._apply)
+        if result is None:
+            return None
+        self._gradients_are_applied = True
+        for set_number in open_sets:
+            self._note_step(set_number)
+        return StepResult(**result, output=PerReplica([None] * self._core.local_replicas))
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> PerReplica[Any]:
+        """`fn` on each replica's part, without gradients; None for an empty part. Local, unless `fn` reduces."""
+        self._before_call()
+        parts, rows = self._divide(args, self._run_loaders)
+        results: list[Any] = [None] * len(parts)
+
+        def call(local: int) -> None:
+            results[local] = fn(*parts[local])
+
+        try:
+            self._core.run(self._on_replicas(call), rows, self._interrupt)
+        finally:
+            self._after_call()
+        per_replica = PerReplica(results)
+        per_replica._rows = rows
+        return per_replica
+
+    def _set_for(self, optimizers: Optimizer | Sequence[Optimizer] | None) -> int:
+        if optimizers is None:
+            chosen = tuple(range(len(self._optimizers)))
+        else:
+            given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+            chosen = tuple(sorted(self._position_of(optimizer) for optimizer in given))
+        shapes = tuple(self._optimizers[position].shape() for position in chosen)
+        known = self._sets.get(chosen)
+        if known is not None and known[1] == shapes:
+            return known[0]
+        parameters = self._parameters_of(chosen)
+        if known is None:
+            number = self._core.set_of(parameters)
+        else:
+            number = known[0]
+            self._core.change_set(number, parameters)
+        self._sets[chosen] = (number, shapes)
+        self._optimizers_of_set[number] = chosen
+        return number
+
+    def _position_of(self, optimizer: Optimizer) -> int:
+        for position, prepared in enumerate(self._optimizers):
+            if prepared.optimizer is optimizer:
+                return position
+        raise InvalidArgument(
+            f"optimizers= names a {type(optimizer).__name__} that was not prepared; prepare() it first"
+        )
+
+    def _parameters_of(self, positions: Sequence[int]) -> list[int]:
+        if not self._modules:
+            raise InvalidArgument("no module is prepared; call strategy.prepare(model, optimizer) before step()")
+        if not positions:
+            return [index for _, replicated in self._modules for index in self._core.parameters_of(replicated._number_)]
+        found: dict[int, int] = {}
+        for position in positions:
+            for place, parameter in enumerate(self._optimizers[position].parameters()):
+                index = self._core.find(parameter)
+                if index < 0:
+                    raise InvalidArgument(
+                        f"parameter {place} (shape {tuple(parameter.shape)}) of "
+                        f"{type(self._optimizers[position].optimizer).__name__} is in no prepared module; prepare() "
+                        "the module it belongs to, and build the optimizer from that module's parameters"
+                    )
+                if found.setdefault(index, position) != position:
+                    raise InvalidArgument(
+                        f"parameter '{self._core.name_of(index)}' belongs to two optimizers that would step together; "
+                        "say with optimizers= whose step it is"
+                    )
+        return list(found)
+
+    def _before_call(self) -> None:
+        if self._was_interrupted and not self._core.busy:
+            # A replica that had finished when the interrupt came must not get it in the next step.
+            self._was_interrupted = False
+            self._raise_in_replicas(None)
+        if self._core.current_local_replica < 0:
+            for watch in self._watches:
+                watch.follow_first_replica()
+
+    def _after_call(self) -> None:
+        if self._core.current_local_replica < 0:
+            for watch in self._watches:
+                watch.note_buffers()
+
+    def _note_step(self, set_number: int) -> None:
+        for position in self._optimizers_of_set[set_number]:
+            self._optimizers[position].note_step()
+
+    def _divide(
+        self, args: tuple[Any, ...], users: weakref.WeakSet[Loader[Any]]
+    ) -> tuple[list[tuple[Any, ...]], list[int]]:
+        hint = None
+        for loader in self._loaders:
+            for arg in args:
+                rows = loader.part_rows_of(arg)
+                if rows is not None:
+                    users.add(loader)
+                    hint = hint or rows
+                    break
+        parts = split(args, self._core.local_replicas, hint)
+        if hint is not None:
+            return parts, hint
+        counts = [agreeing_rows(part) for part in parts]
+        return parts, [-1 if count is None else count for count in counts]
+
+    def _counts(self, loader: Loader[Any]) -> bool:
+        return loader in self._stepped_loaders or loader not in self._run_loaders
+
+    def _on_replicas(self, call: Callable[[int], Any]) -> Callable[[int], Any]:
+        """`call` with the caller's context variables, and a note on what it raises."""
+        contexts = [contextvars.copy_context() for _ in range(self._core.local_replicas)]
+
+        def run(local: int) -> Any:
+            self._in_function[local] = True
+            try:
+                return contexts[local].run(call, local)
+            except BaseException as error:
+                replica = self._core.first_replica + local
+                error.add_note(f"[raised in replica {replica} of {self.num_replicas}, rank {self.rank}]")
+                raise
+            finally:
+                self._in_function[local] = False
+
+        return run
+
+    def _apply(self, set_number: int) -> None:
+        for position in self._optimizers_of_set[set_number]:
+            self._optimizers[position].step()
+
+    def _interrupt(self) -> None:
+        self._was_interrupted = True
+        self._raise_in_replicas(KeyboardInterrupt)
+
+    def _raise_in_replicas(self, error: type[BaseException] | None) -> None:
+        for thread, in_function in zip(self._threads, self._in_function, strict=True):
+            if thread.ident is not None and (in_function or error is None):
+                _C.interrupt_thread(thread.ident, error)
+
+    def _backward_by_hand(self, module: int) -> None:
+        if self._options.accumulate > 1:
+            raise InvalidArgument(
+                "backward() by hand does not know accumulate; use strategy.step(fn, ...), or no_sync() with "
+                "accumulate=1"
+            )
+        self._core.average_gradients(module)
+        self._gradients_are_applied = False
+
+    # --- collectives --------------------------------------------------------------------------------------------------
+    def reduce(self, value: Any, op: Literal["sum", "mean", "min", "max"] = "mean", *, weight: Any = None) -> Any:
+        """The reduction of every leaf of `value` (tensors and numbers in tuples, lists, dicts) over replicas.
+
+        Inside a step: between replicas with non-empty parts, differentiable; `mean` weighs each by its part's size, or
+        by `weight`. Outside: `value` is a `PerReplica` (None parts contribute nothing; what `run` returned is weighed
+        by the parts' sizes) or one value of this worker. Collective. A Python number or bool comes back as one.
+        """
+        operation = _operation(op)
+        if self._core.current_local_replica >= 0:
+            description, leaves = structure.encode(value)
+            scale = self._weight_in_step(weight) if op == "mean" else torch.ones(())
+            return structure.decode(description, self._core.reduce_in_step(leaves, operation, scale), as_numbers=op)
+        values, weights = self._contributions(value, weight, weighted=op == "mean")
+        encoded = [structure.encode(part) for part in values]
+        description = self._agreed([text for text, _ in encoded])
+        results = self._core.reduce([(leaves, w) for (_, leaves), w in zip(encoded, weights, strict=True)], operation)
+        return structure.decode(description, results, as_numbers=op)
+
+    def gather(self, value: Any) -> Any:
+        """Every leaf concatenated along dimension 0 in replica order (0-dim leaves and numbers stacked). As
+        `reduce`."""
+        if self._core.current_local_replica >= 0:
+            description, leaves = structure.encode(value)
+            return structure.decode(description, self._core.gather_in_step(leaves), as_numbers="none")
+        values, weights = self._contributions(value, None, weighted=False)
+        encoded = [structure.encode(part) for part in values]
+        description = self._agreed([text for text, _ in encoded])
+        results = self._core.gather([(leaves, w) for (_, leaves), w in zip(encoded, weights, strict=True)])
+        return structure.decode(description, results, as_numbers="none")
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """`value` of rank `source` (outside a step) or of replica `source` (inside). Tensors, numbers, strings, nested;
+        a prepared module broadcasts its parameters and buffers in place. Collective."""
+        if type(value) is Replicated:
+            state = [*value.module.parameters(), *value.module.buffers()]
+            with torch.no_grad():
+                for tensor, sent in zip(state, self.broadcast([t.detach() for t in state], source), strict=True):
+                    tensor.copy_(sent)
+            return value
+        description, leaves = structure.encode(value, texts=True)
+        if self._core.current_local_replica >= 0:
+            if '"text"' in description:
+                description = self._text_in_step(description, source)
+            return structure.decode(description, self._core.broadcast_in_step(leaves, source))
+        if not 0 <= source < self.num_workers:
+            raise InvalidArgument(f"source={source}: there are {self.num_workers} ranks")
+        description = self._core.exchange_texts(description)[source]
+        return structure.decode(description, self._core.broadcast(leaves, source))
+
+    def barrier(self) -> None:
+        """Waits for all workers; inside a step, for all replicas with non-empty parts."""
+        if self._core.current_local_replica >= 0:
+            self._core.barrier_in_step()
+        else:
+            self._core.barrier()
+
+    def _text_in_step(self, text: str, source: int) -> str:
+        mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        (length,) = self._core.broadcast_in_step([torch.tensor(len(mine))], source)
+        resized = torch.zeros(int(length), dtype=torch.uint8)
+        resized[: len(mine)] = mine[: len(resized)]
+        (sent,) = self._core.broadcast_in_step([resized], source)
+        return bytes(sent.tolist()).decode()
+
+    def _weight_in_step(self, weight: Any) -> Tensor:
+        if weight is not None:
+            return torch.as_tensor(weight)
+        rows = self._core.current_rows
+        if rows < 0:
+            raise InvalidArgument("the number of samples in this part is unknown; pass weight= to reduce(..., 'mean')")
+        return torch.tensor(float(rows), dtype=torch.float64)
+
+    def _contributions(self, value: Any, weight: Any, *, weighted: bool) -> tuple[list[Any], list[float]]:
+        if not isinstance(value, PerReplica):
+            return [value], [1.0 if weight is None else float(weight)]
+        sizes: Sequence[Any] = [1.0] * len(value) if value._rows is None else value._rows
+        if weight is not None:
+            sizes = weight if isinstance(weight, PerReplica) else [weight] * len(value)
+        kept = [(part, float(size)) for part, size in zip(value, sizes, strict=True) if part is not None]
+        if weighted and any(size < 0 for _, size in kept):
+            raise InvalidArgument("the number of samples in the parts is unknown; pass weight=PerReplica([...])")
+        return [part for part, _ in kept], [size for _, size in kept]
+
+    def _agreed(self, descriptions: list[str]) -> str:
+        everyones = [set(json.loads(text)) for text in self._core.exchange_texts(json.dumps(sorted(set(descriptions))))]
+        different = sorted(set().union(*everyones))
+        if len(different) > 1:
+            raise LayoutMismatch(
+                f"the values of the replicas differ in structure: {different[0]} and {different[1]}; pass the same "
+                "structure, with numbers of the same types, everywhere"
+            )
+        return different[0] if different else "null"
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+    def stop(self) -> None:
+        """Asks all ranks to stop: `stopping` turns True everywhere at the same window's end."""
+        self._core.stop()
+
+    def explain(self) -> str:
+        """In plain words: who takes part, and what was chosen."""
+        where = "threads of this process" if self.num_workers == 1 else f"{self.num_workers} workers"
+        return (
+            f"{type(self).__name__}: {self.num_replicas} replica(s) in {where}, "
+            f"{self._core.threads_per_replica} intra-op thread(s) each; this is rank {self.rank} with replica(s) "
+            f"{self._core.first_replica}..{self._core.first_replica + self._core.local_replicas - 1}; gradients are "
+            f"reduced through {self._core.backend} in buckets of up to {self._core.bucket_bytes / 2**20:.1f} MiB; "
+            f"seed {self.seed}."
+        )
+
+    def close(self) -> None:
+        """Ends the replica threads and leaves the job; prepared modules and optimizers are free again. Idempotent."""
+        self._core.close()
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class MirroredStrategy(Strategy):
+    """One process with a replica, and a thread, for each device.
+
+    A repeated device, or cpu:0, cpu:1, ..., means logical replicas of it, which share parameter memory. No devices: one
+    CPU replica. Options are those of `StrategyOptions`.
+    """
+
+    def __init__(self, devices: Sequence[str | torch.device] | None = None, **options: Any) -> None:
+        chosen = _options(options)
+        super().__init__(_C.make_mirrored(_names(devices), asdict(chosen)), chosen)
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """A process per worker, each with a replica for each of its devices (one CPU replica when none are given).
+
+    Without `process_group` the workers must be on one host and reduce through its memory; with one (any
+    torch.distributed.ProcessGroup), gradients go through it, in its own order of additions.
+    """
+
+    def __init__(
+        self,
+        cluster: _C.Cluster,
+        devices: Sequence[str | torch.device] | None = None,
+        *,
+        process_group: Any = None,
+        **options: Any,
+    ) -> None:
+        chosen = _options(options)
+        super().__init__(_C.make_multi_worker(cluster, _names(devices), asdict(chosen), process_group), chosen)
+
+    @classmethod
+    def from_env(cls, devices: Sequence[str | torch.device] | None = None, **options: Any) -> Self:
+        """The job that torchrun's, Slurm's or Open MPI's variables describe; a world of one without a launcher."""
+        return cls(_C.Cluster.from_env(), devices, **options)
+
+
+class _OnlyInReplica:
+    """A forward pre-hook: a replica's module may not be used in another replica's step. Its copies may."""
+
+    def __init__(self, module: nn.Module, core: _C.StrategyCore, local: int) -> None:
+        self._module = weakref.ref(module)
+        self._core = core
+        self._local = local
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        current = self._core.current_local_replica
+        if current >= 0 and current != self._local and module is self._module():
+            raise InvalidArgument(
+                f"the module of local replica {self._local} was called in the step of local replica {current}; use the "
+                "module that prepare() returned, not the raw one"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OnlyInReplica:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Anywhere, ()
+
+
+class _Anywhere:
+    """What remains of the hook in a pickled module."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        pass
+
+
+def _options(given: dict[str, Any]) -> StrategyOptions:
+    known = StrategyOptions.__dataclass_fields__
+    for name in given:
+        if name not in known:
+            raise InvalidArgument(f"unknown option {name!r}; there are {', '.join(known)}")
+    if given.get("buffers", "mean") not in ("mean", "chief"):
+        raise InvalidArgument(f"buffers={given['buffers']!r}: it must be 'mean' or 'chief'")
+    return StrategyOptions(**given)
+
+
+def _check_initialised(module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise InvalidArgument(
+                f"'{name}' of this {type(module).__name__} is not initialised; run one forward pass before prepare()"
+            )
+
+
+def _operation(op: str) -> _C.ReduceOp:
+    if op not in ("sum", "mean", "min", "max"):
+        raise InvalidArgument(f"op={op!r}: it must be 'sum', 'mean', 'min' or 'max'")
+    return cast(_C.ReduceOp, getattr(_C.ReduceOp, op))
+
+
+def _names(devices: Sequence[str | torch.device] | None) -> list[str]:
+    return [str(device) for device in devices or ()]
+
+
+def _raw(given: Any) -> Any:
+    return given.module if type(given) is Replicated else given
+
+
+def _start_threads(core: _C.StrategyCore) -> list[threading.Thread]:
+    threads = [
+        threading.Thread(target=core.serve, args=(local,), name=f"muster-replica-{local}", daemon=True)
+        for local in range(core.local_replicas)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _end(core: _C.StrategyCore, threads: list[threading.Thread], process: int) -> None:
+    # A forked DataLoader worker inherits what runs at exit, but not the threads.
+    if os.getpid() != process:
+        return
+    core.close()
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,227 @@
+// Loaders over torch::data data sets, on the replicas of one process.
+#include "muster/loader.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
+#include <torch/data/datasets/map.h>
+#include <torch/data/datasets/stateful.h>
+#include <torch/data/transforms/stack.h>
+#include <torch/nn/modules/linear.h>
+
+#include <set>
+
+#include "cpp/catch.h"
+#include "muster/mirrored.h"
+
+using namespace muster;
+
+namespace {
+
+using Example = torch::data::Example<>;
+
+// Sample i is ({i, 2 i}, i).
+struct Numbers : torch::data::datasets::Dataset<Numbers> {
+  explicit Numbers(size_t n) : n(n) {}
+  Example get(size_t index) override {
+    if (index == broken) throw std::out_of_range("sample " + std::to_string(index) + " is broken");
+    const auto i = static_cast<double>(index);
+    return {at::tensor({i, 2 * i}, at::kDouble), at::tensor(static_cast<int64_t>(index))};
+  }
+  std::optional<size_t> size() const override { return n; }
+
+  size_t n;
+  size_t broken = std::numeric_limits<size_t>::max();
+};
+
+auto stacked(size_t n) { return Numbers(n).map(torch::data::transforms::Stack<>()); }
+
+// 0, 1, ..., count - 1, in batches of tensors.
+struct Counting : torch::data::datasets::StatefulDataset<Counting, at::Tensor> {
+  explicit Counting(int64_t count) : count(count) {}
+  std::optional<at::Tensor> get_batch(size_t n) override {
+    if (next >= count) return std::nullopt;
+    const int64_t first = next;
+    next = std::min(count, next + static_cast<int64_t>(n));
+    return at::arange(first, next);
+  }
+  void reset() override { next = 0; }
+  std::optional<size_t> size() const override { return std::nullopt; }
+  void save(torch::serialize::OutputArchive&) const override {}
+  void load(torch::serialize::InputArchive&) override {}
+
+  int64_t count;
+  int64_t next = 0;
+};
+
+struct Unsized : torch::data::datasets::Dataset<Unsized> {
+  Example get(size_t) override { return {}; }
+  std::optional<size_t> size() const override { return std::nullopt; }
+};
+
+std::vector<std::string> cpus(int n) { return std::vector<std::string>(static_cast<size_t>(n), "cpu"); }
+
+std::vector<int64_t> numbers(const at::Tensor& tensor) {
+  const auto values = tensor.to(at::kLong).contiguous();
+  return {values.const_data_ptr<int64_t>(), values.const_data_ptr<int64_t>() + values.numel()};
+}
+
+using Pass = std::vector<std::vector<std::vector<int64_t>>>;  // [batch][part][sample]
+
+template <class Loader>
+Pass pass_over(Loader& loader) {
+  Pass pass;
+  for (auto& batch : loader) {
+    pass.emplace_back();
+    for (size_t r = 0; r < batch.size(); ++r) {
+      if constexpr (std::is_same_v<typename Loader::Batch, at::Tensor>) {
+        pass.back().push_back(numbers(batch[r]));
+      } else {
+        pass.back().push_back(numbers(batch[r].target));
+      }
+      CHECK(batch.rows()[r] == static_cast<int64_t>(pass.back().back().size()));
+    }
+  }
+  return pass;
+}
+
+std::vector<int64_t> flat(const Pass& pass) {
+  std::vector<int64_t> samples;
+  for (const auto& batch : pass) {
+    for (const auto& part : batch) samples.insert(samples.end(), part.begin(), part.end());
+  }
+  return samples;
+}
+
+}  // namespace
+
+TEST_CASE("a loader cuts global batches into contiguous parts, larger first", "[loader]") {
+  MirroredStrategy strategy(cpus(2));
+  auto loader = strategy.prepare_loader(stacked(14), {.batch_size = 8});
+  CHECK(loader.size() == 2);
+  CHECK(pass_over(loader) == Pass{{{0, 1, 2, 3}, {4, 5, 6, 7}}, {{8, 9, 10}, {11, 12, 13}}});
+  CHECK(pass_over(loader) == Pass{{{0, 1, 2, 3}, {4, 5, 6, 7}}, {{8, 9, 10}, {11, 12, 13}}});
+
+  MirroredStrategy four(cpus(4));
+  auto uneven = four.prepare_loader(stacked(9), {.batch_size = 9});
+  CHECK(pass_over(uneven) == Pass{{{0, 1, 2}, {3, 4}, {5, 6}, {7, 8}}});
+}
+
+TEST_CASE("an empty part keeps the structure with no rows", "[loader]") {
+  MirroredStrategy strategy(cpus(3));
+  auto loader = strategy.prepare_loader(stacked(8), {.batch_size = 6});
+  CHECK(pass_over(loader) == Pass{{{0, 1}, {2, 3}, {4, 5}}, {{6}, {7}, {}}});
+  for (auto& batch : loader) {
+    CHECK(batch[2].data.dim() == 2);
+    CHECK(batch[2].data.size(1) == 2);
+    CHECK(batch[2].data.scalar_type() == at::kDouble);
+    CHECK(batch[2].target.scalar_type() == at::kLong);
+  }
+}
+
+TEST_CASE("drop_last leaves out a short batch", "[loader]") {
+  MirroredStrategy strategy(cpus(2));
+  auto loader = strategy.prepare_loader(stacked(14), {.batch_size = 8, .drop_last = true});
+  CHECK(loader.size() == 1);
+  CHECK(pass_over(loader).size() == 1);
+  auto stream = strategy.prepare_loader(Counting(14), {.batch_size = 8, .drop_last = true});
+  CHECK(pass_over(stream).size() == 1);
+}
+
+TEST_CASE("shuffle has the order of Python's loader and changes by epoch", "[loader]") {
+  MirroredStrategy strategy(cpus(2), {.seed = 7});
+  auto first = strategy.prepare_loader(stacked(10), {.batch_size = 4, .shuffle = true});
+  auto second = strategy.prepare_loader(stacked(10), {.batch_size = 4, .shuffle = true});
+  // list(torch.utils.data.RandomSampler(range(10))) under AgreedStream(epoch_seed(7, loader, epoch)) of muster.streams
+  const std::vector<int64_t> epoch0 = {1, 5, 9, 0, 3, 6, 4, 7, 2, 8};
+  const std::vector<int64_t> epoch1 = {4, 6, 8, 2, 0, 3, 1, 7, 9, 5};
+  const std::vector<int64_t> other = {1, 8, 0, 3, 7, 2, 4, 5, 6, 9};
+  CHECK(flat(pass_over(first)) == epoch0);
+  CHECK(first.epoch() == 1);
+  CHECK(flat(pass_over(first)) == epoch1);
+  CHECK(flat(pass_over(second)) == other);
+
+  first.set_epoch(0);
+  CHECK(flat(pass_over(first)) == epoch0);
+  first.set_epoch(0);
+  for ([[maybe_unused]] auto& batch : first) break;
+  CHECK(first.epoch() == 0);
+  CHECK(flat(pass_over(first)) == epoch1);
+  CHECK_THROWS_AS(first.set_epoch(-1), InvalidArgument);
+}
+
+TEST_CASE("threads that read ahead change nothing that is yielded", "[loader]") {
+  MirroredStrategy strategy(cpus(2));
+  auto plain = strategy.prepare_loader(stacked(101), {.batch_size = 4});
+  auto expected = pass_over(plain);
+  for (int workers : {1, 3}) {
+    auto loader = strategy.prepare_loader(stacked(101), {.batch_size = 4, .workers = workers});
+    CHECK(pass_over(loader) == expected);
+    for ([[maybe_unused]] auto& batch : loader) break;
+    CHECK(pass_over(loader) == expected);
+  }
+  auto stream = strategy.prepare_loader(Counting(101), {.batch_size = 4, .workers = 1});
+  CHECK(flat(pass_over(stream)).size() == 101);
+}
+
+TEST_CASE("an error in reading is raised where the batch is asked for", "[loader]") {
+  MirroredStrategy strategy(cpus(2));
+  Numbers data(12);
+  data.broken = 9;
+  for (int workers : {0, 2}) {
+    auto loader =
+        strategy.prepare_loader(data.map(torch::data::transforms::Stack<>()), {.batch_size = 4, .workers = workers});
+    int batches = 0;
+    const auto read_all = [&] {
+      for ([[maybe_unused]] auto& batch : loader) ++batches;
+    };
+    CHECK_THROWS_AS(read_all(), std::out_of_range);
+    CHECK(batches == 2);
+  }
+}
+
+TEST_CASE("a stream is dealt sample by sample", "[loader]") {
+  MirroredStrategy strategy(cpus(3));
+  auto loader = strategy.prepare_loader(Counting(10), {.batch_size = 8});
+  CHECK_FALSE(loader.size().has_value());
+  CHECK(pass_over(loader) == Pass{{{0, 3, 6}, {1, 4, 7}, {2, 5}}, {{8}, {9}, {}}});
+  CHECK(pass_over(loader).size() == 2);
+}
+
+TEST_CASE("samples that are not collated are parts of their own", "[loader]") {
+  MirroredStrategy strategy(cpus(2));
+  auto loader = strategy.prepare_loader(Numbers(5), {.batch_size = 5, .sharded = true});
+  for (auto& batch : loader) {
+    CHECK(batch.rows() == std::vector<int64_t>{3, 2});
+    CHECK(batch[1][0].target.item<int64_t>() == 3);
+  }
+}
+
+TEST_CASE("options that cannot be honoured are refused", "[loader]") {
+  MirroredStrategy strategy(cpus(2));
+  CHECK_THROWS_AS(strategy.prepare_loader(stacked(4), {.batch_size = 0}), InvalidArgument);
+  CHECK_THROWS_AS(strategy.prepare_loader(stacked(4), {.workers = -1}), InvalidArgument);
+  CHECK_THROWS_WITH(strategy.prepare_loader(Unsized()), ContainsSubstring("size()"));
+  CHECK_THROWS_WITH(strategy.prepare_loader(Counting(4), {.shuffle = true}), ContainsSubstring("shuffle"));
+  CHECK_THROWS_WITH(strategy.prepare_loader(Counting(4), {.workers = 2}), ContainsSubstring("workers"));
+}
+
+TEST_CASE("a loader's last batch closes the window", "[loader]") {
+  const bool drop = GENERATE(false, true);
+  MirroredStrategy strategy(cpus(2), {.accumulate = 2, .drop_incomplete = drop});
+  auto model = strategy.prepare([] { return torch::nn::Linear(2, 1); });
+  model->to(at::kDouble);
+  const auto loss = [&](const Example& part) { return model->forward(part.data).mean(); };
+  auto loader = strategy.prepare_loader(stacked(9), {.batch_size = 3});
+  auto evaluation = strategy.prepare_loader(stacked(2), {.batch_size = 2});
+  std::vector<bool> stepped;
+  for (auto& batch : loader) {
+    for (auto& other : evaluation) {
+      strategy.run(loss, other);  // a loader that only run sees closes no window
+      stepped.push_back(strategy.step(loss, batch).stepped);
+      break;
+    }
+  }
+  CHECK(stepped == std::vector<bool>{false, true, !drop});
+  CHECK_FALSE(strategy.flush().has_value());
+}

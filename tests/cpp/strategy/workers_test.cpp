@@ -1,0 +1,214 @@
+// The C++ layer over several workers: each is a thread with a strategy of its own, over one local group.
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/tensor.h>
+#include <torch/data/datasets/base.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
+
+#include "cpp/catch.h"
+#include "muster/strategy.h"
+#include "strategy/strategy_core.h"
+#include "support/run_ranks.h"
+
+using namespace muster;
+using namespace muster::testing;
+
+namespace {
+
+constexpr comm::Milliseconds kTimeout = Seconds(60);
+
+class Worker : public Strategy {
+ public:
+  explicit Worker(std::shared_ptr<StrategyCore> core) : Strategy(std::move(core), "Worker") {}
+};
+
+using Body = std::function<void(Strategy& strategy)>;
+
+// Runs body at each of `n` workers with one replica each.
+std::string run_workers(int n, const Body& body, const StrategyOptions& options = {}) {
+  const auto gradients = comm::make_local(n, kTimeout);
+  const auto step = comm::make_local(n, kTimeout);
+  const auto workers = comm::make_local(n, kTimeout);
+  return run_threads(n, [&](int rank) {
+    Topology topology;
+    topology.num_workers = topology.num_replicas = n;
+    topology.rank = topology.local_rank = topology.first_replica = rank;
+    topology.replicas_of_worker.assign(static_cast<size_t>(n), 1);
+    topology.devices = {c10::Device(c10::kCPU)};
+    const auto r = static_cast<size_t>(rank);
+    Groups groups;
+    groups.gradients = {gradients[r]};
+    groups.step = {step[r]};
+    groups.workers = workers[r];
+    Worker worker(std::make_shared<StrategyCore>(topology, groups, options, std::make_shared<ReplicaPool>(1, 1), 7));
+    body(worker);
+  });
+}
+
+// Batches of the indices themselves; counts what it is asked for.
+struct Indices : torch::data::datasets::BatchDataset<Indices, at::Tensor, c10::ArrayRef<size_t>> {
+  Indices(size_t n, std::vector<int64_t>* read) : n(n), read(read) {}
+  at::Tensor get_batch(c10::ArrayRef<size_t> indices) override {
+    std::vector<int64_t> values(indices.begin(), indices.end());
+    read->insert(read->end(), values.begin(), values.end());
+    return at::tensor(values);
+  }
+  std::optional<size_t> size() const override { return n; }
+
+  size_t n;
+  std::vector<int64_t>* read;
+};
+
+using Pass = std::vector<std::vector<int64_t>>;
+
+template <class Loader>
+Pass pass_over(Loader& loader) {
+  Pass pass;
+  for (auto& batch : loader) {
+    const auto values = batch[0].contiguous();
+    pass.emplace_back(values.template const_data_ptr<int64_t>(),
+                      values.template const_data_ptr<int64_t>() + values.numel());
+    MUSTER_CHECK(batch.rows()[0] == values.numel());
+  }
+  return pass;
+}
+
+}  // namespace
+
+TEST_CASE("each worker reads only its part", "[workers]") {
+  CHECK(run_workers(2, [](Strategy& strategy) {
+          std::vector<int64_t> read;
+          auto loader = strategy.prepare_loader(Indices(14, &read), {.batch_size = 8});
+          const Pass expected[] = {{{0, 1, 2, 3}, {8, 9, 10}}, {{4, 5, 6, 7}, {11, 12, 13}}};
+          const auto rank = static_cast<size_t>(strategy.rank());
+          MUSTER_CHECK(pass_over(loader) == expected[rank]);
+          MUSTER_CHECK(read == (rank == 0 ? std::vector<int64_t>{0, 1, 2, 3, 8, 9, 10}
+                                          : std::vector<int64_t>{4, 5, 6, 7, 11, 12, 13}));
+
+          // An empty part is modelled on the first sample of its own batch.
+          read.clear();
+          auto uneven = strategy.prepare_loader(Indices(9, &read), {.batch_size = 8});
+          MUSTER_CHECK(pass_over(uneven).back().size() == (rank == 0 ? 1 : 0));
+          MUSTER_CHECK(read.back() == 8);
+        }) == "");
+}
+
+TEST_CASE("a worker whose own data ends goes on with empty parts", "[workers]") {
+  CHECK(run_workers(
+            2,
+            [](Strategy& strategy) {
+              std::vector<int64_t> read;
+              const size_t samples = strategy.is_chief() ? 2 : 5;
+              auto loader = strategy.prepare_loader(Indices(samples, &read), {.batch_size = 2, .sharded = true});
+              MUSTER_CHECK(loader.size() == (strategy.is_chief() ? 1 : 3));
+              for (int epoch = 0; epoch < 2; ++epoch) {
+                const Pass expected = strategy.is_chief() ? Pass{{0, 1}, {}, {}} : Pass{{0, 1}, {2, 3}, {4}};
+                MUSTER_CHECK(pass_over(loader) == expected);
+              }
+
+              auto model = strategy.prepare([] { return torch::nn::Linear(1, 1); });
+              std::vector<bool> stepped;
+              for (auto& batch : loader) {
+                stepped.push_back(
+                    strategy
+                        .step([&](const at::Tensor& x) { return model->forward(x.to(at::kFloat).unsqueeze(1)).mean(); },
+                              batch)
+                        .stepped);
+              }
+              MUSTER_CHECK((stepped == std::vector<bool>{false, true, true}));
+            },
+            {.accumulate = 2}) == "");
+}
+
+TEST_CASE("a worker without data has empty parts while others have some", "[workers]") {
+  CHECK(run_workers(2, [](Strategy& strategy) {
+          std::vector<int64_t> read;
+          auto loader =
+              strategy.prepare_loader(Indices(strategy.is_chief() ? 3 : 0, &read), {.batch_size = 2, .sharded = true});
+          std::vector<int64_t> rows;
+          for (auto& batch : loader) rows.push_back(batch.rows()[0]);
+          MUSTER_CHECK((rows == (strategy.is_chief() ? std::vector<int64_t>{2, 1} : std::vector<int64_t>{0, 0})));
+        }) == "");
+}
+
+TEST_CASE("workers get the chief's parameters, optimizer state and learning rate", "[workers]") {
+  CHECK(run_workers(3, [](Strategy& strategy) {
+          auto module = std::make_shared<torch::nn::LinearImpl>(2, 2);
+          torch::optim::Adam adam(module->parameters(), strategy.is_chief() ? 0.25 : 0.5);
+          torch::optim::SGD sgd(module->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+          {
+            const at::NoGradGuard no_grad;
+            module->weight.fill_(strategy.rank());
+          }
+          module->weight.mutable_grad() = at::full({2, 2}, 3.0);
+          if (strategy.is_chief()) {
+            adam.step();
+            adam.step();
+          }
+          sgd.step();
+          auto model = strategy.prepare(module);
+          strategy.prepare(adam);
+          strategy.prepare(sgd);
+          MUSTER_CHECK(strategy.gather(module->weight.detach().flatten()).view({3, 4}).std(0).max().item<double>() ==
+                       0);
+          MUSTER_CHECK(adam.param_groups()[0].options().get_lr() == 0.25);
+          auto& state =
+              static_cast<torch::optim::AdamParamState&>(*adam.state().at(module->weight.unsafeGetTensorImpl()));
+          MUSTER_CHECK(state.step() == 2);
+          MUSTER_CHECK(state.exp_avg().allclose(at::full({2, 2}, 3 * (1 - 0.9 * 0.9))));
+          MUSTER_CHECK(!state.max_exp_avg_sq().defined());
+          MUSTER_CHECK(adam.state().size() == 1);
+          auto& momentum =
+              static_cast<torch::optim::SGDParamState&>(*sgd.state().at(module->weight.unsafeGetTensorImpl()));
+          MUSTER_CHECK(momentum.momentum_buffer().equal(at::full({2, 2}, 3.0)));
+        }) == "");
+}
+
+TEST_CASE("optimizers that differ over workers are refused on all", "[workers]") {
+  CHECK(run_workers(2, [](Strategy& strategy) {
+          auto model = strategy.prepare([] { return torch::nn::Linear(2, 2); });
+          auto parameters = model->parameters();
+          if (!strategy.is_chief()) parameters.pop_back();
+          torch::optim::SGD optimizer(parameters, 0.1);
+          const auto message = message_of<LayoutMismatch>([&] { strategy.prepare(optimizer); });
+          MUSTER_CHECK(contains(message, "rank 1"));
+        }) == "");
+}
+
+TEST_CASE("results are collected over workers", "[workers]") {
+  CHECK(run_workers(2, [](Strategy& strategy) {
+          const auto rows = strategy.rank() + 1;
+          const auto sums = strategy.run([](const at::Tensor& x) { return x.mean(); },
+                                         at::full({rows}, static_cast<double>(strategy.rank()), at::kDouble));
+          MUSTER_CHECK(std::abs(strategy.reduce(sums).item<double>() - 2.0 / 3) < 1e-15);
+          MUSTER_CHECK(strategy.gather(sums).equal(at::arange(2, at::kDouble)));
+          const auto empty = strategy.run([](const at::Tensor& x) { return x.sum(); }, at::ones({strategy.rank()}));
+          MUSTER_CHECK(strategy.reduce(empty, ReduceOp::sum).item<double>() == 1);
+          MUSTER_CHECK(strategy.broadcast(at::scalar_tensor(strategy.rank(), at::kDouble), 1).item<double>() == 1);
+          strategy.barrier();
+        }) == "");
+}
+
+TEST_CASE("an exception in one worker's step reaches the others and ends nothing", "[workers]") {
+  CHECK(run_workers(2, [](Strategy& strategy) {
+          auto model = strategy.prepare([] { return torch::nn::Linear(2, 1); });
+          const auto good = [&](const at::Tensor& x) { return model->forward(x).mean(); };
+          const auto bad = [&](const at::Tensor& x) {
+            if (strategy.rank() == 1) throw std::length_error("too long");
+            return good(x);
+          };
+          const auto batch = at::ones({2, 2});
+          if (strategy.rank() == 1) {
+            message_of<std::length_error>([&] { strategy.step(bad, batch); });
+          } else {
+            const auto message = message_of<RemoteError>([&] { strategy.step(bad, batch); });
+            MUSTER_CHECK(contains(message, "too long"));
+          }
+          MUSTER_CHECK(strategy.steps() == 0);
+          MUSTER_CHECK(strategy.step(good, batch).stepped);
+        }) == "");
+}

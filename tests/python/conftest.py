@@ -1,0 +1,42 @@
+"""Fixtures: jobs of every shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from support.jobs import Launcher, WorkerPool
+
+
+@pytest.fixture(scope="session")
+def two_workers() -> Iterator[WorkerPool]:
+    """Two processes that stay for the session."""
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(params=["mirrored-1", "mirrored-2", "mirrored-3", "workers-2", "workers-2x2"])
+def job(request: pytest.FixtureRequest, two_workers: WorkerPool) -> Launcher:
+    """Every shape of job."""
+    return make_job(request.param, two_workers)
+
+
+@pytest.fixture(params=["mirrored-2", "mirrored-3", "workers-2", "workers-2x2"])
+def wide_job(request: pytest.FixtureRequest, two_workers: WorkerPool) -> Launcher:
+    """Every shape of job with several replicas."""
+    return make_job(request.param, two_workers)
+
+
+@pytest.fixture
+def worker_job(two_workers: WorkerPool) -> Launcher:
+    """Two workers of one replica each."""
+    return make_job("workers-2", two_workers)
+
+
+def make_job(name: str, two_workers: WorkerPool) -> Launcher:
+    kind, _, shape = name.partition("-")
+    if kind == "mirrored":
+        return Launcher(name, 0, int(shape))
+    return Launcher(name, 2, 2 if shape.endswith("x2") else 1, two_workers)

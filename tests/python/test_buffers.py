@@ -1,0 +1,162 @@
+"""Buffers at a window's end, seeds and threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import muster
+from support.jobs import Launcher, part_of
+
+ROWS = 11
+
+
+class Counting(nn.Module):
+    """Buffers of several kinds, written in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.norm = nn.BatchNorm1d(3, momentum=None).double()
+        self.register_buffer("mean_row", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("replaced", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("largest", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("minus_infinity", torch.full((2,), float("-inf")))
+        self.register_buffer("transient", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.replaced = x.detach().mean(0)
+        with torch.no_grad():
+            self.mean_row.copy_(x.mean(0))
+            self.largest.fill_(int(x[:, 0].max()))
+        return (self.norm(x) * self.weight).square().mean()
+
+
+def rows() -> Tensor:
+    return torch.arange(ROWS * 3, dtype=torch.float64).view(ROWS, 3)
+
+
+def counted(strategy: muster.Strategy) -> Any:
+    module = Counting()
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = part_of(strategy, rows())
+    strategy.step(lambda x: model(x), x)
+    everywhere = strategy.run(
+        lambda x: {name: buffer.clone() for name, buffer in model.named_buffers()},
+        muster.PerReplica([torch.ones(1)] * len(strategy.devices)),
+    )
+    return list(everywhere)
+
+
+@pytest.mark.parametrize("buffers", ["mean", "chief"])
+def test_buffers_are_averaged_by_weight_or_the_chiefs(job: Launcher, buffers: str) -> None:
+    parts = [part for part in np.array_split(rows().numpy(), job.replicas) if len(part)]
+    weights = np.array([len(part) for part in parts]) / ROWS
+    for replicas in job(counted, buffers=buffers):
+        for seen in replicas:
+            if buffers == "mean":
+                np.testing.assert_allclose(seen["mean_row"], rows().numpy().mean(0))
+                variances = sum(w * part.var(0, ddof=1) for w, part in zip(weights, parts, strict=True))
+                assert seen["largest"] == rows()[-1, 0]
+            else:
+                np.testing.assert_allclose(seen["mean_row"], parts[0].mean(0))
+                variances = parts[0].var(0, ddof=1)
+                assert seen["largest"] == parts[0][-1, 0]
+            np.testing.assert_allclose(seen["norm.running_var"], variances)
+            np.testing.assert_allclose(seen["replaced"], seen["mean_row"])
+            assert seen["norm.num_batches_tracked"] == 1
+            assert seen["mask"].tolist() == [True, False, True]
+            assert np.isneginf(seen["minus_infinity"]).all()
+
+
+def constant(strategy: muster.Strategy) -> bool:
+    module = nn.Linear(4, 1).double()
+    values = torch.rand(1000, dtype=torch.float64) * 1e3
+    module.register_buffer("constant", values.clone())
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = part_of(strategy, torch.ones(ROWS, 4, dtype=torch.float64))
+    for _ in range(5):
+        strategy.step(lambda x: model(x).mean(), x)
+    return torch.equal(module.constant, values) if strategy.is_chief else True
+
+
+def test_a_constant_buffer_stays_what_it_is(job: Launcher) -> None:
+    assert all(job(constant))
+
+
+# --- random streams ---------------------------------------------------------------------------------------------------
+def masks(strategy: muster.Strategy) -> Any:
+    torch.manual_seed(77 + strategy.rank)
+    ambient = torch.get_rng_state()
+    module = nn.Linear(4, 1)
+    ambient = torch.get_rng_state()
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = muster.PerReplica([torch.ones(3, 4)] * len(strategy.devices))
+    drawn = []
+
+    def step(x: Tensor) -> muster.Loss:
+        noise = F.dropout(torch.ones(16)) + torch.rand(16) + torch.randperm(16)
+        return muster.Loss(model(x).mean(), output=noise)
+
+    for _ in range(2):
+        drawn += [list(strategy.step(step, x).output), list(strategy.run(lambda x: torch.randn(4), x))]
+    return drawn, torch.equal(ambient, torch.get_rng_state())
+
+
+def test_draws_depend_on_seed_replica_and_step_alone(job: Launcher) -> None:
+    with muster.MirroredStrategy(["cpu"] * job.replicas, seed=3) as strategy:
+        expected, _ = masks(strategy)
+    results = job(masks)
+    assert all(untouched for _, untouched in results)
+    for call, of_call in enumerate(expected):
+        together = [draw for drawn, _ in results for draw in drawn[call]]
+        for a, b in zip(together, of_call, strict=True):
+            assert np.array_equal(a, b.numpy())
+    first = [draw.tobytes() for drawn, _ in results for of_call in drawn for draw in of_call]
+    assert len(set(first)) == len(first), "replicas and steps draw different numbers"
+    other = [draw for drawn, _ in job(masks, seed=4) for of_call in drawn for draw in of_call]
+    assert not {draw.tobytes() for draw in other} & set(first)
+
+
+def seeds(strategy: muster.Strategy) -> int:
+    return strategy.seed
+
+
+def test_without_a_seed_it_is_the_chiefs(worker_job: Launcher) -> None:
+    assert len(set(worker_job(seeds, seed=None))) == 1
+    torch.manual_seed(123)
+    with muster.MirroredStrategy(["cpu"]) as strategy:
+        assert strategy.seed == 123
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+def threads(strategy: muster.Strategy) -> Any:
+    outside = torch.get_num_threads()
+    module = nn.Linear(4, 1)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+    def step(x: Tensor) -> muster.Loss:
+        return muster.Loss(model(x).mean(), output=torch.get_num_threads())
+
+    x = part_of(strategy, torch.ones(ROWS, 4))
+    inside = list(strategy.step(step, x).output)
+    return inside, outside == torch.get_num_threads(), strategy._core.threads_per_replica
+
+
+@pytest.mark.parametrize("wanted", [1, 3])
+def test_every_replica_has_its_own_number_of_threads(job: Launcher, wanted: int) -> None:
+    for inside, restored, known in job(threads, threads_per_replica=wanted):
+        assert inside == [wanted] * job.local_replicas
+        assert restored and known == wanted
+
+
+def test_all_strategies_share_the_cores_alike(worker_job: Launcher) -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        expected = strategy._core.threads_per_replica
+    assert {known for _, _, known in worker_job(threads, threads_per_replica=None)} == {expected}

@@ -1,0 +1,122 @@
+"""C++ and Python train the same bits, mirrored and over processes, shuffling included."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import muster
+from support.ranks import environment, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 50
+
+
+class Net(nn.Module):
+    """As in examples/cpp/digits.cpp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 128)
+        self.second = nn.Linear(128, 64)
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.last(F.relu(self.second(F.relu(self.first(images)))))
+
+
+def read_idx(path: Path) -> torch.Tensor:
+    raw = path.read_bytes()
+    sizes = np.frombuffer(raw, ">u4", count=raw[3], offset=4).astype(int)
+    return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(sizes).copy())
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    header = "".join(f"{name} {' '.join(map(str, p.shape))}\n" for name, p in model.named_parameters()) + "\n"
+    path.write_bytes(header.encode() + b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+
+
+def values_of(path: Path) -> bytes:
+    return path.read_bytes().split(b"\n\n", 1)[1]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The C++ example, built as an outside project."""
+    build = tmp_path_factory.mktemp("examples")
+    where = subprocess.run([sys.executable, "-m", "muster", "--cmake-dir"], capture_output=True, text=True, check=True)
+    configure = ["cmake", "-G", "Ninja", "-S", str(ROOT / "examples/cpp"), "-B", str(build)]
+    for command in (
+        [*configure, f"-Dmuster_ROOT={where.stdout.strip()}", "-DCMAKE_BUILD_TYPE=Release"],
+        ["cmake", "--build", str(build), "--target", "digits"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return build / "digits"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    subprocess.run([sys.executable, str(ROOT / "examples/python/make_idx.py"), str(folder)], check=True)
+    torch.manual_seed(3)
+    save_weights(Net(), folder / "initial")
+    return folder
+
+
+def train_in_python(data: Path, replicas: int, optimizer: str, accumulate: int) -> bytes:
+    torch.manual_seed(3)
+    module = Net()
+    images = read_idx(data / "train-images-idx3-ubyte").flatten(1).float() / 16
+    labels = read_idx(data / "train-labels-idx1-ubyte").long()
+    loader = DataLoader(TensorDataset(images, labels), batch_size=61, shuffle=True)
+    if optimizer == "sgd":
+        chosen: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    else:
+        chosen = torch.optim.Adagrad(module.parameters(), lr=0.02)
+    with muster.MirroredStrategy(["cpu"] * replicas, seed=1, accumulate=accumulate) as strategy:
+        model, _, loader = strategy.prepare(module, chosen, loader)
+        while strategy.steps < STEPS:
+            for x, y in loader:
+                strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+                if strategy.steps == STEPS:
+                    break
+    return b"".join(p.detach().numpy().tobytes() for p in module.parameters())
+
+
+def train_in_cpp(program: Path, data: Path, replicas: int, optimizer: str, accumulate: int, *, workers: int) -> bytes:
+    final = data / f"final-{replicas}-{optimizer}-{accumulate}-{workers}"
+    command = [
+        str(program), str(data), "--steps", str(STEPS), "--batch-size", "61", "--optimizer", optimizer,
+        "--accumulate", str(accumulate), "--initial", str(data / "initial"), "--final", str(final),
+    ]  # fmt: skip
+    if workers == 1:
+        jobs = [subprocess.Popen([*command, "--devices", ",".join(["cpu"] * replicas)])]
+    else:
+        port = free_port()
+        jobs = [
+            subprocess.Popen([*command, "--multi-worker"], env={**os.environ, **environment(rank, workers, port)})
+            for rank in range(workers)
+        ]
+    assert [job.wait(120) for job in jobs] == [0] * len(jobs)
+    return values_of(final)
+
+
+@pytest.mark.parametrize(("optimizer", "accumulate"), [("sgd", 1), ("adagrad", 3)])
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_cpp_and_python_give_the_same_bits(
+    program: Path, data: Path, replicas: int, optimizer: str, accumulate: int
+) -> None:
+    expected = train_in_python(data, replicas, optimizer, accumulate)
+    assert expected != values_of(data / "initial")
+    assert train_in_cpp(program, data, replicas, optimizer, accumulate, workers=1) == expected
+    assert train_in_cpp(program, data, replicas, optimizer, accumulate, workers=replicas) == expected

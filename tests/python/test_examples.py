@@ -1,0 +1,82 @@
+"""The Python examples, run as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DIGITS = "examples/python/digits.py"
+CHAR_LM = "examples/python/char_lm.py"
+
+
+def environment() -> dict[str, str]:
+    """The shell's of a user whose environment is activated."""
+    return {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def line(output: str, beginning: str) -> str:
+    (found,) = (text for text in output.splitlines() if text.startswith(beginning))
+    return found.removeprefix(beginning).strip()
+
+
+@pytest.fixture(scope="module")
+def mirrored() -> str:
+    """What `make train` prints."""
+    return run("python", DIGITS)
+
+
+def test_digits_learns(mirrored: str) -> None:
+    accuracy, seen = re.fullmatch(r"([\d.]+) \(\d+ of (\d+)\)", line(mirrored, "test accuracy:")).groups()  # type: ignore[union-attr]
+    assert float(accuracy) >= 0.95
+    assert int(seen) == 1797 // 5
+
+
+def test_the_change_that_digits_prints_gives_the_same_bits_on_two_workers(mirrored: str) -> None:
+    source = (ROOT / DIGITS).read_text()
+    assert line(mirrored, "-   ") in source
+    assert line(mirrored, "+   ") in source
+    command = line(mirrored, "    torchrun")
+    workers = run("torchrun", *command.split())
+    assert line(workers, "trained in").endswith("on 2 replicas of 2 process(es)")
+    for measured in ("parameters:", "test accuracy:"):
+        assert line(workers, measured) == line(mirrored, measured)
+
+
+def test_digits_stopped_by_sigterm_goes_on_from_its_checkpoint(mirrored: str, tmp_path: Path) -> None:
+    file = tmp_path / "digits.pt"
+    command = [sys.executable, DIGITS, "--checkpoint", str(file)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as first:
+        deadline = time.monotonic() + 120
+        while not file.exists() and first.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        first.send_signal(signal.SIGTERM)
+        output, _ = first.communicate(timeout=60)
+    assert first.returncode == 0
+    assert re.search(r"stopped in epoch \d+ after \d+ batches", output)
+    assert line(run(*command), "parameters:") == line(mirrored, "parameters:")
+
+
+def char_lm(*options: str) -> str:
+    short = ("--steps", "8", "--width", "32", "--layers", "2", "--context", "64", "--megabytes", "0.3")
+    return run("python", CHAR_LM, *short, *options)
+
+
+def test_the_language_model_learns_and_recomputation_changes_nothing() -> None:
+    outputs = [char_lm("--recompute", kind) for kind in ("none", "non-reentrant", "reentrant")]
+    losses = [line(output, "loss on unseen files:") for output in outputs]
+    assert float(losses[0].split()[0]) < 4.5  # ln 128 = 4.85 is what a guess costs
+    assert losses[1:] == losses[:1] * 2

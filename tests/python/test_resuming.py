@@ -1,0 +1,97 @@
+"""The program in docs/resuming.md: a job that was interrupted ends like one that was not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import muster
+from support.ranks import run_ranks
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "resuming.md"
+STEPS_PER_EPOCH = 13
+
+
+def program() -> dict[str, Any]:
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block, str(PAGE), "exec"), names)
+    return names
+
+
+def strategy_of(kind: str) -> muster.Strategy:
+    torch.manual_seed(7)
+    options = {"threads_per_replica": 1, "timeout": 60.0}
+    if kind == "mirrored":
+        return muster.MirroredStrategy(["cpu:0", "cpu:1"], **options)
+    return muster.MultiWorkerMirroredStrategy.from_env(**options)
+
+
+Parameters = list[np.ndarray[Any, Any]]
+
+
+def train(kind: str, file: Path, stop_after: int | None) -> Parameters | None:
+    """One job: the final parameters, or None when it was stopped."""
+    with strategy_of(kind) as strategy:
+        model = program()["train"](strategy, str(file), stop_after=stop_after)
+        return None if model is None else [parameter.detach().numpy().copy() for parameter in model.parameters()]
+
+
+def train_as(kind: str, file: Path, stop_after: int | None = None) -> Parameters | None:
+    if kind == "mirrored":
+        return train(kind, file, stop_after)
+    first, second = run_ranks(2, train, kind, file, stop_after)
+    assert same(first, second)
+    return first
+
+
+def same(left: Parameters | None, right: Parameters | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Parameters:
+    parameters = train_as("mirrored", tmp_path_factory.mktemp("uninterrupted") / "never_written")
+    assert parameters is not None
+    return parameters
+
+
+@pytest.mark.parametrize(
+    ("before", "stop_after", "after"),
+    [
+        ("mirrored", STEPS_PER_EPOCH // 2, "mirrored"),
+        ("mirrored", STEPS_PER_EPOCH, "mirrored"),
+        ("mirrored", STEPS_PER_EPOCH + 4, "mirrored"),
+        ("multi_worker", STEPS_PER_EPOCH + 4, "multi_worker"),
+    ],
+)
+def test_a_resumed_job_ends_with_the_bits_of_an_uninterrupted_one(
+    before: str, stop_after: int, after: str, uninterrupted: Parameters, tmp_path: Path
+) -> None:
+    file = tmp_path / "state.pt"
+    assert train_as(before, file, stop_after) is None
+    assert same(train_as(after, file), uninterrupted)
+
+
+def terminated(file: Path) -> tuple[bool, bool]:
+    """SIGTERM to rank 0 alone before training: whether this rank stopped, and whether rank 0 had kept the state."""
+    with strategy_of("multi_worker") as strategy:
+        if strategy.is_chief:
+            os.kill(os.getpid(), signal.SIGTERM)
+        stopped = program()["train"](strategy, str(file)) is None
+        strategy.barrier()
+        return stopped, file.exists()
+
+
+def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
+    assert run_ranks(2, terminated, tmp_path / "state.pt") == [(True, True), (True, True)]
+    assert torch.load(tmp_path / "state.pt")["at"] == {"epoch": 0, "batch": 1, "calls": 1}

@@ -1,0 +1,108 @@
+"""Who may know whom: the include rules of CONTRIBUTING.md, checked on every file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+
+# What each room may include, besides itself, the public headers and torch.
+MAY_USE: dict[str, set[str]] = {
+    "core": set(),
+    "kernels": set(),
+    "net": {"core"},
+    "comm": {"core", "net", "kernels"},
+    "gradient": {"core", "net", "comm", "kernels"},
+    "optimizer": {"core", "net", "comm", "kernels"},
+    "server": {"core", "net", "comm", "kernels", "optimizer", "checkpoint"},
+    "checkpoint": {"core", "net", "comm", "kernels"},
+    "strategy": {"core", "net", "comm", "kernels", "gradient", "optimizer", "server", "checkpoint"},
+}
+MAY_USE["bindings"] = {*MAY_USE, "strategy"}
+
+TORCH = ("ATen/", "c10/", "torch/")
+# Only these files may include these outside headers.
+OUTSIDE = {
+    "nccl.h": re.compile(r"/nccl_[^/]*$"),
+    "openssl/": re.compile(r"^net/tls[^/]*$"),
+    "pybind11/": re.compile(r"^bindings/"),
+    "Python.h": re.compile(r"^bindings/"),
+    "torch/extension.h": re.compile(r"^bindings/"),
+    "torch/csrc/utils/pybind.h": re.compile(r"^bindings/"),
+    "torch/csrc/Exceptions.h": re.compile(r"^bindings/"),
+    "cuda": re.compile(r"^kernels/cuda/|/nccl_[^/]*$"),
+}
+
+
+def sources() -> list[str]:
+    return sorted(str(p.relative_to(CSRC)) for p in CSRC.rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"})
+
+
+def includes(path: str, text: str | None = None) -> Iterator[str]:
+    text = (CSRC / path).read_text() if text is None else text
+    for match in re.finditer(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', text, re.MULTILINE):
+        yield match[1] or match[2]
+
+
+def violations(path: str, text: str | None = None) -> list[str]:
+    room = path.split("/")[0]
+    found = []
+    for header in includes(path, text):
+        target = header.split("/")[0]
+        is_torch = header.startswith(TORCH)
+        if room == "include" and not (is_torch or target == "muster" or "/" not in header):
+            found.append(f"{path}: public headers include only torch and each other, not {header}")
+        if room == "kernels" and (is_torch or target == "muster"):
+            found.append(f"{path}: kernels include only themselves, not {header}")
+        if target in MAY_USE and room in MAY_USE and target != room and target not in MAY_USE[room]:
+            found.append(f"{path}: {room} may not know {target} ({header})")
+        for outside, allowed in OUTSIDE.items():
+            if header.startswith(outside) and not allowed.search(path):
+                found.append(f"{path}: {header} may be included only in {allowed.pattern}")
+    return found
+
+
+def test_every_source_lies_in_a_known_room() -> None:
+    rooms = {path.split("/")[0] for path in sources()}
+    assert rooms <= {*MAY_USE, "include"}, "a new room needs its line in MAY_USE, CONTRIBUTING.md and CMakeLists.txt"
+
+
+def test_rooms_know_only_the_rooms_below_them() -> None:
+    assert sources()
+    assert [message for path in sources() for message in violations(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("core/a.cpp", '#include "comm/communicator.h"\n'),
+        ("gradient/a.cpp", '#include "strategy/mirrored.h"\n'),
+        ("optimizer/a.cpp", '#include "gradient/engine.h"\n'),
+        ("kernels/cpu/a.cpp", "#include <ATen/core/Tensor.h>\n"),
+        ("kernels/cpu/a.cpp", "#include <muster/error.h>\n"),
+        ("strategy/a.cpp", "#include <torch/extension.h>\n"),
+        ("comm/a.cpp", "#  include <openssl/ssl.h>\n"),
+        ("comm/local.cpp", "#include <nccl.h>\n"),
+        ("include/muster/a.h", '#include "core/log.h"\n'),
+    ],
+)
+def test_the_rules_can_fail(path: str, text: str) -> None:
+    assert len(violations(path, text)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("comm/a.cpp", '#include "kernels/kernels.h"\n#include <muster/error.h>\n#include <vector>\n'),
+        ("server/a.cpp", '#include "checkpoint/reader.h"\n#include <ATen/core/Tensor.h>\n'),
+        ("comm/nccl_communicator.cpp", "#include <nccl.h>\n"),
+        ("bindings/a.cpp", "#include <pybind11/stl.h>\n"),
+    ],
+)
+def test_the_rules_allow(path: str, text: str) -> None:
+    assert violations(path, text) == []

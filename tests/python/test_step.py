@@ -1,0 +1,726 @@
+"""Strategy.step: weights, windows, results, skipped windows, sets of optimizers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import muster
+from muster import Loss, PerReplica
+from support.jobs import Launcher, part_of
+
+ROWS = 11
+"""Uneven over 2, 3 and 4 replicas."""
+
+
+def model_of(seed: int = 1, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+
+
+def batch_of(rows: int = ROWS, seed: int = 2, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 5, generator=generator, dtype=dtype), torch.randint(0, 3, (rows,), generator=generator)
+
+
+def state_of(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def gradients_of(module: nn.Module) -> list[Tensor | None]:
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]
+
+
+def by_hand(rows: int = ROWS) -> list[np.ndarray]:
+    """The whole batch's mean gradient on one process."""
+    model = model_of()
+    x, y = batch_of(rows)
+    F.cross_entropy(model(x), y).backward()
+    return [parameter.grad.numpy() for parameter in model.parameters()]
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
+
+
+def prepared(strategy: muster.Strategy, lr: float = 0.1, **kwargs: Any) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+    module = model_of(**kwargs)
+    model, optimizer = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=lr))
+    return module, model, optimizer
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+def mean_step(strategy: muster.Strategy, rows: int) -> Any:
+    module, model, _ = prepared(strategy)
+    x, y = part_of(strategy, batch_of(rows))
+    result = strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    assert result.stepped and result.step == 1 and strategy.steps == 1 and not result.skipped
+    return gradients_of(module), float(result.loss), float(result.weight), float(result.grad_norm)
+
+
+@pytest.mark.parametrize("rows", [ROWS, 1])
+def test_uneven_and_empty_parts_count_every_sample_once(job: Launcher, rows: int) -> None:
+    expected = by_hand(rows)
+    loss = F.cross_entropy(model_of()(batch_of(rows)[0]), batch_of(rows)[1]).item()
+    norm = np.sqrt(sum(np.square(g).sum() for g in expected))
+    for gradients, mean, weight, grad_norm in job(mean_step, rows):
+        assert_close(gradients, expected)
+        assert mean == pytest.approx(loss, rel=1e-12)
+        assert weight == rows
+        assert grad_norm == pytest.approx(norm, rel=1e-12)
+
+
+def token_step(strategy: muster.Strategy) -> Any:
+    module, model, _ = prepared(strategy)
+    x, y = part_of(strategy, batch_of())
+
+    def step(x: Tensor, y: Tensor) -> Loss:
+        y = torch.where(y == 2, -100, y)
+        count = (y != -100).sum()
+        losses = F.cross_entropy(model(x), y, ignore_index=-100)
+        hits = (model(x).argmax(1) == y).sum() / count.clamp(min=1)
+        return Loss(losses, weight=count, metrics={"accuracy": hits, "one": 1.0}, output=len(x))
+
+    result = strategy.step(step, x, y)
+    assert list(result.output) == [len(part) for part in x]
+    return gradients_of(module), float(result.weight), float(result.metrics["accuracy"]), float(result.metrics["one"])
+
+
+def test_a_weight_replaces_the_count_of_samples(job: Launcher) -> None:
+    model = model_of()
+    x, y = batch_of()
+    y = torch.where(y == 2, -100, y)
+    F.cross_entropy(model(x), y, ignore_index=-100).backward()
+    accuracy = ((model(x).argmax(1) == y).sum() / (y != -100).sum()).item()
+    for gradients, weight, measured, one in job(token_step):
+        assert_close(gradients, [p.grad.numpy() for p in model.parameters()])
+        assert weight == (y != -100).sum()
+        assert measured == pytest.approx(accuracy, rel=1e-6)
+        assert one == 1.0
+
+
+def nan_of_weight_zero(strategy: muster.Strategy, as_tensor: bool) -> Any:
+    module, model, _ = prepared(strategy)
+    x, y = part_of(strategy, batch_of())
+
+    def step(x: Tensor, y: Tensor) -> Loss:
+        loss = F.cross_entropy(model(x), y)
+        if strategy.replica == 0:
+            return Loss(loss * float("nan"), weight=torch.tensor(0) if as_tensor else 0, metrics={"m": float("nan")})
+        return Loss(loss, weight=len(x), metrics={"m": 2.0})
+
+    result = strategy.step(step, x, y)
+    assert not result.skipped
+    return gradients_of(module), float(result.loss), float(result.metrics["m"])
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_part_of_weight_zero_is_empty_and_its_nan_poisons_nothing(wide_job: Launcher, as_tensor: bool) -> None:
+    model = model_of()
+    x, y = batch_of()
+    first = -(-ROWS // wide_job.replicas)
+    loss = F.cross_entropy(model(x[first:]), y[first:])
+    loss.backward()
+    for gradients, mean, metric in wide_job(nan_of_weight_zero, as_tensor):
+        assert_close(gradients, [p.grad.numpy() for p in model.parameters()])
+        assert mean == pytest.approx(loss.item(), rel=1e-12)
+        assert metric == 2.0
+
+
+def weightless_window(strategy: muster.Strategy) -> Any:
+    module, model, optimizer = prepared(strategy)
+    before = state_of(module)
+    x, y = part_of(strategy, batch_of())
+    result = strategy.step(lambda x, y: Loss(F.cross_entropy(model(x), y), weight=0), x, y)
+    assert not result.stepped and strategy.steps == 0
+    assert not optimizer.state
+    after = state_of(module)
+    result = strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    assert result.stepped
+    return [(a == b).all() for a, b in zip(before, after, strict=True)], gradients_of(module)
+
+
+def test_a_window_without_weight_changes_nothing(job: Launcher) -> None:
+    for same, gradients in job(weightless_window):
+        assert all(same)
+        assert_close(gradients, by_hand())
+
+
+def refused_weights(strategy: muster.Strategy) -> None:
+    _, model, _ = prepared(strategy)
+    x, y = part_of(strategy, batch_of())
+    for weight in (-1.0, float("nan"), float("inf")):
+        with pytest.raises((muster.InvalidArgument, muster.RemoteError), match="weight"):
+            strategy.step(lambda x, y, w=weight: Loss(F.cross_entropy(model(x), y), weight=w), x, y)
+    assert strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y).stepped
+
+
+def test_weights_are_finite_and_not_negative(job: Launcher) -> None:
+    job(refused_weights)
+
+
+def sum_step(strategy: muster.Strategy) -> Any:
+    module, model, _ = prepared(strategy)
+    x, y = part_of(strategy, batch_of())
+    result = strategy.step(
+        lambda x, y: Loss(F.cross_entropy(model(x), y, reduction="sum"), reduction="sum", metrics={"rows": len(x)}),
+        x,
+        y,
+    )
+    return gradients_of(module), float(result.loss), float(result.metrics["rows"])
+
+
+def test_a_sum_adds_and_never_divides(job: Launcher) -> None:
+    model = model_of()
+    x, y = batch_of()
+    loss = F.cross_entropy(model(x), y, reduction="sum")
+    loss.backward()
+    for gradients, total, rows in job(sum_step):
+        assert_close(gradients, [p.grad.numpy() for p in model.parameters()])
+        assert total == pytest.approx(loss.item(), rel=1e-12)
+        sizes = [len(part) for part in np.array_split(np.arange(ROWS), job.replicas)]
+        assert rows == pytest.approx(sum(n * n for n in sizes) / ROWS)
+
+
+def mixed_reductions(strategy: muster.Strategy) -> None:
+    _, model, _ = prepared(strategy)
+    x, y = part_of(strategy, batch_of())
+
+    def step(x: Tensor, y: Tensor) -> Loss:
+        return Loss(F.cross_entropy(model(x), y), reduction="sum" if strategy.replica == 0 else "mean")
+
+    with pytest.raises(muster.InvalidArgument, match="reduction"):
+        strategy.step(step, x, y)
+    assert strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y).stepped
+
+
+def test_one_window_has_one_reduction(wide_job: Launcher) -> None:
+    wide_job(mixed_reductions)
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+def accumulated(strategy: muster.Strategy, sizes: list[int]) -> Any:
+    module, model, _ = prepared(strategy)
+    x, y = batch_of()
+    results = []
+    for xs, ys in zip(x.split(sizes), y.split(sizes), strict=True):
+        px, py = part_of(strategy, (xs, ys))
+        results.append(
+            strategy.step(
+                lambda x, y: Loss(F.cross_entropy(model(x), y), metrics={"rows": float(len(x))}, output=len(x)), px, py
+            )
+        )
+    assert [r.stepped for r in results] == [False] * (len(sizes) - 1) + [True]
+    assert [r.grad_norm is None for r in results] == [True] * (len(sizes) - 1) + [False]
+    assert [r.step for r in results] == [0] * (len(sizes) - 1) + [1]
+    return gradients_of(module), [float(r.loss) for r in results], [float(r.weight) for r in results]
+
+
+def test_micro_batches_add_up_to_the_whole_batch(job: Launcher) -> None:
+    model = model_of()
+    x, y = batch_of()
+    losses = F.cross_entropy(model(x), y, reduction="none")
+    for gradients, mean, weight in job(accumulated, [4, 5, 2], accumulate=3):
+        assert_close(gradients, by_hand())
+        assert mean[-1] == pytest.approx(losses.mean().item(), rel=1e-12)
+        assert weight[-1] == ROWS
+        if job.workers == 0:  # an open window shows this worker's share
+            assert mean[:2] == pytest.approx([losses[:4].mean().item(), losses[:9].mean().item()])
+            assert weight[:2] == [4, 9]
+
+
+def counted_windows(strategy: muster.Strategy, rows: int, batch: int) -> Any:
+    _, model, _ = prepared(strategy, lr=0.0)
+    loader = strategy.prepare(DataLoader(TensorDataset(*batch_of(rows)), batch_size=batch))
+    seen = []
+    for _ in range(2):
+        for x, y in loader:
+            result = strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+            seen.append((result.stepped, float(result.weight) if result.stepped else 0.0))
+    return seen, strategy.flush() is None
+
+
+def test_a_loaders_end_closes_a_short_window(job: Launcher) -> None:
+    expected = [(False, 0), (True, 8), (True, 3)]
+    for seen, nothing_left in job(counted_windows, 11, 4, accumulate=2):
+        assert seen == expected * 2
+        assert nothing_left
+
+
+def test_drop_incomplete_drops_a_short_window(job: Launcher) -> None:
+    expected = [(False, 0), (True, 8), (False, 0)]
+    for seen, nothing_left in job(counted_windows, 11, 4, accumulate=2, drop_incomplete=True):
+        assert seen == expected * 2
+        assert nothing_left
+
+
+def flushed(strategy: muster.Strategy) -> Any:
+    module, model, _ = prepared(strategy)
+    assert strategy.flush() is None
+    x, y = part_of(strategy, batch_of())
+    result = strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    assert not result.stepped and strategy.steps == 0
+    closed = strategy.flush()
+    assert closed is not None and closed.stepped and strategy.steps == 1
+    assert list(closed.output) == [None] * len(strategy.devices)
+    assert strategy.flush() is None
+    return gradients_of(module), float(closed.weight)
+
+
+def test_flush_closes_an_open_window(job: Launcher) -> None:
+    for gradients, weight in job(flushed, accumulate=3):
+        assert_close(gradients, by_hand())
+        assert weight == ROWS
+
+
+def flush_drops(strategy: muster.Strategy) -> None:
+    module, model, _ = prepared(strategy)
+    before = state_of(module)
+    x, y = part_of(strategy, batch_of())
+    strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    assert strategy.flush() is None and strategy.steps == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(module), strict=True))
+
+
+def test_flush_drops_the_window_with_drop_incomplete(job: Launcher) -> None:
+    job(flush_drops, accumulate=3, drop_incomplete=True)
+
+
+# --- clipping ---------------------------------------------------------------------------------------------------------
+def clipped(strategy: muster.Strategy) -> Any:
+    module, model, _ = prepared(strategy)
+    x, y = part_of(strategy, batch_of())
+    result = strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    return gradients_of(module), float(result.grad_norm), state_of(module)
+
+
+@pytest.mark.parametrize("limit", [0.01, 100.0])
+def test_clipping_equals_torchs_on_the_whole_batch(job: Launcher, limit: float) -> None:
+    model = model_of()
+    x, y = batch_of()
+    F.cross_entropy(model(x), y).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item()
+    expected = [p.grad.numpy().copy() for p in model.parameters()]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for gradients, reported, parameters in job(clipped, clip_norm=limit):
+        assert reported == pytest.approx(norm, rel=1e-12)
+        assert_close(gradients, expected)
+        assert_close(parameters, [p.detach().numpy() for p in model.parameters()])
+
+
+# --- skipped windows --------------------------------------------------------------------------------------------------
+def skipping(strategy: muster.Strategy) -> Any:
+    module = model_of()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer = strategy.prepare(module, optimizer)
+    x, y = part_of(strategy, batch_of())
+    poison = True
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        return loss * float("inf") if poison and strategy.replica == strategy.num_replicas - 1 else loss
+
+    before = state_of(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = strategy.step(step, x, y)
+        scheduler.step()
+    assert result.stepped and bool(result.skipped) and strategy.steps == 1
+    assert not np.isfinite(float(result.grad_norm))
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(module), strict=True))
+    assert not optimizer.state
+    poison = False
+    assert not strategy.step(step, x, y).skipped
+    kept = {key: value.clone() for key, value in optimizer.state[next(module.parameters())].items()}
+    poison = True
+    assert strategy.step(step, x, y).skipped
+    now = optimizer.state[next(module.parameters())]
+    assert all(torch.equal(now[key], value) for key, value in kept.items())
+    with pytest.raises(muster.NonFinite) as caught:
+        for _ in range(2):
+            strategy.step(step, x, y)
+    poison = False
+    assert not strategy.step(step, x, y).skipped
+    return str(caught.value)
+
+
+def test_a_window_that_is_not_finite_is_skipped_and_named_after_max_skipped(job: Launcher) -> None:
+    for message in job(skipping, max_skipped=3):
+        assert "3 windows in a row" in message
+        assert "parameter '0.weight'" in message
+        assert f"replica {job.replicas - 1}" in message
+        assert "step 5" in message
+
+
+def scheduled(strategy: muster.Strategy) -> float:
+    module = model_of()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    model, optimizer = strategy.prepare(module, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    x, y = part_of(strategy, batch_of())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            if strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y).stepped:
+                scheduler.step()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_a_scheduler_is_stepped_when_stepped_and_never_warns(job: Launcher) -> None:
+    assert job(scheduled, accumulate=2) == [0.25] * max(job.workers, 1)
+
+
+# --- sets of optimizers -----------------------------------------------------------------------------------------------
+def adversarial(strategy: muster.Strategy) -> Any:
+    torch.manual_seed(4)
+    generator, critic = nn.Linear(3, 5).double(), nn.Linear(5, 1).double()
+    of_generator = torch.optim.SGD(generator.parameters(), lr=0.1, momentum=0.9)
+    of_critic = torch.optim.Adam(critic.parameters(), lr=0.01)
+    g, c, of_generator, of_critic = strategy.prepare(generator, critic, of_generator, of_critic)
+    real = torch.randn(7, 5, dtype=torch.float64)
+    noise = torch.randn(7, 3, dtype=torch.float64)
+    (real_parts, noise_parts) = part_of(strategy, (real, noise))
+    norms = []
+    for _ in range(5):
+        result = strategy.step(lambda r, z: c(g(z)).mean() - c(r).mean(), real_parts, noise_parts, optimizers=of_critic)
+        norms.append(float(result.grad_norm))
+        result = strategy.step(lambda z: -c(g(z)).mean(), noise_parts, optimizers=[of_generator])
+        norms.append(float(result.grad_norm))
+    with pytest.raises(muster.InvalidArgument, match="two different sets"):
+        strategy.step(lambda z: -c(g(z)).mean(), noise_parts)
+    assert strategy.step(lambda z: -c(g(z)).mean(), noise_parts, optimizers=of_generator).stepped
+    return [*state_of(generator), *state_of(critic)], norms
+
+
+def adversarial_by_hand() -> tuple[list[np.ndarray], list[float]]:
+    torch.manual_seed(4)
+    g, c = nn.Linear(3, 5).double(), nn.Linear(5, 1).double()
+    of_generator = torch.optim.SGD(g.parameters(), lr=0.1, momentum=0.9)
+    of_critic = torch.optim.Adam(c.parameters(), lr=0.01)
+    r, z = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    norms = []
+
+    def update(optimizer: torch.optim.Optimizer, module: nn.Module, loss: Tensor) -> None:
+        for parameter in [*g.parameters(), *c.parameters()]:
+            parameter.grad = None
+        loss.backward()
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]).item())
+        optimizer.step()
+
+    for _ in range(5):
+        update(of_critic, c, c(g(z)).mean() - c(r).mean())
+        update(of_generator, g, -c(g(z)).mean())
+    update(of_generator, g, -c(g(z)).mean())
+    return [p.detach().numpy() for p in [*g.parameters(), *c.parameters()]], norms[:-1]
+
+
+def test_two_optimizers_take_turns(job: Launcher) -> None:
+    expected, expected_norms = adversarial_by_hand()
+    for parameters, norms in job(adversarial):
+        assert_close(parameters, expected)
+        assert norms == pytest.approx(expected_norms, rel=1e-12)
+
+
+def partly_optimized(strategy: muster.Strategy) -> Any:
+    module = model_of()
+    optimizer = torch.optim.SGD(module[2].parameters(), lr=0.1)
+    model, optimizer = strategy.prepare(module, optimizer)
+    x, y = part_of(strategy, batch_of())
+    leaves: list[list[Any]] = [[] for _ in strategy.devices]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        leaves[strategy.replica - strategy.first_replica] = list(model[0].parameters())
+        return F.cross_entropy(model(x), y)
+
+    for _ in range(2):
+        strategy.step(step, x, y)
+    return [leaf.grad is None for of_replica in leaves for leaf in of_replica], state_of(module)
+
+
+def test_gradients_of_parameters_in_no_optimizer_are_dropped(job: Launcher) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    x, y = batch_of()
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    for dropped, parameters in job(partly_optimized):
+        assert all(dropped)
+        assert_close(parameters, [p.detach().numpy() for p in model.parameters()])
+
+
+def overlapping(strategy: muster.Strategy) -> None:
+    module = model_of()
+    first = torch.optim.SGD(module.parameters(), lr=0.1)
+    second = torch.optim.SGD(module[2].parameters(), lr=0.1)
+    model, first, second = strategy.prepare(module, first, second)
+    x, y = part_of(strategy, batch_of())
+    with pytest.raises(muster.InvalidArgument, match=r"'2\.weight'.*two optimizers"):
+        strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    assert strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y, optimizers=first).stepped
+    with pytest.raises(muster.InvalidArgument, match="was not prepared"):
+        other = torch.optim.SGD(module.parameters(), lr=0.1)
+        strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y, optimizers=other)
+
+
+def test_one_parameter_is_not_stepped_by_two_optimizers_at_once(worker_job: Launcher) -> None:
+    worker_job(overlapping)
+
+
+def growing(strategy: muster.Strategy, grow: str) -> Any:
+    module = model_of()
+    if grow == "group":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(module[2].parameters(), lr=0.1, momentum=0.9)
+    else:
+        module[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = strategy.prepare(module, optimizer)
+    x, y = part_of(strategy, batch_of())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    for _ in range(2):
+        strategy.step(step, x, y)
+    if grow == "group":
+        optimizer.add_param_group({"params": list(module[0].parameters()), "lr": 0.05})
+    else:
+        model[0].requires_grad_(True)
+    for _ in range(2):
+        strategy.step(step, x, y)
+    if grow == "freeze":
+        model[2].requires_grad_(False)
+        strategy.step(step, x, y)
+    return state_of(module)
+
+
+@pytest.mark.parametrize("grow", ["group", "unfreeze", "freeze"])
+def test_the_parameters_of_a_set_may_change_between_steps(job: Launcher, grow: str) -> None:
+    with muster.MirroredStrategy(["cpu"], threads_per_replica=1) as strategy:
+        expected = [p.numpy() for p in growing(strategy, grow)]
+    model = model_of()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)
+    x, y = batch_of()
+    for step in range(5 if grow == "freeze" else 4):
+        if step == 2:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.05 if grow == "group" else 0.1})
+        if step == 4:
+            model[2].requires_grad_(False)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert_close(expected, [p.detach().numpy() for p in model.parameters()])
+    for parameters in job(growing, grow):
+        assert_close(parameters, expected)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+def without_arguments(strategy: muster.Strategy) -> Any:
+    module, model, _ = prepared(strategy)
+    x, y = batch_of()
+
+    def step() -> Loss:
+        return Loss(F.cross_entropy(model(x), y), weight=len(x))
+
+    if strategy.num_replicas > 1:
+        with pytest.raises((muster.InvalidArgument, muster.RemoteError), match="weight="):
+            strategy.step(lambda: F.cross_entropy(model(x), y))
+    strategy.step(step)
+    return gradients_of(module)
+
+
+def test_a_step_may_have_no_arguments(job: Launcher) -> None:
+    for gradients in job(without_arguments):
+        assert_close(gradients, by_hand())
+
+
+def shared_arguments(strategy: muster.Strategy) -> Any:
+    _, model, _ = prepared(strategy)
+    x, y = batch_of(8)
+    seen = []
+
+    def step(batch: dict[str, Any], scale: float, label: str, mask: Tensor, own: int) -> Tensor:
+        seen.append((len(batch["x"]), scale, label, mask.shape, own))
+        return F.cross_entropy(model(batch["x"]), batch["y"]) * scale
+
+    locals_ = len(strategy.devices)
+    own = PerReplica(range(locals_))
+    mask = PerReplica([torch.ones(3, 3)] * locals_)
+    weightless = {"x": x, "y": y}
+    if locals_ == 1:
+        with pytest.raises((muster.InvalidArgument, muster.RemoteError), match="weight="):
+            strategy.step(step, weightless, 1.0, "label", mask, own) if strategy.num_replicas > 1 else _refuse()
+        mask = PerReplica([torch.ones(8, 8)])
+    seen.clear()
+    strategy.step(lambda *a: Loss(step(*a), weight=len(a[0]["x"])), weightless, 1.0, "label", mask, own)
+    return sorted(seen, key=lambda row: row[-1])
+
+
+def _refuse() -> None:
+    raise muster.InvalidArgument("weight=")
+
+
+def test_tensors_are_split_and_the_rest_goes_to_all(job: Launcher) -> None:
+    for seen in job(shared_arguments):
+        rows = [len(part) for part in np.array_split(np.arange(8), job.local_replicas)]
+        shape = torch.Size([8, 8] if job.local_replicas == 1 else [3, 3])
+        assert seen == [(n, 1.0, "label", shape, i) for i, n in enumerate(rows)]
+
+
+def test_a_batch_that_cannot_be_split_is_refused_naming_the_leaf() -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        _, model, _ = prepared(strategy)
+        x, y = batch_of(8)
+        called = []
+
+        def step(*args: Any) -> Tensor:
+            called.append(args)
+            return model(x).sum()
+
+        with pytest.raises(muster.InvalidArgument, match="argument 2, key 'y'"):
+            strategy.step(step, x, {"y": y[:5]})
+        with pytest.raises(muster.InvalidArgument, match=r"argument 2.*type object"):
+            strategy.step(step, x, object())
+        with pytest.raises(muster.InvalidArgument, match="argument 2"):
+            strategy.step(step, x, PerReplica([1, 2, 3]))
+        assert not called
+        assert strategy.step(lambda x: model(x).sum(), x).stepped
+
+
+def empty_parts(strategy: muster.Strategy) -> Any:
+    _, model, _ = prepared(strategy)
+    x, y = part_of(strategy, batch_of(2))
+    called = []
+
+    def step(x: Tensor, y: Tensor) -> Loss:
+        called.append(strategy.replica)
+        return Loss(F.cross_entropy(model(x), y), output=strategy.replica)
+
+    result = strategy.step(step, x, y)
+    ran = strategy.run(lambda x, y: len(x), x, y)
+    return sorted(called), list(result.output), list(ran)
+
+
+def test_the_function_is_not_called_for_an_empty_part(wide_job: Launcher) -> None:
+    results = wide_job(empty_parts)
+    assert sorted(replica for called, _, _ in results for replica in called) == [0, 1]
+    assert [output for _, outputs, _ in results for output in outputs] == [0, 1] + [None] * (wide_job.replicas - 2)
+    assert [n for _, _, ran in results for n in ran] == [1, 1] + [None] * (wide_job.replicas - 2)
+
+
+# --- two models, what is returned -------------------------------------------------------------------------------------
+def two_models(strategy: muster.Strategy) -> Any:
+    first, second = model_of(1), model_of(2)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+    a, b, *_ = strategy.prepare(first, second, *optimizers)
+    x, y = part_of(strategy, batch_of())
+    for _ in range(3):
+        strategy.step(lambda x, y: F.cross_entropy(a(x) + b(x), y), x, y)
+    return [*state_of(first), *state_of(second)]
+
+
+def test_two_models_are_trained_together(job: Launcher) -> None:
+    a, b = model_of(1), model_of(2)
+    optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
+    x, y = batch_of()
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(a(x) + b(x), y).backward()
+        optimizer.step()
+    for parameters in job(two_models):
+        assert_close(parameters, [p.detach().numpy() for p in [*a.parameters(), *b.parameters()]])
+
+
+def sharing_models(strategy: muster.Strategy) -> Any:
+    encoder = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double()
+    torch.manual_seed(1)
+    for parameter in encoder.parameters():
+        nn.init.normal_(parameter)
+    whole = nn.Sequential(encoder, nn.Linear(4, 3).double())
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    e, w, _ = strategy.prepare(encoder, whole, optimizer)
+    x, y = part_of(strategy, batch_of(12))
+    for _ in range(3):
+        strategy.step(lambda x, y: F.cross_entropy(w(x), y) + e(2 * x).square().mean(), x, y)
+    return [*state_of(whole), encoder[1].running_mean]
+
+
+def test_a_module_and_a_part_of_it_may_both_be_prepared(worker_job: Launcher) -> None:
+    with muster.MirroredStrategy(["cpu"] * 2, seed=3, threads_per_replica=1) as strategy:
+        mirrored = [value.numpy().copy() for value in sharing_models(strategy)]
+    for parameters in worker_job(sharing_models):
+        for a, b in zip(parameters, mirrored, strict=True):
+            assert np.array_equal(a, b)
+
+
+def test_only_a_loss_may_be_returned(job: Launcher) -> None:
+    job(returning)
+
+
+def returning(strategy: muster.Strategy) -> None:
+    _, model, _ = prepared(strategy)
+    x, y = part_of(strategy, batch_of())
+    failures = (muster.InvalidArgument, muster.RemoteError)
+    for returned in (None, 1.0, (1, 2), {"loss": 3}, Loss(1.0)):  # type: ignore[arg-type]
+        with pytest.raises(failures, match="return the loss as a 0-dim tensor"):
+            strategy.step(lambda x, y, r=returned: r, x, y)
+    with pytest.raises(failures, match="0-dim"):
+        strategy.step(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), x, y)
+    with pytest.raises(failures, match="does not depend on any parameter"):
+        strategy.step(lambda x, y: F.cross_entropy(model(x), y).detach(), x, y)
+    with pytest.raises(failures, match="metric 'm'"):
+        strategy.step(lambda x, y: Loss(F.cross_entropy(model(x), y), metrics={"m": torch.ones(2)}), x, y)
+    assert strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y).stepped
+
+
+def misused(strategy: muster.Strategy) -> Any:
+    module, model, optimizer = prepared(strategy)
+    x, y = part_of(strategy, batch_of())
+    failures = (muster.InvalidArgument, muster.RemoteError)
+
+    def backward(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    def retaining(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(retain_graph=True)
+        return loss
+
+    for fn in (backward, retaining, lambda x, y: backward(x, y).detach()):
+        with pytest.raises(failures, match=r"backward\(\) was called inside.*return the loss"):
+            strategy.step(fn, x, y)
+    for nested in (strategy.step, strategy.run):
+        with pytest.raises(failures, match="cannot be called inside a step"):
+            strategy.step(lambda x, y, n=nested: n(backward, x, y), x, y)
+    strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    with pytest.raises(muster.InvalidArgument, match=r"after strategy\.step"):
+        optimizer.step()
+    return gradients_of(module)
+
+
+def test_backward_inside_a_step_is_refused_and_the_strategy_stays_usable(job: Launcher) -> None:
+    for gradients in job(misused):
+        assert_close(gradients, by_hand())
+
+
+def test_the_raw_module_in_another_replicas_step_is_refused() -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        module, model, _ = prepared(strategy)
+        x, y = batch_of()
+        with pytest.raises(muster.InvalidArgument, match="prepare\\(\\) returned"):
+            strategy.step(lambda x, y: F.cross_entropy(module(x), y), x, y)
+        assert strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y).stepped

@@ -1,0 +1,210 @@
+"""Statistics over all replicas, and every reduction inside a step: gradients are those of the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import muster
+from muster import Loss
+from support.jobs import Launcher, part_of
+
+
+def build(synchronised: bool, momentum: float | None = 0.2, affine: bool = True) -> nn.Sequential:
+    torch.manual_seed(4)
+    kind = nn.SyncBatchNorm if synchronised else nn.BatchNorm1d
+    layers = [nn.Linear(5, 6), kind(6, momentum=momentum, affine=affine), nn.Tanh(), nn.Linear(6, 3), kind(3)]
+    return nn.Sequential(*layers).double()
+
+
+def batches(rows: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(rows)
+    return [
+        (
+            torch.randn(rows, 5, generator=generator, dtype=torch.float64) + 100,
+            torch.randint(0, 3, (rows,), generator=generator),
+        )
+        for _ in range(3)
+    ]
+
+
+def train(strategy: muster.Strategy, rows: int, momentum: float | None, affine: bool) -> Any:
+    module = build(True, momentum, affine)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    gradients = []
+    for x, y in batches(rows):
+        x, y = part_of(strategy, (x, y))
+        strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+        gradients.append([p.grad.clone() for p in module.parameters()])
+    model.eval()
+    evaluated = strategy.run(lambda x: model(x), part_of(strategy, batches(rows)[0][0]))
+    return gradients, [p.detach() for p in module.parameters()], list(module.buffers()), strategy.gather(evaluated)
+
+
+def alone(rows: int, momentum: float | None, affine: bool) -> Any:
+    model = build(False, momentum, affine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = []
+    for x, y in batches(rows):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        gradients.append([p.grad.numpy().copy() for p in model.parameters()])
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        evaluated = model(batches(rows)[0][0]).numpy()
+    return gradients, [p.detach().numpy() for p in model.parameters()], [b.numpy() for b in model.buffers()], evaluated
+
+
+@pytest.mark.parametrize(("rows", "momentum", "affine"), [(11, 0.2, True), (2, 0.2, True), (7, None, False)])
+def test_training_equals_the_whole_batch_on_one_process(
+    job: Launcher, rows: int, momentum: float | None, affine: bool
+) -> None:
+    if job.replicas == 1:
+        pytest.skip("one replica is one process")
+    expected = alone(rows, momentum, affine)
+    for result in job(train, rows, momentum, affine):
+        for actual_step, expected_step in zip(result[0], expected[0], strict=True):
+            for a, b in zip(actual_step, expected_step, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
+        for kind in (1, 2):
+            for a, b in zip(result[kind], expected[kind], strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(result[3], expected[3], rtol=1e-6, atol=1e-8)
+
+
+def images(strategy: muster.Strategy) -> Any:
+    module = _images(True)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = part_of(strategy, _pictures())
+    result = strategy.step(lambda x: model(x).square().mean(), x)
+    return [p.grad for p in module.parameters()], float(result.loss)
+
+
+def _images(synchronised: bool) -> nn.Sequential:
+    torch.manual_seed(4)
+    module = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.GELU(), nn.Conv2d(3, 2, 1))
+    return (nn.SyncBatchNorm.convert_sync_batchnorm(module) if synchronised else module).double()
+
+
+def _pictures() -> Tensor:
+    return torch.randn(5, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def test_it_works_on_images_and_after_torchs_conversion(wide_job: Launcher) -> None:
+    model = _images(False)
+    loss = model(_pictures()).square().mean()
+    loss.backward()
+    for gradients, value in wide_job(images):
+        assert value == pytest.approx(loss.item(), rel=1e-12)
+        for a, p in zip(gradients, model.parameters(), strict=True):
+            np.testing.assert_allclose(a, p.grad.numpy(), rtol=1e-8, atol=1e-10)
+
+
+def test_in_training_it_needs_its_peers() -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        model = strategy.prepare(build(True))
+        with pytest.raises(muster.InvalidArgument, match=r"strategy\.step"):
+            model(torch.ones(3, 5, dtype=torch.float64))
+        model.eval()
+        assert model(torch.ones(3, 5, dtype=torch.float64)).shape == (3, 3)
+
+
+# --- reductions inside the step ---------------------------------------------------------------------------------------
+def model_of() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def centred(strategy: muster.Strategy | None, x: Tensor) -> Tensor:
+    """Distances from the mean over all samples: a mean loss of every sample depends on all parts."""
+    mean = x.mean(0) if strategy is None else strategy.reduce(x.mean(0), "mean")
+    return (x - mean).square().sum(1).mean()
+
+
+def weighed(strategy: muster.Strategy | None, x: Tensor) -> Tensor:
+    mean = (x[:, 0] ** 3).sum() / (len(x) * 2)
+    if strategy is not None:
+        mean = strategy.reduce((x[:, 0] ** 3).sum() / (len(x) * 2), "mean", weight=2.0 * len(x))
+    return (x * mean).square().mean()
+
+
+def summed(strategy: muster.Strategy | None, x: Tensor) -> Tensor:
+    total = {"t": (x.sum(0), x.square().sum())}
+    if strategy is not None:
+        total = strategy.reduce(total, "sum")
+    return (x * total["t"][0]).mean() / total["t"][1]
+
+
+def spread(strategy: muster.Strategy | None, x: Tensor) -> Tensor:
+    low, high = x.min(0).values, x.max(0).values
+    if strategy is not None:
+        low, high = strategy.reduce(low, "min"), strategy.reduce(high, "max")
+    return ((x - low) / (high - low + 1)).square().mean()
+
+
+def contrastive(strategy: muster.Strategy | None, x: Tensor) -> Tensor:
+    others = x if strategy is None else strategy.gather(x)
+    return torch.logsumexp(x @ others.t(), 1).mean()
+
+
+def against_first(strategy: muster.Strategy | None, x: Tensor) -> Tensor:
+    anchor = x[0] if strategy is None else strategy.broadcast(x[0] * 1.0, 0)
+    return (x * anchor).sum(1).square().mean()
+
+
+LOSSES = [centred, weighed, summed, spread, contrastive, against_first]
+
+
+def reduce_in_steps(strategy: muster.Strategy, rows: int) -> Any:
+    results = {}
+    for fn in LOSSES:
+        module = model_of()
+        model, optimizer = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.0))
+        x = part_of(strategy, batches(rows)[0][0] - 100)
+        result = strategy.step(lambda x, m=model, f=fn: f(strategy, m(x)), x, optimizers=optimizer)
+        results[fn.__name__] = float(result.loss), [p.grad.clone() for p in module.parameters()]
+    return results
+
+
+@pytest.mark.parametrize("rows", [11, 2])
+def test_gradients_through_collectives_are_those_of_the_whole_batch(job: Launcher, rows: int) -> None:
+    expected = {}
+    for fn in LOSSES:
+        model = model_of()
+        loss = fn(None, model(batches(rows)[0][0] - 100))
+        loss.backward()
+        expected[fn.__name__] = loss.item(), [p.grad.numpy() for p in model.parameters()]
+    for results in job(reduce_in_steps, rows):
+        for name, (loss, gradients) in results.items():
+            assert loss == pytest.approx(expected[name][0], rel=1e-9), name
+            for a, b in zip(gradients, expected[name][1], strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-11, err_msg=name)
+
+
+def checkpointed_statistics(strategy: muster.Strategy) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    module = build(True)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x, y = part_of(strategy, batches(6)[0])
+
+    def step(x: Tensor, y: Tensor) -> Loss:
+        return Loss(F.cross_entropy(checkpoint(model, x, use_reentrant=False), y), weight=len(x))
+
+    strategy.step(step, x, y)
+    return [p.grad for p in module.parameters()]
+
+
+def test_it_works_inside_activation_checkpointing(wide_job: Launcher) -> None:
+    model = build(False)
+    x, y = batches(6)[0]
+    F.cross_entropy(model(x), y).backward()
+    for gradients in wide_job(checkpointed_statistics):
+        for a, p in zip(gradients, model.parameters(), strict=True):
+            np.testing.assert_allclose(a, p.grad.numpy(), rtol=1e-6, atol=1e-8)

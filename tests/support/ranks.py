@@ -1,0 +1,90 @@
+"""Real processes as ranks of a job, for tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """What torchrun would set for a rank."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _main(
+    rank: int, num_ranks: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], result: Connection
+) -> None:
+    os.environ.update(environment(rank, num_ranks, port))
+    try:
+        result.send((True, fn(*args)))
+    except BaseException:
+        result.send((False, traceback.format_exc()))
+    result.close()
+
+
+class Ranks:
+    """`num_ranks` spawned processes running ``fn(*args)``; results come back by rank."""
+
+    def __init__(self, num_ranks: int, fn: Callable[..., Any], *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self.processes = []
+        self._pipes: list[Connection] = []
+        for rank in range(num_ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_main, args=(rank, num_ranks, port, fn, args, sender), daemon=True)
+            process.start()
+            sender.close()
+            self.processes.append(process)
+            self._pipes.append(receiver)
+
+    def results(self, timeout: float = 240) -> list[Any]:
+        """Each rank's result, or the exception that a rank raised as text; a rank that was killed gives None."""
+        results: list[Any] = [None] * len(self._pipes)
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        deadline = time.monotonic() + timeout
+        try:
+            while waiting:
+                ready = wait(list(waiting), max(deadline - time.monotonic(), 0))
+                if not ready:
+                    raise TimeoutError(f"ranks {sorted(waiting.values())} did not finish in {timeout} s")
+                for pipe in ready:
+                    assert isinstance(pipe, Connection)
+                    rank = waiting.pop(pipe)
+                    try:
+                        fine, results[rank] = pipe.recv()
+                    except EOFError:
+                        continue
+                    if not fine:
+                        raise AssertionError(f"rank {rank} failed:\n{results[rank]}")
+        finally:
+            for process in self.processes:
+                if process.is_alive() and waiting:
+                    process.kill()
+            for process in self.processes:
+                process.join(10)
+        return results
+
+
+def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+    """Runs ``fn(*args)`` in `num_ranks` processes with torchrun's variables set; the results by rank."""
+    return Ranks(num_ranks, fn, *args).results(timeout)
