@@ -1,5 +1,7 @@
-// Torch-free kernels over raw pointers. Arithmetic of one element is + - * / sqrt only and compiled without
-// contraction, so that every instruction set gives the same bits.
+// Torch-free kernels over raw pointers: the contract of the CPU functions below and of their CUDA versions in
+// cuda/cuda_kernels.h, which take a stream and give the same bits. Arithmetic of one element is + - * / sqrt only
+// (math.h) and compiled without contraction, so that every instruction set gives the same bits. Nothing here throws,
+// allocates or synchronises.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +15,16 @@ enum class Reduction : uint8_t { sum, min, max };
 
 size_t size_of(DType dtype) noexcept;
 
+// --- reduction -----------------------------------------------------------------------------------------------------
+
 /// destinations[d][i] = the reduction over sources s of sources[s][i], for i in [0, n). Sums follow the tree
 /// ((0+1)+(2+3))+... over source indices; a null source is absent and its sibling passes unchanged. f64 is reduced in
 /// f64, integers exactly (wrapping), bf16 and f16 in f32 with one rounding (to nearest even) at the end; min and max
-/// propagate NaN; boolean sum is logical or. Destinations may alias sources of the same index range. Does not throw.
+/// propagate NaN; boolean sum is logical or. Destinations may alias sources of the same index range.
 void tree_reduce(DType dtype, Reduction reduction, const void* const* sources, int num_sources,
                  void* const* destinations, int num_destinations, size_t n) noexcept;
+
+// --- pack ----------------------------------------------------------------------------------------------------------
 
 /// One gradient on its way into a bucket.
 struct PackItem {
@@ -28,21 +34,141 @@ struct PackItem {
   size_t n;
 };
 
-/// destination = (accumulate ? destination : 0) + float(source); a null source leaves an accumulated destination
-/// unchanged and zeroes one that is overwritten.
-void pack(const PackItem* items, size_t count, bool accumulate) noexcept;
+/// destination = (accumulate ? destination : 0) + factor * float(source), in the destination's dtype; a null source
+/// leaves an accumulated destination unchanged and zeroes one that is overwritten. A factor of 1 changes no bit.
+void pack(const PackItem* items, size_t count, bool accumulate, double factor = 1) noexcept;
 
-/// Tiles of this many elements carry one fp64 partial each, so that a norm depends on no layout or thread.
+// --- statistics ----------------------------------------------------------------------------------------------------
+
+/// Tiles of this many elements of one parameter carry one fp64 partial each, so that a norm depends on no layout,
+/// thread, grid or shard.
 inline constexpr size_t kTile = 4096;
+/// Element i of a tile adds its square to lane i % kLanes, in ascending order; lanes then fold in halves: lane l gets
+/// lane l + 16 for l < 16, then l + 8 for l < 8, and so on.
+inline constexpr size_t kLanes = 32;
+/// Partials are added likewise over this many lanes; see finish_window.
+inline constexpr size_t kPartialLanes = 256;
 
 inline constexpr size_t num_tiles(size_t n) noexcept { return (n + kTile - 1) / kTile; }
 
+/// A run of one parameter's summed gradient that starts at a tile.
+struct StatsSegment {
+  const void* gradient;  ///< n elements of `dtype`
+  double* partials;      ///< num_tiles(n) of them
+  size_t n;
+  DType dtype;  ///< f32 or f64
+};
+
+/// partials[t] = the sum of squares of tile t in fp64. A partial is not finite when a value of its tile is not finite
+/// (a finite f32 square cannot overflow fp64; an f64 one may).
+void grad_stats(const StatsSegment* segments, size_t count) noexcept;
+
+/// The first fields of a window's tail: sums over all replicas.
+enum TailField : int32_t {
+  kWeight,         ///< sum of the losses' weights
+  kWeightedLoss,   ///< sum of weight * loss
+  kContributions,  ///< losses with a positive weight
+  kFailures,
+  kStops,
+  kMetrics,
+  kMeanLosses,  ///< losses that are means
+  kSumLosses,   ///< losses that are sums: then gradients are not divided by the weight
+  kTailFields
+};
+
+/// The scale that a loss is multiplied by, and how many steps in a row were finite; torch.amp.GradScaler's state.
+struct LossScaleState {
+  float scale;
+  int32_t growth_tracker;
+};
+
+/// What a window's end found, in the device's memory: optimizer kernels read it there.
+struct StepScalars {
+  double divisor;   ///< what turns the summed gradient into the mean
+  double clip;      ///< what the mean is multiplied by: 1 unless clipping bites
+  double norm;      ///< of the mean gradient, before clipping
+  double unit;      ///< power of two near the mean weight of this window: seeds of the next one are weight / unit
+  int32_t finite;   ///< 0: the optimizers change nothing
+  int32_t dropped;  ///< 1: the window's weight is 0; nothing changes, the loss scale included
+};
+
+/// What the end of a window depends on.
+struct WindowOptions {
+  double clip_norm;   ///< upper bound of the norm; 0: none
+  double loss_scale;  ///< of the window's seeds, when `scale` is null
+  float growth, backoff;  ///< of the loss scale
+  int32_t interval;
+};
+
+/// Adds the partials (partial i to lane i % kPartialLanes in ascending order, lanes then folded in halves) and writes
+/// `scalars`, whose `unit` on entry is that of the window's seeds: divisor = weight / unit * scale, or scale alone for
+/// sums; norm = sqrt(sum) / divisor; finite = the sum is finite; clip = clip_norm / (norm + 1e-6) where that is below
+/// 1, as torch.nn.utils.clip_grad_norm_. Then steps[p] += 1 for each of the `num_parameters` whose used[p] > 0, unless
+/// skipped or dropped; then, with a `scale`, loss_scale_update.
+void finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,
+                   size_t num_parameters, const WindowOptions& options, StepScalars* scalars,
+                   LossScaleState* scale) noexcept;
+
+/// torch.amp.GradScaler's rule: a non-finite step multiplies the scale by `backoff`; `interval` finite ones in a row
+/// multiply it by `growth`, unless that overflows.
+void loss_scale_update(LossScaleState* scale, bool finite, float growth, float backoff, int32_t interval) noexcept;
+
 /// values[i] = values[i] / divisor (exact when divisor is a power of two), and partials[t] = the sum of squares of
-/// tile t of the divided values in fp64, in a fixed order of additions. `dtype` is f32 or f64. A partial is not finite
-/// when some value of its tile is not finite (a finite f32 square cannot overflow fp64; an f64 one may).
+/// tile t of the divided values, as grad_stats. `dtype` is f32 or f64.
 void divide_with_stats(DType dtype, void* values, size_t n, double divisor, double* partials) noexcept;
 
 /// values[i] = values[i] * factor, computed in the dtype (f32 or f64).
 void scale(DType dtype, void* values, size_t n, double factor) noexcept;
+
+// --- optimizer steps -----------------------------------------------------------------------------------------------
+
+/// A run of one parameter's elements. All pointers are to n elements of the accumulation dtype (f32 or f64), unless
+/// said otherwise; none overlaps another.
+struct StepSegment {
+  void* gradient;      ///< the sum over replicas
+  void* parameter;     ///< the parameter, or the master copy of a low-precision one
+  void* low;           ///< n elements of `low_dtype` that receive the rounded parameter, or null
+  void* state[3];      ///< by optimizer; see there
+  const float* step;   ///< the parameter's step count, this step included
+  const double* used;  ///< how many replicas had a gradient: where 0, nothing changes
+  size_t n;
+  uint32_t group;    ///< index into the hyperparameters
+  DType low_dtype;   ///< bf16 or f16
+};
+
+/// What all step kernels have in common.
+struct StepArguments {
+  DType dtype;  ///< accumulation dtype of all segments: f32 or f64
+  const StepSegment* segments;
+  size_t count;
+  const StepScalars* scalars;
+  bool keep_gradient;  ///< writes the mean gradient, before clipping, over the sum
+};
+
+/// state: exp_avg, exp_avg_sq, and max_exp_avg_sq with amsgrad.
+struct AdamGroup {
+  double lr, beta1, beta2, eps, weight_decay;
+  bool decoupled;  ///< AdamW: the parameter decays by lr * weight_decay, and the gradient is left alone
+  bool amsgrad, maximize;
+};
+
+/// state: momentum_buffer, with momentum.
+struct SgdGroup {
+  double lr, momentum, dampening, weight_decay;
+  bool nesterov, maximize;
+};
+
+/// state: sum.
+struct AdagradGroup {
+  double lr, lr_decay, eps, weight_decay;
+  bool maximize;
+};
+
+/// One optimizer step of each segment: g = gradient / divisor, then g * clip, then torch.optim's formulas for fp32 or
+/// fp64 (math.h). Nothing changes where the step is not finite, dropped, or the parameter unused; with keep_gradient
+/// the mean is written even then.
+void adam_step(const StepArguments& arguments, const AdamGroup* groups) noexcept;
+void sgd_step(const StepArguments& arguments, const SgdGroup* groups) noexcept;
+void adagrad_step(const StepArguments& arguments, const AdagradGroup* groups) noexcept;
 
 }  // namespace muster::kernels

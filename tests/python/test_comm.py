@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import threading
@@ -126,6 +127,11 @@ def test_a_checked_group_names_both_requests() -> None:
         assert "rank 1 for all_reduce(sum) of 12 Float" in text
 
 
+def _stay_until_rank_0_is_done() -> None:
+    """A rank that leaves ends its peers' waits: this one stays, connected, until rank 0 has seen what it waits for."""
+    dist.distributed_c10d._get_default_store().wait(["rank 0 is done"], datetime.timedelta(seconds=60))
+
+
 def _late() -> None:
     (c,) = _group("plain")
     if c.rank == 0:
@@ -133,6 +139,9 @@ def _late() -> None:
             c.all_reduce(torch.ones(10)).wait(0.3)
         with pytest.raises(muster.Timeout):
             c.barrier()
+        dist.distributed_c10d._get_default_store().set("rank 0 is done", "")
+    else:
+        _stay_until_rank_0_is_done()
 
 
 def test_a_late_rank_of_a_process_group_is_a_timeout() -> None:
@@ -145,6 +154,9 @@ def _abort() -> None:
         threading.Timer(0.1, lambda: c.abort("the user pressed Ctrl-C")).start()
         with pytest.raises(muster.CommError, match="Ctrl-C"):
             c.all_reduce(torch.ones(10)).wait()
+        dist.distributed_c10d._get_default_store().set("rank 0 is done", "")
+    else:
+        _stay_until_rank_0_is_done()
 
 
 def test_abort_ends_a_wait_on_a_process_group() -> None:

@@ -17,6 +17,7 @@ from muster._C import _log, _log_from_thread, _set_log_rank
 
 @pytest.fixture(autouse=True)
 def no_rank() -> Iterator[None]:
+    _set_log_rank(-1, 0)  # strategies of other tests leave theirs
     yield
     _set_log_rank(-1, 0)
 

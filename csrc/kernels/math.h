@@ -1,0 +1,175 @@
+// Arithmetic of one element, shared by the CPU and the CUDA kernels. Only + - * / sqrt, each correctly rounded on both
+// sides when compiled without contraction (-ffp-contract=off, -fmad=false), so that every instruction set, CUDA and the
+// emulation give the same bits. Functions are static and always inlined: a shared one could carry instructions that a
+// machine lacks.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define MUSTER_HOST_DEVICE static __host__ __device__ __forceinline__
+#else
+#define MUSTER_HOST_DEVICE static inline __attribute__((always_inline))
+#endif
+
+namespace muster::kernels {
+
+template <class To, class From>
+MUSTER_HOST_DEVICE To bits_as(From from) noexcept {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// --- element types -------------------------------------------------------------------------------------------------
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+MUSTER_HOST_DEVICE float widen(float value) noexcept { return value; }
+MUSTER_HOST_DEVICE double widen(double value) noexcept { return value; }
+MUSTER_HOST_DEVICE float widen(BFloat16 value) noexcept {
+  return bits_as<float>(static_cast<uint32_t>(value.bits) << 16);
+}
+
+// The exponent is moved by a multiplication, which also normalises subnormals; infinities and NaN are mended after it.
+MUSTER_HOST_DEVICE float widen(Half value) noexcept {
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
+  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
+  const uint32_t finite = bits_as<uint32_t>(bits_as<float>(magnitude) * bits_as<float>(0x77800000u));  // * 2^112
+  const uint32_t special = magnitude | 0x7f800000u;
+  return bits_as<float>(sign | (magnitude >= 0x0f800000u ? special : finite));
+}
+
+/// Rounds to nearest even; NaN stays NaN.
+template <class T, class From>
+MUSTER_HOST_DEVICE T narrow(From value) noexcept;
+
+template <>
+MUSTER_HOST_DEVICE float narrow<float, float>(float value) noexcept {
+  return value;
+}
+template <>
+MUSTER_HOST_DEVICE double narrow<double, double>(double value) noexcept {
+  return value;
+}
+
+template <>
+MUSTER_HOST_DEVICE BFloat16 narrow<BFloat16, float>(float value) noexcept {
+  const uint32_t bits = bits_as<uint32_t>(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t nan = (bits >> 16) | 0x40u;
+  return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
+}
+
+// Three cases by magnitude, each computed for every value and selected: normal halves round in the integer domain,
+// subnormal ones by adding 0.5f, which puts the rounding position at the last bit of the sum.
+template <>
+MUSTER_HOST_DEVICE Half narrow<Half, float>(float value) noexcept {
+  const uint32_t bits = bits_as<uint32_t>(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
+  return {static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? special : finite))};
+}
+
+MUSTER_HOST_DEVICE float square_root(float value) noexcept { return sqrtf(value); }
+MUSTER_HOST_DEVICE double square_root(double value) noexcept { return sqrt(value); }
+
+// --- scalars -------------------------------------------------------------------------------------------------------
+
+/// base^n by squaring, in an order of multiplications that depends on n alone.
+MUSTER_HOST_DEVICE double integer_power(double base, uint64_t n) noexcept {
+  double result = 1;
+  while (n != 0) {
+    if ((n & 1) != 0) result = result * base;
+    base = base * base;
+    n >>= 1;
+  }
+  return result;
+}
+
+/// The power of two nearest to a positive normal `value` (on a logarithmic scale).
+MUSTER_HOST_DEVICE double nearest_power_of_two(double value) noexcept {
+  const uint64_t bits = bits_as<uint64_t>(value);
+  const uint64_t sqrt2_mantissa = 0x6a09e667f3bcdull;
+  const uint64_t up = (bits & 0xfffffffffffffull) >= sqrt2_mantissa ? 1 : 0;
+  return bits_as<double>(((bits >> 52) + up) << 52);
+}
+
+// --- one element of an optimizer step --------------------------------------------------------------------------------
+// T is float or double. `g` is the mean gradient, clipped. Formulas are those of torch.optim's documentation.
+
+/// What is equal for all elements of one parameter in one step.
+template <class T>
+struct AdamFactors {
+  T lerp1;           ///< 1 - beta1
+  T beta2;
+  T complement2;     ///< 1 - beta2
+  T step_size;       ///< lr / (1 - beta1^t)
+  T inverse_root;    ///< 1 / sqrt(1 - beta2^t)
+  T eps;
+  T weight_decay;    ///< decoupled: 1 - lr * weight_decay, which multiplies the parameter; else what multiplies it to be added to g
+};
+
+/// Adam (Kingma and Ba 2015), decoupled: AdamW (Loshchilov and Hutter 2019), kAmsgrad: Reddi et al. 2018.
+template <bool kDecoupled, bool kAmsgrad, class T>
+MUSTER_HOST_DEVICE void adam_element(T& p, T& m, T& v, T& v_max, T g, const AdamFactors<T>& f) noexcept {
+  if (kDecoupled) {
+    p = p * f.weight_decay;
+  } else {
+    g = g + p * f.weight_decay;
+  }
+  m = m + (g - m) * f.lerp1;
+  v = v * f.beta2 + (g * g) * f.complement2;
+  T second = v;
+  if (kAmsgrad) {
+    v_max = v_max < v ? v : v_max;
+    second = v_max;
+  }
+  p = p - f.step_size * (m / (square_root(second) * f.inverse_root + f.eps));
+}
+
+template <class T>
+struct SgdFactors {
+  T lr;
+  T momentum;
+  T undamped;      ///< 1 - dampening; 1 in a parameter's first step, whose buffer starts as its gradient
+  T weight_decay;
+};
+
+template <bool kMomentum, bool kNesterov, class T>
+MUSTER_HOST_DEVICE void sgd_element(T& p, T& buffer, T g, const SgdFactors<T>& f) noexcept {
+  g = g + p * f.weight_decay;
+  if (kMomentum) {
+    buffer = buffer * f.momentum + g * f.undamped;
+    g = kNesterov ? g + buffer * f.momentum : buffer;
+  }
+  p = p - g * f.lr;
+}
+
+template <class T>
+struct AdagradFactors {
+  T rate;  ///< lr / (1 + (t - 1) * lr_decay)
+  T eps;
+  T weight_decay;
+};
+
+template <class T>
+MUSTER_HOST_DEVICE void adagrad_element(T& p, T& sum, T g, const AdagradFactors<T>& f) noexcept {
+  g = g + p * f.weight_decay;
+  sum = sum + g * g;
+  p = p - f.rate * (g / (square_root(sum) + f.eps));
+}
+
+}  // namespace muster::kernels
