@@ -94,8 +94,8 @@ struct StepScalars {
 
 /// What the end of a window depends on.
 struct WindowOptions {
-  double clip_norm;   ///< upper bound of the norm; 0: none
-  double loss_scale;  ///< of the window's seeds, when `scale` is null
+  double clip_norm;       ///< upper bound of the norm; 0: none
+  double loss_scale;      ///< of the window's seeds, when `scale` is null
   float growth, backoff;  ///< of the loss scale
   int32_t interval;
 };
@@ -132,8 +132,8 @@ struct StepSegment {
   const float* step;   ///< the parameter's step count, this step included
   const double* used;  ///< how many replicas had a gradient: where 0, nothing changes
   size_t n;
-  uint32_t group;    ///< index into the hyperparameters
-  DType low_dtype;   ///< bf16 or f16
+  uint32_t group;   ///< index into the hyperparameters
+  DType low_dtype;  ///< bf16 or f16
 };
 
 /// What all step kernels have in common.

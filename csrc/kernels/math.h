@@ -48,21 +48,11 @@ MUSTER_HOST_DEVICE float widen(Half value) noexcept {
   return bits_as<float>(sign | (magnitude >= 0x0f800000u ? special : finite));
 }
 
-/// Rounds to nearest even; NaN stays NaN.
-template <class T, class From>
-MUSTER_HOST_DEVICE T narrow(From value) noexcept;
+// narrow(value, T{}) is overloaded on the element type; callers say narrow<T>(value).
+MUSTER_HOST_DEVICE float narrow(float value, float) noexcept { return value; }
+MUSTER_HOST_DEVICE double narrow(double value, double) noexcept { return value; }
 
-template <>
-MUSTER_HOST_DEVICE float narrow<float, float>(float value) noexcept {
-  return value;
-}
-template <>
-MUSTER_HOST_DEVICE double narrow<double, double>(double value) noexcept {
-  return value;
-}
-
-template <>
-MUSTER_HOST_DEVICE BFloat16 narrow<BFloat16, float>(float value) noexcept {
+MUSTER_HOST_DEVICE BFloat16 narrow(float value, BFloat16) noexcept {
   const uint32_t bits = bits_as<uint32_t>(value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const uint32_t nan = (bits >> 16) | 0x40u;
@@ -71,8 +61,7 @@ MUSTER_HOST_DEVICE BFloat16 narrow<BFloat16, float>(float value) noexcept {
 
 // Three cases by magnitude, each computed for every value and selected: normal halves round in the integer domain,
 // subnormal ones by adding 0.5f, which puts the rounding position at the last bit of the sum.
-template <>
-MUSTER_HOST_DEVICE Half narrow<Half, float>(float value) noexcept {
+MUSTER_HOST_DEVICE Half narrow(float value, Half) noexcept {
   const uint32_t bits = bits_as<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -81,6 +70,12 @@ MUSTER_HOST_DEVICE Half narrow<Half, float>(float value) noexcept {
   const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
   const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
   return {static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? special : finite))};
+}
+
+/// Rounds to nearest even; NaN stays NaN.
+template <class T, class From>
+MUSTER_HOST_DEVICE T narrow(From value) noexcept {
+  return narrow(value, T{});
 }
 
 MUSTER_HOST_DEVICE float square_root(float value) noexcept { return sqrtf(value); }
@@ -113,13 +108,14 @@ MUSTER_HOST_DEVICE double nearest_power_of_two(double value) noexcept {
 /// What is equal for all elements of one parameter in one step.
 template <class T>
 struct AdamFactors {
-  T lerp1;           ///< 1 - beta1
+  T lerp1;  ///< 1 - beta1
   T beta2;
-  T complement2;     ///< 1 - beta2
-  T step_size;       ///< lr / (1 - beta1^t)
-  T inverse_root;    ///< 1 / sqrt(1 - beta2^t)
+  T complement2;   ///< 1 - beta2
+  T step_size;     ///< lr / (1 - beta1^t)
+  T inverse_root;  ///< 1 / sqrt(1 - beta2^t)
   T eps;
-  T weight_decay;    ///< decoupled: 1 - lr * weight_decay, which multiplies the parameter; else what multiplies it to be added to g
+  T weight_decay;  ///< decoupled: 1 - lr * weight_decay, which multiplies the parameter; else what multiplies it to be
+                   ///< added to g
 };
 
 /// Adam (Kingma and Ba 2015), decoupled: AdamW (Loshchilov and Hutter 2019), kAmsgrad: Reddi et al. 2018.
@@ -128,7 +124,7 @@ MUSTER_HOST_DEVICE void adam_element(T& p, T& m, T& v, T& v_max, T g, const Adam
   if (kDecoupled) {
     p = p * f.weight_decay;
   } else {
-    g = g + p * f.weight_decay;
+    g = decayed(g, p, f.weight_decay);
   }
   m = m + (g - m) * f.lerp1;
   v = v * f.beta2 + (g * g) * f.complement2;
@@ -144,13 +140,13 @@ template <class T>
 struct SgdFactors {
   T lr;
   T momentum;
-  T undamped;      ///< 1 - dampening; 1 in a parameter's first step, whose buffer starts as its gradient
+  T undamped;  ///< 1 - dampening; 1 in a parameter's first step, whose buffer starts as its gradient
   T weight_decay;
 };
 
 template <bool kMomentum, bool kNesterov, class T>
 MUSTER_HOST_DEVICE void sgd_element(T& p, T& buffer, T g, const SgdFactors<T>& f) noexcept {
-  g = g + p * f.weight_decay;
+  g = decayed(g, p, f.weight_decay);
   if (kMomentum) {
     buffer = buffer * f.momentum + g * f.undamped;
     g = kNesterov ? g + buffer * f.momentum : buffer;
@@ -167,7 +163,7 @@ struct AdagradFactors {
 
 template <class T>
 MUSTER_HOST_DEVICE void adagrad_element(T& p, T& sum, T g, const AdagradFactors<T>& f) noexcept {
-  g = g + p * f.weight_decay;
+  g = decayed(g, p, f.weight_decay);
   sum = sum + g * g;
   p = p - f.rate * (g / (square_root(sum) + f.eps));
 }
