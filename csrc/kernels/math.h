@@ -105,6 +105,13 @@ MUSTER_HOST_DEVICE double nearest_power_of_two(double value) noexcept {
 // --- one element of an optimizer step --------------------------------------------------------------------------------
 // T is float or double. `g` is the mean gradient, clipped. Formulas are those of torch.optim's documentation.
 
+/// g + p * weight_decay; without the term where weight_decay is 0, since 0 * inf is not 0. The choice is the same for
+/// all elements of a parameter.
+template <class T>
+MUSTER_HOST_DEVICE T decayed(T g, T p, T weight_decay) noexcept {
+  return weight_decay != 0 ? g + p * weight_decay : g;
+}
+
 /// What is equal for all elements of one parameter in one step.
 template <class T>
 struct AdamFactors {
@@ -114,8 +121,7 @@ struct AdamFactors {
   T step_size;     ///< lr / (1 - beta1^t)
   T inverse_root;  ///< 1 / sqrt(1 - beta2^t)
   T eps;
-  T weight_decay;  ///< decoupled: 1 - lr * weight_decay, which multiplies the parameter; else what multiplies it to be
-                   ///< added to g
+  T weight_decay;  ///< of the parameter; decoupled: 1 - lr * weight_decay, which multiplies it
 };
 
 /// Adam (Kingma and Ba 2015), decoupled: AdamW (Loshchilov and Hutter 2019), kAmsgrad: Reddi et al. 2018.
