@@ -10,6 +10,7 @@ namespace muster::kernels {
 struct NamedTable {
   const char* name;
   const IsaTable* table;
+  const StepTable* steps;
 };
 
 /// The tables that this machine can run, best last. Sets `count`. Thread-safe.

@@ -1,7 +1,9 @@
-// Compiled once per instruction set with MUSTER_ISA naming it. Everything is in an anonymous namespace and no library
-// template is instantiated, so that no function of this object can stand in for another object's. The loops are plain
-// and vectorised by the compiler; `ivdep` says what the contracts say: iterations touch equal indices only.
+// Compiled once per instruction set with MUSTER_ISA naming it. Everything is in an anonymous namespace or static and
+// always inlined, and no library template is instantiated, so that no function of this object can stand in for another
+// object's. The loops are plain and vectorised by the compiler; `ivdep` says what the contracts say: iterations touch
+// equal indices only.
 #include "kernels/cpu/isa_table.h"
+#include "kernels/math.h"
 
 namespace muster::kernels::MUSTER_ISA {
 namespace {
@@ -9,57 +11,6 @@ namespace {
 #define MUSTER_INLINE __attribute__((always_inline)) inline
 
 // --- element types -------------------------------------------------------------------------------------------------
-
-template <class To, class From>
-MUSTER_INLINE To bits_as(From from) noexcept {
-  To to;
-  static_assert(sizeof(To) == sizeof(From));
-  __builtin_memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Half {
-  uint16_t bits;
-};
-
-MUSTER_INLINE float widen(BFloat16 value) noexcept { return bits_as<float>(static_cast<uint32_t>(value.bits) << 16); }
-
-// The exponent is moved by a multiplication, which also normalises subnormals; infinities and NaN are mended after it.
-MUSTER_INLINE float widen(Half value) noexcept {
-  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
-  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
-  const uint32_t finite = bits_as<uint32_t>(bits_as<float>(magnitude) * bits_as<float>(0x77800000u));  // * 2^112
-  const uint32_t special = magnitude | 0x7f800000u;
-  return bits_as<float>(sign | (magnitude >= 0x0f800000u ? special : finite));
-}
-
-template <class T>
-MUSTER_INLINE T narrow(float value) noexcept;
-
-template <>
-MUSTER_INLINE BFloat16 narrow<BFloat16>(float value) noexcept {
-  const uint32_t bits = bits_as<uint32_t>(value);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const uint32_t nan = (bits >> 16) | 0x40u;
-  return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
-}
-
-// Three cases by magnitude, each computed for every value and selected: normal halves round in the integer domain,
-// subnormal ones by adding 0.5f, which puts the rounding position at the last bit of the sum.
-template <>
-MUSTER_INLINE Half narrow<Half>(float value) noexcept {
-  const uint32_t bits = bits_as<uint32_t>(value);
-  const uint32_t sign = (bits >> 16) & 0x8000u;
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u;
-  const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
-  return {static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? special : finite))};
-}
 
 // Storage: what lies in memory. Wide: what is added.
 template <class S, class W>
@@ -255,36 +206,48 @@ void tree_reduce(DType dtype, Reduction reduction, const void* const* sources, i
 
 // --- pack ----------------------------------------------------------------------------------------------------------
 
+template <class E, bool kScaled>
+void pack_values(typename E::Wide* destination, const typename E::Storage* source, size_t n, bool accumulate,
+                 typename E::Wide factor) noexcept {
+  if (accumulate) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < n; ++i) {
+      destination[i] = destination[i] + (kScaled ? factor * E::load(source[i]) : E::load(source[i]));
+    }
+  } else {
+#pragma GCC ivdep
+    for (size_t i = 0; i < n; ++i) destination[i] = kScaled ? factor * E::load(source[i]) : E::load(source[i]);
+  }
+}
+
 template <class E>
-void pack_one(const PackItem& item, bool accumulate) noexcept {
+void pack_one(const PackItem& item, bool accumulate, double factor) noexcept {
   using Wide = typename E::Wide;
   const auto* source = static_cast<const typename E::Storage*>(item.source);
   auto* destination = static_cast<Wide*>(item.destination);
   if (source == nullptr) {
-    if (!accumulate) __builtin_memset(destination, 0, item.n * sizeof(Wide));
-  } else if (accumulate) {
-#pragma GCC ivdep
-    for (size_t i = 0; i < item.n; ++i) destination[i] = destination[i] + E::load(source[i]);
+    if (!accumulate && item.n != 0) __builtin_memset(destination, 0, item.n * sizeof(Wide));
+  } else if (factor == 1) {
+    pack_values<E, false>(destination, source, item.n, accumulate, 1);
   } else {
-#pragma GCC ivdep
-    for (size_t i = 0; i < item.n; ++i) destination[i] = E::load(source[i]);
+    pack_values<E, true>(destination, source, item.n, accumulate, static_cast<Wide>(factor));
   }
 }
 
-void pack(const PackItem* items, size_t count, bool accumulate) noexcept {
+void pack(const PackItem* items, size_t count, bool accumulate, double factor) noexcept {
   for (size_t k = 0; k < count; ++k) {
     switch (items[k].source_dtype) {
       case DType::f64:
-        pack_one<Plain<double, double>>(items[k], accumulate);
+        pack_one<Plain<double, double>>(items[k], accumulate, factor);
         break;
       case DType::bf16:
-        pack_one<Low<BFloat16>>(items[k], accumulate);
+        pack_one<Low<BFloat16>>(items[k], accumulate, factor);
         break;
       case DType::f16:
-        pack_one<Low<Half>>(items[k], accumulate);
+        pack_one<Low<Half>>(items[k], accumulate, factor);
         break;
       default:
-        pack_one<Plain<float, float>>(items[k], accumulate);
+        pack_one<Plain<float, float>>(items[k], accumulate, factor);
         break;
     }
   }
@@ -292,24 +255,21 @@ void pack(const PackItem* items, size_t count, bool accumulate) noexcept {
 
 // --- statistics ----------------------------------------------------------------------------------------------------
 
-constexpr size_t kLanes = 16;  // element i adds to lane i % 16, whatever the width of a vector
-
-template <class T>
-double divide_tile(T* values, size_t n, T divisor) noexcept {
+// The sum of squares of one tile's values, each handed to `visit` first, which may change it.
+template <class Visit, class T>
+MUSTER_INLINE double tile_squares(T* values, size_t n, Visit visit) noexcept {
   alignas(64) double lanes[kLanes] = {};
   size_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
 #pragma GCC ivdep
     for (size_t lane = 0; lane < kLanes; ++lane) {
-      const T value = values[i + lane] / divisor;
-      values[i + lane] = value;
-      lanes[lane] = lanes[lane] + static_cast<double>(value) * static_cast<double>(value);
+      const auto value = static_cast<double>(visit(values[i + lane]));
+      lanes[lane] = lanes[lane] + value * value;
     }
   }
   for (size_t lane = 0; i < n; ++i, ++lane) {
-    const T value = values[i] / divisor;
-    values[i] = value;
-    lanes[lane] = lanes[lane] + static_cast<double>(value) * static_cast<double>(value);
+    const auto value = static_cast<double>(visit(values[i]));
+    lanes[lane] = lanes[lane] + value * value;
   }
   for (size_t half = kLanes / 2; half > 0; half /= 2) {
     for (size_t lane = 0; lane < half; ++lane) lanes[lane] = lanes[lane] + lanes[lane + half];
@@ -317,17 +277,36 @@ double divide_tile(T* values, size_t n, T divisor) noexcept {
   return lanes[0];
 }
 
-template <class T>
-void divide_all(void* values, size_t n, double divisor, double* partials) noexcept {
-  auto* typed = static_cast<T*>(values);
-  for (size_t begin = 0, tile = 0; begin < n; begin += kTile, ++tile) {
-    partials[tile] = divide_tile(typed + begin, n - begin < kTile ? n - begin : kTile, static_cast<T>(divisor));
+template <class Visit, class T>
+MUSTER_INLINE void all_squares(T* values, size_t n, double* partials, Visit visit) noexcept {
+  for (size_t begin = 0; begin < n; begin += kTile) {
+    *partials++ = tile_squares(values + begin, n - begin < kTile ? n - begin : kTile, visit);
   }
+}
+
+template <class T>
+void squares(const StatsSegment& segment) noexcept {
+  all_squares(static_cast<const T*>(segment.gradient), segment.n, segment.partials, [](T value) { return value; });
+}
+
+void grad_stats(const StatsSegment* segments, size_t count) noexcept {
+  for (size_t k = 0; k < count; ++k) {
+    if (segments[k].dtype == DType::f64) {
+      squares<double>(segments[k]);
+    } else {
+      squares<float>(segments[k]);
+    }
+  }
+}
+
+template <class T>
+void divide_all(void* values, size_t n, T divisor, double* partials) noexcept {
+  all_squares(static_cast<T*>(values), n, partials, [divisor](T& value) { return value = value / divisor; });
 }
 
 void divide_with_stats(DType dtype, void* values, size_t n, double divisor, double* partials) noexcept {
   if (dtype == DType::f64) return divide_all<double>(values, n, divisor, partials);
-  divide_all<float>(values, n, divisor, partials);
+  divide_all<float>(values, n, static_cast<float>(divisor), partials);
 }
 
 template <class T>
@@ -343,6 +322,6 @@ void scale(DType dtype, void* values, size_t n, double factor) noexcept {
 
 }  // namespace
 
-extern const IsaTable kTable = {&tree_reduce, &pack, &divide_with_stats, &scale};
+extern const IsaTable kTable = {&tree_reduce, &pack, &grad_stats, &divide_with_stats, &scale};
 
 }  // namespace muster::kernels::MUSTER_ISA

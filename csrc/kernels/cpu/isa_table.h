@@ -1,6 +1,6 @@
-// What one instruction set offers. isa_kernels.cpp is compiled once per instruction set and exports one table each;
-// dispatch.cpp picks the table of this machine. Only declarations: an inline function here could be emitted with
-// instructions that the machine lacks.
+// What one instruction set offers. isa_kernels.cpp and isa_steps.cpp are compiled once per instruction set and export
+// one table each; dispatch.cpp picks the tables of this machine. Only declarations: an inline function here could be
+// emitted with instructions that the machine lacks.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -9,19 +9,29 @@ namespace muster::kernels {
 
 struct IsaTable {
   void (*tree_reduce)(DType, Reduction, const void* const*, int, void* const*, int, size_t) noexcept;
-  void (*pack)(const PackItem*, size_t, bool) noexcept;
+  void (*pack)(const PackItem*, size_t, bool, double) noexcept;
+  void (*grad_stats)(const StatsSegment*, size_t) noexcept;
   void (*divide_with_stats)(DType, void*, size_t, double, double*) noexcept;
   void (*scale)(DType, void*, size_t, double) noexcept;
 };
 
+struct StepTable {
+  void (*adam)(const StepArguments&, const AdamGroup*) noexcept;
+  void (*sgd)(const StepArguments&, const SgdGroup*) noexcept;
+  void (*adagrad)(const StepArguments&, const AdagradGroup*) noexcept;
+};
+
 namespace baseline {
 extern const IsaTable kTable;
-}
+extern const StepTable kSteps;
+}  // namespace baseline
 namespace avx2 {
 extern const IsaTable kTable;
-}
+extern const StepTable kSteps;
+}  // namespace avx2
 namespace avx512 {
 extern const IsaTable kTable;
-}
+extern const StepTable kSteps;
+}  // namespace avx512
 
 }  // namespace muster::kernels

@@ -176,7 +176,7 @@ TEMPLATE_TEST_CASE("low precision: every value widens and narrows as c10 has it"
   for (const NamedTable& isa : tables()) {
     std::vector<float> widened(all.size());
     const PackItem item{all.data(), dtype_of<T>(), widened.data(), all.size()};
-    isa.table->pack(&item, 1, false);
+    isa.table->pack(&item, 1, false, 1);
     std::vector<T> sum(all.size());
     const void* sources[] = {all.data(), other.data()};
     void* destinations[] = {sum.data()};
@@ -201,16 +201,16 @@ TEST_CASE("pack overwrites, accumulates and clears", "[kernels]") {
     std::vector<double> wide_destination{1, 2, 3}, wide_source{0.1, 0.2, 0.3};
     PackItem items[] = {{source.data(), DType::f32, destination.data(), 3},
                         {wide_source.data(), DType::f64, wide_destination.data(), 3}};
-    isa.table->pack(items, 2, true);
+    isa.table->pack(items, 2, true, 1);
     CHECK(destination == std::vector<float>{11, 22, 33});
     CHECK(wide_destination == std::vector<double>{1.1, 2.2, 3.3});
-    isa.table->pack(items, 2, false);
+    isa.table->pack(items, 2, false, 1);
     CHECK(destination == source);
     items[0].source = items[1].source = nullptr;
-    isa.table->pack(items, 2, true);
+    isa.table->pack(items, 2, true, 1);
     CHECK(destination == source);
     CHECK(wide_destination == wide_source);
-    isa.table->pack(items, 2, false);
+    isa.table->pack(items, 2, false, 1);
     CHECK(destination == std::vector<float>(3));
     CHECK(wide_destination == std::vector<double>(3));
   }
@@ -225,13 +225,13 @@ TEMPLATE_TEST_CASE("divide_with_stats adds in one order everywhere", "[kernels]"
     std::vector<T> divided = values;
     std::vector<double> expected;
     for (size_t begin = 0; begin < n; begin += kTile) {
-      double lanes[16] = {};
+      double lanes[kLanes] = {};
       for (size_t i = begin; i < std::min(n, begin + kTile); ++i) {
         divided[i] = values[i] / static_cast<T>(3.0);
-        lanes[(i - begin) % 16] += static_cast<double>(divided[i]) * static_cast<double>(divided[i]);
+        lanes[(i - begin) % kLanes] += static_cast<double>(divided[i]) * static_cast<double>(divided[i]);
       }
-      for (int half = 8; half > 0; half /= 2) {
-        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+      for (size_t half = kLanes / 2; half > 0; half /= 2) {
+        for (size_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
       }
       expected.push_back(lanes[0]);
     }

@@ -1,0 +1,202 @@
+// Compiled once per instruction set, under the rules of isa_kernels.cpp.
+#include "kernels/cpu/isa_table.h"
+#include "kernels/step_math.h"
+
+namespace muster::kernels::MUSTER_ISA {
+namespace {
+
+// Passes over a piece that follow one another find it in the first cache.
+constexpr size_t kPiece = 1024;
+
+template <class T>
+void divide(T* out, const T* in, T divisor, size_t n) noexcept {
+#pragma GCC ivdep
+  for (size_t i = 0; i < n; ++i) out[i] = in[i] / divisor;
+}
+
+template <class S, class T>
+void narrow_all(S* out, const T* in, size_t n) noexcept {
+#pragma GCC ivdep
+  for (size_t i = 0; i < n; ++i) out[i] = narrow<S>(static_cast<float>(in[i]));
+}
+
+// 1 / divisor where multiplying by it gives the bits of the division, else 0: powers of two well inside T's range.
+template <class T>
+T exact_inverse(T divisor) noexcept {
+  const auto bits = bits_as<uint64_t>(static_cast<double>(divisor));
+  const int exponent = static_cast<int>((bits >> 52) & 0x7ffu) - 1023;
+  const int limit = sizeof(T) == sizeof(float) ? 120 : 1000;
+  const bool is_exact = (bits & 0xfffffffffffffull) == 0 && exponent > -limit && exponent < limit;
+  return is_exact ? 1 / divisor : 0;
+}
+
+// One segment's arrays from one index on, and what turns its `gradient` into the step's: g = gradient * inverse * clip.
+template <class T>
+struct Piece {
+  const T* gradient;
+  T* parameter;
+  T* state[3];
+  size_t n;
+  T inverse;
+  T clip;
+};
+
+// `update(segment)` gives what updates the pieces of that segment.
+template <class T, class Update>
+MUSTER_HOST_DEVICE void step_segment(const StepSegment& segment, const StepScalars& scalars, bool keep_gradient,
+                                     bool maximize, const Update& update) noexcept {
+  const bool is_changed = is_stepped(scalars, segment.used);
+  if (!is_changed && !keep_gradient) return;
+  const auto divisor = static_cast<T>(scalars.divisor);
+  const T inverse = exact_inverse(divisor);
+  alignas(64) T scratch[kPiece];
+  for (size_t begin = 0; begin < segment.n; begin += kPiece) {
+    const size_t n = segment.n - begin < kPiece ? segment.n - begin : kPiece;
+    T* gradient = static_cast<T*>(segment.gradient) + begin;
+    T* parameter = static_cast<T*>(segment.parameter) + begin;
+    Piece<T> piece{gradient, parameter, {}, n, inverse, clip_factor<T>(scalars, maximize)};
+    if (keep_gradient || inverse == 0) {
+      T* mean = keep_gradient ? gradient : scratch;
+      divide(mean, gradient, divisor, n);
+      piece.gradient = mean;
+      piece.inverse = 1;
+    }
+    if (!is_changed) continue;
+    for (int s = 0; s < 3; ++s) {
+      if (segment.state[s] != nullptr) piece.state[s] = static_cast<T*>(segment.state[s]) + begin;
+    }
+    update(piece);
+    if (segment.low == nullptr) continue;
+    if (segment.low_dtype == DType::bf16) {
+      narrow_all(static_cast<BFloat16*>(segment.low) + begin, parameter, n);
+    } else {
+      narrow_all(static_cast<Half*>(segment.low) + begin, parameter, n);
+    }
+  }
+}
+
+// --- adam ----------------------------------------------------------------------------------------------------------
+
+template <bool kDecoupled, bool kAmsgrad, class T>
+void adam_piece(const Piece<T>& piece, const AdamFactors<T>& shared) noexcept {
+  const AdamFactors<T> f = shared;
+  const T* gradient = piece.gradient;
+  T* p = piece.parameter;
+  T* m = piece.state[0];
+  T* v = piece.state[1];
+  T* v_max = piece.state[2];
+  const T inverse = piece.inverse;
+  const T clip = piece.clip;
+#pragma GCC ivdep
+  for (size_t i = 0; i < piece.n; ++i) {
+    const T g = gradient[i] * inverse * clip;
+    T unused = 0;
+    adam_element<kDecoupled, kAmsgrad>(p[i], m[i], v[i], kAmsgrad ? v_max[i] : unused, g, f);
+  }
+}
+
+template <class T>
+void adam_segment(const StepArguments& a, const StepSegment& segment, const AdamGroup& group) noexcept {
+  const AdamFactors<T> f = adam_factors<T>(group, step_count(segment.step));
+  const auto run = [&](auto update) {
+    step_segment<T>(segment, *a.scalars, a.keep_gradient, group.maximize,
+                    [&](const Piece<T>& piece) { update(piece, f); });
+  };
+  if (group.decoupled) {
+    group.amsgrad ? run(adam_piece<true, true, T>) : run(adam_piece<true, false, T>);
+  } else {
+    group.amsgrad ? run(adam_piece<false, true, T>) : run(adam_piece<false, false, T>);
+  }
+}
+
+void adam(const StepArguments& a, const AdamGroup* groups) noexcept {
+  for (size_t k = 0; k < a.count; ++k) {
+    const AdamGroup& group = groups[a.segments[k].group];
+    if (a.dtype == DType::f64) {
+      adam_segment<double>(a, a.segments[k], group);
+    } else {
+      adam_segment<float>(a, a.segments[k], group);
+    }
+  }
+}
+
+// --- sgd -----------------------------------------------------------------------------------------------------------
+
+template <bool kMomentum, bool kNesterov, class T>
+void sgd_piece(const Piece<T>& piece, const SgdFactors<T>& shared) noexcept {
+  const SgdFactors<T> f = shared;
+  const T* gradient = piece.gradient;
+  T* p = piece.parameter;
+  T* buffer = piece.state[0];
+  const T inverse = piece.inverse;
+  const T clip = piece.clip;
+#pragma GCC ivdep
+  for (size_t i = 0; i < piece.n; ++i) {
+    const T g = gradient[i] * inverse * clip;
+    T unused = 0;
+    sgd_element<kMomentum, kNesterov>(p[i], kMomentum ? buffer[i] : unused, g, f);
+  }
+}
+
+template <class T>
+void sgd_segment(const StepArguments& a, const StepSegment& segment, const SgdGroup& group) noexcept {
+  const SgdFactors<T> f = sgd_factors<T>(group, step_count(segment.step));
+  const auto run = [&](auto update) {
+    step_segment<T>(segment, *a.scalars, a.keep_gradient, group.maximize,
+                    [&](const Piece<T>& piece) { update(piece, f); });
+  };
+  if (group.momentum == 0) {
+    run(sgd_piece<false, false, T>);
+  } else {
+    group.nesterov ? run(sgd_piece<true, true, T>) : run(sgd_piece<true, false, T>);
+  }
+}
+
+void sgd(const StepArguments& a, const SgdGroup* groups) noexcept {
+  for (size_t k = 0; k < a.count; ++k) {
+    const SgdGroup& group = groups[a.segments[k].group];
+    if (a.dtype == DType::f64) {
+      sgd_segment<double>(a, a.segments[k], group);
+    } else {
+      sgd_segment<float>(a, a.segments[k], group);
+    }
+  }
+}
+
+// --- adagrad -------------------------------------------------------------------------------------------------------
+
+template <class T>
+void adagrad_piece(const Piece<T>& piece, const AdagradFactors<T>& shared) noexcept {
+  const AdagradFactors<T> f = shared;
+  const T* gradient = piece.gradient;
+  T* p = piece.parameter;
+  T* sum = piece.state[0];
+  const T inverse = piece.inverse;
+  const T clip = piece.clip;
+#pragma GCC ivdep
+  for (size_t i = 0; i < piece.n; ++i) adagrad_element(p[i], sum[i], gradient[i] * inverse * clip, f);
+}
+
+template <class T>
+void adagrad_segment(const StepArguments& a, const StepSegment& segment, const AdagradGroup& group) noexcept {
+  const AdagradFactors<T> f = adagrad_factors<T>(group, step_count(segment.step));
+  step_segment<T>(segment, *a.scalars, a.keep_gradient, group.maximize,
+                  [&](const Piece<T>& piece) { adagrad_piece(piece, f); });
+}
+
+void adagrad(const StepArguments& a, const AdagradGroup* groups) noexcept {
+  for (size_t k = 0; k < a.count; ++k) {
+    const AdagradGroup& group = groups[a.segments[k].group];
+    if (a.dtype == DType::f64) {
+      adagrad_segment<double>(a, a.segments[k], group);
+    } else {
+      adagrad_segment<float>(a, a.segments[k], group);
+    }
+  }
+}
+
+}  // namespace
+
+extern const StepTable kSteps = {&adam, &sgd, &adagrad};
+
+}  // namespace muster::kernels::MUSTER_ISA
