@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/bindings.h"
+#include "core/wait_hook.h"
 #include "muster/cluster.h"
 #include "strategy/build.h"
 #include "strategy/collectives.h"
@@ -91,6 +92,12 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+// A call guard: waits inside the call end with what a signal handler raises.
+struct Interruptible {
+  py::gil_scoped_release release;
+  WaitHook hook{check_signals};
+};
+
 std::function<void()> callback(const py::object& function) {
   if (function.is_none()) return {};
   return [kept = keep(function)] {
@@ -157,7 +164,7 @@ void bind_core_class(py::module_& m) {
           [](StrategyCore& c, std::vector<NamedTensors> parameters, std::vector<NamedTensors> buffers) {
             return c.registry().add({std::move(parameters), std::move(buffers)}, c.workers());
           },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<Interruptible>())
       .def("set_buffers",
            [](StrategyCore& c, int module, size_t local_replica, const std::vector<at::Tensor>& buffers) {
              c.registry().set_buffers(module, local_replica, buffers);
@@ -167,7 +174,7 @@ void bind_core_class(py::module_& m) {
       .def("name_of", [](StrategyCore& c, size_t parameter) { return c.registry().name(parameter); })
       .def("set_of", &StrategyCore::set_of)
       .def("change_set", &StrategyCore::change_set)
-      .def("average_gradients", &StrategyCore::average_gradients, py::call_guard<py::gil_scoped_release>());
+      .def("average_gradients", &StrategyCore::average_gradients, py::call_guard<Interruptible>());
   core.def("step",
            [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, int set, bool loader_ended,
               const py::object& apply, const py::object& interrupt) {
@@ -207,42 +214,41 @@ void bind_core_class(py::module_& m) {
           [](StrategyCore& c, const Leaves& values, ReduceOp op, const at::Tensor& weight) {
             return reduce_in_step(c.step_group(), values, op, weight);
           },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<Interruptible>())
       .def(
           "gather_in_step",
           [](StrategyCore& c, const Leaves& values) { return gather_in_step(c.step_group(), values); },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<Interruptible>())
       .def(
           "broadcast_in_step",
           [](StrategyCore& c, const Leaves& values, int source) {
             return broadcast_in_step(c.step_group(), values, source);
           },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<Interruptible>())
       .def(
-          "barrier_in_step", [](StrategyCore& c) { c.step_group().barrier().wait(); },
-          py::call_guard<py::gil_scoped_release>())
+          "barrier_in_step", [](StrategyCore& c) { c.step_group().barrier().wait(); }, py::call_guard<Interruptible>())
       .def(
           "reduce",
           [](StrategyCore& c, const std::vector<std::pair<Leaves, double>>& values, ReduceOp op) {
             return reduce_over_workers(c.workers(), contributions(values), op);
           },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<Interruptible>())
       .def(
           "gather",
           [](StrategyCore& c, const std::vector<std::pair<Leaves, double>>& values) {
             return gather_over_workers(c.workers(), contributions(values));
           },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<Interruptible>())
       .def(
           "broadcast",
           [](StrategyCore& c, const Leaves& values, int source) {
             return broadcast_over_workers(c.workers(), values, source);
           },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<Interruptible>())
       .def(
           "exchange_texts", [](StrategyCore& c, const std::string& text) { return exchange_texts(c.workers(), text); },
-          py::call_guard<py::gil_scoped_release>())
-      .def("barrier", [](StrategyCore& c) { c.workers().barrier().wait(); }, py::call_guard<py::gil_scoped_release>());
+          py::call_guard<Interruptible>())
+      .def("barrier", [](StrategyCore& c) { c.workers().barrier().wait(); }, py::call_guard<Interruptible>());
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "core/wait_hook.h"
 #include "muster/error.h"
 
 namespace muster::comm {
@@ -53,6 +54,7 @@ class C10dWork final : public Work::Impl {
         throw Timeout(where_ + " did not end within " + std::to_string(timeout.count()) +
                       " ms. Look at what the other workers are doing; if they are only slow, raise `timeout`");
       } else {
+        WaitHook::call();
         wait_slice(
             std::min(kSlice, std::max(Milliseconds(1), std::chrono::ceil<Milliseconds>(deadline - Clock::now()))));
       }

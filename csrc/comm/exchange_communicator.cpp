@@ -235,6 +235,10 @@ void Exchange::wait_for_front(Clock::time_point deadline) {
                                          describe(front->card.request) + ": " + error.what())));
   } catch (const Error&) {
     fail(std::current_exception());
+  } catch (...) {
+    fail(std::make_exception_ptr(CommError("rank " + std::to_string(transport_->rank()) +
+                                           " was interrupted while it waited for " + describe(front->card.request))));
+    throw;
   }
 }
 

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "comm/futex.h"
+#include "core/wait_hook.h"
 
 namespace muster::comm::shared {
 namespace {
@@ -156,6 +157,7 @@ void Group::wait_until(const Done& done, Milliseconds timeout) {
   if (timeout.count() < 0) timeout = timeout_;
   const Clock::time_point start = Clock::now();
   Clock::time_point spin_end = start + spin_;
+  Clock::time_point next_hook = start + kSlice;
   std::atomic<uint32_t>& sleeping = mine().sleeping;
   while (!done() && !failure_) {
     if (advance()) {
@@ -169,6 +171,10 @@ void Group::wait_until(const Done& done, Milliseconds timeout) {
       continue;
     }
     if (check_lost()) continue;
+    if (now >= next_hook) {
+      next_hook = now + kSlice;
+      call_wait_hook();
+    }
     if (now - start >= timeout) {
       time_out(timeout);
       break;
@@ -180,6 +186,16 @@ void Group::wait_until(const Done& done, Milliseconds timeout) {
       futex_wait(sleeping, 1, std::min<std::chrono::nanoseconds>(kSlice, left), space_->crosses_processes());
     }
     sleeping.store(0);
+  }
+}
+
+void Group::call_wait_hook() {
+  try {
+    WaitHook::call();
+  } catch (...) {
+    fail(FailureKind::aborted, -1,
+         "rank " + std::to_string(rank_) + " was interrupted while it waited for " + describe_wait());
+    throw;
   }
 }
 

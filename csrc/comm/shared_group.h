@@ -95,6 +95,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void wait_until(const Done& done, Milliseconds timeout);
   bool is_done(const Operation& operation) const noexcept;
   bool check_lost();
+  void call_wait_hook();
   void time_out(Milliseconds timeout);
   void end_epoch(ScopeEnd end, const std::string& reason);
   void publish_passed();

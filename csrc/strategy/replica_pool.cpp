@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "core/wait_hook.h"
 #include "muster/error.h"
 
 namespace muster {
@@ -64,6 +65,7 @@ void ReplicaPool::serve(int local_replica) {
 void ReplicaPool::run(const Task& task, const std::function<void()>& poll, const std::function<void()>& interrupt) {
   if (replicas_ == 1) {
     const IntraOpThreads threads(threads_per_replica_);
+    const WaitHook hook(poll);
     task(0);
     return;
   }

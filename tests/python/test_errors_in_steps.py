@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import muster
 from support.jobs import Launcher, WorkerPool, part_of
+from support.ranks import run_ranks
 
 
 class Broken(Exception):
@@ -299,6 +300,37 @@ def test_after_an_interrupt_the_strategy_waits_for_a_replica_that_hears_nothing(
         while strategy._core.busy and time.monotonic() < deadline:
             threading.Event().wait(0.01)
         assert strategy.step(lambda x: model(x).mean(), x).stepped
+
+
+def waiting_for_a_late_peer(in_barrier: bool) -> tuple[str, float]:
+    strategy = muster.MultiWorkerMirroredStrategy.from_env(timeout=30)
+    module = nn.Linear(4, 1)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = torch.ones(8, 4)
+
+    def join() -> None:
+        strategy.barrier() if in_barrier else strategy.step(lambda x: model(x).mean(), x)
+
+    join()
+    started = time.monotonic()
+    if strategy.is_chief:
+        timer = interrupt_after(0.3)
+        with pytest.raises(KeyboardInterrupt):
+            join()
+        timer.join()
+        return "interrupted", time.monotonic() - started
+    time.sleep(1.5)  # late on purpose
+    with pytest.raises(muster.CommError) as caught:
+        join()
+    return str(caught.value), 0.0
+
+
+@pytest.mark.parametrize("in_barrier", [False, True])
+def test_ctrl_c_ends_a_wait_for_other_workers_within_a_second(in_barrier: bool) -> None:
+    (text, seconds), (reason, _) = run_ranks(2, waiting_for_a_late_peer, in_barrier)
+    assert text == "interrupted"
+    assert seconds < 1.3
+    assert "interrupted" in reason or "worker 0" in reason
 
 
 def stopping(strategy: muster.Strategy, how: str, failing: bool) -> list[int]:

@@ -10,8 +10,11 @@
 #include <torch/optim/sgd.h>
 
 #include "cpp/catch.h"
+#include "muster/mirrored.h"
+#include "muster/multi_worker.h"
 #include "muster/strategy.h"
 #include "strategy/strategy_core.h"
+#include "support/local_process_group.h"
 #include "support/run_ranks.h"
 
 using namespace muster;
@@ -210,5 +213,40 @@ TEST_CASE("an exception in one worker's step reaches the others and ends nothing
           }
           MUSTER_CHECK(strategy.steps() == 0);
           MUSTER_CHECK(strategy.step(good, batch).stepped);
+        }) == "");
+}
+
+TEST_CASE("workers may communicate through a process group", "[workers]") {
+  const auto train = [](Strategy& strategy, const at::Tensor& x) {
+    auto model = strategy.prepare([] {
+      auto module = std::make_shared<torch::nn::LinearImpl>(3, 2);
+      const at::NoGradGuard no_grad;
+      module->weight.copy_(at::arange(6).view({2, 3}) * 0.1);
+      module->bias.zero_();
+      return module;
+    });
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    strategy.prepare(optimizer);
+    for (int i = 0; i < 5; ++i) {
+      strategy.step([&](const at::Tensor& part) { return model->forward(part).square().mean(); }, x);
+    }
+    return model->weight.detach().clone();
+  };
+  const auto x = at::arange(12, at::kFloat).view({4, 3}) * 0.25;
+  MirroredStrategy mirrored({"cpu:0", "cpu:1"}, {.threads_per_replica = 1});
+  const auto expected = train(mirrored, x);
+
+  const auto ranks = comm::make_local(2, kTimeout);
+  CHECK(run_threads(2, [&](int rank) {
+          const Cluster cluster{.rank = rank, .num_workers = 2, .address = "127.0.0.1:1", .local_rank = rank};
+          MultiWorkerMirroredStrategy strategy(cluster, {}, {.threads_per_replica = 1},
+                                               make_process_group(ranks[static_cast<size_t>(rank)]));
+          MUSTER_CHECK(train(strategy, x.narrow(0, 2 * rank, 2).clone()).equal(expected));
+          MUSTER_CHECK(contains(strategy.explain(), "process group"));
+          const Cluster other{.rank = rank, .num_workers = 3, .address = "127.0.0.1:1", .local_rank = rank};
+          const auto message = message_of<InvalidArgument>([&] {
+            MultiWorkerMirroredStrategy(other, {}, {}, make_process_group(ranks[static_cast<size_t>(rank)]));
+          });
+          MUSTER_CHECK(contains(message, "same job"));
         }) == "");
 }
