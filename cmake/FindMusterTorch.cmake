@@ -1,10 +1,11 @@
 # Finds LibTorch and defines the imported targets muster::torch and, where LibTorch comes from a Python installation,
-# muster::torch_python. Torch's own TorchConfig.cmake asks a CUDA build of torch for the CUDA toolkit; this needs none.
+# muster::torch_python, and, where it is a CUDA build, muster::torch_c10_cuda. Torch's own TorchConfig.cmake asks a CUDA
+# build of torch for the CUDA toolkit; this needs none.
 #
 # Looked for in this order: MusterTorch_ROOT (a folder with include/ and lib/), Torch_DIR, the folder beside an
 # installed muster package, CMAKE_PREFIX_PATH, and the torch of the Python interpreter (Python_EXECUTABLE, else
 # python3 of the PATH).
-# Sets MusterTorch_FOUND, MusterTorch_VERSION and MusterTorch_ROOT_DIR.
+# Sets MusterTorch_FOUND, MusterTorch_VERSION, MusterTorch_ROOT_DIR and MusterTorch_HAS_CUDA.
 
 set(_hints "${MusterTorch_ROOT}")
 if(Torch_DIR)
@@ -43,6 +44,11 @@ if(MusterTorch_ROOT_DIR)
   list(JOIN _parts "." MusterTorch_VERSION)
 endif()
 
+set(MusterTorch_HAS_CUDA OFF)
+if(EXISTS "${MusterTorch_ROOT_DIR}/lib/libc10_cuda.so")
+  set(MusterTorch_HAS_CUDA ON)
+endif()
+
 include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(MusterTorch REQUIRED_VARS MusterTorch_ROOT_DIR VERSION_VAR MusterTorch_VERSION
   REASON_FAILURE_MESSAGE "Install torch in the Python that CMake uses (-DPython_EXECUTABLE=...), or pass -DMusterTorch_ROOT=<libtorch folder>.")
@@ -67,5 +73,8 @@ if(MusterTorch_FOUND AND NOT TARGET muster::torch)
     INTERFACE_COMPILE_FEATURES cxx_std_20)
   if(EXISTS "${MusterTorch_ROOT_DIR}/lib/libtorch_python.so")
     _muster_import_torch(torch_python torch_python muster::torch)
+  endif()
+  if(MusterTorch_HAS_CUDA)
+    _muster_import_torch(torch_c10_cuda c10_cuda muster::torch)
   endif()
 endif()
