@@ -63,18 +63,16 @@ struct StatsSegment {
 /// (a finite f32 square cannot overflow fp64; an f64 one may).
 void grad_stats(const StatsSegment* segments, size_t count) noexcept;
 
-/// The first fields of a window's tail: sums over all replicas.
-enum TailField : int32_t {
-  kWeight,         ///< sum of the losses' weights
-  kWeightedLoss,   ///< sum of weight * loss
-  kContributions,  ///< losses with a positive weight
-  kFailures,
-  kStops,
-  kMetrics,
-  kMeanLosses,  ///< losses that are means
-  kSumLosses,   ///< losses that are sums: then gradients are not divided by the weight
-  kTailFields
-};
+// The first fields of a window's tail: sums over all replicas.
+inline constexpr int kWeight = 0;         ///< of the losses' weights
+inline constexpr int kWeightedLoss = 1;   ///< of weight * loss
+inline constexpr int kContributions = 2;  ///< losses with a positive weight
+inline constexpr int kFailures = 3;
+inline constexpr int kStops = 4;
+inline constexpr int kMetrics = 5;
+inline constexpr int kMeanLosses = 6;  ///< losses that are means
+inline constexpr int kSumLosses = 7;   ///< losses that are sums: then gradients are not divided by the weight
+inline constexpr int kTailFields = 8;
 
 /// The scale that a loss is multiplied by, and how many steps in a row were finite; torch.amp.GradScaler's state.
 struct LossScaleState {
