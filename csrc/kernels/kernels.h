@@ -100,9 +100,10 @@ struct WindowOptions {
 
 /// Adds the partials (partial i to lane i % kPartialLanes in ascending order, lanes then folded in halves) and writes
 /// `scalars`, whose `unit` on entry is that of the window's seeds: divisor = weight / unit * scale, or scale alone for
-/// sums; norm = sqrt(sum) / divisor; finite = the sum is finite; clip = clip_norm / (norm + 1e-6) where that is below
-/// 1, as torch.nn.utils.clip_grad_norm_. Then steps[p] += 1 for each of the `num_parameters` whose used[p] > 0, unless
-/// skipped or dropped; then, with a `scale`, loss_scale_update.
+/// sums and where the weight is 0; norm = sqrt(sum) / divisor; finite = the sum is finite; clip = clip_norm / (norm +
+/// 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_; a window of weight 0 keeps `unit`. Then steps[p] +=
+/// 1 for each of the `num_parameters` whose used[p] > 0, unless skipped or dropped; then, with a `scale`,
+/// loss_scale_update.
 void finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,
                    size_t num_parameters, const WindowOptions& options, StepScalars* scalars,
                    LossScaleState* scale) noexcept;
@@ -127,8 +128,8 @@ struct StepSegment {
   void* parameter;     ///< the parameter, or the master copy of a low-precision one
   void* low;           ///< n elements of `low_dtype` that receive the rounded parameter, or null
   void* state[3];      ///< by optimizer; see there
-  const float* step;   ///< the parameter's step count, this step included
-  const double* used;  ///< how many replicas had a gradient: where 0, nothing changes
+  const float* step;   ///< the parameter's step count, this step included; null: it is the first
+  const double* used;  ///< how many replicas had a gradient: where 0, nothing changes; null: used
   size_t n;
   uint32_t group;   ///< index into the hyperparameters
   DType low_dtype;  ///< bf16 or f16
@@ -164,7 +165,8 @@ struct AdagradGroup {
 
 /// One optimizer step of each segment: g = gradient / divisor, then g * clip, then torch.optim's formulas for fp32 or
 /// fp64 (math.h). Nothing changes where the step is not finite, dropped, or the parameter unused; with keep_gradient
-/// the mean is written even then.
+/// the mean is written even then. To maximize, g is negated, but not the mean that is kept. A weight decay or momentum
+/// of 0 leaves its term out, as in torch: an infinite parameter then makes no NaN of the state.
 void adam_step(const StepArguments& arguments, const AdamGroup* groups) noexcept;
 void sgd_step(const StepArguments& arguments, const SgdGroup* groups) noexcept;
 void adagrad_step(const StepArguments& arguments, const AdagradGroup* groups) noexcept;

@@ -96,6 +96,11 @@ TEST_CASE("finish_window clips as torch.nn.utils.clip_grad_norm_", "[kernels]") 
   CHECK(window.scalars.clip == 1);
 
   window.scalars.unit = 2;
+  window.options.clip_norm = 5;
+  window.finish();
+  CHECK(window.scalars.clip == 1);
+
+  window.scalars.unit = 2;
   window.options.clip_norm = std::nextafter(boundary, 0.0);
   window.finish();
   CHECK(window.scalars.clip == window.options.clip_norm / boundary);
