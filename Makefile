@@ -8,7 +8,7 @@ PYTHON := $(BIN)/python
 STAMPS := $(VENV)/.stamps
 # The environment's tools first: cmake, ninja, ruff, clang-format.
 export PATH := $(BIN):$(PATH)
-CPP_FILES = $(shell find csrc tests/cpp tests/support examples/cpp -name '*.h' -o -name '*.cpp' -o -name '*.h.in')
+CPP_FILES = $(shell find csrc tests/cpp tests/support examples/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h.in')
 PY_FILES = python tests/python tests/support examples/python benchmarks tools setup.py
 CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DMUSTER_TESTS=ON
 
@@ -21,6 +21,7 @@ train: package
 test: package cuda
 	cmake --build $(BUILD) -j $(JOBS) --target all muster_tests
 	$(BUILD)/muster_tests
+	$(BUILD)/muster_cuda_tests
 	$(PYTHON) -m pytest
 
 # Compiles and links the CUDA side where nvcc is found; nothing of it runs. A GPU is `make gpu-check`'s business.
@@ -29,6 +30,7 @@ cuda: $(STAMPS)/requirements
 
 test-long: test
 	$(BUILD)/muster_tests "[long]"
+	$(BUILD)/muster_cuda_tests "[long]"
 	$(PYTHON) -m pytest -m long
 
 test-sanitize: $(STAMPS)/requirements test-address test-thread
@@ -37,6 +39,7 @@ test-address test-thread: test-%: $(STAMPS)/requirements
 	$(CMAKE) -B $(BUILD)-$* -DMUSTER_SANITIZE=$*
 	cmake --build $(BUILD)-$* -j $(JOBS)
 	tools/sanitized.sh $* $(BUILD)-$*/muster_tests
+	tools/sanitized.sh $* $(BUILD)-$*/muster_cuda_tests
 
 # clang-tidy reads a compile database of its own: it knows neither gcc's precompiled headers nor ccache, and no build
 # with CUDA, which nccl_api.cpp needs.

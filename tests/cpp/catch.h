@@ -1,7 +1,9 @@
 // Catch2, version 2 (Debian 12, Ubuntu 22.04) or 3.
 #pragma once
 
+#if __has_include(<c10/util/Logging.h>)
 #include <c10/util/Logging.h>
+#endif
 
 #include <string>
 

@@ -1,0 +1,33 @@
+// cuda_kernels.h of a build without CUDA: callers turn not_built into NotBuilt.
+#include "kernels/cuda/cuda_kernels.h"
+
+namespace muster::kernels::cuda {
+namespace {
+
+constexpr Status kNotBuilt{Status::Code::not_built, "this build of muster has no CUDA; build it with MUSTER_CUDA=ON"};
+
+}  // namespace
+
+bool is_built() noexcept { return false; }
+
+Status pack(const PackPlan&, const void* const*, void*, bool, double, Stream) noexcept { return kNotBuilt; }
+
+Status tree_sum(DType, const void* const*, int, void* const*, int, size_t, Stream) noexcept { return kNotBuilt; }
+
+Status grad_stats(const StatsSegment*, const Chunk*, uint32_t, Stream) noexcept { return kNotBuilt; }
+
+Status finish_window(const double*, size_t, const double*, const double*, float*, size_t, const WindowOptions&,
+                     StepScalars*, LossScaleState*, Stream) noexcept {
+  return kNotBuilt;
+}
+
+Status adam_step(const StepPlan&, const AdamGroup*, Stream) noexcept { return kNotBuilt; }
+Status sgd_step(const StepPlan&, const SgdGroup*, Stream) noexcept { return kNotBuilt; }
+Status adagrad_step(const StepPlan&, const AdagradGroup*, Stream) noexcept { return kNotBuilt; }
+
+Status peer_reduce(const Peers&, DType, void* const*, size_t, Stream) noexcept { return kNotBuilt; }
+Status reduce_adam_step(const Peers&, const ReduceStep&, Stream) noexcept { return kNotBuilt; }
+Status reduce_sgd_step(const Peers&, const ReduceStep&, Stream) noexcept { return kNotBuilt; }
+Status reduce_adagrad_step(const Peers&, const ReduceStep&, Stream) noexcept { return kNotBuilt; }
+
+}  // namespace muster::kernels::cuda

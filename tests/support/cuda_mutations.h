@@ -1,0 +1,33 @@
+// Faults that a build with MUSTER_MUTANTS plants in the kernels, one at a time, by name in the environment variable
+// MUSTER_MUTATION: tests must then fail.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#define MUSTER_MUTATIONS(X) \
+  X(pack_misaligned_load)   \
+  X(pack_short_tail)
+
+namespace muster::kernels::cuda::emulation {
+
+#define MUSTER_MUTATION_NAME(name) name,
+enum class Mutation { MUSTER_MUTATIONS(MUSTER_MUTATION_NAME) none };
+#undef MUSTER_MUTATION_NAME
+
+inline Mutation chosen_mutation() {
+  const char* name = std::getenv("MUSTER_MUTATION");
+  if (name == nullptr) return Mutation::none;
+#define MUSTER_MUTATION_CHOICE(known) \
+  if (std::strcmp(name, #known) == 0) return Mutation::known;
+  MUSTER_MUTATIONS(MUSTER_MUTATION_CHOICE)
+#undef MUSTER_MUTATION_CHOICE
+  std::fprintf(stderr, "no mutation is called %s\n", name);
+  std::_Exit(2);
+}
+inline const Mutation mutation = chosen_mutation();
+
+}  // namespace muster::kernels::cuda::emulation
+
+#define MUSTER_MUTATE(name, normal, mutated) (emulation::mutation == emulation::Mutation::name ? (mutated) : (normal))
