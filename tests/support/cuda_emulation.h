@@ -450,9 +450,9 @@ class Pool {
   bool is_closing_ = false;
 };
 
-/// Null, or what went wrong, valid until this thread's next launch. One launch at a time in the process.
+/// Null, or what went wrong, valid until this thread's next launch. Thread-safe.
 inline const char* run_grid(unsigned blocks, unsigned threads, bool cooperative, const std::function<void()>& body) {
-  static Pool pool;
+  static thread_local Pool pool;
   static thread_local char problem[256];
   if (blocks == 0 || threads == 0 || threads > 1024) return "emulation: a launch without blocks or threads";
   Launch launch{blocks, threads, body, options};

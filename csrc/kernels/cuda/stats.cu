@@ -1,0 +1,59 @@
+#include "kernels/cuda/sums.h"
+
+namespace muster::kernels::cuda {
+namespace {
+
+constexpr unsigned kThreads = 256;
+constexpr unsigned kWarps = kThreads / kLanes;
+
+template <class T>
+MUSTER_DEVICE double squares_of(const void* gradient, uint64_t first, uint32_t n) {
+  const T* values = static_cast<const T*>(gradient) + first;
+  return tile_squares(n, [&](uint32_t i) { return values[i]; });
+}
+
+MUSTER_KERNEL void __launch_bounds__(kThreads, 4)
+    grad_stats_kernel(const StatsSegment* segments, const Chunk* chunks, uint32_t num_chunks) {
+  for (uint32_t c = blockIdx.x * kWarps + threadIdx.x / kLanes; c < num_chunks; c += gridDim.x * kWarps) {
+    const Chunk chunk = chunks[c];
+    const StatsSegment segment = segments[chunk.item];
+    const uint64_t first = uint64_t{chunk.index} * kTile;
+    const uint32_t n = static_cast<uint32_t>(segment.n - first < kTile ? segment.n - first : kTile);
+    const double sum = segment.dtype == DType::f64 ? squares_of<double>(segment.gradient, first, n)
+                                                   : squares_of<float>(segment.gradient, first, n);
+    if (threadIdx.x % kLanes == 0) segment.partials[chunk.index] = sum;
+  }
+}
+
+struct Window {
+  const double* partials;
+  uint64_t num_partials;
+  const double* tail;
+  const double* used;
+  float* steps;
+  uint64_t num_parameters;
+  WindowOptions options;
+  StepScalars* scalars;
+  LossScaleState* scale;
+};
+
+MUSTER_KERNEL void __launch_bounds__(kPartialLanes) finish_window_kernel(MUSTER_GRID_CONSTANT(Window) w) {
+  const StepScalars closed = close_window(w.partials, w.num_partials, w.tail, w.options, w.scalars, w.scale);
+  advance_window(closed, w.used, w.steps, w.num_parameters, w.options, w.scalars, w.scale);
+}
+
+}  // namespace
+
+Status grad_stats(const StatsSegment* segments, const Chunk* chunks, uint32_t num_chunks, Stream stream) noexcept {
+  const uint64_t blocks = (uint64_t{num_chunks} + kWarps - 1) / kWarps;
+  return launch_over(blocks, 8, grad_stats_kernel, kThreads, stream, segments, chunks, num_chunks);
+}
+
+Status finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,
+                     size_t num_parameters, const WindowOptions& options, StepScalars* scalars, LossScaleState* scale,
+                     Stream stream) noexcept {
+  const Window window{partials, num_partials, tail, used, steps, num_parameters, options, scalars, scale};
+  return launch(finish_window_kernel, {1, kPartialLanes}, stream, window);
+}
+
+}  // namespace muster::kernels::cuda

@@ -1,0 +1,80 @@
+#include "kernels/cuda/step_chunk.h"
+
+namespace muster::kernels::cuda {
+namespace {
+
+/// The parameter, and its copy of low precision where there is one.
+template <class T>
+struct StoreLocally {
+  T* parameter;
+  void* low;  // the chunk's first element, or null
+  DType low_dtype;
+
+  template <int kN>
+  MUSTER_MEMBER bool is_aligned() const {
+    return low == nullptr || cuda::is_aligned<BFloat16, kN>(static_cast<const BFloat16*>(low));
+  }
+
+  template <int kN>
+  MUSTER_MEMBER void store(uint32_t i, const Pack<T, kN>& values) const {
+    cuda::store(parameter + i, values);
+    if (low != nullptr) store_low(low_dtype, low, i, values);
+  }
+};
+
+/// A block takes a run of chunks, so that a parameter's factors are computed about once a block.
+template <class Optimizer, class T>
+MUSTER_KERNEL void __launch_bounds__(kStepThreads, sizeof(T) == sizeof(float) ? 3 : 2)
+    step_kernel(MUSTER_GRID_CONSTANT(StepPlan) plan, const typename Optimizer::Group* groups) {
+  MUSTER_SHARED SegmentFactors<Optimizer, T> factors;
+  const uint32_t begin = static_cast<uint32_t>(uint64_t{plan.num_chunks} * blockIdx.x / gridDim.x);
+  const uint32_t end = static_cast<uint32_t>(uint64_t{plan.num_chunks} * (blockIdx.x + 1) / gridDim.x);
+  for (uint32_t c = begin; c < end; ++c) {
+    const Chunk chunk = plan.chunks[c];
+    const StepSegment& segment = plan.segments[chunk.item];
+    if (c == begin || chunk.item != plan.chunks[c - 1].item) {
+      share_factors<Optimizer, T>(factors, *plan.scalars, segment.used, groups[segment.group],
+                                  [&] { return step_count(segment.step); });
+    }
+    const uint64_t first = uint64_t{chunk.index} * kTile;
+    ChunkElements<T> elements;
+    elements.n = static_cast<uint32_t>(segment.n - first < kTile ? segment.n - first : kTile);
+    elements.gradient = static_cast<T*>(segment.gradient) + first;
+    elements.parameter = static_cast<T*>(segment.parameter) + first;
+    for (int k = 0; k < 3; ++k) {
+      elements.state[k] = segment.state[k] == nullptr ? nullptr : static_cast<T*>(segment.state[k]) + first;
+    }
+    const StoreLocally<T> publish{static_cast<T*>(segment.parameter) + first,
+                                  segment.low == nullptr ? nullptr : static_cast<uint16_t*>(segment.low) + first,
+                                  segment.low_dtype};
+    step_chunk<Optimizer>(elements, factors, plan.keep_gradient, publish);
+  }
+}
+
+template <class Optimizer>
+Status step(const StepPlan& plan, const typename Optimizer::Group* groups, Stream stream) noexcept {
+  switch (plan.dtype) {
+    case DType::f32:
+      return launch_over(plan.num_chunks, 6, step_kernel<Optimizer, float>, kStepThreads, stream, plan, groups);
+    case DType::f64:
+      return launch_over(plan.num_chunks, 6, step_kernel<Optimizer, double>, kStepThreads, stream, plan, groups);
+    default:
+      return {Status::Code::invalid, "an optimizer steps in f32 or f64"};
+  }
+}
+
+}  // namespace
+
+bool is_built() noexcept { return true; }
+
+Status adam_step(const StepPlan& plan, const AdamGroup* groups, Stream stream) noexcept {
+  return step<Adam>(plan, groups, stream);
+}
+Status sgd_step(const StepPlan& plan, const SgdGroup* groups, Stream stream) noexcept {
+  return step<Sgd>(plan, groups, stream);
+}
+Status adagrad_step(const StepPlan& plan, const AdagradGroup* groups, Stream stream) noexcept {
+  return step<Adagrad>(plan, groups, stream);
+}
+
+}  // namespace muster::kernels::cuda

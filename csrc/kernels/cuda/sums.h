@@ -1,0 +1,91 @@
+// Sums of squares in the order of kernels.h, for grad_stats, finish_window and reduce_step.
+#pragma once
+
+#include "kernels/cuda/device.h"
+#include "kernels/step_math.h"
+
+namespace muster::kernels::cuda {
+
+/// Lane 0 receives the sum of its warp's values, folded in halves.
+MUSTER_DEVICE double fold_warp(double value) {
+  MUSTER_UNROLL
+  for (unsigned half = kLanes / 2; half > 0; half /= 2) {
+    const double other = __shfl_down_sync(0xffffffffu, value, half);
+    value = MUSTER_MUTATE(fold_misses_a_half, true, half != 4) ? value + other : value;
+  }
+  return value;
+}
+
+/// The sum of squares of one tile's `n` values by one warp, valid in lane 0. `value(i)` reads element i, each once.
+template <class Value>
+MUSTER_DEVICE double tile_squares(uint32_t n, const Value& value) {
+  constexpr uint32_t kAhead = 8;  // loads in flight
+  double sum = 0;
+  uint32_t i = threadIdx.x % kLanes;
+  for (; i + (kAhead - 1) * kLanes < n; i += kAhead * kLanes) {
+    decltype(value(i)) ahead[kAhead];
+    MUSTER_UNROLL
+    for (uint32_t a = 0; a < kAhead; ++a) ahead[a] = value(i + a * static_cast<uint32_t>(kLanes));
+    MUSTER_UNROLL
+    for (uint32_t a = 0; a < kAhead; ++a) {
+      const double wide = ahead[a];
+      sum = sum + wide * wide;
+    }
+  }
+  const uint32_t end = MUSTER_MUTATE(stats_short_tail, n, n < kTile && n > 0 ? n - 1 : n);
+  for (; i < end; i += kLanes) {
+    const double wide = value(i);
+    sum = sum + wide * wide;
+  }
+  return fold_warp(sum);
+}
+
+/// The sum of all partials, by a block of kPartialLanes; valid in every thread.
+MUSTER_DEVICE double add_partials(const double* partials, uint64_t count) {
+  MUSTER_SHARED double lanes[kPartialLanes];
+  const unsigned lane = threadIdx.x;
+  double sum = 0;
+  for (uint64_t i = lane; i < count; i += kPartialLanes) sum = sum + partials[i];
+  MUSTER_MUTATE(sum_overtakes_its_readers, __syncthreads(), void());
+  lanes[lane] = sum;
+  __syncthreads();
+  for (unsigned half = kPartialLanes / 2; half >= kLanes; half /= 2) {
+    if (lane < half) lanes[lane] = lanes[lane] + lanes[lane + half];
+    MUSTER_MUTATE(sum_drops_a_syncthreads, __syncthreads(), void());
+  }
+  sum = fold_warp(lanes[lane % kLanes]);
+  __syncthreads();
+  if (lane == 0) lanes[0] = sum;
+  __syncthreads();
+  return lanes[0];
+}
+
+// --- the end of a window -------------------------------------------------------------------------------------------
+
+/// What finish_window finds, in every thread of a block of kPartialLanes. Changes nothing.
+MUSTER_DEVICE StepScalars close_window(const double* partials, uint64_t num_partials, const double* tail,
+                                       const WindowOptions& options, const StepScalars* scalars,
+                                       const LossScaleState* scale) {
+  StepScalars closed;
+  closed.unit = scalars->unit;
+  const double loss_scale = scale != nullptr ? static_cast<double>(scale->scale) : options.loss_scale;
+  close_scalars(add_partials(partials, num_partials), tail, loss_scale, options, &closed);
+  return closed;
+}
+
+/// What finish_window changes, by one block. `closed` is from close_window.
+MUSTER_DEVICE void advance_window(const StepScalars& closed, const double* used, float* steps, uint64_t num_parameters,
+                                  const WindowOptions& options, StepScalars* scalars, LossScaleState* scale) {
+  if (threadIdx.x == 0) {
+    *scalars = closed;
+    if (scale != nullptr && closed.dropped == 0) {
+      advance_scale(scale, closed.finite != 0, options.growth, options.backoff, options.interval);
+    }
+  }
+  if (closed.dropped != 0 || closed.finite == 0) return;
+  for (uint64_t p = threadIdx.x; p < num_parameters; p += blockDim.x) {
+    if (used[p] > 0) steps[p] = steps[p] + 1;
+  }
+}
+
+}  // namespace muster::kernels::cuda

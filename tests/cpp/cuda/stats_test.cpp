@@ -1,0 +1,112 @@
+#include "cpp/cuda/emulated.h"
+
+namespace muster::kernels::cuda {
+namespace {
+
+template <class T>
+void compare_stats(DType dtype, bool has_specials, uint32_t seed) {
+  const std::vector<size_t> sizes = odd_sizes();
+  const std::vector<Chunk> chunks = chunks_of(sizes);
+  std::vector<Buffer<T>> gradients;
+  std::vector<Buffer<double>> partials, expected;
+  std::vector<StatsSegment> segments, on_cpu;
+  Values values(seed, has_specials);
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    gradients.emplace_back(sizes[i], i % 3 == 2 ? 1 : 0);
+    values.fill(gradients.back());
+    partials.emplace_back(num_tiles(sizes[i]));
+    expected.emplace_back(num_tiles(sizes[i]));
+    segments.push_back({gradients[i].data(), partials[i].data(), sizes[i], dtype});
+    on_cpu.push_back({gradients[i].data(), expected[i].data(), sizes[i], dtype});
+  }
+  kernels::grad_stats(on_cpu.data(), on_cpu.size());
+  check_ok(grad_stats(segments.data(), chunks.data(), static_cast<uint32_t>(chunks.size()), nullptr));
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    CAPTURE(sizes[i]);
+    CHECK(first_difference(partials[i], expected[i]) == -1);
+    CHECK(partials[i].is_intact());
+  }
+}
+
+TEST_CASE("grad_stats adds in the CPU's order", "[cuda]") {
+  for (const uint32_t seed : kSeeds) {
+    CAPTURE(seed);
+    const Schedule schedule(seed);
+    for (const bool has_specials : {false, true}) {
+      compare_stats<float>(DType::f32, has_specials, 1);
+      compare_stats<double>(DType::f64, has_specials, 2);
+    }
+  }
+}
+
+TEST_CASE("grad_stats of nothing launches nothing", "[cuda]") { check_ok(grad_stats(nullptr, nullptr, 0, nullptr)); }
+
+// --- the end of a window ---------------------------------------------------------------------------------------------
+
+struct Window {
+  std::vector<double> partials;
+  std::vector<double> tail = {24, 31.5, 3, 0, 0, 0, 3, 0};
+  std::vector<double> used;
+  std::vector<float> steps;
+  WindowOptions options{0.5, 4.0, 2.0f, 0.5f, 3};
+  StepScalars scalars{-1, -1, -1, 8, -1, -1};
+  LossScaleState scale{1024, 1};
+  bool has_scale = true;
+
+  explicit Window(size_t num_partials) : partials(num_partials) {
+    Values values(static_cast<uint32_t>(num_partials) + 1);
+    for (double& partial : partials) partial = std::abs(values.next());
+    for (int p = 0; p < 300; ++p) {
+      used.push_back(p % 7 == 3 ? 0 : 2);
+      steps.push_back(static_cast<float>(p));
+    }
+  }
+
+  /// Ends it in both ways and compares what they wrote.
+  void compare() const {
+    Window a = *this, b = *this;
+    kernels::finish_window(a.partials.data(), a.partials.size(), a.tail.data(), a.used.data(), a.steps.data(),
+                           a.steps.size(), a.options, &a.scalars, has_scale ? &a.scale : nullptr);
+    check_ok(finish_window(b.partials.data(), b.partials.size(), b.tail.data(), b.used.data(), b.steps.data(),
+                           b.steps.size(), b.options, &b.scalars, has_scale ? &b.scale : nullptr, nullptr));
+    CHECK(is_same(a.scalars.divisor, b.scalars.divisor));
+    CHECK(is_same(a.scalars.clip, b.scalars.clip));
+    CHECK(is_same(a.scalars.norm, b.scalars.norm));
+    CHECK(is_same(a.scalars.unit, b.scalars.unit));
+    CHECK(a.scalars.finite == b.scalars.finite);
+    CHECK(a.scalars.dropped == b.scalars.dropped);
+    CHECK(a.steps == b.steps);
+    CHECK(is_same(a.scale.scale, b.scale.scale));
+    CHECK(a.scale.growth_tracker == b.scale.growth_tracker);
+  }
+};
+
+TEST_CASE("finish_window equals the CPU's", "[cuda]") {
+  for (const uint32_t seed : {0u, 1u, 5u, 7u}) {
+    CAPTURE(seed);
+    const Schedule schedule(seed);
+    for (const size_t num_partials : {0, 1, 255, 256, 257, 5000}) {
+      CAPTURE(num_partials);
+      Window(num_partials).compare();
+    }
+    Window window(300);
+    window.has_scale = false;
+    window.compare();
+    window.has_scale = true;
+    window.scale.growth_tracker = 2;
+    window.compare();
+    window.tail[kSumLosses] = 1;
+    window.compare();
+    window.partials[77] = INFINITY;
+    window.compare();
+    window.partials[77] = NAN;
+    window.compare();
+    window.tail[kWeight] = 0;
+    window.compare();
+    window.partials[77] = 1;
+    window.compare();
+  }
+}
+
+}  // namespace
+}  // namespace muster::kernels::cuda
