@@ -7,7 +7,7 @@
 #include <cstring>
 
 #define MUSTER_MUTATIONS(X) \
-  X(pack_misaligned_load)   \
+  X(pack_misaligned_load)\
   X(pack_short_tail)
 
 namespace muster::kernels::cuda::emulation {
