@@ -22,6 +22,8 @@ test: package cuda
 	cmake --build $(BUILD) -j $(JOBS) --target all muster_tests
 	$(BUILD)/muster_tests
 	$(BUILD)/muster_cuda_tests
+	$(BUILD)/muster_cuda_mutants "[mutants]"
+	tools/sanitized.sh thread $(BUILD)/muster_cuda_race_mutants "[mutants]"
 	$(PYTHON) -m pytest
 
 # Compiles and links the CUDA side where nvcc is found; nothing of it runs. A GPU is `make gpu-check`'s business.

@@ -68,11 +68,19 @@ struct Index {
 
 // --- what the sanitizers are told ------------------------------------------------------------------------------------
 
-/// While one lives, the thread sanitizer overlooks what this fiber reads and writes.
+/// While one lives, the thread sanitizer overlooks what this fiber reads and writes. They are counted: it wants all
+/// ended before a fiber is.
 struct Hidden {
 #if defined(__SANITIZE_THREAD__)
-  Hidden() { AnnotateIgnoreReadsBegin("", 0), AnnotateIgnoreWritesBegin("", 0); }
-  ~Hidden() { AnnotateIgnoreWritesEnd("", 0), AnnotateIgnoreReadsEnd("", 0); }
+  static inline thread_local unsigned home_count = 0;
+  static inline thread_local unsigned* count = nullptr;  ///< of the running fiber; null: home_count
+
+  static void begin() { AnnotateIgnoreReadsBegin("", 0), AnnotateIgnoreWritesBegin("", 0); }
+  static void end() { AnnotateIgnoreWritesEnd("", 0), AnnotateIgnoreReadsEnd("", 0); }
+  static unsigned& current() { return count == nullptr ? home_count : *count; }
+
+  Hidden() { begin(), ++current(); }
+  ~Hidden() { --current(), end(); }
 #else
   Hidden() {}
 #endif
@@ -112,10 +120,22 @@ struct Fiber {
   uint64_t exchanged[2] = {};  ///< alternately: who shuffles again has passed the barrier that follows the last read
   void* fake_stack = nullptr;
   void* tsan = nullptr;
+  unsigned hidden = 0;
 
-  void discard() {
+  /// What it did happens before an acquiring of `gate`.
+  void discard([[maybe_unused]] void* gate) {
+    const Hidden own;
 #if defined(__SANITIZE_THREAD__)
-    if (tsan != nullptr) __tsan_destroy_fiber(tsan);
+    if (tsan != nullptr) {
+      void* home = __tsan_get_current_fiber();
+      const unsigned count = hidden;
+      __tsan_switch_to_fiber(tsan, __tsan_switch_to_fiber_no_sync);
+      __tsan_release(gate);
+      for (unsigned i = 0; i < count; ++i) Hidden::end();
+      __tsan_switch_to_fiber(home, __tsan_switch_to_fiber_no_sync);
+      __tsan_destroy_fiber(tsan);
+    }
+    hidden = 0;
 #endif
 #if defined(__SANITIZE_ADDRESS__)
     if (stack) __asan_unpoison_memory_region(stack.get(), kStackBytes);
@@ -155,7 +175,7 @@ struct Block {
   std::vector<char> warp_gates;
 
   ~Block() {
-    for (auto& fiber : fibers) fiber->discard();
+    for (auto& fiber : fibers) fiber->discard(&end_gate);
   }
 };
 inline thread_local Block this_block;
@@ -176,6 +196,7 @@ inline void enter(Fiber& fiber) {
   __sanitizer_start_switch_fiber(&this_block.home_fake_stack, fiber.stack.get(), kStackBytes);
 #endif
 #if defined(__SANITIZE_THREAD__)
+  Hidden::count = &fiber.hidden;
   __tsan_switch_to_fiber(fiber.tsan, __tsan_switch_to_fiber_no_sync);
 #endif
   swapcontext(&this_block.home, &fiber.context);
@@ -189,6 +210,7 @@ inline void leave(Fiber& fiber) {
   __sanitizer_start_switch_fiber(&fiber.fake_stack, this_block.home_stack, this_block.home_stack_bytes);
 #endif
 #if defined(__SANITIZE_THREAD__)
+  Hidden::count = nullptr;
   __tsan_switch_to_fiber(this_block.home_tsan, __tsan_switch_to_fiber_no_sync);
 #endif
   swapcontext(&fiber.context, &this_block.home);
@@ -392,10 +414,10 @@ inline void run_block(Launch& launch, unsigned index, bool is_concurrent) {
   for (unsigned i = 0; i < block.count; ++i) prepare(*block.fibers[i], i);
   sync_release(&block.start_gate);
   run_fibers(is_concurrent);
-  sync_acquire(&block.end_gate);
   for (unsigned i = 0; i < block.count; ++i) {
-    if (!block.fibers[i]->is_done) block.fibers[i]->discard();
+    if (!block.fibers[i]->is_done) block.fibers[i]->discard(&block.end_gate);
   }
+  sync_acquire(&block.end_gate);
 }
 
 // --- grids -----------------------------------------------------------------------------------------------------------
@@ -450,14 +472,37 @@ class Pool {
   bool is_closing_ = false;
 };
 
+/// Pools that no launch uses. Thread-safe.
+class Pools {
+ public:
+  std::unique_ptr<Pool> take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (free_.empty()) return std::make_unique<Pool>();
+    std::unique_ptr<Pool> pool = std::move(free_.back());
+    free_.pop_back();
+    return pool;
+  }
+
+  void give_back(std::unique_ptr<Pool> pool) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(std::move(pool));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Pool>> free_;  ///< guarded by mutex_
+};
+
 /// Null, or what went wrong, valid until this thread's next launch. Thread-safe.
 inline const char* run_grid(unsigned blocks, unsigned threads, bool cooperative, const std::function<void()>& body) {
-  static thread_local Pool pool;
+  static Pools pools;
   static thread_local char problem[256];
   if (blocks == 0 || threads == 0 || threads > 1024) return "emulation: a launch without blocks or threads";
   Launch launch{blocks, threads, body, options};
   if (cooperative) {
-    pool.run(blocks, [&](unsigned index) { run_block(launch, index, true); });
+    std::unique_ptr<Pool> pool = pools.take();
+    pool->run(blocks, [&](unsigned index) { run_block(launch, index, true); });
+    pools.give_back(std::move(pool));
   } else {
     std::vector<unsigned> order(blocks);
     for (unsigned i = 0; i < blocks; ++i) order[i] = i;
@@ -504,7 +549,12 @@ void store_release_system(T* p, T value) {
   __atomic_store_n(p, value, __ATOMIC_RELEASE);
 }
 
-/// For mutants.
+// For mutants.
+template <class T>
+T load_relaxed_system(T* p) {
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+
 template <class T>
 void store_relaxed_system(T* p, T value) {
   __atomic_store_n(p, value, __ATOMIC_RELAXED);

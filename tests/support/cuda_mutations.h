@@ -6,14 +6,31 @@
 #include <cstdlib>
 #include <cstring>
 
-#define MUSTER_MUTATIONS(X) \
-  X(pack_misaligned_load)\
-  X(pack_short_tail)
+#define MUSTER_MUTATIONS(X)         \
+  X(pack_misaligned_load)           \
+  X(pack_short_tail)                \
+  X(fold_misses_a_half)             \
+  X(stats_short_tail)               \
+  X(sum_drops_a_syncthreads)        \
+  X(factors_overtake_their_readers) \
+  X(factors_not_awaited)            \
+  X(step_misaligned_load)           \
+  X(step_short_tail)                \
+  X(peer_short_tail)                \
+  X(peer_barrier_awaited_by_few)    \
+  X(peer_no_closing_barrier)        \
+  X(reduce_step_no_middle_barrier)  \
+  X(reduce_step_no_closing_barrier)
+
+// Those that the thread sanitizer alone can see on a host that orders stores as x86 does.
+#define MUSTER_RACES(X)   \
+  X(peer_relaxed_release) \
+  X(peer_relaxed_acquire)
 
 namespace muster::kernels::cuda::emulation {
 
 #define MUSTER_MUTATION_NAME(name) name,
-enum class Mutation { MUSTER_MUTATIONS(MUSTER_MUTATION_NAME) none };
+enum class Mutation { MUSTER_MUTATIONS(MUSTER_MUTATION_NAME) MUSTER_RACES(MUSTER_MUTATION_NAME) none };
 #undef MUSTER_MUTATION_NAME
 
 inline Mutation chosen_mutation() {
@@ -22,6 +39,7 @@ inline Mutation chosen_mutation() {
 #define MUSTER_MUTATION_CHOICE(known) \
   if (std::strcmp(name, #known) == 0) return Mutation::known;
   MUSTER_MUTATIONS(MUSTER_MUTATION_CHOICE)
+  MUSTER_RACES(MUSTER_MUTATION_CHOICE)
 #undef MUSTER_MUTATION_CHOICE
   std::fprintf(stderr, "no mutation is called %s\n", name);
   std::_Exit(2);

@@ -113,6 +113,8 @@ Status launch_over(uint64_t units, unsigned per_multiprocessor, void (*kernel)(P
 
 inline constexpr size_t kVectorBytes = 16;
 
+// noexcept: gcc 12 crashes where its thread sanitizer meets an aggregate from a call that might throw.
+
 /// N elements, accessed 16 bytes at a time (fewer when they are fewer).
 template <class T, int N>
 struct alignas(sizeof(T) * N < kVectorBytes ? sizeof(T) * N : kVectorBytes) Pack {
@@ -125,13 +127,13 @@ MUSTER_DEVICE bool is_aligned(const T* p) {
 }
 
 template <int N, class T>
-MUSTER_DEVICE Pack<T, N> load(const T* p) {
+MUSTER_DEVICE Pack<T, N> load(const T* p) noexcept {
   check_access(p, alignof(Pack<T, N>));
   return *reinterpret_cast<const Pack<T, N>*>(p);
 }
 
 template <class T, int N>
-MUSTER_DEVICE void store(T* p, const Pack<T, N>& values) {
+MUSTER_DEVICE void store(T* p, const Pack<T, N>& values) noexcept {
   check_access(p, alignof(Pack<T, N>));
   *reinterpret_cast<Pack<T, N>*>(p) = values;
 }

@@ -51,7 +51,11 @@ MUSTER_DEVICE void peer_barrier(const Peers& peers, Place& place) {
   const unsigned last = kMeeting == Meeting::same_block ? place.block + 1 : peers.blocks;
   for (unsigned i = first * size + threadIdx.x; i < last * size; i += kPeerThreads) {
     uint32_t* flag = &peers.signals[place.rank]->arrived[i / size][i % size];
-    while (static_cast<int32_t>(load_acquire_system(flag) - place.passed) < 0) spin_pause();
+    while (
+        static_cast<int32_t>(MUSTER_MUTATE(peer_relaxed_acquire, load_acquire_system(flag), load_relaxed_system(flag)) -
+                             place.passed) < 0) {
+      spin_pause();
+    }
   }
   MUSTER_MUTATE(peer_barrier_awaited_by_few, __syncthreads(), void());
 }

@@ -40,13 +40,13 @@ MUSTER_DEVICE double tile_squares(uint32_t n, const Value& value) {
   return fold_warp(sum);
 }
 
-/// The sum of all partials, by a block of kPartialLanes; valid in every thread.
+/// The sum of all partials, by a block of kPartialLanes; valid in every thread. A barrier must come before the next
+/// call.
 MUSTER_DEVICE double add_partials(const double* partials, uint64_t count) {
   MUSTER_SHARED double lanes[kPartialLanes];
   const unsigned lane = threadIdx.x;
   double sum = 0;
   for (uint64_t i = lane; i < count; i += kPartialLanes) sum = sum + partials[i];
-  MUSTER_MUTATE(sum_overtakes_its_readers, __syncthreads(), void());
   lanes[lane] = sum;
   __syncthreads();
   for (unsigned half = kPartialLanes / 2; half >= kLanes; half /= 2) {
