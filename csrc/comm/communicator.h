@@ -19,6 +19,11 @@ using Milliseconds = std::chrono::milliseconds;
 
 /// A collective under way, from one rank's side. Owned by the thread that issued it (one thread at a time); the
 /// tensors it was given must live until it is done. Copies share the operation. Destroying it does not cancel.
+///
+/// On a CUDA device operations are ordered by streams. An operation follows what the caller's current stream holds when
+/// it is issued. wait() does not wait on the host for the device: it makes the caller's current stream wait, so that
+/// what is enqueued there afterwards sees the result, and what goes wrong later is thrown by the next use of the group.
+/// Only a barrier's wait() blocks the host. done() is true once the device has finished or wait() has returned.
 class Work {
  public:
   class Impl {
@@ -57,7 +62,7 @@ enum class ScopeEnd : uint32_t { finished, failed, absent };
 ///
 /// Arithmetic: fp64 reduces in fp64, integers exactly, every other floating dtype in fp32 and is rounded once at the
 /// end. Sums add along one fixed binary tree over ranks, ((0+1)+(2+3))+..., so every backend that reduces by itself
-/// gives the same bits. max and min propagate NaN.
+/// gives the same bits. max and min propagate NaN. What NCCL does otherwise is said in nccl.h.
 ///
 /// Tensors are dense (contiguous in memory in some order of dimensions; sub-views of larger buffers are fine) and
 /// equal in numel and dtype on all ranks. A rank that asks for another operation, size, dtype or tag gets, as do its

@@ -28,14 +28,16 @@ MAY_USE["bindings"] = {*MAY_USE, "strategy"}
 TORCH = ("ATen/", "c10/", "torch/")
 # Only these files may include these outside headers.
 OUTSIDE = {
-    "nccl.h": re.compile(r"/nccl_[^/]*$"),
+    "nccl.h": re.compile(r"^comm/nccl_[^/]*$"),
+    "nvtx3/": re.compile(r"^comm/nccl_[^/]*$"),
     "openssl/": re.compile(r"^net/tls[^/]*$"),
     "pybind11/": re.compile(r"^bindings/"),
     "Python.h": re.compile(r"^bindings/"),
     "torch/extension.h": re.compile(r"^bindings/"),
     "torch/csrc/utils/pybind.h": re.compile(r"^bindings/"),
     "torch/csrc/Exceptions.h": re.compile(r"^bindings/"),
-    "cuda": re.compile(r"^kernels/cuda/|/nccl_[^/]*$"),
+    "cuda": re.compile(r"^kernels/cuda/|^comm/nccl_[^/]*$"),
+    "c10/cuda": re.compile(r"^comm/nccl_[^/]*$"),
 }
 
 
@@ -59,6 +61,8 @@ def violations(path: str, text: str | None = None) -> list[str]:
             found.append(f"{path}: public headers include only torch and each other, not {header}")
         if room == "kernels" and (is_torch or target == "muster"):
             found.append(f"{path}: kernels include only themselves, not {header}")
+        if path.endswith((".cu", ".cuh")) and not path.startswith("kernels/cuda/"):
+            found.append(f"{path}: only kernels/cuda needs nvcc")
         if target in MAY_USE and room in MAY_USE and target != room and target not in MAY_USE[room]:
             found.append(f"{path}: {room} may not know {target} ({header})")
         for outside, allowed in OUTSIDE.items():
@@ -88,6 +92,11 @@ def test_rooms_know_only_the_rooms_below_them() -> None:
         ("strategy/a.cpp", "#include <torch/extension.h>\n"),
         ("comm/a.cpp", "#  include <openssl/ssl.h>\n"),
         ("comm/local.cpp", "#include <nccl.h>\n"),
+        ("strategy/nccl_group.cpp", "#include <nccl.h>\n"),
+        ("comm/nccl.h", "#include <cuda_runtime.h>\n"),
+        ("gradient/a.cpp", "#include <c10/cuda/CUDAStream.h>\n"),
+        ("kernels/cuda/a.cu", "#include <c10/macros/Macros.h>\n"),
+        ("gradient/a.cu", "#include <vector>\n"),
         ("include/muster/a.h", '#include "core/log.h"\n'),
     ],
 )
@@ -100,7 +109,8 @@ def test_the_rules_can_fail(path: str, text: str) -> None:
     [
         ("comm/a.cpp", '#include "kernels/kernels.h"\n#include <muster/error.h>\n#include <vector>\n'),
         ("server/a.cpp", '#include "checkpoint/reader.h"\n#include <ATen/core/Tensor.h>\n'),
-        ("comm/nccl_communicator.cpp", "#include <nccl.h>\n"),
+        ("comm/nccl_api.cpp", "#include <nccl.h>\n#include <c10/cuda/CUDAStream.h>\n#include <cuda_runtime.h>\n"),
+        ("kernels/cuda/a.cu", "#include <cuda_runtime.h>\n"),
         ("bindings/a.cpp", "#include <pybind11/stl.h>\n"),
     ],
 )

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "cpp/catch.h"
+#include "support/fake_nccl.h"
 #include "support/local_process_group.h"
 #include "support/run_ranks.h"
 
@@ -66,7 +67,8 @@ void use_until_it_ends(Communicator& c) {
 
 }  // namespace
 
-#define COMMUNICATOR_TEST(name) TEMPLATE_TEST_CASE(name, "[comm]", Local, Host, HostWithReplicas, C10d, Hierarchical)
+#define COMMUNICATOR_TEST(name) \
+  TEMPLATE_TEST_CASE(name, "[comm]", Local, Host, HostWithReplicas, C10d, Hierarchical, Nccl, NcclOneProcess)
 // What a process group cannot promise: word of an ending reaches its peers by their deadlines alone.
 #define SHARED_MEMORY_TEST(name) TEMPLATE_TEST_CASE(name, "[comm]", Local, Host, HostWithReplicas)
 
@@ -94,7 +96,8 @@ COMMUNICATOR_TEST("all_reduce of ten million values, shared on some ranks and pr
   CHECK(TestType::run(2, [](Communicator& c) {
           constexpr int64_t n = 10'000'000;
           const int64_t rows = n / 10'000;
-          at::Tensor tensor = c.rank() == 0 ? c.allocate(n, at::kFloat) : at::zeros({n});
+          const at::Tensor shared = c.allocate(n, at::kFloat);
+          at::Tensor tensor = c.rank() == 0 ? shared : at::zeros({n});
           tensor.view({rows, 10'000}).copy_(values(c.rank(), 10'000, at::kFloat).expand({rows, 10'000}));
           c.all_reduce(tensor, ReduceOp::sum).wait();
           const at::Tensor expected = expected_over(2, 10'000, at::kFloat, ReduceOp::sum);

@@ -1,0 +1,43 @@
+// Which ranks take part in an operation, and what to do when not all of them do.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/request.h"
+
+namespace muster::comm::nccl {
+
+/// What each rank asked for; nothing from a rank that sits the scope out.
+class Roll {
+ public:
+  Roll() = default;  ///< nobody was asked: everyone takes part
+  explicit Roll(std::vector<std::optional<Request>> requests) : requests_(std::move(requests)) {}
+
+  bool is_known() const noexcept { return !requests_.empty(); }
+  bool is_everyone() const noexcept;
+  bool is_present(int rank) const { return requests_.empty() || requests_[static_cast<size_t>(rank)].has_value(); }
+  const Request& request_of(int rank) const { return *requests_[static_cast<size_t>(rank)]; }
+
+  /// What two of those present disagree about, or an empty string.
+  std::string find_mismatch() const;
+
+  /// Whether all ask for as many values, so that one all_gather serves.
+  bool has_equal_sizes() const;
+
+ private:
+  std::vector<std::optional<Request>> requests_;
+};
+
+/// A request as a tensor on the host, and back.
+at::Tensor card_of(const Request& request);
+Request request_of(const at::Tensor& card);
+
+/// The reduction of the terms along the tree of the Communicator contract, over their indices; an undefined term is
+/// absent and its sibling passes unchanged. One term at least is defined. Runs on the current stream.
+at::Tensor reduce_along_tree(std::vector<at::Tensor> terms, ReduceOp op);
+
+}  // namespace muster::comm::nccl
