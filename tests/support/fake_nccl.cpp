@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <utility>
 
 #include "comm/nccl_communicator.h"
 #include "kernels/kernels.h"
@@ -51,6 +52,9 @@ kernels::Reduction reduction_of(Reduction op) {
 thread_local int group_depth = 0;
 thread_local int group_calls = 0;
 thread_local std::vector<Comm> group_comms;
+
+// This thread's current stream, where it is not the thread itself.
+thread_local Stream own_stream = nullptr;
 
 bool is_in_group(Comm comm) { return std::count(group_comms.begin(), group_comms.end(), comm) > 0; }
 
@@ -189,6 +193,13 @@ int FakeNccl::live_streams() {
   const std::lock_guard lock(mutex_);
   return live_streams_;
 }
+
+void FakeNccl::run_on_stream(std::function<void()> task) {
+  if (own_stream == nullptr) own_stream = device().create_stream();
+  static_cast<FakeStream*>(own_stream)->push(std::move(task));
+}
+
+void FakeNccl::join_stream() { device().destroy_stream(std::exchange(own_stream, nullptr)); }
 
 // --- operations ----------------------------------------------------------------------------------------------------
 
@@ -419,7 +430,7 @@ NcclApi FakeNccl::nccl() {
 DeviceApi FakeNccl::device() {
   DeviceApi api;
   api.exchange_device = [](int) { return 0; };
-  api.current_stream = [](int) { return host_stream(); };
+  api.current_stream = [](int) { return own_stream != nullptr ? own_stream : host_stream(); };
   api.is_capturing = [this](Stream) {
     const std::lock_guard lock(mutex_);
     return is_capturing;

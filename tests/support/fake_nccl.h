@@ -38,6 +38,10 @@ class FakeNccl {
   void set_async_error(int rank, comm::nccl::Status status);
   /// Communicators of the rank stay in progress.
   void hang(int rank);
+  /// The calling thread's current stream becomes one of its own, which runs `task` some time later; join_stream waits
+  /// for all that it holds and makes the thread its own current stream again.
+  void run_on_stream(std::function<void()> task);
+  void join_stream();
   /// Streams run nothing while held.
   void hold_streams(bool held);
 

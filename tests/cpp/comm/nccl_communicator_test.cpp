@@ -5,6 +5,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -401,16 +402,22 @@ TEST_CASE("an operation is launched once all ranks of the process have issued it
                                          "broadcast 1", "broadcast 2", "group 3"});
 }
 
-TEST_CASE("an operation follows what the rank's stream held when it was issued", "[nccl]") {
+TEST_CASE("an operation lies between what the rank's stream held before it and what follows its wait", "[nccl]") {
   FakeNccl fake;
   const std::vector<CommunicatorPtr> c = make_together(fake, 2);
   CHECK(run_threads(2, [&](int rank) {
           Communicator& own = *c[static_cast<size_t>(rank)];
           const at::Tensor tensor = own.allocate(50'000, at::kFloat);
-          for (int i = 0; i < 100; ++i) {
-            tensor.fill_(rank + i);
+          const at::Tensor seen = at::zeros_like(tensor);
+          for (int i = 1; i <= 20; ++i) {
+            fake.run_on_stream([&] {
+              std::this_thread::sleep_for(2ms);
+              tensor.fill_(rank + i);
+            });
             own.all_reduce(tensor, ReduceOp::sum).wait();
-            MUSTER_CHECK(tensor.eq(2 * i + 1).all().item<bool>());
+            fake.run_on_stream([&] { seen.copy_(tensor); });
+            fake.join_stream();
+            MUSTER_CHECK(seen.eq(2 * i + 1).all().item<bool>());
           }
         }) == "");
 }
