@@ -39,9 +39,10 @@ find_package_handle_standard_args(MusterNccl REQUIRED_VARS MusterNccl_LIBRARY Mu
   VERSION_VAR MusterNccl_VERSION
   REASON_FAILURE_MESSAGE "Install the nvidia-nccl wheel beside torch, or pass -DNCCL_ROOT=<folder with include/ and lib/>.")
 
+# An interface, so that what muster exports does not ask its users for this target.
 if(MusterNccl_FOUND AND NOT TARGET muster::nccl)
-  add_library(muster::nccl SHARED IMPORTED)
+  add_library(muster::nccl INTERFACE IMPORTED)
   set_target_properties(muster::nccl PROPERTIES
-    IMPORTED_LOCATION "${MusterNccl_LIBRARY}"
+    INTERFACE_LINK_LIBRARIES "${MusterNccl_LIBRARY}"
     INTERFACE_INCLUDE_DIRECTORIES "${MusterNccl_INCLUDE_DIR}")
 endif()
