@@ -422,7 +422,7 @@ inline void run_block(Launch& launch, unsigned index, bool is_concurrent) {
 
 // --- grids -----------------------------------------------------------------------------------------------------------
 
-/// OS threads that keep their fibers from launch to launch. Externally synchronised.
+/// OS threads that keep their fibers from launch to launch. Thread-safe.
 class Pool {
  public:
   ~Pool() {
@@ -434,75 +434,55 @@ class Pool {
     for (auto& thread : threads_) thread.join();
   }
 
-  /// Calls job(0) ... job(count - 1), each in a thread of its own, and waits for all.
+  /// Calls job(0) ... job(count - 1) at the same time, each in a thread of its own, and waits for all.
   void run(unsigned count, const std::function<void(unsigned)>& job) {
-    while (threads_.size() < count) {
-      const unsigned index = static_cast<unsigned>(threads_.size());
-      threads_.emplace_back([this, index, seen = round_] { work(index, seen); });
-    }
+    unsigned left = count;
     std::unique_lock<std::mutex> lock(mutex_);
-    job_ = &job;
-    count_ = left_ = count;
-    ++round_;
+    for (unsigned i = 0; i < count; ++i) tasks_.push_back({&job, i, &left});
+    while (threads_.size() - busy_ < tasks_.size()) threads_.emplace_back([this] { work(); });
     changed_.notify_all();
-    changed_.wait(lock, [this] { return left_ == 0; });
+    changed_.wait(lock, [&] { return left == 0; });
   }
 
  private:
-  void work(unsigned index, uint64_t seen) {
+  struct Task {
+    const std::function<void(unsigned)>* job;
+    unsigned index;
+    unsigned* left;  ///< tasks of the same run that have not ended
+  };
+
+  void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      changed_.wait(lock, [&] { return is_closing_ || round_ != seen; });
-      if (is_closing_) return;
-      seen = round_;
-      if (index >= count_) continue;
+      changed_.wait(lock, [this] { return is_closing_ || !tasks_.empty(); });
+      if (tasks_.empty()) return;
+      const Task task = tasks_.back();
+      tasks_.pop_back();
+      ++busy_;
       lock.unlock();
-      (*job_)(index);
+      (*task.job)(task.index);
       lock.lock();
-      if (--left_ == 0) changed_.notify_all();
+      --busy_;
+      if (--*task.left == 0) changed_.notify_all();
     }
   }
 
-  std::vector<std::thread> threads_;
   std::mutex mutex_;  ///< guards what follows
   std::condition_variable changed_;
-  const std::function<void(unsigned)>* job_ = nullptr;
-  unsigned count_ = 0, left_ = 0;
-  uint64_t round_ = 0;
+  std::vector<std::thread> threads_;
+  std::vector<Task> tasks_;
+  size_t busy_ = 0;
   bool is_closing_ = false;
-};
-
-/// Pools that no launch uses. Thread-safe.
-class Pools {
- public:
-  std::unique_ptr<Pool> take() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (free_.empty()) return std::make_unique<Pool>();
-    std::unique_ptr<Pool> pool = std::move(free_.back());
-    free_.pop_back();
-    return pool;
-  }
-
-  void give_back(std::unique_ptr<Pool> pool) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    free_.push_back(std::move(pool));
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<Pool>> free_;  ///< guarded by mutex_
 };
 
 /// Null, or what went wrong, valid until this thread's next launch. Thread-safe.
 inline const char* run_grid(unsigned blocks, unsigned threads, bool cooperative, const std::function<void()>& body) {
-  static Pools pools;
+  static Pool pool;
   static thread_local char problem[256];
   if (blocks == 0 || threads == 0 || threads > 1024) return "emulation: a launch without blocks or threads";
   Launch launch{blocks, threads, body, options};
   if (cooperative) {
-    std::unique_ptr<Pool> pool = pools.take();
-    pool->run(blocks, [&](unsigned index) { run_block(launch, index, true); });
-    pools.give_back(std::move(pool));
+    pool.run(blocks, [&](unsigned index) { run_block(launch, index, true); });
   } else {
     std::vector<unsigned> order(blocks);
     for (unsigned i = 0; i < blocks; ++i) order[i] = i;

@@ -108,8 +108,8 @@ void compare_both(const std::vector<Group>& groups, const OnCpu& on_cpu, const O
   for (const uint32_t seed : kSeeds) {
     CAPTURE(seed);
     const Schedule schedule(seed);
-    compare_steps<float>(DType::f32, groups, on_cpu, on_device, 110);
-    if (seed == 0) compare_steps<double>(DType::f64, groups, on_cpu, on_device, 20);
+    compare_steps<float>(DType::f32, groups, on_cpu, on_device, kSmallSizes);
+    if (seed == kSeeds[0]) compare_steps<double>(DType::f64, groups, on_cpu, on_device, 20);
   }
 }
 
