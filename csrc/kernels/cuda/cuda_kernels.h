@@ -161,7 +161,7 @@ struct PeerBuffers {
   void* parameters;    ///< of the accumulation dtype: receive every rank's stepped elements; null if there are none
   void* low[2];        ///< likewise of bf16 and of f16
   double* partials;    ///< num_partials; receive all tiles'
-  const double* tail;  ///< this rank's own, `tail_size` long, starting with the TailFields
+  const double* tail;  ///< this rank's own, `tail_size` long, starting with kTailFields fields
   double* tail_sum;    ///< receives the sum over ranks; not `tail`
 };
 
