@@ -4,9 +4,12 @@
 
 #include <array>
 #include <cstddef>
+#include <exception>
 #include <functional>
 #include <string>
 #include <utility>
+
+#include "core/log.h"
 
 namespace muster::comm::nccl {
 
@@ -86,7 +89,8 @@ class DeviceScope {
   ~DeviceScope() {
     try {
       api_.exchange_device(previous_);
-    } catch (...) {  // the device fails; whatever is called next says so
+    } catch (const std::exception& error) {  // whatever is called next fails too, and throws
+      log(LogLevel::debug, std::string("the current CUDA device could not be restored: ") + error.what());
     }
   }
   DeviceScope(const DeviceScope&) = delete;

@@ -169,7 +169,8 @@ void Clique::fail_locked(std::exception_ptr error) noexcept {
     try {
       const DeviceScope scope(device_, options_.devices[i]);
       nccl_.abort(comms_[i]);
-    } catch (...) {  // the first error is the one to tell
+    } catch (const std::exception& error) {  // the first error is the one to throw
+      log(LogLevel::warning, std::string("an NCCL communicator could not be aborted: ") + error.what());
     }
     comms_[i] = nullptr;
   }

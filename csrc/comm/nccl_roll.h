@@ -20,7 +20,8 @@ class Roll {
   bool is_known() const noexcept { return !requests_.empty(); }
   bool is_everyone() const noexcept;
   bool is_present(int rank) const { return requests_.empty() || requests_[static_cast<size_t>(rank)].has_value(); }
-  const Request& request_of(int rank) const { return *requests_[static_cast<size_t>(rank)]; }
+  /// Of a rank that is present, in a roll that is known.
+  Request request_of(int rank) const { return requests_[static_cast<size_t>(rank)].value_or(Request()); }
 
   /// What two of those present disagree about, or an empty string.
   std::string find_mismatch() const;
