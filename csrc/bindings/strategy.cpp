@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/bindings.h"
+#include "bindings/optimizer.h"
 #include "core/wait_hook.h"
 #include "muster/cluster.h"
 #include "strategy/build.h"
@@ -47,6 +48,22 @@ std::exception_ptr capture_error(std::exception_ptr error) {
   return std::make_exception_ptr(std::move(raised));
 }
 
+Precision precision_of(const std::string& name) {
+  if (name == "fp32") return Precision::fp32;
+  if (name == "bf16") return Precision::bf16;
+  if (name == "fp16") return Precision::fp16;
+  throw InvalidArgument("precision='" + name + "': it must be 'fp32', 'bf16' or 'fp16'");
+}
+
+LossScale loss_scale_of(const py::dict& given) {
+  LossScale scale;
+  scale.init = py::cast<double>(given["init"]);
+  scale.growth = py::cast<double>(given["growth"]);
+  scale.backoff = py::cast<double>(given["backoff"]);
+  scale.interval = py::cast<int>(given["interval"]);
+  return scale;
+}
+
 StrategyOptions options_of(const py::dict& given) {
   StrategyOptions options;
   for (const auto& [key, value] : given) {
@@ -65,6 +82,16 @@ StrategyOptions options_of(const py::dict& given) {
       options.threads_per_replica = py::cast<std::optional<int>>(value);
     } else if (name == "bucket_bytes") {
       options.bucket_bytes = py::cast<std::optional<int64_t>>(value);
+    } else if (name == "precision") {
+      options.precision = precision_of(py::cast<std::string>(value));
+    } else if (name == "loss_scale") {
+      if (!value.is_none()) options.loss_scale = loss_scale_of(py::cast<py::dict>(value));
+    } else if (name == "fuse") {
+      options.fuse = py::cast<bool>(value);
+    } else if (name == "keep_gradients") {
+      options.keep_gradients = py::cast<bool>(value);
+    } else if (name == "shard_optimizer") {
+      options.shard_optimizer = py::cast<bool>(value);
     } else if (name == "max_skipped") {
       options.max_skipped = py::cast<int>(value);
     } else if (name == "timeout") {
@@ -125,7 +152,7 @@ py::dict in_python(const StepResult& result) {
   return py::dict("stepped"_a = result.stepped, "step"_a = result.step, "loss"_a = result.loss,
                   "metrics"_a = result.metrics, "weight"_a = result.weight,
                   "grad_norm"_a = result.grad_norm.defined() ? py::cast(result.grad_norm) : py::none(),
-                  "skipped"_a = result.skipped);
+                  "skipped"_a = result.skipped, "loss_scale"_a = result.loss_scale);
 }
 
 using Core = std::shared_ptr<StrategyCore>;
@@ -177,11 +204,12 @@ void bind_core_class(py::module_& m) {
       .def("average_gradients", &StrategyCore::average_gradients, py::call_guard<Interruptible>());
   core.def("step",
            [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, int set, bool loader_ended,
-              const py::object& apply, const py::object& interrupt) {
+              bool fused, const py::object& apply, const py::object& interrupt) {
              auto step = step_call(call, std::move(rows), interrupt, /*is_step=*/true);
              step.set = set;
              step.loader_ended = loader_ended;
              step.apply = callback(apply);
+             step.fused = fused;
              StepResult result;
              {
                const py::gil_scoped_release release;
@@ -190,15 +218,20 @@ void bind_core_class(py::module_& m) {
              return in_python(result);
            })
       .def("flush",
-           [](StrategyCore& c, const py::object& apply) -> py::object {
+           [](StrategyCore& c, const py::object& apply, const py::object& fused) -> py::object {
              std::optional<StepResult> result;
              {
                const auto kept = keep(apply);
+               const auto kept_fused = keep(fused);
                const py::gil_scoped_release release;
                result = c.flush(
                    [&](int set) {
                      const py::gil_scoped_acquire gil;
                      (*kept)(set);
+                   },
+                   [&](int set) {
+                     const py::gil_scoped_acquire gil;
+                     return py::cast<bool>((*kept_fused)(set));
                    },
                    c.options().drop_incomplete);
              }
@@ -208,6 +241,34 @@ void bind_core_class(py::module_& m) {
         const auto run = step_call(call, std::move(rows), interrupt, /*is_step=*/false);
         const py::gil_scoped_release release;
         c.run(run);
+      });
+  core.def("make_flat",
+           [](StrategyCore& c, const std::string& algorithm, const std::vector<std::pair<int, uint32_t>>& parameters,
+              const std::vector<std::vector<double>>& groups) {
+             return c.make_flat(parameters, flat_groups(algorithm, groups));
+           })
+      .def(
+          "step_flat",
+          [](StrategyCore& c, int set, FlatOptimizer& flat, const std::vector<int>& parameters,
+             const std::string& algorithm, const std::vector<std::vector<double>>& groups) {
+            c.step_flat(set, flat, parameters, flat_groups(algorithm, groups));
+          },
+          py::call_guard<Interruptible>())
+      .def("edit_means", [](StrategyCore& c, int set, const py::object& edit) { c.edit_means(set, [&] { edit(); }); })
+      .def(
+          "whole_state",
+          [](StrategyCore& c, const FlatOptimizer& flat, size_t parameter, size_t which) -> std::optional<at::Tensor> {
+            const auto whole = flat.whole_state(parameter, which, c.workers());
+            return whole.defined() ? std::optional(whole) : std::nullopt;
+          },
+          py::call_guard<Interruptible>())
+      .def("loss_scale",
+           [](const StrategyCore& c, int set) {
+             const auto& state = c.loss_scale(set);
+             return std::pair<double, int>(state.scale, state.growth_tracker);
+           })
+      .def("set_loss_scale", [](StrategyCore& c, int set, double scale, int growth_tracker) {
+        c.set_loss_scale(set, {static_cast<float>(scale), growth_tracker});
       });
   core.def(
           "reduce_in_step",

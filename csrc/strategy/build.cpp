@@ -70,6 +70,16 @@ std::string in_words(const StrategyOptions& options) {
     }
     out << ' ';
   };
+  constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};
+  out << "precision=" << kPrecisions[static_cast<size_t>(options.precision)] << " loss_scale=";
+  if (options.loss_scale) {
+    const auto& scale = *options.loss_scale;
+    out << scale.init << ',' << scale.growth << ',' << scale.backoff << ',' << scale.interval << ' ';
+  } else {
+    out << "None ";
+  }
+  out << "fuse=" << options.fuse << " keep_gradients=" << options.keep_gradients
+      << " shard_optimizer=" << options.shard_optimizer << ' ';
   out << "accumulate=" << options.accumulate << " drop_incomplete=" << options.drop_incomplete << ' ';
   show("clip_norm", options.clip_norm);
   show("seed", options.seed);

@@ -17,7 +17,9 @@
 
 #include "comm/kernel_dtype.h"
 #include "kernels/kernels.h"
+#include "kernels/math.h"
 #include "muster/error.h"
+#include "optimizer/gradient_norm.h"
 #include "strategy/text_exchange.h"
 
 namespace muster {
@@ -33,15 +35,15 @@ bool is_floating(const at::Tensor& tensor) { return at::isFloatingType(tensor.sc
 // The tail: numbers of a window that every replica needs the sums of. fp64, so that weights are exact to 2^53.
 struct GradientSet::Tail {
   enum Field : int64_t {
-    weight,
-    weighted_loss,
-    contributions,
-    failures,
-    stops,
-    metrics,
-    mean_losses,
-    sum_losses,
-    fields
+    weight = kernels::kWeight,
+    weighted_loss = kernels::kWeightedLoss,
+    contributions = kernels::kContributions,
+    failures = kernels::kFailures,
+    stops = kernels::kStops,
+    metrics = kernels::kMetrics,
+    mean_losses = kernels::kMeanLosses,
+    sum_losses = kernels::kSumLosses,
+    fields = kernels::kTailFields
   };
 
   at::Tensor tensor;
@@ -65,7 +67,11 @@ GradientSet::GradientSet(const ParameterRegistry& registry, const Topology& topo
       options_(options),
       strategy_(strategy),
       parameters_(std::move(parameters)),
-      windows_(topology.devices.size()) {}
+      windows_(topology.devices.size()),
+      loss_scaling_(options.loss_scale) {
+  if (!loss_scaling_ && options.precision == Precision::fp16) loss_scaling_ = LossScale();
+  if (loss_scaling_) loss_scale_.scale = static_cast<float>(loss_scaling_->init);
+}
 
 void GradientSet::set_parameters(std::vector<int> parameters) { parameters_ = std::move(parameters); }
 
@@ -107,6 +113,9 @@ void GradientSet::build_engines() {
   if (trainable_.empty()) {
     throw InvalidArgument("none of the parameters to train has requires_grad; unfreeze one before step()");
   }
+  trainable_index_.assign(registry_.num_parameters(), -1);
+  for (size_t p = 0; p < trainable_.size(); ++p)
+    trainable_index_[static_cast<size_t>(trainable_[p])] = static_cast<int>(p);
   engines_.clear();
   for (size_t r = 0; r < windows_.size(); ++r) {
     std::vector<NamedParameter> parameters;
@@ -129,6 +138,7 @@ void GradientSet::open_micro_batch(bool last) {
   if (!window_open()) {
     if (layout_is_stale()) build_engines();
     windows_.assign(windows_.size(), {});
+    for (auto& window : windows_) window.unit = scalars_.unit;
     if (noted_buffers_.empty() || noted_buffers_.front().size() != registry_.buffers(0).size()) note_buffers();
     told_ = false;
   }
@@ -137,8 +147,20 @@ void GradientSet::open_micro_batch(bool last) {
   for (auto& window : windows_) window.began = false;
 }
 
-void GradientSet::open_window(int local_replica) {
-  if (micro_batches_ == 1) engines_[static_cast<size_t>(local_replica)]->open_window();
+void GradientSet::open_window(int local_replica, int64_t rows) {
+  if (micro_batches_ != 1) return;
+  const auto r = static_cast<size_t>(local_replica);
+  engines_[r]->open_window();
+  if (has_unit_) return;
+  // No earlier window tells the weights; samples are a good guess.
+  const auto parts = at::zeros({2}, at::kDouble);
+  if (rows > 0) {
+    parts.data_ptr<double>()[0] = static_cast<double>(rows);
+    parts.data_ptr<double>()[1] = 1;
+  }
+  groups_.gradients[r]->all_reduce(parts, ReduceOp::sum).wait();
+  const double* sums = parts.const_data_ptr<double>();
+  if (sums[1] > 0) windows_[r].unit = kernels::nearest_power_of_two(sums[0] / sums[1]);
 }
 
 void GradientSet::begin_engine(int local_replica, bool contributes) {
@@ -184,7 +206,8 @@ void GradientSet::backward(int local_replica, const Loss& loss, double rows) {
     }
   }
   begin_engine(local_replica, contributes);
-  const double seed = loss.reduction == Reduction::mean ? weight / unit_ : (contributes ? 1.0 : 0.0);
+  const double share = loss.reduction == Reduction::mean ? weight / window.unit : (contributes ? 1.0 : 0.0);
+  const double seed = share * static_cast<double>(loss_scale_.scale);
   torch::autograd::backward({value}, {at::scalar_tensor(seed, value.options().requires_grad(false))});
 }
 
@@ -298,9 +321,87 @@ void GradientSet::collect_metrics(WindowSums& sums) const {
   for (const auto& [name, total] : totals) sums.metrics[name] = total / sums.weight;
 }
 
+// The values of a parameter's sum: of its rows where they are sparse; undefined where nobody had a gradient.
+const at::Tensor& GradientSet::values_of(const Tail& tail, size_t parameter) const {
+  static const at::Tensor none;
+  const auto& engine = *engines_.front();
+  if (engine.sparse_sum(parameter).defined()) return engine.sparse_sum(parameter);
+  return tail.counts()[parameter] > 0 ? engine.slot(parameter) : none;
+}
+
+bool GradientSet::all_finite(const Tail& tail) const {
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    const auto& values = values_of(tail, p);
+    if (!values.defined()) continue;
+    if (!at::isfinite(values.is_sparse() ? values._values() : values).all().item<bool>()) return false;
+  }
+  return true;
+}
+
+void GradientSet::take_norm(const Tail& tail, double loss_scale) {
+  std::vector<at::Tensor> sums;
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    const auto& values = values_of(tail, p);
+    if (values.defined()) sums.push_back(values.is_sparse() ? values._values() : values);
+  }
+  muster::take_norm(sums, tail.data(), options_.clip_norm.value_or(0), loss_scale, scalars_);
+}
+
+void GradientSet::edit_means(const std::function<void()>& edit) {
+  const at::NoGradGuard no_grad;
+  auto tail = tail_of(windows_.front().tail);
+  std::vector<double> partials;
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    const auto& sum = values_of(tail, p);
+    if (!sum.defined()) continue;
+    const auto values = sum.is_sparse() ? sum._values() : sum;
+    const auto n = static_cast<size_t>(values.numel());
+    partials.resize(kernels::num_tiles(n));
+    kernels::divide_with_stats(kernel_dtype(values.scalar_type()), values.mutable_data_ptr(), n, scalars_.divisor,
+                               partials.data());
+    const auto& parameter = engines_.front()->parameters()[p].tensor;
+    parameter.mutable_grad() = sum.to(parameter.scalar_type());
+  }
+  edit();
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    const auto& mean = values_of(tail, p);
+    const auto& edited = engines_.front()->parameters()[p].tensor.grad();
+    if (!mean.defined() || !edited.defined() || edited.is_same(mean)) continue;
+    if (edited.layout() != mean.layout()) {
+      throw InvalidArgument("a hook replaced the gradient of '" + engines_.front()->parameters()[p].name +
+                            "' by one of another layout; change it in place");
+    }
+    mean.copy_(edited);
+  }
+  tail.tensor = tail.tensor.clone();
+  tail[Tail::sum_losses] = 1;  // nothing is left to divide by
+  take_norm(tail, 1);
+}
+
+void GradientSet::step(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups) {
+  const at::NoGradGuard no_grad;
+  const auto tail = tail_of(windows_.front().tail);
+  std::vector<FlatGradient> gradients(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const int p = trainable_index_[static_cast<size_t>(parameters[i])];
+    if (p < 0) continue;
+    const auto& values = values_of(tail, static_cast<size_t>(p));
+    if (!values.defined()) continue;
+    (values.is_sparse() ? gradients[i].sparse : gradients[i].dense) = values;
+  }
+  optimizer.step(gradients, groups, scalars_, options_.keep_gradients);
+  optimizer.gather_parameters(*groups_.workers);
+  if (!options_.keep_gradients) return;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& mean = gradients[i].sparse.defined() ? gradients[i].sparse : gradients[i].dense;
+    if (!mean.defined()) continue;
+    const auto& parameter = registry_.parameter(0, static_cast<size_t>(parameters[i]));
+    parameter.mutable_grad() = mean.to(parameter.scalar_type());
+  }
+}
+
 void GradientSet::apply_mean(const Tail& tail, double divisor, WindowSums& sums) {
   const auto& engine = *engines_.front();
-  const double* counts = tail.counts();
   struct Piece {
     at::Tensor values;
     at::Tensor gradient;
@@ -312,15 +413,9 @@ void GradientSet::apply_mean(const Tail& tail, double divisor, WindowSums& sums)
     const auto& parameter = engine.parameters()[p].tensor;
     auto& gradient = parameter.mutable_grad();
     gradient.reset();
-    Piece piece;
-    if (engine.sparse_sum(p).defined()) {
-      piece.gradient = engine.sparse_sum(p);
-      piece.values = piece.gradient._values();
-    } else if (counts[p] > 0) {
-      piece.values = piece.gradient = engine.slot(p);
-    } else {
-      continue;
-    }
+    const auto& sum = values_of(tail, p);
+    if (!sum.defined()) continue;
+    Piece piece{sum.is_sparse() ? sum._values() : sum, sum};
     const auto n = static_cast<size_t>(piece.values.numel());
     partials.resize(kernels::num_tiles(n));
     kernels::divide_with_stats(kernel_dtype(piece.values.scalar_type()), piece.values.mutable_data_ptr(), n, divisor,
@@ -332,11 +427,7 @@ void GradientSet::apply_mean(const Tail& tail, double divisor, WindowSums& sums)
   }
   sums.grad_norm = std::sqrt(total);
   sums.finite = std::isfinite(total);
-  if (!sums.finite) {
-    // An fp64 gradient may be finite while its square is not.
-    sums.finite = std::all_of(pieces.begin(), pieces.end(),
-                              [](const Piece& piece) { return at::isfinite(piece.values).all().item<bool>(); });
-  }
+  if (!sums.finite) sums.finite = all_finite(tail);
   if (!sums.finite || !options_.clip_norm) return;
   const double factor = *options_.clip_norm / (sums.grad_norm + 1e-6);  // as torch.nn.utils.clip_grad_norm_
   if (factor >= 1) return;
@@ -393,8 +484,9 @@ bool GradientSet::was_written(size_t local_replica, size_t buffer) const {
   return !noted.buffer.is_same(current) || current._version() != noted.version || !noted.values.equal(current);
 }
 
-WindowSums GradientSet::finish_window() {
+WindowSums GradientSet::finish_window(bool fused) {
   const at::NoGradGuard no_grad;
+  scalars_.unit = windows_.front().unit;
   const auto tail = tail_of(windows_.front().tail);
   WindowSums sums;
   sums.stop_requested = tail[Tail::stops] > 0;
@@ -433,9 +525,22 @@ WindowSums GradientSet::finish_window() {
                            "' of replica " + std::to_string(replica);
     }
   }
-  apply_mean(tail, is_sum ? 1.0 : sums.weight / unit_, sums);
+  const double divisor = (is_sum ? 1.0 : sums.weight / scalars_.unit) * static_cast<double>(loss_scale_.scale);
+  if (fused) {
+    take_norm(tail, loss_scale_.scale);
+    sums.grad_norm = scalars_.norm;
+    sums.finite = scalars_.finite != 0;
+  }
+  // Of a fused window, somebody may want to look at what was not finite.
+  if (!fused || (!sums.finite && options_.keep_gradients)) apply_mean(tail, divisor, sums);
   merge_buffers(tail);
-  unit_ = std::exp2(std::round(std::log2(sums.weight / tail[Tail::contributions])));
+  has_unit_ = true;
+  scalars_.unit = kernels::nearest_power_of_two(sums.weight / tail[Tail::contributions]);
+  if (loss_scaling_) {
+    kernels::loss_scale_update(&loss_scale_, sums.finite, static_cast<float>(loss_scaling_->growth),
+                               static_cast<float>(loss_scaling_->backoff), loss_scaling_->interval);
+  }
+  sums.loss_scale = loss_scale_.scale;
   micro_batches_ = 0;
   return sums;
 }

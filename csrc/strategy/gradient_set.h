@@ -5,15 +5,19 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "gradient/gradient_engine.h"
+#include "kernels/kernels.h"
 #include "muster/options.h"
 #include "muster/step.h"
+#include "optimizer/flat_optimizer.h"
 #include "strategy/parameter_registry.h"
 #include "strategy/topology.h"
 
@@ -42,6 +46,7 @@ struct WindowSums {
   bool stop_requested = false;
   bool dropped = false;  ///< weight 0: nothing changes
   bool finite = true;
+  double loss_scale = 1;  ///< after this window's update
   std::map<std::string, double> metrics;
   /// Who failed: worker rank, replica, type and text; empty when nobody did.
   struct Failed {
@@ -76,9 +81,10 @@ class GradientSet {
   /// Throws InvalidArgument if no parameter is trainable.
   void open_micro_batch(bool last);
 
-  /// Before a replica's first micro-batch of a window; collective over replicas when the layout is new. Throws
-  /// LayoutMismatch if the replicas train different parameters: nothing can be reduced then.
-  void open_window(int local_replica);
+  /// Before a replica's first micro-batch of a window; collective over replicas when the layout is new, and in the
+  /// first window. `rows`: samples of the part, negative when unknown. Throws LayoutMismatch if the replicas train
+  /// different parameters: nothing can be reduced then.
+  void open_window(int local_replica, int64_t rows);
 
   /// Runs backward of one replica's loss, weighted. Throws InvalidArgument for a loss that is not a 0-dim floating
   /// tensor with a graph, or a metric that is not 0-dim.
@@ -92,9 +98,24 @@ class GradientSet {
   /// order.
   void close_window(int local_replica, const Failure& failure, bool stop_requested);
 
-  /// After all local replicas closed the window: leaves mean, clipped gradients in `.grad` of replica 0's parameters
-  /// and merges buffers. Ends the window.
-  WindowSums finish_window();
+  /// After all local replicas closed the window: takes the norm and merges buffers. Ends the window. Gradients are left
+  /// as means, clipped, in `.grad` of replica 0's parameters; with `fused` as sums, for step().
+  WindowSums finish_window(bool fused);
+
+  /// After a fused finish_window that was finite: steps `optimizer`, whose parameter i has registry index
+  /// `parameters[i]`. With keep_gradients, `.grad` is the mean afterwards.
+  void step(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
+
+  /// Between a fused finish_window and step(): leaves means in `.grad`, lets `edit` change them there, and takes the
+  /// norm of what it left.
+  void edit_means(const std::function<void()>& edit);
+
+  /// Norm of the mean gradient that the last fused window steps from, before clipping.
+  double grad_norm() const noexcept { return scalars_.norm; }
+
+  /// What the loss is scaled by, and for how many windows in a row it was finite.
+  const kernels::LossScaleState& loss_scale() const noexcept { return loss_scale_; }
+  void set_loss_scale(const kernels::LossScaleState& state) noexcept { loss_scale_ = state; }
 
   /// A local replica failed in a micro-batch that is not the last: the window's end reports it to all ranks.
   void poison(int local_replica, Failure failure) {
@@ -131,6 +152,7 @@ class GradientSet {
   };
 
   struct ReplicaWindow {
+    double unit = 1;  // of its seeds
     double weight = 0;
     double weighted_loss = 0;
     double contributions = 0;
@@ -155,6 +177,9 @@ class GradientSet {
   bool was_written(size_t local_replica, size_t buffer) const;
   void collect_metrics(WindowSums& sums) const;
   void apply_mean(const Tail& tail, double divisor, WindowSums& sums);
+  void take_norm(const Tail& tail, double loss_scale);
+  bool all_finite(const Tail& tail) const;
+  const at::Tensor& values_of(const Tail& tail, size_t parameter) const;
   int worker_of(int replica) const;
 
   const ParameterRegistry& registry_;
@@ -167,8 +192,12 @@ class GradientSet {
   std::vector<std::unique_ptr<GradientEngine>> engines_;
   std::vector<ReplicaWindow> windows_;
   std::vector<std::vector<NotedBuffer>> noted_buffers_;  // [local replica][buffer]
-  /// Power of two near the mean weight of the last window: seeds are weight / unit_, so that they stay near one.
-  double unit_ = 1;
+  /// Of the last window. Its `unit`: seeds are weight / unit, so that they stay near one.
+  kernels::StepScalars scalars_{.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0};
+  bool has_unit_ = false;  // a window with a weight was closed
+  kernels::LossScaleState loss_scale_{.scale = 1, .growth_tracker = 0};
+  std::optional<LossScale> loss_scaling_;  // empty: the scale stays 1
+  std::vector<int> trainable_index_;       // registry index -> index in trainable_, or -1
   int micro_batches_ = 0;
   bool told_ = false;  // in this window
   bool last_ = false;

@@ -23,6 +23,9 @@ void StrategyOptions::validate() const {
   require(!bucket_bytes || *bucket_bytes >= 1024, "bucket_bytes", std::to_string(bucket_bytes.value_or(0)),
           "at least 1024");
   require(max_skipped >= 1, "max_skipped", std::to_string(max_skipped), "at least 1");
+  require(!shard_optimizer || fuse, "shard_optimizer", "True",
+          "False with fuse=False, which keeps the state in the optimizer");
+  if (loss_scale) loss_scale->validate();
   require(timeout > 0 && std::isfinite(timeout), "timeout", std::to_string(timeout), "a positive number of seconds");
 }
 

@@ -10,6 +10,7 @@
 #include <unordered_map>
 
 #include "muster/error.h"
+#include "optimizer/flat_state.h"
 #include "strategy/collectives.h"
 #include "strategy/strategy_state.h"
 
@@ -158,11 +159,52 @@ int Strategy::State::set_of(const StepOptions& options) {
     used->parameters = std::move(parameters);
   }
   steppers[used->set] = stepping;
+  for (auto* optimizer : stepping) bind_flat(*optimizer);
   return used->set;
 }
 
+void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
+  auto* const flat = detail::flat_state_of(optimizer);
+  if (flat == nullptr) {
+    if (!core->options().shard_optimizer) return;
+    throw InvalidArgument("shard_optimizer needs flat optimizers: muster::optim::AdamW, Adam, SGD or Adagrad");
+  }
+  std::vector<c10::TensorImpl*> parameters;
+  for (const auto& parameter : detail::parameters_of(optimizer)) parameters.push_back(parameter.unsafeGetTensorImpl());
+  if (*flat && (*flat)->parameters == parameters && !(*flat)->indices.empty()) return;
+  std::vector<int> indices;
+  std::vector<std::pair<int, uint32_t>> grouped;
+  uint32_t number = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) {
+      indices.push_back(core->registry().find(parameter));
+      grouped.emplace_back(indices.back(), number);
+    }
+    ++number;
+  }
+  *flat = std::make_shared<detail::FlatState>(detail::FlatState{
+      std::move(parameters), std::move(indices), core->make_flat(grouped, detail::groups_of(optimizer))});
+  detail::adopt_state(**flat, optimizer);
+}
+
+bool Strategy::State::is_fused(int set) {
+  const auto& stepping = steppers[set];
+  return core->options().fuse && !stepping.empty() &&
+         std::all_of(stepping.begin(), stepping.end(),
+                     [](auto* optimizer) { return detail::flat_state_of(*optimizer) != nullptr; });
+}
+
 void Strategy::State::apply(int set) {
-  for (auto* optimizer : steppers[set]) optimizer->step();
+  const bool fused = is_fused(set);
+  for (auto* optimizer : steppers[set]) {
+    if (!fused) {
+      optimizer->step();
+      continue;
+    }
+    auto& flat = **detail::flat_state_of(*optimizer);
+    core->step_flat(set, flat.flat, flat.indices, detail::groups_of(*optimizer));
+    detail::publish_state(flat, *optimizer);
+  }
 }
 
 bool Strategy::State::loader_ended() const {
@@ -259,13 +301,16 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
   call.rows = parts.rows;
   call.loader_ended = state_->loader_ended();
   call.apply = [this, set = call.set] { state_->apply(set); };
+  call.fused = state_->is_fused(call.set);
   return state_->call([&] { return state_->core->step(call); });
 }
 
 std::optional<StepResult> Strategy::flush() {
   check_outside_step(*state_->core, "flush");
   return state_->call([&] {
-    return state_->core->flush([this](int set) { state_->apply(set); }, state_->core->options().drop_incomplete);
+    return state_->core->flush([this](int set) { state_->apply(set); },
+                               [this](int set) { return state_->is_fused(set); },
+                               state_->core->options().drop_incomplete);
   });
 }
 

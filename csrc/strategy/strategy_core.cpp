@@ -15,6 +15,7 @@
 #include <typeinfo>
 
 #include "muster/error.h"
+#include "muster/precision.h"
 
 namespace muster {
 
@@ -192,6 +193,12 @@ GradientSet& StrategyCore::begin_call(int set) {
   return *sets_.at(static_cast<size_t>(set));
 }
 
+Loss StrategyCore::call_in_precision(const StepCall& call, int local_replica) const {
+  std::optional<Autocast> autocast;
+  if (options_.precision != Precision::fp32) autocast.emplace(options_.precision);
+  return call.call(local_replica);
+}
+
 // One replica's share of a micro-batch. Whatever happens to the user's code, the replica takes part in every collective
 // that its peers expect.
 void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
@@ -201,7 +208,7 @@ void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t 
   const ReplicaScope scope(make_context(local_replica, t));
   auto& step_group = *groups_.step[r];
   try {
-    set.open_window(local_replica);
+    set.open_window(local_replica, call.rows[r]);
     if (call.call) step_group.begin_scope(t);
   } catch (...) {
     outcome.transport = std::current_exception();
@@ -209,7 +216,7 @@ void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t 
   }
   try {
     if (!empty) {
-      Loss loss = call.call(local_replica);
+      Loss loss = call_in_precision(call, local_replica);
       if (call.rows[r] < 0 && !loss.weight && loss.reduction == Reduction::mean &&
           (topology_.num_replicas > 1 || options_.accumulate > 1)) {
         throw InvalidArgument(
@@ -317,7 +324,7 @@ StepResult StrategyCore::step(const StepCall& call) {
     const bool agreed = closing && std::none_of(outcomes->begin(), outcomes->end(),
                                                 [](const ReplicaRun& outcome) { return outcome.transport != nullptr; });
     if (agreed) {
-      sums = set.finish_window();
+      sums = set.finish_window(call.fused);
       if (sums.stop_requested) stopping_ = true;
     } else if (closing || dropping) {
       set.drop_window();
@@ -331,7 +338,7 @@ StepResult StrategyCore::step(const StepCall& call) {
     if (interrupt) std::rethrow_exception(interrupt);
     raise_failures(*outcomes, agreed ? &sums : nullptr);
   }
-  StepResult result = closing ? end_window(set, call.apply) : open_result(set);
+  StepResult result = closing ? end_window(set, call) : open_result(set);
   if (dropping) set.drop_window();
   if (interrupt) std::rethrow_exception(interrupt);
   std::vector<c10::IValue> outputs;
@@ -340,7 +347,8 @@ StepResult StrategyCore::step(const StepCall& call) {
   return result;
 }
 
-std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>& apply, bool drop_incomplete) {
+std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>& apply,
+                                              const std::function<bool(int set)>& fused, bool drop_incomplete) {
   check_callable();
   std::optional<StepResult> result;
   for (size_t s = 0; s < sets_.size(); ++s) {
@@ -354,6 +362,7 @@ std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>
     call.loader_ended = true;
     call.rows.assign(topology_.devices.size(), 0);
     call.apply = [&apply, s] { apply(static_cast<int>(s)); };
+    call.fused = fused(static_cast<int>(s));
     result = step(call);
   }
   return result;
@@ -375,7 +384,7 @@ void StrategyCore::run(const StepCall& call) {
         const bool empty = shared_call->rows[r] == 0;
         try {
           groups_.step[r]->begin_scope(t);
-          if (!empty) outcome.output = shared_call->call(local_replica).output;
+          if (!empty) outcome.output = call_in_precision(*shared_call, local_replica).output;
         } catch (...) {
           outcome.error = std::current_exception();
         }
@@ -400,14 +409,15 @@ StepResult StrategyCore::open_result(const GradientSet& set) const {
   result.loss = host_scalar(sums.loss);
   result.weight = host_scalar(sums.weight);
   result.skipped = at::scalar_tensor(false, at::kBool);
+  result.loss_scale = host_scalar(set.loss_scale().scale);
   for (const auto& [name, value] : sums.metrics) result.metrics[name] = host_scalar(value);
   return result;
 }
 
-StepResult StrategyCore::end_window(GradientSet& set, const std::function<void()>& apply) {
+StepResult StrategyCore::end_window(GradientSet& set, const StepCall& call) {
   const auto sums = [&] {
     const IntraOpThreads threads(pool_->threads_per_replica());
-    return set.finish_window();
+    return set.finish_window(call.fused);
   }();
   if (sums.stop_requested) stopping_ = true;
   const bool reported_here = std::all_of(sums.failures.begin(), sums.failures.end(),
@@ -417,6 +427,7 @@ StepResult StrategyCore::end_window(GradientSet& set, const std::function<void()
   result.step = steps_;
   result.weight = host_scalar(sums.weight);
   result.skipped = at::scalar_tensor(!sums.finite, at::kBool);
+  result.loss_scale = host_scalar(set.loss_scale().scale);
   if (sums.dropped || !sums.failures.empty()) {
     result.loss = host_scalar(std::numeric_limits<double>::quiet_NaN());
     return result;
@@ -428,9 +439,10 @@ StepResult StrategyCore::end_window(GradientSet& set, const std::function<void()
   for (const auto& [name, value] : sums.metrics) result.metrics[name] = host_scalar(value);
   if (sums.finite) {
     skipped_in_a_row_ = 0;
-    if (apply) {
+    if (call.apply) {
       const IntraOpThreads threads(pool_->threads_per_replica());
-      apply();
+      call.apply();
+      if (call.fused) result.grad_norm = host_scalar(set.grad_norm());
       at::autocast::clear_cache();
     }
   } else if (++skipped_in_a_row_ >= options_.max_skipped) {
@@ -443,8 +455,29 @@ StepResult StrategyCore::end_window(GradientSet& set, const std::function<void()
   return result;
 }
 
+FlatOptimizer StrategyCore::make_flat(const std::vector<std::pair<int, uint32_t>>& parameters,
+                                      const FlatGroups& groups) const {
+  std::vector<FlatParameter> flat;
+  for (const auto& [index, group] : parameters) {
+    const auto p = static_cast<size_t>(index);
+    flat.push_back({registry_.name(p), registry_.parameter(0, p), group});
+  }
+  const Shard shard = options_.shard_optimizer ? Shard{topology_.rank, topology_.num_workers} : Shard{};
+  return FlatOptimizer(std::move(flat), groups, shard);
+}
+
+void StrategyCore::step_flat(int set, FlatOptimizer& optimizer, const std::vector<int>& parameters,
+                             const FlatGroups& groups) {
+  check_open();
+  sets_.at(static_cast<size_t>(set))->step(optimizer, parameters, groups);
+}
+
 void StrategyCore::average_gradients(int module) {
   check_open();
+  if (options_.precision == Precision::fp16 || options_.loss_scale) {
+    throw InvalidArgument(
+        "backward() by hand does not know the loss scale; return the loss from strategy.step(fn, ...)");
+  }
   if (topology_.local_replicas() > 1) {
     throw InvalidArgument(
         "backward by hand needs one replica per process; write the step as a function that returns the "

@@ -43,6 +43,8 @@ struct StepCall {
   bool loader_ended = false;
   /// Steps the set's optimizers; called on the stepping thread when a window closed and was not skipped.
   std::function<void()> apply;
+  /// Whether `apply` steps all of them by step_flat(); else they step from `.grad`.
+  bool fused = false;
   /// See ReplicaPool::run.
   std::function<void()> poll;
   std::function<void()> interrupt;
@@ -82,8 +84,25 @@ class StrategyCore {
 
   /// Collective over workers at a window's end, local otherwise. Errors of the step itself leave the core usable.
   StepResult step(const StepCall& call);
-  /// Closes the open window of every set; empty when none is open. `apply(set)` steps the set's optimizers.
-  std::optional<StepResult> flush(const std::function<void(int set)>& apply, bool drop_incomplete);
+  /// Closes the open window of every set; empty when none is open. `apply(set)` steps the set's optimizers;
+  /// `fused(set)` as StepCall::fused.
+  std::optional<StepResult> flush(const std::function<void(int set)>& apply, const std::function<bool(int set)>& fused,
+                                  bool drop_incomplete);
+
+  /// A flat optimizer over parameters of the registry, (index, group) by parameter; sharded as the options say.
+  FlatOptimizer make_flat(const std::vector<std::pair<int, uint32_t>>& parameters, const FlatGroups& groups) const;
+
+  /// Within StepCall::apply of a fused set; see GradientSet::step.
+  void step_flat(int set, FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
+
+  /// Within StepCall::apply of a fused set, before step_flat; see GradientSet::edit_means.
+  void edit_means(int set, const std::function<void()>& edit) { sets_.at(static_cast<size_t>(set))->edit_means(edit); }
+
+  /// The loss scale of a set, to save and restore it.
+  const kernels::LossScaleState& loss_scale(int set) const { return sets_.at(static_cast<size_t>(set))->loss_scale(); }
+  void set_loss_scale(int set, const kernels::LossScaleState& state) {
+    sets_.at(static_cast<size_t>(set))->set_loss_scale(state);
+  }
 
   /// Calls `call` on every local replica with a non-empty part, without gradients and with the call's random stream.
   void run(const StepCall& call);
@@ -114,9 +133,10 @@ class StrategyCore {
   void check_callable() const;
   void find_outsiders();
   GradientSet& begin_call(int set);
+  Loss call_in_precision(const StepCall& call, int local_replica) const;
   void run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
                    ReplicaRun& outcome);
-  StepResult end_window(GradientSet& set, const std::function<void()>& apply);
+  StepResult end_window(GradientSet& set, const StepCall& call);
   StepResult open_result(const GradientSet& set) const;
   bool is(const std::exception_ptr& error, Failure::Kind kind) const { return error && describe_(error).kind == kind; }
   void raise_failures(const std::vector<ReplicaRun>& outcomes, const WindowSums* sums) const;

@@ -68,6 +68,10 @@ struct Strategy::State {
   /// The set of these optimizers; of all prepared ones if none is given. Throws as StrategyCore::set_of, and
   /// InvalidArgument for a parameter of no prepared module.
   int set_of(const StepOptions& options);
+  /// Gives a flat optimizer its place in the registry, once and when its parameters changed.
+  void bind_flat(torch::optim::Optimizer& optimizer);
+  /// Whether the optimizers that the set was last used with all step from the reduced sums.
+  bool is_fused(int set);
   /// Steps the optimizers that the set was last used with.
   void apply(int set);
   bool loader_ended() const;

@@ -40,8 +40,16 @@ struct Arguments {
 
 constexpr const char* kUsage =
     "usage: digits <folder> [--devices cpu:0,cpu:1,...] [--multi-worker] [--epochs n] [--steps n] [--batch-size n]\n"
-    "              [--optimizer sgd|adagrad] [--accumulate k] [--seed n] [--no-shuffle]\n"
+    "              [--optimizer sgd|adagrad|adamw] [--accumulate k] [--clip norm] [--precision fp32|bf16|fp16]\n"
+    "              [--seed n] [--no-shuffle]\n"
     "              [--initial weights] [--final weights]\n";
+
+muster::Precision precision_of(const std::string& name) {
+  if (name == "fp32") return muster::Precision::fp32;
+  if (name == "bf16") return muster::Precision::bf16;
+  if (name == "fp16") return muster::Precision::fp16;
+  throw std::invalid_argument("--precision " + name + ": it must be fp32, bf16 or fp16");
+}
 
 Arguments parse(int argc, char** argv) {
   Arguments arguments;
@@ -66,6 +74,10 @@ Arguments parse(int argc, char** argv) {
       arguments.optimizer = value();
     } else if (name == "--accumulate") {
       arguments.options.accumulate = std::stoi(value());
+    } else if (name == "--clip") {
+      arguments.options.clip_norm = std::stod(value());
+    } else if (name == "--precision") {
+      arguments.options.precision = precision_of(value());
     } else if (name == "--seed") {
       arguments.options.seed = std::stoull(value());
     } else if (name == "--no-shuffle") {
@@ -184,10 +196,11 @@ std::unique_ptr<muster::Strategy> make_strategy(const Arguments& arguments) {
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name, const Net& net) {
   if (name == "sgd") {
-    return std::make_unique<torch::optim::SGD>(net.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    return std::make_unique<muster::optim::SGD>(net.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   }
-  if (name == "adagrad") return std::make_unique<torch::optim::Adagrad>(net.parameters(), 0.02);
-  throw std::invalid_argument("--optimizer " + name + ": it must be sgd or adagrad");
+  if (name == "adagrad") return std::make_unique<muster::optim::Adagrad>(net.parameters(), 0.02);
+  if (name == "adamw") return std::make_unique<muster::optim::AdamW>(net.parameters(), 1e-3);
+  throw std::invalid_argument("--optimizer " + name + ": it must be sgd, adagrad or adamw");
 }
 
 double accuracy(muster::Strategy& strategy, const muster::Replicated<Net>& model, const Digits& digits) {

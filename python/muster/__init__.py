@@ -5,7 +5,7 @@ from __future__ import annotations
 from muster import _version_check as _version_check  # isort: split
 
 from muster import _C as _C
-from muster import _random
+from muster import _random, optim
 from muster._build_info import version as __version__
 from muster._C import Cluster
 from muster.data import Loader
@@ -23,6 +23,7 @@ from muster.errors import (
     Timeout,
 )
 from muster.per_replica import PerReplica
+from muster.precision import LossScale, LossScaler
 from muster.replicated import Replicated
 from muster.step import Loss, StepResult
 from muster.strategy import MirroredStrategy, MultiWorkerMirroredStrategy, Strategy, StrategyOptions
@@ -37,6 +38,8 @@ __all__ = [
     "LayoutMismatch",
     "Loader",
     "Loss",
+    "LossScale",
+    "LossScaler",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "NonFinite",
@@ -50,6 +53,7 @@ __all__ = [
     "StrategyOptions",
     "Timeout",
     "__version__",
+    "optim",
 ]
 
 _random.install()

@@ -55,6 +55,8 @@ class StepResult:
     """Norm of the mean gradient before clipping; None while the window is open."""
     skipped: Tensor
     """Whether the update was skipped because a gradient was not finite (bool)."""
+    loss_scale: Tensor
+    """What losses are multiplied by after this step's update; 1 where they are not scaled."""
     output: PerReplica[Any]
     """`Loss.output` of each local replica; None for an empty part."""
 

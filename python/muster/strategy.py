@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import json
 import os
 import threading
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, cast
@@ -24,12 +26,15 @@ from muster.batch import agreeing_rows, split
 from muster.data import Loader
 from muster.errors import InvalidArgument, LayoutMismatch
 from muster.module_watch import ModuleWatch
-from muster.optimizer_guard import PreparedOptimizer
 from muster.per_replica import PerReplica
+from muster.precision import LossScale, LossScaler
+from muster.prepared_optimizer import PreparedOptimizer
 from muster.replicated import Replicated, replicate
 from muster.step import StepResult, as_record
 
 __all__ = ["MirroredStrategy", "MultiWorkerMirroredStrategy", "Strategy", "StrategyOptions"]
+
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _prepared_by: weakref.WeakKeyDictionary[Any, weakref.ref[Strategy]] = weakref.WeakKeyDictionary()
 _parameters_prepared_by: MutableMapping[Tensor, weakref.ref[Strategy]] = WeakIdKeyDictionary()
@@ -39,6 +44,10 @@ _parameters_prepared_by: MutableMapping[Tensor, weakref.ref[Strategy]] = WeakIdK
 class StrategyOptions:
     """Options that all strategies share; every rank passes the same."""
 
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What step functions compute in, by torch's autocast rules; "fp32" leaves the caller's autocast as it is."""
+    loss_scale: LossScale | None = None
+    """Scaling of the loss; None: LossScale() with fp16, else off."""
     accumulate: int = 1
     """Micro-batches (calls of step) per optimizer update."""
     drop_incomplete: bool = False
@@ -51,6 +60,12 @@ class StrategyOptions:
     """At a window's end: floating buffers averaged by weight and integer ones by maximum, or replica 0's for all."""
     threads_per_replica: int | None = None
     """Intra-op threads of each replica; None: the chief's usable cores over the replicas on its host."""
+    fuse: bool = True
+    """Step AdamW, Adam, SGD and Adagrad straight from the reduced sums; False: every optimizer from `.grad`."""
+    keep_gradients: bool = False
+    """With a flat optimizer, leave the mean gradient (before clipping) in `.grad` after a step."""
+    shard_optimizer: bool = False
+    """Divide the state of flat optimizers over the workers (ZeRO stage 1)."""
     bucket_bytes: int | None = None
     """Upper bound of a bucket in bytes; None: 8 MiB."""
     max_skipped: int = 20
@@ -290,6 +305,7 @@ class Strategy:
                     rows,
                     set_number,
                     any(loader.at_end for loader in self._loaders if self._counts(loader)),
+                    self._is_fused(set_number),
                     lambda: self._apply(set_number),
                     self._interrupt,
                 ),
@@ -302,10 +318,20 @@ class Strategy:
             self._note_step(set_number)
         return result
 
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision of steps, for evaluation outside them (`run` has it already)."""
+        if self._options.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, _AUTOCAST_DTYPES[self._options.precision])
+
+    def loss_scaler(self, optimizers: Optimizer | Sequence[Optimizer] | None = None) -> LossScaler:
+        """The loss scale of the steps of these optimizers (None: all prepared), to look at, save and restore."""
+        return LossScaler(self._core, self._set_for(optimizers), self._options.loss_scale or LossScale())
+
     def flush(self) -> StepResult | None:
         """Closes the open window, or drops it with drop_incomplete; None when none is open. Collective."""
         open_sets = tuple(self._optimizers_of_set)
-        result = self._core.flush(self._apply)
+        result = self._core.flush(self._apply, self._is_fused)
         if result is None:
             return None
         self._gradients_are_applied = True
@@ -365,6 +391,7 @@ class Strategy:
             return [index for _, replicated in self._modules for index in self._core.parameters_of(replicated._number_)]
         found: dict[int, int] = {}
         for position in positions:
+            indices: list[int] = []
             for place, parameter in enumerate(self._optimizers[position].parameters()):
                 index = self._core.find(parameter)
                 if index < 0:
@@ -378,6 +405,8 @@ class Strategy:
                         f"parameter '{self._core.name_of(index)}' belongs to two optimizers that would step together; "
                         "say with optimizers= whose step it is"
                     )
+                indices.append(index)
+            self._optimizers[position].bind(indices)
         return list(found)
 
     def _before_call(self) -> None:
@@ -435,9 +464,27 @@ class Strategy:
 
         return run
 
+    def _is_fused(self, set_number: int) -> bool:
+        positions = self._optimizers_of_set[set_number]
+        return bool(positions) and all(self._optimizers[position].is_flat for position in positions)
+
     def _apply(self, set_number: int) -> None:
-        for position in self._optimizers_of_set[set_number]:
-            self._optimizers[position].step()
+        optimizers = [self._optimizers[position] for position in self._optimizers_of_set[set_number]]
+        if not self._is_fused(set_number):
+            for optimizer in optimizers:
+                optimizer.step()
+            return
+
+        def call_pre_hooks() -> None:
+            for optimizer in optimizers:
+                optimizer.call_pre_hooks()
+
+        if self._options.keep_gradients and any(optimizer.has_hooks() for optimizer in optimizers):
+            self._core.edit_means(set_number, call_pre_hooks)
+        else:
+            call_pre_hooks()
+        for optimizer in optimizers:
+            optimizer.step_fused(set_number)
 
     def _interrupt(self) -> None:
         self._was_interrupted = True
@@ -654,6 +701,8 @@ def _options(given: dict[str, Any]) -> StrategyOptions:
     for name in given:
         if name not in known:
             raise InvalidArgument(f"unknown option {name!r}; there are {', '.join(known)}")
+    if not isinstance(given.get("loss_scale"), (LossScale, type(None))):
+        raise InvalidArgument(f"loss_scale={given['loss_scale']!r}: it must be a muster.LossScale, or None")
     if given.get("buffers", "mean") not in ("mean", "chief"):
         raise InvalidArgument(f"buffers={given['buffers']!r}: it must be 'mean' or 'chief'")
     return StrategyOptions(**given)

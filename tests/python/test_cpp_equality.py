@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +75,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train_in_python(data: Path, replicas: int, optimizer: str, accumulate: int) -> bytes:
+# Optimizer, accumulate, and what else is equal in both languages.
+CASES = [
+    ("sgd", 1, {}),
+    ("adagrad", 3, {}),
+    ("adamw", 1, {"clip_norm": 0.5}),
+    ("adamw", 2, {"precision": "bf16"}),
+    ("sgd", 1, {"precision": "fp16"}),
+]
+
+
+def train_in_python(data: Path, replicas: int, optimizer: str, accumulate: int, options: dict[str, Any]) -> bytes:
     torch.manual_seed(3)
     module = Net()
     images = read_idx(data / "train-images-idx3-ubyte").flatten(1).float() / 16
@@ -81,9 +93,11 @@ def train_in_python(data: Path, replicas: int, optimizer: str, accumulate: int) 
     loader = DataLoader(TensorDataset(images, labels), batch_size=61, shuffle=True)
     if optimizer == "sgd":
         chosen: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    else:
+    elif optimizer == "adagrad":
         chosen = torch.optim.Adagrad(module.parameters(), lr=0.02)
-    with muster.MirroredStrategy(["cpu"] * replicas, seed=1, accumulate=accumulate) as strategy:
+    else:
+        chosen = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    with muster.MirroredStrategy(["cpu"] * replicas, seed=1, accumulate=accumulate, **options) as strategy:
         model, _, loader = strategy.prepare(module, chosen, loader)
         while strategy.steps < STEPS:
             for x, y in loader:
@@ -93,12 +107,16 @@ def train_in_python(data: Path, replicas: int, optimizer: str, accumulate: int) 
     return b"".join(p.detach().numpy().tobytes() for p in module.parameters())
 
 
-def train_in_cpp(program: Path, data: Path, replicas: int, optimizer: str, accumulate: int, *, workers: int) -> bytes:
+def train_in_cpp(
+    program: Path, data: Path, replicas: int, optimizer: str, accumulate: int, options: dict[str, Any], *, workers: int
+) -> bytes:
     final = data / f"final-{replicas}-{optimizer}-{accumulate}-{workers}"
     command = [
         str(program), str(data), "--steps", str(STEPS), "--batch-size", "61", "--optimizer", optimizer,
         "--accumulate", str(accumulate), "--initial", str(data / "initial"), "--final", str(final),
     ]  # fmt: skip
+    flags = {"clip_norm": "--clip", "precision": "--precision"}
+    command += itertools.chain.from_iterable((flags[name], str(value)) for name, value in options.items())
     if workers == 1:
         jobs = [subprocess.Popen([*command, "--devices", ",".join(["cpu"] * replicas)])]
     else:
@@ -111,12 +129,13 @@ def train_in_cpp(program: Path, data: Path, replicas: int, optimizer: str, accum
     return values_of(final)
 
 
-@pytest.mark.parametrize(("optimizer", "accumulate"), [("sgd", 1), ("adagrad", 3)])
+@pytest.mark.parametrize(("optimizer", "accumulate", "options"), CASES)
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_cpp_and_python_give_the_same_bits(
-    program: Path, data: Path, replicas: int, optimizer: str, accumulate: int
+    program: Path, data: Path, replicas: int, optimizer: str, accumulate: int, options: dict[str, Any]
 ) -> None:
-    expected = train_in_python(data, replicas, optimizer, accumulate)
+    expected = train_in_python(data, replicas, optimizer, accumulate, options)
     assert expected != values_of(data / "initial")
-    assert train_in_cpp(program, data, replicas, optimizer, accumulate, workers=1) == expected
-    assert train_in_cpp(program, data, replicas, optimizer, accumulate, workers=replicas) == expected
+    assert train_in_cpp(program, data, replicas, optimizer, accumulate, options, workers=1) == expected
+    if not options or replicas == 2:
+        assert train_in_cpp(program, data, replicas, optimizer, accumulate, options, workers=replicas) == expected

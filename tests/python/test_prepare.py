@@ -226,7 +226,8 @@ def test_modules_without_parameters_to_train_are_prepared_like_any_other(job: La
 def test_options_are_checked() -> None:
     for options, match in [
         ({"acumulate": 2}, "unknown option 'acumulate'.*accumulate"),
-        ({"precision": "fp16"}, "unknown option 'precision'"),
+        ({"precision": "fp8"}, "precision='fp8'.*fp16"),
+        ({"shard_optimizer": True, "fuse": False}, "shard_optimizer"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"clip_norm": -1.0}, "clip_norm=-1"),
         ({"buffers": "sum"}, "buffers='sum'"),

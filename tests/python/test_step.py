@@ -310,7 +310,12 @@ def test_clipping_equals_torchs_on_the_whole_batch(job: Launcher, limit: float) 
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item()
     expected = [p.grad.numpy().copy() for p in model.parameters()]
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+    unclipped = by_hand()
     for gradients, reported, parameters in job(clipped, clip_norm=limit):
+        assert reported == pytest.approx(norm, rel=1e-12)
+        assert_close(gradients, unclipped)
+        assert_close(parameters, [p.detach().numpy() for p in model.parameters()])
+    for gradients, reported, parameters in job(clipped, clip_norm=limit, fuse=False):
         assert reported == pytest.approx(norm, rel=1e-12)
         assert_close(gradients, expected)
         assert_close(parameters, [p.detach().numpy() for p in model.parameters()])

@@ -127,7 +127,7 @@ class Launcher:
 
     def __call__(self, scenario: Scenario, *args: Any, **options: Any) -> list[Any]:
         """``scenario(strategy, *args)`` in every process of the job; the results by rank."""
-        options = {"seed": 3, "threads_per_replica": 1, "timeout": 60.0, **options}
+        options = {"seed": 3, "threads_per_replica": 1, "timeout": 60.0, "keep_gradients": True, **options}
         if self.pool is None:
             with muster.MirroredStrategy(["cpu"] * self.local_replicas, **options) as strategy:
                 return [plain(scenario(strategy, *args))]

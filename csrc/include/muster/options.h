@@ -5,6 +5,8 @@
 #include <optional>
 #include <string>
 
+#include "muster/precision.h"
+
 namespace muster {
 
 /// What becomes of module buffers at the end of a window.
@@ -15,6 +17,10 @@ enum class Buffers {
 
 /// A value. Every rank passes the same; `prepare` compares them.
 struct StrategyOptions {
+  /// What step functions compute in; see Autocast. fp32 leaves the caller's autocast as it is.
+  Precision precision = Precision::fp32;
+  /// Scaling of the loss. Empty: LossScale's defaults with fp16, else off.
+  std::optional<LossScale> loss_scale = std::nullopt;
   /// Micro-batches (step calls) per optimizer update.
   int accumulate = 1;
   /// Drops a window that a loader's end left short, instead of averaging what it holds.
@@ -28,6 +34,12 @@ struct StrategyOptions {
   std::optional<int> threads_per_replica = std::nullopt;
   /// Upper bound of a bucket in bytes; empty: 8 MiB.
   std::optional<int64_t> bucket_bytes = std::nullopt;
+  /// Flat optimizers step straight from the reduced sums. False: every optimizer steps from `.grad`.
+  bool fuse = true;
+  /// With a flat optimizer, leaves the mean gradient (before clipping) in `.grad` after a step.
+  bool keep_gradients = false;
+  /// Divides the state of flat optimizers over the workers (ZeRO stage 1); parameters are gathered after each step.
+  bool shard_optimizer = false;
   /// Windows in a row that may be skipped for non-finite gradients before NonFinite is raised.
   int max_skipped = 20;
   /// Seconds that a live peer may be late.

@@ -51,6 +51,8 @@ struct StepResult {
   at::Tensor grad_norm;
   /// True if the window's update was skipped because a gradient was not finite.
   at::Tensor skipped;
+  /// The loss scale after this step's update; 1 where losses are not scaled.
+  at::Tensor loss_scale;
   /// Loss::output of each local replica; None for an empty part.
   PerReplica<c10::IValue> output;
 };

@@ -1,4 +1,4 @@
-"""What a strategy needs of a plain torch.optim optimizer."""
+"""What a strategy needs of an optimizer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from muster import structure
+from muster import optim, structure
 from muster.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -29,7 +30,18 @@ class PreparedOptimizer:
         self.optimizer = optimizer
         self._strategy = strategy
         self._stepping = False
+        self._flat = optim.make_flat(optimizer) if strategy._options.fuse else None
+        if self._flat is None and strategy._options.shard_optimizer:
+            raise InvalidArgument(
+                f"shard_optimizer=True needs a flat optimizer (AdamW, Adam, SGD or Adagrad), and "
+                f"{type(optimizer).__name__} has no flat version; leave the option out"
+            )
         optimizer.register_step_pre_hook(self._check_step)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it can step from the reduced sums."""
+        return self._flat is not None
 
     def parameters(self) -> list[Tensor]:
         """Its parameters, in the order of its groups."""
@@ -38,6 +50,11 @@ class PreparedOptimizer:
     def shape(self) -> tuple[int, ...]:
         """Changes when a group is added; cheap enough to look at in every step."""
         return tuple(len(group["params"]) for group in self.optimizer.param_groups)
+
+    def bind(self, indices: list[int]) -> None:
+        """Tells a flat optimizer the numbers of its parameters, when they are known or have changed."""
+        if self._flat is not None and (self._flat._flat is None or self._flat._flat.indices != indices):
+            self._flat._flat = optim.FlatState(self._flat, self._strategy._core, indices)
 
     def note_step(self) -> None:
         """Tells learning rate schedulers that a step was made, also where its update was skipped."""
@@ -51,10 +68,32 @@ class PreparedOptimizer:
         finally:
             self._stepping = False
 
+    def has_hooks(self) -> bool:
+        """Whether anybody but the guard wants to be called before a step."""
+        return bool(_global_optimizer_pre_hooks) or len(self.optimizer._optimizer_step_pre_hooks) > 1
+
+    def call_pre_hooks(self) -> None:
+        """What comes before step_fused."""
+        self._stepping = True
+        try:
+            for hook in (*_global_optimizer_pre_hooks.values(), *self.optimizer._optimizer_step_pre_hooks.values()):
+                hook(self.optimizer, (self.optimizer,), {})
+        finally:
+            self._stepping = False
+
+    def step_fused(self, set_number: int) -> None:
+        """Applies the reduced sums of a set."""
+        assert self._flat is not None
+        assert self._flat._flat is not None
+        self._flat._flat.step(set_number)
+        for hook in (*self.optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+            hook(self.optimizer, (self.optimizer,), {})
+
     def broadcast_state(self) -> None:
         """Collective: every worker gets the chief's hyperparameters and state."""
         core = self._strategy._core
-        text, leaves = structure.encode(self.optimizer.state_dict(), texts=True)
+        loaded = self._flat._loaded if self._flat is not None else None
+        text, leaves = structure.encode(loaded or self.optimizer.state_dict(), texts=True)
         description = core.exchange_texts(text)[0]
         leaves = core.broadcast(leaves, 0)
         if core.rank != 0:

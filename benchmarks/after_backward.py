@@ -1,0 +1,155 @@
+"""The phase after backward: unscale, norm, clip and AdamW, against torch's own stack, tuned.
+
+25 M fp32 parameters as 30 and as 1,000 tensors, 1 and 2 intra-op threads. Torch: GradScaler.unscale_,
+clip_grad_norm_(foreach=True), AdamW(fused=True) through GradScaler.step, GradScaler.update. Muster: what a strategy
+does between the reduced sums and the next forward. Columns take turns in one process; a column's ratio is the median
+over rounds of torch's time over its own. `streams` is a loop without arithmetic worth the name over the same memory:
+the gradient read twice; parameter and both moments read and written in place.
+
+    python benchmarks/after_backward.py           writes benchmarks/results/after_backward-<date>.json, prints the table
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from step_overhead import machine
+from torch import Tensor
+
+import muster
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PARAMETERS = 25_000_000
+SCALE = 65536.0
+CLIP = 1.0
+BYTES = 4 * (1 + 1 + 2 + 2 + 2)
+"""Moved per parameter: the gradient twice; parameter and two moments, read and written."""
+
+
+def tensors(count: int) -> list[Tensor]:
+    return [torch.randn(PARAMETERS // count) for _ in range(count)]
+
+
+def torch_phase(parameters: list[Tensor], gradients: list[Tensor]) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    # The gradients stay finite and are not scaled again: the scaler divides by one, with the same passes.
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1 << 30)
+    scaler.scale(torch.zeros(()))
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+    def phase() -> None:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP, foreach=True)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return phase
+
+
+def muster_phase(parameters: list[Tensor], sums: list[Tensor]) -> Callable[[], None]:
+    strategy = muster.MirroredStrategy()
+    module = torch.nn.ParameterList(parameters)
+    core = strategy._core
+    number = core.add_module([list(module.named_parameters())], [[]])
+    row = [1e-3, 0.9, 0.999, 1e-8, 1e-2, True, False, False]
+    flat = core.make_flat("adam", [(index, 0) for index in core.parameters_of(number)], [row])
+    return lambda: flat.step_from_sums(sums, SCALE, CLIP, "adam", [row])
+
+
+def streams_phase(sums: list[Tensor], states: list[Tensor]) -> Callable[[], None]:
+    ones = torch.tensor(1.0)
+
+    def phase() -> None:
+        for values in sums:
+            torch.sum(values)
+            torch.sum(values)
+        for state in states:
+            state.mul_(ones)
+
+    return phase
+
+
+def measure(count: int, threads: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of each column by round, and ratios."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    gradients = tensors(count)
+    phases = {
+        "torch": torch_phase([torch.nn.Parameter(p) for p in tensors(count)], [g.clone() for g in gradients]),
+        "muster": muster_phase([torch.nn.Parameter(p) for p in tensors(count)], [g * SCALE for g in gradients]),
+        "streams": streams_phase(tensors(count), [torch.zeros(PARAMETERS) for _ in range(3)]),
+    }
+    times: dict[str, list[float]] = {name: [] for name in phases}
+    names = list(phases)
+    for round_number in range(rounds + 1):
+        first = round_number % len(names)
+        for name in names[first:] + names[:first]:
+            phases[name]()
+            began = time.perf_counter()
+            for _ in range(3):
+                phases[name]()
+            times[name].append((time.perf_counter() - began) / 3 * 1e3)
+    kept = {name: values[1:] for name, values in times.items()}  # the first round touches the memory
+    ratios = [theirs / ours for theirs, ours in zip(kept["torch"], kept["muster"], strict=True)]
+    shares = [bare / ours for bare, ours in zip(kept["streams"], kept["muster"], strict=True)]
+    return {
+        "tensors": count,
+        "threads": threads,
+        "ms": {name: quartiles(values) for name, values in kept.items()},
+        "torch over muster": quartiles(ratios),
+        "streams over muster": quartiles(shares),
+    }
+
+
+def quartiles(values: list[float]) -> list[float]:
+    return [round(value, 3) for value in statistics.quantiles(values, n=4)]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A row a case."""
+    lines = [
+        "| tensors | threads | torch | muster | faster | share of the streams |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for case in result["cases"]:
+        ms = case["ms"]
+        lines.append(
+            f"| {case['tensors']:,} | {case['threads']} | {ms['torch'][1]:.1f} ms | {ms['muster'][1]:.1f} ms | "
+            f"{case['torch over muster'][1]:.2f}x | {100 * case['streams over muster'][1]:.0f} % |"
+        )
+    return "\n".join(lines)
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Timed rounds of each case.")] = 12,
+    write: Annotated[bool, typer.Option(help="Keep the result in benchmarks/results.")] = True,
+) -> None:
+    """Measures, prints the table and keeps the result."""
+    today = datetime.date.today().isoformat()
+    result = {
+        "benchmark": "after_backward",
+        "date": today,
+        "machine": machine(),
+        "versions": {"muster": muster.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "parameters": PARAMETERS,
+        "bytes per parameter": BYTES,
+        "cases": [measure(count, threads, rounds) for count in (30, 1000) for threads in (1, 2)],
+    }
+    if write:
+        file = RESULTS / f"after_backward-{today}.json"
+        file.write_text(json.dumps(result, indent=1) + "\n")
+    print(markdown(result))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,49 @@
+// Flat optimizers: torch::optim's, stepped in one pass over gradient, state and parameter.
+#pragma once
+
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <memory>
+
+namespace muster::detail {
+struct FlatState;
+struct FlatAccess;
+}  // namespace muster::detail
+
+namespace muster::optim {
+
+/// An optimizer of torch::optim with its constructors, options and state, so that learning rate schedulers and
+/// serialisation work as with that one. A strategy steps it straight from the reduced sums: division, clipping, decay
+/// and update in one pass. Low-precision parameters have an fp32 master copy. Formulas are those of torch.optim in
+/// Python: the same options give the same bits in both languages.
+///
+/// Rows of a sparse gradient alone move (Adam, AdamW: as torch.optim.SparseAdam in Python), but with SGD's momentum or,
+/// but for Adam and AdamW, weight decay. With shard_optimizer `state()` holds this worker's share.
+template <class Base>
+class Flat : public Base {
+ public:
+  using Base::Base;
+
+  /// From `.grad`, without a strategy or after a backward by hand.
+  at::Tensor step(typename Base::LossClosure closure = nullptr) override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  friend struct detail::FlatAccess;
+  std::shared_ptr<detail::FlatState> flat_;  // null until the first step, and after load
+};
+
+extern template class Flat<torch::optim::AdamW>;
+extern template class Flat<torch::optim::Adam>;
+extern template class Flat<torch::optim::SGD>;
+extern template class Flat<torch::optim::Adagrad>;
+
+using AdamW = Flat<torch::optim::AdamW>;
+using Adam = Flat<torch::optim::Adam>;
+using SGD = Flat<torch::optim::SGD>;
+using Adagrad = Flat<torch::optim::Adagrad>;
+
+}  // namespace muster::optim

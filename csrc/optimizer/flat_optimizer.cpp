@@ -1,0 +1,391 @@
+#include "optimizer/flat_optimizer.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "comm/kernel_dtype.h"
+#include "core/flat_layout.h"
+#include "muster/error.h"
+
+namespace muster {
+
+namespace {
+
+// Below this many elements a second thread costs more than it saves.
+constexpr size_t kElementsPerThread = 1 << 18;
+
+bool is_low(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+at::Tensor in_memory_order(const at::Tensor& dense) { return dense.as_strided({dense.numel()}, {1}); }
+
+std::byte* at_element(const at::Tensor& tensor, int64_t element) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
+}
+
+size_t states_needed(const kernels::AdamGroup& group) { return group.amsgrad ? 3 : 2; }
+size_t states_needed(const kernels::SgdGroup& group) { return group.momentum != 0 ? 1 : 0; }
+size_t states_needed(const kernels::AdagradGroup&) { return 1; }
+
+// Whether a step moves rows without a gradient, too.
+bool moves_all_rows(const kernels::AdamGroup&) { return false; }
+bool moves_all_rows(const kernels::SgdGroup& group) { return group.momentum != 0 || group.weight_decay != 0; }
+bool moves_all_rows(const kernels::AdagradGroup& group) { return group.weight_decay != 0; }
+
+template <class F>
+auto of_group(const FlatGroups& groups, uint32_t group, const F& function) {
+  return std::visit([&](const auto& list) { return function(list[group]); }, groups);
+}
+
+size_t count_of(const FlatGroups& groups) {
+  return std::visit([](const auto& list) { return list.size(); }, groups);
+}
+
+}  // namespace
+
+// By accumulation dtype.
+struct FlatOptimizer::Segments {
+  std::vector<kernels::StepSegment> singles;
+  std::vector<kernels::StepSegment> doubles;
+  std::vector<at::Tensor> kept;  // what they point into
+
+  std::vector<kernels::StepSegment>& of(at::ScalarType dtype) { return dtype == at::kDouble ? doubles : singles; }
+};
+
+FlatOptimizer::FlatOptimizer(std::vector<FlatParameter> parameters, const FlatGroups& groups, const Shard& shard)
+    : algorithm_(groups.index()), shard_(shard) {
+  std::vector<int64_t> numels;
+  for (auto& parameter : parameters) {
+    const auto& tensor = parameter.tensor;
+    const auto dtype = tensor.scalar_type();
+    if (!tensor.device().is_cpu() || !(dtype == at::kFloat || dtype == at::kDouble || is_low(dtype))) {
+      throw InvalidArgument("parameter '" + parameter.name + "' (" + c10::toString(dtype) + " on " +
+                            tensor.device().str() + ") cannot be stepped by a flat optimizer; pass fuse=False");
+    }
+    numels.push_back(tensor.numel());
+    Entry entry;
+    entry.parameter = std::move(parameter);
+    entry.step = at::zeros({}, at::kFloat);
+    entries_.push_back(std::move(entry));
+  }
+  const auto runs = runs_of(numels, shard_);
+  for (size_t p = 0; p < entries_.size(); ++p) {
+    auto& entry = entries_[p];
+    entry.run = runs[p];
+    follow(entry);
+  }
+}
+
+// A parameter may have been moved, converted or reordered since the last step: its state follows.
+void FlatOptimizer::follow(Entry& entry) {
+  const auto& tensor = entry.parameter.tensor;
+  if (entry.dtype == tensor.scalar_type() && entry.strides == tensor.strides()) return;
+  const bool is_dense_now = is_dense(tensor.sizes().vec(), tensor.strides().vec());
+  if (shard_.size > 1 && (!is_dense_now || entry.num_states > 0)) {
+    throw InvalidArgument("parameter '" + entry.parameter.name +
+                          "' has gaps in its memory, or another layout or dtype than when it was first stepped; with "
+                          "shard_optimizer=True convert the module before prepare()");
+  }
+  entry.dtype = tensor.scalar_type();
+  entry.strides = tensor.strides().vec();
+  entry.is_dense = is_dense_now;
+  for (auto& state : entry.states) {
+    if (!state.defined()) continue;
+    const auto old = std::exchange(state, empty_state(entry));
+    state.copy_(old);
+  }
+  entry.master_version = -1;
+  entry.master = is_low(entry.dtype) ? empty_state(entry) : at::Tensor();
+}
+
+at::Tensor FlatOptimizer::empty_state(const Entry& entry) const {
+  const auto& tensor = entry.parameter.tensor;
+  const auto options = at::TensorOptions(accumulation_dtype(tensor.scalar_type()));
+  if (shard_.size > 1) return entry.run.count > 0 ? at::zeros({entry.run.count}, options) : at::Tensor();
+  if (!entry.is_dense) return at::zeros(tensor.sizes(), options);
+  return at::empty_strided(tensor.sizes(), tensor.strides(), options).zero_();
+}
+
+// This shard's part of a tensor of the parameter's sizes, shaped as empty_state.
+at::Tensor FlatOptimizer::own_part(const Entry& entry, const at::Tensor& whole) const {
+  if (shard_.size == 1) return whole;
+  const auto& tensor = entry.parameter.tensor;
+  const auto ordered = at::empty_strided(tensor.sizes(), tensor.strides(), whole.options()).copy_(whole);
+  return in_memory_order(ordered).narrow(0, entry.run.begin, entry.run.count);
+}
+
+// In the parameter's memory order.
+at::Tensor FlatOptimizer::dense_of(const Entry& entry, const at::Tensor& sparse) const {
+  const auto& tensor = entry.parameter.tensor;
+  const auto dense = entry.is_dense
+                         ? at::empty_strided(tensor.sizes(), tensor.strides(), sparse.options().layout(at::kStrided))
+                         : at::empty(tensor.sizes(), sparse.options().layout(at::kStrided));
+  return dense.zero_().add_(sparse);
+}
+
+void FlatOptimizer::allocate(Entry& entry, size_t num_states) {
+  for (size_t s = entry.num_states; s < num_states; ++s) entry.states[s] = empty_state(entry);
+  entry.num_states = std::max(entry.num_states, num_states);
+}
+
+// `parameter`: its elements in memory order.
+void FlatOptimizer::add_dense(Entry& entry, void* parameter, const at::Tensor& gradient, Segments& segments) {
+  const auto& run = entry.run;
+  if (run.count == 0) return;
+  const auto size = static_cast<int64_t>(entry.parameter.tensor.element_size());
+  void* own = static_cast<std::byte*>(parameter) + run.begin * size;
+  kernels::StepSegment segment{};
+  segment.gradient = at_element(gradient, run.begin);
+  segment.parameter = entry.master.defined() ? entry.master.mutable_data_ptr() : own;
+  if (entry.master.defined()) {
+    segment.low = own;
+    segment.low_dtype = kernel_dtype(entry.dtype);
+  }
+  for (size_t s = 0; s < entry.num_states; ++s) segment.state[s] = entry.states[s].mutable_data_ptr();
+  segment.step = entry.step.const_data_ptr<float>();
+  segment.n = static_cast<size_t>(run.count);
+  segment.group = entry.parameter.group;
+  segments.of(gradient.scalar_type()).push_back(segment);
+}
+
+void FlatOptimizer::add_sparse(Entry& entry, void* parameter, const at::Tensor& gradient, Segments& segments) {
+  const auto rows = gradient._indices().contiguous();
+  const auto values = gradient._values().contiguous();
+  segments.kept.insert(segments.kept.end(), {rows, values});
+  const int64_t width = rows.numel() == 0 ? 0 : values.numel() / rows.numel();
+  const auto& run = entry.run;
+  const auto size = static_cast<int64_t>(entry.parameter.tensor.element_size());
+  const auto wide = static_cast<int64_t>(values.element_size());
+  for (int64_t i = 0; i < rows.numel(); ++i) {
+    const int64_t row = rows.const_data_ptr<int64_t>()[i] * width;
+    const int64_t begin = std::max(row, run.begin);
+    const int64_t end = std::min(row + width, run.begin + run.count);
+    if (begin >= end) continue;
+    kernels::StepSegment segment{};
+    segment.gradient = at_element(values, i * width + begin - row);
+    void* own = static_cast<std::byte*>(parameter) + begin * size;
+    segment.parameter = entry.master.defined() ? at_element(entry.master, begin - run.begin) : own;
+    if (entry.master.defined()) {
+      segment.low = own;
+      segment.low_dtype = kernel_dtype(entry.dtype);
+    }
+    for (size_t s = 0; s < entry.num_states; ++s) {
+      segment.state[s] = static_cast<std::byte*>(entry.states[s].mutable_data_ptr()) + (begin - run.begin) * wide;
+    }
+    segment.step = entry.step.const_data_ptr<float>();
+    segment.n = static_cast<size_t>(end - begin);
+    segment.group = entry.parameter.group;
+    segments.of(values.scalar_type()).push_back(segment);
+  }
+}
+
+void FlatOptimizer::run(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars& scalars,
+                        bool keep) const {
+  const auto call = [&](kernels::DType dtype, const kernels::StepSegment* first, size_t count) {
+    const kernels::StepArguments arguments{dtype, first, count, &scalars, keep};
+    if (const auto* adam = std::get_if<std::vector<kernels::AdamGroup>>(&groups)) {
+      kernels::adam_step(arguments, adam->data());
+    } else if (const auto* sgd = std::get_if<std::vector<kernels::SgdGroup>>(&groups)) {
+      kernels::sgd_step(arguments, sgd->data());
+    } else {
+      kernels::adagrad_step(arguments, std::get<std::vector<kernels::AdagradGroup>>(groups).data());
+    }
+  };
+  const auto step_all = [&](kernels::DType dtype, const std::vector<kernels::StepSegment>& list) {
+    size_t elements = 0;
+    for (const auto& segment : list) elements += segment.n;
+    if (at::get_num_threads() == 1 || elements < 2 * kElementsPerThread) {
+      call(dtype, list.data(), list.size());
+      return;
+    }
+    std::vector<kernels::StepSegment> pieces;
+    const size_t wide = kernels::size_of(dtype);
+    for (auto segment : list) {
+      const auto skip = [&](void*& pointer, size_t bytes) {
+        if (pointer != nullptr) pointer = static_cast<std::byte*>(pointer) + bytes;
+      };
+      for (size_t left = segment.n; left > 0;) {
+        segment.n = std::min(left, kElementsPerThread);
+        pieces.push_back(segment);
+        left -= segment.n;
+        skip(segment.gradient, segment.n * wide);
+        skip(segment.parameter, segment.n * wide);
+        skip(segment.low, segment.n * 2);
+        for (auto& state : segment.state) skip(state, segment.n * wide);
+      }
+    }
+    at::parallel_for(0, static_cast<int64_t>(pieces.size()), 1, [&](int64_t begin, int64_t end) {
+      call(dtype, pieces.data() + begin, static_cast<size_t>(end - begin));
+    });
+  };
+  step_all(kernels::DType::f32, segments.singles);
+  step_all(kernels::DType::f64, segments.doubles);
+}
+
+void FlatOptimizer::step(const std::vector<FlatGradient>& gradients, const FlatGroups& groups,
+                         const kernels::StepScalars& scalars, bool keep) {
+  if (groups.index() != algorithm_) throw InvalidArgument("a flat optimizer cannot become another kind of optimizer");
+  const at::NoGradGuard no_grad;
+  Segments segments;
+  std::vector<std::pair<Entry*, at::Tensor>> packed;  // of parameters with gaps in their memory
+  for (size_t p = 0; p < entries_.size(); ++p) {
+    const auto& gradient = gradients[p];
+    if (!gradient.dense.defined() && !gradient.sparse.defined()) continue;
+    auto& entry = entries_[p];
+    if (entry.parameter.group >= count_of(groups)) {
+      throw InvalidArgument("parameter '" + entry.parameter.name + "' is in group " +
+                            std::to_string(entry.parameter.group) + " of " + std::to_string(count_of(groups)));
+    }
+    follow(entry);
+    const size_t num_states = entry.num_states;
+    allocate(entry, of_group(groups, entry.parameter.group, [](const auto& group) { return states_needed(group); }));
+    const auto& tensor = entry.parameter.tensor;
+    if (entry.master.defined() && entry.master_version != static_cast<int64_t>(tensor._version())) {
+      entry.master.copy_(own_part(entry, tensor));
+    }
+    if (!entry.started || entry.num_states != num_states) started_.push_back(p);
+    entry.started = true;
+    *entry.step.mutable_data_ptr<float>() += 1;
+
+    void* memory = tensor.mutable_data_ptr();
+    if (!entry.is_dense) {
+      packed.emplace_back(&entry, tensor.contiguous());
+      memory = packed.back().second.mutable_data_ptr();
+    }
+    const bool by_row = gradient.sparse.defined() && tensor.is_contiguous() &&
+                        !of_group(groups, entry.parameter.group, [](const auto& g) { return moves_all_rows(g); });
+    if (by_row) {
+      add_sparse(entry, memory, gradient.sparse, segments);
+    } else if (gradient.sparse.defined()) {
+      const auto dense = dense_of(entry, gradient.sparse);
+      segments.kept.push_back(dense);
+      add_dense(entry, memory, dense, segments);
+    } else {
+      add_dense(entry, memory, gradient.dense, segments);
+    }
+  }
+  run(segments, groups, scalars, keep);
+  for (auto& [entry, values] : packed) entry->parameter.tensor.copy_(values);
+  for (size_t p = 0; p < entries_.size(); ++p) {
+    if (!gradients[p].dense.defined() && !gradients[p].sparse.defined()) continue;
+    auto& entry = entries_[p];
+    entry.parameter.tensor.unsafeGetTensorImpl()->bump_version();
+    entry.master_version = static_cast<int64_t>(entry.parameter.tensor._version());
+  }
+}
+
+void FlatOptimizer::step_from_grad(const FlatGroups& groups) {
+  if (shard_.size > 1) {
+    throw InvalidArgument("with shard_optimizer=True an optimizer steps within strategy.step only; call that");
+  }
+  const at::NoGradGuard no_grad;
+  std::vector<FlatGradient> gradients(entries_.size());
+  for (size_t p = 0; p < entries_.size(); ++p) {
+    auto& entry = entries_[p];
+    const auto& gradient = entry.parameter.tensor.grad();
+    if (!gradient.defined()) continue;
+    follow(entry);
+    const auto wide = gradient.to(accumulation_dtype(entry.dtype));
+    if (wide.is_sparse()) {
+      gradients[p].sparse = wide.coalesce();
+    } else if (entry.is_dense ? wide.strides() == entry.parameter.tensor.strides() : wide.is_contiguous()) {
+      gradients[p].dense = wide;
+    } else {
+      gradients[p].dense = empty_state(entry).copy_(wide);
+    }
+  }
+  step(gradients, groups, {.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0}, /*keep=*/false);
+}
+
+std::vector<std::vector<Run>> FlatOptimizer::runs_of_ranks() const {
+  std::vector<int64_t> numels;
+  for (const auto& entry : entries_) numels.push_back(entry.parameter.tensor.numel());
+  std::vector<std::vector<Run>> runs;
+  for (int r = 0; r < shard_.size; ++r) runs.push_back(runs_of(numels, {r, shard_.size}));
+  return runs;
+}
+
+void FlatOptimizer::gather_parameters(comm::Communicator& ranks) {
+  if (shard_.size == 1) return;
+  const at::NoGradGuard no_grad;
+  const auto all_runs = runs_of_ranks();
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    std::vector<at::Tensor> memories;
+    std::vector<std::vector<Run>> runs(all_runs.size());
+    for (size_t p = 0; p < entries_.size(); ++p) {
+      if (entries_[p].dtype != dtype || !entries_[p].started) continue;
+      // A tensor of its own version counter: step() has counted this write.
+      memories.push_back(in_memory_order(entries_[p].parameter.tensor.variable_data()));
+      for (size_t r = 0; r < runs.size(); ++r) runs[r].push_back(all_runs[r][p]);
+    }
+    exchange_runs(memories, runs, ranks);
+  }
+}
+
+const std::vector<const char*>& FlatOptimizer::state_names() const noexcept {
+  static const std::vector<const char*> names[] = {
+      {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, {"momentum_buffer"}, {"sum"}};
+  return names[algorithm_];
+}
+
+at::Tensor FlatOptimizer::state(size_t parameter, size_t which) const { return entries_.at(parameter).states[which]; }
+
+const at::Tensor& FlatOptimizer::step_count(size_t parameter) const { return entries_.at(parameter).step; }
+
+const at::Tensor& FlatOptimizer::master(size_t parameter) const { return entries_.at(parameter).master; }
+
+void FlatOptimizer::set_state(size_t parameter, size_t which, const at::Tensor& whole) {
+  auto& entry = entries_.at(parameter);
+  check_sizes(entry, whole);
+  follow(entry);
+  allocate(entry, which + 1);
+  if (entry.states[which].defined()) entry.states[which].copy_(own_part(entry, whole));
+  entry.started = true;
+}
+
+void FlatOptimizer::set_step_count(size_t parameter, double count) {
+  auto& entry = entries_.at(parameter);
+  *entry.step.mutable_data_ptr<float>() = static_cast<float>(count);
+  entry.started = true;
+}
+
+void FlatOptimizer::set_master(size_t parameter, const at::Tensor& whole) {
+  auto& entry = entries_.at(parameter);
+  check_sizes(entry, whole);
+  follow(entry);
+  if (!entry.master.defined()) return;
+  entry.master.copy_(own_part(entry, whole));
+  entry.master_version = static_cast<int64_t>(entry.parameter.tensor._version());
+}
+
+void FlatOptimizer::check_sizes(const Entry& entry, const at::Tensor& whole) const {
+  if (whole.sizes() == entry.parameter.tensor.sizes()) return;
+  throw InvalidArgument("optimizer state of shape " + c10::str(whole.sizes()) + " for parameter '" +
+                        entry.parameter.name + "' of shape " + c10::str(entry.parameter.tensor.sizes()) +
+                        "; load the state that was saved with this model");
+}
+
+at::Tensor FlatOptimizer::whole_state(size_t parameter, size_t which, comm::Communicator& ranks) const {
+  const auto& entry = entries_.at(parameter);
+  if (which == kMaster ? !is_low(entry.dtype) : which >= entry.num_states) return {};
+  const auto& own = which == kMaster ? entry.master : entry.states[which];
+  if (shard_.size == 1) return own.clone();
+  const auto& tensor = entry.parameter.tensor;
+  const auto whole = at::empty_strided(tensor.sizes(), tensor.strides(), accumulation_dtype(entry.dtype));
+  const auto memory = in_memory_order(whole);
+  if (own.defined()) memory.narrow(0, entry.run.begin, entry.run.count).copy_(own);
+  std::vector<std::vector<Run>> runs;
+  for (const auto& of_rank : runs_of_ranks()) runs.push_back({of_rank[parameter]});
+  exchange_runs({memory}, runs, ranks);
+  return whole;
+}
+
+std::vector<size_t> FlatOptimizer::take_started() { return std::exchange(started_, {}); }
+
+}  // namespace muster

@@ -1,0 +1,127 @@
+// Flat optimizers: one pass over gradient, state and parameter that divides, clips, decays and steps.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "kernels/kernels.h"
+#include "optimizer/shards.h"
+
+namespace muster {
+
+/// Hyperparameters by parameter group; which alternative says what is computed.
+using FlatGroups =
+    std::variant<std::vector<kernels::AdamGroup>, std::vector<kernels::SgdGroup>, std::vector<kernels::AdagradGroup>>;
+
+/// One parameter of a flat optimizer: a leaf, and the group whose hyperparameters it follows.
+struct FlatParameter {
+  std::string name;  ///< for messages
+  at::Tensor tensor;
+  uint32_t group = 0;
+};
+
+/// The gradient of one parameter in a step: a dense sum, rows of one, or neither, which leaves the parameter untouched.
+struct FlatGradient {
+  at::Tensor dense;   ///< accumulation dtype; the parameter's sizes and memory order
+  at::Tensor sparse;  ///< coalesced COO with one sparse dimension; values in the accumulation dtype
+};
+
+/// State is kept by parameter, each tensor in storage of its own, in the accumulation dtype (fp32 but for fp64
+/// parameters) and in the parameter's memory order. bf16 and fp16 parameters have an fp32 master copy, which is what
+/// steps; a low-precision parameter that user code wrote since the last step is taken over into it.
+///
+/// Sparse rows: each touched row is stepped like a parameter of its own with the parameter's step count; untouched rows
+/// keep parameter and state (Adam: as torch.optim.SparseAdam). With momentum or, but for Adam, weight decay, a step
+/// moves every row, so the gradient is made dense.
+///
+/// With a Shard of several ranks, this rank keeps the state of its share of tiles and steps that; gather_parameters()
+/// then brings the others'.
+///
+/// Owned by the thread that steps.
+class FlatOptimizer {
+ public:
+  /// Throws InvalidArgument for a parameter that is not on the CPU or not of dtype fp32, fp64, bf16 or fp16.
+  FlatOptimizer(std::vector<FlatParameter> parameters, const FlatGroups& groups, const Shard& shard = {});
+
+  size_t num_parameters() const noexcept { return entries_.size(); }
+  const Shard& shard() const noexcept { return shard_; }
+
+  /// Steps every parameter that has a gradient, by `scalars`; see kernels.h. `gradients` has one element a parameter.
+  /// With `keep` the dense sums and sparse values become means. Bumps the version counters of what it writes. Local.
+  /// Throws InvalidArgument if `groups` has another alternative or fewer groups than the parameters name.
+  void step(const std::vector<FlatGradient>& gradients, const FlatGroups& groups, const kernels::StepScalars& scalars,
+            bool keep);
+
+  /// As step, from `.grad` of every parameter: mean gradients of any dtype and memory order, left as they are. Throws
+  /// InvalidArgument in a shard, whose ranks must step together.
+  void step_from_grad(const FlatGroups& groups);
+
+  /// Collective over the shard's ranks, after step on all: every rank gets the parameters that others stepped.
+  void gather_parameters(comm::Communicator& ranks);
+
+  /// Names of the state tensors, torch.optim's: exp_avg, exp_avg_sq, max_exp_avg_sq; momentum_buffer; sum.
+  const std::vector<const char*>& state_names() const noexcept;
+
+  /// State tensor `which` of a parameter, of its sizes and strides; a 1-dim run of it where another rank has the rest;
+  /// undefined where there is none (no such option, or nothing of it in this shard).
+  at::Tensor state(size_t parameter, size_t which) const;
+  /// Number of steps the parameter took: 0-dim fp32.
+  const at::Tensor& step_count(size_t parameter) const;
+  /// The fp32 master copy of a low-precision parameter, else undefined; a 1-dim run in a shard.
+  const at::Tensor& master(size_t parameter) const;
+
+  /// Replaces state tensor `which` by the values of `whole` (the parameter's sizes).
+  void set_state(size_t parameter, size_t which, const at::Tensor& whole);
+  void set_step_count(size_t parameter, double count);
+  void set_master(size_t parameter, const at::Tensor& whole);
+
+  /// Collective. State `which` (kMaster: the master copy) of a parameter on every rank, put together from all shards; a
+  /// copy. Undefined where no rank has one.
+  at::Tensor whole_state(size_t parameter, size_t which, comm::Communicator& ranks) const;
+  static constexpr size_t kMaster = 3;
+
+  /// Parameters that took their first step, or got more state, since the last call.
+  std::vector<size_t> take_started();
+
+ private:
+  static constexpr size_t kStates = 3;
+
+  struct Entry {
+    FlatParameter parameter;
+    at::ScalarType dtype{};        // of the parameter when its state was made
+    std::vector<int64_t> strides;  // likewise
+    Run run;                       // elements that this shard owns, in memory order
+    bool is_dense = true;          // its memory has neither gaps nor overlaps
+    at::Tensor states[kStates];
+    at::Tensor master;
+    at::Tensor step;
+    int64_t master_version = -1;  // of the parameter when the master copy was last equal to it
+    size_t num_states = 0;        // equal on all ranks, also where this one owns nothing of them
+    bool started = false;
+  };
+
+  struct Segments;
+
+  void follow(Entry& entry);
+  void allocate(Entry& entry, size_t num_states);
+  at::Tensor empty_state(const Entry& entry) const;
+  at::Tensor own_part(const Entry& entry, const at::Tensor& whole) const;
+  at::Tensor dense_of(const Entry& entry, const at::Tensor& sparse) const;
+  void check_sizes(const Entry& entry, const at::Tensor& whole) const;
+  std::vector<std::vector<Run>> runs_of_ranks() const;
+  void add_dense(Entry& entry, void* parameter, const at::Tensor& gradient, Segments& segments);
+  void add_sparse(Entry& entry, void* parameter, const at::Tensor& gradient, Segments& segments);
+  void run(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars& scalars, bool keep) const;
+
+  std::vector<Entry> entries_;
+  size_t algorithm_;  // index of FlatGroups
+  Shard shard_;
+  std::vector<size_t> started_;
+};
+
+}  // namespace muster

@@ -1,0 +1,35 @@
+// Sharding of optimizer state (ZeRO stage 1: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training
+// Trillion Parameter Models"): which elements a rank owns, and how the others get them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace muster {
+
+/// A rank's place among those that share the state; one rank owns everything. A value.
+struct Shard {
+  int rank = 0;
+  int size = 1;
+};
+
+/// Elements [begin, begin + count) of one parameter, in memory order.
+struct Run {
+  int64_t begin = 0;
+  int64_t count = 0;
+};
+
+/// Divides the tiles (kernels::kTile elements) of all parameters, laid end to end, into `size` contiguous shards that
+/// differ by at most one tile; the first ones take the extra. The run of each parameter that `shard` owns.
+std::vector<Run> runs_of(const std::vector<int64_t>& numels, const Shard& shard);
+
+/// Collective over `ranks`. memories[i] is one-dimensional, of one dtype for all i; runs[r][i] is what rank r owns of
+/// it: every rank's runs go to all others, in pieces of a bounded size.
+void exchange_runs(const std::vector<at::Tensor>& memories, const std::vector<std::vector<Run>>& runs,
+                   comm::Communicator& ranks);
+
+}  // namespace muster

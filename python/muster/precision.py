@@ -1,0 +1,52 @@
+"""Loss scaling: its options, and the scale of a strategy's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from muster import _C
+
+__all__ = ["LossScale", "LossScaler"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """Scaling of the loss against underflow of fp16 gradients, as torch.amp.GradScaler."""
+
+    init: float = 65536.0
+    growth: float = 2.0
+    """Factor after `interval` finite steps in a row."""
+    backoff: float = 0.5
+    """Factor after a step with a gradient that is not finite."""
+    interval: int = 2000
+
+
+class LossScaler:
+    """The loss scale of a set of optimizers. Its state has the format of torch.amp.GradScaler's."""
+
+    def __init__(self, core: _C.StrategyCore, set_number: int, options: LossScale) -> None:
+        self._core = core
+        self._set = set_number
+        self._options = options
+
+    def get_scale(self) -> float:
+        """What losses are multiplied by; 1.0 where they are not scaled."""
+        return self._core.loss_scale(self._set)[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Equal on all ranks."""
+        scale, tracker = self._core.loss_scale(self._set)
+        return {
+            "scale": scale,
+            "growth_factor": self._options.growth,
+            "backoff_factor": self._options.backoff,
+            "growth_interval": self._options.interval,
+            "_growth_tracker": tracker,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The scale and its tracker, of a GradScaler too; factors and interval stay those of the options. Load the same
+        on all ranks."""
+        self._core.set_loss_scale(self._set, float(state["scale"]), int(state["_growth_tracker"]))

@@ -1,0 +1,243 @@
+#include "optimizer/flat_optimizer.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linspace.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/serialize.h>
+
+#include <sstream>
+
+#include "cpp/catch.h"
+#include "muster/error.h"
+#include "muster/mirrored.h"
+#include "muster/optim.h"
+#include "support/run_ranks.h"
+
+using namespace muster;
+using namespace muster::testing;
+
+namespace {
+
+std::vector<at::Tensor> parameters() {
+  std::vector<at::Tensor> list;
+  for (const auto& sizes : std::vector<std::vector<int64_t>>{{5, 7}, {1}, {0}, {4, 1025}, {}}) {
+    const auto values = at::arange(at::empty(sizes).numel()).view(sizes) * 0.01 - 0.1;
+    list.push_back(values.clone().requires_grad_());
+  }
+  return list;
+}
+
+// Gradients that change with the step, from the same numbers for everyone.
+void write_gradients(const std::vector<at::Tensor>& list, int step) {
+  for (const auto& parameter : list) {
+    const auto n = parameter.numel();
+    parameter.mutable_grad() = ((at::arange(n) * 0.37 + step).sin() * 0.1).view(parameter.sizes());
+  }
+}
+
+template <class Ours, class Theirs>
+void compare(Ours& ours, Theirs& theirs, const std::vector<at::Tensor>& own, const std::vector<at::Tensor>& other) {
+  for (int step = 0; step < 100; ++step) {
+    write_gradients(own, step);
+    write_gradients(other, step);
+    ours.step();
+    theirs.step();
+  }
+  for (size_t p = 0; p < own.size(); ++p) CHECK(own[p].allclose(other[p], 1e-5, 1e-6));
+}
+
+kernels::StepScalars one() { return {.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0}; }
+
+FlatGroups adam() {
+  kernels::AdamGroup group{};
+  group.lr = 0.01;
+  group.beta1 = 0.9;
+  group.beta2 = 0.999;
+  group.eps = 1e-8;
+  group.weight_decay = 0.01;
+  group.decoupled = true;
+  return std::vector<kernels::AdamGroup>{group};
+}
+
+std::vector<FlatParameter> flat_parameters(const std::vector<at::Tensor>& list) {
+  std::vector<FlatParameter> flat;
+  for (const auto& tensor : list) flat.push_back({"p" + std::to_string(flat.size()), tensor, 0});
+  return flat;
+}
+
+std::vector<FlatGradient> gradients_of(const std::vector<at::Tensor>& list, int step) {
+  write_gradients(list, step);
+  std::vector<FlatGradient> gradients;
+  for (const auto& parameter : list) gradients.push_back({parameter.grad(), {}});
+  return gradients;
+}
+
+}  // namespace
+
+TEST_CASE("flat optimizers step as torch::optim's", "[optimizer]") {
+  const auto own = parameters();
+  const auto other = parameters();
+  SECTION("AdamW") {
+    const auto options = torch::optim::AdamWOptions(0.003).weight_decay(0.1).amsgrad(true);
+    optim::AdamW ours(own, options);
+    torch::optim::AdamW theirs(other, options);
+    compare(ours, theirs, own, other);
+  }
+  SECTION("Adam") {
+    const auto options = torch::optim::AdamOptions(0.003).weight_decay(0.1);
+    optim::Adam ours(own, options);
+    torch::optim::Adam theirs(other, options);
+    compare(ours, theirs, own, other);
+  }
+  SECTION("SGD") {
+    const auto options = torch::optim::SGDOptions(0.01).momentum(0.9).nesterov(true).weight_decay(0.01);
+    optim::SGD ours(own, options);
+    torch::optim::SGD theirs(other, options);
+    compare(ours, theirs, own, other);
+  }
+  SECTION("Adagrad") {
+    const auto options = torch::optim::AdagradOptions(0.05).lr_decay(0.01).initial_accumulator_value(0.1);
+    optim::Adagrad ours(own, options);
+    torch::optim::Adagrad theirs(other, options);
+    compare(ours, theirs, own, other);
+  }
+}
+
+TEST_CASE("the state of a flat optimizer is torch::optim's, through an archive too", "[optimizer]") {
+  const auto own = parameters();
+  const auto other = parameters();
+  optim::AdamW ours(own, 0.01);
+  for (int step = 0; step < 3; ++step) {
+    write_gradients(own, step);
+    ours.step();
+  }
+  auto& state = static_cast<torch::optim::AdamWParamState&>(*ours.state().at(own[0].unsafeGetTensorImpl()));
+  CHECK(state.step() == 3);
+  CHECK(state.exp_avg().sizes() == own[0].sizes());
+
+  std::stringstream archive;
+  torch::save(ours, archive);
+  optim::AdamW loaded(other, 0.01);
+  torch::load(loaded, archive);
+  {
+    const at::NoGradGuard no_grad;
+    for (size_t p = 0; p < own.size(); ++p) other[p].copy_(own[p]);
+  }
+  write_gradients(own, 3);
+  write_gradients(other, 3);
+  ours.step();
+  loaded.step();
+  for (size_t p = 0; p < own.size(); ++p) CHECK(own[p].equal(other[p]));
+}
+
+TEST_CASE("a strategy steps a flat optimizer from the sums", "[optimizer]") {
+  const auto train = [](torch::optim::Optimizer* optimizer, Strategy& strategy,
+                        Replicated<torch::nn::LinearImpl>& model) {
+    strategy.prepare(*optimizer);
+    for (int step = 0; step < 5; ++step) {
+      const auto result = strategy.step([&](const at::Tensor& x) { return model->forward(x).square().mean(); },
+                                        at::linspace(-1, 1, 24).view({8, 3}));
+      CHECK(result.stepped);
+      CHECK(result.grad_norm.item<double>() > 0);
+    }
+    CHECK(!model.module().weight.grad().defined());
+  };
+  MirroredStrategy strategy({"cpu:0", "cpu:1"}, {.clip_norm = 0.1});
+  auto model = strategy.prepare([] {
+    auto linear = std::make_shared<torch::nn::LinearImpl>(3, 2);
+    const at::NoGradGuard no_grad;
+    linear->weight.fill_(0.5);
+    linear->bias.zero_();
+    return linear;
+  });
+  optim::AdamW optimizer(model->parameters(), 0.01);
+  train(&optimizer, strategy, model);
+  auto& state =
+      static_cast<torch::optim::AdamWParamState&>(*optimizer.state().at(model.module().weight.unsafeGetTensorImpl()));
+  CHECK(state.step() == 5);
+}
+
+TEST_CASE("a step that is not finite or dropped changes nothing", "[optimizer]") {
+  for (const bool dropped : {false, true}) {
+    const auto list = parameters();
+    const auto before = parameters();
+    FlatOptimizer flat(flat_parameters(list), adam());
+    auto scalars = one();
+    (dropped ? scalars.dropped : scalars.finite) = dropped ? 1 : 0;
+    flat.step(gradients_of(list, 0), adam(), scalars, false);
+    for (size_t p = 0; p < list.size(); ++p) CHECK(list[p].equal(before[p]));
+  }
+}
+
+TEST_CASE("shards of the state give the bits of the whole", "[optimizer]") {
+  const auto whole = parameters();
+  FlatOptimizer reference(flat_parameters(whole), adam());
+  for (int step = 0; step < 4; ++step) reference.step(gradients_of(whole, step), adam(), one(), false);
+  for (const int ranks : {2, 3, 4}) {
+    const auto groups = comm::make_local(ranks, Seconds(60));
+    CHECK(run_threads(ranks, [&](int rank) {
+            auto& group = *groups[static_cast<size_t>(rank)];
+            const auto list = parameters();
+            FlatOptimizer flat(flat_parameters(list), adam(), {rank, ranks});
+            for (int step = 0; step < 4; ++step) {
+              flat.step(gradients_of(list, step), adam(), one(), false);
+              flat.gather_parameters(group);
+            }
+            for (size_t p = 0; p < list.size(); ++p) {
+              MUSTER_CHECK(list[p].equal(whole[p]));
+              MUSTER_CHECK(flat.whole_state(p, 1, group).equal(reference.state(p, 1)));
+            }
+          }) == "");
+  }
+}
+
+TEST_CASE("runs cover every element once", "[optimizer]") {
+  const std::vector<int64_t> numels{10, 0, 4096, 5000, 1, 12288};
+  for (int ranks = 1; ranks <= 9; ++ranks) {
+    std::vector<int64_t> covered(numels.size(), 0);
+    for (int r = 0; r < ranks; ++r) {
+      const auto runs = runs_of(numels, {r, ranks});
+      for (size_t i = 0; i < numels.size(); ++i) {
+        if (runs[i].count > 0) CHECK(runs[i].begin == covered[i]);
+        covered[i] += runs[i].count;
+      }
+    }
+    CHECK(covered == numels);
+  }
+}
+
+TEST_CASE("state follows a parameter that changes its memory order or dtype", "[optimizer]") {
+  const auto list = std::vector<at::Tensor>{at::arange(24).view({1, 2, 3, 4}).to(at::kFloat).requires_grad_()};
+  const auto other = std::vector<at::Tensor>{list[0].detach().clone().requires_grad_()};
+  FlatOptimizer moved(flat_parameters(list), adam());
+  FlatOptimizer fixed(flat_parameters(other), adam());
+  for (int step = 0; step < 3; ++step) {
+    if (step == 1) list[0].set_data(list[0].detach().contiguous(at::MemoryFormat::ChannelsLast));
+    write_gradients(list, step);
+    write_gradients(other, step);
+    moved.step_from_grad(adam());
+    fixed.step_from_grad(adam());
+    CHECK(list[0].equal(other[0]));
+    CHECK(moved.state(0, 0).equal(fixed.state(0, 0)));
+  }
+  list[0].set_data(list[0].detach().to(at::kDouble));
+  write_gradients(list, 3);
+  list[0].mutable_grad() = list[0].grad().to(at::kDouble);
+  moved.step_from_grad(adam());
+  CHECK(moved.state(0, 0).scalar_type() == at::kDouble);
+}
+
+TEST_CASE("what a flat optimizer cannot step is refused", "[optimizer]") {
+  CHECK_THROWS_AS(FlatOptimizer(flat_parameters({at::zeros({2}, at::kLong)}), adam()), InvalidArgument);
+  const auto list = parameters();
+  FlatOptimizer flat(flat_parameters(list), adam());
+  CHECK_THROWS_AS(flat.step(gradients_of(list, 0), std::vector<kernels::SgdGroup>(1), one(), false), InvalidArgument);
+  CHECK_THROWS_AS(flat.step(gradients_of(list, 0), std::vector<kernels::AdamGroup>(), one(), false), InvalidArgument);
+  CHECK_THROWS_AS(flat.set_state(0, 0, at::zeros({3})), InvalidArgument);
+  FlatOptimizer shard(flat_parameters(list), adam(), {0, 2});
+  CHECK_THROWS_AS(shard.step_from_grad(adam()), InvalidArgument);
+}

@@ -1,0 +1,408 @@
+"""Flat optimizers against torch.optim's: the same steps, the same state_dict, the same object for the user."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import muster
+from support.jobs import part_of
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 3e-3}),
+    "adamw-amsgrad": (torch.optim.AdamW, {"lr": 3e-3, "amsgrad": True, "weight_decay": 0.1}),
+    "adamw-maximize": (torch.optim.AdamW, {"lr": 3e-3, "maximize": True, "betas": (0.8, 0.95), "eps": 1e-6}),
+    "adam": (torch.optim.Adam, {"lr": 3e-3}),
+    "adam-decay": (torch.optim.Adam, {"lr": 3e-3, "weight_decay": 0.1, "amsgrad": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "sgd-momentum": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01}),
+    "sgd-nesterov": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "adagrad-decay": (
+        torch.optim.Adagrad,
+        {"lr": 0.05, "lr_decay": 0.01, "weight_decay": 0.02, "initial_accumulator_value": 0.1},
+    ),
+}
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(180, 33), nn.Linear(33, 1)).to(dtype)
+
+
+def make(name: str, module: nn.Module, **changes: Any) -> torch.optim.Optimizer:
+    cls, options = OPTIMIZERS[name]
+    return cls(module.parameters(), **{**options, **changes})
+
+
+def recorded_gradients(module: nn.Module, steps: int) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        [(torch.randn(p.shape, generator=generator) / 10).to(p.dtype) for p in module.parameters()]
+        for _ in range(steps)
+    ]
+
+
+def along(model: nn.Module, gradients: list[Tensor]) -> Tensor:
+    """A loss whose gradients are the given ones."""
+    return sum((p * g).sum() for p, g in zip(model.parameters(), gradients, strict=True))  # type: ignore[return-value]
+
+
+@pytest.fixture
+def strategy() -> Iterator[muster.MirroredStrategy]:
+    with muster.MirroredStrategy() as strategy:
+        yield strategy
+
+
+def train(strategy: muster.Strategy, model: Any, gradients: list[list[Tensor]]) -> None:
+    for step in gradients:
+        strategy.step(lambda x, step=step: along(model, step), torch.ones(1))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_hundred_steps_are_torchs(strategy: muster.MirroredStrategy, name: str, dtype: torch.dtype) -> None:
+    ours, theirs = net(dtype), net(dtype)
+    gradients = recorded_gradients(ours, 100)
+    reference = make(name, theirs, foreach=False)
+    for step in gradients:
+        for parameter, gradient in zip(theirs.parameters(), step, strict=True):
+            parameter.grad = gradient.clone()
+        reference.step()
+    optimizer = make(name, ours)
+    model, _ = strategy.prepare(ours, optimizer)
+    train(strategy, model, gradients)
+    tolerance = {"rtol": 1e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 1e-13, "atol": 1e-14}
+    if name == "adamw-maximize":  # torch's own paths differ by more
+        tolerance["rtol"] *= 5
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, other, **tolerance)
+        assert own.grad is None
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_object_stays_and_becomes_flat(strategy: muster.MirroredStrategy, name: str) -> None:
+    module = net()
+    optimizer = make(name, module)
+    _, same = strategy.prepare(module, optimizer)
+    assert same is optimizer
+    assert isinstance(optimizer, OPTIMIZERS[name][0])
+    assert type(optimizer) is getattr(muster.optim, OPTIMIZERS[name][0].__name__)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_dict_goes_both_ways(strategy: muster.MirroredStrategy, name: str) -> None:
+    ours, theirs = net(), net()
+    gradients = recorded_gradients(ours, 20)
+    optimizer = make(name, ours)
+    model, _ = strategy.prepare(ours, optimizer)
+    train(strategy, model, gradients[:10])
+
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    # Each tensor has storage of its own: nothing but the state is written.
+    numbers = sum(p.numel() for p in ours.parameters()) * (3 if "amsgrad" in str(OPTIMIZERS[name]) else 2)
+    assert buffer.tell() < 4 * numbers + 20_000
+
+    saved = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    reference = make(name, theirs, foreach=False)
+    theirs.load_state_dict(ours.state_dict())
+    reference.load_state_dict(saved)
+    for step in gradients[10:15]:
+        for parameter, gradient in zip(theirs.parameters(), step, strict=True):
+            parameter.grad = gradient.clone()
+        reference.step()
+    train(strategy, model, gradients[10:15])
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+    ours.load_state_dict(theirs.state_dict())
+    optimizer.load_state_dict(reference.state_dict())
+    for step in gradients[15:]:
+        for parameter, gradient in zip(theirs.parameters(), step, strict=True):
+            parameter.grad = gradient.clone()
+        reference.step()
+    train(strategy, model, gradients[15:])
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+    for key, values in reference.state_dict()["state"].items():
+        for name_, value in values.items():
+            if value is not None:
+                torch.testing.assert_close(optimizer.state_dict()["state"][key][name_], value, rtol=1e-5, atol=1e-6)
+
+
+def test_state_from_before_prepare_is_kept(strategy: muster.MirroredStrategy) -> None:
+    ours, theirs = net(), net()
+    gradients = recorded_gradients(ours, 10)
+    optimizer, reference = make("adamw-amsgrad", ours), make("adamw-amsgrad", theirs)
+    for module, stepping, count in ((ours, optimizer, 5), (theirs, reference, 10)):
+        for step in gradients[:count]:
+            for parameter, gradient in zip(module.parameters(), step, strict=True):
+                parameter.grad = gradient.clone()
+            stepping.step()
+    model, _ = strategy.prepare(ours, optimizer)
+    train(strategy, model, gradients[5:])
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.filterwarnings("error")
+def test_schedulers_made_before_and_after(strategy: muster.MirroredStrategy, before: bool) -> None:
+    module = net()
+    optimizer = make("sgd", module, lr=1.0)
+    scheduler: Any = None
+    if before:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, _ = strategy.prepare(module, optimizer)
+    if not before:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    bias = module[4].bias
+    for rate in (1.0, 0.5, 0.25):
+        start = bias.item()
+        strategy.step(lambda x: model[4].bias.sum(), torch.ones(1))
+        assert start - bias.item() == pytest.approx(rate, abs=1e-6)
+        scheduler.step()
+    for group in optimizer.param_groups:
+        group["lr"] = 2.0
+    start = bias.item()
+    strategy.step(lambda x: model[4].bias.sum(), torch.ones(1))
+    assert start - bias.item() == pytest.approx(2, abs=1e-5)
+
+
+def test_a_backward_by_hand_steps_from_grad_with_the_same_bits() -> None:
+    x = torch.linspace(-1, 1, 4 * 64).view(4, 1, 8, 8)
+    parameters = []
+    for by_hand in (False, True):
+        with muster.MirroredStrategy() as strategy:
+            module = net()
+            optimizer = make("adamw", module)
+            scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+            model, _ = strategy.prepare(module, optimizer)
+
+            def loss(x: Tensor, model: Any = model) -> Tensor:
+                return model(x).square().mean()  # type: ignore[no-any-return]
+
+            strategy.step(loss, x)
+            with pytest.raises(muster.InvalidArgument, match="applied the gradients"):
+                optimizer.step()
+            for _ in range(4):
+                if by_hand:
+                    optimizer.zero_grad()
+                    loss(x).backward()
+                    optimizer.step()
+                else:
+                    strategy.step(loss, x)
+                scheduler.step()
+            strategy.step(loss, x)
+            parameters.append([p.detach().clone() for p in module.parameters()])
+    for own, other in zip(*parameters, strict=True):
+        assert torch.equal(own, other)
+
+
+def test_add_param_group_keeps_the_state(strategy: muster.MirroredStrategy) -> None:
+    ours, theirs = net(), net()
+    gradients = recorded_gradients(ours, 12)
+
+    def optimizers(module: nn.Sequential) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(module[0].parameters(), lr=1e-2)
+
+    optimizer, reference = optimizers(ours), optimizers(theirs)
+    model, _ = strategy.prepare(ours, optimizer)
+    for half in range(2):
+        if half == 1:
+            for module, growing in ((ours, optimizer), (theirs, reference)):
+                rest = itertools.chain(module[3].parameters(), module[4].parameters())
+                growing.add_param_group({"params": list(rest), "lr": 1e-3, "weight_decay": 0.0})
+        for step in gradients[6 * half : 6 * half + 6]:
+            for parameter, gradient in zip(theirs.parameters(), step, strict=True):
+                parameter.grad = gradient.clone()
+            reference.step()
+        train(strategy, model, gradients[6 * half : 6 * half + 6])
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+    assert [float(optimizer.state[p]["step"]) for p in ours.parameters()] == [12, 12, 6, 6, 6, 6]
+
+
+def test_unused_parameters_are_untouched(strategy: muster.MirroredStrategy) -> None:
+    module = net()
+    model, optimizer = strategy.prepare(module, make("adamw", module, weight_decay=0.5))
+    before = copy.deepcopy(module.state_dict())
+    strategy.step(lambda x: model[4](x).mean(), torch.ones(2, 33))
+    assert torch.equal(module[0].weight, before["0.weight"])
+    assert not torch.equal(module[4].weight, before["4.weight"])
+    assert module[0].weight not in optimizer.state
+    assert float(optimizer.state[module[4].weight]["step"]) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters_have_a_master_copy(strategy: muster.MirroredStrategy, dtype: torch.dtype) -> None:
+    low, full = net(dtype), net(dtype).float()
+    gradients = [[g.to(dtype) for g in step] for step in recorded_gradients(full, 50)]
+    optimizer = make("adamw", low, lr=1e-4)
+    model, _ = strategy.prepare(low, optimizer)
+    train(strategy, model, gradients)
+    with muster.MirroredStrategy() as second:
+        reference, _ = second.prepare(full, make("adamw", full, lr=1e-4))
+        train(second, reference, [[g.float() for g in step] for step in gradients])
+    for own, other in zip(low.parameters(), full.parameters(), strict=True):
+        assert own.dtype == dtype
+        assert torch.equal(own, other.to(dtype))
+        assert torch.equal(optimizer.state[own]["master"], other)
+    # What user code writes between steps counts, and the state survives a round trip to the last bit.
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    for number, parameter in enumerate(low.parameters()):
+        for key, value in saved["state"][number].items():
+            assert torch.equal(optimizer.state[parameter][key], value)
+    with torch.no_grad():
+        for parameter in low.parameters():
+            parameter.zero_()
+    train(strategy, model, gradients[:1])
+    assert max(parameter.abs().max().item() for parameter in low.parameters()) < 1e-3
+
+
+def test_clipping_and_kept_gradients(strategy: muster.MirroredStrategy) -> None:
+    ours, theirs = net(), net()
+    gradients = recorded_gradients(ours, 5)
+    reference = make("adamw", theirs)
+    with muster.MirroredStrategy(clip_norm=1.0, keep_gradients=True) as clipping:
+        model, _ = clipping.prepare(ours, make("adamw", ours))
+        for step in gradients:
+            for parameter, gradient in zip(theirs.parameters(), step, strict=True):
+                parameter.grad = gradient.clone()
+            norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+            reference.step()
+            result = clipping.step(lambda x, step=step: along(model, step), torch.ones(1))
+            assert result.grad_norm is not None
+            assert result.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+            for parameter, gradient in zip(ours.parameters(), step, strict=True):
+                assert parameter.grad is not None
+                assert torch.equal(parameter.grad, gradient)
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_pre_hooks_edit_the_mean_before_norm_and_clip(replaces: bool) -> None:
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            if replaces:
+                parameter.grad = parameter.grad * 3
+            else:
+                parameter.grad.mul_(3)
+
+    ours, theirs = net(), net()
+    (gradients,) = recorded_gradients(ours, 1)
+    reference = make("sgd", theirs)
+    for parameter, gradient in zip(theirs.parameters(), gradients, strict=True):
+        parameter.grad = 3 * gradient
+    norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+    reference.step()
+    with muster.MirroredStrategy(clip_norm=0.5, keep_gradients=True) as strategy:
+        optimizer = make("sgd", ours)
+        optimizer.register_step_pre_hook(hook)
+        called = []
+        optimizer.register_step_post_hook(lambda *_: called.append(1))
+        model, _ = strategy.prepare(ours, optimizer)
+        result = strategy.step(lambda x: along(model, gradients), torch.ones(1))
+    assert called == [1]
+    assert result.grad_norm is not None
+    assert result.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+    for own, other, gradient in zip(ours.parameters(), theirs.parameters(), gradients, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
+        assert own.grad is not None
+        assert torch.equal(own.grad, 3 * gradient)
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd-momentum", "adagrad", "adamw"])
+def test_sparse_rows(strategy: muster.MirroredStrategy, name: str) -> None:
+    def embedding(sparse: bool) -> nn.Embedding:
+        torch.manual_seed(0)
+        return nn.Embedding(50, 7, sparse=sparse)
+
+    ours, theirs = embedding(True), embedding(name == "sgd" or name == "adagrad")
+    changes: dict[str, Any] = {"weight_decay": 0.0} if name == "adamw" else {}
+    reference: torch.optim.Optimizer = make(name, theirs, **changes)
+    if name == "adamw":
+        theirs = embedding(True)
+        reference = torch.optim.SparseAdam(theirs.parameters(), lr=3e-3)
+    model, _ = strategy.prepare(ours, make(name, ours, **changes))
+    for step in range(8):
+        ids = torch.tensor([step, 3, 3, 11])
+        reference.zero_grad()
+        (theirs(ids) * torch.arange(7.0)).sum().backward()
+        reference.step()
+        strategy.step(lambda ids: muster.Loss((model(ids) * torch.arange(7.0)).sum(), reduction="sum"), ids)
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-5, atol=1e-6)
+
+
+def sharded(strategy: muster.Strategy, name: str, shards: bool) -> Any:
+    module = net()
+    optimizer = make(name, module)
+    model, _ = strategy.prepare(module, optimizer)
+    x = part_of(strategy, torch.linspace(-1, 1, 6 * 64).view(6, 1, 8, 8))
+    for _ in range(6):
+        strategy.step(lambda x: model(x).square().mean(), x)
+    held = sum(
+        value.numel() for state in optimizer.state.values() for key, value in state.items() if key.startswith("exp_avg")
+    )
+    whole = copy.deepcopy(optimizer.state_dict())
+    numbers = sum(p.numel() for p in module.parameters())
+    if shards:
+        assert held < 2 * numbers / strategy.num_workers + 2 * 4096
+    optimizer.load_state_dict(whole)
+    strategy.step(lambda x: model(x).square().mean(), x)
+    return [p.detach().clone() for p in module.parameters()], whole["state"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd-momentum"])
+def test_sharding_the_state_changes_no_bit(worker_job: Callable[..., Any], name: str) -> None:
+    (parameters, state), *others = worker_job(sharded, name, True, shard_optimizer=True, clip_norm=0.1)
+    ((reference, whole), *_) = worker_job(sharded, name, False, clip_norm=0.1)
+    for own, other in zip(parameters, reference, strict=True):
+        assert np.array_equal(own, other)
+    for number in whole:
+        for key, value in whole[number].items():
+            assert np.array_equal(state[number][key], value), key
+    for others_parameters, _ in others:
+        assert all(np.array_equal(a, b) for a, b in zip(parameters, others_parameters, strict=True))
+
+
+def test_without_a_flat_version(strategy: muster.MirroredStrategy) -> None:
+    class Mine(torch.optim.AdamW):
+        pass
+
+    module = net()
+    optimizer = Mine(module.parameters())
+    model, _ = strategy.prepare(module, optimizer)
+    strategy.step(lambda x: model(x).mean(), torch.ones(2, 1, 8, 8))
+    assert type(optimizer) is Mine
+    assert module[0].weight.grad is not None
+    with muster.MirroredStrategy(shard_optimizer=True) as sharding, pytest.raises(muster.InvalidArgument, match="flat"):
+        other = net()
+        sharding.prepare(other, Mine(other.parameters()))
+    with muster.MirroredStrategy(fuse=False) as plain:
+        third = net()
+        unfused = make("adamw", third)
+        plain.prepare(third, unfused)
+        assert type(unfused) is torch.optim.AdamW
+
+
+def test_alone_they_are_torchs() -> None:
+    ours, theirs = net(), net()
+    flat, plain = muster.optim.AdamW(ours.parameters(), lr=1e-3), torch.optim.AdamW(theirs.parameters(), lr=1e-3)
+    for step in recorded_gradients(ours, 3):
+        for module, optimizer in ((ours, flat), (theirs, plain)):
+            for parameter, gradient in zip(module.parameters(), step, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))

@@ -1,0 +1,211 @@
+"""Mixed precision: autocast in every replica, loss scaling as torch's GradScaler, accumulation in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import muster
+from support.jobs import Launcher, part_of
+
+
+def classifier() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(32, 8, generator=generator)
+    return x, (x @ torch.randn(8, 4, generator=generator)).argmax(1)
+
+
+def train(strategy: muster.Strategy, steps: int, cls: Any = torch.optim.AdamW) -> Any:
+    module = classifier()
+    model, _ = strategy.prepare(module, cls(module.parameters(), lr=1e-2))
+    x, y = part_of(strategy, data())
+    seen: set[str] = set()
+    losses = []
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        seen.add(str(logits.dtype))
+        return F.cross_entropy(logits, y)
+
+    for _ in range(steps):
+        result = strategy.step(step, x, y)
+        losses.append(result.loss.item())
+    (evaluated,) = {str(part.dtype) for part in strategy.run(lambda x: model(x), x)}
+    with strategy.autocast():
+        outside = str(module(torch.ones(1, 8)).dtype)
+    return {
+        "parameters": [p.detach() for p in module.parameters()],
+        "dtypes": {str(p.dtype) for p in module.parameters()},
+        "losses": losses,
+        "seen": seen | {evaluated, outside},
+        "scale": strategy.loss_scaler().get_scale(),
+    }
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_every_replica_computes_in_the_precision(job: Launcher, precision: str) -> None:
+    for result in job(train, 30, precision=precision):
+        assert result["seen"] == {"torch.bfloat16" if precision == "bf16" else "torch.float16"}
+        assert result["dtypes"] == {"torch.float32"}
+        assert result["losses"][-1] < 0.7 * result["losses"][0]
+        assert result["scale"] == (65536 if precision == "fp16" else 1)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_strategies_agree_to_the_bit(worker_job: Launcher, precision: str) -> None:
+    with muster.MirroredStrategy(["cpu"] * 2, precision=precision, threads_per_replica=1, seed=3) as strategy:
+        mirrored = train(strategy, 10)
+    for result in worker_job(train, 10, precision=precision):
+        for own, other in zip(result["parameters"], mirrored["parameters"], strict=True):
+            assert np.array_equal(own, other.numpy())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_loss_curve_of_torchs_own_loop(replicas: int) -> None:
+    with muster.MirroredStrategy(["cpu"] * replicas, precision="fp16", threads_per_replica=1) as strategy:
+        ours = train(strategy, 40)["losses"]
+    module = classifier()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu")
+    x, y = data()
+    theirs = []
+    for _ in range(40):
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(module(x), y)
+        theirs.append(loss.item())
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert ours == pytest.approx(theirs, rel=2e-3, abs=2e-3)
+
+
+def overflowing(strategy: muster.Strategy, pattern: list[bool]) -> Any:
+    module = nn.Linear(2, 1)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    x = part_of(strategy, torch.ones(4, 2))
+    scales, skipped, weights = [], [], []
+    for overflow in pattern:
+        factor = float("inf") if overflow and strategy.rank == strategy.num_workers - 1 else 1.0
+        result = strategy.step(lambda x, factor=factor: (model(x) * factor).mean(), x)
+        scales.append(result.loss_scale.item())
+        skipped.append(result.skipped.item())
+        weights.append(module.weight.detach().clone())
+    return scales, skipped, weights, strategy.loss_scaler().state_dict()
+
+
+SCALE = muster.LossScale(init=1024.0, interval=3)
+
+
+def test_the_scale_follows_gradscaler(job: Launcher) -> None:
+    generator = torch.Generator().manual_seed(5)
+    pattern = (torch.rand(40, generator=generator) < 0.25).tolist()
+    reference = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    expected = []
+    for overflow in pattern:
+        optimizer.zero_grad()
+        reference.scale(parameter.sum() * (float("inf") if overflow else 1.0)).backward()
+        reference.step(optimizer)
+        reference.update()
+        expected.append(reference.get_scale())
+    for scales, skipped, weights, state in job(overflowing, pattern, precision="fp16", loss_scale=SCALE):
+        assert scales == expected
+        assert skipped == pattern
+        assert state == reference.state_dict()
+        for before, after, was_skipped in zip(weights, weights[1:], skipped[1:], strict=False):
+            assert np.array_equal(before, after) == was_skipped
+
+
+def test_the_scale_is_restored() -> None:
+    with muster.MirroredStrategy(precision="fp16", loss_scale=SCALE) as strategy:
+        *_, state = overflowing(strategy, [True, False, False])
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(state)
+    assert scaler.get_scale() == 512
+    with muster.MirroredStrategy(precision="fp16", loss_scale=SCALE) as strategy:
+        module = nn.Linear(2, 1)
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        strategy.loss_scaler().load_state_dict(scaler.state_dict())
+        assert strategy.step(lambda x: model(x).mean(), torch.ones(2, 2)).loss_scale.item() == 1024
+
+
+def test_a_loop_inside_autocast_sees_updated_parameters() -> None:
+    with torch.autocast("cpu", torch.bfloat16), muster.MirroredStrategy() as strategy:
+        module = nn.Linear(2, 1, bias=False)
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
+        x = torch.ones(1, 2)
+        for _ in range(3):
+            before = model(x).item()
+            assert before == pytest.approx(module.weight.detach().sum().item(), abs=0.05)
+            strategy.step(lambda x: model(x).mean(), x)
+            assert model(x).item() == pytest.approx(before - 2, abs=0.05)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_replica_threads_follow_the_callers_autocast(replicas: int) -> None:
+    with muster.MirroredStrategy(["cpu"] * replicas) as strategy:
+        module = nn.Linear(2, 2)
+        model = strategy.prepare(module)
+        for dtype in (torch.float16, torch.bfloat16):
+            with torch.autocast("cpu", dtype):
+                assert [part.dtype for part in strategy.run(lambda x: model(x), torch.ones(4, 2))] == [dtype] * replicas
+        assert {part.dtype for part in strategy.run(lambda x: model(x), torch.ones(4, 2))} == {torch.float32}
+
+
+def accumulated(strategy: muster.Strategy, k: int) -> Any:
+    module = classifier()
+    model, _ = strategy.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    x, y = data()
+    for start in range(0, 32, 32 // k):
+        batch = part_of(strategy, (x[start : start + 32 // k], y[start : start + 32 // k]))
+        result = strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch)
+    assert result.stepped
+    return [p.grad for p in module.parameters()], result.grad_norm.item() if result.grad_norm is not None else None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_micro_batches_make_the_big_batch(wide_job: Launcher, precision: str) -> None:
+    scale = SCALE if precision == "fp16" else None
+    options = {"precision": precision, "loss_scale": scale, "keep_gradients": True, "clip_norm": 0.01}
+    (big, norm), *_ = wide_job(accumulated, 1, **options)
+    (small, small_norm), *_ = wide_job(accumulated, 4, accumulate=4, **options)
+    difference = np.sqrt(sum(((a - b) ** 2).sum() for a, b in zip(small, big, strict=True)))
+    limit = 1e-6 if precision == "fp32" else 1e-3
+    assert difference < limit * norm
+    assert small_norm == pytest.approx(norm, rel=limit)
+
+
+def test_low_precision_gradients_accumulate_in_fp32() -> None:
+    with muster.MirroredStrategy(accumulate=300, keep_gradients=True) as strategy:
+        module = nn.Linear(1, 1, bias=False).bfloat16()
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.0))
+        for _ in range(300):  # a bf16 sum of ones stops at 256
+            strategy.step(lambda x: muster.Loss(model(x).sum(), reduction="sum"), torch.ones(1, 1).bfloat16())
+        assert module.weight.grad is not None
+        assert module.weight.grad.item() == pytest.approx(300, abs=1)
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(muster.InvalidArgument, match="precision='fp8'"):
+        muster.MirroredStrategy(precision="fp8")
+    with pytest.raises(muster.InvalidArgument, match="loss_scale"):
+        muster.MirroredStrategy(loss_scale=2.0)
+    with pytest.raises(muster.InvalidArgument, match="backoff"):
+        muster.MirroredStrategy(loss_scale=muster.LossScale(backoff=2.0))
+    with muster.MirroredStrategy(precision="fp16") as strategy:
+        module = nn.Linear(2, 1)
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        with pytest.raises(muster.InvalidArgument, match=r"strategy\.step"):
+            model(torch.ones(1, 2)).sum().backward()
