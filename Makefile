@@ -51,7 +51,7 @@ lint: package
 	ruff format --check $(wildcard $(PY_FILES))
 	mypy --python-executable $(PYTHON)
 	MYPYPATH=python $(PYTHON) -m mypy.stubtest --allowlist tools/stubtest_allowlist.txt muster._C muster._build_info
-	$(CMAKE) -B $(BUILD)-lint -DMUSTER_PYTHON=ON -DMUSTER_CCACHE= -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON >/dev/null
+	$(CMAKE) -B $(BUILD)-lint -DMUSTER_PYTHON=ON -DMUSTER_CCACHE= -DMUSTER_OPENMP=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON >/dev/null
 	find csrc -name '*.cpp' ! -name nccl_api.cpp | xargs -P $(JOBS) -n 1 clang-tidy --quiet -p $(BUILD)-lint
 
 format: $(STAMPS)/requirements

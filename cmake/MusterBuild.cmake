@@ -67,3 +67,17 @@ function(muster_add_isa_sources target)
     target_sources(${target} PRIVATE $<TARGET_OBJECTS:${target}_${isa}>)
   endforeach()
 endfunction()
+
+# Compiles `source` of the target with OpenMP, and links the OpenMP library that torch brings along: a second one would
+# have threads of its own. Without it (another threading in torch, clang's lint, the thread sanitizer, which cannot see
+# into it) the file runs on one thread.
+option(MUSTER_OPENMP "Use torch's OpenMP threads" ON)
+function(muster_use_openmp target source)
+  file(GLOB library LIST_DIRECTORIES OFF "${MusterTorch_ROOT_DIR}/lib/libgomp*.so*")
+  if(NOT MUSTER_OPENMP OR MUSTER_SANITIZE STREQUAL "thread" OR NOT library)
+    return()
+  endif()
+  list(GET library 0 library)
+  set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS -fopenmp SKIP_PRECOMPILE_HEADERS ON)
+  target_link_libraries(${target} PRIVATE "${library}")
+endfunction()

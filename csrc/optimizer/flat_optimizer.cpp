@@ -1,6 +1,5 @@
 #include "optimizer/flat_optimizer.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -13,13 +12,11 @@
 #include "comm/kernel_dtype.h"
 #include "core/flat_layout.h"
 #include "muster/error.h"
+#include "optimizer/parallel_kernels.h"
 
 namespace muster {
 
 namespace {
-
-// Below this many elements a second thread costs more than it saves.
-constexpr size_t kElementsPerThread = 1 << 18;
 
 bool is_low(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
@@ -187,45 +184,27 @@ void FlatOptimizer::add_sparse(Entry& entry, void* parameter, const at::Tensor& 
 
 void FlatOptimizer::run(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars& scalars,
                         bool keep) const {
-  const auto call = [&](kernels::DType dtype, const kernels::StepSegment* first, size_t count) {
-    const kernels::StepArguments arguments{dtype, first, count, &scalars, keep};
-    if (const auto* adam = std::get_if<std::vector<kernels::AdamGroup>>(&groups)) {
+  struct Context {
+    kernels::DType dtype;
+    const FlatGroups& groups;
+    const kernels::StepScalars& scalars;
+    bool keep;
+  };
+  const auto step = [](const void* pointer, const kernels::StepSegment* first, size_t count) {
+    const auto& context = *static_cast<const Context*>(pointer);
+    const kernels::StepArguments arguments{context.dtype, first, count, &context.scalars, context.keep};
+    if (const auto* adam = std::get_if<std::vector<kernels::AdamGroup>>(&context.groups)) {
       kernels::adam_step(arguments, adam->data());
-    } else if (const auto* sgd = std::get_if<std::vector<kernels::SgdGroup>>(&groups)) {
+    } else if (const auto* sgd = std::get_if<std::vector<kernels::SgdGroup>>(&context.groups)) {
       kernels::sgd_step(arguments, sgd->data());
     } else {
-      kernels::adagrad_step(arguments, std::get<std::vector<kernels::AdagradGroup>>(groups).data());
+      kernels::adagrad_step(arguments, std::get<std::vector<kernels::AdagradGroup>>(context.groups).data());
     }
   };
-  const auto step_all = [&](kernels::DType dtype, const std::vector<kernels::StepSegment>& list) {
-    size_t elements = 0;
-    for (const auto& segment : list) elements += segment.n;
-    if (at::get_num_threads() == 1 || elements < 2 * kElementsPerThread) {
-      call(dtype, list.data(), list.size());
-      return;
-    }
-    std::vector<kernels::StepSegment> pieces;
-    const size_t wide = kernels::size_of(dtype);
-    for (auto segment : list) {
-      const auto skip = [&](void*& pointer, size_t bytes) {
-        if (pointer != nullptr) pointer = static_cast<std::byte*>(pointer) + bytes;
-      };
-      for (size_t left = segment.n; left > 0;) {
-        segment.n = std::min(left, kElementsPerThread);
-        pieces.push_back(segment);
-        left -= segment.n;
-        skip(segment.gradient, segment.n * wide);
-        skip(segment.parameter, segment.n * wide);
-        skip(segment.low, segment.n * 2);
-        for (auto& state : segment.state) skip(state, segment.n * wide);
-      }
-    }
-    at::parallel_for(0, static_cast<int64_t>(pieces.size()), 1, [&](int64_t begin, int64_t end) {
-      call(dtype, pieces.data() + begin, static_cast<size_t>(end - begin));
-    });
-  };
-  step_all(kernels::DType::f32, segments.singles);
-  step_all(kernels::DType::f64, segments.doubles);
+  const Context singles{kernels::DType::f32, groups, scalars, keep};
+  const Context doubles{kernels::DType::f64, groups, scalars, keep};
+  parallel_step(singles.dtype, segments.singles, step, &singles);
+  parallel_step(doubles.dtype, segments.doubles, step, &doubles);
 }
 
 void FlatOptimizer::step(const std::vector<FlatGradient>& gradients, const FlatGroups& groups,

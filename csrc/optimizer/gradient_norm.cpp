@@ -1,11 +1,11 @@
 #include "optimizer/gradient_norm.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/isfinite.h>
 
 #include <algorithm>
 
 #include "comm/kernel_dtype.h"
+#include "optimizer/parallel_kernels.h"
 
 namespace muster {
 
@@ -25,7 +25,7 @@ void take_norm(const std::vector<at::Tensor>& sums, const double* tail, double c
     segment.partials = next;
     next += kernels::num_tiles(segment.n);
   }
-  kernels::grad_stats(segments.data(), segments.size());
+  parallel_grad_stats(segments);
   kernels::WindowOptions options{};
   options.clip_norm = clip_norm;
   options.loss_scale = loss_scale;
