@@ -64,6 +64,8 @@ dist: $(STAMPS)/requirements
 
 bench: package
 	$(PYTHON) benchmarks/step_overhead.py
+	$(PYTHON) benchmarks/after_backward.py
+	$(PYTHON) benchmarks/memory.py
 
 clean:
 	rm -rf build build-* dist $(BUILD) $(BUILD)-* *.egg-info python/*.egg-info

@@ -7,6 +7,7 @@ over rounds of torch's time over its own. `streams` is a loop without arithmetic
 the gradient read twice; parameter and both moments read and written in place.
 
     python benchmarks/after_backward.py           writes benchmarks/results/after_backward-<date>.json, prints the table
+    python benchmarks/table.py                    puts the newest result into README.md
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from step_overhead import machine
+from table import after_backward as markdown
 from torch import Tensor
 
 import muster
@@ -113,21 +115,6 @@ def measure(count: int, threads: int, rounds: int) -> dict[str, Any]:
 
 def quartiles(values: list[float]) -> list[float]:
     return [round(value, 3) for value in statistics.quantiles(values, n=4)]
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """A row a case."""
-    lines = [
-        "| tensors | threads | torch | muster | faster | share of the streams |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for case in result["cases"]:
-        ms = case["ms"]
-        lines.append(
-            f"| {case['tensors']:,} | {case['threads']} | {ms['torch'][1]:.1f} ms | {ms['muster'][1]:.1f} ms | "
-            f"{case['torch over muster'][1]:.2f}x | {100 * case['streams over muster'][1]:.0f} % |"
-        )
-    return "\n".join(lines)
 
 
 def main(

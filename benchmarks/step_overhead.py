@@ -30,7 +30,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 import typer
-from table import BASE, markdown
+from table import BASE
+from table import step_overhead as markdown
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

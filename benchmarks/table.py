@@ -1,24 +1,25 @@
-"""Puts the newest result of benchmarks/step_overhead.py into README.md, between its markers."""
+"""Puts the newest result of each benchmark into README.md, between its markers."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-MARKED = re.compile(r"(<!-- step_overhead: .*? -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (\w+): .*? -->\n).*?(<!-- end -->)", re.DOTALL)
 BASE = "no communication"
 
 
-def newest() -> dict[str, Any] | None:
+def newest(benchmark: str) -> dict[str, Any] | None:
     """The result with the latest date, if there is one."""
-    files = sorted((ROOT / "benchmarks" / "results").glob("step_overhead-*.json"))
+    files = sorted((ROOT / "benchmarks" / "results").glob(f"{benchmark}-*.json"))
     return json.loads(files[-1].read_text()) if files else None
 
 
-def markdown(result: dict[str, Any]) -> str:
+def step_overhead(result: dict[str, Any]) -> str:
     """A row a model: its step without communication in milliseconds, and what that time becomes in each column."""
     models = result["models"]
     columns = [column for column in next(iter(models.values()))["columns"] if column != BASE]
@@ -30,14 +31,36 @@ def markdown(result: dict[str, Any]) -> str:
         base = measured["columns"][BASE]["ms"][1]
         cells = [cell(measured["columns"][column]["ratio"]) for column in columns]
         lines.append(f"| {name} | {base:.1f} ms | {' | '.join(cells)} |")
-    machine, versions = result["machine"], result["versions"]
     caption = (
         f"{result['workers']} processes of one thread each on one host, {result['optimizer']}; step time over that of "
-        "the same module without communication: median (quartiles) over interleaved rounds. "
-        f"{result['date']}, {machine['cpu']} ({machine['cores']} cores), torch {versions['torch']}."
+        f"the same module without communication: median (quartiles) over interleaved rounds. {where(result)}"
     )
-    lines += ["", caption]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", caption])
+
+
+def after_backward(result: dict[str, Any]) -> str:
+    """A row a case: milliseconds of torch and of Muster, and torch's over Muster's."""
+    lines = [
+        "| parameter tensors | intra-op threads | torch | muster | torch's time over muster's |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for case in result["cases"]:
+        theirs, ours = (case["ms"][column][1] for column in ("torch", "muster"))
+        lines.append(
+            f"| {case['tensors']:,} | {case['threads']} | {theirs:.1f} ms | {ours:.1f} ms | "
+            f"{cell(case['torch over muster'])} |"
+        )
+    caption = (
+        f"{result['parameters'] / 1e6:.0f} M fp32 parameters: unscale, norm, clip, AdamW. Torch: GradScaler, "
+        "clip_grad_norm_(foreach=True), AdamW(fused=True). Muster: flat AdamW, which moves "
+        f"{result['bytes per parameter']} bytes a parameter. {where(result)}"
+    )
+    return "\n".join([*lines, "", caption])
+
+
+def where(result: dict[str, Any]) -> str:
+    machine = result["machine"]
+    return f"{result['date']}, {machine['cpu']} ({machine['cores']} cores), torch {result['versions']['torch']}."
 
 
 def cell(quartiles: list[float]) -> str:
@@ -45,12 +68,19 @@ def cell(quartiles: list[float]) -> str:
     return f"{median:.2f} ({low:.2f}–{high:.2f})"
 
 
-def updated(text: str, result: dict[str, Any] | None) -> str:
-    """`text` with the table of `result`, or nothing, between the markers."""
-    table = "" if result is None else f"{markdown(result)}\n"
-    return MARKED.sub(lambda match: f"{match[1]}{table}{match[2]}", text)
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"step_overhead": step_overhead, "after_backward": after_backward}
+
+
+def updated(text: str) -> str:
+    """`text` with the table of each benchmark's newest result, or nothing, between its markers."""
+
+    def table(match: re.Match[str]) -> str:
+        result = newest(match[2])
+        return f"{match[1]}{'' if result is None else TABLES[match[2]](result) + chr(10)}{match[3]}"
+
+    return MARKED.sub(table, text)
 
 
 if __name__ == "__main__":
     readme = ROOT / "README.md"
-    readme.write_text(updated(readme.read_text(), newest()))
+    readme.write_text(updated(readme.read_text()))

@@ -81,7 +81,7 @@ def table() -> ModuleType:
     return module
 
 
-def test_the_table_is_that_of_the_newest_result() -> None:
+def test_the_tables_are_those_of_the_newest_results() -> None:
     tool = table()
-    assert tool.MARKED.search(README)
-    assert tool.updated(README, tool.newest()) == README
+    assert {name for _, name, _ in tool.MARKED.findall(README)} == set(tool.TABLES)
+    assert tool.updated(README) == README
