@@ -1,26 +1,19 @@
 #include "strategy/gradient_set.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/equal.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/isfinite.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <sstream>
 #include <utility>
 
-#include "comm/kernel_dtype.h"
-#include "kernels/kernels.h"
 #include "kernels/math.h"
 #include "muster/error.h"
-#include "optimizer/gradient_norm.h"
 #include "strategy/text_exchange.h"
+#include "strategy/window_tail.h"
 
 namespace muster {
 
@@ -28,36 +21,7 @@ namespace {
 
 constexpr int64_t kFirstBucketBytes = 1 << 20;
 
-bool is_floating(const at::Tensor& tensor) { return at::isFloatingType(tensor.scalar_type()); }
-
 }  // namespace
-
-// The tail: numbers of a window that every replica needs the sums of. fp64, so that weights are exact to 2^53.
-struct GradientSet::Tail {
-  enum Field : int64_t {
-    weight = kernels::kWeight,
-    weighted_loss = kernels::kWeightedLoss,
-    contributions = kernels::kContributions,
-    failures = kernels::kFailures,
-    stops = kernels::kStops,
-    metrics = kernels::kMetrics,
-    mean_losses = kernels::kMeanLosses,
-    sum_losses = kernels::kSumLosses,
-    fields = kernels::kTailFields
-  };
-
-  at::Tensor tensor;
-  int64_t replicas;
-  int64_t parameters;
-  int64_t num_buffers;
-
-  double* data() const { return tensor.data_ptr<double>(); }
-  double& operator[](Field field) const { return data()[field]; }
-  double& non_finite(int64_t replica) const { return data()[fields + replica]; }
-  double* counts() const { return data() + fields + replicas; }
-  double* written() const { return counts() + 2 * parameters; }
-  double* buffers() const { return written() + num_buffers; }
-};
 
 GradientSet::GradientSet(const ParameterRegistry& registry, const Topology& topology, const Groups& groups,
                          const StrategyOptions& options, const void* strategy, std::vector<int> parameters)
@@ -297,271 +261,6 @@ void GradientSet::close_window(int local_replica, const Failure& own_failure, bo
   }
   engine.reduce_sparse(tail.counts());
   if (tail[Tail::weight] > 0) engine.learn_order(tail.counts());
-}
-
-int GradientSet::worker_of(int replica) const {
-  int worker = 0;
-  for (int before = topology_.replicas_of_worker.front(); before <= replica;) {
-    before += topology_.replicas_of_worker[static_cast<size_t>(++worker)];
-  }
-  return worker;
-}
-
-void GradientSet::collect_metrics(WindowSums& sums) const {
-  // Added in replica order, as many terms as there are replicas: equal on all ranks.
-  std::map<std::string, double> totals;
-  for (const auto& text : windows_.front().metric_texts) {
-    std::istringstream lines(text);
-    std::string line;
-    while (std::getline(lines, line)) {
-      const auto space = line.find(' ');
-      totals[line.substr(space + 1)] += std::strtod(line.c_str(), nullptr);
-    }
-  }
-  for (const auto& [name, total] : totals) sums.metrics[name] = total / sums.weight;
-}
-
-// The values of a parameter's sum: of its rows where they are sparse; undefined where nobody had a gradient.
-const at::Tensor& GradientSet::values_of(const Tail& tail, size_t parameter) const {
-  static const at::Tensor none;
-  const auto& engine = *engines_.front();
-  if (engine.sparse_sum(parameter).defined()) return engine.sparse_sum(parameter);
-  return tail.counts()[parameter] > 0 ? engine.slot(parameter) : none;
-}
-
-bool GradientSet::all_finite(const Tail& tail) const {
-  for (size_t p = 0; p < trainable_.size(); ++p) {
-    const auto& values = values_of(tail, p);
-    if (!values.defined()) continue;
-    if (!at::isfinite(values.is_sparse() ? values._values() : values).all().item<bool>()) return false;
-  }
-  return true;
-}
-
-void GradientSet::take_norm(const Tail& tail, double loss_scale) {
-  std::vector<at::Tensor> sums;
-  for (size_t p = 0; p < trainable_.size(); ++p) {
-    const auto& values = values_of(tail, p);
-    if (values.defined()) sums.push_back(values.is_sparse() ? values._values() : values);
-  }
-  muster::take_norm(sums, tail.data(), options_.clip_norm.value_or(0), loss_scale, scalars_);
-}
-
-void GradientSet::edit_means(const std::function<void()>& edit) {
-  const at::NoGradGuard no_grad;
-  auto tail = tail_of(windows_.front().tail);
-  std::vector<double> partials;
-  for (size_t p = 0; p < trainable_.size(); ++p) {
-    const auto& sum = values_of(tail, p);
-    if (!sum.defined()) continue;
-    const auto values = sum.is_sparse() ? sum._values() : sum;
-    const auto n = static_cast<size_t>(values.numel());
-    partials.resize(kernels::num_tiles(n));
-    kernels::divide_with_stats(kernel_dtype(values.scalar_type()), values.mutable_data_ptr(), n, scalars_.divisor,
-                               partials.data());
-    const auto& parameter = engines_.front()->parameters()[p].tensor;
-    parameter.mutable_grad() = sum.to(parameter.scalar_type());
-  }
-  edit();
-  for (size_t p = 0; p < trainable_.size(); ++p) {
-    const auto& mean = values_of(tail, p);
-    const auto& edited = engines_.front()->parameters()[p].tensor.grad();
-    if (!mean.defined() || !edited.defined() || edited.is_same(mean)) continue;
-    if (edited.layout() != mean.layout()) {
-      throw InvalidArgument("a hook replaced the gradient of '" + engines_.front()->parameters()[p].name +
-                            "' by one of another layout; change it in place");
-    }
-    mean.copy_(edited);
-  }
-  tail.tensor = tail.tensor.clone();
-  tail[Tail::sum_losses] = 1;  // nothing is left to divide by
-  take_norm(tail, 1);
-}
-
-void GradientSet::step(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups) {
-  const at::NoGradGuard no_grad;
-  const auto tail = tail_of(windows_.front().tail);
-  std::vector<FlatGradient> gradients(parameters.size());
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const int p = trainable_index_[static_cast<size_t>(parameters[i])];
-    if (p < 0) continue;
-    const auto& values = values_of(tail, static_cast<size_t>(p));
-    if (!values.defined()) continue;
-    (values.is_sparse() ? gradients[i].sparse : gradients[i].dense) = values;
-  }
-  optimizer.step(gradients, groups, scalars_, options_.keep_gradients);
-  optimizer.gather_parameters(*groups_.workers);
-  if (!options_.keep_gradients) return;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto& mean = gradients[i].sparse.defined() ? gradients[i].sparse : gradients[i].dense;
-    if (!mean.defined()) continue;
-    const auto& parameter = registry_.parameter(0, static_cast<size_t>(parameters[i]));
-    parameter.mutable_grad() = mean.to(parameter.scalar_type());
-  }
-}
-
-void GradientSet::apply_mean(const Tail& tail, double divisor, WindowSums& sums) {
-  const auto& engine = *engines_.front();
-  struct Piece {
-    at::Tensor values;
-    at::Tensor gradient;
-  };
-  std::vector<Piece> pieces;
-  std::vector<double> partials;
-  double total = 0;
-  for (size_t p = 0; p < trainable_.size(); ++p) {
-    const auto& parameter = engine.parameters()[p].tensor;
-    auto& gradient = parameter.mutable_grad();
-    gradient.reset();
-    const auto& sum = values_of(tail, p);
-    if (!sum.defined()) continue;
-    Piece piece{sum.is_sparse() ? sum._values() : sum, sum};
-    const auto n = static_cast<size_t>(piece.values.numel());
-    partials.resize(kernels::num_tiles(n));
-    kernels::divide_with_stats(kernel_dtype(piece.values.scalar_type()), piece.values.mutable_data_ptr(), n, divisor,
-                               partials.data());
-    for (double partial : partials) total += partial;
-    gradient = piece.gradient.scalar_type() == parameter.scalar_type() ? piece.gradient
-                                                                       : piece.gradient.to(parameter.scalar_type());
-    pieces.push_back(std::move(piece));
-  }
-  sums.grad_norm = std::sqrt(total);
-  sums.finite = std::isfinite(total);
-  if (!sums.finite) sums.finite = all_finite(tail);
-  if (!sums.finite || !options_.clip_norm) return;
-  const double factor = *options_.clip_norm / (sums.grad_norm + 1e-6);  // as torch.nn.utils.clip_grad_norm_
-  if (factor >= 1) return;
-  size_t next = 0;
-  for (size_t p = 0; p < trainable_.size(); ++p) {
-    const auto& parameter = engine.parameters()[p].tensor;
-    auto& gradient = parameter.mutable_grad();
-    if (!gradient.defined()) continue;
-    const auto& piece = pieces[next++];
-    kernels::scale(kernel_dtype(piece.values.scalar_type()), piece.values.mutable_data_ptr(),
-                   static_cast<size_t>(piece.values.numel()), factor);
-    if (piece.gradient.scalar_type() != parameter.scalar_type()) {
-      gradient = piece.gradient.to(parameter.scalar_type());
-    }
-  }
-}
-
-void GradientSet::merge_buffers(const Tail& tail) {
-  const double divisor = options_.buffers == Buffers::chief ? 1.0 : tail[Tail::weight];
-  double* next_floating = tail.buffers();
-  int64_t offset = 0;
-  for (size_t b = 0; b < registry_.buffers(0).size(); ++b) {
-    const auto& buffer = registry_.buffers(0)[b];
-    at::Tensor merged;
-    if (is_floating(buffer)) {
-      merged = at::from_blob(next_floating, buffer.sizes(), at::kDouble).div_(divisor);
-      next_floating += buffer.numel();
-    } else {
-      merged = windows_.front().integer_buffers.narrow(0, offset, buffer.numel()).view(buffer.sizes());
-      offset += buffer.numel();
-    }
-    // A buffer that nobody wrote keeps its bits, which the mean of equal values may not.
-    if (tail.written()[b] == 0) continue;
-    for (size_t r = 0; r < windows_.size(); ++r) registry_.buffers(r)[b].copy_(merged);
-  }
-  note_buffers();
-}
-
-void GradientSet::note_buffers() {
-  noted_buffers_.resize(windows_.size());
-  for (size_t r = 0; r < windows_.size(); ++r) {
-    const auto& buffers = registry_.buffers(r);
-    noted_buffers_[r].resize(buffers.size());
-    for (size_t b = 0; b < buffers.size(); ++b) {
-      if (noted_buffers_[r][b].buffer.defined() && !was_written(r, b)) continue;
-      noted_buffers_[r][b] = {buffers[b], buffers[b]._version(), buffers[b].detach().clone()};
-    }
-  }
-}
-
-bool GradientSet::was_written(size_t local_replica, size_t buffer) const {
-  const auto& noted = noted_buffers_[local_replica][buffer];
-  const auto& current = registry_.buffers(local_replica)[buffer];
-  return !noted.buffer.is_same(current) || current._version() != noted.version || !noted.values.equal(current);
-}
-
-WindowSums GradientSet::finish_window(bool fused) {
-  const at::NoGradGuard no_grad;
-  scalars_.unit = windows_.front().unit;
-  const auto tail = tail_of(windows_.front().tail);
-  WindowSums sums;
-  sums.stop_requested = tail[Tail::stops] > 0;
-  if (tail[Tail::failures] > 0) {
-    const auto& texts = windows_.front().failures;
-    for (size_t replica = 0; replica < texts.size(); ++replica) {
-      if (texts[replica].empty()) continue;
-      const auto end = texts[replica].find('\n');
-      sums.failures.push_back({worker_of(static_cast<int>(replica)),
-                               static_cast<int>(replica),
-                               {.type = texts[replica].substr(0, end), .text = texts[replica].substr(end + 1)}});
-    }
-    drop_window();
-    return sums;
-  }
-  sums.weight = tail[Tail::weight];
-  if (sums.weight <= 0) {
-    sums.dropped = true;
-    drop_window();
-    return sums;
-  }
-  const bool is_sum = tail[Tail::sum_losses] > 0;
-  if (is_sum && tail[Tail::mean_losses] > 0) {
-    drop_window();
-    throw InvalidArgument(
-        "replicas or micro-batches of one window returned losses of both reductions; return "
-        "reduction=\"mean\" or \"sum\" throughout");
-  }
-  sums.loss = is_sum ? tail[Tail::weighted_loss] : tail[Tail::weighted_loss] / sums.weight;
-  collect_metrics(sums);
-  for (int replica = 0; replica < topology_.num_replicas && sums.non_finite_at.empty(); ++replica) {
-    const auto parameter = static_cast<int>(tail.non_finite(replica)) - 1;
-    if (parameter >= 0) {
-      sums.non_finite_at = "parameter '" +
-                           registry_.name(static_cast<size_t>(trainable_[static_cast<size_t>(parameter)])) +
-                           "' of replica " + std::to_string(replica);
-    }
-  }
-  const double divisor = (is_sum ? 1.0 : sums.weight / scalars_.unit) * static_cast<double>(loss_scale_.scale);
-  if (fused) {
-    take_norm(tail, loss_scale_.scale);
-    sums.grad_norm = scalars_.norm;
-    sums.finite = scalars_.finite != 0;
-  }
-  // Of a fused window, somebody may want to look at what was not finite.
-  if (!fused || (!sums.finite && options_.keep_gradients)) apply_mean(tail, divisor, sums);
-  merge_buffers(tail);
-  has_unit_ = true;
-  scalars_.unit = kernels::nearest_power_of_two(sums.weight / tail[Tail::contributions]);
-  if (loss_scaling_) {
-    kernels::loss_scale_update(&loss_scale_, sums.finite, static_cast<float>(loss_scaling_->growth),
-                               static_cast<float>(loss_scaling_->backoff), loss_scaling_->interval);
-  }
-  sums.loss_scale = loss_scale_.scale;
-  micro_batches_ = 0;
-  return sums;
-}
-
-void GradientSet::drop_window() noexcept {
-  for (auto& engine : engines_) engine->clear_gradients();
-  micro_batches_ = 0;
-}
-
-WindowSums GradientSet::local_sums() const {
-  WindowSums sums;
-  double mean_losses = 0;
-  for (const auto& window : windows_) {
-    sums.weight += window.weight;
-    sums.loss += window.weighted_loss;
-    mean_losses += window.mean_losses;
-    for (const auto& [name, value] : window.weighted_metrics) sums.metrics[name] += value;
-  }
-  for (auto& [name, value] : sums.metrics) value /= sums.weight;
-  if (mean_losses > 0) sums.loss /= sums.weight;
-  return sums;
 }
 
 }  // namespace muster

@@ -1,0 +1,43 @@
+// The tail: numbers of a window that every replica needs the sums of.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "kernels/kernels.h"
+#include "strategy/gradient_set.h"
+
+namespace muster {
+
+inline bool is_floating(const at::Tensor& tensor) { return at::isFloatingType(tensor.scalar_type()); }
+
+/// A view. fp64, so that weights are exact to 2^53: the fields, by replica the first parameter that was not finite,
+/// counts of dense and of sparse gradients by parameter, by buffer whether it was written, floating buffers.
+struct GradientSet::Tail {
+  enum Field : int64_t {
+    weight = kernels::kWeight,
+    weighted_loss = kernels::kWeightedLoss,
+    contributions = kernels::kContributions,
+    failures = kernels::kFailures,
+    stops = kernels::kStops,
+    metrics = kernels::kMetrics,
+    mean_losses = kernels::kMeanLosses,
+    sum_losses = kernels::kSumLosses,
+    fields = kernels::kTailFields
+  };
+
+  at::Tensor tensor;
+  int64_t replicas;
+  int64_t parameters;
+  int64_t num_buffers;
+
+  double* data() const { return tensor.data_ptr<double>(); }
+  double& operator[](Field field) const { return data()[field]; }
+  double& non_finite(int64_t replica) const { return data()[fields + replica]; }
+  double* counts() const { return data() + fields + replicas; }
+  double* written() const { return counts() + 2 * parameters; }
+  double* buffers() const { return written() + num_buffers; }
+};
+
+}  // namespace muster
