@@ -121,8 +121,9 @@ void check_signals() {
 
 // A call guard: waits inside the call end with what a signal handler raises.
 struct Interruptible {
+  Interruptible() : hook(check_signals) {}
   py::gil_scoped_release release;
-  WaitHook hook{check_signals};
+  WaitHook hook;
 };
 
 std::function<void()> callback(const py::object& function) {

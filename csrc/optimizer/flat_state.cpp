@@ -12,7 +12,6 @@ namespace muster::detail {
 namespace {
 
 using torch::optim::Optimizer;
-using torch::optim::OptimizerParamState;
 
 kernels::AdamGroup adam_group(double lr, std::tuple<double, double> betas, double eps, double weight_decay,
                               bool amsgrad, bool decoupled) {

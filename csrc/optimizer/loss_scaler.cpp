@@ -56,7 +56,7 @@ void LossScaler::unscale(torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> gradients;
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
-      auto gradient = parameter.grad();
+      const auto& gradient = parameter.grad();
       if (!gradient.defined()) continue;
       if (gradient.scalar_type() == at::kHalf) {
         throw InvalidArgument(

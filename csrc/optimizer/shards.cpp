@@ -36,9 +36,9 @@ int64_t total(const std::vector<Run>& runs) {
 }  // namespace
 
 std::vector<Run> runs_of(const std::vector<int64_t>& numels, const Shard& shard) {
-  constexpr auto tile = static_cast<int64_t>(kernels::kTile);
+  constexpr auto kTile = static_cast<int64_t>(kernels::kTile);
   int64_t tiles = 0;
-  for (const int64_t n : numels) tiles += (n + tile - 1) / tile;
+  for (const int64_t n : numels) tiles += (n + kTile - 1) / kTile;
   const int64_t each = tiles / shard.size;
   const int64_t extra = tiles % shard.size;
   const int64_t first = each * shard.rank + std::min<int64_t>(shard.rank, extra);
@@ -46,11 +46,11 @@ std::vector<Run> runs_of(const std::vector<int64_t>& numels, const Shard& shard)
   std::vector<Run> runs;
   int64_t position = 0;
   for (const int64_t n : numels) {
-    const int64_t own = (n + tile - 1) / tile;
+    const int64_t own = (n + kTile - 1) / kTile;
     const int64_t begin = std::clamp<int64_t>(first - position, 0, own);
     const int64_t end = std::clamp<int64_t>(last - position, 0, own);
-    const int64_t begin_element = std::min(begin * tile, n);
-    runs.push_back({begin_element, std::min(end * tile, n) - begin_element});
+    const int64_t begin_element = std::min(begin * kTile, n);
+    runs.push_back({begin_element, std::min(end * kTile, n) - begin_element});
     position += own;
   }
   return runs;
