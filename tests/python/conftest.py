@@ -7,6 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from support.jobs import Launcher, WorkerPool
+from support.ranks import hear_interrupts
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts() -> None:
+    """Ctrl-C raises, wherever the tests were started."""
+    hear_interrupts()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import time
 import traceback
@@ -17,6 +18,11 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def hear_interrupts() -> None:
+    """What a shell runs in the background ignores SIGINT, and so do its children: tests of Ctrl-C need it heard."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
@@ -34,6 +40,7 @@ def _main(
     rank: int, num_ranks: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], result: Connection
 ) -> None:
     os.environ.update(environment(rank, num_ranks, port))
+    hear_interrupts()
     try:
         result.send((True, fn(*args)))
     except BaseException:
