@@ -34,6 +34,8 @@ function(muster_build_options target)
   if(MUSTER_SANITIZE)
     target_compile_options(${target} PRIVATE -fsanitize=${MUSTER_SANITIZE} -fno-omit-frame-pointer -g1)
     target_link_options(${target} PRIVATE -fsanitize=${MUSTER_SANITIZE})
+    # A false alarm inside std::regex under the address sanitizer (gcc bug 105562).
+    target_compile_options(${target} PRIVATE -Wno-maybe-uninitialized)
   endif()
 endfunction()
 
