@@ -401,7 +401,7 @@ Work NcclCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor
 Work NcclCommunicator::barrier() {
   const Request request;
   const Roll roll = agree(request);
-  if (roll.is_known()) return Work();  // having heard of each other is the barrier
+  if (!roll.is_everyone()) return Work();  // those present have heard of each other, which is the barrier
   const at::Tensor token = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device_));
   return issue(
       request, {token},
