@@ -131,54 +131,45 @@ void FlatOptimizer::allocate(Entry& entry, size_t num_states) {
   entry.num_states = std::max(entry.num_states, num_states);
 }
 
-// `parameter`: its elements in memory order.
-void FlatOptimizer::add_dense(Entry& entry, void* parameter, const at::Tensor& gradient, Segments& segments) {
-  const auto& run = entry.run;
-  if (run.count == 0) return;
+// `parameter`: its elements in memory order, of which `run` takes some that this shard owns; `gradient` points to the
+// run's first.
+void FlatOptimizer::add_run(const Entry& entry, const Run& run, void* parameter, void* gradient,
+                            Segments& segments) const {
   const auto size = static_cast<int64_t>(entry.parameter.tensor.element_size());
+  const int64_t offset = run.begin - entry.run.begin;
   void* own = static_cast<std::byte*>(parameter) + run.begin * size;
   kernels::StepSegment segment{};
-  segment.gradient = at_element(gradient, run.begin);
-  segment.parameter = entry.master.defined() ? entry.master.mutable_data_ptr() : own;
+  segment.gradient = gradient;
+  segment.parameter = entry.master.defined() ? at_element(entry.master, offset) : own;
   if (entry.master.defined()) {
     segment.low = own;
     segment.low_dtype = kernel_dtype(entry.dtype);
   }
-  for (size_t s = 0; s < entry.num_states; ++s) segment.state[s] = entry.states[s].mutable_data_ptr();
+  for (size_t s = 0; s < entry.num_states; ++s) segment.state[s] = at_element(entry.states[s], offset);
   segment.step = entry.step.const_data_ptr<float>();
   segment.n = static_cast<size_t>(run.count);
   segment.group = entry.parameter.group;
-  segments.of(gradient.scalar_type()).push_back(segment);
+  segments.of(accumulation_dtype(entry.dtype)).push_back(segment);
 }
 
-void FlatOptimizer::add_sparse(Entry& entry, void* parameter, const at::Tensor& gradient, Segments& segments) {
+void FlatOptimizer::add_dense(const Entry& entry, void* parameter, const at::Tensor& gradient,
+                              Segments& segments) const {
+  if (entry.run.count == 0) return;
+  add_run(entry, entry.run, parameter, at_element(gradient, entry.run.begin), segments);
+}
+
+void FlatOptimizer::add_sparse(const Entry& entry, void* parameter, const at::Tensor& gradient,
+                               Segments& segments) const {
   const auto rows = gradient._indices().contiguous();
   const auto values = gradient._values().contiguous();
   segments.kept.insert(segments.kept.end(), {rows, values});
   const int64_t width = rows.numel() == 0 ? 0 : values.numel() / rows.numel();
-  const auto& run = entry.run;
-  const auto size = static_cast<int64_t>(entry.parameter.tensor.element_size());
-  const auto wide = static_cast<int64_t>(values.element_size());
   for (int64_t i = 0; i < rows.numel(); ++i) {
     const int64_t row = rows.const_data_ptr<int64_t>()[i] * width;
-    const int64_t begin = std::max(row, run.begin);
-    const int64_t end = std::min(row + width, run.begin + run.count);
+    const int64_t begin = std::max(row, entry.run.begin);
+    const int64_t end = std::min(row + width, entry.run.begin + entry.run.count);
     if (begin >= end) continue;
-    kernels::StepSegment segment{};
-    segment.gradient = at_element(values, i * width + begin - row);
-    void* own = static_cast<std::byte*>(parameter) + begin * size;
-    segment.parameter = entry.master.defined() ? at_element(entry.master, begin - run.begin) : own;
-    if (entry.master.defined()) {
-      segment.low = own;
-      segment.low_dtype = kernel_dtype(entry.dtype);
-    }
-    for (size_t s = 0; s < entry.num_states; ++s) {
-      segment.state[s] = static_cast<std::byte*>(entry.states[s].mutable_data_ptr()) + (begin - run.begin) * wide;
-    }
-    segment.step = entry.step.const_data_ptr<float>();
-    segment.n = static_cast<size_t>(end - begin);
-    segment.group = entry.parameter.group;
-    segments.of(values.scalar_type()).push_back(segment);
+    add_run(entry, {begin, end - begin}, parameter, at_element(values, i * width + begin - row), segments);
   }
 }
 

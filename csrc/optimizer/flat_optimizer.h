@@ -114,8 +114,9 @@ class FlatOptimizer {
   at::Tensor dense_of(const Entry& entry, const at::Tensor& sparse) const;
   void check_sizes(const Entry& entry, const at::Tensor& whole) const;
   std::vector<std::vector<Run>> runs_of_ranks() const;
-  void add_dense(Entry& entry, void* parameter, const at::Tensor& gradient, Segments& segments);
-  void add_sparse(Entry& entry, void* parameter, const at::Tensor& gradient, Segments& segments);
+  void add_run(const Entry& entry, const Run& run, void* parameter, void* gradient, Segments& segments) const;
+  void add_dense(const Entry& entry, void* parameter, const at::Tensor& gradient, Segments& segments) const;
+  void add_sparse(const Entry& entry, void* parameter, const at::Tensor& gradient, Segments& segments) const;
   void run(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars& scalars, bool keep) const;
 
   std::vector<Entry> entries_;

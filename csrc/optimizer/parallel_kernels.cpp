@@ -46,6 +46,21 @@ void for_each_piece(const std::vector<Segment>& segments, const Call& call) {
   });
 }
 
+// Cuts segments at multiples of kPiece; `skip(segment)` moves one's pointers past its n elements.
+template <class Segment, class Skip>
+std::vector<Segment> pieces_of(const std::vector<Segment>& segments, const Skip& skip) {
+  std::vector<Segment> pieces;
+  for (auto segment : segments) {
+    for (size_t left = segment.n; left > 0;) {
+      segment.n = std::min(left, kPiece);
+      pieces.push_back(segment);
+      left -= segment.n;
+      skip(segment);
+    }
+  }
+  return pieces;
+}
+
 template <class T>
 void advance(T*& pointer, size_t bytes) {
   if (pointer == nullptr) return;
@@ -60,16 +75,10 @@ void parallel_grad_stats(const std::vector<kernels::StatsSegment>& segments) {
     kernels::grad_stats(segments.data(), segments.size());
     return;
   }
-  std::vector<kernels::StatsSegment> pieces;
-  for (auto segment : segments) {
-    for (size_t left = segment.n; left > 0;) {
-      segment.n = std::min(left, kPiece);
-      pieces.push_back(segment);
-      left -= segment.n;
-      advance(segment.gradient, segment.n * kernels::size_of(segment.dtype));
-      segment.partials += kernels::num_tiles(segment.n);
-    }
-  }
+  const auto pieces = pieces_of(segments, [](kernels::StatsSegment& segment) {
+    advance(segment.gradient, segment.n * kernels::size_of(segment.dtype));
+    segment.partials += kernels::num_tiles(segment.n);
+  });
   for_each_piece(pieces, [](const kernels::StatsSegment* first, size_t count) { kernels::grad_stats(first, count); });
 }
 
@@ -81,18 +90,12 @@ void parallel_step(kernels::DType dtype, const std::vector<kernels::StepSegment>
     return;
   }
   const size_t wide = kernels::size_of(dtype);
-  std::vector<kernels::StepSegment> pieces;
-  for (auto segment : segments) {
-    for (size_t left = segment.n; left > 0;) {
-      segment.n = std::min(left, kPiece);
-      pieces.push_back(segment);
-      left -= segment.n;
-      advance(segment.gradient, segment.n * wide);
-      advance(segment.parameter, segment.n * wide);
-      advance(segment.low, segment.n * 2);
-      for (auto& state : segment.state) advance(state, segment.n * wide);
-    }
-  }
+  const auto pieces = pieces_of(segments, [&](kernels::StepSegment& segment) {
+    advance(segment.gradient, segment.n * wide);
+    advance(segment.parameter, segment.n * wide);
+    advance(segment.low, segment.n * 2);
+    for (auto& state : segment.state) advance(state, segment.n * wide);
+  });
   for_each_piece(pieces, [&](const kernels::StepSegment* first, size_t count) { step(context, first, count); });
 }
 

@@ -46,7 +46,6 @@ struct WindowSums {
   bool stop_requested = false;
   bool dropped = false;  ///< weight 0: nothing changes
   bool finite = true;
-  double loss_scale = 1;  ///< after this window's update
   std::map<std::string, double> metrics;
   /// Who failed: worker rank, replica, type and text; empty when nobody did.
   struct Failed {

@@ -18,6 +18,21 @@
 
 namespace muster {
 
+namespace {
+
+// The rows of a sparse gradient, or all of a dense one.
+at::Tensor dense_values(const at::Tensor& gradient) { return gradient.is_sparse() ? gradient._values() : gradient; }
+
+// In place; `partials` becomes the sums of squares by tile.
+void divide(const at::Tensor& values, double divisor, std::vector<double>& partials) {
+  const auto n = static_cast<size_t>(values.numel());
+  partials.resize(kernels::num_tiles(n));
+  kernels::divide_with_stats(kernel_dtype(values.scalar_type()), values.mutable_data_ptr(), n, divisor,
+                             partials.data());
+}
+
+}  // namespace
+
 int GradientSet::worker_of(int replica) const {
   int worker = 0;
   for (int before = topology_.replicas_of_worker.front(); before <= replica;) {
@@ -52,7 +67,7 @@ bool GradientSet::all_finite(const Tail& tail) const {
   for (size_t p = 0; p < trainable_.size(); ++p) {
     const auto& values = values_of(tail, p);
     if (!values.defined()) continue;
-    if (!at::isfinite(values.is_sparse() ? values._values() : values).all().item<bool>()) return false;
+    if (!at::isfinite(dense_values(values)).all().item<bool>()) return false;
   }
   return true;
 }
@@ -61,7 +76,7 @@ void GradientSet::take_norm(const Tail& tail, double loss_scale) {
   std::vector<at::Tensor> sums;
   for (size_t p = 0; p < trainable_.size(); ++p) {
     const auto& values = values_of(tail, p);
-    if (values.defined()) sums.push_back(values.is_sparse() ? values._values() : values);
+    if (values.defined()) sums.push_back(dense_values(values));
   }
   muster::take_norm(sums, tail.data(), options_.clip_norm.value_or(0), loss_scale, scalars_);
 }
@@ -73,11 +88,7 @@ void GradientSet::edit_means(const std::function<void()>& edit) {
   for (size_t p = 0; p < trainable_.size(); ++p) {
     const auto& sum = values_of(tail, p);
     if (!sum.defined()) continue;
-    const auto values = sum.is_sparse() ? sum._values() : sum;
-    const auto n = static_cast<size_t>(values.numel());
-    partials.resize(kernels::num_tiles(n));
-    kernels::divide_with_stats(kernel_dtype(values.scalar_type()), values.mutable_data_ptr(), n, scalars_.divisor,
-                               partials.data());
+    divide(dense_values(sum), scalars_.divisor, partials);
     const auto& parameter = engines_.front()->parameters()[p].tensor;
     parameter.mutable_grad() = sum.to(parameter.scalar_type());
   }
@@ -134,11 +145,8 @@ void GradientSet::apply_mean(const Tail& tail, double divisor, WindowSums& sums)
     gradient.reset();
     const auto& sum = values_of(tail, p);
     if (!sum.defined()) continue;
-    Piece piece{sum.is_sparse() ? sum._values() : sum, sum};
-    const auto n = static_cast<size_t>(piece.values.numel());
-    partials.resize(kernels::num_tiles(n));
-    kernels::divide_with_stats(kernel_dtype(piece.values.scalar_type()), piece.values.mutable_data_ptr(), n, divisor,
-                               partials.data());
+    Piece piece{dense_values(sum), sum};
+    divide(piece.values, divisor, partials);
     for (double partial : partials) total += partial;
     gradient = piece.gradient.scalar_type() == parameter.scalar_type() ? piece.gradient
                                                                        : piece.gradient.to(parameter.scalar_type());
@@ -259,7 +267,6 @@ WindowSums GradientSet::finish_window(bool fused) {
     kernels::loss_scale_update(&loss_scale_, sums.finite, static_cast<float>(loss_scaling_->growth),
                                static_cast<float>(loss_scaling_->backoff), loss_scaling_->interval);
   }
-  sums.loss_scale = loss_scale_.scale;
   micro_batches_ = 0;
   return sums;
 }

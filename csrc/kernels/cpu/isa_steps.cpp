@@ -75,6 +75,16 @@ MUSTER_HOST_DEVICE void step_segment(const StepSegment& segment, const StepScala
   }
 }
 
+template <class Group>
+using SegmentStep = void(const StepArguments& a, const StepSegment& segment, const Group& group) noexcept;
+
+template <class Group>
+void step_all(const StepArguments& a, const Group* groups, SegmentStep<Group>* singles,
+              SegmentStep<Group>* doubles) noexcept {
+  SegmentStep<Group>* const step = a.dtype == DType::f64 ? doubles : singles;
+  for (size_t k = 0; k < a.count; ++k) step(a, a.segments[k], groups[a.segments[k].group]);
+}
+
 // --- adam ----------------------------------------------------------------------------------------------------------
 
 template <bool kDecoupled, bool kAmsgrad, class T>
@@ -110,14 +120,7 @@ void adam_segment(const StepArguments& a, const StepSegment& segment, const Adam
 }
 
 void adam(const StepArguments& a, const AdamGroup* groups) noexcept {
-  for (size_t k = 0; k < a.count; ++k) {
-    const AdamGroup& group = groups[a.segments[k].group];
-    if (a.dtype == DType::f64) {
-      adam_segment<double>(a, a.segments[k], group);
-    } else {
-      adam_segment<float>(a, a.segments[k], group);
-    }
-  }
+  step_all(a, groups, adam_segment<float>, adam_segment<double>);
 }
 
 // --- sgd -----------------------------------------------------------------------------------------------------------
@@ -153,14 +156,7 @@ void sgd_segment(const StepArguments& a, const StepSegment& segment, const SgdGr
 }
 
 void sgd(const StepArguments& a, const SgdGroup* groups) noexcept {
-  for (size_t k = 0; k < a.count; ++k) {
-    const SgdGroup& group = groups[a.segments[k].group];
-    if (a.dtype == DType::f64) {
-      sgd_segment<double>(a, a.segments[k], group);
-    } else {
-      sgd_segment<float>(a, a.segments[k], group);
-    }
-  }
+  step_all(a, groups, sgd_segment<float>, sgd_segment<double>);
 }
 
 // --- adagrad -------------------------------------------------------------------------------------------------------
@@ -185,14 +181,7 @@ void adagrad_segment(const StepArguments& a, const StepSegment& segment, const A
 }
 
 void adagrad(const StepArguments& a, const AdagradGroup* groups) noexcept {
-  for (size_t k = 0; k < a.count; ++k) {
-    const AdagradGroup& group = groups[a.segments[k].group];
-    if (a.dtype == DType::f64) {
-      adagrad_segment<double>(a, a.segments[k], group);
-    } else {
-      adagrad_segment<float>(a, a.segments[k], group);
-    }
-  }
+  step_all(a, groups, adagrad_segment<float>, adagrad_segment<double>);
 }
 
 }  // namespace
