@@ -87,7 +87,7 @@ struct StepScalars {
   double norm;      ///< of the mean gradient, before clipping
   double unit;      ///< power of two near the mean weight of this window: seeds of the next one are weight / unit
   int32_t finite;   ///< 0: the optimizers change nothing
-  int32_t dropped;  ///< 1: the window's weight is 0; nothing changes, the loss scale included
+  int32_t dropped;  ///< 1: the window's weight is 0, or it has failures; nothing changes, the loss scale included
 };
 
 /// What the end of a window depends on.
@@ -98,15 +98,32 @@ struct WindowOptions {
   int32_t interval;
 };
 
+/// What a window's user reads. The metrics, one double a slot, follow directly: report_bytes in all, on 8 bytes. Each
+/// field is an element in memory that a 0-dim tensor can be a view of, at these offsets in bytes.
+struct WindowReport {
+  double loss;        ///< 0: the mean by weight, or the sum of losses that are sums; NaN where the weight is 0
+  double weight;      ///< 8: 0 where dropped
+  double grad_norm;   ///< 16: StepScalars' norm; NaN while the window is open
+  double loss_scale;  ///< 24: of the next seeds
+  uint8_t skipped;    ///< 32: 1: not finite, and not dropped
+  uint8_t dropped;    ///< 33
+};
+static_assert(sizeof(WindowReport) == 40, "the offset of the metrics");
+
+inline constexpr size_t report_bytes(uint32_t num_slots) noexcept {
+  return sizeof(WindowReport) + num_slots * sizeof(double);
+}
+
 /// Adds the partials (partial i to lane i % kPartialLanes in ascending order, lanes then folded in halves) and writes
 /// `scalars`, whose `unit` on entry is that of the window's seeds: divisor = weight / unit * scale, or scale alone for
-/// sums and where the weight is 0; norm = sqrt(sum) / divisor; finite = the sum is finite; clip = clip_norm / (norm +
-/// 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_; a window of weight 0 keeps `unit`. Then steps[p] +=
-/// 1 for each of the `num_parameters` whose used[p] > 0, unless skipped or dropped; then, with a `scale`,
-/// loss_scale_update.
+/// sums and where dropped; norm = sqrt(sum) / divisor; finite = the sum is finite; clip = clip_norm / (norm + 1e-6)
+/// where that is below 1, as torch.nn.utils.clip_grad_norm_. A window is dropped whose weight is not above 0 (NaN: a
+/// loss's weight was none) or that has failures; it keeps `unit`. Then steps[p] += 1 for each of the `num_parameters`
+/// whose used[p] > 0, unless skipped or dropped; then, with a `scale`, loss_scale_update. Last, with a `report`, that
+/// of the closed window, whose metrics are tail[kTailFields + slot] / weight, NaN where dropped.
 void finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,
-                   size_t num_parameters, const WindowOptions& options, StepScalars* scalars,
-                   LossScaleState* scale) noexcept;
+                   size_t num_parameters, const WindowOptions& options, StepScalars* scalars, LossScaleState* scale,
+                   WindowReport* report = nullptr, uint32_t num_slots = 0) noexcept;
 
 /// torch.amp.GradScaler's rule: a non-finite step multiplies the scale by `backoff`; `interval` finite ones in a row
 /// multiply it by `growth`, unless that overflows.
@@ -118,6 +135,60 @@ void divide_with_stats(DType dtype, void* values, size_t n, double divisor, doub
 
 /// values[i] = values[i] * factor, computed in the dtype (f32 or f64).
 void scale(DType dtype, void* values, size_t n, double factor) noexcept;
+
+/// steps[p] += 1 for each p in [0, n) with used[p] > 0 (null: all), unless skipped or dropped, for optimizers whose
+/// steps finish_window does not count.
+void count_steps(float* steps, const double* used, size_t n, const StepScalars* scalars) noexcept;
+
+/// A run of one parameter's summed gradient.
+struct MeanSegment {
+  void* values;  ///< n elements of `dtype`
+  void* low;     ///< n elements of `low_dtype` that receive the rounded result, or null
+  size_t n;
+  DType dtype;      ///< f32 or f64
+  DType low_dtype;  ///< bf16 or f16
+};
+
+/// values = values / divisor, computed in the dtype as the steps below do, and then, where `clips` and the window is
+/// finite, values * clip. Nothing changes where dropped.
+void apply_means(const MeanSegment* segments, size_t count, const StepScalars* scalars, bool clips) noexcept;
+
+// --- losses --------------------------------------------------------------------------------------------------------
+
+/// Metrics of one note_loss.
+inline constexpr uint32_t kMaxMetrics = 64;
+
+/// A number that a loss brings along, to be averaged by weight.
+struct LossMetric {
+  const void* value;  ///< one element of `dtype`
+  DType dtype;
+  uint32_t slot;  ///< it is added to tail[kTailFields + slot]; no two metrics of a loss share one
+};
+
+/// One micro-batch's loss.
+struct LossTerms {
+  const void* loss;    ///< one element, or null: this replica's part is empty
+  DType loss_dtype;    ///< f32, f64, bf16 or f16
+  const void* weight;  ///< one element, or null: `rows`
+  DType weight_dtype;
+  double rows;
+  bool is_mean;          ///< else the loss is a sum
+  bool first;            ///< of the window: tail[0 .. kTailFields + num_slots) starts from zeros
+  uint32_t num_slots;    ///< of the tail
+  uint32_t num_metrics;  ///< at most kMaxMetrics
+  LossMetric metrics[kMaxMetrics];
+};
+
+/// What a loss adds to its replica's tail, and the seed of its backward. It contributes where its weight w is finite
+/// and above 0: then weight += w, weighted loss += (w for a mean, 1 for a sum) * loss, contributions and mean or sum
+/// losses += 1, and each metric's slot += w * metric. Otherwise no loss and no metric leaves a trace, whatever they
+/// are, and a w that is negative or not finite makes the tail's weight NaN: every rank drops the window.
+/// *gate = 1 where it contributes, else 0. *seed, one element of `loss_dtype` or null without a loss, = (w /
+/// scalars->unit for a mean, 1 for a sum) * the scale (1 for a null `scale`), in double and rounded once; 0 where the
+/// loss does not contribute. With a `report`, that of the window so far, of this replica alone: neither skipped nor
+/// dropped, with NaN for the means of a weight that is not above 0.
+void note_loss(const LossTerms& terms, const StepScalars* scalars, const LossScaleState* scale, double* tail,
+               double* gate, void* seed, WindowReport* report) noexcept;
 
 // --- optimizer steps -----------------------------------------------------------------------------------------------
 

@@ -10,14 +10,29 @@ constexpr Status kNotBuilt{Status::Code::not_built, "this build of muster has no
 
 bool is_built() noexcept { return false; }
 
-Status pack(const PackPlan&, const void* const*, void*, bool, double, Stream) noexcept { return kNotBuilt; }
+bool is_capturing(Stream) noexcept { return false; }
+
+Status pack(const PackPlan&, const void* const*, void*, bool, double, const double*, Stream) noexcept {
+  return kNotBuilt;
+}
 
 Status tree_sum(DType, const void* const*, int, void* const*, int, size_t, Stream) noexcept { return kNotBuilt; }
 
 Status grad_stats(const StatsSegment*, const Chunk*, uint32_t, Stream) noexcept { return kNotBuilt; }
 
 Status finish_window(const double*, size_t, const double*, const double*, float*, size_t, const WindowOptions&,
-                     StepScalars*, LossScaleState*, Stream) noexcept {
+                     StepScalars*, LossScaleState*, WindowReport*, uint32_t, Stream) noexcept {
+  return kNotBuilt;
+}
+
+Status count_steps(float*, const double*, size_t, const StepScalars*, Stream) noexcept { return kNotBuilt; }
+
+Status apply_means(const MeanSegment*, const Chunk*, uint32_t, const StepScalars*, bool, Stream) noexcept {
+  return kNotBuilt;
+}
+
+Status note_loss(const LossTerms&, const StepScalars*, const LossScaleState*, double*, double*, void*, WindowReport*,
+                 Stream) noexcept {
   return kNotBuilt;
 }
 

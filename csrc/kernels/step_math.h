@@ -12,11 +12,16 @@ MUSTER_HOST_DEVICE bool is_finite(float value) noexcept { return value - value =
 
 // --- the end of a window -------------------------------------------------------------------------------------------
 
+/// That of the window's seeds, or of the next one's once finish_window has updated `scale`.
+MUSTER_HOST_DEVICE double loss_scale_of(const LossScaleState* scale, double otherwise) noexcept {
+  return scale != nullptr ? static_cast<double>(scale->scale) : otherwise;
+}
+
 /// `scalars` of finish_window from the sum of squares. `loss_scale` is that of the window's seeds.
 MUSTER_HOST_DEVICE void close_scalars(double sum, const double* tail, double loss_scale, const WindowOptions& options,
                                       StepScalars* scalars) noexcept {
   const double weight = tail[kWeight];
-  const bool dropped = !(weight > 0);
+  const bool dropped = !(weight > 0) || tail[kFailures] > 0;
   const bool is_plain = dropped || tail[kSumLosses] > 0;
   const double divisor = is_plain ? loss_scale : weight / scalars->unit * loss_scale;
   const double norm = square_root(sum) / divisor;
@@ -44,9 +49,14 @@ MUSTER_HOST_DEVICE void advance_scale(LossScaleState* scale, bool finite, float 
   }
 }
 
+/// What apply_means multiplies means by.
+MUSTER_HOST_DEVICE double mean_clip(const StepScalars& scalars, bool clips) noexcept {
+  return clips && scalars.finite != 0 ? scalars.clip : 1.0;
+}
+
 // --- one parameter -------------------------------------------------------------------------------------------------
 
-/// Whether a step changes this parameter and its state.
+/// Whether a step changes this parameter and its state. `used` as in StepSegment.
 MUSTER_HOST_DEVICE bool is_stepped(const StepScalars& scalars, const double* used) noexcept {
   return scalars.finite != 0 && scalars.dropped == 0 && (used == nullptr || *used > 0);
 }

@@ -553,6 +553,8 @@ inline void check_access(const void* p, size_t bytes) {
   emulation::wait(emulation::Waiting::failed, "");
 }
 
+inline bool is_captured(Stream) noexcept { return false; }
+
 inline Status count_multiprocessors(unsigned& count) noexcept {
   count = emulation::options.multiprocessors;
   return {};

@@ -9,9 +9,21 @@
 #define MUSTER_MUTATIONS(X)         \
   X(pack_misaligned_load)           \
   X(pack_short_tail)                \
+  X(pack_ignores_its_gate)          \
   X(fold_misses_a_half)             \
   X(stats_short_tail)               \
   X(sum_drops_a_syncthreads)        \
+  X(report_ignores_the_scale)       \
+  X(report_of_a_dropped_weight)     \
+  X(count_of_skipped_steps)         \
+  X(means_misaligned_store)         \
+  X(means_short_tail)               \
+  X(means_always_clip)              \
+  X(means_of_dropped_windows)       \
+  X(note_loss_always_first)         \
+  X(note_loss_zeroes_late)          \
+  X(note_loss_multiplies)           \
+  X(note_loss_reports_early)        \
   X(factors_overtake_their_readers) \
   X(factors_not_awaited)            \
   X(step_misaligned_load)           \

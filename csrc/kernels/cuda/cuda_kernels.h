@@ -35,6 +35,9 @@ struct [[nodiscard]] Status {
 /// Whether this build can launch anything.
 bool is_built() noexcept;
 
+/// Whether what is enqueued on the stream is captured into a graph.
+bool is_capturing(Stream stream) noexcept;
+
 // --- tables --------------------------------------------------------------------------------------------------------
 
 /// kTile elements of one item (a pack slot or a segment), the last one's fewer: what one block or warp works on at a
@@ -72,9 +75,10 @@ struct PackPlan {
 };
 
 /// See kernels.h. `sources` is host memory, one device pointer or null for each slot, and free for reuse on return.
-/// One launch for up to kMaxPackSources slots. Fastest where sources and slots lie on 16 bytes.
+/// Where *gate, in the device's memory, is 0, every source counts as null: not even a NaN leaves a trace. A null gate
+/// is open. One launch for up to kMaxPackSources slots. Fastest where sources and slots lie on 16 bytes.
 Status pack(const PackPlan& plan, const void* const* sources, void* bucket, bool accumulate, double factor,
-            Stream stream) noexcept;
+            const double* gate, Stream stream) noexcept;
 
 // --- reduction -----------------------------------------------------------------------------------------------------
 
@@ -94,7 +98,22 @@ Status grad_stats(const StatsSegment* segments, const Chunk* chunks, uint32_t nu
 /// See kernels.h; all pointers in the device's memory.
 Status finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,
                      size_t num_parameters, const WindowOptions& options, StepScalars* scalars, LossScaleState* scale,
-                     Stream stream) noexcept;
+                     WindowReport* report, uint32_t num_slots, Stream stream) noexcept;
+
+/// See kernels.h; all pointers in the device's memory.
+Status count_steps(float* steps, const double* used, size_t n, const StepScalars* scalars, Stream stream) noexcept;
+
+/// See kernels.h; segments, chunks (of all segments) and everything they point to in the device's memory. Fastest where
+/// values lie on 16 bytes, and low ones on 8.
+Status apply_means(const MeanSegment* segments, const Chunk* chunks, uint32_t num_chunks, const StepScalars* scalars,
+                   bool clips, Stream stream) noexcept;
+
+// --- losses --------------------------------------------------------------------------------------------------------
+
+/// See kernels.h; `terms` is host memory, free for reuse on return, and what it points to lies in the device's memory,
+/// as all else does. One launch of one block.
+Status note_loss(const LossTerms& terms, const StepScalars* scalars, const LossScaleState* scale, double* tail,
+                 double* gate, void* seed, WindowReport* report, Stream stream) noexcept;
 
 // --- optimizer steps -----------------------------------------------------------------------------------------------
 

@@ -45,6 +45,11 @@ inline Status status_of(cudaError_t error) noexcept {
   return error == cudaSuccess ? Status{} : Status{Status::Code::failed, cudaGetErrorString(error)};
 }
 
+inline bool is_captured(Stream stream) noexcept {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
+}
+
 /// Multiprocessors of the current device.
 inline Status count_multiprocessors(unsigned& count) noexcept {
   int device = 0;

@@ -11,6 +11,7 @@ struct Arguments {
   const Chunk* chunks;
   void* bucket;
   double factor;
+  const double* gate;
   uint32_t num_chunks;
   uint32_t first_slot;
   uint32_t num_sources;
@@ -78,6 +79,7 @@ MUSTER_DEVICE void pack_slot(const void* source, Destination* destination, uint6
 
 template <bool kAccumulate, class Destination>
 MUSTER_KERNEL void __launch_bounds__(kThreads, 4) pack_kernel(MUSTER_GRID_CONSTANT(Arguments) arguments) {
+  const bool is_open = MUSTER_MUTATE(pack_ignores_its_gate, arguments.gate == nullptr || *arguments.gate != 0, true);
   for (uint32_t c = blockIdx.x; c < arguments.num_chunks; c += gridDim.x) {
     const Chunk chunk = arguments.chunks[c];
     const uint32_t item = chunk.item - arguments.first_slot;
@@ -85,7 +87,7 @@ MUSTER_KERNEL void __launch_bounds__(kThreads, 4) pack_kernel(MUSTER_GRID_CONSTA
     const PackSlot slot = arguments.slots[chunk.item];
     const uint64_t first = uint64_t{chunk.index} * kTile;
     const uint32_t n = static_cast<uint32_t>(slot.n - first < kTile ? slot.n - first : kTile);
-    const void* source = arguments.sources[item];
+    const void* source = is_open ? arguments.sources[item] : nullptr;
     Destination* destination = static_cast<Destination*>(arguments.bucket) + slot.offset;
     if (source == nullptr) {
       if (!kAccumulate) write_zeros(destination + first, n);
@@ -111,13 +113,14 @@ Status pack_into(bool accumulate, const Arguments& arguments, Stream stream) noe
 }  // namespace
 
 Status pack(const PackPlan& plan, const void* const* sources, void* bucket, bool accumulate, double factor,
-            Stream stream) noexcept {
+            const double* gate, Stream stream) noexcept {
   Arguments arguments;
   arguments.slots = plan.slots;
   arguments.chunks = plan.chunks;
   arguments.num_chunks = plan.num_chunks;
   arguments.bucket = bucket;
   arguments.factor = factor;
+  arguments.gate = gate;
   for (uint32_t first = 0; first < plan.num_slots; first += kMaxPackSources) {
     const uint32_t left = plan.num_slots - first;
     arguments.first_slot = first;

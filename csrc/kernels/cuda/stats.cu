@@ -1,4 +1,5 @@
 #include "kernels/cuda/sums.h"
+#include "kernels/loss_math.h"
 
 namespace muster::kernels::cuda {
 namespace {
@@ -35,11 +36,32 @@ struct Window {
   WindowOptions options;
   StepScalars* scalars;
   LossScaleState* scale;
+  WindowReport* report;
+  uint32_t num_slots;
 };
 
 MUSTER_KERNEL void __launch_bounds__(kPartialLanes) finish_window_kernel(MUSTER_GRID_CONSTANT(Window) w) {
   const StepScalars closed = close_window(w.partials, w.num_partials, w.tail, w.options, w.scalars, w.scale);
   advance_window(closed, w.used, w.steps, w.num_parameters, w.options, w.scalars, w.scale);
+  if (w.report == nullptr) return;
+  if (threadIdx.x == 0) {
+    const double loss_scale = loss_scale_of(w.scale, w.options.loss_scale);
+    report_closed(w.tail, closed, MUSTER_MUTATE(report_ignores_the_scale, loss_scale, w.options.loss_scale), w.report);
+  }
+  const double weight = MUSTER_MUTATE(report_of_a_dropped_weight, closed_weight(w.tail, closed), w.tail[kWeight]);
+  for (uint32_t slot = threadIdx.x; slot < w.num_slots; slot += kPartialLanes) {
+    metrics_of(w.report)[slot] = reported_metric(w.tail, weight, slot);
+  }
+}
+
+MUSTER_KERNEL void __launch_bounds__(kThreads)
+    count_steps_kernel(float* steps, const double* used, uint64_t n, const StepScalars* scalars) {
+  for (uint64_t p = uint64_t{blockIdx.x} * kThreads + threadIdx.x; p < n; p += uint64_t{gridDim.x} * kThreads) {
+    const double* own = used == nullptr ? nullptr : used + p;
+    if (MUSTER_MUTATE(count_of_skipped_steps, is_stepped(*scalars, own), own == nullptr || *own > 0)) {
+      steps[p] = steps[p] + 1;
+    }
+  }
 }
 
 }  // namespace
@@ -51,9 +73,14 @@ Status grad_stats(const StatsSegment* segments, const Chunk* chunks, uint32_t nu
 
 Status finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,
                      size_t num_parameters, const WindowOptions& options, StepScalars* scalars, LossScaleState* scale,
-                     Stream stream) noexcept {
-  const Window window{partials, num_partials, tail, used, steps, num_parameters, options, scalars, scale};
+                     WindowReport* report, uint32_t num_slots, Stream stream) noexcept {
+  const Window window{partials, num_partials, tail,  used,   steps,    num_parameters,
+                      options,  scalars,      scale, report, num_slots};
   return launch(finish_window_kernel, {1, kPartialLanes}, stream, window);
+}
+
+Status count_steps(float* steps, const double* used, size_t n, const StepScalars* scalars, Stream stream) noexcept {
+  return launch_over((n + kThreads - 1) / kThreads, 8, count_steps_kernel, kThreads, stream, steps, used, n, scalars);
 }
 
 }  // namespace muster::kernels::cuda

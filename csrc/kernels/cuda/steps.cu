@@ -67,6 +67,8 @@ Status step(const StepPlan& plan, const typename Optimizer::Group* groups, Strea
 
 bool is_built() noexcept { return true; }
 
+bool is_capturing(Stream stream) noexcept { return is_captured(stream); }
+
 Status adam_step(const StepPlan& plan, const AdamGroup* groups, Stream stream) noexcept {
   return step<Adam>(plan, groups, stream);
 }

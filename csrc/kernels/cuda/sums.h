@@ -68,7 +68,7 @@ MUSTER_DEVICE StepScalars close_window(const double* partials, uint64_t num_part
                                        const LossScaleState* scale) {
   StepScalars closed;
   closed.unit = scalars->unit;
-  const double loss_scale = scale != nullptr ? static_cast<double>(scale->scale) : options.loss_scale;
+  const double loss_scale = loss_scale_of(scale, options.loss_scale);
   close_scalars(add_partials(partials, num_partials), tail, loss_scale, options, &closed);
   return closed;
 }

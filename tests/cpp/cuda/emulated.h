@@ -94,6 +94,19 @@ bool is_same(T a, T b) {
   }
 }
 
+/// Of one element of a floating dtype.
+inline bool is_same(DType dtype, const void* a, const void* b) {
+  const auto is_same_of = [&](auto like) {
+    decltype(like) values[2];
+    memcpy(&values[0], a, sizeof(like));
+    memcpy(&values[1], b, sizeof(like));
+    return is_same(values[0], values[1]);
+  };
+  if (dtype == DType::f64) return is_same_of(0.0);
+  if (dtype == DType::f32) return is_same_of(0.0F);
+  return dtype == DType::bf16 ? is_same_of(BFloat16{}) : is_same_of(Half{});
+}
+
 /// The first index where they differ, or -1.
 template <class A, class B>
 long first_difference(const A& a, const B& b) {
@@ -158,6 +171,34 @@ inline std::vector<Chunk> chunks_of(const std::vector<size_t>& sizes) {
   for (uint32_t i = 0; i < sizes.size(); ++i) end = list_chunks(end, i, sizes[i]);
   return chunks;
 }
+
+/// A window's report, to be written and compared.
+class Report {
+ public:
+  explicit Report(uint32_t num_slots) : bytes_(report_bytes(num_slots)), num_slots_(num_slots) {
+    memset(bytes_.data(), 0x5a, bytes_.size());
+  }
+
+  WindowReport* get() { return reinterpret_cast<WindowReport*>(bytes_.data()); }
+
+  void compare(Report& other) {
+    WindowReport &a = *get(), &b = *other.get();
+    CHECK(is_same(a.loss, b.loss));
+    CHECK(is_same(a.weight, b.weight));
+    CHECK(is_same(a.grad_norm, b.grad_norm));
+    CHECK(is_same(a.loss_scale, b.loss_scale));
+    CHECK(a.skipped == b.skipped);
+    CHECK(a.dropped == b.dropped);
+    for (uint32_t slot = 0; slot < num_slots_; ++slot) {
+      CHECK(is_same(DType::f64, bytes_.data() + report_bytes(slot), other.bytes_.data() + report_bytes(slot)));
+    }
+    CHECK((bytes_.is_intact() && other.bytes_.is_intact()));
+  }
+
+ private:
+  Buffer<unsigned char> bytes_;
+  uint32_t num_slots_;
+};
 
 inline void check_ok(const Status& status) {
   INFO((status.problem == nullptr ? "" : status.problem));

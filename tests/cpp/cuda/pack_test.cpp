@@ -63,7 +63,8 @@ void compare(const Bucket& bucket, DType dtype) {
   for (const auto& call : calls) {
     CAPTURE(call.accumulate, call.factor);
     bucket.pack_on_cpu(expected, call.accumulate, call.factor);
-    check_ok(pack(bucket.plan(dtype), bucket.sources.data(), packed.data(), call.accumulate, call.factor, nullptr));
+    check_ok(
+        pack(bucket.plan(dtype), bucket.sources.data(), packed.data(), call.accumulate, call.factor, nullptr, nullptr));
     CHECK(first_difference(packed, expected) == -1);
   }
   CHECK(packed.is_intact());
@@ -91,7 +92,7 @@ TEST_CASE("pack rounds once into a bucket of bf16", "[cuda]") {
       for (size_t i = 0; i < bucket.n; ++i) wide[i] = widen(packed[i]);
       bucket.pack_on_cpu(wide, accumulate, 0.3);
       for (size_t i = 0; i < bucket.n; ++i) expected[i] = narrow<BFloat16>(wide[i]);
-      check_ok(pack(bucket.plan(DType::bf16), bucket.sources.data(), packed.data(), accumulate, 0.3, nullptr));
+      check_ok(pack(bucket.plan(DType::bf16), bucket.sources.data(), packed.data(), accumulate, 0.3, nullptr, nullptr));
       CHECK(first_difference(packed, expected) == -1);
     }
     CHECK(packed.is_intact());
@@ -102,14 +103,39 @@ TEST_CASE("pack takes more tensors than one launch's parameters hold", "[cuda]")
   const Bucket bucket(std::vector<size_t>(2 * kMaxPackSources + 5, 2), {DType::f32}, 6);
   Buffer<float> expected(bucket.n), packed(bucket.n);
   bucket.pack_on_cpu(expected, false, 1);
-  check_ok(pack(bucket.plan(DType::f32), bucket.sources.data(), packed.data(), false, 1, nullptr));
+  check_ok(pack(bucket.plan(DType::f32), bucket.sources.data(), packed.data(), false, 1, nullptr, nullptr));
   CHECK(first_difference(packed, expected) == -1);
+}
+
+TEST_CASE("pack takes every source for null behind a closed gate", "[cuda]") {
+  Bucket bucket(odd_sizes(20), {DType::f32, DType::bf16, DType::f16}, 8);
+  Bucket closed = bucket;
+  for (const void*& source : closed.sources) source = nullptr;
+  for (const uint32_t seed : kSeeds) {
+    CAPTURE(seed);
+    const Schedule schedule(seed);
+    Buffer<float> expected(bucket.n), packed(bucket.n);
+    Values(3).fill(expected);
+    memcpy(packed.data(), expected.data(), bucket.n * sizeof(float));
+    const struct {
+      bool accumulate;
+      double gate;
+    } calls[] = {{true, 0}, {true, 1}, {false, 0}, {false, 1}, {false, 0}};
+    for (const auto& call : calls) {
+      CAPTURE(call.accumulate, call.gate);
+      (call.gate == 0 ? closed : bucket).pack_on_cpu(expected, call.accumulate, 0.3);
+      check_ok(pack(bucket.plan(DType::f32), bucket.sources.data(), packed.data(), call.accumulate, 0.3, &call.gate,
+                    nullptr));
+      CHECK(first_difference(packed, expected) == -1);
+    }
+    CHECK(packed.is_intact());
+  }
 }
 
 TEST_CASE("pack refuses a bucket of integers", "[cuda]") {
   const Bucket bucket({4}, {DType::f32}, 7);
   Buffer<int32_t> packed(bucket.n);
-  const Status status = pack(bucket.plan(DType::i32), bucket.sources.data(), packed.data(), false, 1, nullptr);
+  const Status status = pack(bucket.plan(DType::i32), bucket.sources.data(), packed.data(), false, 1, nullptr, nullptr);
   CHECK(status.code == Status::Code::invalid);
 }
 

@@ -99,6 +99,7 @@ struct Inputs {
         double* tail = tails.back()[static_cast<size_t>(r)].data();
         tail[kWeight] = 3 + r;
         tail[kContributions] = 1;
+        tail[kFailures] = 0;
         tail[kSumLosses] = 0;
         for (size_t p = 0; p < kCount; ++p) tail[kUsed + p] = p == 5 && round % 2 == 1 ? 0 : 1;
       }

@@ -45,7 +45,7 @@ TEST_CASE("grad_stats of nothing launches nothing", "[cuda]") { check_ok(grad_st
 
 struct Window {
   std::vector<double> partials;
-  std::vector<double> tail = {24, 31.5, 3, 0, 0, 0, 3, 0};
+  std::vector<double> tail = {24, 31.5, 3, 0, 0, 0, 3, 0, 7, -2.5, NAN};
   std::vector<double> used;
   std::vector<float> steps;
   WindowOptions options{0.5, 4.0, 2.0f, 0.5f, 3};
@@ -65,10 +65,15 @@ struct Window {
   /// Ends it in both ways and compares what they wrote.
   void compare() const {
     Window a = *this, b = *this;
+    const auto num_slots = static_cast<uint32_t>(tail.size() - kTailFields);
+    Report report_a(num_slots), report_b(num_slots);
     kernels::finish_window(a.partials.data(), a.partials.size(), a.tail.data(), a.used.data(), a.steps.data(),
-                           a.steps.size(), a.options, &a.scalars, has_scale ? &a.scale : nullptr);
+                           a.steps.size(), a.options, &a.scalars, has_scale ? &a.scale : nullptr, report_a.get(),
+                           num_slots);
     check_ok(finish_window(b.partials.data(), b.partials.size(), b.tail.data(), b.used.data(), b.steps.data(),
-                           b.steps.size(), b.options, &b.scalars, has_scale ? &b.scale : nullptr, nullptr));
+                           b.steps.size(), b.options, &b.scalars, has_scale ? &b.scale : nullptr, report_b.get(),
+                           num_slots, nullptr));
+    report_b.compare(report_a);
     CHECK(is_same(a.scalars.divisor, b.scalars.divisor));
     CHECK(is_same(a.scalars.clip, b.scalars.clip));
     CHECK(is_same(a.scalars.norm, b.scalars.norm));
@@ -105,6 +110,42 @@ TEST_CASE("finish_window equals the CPU's", "[cuda]") {
     window.compare();
     window.partials[77] = 1;
     window.compare();
+    window.tail[kWeight] = NAN;
+    window.compare();
+    window.tail[kWeight] = 5;
+    window.tail[kFailures] = 1;
+    window.compare();
+  }
+}
+
+TEST_CASE("finish_window needs no report", "[cuda]") {
+  Window window(5);
+  check_ok(finish_window(window.partials.data(), 5, window.tail.data(), window.used.data(), window.steps.data(),
+                         window.steps.size(), window.options, &window.scalars, &window.scale, nullptr, 0, nullptr));
+  CHECK(window.scalars.finite == 1);
+}
+
+TEST_CASE("count_steps equals the CPU's", "[cuda]") {
+  const StepScalars closed[] = {{1, 1, 1, 1, 1, 0}, {1, 1, INFINITY, 1, 0, 0}, {1, 1, 0, 1, 1, 1}};
+  for (const uint32_t seed : kSeeds) {
+    const Schedule schedule(seed);
+    for (const StepScalars& scalars : closed) {
+      for (const size_t n : {0, 1, 255, 257, 5000}) {
+        CAPTURE(seed, scalars.finite, scalars.dropped, n);
+        std::vector<double> used;
+        std::vector<float> expected;
+        for (size_t p = 0; p < n; ++p) {
+          used.push_back(p % 3 == 1 ? 0 : 2);
+          expected.push_back(static_cast<float>(p));
+        }
+        std::vector<float> steps = expected;
+        for (const double* counts : {static_cast<const double*>(used.data()), static_cast<const double*>(nullptr)}) {
+          kernels::count_steps(expected.data(), counts, n, &scalars);
+          check_ok(count_steps(steps.data(), counts, n, &scalars, nullptr));
+          CHECK(steps == expected);
+        }
+      }
+    }
   }
 }
 

@@ -9,10 +9,13 @@ namespace {
 TEST_CASE("a build without CUDA says what to rebuild with", "[kernels]") {
   if (cuda::is_built()) return;
   const cuda::Status statuses[] = {
-      cuda::pack({}, nullptr, nullptr, false, 1, nullptr),
+      cuda::pack({}, nullptr, nullptr, false, 1, nullptr, nullptr),
       cuda::tree_sum(DType::f32, nullptr, 0, nullptr, 0, 0, nullptr),
       cuda::grad_stats(nullptr, nullptr, 0, nullptr),
-      cuda::finish_window(nullptr, 0, nullptr, nullptr, nullptr, 0, {}, nullptr, nullptr, nullptr),
+      cuda::finish_window(nullptr, 0, nullptr, nullptr, nullptr, 0, {}, nullptr, nullptr, nullptr, 0, nullptr),
+      cuda::count_steps(nullptr, nullptr, 0, nullptr, nullptr),
+      cuda::apply_means(nullptr, nullptr, 0, nullptr, false, nullptr),
+      cuda::note_loss({}, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr),
       cuda::adam_step({}, nullptr, nullptr),
       cuda::sgd_step({}, nullptr, nullptr),
       cuda::adagrad_step({}, nullptr, nullptr),

@@ -2,6 +2,7 @@
 
 #include "cpp/catch.h"
 #include "cpp/kernels/support.h"
+#include "kernels/math.h"
 
 using namespace muster::kernels;
 using namespace muster::kernels::testing;
@@ -163,6 +164,135 @@ TEST_CASE("a window of weight 0 changes nothing, the loss scale included", "[ker
   CHECK(window.steps == std::vector<float>{5, 6, 0});
   CHECK(window.scale.scale == 16);
   CHECK(window.scale.growth_tracker == 1);
+}
+
+TEST_CASE("a window with failures or a weight that is none is dropped", "[kernels]") {
+  Window window;
+  SECTION("failures") { window.tail[kFailures] = 1; }
+  SECTION("weight") { window.tail[kWeight] = kNaN; }
+  window.finish(/*has_scale=*/true);
+  CHECK(window.scalars.dropped == 1);
+  CHECK(window.scalars.divisor == 16);
+  CHECK(window.scalars.unit == 2);
+  CHECK(window.steps == std::vector<float>{5, 6, 0});
+  CHECK(window.scale.scale == 16);
+  CHECK(window.scale.growth_tracker == 0);
+}
+
+TEST_CASE("finish_window reports the closed window", "[kernels]") {
+  Window window;
+  window.tail[kWeightedLoss] = 20;
+  window.tail.insert(window.tail.end(), {4, -6});
+  window.scale = {16, 1};
+  window.options.clip_norm = 0.5;
+  struct {
+    WindowReport head;
+    double metrics[2];
+  } report{};
+  static_assert(sizeof(report) == report_bytes(2));
+  const auto finish = [&](bool has_scale) {
+    finish_window(window.partials.data(), window.partials.size(), window.tail.data(), window.used.data(),
+                  window.steps.data(), window.steps.size(), window.options, &window.scalars,
+                  has_scale ? &window.scale : nullptr, &report.head, 2);
+  };
+  SECTION("with means") {
+    finish(false);
+    CHECK(report.head.loss == 2.5);
+    CHECK(report.head.weight == 8);
+    CHECK(report.head.grad_norm == 3);
+    CHECK(report.head.loss_scale == 1);
+    CHECK(report.head.skipped == 0);
+    CHECK(report.head.dropped == 0);
+    CHECK(report.metrics[0] == 0.5);
+    CHECK(report.metrics[1] == -0.75);
+  }
+  SECTION("with the sums of losses that are sums") {
+    window.tail[kMeanLosses] = 0;
+    window.tail[kSumLosses] = 4;
+    finish(false);
+    CHECK(report.head.loss == 20);
+    CHECK(report.metrics[0] == 0.5);
+  }
+  SECTION("with the loss scale after its update") {
+    finish(true);
+    CHECK(report.head.loss_scale == 32);
+  }
+  SECTION("when it is skipped") {
+    window.partials[0] = kInfinity;
+    finish(true);
+    CHECK(report.head.loss == 2.5);
+    CHECK(report.head.loss_scale == 8);
+    CHECK(report.head.skipped == 1);
+    CHECK(report.head.dropped == 0);
+  }
+  SECTION("when it is dropped, without numbers") {
+    window.partials[0] = kInfinity;
+    window.tail[kFailures] = 2;
+    finish(true);
+    CHECK(std::isnan(report.head.loss));
+    CHECK(report.head.weight == 0);
+    CHECK(report.head.loss_scale == 16);
+    CHECK(report.head.skipped == 0);
+    CHECK(report.head.dropped == 1);
+    CHECK(std::isnan(report.metrics[0]));
+    CHECK(std::isnan(report.metrics[1]));
+  }
+}
+
+TEST_CASE("count_steps counts the steps of used parameters", "[kernels]") {
+  const double used[] = {1, 0, 3};
+  float steps[] = {5, 6, 0};
+  StepScalars scalars{.divisor = 1, .clip = 1, .norm = 1, .unit = 1, .finite = 1, .dropped = 0};
+  const auto are = [&](float a, float b, float c) { return steps[0] == a && steps[1] == b && steps[2] == c; };
+  count_steps(steps, used, 3, &scalars);
+  CHECK(are(6, 6, 1));
+  count_steps(steps, nullptr, 3, &scalars);
+  CHECK(are(7, 7, 2));
+  scalars.finite = 0;
+  count_steps(steps, used, 3, &scalars);
+  scalars.finite = 1;
+  scalars.dropped = 1;
+  count_steps(steps, nullptr, 3, &scalars);
+  CHECK(are(7, 7, 2));
+}
+
+TEST_CASE("apply_means divides, clips where asked to, and rounds for a low-precision copy", "[kernels]") {
+  float values[] = {12, -3, 1};
+  BFloat16 low[3] = {};
+  double doubles[] = {1, 2};
+  Half halves[2] = {};
+  const MeanSegment segments[] = {{values, low, 3, DType::f32, DType::bf16},
+                                  {doubles, halves, 2, DType::f64, DType::f16}};
+  StepScalars scalars{.divisor = 3, .clip = 0.5, .norm = 1, .unit = 1, .finite = 1, .dropped = 0};
+  SECTION("clipped") {
+    apply_means(segments, 2, &scalars, /*clips=*/true);
+    CHECK(values[0] == 2);
+    CHECK(values[1] == -0.5F);
+    CHECK(values[2] == 1.0F / 3 / 2);
+    CHECK(low[2].bits == 0x3e2b);
+    CHECK(doubles[1] == 2.0 / 3 / 2);
+    CHECK(halves[1].bits == 0x3555);
+  }
+  SECTION("the mean alone") {
+    apply_means(segments, 2, &scalars, /*clips=*/false);
+    CHECK(values[0] == 4);
+    CHECK(doubles[0] == 1.0 / 3);
+  }
+  SECTION("the mean alone where it is not finite") {
+    scalars.finite = 0;
+    values[1] = static_cast<float>(-kInfinity);
+    apply_means(segments, 2, &scalars, /*clips=*/true);
+    CHECK(values[0] == 4);
+    CHECK(values[1] == static_cast<float>(-kInfinity));
+    CHECK(low[1].bits == 0xff80);
+  }
+  SECTION("nothing of a dropped window") {
+    scalars.dropped = 1;
+    apply_means(segments, 2, &scalars, /*clips=*/true);
+    CHECK(values[0] == 12);
+    CHECK(doubles[1] == 2);
+    CHECK(low[0].bits == 0);
+  }
 }
 
 TEST_CASE("the loss scale follows torch.amp.GradScaler", "[kernels]") {
