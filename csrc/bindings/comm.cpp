@@ -5,6 +5,7 @@
 
 #include "comm/c10d_communicator.h"
 #include "comm/host_mesh.h"
+#include "comm/nccl.h"
 #include "muster/cluster.h"
 #include "net/rendezvous.h"
 
@@ -118,6 +119,16 @@ void bind_comm(py::module_& parent) {
         return comm::make_hierarchical(std::move(group), replicas, options_of(check, timeout));
       },
       py::arg("group"), py::arg("replicas"), py::arg("check") = false, py::arg("timeout") = 600.0, Release());
+  m.def(
+      "make_nccl",
+      [](const net::StorePtr& store, int rank, int size, c10::Device device, double timeout, size_t arena_bytes) {
+        comm::NcclOptions options;
+        options.timeout = to_ms(timeout);
+        options.arena_bytes = arena_bytes;
+        return comm::make_nccl(*store, rank, size, device, options);
+      },
+      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("timeout") = 600.0,
+      py::arg("arena_bytes") = 0, Release());
 }
 
 }  // namespace muster

@@ -115,6 +115,10 @@ using CommunicatorPtr = std::shared_ptr<Communicator>;
 /// A group of one: every operation is done when it returns.
 CommunicatorPtr make_single(c10::Device device = c10::Device(c10::kCPU));
 
+/// `host`, whose tensors are on the host, for tensors on `device` as well: those are copied there and back, and their
+/// operations have ended when they return. For what is small or rare.
+CommunicatorPtr make_staged(CommunicatorPtr host, c10::Device device);
+
 /// A group whose ranks are threads of this process; element r is rank r's handle.
 std::vector<CommunicatorPtr> make_local(int size, Milliseconds timeout);
 

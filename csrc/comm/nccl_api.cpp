@@ -1,8 +1,9 @@
-// The real tables. The only file of the backend that sees the headers of NCCL and CUDA.
+// The real tables, and what is made with them. The only file of the backend that sees the headers of NCCL and CUDA.
 #include "comm/nccl_api.h"
 
 #include <c10/core/ScalarType.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -10,9 +11,13 @@
 #include <nvtx3/nvToolsExt.h>
 
 #include <cstring>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "comm/kernel_status.h"
 #include "comm/nccl.h"
 #include "comm/nccl_communicator.h"
+#include "comm/nccl_in_process.h"
+#include "kernels/cuda/cuda_kernels.h"
 #include "muster/error.h"
 
 namespace muster::comm {
@@ -163,6 +168,24 @@ DeviceApi device_api() {
     return true;
   };
   api.synchronize = [] { check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); };
+  api.with_stream = [](Stream stream, int device, const std::function<void()>& function) {
+    const c10::cuda::CUDAStreamGuard guard(
+        c10::cuda::getStreamFromExternal(stream_of(stream), static_cast<c10::DeviceIndex>(device)));
+    function();
+  };
+  api.copy = [](void* to, int to_device, const void* from, int from_device, size_t bytes, Stream stream) {
+    if (to_device == from_device) {
+      check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream_of(stream)), "cudaMemcpyAsync");
+    } else {
+      check(cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes, stream_of(stream)), "cudaMemcpyPeerAsync");
+    }
+  };
+  api.tree_sum = [](kernels::DType dtype, const std::vector<const void*>& sources,
+                    const std::vector<void*>& destinations, size_t n, Stream stream) {
+    check_kernel(kernels::cuda::tree_sum(dtype, sources.data(), static_cast<int>(sources.size()), destinations.data(),
+                                         static_cast<int>(destinations.size()), n, stream_of(stream)),
+                 "tree_sum");
+  };
   api.push_range = [](const char* name) { nvtxRangePushA(name); };
   api.pop_range = [] { nvtxRangePop(); };
   return api;
@@ -187,6 +210,18 @@ std::vector<CommunicatorPtr> make_nccl(c10d::Store& store, int first_rank, int s
   std::vector<c10::Device> own;
   for (const c10::Device& device : devices) own.push_back(nccl::with_index(device));
   return nccl::make_communicators(nccl::nccl_api(), nccl::device_api(), store, first_rank, size, own, options);
+}
+
+std::vector<CommunicatorPtr> make_device_local(const std::vector<c10::Device>& devices,
+                                               const std::vector<NcclOptions>& options) {
+  std::vector<c10::Device> own;
+  for (const c10::Device& device : devices) own.push_back(nccl::with_index(device));
+  std::vector<int> ordinals;
+  for (const c10::Device& device : own) ordinals.push_back(device.index());
+  const nccl::DeviceApi device = nccl::device_api();
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  return nccl::make_communicators(nccl::make_in_process_api(device, c10::kCUDA, ordinals), device, *store, 0,
+                                  static_cast<int>(own.size()), own, options);
 }
 
 CommunicatorPtr make_nccl(c10d::Store& store, int rank, int size, c10::Device device, const NcclOptions& options) {

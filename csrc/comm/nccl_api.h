@@ -8,8 +8,10 @@
 #include <functional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/log.h"
+#include "kernels/kernels.h"
 
 namespace muster::comm::nccl {
 
@@ -63,8 +65,8 @@ struct NcclApi {
   std::function<std::string(Status, Comm)> describe;
 };
 
-/// CUDA: streams and events of the device that is current, unless said otherwise. Everything but destruction throws
-/// CommError with CUDA's text.
+/// CUDA: streams and events of the device that is current, unless said otherwise, and what is enqueued on them.
+/// Everything but destruction throws CommError with CUDA's text.
 struct DeviceApi {
   std::function<int(int)> exchange_device;      ///< returns what was current
   std::function<Stream(int)> current_stream;    ///< the calling thread's, of a device
@@ -78,6 +80,15 @@ struct DeviceApi {
   std::function<void(Stream, Event)> stream_wait;
   std::function<bool(Event)> query;  ///< whether the stream has passed it
   std::function<void()> synchronize;
+  /// What torch enqueues in `function` goes to the stream, which is one of the device; both are current meanwhile. The
+  /// function owns what it uses: it may run as late as the stream gets there.
+  std::function<void(Stream, int /*device*/, std::function<void()>)> with_stream;
+  std::function<void(void* /*to*/, int /*device*/, const void* /*from*/, int /*device*/, size_t /*bytes*/, Stream)>
+      copy;
+  /// kernels::cuda::tree_sum.
+  std::function<void(kernels::DType, const std::vector<const void*>& /*sources*/,
+                     const std::vector<void*>& /*destinations*/, size_t /*elements*/, Stream)>
+      tree_sum;
   std::function<void(const char*)> push_range;  ///< for profilers
   std::function<void()> pop_range;
 };

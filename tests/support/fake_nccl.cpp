@@ -8,7 +8,10 @@
 #include <utility>
 
 #include "comm/nccl_communicator.h"
+#include "comm/nccl_in_process.h"
+#include "kernels/cuda/cuda_kernels.h"
 #include "kernels/kernels.h"
+#include "muster/error.h"
 
 namespace muster::testing {
 
@@ -97,6 +100,10 @@ struct FakeNccl::FakeStream {
     thread.join();
   }
   void push(std::function<void()> task) {
+    if (std::this_thread::get_id() == thread.get_id()) {  // within a task, which is where it belongs
+      task();
+      return;
+    }
     const std::lock_guard lock(mutex);
     tasks.push_back(std::move(task));
     changed.notify_all();
@@ -159,6 +166,16 @@ struct FakeNccl::Meeting {
 };
 
 void FakeNccl::note(const std::string& entry) { log_.push_back(entry); }
+
+void FakeNccl::enqueue_work(const std::string& name, const std::string& entry, Stream stream,
+                            std::function<void()> task) {
+  {
+    const std::lock_guard lock(mutex_);
+    note(entry);
+    if (failures_.erase(name) > 0) throw CommError("the fake " + name + " failed");
+  }
+  static_cast<FakeStream*>(stream)->push(std::move(task));
+}
 
 void FakeNccl::fail_next(const std::string& name, Status status) {
   const std::lock_guard lock(mutex_);
@@ -484,6 +501,28 @@ DeviceApi FakeNccl::device() {
   };
   api.query = [flag_of](Event event) { return flag_of(event)->get(); };
   api.synchronize = [] {};
+  api.with_stream = [](Stream stream, int, std::function<void()> function) {
+    static_cast<FakeStream*>(stream)->push(std::move(function));
+  };
+  api.copy = [this](void* to, int to_device, const void* from, int from_device, size_t bytes, Stream stream) {
+    enqueue_work("copy", "copy " + std::to_string(to_device) + " " + std::to_string(from_device), stream,
+                 [=] { std::memcpy(to, from, bytes); });
+  };
+  api.tree_sum = [this](kernels::DType dtype, const std::vector<const void*>& sources,
+                        const std::vector<void*>& destinations, size_t n, Stream stream) {
+    const auto is_served = [](const auto& buffers) {
+      return !buffers.empty() && buffers.size() <= kernels::cuda::kMaxPeers &&
+             std::all_of(buffers.begin(), buffers.end(),
+                         [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; });
+    };
+    const bool has_kernel =
+        dtype == kernels::DType::f32 || dtype == kernels::DType::f64 || dtype == kernels::DType::bf16;
+    if (!has_kernel || !is_served(sources) || !is_served(destinations)) return;  // the result shows it
+    enqueue_work("tree_sum", "tree_sum " + std::to_string(sources.size()), stream, [=] {
+      kernels::tree_reduce(dtype, kernels::Reduction::sum, sources.data(), static_cast<int>(sources.size()),
+                           destinations.data(), static_cast<int>(destinations.size()), n);
+    });
+  };
   api.push_range = [](const char*) {};
   api.pop_range = [] {};
   return api;
@@ -506,8 +545,11 @@ std::string Nccl::run(int size, const Body& body, comm::Milliseconds timeout) {
   });
 }
 
-std::string NcclOneProcess::run(int size, const Body& body, comm::Milliseconds timeout) {
-  FakeNccl fake;
+namespace {
+
+/// All ranks in this process, over these tables.
+std::string run_together(const NcclApi& nccl, const DeviceApi& device, int size, const Body& body,
+                         comm::Milliseconds timeout) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<comm::NcclOptions> options;
   for (const comm::CommunicatorPtr& control : comm::make_local(size, Seconds(60))) {
@@ -515,8 +557,21 @@ std::string NcclOneProcess::run(int size, const Body& body, comm::Milliseconds t
     options.back().control = control;
   }
   const std::vector<c10::Device> devices(static_cast<size_t>(size), c10::Device(c10::kCPU));
-  const auto handles = make_communicators(fake.nccl(), fake.device(), *store, 0, size, devices, options);
+  const auto handles = make_communicators(nccl, device, *store, 0, size, devices, options);
   return run_threads(size, [&](int rank) { body(*handles[static_cast<size_t>(rank)]); });
+}
+
+}  // namespace
+
+std::string NcclOneProcess::run(int size, const Body& body, comm::Milliseconds timeout) {
+  FakeNccl fake;
+  return run_together(fake.nccl(), fake.device(), size, body, timeout);
+}
+
+std::string DeviceLocal::run(int size, const Body& body, comm::Milliseconds timeout) {
+  FakeNccl fake;
+  const std::vector<int> ordinals(static_cast<size_t>(size), 0);
+  return run_together(make_in_process_api(fake.device(), c10::kCPU, ordinals), fake.device(), size, body, timeout);
 }
 
 }  // namespace muster::testing

@@ -32,7 +32,7 @@ class FakeNccl {
   /// While true, the calling threads' current streams are being captured.
   bool is_capturing = false;
 
-  /// The next call of this name fails with this status.
+  /// The next call of this name fails with this status; the device's "copy" throws.
   void fail_next(const std::string& name, comm::nccl::Status status);
   /// The rank reports this from now on.
   void set_async_error(int rank, comm::nccl::Status status);
@@ -45,7 +45,8 @@ class FakeNccl {
   /// Streams run nothing while held.
   void hold_streams(bool held);
 
-  /// What was called, in order: "start 0", "group 2" (a group of two calls), "all_reduce 1", "abort 0", "free", ...
+  /// What was called, in order: "start 0", "group 2" (a group of two calls), "all_reduce 1", "abort 0", "free", ... and
+  /// of the device: "copy 0 1" (to device 0 from device 1), "tree_sum 3" (of three sources).
   std::vector<std::string> log();
   int count(const std::string& entry);
   int live_events();
@@ -59,6 +60,8 @@ class FakeNccl {
   struct Operation;
 
   void note(const std::string& entry);
+  void enqueue_work(const std::string& name, const std::string& entry, comm::nccl::Stream stream,
+                    std::function<void()> task);
   comm::nccl::Status enqueue(const char* name, comm::nccl::Comm comm, Operation operation);
   comm::nccl::Status begin(const char* name, comm::nccl::Comm comm);
   void flush(FakeComm& comm);  // mutex_ held
@@ -90,6 +93,12 @@ struct Nccl {
 /// All ranks in one clique, whose operations one thread launches.
 struct NcclOneProcess {
   static constexpr const char* kName = "nccl, one process";
+  static std::string run(int size, const Body& body, comm::Milliseconds timeout = Seconds(60));
+};
+
+/// The same without NCCL: all ranks on one device.
+struct DeviceLocal {
+  static constexpr const char* kName = "device local";
   static std::string run(int size, const Body& body, comm::Milliseconds timeout = Seconds(60));
 };
 

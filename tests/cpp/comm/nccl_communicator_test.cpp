@@ -81,6 +81,7 @@ TEST_CASE("a build without NCCL says what to rebuild with", "[nccl]") {
   CHECK(contains(text, "MUSTER_CUDA=ON"));
   CHECK(contains(text, "nvcc"));
   CHECK(message_of<NotBuilt>([&] { make_nccl(*store, 0, 1, std::vector<c10::Device>{kHost}, {{}}); }) == text);
+  CHECK(message_of<NotBuilt>([&] { make_device_local({kHost}, {{}}); }) == text);
 }
 
 // --- start and end -------------------------------------------------------------------------------------------------

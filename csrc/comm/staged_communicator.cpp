@@ -1,0 +1,77 @@
+#include <ATen/core/grad_mode.h>
+
+#include <utility>
+
+#include "comm/communicator.h"
+
+namespace muster::comm {
+namespace {
+
+class Outputs final : public Work::Impl {
+ public:
+  explicit Outputs(std::vector<at::Tensor> outputs) : outputs_(std::move(outputs)) {}
+  bool advance() override { return true; }
+  void wait(Milliseconds) override {}
+  std::vector<at::Tensor> outputs() override { return outputs_; }
+
+ private:
+  std::vector<at::Tensor> outputs_;
+};
+
+class StagedCommunicator final : public Communicator {
+ public:
+  StagedCommunicator(CommunicatorPtr host, c10::Device device) : host_(std::move(host)), device_(device) {}
+
+  int rank() const noexcept override { return host_->rank(); }
+  int size() const noexcept override { return host_->size(); }
+  c10::Device device() const noexcept override { return device_; }
+  at::Tensor allocate(int64_t numel, at::ScalarType dtype) override { return host_->allocate(numel, dtype); }
+
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool receive) override {
+    return in_place(tensor, [&](const at::Tensor& copy) { return host_->all_reduce(copy, op, tag, receive); });
+  }
+  Work broadcast(const at::Tensor& tensor, int source) override {
+    return in_place(tensor, [&](const at::Tensor& copy) { return host_->broadcast(copy, source); });
+  }
+  Work all_gather(const at::Tensor& input) override {
+    if (input.device().is_cpu()) return host_->all_gather(input);
+    Work work = host_->all_gather(input.cpu());
+    work.wait();
+    std::vector<at::Tensor> outputs;
+    for (const auto& output : work.outputs()) {
+      outputs.push_back(output.defined() ? output.to(input.device()) : at::Tensor());
+    }
+    return Work(std::make_shared<Outputs>(std::move(outputs)));
+  }
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) override {
+    if (input.device().is_cpu()) return host_->reduce_scatter(output, input, op);
+    return in_place(output, [&](const at::Tensor& copy) { return host_->reduce_scatter(copy, input.cpu(), op); });
+  }
+  Work barrier() override { return host_->barrier(); }
+
+  void begin_scope(uint64_t scope) override { host_->begin_scope(scope); }
+  void end_scope(ScopeEnd end, const std::string& reason) override { host_->end_scope(end, reason); }
+  void abort(const std::string& reason) noexcept override { host_->abort(reason); }
+
+ private:
+  template <class Issue>
+  static Work in_place(const at::Tensor& tensor, const Issue& issue) {
+    if (tensor.device().is_cpu()) return issue(tensor);
+    const at::NoGradGuard no_grad;
+    const auto copy = tensor.cpu();
+    issue(copy).wait();
+    tensor.copy_(copy);
+    return Work();
+  }
+
+  const CommunicatorPtr host_;
+  const c10::Device device_;
+};
+
+}  // namespace
+
+CommunicatorPtr make_staged(CommunicatorPtr host, c10::Device device) {
+  return std::make_shared<StagedCommunicator>(std::move(host), device);
+}
+
+}  // namespace muster::comm
