@@ -1,4 +1,5 @@
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <muster/cluster.h>
 #include <muster/error.h>
 #include <torch/csrc/Generator.h>
@@ -157,18 +158,19 @@ void bind_cluster(py::module_& m) {
   m.def("_cluster_from_environment", &cluster_from_environment, "variables"_a);
 }
 
-std::optional<at::Generator> replica_generator() {
+std::optional<at::Generator> replica_generator(c10::Device device) {
   const auto replica = current_replica();
-  if (!replica || !replica->generator.defined()) return std::nullopt;
-  return replica->generator;
+  if (!replica) return std::nullopt;
+  const auto& generator = device.is_cpu() ? replica->generator : replica->device_generator;
+  return generator.defined() && generator.device() == device ? std::optional(generator) : std::nullopt;
 }
 
-/// Makes a Python generator stand for torch's default one: methods that its class does not override, and operators
-/// that it is passed to, act on that.
-void adopt_default_generator(const py::object& generator) {
+/// Makes a Python generator stand for the default one of `device`: methods that its class does not override, and
+/// operators that it is passed to, act on that.
+void adopt_default_generator(const py::object& generator, c10::Device device) {
   if (THPGenerator_Check(generator.ptr()) != 1)
     throw InvalidArgument("adopt_default_generator takes a torch.Generator");
-  reinterpret_cast<THPGenerator*>(generator.ptr())->cdata = at::detail::getDefaultCPUGenerator();
+  reinterpret_cast<THPGenerator*>(generator.ptr())->cdata = at::globalContext().defaultGenerator(device);
 }
 
 /// A replica's scope as a context manager for tests; each thread enters one of its own.
@@ -188,8 +190,8 @@ class Scope {
 };
 
 void bind_random(py::module_& m) {
-  m.def("replica_generator", &replica_generator);
-  m.def("adopt_default_generator", &adopt_default_generator, "generator"_a);
+  m.def("replica_generator", &replica_generator, "device"_a);
+  m.def("adopt_default_generator", &adopt_default_generator, "generator"_a, "device"_a);
   m.def("stream_seed", &stream_seed, "seed"_a, "replica"_a, "t"_a);
   m.def("_current_replica", []() -> std::optional<int> {
     const auto replica = current_replica();

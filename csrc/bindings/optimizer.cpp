@@ -76,7 +76,7 @@ void bind_optimizer(py::module_& m) {
             take_norm(sums, tail, clip_norm, /*loss_scale=*/1, scalars);
             std::vector<FlatGradient> gradients;
             for (const auto& sum : sums) gradients.push_back({sum, {}});
-            flat.step(gradients, flat_groups(algorithm, groups), scalars, /*keep=*/false);
+            flat.step(gradients, flat_groups(algorithm, groups), &scalars, /*keep=*/false);
             return scalars.norm;
           },
           py::call_guard<py::gil_scoped_release>(),

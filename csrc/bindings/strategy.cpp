@@ -172,6 +172,7 @@ void bind_core_class(py::module_& m) {
       .def_property_readonly("local_rank", [](const StrategyCore& c) { return c.topology().local_rank; })
       .def_property_readonly("first_replica", [](const StrategyCore& c) { return c.topology().first_replica; })
       .def_property_readonly("local_replicas", [](const StrategyCore& c) { return c.topology().local_replicas(); })
+      .def_property_readonly("devices", [](const StrategyCore& c) { return c.topology().devices; })
       .def_property_readonly("threads_per_replica", [](StrategyCore& c) { return c.pool().threads_per_replica(); })
       .def_property_readonly("backend", [](const StrategyCore& c) { return c.backend(); })
       .def_property_readonly("bucket_bytes", &StrategyCore::bucket_bytes)

@@ -1,11 +1,14 @@
 #include "core/replica_context.h"
 
+#include <ATen/RedispatchFunctions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/jit_type.h>
+#include <ATen/ops/_fused_dropout.h>
 
 #include <algorithm>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -33,6 +36,8 @@ Kind make_slot() {
   }
 }
 
+constexpr const char* kDebugName = "muster: random streams of replicas";
+
 c10::DebugInfoKind replica_slot() { return make_slot<c10::DebugInfoKind>(); }
 
 bool is_optional_generator(const c10::Argument& argument) {
@@ -41,18 +46,33 @@ bool is_optional_generator(const c10::Argument& argument) {
 }
 
 void draw_from_replica(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  if (keys.highestBackendKey() == c10::BackendComponent::CPUBit) {
+  const auto backend = keys.highestBackendKey();
+  if (backend == c10::BackendComponent::CPUBit || backend == c10::BackendComponent::CUDABit) {
     const auto replica = current_replica();
-    if (replica && replica->generator.defined()) {
+    const auto generator = !replica                                   ? at::Generator()
+                           : backend == c10::BackendComponent::CPUBit ? replica->generator
+                                                                      : replica->device_generator;
+    if (generator.defined()) {
       const auto& arguments = op.schema().arguments();
       const size_t first = stack->size() - arguments.size();
       for (size_t i = 0; i < arguments.size(); ++i) {
         c10::IValue& value = (*stack)[first + i];
-        if (value.isNone() && is_optional_generator(arguments[i])) value = replica->generator;
+        if (value.isNone() && is_optional_generator(arguments[i])) value = generator;
       }
     }
   }
   op.redispatchBoxed(keys & kBelowStreamKey, stack);
+}
+
+// On CUDA, native_dropout takes no generator; the operator that it is made of does.
+std::tuple<at::Tensor, at::Tensor> drop_out(c10::DispatchKeySet keys, const at::Tensor& input, double p,
+                                            std::optional<bool> train) {
+  const auto replica = input.is_cuda() ? current_replica() : nullptr;
+  if (!replica || !replica->device_generator.defined() || !train.value_or(true) || p <= 0 || p >= 1) {
+    return at::redispatch::native_dropout(keys & kBelowStreamKey, input, p, train);
+  }
+  auto [output, mask] = at::_fused_dropout(input, 1 - p, replica->device_generator);
+  return {std::move(output), mask.view(at::kBool)};
 }
 
 // Factories have a kernel for this key already; they fill their result with an operator that has none.
@@ -67,8 +87,11 @@ std::vector<c10::RegistrationHandleRAII> install_streams() {
     if (std::none_of(arguments.begin(), arguments.end(), is_optional_generator)) continue;
     handles.push_back(dispatcher.registerImpl(name, kStreamKey,
                                               c10::KernelFunction::makeFromBoxedFunction<&draw_from_replica>(),
-                                              std::nullopt, nullptr, "muster: random streams of replicas"));
+                                              std::nullopt, nullptr, kDebugName));
   }
+  handles.push_back(dispatcher.registerImpl(c10::OperatorName("aten::native_dropout", ""), kStreamKey,
+                                            c10::KernelFunction::makeFromUnboxedFunction(TORCH_FN(drop_out)),
+                                            std::nullopt, nullptr, kDebugName));
   return handles;
 }
 

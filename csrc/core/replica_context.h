@@ -17,18 +17,20 @@ struct ReplicaContext : c10::DebugInfoBase, std::enable_shared_from_this<Replica
   int local_replica = 0;           ///< index within this process
   const void* strategy = nullptr;  ///< identity of the strategy that runs the step
   at::Generator generator;         ///< the replica's CPU stream; aten random ops without a generator draw from it
+  at::Generator device_generator;  ///< likewise of its CUDA device; undefined where it has none
 };
 
 /// The context of the calling thread's replica, or null outside a step.
 std::shared_ptr<ReplicaContext> current_replica();
 
 /// While it lives, the calling thread (and the autograd work started from it) belongs to `context`, and aten random
-/// operators on the CPU that are given no generator draw from `context->generator` where that is defined; the ambient
-/// generators are untouched. Tracing, torch.compile, functorch, Python's modes and tensor subclasses see the calls they
-/// would see without it. Scopes nest and end in reverse order; owned by one thread.
-/// The first scope of a process registers a kernel for c10::DispatchKey::BackendSelect with every aten operator that
-/// takes an optional generator and has none there. That costs each call of those, in and outside of scopes, a boxed
-/// call (below 1 us); other operators cost what they did.
+/// operators on the CPU that are given no generator draw from `context->generator` where that is defined, those on CUDA
+/// from `context->device_generator` (dropout too, but not the dropout inside fused attention and recurrent kernels,
+/// which take no generator); the ambient generators are untouched. Tracing, torch.compile, functorch, Python's modes
+/// and tensor subclasses see the calls they would see without it. Scopes nest and end in reverse order; owned by one
+/// thread. The first scope of a process registers a kernel for c10::DispatchKey::BackendSelect with every aten operator
+/// that takes an optional generator and has none there. That costs each call of those, in and outside of scopes, a
+/// boxed call (below 1 us); other operators cost what they did.
 class ReplicaScope {
  public:
   /// Throws InvalidArgument for a null context.

@@ -1,5 +1,6 @@
 #include "gradient/gradient_engine.h"
 
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -12,8 +13,10 @@
 #include <utility>
 
 #include "comm/kernel_dtype.h"
+#include "comm/kernel_status.h"
 #include "core/replica_context.h"
 #include "gradient/sparse_sum.h"
+#include "kernels/cuda/cuda_kernels.h"
 #include "kernels/kernels.h"
 
 namespace muster {
@@ -49,6 +52,10 @@ struct GradientEngine::BucketState {
   std::vector<int> parameters;  // engine indices
   size_t pending = 0;
   bool packed = false;
+  // On a streamed device:
+  DeviceTable slots;
+  DeviceTable chunks;
+  kernels::cuda::PackPlan plan{};
 };
 
 // Removes itself from the accumulator it watches.
@@ -109,7 +116,7 @@ void GradientEngine::build_layout(const std::vector<int>& order) {
 void GradientEngine::verify_layouts() {
   auto digest = at::zeros({1}, at::kLong);
   digest.data_ptr<int64_t>()[0] = static_cast<int64_t>(layout_.digest());
-  auto work = communicator_->all_gather(digest);
+  auto work = control().all_gather(digest);
   work.wait();
   const auto digests = work.outputs();
   const auto mine = digest.data_ptr<int64_t>()[0];
@@ -121,7 +128,7 @@ void GradientEngine::verify_layouts() {
   for (const auto& parameter : layout_.parameters()) names += parameter.name + '\n';
   auto bytes = at::zeros({static_cast<int64_t>(names.size())}, at::kByte);
   std::copy(names.begin(), names.end(), bytes.data_ptr<uint8_t>());
-  work = communicator_->all_gather(bytes);
+  work = control().all_gather(bytes);
   work.wait();
   const auto texts = work.outputs();
   for (size_t r = 0; r < texts.size(); ++r) {
@@ -168,6 +175,9 @@ void GradientEngine::allocate_buckets() {
       buckets_[b].parameters.push_back(engine_index[static_cast<size_t>(l)]);
     }
   }
+  if (is_streamed(communicator_->device())) {
+    for (auto& bucket : buckets_) plan_on_device(bucket);
+  }
   allocated_ = true;
 }
 
@@ -184,6 +194,7 @@ void GradientEngine::open_window() {
 
 void GradientEngine::begin(const MicroBatch& micro_batch) {
   micro_batch_ = micro_batch;
+  stream_ = current_streams({communicator_->device()}).front();
   clear_gradients();
   for (auto& state : states_) {
     state.fires = 0;
@@ -225,6 +236,8 @@ void GradientEngine::on_gradient(size_t p) {
     throw InvalidArgument("backward() was called inside the step function (parameter '" + parameters_[p].name +
                           "' got a gradient); return the loss instead: step() runs backward itself");
   }
+  join_stream(parameters_[p].tensor.grad());
+  const StreamScope scope(stream_);
   auto& state = states_[p];
   ++state.fires;
   if (state.fires == 1 && !learned_ && micro_batch_.first) arrivals_.push_back(static_cast<int>(p));
@@ -259,9 +272,71 @@ void GradientEngine::take_sparse(size_t p) {
   sparse_[p] = add_sparse(sparse_[p], taken.is_sparse() ? taken : taken.to_sparse(1));
 }
 
+// What comes on another stream is waited for there, and lives until it is packed.
+void GradientEngine::join_stream(const at::Tensor& gradient) {
+  if (!stream_) return;
+  const auto current = current_streams({stream_->device()}).front();
+  if (*current == *stream_) return;
+  order_streams(*current, *stream_);
+  if (gradient.layout() == at::kStrided) gradient.record_stream(*stream_);
+}
+
 void GradientEngine::pack_bucket(BucketState& bucket) {
-  pack(bucket.parameters, !micro_batch_.first);
+  if (is_streamed(communicator_->device())) {
+    pack_on_device(bucket);
+  } else {
+    pack(bucket.parameters, !micro_batch_.first);
+  }
   bucket.packed = true;
+}
+
+void GradientEngine::plan_on_device(BucketState& bucket) {
+  namespace cuda = kernels::cuda;
+  std::vector<cuda::PackSlot> slots;
+  std::vector<cuda::Chunk> chunks;
+  for (int index : bucket.parameters) {
+    const auto p = static_cast<size_t>(index);
+    const auto& slot = layout_.slots()[static_cast<size_t>(layout_index_[p])];
+    const auto& tensor = parameters_[p].tensor;
+    const auto n = static_cast<size_t>(tensor.numel());
+    const size_t begin = chunks.size();
+    chunks.resize(begin + kernels::num_tiles(n));
+    cuda::list_chunks(chunks.data() + begin, static_cast<uint32_t>(slots.size()), n);
+    slots.push_back({static_cast<uint64_t>(slot.offset), n, kernel_dtype(tensor.scalar_type())});
+  }
+  const auto device = communicator_->device();
+  bucket.plan.slots = bucket.slots.follow(slots, device);
+  bucket.plan.num_slots = static_cast<uint32_t>(slots.size());
+  bucket.plan.chunks = bucket.chunks.follow(chunks, device);
+  bucket.plan.num_chunks = static_cast<uint32_t>(chunks.size());
+  bucket.plan.bucket_dtype = kernel_dtype(bucket.sums.scalar_type());
+}
+
+// All parameters of a bucket are packed together: again where one's gradient came in two parts.
+void GradientEngine::pack_on_device(BucketState& bucket) {
+  const bool drop = abandoned_ || !micro_batch_.contributes;
+  std::vector<const void*> sources(bucket.parameters.size());
+  std::vector<at::Tensor> kept;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const auto p = static_cast<size_t>(bucket.parameters[i]);
+    const auto& tensor = parameters_[p].tensor;
+    auto gradient = std::exchange(tensor.mutable_grad(), at::Tensor());
+    states_[p].packed = true;
+    if (!gradient.defined() || drop) continue;
+    states_[p].dense_used = true;
+    const auto& strides = layout_.slots()[static_cast<size_t>(layout_index_[p])].strides;
+    if (gradient.layout() != at::kStrided || !same_memory_order(gradient, strides) ||
+        gradient.scalar_type() != tensor.scalar_type()) {
+      gradient = at::empty_strided(tensor.sizes(), strides, tensor.options().requires_grad(false))
+                     .copy_(gradient.detach().to_dense());
+    }
+    sources[i] = gradient.const_data_ptr();
+    kept.push_back(std::move(gradient));
+  }
+  const bool accumulate = !micro_batch_.first || bucket.packed;
+  const auto status = kernels::cuda::pack(bucket.plan, sources.data(), bucket.sums.mutable_data_ptr(), accumulate, 1,
+                                          micro_batch_.gate, stream_handle(communicator_->device()));
+  check_kernel(status, "packing gradients");
 }
 
 void GradientEngine::pack(const std::vector<int>& parameters, bool accumulate) {
@@ -329,6 +404,7 @@ void GradientEngine::abandon() noexcept { abandoned_ = true; }
 
 void GradientEngine::flush() {
   active_ = false;
+  const StreamScope scope(stream_);
   for (auto& bucket : buckets_) {
     if (!bucket.packed) pack_bucket(bucket);
   }
@@ -376,7 +452,7 @@ void GradientEngine::learn_order(const double* counts) {
   }
   auto order = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kLong);
   std::copy(arrivals_.begin(), arrivals_.end(), order.data_ptr<int64_t>());
-  communicator_->broadcast(order, 0).wait();
+  control().broadcast(order, 0).wait();
   const auto* first = order.const_data_ptr<int64_t>();
   next_order_.assign(first, first + order.numel());
   for (size_t p = 0; p < parameters_.size(); ++p) {

@@ -8,10 +8,12 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "comm/communicator.h"
+#include "core/device.h"
 #include "core/flat_layout.h"
 
 namespace muster {
@@ -29,11 +31,17 @@ struct GradientEngineOptions {
   bool overlap = true;
   /// Whether this replica's buckets receive the sums; replicas of one process need them once.
   bool receive = true;
+  /// A group over the same ranks for what the host tells; null: the gradients' own, whose tensors are on the host.
+  comm::CommunicatorPtr control;
   /// Identity of the strategy, compared with ReplicaContext::strategy; and the replica whose parameters these are.
   const void* strategy = nullptr;
   int replica = 0;
 };
 
+/// On CUDA (core/device.h's is_streamed) packing and reduction are enqueued on the stream that is current in begin(),
+/// and follow the stream that each gradient came on; nothing waits for the device but sparse gradients and the search
+/// for non-finite ones.
+///
 /// Owned by the replica thread: begin, flush, wait and rebuild are called by it; hooks run on autograd's threads while
 /// it waits for backward, one at a time (torch runs one CPU graph task on one thread). Hooks take no lock, no GIL,
 /// never block and never throw: an error is kept and rethrown by flush().
@@ -47,6 +55,7 @@ class GradientEngine {
     bool first = true;               ///< of the window: buckets are overwritten
     bool last = true;                ///< of the window: buckets are reduced
     bool contributes = true;         ///< false: gradients of this micro-batch are dropped (its weight is 0)
+    const double* gate = nullptr;    ///< in the device's memory: where it is 0, as if contributes were false
     bool locate_non_finite = false;  ///< look for non-finite values before reducing; see first_non_finite()
   };
 
@@ -126,6 +135,10 @@ class GradientEngine {
   void verify_layouts();
   void allocate_buckets();
   void pack(const std::vector<int>& parameters, bool accumulate);
+  void pack_on_device(BucketState& bucket);
+  void plan_on_device(BucketState& bucket);
+  void join_stream(const at::Tensor& gradient);
+  comm::Communicator& control() const noexcept { return options_.control ? *options_.control : *communicator_; }
   void pack_bucket(BucketState& bucket);
   void launch_ready();
   void keep_error(std::exception_ptr error) noexcept;
@@ -144,6 +157,7 @@ class GradientEngine {
   std::vector<comm::Work> works_;
   std::vector<std::unique_ptr<Hook>> hooks_;
   MicroBatch micro_batch_;
+  std::optional<c10::Stream> stream_;  // of the micro-batch; empty on the CPU
   std::mutex error_mutex_;
   std::exception_ptr error_;  // guarded by error_mutex_: another replica's thread may report misuse
   std::vector<int> next_order_;

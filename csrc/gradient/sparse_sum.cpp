@@ -31,7 +31,8 @@ at::Tensor add_sparse(const at::Tensor& sum, const at::Tensor& gradient) {
 
 at::Tensor sum_sparse_over_ranks(comm::Communicator& communicator, const at::Tensor& local,
                                  const at::Tensor& parameter) {
-  auto indices = local.defined() ? local._indices().t().contiguous() : at::empty({0, 1}, at::kLong);
+  auto indices = local.defined() ? local._indices().t().contiguous()
+                                 : at::empty({0, 1}, parameter.options().dtype(at::kLong).requires_grad(false));
   auto values = local.defined() ? local._values().contiguous() : at::Tensor();
   if (!values.defined()) {
     auto sizes = parameter.sizes().vec();

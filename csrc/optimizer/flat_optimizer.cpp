@@ -3,13 +3,16 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "comm/kernel_dtype.h"
+#include "comm/kernel_status.h"
 #include "core/flat_layout.h"
 #include "muster/error.h"
 #include "optimizer/parallel_kernels.h"
@@ -35,6 +38,11 @@ bool moves_all_rows(const kernels::AdamGroup&) { return false; }
 bool moves_all_rows(const kernels::SgdGroup& group) { return group.momentum != 0 || group.weight_decay != 0; }
 bool moves_all_rows(const kernels::AdagradGroup& group) { return group.weight_decay != 0; }
 
+// A storage of its own, so that whoever saves or copies one does not take all.
+at::Tensor step_in(const at::Tensor& steps, size_t parameter) {
+  return at::from_blob(steps.mutable_data_ptr<float>() + parameter, {}, [steps](void*) {}, steps.options());
+}
+
 template <class F>
 auto of_group(const FlatGroups& groups, uint32_t group, const F& function) {
   return std::visit([&](const auto& list) { return function(list[group]); }, groups);
@@ -56,19 +64,25 @@ struct FlatOptimizer::Segments {
 };
 
 FlatOptimizer::FlatOptimizer(std::vector<FlatParameter> parameters, const FlatGroups& groups, const Shard& shard)
-    : algorithm_(groups.index()), shard_(shard) {
+    : algorithm_(groups.index()),
+      shard_(shard),
+      device_(parameters.empty() ? c10::Device(c10::kCPU) : parameters.front().tensor.device()) {
+  const bool is_served = device_.is_cpu() || device_.is_cuda();
+  if (muster::is_streamed(device_))
+    steps_ = at::zeros({static_cast<int64_t>(parameters.size())}, device_options(at::kFloat));
   std::vector<int64_t> numels;
   for (auto& parameter : parameters) {
     const auto& tensor = parameter.tensor;
     const auto dtype = tensor.scalar_type();
-    if (!tensor.device().is_cpu() || !(dtype == at::kFloat || dtype == at::kDouble || is_low(dtype))) {
+    if (!is_served || tensor.device() != device_ || !(dtype == at::kFloat || dtype == at::kDouble || is_low(dtype))) {
       throw InvalidArgument("parameter '" + parameter.name + "' (" + c10::toString(dtype) + " on " +
-                            tensor.device().str() + ") cannot be stepped by a flat optimizer; pass fuse=False");
+                            tensor.device().str() + ", the first one on " + device_.str() +
+                            ") cannot be stepped by a flat optimizer; pass fuse=False");
     }
     numels.push_back(tensor.numel());
     Entry entry;
     entry.parameter = std::move(parameter);
-    entry.step = at::zeros({}, at::kFloat);
+    entry.step = steps_.defined() ? step_in(steps_, entries_.size()) : at::zeros({}, at::kFloat);
     entries_.push_back(std::move(entry));
   }
   const auto runs = runs_of(numels, shard_);
@@ -101,9 +115,13 @@ void FlatOptimizer::follow(Entry& entry) {
   entry.master = is_low(entry.dtype) ? empty_state(entry) : at::Tensor();
 }
 
+at::TensorOptions FlatOptimizer::device_options(at::ScalarType dtype) const {
+  return at::TensorOptions(dtype).device(device_);
+}
+
 at::Tensor FlatOptimizer::empty_state(const Entry& entry) const {
   const auto& tensor = entry.parameter.tensor;
-  const auto options = at::TensorOptions(accumulation_dtype(tensor.scalar_type()));
+  const auto options = device_options(accumulation_dtype(tensor.scalar_type()));
   if (shard_.size > 1) return entry.run.count > 0 ? at::zeros({entry.run.count}, options) : at::Tensor();
   if (!entry.is_dense) return at::zeros(tensor.sizes(), options);
   return at::empty_strided(tensor.sizes(), tensor.strides(), options).zero_();
@@ -160,7 +178,7 @@ void FlatOptimizer::add_dense(const Entry& entry, void* parameter, const at::Ten
 
 void FlatOptimizer::add_sparse(const Entry& entry, void* parameter, const at::Tensor& gradient,
                                Segments& segments) const {
-  const auto rows = gradient._indices().contiguous();
+  const auto rows = gradient._indices().cpu().contiguous();
   const auto values = gradient._values().contiguous();
   segments.kept.insert(segments.kept.end(), {rows, values});
   const int64_t width = rows.numel() == 0 ? 0 : values.numel() / rows.numel();
@@ -198,10 +216,48 @@ void FlatOptimizer::run(const Segments& segments, const FlatGroups& groups, cons
   parallel_step(doubles.dtype, segments.doubles, step, &doubles);
 }
 
+void FlatOptimizer::enqueue(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars* scalars,
+                            bool keep) {
+  namespace cuda = kernels::cuda;
+  auto* const stream = stream_handle(device_);
+  const bool all_used = std::all_of(used_.begin(), used_.end(), [](double used) { return used > 0; });
+  check_kernel(
+      cuda::count_steps(steps_.mutable_data_ptr<float>(), all_used ? nullptr : used_table_.follow(used_, device_),
+                        used_.size(), scalars, stream),
+      "counting steps");
+  const auto launch = [&](kernels::DType dtype, const std::vector<kernels::StepSegment>& host,
+                          DeviceSegments<kernels::StepSegment>& tables) {
+    if (host.empty()) return;
+    tables.follow(host, device_);
+    cuda::StepPlan plan{};
+    plan.dtype = dtype;
+    plan.segments = tables.segments();
+    plan.chunks = tables.chunks();
+    plan.num_chunks = tables.num_chunks();
+    plan.scalars = scalars;
+    plan.keep_gradient = keep;
+    const auto status = std::visit(
+        [&](const auto& list) {
+          const auto* on_device = groups_table_.follow(list, device_);
+          using Group = std::decay_t<decltype(list.front())>;
+          if constexpr (std::is_same_v<Group, kernels::AdamGroup>) return cuda::adam_step(plan, on_device, stream);
+          if constexpr (std::is_same_v<Group, kernels::SgdGroup>) return cuda::sgd_step(plan, on_device, stream);
+          if constexpr (std::is_same_v<Group, kernels::AdagradGroup>)
+            return cuda::adagrad_step(plan, on_device, stream);
+        },
+        groups);
+    check_kernel(status, "an optimizer step");
+  };
+  launch(kernels::DType::f32, segments.singles, singles_);
+  launch(kernels::DType::f64, segments.doubles, doubles_);
+}
+
 void FlatOptimizer::step(const std::vector<FlatGradient>& gradients, const FlatGroups& groups,
-                         const kernels::StepScalars& scalars, bool keep) {
+                         const kernels::StepScalars* scalars, bool keep) {
   if (groups.index() != algorithm_) throw InvalidArgument("a flat optimizer cannot become another kind of optimizer");
   const at::NoGradGuard no_grad;
+  const bool streamed = is_streamed();
+  used_.assign(streamed ? entries_.size() : 0, 0);
   Segments segments;
   std::vector<std::pair<Entry*, at::Tensor>> packed;  // of parameters with gaps in their memory
   for (size_t p = 0; p < entries_.size(); ++p) {
@@ -221,7 +277,11 @@ void FlatOptimizer::step(const std::vector<FlatGradient>& gradients, const FlatG
     }
     if (!entry.started || entry.num_states != num_states) started_.push_back(p);
     entry.started = true;
-    *entry.step.mutable_data_ptr<float>() += 1;
+    if (streamed) {
+      used_[p] = 1;
+    } else {
+      *entry.step.mutable_data_ptr<float>() += 1;
+    }
 
     void* memory = tensor.mutable_data_ptr();
     if (!entry.is_dense) {
@@ -240,7 +300,11 @@ void FlatOptimizer::step(const std::vector<FlatGradient>& gradients, const FlatG
       add_dense(entry, memory, gradient.dense, segments);
     }
   }
-  run(segments, groups, scalars, keep);
+  if (streamed) {
+    enqueue(segments, groups, scalars, keep);
+  } else {
+    run(segments, groups, *scalars, keep);
+  }
   for (auto& [entry, values] : packed) entry->parameter.tensor.copy_(values);
   for (size_t p = 0; p < entries_.size(); ++p) {
     if (!gradients[p].dense.defined() && !gradients[p].sparse.defined()) continue;
@@ -270,7 +334,9 @@ void FlatOptimizer::step_from_grad(const FlatGroups& groups) {
       gradients[p].dense = empty_state(entry).copy_(wide);
     }
   }
-  step(gradients, groups, {.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0}, /*keep=*/false);
+  const kernels::StepScalars plain{.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0};
+  const void* scalars = is_streamed() ? scalars_table_.follow(&plain, sizeof plain, device_) : &plain;
+  step(gradients, groups, static_cast<const kernels::StepScalars*>(scalars), /*keep=*/false);
 }
 
 std::vector<std::vector<Run>> FlatOptimizer::runs_of_ranks() const {
@@ -308,6 +374,16 @@ at::Tensor FlatOptimizer::state(size_t parameter, size_t which) const { return e
 
 const at::Tensor& FlatOptimizer::step_count(size_t parameter) const { return entries_.at(parameter).step; }
 
+std::vector<float> FlatOptimizer::step_counts() const {
+  std::vector<float> counts;
+  const auto streamed = steps_.defined() ? steps_.cpu() : at::Tensor();
+  for (size_t p = 0; p < entries_.size(); ++p) {
+    counts.push_back(streamed.defined() ? streamed.const_data_ptr<float>()[p]
+                                        : *entries_[p].step.const_data_ptr<float>());
+  }
+  return counts;
+}
+
 const at::Tensor& FlatOptimizer::master(size_t parameter) const { return entries_.at(parameter).master; }
 
 void FlatOptimizer::set_state(size_t parameter, size_t which, const at::Tensor& whole) {
@@ -321,7 +397,7 @@ void FlatOptimizer::set_state(size_t parameter, size_t which, const at::Tensor& 
 
 void FlatOptimizer::set_step_count(size_t parameter, double count) {
   auto& entry = entries_.at(parameter);
-  *entry.step.mutable_data_ptr<float>() = static_cast<float>(count);
+  entry.step.fill_(count);
   entry.started = true;
 }
 
@@ -347,7 +423,8 @@ at::Tensor FlatOptimizer::whole_state(size_t parameter, size_t which, comm::Comm
   const auto& own = which == kMaster ? entry.master : entry.states[which];
   if (shard_.size == 1) return own.clone();
   const auto& tensor = entry.parameter.tensor;
-  const auto whole = at::empty_strided(tensor.sizes(), tensor.strides(), accumulation_dtype(entry.dtype));
+  const auto whole =
+      at::empty_strided(tensor.sizes(), tensor.strides(), device_options(accumulation_dtype(entry.dtype)));
   const auto memory = in_memory_order(whole);
   if (own.defined()) memory.narrow(0, entry.run.begin, entry.run.count).copy_(own);
   std::vector<std::vector<Run>> runs;

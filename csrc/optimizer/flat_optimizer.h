@@ -9,7 +9,9 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "core/device.h"
 #include "kernels/kernels.h"
+#include "optimizer/device_segments.h"
 #include "optimizer/shards.h"
 
 namespace muster {
@@ -42,19 +44,26 @@ struct FlatGradient {
 /// With a Shard of several ranks, this rank keeps the state of its share of tiles and steps that; gather_parameters()
 /// then brings the others'.
 ///
+/// All parameters are on one device, and so is their state. On CUDA (core/device.h's is_streamed) everything is
+/// enqueued on the calling thread's current stream and nothing waits for it, but for sparse gradients, whose rows the
+/// host reads.
+///
 /// Owned by the thread that steps.
 class FlatOptimizer {
  public:
-  /// Throws InvalidArgument for a parameter that is not on the CPU or not of dtype fp32, fp64, bf16 or fp16.
+  /// Throws InvalidArgument for a parameter that is neither on the CPU nor on CUDA, not on the device of the first one,
+  /// or not of dtype fp32, fp64, bf16 or fp16.
   FlatOptimizer(std::vector<FlatParameter> parameters, const FlatGroups& groups, const Shard& shard = {});
 
   size_t num_parameters() const noexcept { return entries_.size(); }
   const Shard& shard() const noexcept { return shard_; }
+  bool is_streamed() const noexcept { return steps_.defined(); }
 
-  /// Steps every parameter that has a gradient, by `scalars`; see kernels.h. `gradients` has one element a parameter.
+  /// Steps every parameter that has a gradient, by `scalars` in the memory of the parameters' device; see kernels.h.
+  /// `gradients` has one element a parameter.
   /// With `keep` the dense sums and sparse values become means. Bumps the version counters of what it writes. Local.
   /// Throws InvalidArgument if `groups` has another alternative or fewer groups than the parameters name.
-  void step(const std::vector<FlatGradient>& gradients, const FlatGroups& groups, const kernels::StepScalars& scalars,
+  void step(const std::vector<FlatGradient>& gradients, const FlatGroups& groups, const kernels::StepScalars* scalars,
             bool keep);
 
   /// As step, from `.grad` of every parameter: mean gradients of any dtype and memory order, left as they are. Throws
@@ -70,8 +79,10 @@ class FlatOptimizer {
   /// State tensor `which` of a parameter, of its sizes and strides; a 1-dim run of it where another rank has the rest;
   /// undefined where there is none (no such option, or nothing of it in this shard).
   at::Tensor state(size_t parameter, size_t which) const;
-  /// Number of steps the parameter took: 0-dim fp32.
+  /// Number of steps the parameter took: 0-dim fp32, on the parameters' device.
   const at::Tensor& step_count(size_t parameter) const;
+  /// All of them, on the host: waits for the device.
+  std::vector<float> step_counts() const;
   /// The fp32 master copy of a low-precision parameter, else undefined; a 1-dim run in a shard.
   const at::Tensor& master(size_t parameter) const;
 
@@ -109,6 +120,7 @@ class FlatOptimizer {
 
   void follow(Entry& entry);
   void allocate(Entry& entry, size_t num_states);
+  at::TensorOptions device_options(at::ScalarType dtype) const;
   at::Tensor empty_state(const Entry& entry) const;
   at::Tensor own_part(const Entry& entry, const at::Tensor& whole) const;
   at::Tensor dense_of(const Entry& entry, const at::Tensor& sparse) const;
@@ -118,11 +130,21 @@ class FlatOptimizer {
   void add_dense(const Entry& entry, void* parameter, const at::Tensor& gradient, Segments& segments) const;
   void add_sparse(const Entry& entry, void* parameter, const at::Tensor& gradient, Segments& segments) const;
   void run(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars& scalars, bool keep) const;
+  void enqueue(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars* scalars, bool keep);
 
   std::vector<Entry> entries_;
   size_t algorithm_;  // index of FlatGroups
   Shard shard_;
   std::vector<size_t> started_;
+  c10::Device device_;
+  // Where the device is streamed:
+  at::Tensor steps_;          // of all parameters; each entry's step is one of them
+  std::vector<double> used_;  // 1 for each parameter that takes part in the step
+  DeviceTable used_table_;
+  DeviceTable groups_table_;
+  DeviceTable scalars_table_;                     // of step_from_grad
+  DeviceSegments<kernels::StepSegment> singles_;  // by accumulation dtype
+  DeviceSegments<kernels::StepSegment> doubles_;
 };
 
 }  // namespace muster

@@ -90,6 +90,17 @@ bool visit_kind(const Optimizer& optimizer, const F& function) {
 }
 
 template <class K>
+void publish_steps(const FlatState& state, const Optimizer& optimizer) {
+  const auto counts = state.flat.step_counts();
+  for (size_t p = 0; p < state.parameters.size(); ++p) {
+    const auto found = optimizer.state().find(state.parameters[p]);
+    if (found == optimizer.state().end()) continue;
+    int64_t* const step = step_of(static_cast<typename K::ParamState&>(*found->second));
+    if (step != nullptr) *step = static_cast<int64_t>(counts[p]);
+  }
+}
+
+template <class K>
 void publish(FlatState& state, Optimizer& optimizer, const std::vector<size_t>& fresh) {
   using ParamState = typename K::ParamState;
   for (const size_t p : fresh) {
@@ -98,12 +109,7 @@ void publish(FlatState& state, Optimizer& optimizer, const std::vector<size_t>& 
     for (size_t s = 0; s < tensors.size(); ++s) *tensors[s] = state.flat.state(p, s);
     optimizer.state()[state.parameters[p]] = std::move(entry);
   }
-  for (size_t p = 0; p < state.parameters.size(); ++p) {
-    const auto found = optimizer.state().find(state.parameters[p]);
-    if (found == optimizer.state().end()) continue;
-    int64_t* const step = step_of(static_cast<ParamState&>(*found->second));
-    if (step != nullptr) *step = static_cast<int64_t>(*state.flat.step_count(p).template const_data_ptr<float>());
-  }
+  if (!state.flat.is_streamed()) publish_steps<K>(state, optimizer);
 }
 
 }  // namespace
@@ -167,6 +173,10 @@ void publish_state(FlatState& state, Optimizer& optimizer) {
   visit_kind(optimizer, [&](auto kind) { publish<decltype(kind)>(state, optimizer, state.flat.take_started()); });
 }
 
+void publish_step_counts(const FlatState& state, const Optimizer& optimizer) {
+  visit_kind(optimizer, [&](auto kind) { publish_steps<decltype(kind)>(state, optimizer); });
+}
+
 }  // namespace muster::detail
 
 namespace muster::optim {
@@ -196,6 +206,12 @@ at::Tensor Flat<Base>::step(typename Base::LossClosure closure) {
   flat_->flat.step_from_grad(groups);
   detail::publish_state(*flat_, *this);
   return loss;
+}
+
+template <class Base>
+void Flat<Base>::save(torch::serialize::OutputArchive& archive) const {
+  if (flat_) detail::publish_step_counts(*flat_, *this);
+  Base::save(archive);
 }
 
 template <class Base>

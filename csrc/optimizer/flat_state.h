@@ -28,7 +28,10 @@ FlatGroups groups_of(const torch::optim::Optimizer& optimizer);
 /// Takes over the values of `optimizer.state()`, and puts views in their place.
 void adopt_state(FlatState& state, torch::optim::Optimizer& optimizer);
 
-/// After a step: views of state that is new, and step counts, in `optimizer.state()`.
+/// After a step: views of state that is new, and step counts where they are on the host, in `optimizer.state()`.
 void publish_state(FlatState& state, torch::optim::Optimizer& optimizer);
+
+/// Step counts in `optimizer.state()`; waits for the device.
+void publish_step_counts(const FlatState& state, const torch::optim::Optimizer& optimizer);
 
 }  // namespace muster::detail

@@ -1,30 +1,48 @@
 #include "optimizer/gradient_norm.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
 
 #include <algorithm>
 
 #include "comm/kernel_dtype.h"
+#include "comm/kernel_status.h"
 #include "optimizer/parallel_kernels.h"
 
 namespace muster {
 
-void take_norm(const std::vector<at::Tensor>& sums, const double* tail, double clip_norm, double loss_scale,
-               kernels::StepScalars& scalars) {
+namespace {
+
+std::vector<kernels::StatsSegment> segments_of(const std::vector<at::Tensor>& sums) {
   std::vector<kernels::StatsSegment> segments;
   segments.reserve(sums.size());
-  size_t tiles = 0;
   for (const auto& values : sums) {
-    const auto n = static_cast<size_t>(values.numel());
-    segments.push_back({values.const_data_ptr(), nullptr, n, kernel_dtype(values.scalar_type())});
-    tiles += kernels::num_tiles(n);
+    segments.push_back(
+        {values.const_data_ptr(), nullptr, static_cast<size_t>(values.numel()), kernel_dtype(values.scalar_type())});
   }
-  std::vector<double> partials(tiles);
-  double* next = partials.data();
+  return segments;
+}
+
+size_t count_tiles(const std::vector<kernels::StatsSegment>& segments) {
+  size_t tiles = 0;
+  for (const auto& segment : segments) tiles += kernels::num_tiles(segment.n);
+  return tiles;
+}
+
+void place_partials(std::vector<kernels::StatsSegment>& segments, double* next) {
   for (auto& segment : segments) {
     segment.partials = next;
     next += kernels::num_tiles(segment.n);
   }
+}
+
+}  // namespace
+
+void take_norm(const std::vector<at::Tensor>& sums, const double* tail, double clip_norm, double loss_scale,
+               kernels::StepScalars& scalars) {
+  auto segments = segments_of(sums);
+  std::vector<double> partials(count_tiles(segments));
+  place_partials(segments, partials.data());
   parallel_grad_stats(segments);
   kernels::WindowOptions options{};
   options.clip_norm = clip_norm;
@@ -38,6 +56,25 @@ void take_norm(const std::vector<at::Tensor>& sums, const double* tail, double c
       })) {
     scalars.finite = 1;
   }
+}
+
+void DeviceNorm::enqueue(const std::vector<at::Tensor>& sums, c10::Device device, const kernels::WindowOptions& options,
+                         const Window& window) {
+  namespace cuda = kernels::cuda;
+  auto segments = segments_of(sums);
+  const size_t tiles = count_tiles(segments);
+  if (!partials_.defined() || partials_.numel() != static_cast<int64_t>(tiles)) {
+    partials_ = at::empty({static_cast<int64_t>(tiles)}, at::TensorOptions(at::kDouble).device(device));
+  }
+  auto* const partials = partials_.mutable_data_ptr<double>();
+  place_partials(segments, partials);
+  segments_.follow(segments, device);
+  auto* const stream = stream_handle(device);
+  check_kernel(cuda::grad_stats(segments_.segments(), segments_.chunks(), segments_.num_chunks(), stream),
+               "the gradient's statistics");
+  check_kernel(cuda::finish_window(partials, tiles, window.tail, nullptr, nullptr, 0, options, window.scalars,
+                                   window.scale, window.report, window.num_slots, stream),
+               "the end of a window");
 }
 
 }  // namespace muster

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/kernels.h"
+#include "optimizer/device_segments.h"
 
 namespace muster {
 
@@ -14,5 +15,27 @@ namespace muster {
 /// overflows though every value is finite counts as finite.
 void take_norm(const std::vector<at::Tensor>& sums, const double* tail, double clip_norm, double loss_scale,
                kernels::StepScalars& scalars);
+
+/// take_norm and the rest of kernels::finish_window on a device. Owned by one thread; everything is ordered by its
+/// current stream.
+class DeviceNorm {
+ public:
+  /// What finish_window reads and writes, in the device's memory.
+  struct Window {
+    const double* tail;
+    kernels::StepScalars* scalars;
+    kernels::LossScaleState* scale;  ///< or null
+    kernels::WindowReport* report;   ///< or null
+    uint32_t num_slots;              ///< of the report
+  };
+
+  /// `sums` as take_norm's, on `device`. Two launches.
+  void enqueue(const std::vector<at::Tensor>& sums, c10::Device device, const kernels::WindowOptions& options,
+               const Window& window);
+
+ private:
+  DeviceSegments<kernels::StatsSegment> segments_;
+  at::Tensor partials_;
+};
 
 }  // namespace muster

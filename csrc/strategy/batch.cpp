@@ -20,6 +20,13 @@ at::Tensor aligned(const at::Tensor& tensor) {
   return tensor.clone();
 }
 
+at::Tensor placed_tensor(const at::Tensor& tensor, c10::Device device) {
+  if (device.is_cpu() || !tensor.defined() || tensor.device() == device) return aligned(tensor);
+  // From pageable memory the copy would wait for the stream.
+  const bool is_pageable = tensor.device().is_cpu() && tensor.layout() == at::kStrided && !tensor.is_pinned();
+  return (is_pageable ? tensor.pin_memory() : tensor).to(device, /*non_blocking=*/true);
+}
+
 at::Tensor take_rows(const at::Tensor& tensor, int64_t start, int64_t stop, int64_t step) {
   if (!tensor.defined() || tensor.dim() == 0) return tensor;
   const auto rows = tensor.slice(0, start, stop, step);

@@ -2,19 +2,25 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sched.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <sstream>
 #include <utility>
 
 #include "comm/c10d_communicator.h"
 #include "comm/host_mesh.h"
+#include "comm/nccl.h"
+#include "core/device.h"
 #include "core/log.h"
+#include "kernels/cuda/cuda_kernels.h"
 #include "muster/error.h"
 #include "net/rendezvous.h"
 #include "strategy/text_exchange.h"
@@ -23,24 +29,63 @@ namespace muster {
 
 namespace {
 
+int num_cuda_devices() {
+  if (!kernels::cuda::is_built() || !c10::impl::hasDeviceGuardImpl(c10::kCUDA)) return 0;
+  return c10::impl::getDeviceGuardImpl(c10::kCUDA)->deviceCount();
+}
+
+c10::Device parse_device(const std::string& name) {
+  c10::Device device(c10::kCPU);
+  try {
+    device = c10::Device(name);
+  } catch (const c10::Error&) {
+    throw InvalidArgument("'" + name + "' is not a device; write \"cuda:0\", \"cpu\", \"cpu:0\", \"cpu:1\", ...");
+  }
+  if (device.is_cpu()) return c10::Device(c10::kCPU);
+  if (!device.is_cuda()) {
+    throw NotBuilt("device '" + name + "' needs a build of muster with its backend; there are the CPU and CUDA");
+  }
+  if (!kernels::cuda::is_built()) {
+    throw NotBuilt("device '" + name +
+                   "' needs a build of muster with CUDA; rebuild it with -DMUSTER_CUDA=ON, where nvcc and a CUDA build "
+                   "of torch are installed, or use CPU devices");
+  }
+  if (device.index() < 0) device.set_index(0);
+  if (device.index() >= num_cuda_devices()) {
+    throw InvalidArgument("device '" + name + "' is not there: this process sees " +
+                          std::to_string(num_cuda_devices()) + " CUDA device(s)");
+  }
+  return device;
+}
+
 std::vector<c10::Device> parse_devices(const std::vector<std::string>& names) {
   std::vector<c10::Device> devices;
-  for (const auto& name : names) {
-    c10::Device device(c10::kCPU);
-    try {
-      device = c10::Device(name);
-    } catch (const c10::Error&) {
-      throw InvalidArgument("'" + name + "' is not a device; write \"cpu\", \"cpu:0\", \"cpu:1\", ...");
-    }
-    if (!device.is_cpu()) {
-      throw NotBuilt("device '" + name +
-                     "' needs a build of muster with its backend; this build runs replicas on the "
-                     "CPU only");
-    }
-    devices.emplace_back(c10::kCPU);
-  }
+  for (const auto& name : names) devices.push_back(parse_device(name));
   if (devices.empty()) devices.emplace_back(c10::kCPU);
+  for (const auto& device : devices) {
+    if (device.type() == devices.front().type()) continue;
+    throw InvalidArgument("one strategy's replicas are all on the CPU or all on CUDA devices; this one has " +
+                          devices.front().str() + " and " + device.str());
+  }
   return devices;
+}
+
+std::vector<std::string> all_cuda_devices() {
+  std::vector<std::string> names;
+  for (int i = 0; i < num_cuda_devices(); ++i) names.push_back("cuda:" + std::to_string(i));
+  return names;
+}
+
+std::vector<std::string> device_of_worker(const Cluster& cluster) {
+  if (num_cuda_devices() == 0) return {};
+  return {"cuda:" + std::to_string(cluster.local_rank)};
+}
+
+bool has_repeated(const std::vector<c10::Device>& devices) {
+  for (auto device = devices.begin(); device != devices.end(); ++device) {
+    if (std::find(devices.begin(), device, *device) != device) return true;
+  }
+  return false;
 }
 
 comm::Milliseconds timeout_of(const StrategyOptions& options) {
@@ -150,6 +195,65 @@ std::shared_ptr<StrategyCore> assemble(Topology topology, Groups groups, const S
   return std::make_shared<StrategyCore>(std::move(topology), std::move(groups), options, std::move(pool), seed);
 }
 
+std::vector<comm::NcclOptions> with_control(const std::vector<comm::CommunicatorPtr>& control,
+                                            comm::Milliseconds timeout) {
+  std::vector<comm::NcclOptions> options;
+  for (const auto& handle : control) {
+    options.emplace_back();
+    options.back().timeout = timeout;
+    options.back().control = handle;
+  }
+  return options;
+}
+
+// The groups of this process's replicas, where all replicas are here.
+Groups groups_in_process(const std::vector<c10::Device>& devices, comm::Milliseconds timeout) {
+  const int replicas = static_cast<int>(devices.size());
+  const auto device = devices.front();
+  Groups groups;
+  groups.workers = comm::make_single();
+  if (!is_streamed(device)) {
+    groups.gradients = comm::make_local(replicas, timeout);
+    groups.step = comm::make_local(replicas, timeout);
+    groups.backend = "the memory of this process";
+    return groups;
+  }
+  groups.workers = comm::make_staged(groups.workers, device);
+  groups.control = comm::make_local(replicas, timeout);
+  const auto make = [&](const std::string& name) -> std::vector<comm::CommunicatorPtr> {
+    if (replicas == 1) return {comm::make_single(device)};
+    if (device.is_cpu()) return comm::make_local(replicas, timeout);
+    const auto options = with_control(comm::make_local(replicas, timeout), timeout);
+    if (has_repeated(devices) || !comm::has_nccl()) return comm::make_device_local(devices, options);
+    c10d::PrefixStore prefixed(name, c10::make_intrusive<c10d::HashStore>());
+    return comm::make_nccl(prefixed, 0, replicas, devices, options);
+  };
+  groups.gradients = make("gradients");
+  groups.step = make("step");
+  groups.backend = replicas == 1                                ? "nothing: there is one replica"
+                   : has_repeated(devices) || !comm::has_nccl() ? "the memory of this process's devices"
+                                                                : "NCCL";
+  return groups;
+}
+
+// Gradients and the step's collectives over NCCL, where the groups of the host carry what replicas tell one another.
+void use_nccl(Groups& groups, const net::StorePtr& store, const Topology& topology,
+              const std::function<std::vector<comm::CommunicatorPtr>(const std::string& name)>& make_control,
+              comm::Milliseconds timeout) {
+  groups.workers = comm::make_staged(groups.workers, topology.devices.front());
+  groups.control = make_control("control");
+  const auto make = [&](const std::string& name) -> std::vector<comm::CommunicatorPtr> {
+    if (topology.num_replicas == 1) return {comm::make_single(topology.devices.front())};
+    c10d::PrefixStore prefixed("nccl_" + name, store);
+    return comm::make_nccl(prefixed, topology.first_replica, topology.num_replicas, topology.devices,
+                           with_control(make_control(name + "_control"), timeout));
+  };
+  groups.gradients = make("gradients");
+  groups.step = make("step");
+  groups.backend = topology.num_replicas == 1 ? "nothing: there is one replica" : "NCCL";
+  groups.overlap = true;
+}
+
 std::shared_ptr<comm::HostMesh> connect(const net::StorePtr& store, const std::string& prefix, const Topology& topology,
                                         int replicas, comm::Milliseconds timeout) {
   c10d::PrefixStore prefixed(prefix, store);
@@ -166,6 +270,10 @@ Groups groups_on_host(const Cluster& cluster, Topology& topology, comm::Millisec
   place_replicas(topology, *groups.workers);
   const bool one_each = topology.num_replicas == topology.num_workers;
   const auto replicas = one_each ? workers : connect(store, "replicas", topology, topology.local_replicas(), timeout);
+  if (topology.devices.front().is_cuda()) {
+    use_nccl(groups, store, topology, [&](const std::string& name) { return replicas->make_group(name); }, timeout);
+    return groups;
+  }
   groups.gradients = replicas->make_group("gradients");
   groups.step = replicas->make_group("step");
   return groups;
@@ -185,6 +293,13 @@ Groups groups_over(const comm::ProcessGroupPtr& process_group, const Cluster& cl
   groups.backend = "the process group's backend (" + process_group->getBackendName() + ")";
   groups.overlap = false;
   place_replicas(topology, *groups.workers);
+  if (topology.devices.front().is_cuda()) {
+    const auto make_control = [&](const std::string&) {
+      return comm::make_hierarchical(process_group, topology.local_replicas(), options);
+    };
+    use_nccl(groups, net::open_store(cluster, timeout), topology, make_control, timeout);
+    return groups;
+  }
   groups.gradients = comm::make_hierarchical(process_group, topology.local_replicas(), options);
   groups.step = comm::make_hierarchical(process_group, topology.local_replicas(), options);
   return groups;
@@ -196,14 +311,10 @@ std::shared_ptr<StrategyCore> make_mirrored(const std::vector<std::string>& devi
                                             ReplicaThreads threads) {
   options.validate();
   Topology topology;
-  topology.devices = parse_devices(devices);
+  topology.devices = parse_devices(devices.empty() ? all_cuda_devices() : devices);
   topology.num_replicas = topology.local_replicas();
   topology.replicas_of_worker = {topology.num_replicas};
-  Groups groups;
-  groups.gradients = comm::make_local(topology.num_replicas, timeout_of(options));
-  groups.step = comm::make_local(topology.num_replicas, timeout_of(options));
-  groups.workers = comm::make_single();
-  groups.backend = "the memory of this process";
+  auto groups = groups_in_process(topology.devices, timeout_of(options));
   return assemble(std::move(topology), std::move(groups), options, threads);
 }
 
@@ -216,7 +327,7 @@ std::shared_ptr<StrategyCore> make_multi_worker(const Cluster& cluster, const st
   topology.num_workers = cluster.num_workers;
   topology.rank = cluster.rank;
   topology.local_rank = cluster.local_rank;
-  topology.devices = parse_devices(devices);
+  topology.devices = parse_devices(devices.empty() ? device_of_worker(cluster) : devices);
   Groups groups = process_group ? groups_over(process_group, cluster, topology, timeout_of(options))
                                 : groups_on_host(cluster, topology, timeout_of(options));
   compare_options(options, *groups.workers);

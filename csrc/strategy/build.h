@@ -19,14 +19,16 @@ namespace muster {
 /// Whether the pool runs its own threads, or the language layer serves it with threads of its own.
 enum class ReplicaThreads { own, foreign };
 
-/// One process, a replica a device; "cpu", "cpu:0", "cpu:1", ... and repeated devices are logical replicas of the CPU.
-/// No device: one CPU replica. Throws InvalidArgument for a device that does not parse, NotBuilt for one that this
-/// build cannot use.
+/// One process, a replica a device; "cpu", "cpu:0", "cpu:1", ... and repeated devices are logical replicas of one. No
+/// device: all CUDA devices where this build has CUDA and there are some, else one CPU replica. Throws InvalidArgument
+/// for a device that does not parse or is not there, NotBuilt for one that this build cannot use.
 std::shared_ptr<StrategyCore> make_mirrored(const std::vector<std::string>& devices, const StrategyOptions& options,
                                             ReplicaThreads threads);
 
-/// Collective over the cluster. One process a worker, each with a replica a device. Without `process_group` the workers
-/// must be on one host. Throws InvalidArgument where ranks disagree about options or the size of the world.
+/// Collective over the cluster. One process a worker, each with a replica a device; no device: cuda:<local rank>, where
+/// this build has CUDA and there are devices, else one CPU replica. Without `process_group` the workers must be on one
+/// host. On CUDA, NCCL carries the gradients, and what the hosts have to tell one another goes as it does on the CPU.
+/// Throws InvalidArgument where ranks disagree about options or the size of the world.
 std::shared_ptr<StrategyCore> make_multi_worker(const Cluster& cluster, const std::vector<std::string>& devices,
                                                 const StrategyOptions& options, ReplicaThreads threads,
                                                 const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);

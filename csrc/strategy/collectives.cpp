@@ -124,6 +124,21 @@ Leaves by_dtype(const Leaves& values, const std::function<at::Tensor(const at::T
   return results;
 }
 
+Leaves on_device(const Leaves& values, c10::Device device) {
+  Leaves moved;
+  for (const auto& value : values) moved.push_back(value.to(device));
+  return moved;
+}
+
+// Where the leaves of the first contribution are; a worker without one gets them on its group's device.
+Leaves beside(const Leaves& results, const std::vector<Contribution>& mine, const comm::Communicator& workers) {
+  Leaves moved;
+  for (size_t i = 0; i < results.size(); ++i) {
+    moved.push_back(results[i].to(mine.empty() ? workers.device() : mine.front().values[i].device()));
+  }
+  return moved;
+}
+
 Leaves averageable(const Leaves& values) {
   Leaves floating;
   for (const auto& value : values) {
@@ -213,7 +228,7 @@ Gathered gather_contributions(comm::Communicator& workers, const std::vector<Con
   for (const auto& [worker, header] : shapes) {
     auto leaves = static_cast<int>(worker) == workers.rank() ? mine[own++].values : empty_like_header(header);
     for (auto& leaf : leaves) {
-      leaf = leaf.detach().contiguous();
+      leaf = leaf.detach().cpu().contiguous();
       if (workers.size() > 1 && leaf.numel() > 0) {
         if (static_cast<int>(worker) == workers.rank()) leaf = leaf.clone();
         workers.broadcast(leaf, static_cast<int>(worker)).wait();
@@ -247,7 +262,8 @@ at::Tensor reduce_along_tree(std::vector<at::Tensor> level, ReduceOp op) {
 
 }  // namespace
 
-Leaves reduce_in_step(comm::Communicator& group, const Leaves& values, ReduceOp op, const at::Tensor& weight) {
+Leaves reduce_in_step(comm::Communicator& group, const Leaves& given, ReduceOp op, const at::Tensor& weight) {
+  const auto values = on_device(given, group.device());
   switch (op) {
     case ReduceOp::sum:
       return by_dtype(values, [&](const at::Tensor& flat) { return Sum::apply(flat, &group); });
@@ -258,15 +274,16 @@ Leaves reduce_in_step(comm::Communicator& group, const Leaves& values, ReduceOp 
     case ReduceOp::mean:
       break;
   }
-  const auto total = all_reduce(group, weight.detach().to(at::kDouble), ReduceOp::sum);
+  const auto share = weight.detach().to(group.device(), at::kDouble);
+  const auto total = all_reduce(group, share, ReduceOp::sum);
   return by_dtype(averageable(values), [&](const at::Tensor& flat) {
-    return Sum::apply(flat * weight.to(flat.scalar_type()), &group) / total.to(flat.scalar_type());
+    return Sum::apply(flat * share.to(flat.scalar_type()), &group) / total.to(flat.scalar_type());
   });
 }
 
 Leaves gather_in_step(comm::Communicator& group, const Leaves& values) {
   Leaves results;
-  for (const auto& value : values)
+  for (const auto& value : on_device(values, group.device()))
     results.push_back(Gather::apply(value.dim() == 0 ? value.unsqueeze(0) : value, &group));
   return results;
 }
@@ -276,7 +293,8 @@ Leaves broadcast_in_step(comm::Communicator& group, const Leaves& values, int so
     throw InvalidArgument("source replica " + std::to_string(source) + " does not exist; there are " +
                           std::to_string(group.size()));
   }
-  return by_dtype(values, [&](const at::Tensor& flat) { return Broadcast::apply(flat, &group, source); });
+  return by_dtype(on_device(values, group.device()),
+                  [&](const at::Tensor& flat) { return Broadcast::apply(flat, &group, source); });
 }
 
 Leaves reduce_over_workers(comm::Communicator& workers, const std::vector<Contribution>& mine, ReduceOp op) {
@@ -297,7 +315,7 @@ Leaves reduce_over_workers(comm::Communicator& workers, const std::vector<Contri
     auto result = reduce_along_tree(std::move(terms), op);
     results.push_back(op == ReduceOp::mean ? result / total : result);
   }
-  return results;
+  return beside(results, mine, workers);
 }
 
 Leaves gather_over_workers(comm::Communicator& workers, const std::vector<Contribution>& mine) {
@@ -311,7 +329,7 @@ Leaves gather_over_workers(comm::Communicator& workers, const std::vector<Contri
     }
     results.push_back(at::cat(parts));
   }
-  return results;
+  return beside(results, mine, workers);
 }
 
 Leaves broadcast_over_workers(comm::Communicator& workers, const Leaves& mine, int source) {
@@ -322,9 +340,10 @@ Leaves broadcast_over_workers(comm::Communicator& workers, const Leaves& mine, i
   const at::NoGradGuard no_grad;
   const auto headers = exchange_texts(workers, workers.rank() == source ? header_of(mine) : std::string());
   Leaves results = workers.rank() == source ? mine : empty_like_header(headers[static_cast<size_t>(source)]);
-  for (auto& leaf : results) {
-    leaf = leaf.detach().clone(at::MemoryFormat::Contiguous);
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto leaf = results[i].detach().clone(at::MemoryFormat::Contiguous);
     if (leaf.numel() > 0) workers.broadcast(leaf, source).wait();
+    results[i] = i < mine.size() ? leaf.to(mine[i].device()) : leaf;
   }
   return results;
 }

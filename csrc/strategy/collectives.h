@@ -15,6 +15,9 @@ namespace muster {
 /// The values of one replica: leaves of a structure, equal in number, shape and dtype on all replicas that take part.
 using Leaves = std::vector<at::Tensor>;
 
+/// In a step, leaves are moved to the group's device, and results are there; outside, results are on the device of the
+/// leaves that this worker gave.
+///
 /// In a step. The reduction of each leaf over the replicas that take part; gradients flow (for sum and mean by the sum
 /// convention: the gradient of a sum is the sum of the gradients; for min and max to the replicas that attain it, in
 /// equal parts). `mean` weighs each replica by `weight` (0-dim). Leaves of one dtype travel together.

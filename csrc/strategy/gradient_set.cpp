@@ -35,6 +35,32 @@ GradientSet::GradientSet(const ParameterRegistry& registry, const Topology& topo
       loss_scaling_(options.loss_scale) {
   if (!loss_scaling_ && options.precision == Precision::fp16) loss_scaling_ = LossScale();
   if (loss_scaling_) loss_scale_.scale = static_cast<float>(loss_scaling_->init);
+  if (!is_streamed(topology.devices.front())) return;
+  device_buffers_.resize(topology.devices.size());
+  for (size_t r = 0; r < topology.devices.size(); ++r) {
+    const auto device = topology.devices[r];
+    const auto beside = std::find(topology.devices.begin(), topology.devices.end(), device) - topology.devices.begin();
+    const StreamScope scope(current_streams({device}).front());
+    device_windows_.push_back(std::make_unique<DeviceWindow>(
+        device, static_cast<size_t>(beside) < r ? device_windows_[static_cast<size_t>(beside)]->shared_scalars()
+                                                : std::make_shared<DeviceScalars>(device, loss_scale_)));
+  }
+}
+
+comm::Communicator& GradientSet::control(size_t local_replica) const {
+  return groups_.control.empty() ? *groups_.gradients[local_replica] : *groups_.control[local_replica];
+}
+
+kernels::LossScaleState GradientSet::loss_scale() const {
+  return is_on_device() ? device_windows_.front()->scalars().read_scale() : loss_scale_;
+}
+
+void GradientSet::set_loss_scale(const kernels::LossScaleState& state) {
+  loss_scale_ = state;
+  for (auto& window : device_windows_) {
+    const StreamScope scope(current_streams({window->device()}).front());
+    window->shared_scalars()->set_scale(state);
+  }
 }
 
 void GradientSet::set_parameters(std::vector<int> parameters) { parameters_ = std::move(parameters); }
@@ -92,6 +118,7 @@ void GradientSet::build_engines() {
     options.first_bucket_bytes = std::min(kFirstBucketBytes, options.bucket_bytes);
     options.overlap = groups_.overlap;
     options.receive = r == 0;
+    options.control = groups_.control.empty() ? nullptr : groups_.control[r];
     options.strategy = strategy_;
     options.replica = topology_.first_replica + static_cast<int>(r);
     engines_.push_back(std::make_unique<GradientEngine>(std::move(parameters), groups_.gradients[r], options));
@@ -103,7 +130,9 @@ void GradientSet::open_micro_batch(bool last) {
     if (layout_is_stale()) build_engines();
     windows_.assign(windows_.size(), {});
     for (auto& window : windows_) window.unit = scalars_.unit;
-    if (noted_buffers_.empty() || noted_buffers_.front().size() != registry_.buffers(0).size()) note_buffers();
+    if (!is_on_device() && (noted_buffers_.empty() || noted_buffers_.front().size() != registry_.buffers(0).size())) {
+      note_buffers();
+    }
     told_ = false;
   }
   last_ = last;
@@ -122,9 +151,10 @@ void GradientSet::open_window(int local_replica, int64_t rows) {
     parts.data_ptr<double>()[0] = static_cast<double>(rows);
     parts.data_ptr<double>()[1] = 1;
   }
-  groups_.gradients[r]->all_reduce(parts, ReduceOp::sum).wait();
+  control(r).all_reduce(parts, ReduceOp::sum).wait();
   const double* sums = parts.const_data_ptr<double>();
   if (sums[1] > 0) windows_[r].unit = kernels::nearest_power_of_two(sums[0] / sums[1]);
+  if (is_on_device()) device_windows_[r]->shared_scalars()->set_unit(windows_[r].unit);
 }
 
 void GradientSet::begin_engine(int local_replica, bool contributes) {
@@ -132,6 +162,7 @@ void GradientSet::begin_engine(int local_replica, bool contributes) {
   micro_batch.first = micro_batches_ == 1;
   micro_batch.last = last_;
   micro_batch.contributes = contributes;
+  if (is_on_device()) micro_batch.gate = device_windows_[static_cast<size_t>(local_replica)]->gate();
   micro_batch.locate_non_finite = locate_non_finite_;
   windows_[static_cast<size_t>(local_replica)].began = true;
   engines_[static_cast<size_t>(local_replica)]->begin(micro_batch);
@@ -150,12 +181,23 @@ void GradientSet::backward(int local_replica, const Loss& loss, double rows) {
         "the loss does not depend on any parameter that requires a gradient; compute it from the "
         "prepared model, with gradients enabled");
   }
-  const double weight = loss.weight ? loss.weight->item<double>() : rows;
+  const bool is_known = !loss.weight || loss.weight->device().is_cpu() || !is_on_device();
+  const double weight = !is_known ? 1 : loss.weight ? loss.weight->item<double>() : rows;
   if (weight < 0 || !std::isfinite(weight)) {
     throw InvalidArgument("the weight of a loss must be finite and not negative; it is " + std::to_string(weight));
   }
   auto& window = windows_[static_cast<size_t>(local_replica)];
   const bool contributes = weight > 0;
+  if (is_on_device()) {
+    const auto seed = device_windows_[static_cast<size_t>(local_replica)]->note(loss, rows, micro_batches_ == 1);
+    if (contributes) {
+      window.contributions += 1;
+      (loss.reduction == Reduction::mean ? window.mean_losses : window.sum_losses) += 1;
+    }
+    begin_engine(local_replica, contributes);
+    torch::autograd::backward({value}, {seed});
+    return;
+  }
   if (contributes) {
     window.weight += weight;
     window.weighted_loss += (loss.reduction == Reduction::mean ? weight : 1.0) * value.item<double>();
@@ -178,7 +220,10 @@ void GradientSet::backward(int local_replica, const Loss& loss, double rows) {
 std::exception_ptr GradientSet::end_micro_batch(int local_replica, bool failed) noexcept {
   auto& engine = *engines_[static_cast<size_t>(local_replica)];
   try {
-    if (!windows_[static_cast<size_t>(local_replica)].began) begin_engine(local_replica, false);
+    if (!windows_[static_cast<size_t>(local_replica)].began) {
+      if (is_on_device()) device_windows_[static_cast<size_t>(local_replica)]->note_absence(micro_batches_ == 1);
+      begin_engine(local_replica, false);
+    }
     if (failed) engine.abandon();
     engine.flush();
   } catch (...) {
@@ -194,37 +239,58 @@ GradientSet::Tail GradientSet::tail_of(const at::Tensor& tail) const {
 
 void GradientSet::close_window(int local_replica, const Failure& own_failure, bool stop_requested) {
   const auto r = static_cast<size_t>(local_replica);
-  auto& window = windows_[r];
+  const auto& window = windows_[r];
   const Failure& failure = own_failure ? own_failure : window.failure;
   auto& engine = *engines_[r];
-  auto& communicator = *groups_.gradients[r];
   const int replica = topology_.first_replica + local_replica;
   const auto& buffers = registry_.buffers(r);
 
-  int64_t floating = 0;
-  int64_t integers = 0;
-  for (const auto& buffer : buffers) (is_floating(buffer) ? floating : integers) += buffer.numel();
-  const auto trainable = static_cast<int64_t>(trainable_.size());
-  const auto tail = tail_of(at::zeros(
-      {Tail::fields + topology_.num_replicas + 2 * trainable + static_cast<int64_t>(buffers.size()) + floating},
-      at::kDouble));
+  // Where replicas work on streams: how many replicas noted each metric that all know.
+  int64_t extra = 0;
+  if (is_on_device()) {
+    extra = static_cast<int64_t>(device_windows_[r]->names().size());
+  } else {
+    for (const auto& buffer : buffers) extra += is_floating(buffer) ? buffer.numel() : 0;
+  }
+  const auto tail =
+      tail_of(at::zeros({Tail::fields + topology_.num_replicas + 2 * static_cast<int64_t>(trainable_.size()) +
+                         static_cast<int64_t>(buffers.size()) + extra},
+                        at::kDouble));
   tail[Tail::failures] = failure ? 1 : 0;
   tail[Tail::stops] = stop_requested ? 1 : 0;
   if (!failure) {
-    tail[Tail::weight] = window.weight;
-    tail[Tail::weighted_loss] = window.weighted_loss;
     tail[Tail::contributions] = window.contributions;
-    tail[Tail::metrics] = window.weighted_metrics.empty() ? 0 : 1;
     tail[Tail::mean_losses] = window.mean_losses;
     tail[Tail::sum_losses] = window.sum_losses;
     tail.non_finite(replica) = engine.first_non_finite() + 1;
     engine.add_counts(tail.counts());
   }
+  if (is_on_device()) {
+    close_on_device(r, tail, failure);
+  } else {
+    close_on_host(r, tail, failure);
+  }
+  if (tail[Tail::failures] > 0) return;
+  engine.reduce_sparse(tail.counts());
+  if (tail[Tail::weight] > 0) engine.learn_order(tail.counts());
+}
+
+void GradientSet::close_on_host(size_t r, const Tail& tail, const Failure& failure) {
+  auto& window = windows_[r];
+  auto& communicator = *groups_.gradients[r];
+  const auto& buffers = registry_.buffers(r);
+  if (!failure) {
+    tail[Tail::weight] = window.weight;
+    tail[Tail::weighted_loss] = window.weighted_loss;
+    tail[Tail::metrics] = window.weighted_metrics.empty() ? 0 : 1;
+  }
   const bool chief_only = options_.buffers == Buffers::chief;
-  const double share = chief_only ? (replica == 0 ? 1.0 : 0.0) : window.weight;
+  const double share = chief_only ? (communicator.rank() == 0 ? 1.0 : 0.0) : window.weight;
+  int64_t integers = 0;
+  for (const auto& buffer : buffers) integers += is_floating(buffer) ? 0 : buffer.numel();
   const auto integer_values = at::zeros({integers}, at::kLong);
   for (size_t b = 0; b < buffers.size(); ++b) tail.written()[b] = was_written(r, b) ? 1 : 0;
-  double* next_floating = tail.buffers();
+  double* next_floating = tail.extra();
   int64_t offset = 0;
   for (const auto& buffer : buffers) {
     if (is_floating(buffer)) {
@@ -243,7 +309,7 @@ void GradientSet::close_window(int local_replica, const Failure& own_failure, bo
     integer_work =
         chief_only ? communicator.broadcast(integer_values, 0) : communicator.all_reduce(integer_values, ReduceOp::max);
   }
-  engine.wait();
+  engines_[r]->wait();
   tail_work.wait();
   integer_work.wait();
   window.tail = tail.tensor;
@@ -259,8 +325,6 @@ void GradientSet::close_window(int local_replica, const Failure& own_failure, bo
     for (const auto& [name, value] : window.weighted_metrics) text << value << ' ' << name << '\n';
     window.metric_texts = exchange_texts(communicator, text.str());
   }
-  engine.reduce_sparse(tail.counts());
-  if (tail[Tail::weight] > 0) engine.learn_order(tail.counts());
 }
 
 }  // namespace muster

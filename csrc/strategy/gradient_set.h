@@ -18,6 +18,9 @@
 #include "muster/options.h"
 #include "muster/step.h"
 #include "optimizer/flat_optimizer.h"
+#include "optimizer/gradient_norm.h"
+#include "strategy/device_buffers.h"
+#include "strategy/device_window.h"
 #include "strategy/parameter_registry.h"
 #include "strategy/topology.h"
 
@@ -38,8 +41,13 @@ struct Failure {
   explicit operator bool() const noexcept { return !type.empty(); }
 };
 
-/// What a closed window amounted to; equal on all ranks.
+/// What a closed window amounted to; equal on all ranks. Where replicas work on streams, the numbers are those of
+/// `on_device`; a window that is not dropped here may be there, and `finite` is true unless the host had to look.
 struct WindowSums {
+  /// The tensors of the step's result, on replica 0's device; empty where the numbers below count.
+  std::optional<StepResult> on_device;
+  /// With `on_device`, of a closed window.
+  DeviceReport report;
   double weight = 0;
   double loss = 0;       ///< mean, or sum for Reduction::sum
   double grad_norm = 0;  ///< before clipping; NaN or inf when not finite
@@ -109,12 +117,12 @@ class GradientSet {
   /// norm of what it left.
   void edit_means(const std::function<void()>& edit);
 
-  /// Norm of the mean gradient that the last fused window steps from, before clipping.
-  double grad_norm() const noexcept { return scalars_.norm; }
+  /// Norm of the mean gradient that the last fused window steps from, before clipping; 0-dim.
+  at::Tensor grad_norm() const;
 
-  /// What the loss is scaled by, and for how many windows in a row it was finite.
-  const kernels::LossScaleState& loss_scale() const noexcept { return loss_scale_; }
-  void set_loss_scale(const kernels::LossScaleState& state) noexcept { loss_scale_ = state; }
+  /// What the loss is scaled by, and for how many windows in a row it was finite. Waits for the device.
+  kernels::LossScaleState loss_scale() const;
+  void set_loss_scale(const kernels::LossScaleState& state);
 
   /// A local replica failed in a micro-batch that is not the last: the window's end reports it to all ranks.
   void poison(int local_replica, Failure failure) {
@@ -164,11 +172,20 @@ class GradientSet {
     at::Tensor integer_buffers;         // reduced
     std::vector<std::string> failures;  // by replica, "type\ntext"
     std::vector<std::string> metric_texts;
+    std::vector<std::string> noted_metrics;  // by any replica, where replicas work on streams
   };
 
   bool layout_is_stale() const;
   void build_engines();
   void begin_engine(int local_replica, bool contributes);
+  comm::Communicator& control(size_t local_replica) const;
+  void close_on_host(size_t local_replica, const Tail& tail, const Failure& failure);
+  void close_on_device(size_t local_replica, const Tail& tail, const Failure& failure);
+  void finish_on_device(const Tail& tail, bool fused, WindowSums& sums);
+  void enqueue_norm(const Tail& tail, const at::Tensor& numbers, double loss_scale, kernels::LossScaleState* scale,
+                    const DeviceReport& report);
+  void enqueue_means(const std::vector<at::Tensor>& sums, bool clips);
+  std::vector<at::Tensor> dense_sums(const Tail& tail) const;
   Tail tail_of(const at::Tensor& tail) const;
   void merge_buffers(const Tail& tail);
   void note_buffers();
@@ -176,8 +193,11 @@ class GradientSet {
   bool was_written(size_t local_replica, size_t buffer) const;
   void collect_metrics(WindowSums& sums) const;
   void apply_mean(const Tail& tail, double divisor, WindowSums& sums);
+  void apply_mean_on_device(const Tail& tail, WindowSums& sums);
+  StepResult result_so_far() const;
   void take_norm(const Tail& tail, double loss_scale);
   bool all_finite(const Tail& tail) const;
+  bool is_on_device() const noexcept { return !device_windows_.empty(); }
   const at::Tensor& values_of(const Tail& tail, size_t parameter) const;
   int worker_of(int replica) const;
 
@@ -197,6 +217,12 @@ class GradientSet {
   kernels::LossScaleState loss_scale_{.scale = 1, .growth_tracker = 0};
   std::optional<LossScale> loss_scaling_;  // empty: the scale stays 1
   std::vector<int> trainable_index_;       // registry index -> index in trainable_, or -1
+  // Where replicas work on streams, by local replica; else empty.
+  std::vector<std::unique_ptr<DeviceWindow>> device_windows_;
+  std::vector<DeviceBuffers> device_buffers_;
+  DeviceNorm device_norm_;
+  DeviceSegments<kernels::MeanSegment> mean_segments_;
+  DeviceReport report_;  // of the last window
   int micro_batches_ = 0;
   bool told_ = false;  // in this window
   bool last_ = false;

@@ -53,16 +53,32 @@ void compare_over_workers(const std::string& mine, comm::Communicator& workers) 
   }
 }
 
-void check_local(const ModuleTensors& module) {
+void broadcast_values(const at::Tensor& tensor, comm::Communicator& workers) {
+  if (workers.size() == 1 || tensor.numel() == 0) return;
+  const auto values = tensor.detach();
+  if (values.is_non_overlapping_and_dense()) {
+    workers.broadcast(values, 0).wait();
+    return;
+  }
+  const auto packed = values.contiguous();
+  workers.broadcast(packed, 0).wait();
+  values.copy_(packed);
+}
+
+}  // namespace
+
+void ParameterRegistry::check_local(const ModuleTensors& module) const {
   for (const auto* group : {&module.parameters, &module.buffers}) {
-    for (const auto& [name, tensor] : group->front()) {
-      if (tensor.layout() != at::kStrided) {
-        throw InvalidArgument("'" + name + "' has layout " + c10::str(tensor.layout()) +
-                              "; only strided parameters and buffers can be prepared");
-      }
-      if (!tensor.device().is_cpu()) {
-        throw InvalidArgument("'" + name + "' is on " + tensor.device().str() +
-                              "; this strategy's replicas are on the CPU: move the module with .to('cpu') first");
+    for (size_t r = 0; r < group->size(); ++r) {
+      for (const auto& [name, tensor] : (*group)[r]) {
+        if (tensor.layout() != at::kStrided) {
+          throw InvalidArgument("'" + name + "' has layout " + c10::str(tensor.layout()) +
+                                "; only strided parameters and buffers can be prepared");
+        }
+        if (tensor.device() != devices_[r]) {
+          throw InvalidArgument("'" + name + "' is on " + tensor.device().str() + ", but this replica is on " +
+                                devices_[r].str() + ": move the module with .to('" + devices_[r].str() + "') first");
+        }
       }
     }
     std::ostringstream first;
@@ -77,20 +93,6 @@ void check_local(const ModuleTensors& module) {
     }
   }
 }
-
-void broadcast_values(const at::Tensor& tensor, comm::Communicator& workers) {
-  if (workers.size() == 1 || tensor.numel() == 0) return;
-  const auto values = tensor.detach();
-  if (values.is_non_overlapping_and_dense()) {
-    workers.broadcast(values, 0).wait();
-    return;
-  }
-  const auto packed = values.contiguous();
-  workers.broadcast(packed, 0).wait();
-  values.copy_(packed);
-}
-
-}  // namespace
 
 int ParameterRegistry::add(ModuleTensors module, comm::Communicator& workers) {
   check_local(module);
@@ -130,10 +132,38 @@ int ParameterRegistry::add(ModuleTensors module, comm::Communicator& workers) {
 void ParameterRegistry::share_with_replicas(size_t p) {
   const auto& leaf = parameters_[0][p];
   for (size_t r = 1; r < parameters_.size(); ++r) {
+    if (devices_[r] != devices_[0]) {
+      copy_to_replica(r, p);
+      continue;
+    }
     auto& replica = parameters_[r][p];
     replica.set_data(leaf.detach());
     torch::autograd::impl::set_version_counter(replica, torch::autograd::impl::version_counter(leaf));
   }
+}
+
+void ParameterRegistry::copy_to_replica(size_t r, size_t p) {
+  const auto& leaf = parameters_[0][p];
+  auto& replica = parameters_[r][p];
+  const bool fits = replica.sizes() == leaf.sizes() && replica.strides() == leaf.strides() &&
+                    replica.scalar_type() == leaf.scalar_type() && replica.device() == devices_[r];
+  if (fits) {
+    replica.detach().copy_(leaf.detach(), /*non_blocking=*/true);
+  } else {
+    replica.set_data(leaf.detach().to(devices_[r], /*non_blocking=*/true, /*copy=*/true));
+  }
+  if (copied_versions_.size() <= r) copied_versions_.resize(r + 1);
+  if (copied_versions_[r].size() <= p) copied_versions_[r].resize(p + 1);
+  copied_versions_[r][p] = leaf._version();
+}
+
+bool ParameterRegistry::follows(size_t r, size_t p) const {
+  const auto& leaf = parameters_[0][p];
+  const auto& replica = parameters_[r][p];
+  const bool is_alike = replica.sizes() == leaf.sizes() && replica.strides() == leaf.strides() &&
+                        replica.scalar_type() == leaf.scalar_type();
+  if (devices_[r] == devices_[0]) return is_alike && replica.const_data_ptr() == leaf.const_data_ptr();
+  return is_alike && copied_versions_[r][p] == leaf._version();
 }
 
 void ParameterRegistry::set_buffers(int module, size_t local_replica, const std::vector<at::Tensor>& buffers) {
@@ -164,14 +194,14 @@ void ParameterRegistry::follow_moves() {
   for (size_t p = 0; p < names_.size(); ++p) {
     const auto& leaf = parameters_[0][p];
     for (size_t r = 1; r < parameters_.size(); ++r) {
-      const auto& replica = parameters_[r][p];
-      const bool follows = replica.const_data_ptr() == leaf.const_data_ptr() && replica.sizes() == leaf.sizes() &&
-                           replica.strides() == leaf.strides() && replica.scalar_type() == leaf.scalar_type();
-      if (!follows) {
-        const at::NoGradGuard no_grad;
-        share_with_replicas(p);
-        break;
+      if (follows(r, p)) continue;
+      const at::NoGradGuard no_grad;
+      if (devices_[r] != devices_[0]) {
+        copy_to_replica(r, p);
+        continue;
       }
+      share_with_replicas(p);
+      break;
     }
     for (size_t r = 1; r < parameters_.size(); ++r) {
       if (parameters_[r][p].requires_grad() != leaf.requires_grad()) {

@@ -26,10 +26,14 @@ struct ModuleTensors {
 /// the second and later modules is called "<module number>.<name>".
 class ParameterRegistry {
  public:
+  /// `devices`: of the local replicas.
+  explicit ParameterRegistry(std::vector<c10::Device> devices) : devices_(std::move(devices)) {}
+
   /// Collective over workers. Compares names, shapes and dtypes (LayoutMismatch names the first difference), gives
-  /// every worker the chief's values, and makes the local replicas share replica 0's parameter memory: each keeps its
-  /// own leaf, with a common version counter. Returns the module's number. Throws InvalidArgument for a tensor that is
-  /// not on the CPU, is sparse, or is not materialised.
+  /// every worker the chief's values, and makes the local replicas on replica 0's device share its parameter memory:
+  /// each keeps its own leaf, with a common version counter; those on other devices get copies. Returns the module's
+  /// number. Throws InvalidArgument for a tensor that is not on its replica's device, is sparse, or is not
+  /// materialised.
   int add(ModuleTensors module, comm::Communicator& workers);
 
   size_t num_parameters() const noexcept { return names_.size(); }
@@ -52,12 +56,17 @@ class ParameterRegistry {
   const std::vector<std::string>& buffer_names() const noexcept { return buffer_names_; }
 
   /// Lets the other local replicas' leaves follow parameters of replica 0 that were moved or replaced (`.to()`,
-  /// `load_state_dict(assign=True)`), in memory and in requires_grad.
+  /// `load_state_dict(assign=True)`), in memory and in requires_grad, and copies on other devices those that were
+  /// written since.
   void follow_moves();
 
  private:
   void share_with_replicas(size_t parameter);
+  void copy_to_replica(size_t local_replica, size_t parameter);
+  bool follows(size_t local_replica, size_t parameter) const;
+  void check_local(const ModuleTensors& module) const;
 
+  std::vector<c10::Device> devices_;
   std::vector<std::string> names_;
   std::vector<int> modules_;                         // parameter -> module
   std::vector<std::vector<at::Tensor>> parameters_;  // [local replica][parameter]
@@ -65,6 +74,7 @@ class ParameterRegistry {
   std::vector<std::string> buffer_names_;
   std::vector<size_t> first_buffer_;  // by module, and the end
   std::unordered_map<const c10::TensorImpl*, int> index_;
+  std::vector<std::vector<uint32_t>> copied_versions_;  // [local replica][parameter], of replica 0's
   int num_modules_ = 0;
 };
 

@@ -75,16 +75,18 @@ void ReplicaPool::run(const Task& task, const std::function<void()>& poll, const
   auto environment = std::make_shared<std::fenv_t>();
   std::fegetenv(environment.get());
   const auto autocast_dtype = at::autocast::get_autocast_dtype(c10::kCPU);  // not in the ThreadLocalState
+  const auto cuda_autocast_dtype = at::autocast::get_autocast_dtype(c10::kCUDA);
   const bool autocast_caches = at::autocast::is_autocast_cache_enabled();
 
   std::vector<std::exception_ptr> earlier_errors(static_cast<size_t>(replicas_));  // outlives the lock; see serve()
   std::unique_lock lock(mutex_);
   if (stopping_) throw InvalidArgument("the strategy is closed; make a new one");
   if (running_ > 0) throw CommError("a step that was interrupted is still running in a replica; wait for it, or exit");
-  task_ = [state, environment, autocast_dtype, autocast_caches, task](int local_replica) {
+  task_ = [state, environment, autocast_dtype, cuda_autocast_dtype, autocast_caches, task](int local_replica) {
     const at::ThreadLocalStateGuard guard(*state);
     std::fesetenv(environment.get());
     at::autocast::set_autocast_dtype(c10::kCPU, autocast_dtype);
+    at::autocast::set_autocast_dtype(c10::kCUDA, cuda_autocast_dtype);
     at::autocast::set_autocast_cache_enabled(autocast_caches);
     task(local_replica);
   };

@@ -265,6 +265,10 @@ void Strategy::add_module(Modules replicas) {
     throw InvalidArgument("a factory or clone() gave an empty module, or one of another type");
   }
   auto& workers = state_->core->workers();
+  const auto& devices = state_->core->topology().devices;
+  for (size_t r = 0; r < replicas.size(); ++r) {
+    if (!devices[r].is_cpu()) replicas[r]->to(devices[r]);
+  }
   detail::PreparedModule module(std::move(replicas));
   const auto tensors = module.tensors();
   claim(tensors, state_.get());

@@ -14,6 +14,7 @@
 #include <limits>
 #include <typeinfo>
 
+#include "kernels/cuda/cuda_kernels.h"
 #include "muster/error.h"
 #include "muster/precision.h"
 
@@ -60,6 +61,18 @@ class UntouchedGradients {
 
 at::Tensor host_scalar(double value) { return at::scalar_tensor(value, at::kDouble); }
 
+// The tensors of `sums`.
+StepResult result_of(const WindowSums& sums, double loss_scale) {
+  if (sums.on_device) return *sums.on_device;
+  StepResult result;
+  result.loss = host_scalar(sums.loss);
+  result.weight = host_scalar(sums.weight);
+  result.skipped = at::scalar_tensor(!sums.finite, at::kBool);
+  result.loss_scale = host_scalar(loss_scale);
+  for (const auto& [name, value] : sums.metrics) result.metrics[name] = host_scalar(value);
+  return result;
+}
+
 }  // namespace
 
 Failure describe_cpp_error(const std::exception_ptr& error) {
@@ -89,10 +102,14 @@ StrategyCore::StrategyCore(Topology topology, Groups groups, StrategyOptions opt
       options_(options),
       pool_(std::move(pool)),
       seed_(seed),
+      registry_(topology_.devices),
       describe_(describe_cpp_error),
       capture_([](std::exception_ptr error) { return error; }) {
   rows_.resize(topology_.devices.size());
-  for (size_t r = 0; r < topology_.devices.size(); ++r) generators_.push_back(at::detail::createCPUGenerator(0));
+  for (const auto& device : topology_.devices) {
+    generators_.push_back(at::detail::createCPUGenerator(0));
+    device_generators_.push_back(device.is_cpu() ? at::Generator() : new_generator(device));
+  }
 }
 
 StrategyCore::~StrategyCore() { close(); }
@@ -167,6 +184,12 @@ std::shared_ptr<ReplicaContext> StrategyCore::make_context(int local_replica, ui
   auto& generator = generators_[static_cast<size_t>(local_replica)];
   generator.set_current_seed(stream_seed(seed_, static_cast<uint64_t>(context->replica), t));
   context->generator = generator;
+  auto& on_device = device_generators_[static_cast<size_t>(local_replica)];
+  // A graph replays its own draws: torch.cuda.graph knows the ambient generator.
+  if (on_device.defined() && !kernels::cuda::is_capturing(stream_handle(on_device.device()))) {
+    on_device.set_current_seed(generator.current_seed());
+    context->device_generator = on_device;
+  }
   return context;
 }
 
@@ -195,7 +218,9 @@ GradientSet& StrategyCore::begin_call(int set) {
 
 Loss StrategyCore::call_in_precision(const StepCall& call, int local_replica) const {
   std::optional<Autocast> autocast;
-  if (options_.precision != Precision::fp32) autocast.emplace(options_.precision);
+  if (options_.precision != Precision::fp32) {
+    autocast.emplace(options_.precision, topology_.devices[static_cast<size_t>(local_replica)].type());
+  }
   return call.call(local_replica);
 }
 
@@ -249,7 +274,8 @@ void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t 
     }
   } catch (...) {
     outcome.transport = std::current_exception();
-    if (!peers_know(outcome.transport)) {
+    // Of the devices' groups peers learn by their own control group; what is under way there would wait for ever.
+    if (!groups_.control.empty() || !peers_know(outcome.transport)) {
       const auto failure = describe_(outcome.transport);
       groups_.gradients[r]->abort("replica " + std::to_string(topology_.first_replica + local_replica) +
                                   " failed between its step and the window's end with " + failure.type + ": " +
@@ -303,9 +329,11 @@ StepResult StrategyCore::step(const StepCall& call) {
   // Shared, so that tasks left behind by an interrupt stay valid.
   auto outcomes = std::make_shared<std::vector<ReplicaRun>>(topology_.devices.size());
   auto shared_call = std::make_shared<const StepCall>(call);
+  const auto streams = current_streams(topology_.devices);
   try {
     pool_->run(
-        [this, &set, shared_call, t, closing, outcomes](int local_replica) {
+        [this, &set, shared_call, t, closing, outcomes, streams](int local_replica) {
+          const StreamScope scope(streams[static_cast<size_t>(local_replica)]);
           run_replica(set, *shared_call, t, closing, local_replica, (*outcomes)[static_cast<size_t>(local_replica)]);
         },
         poll, call.interrupt);
@@ -375,9 +403,11 @@ void StrategyCore::run(const StepCall& call) {
   rows_ = call.rows;
   auto outcomes = std::make_shared<std::vector<ReplicaRun>>(topology_.devices.size());
   auto shared_call = std::make_shared<const StepCall>(call);
+  const auto streams = current_streams(topology_.devices);
   pool_->run(
-      [this, shared_call, t, outcomes](int local_replica) {
+      [this, shared_call, t, outcomes, streams](int local_replica) {
         const auto r = static_cast<size_t>(local_replica);
+        const StreamScope stream_scope(streams[r]);
         auto& outcome = (*outcomes)[r];
         const ReplicaScope scope(make_context(local_replica, t));
         const at::NoGradGuard no_grad;
@@ -404,13 +434,8 @@ void StrategyCore::run(const StepCall& call) {
 
 StepResult StrategyCore::open_result(const GradientSet& set) const {
   const auto sums = set.local_sums();
-  StepResult result;
+  auto result = result_of(sums, sums.on_device ? 0 : set.loss_scale().scale);
   result.step = steps_;
-  result.loss = host_scalar(sums.loss);
-  result.weight = host_scalar(sums.weight);
-  result.skipped = at::scalar_tensor(false, at::kBool);
-  result.loss_scale = host_scalar(set.loss_scale().scale);
-  for (const auto& [name, value] : sums.metrics) result.metrics[name] = host_scalar(value);
   return result;
 }
 
@@ -423,36 +448,46 @@ StepResult StrategyCore::end_window(GradientSet& set, const StepCall& call) {
   const bool reported_here = std::all_of(sums.failures.begin(), sums.failures.end(),
                                          [&](const auto& failed) { return failed.rank == topology_.rank; });
   if (!reported_here && !set.told()) raise_failures({}, &sums);
-  StepResult result;
+  auto result = result_of(sums, sums.on_device ? 0 : set.loss_scale().scale);
   result.step = steps_;
-  result.weight = host_scalar(sums.weight);
-  result.skipped = at::scalar_tensor(!sums.finite, at::kBool);
-  result.loss_scale = host_scalar(set.loss_scale().scale);
   if (sums.dropped || !sums.failures.empty()) {
     result.loss = host_scalar(std::numeric_limits<double>::quiet_NaN());
     return result;
   }
   result.stepped = true;
   result.step = ++steps_;
-  result.loss = host_scalar(sums.loss);
-  result.grad_norm = host_scalar(sums.grad_norm);
-  for (const auto& [name, value] : sums.metrics) result.metrics[name] = host_scalar(value);
-  if (sums.finite) {
-    skipped_in_a_row_ = 0;
-    if (call.apply) {
-      const IntraOpThreads threads(pool_->threads_per_replica());
-      call.apply();
-      if (call.fused) result.grad_norm = host_scalar(set.grad_norm());
-      at::autocast::clear_cache();
-    }
-  } else if (++skipped_in_a_row_ >= options_.max_skipped) {
-    throw NonFinite("the gradient was not finite in " + std::to_string(skipped_in_a_row_) +
-                    " windows in a row, the last at step " + std::to_string(steps_) +
-                    (sums.non_finite_at.empty() ? std::string() : ", first in " + sums.non_finite_at) +
-                    "; lower the learning rate, clip the norm, or check the data; max_skipped raises the limit");
+  result.grad_norm = sums.on_device ? sums.report.grad_norm() : host_scalar(sums.grad_norm);
+  if (sums.finite && call.apply) {
+    const IntraOpThreads threads(pool_->threads_per_replica());
+    call.apply();
+    if (call.fused) result.grad_norm = set.grad_norm();
+    at::autocast::clear_cache();
   }
-  set.locate_non_finite(!sums.finite || options_.max_skipped <= 1);
+  count_skipped(set, sums);
   return result;
+}
+
+void StrategyCore::count_skipped(GradientSet& set, const WindowSums& sums) {
+  int64_t last_step = steps_;
+  std::string where = sums.non_finite_at;
+  if (sums.on_device) {
+    if (kernels::cuda::is_capturing(stream_handle(topology_.devices.front()))) return;
+    skip_watch_.note(sums.report, steps_, sums.non_finite_at);
+    skip_watch_.look();
+    skipped_in_a_row_ = skip_watch_.in_a_row();
+    last_step = skip_watch_.step();
+    where = skip_watch_.non_finite_at();
+    // Looking waits for the device: only when it is nearly time to say where.
+    set.locate_non_finite(options_.max_skipped <= 1 || 2 * skipped_in_a_row_ >= options_.max_skipped);
+  } else {
+    skipped_in_a_row_ = sums.finite ? 0 : skipped_in_a_row_ + 1;
+    set.locate_non_finite(!sums.finite || options_.max_skipped <= 1);
+  }
+  if (skipped_in_a_row_ < options_.max_skipped || skipped_in_a_row_ == 0) return;
+  throw NonFinite("the gradient was not finite in " + std::to_string(skipped_in_a_row_) +
+                  " windows in a row, the last at step " + std::to_string(last_step) +
+                  (where.empty() ? std::string() : ", first in " + where) +
+                  "; lower the learning rate, clip the norm, or check the data; max_skipped raises the limit");
 }
 
 FlatOptimizer StrategyCore::make_flat(const std::vector<std::pair<int, uint32_t>>& parameters,
@@ -490,16 +525,18 @@ void StrategyCore::average_gradients(int module) {
     const auto& parameter = registry_.parameter(0, static_cast<size_t>(p));
     if (parameter.requires_grad()) parameters.push_back(parameter);
   }
+  const auto device = topology_.devices.front();
+  auto& control = groups_.control.empty() ? *groups_.gradients[0] : *groups_.control[0];
   auto used = at::zeros({static_cast<int64_t>(parameters.size())}, at::kDouble);
   for (size_t p = 0; p < parameters.size(); ++p) used.data_ptr<double>()[p] = parameters[p].grad().defined() ? 1 : 0;
-  groups_.gradients[0]->all_reduce(used, ReduceOp::sum).wait();
+  control.all_reduce(used, ReduceOp::sum).wait();
   for (auto dtype : {at::kFloat, at::kDouble}) {
     std::vector<at::Tensor> flat;
     for (size_t p = 0; p < parameters.size(); ++p) {
       if (accumulation_dtype(parameters[p].scalar_type()) != dtype) continue;
       const auto& gradient = parameters[p].grad();
       flat.push_back(gradient.defined() ? gradient.to_dense().to(dtype).reshape(-1)
-                                        : at::zeros({parameters[p].numel()}, dtype));
+                                        : at::zeros({parameters[p].numel()}, at::TensorOptions(dtype).device(device)));
     }
     if (flat.empty()) continue;
     const auto sums = at::cat(flat);

@@ -19,6 +19,7 @@
 #include "strategy/gradient_set.h"
 #include "strategy/parameter_registry.h"
 #include "strategy/replica_pool.h"
+#include "strategy/skip_watch.h"
 #include "strategy/topology.h"
 
 namespace muster {
@@ -98,8 +99,8 @@ class StrategyCore {
   /// Within StepCall::apply of a fused set, before step_flat; see GradientSet::edit_means.
   void edit_means(int set, const std::function<void()>& edit) { sets_.at(static_cast<size_t>(set))->edit_means(edit); }
 
-  /// The loss scale of a set, to save and restore it.
-  const kernels::LossScaleState& loss_scale(int set) const { return sets_.at(static_cast<size_t>(set))->loss_scale(); }
+  /// The loss scale of a set, to save and restore it. Waits for the device.
+  kernels::LossScaleState loss_scale(int set) const { return sets_.at(static_cast<size_t>(set))->loss_scale(); }
   void set_loss_scale(int set, const kernels::LossScaleState& state) {
     sets_.at(static_cast<size_t>(set))->set_loss_scale(state);
   }
@@ -137,6 +138,7 @@ class StrategyCore {
   void run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
                    ReplicaRun& outcome);
   StepResult end_window(GradientSet& set, const StepCall& call);
+  void count_skipped(GradientSet& set, const WindowSums& sums);
   StepResult open_result(const GradientSet& set) const;
   bool is(const std::exception_ptr& error, Failure::Kind kind) const { return error && describe_(error).kind == kind; }
   void raise_failures(const std::vector<ReplicaRun>& outcomes, const WindowSums* sums) const;
@@ -149,8 +151,9 @@ class StrategyCore {
   uint64_t seed_;
   ParameterRegistry registry_;
   std::vector<std::unique_ptr<GradientSet>> sets_;
-  std::vector<int64_t> rows_;  // of the running call, by local replica
-  std::vector<at::Generator> generators_;
+  std::vector<int64_t> rows_;                     // of the running call, by local replica
+  std::vector<at::Generator> generators_;         // by local replica
+  std::vector<at::Generator> device_generators_;  // likewise; undefined on the CPU
   /// Registry indices of the parameters in no set, among the first `registry_.num_parameters()` when last looked at.
   std::vector<size_t> outsiders_;
   size_t outsiders_known_ = 0;
@@ -159,6 +162,7 @@ class StrategyCore {
   uint64_t calls_ = 0;  // t of the random streams, and the scope of step collectives
   int64_t steps_ = 0;
   int skipped_in_a_row_ = 0;
+  SkipWatch skip_watch_;  // where replicas work on streams
   std::atomic<bool> stop_requested_{false};
   std::atomic<bool> stopping_{false};
   bool closed_ = false;

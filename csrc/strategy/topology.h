@@ -23,10 +23,11 @@ struct Topology {
   int local_replicas() const noexcept { return static_cast<int>(devices.size()); }
 };
 
-/// One handle a local replica in the first two; `workers` has one rank a process.
+/// One handle a local replica in the first three; `workers` has one rank a process.
 struct Groups {
   std::vector<comm::CommunicatorPtr> gradients;  ///< buckets and tails
   std::vector<comm::CommunicatorPtr> step;       ///< collectives that user code issues inside a step
+  std::vector<comm::CommunicatorPtr> control;    ///< tensors on the host; empty where those of gradients are there
   comm::CommunicatorPtr workers;                 ///< prepare, and collectives outside a step
   std::string backend;                           ///< what gradients are reduced through, in words
   /// False where gradients and step share one ordered transport, so that buckets must leave after backward.

@@ -3,6 +3,7 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/ops/scalar_tensor.h>
 
 #include <cmath>
 #include <cstdlib>
@@ -72,23 +73,32 @@ bool GradientSet::all_finite(const Tail& tail) const {
   return true;
 }
 
-void GradientSet::take_norm(const Tail& tail, double loss_scale) {
+std::vector<at::Tensor> GradientSet::dense_sums(const Tail& tail) const {
   std::vector<at::Tensor> sums;
   for (size_t p = 0; p < trainable_.size(); ++p) {
     const auto& values = values_of(tail, p);
     if (values.defined()) sums.push_back(dense_values(values));
   }
-  muster::take_norm(sums, tail.data(), options_.clip_norm.value_or(0), loss_scale, scalars_);
+  return sums;
+}
+
+void GradientSet::take_norm(const Tail& tail, double loss_scale) {
+  muster::take_norm(dense_sums(tail), tail.data(), options_.clip_norm.value_or(0), loss_scale, scalars_);
+}
+
+at::Tensor GradientSet::grad_norm() const {
+  return is_on_device() ? report_.grad_norm() : at::scalar_tensor(scalars_.norm, at::kDouble);
 }
 
 void GradientSet::edit_means(const std::function<void()>& edit) {
   const at::NoGradGuard no_grad;
   auto tail = tail_of(windows_.front().tail);
+  if (is_on_device()) enqueue_means(dense_sums(tail), /*clips=*/false);
   std::vector<double> partials;
   for (size_t p = 0; p < trainable_.size(); ++p) {
     const auto& sum = values_of(tail, p);
     if (!sum.defined()) continue;
-    divide(dense_values(sum), scalars_.divisor, partials);
+    if (!is_on_device()) divide(dense_values(sum), scalars_.divisor, partials);
     const auto& parameter = engines_.front()->parameters()[p].tensor;
     parameter.mutable_grad() = sum.to(parameter.scalar_type());
   }
@@ -103,8 +113,17 @@ void GradientSet::edit_means(const std::function<void()>& edit) {
     }
     mean.copy_(edited);
   }
+  // As a sum there is nothing left to divide by.
+  if (is_on_device()) {
+    const auto numbers = device_windows_.front()->tail().clone();
+    numbers.narrow(0, kernels::kSumLosses, 1).fill_(1);
+    const auto report = device_windows_.front()->new_report();
+    enqueue_norm(tail, numbers, 1, nullptr, report);
+    report_.grad_norm().copy_(report.grad_norm());
+    return;
+  }
   tail.tensor = tail.tensor.clone();
-  tail[Tail::sum_losses] = 1;  // nothing is left to divide by
+  tail[Tail::sum_losses] = 1;
   take_norm(tail, 1);
 }
 
@@ -119,8 +138,10 @@ void GradientSet::step(FlatOptimizer& optimizer, const std::vector<int>& paramet
     if (!values.defined()) continue;
     (values.is_sparse() ? gradients[i].sparse : gradients[i].dense) = values;
   }
-  optimizer.step(gradients, groups, scalars_, options_.keep_gradients);
-  optimizer.gather_parameters(*groups_.workers);
+  const auto* scalars = is_on_device() ? device_windows_.front()->scalars().scalars() : &scalars_;
+  optimizer.step(gradients, groups, scalars, options_.keep_gradients);
+  const bool one_each = topology_.num_replicas == topology_.num_workers;
+  optimizer.gather_parameters(is_on_device() && one_each ? *groups_.gradients.front() : *groups_.workers);
   if (!options_.keep_gradients) return;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& mean = gradients[i].sparse.defined() ? gradients[i].sparse : gradients[i].dense;
@@ -174,7 +195,7 @@ void GradientSet::apply_mean(const Tail& tail, double divisor, WindowSums& sums)
 
 void GradientSet::merge_buffers(const Tail& tail) {
   const double divisor = options_.buffers == Buffers::chief ? 1.0 : tail[Tail::weight];
-  double* next_floating = tail.buffers();
+  double* next_floating = tail.extra();
   int64_t offset = 0;
   for (size_t b = 0; b < registry_.buffers(0).size(); ++b) {
     const auto& buffer = registry_.buffers(0)[b];
@@ -242,8 +263,6 @@ WindowSums GradientSet::finish_window(bool fused) {
         "replicas or micro-batches of one window returned losses of both reductions; return "
         "reduction=\"mean\" or \"sum\" throughout");
   }
-  sums.loss = is_sum ? tail[Tail::weighted_loss] : tail[Tail::weighted_loss] / sums.weight;
-  collect_metrics(sums);
   for (int replica = 0; replica < topology_.num_replicas && sums.non_finite_at.empty(); ++replica) {
     const auto parameter = static_cast<int>(tail.non_finite(replica)) - 1;
     if (parameter >= 0) {
@@ -252,6 +271,14 @@ WindowSums GradientSet::finish_window(bool fused) {
                            "' of replica " + std::to_string(replica);
     }
   }
+  micro_batches_ = 0;
+  has_unit_ = true;
+  if (is_on_device()) {
+    finish_on_device(tail, fused, sums);
+    return sums;
+  }
+  sums.loss = is_sum ? tail[Tail::weighted_loss] : tail[Tail::weighted_loss] / sums.weight;
+  collect_metrics(sums);
   const double divisor = (is_sum ? 1.0 : sums.weight / scalars_.unit) * static_cast<double>(loss_scale_.scale);
   if (fused) {
     take_norm(tail, loss_scale_.scale);
@@ -261,13 +288,11 @@ WindowSums GradientSet::finish_window(bool fused) {
   // Of a fused window, somebody may want to look at what was not finite.
   if (!fused || (!sums.finite && options_.keep_gradients)) apply_mean(tail, divisor, sums);
   merge_buffers(tail);
-  has_unit_ = true;
   scalars_.unit = kernels::nearest_power_of_two(sums.weight / tail[Tail::contributions]);
   if (loss_scaling_) {
     kernels::loss_scale_update(&loss_scale_, sums.finite, static_cast<float>(loss_scaling_->growth),
                                static_cast<float>(loss_scaling_->backoff), loss_scaling_->interval);
   }
-  micro_batches_ = 0;
   return sums;
 }
 
@@ -278,6 +303,10 @@ void GradientSet::drop_window() noexcept {
 
 WindowSums GradientSet::local_sums() const {
   WindowSums sums;
+  if (is_on_device()) {
+    sums.on_device = result_so_far();
+    return sums;
+  }
   double mean_losses = 0;
   for (const auto& window : windows_) {
     sums.weight += window.weight;

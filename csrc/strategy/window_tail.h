@@ -14,6 +14,8 @@ inline bool is_floating(const at::Tensor& tensor) { return at::isFloatingType(te
 
 /// A view. fp64, so that weights are exact to 2^53: the fields, by replica the first parameter that was not finite,
 /// counts of dense and of sparse gradients by parameter, by buffer whether it was written, floating buffers.
+/// Where replicas work on streams it holds what the host knows: `weight` counts contributions like that field, no
+/// buffer is noted, and how many replicas noted each agreed metric stands in the buffers' place.
 struct GradientSet::Tail {
   enum Field : int64_t {
     weight = kernels::kWeight,
@@ -37,7 +39,7 @@ struct GradientSet::Tail {
   double& non_finite(int64_t replica) const { return data()[fields + replica]; }
   double* counts() const { return data() + fields + replicas; }
   double* written() const { return counts() + 2 * parameters; }
-  double* buffers() const { return written() + num_buffers; }
+  double* extra() const { return written() + num_buffers; }
 };
 
 }  // namespace muster

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from muster import _C, _random, structure, sync_batch_norm
-from muster.batch import agreeing_rows, split
+from muster.batch import agreeing_rows, place, split
 from muster.data import Loader
 from muster.errors import InvalidArgument, LayoutMismatch
 from muster.module_watch import ModuleWatch
@@ -78,8 +78,9 @@ class Strategy:
     """What all strategies do; use a subclass. Externally synchronised: one thread prepares and steps."""
 
     def __init__(self, core: _C.StrategyCore, options: StrategyOptions) -> None:
-        _random.install()
+        _random.install(core.devices)
         self._core = core
+        self._devices = core.devices
         self._options = options
         self._modules: list[tuple[nn.Module, Replicated[Any]]] = []
         self._watches: list[ModuleWatch] = []
@@ -215,6 +216,8 @@ class Strategy:
             if module is given:
                 return replicated
         if isinstance(given, nn.Module):
+            if self.devices[0].type != "cpu":
+                given.to(self.devices[0])
             modules = replicate(given, self._core.local_replicas, [known for _, known in self._modules])
         else:
             modules = [given() for _ in range(self._core.local_replicas)]
@@ -222,7 +225,9 @@ class Strategy:
                 raise InvalidArgument(f"the factory returned a {type(modules[0]).__name__}; it must build a module")
             if len({id(module) for module in modules}) < len(modules):
                 raise InvalidArgument("the factory returned one module twice; it must build another one in each call")
-        for module in modules:
+        for module, device in zip(modules, self.devices, strict=True):
+            if device.type != "cpu":
+                module.to(device)
             sync_batch_norm.convert(module, self)
         number = self._core.add_module(
             [[(name, parameter) for name, parameter in module.named_parameters()] for module in modules],
@@ -241,6 +246,8 @@ class Strategy:
     def _prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         if any(known.optimizer is optimizer for known in self._optimizers):
             return optimizer
+        if self.devices[0].type != "cpu" and optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())  # which moves the state to where its parameters are
         prepared = PreparedOptimizer(optimizer, self)
         if self.num_workers > 1:
             prepared.broadcast_state()
@@ -257,7 +264,7 @@ class Strategy:
     @property
     def devices(self) -> list[torch.device]:
         """The device of each of this process's replicas."""
-        return [torch.device("cpu")] * self._core.local_replicas
+        return self._devices
 
     @property
     def seed(self) -> int:
@@ -439,6 +446,8 @@ class Strategy:
                     hint = hint or rows
                     break
         parts = split(args, self._core.local_replicas, hint)
+        if self.devices[0].type != "cpu":
+            parts = [place(part, device) for part, device in zip(parts, self.devices, strict=True)]
         if hint is not None:
             return parts, hint
         counts = [agreeing_rows(part) for part in parts]
@@ -633,8 +642,9 @@ class Strategy:
 class MirroredStrategy(Strategy):
     """One process with a replica, and a thread, for each device.
 
-    A repeated device, or cpu:0, cpu:1, ..., means logical replicas of it, which share parameter memory. No devices: one
-    CPU replica. Options are those of `StrategyOptions`.
+    A repeated device, or cpu:0, cpu:1, ..., means logical replicas of it, which share parameter memory. No devices: all
+    CUDA devices where this build has CUDA and there are some, else one CPU replica. Options are those of
+    `StrategyOptions`.
     """
 
     def __init__(self, devices: Sequence[str | torch.device] | None = None, **options: Any) -> None:
@@ -643,10 +653,12 @@ class MirroredStrategy(Strategy):
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """A process per worker, each with a replica for each of its devices (one CPU replica when none are given).
+    """A process per worker, each with a replica for each of its devices. None given: cuda:<local rank> where this build
+    has CUDA and there are devices, else one CPU replica.
 
     Without `process_group` the workers must be on one host and reduce through its memory; with one (any
-    torch.distributed.ProcessGroup), gradients go through it, in its own order of additions.
+    torch.distributed.ProcessGroup), gradients go through it, in its own order of additions. On CUDA gradients go
+    through NCCL, and a process group, which must serve CPU tensors, carries what the workers tell one another.
     """
 
     def __init__(

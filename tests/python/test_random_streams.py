@@ -120,10 +120,10 @@ def test_every_aten_operator_with_a_generator_is_routed() -> None:
 
 
 def test_replica_generator() -> None:
-    assert replica_generator() is None
+    assert replica_generator(torch.device("cpu")) is None
     assert _current_replica() is None
     with _ReplicaScope(7, replica=3):
-        generator = replica_generator()
+        generator = replica_generator(torch.device("cpu"))
         assert generator is not None
         assert generator.initial_seed() == 7
         assert _current_replica() == 3

@@ -23,6 +23,9 @@ std::vector<int64_t> part_sizes(int64_t n, int parts);
 /// The tensor itself when it starts on 64 bytes, else a copy that does: MKL's sums depend on where a tensor starts.
 at::Tensor aligned(const at::Tensor& tensor);
 
+/// On `device`: a copy that is ordered by the current stream. For the CPU aligned(tensor), wherever that is.
+at::Tensor placed_tensor(const at::Tensor& tensor, c10::Device device);
+
 /// Rows start, start + step, ... before `stop`, aligned; a 0-dim or undefined tensor as it is.
 at::Tensor take_rows(const at::Tensor& tensor, int64_t start, int64_t stop, int64_t step);
 
@@ -42,7 +45,7 @@ struct Batch<at::Tensor> {
   static std::string problem(const at::Tensor& b, int64_t rows, const std::string& path) {
     return row_problem(b, rows, path);
   }
-  static at::Tensor place(const at::Tensor& b) { return aligned(b); }
+  static at::Tensor place(const at::Tensor& b, c10::Device device) { return placed_tensor(b, device); }
   static at::Tensor take(const at::Tensor& b, int64_t start, int64_t stop, int64_t step) {
     return take_rows(b, start, stop, step);
   }
@@ -56,13 +59,16 @@ struct Batch<std::vector<Item>> {
     if (first_rows(b) == rows) return {};
     return path + ": " + std::to_string(b.size()) + " items in a batch of " + std::to_string(rows) + " samples";
   }
-  static std::vector<Item> place(const std::vector<Item>& b) { return take(b, 0, first_rows(b), 1); }
-  static std::vector<Item> take(const std::vector<Item>& b, int64_t start, int64_t stop, int64_t step) {
+  static std::vector<Item> place(const std::vector<Item>& b, c10::Device device) {
+    return take(b, 0, first_rows(b), 1, device);
+  }
+  static std::vector<Item> take(const std::vector<Item>& b, int64_t start, int64_t stop, int64_t step,
+                                c10::Device device = c10::kCPU) {
     std::vector<Item> taken;
     for (int64_t i = start; i < stop; i += step) {
       const auto& item = b[static_cast<size_t>(i)];
       if constexpr (Batch<Item>::kDivisible) {
-        taken.push_back(Batch<Item>::place(item));
+        taken.push_back(Batch<Item>::place(item, device));
       } else {
         taken.push_back(item);
       }
@@ -91,11 +97,11 @@ struct Batch<torch::data::Example<Data, Target>> {
     }
     return found;
   }
-  static Example place(const Example& b) {
+  static Example place(const Example& b, c10::Device device) {
     if constexpr (std::is_void_v<Target>) {
-      return Example(Batch<Data>::place(b.data));
+      return Example(Batch<Data>::place(b.data, device));
     } else {
-      return Example(Batch<Data>::place(b.data), Batch<Target>::place(b.target));
+      return Example(Batch<Data>::place(b.data, device), Batch<Target>::place(b.target, device));
     }
   }
   static Example take(const Example& b, int64_t start, int64_t stop, int64_t step) {
@@ -118,11 +124,11 @@ int64_t rows_of(const B& batch) {
   }
 }
 
-/// The same batch with every tensor starting on 64 bytes.
+/// The same batch with every tensor as placed_tensor; batches of other types are left alone.
 template <class B>
-B placed(const B& batch) {
+B placed(const B& batch, c10::Device device = c10::kCPU) {
   if constexpr (Batch<B>::kDivisible) {
-    return Batch<B>::place(batch);
+    return Batch<B>::place(batch, device);
   } else {
     return batch;
   }

@@ -15,7 +15,8 @@ class ProcessGroup;
 
 namespace muster {
 
-/// A process a worker, each with a replica a device ("cpu", "cpu:0", ...; none: one CPU replica). Collective over the
+/// A process a worker, each with a replica a device ("cuda:0", "cpu", "cpu:0", ...; none: cuda:<local rank> where this
+/// build has CUDA and there are devices, else one CPU replica). On CUDA gradients go through NCCL. Collective over the
 /// cluster: returns when all workers are there. Throws InvalidArgument where ranks disagree about options or the size
 /// of the world, Timeout naming the ranks that did not come.
 class MultiWorkerMirroredStrategy : public Strategy {

@@ -21,7 +21,8 @@ namespace muster::optim {
 /// Python: the same options give the same bits in both languages.
 ///
 /// Rows of a sparse gradient alone move (Adam, AdamW: as torch.optim.SparseAdam in Python), but with SGD's momentum or,
-/// but for Adam and AdamW, weight decay. With shard_optimizer `state()` holds this worker's share.
+/// but for Adam and AdamW, weight decay. With shard_optimizer `state()` holds this worker's share. On CUDA a step waits
+/// for nothing, so that the step counts in `state()` are those of the last save().
 template <class Base>
 class Flat : public Base {
  public:
@@ -29,6 +30,7 @@ class Flat : public Base {
 
   /// From `.grad`, without a strategy or after a backward by hand.
   at::Tensor step(typename Base::LossClosure closure = nullptr) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
  private:

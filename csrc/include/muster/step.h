@@ -22,7 +22,8 @@ enum class Reduction { mean, sum };
 /// Tensor.
 struct Loss {
   at::Tensor value;
-  /// Samples (or tokens, ...) that `value` is a mean over: 0-dim. Empty: size(0) of the part's first tensor.
+  /// Samples (or tokens, ...) that `value` is a mean over: 0-dim. Empty: size(0) of the part's first tensor. On CUDA it
+  /// is not read on the host: one that is negative or not finite drops the window, whose weight is then NaN.
   std::optional<at::Tensor> weight = std::nullopt;
   /// 0-dim tensors, averaged over replicas and micro-batches by weight.
   std::map<std::string, at::Tensor> metrics = {};
@@ -34,10 +35,11 @@ struct Loss {
   Loss(at::Tensor loss) : value(std::move(loss)) {}  // NOLINT(google-explicit-constructor)
 };
 
-/// What one step did. `stepped` and `step` are host values; tensors are 0-dim, fp64 on the CPU, and reading one is the
-/// only thing that waits for a device.
+/// What one step did. `stepped` and `step` are host values; tensors are 0-dim, fp64 (`skipped`: bool) on local replica
+/// 0's device, and reading one is the only thing that waits for it.
 struct StepResult {
-  /// True if this call closed a window and its update was handed to the optimizer.
+  /// True if this call closed a window and its update was handed to the optimizer. On CUDA also where all of the
+  /// window's weights are 0 on the device, which then changes nothing.
   bool stepped = false;
   /// Windows closed so far, skipped ones included.
   int64_t step = 0;

@@ -135,7 +135,7 @@ class Strategy {
     return adopt<M>(build<M>(factory), [&](M&) { return build<M>(factory); });
   }
 
-  /// Prepares an existing module, which becomes replica 0's; the others are its clones. Returns the same replicas if it
+  /// Prepares an existing module, which becomes replica 0's, on that one's device; the others are its clones. Returns the same replicas if it
   /// is prepared already. Throws as above, and InvalidArgument for a module without `clone()` where there is more than
   /// one local replica.
   template <std::derived_from<torch::nn::Module> M>
@@ -168,7 +168,7 @@ class Strategy {
 
   /// One micro-batch: calls fn(part) on every local replica at once, each on its own thread and with its own random
   /// stream, differentiates the loss it returns (a Tensor or a Loss) and adds the gradients, weighted. Not called for
-  /// an empty part. When the window closes, after `accumulate` steps or a loader's last batch, all replicas' gradients
+  /// an empty part. On CUDA the part's tensors are moved to the replica's device first. When the window closes, after `accumulate` steps or a loader's last batch, all replicas' gradients
   /// are averaged and the optimizers step; without prepared optimizers `.grad` of the modules' parameters holds the
   /// mean. Collective at a window's end. Throws what fn threw on a replica of this worker, RemoteError for one of
   /// another; the window is then dropped on all ranks and the strategy stays usable. Throws InvalidArgument for a loss
@@ -179,7 +179,7 @@ class Strategy {
     static_assert(std::is_convertible_v<std::invoke_result_t<F&, const B&>, Loss>,
                   "the step function must return the loss as a Tensor, or a muster::Loss");
     check_parts(batch.size());
-    return step_parts([&](int r) -> Loss { return std::invoke(fn, batch[static_cast<size_t>(r)]); },
+    return step_parts([&](int r) -> Loss { return on_device(fn, batch[static_cast<size_t>(r)]); },
                       detail::info_of(batch), options);
   }
 
@@ -202,10 +202,10 @@ class Strategy {
     check_parts(batch.size());
     auto info = detail::info_of(batch);
     if constexpr (std::is_void_v<R>) {
-      run_parts([&](int r) { std::invoke(fn, batch[static_cast<size_t>(r)]); }, info);
+      run_parts([&](int r) { on_device(fn, batch[static_cast<size_t>(r)]); }, info);
     } else {
       std::vector<R> results(batch.size());
-      run_parts([&](int r) { results[static_cast<size_t>(r)] = std::invoke(fn, batch[static_cast<size_t>(r)]); }, info);
+      run_parts([&](int r) { results[static_cast<size_t>(r)] = on_device(fn, batch[static_cast<size_t>(r)]); }, info);
       return PerReplica<R>(std::move(results), std::move(info.rows));
     }
   }
@@ -254,6 +254,13 @@ class Strategy {
   friend class detail::LoaderCore;
 
   using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
+
+  // In a replica's thread: its part is moved to its device.
+  template <class F, class B>
+  decltype(auto) on_device(F& fn, const B& part) const {
+    const auto here = device();
+    return here.is_cpu() ? std::invoke(fn, part) : std::invoke(fn, detail::placed(part, here));
+  }
 
   template <class M, class F>
   static std::shared_ptr<M> build(F& factory) {

@@ -50,7 +50,7 @@ void compare(Ours& ours, Theirs& theirs, const std::vector<at::Tensor>& own, con
   for (size_t p = 0; p < own.size(); ++p) CHECK(own[p].allclose(other[p], 1e-5, 1e-6));
 }
 
-kernels::StepScalars one() { return {.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0}; }
+const kernels::StepScalars kOne{.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0};
 
 FlatGroups adam() {
   kernels::AdamGroup group{};
@@ -166,9 +166,9 @@ TEST_CASE("a step that is not finite or dropped changes nothing", "[optimizer]")
     const auto list = parameters();
     const auto before = parameters();
     FlatOptimizer flat(flat_parameters(list), adam());
-    auto scalars = one();
+    auto scalars = kOne;
     (dropped ? scalars.dropped : scalars.finite) = dropped ? 1 : 0;
-    flat.step(gradients_of(list, 0), adam(), scalars, false);
+    flat.step(gradients_of(list, 0), adam(), &scalars, false);
     for (size_t p = 0; p < list.size(); ++p) CHECK(list[p].equal(before[p]));
   }
 }
@@ -176,7 +176,7 @@ TEST_CASE("a step that is not finite or dropped changes nothing", "[optimizer]")
 TEST_CASE("shards of the state give the bits of the whole", "[optimizer]") {
   const auto whole = parameters();
   FlatOptimizer reference(flat_parameters(whole), adam());
-  for (int step = 0; step < 4; ++step) reference.step(gradients_of(whole, step), adam(), one(), false);
+  for (int step = 0; step < 4; ++step) reference.step(gradients_of(whole, step), adam(), &kOne, false);
   for (const int ranks : {2, 3, 4}) {
     const auto groups = comm::make_local(ranks, Seconds(60));
     CHECK(run_threads(ranks, [&](int rank) {
@@ -184,7 +184,7 @@ TEST_CASE("shards of the state give the bits of the whole", "[optimizer]") {
             const auto list = parameters();
             FlatOptimizer flat(flat_parameters(list), adam(), {rank, ranks});
             for (int step = 0; step < 4; ++step) {
-              flat.step(gradients_of(list, step), adam(), one(), false);
+              flat.step(gradients_of(list, step), adam(), &kOne, false);
               flat.gather_parameters(group);
             }
             for (size_t p = 0; p < list.size(); ++p) {
@@ -235,8 +235,8 @@ TEST_CASE("what a flat optimizer cannot step is refused", "[optimizer]") {
   CHECK_THROWS_AS(FlatOptimizer(flat_parameters({at::zeros({2}, at::kLong)}), adam()), InvalidArgument);
   const auto list = parameters();
   FlatOptimizer flat(flat_parameters(list), adam());
-  CHECK_THROWS_AS(flat.step(gradients_of(list, 0), std::vector<kernels::SgdGroup>(1), one(), false), InvalidArgument);
-  CHECK_THROWS_AS(flat.step(gradients_of(list, 0), std::vector<kernels::AdamGroup>(), one(), false), InvalidArgument);
+  CHECK_THROWS_AS(flat.step(gradients_of(list, 0), std::vector<kernels::SgdGroup>(1), &kOne, false), InvalidArgument);
+  CHECK_THROWS_AS(flat.step(gradients_of(list, 0), std::vector<kernels::AdamGroup>(), &kOne, false), InvalidArgument);
   CHECK_THROWS_AS(flat.set_state(0, 0, at::zeros({3})), InvalidArgument);
   FlatOptimizer shard(flat_parameters(list), adam(), {0, 2});
   CHECK_THROWS_AS(shard.step_from_grad(adam()), InvalidArgument);

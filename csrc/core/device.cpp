@@ -1,0 +1,106 @@
+#include "core/device.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace muster {
+
+namespace {
+
+std::atomic<bool> cpu_plays_streams{false};
+
+c10::impl::VirtualGuardImpl guard_of(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()); }
+
+}  // namespace
+
+bool is_streamed(c10::Device device) noexcept { return !device.is_cpu() || cpu_plays_streams; }
+
+void play_streams_on_cpu(bool plays) noexcept { cpu_plays_streams = plays; }
+
+CUstream_st* stream_handle(c10::Device device) {
+  if (device.is_cpu()) return nullptr;
+  return static_cast<CUstream_st*>(guard_of(device).getStream(device).native_handle());
+}
+
+at::Generator new_generator(c10::Device device) {
+  return at::globalContext().getAcceleratorHooksInterface(device.type()).getNewGenerator(device.index());
+}
+
+std::vector<std::optional<c10::Stream>> current_streams(const std::vector<c10::Device>& devices) {
+  std::vector<std::optional<c10::Stream>> streams(devices.size());
+  for (size_t i = 0; i < devices.size(); ++i) {
+    if (!devices[i].is_cpu()) streams[i] = guard_of(devices[i]).getStream(devices[i]);
+  }
+  return streams;
+}
+
+StreamScope::StreamScope(const std::optional<c10::Stream>& stream) : previous_device_(c10::kCPU) {
+  if (!stream) return;
+  const auto guard = guard_of(stream->device());
+  previous_device_ = guard.exchangeDevice(stream->device());
+  previous_ = guard.exchangeStream(*stream);
+}
+
+StreamScope::~StreamScope() {
+  if (!previous_) return;
+  const auto guard = guard_of(previous_device_);
+  guard.exchangeStream(*previous_);
+  guard.uncheckedSetDevice(previous_device_);
+}
+
+void StreamPoint::record(c10::Device device) {
+  if (device.is_cpu()) return;
+  if (!event_) event_.emplace(device.type());
+  event_->record(guard_of(device).getStream(device));
+}
+
+bool StreamPoint::has_passed() const { return !event_ || event_->query(); }
+
+void StreamPoint::block(const c10::Stream& stream) const {
+  if (event_) event_->block(stream);
+}
+
+void order_streams(const c10::Stream& earlier, const c10::Stream& later) {
+  if (earlier == later) return;
+  c10::Event event(earlier.device_type());
+  event.record(earlier);
+  event.block(later);
+}
+
+at::Tensor pinned_bytes(size_t bytes, c10::Device device) {
+  return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte).pinned_memory(!device.is_cpu()));
+}
+
+bool DeviceTable::holds(const void* data, size_t bytes) const noexcept {
+  return last_.size() == bytes && (bytes == 0 || std::memcmp(last_.data(), data, bytes) == 0);
+}
+
+void* DeviceTable::follow(const void* data, size_t bytes, c10::Device device) {
+  if (holds(data, bytes)) return this->data();
+  const auto* first = static_cast<const std::byte*>(data);
+  last_.assign(first, first + bytes);
+  if (bytes == 0) return nullptr;
+  const auto size = static_cast<int64_t>(bytes);
+  if (!memory_.defined() || memory_.numel() != size) {
+    memory_ = at::empty({size}, at::TensorOptions(at::kByte).device(device));
+  }
+  auto staging = std::find_if(staging_.begin(), staging_.end(), [&](const Staging& used) {
+    return used.memory.numel() == size && used.copied.has_passed();
+  });
+  if (staging == staging_.end()) {
+    staging_.emplace_back();
+    staging = std::prev(staging_.end());
+    staging->memory = pinned_bytes(bytes, device);
+  }
+  std::memcpy(staging->memory.mutable_data_ptr(), data, bytes);
+  memory_.copy_(staging->memory, /*non_blocking=*/true);
+  staging->copied.record(device);
+  return memory_.mutable_data_ptr();
+}
+
+}  // namespace muster

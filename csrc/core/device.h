@@ -1,0 +1,101 @@
+// Streams and memory of a device, without a header of CUDA.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <cstddef>
+#include <optional>
+#include <vector>
+
+struct CUstream_st;
+
+namespace muster {
+
+/// Whether a replica on `device` enqueues its work on a stream and does not wait for it: true for CUDA.
+bool is_streamed(c10::Device device) noexcept;
+
+/// For tests: replicas on the CPU work as if they were on a CUDA device whose kernels run at once. Set while no
+/// strategy exists.
+void play_streams_on_cpu(bool plays) noexcept;
+
+/// The calling thread's current stream of a CUDA device; null for the CPU.
+CUstream_st* stream_handle(c10::Device device);
+
+/// A random number generator of its own.
+at::Generator new_generator(c10::Device device);
+
+/// The calling thread's current streams by device; empty entries for the CPU.
+std::vector<std::optional<c10::Stream>> current_streams(const std::vector<c10::Device>& devices);
+
+/// While it lives, `stream` and its device are the calling thread's current ones; an empty one changes nothing.
+class StreamScope {
+ public:
+  explicit StreamScope(const std::optional<c10::Stream>& stream);
+  ~StreamScope();
+  StreamScope(const StreamScope&) = delete;
+  StreamScope& operator=(const StreamScope&) = delete;
+
+ private:
+  std::optional<c10::Stream> previous_;  // of the device
+  c10::Device previous_device_;
+};
+
+/// A point in a device's stream. Owned by one thread; on the CPU every point has passed.
+class StreamPoint {
+ public:
+  /// What the calling thread's current stream of `device` holds so far.
+  void record(c10::Device device);
+  /// Whether the device has got there; true before the first record.
+  bool has_passed() const;
+  /// Makes `stream` wait for it.
+  void block(const c10::Stream& stream) const;
+
+ private:
+  std::optional<c10::Event> event_;
+};
+
+/// Makes `later` wait for what `earlier` holds so far.
+void order_streams(const c10::Stream& earlier, const c10::Stream& later);
+
+/// Host memory that copies to and from `device` need not wait for; uint8.
+at::Tensor pinned_bytes(size_t bytes, c10::Device device);
+
+/// Bytes in a device's memory that follow those of the host. Copies are ordered by the calling thread's current stream
+/// and wait for nothing. What was copied from is never given back, so that a CUDA graph that captured a copy can replay
+/// it. Owned by one thread.
+class DeviceTable {
+ public:
+  DeviceTable() = default;
+  DeviceTable(DeviceTable&&) noexcept = default;
+  DeviceTable& operator=(DeviceTable&&) noexcept = default;
+
+  /// Where `bytes` bytes equal to those at `data` lie, on 16 bytes, until the next call; null for none. Copies only
+  /// what differs from the last call's.
+  void* follow(const void* data, size_t bytes, c10::Device device);
+
+  /// Whether follow would copy nothing.
+  bool holds(const void* data, size_t bytes) const noexcept;
+  /// Of the last call.
+  void* data() const { return last_.empty() ? nullptr : memory_.mutable_data_ptr(); }
+
+  template <class T>
+  T* follow(const std::vector<T>& elements, c10::Device device) {
+    return static_cast<T*>(follow(elements.data(), elements.size() * sizeof(T), device));
+  }
+
+ private:
+  struct Staging {
+    at::Tensor memory;
+    StreamPoint copied;
+  };
+
+  std::vector<std::byte> last_;
+  at::Tensor memory_;
+  std::vector<Staging> staging_;
+};
+
+}  // namespace muster
