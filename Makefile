@@ -9,10 +9,10 @@ STAMPS := $(VENV)/.stamps
 # The environment's tools first: cmake, ninja, ruff, clang-format.
 export PATH := $(BIN):$(PATH)
 CPP_FILES = $(shell find csrc tests/cpp tests/support examples/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h.in')
-PY_FILES = python tests/python tests/support examples/python benchmarks tools setup.py
+PY_FILES = python tests/python tests/gpu tests/support examples/python benchmarks tools setup.py
 CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DMUSTER_TESTS=ON
 
-.PHONY: cuda train test test-long test-sanitize lint format dist bench clean package
+.PHONY: cuda gpu-check train test test-long test-sanitize lint format dist bench clean package
 .DELETE_ON_ERROR:
 
 train: package
@@ -22,6 +22,7 @@ test: package cuda
 	cmake --build $(BUILD) -j $(JOBS) --target all muster_tests
 	$(BUILD)/muster_tests
 	$(BUILD)/muster_cuda_tests
+	$(BUILD)/muster_device_tests
 	$(BUILD)/muster_cuda_mutants "[mutants]"
 	tools/sanitized.sh thread $(BUILD)/muster_cuda_race_mutants "[mutants]"
 	$(PYTHON) -m pytest
@@ -29,6 +30,11 @@ test: package cuda
 # Compiles and links the CUDA side where nvcc is found; nothing of it runs. A GPU is `make gpu-check`'s business.
 cuda: $(STAMPS)/requirements
 	tools/build_cuda.sh $(VENV) $(BUILD)-cuda $(JOBS)
+
+# Needs neither the environment nor a network: GPU_PYTHON's torch and the system's tools (docs/gpu.md).
+GPU_PYTHON ?= python3
+gpu-check:
+	$(GPU_PYTHON) tools/gpu_check.py --torch $(VENV)/cuda/torch --build $(BUILD)-gpu --jobs $(JOBS)
 
 test-long: test
 	$(BUILD)/muster_tests "[long]"
@@ -42,6 +48,7 @@ test-address test-thread: test-%: $(STAMPS)/requirements
 	cmake --build $(BUILD)-$* -j $(JOBS)
 	tools/sanitized.sh $* $(BUILD)-$*/muster_tests
 	tools/sanitized.sh $* $(BUILD)-$*/muster_cuda_tests
+	tools/sanitized.sh $* $(BUILD)-$*/muster_device_tests
 
 # clang-tidy reads a compile database of its own: it knows neither gcc's precompiled headers nor ccache, and no build
 # with CUDA, which nccl_api.cpp needs.

@@ -1,0 +1,204 @@
+"""NCCL: one rank in every run; two ranks of one GPU where MUSTER_TEST_NCCL names a library that can."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from small_training import Training, batches, flat, train, train_with, virtual
+
+import muster
+from support.ranks import run_ranks
+
+LIBRARY = os.environ.get("MUSTER_TEST_NCCL", "")
+STEPS = 12
+
+
+@pytest.fixture
+def two_ranks(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes started from here on can be two ranks of one GPU."""
+    if not LIBRARY:
+        pytest.skip("two ranks of one GPU need NCCL 2.30.3 or newer: set MUSTER_TEST_NCCL=PATH/libnccl.so.2")
+    assert os.path.exists(LIBRARY), f"MUSTER_TEST_NCCL={LIBRARY} does not exist"
+    monkeypatch.setenv("LD_PRELOAD", LIBRARY)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+
+
+def job(**options: Any) -> muster.MultiWorkerMirroredStrategy:
+    """The strategy of a rank whose device is the only GPU."""
+    torch.cuda.set_device(0)
+    return muster.MultiWorkerMirroredStrategy.from_env(["cuda:0"], timeout=60.0, seed=1, **options)
+
+
+def numbers(trained: Any) -> tuple[list[float], list[float]]:
+    return trained.losses.tolist(), trained.parameters.tolist()
+
+
+# --- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def _train_alone(options: dict[str, Any]) -> tuple[list[float], list[float]]:
+    with muster.MultiWorkerMirroredStrategy.from_env(timeout=60.0, seed=1, **options) as strategy:
+        assert strategy.device == torch.device("cuda", 0)
+        assert "nccl" in strategy.explain().lower()
+        return numbers(train_with(strategy, strategy.device, batches(STEPS, "cuda:0")))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"precision": "fp16", "clip_norm": 1.0}], ids=str)
+def test_one_rank_learns_as_a_mirrored_replica(gpu: torch.device, options: dict[str, Any]) -> None:
+    expected = train(virtual(gpu, 1), batches(STEPS, gpu), **options)
+    ((losses, parameters),) = run_ranks(1, _train_alone, options, timeout=100)
+    assert losses == expected.losses.tolist()
+    assert parameters == expected.parameters.tolist()
+
+
+def _capture_alone() -> tuple[list[float], list[float]]:
+    """Parameters after steps, and after as many of which the last are replays."""
+    left = []
+    data = batches(STEPS + 1, "cuda:0")[:-1]
+    for captured in (False, True):
+        with job() as strategy:
+            training = Training(strategy, torch.device("cuda", 0))
+            x, y = (t.clone() for t in data[0])
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for batch in data[:4] if captured else data:
+                    x.copy_(batch[0])
+                    y.copy_(batch[1])
+                    training.step(x, y)
+            torch.cuda.synchronize()
+            if captured:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                    training.step(x, y)
+                for batch in data[4:]:
+                    x.copy_(batch[0])
+                    y.copy_(batch[1])
+                    graph.replay()
+                torch.cuda.synchronize()
+                graph.reset()
+            left.append(flat(training.module).tolist())
+    return left[0], left[1]
+
+
+def test_one_rank_captures_its_step(gpu: torch.device) -> None:
+    ((taken, replayed),) = run_ranks(1, _capture_alone, timeout=100)
+    assert taken == replayed
+
+
+def _communicator(rank: int, size: int, store: Any) -> Any:
+    torch.cuda.set_device(0)
+    return muster._C._comm.make_nccl(store, rank, size, torch.device("cuda", 0), timeout=60.0, arena_bytes=1 << 22)
+
+
+def _use_alone() -> None:
+    c = _communicator(0, 1, torch.distributed.HashStore())
+    window = c.allocate(1 << 18, torch.float32)
+    window.copy_(torch.arange(1 << 18))
+    c.all_reduce(window).wait()
+    assert torch.equal(window.cpu(), torch.arange(1 << 18, dtype=torch.float32))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        c.all_reduce(window).wait()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        window.mul_(2)
+        c.all_reduce(window).wait()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(window.cpu(), 8 * torch.arange(1 << 18, dtype=torch.float32))
+    graph.reset()
+
+    c.abort("the test ends it")
+    with pytest.raises(muster.CommError, match="the test ends it"):
+        c.all_reduce(window).wait()
+
+
+def test_one_rank_starts_registers_captures_and_aborts(gpu: torch.device) -> None:
+    run_ranks(1, _use_alone, timeout=100)
+
+
+# --- two ranks of one GPU ---------------------------------------------------------------------------------------------
+
+
+def _store() -> tuple[int, int, Any]:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = int(os.environ["MASTER_PORT"])
+    return rank, size, torch.distributed.TCPStore("127.0.0.1", port, size, rank == 0)
+
+
+def _collectives() -> None:
+    rank, size, store = _store()
+    c = _communicator(rank, size, store)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        for n in (1, 1025, 300_003):
+            for op, expected in (("sum", 3), ("max", 2), ("min", 1)):
+                tensor = torch.full((n,), rank + 1, dtype=dtype, device="cuda:0")
+                c.all_reduce(tensor, op).wait()
+                assert tensor.eq(expected).all()
+            tensor.fill_(rank)
+            c.broadcast(tensor, 1).wait()
+            assert tensor.eq(1).all()
+        gather = c.all_gather(torch.full((3 + rank, 2), rank, dtype=dtype, device="cuda:0"))
+        gather.wait()
+        for r, part in enumerate(gather.outputs()):
+            assert part.shape == (3 + r, 2)
+            assert part.eq(r).all()
+        output = torch.zeros(5, dtype=dtype, device="cuda:0")
+        c.reduce_scatter(output, torch.arange(10, device="cuda:0").to(dtype)).wait()
+        assert output.eq(2 * (torch.arange(5, device="cuda:0") + 5 * rank).to(dtype)).all()
+    window = c.allocate(1 << 18, torch.float32)
+    window.fill_(rank + 1)
+    c.all_reduce(window).wait()
+    assert window.eq(3).all()
+    c.barrier().wait()
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_collectives_of_two_ranks() -> None:
+    run_ranks(2, _collectives, timeout=100)
+
+
+def _train_together(options: dict[str, Any]) -> tuple[list[float], list[float]]:
+    with job(**options) as strategy:
+        parts = [tuple(t.tensor_split(2)[strategy.rank] for t in batch) for batch in batches(STEPS, "cuda:0")]
+        return numbers(train_with(strategy, strategy.device, [(x, y) for x, y in parts]))
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"precision": "fp16", "clip_norm": 1.0}], ids=str)
+def test_two_ranks_learn_as_two_virtual_replicas(gpu: torch.device, options: dict[str, Any]) -> None:
+    first, second = run_ranks(2, _train_together, options, timeout=100)
+    assert first[1] == second[1]
+    expected = train(virtual(gpu, 2), batches(STEPS, gpu), **options)
+    torch.testing.assert_close(torch.tensor(first[1]), expected.parameters.float(), rtol=1e-5, atol=1e-5)
+    # While a window is open, a loss is this worker's.
+    closed = slice(options.get("accumulate", 1) - 1, None, options.get("accumulate", 1))
+    torch.testing.assert_close(torch.tensor(first[0])[closed], expected.losses.float()[closed], rtol=1e-4, atol=1e-5)
+
+
+def _abort_one() -> str:
+    rank, size, store = _store()
+    c = _communicator(rank, size, store)
+    c.all_reduce(torch.ones(10, device="cuda:0")).wait()
+    c.barrier().wait()
+    if rank == 0:
+        c.abort("rank 0 gives up")
+    with pytest.raises(muster.CommError) as caught:
+        for _ in range(10):
+            c.all_reduce(torch.ones(10, device="cuda:0")).wait()
+            c.barrier().wait(2.0)
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_an_abort_ends_both_ranks() -> None:
+    own, _ = run_ranks(2, _abort_one, timeout=100)
+    assert "rank 0 gives up" in own

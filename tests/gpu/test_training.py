@@ -1,0 +1,134 @@
+"""Training on one GPU: replicas of it agree with one replica, with torch's own loop and with the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_training import OPTIMIZERS, Trained, Training, batches, flat, net, train, train_with_torch, virtual
+from torch import Tensor
+
+import muster
+
+STEPS = 20
+
+
+def assert_close(found: Trained, expected: Trained, tolerance: float) -> None:
+    torch.testing.assert_close(found.losses, expected.losses, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.parameters, expected.parameters, rtol=tolerance, atol=tolerance)
+
+
+def assert_equal(found: Trained, expected: Trained) -> None:
+    assert torch.equal(found.losses, expected.losses)
+    assert torch.equal(found.parameters, expected.parameters)
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_two_virtual_replicas_learn_as_one(device: torch.device, optimizer: str) -> None:
+    data = batches(STEPS, device)
+    one = train(virtual(device, 1), data, optimizer)
+    assert_close(train(virtual(device, 2), data, optimizer), one, 1e-5)
+    assert one.losses[-3:].mean() < 0.9 * one.losses[:3].mean()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_norm": 0.1}, {"precision": "bf16"}, {"precision": "fp16"}, {"accumulate": 2}]
+)
+def test_a_run_repeats_bit_for_bit(device: torch.device, replicas: int, options: dict[str, Any]) -> None:
+    data = batches(STEPS, device)
+    first = train(virtual(device, replicas), data, **options)
+    assert_equal(train(virtual(device, replicas), data, **options), first)
+    assert not torch.equal(first.parameters, flat(net()))
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_a_replica_learns_as_torch_does(device: torch.device, optimizer: str, clip_norm: float | None) -> None:
+    data = batches(STEPS, device)
+    expected = train_with_torch(device, data, optimizer, clip_norm)
+    for fuse in (True, False):
+        found = train(virtual(device, 1), data, optimizer, clip_norm=clip_norm, fuse=fuse)
+        assert_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"accumulate": 2}])
+def test_the_gpu_learns_as_the_cpu_does(device: torch.device, options: dict[str, Any]) -> None:
+    on_cpu = train(["cpu:0", "cpu:1"], batches(STEPS, "cpu"), **options)
+    assert_close(train(virtual(device, 2), batches(STEPS, device), **options), on_cpu, 1e-4)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_micro_batches_learn_as_their_whole(device: torch.device, replicas: int) -> None:
+    data = batches(STEPS, device)
+    pieces = [piece for x, y in data for piece in ((x[:20], y[:20]), (x[20:], y[20:]))]
+    whole = train(virtual(device, replicas), data)
+    found = train(virtual(device, replicas), pieces, accumulate=2)
+    torch.testing.assert_close(found.parameters, whole.parameters, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.losses[1::2], whole.losses, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_low_precision_learns(device: torch.device, precision: str, replicas: int) -> None:
+    data = batches(STEPS, device)
+    found = train(virtual(device, replicas), data, precision=precision, loss_scale=muster.LossScale(init=1024.0))
+    torch.testing.assert_close(found.losses, train_with_torch(device, data).losses, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_infinite_gradient_changes_nothing_but_the_scale(device: torch.device, replicas: int) -> None:
+    (x, y), (x2, y2) = batches(3, device)[:2]
+    options = {"precision": "fp16", "loss_scale": muster.LossScale(init=512.0)}
+    with muster.MirroredStrategy(virtual(device, replicas), **options) as strategy:
+        training = Training(strategy, device)
+        assert not training.step(x, y).skipped
+        before = flat(training.module)
+        broken = x2.clone()
+        broken[-1, 0] = torch.inf
+        result = training.step(broken, y2)
+        assert result.skipped
+        assert float(result.loss_scale) == 256.0
+        assert torch.equal(flat(training.module), before)
+        after = training.step(x2, y2)
+        assert not after.skipped
+        assert not torch.equal(flat(training.module), before)
+
+
+def test_results_stay_on_the_device(device: torch.device) -> None:
+    with muster.MirroredStrategy(virtual(device, 2), precision="fp16") as strategy:
+        result = Training(strategy, device).step(*batches(2, device)[0])
+        assert result.grad_norm is not None
+        for value in (result.loss, result.weight, result.grad_norm, result.skipped, result.loss_scale):
+            assert value.device.type == device.type
+        assert float(result.weight) == len(batches(2, device)[0][0])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_kept_gradients_are_the_mean(device: torch.device, replicas: int) -> None:
+    x, y = batches(2, device)[0]
+    module = net().to(device)
+    F.cross_entropy(module(x), y).backward()
+    with muster.MirroredStrategy(virtual(device, replicas), keep_gradients=True, clip_norm=1e-3) as strategy:
+        training = Training(strategy, device)
+        training.step(x, y)
+        for kept, expected in zip(training.module.parameters(), module.parameters(), strict=True):
+            assert kept.grad is not None and expected.grad is not None
+            torch.testing.assert_close(kept.grad, expected.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_metrics_are_averaged_by_weight(device: torch.device) -> None:
+    x, y = batches(2, device)[0]
+    with muster.MirroredStrategy(virtual(device, 2)) as strategy:
+        training = Training(strategy, device)
+
+        def loss(x: Tensor, y: Tensor) -> muster.Loss:
+            logits = training.model(x)
+            right = (logits.argmax(1) == y).float().mean()
+            return muster.Loss(F.cross_entropy(logits, y), metrics={"accuracy": right})
+
+        result = strategy.step(loss, x, y)
+        expected = (net().to(device)(x).argmax(1) == y).float().mean()
+        torch.testing.assert_close(float(result.metrics["accuracy"]), float(expected))
