@@ -327,7 +327,7 @@ class Steps {
 
 // --- the end of a window ---------------------------------------------------------------------------------------------
 
-kernels::WindowOptions window_options(const std::tuple<double, double, float, float, int32_t>& options) {
+kernels::WindowOptions window_options(const std::tuple<double, double, double, double, int32_t>& options) {
   const auto& [clip_norm, loss_scale, growth, backoff, interval] = options;
   return {clip_norm, loss_scale, growth, backoff, interval};
 }
@@ -339,7 +339,7 @@ kernels::WindowReport* report_in(const OptionalTensor& report, c10::Device devic
 }
 
 void finish_window(const Tensor& partials, const Tensor& tail, const Tensor& used, const Tensor& steps,
-                   const std::tuple<double, double, float, float, int32_t>& options, const Tensor& scalars,
+                   const std::tuple<double, double, double, double, int32_t>& options, const Tensor& scalars,
                    const OptionalTensor& scale, const OptionalTensor& report, uint32_t num_slots, uintptr_t stream) {
   const c10::Device device = partials.device();
   const auto* squares = data_as<double>(partials, device, 0, c10::kDouble);

@@ -92,9 +92,9 @@ struct StepScalars {
 
 /// What the end of a window depends on.
 struct WindowOptions {
-  double clip_norm;       ///< upper bound of the norm; 0: none
-  double loss_scale;      ///< of the window's seeds, when `scale` is null
-  float growth, backoff;  ///< of the loss scale
+  double clip_norm;        ///< upper bound of the norm; 0: none
+  double loss_scale;       ///< of the window's seeds, when `scale` is null
+  double growth, backoff;  ///< of the loss scale
   int32_t interval;
 };
 
@@ -126,8 +126,8 @@ void finish_window(const double* partials, size_t num_partials, const double* ta
                    WindowReport* report = nullptr, uint32_t num_slots = 0) noexcept;
 
 /// torch.amp.GradScaler's rule: a non-finite step multiplies the scale by `backoff`; `interval` finite ones in a row
-/// multiply it by `growth`, unless that overflows.
-void loss_scale_update(LossScaleState* scale, bool finite, float growth, float backoff, int32_t interval) noexcept;
+/// multiply it by `growth`, unless that overflows. The product is taken in double and rounded once.
+void loss_scale_update(LossScaleState* scale, bool finite, double growth, double backoff, int32_t interval) noexcept;
 
 /// values[i] = values[i] / divisor (exact when divisor is a power of two), and partials[t] = the sum of squares of
 /// tile t of the divided values, as grad_stats. `dtype` is f32 or f64.

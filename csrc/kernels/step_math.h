@@ -35,13 +35,13 @@ MUSTER_HOST_DEVICE void close_scalars(double sum, const double* tail, double los
 }
 
 /// See loss_scale_update.
-MUSTER_HOST_DEVICE void advance_scale(LossScaleState* scale, bool finite, float growth, float backoff,
+MUSTER_HOST_DEVICE void advance_scale(LossScaleState* scale, bool finite, double growth, double backoff,
                                       int32_t interval) noexcept {
   if (!finite) {
-    scale->scale = scale->scale * backoff;
+    scale->scale = static_cast<float>(scale->scale * backoff);
     scale->growth_tracker = 0;
   } else if (scale->growth_tracker + 1 == interval) {
-    const float grown = scale->scale * growth;
+    const auto grown = static_cast<float>(scale->scale * growth);
     if (is_finite(grown)) scale->scale = grown;
     scale->growth_tracker = 0;
   } else {

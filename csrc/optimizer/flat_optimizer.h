@@ -61,7 +61,8 @@ class FlatOptimizer {
 
   /// Steps every parameter that has a gradient, by `scalars` in the memory of the parameters' device; see kernels.h.
   /// `gradients` has one element a parameter.
-  /// With `keep` the dense sums and sparse values become means. Bumps the version counters of what it writes. Local.
+  /// With `keep` the dense sums and sparse values that are read become means (not those of other shards, nor rows that
+  /// are made dense). Bumps the version counters of what it writes. Local.
   /// Throws InvalidArgument if `groups` has another alternative or fewer groups than the parameters name.
   void step(const std::vector<FlatGradient>& gradients, const FlatGroups& groups, const kernels::StepScalars* scalars,
             bool keep);

@@ -88,8 +88,7 @@ void LossScaler::update() {
   bool finite = true;
   for (const auto& [optimizer, progress] : progress_) finite = finite && progress.finite;
   kernels::LossScaleState state{static_cast<float>(state_.scale), state_.growth_tracker};
-  kernels::loss_scale_update(&state, finite, static_cast<float>(options_.growth), static_cast<float>(options_.backoff),
-                             options_.interval);
+  kernels::loss_scale_update(&state, finite, options_.growth, options_.backoff, options_.interval);
   state_ = {state.scale, state.growth_tracker};
   progress_.clear();
 }

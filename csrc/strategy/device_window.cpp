@@ -53,6 +53,10 @@ void DeviceScalars::write(size_t offset, const void* data, size_t bytes) {
 
 void DeviceScalars::set_unit(double unit) { write(offsetof(kernels::StepScalars, unit), &unit, sizeof unit); }
 
+void DeviceScalars::set_divisor(double divisor) {
+  write(offsetof(kernels::StepScalars, divisor), &divisor, sizeof divisor);
+}
+
 void DeviceScalars::set_scale(const kernels::LossScaleState& scale) { write(kScaleOffset, &scale, sizeof scale); }
 
 kernels::LossScaleState DeviceScalars::read_scale() const {

@@ -45,6 +45,7 @@ class DeviceScalars {
   const at::Tensor& memory() const noexcept { return memory_; }
 
   void set_unit(double unit);
+  void set_divisor(double divisor);
   void set_scale(const kernels::LossScaleState& scale);
   /// Wait for the device.
   kernels::LossScaleState read_scale() const;

@@ -196,6 +196,7 @@ class GradientSet {
   void apply_mean_on_device(const Tail& tail, WindowSums& sums);
   StepResult result_so_far() const;
   void take_norm(const Tail& tail, double loss_scale);
+  bool keeps_means_first(const Tail& tail) const;
   bool all_finite(const Tail& tail) const;
   bool is_on_device() const noexcept { return !device_windows_.empty(); }
   const at::Tensor& values_of(const Tail& tail, size_t parameter) const;

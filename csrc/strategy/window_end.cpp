@@ -86,6 +86,16 @@ void GradientSet::take_norm(const Tail& tail, double loss_scale) {
   muster::take_norm(dense_sums(tail), tail.data(), options_.clip_norm.value_or(0), loss_scale, scalars_);
 }
 
+// A step makes means only of what it reads: not of other ranks' shards, nor of rows that it reads as a dense copy.
+bool GradientSet::keeps_means_first(const Tail& tail) const {
+  if (!options_.keep_gradients) return false;
+  if (options_.shard_optimizer) return true;
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    if (values_of(tail, p).defined() && values_of(tail, p).is_sparse()) return true;
+  }
+  return false;
+}
+
 at::Tensor GradientSet::grad_norm() const {
   return is_on_device() ? report_.grad_norm() : at::scalar_tensor(scalars_.norm, at::kDouble);
 }
@@ -284,14 +294,19 @@ WindowSums GradientSet::finish_window(bool fused) {
     take_norm(tail, loss_scale_.scale);
     sums.grad_norm = scalars_.norm;
     sums.finite = scalars_.finite != 0;
+    if (sums.finite && keeps_means_first(tail)) {
+      std::vector<double> partials;
+      for (const auto& values : dense_sums(tail)) divide(values, scalars_.divisor, partials);
+      scalars_.divisor = 1;
+    }
   }
   // Of a fused window, somebody may want to look at what was not finite.
   if (!fused || (!sums.finite && options_.keep_gradients)) apply_mean(tail, divisor, sums);
   merge_buffers(tail);
   scalars_.unit = kernels::nearest_power_of_two(sums.weight / tail[Tail::contributions]);
   if (loss_scaling_) {
-    kernels::loss_scale_update(&loss_scale_, sums.finite, static_cast<float>(loss_scaling_->growth),
-                               static_cast<float>(loss_scaling_->backoff), loss_scaling_->interval);
+    kernels::loss_scale_update(&loss_scale_, sums.finite, loss_scaling_->growth, loss_scaling_->backoff,
+                               loss_scaling_->interval);
   }
   return sums;
 }

@@ -92,8 +92,8 @@ void GradientSet::enqueue_norm(const Tail& tail, const at::Tensor& numbers, doub
   options.clip_norm = options_.clip_norm.value_or(0);
   options.loss_scale = loss_scale;
   if (loss_scaling_) {
-    options.growth = static_cast<float>(loss_scaling_->growth);
-    options.backoff = static_cast<float>(loss_scaling_->backoff);
+    options.growth = loss_scaling_->growth;
+    options.backoff = loss_scaling_->backoff;
     options.interval = loss_scaling_->interval;
   }
   const auto& first = *device_windows_.front();
@@ -137,6 +137,10 @@ void GradientSet::finish_on_device(const Tail& tail, bool fused, WindowSums& sum
   const StreamScope scope(current_streams({first.device()}).front());
   report_ = first.new_report();
   enqueue_norm(tail, first.tail(), loss_scale_.scale, loss_scaling_ ? first.scalars().scale() : nullptr, report_);
+  if (fused && keeps_means_first(tail)) {
+    enqueue_means(dense_sums(tail), /*clips=*/false);
+    device_windows_.front()->shared_scalars()->set_divisor(1);
+  }
   if (!fused) apply_mean_on_device(tail, sums);
   for (size_t r = 0; r < device_windows_.size(); ++r) {
     const auto& window = *device_windows_[r];

@@ -377,6 +377,26 @@ def test_sharding_the_state_changes_no_bit(worker_job: Callable[..., Any], name:
         assert all(np.array_equal(a, b) for a, b in zip(parameters, others_parameters, strict=True))
 
 
+def kept_gradients(strategy: muster.Strategy, sparse: bool) -> list[Any]:
+    torch.manual_seed(0)
+    words = nn.Embedding(50, 7, sparse=sparse)
+    images = net()
+    both = nn.ModuleList([words, images])
+    model, _ = strategy.prepare(both, torch.optim.SGD(both.parameters(), lr=0.1, momentum=0.9))
+    ids = part_of(strategy, torch.arange(9) % 5)
+    x = part_of(strategy, torch.linspace(-1, 1, 9 * 64).view(9, 1, 8, 8))
+    strategy.step(lambda ids, x: model[0](ids).square().mean() + model[1](x).square().mean(), ids, x)
+    return [parameter.grad for parameter in both.parameters()]
+
+
+@pytest.mark.parametrize(("sparse", "shards"), [(True, False), (False, True)])
+def test_kept_gradients_are_means_whole(worker_job: Callable[..., Any], sparse: bool, shards: bool) -> None:
+    (reference, *_) = worker_job(kept_gradients, sparse, fuse=False)
+    for kept in worker_job(kept_gradients, sparse, keep_gradients=True, shard_optimizer=shards):
+        for own, other in zip(kept, reference, strict=True):
+            assert np.array_equal(own, other)
+
+
 def test_without_a_flat_version(strategy: muster.MirroredStrategy) -> None:
     class Mine(torch.optim.AdamW):
         pass

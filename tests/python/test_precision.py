@@ -107,20 +107,22 @@ def overflowing(strategy: muster.Strategy, pattern: list[bool]) -> Any:
 SCALE = muster.LossScale(init=1024.0, interval=3)
 
 
-def test_the_scale_follows_gradscaler(job: Launcher) -> None:
+@pytest.mark.parametrize(("growth", "backoff"), [(2.0, 0.5), (1.1, 0.7)])
+def test_the_scale_follows_gradscaler(job: Launcher, growth: float, backoff: float) -> None:
     generator = torch.Generator().manual_seed(5)
     pattern = (torch.rand(40, generator=generator) < 0.25).tolist()
-    reference = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    reference = torch.amp.GradScaler("cpu", 1024.0, growth, backoff, growth_interval=3)
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     expected = []
+    scale = muster.LossScale(init=1024.0, growth=growth, backoff=backoff, interval=3)
     for overflow in pattern:
         optimizer.zero_grad()
         reference.scale(parameter.sum() * (float("inf") if overflow else 1.0)).backward()
         reference.step(optimizer)
         reference.update()
         expected.append(reference.get_scale())
-    for scales, skipped, weights, state in job(overflowing, pattern, precision="fp16", loss_scale=SCALE):
+    for scales, skipped, weights, state in job(overflowing, pattern, precision="fp16", loss_scale=scale):
         assert scales == expected
         assert skipped == pattern
         assert state == reference.state_dict()

@@ -40,7 +40,7 @@ void count_steps(float* steps, const double* used, size_t n, const StepScalars* 
   }
 }
 
-void loss_scale_update(LossScaleState* scale, bool finite, float growth, float backoff, int32_t interval) noexcept {
+void loss_scale_update(LossScaleState* scale, bool finite, double growth, double backoff, int32_t interval) noexcept {
   advance_scale(scale, finite, growth, backoff, interval);
 }
 

@@ -250,7 +250,7 @@ template <class Kind, class T>
 void compare_steps(DType dtype, const Setting& setting) {
   CAPTURE(setting.ranks, setting.blocks, setting.rounds, setting.is_one_launch, setting.keep_gradient);
   const Plan plan;
-  const WindowOptions options{0.7, 1, 2.0f, 0.5f, 2};
+  const WindowOptions options{0.7, 1, 2.1, 0.7, 2};
   Inputs<T> inputs(setting.rounds, setting.ranks, plan, setting.bad_round);
   State<T> expected_state, state;
   Outputs<T> expected(1, plan), out(setting.ranks, plan);

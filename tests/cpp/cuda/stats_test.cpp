@@ -48,7 +48,7 @@ struct Window {
   std::vector<double> tail = {24, 31.5, 3, 0, 0, 0, 3, 0, 7, -2.5, NAN};
   std::vector<double> used;
   std::vector<float> steps;
-  WindowOptions options{0.5, 4.0, 2.0f, 0.5f, 3};
+  WindowOptions options{0.5, 4.0, 2.1, 0.7, 3};
   StepScalars scalars{-1, -1, -1, 8, -1, -1};
   LossScaleState scale{1024, 1};
   bool has_scale = true;
