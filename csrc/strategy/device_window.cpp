@@ -132,7 +132,7 @@ at::Tensor DeviceWindow::note(const Loss& loss, double rows, bool first) {
   terms.loss_dtype = kernel_dtype(loss.value.scalar_type());
   terms.rows = rows;
   at::Tensor weight;
-  if (loss.weight && loss.weight->device().is_cpu()) {
+  if (loss.weight && !reads_on_device(*loss.weight)) {
     terms.rows = loss.weight->item<double>();
   } else if (loss.weight) {
     weight = number_on(device_, *loss.weight);

@@ -70,6 +70,9 @@ class DeviceWindow {
 
   DeviceWindow(c10::Device device, std::shared_ptr<DeviceScalars> scalars);
 
+  /// Whether `number` (a loss's weight, say) stays on a device, where only kernels look at it.
+  bool reads_on_device(const at::Tensor& number) const { return number.device() == device_ || !number.is_cpu(); }
+
   /// Adds a loss to the tail; `rows` is its weight unless it brings one. Returns the seed of its backward. Throws
   /// InvalidArgument for a metric that is not one number, or too many names.
   at::Tensor note(const Loss& loss, double rows, bool first);

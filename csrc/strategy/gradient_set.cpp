@@ -181,7 +181,8 @@ void GradientSet::backward(int local_replica, const Loss& loss, double rows) {
         "the loss does not depend on any parameter that requires a gradient; compute it from the "
         "prepared model, with gradients enabled");
   }
-  const bool is_known = !loss.weight || loss.weight->device().is_cpu() || !is_on_device();
+  const bool is_known = !loss.weight || !is_on_device() ||
+                        !device_windows_[static_cast<size_t>(local_replica)]->reads_on_device(*loss.weight);
   const double weight = !is_known ? 1 : loss.weight ? loss.weight->item<double>() : rows;
   if (weight < 0 || !std::isfinite(weight)) {
     throw InvalidArgument("the weight of a loss must be finite and not negative; it is " + std::to_string(weight));
