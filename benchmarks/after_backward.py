@@ -12,24 +12,19 @@ the gradient read twice; parameter and both moments read and written in place.
 
 from __future__ import annotations
 
-import datetime
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from step_overhead import machine
+from record import keep, record
 from table import after_backward as markdown
 from torch import Tensor
 
 import muster
 
-RESULTS = Path(__file__).resolve().parent / "results"
 PARAMETERS = 25_000_000
 SCALE = 65536.0
 CLIP = 1.0
@@ -122,19 +117,13 @@ def main(
     write: Annotated[bool, typer.Option(help="Keep the result in benchmarks/results.")] = True,
 ) -> None:
     """Measures, prints the table and keeps the result."""
-    today = datetime.date.today().isoformat()
-    result = {
-        "benchmark": "after_backward",
-        "date": today,
-        "machine": machine(),
-        "versions": {"muster": muster.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "parameters": PARAMETERS,
-        "bytes per parameter": BYTES,
-        "cases": [measure(count, threads, rounds) for count in (30, 1000) for threads in (1, 2)],
-    }
+    result = record(
+        "after_backward",
+        **{"parameters": PARAMETERS, "bytes per parameter": BYTES},
+        cases=[measure(count, threads, rounds) for count in (30, 1000) for threads in (1, 2)],
+    )
     if write:
-        file = RESULTS / f"after_backward-{today}.json"
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        keep(result)
     print(markdown(result))
 
 

@@ -1,29 +1,26 @@
 """All-reduce latency: the local and host backends against Gloo, interleaved in one run.
 
-Usage: python benchmarks/allreduce.py [--ranks N] [--rounds N] [--json FILE]
-
 Each round measures every backend at every size once; the table shows the median over rounds and, in brackets, the
 range. `host (private)` reduces ordinary tensors, which the host backend stages; `host` and `local` reduce memory that
 the group allocated, as training does.
+
+    python benchmarks/allreduce.py --ranks 4      writes benchmarks/results/allreduce-<date>.json, prints the table
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import os
-import platform
 import socket
 import statistics
 import threading
 import time
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import typer
+from record import keep, record
 
 import muster
 from muster import _C
@@ -99,45 +96,32 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(
+    ranks: Annotated[int, typer.Option(help="Processes, and threads.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Timed rounds of each size.")] = 7,
+    write: Annotated[bool, typer.Option(help="Keep the result in benchmarks/results.")] = True,
+) -> None:
+    """Measures, prints the table and keeps the result."""
     context = mp.get_context("spawn")
     results = context.Queue()
     ports = free_ports(2)
-    processes = [
-        context.Process(target=worker, args=(rank, options.ranks, ports, options.rounds, results))
-        for rank in range(options.ranks)
-    ]
+    processes = [context.Process(target=worker, args=(rank, ranks, ports, rounds, results)) for rank in range(ranks)]
     for process in processes:
         process.start()
     measured = results.get(timeout=600)
     for process in processes:
         process.join()
 
-    print(f"{options.ranks} ranks, fp32, us per all-reduce: median (range) of {options.rounds} rounds; gain over Gloo")
+    print(f"{ranks} ranks, fp32, us per all-reduce: median (range) of {rounds} rounds; gain over Gloo")
     for size in SIZES:
         gloo = statistics.median(measured["gloo"][size])
         for name, sizes in measured.items():
             median = statistics.median(sizes[size])
             spread = f"({min(sizes[size]):.1f}-{max(sizes[size]):.1f})"
             print(f"{size:>10} B  {name:<15} {median:>10.1f} {spread:<22} {gloo / median:>6.1f}x")
-    if options.json:
-        machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "kernel": platform.release()}
-        record = {
-            "date": datetime.date.today().isoformat(),
-            "muster": muster.__version__,
-            "torch": torch.__version__,
-            "machine": machine,
-            "ranks": options.ranks,
-            "unit": "us",
-            "rounds": measured,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    if write:
+        keep(record("allreduce", ranks=ranks, unit="us", rounds=measured))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

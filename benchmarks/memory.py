@@ -8,9 +8,6 @@ steps and notes the peak. What it adds is gradients, optimizer states, buckets a
 
 from __future__ import annotations
 
-import datetime
-import json
-import platform
 import resource
 import subprocess
 import sys
@@ -20,11 +17,11 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from step_overhead import machine, mlp
+from record import keep, record
+from step_overhead import mlp
 
 import muster
 
-RESULTS = Path(__file__).resolve().parent / "results"
 COLUMNS = {
     "torch": "AdamW(fused=True), clip_grad_norm_",
     "muster": "MirroredStrategy(clip_norm=1)",
@@ -80,20 +77,13 @@ def main(
     if column:
         print(added_bytes(column))
         return
-    today = datetime.date.today().isoformat()
     added = {}
     for name in COLUMNS:
         done = subprocess.run([sys.executable, __file__, "--column", name], capture_output=True, text=True, check=True)
         added[name] = round(float(done.stdout), 2)
-    result = {
-        "benchmark": "memory",
-        "date": today,
-        "machine": machine(),
-        "versions": {"muster": muster.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "added": added,
-    }
+    result = record("memory", added=added)
     if write:
-        (RESULTS / f"memory-{today}.json").write_text(json.dumps(result, indent=1) + "\n")
+        keep(result)
     print(markdown(result))
 
 

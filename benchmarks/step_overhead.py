@@ -12,17 +12,13 @@ that communicate must have learnt the same.
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import json
 import os
-import platform
 import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -30,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 import typer
+from record import keep, record
 from table import BASE
 from table import step_overhead as markdown
 from torch import Tensor, nn
@@ -37,7 +34,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import muster
 
-RESULTS = Path(__file__).resolve().parent / "results"
 WORKERS = 2
 TIMED_STEPS = 3
 MIN_ROUNDS = 5
@@ -241,18 +237,6 @@ def summary(rounds: list[list[float]], base: list[list[float]]) -> dict[str, Any
     }
 
 
-def machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [text.split(":", 1)[1].strip() for text in lines if text.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "load": round(os.getloadavg()[0], 1),
-    }
-
-
 def main(
     seconds: Annotated[float, typer.Option(help="Measured time for each model.")] = 60.0,
     models: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CASES)}; all when not given.")] = None,
@@ -260,20 +244,14 @@ def main(
 ) -> None:
     """Measures, prints the table and keeps the result."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    today = datetime.date.today().isoformat()
-    result = {
-        "benchmark": "step_overhead",
-        "date": today,
-        "machine": machine(),
-        "versions": {"muster": muster.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "workers": WORKERS,
-        "optimizer": "SGD(lr=1e-3)",
-        "models": {name: measure(name, seconds) for name in models or CASES},
-    }
+    result = record(
+        "step_overhead",
+        workers=WORKERS,
+        optimizer="SGD(lr=1e-3)",
+        models={name: measure(name, seconds) for name in models or CASES},
+    )
     if write:
-        file = RESULTS / f"step_overhead-{today}.json"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        keep(result)
     print(markdown(result))
 
 

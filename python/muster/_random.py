@@ -70,12 +70,13 @@ def install(devices: Iterable[torch.device] = ()) -> None:
     module: Any = torch.random
     if not isinstance(module.default_generator, _CurrentGenerator):
         module.default_generator = _adopted(_CurrentGenerator(), _CPU)
+    cuda: Any = torch.cuda
     for device in {device for device in devices if device.type == "cuda"}:
-        torch.cuda.init()
-        generators = list(torch.cuda.default_generators)
+        cuda.init()
+        generators = list(cuda.default_generators)
         if not isinstance(generators[device.index], _CurrentCudaGenerator):
             generators[device.index] = _adopted(_CurrentCudaGenerator(device), device)
-            torch.cuda.default_generators = tuple(generators)
+            cuda.default_generators = tuple(generators)
 
 
 def _adopted(generator: _CurrentGenerator, device: torch.device) -> _CurrentGenerator:

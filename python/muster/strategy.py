@@ -399,11 +399,11 @@ class Strategy:
         found: dict[int, int] = {}
         for position in positions:
             indices: list[int] = []
-            for place, parameter in enumerate(self._optimizers[position].parameters()):
+            for number, parameter in enumerate(self._optimizers[position].parameters()):
                 index = self._core.find(parameter)
                 if index < 0:
                     raise InvalidArgument(
-                        f"parameter {place} (shape {tuple(parameter.shape)}) of "
+                        f"parameter {number} (shape {tuple(parameter.shape)}) of "
                         f"{type(self._optimizers[position].optimizer).__name__} is in no prepared module; prepare() "
                         "the module it belongs to, and build the optimizer from that module's parameters"
                     )
