@@ -14,7 +14,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 RANGE = "traced by gpu_trace"
-WAIT = re.compile(r"^cu(da)?(Device|Stream|Event|Ctx)Synchronize|^cudaMemcpy(2D|3D)?$|^cuMemcpy\w+(?<!Async)_v2$")
+WAIT = re.compile(
+    r"^cu(da)?(Device|Stream|Event|Ctx)Synchronize|^cudaMemcpy(2D|3D)?$|^cuMemcpy\w+(?<!Async)_v2$"
+    r"|^cuda(Malloc|HostAlloc|MallocHost|Free|FreeHost)$"
+)
+"""Calls that wait for the device, or may."""
 
 
 @dataclass(frozen=True)

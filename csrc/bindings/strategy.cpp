@@ -275,17 +275,17 @@ void bind_core_class(py::module_& m) {
   core.def(
           "reduce_in_step",
           [](StrategyCore& c, const Leaves& values, ReduceOp op, const at::Tensor& weight) {
-            return reduce_in_step(c.step_group(), values, op, weight);
+            return reduce_in_step(c.step_group(values), values, op, weight);
           },
           py::call_guard<Interruptible>())
       .def(
           "gather_in_step",
-          [](StrategyCore& c, const Leaves& values) { return gather_in_step(c.step_group(), values); },
+          [](StrategyCore& c, const Leaves& values) { return gather_in_step(c.step_group(values), values); },
           py::call_guard<Interruptible>())
       .def(
           "broadcast_in_step",
           [](StrategyCore& c, const Leaves& values, int source) {
-            return broadcast_in_step(c.step_group(), values, source);
+            return broadcast_in_step(c.step_group(values), values, source);
           },
           py::call_guard<Interruptible>())
       .def(

@@ -4,9 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <algorithm>
 #include <atomic>
-#include <cstring>
 
 namespace muster {
 
@@ -74,33 +72,6 @@ void order_streams(const c10::Stream& earlier, const c10::Stream& later) {
 
 at::Tensor pinned_bytes(size_t bytes, c10::Device device) {
   return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte).pinned_memory(!device.is_cpu()));
-}
-
-bool DeviceTable::holds(const void* data, size_t bytes) const noexcept {
-  return last_.size() == bytes && (bytes == 0 || std::memcmp(last_.data(), data, bytes) == 0);
-}
-
-void* DeviceTable::follow(const void* data, size_t bytes, c10::Device device) {
-  if (holds(data, bytes)) return this->data();
-  const auto* first = static_cast<const std::byte*>(data);
-  last_.assign(first, first + bytes);
-  if (bytes == 0) return nullptr;
-  const auto size = static_cast<int64_t>(bytes);
-  if (!memory_.defined() || memory_.numel() != size) {
-    memory_ = at::empty({size}, at::TensorOptions(at::kByte).device(device));
-  }
-  auto staging = std::find_if(staging_.begin(), staging_.end(), [&](const Staging& used) {
-    return used.memory.numel() == size && used.copied.has_passed();
-  });
-  if (staging == staging_.end()) {
-    staging_.emplace_back();
-    staging = std::prev(staging_.end());
-    staging->memory = pinned_bytes(bytes, device);
-  }
-  std::memcpy(staging->memory.mutable_data_ptr(), data, bytes);
-  memory_.copy_(staging->memory, /*non_blocking=*/true);
-  staging->copied.record(device);
-  return memory_.mutable_data_ptr();
 }
 
 }  // namespace muster

@@ -44,6 +44,16 @@ class StreamScope {
   c10::Device previous_device_;
 };
 
+/// While it lives, `device` is the calling thread's current one, with the stream that was current there; the CPU
+/// changes nothing. Kernels launch on the current device, wherever their arguments are.
+class OnDevice {
+ public:
+  explicit OnDevice(c10::Device device) : scope_(current_streams({device}).front()) {}
+
+ private:
+  StreamScope scope_;
+};
+
 /// A point in a device's stream. Owned by one thread; on the CPU every point has passed.
 class StreamPoint {
  public:
@@ -63,39 +73,5 @@ void order_streams(const c10::Stream& earlier, const c10::Stream& later);
 
 /// Host memory that copies to and from `device` need not wait for; uint8.
 at::Tensor pinned_bytes(size_t bytes, c10::Device device);
-
-/// Bytes in a device's memory that follow those of the host. Copies are ordered by the calling thread's current stream
-/// and wait for nothing. What was copied from is never given back, so that a CUDA graph that captured a copy can replay
-/// it. Owned by one thread.
-class DeviceTable {
- public:
-  DeviceTable() = default;
-  DeviceTable(DeviceTable&&) noexcept = default;
-  DeviceTable& operator=(DeviceTable&&) noexcept = default;
-
-  /// Where `bytes` bytes equal to those at `data` lie, on 16 bytes, until the next call; null for none. Copies only
-  /// what differs from the last call's.
-  void* follow(const void* data, size_t bytes, c10::Device device);
-
-  /// Whether follow would copy nothing.
-  bool holds(const void* data, size_t bytes) const noexcept;
-  /// Of the last call.
-  void* data() const { return last_.empty() ? nullptr : memory_.mutable_data_ptr(); }
-
-  template <class T>
-  T* follow(const std::vector<T>& elements, c10::Device device) {
-    return static_cast<T*>(follow(elements.data(), elements.size() * sizeof(T), device));
-  }
-
- private:
-  struct Staging {
-    at::Tensor memory;
-    StreamPoint copied;
-  };
-
-  std::vector<std::byte> last_;
-  at::Tensor memory_;
-  std::vector<Staging> staging_;
-};
 
 }  // namespace muster

@@ -12,6 +12,7 @@
 #include <numeric>
 #include <utility>
 
+#include "comm/device_table.h"
 #include "comm/kernel_dtype.h"
 #include "comm/kernel_status.h"
 #include "core/replica_context.h"
@@ -91,7 +92,14 @@ GradientEngine::GradientEngine(std::vector<NamedParameter> parameters, comm::Com
       sparse_(parameters_.size()) {
   std::iota(layout_index_.begin(), layout_index_.end(), 0);
   build_layout({});
+  make_hooks();
+}
+
+// A leaf's gradients come on the stream that was current when its accumulator was made.
+void GradientEngine::make_hooks() {
+  hooks_.clear();
   hooks_.reserve(parameters_.size());
+  hook_stream_ = current_streams({communicator_->device()}).front();
   for (size_t p = 0; p < parameters_.size(); ++p) hooks_.push_back(std::make_unique<Hook>(*this, p));
 }
 
@@ -182,6 +190,7 @@ void GradientEngine::allocate_buckets() {
 }
 
 void GradientEngine::open_window() {
+  if (current_streams({communicator_->device()}).front() != hook_stream_) make_hooks();
   if (!next_order_.empty()) build_layout(std::exchange(next_order_, {}));
   for (auto& state : states_) state.dense_used = state.sparse_used = false;
   for (auto& sparse : sparse_) sparse.reset();
@@ -261,7 +270,7 @@ void GradientEngine::on_gradient(size_t p) {
   state.ready = true;
   if (--bucket.pending == 0) {
     pack_bucket(bucket);
-    if (micro_batch_.last && options_.overlap) launch_ready();
+    if (micro_batch_.last && options_.overlap && micro_batch_.overlaps) launch_ready();
   }
 }
 
@@ -274,11 +283,16 @@ void GradientEngine::take_sparse(size_t p) {
 
 // What comes on another stream is waited for there, and lives until it is packed.
 void GradientEngine::join_stream(const at::Tensor& gradient) {
-  if (!stream_) return;
+  if (!stream_ || !gradient.defined()) return;
   const auto current = current_streams({stream_->device()}).front();
   if (*current == *stream_) return;
   order_streams(*current, *stream_);
-  if (gradient.layout() == at::kStrided) gradient.record_stream(*stream_);
+  if (gradient.is_sparse()) {
+    gradient._indices().record_stream(*stream_);
+    gradient._values().record_stream(*stream_);
+  } else {
+    gradient.record_stream(*stream_);
+  }
 }
 
 void GradientEngine::pack_bucket(BucketState& bucket) {
@@ -406,7 +420,13 @@ void GradientEngine::flush() {
   active_ = false;
   const StreamScope scope(stream_);
   for (auto& bucket : buckets_) {
-    if (!bucket.packed) pack_bucket(bucket);
+    if (bucket.packed) continue;
+    try {
+      pack_bucket(bucket);
+    } catch (...) {  // peers wait for it all the same
+      keep_error(std::current_exception());
+      bucket.packed = true;
+    }
   }
   for (size_t p = 0; p < parameters_.size(); ++p) {
     auto& state = states_[p];

@@ -55,6 +55,7 @@ class GradientEngine {
     bool first = true;               ///< of the window: buckets are overwritten
     bool last = true;                ///< of the window: buckets are reduced
     bool contributes = true;         ///< false: gradients of this micro-batch are dropped (its weight is 0)
+    bool overlaps = true;            ///< false: buckets are reduced after backward
     const double* gate = nullptr;    ///< in the device's memory: where it is 0, as if contributes were false
     bool locate_non_finite = false;  ///< look for non-finite values before reducing; see first_non_finite()
   };
@@ -131,6 +132,7 @@ class GradientEngine {
 
   void on_gradient(size_t parameter);
   void take_sparse(size_t parameter);
+  void make_hooks();
   void build_layout(const std::vector<int>& order);
   void verify_layouts();
   void allocate_buckets();
@@ -157,7 +159,8 @@ class GradientEngine {
   std::vector<comm::Work> works_;
   std::vector<std::unique_ptr<Hook>> hooks_;
   MicroBatch micro_batch_;
-  std::optional<c10::Stream> stream_;  // of the micro-batch; empty on the CPU
+  std::optional<c10::Stream> stream_;       // of the micro-batch; empty on the CPU
+  std::optional<c10::Stream> hook_stream_;  // that was current when the hooks were made
   std::mutex error_mutex_;
   std::exception_ptr error_;  // guarded by error_mutex_: another replica's thread may report misuse
   std::vector<int> next_order_;

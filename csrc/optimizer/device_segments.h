@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/device.h"
+#include "comm/device_table.h"
 #include "kernels/cuda/cuda_kernels.h"
 
 namespace muster {
@@ -24,8 +24,8 @@ class DeviceSegments {
     for (size_t i = 0; i < segments.size(); ++i) {
       next = kernels::cuda::list_chunks(next, static_cast<uint32_t>(i), segments[i].n);
     }
-    segments_.follow(segments, device);
     chunks_.follow(chunks, device);
+    segments_.follow(segments, device);
     num_chunks_ = static_cast<uint32_t>(tiles);
   }
 

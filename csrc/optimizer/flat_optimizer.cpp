@@ -256,6 +256,7 @@ void FlatOptimizer::step(const std::vector<FlatGradient>& gradients, const FlatG
                          const kernels::StepScalars* scalars, bool keep) {
   if (groups.index() != algorithm_) throw InvalidArgument("a flat optimizer cannot become another kind of optimizer");
   const at::NoGradGuard no_grad;
+  const OnDevice on_device(device_);
   const bool streamed = is_streamed();
   used_.assign(streamed ? entries_.size() : 0, 0);
   Segments segments;
@@ -319,6 +320,7 @@ void FlatOptimizer::step_from_grad(const FlatGroups& groups) {
     throw InvalidArgument("with shard_optimizer=True an optimizer steps within strategy.step only; call that");
   }
   const at::NoGradGuard no_grad;
+  const OnDevice on_device(device_);
   std::vector<FlatGradient> gradients(entries_.size());
   for (size_t p = 0; p < entries_.size(); ++p) {
     auto& entry = entries_[p];

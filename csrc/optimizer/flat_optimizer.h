@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "core/device.h"
+#include "comm/device_table.h"
 #include "kernels/kernels.h"
 #include "optimizer/device_segments.h"
 #include "optimizer/shards.h"

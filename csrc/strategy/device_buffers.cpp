@@ -1,5 +1,6 @@
 #include "strategy/device_buffers.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/cat.h>
@@ -12,10 +13,12 @@ namespace muster {
 
 namespace {
 
-DeviceBuffers::Tensors select(const DeviceBuffers::Tensors& buffers, bool floating) {
+bool is_whole(const at::Tensor& buffer) { return at::isIntegralType(buffer.scalar_type(), /*includeBool=*/true); }
+
+DeviceBuffers::Tensors floating_of(const DeviceBuffers::Tensors& buffers) {
   DeviceBuffers::Tensors selected;
   for (const auto& buffer : buffers) {
-    if (at::isFloatingType(buffer.scalar_type()) == floating) selected.push_back(buffer.detach());
+    if (at::isFloatingType(buffer.scalar_type())) selected.push_back(buffer.detach());
   }
   return selected;
 }
@@ -28,33 +31,55 @@ at::Tensor joined(const DeviceBuffers::Tensors& buffers, at::ScalarType dtype) {
 }
 
 void divide_up(const at::Tensor& values, const DeviceBuffers::Tensors& buffers) {
+  DeviceBuffers::Tensors written;
   DeviceBuffers::Tensors parts;
   int64_t offset = 0;
   for (const auto& buffer : buffers) {
-    parts.push_back(values.narrow(0, offset, buffer.numel()).view(buffer.sizes()));
+    // An expanded one cannot be written, here or by anybody.
+    if (at::has_internal_overlap(buffer) != at::MemOverlap::Yes) {
+      written.push_back(buffer);
+      parts.push_back(values.narrow(0, offset, buffer.numel()).view(buffer.sizes()));
+    }
     offset += buffer.numel();
   }
-  at::_foreach_copy_(buffers, parts);
+  if (!written.empty()) at::_foreach_copy_(written, parts);
 }
 
 }  // namespace
 
-void DeviceBuffers::note(const Tensors& buffers) { noted_ = joined(select(buffers, true), at::kDouble); }
+void DeviceBuffers::note(const Tensors& buffers) {
+  noted_ = joined(floating_of(buffers), at::kDouble);
+  noted_others_.clear();
+  for (const auto& buffer : buffers) noted_others_.push_back({buffer, static_cast<int64_t>(buffer._version())});
+}
 
-void DeviceBuffers::reduce(comm::Communicator& replicas, const Tensors& buffers, const at::Tensor& weight,
-                           Buffers policy) {
+void DeviceBuffers::add_written(const Tensors& buffers, double* written) const {
+  for (size_t b = 0; b < buffers.size(); ++b) {
+    if (!is_whole(buffers[b])) continue;
+    const bool is_known = b < noted_others_.size() && noted_others_[b].buffer.is_same(buffers[b]) &&
+                          noted_others_[b].version == static_cast<int64_t>(buffers[b]._version());
+    if (!is_known) written[b] += 1;
+  }
+}
+
+void DeviceBuffers::reduce(comm::Communicator& replicas, const Tensors& buffers, const double* written,
+                           const at::Tensor& weight, Buffers policy) {
   works_.clear();
-  const auto values = joined(select(buffers, true), at::kDouble);
+  const auto values = joined(floating_of(buffers), at::kDouble);
   if (values.defined()) {
     const bool comparable = noted_.defined() && noted_.numel() == values.numel();
-    const auto written = comparable ? values.ne(noted_).to(at::kDouble) : at::ones_like(values);
+    const auto changed = comparable ? values.ne(noted_).to(at::kDouble) : at::ones_like(values);
     const auto share = policy == Buffers::mean ? weight
                        : replicas.rank() == 0  ? at::ones_like(weight)
                                                : at::zeros_like(weight);
-    sums_ = at::cat({at::where(share.gt(0), values * share, at::zeros_like(values)), written});
+    sums_ = at::cat({at::where(share.gt(0), values * share, at::zeros_like(values)), changed});
     works_.push_back(replicas.all_reduce(sums_, ReduceOp::sum));
   }
-  integers_ = joined(select(buffers, false), at::kLong);
+  written_.clear();
+  for (size_t b = 0; b < buffers.size(); ++b) {
+    if (written[b] > 0) written_.push_back(buffers[b].detach());
+  }
+  integers_ = joined(written_, at::kLong);
   if (!integers_.defined()) return;
   works_.push_back(policy == Buffers::chief ? replicas.broadcast(integers_, 0)
                                             : replicas.all_reduce(integers_, ReduceOp::max));
@@ -66,7 +91,7 @@ void DeviceBuffers::wait() {
 }
 
 void DeviceBuffers::merge(const Tensors& buffers, const at::Tensor& total_weight, Buffers policy) {
-  const auto floating = select(buffers, true);
+  const auto floating = floating_of(buffers);
   const auto has_weight = total_weight.gt(0);
   if (!floating.empty()) {
     const auto values = joined(floating, at::kDouble);
@@ -75,8 +100,7 @@ void DeviceBuffers::merge(const Tensors& buffers, const at::Tensor& total_weight
     const auto mean = policy == Buffers::chief ? sums : sums / total_weight;
     divide_up(at::where(sums_.narrow(0, n, n).gt(0).logical_and(has_weight), mean, values), floating);
   }
-  const auto whole = select(buffers, false);
-  if (!whole.empty()) divide_up(at::where(has_weight, integers_, joined(whole, at::kLong)), whole);
+  if (!written_.empty()) divide_up(at::where(has_weight, integers_, joined(written_, at::kLong)), written_);
   note(buffers);
 }
 

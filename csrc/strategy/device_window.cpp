@@ -45,19 +45,19 @@ DeviceScalars::DeviceScalars(c10::Device device, const kernels::LossScaleState& 
   set_scale(scale);
 }
 
-void DeviceScalars::write(size_t offset, const void* data, size_t bytes) {
-  const auto staging = pinned_bytes(bytes, device_);
-  std::memcpy(staging.mutable_data_ptr(), data, bytes);
-  memory_.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(bytes)).copy_(staging, /*non_blocking=*/true);
+void DeviceScalars::fill(size_t offset, double value) {
+  memory_.narrow(0, static_cast<int64_t>(offset), sizeof value).view(at::kDouble).fill_(value);
 }
 
-void DeviceScalars::set_unit(double unit) { write(offsetof(kernels::StepScalars, unit), &unit, sizeof unit); }
+void DeviceScalars::set_unit(double unit) { fill(offsetof(kernels::StepScalars, unit), unit); }
 
-void DeviceScalars::set_divisor(double divisor) {
-  write(offsetof(kernels::StepScalars, divisor), &divisor, sizeof divisor);
+void DeviceScalars::set_divisor(double divisor) { fill(offsetof(kernels::StepScalars, divisor), divisor); }
+
+void DeviceScalars::set_scale(const kernels::LossScaleState& scale) {
+  const auto staging = pinned_bytes(sizeof scale, device_);
+  std::memcpy(staging.mutable_data_ptr(), &scale, sizeof scale);
+  memory_.narrow(0, kScaleOffset, sizeof scale).copy_(staging, /*non_blocking=*/true);
 }
-
-void DeviceScalars::set_scale(const kernels::LossScaleState& scale) { write(kScaleOffset, &scale, sizeof scale); }
 
 kernels::LossScaleState DeviceScalars::read_scale() const {
   const auto host = memory_.cpu();
@@ -132,7 +132,7 @@ at::Tensor DeviceWindow::note(const Loss& loss, double rows, bool first) {
   terms.loss_dtype = kernel_dtype(loss.value.scalar_type());
   terms.rows = rows;
   at::Tensor weight;
-  if (loss.weight && !reads_on_device(*loss.weight)) {
+  if (loss.weight && !is_unknown_to_host(*loss.weight)) {
     terms.rows = loss.weight->item<double>();
   } else if (loss.weight) {
     weight = number_on(device_, *loss.weight);

@@ -56,7 +56,7 @@ class DeviceScalars {
   static_assert(sizeof(kernels::StepScalars) <= kScaleOffset);
 
   void* at(size_t offset) const { return static_cast<std::byte*>(memory_.mutable_data_ptr()) + offset; }
-  void write(size_t offset, const void* data, size_t bytes);
+  void fill(size_t offset, double value);
 
   c10::Device device_;
   at::Tensor memory_;  // uint8
@@ -71,7 +71,7 @@ class DeviceWindow {
   DeviceWindow(c10::Device device, std::shared_ptr<DeviceScalars> scalars);
 
   /// Whether `number` (a loss's weight, say) stays on a device, where only kernels look at it.
-  bool reads_on_device(const at::Tensor& number) const { return number.device() == device_ || !number.is_cpu(); }
+  bool is_unknown_to_host(const at::Tensor& number) const { return number.device() == device_ || !number.is_cpu(); }
 
   /// Adds a loss to the tail; `rows` is its weight unless it brings one. Returns the seed of its backward. Throws
   /// InvalidArgument for a metric that is not one number, or too many names.

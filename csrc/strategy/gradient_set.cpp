@@ -10,6 +10,7 @@
 #include <sstream>
 #include <utility>
 
+#include "kernels/cuda/cuda_kernels.h"
 #include "kernels/math.h"
 #include "muster/error.h"
 #include "strategy/text_exchange.h"
@@ -157,18 +158,20 @@ void GradientSet::open_window(int local_replica, int64_t rows) {
   if (is_on_device()) device_windows_[r]->shared_scalars()->set_unit(windows_[r].unit);
 }
 
-void GradientSet::begin_engine(int local_replica, bool contributes) {
+void GradientSet::begin_engine(int local_replica, bool contributes, bool overlaps) {
   GradientEngine::MicroBatch micro_batch;
   micro_batch.first = micro_batches_ == 1;
   micro_batch.last = last_;
   micro_batch.contributes = contributes;
+  micro_batch.overlaps = overlaps;
   if (is_on_device()) micro_batch.gate = device_windows_[static_cast<size_t>(local_replica)]->gate();
-  micro_batch.locate_non_finite = locate_non_finite_;
+  const auto device = topology_.devices[static_cast<size_t>(local_replica)];
+  micro_batch.locate_non_finite = locate_non_finite_ && !kernels::cuda::is_capturing(stream_handle(device));
   windows_[static_cast<size_t>(local_replica)].began = true;
   engines_[static_cast<size_t>(local_replica)]->begin(micro_batch);
 }
 
-void GradientSet::backward(int local_replica, const Loss& loss, double rows) {
+void GradientSet::backward(int local_replica, const Loss& loss, double rows, bool overlaps) {
   const auto& value = loss.value;
   if (!value.defined() || value.dim() != 0 || !is_floating(value)) {
     throw InvalidArgument("the step function must return a 0-dim floating tensor or a Loss; it returned " +
@@ -181,8 +184,13 @@ void GradientSet::backward(int local_replica, const Loss& loss, double rows) {
         "the loss does not depend on any parameter that requires a gradient; compute it from the "
         "prepared model, with gradients enabled");
   }
+  const auto device = topology_.devices[static_cast<size_t>(local_replica)];
+  if (value.device() != device) {
+    throw InvalidArgument("the loss is on " + value.device().str() + ", its replica on " + device.str() +
+                          "; return it from where the module computed it");
+  }
   const bool is_known = !loss.weight || !is_on_device() ||
-                        !device_windows_[static_cast<size_t>(local_replica)]->reads_on_device(*loss.weight);
+                        !device_windows_[static_cast<size_t>(local_replica)]->is_unknown_to_host(*loss.weight);
   const double weight = !is_known ? 1 : loss.weight ? loss.weight->item<double>() : rows;
   if (weight < 0 || !std::isfinite(weight)) {
     throw InvalidArgument("the weight of a loss must be finite and not negative; it is " + std::to_string(weight));
@@ -195,7 +203,7 @@ void GradientSet::backward(int local_replica, const Loss& loss, double rows) {
       window.contributions += 1;
       (loss.reduction == Reduction::mean ? window.mean_losses : window.sum_losses) += 1;
     }
-    begin_engine(local_replica, contributes);
+    begin_engine(local_replica, contributes, overlaps);
     torch::autograd::backward({value}, {seed});
     return;
   }
@@ -212,7 +220,7 @@ void GradientSet::backward(int local_replica, const Loss& loss, double rows) {
       window.weighted_metrics[name] += weight * metric.item<double>();
     }
   }
-  begin_engine(local_replica, contributes);
+  begin_engine(local_replica, contributes, overlaps);
   const double share = loss.reduction == Reduction::mean ? weight / window.unit : (contributes ? 1.0 : 0.0);
   const double seed = share * static_cast<double>(loss_scale_.scale);
   torch::autograd::backward({value}, {at::scalar_tensor(seed, value.options().requires_grad(false))});

@@ -95,7 +95,8 @@ class GradientSet {
 
   /// Runs backward of one replica's loss, weighted. Throws InvalidArgument for a loss that is not a 0-dim floating
   /// tensor with a graph, or a metric that is not 0-dim.
-  void backward(int local_replica, const Loss& loss, double rows);
+  /// Without `overlaps` nothing is reduced before backward has ended.
+  void backward(int local_replica, const Loss& loss, double rows, bool overlaps);
 
   /// Ends the replica's micro-batch, after backward or instead of it (no part, or failed). Never throws for the step's
   /// own errors: returns what the engine found. On the last micro-batch the replica's buckets have left.
@@ -177,7 +178,7 @@ class GradientSet {
 
   bool layout_is_stale() const;
   void build_engines();
-  void begin_engine(int local_replica, bool contributes);
+  void begin_engine(int local_replica, bool contributes, bool overlaps = true);
   comm::Communicator& control(size_t local_replica) const;
   void close_on_host(size_t local_replica, const Tail& tail, const Failure& failure);
   void close_on_device(size_t local_replica, const Tail& tail, const Failure& failure);

@@ -109,7 +109,7 @@ void take_over(Optimizer& optimizer, const Kind& kind, const std::string& descri
       for (auto* tensor : fields.tensors) {
         bool defined = false;
         fields_in >> defined;
-        if (defined) *tensor = *next++;
+        if (defined) *tensor = (next++)->to(parameter.device());
       }
       optimizer.state()[parameter.unsafeGetTensorImpl()] = std::move(state);
     }

@@ -1,5 +1,6 @@
 #include "strategy/parameter_registry.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/variable.h>
@@ -53,6 +54,15 @@ void compare_over_workers(const std::string& mine, comm::Communicator& workers) 
   }
 }
 
+// An expanded tensor cannot be written: it becomes a dense one.
+void assign(const at::Tensor& tensor, const at::Tensor& values) {
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    tensor.set_data(values.to(tensor.device()).contiguous());
+  } else {
+    tensor.copy_(values);
+  }
+}
+
 void broadcast_values(const at::Tensor& tensor, comm::Communicator& workers) {
   if (workers.size() == 1 || tensor.numel() == 0) return;
   const auto values = tensor.detach();
@@ -62,7 +72,7 @@ void broadcast_values(const at::Tensor& tensor, comm::Communicator& workers) {
   }
   const auto packed = values.contiguous();
   workers.broadcast(packed, 0).wait();
-  values.copy_(packed);
+  assign(tensor, packed);
 }
 
 }  // namespace
@@ -123,7 +133,7 @@ int ParameterRegistry::add(ModuleTensors module, comm::Communicator& workers) {
     buffer_names_.push_back(prefix + name);
     for (size_t r = 0; r < replicas; ++r) {
       buffers_[r].push_back(module.buffers[r][b].second);
-      if (r > 0) module.buffers[r][b].second.copy_(buffer);
+      if (r > 0) assign(module.buffers[r][b].second, buffer);
     }
   }
   return number;
@@ -161,7 +171,7 @@ bool ParameterRegistry::follows(size_t r, size_t p) const {
   const auto& leaf = parameters_[0][p];
   const auto& replica = parameters_[r][p];
   const bool is_alike = replica.sizes() == leaf.sizes() && replica.strides() == leaf.strides() &&
-                        replica.scalar_type() == leaf.scalar_type();
+                        replica.scalar_type() == leaf.scalar_type() && replica.device() == devices_[r];
   if (devices_[r] == devices_[0]) return is_alike && replica.const_data_ptr() == leaf.const_data_ptr();
   return is_alike && copied_versions_[r][p] == leaf._version();
 }
@@ -189,14 +199,15 @@ std::vector<int> ParameterRegistry::parameters_of(int module) const {
   return found;
 }
 
-void ParameterRegistry::follow_moves() {
+void ParameterRegistry::follow_moves(bool copies_all) {
   if (parameters_.size() < 2) return;
   for (size_t p = 0; p < names_.size(); ++p) {
     const auto& leaf = parameters_[0][p];
     for (size_t r = 1; r < parameters_.size(); ++r) {
-      if (follows(r, p)) continue;
+      const bool is_copy = devices_[r] != devices_[0];
+      if (follows(r, p) && !(is_copy && copies_all)) continue;
       const at::NoGradGuard no_grad;
-      if (devices_[r] != devices_[0]) {
+      if (is_copy) {
         copy_to_replica(r, p);
         continue;
       }

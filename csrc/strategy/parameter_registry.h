@@ -57,8 +57,8 @@ class ParameterRegistry {
 
   /// Lets the other local replicas' leaves follow parameters of replica 0 that were moved or replaced (`.to()`,
   /// `load_state_dict(assign=True)`), in memory and in requires_grad, and copies on other devices those that were
-  /// written since.
-  void follow_moves();
+  /// written since; with `copies_all` all of them, since who writes to `.data` leaves no trace.
+  void follow_moves(bool copies_all);
 
  private:
   void share_with_replicas(size_t parameter);

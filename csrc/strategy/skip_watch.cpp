@@ -6,7 +6,8 @@ namespace muster {
 
 void SkipWatch::note(const DeviceReport& report, int64_t step, std::string non_finite_at) {
   const auto flags = report.flags();
-  windows_.push_back({pinned_bytes(2, flags.device()), {}, step, std::move(non_finite_at)});
+  windows_.push_back({std::move(free_), {}, step, std::move(non_finite_at)});
+  if (!windows_.back().flags.defined()) windows_.back().flags = pinned_bytes(2, flags.device());
   windows_.back().flags.copy_(flags, /*non_blocking=*/true);
   windows_.back().copied.record(flags.device());
 }
@@ -14,7 +15,8 @@ void SkipWatch::note(const DeviceReport& report, int64_t step, std::string non_f
 void SkipWatch::look() {
   for (; !windows_.empty() && windows_.front().copied.has_passed(); windows_.pop_front()) {
     auto& window = windows_.front();
-    const auto* flags = window.flags.const_data_ptr<uint8_t>();
+    free_ = window.flags;
+    const auto* flags = free_.const_data_ptr<uint8_t>();
     if (flags[1] != 0) continue;
     in_a_row_ = flags[0] != 0 ? in_a_row_ + 1 : 0;
     if (in_a_row_ == 0) continue;

@@ -35,6 +35,7 @@ class SkipWatch {
   };
 
   std::deque<Window> windows_;
+  at::Tensor free_;  // host memory for a window's flags
   int in_a_row_ = 0;
   int64_t step_ = 0;
   std::string non_finite_at_;

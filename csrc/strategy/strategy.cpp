@@ -337,11 +337,11 @@ std::vector<at::Tensor> Strategy::reduce(const std::vector<at::Tensor>& values, 
     const double given = weight ? weight->item<double>() : 1.0;
     return reduce_over_workers(core.workers(), {{values, given}}, op);
   }
-  if (op != ReduceOp::mean) return reduce_in_step(core.step_group(), values, op, {});
+  if (op != ReduceOp::mean) return reduce_in_step(core.step_group(values), values, op, {});
   if (!weight && core.current_rows() < 0) {
     throw InvalidArgument("the number of samples in this part is unknown; give reduce() a weight");
   }
-  return reduce_in_step(core.step_group(), values, op,
+  return reduce_in_step(core.step_group(values), values, op,
                         weight ? *weight : at::scalar_tensor(core.current_rows(), at::kDouble));
 }
 
@@ -361,7 +361,8 @@ at::Tensor Strategy::reduce(const PerReplica<at::Tensor>& value, ReduceOp op) {
 
 std::vector<at::Tensor> Strategy::gather(const std::vector<at::Tensor>& values) {
   auto& core = *state_->core;
-  return in_step(core) ? gather_in_step(core.step_group(), values) : gather_over_workers(core.workers(), {{values, 1}});
+  return in_step(core) ? gather_in_step(core.step_group(values), values)
+                       : gather_over_workers(core.workers(), {{values, 1}});
 }
 
 at::Tensor Strategy::gather(const at::Tensor& value) { return only(gather(std::vector<at::Tensor>{value})); }
@@ -377,7 +378,7 @@ at::Tensor Strategy::gather(const PerReplica<at::Tensor>& value) {
 
 std::vector<at::Tensor> Strategy::broadcast(const std::vector<at::Tensor>& values, int source) {
   auto& core = *state_->core;
-  return in_step(core) ? broadcast_in_step(core.step_group(), values, source)
+  return in_step(core) ? broadcast_in_step(core.step_group(values), values, source)
                        : broadcast_over_workers(core.workers(), values, source);
 }
 

@@ -106,6 +106,7 @@ StrategyCore::StrategyCore(Topology topology, Groups groups, StrategyOptions opt
       describe_(describe_cpp_error),
       capture_([](std::exception_ptr error) { return error; }) {
   rows_.resize(topology_.devices.size());
+  used_step_group_.resize(topology_.devices.size());
   for (const auto& device : topology_.devices) {
     generators_.push_back(at::detail::createCPUGenerator(0));
     device_generators_.push_back(device.is_cpu() ? at::Generator() : new_generator(device));
@@ -203,15 +204,27 @@ int64_t StrategyCore::current_rows() const {
   return replica < 0 ? -1 : rows_[static_cast<size_t>(replica)];
 }
 
-comm::Communicator& StrategyCore::step_group() {
+comm::Communicator& StrategyCore::step_group(const std::vector<at::Tensor>& values) {
   const int replica = current_local_replica();
   if (replica < 0) throw InvalidArgument("no step of this strategy is running on this thread");
+  const auto device = topology_.devices[static_cast<size_t>(replica)];
+  const bool needs_backward =
+      at::GradMode::is_enabled() &&
+      std::any_of(values.begin(), values.end(), [](const at::Tensor& value) { return value.requires_grad(); });
+  if (needs_backward && !device.is_cpu() &&
+      std::count(topology_.devices.begin(), topology_.devices.end(), device) > 1) {
+    throw InvalidArgument(
+        "several replicas share " + device.str() +
+        ", whose gradients torch computes on one thread: collectives inside the step (and SyncBatchNorm) cannot be "
+        "differentiated there; detach() the value, or use one replica a GPU");
+  }
+  used_step_group_[static_cast<size_t>(replica)] = 1;
   return *groups_.step[static_cast<size_t>(replica)];
 }
 
 GradientSet& StrategyCore::begin_call(int set) {
   check_callable();
-  registry_.follow_moves();
+  registry_.follow_moves(/*copies_all=*/!sets_.at(static_cast<size_t>(set))->window_open());
   for (size_t s = 0; s < sets_.size(); ++s) sets_[s]->set_ignored(static_cast<int>(s) != set);
   return *sets_.at(static_cast<size_t>(set));
 }
@@ -232,11 +245,12 @@ void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t 
   const bool empty = !call.call || call.rows[r] == 0;
   const ReplicaScope scope(make_context(local_replica, t));
   auto& step_group = *groups_.step[r];
+  used_step_group_[r] = 0;
   try {
     set.open_window(local_replica, call.rows[r]);
     if (call.call) step_group.begin_scope(t);
   } catch (...) {
-    outcome.transport = std::current_exception();
+    give_up(local_replica, outcome);
     return;
   }
   try {
@@ -248,7 +262,9 @@ void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t 
             "the number of samples in this part is unknown (its tensors' size(0) differ, or it has "
             "none), so its mean loss cannot be averaged; return Loss(value, weight=...)");
       }
-      set.backward(local_replica, loss, call.rows[r] < 0 ? 1.0 : static_cast<double>(call.rows[r]));
+      // Two groups of a device may deadlock where their operations overlap.
+      const bool overlaps = groups_.control.empty() || used_step_group_[r] == 0;
+      set.backward(local_replica, loss, call.rows[r] < 0 ? 1.0 : static_cast<double>(call.rows[r]), overlaps);
       outcome.output = std::move(loss.output);
     }
   } catch (...) {
@@ -273,15 +289,22 @@ void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t 
                        stop_requested_ || sigterm_received());
     }
   } catch (...) {
-    outcome.transport = std::current_exception();
-    // Of the devices' groups peers learn by their own control group; what is under way there would wait for ever.
-    if (!groups_.control.empty() || !peers_know(outcome.transport)) {
-      const auto failure = describe_(outcome.transport);
-      groups_.gradients[r]->abort("replica " + std::to_string(topology_.first_replica + local_replica) +
-                                  " failed between its step and the window's end with " + failure.type + ": " +
-                                  failure.text);
-    }
+    give_up(local_replica, outcome);
   }
+}
+
+// In a handler: communication broke. Ends the groups that peers would wait in.
+void StrategyCore::give_up(int local_replica, ReplicaRun& outcome) {
+  const auto r = static_cast<size_t>(local_replica);
+  outcome.transport = std::current_exception();
+  const bool has_control = !groups_.control.empty();
+  // Of a device's group peers learn through the control group alone, and what is under way there waits for ever.
+  if (!has_control && peers_know(outcome.transport)) return;
+  const auto failure = describe_(outcome.transport);
+  const auto reason = "replica " + std::to_string(topology_.first_replica + local_replica) +
+                      " failed outside its step function with " + failure.type + ": " + failure.text;
+  groups_.gradients[r]->abort(reason);
+  if (has_control) groups_.control[r]->abort(reason);
 }
 
 void StrategyCore::raise_failures(const std::vector<ReplicaRun>& outcomes, const WindowSums* sums) const {
@@ -306,6 +329,7 @@ void StrategyCore::raise_failures(const std::vector<ReplicaRun>& outcomes, const
 }
 
 StepResult StrategyCore::step(const StepCall& call) {
+  const OnDevice on_device(topology_.devices.front());
   auto& set = begin_call(call.set);
   const uint64_t t = ++calls_;
   if (call.call) rows_ = call.rows;
@@ -398,7 +422,8 @@ std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>
 
 void StrategyCore::run(const StepCall& call) {
   check_callable();
-  registry_.follow_moves();
+  const OnDevice on_device(topology_.devices.front());
+  registry_.follow_moves(/*copies_all=*/false);
   const uint64_t t = ++calls_;
   rows_ = call.rows;
   auto outcomes = std::make_shared<std::vector<ReplicaRun>>(topology_.devices.size());

@@ -112,8 +112,9 @@ class StrategyCore {
   int current_local_replica() const;
   /// In a step: samples of the calling replica's part; negative if unknown.
   int64_t current_rows() const;
-  /// In a step: the group for collectives that user code issues.
-  comm::Communicator& step_group();
+  /// In a step: the group for collectives that user code issues, on these values. Throws InvalidArgument where they
+  /// could not be differentiated.
+  comm::Communicator& step_group(const std::vector<at::Tensor>& values = {});
 
   /// Requests the end of training: `stopping()` turns true on all ranks at the same window's end.
   void stop() noexcept { stop_requested_ = true; }
@@ -137,6 +138,7 @@ class StrategyCore {
   Loss call_in_precision(const StepCall& call, int local_replica) const;
   void run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
                    ReplicaRun& outcome);
+  void give_up(int local_replica, ReplicaRun& outcome);
   StepResult end_window(GradientSet& set, const StepCall& call);
   void count_skipped(GradientSet& set, const WindowSums& sums);
   StepResult open_result(const GradientSet& set) const;
@@ -152,6 +154,7 @@ class StrategyCore {
   ParameterRegistry registry_;
   std::vector<std::unique_ptr<GradientSet>> sets_;
   std::vector<int64_t> rows_;                     // of the running call, by local replica
+  std::vector<char> used_step_group_;             // by local replica: in the running call
   std::vector<at::Generator> generators_;         // by local replica
   std::vector<at::Generator> device_generators_;  // likewise; undefined on the CPU
   /// Registry indices of the parameters in no set, among the first `registry_.num_parameters()` when last looked at.

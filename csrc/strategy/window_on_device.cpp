@@ -49,6 +49,7 @@ void GradientSet::close_on_device(size_t r, const Tail& tail, const Failure& fai
   auto& replicas = *groups_.gradients[r];
   tail[Tail::weight] = tail[Tail::contributions];
   const auto noted = device_window.noted();
+  device_buffers_[r].add_written(registry_.buffers(r), tail.written());
   if (!failure) {
     tail[Tail::metrics] = device_window.has_new_names() ? 1 : 0;
     const auto& names = device_window.names();
@@ -78,7 +79,7 @@ void GradientSet::close_on_device(size_t r, const Tail& tail, const Failure& fai
   const auto& buffers = registry_.buffers(r);
   if (topology_.num_replicas > 1 && !buffers.empty()) {
     const auto own_weight = device_window.tail().select(0, kernels::kWeight).clone();
-    device_buffers_[r].reduce(replicas, buffers, own_weight, options_.buffers);
+    device_buffers_[r].reduce(replicas, buffers, tail.written(), own_weight, options_.buffers);
   }
   auto tail_work = replicas.all_reduce(device_window.tail(), ReduceOp::sum);
   engines_[r]->wait();

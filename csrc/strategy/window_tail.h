@@ -14,8 +14,8 @@ inline bool is_floating(const at::Tensor& tensor) { return at::isFloatingType(te
 
 /// A view. fp64, so that weights are exact to 2^53: the fields, by replica the first parameter that was not finite,
 /// counts of dense and of sparse gradients by parameter, by buffer whether it was written, floating buffers.
-/// Where replicas work on streams it holds what the host knows: `weight` counts contributions like that field, no
-/// buffer is noted, and how many replicas noted each agreed metric stands in the buffers' place.
+/// Where replicas work on streams it holds what the host knows: `weight` counts contributions like that field, floating
+/// buffers are never noted as written, and how many replicas noted each agreed metric stands in their values' place.
 struct GradientSet::Tail {
   enum Field : int64_t {
     weight = kernels::kWeight,

@@ -122,12 +122,20 @@ def place(part: T, device: torch.device) -> T:
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return aligned(leaf if leaf.device.type == device.type == "cpu" else leaf.to(device, non_blocking=True))
+            if leaf.device.type == device.type == "cpu":
+                return aligned(leaf)
+            return aligned(_pinned(leaf, device).to(device, non_blocking=True))
         if device.type != "cpu" and not isinstance(leaf, _WHOLE) and callable(getattr(leaf, "to", None)):
             return leaf.to(device)
         return leaf
 
     return _mapped(moved, part)  # type: ignore[no-any-return]
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Memory that a copy to `device` need not wait for."""
+    copies_from_host = tensor.device.type == "cpu" and device.type == "cuda" and tensor.layout == torch.strided
+    return tensor.pin_memory() if copies_from_host and not tensor.is_pinned() else tensor
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -198,7 +198,7 @@ class Loader(Generic[BatchT_co]):
             sampler=self._tasks,
             num_workers=user.num_workers,
             collate_fn=as_is,
-            pin_memory=user.pin_memory or self._host.devices[0].type == "cuda",
+            pin_memory=user.pin_memory,
             timeout=user.timeout,
             worker_init_fn=WorkerStart(user.worker_init_fn),
             multiprocessing_context=user.multiprocessing_context,

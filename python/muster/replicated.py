@@ -147,6 +147,15 @@ class Replicated(Generic[ModuleT]):
         results = [getattr(module, method)(*args, **kwargs) for module in self._modules_]
         return self if results[0] is self.module else results[0]
 
+    def to(self, *args: Any, **kwargs: Any) -> Replicated[ModuleT]:
+        """As torch's, on all replicas, each of which stays on its own device."""
+        result = cast("Replicated[ModuleT]", self._on_all("to", args, kwargs))
+        strategy = self._strategy_()
+        if strategy is not None and strategy.devices[0].type != "cpu":
+            for module, device in zip(self._modules_, strategy.devices, strict=True):
+                module.to(device)
+        return result
+
     def train(self, mode: bool = True) -> Replicated[ModuleT]:
         """As torch's, on all replicas."""
         return cast("Replicated[ModuleT]", self._on_all("train", (mode,), {}))
@@ -197,7 +206,7 @@ class Replicated(Generic[ModuleT]):
 
 _ACT_ON_ALL = frozenset({
     "apply", "bfloat16", "compile", "double", "float", "half", "register_buffer", "register_forward_hook",
-    "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook", "to", "type",
+    "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook", "type",
     "zero_grad",
 })  # fmt: skip
 

@@ -247,7 +247,7 @@ class Strategy:
         if any(known.optimizer is optimizer for known in self._optimizers):
             return optimizer
         if self.devices[0].type != "cpu" and optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())  # which moves the state to where its parameters are
+            _move_state(optimizer)
         prepared = PreparedOptimizer(optimizer, self)
         if self.num_workers > 1:
             prepared.broadcast_state()
@@ -718,6 +718,14 @@ def _options(given: dict[str, Any]) -> StrategyOptions:
     if given.get("buffers", "mean") not in ("mean", "chief"):
         raise InvalidArgument(f"buffers={given['buffers']!r}: it must be 'mean' or 'chief'")
     return StrategyOptions(**given)
+
+
+def _move_state(optimizer: Optimizer) -> None:
+    """To where its parameters are; step counts stay, as torch's."""
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and name != "step":
+                values[name] = value.to(parameter.device)
 
 
 def _check_initialised(module: nn.Module) -> None:

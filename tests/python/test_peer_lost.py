@@ -24,7 +24,10 @@ WORKERS = 3
 
 def _leftovers() -> set[str]:
     return {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).glob("*muster*")} | {
-        str(path) for path in Path("/dev/shm").iterdir()
+        # Python's locks, of whatever else runs on this machine.
+        str(path)
+        for path in Path("/dev/shm").iterdir()
+        if not path.name.startswith("sem.mp-")
     }
 
 

@@ -2,6 +2,8 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linspace.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/polar.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tanh.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -263,6 +265,31 @@ TEST_CASE("a weight that is none drops the window", "[device]") {
   CHECK(std::isnan(outcome.results[1][2]));
   CHECK(outcome.results[1][3] == 0);
   check_same(outcome.tensors, with_second(0).tensors);
+}
+
+TEST_CASE("buffers that nobody writes stay as they are on a device", "[device]") {
+  struct Constants : torch::nn::Module {
+    Constants()
+        : last(register_module("last", torch::nn::Linear(7, 1))),
+          mask(register_buffer("mask", at::ones({3, 3}, at::kBool).tril())),
+          turns(register_buffer("turns", at::polar(at::ones({3}), at::linspace(0, 1, 3)))),
+          wide(register_buffer("wide", at::full({1}, 0.1).expand({4}))),
+          third(register_buffer("third", at::full({5}, 1.0 / 3))) {}
+    at::Tensor forward(const at::Tensor& x) { return last(x); }
+
+    torch::nn::Linear last;
+    at::Tensor mask, turns, wide, third;
+  };
+  MirroredStrategy strategy({"cpu", "cpu"});
+  auto model = strategy.prepare([] { return std::make_shared<Constants>(); });
+  optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
+  strategy.prepare(optimizer);
+  std::vector<at::Tensor> before;
+  for (const auto& buffer : model->buffers()) before.push_back(buffer.clone());
+  for (int step = 0; step < 3; ++step) {
+    strategy.step([&](const at::Tensor& x) { return model->forward(x).square().mean(); }, batch(9, step));
+  }
+  check_same(model->buffers(), before);
 }
 
 TEST_CASE("a failing replica drops the window on a device, too", "[device]") {
