@@ -242,4 +242,33 @@ void adam_step(const StepArguments& arguments, const AdamGroup* groups) noexcept
 void sgd_step(const StepArguments& arguments, const SgdGroup* groups) noexcept;
 void adagrad_step(const StepArguments& arguments, const AdagradGroup* groups) noexcept;
 
+// --- all-reduce and step in two passes -----------------------------------------------------------------------------
+// The CPU's reduce_step, for ranks that see one another's memory; each takes a share of the tiles of all parameters.
+// First pass: reduce_stats on the own share. When all ranks have done that, each closes the window from all partials
+// (finish_window). Second pass: a step of the own share, stored to every rank. Memory is read once in each.
+
+/// A run of one parameter's elements, starting at a tile.
+struct ReduceSegment {
+  const void* const* gradients;  ///< n elements of every rank, in rank order; a null one is absent
+  void* sum;                     ///< n elements: their sum along tree_reduce's tree; may be one of them
+  double* partials;              ///< num_tiles(n), of the sum
+  size_t n;
+};
+
+inline constexpr int kMaxReduceRanks = 64;
+
+/// Equal to tree_reduce's sum and grad_stats of each segment. `dtype` is f32 or f64; at most kMaxReduceRanks.
+void reduce_stats(DType dtype, int num_ranks, const ReduceSegment* segments, size_t count) noexcept;
+
+/// Who else receives what a segment's step gives.
+struct StepCopies {
+  void* const* destinations;  ///< n elements each: of the segment's `low`, where it has one, else of its parameter
+  int count;
+};
+
+/// The steps above; copies[i] then holds segment i's elements, stepped or not.
+void adam_step(const StepArguments& arguments, const AdamGroup* groups, const StepCopies* copies) noexcept;
+void sgd_step(const StepArguments& arguments, const SgdGroup* groups, const StepCopies* copies) noexcept;
+void adagrad_step(const StepArguments& arguments, const AdagradGroup* groups, const StepCopies* copies) noexcept;
+
 }  // namespace muster::kernels
