@@ -304,6 +304,9 @@ void FlatOptimizer::step(const std::vector<FlatGradient>& gradients, const FlatG
   if (streamed) {
     enqueue(segments, groups, scalars, keep);
   } else {
+    // The norm was taken in registration order: the gradients that it read last are still in the caches.
+    std::reverse(segments.singles.begin(), segments.singles.end());
+    std::reverse(segments.doubles.begin(), segments.doubles.end());
     run(segments, groups, *scalars, keep);
   }
   for (auto& [entry, values] : packed) entry->parameter.tensor.copy_(values);

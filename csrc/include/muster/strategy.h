@@ -135,9 +135,9 @@ class Strategy {
     return adopt<M>(build<M>(factory), [&](M&) { return build<M>(factory); });
   }
 
-  /// Prepares an existing module, which becomes replica 0's, on that one's device; the others are its clones. Returns the same replicas if it
-  /// is prepared already. Throws as above, and InvalidArgument for a module without `clone()` where there is more than
-  /// one local replica.
+  /// Prepares an existing module, which becomes replica 0's, on that one's device; the others are its clones. Returns
+  /// the same replicas if it is prepared already. Throws as above, and InvalidArgument for a module without `clone()`
+  /// where there is more than one local replica.
   template <std::derived_from<torch::nn::Module> M>
   Replicated<M> prepare(std::shared_ptr<M> module) {
     if (!module) throw InvalidArgument("prepare() was given an empty module");
@@ -168,11 +168,12 @@ class Strategy {
 
   /// One micro-batch: calls fn(part) on every local replica at once, each on its own thread and with its own random
   /// stream, differentiates the loss it returns (a Tensor or a Loss) and adds the gradients, weighted. Not called for
-  /// an empty part. On CUDA the part's tensors are moved to the replica's device first. When the window closes, after `accumulate` steps or a loader's last batch, all replicas' gradients
-  /// are averaged and the optimizers step; without prepared optimizers `.grad` of the modules' parameters holds the
-  /// mean. Collective at a window's end. Throws what fn threw on a replica of this worker, RemoteError for one of
-  /// another; the window is then dropped on all ranks and the strategy stays usable. Throws InvalidArgument for a loss
-  /// that cannot be differentiated and for a backward() inside fn.
+  /// an empty part. On CUDA the part's tensors are moved to the replica's device first. When the window closes, after
+  /// `accumulate` steps or a loader's last batch, all replicas' gradients are averaged and the optimizers step; without
+  /// prepared optimizers `.grad` of the modules' parameters holds the mean. Collective at a window's end. Throws what
+  /// fn threw on a replica of this worker, RemoteError for one of another; the window is then dropped on all ranks and
+  /// the strategy stays usable. Throws InvalidArgument for a loss that cannot be differentiated and for a backward()
+  /// inside fn.
   template <class F, class B>
   StepResult step(F&& fn, const PerReplica<B>& batch, const StepOptions& options = {}) {
     static_assert(std::is_invocable_v<F&, const B&>, "the step function must be callable with a part of the batch");
