@@ -285,7 +285,7 @@ void GradientEngine::take_sparse(size_t p) {
 void GradientEngine::join_stream(const at::Tensor& gradient) {
   if (!stream_ || !gradient.defined()) return;
   const auto current = current_streams({stream_->device()}).front();
-  if (*current == *stream_) return;
+  if (!current || *current == *stream_) return;
   order_streams(*current, *stream_);
   if (gradient.is_sparse()) {
     gradient._indices().record_stream(*stream_);

@@ -19,7 +19,7 @@ namespace {
 
 // One number on `device`. Only what is there already, or a number of the host, comes without waiting.
 at::Tensor number_on(c10::Device device, const at::Tensor& number) {
-  const auto value = number.detach();
+  auto value = number.detach();
   if (value.device() == device) return value;
   if (value.device().is_cpu()) return at::full({}, value.item(), value.options().device(device));
   return value.to(device, /*non_blocking=*/true);
