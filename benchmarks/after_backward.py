@@ -12,14 +12,13 @@ the gradient read twice; parameter and both moments read and written in place.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
 import typer
 from record import keep, record
+from rounds import quartiles, ratio, take_turns
 from table import after_backward as markdown
 from torch import Tensor
 
@@ -86,30 +85,14 @@ def measure(count: int, threads: int, rounds: int) -> dict[str, Any]:
         "muster": muster_phase([torch.nn.Parameter(p) for p in tensors(count)], [g * SCALE for g in gradients]),
         "streams": streams_phase(tensors(count), [torch.zeros(PARAMETERS) for _ in range(3)]),
     }
-    times: dict[str, list[float]] = {name: [] for name in phases}
-    names = list(phases)
-    for round_number in range(rounds + 1):
-        first = round_number % len(names)
-        for name in names[first:] + names[:first]:
-            phases[name]()
-            began = time.perf_counter()
-            for _ in range(3):
-                phases[name]()
-            times[name].append((time.perf_counter() - began) / 3 * 1e3)
-    kept = {name: values[1:] for name, values in times.items()}  # the first round touches the memory
-    ratios = [theirs / ours for theirs, ours in zip(kept["torch"], kept["muster"], strict=True)]
-    shares = [bare / ours for bare, ours in zip(kept["streams"], kept["muster"], strict=True)]
+    times = take_turns(phases, rounds)
     return {
         "tensors": count,
         "threads": threads,
-        "ms": {name: quartiles(values) for name, values in kept.items()},
-        "torch over muster": quartiles(ratios),
-        "streams over muster": quartiles(shares),
+        "ms": {name: quartiles(values) for name, values in times.items()},
+        "torch over muster": ratio(times["torch"], times["muster"]),
+        "streams over muster": ratio(times["streams"], times["muster"]),
     }
-
-
-def quartiles(values: list[float]) -> list[float]:
-    return [round(value, 3) for value in statistics.quantiles(values, n=4)]
 
 
 def main(

@@ -16,16 +16,13 @@ import ctypes
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from rounds import Column, by_clock, quartiles, ratio, take_turns
 from torch import Tensor
 
 from muster._C import kernels
-
-Column = Callable[[], object]
 
 ROUNDS = 15
 ROW = [1e-3, 0.9, 0.999, 1e-8, 1e-2, 1, 0, 0]
@@ -52,35 +49,14 @@ def by_device(run: Column, repeats: int) -> float:
 
 def by_host(run: Column, repeats: int) -> float:
     """Milliseconds from the first call until the device is done."""
+
+    def until_done() -> None:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+
     torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - began) / repeats * 1e3
-
-
-def take_turns(
-    columns: dict[str, Column], clock: Callable[[Column, int], float] = by_device, repeats: int = 10
-) -> dict[str, list[float]]:
-    """Milliseconds of each column by round."""
-    times: dict[str, list[float]] = {name: [] for name in columns}
-    names = list(columns)
-    for round_number in range(ROUNDS + 1):
-        first = round_number % len(names)
-        for name in names[first:] + names[:first]:
-            columns[name]()
-            times[name].append(clock(columns[name], repeats))
-    return {name: values[1:] for name, values in times.items()}  # the first round warms the clocks
-
-
-def quartiles(values: list[float]) -> list[float]:
-    return [round(value, 4) for value in statistics.quantiles(values, n=4)]
-
-
-def ratio(over: list[float], under: list[float]) -> list[float]:
-    """Quartiles over rounds."""
-    return quartiles([a / b for a, b in zip(over, under, strict=True)])
+    return by_clock(until_done, 1) / repeats
 
 
 def terabytes(count: float, ms: list[float]) -> float:
@@ -124,7 +100,7 @@ def adamw(library: ctypes.CDLL, parameters: int = 300_000_000, tensors: int = 30
 
     columns: dict[str, Column] = {f"streams {ahead}": lambda ahead=ahead: bare(ahead) for ahead in (1, 2, 4)}
     columns["muster"] = lambda: steps.run(scalars, stream=stream())
-    times = take_turns(columns)
+    times = take_turns(columns, ROUNDS, by_device, 10)
     moved = 4 * parameters * (4 + 3)
     best = min((name for name in times if name != "muster"), key=lambda name: statistics.median(times[name]))
     return {
@@ -158,7 +134,9 @@ def pack(bytes_each: int, dtype: torch.dtype, *, accumulate: bool = False, total
             "muster": lambda: packing.run(accumulate, 1.0, stream=stream()),
             "torch._foreach_copy_": foreach_copy(sources, bucket, n),
         },
-        repeats=20,
+        ROUNDS,
+        by_device,
+        20,
     )
     return {
         "bytes a tensor": bytes_each,
@@ -229,7 +207,7 @@ def after_all_reduce(parameters: int, tensors: int) -> dict[str, Any]:
         return [torch.randn(n, device="cuda") * factor for _ in range(tensors)]
 
     times = take_turns(
-        {"torch": torch_phase(fresh(), fresh()), "muster": muster_phase(fresh(), fresh(65536.0))}, by_host, 10
+        {"torch": torch_phase(fresh(), fresh()), "muster": muster_phase(fresh(), fresh(65536.0))}, ROUNDS, by_host, 10
     )
     return {
         "parameters": n * tensors,

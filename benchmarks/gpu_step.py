@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_kernels import by_host, quartiles, ratio, take_turns
+from gpu_kernels import ROUNDS, by_host
 from gpu_trace import trace
+from rounds import quartiles, ratio, take_turns
 from torch import Tensor, nn
 
 import muster
@@ -104,7 +105,7 @@ def measure(name: str, k: int) -> dict[str, Any]:
         began = time.perf_counter()
         window()
         enqueued = (time.perf_counter() - began) * 1e3
-        times = take_turns({"torch": torch_window(build, k), "muster": window, "passes": passes}, by_host, 10)
+        times = take_turns({"torch": torch_window(build, k), "muster": window, "passes": passes}, ROUNDS, by_host, 10)
     return {
         "model": name,
         "micro-batches": k,

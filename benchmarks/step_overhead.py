@@ -27,6 +27,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 import typer
 from record import keep, record
+from rounds import rotated
 from table import BASE
 from table import step_overhead as markdown
 from torch import Tensor, nn
@@ -140,11 +141,9 @@ def columns_of(case: Case, strategy: muster.Strategy) -> dict[str, Column]:
 def take_turns(columns: dict[str, Column], seconds: float) -> dict[str, list[list[float]]]:
     """Seconds of each timed step: by column, by round."""
     times: dict[str, list[list[float]]] = {name: [] for name in columns}
-    names = list(columns)
     started = time.perf_counter()
     for round_number in itertools.count():
-        first = round_number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in rotated(list(columns), round_number):
             step = columns[name].step
             dist.barrier()
             step()

@@ -12,6 +12,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/optimizer.h"
+#include "comm/device_segments.h"
 #include "comm/kernel_dtype.h"
 #include "comm/kernel_status.h"
 #include "kernels/cuda/cuda_kernels.h"
@@ -75,29 +76,6 @@ T* struct_in(const Tensor& bytes, c10::Device device) {
   return data_as<T>(bytes, device, sizeof(T), c10::kByte);
 }
 
-/// Rows in the memory of `device`; for the CPU, a copy.
-template <class T>
-Tensor table_on(c10::Device device, const std::vector<T>& rows) {
-  const auto size = static_cast<int64_t>(rows.size() * sizeof(T));
-  if (size == 0) return at::empty({0}, at::TensorOptions(c10::kByte).device(device));
-  const Tensor borrowed = at::from_blob(const_cast<T*>(rows.data()), {size}, c10::kByte);
-  return borrowed.to(device, c10::kByte, /*non_blocking=*/false, /*copy=*/true);
-}
-
-template <class T>
-const T* rows_of(const Tensor& table) {
-  return static_cast<const T*>(table.data_ptr());
-}
-
-std::vector<cuda::Chunk> chunks_of(const std::vector<size_t>& sizes) {
-  size_t count = 0;
-  for (const size_t n : sizes) count += kernels::num_tiles(n);
-  std::vector<cuda::Chunk> chunks(count);
-  cuda::Chunk* out = chunks.data();
-  for (size_t i = 0; i < sizes.size(); ++i) out = cuda::list_chunks(out, static_cast<uint32_t>(i), sizes[i]);
-  return chunks;
-}
-
 // --- pack ------------------------------------------------------------------------------------------------------------
 
 /// Sources and the bucket they go to.
@@ -125,11 +103,7 @@ class Packing {
       slots.push_back({offsets[i], sizes[i], dtype});
       items_.push_back({data, dtype, base + offsets[i] * kernels::size_of(bucket_dtype_), sizes[i]});
     }
-    num_slots_ = static_cast<uint32_t>(slots.size());
-    const std::vector<cuda::Chunk> chunks = chunks_of({sizes.begin(), sizes.end()});
-    num_chunks_ = static_cast<uint32_t>(chunks.size());
-    slots_ = table_on(device_, slots);
-    chunks_ = table_on(device_, chunks);
+    slots_.follow(slots, device_);
   }
 
   void run(bool accumulate, double factor, const OptionalTensor& gate, uintptr_t stream) const {
@@ -141,8 +115,7 @@ class Packing {
       }
       return kernels::pack(items_.data(), items_.size(), accumulate, factor);
     }
-    const cuda::PackPlan plan{rows_of<cuda::PackSlot>(slots_), num_slots_, rows_of<cuda::Chunk>(chunks_), num_chunks_,
-                              bucket_dtype_};
+    const cuda::PackPlan plan{slots_.items(), slots_.num_items(), slots_.chunks(), slots_.num_chunks(), bucket_dtype_};
     check_kernel(cuda::pack(plan, pointers_.data(), bucket_.data_ptr(), accumulate, factor, is_open, stream_of(stream)),
                  "pack");
   }
@@ -154,8 +127,7 @@ class Packing {
   DType bucket_dtype_;
   std::vector<const void*> pointers_;
   std::vector<kernels::PackItem> items_;
-  Tensor slots_, chunks_;
-  uint32_t num_slots_, num_chunks_;
+  DeviceSegments<cuda::PackSlot> slots_;
 };
 
 // --- reduction -------------------------------------------------------------------------------------------------------
@@ -208,12 +180,8 @@ class Statistics {
   explicit Statistics(std::vector<Tensor> gradients) : gradients_(std::move(gradients)), device_(c10::kCPU) {
     if (gradients_.empty()) throw InvalidArgument("statistics need gradients");
     device_ = gradients_.front().device();
-    std::vector<size_t> sizes;
     size_t tiles = 0;
-    for (const Tensor& gradient : gradients_) {
-      sizes.push_back(static_cast<size_t>(gradient.numel()));
-      tiles += kernels::num_tiles(sizes.back());
-    }
+    for (const Tensor& gradient : gradients_) tiles += kernels::num_tiles(static_cast<size_t>(gradient.numel()));
     partials_ = at::empty({static_cast<int64_t>(tiles)}, at::TensorOptions(c10::kDouble).device(device_));
     auto* partials = static_cast<double*>(partials_.data_ptr());
     for (const Tensor& gradient : gradients_) {
@@ -221,18 +189,14 @@ class Statistics {
       segments_.push_back({data_of(gradient, device_), partials, n, kernel_dtype(gradient.scalar_type())});
       partials += kernels::num_tiles(n);
     }
-    const std::vector<cuda::Chunk> chunks = chunks_of(sizes);
-    num_chunks_ = static_cast<uint32_t>(chunks.size());
-    table_ = table_on(device_, segments_);
-    chunks_ = table_on(device_, chunks);
+    on_device_.follow(segments_, device_);
   }
 
   const Tensor& partials() const noexcept { return partials_; }
 
   void run(uintptr_t stream) const {
     if (device_.is_cpu()) return kernels::grad_stats(segments_.data(), segments_.size());
-    check_kernel(cuda::grad_stats(rows_of<kernels::StatsSegment>(table_), rows_of<cuda::Chunk>(chunks_), num_chunks_,
-                                  stream_of(stream)),
+    check_kernel(cuda::grad_stats(on_device_.items(), on_device_.chunks(), on_device_.num_chunks(), stream_of(stream)),
                  "grad_stats");
   }
 
@@ -241,8 +205,7 @@ class Statistics {
   c10::Device device_;
   Tensor partials_;
   std::vector<kernels::StatsSegment> segments_;
-  Tensor table_, chunks_;
-  uint32_t num_chunks_;
+  DeviceSegments<kernels::StatsSegment> on_device_;
 };
 
 // --- optimizer steps -------------------------------------------------------------------------------------------------
@@ -260,32 +223,20 @@ class Steps {
     const Tensor& first = std::get<0>(segments_.front());
     device_ = first.device();
     dtype_ = kernel_dtype(first.scalar_type());
-    std::vector<size_t> sizes;
     for (const Segment& segment : segments_) {
       if (std::get<6>(segment) >= rows.size()) throw InvalidArgument("a segment names a group that is not there");
       rows_.push_back(row_of(segment, first.scalar_type()));
-      sizes.push_back(rows_.back().n);
     }
-    const std::vector<cuda::Chunk> chunks = chunks_of(sizes);
-    num_chunks_ = static_cast<uint32_t>(chunks.size());
-    table_ = table_on(device_, rows_);
-    chunks_ = table_on(device_, chunks);
-    group_table_ = std::visit([&](const auto& groups) { return table_on(device_, groups); }, groups_);
+    on_device_.follow(rows_, device_);
+    device_groups_.follow(groups_, device_);
   }
 
   void run(const Tensor& scalars, bool keep_gradient, uintptr_t stream) const {
     const auto* at = struct_in<kernels::StepScalars>(scalars, device_);
-    if (device_.is_cpu()) return on_cpu({dtype_, rows_.data(), rows_.size(), at, keep_gradient});
-    const cuda::StepPlan plan{
-        dtype_, rows_of<kernels::StepSegment>(table_), rows_of<cuda::Chunk>(chunks_), num_chunks_, at, keep_gradient};
-    const cuda::Stream on = stream_of(stream);
-    if (std::holds_alternative<std::vector<kernels::AdamGroup>>(groups_)) {
-      check_kernel(cuda::adam_step(plan, rows_of<kernels::AdamGroup>(group_table_), on), "adam_step");
-    } else if (std::holds_alternative<std::vector<kernels::SgdGroup>>(groups_)) {
-      check_kernel(cuda::sgd_step(plan, rows_of<kernels::SgdGroup>(group_table_), on), "sgd_step");
-    } else {
-      check_kernel(cuda::adagrad_step(plan, rows_of<kernels::AdagradGroup>(group_table_), on), "adagrad_step");
-    }
+    if (device_.is_cpu()) return step_by_groups({dtype_, rows_.data(), rows_.size(), at, keep_gradient}, groups_);
+    const cuda::StepPlan plan{dtype_, on_device_.items(), on_device_.chunks(), on_device_.num_chunks(),
+                              at,     keep_gradient};
+    check_kernel(device_groups_.step(plan, stream_of(stream)), "an optimizer step");
   }
 
  private:
@@ -306,23 +257,13 @@ class Steps {
     return row;
   }
 
-  void on_cpu(const kernels::StepArguments& arguments) const {
-    if (const auto* adam = std::get_if<std::vector<kernels::AdamGroup>>(&groups_)) {
-      kernels::adam_step(arguments, adam->data());
-    } else if (const auto* sgd = std::get_if<std::vector<kernels::SgdGroup>>(&groups_)) {
-      kernels::sgd_step(arguments, sgd->data());
-    } else {
-      kernels::adagrad_step(arguments, std::get<std::vector<kernels::AdagradGroup>>(groups_).data());
-    }
-  }
-
   std::vector<Segment> segments_;
   FlatGroups groups_;
   c10::Device device_;
   DType dtype_;
   std::vector<kernels::StepSegment> rows_;
-  Tensor table_, chunks_, group_table_;
-  uint32_t num_chunks_;
+  DeviceSegments<kernels::StepSegment> on_device_;
+  DeviceGroups device_groups_;
 };
 
 // --- the end of a window ---------------------------------------------------------------------------------------------
@@ -375,21 +316,20 @@ void apply_means(const std::vector<std::pair<Tensor, OptionalTensor>>& segments,
                  uintptr_t stream) {
   const c10::Device device = scalars.device();
   std::vector<kernels::MeanSegment> rows;
-  std::vector<size_t> sizes;
   for (const auto& [values, low] : segments) {
-    sizes.push_back(static_cast<size_t>(values.numel()));
     rows.push_back({data_of(values, device),
-                    low ? data_as<void>(*low, device, values.numel(), low->scalar_type()) : nullptr, sizes.back(),
-                    kernel_dtype(values.scalar_type()), low ? kernel_dtype(low->scalar_type()) : DType::bf16});
+                    low ? data_as<void>(*low, device, values.numel(), low->scalar_type()) : nullptr,
+                    static_cast<size_t>(values.numel()), kernel_dtype(values.scalar_type()),
+                    low ? kernel_dtype(low->scalar_type()) : DType::bf16});
   }
   const auto* found = struct_in<kernels::StepScalars>(scalars, device);
   if (device.is_cpu()) return kernels::apply_means(rows.data(), rows.size(), found, clips);
-  const std::vector<cuda::Chunk> chunks = chunks_of(sizes);
   // Freed to torch's allocator on return, which gives memory to later work of the same stream alone.
-  const Tensor row_table = table_on(device, rows), chunk_table = table_on(device, chunks);
-  check_kernel(cuda::apply_means(rows_of<kernels::MeanSegment>(row_table), rows_of<cuda::Chunk>(chunk_table),
-                                 static_cast<uint32_t>(chunks.size()), found, clips, stream_of(stream)),
-               "apply_means");
+  DeviceSegments<kernels::MeanSegment> on_device;
+  on_device.follow(rows, device);
+  check_kernel(
+      cuda::apply_means(on_device.items(), on_device.chunks(), on_device.num_chunks(), found, clips, stream_of(stream)),
+      "apply_means");
 }
 
 // --- losses ----------------------------------------------------------------------------------------------------------

@@ -5,24 +5,16 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/cuda/cuda_kernels.h"
-#include "muster/error.h"
+#include "comm/kernel_status.h"
 
 namespace muster {
 
-bool DeviceTable::holds(const void* data, size_t bytes) const noexcept {
-  return last_.size() == bytes && (bytes == 0 || std::memcmp(last_.data(), data, bytes) == 0);
-}
-
-void* DeviceTable::follow(const void* data, size_t bytes, c10::Device device) {
-  if (holds(data, bytes)) return this->data();
-  if (kernels::cuda::is_capturing(stream_handle(device))) {
+void* DeviceBytes::replace(const void* data, size_t bytes, c10::Device device) {
+  if (is_capturing(device)) {
     throw InvalidArgument(
         "what a captured step reads (hyperparameters, say, or which parameters have gradients) differs from the last "
         "step's; take one step like it on the same stream before capturing");
   }
-  last_.clear();
-  if (bytes == 0) return nullptr;
   const auto size = static_cast<int64_t>(bytes);
   if (!memory_.defined() || memory_.numel() != size) {
     memory_ = at::empty({size}, at::TensorOptions(at::kByte).device(device));
@@ -38,8 +30,6 @@ void* DeviceTable::follow(const void* data, size_t bytes, c10::Device device) {
   std::memcpy(staging->memory.mutable_data_ptr(), data, bytes);
   memory_.copy_(staging->memory, /*non_blocking=*/true);
   staging->copied.record(device);
-  const auto* first = static_cast<const std::byte*>(data);
-  last_.assign(first, first + bytes);
   return memory_.mutable_data_ptr();
 }
 

@@ -10,27 +10,17 @@
 
 namespace muster {
 
-/// Bytes in a device's memory that follow those of the host. Copies are ordered by the calling thread's current stream
-/// and wait for nothing. Owned by one thread.
-class DeviceTable {
+/// Bytes in a device's memory that are replaced by those of the host. Owned by one thread.
+class DeviceBytes {
  public:
-  DeviceTable() = default;
-  DeviceTable(DeviceTable&&) noexcept = default;
-  DeviceTable& operator=(DeviceTable&&) noexcept = default;
+  DeviceBytes() = default;
+  DeviceBytes(DeviceBytes&&) noexcept = default;
+  DeviceBytes& operator=(DeviceBytes&&) noexcept = default;
 
-  /// Where `bytes` bytes equal to those at `data` lie, on 16 bytes, until the next call; null for none. Copies only
-  /// what differs from the last call's. Throws InvalidArgument where that would be captured into a CUDA graph.
-  void* follow(const void* data, size_t bytes, c10::Device device);
-
-  /// Whether follow would copy nothing.
-  bool holds(const void* data, size_t bytes) const noexcept;
-  /// Of the last call.
-  void* data() const { return last_.empty() ? nullptr : memory_.mutable_data_ptr(); }
-
-  template <class T>
-  T* follow(const std::vector<T>& elements, c10::Device device) {
-    return static_cast<T*>(follow(elements.data(), elements.size() * sizeof(T), device));
-  }
+  /// Copies, ordered by the calling thread's current stream, and waits for nothing. Where they lie, on 16 bytes, until
+  /// the next call. Throws InvalidArgument where the copy would be captured into a CUDA graph.
+  void* replace(const void* data, size_t bytes, c10::Device device);
+  void* data() const { return memory_.mutable_data_ptr(); }
 
  private:
   struct Staging {
@@ -38,9 +28,33 @@ class DeviceTable {
     StreamPoint copied;
   };
 
-  std::vector<std::byte> last_;
   at::Tensor memory_;
   std::vector<Staging> staging_;
+};
+
+/// Elements (trivially copyable, with ==) in a device's memory that follow those of the host. Owned by one thread.
+template <class T>
+class DeviceTable {
+ public:
+  /// Where elements equal to these lie until the next call; null for none. Copies only where they differ from the last
+  /// call's; see DeviceBytes::replace.
+  T* follow(const std::vector<T>& elements, c10::Device device) {
+    if (!holds(elements)) {
+      last_.clear();
+      if (!elements.empty()) bytes_.replace(elements.data(), elements.size() * sizeof(T), device);
+      last_ = elements;
+    }
+    return data();
+  }
+
+  /// Whether follow would copy nothing.
+  bool holds(const std::vector<T>& elements) const { return last_ == elements; }
+  /// Of the last call.
+  T* data() const { return last_.empty() ? nullptr : static_cast<T*>(bytes_.data()); }
+
+ private:
+  std::vector<T> last_;
+  DeviceBytes bytes_;
 };
 
 }  // namespace muster

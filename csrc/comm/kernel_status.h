@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "core/device.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "muster/error.h"
 
@@ -18,5 +19,8 @@ inline void check_kernel(const kernels::cuda::Status& status, const char* what) 
   if (status.code == Code::invalid) throw InvalidArgument(message);
   throw CommError(message + "; an earlier kernel may be at fault: run with CUDA_LAUNCH_BLOCKING=1 to find it");
 }
+
+/// Whether what the calling thread enqueues on the device's current stream is captured into a CUDA graph.
+inline bool is_capturing(c10::Device device) { return kernels::cuda::is_capturing(stream_handle(device)); }
 
 }  // namespace muster

@@ -11,6 +11,7 @@
 #include "comm/nccl_arena.h"
 #include "comm/nccl_launcher.h"
 #include "comm/nccl_roll.h"
+#include "comm/ready_work.h"
 #include "muster/error.h"
 #include "net/rendezvous.h"
 
@@ -60,18 +61,6 @@ class NcclWork final : public Work::Impl {
   const Joins joins_;
   const std::vector<at::Tensor> outputs_;
   bool is_joined_ = false;
-};
-
-/// A result that the current stream holds already.
-class Joined final : public Work::Impl {
- public:
-  explicit Joined(std::vector<at::Tensor> outputs) : outputs_(std::move(outputs)) {}
-  bool advance() override { return true; }
-  void wait(Milliseconds) override {}
-  std::vector<at::Tensor> outputs() override { return outputs_; }
-
- private:
-  const std::vector<at::Tensor> outputs_;
 };
 
 /// What NCCL computes an operation in.
@@ -347,7 +336,7 @@ Work NcclCommunicator::all_gather(const at::Tensor& input) {
   if (!roll.is_everyone()) {
     std::vector<at::Tensor> parts = swap(mine, request, roll);
     parts[static_cast<size_t>(rank())] = mine.is_same(input) ? mine.clone() : mine;
-    return Work(std::make_shared<Joined>(std::move(parts)));
+    return ready_work(std::move(parts));  // the current stream holds it
   }
   std::vector<at::Tensor> parts;
   if (roll.has_equal_sizes()) {

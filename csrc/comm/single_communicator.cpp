@@ -3,21 +3,11 @@
 #include <mutex>
 
 #include "comm/communicator.h"
+#include "comm/ready_work.h"
 #include "comm/request.h"
 
 namespace muster::comm {
 namespace {
-
-class Gathered final : public Work::Impl {
- public:
-  explicit Gathered(at::Tensor tensor) : tensor_(std::move(tensor)) {}
-  bool advance() override { return true; }
-  void wait(Milliseconds) override {}
-  std::vector<at::Tensor> outputs() override { return {tensor_}; }
-
- private:
-  at::Tensor tensor_;
-};
 
 class SingleCommunicator final : public Communicator {
  public:
@@ -42,7 +32,7 @@ class SingleCommunicator final : public Communicator {
   Work all_gather(const at::Tensor& input) override {
     all_gather_request(input);
     check();
-    return Work(std::make_shared<Gathered>(input.clone(at::MemoryFormat::Contiguous)));
+    return ready_work({input.clone(at::MemoryFormat::Contiguous)});
   }
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) override {
     reduce_scatter_request(output, input, op, 1);

@@ -3,20 +3,10 @@
 #include <utility>
 
 #include "comm/communicator.h"
+#include "comm/ready_work.h"
 
 namespace muster::comm {
 namespace {
-
-class Outputs final : public Work::Impl {
- public:
-  explicit Outputs(std::vector<at::Tensor> outputs) : outputs_(std::move(outputs)) {}
-  bool advance() override { return true; }
-  void wait(Milliseconds) override {}
-  std::vector<at::Tensor> outputs() override { return outputs_; }
-
- private:
-  std::vector<at::Tensor> outputs_;
-};
 
 class StagedCommunicator final : public Communicator {
  public:
@@ -41,7 +31,7 @@ class StagedCommunicator final : public Communicator {
     for (const auto& output : work.outputs()) {
       outputs.push_back(output.defined() ? output.to(input.device()) : at::Tensor());
     }
-    return Work(std::make_shared<Outputs>(std::move(outputs)));
+    return ready_work(std::move(outputs));
   }
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) override {
     if (input.device().is_cpu()) return host_->reduce_scatter(output, input, op);

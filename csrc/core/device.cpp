@@ -59,10 +59,6 @@ void StreamPoint::record(c10::Device device) {
 
 bool StreamPoint::has_passed() const { return !event_ || event_->query(); }
 
-void StreamPoint::block(const c10::Stream& stream) const {
-  if (event_) event_->block(stream);
-}
-
 void order_streams(const c10::Stream& earlier, const c10::Stream& later) {
   if (earlier == later) return;
   c10::Event event(earlier.device_type());

@@ -61,8 +61,6 @@ class StreamPoint {
   void record(c10::Device device);
   /// Whether the device has got there; true before the first record.
   bool has_passed() const;
-  /// Makes `stream` wait for it.
-  void block(const c10::Stream& stream) const;
 
  private:
   std::optional<c10::Event> event_;

@@ -12,7 +12,7 @@
 #include <numeric>
 #include <utility>
 
-#include "comm/device_table.h"
+#include "comm/device_segments.h"
 #include "comm/kernel_dtype.h"
 #include "comm/kernel_status.h"
 #include "core/replica_context.h"
@@ -54,8 +54,7 @@ struct GradientEngine::BucketState {
   size_t pending = 0;
   bool packed = false;
   // On a streamed device:
-  DeviceTable slots;
-  DeviceTable chunks;
+  DeviceSegments<kernels::cuda::PackSlot> slots;
   kernels::cuda::PackPlan plan{};
 };
 
@@ -305,25 +304,17 @@ void GradientEngine::pack_bucket(BucketState& bucket) {
 }
 
 void GradientEngine::plan_on_device(BucketState& bucket) {
-  namespace cuda = kernels::cuda;
-  std::vector<cuda::PackSlot> slots;
-  std::vector<cuda::Chunk> chunks;
+  std::vector<kernels::cuda::PackSlot> slots;
   for (int index : bucket.parameters) {
     const auto p = static_cast<size_t>(index);
     const auto& slot = layout_.slots()[static_cast<size_t>(layout_index_[p])];
     const auto& tensor = parameters_[p].tensor;
-    const auto n = static_cast<size_t>(tensor.numel());
-    const size_t begin = chunks.size();
-    chunks.resize(begin + kernels::num_tiles(n));
-    cuda::list_chunks(chunks.data() + begin, static_cast<uint32_t>(slots.size()), n);
-    slots.push_back({static_cast<uint64_t>(slot.offset), n, kernel_dtype(tensor.scalar_type())});
+    slots.push_back({static_cast<uint64_t>(slot.offset), static_cast<uint64_t>(tensor.numel()),
+                     kernel_dtype(tensor.scalar_type())});
   }
-  const auto device = communicator_->device();
-  bucket.plan.slots = bucket.slots.follow(slots, device);
-  bucket.plan.num_slots = static_cast<uint32_t>(slots.size());
-  bucket.plan.chunks = bucket.chunks.follow(chunks, device);
-  bucket.plan.num_chunks = static_cast<uint32_t>(chunks.size());
-  bucket.plan.bucket_dtype = kernel_dtype(bucket.sums.scalar_type());
+  bucket.slots.follow(slots, communicator_->device());
+  bucket.plan = {bucket.slots.items(), bucket.slots.num_items(), bucket.slots.chunks(), bucket.slots.num_chunks(),
+                 kernel_dtype(bucket.sums.scalar_type())};
 }
 
 // All parameters of a bucket are packed together: again where one's gradient came in two parts.

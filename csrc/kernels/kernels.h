@@ -57,6 +57,8 @@ struct StatsSegment {
   double* partials;      ///< num_tiles(n) of them
   size_t n;
   DType dtype;  ///< f32 or f64
+
+  bool operator==(const StatsSegment&) const = default;
 };
 
 /// partials[t] = the sum of squares of tile t in fp64. A partial is not finite when a value of its tile is not finite
@@ -88,6 +90,8 @@ struct StepScalars {
   double unit;      ///< power of two near the mean weight of this window: seeds of the next one are weight / unit
   int32_t finite;   ///< 0: the optimizers change nothing
   int32_t dropped;  ///< 1: the window's weight is 0, or it has failures; nothing changes, the loss scale included
+
+  bool operator==(const StepScalars&) const = default;
 };
 
 /// What the end of a window depends on.
@@ -147,6 +151,8 @@ struct MeanSegment {
   size_t n;
   DType dtype;      ///< f32 or f64
   DType low_dtype;  ///< bf16 or f16
+
+  bool operator==(const MeanSegment&) const = default;
 };
 
 /// values = values / divisor, computed in the dtype as the steps below do, and then, where `clips` and the window is
@@ -204,6 +210,8 @@ struct StepSegment {
   size_t n;
   uint32_t group;   ///< index into the hyperparameters
   DType low_dtype;  ///< bf16 or f16
+
+  bool operator==(const StepSegment&) const = default;
 };
 
 /// What all step kernels have in common.
@@ -220,18 +228,24 @@ struct AdamGroup {
   double lr, beta1, beta2, eps, weight_decay;
   bool decoupled;  ///< AdamW: the parameter decays by lr * weight_decay, and the gradient is left alone
   bool amsgrad, maximize;
+
+  bool operator==(const AdamGroup&) const = default;
 };
 
 /// state: momentum_buffer, with momentum.
 struct SgdGroup {
   double lr, momentum, dampening, weight_decay;
   bool nesterov, maximize;
+
+  bool operator==(const SgdGroup&) const = default;
 };
 
 /// state: sum.
 struct AdagradGroup {
   double lr, lr_decay, eps, weight_decay;
   bool maximize;
+
+  bool operator==(const AdagradGroup&) const = default;
 };
 
 /// One optimizer step of each segment: g = gradient / divisor, then g * clip, then torch.optim's formulas for fp32 or
@@ -267,8 +281,9 @@ struct StepCopies {
 };
 
 /// The steps above; copies[i] then holds segment i's elements, stepped or not.
-void adam_step(const StepArguments& arguments, const AdamGroup* groups, const StepCopies* copies) noexcept;
-void sgd_step(const StepArguments& arguments, const SgdGroup* groups, const StepCopies* copies) noexcept;
-void adagrad_step(const StepArguments& arguments, const AdagradGroup* groups, const StepCopies* copies) noexcept;
+void adam_step_with_copies(const StepArguments& arguments, const AdamGroup* groups, const StepCopies* copies) noexcept;
+void sgd_step_with_copies(const StepArguments& arguments, const SgdGroup* groups, const StepCopies* copies) noexcept;
+void adagrad_step_with_copies(const StepArguments& arguments, const AdagradGroup* groups,
+                              const StepCopies* copies) noexcept;
 
 }  // namespace muster::kernels

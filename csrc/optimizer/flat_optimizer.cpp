@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <string>
-#include <type_traits>
 #include <utility>
 
 #include "comm/kernel_dtype.h"
@@ -201,14 +200,7 @@ void FlatOptimizer::run(const Segments& segments, const FlatGroups& groups, cons
   };
   const auto step = [](const void* pointer, const kernels::StepSegment* first, size_t count) {
     const auto& context = *static_cast<const Context*>(pointer);
-    const kernels::StepArguments arguments{context.dtype, first, count, &context.scalars, context.keep};
-    if (const auto* adam = std::get_if<std::vector<kernels::AdamGroup>>(&context.groups)) {
-      kernels::adam_step(arguments, adam->data());
-    } else if (const auto* sgd = std::get_if<std::vector<kernels::SgdGroup>>(&context.groups)) {
-      kernels::sgd_step(arguments, sgd->data());
-    } else {
-      kernels::adagrad_step(arguments, std::get<std::vector<kernels::AdagradGroup>>(context.groups).data());
-    }
+    step_by_groups({context.dtype, first, count, &context.scalars, context.keep}, context.groups);
   };
   const Context singles{kernels::DType::f32, groups, scalars, keep};
   const Context doubles{kernels::DType::f64, groups, scalars, keep};
@@ -225,28 +217,19 @@ void FlatOptimizer::enqueue(const Segments& segments, const FlatGroups& groups, 
       cuda::count_steps(steps_.mutable_data_ptr<float>(), all_used ? nullptr : used_table_.follow(used_, device_),
                         used_.size(), scalars, stream),
       "counting steps");
+  device_groups_.follow(groups, device_);
   const auto launch = [&](kernels::DType dtype, const std::vector<kernels::StepSegment>& host,
                           DeviceSegments<kernels::StepSegment>& tables) {
     if (host.empty()) return;
     tables.follow(host, device_);
     cuda::StepPlan plan{};
     plan.dtype = dtype;
-    plan.segments = tables.segments();
+    plan.segments = tables.items();
     plan.chunks = tables.chunks();
     plan.num_chunks = tables.num_chunks();
     plan.scalars = scalars;
     plan.keep_gradient = keep;
-    const auto status = std::visit(
-        [&](const auto& list) {
-          const auto* on_device = groups_table_.follow(list, device_);
-          using Group = std::decay_t<decltype(list.front())>;
-          if constexpr (std::is_same_v<Group, kernels::AdamGroup>) return cuda::adam_step(plan, on_device, stream);
-          if constexpr (std::is_same_v<Group, kernels::SgdGroup>) return cuda::sgd_step(plan, on_device, stream);
-          if constexpr (std::is_same_v<Group, kernels::AdagradGroup>)
-            return cuda::adagrad_step(plan, on_device, stream);
-        },
-        groups);
-    check_kernel(status, "an optimizer step");
+    check_kernel(device_groups_.step(plan, stream), "an optimizer step");
   };
   launch(kernels::DType::f32, segments.singles, singles_);
   launch(kernels::DType::f64, segments.doubles, doubles_);
@@ -304,9 +287,6 @@ void FlatOptimizer::step(const std::vector<FlatGradient>& gradients, const FlatG
   if (streamed) {
     enqueue(segments, groups, scalars, keep);
   } else {
-    // The norm was taken in registration order: the gradients that it read last are still in the caches.
-    std::reverse(segments.singles.begin(), segments.singles.end());
-    std::reverse(segments.doubles.begin(), segments.doubles.end());
     run(segments, groups, *scalars, keep);
   }
   for (auto& [entry, values] : packed) entry->parameter.tensor.copy_(values);
@@ -340,8 +320,7 @@ void FlatOptimizer::step_from_grad(const FlatGroups& groups) {
     }
   }
   const kernels::StepScalars plain{.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0};
-  const void* scalars = is_streamed() ? scalars_table_.follow(&plain, sizeof plain, device_) : &plain;
-  step(gradients, groups, static_cast<const kernels::StepScalars*>(scalars), /*keep=*/false);
+  step(gradients, groups, is_streamed() ? scalars_table_.follow({plain}, device_) : &plain, /*keep=*/false);
 }
 
 std::vector<std::vector<Run>> FlatOptimizer::runs_of_ranks() const {

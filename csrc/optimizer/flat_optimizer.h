@@ -5,20 +5,16 @@
 
 #include <cstdint>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/device_segments.h"
 #include "comm/device_table.h"
 #include "kernels/kernels.h"
-#include "optimizer/device_segments.h"
+#include "optimizer/flat_groups.h"
 #include "optimizer/shards.h"
 
 namespace muster {
-
-/// Hyperparameters by parameter group; which alternative says what is computed.
-using FlatGroups =
-    std::variant<std::vector<kernels::AdamGroup>, std::vector<kernels::SgdGroup>, std::vector<kernels::AdagradGroup>>;
 
 /// One parameter of a flat optimizer: a leaf, and the group whose hyperparameters it follows.
 struct FlatParameter {
@@ -141,10 +137,10 @@ class FlatOptimizer {
   // Where the device is streamed:
   at::Tensor steps_;          // of all parameters; each entry's step is one of them
   std::vector<double> used_;  // 1 for each parameter that takes part in the step
-  DeviceTable used_table_;
-  DeviceTable groups_table_;
-  DeviceTable scalars_table_;                     // of step_from_grad
-  DeviceSegments<kernels::StepSegment> singles_;  // by accumulation dtype
+  DeviceTable<double> used_table_;
+  DeviceGroups device_groups_;
+  DeviceTable<kernels::StepScalars> scalars_table_;  // of step_from_grad
+  DeviceSegments<kernels::StepSegment> singles_;     // by accumulation dtype
   DeviceSegments<kernels::StepSegment> doubles_;
 };
 

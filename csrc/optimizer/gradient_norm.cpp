@@ -70,7 +70,7 @@ void DeviceNorm::enqueue(const std::vector<at::Tensor>& sums, c10::Device device
   place_partials(segments, partials);
   segments_.follow(segments, device);
   auto* const stream = stream_handle(device);
-  check_kernel(cuda::grad_stats(segments_.segments(), segments_.chunks(), segments_.num_chunks(), stream),
+  check_kernel(cuda::grad_stats(segments_.items(), segments_.chunks(), segments_.num_chunks(), stream),
                "the gradient's statistics");
   check_kernel(cuda::finish_window(partials, tiles, window.tail, nullptr, nullptr, 0, options, window.scalars,
                                    window.scale, window.report, window.num_slots, stream),

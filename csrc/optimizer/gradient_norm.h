@@ -5,8 +5,8 @@
 
 #include <vector>
 
+#include "comm/device_segments.h"
 #include "kernels/kernels.h"
-#include "optimizer/device_segments.h"
 
 namespace muster {
 

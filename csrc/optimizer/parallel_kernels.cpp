@@ -5,7 +5,8 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <type_traits>
+
+#include "kernels/pieces.h"
 
 namespace muster {
 
@@ -46,26 +47,16 @@ void for_each_piece(const std::vector<Segment>& segments, const Call& call) {
   });
 }
 
-// Cuts segments at multiples of kPiece; `skip(segment)` moves one's pointers past its n elements.
-template <class Segment, class Skip>
-std::vector<Segment> pieces_of(const std::vector<Segment>& segments, const Skip& skip) {
+// Cuts segments at multiples of kPiece; `piece(segment, begin, n)` is a part of one.
+template <class Segment, class Piece>
+std::vector<Segment> pieces_of(const std::vector<Segment>& segments, const Piece& piece) {
   std::vector<Segment> pieces;
-  for (auto segment : segments) {
-    for (size_t left = segment.n; left > 0;) {
-      segment.n = std::min(left, kPiece);
-      pieces.push_back(segment);
-      left -= segment.n;
-      skip(segment);
+  for (const auto& segment : segments) {
+    for (size_t begin = 0; begin < segment.n; begin += kPiece) {
+      pieces.push_back(piece(segment, begin, std::min(kPiece, segment.n - begin)));
     }
   }
   return pieces;
-}
-
-template <class T>
-void advance(T*& pointer, size_t bytes) {
-  if (pointer == nullptr) return;
-  using Byte = std::conditional_t<std::is_const_v<T>, const std::byte, std::byte>;
-  pointer = reinterpret_cast<T*>(reinterpret_cast<Byte*>(pointer) + bytes);
 }
 
 }  // namespace
@@ -75,9 +66,8 @@ void parallel_grad_stats(const std::vector<kernels::StatsSegment>& segments) {
     kernels::grad_stats(segments.data(), segments.size());
     return;
   }
-  const auto pieces = pieces_of(segments, [](kernels::StatsSegment& segment) {
-    advance(segment.gradient, segment.n * kernels::size_of(segment.dtype));
-    segment.partials += kernels::num_tiles(segment.n);
+  const auto pieces = pieces_of(segments, [](const kernels::StatsSegment& segment, size_t begin, size_t n) {
+    return kernels::piece_of(segment, begin, n);
   });
   for_each_piece(pieces, [](const kernels::StatsSegment* first, size_t count) { kernels::grad_stats(first, count); });
 }
@@ -89,12 +79,8 @@ void parallel_step(kernels::DType dtype, const std::vector<kernels::StepSegment>
     step(context, segments.data(), segments.size());
     return;
   }
-  const size_t wide = kernels::size_of(dtype);
-  const auto pieces = pieces_of(segments, [&](kernels::StepSegment& segment) {
-    advance(segment.gradient, segment.n * wide);
-    advance(segment.parameter, segment.n * wide);
-    advance(segment.low, segment.n * 2);
-    for (auto& state : segment.state) advance(state, segment.n * wide);
+  const auto pieces = pieces_of(segments, [&](const kernels::StepSegment& segment, size_t begin, size_t n) {
+    return kernels::piece_of(segment, begin, n, dtype);
   });
   for_each_piece(pieces, [&](const kernels::StepSegment* first, size_t count) { step(context, first, count); });
 }

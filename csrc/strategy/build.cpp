@@ -220,19 +220,20 @@ Groups groups_in_process(const std::vector<c10::Device>& devices, comm::Millisec
   }
   groups.workers = comm::make_staged(groups.workers, device);
   groups.control = comm::make_local(replicas, timeout);
+  const bool shares_device = has_repeated(devices);  // which NCCL refuses
   const auto make = [&](const std::string& name) -> std::vector<comm::CommunicatorPtr> {
     if (replicas == 1) return {comm::make_single(device)};
     if (device.is_cpu()) return comm::make_local(replicas, timeout);
     const auto options = with_control(comm::make_local(replicas, timeout), timeout);
-    if (has_repeated(devices) || !comm::has_nccl()) return comm::make_device_local(devices, options);
+    if (shares_device) return comm::make_device_local(devices, options);
     c10d::PrefixStore prefixed(name, c10::make_intrusive<c10d::HashStore>());
     return comm::make_nccl(prefixed, 0, replicas, devices, options);
   };
   groups.gradients = make("gradients");
   groups.step = make("step");
-  groups.backend = replicas == 1                                ? "nothing: there is one replica"
-                   : has_repeated(devices) || !comm::has_nccl() ? "the memory of this process's devices"
-                                                                : "NCCL";
+  groups.backend = replicas == 1   ? "nothing: there is one replica"
+                   : shares_device ? "the memory of this process's devices"
+                                   : "NCCL";
   return groups;
 }
 

@@ -27,6 +27,12 @@ at::Tensor number_on(c10::Device device, const at::Tensor& number) {
 
 }  // namespace
 
+void check_metric(const std::string& name, const at::Tensor& metric) {
+  if (metric.numel() == 1) return;
+  throw InvalidArgument("metric '" + name + "' has shape " + c10::str(metric.sizes()) +
+                        "; metrics are 0-dim tensors or numbers");
+}
+
 at::Tensor DeviceReport::number(size_t index) const {
   return memory.narrow(0, static_cast<int64_t>(index * sizeof(double)), sizeof(double)).view(at::kDouble)[0];
 }
@@ -144,10 +150,7 @@ at::Tensor DeviceWindow::note(const Loss& loss, double rows, bool first) {
   terms.num_slots = kSlots;
   std::vector<at::Tensor> metrics;
   for (const auto& [name, metric] : loss.metrics) {
-    if (metric.numel() != 1) {
-      throw InvalidArgument("metric '" + name + "' has shape " + c10::str(metric.sizes()) +
-                            "; metrics are 0-dim tensors or numbers");
-    }
+    check_metric(name, metric);
     const uint32_t slot = slot_of(name);
     metrics.push_back(number_on(device_, metric));
     terms.metrics[terms.num_metrics++] = {metrics.back().const_data_ptr(), kernel_dtype(metrics.back().scalar_type()),

@@ -17,6 +17,9 @@
 
 namespace muster {
 
+/// Throws InvalidArgument for a metric that is not one number.
+void check_metric(const std::string& name, const at::Tensor& metric);
+
 /// A window's numbers as 0-dim tensors on the device, for StepResult.
 struct DeviceReport {
   at::Tensor memory;  ///< uint8; kernels::WindowReport and its metrics

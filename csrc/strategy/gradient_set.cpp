@@ -10,7 +10,7 @@
 #include <sstream>
 #include <utility>
 
-#include "kernels/cuda/cuda_kernels.h"
+#include "comm/kernel_status.h"
 #include "kernels/math.h"
 #include "muster/error.h"
 #include "strategy/text_exchange.h"
@@ -41,15 +41,11 @@ GradientSet::GradientSet(const ParameterRegistry& registry, const Topology& topo
   for (size_t r = 0; r < topology.devices.size(); ++r) {
     const auto device = topology.devices[r];
     const auto beside = std::find(topology.devices.begin(), topology.devices.end(), device) - topology.devices.begin();
-    const StreamScope scope(current_streams({device}).front());
+    const OnDevice scope(device);
     device_windows_.push_back(std::make_unique<DeviceWindow>(
         device, static_cast<size_t>(beside) < r ? device_windows_[static_cast<size_t>(beside)]->shared_scalars()
                                                 : std::make_shared<DeviceScalars>(device, loss_scale_)));
   }
-}
-
-comm::Communicator& GradientSet::control(size_t local_replica) const {
-  return groups_.control.empty() ? *groups_.gradients[local_replica] : *groups_.control[local_replica];
 }
 
 kernels::LossScaleState GradientSet::loss_scale() const {
@@ -59,7 +55,7 @@ kernels::LossScaleState GradientSet::loss_scale() const {
 void GradientSet::set_loss_scale(const kernels::LossScaleState& state) {
   loss_scale_ = state;
   for (auto& window : device_windows_) {
-    const StreamScope scope(current_streams({window->device()}).front());
+    const OnDevice scope(window->device());
     window->shared_scalars()->set_scale(state);
   }
 }
@@ -119,7 +115,7 @@ void GradientSet::build_engines() {
     options.first_bucket_bytes = std::min(kFirstBucketBytes, options.bucket_bytes);
     options.overlap = groups_.overlap;
     options.receive = r == 0;
-    options.control = groups_.control.empty() ? nullptr : groups_.control[r];
+    options.control = groups_.control_of(r);
     options.strategy = strategy_;
     options.replica = topology_.first_replica + static_cast<int>(r);
     engines_.push_back(std::make_unique<GradientEngine>(std::move(parameters), groups_.gradients[r], options));
@@ -152,7 +148,7 @@ void GradientSet::open_window(int local_replica, int64_t rows) {
     parts.data_ptr<double>()[0] = static_cast<double>(rows);
     parts.data_ptr<double>()[1] = 1;
   }
-  control(r).all_reduce(parts, ReduceOp::sum).wait();
+  groups_.control_of(r)->all_reduce(parts, ReduceOp::sum).wait();
   const double* sums = parts.const_data_ptr<double>();
   if (sums[1] > 0) windows_[r].unit = kernels::nearest_power_of_two(sums[0] / sums[1]);
   if (is_on_device()) device_windows_[r]->shared_scalars()->set_unit(windows_[r].unit);
@@ -166,7 +162,7 @@ void GradientSet::begin_engine(int local_replica, bool contributes, bool overlap
   micro_batch.overlaps = overlaps;
   if (is_on_device()) micro_batch.gate = device_windows_[static_cast<size_t>(local_replica)]->gate();
   const auto device = topology_.devices[static_cast<size_t>(local_replica)];
-  micro_batch.locate_non_finite = locate_non_finite_ && !kernels::cuda::is_capturing(stream_handle(device));
+  micro_batch.locate_non_finite = locate_non_finite_ && !is_capturing(device);
   windows_[static_cast<size_t>(local_replica)].began = true;
   engines_[static_cast<size_t>(local_replica)]->begin(micro_batch);
 }
@@ -213,10 +209,7 @@ void GradientSet::backward(int local_replica, const Loss& loss, double rows, boo
     window.contributions += 1;
     (loss.reduction == Reduction::mean ? window.mean_losses : window.sum_losses) += 1;
     for (const auto& [name, metric] : loss.metrics) {
-      if (metric.numel() != 1) {
-        throw InvalidArgument("metric '" + name + "' has shape " + c10::str(metric.sizes()) +
-                              "; metrics are 0-dim tensors or numbers");
-      }
+      check_metric(name, metric);
       window.weighted_metrics[name] += weight * metric.item<double>();
     }
   }

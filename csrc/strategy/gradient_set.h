@@ -179,7 +179,6 @@ class GradientSet {
   bool layout_is_stale() const;
   void build_engines();
   void begin_engine(int local_replica, bool contributes, bool overlaps = true);
-  comm::Communicator& control(size_t local_replica) const;
   void close_on_host(size_t local_replica, const Tail& tail, const Failure& failure);
   void close_on_device(size_t local_replica, const Tail& tail, const Failure& failure);
   void finish_on_device(const Tail& tail, bool fused, WindowSums& sums);

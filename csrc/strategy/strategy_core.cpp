@@ -3,10 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/Type.h>
 
 #include <algorithm>
@@ -14,7 +11,7 @@
 #include <limits>
 #include <typeinfo>
 
-#include "kernels/cuda/cuda_kernels.h"
+#include "comm/kernel_status.h"
 #include "muster/error.h"
 #include "muster/precision.h"
 
@@ -187,7 +184,7 @@ std::shared_ptr<ReplicaContext> StrategyCore::make_context(int local_replica, ui
   context->generator = generator;
   auto& on_device = device_generators_[static_cast<size_t>(local_replica)];
   // A graph replays its own draws: torch.cuda.graph knows the ambient generator.
-  if (on_device.defined() && !kernels::cuda::is_capturing(stream_handle(on_device.device()))) {
+  if (on_device.defined() && !is_capturing(on_device.device())) {
     on_device.set_current_seed(generator.current_seed());
     context->device_generator = on_device;
   }
@@ -496,7 +493,7 @@ void StrategyCore::count_skipped(GradientSet& set, const WindowSums& sums) {
   int64_t last_step = steps_;
   std::string where = sums.non_finite_at;
   if (sums.on_device) {
-    if (kernels::cuda::is_capturing(stream_handle(topology_.devices.front()))) return;
+    if (is_capturing(topology_.devices.front())) return;
     skip_watch_.note(sums.report, steps_, sums.non_finite_at);
     skip_watch_.look();
     skipped_in_a_row_ = skip_watch_.in_a_row();
@@ -530,57 +527,6 @@ void StrategyCore::step_flat(int set, FlatOptimizer& optimizer, const std::vecto
                              const FlatGroups& groups) {
   check_open();
   sets_.at(static_cast<size_t>(set))->step(optimizer, parameters, groups);
-}
-
-void StrategyCore::average_gradients(int module) {
-  check_open();
-  if (options_.precision == Precision::fp16 || options_.loss_scale) {
-    throw InvalidArgument(
-        "backward() by hand does not know the loss scale; return the loss from strategy.step(fn, ...)");
-  }
-  if (topology_.local_replicas() > 1) {
-    throw InvalidArgument(
-        "backward by hand needs one replica per process; write the step as a function that returns the "
-        "loss and call strategy.step(fn, ...)");
-  }
-  if (topology_.num_workers == 1) return;
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> parameters;
-  for (int p : registry_.parameters_of(module)) {
-    const auto& parameter = registry_.parameter(0, static_cast<size_t>(p));
-    if (parameter.requires_grad()) parameters.push_back(parameter);
-  }
-  const auto device = topology_.devices.front();
-  auto& control = groups_.control.empty() ? *groups_.gradients[0] : *groups_.control[0];
-  auto used = at::zeros({static_cast<int64_t>(parameters.size())}, at::kDouble);
-  for (size_t p = 0; p < parameters.size(); ++p) used.data_ptr<double>()[p] = parameters[p].grad().defined() ? 1 : 0;
-  control.all_reduce(used, ReduceOp::sum).wait();
-  for (auto dtype : {at::kFloat, at::kDouble}) {
-    std::vector<at::Tensor> flat;
-    for (size_t p = 0; p < parameters.size(); ++p) {
-      if (accumulation_dtype(parameters[p].scalar_type()) != dtype) continue;
-      const auto& gradient = parameters[p].grad();
-      flat.push_back(gradient.defined() ? gradient.to_dense().to(dtype).reshape(-1)
-                                        : at::zeros({parameters[p].numel()}, at::TensorOptions(dtype).device(device)));
-    }
-    if (flat.empty()) continue;
-    const auto sums = at::cat(flat);
-    groups_.gradients[0]->all_reduce(sums, ReduceOp::sum).wait();
-    sums.div_(topology_.num_workers);
-    int64_t offset = 0;
-    for (size_t p = 0; p < parameters.size(); ++p) {
-      if (accumulation_dtype(parameters[p].scalar_type()) != dtype) continue;
-      auto& gradient = parameters[p].mutable_grad();
-      const auto mean = sums.narrow(0, offset, parameters[p].numel()).view(parameters[p].sizes());
-      offset += parameters[p].numel();
-      if (used.const_data_ptr<double>()[p] == 0) continue;
-      if (gradient.defined() && gradient.layout() == at::kStrided) {
-        gradient.copy_(mean);
-      } else {
-        gradient = mean.to(parameters[p].scalar_type()).clone();
-      }
-    }
-  }
 }
 
 }  // namespace muster

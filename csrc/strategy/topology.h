@@ -30,6 +30,11 @@ struct Groups {
   std::vector<comm::CommunicatorPtr> control;    ///< tensors on the host; empty where those of gradients are there
   comm::CommunicatorPtr workers;                 ///< prepare, and collectives outside a step
   std::string backend;                           ///< what gradients are reduced through, in words
+  /// The group in which a local replica's host tells the others something.
+  const comm::CommunicatorPtr& control_of(size_t local_replica) const {
+    return control.empty() ? gradients[local_replica] : control[local_replica];
+  }
+
   /// False where gradients and step share one ordered transport, so that buckets must leave after backward.
   bool overlap = true;
 };

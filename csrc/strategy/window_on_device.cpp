@@ -47,6 +47,7 @@ void GradientSet::close_on_device(size_t r, const Tail& tail, const Failure& fai
   auto& window = windows_[r];
   auto& device_window = *device_windows_[r];
   auto& replicas = *groups_.gradients[r];
+  auto& control = *groups_.control_of(r);
   tail[Tail::weight] = tail[Tail::contributions];
   const auto noted = device_window.noted();
   device_buffers_[r].add_written(registry_.buffers(r), tail.written());
@@ -55,18 +56,18 @@ void GradientSet::close_on_device(size_t r, const Tail& tail, const Failure& fai
     const auto& names = device_window.names();
     for (size_t slot = 0; slot < names.size(); ++slot) tail.extra()[slot] = noted.contains(names[slot]) ? 1 : 0;
   }
-  control(r).all_reduce(tail.tensor, ReduceOp::sum, static_cast<uint64_t>(tail.tensor.numel())).wait();
+  control.all_reduce(tail.tensor, ReduceOp::sum, static_cast<uint64_t>(tail.tensor.numel())).wait();
   window.tail = tail.tensor;
   if (tail[Tail::failures] > 0) {
     engines_[r]->wait();
-    window.failures = exchange_texts(control(r), failure ? failure.type + '\n' + failure.text : std::string());
+    window.failures = exchange_texts(control, failure ? failure.type + '\n' + failure.text : std::string());
     return;
   }
   window.noted_metrics.clear();
   if (tail[Tail::metrics] > 0) {
     std::string text;
     for (const auto& [name, slot] : noted) text += name + '\n';
-    window.noted_metrics = lines_of(exchange_texts(control(r), text));
+    window.noted_metrics = lines_of(exchange_texts(control, text));
     std::set<std::string> names(window.noted_metrics.begin(), window.noted_metrics.end());
     names.insert(device_window.names().begin(), device_window.names().end());
     device_window.agree({names.begin(), names.end()});
@@ -114,10 +115,9 @@ void GradientSet::enqueue_means(const std::vector<at::Tensor>& sums, bool clips)
   }
   const auto& first = *device_windows_.front();
   mean_segments_.follow(segments, first.device());
-  check_kernel(
-      kernels::cuda::apply_means(mean_segments_.segments(), mean_segments_.chunks(), mean_segments_.num_chunks(),
-                                 first.scalars().scalars(), clips, stream_handle(first.device())),
-      "dividing gradients");
+  check_kernel(kernels::cuda::apply_means(mean_segments_.items(), mean_segments_.chunks(), mean_segments_.num_chunks(),
+                                          first.scalars().scalars(), clips, stream_handle(first.device())),
+               "dividing gradients");
 }
 
 void GradientSet::apply_mean_on_device(const Tail& tail, WindowSums& sums) {
@@ -135,7 +135,7 @@ void GradientSet::apply_mean_on_device(const Tail& tail, WindowSums& sums) {
 
 void GradientSet::finish_on_device(const Tail& tail, bool fused, WindowSums& sums) {
   const auto& first = *device_windows_.front();
-  const StreamScope scope(current_streams({first.device()}).front());
+  const OnDevice scope(first.device());
   report_ = first.new_report();
   enqueue_norm(tail, first.tail(), loss_scale_.scale, loss_scaling_ ? first.scalars().scale() : nullptr, report_);
   if (fused && keeps_means_first(tail)) {
@@ -145,7 +145,7 @@ void GradientSet::finish_on_device(const Tail& tail, bool fused, WindowSums& sum
   if (!fused) apply_mean_on_device(tail, sums);
   for (size_t r = 0; r < device_windows_.size(); ++r) {
     const auto& window = *device_windows_[r];
-    const StreamScope of_replica(current_streams({window.device()}).front());
+    const OnDevice of_replica(window.device());
     if (window.device() != first.device()) {
       window.scalars().memory().copy_(first.scalars().memory(), /*non_blocking=*/true);
     }
@@ -168,7 +168,7 @@ StepResult GradientSet::result_so_far() const {
   auto result = result_of(first.report(), first.noted());
   if (device_windows_.size() == 1) return result;
   const at::NoGradGuard no_grad;
-  const StreamScope scope(current_streams({first.device()}).front());
+  const OnDevice scope(first.device());
   // Sums of what each replica has; an empty one has NaN.
   const auto here = [&](const at::Tensor& number) { return number.to(first.device(), /*non_blocking=*/true); };
   const auto times = [](const at::Tensor& mean, const at::Tensor& weight) {

@@ -216,8 +216,6 @@ class Strategy:
             if module is given:
                 return replicated
         if isinstance(given, nn.Module):
-            if self.devices[0].type != "cpu":
-                given.to(self.devices[0])
             modules = replicate(given, self._core.local_replicas, [known for _, known in self._modules])
         else:
             modules = [given() for _ in range(self._core.local_replicas)]

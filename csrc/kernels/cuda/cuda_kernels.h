@@ -45,6 +45,8 @@ bool is_capturing(Stream stream) noexcept;
 struct Chunk {
   uint32_t item;
   uint32_t index;  ///< within the item
+
+  bool operator==(const Chunk&) const = default;
 };
 
 /// Writes the num_tiles(n) chunks of one item; returns the end.
@@ -63,6 +65,8 @@ struct PackSlot {
   uint64_t offset;     ///< in elements, from the start of the bucket
   uint64_t n;          ///< elements
   DType source_dtype;  ///< f64 for a bucket of f64; else f32, bf16 or f16
+
+  bool operator==(const PackSlot&) const = default;
 };
 
 /// The shape of a bucket. Slots and chunks lie in the device's memory.

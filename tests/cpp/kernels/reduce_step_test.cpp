@@ -86,7 +86,7 @@ TEMPLATE_TEST_CASE("a step with copies is the step, copied", "[kernels]", float,
     adam_step({dtype_of<TestType>(), &expected, 1, &scalars, true}, &kAdam);
     const auto segment = pieces.segment(has_low);
     const StepCopies copies{destinations.data(), 3};
-    adam_step({dtype_of<TestType>(), &segment, 1, &scalars, true}, &kAdam, &copies);
+    adam_step_with_copies({dtype_of<TestType>(), &segment, 1, &scalars, true}, &kAdam, &copies);
     INFO(n << " elements");
     CHECK(same_values(pieces.value, whole.value));
     CHECK(same_values(pieces.moment, whole.moment));

@@ -1,0 +1,33 @@
+// Which step a list of hyperparameters asks for.
+#pragma once
+
+#include <variant>
+#include <vector>
+
+#include "comm/device_table.h"
+#include "kernels/cuda/cuda_kernels.h"
+#include "kernels/kernels.h"
+
+namespace muster {
+
+/// Hyperparameters by parameter group; which alternative says what is computed.
+using FlatGroups =
+    std::variant<std::vector<kernels::AdamGroup>, std::vector<kernels::SgdGroup>, std::vector<kernels::AdagradGroup>>;
+
+/// Steps on the CPU.
+void step_by_groups(const kernels::StepArguments& arguments, const FlatGroups& groups) noexcept;
+
+/// Steps on a device. Owned by one thread.
+class DeviceGroups {
+ public:
+  /// Makes the device's hyperparameters those of `groups`.
+  void follow(const FlatGroups& groups, c10::Device device);
+  /// Enqueues a step by what follow was given last.
+  kernels::cuda::Status step(const kernels::cuda::StepPlan& plan, kernels::cuda::Stream stream) const;
+
+ private:
+  std::variant<DeviceTable<kernels::AdamGroup>, DeviceTable<kernels::SgdGroup>, DeviceTable<kernels::AdagradGroup>>
+      table_;
+};
+
+}  // namespace muster
