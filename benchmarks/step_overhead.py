@@ -17,7 +17,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -76,11 +76,20 @@ class Case:
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(
+        parameters, lr=1e-3
+    )
 
 
 CASES = {
     "2,000 small tensors": Case(small_tensors, lambda: (torch.randn(32, 16), torch.randn(32, 16)), F.mse_loss),
     "25 M MLP": Case(mlp, lambda: (torch.randn(32, 1024), torch.randn(32, 1024)), F.mse_loss),
+    "25 M MLP, AdamW(fused=True)": Case(
+        mlp,
+        lambda: (torch.randn(32, 1024), torch.randn(32, 1024)),
+        F.mse_loss,
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-5, fused=True),
+    ),
     "10 M transformer": Case(
         Transformer,
         lambda: (torch.randint(256, (4, 64)), torch.randint(256, (4, 64))),
@@ -99,7 +108,7 @@ class Column:
 
 def ordinary(module: nn.Module, called: nn.Module, case: Case, x: Tensor, y: Tensor) -> Column:
     """The loop as it is written without Muster."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    optimizer = case.optimizer(module.parameters())
 
     def step() -> None:
         optimizer.zero_grad()
@@ -110,7 +119,7 @@ def ordinary(module: nn.Module, called: nn.Module, case: Case, x: Tensor, y: Ten
 
 
 def with_muster(module: nn.Module, strategy: muster.Strategy, case: Case, x: Tensor, y: Tensor) -> Column:
-    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=1e-3))
+    model, _ = strategy.prepare(module, case.optimizer(module.parameters()))
     return Column(module, lambda: strategy.step(lambda x, y: case.loss(model(x), y), x, y))
 
 
@@ -246,7 +255,7 @@ def main(
     result = record(
         "step_overhead",
         workers=WORKERS,
-        optimizer="SGD(lr=1e-3)",
+        optimizer="SGD(lr=1e-3) but where another one is named",
         models={name: measure(name, seconds) for name in models or CASES},
     )
     if write:

@@ -58,6 +58,25 @@ def after_backward(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", caption])
 
 
+def scaling_efficiency(result: dict[str, Any]) -> str:
+    """A row a model: samples per second of one replica, what they become in each column, Mirrored over bare threads."""
+    models = result["models"]
+    base, *columns = next(iter(models.values()))["columns"]
+    lines = [
+        f"| model | {base} | {' | '.join(columns)} | mirrored over bare threads |",
+        f"| --- | ---: |{' ---: |' * len(columns)} ---: |",
+    ]
+    for name, measured in models.items():
+        cells = [cell(measured["columns"][column]["ratio"]) for column in columns]
+        first = f"{measured['columns'][base]['samples per second']:,.0f} samples/s"
+        lines.append(f"| {name} | {first} | {' | '.join(cells)} | {cell(measured['mirrored over bare threads'])} |")
+    caption = (
+        f"The same global batch, {result['optimizer']}; samples per second over those of one replica on one thread: "
+        f"median (quartiles) over interleaved rounds. {where(result)}"
+    )
+    return "\n".join([*lines, "", caption])
+
+
 def where(result: dict[str, Any]) -> str:
     machine = result["machine"]
     return f"{result['date']}, {machine['cpu']} ({machine['cores']} cores), torch {result['versions']['torch']}."
@@ -68,7 +87,11 @@ def cell(quartiles: list[float]) -> str:
     return f"{median:.2f} ({low:.2f}–{high:.2f})"
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"step_overhead": step_overhead, "after_backward": after_backward}
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "step_overhead": step_overhead,
+    "after_backward": after_backward,
+    "scaling_efficiency": scaling_efficiency,
+}
 
 
 def updated(text: str) -> str:

@@ -174,8 +174,7 @@ void bind_core_class(py::module_& m) {
       .def_property_readonly("local_replicas", [](const StrategyCore& c) { return c.topology().local_replicas(); })
       .def_property_readonly("devices", [](const StrategyCore& c) { return c.topology().devices; })
       .def_property_readonly("threads_per_replica", [](StrategyCore& c) { return c.pool().threads_per_replica(); })
-      .def_property_readonly("backend", [](const StrategyCore& c) { return c.backend(); })
-      .def_property_readonly("bucket_bytes", &StrategyCore::bucket_bytes)
+      .def("explain", &StrategyCore::explain, py::arg("name"))
       .def_property_readonly("seed", &StrategyCore::seed)
       .def_property_readonly("steps", &StrategyCore::steps)
       .def_property_readonly("stopping", &StrategyCore::stopping)
@@ -191,7 +190,7 @@ void bind_core_class(py::module_& m) {
   core.def(
           "add_module",
           [](StrategyCore& c, std::vector<NamedTensors> parameters, std::vector<NamedTensors> buffers) {
-            return c.registry().add({std::move(parameters), std::move(buffers)}, c.workers());
+            return c.add_module({std::move(parameters), std::move(buffers)});
           },
           py::call_guard<Interruptible>())
       .def("set_buffers",

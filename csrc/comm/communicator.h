@@ -53,6 +53,8 @@ class Work {
   std::shared_ptr<Impl> impl_;
 };
 
+class PeerMemory;
+
 /// How a rank left a scope; see Communicator::begin_scope.
 enum class ScopeEnd : uint32_t { finished, failed, absent };
 
@@ -104,6 +106,9 @@ class Communicator {
   /// stays usable from the next scope on. `scope` increases from step to step and agrees over ranks.
   virtual void begin_scope(uint64_t scope) = 0;
   virtual void end_scope(ScopeEnd end, const std::string& reason = {}) = 0;
+
+  /// What ranks that see one another's memory can do beyond this; null where they do not. See peer_memory.h.
+  virtual PeerMemory* peer_memory() noexcept { return nullptr; }
 
   /// Ends every operation, under way or later, on this rank and its peers with CommError(reason). Thread-safe,
   /// idempotent, does not block.

@@ -61,6 +61,11 @@ class HostSpace final : public SharedSpace {
         data, {numel}, [arena, data](void*) { arena->release(data); }, at::TensorOptions().dtype(dtype));
   }
 
+  at::Tensor allocate_common(int64_t bytes) override {
+    const auto mapping = std::make_shared<Mapping>(mesh_->share_memory(static_cast<size_t>(bytes)));
+    return at::from_blob(mapping->data(), {bytes}, [mapping](void*) {}, at::TensorOptions(at::kByte));
+  }
+
   std::optional<uint64_t> address_of(int rank, const void* data, size_t bytes) const noexcept override {
     const auto* const first = static_cast<const std::byte*>(data);
     const auto in = [&](size_t r) {
@@ -98,6 +103,24 @@ class HostSpace final : public SharedSpace {
 };
 
 }  // namespace
+
+Mapping HostMesh::share_memory(size_t bytes) {
+  const net::Deadline deadline = std::chrono::steady_clock::now() + options_.timeout;
+  const std::string kind = "memory " + std::to_string(num_memories_++);
+  if (rank() != 0) {
+    const net::Message message = receive_from(0, kind, deadline);
+    if (message.descriptors.size() != 1) {
+      throw CommError("worker 0 sent no shared memory; run one version of Muster on all workers");
+    }
+    return Mapping(message.descriptors.front().get(), bytes);
+  }
+  const net::FileDescriptor segment = make_segment("muster-common", bytes);
+  reserve(segment.get(), 0, bytes);
+  for (int w = 1; w < num_workers(); ++w) {
+    peers_[static_cast<size_t>(w)].socket.send(kind, {segment.get()}, deadline);
+  }
+  return Mapping(segment.get(), bytes);
+}
 
 // Worker 0 makes the control block; a message to every other worker carries it and the arenas of the sender's replicas.
 std::vector<CommunicatorPtr> HostMesh::make_group(const std::string& name) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/shared_segment.h"
 #include "comm/shared_space.h"
 #include "net/unix_socket.h"
 
@@ -49,6 +50,11 @@ class HostMesh : public std::enable_shared_from_this<HostMesh> {
   /// the mesh alive.
   std::vector<CommunicatorPtr> make_group(const std::string& name);
 
+  /// Collective over workers, in the same order on each. Zeroed memory (more than 0 bytes) that all of them map; it is
+  /// gone when the last one has unmapped it. Throws CommError when there is no memory, or workers ask for different
+  /// sizes.
+  Mapping share_memory(size_t bytes);
+
   /// The first worker that ended without saying so. Does not block.
   std::optional<shared::LostWorker> find_lost();
 
@@ -70,6 +76,7 @@ class HostMesh : public std::enable_shared_from_this<HostMesh> {
 
   const Options options_;
   int owner_process_ = 0;
+  int num_memories_ = 0;  // shared so far
   uint64_t job_ = 0;
   std::vector<int> first_replica_;
   std::mutex mutex_;

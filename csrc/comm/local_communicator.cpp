@@ -25,6 +25,7 @@ class LocalSpace final : public SharedSpace {
   at::Tensor allocate(int, int64_t numel, at::ScalarType dtype) override {
     return at::zeros({numel}, at::TensorOptions().dtype(dtype));
   }
+  at::Tensor allocate_common(int64_t bytes) override { return at::zeros({bytes}, at::kByte); }
   std::optional<uint64_t> address_of(int, const void* data, size_t) const noexcept override {
     return std::bit_cast<uint64_t>(data);
   }

@@ -88,6 +88,16 @@ Request reduce_scatter_request(const at::Tensor& output, const at::Tensor& input
   return request;
 }
 
+Request visit_request(const at::Tensor& tensor, uint64_t tag) {
+  check_dense(tensor, "visit");
+  Request request;
+  request.kind = OpKind::visit;
+  request.dtype = static_cast<int8_t>(tensor.scalar_type());
+  request.tag = tag;
+  request.numel = tensor.numel();
+  return request;
+}
+
 std::string describe(const Request& request) {
   const std::string values = " of " + std::to_string(request.numel) + " " +
                              c10::toString(static_cast<c10::ScalarType>(request.dtype)) + " values";
@@ -97,6 +107,8 @@ std::string describe(const Request& request) {
       return "all_reduce" + reduction + values;
     case OpKind::broadcast:
       return "broadcast from rank " + std::to_string(request.source) + values;
+    case OpKind::visit:
+      return "visit" + values;
     case OpKind::reduce_scatter:
       return "reduce_scatter" + reduction + values;
     case OpKind::all_gather: {

@@ -11,7 +11,7 @@
 
 namespace muster::comm {
 
-enum class OpKind : uint8_t { all_reduce, broadcast, all_gather, reduce_scatter, barrier };
+enum class OpKind : uint8_t { all_reduce, broadcast, all_gather, reduce_scatter, barrier, visit };
 
 /// Plain data of fixed layout without padding: it travels through shared memory and process groups.
 struct Request {
@@ -34,6 +34,7 @@ Request all_reduce_request(const at::Tensor& tensor, ReduceOp op, uint64_t tag);
 Request broadcast_request(const at::Tensor& tensor, int source, int size);
 Request all_gather_request(const at::Tensor& input);
 Request reduce_scatter_request(const at::Tensor& output, const at::Tensor& input, ReduceOp op, int size);
+Request visit_request(const at::Tensor& tensor, uint64_t tag);
 
 /// "all_reduce(sum) of 1000 Float values".
 std::string describe(const Request& request);

@@ -369,7 +369,7 @@ void Operation::wait(Milliseconds timeout) { group->wait(*this, timeout); }
 
 namespace {
 
-class SharedCommunicator final : public Communicator {
+class SharedCommunicator final : public Communicator, public PeerMemory {
  public:
   explicit SharedCommunicator(std::shared_ptr<Group> group) : group_(std::move(group)) {}
   ~SharedCommunicator() override { group_->close(); }
@@ -402,12 +402,34 @@ class SharedCommunicator final : public Communicator {
 
   Work barrier() override { return issue(Request{}, at::Tensor(), false); }
 
+  PeerMemory* peer_memory() noexcept override { return this; }
+
+  Work visit(const at::Tensor& tensor, uint64_t tag, Visit visit) override {
+    auto operation = make_operation(visit_request(tensor, tag), tensor, false);
+    if (operation->header.placement != Placement::direct) {
+      throw InvalidArgument("peers visit memory that allocate() of their group gave; copy the tensor there first");
+    }
+    operation->visit = std::move(visit);
+    return group_->issue(std::move(operation));
+  }
+
+  at::Tensor allocate_common(int64_t bytes) override {
+    group_->check();
+    return group_->space().allocate_common(bytes);
+  }
+
   void begin_scope(uint64_t scope) override { group_->begin_scope(scope); }
   void end_scope(ScopeEnd end, const std::string& reason) override { group_->end_scope(end, reason); }
   void abort(const std::string& reason) noexcept override { group_->abort(reason); }
 
  private:
   Work issue(const Request& request, const at::Tensor& tensor, bool receive, const at::Tensor& output = {}) {
+    auto operation = make_operation(request, tensor, receive);
+    operation->output = output;
+    return group_->issue(std::move(operation));
+  }
+
+  std::shared_ptr<Operation> make_operation(const Request& request, const at::Tensor& tensor, bool receive) {
     if (tensor.defined() && !tensor.device().is_cpu()) {
       throw InvalidArgument("this group communicates CPU tensors; got one on " + tensor.device().str() +
                             ", move it first");
@@ -421,15 +443,14 @@ class SharedCommunicator final : public Communicator {
     header.placement = Placement::staged;
     if (request.kind == OpKind::barrier || (request.kind == OpKind::broadcast && request.source != rank())) {
       header.placement = Placement::none;
-    } else if (header.bytes <= kInlineBytes) {
+    } else if (header.bytes <= kInlineBytes && request.kind != OpKind::visit) {
       header.placement = Placement::in_header;
     } else if (const auto address = group_->space().address_of(rank(), tensor.const_data_ptr(), header.bytes)) {
       header.placement = Placement::direct;
       header.address = *address;
     }
     operation->tensor = tensor;
-    operation->output = output;
-    return group_->issue(std::move(operation));
+    return operation;
   }
 
   const std::shared_ptr<Group> group_;

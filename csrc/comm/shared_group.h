@@ -21,6 +21,7 @@
 #include <string>
 
 #include "comm/communicator.h"
+#include "comm/peer_memory.h"
 #include "comm/request.h"
 #include "comm/shared_control.h"
 #include "comm/shared_space.h"
@@ -43,6 +44,7 @@ struct Operation final : Work::Impl {
   at::Tensor tensor;                 // what peers read; also written, except by all_gather and reduce_scatter
   at::Tensor output;                 // reduce_scatter
   std::vector<at::Tensor> gathered;  // all_gather
+  PeerMemory::Visit visit;
 
   State state = State::queued;
   std::exception_ptr error;

@@ -233,7 +233,8 @@ bool Group::reduce(Operation& op) {
 
 // Finishes rounds that all peers have done their part of.
 bool Group::complete(Operation& op) {
-  const bool is_read_by_peers = op.header.placement != Placement::none;
+  const bool is_read_by_peers =
+      op.header.placement != Placement::none && op.header.request.kind != OpKind::visit;  // whose readers may be late
   const bool copies_out =
       op.header.placement == Placement::staged && op.header.receive && op.header.request.kind == OpKind::all_reduce;
   bool moved = false;
@@ -298,6 +299,12 @@ void Group::run_round(Operation& op, uint32_t round) {
                     theirs.last - theirs.first);
       }
       break;
+    case OpKind::visit: {
+      std::array<void*, kMaxRanks> data{};
+      for (const int p : op.present) data[p] = const_cast<std::byte*>(data_of(op, p, round, 0));
+      op.visit(data.data());
+      break;
+    }
     case OpKind::barrier:
       break;
   }

@@ -35,6 +35,10 @@ class SharedSpace {
   /// there is no memory left.
   virtual at::Tensor allocate(int rank, int64_t numel, at::ScalarType dtype) = 0;
 
+  /// Collective over processes, blocking. Zeroed memory that is one and the same for all of them, kept by the tensor
+  /// (uint8) and by those of the others.
+  virtual at::Tensor allocate_common(int64_t bytes) = 0;
+
   /// The address by which peers find rank `rank`'s bytes, or none when they cannot.
   virtual std::optional<uint64_t> address_of(int rank, const void* data, size_t bytes) const noexcept = 0;
 

@@ -16,6 +16,13 @@ int64_t element_count(const std::vector<int64_t>& sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
 }
 
+// Of a parameter's slot.
+int64_t slot_bytes(const ParameterSpec& parameter) {
+  constexpr int64_t kAlignment = FlatLayout::kSlotAlignment;
+  const auto element_bytes = static_cast<int64_t>(c10::elementSize(accumulation_dtype(parameter.dtype)));
+  return (element_count(parameter.sizes) * element_bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
 std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
@@ -149,8 +156,18 @@ uint64_t stable_hash(std::string_view bytes, uint64_t seed) noexcept {
   return hash;
 }
 
+// The position in the order from which on everything fits into so many bytes.
+size_t FlatLayout::beginning_of_last(int64_t bytes) const {
+  size_t position = order_.size();
+  for (int64_t left = bytes; position > 0; --position) {
+    left -= slot_bytes(parameters_[static_cast<size_t>(order_[position - 1])]);
+    if (left < 0) break;
+  }
+  return position;
+}
+
 FlatLayout::FlatLayout(std::vector<ParameterSpec> parameters, std::vector<int> order, int64_t bucket_bytes,
-                       int64_t first_bucket_bytes)
+                       int64_t first_bucket_bytes, int64_t last_bucket_bytes)
     : parameters_(std::move(parameters)) {
   if (bucket_bytes < 1 || first_bucket_bytes < 1) {
     throw InvalidArgument("bucket sizes must be at least 1 byte, not " + std::to_string(bucket_bytes) + " and " +
@@ -167,16 +184,17 @@ FlatLayout::FlatLayout(std::vector<ParameterSpec> parameters, std::vector<int> o
   };
   std::vector<Draft> drafts;
   std::array<int, 2> open = {-1, -1};  // the draft being filled, for Float and for Double
+  const size_t last_begins = beginning_of_last(last_bucket_bytes);
 
   for (size_t position = 0; position < order_.size(); ++position) {
     const int index = order_[position];
     const ParameterSpec& parameter = parameters_[static_cast<size_t>(index)];
     const c10::ScalarType dtype = accumulation_dtype(parameter.dtype);
     const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype));
-    const int64_t alignment = kSlotAlignment / element_bytes;
     const int64_t numel = element_count(parameter.sizes);
-    const int64_t padded = (numel + alignment - 1) / alignment * alignment;
+    const int64_t padded = slot_bytes(parameter) / element_bytes;
 
+    if (position == last_begins) open = {-1, -1};
     int& current = open[dtype == c10::ScalarType::Double ? 1 : 0];
     if (current >= 0) {
       const Draft& draft = drafts[static_cast<size_t>(current)];

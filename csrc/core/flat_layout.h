@@ -48,12 +48,13 @@ class FlatLayout {
   /// Lays `parameters` (indexed in registration order) into buckets of at most about `bucket_bytes`, filled in `order`
   /// (a permutation of the indices; empty: reverse registration order, in which gradients usually appear). A bucket
   /// holds one accumulation dtype; a parameter larger than `bucket_bytes` has a bucket to itself; the first bucket is
-  /// cut at `first_bucket_bytes` so that communication starts early. Buckets are numbered by the position of their last
-  /// parameter in `order`, which is when they can leave.
-  /// Throws InvalidArgument for a duplicate name, an order that is no permutation, or a dtype that has no floating
-  /// accumulation (integers, complex, quantised), naming the parameter.
+  /// cut at `first_bucket_bytes` so that communication starts early, and the gradients that come last, as many as fit
+  /// into `last_bucket_bytes`, have a bucket to themselves (0: they need not). Buckets are numbered by the position of
+  /// their last parameter in `order`, which is when they can leave. Throws InvalidArgument for a duplicate name, an
+  /// order that is no permutation, or a dtype that has no floating accumulation (integers, complex, quantised), naming
+  /// the parameter.
   FlatLayout(std::vector<ParameterSpec> parameters, std::vector<int> order, int64_t bucket_bytes,
-             int64_t first_bucket_bytes);
+             int64_t first_bucket_bytes, int64_t last_bucket_bytes = 0);
 
   const std::vector<ParameterSpec>& parameters() const noexcept { return parameters_; }
   const std::vector<Slot>& slots() const noexcept { return slots_; }            ///< by parameter index
@@ -69,6 +70,8 @@ class FlatLayout {
   static std::string describe_difference(const FlatLayout& here, const FlatLayout& there);
 
  private:
+  size_t beginning_of_last(int64_t bytes) const;
+
   std::vector<ParameterSpec> parameters_;
   std::vector<Slot> slots_;
   std::vector<BucketSpec> buckets_;

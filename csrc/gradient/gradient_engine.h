@@ -13,8 +13,10 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/peer_memory.h"
 #include "core/device.h"
 #include "core/flat_layout.h"
+#include "core/ownership.h"
 
 namespace muster {
 
@@ -27,6 +29,7 @@ struct NamedParameter {
 struct GradientEngineOptions {
   int64_t bucket_bytes = 8 << 20;
   int64_t first_bucket_bytes = 1 << 20;
+  int64_t last_bucket_bytes = 0;
   /// Launch buckets from hooks. False where the transport cannot order them against the step's own collectives.
   bool overlap = true;
   /// Whether this replica's buckets receive the sums; replicas of one process need them once.
@@ -57,6 +60,7 @@ class GradientEngine {
     bool contributes = true;         ///< false: gradients of this micro-batch are dropped (its weight is 0)
     bool overlaps = true;            ///< false: buckets are reduced after backward
     const double* gate = nullptr;    ///< in the device's memory: where it is 0, as if contributes were false
+    bool to_owners = false;          ///< the sums go to their owners alone: see can_reduce_to_owners()
     bool locate_non_finite = false;  ///< look for non-finite values before reducing; see first_non_finite()
   };
 
@@ -111,6 +115,19 @@ class GradientEngine {
   /// The first parameter whose local gradient was not finite in this window, or -1; see MicroBatch::locate_non_finite.
   int first_non_finite() const noexcept { return first_non_finite_; }
 
+  /// Whether ranks see one another's memory, so that each can sum its own runs of all buckets, with their statistics.
+  bool can_reduce_to_owners() const noexcept { return peers_ != nullptr; }
+
+  /// What rank `rank` owns of a parameter, where can_reduce_to_owners(). With MicroBatch::to_owners a slot holds the
+  /// sum in the runs of this rank alone after wait().
+  const Run& owned_run(size_t parameter, int rank) const noexcept {
+    return owned_[parameter][static_cast<size_t>(rank)];
+  }
+
+  /// Appends the sums of squares of a parameter's tiles (kernels.h), all ranks', to `partials`: in a window that was
+  /// reduced to owners, after a collective that every rank issued after its wait().
+  void append_partials(size_t parameter, std::vector<double>& partials) const;
+
   size_t num_parameters() const noexcept { return parameters_.size(); }
   const std::vector<NamedParameter>& parameters() const noexcept { return parameters_; }
   const FlatLayout& layout() const noexcept { return layout_; }
@@ -128,6 +145,7 @@ class GradientEngine {
  private:
   struct Hook;
   struct ParameterState;
+  struct OwnedSums;
   struct BucketState;
 
   void on_gradient(size_t parameter);
@@ -143,11 +161,16 @@ class GradientEngine {
   comm::Communicator& control() const noexcept { return options_.control ? *options_.control : *communicator_; }
   void pack_bucket(BucketState& bucket);
   void launch_ready();
+  void find_owners();
+  comm::Work reduce_to_owners(size_t bucket);
+  double* owned_partials(size_t parameter) const;
+  void take_owned_stats(size_t parameter);
   void keep_error(std::exception_ptr error) noexcept;
   void locate_non_finite(const BucketState& bucket);
 
   std::vector<NamedParameter> parameters_;
   comm::CommunicatorPtr communicator_;
+  comm::PeerMemory* peers_;  // of the communicator; null where ranks do not see one another's memory
   GradientEngineOptions options_;
   FlatLayout layout_;
   std::vector<int> layout_index_;  // parameter -> index in layout_, -1 when it is sparse only
@@ -155,7 +178,12 @@ class GradientEngine {
   std::vector<BucketState> buckets_;
   std::vector<at::Tensor> slot_views_;
   std::vector<at::Tensor> sparse_;
-  std::vector<int> arrivals_;  // parameters in the order their gradients came, first window only
+  // Where there are peers_:
+  std::vector<std::vector<Run>> owned_;           // [parameter][rank]
+  std::vector<size_t> first_tile_;                // by parameter, in partials
+  at::Tensor partials_;                           // of the owned tiles; fp64
+  std::vector<const double*> partials_of_ranks_;  // where every rank's are
+  std::vector<int> arrivals_;                     // parameters in the order their gradients came, first window only
   std::vector<comm::Work> works_;
   std::vector<std::unique_ptr<Hook>> hooks_;
   MicroBatch micro_batch_;

@@ -274,16 +274,17 @@ inline constexpr int kMaxReduceRanks = 64;
 /// Equal to tree_reduce's sum and grad_stats of each segment. `dtype` is f32 or f64; at most kMaxReduceRanks.
 void reduce_stats(DType dtype, int num_ranks, const ReduceSegment* segments, size_t count) noexcept;
 
-/// Who else receives what a segment's step gives.
+/// Who else receives what a step gives: those whose parameters lie as the own ones do, so many bytes further on.
 struct StepCopies {
-  void* const* destinations;  ///< n elements each: of the segment's `low`, where it has one, else of its parameter
+  const ptrdiff_t* displacements;
   int count;
 };
 
-/// The steps above; copies[i] then holds segment i's elements, stepped or not.
-void adam_step_with_copies(const StepArguments& arguments, const AdamGroup* groups, const StepCopies* copies) noexcept;
-void sgd_step_with_copies(const StepArguments& arguments, const SgdGroup* groups, const StepCopies* copies) noexcept;
+/// The steps above; then each segment's `low`, where it has one, else its `parameter`, is copied to every displacement,
+/// stepped or not.
+void adam_step_with_copies(const StepArguments& arguments, const AdamGroup* groups, const StepCopies& copies) noexcept;
+void sgd_step_with_copies(const StepArguments& arguments, const SgdGroup* groups, const StepCopies& copies) noexcept;
 void adagrad_step_with_copies(const StepArguments& arguments, const AdagradGroup* groups,
-                              const StepCopies* copies) noexcept;
+                              const StepCopies& copies) noexcept;
 
 }  // namespace muster::kernels

@@ -6,13 +6,19 @@ namespace {
 
 namespace cuda = kernels::cuda;
 
-void step(const kernels::StepArguments& arguments, const kernels::AdamGroup* groups) noexcept {
+using Arguments = kernels::StepArguments;
+using Copies = kernels::StepCopies;
+
+void step(const Arguments& arguments, const kernels::AdamGroup* groups, const Copies& copies) noexcept {
+  if (copies.count > 0) return kernels::adam_step_with_copies(arguments, groups, copies);
   kernels::adam_step(arguments, groups);
 }
-void step(const kernels::StepArguments& arguments, const kernels::SgdGroup* groups) noexcept {
+void step(const Arguments& arguments, const kernels::SgdGroup* groups, const Copies& copies) noexcept {
+  if (copies.count > 0) return kernels::sgd_step_with_copies(arguments, groups, copies);
   kernels::sgd_step(arguments, groups);
 }
-void step(const kernels::StepArguments& arguments, const kernels::AdagradGroup* groups) noexcept {
+void step(const Arguments& arguments, const kernels::AdagradGroup* groups, const Copies& copies) noexcept {
+  if (copies.count > 0) return kernels::adagrad_step_with_copies(arguments, groups, copies);
   kernels::adagrad_step(arguments, groups);
 }
 
@@ -28,8 +34,8 @@ cuda::Status step(const cuda::StepPlan& plan, const kernels::AdagradGroup* group
 
 }  // namespace
 
-void step_by_groups(const kernels::StepArguments& arguments, const FlatGroups& groups) noexcept {
-  std::visit([&](const auto& list) { step(arguments, list.data()); }, groups);
+void step_by_groups(const Arguments& arguments, const FlatGroups& groups, const Copies& copies) noexcept {
+  std::visit([&](const auto& list) { step(arguments, list.data(), copies); }, groups);
 }
 
 void DeviceGroups::follow(const FlatGroups& groups, c10::Device device) {

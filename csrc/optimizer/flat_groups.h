@@ -14,8 +14,9 @@ namespace muster {
 using FlatGroups =
     std::variant<std::vector<kernels::AdamGroup>, std::vector<kernels::SgdGroup>, std::vector<kernels::AdagradGroup>>;
 
-/// Steps on the CPU.
-void step_by_groups(const kernels::StepArguments& arguments, const FlatGroups& groups) noexcept;
+/// Steps on the CPU, and copies where there is somebody to copy to.
+void step_by_groups(const kernels::StepArguments& arguments, const FlatGroups& groups,
+                    const kernels::StepCopies& copies = {}) noexcept;
 
 /// Steps on a device. Owned by one thread.
 class DeviceGroups {

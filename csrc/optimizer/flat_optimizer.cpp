@@ -112,6 +112,7 @@ void FlatOptimizer::follow(Entry& entry) {
   }
   entry.master_version = -1;
   entry.master = is_low(entry.dtype) ? empty_state(entry) : at::Tensor();
+  std::fill(std::begin(entry.is_common), std::end(entry.is_common), false);
 }
 
 at::TensorOptions FlatOptimizer::device_options(at::ScalarType dtype) const {
@@ -148,6 +149,83 @@ void FlatOptimizer::allocate(Entry& entry, size_t num_states) {
   entry.num_states = std::max(entry.num_states, num_states);
 }
 
+at::Tensor& FlatOptimizer::tensor_of(Entry& entry, size_t which) const {
+  return which == kMaster ? entry.master : entry.states[which];
+}
+
+// State of the stepped parameters that other processes do not see goes to memory that they do, each element's value
+// from its owner; what there is none of starts from the zeros there.
+void FlatOptimizer::move_to_common(const DividedStep& divided) {
+  constexpr int64_t kAlignment = FlatLayout::kSlotAlignment;
+  struct Move {
+    size_t parameter;
+    size_t which;
+    int64_t offset;
+  };
+  std::vector<Move> moves;
+  int64_t bytes = 0;
+  const auto& gradients = divided.shares.front().gradients;
+  for (size_t p = 0; p < entries_.size(); ++p) {
+    if (!gradients[p].dense.defined() && !gradients[p].sparse.defined()) continue;
+    auto& entry = entries_[p];
+    const auto size = static_cast<int64_t>(c10::elementSize(accumulation_dtype(entry.dtype)));
+    for (size_t which = 0; which <= kMaster; ++which) {
+      const bool exists = which == kMaster ? entry.master.defined() : which < entry.num_states;
+      if (!exists || entry.is_common[which] || entry.parameter.tensor.numel() == 0) continue;
+      moves.push_back({p, which, bytes});
+      bytes += (entry.parameter.tensor.numel() * size + kAlignment - 1) / kAlignment * kAlignment;
+    }
+  }
+  if (moves.empty()) return;
+  const auto memory = divided.allocate_common(bytes);
+  for (const auto& [p, which, offset] : moves) {
+    auto& entry = entries_[p];
+    const auto& tensor = entry.parameter.tensor;
+    // A storage of its own, so that whoever saves or copies one does not take all.
+    auto common = at::from_blob(
+        memory.mutable_data_ptr<uint8_t>() + offset, tensor.sizes(), tensor.strides(), [memory](void*) {},
+        device_options(accumulation_dtype(entry.dtype)));
+    auto& own = tensor_of(entry, which);
+    if (own.defined()) {
+      for (const auto& share : divided.shares) {
+        const auto& run = share.runs[p];
+        in_memory_order(common)
+            .narrow(0, run.begin, run.count)
+            .copy_(in_memory_order(own).narrow(0, run.begin, run.count));
+      }
+    }
+    own = std::move(common);
+    entry.is_common[which] = true;
+    note_started(p);
+  }
+}
+
+// Before a step or values of this process alone.
+void FlatOptimizer::leave_common(size_t p) {
+  auto& entry = entries_[p];
+  for (size_t which = 0; which <= kMaster; ++which) {
+    if (!std::exchange(entry.is_common[which], false)) continue;
+    auto& tensor = tensor_of(entry, which);
+    tensor = empty_state(entry).copy_(tensor);
+    note_started(p);
+  }
+}
+
+void FlatOptimizer::note_started(size_t p) {
+  if (started_.empty() || started_.back() != p) started_.push_back(p);
+}
+
+void FlatOptimizer::refresh_master(const Entry& entry, const Run& run) const {
+  const auto& tensor = entry.parameter.tensor;
+  if (!entry.is_dense) {
+    entry.master.copy_(tensor);
+    return;
+  }
+  in_memory_order(entry.master)
+      .narrow(0, run.begin - entry.run.begin, run.count)
+      .copy_(in_memory_order(tensor).narrow(0, run.begin, run.count));
+}
+
 // `parameter`: its elements in memory order, of which `run` takes some that this shard owns; `gradient` points to the
 // run's first.
 void FlatOptimizer::add_run(const Entry& entry, const Run& run, void* parameter, void* gradient,
@@ -169,13 +247,13 @@ void FlatOptimizer::add_run(const Entry& entry, const Run& run, void* parameter,
   segments.of(accumulation_dtype(entry.dtype)).push_back(segment);
 }
 
-void FlatOptimizer::add_dense(const Entry& entry, void* parameter, const at::Tensor& gradient,
+void FlatOptimizer::add_dense(const Entry& entry, const Run& run, void* parameter, const at::Tensor& gradient,
                               Segments& segments) const {
-  if (entry.run.count == 0) return;
-  add_run(entry, entry.run, parameter, at_element(gradient, entry.run.begin), segments);
+  if (run.count == 0) return;
+  add_run(entry, run, parameter, at_element(gradient, run.begin), segments);
 }
 
-void FlatOptimizer::add_sparse(const Entry& entry, void* parameter, const at::Tensor& gradient,
+void FlatOptimizer::add_sparse(const Entry& entry, const Run& run, void* parameter, const at::Tensor& gradient,
                                Segments& segments) const {
   const auto rows = gradient._indices().cpu().contiguous();
   const auto values = gradient._values().contiguous();
@@ -183,27 +261,39 @@ void FlatOptimizer::add_sparse(const Entry& entry, void* parameter, const at::Te
   const int64_t width = rows.numel() == 0 ? 0 : values.numel() / rows.numel();
   for (int64_t i = 0; i < rows.numel(); ++i) {
     const int64_t row = rows.const_data_ptr<int64_t>()[i] * width;
-    const int64_t begin = std::max(row, entry.run.begin);
-    const int64_t end = std::min(row + width, entry.run.begin + entry.run.count);
+    const int64_t begin = std::max(row, run.begin);
+    const int64_t end = std::min(row + width, run.begin + run.count);
     if (begin >= end) continue;
     add_run(entry, {begin, end - begin}, parameter, at_element(values, i * width + begin - row), segments);
   }
 }
 
+void FlatOptimizer::add_gradient(const Entry& entry, const Run& run, void* parameter, const FlatGradient& gradient,
+                                 const FlatGroups& groups, Segments& segments) const {
+  if (!gradient.sparse.defined()) return add_dense(entry, run, parameter, gradient.dense, segments);
+  const bool by_row = entry.parameter.tensor.is_contiguous() &&
+                      !of_group(groups, entry.parameter.group, [](const auto& g) { return moves_all_rows(g); });
+  if (by_row) return add_sparse(entry, run, parameter, gradient.sparse, segments);
+  const auto dense = dense_of(entry, gradient.sparse);
+  segments.kept.push_back(dense);
+  add_dense(entry, run, parameter, dense, segments);
+}
+
 void FlatOptimizer::run(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars& scalars,
-                        bool keep) const {
+                        bool keep, const kernels::StepCopies& copies) const {
   struct Context {
     kernels::DType dtype;
     const FlatGroups& groups;
     const kernels::StepScalars& scalars;
     bool keep;
+    const kernels::StepCopies& copies;
   };
   const auto step = [](const void* pointer, const kernels::StepSegment* first, size_t count) {
     const auto& context = *static_cast<const Context*>(pointer);
-    step_by_groups({context.dtype, first, count, &context.scalars, context.keep}, context.groups);
+    step_by_groups({context.dtype, first, count, &context.scalars, context.keep}, context.groups, context.copies);
   };
-  const Context singles{kernels::DType::f32, groups, scalars, keep};
-  const Context doubles{kernels::DType::f64, groups, scalars, keep};
+  const Context singles{kernels::DType::f32, groups, scalars, keep, copies};
+  const Context doubles{kernels::DType::f64, groups, scalars, keep, copies};
   parallel_step(singles.dtype, segments.singles, step, &singles);
   parallel_step(doubles.dtype, segments.doubles, step, &doubles);
 }
@@ -235,63 +325,86 @@ void FlatOptimizer::enqueue(const Segments& segments, const FlatGroups& groups, 
   launch(kernels::DType::f64, segments.doubles, doubles_);
 }
 
-void FlatOptimizer::step(const std::vector<FlatGradient>& gradients, const FlatGroups& groups,
+void FlatOptimizer::begin_step(size_t p, const FlatGroups& groups, bool is_common) {
+  auto& entry = entries_[p];
+  if (entry.parameter.group >= count_of(groups)) {
+    throw InvalidArgument("parameter '" + entry.parameter.name + "' is in group " +
+                          std::to_string(entry.parameter.group) + " of " + std::to_string(count_of(groups)));
+  }
+  follow(entry);
+  const size_t num_states = entry.num_states;
+  const size_t needed = of_group(groups, entry.parameter.group, [](const auto& group) { return states_needed(group); });
+  if (is_common && entry.parameter.tensor.numel() > 0) {
+    entry.num_states = std::max(num_states, needed);
+  } else {
+    allocate(entry, needed);
+  }
+  if (!entry.started || entry.num_states != num_states) note_started(p);
+  entry.started = true;
+  if (is_streamed()) {
+    used_[p] = 1;
+  } else {
+    *entry.step.mutable_data_ptr<float>() += 1;
+  }
+}
+
+void FlatOptimizer::step(std::vector<FlatGradient> gradients, const FlatGroups& groups,
                          const kernels::StepScalars* scalars, bool keep) {
+  DividedStep whole;
+  whole.shares.resize(1);
+  whole.shares.front().gradients = std::move(gradients);
+  for (const auto& entry : entries_) whole.shares.front().runs.push_back(entry.run);
+  step_divided(whole, groups, scalars, keep);
+}
+
+void FlatOptimizer::step_divided(const DividedStep& divided, const FlatGroups& groups,
+                                 const kernels::StepScalars* scalars, bool keep) {
   if (groups.index() != algorithm_) throw InvalidArgument("a flat optimizer cannot become another kind of optimizer");
+  if (divided.allocate_common && shard_.size > 1) {
+    throw InvalidArgument("a sharded optimizer keeps its own part of the state; step() it");
+  }
   const at::NoGradGuard no_grad;
   const OnDevice on_device(device_);
-  const bool streamed = is_streamed();
-  used_.assign(streamed ? entries_.size() : 0, 0);
-  Segments segments;
-  std::vector<std::pair<Entry*, at::Tensor>> packed;  // of parameters with gaps in their memory
+  const auto& shares = divided.shares;
+  std::vector<size_t> stepped;
   for (size_t p = 0; p < entries_.size(); ++p) {
-    const auto& gradient = gradients[p];
-    if (!gradient.dense.defined() && !gradient.sparse.defined()) continue;
-    auto& entry = entries_[p];
-    if (entry.parameter.group >= count_of(groups)) {
-      throw InvalidArgument("parameter '" + entry.parameter.name + "' is in group " +
-                            std::to_string(entry.parameter.group) + " of " + std::to_string(count_of(groups)));
-    }
-    follow(entry);
-    const size_t num_states = entry.num_states;
-    allocate(entry, of_group(groups, entry.parameter.group, [](const auto& group) { return states_needed(group); }));
-    const auto& tensor = entry.parameter.tensor;
-    if (entry.master.defined() && entry.master_version != static_cast<int64_t>(tensor._version())) {
-      entry.master.copy_(own_part(entry, tensor));
-    }
-    if (!entry.started || entry.num_states != num_states) started_.push_back(p);
-    entry.started = true;
-    if (streamed) {
-      used_[p] = 1;
-    } else {
-      *entry.step.mutable_data_ptr<float>() += 1;
-    }
+    const auto& gradient = shares.front().gradients[p];
+    if (gradient.dense.defined() || gradient.sparse.defined()) stepped.push_back(p);
+  }
+  used_.assign(is_streamed() ? entries_.size() : 0, 0);
+  for (const size_t p : stepped) begin_step(p, groups, divided.allocate_common != nullptr);
+  if (divided.allocate_common) move_to_common(divided);
 
+  std::vector<Segments> segments(shares.size());
+  std::vector<std::pair<Entry*, at::Tensor>> packed;  // of parameters with gaps in their memory
+  for (const size_t p : stepped) {
+    auto& entry = entries_[p];
+    const auto& tensor = entry.parameter.tensor;
     void* memory = tensor.mutable_data_ptr();
     if (!entry.is_dense) {
       packed.emplace_back(&entry, tensor.contiguous());
       memory = packed.back().second.mutable_data_ptr();
     }
-    const bool by_row = gradient.sparse.defined() && tensor.is_contiguous() &&
-                        !of_group(groups, entry.parameter.group, [](const auto& g) { return moves_all_rows(g); });
-    if (by_row) {
-      add_sparse(entry, memory, gradient.sparse, segments);
-    } else if (gradient.sparse.defined()) {
-      const auto dense = dense_of(entry, gradient.sparse);
-      segments.kept.push_back(dense);
-      add_dense(entry, memory, dense, segments);
-    } else {
-      add_dense(entry, memory, gradient.dense, segments);
+    const bool was_written = entry.master_version != static_cast<int64_t>(tensor._version());
+    for (size_t s = 0; s < shares.size(); ++s) {
+      const auto& run = shares[s].runs[p];
+      if (entry.master.defined() && was_written) refresh_master(entry, run);
+      add_gradient(entry, run, memory, shares[s].gradients[p], groups, segments[s]);
     }
   }
-  if (streamed) {
-    enqueue(segments, groups, scalars, keep);
+  if (is_streamed()) {
+    enqueue(segments.front(), groups, scalars, keep);
   } else {
-    run(segments, groups, *scalars, keep);
+    const kernels::StepCopies copies{divided.displacements.data(), static_cast<int>(divided.displacements.size())};
+    const auto work = [&](size_t share) { run(segments[share], groups, *scalars, keep, copies); };
+    if (divided.for_each) {
+      divided.for_each(work);
+    } else {
+      for (size_t s = 0; s < shares.size(); ++s) work(s);
+    }
   }
   for (auto& [entry, values] : packed) entry->parameter.tensor.copy_(values);
-  for (size_t p = 0; p < entries_.size(); ++p) {
-    if (!gradients[p].dense.defined() && !gradients[p].sparse.defined()) continue;
+  for (const size_t p : stepped) {
     auto& entry = entries_[p];
     entry.parameter.tensor.unsafeGetTensorImpl()->bump_version();
     entry.master_version = static_cast<int64_t>(entry.parameter.tensor._version());
@@ -310,6 +423,7 @@ void FlatOptimizer::step_from_grad(const FlatGroups& groups) {
     const auto& gradient = entry.parameter.tensor.grad();
     if (!gradient.defined()) continue;
     follow(entry);
+    leave_common(p);
     const auto wide = gradient.to(accumulation_dtype(entry.dtype));
     if (wide.is_sparse()) {
       gradients[p].sparse = wide.coalesce();
@@ -320,7 +434,7 @@ void FlatOptimizer::step_from_grad(const FlatGroups& groups) {
     }
   }
   const kernels::StepScalars plain{.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0};
-  step(gradients, groups, is_streamed() ? scalars_table_.follow({plain}, device_) : &plain, /*keep=*/false);
+  step(std::move(gradients), groups, is_streamed() ? scalars_table_.follow({plain}, device_) : &plain, /*keep=*/false);
 }
 
 std::vector<std::vector<Run>> FlatOptimizer::runs_of_ranks() const {
@@ -374,6 +488,7 @@ void FlatOptimizer::set_state(size_t parameter, size_t which, const at::Tensor& 
   auto& entry = entries_.at(parameter);
   check_sizes(entry, whole);
   follow(entry);
+  leave_common(parameter);
   allocate(entry, which + 1);
   if (entry.states[which].defined()) entry.states[which].copy_(own_part(entry, whole));
   entry.started = true;
@@ -390,6 +505,7 @@ void FlatOptimizer::set_master(size_t parameter, const at::Tensor& whole) {
   check_sizes(entry, whole);
   follow(entry);
   if (!entry.master.defined()) return;
+  leave_common(parameter);
   entry.master.copy_(own_part(entry, whole));
   entry.master_version = static_cast<int64_t>(entry.parameter.tensor._version());
 }

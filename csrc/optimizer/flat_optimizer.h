@@ -3,7 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -27,6 +29,23 @@ struct FlatParameter {
 struct FlatGradient {
   at::Tensor dense;   ///< accumulation dtype; the parameter's sizes and memory order
   at::Tensor sparse;  ///< coalesced COO with one sparse dimension; values in the accumulation dtype
+};
+
+/// What one of a process's replicas does of a step that it divides with others.
+struct StepShare {
+  std::vector<FlatGradient> gradients;  ///< by parameter; all shares have gradients of the same parameters
+  std::vector<Run> runs;                ///< by parameter; the runs of all processes' shares cover it once
+};
+
+/// A step that the replicas of one or several processes divide.
+struct DividedStep {
+  std::vector<StepShare> shares;  ///< by local replica
+  /// From this process's parameters, in bytes, to where other processes have theirs; these see every write.
+  std::vector<ptrdiff_t> displacements;
+  /// As comm::PeerMemory::allocate_common, where there are several processes; else null.
+  std::function<at::Tensor(int64_t bytes)> allocate_common;
+  /// Calls `work(share)` for every share, all at once where threads are at hand. Null: one after the other.
+  std::function<void(const std::function<void(size_t share)>& work)> for_each;
 };
 
 /// State is kept by parameter, each tensor in storage of its own, in the accumulation dtype (fp32 but for fp64
@@ -60,8 +79,15 @@ class FlatOptimizer {
   /// With `keep` the dense sums and sparse values that are read become means (not those of other shards, nor rows that
   /// are made dense). Bumps the version counters of what it writes. Local.
   /// Throws InvalidArgument if `groups` has another alternative or fewer groups than the parameters name.
-  void step(const std::vector<FlatGradient>& gradients, const FlatGroups& groups, const kernels::StepScalars* scalars,
+  void step(std::vector<FlatGradient> gradients, const FlatGroups& groups, const kernels::StepScalars* scalars,
             bool keep);
+
+  /// As step, of which this process does its shares. The parameters are dense. Where there are several processes every
+  /// one makes the same call; state then lies in memory that all of them see, so that it is whole on each though each
+  /// element is stepped, and its parameter stored everywhere, by its owner alone. Parameters and state are equal
+  /// everywhere once all have returned. Throws InvalidArgument in a shard.
+  void step_divided(const DividedStep& divided, const FlatGroups& groups, const kernels::StepScalars* scalars,
+                    bool keep);
 
   /// As step, from `.grad` of every parameter: mean gradients of any dtype and memory order, left as they are. Throws
   /// InvalidArgument in a shard, whose ranks must step together.
@@ -110,6 +136,8 @@ class FlatOptimizer {
     at::Tensor step;
     int64_t master_version = -1;  // of the parameter when the master copy was last equal to it
     size_t num_states = 0;        // equal on all ranks, also where this one owns nothing of them
+    // Whether all processes see states[s], and the master copy at kMaster.
+    bool is_common[kStates + 1] = {};
     bool started = false;
   };
 
@@ -117,16 +145,27 @@ class FlatOptimizer {
 
   void follow(Entry& entry);
   void allocate(Entry& entry, size_t num_states);
+  at::Tensor& tensor_of(Entry& entry, size_t which) const;
+  void move_to_common(const DividedStep& divided);
+  void leave_common(size_t parameter);
+  void note_started(size_t parameter);
+  void refresh_master(const Entry& entry, const Run& run) const;
   at::TensorOptions device_options(at::ScalarType dtype) const;
   at::Tensor empty_state(const Entry& entry) const;
   at::Tensor own_part(const Entry& entry, const at::Tensor& whole) const;
   at::Tensor dense_of(const Entry& entry, const at::Tensor& sparse) const;
   void check_sizes(const Entry& entry, const at::Tensor& whole) const;
   std::vector<std::vector<Run>> runs_of_ranks() const;
+  void begin_step(size_t parameter, const FlatGroups& groups, bool is_common);
+  void add_gradient(const Entry& entry, const Run& run, void* parameter, const FlatGradient& gradient,
+                    const FlatGroups& groups, Segments& segments) const;
   void add_run(const Entry& entry, const Run& run, void* parameter, void* gradient, Segments& segments) const;
-  void add_dense(const Entry& entry, void* parameter, const at::Tensor& gradient, Segments& segments) const;
-  void add_sparse(const Entry& entry, void* parameter, const at::Tensor& gradient, Segments& segments) const;
-  void run(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars& scalars, bool keep) const;
+  void add_dense(const Entry& entry, const Run& run, void* parameter, const at::Tensor& gradient,
+                 Segments& segments) const;
+  void add_sparse(const Entry& entry, const Run& run, void* parameter, const at::Tensor& gradient,
+                  Segments& segments) const;
+  void run(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars& scalars, bool keep,
+           const kernels::StepCopies& copies) const;
   void enqueue(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars* scalars, bool keep);
 
   std::vector<Entry> entries_;

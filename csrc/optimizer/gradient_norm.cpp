@@ -38,18 +38,29 @@ void place_partials(std::vector<kernels::StatsSegment>& segments, double* next) 
 
 }  // namespace
 
-void take_norm(const std::vector<at::Tensor>& sums, const double* tail, double clip_norm, double loss_scale,
-               kernels::StepScalars& scalars) {
+void append_partials(const std::vector<at::Tensor>& sums, std::vector<double>& partials) {
   auto segments = segments_of(sums);
-  std::vector<double> partials(count_tiles(segments));
-  place_partials(segments, partials.data());
+  const size_t first = partials.size();
+  partials.resize(first + count_tiles(segments));
+  place_partials(segments, partials.data() + first);
   parallel_grad_stats(segments);
+}
+
+void finish_norm(const std::vector<double>& partials, const double* tail, double clip_norm, double loss_scale,
+                 kernels::StepScalars& scalars) {
   kernels::WindowOptions options{};
   options.clip_norm = clip_norm;
   options.loss_scale = loss_scale;
   const double unit = scalars.unit;
   kernels::finish_window(partials.data(), partials.size(), tail, nullptr, nullptr, 0, options, &scalars, nullptr);
   scalars.unit = unit;
+}
+
+void take_norm(const std::vector<at::Tensor>& sums, const double* tail, double clip_norm, double loss_scale,
+               kernels::StepScalars& scalars) {
+  std::vector<double> partials;
+  append_partials(sums, partials);
+  finish_norm(partials, tail, clip_norm, loss_scale, scalars);
   // The square of an fp64 value may overflow.
   if (scalars.finite == 0 && std::all_of(sums.begin(), sums.end(), [](const at::Tensor& values) {
         return at::isfinite(values).all().item<bool>();

@@ -16,6 +16,13 @@ namespace muster {
 void take_norm(const std::vector<at::Tensor>& sums, const double* tail, double clip_norm, double loss_scale,
                kernels::StepScalars& scalars);
 
+/// take_norm from the sums' statistics: the partials of their tiles, one after the other. What overflows is not finite.
+void finish_norm(const std::vector<double>& partials, const double* tail, double clip_norm, double loss_scale,
+                 kernels::StepScalars& scalars);
+
+/// Appends the partials of the tiles of `sums`.
+void append_partials(const std::vector<at::Tensor>& sums, std::vector<double>& partials);
+
 /// take_norm and the rest of kernels::finish_window on a device. Owned by one thread; everything is ordered by its
 /// current stream.
 class DeviceNorm {

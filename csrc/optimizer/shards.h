@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "core/ownership.h"
 
 namespace muster {
 
@@ -15,12 +16,6 @@ namespace muster {
 struct Shard {
   int rank = 0;
   int size = 1;
-};
-
-/// Elements [begin, begin + count) of one parameter, in memory order.
-struct Run {
-  int64_t begin = 0;
-  int64_t count = 0;
 };
 
 /// Divides the tiles (kernels::kTile elements) of all parameters, laid end to end, into `size` contiguous shards that

@@ -18,12 +18,6 @@
 
 namespace muster {
 
-namespace {
-
-constexpr int64_t kFirstBucketBytes = 1 << 20;
-
-}  // namespace
-
 GradientSet::GradientSet(const ParameterRegistry& registry, const Topology& topology, const Groups& groups,
                          const StrategyOptions& options, const void* strategy, std::vector<int> parameters)
     : registry_(registry),
@@ -111,8 +105,9 @@ void GradientSet::build_engines() {
       parameters.push_back({registry_.name(index), registry_.parameter(r, index)});
     }
     GradientEngineOptions options;
-    options.bucket_bytes = options_.bucket_bytes.value_or(kDefaultBucketBytes);
-    options.first_bucket_bytes = std::min(kFirstBucketBytes, options.bucket_bytes);
+    options.bucket_bytes = groups_.buckets.usual;
+    options.first_bucket_bytes = groups_.buckets.first;
+    options.last_bucket_bytes = groups_.buckets.last;
     options.overlap = groups_.overlap;
     options.receive = r == 0;
     options.control = groups_.control_of(r);
@@ -122,7 +117,7 @@ void GradientSet::build_engines() {
   }
 }
 
-void GradientSet::open_micro_batch(bool last) {
+void GradientSet::open_micro_batch(bool last, bool fused) {
   if (!window_open()) {
     if (layout_is_stale()) build_engines();
     windows_.assign(windows_.size(), {});
@@ -133,8 +128,15 @@ void GradientSet::open_micro_batch(bool last) {
     told_ = false;
   }
   last_ = last;
+  if (home_) home_->bring_back();
+  to_owners_ = last && fused && divides_steps() && !options_.keep_gradients;
   ++micro_batches_;
   for (auto& window : windows_) window.began = false;
+}
+
+bool GradientSet::divides_steps() const {
+  return options_.fuse && !options_.shard_optimizer && topology_.num_replicas > 1 && !is_on_device() &&
+         !engines_.empty() && engines_.front()->can_reduce_to_owners();
 }
 
 void GradientSet::open_window(int local_replica, int64_t rows) {
@@ -160,6 +162,7 @@ void GradientSet::begin_engine(int local_replica, bool contributes, bool overlap
   micro_batch.last = last_;
   micro_batch.contributes = contributes;
   micro_batch.overlaps = overlaps;
+  micro_batch.to_owners = to_owners_;
   if (is_on_device()) micro_batch.gate = device_windows_[static_cast<size_t>(local_replica)]->gate();
   const auto device = topology_.devices[static_cast<size_t>(local_replica)];
   micro_batch.locate_non_finite = locate_non_finite_ && !is_capturing(device);
@@ -305,6 +308,8 @@ void GradientSet::close_on_host(size_t r, const Tail& tail, const Failure& failu
       offset += buffer.numel();
     }
   }
+  // Who has the tail's sum knows then that the statistics of all owners are there.
+  if (to_owners_) engines_[r]->wait();
   auto tail_work = communicator.all_reduce(tail.tensor, ReduceOp::sum, tail.tensor.numel());
   comm::Work integer_work;
   if (integers > 0) {

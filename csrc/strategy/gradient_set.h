@@ -19,14 +19,13 @@
 #include "muster/step.h"
 #include "optimizer/flat_optimizer.h"
 #include "optimizer/gradient_norm.h"
+#include "optimizer/parameter_home.h"
 #include "strategy/device_buffers.h"
 #include "strategy/device_window.h"
 #include "strategy/parameter_registry.h"
 #include "strategy/topology.h"
 
 namespace muster {
-
-inline constexpr int64_t kDefaultBucketBytes = 8 << 20;
 
 /// How a replica's step failed, in words that travel to other ranks; empty `type` means it did not.
 struct Failure {
@@ -86,7 +85,8 @@ class GradientSet {
 
   /// Opens a micro-batch; rebuilds the engines when the trainable parameters changed and no window is open.
   /// Throws InvalidArgument if no parameter is trainable.
-  void open_micro_batch(bool last);
+  /// `fused`: as finish_window's.
+  void open_micro_batch(bool last, bool fused);
 
   /// Before a replica's first micro-batch of a window; collective over replicas when the layout is new, and in the
   /// first window. `rows`: samples of the part, negative when unknown. Throws LayoutMismatch if the replicas train
@@ -110,9 +110,16 @@ class GradientSet {
   /// as means, clipped, in `.grad` of replica 0's parameters; with `fused` as sums, for step().
   WindowSums finish_window(bool fused);
 
+  /// Calls `work(local_replica)` for every local replica, on its thread.
+  using OnReplicas = std::function<void(const std::function<void(int local_replica)>& work)>;
+
   /// After a fused finish_window that was finite: steps `optimizer`, whose parameter i has registry index
-  /// `parameters[i]`. With keep_gradients, `.grad` is the mean afterwards.
-  void step(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
+  /// `parameters[i]`. With keep_gradients, `.grad` is the mean afterwards. Collective where replicas divide the step.
+  void step(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups,
+            const OnReplicas& on_replicas);
+
+  /// Whether each replica steps what it owns, for all: where they see one another's memory.
+  bool divides_steps() const;
 
   /// Between a fused finish_window and step(): leaves means in `.grad`, lets `edit` change them there, and takes the
   /// norm of what it left.
@@ -197,6 +204,13 @@ class GradientSet {
   StepResult result_so_far() const;
   void take_norm(const Tail& tail, double loss_scale);
   bool keeps_means_first(const Tail& tail) const;
+  void settle(const Tail& tail);
+  const Run& owned_run(size_t parameter, size_t local_replica) const;
+  bool owned_are_finite(const Tail& tail) const;
+  std::vector<FlatGradient> gradients_of(const Tail& tail, const std::vector<int>& parameters,
+                                         size_t local_replica) const;
+  void step_divided(FlatOptimizer& optimizer, const Tail& tail, const std::vector<FlatGradient>& means,
+                    const std::vector<int>& parameters, const FlatGroups& groups, const OnReplicas& on_replicas);
   bool all_finite(const Tail& tail) const;
   bool is_on_device() const noexcept { return !device_windows_.empty(); }
   const at::Tensor& values_of(const Tail& tail, size_t parameter) const;
@@ -223,9 +237,11 @@ class GradientSet {
   std::vector<DeviceBuffers> device_buffers_;
   DeviceNorm device_norm_;
   DeviceSegments<kernels::MeanSegment> mean_segments_;
-  DeviceReport report_;  // of the last window
+  DeviceReport report_;                  // of the last window
+  std::unique_ptr<ParameterHome> home_;  // where other processes step for this one, too
   int micro_batches_ = 0;
-  bool told_ = false;  // in this window
+  bool to_owners_ = false;  // the window's sums
+  bool told_ = false;       // in this window
   bool last_ = false;
   bool locate_non_finite_ = false;
 };

@@ -101,7 +101,7 @@ KeepRandomState::~KeepRandomState() {
 }  // namespace detail
 
 Strategy::State::State(std::shared_ptr<StrategyCore> strategy_core, std::string strategy_name)
-    : core(std::move(strategy_core)), name(std::move(strategy_name)), backend(core->backend()) {}
+    : core(std::move(strategy_core)), name(std::move(strategy_name)) {}
 
 Strategy::State::~State() { release(); }
 
@@ -264,7 +264,6 @@ void Strategy::add_module(Modules replicas) {
   if (std::find(replicas.begin(), replicas.end(), nullptr) != replicas.end()) {
     throw InvalidArgument("a factory or clone() gave an empty module, or one of another type");
   }
-  auto& workers = state_->core->workers();
   const auto& devices = state_->core->topology().devices;
   for (size_t r = 0; r < replicas.size(); ++r) {
     if (!devices[r].is_cpu()) replicas[r]->to(devices[r]);
@@ -272,7 +271,7 @@ void Strategy::add_module(Modules replicas) {
   detail::PreparedModule module(std::move(replicas));
   const auto tensors = module.tensors();
   claim(tensors, state_.get());
-  state_->core->registry().add(tensors, workers);
+  state_->core->add_module(tensors);
   module.note_buffers();
   state_->modules.push_back(std::move(module));
 }
@@ -392,22 +391,10 @@ void Strategy::barrier() {
 }
 
 std::string Strategy::explain() const {
-  const auto& topology = state_->core->topology();
-  const auto& options = state_->core->options();
   std::ostringstream out;
-  out << state_->name << ": " << topology.num_replicas << " replica(s) in " << topology.num_workers << " worker(s)\n"
-      << "this worker: rank " << topology.rank << ", replicas";
-  for (size_t r = 0; r < topology.devices.size(); ++r) {
-    out << (r == 0 ? " " : ", ") << topology.first_replica + static_cast<int>(r) << " on " << topology.devices[r];
-  }
-  out << "\nthreads: " << state_->core->pool().threads_per_replica() << " intra-op thread(s) for each replica; "
-      << (topology.local_replicas() == 1 ? "the replica runs on the thread that calls step"
-                                         : "each replica has a thread of its own")
-      << "\ngradients: summed along one tree over replicas, through " << state_->backend
-      << "\nwindow: " << options.accumulate << " micro-batch(es)";
-  if (options.clip_norm) out << ", gradient norm clipped to " << *options.clip_norm;
-  out << "\nprepared: " << state_->modules.size() << " module(s) with " << state_->core->registry().num_parameters()
-      << " parameter tensor(s), " << state_->optimizers.size() << " optimizer(s)\n";
+  out << state_->core->explain(state_->name) << "prepared: " << state_->modules.size() << " module(s) with "
+      << state_->core->registry().num_parameters() << " parameter tensor(s), " << state_->optimizers.size()
+      << " optimizer(s)\n";
   return out.str();
 }
 

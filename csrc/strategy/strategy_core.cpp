@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/Type.h>
 
 #include <algorithm>
@@ -102,6 +103,8 @@ StrategyCore::StrategyCore(Topology topology, Groups groups, StrategyOptions opt
       registry_(topology_.devices),
       describe_(describe_cpp_error),
       capture_([](std::exception_ptr error) { return error; }) {
+  divides_steps_ = options_.fuse && !options_.shard_optimizer && topology_.num_replicas > 1 &&
+                   !is_streamed(topology_.devices.front()) && groups_.gradients.front()->peer_memory() != nullptr;
   rows_.resize(topology_.devices.size());
   used_step_group_.resize(topology_.devices.size());
   for (const auto& device : topology_.devices) {
@@ -117,7 +120,10 @@ void StrategyCore::close() {
   closed_ = true;
   pool_->stop();
   sets_.clear();
-  groups_ = {};
+  groups_.gradients.clear();
+  groups_.step.clear();
+  groups_.control.clear();
+  groups_.workers.reset();
 }
 
 void StrategyCore::check_open() const {
@@ -145,6 +151,30 @@ void StrategyCore::find_outsiders() {
   for (size_t p = 0; p < outsiders_known_; ++p) {
     if (!inside[p]) outsiders_.push_back(p);
   }
+}
+
+int StrategyCore::add_module(ModuleTensors module) {
+  check_open();
+  const bool is_first = registry_.num_parameters() == 0;
+  const int number = registry_.add(std::move(module), *groups_.workers);
+  if (is_first) choose_buckets();
+  return number;
+}
+
+// On a device the first reductions set up connections and their time says little.
+void StrategyCore::choose_buckets() {
+  if (options_.bucket_bytes) {
+    groups_.buckets = buckets_of(*options_.bucket_bytes);
+    return;
+  }
+  if (topology_.num_replicas == 1 || is_streamed(topology_.devices.front())) return;
+  std::vector<LinkSpeed> links(topology_.devices.size());
+  pool_->run([&](int local_replica) {
+    const auto r = static_cast<size_t>(local_replica);
+    links[r] = measure_link(*groups_.gradients[r]);
+  });
+  groups_.link = links.front();
+  groups_.buckets = muster::choose_buckets(links.front());
 }
 
 int StrategyCore::set_of(std::vector<int> parameters) {
@@ -333,7 +363,7 @@ StepResult StrategyCore::step(const StepCall& call) {
   const bool full = set.micro_batches() + 1 >= options_.accumulate;
   const bool dropping = call.loader_ended && !full && options_.drop_incomplete;
   const bool closing = full || (call.loader_ended && !dropping);
-  set.open_micro_batch(closing);
+  set.open_micro_batch(closing, call.fused);
 
   if (outsiders_known_ != registry_.num_parameters()) find_outsiders();
   UntouchedGradients untouched(registry_, topology_.devices.size(), outsiders_);
@@ -480,6 +510,8 @@ StepResult StrategyCore::end_window(GradientSet& set, const StepCall& call) {
   result.step = ++steps_;
   result.grad_norm = sums.on_device ? sums.report.grad_norm() : host_scalar(sums.grad_norm);
   if (sums.finite && call.apply) {
+    poll_ = call.poll;
+    const auto forget = c10::make_scope_exit([&] { poll_ = nullptr; });
     const IntraOpThreads threads(pool_->threads_per_replica());
     call.apply();
     if (call.fused) result.grad_norm = set.grad_norm();
@@ -526,7 +558,9 @@ FlatOptimizer StrategyCore::make_flat(const std::vector<std::pair<int, uint32_t>
 void StrategyCore::step_flat(int set, FlatOptimizer& optimizer, const std::vector<int>& parameters,
                              const FlatGroups& groups) {
   check_open();
-  sets_.at(static_cast<size_t>(set))->step(optimizer, parameters, groups);
+  sets_.at(static_cast<size_t>(set))->step(optimizer, parameters, groups, [this](const ReplicaPool::Task& work) {
+    pool_->run(work, poll_);
+  });
 }
 
 }  // namespace muster

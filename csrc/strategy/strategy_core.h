@@ -65,8 +65,8 @@ class StrategyCore {
   ParameterRegistry& registry() noexcept { return registry_; }
   ReplicaPool& pool() noexcept { return *pool_; }
   comm::Communicator& workers();
-  const std::string& backend() const noexcept { return groups_.backend; }
-  int64_t bucket_bytes() const noexcept { return options_.bucket_bytes.value_or(kDefaultBucketBytes); }
+  /// Who takes part, and what was chosen and why, in plain words; `name`: the strategy's.
+  std::string explain(const std::string& name) const;
   uint64_t seed() const noexcept { return seed_; }
   int64_t steps() const noexcept { return steps_; }
   void set_error_handlers(ErrorDescriber describer, ErrorCapturer capturer) {
@@ -76,6 +76,10 @@ class StrategyCore {
 
   /// Whether replicas still run a step that was interrupted; until they end, step, run and flush throw CommError.
   bool busy() const { return pool_->busy(); }
+
+  /// As ParameterRegistry::add. Before the first one the speed of the link is measured, unless options say how large
+  /// buckets are.
+  int add_module(ModuleTensors module);
 
   /// The set of exactly these parameters (registry indices, any order). Throws InvalidArgument if it shares parameters
   /// with another set without being equal to it.
@@ -132,6 +136,7 @@ class StrategyCore {
   struct ReplicaRun;
 
   void check_open() const;
+  void choose_buckets();
   void check_callable() const;
   void find_outsiders();
   GradientSet& begin_call(int set);
@@ -160,6 +165,7 @@ class StrategyCore {
   /// Registry indices of the parameters in no set, among the first `registry_.num_parameters()` when last looked at.
   std::vector<size_t> outsiders_;
   size_t outsiders_known_ = 0;
+  std::function<void()> poll_;  // of the running call
   ErrorDescriber describe_;
   ErrorCapturer capture_;
   uint64_t calls_ = 0;  // t of the random streams, and the scope of step collectives
@@ -168,6 +174,7 @@ class StrategyCore {
   SkipWatch skip_watch_;  // where replicas work on streams
   std::atomic<bool> stop_requested_{false};
   std::atomic<bool> stopping_{false};
+  bool divides_steps_ = false;  // of flat optimizers
   bool closed_ = false;
 };
 

@@ -93,7 +93,6 @@ struct Strategy::State {
 
   std::shared_ptr<StrategyCore> core;
   std::string name;
-  std::string backend;
   std::vector<detail::PreparedModule> modules;
   std::vector<torch::optim::Optimizer*> optimizers;
   std::vector<OptimizerSet> sets;

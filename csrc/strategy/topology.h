@@ -3,10 +3,12 @@
 
 #include <c10/core/Device.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "comm/communicator.h"
+#include "strategy/bucket_sizes.h"
 
 namespace muster {
 
@@ -30,6 +32,8 @@ struct Groups {
   std::vector<comm::CommunicatorPtr> control;    ///< tensors on the host; empty where those of gradients are there
   comm::CommunicatorPtr workers;                 ///< prepare, and collectives outside a step
   std::string backend;                           ///< what gradients are reduced through, in words
+  std::optional<LinkSpeed> link;                 ///< of gradients, where it was measured
+  BucketSizes buckets;
   /// The group in which a local replica's host tells the others something.
   const comm::CommunicatorPtr& control_of(size_t local_replica) const {
     return control.empty() ? gradients[local_replica] : control[local_replica];

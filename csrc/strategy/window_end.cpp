@@ -83,13 +83,50 @@ std::vector<at::Tensor> GradientSet::dense_sums(const Tail& tail) const {
 }
 
 void GradientSet::take_norm(const Tail& tail, double loss_scale) {
-  muster::take_norm(dense_sums(tail), tail.data(), options_.clip_norm.value_or(0), loss_scale, scalars_);
+  const double clip_norm = options_.clip_norm.value_or(0);
+  if (!to_owners_) return muster::take_norm(dense_sums(tail), tail.data(), clip_norm, loss_scale, scalars_);
+  std::vector<double> partials;
+  bool has_doubles = false;
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    const auto& values = values_of(tail, p);
+    if (!values.defined()) continue;
+    has_doubles |= values.scalar_type() == at::kDouble;
+    if (values.is_sparse()) {
+      append_partials({dense_values(values)}, partials);
+    } else {
+      engines_.front()->append_partials(p, partials);
+    }
+  }
+  finish_norm(partials, tail.data(), clip_norm, loss_scale, scalars_);
+  // The square of an fp64 value may overflow.
+  if (scalars_.finite != 0 || !has_doubles) return;
+  const auto finite = at::scalar_tensor(owned_are_finite(tail) ? 1 : 0, at::kInt);
+  groups_.workers->all_reduce(finite, ReduceOp::min).wait();
+  scalars_.finite = finite.item<int>();
+}
+
+bool GradientSet::owned_are_finite(const Tail& tail) const {
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    const auto& values = values_of(tail, p);
+    if (!values.defined()) continue;
+    if (values.is_sparse()) {
+      if (!at::isfinite(dense_values(values)).all().item<bool>()) return false;
+      continue;
+    }
+    for (size_t r = 0; r < engines_.size(); ++r) {
+      const auto& run = owned_run(p, r);
+      const auto memory =
+          engines_[r]->slot(p).as_strided({run.count}, {1}, engines_[r]->slot(p).storage_offset() + run.begin);
+      if (!at::isfinite(memory).all().item<bool>()) return false;
+    }
+  }
+  return true;
 }
 
 // A step makes means only of what it reads: not of other ranks' shards, nor of rows that it reads as a dense copy.
 bool GradientSet::keeps_means_first(const Tail& tail) const {
   if (!options_.keep_gradients) return false;
-  if (options_.shard_optimizer) return true;
+  if (options_.shard_optimizer || divides_steps()) return true;
   for (size_t p = 0; p < trainable_.size(); ++p) {
     if (values_of(tail, p).defined() && values_of(tail, p).is_sparse()) return true;
   }
@@ -137,28 +174,94 @@ void GradientSet::edit_means(const std::function<void()>& edit) {
   take_norm(tail, 1);
 }
 
-void GradientSet::step(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups) {
-  const at::NoGradGuard no_grad;
-  const auto tail = tail_of(windows_.front().tail);
+std::vector<FlatGradient> GradientSet::gradients_of(const Tail& tail, const std::vector<int>& parameters,
+                                                    size_t local_replica) const {
   std::vector<FlatGradient> gradients(parameters.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
     const int p = trainable_index_[static_cast<size_t>(parameters[i])];
     if (p < 0) continue;
     const auto& values = values_of(tail, static_cast<size_t>(p));
     if (!values.defined()) continue;
-    (values.is_sparse() ? gradients[i].sparse : gradients[i].dense) = values;
+    if (values.is_sparse()) {
+      gradients[i].sparse = values;
+    } else {
+      gradients[i].dense = engines_[local_replica]->slot(static_cast<size_t>(p));
+    }
   }
-  const auto* scalars = is_on_device() ? device_windows_.front()->scalars().scalars() : &scalars_;
-  optimizer.step(gradients, groups, scalars, options_.keep_gradients);
-  const bool one_each = topology_.num_replicas == topology_.num_workers;
-  optimizer.gather_parameters(is_on_device() && one_each ? *groups_.gradients.front() : *groups_.workers);
+  return gradients;
+}
+
+void GradientSet::step(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups,
+                       const OnReplicas& on_replicas) {
+  const at::NoGradGuard no_grad;
+  const auto tail = tail_of(windows_.front().tail);
+  auto means = gradients_of(tail, parameters, 0);
+  if (divides_steps()) {
+    step_divided(optimizer, tail, means, parameters, groups, on_replicas);
+  } else {
+    const auto* scalars = is_on_device() ? device_windows_.front()->scalars().scalars() : &scalars_;
+    optimizer.step(means, groups, scalars, options_.keep_gradients);
+    const bool one_each = topology_.num_replicas == topology_.num_workers;
+    optimizer.gather_parameters(is_on_device() && one_each ? *groups_.gradients.front() : *groups_.workers);
+  }
   if (!options_.keep_gradients) return;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto& mean = gradients[i].sparse.defined() ? gradients[i].sparse : gradients[i].dense;
+    const auto& mean = means[i].sparse.defined() ? means[i].sparse : means[i].dense;
     if (!mean.defined()) continue;
     const auto& parameter = registry_.parameter(0, static_cast<size_t>(parameters[i]));
     parameter.mutable_grad() = mean.to(parameter.scalar_type());
   }
+}
+
+// Peers may be storing what they own into parameters that have a gradient.
+void GradientSet::settle(const Tail& tail) {
+  std::vector<at::Tensor> trained;
+  for (const int p : trainable_) trained.push_back(registry_.parameter(0, static_cast<size_t>(p)));
+  if (!home_ || !home_->fits(trained)) {
+    home_ = std::make_unique<ParameterHome>(trained, groups_.gradients);
+    return;
+  }
+  home_->bring_back([&](size_t p) -> std::vector<Run> {
+    if (!values_of(tail, p).defined()) return {{0, trained[p].numel()}};
+    std::vector<Run> runs;
+    for (size_t r = 0; r < engines_.size(); ++r) runs.push_back(owned_run(p, r));
+    return runs;
+  });
+}
+
+const Run& GradientSet::owned_run(size_t parameter, size_t local_replica) const {
+  return engines_[local_replica]->owned_run(parameter, topology_.first_replica + static_cast<int>(local_replica));
+}
+
+void GradientSet::step_divided(FlatOptimizer& optimizer, const Tail& tail, const std::vector<FlatGradient>& means,
+                               const std::vector<int>& parameters, const FlatGroups& groups,
+                               const OnReplicas& on_replicas) {
+  const bool crosses_processes = topology_.num_workers > 1;
+  DividedStep divided;
+  for (size_t r = 0; r < engines_.size(); ++r) {
+    StepShare share;
+    share.gradients = to_owners_ && r > 0 ? gradients_of(tail, parameters, r) : means;
+    for (const int index : parameters) {
+      const int p = trainable_index_[static_cast<size_t>(index)];
+      share.runs.push_back(p < 0 ? Run{} : owned_run(static_cast<size_t>(p), r));
+    }
+    divided.shares.push_back(std::move(share));
+  }
+  if (crosses_processes) {
+    settle(tail);
+    divided.displacements = home_->displacements();
+    divided.allocate_common = [&](int64_t bytes) {
+      return groups_.gradients.front()->peer_memory()->allocate_common(bytes);
+    };
+  }
+  divided.for_each = [&](const std::function<void(size_t)>& work) {
+    on_replicas([&](int local_replica) {
+      const auto r = static_cast<size_t>(local_replica);
+      work(r);
+      if (crosses_processes) groups_.gradients[r]->barrier().wait();
+    });
+  };
+  optimizer.step_divided(divided, groups, &scalars_, /*keep=*/false);
 }
 
 void GradientSet::apply_mean(const Tail& tail, double divisor, WindowSums& sums) {

@@ -67,7 +67,7 @@ class StrategyOptions:
     shard_optimizer: bool = False
     """Divide the state of flat optimizers over the workers (ZeRO stage 1)."""
     bucket_bytes: int | None = None
-    """Upper bound of a bucket in bytes; None: 8 MiB."""
+    """Upper bound of a bucket in bytes; None: chosen from what `prepare` measures; see `explain`."""
     max_skipped: int = 20
     """Windows in a row that may be skipped for non-finite gradients before NonFinite is raised."""
     timeout: float = 600.0
@@ -611,15 +611,8 @@ class Strategy:
         self._core.stop()
 
     def explain(self) -> str:
-        """In plain words: who takes part, and what was chosen."""
-        where = "threads of this process" if self.num_workers == 1 else f"{self.num_workers} workers"
-        return (
-            f"{type(self).__name__}: {self.num_replicas} replica(s) in {where}, "
-            f"{self._core.threads_per_replica} intra-op thread(s) each; this is rank {self.rank} with replica(s) "
-            f"{self._core.first_replica}..{self._core.first_replica + self._core.local_replicas - 1}; gradients are "
-            f"reduced through {self._core.backend} in buckets of up to {self._core.bucket_bytes / 2**20:.1f} MiB; "
-            f"seed {self.seed}."
-        )
+        """In plain words: who takes part, and what was chosen and why."""
+        return self._core.explain(type(self).__name__)
 
     def close(self) -> None:
         """Ends the replica threads and leaves the job; prepared modules and optimizers are free again. Idempotent."""

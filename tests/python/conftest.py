@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.jobs import Launcher, WorkerPool
+from support.jobs import Launcher, WorkerPool, make_job
 from support.ranks import hear_interrupts
 
 
@@ -40,10 +40,3 @@ def wide_job(request: pytest.FixtureRequest, two_workers: WorkerPool) -> Launche
 def worker_job(two_workers: WorkerPool) -> Launcher:
     """Two workers of one replica each."""
     return make_job("workers-2", two_workers)
-
-
-def make_job(name: str, two_workers: WorkerPool) -> Launcher:
-    kind, _, shape = name.partition("-")
-    if kind == "mirrored":
-        return Launcher(name, 0, int(shape))
-    return Launcher(name, 2, 2 if shape.endswith("x2") else 1, two_workers)

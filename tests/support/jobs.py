@@ -134,6 +134,14 @@ class Launcher:
         return self.pool.call(_as_worker, self.local_replicas, scenario, args, options)
 
 
+def make_job(name: str, two_workers: WorkerPool) -> Launcher:
+    """mirrored-<replicas>, workers-2 or workers-2x2."""
+    kind, _, shape = name.partition("-")
+    if kind == "mirrored":
+        return Launcher(name, 0, int(shape))
+    return Launcher(name, 2, 2 if shape.endswith("x2") else 1, two_workers)
+
+
 def part_of(strategy: muster.Strategy, batch: Any) -> Any:
     """This worker's share of a batch that every rank has whole, divided as a loader divides it."""
     from muster.batch import part_sizes, split

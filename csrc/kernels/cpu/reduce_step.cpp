@@ -25,7 +25,7 @@ void reduce_segment(DType dtype, int num_ranks, const ReduceSegment& segment) no
 
 template <class Group>
 void step_and_copy(void (*step)(const StepArguments&, const Group*) noexcept, const StepArguments& arguments,
-                   const Group* groups, const StepCopies* copies) noexcept {
+                   const Group* groups, const StepCopies& copies) noexcept {
   const size_t wide = size_of(arguments.dtype);
   for (size_t i = 0; i < arguments.count; ++i) {
     const StepSegment& whole = arguments.segments[i];
@@ -36,10 +36,8 @@ void step_and_copy(void (*step)(const StepArguments&, const Group*) noexcept, co
       own.count = 1;
       step(own, groups);
       const size_t size = whole.low != nullptr ? sizeof(uint16_t) : wide;
-      const void* const stepped = whole.low != nullptr ? piece.low : piece.parameter;
-      for (int d = 0; d < copies[i].count; ++d) {
-        std::memcpy(skip_bytes(copies[i].destinations[d], begin * size), stepped, piece.n * size);
-      }
+      auto* const stepped = static_cast<std::byte*>(whole.low != nullptr ? piece.low : piece.parameter);
+      for (int d = 0; d < copies.count; ++d) std::memcpy(stepped + copies.displacements[d], stepped, piece.n * size);
     }
   }
 }
@@ -50,16 +48,16 @@ void reduce_stats(DType dtype, int num_ranks, const ReduceSegment* segments, siz
   for (size_t i = 0; i < count; ++i) reduce_segment(dtype, num_ranks, segments[i]);
 }
 
-void adam_step_with_copies(const StepArguments& arguments, const AdamGroup* groups, const StepCopies* copies) noexcept {
+void adam_step_with_copies(const StepArguments& arguments, const AdamGroup* groups, const StepCopies& copies) noexcept {
   step_and_copy(adam_step, arguments, groups, copies);
 }
 
-void sgd_step_with_copies(const StepArguments& arguments, const SgdGroup* groups, const StepCopies* copies) noexcept {
+void sgd_step_with_copies(const StepArguments& arguments, const SgdGroup* groups, const StepCopies& copies) noexcept {
   step_and_copy(sgd_step, arguments, groups, copies);
 }
 
 void adagrad_step_with_copies(const StepArguments& arguments, const AdagradGroup* groups,
-                              const StepCopies* copies) noexcept {
+                              const StepCopies& copies) noexcept {
   step_and_copy(adagrad_step, arguments, groups, copies);
 }
 

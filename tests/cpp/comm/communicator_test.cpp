@@ -3,6 +3,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
@@ -11,6 +12,7 @@
 #include <limits>
 #include <thread>
 
+#include "comm/peer_memory.h"
 #include "cpp/catch.h"
 #include "support/fake_nccl.h"
 #include "support/local_process_group.h"
@@ -382,6 +384,61 @@ COMMUNICATOR_TEST("scopes that nobody communicates in cost no synchronisation up
 }
 
 // --- across backends -----------------------------------------------------------------------------------------------
+
+SHARED_MEMORY_TEST("a visit sees the memory of all ranks") {
+  CHECK(TestType::run(3, [](Communicator& c) {
+          PeerMemory* const peers = c.peer_memory();
+          MUSTER_CHECK(peers != nullptr);
+          for (const int64_t n : {1, 5'000}) {
+            const at::Tensor mine = c.allocate(n, at::kDouble);
+            mine.copy_(values(c.rank(), n, at::kDouble));
+            std::vector<at::Tensor> seen;
+            peers
+                ->visit(mine, 7,
+                        [&](void* const* data) {
+                          for (int r = 0; r < c.size(); ++r)
+                            seen.push_back(at::from_blob(data[r], {n}, at::kDouble).clone());
+                        })
+                .wait();
+            for (int r = 0; r < c.size(); ++r) MUSTER_CHECK(seen.at(r).equal(values(r, n, at::kDouble)));
+            c.barrier().wait();
+          }
+        }) == "");
+}
+
+SHARED_MEMORY_TEST("a visit that ranks disagree about") {
+  CHECK(TestType::run(2, [](Communicator& c) {
+          const at::Tensor mine = c.allocate(10, at::kFloat);
+          const auto tag = static_cast<uint64_t>(c.rank());
+          message_of<LayoutMismatch>([&] { c.peer_memory()->visit(mine, tag, [](void* const*) {}).wait(); });
+        }) == "");
+}
+
+TEMPLATE_TEST_CASE("peers cannot visit memory of another process's own", "[comm]", Host, HostWithReplicas) {
+  CHECK(TestType::run(2, [](Communicator& c) {
+          const at::Tensor own = at::zeros({10});
+          message_of<InvalidArgument>([&] { c.peer_memory()->visit(own, 0, [](void* const*) {}); });
+        }) == "");
+}
+
+TEMPLATE_TEST_CASE("common memory is one for all processes", "[comm]", Host) {
+  CHECK(TestType::run(3, [](Communicator& c) {
+          for (const int64_t bytes : {3, 100'000}) {
+            const at::Tensor memory = c.peer_memory()->allocate_common(bytes);
+            MUSTER_CHECK(memory.count_nonzero().template item<int64_t>() == 0);
+            c.barrier().wait();
+            memory.narrow(0, c.rank(), 1).fill_(c.rank() + 1);
+            c.barrier().wait();
+            for (int r = 0; r < c.size(); ++r) MUSTER_CHECK(memory[r].template item<int>() == r + 1);
+            c.barrier().wait();
+          }
+        }) == "");
+}
+
+TEST_CASE("ranks that do not see one another's memory have no peer memory", "[comm]") {
+  CHECK(make_single()->peer_memory() == nullptr);
+  CHECK(C10d::run(2, [](Communicator& c) { MUSTER_CHECK(c.peer_memory() == nullptr); }) == "");
+}
 
 TEST_CASE("a group of one", "[comm]") {
   const CommunicatorPtr c = make_single();

@@ -242,3 +242,25 @@ TEST_CASE("differences are described", "[flat_layout]") {
 
 }  // namespace
 }  // namespace muster
+
+TEST_CASE("the gradients that come last have a bucket to themselves", "[core]") {
+  // In the order of gradients: 40, 30, 20 and 10 slots of 64 bytes.
+  std::vector<ParameterSpec> parameters;
+  for (const int64_t slots : {10, 20, 30, 40}) {
+    parameters.push_back({"p" + std::to_string(slots), {slots * 16}, {1}, at::kFloat});
+  }
+  const auto members = [&](int64_t last_bytes) {
+    const FlatLayout layout(parameters, {}, kUnlimited, kUnlimited, last_bytes);
+    check_invariants(layout);
+    std::vector<Indices> all;
+    for (const auto& bucket : layout.buckets()) all.push_back(bucket.parameters);
+    return all;
+  };
+  using Buckets = std::vector<Indices>;
+  CHECK(members(0) == Buckets{{3, 2, 1, 0}});
+  CHECK(members(10 * 64 - 1) == Buckets{{3, 2, 1, 0}});
+  CHECK(members(10 * 64) == Buckets{{3, 2, 1}, {0}});
+  CHECK(members(59 * 64) == Buckets{{3, 2}, {1, 0}});
+  CHECK(members(60 * 64) == Buckets{{3}, {2, 1, 0}});
+  CHECK(members(1000 * 64) == Buckets{{3, 2, 1, 0}});
+}

@@ -78,15 +78,17 @@ TEMPLATE_TEST_CASE("a step with copies is the step, copied", "[kernels]", float,
     auto pieces = whole;
     std::vector<std::vector<TestType>> wide(3, std::vector<TestType>(n));
     std::vector<std::vector<uint16_t>> narrow(3, std::vector<uint16_t>(n));
-    std::vector<void*> destinations;
+    const auto segment = pieces.segment(has_low);
+    std::vector<ptrdiff_t> displacements;
     for (size_t d = 0; d < 3; ++d) {
-      destinations.push_back(has_low ? static_cast<void*>(narrow[d].data()) : static_cast<void*>(wide[d].data()));
+      const auto* const own = static_cast<std::byte*>(has_low ? segment.low : segment.parameter);
+      const void* const other = has_low ? static_cast<void*>(narrow[d].data()) : static_cast<void*>(wide[d].data());
+      displacements.push_back(static_cast<const std::byte*>(other) - own);
     }
     const auto expected = whole.segment(has_low);
     adam_step({dtype_of<TestType>(), &expected, 1, &scalars, true}, &kAdam);
-    const auto segment = pieces.segment(has_low);
-    const StepCopies copies{destinations.data(), 3};
-    adam_step_with_copies({dtype_of<TestType>(), &segment, 1, &scalars, true}, &kAdam, &copies);
+    const StepCopies copies{displacements.data(), 3};
+    adam_step_with_copies({dtype_of<TestType>(), &segment, 1, &scalars, true}, &kAdam, copies);
     INFO(n << " elements");
     CHECK(same_values(pieces.value, whole.value));
     CHECK(same_values(pieces.moment, whole.moment));

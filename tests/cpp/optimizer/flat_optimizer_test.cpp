@@ -2,6 +2,7 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linspace.h>
 #include <ATen/ops/ones.h>
@@ -9,6 +10,8 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/serialize.h>
 
+#include <memory>
+#include <optional>
 #include <sstream>
 
 #include "cpp/catch.h"
@@ -192,6 +195,103 @@ TEST_CASE("shards of the state give the bits of the whole", "[optimizer]") {
               MUSTER_CHECK(flat.whole_state(p, 1, group).equal(reference.state(p, 1)));
             }
           }) == "");
+  }
+}
+
+namespace {
+
+// A process of a divided step, whose parameters lie in memory of its own as those of the others do in theirs.
+struct Process {
+  explicit Process(bool low) : home(at::zeros({1 << 16}, at::kByte)) {
+    int64_t offset = 0;
+    for (const auto& values : parameters()) {
+      const auto dtype = low ? at::kBFloat16 : at::kFloat;
+      const auto place = at::from_blob(home.mutable_data_ptr<uint8_t>() + offset, values.sizes(), dtype);
+      place.copy_(values.detach());
+      list.push_back(place.requires_grad_());
+      offset += (static_cast<int64_t>(place.nbytes()) + 63) / 64 * 64;
+    }
+    flat.emplace(flat_parameters(list), adam());
+  }
+  at::Tensor home;
+  std::vector<at::Tensor> list;
+  std::optional<FlatOptimizer> flat;
+};
+
+std::vector<Run> half_of(const std::vector<at::Tensor>& list, int half) {
+  std::vector<Run> runs;
+  for (const auto& parameter : list)
+    runs.push_back(owned_runs(parameter.numel(), 2, kernels::kTile)[static_cast<size_t>(half)]);
+  return runs;
+}
+
+}  // namespace
+
+TEST_CASE("a step that processes divide gives the bits of the whole on each", "[optimizer]") {
+  const bool low = GENERATE(false, true);
+  Process reference(low);
+  std::vector<std::unique_ptr<Process>> processes;
+  for (int r = 0; r < 2; ++r) processes.push_back(std::make_unique<Process>(low));
+  std::vector<at::Tensor> common;  // what the process that asks first got
+  for (int step = 0; step < 5; ++step) {
+    INFO("step " << step);
+    // One more state, and values of another process's own, go to common memory as well.
+    auto groups = adam();
+    std::get<0>(groups).front().amsgrad = step >= 2;
+    if (step == 3) {
+      const auto moment = reference.flat->state(3, 0) * 2;
+      reference.flat->set_state(3, 0, moment);
+      for (auto& process : processes) process->flat->set_state(3, 0, moment);
+    }
+    if (step == 4) {
+      for (auto* process : {&reference, processes[0].get(), processes[1].get()}) {
+        write_gradients(process->list, 9);
+        process->flat->step_from_grad(groups);
+      }
+    }
+    reference.flat->step(gradients_of(reference.list, step), groups, &kOne, false);
+    common.clear();
+    for (int r = 0; r < 2; ++r) {
+      auto& own = *processes[static_cast<size_t>(r)];
+      const auto& other = *processes[static_cast<size_t>(1 - r)];
+      size_t asked = 0;
+      DividedStep divided;
+      divided.shares.push_back({gradients_of(own.list, step), half_of(own.list, r)});
+      divided.displacements = {other.home.const_data_ptr<uint8_t>() - own.home.const_data_ptr<uint8_t>()};
+      divided.allocate_common = [&](int64_t bytes) {
+        if (asked == common.size()) common.push_back(at::zeros({bytes}, at::kByte));
+        REQUIRE(common[asked].numel() == bytes);
+        return common[asked++];
+      };
+      own.flat->step_divided(divided, groups, &kOne, false);
+    }
+    for (const auto& process : processes) {
+      for (size_t p = 0; p < reference.list.size(); ++p) {
+        CHECK(process->list[p].equal(reference.list[p]));
+        for (size_t s = 0; s < (step >= 2 ? 3U : 2U); ++s) {
+          CHECK(process->flat->state(p, s).equal(reference.flat->state(p, s)));
+        }
+        CHECK(process->flat->step_count(p).equal(reference.flat->step_count(p)));
+        if (low) CHECK(process->flat->master(p).equal(reference.flat->master(p)));
+      }
+    }
+  }
+}
+
+TEST_CASE("a step that replicas of one process divide gives the bits of the whole", "[optimizer]") {
+  const auto whole = parameters();
+  const auto shared = parameters();
+  FlatOptimizer reference(flat_parameters(whole), adam());
+  FlatOptimizer flat(flat_parameters(shared), adam());
+  for (int step = 0; step < 3; ++step) {
+    reference.step(gradients_of(whole, step), adam(), &kOne, false);
+    DividedStep divided;
+    for (int r = 0; r < 2; ++r) divided.shares.push_back({gradients_of(shared, step), half_of(shared, r)});
+    divided.for_each = [](const std::function<void(size_t)>& work) {
+      CHECK(run_threads(2, [&](int rank) { work(static_cast<size_t>(rank)); }) == "");
+    };
+    flat.step_divided(divided, adam(), &kOne, false);
+    for (size_t p = 0; p < whole.size(); ++p) CHECK(shared[p].equal(whole[p]));
   }
 }
 

@@ -1,0 +1,42 @@
+// What ranks that see one another's memory can do beyond the contract of Communicator.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace muster::comm {
+
+/// Of one rank; externally synchronised with its Communicator, whose numbering of operations, deadlines and errors it
+/// shares. It belongs to the communicator.
+class PeerMemory {
+ public:
+  /// data[r]: where rank r's tensor lies in this process. Must not throw.
+  using Visit = std::function<void(void* const* data)>;
+
+  virtual ~PeerMemory() = default;
+
+  /// A collective that moves nothing by itself: once every rank has issued it, `visit` is called on this rank, by
+  /// whoever advances its operations. Done when this rank's call has returned, so the tensors may still be read by
+  /// peers: a rank changes what they look at only after a later collective that peers issue after their visit.
+  /// Tensors come from Communicator::allocate() and agree in numel and dtype; `tag` must agree. Outside of scopes only.
+  virtual Work visit(const at::Tensor& tensor, uint64_t tag, Visit visit) = 0;
+
+  /// Collective over processes, blocking: `bytes` of zeroed memory that is one and the same for all of them, 64-byte
+  /// aligned, kept by the tensor (uint8) and by those of the others. All ask for the same sizes in the same order, one
+  /// rank of each.
+  virtual at::Tensor allocate_common(int64_t bytes) = 0;
+
+  /// Where every rank's `tensor` lies in this process; see visit(). Collective, blocking.
+  std::vector<void*> find(const at::Tensor& tensor, uint64_t tag, int size) {
+    std::vector<void*> found;
+    visit(tensor, tag, [&](void* const* data) { found.assign(data, data + size); }).wait();
+    return found;
+  }
+};
+
+}  // namespace muster::comm

@@ -1,0 +1,24 @@
+// Which rank owns which elements, where ranks divide the work on a layout.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/flat_layout.h"
+
+namespace muster {
+
+/// Elements [begin, begin + count) of one parameter, in memory order.
+struct Run {
+  int64_t begin = 0;
+  int64_t count = 0;
+};
+
+/// Divides every bucket into contiguous shares, as equal as cuts at multiples of `tile` elements of a parameter allow;
+/// element [p][rank] is what `rank` owns of the layout's parameter p. Every element has one owner.
+std::vector<std::vector<Run>> owned_runs(const FlatLayout& layout, int ranks, int64_t tile);
+
+/// The same for one parameter of `numel` elements that is in no bucket; by rank.
+std::vector<Run> owned_runs(int64_t numel, int ranks, int64_t tile);
+
+}  // namespace muster

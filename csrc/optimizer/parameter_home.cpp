@@ -1,0 +1,76 @@
+#include "optimizer/parameter_home.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+
+#include "comm/peer_memory.h"
+#include "core/flat_layout.h"
+
+namespace muster {
+
+ParameterHome::ParameterHome(const std::vector<at::Tensor>& parameters,
+                             const std::vector<comm::CommunicatorPtr>& replicas) {
+  constexpr auto kAlignment = static_cast<size_t>(FlatLayout::kSlotAlignment);
+  size_t bytes = 0;
+  for (const auto& parameter : parameters) {
+    places_.push_back({parameter, parameter.scalar_type(), parameter.sizes().vec(), bytes});
+    bytes += (parameter.nbytes() + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  memory_ = replicas.front()->allocate(static_cast<int64_t>(std::max(bytes, kAlignment)), at::kByte);
+  bring_back();
+
+  // All replicas of a process show the same memory.
+  std::vector<void*> homes;
+  std::vector<comm::Work> works;
+  for (const auto& replica : replicas) {
+    const auto size = static_cast<size_t>(replica->size());
+    works.push_back(replica->peer_memory()->visit(
+        memory_, bytes, [&homes, size](void* const* data) { homes.assign(data, data + size); }));
+  }
+  for (auto& work : works) work.wait();
+  homes.erase(std::unique(homes.begin(), homes.end()), homes.end());
+  auto* const own = static_cast<std::byte*>(memory_.mutable_data_ptr());
+  for (void* home : homes) {
+    if (home != own) displacements_.push_back(static_cast<std::byte*>(home) - own);
+  }
+}
+
+bool ParameterHome::fits(const std::vector<at::Tensor>& parameters) const {
+  return std::equal(places_.begin(), places_.end(), parameters.begin(), parameters.end(),
+                    [](const Place& place, const at::Tensor& parameter) {
+                      return place.parameter.is_same(parameter) && place.has_room();
+                    });
+}
+
+bool ParameterHome::Place::has_room() const {
+  return dtype == parameter.scalar_type() && parameter.sizes() == sizes && parameter.device().is_cpu();
+}
+
+void ParameterHome::bring_back() {
+  bring_back([this](size_t i) { return std::vector<Run>{{0, places_[i].parameter.numel()}}; });
+}
+
+void ParameterHome::bring_back(const std::function<std::vector<Run>(size_t parameter)>& runs) {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const auto& place = places_[i];
+    auto* const home = memory_.mutable_data_ptr<uint8_t>() + place.offset;
+    const auto& parameter = place.parameter;
+    if (parameter.numel() == 0 || parameter.const_data_ptr() == home || !place.has_room()) continue;
+    const auto dense = is_dense(place.sizes, parameter.strides().vec()) ? parameter.detach() : parameter.contiguous();
+    // A storage of its own, so that whoever saves or copies one does not take all.
+    const auto values = at::from_blob(
+        home, place.sizes, dense.strides(), [memory = memory_](void*) {}, dense.options().requires_grad(false));
+    for (const auto& run : runs(i)) {
+      const auto of = [&](const at::Tensor& tensor) {
+        return tensor.as_strided({run.count}, {1}, tensor.storage_offset() + run.begin);
+      };
+      of(values).copy_(of(dense));
+    }
+    parameter.set_data(values);
+  }
+}
+
+}  // namespace muster

@@ -1,0 +1,36 @@
+// How large buckets are: large enough that their number costs little, small enough that most of them are reduced while
+// backward still runs.
+#pragma once
+
+#include <cstdint>
+
+#include "comm/communicator.h"
+
+namespace muster {
+
+/// What a reduction costs: seconds of a small one, and bytes per second of a large one.
+struct LinkSpeed {
+  double latency = 0;
+  double bandwidth = 0;
+};
+
+/// Upper bounds in bytes. The first bucket is small so that reduction starts early, the last one because nothing is
+/// left to hide it behind.
+struct BucketSizes {
+  int64_t usual = 8 << 20;
+  int64_t first = 1 << 20;
+  int64_t last = 1 << 20;  ///< 0: none of its own
+};
+
+/// Collective, each replica on its thread; a fixed number of reductions, a few milliseconds on one host. Equal on all:
+/// what rank 0 measured.
+LinkSpeed measure_link(comm::Communicator& replicas);
+
+/// Buckets whose latency is a twentieth of what moving them takes, as a power of two between 1 and 32 MiB; the first
+/// and the last an eighth of that, at least 256 KiB.
+BucketSizes choose_buckets(const LinkSpeed& link);
+
+/// Buckets of at most `bytes`, set by hand; the first one of at most 1 MiB.
+BucketSizes buckets_of(int64_t bytes);
+
+}  // namespace muster

@@ -1,0 +1,66 @@
+#include <iomanip>
+#include <sstream>
+
+#include "strategy/strategy_core.h"
+
+namespace muster {
+
+namespace {
+
+std::string counted(int64_t count, const std::string& what) {
+  return std::to_string(count) + ' ' + what + (count == 1 ? "" : "s");
+}
+
+std::string mebibytes(int64_t bytes) {
+  std::ostringstream out;
+  out << std::setprecision(3) << static_cast<double>(bytes) / (1 << 20) << " MiB";
+  return out.str();
+}
+
+std::string in_words(const LinkSpeed& link) {
+  std::ostringstream out;
+  out << std::setprecision(3) << "a small reduction takes " << link.latency * 1e6 << " us here and a large one moves "
+      << link.bandwidth / 1e9 << " GB/s";
+  return out.str();
+}
+
+}  // namespace
+
+std::string StrategyCore::explain(const std::string& name) const {
+  std::ostringstream out;
+  out << name << ": " << counted(topology_.num_replicas, "replica") << " in "
+      << (topology_.num_workers == 1 ? "this process" : counted(topology_.num_workers, "worker")) << "; this is rank "
+      << topology_.rank << (closed_ ? ", closed" : "") << '\n';
+  out << "replicas here:";
+  for (int r = 0; r < topology_.local_replicas(); ++r) {
+    out << (r == 0 ? " " : ", ") << topology_.first_replica + r << " on " << topology_.devices[static_cast<size_t>(r)];
+  }
+  out << "; " << counted(pool_->threads_per_replica(), "intra-op thread") << " each; "
+      << (topology_.local_replicas() == 1 ? "the replica runs on the thread that calls step"
+                                          : "each replica has a thread of its own")
+      << '\n';
+  out << "gradients: summed over replicas through " << groups_.backend << ", in buckets of up to "
+      << mebibytes(groups_.buckets.usual);
+  if (options_.bucket_bytes) {
+    out << ", as bucket_bytes says";
+  } else if (groups_.link) {
+    out << " (the first and the last " << mebibytes(groups_.buckets.last) << "): " << in_words(*groups_.link);
+  }
+  out << (groups_.overlap ? "; they are reduced while backward runs" : "; they are reduced after backward") << '\n';
+  out << "optimizers: " << (options_.fuse ? "AdamW, Adam, SGD and Adagrad step" : "all step from .grad");
+  if (options_.fuse && options_.shard_optimizer) {
+    out << " in one pass, each worker its shard of the state, and gather the parameters; others from .grad";
+  } else if (options_.fuse) {
+    out << (divides_steps_ ? " in one pass, each replica what it owns, into the memory of all"
+                           : " in one pass, on every worker")
+        << "; others from .grad";
+  }
+  out << '\n';
+  out << "window: " << options_.accumulate << " micro-batch(es)";
+  if (options_.clip_norm) out << ", gradient norm clipped to " << *options_.clip_norm;
+  constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};
+  out << "; precision " << kPrecisions[static_cast<size_t>(options_.precision)] << "; seed " << seed_ << '\n';
+  return out.str();
+}
+
+}  // namespace muster
