@@ -5,6 +5,7 @@
 #include "bindings/bindings.h"
 #include "bindings/optimizer.h"
 #include "core/wait_hook.h"
+#include "muster/batch.h"
 #include "muster/cluster.h"
 #include "strategy/build.h"
 #include "strategy/collectives.h"
@@ -176,6 +177,7 @@ void bind_core_class(py::module_& m) {
       .def_property_readonly("threads_per_replica", [](StrategyCore& c) { return c.pool().threads_per_replica(); })
       .def("explain", &StrategyCore::explain, py::arg("name"))
       .def_property_readonly("seed", &StrategyCore::seed)
+      .def_property_readonly("capacities", &StrategyCore::capacities)
       .def_property_readonly("steps", &StrategyCore::steps)
       .def_property_readonly("stopping", &StrategyCore::stopping)
       .def_property_readonly("closed", &StrategyCore::closed)
@@ -288,7 +290,7 @@ void bind_core_class(py::module_& m) {
           },
           py::call_guard<Interruptible>())
       .def(
-          "barrier_in_step", [](StrategyCore& c) { c.step_group().barrier().wait(); }, py::call_guard<Interruptible>())
+          "barrier_in_step", [](StrategyCore& c) { barrier_in_step(c.step_group()); }, py::call_guard<Interruptible>())
       .def(
           "reduce",
           [](StrategyCore& c, const std::vector<std::pair<Leaves, double>>& values, ReduceOp op) {
@@ -322,10 +324,13 @@ void bind_strategy(py::module_& m) {
       .value("min", ReduceOp::min)
       .value("max", ReduceOp::max);
   bind_core_class(m);
-  m.def("make_mirrored", [](const std::vector<std::string>& devices, const py::dict& options) {
+  m.def("part_sizes", [](int64_t n, const std::vector<double>& capacities) {
+    return detail::part_sizes(n, static_cast<int>(capacities.size()), capacities);
+  });
+  m.def("make_mirrored", [](const std::vector<std::string>& devices, const py::dict& options, bool balances) {
     const auto parsed = options_of(options);
     const py::gil_scoped_release release;
-    auto core = make_mirrored(devices, parsed, ReplicaThreads::foreign);
+    auto core = make_mirrored(devices, parsed, balances ? Balance::automatic : Balance::equal, ReplicaThreads::foreign);
     core->set_error_handlers(describe_error, capture_error);
     return core;
   });

@@ -59,6 +59,17 @@ void StreamPoint::record(c10::Device device) {
 
 bool StreamPoint::has_passed() const { return !event_ || event_->query(); }
 
+TimedPoint::TimedPoint(c10::Device device) : time_(std::chrono::steady_clock::now()) {
+  if (device.is_cpu()) return;
+  event_.emplace(device.type(), c10::EventFlag::BACKEND_DEFAULT);  // which has a time
+  event_->record(guard_of(device).getStream(device));
+}
+
+double TimedPoint::seconds_since(const TimedPoint& earlier) const {
+  if (event_) return earlier.event_->elapsedTime(*event_) / 1000;
+  return std::chrono::duration<double>(time_ - earlier.time_).count();
+}
+
 void order_streams(const c10::Stream& earlier, const c10::Stream& later) {
   if (earlier == later) return;
   c10::Event event(earlier.device_type());

@@ -7,6 +7,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <chrono>
 #include <cstddef>
 #include <optional>
 #include <vector>
@@ -63,6 +64,20 @@ class StreamPoint {
   bool has_passed() const;
 
  private:
+  std::optional<c10::Event> event_;
+};
+
+/// A point in a device's stream, and when it was reached. Externally synchronised; on the CPU every point has passed.
+class TimedPoint {
+ public:
+  /// What the calling thread's current stream of `device` holds so far.
+  explicit TimedPoint(c10::Device device);
+  bool has_passed() const { return !event_ || event_->query(); }
+  /// Once both have passed, on the same device.
+  double seconds_since(const TimedPoint& earlier) const;
+
+ private:
+  std::chrono::steady_clock::time_point time_;  // on the host
   std::optional<c10::Event> event_;
 };
 

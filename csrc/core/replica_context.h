@@ -10,14 +10,17 @@
 
 namespace muster {
 
+class PartTimer;
+
 /// What is known of the replica whose step is running. Owned by the replica's step (always through a shared_ptr); read
 /// by the threads it uses.
 struct ReplicaContext : c10::DebugInfoBase, std::enable_shared_from_this<ReplicaContext> {
-  int replica = 0;                 ///< job-wide index
-  int local_replica = 0;           ///< index within this process
-  const void* strategy = nullptr;  ///< identity of the strategy that runs the step
-  at::Generator generator;         ///< the replica's CPU stream; aten random ops without a generator draw from it
-  at::Generator device_generator;  ///< likewise of its CUDA device; undefined where it has none
+  int replica = 0;                   ///< job-wide index
+  int local_replica = 0;             ///< index within this process
+  const void* strategy = nullptr;    ///< identity of the strategy that runs the step
+  at::Generator generator;           ///< the replica's CPU stream; aten random ops without a generator draw from it
+  at::Generator device_generator;    ///< likewise of its CUDA device; undefined where it has none
+  std::shared_ptr<PartTimer> timer;  ///< of its part, stopped while it waits for others; null where nobody asks
 };
 
 /// The context of the calling thread's replica, or null outside a step.

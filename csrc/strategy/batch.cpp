@@ -8,9 +8,26 @@ namespace {
 constexpr uintptr_t kAlignment = 64;
 }
 
-std::vector<int64_t> part_sizes(int64_t n, int parts) {
+std::vector<int64_t> part_sizes(int64_t n, int parts, const std::vector<double>& capacities) {
   std::vector<int64_t> sizes(static_cast<size_t>(parts), n / parts);
-  for (int64_t larger = 0; larger < n % parts; ++larger) ++sizes[static_cast<size_t>(larger)];
+  if (capacities.empty()) {
+    for (int64_t larger = 0; larger < n % parts; ++larger) ++sizes[static_cast<size_t>(larger)];
+    return sizes;
+  }
+  // D'Hondt's method: sample by sample to whoever finishes it first. Nobody ends below the whole part of its share.
+  int64_t left = n;
+  for (size_t part = 0; part < sizes.size(); ++part) {
+    sizes[part] = static_cast<int64_t>(static_cast<double>(n) * capacities[part]);
+    left -= sizes[part];
+  }
+  const auto finish = [&](size_t part) { return static_cast<double>(sizes[part] + 1) / capacities[part]; };
+  for (; left > 0; --left) {
+    size_t first = 0;
+    for (size_t part = 1; part < sizes.size(); ++part) {
+      if (finish(part) < finish(first)) first = part;
+    }
+    ++sizes[first];
+  }
   return sizes;
 }
 

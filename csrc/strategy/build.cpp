@@ -309,14 +309,16 @@ Groups groups_over(const comm::ProcessGroupPtr& process_group, const Cluster& cl
 }  // namespace
 
 std::shared_ptr<StrategyCore> make_mirrored(const std::vector<std::string>& devices, const StrategyOptions& options,
-                                            ReplicaThreads threads) {
+                                            Balance balance, ReplicaThreads threads) {
   options.validate();
   Topology topology;
   topology.devices = parse_devices(devices.empty() ? all_cuda_devices() : devices);
   topology.num_replicas = topology.local_replicas();
   topology.replicas_of_worker = {topology.num_replicas};
   auto groups = groups_in_process(topology.devices, timeout_of(options));
-  return assemble(std::move(topology), std::move(groups), options, threads);
+  auto core = assemble(std::move(topology), std::move(groups), options, threads);
+  if (balance == Balance::automatic) core->balance_parts();
+  return core;
 }
 
 std::shared_ptr<StrategyCore> make_multi_worker(const Cluster& cluster, const std::vector<std::string>& devices,

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "muster/balance.h"
 #include "muster/cluster.h"
 #include "muster/options.h"
 #include "strategy/strategy_core.h"
@@ -23,7 +24,7 @@ enum class ReplicaThreads { own, foreign };
 /// device: all CUDA devices where this build has CUDA and there are some, else one CPU replica. Throws InvalidArgument
 /// for a device that does not parse or is not there, NotBuilt for one that this build cannot use.
 std::shared_ptr<StrategyCore> make_mirrored(const std::vector<std::string>& devices, const StrategyOptions& options,
-                                            ReplicaThreads threads);
+                                            Balance balance, ReplicaThreads threads);
 
 /// Collective over the cluster. One process a worker, each with a replica a device; no device: cuda:<local rank>, where
 /// this build has CUDA and there are devices, else one CPU replica. Without `process_group` the workers must be on one

@@ -14,6 +14,8 @@
 #include <map>
 #include <sstream>
 
+#include "core/part_timer.h"
+#include "core/replica_context.h"
 #include "muster/error.h"
 #include "strategy/text_exchange.h"
 
@@ -25,9 +27,18 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
+// In a step: the time that the replica waits for others is not its part's.
+void wait_in_step(comm::Work work) {
+  const auto replica = current_replica();
+  const auto timer = replica ? replica->timer : nullptr;
+  if (timer) timer->stop();
+  work.wait();
+  if (timer) timer->start();
+}
+
 at::Tensor all_reduce(comm::Communicator& group, const at::Tensor& value, ReduceOp op) {
   auto result = value.detach().clone(at::MemoryFormat::Contiguous);
-  group.all_reduce(result, op).wait();
+  wait_in_step(group.all_reduce(result, op));
   return result;
 }
 
@@ -70,7 +81,7 @@ struct Gather : Function<Gather> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& value, comm::Communicator* group) {
     save_group(context, *group);
     auto work = group->all_gather(value.detach().contiguous());
-    work.wait();
+    wait_in_step(work);
     const auto outputs = work.outputs();
     int64_t before = 0;
     std::vector<at::Tensor> parts;
@@ -95,7 +106,7 @@ struct Broadcast : Function<Broadcast> {
     save_group(context, *group);
     context->saved_data["source"] = source;
     auto result = value.detach().clone(at::MemoryFormat::Contiguous);
-    group->broadcast(result, static_cast<int>(source)).wait();
+    wait_in_step(group->broadcast(result, static_cast<int>(source)));
     return result;
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -287,6 +298,8 @@ Leaves gather_in_step(comm::Communicator& group, const Leaves& values) {
     results.push_back(Gather::apply(value.dim() == 0 ? value.unsqueeze(0) : value, &group));
   return results;
 }
+
+void barrier_in_step(comm::Communicator& group) { wait_in_step(group.barrier()); }
 
 Leaves broadcast_in_step(comm::Communicator& group, const Leaves& values, int source) {
   if (source < 0 || source >= group.size()) {

@@ -29,6 +29,9 @@ Leaves gather_in_step(comm::Communicator& group, const Leaves& values);
 /// In a step. The leaves of replica `source`, with their gradients flowing back to it.
 Leaves broadcast_in_step(comm::Communicator& group, const Leaves& values, int source);
 
+/// In a step. Waits for the replicas that take part.
+void barrier_in_step(comm::Communicator& group);
+
 /// What a worker brings to a collective outside a step: one entry for each of its replicas that has a value.
 struct Contribution {
   Leaves values;

@@ -37,8 +37,9 @@ std::string StrategyCore::explain(const std::string& name) const {
   }
   out << "; " << counted(pool_->threads_per_replica(), "intra-op thread") << " each; "
       << (topology_.local_replicas() == 1 ? "the replica runs on the thread that calls step"
-                                          : "each replica has a thread of its own")
-      << '\n';
+                                          : "each replica has a thread of its own");
+  if (balancer_) out << "; they take " << in_words(balancer_->capacities()) << " of a batch, by capacity";
+  out << '\n';
   out << "gradients: summed over replicas through " << groups_.backend << ", in buckets of up to "
       << mebibytes(groups_.buckets.usual);
   if (options_.bucket_bytes) {

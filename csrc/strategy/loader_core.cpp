@@ -142,10 +142,11 @@ struct LoaderCore::State {
   ReadTask task_of(const std::vector<size_t>& order, int64_t number) const {
     ReadTask task;
     task.first = number == 0;
+    task.capacities = strategy->core->capacities();
     if (is_stream) return task;
     const auto start = order.begin() + number * options.batch_size;
     const int64_t n = std::min<int64_t>(options.batch_size, order.end() - start);
-    const auto sizes = part_sizes(n, deal.parts);
+    const auto sizes = part_sizes(n, deal.parts, task.capacities);
     auto next = start + std::accumulate(sizes.begin(), sizes.begin() + deal.first, int64_t{0});
     for (int part = deal.first; part < deal.first + deal.local; ++part) {
       const auto size = sizes[static_cast<size_t>(part)];

@@ -4,7 +4,8 @@
 
 namespace muster {
 
-MirroredStrategy::MirroredStrategy(const std::vector<std::string>& devices, const StrategyOptions& options)
-    : Strategy(make_mirrored(devices, options, ReplicaThreads::own), "MirroredStrategy") {}
+MirroredStrategy::MirroredStrategy(const std::vector<std::string>& devices, const StrategyOptions& options,
+                                   Balance balance)
+    : Strategy(make_mirrored(devices, options, balance, ReplicaThreads::own), "MirroredStrategy") {}
 
 }  // namespace muster

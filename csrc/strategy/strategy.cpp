@@ -225,6 +225,7 @@ void Strategy::close() {
 }
 
 std::shared_ptr<const StrategyCore> Strategy::core() const { return state_->core; }
+std::vector<double> Strategy::capacities() const { return state_->core->capacities(); }
 
 int Strategy::num_replicas() const { return state_->core->topology().num_replicas; }
 int Strategy::num_workers() const { return state_->core->topology().num_workers; }

@@ -91,6 +91,7 @@ struct StrategyCore::ReplicaRun {
   std::exception_ptr error;      // the step's own
   std::exception_ptr transport;  // communication broke: nothing can be agreed any more
   c10::IValue output;
+  std::shared_ptr<const PartTimer> timer;
 };
 
 StrategyCore::StrategyCore(Topology topology, Groups groups, StrategyOptions options, std::shared_ptr<ReplicaPool> pool,
@@ -114,6 +115,10 @@ StrategyCore::StrategyCore(Topology topology, Groups groups, StrategyOptions opt
 }
 
 StrategyCore::~StrategyCore() { close(); }
+
+void StrategyCore::balance_parts() {
+  if (topology_.local_replicas() > 1) balancer_ = std::make_unique<Balancer>(topology_.local_replicas());
+}
 
 void StrategyCore::close() {
   if (closed_) return;
@@ -270,7 +275,13 @@ void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t 
                                ReplicaRun& outcome) {
   const auto r = static_cast<size_t>(local_replica);
   const bool empty = !call.call || call.rows[r] == 0;
-  const ReplicaScope scope(make_context(local_replica, t));
+  const auto context = make_context(local_replica, t);
+  // A graph's replays have times of their own.
+  if (balancer_ && !is_capturing(topology_.devices[r])) {
+    context->timer = std::make_shared<PartTimer>(topology_.devices[r]);
+    outcome.timer = context->timer;
+  }
+  const ReplicaScope scope(context);
   auto& step_group = *groups_.step[r];
   used_step_group_[r] = 0;
   try {
@@ -282,6 +293,7 @@ void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t 
   }
   try {
     if (!empty) {
+      if (context->timer) context->timer->start();
       Loss loss = call_in_precision(call, local_replica);
       if (call.rows[r] < 0 && !loss.weight && loss.reduction == Reduction::mean &&
           (topology_.num_replicas > 1 || options_.accumulate > 1)) {
@@ -292,6 +304,7 @@ void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t 
       // Two groups of a device may deadlock where their operations overlap.
       const bool overlaps = groups_.control.empty() || used_step_group_[r] == 0;
       set.backward(local_replica, loss, call.rows[r] < 0 ? 1.0 : static_cast<double>(call.rows[r]), overlaps);
+      if (context->timer) context->timer->stop();
       outcome.output = std::move(loss.output);
     }
   } catch (...) {
@@ -417,6 +430,7 @@ StepResult StrategyCore::step(const StepCall& call) {
     if (interrupt) std::rethrow_exception(interrupt);
     raise_failures(*outcomes, agreed ? &sums : nullptr);
   }
+  if (balancer_ && call.call) note_times(call, *outcomes);
   StepResult result = closing ? end_window(set, call) : open_result(set);
   if (dropping) set.drop_window();
   if (interrupt) std::rethrow_exception(interrupt);
@@ -424,6 +438,14 @@ StepResult StrategyCore::step(const StepCall& call) {
   for (auto& outcome : *outcomes) outputs.push_back(std::move(outcome.output));
   result.output = PerReplica<c10::IValue>(std::move(outputs));
   return result;
+}
+
+void StrategyCore::note_times(const StepCall& call, const std::vector<ReplicaRun>& outcomes) {
+  std::vector<std::shared_ptr<const PartTimer>> timers;
+  for (const auto& outcome : outcomes) timers.push_back(outcome.timer);
+  if (std::find(timers.begin(), timers.end(), nullptr) == timers.end()) {
+    balancer_->note_when_known(call.rows, std::move(timers));
+  }
 }
 
 std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>& apply,

@@ -16,6 +16,7 @@
 #include "core/replica_context.h"
 #include "muster/options.h"
 #include "muster/step.h"
+#include "strategy/balance.h"
 #include "strategy/gradient_set.h"
 #include "strategy/parameter_registry.h"
 #include "strategy/replica_pool.h"
@@ -73,6 +74,11 @@ class StrategyCore {
     describe_ = std::move(describer);
     capture_ = std::move(capturer);
   }
+
+  /// Divides batches by the speed of the local replicas from the next one on. No-op for one replica.
+  void balance_parts();
+  /// The share of a batch that each local replica gets; empty where parts are equal. Thread-safe.
+  std::vector<double> capacities() const { return balancer_ ? balancer_->capacities() : std::vector<double>{}; }
 
   /// Whether replicas still run a step that was interrupted; until they end, step, run and flush throw CommError.
   bool busy() const { return pool_->busy(); }
@@ -144,6 +150,7 @@ class StrategyCore {
   void run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
                    ReplicaRun& outcome);
   void give_up(int local_replica, ReplicaRun& outcome);
+  void note_times(const StepCall& call, const std::vector<ReplicaRun>& outcomes);
   StepResult end_window(GradientSet& set, const StepCall& call);
   void count_skipped(GradientSet& set, const WindowSums& sums);
   StepResult open_result(const GradientSet& set) const;
@@ -166,6 +173,7 @@ class StrategyCore {
   std::vector<size_t> outsiders_;
   size_t outsiders_known_ = 0;
   std::function<void()> poll_;  // of the running call
+  std::unique_ptr<Balancer> balancer_;  // null: parts are equal
   ErrorDescriber describe_;
   ErrorCapturer capture_;
   uint64_t calls_ = 0;  // t of the random streams, and the scope of step collectives

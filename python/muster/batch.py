@@ -1,7 +1,8 @@
 """How a batch is divided into parts.
 
 A batch is a structure (tuples, named tuples, lists, mappings and dataclass instances, nested) of leaves. One rule of
-sizes holds everywhere (`part_sizes`): contiguous parts in replica order that differ by at most one, larger first.
+sizes holds everywhere (`part_sizes`): contiguous parts in replica order that differ by at most one, larger first, or
+follow the replicas' capacities (``balance="auto"``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from muster import _C
 from muster.errors import InvalidArgument
 from muster.per_replica import PerReplica
 
@@ -41,13 +43,20 @@ _WHOLE = (str, bytes, Number, type(None), torch.Size)
 _LEAVES = (Tensor, PerReplica, PackedSequence, *_WHOLE)
 
 
-def part_sizes(n: int, parts: int) -> list[int]:
-    """Sizes of `parts` contiguous parts of `n` samples, differing by at most one, larger first (9 over 4: 3,2,2,2)."""
+def part_sizes(n: int, parts: int, capacities: Sequence[float] = ()) -> list[int]:
+    """Sizes of `parts` contiguous parts of `n` samples, differing by at most one, larger first (9 over 4: 3,2,2,2).
+
+    With `capacities`, one for each part and summing to 1: `muster::detail::part_sizes` of csrc/include/muster/batch.h.
+    """
+    if capacities:
+        return _C.part_sizes(n, capacities)
     size, larger = divmod(n, parts)
     return [size + 1] * larger + [size] * (parts - larger)
 
 
-def split(args: Sequence[Any], num_parts: int, rows_hint: Sequence[int] | None = None) -> list[tuple[Any, ...]]:
+def split(
+    args: Sequence[Any], num_parts: int, rows_hint: Sequence[int] | None = None, capacities: Sequence[float] = ()
+) -> list[tuple[Any, ...]]:
     """Divides a step's positional arguments into `num_parts` argument tuples, one per local replica.
 
     At any depth of each argument's structure:
@@ -64,7 +73,8 @@ def split(args: Sequence[Any], num_parts: int, rows_hint: Sequence[int] | None =
     object is accepted and size(0) need not agree.
 
     `rows_hint` holds the rows of each part when the batch came from a loader that knows them; tensors and columns
-    must then have sum(rows_hint) rows and are divided by these sizes. Without it, the sizes are those of `part_sizes`.
+    must then have sum(rows_hint) rows and are divided by these sizes. Without it, the sizes are those of `part_sizes`
+    with these `capacities`.
 
     Raises InvalidArgument naming the leaf: of another type, of another number of rows, sparse or nested, a PerReplica
     of another length, or a column where neither a tensor nor the hint tells the rows.
@@ -72,7 +82,7 @@ def split(args: Sequence[Any], num_parts: int, rows_hint: Sequence[int] | None =
     arguments = [(f"argument {position}", value) for position, value in enumerate(args, start=1)]
     if num_parts == 1:
         return [tuple(_only_part(value, path) for path, value in arguments)]
-    splitter = _Splitter(num_parts, *_sizes(arguments, num_parts, rows_hint))
+    splitter = _Splitter(num_parts, *_sizes(arguments, num_parts, rows_hint, capacities))
     divided = [splitter.split(value, path) for path, value in arguments]
     return [tuple(parts[i] for parts in divided) for i in range(num_parts)]
 
@@ -207,7 +217,10 @@ def _parts_of(value: PerReplica[Any], path: str, num_parts: int) -> tuple[Any, .
 
 
 def _sizes(
-    arguments: Sequence[tuple[str, Any]], num_parts: int, rows_hint: Sequence[int] | None
+    arguments: Sequence[tuple[str, Any]],
+    num_parts: int,
+    rows_hint: Sequence[int] | None,
+    capacities: Sequence[float],
 ) -> tuple[int | None, Sequence[int]]:
     """The batch's rows and those of each part. Raises InvalidArgument where tensors disagree."""
     num_rows, source = (None, "") if rows_hint is None else (sum(rows_hint), "the loader's batch")
@@ -228,7 +241,7 @@ def _sizes(
             )
     if rows_hint is not None:
         return num_rows, rows_hint
-    return num_rows, part_sizes(num_rows or 0, num_parts)
+    return num_rows, part_sizes(num_rows or 0, num_parts, capacities)
 
 
 def _all_rows(part: object) -> Iterator[int]:

@@ -17,7 +17,8 @@ By kind:
 - **By index.** The loader's own batch sampler is cut before samples are read, contiguously in replica order, so each
   worker reads only its part; shuffle, samplers, batch samplers and drop_last keep their meaning.
 - **Iterable.** Every worker reads the whole stream (each DataLoader worker, too, as in torch), makes the global batches
-  and keeps its parts: sample j of a batch goes to replica j modulo the number of replicas.
+  and keeps its parts: sample j of a batch goes to replica j modulo the number of replicas; where parts follow
+  capacities, they are contiguous.
 - **Ready batches** (``batch_size=None``). Every worker reads each batch and narrows it to its parts (`muster.batch.
   split`, which says what can be divided).
 - **Ready-sharded** (``sharded=True``), any of the above: the batches are this worker's own and are divided over its
@@ -82,6 +83,10 @@ class LoaderHost(Protocol):
     def seed(self) -> int:
         """The job's seed, equal on all ranks."""
 
+    @property
+    def capacities(self) -> Sequence[float]:
+        """By replica, what parts of batches that are asked for next follow (`muster.batch.part_sizes`)."""
+
     def any_has_more(self, has_more: bool) -> bool:
         """Collective: whether the flag is true on any worker. Called for each batch of a sharded loader, one ahead."""
 
@@ -122,7 +127,7 @@ class Loader(Generic[BatchT_co]):
         self._under_way = False
         self._position = Position()
         self._persistent: DataLoader[Any] | None = None
-        self._tasks = _Tasks(loader, self._deal)
+        self._tasks = _Tasks(loader, self._deal, host)
         self._empty: Any = _END
         if not sharded:
             for generator in _generators(loader):
@@ -311,15 +316,19 @@ def _attempted(function: Callable[[], T]) -> T | Exception:
 class _Tasks:
     """The sampler of the loader that reads: the user's batches as tasks, each pass as `current` says when it begins."""
 
-    def __init__(self, loader: DataLoader[Any], deal: Deal) -> None:
+    def __init__(self, loader: DataLoader[Any], deal: Deal, host: LoaderHost) -> None:
         self._loader = loader
         self._deal = deal
+        self._host = host
         self.current = Task(0, 0, 0)
 
     def __iter__(self) -> Iterator[Task]:
         if isinstance(self._loader.dataset, IterableDataset):
-            return repeat(self.current)
+            return map(self._balanced, repeat(self.current))
         return self._indexed(self.current)
+
+    def _balanced(self, task: Task) -> Task:
+        return replace(task, capacities=tuple(self._host.capacities))
 
     def _indexed(self, task: Task) -> Iterator[Task]:
         batch_sampler = self._loader.batch_sampler
@@ -334,7 +343,10 @@ class _Tasks:
                 index = next(indices, _END)
             if index is _END:
                 return
-            yield replace(task, index=index if batch_sampler is None else self._deal.cut(index))
+            balanced = self._balanced(task)
+            if batch_sampler is not None:
+                index = self._deal.cut(index, balanced.capacities)
+            yield replace(balanced, index=index)
 
 
 def _yielded(parts: list[Any], part_rows: Sequence[int]) -> Any:

@@ -43,13 +43,13 @@ class Deal(NamedTuple):
     first: int
     num_local: int
 
-    def slices(self, n: int) -> list[slice]:
+    def slices(self, n: int, capacities: Sequence[float]) -> list[slice]:
         """Where this worker's contiguous parts of `n` samples lie."""
-        sizes = part_sizes(n, self.num_parts)
+        sizes = part_sizes(n, self.num_parts, capacities)
         starts = [sum(sizes[:part]) for part in range(self.first, self.first + self.num_local)]
         return [slice(start, start + sizes[self.first + i]) for i, start in enumerate(starts)]
 
-    def cut(self, batch: Any) -> tuple[list[Any], Any]:
+    def cut(self, batch: Any, capacities: Sequence[float] = ()) -> tuple[list[Any], Any]:
         """The indices of each local part, and the index of the batch's first sample if a part is empty, else None.
 
         Raises InvalidArgument for an empty batch.
@@ -57,18 +57,22 @@ class Deal(NamedTuple):
         indices = batch if isinstance(batch, Sequence) or hasattr(batch, "__array__") else list(batch)
         if len(indices) == 0:
             raise InvalidArgument("the batch sampler gave a batch of no samples; leave empty batches out")
-        parts = [indices[part] for part in self.slices(len(indices))]
+        parts = [indices[part] for part in self.slices(len(indices), capacities)]
         return parts, indices[:1] if any(len(part) == 0 for part in parts) else None
 
 
 @dataclass(frozen=True)
 class Task:
-    """One batch to read. `iteration` tells apart any two passes over the loader; `seed` is its epoch's."""
+    """One batch to read. `iteration` tells apart any two passes over the loader; `seed` is its epoch's.
+
+    `capacities` are those of the parts when the batch was asked for (`muster.batch.part_sizes`).
+    """
 
     iteration: int
     epoch: int
     seed: int
     index: Any = None
+    capacities: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,11 +111,12 @@ class ReadyReader(Dataset[Parts]):
         self._deal = deal
 
     def __getitem__(self, task: Task) -> Parts:
-        return _divided(self._convert(self.dataset[task.index]), self._deal)
+        return _divided(self._convert(self.dataset[task.index]), self._deal, task.capacities)
 
 
 class StreamReader(Dataset[Parts | Ended]):
-    """Reads an iterable data set: from the global batch's samples, j goes to part j modulo the number of parts.
+    """Reads an iterable data set: from the global batch's samples, j goes to part j modulo the number of parts;
+    with capacities, parts are contiguous.
 
     The data set's iteration runs under an AgreedStream of the epoch, so that a shuffle inside it agrees on all ranks
     whatever the collate function draws; its ``set_epoch``, if it has one, is called first. With `batch_size` None its
@@ -139,9 +144,12 @@ class StreamReader(Dataset[Parts | Ended]):
             self._iterator = iter(())
             return Ended(_worker_id())
         if self._batch_size is None:
-            return _divided(self._collate(samples[0]), self._deal)
-        first, num_parts = self._deal.first, self._deal.num_parts
-        dealt = [samples[part::num_parts] for part in range(first, first + self._deal.num_local)]
+            return _divided(self._collate(samples[0]), self._deal, task.capacities)
+        if task.capacities:
+            dealt = [samples[part] for part in self._deal.slices(len(samples), task.capacities)]
+        else:
+            first, num_parts = self._deal.first, self._deal.num_parts
+            dealt = [samples[part::num_parts] for part in range(first, first + self._deal.num_local)]
         empty = None if all(dealt) else emptied(self._collate(samples[:1]), 1)
         return [self._collate(part) if part else empty for part in dealt], [len(part) for part in dealt]
 
@@ -194,7 +202,7 @@ def _worker_id() -> int:
     return 0 if info is None else info.id
 
 
-def _divided(batch: Any, deal: Deal) -> Parts:
+def _divided(batch: Any, deal: Deal, capacities: Sequence[float]) -> Parts:
     if deal.num_parts == 1:
         return [batch], [rows(batch)]
     num_rows = rows(batch)
@@ -204,6 +212,6 @@ def _divided(batch: Any, deal: Deal) -> Parts:
             "cannot be divided; give the loader a batch_size, or pass sharded=True with one local replica"
         )
     mine = slice(deal.first, deal.first + deal.num_local)
-    parts = [part for (part,) in split((batch,), deal.num_parts)[mine]]
-    sizes: list[int | None] = [*part_sizes(num_rows, deal.num_parts)[mine]]
+    parts = [part for (part,) in split((batch,), deal.num_parts, capacities=capacities)[mine]]
+    sizes: list[int | None] = [*part_sizes(num_rows, deal.num_parts, capacities)[mine]]
     return parts, sizes

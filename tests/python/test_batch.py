@@ -48,6 +48,22 @@ def test_part_sizes_cover_all_larger_first_and_differ_by_at_most_one(parts: int)
     assert part_sizes(9, 4) == [3, 2, 2, 2]
 
 
+def test_part_sizes_follow_capacities() -> None:
+    assert part_sizes(16, 2, [0.75, 0.25]) == [12, 4]
+    assert part_sizes(1, 3, [0.2, 0.5, 0.3]) == [0, 1, 0]
+    for n in range(50):
+        assert part_sizes(n, 7, [1 / 7] * 7) == part_sizes(n, 7)
+
+
+def test_a_batch_is_split_by_capacities_unless_the_loader_tells_the_rows() -> None:
+    x = torch.arange(8)
+    first, second = split((x, list("abcdefgh"), 5), 2, capacities=[0.25, 0.75])
+    assert first[0].tolist() == [0, 1] and second[0].tolist() == [2, 3, 4, 5, 6, 7]
+    assert first[1:] == (["a", "b"], 5) and second[1:] == (list("cdefgh"), 5)
+    assert [part[0].tolist() for part in split((x[:1],), 2, capacities=[0.25, 0.75])] == [[], [0]]
+    assert [len(part[0]) for part in split((x,), 2, [4, 4], [0.25, 0.75])] == [4, 4]
+
+
 @pytest.mark.parametrize("parts", [2, 3, 4, 5])
 @pytest.mark.parametrize("n", [0, 1, 2, 5, 9, 64, 131])
 def test_tensors_are_split_contiguously_in_order(n: int, parts: int) -> None:

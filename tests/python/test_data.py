@@ -65,6 +65,7 @@ class Host:
     num_local: int
     num_replicas: int
     seed: int
+    capacities: Sequence[float] = ()
 
     @property
     def first_replica(self) -> int:
@@ -705,6 +706,69 @@ def test_lengths() -> None:
     assert length(lambda: DataLoader(Numbers(14), None)) == 14
     with pytest.raises(TypeError):
         length(lambda: DataLoader(Stream(14), 8))
+
+
+# Capacities
+
+
+def balanced(make: Callable[[], DataLoader[Any]], capacities: Sequence[float]) -> Loader[Any]:
+    job = Job(1, len(capacities))
+    job.hosts[0].capacities = capacities
+    return job.prepare(make)[0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "drop_last"),
+    [("index", False), ("index", True), ("iterable", False), ("iterable", True), ("ready", False)],
+)
+def test_parts_follow_capacities_in_order(kind: str, drop_last: bool, num_workers: int) -> None:
+    capacities = [0.2, 0.7, 0.1]
+    for n in (0, 1, 2, 9, 13, 20):
+        whole = [list(range(n))[i : i + 10] for i in range(0, n, 10)]
+        if drop_last:
+            whole = [batch for batch in whole if len(batch) == 10]
+        if kind == "ready":
+            make = partial(DataLoader, [torch.tensor(batch) for batch in whole], batch_size=None)
+        else:
+            make = partial(DataLoader, Numbers(n) if kind == "index" else Stream(n), 10, drop_last=drop_last)
+        # Each worker of an iterable would read all of it.
+        loader = balanced(
+            partial(make, num_workers=min(num_workers, 1) if kind == "iterable" else num_workers), capacities
+        )
+        seen = []
+        for batch in loader:
+            parts = [part.tolist() for part in parts_of(batch)]
+            assert loader.part_rows_of(batch) == [len(part) for part in parts]
+            assert [len(part) for part in parts] == part_sizes(sum(map(len, parts)), 3, capacities)
+            seen.append(flat(parts))
+        assert seen == whole
+
+
+def test_a_part_that_its_capacity_leaves_empty_keeps_the_structure() -> None:
+    loader = balanced(lambda: DataLoader(TensorDataset(torch.randn(6, 4), torch.arange(6)), 3), [0.05, 0.95])
+    for x, y in loader:
+        assert x[0].shape == (0, 4) and y[0].shape == (0,) and y[0].dtype == torch.int64
+        assert x[1].shape == (3, 4)
+
+
+@pytest.mark.parametrize(("num_workers", "ahead"), [(0, 2), (1, 4)])
+@pytest.mark.parametrize("iterable", [False, True])
+def test_other_capacities_hold_for_batches_asked_for_later(iterable: bool, num_workers: int, ahead: int) -> None:
+    """`ahead`: batches that were asked for when the first arrives, itself among them."""
+    loader = balanced(
+        lambda: DataLoader(Stream(80) if iterable else Numbers(80), 8, num_workers=num_workers), [0.5, 0.5]
+    )
+    host = loader._host
+    assert isinstance(host, Host)
+    sizes, seen = [], []
+    for batch in loader:
+        host.capacities = [0.75, 0.25]
+        sizes.append([len(part) for part in batch])
+        assert loader.part_rows_of(batch) == sizes[-1]
+        seen += flat(part.tolist() for part in batch)
+    assert seen == list(range(80))
+    assert sizes == [[4, 4]] * ahead + [[6, 2]] * (10 - ahead)
 
 
 # Ready batches

@@ -1,5 +1,5 @@
 // How a batch is divided into parts. One rule of sizes holds everywhere: contiguous parts in replica order whose sizes
-// differ by at most one, larger first (9 over 4: 3, 2, 2, 2).
+// differ by at most one, larger first (9 over 4: 3, 2, 2, 2), or follow the replicas' capacities (Balance::automatic).
 //
 // Batches that can be divided are a Tensor (along dimension 0), a torch::data::Example of such batches (0-dim tensors
 // go to all parts), and a std::vector, which holds one item per sample.
@@ -17,8 +17,11 @@
 
 namespace muster::detail {
 
-/// Sizes of `parts` contiguous parts of `n` samples.
-std::vector<int64_t> part_sizes(int64_t n, int parts);
+/// Sizes of `parts` contiguous parts of `n` samples. With capacities, one for each part and summing to 1: those for
+/// which the largest size / capacity is smallest, so that replicas of these speeds finish earliest; of two that finish
+/// a sample at the same time, the first gets it. So a part is empty only where one sample of it would take as long as
+/// the largest part, or longer.
+std::vector<int64_t> part_sizes(int64_t n, int parts, const std::vector<double>& capacities = {});
 
 /// The tensor itself when it starts on 64 bytes, else a copy that does: MKL's sums depend on where a tensor starts.
 at::Tensor aligned(const at::Tensor& tensor);
@@ -134,9 +137,10 @@ B placed(const B& batch, c10::Device device = c10::kCPU) {
   }
 }
 
-/// The contiguous parts of a batch. Throws InvalidArgument for one that cannot be divided, naming the leaf.
+/// The contiguous parts of a batch, of the sizes of part_sizes. Throws InvalidArgument for one that cannot be divided,
+/// naming the leaf.
 template <class B>
-std::vector<B> split(const B& batch, int parts) {
+std::vector<B> split(const B& batch, int parts, const std::vector<double>& capacities = {}) {
   if (parts == 1) return {placed(batch)};
   constexpr const char* kRemedy = "; pass PerReplica with one part for each local replica";
   if constexpr (Batch<B>::kDivisible) {
@@ -146,7 +150,7 @@ std::vector<B> split(const B& batch, int parts) {
     if (!problem.empty()) throw InvalidArgument(problem + kRemedy);
     std::vector<B> divided;
     int64_t start = 0;
-    for (int64_t size : part_sizes(rows, parts)) {
+    for (int64_t size : part_sizes(rows, parts, capacities)) {
       divided.push_back(Batch<B>::take(batch, start, start + size, 1));
       start += size;
     }

@@ -46,6 +46,8 @@ struct ReadTask {
   std::vector<std::vector<size_t>> parts;
   /// The sample whose structure an empty part takes; set if a part is empty.
   std::optional<size_t> model;
+  /// By part, of a stream's batch; empty: samples are dealt in turn.
+  std::vector<double> capacities;
   /// The first read of a pass: a stream starts again.
   bool first = false;
 };
@@ -96,7 +98,8 @@ class LoaderCore {
 ///
 /// By index (a data set whose request is indices): the order is cut into global batches, these into contiguous parts,
 /// and only this worker's are read. Streams (StatefulDataset, StreamDataset): every worker reads the whole stream, and
-/// sample j of a batch goes to replica j modulo their number; sharded, each worker reads its own. Every sample is in
+/// sample j of a batch goes to replica j modulo their number (with Balance::automatic, parts are contiguous); sharded,
+/// each worker reads its own. Every sample is in
 /// exactly one part; a part without samples has the structure of the batch's first sample with 0 rows.
 ///
 /// With `shuffle` the order is that of Python's loader: a generator seeded with stream_seed(seed ^ 0x6C6F61646572,
@@ -233,10 +236,10 @@ class Loader {
       std::optional<Batch> batch = dataset.get_batch(static_cast<size_t>(batch_size));
       if (!batch) return nullptr;
       const int64_t rows = detail::rows_of(*batch);
-      return drop_last && rows >= 0 && rows < batch_size ? nullptr : dealt(*batch, rows);
+      return drop_last && rows >= 0 && rows < batch_size ? nullptr : dealt(*batch, rows, task.capacities);
     }
 
-    std::shared_ptr<void> dealt(const Batch& batch, int64_t rows) const {
+    std::shared_ptr<void> dealt(const Batch& batch, int64_t rows, const std::vector<double>& capacities) const {
       auto parts = std::make_shared<Parts>();
       if (deal.parts == 1) {
         parts->values.push_back(detail::placed(batch));
@@ -248,6 +251,11 @@ class Loader {
           throw InvalidArgument(
               "the tensors of the stream's batch differ in size(0), so that its samples "
               "cannot be dealt; pass sharded=true with one local replica");
+        if (!capacities.empty()) {
+          parts->values = detail::split(batch, deal.parts, capacities);
+          parts->rows = detail::part_sizes(rows, deal.parts, capacities);
+          return parts;
+        }
         for (int64_t part = deal.first; part < deal.first + deal.local; ++part) {
           parts->values.push_back(detail::Batch<Batch>::take(batch, std::min(part, rows), rows, deal.parts));
           parts->rows.push_back(detail::rows_of(parts->values.back()));

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "muster/balance.h"
 #include "muster/options.h"
 #include "muster/strategy.h"
 
@@ -14,7 +15,8 @@ namespace muster {
 /// there, or an option out of range, NotBuilt for a device that this build cannot use.
 class MirroredStrategy : public Strategy {
  public:
-  explicit MirroredStrategy(const std::vector<std::string>& devices = {}, const StrategyOptions& options = {});
+  explicit MirroredStrategy(const std::vector<std::string>& devices = {}, const StrategyOptions& options = {},
+                            Balance balance = Balance::equal);
 };
 
 }  // namespace muster

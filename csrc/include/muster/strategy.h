@@ -189,7 +189,7 @@ class Strategy {
   template <class F, class B>
     requires(!detail::IsPerReplica<B>::value)
   StepResult step(F&& fn, const B& batch, const StepOptions& options = {}) {
-    return step(fn, PerReplica<B>(detail::split(batch, num_local_replicas())), options);
+    return step(fn, PerReplica<B>(detail::split(batch, num_local_replicas(), capacities())), options);
   }
 
   /// Closes the open window; empty when none is open, or where it was dropped (`drop_incomplete`). Collective.
@@ -213,7 +213,7 @@ class Strategy {
   template <class F, class B>
     requires(!detail::IsPerReplica<B>::value)
   auto run(F&& fn, const B& batch) {
-    return run(fn, PerReplica<B>(detail::split(batch, num_local_replicas())));
+    return run(fn, PerReplica<B>(detail::split(batch, num_local_replicas(), capacities())));
   }
 
   /// Inside a step: over the replicas with non-empty parts, differentiable; `mean` weighs each by its part's samples,
@@ -294,6 +294,7 @@ class Strategy {
   }
 
   std::shared_ptr<const StrategyCore> core() const;
+  std::vector<double> capacities() const;
   static std::shared_ptr<torch::nn::Module> clone(const torch::nn::Module& module);
   const Modules* find_module(const torch::nn::Module& module) const;
   void add_module(Modules replicas);

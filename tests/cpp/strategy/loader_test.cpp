@@ -9,7 +9,10 @@
 #include <torch/data/transforms/stack.h>
 #include <torch/nn/modules/linear.h>
 
+#include <chrono>
+#include <numeric>
 #include <set>
+#include <thread>
 
 #include "cpp/catch.h"
 #include "muster/mirrored.h"
@@ -195,6 +198,43 @@ TEST_CASE("samples that are not collated are parts of their own", "[loader]") {
     CHECK(batch.rows() == std::vector<int64_t>{3, 2});
     CHECK(batch[1][0].target.item<int64_t>() == 3);
   }
+}
+
+TEST_CASE("with balance, parts follow the replicas' speeds and every sample is dealt once, in order", "[loader]") {
+  const int workers = GENERATE(0, 2);
+  MirroredStrategy strategy(cpus(2), {}, Balance::automatic);
+  auto model = strategy.prepare([] { return torch::nn::Linear(2, 1); });
+  model->to(at::kDouble);
+  auto loader = strategy.prepare_loader(stacked(150), {.batch_size = 16, .workers = workers});
+  std::vector<int64_t> everything(150);
+  std::iota(everything.begin(), everything.end(), 0);
+  std::vector<int64_t> last_full;
+  for (int epoch = 0; epoch < 3; ++epoch) {
+    Pass pass;
+    for (auto& batch : loader) {
+      pass.push_back({numbers(batch[0].target), numbers(batch[1].target)});
+      const auto rows = batch.rows();
+      CHECK(rows[0] == static_cast<int64_t>(pass.back()[0].size()));
+      CHECK(rows[1] == static_cast<int64_t>(pass.back()[1].size()));
+      if (pass.size() == 1 && epoch == 0) CHECK(rows == std::vector<int64_t>{8, 8});
+      if (rows[0] + rows[1] == 16) last_full = rows;
+      strategy.step(
+          [&](const Example& part) {
+            const auto per_row = std::chrono::microseconds(strategy.replica() == 0 ? 100 : 1000);
+            std::this_thread::sleep_for(per_row * part.data.size(0));
+            return model->forward(part.data).mean();
+          },
+          batch);
+    }
+    CHECK(flat(pass) == everything);
+  }
+  CHECK(last_full[0] >= 12);
+  CHECK_THAT(strategy.explain(), ContainsSubstring("by capacity"));
+
+  auto stream = strategy.prepare_loader(Counting(39), {.batch_size = 16, .workers = workers == 0 ? 0 : 1});
+  const auto streamed = pass_over(stream);
+  CHECK(flat(streamed) == std::vector<int64_t>(everything.begin(), everything.begin() + 39));
+  CHECK(streamed[0][0].size() >= 12);
 }
 
 TEST_CASE("options that cannot be honoured are refused", "[loader]") {

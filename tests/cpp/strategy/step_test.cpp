@@ -13,7 +13,9 @@
 #include <torch/optim/adagrad.h>
 #include <torch/optim/sgd.h>
 
+#include <chrono>
 #include <cmath>
+#include <thread>
 
 #include "cpp/catch.h"
 #include "muster/mirrored.h"
@@ -91,6 +93,29 @@ TEST_CASE("uneven parts give the gradient of the whole batch", "[strategy]") {
   CHECK(result.step == 1);
   CHECK(result.weight.item<double>() == 9);
   CHECK(result.loss.item<double>() == Approx(model->forward(inputs(9)).pow(2).mean().item<double>()));
+  const auto expected =
+      expected_gradients(model.module(), [](Net& net) { return net.forward(inputs(9)).pow(2).mean(); });
+  check_equal(gradients(model.module()), expected);
+}
+
+TEST_CASE("with balance, the slower replica gets fewer rows and gradients stay the mean", "[strategy]") {
+  MirroredStrategy strategy(cpus(2), {}, Balance::automatic);
+  auto model = strategy.prepare([] { return Net(); });
+  // Replicas meet in the step, so that their whole times are equal.
+  const auto loss = [&](const at::Tensor& x) {
+    const auto per_row = std::chrono::microseconds(strategy.replica() == 0 ? 1000 : 100);
+    std::this_thread::sleep_for(per_row * x.size(0));
+    strategy.reduce(x.sum(), ReduceOp::sum);
+    return model->forward(x).pow(2).mean();
+  };
+  for (int i = 0; i < 20; ++i) strategy.step(loss, inputs(16));
+  const auto rows = strategy.run([](const at::Tensor& x) { return x.size(0); }, inputs(16));
+  CHECK(rows[0] + rows[1] == 16);
+  CHECK(rows[0] <= 4);
+  CHECK_THAT(strategy.explain(), ContainsSubstring("by capacity"));
+
+  const auto result = strategy.step(loss, inputs(9));
+  CHECK(result.weight.item<double>() == 9);
   const auto expected =
       expected_gradients(model.module(), [](Net& net) { return net.forward(inputs(9)).pow(2).mean(); });
   check_equal(gradients(model.module()), expected);
