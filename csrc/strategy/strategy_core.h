@@ -172,7 +172,7 @@ class StrategyCore {
   /// Registry indices of the parameters in no set, among the first `registry_.num_parameters()` when last looked at.
   std::vector<size_t> outsiders_;
   size_t outsiders_known_ = 0;
-  std::function<void()> poll_;  // of the running call
+  std::function<void()> poll_;          // of the running call
   std::unique_ptr<Balancer> balancer_;  // null: parts are equal
   ErrorDescriber describe_;
   ErrorCapturer capture_;

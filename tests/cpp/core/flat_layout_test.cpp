@@ -241,8 +241,6 @@ TEST_CASE("differences are described", "[flat_layout]") {
 }
 
 }  // namespace
-}  // namespace muster
-
 TEST_CASE("the gradients that come last have a bucket to themselves", "[core]") {
   // In the order of gradients: 40, 30, 20 and 10 slots of 64 bytes.
   std::vector<ParameterSpec> parameters;
@@ -264,3 +262,5 @@ TEST_CASE("the gradients that come last have a bucket to themselves", "[core]") 
   CHECK(members(60 * 64) == Buckets{{3}, {2, 1, 0}});
   CHECK(members(1000 * 64) == Buckets{{3, 2, 1, 0}});
 }
+
+}  // namespace muster
