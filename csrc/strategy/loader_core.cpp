@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <functional>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -103,6 +104,13 @@ class ReadAhead {
   std::vector<std::thread> threads_;
 };
 
+// None where all are equal, so that a stream is dealt as it is without balance.
+std::vector<double> unequal(std::vector<double> capacities) {
+  const bool are_equal =
+      std::adjacent_find(capacities.begin(), capacities.end(), std::not_equal_to<>()) == capacities.end();
+  return are_equal ? std::vector<double>{} : std::move(capacities);
+}
+
 // The order that Python's RandomSampler has when torch's default generator is seeded with the epoch's seed.
 std::vector<size_t> shuffled(size_t n, uint64_t seed) {
   const auto sampler_seed = at::empty({}, at::kLong);
@@ -142,7 +150,7 @@ struct LoaderCore::State {
   ReadTask task_of(const std::vector<size_t>& order, int64_t number) const {
     ReadTask task;
     task.first = number == 0;
-    task.capacities = strategy->core->capacities();
+    task.capacities = unequal(strategy->core->capacities());
     if (is_stream) return task;
     const auto start = order.begin() + number * options.batch_size;
     const int64_t n = std::min<int64_t>(options.batch_size, order.end() - start);

@@ -17,8 +17,8 @@ By kind:
 - **By index.** The loader's own batch sampler is cut before samples are read, contiguously in replica order, so each
   worker reads only its part; shuffle, samplers, batch samplers and drop_last keep their meaning.
 - **Iterable.** Every worker reads the whole stream (each DataLoader worker, too, as in torch), makes the global batches
-  and keeps its parts: sample j of a batch goes to replica j modulo the number of replicas; where parts follow
-  capacities, they are contiguous.
+  and keeps its parts: sample j of a batch goes to replica j modulo the number of replicas; parts of unequal
+  capacity are contiguous.
 - **Ready batches** (``batch_size=None``). Every worker reads each batch and narrows it to its parts (`muster.batch.
   split`, which says what can be divided).
 - **Ready-sharded** (``sharded=True``), any of the above: the batches are this worker's own and are divided over its
@@ -328,7 +328,9 @@ class _Tasks:
         return self._indexed(self.current)
 
     def _balanced(self, task: Task) -> Task:
-        return replace(task, capacities=tuple(self._host.capacities))
+        capacities = tuple(self._host.capacities)
+        # Where all are equal, an iterable is dealt as it is without balance.
+        return replace(task, capacities=capacities if len(set(capacities)) > 1 else ())
 
     def _indexed(self, task: Task) -> Iterator[Task]:
         batch_sampler = self._loader.batch_sampler

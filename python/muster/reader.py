@@ -65,7 +65,7 @@ class Deal(NamedTuple):
 class Task:
     """One batch to read. `iteration` tells apart any two passes over the loader; `seed` is its epoch's.
 
-    `capacities` are those of the parts when the batch was asked for (`muster.batch.part_sizes`).
+    `capacities` are those of the parts when the batch was asked for (`muster.batch.part_sizes`); none if equal.
     """
 
     iteration: int

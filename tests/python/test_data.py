@@ -711,6 +711,11 @@ def test_lengths() -> None:
 # Capacities
 
 
+def test_an_iterable_is_dealt_round_robin_while_capacities_are_equal() -> None:
+    (batch,) = balanced(lambda: DataLoader(Stream(7), 7), [1 / 3] * 3)
+    assert [part.tolist() for part in batch] == [[0, 3, 6], [1, 4], [2, 5]]
+
+
 def balanced(make: Callable[[], DataLoader[Any]], capacities: Sequence[float]) -> Loader[Any]:
     job = Job(1, len(capacities))
     job.hosts[0].capacities = capacities
@@ -766,7 +771,7 @@ def test_other_capacities_hold_for_batches_asked_for_later(iterable: bool, num_w
         host.capacities = [0.75, 0.25]
         sizes.append([len(part) for part in batch])
         assert loader.part_rows_of(batch) == sizes[-1]
-        seen += flat(part.tolist() for part in batch)
+        seen += sorted(flat(part.tolist() for part in batch))
     assert seen == list(range(80))
     assert sizes == [[4, 4]] * ahead + [[6, 2]] * (10 - ahead)
 

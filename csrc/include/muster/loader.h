@@ -46,7 +46,7 @@ struct ReadTask {
   std::vector<std::vector<size_t>> parts;
   /// The sample whose structure an empty part takes; set if a part is empty.
   std::optional<size_t> model;
-  /// By part, of a stream's batch; empty: samples are dealt in turn.
+  /// By part; empty: all are equal, and a stream's samples are dealt in turn.
   std::vector<double> capacities;
   /// The first read of a pass: a stream starts again.
   bool first = false;
@@ -98,9 +98,9 @@ class LoaderCore {
 ///
 /// By index (a data set whose request is indices): the order is cut into global batches, these into contiguous parts,
 /// and only this worker's are read. Streams (StatefulDataset, StreamDataset): every worker reads the whole stream, and
-/// sample j of a batch goes to replica j modulo their number (with Balance::automatic, parts are contiguous); sharded,
-/// each worker reads its own. Every sample is in
-/// exactly one part; a part without samples has the structure of the batch's first sample with 0 rows.
+/// sample j of a batch goes to replica j modulo their number (parts of unequal capacity, Balance::automatic, are
+/// contiguous); sharded, each worker reads its own. Every sample is in exactly one part; a part without samples has the
+/// structure of the batch's first sample with 0 rows.
 ///
 /// With `shuffle` the order is that of Python's loader: a generator seeded with stream_seed(seed ^ 0x6C6F61646572,
 /// loader's index, epoch) draws an int64, which seeds the generator of randperm(n).

@@ -183,8 +183,8 @@ TEST_CASE("an error in reading is raised where the batch is asked for", "[loader
   }
 }
 
-TEST_CASE("a stream is dealt sample by sample", "[loader]") {
-  MirroredStrategy strategy(cpus(3));
+TEST_CASE("a stream is dealt sample by sample while parts are equal", "[loader]") {
+  MirroredStrategy strategy(cpus(3), {}, GENERATE(Balance::equal, Balance::automatic));
   auto loader = strategy.prepare_loader(Counting(10), {.batch_size = 8});
   CHECK_FALSE(loader.size().has_value());
   CHECK(pass_over(loader) == Pass{{{0, 3, 6}, {1, 4, 7}, {2, 5}}, {{8}, {9}, {}}});
