@@ -123,11 +123,48 @@ struct Tree {
   }
 };
 
-template <class E, class Op>
-void store_pair(typename E::Storage* out, const typename E::Storage* a, const typename E::Storage* b,
-                size_t n) noexcept {
+constexpr size_t kAheadBytes = 4096;  // the processor's own prefetching ends at the page
+constexpr size_t kStripBytes = 128;
+
+template <class E, class Op, int kSources>
+MUSTER_INLINE typename E::Storage tree_of(const typename E::Storage* const* in, size_t i) noexcept {
+  const typename E::Wide left = Op::apply(E::load(in[0][i]), E::load(in[1][i]));
+  if constexpr (kSources == 2) return E::store(left);
+  return E::store(Op::apply(left, Op::apply(E::load(in[2][i]), E::load(in[3][i]))));
+}
+
+template <class E, class Op, int kSources>
+MUSTER_INLINE void store_tree(typename E::Storage* const* out, const typename E::Storage* const* in, size_t begin,
+                              size_t end) noexcept {
 #pragma GCC ivdep
-  for (size_t i = 0; i < n; ++i) out[i] = E::store(Op::apply(E::load(a[i]), E::load(b[i])));
+  for (size_t i = begin; i < end; ++i) {
+    const typename E::Storage value = tree_of<E, Op, kSources>(in, i);
+    for (int s = 0; s < kSources; ++s) out[s][i] = value;
+  }
+}
+
+// All of a small tree in one pass, into as many destinations; in place, those are in the cache by then.
+template <class E, class Op, int kSources>
+void reduce_few(const void* const* sources, void* const* destinations, int num_destinations, size_t n) noexcept {
+  using Storage = typename E::Storage;
+  constexpr size_t kStrip = kStripBytes / sizeof(Storage);
+  constexpr size_t kAhead = kAheadBytes / sizeof(Storage);
+  const Storage* in[kSources];
+  Storage* out[kSources];
+  for (int s = 0; s < kSources; ++s) {
+    in[s] = static_cast<const Storage*>(sources[s]);
+    out[s] = static_cast<Storage*>(destinations[s < num_destinations ? s : 0]);
+  }
+  size_t i = 0;
+  for (; i + kStrip <= n; i += kStrip) {
+    if (i + kAhead + kStrip <= n) {
+      for (int s = 0; s < kSources; ++s) {
+        for (size_t k = 0; k < kStrip; k += 64 / sizeof(Storage)) __builtin_prefetch(in[s] + i + kAhead + k);
+      }
+    }
+    store_tree<E, Op, kSources>(out, in, i, i + kStrip);
+  }
+  store_tree<E, Op, kSources>(out, in, i, n);
 }
 
 template <class E>
@@ -141,19 +178,22 @@ void reduce(const void* const* sources, int num_sources, void* const* destinatio
             size_t n) noexcept {
   using Storage = typename E::Storage;
   if (num_destinations == 0) return;
+  int only = 0;
+  const bool is_whole = present(sources, 0, num_sources, only) == num_sources;
+  if (is_whole && num_sources == 2 && num_destinations <= 2) {
+    return reduce_few<E, Op, 2>(sources, destinations, num_destinations, n);
+  }
+  if (is_whole && num_sources == 4 && num_destinations <= 4) {
+    return reduce_few<E, Op, 4>(sources, destinations, num_destinations, n);
+  }
   alignas(64) Block<E> scratch[kMaxLevels];
-  const bool is_pair = num_sources == 2 && sources[0] != nullptr && sources[1] != nullptr;
   for (size_t begin = 0; begin < n; begin += Block<E>::kSize) {
     const size_t count = n - begin < Block<E>::kSize ? n - begin : Block<E>::kSize;
     Tree<E, Op> tree{sources, begin, count, scratch};
     Storage* first = static_cast<Storage*>(destinations[0]) + begin;
-    if (is_pair) {
-      store_pair<E, Op>(first, tree.source(0), tree.source(1), count);
-    } else {
-      const typename E::Wide* result = tree.node(0, num_sources, 0);
-      if (result == nullptr) return;
-      if (static_cast<const void*>(result) != first) store_all<E>(first, result, count);
-    }
+    const typename E::Wide* result = tree.node(0, num_sources, 0);
+    if (result == nullptr) return;
+    if (static_cast<const void*>(result) != first) store_all<E>(first, result, count);
     for (int d = 1; d < num_destinations; ++d) {
       Storage* other = static_cast<Storage*>(destinations[d]) + begin;
       if (other != first) __builtin_memcpy(other, first, count * sizeof(Storage));

@@ -69,9 +69,13 @@ TEMPLATE_TEST_CASE("tree_reduce: every instruction set, source count, absence an
             any = result.has_value();
             if (any) expected[i] = static_cast<T>(*result);
           }
-          // Into a fresh vector and, in place, into every source that is present.
-          std::vector<T> fresh(n);
-          std::vector<void*> destinations{fresh.data()};
+          // In place, into every source that is present, and for odd counts into a fresh vector first.
+          std::vector<T> fresh = expected;
+          std::vector<void*> destinations;
+          if (n % 2 == 1) {
+            fresh.assign(n, T{});
+            destinations.push_back(fresh.data());
+          }
           for (size_t s = 0; s < data.size(); ++s) {
             if (pointers[s]) destinations.push_back(data[s].data() + 1);
           }
