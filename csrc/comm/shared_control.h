@@ -1,5 +1,5 @@
 // The control block of a group whose ranks share memory: heap memory for threads, a memfd for processes. Plain data
-// and lock-free atomics at fixed offsets, no pointers; every member has one writer, named beside it.
+// and lock-free atomics at fixed offsets, no pointers; every member has one writer, named beside it, or is added to.
 //
 // Positions are keys: an epoch in the upper bits, a count in the lower. Epochs advance at every begin_scope and
 // end_scope, on every rank alike, so that keys of all ranks compare although ranks issue different numbers of
@@ -23,6 +23,7 @@ inline constexpr size_t kReasonBytes = 1024;
 inline constexpr uint32_t kStagingSlots = 4;  // chunks under way per rank
 inline constexpr size_t kChunkBytes = 512 << 10;
 inline constexpr size_t kStagingBytes = kStagingSlots * kChunkBytes;
+inline constexpr uint64_t kPieceBytes = 256 << 10;  // of a shard: what a rank takes on at once
 
 using Key = uint64_t;
 inline constexpr int kCountBits = 36;  // 68 billion operations in an epoch, 134 million scopes in a group
@@ -36,15 +37,21 @@ enum class Placement : uint8_t { none, in_header, direct, staged };
 
 /// What a rank asks for. Written by its rank before `posted` passes its key; valid until all ranks passed it.
 struct Header {
-  Request request;
   Placement placement;
   bool receive;      // the rank wants the result in its tensor
   uint64_t bytes;    // of the rank's data
   uint64_t address;  // for Placement::direct
+  Request request;   // last: but for its sizes, a header fits into one cache line
 };
+inline constexpr size_t kShortHeaderBytes = offsetof(Header, request) + offsetof(Request, sizes);
+static_assert(kShortHeaderBytes <= 64);
 
 struct alignas(64) Entry {
   Header header;
+  // The rank's shard of an operation whose data all ranks reach, in pieces. Zeroed by the rank before `posted` passes
+  // the key; added to by every rank.
+  alignas(64) std::atomic<uint32_t> claimed;  // by ranks that came for a piece; more than there are when all are taken
+  std::atomic<uint32_t> reduced;
   alignas(64) std::byte payload[kInlineBytes];
 };
 
@@ -63,14 +70,18 @@ struct FailureRecord {
   char text[2 * kReasonBytes];
 };
 
+/// What a rank sleeps for. Room, where ranks have passed operations, wakes only those that wait for it.
+enum Sleep : uint32_t { kAwake, kAsleep, kAsleepForRoom };
+
 struct RankSlot {
-  // Written by the rank, read by all; one cache line.
+  // Written by the rank, read by all: what peers wait for, in one cache line, and the rest.
   alignas(64) std::atomic<Key> posted;  // operations whose header is visible
   std::atomic<Key> staged;              // ticks whose staged chunk is visible; see Operation
   std::atomic<Key> reduced;             // ticks for which it did its part
-  std::atomic<Key> passed;              // operations whose headers it will not read again
   std::atomic<uint32_t> left;           // 1 once it closed in good order
-  // The word a sleeping rank waits on: set to 1 by the rank, to 0 by whoever wakes it.
+  alignas(64) std::atomic<Key> passed;  // operations whose headers it will not read again
+  std::atomic<Key> at_work;             // 1 + the operation of which it reduces a piece; 0: none
+  // The word a sleeping rank waits on, a Sleep: set by the rank, to kAwake by whoever wakes it.
   alignas(64) std::atomic<uint32_t> sleeping;
   alignas(64) FailureRecord failure;
   EpochEnd epochs[kEpochs];

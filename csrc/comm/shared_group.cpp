@@ -13,11 +13,12 @@ namespace muster::comm::shared {
 namespace {
 
 constexpr std::chrono::microseconds kSpin{20};
+constexpr uint32_t kSleepsPerTrial = 16;
 constexpr std::chrono::milliseconds kSlice{50};
 
 inline void pause_briefly() noexcept {
 #if defined(__x86_64__)
-  for (int i = 0; i < 8; ++i) __builtin_ia32_pause();
+  __builtin_ia32_pause();
 #else
   std::this_thread::yield();
 #endif
@@ -56,7 +57,7 @@ Group::Group(std::shared_ptr<SharedSpace> space, int rank, Milliseconds timeout)
       rank_(rank),
       size_(space_->size()),
       timeout_(timeout),
-      spin_(spin_for(size_)),
+      longest_spin_(spin_for(size_)),
       owner_process_(getpid()) {}
 
 // --- issuing and advancing -----------------------------------------------------------------------------------------
@@ -95,6 +96,11 @@ bool Group::advance() {
       moved |= resolve(op);
       if (failure_) return true;
     }
+    if (op.is_last) {
+      op.is_last = false;
+      const bool goes_alone = op.state == Operation::State::running && op.is_shared && may_reduce && is_small(op);
+      if (!goes_alone) wake_peers();
+    }
     if (op.state == Operation::State::running) {
       moved |= run(op, may_stage, may_reduce);
       if (failure_) return true;
@@ -113,6 +119,7 @@ bool Group::advance() {
 
 // As many rounds as go without waiting.
 bool Group::run(Operation& op, bool may_stage, bool may_reduce) {
+  if (op.is_shared) return may_reduce && share(op);
   bool moved = false;
   for (bool again = true; again && op.state == Operation::State::running;) {
     const bool staged = may_stage && stage(op);
@@ -128,12 +135,20 @@ void Group::publish_passed() {
   const Key key = under_way_.empty() ? make_key(epoch_, count_) : under_way_.front()->key;
   if (mine().passed.load(std::memory_order_relaxed) == key) return;
   mine().passed.store(key);
-  wake_peers();
+  wake_peers(kAsleepForRoom);
 }
 
 bool Group::all_passed(Key key) noexcept {
+  if (passed_by_all_ < key) {
+    passed_by_all_ = ~Key{0};
+    for (int p = 0; p < size_; ++p) passed_by_all_ = std::min(passed_by_all_, slot(p).passed.load());
+  }
+  return passed_by_all_ >= key;
+}
+
+bool Group::all_posted(Key key) noexcept {
   for (int p = 0; p < size_; ++p) {
-    if (slot(p).passed.load() < key) return false;
+    if (slot(p).posted.load() <= key) return false;
   }
   return true;
 }
@@ -141,22 +156,47 @@ bool Group::all_passed(Key key) noexcept {
 // --- waiting -------------------------------------------------------------------------------------------------------
 
 void Group::wake(RankSlot& sleeper) noexcept {
-  if (sleeper.sleeping.load() == 1 && sleeper.sleeping.exchange(0) == 1) {
+  if (sleeper.sleeping.load() != kAwake && sleeper.sleeping.exchange(kAwake) != kAwake) {
     futex_wake(sleeper.sleeping, space_->crosses_processes());
   }
 }
 
-void Group::wake_peers() noexcept {
+void Group::wake_peers(Sleep least) noexcept {
   for (int p = 0; p < size_; ++p) {
-    if (p != rank_) wake(slot(p));
+    if (p != rank_ && slot(p).sleeping.load() >= least) wake(slot(p));
+  }
+}
+
+bool Group::waits_for_room() const noexcept {
+  return std::any_of(under_way_.begin(), under_way_.end(), [](const std::shared_ptr<Operation>& op) {
+    return op->state == Operation::State::queued ||
+           (op->header.placement == Placement::staged && op->staged < op->rounds);
+  });
+}
+
+// Where others took a rank's core, spinning is in vain: the next is half as long, with a trial now and then.
+void Group::learn_from_wait(bool has_slept) noexcept {
+  if (!has_slept) {
+    spin_ = longest_spin_;
+  } else if (spin_ > std::chrono::microseconds(1)) {
+    spin_ /= 2;
+  } else {
+    spin_ = ++sleeps_ % kSleepsPerTrial == 0 ? longest_spin_ : std::chrono::nanoseconds(0);
   }
 }
 
 template <class Done>
-void Group::wait_until(const Done& done, Milliseconds timeout) {
+void Group::wait_until(const Done& done, Milliseconds timeout, Sleep least) {
+  struct Idle {
+    explicit Idle(bool& is_idle) : is_idle_(is_idle) { is_idle_ = true; }
+    ~Idle() { is_idle_ = false; }
+    bool& is_idle_;
+  } const idle(is_idle_);
   if (timeout.count() < 0) timeout = timeout_;
   const Clock::time_point start = Clock::now();
   Clock::time_point spin_end = start + spin_;
+  bool has_spun = false;
+  bool has_slept = false;
   Clock::time_point next_hook = start + kSlice;
   std::atomic<uint32_t>& sleeping = mine().sleeping;
   while (!done() && !failure_) {
@@ -167,6 +207,7 @@ void Group::wait_until(const Done& done, Milliseconds timeout) {
     if (done()) break;
     const Clock::time_point now = Clock::now();
     if (now < spin_end) {
+      has_spun = true;
       pause_briefly();
       continue;
     }
@@ -180,13 +221,16 @@ void Group::wait_until(const Done& done, Milliseconds timeout) {
       break;
     }
     // A peer that publishes after the store sees it and wakes; what it published before, advance() sees.
-    sleeping.store(1);
+    const Sleep sleep = waits_for_room() ? kAsleepForRoom : least;
+    sleeping.store(sleep);
     if (!advance() && !done()) {
+      has_slept = true;
       const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(start + timeout - now);
-      futex_wait(sleeping, 1, std::min<std::chrono::nanoseconds>(kSlice, left), space_->crosses_processes());
+      futex_wait(sleeping, sleep, std::min<std::chrono::nanoseconds>(kSlice, left), space_->crosses_processes());
     }
-    sleeping.store(0);
+    sleeping.store(kAwake);
   }
+  if (has_spun || has_slept) learn_from_wait(has_slept);
 }
 
 void Group::call_wait_hook() {
@@ -244,16 +288,19 @@ void Group::time_out(Milliseconds timeout) {
     const Operation& op = *under_way_.front();
     for (int p = 0; p < size_; ++p) {
       if (p == rank_) continue;
-      const bool is_late = op.state == Operation::State::running
-                               ? op.entries[p] != nullptr && slot(p).reduced.load() < op.first_tick + op.rounds
-                               : state_of(p, op.key) == PeerState::missing;
-      if (is_late) late += (late.empty() ? "" : ", ") + describe_peer(p);
+      if (is_late(op, p)) late += (late.empty() ? "" : ", ") + describe_peer(p);
     }
   }
   fail(FailureKind::timeout, -1,
        "rank " + std::to_string(rank_) + " waited " + std::to_string(timeout.count()) + " ms for " + describe_wait() +
            "; late: " + (late.empty() ? "unknown" : late) +
            ". Look at what the late ranks are doing; if they are only slow, raise `timeout`");
+}
+
+bool Group::is_late(const Operation& op, int peer) noexcept {
+  if (op.state != Operation::State::running) return state_of(peer, op.key) == PeerState::missing;
+  if (op.is_shared) return slot(peer).at_work.load() == op.key + 1;
+  return op.entries[peer] != nullptr && slot(peer).reduced.load() < op.first_tick + op.rounds;
 }
 
 std::string Group::describe_wait() const {
@@ -293,7 +340,7 @@ void Group::end_epoch(ScopeEnd end, const std::string& reason) {
     const bool is_visible = under_way_.empty() || under_way_.back()->state != Operation::State::queued;
     return is_visible && (epoch_ < kEpochs || all_passed(make_key(epoch_ - kEpochs + 1, 0)));
   };
-  wait_until(may_end, timeout_);
+  wait_until(may_end, timeout_, kAsleepForRoom);
   check();
   EpochEnd& record = mine().epochs[epoch_ % kEpochs];
   record.end = end;

@@ -9,6 +9,11 @@
 //   finished  all ranks have done their part, so that peers no longer touch this rank's tensor; or it failed
 // Payloads of up to kInlineBytes travel in the header; each rank then reduces everything itself and one
 // synchronisation is enough.
+//
+// An all_reduce of data that every rank reaches is shared: shards are cut into pieces, each taken by whoever comes
+// first. A rank begins with its own shard, whose data are in its caches; one that waits goes on with what the others
+// have not begun, so that nobody waits for a rank that is computing or off its core. Who brings the last header wakes
+// the others only where the pieces are worth more than that; who does the last piece wakes them for good.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -48,11 +53,13 @@ struct Operation final : Work::Impl {
 
   State state = State::queued;
   std::exception_ptr error;
-  c10::SmallVector<const Entry*, 8> entries;  // by rank, null for an absent one; from state running on
+  c10::SmallVector<Entry*, 8> entries;  // by rank, null for an absent one; from state running on
   c10::SmallVector<int, 8> present;
+  bool is_shared = false;  // reduced in pieces
+  bool is_last = false;    // its header completed those of all ranks, and sleepers do not know yet
   // Ticks number the rounds of an epoch's operations; all present ranks count alike.
   Key first_tick = 0;
-  uint32_t rounds = 1;
+  uint32_t rounds = 1;  // 0: all is done at once, or in pieces
   uint32_t staged = 0;
   uint32_t reduced = 0;
   uint32_t completed = 0;
@@ -94,20 +101,24 @@ class Group : public std::enable_shared_from_this<Group> {
   bool advance();
   bool run(Operation& op, bool may_stage, bool may_reduce);
   template <class Done>
-  void wait_until(const Done& done, Milliseconds timeout);
+  void wait_until(const Done& done, Milliseconds timeout, Sleep least = kAsleep);
+  bool waits_for_room() const noexcept;
+  void learn_from_wait(bool has_slept) noexcept;
   bool is_done(const Operation& operation) const noexcept;
   bool check_lost();
   void call_wait_hook();
   void time_out(Milliseconds timeout);
+  bool is_late(const Operation& op, int peer) noexcept;
   void end_epoch(ScopeEnd end, const std::string& reason);
   void publish_passed();
-  void wake_peers() noexcept;
+  void wake_peers(Sleep least = kAsleep) noexcept;
   void wake(RankSlot& slot) noexcept;
   void fail(FailureKind kind, int worker, const std::string& text);
   void fail_with(std::exception_ptr error);
   void publish_failure(FailureKind kind, int worker, const std::string& text) noexcept;
   void adopt_failure();
   bool all_passed(Key key) noexcept;
+  bool all_posted(Key key) noexcept;
   std::string describe_wait() const;
   std::string describe_peer(int rank) const;
 
@@ -117,6 +128,10 @@ class Group : public std::enable_shared_from_this<Group> {
   bool resolve(Operation& op);
   bool stage(Operation& op);
   bool reduce(Operation& op);
+  bool share(Operation& op);
+  bool takes_over(const Operation& op, int peer) noexcept;
+  bool is_small(const Operation& op) const noexcept;
+  bool reduce_pieces(Operation& op, size_t part);
   bool complete(Operation& op);
   bool fail_unmatched(Operation& op, int peer, PeerState state);
   void fail_left(const Operation& op, int peer);
@@ -131,7 +146,7 @@ class Group : public std::enable_shared_from_this<Group> {
   const int rank_;
   const int size_;
   const Milliseconds timeout_;
-  const std::chrono::nanoseconds spin_;
+  const std::chrono::nanoseconds longest_spin_;
   const int owner_process_;
 
   std::deque<std::shared_ptr<Operation>> under_way_;
@@ -141,6 +156,10 @@ class Group : public std::enable_shared_from_this<Group> {
   uint64_t tick_epoch_ = 0;
   uint64_t tick_ = 0;
   Key ring_occupants_[kRing] = {};  // 1 + key of the last header in each place; 0: none
+  Key passed_by_all_ = 0;           // at least
+  bool is_idle_ = false;            // inside a wait
+  std::chrono::nanoseconds spin_ = longest_spin_;
+  uint32_t sleeps_ = 0;  // that followed no spin
   struct StagingUse {
     Key operation = 0;
     Key tick = 0;

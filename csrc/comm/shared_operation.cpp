@@ -11,6 +11,7 @@ namespace muster::comm::shared {
 namespace {
 
 constexpr uint64_t kShardAlignment = 64;
+constexpr uint64_t kAloneBytes = 1 << 20;  // of all ranks together
 
 at::ScalarType dtype_of(const Operation& op) { return static_cast<at::ScalarType>(op.header.request.dtype); }
 
@@ -28,6 +29,26 @@ Range range_of(const Operation& op, uint64_t bytes, uint32_t round) {
   const bool is_last = round + 1 == op.rounds;
   return {std::min<uint64_t>(bytes, round * kChunkBytes),
           is_last ? bytes : std::min<uint64_t>(bytes, (round + 1) * kChunkBytes)};
+}
+
+// Rank number `part` of `parts` reduces this of a range of elements of the given size.
+Range shard_of(Range range, uint64_t element, uint64_t part, uint64_t parts) {
+  const uint64_t unit = std::max(kShardAlignment, element);
+  const uint64_t units = (range.last - range.first + unit - 1) / unit;
+  return {std::min(range.last, range.first + units * part / parts * unit),
+          std::min(range.last, range.first + units * (part + 1) / parts * unit)};
+}
+
+Range shard_of(const Operation& op, size_t part) {
+  return shard_of({0, op.header.bytes}, c10::elementSize(dtype_of(op)), part, op.present.size());
+}
+
+uint32_t pieces_of(Range shard) {
+  return static_cast<uint32_t>((shard.last - shard.first + kPieceBytes - 1) / kPieceBytes);
+}
+
+size_t part_of(const Operation& op, int rank) {
+  return static_cast<size_t>(std::find(op.present.begin(), op.present.end(), rank) - op.present.begin());
 }
 
 std::byte* bytes_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.mutable_data_ptr()); }
@@ -63,13 +84,16 @@ bool Group::post(Operation& op) {
   if (occupant != 0 && !all_passed(occupant)) return false;
   ring_occupants_[place] = op.key + 1;
   Entry& entry = mine().ring[place];
-  entry.header = op.header;
+  std::memcpy(&entry.header, &op.header,
+              kShortHeaderBytes + static_cast<size_t>(op.header.request.ndim) * sizeof(int64_t));
+  entry.claimed.store(0, std::memory_order_relaxed);
+  entry.reduced.store(0, std::memory_order_relaxed);
   if (op.header.placement == Placement::in_header && op.header.bytes > 0) {
     std::memcpy(entry.payload, op.tensor.const_data_ptr(), op.header.bytes);
   }
   op.state = Operation::State::posted;
   mine().posted.store(op.key + 1);
-  wake_peers();
+  op.is_last = all_posted(op.key);  // of ranks that post at once, one at least sees the others
   return true;
 }
 
@@ -142,10 +166,12 @@ void Group::fail_left(const Operation& op, int peer) {
 void Group::start(Operation& op) {
   op.state = Operation::State::running;
   bool all_inline = true;
+  op.is_shared = op.header.request.kind == OpKind::all_reduce;
   op.rounds = 1;
   for (const int p : op.present) {
     const Header& header = op.entries[p]->header;
     if (header.placement == Placement::direct || header.placement == Placement::staged) all_inline = false;
+    if (header.placement != Placement::direct) op.is_shared = false;
     if (header.placement == Placement::staged) {
       op.rounds = std::max(op.rounds, static_cast<uint32_t>(rounds_for(header.bytes)));
     }
@@ -162,6 +188,7 @@ void Group::start(Operation& op) {
     op.rounds = 0;
     op.state = Operation::State::finished;
   }
+  if (op.is_shared) op.rounds = 0;
   tick_ += op.rounds;
 }
 
@@ -260,6 +287,51 @@ bool Group::complete(Operation& op) {
   return moved;
 }
 
+// --- sharing a reduction -------------------------------------------------------------------------------------------
+
+// Less work than waking a rank and waiting for it.
+bool Group::is_small(const Operation& op) const noexcept { return op.header.bytes * op.present.size() <= kAloneBytes; }
+
+bool Group::takes_over(const Operation& op, int peer) noexcept {
+  return is_idle_ || (is_small(op) && slot(peer).sleeping.load() != kAwake);
+}
+
+bool Group::share(Operation& op) {
+  const size_t parts = op.present.size();
+  const size_t own = part_of(op, rank_);
+  bool moved = reduce_pieces(op, own);
+  for (size_t part = (own + 1) % parts; part != own; part = (part + 1) % parts) {
+    if (takes_over(op, op.present[part])) moved |= reduce_pieces(op, part);
+  }
+  for (size_t part = 0; part < parts; ++part) {
+    if (op.entries[op.present[part]]->reduced.load() < pieces_of(shard_of(op, part))) return moved;
+  }
+  op.state = Operation::State::finished;
+  if (moved) wake_peers();
+  return true;
+}
+
+// Pieces of a shard until all are taken.
+bool Group::reduce_pieces(Operation& op, size_t part) {
+  const Range shard = shard_of(op, part);
+  const uint32_t pieces = pieces_of(shard);
+  Entry& entry = *op.entries[op.present[part]];
+  bool moved = false;
+  while (entry.claimed.load(std::memory_order_relaxed) < pieces) {
+    const uint32_t piece = entry.claimed.fetch_add(1, std::memory_order_relaxed);
+    if (piece >= pieces) break;
+    mine().at_work.store(op.key + 1, std::memory_order_relaxed);
+    const uint64_t first = shard.first + piece * kPieceBytes;
+    reduce_range(op, 0, first, std::min(first + kPieceBytes, shard.last), 0);
+    entry.reduced.fetch_add(1);
+    moved = true;
+  }
+  if (moved) mine().at_work.store(0, std::memory_order_relaxed);
+  return moved;
+}
+
+// --- rounds --------------------------------------------------------------------------------------------------------
+
 // This rank's part of a round.
 void Group::run_round(Operation& op, uint32_t round) {
   const Request& request = op.header.request;
@@ -268,15 +340,8 @@ void Group::run_round(Operation& op, uint32_t round) {
   switch (request.kind) {
     case OpKind::all_reduce: {
       const bool is_inline = op.header.placement == Placement::in_header;
-      const uint64_t unit = std::max(kShardAlignment, element);
-      const uint64_t index =
-          static_cast<uint64_t>(std::find(op.present.begin(), op.present.end(), rank_) - op.present.begin());
-      const uint64_t units = (range.last - range.first + unit - 1) / unit;
-      const uint64_t parts = is_inline ? 1 : op.present.size();
-      const uint64_t part = is_inline ? 0 : index;
-      const uint64_t first = std::min(range.last, range.first + units * part / parts * unit);
-      const uint64_t last = std::min(range.last, range.first + units * (part + 1) / parts * unit);
-      reduce_range(op, round, first, last, 0);
+      const Range shard = is_inline ? range : shard_of(range, element, part_of(op, rank_), op.present.size());
+      reduce_range(op, round, shard.first, shard.last, 0);
       break;
     }
     case OpKind::reduce_scatter: {

@@ -7,6 +7,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <limits>
@@ -14,6 +15,7 @@
 
 #include "comm/peer_memory.h"
 #include "cpp/catch.h"
+#include "cpp/comm/shared_value.h"
 #include "support/fake_nccl.h"
 #include "support/local_process_group.h"
 #include "support/run_ranks.h"
@@ -105,6 +107,19 @@ COMMUNICATOR_TEST("all_reduce of ten million values, shared on some ranks and pr
           c.all_reduce(tensor, ReduceOp::sum).wait();
           const at::Tensor expected = expected_over(2, 10'000, at::kFloat, ReduceOp::sum);
           MUSTER_CHECK(tensor.view({rows, 10'000}).equal(expected.expand({rows, 10'000})));
+        }) == "");
+}
+
+COMMUNICATOR_TEST("all_reduce of shards that end with, before and after a piece") {
+  const int size = GENERATE(2, 3, 4);
+  CHECK(TestType::run(size, [](Communicator& c) {
+          const int64_t even = c.size() * 2 * int64_t{65'536};  // two pieces of fp32 values a shard
+          for (const int64_t n : {even - 1, even, even + 1, even + 40'003}) {
+            at::Tensor tensor = c.allocate(n, at::kFloat);
+            tensor.copy_(values(c.rank(), n, at::kFloat));
+            c.all_reduce(tensor, ReduceOp::sum).wait();
+            MUSTER_CHECK(tensor.equal(expected_over(c.size(), n, at::kFloat, ReduceOp::sum)));
+          }
         }) == "");
 }
 
@@ -269,6 +284,50 @@ SHARED_MEMORY_TEST("a late rank: Timeout names it, on every rank, and the group 
           } else {
             MUSTER_CHECK(contains(message_of<Timeout>([&] { use_until_it_ends(c); }), "late: rank 2"));
           }
+        }) == "");
+}
+
+SHARED_MEMORY_TEST("a rank that computes holds nobody up who reduces memory that all ranks reach") {
+  struct State {
+    std::atomic<bool> is_posted{false};
+    std::atomic<int> finished{0};
+  };
+  const int size = GENERATE(2, 3);
+  const SharedValue<State> state;
+  CHECK(TestType::run(size, [&](Communicator& c) {
+          constexpr int64_t n = 700'000;
+          at::Tensor tensor = c.allocate(n, at::kFloat);
+          tensor.copy_(values(c.rank(), n, at::kFloat));
+          const auto wait_for = [](const auto& condition) {
+            const auto deadline = std::chrono::steady_clock::now() + Seconds(30);
+            while (!condition() && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+            MUSTER_CHECK(condition());
+          };
+          if (c.rank() == 0) {
+            Work work = c.all_reduce(tensor, ReduceOp::sum);
+            state->is_posted = true;
+            wait_for([&] { return state->finished == c.size() - 1; });
+            work.wait();
+          } else {
+            wait_for([&] { return state->is_posted.load(); });
+            c.all_reduce(tensor, ReduceOp::sum).wait(Seconds(20));
+            ++state->finished;
+          }
+          MUSTER_CHECK(tensor.equal(expected_over(c.size(), n, at::kFloat, ReduceOp::sum)));
+        }) == "");
+}
+
+SHARED_MEMORY_TEST("ranks that sleep are woken: more of them than cores, many collectives, no slice is slept out") {
+  const int size = std::clamp(2 * static_cast<int>(std::thread::hardware_concurrency()), 2, 8);
+  CHECK(TestType::run(size, [](Communicator& c) {
+          const auto deadline = std::chrono::steady_clock::now() + Seconds(20);
+          const at::Tensor in_header = at::zeros({1}), reached = c.allocate(3'000, at::kFloat);
+          const at::Tensor staged = at::zeros({3'000}), large = c.allocate(150'000, at::kFloat);
+          for (int repeat = 0; repeat < 500; ++repeat) {
+            for (const at::Tensor& tensor : {in_header, reached, staged}) c.all_reduce(tensor, ReduceOp::sum).wait();
+            if (repeat % 20 == 0) c.all_reduce(large, ReduceOp::sum).wait();
+          }
+          MUSTER_CHECK(std::chrono::steady_clock::now() < deadline);
         }) == "");
 }
 

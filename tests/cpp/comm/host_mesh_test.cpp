@@ -5,7 +5,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <signal.h>
-#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -17,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "cpp/catch.h"
+#include "cpp/comm/shared_value.h"
 #include "net/rendezvous.h"
 #include "support/run_ranks.h"
 
@@ -27,20 +27,6 @@ using namespace muster::testing;
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-/// A value that forked processes share.
-template <class T>
-class Shared {
- public:
-  Shared() : value_(new (::mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) T{}) {}
-  ~Shared() { ::munmap(value_, sizeof(T)); }
-  Shared(const Shared&) = delete;
-  Shared& operator=(const Shared&) = delete;
-  T* operator->() const { return value_; }
-
- private:
-  T* value_;
-};
 
 // A step as a training loop has it: buckets in shared memory, private tensors, in-step collectives, a barrier.
 void run_step(Communicator& c, at::Tensor& bucket, uint64_t step) {
@@ -77,7 +63,7 @@ std::string run_kill(int workers, int victim, std::chrono::microseconds delay) {
     std::atomic<int> running{0};
     std::atomic<int64_t> killed_at{0};
   };
-  const Shared<State> state;
+  const SharedValue<State> state;
   const std::string address = free_address();
   return run_processes(
       workers,
