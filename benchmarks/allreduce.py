@@ -1,19 +1,24 @@
-"""All-reduce latency: the local and host backends against Gloo, interleaved in one run.
+"""An fp32 sum over ranks of one host: the host backend (processes) and the local one (threads) against Gloo.
 
-Each round measures every backend at every size once; the table shows the median over rounds and, in brackets, the
-range. `host (private)` reduces ordinary tensors, which the host backend stages; `host` and `local` reduce memory that
-the group allocated, as training does.
+All columns live in the same processes and take turns: a round gives every column its repeats once untimed and once
+timed, and each round begins with another column. What is kept are quartiles over rounds, as rank 0 sees them. host and
+local reduce memory that the group allocated, as training does, and are called from C++, as gradients are; Gloo's time
+includes a call from Python. The values are zero: repeated sums would grow.
 
-    python benchmarks/allreduce.py --ranks 4      writes benchmarks/results/allreduce-<date>.json, prints the table
+read+add is what the machine's memory gives: two buffers are read and their sum is written to a third, on a thread a
+core. An all-reduce reads and writes every rank's buffer; its bytes a second over those of read+add are its share.
+
+    python benchmarks/allreduce.py                writes benchmarks/results/allreduce-<date>.json, prints the table
+    python benchmarks/allreduce.py --ranks 2      the short set
+    python benchmarks/table.py                    puts the newest result into README.md
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import statistics
-import threading
-import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import torch
@@ -21,106 +26,145 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
 from record import keep, record
+from rounds import by_clock, quartiles, ratio, take_turns
+from table import allreduce as markdown
 
 import muster
 from muster import _C
 
 comm: Any = _C._comm
-SIZES = {4: 2000, 64 << 10: 500, 1 << 20: 100, 32 << 20: 6}  # bytes: repetitions
+
+KB, MB = 1 << 10, 1 << 20
+REPEATS = {4: 300, 64 * KB: 300, 1 * MB: 60, 32 * MB: 4, 128 * MB: 2}  # by bytes
+GLOO_REPEATS = {4: 50, 64 * KB: 20, 1 * MB: 15, 32 * MB: 2, 128 * MB: 1}
+STREAMED = 32 * MB  # from here on memory is what counts
+
+Turn = Callable[[], float]  # milliseconds of one operation
 
 
-def time_muster(handle: Any, tensor: torch.Tensor, repeats: int) -> float:
-    handle.all_reduce(tensor, "max").wait()
-    handle.barrier().wait()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        handle.all_reduce(tensor, "max").wait()
-    return (time.perf_counter() - start) / repeats * 1e6
+class Rank:
+    """One process: its rank in the groups of processes; rank 0 also has all ranks of the group of threads."""
+
+    def __init__(self, rank: int, ranks: int, ports: tuple[int, int]) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0]}", rank=rank, world_size=ranks)
+        mesh = comm.HostMesh(muster.Cluster(rank, ranks, f"127.0.0.1:{ports[1]}", rank))
+        (self.host,) = mesh.make_group("benchmark")
+        self.is_first = rank == 0
+        self.local = comm.make_local(ranks, 60.0) if self.is_first else []
+        self.threads = ThreadPoolExecutor(max(ranks, cores()))
+
+    def turns(self, size: int) -> dict[str, Turn]:
+        """What takes turns at this size; a turn is called by all processes together."""
+        turns = {"host": self.host_turn(size), "local": self.local_turn(size), "Gloo": self.gloo_turn(size)}
+        if size >= STREAMED:
+            turns["read+add"] = self.read_add_turn(size)
+        return turns
+
+    def host_turn(self, size: int) -> Turn:
+        tensor = self.host.allocate(size // 4, torch.float32)
+
+        def turn() -> float:
+            self.host.barrier().wait()
+            return 1e3 * float(comm.time_all_reduce(self.host, tensor, REPEATS[size]))
+
+        return turn
+
+    def local_turn(self, size: int) -> Turn:
+        tensors = [handle.allocate(size // 4, torch.float32) for handle in self.local]
+        repeats = [REPEATS[size]] * len(tensors)
+        return self.alone(lambda: 1e3 * self.on_threads(comm.time_all_reduce, self.local, tensors, repeats)[0])
+
+    def gloo_turn(self, size: int) -> Turn:
+        tensor = torch.zeros(size // 4)
+        group = dist.group.WORLD
+        assert group is not None
+
+        def turn() -> float:
+            group.barrier().wait()
+            return by_clock(lambda: group.allreduce([tensor]).wait(), GLOO_REPEATS[size])
+
+        return turn
+
+    def read_add_turn(self, size: int) -> Turn:
+        parts = [torch.zeros(size // 4).chunk(cores()) for _ in range(3)] if self.is_first else []
+
+        def add(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+            for _ in range(REPEATS[size]):
+                torch.add(a, b, out=out)
+
+        return self.alone(lambda: by_clock(lambda: self.on_threads(add, *parts), 1) / REPEATS[size])
+
+    def alone(self, turn: Turn) -> Turn:
+        """A turn of the first process, for which the others wait."""
+
+        def waited() -> float:
+            self.host.barrier().wait()
+            milliseconds = turn() if self.is_first else 0.0
+            self.host.barrier().wait()
+            return milliseconds
+
+        return waited
+
+    def on_threads(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return list(self.threads.map(function, *arguments))
 
 
-def time_gloo(tensor: torch.Tensor, repeats: int) -> float:
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+def worker(rank: int, ranks: int, rounds: int, ports: tuple[int, int], results: Any) -> None:
+    process = Rank(rank, ranks, ports)
+    for size in REPEATS:
+        times = take_turns(process.turns(size), rounds, clock=lambda turn, _: float(turn()))  # type: ignore[arg-type]
+        if process.is_first:
+            results.put(case(ranks, size, times))
     dist.barrier()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return (time.perf_counter() - start) / repeats * 1e6
-
-
-def time_local(ranks: int, size: int, repeats: int) -> float:
-    handles = comm.make_local(ranks, 60.0)
-    times = [0.0] * ranks
-
-    def run(rank: int) -> None:
-        times[rank] = time_muster(handles[rank], handles[rank].allocate(size // 4, torch.float32), repeats)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return times[0]
-
-
-def worker(rank: int, ranks: int, ports: list[int], rounds: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    (host,) = comm.HostMesh(muster.Cluster(rank, ranks, f"127.0.0.1:{ports[1]}")).make_group("benchmark")
-    measured: dict[str, dict[int, list[float]]] = {}
-
-    def note(name: str, size: int, value: float) -> None:
-        measured.setdefault(name, {}).setdefault(size, []).append(value)
-
-    for _ in range(rounds):
-        for size, repeats in SIZES.items():
-            private = torch.ones(size // 4)
-            note("gloo", size, time_gloo(private, max(1, repeats // 4)))
-            note("host", size, time_muster(host, host.allocate(size // 4, torch.float32), repeats))
-            note("host (private)", size, time_muster(host, private, repeats))
-            dist.barrier()
-            if rank == 0:
-                note("local", size, time_local(ranks, size, repeats))
-            dist.barrier()
-    if rank == 0:
-        results.put(measured)
-    host.barrier().wait()
     dist.destroy_process_group()
 
 
-def free_ports(count: int) -> list[int]:
+def case(ranks: int, size: int, times: dict[str, list[float]]) -> dict[str, Any]:
+    ours = ("host", "local")
+    result: dict[str, Any] = {
+        "ranks": ranks,
+        "bytes": size,
+        "us": {name: quartiles([1e3 * value for value in values]) for name, values in times.items()},
+        "Gloo over": {name: ratio(times["Gloo"], times[name]) for name in ours},
+    }
+    if "read+add" in times:
+        moved = 2 * ranks / 3  # by an all-reduce, over what read+add moves
+        result["share of read+add"] = {
+            name: ratio([moved * value for value in times["read+add"]], times[name]) for name in ours
+        }
+        result["read+add GB/s"] = quartiles([3 * size / value / 1e6 for value in times["read+add"]])
+    return result
+
+
+def measure(ranks: int, rounds: int) -> list[dict[str, Any]]:
+    first, second = free_ports(2)
+    results = mp.get_context("spawn").Queue()
+    mp.spawn(worker, (ranks, rounds, (first, second), results), nprocs=ranks)
+    return [results.get() for _ in REPEATS]
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def free_ports(count: int) -> Iterator[int]:
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
+    yield from [listener.getsockname()[1] for listener in listeners]
     for listener in listeners:
         listener.close()
-    return ports
 
 
 def main(
-    ranks: Annotated[int, typer.Option(help="Processes, and threads.")] = 2,
-    rounds: Annotated[int, typer.Option(help="Timed rounds of each size.")] = 7,
+    ranks: Annotated[list[int] | None, typer.Option(help="2 and 4 when not given.")] = None,
+    rounds: Annotated[int, typer.Option(help="Timed rounds of each size.")] = 15,
     write: Annotated[bool, typer.Option(help="Keep the result in benchmarks/results.")] = True,
 ) -> None:
     """Measures, prints the table and keeps the result."""
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    ports = free_ports(2)
-    processes = [context.Process(target=worker, args=(rank, ranks, ports, rounds, results)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    measured = results.get(timeout=600)
-    for process in processes:
-        process.join()
-
-    print(f"{ranks} ranks, fp32, us per all-reduce: median (range) of {rounds} rounds; gain over Gloo")
-    for size in SIZES:
-        gloo = statistics.median(measured["gloo"][size])
-        for name, sizes in measured.items():
-            median = statistics.median(sizes[size])
-            spread = f"({min(sizes[size]):.1f}-{max(sizes[size]):.1f})"
-            print(f"{size:>10} B  {name:<15} {median:>10.1f} {spread:<22} {gloo / median:>6.1f}x")
+    result = record("allreduce", cases=[case for count in ranks or (2, 4) for case in measure(count, rounds)])
     if write:
-        keep(record("allreduce", ranks=ranks, unit="us", rounds=measured))
+        keep(result)
+    print(markdown(result))
 
 
 if __name__ == "__main__":

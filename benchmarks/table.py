@@ -77,6 +77,49 @@ def scaling_efficiency(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", caption])
 
 
+def allreduce(result: dict[str, Any]) -> str:
+    """A row a size: the time of an all-reduce, Gloo's over it, and its share of the memory's bandwidth."""
+    lines = [
+        "| ranks | size | host | local | Gloo | Gloo over host | Gloo over local | host's share | local's share |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    ours = ("host", "local")
+    for case in result["cases"]:
+        times = [duration(case["us"][column][1]) for column in (*ours, "Gloo")]
+        gains = [gain(case["Gloo over"][column]) for column in ours]
+        shares = [percent(case["share of read+add"][column]) if "share of read+add" in case else "" for column in ours]
+        lines.append(f"| {' | '.join([str(case['ranks']), size(case['bytes']), *times, *gains, *shares])} |")
+    bandwidths = [case["read+add GB/s"][1] for case in result["cases"] if "read+add GB/s" in case]
+    caption = (
+        "All-reduce (sum, fp32) between ranks of one host: processes (host), threads (local); median (quartiles) over "
+        "interleaved rounds. The share is of the bandwidth with which a thread a core reads two buffers and writes "
+        f"their sum to a third, {min(bandwidths):.0f}–{max(bandwidths):.0f} GB/s; an all-reduce reads and writes each "
+        f"rank's buffer. {where(result)}"
+    )
+    return "\n".join([*lines, "", caption])
+
+
+def duration(us: float) -> str:
+    return f"{us:.1f} us" if us < 1000 else f"{us / 1000:.1f} ms"
+
+
+def size(count: int) -> str:
+    for unit, name in ((1 << 20, "MB"), (1 << 10, "KB")):
+        if count >= unit:
+            return f"{count // unit} {name}"
+    return f"{count} B"
+
+
+def gain(quartiles: list[float]) -> str:
+    low, median, high = (f"{value:.0f}" if value >= 10 else f"{value:.1f}" for value in quartiles)
+    return f"{median} ({low}–{high})"
+
+
+def percent(quartiles: list[float]) -> str:
+    low, median, high = (100 * value for value in quartiles)
+    return f"{median:.0f} % ({low:.0f}–{high:.0f})"
+
+
 def where(result: dict[str, Any]) -> str:
     machine = result["machine"]
     return f"{result['date']}, {machine['cpu']} ({machine['cores']} cores), torch {result['versions']['torch']}."
@@ -91,6 +134,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "step_overhead": step_overhead,
     "after_backward": after_backward,
     "scaling_efficiency": scaling_efficiency,
+    "allreduce": allreduce,
 }
 
 

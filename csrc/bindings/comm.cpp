@@ -83,6 +83,15 @@ void bind_communicator(py::module_& m) {
 void bind_comm(py::module_& parent) {
   py::module_ m = parent.def_submodule("_comm", "Communicators, for tests and benchmarks.");
   bind_communicator(m);
+  m.def(
+      "time_all_reduce",
+      [](Communicator& c, const at::Tensor& tensor, int64_t repeats) {
+        const auto start = std::chrono::steady_clock::now();
+        for (int64_t i = 0; i < repeats; ++i) c.all_reduce(tensor, ReduceOp::sum).wait();
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() /
+               static_cast<double>(repeats);
+      },
+      "Seconds of one of `repeats` sums, each waited for.", Release());
   m.def("make_single", [] { return comm::make_single(); });
   m.def(
       "make_local", [](int size, double timeout) { return comm::make_local(size, to_ms(timeout)); }, py::arg("size"),
