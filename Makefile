@@ -70,7 +70,9 @@ dist: $(STAMPS)/requirements
 	$(PYTHON) -m build --no-isolation --outdir dist
 
 bench: package
-	$(PYTHON) benchmarks/step_overhead.py
+	$(PYTHON) benchmarks/allreduce.py --ranks 2
+	$(PYTHON) benchmarks/step_overhead.py --seconds 20
+	$(PYTHON) benchmarks/scaling_efficiency.py --rounds 7
 	$(PYTHON) benchmarks/after_backward.py
 	$(PYTHON) benchmarks/memory.py
 

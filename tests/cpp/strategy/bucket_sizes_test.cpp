@@ -1,5 +1,7 @@
 #include "strategy/bucket_sizes.h"
 
+#include <torch/nn/modules/linear.h>
+
 #include "cpp/catch.h"
 #include "muster/mirrored.h"
 #include "support/run_ranks.h"
