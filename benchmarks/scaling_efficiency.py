@@ -172,7 +172,7 @@ def worker(rank: int, name: str, rounds: int, port: int, results: Any) -> None:
         }
     measured: dict[str, list[float]] = {column: [] for column in (*alone, DDP)}
     for number in range(rounds + 1):
-        for column in rotated(list(alone), number):
+        for column in rotated(list(alone), number) if alone else ():
             measured[column].append(timed(alone[column], case.seconds_per_turn))
         dist.barrier()
         measured[DDP].append(counted(ddp, case.seconds_per_turn))
