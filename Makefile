@@ -71,8 +71,8 @@ dist: $(STAMPS)/requirements
 
 bench: package
 	$(PYTHON) benchmarks/allreduce.py --ranks 2
-	$(PYTHON) benchmarks/step_overhead.py --seconds 20
-	$(PYTHON) benchmarks/scaling_efficiency.py --rounds 7
+	$(PYTHON) benchmarks/step_overhead.py --seconds 8
+	$(PYTHON) benchmarks/scaling_efficiency.py --rounds 3
 	$(PYTHON) benchmarks/after_backward.py
 	$(PYTHON) benchmarks/memory.py
 

@@ -71,7 +71,10 @@ struct FailureRecord {
 };
 
 /// What a rank sleeps for. Room, where ranks have passed operations, wakes only those that wait for it.
-enum Sleep : uint32_t { kAwake, kAsleep, kAsleepForRoom };
+using Sleep = uint32_t;
+inline constexpr Sleep kAwake = 0;
+inline constexpr Sleep kAsleep = 1;
+inline constexpr Sleep kAsleepForRoom = 2;
 
 struct RankSlot {
   // Written by the rank, read by all: what peers wait for, in one cache line, and the rest.

@@ -66,7 +66,7 @@ TimedPoint::TimedPoint(c10::Device device) : time_(std::chrono::steady_clock::no
 }
 
 double TimedPoint::seconds_since(const TimedPoint& earlier) const {
-  if (event_) return earlier.event_->elapsedTime(*event_) / 1000;
+  if (event_ && earlier.event_) return earlier.event_->elapsedTime(*event_) / 1000;
   return std::chrono::duration<double>(time_ - earlier.time_).count();
 }
 
