@@ -27,17 +27,22 @@ void check_dense(const at::Tensor& tensor, const char* what) {
   }
 }
 
-Request reducing(OpKind kind, const at::Tensor& tensor, ReduceOp op, const char* what) {
+Request of(OpKind kind, const at::Tensor& tensor, const char* what) {
   check_dense(tensor, what);
+  Request request;
+  request.kind = kind;
+  request.dtype = static_cast<int8_t>(tensor.scalar_type());
+  request.numel = tensor.numel();
+  return request;
+}
+
+Request reducing(OpKind kind, const at::Tensor& tensor, ReduceOp op, const char* what) {
+  Request request = of(kind, tensor, what);
   if (op == ReduceOp::mean) {
     throw InvalidArgument(std::string(what) + " reduces by sum, min or max; divide a sum for the mean");
   }
   kernel_dtype(tensor.scalar_type());
-  Request request;
-  request.kind = kind;
-  request.dtype = static_cast<int8_t>(tensor.scalar_type());
   request.reduction = static_cast<int8_t>(op);
-  request.numel = tensor.numel();
   return request;
 }
 
@@ -50,16 +55,12 @@ Request all_reduce_request(const at::Tensor& tensor, ReduceOp op, uint64_t tag) 
 }
 
 Request broadcast_request(const at::Tensor& tensor, int source, int size) {
-  check_dense(tensor, "broadcast");
+  Request request = of(OpKind::broadcast, tensor, "broadcast");
   if (source < 0 || source >= size) {
     throw InvalidArgument("broadcast from rank " + std::to_string(source) + " in a group of " + std::to_string(size) +
                           "; give a rank in [0, " + std::to_string(size) + ")");
   }
-  Request request;
-  request.kind = OpKind::broadcast;
-  request.dtype = static_cast<int8_t>(tensor.scalar_type());
   request.source = source;
-  request.numel = tensor.numel();
   return request;
 }
 
@@ -89,12 +90,8 @@ Request reduce_scatter_request(const at::Tensor& output, const at::Tensor& input
 }
 
 Request visit_request(const at::Tensor& tensor, uint64_t tag) {
-  check_dense(tensor, "visit");
-  Request request;
-  request.kind = OpKind::visit;
-  request.dtype = static_cast<int8_t>(tensor.scalar_type());
+  Request request = of(OpKind::visit, tensor, "visit");
   request.tag = tag;
-  request.numel = tensor.numel();
   return request;
 }
 

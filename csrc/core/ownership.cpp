@@ -28,6 +28,10 @@ std::vector<Run> cut(int64_t numel, int64_t before, int64_t total, int ranks, in
 
 }  // namespace
 
+at::Tensor elements_of(const at::Tensor& dense, const Run& run) {
+  return dense.as_strided({run.count}, {1}, dense.storage_offset() + run.begin);
+}
+
 std::vector<std::vector<Run>> owned_runs(const FlatLayout& layout, int ranks, int64_t tile) {
   std::vector<std::vector<Run>> runs(layout.parameters().size());
   for (const auto& bucket : layout.buckets()) {

@@ -1,6 +1,8 @@
 // Which rank owns which elements, where ranks divide the work on a layout.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <vector>
 
@@ -13,6 +15,9 @@ struct Run {
   int64_t begin = 0;
   int64_t count = 0;
 };
+
+/// These elements of a dense tensor: 1-dim, sharing its memory.
+at::Tensor elements_of(const at::Tensor& dense, const Run& run);
 
 /// Divides every bucket into contiguous shares, as equal as cuts at multiples of `tile` elements of a parameter allow;
 /// element [p][rank] is what `rank` owns of the layout's parameter p. Every element has one owner.

@@ -48,41 +48,11 @@ struct GradientEngine::ParameterState {
   bool sparse_used = false;
 };
 
-// What this rank owns of a bucket. Its visit may come after the engine's end.
-struct GradientEngine::OwnedSums {
-  struct Piece {
-    size_t offset;  // in bytes
-    double* partials;
-    size_t n;
-  };
-  at::Tensor partials;
-  kernels::DType dtype;
-  int ranks;
-  int rank;
-  std::vector<Piece> pieces;
-
-  // data[r]: rank r's bucket, packed.
-  void sum(void* const* data) const {
-    const auto size = static_cast<size_t>(ranks);
-    std::vector<const void*> gradients(pieces.size() * size);
-    std::vector<kernels::ReduceSegment> segments;
-    segments.reserve(pieces.size());
-    for (size_t i = 0; i < pieces.size(); ++i) {
-      const auto& [offset, own_partials, n] = pieces[i];
-      const void** sources = gradients.data() + i * size;
-      for (size_t r = 0; r < size; ++r) sources[r] = static_cast<const std::byte*>(data[r]) + offset;
-      segments.push_back({sources, static_cast<std::byte*>(data[rank]) + offset, own_partials, n});
-    }
-    kernels::reduce_stats(dtype, ranks, segments.data(), segments.size());
-  }
-};
-
 struct GradientEngine::BucketState {
   at::Tensor sums;
   std::vector<int> parameters;  // engine indices
   size_t pending = 0;
   bool packed = false;
-  std::shared_ptr<OwnedSums> owned;  // where there are peers
   // On a streamed device:
   DeviceSegments<kernels::cuda::PackSlot> slots;
   kernels::cuda::PackPlan plan{};
@@ -114,7 +84,6 @@ GradientEngine::GradientEngine(std::vector<NamedParameter> parameters, comm::Com
                                const GradientEngineOptions& options)
     : parameters_(std::move(parameters)),
       communicator_(std::move(communicator)),
-      peers_(communicator_->size() <= kernels::kMaxReduceRanks ? communicator_->peer_memory() : nullptr),
       options_(options),
       layout_index_(parameters_.size()),
       states_(parameters_.size()),
@@ -192,6 +161,7 @@ void GradientEngine::verify_layouts() {
 
 void GradientEngine::allocate_buckets() {
   verify_layouts();
+  owners_.reset();
   buckets_.clear();
   for (const auto& spec : layout_.buckets()) {
     BucketState bucket;
@@ -217,74 +187,14 @@ void GradientEngine::allocate_buckets() {
   if (is_streamed(communicator_->device())) {
     for (auto& bucket : buckets_) plan_on_device(bucket);
   }
-  if (peers_ != nullptr) find_owners();
+  if (OwnerReduction::is_possible(*communicator_)) {
+    std::vector<int64_t> numels;
+    for (const auto& parameter : parameters_) numels.push_back(parameter.tensor.numel());
+    std::vector<at::Tensor> sums;
+    for (const auto& bucket : buckets_) sums.push_back(bucket.sums);
+    owners_ = std::make_unique<OwnerReduction>(*communicator_, layout_, numels, layout_index_, sums);
+  }
   allocated_ = true;
-}
-
-void GradientEngine::find_owners() {
-  constexpr auto kTile = static_cast<int64_t>(kernels::kTile);
-  const int ranks = communicator_->size();
-  const auto in_layout = owned_runs(layout_, ranks, kTile);
-  owned_.clear();
-  first_tile_.clear();
-  size_t tiles = 0;
-  for (size_t p = 0; p < parameters_.size(); ++p) {
-    const auto numel = parameters_[p].tensor.numel();
-    const int index = layout_index_[p];
-    owned_.push_back(index >= 0 ? in_layout[static_cast<size_t>(index)] : owned_runs(numel, ranks, kTile));
-    first_tile_.push_back(tiles);
-    tiles += kernels::num_tiles(static_cast<size_t>(numel));
-  }
-  partials_ = communicator_->allocate(std::max<int64_t>(static_cast<int64_t>(tiles), 1), at::kDouble);
-  partials_of_ranks_.clear();
-  for (void* data : peers_->find(partials_, layout_.digest(), ranks)) {
-    partials_of_ranks_.push_back(static_cast<const double*>(data));
-  }
-  const int rank = communicator_->rank();
-  for (auto& bucket : buckets_) {
-    bucket.owned =
-        std::make_shared<OwnedSums>(OwnedSums{partials_, kernel_dtype(bucket.sums.scalar_type()), ranks, rank, {}});
-    for (const int index : bucket.parameters) {
-      const auto p = static_cast<size_t>(index);
-      const auto& run = owned_[p][static_cast<size_t>(rank)];
-      if (run.count == 0) continue;
-      const int64_t first = layout_.slots()[static_cast<size_t>(layout_index_[p])].offset + run.begin;
-      bucket.owned->pieces.push_back(
-          {static_cast<size_t>(first) * bucket.sums.element_size(), owned_partials(p), static_cast<size_t>(run.count)});
-    }
-  }
-}
-
-comm::Work GradientEngine::reduce_to_owners(size_t bucket) {
-  if (buckets_[bucket].sums.numel() == 0) return {};
-  return peers_->visit(buckets_[bucket].sums, layout_.digest() + bucket,
-                       [owned = buckets_[bucket].owned](void* const* data) { owned->sum(data); });
-}
-
-double* GradientEngine::owned_partials(size_t p) const {
-  const auto& run = owned_[p][static_cast<size_t>(communicator_->rank())];
-  return partials_.mutable_data_ptr<double>() + first_tile_[p] + static_cast<size_t>(run.begin) / kernels::kTile;
-}
-
-void GradientEngine::take_owned_stats(size_t p) {
-  const auto& run = owned_[p][static_cast<size_t>(communicator_->rank())];
-  const auto& view = slot_views_[p];
-  const auto* const first =
-      static_cast<const std::byte*>(view.const_data_ptr()) + static_cast<size_t>(run.begin) * view.element_size();
-  const kernels::StatsSegment segment{first, owned_partials(p), static_cast<size_t>(run.count),
-                                      kernel_dtype(view.scalar_type())};
-  kernels::grad_stats(&segment, 1);
-}
-
-void GradientEngine::append_partials(size_t p, std::vector<double>& partials) const {
-  const size_t first = partials.size();
-  partials.resize(first + kernels::num_tiles(static_cast<size_t>(parameters_[p].tensor.numel())));
-  for (size_t r = 0; r < owned_[p].size(); ++r) {
-    const auto& run = owned_[p][r];
-    const auto tile = static_cast<size_t>(run.begin) / kernels::kTile;
-    std::copy_n(partials_of_ranks_[r] + first_tile_[p] + tile, kernels::num_tiles(static_cast<size_t>(run.count)),
-                partials.data() + first + tile);
-  }
 }
 
 void GradientEngine::open_window() {
@@ -495,7 +405,7 @@ void GradientEngine::launch_ready() {
     auto& bucket = buckets_[next_launch_];
     if (micro_batch_.locate_non_finite) locate_non_finite(bucket);
     works_.push_back(micro_batch_.to_owners
-                         ? reduce_to_owners(next_launch_)
+                         ? owners_->reduce(next_launch_)
                          : communicator_->all_reduce(bucket.sums, ReduceOp::sum,
                                                      layout_.digest() + static_cast<uint64_t>(next_launch_),
                                                      options_.receive));
@@ -551,7 +461,7 @@ void GradientEngine::reduce_sparse(const double* counts) {
     if (counts[p] > 0) {
       slot_views_[p].add_(sum);
       sparse_[p].reset();
-      if (micro_batch_.to_owners) take_owned_stats(p);
+      if (micro_batch_.to_owners) owners_->take_stats(p, slot_views_[p]);
       changes_owned |= micro_batch_.to_owners;
     } else {
       sparse_[p] = std::move(sum);

@@ -13,10 +13,9 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "comm/peer_memory.h"
 #include "core/device.h"
 #include "core/flat_layout.h"
-#include "core/ownership.h"
+#include "gradient/owner_reduction.h"
 
 namespace muster {
 
@@ -60,7 +59,7 @@ class GradientEngine {
     bool contributes = true;         ///< false: gradients of this micro-batch are dropped (its weight is 0)
     bool overlaps = true;            ///< false: buckets are reduced after backward
     const double* gate = nullptr;    ///< in the device's memory: where it is 0, as if contributes were false
-    bool to_owners = false;          ///< the sums go to their owners alone: see can_reduce_to_owners()
+    bool to_owners = false;          ///< the sums go to their owners alone: see owners()
     bool locate_non_finite = false;  ///< look for non-finite values before reducing; see first_non_finite()
   };
 
@@ -115,18 +114,9 @@ class GradientEngine {
   /// The first parameter whose local gradient was not finite in this window, or -1; see MicroBatch::locate_non_finite.
   int first_non_finite() const noexcept { return first_non_finite_; }
 
-  /// Whether ranks see one another's memory, so that each can sum its own runs of all buckets, with their statistics.
-  bool can_reduce_to_owners() const noexcept { return peers_ != nullptr; }
-
-  /// What rank `rank` owns of a parameter, where can_reduce_to_owners(). With MicroBatch::to_owners a slot holds the
-  /// sum in the runs of this rank alone after wait().
-  const Run& owned_run(size_t parameter, int rank) const noexcept {
-    return owned_[parameter][static_cast<size_t>(rank)];
-  }
-
-  /// Appends the sums of squares of a parameter's tiles (kernels.h), all ranks', to `partials`: in a window that was
-  /// reduced to owners, after a collective that every rank issued after its wait().
-  void append_partials(size_t parameter, std::vector<double>& partials) const;
+  /// Who owns what, where sums can go to owners alone; else, and before the first window, null. With
+  /// MicroBatch::to_owners a slot holds the sum in the runs of this rank alone after wait().
+  const OwnerReduction* owners() const noexcept { return owners_.get(); }
 
   size_t num_parameters() const noexcept { return parameters_.size(); }
   const std::vector<NamedParameter>& parameters() const noexcept { return parameters_; }
@@ -145,7 +135,6 @@ class GradientEngine {
  private:
   struct Hook;
   struct ParameterState;
-  struct OwnedSums;
   struct BucketState;
 
   void on_gradient(size_t parameter);
@@ -161,16 +150,11 @@ class GradientEngine {
   comm::Communicator& control() const noexcept { return options_.control ? *options_.control : *communicator_; }
   void pack_bucket(BucketState& bucket);
   void launch_ready();
-  void find_owners();
-  comm::Work reduce_to_owners(size_t bucket);
-  double* owned_partials(size_t parameter) const;
-  void take_owned_stats(size_t parameter);
   void keep_error(std::exception_ptr error) noexcept;
   void locate_non_finite(const BucketState& bucket);
 
   std::vector<NamedParameter> parameters_;
   comm::CommunicatorPtr communicator_;
-  comm::PeerMemory* peers_;  // of the communicator; null where ranks do not see one another's memory
   GradientEngineOptions options_;
   FlatLayout layout_;
   std::vector<int> layout_index_;  // parameter -> index in layout_, -1 when it is sparse only
@@ -178,12 +162,8 @@ class GradientEngine {
   std::vector<BucketState> buckets_;
   std::vector<at::Tensor> slot_views_;
   std::vector<at::Tensor> sparse_;
-  // Where there are peers_:
-  std::vector<std::vector<Run>> owned_;           // [parameter][rank]
-  std::vector<size_t> first_tile_;                // by parameter, in partials
-  at::Tensor partials_;                           // of the owned tiles; fp64
-  std::vector<const double*> partials_of_ranks_;  // where every rank's are
-  std::vector<int> arrivals_;                     // parameters in the order their gradients came, first window only
+  std::unique_ptr<OwnerReduction> owners_;
+  std::vector<int> arrivals_;  // parameters in the order their gradients came, first window only
   std::vector<comm::Work> works_;
   std::vector<std::unique_ptr<Hook>> hooks_;
   MicroBatch micro_batch_;

@@ -132,7 +132,7 @@ at::Tensor FlatOptimizer::own_part(const Entry& entry, const at::Tensor& whole) 
   if (shard_.size == 1) return whole;
   const auto& tensor = entry.parameter.tensor;
   const auto ordered = at::empty_strided(tensor.sizes(), tensor.strides(), whole.options()).copy_(whole);
-  return in_memory_order(ordered).narrow(0, entry.run.begin, entry.run.count);
+  return elements_of(ordered, entry.run);
 }
 
 // In the parameter's memory order.
@@ -153,64 +153,6 @@ at::Tensor& FlatOptimizer::tensor_of(Entry& entry, size_t which) const {
   return which == kMaster ? entry.master : entry.states[which];
 }
 
-// State of the stepped parameters that other processes do not see goes to memory that they do, each element's value
-// from its owner; what there is none of starts from the zeros there.
-void FlatOptimizer::move_to_common(const DividedStep& divided) {
-  constexpr int64_t kAlignment = FlatLayout::kSlotAlignment;
-  struct Move {
-    size_t parameter;
-    size_t which;
-    int64_t offset;
-  };
-  std::vector<Move> moves;
-  int64_t bytes = 0;
-  const auto& gradients = divided.shares.front().gradients;
-  for (size_t p = 0; p < entries_.size(); ++p) {
-    if (!gradients[p].dense.defined() && !gradients[p].sparse.defined()) continue;
-    auto& entry = entries_[p];
-    const auto size = static_cast<int64_t>(c10::elementSize(accumulation_dtype(entry.dtype)));
-    for (size_t which = 0; which <= kMaster; ++which) {
-      const bool exists = which == kMaster ? entry.master.defined() : which < entry.num_states;
-      if (!exists || entry.is_common[which] || entry.parameter.tensor.numel() == 0) continue;
-      moves.push_back({p, which, bytes});
-      bytes += (entry.parameter.tensor.numel() * size + kAlignment - 1) / kAlignment * kAlignment;
-    }
-  }
-  if (moves.empty()) return;
-  const auto memory = divided.allocate_common(bytes);
-  for (const auto& [p, which, offset] : moves) {
-    auto& entry = entries_[p];
-    const auto& tensor = entry.parameter.tensor;
-    // A storage of its own, so that whoever saves or copies one does not take all.
-    auto common = at::from_blob(
-        memory.mutable_data_ptr<uint8_t>() + offset, tensor.sizes(), tensor.strides(), [memory](void*) {},
-        device_options(accumulation_dtype(entry.dtype)));
-    auto& own = tensor_of(entry, which);
-    if (own.defined()) {
-      for (const auto& share : divided.shares) {
-        const auto& run = share.runs[p];
-        in_memory_order(common)
-            .narrow(0, run.begin, run.count)
-            .copy_(in_memory_order(own).narrow(0, run.begin, run.count));
-      }
-    }
-    own = std::move(common);
-    entry.is_common[which] = true;
-    note_started(p);
-  }
-}
-
-// Before a step or values of this process alone.
-void FlatOptimizer::leave_common(size_t p) {
-  auto& entry = entries_[p];
-  for (size_t which = 0; which <= kMaster; ++which) {
-    if (!std::exchange(entry.is_common[which], false)) continue;
-    auto& tensor = tensor_of(entry, which);
-    tensor = empty_state(entry).copy_(tensor);
-    note_started(p);
-  }
-}
-
 void FlatOptimizer::note_started(size_t p) {
   if (started_.empty() || started_.back() != p) started_.push_back(p);
 }
@@ -221,9 +163,7 @@ void FlatOptimizer::refresh_master(const Entry& entry, const Run& run) const {
     entry.master.copy_(tensor);
     return;
   }
-  in_memory_order(entry.master)
-      .narrow(0, run.begin - entry.run.begin, run.count)
-      .copy_(in_memory_order(tensor).narrow(0, run.begin, run.count));
+  elements_of(entry.master, {run.begin - entry.run.begin, run.count}).copy_(elements_of(tensor, run));
 }
 
 // `parameter`: its elements in memory order, of which `run` takes some that this shard owns; `gradient` points to the

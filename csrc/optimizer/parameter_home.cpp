@@ -63,12 +63,7 @@ void ParameterHome::bring_back(const std::function<std::vector<Run>(size_t param
     // A storage of its own, so that whoever saves or copies one does not take all.
     const auto values = at::from_blob(
         home, place.sizes, dense.strides(), [memory = memory_](void*) {}, dense.options().requires_grad(false));
-    for (const auto& run : runs(i)) {
-      const auto of = [&](const at::Tensor& tensor) {
-        return tensor.as_strided({run.count}, {1}, tensor.storage_offset() + run.begin);
-      };
-      of(values).copy_(of(dense));
-    }
+    for (const auto& run : runs(i)) elements_of(values, run).copy_(elements_of(dense, run));
     parameter.set_data(values);
   }
 }

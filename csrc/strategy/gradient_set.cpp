@@ -18,6 +18,11 @@
 
 namespace muster {
 
+bool divides_steps(const Topology& topology, const Groups& groups, const StrategyOptions& options) {
+  return options.fuse && !options.shard_optimizer && topology.num_replicas > 1 &&
+         !is_streamed(topology.devices.front()) && OwnerReduction::is_possible(*groups.gradients.front());
+}
+
 GradientSet::GradientSet(const ParameterRegistry& registry, const Topology& topology, const Groups& groups,
                          const StrategyOptions& options, const void* strategy, std::vector<int> parameters)
     : registry_(registry),
@@ -27,7 +32,8 @@ GradientSet::GradientSet(const ParameterRegistry& registry, const Topology& topo
       strategy_(strategy),
       parameters_(std::move(parameters)),
       windows_(topology.devices.size()),
-      loss_scaling_(options.loss_scale) {
+      loss_scaling_(options.loss_scale),
+      divides_steps_(divides_steps(topology, groups, options)) {
   if (!loss_scaling_ && options.precision == Precision::fp16) loss_scaling_ = LossScale();
   if (loss_scaling_) loss_scale_.scale = static_cast<float>(loss_scaling_->init);
   if (!is_streamed(topology.devices.front())) return;
@@ -129,14 +135,9 @@ void GradientSet::open_micro_batch(bool last, bool fused) {
   }
   last_ = last;
   if (home_) home_->bring_back();
-  to_owners_ = last && fused && divides_steps() && !options_.keep_gradients;
+  to_owners_ = last && fused && divides_steps_ && !options_.keep_gradients;
   ++micro_batches_;
   for (auto& window : windows_) window.began = false;
-}
-
-bool GradientSet::divides_steps() const {
-  return options_.fuse && !options_.shard_optimizer && topology_.num_replicas > 1 && !is_on_device() &&
-         !engines_.empty() && engines_.front()->can_reduce_to_owners();
 }
 
 void GradientSet::open_window(int local_replica, int64_t rows) {

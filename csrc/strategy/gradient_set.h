@@ -65,6 +65,9 @@ struct WindowSums {
   std::string non_finite_at;
 };
 
+/// Whether each replica steps what it owns, for all: where they see one another's memory.
+bool divides_steps(const Topology& topology, const Groups& groups, const StrategyOptions& options);
+
 /// Methods taking `local_replica` are called by that replica's thread, all others by the thread that steps, while no
 /// replica thread is in the set.
 class GradientSet {
@@ -117,9 +120,6 @@ class GradientSet {
   /// `parameters[i]`. With keep_gradients, `.grad` is the mean afterwards. Collective where replicas divide the step.
   void step(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups,
             const OnReplicas& on_replicas);
-
-  /// Whether each replica steps what it owns, for all: where they see one another's memory.
-  bool divides_steps() const;
 
   /// Between a fused finish_window and step(): leaves means in `.grad`, lets `edit` change them there, and takes the
   /// norm of what it left.
@@ -239,6 +239,7 @@ class GradientSet {
   DeviceSegments<kernels::MeanSegment> mean_segments_;
   DeviceReport report_;                  // of the last window
   std::unique_ptr<ParameterHome> home_;  // where other processes step for this one, too
+  const bool divides_steps_;
   int micro_batches_ = 0;
   bool to_owners_ = false;  // the window's sums
   bool told_ = false;       // in this window

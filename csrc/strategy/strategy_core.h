@@ -163,6 +163,7 @@ class StrategyCore {
   StrategyOptions options_;
   std::shared_ptr<ReplicaPool> pool_;
   uint64_t seed_;
+  const bool divides_steps_;  // of flat optimizers
   ParameterRegistry registry_;
   std::vector<std::unique_ptr<GradientSet>> sets_;
   std::vector<int64_t> rows_;                     // of the running call, by local replica
@@ -182,7 +183,6 @@ class StrategyCore {
   SkipWatch skip_watch_;  // where replicas work on streams
   std::atomic<bool> stop_requested_{false};
   std::atomic<bool> stopping_{false};
-  bool divides_steps_ = false;  // of flat optimizers
   bool closed_ = false;
 };
 

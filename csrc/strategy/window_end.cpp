@@ -94,7 +94,7 @@ void GradientSet::take_norm(const Tail& tail, double loss_scale) {
     if (values.is_sparse()) {
       append_partials({dense_values(values)}, partials);
     } else {
-      engines_.front()->append_partials(p, partials);
+      engines_.front()->owners()->append_partials(p, partials);
     }
   }
   finish_norm(partials, tail.data(), clip_norm, loss_scale, scalars_);
@@ -114,10 +114,8 @@ bool GradientSet::owned_are_finite(const Tail& tail) const {
       continue;
     }
     for (size_t r = 0; r < engines_.size(); ++r) {
-      const auto& run = owned_run(p, r);
-      const auto memory =
-          engines_[r]->slot(p).as_strided({run.count}, {1}, engines_[r]->slot(p).storage_offset() + run.begin);
-      if (!at::isfinite(memory).all().item<bool>()) return false;
+      const auto own = elements_of(engines_[r]->slot(p), owned_run(p, r));
+      if (!at::isfinite(own).all().item<bool>()) return false;
     }
   }
   return true;
@@ -126,7 +124,7 @@ bool GradientSet::owned_are_finite(const Tail& tail) const {
 // A step makes means only of what it reads: not of other ranks' shards, nor of rows that it reads as a dense copy.
 bool GradientSet::keeps_means_first(const Tail& tail) const {
   if (!options_.keep_gradients) return false;
-  if (options_.shard_optimizer || divides_steps()) return true;
+  if (options_.shard_optimizer || divides_steps_) return true;
   for (size_t p = 0; p < trainable_.size(); ++p) {
     if (values_of(tail, p).defined() && values_of(tail, p).is_sparse()) return true;
   }
@@ -196,7 +194,7 @@ void GradientSet::step(FlatOptimizer& optimizer, const std::vector<int>& paramet
   const at::NoGradGuard no_grad;
   const auto tail = tail_of(windows_.front().tail);
   auto means = gradients_of(tail, parameters, 0);
-  if (divides_steps()) {
+  if (divides_steps_) {
     step_divided(optimizer, tail, means, parameters, groups, on_replicas);
   } else {
     const auto* scalars = is_on_device() ? device_windows_.front()->scalars().scalars() : &scalars_;
@@ -230,7 +228,7 @@ void GradientSet::settle(const Tail& tail) {
 }
 
 const Run& GradientSet::owned_run(size_t parameter, size_t local_replica) const {
-  return engines_[local_replica]->owned_run(parameter, topology_.first_replica + static_cast<int>(local_replica));
+  return engines_[local_replica]->owners()->run(parameter, topology_.first_replica + static_cast<int>(local_replica));
 }
 
 void GradientSet::step_divided(FlatOptimizer& optimizer, const Tail& tail, const std::vector<FlatGradient>& means,

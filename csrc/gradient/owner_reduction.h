@@ -1,0 +1,61 @@
+// Sums of gradients that go to their owners alone, where ranks see one another's memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/peer_memory.h"
+#include "core/flat_layout.h"
+#include "core/ownership.h"
+
+namespace muster {
+
+/// One rank's part of reducing the buckets of a layout: each rank sums its own runs of every bucket, with their
+/// statistics. Owned by the rank's GradientEngine.
+class OwnerReduction {
+ public:
+  /// Whether the ranks see one another's memory, and are not too many.
+  static bool is_possible(comm::Communicator& communicator);
+
+  /// Collective, blocking. `numels` and `layout_index` (its index in `layout`, or -1) are by parameter; `buckets` are
+  /// the layout's, from the communicator's allocate().
+  OwnerReduction(comm::Communicator& communicator, const FlatLayout& layout, const std::vector<int64_t>& numels,
+                 const std::vector<int>& layout_index, const std::vector<at::Tensor>& buckets);
+  ~OwnerReduction();
+  OwnerReduction(const OwnerReduction&) = delete;
+  OwnerReduction& operator=(const OwnerReduction&) = delete;
+
+  /// What a rank owns of a parameter.
+  const Run& run(size_t parameter, int rank) const noexcept { return runs_[parameter][static_cast<size_t>(rank)]; }
+
+  /// Collective; does not block. Once done, the bucket holds the sums in this rank's runs.
+  comm::Work reduce(size_t bucket);
+
+  /// Takes the statistics of this rank's run of a parameter again; `slot`: its place in the bucket.
+  void take_stats(size_t parameter, const at::Tensor& slot);
+
+  /// Appends the sums of squares of a parameter's tiles (kernels.h), all ranks', to `partials`: after a collective that
+  /// every rank issued after its reductions were done.
+  void append_partials(size_t parameter, std::vector<double>& partials) const;
+
+ private:
+  struct OwnedSums;
+
+  double* own_partials(size_t parameter) const;
+
+  comm::PeerMemory& peers_;
+  const uint64_t digest_;
+  const int rank_;
+  std::vector<std::vector<Run>> runs_;             // [parameter][rank]
+  std::vector<size_t> first_tile_;                 // by parameter, in partials
+  at::Tensor partials_;                            // of the owned tiles; fp64
+  std::vector<const double*> partials_of_ranks_;   // where every rank's are
+  std::vector<std::shared_ptr<OwnedSums>> owned_;  // by bucket
+};
+
+}  // namespace muster

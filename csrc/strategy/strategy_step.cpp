@@ -1,0 +1,391 @@
+// The calls of a strategy: steps, windows and errors.
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "comm/kernel_status.h"
+#include "muster/error.h"
+#include "muster/precision.h"
+#include "strategy/strategy_core.h"
+
+namespace muster {
+
+namespace {
+
+// Peers find out by themselves about a lost or late peer and a mismatch.
+bool peers_know(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const CommError&) {
+    return true;
+  } catch (const LayoutMismatch&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+// Backward writes `.grad` of parameters that take no part, too: they get back what they had.
+class UntouchedGradients {
+ public:
+  UntouchedGradients(const ParameterRegistry& registry, size_t replicas, const std::vector<size_t>& parameters) {
+    for (size_t p : parameters) {
+      for (size_t r = 0; r < replicas; ++r) {
+        const auto& parameter = registry.parameter(r, p);
+        kept_.emplace_back(parameter, std::exchange(parameter.mutable_grad(), at::Tensor()));
+      }
+    }
+  }
+  ~UntouchedGradients() {
+    for (auto& [parameter, gradient] : kept_) parameter.mutable_grad() = std::move(gradient);
+  }
+  UntouchedGradients(const UntouchedGradients&) = delete;
+  UntouchedGradients& operator=(const UntouchedGradients&) = delete;
+
+  /// Gives nothing back: backward may still be running.
+  void abandon() noexcept { kept_.clear(); }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
+};
+
+at::Tensor host_scalar(double value) { return at::scalar_tensor(value, at::kDouble); }
+
+// The tensors of `sums`.
+StepResult result_of(const WindowSums& sums, double loss_scale) {
+  if (sums.on_device) return *sums.on_device;
+  StepResult result;
+  result.loss = host_scalar(sums.loss);
+  result.weight = host_scalar(sums.weight);
+  result.skipped = at::scalar_tensor(!sums.finite, at::kBool);
+  result.loss_scale = host_scalar(loss_scale);
+  for (const auto& [name, value] : sums.metrics) result.metrics[name] = host_scalar(value);
+  return result;
+}
+
+}  // namespace
+
+struct StrategyCore::ReplicaRun {
+  std::exception_ptr error;      // the step's own
+  std::exception_ptr transport;  // communication broke: nothing can be agreed any more
+  c10::IValue output;
+  std::shared_ptr<const PartTimer> timer;
+};
+
+GradientSet& StrategyCore::begin_call(int set) {
+  check_callable();
+  registry_.follow_moves(/*copies_all=*/!sets_.at(static_cast<size_t>(set))->window_open());
+  for (size_t s = 0; s < sets_.size(); ++s) sets_[s]->set_ignored(static_cast<int>(s) != set);
+  return *sets_.at(static_cast<size_t>(set));
+}
+
+Loss StrategyCore::call_in_precision(const StepCall& call, int local_replica) const {
+  std::optional<Autocast> autocast;
+  if (options_.precision != Precision::fp32) {
+    autocast.emplace(options_.precision, topology_.devices[static_cast<size_t>(local_replica)].type());
+  }
+  return call.call(local_replica);
+}
+
+// One replica's share of a micro-batch. Whatever happens to the user's code, the replica takes part in every collective
+// that its peers expect.
+void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
+                               ReplicaRun& outcome) {
+  const auto r = static_cast<size_t>(local_replica);
+  const bool empty = !call.call || call.rows[r] == 0;
+  const auto context = make_context(local_replica, t);
+  // A graph's replays have times of their own.
+  if (balancer_ && !is_capturing(topology_.devices[r])) {
+    context->timer = std::make_shared<PartTimer>(topology_.devices[r]);
+    outcome.timer = context->timer;
+  }
+  const ReplicaScope scope(context);
+  auto& step_group = *groups_.step[r];
+  used_step_group_[r] = 0;
+  try {
+    set.open_window(local_replica, call.rows[r]);
+    if (call.call) step_group.begin_scope(t);
+  } catch (...) {
+    give_up(local_replica, outcome);
+    return;
+  }
+  try {
+    if (!empty) {
+      if (context->timer) context->timer->start();
+      Loss loss = call_in_precision(call, local_replica);
+      if (call.rows[r] < 0 && !loss.weight && loss.reduction == Reduction::mean &&
+          (topology_.num_replicas > 1 || options_.accumulate > 1)) {
+        throw InvalidArgument(
+            "the number of samples in this part is unknown (its tensors' size(0) differ, or it has "
+            "none), so its mean loss cannot be averaged; return Loss(value, weight=...)");
+      }
+      // Two groups of a device may deadlock where their operations overlap.
+      const bool overlaps = groups_.control.empty() || used_step_group_[r] == 0;
+      set.backward(local_replica, loss, call.rows[r] < 0 ? 1.0 : static_cast<double>(call.rows[r]), overlaps);
+      if (context->timer) context->timer->stop();
+      outcome.output = std::move(loss.output);
+    }
+  } catch (...) {
+    outcome.error = capture_(std::current_exception());
+  }
+  try {
+    // Before the buckets leave: a transport that both share must see the step's collectives first.
+    if (call.call) {
+      const auto failure = outcome.error ? describe_(outcome.error) : Failure{};
+      step_group.end_scope(outcome.error ? comm::ScopeEnd::failed
+                           : empty       ? comm::ScopeEnd::absent
+                                         : comm::ScopeEnd::finished,
+                           failure.type + ": " + failure.text);
+    }
+    auto left = set.end_micro_batch(local_replica, outcome.error != nullptr);
+    // What the engine found (a backward() by hand, say) explains what autograd complained about.
+    if (left) outcome.error = std::move(left);
+    if (closing) {
+      if (is(outcome.error, Failure::Kind::transport)) std::rethrow_exception(outcome.error);
+      const bool reports = is(outcome.error, Failure::Kind::own);
+      set.close_window(local_replica, reports ? describe_(outcome.error) : Failure{},
+                       stop_requested_ || sigterm_received());
+    }
+  } catch (...) {
+    give_up(local_replica, outcome);
+  }
+}
+
+// In a handler: communication broke. Ends the groups that peers would wait in.
+void StrategyCore::give_up(int local_replica, ReplicaRun& outcome) {
+  const auto r = static_cast<size_t>(local_replica);
+  outcome.transport = std::current_exception();
+  const bool has_control = !groups_.control.empty();
+  // Of a device's group peers learn through the control group alone, and what is under way there waits for ever.
+  if (!has_control && peers_know(outcome.transport)) return;
+  const auto failure = describe_(outcome.transport);
+  const auto reason = "replica " + std::to_string(topology_.first_replica + local_replica) +
+                      " failed outside its step function with " + failure.type + ": " + failure.text;
+  groups_.gradients[r]->abort(reason);
+  if (has_control) groups_.control[r]->abort(reason);
+}
+
+void StrategyCore::raise_failures(const std::vector<ReplicaRun>& outcomes, const WindowSums* sums) const {
+  for (const auto& outcome : outcomes) {
+    if (outcome.error && !is(outcome.error, Failure::Kind::remote)) std::rethrow_exception(outcome.error);
+  }
+  for (const auto& outcome : outcomes) {
+    if (outcome.transport) std::rethrow_exception(outcome.transport);
+  }
+  if (sums != nullptr && !sums->failures.empty()) {
+    const auto other = std::find_if(sums->failures.begin(), sums->failures.end(),
+                                    [&](const auto& failed) { return failed.rank != topology_.rank; });
+    const auto& [rank, replica, failure] = other != sums->failures.end() ? *other : sums->failures.front();
+    throw RemoteError(rank, replica, failure.type, failure.text,
+                      "the step of replica " + std::to_string(replica) + " on rank " + std::to_string(rank) +
+                          " raised " + failure.type + ": " + failure.text +
+                          "; the window was dropped on all ranks and training can go on");
+  }
+  for (const auto& outcome : outcomes) {
+    if (outcome.error) std::rethrow_exception(outcome.error);
+  }
+}
+
+StepResult StrategyCore::step(const StepCall& call) {
+  const OnDevice on_device(topology_.devices.front());
+  auto& set = begin_call(call.set);
+  const uint64_t t = ++calls_;
+  if (call.call) rows_ = call.rows;
+  const bool full = set.micro_batches() + 1 >= options_.accumulate;
+  const bool dropping = call.loader_ended && !full && options_.drop_incomplete;
+  const bool closing = full || (call.loader_ended && !dropping);
+  set.open_micro_batch(closing, call.fused);
+
+  if (outsiders_known_ != registry_.num_parameters()) find_outsiders();
+  UntouchedGradients untouched(registry_, topology_.devices.size(), outsiders_);
+  std::exception_ptr interrupt;
+  const auto poll = [&] {
+    try {
+      if (call.poll) call.poll();
+    } catch (...) {
+      interrupt = std::current_exception();
+      throw;
+    }
+  };
+
+  // Shared, so that tasks left behind by an interrupt stay valid.
+  auto outcomes = std::make_shared<std::vector<ReplicaRun>>(topology_.devices.size());
+  auto shared_call = std::make_shared<const StepCall>(call);
+  const auto streams = current_streams(topology_.devices);
+  try {
+    pool_->run(
+        [this, &set, shared_call, t, closing, outcomes, streams](int local_replica) {
+          const StreamScope scope(streams[static_cast<size_t>(local_replica)]);
+          run_replica(set, *shared_call, t, closing, local_replica, (*outcomes)[static_cast<size_t>(local_replica)]);
+        },
+        poll, call.interrupt);
+  } catch (...) {
+    if (!interrupt || busy()) {
+      untouched.abandon();
+      set.abandon_window();
+      throw;
+    }
+  }
+
+  const bool failed = std::any_of(outcomes->begin(), outcomes->end(),
+                                  [](const ReplicaRun& outcome) { return outcome.error || outcome.transport; });
+  if (failed) {
+    WindowSums sums;
+    const bool agreed = closing && std::none_of(outcomes->begin(), outcomes->end(),
+                                                [](const ReplicaRun& outcome) { return outcome.transport != nullptr; });
+    if (agreed) {
+      sums = set.finish_window(call.fused);
+      if (sums.stop_requested) stopping_ = true;
+    } else if (closing || dropping) {
+      set.drop_window();
+    } else {
+      for (size_t r = 0; r < outcomes->size(); ++r) {
+        const auto& error = (*outcomes)[r].error;
+        if (is(error, Failure::Kind::own)) set.poison(static_cast<int>(r), describe_(error));
+        if (is(error, Failure::Kind::remote)) set.note_told();
+      }
+    }
+    if (interrupt) std::rethrow_exception(interrupt);
+    raise_failures(*outcomes, agreed ? &sums : nullptr);
+  }
+  if (balancer_ && call.call) note_times(call, *outcomes);
+  StepResult result = closing ? end_window(set, call) : open_result(set);
+  if (dropping) set.drop_window();
+  if (interrupt) std::rethrow_exception(interrupt);
+  std::vector<c10::IValue> outputs;
+  for (auto& outcome : *outcomes) outputs.push_back(std::move(outcome.output));
+  result.output = PerReplica<c10::IValue>(std::move(outputs));
+  return result;
+}
+
+void StrategyCore::note_times(const StepCall& call, const std::vector<ReplicaRun>& outcomes) {
+  std::vector<std::shared_ptr<const PartTimer>> timers;
+  for (const auto& outcome : outcomes) timers.push_back(outcome.timer);
+  if (std::find(timers.begin(), timers.end(), nullptr) == timers.end()) {
+    balancer_->note_when_known(call.rows, std::move(timers));
+  }
+}
+
+std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>& apply,
+                                              const std::function<bool(int set)>& fused, bool drop_incomplete) {
+  check_callable();
+  std::optional<StepResult> result;
+  for (size_t s = 0; s < sets_.size(); ++s) {
+    if (!sets_[s]->window_open()) continue;
+    if (drop_incomplete) {
+      sets_[s]->drop_window();
+      continue;
+    }
+    StepCall call;
+    call.set = static_cast<int>(s);
+    call.loader_ended = true;
+    call.rows.assign(topology_.devices.size(), 0);
+    call.apply = [&apply, s] { apply(static_cast<int>(s)); };
+    call.fused = fused(static_cast<int>(s));
+    result = step(call);
+  }
+  return result;
+}
+
+void StrategyCore::run(const StepCall& call) {
+  check_callable();
+  const OnDevice on_device(topology_.devices.front());
+  registry_.follow_moves(/*copies_all=*/false);
+  const uint64_t t = ++calls_;
+  rows_ = call.rows;
+  auto outcomes = std::make_shared<std::vector<ReplicaRun>>(topology_.devices.size());
+  auto shared_call = std::make_shared<const StepCall>(call);
+  const auto streams = current_streams(topology_.devices);
+  pool_->run(
+      [this, shared_call, t, outcomes, streams](int local_replica) {
+        const auto r = static_cast<size_t>(local_replica);
+        const StreamScope stream_scope(streams[r]);
+        auto& outcome = (*outcomes)[r];
+        const ReplicaScope scope(make_context(local_replica, t));
+        const at::NoGradGuard no_grad;
+        const bool empty = shared_call->rows[r] == 0;
+        try {
+          groups_.step[r]->begin_scope(t);
+          if (!empty) outcome.output = call_in_precision(*shared_call, local_replica).output;
+        } catch (...) {
+          outcome.error = std::current_exception();
+        }
+        const auto failure = outcome.error ? describe_(outcome.error) : Failure{};
+        try {
+          groups_.step[r]->end_scope(outcome.error ? comm::ScopeEnd::failed
+                                     : empty       ? comm::ScopeEnd::absent
+                                                   : comm::ScopeEnd::finished,
+                                     failure.type + ": " + failure.text);
+        } catch (...) {
+          outcome.transport = std::current_exception();
+        }
+      },
+      call.poll, call.interrupt);
+  raise_failures(*outcomes, nullptr);
+}
+
+StepResult StrategyCore::open_result(const GradientSet& set) const {
+  const auto sums = set.local_sums();
+  auto result = result_of(sums, sums.on_device ? 0 : set.loss_scale().scale);
+  result.step = steps_;
+  return result;
+}
+
+StepResult StrategyCore::end_window(GradientSet& set, const StepCall& call) {
+  const auto sums = [&] {
+    const IntraOpThreads threads(pool_->threads_per_replica());
+    return set.finish_window(call.fused);
+  }();
+  if (sums.stop_requested) stopping_ = true;
+  const bool reported_here = std::all_of(sums.failures.begin(), sums.failures.end(),
+                                         [&](const auto& failed) { return failed.rank == topology_.rank; });
+  if (!reported_here && !set.told()) raise_failures({}, &sums);
+  auto result = result_of(sums, sums.on_device ? 0 : set.loss_scale().scale);
+  result.step = steps_;
+  if (sums.dropped || !sums.failures.empty()) {
+    result.loss = host_scalar(std::numeric_limits<double>::quiet_NaN());
+    return result;
+  }
+  result.stepped = true;
+  result.step = ++steps_;
+  result.grad_norm = sums.on_device ? sums.report.grad_norm() : host_scalar(sums.grad_norm);
+  if (sums.finite && call.apply) {
+    poll_ = call.poll;
+    const auto forget = c10::make_scope_exit([&] { poll_ = nullptr; });
+    const IntraOpThreads threads(pool_->threads_per_replica());
+    call.apply();
+    if (call.fused) result.grad_norm = set.grad_norm();
+    at::autocast::clear_cache();
+  }
+  count_skipped(set, sums);
+  return result;
+}
+
+void StrategyCore::count_skipped(GradientSet& set, const WindowSums& sums) {
+  int64_t last_step = steps_;
+  std::string where = sums.non_finite_at;
+  if (sums.on_device) {
+    if (is_capturing(topology_.devices.front())) return;
+    skip_watch_.note(sums.report, steps_, sums.non_finite_at);
+    skip_watch_.look();
+    skipped_in_a_row_ = skip_watch_.in_a_row();
+    last_step = skip_watch_.step();
+    where = skip_watch_.non_finite_at();
+    // Looking waits for the device: only when it is nearly time to say where.
+    set.locate_non_finite(options_.max_skipped <= 1 || 2 * skipped_in_a_row_ >= options_.max_skipped);
+  } else {
+    skipped_in_a_row_ = sums.finite ? 0 : skipped_in_a_row_ + 1;
+    set.locate_non_finite(!sums.finite || options_.max_skipped <= 1);
+  }
+  if (skipped_in_a_row_ < options_.max_skipped || skipped_in_a_row_ == 0) return;
+  throw NonFinite("the gradient was not finite in " + std::to_string(skipped_in_a_row_) +
+                  " windows in a row, the last at step " + std::to_string(last_step) +
+                  (where.empty() ? std::string() : ", first in " + where) +
+                  "; lower the learning rate, clip the norm, or check the data; max_skipped raises the limit");
+}
+
+}  // namespace muster
