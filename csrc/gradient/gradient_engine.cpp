@@ -37,6 +37,20 @@ bool same_memory_order(const at::Tensor& tensor, const std::vector<int64_t>& str
   return true;
 }
 
+// What `item` packs, but for a run.
+void append_without(std::vector<kernels::PackItem>& items, const kernels::PackItem& item, const Run& run) {
+  const size_t size = kernels::size_of(item.source_dtype);
+  const auto append = [&](size_t first, size_t n) {
+    if (n == 0) return;
+    items.push_back({static_cast<const std::byte*>(item.source) + first * size, item.source_dtype,
+                     static_cast<std::byte*>(item.destination) + first * size, n});
+  };
+  const auto begin = static_cast<size_t>(run.begin);
+  const auto end = begin + static_cast<size_t>(run.count);
+  append(0, begin);
+  append(end, item.n - end);
+}
+
 }  // namespace
 
 struct GradientEngine::ParameterState {
@@ -364,6 +378,7 @@ void GradientEngine::pack(const std::vector<int>& parameters, bool accumulate) {
     // A parameter packed earlier in this micro-batch only adds what came since.
     const bool adds = accumulate || state.packed;
     state.packed = true;
+    if (micro_batch_.to_owners) take_back(p);
     const auto& view = slot_views_[p];
     const auto& gradient = parameters_[p].tensor.grad();
     auto& items = adds ? added : fresh;
@@ -375,6 +390,12 @@ void GradientEngine::pack(const std::vector<int>& parameters, bool accumulate) {
       if (gradient.layout() == at::kStrided && same_memory_order(gradient, slot.strides)) {
         item.source = gradient.const_data_ptr();
         item.source_dtype = kernel_dtype(gradient.scalar_type());
+        if (micro_batch_.to_owners && !micro_batch_.locate_non_finite && !adds &&
+            gradient.scalar_type() == view.scalar_type()) {
+          owners_->lend(p, gradient);
+          append_without(fresh, item, owners_->run(p, communicator_->rank()));
+          continue;
+        }
       } else {
         // Rare: autograd keeps gradients in the parameter's own order.
         const auto dense = gradient.detach().to_dense();
@@ -391,6 +412,15 @@ void GradientEngine::pack(const std::vector<int>& parameters, bool accumulate) {
   kernels::pack(fresh.data(), fresh.size(), /*accumulate=*/false);
   kernels::pack(added.data(), added.size(), /*accumulate=*/true);
   for (int index : parameters) parameters_[static_cast<size_t>(index)].tensor.mutable_grad().reset();
+}
+
+// What was lent of a parameter goes into its bucket.
+void GradientEngine::take_back(size_t p) {
+  const auto lent = owners_->lent(p);
+  if (!lent.defined()) return;
+  owners_->lend(p, {});
+  const auto& run = owners_->run(p, communicator_->rank());
+  elements_of(slot_views_[p], run).copy_(elements_of(lent, run));
 }
 
 void GradientEngine::locate_non_finite(const BucketState& bucket) {

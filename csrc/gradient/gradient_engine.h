@@ -144,6 +144,7 @@ class GradientEngine {
   void verify_layouts();
   void allocate_buckets();
   void pack(const std::vector<int>& parameters, bool accumulate);
+  void take_back(size_t parameter);
   void pack_on_device(BucketState& bucket);
   void plan_on_device(BucketState& bucket);
   void join_stream(const at::Tensor& gradient);

@@ -13,7 +13,8 @@ struct OwnerReduction::OwnedSums {
   struct Piece {
     size_t offset;  // in bytes
     double* partials;
-    size_t n;
+    Run run;          // of the parameter
+    at::Tensor lent;  // the gradient that is read instead of the own bucket
   };
   at::Tensor bucket;
   at::Tensor partials;
@@ -22,18 +23,21 @@ struct OwnerReduction::OwnedSums {
   std::vector<Piece> pieces;
 
   // data[r]: rank r's bucket, packed.
-  void sum(void* const* data) const {
+  void sum(void* const* data) {
     const auto size = static_cast<size_t>(ranks);
     std::vector<const void*> gradients(pieces.size() * size);
     std::vector<kernels::ReduceSegment> segments;
     segments.reserve(pieces.size());
     for (size_t i = 0; i < pieces.size(); ++i) {
-      const auto& [offset, own_partials, n] = pieces[i];
+      const auto& piece = pieces[i];
       const void** sources = gradients.data() + i * size;
-      for (size_t r = 0; r < size; ++r) sources[r] = static_cast<const std::byte*>(data[r]) + offset;
-      segments.push_back({sources, static_cast<std::byte*>(data[rank]) + offset, own_partials, n});
+      for (size_t r = 0; r < size; ++r) sources[r] = static_cast<const std::byte*>(data[r]) + piece.offset;
+      auto* const sum = static_cast<std::byte*>(data[rank]) + piece.offset;
+      if (piece.lent.defined()) sources[rank] = elements_of(piece.lent, piece.run).const_data_ptr();
+      segments.push_back({sources, sum, piece.partials, static_cast<size_t>(piece.run.count)});
     }
     kernels::reduce_stats(kernel_dtype(bucket.scalar_type()), ranks, segments.data(), segments.size());
+    for (auto& piece : pieces) piece.lent.reset();
   }
 };
 
@@ -63,21 +67,31 @@ OwnerReduction::OwnerReduction(comm::Communicator& communicator, const FlatLayou
   for (size_t p = 0; p < numels.size(); ++p) {
     if (layout_index[p] >= 0) parameter_of[static_cast<size_t>(layout_index[p])] = p;
   }
+  places_.resize(numels.size());
   for (size_t b = 0; b < buckets.size(); ++b) {
-    OwnedSums sums{buckets[b], partials_, ranks, rank_, {}};
+    owned_.push_back(std::make_shared<OwnedSums>(OwnedSums{buckets[b], partials_, ranks, rank_, {}}));
+    auto& sums = *owned_.back();
     for (const int index : layout.buckets()[b].parameters) {
       const size_t p = parameter_of[static_cast<size_t>(index)];
       const auto& own = run(p, rank_);
       if (own.count == 0) continue;
       const int64_t first = layout.slots()[static_cast<size_t>(index)].offset + own.begin;
-      sums.pieces.push_back(
-          {static_cast<size_t>(first) * sums.bucket.element_size(), own_partials(p), static_cast<size_t>(own.count)});
+      places_[p] = {&sums, sums.pieces.size()};
+      sums.pieces.push_back({static_cast<size_t>(first) * sums.bucket.element_size(), own_partials(p), own, {}});
     }
-    owned_.push_back(std::make_shared<OwnedSums>(std::move(sums)));
   }
 }
 
 OwnerReduction::~OwnerReduction() = default;
+
+void OwnerReduction::lend(size_t p, const at::Tensor& gradient) {
+  if (places_[p].sums != nullptr) places_[p].sums->pieces[places_[p].piece].lent = gradient;
+}
+
+const at::Tensor& OwnerReduction::lent(size_t p) const noexcept {
+  static const at::Tensor none;
+  return places_[p].sums == nullptr ? none : places_[p].sums->pieces[places_[p].piece].lent;
+}
 
 comm::Work OwnerReduction::reduce(size_t bucket) {
   auto& owned = owned_[bucket];

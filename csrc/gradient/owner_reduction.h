@@ -33,6 +33,12 @@ class OwnerReduction {
   /// What a rank owns of a parameter.
   const Run& run(size_t parameter, int rank) const noexcept { return runs_[parameter][static_cast<size_t>(rank)]; }
 
+  /// Local, before reduce(): this rank's run of a parameter need not be packed; its reduction reads it from `gradient`
+  /// (the slot's dtype and memory order) and keeps that until then. Undefined: from the bucket, as at first.
+  void lend(size_t parameter, const at::Tensor& gradient);
+  /// What was lent of the parameter and is not reduced.
+  const at::Tensor& lent(size_t parameter) const noexcept;
+
   /// Collective; does not block. Once done, the bucket holds the sums in this rank's runs.
   comm::Work reduce(size_t bucket);
 
@@ -56,6 +62,11 @@ class OwnerReduction {
   at::Tensor partials_;                            // of the owned tiles; fp64
   std::vector<const double*> partials_of_ranks_;   // where every rank's are
   std::vector<std::shared_ptr<OwnedSums>> owned_;  // by bucket
+  struct Place {
+    OwnedSums* sums = nullptr;  // null: this rank owns nothing of it
+    size_t piece = 0;
+  };
+  std::vector<Place> places_;  // by parameter
 };
 
 }  // namespace muster

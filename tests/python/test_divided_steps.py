@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import muster
 from support.jobs import Launcher, WorkerPool, make_job, part_of
@@ -202,6 +203,35 @@ def test_sparse_rows_of_what_others_own(jobs: tuple[Launcher, Job], dtype: torch
     for parameters, own_norms in dividing(job, mixed, dtype):
         assert_equal(parameters, reference)
         assert_equal(own_norms, norms)
+
+
+def fires_again(strategy: muster.Strategy) -> Any:
+    """In the last steps a parameter gets a second gradient after its bucket was packed, before it can leave."""
+    torch.manual_seed(0)
+    early, late = nn.Linear(96, 96), nn.Linear(96, 96)
+    module = nn.ModuleList([early, late])
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=1e-2))
+    x = part_of(strategy, torch.linspace(-1, 1, 10 * 96).view(10, 96))
+    for number in range(6):
+
+        def step(x: Tensor, number: int = number) -> Tensor:
+            first, second = model
+            if number < 3:  # the order that is learned: first's gradient comes first
+                return first(second(x)).square().mean()
+            hidden = first(x)
+            for _ in range(2 if number > 3 else 1):
+                hidden = checkpoint(second, hidden, use_reentrant=True)
+            return hidden.square().mean()
+
+        strategy.step(step, x)
+    return values(module)
+
+
+def test_a_gradient_in_two_parts(jobs: tuple[Launcher, Job]) -> None:
+    job, whole = jobs
+    (reference,) = whole(fires_again, bucket_bytes=1024)
+    for ours in dividing(job, fires_again, bucket_bytes=1024):
+        assert_equal(ours, reference)
 
 
 def low(strategy: muster.Strategy) -> Any:

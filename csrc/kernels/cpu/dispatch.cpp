@@ -27,17 +27,14 @@ const Choice& choice() noexcept {
   return instance;
 }
 
-const NamedTable& best() noexcept {
-  const Choice& c = choice();
-  return c.tables[c.count - 1];
-}
-
 }  // namespace
 
 const NamedTable* usable_tables(size_t& count) noexcept {
   count = choice().count;
   return choice().tables;
 }
+
+const NamedTable& best_table() noexcept { return choice().tables[choice().count - 1]; }
 
 size_t size_of(DType dtype) noexcept {
   switch (dtype) {
@@ -58,31 +55,31 @@ size_t size_of(DType dtype) noexcept {
 
 void tree_reduce(DType dtype, Reduction reduction, const void* const* sources, int num_sources,
                  void* const* destinations, int num_destinations, size_t n) noexcept {
-  best().table->tree_reduce(dtype, reduction, sources, num_sources, destinations, num_destinations, n);
+  best_table().table->tree_reduce(dtype, reduction, sources, num_sources, destinations, num_destinations, n);
 }
 
-void pack(const PackItem* items, size_t count, bool accumulate, double factor) noexcept {
-  best().table->pack(items, count, accumulate, factor);
+void grad_stats(const StatsSegment* segments, size_t count) noexcept {
+  best_table().table->grad_stats(segments, count);
 }
-
-void grad_stats(const StatsSegment* segments, size_t count) noexcept { best().table->grad_stats(segments, count); }
 
 void divide_with_stats(DType dtype, void* values, size_t n, double divisor, double* partials) noexcept {
-  best().table->divide_with_stats(dtype, values, n, divisor, partials);
+  best_table().table->divide_with_stats(dtype, values, n, divisor, partials);
 }
 
 void scale(DType dtype, void* values, size_t n, double factor) noexcept {
-  best().table->scale(dtype, values, n, factor);
+  best_table().table->scale(dtype, values, n, factor);
 }
 
 void adam_step(const StepArguments& arguments, const AdamGroup* groups) noexcept {
-  best().steps->adam(arguments, groups);
+  best_table().steps->adam(arguments, groups);
 }
 
-void sgd_step(const StepArguments& arguments, const SgdGroup* groups) noexcept { best().steps->sgd(arguments, groups); }
+void sgd_step(const StepArguments& arguments, const SgdGroup* groups) noexcept {
+  best_table().steps->sgd(arguments, groups);
+}
 
 void adagrad_step(const StepArguments& arguments, const AdagradGroup* groups) noexcept {
-  best().steps->adagrad(arguments, groups);
+  best_table().steps->adagrad(arguments, groups);
 }
 
 }  // namespace muster::kernels

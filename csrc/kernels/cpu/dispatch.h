@@ -1,4 +1,5 @@
-// The choice of instruction set, for tests that compare them; everything else calls kernels.h.
+// The choice of instruction set. Outside of this folder only tests that compare them know it; everything else calls
+// kernels.h.
 #pragma once
 
 #include <cstddef>
@@ -15,5 +16,6 @@ struct NamedTable {
 
 /// The tables that this machine can run, best last. Sets `count`. Thread-safe.
 const NamedTable* usable_tables(size_t& count) noexcept;
+const NamedTable& best_table() noexcept;
 
 }  // namespace muster::kernels

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/cpu/stream_copy.h"
 #include "kernels/kernels.h"
 #include "kernels/pieces.h"
 
@@ -10,23 +11,43 @@ namespace {
 // What a pass works on at a time stays in the nearest caches: two tiles of four arrays are 128 KB in fp32.
 constexpr size_t kPiece = 2 * kTile;
 
-void reduce_segment(DType dtype, int num_ranks, const ReduceSegment& segment) noexcept {
+bool is_in_place(int num_ranks, const ReduceSegment& segment) noexcept {
+  const auto* const end = segment.gradients + num_ranks;
+  return std::find(segment.gradients, end, segment.sum) != end;
+}
+
+// `streams`: sums go past the caches.
+void reduce_segment(DType dtype, int num_ranks, const ReduceSegment& segment, bool streams) noexcept {
+  alignas(64) std::byte scratch[kPiece * sizeof(double)];
   const size_t size = size_of(dtype);
   const void* sources[kMaxReduceRanks];
   for (size_t begin = 0; begin < segment.n; begin += kPiece) {
     const size_t n = std::min(kPiece, segment.n - begin);
     for (int r = 0; r < num_ranks; ++r) sources[r] = skip_bytes(segment.gradients[r], begin * size);
     void* sum = skip_bytes(segment.sum, begin * size);
-    tree_reduce(dtype, Reduction::sum, sources, num_ranks, &sum, 1, n);
-    const StatsSegment stats = piece_of({segment.sum, segment.partials, segment.n, dtype}, begin, n);
+    void* destination = streams ? scratch : sum;
+    tree_reduce(dtype, Reduction::sum, sources, num_ranks, &destination, 1, n);
+    const StatsSegment stats{destination, segment.partials + begin / kTile, n, dtype};
     grad_stats(&stats, 1);
+    if (streams) stream_copy(sum, scratch, n * size);
   }
+}
+
+size_t bytes_of(const StepArguments& arguments) noexcept {
+  size_t bytes = 0;
+  for (size_t i = 0; i < arguments.count; ++i) bytes += arguments.segments[i].n * size_of(arguments.dtype);
+  return bytes;
+}
+
+void plain_copy(void* destination, const void* source, size_t bytes) noexcept {
+  std::memcpy(destination, source, bytes);
 }
 
 template <class Group>
 void step_and_copy(void (*step)(const StepArguments&, const Group*) noexcept, const StepArguments& arguments,
                    const Group* groups, const StepCopies& copies) noexcept {
   const size_t wide = size_of(arguments.dtype);
+  const auto copy = bytes_of(arguments) > kStreamedBytes ? &stream_copy : &plain_copy;
   for (size_t i = 0; i < arguments.count; ++i) {
     const StepSegment& whole = arguments.segments[i];
     for (size_t begin = 0; begin < whole.n; begin += kPiece) {
@@ -37,7 +58,7 @@ void step_and_copy(void (*step)(const StepArguments&, const Group*) noexcept, co
       step(own, groups);
       const size_t size = whole.low != nullptr ? sizeof(uint16_t) : wide;
       auto* const stepped = static_cast<std::byte*>(whole.low != nullptr ? piece.low : piece.parameter);
-      for (int d = 0; d < copies.count; ++d) std::memcpy(stepped + copies.displacements[d], stepped, piece.n * size);
+      for (int d = 0; d < copies.count; ++d) copy(stepped + copies.displacements[d], stepped, piece.n * size);
     }
   }
 }
@@ -45,7 +66,12 @@ void step_and_copy(void (*step)(const StepArguments&, const Group*) noexcept, co
 }  // namespace
 
 void reduce_stats(DType dtype, int num_ranks, const ReduceSegment* segments, size_t count) noexcept {
-  for (size_t i = 0; i < count; ++i) reduce_segment(dtype, num_ranks, segments[i]);
+  size_t bytes = 0;
+  for (size_t i = 0; i < count; ++i) bytes += segments[i].n * size_of(dtype);
+  for (size_t i = 0; i < count; ++i) {
+    const bool streams = bytes > kStreamedBytes && !is_in_place(num_ranks, segments[i]);
+    reduce_segment(dtype, num_ranks, segments[i], streams);
+  }
 }
 
 void adam_step_with_copies(const StepArguments& arguments, const AdamGroup* groups, const StepCopies& copies) noexcept {

@@ -84,3 +84,31 @@ TEMPLATE_TEST_CASE("pack multiplies by a factor in the destination's dtype", "[k
     }
   }
 }
+
+TEST_CASE("what is too large for a cache is packed alike", "[kernels]") {
+  std::mt19937_64 random(13);
+  std::vector<float> source(kStreamedSize + 1);
+  for (float& value : source) value = draw_special<float>(random);
+  std::vector<c10::BFloat16> low(33);
+  for (auto& value : low) value = static_cast<c10::BFloat16>(draw<float>(random));
+  std::vector<double> wide(17, 0.1);
+  std::vector<float> destination(kStreamedSize + 3, 7), widened(33, 7), cleared(5, 7);
+  std::vector<double> wide_destination(17, 7);
+  const PackItem items[] = {{source.data() + 1, DType::f32, destination.data() + 1, kStreamedSize},
+                            {low.data(), DType::bf16, widened.data(), 33},
+                            {nullptr, DType::f32, cleared.data(), 5},
+                            {wide.data(), DType::f64, wide_destination.data(), 17}};
+  pack(items, 4, false);
+  CHECK(destination.front() == 7);
+  CHECK(std::vector<float>(destination.end() - 2, destination.end()) == std::vector<float>{7, 7});
+  CHECK(same_values({destination.begin() + 1, destination.end() - 2},
+                    std::vector<float>(source.begin() + 1, source.end())));
+  CHECK(widened == std::vector<float>(low.begin(), low.end()));
+  CHECK(cleared == std::vector<float>(5));
+  CHECK(wide_destination == wide);
+
+  std::vector<float> twice = destination;
+  pack(items, 4, true);
+  for (size_t i = 1; i <= kStreamedSize; ++i) twice[i] += source[i];
+  CHECK(same_values(destination, twice));
+}

@@ -45,7 +45,9 @@ struct Stepped {
 TEMPLATE_TEST_CASE("a sum with statistics is the sum and its statistics", "[kernels]", float, double) {
   std::mt19937_64 random(1);
   const int ranks = GENERATE(1, 2, 3, 5);
-  for (const size_t n : kSizes) {
+  std::vector<size_t> sizes(std::begin(kSizes), std::end(kSizes));
+  sizes.push_back(kStreamedSize);
+  for (const size_t n : sizes) {
     std::vector<std::vector<TestType>> gradients;
     std::vector<const void*> sources;
     for (int r = 0; r < ranks; ++r) gradients.push_back(drawn<TestType>(n, random));
@@ -58,13 +60,16 @@ TEMPLATE_TEST_CASE("a sum with statistics is the sum and its statistics", "[kern
     const StatsSegment stats{expected.data(), expected_partials.data(), n, dtype_of<TestType>()};
     grad_stats(&stats, 1);
 
-    std::vector<double> partials(num_tiles(n));
-    // In place, as an arena has it.
-    const ReduceSegment segment{sources.data(), gradients[0].data(), partials.data(), n};
-    reduce_stats(dtype_of<TestType>(), ranks, &segment, 1);
     INFO(n << " elements of " << ranks << " ranks");
+    std::vector<TestType> elsewhere(n);
+    for (TestType* const sum : {elsewhere.data(), gradients[0].data()}) {  // last in place, as an arena has it
+      std::vector<double> partials(num_tiles(n));
+      const ReduceSegment segment{sources.data(), sum, partials.data(), n};
+      reduce_stats(dtype_of<TestType>(), ranks, &segment, 1);
+      CHECK(partials == expected_partials);
+    }
+    CHECK(same_values(elsewhere, expected));
     CHECK(same_values(gradients[0], expected));
-    CHECK(partials == expected_partials);
   }
 }
 
@@ -72,7 +77,9 @@ TEMPLATE_TEST_CASE("a step with copies is the step, copied", "[kernels]", float,
   const bool has_low = GENERATE(false, true);
   const bool finite = GENERATE(true, false);
   const StepScalars scalars{3, 0.5, 1, 1, finite ? 1 : 0, 0};
-  for (const size_t n : kSizes) {
+  std::vector<size_t> sizes(std::begin(kSizes), std::end(kSizes));
+  sizes.push_back(kStreamedSize);
+  for (const size_t n : sizes) {
     std::mt19937_64 random(2);
     Stepped<TestType> whole(n, random);
     auto pieces = whole;

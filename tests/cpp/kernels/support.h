@@ -13,12 +13,15 @@
 #include <vector>
 
 #include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/stream_copy.h"
 #include "kernels/kernels.h"
 
 namespace muster::kernels::testing {
 
 /// Around the widths of vectors, pieces and tiles.
 inline constexpr size_t kSizes[] = {0, 1, 15, 31, 33, 1023, 1025, 4095, 4096, 4097, 10007};
+/// More than passes through a cache.
+inline constexpr size_t kStreamedSize = kStreamedBytes / sizeof(float) + 1237;
 
 template <class T>
 constexpr DType dtype_of() {

@@ -1,0 +1,40 @@
+#include "kernels/cpu/stream_copy.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace muster::kernels {
+
+#if defined(__SSE2__)
+
+void stream_copy(void* destination, const void* source, size_t bytes) noexcept {
+  constexpr size_t kLine = 64;
+  auto* to = static_cast<char*>(destination);
+  const auto* from = static_cast<const char*>(source);
+  const size_t before_line = (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine;
+  const size_t head = std::min(bytes, before_line);
+  std::memcpy(to, from, head);
+  size_t i = head;
+  for (; i + kLine <= bytes; i += kLine) {
+    for (size_t k = 0; k < kLine; k += sizeof(__m128i)) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i + k),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i + k)));
+    }
+  }
+  std::memcpy(to + i, from + i, bytes - i);
+  _mm_sfence();  // such stores are not ordered with those after them
+}
+
+#else
+
+void stream_copy(void* destination, const void* source, size_t bytes) noexcept {
+  std::memcpy(destination, source, bytes);
+}
+
+#endif
+
+}  // namespace muster::kernels

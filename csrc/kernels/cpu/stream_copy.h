@@ -1,0 +1,15 @@
+// Copies past the processor's caches.
+#pragma once
+
+#include <cstddef>
+
+namespace muster::kernels {
+
+/// What is written at once beyond this is no longer in a core's own cache when it is read.
+inline constexpr size_t kStreamedBytes = size_t{2} << 20;
+
+/// As memcpy, but where the processor can, the destination's lines are not read into a cache first, nor kept there.
+/// Other threads see it as they see any write.
+void stream_copy(void* destination, const void* source, size_t bytes) noexcept;
+
+}  // namespace muster::kernels
