@@ -21,6 +21,9 @@ namespace muster {
 
 namespace {
 
+// Up to so many elements are stepped faster by one thread than others are woken.
+constexpr int64_t kAloneElements = 1 << 17;
+
 // The rows of a sparse gradient, or all of a dense one.
 at::Tensor dense_values(const at::Tensor& gradient) { return gradient.is_sparse() ? gradient._values() : gradient; }
 
@@ -252,13 +255,17 @@ void GradientSet::step_divided(FlatOptimizer& optimizer, const Tail& tail, const
       return groups_.gradients.front()->peer_memory()->allocate_common(bytes);
     };
   }
-  divided.for_each = [&](const std::function<void(size_t)>& work) {
-    on_replicas([&](int local_replica) {
-      const auto r = static_cast<size_t>(local_replica);
-      work(r);
-      if (crosses_processes) groups_.gradients[r]->barrier().wait();
-    });
-  };
+  int64_t elements = 0;
+  for (const int index : parameters) elements += registry_.parameter(0, static_cast<size_t>(index)).numel();
+  if (crosses_processes || elements > kAloneElements) {
+    divided.for_each = [&](const std::function<void(size_t)>& work) {
+      on_replicas([&](int local_replica) {
+        const auto r = static_cast<size_t>(local_replica);
+        work(r);
+        if (crosses_processes) groups_.gradients[r]->barrier().wait();
+      });
+    };
+  }
   optimizer.step_divided(divided, groups, &scalars_, /*keep=*/false);
 }
 

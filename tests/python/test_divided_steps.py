@@ -234,6 +234,21 @@ def test_a_gradient_in_two_parts(jobs: tuple[Launcher, Job]) -> None:
         assert_equal(ours, reference)
 
 
+def large(strategy: muster.Strategy) -> Any:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(96, 800), nn.ReLU(), nn.Linear(800, 96))
+    model, _ = strategy.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    train(strategy, model, 4)
+    return values(module)
+
+
+def test_a_model_that_is_worth_several_threads(jobs: tuple[Launcher, Job]) -> None:
+    job, whole = jobs
+    (reference,) = whole(large)
+    for ours in dividing(job, large):
+        assert_equal(ours, reference)
+
+
 def low(strategy: muster.Strategy) -> Any:
     module = net().to(torch.bfloat16)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
