@@ -56,6 +56,11 @@ Precision precision_of(const std::string& name) {
   throw InvalidArgument("precision='" + name + "': it must be 'fp32', 'bf16' or 'fp16'");
 }
 
+Wire wire_of(const std::string& name) {
+  if (name == "bf16") return Wire::bf16;
+  throw InvalidArgument("wire='" + name + "': it must be 'bf16', or None for what gradients are accumulated in");
+}
+
 LossScale loss_scale_of(const py::dict& given) {
   LossScale scale;
   scale.init = py::cast<double>(given["init"]);
@@ -83,6 +88,8 @@ StrategyOptions options_of(const py::dict& given) {
       options.threads_per_replica = py::cast<std::optional<int>>(value);
     } else if (name == "bucket_bytes") {
       options.bucket_bytes = py::cast<std::optional<int64_t>>(value);
+    } else if (name == "wire") {
+      if (!value.is_none()) options.wire = wire_of(py::cast<std::string>(value));
     } else if (name == "precision") {
       options.precision = precision_of(py::cast<std::string>(value));
     } else if (name == "loss_scale") {

@@ -64,6 +64,7 @@ struct GradientEngine::ParameterState {
 
 struct GradientEngine::BucketState {
   at::Tensor sums;
+  at::Tensor wire;              // what travels instead, in less precision; undefined where the sums do
   std::vector<int> parameters;  // engine indices
   size_t pending = 0;
   bool packed = false;
@@ -179,7 +180,13 @@ void GradientEngine::allocate_buckets() {
   buckets_.clear();
   for (const auto& spec : layout_.buckets()) {
     BucketState bucket;
-    bucket.sums = communicator_->allocate(spec.numel, spec.dtype);
+    const auto allocate = [&](at::ScalarType dtype) { return communicator_->allocate(spec.numel, dtype); };
+    if (options_.wire && spec.dtype == at::kFloat) {
+      bucket.wire = allocate(*options_.wire);
+      bucket.sums = at::zeros({spec.numel}, bucket.wire.options().dtype(spec.dtype));
+    } else {
+      bucket.sums = allocate(spec.dtype);
+    }
     buckets_.push_back(std::move(bucket));
   }
   for (size_t p = 0; p < parameters_.size(); ++p) {
@@ -204,9 +211,11 @@ void GradientEngine::allocate_buckets() {
   if (OwnerReduction::is_possible(*communicator_)) {
     std::vector<int64_t> numels;
     for (const auto& parameter : parameters_) numels.push_back(parameter.tensor.numel());
-    std::vector<at::Tensor> sums;
-    for (const auto& bucket : buckets_) sums.push_back(bucket.sums);
-    owners_ = std::make_unique<OwnerReduction>(*communicator_, layout_, numels, layout_index_, sums);
+    std::vector<OwnerReduction::Bucket> buckets;
+    for (const auto& bucket : buckets_) {
+      buckets.push_back({bucket.wire.defined() ? bucket.wire : bucket.sums, bucket.sums});
+    }
+    owners_ = std::make_unique<OwnerReduction>(*communicator_, layout_, numels, layout_index_, buckets);
   }
   allocated_ = true;
 }
@@ -321,7 +330,7 @@ void GradientEngine::pack_bucket(BucketState& bucket) {
   if (is_streamed(communicator_->device())) {
     pack_on_device(bucket);
   } else {
-    pack(bucket.parameters, !micro_batch_.first);
+    pack(bucket);
   }
   bucket.packed = true;
 }
@@ -367,16 +376,17 @@ void GradientEngine::pack_on_device(BucketState& bucket) {
   check_kernel(status, "packing gradients");
 }
 
-void GradientEngine::pack(const std::vector<int>& parameters, bool accumulate) {
+void GradientEngine::pack(BucketState& bucket) {
   std::vector<kernels::PackItem> fresh;
   std::vector<kernels::PackItem> added;
-  fresh.reserve(parameters.size());
+  fresh.reserve(bucket.parameters.size());
   const bool drop = abandoned_ || !micro_batch_.contributes;
-  for (int index : parameters) {
+  const bool lends = micro_batch_.to_owners && !micro_batch_.locate_non_finite && !bucket.wire.defined();
+  for (int index : bucket.parameters) {
     const auto p = static_cast<size_t>(index);
     auto& state = states_[p];
     // A parameter packed earlier in this micro-batch only adds what came since.
-    const bool adds = accumulate || state.packed;
+    const bool adds = !micro_batch_.first || state.packed;
     state.packed = true;
     if (micro_batch_.to_owners) take_back(p);
     const auto& view = slot_views_[p];
@@ -390,8 +400,7 @@ void GradientEngine::pack(const std::vector<int>& parameters, bool accumulate) {
       if (gradient.layout() == at::kStrided && same_memory_order(gradient, slot.strides)) {
         item.source = gradient.const_data_ptr();
         item.source_dtype = kernel_dtype(gradient.scalar_type());
-        if (micro_batch_.to_owners && !micro_batch_.locate_non_finite && !adds &&
-            gradient.scalar_type() == view.scalar_type()) {
+        if (lends && !adds && gradient.scalar_type() == view.scalar_type()) {
           owners_->lend(p, gradient);
           append_without(fresh, item, owners_->run(p, communicator_->rank()));
           continue;
@@ -411,7 +420,7 @@ void GradientEngine::pack(const std::vector<int>& parameters, bool accumulate) {
   }
   kernels::pack(fresh.data(), fresh.size(), /*accumulate=*/false);
   kernels::pack(added.data(), added.size(), /*accumulate=*/true);
-  for (int index : parameters) parameters_[static_cast<size_t>(index)].tensor.mutable_grad().reset();
+  for (int index : bucket.parameters) parameters_[static_cast<size_t>(index)].tensor.mutable_grad().reset();
 }
 
 // What was lent of a parameter goes into its bucket.
@@ -434,17 +443,40 @@ void GradientEngine::launch_ready() {
   while (next_launch_ < buckets_.size() && buckets_[next_launch_].packed) {
     auto& bucket = buckets_[next_launch_];
     if (micro_batch_.locate_non_finite) locate_non_finite(bucket);
-    works_.push_back(micro_batch_.to_owners
-                         ? owners_->reduce(next_launch_)
-                         : communicator_->all_reduce(bucket.sums, ReduceOp::sum,
-                                                     layout_.digest() + static_cast<uint64_t>(next_launch_),
-                                                     options_.receive));
+    works_.push_back(launch(next_launch_));
     ++next_launch_;
     ++launches_;
   }
   for (auto& work : works_) {
     if (!work.done()) break;
   }
+}
+
+comm::Work GradientEngine::launch(size_t b) {
+  auto& bucket = buckets_[b];
+  if (bucket.wire.defined()) fill_wire(bucket);
+  if (micro_batch_.to_owners) return owners_->reduce(b);
+  return communicator_->all_reduce(bucket.wire.defined() ? bucket.wire : bucket.sums, ReduceOp::sum,
+                                   layout_.digest() + b, options_.receive);
+}
+
+void GradientEngine::fill_wire(BucketState& bucket) {
+  if (!bucket.sums.device().is_cpu()) {
+    bucket.wire.copy_(bucket.sums);
+    return;
+  }
+  kernels::narrow(kernel_dtype(bucket.wire.scalar_type()), bucket.wire.mutable_data_ptr(),
+                  bucket.sums.const_data_ptr<float>(), static_cast<size_t>(bucket.sums.numel()));
+}
+
+void GradientEngine::empty_wire(BucketState& bucket) {
+  if (!bucket.sums.device().is_cpu()) {
+    bucket.sums.copy_(bucket.wire);
+    return;
+  }
+  const kernels::PackItem item{bucket.wire.const_data_ptr(), kernel_dtype(bucket.wire.scalar_type()),
+                               bucket.sums.mutable_data_ptr(), static_cast<size_t>(bucket.sums.numel())};
+  kernels::pack(&item, 1, /*accumulate=*/false);
 }
 
 void GradientEngine::abandon() noexcept { abandoned_ = true; }
@@ -472,8 +504,14 @@ void GradientEngine::flush() {
 }
 
 void GradientEngine::wait() {
+  if (works_.empty()) return;
   for (auto& work : works_) work.wait();
   works_.clear();
+  if (micro_batch_.to_owners || !options_.receive) return;
+  const StreamScope scope(stream_);
+  for (auto& bucket : buckets_) {
+    if (bucket.wire.defined()) empty_wire(bucket);
+  }
 }
 
 void GradientEngine::add_counts(double* counts) const noexcept {

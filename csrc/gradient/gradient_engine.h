@@ -29,6 +29,8 @@ struct GradientEngineOptions {
   int64_t bucket_bytes = 8 << 20;
   int64_t first_bucket_bytes = 1 << 20;
   int64_t last_bucket_bytes = 0;
+  /// What fp32 buckets travel in; empty: fp32.
+  std::optional<at::ScalarType> wire;
   /// Launch buckets from hooks. False where the transport cannot order them against the step's own collectives.
   bool overlap = true;
   /// Whether this replica's buckets receive the sums; replicas of one process need them once.
@@ -143,7 +145,7 @@ class GradientEngine {
   void build_layout(const std::vector<int>& order);
   void verify_layouts();
   void allocate_buckets();
-  void pack(const std::vector<int>& parameters, bool accumulate);
+  void pack(BucketState& bucket);
   void take_back(size_t parameter);
   void pack_on_device(BucketState& bucket);
   void plan_on_device(BucketState& bucket);
@@ -151,6 +153,9 @@ class GradientEngine {
   comm::Communicator& control() const noexcept { return options_.control ? *options_.control : *communicator_; }
   void pack_bucket(BucketState& bucket);
   void launch_ready();
+  comm::Work launch(size_t bucket);
+  void fill_wire(BucketState& bucket);
+  void empty_wire(BucketState& bucket);
   void keep_error(std::exception_ptr error) noexcept;
   void locate_non_finite(const BucketState& bucket);
 

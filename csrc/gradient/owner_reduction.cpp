@@ -11,12 +11,12 @@ namespace muster {
 // What this rank owns of a bucket. Its visit may come after the engine's end.
 struct OwnerReduction::OwnedSums {
   struct Piece {
-    size_t offset;  // in bytes
+    size_t offset;  // in elements
     double* partials;
     Run run;          // of the parameter
     at::Tensor lent;  // the gradient that is read instead of the own bucket
   };
-  at::Tensor bucket;
+  Bucket bucket;
   at::Tensor partials;
   int ranks;
   int rank;
@@ -25,18 +25,20 @@ struct OwnerReduction::OwnedSums {
   // data[r]: rank r's bucket, packed.
   void sum(void* const* data) {
     const auto size = static_cast<size_t>(ranks);
+    const size_t read_size = bucket.read.element_size();
+    auto* const sums = static_cast<std::byte*>(bucket.sums.mutable_data_ptr());
     std::vector<const void*> gradients(pieces.size() * size);
     std::vector<kernels::ReduceSegment> segments;
     segments.reserve(pieces.size());
     for (size_t i = 0; i < pieces.size(); ++i) {
       const auto& piece = pieces[i];
       const void** sources = gradients.data() + i * size;
-      for (size_t r = 0; r < size; ++r) sources[r] = static_cast<const std::byte*>(data[r]) + piece.offset;
-      auto* const sum = static_cast<std::byte*>(data[rank]) + piece.offset;
+      for (size_t r = 0; r < size; ++r) sources[r] = static_cast<const std::byte*>(data[r]) + piece.offset * read_size;
+      auto* const sum = sums + piece.offset * bucket.sums.element_size();
       if (piece.lent.defined()) sources[rank] = elements_of(piece.lent, piece.run).const_data_ptr();
       segments.push_back({sources, sum, piece.partials, static_cast<size_t>(piece.run.count)});
     }
-    kernels::reduce_stats(kernel_dtype(bucket.scalar_type()), ranks, segments.data(), segments.size());
+    kernels::reduce_stats(kernel_dtype(bucket.read.scalar_type()), ranks, segments.data(), segments.size());
     for (auto& piece : pieces) piece.lent.reset();
   }
 };
@@ -47,7 +49,7 @@ bool OwnerReduction::is_possible(comm::Communicator& communicator) {
 
 OwnerReduction::OwnerReduction(comm::Communicator& communicator, const FlatLayout& layout,
                                const std::vector<int64_t>& numels, const std::vector<int>& layout_index,
-                               const std::vector<at::Tensor>& buckets)
+                               const std::vector<Bucket>& buckets)
     : peers_(*communicator.peer_memory()), digest_(layout.digest()), rank_(communicator.rank()) {
   constexpr auto kTile = static_cast<int64_t>(kernels::kTile);
   const int ranks = communicator.size();
@@ -77,7 +79,7 @@ OwnerReduction::OwnerReduction(comm::Communicator& communicator, const FlatLayou
       if (own.count == 0) continue;
       const int64_t first = layout.slots()[static_cast<size_t>(index)].offset + own.begin;
       places_[p] = {&sums, sums.pieces.size()};
-      sums.pieces.push_back({static_cast<size_t>(first) * sums.bucket.element_size(), own_partials(p), own, {}});
+      sums.pieces.push_back({static_cast<size_t>(first), own_partials(p), own, {}});
     }
   }
 }
@@ -95,8 +97,8 @@ const at::Tensor& OwnerReduction::lent(size_t p) const noexcept {
 
 comm::Work OwnerReduction::reduce(size_t bucket) {
   auto& owned = owned_[bucket];
-  if (owned->bucket.numel() == 0) return {};
-  return peers_.visit(owned->bucket, digest_ + bucket, [owned](void* const* data) { owned->sum(data); });
+  if (owned->bucket.read.numel() == 0) return {};
+  return peers_.visit(owned->bucket.read, digest_ + bucket, [owned](void* const* data) { owned->sum(data); });
 }
 
 double* OwnerReduction::own_partials(size_t p) const {

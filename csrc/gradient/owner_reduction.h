@@ -22,10 +22,17 @@ class OwnerReduction {
   /// Whether the ranks see one another's memory, and are not too many.
   static bool is_possible(comm::Communicator& communicator);
 
+  /// What ranks read of each other, from the communicator's allocate(), and where this one's sums go: the same tensor,
+  /// or one of its own where gradients travel in less precision.
+  struct Bucket {
+    at::Tensor read;
+    at::Tensor sums;
+  };
+
   /// Collective, blocking. `numels` and `layout_index` (its index in `layout`, or -1) are by parameter; `buckets` are
-  /// the layout's, from the communicator's allocate().
+  /// the layout's.
   OwnerReduction(comm::Communicator& communicator, const FlatLayout& layout, const std::vector<int64_t>& numels,
-                 const std::vector<int>& layout_index, const std::vector<at::Tensor>& buckets);
+                 const std::vector<int>& layout_index, const std::vector<Bucket>& buckets);
   ~OwnerReduction();
   OwnerReduction(const OwnerReduction&) = delete;
   OwnerReduction& operator=(const OwnerReduction&) = delete;
@@ -34,12 +41,13 @@ class OwnerReduction {
   const Run& run(size_t parameter, int rank) const noexcept { return runs_[parameter][static_cast<size_t>(rank)]; }
 
   /// Local, before reduce(): this rank's run of a parameter need not be packed; its reduction reads it from `gradient`
-  /// (the slot's dtype and memory order) and keeps that until then. Undefined: from the bucket, as at first.
+  /// (the dtype that is read, the slot's memory order) and keeps that until then. Undefined: from the bucket, as at
+  /// first.
   void lend(size_t parameter, const at::Tensor& gradient);
   /// What was lent of the parameter and is not reduced.
   const at::Tensor& lent(size_t parameter) const noexcept;
 
-  /// Collective; does not block. Once done, the bucket holds the sums in this rank's runs.
+  /// Collective; does not block. Once done, Bucket::sums holds the sums in this rank's runs.
   comm::Work reduce(size_t bucket);
 
   /// Takes the statistics of this rank's run of a parameter again; `slot`: its place in the bucket.

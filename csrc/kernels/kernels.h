@@ -38,6 +38,9 @@ struct PackItem {
 /// leaves an accumulated destination unchanged and zeroes one that is overwritten. A factor of 1 changes no bit.
 void pack(const PackItem* items, size_t count, bool accumulate, double factor = 1) noexcept;
 
+/// destination = source in `dtype`, bf16 or f16, rounded to nearest even.
+void narrow(DType dtype, void* destination, const float* source, size_t n) noexcept;
+
 // --- statistics ----------------------------------------------------------------------------------------------------
 
 /// Tiles of this many elements of one parameter carry one fp64 partial each, so that a norm depends on no layout,
@@ -264,14 +267,15 @@ void adagrad_step(const StepArguments& arguments, const AdagradGroup* groups) no
 /// A run of one parameter's elements, starting at a tile.
 struct ReduceSegment {
   const void* const* gradients;  ///< n elements of every rank, in rank order; a null one is absent
-  void* sum;                     ///< n elements: their sum along tree_reduce's tree; may be one of them
+  void* sum;                     ///< n elements: their sum along tree_reduce's tree; may be one of the same dtype
   double* partials;              ///< num_tiles(n), of the sum
   size_t n;
 };
 
 inline constexpr int kMaxReduceRanks = 64;
 
-/// Equal to tree_reduce's sum and grad_stats of each segment. `dtype` is f32 or f64; at most kMaxReduceRanks.
+/// Equal to tree_reduce's sum and grad_stats of each segment. `dtype` is f32 or f64, or bf16 or f16, whose sums are not
+/// rounded but left in f32; at most kMaxReduceRanks.
 void reduce_stats(DType dtype, int num_ranks, const ReduceSegment* segments, size_t count) noexcept;
 
 /// Who else receives what a step gives: those whose parameters lie as the own ones do, so many bytes further on.

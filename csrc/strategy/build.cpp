@@ -131,6 +131,7 @@ std::string in_words(const StrategyOptions& options) {
   out << "buffers=" << (options.buffers == Buffers::mean ? "mean" : "chief") << ' ';
   show("threads_per_replica", options.threads_per_replica);
   show("bucket_bytes", options.bucket_bytes);
+  out << "wire=" << (options.wire == Wire::bf16 ? "bf16" : "None") << ' ';
   out << "max_skipped=" << options.max_skipped << " timeout=" << options.timeout;
   return out.str();
 }

@@ -47,6 +47,7 @@ std::string StrategyCore::explain(const std::string& name) const {
   } else if (groups_.link) {
     out << " (the first and the last " << mebibytes(groups_.buckets.last) << "): " << in_words(*groups_.link);
   }
+  if (options_.wire == Wire::bf16 && topology_.num_replicas > 1) out << "; fp32 ones travel as bf16";
   out << (groups_.overlap ? "; they are reduced while backward runs" : "; they are reduced after backward") << '\n';
   out << "optimizers: " << (options_.fuse ? "AdamW, Adam, SGD and Adagrad step" : "all step from .grad");
   if (options_.fuse && options_.shard_optimizer) {

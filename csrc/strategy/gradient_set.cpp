@@ -114,6 +114,7 @@ void GradientSet::build_engines() {
     options.bucket_bytes = groups_.buckets.usual;
     options.first_bucket_bytes = groups_.buckets.first;
     options.last_bucket_bytes = groups_.buckets.last;
+    if (options_.wire == Wire::bf16 && topology_.num_replicas > 1) options.wire = at::kBFloat16;
     options.overlap = groups_.overlap;
     options.receive = r == 0;
     options.control = groups_.control_of(r);

@@ -68,6 +68,12 @@ class StrategyOptions:
     """Divide the state of flat optimizers over the workers (ZeRO stage 1)."""
     bucket_bytes: int | None = None
     """Upper bound of a bucket in bytes; None: chosen from what `prepare` measures; see `explain`."""
+    wire: Literal["bf16"] | None = None
+    """What gradients travel in from replica to replica. None: as they are accumulated. "bf16" halves the bytes of
+    fp32 ones: each replica's gradient is rounded once, a relative error of up to 2^-9. On one host sums are fp32, and
+    rounded once more only where all replicas need them (fuse=False, keep_gradients, shard_optimizer); NCCL and process
+    groups round after every addition. Weights, losses, metrics, buffers, sparse rows and backward by hand stay
+    exact."""
     max_skipped: int = 20
     """Windows in a row that may be skipped for non-finite gradients before NonFinite is raised."""
     timeout: float = 600.0

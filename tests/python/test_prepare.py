@@ -233,6 +233,7 @@ def test_options_are_checked() -> None:
         ({"buffers": "sum"}, "buffers='sum'"),
         ({"threads_per_replica": 0}, "threads_per_replica=0"),
         ({"bucket_bytes": 10}, "bucket_bytes=10"),
+        ({"wire": "fp16"}, "wire='fp16'"),
         ({"max_skipped": 0}, "max_skipped=0"),
         ({"timeout": 0.0}, "timeout"),
     ]:

@@ -15,6 +15,16 @@ enum class Buffers {
   chief,  ///< replica 0's
 };
 
+/// What gradients travel in from replica to replica; they are accumulated and stepped in the precision they have.
+enum class Wire {
+  exact,  ///< as they are accumulated: fp32, or fp64
+  /// fp32 ones as bf16, half the bytes. Each replica's gradient is rounded once, a relative error of up to 2^-9. On one
+  /// host sums are fp32, and rounded once more only where all replicas need them (fuse=False, keep_gradients,
+  /// shard_optimizer); NCCL and process groups round after every addition. Weights, losses, metrics and buffers stay
+  /// exact, as do sparse rows and backward by hand.
+  bf16,
+};
+
 /// A value. Every rank passes the same; `prepare` compares them.
 struct StrategyOptions {
   /// What step functions compute in; see Autocast. fp32 leaves the caller's autocast as it is.
@@ -32,8 +42,9 @@ struct StrategyOptions {
   Buffers buffers = Buffers::mean;
   /// Intra-op threads of each replica; empty: the chief's usable cores over the replicas on its host, at least 1.
   std::optional<int> threads_per_replica = std::nullopt;
-  /// Upper bound of a bucket in bytes; empty: 8 MiB.
+  /// Upper bound of a bucket in bytes, counted in fp32; empty: chosen from the speed of the link; see explain().
   std::optional<int64_t> bucket_bytes = std::nullopt;
+  Wire wire = Wire::exact;
   /// Flat optimizers step straight from the reduced sums. False: every optimizer steps from `.grad`.
   bool fuse = true;
   /// With a flat optimizer, leaves the mean gradient (before clipping) in `.grad` after a step.

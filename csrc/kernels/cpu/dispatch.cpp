@@ -70,6 +70,10 @@ void scale(DType dtype, void* values, size_t n, double factor) noexcept {
   best_table().table->scale(dtype, values, n, factor);
 }
 
+void narrow(DType dtype, void* destination, const float* source, size_t n) noexcept {
+  best_table().table->narrow(dtype, destination, source, n);
+}
+
 void adam_step(const StepArguments& arguments, const AdamGroup* groups) noexcept {
   best_table().steps->adam(arguments, groups);
 }

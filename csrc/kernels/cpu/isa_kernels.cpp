@@ -360,8 +360,32 @@ void scale(DType dtype, void* values, size_t n, double factor) noexcept {
   scale_all<float>(values, n, static_cast<float>(factor));
 }
 
+// --- low precision on the way --------------------------------------------------------------------------------------
+
+void narrow(DType dtype, void* destination, const float* source, size_t n) noexcept {
+  if (dtype == DType::bf16) return store_all<Low<BFloat16>>(static_cast<BFloat16*>(destination), source, n);
+  store_all<Low<Half>>(static_cast<Half*>(destination), source, n);
+}
+
+template <class E>
+void sum_all_widened(const void* const* sources, int num_sources, float* destination, size_t n) noexcept {
+  alignas(64) Block<E> scratch[kMaxLevels];
+  for (size_t begin = 0; begin < n; begin += Block<E>::kSize) {
+    const size_t count = n - begin < Block<E>::kSize ? n - begin : Block<E>::kSize;
+    Tree<E, Sum> tree{sources, begin, count, scratch};
+    const float* result = tree.node(0, num_sources, 0);
+    if (result == nullptr) return;
+    __builtin_memcpy(destination + begin, result, count * sizeof(float));
+  }
+}
+
+void sum_widened(DType dtype, const void* const* sources, int num_sources, float* destination, size_t n) noexcept {
+  if (dtype == DType::bf16) return sum_all_widened<Low<BFloat16>>(sources, num_sources, destination, n);
+  sum_all_widened<Low<Half>>(sources, num_sources, destination, n);
+}
+
 }  // namespace
 
-extern const IsaTable kTable = {&tree_reduce, &pack, &grad_stats, &divide_with_stats, &scale};
+extern const IsaTable kTable = {&tree_reduce, &pack, &grad_stats, &divide_with_stats, &scale, &narrow, &sum_widened};
 
 }  // namespace muster::kernels::MUSTER_ISA

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/stream_copy.h"
 #include "kernels/kernels.h"
 #include "kernels/pieces.h"
@@ -16,20 +17,26 @@ bool is_in_place(int num_ranks, const ReduceSegment& segment) noexcept {
   return std::find(segment.gradients, end, segment.sum) != end;
 }
 
+DType sum_dtype(DType gradients) noexcept { return gradients == DType::f64 ? DType::f64 : DType::f32; }
+
 // `streams`: sums go past the caches.
 void reduce_segment(DType dtype, int num_ranks, const ReduceSegment& segment, bool streams) noexcept {
   alignas(64) std::byte scratch[kPiece * sizeof(double)];
-  const size_t size = size_of(dtype);
+  const DType wide = sum_dtype(dtype);
   const void* sources[kMaxReduceRanks];
   for (size_t begin = 0; begin < segment.n; begin += kPiece) {
     const size_t n = std::min(kPiece, segment.n - begin);
-    for (int r = 0; r < num_ranks; ++r) sources[r] = skip_bytes(segment.gradients[r], begin * size);
-    void* sum = skip_bytes(segment.sum, begin * size);
+    for (int r = 0; r < num_ranks; ++r) sources[r] = skip_bytes(segment.gradients[r], begin * size_of(dtype));
+    void* sum = skip_bytes(segment.sum, begin * size_of(wide));
     void* destination = streams ? scratch : sum;
-    tree_reduce(dtype, Reduction::sum, sources, num_ranks, &destination, 1, n);
-    const StatsSegment stats{destination, segment.partials + begin / kTile, n, dtype};
+    if (wide == dtype) {
+      tree_reduce(dtype, Reduction::sum, sources, num_ranks, &destination, 1, n);
+    } else {
+      best_table().table->sum_widened(dtype, sources, num_ranks, static_cast<float*>(destination), n);
+    }
+    const StatsSegment stats{destination, segment.partials + begin / kTile, n, wide};
     grad_stats(&stats, 1);
-    if (streams) stream_copy(sum, scratch, n * size);
+    if (streams) stream_copy(sum, scratch, n * size_of(wide));
   }
 }
 
@@ -67,7 +74,7 @@ void step_and_copy(void (*step)(const StepArguments&, const Group*) noexcept, co
 
 void reduce_stats(DType dtype, int num_ranks, const ReduceSegment* segments, size_t count) noexcept {
   size_t bytes = 0;
-  for (size_t i = 0; i < count; ++i) bytes += segments[i].n * size_of(dtype);
+  for (size_t i = 0; i < count; ++i) bytes += segments[i].n * size_of(sum_dtype(dtype));
   for (size_t i = 0; i < count; ++i) {
     const bool streams = bytes > kStreamedBytes && !is_in_place(num_ranks, segments[i]);
     reduce_segment(dtype, num_ranks, segments[i], streams);

@@ -121,3 +121,45 @@ TEST_CASE("min and max propagate NaN from every source", "[kernels]") {
     }
   }
 }
+
+TEMPLATE_TEST_CASE("low precision on the way: rounded once, added in fp32", "[kernels]", c10::BFloat16, c10::Half) {
+  using T = TestType;
+  std::mt19937_64 random(17);
+  const int ranks = GENERATE(1, 2, 3, 5);
+  for (const size_t n : kSizes) {
+    std::vector<std::vector<float>> exact(static_cast<size_t>(ranks), std::vector<float>(n));
+    for (auto& values : exact) {
+      for (float& value : values) value = draw<float>(random);
+    }
+    for (const NamedTable& isa : tables()) {
+      INFO(isa.name << ", " << n << " elements of " << ranks << " ranks");
+      std::vector<std::vector<T>> low;
+      std::vector<std::vector<float>> widened;
+      std::vector<const void*> low_sources, wide_sources;
+      for (const auto& values : exact) {
+        low.emplace_back(n);
+        isa.table->narrow(dtype_of<T>(), low.back().data(), values.data(), n);
+        CHECK(std::equal(values.begin(), values.end(), low.back().begin(),
+                         [](float value, T rounded) { return same_bits(static_cast<T>(value), rounded); }));
+        widened.emplace_back(low.back().begin(), low.back().end());
+      }
+      for (size_t r = 0; r < low.size(); ++r) {
+        low_sources.push_back(r == 3 ? nullptr : low[r].data());
+        wide_sources.push_back(r == 3 ? nullptr : widened[r].data());
+      }
+      std::vector<float> sum(n), expected(n);
+      void* destination = expected.data();
+      isa.table->tree_reduce(DType::f32, Reduction::sum, wide_sources.data(), ranks, &destination, 1, n);
+      isa.table->sum_widened(dtype_of<T>(), low_sources.data(), ranks, sum.data(), n);
+      CHECK(same_values(sum, expected));
+
+      std::vector<double> partials(num_tiles(n)), expected_partials(num_tiles(n));
+      const ReduceSegment segment{low_sources.data(), sum.data(), partials.data(), n};
+      reduce_stats(dtype_of<T>(), ranks, &segment, 1);
+      const StatsSegment stats{expected.data(), expected_partials.data(), n, DType::f32};
+      grad_stats(&stats, 1);
+      CHECK(same_values(sum, expected));
+      CHECK(partials == expected_partials);
+    }
+  }
+}
