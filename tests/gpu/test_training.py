@@ -35,7 +35,8 @@ def test_two_virtual_replicas_learn_as_one(device: torch.device, optimizer: str)
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(
-    "options", [{}, {"clip_norm": 0.1}, {"precision": "bf16"}, {"precision": "fp16"}, {"accumulate": 2}]
+    "options",
+    [{}, {"clip_norm": 0.1}, {"precision": "bf16"}, {"precision": "fp16"}, {"accumulate": 2}, {"wire": "bf16"}],
 )
 def test_a_run_repeats_bit_for_bit(device: torch.device, replicas: int, options: dict[str, Any]) -> None:
     data = batches(STEPS, device)

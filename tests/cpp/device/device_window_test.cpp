@@ -203,6 +203,17 @@ TEST_CASE("low precision, loss scales and overflows are the host's", "[device]")
   check_job(job);
 }
 
+TEST_CASE("gradients that travel as bf16 are rounded on a device as on the host", "[device]") {
+  Job job;
+  job.options.wire = Wire::bf16;
+  job.options.keep_gradients = true;  // so that all replicas get the sum on the host, too
+  job.options.accumulate = GENERATE(1, 2);
+  check_job(job);
+  Job exact = job;
+  exact.options.wire = Wire::exact;
+  CHECK_FALSE(run(job, true).tensors.front().equal(run(exact, true).tensors.front()));
+}
+
 TEST_CASE("weights and metrics of a device are the host's", "[device]") {
   Job job;
   job.options.accumulate = GENERATE(1, 2);
