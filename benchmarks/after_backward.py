@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from record import keep, record
+from record import Write, publish, record
 from rounds import quartiles, ratio, take_turns
 from table import after_backward as markdown
 from torch import Tensor
@@ -97,7 +97,7 @@ def measure(count: int, threads: int, rounds: int) -> dict[str, Any]:
 
 def main(
     rounds: Annotated[int, typer.Option(help="Timed rounds of each case.")] = 12,
-    write: Annotated[bool, typer.Option(help="Keep the result in benchmarks/results.")] = True,
+    write: Write = True,
 ) -> None:
     """Measures, prints the table and keeps the result."""
     result = record(
@@ -105,9 +105,7 @@ def main(
         **{"parameters": PARAMETERS, "bytes per parameter": BYTES},
         cases=[measure(count, threads, rounds) for count in (30, 1000) for threads in (1, 2)],
     )
-    if write:
-        keep(result)
-    print(markdown(result))
+    publish(result, markdown, write)
 
 
 if __name__ == "__main__":

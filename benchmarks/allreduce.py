@@ -16,8 +16,7 @@ core. An all-reduce reads and writes every rank's buffer; its bytes a second ove
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -25,8 +24,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
-from record import keep, record
+from record import Write, publish, record
 from rounds import by_clock, quartiles, ratio, take_turns
+from servers import ports
 from table import allreduce as markdown
 
 import muster
@@ -138,7 +138,7 @@ def case(ranks: int, size: int, times: dict[str, list[float]]) -> dict[str, Any]
 
 
 def measure(ranks: int, rounds: int) -> list[dict[str, Any]]:
-    first, second = free_ports(2)
+    first, second = ports(2)
     results = mp.get_context("spawn").Queue()
     mp.spawn(worker, (ranks, rounds, (first, second), results), nprocs=ranks)
     return [results.get() for _ in REPEATS]
@@ -148,23 +148,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def free_ports(count: int) -> Iterator[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    yield from [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-
-
 def main(
     ranks: Annotated[list[int] | None, typer.Option(help="2 and 4 when not given.")] = None,
     rounds: Annotated[int, typer.Option(help="Timed rounds of each size.")] = 15,
-    write: Annotated[bool, typer.Option(help="Keep the result in benchmarks/results.")] = True,
+    write: Write = True,
 ) -> None:
     """Measures, prints the table and keeps the result."""
     result = record("allreduce", cases=[case for count in ranks or (2, 4) for case in measure(count, rounds)])
-    if write:
-        keep(result)
-    print(markdown(result))
+    publish(result, markdown, write)
 
 
 if __name__ == "__main__":

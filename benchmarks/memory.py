@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from record import keep, record
-from step_overhead import mlp
+from models import mlp
+from record import Write, publish, record
 
 import muster
 
@@ -71,7 +71,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 def main(
     column: Annotated[str, typer.Option(help="Measure this one in this process, and print it.", hidden=True)] = "",
-    write: Annotated[bool, typer.Option(help="Keep the result in benchmarks/results.")] = True,
+    write: Write = True,
 ) -> None:
     """Measures, prints the table and keeps the result."""
     if column:
@@ -82,9 +82,7 @@ def main(
         done = subprocess.run([sys.executable, __file__, "--column", name], capture_output=True, text=True, check=True)
         added[name] = round(float(done.stdout), 2)
     result = record("memory", added=added)
-    if write:
-        keep(result)
-    print(markdown(result))
+    publish(result, markdown, write)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,18 @@ import datetime
 import json
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 import muster
 
-__all__ = ["keep", "record"]
+__all__ = ["Write", "publish", "record"]
+
+Write = Annotated[bool, typer.Option(help="Keep the result in benchmarks/results.")]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -29,11 +33,13 @@ def record(benchmark: str, **measured: Any) -> dict[str, Any]:
     }
 
 
-def keep(result: dict[str, Any]) -> None:
-    """Writes benchmarks/results/<benchmark>-<date>.json."""
-    RESULTS.mkdir(exist_ok=True)
-    file = RESULTS / f"{result['benchmark']}-{result['date']}.json"
-    file.write_text(json.dumps(result, indent=1) + "\n")
+def publish(result: dict[str, Any], markdown: Callable[[dict[str, Any]], str], write: bool) -> None:
+    """Prints the table and, where asked to, writes benchmarks/results/<benchmark>-<date>.json."""
+    if write:
+        RESULTS.mkdir(exist_ok=True)
+        file = RESULTS / f"{result['benchmark']}-{result['date']}.json"
+        file.write_text(json.dumps(result, indent=1) + "\n")
+    print(markdown(result))
 
 
 def _machine() -> dict[str, Any]:

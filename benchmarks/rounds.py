@@ -4,17 +4,40 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
 
-__all__ = ["Column", "by_clock", "quartiles", "ratio", "rotated", "take_turns"]
+__all__ = ["Column", "by_clock", "fixed", "interleave", "lasting", "quartiles", "ratio", "take_turns"]
 
+T = TypeVar("T")
 Column = Callable[[], object]
+More = Callable[[int], bool]
+"""Whether there is another round after so many."""
 
 
-def rotated(names: Sequence[str], round_number: int) -> list[str]:
-    """The columns of a round: each round begins with another."""
-    first = round_number % len(names)
-    return [*names[first:], *names[:first]]
+def fixed(rounds: int) -> More:
+    return lambda done: done < rounds
+
+
+def lasting(seconds: float, least: int) -> More:
+    """From now on so many seconds, and at least so many rounds."""
+    ends = time.perf_counter() + seconds
+    return lambda done: done < least or time.perf_counter() < ends
+
+
+def interleave(turns: Mapping[str, Callable[[], T]], more: More) -> dict[str, list[T]]:
+    """What each column's turns gave, by round. Each round begins with another column; one before the first, which
+    touches the memory and warms the clocks, does not count."""
+    names = list(turns)
+    found: dict[str, list[T]] = {name: [] for name in names}
+    number = 0
+    while number == 0 or more(number - 1):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            found[name].append(turns[name]())
+        number += 1
+    return {name: values[1:] for name, values in found.items()}
 
 
 def by_clock(run: Column, repeats: int) -> float:
@@ -26,15 +49,15 @@ def by_clock(run: Column, repeats: int) -> float:
 
 
 def take_turns(
-    columns: dict[str, Column], rounds: int, clock: Callable[[Column, int], float] = by_clock, repeats: int = 3
+    columns: Mapping[str, Column], rounds: int, clock: Callable[[Column, int], float] = by_clock, repeats: int = 3
 ) -> dict[str, list[float]]:
-    """Milliseconds of each column by round."""
-    times: dict[str, list[float]] = {name: [] for name in columns}
-    for round_number in range(rounds + 1):
-        for name in rotated(list(columns), round_number):
-            columns[name]()
-            times[name].append(clock(columns[name], repeats))
-    return {name: values[1:] for name, values in times.items()}  # the first round touches the memory, warms the clocks
+    """Milliseconds of each column by round; a turn is one untimed run and the timed ones."""
+
+    def turn(run: Column) -> float:
+        run()
+        return clock(run, repeats)
+
+    return interleave({name: partial(turn, run) for name, run in columns.items()}, fixed(rounds))
 
 
 def quartiles(values: list[float]) -> list[float]:

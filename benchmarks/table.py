@@ -21,21 +21,11 @@ def newest(benchmark: str) -> dict[str, Any] | None:
 
 def step_overhead(result: dict[str, Any]) -> str:
     """A row a model: its step without communication in milliseconds, and what that time becomes in each column."""
-    models = result["models"]
-    columns = [column for column in next(iter(models.values()))["columns"] if column != BASE]
-    lines = [
-        f"| model | {BASE} | {' | '.join(columns)} |",
-        f"| --- | ---: |{' ---: |' * len(columns)}",
-    ]
-    for name, measured in models.items():
-        base = measured["columns"][BASE]["ms"][1]
-        cells = [cell(measured["columns"][column]["ratio"]) for column in columns]
-        lines.append(f"| {name} | {base:.1f} ms | {' | '.join(cells)} |")
     caption = (
         f"{result['workers']} processes of one thread each on one host, {result['optimizer']}; step time over that of "
         f"the same module without communication: median (quartiles) over interleaved rounds. {where(result)}"
     )
-    return "\n".join([*lines, "", caption])
+    return by_model(result, lambda column: f"{column['ms'][1]:.1f} ms", {}, caption)
 
 
 def after_backward(result: dict[str, Any]) -> str:
@@ -60,20 +50,31 @@ def after_backward(result: dict[str, Any]) -> str:
 
 def scaling_efficiency(result: dict[str, Any]) -> str:
     """A row a model: samples per second of one replica, what they become in each column, Mirrored over bare threads."""
-    models = result["models"]
-    base, *columns = next(iter(models.values()))["columns"]
-    lines = [
-        f"| model | {base} | {' | '.join(columns)} | mirrored over bare threads |",
-        f"| --- | ---: |{' ---: |' * len(columns)} ---: |",
-    ]
-    for name, measured in models.items():
-        cells = [cell(measured["columns"][column]["ratio"]) for column in columns]
-        first = f"{measured['columns'][base]['samples per second']:,.0f} samples/s"
-        lines.append(f"| {name} | {first} | {' | '.join(cells)} | {cell(measured['mirrored over bare threads'])} |")
+    name = "mirrored over bare threads"
+    further = {name: [measured[name] for measured in result["models"].values()]}
     caption = (
         f"The same global batch, {result['optimizer']}; samples per second over those of one replica on one thread: "
         f"median (quartiles) over interleaved rounds. {where(result)}"
     )
+    return by_model(result, lambda column: f"{column['samples per second']:,.0f} samples/s", further, caption)
+
+
+def by_model(
+    result: dict[str, Any],
+    absolute: Callable[[dict[str, Any]], str],
+    further: dict[str, list[list[float]]],
+    caption: str,
+) -> str:
+    """A row a model: its first column as it is, the ratios of the others, and further ones, each of one for a model."""
+    models = result["models"]
+    base, *columns = next(iter(models.values()))["columns"]
+    header = [base, *columns, *further]
+    lines = [f"| model | {' | '.join(header)} |", f"| --- |{' ---: |' * len(header)}"]
+    for number, (name, measured) in enumerate(models.items()):
+        ratios = [measured["columns"][column]["ratio"] for column in columns]
+        ratios += [values[number] for values in further.values()]
+        cells = [absolute(measured["columns"][base]), *map(cell, ratios)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", caption])
 
 
