@@ -70,11 +70,7 @@ dist: $(STAMPS)/requirements
 	$(PYTHON) -m build --no-isolation --outdir dist
 
 bench: package
-	$(PYTHON) benchmarks/allreduce.py --ranks 2
-	$(PYTHON) benchmarks/step_overhead.py --seconds 8
-	$(PYTHON) benchmarks/scaling_efficiency.py --rounds 3
-	$(PYTHON) benchmarks/after_backward.py
-	$(PYTHON) benchmarks/memory.py
+	$(PYTHON) -m muster bench --out benchmarks/results
 
 clean:
 	rm -rf build build-* dist $(BUILD) $(BUILD)-* *.egg-info python/*.egg-info

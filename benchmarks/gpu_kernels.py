@@ -19,10 +19,10 @@ import sys
 from typing import Any
 
 import torch
-from rounds import Column, by_clock, quartiles, ratio, take_turns
 from torch import Tensor
 
 from muster._C import kernels
+from muster.benchmarks.rounds import Column, by_clock, quartiles, ratio, take_turns
 
 ROUNDS = 15
 ROW = [1e-3, 0.9, 0.999, 1e-8, 1e-2, 1, 0, 0]

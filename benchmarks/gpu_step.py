@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from gpu_kernels import ROUNDS, by_host
 from gpu_trace import trace
-from rounds import quartiles, ratio, take_turns
 from torch import Tensor, nn
 
 import muster
 from muster._C import _FlatLayout
+from muster.benchmarks.rounds import quartiles, ratio, take_turns
 
 BUCKET_BYTES = 8 << 20
 FIRST_BUCKET_BYTES = 1 << 20

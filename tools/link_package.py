@@ -14,7 +14,7 @@ import sysconfig
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "python" / "muster"
-COMMAND = "#!{python}\nfrom muster.cli import app\n\napp()\n"
+COMMAND = '#!{python}\nfrom muster.cli import app\n\nif __name__ == "__main__":\n    app()\n'
 
 
 def link(package: Path) -> None:

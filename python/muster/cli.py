@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from muster import _build_info
+from muster.benchmarks.command import app as bench
 
 app = typer.Typer(name="muster", add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["DIGITS", "MLP", "SMALL_TENSORS", "TRANSFORMER", "Model", "mlp"]
+__all__ = ["DIGITS", "MLP", "SMALL_TENSORS", "TINY", "TRANSFORMER", "Model", "mlp"]
 
 
 @dataclass(frozen=True)
@@ -67,3 +67,5 @@ TRANSFORMER = Model(
     Transformer, lambda rows: (torch.randint(256, (rows, 64)), torch.randint(256, (rows, 64))), cross_entropy
 )
 DIGITS = Model(digits, lambda rows: (torch.randn(rows, 1, 8, 8), torch.randint(10, (rows,))), cross_entropy)
+TINY = Model(lambda: mlp(16), SMALL_TENSORS.batch, F.mse_loss)
+"""To try a benchmark."""

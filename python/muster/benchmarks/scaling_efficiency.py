@@ -4,8 +4,6 @@
 what two cores can give. "mirrored" averages and steps as well. "two intra-op threads" is one process with torch's own
 parallelism, "two processes, DDP" is DistributedDataParallel over Gloo. Columns take turns within a round; the second
 process sleeps while the first one measures.
-
-    python benchmarks/scaling_efficiency.py       writes benchmarks/results/scaling_efficiency-<date>.json
 """
 
 from __future__ import annotations
@@ -21,16 +19,16 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from loops import BareThreads, on_threads, ordinary, with_muster, without_step
-from models import DIGITS, TRANSFORMER, Model
-from record import Write, publish, record
-from rounds import fixed, interleave, ratio
-from servers import PythonServer, Step, end, ports, turn
-from table import scaling_efficiency as markdown
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
+from muster.benchmarks.loops import BareThreads, on_threads, ordinary, with_muster, without_step
+from muster.benchmarks.models import DIGITS, TINY, TRANSFORMER, Model
+from muster.benchmarks.record import Out, known, need_gloo, publish, record
+from muster.benchmarks.rounds import fixed, interleave, ratio
+from muster.benchmarks.servers import PythonServer, Step, end, ports, turn
+from muster.benchmarks.tables import scaling_efficiency as table
 
 REPLICAS = 2
 BASE = "one replica, one thread"
@@ -54,6 +52,9 @@ class Case:
 CASES = {"digits": Case(DIGITS, 256, 0.4), "10 M transformer": Case(TRANSFORMER, 8, 2)}
 
 
+TRIAL = {"tiny": Case(TINY, 4, 0.01)}
+
+
 def parts_of(batch: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
     x, y = batch
     return list(zip(x.chunk(REPLICAS), y.chunk(REPLICAS), strict=True))
@@ -74,9 +75,10 @@ def alone(model: Model, batch: tuple[Tensor, Tensor]) -> dict[str, Step]:
 def worker(rank: int, name: str, port: int) -> Iterator[dict[str, Step]]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=REPLICAS)
-    model = CASES[name].model
+    case = (CASES | TRIAL)[name]
+    model = case.model
     torch.manual_seed(1)
-    batch = model.batch(CASES[name].rows)
+    batch = model.batch(case.rows)
     module = model.fresh()
     ddp = ordinary(model, module, sgd, parts_of(batch)[rank], DistributedDataParallel(module))
     yield {DDP: on_threads(1, ddp), **(alone(model, batch) if rank == 0 else {})}
@@ -103,16 +105,15 @@ class Turn:
 def measure(name: str, rounds: int) -> dict[str, Any]:
     (port,) = ports(1)
     servers = [PythonServer(worker, rank, name, port) for rank in range(REPLICAS)]
-    seconds = CASES[name].seconds_per_turn
-    turns = {column: Turn(servers[:1], column, seconds) for column in ALONE}
-    steps = interleave({**turns, DDP: Turn(servers, DDP, seconds)}, fixed(rounds))
+    case = (CASES | TRIAL)[name]
+    turns = {column: Turn(servers[:1], column, case.seconds_per_turn) for column in ALONE}
+    steps = interleave({**turns, DDP: Turn(servers, DDP, case.seconds_per_turn)}, fixed(rounds))
     end(servers)
-    samples = CASES[name].rows
     return {
-        "samples": samples,
+        "samples": case.rows,
         "columns": {
             column: {
-                "samples per second": round(samples * statistics.median(values), 1),
+                "samples per second": round(case.rows * statistics.median(values), 1),
                 "ratio": ratio(values, steps[BASE]),
             }
             for column, values in steps.items()
@@ -122,19 +123,16 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Timed rounds of each model.")] = 15,
+    rounds: Annotated[int, typer.Option(help="Timed rounds of each model.", min=3)] = 15,
     models: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CASES)}; all when not given.")] = None,
-    write: Write = True,
+    out: Out = None,
 ) -> None:
-    """Measures, prints the table and keeps the result."""
+    """The same global work on one replica and on two, against bare threads and DDP."""
+    need_gloo()
     os.environ["OMP_NUM_THREADS"] = "1"
     result = record(
         "scaling_efficiency",
         optimizer="SGD(lr=1e-4)",
-        models={name: measure(name, rounds) for name in models or CASES},
+        models={name: measure(name, rounds) for name in known(models, CASES, "--models", TRIAL)},
     )
-    publish(result, markdown, write)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    publish(result, table(result), out)

@@ -5,9 +5,6 @@ model, and take turns: a round gives every column one untimed and a few timed st
 column. A column's cost is the median over rounds of its time over that of the same module without communication in the
 same round, so that a machine that slows down slows all of them. At the end the parameters are compared: the columns
 that communicate must have learnt the same.
-
-    python benchmarks/step_overhead.py            writes benchmarks/results/step_overhead-<date>.json, prints the table
-    python benchmarks/table.py                    puts the newest result into README.md
 """
 
 from __future__ import annotations
@@ -23,17 +20,17 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from loops import MakeOptimizer, ordinary, with_muster
-from models import MLP, SMALL_TENSORS, TRANSFORMER, Model
-from record import Write, publish, record
-from rounds import interleave, lasting
-from servers import PythonServer, Step, end, ports, turn
-from table import BASE
-from table import step_overhead as markdown
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
+from muster.benchmarks.loops import MakeOptimizer, ordinary, with_muster
+from muster.benchmarks.models import MLP, SMALL_TENSORS, TINY, TRANSFORMER, Model
+from muster.benchmarks.record import Out, known, need_gloo, publish, record
+from muster.benchmarks.rounds import interleave, lasting
+from muster.benchmarks.servers import PythonServer, Step, end, ports, turn
+from muster.benchmarks.tables import BASE
+from muster.benchmarks.tables import step_overhead as table
 
 WORKERS = 2
 TIMED_STEPS = 3
@@ -61,6 +58,9 @@ CASES = {
     "25 M MLP, AdamW(fused=True)": Case(MLP, 32, partial(torch.optim.AdamW, lr=1e-5, fused=True)),
     "10 M transformer": Case(TRANSFORMER, 4),
 }
+
+
+TRIAL = {"tiny": Case(TINY, 4)}
 
 
 def columns_of(case: Case, strategy: muster.Strategy, modules: dict[str, nn.Module]) -> dict[str, Step]:
@@ -100,7 +100,7 @@ def worker(rank: int, name: str, gloo: int, rendezvous: int) -> Iterator[dict[st
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{gloo}", rank=rank, world_size=WORKERS)
     cluster = muster.Cluster(rank, WORKERS, f"127.0.0.1:{rendezvous}", rank)
     with muster.MultiWorkerMirroredStrategy(cluster, threads_per_replica=1, seed=0) as strategy:
-        case = CASES[name]
+        case = (CASES | TRIAL)[name]
         modules = {column: case.model.fresh() for column in COLUMNS}
         yield columns_of(case, strategy, modules)
         check_agreement(modules)
@@ -115,7 +115,7 @@ def measure(name: str, seconds: float) -> dict[str, Any]:
     turns = {column: partial(turn, servers, column, TIMED_STEPS) for column in COLUMNS}
     rounds = interleave(turns, lasting(seconds, MIN_ROUNDS))
     end(servers)
-    module = CASES[name].model.build()
+    module = (CASES | TRIAL)[name].model.build()
     return {
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "tensors": len(list(module.parameters())),
@@ -137,18 +137,15 @@ def summary(rounds: list[list[float]], base: list[list[float]]) -> dict[str, Any
 def main(
     seconds: Annotated[float, typer.Option(help="Measured time for each model.")] = 60.0,
     models: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CASES)}; all when not given.")] = None,
-    write: Write = True,
+    out: Out = None,
 ) -> None:
-    """Measures, prints the table and keeps the result."""
+    """The time of a training step against DDP and against no communication."""
+    need_gloo()
     os.environ["OMP_NUM_THREADS"] = "1"
     result = record(
         "step_overhead",
         workers=WORKERS,
         optimizer="SGD(lr=1e-3) but where another one is named",
-        models={name: measure(name, seconds) for name in models or CASES},
+        models={name: measure(name, seconds) for name in known(models, CASES, "--models", TRIAL)},
     )
-    publish(result, markdown, write)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    publish(result, table(result), out)

@@ -7,30 +7,26 @@ includes a call from Python. The values are zero: repeated sums would grow.
 
 read+add is what the machine's memory gives: two buffers are read and their sum is written to a third, on a thread a
 core. An all-reduce reads and writes every rank's buffer; its bytes a second over those of read+add are its share.
-
-    python benchmarks/allreduce.py                writes benchmarks/results/allreduce-<date>.json, prints the table
-    python benchmarks/allreduce.py --ranks 2      the short set
-    python benchmarks/table.py                    puts the newest result into README.md
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import typer
-from record import Write, publish, record
-from rounds import by_clock, quartiles, ratio, take_turns
-from servers import ports
-from table import allreduce as markdown
 
 import muster
 from muster import _C
+from muster.benchmarks.record import Out, known, need_gloo, publish, record
+from muster.benchmarks.rounds import by_clock, quartiles, ratio, take_turns
+from muster.benchmarks.servers import ports
+from muster.benchmarks.tables import allreduce as table
 
 comm: Any = _C._comm
 
@@ -110,14 +106,15 @@ class Rank:
         return list(self.threads.map(function, *arguments))
 
 
-def worker(rank: int, ranks: int, rounds: int, ports: tuple[int, int], results: Any) -> None:
+def worker(rank: int, ranks: int, rounds: int, sizes: list[int], ports: tuple[int, int]) -> list[dict[str, Any]]:
     process = Rank(rank, ranks, ports)
-    for size in REPEATS:
+    cases = []
+    for size in sizes:
         times = take_turns(process.turns(size), rounds, clock=lambda turn, _: float(turn()))  # type: ignore[arg-type]
-        if process.is_first:
-            results.put(case(ranks, size, times))
+        cases += [case(ranks, size, times)] if process.is_first else []
     dist.barrier()
     dist.destroy_process_group()
+    return cases
 
 
 def case(ranks: int, size: int, times: dict[str, list[float]]) -> dict[str, Any]:
@@ -137,11 +134,11 @@ def case(ranks: int, size: int, times: dict[str, list[float]]) -> dict[str, Any]
     return result
 
 
-def measure(ranks: int, rounds: int) -> list[dict[str, Any]]:
+def measure(ranks: int, rounds: int, sizes: list[int]) -> list[dict[str, Any]]:
     first, second = ports(2)
-    results = mp.get_context("spawn").Queue()
-    mp.spawn(worker, (ranks, rounds, (first, second), results), nprocs=ranks)
-    return [results.get() for _ in REPEATS]
+    with ProcessPoolExecutor(ranks, get_context("spawn")) as pool:
+        futures = [pool.submit(worker, rank, ranks, rounds, sizes, (first, second)) for rank in range(ranks)]
+        return [case for future in futures for case in future.result()]
 
 
 def cores() -> int:
@@ -150,13 +147,12 @@ def cores() -> int:
 
 def main(
     ranks: Annotated[list[int] | None, typer.Option(help="2 and 4 when not given.")] = None,
-    rounds: Annotated[int, typer.Option(help="Timed rounds of each size.")] = 15,
-    write: Write = True,
+    sizes: Annotated[list[int] | None, typer.Option(help=f"In bytes, of {', '.join(map(str, REPEATS))}.")] = None,
+    rounds: Annotated[int, typer.Option(help="Timed rounds of each size.", min=3)] = 15,
+    out: Out = None,
 ) -> None:
-    """Measures, prints the table and keeps the result."""
-    result = record("allreduce", cases=[case for count in ranks or (2, 4) for case in measure(count, rounds)])
-    publish(result, markdown, write)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    """All-reduce between ranks of one host, processes and threads, against Gloo."""
+    need_gloo()
+    chosen = known(sizes, REPEATS, "--sizes")
+    result = record("allreduce", cases=[case for count in ranks or (2, 4) for case in measure(count, rounds, chosen)])
+    publish(result, table(result), out)

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from models import Model
-from servers import Step
 from torch import Tensor, nn
 
 import muster
+from muster.benchmarks.models import Model
+from muster.benchmarks.servers import Step
 
 __all__ = ["BareThreads", "MakeOptimizer", "on_threads", "ordinary", "with_muster", "without_step"]
 
@@ -28,7 +28,7 @@ def ordinary(
 
     def step() -> None:
         stepper.zero_grad()
-        model.loss(forward(x), y).backward()
+        torch.autograd.backward(model.loss(forward(x), y))
         stepper.step()
 
     return step
@@ -40,7 +40,7 @@ def without_step(model: Model, module: nn.Module, batch: Batch) -> Step:
 
     def step() -> None:
         module.zero_grad()
-        model.loss(module(x), y).backward()
+        torch.autograd.backward(model.loss(module(x), y))
 
     return step
 

@@ -1,0 +1,55 @@
+"""muster bench."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import typer
+
+from muster.benchmarks import after_backward, allreduce, memory, scaling_efficiency, step_overhead
+from muster.benchmarks.record import Out
+
+__all__ = ["app"]
+
+PROGRAMS: dict[str, Callable[..., None]] = {
+    "allreduce": allreduce.main,
+    "step_overhead": step_overhead.main,
+    "scaling_efficiency": scaling_efficiency.main,
+    "after_backward": after_backward.main,
+    "memory": memory.main,
+}
+SHORT = {
+    "allreduce": ["--ranks", "2", "--rounds", "8"],
+    "step_overhead": ["--seconds", "8"],
+    "scaling_efficiency": ["--rounds", "3"],
+}
+"""Options of the short set; it takes less than 5 minutes on two cores."""
+
+app = typer.Typer()
+for name, program in PROGRAMS.items():
+    app.command(name)(program)
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    out: Out = None,
+) -> None:
+    """Measures Muster on this machine against the best existing way: the short set, or one program in full."""
+    if context.invoked_subcommand is not None:
+        if out is not None:
+            raise typer.BadParameter(f"options belong behind the name: muster bench {context.invoked_subcommand} ...")
+        return
+    failed = [name for name in PROGRAMS if _run(name, out)]
+    if failed:
+        typer.echo(f"\nfailed: {', '.join(failed)}", err=True)
+        raise typer.Exit(1)
+
+
+def _run(name: str, out: Path | None) -> int:
+    """Each in a process of its own: what one leaves behind meets no other."""
+    options = [*SHORT.get(name, []), *(["--out", str(out)] if out else [])]
+    return subprocess.run([sys.executable, "-m", "muster", "bench", name, *options]).returncode

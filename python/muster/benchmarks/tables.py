@@ -1,0 +1,160 @@
+"""Results as tables, for the terminal and for README.md."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+__all__ = ["BASE", "TABLES", "Table"]
+
+BASE = "no communication"
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str
+    texts: int = 0
+    """How many of the first columns hold text; the others hold numbers."""
+
+    def markdown(self) -> str:
+        sides = ["---" if column < self.texts else "---:" for column in range(len(self.header))]
+        lines = [f"| {' | '.join(cells)} |" for cells in (self.header, sides, *self.rows)]
+        return "\n".join([*lines, "", self.caption])
+
+    def text(self) -> str:
+        """For a terminal: columns as wide as their cells, under wrapped headers."""
+        widths = []
+        for heading, *cells in zip(self.header, *self.rows, strict=True):
+            widths.append(max(len(text) for text in (*heading.split(), *cells)))
+        wrapped = [textwrap.wrap(heading, width) for heading, width in zip(self.header, widths, strict=True)]
+        lines = [*zip_longest(*wrapped, fillvalue=""), ["-" * width for width in widths], *self.rows]
+        aligned = [
+            "  ".join(
+                f"{cell:<{width}}" if column < self.texts else f"{cell:>{width}}"
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        return "\n".join([*aligned, "", textwrap.fill(self.caption, 100)])
+
+
+def step_overhead(result: Result) -> Table:
+    """A row a model: its step without communication in milliseconds, and what that time becomes in each column."""
+    caption = (
+        f"{result['workers']} processes of one thread each on one host, {result['optimizer']}; step time over that of "
+        f"the same module without communication: median (quartiles) over interleaved rounds. {where(result)}"
+    )
+    return by_model(result, lambda column: f"{column['ms'][1]:.1f} ms", {}, caption)
+
+
+def after_backward(result: Result) -> Table:
+    """A row a case: milliseconds of torch and of Muster, and torch's over Muster's."""
+    header = ["parameter tensors", "intra-op threads", "torch", "muster", "torch's time over muster's"]
+    rows = []
+    for case in result["cases"]:
+        theirs, ours = (case["ms"][column][1] for column in ("torch", "muster"))
+        times = [f"{theirs:.1f} ms", f"{ours:.1f} ms", cell(case["torch over muster"])]
+        rows.append([f"{case['tensors']:,}", str(case["threads"]), *times])
+    caption = (
+        f"{result['parameters'] / 1e6:.0f} M fp32 parameters: unscale, norm, clip, AdamW. Torch: GradScaler, "
+        "clip_grad_norm_(foreach=True), AdamW(fused=True). Muster: flat AdamW, which moves "
+        f"{result['bytes per parameter']} bytes a parameter. {where(result)}"
+    )
+    return Table(header, rows, caption)
+
+
+def scaling_efficiency(result: Result) -> Table:
+    """A row a model: samples per second of one replica, what they become in each column, Mirrored over bare threads."""
+    name = "mirrored over bare threads"
+    further = {name: [measured[name] for measured in result["models"].values()]}
+    caption = (
+        f"The same global batch, {result['optimizer']}; samples per second over those of one replica on one thread: "
+        f"median (quartiles) over interleaved rounds. {where(result)}"
+    )
+    return by_model(result, lambda column: f"{column['samples per second']:,.0f} samples/s", further, caption)
+
+
+def by_model(
+    result: Result, absolute: Callable[[dict[str, Any]], str], further: dict[str, list[list[float]]], caption: str
+) -> Table:
+    """A row a model: its first column as it is, the ratios of the others, and further ones, each of one for a model."""
+    models = result["models"]
+    base, *columns = next(iter(models.values()))["columns"]
+    rows = []
+    for number, (name, measured) in enumerate(models.items()):
+        ratios = [measured["columns"][column]["ratio"] for column in columns]
+        ratios += [values[number] for values in further.values()]
+        rows.append([name, absolute(measured["columns"][base]), *map(cell, ratios)])
+    return Table(["model", base, *columns, *further], rows, caption, texts=1)
+
+
+def allreduce(result: Result) -> Table:
+    """A row a size: the time of an all-reduce, Gloo's over it, and its share of the memory's bandwidth."""
+    ours = ("host", "local")
+    rows = []
+    for case in result["cases"]:
+        times = [duration(case["us"][column][1]) for column in (*ours, "Gloo")]
+        gains = [gain(case["Gloo over"][column]) for column in ours]
+        shares = [percent(case["share of read+add"][column]) if "share of read+add" in case else "" for column in ours]
+        rows.append([str(case["ranks"]), size(case["bytes"]), *times, *gains, *shares])
+    header = ["ranks", "size", *ours, "Gloo", *(f"Gloo over {name}" for name in ours), "host's share", "local's share"]
+    bandwidths = [case["read+add GB/s"][1] for case in result["cases"] if "read+add GB/s" in case]
+    found = f", {min(bandwidths):.0f}–{max(bandwidths):.0f} GB/s" if bandwidths else ""
+    caption = (
+        "All-reduce (sum, fp32) between ranks of one host: processes (host), threads (local); median (quartiles) over "
+        "interleaved rounds. The share is of the bandwidth with which a thread a core reads two buffers and writes "
+        f"their sum to a third{found}; an all-reduce reads and writes each rank's buffer. {where(result)}"
+    )
+    return Table(header, rows, caption)
+
+
+def memory(result: Result) -> Table:
+    """A row a way to train."""
+    rows = [[name, f"{added:.1f}"] for name, added in result["added"].items()]
+    return Table(["training", "bytes added per parameter"], rows, where(result), texts=1)
+
+
+def duration(us: float) -> str:
+    return f"{us:.1f} us" if us < 1000 else f"{us / 1000:.1f} ms"
+
+
+def size(count: int) -> str:
+    for unit, name in ((1 << 20, "MB"), (1 << 10, "KB")):
+        if count >= unit:
+            return f"{count // unit} {name}"
+    return f"{count} B"
+
+
+def gain(quartiles: list[float]) -> str:
+    low, median, high = (f"{value:.0f}" if value >= 10 else f"{value:.1f}" for value in quartiles)
+    return f"{median} ({low}–{high})"
+
+
+def percent(quartiles: list[float]) -> str:
+    low, median, high = (100 * value for value in quartiles)
+    return f"{median:.0f} % ({low:.0f}–{high:.0f})"
+
+
+def where(result: Result) -> str:
+    machine = result["machine"]
+    return f"{result['date']}, {machine['cpu']} ({machine['cores']} cores), torch {result['versions']['torch']}."
+
+
+def cell(quartiles: list[float]) -> str:
+    low, median, high = quartiles
+    return f"{median:.2f} ({low:.2f}–{high:.2f})"
+
+
+TABLES: dict[str, Callable[[Result], Table]] = {
+    "step_overhead": step_overhead,
+    "after_backward": after_backward,
+    "scaling_efficiency": scaling_efficiency,
+    "allreduce": allreduce,
+}
+"""Those of README.md."""
