@@ -1,13 +1,9 @@
 """What training an MLP with AdamW adds to memory, in bytes per parameter: Muster against torch's loop and DDP.
 
-Each way has processes of its own. A process builds the model, runs one forward pass, notes its resident memory, gets
-ready to train and trains three steps. What is added is gradients, optimizer states, buckets and whatever is temporary.
-With two workers it is what the host holds in all, memory that both see counted once; parameters that move into such
-memory are no addition, a second copy of them is.
-
-The kernel knows the peak of a process, and by the page who shares what is there at one moment. So peaks are taken for
-stretches (getting ready, and each step) and what is shared at their ends: with workers the sum is an upper bound, and
-exact from the second step on, when shared memory does not change.
+Each way has processes of its own. A process builds the model, runs one forward pass, notes its resident memory, trains
+a step, and then some more, whose peak is taken. What is added is gradients, optimizer states, buckets and whatever is
+temporary. With two workers it is what the host holds in all: each worker's own, and once what both see. Parameters that
+moved into such memory are no addition.
 """
 
 from __future__ import annotations
@@ -118,35 +114,30 @@ WAYS = {
 
 
 class Meter:
-    """Of this process: the peaks of stretches, and its share of the memory that it maps together with others."""
+    """What this process holds beyond what it held when this was made."""
 
     def __init__(self) -> None:
-        self._before = self._status("VmRSS")
-        self._seen = self._status("RssShmem")
-        self.stretches: list[int] = []
-        self._reset_peak()
+        self._before = _bytes("status", "VmRSS")
 
-    def note(self) -> None:
-        """Ends a stretch."""
-        seen = self._status("RssShmem")
-        own = self._status("VmHWM") - min(seen, self._seen) - self._before
-        self.stretches.append(own + self._bytes("smaps_rollup", "Pss_Shmem"))
-        self._seen = seen
-        self._reset_peak()
-
-    def _reset_peak(self) -> None:
+    def reset(self) -> None:
+        """Forgets the peak."""
         Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
 
-    def _status(self, name: str) -> int:
-        return self._bytes("status", name)
+    def peak(self) -> int:
+        """Of its own memory since reset(), and its part of the memory that it shares. What is shared must not have
+        changed since: the kernel knows the peak of the sum alone."""
+        own = _bytes("status", "VmHWM") - _bytes("status", "RssShmem") - self._before
+        return own + _bytes("smaps_rollup", "Pss_Shmem")
 
-    def _bytes(self, file: str, name: str) -> int:
-        found = re.search(rf"^{name}:\s+(\d+) kB$", Path(f"/proc/self/{file}").read_text(), re.MULTILINE)
-        return 1024 * int(found[1]) if found else 0
+
+def _bytes(file: str, name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", Path(f"/proc/self/{file}").read_text(), re.MULTILINE)
+    assert found, name
+    return 1024 * int(found[1])
 
 
-def measure_process(way: str, width: int, place: Place) -> list[int]:
-    """Bytes added, by stretch."""
+def measure_process(way: str, width: int, place: Place) -> int:
+    """Bytes added."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = mlp(width)
@@ -155,23 +146,24 @@ def measure_process(way: str, width: int, place: Place) -> list[int]:
         model(batch[0])
     meter = Meter()
     with WAYS[way][1](model, batch, place) as (step, barrier):
-        for number in range(STEPS + 1):
-            if number > 0:
-                step()
-            barrier()
-            meter.note()
-            barrier()
-    return meter.stretches
+        step()
+        meter.reset()
+        for _ in range(STEPS):
+            step()
+        barrier()
+        added = meter.peak()
+        barrier()  # what the others share with this process is counted before it goes
+    return added
 
 
 def measure(way: str, width: int) -> float:
-    """Bytes per parameter: the largest sum over processes of a stretch."""
+    """Bytes per parameter, over all processes."""
     workers, _ = WAYS[way]
     (port,) = ports(1)
     places = [Place(rank, workers, port) for rank in range(workers)]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        by_process = list(pool.map(measure_process, [way] * workers, [width] * workers, places))
-    return max(map(sum, zip(*by_process, strict=True))) / sum(p.numel() for p in mlp(width).parameters())
+        added = sum(pool.map(measure_process, [way] * workers, [width] * workers, places))
+    return added / sum(parameter.numel() for parameter in mlp(width).parameters())
 
 
 def main(

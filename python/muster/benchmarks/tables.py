@@ -117,7 +117,11 @@ def allreduce(result: Result) -> Table:
 def memory(result: Result) -> Table:
     """A row a way to train."""
     rows = [[name, f"{added:.1f}"] for name, added in result["added"].items()]
-    return Table(["training", "bytes added per parameter"], rows, where(result), texts=1)
+    caption = (
+        "Peak memory that training an MLP with AdamW and clipping adds to model and activations, from the second step "
+        f"on: gradients, optimizer states, buckets and what is temporary. {where(result)}"
+    )
+    return Table(["training", "bytes added per parameter"], rows, caption, texts=1)
 
 
 def duration(us: float) -> str:
