@@ -8,7 +8,7 @@ PYTHON := $(BIN)/python
 STAMPS := $(VENV)/.stamps
 # The environment's tools first: cmake, ninja, ruff, clang-format.
 export PATH := $(BIN):$(PATH)
-CPP_FILES = $(shell find csrc tests/cpp tests/support examples/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h.in')
+CPP_FILES = $(shell find csrc tests/cpp tests/support examples/cpp benchmarks/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h.in')
 PY_FILES = python tests/python tests/gpu tests/support examples/python benchmarks tools setup.py
 CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DMUSTER_TESTS=ON
 
@@ -70,7 +70,9 @@ dist: $(STAMPS)/requirements
 	$(PYTHON) -m build --no-isolation --outdir dist
 
 bench: package
-	$(PYTHON) -m muster bench --out benchmarks/results
+	cmake -S benchmarks/cpp -B $(BUILD)-bench -G Ninja -Dmuster_ROOT=$$($(PYTHON) -m muster --cmake-dir)
+	cmake --build $(BUILD)-bench -j $(JOBS)
+	$(PYTHON) -m muster bench --cpp $(BUILD)-bench --out benchmarks/results
 
 clean:
 	rm -rf build build-* dist $(BUILD) $(BUILD)-* *.egg-info python/*.egg-info

@@ -13,7 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from muster.benchmarks import command
+from muster.benchmarks.models import DIGITS, MLP, SMALL_TENSORS, TRANSFORMER
 from muster.benchmarks.tables import Table
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -48,22 +51,56 @@ def test_allreduce(tmp_path: Path) -> None:
     assert all(map(are_quartiles, [*case["us"].values(), *case["Gloo over"].values()]))
 
 
-def test_step_overhead(tmp_path: Path) -> None:
-    result = result_of(tmp_path, "step_overhead", "--models", "tiny", "--seconds", "0")
-    (measured,) = result["models"].values()
-    assert measured["rounds"] == 5
-    for column in measured["columns"].values():
-        assert are_quartiles(column["ms"])
-        assert are_quartiles(column["ratio"])
+@pytest.fixture(scope="module")
+def cpp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """benchmarks/cpp, built as an outside project."""
+    build = tmp_path_factory.mktemp("cpp")
+    where = subprocess.run([sys.executable, "-m", "muster", "--cmake-dir"], capture_output=True, text=True, check=True)
+    configure = ["cmake", "-G", "Ninja", "-S", str(ROOT / "benchmarks" / "cpp"), "-B", str(build)]
+    for line in ([*configure, f"-Dmuster_ROOT={where.stdout.strip()}"], ["cmake", "--build", str(build)]):
+        done = subprocess.run(line, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return build
 
 
-def test_scaling_efficiency(tmp_path: Path) -> None:
-    result = result_of(tmp_path, "scaling_efficiency", "--models", "tiny", "--rounds", "3")
-    (measured,) = result["models"].values()
-    assert are_quartiles(measured["mirrored over bare threads"])
-    for column in measured["columns"].values():
-        assert column["samples per second"] > 0
-        assert are_quartiles(column["ratio"])
+@pytest.mark.timeout(900)
+def test_step_overhead(tmp_path: Path, cpp: Path) -> None:
+    models = ("--models", "tiny", "--models", "tiny, AdamW")
+    result = result_of(tmp_path, "step_overhead", *models, "--seconds", "0", "--cpp", str(cpp))
+    kinds = [(language, replicas) for language in ("Python", "C++") for replicas in ("2 processes", "2 threads")]
+    assert [(case["language"], case["replicas"]) for case in result["cases"]] == 2 * kinds
+    assert result["cases"][-1]["model"] == "tiny, fused"
+    for case in result["cases"]:
+        assert case["rounds"] == 5
+        assert {"no communication", "muster"} <= case["columns"].keys()
+        assert all(are_quartiles(column[kind]) for column in case["columns"].values() for kind in ("ms", "ratio"))
+
+
+@pytest.mark.timeout(900)
+def test_scaling_efficiency(tmp_path: Path, cpp: Path) -> None:
+    result = result_of(tmp_path, "scaling_efficiency", "--models", "tiny", "--rounds", "3", "--cpp", str(cpp))
+    assert [case["language"] for case in result["cases"]] == ["Python", "C++"]
+    for case in result["cases"]:
+        assert are_quartiles(case["mirrored over bare threads"])
+        assert all(column["samples per second"] > 0 for column in case["columns"].values())
+        assert all(are_quartiles(column["ratio"]) for column in case["columns"].values())
+
+
+def test_cpp_that_is_not_built_is_said_in_one_line() -> None:
+    done = bench("step_overhead", "--models", "tiny", "--seconds", "0")
+    assert done.returncode == 0
+    assert "C++ is left out" in done.stderr
+    assert "C++" not in done.stdout
+    assert bench("step_overhead", "--cpp", str(ROOT)).returncode == 2
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", ["small", "mlp", "transformer", "digits"])
+def test_the_cpp_models_are_those_of_python(cpp: Path, model: str) -> None:
+    (same,) = (known for known in (DIGITS, MLP, SMALL_TENSORS, TRANSFORMER) if known.in_cpp == model)
+    done = subprocess.run([str(cpp / "serve_steps"), "--shapes", model], capture_output=True, text=True, check=True)
+    shapes = [" ".join(map(str, parameter.shape)) for parameter in same.build().parameters()]
+    assert done.stdout.splitlines() == shapes
 
 
 def test_after_backward(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from muster.benchmarks import after_backward, allreduce, memory, scaling_efficiency, step_overhead
 from muster.benchmarks.record import Out
+from muster.benchmarks.servers import Cpp
 
 __all__ = ["app"]
 
@@ -21,9 +22,10 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "after_backward": after_backward.main,
     "memory": memory.main,
 }
+WITH_CPP = {"step_overhead", "scaling_efficiency"}
 SHORT = {
     "allreduce": ["--ranks", "2", "--rounds", "8"],
-    "step_overhead": ["--seconds", "8"],
+    "step_overhead": ["--seconds", "3"],
     "scaling_efficiency": ["--rounds", "3"],
 }
 """Options of the short set; it takes less than 5 minutes on two cores."""
@@ -36,20 +38,25 @@ for name, program in PROGRAMS.items():
 @app.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
+    cpp: Cpp = None,
     out: Out = None,
 ) -> None:
     """Measures Muster on this machine against the best existing way: the short set, or one program in full."""
     if context.invoked_subcommand is not None:
-        if out is not None:
+        if out is not None or cpp is not None:
             raise typer.BadParameter(f"options belong behind the name: muster bench {context.invoked_subcommand} ...")
         return
-    failed = [name for name in PROGRAMS if _run(name, out)]
+    failed = [name for name in PROGRAMS if _run(name, cpp, out)]
     if failed:
         typer.echo(f"\nfailed: {', '.join(failed)}", err=True)
         raise typer.Exit(1)
 
 
-def _run(name: str, out: Path | None) -> int:
+def _run(name: str, cpp: Path | None, out: Path | None) -> int:
     """Each in a process of its own: what one leaves behind meets no other."""
-    options = [*SHORT.get(name, []), *(["--out", str(out)] if out else [])]
+    given = {"--cpp": cpp if name in WITH_CPP else None, "--out": out}
+    options = [
+        *SHORT.get(name, []),
+        *(word for name, folder in given.items() if folder for word in (name, str(folder))),
+    ]
     return subprocess.run([sys.executable, "-m", "muster", "bench", name, *options]).returncode

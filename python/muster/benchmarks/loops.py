@@ -12,7 +12,7 @@ import muster
 from muster.benchmarks.models import Model
 from muster.benchmarks.servers import Step
 
-__all__ = ["BareThreads", "MakeOptimizer", "on_threads", "ordinary", "with_muster", "without_step"]
+__all__ = ["BareThreads", "Batch", "MakeOptimizer", "on_threads", "ordinary", "parts_of", "with_muster", "without_step"]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Batch = tuple[Tensor, Tensor]
@@ -60,6 +60,11 @@ def on_threads(threads: int, step: Step) -> Step:
         step()
 
     return run
+
+
+def parts_of(batch: Batch, parts: int) -> list[Batch]:
+    x, y = batch
+    return list(zip(x.chunk(parts), y.chunk(parts), strict=True))
 
 
 class BareThreads:

@@ -15,6 +15,8 @@ __all__ = ["DIGITS", "MLP", "SMALL_TENSORS", "TINY", "TRANSFORMER", "Model", "ml
 
 @dataclass(frozen=True)
 class Model:
+    in_cpp: str
+    """What benchmarks/cpp calls it."""
     build: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Tensor, Tensor]]
     """Inputs and targets of so many samples."""
@@ -61,11 +63,14 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), y.flatten())
 
 
-SMALL_TENSORS = Model(small_tensors, lambda rows: (torch.randn(rows, 16), torch.randn(rows, 16)), F.mse_loss)
-MLP = Model(mlp, lambda rows: (torch.randn(rows, 1024), torch.randn(rows, 1024)), F.mse_loss)
+SMALL_TENSORS = Model("small", small_tensors, lambda rows: (torch.randn(rows, 16), torch.randn(rows, 16)), F.mse_loss)
+MLP = Model("mlp", mlp, lambda rows: (torch.randn(rows, 1024), torch.randn(rows, 1024)), F.mse_loss)
 TRANSFORMER = Model(
-    Transformer, lambda rows: (torch.randint(256, (rows, 64)), torch.randint(256, (rows, 64))), cross_entropy
+    "transformer",
+    Transformer,
+    lambda rows: (torch.randint(256, (rows, 64)), torch.randint(256, (rows, 64))),
+    cross_entropy,
 )
-DIGITS = Model(digits, lambda rows: (torch.randn(rows, 1, 8, 8), torch.randint(10, (rows,))), cross_entropy)
-TINY = Model(lambda: mlp(16), SMALL_TENSORS.batch, F.mse_loss)
+DIGITS = Model("digits", digits, lambda rows: (torch.randn(rows, 1, 8, 8), torch.randint(10, (rows,))), cross_entropy)
+TINY = Model("tiny", lambda: mlp(16), SMALL_TENSORS.batch, F.mse_loss)
 """To try a benchmark."""

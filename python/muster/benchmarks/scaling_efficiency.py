@@ -3,7 +3,7 @@
 "two bare threads" do forward and backward of a half batch each on a model of their own, and neither average nor step:
 what two cores can give. "mirrored" averages and steps as well. "two intra-op threads" is one process with torch's own
 parallelism, "two processes, DDP" is DistributedDataParallel over Gloo. Columns take turns within a round; the second
-process sleeps while the first one measures.
+process sleeps while the first one measures. In C++ the same, without DDP, which is Python's.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
-from muster.benchmarks.loops import BareThreads, on_threads, ordinary, with_muster, without_step
+from muster.benchmarks.loops import BareThreads, Batch, on_threads, ordinary, parts_of, with_muster, without_step
 from muster.benchmarks.models import DIGITS, TINY, TRANSFORMER, Model
 from muster.benchmarks.record import Out, known, need_gloo, publish, record
 from muster.benchmarks.rounds import fixed, interleave, ratio
-from muster.benchmarks.servers import PythonServer, Step, end, ports, turn
+from muster.benchmarks.servers import Cpp, CppServer, PythonServer, Server, Step, cpp_folder, end, ports, turn
 from muster.benchmarks.tables import scaling_efficiency as table
 
 REPLICAS = 2
@@ -55,17 +55,12 @@ CASES = {"digits": Case(DIGITS, 256, 0.4), "10 M transformer": Case(TRANSFORMER,
 TRIAL = {"tiny": Case(TINY, 4, 0.01)}
 
 
-def parts_of(batch: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    x, y = batch
-    return list(zip(x.chunk(REPLICAS), y.chunk(REPLICAS), strict=True))
-
-
-def alone(model: Model, batch: tuple[Tensor, Tensor]) -> dict[str, Step]:
+def alone(model: Model, batch: Batch) -> dict[str, Step]:
     """The columns of one process."""
     strategy = muster.MirroredStrategy(["cpu"] * REPLICAS, threads_per_replica=1, seed=0)
     return {
         BASE: on_threads(1, ordinary(model, model.fresh(), sgd, batch)),
-        BARE: BareThreads([without_step(model, model.fresh(), part) for part in parts_of(batch)]),
+        BARE: BareThreads([without_step(model, model.fresh(), part) for part in parts_of(batch, REPLICAS)]),
         MIRRORED: with_muster(model, model.fresh(), sgd, batch, strategy),
         INTRA_OP: on_threads(REPLICAS, ordinary(model, model.fresh(), sgd, batch)),
     }
@@ -80,7 +75,7 @@ def worker(rank: int, name: str, port: int) -> Iterator[dict[str, Step]]:
     torch.manual_seed(1)
     batch = model.batch(case.rows)
     module = model.fresh()
-    ddp = ordinary(model, module, sgd, parts_of(batch)[rank], DistributedDataParallel(module))
+    ddp = ordinary(model, module, sgd, parts_of(batch, REPLICAS)[rank], DistributedDataParallel(module))
     yield {DDP: on_threads(1, ddp), **(alone(model, batch) if rank == 0 else {})}
     dist.barrier()
     os._exit(0)  # the bare threads wait for ever
@@ -89,7 +84,7 @@ def worker(rank: int, name: str, port: int) -> Iterator[dict[str, Step]]:
 class Turn:
     """Steps per second of a column; as many steps as fill the time by the speed of the turn before."""
 
-    def __init__(self, servers: list[PythonServer], column: str, seconds: float) -> None:
+    def __init__(self, servers: list[Server], column: str, seconds: float) -> None:
         self._servers = servers
         self._column = column
         self._seconds = seconds
@@ -102,14 +97,33 @@ class Turn:
         return speed
 
 
-def measure(name: str, rounds: int) -> dict[str, Any]:
+def in_python(name: str, rounds: int) -> dict[str, list[float]]:
+    """Steps per second of each column, by round."""
     (port,) = ports(1)
-    servers = [PythonServer(worker, rank, name, port) for rank in range(REPLICAS)]
-    case = (CASES | TRIAL)[name]
-    turns = {column: Turn(servers[:1], column, case.seconds_per_turn) for column in ALONE}
-    steps = interleave({**turns, DDP: Turn(servers, DDP, case.seconds_per_turn)}, fixed(rounds))
+    servers: list[Server] = [PythonServer(worker, rank, name, port) for rank in range(REPLICAS)]
+    seconds = (CASES | TRIAL)[name].seconds_per_turn
+    turns = {column: Turn(servers[:1], column, seconds) for column in ALONE}
+    steps = interleave({**turns, DDP: Turn(servers, DDP, seconds)}, fixed(rounds))
     end(servers)
+    return steps
+
+
+def in_cpp(name: str, rounds: int, folder: Path) -> dict[str, list[float]]:
+    """The same in C++."""
+    case = (CASES | TRIAL)[name]
+    columns = {BASE: "alone", BARE: "threads", MIRRORED: "mirrored", INTRA_OP: "two_intra_op"}
+    server = CppServer(folder, case.model.in_cpp, "sgd", 1e-4, case.rows, 0, "-", *columns.values())
+    turns = {column: Turn([server], there, case.seconds_per_turn) for column, there in columns.items()}
+    steps = interleave(turns, fixed(rounds))
+    end([server])
+    return steps
+
+
+def summary(name: str, language: str, steps: dict[str, list[float]]) -> dict[str, Any]:
+    case = (CASES | TRIAL)[name]
     return {
+        "model": name,
+        "language": language,
         "samples": case.rows,
         "columns": {
             column: {
@@ -122,17 +136,25 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     }
 
 
+def measure(name: str, rounds: int, cpp: Path | None) -> Iterator[dict[str, Any]]:
+    yield summary(name, "Python", in_python(name, rounds))
+    if cpp is not None:
+        yield summary(name, "C++", in_cpp(name, rounds, cpp))
+
+
 def main(
     rounds: Annotated[int, typer.Option(help="Timed rounds of each model.", min=3)] = 15,
     models: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CASES)}; all when not given.")] = None,
+    cpp: Cpp = None,
     out: Out = None,
 ) -> None:
     """The same global work on one replica and on two, against bare threads and DDP."""
     need_gloo()
+    built = cpp_folder(cpp)
     os.environ["OMP_NUM_THREADS"] = "1"
     result = record(
         "scaling_efficiency",
         optimizer="SGD(lr=1e-4)",
-        models={name: measure(name, rounds) for name in known(models, CASES, "--models", TRIAL)},
+        cases=[case for name in known(models, CASES, "--models", TRIAL) for case in measure(name, rounds, built)],
     )
     publish(result, table(result), out)

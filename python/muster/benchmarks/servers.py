@@ -1,20 +1,48 @@
-"""Processes that time training steps on command, so that one driver lets columns of several processes take turns."""
+"""Processes that time training steps on command, so that one driver lets columns of several processes take turns.
+
+They are spawned, or C++ programs that were built from benchmarks/cpp.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import socket
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Protocol
 
-__all__ = ["Columns", "PythonServer", "Step", "end", "ports", "turn"]
+import typer
 
+__all__ = ["Columns", "Cpp", "CppServer", "PythonServer", "Server", "Step", "cpp_folder", "end", "ports", "turn"]
+
+SERVE_STEPS = "serve_steps"
+ENDED_EARLY = "a measured process ended early; what it printed says why"
+FAILED_AT_ITS_END = "a measured process failed at its end; what it printed says why"
+
+Cpp = Annotated[Path | None, typer.Option(help="Folder where benchmarks/cpp is built.", file_okay=False)]
 Step = Callable[[], object]
 Columns = AbstractContextManager[dict[str, Step]]
+
+
+class Server(Protocol):
+    """A process with columns."""
+
+    def ask(self, column: str, steps: int) -> None:
+        """Lets the column make one untimed step and so many timed ones, without waiting for them."""
+
+    def answer(self) -> list[float]:
+        """Milliseconds of each timed step. Raises RuntimeError where the process has failed."""
+
+    def end(self) -> None:
+        """Lets the process end; join() waits for it."""
+
+    def join(self) -> None:
+        """Raises RuntimeError where the process failed."""
 
 
 class PythonServer:
@@ -28,28 +56,62 @@ class PythonServer:
         theirs.close()
 
     def ask(self, column: str, steps: int) -> None:
-        """Lets the column make one untimed step and so many timed ones, without waiting for them."""
         self._connection.send((column, steps))
 
     def answer(self) -> list[float]:
-        """Milliseconds of each timed step. Raises RuntimeError where the process has failed."""
         try:
             return list(self._connection.recv())
         except EOFError:
-            raise RuntimeError("a measured process ended early; what it printed says why") from None
+            raise RuntimeError(ENDED_EARLY) from None
 
     def end(self) -> None:
-        """Lets the process end; join() waits for it."""
         self._connection.close()
 
     def join(self) -> None:
-        """Raises RuntimeError where the process failed."""
         self._process.join()
         if self._process.exitcode != 0:
-            raise RuntimeError("a measured process failed at its end; what it printed says why")
+            raise RuntimeError(FAILED_AT_ITS_END)
 
 
-def turn(servers: Sequence[PythonServer], column: str, steps: int) -> list[float]:
+class CppServer:
+    """The program serve_steps of a folder where benchmarks/cpp is built; its source says what it takes."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        command = [str(folder / SERVE_STEPS), *map(str, arguments)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._questions, self._answers = self._process.stdin, self._process.stdout
+
+    def ask(self, column: str, steps: int) -> None:
+        self._questions.write(f"{column} {steps}\n")
+        self._questions.flush()
+
+    def answer(self) -> list[float]:
+        line = self._answers.readline()
+        if not line:
+            raise RuntimeError(ENDED_EARLY)
+        return [float(milliseconds) for milliseconds in line.split()]
+
+    def end(self) -> None:
+        self._questions.close()
+
+    def join(self) -> None:
+        self._answers.close()
+        if self._process.wait() != 0:
+            raise RuntimeError(FAILED_AT_ITS_END)
+
+
+def cpp_folder(folder: Path | None) -> Path | None:
+    """The folder, checked and announced. Raises typer.BadParameter where nothing is built in it."""
+    if folder is None:
+        typer.echo("C++ is left out; build benchmarks/cpp as its CMakeLists.txt says, and pass --cpp FOLDER", err=True)
+    elif not (folder / SERVE_STEPS).is_file():
+        raise typer.BadParameter(f"{folder} has no {SERVE_STEPS}; build benchmarks/cpp there", param_hint="--cpp")
+    return folder
+
+
+def turn(servers: Sequence[Server], column: str, steps: int) -> list[float]:
     """All servers' processes make the steps together: the mean over them of each step's milliseconds."""
     for server in servers:
         server.ask(column, steps)
@@ -57,7 +119,7 @@ def turn(servers: Sequence[PythonServer], column: str, steps: int) -> list[float
     return [statistics.fmean(step) for step in zip(*answers, strict=True)]
 
 
-def end(servers: Sequence[PythonServer]) -> None:
+def end(servers: Sequence[Server]) -> None:
     """Ends all together, since what they do at their end may be collective. Raises RuntimeError where one failed."""
     for server in servers:
         server.end()

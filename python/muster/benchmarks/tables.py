@@ -45,12 +45,13 @@ class Table:
 
 
 def step_overhead(result: Result) -> Table:
-    """A row a model: its step without communication in milliseconds, and what that time becomes in each column."""
+    """A row a job: its step without communication in milliseconds, and what that time becomes in each column."""
     caption = (
-        f"{result['workers']} processes of one thread each on one host, {result['optimizer']}; step time over that of "
-        f"the same module without communication: median (quartiles) over interleaved rounds. {where(result)}"
+        f"Two replicas of one thread each on one host, {result['optimizer']}; step time over that of the same module "
+        "without communication (of threads: two models that step and do not average): median (quartiles) over "
+        f"interleaved rounds. {where(result)}"
     )
-    return by_model(result, lambda column: f"{column['ms'][1]:.1f} ms", {}, caption)
+    return by_case(result, ["model", "language", "replicas"], lambda column: f"{column['ms'][1]:.1f} ms", [], caption)
 
 
 def after_backward(result: Result) -> Table:
@@ -71,27 +72,32 @@ def after_backward(result: Result) -> Table:
 
 def scaling_efficiency(result: Result) -> Table:
     """A row a model: samples per second of one replica, what they become in each column, Mirrored over bare threads."""
-    name = "mirrored over bare threads"
-    further = {name: [measured[name] for measured in result["models"].values()]}
     caption = (
         f"The same global batch, {result['optimizer']}; samples per second over those of one replica on one thread: "
         f"median (quartiles) over interleaved rounds. {where(result)}"
     )
-    return by_model(result, lambda column: f"{column['samples per second']:,.0f} samples/s", further, caption)
+    return by_case(
+        result,
+        ["model", "language"],
+        lambda column: f"{column['samples per second']:,.0f} samples/s",
+        ["mirrored over bare threads"],
+        caption,
+    )
 
 
-def by_model(
-    result: Result, absolute: Callable[[dict[str, Any]], str], further: dict[str, list[list[float]]], caption: str
+def by_case(
+    result: Result, texts: list[str], absolute: Callable[[dict[str, Any]], str], further: list[str], caption: str
 ) -> Table:
-    """A row a model: its first column as it is, the ratios of the others, and further ones, each of one for a model."""
-    models = result["models"]
-    base, *columns = next(iter(models.values()))["columns"]
+    """A row a case: texts, its first column as it is, the ratios of the others, and further ones. The first case has
+    all columns."""
+    base, *columns = result["cases"][0]["columns"]
     rows = []
-    for number, (name, measured) in enumerate(models.items()):
-        ratios = [measured["columns"][column]["ratio"] for column in columns]
-        ratios += [values[number] for values in further.values()]
-        rows.append([name, absolute(measured["columns"][base]), *map(cell, ratios)])
-    return Table(["model", base, *columns, *further], rows, caption, texts=1)
+    for case in result["cases"]:
+        found = case["columns"]
+        ratios = [cell(found[column]["ratio"]) if column in found else "" for column in columns]
+        ratios += [cell(case[name]) for name in further]
+        rows.append([*(case[text] for text in texts), absolute(found[base]), *ratios])
+    return Table([*texts, base, *columns, *further], rows, caption, len(texts))
 
 
 def allreduce(result: Result) -> Table:
@@ -160,5 +166,6 @@ TABLES: dict[str, Callable[[Result], Table]] = {
     "after_backward": after_backward,
     "scaling_efficiency": scaling_efficiency,
     "allreduce": allreduce,
+    "memory": memory,
 }
 """Those of README.md."""
