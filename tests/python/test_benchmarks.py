@@ -109,6 +109,13 @@ def test_after_backward(tmp_path: Path) -> None:
     assert all(are_quartiles(case["torch over muster"]) for case in result["cases"])
 
 
+def test_hooks(tmp_path: Path) -> None:
+    result = result_of(tmp_path, "hooks", "--parameters", "300", "--rounds", "9")
+    assert are_quartiles(result["ns"])
+    assert result["added ns"].keys() == {"hook", "hook and packing", "DDP", "DDP tuned"}
+    assert all(sorted(values) == values for values in result["added ns"].values())
+
+
 def test_memory(tmp_path: Path) -> None:
     result = result_of(tmp_path, "memory", "--width", "256")
     of_one, *others = result["added"].values()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from muster.benchmarks import after_backward, allreduce, memory, scaling_efficiency, step_overhead
+from muster.benchmarks import after_backward, allreduce, hooks, memory, scaling_efficiency, step_overhead
 from muster.benchmarks.record import Out
 from muster.benchmarks.servers import Cpp
 
@@ -20,6 +20,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "step_overhead": step_overhead.main,
     "scaling_efficiency": scaling_efficiency.main,
     "after_backward": after_backward.main,
+    "hooks": hooks.main,
     "memory": memory.main,
 }
 WITH_CPP = {"step_overhead", "scaling_efficiency"}
@@ -27,6 +28,7 @@ SHORT = {
     "allreduce": ["--ranks", "2", "--rounds", "8"],
     "step_overhead": ["--seconds", "3"],
     "scaling_efficiency": ["--rounds", "3"],
+    "hooks": ["--rounds", "60"],
 }
 """Options of the short set; it takes less than 5 minutes on two cores."""
 

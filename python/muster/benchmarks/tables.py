@@ -130,6 +130,19 @@ def memory(result: Result) -> Table:
     return Table(["training", "bytes added per parameter"], rows, caption, texts=1)
 
 
+def hooks(result: Result) -> Table:
+    """One row: backward without hooks, and what each column adds."""
+    added = result["added ns"]
+    cells = [microseconds(quartiles) for quartiles in (result["ns"], *added.values())]
+    caption = (
+        f"Time per parameter of backward through {result['parameters']:,} parameters of a few elements, and what is "
+        "added to it: median (quartiles) over interleaved rounds. Hook: Muster's, one replica, while no bucket is "
+        "complete; hook and packing: with all gradients copied into their bucket. DDP: one rank, in its hooks, which "
+        f"copy each gradient; tuned: gradient_as_bucket_view, static_graph. {where(result)}"
+    )
+    return Table(["backward, no hooks", *(f"{name} adds" for name in added)], [cells], caption)
+
+
 def duration(us: float) -> str:
     return f"{us:.1f} us" if us < 1000 else f"{us / 1000:.1f} ms"
 
@@ -144,6 +157,11 @@ def size(count: int) -> str:
 def gain(quartiles: list[float]) -> str:
     low, median, high = (f"{value:.0f}" if value >= 10 else f"{value:.1f}" for value in quartiles)
     return f"{median} ({low}–{high})"
+
+
+def microseconds(quartiles: list[float]) -> str:
+    low, median, high = (value / 1e3 for value in quartiles)
+    return f"{median:.2f} us ({low:.2f}–{high:.2f})"
 
 
 def percent(quartiles: list[float]) -> str:
@@ -167,5 +185,6 @@ TABLES: dict[str, Callable[[Result], Table]] = {
     "scaling_efficiency": scaling_efficiency,
     "allreduce": allreduce,
     "memory": memory,
+    "hooks": hooks,
 }
 """Those of README.md."""
