@@ -20,6 +20,8 @@ from muster.benchmarks.record import Out, publish, record
 from muster.benchmarks.rounds import Column, quartiles, ratio, take_turns
 from muster.benchmarks.tables import after_backward as table
 
+__all__ = ["main"]
+
 SCALE = 65536.0
 CLIP = 1.0
 BYTES = 4 * (1 + 1 + 2 + 2 + 2)

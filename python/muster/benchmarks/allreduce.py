@@ -28,6 +28,8 @@ from muster.benchmarks.rounds import by_clock, quartiles, ratio, take_turns
 from muster.benchmarks.servers import ports
 from muster.benchmarks.tables import allreduce as table
 
+__all__ = ["main"]
+
 comm: Any = _C._comm
 
 KB, MB = 1 << 10, 1 << 20

@@ -38,11 +38,7 @@ for name, program in PROGRAMS.items():
 
 
 @app.callback(invoke_without_command=True)
-def bench(
-    context: typer.Context,
-    cpp: Cpp = None,
-    out: Out = None,
-) -> None:
+def bench(context: typer.Context, cpp: Cpp = None, out: Out = None) -> None:
     """Measures Muster on this machine against the best existing way: the short set, or one program in full."""
     if context.invoked_subcommand is not None:
         if out is not None or cpp is not None:
@@ -56,9 +52,7 @@ def bench(
 
 def _run(name: str, cpp: Path | None, out: Path | None) -> int:
     """Each in a process of its own: what one leaves behind meets no other."""
-    given = {"--cpp": cpp if name in WITH_CPP else None, "--out": out}
-    options = [
-        *SHORT.get(name, []),
-        *(word for name, folder in given.items() if folder for word in (name, str(folder))),
-    ]
+    options = list(SHORT.get(name, []))
+    for option, folder in {"--cpp": cpp if name in WITH_CPP else None, "--out": out}.items():
+        options += [option, str(folder)] if folder else []
     return subprocess.run([sys.executable, "-m", "muster", "bench", name, *options]).returncode

@@ -126,7 +126,7 @@ def measure(parameters: int, rounds: int) -> dict[str, Any]:
     """Nanoseconds per parameter: backward as such, and what each column adds."""
     (port,) = ports(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    everything = 64 * (parameters + 1)  # a slot begins on 64 bytes
+    everything = 64 * (parameters + 1)  # a slot begins on 64 bytes; up to 1 MiB it is one bucket
 
     with contextlib.ExitStack() as stack:
 
@@ -160,7 +160,7 @@ def measure(parameters: int, rounds: int) -> dict[str, Any]:
 
 
 def main(
-    parameters: Annotated[int, typer.Option(help="Of a few elements each.", min=100)] = 10_000,
+    parameters: Annotated[int, typer.Option(help="Of a few elements each.", min=100, max=16_000)] = 10_000,
     rounds: Annotated[int, typer.Option(help="Timed rounds.", min=3)] = 150,
     out: Out = None,
 ) -> None:

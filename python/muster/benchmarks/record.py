@@ -20,8 +20,6 @@ from muster.benchmarks.tables import Table
 __all__ = ["Out", "known", "need_gloo", "publish", "record"]
 
 Out = Annotated[Path | None, typer.Option(help="Folder for the result as JSON.", file_okay=False)]
-
-
 T = TypeVar("T")
 
 

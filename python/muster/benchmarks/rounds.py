@@ -21,9 +21,14 @@ def fixed(rounds: int) -> More:
 
 
 def lasting(seconds: float, least: int) -> More:
-    """From now on so many seconds, and at least so many rounds."""
-    ends = time.perf_counter() + seconds
-    return lambda done: done < least or time.perf_counter() < ends
+    """So many seconds from the first question on, and at least so many rounds."""
+    ends: list[float] = []
+
+    def more(done: int) -> bool:
+        ends[:] = ends or [time.perf_counter() + seconds]
+        return done < least or time.perf_counter() < ends[0]
+
+    return more
 
 
 def interleave(turns: Mapping[str, Callable[[], T]], more: More) -> dict[str, list[T]]:

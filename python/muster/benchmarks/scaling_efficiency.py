@@ -30,6 +30,8 @@ from muster.benchmarks.rounds import fixed, interleave, ratio
 from muster.benchmarks.servers import Cpp, CppServer, PythonServer, Server, Step, cpp_folder, end, ports, turn
 from muster.benchmarks.tables import scaling_efficiency as table
 
+__all__ = ["main"]
+
 REPLICAS = 2
 BASE = "one replica, one thread"
 BARE = "two bare threads"
