@@ -66,12 +66,12 @@ def cpp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(900)
 def test_step_overhead(tmp_path: Path, cpp: Path) -> None:
     models = ("--models", "tiny", "--models", "tiny, AdamW")
-    result = result_of(tmp_path, "step_overhead", *models, "--seconds", "0", "--cpp", str(cpp))
+    result = result_of(tmp_path, "step_overhead", *models, "--seconds", "0", "--rounds", "3", "--cpp", str(cpp))
     kinds = [(language, replicas) for language in ("Python", "C++") for replicas in ("2 processes", "2 threads")]
     assert [(case["language"], case["replicas"]) for case in result["cases"]] == 2 * kinds
     assert result["cases"][-1]["model"] == "tiny, fused"
     for case in result["cases"]:
-        assert case["rounds"] == 5
+        assert case["rounds"] == 3
         assert {"no communication", "muster"} <= case["columns"].keys()
         assert all(are_quartiles(column[kind]) for column in case["columns"].values() for kind in ("ms", "ratio"))
 
@@ -87,7 +87,7 @@ def test_scaling_efficiency(tmp_path: Path, cpp: Path) -> None:
 
 
 def test_cpp_that_is_not_built_is_said_in_one_line() -> None:
-    done = bench("step_overhead", "--models", "tiny", "--seconds", "0")
+    done = bench("step_overhead", "--models", "tiny", "--seconds", "0", "--rounds", "3")
     assert done.returncode == 0
     assert "C++ is left out" in done.stderr
     assert "C++" not in done.stdout

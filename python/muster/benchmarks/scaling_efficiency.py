@@ -51,7 +51,7 @@ class Case:
     seconds_per_turn: float
 
 
-CASES = {"digits": Case(DIGITS, 256, 0.4), "10 M transformer": Case(TRANSFORMER, 8, 2)}
+CASES = {"digits": Case(DIGITS, 256, 0.4), "10 M transformer": Case(TRANSFORMER, 8, 1)}
 
 
 TRIAL = {"tiny": Case(TINY, 4, 0.01)}

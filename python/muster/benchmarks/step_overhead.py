@@ -44,7 +44,6 @@ __all__ = ["main"]
 
 REPLICAS = 2
 TIMED_STEPS = 3
-MIN_ROUNDS = 5
 MUSTER = "muster"
 DDP = "DDP"
 TUNED = {f"DDP tuned, {megabytes} MB buckets": megabytes for megabytes in (1, 25, 100)}
@@ -163,12 +162,12 @@ def jobs(name: str, cpp: Path | None) -> Iterator[tuple[str, str, str, Mapping[s
         yield row, "C++", THREADS, columns, [CppServer(*fixed, REPLICAS * case.rows, 0, "-", *columns.values())]
 
 
-def measure(name: str, seconds: float, cpp: Path | None) -> Iterator[dict[str, Any]]:
+def measure(name: str, seconds: float, least: int, cpp: Path | None) -> Iterator[dict[str, Any]]:
     """A model's jobs: each column's milliseconds per step and its cost, with quartiles."""
     module = (CASES | TRIAL)[name].model.build()
     for row, language, kind, columns, servers in jobs(name, cpp):
         turns = {column: partial(turn, servers, there, TIMED_STEPS) for column, there in columns.items()}
-        rounds = interleave(turns, lasting(seconds, MIN_ROUNDS))
+        rounds = interleave(turns, lasting(seconds, least))
         end(servers)
         yield {
             "model": row,
@@ -193,6 +192,7 @@ def summary(rounds: Sequence[list[float]], base: Sequence[list[float]]) -> dict[
 
 def main(
     seconds: Annotated[float, typer.Option(help="Measured time for each model, language and kind of replica.")] = 60.0,
+    rounds: Annotated[int, typer.Option(help="Timed rounds at least.", min=3)] = 5,
     models: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CASES)}; all when not given.")] = None,
     cpp: Cpp = None,
     out: Out = None,
@@ -205,6 +205,6 @@ def main(
     result = record(
         "step_overhead",
         optimizer="SGD(lr=1e-3) but where another one is named",
-        cases=[case for name in chosen for case in measure(name, seconds, built)],
+        cases=[case for name in chosen for case in measure(name, seconds, rounds, built)],
     )
     publish(result, table(result), out)
