@@ -160,7 +160,7 @@ def measure(parameters: int, rounds: int) -> dict[str, Any]:
 
 
 def main(
-    parameters: Annotated[int, typer.Option(help="Of a few elements each.", min=100, max=16_000)] = 10_000,
+    parameters: Annotated[int, typer.Option(help="Of a few elements each.", min=100, max=16_000)] = 2_000,
     rounds: Annotated[int, typer.Option(help="Timed rounds.", min=3)] = 150,
     out: Out = None,
 ) -> None:
