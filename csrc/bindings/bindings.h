@@ -18,6 +18,9 @@ void bind_core(pybind11::module_& m);
 /// Communicators, in the submodule _comm; for tests and benchmarks.
 void bind_comm(pybind11::module_& m);
 
+/// Snapshots, in the submodule _checkpoint; for tests.
+void bind_checkpoint(pybind11::module_& m);
+
 /// Kernels over tensors, in the submodule kernels; for tests and benchmarks.
 void bind_kernels(pybind11::module_& m);
 

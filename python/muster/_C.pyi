@@ -8,6 +8,7 @@ __version__: str
 built_with_torch: str
 
 _comm: Any  # communicators, for tests and benchmarks
+_checkpoint: Any  # snapshots, for tests
 kernels: Any  # kernels over tensors, for tests and benchmarks
 
 def _raise(name: str, message: str) -> NoReturn: ...

@@ -1,0 +1,59 @@
+// Files of a snapshot: written once, flushed to the disk, read front to back, with a checksum of what passed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+
+#include "net/unix_socket.h"
+
+namespace muster::checkpoint {
+
+/// What a file holds.
+struct FileSum {
+  uint64_t bytes = 0;
+  uint32_t crc32 = 0;
+
+  bool operator==(const FileSum&) const = default;
+};
+
+/// A file that did not exist before. Owned by one thread. Throws CheckpointError where the system refuses.
+class FileWriter {
+ public:
+  explicit FileWriter(std::filesystem::path path);
+
+  void write(const void* data, size_t bytes);
+  /// Waits until everything is on the disk.
+  FileSum finish();
+
+ private:
+  std::filesystem::path path_;
+  net::FileDescriptor fd_;
+  FileSum sum_;
+};
+
+/// A regular file. Owned by one thread. Throws CheckpointError where the system refuses or the file ends early.
+class FileReader {
+ public:
+  explicit FileReader(std::filesystem::path path);
+
+  uint64_t size() const noexcept { return size_; }  ///< of the file
+  uint64_t rest() const noexcept { return size_ - sum_.bytes; }
+  void read(void* data, size_t bytes);
+  /// `bytes` of them, which must not be more than the rest.
+  std::string read_text(size_t bytes);
+  /// Of what was read.
+  const FileSum& sum() const noexcept { return sum_; }
+
+ private:
+  std::filesystem::path path_;
+  net::FileDescriptor fd_;
+  uint64_t size_ = 0;
+  FileSum sum_;
+};
+
+/// Waits until the names in a folder are on the disk. Throws CheckpointError.
+void flush_folder(const std::filesystem::path& folder);
+
+}  // namespace muster::checkpoint

@@ -1,0 +1,34 @@
+// The safetensors format (huggingface/safetensors, README "Format"): 8 bytes of little-endian header length, a JSON
+// header, the tensors' bytes without gaps.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <filesystem>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "checkpoint/file.h"
+
+namespace muster::checkpoint {
+
+using NamedTensors = std::map<std::string, at::Tensor>;
+
+/// The upper bound that the format's own library sets.
+inline constexpr uint64_t kMaxHeaderBytes = 100'000'000;
+
+/// Throws InvalidArgument for a tensor that a file cannot hold: not on the CPU, not strided, of another dtype than
+/// bool, the integers, float8 (e4m3fn, e5m2), float16, bfloat16, float32 and float64, or named "__metadata__".
+void check_storable(const std::string& name, const at::Tensor& tensor);
+
+/// Writes a file that did not exist, and flushes it to the disk. Throws as check_storable, and CheckpointError where
+/// the system refuses.
+FileSum write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors);
+
+/// All tensors of a file, contiguous, on the CPU. Throws CheckpointError for a file that is damaged, before anything
+/// is allocated that the file could not fill. Sets `sum` to that of the whole file.
+NamedTensors read_safetensors(const std::filesystem::path& path, FileSum& sum);
+
+}  // namespace muster::checkpoint

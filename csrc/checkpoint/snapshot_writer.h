@@ -1,0 +1,50 @@
+// Snapshots written while training goes on.
+#pragma once
+
+#include <exception>
+#include <filesystem>
+#include <mutex>
+#include <thread>
+
+#include "checkpoint/snapshot.h"
+
+namespace muster::checkpoint {
+
+/// Writes one snapshot after another, each on a thread of its own; errors reach the caller at the next wait() or
+/// write(). Externally synchronised, but for done(), which is thread-safe.
+class SnapshotWriter {
+ public:
+  /// See write_snapshot; the folder need not exist.
+  SnapshotWriter(std::filesystem::path folder, SnapshotOptions options);
+  /// Waits for the last snapshot; an error that nobody took is logged.
+  ~SnapshotWriter();
+  SnapshotWriter(const SnapshotWriter&) = delete;
+  SnapshotWriter& operator=(const SnapshotWriter&) = delete;
+
+  /// Begins a snapshot of tensors that are handed over: until done() nobody may write them. Waits for the one before,
+  /// and throws what went wrong with that; then `snapshot` is not written. Tensors that cannot be stored are an
+  /// InvalidArgument here.
+  void write(Snapshot snapshot);
+
+  /// The same of copies, made before it returns, in memory that is used again by the next copy.
+  void write_copy(const Snapshot& snapshot);
+
+  /// Whether everything that was begun is on the disk, or failed. Does not block.
+  bool done() const;
+
+  /// Waits for what was begun, and throws what went wrong with it, once.
+  void wait();
+
+ private:
+  void run(const Snapshot& snapshot) noexcept;
+
+  const std::filesystem::path folder_;
+  const SnapshotOptions options_;
+  NamedTensors copies_;
+  std::thread thread_;
+  mutable std::mutex mutex_;
+  bool running_ = false;      // guarded by mutex_
+  std::exception_ptr error_;  // guarded by mutex_
+};
+
+}  // namespace muster::checkpoint
