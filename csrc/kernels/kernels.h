@@ -251,6 +251,13 @@ struct AdagradGroup {
   bool operator==(const AdagradGroup&) const = default;
 };
 
+/// state: one element a segment, the row's accumulator.
+struct RowwiseAdagradGroup {
+  double lr, eps;
+
+  bool operator==(const RowwiseAdagradGroup&) const = default;
+};
+
 /// One optimizer step of each segment: g = gradient / divisor, then g * clip, then torch.optim's formulas for fp32 or
 /// fp64 (math.h). Nothing changes where the step is not finite, dropped, or the parameter unused; with keep_gradient
 /// the mean is written even then. To maximize, g is negated, but not the mean that is kept. A weight decay or momentum
@@ -258,6 +265,12 @@ struct AdagradGroup {
 void adam_step(const StepArguments& arguments, const AdamGroup* groups) noexcept;
 void sgd_step(const StepArguments& arguments, const SgdGroup* groups) noexcept;
 void adagrad_step(const StepArguments& arguments, const AdagradGroup* groups) noexcept;
+
+/// The same of segments that are rows of an embedding: sum = sum + mean over the row of g * g, p = p - lr / (sqrt(sum)
+/// + eps) * g. Adagrad with one accumulator a row, FBGEMM's EXACT_ROWWISE_ADAGRAD without weight decay and TorchRec's
+/// RowWiseAdagrad; the squares are added in fp64, element i of the row in lane i % kLanes, lanes folded as in
+/// grad_stats. On the CPU alone.
+void rowwise_adagrad_step(const StepArguments& arguments, const RowwiseAdagradGroup* groups) noexcept;
 
 // --- all-reduce and step in two passes -----------------------------------------------------------------------------
 // The CPU's reduce_step, for ranks that see one another's memory; each takes a share of the tiles of all parameters.

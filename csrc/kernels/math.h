@@ -174,4 +174,10 @@ MUSTER_HOST_DEVICE void adagrad_element(T& p, T& sum, T g, const AdagradFactors<
   p = p - f.rate * (g / (square_root(sum) + f.eps));
 }
 
+/// `rate`: lr / (sqrt(the row's sum) + eps).
+template <class T>
+MUSTER_HOST_DEVICE void rowwise_adagrad_element(T& p, T g, T rate) noexcept {
+  p = p - rate * g;
+}
+
 }  // namespace muster::kernels

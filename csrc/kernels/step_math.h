@@ -104,4 +104,11 @@ MUSTER_HOST_DEVICE AdagradFactors<T> adagrad_factors(const AdagradGroup& group, 
   return f;
 }
 
+/// Adds a row's mean square to its accumulator; what rowwise_adagrad_element takes.
+template <class T>
+MUSTER_HOST_DEVICE T rowwise_adagrad_rate(T& sum, double mean_square, const RowwiseAdagradGroup& group) noexcept {
+  sum = sum + static_cast<T>(mean_square);
+  return static_cast<T>(group.lr / (square_root(static_cast<double>(sum)) + group.eps));
+}
+
 }  // namespace muster::kernels

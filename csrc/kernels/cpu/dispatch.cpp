@@ -86,4 +86,8 @@ void adagrad_step(const StepArguments& arguments, const AdagradGroup* groups) no
   best_table().steps->adagrad(arguments, groups);
 }
 
+void rowwise_adagrad_step(const StepArguments& arguments, const RowwiseAdagradGroup* groups) noexcept {
+  best_table().steps->rowwise_adagrad(arguments, groups);
+}
+
 }  // namespace muster::kernels

@@ -184,8 +184,64 @@ void adagrad(const StepArguments& a, const AdagradGroup* groups) noexcept {
   step_all(a, groups, adagrad_segment<float>, adagrad_segment<double>);
 }
 
+// --- row-wise adagrad ------------------------------------------------------------------------------------------------
+
+// kPiece is a multiple of kLanes: a piece begins at lane 0.
+template <class T>
+void add_squares(const Piece<T>& piece, double* lanes) noexcept {
+  const T inverse = piece.inverse;
+  const T clip = piece.clip;
+  size_t i = 0;
+  for (; i + kLanes <= piece.n; i += kLanes) {
+#pragma GCC ivdep
+    for (size_t l = 0; l < kLanes; ++l) {
+      const auto g = static_cast<double>(piece.gradient[i + l] * inverse * clip);
+      lanes[l] = lanes[l] + g * g;
+    }
+  }
+  for (size_t l = 0; i + l < piece.n; ++l) {
+    const auto g = static_cast<double>(piece.gradient[i + l] * inverse * clip);
+    lanes[l] = lanes[l] + g * g;
+  }
+}
+
+template <class T>
+void rowwise_adagrad_piece(const Piece<T>& piece, T rate) noexcept {
+  const T* gradient = piece.gradient;
+  T* p = piece.parameter;
+  const T inverse = piece.inverse;
+  const T clip = piece.clip;
+#pragma GCC ivdep
+  for (size_t i = 0; i < piece.n; ++i) rowwise_adagrad_element(p[i], gradient[i] * inverse * clip, rate);
+}
+
+template <class T>
+void rowwise_adagrad_segment(const StepArguments& a, const StepSegment& segment,
+                             const RowwiseAdagradGroup& group) noexcept {
+  StepSegment row = segment;
+  row.state[0] = nullptr;  // no array: pieces must not move along it
+  T rate = 0;
+  if (is_stepped(*a.scalars, segment.used) && segment.n > 0) {
+    StepSegment read = row;
+    read.low = nullptr;
+    alignas(64) double lanes[kLanes] = {};
+    step_segment<T>(read, *a.scalars, /*keep_gradient=*/false, /*maximize=*/false,
+                    [&](const Piece<T>& piece) { add_squares(piece, lanes); });
+    for (size_t half = kLanes / 2; half > 0; half /= 2) {
+      for (size_t l = 0; l < half; ++l) lanes[l] = lanes[l] + lanes[l + half];
+    }
+    rate = rowwise_adagrad_rate(*static_cast<T*>(segment.state[0]), lanes[0] / static_cast<double>(segment.n), group);
+  }
+  step_segment<T>(row, *a.scalars, a.keep_gradient, /*maximize=*/false,
+                  [&](const Piece<T>& piece) { rowwise_adagrad_piece(piece, rate); });
+}
+
+void rowwise_adagrad(const StepArguments& a, const RowwiseAdagradGroup* groups) noexcept {
+  step_all(a, groups, rowwise_adagrad_segment<float>, rowwise_adagrad_segment<double>);
+}
+
 }  // namespace
 
-extern const StepTable kSteps = {&adam, &sgd, &adagrad};
+extern const StepTable kSteps = {&adam, &sgd, &adagrad, &rowwise_adagrad};
 
 }  // namespace muster::kernels::MUSTER_ISA

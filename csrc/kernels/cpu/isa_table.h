@@ -21,6 +21,7 @@ struct StepTable {
   void (*adam)(const StepArguments&, const AdamGroup*) noexcept;
   void (*sgd)(const StepArguments&, const SgdGroup*) noexcept;
   void (*adagrad)(const StepArguments&, const AdagradGroup*) noexcept;
+  void (*rowwise_adagrad)(const StepArguments&, const RowwiseAdagradGroup*) noexcept;
 };
 
 namespace baseline {

@@ -1,0 +1,33 @@
+// What rows of an embedding hold before anything was learnt.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <span>
+
+namespace muster {
+
+/// Values of a row follow from (seed, row) alone, so that they depend neither on the number of servers nor on who
+/// touches what first: Philox4x32-10 (Salmon et al. 2011) with the seed as key and the row as the counter's upper half;
+/// normal ones through the inverse distribution (Wichura 1988, AS 241's PPND7; relative error 1.2e-7) of + - * / sqrt
+/// only, so that they are the same on every CPU. A value. Thread-safe.
+struct RowInitialiser {
+  enum class Kind : uint8_t {
+    normal,  ///< of mean 0 and standard deviation `scale`
+    uniform  ///< in (-scale, scale)
+  };
+
+  Kind kind = Kind::normal;
+  double scale = 1;
+  uint64_t seed = 0;
+
+  void fill(int64_t row, std::span<float> values) const noexcept;
+
+  /// Fills a contiguous fp32 matrix on the CPU with rows 0, 1, ...
+  void fill_rows(const at::Tensor& values) const;
+
+  bool operator==(const RowInitialiser&) const = default;
+};
+
+}  // namespace muster

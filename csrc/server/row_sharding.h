@@ -1,0 +1,35 @@
+// Which server has which row of a sparse embedding.
+#pragma once
+
+#include <cstdint>
+
+namespace muster {
+
+enum class RowPlacement : uint8_t {
+  modulo,  ///< row % servers: spreads rows that are touched often, wherever they are
+  range    ///< contiguous; the first servers take the extra row
+};
+
+/// A value. Thread-safe.
+class RowSharding {
+ public:
+  /// Throws InvalidArgument unless there are servers, and no less than 0 rows.
+  RowSharding(RowPlacement placement, int64_t num_rows, int num_servers);
+
+  /// `row` in [0, num_rows).
+  int server_of(int64_t row) const noexcept {
+    if (placement_ == RowPlacement::modulo) return static_cast<int>(row % num_servers_);
+    const int64_t first_small = extra_ * (rows_ + 1);
+    return static_cast<int>(row < first_small ? row / (rows_ + 1) : extra_ + (row - first_small) / rows_);
+  }
+
+  int64_t num_rows_of(int server) const noexcept { return rows_ + (server < extra_ ? 1 : 0); }
+
+ private:
+  RowPlacement placement_;
+  int64_t num_servers_;
+  int64_t rows_;   // of a server without an extra row
+  int64_t extra_;  // servers that have one
+};
+
+}  // namespace muster
