@@ -21,6 +21,9 @@ void bind_comm(pybind11::module_& m);
 /// Snapshots, in the submodule _checkpoint; for tests.
 void bind_checkpoint(pybind11::module_& m);
 
+/// Partitioners, and first values of embeddings.
+void bind_embedding(pybind11::module_& m);
+
 /// Kernels over tensors, in the submodule kernels; for tests and benchmarks.
 void bind_kernels(pybind11::module_& m);
 

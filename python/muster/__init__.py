@@ -7,7 +7,7 @@ from muster import _version_check as _version_check  # isort: split
 from muster import _C as _C
 from muster import _random, optim
 from muster._build_info import version as __version__
-from muster._C import Cluster
+from muster._C import Cluster, FixedShards, MaxSize, MinSize
 from muster.data import Loader
 from muster.errors import (
     AuthError,
@@ -25,6 +25,7 @@ from muster.errors import (
 from muster.per_replica import PerReplica
 from muster.precision import LossScale, LossScaler
 from muster.replicated import Replicated
+from muster.sharded_embedding import ShardedEmbedding
 from muster.step import Loss, StepResult
 from muster.strategy import MirroredStrategy, MultiWorkerMirroredStrategy, Strategy, StrategyOptions
 
@@ -34,12 +35,15 @@ __all__ = [
     "Cluster",
     "CommError",
     "Error",
+    "FixedShards",
     "InvalidArgument",
     "LayoutMismatch",
     "Loader",
     "Loss",
     "LossScale",
     "LossScaler",
+    "MaxSize",
+    "MinSize",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "NonFinite",
@@ -48,6 +52,7 @@ __all__ = [
     "PerReplica",
     "RemoteError",
     "Replicated",
+    "ShardedEmbedding",
     "StepResult",
     "Strategy",
     "StrategyOptions",

@@ -1,0 +1,53 @@
+#include <muster/error.h>
+#include <muster/partitioner.h>
+#include <pybind11/stl.h>
+
+#include "bindings/bindings.h"
+#include "server/row_initialiser.h"
+
+namespace muster {
+namespace {
+
+namespace py = pybind11;
+using py::literals::operator""_a;
+
+constexpr const char* kCall = "The number of rows of each shard of a tensor of this shape and dtype.";
+
+template <class Partitioner>
+std::vector<int64_t> call(const Partitioner& partitioner, const std::vector<int64_t>& shape, at::ScalarType dtype) {
+  return partitioner(shape, dtype);
+}
+
+void fill_rows(const at::Tensor& values, const std::string& kind, double scale, uint64_t seed) {
+  if (values.dim() != 2 || values.scalar_type() != at::kFloat || !values.is_cpu() || !values.is_contiguous()) {
+    throw InvalidArgument("rows are filled in a contiguous float32 matrix on the CPU");
+  }
+  const auto of_kind = kind == "normal" ? RowInitialiser::Kind::normal : RowInitialiser::Kind::uniform;
+  RowInitialiser{of_kind, scale, seed}.fill_rows(values);
+}
+
+}  // namespace
+
+void bind_embedding(py::module_& m) {
+  m.def("fill_rows", &fill_rows, "values"_a, "kind"_a, "scale"_a, "seed"_a, py::call_guard<py::gil_scoped_release>());
+  py::class_<FixedShards>(m, "FixedShards",
+                          "So many shards, or one a row where there are fewer rows. Their sizes differ by at most one, "
+                          "and the first take the extra row: 10 rows in 4 shards are 3, 3, 2, 2.")
+      .def(py::init<int64_t>(), "num_shards"_a)
+      .def("__call__", &call<FixedShards>, "shape"_a, "dtype"_a, kCall)
+      .attr("__module__") = "muster";
+  py::class_<MinSize>(m, "MinSize",
+                      "As many shards as the tensor's bytes over min_shard_bytes, rounded up as in TensorFlow; at most "
+                      "max_shards.")
+      .def(py::init<int64_t, int64_t>(), "min_shard_bytes"_a = 256 << 10, "max_shards"_a = 1)
+      .def("__call__", &call<MinSize>, "shape"_a, "dtype"_a, kCall)
+      .attr("__module__") = "muster";
+  py::class_<MaxSize>(m, "MaxSize",
+                      "As few shards of at most max_shard_bytes as will do; larger ones where there would be more than "
+                      "max_shards, or where one row is larger.")
+      .def(py::init<int64_t, std::optional<int64_t>>(), "max_shard_bytes"_a, "max_shards"_a = py::none())
+      .def("__call__", &call<MaxSize>, "shape"_a, "dtype"_a, kCall)
+      .attr("__module__") = "muster";
+}
+
+}  // namespace muster

@@ -1,0 +1,65 @@
+// An embedding whose gradients are rows.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/cloneable.h>
+#include <torch/nn/modules/common.h>
+#include <torch/nn/modules/container/any_value.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <optional>
+#include <ostream>
+
+#include "muster/step.h"
+
+namespace muster {
+
+/// What rows hold at first: see ShardedEmbeddingOptions.
+enum class RowInit : uint8_t { normal, uniform };
+
+/// A value.
+struct ShardedEmbeddingOptions {
+  std::optional<Reduction> mode = {};  ///< of bags; empty: one row an id
+  RowInit init = RowInit::normal;  ///< normal: of mean 0 and standard deviation `scale`; uniform: in (-scale, scale)
+  double scale = 1;
+  std::optional<uint64_t> seed = {};  ///< a row's first values follow from (seed, row) alone; empty: drawn from torch
+};
+
+/// torch::nn::Embedding, or with a mode torch::nn::EmbeddingBag, with sparse gradients: only the rows that a step used
+/// are summed over replicas, and a flat optimizer steps only those. Its optimizer and learning rate are those of the
+/// parameter group that holds `weight`, which may be written before `prepare`. Rows are fp32. Thread-safe where
+/// torch::nn::Embedding is.
+class ShardedEmbeddingImpl : public torch::nn::Cloneable<ShardedEmbeddingImpl> {
+ public:
+  /// Throws InvalidArgument unless both sizes are positive and `scale` is finite and not negative.
+  ShardedEmbeddingImpl(int64_t num_embeddings, int64_t dim, const ShardedEmbeddingOptions& options = {});
+
+  /// Gives `weight` its first values again.
+  void reset() override;
+  void pretty_print(std::ostream& stream) const override;
+
+  /// Without a mode: ids of any shape, int64 or int32, to the shape with `dim` behind it. With one: ids [bags, ids a
+  /// bag], or [ids] with `offsets` [bags], where each bag begins, to [bags, dim]; an empty bag is 0.
+  /// `per_sample_weights`, of the ids' shape, multiply rows of a sum. Throws InvalidArgument for an id outside [0,
+  /// num_embeddings), which on CUDA waits for the ids, and for offsets or weights without a mode; otherwise what torch
+  /// throws.
+  at::Tensor forward(const at::Tensor& ids, const at::Tensor& offsets = {}, const at::Tensor& per_sample_weights = {});
+
+  int64_t num_embeddings() const noexcept { return num_embeddings_; }
+  int64_t dim() const noexcept { return dim_; }
+
+  at::Tensor weight;  ///< [num_embeddings, dim]
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())}, {2, torch::nn::AnyValue(at::Tensor())})
+
+ private:
+  int64_t num_embeddings_;
+  int64_t dim_;
+  ShardedEmbeddingOptions options_;  // with a seed
+};
+
+TORCH_MODULE(ShardedEmbedding);
+
+}  // namespace muster
