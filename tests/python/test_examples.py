@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = "examples/python/digits.py"
 CHAR_LM = "examples/python/char_lm.py"
+CLICK_THROUGH = "examples/python/click_through.py"
 
 
 def environment() -> dict[str, str]:
@@ -80,3 +81,18 @@ def test_the_language_model_learns_and_recomputation_changes_nothing() -> None:
     losses = [line(output, "loss on unseen files:") for output in outputs]
     assert float(losses[0].split()[0]) < 4.5  # ln 128 = 4.85 is what a guess costs
     assert losses[1:] == losses[:1] * 2
+
+
+def test_the_click_model_finds_the_true_scores_on_every_strategy() -> None:
+    options = (CLICK_THROUGH, "--rows", "2000", "--impressions", "60000", "--batch-size", "1024")
+    mirrored = run("python", *options)
+    source = (ROOT / CLICK_THROUGH).read_text()
+    assert line(mirrored, "-   ") in source and line(mirrored, "+   ") in source
+    scores = [text for text in mirrored.splitlines() if text.startswith("correlation with true scores")]
+    nearness = [float(text.rsplit(" ", 1)[1]) for text in scores]
+    assert nearness[0] > 0.8 and nearness[1] > 0.93
+    assert float(line(mirrored, "of what can be known:")) > 0.4
+    workers = run("torchrun", "--nproc-per-node", "2", *options, "--multi-worker")
+    assert line(workers, "trained in").endswith("on 2 replicas of 2 process(es)")
+    assert line(workers, "parameters:") == line(mirrored, "parameters:")
+    assert line(workers, "log loss:") == line(mirrored, "log loss:")

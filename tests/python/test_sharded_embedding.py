@@ -153,9 +153,7 @@ def train(strategy: muster.Strategy, name: str, ours: bool) -> Any:
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adagrad"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_every_strategy_gives_the_bits_of_torchs_embedding(
-    name: str, accumulate: int, two_workers: WorkerPool
-) -> None:
+def test_every_strategy_gives_the_bits_of_torchs_embedding(name: str, accumulate: int, two_workers: WorkerPool) -> None:
     for replicas, jobs in {2: ["mirrored-2", "workers-2"], 4: ["mirrored-4", "workers-2x2"]}.items():
         reference, *_ = make_job(f"mirrored-{replicas}", two_workers)(train, name, False, accumulate=accumulate)
         for job in jobs:
