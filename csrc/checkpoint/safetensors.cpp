@@ -144,7 +144,7 @@ std::vector<Entry> lay_out(const NamedTensors& tensors) {
   uint64_t next = 0;
   for (auto& entry : entries) {
     entry.begin = next;
-    next += *bytes_of(entry);
+    next += tensors.at(entry.name).nbytes();
     entry.end = next;
   }
   return entries;
@@ -154,7 +154,7 @@ std::string header_of(const std::vector<Entry>& entries) {
   std::string header = "{";
   for (const auto& entry : entries) {
     if (header.size() > 1) header += ',';
-    header += json_string(entry.name) + R"(:{"dtype":")" + std::string(*name_of(entry.dtype)) + R"(","shape":[)";
+    header += json_string(entry.name) + R"(:{"dtype":")" + std::string(name_of(entry.dtype).value_or("")) + R"(","shape":[)";
     for (size_t d = 0; d < entry.sizes.size(); ++d) {
       if (d > 0) header += ',';
       header += std::to_string(entry.sizes[d]);

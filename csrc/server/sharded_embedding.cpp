@@ -31,6 +31,10 @@ void check_ids(const at::Tensor& ids, int64_t num_embeddings) {
   }
 }
 
+uint64_t draw_seed() {
+  return static_cast<uint64_t>(at::randint(std::numeric_limits<int64_t>::max(), {1}, at::kLong).item<int64_t>());
+}
+
 }  // namespace
 
 ShardedEmbeddingImpl::ShardedEmbeddingImpl(int64_t num_embeddings, int64_t dim, const ShardedEmbeddingOptions& options)
@@ -42,10 +46,7 @@ ShardedEmbeddingImpl::ShardedEmbeddingImpl(int64_t num_embeddings, int64_t dim, 
   if (!(options.scale >= 0) || !std::isfinite(options.scale)) {
     throw InvalidArgument("scale=" + std::to_string(options.scale) + " must be finite and not negative");
   }
-  if (!options_.seed) {
-    options_.seed =
-        static_cast<uint64_t>(at::randint(std::numeric_limits<int64_t>::max(), {1}, at::kLong).item<int64_t>());
-  }
+  seed_ = options.seed ? *options.seed : draw_seed();
   reset();
 }
 
@@ -53,7 +54,7 @@ void ShardedEmbeddingImpl::reset() {
   const at::NoGradGuard no_grad;
   const auto kind = options_.init == RowInit::normal ? RowInitialiser::Kind::normal : RowInitialiser::Kind::uniform;
   auto values = at::empty({num_embeddings_, dim_}, at::kFloat);
-  RowInitialiser{kind, options_.scale, *options_.seed}.fill_rows(values);
+  RowInitialiser{kind, options_.scale, seed_}.fill_rows(values);
   weight = register_parameter("weight", values);
 }
 

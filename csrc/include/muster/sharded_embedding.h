@@ -57,7 +57,8 @@ class ShardedEmbeddingImpl : public torch::nn::Cloneable<ShardedEmbeddingImpl> {
  private:
   int64_t num_embeddings_;
   int64_t dim_;
-  ShardedEmbeddingOptions options_;  // with a seed
+  ShardedEmbeddingOptions options_;
+  uint64_t seed_;
 };
 
 TORCH_MODULE(ShardedEmbedding);
