@@ -154,7 +154,8 @@ std::string header_of(const std::vector<Entry>& entries) {
   std::string header = "{";
   for (const auto& entry : entries) {
     if (header.size() > 1) header += ',';
-    header += json_string(entry.name) + R"(:{"dtype":")" + std::string(name_of(entry.dtype).value_or("")) + R"(","shape":[)";
+    header +=
+        json_string(entry.name) + R"(:{"dtype":")" + std::string(name_of(entry.dtype).value_or("")) + R"(","shape":[)";
     for (size_t d = 0; d < entry.sizes.size(); ++d) {
       if (d > 0) header += ',';
       header += std::to_string(entry.sizes[d]);
