@@ -67,6 +67,15 @@ auto in_folder(const fs::path& folder, const Call& call) {
   }
 }
 
+// A folder whose name a crash could take away holds nothing durable.
+void make_folder(const fs::path& folder) {
+  if (folder.empty() || fs::is_directory(folder)) return;
+  const auto parent = folder.parent_path();
+  make_folder(parent);
+  fs::create_directory(folder);
+  flush_folder(parent.empty() ? "." : parent);
+}
+
 // By number, ascending.
 std::map<int64_t, fs::path> snapshots_in(const fs::path& folder) {
   std::map<int64_t, fs::path> found;
@@ -268,7 +277,7 @@ fs::path write_snapshot(const fs::path& folder, const Snapshot& snapshot, const 
     throw InvalidArgument("keep=" + std::to_string(*options.keep) + " would keep no snapshot; give at least 1");
   }
   return in_folder(folder, [&] {
-    fs::create_directories(folder);
+    make_folder(folder);
     remove_leftovers(folder);
     const auto earlier = snapshots_in(folder);
     const auto number = earlier.empty() ? 1 : earlier.rbegin()->first + 1;
