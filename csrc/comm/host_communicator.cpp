@@ -7,7 +7,7 @@
 
 #include "comm/host_mesh.h"
 #include "comm/shared_group.h"
-#include "comm/shared_segment.h"
+#include "net/shared_segment.h"
 
 namespace muster::comm {
 namespace {
@@ -20,13 +20,13 @@ constexpr int kOffsetBits = 48;  // an address is the arena's rank above an offs
 size_t arena_capacity(int ranks) {
   const size_t physical = static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(::sysconf(_SC_PAGESIZE));
   const size_t share = (size_t{1} << 45) / static_cast<size_t>(ranks);
-  return std::min(physical, share) / Arena::kPage * Arena::kPage + kStagingBytes;
+  return std::min(physical, share) / net::Arena::kPage * net::Arena::kPage + kStagingBytes;
 }
 
 /// The arenas of all ranks, of which those of the worker's own replicas are allocated from here.
 class HostSpace final : public SharedSpace {
  public:
-  HostSpace(std::shared_ptr<HostMesh> mesh, Mapping control)
+  HostSpace(std::shared_ptr<HostMesh> mesh, net::Mapping control)
       : mesh_(std::move(mesh)),
         control_(std::move(control)),
         capacity_(arena_capacity(mesh_->num_replicas())),
@@ -37,14 +37,14 @@ class HostSpace final : public SharedSpace {
   /// The descriptor of a new arena for own rank `rank`.
   int make_arena(int rank) {
     const auto r = static_cast<size_t>(rank);
-    own_[r] = std::make_shared<Arena>(capacity_);
+    own_[r] = std::make_shared<net::Arena>(capacity_);
     own_[r]->allocate(kStagingBytes);  // at offset 0
     bases_[r] = own_[r]->data();
     return own_[r]->fd();
   }
   void map_arena(int rank, int fd) {
     const auto r = static_cast<size_t>(rank);
-    mapped_[r] = Mapping(fd, capacity_);
+    mapped_[r] = net::Mapping(fd, capacity_);
     bases_[r] = mapped_[r].data();
   }
 
@@ -55,14 +55,14 @@ class HostSpace final : public SharedSpace {
 
   // The tensor keeps its arena alone alive, neither the group nor the mesh.
   at::Tensor allocate(int rank, int64_t numel, at::ScalarType dtype) override {
-    const std::shared_ptr<Arena>& arena = own_[static_cast<size_t>(rank)];
+    const std::shared_ptr<net::Arena>& arena = own_[static_cast<size_t>(rank)];
     std::byte* const data = arena->allocate(static_cast<size_t>(numel) * c10::elementSize(dtype));
     return at::from_blob(
         data, {numel}, [arena, data](void*) { arena->release(data); }, at::TensorOptions().dtype(dtype));
   }
 
   at::Tensor allocate_common(int64_t bytes) override {
-    const auto mapping = std::make_shared<Mapping>(mesh_->share_memory(static_cast<size_t>(bytes)));
+    const auto mapping = std::make_shared<net::Mapping>(mesh_->share_memory(static_cast<size_t>(bytes)));
     return at::from_blob(mapping->data(), {bytes}, [mapping](void*) {}, at::TensorOptions(at::kByte));
   }
 
@@ -93,18 +93,18 @@ class HostSpace final : public SharedSpace {
 
  private:
   const std::shared_ptr<HostMesh> mesh_;
-  Mapping control_;
+  net::Mapping control_;
   const size_t capacity_;
-  std::vector<std::shared_ptr<Arena>> own_;  // by rank; null for other workers' ranks
-  std::vector<Mapping> mapped_;              // by rank; of other workers' ranks
-  std::vector<std::byte*> bases_;            // by rank
+  std::vector<std::shared_ptr<net::Arena>> own_;  // by rank; null for other workers' ranks
+  std::vector<net::Mapping> mapped_;              // by rank; of other workers' ranks
+  std::vector<std::byte*> bases_;                 // by rank
   std::mutex mutex_;
   std::vector<at::Tensor> kept_;  // guarded by mutex_
 };
 
 }  // namespace
 
-Mapping HostMesh::share_memory(size_t bytes) {
+net::Mapping HostMesh::share_memory(size_t bytes) {
   const net::Deadline deadline = std::chrono::steady_clock::now() + options_.timeout;
   const std::string kind = "memory " + std::to_string(num_memories_++);
   if (rank() != 0) {
@@ -112,14 +112,14 @@ Mapping HostMesh::share_memory(size_t bytes) {
     if (message.descriptors.size() != 1) {
       throw CommError("worker 0 sent no shared memory; run one version of Muster on all workers");
     }
-    return Mapping(message.descriptors.front().get(), bytes);
+    return net::Mapping(message.descriptors.front().get(), bytes);
   }
-  const net::FileDescriptor segment = make_segment("muster-common", bytes);
-  reserve(segment.get(), 0, bytes);
+  const net::FileDescriptor segment = net::make_segment("muster-common", bytes);
+  net::reserve(segment.get(), 0, bytes);
   for (int w = 1; w < num_workers(); ++w) {
     peers_[static_cast<size_t>(w)].socket.send(kind, {segment.get()}, deadline);
   }
-  return Mapping(segment.get(), bytes);
+  return net::Mapping(segment.get(), bytes);
 }
 
 // Worker 0 makes the control block; a message to every other worker carries it and the arenas of the sender's replicas.
@@ -130,8 +130,8 @@ std::vector<CommunicatorPtr> HostMesh::make_group(const std::string& name) {
   net::FileDescriptor control;
   std::vector<net::Message> received(static_cast<size_t>(num_workers()));
   if (rank() == 0) {
-    control = make_segment("muster-control", control_bytes);
-    reserve(control.get(), 0, control_bytes);
+    control = net::make_segment("muster-control", control_bytes);
+    net::reserve(control.get(), 0, control_bytes);
   } else {
     received[0] = receive_from(0, kind, deadline);
     std::vector<net::FileDescriptor>& descriptors = received[0].descriptors;
@@ -141,7 +141,7 @@ std::vector<CommunicatorPtr> HostMesh::make_group(const std::string& name) {
     control = std::move(descriptors.front());
     descriptors.erase(descriptors.begin());
   }
-  const auto space = std::make_shared<HostSpace>(shared_from_this(), Mapping(control.get(), control_bytes));
+  const auto space = std::make_shared<HostSpace>(shared_from_this(), net::Mapping(control.get(), control_bytes));
 
   std::vector<int> offered;
   if (rank() == 0) offered.push_back(control.get());

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "comm/shared_segment.h"
 #include "comm/shared_space.h"
+#include "net/shared_segment.h"
 #include "net/unix_socket.h"
 
 namespace muster::comm {
@@ -53,7 +53,7 @@ class HostMesh : public std::enable_shared_from_this<HostMesh> {
   /// Collective over workers, in the same order on each. Zeroed memory (more than 0 bytes) that all of them map; it is
   /// gone when the last one has unmapped it. Throws CommError when there is no memory, or workers ask for different
   /// sizes.
-  Mapping share_memory(size_t bytes);
+  net::Mapping share_memory(size_t bytes);
 
   /// The first worker that ended without saying so. Does not block.
   std::optional<shared::LostWorker> find_lost();

@@ -1,4 +1,4 @@
-#include "comm/shared_segment.h"
+#include "net/shared_segment.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -12,7 +12,7 @@
 
 #include "muster/error.h"
 
-namespace muster::comm {
+namespace muster::net {
 namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
@@ -43,8 +43,8 @@ Mapping::~Mapping() {
   if (data_ != nullptr) ::munmap(data_, size_);
 }
 
-net::FileDescriptor make_segment(const char* name, size_t bytes) {
-  net::FileDescriptor fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+FileDescriptor make_segment(const char* name, size_t bytes) {
+  FileDescriptor fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd || ::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0 ||
       ::fcntl(fd.get(), F_ADD_SEALS, kSeals | F_SEAL_SEAL) != 0) {
     fail("cannot make shared memory");
@@ -117,4 +117,4 @@ void Arena::release(std::byte* data) noexcept {
   free_[first] = bytes;
 }
 
-}  // namespace muster::comm
+}  // namespace muster::net

@@ -10,7 +10,7 @@
 
 #include "net/unix_socket.h"
 
-namespace muster::comm {
+namespace muster::net {
 
 /// A mapping of a whole memfd. Move-only; unmaps at its end. Addresses stay valid as long as it lives.
 class Mapping {
@@ -39,7 +39,7 @@ class Mapping {
 };
 
 /// A memfd of `bytes` (address space; memory is taken by reserve), sealed against resizing.
-net::FileDescriptor make_segment(const char* name, size_t bytes);
+FileDescriptor make_segment(const char* name, size_t bytes);
 
 /// Takes memory for a range of a segment. Throws CommError when there is none.
 void reserve(int fd, size_t offset, size_t bytes);
@@ -61,7 +61,7 @@ class Arena {
   void release(std::byte* data) noexcept;
 
  private:
-  net::FileDescriptor fd_;
+  FileDescriptor fd_;
   Mapping mapping_;
   int owner_process_;
   std::mutex mutex_;
@@ -69,4 +69,4 @@ class Arena {
   std::map<size_t, size_t> used_;  // offset -> bytes; guarded by mutex_
 };
 
-}  // namespace muster::comm
+}  // namespace muster::net
