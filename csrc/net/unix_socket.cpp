@@ -27,8 +27,8 @@ constexpr int kBacklog = 1024;
                   ". Check the process's limits (ulimit -n) and that all workers of the host run in one container");
 }
 
-FileDescriptor make_socket() {
-  FileDescriptor fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+FileDescriptor make_socket(int type) {
+  FileDescriptor fd(::socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) fail("cannot make a Unix socket");
   return fd;
 }
@@ -41,32 +41,15 @@ std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {
   return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
 }
 
-int remaining_ms(Deadline deadline) {
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
-  return static_cast<int>(std::clamp<int64_t>(left, 0, 3'600'000));
-}
-
 }  // namespace
 
 FileDescriptor::~FileDescriptor() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-UnixSocket UnixSocket::connect(const std::string& name) {
-  FileDescriptor fd = make_socket();
-  const auto [address, length] = abstract_address(name);
-  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
-    fail("cannot reach a worker of this host");
-  return UnixSocket(std::move(fd));
-}
+UnixSocket UnixSocket::connect(const std::string& name) { return UnixSocket(connect_to(name, SOCK_SEQPACKET)); }
 
-PeerCredentials UnixSocket::credentials() const {
-  ucred credentials{};
-  socklen_t length = sizeof(credentials);
-  if (::getsockopt(fd_.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0)
-    fail("cannot read a peer's credentials");
-  return {credentials.pid, credentials.uid};
-}
+PeerCredentials UnixSocket::credentials() const { return credentials_of(fd_); }
 
 void UnixSocket::send(const std::string& bytes, const std::vector<int>& descriptors, Deadline deadline) const {
   if (bytes.size() > kMaxBytes || descriptors.size() > kMaxDescriptors) {
@@ -129,19 +112,45 @@ UnixSocket::Status UnixSocket::receive(Message& message) const {
   return Status::message;
 }
 
-UnixListener::UnixListener(const std::string& name) : fd_(make_socket()) {
-  const auto [address, length] = abstract_address(name);
-  if (::bind(fd_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) fail("cannot bind a Unix socket");
-  if (::listen(fd_.get(), kBacklog) != 0) fail("cannot listen on a Unix socket");
-}
+UnixListener::UnixListener(const std::string& name) : fd_(listen_at(name, SOCK_SEQPACKET)) {}
 
 std::optional<UnixSocket> UnixListener::accept(Deadline deadline) const {
-  while (wait_readable({fd_.get()}, deadline)) {
-    FileDescriptor fd(::accept4(fd_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (fd) return UnixSocket(std::move(fd));
+  FileDescriptor fd = accept_from(fd_, deadline);
+  if (!fd) return std::nullopt;
+  return UnixSocket(std::move(fd));
+}
+
+FileDescriptor listen_at(const std::string& name, int type) {
+  FileDescriptor fd = make_socket(type);
+  const auto [address, length] = abstract_address(name);
+  if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) fail("cannot bind a Unix socket");
+  if (::listen(fd.get(), kBacklog) != 0) fail("cannot listen on a Unix socket");
+  return fd;
+}
+
+FileDescriptor connect_to(const std::string& name, int type) {
+  FileDescriptor fd = make_socket(type);
+  const auto [address, length] = abstract_address(name);
+  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
+    fail("cannot reach a process of this host");
+  return fd;
+}
+
+FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline) {
+  while (wait_readable({listener.get()}, deadline)) {
+    FileDescriptor fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (fd) return fd;
     if (errno != EINTR && errno != EAGAIN && errno != ECONNABORTED) fail("cannot accept a connection");
   }
-  return std::nullopt;
+  return FileDescriptor();
+}
+
+PeerCredentials credentials_of(const FileDescriptor& socket) {
+  ucred credentials{};
+  socklen_t length = sizeof(credentials);
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0)
+    fail("cannot read a peer's credentials");
+  return {credentials.pid, credentials.uid};
 }
 
 std::string random_name() {
@@ -161,6 +170,11 @@ std::string host_identity() {
   struct stat network{};
   ::stat("/proc/self/ns/net", &network);
   return boot + "/" + std::to_string(network.st_ino);
+}
+
+int remaining_ms(Deadline deadline) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
+  return static_cast<int>(std::clamp<int64_t>(left, 0, 3'600'000));
 }
 
 bool wait_readable(const std::vector<int>& fds, Deadline deadline) {

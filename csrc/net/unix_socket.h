@@ -91,6 +91,19 @@ std::string random_name();
 /// Identifies the network namespace of the running kernel: equal exactly where abstract names can be reached.
 std::string host_identity();
 
+/// A listening socket of a type (SOCK_STREAM, SOCK_SEQPACKET) under an abstract name; non-blocking. Throws CommError
+/// when the name is taken.
+FileDescriptor listen_at(const std::string& name, int type);
+/// Connects to one. Throws CommError when nobody listens there.
+FileDescriptor connect_to(const std::string& name, int type);
+/// The next connection to a listening socket, non-blocking, or an empty descriptor at the deadline.
+FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline);
+/// Who is at the other end of a connected Unix socket.
+PeerCredentials credentials_of(const FileDescriptor& socket);
+
+/// What poll takes: whole milliseconds until the deadline, at least 0.
+int remaining_ms(Deadline deadline);
+
 /// Waits until a descriptor of `fds` is readable or at its end, or the deadline. Returns false at the deadline.
 bool wait_readable(const std::vector<int>& fds, Deadline deadline);
 
