@@ -1,0 +1,376 @@
+#include "server/client.h"
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <thread>
+#include <utility>
+
+#include "core/wait_hook.h"
+
+namespace muster::server {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kBetweenTries{10};
+constexpr uint64_t kSpareBytes = uint64_t{64} << 20;
+
+// Address space for the log, and for whatever is read.
+uint64_t shared_bytes(const std::vector<Chunk>& chunks, uint64_t log_bytes) {
+  constexpr uint64_t kCopies = 4;
+  uint64_t parameters = 0;
+  for (const auto& chunk : chunks) parameters += static_cast<uint64_t>(chunk.gradient_bytes());
+  return PushLog::memory_needed(chunks, log_bytes) + kCopies * parameters + kSpareBytes;
+}
+
+}  // namespace
+
+ServerClient::ServerClient(ClientConfig config)
+    : config_(std::move(config)), chunks_((config_.plan.validate(), cut_chunks(config_.plan))) {
+  if (config_.servers.size() != config_.plan.servers || config_.lanes == 0) {
+    throw InvalidArgument("a worker needs as many addresses as there are servers, and a lane");
+  }
+  if (config_.shares_memory)
+    memory_ =
+        std::make_shared<net::Arena>(shared_bytes(chunks_, config_.log_bytes) / net::Arena::kPage * net::Arena::kPage);
+  log_ = std::make_unique<PushLog>(chunks_, memory_, config_.log_bytes);
+  healing_.resize(config_.servers.size());
+  for (const auto& name : config_.servers) {
+    links_.push_back(std::make_unique<Link>(
+        Link::Config{name, config_.rank, config_.lanes, milliseconds(config_.plan.heartbeat_ms)}));
+  }
+  is_started_ = true;
+  for (size_t s = 0; s < links_.size(); ++s) {
+    connect(s, /*is_first=*/true);
+    links_[s]->keep_alive();
+  }
+}
+
+ServerClient::~ServerClient() = default;
+
+void ServerClient::lose(size_t server, const std::string& why) const {
+  throw PeerLost(-1, "parameter server " + std::to_string(server) + " ('" + config_.servers[server] +
+                         "') is gone: " + why + ". Look at its log; start it again with the same snapshots to go on");
+}
+
+ServerClient::Clock::time_point ServerClient::limit() const {
+  return Clock::now() + milliseconds(config_.plan.timeout_ms) * 3 / 2;
+}
+
+void ServerClient::wait_a_slice(Clock::time_point deadline) {
+  if (Clock::now() > deadline) {
+    throw Timeout("the parameter servers did not answer within the timeout; look at their logs and the other workers'");
+  }
+  WaitHook::call();
+  heal();
+}
+
+std::function<void()> ServerClient::between() {
+  return [this, deadline = limit()] { wait_a_slice(deadline); };
+}
+
+// Another server may wait for what this worker has to push again.
+void ServerClient::heal() {
+  if (!has_joined_) return;
+  for (size_t s = 0; s < links_.size(); ++s) {
+    if (links_[s]->is_broken() && !healing_[s]) recover(s);
+  }
+}
+
+void ServerClient::connect(size_t server, bool is_first) {
+  auto& link = *links_[server];
+  const auto deadline = Clock::now() + config_.patience;
+  std::string why = "nobody listens there";
+  for (;;) {
+    try {
+      incarnation_ = link.connect(incarnation_, memory_);
+      link.send(Configure{static_cast<uint32_t>(server), config_.plan});
+      const bool is_started = link.receive<Configured>(between()).started;
+      if (is_first) {
+        is_started_ = is_started_ && is_started;
+      } else if (is_started_ && !is_started) {
+        lose(server, "it started again without a snapshot of what it held");
+      }
+      return;
+    } catch (const LinkBroken& error) {
+      why = error.what();
+    }
+    if (Clock::now() > deadline) lose(server, why);
+    std::this_thread::sleep_for(kBetweenTries);
+    WaitHook::call();
+  }
+}
+
+void ServerClient::recover(size_t server) {
+  healing_[server] = true;
+  const auto done = std::shared_ptr<void>(nullptr, [&](void*) { healing_[server] = false; });
+  const auto deadline = limit();
+  for (;;) {
+    try {
+      connect(server, /*is_first=*/false);
+      if (has_joined_) {
+        auto& link = *links_[server];
+        if (server == 0 && last_decision_) {
+          link.send(*last_decision_);
+          link.receive<Done>(between());
+        }
+        link.send(Join{joined_at_});
+        link.receive<Joined>(between());
+        replay(server);
+      }
+      return;
+    } catch (const LinkBroken& error) {
+      if (Clock::now() > deadline) lose(server, error.what());
+    }
+  }
+}
+
+// Pushes and steps, in order, that the server lacks.
+void ServerClient::replay(size_t server) {
+  auto& link = *links_[server];
+  link.send(Recall{});
+  const auto recalled = link.receive<Recalled>(between());
+  std::vector<uint32_t> own;
+  for (uint32_t c = 0; c < chunks_.size(); ++c) {
+    if (chunks_[c].server == static_cast<int>(server)) own.push_back(c);
+  }
+  if (recalled.steps.size() != own.size()) lose(server, "it holds another number of chunks");
+  for (const auto& entry : log_->entries()) {
+    bool lacks = false;
+    for (size_t i = 0; i < own.size(); ++i) {
+      if (recalled.steps[i] >= entry.step || !entry.pushed[own[i]]) continue;
+      send_push(entry, own[i]);
+      lacks = true;
+    }
+    link.drain(between());
+    if (!lacks || !entry.command) continue;
+    link.send(*entry.command);
+    link.note_durable(link.receive<Applied>(between()).durable);
+  }
+}
+
+template <class F>
+auto ServerClient::retried(size_t server, const F& request) {
+  for (;;) {
+    try {
+      return request();
+    } catch (const LinkBroken&) {
+      recover(server);
+    }
+  }
+}
+
+template <class Answer, class Message>
+Answer ServerClient::call(size_t server, const Message& message) {
+  return retried(server, [&] {
+    links_[server]->send(message);
+    return links_[server]->template receive<Answer>(between());
+  });
+}
+
+template <class Answer, class Message>
+std::vector<Answer> ServerClient::call_all(const Message& message) {
+  std::vector<bool> is_sent(links_.size());
+  for (size_t s = 0; s < links_.size(); ++s) {
+    try {
+      links_[s]->send(message);
+      is_sent[s] = true;
+    } catch (const LinkBroken&) {
+      continue;  // below
+    }
+  }
+  std::vector<Answer> answers;
+  for (size_t s = 0; s < links_.size(); ++s) {
+    try {
+      if (is_sent[s]) {
+        answers.push_back(links_[s]->template receive<Answer>(between()));
+        continue;
+      }
+    } catch (const LinkBroken&) {
+      recover(s);
+    }
+    answers.push_back(call<Answer>(s, message));
+  }
+  return answers;
+}
+
+void ServerClient::write(uint32_t chunk, Part part, Bytes values) {
+  const auto server = static_cast<size_t>(chunks_.at(chunk).server);
+  retried(server, [&] {
+    links_[server]->send(Write{chunk, part}, {&values, 1});
+    return links_[server]->receive<Done>(between());
+  });
+}
+
+void ServerClient::start() {
+  call_all<Done>(Start{});
+  is_started_ = true;
+}
+
+uint64_t ServerClient::join() {
+  joined_at_ = call<Joined>(0, Join{0}).step;
+  for (size_t s = 1; s < links_.size(); ++s) call<Joined>(s, Join{joined_at_});
+  is_started_ = has_joined_ = true;
+  return joined_at_;
+}
+
+std::byte* ServerClient::allocate(uint64_t bytes) {
+  if (memory_) return memory_->allocate(bytes);
+  constexpr uint64_t kAlignment = 64;
+  heap_.emplace_back(new std::byte[bytes + kAlignment]);
+  const auto address = reinterpret_cast<uintptr_t>(heap_.back().get());
+  return heap_.back().get() + (kAlignment - address % kAlignment) % kAlignment;
+}
+
+uint64_t ServerClient::durable() const noexcept {
+  uint64_t durable = links_.front()->durable();
+  for (const auto& link : links_) durable = std::min(durable, link->durable());
+  return durable;
+}
+
+// Near the log's bound servers are asked for snapshots; at it the worker waits for them.
+PushLog::Entry& ServerClient::entry_of(uint64_t step) {
+  log_->release(durable());
+  if (auto* known = log_->find(step)) return *known;
+  const auto want_snapshots = [&] {
+    for (const auto& link : links_) link->want_snapshot();
+  };
+  if (log_->entries().size() * 2 >= log_->capacity()) want_snapshots();
+  const auto deadline = limit();
+  for (;;) {
+    if (auto* entry = log_->open(step)) return *entry;
+    want_snapshots();
+    std::this_thread::sleep_for(milliseconds(1));
+    wait_a_slice(deadline);
+    log_->release(durable());
+  }
+}
+
+void ServerClient::send_push(const PushLog::Entry& entry, uint32_t chunk) {
+  const Bytes values(log_->of_chunk(entry, chunk));
+  link_of(chunk).send_chunk(
+      chunk, Push::kType, encode(Push{entry.step, chunk}), {&values, 1}, {},
+      [](const net::Frame& answer) { Link::expect<Pushed>(answer); }, between());
+}
+
+void ServerClient::push(uint64_t step, uint32_t chunk, std::span<const Bytes> pieces) {
+  auto& entry = entry_of(step);
+  const auto place = log_->of_chunk(entry, chunk);
+  size_t offset = 0;
+  for (const Bytes& piece : pieces) {
+    if (piece.size() > place.size() - offset) throw InvalidArgument("a push is larger than its chunk");
+    std::memcpy(place.data() + offset, piece.data(), piece.size());
+    offset += piece.size();
+  }
+  if (offset != place.size()) throw InvalidArgument("a push is smaller than its chunk");
+  entry.pushed[chunk] = true;
+  try {
+    if (!link_of(chunk).is_broken()) send_push(entry, chunk);
+  } catch (const LinkBroken&) {
+    return;
+  }
+}
+
+void ServerClient::flush() {
+  for (size_t s = 0; s < links_.size(); ++s) {
+    retried(s, [&] {
+      if (links_[s]->is_broken()) throw LinkBroken("the connection is broken");
+      links_[s]->drain(between());
+      return true;
+    });
+  }
+}
+
+Decision ServerClient::commit(uint64_t step, std::vector<double> numbers) {
+  auto decision = call<Decision>(0, Commit{step, std::move(numbers)});
+  last_decision_ = decision;
+  return decision;
+}
+
+std::vector<double> ServerClient::sum(uint64_t step, const std::vector<uint32_t>& members) {
+  std::vector<double> partials;
+  for (auto& of_server : call_all<Partials>(Sum{step, members})) {
+    partials.insert(partials.end(), of_server.partials.begin(), of_server.partials.end());
+  }
+  return partials;
+}
+
+void ServerClient::apply(const Apply& command) {
+  auto* const entry = log_->find(command.step);
+  if (entry == nullptr) throw InvalidArgument("a step is applied that was not pushed");
+  entry->command = command;
+  const auto answers = call_all<Applied>(command);
+  for (size_t s = 0; s < links_.size(); ++s) links_[s]->note_durable(answers[s].durable);
+  log_->release(durable());
+}
+
+uint64_t ServerClient::part_bytes(uint32_t chunk, Part part) const {
+  const auto& own = chunks_.at(chunk);
+  if (part == Part::steps) return own.pieces.size() * sizeof(float);
+  return static_cast<uint64_t>(part == Part::parameter ? own.parameter_bytes() : own.gradient_bytes());
+}
+
+std::vector<bool> ServerClient::read(Part part, uint64_t at_least, const std::vector<std::byte*>& to) {
+  std::vector<bool> exists(chunks_.size());
+  const auto ask = [&](uint32_t c) {
+    const std::span<std::byte> place(to[c], part_bytes(c, part));
+    Read request{c, part, at_least, false, 0};
+    const auto base = reinterpret_cast<uintptr_t>(memory_ ? memory_->data() : nullptr);
+    const auto at = reinterpret_cast<uintptr_t>(place.data());
+    if (memory_ && at >= base && at - base <= memory_->capacity() - place.size()) {
+      request.shares = true;
+      request.place = at - base;
+    }
+    link_of(c).send_chunk(
+        c, Read::kType, encode(request), {}, place,
+        [&exists, c, place](const net::Frame& answer) {
+          Link::expect<Values>(answer);
+          exists[c] = !answer.payload.empty();
+          if (answer.payload.empty() || answer.payload.data() == place.data()) return;
+          if (answer.payload.size() != place.size()) throw CommError("a server sent values of another size");
+          std::memcpy(place.data(), answer.payload.data(), place.size());
+        },
+        between());
+  };
+  std::vector<std::vector<uint32_t>> wanted(links_.size());
+  for (uint32_t c = 0; c < chunks_.size(); ++c) {
+    if (to[c] != nullptr) wanted[static_cast<size_t>(chunks_[c].server)].push_back(c);
+  }
+  std::vector<bool> is_asked(links_.size());
+  for (size_t s = 0; s < links_.size(); ++s) {
+    try {
+      if (links_[s]->is_broken()) continue;
+      for (const uint32_t c : wanted[s]) ask(c);
+      is_asked[s] = true;
+    } catch (const LinkBroken&) {
+      continue;  // below
+    }
+  }
+  for (size_t s = 0; s < links_.size(); ++s) {
+    retried(s, [&] {
+      if (!is_asked[s]) {
+        for (const uint32_t c : wanted[s]) ask(c);
+      }
+      is_asked[s] = false;
+      links_[s]->drain(between());
+      return true;
+    });
+  }
+  return exists;
+}
+
+void ServerClient::leave() {
+  for (const auto& link : links_) {
+    try {
+      if (link->is_broken()) continue;
+      link->send(Leave{});
+      link->receive<Done>([] { WaitHook::call(); });
+    } catch (const LinkBroken&) {
+      continue;  // it knows by the silence
+    }
+  }
+}
+
+}  // namespace muster::server

@@ -1,0 +1,140 @@
+#include "server/plan.h"
+
+#include <algorithm>
+#include <unordered_set>
+#include <variant>
+
+#include "kernels/kernels.h"
+#include "muster/error.h"
+
+namespace muster::server {
+
+namespace {
+
+constexpr int64_t kTile = static_cast<int64_t>(kernels::kTile);
+constexpr int64_t kMaxNumel = int64_t{1} << 40;
+
+void check(bool is_valid, const std::string& what) {
+  if (!is_valid) throw InvalidArgument("a parameter server cannot hold this model: " + what);
+}
+
+int64_t numel_of(const ParameterSpec& parameter) {
+  int64_t numel = 1;
+  for (const int64_t size : parameter.sizes) {
+    check(size >= 0 && size <= kMaxNumel && (numel == 0 || size <= kMaxNumel / numel),
+          "the sizes of parameter '" + parameter.name + "' are out of range");
+    numel *= size;
+  }
+  return numel;
+}
+
+bool is_steppable(c10::ScalarType dtype) {
+  return dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kBFloat16 || dtype == c10::kHalf;
+}
+
+// Fills the chunks of one server after another.
+class Cutter {
+ public:
+  Cutter(const Plan& plan, std::vector<Chunk>& chunks) : plan_(plan), chunks_(chunks) {}
+
+  void add(int server, int parameter, Run run) {
+    const auto dtype = plan_.parameters[static_cast<size_t>(parameter)].dtype;
+    const auto gradient = accumulation_dtype(dtype);
+    const auto size = static_cast<int64_t>(c10::elementSize(gradient));
+    const int64_t alignment = FlatLayout::kSlotAlignment / size;
+    const int64_t capacity = static_cast<int64_t>(plan_.chunk_bytes) / size;
+    while (run.count > 0) {
+      const bool goes_on = !chunks_.empty() && chunks_.back().server == server && chunks_.back().dtype == dtype;
+      const int64_t room = goes_on ? capacity - chunks_.back().numel : 0;
+      const int64_t taken = run.count <= room ? run.count : room / kTile * kTile;
+      if (taken <= 0) {
+        chunks_.push_back({server, dtype, gradient, {}, 0});
+        continue;
+      }
+      auto& chunk = chunks_.back();
+      chunk.pieces.push_back({parameter, {run.begin, taken}, chunk.numel});
+      chunk.numel += (taken + alignment - 1) / alignment * alignment;
+      run = {run.begin + taken, run.count - taken};
+    }
+  }
+
+ private:
+  const Plan& plan_;
+  std::vector<Chunk>& chunks_;
+};
+
+}  // namespace
+
+void Plan::validate() const {
+  check(!parameters.empty() && parameters.size() <= kMaxParameters, "it has no parameters, or too many");
+  check(group_of.size() == parameters.size(), "not every parameter is in a group");
+  const size_t num_groups = std::visit([](const auto& list) { return list.size(); }, groups);
+  check(num_groups > 0 && num_groups <= kMaxGroups, "it has no parameter groups, or too many");
+  std::unordered_set<std::string_view> names;
+  int64_t total = 0;
+  for (size_t p = 0; p < parameters.size(); ++p) {
+    const auto& parameter = parameters[p];
+    check(names.insert(parameter.name).second, "two parameters are named '" + parameter.name + "'");
+    check(is_steppable(parameter.dtype), "the dtype of parameter '" + parameter.name + "' is no floating one");
+    check(parameter.sizes.size() == parameter.strides.size() && parameter.sizes.size() <= kMaxDims,
+          "the dimensions of parameter '" + parameter.name + "' are out of range");
+    check(group_of[p] < num_groups, "parameter '" + parameter.name + "' is in no group");
+    total += numel_of(parameter);
+    check(total <= kMaxNumel, "it is too large");
+  }
+  check(servers >= 1 && servers <= kMaxServers, std::to_string(servers) + " servers are out of range");
+  check(workers >= 1 && workers <= kMaxWorkers, std::to_string(workers) + " workers are out of range");
+  check(chunk_bytes >= kMinChunkBytes && chunk_bytes <= kMaxChunkBytes, "chunk_bytes is out of range");
+  check(heartbeat_ms >= 10 && timeout_ms >= 10, "its deadlines are too short");
+}
+
+std::string Plan::describe_difference(const Plan& other) const {
+  const FlatLayout here(parameters, {}, int64_t{1} << 20, int64_t{1} << 20);
+  const FlatLayout there(other.parameters, {}, int64_t{1} << 20, int64_t{1} << 20);
+  const std::string layouts = FlatLayout::describe_difference(here, there);
+  if (!layouts.empty()) return layouts;
+  if (group_of != other.group_of || groups.index() != other.groups.index()) {
+    return "the optimizers or their parameter groups differ";
+  }
+  if (servers != other.servers || staleness != other.staleness || chunk_bytes != other.chunk_bytes) {
+    return "the lists of servers, the staleness or the chunk sizes differ";
+  }
+  return "";
+}
+
+std::vector<Chunk> cut_chunks(const Plan& plan) {
+  const auto bytes_of = [&](size_t p) {
+    return static_cast<int64_t>(c10::elementSize(accumulation_dtype(plan.parameters[p].dtype)));
+  };
+  int64_t total = 0;
+  for (size_t p = 0; p < plan.parameters.size(); ++p) total += numel_of(plan.parameters[p]) * bytes_of(p);
+  const auto servers = static_cast<int64_t>(plan.servers);
+  const auto end_of = [&](int64_t server) {
+    return total / servers * (server + 1) + total % servers * (server + 1) / servers;
+  };
+
+  std::vector<Chunk> chunks;
+  Cutter cutter(plan, chunks);
+  int64_t server = 0;
+  int64_t position = 0;  // in bytes
+  for (size_t p = 0; p < plan.parameters.size(); ++p) {
+    const int64_t numel = numel_of(plan.parameters[p]);
+    const int64_t size = bytes_of(p);
+    int64_t begin = 0;
+    while (begin < numel) {
+      int64_t end = numel;
+      if (server + 1 < servers) {
+        // The tile's edge that is nearest to where the share ends.
+        const int64_t wanted = (end_of(server) - position) / size;
+        end = std::min(numel, (std::max<int64_t>(wanted, 0) + kTile / 2) / kTile * kTile);
+      }
+      if (end > begin) cutter.add(static_cast<int>(server), static_cast<int>(p), {begin, end - begin});
+      if (end < numel) ++server;
+      begin = std::max(begin, end);
+    }
+    position += numel * size;
+  }
+  return chunks;
+}
+
+}  // namespace muster::server

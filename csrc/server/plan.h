@@ -1,0 +1,72 @@
+// What the servers of a job hold: given by the chief, equal everywhere, so that every process cuts the parameters into
+// the same chunks.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/flat_layout.h"
+#include "core/ownership.h"
+#include "optimizer/flat_groups.h"
+
+namespace muster::server {
+
+inline constexpr size_t kMaxParameters = size_t{1} << 20;
+inline constexpr size_t kMaxNameBytes = 4096;
+inline constexpr size_t kMaxDims = 64;
+inline constexpr size_t kMaxGroups = 4096;
+inline constexpr uint32_t kMaxServers = 256;
+inline constexpr uint32_t kMaxWorkers = 1024;
+inline constexpr uint64_t kMinChunkBytes = uint64_t{32} << 10;
+inline constexpr uint64_t kMaxChunkBytes = uint64_t{8} << 20;
+inline constexpr uint32_t kAnyStaleness = 0xffffffff;
+
+/// A value.
+struct Plan {
+  std::vector<ParameterSpec> parameters;  ///< in registration order
+  std::vector<uint32_t> group_of;         ///< by parameter
+  FlatGroups groups;                      ///< the optimizer and its hyperparameters by group
+  uint32_t servers = 1;
+  uint32_t workers = 1;                      ///< that start the job
+  uint32_t staleness = 0;                    ///< 0: synchronous; kAnyStaleness: asynchronous
+  uint64_t chunk_bytes = uint64_t{2} << 20;  ///< of a chunk's gradients, at most
+  uint32_t heartbeat_ms = 5'000;             ///< after so long without a sign of life a worker is dead
+  uint32_t timeout_ms = 600'000;             ///< that a live worker may be late
+
+  bool is_synchronous() const noexcept { return staleness == 0; }
+
+  /// Throws InvalidArgument naming what is out of range: names that repeat, sizes that overflow, dtypes that no flat
+  /// optimizer steps, groups that are missing, bounds above.
+  void validate() const;
+
+  /// The first difference to another process's plan in words, or an empty string. Hyperparameters may differ.
+  std::string describe_difference(const Plan& other) const;
+};
+
+/// A run of one parameter within a chunk.
+struct Piece {
+  int parameter = 0;
+  Run run;             ///< begins at a multiple of kernels::kTile
+  int64_t offset = 0;  ///< of its first element in the chunk; a multiple of 64 bytes of gradients
+};
+
+/// What travels and is stepped at once: runs of neighbouring parameters in registration order, of one dtype. A value.
+struct Chunk {
+  int server = 0;
+  c10::ScalarType dtype = c10::ScalarType::Float;     ///< of the parameters
+  c10::ScalarType gradient = c10::ScalarType::Float;  ///< accumulation dtype
+  std::vector<Piece> pieces;
+  int64_t numel = 0;  ///< with the gaps that align pieces
+
+  int64_t gradient_bytes() const noexcept { return numel * static_cast<int64_t>(c10::elementSize(gradient)); }
+  int64_t parameter_bytes() const noexcept { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
+};
+
+/// All parameters laid end to end in registration order, cut into one contiguous shard a server, equal in bytes up to
+/// a tile, and each shard into chunks, in order. Every element is in one chunk. A server whose share is empty has none.
+std::vector<Chunk> cut_chunks(const Plan& plan);
+
+}  // namespace muster::server

@@ -1,0 +1,235 @@
+#include "server/quorum.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "kernels/kernels.h"
+
+namespace muster::server {
+
+namespace {
+
+std::string name_of(uint32_t rank) { return "worker " + std::to_string(rank); }
+
+uint64_t microseconds_of_wall_clock() {
+  using std::chrono::duration_cast;
+  using std::chrono::microseconds;
+  return static_cast<uint64_t>(
+      duration_cast<microseconds>(std::chrono::system_clock::now().time_since_epoch()).count());
+}
+
+}  // namespace
+
+void Quorum::configure(const Rules& rules, Time now) {
+  rules_ = rules;
+  for (uint32_t rank = 0; rank < rules.workers; ++rank) {
+    auto& member = members_[rank];
+    member.live = true;
+    member.seen = now;
+  }
+}
+
+uint64_t Quorum::greet(uint32_t rank, uint64_t incarnation, Time now) {
+  if (rank >= kMaxWorkers) throw InvalidArgument(name_of(rank) + " is out of range; ranks count from 0");
+  const auto found = members_.find(rank);
+  if (found == members_.end()) {
+    if (incarnation == 0) incarnation = microseconds_of_wall_clock();
+    auto& member = members_[rank];
+    member.incarnation = incarnation;
+    member.seen = now;
+    return incarnation;
+  }
+  auto& member = found->second;
+  if (incarnation == 0) incarnation = std::max(member.incarnation + 1, microseconds_of_wall_clock());
+  if (incarnation > member.incarnation) {
+    const bool is_awaited = member.live && !member.joined;
+    member = Member{};
+    member.incarnation = incarnation;
+    member.live = is_awaited;
+    member.seen = now;
+    try_to_decide();
+  } else {
+    touch(rank, incarnation, now);
+  }
+  return incarnation;
+}
+
+Quorum::Member& Quorum::known(uint32_t rank, uint64_t incarnation) {
+  const auto found = members_.find(rank);
+  if (found == members_.end() || found->second.incarnation != incarnation || found->second.dead) {
+    throw Fenced(name_of(rank) + " (incarnation " + std::to_string(incarnation) +
+                 ") was replaced by another, or was silent for longer than the heartbeat deadline; what it computes "
+                 "no longer counts. Join again");
+  }
+  return found->second;
+}
+
+void Quorum::join(uint32_t rank, uint64_t incarnation, uint64_t step, Time now) {
+  auto& member = known(rank, incarnation);
+  member.seen = now;
+  if (member.joined) return;
+  member.joined = member.live = true;
+  member.joined_at = member.clock = step;
+}
+
+uint64_t Quorum::step_of_joiner() const { return rules_.staleness == 0 ? decided_.step : slowest(); }
+
+uint64_t Quorum::slowest() const {
+  uint64_t slowest = std::numeric_limits<uint64_t>::max();
+  for (const auto& [rank, member] : members_) {
+    if (member.live) slowest = std::min(slowest, member.clock);
+  }
+  return slowest == std::numeric_limits<uint64_t>::max() ? decided_.step : slowest;
+}
+
+void Quorum::touch(uint32_t rank, uint64_t incarnation, Time now) { known(rank, incarnation).seen = now; }
+
+void Quorum::leave(uint32_t rank, uint64_t incarnation) {
+  auto& member = known(rank, incarnation);
+  member.live = false;
+  member.dead = true;
+  member.numbers.reset();
+  try_to_decide();
+}
+
+std::vector<uint32_t> Quorum::expire(Time now) {
+  std::vector<uint32_t> expired;
+  for (auto& [rank, member] : members_) {
+    if (!member.live || now - member.seen <= (member.joined ? rules_.heartbeat : rules_.timeout)) continue;
+    member.live = false;
+    member.dead = true;
+    member.numbers.reset();
+    expired.push_back(rank);
+  }
+  if (!expired.empty()) try_to_decide();
+  return expired;
+}
+
+std::vector<uint32_t> Quorum::live() const {
+  std::vector<uint32_t> ranks;
+  for (const auto& [rank, member] : members_) {
+    if (member.live) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+bool Quorum::may_push(uint32_t rank, uint64_t step) const {
+  const auto found = members_.find(rank);
+  return found != members_.end() && found->second.live && (!found->second.joined || found->second.joined_at < step);
+}
+
+std::vector<uint32_t> Quorum::pushers(uint64_t step) const {
+  std::vector<uint32_t> ranks = live();
+  std::erase_if(ranks, [&](uint32_t rank) { return !may_push(rank, step); });
+  return ranks;
+}
+
+void Quorum::commit(uint32_t rank, uint64_t incarnation, const Commit& commit) {
+  auto& member = known(rank, incarnation);
+  if (!member.joined) throw InvalidArgument(name_of(rank) + " commits a step before it has joined");
+  if (rules_.staleness != 0) {
+    member.clock = std::max(member.clock, commit.step);
+    return;
+  }
+  if (commit.step == decided_.step && commit.step > 0) return;
+  if (commit.step < decided_.step) {
+    throw InvalidArgument(name_of(rank) + " commits step " + std::to_string(commit.step) + ", but step " +
+                          std::to_string(decided_.step) + " was decided; join again");
+  }
+  for (const auto& [other, theirs] : members_) {
+    if (!theirs.numbers || theirs.numbers->size() == commit.numbers.size()) continue;
+    throw LayoutMismatch(name_of(rank) + " commits " + std::to_string(commit.numbers.size()) + " numbers, " +
+                         name_of(other) + " " + std::to_string(theirs.numbers->size()) +
+                         "; run the same program on all workers");
+  }
+  member.clock = commit.step;
+  member.numbers = commit.numbers;
+  try_to_decide();
+}
+
+// Once every live member has committed one and the same step.
+void Quorum::try_to_decide() {
+  if (rules_.staleness != 0) return;
+  std::vector<const void*> sources;
+  Decision decision;
+  size_t count = 0;
+  for (const auto& [rank, member] : members_) {
+    if (!member.live) continue;
+    if (!member.numbers || (!decision.members.empty() && member.clock != decision.step)) return;
+    decision.step = member.clock;
+    decision.members.push_back(rank);
+    count = member.numbers->size();
+    sources.resize(rank + 1);
+    sources[rank] = member.numbers->data();
+  }
+  if (decision.members.empty()) return;
+  decision.next_members = decision.members;
+  decision.numbers.resize(count);
+  void* destination = decision.numbers.data();
+  kernels::tree_reduce(kernels::DType::f64, kernels::Reduction::sum, sources.data(), static_cast<int>(sources.size()),
+                       &destination, 1, count);
+  decided_ = std::move(decision);
+  for (auto& [rank, member] : members_) member.numbers.reset();
+}
+
+std::optional<Decision> Quorum::decision(uint32_t rank, uint64_t step) const {
+  if (rules_.staleness == 0) {
+    if (decided_.step != step) return std::nullopt;
+    return decided_;
+  }
+  if (rules_.staleness != kAnyStaleness && step > slowest() + rules_.staleness) return std::nullopt;
+  return Decision{step, {rank}, live(), {}};
+}
+
+std::string Quorum::missing(uint64_t step) const {
+  std::string names;
+  for (const auto& [rank, member] : members_) {
+    if (!member.live || (member.clock >= step && member.joined)) continue;
+    names += (names.empty() ? "" : ", ") + name_of(rank);
+  }
+  return names;
+}
+
+void Quorum::recall(const Decision& decision) {
+  if (rules_.staleness != 0 || decision.step <= decided_.step) return;
+  decided_ = decision;
+  for (auto& [rank, member] : members_) {
+    if (member.clock <= decided_.step) member.numbers.reset();
+  }
+}
+
+Quorum::Record Quorum::record() const {
+  Record record;
+  record.decision = decided_;
+  for (const auto& [rank, member] : members_) {
+    if (!member.joined) continue;
+    record.ranks.push_back(rank);
+    record.incarnations.push_back(member.incarnation);
+    record.joined_at.push_back(member.joined_at);
+    record.clocks.push_back(member.clock);
+    record.live.push_back(member.live ? 1 : 0);
+  }
+  return record;
+}
+
+void Quorum::restore(const Record& record, Time now) {
+  const size_t count = record.ranks.size();
+  if (record.incarnations.size() != count || record.joined_at.size() != count || record.clocks.size() != count ||
+      record.live.size() != count) {
+    throw CheckpointError("a snapshot's list of workers is damaged; use an older snapshot");
+  }
+  members_.clear();
+  decided_ = record.decision;
+  for (size_t i = 0; i < count; ++i) {
+    auto& member = members_[record.ranks[i]];
+    member.incarnation = record.incarnations[i];
+    member.joined_at = record.joined_at[i];
+    member.clock = record.clocks[i];
+    member.live = record.live[i] != 0;
+    member.dead = !member.live;
+    member.joined = true;
+    member.seen = now;
+  }
+}
+
+}  // namespace muster::server

@@ -1,0 +1,114 @@
+// Who takes part in a job, and when a step may go on. Logic alone: time is an argument.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "server/protocol.h"
+
+namespace muster::server {
+
+/// Every server knows the members; commits and decisions are server 0's business. Externally synchronised.
+class Quorum {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+  using Milliseconds = std::chrono::milliseconds;
+
+  struct Rules {
+    uint32_t workers = 1;  ///< ranks below are awaited from the beginning
+    uint32_t staleness = 0;
+    Milliseconds heartbeat{5'000};
+    Milliseconds timeout{600'000};  ///< for awaited ranks that were never seen
+  };
+
+  /// Nobody is awaited before configure().
+  Quorum() = default;
+  void configure(const Rules& rules, Time now);
+
+  /// The incarnation of a connection of `rank`; for `incarnation` 0 one that is greater than all before (and than those
+  /// that a clock gave before a restart). A greater one fences the old: its commit is forgotten. Throws Fenced for one
+  /// that was replaced or declared dead.
+  uint64_t greet(uint32_t rank, uint64_t incarnation, Time now);
+
+  /// Makes it a member whose first step is `step` + 1; at server 0 `step` is what `first_step` says.
+  void join(uint32_t rank, uint64_t incarnation, uint64_t step, Time now);
+  /// The step after which a worker that joins comes in: the last decided one; where steps are not decided together, the
+  /// slowest member's.
+  uint64_t step_of_joiner() const;
+
+  /// Throws Fenced as greet does.
+  void check(uint32_t rank, uint64_t incarnation) { known(rank, incarnation); }
+
+  /// A sign of life. Throws Fenced as greet does.
+  void touch(uint32_t rank, uint64_t incarnation, Time now);
+  void leave(uint32_t rank, uint64_t incarnation);
+  /// Declares dead who was silent for too long; returns their ranks.
+  std::vector<uint32_t> expire(Time now);
+
+  /// Live ranks, ascending, awaited ones included.
+  std::vector<uint32_t> live() const;
+  /// The last step that all live members have committed.
+  uint64_t slowest() const;
+  /// Live ranks that may push `step`.
+  std::vector<uint32_t> pushers(uint64_t step) const;
+  bool may_push(uint32_t rank, uint64_t step) const;
+
+  /// Repeating a commit changes nothing. Throws InvalidArgument for a step that is past, LayoutMismatch where members
+  /// commit different counts of numbers.
+  void commit(uint32_t rank, uint64_t incarnation, const Commit& commit);
+  /// What the worker's commit waits for, once it is known.
+  std::optional<Decision> decision(uint32_t rank, uint64_t step) const;
+  /// Who the commit still waits for, in words.
+  std::string missing(uint64_t step) const;
+
+  /// What a member remembers of a decision that this server may have forgotten.
+  void recall(const Decision& decision);
+  const Decision& last_decision() const noexcept { return decided_; }
+
+  /// Members and clocks, for a snapshot; and back: members then have a heartbeat's time to show up.
+  struct Record {
+    std::vector<uint32_t> ranks;
+    std::vector<uint64_t> incarnations;
+    std::vector<uint64_t> joined_at;
+    std::vector<uint64_t> clocks;
+    std::vector<uint8_t> live;
+    Decision decision;
+
+    template <class M, class W>
+    static void visit(M& m, W& w) {
+      w.numbers(m.ranks, kMaxWorkers);
+      w.numbers(m.incarnations, kMaxWorkers);
+      w.numbers(m.joined_at, kMaxWorkers);
+      w.numbers(m.clocks, kMaxWorkers);
+      w.numbers(m.live, kMaxWorkers);
+      Decision::visit(m.decision, w);
+    }
+  };
+  Record record() const;
+  void restore(const Record& record, Time now);
+
+ private:
+  struct Member {
+    uint64_t incarnation = 0;
+    uint64_t joined_at = 0;
+    uint64_t clock = 0;  // the last step that is committed
+    Time seen{};
+    bool live = false;
+    bool joined = false;                         // else awaited
+    bool dead = false;                           // this incarnation was declared dead, or left
+    std::optional<std::vector<double>> numbers;  // of the commit of step `clock`, undecided
+  };
+
+  Member& known(uint32_t rank, uint64_t incarnation);
+  void try_to_decide();
+
+  Rules rules_;
+  std::map<uint32_t, Member> members_;
+  Decision decided_;
+};
+
+}  // namespace muster::server

@@ -1,0 +1,251 @@
+// What a server answers.
+#include <algorithm>
+#include <utility>
+
+#include "core/log.h"
+#include "server/session.h"
+
+namespace muster::server {
+
+namespace {
+
+std::string goes_on(uint32_t rank, uint64_t step, uint64_t slowest) {
+  return "worker " + std::to_string(rank) + " goes on after step " + std::to_string(step) +
+         ", the slowest live worker has completed " + std::to_string(slowest);
+}
+
+}  // namespace
+
+Quorum::Rules ParameterServer::rules_of(const Plan& plan) {
+  return {plan.workers, plan.staleness, std::chrono::milliseconds(plan.heartbeat_ms),
+          std::chrono::milliseconds(plan.timeout_ms)};
+}
+
+void ParameterServer::answer(Session& session, net::Frame& frame) {
+  {
+    const Lock lock(mutex_);
+    ++stats_.requests;
+    if (session.is_known) quorum_.touch(session.rank, session.incarnation, Clock::now());
+  }
+  if (frame.type == Hello::kType) return greet(session, decode<Hello>(frame.message));
+  if (!session.is_known) throw InvalidArgument("a connection begins with Hello");
+  if (frame.type == Configure::kType) return configure(session, decode<Configure>(frame.message));
+  const auto shard = this->shard();
+  if (!shard) throw InvalidArgument("this server was not configured; the chief does that first");
+  const auto deadline = Clock::now() + std::chrono::milliseconds(shard->plan().timeout_ms);
+  switch (frame.type) {
+    case Write::kType: {
+      const auto request = decode<Write>(frame.message);
+      shard->write(request.chunk, request.part, frame.payload);
+      return reply(session, Done{});
+    }
+    case Read::kType:
+      return read(session, *shard, decode<Read>(frame.message), deadline);
+    case Start::kType:
+      decode<Start>(frame.message);
+      return start(session);
+    case Join::kType:
+      return join(session, decode<Join>(frame.message), deadline);
+    case Push::kType:
+      return hold(session, *shard, decode<Push>(frame.message), frame);
+    case Commit::kType:
+      return commit(session, decode<Commit>(frame.message), deadline);
+    case Decision::kType:
+      return recall(session, decode<Decision>(frame.message));
+    case Sum::kType: {
+      const auto request = decode<Sum>(frame.message);
+      check_members(request.members);
+      return reply(session, Partials{shard->sum(request.step, request.members, deadline)});
+    }
+    case Apply::kType: {
+      const auto request = decode<Apply>(frame.message);
+      check_members(request.members);
+      shard->apply(session.rank, session.incarnation, request, deadline);
+      return reply(session, Applied{request.step, durable(session, *shard)});
+    }
+    case Beat::kType:
+      return beat(session, *shard, decode<Beat>(frame.message));
+    case Recall::kType:
+      decode<Recall>(frame.message);
+      return reply(session, Recalled{shard->steps(session.rank, session.incarnation)});
+    case Leave::kType:
+      decode<Leave>(frame.message);
+      return leave(session, *shard);
+    default:
+      throw InvalidArgument("a message of unknown type " + std::to_string(frame.type) +
+                            " arrived; run one version of Muster on all workers and servers");
+  }
+}
+
+void ParameterServer::check_members(const std::vector<uint32_t>& members) {
+  const bool is_valid = !members.empty() && std::is_sorted(members.begin(), members.end()) &&
+                        std::adjacent_find(members.begin(), members.end()) == members.end() &&
+                        members.back() < kMaxWorkers;
+  if (!is_valid) throw InvalidArgument("a step's members are not ascending ranks");
+}
+
+void ParameterServer::greet(Session& session, const Hello& hello) {
+  Welcome welcome{life_, 0};
+  {
+    const Lock lock(mutex_);
+    welcome.incarnation = quorum_.greet(hello.rank, hello.incarnation, Clock::now());
+    session.rank = hello.rank;
+    session.lane = hello.lane;
+    session.incarnation = welcome.incarnation;
+    session.is_known = true;
+    for (const auto& other : sessions_) {
+      if (other.get() == &session || !other->is_known || other->rank != session.rank) continue;
+      if (other->lane == session.lane || other->incarnation < session.incarnation) other->channel->close();
+    }
+    changed_.notify_all();
+  }
+  if (const auto shard = this->shard()) shard->wake();
+  reply(session, welcome);
+}
+
+void ParameterServer::configure(Session& session, const Configure& request) {
+  request.plan.validate();
+  if (request.server >= request.plan.servers) throw InvalidArgument("a server's index is not below their number");
+  Configured configured;
+  {
+    const Lock lock(mutex_);
+    if (!shard_) {
+      index_ = request.server;
+      shard_ = std::make_shared<Shard>(request.plan, index_,
+                                       [this](uint32_t rank, uint64_t step) { return may_push(rank, step); });
+      quorum_.configure(rules_of(request.plan), Clock::now());
+    } else if (const std::string difference = shard_->plan().describe_difference(request.plan); !difference.empty()) {
+      throw LayoutMismatch(
+          "worker " + std::to_string(session.rank) +
+          " trains another model than the parameter server holds (there: the worker's): " + difference);
+    } else if (request.server != index_) {
+      throw InvalidArgument("this is server " + std::to_string(index_) + ", not " + std::to_string(request.server) +
+                            "; give all workers the servers in one order");
+    }
+    configured.started = started_;
+  }
+  reply(session, configured);
+}
+
+void ParameterServer::start(Session& session) {
+  {
+    const Lock lock(mutex_);
+    started_ = true;
+    changed_.notify_all();
+  }
+  reply(session, Done{});
+}
+
+void ParameterServer::recall(Session& session, const Decision& decision) {
+  {
+    const Lock lock(mutex_);
+    quorum_.recall(decision);
+    changed_.notify_all();
+  }
+  reply(session, Done{});
+}
+
+bool ParameterServer::may_push(uint32_t rank, uint64_t step) const {
+  const Lock lock(mutex_);
+  return quorum_.may_push(rank, step);
+}
+
+void ParameterServer::join(Session& session, const Join& request, Deadline deadline) {
+  Joined joined{request.step};
+  {
+    Lock lock(mutex_);
+    if (!changed_.wait_until(lock, deadline, [&] { return started_ || stopping_; })) {
+      throw Timeout("the chief did not send the initial values in time; look at its log");
+    }
+    if (stopping_) throw CommError("the parameter server ends; start it again, or end the job");
+    if (index_ == 0) joined.step = quorum_.step_of_joiner();
+    quorum_.join(session.rank, session.incarnation, joined.step, Clock::now());
+    had_members_ = true;
+  }
+  reply(session, joined);
+}
+
+void ParameterServer::read(Session& session, Shard& shard, const Read& request, Deadline deadline) {
+  Values values{request.chunk, 0};
+  net::Bytes payload;
+  shard.read(request.chunk, request.part, request.at_least, deadline, [&](Bytes own, uint64_t steps) {
+    values.steps = steps;
+    std::byte* to = request.shares ? session.channel->reach(request.place, own.size()) : nullptr;
+    if (request.shares && to == nullptr) throw InvalidArgument("values were asked to go to memory that is not shared");
+    if (to == nullptr) {
+      session.copy.resize(own.size());
+      to = session.copy.data();
+    }
+    std::copy(own.begin(), own.end(), to);
+    payload = {to, own.size()};
+  });
+  reply(session, values, {&payload, 1});
+}
+
+void ParameterServer::hold(Session& session, Shard& shard, const Push& request, net::Frame& frame) {
+  const bool is_fresh = shard.hold(session.rank, session.incarnation, request, frame.payload, std::move(frame.owner));
+  std::vector<uint32_t> pushers;
+  {
+    const Lock lock(mutex_);
+    ++(is_fresh ? stats_.pushes : stats_.duplicates);
+    if (is_fresh && shard.plan().is_synchronous()) pushers = quorum_.pushers(request.step);
+  }
+  reply(session, Pushed{request.step, request.chunk, is_fresh});
+  if (!pushers.empty()) shard.sum_early(request.chunk, request.step, pushers);
+}
+
+void ParameterServer::commit(Session& session, const Commit& request, Deadline deadline) {
+  Decision decision;
+  uint64_t slowest = 0;
+  {
+    Lock lock(mutex_);
+    quorum_.commit(session.rank, session.incarnation, request);
+    changed_.notify_all();
+    for (;;) {
+      if (stopping_) throw CommError("the parameter server ends; start it again, or end the job");
+      quorum_.check(session.rank, session.incarnation);
+      if (auto known = quorum_.decision(session.rank, request.step)) {
+        decision = std::move(*known);
+        break;
+      }
+      if (changed_.wait_until(lock, deadline) == std::cv_status::timeout &&
+          !quorum_.decision(session.rank, request.step)) {
+        throw Timeout("step " + std::to_string(request.step) + " waits for " + quorum_.missing(request.step) +
+                      "; look at their logs, and raise timeout if they are slow");
+      }
+    }
+    slowest = quorum_.slowest();
+  }
+  log(LogLevel::debug, goes_on(session.rank, request.step, slowest));
+  reply(session, decision);
+}
+
+void ParameterServer::beat(Session& session, const Shard& shard, const Beat& request) {
+  if (request.wants_snapshot) {
+    const Lock lock(snapshot_mutex_);
+    snapshot_wanted_ = true;
+    snapshot_changed_.notify_all();
+  }
+  reply(session, Beaten{durable(session, shard)});
+}
+
+void ParameterServer::leave(Session& session, Shard& shard) {
+  {
+    const Lock lock(mutex_);
+    quorum_.leave(session.rank, session.incarnation);
+    changed_.notify_all();
+  }
+  shard.wake();
+  session.leaves = true;
+  reply(session, Done{});
+}
+
+uint64_t ParameterServer::durable(const Session& session, const Shard& shard) const {
+  if (config_.snapshots.empty()) return shard.least_step(session.rank, session.incarnation);
+  const Lock lock(snapshot_mutex_);
+  if (shard.plan().is_synchronous()) return durable_step_;
+  const auto found = durable_.find(session.rank);
+  return found != durable_.end() && found->second.first == session.incarnation ? found->second.second : 0;
+}
+
+}  // namespace muster::server

@@ -1,0 +1,357 @@
+#include "server/server.h"
+
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <mutex>
+#include <thread>
+
+#include "core/log.h"
+#include "cpp/catch.h"
+#include "kernels/kernels.h"
+#include "muster/error.h"
+#include "server/client.h"
+#include "support/run_ranks.h"
+#include "support/servers.h"
+
+using namespace muster;
+using namespace muster::server;
+using testing::Servers;
+using testing::small_plan;
+using testing::Worker;
+
+namespace {
+
+std::vector<kernels::AdamGroup> adam(bool decoupled, bool amsgrad) {
+  kernels::AdamGroup group{.lr = 0.01,
+                           .beta1 = 0.9,
+                           .beta2 = 0.999,
+                           .eps = 1e-8,
+                           .weight_decay = 0.01,
+                           .decoupled = decoupled,
+                           .amsgrad = amsgrad,
+                           .maximize = false};
+  auto other = group;
+  other.lr = 0.05;
+  return {group, other};
+}
+
+std::vector<kernels::SgdGroup> sgd() {
+  const kernels::SgdGroup group{
+      .lr = 0.1, .momentum = 0.9, .dampening = 0, .weight_decay = 0.001, .nesterov = true, .maximize = false};
+  return {group,
+          {.lr = 0.2, .momentum = 0.9, .dampening = 0.1, .weight_decay = 0, .nesterov = false, .maximize = true}};
+}
+
+std::vector<kernels::AdagradGroup> adagrad() {
+  return {{.lr = 0.1, .lr_decay = 0.01, .eps = 1e-10, .weight_decay = 0.01, .maximize = false},
+          {.lr = 0.2, .lr_decay = 0, .eps = 1e-10, .weight_decay = 0, .maximize = false}};
+}
+
+ClientConfig config_of(const std::vector<std::string>& names, uint32_t rank, const Plan& plan, bool shares = true) {
+  ClientConfig config;
+  config.servers = names;
+  config.rank = rank;
+  config.plan = plan;
+  config.shares_memory = shares;
+  config.log_bytes = 0;
+  return config;
+}
+
+// Plain descent, of which each update is known: parameters lose lr * gradient.
+FlatGroups plain() {
+  const kernels::SgdGroup group{
+      .lr = 1, .momentum = 0, .dampening = 0, .weight_decay = 0, .nesterov = false, .maximize = false};
+  return std::vector<kernels::SgdGroup>{group, group};
+}
+
+}  // namespace
+
+TEST_CASE("synchronous steps equal those of replicas, bit for bit", "[server]") {
+  const std::vector<FlatGroups> optimizers{adam(true, false), adam(false, true), sgd(), adagrad()};
+  for (const auto& groups : optimizers) {
+    for (const uint32_t servers : {1U, 2U, 3U}) {
+      for (const uint32_t workers : {1U, 3U}) {
+        const uint64_t steps = 5;
+        const Plan plan = small_plan(servers, workers, groups);
+        const Servers running(testing::server_names(servers));
+        double norm = 0;
+        const auto expected = testing::reference(plan, workers, steps, 0.5, 6, &norm);
+        const std::string failures = testing::run_threads(static_cast<int>(workers), [&](int rank) {
+          Worker worker(config_of(running.names, static_cast<uint32_t>(rank), plan, (servers + workers) % 2 == 0));
+          worker.skipped_parameter = 6;
+          MUSTER_CHECK(worker.join() == 0);
+          for (uint64_t step = 1; step <= steps; ++step) worker.step(step, 0.5);
+          MUSTER_CHECK(worker.norm == norm);
+          MUSTER_CHECK(testing::bit_equal(worker.parameters(steps), expected));
+          worker.client.leave();
+        });
+        CAPTURE(groups.index(), servers, workers);
+        CHECK(failures == "");
+        for (const auto& server : running.running) {
+          CHECK(server->is_deserted());
+          CHECK(server->stats().held_bytes == 0);
+          CHECK(server->stats().duplicates == 0);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("steps equal those of replicas after fifty of them", "[server][long]") {
+  const Plan plan = small_plan(3, 4, adam(true, false));
+  const Servers running(testing::server_names(3));
+  const auto expected = testing::reference(plan, 4, 50, 1.0);
+  const std::string failures = testing::run_threads(4, [&](int rank) {
+    Worker worker(config_of(running.names, static_cast<uint32_t>(rank), plan));
+    worker.join();
+    for (uint64_t step = 1; step <= 50; ++step) worker.step(step, 1.0);
+    MUSTER_CHECK(testing::bit_equal(worker.parameters(50), expected));
+  });
+  CHECK(failures == "");
+}
+
+TEST_CASE("a changed learning rate reaches the servers; what is not finite changes nothing", "[server]") {
+  const Plan plan = small_plan(1, 1, sgd());
+  const Servers running(testing::server_names(1));
+  Worker worker(config_of(running.names, 0, plan));
+  worker.join();
+  worker.step(1);
+  const auto before = worker.parameters(1);
+
+  worker.push(2);
+  worker.client.flush();
+  Apply skipped;
+  skipped.step = 2;
+  skipped.members = worker.client.commit(2, {1}).members;
+  skipped.groups = plan.groups;
+  skipped.scalars.finite = 0;
+  worker.client.apply(skipped);
+  CHECK(testing::bit_equal(worker.parameters(2), before));
+
+  Plan slower = plan;
+  for (auto& group : std::get<1>(slower.groups)) group.lr = 0;
+  worker.step(3, 0, &slower.groups);
+  CHECK(testing::bit_equal(worker.parameters(3), before));
+}
+
+TEST_CASE("optimizer state can be read and written", "[server]") {
+  const Plan plan = small_plan(2, 1, adam(true, false));
+  const Servers running(testing::server_names(2));
+  Worker worker(config_of(running.names, 0, plan));
+  worker.join();
+  for (uint64_t step = 1; step <= 3; ++step) worker.step(step);
+  auto& client = worker.client;
+
+  const Servers others(testing::server_names(2));
+  Worker copy(config_of(others.names, 0, plan));
+  for (const auto part : {Part::parameter, Part::state0, Part::state1, Part::state2, Part::master, Part::steps}) {
+    std::vector<std::byte*> to;
+    for (uint32_t c = 0; c < client.chunks().size(); ++c) to.push_back(client.allocate(client.part_bytes(c, part)));
+    const auto exists = client.read(part, 3, to);
+    for (uint32_t c = 0; c < client.chunks().size(); ++c) {
+      const bool is_low = client.chunks()[c].dtype == at::kBFloat16;
+      CHECK(exists[c] == (part != Part::state2 && (part != Part::master || is_low)));
+      if (exists[c]) copy.client.write(c, part, {to[c], client.part_bytes(c, part)});
+    }
+  }
+  copy.client.start();
+  CHECK(copy.join() == 0);
+  copy.shift = 3;
+  worker.step(4);
+  copy.step(1);
+  CHECK(testing::bit_equal(copy.parameters(1), worker.parameters(4)));
+}
+
+TEST_CASE("who trains another model is told where it differs", "[server]") {
+  const Plan plan = small_plan(1, 2, sgd());
+  const Servers running(testing::server_names(1));
+  const ServerClient client(config_of(running.names, 0, plan));
+  Plan other = plan;
+  other.parameters[6].sizes = {130};
+  const auto message =
+      testing::message_of<LayoutMismatch>([&] { const ServerClient second(config_of(running.names, 1, other)); });
+  CHECK(testing::contains(message, "bias"));
+}
+
+TEST_CASE("a dead worker leaves the quorum, a new one comes in at the current parameters", "[server]") {
+  Plan plan = small_plan(2, 3, plain());
+  plan.heartbeat_ms = 300;
+  const Servers running(testing::server_names(2));
+  const std::string failures = testing::run_processes(
+      4,
+      [&](int index) {
+        const auto rank = static_cast<uint32_t>(index == 3 ? 2 : index);
+        if (index == 3) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+        Worker worker(config_of(running.names, rank, plan));
+        uint64_t step = worker.join();
+        const bool is_first = step == 0;
+        MUSTER_CHECK(is_first == (index < 3));
+        double moved = 0;
+        while (step < 60) {
+          ++step;
+          if (index == 2 && step == 3) {
+            worker.push(step);  // of which nobody will hear more
+            ::kill(::getpid(), SIGKILL);
+          }
+          worker.step(step);
+          double gradient = 0, weight = 0;
+          for (const uint32_t member : worker.decision.members) {
+            gradient += testing::gradient_of(plan, 5, member, step)[77].item<double>();
+            weight += testing::weight_of(member);
+          }
+          moved += gradient / weight;
+          MUSTER_CHECK(step != 10 || !is_first || (worker.decision.members == std::vector<uint32_t>{0, 1}));
+          MUSTER_CHECK(step != 59 || (worker.decision.members == std::vector<uint32_t>{0, 1, 2}));
+          std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        }
+        const auto now = worker.parameters(60)[5][77].item<double>();
+        if (is_first) {
+          MUSTER_CHECK(std::abs(testing::initial_values(plan, 5)[77].item<double>() - moved - now) < 1e-9);
+        }
+        worker.client.leave();
+      },
+      {}, testing::Seconds(60));
+  CHECK(failures == "");
+}
+
+TEST_CASE("a push counts once, however often it is sent", "[server]") {
+  for (const uint32_t staleness : {0U, kAnyStaleness}) {
+    Plan plan = small_plan(1, 1, plain());
+    plan.staleness = staleness;
+    const Servers running(testing::server_names(1));
+    Worker worker(config_of(running.names, 0, plan));
+    worker.join();
+    worker.push(1);
+    worker.client.flush();
+    worker.push(1);
+    worker.client.flush();
+    CHECK(running.running[0]->stats().duplicates == worker.client.chunks().size());
+    Apply command;
+    command.step = 1;
+    command.members = {0};
+    command.groups = plan.groups;
+    worker.client.apply(command);
+    const auto once = worker.parameters(1);
+    worker.push(1);
+    worker.client.flush();
+    worker.client.apply(command);
+    CHECK(testing::bit_equal(worker.parameters(1), once));
+    const double moved = testing::initial_values(plan, 5)[77].item<double>() - once[5][77].item<double>();
+    CHECK(moved == Approx(testing::gradient_of(plan, 5, 0, 1)[77].item<double>()));
+  }
+}
+
+TEST_CASE("an incarnation that was replaced is fenced", "[server]") {
+  const Plan plan = small_plan(2, 1, sgd());
+  const Servers running(testing::server_names(2));
+  Worker first(config_of(running.names, 0, plan));
+  first.join();
+  first.step(1);
+  Worker second(config_of(running.names, 0, plan));
+  CHECK(second.client.is_started());
+  CHECK(second.join() == 1);
+  CHECK(second.client.incarnation() > first.client.incarnation());
+  CHECK_THROWS_AS(first.step(2), Fenced);
+  second.step(2);
+}
+
+TEST_CASE("nobody runs more than k steps ahead of the slowest", "[server]") {
+  constexpr uint64_t kSteps = 12;
+  for (const uint32_t staleness : {1U, 4U}) {
+    Plan plan = small_plan(1, 3, plain());
+    plan.staleness = staleness;
+    const Servers running(testing::server_names(1));
+    std::mutex mutex;
+    uint64_t furthest = 0;
+    set_log_sink([&](LogLevel, const std::string& text) {
+      unsigned rank = 0;
+      unsigned long step = 0, slowest = 0;
+      const auto at = text.find("worker ");
+      if (at == std::string::npos ||
+          std::sscanf(text.c_str() + at, "worker %u goes on after step %lu, the slowest live worker has completed %lu",
+                      &rank, &step, &slowest) != 3) {
+        return;
+      }
+      const std::lock_guard lock(mutex);
+      furthest = std::max<uint64_t>(furthest, step > slowest ? step - slowest : 0);
+    });
+    const std::string failures = testing::run_threads(3, [&](int rank) {
+      Worker worker(config_of(running.names, static_cast<uint32_t>(rank), plan));
+      worker.join();
+      for (uint64_t step = 1; step <= kSteps; ++step) {
+        if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(15));
+        worker.step_alone(step);
+      }
+      worker.client.leave();
+    });
+    set_log_sink({});
+    CHECK(failures == "");
+    CHECK(furthest <= staleness);
+    CHECK(furthest > 0);
+    Worker last(config_of(running.names, 7, plan));
+    last.join();
+    const auto values = last.parameters(0);
+    double moved = 0;
+    for (uint32_t rank = 0; rank < 3; ++rank) {
+      for (uint64_t step = 1; step <= kSteps; ++step) {
+        moved += testing::gradient_of(plan, 5, rank, step)[100].item<double>();
+      }
+    }
+    CHECK(testing::initial_values(plan, 5)[100].item<double>() - values[5][100].item<double>() == Approx(moved));
+  }
+}
+
+TEST_CASE("a server that stays away is PeerLost, by name, in time", "[server]") {
+  Plan plan = small_plan(2, 1, sgd());
+  plan.heartbeat_ms = 500;
+  Servers running(testing::server_names(2));
+  auto config = config_of(running.names, 0, plan);
+  config.patience = std::chrono::milliseconds(300);
+  Worker worker(config);
+  worker.join();
+  worker.step(1);
+  running.running[1].reset();
+  const auto began = std::chrono::steady_clock::now();
+  const auto message = testing::message_of<PeerLost>([&] { worker.step(2); });
+  CHECK(testing::contains(message, running.names[1]));
+  CHECK(std::chrono::steady_clock::now() - began < std::chrono::seconds(5));
+}
+
+TEST_CASE("a server serves on whatever somebody sends", "[server]") {
+  const Plan plan = small_plan(1, 1, plain());
+  const Servers running(testing::server_names(1));
+  Worker worker(config_of(running.names, 0, plan));
+  worker.join();
+  const auto in = [](int ms) { return std::chrono::steady_clock::now() + std::chrono::milliseconds(ms); };
+  const auto answer_to = [&](net::Channel& channel, uint16_t type, const std::string& message, Bytes payload = {}) {
+    channel.send(type, message, {&payload, 1}, in(5'000));
+    net::Frame frame;
+    MUSTER_CHECK(channel.receive(frame, in(5'000)));
+    return frame;
+  };
+  const auto channel = net::connect_on_host(running.names[0], nullptr, in(5'000));
+  CHECK(answer_to(*channel, Push::kType, encode(Push{1, 0})).type == Failure::kType);  // before Hello
+  CHECK(answer_to(*channel, 999, "").type == Failure::kType);
+  CHECK(answer_to(*channel, Hello::kType, encode(Hello{kMaxWorkers, 0, 0})).type == Failure::kType);
+  CHECK(answer_to(*channel, Hello::kType, encode(Hello{1, 0, 0})).type == Welcome::kType);
+  CHECK(answer_to(*channel, 999, "").type == Failure::kType);
+  CHECK(answer_to(*channel, Push::kType, "short").type == Failure::kType);
+  CHECK(answer_to(*channel, Push::kType, encode(Push{1, 0})).type == Failure::kType);  // no payload
+  CHECK(answer_to(*channel, Push::kType, encode(Push{1, 999})).type == Failure::kType);
+  CHECK(answer_to(*channel, Read::kType, encode(Read{0, static_cast<Part>(77), 0, false, 0})).type == Failure::kType);
+  CHECK(answer_to(*channel, Read::kType, encode(Read{0, Part::parameter, 0, true, 0})).type == Failure::kType);
+  CHECK(answer_to(*channel, Sum::kType, encode(Sum{1, {5, 4}})).type == Failure::kType);
+  CHECK(answer_to(*channel, Commit::kType, encode(Commit{1, {}})).type == Failure::kType);  // has not joined
+  Configure bad{0, plan};
+  bad.plan.parameters.clear();
+  CHECK(answer_to(*channel, Configure::kType, encode(bad)).type == Failure::kType);
+
+  const net::FileDescriptor raw = net::connect_to(running.names[0], SOCK_STREAM);
+  REQUIRE(::send(raw.get(), "this is no frame, and much longer than a header of one", 54, 0) == 54);
+  CHECK(net::wait_readable({raw.get()}, in(5'000)));  // it ends the connection
+  worker.step(1);
+  CHECK(testing::bit_equal(worker.parameters(1), testing::reference(plan, 1, 1)));
+}

@@ -1,0 +1,49 @@
+#include "server/wire.h"
+
+#include "cpp/catch.h"
+#include "server/protocol.h"
+#include "support/servers.h"
+
+using namespace muster;
+using namespace muster::server;
+
+TEST_CASE("messages read back as they were written", "[server]") {
+  Configure configure{
+      2,
+      testing::small_plan(3, 4, std::vector<kernels::AdamGroup>{{0.1, 0.9, 0.99, 1e-8, 0.5, true, false, true}, {}})};
+  const auto read = decode<Configure>(encode(configure));
+  CHECK(read.server == 2);
+  CHECK((read.plan.parameters == configure.plan.parameters));
+  CHECK(read.plan.group_of == configure.plan.group_of);
+  CHECK((read.plan.groups == configure.plan.groups));
+  CHECK(read.plan.chunk_bytes == configure.plan.chunk_bytes);
+  CHECK(read.plan.describe_difference(configure.plan).empty());
+
+  Apply apply;
+  apply.step = 7;
+  apply.members = {0, 3};
+  apply.scalars.norm = 0.5;
+  apply.scalars.finite = 0;
+  apply.groups = std::vector<kernels::SgdGroup>{{1, 0.9, 0, 0.1, true, false}};
+  apply.unused = {5};
+  const auto again = decode<Apply>(encode(apply));
+  CHECK(again.step == 7);
+  CHECK(again.members == apply.members);
+  CHECK((again.scalars == apply.scalars));
+  CHECK((again.groups == apply.groups));
+  CHECK(again.unused == apply.unused);
+}
+
+TEST_CASE("the bytes are those of the document", "[server]") {
+  CHECK(encode(Push{0x0102, 3}) == std::string("\x02\x01\0\0\0\0\0\0\x03\0\0\0", 12));
+  CHECK(encode(Failure{Failure::Kind::timeout, "ab"}) == std::string("\x03\x02\0\0\0ab", 7));
+  CHECK(encode(Sum{1, {9}}) == std::string("\x01\0\0\0\0\0\0\0\x01\0\0\0\x09\0\0\0", 16));
+}
+
+TEST_CASE("no message passes that is cut, too long, or counts too much", "[server]") {
+  const std::string whole = encode(Decision{4, {1, 2}, {1}, {0.5}});
+  for (size_t n = 0; n < whole.size(); ++n) CHECK_THROWS_AS(decode<Decision>(whole.substr(0, n)), CommError);
+  CHECK_THROWS_AS(decode<Decision>(whole + "x"), CommError);
+  CHECK_THROWS_AS(decode<Sum>(std::string("\x01\0\0\0\0\0\0\0\xff\xff\xff\xff", 12)), CommError);
+  CHECK_THROWS_AS(decode<Beat>(std::string("\x02", 1)), CommError);
+}

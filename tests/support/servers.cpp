@@ -1,0 +1,235 @@
+#include "support/servers.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/sin.h>
+#include <ATen/ops/zeros.h>
+
+#include <cstring>
+
+#include "comm/kernel_dtype.h"
+#include "net/unix_socket.h"
+#include "optimizer/flat_optimizer.h"
+#include "optimizer/gradient_norm.h"
+
+namespace muster::testing {
+
+using namespace server;
+
+namespace {
+
+constexpr size_t kTile = kernels::kTile;
+
+ParameterSpec spec(const std::string& name, std::vector<int64_t> sizes, at::ScalarType dtype = at::kFloat) {
+  ParameterSpec spec{name, std::move(sizes), {}, dtype};
+  int64_t stride = 1;
+  spec.strides.resize(spec.sizes.size());
+  for (size_t d = spec.sizes.size(); d-- > 0;) {
+    spec.strides[d] = stride;
+    stride *= std::max<int64_t>(spec.sizes[d], 1);
+  }
+  return spec;
+}
+
+int64_t numel_of(const ParameterSpec& spec) {
+  int64_t numel = 1;
+  for (const int64_t size : spec.sizes) numel *= size;
+  return numel;
+}
+
+std::byte* at_element(const at::Tensor& tensor, int64_t element) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
+}
+
+kernels::StepScalars plain_scalars() {
+  return {.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0};
+}
+
+// By parameter and tile, in registration order, without what nobody uses.
+std::vector<double> used_partials(const std::vector<Chunk>& chunks, const std::vector<double>& partials,
+                                  uint32_t skipped) {
+  std::vector<double> used;
+  size_t at = 0;
+  for (const auto& chunk : chunks) {
+    for (const auto& piece : chunk.pieces) {
+      const size_t tiles = kernels::num_tiles(static_cast<size_t>(piece.run.count));
+      if (piece.parameter != static_cast<int>(skipped)) {
+        used.insert(used.end(), partials.begin() + static_cast<ptrdiff_t>(at),
+                    partials.begin() + static_cast<ptrdiff_t>(at + tiles));
+      }
+      at += tiles;
+    }
+  }
+  return used;
+}
+
+}  // namespace
+
+Plan small_plan(uint32_t servers, uint32_t workers, const FlatGroups& groups) {
+  Plan plan;
+  plan.parameters = {spec("embed", {37, 11}), spec("hidden", {5, static_cast<int64_t>(3 * kTile) + 100}),
+                     spec("scale", {}),       spec("low", {static_cast<int64_t>(kTile) + 3}, at::kBFloat16),
+                     spec("none", {0, 4}),    spec("wide", {2 * static_cast<int64_t>(kTile)}, at::kDouble),
+                     spec("bias", {129})};
+  plan.group_of.resize(plan.parameters.size());
+  plan.group_of[2] = 1;
+  plan.groups = groups;
+  plan.servers = servers;
+  plan.workers = workers;
+  plan.chunk_bytes = kMinChunkBytes;
+  plan.timeout_ms = 60'000;
+  return plan;
+}
+
+std::vector<std::string> server_names(uint32_t servers) {
+  std::vector<std::string> names;
+  for (uint32_t s = 0; s < servers; ++s) names.push_back("muster-test-" + net::random_name());
+  return names;
+}
+
+at::Tensor initial_values(const Plan& plan, size_t p) {
+  const auto& spec = plan.parameters[p];
+  return at::sin(at::arange(numel_of(spec), at::kDouble) * 0.7 + static_cast<double>(p)).to(spec.dtype);
+}
+
+at::Tensor gradient_of(const Plan& plan, size_t p, uint32_t rank, uint64_t step) {
+  const auto& spec = plan.parameters[p];
+  const double phase = static_cast<double>(p) * 3 + static_cast<double>(rank) * 1.7 + static_cast<double>(step) * 0.3;
+  return (at::sin(at::arange(numel_of(spec), at::kDouble) * 1.3 + phase) * weight_of(rank))
+      .to(accumulation_dtype(spec.dtype));
+}
+
+double weight_of(uint32_t rank) { return 3.0 + rank; }
+
+Worker::Worker(ClientConfig config) : plan(config.plan), rank(config.rank), client(std::move(config)) {
+  for (uint32_t c = 0; c < client.chunks().size(); ++c) {
+    landing_.push_back(client.allocate(client.part_bytes(c, Part::parameter)));
+  }
+}
+
+uint64_t Worker::join() {
+  if (rank == 0 && !client.is_started()) {
+    for (uint32_t c = 0; c < client.chunks().size(); ++c) {
+      const auto& chunk = client.chunks()[c];
+      const auto values = at::zeros({chunk.numel}, chunk.dtype);
+      for (const auto& piece : chunk.pieces) {
+        const auto initial = initial_values(plan, static_cast<size_t>(piece.parameter));
+        values.narrow(0, piece.offset, piece.run.count).copy_(initial.narrow(0, piece.run.begin, piece.run.count));
+      }
+      client.write(c, Part::parameter, {at_element(values, 0), values.nbytes()});
+    }
+    client.start();
+  }
+  return client.join();
+}
+
+void Worker::push(uint64_t step) {
+  std::vector<at::Tensor> gradients;
+  for (size_t p = 0; p < plan.parameters.size(); ++p) gradients.push_back(gradient_of(plan, p, rank, step + shift));
+  static constexpr std::byte kGap[64]{};
+  for (uint32_t c = 0; c < client.chunks().size(); ++c) {
+    const auto& chunk = client.chunks()[c];
+    const auto size = static_cast<int64_t>(c10::elementSize(chunk.gradient));
+    std::vector<Bytes> pieces;
+    int64_t end = 0;
+    for (const auto& piece : chunk.pieces) {
+      if (piece.offset > end) pieces.emplace_back(kGap, static_cast<size_t>((piece.offset - end) * size));
+      pieces.emplace_back(at_element(gradients[static_cast<size_t>(piece.parameter)], piece.run.begin),
+                          static_cast<size_t>(piece.run.count * size));
+      end = piece.offset + piece.run.count;
+    }
+    if (chunk.numel > end) pieces.emplace_back(kGap, static_cast<size_t>((chunk.numel - end) * size));
+    client.push(step, c, pieces);
+  }
+}
+
+void Worker::step(uint64_t step, double clip_norm, const FlatGroups* groups) {
+  push(step);
+  client.flush();
+  decision = client.commit(step, {weight_of(rank), 0, 1, 0, 0, 0, 1, 0});
+  const auto partials = used_partials(client.chunks(), client.sum(step, decision.members), skipped_parameter);
+  Apply command;
+  command.step = step;
+  command.members = decision.members;
+  command.groups = groups == nullptr ? plan.groups : *groups;
+  if (skipped_parameter < plan.parameters.size()) command.unused = {skipped_parameter};
+  finish_norm(partials, decision.numbers.data(), clip_norm, 1, command.scalars);
+  command.scalars.unit = 1;
+  norm = command.scalars.norm;
+  client.apply(command);
+}
+
+void Worker::step_alone(uint64_t step) {
+  push(step);
+  client.flush();
+  Apply command;
+  command.step = step;
+  command.members = {rank};
+  command.groups = plan.groups;
+  client.apply(command);
+  decision = client.commit(step, {});
+}
+
+std::vector<at::Tensor> Worker::parameters(uint64_t at_least) {
+  client.read(Part::parameter, at_least, landing_);
+  std::vector<at::Tensor> values;
+  for (const auto& spec : plan.parameters) values.push_back(at::empty({numel_of(spec)}, spec.dtype));
+  for (uint32_t c = 0; c < client.chunks().size(); ++c) {
+    const auto& chunk = client.chunks()[c];
+    const auto size = static_cast<int64_t>(c10::elementSize(chunk.dtype));
+    for (const auto& piece : chunk.pieces) {
+      std::memcpy(at_element(values[static_cast<size_t>(piece.parameter)], piece.run.begin),
+                  landing_[c] + piece.offset * size, static_cast<size_t>(piece.run.count * size));
+    }
+  }
+  return values;
+}
+
+std::vector<at::Tensor> reference(const Plan& plan, uint32_t workers, uint64_t steps, double clip_norm,
+                                  uint32_t skipped_parameter, double* norm) {
+  std::vector<FlatParameter> parameters;
+  for (size_t p = 0; p < plan.parameters.size(); ++p) {
+    parameters.push_back({plan.parameters[p].name, initial_values(plan, p), plan.group_of[p]});
+  }
+  FlatOptimizer optimizer(parameters, plan.groups);
+  for (uint64_t step = 1; step <= steps; ++step) {
+    std::vector<FlatGradient> sums(parameters.size());
+    std::vector<at::Tensor> used;
+    for (size_t p = 0; p < parameters.size(); ++p) {
+      if (p == skipped_parameter) continue;
+      std::vector<at::Tensor> gradients;
+      std::vector<const void*> sources;
+      for (uint32_t r = 0; r < workers; ++r) {
+        gradients.push_back(gradient_of(plan, p, r, step));
+        sources.push_back(gradients.back().const_data_ptr());
+      }
+      sums[p].dense = at::empty_like(gradients.front());
+      void* destination = sums[p].dense.mutable_data_ptr();
+      kernels::tree_reduce(kernel_dtype(sums[p].dense.scalar_type()), kernels::Reduction::sum, sources.data(),
+                           static_cast<int>(workers), &destination, 1, static_cast<size_t>(sums[p].dense.numel()));
+      used.push_back(sums[p].dense);
+    }
+    double tail[kernels::kTailFields] = {0, 0, static_cast<double>(workers), 0, 0, 0, static_cast<double>(workers), 0};
+    for (uint32_t r = 0; r < workers; ++r) tail[kernels::kWeight] += weight_of(r);
+    auto scalars = plain_scalars();
+    take_norm(used, tail, clip_norm, 1, scalars);
+    if (norm != nullptr) *norm = scalars.norm;
+    optimizer.step(std::move(sums), plan.groups, &scalars, /*keep=*/false);
+  }
+  std::vector<at::Tensor> values;
+  for (const auto& parameter : parameters) values.push_back(parameter.tensor);
+  return values;
+}
+
+bool bit_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (a[i].scalar_type() != b[i].scalar_type() || a[i].nbytes() != b[i].nbytes()) return false;
+    if (std::memcmp(a[i].const_data_ptr(), b[i].const_data_ptr(), a[i].nbytes()) != 0) return false;
+  }
+  return true;
+}
+
+}  // namespace muster::testing
