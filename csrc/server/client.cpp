@@ -82,6 +82,7 @@ void ServerClient::heal() {
 void ServerClient::connect(size_t server, bool is_first) {
   auto& link = *links_[server];
   const auto deadline = Clock::now() + config_.patience;
+  const uint64_t life = link.life();
   std::string why = "nobody listens there";
   for (;;) {
     try {
@@ -90,8 +91,8 @@ void ServerClient::connect(size_t server, bool is_first) {
       const bool is_started = link.receive<Configured>(between()).started;
       if (is_first) {
         is_started_ = is_started_ && is_started;
-      } else if (is_started_ && !is_started) {
-        lose(server, "it started again without a snapshot of what it held");
+      } else if (!is_started && (is_started_ || link.life() != life)) {
+        lose(server, "it started again without what it was given");
       }
       return;
     } catch (const LinkBroken& error) {

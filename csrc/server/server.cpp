@@ -188,7 +188,7 @@ void ParameterServer::snapshot() {
   std::shared_ptr<Shard> shard;
   {
     const Lock lock(mutex_);
-    if (!started_ || config_.snapshots.empty()) return;
+    if (!is_filled_ || config_.snapshots.empty()) return;
     shard = shard_;
     saved.configured = {index_, shard->plan()};
     saved.members = quorum_.record();
@@ -250,7 +250,8 @@ void ParameterServer::restore() {
   }
   quorum_.configure(rules_of(plan), Clock::now());
   quorum_.restore(saved.members, Clock::now());
-  started_ = had_members_ = true;
+  is_filled_ = started_ = true;
+  had_members_ = !saved.members.ranks.empty();
   for (const auto& image : saved.images) {
     durable_step_ = &image == saved.images.data() ? image.steps : std::min(durable_step_, image.steps);
   }

@@ -103,7 +103,8 @@ class ParameterServer {
   Quorum quorum_;
   std::shared_ptr<Shard> shard_;  // null before Configure
   uint32_t index_ = 0;            // of this server
-  bool started_ = false;
+  bool is_filled_ = false;        // with initial values
+  bool started_ = false;          // which are durable
   bool had_members_ = false;
   bool stopping_ = false;
   std::list<std::unique_ptr<Session>> sessions_;

@@ -127,7 +127,13 @@ void ParameterServer::configure(Session& session, const Configure& request) {
   reply(session, configured);
 }
 
+// Nobody has the initial values but the chief: they are durable before anybody steps.
 void ParameterServer::start(Session& session) {
+  {
+    const Lock lock(mutex_);
+    is_filled_ = true;
+  }
+  snapshot();
   {
     const Lock lock(mutex_);
     started_ = true;

@@ -292,11 +292,12 @@ std::vector<double> Shard::sum(uint64_t step, const std::vector<uint32_t>& membe
     auto& own = state(chunk);
     Lock lock(own.mutex);
     wait(own, lock, deadline, "the step before", [&] { return own.steps + 1 >= step; });
-    if (own.steps >= step && own.summed_step != step) {
+    if (own.steps > step || (own.steps == step && own.made_partials.empty())) {
       throw InvalidArgument("the sums of step " + std::to_string(step) + " were applied and are gone; join again");
     }
-    if (own.steps + 1 == step) add(own, step, wait_for_pushes(own, lock, step, members, deadline));
-    partials.insert(partials.end(), own.partials.begin(), own.partials.end());
+    if (own.steps < step) add(own, step, wait_for_pushes(own, lock, step, members, deadline));
+    const auto& known = own.steps < step ? own.partials : own.made_partials;
+    partials.insert(partials.end(), known.begin(), known.end());
   }
   return partials;
 }
@@ -324,6 +325,8 @@ void Shard::apply_together(State& own, const Apply& apply, Deadline deadline) {
   add(own, apply.step, present);
   if (!present.empty()) step(own, apply, own.sum);
   own.steps = apply.step;
+  own.made_partials = std::move(own.partials);
+  own.summed_step = 0;
   forget(own, own.held.begin(), own.held.upper_bound(apply.step));
   own.changed.notify_all();
 }
@@ -431,10 +434,10 @@ Shard::Image Shard::image(uint32_t chunk) {
     image.incarnations.push_back(mark.incarnation);
     image.applied.push_back(mark.step);
   }
-  if (own.summed_step == own.steps && own.steps > 0) {
+  if (!own.made_partials.empty()) {
     auto& partials = image.tensors[partials_name(plan_, own.chunk)];
-    partials = at::empty({static_cast<int64_t>(own.partials.size())}, at::kDouble);
-    std::copy(own.partials.begin(), own.partials.end(), partials.mutable_data_ptr<double>());
+    partials = at::empty({static_cast<int64_t>(own.made_partials.size())}, at::kDouble);
+    std::copy(own.made_partials.begin(), own.made_partials.end(), partials.mutable_data_ptr<double>());
   }
   for (size_t i = 0; i < own.pieces.size(); ++i) {
     const auto& piece = own.chunk.pieces[i];
@@ -469,12 +472,10 @@ void Shard::restore(uint32_t chunk, const Image& image) {
     }
   }
   own.steps = image.steps;
-  // A member that had not asked for them yet still needs them.
   const auto partials = image.tensors.find(partials_name(plan_, own.chunk));
   if (partials != image.tensors.end() && partials->second.scalar_type() == at::kDouble) {
     const auto* const first = partials->second.const_data_ptr<double>();
-    own.partials.assign(first, first + partials->second.numel());
-    own.summed_step = own.steps;
+    own.made_partials.assign(first, first + partials->second.numel());
   }
   for (size_t i = 0; i < image.ranks.size(); ++i) {
     own.marks[image.ranks[i]] = {image.incarnations.at(i), image.applied.at(i)};

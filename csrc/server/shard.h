@@ -125,6 +125,7 @@ class Shard {
     at::Tensor sums;                 // the sum of several members
     const std::byte* sum = nullptr;  // where it is: in `sums`, or what the only member pushed
     std::vector<double> partials;
+    std::vector<double> made_partials;  // of step `steps`: a slow member may still ask for them
   };
 
   using Lock = std::unique_lock<std::mutex>;
