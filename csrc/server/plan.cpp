@@ -85,6 +85,8 @@ void Plan::validate() const {
   check(servers >= 1 && servers <= kMaxServers, std::to_string(servers) + " servers are out of range");
   check(workers >= 1 && workers <= kMaxWorkers, std::to_string(workers) + " workers are out of range");
   check(chunk_bytes >= kMinChunkBytes && chunk_bytes <= kMaxChunkBytes, "chunk_bytes is out of range");
+  check(total * static_cast<int64_t>(sizeof(double)) / static_cast<int64_t>(chunk_bytes) <= kMaxChunks,
+        "it has too many chunks; raise chunk_bytes");
   check(heartbeat_ms >= 10 && timeout_ms >= 10, "its deadlines are too short");
 }
 

@@ -18,6 +18,7 @@ inline constexpr size_t kMaxParameters = size_t{1} << 20;
 inline constexpr size_t kMaxNameBytes = 4096;
 inline constexpr size_t kMaxDims = 64;
 inline constexpr size_t kMaxGroups = 4096;
+inline constexpr int64_t kMaxChunks = int64_t{1} << 20;
 inline constexpr uint32_t kMaxServers = 256;
 inline constexpr uint32_t kMaxWorkers = 1024;
 inline constexpr uint64_t kMinChunkBytes = uint64_t{32} << 10;

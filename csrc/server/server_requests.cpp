@@ -1,4 +1,6 @@
 // What a server answers.
+#include <unistd.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -12,6 +14,17 @@ namespace {
 std::string goes_on(uint32_t rank, uint64_t step, uint64_t slowest) {
   return "worker " + std::to_string(rank) + " goes on after step " + std::to_string(step) +
          ", the slowest live worker has completed " + std::to_string(slowest);
+}
+
+// With gradients and one state, a shard takes three times its bytes and more.
+void check_memory(const Plan& plan, uint32_t server) {
+  int64_t bytes = 0;
+  for (const auto& chunk : cut_chunks(plan))
+    bytes += chunk.server == static_cast<int>(server) ? chunk.gradient_bytes() : 0;
+  const int64_t memory = static_cast<int64_t>(::sysconf(_SC_PHYS_PAGES)) * ::sysconf(_SC_PAGE_SIZE);
+  if (bytes <= memory / 3) return;
+  throw InvalidArgument("this server's share of the model has " + std::to_string(bytes) + " bytes, the machine " +
+                        std::to_string(memory) + "; start more servers");
 }
 
 }  // namespace
@@ -105,6 +118,7 @@ void ParameterServer::greet(Session& session, const Hello& hello) {
 
 void ParameterServer::configure(Session& session, const Configure& request) {
   request.plan.validate();
+  check_memory(request.plan, request.server);
   if (request.server >= request.plan.servers) throw InvalidArgument("a server's index is not below their number");
   Configured configured;
   {
