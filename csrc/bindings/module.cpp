@@ -11,6 +11,7 @@ PYBIND11_MODULE(_C, m) {
   muster::bind_comm(m);
   muster::bind_checkpoint(m);
   muster::bind_embedding(m);
+  muster::bind_server(m);
   muster::bind_kernels(m);
   muster::bind_optimizer(m);
   muster::bind_strategy(m);

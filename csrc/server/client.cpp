@@ -75,7 +75,7 @@ std::function<void()> ServerClient::between() {
 void ServerClient::heal() {
   if (!has_joined_) return;
   for (size_t s = 0; s < links_.size(); ++s) {
-    if (links_[s]->is_broken() && !healing_[s]) recover(s);
+    if (!healing_[s] && links_[s]->has_ended()) recover(s);
   }
 }
 

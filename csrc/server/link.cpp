@@ -86,6 +86,14 @@ uint64_t Link::connect(uint64_t incarnation, const std::shared_ptr<net::Arena>& 
   return incarnation;
 }
 
+bool Link::has_ended() {
+  for (size_t index = 1; index < lanes_.size() && !broken_; ++index) {
+    const auto& lane = lanes_[index];
+    if (lane.under_way.empty() && lane.channel && lane.channel->wait_input(Clock::now())) close_lanes();
+  }
+  return broken_;
+}
+
 void Link::keep_alive() {
   thread_ = std::thread([this] { beat(); });
 }

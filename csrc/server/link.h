@@ -54,6 +54,8 @@ class Link {
   void disconnect() noexcept;
 
   bool is_broken() const noexcept { return broken_; }
+  /// Whether the server ended a lane on which nothing is under way; breaks the link then. Does not block.
+  bool has_ended();
   /// The life of the server that it is connected to.
   uint64_t life() const noexcept { return life_; }
 

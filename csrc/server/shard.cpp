@@ -265,12 +265,13 @@ void Shard::add(State& own, uint64_t step, const std::vector<uint32_t>& members)
   own.summed_members = members;
 }
 
-// Until every member's push is there that may still come; returns those that are.
+// Until every member's push is there that may still come, or the step is made; returns whose are there.
 std::vector<uint32_t> Shard::wait_for_pushes(State& own, Lock& lock, uint64_t step,
                                              const std::vector<uint32_t>& members, Deadline deadline) {
   std::vector<uint32_t> present;
   const std::string what = "pushes of step " + std::to_string(step) + " from workers " + text_of(members);
   wait(own, lock, deadline, what.c_str(), [&] {
+    if (own.steps >= step) return true;  // another thread had all of them, and they are gone
     present.clear();
     bool is_complete = true;
     const auto& held = own.held[step];
@@ -292,10 +293,11 @@ std::vector<double> Shard::sum(uint64_t step, const std::vector<uint32_t>& membe
     auto& own = state(chunk);
     Lock lock(own.mutex);
     wait(own, lock, deadline, "the step before", [&] { return own.steps + 1 >= step; });
+    const auto present = wait_for_pushes(own, lock, step, members, deadline);
     if (own.steps > step || (own.steps == step && own.made_partials.empty())) {
       throw InvalidArgument("the sums of step " + std::to_string(step) + " were applied and are gone; join again");
     }
-    if (own.steps < step) add(own, step, wait_for_pushes(own, lock, step, members, deadline));
+    if (own.steps < step) add(own, step, present);
     const auto& known = own.steps < step ? own.partials : own.made_partials;
     partials.insert(partials.end(), known.begin(), known.end());
   }
@@ -321,7 +323,7 @@ void Shard::apply_together(State& own, const Apply& apply, Deadline deadline) {
   wait(own, lock, deadline, "the step before", [&] { return own.steps + 1 >= apply.step; });
   if (own.steps >= apply.step) return;
   const auto present = wait_for_pushes(own, lock, apply.step, apply.members, deadline);
-  if (own.steps >= apply.step) return;  // another thread, meanwhile
+  if (own.steps >= apply.step) return;
   add(own, apply.step, present);
   if (!present.empty()) step(own, apply, own.sum);
   own.steps = apply.step;

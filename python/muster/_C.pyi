@@ -9,6 +9,7 @@ built_with_torch: str
 
 _comm: Any  # communicators, for tests and benchmarks
 _checkpoint: Any  # snapshots, for tests
+_server: Any  # parameter servers, for tests and benchmarks
 kernels: Any  # kernels over tensors, for tests and benchmarks
 
 def _raise(name: str, message: str) -> NoReturn: ...

@@ -204,6 +204,15 @@ TEST_CASE("a connection that is cut in the middle of a frame", "[net]") {
   CHECK_THROWS_AS(peer.channel->receive(frame, in(5'000)), CommError);
 }
 
+TEST_CASE("a connection that is cut in the middle of a header", "[net]") {
+  RawPeer peer;
+  peer.send(kAttach);
+  peer.send(std::string("MSRF"));
+  peer.fd = FileDescriptor();
+  Frame frame;
+  CHECK_THROWS_AS(peer.channel->receive(frame, in(5'000)), CommError);
+}
+
 TEST_CASE("what is no frame, or names memory that is not shared, ends the connection", "[net]") {
   Frame frame;
   const auto received_after = [&](const FrameHeader& first, const std::string& then) {

@@ -61,7 +61,7 @@ Plan traced_plan(uint32_t staleness) {
   plan.workers = kWorkers;
   plan.staleness = staleness;
   plan.chunk_bytes = kMinChunkBytes;
-  plan.heartbeat_ms = 400;
+  plan.heartbeat_ms = 3'000;
   plan.timeout_ms = 30'000;
   return plan;
 }

@@ -1,0 +1,124 @@
+#include <pybind11/stl.h>
+
+#include <chrono>
+
+#include "bindings/bindings.h"
+#include "server/client.h"
+#include "server/server.h"
+
+namespace muster {
+namespace {
+
+namespace py = pybind11;
+using server::Part;
+using server::ServerClient;
+using Release = py::call_guard<py::gil_scoped_release>;
+using Milliseconds = std::chrono::milliseconds;
+
+Milliseconds to_ms(double seconds) { return Milliseconds(static_cast<int64_t>(seconds * 1000)); }
+
+/// A worker of one fp32 parameter that descends plainly, as benchmarks drive one.
+class Probe {
+ public:
+  Probe(server::ClientConfig config, int64_t numel) : config_(complete(std::move(config), numel)), client_(config_) {
+    for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
+      const uint64_t bytes = client_.part_bytes(c, Part::parameter);
+      gradients_.emplace_back(bytes);
+      landing_.push_back(client_.allocate(bytes));
+      if (config_.rank == 0) client_.write(c, Part::parameter, gradients_.back());
+    }
+    if (config_.rank == 0) client_.start();
+    step_ = client_.join();
+  }
+
+  /// A push of all, a step, and a read of all.
+  void step() {
+    ++step_;
+    for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
+      const server::Bytes bytes(gradients_[c]);
+      client_.push(step_, c, {&bytes, 1});
+    }
+    client_.flush();
+    server::Apply command;
+    command.step = step_;
+    command.members = {config_.rank};
+    command.groups = config_.plan.groups;
+    if (config_.plan.is_synchronous()) {
+      command.members = client_.commit(step_, {1}).members;
+      client_.sum(step_, command.members);
+    }
+    client_.apply(command);
+    if (!config_.plan.is_synchronous()) client_.commit(step_, {});
+    client_.read(Part::parameter, 0, landing_);
+  }
+
+  double time_steps(int repeats) {
+    return timed(repeats, [&] { step(); });
+  }
+  double time_reads(int repeats) {
+    return timed(repeats, [&] { client_.read(Part::parameter, 0, landing_); });
+  }
+  void leave() { client_.leave(); }
+
+ private:
+  static server::ClientConfig complete(server::ClientConfig config, int64_t numel) {
+    config.plan.parameters = {{"parameter", {numel}, {1}, at::kFloat}};
+    config.plan.group_of = {0};
+    config.plan.groups = std::vector<kernels::SgdGroup>{{0.1, 0, 0, 0, false, false}};
+    config.plan.servers = static_cast<uint32_t>(config.servers.size());
+    config.log_bytes = 0;
+    return config;
+  }
+
+  template <class F>
+  static double timed(int repeats, const F& run) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < repeats; ++i) run();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / repeats;
+  }
+
+  const server::ClientConfig config_;
+  ServerClient client_;
+  std::vector<std::vector<std::byte>> gradients_;  // by chunk
+  std::vector<std::byte*> landing_;
+  uint64_t step_ = 0;
+};
+
+}  // namespace
+
+void bind_server(py::module_& parent) {
+  py::module_ m = parent.def_submodule("_server", "Parameter servers, for tests and benchmarks.");
+  py::class_<server::ParameterServer>(m, "ParameterServer")
+      .def(py::init([](std::string name, std::string snapshots, double snapshot_every) {
+             server::ServerConfig config;
+             config.name = std::move(name);
+             config.snapshots = std::move(snapshots);
+             config.snapshot_every = to_ms(snapshot_every);
+             return std::make_unique<server::ParameterServer>(std::move(config));
+           }),
+           py::arg("name"), py::arg("snapshots") = "", py::arg("snapshot_every") = 30.0, Release())
+      .def("is_deserted", &server::ParameterServer::is_deserted, Release())
+      .def("snapshot", &server::ParameterServer::snapshot, Release());
+  py::class_<Probe>(m, "Probe")
+      .def(py::init([](std::vector<std::string> servers, int64_t numel, uint32_t rank, uint32_t workers,
+                       std::optional<uint32_t> staleness, bool shares_memory, uint32_t lanes, uint64_t chunk_bytes) {
+             server::ClientConfig config;
+             config.servers = std::move(servers);
+             config.rank = rank;
+             config.plan.workers = workers;
+             config.plan.staleness = staleness.value_or(server::kAnyStaleness);
+             config.plan.chunk_bytes = chunk_bytes;
+             config.shares_memory = shares_memory;
+             config.lanes = lanes;
+             return std::make_unique<Probe>(std::move(config), numel);
+           }),
+           py::arg("servers"), py::arg("numel"), py::arg("rank") = 0, py::arg("workers") = 1,
+           py::arg("staleness") = py::none(), py::arg("shares_memory") = true, py::arg("lanes") = 2,
+           py::arg("chunk_bytes") = uint64_t{1} << 20, Release())
+      .def("step", &Probe::step, Release())
+      .def("time_steps", &Probe::time_steps, "Seconds of one of `repeats` steps.", py::arg("repeats"), Release())
+      .def("time_reads", &Probe::time_reads, "Seconds of one of `repeats` reads of all.", py::arg("repeats"), Release())
+      .def("leave", &Probe::leave, Release());
+}
+
+}  // namespace muster
