@@ -46,10 +46,12 @@ class Probe {
     if (config_.plan.is_synchronous()) {
       command.members = client_.commit(step_, {1}).members;
       client_.sum(step_, command.members);
+      client_.apply_and_read(command, landing_);
+    } else {
+      client_.apply(command);
+      client_.commit(step_, {});
+      client_.read(Part::parameter, 0, landing_);
     }
-    client_.apply(command);
-    if (!config_.plan.is_synchronous()) client_.commit(step_, {});
-    client_.read(Part::parameter, 0, landing_);
   }
 
   double time_steps(int repeats) {

@@ -146,21 +146,34 @@ void ServerClient::replay(size_t server) {
       lacks = true;
     }
     link.drain(between());
-    if (!lacks || !entry.command) continue;
-    link.send(*entry.command);
-    link.note_durable(link.receive<Applied>(between()).durable);
+    if (lacks && entry.command) {
+      link.send(*entry.command);
+      link.note_durable(link.receive<Applied>(between()).durable);
+    }
+  }
+}
+
+template <class F>
+auto ServerClient::whole(const F& request) {
+  try {
+    return request();
+  } catch (...) {
+    for (const auto& link : links_) link->disconnect();
+    throw;
   }
 }
 
 template <class F>
 auto ServerClient::retried(size_t server, const F& request) {
-  for (;;) {
-    try {
-      return request();
-    } catch (const LinkBroken&) {
-      recover(server);
+  return whole([&] {
+    for (;;) {
+      try {
+        return request();
+      } catch (const LinkBroken&) {
+        recover(server);
+      }
     }
-  }
+  });
 }
 
 template <class Answer, class Message>
@@ -171,21 +184,26 @@ Answer ServerClient::call(size_t server, const Message& message) {
   });
 }
 
-template <class Answer, class Message>
-std::vector<Answer> ServerClient::call_all(const Message& message) {
-  std::vector<bool> is_sent(links_.size());
+template <class Message>
+std::vector<uint64_t> ServerClient::send_all(const Message& message) {
+  std::vector<uint64_t> sent(links_.size());
   for (size_t s = 0; s < links_.size(); ++s) {
     try {
       links_[s]->send(message);
-      is_sent[s] = true;
+      sent[s] = links_[s]->connects();
     } catch (const LinkBroken&) {
-      continue;  // below
+      continue;  // receive_all sends it again
     }
   }
+  return sent;
+}
+
+template <class Answer, class Message>
+std::vector<Answer> ServerClient::receive_all(const Message& message, const std::vector<uint64_t>& sent) {
   std::vector<Answer> answers;
   for (size_t s = 0; s < links_.size(); ++s) {
     try {
-      if (is_sent[s]) {
+      if (sent[s] == links_[s]->connects()) {
         answers.push_back(links_[s]->template receive<Answer>(between()));
         continue;
       }
@@ -195,6 +213,11 @@ std::vector<Answer> ServerClient::call_all(const Message& message) {
     answers.push_back(call<Answer>(s, message));
   }
   return answers;
+}
+
+template <class Answer, class Message>
+std::vector<Answer> ServerClient::call_all(const Message& message) {
+  return whole([&] { return receive_all<Answer>(message, send_all(message)); });
 }
 
 void ServerClient::write(uint32_t chunk, Part part, Bytes values) {
@@ -298,13 +321,29 @@ std::vector<double> ServerClient::sum(uint64_t step, const std::vector<uint32_t>
   return partials;
 }
 
-void ServerClient::apply(const Apply& command) {
+void ServerClient::note_command(const Apply& command) {
   auto* const entry = log_->find(command.step);
   if (entry == nullptr) throw InvalidArgument("a step is applied that was not pushed");
   entry->command = command;
-  const auto answers = call_all<Applied>(command);
+}
+
+void ServerClient::note_applied(const std::vector<Applied>& answers) {
   for (size_t s = 0; s < links_.size(); ++s) links_[s]->note_durable(answers[s].durable);
   log_->release(durable());
+}
+
+void ServerClient::apply(const Apply& command) {
+  note_command(command);
+  note_applied(call_all<Applied>(command));
+}
+
+void ServerClient::apply_and_read(const Apply& command, const std::vector<std::byte*>& to) {
+  note_command(command);
+  note_applied(whole([&] {
+    const auto sent = send_all(command);
+    read(Part::parameter, command.step, to);
+    return receive_all<Applied>(command, sent);
+  }));
 }
 
 uint64_t ServerClient::part_bytes(uint32_t chunk, Part part) const {

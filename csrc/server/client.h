@@ -27,9 +27,10 @@ struct ClientConfig {
   std::chrono::milliseconds patience{5'000};  ///< how long a server may be gone
 };
 
-/// Externally synchronised. A call that meets a lost connection connects again and pushes again what the server lacks;
-/// one that waits does so for all servers. Every call throws PeerLost naming a server that stays away for `patience`,
-/// Fenced when this worker no longer counts, Timeout past the plan's timeout; waits call the thread's WaitHook.
+/// Externally synchronised; usable after an error. A call that meets a lost connection connects again and pushes again
+/// what the server lacks; one that waits does so for all servers. Every call throws PeerLost naming a server that stays
+/// away for `patience`, Fenced when this worker no longer counts, Timeout past the plan's timeout; waits call the
+/// thread's WaitHook.
 class ServerClient {
  public:
   /// Connects to all servers and compares plans with them: the first worker's counts.
@@ -67,6 +68,8 @@ class ServerClient {
 
   /// Makes a step on all servers; returns when all have.
   void apply(const Apply& command);
+  /// The same of a synchronous step, and a read of the parameters, each chunk as soon as it has made the step.
+  void apply_and_read(const Apply& command, const std::vector<std::byte*>& to);
 
   /// A part of all chunks that have made `at_least` steps: chunk c goes to `to[c]` (none: nullptr), of the part's
   /// bytes. Returns by chunk whether there was such a part.
@@ -92,12 +95,22 @@ class ServerClient {
   Clock::time_point limit() const;
   void send_push(const PushLog::Entry& entry, uint32_t chunk);
   PushLog::Entry& entry_of(uint64_t step);
+  void note_command(const Apply& command);
+  void note_applied(const std::vector<Applied>& answers);
   [[noreturn]] void lose(size_t server, const std::string& why) const;
 
   template <class Answer, class Message>
   Answer call(size_t server, const Message& message);
   template <class Answer, class Message>
   std::vector<Answer> call_all(const Message& message);
+  /// The answers to `message`, which was sent on the links whose connects() are `sent` (0: it was not).
+  template <class Answer, class Message>
+  std::vector<Answer> receive_all(const Message& message, const std::vector<uint64_t>& sent);
+  template <class Message>
+  std::vector<uint64_t> send_all(const Message& message);
+  /// Calls `request`; where it throws, answers that are under way are forgotten with their connections.
+  template <class F>
+  auto whole(const F& request);
   template <class F>
   auto retried(size_t server, const F& request);
 

@@ -70,6 +70,7 @@ std::shared_ptr<net::Channel> Link::greet(uint32_t lane, uint64_t& incarnation,
 
 uint64_t Link::connect(uint64_t incarnation, const std::shared_ptr<net::Arena>& memory) {
   disconnect();
+  ++connects_;
   try {
     for (uint32_t lane = 0; lane < lanes_.size(); ++lane) {
       lanes_[lane].channel = greet(lane, incarnation, memory);

@@ -56,6 +56,8 @@ class Link {
   bool is_broken() const noexcept { return broken_; }
   /// Whether the server ended a lane on which nothing is under way; breaks the link then. Does not block.
   bool has_ended();
+  /// How often it was connected: what was under way before another connect() is gone.
+  uint64_t connects() const noexcept { return connects_; }
   /// The life of the server that it is connected to.
   uint64_t life() const noexcept { return life_; }
 
@@ -115,6 +117,7 @@ class Link {
 
   const Config config_;
   std::vector<Lane> lanes_;
+  uint64_t connects_ = 0;
   std::atomic<bool> broken_{true};
   std::atomic<uint64_t> life_{0};
   std::atomic<uint64_t> incarnation_{0};

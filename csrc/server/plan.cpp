@@ -93,7 +93,7 @@ void Plan::validate() const {
 std::string Plan::describe_difference(const Plan& other) const {
   const FlatLayout here(parameters, {}, int64_t{1} << 20, int64_t{1} << 20);
   const FlatLayout there(other.parameters, {}, int64_t{1} << 20, int64_t{1} << 20);
-  const std::string layouts = FlatLayout::describe_difference(here, there);
+  std::string layouts = FlatLayout::describe_difference(here, there);
   if (!layouts.empty()) return layouts;
   if (group_of != other.group_of || groups.index() != other.groups.index()) {
     return "the optimizers or their parameter groups differ";

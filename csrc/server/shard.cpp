@@ -169,7 +169,16 @@ void Shard::wait(State& state, Lock& lock, Deadline deadline, const char* what, 
 void Shard::read(uint32_t chunk, Part part, uint64_t at_least, Deadline deadline, const Consume& consume) {
   auto& own = state(chunk);
   Lock lock(own.mutex);
-  wait(own, lock, deadline, "a step to be applied", [&] { return own.steps >= at_least; });
+  std::shared_ptr<const Apply> command;
+  wait(own, lock, deadline, "a step to be applied", [&] {
+    if (own.steps < at_least) command = command_of(at_least);
+    return own.steps >= at_least || command;
+  });
+  if (own.steps < at_least) {
+    lock.unlock();
+    apply_together(own, *command, deadline);
+    lock.lock();
+  }
   if (part == Part::parameter) return consume(bytes_of(own.memory), own.steps);
   at::Tensor values;
   for (size_t i = 0; i < own.pieces.size(); ++i) {
@@ -304,8 +313,20 @@ std::vector<double> Shard::sum(uint64_t step, const std::vector<uint32_t>& membe
   return partials;
 }
 
+std::shared_ptr<const Apply> Shard::command_of(uint64_t step) const {
+  const Lock lock(command_mutex_);
+  return command_ && command_->step == step ? command_ : nullptr;
+}
+
 void Shard::apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline) {
   const at::NoGradGuard no_grad;
+  if (plan_.is_synchronous()) {
+    {
+      const Lock lock(command_mutex_);
+      if (!command_ || command_->step < apply.step) command_ = std::make_shared<const Apply>(apply);
+    }
+    wake();
+  }
   const size_t count = own_.size();
   for (size_t i = 0; i < count; ++i) {
     // Each thread begins elsewhere, so that they divide the work.
@@ -319,6 +340,7 @@ void Shard::apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadl
 }
 
 void Shard::apply_together(State& own, const Apply& apply, Deadline deadline) {
+  const at::NoGradGuard no_grad;
   Lock lock(own.mutex);
   wait(own, lock, deadline, "the step before", [&] { return own.steps + 1 >= apply.step; });
   if (own.steps >= apply.step) return;

@@ -36,7 +36,8 @@ class Shard {
   void write(uint32_t chunk, Part part, Bytes payload);
 
   /// Calls `consume` with the part's bytes (none where there is no such state) and the number of steps made, once that
-  /// is `at_least`; nobody changes them meanwhile. Throws Timeout at the deadline.
+  /// is `at_least`; nobody changes them meanwhile. Helps with a step that is being applied. Throws Timeout at the
+  /// deadline.
   using Consume = std::function<void(Bytes values, uint64_t steps)>;
   void read(uint32_t chunk, Part part, uint64_t at_least, Deadline deadline, const Consume& consume);
 
@@ -137,6 +138,7 @@ class Shard {
   std::vector<uint32_t> wait_for_pushes(State& state, Lock& lock, uint64_t step, const std::vector<uint32_t>& members,
                                         Deadline deadline);
   void add(State& state, uint64_t step, const std::vector<uint32_t>& members);
+  std::shared_ptr<const Apply> command_of(uint64_t step) const;
   void apply_together(State& state, const Apply& apply, Deadline deadline);
   void apply_alone(State& state, uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline);
   void step(State& state, const Apply& apply, const std::byte* gradients) const;
@@ -147,6 +149,8 @@ class Shard {
   const MayPush may_push_;
   std::vector<uint32_t> own_;
   std::map<uint32_t, std::unique_ptr<State>> states_;  // by chunk
+  mutable std::mutex command_mutex_;
+  std::shared_ptr<const Apply> command_;  // the last one of a synchronous job; guarded by command_mutex_
   std::atomic<int64_t> held_bytes_{0};
   std::atomic<bool> stopped_{false};
 };

@@ -158,7 +158,11 @@ void Worker::step(uint64_t step, double clip_norm, const FlatGroups* groups) {
   finish_norm(partials, decision.numbers.data(), clip_norm, 1, command.scalars);
   command.scalars.unit = 1;
   norm = command.scalars.norm;
-  client.apply(command);
+  if (step % 2 == 0) {
+    client.apply(command);
+  } else {
+    client.apply_and_read(command, landing_);
+  }
 }
 
 void Worker::step_alone(uint64_t step) {

@@ -112,6 +112,10 @@ void work(const Job& job, uint32_t rank, int life) {
     }
     client.start();
   }
+  std::vector<std::byte*> landing;
+  for (uint32_t c = 0; c < client.chunks().size(); ++c) {
+    landing.push_back(client.allocate(client.part_bytes(c, Part::parameter)));
+  }
   uint64_t step = client.join();
   auto& mine = job.board->lives[life];
   mine.first = mine.begun = mine.acked = step;
@@ -136,7 +140,11 @@ void work(const Job& job, uint32_t rank, int life) {
       command.members = client.commit(step, {1}).members;
       client.sum(step, command.members);
     }
-    client.apply(command);
+    if (job.plan.is_synchronous() && step % 2 == 0) {
+      client.apply_and_read(command, landing);
+    } else {
+      client.apply(command);
+    }
     mine.acked = step;
     if (!job.plan.is_synchronous()) client.commit(step, {});
     mine.durable = client.durable();

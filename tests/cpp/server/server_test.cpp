@@ -321,6 +321,21 @@ TEST_CASE("a server that stays away is PeerLost, by name, in time", "[server]") 
   CHECK(std::chrono::steady_clock::now() - began < std::chrono::seconds(5));
 }
 
+TEST_CASE("a worker goes on after a request that was refused", "[server]") {
+  const Plan plan = small_plan(2, 1, plain());
+  const Servers running(testing::server_names(2));
+  Worker worker(config_of(running.names, 0, plan));
+  worker.join();
+  worker.step(1);
+  CHECK_THROWS_AS(worker.client.commit(0, {}), InvalidArgument);
+  CHECK_THROWS_AS(worker.client.sum(2, {1, 0}), InvalidArgument);
+  std::vector<std::byte*> to(worker.client.chunks().size(), worker.client.allocate(kMaxChunkBytes));
+  CHECK_THROWS_AS(worker.client.read(static_cast<Part>(9), 0, to), InvalidArgument);
+  worker.step(2);
+  worker.step(3);
+  CHECK(testing::bit_equal(worker.parameters(3), testing::reference(plan, 1, 3)));
+}
+
 TEST_CASE("a server serves on whatever somebody sends", "[server]") {
   const Plan plan = small_plan(1, 1, plain());
   const Servers running(testing::server_names(1));
