@@ -23,6 +23,7 @@ void bind_checkpoint(pybind11::module_& m);
 
 /// Partitioners, and first values of embeddings.
 void bind_embedding(pybind11::module_& m);
+
 /// Parameter servers, in the submodule _server; for tests and benchmarks.
 void bind_server(pybind11::module_& m);
 

@@ -17,6 +17,17 @@ using Milliseconds = std::chrono::milliseconds;
 
 Milliseconds to_ms(double seconds) { return Milliseconds(static_cast<int64_t>(seconds * 1000)); }
 
+/// Ends threads, which may log: that takes the GIL.
+struct DeleteWithoutGil {
+  template <class T>
+  void operator()(T* object) const {
+    const py::gil_scoped_release release;
+    delete object;
+  }
+};
+template <class T>
+using Owned = std::unique_ptr<T, DeleteWithoutGil>;
+
 /// A worker of one fp32 parameter that descends plainly, as benchmarks drive one.
 class Probe {
  public:
@@ -90,18 +101,18 @@ class Probe {
 
 void bind_server(py::module_& parent) {
   py::module_ m = parent.def_submodule("_server", "Parameter servers, for tests and benchmarks.");
-  py::class_<server::ParameterServer>(m, "ParameterServer")
+  py::class_<server::ParameterServer, Owned<server::ParameterServer>>(m, "ParameterServer")
       .def(py::init([](std::string name, std::string snapshots, double snapshot_every) {
              server::ServerConfig config;
              config.name = std::move(name);
              config.snapshots = std::move(snapshots);
              config.snapshot_every = to_ms(snapshot_every);
-             return std::make_unique<server::ParameterServer>(std::move(config));
+             return Owned<server::ParameterServer>(new server::ParameterServer(std::move(config)));
            }),
            py::arg("name"), py::arg("snapshots") = "", py::arg("snapshot_every") = 30.0, Release())
       .def("is_deserted", &server::ParameterServer::is_deserted, Release())
       .def("snapshot", &server::ParameterServer::snapshot, Release());
-  py::class_<Probe>(m, "Probe")
+  py::class_<Probe, Owned<Probe>>(m, "Probe")
       .def(py::init([](std::vector<std::string> servers, int64_t numel, uint32_t rank, uint32_t workers,
                        std::optional<uint32_t> staleness, bool shares_memory, uint32_t lanes, uint64_t chunk_bytes) {
              server::ClientConfig config;
@@ -112,7 +123,7 @@ void bind_server(py::module_& parent) {
              config.plan.chunk_bytes = chunk_bytes;
              config.shares_memory = shares_memory;
              config.lanes = lanes;
-             return std::make_unique<Probe>(std::move(config), numel);
+             return Owned<Probe>(new Probe(std::move(config), numel));
            }),
            py::arg("servers"), py::arg("numel"), py::arg("rank") = 0, py::arg("workers") = 1,
            py::arg("staleness") = py::none(), py::arg("shares_memory") = true, py::arg("lanes") = 2,

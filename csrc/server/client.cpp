@@ -146,8 +146,9 @@ void ServerClient::replay(size_t server) {
       lacks = true;
     }
     link.drain(between());
-    if (lacks && entry.command) {
-      link.send(*entry.command);
+    if (!lacks) continue;
+    if (const std::optional<Apply> command = entry.command) {
+      link.send(*command);
       link.note_durable(link.receive<Applied>(between()).durable);
     }
   }
