@@ -17,7 +17,7 @@ import typer
 import muster
 from muster.benchmarks.tables import Table
 
-__all__ = ["Out", "known", "need_gloo", "publish", "record"]
+__all__ = ["Out", "known", "need_gloo", "publish", "record", "write"]
 
 Out = Annotated[Path | None, typer.Option(help="Folder for the result as JSON.", file_okay=False)]
 T = TypeVar("T")
@@ -50,8 +50,13 @@ def record(benchmark: str, **measured: Any) -> dict[str, Any]:
 
 
 def publish(result: dict[str, Any], table: Table, out: Path | None) -> None:
-    """Prints the table and, where a folder is given, writes <benchmark>-<date>.json there."""
+    """Prints the table and writes the result."""
     typer.echo(f"\n{result['benchmark']}\n\n{table.text()}")
+    write(result, out)
+
+
+def write(result: dict[str, Any], out: Path | None) -> None:
+    """Where a folder is given, writes <benchmark>-<date>.json there."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         file = out / f"{result['benchmark']}-{result['date']}.json"
