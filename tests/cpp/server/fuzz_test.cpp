@@ -126,7 +126,7 @@ TEST_CASE("nothing that a peer sends crashes a decoder or takes much memory", "[
   CHECK(failures == "");
 }
 
-TEST_CASE("decoders for longer", "[server][long]") {
+TEST_CASE("decoders for longer", "[server][.][long]") {
   const std::string failures = testing::run_processes(2, [](int rank) {
     limit_memory(uint64_t{128} << 20);
     fuzz_decoders(3'000'000, static_cast<unsigned>(rank) + 2);

@@ -102,7 +102,7 @@ TEST_CASE("synchronous steps equal those of replicas, bit for bit", "[server]") 
   }
 }
 
-TEST_CASE("steps equal those of replicas after fifty of them", "[server][long]") {
+TEST_CASE("steps equal those of replicas after fifty of them", "[server][.][long]") {
   const Plan plan = small_plan(3, 4, adam(true, false));
   const Servers running(testing::server_names(3));
   const auto expected = testing::reference(plan, 4, 50, 1.0);
@@ -372,7 +372,7 @@ TEST_CASE("a server serves on whatever somebody sends", "[server]") {
   CHECK(testing::bit_equal(worker.parameters(1), testing::reference(plan, 1, 1)));
 }
 
-TEST_CASE("many workers on one server: no leak, nobody starves", "[server][long]") {
+TEST_CASE("many workers on one server: no leak, nobody starves", "[server][.][long]") {
   constexpr int kWorkers = 32;
   Plan plan = small_plan(1, kWorkers, plain());
   plan.staleness = kAnyStaleness;
