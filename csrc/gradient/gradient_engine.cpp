@@ -213,7 +213,7 @@ void GradientEngine::allocate_buckets() {
     for (const auto& parameter : parameters_) numels.push_back(parameter.tensor.numel());
     std::vector<OwnerReduction::Bucket> buckets;
     for (const auto& bucket : buckets_) {
-      buckets.push_back({bucket.wire.defined() ? bucket.wire : bucket.sums, bucket.sums});
+      buckets.push_back({bucket.wire.defined() ? bucket.wire : bucket.sums, bucket.sums, bucket.parameters});
     }
     owners_ = std::make_unique<OwnerReduction>(*communicator_, layout_, numels, layout_index_, buckets);
   }

@@ -65,19 +65,15 @@ OwnerReduction::OwnerReduction(comm::Communicator& communicator, const FlatLayou
   for (void* data : peers_.find(partials_, digest_, ranks)) {
     partials_of_ranks_.push_back(static_cast<const double*>(data));
   }
-  std::vector<size_t> parameter_of(layout.parameters().size());
-  for (size_t p = 0; p < numels.size(); ++p) {
-    if (layout_index[p] >= 0) parameter_of[static_cast<size_t>(layout_index[p])] = p;
-  }
   places_.resize(numels.size());
   for (size_t b = 0; b < buckets.size(); ++b) {
     owned_.push_back(std::make_shared<OwnedSums>(OwnedSums{buckets[b], partials_, ranks, rank_, {}}));
     auto& sums = *owned_.back();
-    for (const int index : layout.buckets()[b].parameters) {
-      const size_t p = parameter_of[static_cast<size_t>(index)];
+    for (const int index : buckets[b].parameters) {
+      const auto p = static_cast<size_t>(index);
       const auto& own = run(p, rank_);
       if (own.count == 0) continue;
-      const int64_t first = layout.slots()[static_cast<size_t>(index)].offset + own.begin;
+      const int64_t first = layout.slots()[static_cast<size_t>(layout_index[p])].offset + own.begin;
       places_[p] = {&sums, sums.pieces.size()};
       sums.pieces.push_back({static_cast<size_t>(first), own_partials(p), own, {}});
     }

@@ -27,6 +27,7 @@ class OwnerReduction {
   struct Bucket {
     at::Tensor read;
     at::Tensor sums;
+    std::vector<int> parameters;  ///< in the layout's order
   };
 
   /// Collective, blocking. `numels` and `layout_index` (its index in `layout`, or -1) are by parameter; `buckets` are

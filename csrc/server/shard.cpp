@@ -12,12 +12,11 @@
 
 #include "comm/kernel_dtype.h"
 #include "core/flat_layout.h"
+#include "server/chunk_parts.h"
 
 namespace muster::server {
 
 namespace {
-
-constexpr const char* kParts[] = {"parameter", "state0", "state1", "state2", "master", "steps"};
 
 std::string text_of(const std::vector<uint32_t>& ranks) {
   std::string text;
@@ -84,58 +83,6 @@ at::Tensor Shard::part_of(const State& state, size_t piece, Part part) const {
   }
   throw InvalidArgument("a chunk has no such part; run one version of Muster on all workers and servers");
 }
-
-namespace {
-
-struct PartPlace {
-  int64_t offset;  // in elements
-  int64_t numel;
-};
-
-PartPlace place_of(const Chunk& chunk, size_t piece, Part part) {
-  if (part == Part::steps) return {static_cast<int64_t>(piece), 1};
-  return {chunk.pieces[piece].offset, chunk.pieces[piece].run.count};
-}
-
-at::ScalarType dtype_of(const Chunk& chunk, Part part) {
-  if (part == Part::steps) return at::kFloat;
-  return part == Part::parameter ? chunk.dtype : chunk.gradient;
-}
-
-int64_t numel_of(const Chunk& chunk, Part part) {
-  return part == Part::steps ? static_cast<int64_t>(chunk.pieces.size()) : chunk.numel;
-}
-
-void set_part(FlatOptimizer& optimizer, const at::Tensor& parameter, size_t piece, Part part,
-              const at::Tensor& values) {
-  switch (part) {
-    case Part::parameter:
-      parameter.copy_(values);
-      break;
-    case Part::master:
-      optimizer.set_master(piece, values);
-      break;
-    case Part::steps:
-      optimizer.set_step_count(piece, values.item<float>());
-      break;
-    default:
-      optimizer.set_state(piece, static_cast<size_t>(part) - static_cast<size_t>(Part::state0), values);
-  }
-}
-
-// In a snapshot.
-std::string partials_name(const Plan& plan, const Chunk& chunk) {
-  const auto& first = chunk.pieces.front();
-  return "partials/" + plan.parameters[static_cast<size_t>(first.parameter)].name + "/" +
-         std::to_string(first.run.begin);
-}
-
-std::string name_of(const Plan& plan, const Piece& piece, Part part) {
-  return std::string(kParts[static_cast<size_t>(part)]) + "/" +
-         plan.parameters[static_cast<size_t>(piece.parameter)].name + "/" + std::to_string(piece.run.begin);
-}
-
-}  // namespace
 
 void Shard::write(uint32_t chunk, Part part, Bytes payload) {
   const at::NoGradGuard no_grad;
@@ -334,7 +281,7 @@ void Shard::apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadl
     if (plan_.is_synchronous()) {
       apply_together(own, apply, deadline);
     } else {
-      apply_alone(own, rank, incarnation, apply, deadline);
+      apply_alone(own, rank, incarnation, apply);
     }
   }
 }
@@ -355,7 +302,7 @@ void Shard::apply_together(State& own, const Apply& apply, Deadline deadline) {
   own.changed.notify_all();
 }
 
-void Shard::apply_alone(State& own, uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline /*deadline*/) {
+void Shard::apply_alone(State& own, uint32_t rank, uint64_t incarnation, const Apply& apply) {
   const Lock lock(own.mutex);
   auto& mark = own.marks[rank];
   if (mark.incarnation > incarnation || (mark.incarnation == incarnation && mark.step >= apply.step)) return;
@@ -446,64 +393,6 @@ void Shard::wake() {
 void Shard::stop() {
   stopped_ = true;
   wake();
-}
-
-Shard::Image Shard::image(uint32_t chunk) {
-  auto& own = state(chunk);
-  const Lock lock(own.mutex);
-  Image image;
-  image.steps = own.steps;
-  for (const auto& [rank, mark] : own.marks) {
-    image.ranks.push_back(rank);
-    image.incarnations.push_back(mark.incarnation);
-    image.applied.push_back(mark.step);
-  }
-  if (!own.made_partials.empty()) {
-    auto& partials = image.tensors[partials_name(plan_, own.chunk)];
-    partials = at::empty({static_cast<int64_t>(own.made_partials.size())}, at::kDouble);
-    std::copy(own.made_partials.begin(), own.made_partials.end(), partials.mutable_data_ptr<double>());
-  }
-  for (size_t i = 0; i < own.pieces.size(); ++i) {
-    const auto& piece = own.chunk.pieces[i];
-    for (const auto part : {Part::parameter, Part::state0, Part::state1, Part::state2, Part::master, Part::steps}) {
-      const auto tensor = part_of(own, i, part);
-      if (!tensor.defined()) continue;
-      image.tensors[name_of(plan_, piece, part)] = tensor.clone();
-    }
-  }
-  return image;
-}
-
-void Shard::restore(uint32_t chunk, const Image& image) {
-  const at::NoGradGuard no_grad;
-  auto& own = state(chunk);
-  const Lock lock(own.mutex);
-  for (size_t i = 0; i < own.pieces.size(); ++i) {
-    for (const auto part : {Part::parameter, Part::state0, Part::state1, Part::state2, Part::master, Part::steps}) {
-      const std::string name = name_of(plan_, own.chunk.pieces[i], part);
-      const auto found = image.tensors.find(name);
-      if (found == image.tensors.end()) {
-        const bool is_needed = part == Part::parameter || part == Part::steps ||
-                               (part == Part::master && own.chunk.dtype != own.chunk.gradient);
-        if (!is_needed) continue;
-        throw CheckpointError("a snapshot lacks '" + name + "'; use an older snapshot");
-      }
-      if (found->second.numel() != place_of(own.chunk, i, part).numel ||
-          found->second.scalar_type() != dtype_of(own.chunk, part)) {
-        throw CheckpointError("a snapshot's '" + name + "' has another shape or dtype; use an older snapshot");
-      }
-      set_part(*own.optimizer, own.pieces[i], i, part, found->second.view({-1}));
-    }
-  }
-  own.steps = image.steps;
-  const auto partials = image.tensors.find(partials_name(plan_, own.chunk));
-  if (partials != image.tensors.end() && partials->second.scalar_type() == at::kDouble) {
-    const auto* const first = partials->second.const_data_ptr<double>();
-    own.made_partials.assign(first, first + partials->second.numel());
-  }
-  for (size_t i = 0; i < image.ranks.size(); ++i) {
-    own.marks[image.ranks[i]] = {image.incarnations.at(i), image.applied.at(i)};
-  }
 }
 
 }  // namespace muster::server

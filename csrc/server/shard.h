@@ -140,7 +140,7 @@ class Shard {
   void add(State& state, uint64_t step, const std::vector<uint32_t>& members);
   std::shared_ptr<const Apply> command_of(uint64_t step) const;
   void apply_together(State& state, const Apply& apply, Deadline deadline);
-  void apply_alone(State& state, uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline);
+  void apply_alone(State& state, uint32_t rank, uint64_t incarnation, const Apply& apply);
   void step(State& state, const Apply& apply, const std::byte* gradients) const;
   void forget(State& state, std::map<uint64_t, Contributions>::iterator first,
               std::map<uint64_t, Contributions>::iterator last);

@@ -255,9 +255,12 @@ void GradientSet::step_divided(FlatOptimizer& optimizer, const Tail& tail, const
       return groups_.gradients.front()->peer_memory()->allocate_common(bytes);
     };
   }
-  int64_t elements = 0;
-  for (const int index : parameters) elements += registry_.parameter(0, static_cast<size_t>(index)).numel();
-  if (crosses_processes || elements > kAloneElements) {
+  const auto is_large = [&] {
+    int64_t elements = 0;
+    for (const int index : parameters) elements += registry_.parameter(0, static_cast<size_t>(index)).numel();
+    return elements > kAloneElements;
+  };
+  if (crosses_processes || is_large()) {
     divided.for_each = [&](const std::function<void(size_t)>& work) {
       on_replicas([&](int local_replica) {
         const auto r = static_cast<size_t>(local_replica);
