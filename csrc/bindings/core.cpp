@@ -108,12 +108,14 @@ void bind_log(py::module_& m) {
   m.def("_set_log_rank", &set_log_rank, "rank"_a, "num_workers"_a);
 }
 
-Cluster make_cluster(int rank, int num_workers, const std::string& address, int local_rank, bool insecure) {
+Cluster make_cluster(int rank, int num_workers, const std::string& address, int local_rank,
+                     std::vector<std::string> servers, bool insecure) {
   Cluster cluster;
   cluster.rank = rank;
   cluster.num_workers = num_workers;
   cluster.address = address;
   cluster.local_rank = local_rank;
+  cluster.servers = std::move(servers);
   cluster.insecure = insecure;
   cluster.launcher = "arguments";
   cluster.validate();
@@ -124,6 +126,7 @@ std::string repr(const Cluster& cluster) {
   std::string text = "Cluster(rank=" + std::to_string(cluster.rank) +
                      ", num_workers=" + std::to_string(cluster.num_workers) + ", address='" + cluster.address +
                      "', local_rank=" + std::to_string(cluster.local_rank);
+  if (!cluster.servers.empty()) text += ", servers=" + py::repr(py::cast(cluster.servers)).cast<std::string>();
   if (cluster.insecure) text += ", insecure=True";
   return text + ")";
 }
@@ -139,15 +142,18 @@ void bind_cluster(py::module_& m) {
   py::class_<Cluster>(
       m, "Cluster",
       "A worker's place in a job: its rank among num_workers and the address (\"host:port\") where they "
-      "meet, which rank 0 hosts.")
-      .def(py::init(&make_cluster), "rank"_a, "num_workers"_a, "address"_a, "local_rank"_a = 0, py::kw_only(),
-           "insecure"_a = false)
-      .def_static("from_env", py::overload_cast<>(&Cluster::from_env),
-                  "Reads torchrun's, Slurm's or Open MPI's variables; without a launcher, a world of one.")
+      "meet, which rank 0 hosts; and the addresses of parameter servers.")
+      .def(py::init(&make_cluster), "rank"_a, "num_workers"_a, "address"_a, "local_rank"_a = 0,
+           "servers"_a = py::tuple(), py::kw_only(), "insecure"_a = false)
+      .def_static(
+          "from_env", py::overload_cast<>(&Cluster::from_env),
+          "Reads torchrun's, Slurm's or Open MPI's variables, and MUSTER_SERVERS; without a launcher, a world of "
+          "one.")
       .def_readonly("rank", &Cluster::rank)
       .def_readonly("num_workers", &Cluster::num_workers)
       .def_readonly("address", &Cluster::address)
       .def_readonly("local_rank", &Cluster::local_rank)
+      .def_property_readonly("servers", [](const Cluster& cluster) { return py::tuple(py::cast(cluster.servers)); })
       .def_readonly("insecure", &Cluster::insecure)
       .def_readonly("store_is_hosted", &Cluster::store_is_hosted)
       .def_readonly("launcher", &Cluster::launcher)

@@ -1,5 +1,6 @@
 #include "muster/cluster.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <initializer_list>
@@ -232,6 +233,27 @@ std::string find_address(const Environment& environment, const Launch& launch) {
   return text;
 }
 
+/// Between commas; what is there is validate()'s matter.
+std::vector<std::string> find_servers(const Environment& environment) {
+  std::vector<std::string> servers;
+  const auto text = get(environment, "MUSTER_SERVERS");
+  if (!text) return servers;
+  for (size_t begin = 0; begin <= text->size();) {
+    const size_t end = std::min(text->find(',', begin), text->size());
+    servers.push_back(text->substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return servers;
+}
+
+Address parse_server(const std::string& server) {
+  try {
+    return parse_address(server);
+  } catch (const InvalidArgument& error) {
+    throw InvalidArgument("parameter servers (MUSTER_SERVERS): " + std::string(error.what()));
+  }
+}
+
 std::optional<std::string> process_environment(const char* name) {
   const char* value = std::getenv(name);
   return value == nullptr ? std::nullopt : std::optional<std::string>(value);
@@ -242,14 +264,16 @@ std::optional<std::string> process_environment(const char* name) {
 Cluster Cluster::from_env() { return from_env(process_environment); }
 
 Cluster Cluster::from_env(const Environment& environment) {
+  Cluster cluster;
+  cluster.servers = find_servers(environment);
   const auto launch = find_launch(environment);
   if (!launch) {
     log(LogLevel::info,
         "no launcher found (RANK, OMPI_COMM_WORLD_RANK, SLURM_STEP_ID are unset): this is a world of one worker");
-    return {};
+    cluster.validate();
+    return cluster;
   }
   check_place(*launch);
-  Cluster cluster;
   cluster.launcher = launch->launcher;
   cluster.rank = launch->rank;
   cluster.num_workers = launch->size;
@@ -276,6 +300,15 @@ void Cluster::validate() const {
                           " is negative; number the workers of a host from 0");
   }
   if (num_workers > 1 || !address.empty()) parse_address(address);
+  std::vector<Address> seen;
+  for (const auto& server : servers) {
+    const Address parsed = parse_server(server);
+    if (std::find(seen.begin(), seen.end(), parsed) != seen.end()) {
+      throw InvalidArgument("parameter server '" + server +
+                            "' is named twice; name each server once (MUSTER_SERVERS, or Cluster's servers)");
+    }
+    seen.push_back(parsed);
+  }
 }
 
 }  // namespace muster

@@ -9,7 +9,7 @@ built_with_torch: str
 
 _comm: Any  # communicators, for tests and benchmarks
 _checkpoint: Any  # snapshots, for tests
-_server: Any  # parameter servers, for tests and benchmarks
+_server: Any  # parameter servers, and probes of them for tests and benchmarks
 kernels: Any  # kernels over tensors, for tests and benchmarks
 
 def _raise(name: str, message: str) -> NoReturn: ...
@@ -17,7 +17,14 @@ def _raise_through_torch(exception: object) -> NoReturn: ...
 
 class Cluster:
     def __init__(
-        self, rank: int, num_workers: int, address: str, local_rank: int = 0, *, insecure: bool = False
+        self,
+        rank: int,
+        num_workers: int,
+        address: str,
+        local_rank: int = 0,
+        servers: Sequence[str] = (),
+        *,
+        insecure: bool = False,
     ) -> None: ...
     @staticmethod
     def from_env() -> Cluster: ...
@@ -29,6 +36,8 @@ class Cluster:
     def address(self) -> str: ...
     @property
     def local_rank(self) -> int: ...
+    @property
+    def servers(self) -> tuple[str, ...]: ...
     @property
     def insecure(self) -> bool: ...
     @property

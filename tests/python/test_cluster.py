@@ -12,7 +12,8 @@ import muster
 from muster import Cluster
 from muster._C import _cluster_from_environment
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMIX_")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMIX_")
+LAUNCHER_VARIABLES = (*LAUNCHERS, "MUSTER_SERVERS")
 
 
 def plain_environment() -> dict[str, str]:
@@ -32,7 +33,11 @@ def test_explicit_arguments() -> None:
 
 
 def test_repr_can_be_evaluated() -> None:
-    for cluster in (Cluster(1, 2, "node1:29500", 1), Cluster(0, 2, "[::1]:1", insecure=True)):
+    for cluster in (
+        Cluster(1, 2, "node1:29500", 1),
+        Cluster(0, 2, "[::1]:1", insecure=True),
+        Cluster(0, 1, "", servers=["localhost:1", "localhost:2"]),
+    ):
         assert eval(repr(cluster), {"Cluster": Cluster}) == cluster
 
 
@@ -57,6 +62,25 @@ def test_it_is_a_value() -> None:
 def test_bad_arguments(arguments: tuple[int, int, str]) -> None:
     with pytest.raises(muster.InvalidArgument):
         Cluster(*arguments)
+
+
+def test_servers() -> None:
+    cluster = Cluster(0, 2, "node1:29500", 0, ["localhost:1", "[::1]:2"])
+    assert cluster.servers == ("localhost:1", "[::1]:2")
+    assert cluster != Cluster(0, 2, "node1:29500")
+    assert Cluster(0, 2, "node1:29500").servers == ()
+    for servers in (["localhost"], ["localhost:1", "localhost:1"]):
+        with pytest.raises(muster.InvalidArgument, match="MUSTER_SERVERS"):
+            Cluster(0, 1, "", servers=servers)
+
+
+def test_servers_of_the_environment() -> None:
+    assert _cluster_from_environment({"MUSTER_SERVERS": "localhost:1,localhost:2"}).servers == (
+        "localhost:1",
+        "localhost:2",
+    )
+    with pytest.raises(ValueError, match="twice"):
+        _cluster_from_environment({"MUSTER_SERVERS": "localhost:1,localhost:1"})
 
 
 def test_torchrun() -> None:

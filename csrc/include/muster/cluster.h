@@ -5,6 +5,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace muster {
 
@@ -16,6 +17,8 @@ struct Cluster {
   std::string address;
   /// Index among the workers of this host.
   int local_rank = 0;
+  /// "host:port" of each parameter server, in an order that all workers share; empty without servers.
+  std::vector<std::string> servers = {};
   /// Allows traffic between hosts without a job secret.
   bool insecure = false;
   /// True when the launcher (torchrun) already hosts a store at `address`; otherwise rank 0 hosts it.
@@ -34,13 +37,13 @@ struct Cluster {
   /// srun only (the shell of sbatch or salloc is none). An incomplete set must agree with the launcher below it. The
   /// address is MASTER_ADDR/MASTER_PORT, else the first Slurm node with a port derived from the job id, else loopback
   /// when all ranks are on this host (Open MPI: before the Slurm node). Without a launcher: a world of one, logged in
-  /// one line. Throws InvalidArgument where variables contradict each other, are incomplete or malformed, or no address
-  /// follows.
+  /// one line. Servers are MUSTER_SERVERS ("host:port,host:port,..."), whatever the launcher. Throws InvalidArgument
+  /// where variables contradict each other, are incomplete or malformed, or no address follows.
   static Cluster from_env();
   static Cluster from_env(const Environment& environment);
 
   /// Throws InvalidArgument unless 0 <= rank < num_workers, 0 <= local_rank, and an address of the form "host:port"
-  /// is given when num_workers > 1.
+  /// is given when num_workers > 1; servers have that form, too, and none repeats.
   void validate() const;
 };
 

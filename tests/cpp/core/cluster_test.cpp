@@ -241,6 +241,31 @@ TEST_CASE("validate", "[cluster]") {
   }
 }
 
+TEST_CASE("parameter servers, whatever the launcher", "[cluster]") {
+  const std::vector<std::string> servers = {"localhost:5000", "node-1:5000", "[::1]:5001"};
+  const Variables named = {{"MUSTER_SERVERS", "localhost:5000,node-1:5000,[::1]:5001"}};
+  for (const auto& launcher : {Variables{}, kTorchrun, kSlurm, kOpenMpi}) {
+    Cluster expected = read(launcher);
+    CHECK(expected.servers.empty());
+    expected.servers = servers;
+    CHECK(read(with(launcher, named)) == expected);
+  }
+  CHECK(read({{"MUSTER_SERVERS", "a:1"}}).servers == std::vector<std::string>{"a:1"});
+  CHECK(read({{"MUSTER_SERVERS", ""}}).servers.empty());
+  for (const auto& launcher : {Variables{}, kTorchrun}) {
+    for (const char* bad : {"a", "a:1,", ",a:1", "a:1,,b:1", "a:1;b:1", "a:0", "::1:5"}) {
+      INFO(bad);
+      CHECK_THAT(refusal(with(launcher, {{"MUSTER_SERVERS", bad}})), ContainsSubstring("MUSTER_SERVERS"));
+    }
+    CHECK_THAT(refusal(with(launcher, {{"MUSTER_SERVERS", "a:1,b:1,a:1"}})), ContainsSubstring("'a:1' is named twice"));
+  }
+  Cluster cluster;
+  cluster.servers = {"[::1]:5", "localhost:5"};
+  CHECK_NOTHROW(cluster.validate());
+  cluster.servers.emplace_back("[::1]:5");
+  CHECK_THROWS_AS(cluster.validate(), InvalidArgument);
+}
+
 TEST_CASE("addresses", "[cluster]") {
   CHECK(parse_address("[::1]:29500") == Address{"::1", 29500});
   CHECK(parse_address("node1:5") == Address{"node1", 5});

@@ -1,0 +1,46 @@
+#include "server/address.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <strings.h>
+#include <unistd.h>
+
+#include <array>
+
+#include "core/address.h"
+#include "muster/error.h"
+
+namespace muster::server {
+namespace {
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  if (::gethostname(name.data(), name.size() - 1) != 0) return "";
+  return name.data();
+}
+
+bool equal(const std::string& a, const std::string& b) { return ::strcasecmp(a.c_str(), b.c_str()) == 0; }
+
+bool is_loopback(const std::string& host) {
+  in_addr v4{};
+  if (::inet_pton(AF_INET, host.c_str(), &v4) == 1) return ntohl(v4.s_addr) >> 24 == 127;
+  in6_addr v6{};
+  return ::inet_pton(AF_INET6, host.c_str(), &v6) == 1 && IN6_IS_ADDR_LOOPBACK(&v6);
+}
+
+}  // namespace
+
+std::string channel_name(const std::string& address) {
+  const auto [host, port] = parse_address(address);
+  const std::string here = host_name();
+  if (!equal(host, "localhost") && !is_loopback(host) && !equal(host, here) &&
+      !equal(host, here.substr(0, here.find('.')))) {
+    throw NotBuilt("parameter server '" + address + "' is on another host than this one ('" + here +
+                   "'), and servers on other hosts are not there yet; start workers and servers on one host, and write "
+                   "localhost:" +
+                   std::to_string(port));
+  }
+  return "muster-server-" + std::to_string(port);
+}
+
+}  // namespace muster::server

@@ -1,0 +1,13 @@
+// Where a parameter server listens, given the address that users write.
+#pragma once
+
+#include <string>
+
+namespace muster::server {
+
+/// The abstract Unix name, "muster-server-<port>", of the server at "host:port". The host must mean this one:
+/// localhost, a loopback literal, or this host's name, whole or without its domain. Throws InvalidArgument for what is
+/// no address, NotBuilt for any other host: servers on other hosts are not there yet.
+std::string channel_name(const std::string& address);
+
+}  // namespace muster::server
