@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include "bindings/bindings.h"
+#include "server/address.h"
 #include "server/client.h"
 #include "server/server.h"
 
@@ -32,13 +33,14 @@ using Owned = std::unique_ptr<T, DeleteWithoutGil>;
 class Probe {
  public:
   Probe(server::ClientConfig config, int64_t numel) : config_(complete(std::move(config), numel)), client_(config_) {
+    const bool fills = config_.rank == 0 && !client_.is_started();
     for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
       const uint64_t bytes = client_.part_bytes(c, Part::parameter);
       gradients_.emplace_back(bytes);
       landing_.push_back(client_.allocate(bytes));
-      if (config_.rank == 0) client_.write(c, Part::parameter, gradients_.back());
+      if (fills) client_.write(c, Part::parameter, gradients_.back());
     }
-    if (config_.rank == 0) client_.start();
+    if (fills) client_.start();
     step_ = client_.join();
   }
 
@@ -71,6 +73,7 @@ class Probe {
   double time_reads(int repeats) {
     return timed(repeats, [&] { client_.read(Part::parameter, 0, landing_); });
   }
+  uint64_t steps() const noexcept { return step_; }
   void leave() { client_.leave(); }
 
  private:
@@ -100,7 +103,9 @@ class Probe {
 }  // namespace
 
 void bind_server(py::module_& parent) {
-  py::module_ m = parent.def_submodule("_server", "Parameter servers, for tests and benchmarks.");
+  py::module_ m = parent.def_submodule("_server", "Parameter servers, and probes of them for tests and benchmarks.");
+  m.def("channel_name", &server::channel_name, py::arg("address"));
+  m.def("free_address", &server::free_address);
   py::class_<server::ParameterServer, Owned<server::ParameterServer>>(m, "ParameterServer")
       .def(py::init([](std::string name, std::string snapshots, double snapshot_every) {
              server::ServerConfig config;
@@ -114,7 +119,8 @@ void bind_server(py::module_& parent) {
       .def("snapshot", &server::ParameterServer::snapshot, Release());
   py::class_<Probe, Owned<Probe>>(m, "Probe")
       .def(py::init([](std::vector<std::string> servers, int64_t numel, uint32_t rank, uint32_t workers,
-                       std::optional<uint32_t> staleness, bool shares_memory, uint32_t lanes, uint64_t chunk_bytes) {
+                       std::optional<uint32_t> staleness, bool shares_memory, uint32_t lanes, uint64_t chunk_bytes,
+                       double patience) {
              server::ClientConfig config;
              config.servers = std::move(servers);
              config.rank = rank;
@@ -123,14 +129,16 @@ void bind_server(py::module_& parent) {
              config.plan.chunk_bytes = chunk_bytes;
              config.shares_memory = shares_memory;
              config.lanes = lanes;
+             config.patience = to_ms(patience);
              return Owned<Probe>(new Probe(std::move(config), numel));
            }),
            py::arg("servers"), py::arg("numel"), py::arg("rank") = 0, py::arg("workers") = 1,
            py::arg("staleness") = py::none(), py::arg("shares_memory") = true, py::arg("lanes") = 2,
-           py::arg("chunk_bytes") = uint64_t{1} << 20, Release())
+           py::arg("chunk_bytes") = uint64_t{1} << 20, py::arg("patience") = 5.0, Release())
       .def("step", &Probe::step, Release())
       .def("time_steps", &Probe::time_steps, "Seconds of one of `repeats` steps.", py::arg("repeats"), Release())
       .def("time_reads", &Probe::time_reads, "Seconds of one of `repeats` reads of all.", py::arg("repeats"), Release())
+      .def_property_readonly("steps", &Probe::steps, "That were made, those of earlier lives included.")
       .def("leave", &Probe::leave, Release());
 }
 

@@ -123,7 +123,14 @@ std::optional<UnixSocket> UnixListener::accept(Deadline deadline) const {
 FileDescriptor listen_at(const std::string& name, int type) {
   FileDescriptor fd = make_socket(type);
   const auto [address, length] = abstract_address(name);
-  if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) fail("cannot bind a Unix socket");
+  if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+    if (errno == EADDRINUSE) {
+      throw CommError("the name '" + name +
+                      "' is taken: another process of this host listens there; end it, or choose "
+                      "another name");
+    }
+    fail("cannot bind a Unix socket");
+  }
   if (::listen(fd.get(), kBacklog) != 0) fail("cannot listen on a Unix socket");
   return fd;
 }

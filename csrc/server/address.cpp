@@ -3,15 +3,22 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <strings.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <array>
+#include <optional>
+#include <random>
 
 #include "core/address.h"
 #include "muster/error.h"
+#include "net/unix_socket.h"
 
 namespace muster::server {
 namespace {
+
+constexpr int kFirstPort = 49152, kLastPort = 65535;  // RFC 6335's dynamic ports
+constexpr int kTries = 1000;
 
 std::string host_name() {
   std::array<char, 256> name{};
@@ -41,6 +48,22 @@ std::string channel_name(const std::string& address) {
                    std::to_string(port));
   }
   return "muster-server-" + std::to_string(port);
+}
+
+std::string free_address() {
+  std::random_device random;
+  std::uniform_int_distribution<int> ports(kFirstPort, kLastPort);
+  std::optional<CommError> last;
+  for (int i = 0; i < kTries; ++i) {
+    const std::string address = "localhost:" + std::to_string(ports(random));
+    try {
+      net::listen_at(channel_name(address), SOCK_STREAM);
+      return address;
+    } catch (const CommError& error) {
+      last = error;
+    }
+  }
+  throw CommError("no free port was found for a parameter server: " + std::string(last->what()));
 }
 
 }  // namespace muster::server

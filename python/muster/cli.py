@@ -9,9 +9,11 @@ import typer
 
 from muster import _build_info
 from muster.benchmarks.command import app as bench
+from muster.serve import serve
 
 app = typer.Typer(name="muster", add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench, name="bench")
+app.command()(serve)
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,6 +7,7 @@
 
 #include "cpp/catch.h"
 #include "muster/error.h"
+#include "server/server.h"
 
 using namespace muster;
 using namespace muster::server;
@@ -43,6 +44,16 @@ TEST_CASE("other hosts are not there yet", "[server][address]") {
   }
   CHECK_THROWS_AS(channel_name("not-" + this_host() + ":5000"), NotBuilt);
   CHECK_THROWS_AS(channel_name(this_host() + "-2:5000"), NotBuilt);
+}
+
+TEST_CASE("a free address can be listened at", "[server][address]") {
+  const std::string first = free_address();
+  const ParameterServer server({.name = channel_name(first)});
+  const std::string second = free_address();
+  CHECK(second != first);
+  CHECK_NOTHROW(ParameterServer({.name = channel_name(second)}));
+  CHECK_THROWS_WITH(ParameterServer({.name = channel_name(first)}),
+                    ContainsSubstring(channel_name(first)) && ContainsSubstring("is taken"));
 }
 
 TEST_CASE("what is no address has no name", "[server][address]") {

@@ -1,0 +1,84 @@
+"""muster serve: where it listens, what it keeps, how it ends."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+import muster
+from muster._C import _server
+from muster.cli import app
+from support.commands import Command
+
+
+def probe(address: str) -> _server.Probe:
+    return _server.Probe([_server.channel_name(address)], 1000, staleness=0, patience=30.0)
+
+
+def error_of(command: Command) -> str:
+    returncode, out, err = command.end()
+    assert (returncode, out) == (1, ""), err
+    assert "Traceback" not in err
+    error = err.splitlines()[-1]
+    assert error.startswith("muster serve: ")
+    return error
+
+
+def test_it_keeps_and_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "job" / "server-0"
+    with Command("serve", "--snapshots", folder) as first:
+        address = first.line()
+        assert muster.Cluster(0, 1, "", servers=[address]).servers == (address,)
+        worker = probe(address)
+        for _ in range(5):
+            worker.step()
+        worker.leave()
+        first.process.send_signal(signal.SIGTERM)
+        assert first.end()[:2] == (0, "")
+
+    # The same folder, another address.
+    with Command("serve", "--snapshots", folder) as second:
+        worker = probe(second.line())
+        assert worker.steps == 5
+        worker.step()
+        worker.leave()
+        second.process.send_signal(signal.SIGINT)
+        returncode, _, err = second.end()
+    assert returncode == 0
+    assert "goes on after step 5 " in err
+
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[:-100])
+    with Command("serve", "--snapshots", folder) as third:
+        assert str(folder) in error_of(third)
+
+
+def test_it_ends_when_deserted() -> None:
+    with Command("serve", "--until-deserted") as server:
+        worker = probe(server.line())
+        worker.step()
+        assert server.process.poll() is None
+        worker.leave()
+        assert server.end()[:2] == (0, "")
+
+
+def test_what_it_refuses(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    address = _server.free_address()
+    port = address.partition(":")[2]
+    with (
+        Command("serve", "--port", port) as server,
+        Command("serve", "--address", "no-such-host:5000") as elsewhere,
+        Command("serve", "--snapshots", tmp_path / "file" / "folder") as unwritable,
+    ):
+        assert server.line() == address
+        with Command("serve", "--address", f"127.0.0.1:{port}") as taken:
+            assert "taken" in error_of(taken)
+        assert "write localhost:5000" in error_of(elsewhere)
+        assert str(tmp_path / "file") in error_of(unwritable)
+    done = CliRunner().invoke(app, ["serve", "--address", "localhost:5000", "--port", "5000"])
+    assert done.exit_code == 2
+    assert "--port and --address both" in done.output

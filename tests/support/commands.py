@@ -1,0 +1,73 @@
+"""The muster command as real processes, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+MARK = "MUSTER_TEST_MARK"
+
+
+class Command:
+    """`muster ARGUMENT...`, whose descendants are known by a variable of the environment; they end with the context."""
+
+    def __init__(self, *arguments: object, **variables: str) -> None:
+        self._mark = f"{MARK}={uuid.uuid4()}"
+        name, _, value = self._mark.partition("=")
+        environment = {name: value for name, value in os.environ.items() if name != "MUSTER_SERVERS"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "muster", *map(str, arguments)],
+            env={**environment, name: value, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for process in self.processes():
+            os.kill(process, signal.SIGKILL)
+        self.process.communicate(timeout=10)
+
+    def line(self) -> str:
+        """The next line of what it prints."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def end(self, timeout: float = 60) -> tuple[int, str, str]:
+        """Waits for its end, and that of all who print where it does; exit code, output, errors."""
+        out, err = self.process.communicate(timeout=timeout)
+        return self.process.returncode, out, err
+
+    def processes(self, word: str = "") -> list[int]:
+        """Itself and its descendants, as far as they live and have the word in their command line."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                environment = (folder / "environ").read_bytes().split(b"\0")
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if state != "Z" and self._mark.encode() in environment and word in command:
+                found.append(int(folder.name))
+        return found
+
+
+def wait_until(holds: Callable[[], object], what: str, timeout: float = 60) -> None:
+    """Polls until `holds()`; AssertionError at the timeout."""
+    deadline = time.monotonic() + timeout
+    while not holds():
+        assert time.monotonic() < deadline, f"not in {timeout} s: {what}"
+        time.sleep(0.02)
