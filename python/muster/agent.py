@@ -1,0 +1,63 @@
+"""torchrun's agent of one host, as a process of `muster run` that ends with its parent and with the workers' exit code.
+
+python -m muster.agent PARENT WORKERS MAX_RESTARTS script|module PROGRAM [ARGUMENT...]
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from muster.serve import LOOK
+
+
+def main(parent: str, workers: str, max_restarts: str, kind: str, program: str, *arguments: str) -> int:
+    # Until torch's handlers take over, with the first worker.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
+    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+    if int(workers) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but that warns
+    options = run.parse_args(  # type: ignore[no-untyped-call]
+        [
+            "--standalone",
+            f"--nproc-per-node={workers}",
+            f"--max-restarts={max_restarts}",
+            *(["--module"] if kind == "module" else []),
+            program,
+        ]
+    )
+    options.training_script_args = list(arguments)
+    try:
+        run.run(options)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = int(failure.exitcode)
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}"
+        print(f"muster run: worker {rank} ended with {how}; what it printed says why", file=sys.stderr, flush=True)
+        return code if code >= 0 else 128 - code
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,214 @@
+"""muster run: the workers and the parameter servers of a job, on this host."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from muster._C import _server
+from muster.errors import PeerLost
+from muster.serve import LOOK
+
+__all__ = ["run"]
+
+TRIES = 10.0
+"""Seconds that a server which was started again has to live for that to be done once more."""
+LAST_SNAPSHOT = 120.0
+"""Seconds that servers have to end."""
+ORPHANS = 5.0
+"""Seconds that what workers leave behind has to end."""
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+class Server:
+    """A process of `muster serve`, at one address through all its lives."""
+
+    def __init__(self, address: str, snapshots: Path | None) -> None:
+        self.address = address
+        self._snapshots = snapshots
+        self._listens_since: float | None = None
+        self._is_restarted = False
+        self._start()
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "muster", "serve", "--address", self.address, "--parent", str(os.getpid())]
+        if self._snapshots is not None:
+            command += ["--snapshots", str(self._snapshots)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+        )
+
+    def listens(self) -> bool:
+        """Whether workers can reach it; starts it again where it died. Raises PeerLost where that is no use."""
+        code = self._process.poll()
+        if code is not None:
+            self._start_again(code)
+        elif self._listens_since is None:
+            assert self._process.stdout is not None
+            if select.select([self._process.stdout], [], [], 0)[0] and self._process.stdout.readline():
+                self._listens_since = time.monotonic()
+        return self._listens_since is not None
+
+    def _start_again(self, code: int) -> None:
+        died = f"parameter server {self.address} died ({_describe(code)})"
+        if self._listens_since is None:
+            raise PeerLost(f"{died} before it listened; what it printed says why")
+        if self._snapshots is None:
+            raise PeerLost(f"{died}, and what it held with it; with --snapshots FOLDER it would be started again")
+        if self._is_restarted and time.monotonic() - self._listens_since < TRIES:
+            raise PeerLost(f"{died} again, soon after it was started again; what it printed says why")
+        _say(f"{died}; it is started again from {self._snapshots}")
+        self._is_restarted, self._listens_since = True, None
+        self.close()
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask_to_end(self) -> bool:
+        """Returns whether it lives."""
+        self._process.terminate()
+        return self._process.poll() is None
+
+    def end(self, deadline: float) -> bool:
+        """Waits for the end; returns whether it was a good one."""
+        try:
+            code = self._process.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self.close()
+        if code != 0:
+            _say(f"parameter server {self.address} failed at its end ({_describe(code)}); its last snapshot may be old")
+        return code == 0
+
+    def close(self) -> None:
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def run(
+    program: Annotated[str, typer.Argument(metavar="PROGRAM", help="The training script, or with -m the module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="Its arguments.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
+    servers: Annotated[int, typer.Option(min=0, max=256, help="Parameter servers.")] = 1,
+    module: Annotated[bool, typer.Option("-m", "--module", help="PROGRAM is a module.")] = False,
+    snapshots: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="Folder of the servers' snapshots: a server that dies is started again, and so is a job.",
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often all workers are started again after one has failed.")
+    ] = 0,
+) -> None:
+    """Runs a training script with parameter servers on this host; ends with the workers' exit code."""
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.append(number))
+    # What outlives torchrun's agent becomes a child of this process, which can end it.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    running: list[Server] = []
+    try:
+        for index, address in enumerate(_free_addresses(servers)):
+            running.append(Server(address, snapshots and snapshots / f"server-{index}"))
+        while not all(server.listens() for server in running) and not signals:
+            time.sleep(LOOK)
+        if signals:
+            code = 128 + signals[0]
+        else:
+            kind = "module" if module else "script"
+            command = [str(os.getpid()), str(workers), str(max_restarts), kind, program, *(arguments or [])]
+            code = _train(command, running, signals)
+    except PeerLost as error:
+        _say(str(error))
+        code = 1
+    finally:
+        fine = _end_servers(running)
+    raise typer.Exit(code or (0 if fine else 1))
+
+
+def _free_addresses(count: int) -> Iterable[str]:
+    addresses: dict[str, None] = {}
+    while len(addresses) < count:
+        addresses[_server.free_address()] = None
+    return addresses
+
+
+def _train(command: list[str], servers: list[Server], signals: list[int]) -> int:
+    """Runs the workers; returns their exit code. Raises PeerLost, when they have ended."""
+    environment = {name: value for name, value in os.environ.items() if name != "MUSTER_SERVERS"}
+    if servers:
+        environment["MUSTER_SERVERS"] = ",".join(server.address for server in servers)
+    # In a session of its own it gets each signal once, from here; torch's agent drops its workers at a second one.
+    agent = subprocess.Popen([sys.executable, "-m", "muster.agent", *command], env=environment, start_new_session=True)
+    died: PeerLost | None = None
+    asked_to_end = False
+    while (code := agent.poll()) is None:
+        try:
+            for server in servers if died is None else []:
+                server.listens()
+        except PeerLost as error:
+            died = error
+        if not asked_to_end and (signals or died):
+            agent.send_signal(signals[0] if signals else signal.SIGTERM)
+            asked_to_end = True
+        time.sleep(LOOK)
+    if asked_to_end or code < 0:
+        _end_orphans({server.pid for server in servers})
+    if died is not None:
+        raise died
+    if code < 0:
+        _say(f"torchrun's agent died ({_describe(code)}), and the job with it; the system's log may say why")
+    return code if code >= 0 else 128 - code
+
+
+def _end_servers(servers: list[Server]) -> bool:
+    asked = [server for server in servers if server.ask_to_end()]
+    deadline = time.monotonic() + LAST_SNAPSHOT
+    fine = [server.end(deadline) for server in asked]
+    return all(fine)
+
+
+def _end_orphans(known: set[int]) -> None:
+    deadline = time.monotonic() + ORPHANS
+    asked: set[int] = set()
+    while (orphans := _children() - known) and time.monotonic() < deadline + ORPHANS:
+        is_late = time.monotonic() > deadline
+        for pid in orphans if is_late else orphans - asked:
+            os.kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)
+        asked |= orphans
+        for pid in orphans:
+            os.waitpid(pid, os.WNOHANG)
+        time.sleep(LOOK)
+
+
+def _children() -> set[int]:
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(int(stat.parent.name))
+    return found
+
+
+def _describe(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}"
+
+
+def _say(text: str) -> None:
+    typer.echo(f"muster run: {text}", err=True)

@@ -1,0 +1,156 @@
+"""muster run: what workers and servers are told, how a job ends, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from support.commands import Command, wait_until
+
+STEPS = """
+import os, sys
+from pathlib import Path
+from muster import Cluster
+from muster._C import _server
+
+folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+cluster = Cluster.from_env()
+life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+names = [_server.channel_name(address) for address in cluster.servers]
+probe = _server.Probe(names, 100_000, cluster.rank, cluster.num_workers, staleness=0, patience=60.0)
+(folder / f"{cluster.rank}.{life}").write_text(f"{probe.steps} {sys.argv[3:]} {len(cluster.servers)}")
+for step in range(steps):
+    probe.step()
+    if step == steps // 2:
+        (folder / f"{cluster.rank}.half").touch()
+        if "wait" in sys.argv:
+            while not (folder / "go").exists():
+                pass
+        if "fail" in sys.argv and life == 0:
+            os._exit(9)
+probe.leave()
+"""
+
+# No torch: quick to start.
+SLEEP = """
+import os, sys, time
+from pathlib import Path
+
+rank, folder = os.environ["RANK"], Path(sys.argv[1])
+(folder / f"{rank}.servers").write_text(os.environ.get("MUSTER_SERVERS", "none"))
+if "fail" in sys.argv and rank == "1":
+    while not (folder / "0.servers").exists():
+        pass
+    sys.exit(7)
+(folder / f"{rank}.sleeps").touch()
+try:
+    time.sleep(300)
+except KeyboardInterrupt:
+    (folder / f"{rank}.interrupted").touch()
+    raise
+"""
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS)
+    return script
+
+
+@pytest.fixture
+def sleeps(tmp_path: Path) -> Path:
+    script = tmp_path / "sleeps.py"
+    script.write_text(SLEEP)
+    return script
+
+
+def test_a_job(steps: Path, tmp_path: Path) -> None:
+    arguments = ["--workers", "9", "-m", "--", "--help", "a b"]
+    options = ["--workers", 2, "--servers", 2, "-m"]
+    with Command("run", *options, "steps", tmp_path, 5, *arguments, PYTHONPATH=str(tmp_path)) as job:
+        returncode, _, err = job.end()
+        assert job.processes() == []
+    assert returncode == 0, err
+    for rank in (0, 1):
+        assert (tmp_path / f"{rank}.0").read_text() == f"0 {arguments} 2"
+
+
+def test_a_worker_that_fails_ends_the_job(sleeps: Path, tmp_path: Path) -> None:
+    with Command("run", "--workers", 2, "--servers", 0, sleeps, tmp_path, "fail", MUSTER_SERVERS="old:1") as job:
+        returncode, _, err = job.end()
+        assert job.processes() == []
+    assert returncode == 7, err
+    assert "muster run: worker 1 ended with exit code 7" in err
+    assert "Traceback" not in err
+    assert (tmp_path / "0.servers").read_text() == "none"
+
+
+@pytest.mark.parametrize(
+    ("number", "victim"),
+    [
+        (signal.SIGINT, "muster run"),
+        (signal.SIGKILL, "muster serve"),
+        pytest.param(signal.SIGKILL, "muster run", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, "muster run", marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, "muster.agent", marks=pytest.mark.long),
+    ],
+)
+def test_nothing_outlives_a_job(number: int, victim: str, sleeps: Path, tmp_path: Path) -> None:
+    with Command("run", "--servers", 1, sleeps, tmp_path) as job:
+        wait_until((tmp_path / "0.sleeps").exists, "the worker runs")
+        assert len(job.processes()) == 4
+        [process] = job.processes(victim)
+        os.kill(process, number)
+        returncode, _, err = job.end()
+        wait_until(lambda: job.processes() == [], "all processes end", 10)
+    assert (tmp_path / "0.interrupted").exists() == (number == signal.SIGINT)
+    address = (tmp_path / "0.servers").read_text()
+    if victim == "muster serve":
+        assert returncode == 1
+        assert f"parameter server {address} died (signal 9, Killed)" in err
+        assert "--snapshots FOLDER" in err
+    elif victim == "muster run":
+        assert returncode == (-number if number == signal.SIGKILL else 128 + number)
+    else:
+        assert returncode == 128 + number
+        assert "torchrun's agent died (signal 9, Killed)" in err
+
+
+def test_a_server_with_snapshots_is_started_again(steps: Path, tmp_path: Path) -> None:
+    options = ["--workers", 2, "--snapshots", tmp_path / "snapshots"]
+    with Command("run", *options, steps, tmp_path, 20, "wait") as job:
+        wait_until(lambda: (tmp_path / "0.half").exists() and (tmp_path / "1.half").exists(), "both are half through")
+        [server] = job.processes("muster serve")
+        os.kill(server, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        returncode, _, err = job.end()
+        assert job.processes() == []
+    assert returncode == 0, err
+    assert "it is started again from" in err
+    assert (tmp_path / "snapshots" / "server-0").is_dir()
+
+
+@pytest.mark.long
+def test_workers_that_are_started_again_go_on(steps: Path, tmp_path: Path) -> None:
+    with Command("run", "--max-restarts", 1, steps, tmp_path, 10, "fail") as job:
+        returncode, _, err = job.end()
+        assert job.processes() == []
+    assert returncode == 0, err
+    assert (tmp_path / "0.0").read_text().split()[0] == "0"
+    assert (tmp_path / "0.1").read_text().split()[0] == "6"
+
+
+@pytest.mark.long
+def test_a_server_that_cannot_start_ends_the_job(sleeps: Path, tmp_path: Path) -> None:
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "server-1").touch()
+    with Command("run", "--servers", 2, "--snapshots", tmp_path / "snapshots", sleeps, tmp_path) as job:
+        returncode, _, err = job.end()
+        assert job.processes() == []
+    assert returncode == 1, err
+    assert "before it listened" in err
+    assert not (tmp_path / "0.servers").exists()
