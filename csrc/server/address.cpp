@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <array>
-#include <optional>
 #include <random>
 
 #include "core/address.h"
@@ -53,17 +52,17 @@ std::string channel_name(const std::string& address) {
 std::string free_address() {
   std::random_device random;
   std::uniform_int_distribution<int> ports(kFirstPort, kLastPort);
-  std::optional<CommError> last;
+  std::string why;
   for (int i = 0; i < kTries; ++i) {
     const std::string address = "localhost:" + std::to_string(ports(random));
     try {
       net::listen_at(channel_name(address), SOCK_STREAM);
       return address;
     } catch (const CommError& error) {
-      last = error;
+      why = error.what();
     }
   }
-  throw CommError("no free port was found for a parameter server: " + std::string(last->what()));
+  throw CommError("no free port was found for a parameter server: " + why);
 }
 
 }  // namespace muster::server

@@ -26,8 +26,8 @@ TRIES = 10.0
 """Seconds that a server which was started again has to live for that to be done once more."""
 LAST_SNAPSHOT = 120.0
 """Seconds that servers have to end."""
-ORPHANS = 5.0
-"""Seconds that what workers leave behind has to end."""
+ORPHANS = 30.0
+"""Seconds that workers without torchrun's agent have to end, as with it."""
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -39,15 +39,14 @@ class Server:
         self._snapshots = snapshots
         self._listens_since: float | None = None
         self._is_restarted = False
+        self._is_lost = False
         self._start()
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "muster", "serve", "--address", self.address, "--parent", str(os.getpid())]
+        command = [sys.executable, "-m", "muster", "serve", "--address", self.address, "--until-stdin-ends"]
         if self._snapshots is not None:
             command += ["--snapshots", str(self._snapshots)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
     def listens(self) -> bool:
         """Whether workers can reach it; starts it again where it died. Raises PeerLost where that is no use."""
@@ -62,6 +61,7 @@ class Server:
 
     def _start_again(self, code: int) -> None:
         died = f"parameter server {self.address} died ({_describe(code)})"
+        self._is_lost = True
         if self._listens_since is None:
             raise PeerLost(f"{died} before it listened; what it printed says why")
         if self._snapshots is None:
@@ -69,7 +69,7 @@ class Server:
         if self._is_restarted and time.monotonic() - self._listens_since < TRIES:
             raise PeerLost(f"{died} again, soon after it was started again; what it printed says why")
         _say(f"{died}; it is started again from {self._snapshots}")
-        self._is_restarted, self._listens_since = True, None
+        self._is_lost, self._is_restarted, self._listens_since = False, True, None
         self.close()
         self._start()
 
@@ -78,9 +78,10 @@ class Server:
         return self._process.pid
 
     def ask_to_end(self) -> bool:
-        """Returns whether it lives."""
-        self._process.terminate()
-        return self._process.poll() is None
+        """Returns whether an end is to come."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return not self._is_lost
 
     def end(self, deadline: float) -> bool:
         """Waits for the end; returns whether it was a good one."""
@@ -95,8 +96,9 @@ class Server:
         return code == 0
 
     def close(self) -> None:
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 def run(
@@ -159,14 +161,14 @@ def _train(command: list[str], servers: list[Server], signals: list[int]) -> int
     died: PeerLost | None = None
     asked_to_end = False
     while (code := agent.poll()) is None:
-        try:
-            for server in servers if died is None else []:
-                server.listens()
-        except PeerLost as error:
-            died = error
-        if not asked_to_end and (signals or died):
-            agent.send_signal(signals[0] if signals else signal.SIGTERM)
-            asked_to_end = True
+        if not asked_to_end:
+            try:
+                for server in servers:
+                    server.listens()
+            except PeerLost as error:
+                died = error
+            if asked_to_end := bool(signals) or died is not None:
+                agent.send_signal(signals[0] if signals else signal.SIGTERM)
         time.sleep(LOOK)
     if asked_to_end or code < 0:
         _end_orphans({server.pid for server in servers})

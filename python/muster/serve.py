@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
+import select
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -33,14 +34,15 @@ def serve(
     until_deserted: Annotated[
         bool, typer.Option("--until-deserted", help="End once all workers that joined have left or died.")
     ] = False,
-    parent: Annotated[int | None, typer.Option(hidden=True)] = None,
+    until_stdin_ends: Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)] = False,
 ) -> None:
     """Serves parameters until SIGINT or SIGTERM; prints the address that MUSTER_SERVERS names."""
     if port is not None and address is not None:
         raise typer.BadParameter("--port and --address both say where to listen; give one of them")
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: signals.append(number))
+        # Under `muster run`, which outlives the workers, a signal to all of its processes is for the workers.
+        signal.signal(number, signal.SIG_IGN if until_stdin_ends else lambda number, _: signals.append(number))
     try:
         if snapshots is not None:
             snapshots.mkdir(parents=True, exist_ok=True)
@@ -49,9 +51,13 @@ def serve(
         logging.getLogger("muster").setLevel(logging.INFO)
         server = _server.ParameterServer(_server.channel_name(where), str(snapshots or ""), snapshot_every)
         typer.echo(where)
-        while not signals and not (until_deserted and server.is_deserted()) and parent in (None, os.getppid()):
+        while not (signals or (until_deserted and server.is_deserted()) or (until_stdin_ends and _stdin_ended())):
             time.sleep(LOOK)
         server.snapshot()
     except (Error, OSError) as error:
         typer.echo(f"muster serve: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _stdin_ended() -> bool:
+    return bool(select.select([sys.stdin], [], [], 0)[0])

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from muster._C import _server
 from support.commands import Command, wait_until
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "parameter_servers.md"
 STEPS = """
 import os, sys
 from pathlib import Path
@@ -95,7 +100,7 @@ def test_a_worker_that_fails_ends_the_job(sleeps: Path, tmp_path: Path) -> None:
         (signal.SIGINT, "muster run"),
         (signal.SIGKILL, "muster serve"),
         pytest.param(signal.SIGKILL, "muster run", marks=pytest.mark.long),
-        pytest.param(signal.SIGTERM, "muster run", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, "", marks=pytest.mark.long),  # all at once, as systemd does it
         pytest.param(signal.SIGKILL, "muster.agent", marks=pytest.mark.long),
     ],
 )
@@ -103,8 +108,8 @@ def test_nothing_outlives_a_job(number: int, victim: str, sleeps: Path, tmp_path
     with Command("run", "--servers", 1, sleeps, tmp_path) as job:
         wait_until((tmp_path / "0.sleeps").exists, "the worker runs")
         assert len(job.processes()) == 4
-        [process] = job.processes(victim)
-        os.kill(process, number)
+        for process in job.processes(victim):
+            os.kill(process, number)
         returncode, _, err = job.end()
         wait_until(lambda: job.processes() == [], "all processes end", 10)
     assert (tmp_path / "0.interrupted").exists() == (number == signal.SIGINT)
@@ -113,7 +118,8 @@ def test_nothing_outlives_a_job(number: int, victim: str, sleeps: Path, tmp_path
         assert returncode == 1
         assert f"parameter server {address} died (signal 9, Killed)" in err
         assert "--snapshots FOLDER" in err
-    elif victim == "muster run":
+    elif victim in {"", "muster run"}:
+        assert "parameter server" not in err
         assert returncode == (-number if number == signal.SIGKILL else 128 + number)
     else:
         assert returncode == 128 + number
@@ -154,3 +160,37 @@ def test_a_server_that_cannot_start_ends_the_job(sleeps: Path, tmp_path: Path) -
     assert returncode == 1, err
     assert "before it listened" in err
     assert not (tmp_path / "0.servers").exists()
+
+
+@pytest.mark.long
+def test_a_server_that_dies_again_and_again_ends_the_job(sleeps: Path, tmp_path: Path) -> None:
+    with Command("run", "--snapshots", tmp_path / "snapshots", sleeps, tmp_path) as job:
+        wait_until((tmp_path / "0.sleeps").exists, "the worker runs")
+        [first] = job.processes("muster serve")
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: set(job.processes("muster serve")) - {first}, "it is started again")
+        os.kill(job.processes("muster serve")[0], signal.SIGKILL)
+        returncode, _, err = job.end()
+        assert job.processes() == []
+    assert returncode == 1
+    assert err.count(" died (signal 9, Killed)") == 2
+
+
+@pytest.mark.long
+def test_the_document(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nsys.argv[1:] = ['.', '5', *sys.argv[1:]]\n" + STEPS)
+    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    free = iter({_server.free_address().partition(":")[2] for _ in range(20)})
+    for block in blocks:
+        for port in sorted(set(re.findall(r"\b296\d\d\b", block))):
+            block = block.replace(port, next(free))
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        subprocess.run(["bash", "-ec", block], cwd=tmp_path, env={**os.environ, "PATH": path}, check=True, timeout=60)
+        servers = block.count("muster serve") or 1
+        for rank in (0, 1):
+            steps, _, rest = (tmp_path / f"{rank}.0").read_text().partition(" ")
+            assert steps == "0"
+            assert rest.endswith(f" {servers}")
+            (tmp_path / f"{rank}.0").unlink()
+    assert len(blocks) == 2
+    assert (tmp_path / "snapshots" / "server-0").is_dir()

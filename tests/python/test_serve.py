@@ -35,8 +35,10 @@ def test_it_keeps_and_goes_on(tmp_path: Path) -> None:
         for _ in range(5):
             worker.step()
         worker.leave()
+        before = set(folder.iterdir())
         first.process.send_signal(signal.SIGTERM)
         assert first.end()[:2] == (0, "")
+        assert set(folder.iterdir()) - before, "no last snapshot"
 
     # The same folder, another address.
     with Command("serve", "--snapshots", folder) as second:
