@@ -50,13 +50,12 @@ class Server:
 
     def listens(self) -> bool:
         """Whether workers can reach it; starts it again where it died. Raises PeerLost where that is no use."""
-        code = self._process.poll()
-        if code is not None:
+        assert self._process.stdout is not None
+        is_said = self._listens_since is None and select.select([self._process.stdout], [], [], 0)[0]
+        if is_said and self._process.stdout.readline():
+            self._listens_since = time.monotonic()
+        if (code := self._process.poll()) is not None:
             self._start_again(code)
-        elif self._listens_since is None:
-            assert self._process.stdout is not None
-            if select.select([self._process.stdout], [], [], 0)[0] and self._process.stdout.readline():
-                self._listens_since = time.monotonic()
         return self._listens_since is not None
 
     def _start_again(self, code: int) -> None:
