@@ -173,6 +173,12 @@ std::vector<Contribution> contributions(const std::vector<std::pair<Leaves, doub
 }
 
 void bind_core_class(py::module_& m) {
+  py::enum_<server::Part>(m, "ServerPart", "A part of what parameter servers hold.")
+      .value("state0", server::Part::state0)
+      .value("state1", server::Part::state1)
+      .value("state2", server::Part::state2)
+      .value("master", server::Part::master)
+      .value("steps", server::Part::steps);
   py::class_<StrategyCore, Core> core(m, "StrategyCore");
   core.def_property_readonly("num_workers", [](const StrategyCore& c) { return c.topology().num_workers; })
       .def_property_readonly("num_replicas", [](const StrategyCore& c) { return c.topology().num_replicas; })
@@ -214,12 +220,14 @@ void bind_core_class(py::module_& m) {
       .def("average_gradients", &StrategyCore::average_gradients, py::call_guard<Interruptible>());
   core.def("step",
            [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, int set, bool loader_ended,
-              bool fused, const py::object& apply, const py::object& interrupt) {
+              bool fused, const py::object& apply, const py::object& interrupt,
+              const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& batches) {
              auto step = step_call(call, std::move(rows), interrupt, /*is_step=*/true);
              step.set = set;
              step.loader_ended = loader_ended;
              step.apply = callback(apply);
              step.fused = fused;
+             for (const auto& [loader, epoch, batch] : batches) step.batches.push_back({loader, epoch, batch});
              StepResult result;
              {
                const py::gil_scoped_release release;
@@ -270,6 +278,40 @@ void bind_core_class(py::module_& m) {
           [](StrategyCore& c, const FlatOptimizer& flat, size_t parameter, size_t which) -> std::optional<at::Tensor> {
             const auto whole = flat.whole_state(parameter, which, c.workers());
             return whole.defined() ? std::optional(whole) : std::nullopt;
+          },
+          py::call_guard<Interruptible>())
+      .def("awaits_servers", &StrategyCore::awaits_servers)
+      .def(
+          "connect_servers",
+          [](StrategyCore& c, int set, const FlatOptimizer& flat, const std::vector<int>& parameters,
+             const std::string& algorithm, const std::vector<std::vector<double>>& groups) {
+            c.connect_servers(set, flat, parameters, flat_groups(algorithm, groups));
+          },
+          py::call_guard<Interruptible>())
+      .def_property_readonly("has_servers", &StrategyCore::has_servers)
+      .def(
+          "deal",
+          [](StrategyCore& c, uint32_t loader, uint64_t epoch, uint64_t batches,
+             std::vector<uint64_t> finished) -> std::optional<int64_t> {
+            const auto dealt = c.servers().deal(loader, epoch, batches, std::move(finished));
+            if (dealt.state == server::Dealt::State::none) return std::nullopt;
+            return dealt.state == server::Dealt::State::ended ? -1 : static_cast<int64_t>(dealt.batch);
+          },
+          py::call_guard<Interruptible>())
+      .def(
+          "end_pass",
+          [](StrategyCore& c, uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished) {
+            c.servers().end_pass(loader, epoch, batches, std::move(finished));
+          },
+          py::call_guard<Interruptible>())
+      .def(
+          "state_on_servers",
+          [](StrategyCore& c, const std::vector<int>& parameters, server::Part part) {
+            std::vector<std::optional<at::Tensor>> values;
+            for (const auto& value : c.state_on_servers(parameters, part)) {
+              values.push_back(value.defined() ? std::optional(value) : std::nullopt);
+            }
+            return values;
           },
           py::call_guard<Interruptible>())
       .def("loss_scale",
@@ -346,6 +388,13 @@ void bind_strategy(py::module_& m) {
     const auto parsed = options_of(options);
     const py::gil_scoped_release release;
     auto core = make_multi_worker(cluster, devices, parsed, ReplicaThreads::foreign, process_group);
+    core->set_error_handlers(describe_error, capture_error);
+    return core;
+  });
+  m.def("make_parameter_server", [](const Cluster& cluster, std::optional<int> staleness, const py::dict& options) {
+    const auto parsed = options_of(options);
+    const py::gil_scoped_release release;
+    auto core = make_parameter_server(cluster, {.staleness = staleness}, parsed, ReplicaThreads::foreign);
     core->set_error_handlers(describe_error, capture_error);
     return core;
   });

@@ -443,12 +443,23 @@ void GradientEngine::launch_ready() {
   while (next_launch_ < buckets_.size() && buckets_[next_launch_].packed) {
     auto& bucket = buckets_[next_launch_];
     if (micro_batch_.locate_non_finite) locate_non_finite(bucket);
-    works_.push_back(launch(next_launch_));
-    ++next_launch_;
+    const size_t b = next_launch_++;
     ++launches_;
+    if (options_.deliver) {
+      deliver(bucket);
+    } else {
+      works_.push_back(launch(b));
+    }
   }
   for (auto& work : works_) {
     if (!work.done()) break;
+  }
+}
+
+void GradientEngine::deliver(const BucketState& bucket) const {
+  for (const int index : bucket.parameters) {
+    const auto p = static_cast<size_t>(index);
+    options_.deliver(p, slot_views_[p]);
   }
 }
 
@@ -551,7 +562,8 @@ void GradientEngine::learn_order(const double* counts) {
   const auto* first = order.const_data_ptr<int64_t>();
   next_order_.assign(first, first + order.numel());
   for (size_t p = 0; p < parameters_.size(); ++p) {
-    if (counts[p] <= 0 && counts[parameters_.size() + p] > 0) layout_index_[p] = -1;
+    const bool is_sparse_only = counts[p] <= 0 && counts[parameters_.size() + p] > 0;
+    if (is_sparse_only && !options_.deliver) layout_index_[p] = -1;
   }
   arrivals_.clear();
   learned_ = true;

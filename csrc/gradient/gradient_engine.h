@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -35,6 +36,9 @@ struct GradientEngineOptions {
   bool overlap = true;
   /// Whether this replica's buckets receive the sums; replicas of one process need them once.
   bool receive = true;
+  /// Takes the place of the reduction: called with each parameter of a bucket that leaves and its sum over the window,
+  /// which is a view of the bucket.
+  std::function<void(size_t parameter, const at::Tensor& sum)> deliver;
   /// A group over the same ranks for what the host tells; null: the gradients' own, whose tensors are on the host.
   comm::CommunicatorPtr control;
   /// Identity of the strategy, compared with ReplicaContext::strategy; and the replica whose parameters these are.
@@ -154,6 +158,7 @@ class GradientEngine {
   void pack_bucket(BucketState& bucket);
   void launch_ready();
   comm::Work launch(size_t bucket);
+  void deliver(const BucketState& bucket) const;
   void fill_wire(BucketState& bucket);
   void empty_wire(BucketState& bucket);
   void keep_error(std::exception_ptr error) noexcept;

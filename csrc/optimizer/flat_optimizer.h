@@ -71,6 +71,8 @@ class FlatOptimizer {
   FlatOptimizer(std::vector<FlatParameter> parameters, const FlatGroups& groups, const Shard& shard = {});
 
   size_t num_parameters() const noexcept { return entries_.size(); }
+  /// Whose hyperparameters a parameter follows.
+  uint32_t group(size_t parameter) const noexcept { return entries_[parameter].parameter.group; }
   const Shard& shard() const noexcept { return shard_; }
   bool is_streamed() const noexcept { return steps_.defined(); }
 

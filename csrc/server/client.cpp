@@ -308,10 +308,18 @@ void ServerClient::flush() {
   }
 }
 
-Decision ServerClient::commit(uint64_t step, std::vector<double> numbers) {
-  auto decision = call<Decision>(0, Commit{step, std::move(numbers)});
+Decision ServerClient::commit(uint64_t step, std::vector<double> numbers, std::string record) {
+  auto decision = call<Decision>(0, Commit{step, std::move(numbers), std::move(record)});
   last_decision_ = decision;
   return decision;
+}
+
+Dealt ServerClient::deal(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished) {
+  return call<Dealt>(0, Deal{++deals_, loader, epoch, batches, false, std::move(finished)});
+}
+
+void ServerClient::end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished) {
+  call<Dealt>(0, Deal{++deals_, loader, epoch, batches, true, std::move(finished)});
 }
 
 std::vector<double> ServerClient::sum(uint64_t step, const std::vector<uint32_t>& members) {

@@ -61,7 +61,13 @@ class ServerClient {
   void flush();
 
   /// After flush(), or once the step is applied: waits until the step may go on. See Quorum.
-  Decision commit(uint64_t step, std::vector<double> numbers);
+  Decision commit(uint64_t step, std::vector<double> numbers, std::string record = {});
+
+  /// The next batch for this worker of a pass over a loader, of `batches`; see Dealer. `finished`: those of the pass
+  /// that are done with and were in no step.
+  Dealt deal(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
+  /// Leaves a pass: others get what this worker was dealt and has not finished.
+  void end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
 
   /// Sums of squares by tile of the sums over `members`, chunk by chunk.
   std::vector<double> sum(uint64_t step, const std::vector<uint32_t>& members);
@@ -123,6 +129,7 @@ class ServerClient {
   std::vector<bool> healing_;                 // likewise
   uint64_t incarnation_ = 0;
   uint64_t joined_at_ = 0;
+  uint64_t deals_ = 0;
   bool is_started_ = false;
   bool has_joined_ = false;
   std::optional<Decision> last_decision_;

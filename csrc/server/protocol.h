@@ -19,6 +19,8 @@ using net::Deadline;
 
 inline constexpr size_t kMaxNumbers = size_t{1} << 22;
 inline constexpr size_t kMaxText = size_t{64} << 10;
+inline constexpr size_t kMaxBatches = size_t{1} << 16;
+inline constexpr size_t kMaxRecord = size_t{1} << 20;
 
 /// A worker introduces a connection, its first message. `incarnation` 0 asks server 0 for one.
 struct Hello {
@@ -200,11 +202,13 @@ struct Commit {
   static constexpr uint16_t kType = 14;
   uint64_t step = 0;
   std::vector<double> numbers;  ///< synchronous: added over members
+  std::string record = {};      ///< synchronous: shown to all members
 
   template <class M, class W>
   static void visit(M& m, W& w) {
     w.number(m.step);
     w.numbers(m.numbers, kMaxNumbers);
+    w.text(m.record, kMaxRecord);
   }
 };
 
@@ -213,9 +217,10 @@ struct Commit {
 struct Decision {
   static constexpr uint16_t kType = 15;
   uint64_t step = 0;
-  std::vector<uint32_t> members;       ///< ranks whose commits count, ascending
-  std::vector<uint32_t> next_members;  ///< ranks that are expected in the next step, ascending
-  std::vector<double> numbers;         ///< sums along the tree over ranks
+  std::vector<uint32_t> members;          ///< ranks whose commits count, ascending
+  std::vector<uint32_t> next_members;     ///< ranks that are expected in the next step, ascending
+  std::vector<double> numbers;            ///< sums along the tree over ranks
+  std::vector<std::string> records = {};  ///< by member; none where steps are not decided together
 
   bool operator==(const Decision&) const = default;
 
@@ -225,6 +230,7 @@ struct Decision {
     w.numbers(m.members, kMaxWorkers);
     w.numbers(m.next_members, kMaxWorkers);
     w.numbers(m.numbers, kMaxNumbers);
+    w.list(m.records, kMaxWorkers, [](W& wire, auto& record) { wire.text(record, kMaxRecord); });
   }
 };
 
@@ -252,6 +258,15 @@ struct Partials {
   }
 };
 
+/// A batch of a pass over the job's `loader`-th prepared loader.
+struct BatchId {
+  uint32_t loader = 0;
+  uint64_t epoch = 0;
+  uint64_t batch = 0;
+
+  bool operator==(const BatchId&) const = default;
+};
+
 /// Makes step `step` of every chunk from the pushes of `members`. The same from every member of a synchronous step;
 /// else `members` is the sender alone.
 struct Apply {
@@ -260,10 +275,49 @@ struct Apply {
   std::vector<uint32_t> members;
   kernels::StepScalars scalars{.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0};
   FlatGroups groups;
-  std::vector<uint32_t> unused;  ///< parameters that stay as they are, ascending
+  std::vector<uint32_t> unused;       ///< parameters that stay as they are, ascending
+  std::vector<BatchId> batches = {};  ///< dealt ones that the step is made of
 
   template <class M, class W>
   static void visit(M& m, W& w);
+};
+
+/// Asks server 0 for a batch of a pass.
+struct Deal {
+  static constexpr uint16_t kType = 26;
+  uint64_t request = 0;  ///< ascends; a repeated one is answered as before
+  uint32_t loader = 0;
+  uint64_t epoch = 0;
+  uint64_t batches = 0;  ///< of the pass
+  bool ends = false;     ///< the worker leaves the pass: what it was dealt and has not finished goes to others
+  std::vector<uint64_t> finished;  ///< of the pass, without a step
+
+  template <class M, class W>
+  static void visit(M& m, W& w) {
+    w.number(m.request);
+    w.number(m.loader);
+    w.number(m.epoch);
+    w.number(m.batches);
+    w.number(m.ends);
+    w.numbers(m.finished, kMaxNumbers);
+  }
+};
+
+struct Dealt {
+  static constexpr uint16_t kType = 27;
+  enum class State : uint8_t {
+    dealt,  ///< `batch` is the worker's
+    none,   ///< all are dealt, but not finished; ask again
+    ended   ///< all are finished
+  };
+  State state = State::ended;
+  uint64_t batch = 0;
+
+  template <class M, class W>
+  static void visit(M& m, W& w) {
+    w.number(m.state);
+    w.number(m.batch);
+  }
 };
 
 /// The first acknowledgement, `step`; and up to which step of this worker a snapshot holds everything, the second one.
@@ -418,6 +472,11 @@ void Apply::visit(M& m, W& w) {
   w.number(m.scalars.dropped);
   visit_groups(m.groups, w);
   w.numbers(m.unused, kMaxParameters);
+  w.list(m.batches, kMaxBatches, [](W& wire, auto& batch) {
+    wire.number(batch.loader);
+    wire.number(batch.epoch);
+    wire.number(batch.batch);
+  });
 }
 
 }  // namespace muster::server

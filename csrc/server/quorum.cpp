@@ -88,7 +88,7 @@ void Quorum::leave(uint32_t rank, uint64_t incarnation) {
   auto& member = known(rank, incarnation);
   member.live = false;
   member.dead = true;
-  member.numbers.reset();
+  member.commit.reset();
   try_to_decide();
 }
 
@@ -98,7 +98,7 @@ std::vector<uint32_t> Quorum::expire(Time now) {
     if (!member.live || now - member.seen <= (member.joined ? rules_.heartbeat : rules_.timeout)) continue;
     member.live = false;
     member.dead = true;
-    member.numbers.reset();
+    member.commit.reset();
     expired.push_back(rank);
   }
   if (!expired.empty()) try_to_decide();
@@ -137,13 +137,13 @@ void Quorum::commit(uint32_t rank, uint64_t incarnation, const Commit& commit) {
                           std::to_string(decided_.step) + " was decided; join again");
   }
   for (const auto& [other, theirs] : members_) {
-    if (!theirs.numbers || theirs.numbers->size() == commit.numbers.size()) continue;
+    if (!theirs.commit || theirs.commit->numbers.size() == commit.numbers.size()) continue;
     throw LayoutMismatch(name_of(rank) + " commits " + std::to_string(commit.numbers.size()) + " numbers, " +
-                         name_of(other) + " " + std::to_string(theirs.numbers->size()) +
+                         name_of(other) + " " + std::to_string(theirs.commit->numbers.size()) +
                          "; run the same program on all workers");
   }
   member.clock = commit.step;
-  member.numbers = commit.numbers;
+  member.commit = commit;
   try_to_decide();
 }
 
@@ -155,12 +155,13 @@ void Quorum::try_to_decide() {
   size_t count = 0;
   for (const auto& [rank, member] : members_) {
     if (!member.live) continue;
-    if (!member.numbers || (!decision.members.empty() && member.clock != decision.step)) return;
+    if (!member.commit || (!decision.members.empty() && member.clock != decision.step)) return;
     decision.step = member.clock;
     decision.members.push_back(rank);
-    count = member.numbers->size();
+    decision.records.push_back(member.commit->record);
+    count = member.commit->numbers.size();
     sources.resize(rank + 1);
-    sources[rank] = member.numbers->data();
+    sources[rank] = member.commit->numbers.data();
   }
   if (decision.members.empty()) return;
   decision.next_members = decision.members;
@@ -169,7 +170,7 @@ void Quorum::try_to_decide() {
   kernels::tree_reduce(kernels::DType::f64, kernels::Reduction::sum, sources.data(), static_cast<int>(sources.size()),
                        &destination, 1, count);
   decided_ = std::move(decision);
-  for (auto& [rank, member] : members_) member.numbers.reset();
+  for (auto& [rank, member] : members_) member.commit.reset();
 }
 
 std::optional<Decision> Quorum::decision(uint32_t rank, uint64_t step) const {
@@ -178,7 +179,7 @@ std::optional<Decision> Quorum::decision(uint32_t rank, uint64_t step) const {
     return decided_;
   }
   if (rules_.staleness != kAnyStaleness && step > slowest() + rules_.staleness) return std::nullopt;
-  return Decision{step, {rank}, live(), {}};
+  return Decision{step, {rank}, live(), {}, {}};
 }
 
 std::string Quorum::missing(uint64_t step) const {
@@ -194,7 +195,7 @@ void Quorum::recall(const Decision& decision) {
   if (rules_.staleness != 0 || decision.step <= decided_.step) return;
   decided_ = decision;
   for (auto& [rank, member] : members_) {
-    if (member.clock <= decided_.step) member.numbers.reset();
+    if (member.clock <= decided_.step) member.commit.reset();
   }
 }
 

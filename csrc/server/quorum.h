@@ -98,9 +98,9 @@ class Quorum {
     uint64_t clock = 0;  // the last step that is committed
     Time seen{};
     bool live = false;
-    bool joined = false;                         // else awaited
-    bool dead = false;                           // this incarnation was declared dead, or left
-    std::optional<std::vector<double>> numbers;  // of the commit of step `clock`, undecided
+    bool joined = false;           // else awaited
+    bool dead = false;             // this incarnation was declared dead, or left
+    std::optional<Commit> commit;  // of step `clock`, undecided
   };
 
   Member& known(uint32_t rank, uint64_t incarnation);

@@ -33,12 +33,14 @@ struct ParameterServer::Saved {
   Configure configured;
   Quorum::Record members;
   std::vector<Shard::Image> images;  // by chunk of the server, without tensors
+  Dealer::Record batches;
 
   template <class M, class W>
   static void visit(M& m, W& w) {
     Configure::visit(m.configured, w);
     Quorum::Record::visit(m.members, w);
     w.list(m.images, kMaxNumbers, [](W& wire, auto& image) { Shard::Image::visit(image, wire); });
+    Dealer::Record::visit(m.batches, w);
   }
 };
 
@@ -119,6 +121,10 @@ void ParameterServer::expire() {
     changed_.notify_all();
   }
   for (const uint32_t rank : dead) {
+    {
+      const Lock lock(mutex_);
+      dealer_.take_back(rank);
+    }
     log(LogLevel::warning, "worker " + std::to_string(rank) + " was silent for too long and no longer counts");
     shard->drop_pushes(rank);
   }
@@ -215,6 +221,11 @@ void ParameterServer::snapshot() {
     image.tensors.clear();
     saved.images.push_back(std::move(image));
   }
+  {
+    // After the chunks: a step that they hold has its batches finished here.
+    const Lock lock(mutex_);
+    saved.batches = dealer_.record();
+  }
   const std::string meta = encode(saved);
   auto& bytes = snapshot.tensors[kMeta];
   bytes = at::empty({static_cast<int64_t>(meta.size())}, at::kByte);
@@ -250,6 +261,7 @@ void ParameterServer::restore() {
   }
   quorum_.configure(rules_of(plan), Clock::now());
   quorum_.restore(saved.members, Clock::now());
+  dealer_.restore(saved.batches);
   is_filled_ = started_ = true;
   had_members_ = !saved.members.ranks.empty();
   for (const auto& image : saved.images) {

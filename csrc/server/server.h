@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "net/channel.h"
+#include "server/dealer.h"
 #include "server/plan.h"
 #include "server/protocol.h"
 #include "server/quorum.h"
@@ -81,6 +82,8 @@ class ParameterServer {
   void hold(Session& session, Shard& shard, const Push& request, net::Frame& frame);
   void commit(Session& session, const Commit& request, Deadline deadline);
   void recall(Session& session, const Decision& decision);
+  void deal(Session& session, const Deal& request);
+  void apply(Session& session, Shard& shard, const Apply& request, Deadline deadline);
   void beat(Session& session, const Shard& shard, const Beat& request);
   void leave(Session& session, Shard& shard);
 
@@ -101,6 +104,7 @@ class ParameterServer {
   std::condition_variable changed_;  // a start, a decision, the end
   // Guarded by mutex_:
   Quorum quorum_;
+  Dealer dealer_;
   std::shared_ptr<Shard> shard_;  // null before Configure
   uint32_t index_ = 0;            // of this server
   bool is_filled_ = false;        // with initial values

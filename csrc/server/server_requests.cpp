@@ -70,12 +70,10 @@ void ParameterServer::answer(Session& session, net::Frame& frame) {
       check_members(request.members);
       return reply(session, Partials{shard->sum(request.step, request.members, deadline)});
     }
-    case Apply::kType: {
-      const auto request = decode<Apply>(frame.message);
-      check_members(request.members);
-      shard->apply(session.rank, session.incarnation, request, deadline);
-      return reply(session, Applied{request.step, durable(session, *shard)});
-    }
+    case Apply::kType:
+      return apply(session, *shard, decode<Apply>(frame.message), deadline);
+    case Deal::kType:
+      return deal(session, decode<Deal>(frame.message));
     case Beat::kType:
       return beat(session, *shard, decode<Beat>(frame.message));
     case Recall::kType:
@@ -102,6 +100,7 @@ void ParameterServer::greet(Session& session, const Hello& hello) {
   {
     const Lock lock(mutex_);
     welcome.incarnation = quorum_.greet(hello.rank, hello.incarnation, Clock::now());
+    if (hello.incarnation == 0) dealer_.take_back(hello.rank);
     session.rank = hello.rank;
     session.lane = hello.lane;
     session.incarnation = welcome.incarnation;
@@ -240,6 +239,26 @@ void ParameterServer::commit(Session& session, const Commit& request, Deadline d
   reply(session, decision);
 }
 
+void ParameterServer::apply(Session& session, Shard& shard, const Apply& request, Deadline deadline) {
+  check_members(request.members);
+  {
+    const Lock lock(mutex_);
+    dealer_.finish(session.rank, request.batches);
+  }
+  shard.apply(session.rank, session.incarnation, request, deadline);
+  reply(session, Applied{request.step, durable(session, shard)});
+}
+
+void ParameterServer::deal(Session& session, const Deal& request) {
+  Dealt dealt;
+  {
+    const Lock lock(mutex_);
+    quorum_.check(session.rank, session.incarnation);
+    dealt = dealer_.deal(session.rank, session.incarnation, request);
+  }
+  reply(session, dealt);
+}
+
 void ParameterServer::beat(Session& session, const Shard& shard, const Beat& request) {
   if (request.wants_snapshot) {
     const Lock lock(snapshot_mutex_);
@@ -253,6 +272,7 @@ void ParameterServer::leave(Session& session, Shard& shard) {
   {
     const Lock lock(mutex_);
     quorum_.leave(session.rank, session.incarnation);
+    dealer_.take_back(session.rank);
     changed_.notify_all();
   }
   shard.wake();

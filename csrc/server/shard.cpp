@@ -40,8 +40,11 @@ Shard::Shard(const Plan& plan, uint32_t server, MayPush may_push) : plan_(plan),
     auto& state = *states_.emplace(c, std::make_unique<State>()).first->second;
     state.chunk = chunks[c];
     state.memory = at::zeros({state.chunk.numel}, state.chunk.dtype);
+    // No views: they would share a version counter, by which the optimizer knows who wrote a parameter.
+    const auto size = static_cast<int64_t>(c10::elementSize(state.chunk.dtype));
     for (const auto& piece : state.chunk.pieces) {
-      state.pieces.push_back(state.memory.narrow(0, piece.offset, piece.run.count));
+      state.pieces.push_back(at::from_blob(data_of(state.memory) + piece.offset * size, {piece.run.count},
+                                           at::TensorOptions(state.chunk.dtype)));
     }
     make_optimizer(state, plan_.groups);
   }

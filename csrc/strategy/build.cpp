@@ -23,6 +23,8 @@
 #include "kernels/cuda/cuda_kernels.h"
 #include "muster/error.h"
 #include "net/rendezvous.h"
+#include "net/unix_socket.h"
+#include "server/address.h"
 #include "strategy/text_exchange.h"
 
 namespace muster {
@@ -157,8 +159,8 @@ void place_replicas(Topology& topology, comm::Communicator& workers) {
   topology.num_replicas = std::accumulate(first, topology.replicas_of_worker.end(), 0);
 }
 
-void compare_options(const StrategyOptions& options, comm::Communicator& workers) {
-  const auto texts = exchange_texts(workers, in_words(options));
+void compare_options(const std::string& options, comm::Communicator& workers) {
+  const auto texts = exchange_texts(workers, options);
   for (size_t r = 1; r < texts.size(); ++r) {
     if (texts[r] != texts[0]) {
       throw InvalidArgument("the ranks have different options: rank 0 has " + texts[0] + "; rank " + std::to_string(r) +
@@ -307,6 +309,38 @@ Groups groups_over(const comm::ProcessGroupPtr& process_group, const Cluster& cl
   return groups;
 }
 
+void check_servers_can(const StrategyOptions& options) {
+  const auto refuse = [](bool is_asked, const char* what) {
+    if (is_asked) throw InvalidArgument(std::string("parameter servers step, so that workers cannot have ") + what);
+  };
+  refuse(!options.fuse, "fuse=False; leave it out");
+  refuse(options.keep_gradients, "keep_gradients; leave it out");
+  refuse(options.shard_optimizer, "shard_optimizer: the state is divided over the servers; leave it out");
+  refuse(options.wire != Wire::exact, "wire: gradients travel as they are accumulated; leave it out");
+}
+
+// The chief's where the cluster names none.
+ServerJob servers_of(const Cluster& cluster, const ServerOptions& server_options, comm::Communicator& workers) {
+  ServerJob job;
+  if (server_options.staleness) job.staleness = static_cast<uint32_t>(*server_options.staleness);
+  if (!server_options.staleness) job.staleness = server::kAnyStaleness;
+  for (const auto& address : cluster.servers) job.channels.push_back(server::channel_name(address));
+  if (!job.channels.empty()) return job;
+  std::string name;
+  if (cluster.rank == 0) {
+    name = "muster-server-" + net::random_name();
+    job.embedded = std::make_shared<server::ParameterServer>(server::ServerConfig{.name = name});
+  }
+  job.channels = {exchange_texts(workers, name).front()};
+  return job;
+}
+
+std::string in_words(const Cluster& cluster, const ServerOptions& server_options) {
+  std::string text = " servers=";
+  for (const auto& address : cluster.servers) text += address + ',';
+  return text + " staleness=" + (server_options.staleness ? std::to_string(*server_options.staleness) : "None");
+}
+
 }  // namespace
 
 std::shared_ptr<StrategyCore> make_mirrored(const std::vector<std::string>& devices, const StrategyOptions& options,
@@ -334,7 +368,39 @@ std::shared_ptr<StrategyCore> make_multi_worker(const Cluster& cluster, const st
   topology.devices = parse_devices(devices.empty() ? device_of_worker(cluster) : devices);
   Groups groups = process_group ? groups_over(process_group, cluster, topology, timeout_of(options))
                                 : groups_on_host(cluster, topology, timeout_of(options));
-  compare_options(options, *groups.workers);
+  compare_options(in_words(options), *groups.workers);
+  return assemble(std::move(topology), std::move(groups), options, threads);
+}
+
+std::shared_ptr<StrategyCore> make_parameter_server(const Cluster& cluster, const ServerOptions& server_options,
+                                                    const StrategyOptions& options, ReplicaThreads threads) {
+  options.validate();
+  server_options.validate();
+  cluster.validate();
+  check_servers_can(options);
+  Topology topology;
+  topology.num_workers = topology.num_replicas = cluster.num_workers;
+  topology.rank = topology.first_replica = cluster.rank;
+  topology.local_rank = cluster.local_rank;
+  topology.replicas_of_worker.assign(static_cast<size_t>(cluster.num_workers), 1);
+  topology.devices = {c10::Device(c10::kCPU)};
+  const auto timeout = timeout_of(options);
+  const bool steps_together = server_options.staleness == 0;
+  Groups groups;
+  groups.gradients = {comm::make_single()};
+  groups.step = {comm::make_single()};
+  groups.workers = comm::make_single();
+  if (cluster.num_workers > 1) {
+    const auto mesh = connect(net::open_store(cluster, timeout), "workers", topology, 1, timeout);
+    groups.workers = mesh->make_group("workers").front();
+    if (steps_together) groups.step = mesh->make_group("step");
+  }
+  compare_options(in_words(options) + in_words(cluster, server_options), *groups.workers);
+  groups.servers = servers_of(cluster, server_options, *groups.workers);
+  const size_t count = groups.servers->channels.size();
+  groups.backend = cluster.servers.empty()
+                       ? "a parameter server in the chief's process"
+                       : std::to_string(count) + (count == 1 ? " parameter server" : " parameter servers");
   return assemble(std::move(topology), std::move(groups), options, threads);
 }
 

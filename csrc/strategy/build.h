@@ -9,6 +9,7 @@
 #include "muster/balance.h"
 #include "muster/cluster.h"
 #include "muster/options.h"
+#include "muster/parameter_server.h"
 #include "strategy/strategy_core.h"
 
 namespace c10d {
@@ -33,5 +34,10 @@ std::shared_ptr<StrategyCore> make_mirrored(const std::vector<std::string>& devi
 std::shared_ptr<StrategyCore> make_multi_worker(const Cluster& cluster, const std::vector<std::string>& devices,
                                                 const StrategyOptions& options, ReplicaThreads threads,
                                                 const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
+
+/// Collective over the cluster. One process a worker, each with a CPU replica. Without servers in the cluster the chief
+/// hosts one. Throws InvalidArgument for options that servers cannot honour, and as make_multi_worker.
+std::shared_ptr<StrategyCore> make_parameter_server(const Cluster& cluster, const ServerOptions& server_options,
+                                                    const StrategyOptions& options, ReplicaThreads threads);
 
 }  // namespace muster

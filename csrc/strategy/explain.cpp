@@ -40,8 +40,9 @@ std::string StrategyCore::explain(const std::string& name) const {
                                           : "each replica has a thread of its own");
   if (balancer_) out << "; they take " << in_words(balancer_->capacities()) << " of a batch, by capacity";
   out << '\n';
-  out << "gradients: summed over replicas through " << groups_.backend << ", in buckets of up to "
-      << mebibytes(groups_.buckets.usual);
+  const bool steps_together = !groups_.servers || groups_.servers->staleness == 0;
+  out << "gradients: " << (steps_together ? "summed over replicas through " : "each worker's own, through ")
+      << groups_.backend << ", in buckets of up to " << mebibytes(groups_.buckets.usual);
   if (options_.bucket_bytes) {
     out << ", as bucket_bytes says";
   } else if (groups_.link) {
@@ -49,6 +50,17 @@ std::string StrategyCore::explain(const std::string& name) const {
   }
   if (options_.wire == Wire::bf16 && topology_.num_replicas > 1) out << "; fp32 ones travel as bf16";
   out << (groups_.overlap ? "; they are reduced while backward runs" : "; they are reduced after backward") << '\n';
+  if (groups_.servers) {
+    out << "optimizers: AdamW, Adam, SGD and Adagrad step on the servers";
+    if (groups_.servers->staleness == server::kAnyStaleness) {
+      out << ", for each worker when it comes";
+    } else if (!steps_together) {
+      out << ", for each worker when it comes, which may be " << counted(groups_.servers->staleness, "step")
+          << " ahead of the slowest";
+    }
+    out << '\n' << window_in_words();
+    return out.str();
+  }
   out << "optimizers: " << (options_.fuse ? "AdamW, Adam, SGD and Adagrad step" : "all step from .grad");
   if (options_.fuse && options_.shard_optimizer) {
     out << " in one pass, each worker its shard of the state, and gather the parameters; others from .grad";
@@ -58,6 +70,12 @@ std::string StrategyCore::explain(const std::string& name) const {
         << "; others from .grad";
   }
   out << '\n';
+  out << window_in_words();
+  return out.str();
+}
+
+std::string StrategyCore::window_in_words() const {
+  std::ostringstream out;
   out << "window: " << options_.accumulate << " micro-batch(es)";
   if (options_.clip_norm) out << ", gradient norm clipped to " << *options_.clip_norm;
   constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};

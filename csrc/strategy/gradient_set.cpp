@@ -1,5 +1,7 @@
 #include "strategy/gradient_set.h"
 
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
@@ -104,6 +106,12 @@ void GradientSet::build_engines() {
   for (size_t p = 0; p < trainable_.size(); ++p)
     trainable_index_[static_cast<size_t>(trainable_[p])] = static_cast<int>(p);
   engines_.clear();
+  if (servers_) {
+    throw InvalidArgument(
+        "the parameters to train, or their dtypes, changed after the first step, which parameter servers cannot "
+        "follow; "
+        "freeze, unfreeze and add_param_group before it");
+  }
   for (size_t r = 0; r < windows_.size(); ++r) {
     std::vector<NamedParameter> parameters;
     for (int p : trainable_) {
@@ -118,6 +126,7 @@ void GradientSet::build_engines() {
     options.overlap = groups_.overlap;
     options.receive = r == 0;
     options.control = groups_.control_of(r);
+    if (groups_.servers) options.deliver = [this](size_t p, const at::Tensor& sum) { servers_->take(p, sum); };
     options.strategy = strategy_;
     options.replica = topology_.first_replica + static_cast<int>(r);
     engines_.push_back(std::make_unique<GradientEngine>(std::move(parameters), groups_.gradients[r], options));
@@ -126,7 +135,12 @@ void GradientSet::build_engines() {
 
 void GradientSet::open_micro_batch(bool last, bool fused) {
   if (!window_open()) {
+    if (awaits_servers() || (servers_ && !fused)) {
+      throw InvalidArgument(
+          "parameter servers step AdamW, Adam, SGD or Adagrad alone; prepare() one over the parameters to train");
+    }
     if (layout_is_stale()) build_engines();
+    if (servers_) servers_->open();
     windows_.assign(windows_.size(), {});
     for (auto& window : windows_) window.unit = scalars_.unit;
     if (!is_on_device() && (noted_buffers_.empty() || noted_buffers_.front().size() != registry_.buffers(0).size())) {
@@ -152,7 +166,8 @@ void GradientSet::open_window(int local_replica, int64_t rows) {
     parts.data_ptr<double>()[0] = static_cast<double>(rows);
     parts.data_ptr<double>()[1] = 1;
   }
-  groups_.control_of(r)->all_reduce(parts, ReduceOp::sum).wait();
+  auto& replicas = servers_ && servers_->is_synchronous() ? *groups_.workers : *groups_.control_of(r);
+  replicas.all_reduce(parts, ReduceOp::sum).wait();
   const double* sums = parts.const_data_ptr<double>();
   if (sums[1] > 0) windows_[r].unit = kernels::nearest_power_of_two(sums[0] / sums[1]);
   if (is_on_device()) device_windows_[r]->shared_scalars()->set_unit(windows_[r].unit);
@@ -274,47 +289,62 @@ void GradientSet::close_window(int local_replica, const Failure& own_failure, bo
   }
   if (is_on_device()) {
     close_on_device(r, tail, failure);
+  } else if (servers_ && servers_->is_synchronous()) {
+    close_on_servers(tail, failure);
   } else {
     close_on_host(r, tail, failure);
   }
   if (tail[Tail::failures] > 0) return;
-  engine.reduce_sparse(tail.counts());
+  if (!servers_) engine.reduce_sparse(tail.counts());
   if (tail[Tail::weight] > 0) engine.learn_order(tail.counts());
 }
 
-void GradientSet::close_on_host(size_t r, const Tail& tail, const Failure& failure) {
-  auto& window = windows_[r];
-  auto& communicator = *groups_.gradients[r];
-  const auto& buffers = registry_.buffers(r);
+// What the host knows of the window; floating buffers weigh `buffer_share`.
+void GradientSet::fill_tail(size_t r, const Tail& tail, const Failure& failure, double buffer_share) {
+  const auto& window = windows_[r];
   if (!failure) {
     tail[Tail::weight] = window.weight;
     tail[Tail::weighted_loss] = window.weighted_loss;
     tail[Tail::metrics] = window.weighted_metrics.empty() ? 0 : 1;
   }
-  const bool chief_only = options_.buffers == Buffers::chief;
-  const double share = chief_only ? (communicator.rank() == 0 ? 1.0 : 0.0) : window.weight;
-  int64_t integers = 0;
-  for (const auto& buffer : buffers) integers += is_floating(buffer) ? 0 : buffer.numel();
-  const auto integer_values = at::zeros({integers}, at::kLong);
-  for (size_t b = 0; b < buffers.size(); ++b) tail.written()[b] = was_written(r, b) ? 1 : 0;
+  const auto& buffers = registry_.buffers(r);
   double* next_floating = tail.extra();
-  int64_t offset = 0;
-  for (const auto& buffer : buffers) {
-    if (is_floating(buffer)) {
-      auto target = at::from_blob(next_floating, buffer.sizes(), at::kDouble);
-      if (share > 0) target.copy_(buffer).mul_(share);
-      next_floating += buffer.numel();
-    } else {
-      auto target = integer_values.narrow(0, offset, buffer.numel()).view(buffer.sizes());
-      target.copy_(buffer);
-      offset += buffer.numel();
-    }
+  for (size_t b = 0; b < buffers.size(); ++b) {
+    tail.written()[b] = was_written(r, b) ? 1 : 0;
+    if (!is_floating(buffers[b])) continue;
+    auto target = at::from_blob(next_floating, buffers[b].sizes(), at::kDouble);
+    if (buffer_share > 0) target.copy_(buffers[b]).mul_(buffer_share);
+    next_floating += buffers[b].numel();
   }
+}
+
+// Integer buffers, one after the other.
+at::Tensor GradientSet::integers_of(size_t r) const {
+  std::vector<at::Tensor> integers{at::empty({0}, at::kLong)};
+  for (const auto& buffer : registry_.buffers(r)) {
+    if (!is_floating(buffer)) integers.push_back(buffer.reshape({-1}).to(at::kLong));
+  }
+  return at::cat(integers);
+}
+
+std::string GradientSet::metrics_of(size_t r) const {
+  std::ostringstream text;
+  text << std::hexfloat;
+  for (const auto& [name, value] : windows_[r].weighted_metrics) text << value << ' ' << name << '\n';
+  return text.str();
+}
+
+void GradientSet::close_on_host(size_t r, const Tail& tail, const Failure& failure) {
+  auto& window = windows_[r];
+  auto& communicator = *groups_.gradients[r];
+  const bool chief_only = options_.buffers == Buffers::chief;
+  fill_tail(r, tail, failure, chief_only ? (communicator.rank() == 0 ? 1.0 : 0.0) : window.weight);
+  const auto integer_values = integers_of(r);
   // Who has the tail's sum knows then that the statistics of all owners are there.
   if (to_owners_) engines_[r]->wait();
   auto tail_work = communicator.all_reduce(tail.tensor, ReduceOp::sum, tail.tensor.numel());
   comm::Work integer_work;
-  if (integers > 0) {
+  if (integer_values.numel() > 0) {
     integer_work =
         chief_only ? communicator.broadcast(integer_values, 0) : communicator.all_reduce(integer_values, ReduceOp::max);
   }
@@ -326,14 +356,10 @@ void GradientSet::close_on_host(size_t r, const Tail& tail, const Failure& failu
 
   if (tail[Tail::failures] > 0) {
     window.failures = exchange_texts(communicator, failure ? failure.type + '\n' + failure.text : std::string());
+    if (servers_) window.failures.insert(window.failures.begin(), static_cast<size_t>(topology_.first_replica), "");
     return;
   }
-  if (tail[Tail::metrics] > 0) {
-    std::ostringstream text;
-    text << std::hexfloat;
-    for (const auto& [name, value] : window.weighted_metrics) text << value << ' ' << name << '\n';
-    window.metric_texts = exchange_texts(communicator, text.str());
-  }
+  if (tail[Tail::metrics] > 0) window.metric_texts = exchange_texts(communicator, metrics_of(r));
 }
 
 }  // namespace muster

@@ -23,6 +23,7 @@
 #include "strategy/device_buffers.h"
 #include "strategy/device_window.h"
 #include "strategy/parameter_registry.h"
+#include "strategy/server_window.h"
 #include "strategy/topology.h"
 
 namespace muster {
@@ -85,6 +86,18 @@ class GradientSet {
 
   /// Gradients arriving in steps of other sets are dropped while true.
   void set_ignored(bool ignored) noexcept;
+
+  /// Whether the parameters live on servers that are not connected yet; connect_servers() comes before the first
+  /// window.
+  bool awaits_servers() const noexcept { return groups_.servers && !servers_; }
+
+  /// Connects, for `optimizer`, whose parameter i has registry index `parameters[i]`: from here on servers step. See
+  /// ServerWindow. Throws InvalidArgument if it lacks a parameter to train.
+  void connect_servers(const FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
+
+  /// Where the parameters live; null unless on servers.
+  ServerWindow* servers() noexcept { return servers_.get(); }
+  const std::vector<int>& trainable() const noexcept { return trainable_; }
 
   /// Opens a micro-batch; rebuilds the engines when the trainable parameters changed and no window is open.
   /// Throws InvalidArgument if no parameter is trainable.
@@ -188,6 +201,13 @@ class GradientSet {
   void begin_engine(int local_replica, bool contributes, bool overlaps = true);
   void close_on_host(size_t local_replica, const Tail& tail, const Failure& failure);
   void close_on_device(size_t local_replica, const Tail& tail, const Failure& failure);
+  void close_on_servers(const Tail& tail, const Failure& failure);
+  void fill_tail(size_t local_replica, const Tail& tail, const Failure& failure, double buffer_share);
+  at::Tensor integers_of(size_t local_replica) const;
+  std::string metrics_of(size_t local_replica) const;
+  void end_unchanged();
+  void check_dense(const Tail& tail);
+  void step_on_servers(const Tail& tail, const FlatGroups& groups);
   void finish_on_device(const Tail& tail, bool fused, WindowSums& sums);
   void enqueue_norm(const Tail& tail, const at::Tensor& numbers, double loss_scale, kernels::LossScaleState* scale,
                     const DeviceReport& report);
@@ -237,7 +257,8 @@ class GradientSet {
   std::vector<DeviceBuffers> device_buffers_;
   DeviceNorm device_norm_;
   DeviceSegments<kernels::MeanSegment> mean_segments_;
-  DeviceReport report_;                  // of the last window
+  DeviceReport report_;  // of the last window
+  std::unique_ptr<ServerWindow> servers_;
   std::unique_ptr<ParameterHome> home_;  // where other processes step for this one, too
   const bool divides_steps_;
   int micro_batches_ = 0;

@@ -160,6 +160,11 @@ int Strategy::State::set_of(const StepOptions& options) {
   }
   steppers[used->set] = stepping;
   for (auto* optimizer : stepping) bind_flat(*optimizer);
+  if (core->awaits_servers(used->set) && is_fused(used->set)) {
+    auto& first = *stepping.front();
+    const auto& flat = **detail::flat_state_of(first);
+    core->connect_servers(used->set, flat.flat, flat.indices, detail::groups_of(first));
+  }
   return used->set;
 }
 

@@ -5,7 +5,10 @@
 #include <c10/util/Type.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 #include <typeinfo>
+#include <utility>
 
 #include "comm/kernel_status.h"
 #include "muster/error.h"
@@ -56,10 +59,22 @@ void StrategyCore::close() {
   closed_ = true;
   pool_->stop();
   sets_.clear();
+  close_servers();
   groups_.gradients.clear();
   groups_.step.clear();
   groups_.control.clear();
   groups_.workers.reset();
+}
+
+// Other workers may need the ones that this process hosts.
+void StrategyCore::close_servers() {
+  if (!groups_.servers) return;
+  const auto embedded = std::exchange(groups_.servers->embedded, nullptr);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(options_.timeout);
+  while (embedded && topology_.num_workers > 1 && !embedded->is_deserted() &&
+         std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
 }
 
 void StrategyCore::check_open() const {
@@ -103,7 +118,7 @@ void StrategyCore::choose_buckets() {
     groups_.buckets = buckets_of(*options_.bucket_bytes);
     return;
   }
-  if (topology_.num_replicas == 1 || is_streamed(topology_.devices.front())) return;
+  if (topology_.num_replicas == 1 || is_streamed(topology_.devices.front()) || groups_.servers) return;
   std::vector<LinkSpeed> links(topology_.devices.size());
   pool_->run([&](int local_replica) {
     const auto r = static_cast<size_t>(local_replica);
@@ -194,6 +209,48 @@ FlatOptimizer StrategyCore::make_flat(const std::vector<std::pair<int, uint32_t>
   }
   const Shard shard = options_.shard_optimizer ? Shard{topology_.rank, topology_.num_workers} : Shard{};
   return FlatOptimizer(std::move(flat), groups, shard);
+}
+
+void StrategyCore::connect_servers(int set, const FlatOptimizer& optimizer, const std::vector<int>& parameters,
+                                   const FlatGroups& groups) {
+  check_callable();
+  if (has_servers()) {
+    throw InvalidArgument(
+        "parameter servers hold one set of parameters, and this step trains another; pass the same optimizers= in "
+        "every "
+        "step, or use another strategy");
+  }
+  sets_.at(static_cast<size_t>(set))->connect_servers(optimizer, parameters, groups);
+}
+
+bool StrategyCore::has_servers() const {
+  return std::any_of(sets_.begin(), sets_.end(), [](const auto& set) { return set->servers() != nullptr; });
+}
+
+ServerWindow& StrategyCore::servers() {
+  check_open();
+  for (const auto& set : sets_) {
+    if (set->servers() != nullptr) return *set->servers();
+  }
+  throw InvalidArgument(
+      "parameter servers deal batches once they know the model; prepare() the modules and the optimizer (AdamW, Adam, "
+      "SGD or Adagrad) before a loader is iterated");
+}
+
+std::vector<at::Tensor> StrategyCore::state_on_servers(const std::vector<int>& parameters, server::Part part) {
+  check_open();
+  for (const auto& set : sets_) {
+    if (set->servers() == nullptr) continue;
+    const auto& trained = set->trainable();
+    const auto whole = set->servers()->fetch(part);
+    std::vector<at::Tensor> values;
+    for (const int index : parameters) {
+      const auto found = std::find(trained.begin(), trained.end(), index);
+      values.push_back(found == trained.end() ? at::Tensor() : whole[static_cast<size_t>(found - trained.begin())]);
+    }
+    return values;
+  }
+  return {};
 }
 
 void StrategyCore::step_flat(int set, FlatOptimizer& optimizer, const std::vector<int>& parameters,

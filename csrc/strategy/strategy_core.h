@@ -41,6 +41,8 @@ struct StepCall {
   std::vector<int64_t> rows;
   /// The set that takes part, from StrategyCore::set_of.
   int set = 0;
+  /// Dealt batches that the parts are of; see ServerWindow::note_batches.
+  std::vector<server::BatchId> batches = {};
   /// True on steps made after a loader yielded its last batch.
   bool loader_ended = false;
   /// Steps the set's optimizers; called on the stepping thread when a window closed and was not skipped.
@@ -103,6 +105,21 @@ class StrategyCore {
   /// A flat optimizer over parameters of the registry, (index, group) by parameter; sharded as the options say.
   FlatOptimizer make_flat(const std::vector<std::pair<int, uint32_t>>& parameters, const FlatGroups& groups) const;
 
+  /// See GradientSet::awaits_servers and connect_servers. Throws InvalidArgument for a second set: servers hold one.
+  bool awaits_servers(int set) const { return sets_.at(static_cast<size_t>(set))->awaits_servers(); }
+  void connect_servers(int set, const FlatOptimizer& optimizer, const std::vector<int>& parameters,
+                       const FlatGroups& groups);
+
+  /// Whether servers hold parameters and their state.
+  bool has_servers() const;
+
+  /// Throws InvalidArgument without has_servers().
+  ServerWindow& servers();
+
+  /// A part of the state of the parameters of the registry, from the servers that hold it; undefined where there is
+  /// none. Empty without has_servers().
+  std::vector<at::Tensor> state_on_servers(const std::vector<int>& parameters, server::Part part);
+
   /// Within StepCall::apply of a fused set; see GradientSet::step.
   void step_flat(int set, FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
 
@@ -142,6 +159,8 @@ class StrategyCore {
   struct ReplicaRun;
 
   void check_open() const;
+  std::string window_in_words() const;
+  void close_servers();
   void choose_buckets();
   void check_callable() const;
   void find_outsiders();

@@ -199,6 +199,7 @@ StepResult StrategyCore::step(const StepCall& call) {
   const bool dropping = call.loader_ended && !full && options_.drop_incomplete;
   const bool closing = full || (call.loader_ended && !dropping);
   set.open_micro_batch(closing, call.fused);
+  if (set.servers() != nullptr) set.servers()->note_batches(call.batches);
 
   if (outsiders_known_ != registry_.num_parameters()) find_outsiders();
   UntouchedGradients untouched(registry_, topology_.devices.size(), outsiders_);
@@ -295,6 +296,9 @@ void StrategyCore::run(const StepCall& call) {
   check_callable();
   const OnDevice on_device(topology_.devices.front());
   registry_.follow_moves(/*copies_all=*/false);
+  for (const auto& set : sets_) {
+    if (set->servers() != nullptr && !set->window_open()) set->servers()->refresh();
+  }
   const uint64_t t = ++calls_;
   rows_ = call.rows;
   auto outcomes = std::make_shared<std::vector<ReplicaRun>>(topology_.devices.size());

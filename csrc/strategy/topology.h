@@ -9,6 +9,7 @@
 
 #include "comm/communicator.h"
 #include "strategy/bucket_sizes.h"
+#include "strategy/server_window.h"
 
 namespace muster {
 
@@ -32,6 +33,7 @@ struct Groups {
   std::vector<comm::CommunicatorPtr> control;    ///< tensors on the host; empty where those of gradients are there
   comm::CommunicatorPtr workers;                 ///< prepare, and collectives outside a step
   std::string backend;                           ///< what gradients are reduced through, in words
+  std::optional<ServerJob> servers;              ///< that hold the parameters; `gradients` is then this process alone
   std::optional<LinkSpeed> link;                 ///< of gradients, where it was measured
   BucketSizes buckets;
   /// The group in which a local replica's host tells the others something.

@@ -87,6 +87,10 @@ std::vector<at::Tensor> GradientSet::dense_sums(const Tail& tail) const {
 
 void GradientSet::take_norm(const Tail& tail, double loss_scale) {
   const double clip_norm = options_.clip_norm.value_or(0);
+  if (servers_ && servers_->is_synchronous()) {
+    const auto partials = servers_->partials([&](size_t p) { return tail.counts()[p] > 0; });
+    return finish_norm(partials, tail.data(), clip_norm, loss_scale, scalars_);
+  }
   if (!to_owners_) return muster::take_norm(dense_sums(tail), tail.data(), clip_norm, loss_scale, scalars_);
   std::vector<double> partials;
   bool has_doubles = false;
@@ -196,6 +200,7 @@ void GradientSet::step(FlatOptimizer& optimizer, const std::vector<int>& paramet
                        const OnReplicas& on_replicas) {
   const at::NoGradGuard no_grad;
   const auto tail = tail_of(windows_.front().tail);
+  if (servers_) return step_on_servers(tail, groups);
   auto means = gradients_of(tail, parameters, 0);
   if (divides_steps_) {
     step_divided(optimizer, tail, means, parameters, groups, on_replicas);
@@ -369,21 +374,25 @@ WindowSums GradientSet::finish_window(bool fused) {
                                {.type = texts[replica].substr(0, end), .text = texts[replica].substr(end + 1)}});
     }
     drop_window();
+    end_unchanged();
     return sums;
   }
   sums.weight = tail[Tail::weight];
   if (sums.weight <= 0) {
     sums.dropped = true;
     drop_window();
+    end_unchanged();
     return sums;
   }
   const bool is_sum = tail[Tail::sum_losses] > 0;
   if (is_sum && tail[Tail::mean_losses] > 0) {
     drop_window();
+    end_unchanged();
     throw InvalidArgument(
         "replicas or micro-batches of one window returned losses of both reductions; return "
         "reduction=\"mean\" or \"sum\" throughout");
   }
+  if (servers_) check_dense(tail);
   for (int replica = 0; replica < topology_.num_replicas && sums.non_finite_at.empty(); ++replica) {
     const auto parameter = static_cast<int>(tail.non_finite(replica)) - 1;
     if (parameter >= 0) {
@@ -405,6 +414,7 @@ WindowSums GradientSet::finish_window(bool fused) {
     take_norm(tail, loss_scale_.scale);
     sums.grad_norm = scalars_.norm;
     sums.finite = scalars_.finite != 0;
+    if (!sums.finite) end_unchanged();
     if (sums.finite && keeps_means_first(tail)) {
       std::vector<double> partials;
       for (const auto& values : dense_sums(tail)) divide(values, scalars_.divisor, partials);

@@ -27,7 +27,13 @@ from muster.precision import LossScale, LossScaler
 from muster.replicated import Replicated
 from muster.sharded_embedding import ShardedEmbedding
 from muster.step import Loss, StepResult
-from muster.strategy import MirroredStrategy, MultiWorkerMirroredStrategy, Strategy, StrategyOptions
+from muster.strategy import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    ParameterServerStrategy,
+    Strategy,
+    StrategyOptions,
+)
 
 __all__ = [
     "AuthError",
@@ -48,6 +54,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NonFinite",
     "NotBuilt",
+    "ParameterServerStrategy",
     "PeerLost",
     "PerReplica",
     "RemoteError",

@@ -21,6 +21,9 @@ By kind:
   capacity are contiguous.
 - **Ready batches** (``batch_size=None``). Every worker reads each batch and narrows it to its parts (`muster.batch.
   split`, which says what can be divided).
+- **Dealt** (`ParameterServerStrategy` with a staleness), by index. Servers deal whole batches in order to whichever
+  worker asks, and deal again what a worker that died, or left its loop early, had not finished. A worker that is
+  through waits for those of the others at the end of its pass.
 - **Ready-sharded** (``sharded=True``), any of the above: the batches are this worker's own and are divided over its
   local replicas alone. A worker that runs out goes on with empty parts until none has data.
 
@@ -40,6 +43,7 @@ does not rewind it. Reading and collating draw from the ambient generators, in D
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -50,6 +54,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from muster.batch import emptied, is_column, place, rebuilt, rows
+from muster.dealing import Dealer, Dealing
 from muster.errors import InvalidArgument
 from muster.per_replica import PerReplica
 from muster.position import Position
@@ -87,8 +92,13 @@ class LoaderHost(Protocol):
     def capacities(self) -> Sequence[float]:
         """By replica, what parts of batches that are asked for next follow (`muster.batch.part_sizes`)."""
 
+    @property
+    def dealer(self) -> Dealer | None:
+        """Who deals whole batches; None where each batch is divided over all workers."""
+
     def any_has_more(self, has_more: bool) -> bool:
-        """Collective: whether the flag is true on any worker. Called for each batch of a sharded loader, one ahead."""
+        """Whether the flag is true on any worker that steps together with this one; collective over those. Called for
+        each batch of a sharded loader, one ahead."""
 
     def broadcast_state(self, state: Tensor) -> Tensor:
         """Collective: the chief's `state`, a uint8 vector on the CPU. Called while a loader is prepared."""
@@ -113,15 +123,19 @@ class Loader(Generic[BatchT_co]):
         InvalidArgument for what cannot be divided: no DataLoader or one with an ``__iter__`` of its own, a
         DistributedSampler without `sharded`, or ``in_order=False`` where workers must see the same batches.
         """
-        _check(loader, sharded=sharded, alone=host.num_replicas == len(host.devices))
+        _check(loader, sharded=sharded, alone=host.num_replicas == len(host.devices) and host.dealer is None)
+        if host.dealer is not None and not sharded and isinstance(loader.dataset, IterableDataset):
+            raise InvalidArgument(
+                "servers deal batches by number, which an iterable data set has not; use one with __getitem__, or "
+                "prepare_loader(loader, sharded=True) with data of this worker's own"
+            )
         self._loader = loader
         self._host = host
         self._index = index
         self._sharded = sharded
         num_local = len(host.devices)
-        self._deal = (
-            Deal(num_local, 0, num_local) if sharded else Deal(host.num_replicas, host.first_replica, num_local)
-        )
+        alone = sharded or host.dealer is not None
+        self._deal = Deal(num_local, 0, num_local) if alone else Deal(host.num_replicas, host.first_replica, num_local)
         self._epoch = 0
         self._iterations = 0
         self._under_way = False
@@ -129,6 +143,8 @@ class Loader(Generic[BatchT_co]):
         self._persistent: DataLoader[Any] | None = None
         self._tasks = _Tasks(loader, self._deal, host)
         self._empty: Any = _END
+        self._pass: weakref.ref[_Pass] | None = None
+        self._dealing: Dealing | None = None  # of the pass that was begun last
         if not sharded:
             for generator in _generators(loader):
                 generator.set_state(host.broadcast_state(generator.get_state()))
@@ -169,12 +185,31 @@ class Loader(Generic[BatchT_co]):
             self._epoch += 1
         self._under_way = True
         self._position = Position()
-        return _Pass(self, self._position, self._results())
-
-    def _results(self) -> Iterator[Parts | Ended]:
+        self.release()
         seed = epoch_seed(self._host.seed, self._index, self._epoch)
+        dealer = self._host.dealer
+        self._dealing = None
+        if dealer is not None and not self._sharded:
+            self._dealing = Dealing(dealer, self._index, self._epoch, self._tasks.all_of(self._epoch, seed))
+        begun = _Pass(self, self._position, self._dealing, self._results(self._epoch, seed, self._dealing))
+        self._pass = weakref.ref(begun)
+        return begun
+
+    def release(self) -> None:
+        """Lets other workers have what is left of a dealt pass that was left early."""
+        if self._dealing is not None and self._pass is not None and self._pass() is None:
+            self._dealing.leave()
+            self._dealing = None
+
+    def stepped(self) -> tuple[int, int, int] | None:
+        """The loader, epoch and number of the batch that was yielded last, which goes into a step; None if it was not
+        dealt, or is in one already."""
+        return None if self._dealing is None else self._dealing.stepped()
+
+    def _results(self, epoch: int, seed: int, dealing: Dealing | None) -> Iterator[Parts | Ended]:
         self._iterations += 1
-        self._tasks.current = Task(self._iterations, self._epoch, seed)
+        self._tasks.current = Task(self._iterations, epoch, seed)
+        self._tasks.dealing = dealing
         if not self._loader.persistent_workers:
             return iter(self._new_loader(seed))
         if self._persistent is None:
@@ -247,6 +282,7 @@ class Loader(Generic[BatchT_co]):
 class _Batch:
     value: Any
     part_rows: list[int] | None
+    number: int = -1  # where it was dealt
 
 
 class _Pass(Iterator[Any]):
@@ -255,19 +291,30 @@ class _Pass(Iterator[Any]):
     The loader does not hold it, so that leaving a loop early ends the DataLoader's worker processes at once.
     """
 
-    def __init__(self, loader: Loader[Any], position: Position, results: Iterator[Parts | Ended]) -> None:
+    def __init__(
+        self, loader: Loader[Any], position: Position, dealing: Dealing | None, results: Iterator[Parts | Ended]
+    ) -> None:
         self._loader = loader
         self._position = position
+        self._dealing = dealing
         self._results = results
+        self._epoch = loader._epoch
         self._ended: set[int] = set()
         self._begun = False
         self._ahead: _Batch | Exception | None = None
 
     def __next__(self) -> Any:
         self._position.at_end = False
+        dealing = self._dealing
+        if dealing is not None:
+            dealing.done()
         if not self._begun:
             self._begun = True
             self._ahead = self._read(first=True)
+        while self._ahead is None and dealing is not None and dealing.wait_for_more():
+            seed = epoch_seed(self._loader._host.seed, self._loader._index, self._epoch)
+            self._results = self._loader._results(self._epoch, seed, dealing)
+            self._ahead = self._read()
         batch = self._ahead
         if batch is None:
             self._loader._finished(self._position)
@@ -275,6 +322,8 @@ class _Pass(Iterator[Any]):
         if isinstance(batch, Exception):
             self._ahead = None
             raise batch
+        if dealing is not None:
+            dealing.yielded(batch.number)
         self._ahead = self._read()
         self._position.yielded(batch.value, batch.part_rows, at_end=self._ahead is None)
         return batch.value
@@ -288,11 +337,14 @@ class _Pass(Iterator[Any]):
         if loader._sharded:
             more = loader._host.any_has_more(more)
             refusal = loader._refusal(needs_empty=parts is None) if more and first else None
+        number = -1 if self._dealing is None or parts is None else self._dealing.was_read()
         if isinstance(parts, Exception):
+            if self._dealing is not None:
+                self._dealing.lost(number)
             return parts
         if refusal is not None or not more:
             return refusal
-        return _attempted(lambda: loader._assembled(parts))
+        return _attempted(lambda: replace(loader._assembled(parts), number=number))
 
     def _next_parts(self) -> Parts | None:
         num_streams = max(1, self._loader._loader.num_workers)
@@ -321,18 +373,31 @@ class _Tasks:
         self._deal = deal
         self._host = host
         self.current = Task(0, 0, 0)
+        self.dealing: Dealing | None = None
 
     def __iter__(self) -> Iterator[Task]:
         if isinstance(self._loader.dataset, IterableDataset):
             return map(self._balanced, repeat(self.current))
-        return self._indexed(self.current)
+        indices = self._indices(self.current) if self.dealing is None else self.dealing.to_read()
+        return self._cut(self.current, indices)
+
+    def all_of(self, epoch: int, seed: int) -> list[Any]:
+        """The indices of every batch of a pass."""
+        return list(self._indices(Task(0, epoch, seed)))
 
     def _balanced(self, task: Task) -> Task:
         capacities = tuple(self._host.capacities)
         # Where all are equal, an iterable is dealt as it is without balance.
         return replace(task, capacities=capacities if len(set(capacities)) > 1 else ())
 
-    def _indexed(self, task: Task) -> Iterator[Task]:
+    def _cut(self, task: Task, indices: Iterator[Any]) -> Iterator[Task]:
+        for index in indices:
+            balanced = self._balanced(task)
+            if self._loader.batch_sampler is not None:
+                index = self._deal.cut(index, balanced.capacities)
+            yield replace(balanced, index=index)
+
+    def _indices(self, task: Task) -> Iterator[Any]:
         batch_sampler = self._loader.batch_sampler
         for sampler in _samplers(self._loader):
             if callable(getattr(sampler, "set_epoch", None)):
@@ -345,10 +410,7 @@ class _Tasks:
                 index = next(indices, _END)
             if index is _END:
                 return
-            balanced = self._balanced(task)
-            if batch_sampler is not None:
-                index = self._deal.cut(index, balanced.capacities)
-            yield replace(balanced, index=index)
+            yield index
 
 
 def _yielded(parts: list[Any], part_rows: Sequence[int]) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muster import _C
+from muster.errors import InvalidArgument
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW"]
 
@@ -38,15 +39,14 @@ class FlatState:
         loaded, optimizer._loaded = optimizer._loaded, None
         self.adopt(optimizer.state_by_position() if loaded is None else _by_position(loaded, optimizer))
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether this rank holds a part of the state only."""
-        return self._flat.is_sharded
-
     def step(self, set_number: int) -> None:
         """Steps from the reduced sums of a closed window."""
         self._core.step_flat(set_number, self._flat, self.indices, self._optimizer._algorithm, self._groups())
         self._publish(self._flat.take_started())
+
+    def connect_servers(self, set_number: int) -> None:
+        """Gives parameter servers the state, and what else they need to step."""
+        self._core.connect_servers(set_number, self._flat, self.indices, self._optimizer._algorithm, self._groups())
 
     def step_from_grad(self) -> None:
         """Steps from `.grad`."""
@@ -55,6 +55,10 @@ class FlatState:
 
     def adopt(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Takes the values of torch.optim's `state`, by position of the parameter, and puts views in their place."""
+        if self._core.has_servers:
+            raise InvalidArgument(
+                "parameter servers hold the optimizer's state from the first step on; load_state_dict() before it"
+            )
         names = self._flat.state_names
         adopted = {position: values for position, values in state.items() if _has_tensors(values)}
         for position, values in adopted.items():
@@ -68,14 +72,32 @@ class FlatState:
         self._publish(adopted)
 
     def whole(self, packed: dict[str, Any]) -> dict[str, Any]:
-        """Collective. A state_dict whose sharded tensors are put together."""
-        packed["state"] = {position: dict(values) for position, values in packed["state"].items()}
-        for position, values in packed["state"].items():
-            for which, name in (*enumerate(self._flat.state_names), (_MASTER_NUMBER, _MASTER)):
-                tensor = self._core.whole_state(self._flat, position, which)
-                if tensor is not None:
-                    values[name] = tensor
+        """Collective with shards. A state_dict with what other ranks or parameter servers hold."""
+        names = (*enumerate(self._flat.state_names), (_MASTER_NUMBER, _MASTER))
+        if self._core.has_servers:
+            packed["state"] = self._on_servers()
+        elif self._flat.is_sharded:
+            packed["state"] = {position: dict(values) for position, values in packed["state"].items()}
+            for position, values in packed["state"].items():
+                for which, name in names:
+                    tensor = self._core.whole_state(self._flat, position, which)
+                    if tensor is not None:
+                        values[name] = tensor
         return packed
+
+    def _on_servers(self) -> dict[int, dict[str, Any]]:
+        part = _C.ServerPart
+        steps = self._core.state_on_servers(self.indices, part.steps)
+        taken = {position: step for position, step in enumerate(steps) if step is not None and step > 0}
+        state: dict[int, dict[str, Any]] = {
+            position: {"step": step} if self._optimizer._counts_steps else {} for position, step in taken.items()
+        }
+        states = zip(self._flat.state_names, (part.state0, part.state1, part.state2), strict=False)
+        for name, which in (*states, (_MASTER, part.master)):
+            for position, tensor in enumerate(self._core.state_on_servers(self.indices, which)):
+                if tensor is not None and position in taken:
+                    state[position][name] = tensor
+        return {position: values for position, values in state.items() if values}
 
     def _groups(self) -> list[list[float]]:
         return [self._optimizer._row(group) for group in self._optimizer.param_groups]
@@ -132,9 +154,10 @@ class _Flat(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """torch.optim's format. With shard_optimizer collective, and whole on every rank."""
+        """torch.optim's format. With shard_optimizer collective, and whole on every rank; parameter servers send what
+        they hold."""
         packed = super().state_dict()
-        return packed if self._flat is None or not self._flat.is_sharded else self._flat.whole(packed)
+        return packed if self._flat is None else self._flat.whole(packed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """From torch.optim's format."""

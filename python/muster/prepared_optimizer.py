@@ -81,6 +81,12 @@ class PreparedOptimizer:
         finally:
             self._stepping = False
 
+    def connect_servers(self, set_number: int) -> None:
+        """Lets parameter servers step a set that they do not hold yet."""
+        assert self._flat is not None
+        assert self._flat._flat is not None
+        self._flat._flat.connect_servers(set_number)
+
     def step_fused(self, set_number: int) -> None:
         """Applies the reduced sums of a set."""
         assert self._flat is not None

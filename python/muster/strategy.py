@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from muster import _C, _random, structure, sync_batch_norm
 from muster.batch import agreeing_rows, place, split
 from muster.data import Loader
+from muster.dealing import Dealer
 from muster.errors import InvalidArgument, LayoutMismatch
 from muster.module_watch import ModuleWatch
 from muster.per_replica import PerReplica
@@ -32,7 +33,13 @@ from muster.prepared_optimizer import PreparedOptimizer
 from muster.replicated import Replicated, replicate
 from muster.step import StepResult, as_record
 
-__all__ = ["MirroredStrategy", "MultiWorkerMirroredStrategy", "Strategy", "StrategyOptions"]
+__all__ = [
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+    "Strategy",
+    "StrategyOptions",
+]
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -280,6 +287,11 @@ class Strategy:
         """What share of a batch each replica gets; empty where parts are equal."""
         return self._core.capacities
 
+    @property
+    def dealer(self) -> Dealer | None:
+        """Who deals whole batches to workers that step on their own; else None."""
+        return None
+
     def any_has_more(self, has_more: bool) -> bool:
         """Collective: whether `has_more` is true on any worker."""
         return cast(bool, self.reduce(has_more, "max"))
@@ -305,6 +317,7 @@ class Strategy:
         """
         self._before_call()
         set_number = self._set_for(optimizers)
+        self._connect_servers(set_number)
         parts, rows = self._divide(args, self._stepped_loaders)
         outputs: list[Any] = [None] * len(parts)
 
@@ -324,6 +337,7 @@ class Strategy:
                     self._is_fused(set_number),
                     lambda: self._apply(set_number),
                     self._interrupt,
+                    self._dealt_batches(args),
                 ),
                 output=PerReplica(outputs),
             )
@@ -425,7 +439,25 @@ class Strategy:
             self._optimizers[position].bind(indices)
         return list(found)
 
+    def _connect_servers(self, set_number: int) -> None:
+        if self._core.awaits_servers(set_number) and self._is_fused(set_number):
+            self._optimizers[self._optimizers_of_set[set_number][0]].connect_servers(set_number)
+
+    def _dealt_batches(self, args: tuple[Any, ...]) -> list[tuple[int, int, int]]:
+        """Those that servers dealt, of which `args` are."""
+        if self.dealer is None:
+            return []
+        used = [loader for loader in self._loaders if any(loader.part_rows_of(arg) is not None for arg in args)]
+        return [batch for loader in used if (batch := loader.stepped()) is not None]
+
+    def _release_passes(self) -> None:
+        """Other workers may wait for what is left of a pass that was left early."""
+        if self.dealer is not None:
+            for loader in self._loaders:
+                loader.release()
+
     def _before_call(self) -> None:
+        self._release_passes()
         if self._was_interrupted and not self._core.busy:
             # A replica that had finished when the interrupt came must not get it in the next step.
             self._was_interrupted = False
@@ -535,6 +567,7 @@ class Strategy:
             description, leaves = structure.encode(value)
             scale = self._weight_in_step(weight) if op == "mean" else torch.ones(())
             return structure.decode(description, self._core.reduce_in_step(leaves, operation, scale), as_numbers=op)
+        self._release_passes()
         values, weights = self._contributions(value, weight, weighted=op == "mean")
         encoded = [structure.encode(part) for part in values]
         description = self._agreed([text for text, _ in encoded])
@@ -547,6 +580,7 @@ class Strategy:
         if self._core.current_local_replica >= 0:
             description, leaves = structure.encode(value)
             return structure.decode(description, self._core.gather_in_step(leaves), as_numbers="none")
+        self._release_passes()
         values, weights = self._contributions(value, None, weighted=False)
         encoded = [structure.encode(part) for part in values]
         description = self._agreed([text for text, _ in encoded])
@@ -567,6 +601,7 @@ class Strategy:
             if '"text"' in description:
                 description = self._text_in_step(description, source)
             return structure.decode(description, self._core.broadcast_in_step(leaves, source))
+        self._release_passes()
         if not 0 <= source < self.num_workers:
             raise InvalidArgument(f"source={source}: there are {self.num_workers} ranks")
         description = self._core.exchange_texts(description)[source]
@@ -577,6 +612,7 @@ class Strategy:
         if self._core.current_local_replica >= 0:
             self._core.barrier_in_step()
         else:
+            self._release_passes()
             self._core.barrier()
 
     def _text_in_step(self, text: str, source: int) -> str:
@@ -695,6 +731,67 @@ class MultiWorkerMirroredStrategy(Strategy):
     def from_env(cls, devices: Sequence[str | torch.device] | None = None, **options: Any) -> Self:
         """The job that torchrun's, Slurm's or Open MPI's variables describe; a world of one without a launcher."""
         return cls(_C.Cluster.from_env(), devices, **options)
+
+
+class ParameterServerStrategy(Strategy):
+    """A process per worker, each with one CPU replica; parameters and optimizer state live on parameter servers.
+
+    The servers are those of the cluster (``MUSTER_SERVERS``, ``muster serve``, ``muster run``), on this host so far;
+    without any the chief hosts one in its process until all workers have left. The optimizer is one of AdamW, Adam, SGD
+    and Adagrad. The first step connects: where the servers hold values already, of a job that was started again, all
+    workers go on from them.
+
+    `staleness` 0 is synchronous: each step is made of all workers' parts, with the bits of MultiWorkerMirroredStrategy,
+    and collectives inside a step work as there. A worker that dies no longer counts after 5 s without a sign of life,
+    and the others go on. With another `staleness` each step is one worker's, which may be so many steps ahead of the
+    slowest live one (None: any number): loss, metrics, buffers and norm are its own, and collectives inside a step see
+    it alone. A server that stays away for 5 s is PeerLost; started again with its snapshots before that, it is as if
+    nothing had happened.
+
+    Parameters must not be written between steps, and sparse gradients are refused. Options are those of
+    `StrategyOptions` but fuse, keep_gradients, shard_optimizer and wire.
+    """
+
+    def __init__(self, cluster: _C.Cluster, *, staleness: int | None = 0, **options: Any) -> None:
+        chosen = _options(options)
+        super().__init__(_C.make_parameter_server(cluster, staleness, asdict(chosen)), chosen)
+        self._staleness = staleness
+
+    @property
+    def dealer(self) -> Dealer | None:
+        """Servers deal whole batches unless the job is synchronous."""
+        return None if self._staleness == 0 else self
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for other workers' batches."""
+        return self._options.timeout
+
+    def deal(self, loader: int, epoch: int, batches: int, finished: Sequence[int]) -> int | None:
+        """As `muster.dealing.Dealer`. Connects, where no step has."""
+        if not self._core.has_servers:
+            self._connect_servers(self._set_for(None))
+        return self._core.deal(loader, epoch, batches, finished)
+
+    def end_pass(self, loader: int, epoch: int, batches: int, finished: Sequence[int]) -> None:
+        """As `muster.dealing.Dealer`."""
+        if self._core.has_servers:
+            self._core.end_pass(loader, epoch, batches, finished)
+
+    def any_has_more(self, has_more: bool) -> bool:
+        """Of the workers that step together: with a staleness this one alone."""
+        return has_more if self.dealer is not None else super().any_has_more(has_more)
+
+    @classmethod
+    def from_env(cls, *, staleness: int | None = 0, **options: Any) -> Self:
+        """The job that torchrun's, Slurm's or Open MPI's variables and MUSTER_SERVERS describe; a world of one without
+        a launcher."""
+        return cls(_C.Cluster.from_env(), staleness=staleness, **options)
+
+    @property
+    def staleness(self) -> int | None:
+        """Steps that a worker may be ahead of the slowest live one; None: any number."""
+        return self._staleness
 
 
 class _OnlyInReplica:

@@ -66,6 +66,7 @@ class Host:
     num_replicas: int
     seed: int
     capacities: Sequence[float] = ()
+    dealer: None = None
 
     @property
     def first_replica(self) -> int:

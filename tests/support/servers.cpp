@@ -71,8 +71,9 @@ Plan small_plan(uint32_t servers, uint32_t workers, const FlatGroups& groups) {
   Plan plan;
   plan.parameters = {spec("embed", {37, 11}), spec("hidden", {5, static_cast<int64_t>(3 * kTile) + 100}),
                      spec("scale", {}),       spec("low", {static_cast<int64_t>(kTile) + 3}, at::kBFloat16),
+
                      spec("none", {0, 4}),    spec("wide", {2 * static_cast<int64_t>(kTile)}, at::kDouble),
-                     spec("bias", {129})};
+                     spec("bias", {129}),     spec("lower", {77}, at::kBFloat16)};
   plan.group_of.resize(plan.parameters.size());
   plan.group_of[2] = 1;
   plan.groups = groups;

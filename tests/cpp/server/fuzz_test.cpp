@@ -48,13 +48,14 @@ std::vector<Sample> requests() {
           sample(Read{2, Part::parameter, 0, true, 4096}),
           sample(Join{0}),
           sample(Push{1, 1}),
-          sample(Commit{0, {1, 2, 3}}),
-          sample(Decision{1, {0}, {0}, {7}}),
+          sample(Commit{0, {1, 2, 3}, "record"}),
+          sample(Decision{1, {0}, {0}, {7}, {"note"}}),
           sample(Sum{1, {0}}),
           sample(apply),
           sample(Beat{false}),
           sample(Recall{}),
-          sample(Leave{})};
+          sample(Leave{}),
+          sample(Deal{1, 2, 3, 4, false, {5}})};
 }
 
 std::string mutated(std::string bytes, std::minstd_rand& random) {

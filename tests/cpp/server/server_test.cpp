@@ -360,7 +360,7 @@ TEST_CASE("a server serves on whatever somebody sends", "[server]") {
   CHECK(answer_to(*channel, Read::kType, encode(Read{0, static_cast<Part>(77), 0, false, 0})).type == Failure::kType);
   CHECK(answer_to(*channel, Read::kType, encode(Read{0, Part::parameter, 0, true, 0})).type == Failure::kType);
   CHECK(answer_to(*channel, Sum::kType, encode(Sum{1, {5, 4}})).type == Failure::kType);
-  CHECK(answer_to(*channel, Commit::kType, encode(Commit{1, {}})).type == Failure::kType);  // has not joined
+  CHECK(answer_to(*channel, Commit::kType, encode(Commit{1, {}, {}})).type == Failure::kType);  // has not joined
   Configure bad{0, plan};
   bad.plan.parameters.clear();
   CHECK(answer_to(*channel, Configure::kType, encode(bad)).type == Failure::kType);

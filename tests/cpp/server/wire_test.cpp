@@ -41,7 +41,7 @@ TEST_CASE("the bytes are those of the document", "[server]") {
 }
 
 TEST_CASE("no message passes that is cut, too long, or counts too much", "[server]") {
-  const std::string whole = encode(Decision{4, {1, 2}, {1}, {0.5}});
+  const std::string whole = encode(Decision{4, {1, 2}, {1}, {0.5}, {"a", ""}});
   for (size_t n = 0; n < whole.size(); ++n) CHECK_THROWS_AS(decode<Decision>(whole.substr(0, n)), CommError);
   CHECK_THROWS_AS(decode<Decision>(whole + "x"), CommError);
   CHECK_THROWS_AS(decode<Sum>(std::string("\x01\0\0\0\0\0\0\0\xff\xff\xff\xff", 12)), CommError);

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <optional>
+
+#include "muster/cluster.h"
+#include "muster/options.h"
+#include "muster/strategy.h"
+
+namespace muster {
+
+/// A value. Every worker passes the same.
+struct ServerOptions {
+  /// Steps that a worker may be ahead of the slowest live one. 0: synchronous, each step made of all workers' parts.
+  /// Else every worker steps on its own, from whole batches. Empty: asynchronous, any number of steps.
+  std::optional<int> staleness = 0;
+
+  /// Throws InvalidArgument where staleness is negative.
+  void validate() const;
+};
+
+/// A process a worker, each with one CPU replica; parameters and optimizer state live on parameter servers, which step.
+/// The servers are those of the cluster (`MUSTER_SERVERS`, `muster serve`), on this host so far; without any the chief
+/// hosts one in its process until all workers have left. The optimizer is one of muster::optim. Connects at the first
+/// step: where servers hold values already (a job that was started again), all workers go on from them.
+///
+/// Synchronous, it gives the bits of MultiWorkerMirroredStrategy, and collectives inside a step work as there. A worker
+/// that dies no longer counts after 5 s without a sign of life, and the others go on. Else a step is one worker's: its
+/// loss, metrics, buffers and norm are its own, and collectives inside a step see it alone. A server that stays away
+/// for 5 s is PeerLost; started again with its snapshots before that, it is as if nothing had happened.
+///
+/// Parameters must not be written between steps, and sparse gradients are refused. Constructing is collective over the
+/// cluster. Throws InvalidArgument for options that servers cannot honour (fuse=false, keep_gradients, shard_optimizer,
+/// wire), or that ranks disagree about.
+class ParameterServerStrategy : public Strategy {
+ public:
+  explicit ParameterServerStrategy(const Cluster& cluster = Cluster::from_env(),
+                                   const ServerOptions& server_options = {}, const StrategyOptions& options = {});
+};
+
+}  // namespace muster

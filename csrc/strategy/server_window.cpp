@@ -1,0 +1,322 @@
+#include "strategy/server_window.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/ownership.h"
+#include "muster/error.h"
+#include "server/chunk_parts.h"
+
+namespace muster {
+
+namespace {
+
+using server::Part;
+
+constexpr kernels::StepScalars kNothing{.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 1};
+constexpr std::byte kGap[FlatLayout::kSlotAlignment]{};
+
+server::Plan plan_of(const ServerJob& job, int workers, double timeout, const ServerParameters& given) {
+  server::Plan plan;
+  for (size_t p = 0; p < given.tensors.size(); ++p) {
+    const auto& tensor = given.tensors[p];
+    plan.parameters.push_back({given.names[p], tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()});
+  }
+  plan.group_of = given.group_of;
+  plan.groups = given.groups;
+  plan.servers = static_cast<uint32_t>(job.channels.size());
+  plan.workers = static_cast<uint32_t>(workers);
+  plan.staleness = job.staleness;
+  plan.timeout_ms = static_cast<uint32_t>(std::min(timeout * 1000, 4e9));
+  return plan;
+}
+
+server::ClientConfig client_of(const ServerJob& job, int rank, const server::Plan& plan) {
+  server::ClientConfig config;
+  config.servers = job.channels;
+  config.rank = static_cast<uint32_t>(rank);
+  config.plan = plan;
+  return config;
+}
+
+std::byte* bytes_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.mutable_data_ptr()); }
+
+// What there is of a parameter; undefined where there is nothing.
+at::Tensor part_of(const at::Tensor& parameter, const FlatOptimizer& optimizer, size_t position, Part part) {
+  switch (part) {
+    case Part::parameter:
+      return parameter;
+    case Part::steps:
+      return optimizer.step_count(position);
+    case Part::master: {
+      const auto& master = optimizer.master(position);
+      // One that is not the parameter's was never filled, or is older than it.
+      const bool is_stale = master.defined() && !master.to(parameter.scalar_type()).equal(parameter);
+      return is_stale ? parameter.detach().to(master.scalar_type()) : master;
+    }
+    default:
+      return optimizer.state(position, static_cast<size_t>(part) - static_cast<size_t>(Part::state0));
+  }
+}
+
+}  // namespace
+
+ServerWindow::ServerWindow(const ServerJob& job, int rank, int workers, double timeout, ServerParameters given)
+    : plan_(plan_of(job, workers, timeout, given)),
+      rank_(static_cast<uint32_t>(rank)),
+      parameters_(given.tensors),
+      groups_(given.groups),
+      client_(client_of(job, rank, plan_)),
+      places_(parameters_.size()),
+      sums_(parameters_.size()) {
+  for (const auto& parameter : parameters_) {
+    const bool is_dense = parameter.is_non_overlapping_and_dense();
+    strides_.push_back(is_dense ? parameter.strides().vec() : c10::TensorType::contiguousStridesOf(parameter.sizes()));
+  }
+  for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
+    landing_.push_back(client_.allocate(client_.part_bytes(c, Part::parameter)));
+    const auto& pieces = client_.chunks()[c].pieces;
+    for (size_t i = 0; i < pieces.size(); ++i) places_[static_cast<size_t>(pieces[i].parameter)].push_back({c, i});
+  }
+  missing_.resize(landing_.size());
+  connect(given, rank == 0);
+}
+
+ServerWindow::~ServerWindow() {
+  try {
+    client_.leave();
+  } catch (const std::exception&) {
+    return;  // servers know by the silence
+  }
+}
+
+void ServerWindow::connect(const ServerParameters& given, bool is_chief) {
+  const at::NoGradGuard no_grad;
+  if (is_chief && !client_.is_started()) {
+    for (const auto part : {Part::parameter, Part::state0, Part::state1, Part::state2, Part::master, Part::steps}) {
+      give(given, part);
+    }
+    client_.start();
+  }
+  step_ = client_.join();
+  client_.read(Part::parameter, 0, landing_);
+  take_values();
+}
+
+// The part of every chunk, where the optimizer has it.
+void ServerWindow::give(const ServerParameters& given, Part part) {
+  for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
+    const auto& chunk = client_.chunks()[c];
+    at::Tensor values;
+    for (size_t i = 0; i < chunk.pieces.size(); ++i) {
+      const auto& piece = chunk.pieces[i];
+      const auto p = static_cast<size_t>(piece.parameter);
+      const auto whole = part_of(parameters_[p], *given.optimizer, given.position[p], part);
+      if (!whole.defined()) continue;
+      if (!values.defined()) values = at::zeros({server::numel_of(chunk, part)}, server::dtype_of(chunk, part));
+      const auto [offset, count] = server::place_of(chunk, i, part);
+      const auto place = values.narrow(0, offset, count);
+      place.copy_(part == Part::steps ? whole.view({1}) : elements_of(flat_of(p, whole), piece.run));
+    }
+    if (values.defined()) client_.write(c, part, {bytes_of(values), values.nbytes()});
+  }
+}
+
+// `values` of a parameter in the memory order of its slot.
+at::Tensor ServerWindow::flat_of(size_t parameter, at::Tensor values) const {
+  if (values.strides() == at::IntArrayRef(strides_[parameter])) return values;
+  return at::empty_strided(values.sizes(), strides_[parameter], values.options().requires_grad(false))
+      .copy_(values.detach());
+}
+
+void ServerWindow::open() {
+  if (is_open_)
+    throw CommError("a window was cut short by an error, so that servers hold half of it; start the job again");
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (parameters_[p]._version() == versions_[p]) continue;
+    throw InvalidArgument("parameter '" + plan_.parameters[p].name +
+                          "' was written outside step(), where the parameter servers, which hold it, do not see it; "
+                          "change parameters before the first step, or under another strategy");
+  }
+  for (size_t c = 0; c < missing_.size(); ++c) missing_[c] = client_.chunks()[c].pieces.size();
+}
+
+void ServerWindow::take(size_t parameter, const at::Tensor& sums) {
+  is_open_ = true;
+  sums_[parameter] = sums;
+  for (const auto& place : places_[parameter]) {
+    if (--missing_[place.chunk] == 0) push(place.chunk);
+  }
+}
+
+void ServerWindow::push(uint32_t c) {
+  const auto& chunk = client_.chunks()[c];
+  const auto size = c10::elementSize(chunk.gradient);
+  std::vector<server::Bytes> pieces;
+  size_t end = 0;
+  const auto fill_up_to = [&](size_t byte) {
+    if (byte > end) pieces.emplace_back(kGap, byte - end);
+    end = byte;
+  };
+  for (const auto& piece : chunk.pieces) {
+    const auto run = elements_of(sums_[static_cast<size_t>(piece.parameter)], piece.run);
+    fill_up_to(static_cast<size_t>(piece.offset) * size);
+    pieces.emplace_back(bytes_of(run), run.nbytes());
+    end += run.nbytes();
+  }
+  fill_up_to(static_cast<size_t>(chunk.gradient_bytes()));
+  client_.push(step_ + 1, c, pieces);
+}
+
+std::vector<std::pair<uint32_t, std::string>> ServerWindow::agree(const at::Tensor& tail, std::string record) {
+  const std::span<const double> mine(tail.const_data_ptr<double>(), static_cast<size_t>(tail.numel()));
+  client_.flush();
+  decision_ = client_.commit(step_ + 1, {mine.begin(), mine.end()}, std::move(record));
+  std::copy(decision_.numbers.begin(), decision_.numbers.end(), tail.mutable_data_ptr<double>());
+  std::vector<std::pair<uint32_t, std::string>> records;
+  for (size_t m = 0; m < decision_.members.size(); ++m) {
+    records.emplace_back(decision_.members[m], decision_.records[m]);
+  }
+  return records;
+}
+
+std::vector<double> ServerWindow::partials(const std::function<bool(size_t parameter)>& is_used) {
+  const auto all = client_.sum(step_ + 1, decision_.members);
+  std::vector<double> used;
+  auto next = all.begin();
+  for (const auto& chunk : client_.chunks()) {
+    for (const auto& piece : chunk.pieces) {
+      const auto end = next + static_cast<ptrdiff_t>(kernels::num_tiles(static_cast<size_t>(piece.run.count)));
+      if (is_used(static_cast<size_t>(piece.parameter))) used.insert(used.end(), next, end);
+      next = end;
+    }
+  }
+  return used;
+}
+
+server::Apply ServerWindow::command(const kernels::StepScalars& scalars) const {
+  server::Apply apply;
+  apply.step = step_ + 1;
+  apply.members = is_synchronous() ? decision_.members : std::vector<uint32_t>{rank_};
+  apply.scalars = scalars;
+  apply.groups = groups_;
+  apply.batches = batches_;
+  return apply;
+}
+
+void ServerWindow::step(const kernels::StepScalars& scalars, const FlatGroups& groups, std::vector<uint32_t> unused) {
+  groups_ = groups;
+  auto apply = command(scalars);
+  apply.unused = std::move(unused);
+  finish(apply, /*changes=*/true);
+}
+
+void ServerWindow::skip() { finish(command(kNothing), /*changes=*/false); }
+
+void ServerWindow::note_batches(const std::vector<server::BatchId>& batches) {
+  batches_.insert(batches_.end(), batches.begin(), batches.end());
+}
+
+server::Dealt ServerWindow::deal(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished) {
+  return client_.deal(loader, epoch, batches, std::move(finished));
+}
+
+void ServerWindow::end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished) {
+  client_.end_pass(loader, epoch, batches, std::move(finished));
+}
+
+void ServerWindow::refresh() {
+  if (is_synchronous()) return;
+  client_.read(Part::parameter, 0, landing_);
+  take_values();
+}
+
+void ServerWindow::finish(const server::Apply& apply, bool changes) {
+  if (!is_synchronous()) {
+    client_.flush();
+    client_.apply(apply);
+    client_.commit(apply.step, {});
+  } else if (changes) {
+    client_.apply_and_read(apply, landing_);
+  } else {
+    client_.apply(apply);
+  }
+  step_ = apply.step;
+  is_open_ = false;
+  batches_.clear();
+  if (is_synchronous() && changes) take_values();
+  refresh();
+}
+
+// From where servers wrote them into the parameters.
+void ServerWindow::take_values() {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> dense;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    const auto& parameter = parameters_[p];
+    dense.push_back(parameter.is_non_overlapping_and_dense()
+                        ? parameter.detach()
+                        : at::empty_strided(parameter.sizes(), strides_[p], parameter.options().requires_grad(false)));
+  }
+  const auto& chunks = client_.chunks();
+  at::parallel_for(0, static_cast<int64_t>(chunks.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      const auto& chunk = chunks[static_cast<size_t>(c)];
+      const auto size = static_cast<int64_t>(c10::elementSize(chunk.dtype));
+      for (const auto& piece : chunk.pieces) {
+        std::memcpy(bytes_of(dense[static_cast<size_t>(piece.parameter)]) + piece.run.begin * size,
+                    landing_[static_cast<size_t>(c)] + piece.offset * size,
+                    static_cast<size_t>(piece.run.count * size));
+      }
+    }
+  });
+  versions_.resize(parameters_.size());
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (!parameters_[p].is_non_overlapping_and_dense()) {
+      parameters_[p].detach().copy_(dense[p]);
+    } else {
+      parameters_[p].unsafeGetTensorImpl()->bump_version();
+    }
+    versions_[p] = parameters_[p]._version();
+  }
+}
+
+std::vector<at::Tensor> ServerWindow::fetch(Part part) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> values;
+  std::vector<std::byte*> places;
+  for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
+    const auto& chunk = client_.chunks()[c];
+    values.push_back(at::empty({server::numel_of(chunk, part)}, server::dtype_of(chunk, part)));
+    places.push_back(bytes_of(values.back()));
+  }
+  const auto exists = client_.read(part, is_synchronous() ? step_ : 0, places);
+  std::vector<at::Tensor> whole(parameters_.size());
+  for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
+    if (!exists[c]) continue;
+    const auto& chunk = client_.chunks()[c];
+    for (size_t i = 0; i < chunk.pieces.size(); ++i) {
+      const auto p = static_cast<size_t>(chunk.pieces[i].parameter);
+      const auto [offset, count] = server::place_of(chunk, i, part);
+      const auto piece = values[c].narrow(0, offset, count);
+      if (part == Part::steps) {
+        whole[p] = piece[0].clone();
+        continue;
+      }
+      if (!whole[p].defined()) {
+        whole[p] = at::empty_strided(parameters_[p].sizes(), strides_[p], at::TensorOptions(values[c].scalar_type()));
+      }
+      elements_of(whole[p], chunk.pieces[i].run).copy_(piece);
+    }
+  }
+  return whole;
+}
+
+}  // namespace muster

@@ -1,0 +1,119 @@
+// A set of parameters that live on parameter servers: what a window pushes, agrees on, and gets back.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "optimizer/flat_optimizer.h"
+#include "server/client.h"
+#include "server/server.h"
+
+namespace muster {
+
+/// The parameter servers of a job.
+struct ServerJob {
+  std::vector<std::string> channels;                  ///< by server: abstract Unix names
+  uint32_t staleness = 0;                             ///< 0: synchronous; server::kAnyStaleness: asynchronous
+  std::shared_ptr<server::ParameterServer> embedded;  ///< where this process hosts one
+};
+
+/// The parameters of a window, this process's, dense or not, and what is known of the optimizer that steps them.
+struct ServerParameters {
+  std::vector<std::string> names;
+  std::vector<at::Tensor> tensors;
+  const FlatOptimizer* optimizer = nullptr;  ///< whose state servers take over
+  std::vector<size_t> position;              ///< in the optimizer, by parameter
+  std::vector<uint32_t> group_of;            ///< by parameter
+  FlatGroups groups;
+};
+
+/// Owned by the thread that steps; take() is called by autograd's hooks while that thread waits for them. Everything
+/// that reaches a server throws PeerLost naming one that is gone, server::Fenced when this worker no longer counts, and
+/// Timeout; a window that was cut short by an error cannot be taken up again.
+class ServerWindow {
+ public:
+  /// Connects; the first worker's plan counts. Where the servers hold no values yet rank 0 gives them its own, and the
+  /// optimizer's state; every worker then has theirs. Blocks until rank 0 has. Throws LayoutMismatch naming the first
+  /// difference to what the servers hold, InvalidArgument for a parameter that they cannot step.
+  ServerWindow(const ServerJob& job, int rank, int workers, double timeout, ServerParameters parameters);
+  /// Leaves.
+  ~ServerWindow();
+  ServerWindow(const ServerWindow&) = delete;
+  ServerWindow& operator=(const ServerWindow&) = delete;
+
+  bool is_synchronous() const noexcept { return plan_.is_synchronous(); }
+
+  /// Begins a window. Throws InvalidArgument where a parameter was written since the last step: servers would not know;
+  /// CommError where the last window was cut short.
+  void open();
+
+  /// The window's sums of this worker for one parameter: dense, the accumulation dtype, the strides of its slot. Every
+  /// parameter once a window. They must stay as they are until agree() or step(). What is complete leaves.
+  void take(size_t parameter, const at::Tensor& sums);
+
+  /// Synchronous, after take() of all: adds `tail` (fp64) over the workers that count, in place and along the tree, and
+  /// returns their records in rank order, (rank, record). Waits for them.
+  std::vector<std::pair<uint32_t, std::string>> agree(const at::Tensor& tail, std::string record);
+
+  /// Synchronous, after agree(): sums of squares by tile of the sums over workers of the parameters that are used, in
+  /// order.
+  std::vector<double> partials(const std::function<bool(size_t parameter)>& is_used);
+
+  /// Steps on the servers, the parameters but `unused` (ascending), and brings their values here: in a synchronous job
+  /// this step's, else the newest; there it waits while this worker is too far ahead.
+  void step(const kernels::StepScalars& scalars, const FlatGroups& groups, std::vector<uint32_t> unused);
+
+  /// Ends the window without changing anything.
+  void skip();
+
+  /// Dealt batches of which the window is made; servers deal them to nobody else once it ended.
+  void note_batches(const std::vector<server::BatchId>& batches);
+
+  /// See ServerClient. Where steps are not made together.
+  server::Dealt deal(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
+  void end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
+
+  /// Brings the newest values here. No-op in a synchronous job, where they are.
+  void refresh();
+
+  /// A part of every parameter as the servers hold it, of the parameter's sizes (Part::steps: 0-dim fp32); undefined
+  /// where there is none.
+  std::vector<at::Tensor> fetch(server::Part part);
+
+ private:
+  struct Place {
+    uint32_t chunk;
+    size_t piece;
+  };
+
+  void connect(const ServerParameters& given, bool is_chief);
+  void give(const ServerParameters& given, server::Part part);
+  void push(uint32_t chunk);
+  void take_values();
+  server::Apply command(const kernels::StepScalars& scalars) const;
+  void finish(const server::Apply& apply, bool changes);
+  at::Tensor flat_of(size_t parameter, at::Tensor values) const;
+
+  const server::Plan plan_;
+  const uint32_t rank_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<std::vector<int64_t>> strides_;  // of slots, by parameter
+  std::vector<int64_t> versions_;              // of parameters, after the last step
+  FlatGroups groups_;                          // of the last step
+  server::ServerClient client_;
+  std::vector<std::vector<Place>> places_;  // by parameter
+  std::vector<std::byte*> landing_;         // by chunk: parameters that are read
+  uint64_t step_ = 0;                       // the last one that ended
+  std::vector<at::Tensor> sums_;            // of the window, by parameter
+  std::vector<size_t> missing_;             // of the window: pieces by chunk
+  std::vector<server::BatchId> batches_;    // of the window
+  bool is_open_ = false;                    // something of the window was taken
+  server::Decision decision_;
+};
+
+}  // namespace muster

@@ -1,0 +1,115 @@
+// A window whose parameters live on servers: its beginning, what workers agree on, and its end.
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/maximum.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/flat_layout.h"
+#include "muster/error.h"
+#include "server/wire.h"
+#include "strategy/gradient_set.h"
+#include "strategy/window_tail.h"
+
+namespace muster {
+
+namespace {
+
+constexpr size_t kMaxIntegers = size_t{1} << 16;
+
+/// What a worker shows the others at a window's end, besides the tail.
+struct Record {
+  std::string failure;  // "type\ntext"
+  std::string metrics;
+  std::vector<int64_t> integers;  // of integer buffers
+
+  template <class M, class W>
+  static void visit(M& m, W& w) {
+    w.text(m.failure, server::kMaxText);
+    w.text(m.metrics, server::kMaxText);
+    w.numbers(m.integers, kMaxIntegers);
+  }
+};
+
+}  // namespace
+
+void GradientSet::connect_servers(const FlatOptimizer& optimizer, const std::vector<int>& parameters,
+                                  const FlatGroups& groups) {
+  build_engines();
+  ServerParameters given;
+  given.optimizer = &optimizer;
+  given.groups = groups;
+  for (const int index : trainable_) {
+    const auto found = std::find(parameters.begin(), parameters.end(), index);
+    const auto p = static_cast<size_t>(index);
+    if (found == parameters.end()) {
+      throw InvalidArgument("parameter '" + registry_.name(p) +
+                            "' belongs to another optimizer, and parameter servers step one; give all parameters of "
+                            "a step to one optimizer, as groups of it");
+    }
+    given.names.push_back(registry_.name(p));
+    given.tensors.push_back(registry_.parameter(0, p));
+    given.position.push_back(static_cast<size_t>(found - parameters.begin()));
+    given.group_of.push_back(optimizer.group(given.position.back()));
+  }
+  servers_ = std::make_unique<ServerWindow>(*groups_.servers, topology_.rank, topology_.num_workers, options_.timeout,
+                                            std::move(given));
+}
+
+void GradientSet::close_on_servers(const Tail& tail, const Failure& failure) {
+  auto& window = windows_.front();
+  const bool chief_only = options_.buffers == Buffers::chief;
+  fill_tail(0, tail, failure, chief_only ? (topology_.rank == 0 ? 1.0 : 0.0) : window.weight);
+  auto integers = integers_of(0);
+  Record mine;
+  if (failure) mine.failure = (failure.type + '\n' + failure.text).substr(0, server::kMaxText);
+  mine.metrics = failure ? std::string() : metrics_of(0);
+  if (static_cast<size_t>(integers.numel()) > kMaxIntegers || mine.metrics.size() > server::kMaxText) {
+    throw InvalidArgument("a window has more than " + std::to_string(kMaxIntegers) +
+                          " elements of integer buffers, or more metrics than fit into 64 KiB, which workers of "
+                          "parameter servers cannot show each other");
+  }
+  mine.integers.assign(integers.const_data_ptr<int64_t>(), integers.const_data_ptr<int64_t>() + integers.numel());
+  const auto records = servers_->agree(tail.tensor, server::encode(mine));
+  window.tail = tail.tensor;
+  window.failures.assign(static_cast<size_t>(topology_.num_replicas), {});
+  for (const auto& [rank, bytes] : records) {
+    auto record = server::decode<Record>(bytes);
+    window.failures.at(rank) = std::move(record.failure);
+    if (!record.metrics.empty()) window.metric_texts.push_back(std::move(record.metrics));
+    const auto theirs =
+        at::from_blob(record.integers.data(), {static_cast<int64_t>(record.integers.size())}, at::kLong);
+    if (chief_only && rank == records.front().first) integers.copy_(theirs);
+    if (!chief_only) at::maximum_out(integers, integers, theirs);
+  }
+  window.integer_buffers = integers;
+}
+
+// Servers must end the window, too.
+void GradientSet::end_unchanged() {
+  if (servers_) servers_->skip();
+}
+
+void GradientSet::check_dense(const Tail& tail) {
+  const double* const sparse = tail.counts() + trainable_.size();
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    if (sparse[p] <= 0) continue;
+    drop_window();
+    end_unchanged();
+    throw InvalidArgument("parameter '" + engines_.front()->parameters()[p].name +
+                          "' has a sparse gradient, which parameter servers do not take; build its embedding with "
+                          "sparse=False");
+  }
+}
+
+void GradientSet::step_on_servers(const Tail& tail, const FlatGroups& groups) {
+  std::vector<uint32_t> unused;
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    if (!values_of(tail, p).defined()) unused.push_back(static_cast<uint32_t>(p));
+  }
+  servers_->step(scalars_, groups, std::move(unused));
+}
+
+}  // namespace muster

@@ -1,0 +1,122 @@
+// Parameter servers in C++: the bits of workers that reduce among themselves, and a job of one.
+#include "muster/parameter_server.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/sin.h>
+#include <torch/nn/modules/linear.h>
+
+#include "cpp/catch.h"
+#include "muster/error.h"
+#include "muster/mirrored.h"
+#include "muster/optim.h"
+#include "strategy/build.h"
+#include "strategy/strategy_core.h"
+#include "support/run_ranks.h"
+#include "support/servers.h"
+
+using namespace muster;
+using namespace muster::testing;
+
+namespace {
+
+constexpr comm::Milliseconds kTimeout = Seconds(60);
+
+class Worker : public Strategy {
+ public:
+  explicit Worker(std::shared_ptr<StrategyCore> core) : Strategy(std::move(core), "Worker") {}
+};
+
+struct Net : torch::nn::Module {
+  Net()
+      : first(register_module("first", torch::nn::Linear(6, 40))),
+        last(register_module("last", torch::nn::Linear(40, 2))) {
+    const torch::NoGradGuard no_grad;
+    double phase = 0;
+    for (auto& p : parameters()) p.copy_(at::sin(at::arange(p.numel()) * 0.37 + (phase += 0.5)).view(p.sizes()) * 0.3);
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return last(torch::relu(first(x))); }
+  torch::nn::Linear first;
+  torch::nn::Linear last;
+};
+
+at::Tensor batch_of(int rank, int step) {
+  return at::sin(at::arange((3 + rank) * 6) * 1.1 + rank + step * 0.2).view({3 + rank, 6});
+}
+
+using Values = std::vector<at::Tensor>;
+
+Values train(Strategy& strategy, int steps) {
+  auto net = strategy.prepare([] { return Net(); });
+  optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.02));
+  strategy.prepare(optimizer);
+  for (int step = 0; step < steps; ++step) {
+    const auto result = strategy.step([&](const at::Tensor& x) { return net->forward(x).square().mean(); },
+                                      batch_of(strategy.rank(), step));
+    MUSTER_CHECK(result.stepped);
+    static_cast<torch::optim::AdamWOptions&>(optimizer.param_groups()[0].options()).lr(0.02 / (step + 1));
+  }
+  Values values;
+  for (const auto& p : net->parameters()) values.push_back(p.detach().clone());
+  return values;
+}
+
+// Each worker is a thread; `servers`: none reduces among the workers.
+std::vector<Values> train_workers(int n, const std::vector<std::string>& servers, int steps) {
+  const auto gradients = comm::make_local(n, kTimeout);
+  const auto step = comm::make_local(n, kTimeout);
+  const auto workers = comm::make_local(n, kTimeout);
+  std::vector<Values> values(static_cast<size_t>(n));
+  const auto failures = run_threads(n, [&](int rank) {
+    const auto r = static_cast<size_t>(rank);
+    Topology topology;
+    topology.num_workers = topology.num_replicas = n;
+    topology.rank = topology.local_rank = topology.first_replica = rank;
+    topology.replicas_of_worker.assign(static_cast<size_t>(n), 1);
+    topology.devices = {c10::Device(c10::kCPU)};
+    Groups groups;
+    groups.gradients = {servers.empty() ? gradients[r] : comm::make_single()};
+    groups.step = {step[r]};
+    groups.workers = workers[r];
+    if (!servers.empty()) groups.servers = ServerJob{.channels = servers, .staleness = 0, .embedded = nullptr};
+    StrategyOptions options;
+    options.clip_norm = 0.4;
+    Worker worker(std::make_shared<StrategyCore>(topology, groups, options, std::make_shared<ReplicaPool>(1, 1), 7));
+    values[r] = train(worker, steps);
+  });
+  CHECK(failures.empty());
+  return values;
+}
+
+}  // namespace
+
+TEST_CASE("C++ workers of parameter servers get the bits of workers that reduce among themselves",
+          "[strategy][server]") {
+  const auto expected = train_workers(3, {}, 12);
+  const Servers servers(server_names(2));
+  const auto actual = train_workers(3, servers.names, 12);
+  for (const auto& values : actual) CHECK(bit_equal(values, expected.front()));
+}
+
+TEST_CASE("a C++ job of one hosts its server", "[strategy][server]") {
+  StrategyOptions options;
+  options.threads_per_replica = 1;
+  const auto train_with = [&](Strategy&& strategy) { return train(strategy, 5); };
+  const auto expected = train_with(MirroredStrategy({"cpu"}, options));
+  CHECK(bit_equal(train_with(ParameterServerStrategy(Cluster{}, {}, options)), expected));
+  // Alone, nobody is waited for.
+  CHECK(bit_equal(train_with(ParameterServerStrategy(Cluster{}, {.staleness = 3}, options)), expected));
+  CHECK(bit_equal(train_with(ParameterServerStrategy(Cluster{}, {.staleness = std::nullopt}, options)), expected));
+}
+
+TEST_CASE("C++ strategies refuse what parameter servers cannot do", "[strategy][server]") {
+  StrategyOptions options;
+  options.shard_optimizer = true;
+  CHECK_THROWS_AS(ParameterServerStrategy(Cluster{}, {}, options), InvalidArgument);
+  CHECK_THROWS_AS(ParameterServerStrategy(Cluster{}, {.staleness = -2}), InvalidArgument);
+  ParameterServerStrategy strategy(Cluster{});
+  auto net = strategy.prepare([] { return Net(); });
+  torch::optim::AdamW plain(net->parameters());
+  strategy.prepare(plain);
+  CHECK_THROWS_AS(strategy.step([&](const at::Tensor& x) { return net->forward(x).sum(); }, batch_of(0, 0)),
+                  InvalidArgument);
+}

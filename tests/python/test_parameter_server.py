@@ -1,0 +1,560 @@
+"""ParameterServerStrategy: the bits of other strategies where it is synchronous, and what happens when things fail."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import muster
+from muster import _C
+from support.ranks import Ranks, free_port, run_ranks
+from support.training import Config, Trained, train, train_mirrored
+
+
+class Servers:
+    """Parameter servers in this process; `addresses` is what MUSTER_SERVERS would say."""
+
+    def __init__(self, number: int, snapshots: Path | None = None) -> None:
+        self._folders = ["" if snapshots is None else str(snapshots / str(s)) for s in range(number)]
+        self.addresses = [f"localhost:{free_port()}" for _ in range(number)]
+        self.running: list[Any] = [self._start(s) for s in range(number)]
+
+    def _start(self, server: int) -> Any:
+        name = "muster-server-" + self.addresses[server].split(":")[1]
+        return _C._server.ParameterServer(name, self._folders[server])
+
+    def restart(self, server: int) -> None:
+        """Ends one and starts it again from its snapshots."""
+        self.running[server] = None
+        self.running[server] = self._start(server)
+
+
+def on_servers(addresses: list[str], **options: Any) -> muster.ParameterServerStrategy:
+    """A worker of the job that the environment describes."""
+    here = muster.Cluster.from_env()
+    cluster = muster.Cluster(here.rank, here.num_workers, here.address, here.local_rank, addresses)
+    return muster.ParameterServerStrategy(cluster, **options)
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+def train_precise(strategy: muster.Strategy, config: Config, options: dict[str, Any]) -> Trained:
+    """As train, with groups of two learning rates and a schedule."""
+    module = config.build()
+    parameters = list(module.parameters())
+    groups = [{"params": parameters[:2], "lr": 0.03}, {"params": parameters[2:]}]
+    optimizer: torch.optim.Optimizer
+    if config.optimizer == "adam":
+        optimizer = torch.optim.Adam(groups, lr=2e-3, weight_decay=0.01, amsgrad=True)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)
+    model, optimizer, loader = strategy.prepare(module, optimizer, config.loader())
+    losses = []
+    while strategy.steps < config.steps:
+        for batch in loader:
+            result = strategy.step(partial(config.loss, model), *batch)
+            losses += [float(result.loss), float(result.loss_scale)]
+            if result.stepped:
+                schedule.step()
+            if strategy.steps == config.steps:
+                break
+    state = optimizer.state_dict()["state"]
+    tensors = [*parameters, *(state[p][k] for p in sorted(state) for k in sorted(state[p]))]
+    return Trained(torch.cat([t.detach().double().flatten() for t in tensors]).numpy(), np.zeros(0), losses)
+
+
+PRECISE: list[tuple[Config, dict[str, Any]]] = [
+    (Config(optimizer="adam", clip_norm=0.3), {"precision": "fp16"}),
+    (Config(optimizer="sgd", accumulate=2), {"precision": "bf16"}),
+    (Config(optimizer="adam", dtype=torch.bfloat16, accumulate=2), {}),
+    (Config(optimizer="sgd", dtype=torch.float64, clip_norm=0.5), {}),
+]
+PLAIN = [
+    Config(),
+    Config(accumulate=3, optimizer="adagrad", checkpointing="reentrant", bucket_bytes=4096),
+    Config(optimizer="adamw", clip_norm=0.5, checkpointing="non-reentrant", bucket_bytes=4096),
+    Config(accumulate=3, norm=True, clip_norm=0.05),
+    Config(model="text", optimizer="adamw", batch_size=37, accumulate=3, checkpointing="reentrant"),
+]
+
+
+def _train_both(addresses: list[list[str]]) -> list[str]:
+    """Where a worker's trainings on servers differ from those of MultiWorkerMirroredStrategy."""
+    differences = []
+    rounds = [(config, {}, train) for config in PLAIN]
+    rounds += [(config, options, partial(train_precise, options=options)) for config, options in PRECISE]  # type: ignore[misc]
+    for (config, options, run), servers in zip(rounds, addresses, strict=True):
+        options = {**config.options(), **options}
+        with muster.MultiWorkerMirroredStrategy.from_env(["cpu"], **options) as strategy:
+            expected = run(strategy, config)
+        with on_servers(servers, **options) as strategy:
+            actual = run(strategy, config)
+        assert np.isfinite(expected.parameters).all()
+        if not np.array_equal(actual.parameters, expected.parameters):
+            differences.append(f"parameters of {config}")
+        if not np.array_equal(actual.buffers, expected.buffers):
+            differences.append(f"buffers of {config}")
+        if actual.losses != expected.losses:
+            differences.append(f"losses of {config}")
+    return differences
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(2, 0), (2, 2), (3, 1), (3, 3)])
+def test_a_synchronous_job_gives_the_bits_of_worker_processes(workers: int, servers: int) -> None:
+    rounds = len(PLAIN) + len(PRECISE)
+    started = [Servers(servers) for _ in range(rounds)]
+    addresses = [group.addresses for group in started]
+    for differences in run_ranks(workers, _train_both, addresses, timeout=400):
+        assert differences == []
+
+
+def test_alone_it_hosts_a_server_and_gives_the_bits_of_one_replica() -> None:
+    config = Config(optimizer="adamw", steps=20, norm=True)
+    with muster.ParameterServerStrategy(muster.Cluster(0, 1, ""), **config.options()) as strategy:
+        assert (strategy.num_replicas, strategy.rank, strategy.is_chief) == (1, 0, True)
+        actual = train(strategy, config)
+    (expected,) = train_mirrored(1, [config])
+    assert np.array_equal(actual.parameters, expected.parameters)
+    assert np.array_equal(actual.buffers, expected.buffers)
+    assert actual.losses == expected.losses
+
+
+# --- what the user sees -----------------------------------------------------------------------------------------------
+def alone(**options: Any) -> muster.ParameterServerStrategy:
+    return muster.ParameterServerStrategy(muster.Cluster(0, 1, ""), seed=3, threads_per_replica=1, **options)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def batch(step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(12, 8, generator=generator), torch.randint(0, 3, (12,), generator=generator)
+
+
+def test_optimizer_state_comes_from_the_servers_and_goes_on_in_another_job() -> None:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    def trained(strategy: muster.Strategy, module: nn.Module, optimizer: Any, first: int, last: int) -> Any:
+        model, optimizer = strategy.prepare(module, optimizer)
+        for step in range(first, last):
+            strategy.step(partial(loss, model), *batch(step))
+        return optimizer.state_dict()
+
+    whole, parted = small(), small()
+    with muster.MirroredStrategy(["cpu"], seed=3, threads_per_replica=1) as strategy:
+        expected = trained(strategy, whole, torch.optim.AdamW(whole.parameters(), lr=0.01), 0, 8)
+    with alone() as strategy:
+        halfway = trained(strategy, parted, torch.optim.AdamW(parted.parameters(), lr=0.01), 0, 4)
+    resumed = torch.optim.AdamW(parted.parameters(), lr=0.5)
+    resumed.load_state_dict(halfway)
+    with alone() as strategy:
+        actual = trained(strategy, parted, resumed, 4, 8)
+        with pytest.raises(muster.InvalidArgument, match="before it"):
+            resumed.load_state_dict(halfway)
+    for p, q in zip(whole.parameters(), parted.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert expected["param_groups"] == actual["param_groups"]
+    for position, values in expected["state"].items():
+        for name, value in values.items():
+            assert torch.equal(value, actual["state"][position][name]), (position, name)
+
+
+def test_a_job_on_servers_that_hold_values_goes_on_from_them() -> None:
+    servers = Servers(2)
+
+    def values_after(steps: int, module: nn.Module) -> list[list[Tensor]]:
+        """The parameters that each step saw, and those that the last one left."""
+        seen = []
+        with muster.ParameterServerStrategy(muster.Cluster(0, 1, "", 0, servers.addresses), seed=3) as strategy:
+            model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+
+            def step(x: Tensor, y: Tensor) -> Tensor:
+                seen.append([p.detach().clone() for p in module.parameters()])
+                return F.cross_entropy(model(x), y)
+
+            for number in range(steps):
+                strategy.step(step, *batch(number))
+        return [*seen, [p.detach().clone() for p in module.parameters()]]
+
+    left = values_after(3, small())[-1]
+    found = values_after(1, nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)))[0]
+    for before, after in zip(left, found, strict=True):
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    "option", [{"fuse": False}, {"keep_gradients": True}, {"shard_optimizer": True}, {"wire": "bf16"}]
+)
+def test_options_that_servers_cannot_honour_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(muster.InvalidArgument, match=next(iter(option))):
+        alone(**option)
+
+
+def test_a_negative_staleness_is_refused() -> None:
+    with pytest.raises(muster.InvalidArgument, match="staleness=-1"):
+        alone(staleness=-1)
+
+
+def test_what_servers_cannot_step_is_refused() -> None:
+    def step(strategy: muster.Strategy, model: Any) -> Any:
+        return strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch())
+
+    with alone() as strategy, pytest.raises(muster.InvalidArgument, match="AdamW, Adam, SGD or Adagrad"):
+        step(strategy, strategy.prepare(small()))
+    module = small()
+    with alone() as strategy, pytest.raises(muster.InvalidArgument, match="AdamW, Adam, SGD or Adagrad"):
+        model, _ = strategy.prepare(module, torch.optim.RMSprop(module.parameters()))
+        step(strategy, model)
+    module = small()
+    with alone() as strategy, pytest.raises(muster.InvalidArgument, match=r"'2\.weight' belongs to another optimizer"):
+        model, _, _ = strategy.prepare(
+            module, torch.optim.SGD(module[0].parameters(), lr=0.1), torch.optim.SGD(module[2].parameters(), lr=0.1)
+        )
+        step(strategy, model)
+
+
+def test_parameters_that_were_written_between_steps_are_an_error_that_names_one() -> None:
+    module = small()
+    with alone() as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch())
+        with torch.no_grad():
+            module[2].bias.zero_()
+        with pytest.raises(muster.InvalidArgument, match=r"'2\.bias' was written outside step"):
+            strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch())
+
+
+def test_unfreezing_after_the_first_step_is_an_error() -> None:
+    module = small()
+    module[0].requires_grad_(False)
+    with alone() as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch())
+        module[0].requires_grad_(True)
+        with pytest.raises(muster.InvalidArgument, match="changed after the first step"):
+            strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch())
+
+
+def test_a_sparse_gradient_is_refused_and_training_can_go_on() -> None:
+    module = nn.ModuleDict({"rows": nn.Embedding(10, 4, sparse=True), "head": nn.Linear(4, 2)})
+    with alone() as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        before = module["head"].weight.detach().clone()
+        ids = torch.tensor([1, 2, 2])
+        with pytest.raises(muster.InvalidArgument, match=r"'rows\.weight' has a sparse gradient"):
+            strategy.step(lambda ids: model["head"](model["rows"](ids)).sum(), ids)
+        assert torch.equal(module["head"].weight, before)
+        assert strategy.step(lambda ids: model["head"](model["rows"](ids).detach()).sum(), ids).stepped
+
+
+def test_unused_parameters_stay_as_they_are() -> None:
+    module = nn.ModuleDict({"used": nn.Linear(8, 3), "idle": nn.Linear(8, 3)})
+    before = [p.detach().clone() for p in module["idle"].parameters()]
+    with alone() as strategy:
+        model, optimizer = strategy.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5))
+        for step in range(3):
+            strategy.step(lambda x, y: F.cross_entropy(model["used"](x), y), *batch(step))
+        assert sorted(optimizer.state_dict()["state"]) == [0, 1]
+    for p, q in zip(before, module["idle"].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_it_says_where_parameters_live() -> None:
+    with alone(staleness=4) as strategy:
+        text = strategy.explain()
+    assert "a parameter server in the chief's process" in text
+    assert "4 steps ahead of the slowest" in text
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+def _fails_once(addresses: list[str]) -> tuple[list[str], np.ndarray]:
+    seen = []
+    module = small()
+    with on_servers(addresses, seed=3, threads_per_replica=1) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(model(x), y)
+            if strategy.steps == 2 and strategy.rank == 1 and not seen:
+                raise ValueError("no luck")
+            return loss
+
+        for number in range(6):
+            try:
+                strategy.step(step, *batch(number))
+            except (ValueError, muster.RemoteError) as error:
+                seen.append(f"{type(error).__name__}: {error}")
+        assert strategy.steps == 5
+    return seen, torch.cat([p.detach().flatten() for p in module.parameters()]).numpy()
+
+
+def test_a_step_that_raises_is_dropped_everywhere() -> None:
+    servers = Servers(2)
+    (seen_0, left_0), (seen_1, left_1) = run_ranks(2, _fails_once, servers.addresses)
+    assert seen_1[0].startswith("ValueError: no luck")
+    assert seen_0[0].startswith("RemoteError") and "ValueError: no luck" in seen_0[0]
+    assert len(seen_0) == len(seen_1) == 1
+    assert np.array_equal(left_0, left_1)
+
+
+def test_steps_that_are_not_finite_are_skipped() -> None:
+    module = small()
+    with alone(max_skipped=3) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        factor = torch.tensor(1.0)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(model(x), y) * factor
+
+        assert not strategy.step(step, *batch(0)).skipped
+        left = [p.detach().clone() for p in module.parameters()]
+        factor.fill_(float("inf"))
+        assert strategy.step(step, *batch(1)).skipped
+        for p, q in zip(left, module.parameters(), strict=True):
+            assert torch.equal(p, q)
+        factor.fill_(1.0)
+        assert not strategy.step(step, *batch(2)).skipped
+        factor.fill_(float("nan"))
+        with pytest.raises(muster.NonFinite, match="3 windows in a row"):
+            for number in range(4):
+                strategy.step(step, *batch(number))
+
+
+def _dies_at(step_of_death: int, addresses: list[str], staleness: int | None) -> tuple[int, np.ndarray] | None:
+    module = small()
+    with on_servers(addresses, staleness=staleness, seed=3, threads_per_replica=1) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.01))
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            if strategy.rank == 1 and strategy.steps == step_of_death:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return F.cross_entropy(model(x), y)
+
+        for number in range(12):
+            result = strategy.step(step, *batch(3 * number + strategy.rank))
+        assert np.isfinite(float(result.loss))
+        # The servers' newest, which the last of the others may have changed.
+        strategy.run(lambda: None)
+        return strategy.steps, torch.cat([p.detach().flatten() for p in module.parameters()]).numpy()
+
+
+def test_the_others_go_on_without_a_worker_that_died() -> None:
+    servers = Servers(2)
+    first, dead, last = Ranks(3, _dies_at, 5, servers.addresses, 0).results()
+    assert dead is None
+    assert first is not None and last is not None
+    assert first[0] == last[0] == 12
+    assert np.array_equal(first[1], last[1])
+
+
+def _outlives_a_server(addresses: list[str], patient: bool, ready: str) -> tuple[str, float]:
+    module = small()
+    with on_servers(addresses, seed=3, threads_per_replica=1) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+        started = time.monotonic()
+        try:
+            for number in range(10_000):
+                if number == 5:
+                    Path(f"{ready}-{strategy.rank}").touch()
+                    while not Path(f"{ready}-gone").exists():
+                        time.sleep(0.01)
+                    started = time.monotonic()
+                strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch(number))
+                if patient and number == 30:
+                    break
+        except muster.PeerLost as error:
+            return str(error), time.monotonic() - started
+        return "fine", time.monotonic() - started
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_server_that_dies_is_named_and_one_that_returns_with_its_snapshots_is_not_missed(
+    returns: bool, tmp_path: Path
+) -> None:
+    servers = Servers(2, tmp_path / "snapshots" if returns else None)
+    ready = str(tmp_path / "ready")
+    ranks = Ranks(2, _outlives_a_server, servers.addresses, returns, ready)
+    deadline = time.monotonic() + 60
+    while not all(Path(f"{ready}-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if returns:
+        servers.restart(1)
+    else:
+        servers.running[1] = None
+    Path(f"{ready}-gone").touch()
+    for text, seconds in ranks.results():
+        if returns:
+            assert text == "fine"
+        else:
+            name = "muster-server-" + servers.addresses[1].split(":")[1]
+            assert text.startswith(f"parameter server 1 ('{name}') is gone")
+            assert seconds < 10
+
+
+def test_an_interrupt_ends_the_wait_for_another_worker() -> None:
+    assert run_ranks(2, _is_interrupted) == ["interrupted", "waited"]
+
+
+def _is_interrupted() -> str:
+    module = small()
+    with muster.ParameterServerStrategy.from_env(seed=3, timeout=60.0) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch())
+        if strategy.rank == 1:
+            time.sleep(3)
+            return "waited"
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+        started = time.monotonic()
+        try:
+            strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch())
+        except KeyboardInterrupt:
+            assert time.monotonic() - started < 2
+            return "interrupted"
+        return "not interrupted"
+
+
+# --- workers that step on their own -----------------------------------------------------------------------------------
+class Numbers(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4,), float(index))
+
+
+def _pass_over(
+    addresses: list[str], epochs: int, loader_workers: int, victim: int | None, slow: int | None, leaves_early: bool
+) -> list[list[list[int]]]:
+    """The samples of each step, by epoch."""
+    # Daemons, as ranks are, may not have loader workers.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    module = nn.Linear(4, 1)
+    with on_servers(addresses, staleness=None, seed=3, threads_per_replica=1) as strategy:
+        data = torch.utils.data.DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=loader_workers)
+        model, _, loader = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=1e-6), data)
+        assert len(loader) == 13
+        seen: list[list[list[int]]] = []
+        for _ in range(epochs):
+            seen.append([])
+            for x in loader:
+                if strategy.rank == victim and strategy.steps == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if strategy.rank == slow:
+                    time.sleep(0.05)
+                strategy.step(lambda x: model(x).sum(), x)
+                seen[-1].append([int(v) for v in x[:, 0]])
+                if leaves_early and strategy.rank == 0:
+                    break
+        strategy.barrier() if victim is None else None
+        return seen
+
+
+@pytest.mark.parametrize("loader_workers", [0, 2])
+def test_servers_deal_each_batch_of_an_epoch_to_one_worker(loader_workers: int) -> None:
+    servers = Servers(2)
+    epochs = 1 if loader_workers else 3
+    first, second = run_ranks(2, _pass_over, servers.addresses, epochs, loader_workers, None, 1, False)
+    orders = []
+    for a, b in zip(first, second, strict=True):
+        assert sorted(sample for part in [*a, *b] for sample in part) == list(range(50))
+        assert len(a) + len(b) == 13
+        orders.append([*a, *b])
+    # Who waits for nobody computes more; each epoch is shuffled anew.
+    assert sum(map(len, first)) > sum(map(len, second)) > 0
+    assert epochs == 1 or sorted(orders[0]) != sorted(orders[1])
+
+
+def test_batches_of_a_worker_that_died_are_dealt_again() -> None:
+    servers = Servers(1)
+    first, second, dead = Ranks(3, _pass_over, servers.addresses, 1, 0, 2, None, False).results()
+    assert dead is None
+    samples = [sample for worker in (first, second) for part in worker[0] for sample in part]
+    assert len(samples) == len(set(samples))
+    # Two batches were in steps of the one that died.
+    assert len(samples) in (50 - 8, 50 - 8 + 2)
+
+
+def test_a_pass_that_is_left_early_goes_to_the_others() -> None:
+    servers = Servers(1)
+    first, second = run_ranks(2, _pass_over, servers.addresses, 1, 0, None, None, True)
+    assert len(first[0]) == 1
+    assert sorted(sample for part in [*first[0], *second[0]] for sample in part) == list(range(50))
+
+
+def test_staleness_bounds_how_far_a_worker_runs_ahead() -> None:
+    servers = Servers(1)
+    fast, slow = run_ranks(2, _runs_ahead, servers.addresses, 2)
+    assert slow == 0
+    assert 1 <= fast <= 3
+
+
+def _runs_ahead(addresses: list[str], staleness: int) -> int:
+    """How far this worker was ahead of the other at most, by files that both write."""
+    module = small()
+    folder = Path("/tmp") / f"muster-ahead-{addresses[0].split(':')[1]}"
+    folder.mkdir(exist_ok=True)
+    ahead = 0
+    with on_servers(addresses, staleness=staleness, seed=3, threads_per_replica=1) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch())
+        for number in range(12):
+            if strategy.rank == 1:
+                time.sleep(0.05)
+            else:
+                ahead = max(ahead, number - len(list(folder.glob("step-*"))))
+            strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch(number))
+            if strategy.rank == 1:
+                (folder / f"step-{number}").touch()
+        strategy.barrier()
+        if strategy.rank == 0:
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+    return ahead
+
+
+def test_others_go_on_where_a_worker_dies_that_steps_on_its_own() -> None:
+    servers = Servers(2)
+    first, dead, last = Ranks(3, _dies_at, 5, servers.addresses, None).results()
+    assert dead is None
+    assert first is not None and last is not None
+    assert first[0] == last[0] == 12
+
+
+def test_iterable_data_cannot_be_dealt() -> None:
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(4))
+
+    with alone(staleness=1) as strategy, pytest.raises(muster.InvalidArgument, match="by number"):
+        strategy.prepare(torch.utils.data.DataLoader(Stream()))
+
+
+def test_learning_works_with_any_staleness() -> None:
+    for staleness in (0, 2, None):
+        config = Config(steps=60, optimizer="adamw", dropout=0.0)
+        servers = Servers(1)
+        for trained in run_ranks(2, _learn, servers.addresses, staleness, config):
+            assert np.mean(trained[-10:]) < 0.5 * np.mean(trained[:5])
+
+
+def _learn(addresses: list[str], staleness: int | None, config: Config) -> list[float]:
+    with on_servers(addresses, staleness=staleness, **config.options()) as strategy:
+        return train(strategy, config).losses
