@@ -289,6 +289,8 @@ void bind_core_class(py::module_& m) {
           },
           py::call_guard<Interruptible>())
       .def_property_readonly("has_servers", &StrategyCore::has_servers)
+      .def_property_readonly("members", [](StrategyCore& c) { return c.servers().members(); })
+      .def_property_readonly("expected_members", [](StrategyCore& c) { return c.servers().expected(); })
       .def(
           "deal",
           [](StrategyCore& c, uint32_t loader, uint64_t epoch, uint64_t batches,

@@ -6,8 +6,9 @@
 namespace muster {
 
 void ServerOptions::validate() const {
-  if (staleness.value_or(0) >= 0) return;
-  throw InvalidArgument("staleness=" + std::to_string(*staleness) +
+  const int steps = staleness.value_or(0);
+  if (steps >= 0) return;
+  throw InvalidArgument("staleness=" + std::to_string(steps) +
                         ": it counts steps; 0 is synchronous, and none at all asynchronous");
 }
 

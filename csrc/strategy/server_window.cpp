@@ -68,7 +68,7 @@ at::Tensor part_of(const at::Tensor& parameter, const FlatOptimizer& optimizer, 
 
 }  // namespace
 
-ServerWindow::ServerWindow(const ServerJob& job, int rank, int workers, double timeout, ServerParameters given)
+ServerWindow::ServerWindow(const ServerJob& job, int rank, int workers, double timeout, const ServerParameters& given)
     : plan_(plan_of(job, workers, timeout, given)),
       rank_(static_cast<uint32_t>(rank)),
       parameters_(given.tensors),
@@ -86,6 +86,7 @@ ServerWindow::ServerWindow(const ServerJob& job, int rank, int workers, double t
     for (size_t i = 0; i < pieces.size(); ++i) places_[static_cast<size_t>(pieces[i].parameter)].push_back({c, i});
   }
   missing_.resize(landing_.size());
+  for (int r = 0; r < workers; ++r) decision_.next_members.push_back(static_cast<uint32_t>(r));
   connect(given, rank == 0);
 }
 

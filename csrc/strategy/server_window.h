@@ -40,7 +40,7 @@ class ServerWindow {
   /// Connects; the first worker's plan counts. Where the servers hold no values yet rank 0 gives them its own, and the
   /// optimizer's state; every worker then has theirs. Blocks until rank 0 has. Throws LayoutMismatch naming the first
   /// difference to what the servers hold, InvalidArgument for a parameter that they cannot step.
-  ServerWindow(const ServerJob& job, int rank, int workers, double timeout, ServerParameters parameters);
+  ServerWindow(const ServerJob& job, int rank, int workers, double timeout, const ServerParameters& parameters);
   /// Leaves.
   ~ServerWindow();
   ServerWindow(const ServerWindow&) = delete;
@@ -59,6 +59,10 @@ class ServerWindow {
   /// Synchronous, after take() of all: adds `tail` (fp64) over the workers that count, in place and along the tree, and
   /// returns their records in rank order, (rank, record). Waits for them.
   std::vector<std::pair<uint32_t, std::string>> agree(const at::Tensor& tail, std::string record);
+
+  /// Synchronous: ranks whose parts made the last step that was agreed on, and those expected in the next; ascending.
+  const std::vector<uint32_t>& members() const noexcept { return decision_.members; }
+  const std::vector<uint32_t>& expected() const noexcept { return decision_.next_members; }
 
   /// Synchronous, after agree(): sums of squares by tile of the sums over workers of the parameters that are used, in
   /// order.

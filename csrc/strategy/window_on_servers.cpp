@@ -37,6 +37,7 @@ struct Record {
 
 void GradientSet::connect_servers(const FlatOptimizer& optimizer, const std::vector<int>& parameters,
                                   const FlatGroups& groups) {
+  if (!groups_.servers) throw InvalidArgument("this strategy has no parameter servers; use ParameterServerStrategy");
   build_engines();
   ServerParameters given;
   given.optimizer = &optimizer;
@@ -54,14 +55,16 @@ void GradientSet::connect_servers(const FlatOptimizer& optimizer, const std::vec
     given.position.push_back(static_cast<size_t>(found - parameters.begin()));
     given.group_of.push_back(optimizer.group(given.position.back()));
   }
-  servers_ = std::make_unique<ServerWindow>(*groups_.servers, topology_.rank, topology_.num_workers, options_.timeout,
-                                            std::move(given));
+  servers_ =
+      std::make_unique<ServerWindow>(*groups_.servers, topology_.rank, topology_.num_workers, options_.timeout, given);
 }
 
 void GradientSet::close_on_servers(const Tail& tail, const Failure& failure) {
   auto& window = windows_.front();
   const bool chief_only = options_.buffers == Buffers::chief;
-  fill_tail(0, tail, failure, chief_only ? (topology_.rank == 0 ? 1.0 : 0.0) : window.weight);
+  const uint32_t chief = servers_->expected().front();
+  const double chief_share = static_cast<int>(chief) == topology_.rank ? 1.0 : 0.0;
+  fill_tail(0, tail, failure, chief_only ? chief_share : window.weight);
   auto integers = integers_of(0);
   Record mine;
   if (failure) mine.failure = (failure.type + '\n' + failure.text).substr(0, server::kMaxText);
@@ -74,6 +77,8 @@ void GradientSet::close_on_servers(const Tail& tail, const Failure& failure) {
   mine.integers.assign(integers.const_data_ptr<int64_t>(), integers.const_data_ptr<int64_t>() + integers.numel());
   const auto records = servers_->agree(tail.tensor, server::encode(mine));
   window.tail = tail.tensor;
+  // A chief that died leaves no values.
+  if (chief_only && records.front().first != chief) std::fill_n(tail.written(), tail.num_buffers, 0.0);
   window.failures.assign(static_cast<size_t>(topology_.num_replicas), {});
   for (const auto& [rank, bytes] : records) {
     auto record = server::decode<Record>(bytes);
@@ -81,10 +86,10 @@ void GradientSet::close_on_servers(const Tail& tail, const Failure& failure) {
     if (!record.metrics.empty()) window.metric_texts.push_back(std::move(record.metrics));
     const auto theirs =
         at::from_blob(record.integers.data(), {static_cast<int64_t>(record.integers.size())}, at::kLong);
-    if (chief_only && rank == records.front().first) integers.copy_(theirs);
+    if (chief_only && rank == chief) integers.copy_(theirs);
     if (!chief_only) at::maximum_out(integers, integers, theirs);
   }
-  window.integer_buffers = integers;
+  window.integer_buffers = std::move(integers);
 }
 
 // Servers must end the window, too.

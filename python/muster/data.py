@@ -24,6 +24,8 @@ By kind:
 - **Dealt** (`ParameterServerStrategy` with a staleness), by index. Servers deal whole batches in order to whichever
   worker asks, and deal again what a worker that died, or left its loop early, had not finished. A worker that is
   through waits for those of the others at the end of its pass.
+- **Shared** (`ParameterServerStrategy`, synchronous), by index. As by index, but over the workers that are live when
+  the batch is asked for; what a worker left undone when it died comes once more, divided over the others.
 - **Ready-sharded** (``sharded=True``), any of the above: the batches are this worker's own and are divided over its
   local replicas alone. A worker that runs out goes on with empty parts until none has data.
 
@@ -44,7 +46,7 @@ does not rewind it. Reading and collating draw from the ambient generators, in D
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Generic, Protocol, TypeVar
@@ -54,7 +56,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from muster.batch import emptied, is_column, place, rebuilt, rows
-from muster.dealing import Dealer, Dealing
+from muster.dealing import Dealer, Dealing, Members, Sharing
 from muster.errors import InvalidArgument
 from muster.per_replica import PerReplica
 from muster.position import Position
@@ -94,7 +96,11 @@ class LoaderHost(Protocol):
 
     @property
     def dealer(self) -> Dealer | None:
-        """Who deals whole batches; None where each batch is divided over all workers."""
+        """Who deals whole batches; None where each batch is divided over workers."""
+
+    @property
+    def members(self) -> Members | None:
+        """Over whom batches are divided; None where that is all workers for good."""
 
     def any_has_more(self, has_more: bool) -> bool:
         """Whether the flag is true on any worker that steps together with this one; collective over those. Called for
@@ -144,7 +150,7 @@ class Loader(Generic[BatchT_co]):
         self._tasks = _Tasks(loader, self._deal, host)
         self._empty: Any = _END
         self._pass: weakref.ref[_Pass] | None = None
-        self._dealing: Dealing | None = None  # of the pass that was begun last
+        self._dealing: Dealing | Sharing | None = None  # of the pass that was begun last
         if not sharded:
             for generator in _generators(loader):
                 generator.set_state(host.broadcast_state(generator.get_state()))
@@ -187,13 +193,20 @@ class Loader(Generic[BatchT_co]):
         self._position = Position()
         self.release()
         seed = epoch_seed(self._host.seed, self._index, self._epoch)
-        dealer = self._host.dealer
-        self._dealing = None
-        if dealer is not None and not self._sharded:
-            self._dealing = Dealing(dealer, self._index, self._epoch, self._tasks.all_of(self._epoch, seed))
+        self._dealing = self._begin_dealing(seed)
         begun = _Pass(self, self._position, self._dealing, self._results(self._epoch, seed, self._dealing))
         self._pass = weakref.ref(begun)
         return begun
+
+    def _begin_dealing(self, seed: int) -> Dealing | Sharing | None:
+        dealer, members = self._host.dealer, self._host.members
+        if self._sharded or isinstance(self._loader.dataset, IterableDataset):
+            return None
+        if dealer is not None:
+            return Dealing(dealer, self._index, self._epoch, list(self._tasks.all_of(self._epoch, seed)))
+        if members is not None and self._loader.batch_sampler is not None:
+            return Sharing(members, self._tasks.all_of(self._epoch, seed))
+        return None
 
     def release(self) -> None:
         """Lets other workers have what is left of a dealt pass that was left early."""
@@ -202,11 +215,20 @@ class Loader(Generic[BatchT_co]):
             self._dealing = None
 
     def stepped(self) -> tuple[int, int, int] | None:
-        """The loader, epoch and number of the batch that was yielded last, which goes into a step; None if it was not
+        """Notes that the batch that was yielded last goes into a step. Its loader, epoch and number; None if it was not
         dealt, or is in one already."""
         return None if self._dealing is None else self._dealing.stepped()
 
-    def _results(self, epoch: int, seed: int, dealing: Dealing | None) -> Iterator[Parts | Ended]:
+    def settle(self, members: Sequence[int] | None) -> None:
+        """The window of those steps was made of the parts of these ranks; None: it was dropped."""
+        if not isinstance(self._dealing, Sharing):
+            return
+        if members is None:
+            self._dealing.forget()
+        else:
+            self._dealing.settle(members)
+
+    def _results(self, epoch: int, seed: int, dealing: Dealing | Sharing | None) -> Iterator[Parts | Ended]:
         self._iterations += 1
         self._tasks.current = Task(self._iterations, epoch, seed)
         self._tasks.dealing = dealing
@@ -282,7 +304,7 @@ class Loader(Generic[BatchT_co]):
 class _Batch:
     value: Any
     part_rows: list[int] | None
-    number: int = -1  # where it was dealt
+    number: Any = None  # what its pass knows it by
 
 
 class _Pass(Iterator[Any]):
@@ -292,7 +314,11 @@ class _Pass(Iterator[Any]):
     """
 
     def __init__(
-        self, loader: Loader[Any], position: Position, dealing: Dealing | None, results: Iterator[Parts | Ended]
+        self,
+        loader: Loader[Any],
+        position: Position,
+        dealing: Any,  # Dealing, Sharing or None
+        results: Iterator[Parts | Ended],
     ) -> None:
         self._loader = loader
         self._position = position
@@ -337,7 +363,7 @@ class _Pass(Iterator[Any]):
         if loader._sharded:
             more = loader._host.any_has_more(more)
             refusal = loader._refusal(needs_empty=parts is None) if more and first else None
-        number = -1 if self._dealing is None or parts is None else self._dealing.was_read()
+        number = None if self._dealing is None or parts is None else self._dealing.was_read()
         if isinstance(parts, Exception):
             if self._dealing is not None:
                 self._dealing.lost(number)
@@ -373,28 +399,29 @@ class _Tasks:
         self._deal = deal
         self._host = host
         self.current = Task(0, 0, 0)
-        self.dealing: Dealing | None = None
+        self.dealing: Dealing | Sharing | None = None
 
     def __iter__(self) -> Iterator[Task]:
         if isinstance(self._loader.dataset, IterableDataset):
             return map(self._balanced, repeat(self.current))
-        indices = self._indices(self.current) if self.dealing is None else self.dealing.to_read()
-        return self._cut(self.current, indices)
+        if self.dealing is not None:
+            return self._cut(self.current, self.dealing.to_read())
+        return self._cut(self.current, zip(self._indices(self.current), repeat(self._deal)))
 
-    def all_of(self, epoch: int, seed: int) -> list[Any]:
+    def all_of(self, epoch: int, seed: int) -> Iterator[Any]:
         """The indices of every batch of a pass."""
-        return list(self._indices(Task(0, epoch, seed)))
+        return self._indices(Task(0, epoch, seed))
 
     def _balanced(self, task: Task) -> Task:
         capacities = tuple(self._host.capacities)
         # Where all are equal, an iterable is dealt as it is without balance.
         return replace(task, capacities=capacities if len(set(capacities)) > 1 else ())
 
-    def _cut(self, task: Task, indices: Iterator[Any]) -> Iterator[Task]:
-        for index in indices:
+    def _cut(self, task: Task, indices: Iterable[tuple[Any, Deal]]) -> Iterator[Task]:
+        for index, deal in indices:
             balanced = self._balanced(task)
             if self._loader.batch_sampler is not None:
-                index = self._deal.cut(index, balanced.capacities)
+                index = deal.cut(index, balanced.capacities)
             yield replace(balanced, index=index)
 
     def _indices(self, task: Task) -> Iterator[Any]:

@@ -1,18 +1,22 @@
-"""Batches that parameter servers deal, whole and in order, to whichever worker asks."""
+"""Passes over a loader whose workers may die: batches that parameter servers deal, whole and in order, to whichever
+worker asks; and batches that the workers which are live divide among themselves."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from muster.errors import Timeout
+from muster.reader import Deal
 
-__all__ = ["Dealer", "Dealing"]
+__all__ = ["Dealer", "Dealing", "Members", "Sharing"]
 
 _BETWEEN_ASKS = 0.02
 """Seconds."""
+_WHOLE = Deal(1, 0, 1)
 
 
 class Dealer(Protocol):
@@ -29,6 +33,18 @@ class Dealer(Protocol):
         """Seconds to wait for other workers' batches."""
 
 
+class Members(Protocol):
+    """Who takes part in steps; equal on all workers between any two steps."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's."""
+
+    @property
+    def expected_members(self) -> Sequence[int]:
+        """The ranks that are expected in the next step, ascending."""
+
+
 class Dealing:
     """This worker's share of one pass over a loader whose batches are `batches`. A batch that went into a step is
     finished with that step; any other when the loop asks for the one after it."""
@@ -43,14 +59,14 @@ class Dealing:
         self._current: int | None = None
         self.ended = False
 
-    def to_read(self) -> Iterator[Any]:
-        """Dealt batches, as long as there are some."""
+    def to_read(self) -> Iterator[tuple[Any, Deal]]:
+        """Dealt batches, which this worker has whole, as long as there are some."""
         while True:
             number = self._ready.pop() if self._ready else self._ask()
             if number is None:
                 return
             self._reading.append(number)
-            yield self._batches[number]
+            yield self._batches[number], _WHOLE
 
     def was_read(self) -> int:
         """The number of the batch that was read next."""
@@ -105,3 +121,79 @@ class Dealing:
     def _take_finished(self) -> list[int]:
         finished, self._finished = self._finished, []
         return finished
+
+
+class Sharing:
+    """A pass over `batches` that are divided over the workers which are live when a batch is asked for. What a worker
+    had of a batch when it died is divided again, as a batch of its own, over the others."""
+
+    def __init__(self, members: Members, batches: Iterator[Any]) -> None:
+        self._members = members
+        self._batches = batches
+        self._again: deque[Any] = deque()
+        self._reading: deque[_Shared] = deque()
+        self._current: _Shared | None = None
+        self._open: list[_Shared] = []  # in the open window
+
+    def to_read(self) -> Iterator[tuple[Any, Deal]]:
+        """Batches and how they are divided, those of dead workers first."""
+        while True:
+            batch = self._again.popleft() if self._again else next(self._batches, _END)
+            if batch is _END:
+                return
+            shared = _Shared(batch, tuple(self._members.expected_members))
+            self._reading.append(shared)
+            yield batch, shared.part_of(self._members.rank)
+
+    def was_read(self) -> _Shared:
+        """The batch that was read next."""
+        return self._reading.popleft()
+
+    def yielded(self, batch: _Shared) -> None:
+        """The loop gets this one."""
+        self._current = batch
+
+    def lost(self, batch: _Shared) -> None:
+        """This one could not be read."""
+
+    def done(self) -> None:
+        """The loop is through with what it got."""
+        self._current = None
+
+    def stepped(self) -> None:
+        """What the loop got goes into a step."""
+        if self._current is not None:
+            self._open.append(self._current)
+        self._current = None
+
+    def settle(self, members: Sequence[int]) -> None:
+        """The window was made of the parts of these ranks."""
+        for shared in self._open:
+            for rank in set(shared.members).difference(members):
+                (part,) = shared.part_of(rank).cut(shared.batch)[0]
+                if len(part):
+                    self._again.append(part)
+        self._open.clear()
+
+    def forget(self) -> None:
+        """The window was dropped, everywhere."""
+        self._open.clear()
+
+    def wait_for_more(self) -> bool:
+        """Whether there are more to read."""
+        return bool(self._again)
+
+    def leave(self) -> None:
+        """The loop was left before its end."""
+
+
+@dataclass(frozen=True)
+class _Shared:
+    batch: Any
+    members: tuple[int, ...]
+
+    def part_of(self, rank: int) -> Deal:
+        return Deal(len(self.members), self.members.index(rank), 1)
+
+
+_END = object()

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from muster import _C, _random, structure, sync_batch_norm
 from muster.batch import agreeing_rows, place, split
 from muster.data import Loader
-from muster.dealing import Dealer
+from muster.dealing import Dealer, Members
 from muster.errors import InvalidArgument, LayoutMismatch
 from muster.module_watch import ModuleWatch
 from muster.per_replica import PerReplica
@@ -292,6 +292,11 @@ class Strategy:
         """Who deals whole batches to workers that step on their own; else None."""
         return None
 
+    @property
+    def members(self) -> Members | None:
+        """Over whom batches are divided, where workers may die; None where that is all for good."""
+        return None
+
     def any_has_more(self, has_more: bool) -> bool:
         """Collective: whether `has_more` is true on any worker."""
         return cast(bool, self.reduce(has_more, "max"))
@@ -341,11 +346,15 @@ class Strategy:
                 ),
                 output=PerReplica(outputs),
             )
+        except BaseException:
+            self._settle(stepped=False)
+            raise
         finally:
             self._after_call()
         self._gradients_are_applied = True
         if result.stepped:
             self._note_step(set_number)
+            self._settle(stepped=True)
         return result
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -367,6 +376,7 @@ class Strategy:
         self._gradients_are_applied = True
         for set_number in open_sets:
             self._note_step(set_number)
+        self._settle(stepped=True)
         return StepResult(**result, output=PerReplica([None] * self._core.local_replicas))
 
     def run(self, fn: Callable[..., Any], *args: Any) -> PerReplica[Any]:
@@ -445,10 +455,16 @@ class Strategy:
 
     def _dealt_batches(self, args: tuple[Any, ...]) -> list[tuple[int, int, int]]:
         """Those that servers dealt, of which `args` are."""
-        if self.dealer is None:
+        if self.dealer is None and self.members is None:
             return []
         used = [loader for loader in self._loaders if any(loader.part_rows_of(arg) is not None for arg in args)]
         return [batch for loader in used if (batch := loader.stepped()) is not None]
+
+    def _settle(self, *, stepped: bool) -> None:
+        """A window was closed, or dropped by an error."""
+        if self.members is not None:
+            for loader in self._loaders:
+                loader.settle(self._core.members if stepped else None)
 
     def _release_passes(self) -> None:
         """Other workers may wait for what is left of a pass that was left early."""
@@ -761,6 +777,16 @@ class ParameterServerStrategy(Strategy):
     def dealer(self) -> Dealer | None:
         """Servers deal whole batches unless the job is synchronous."""
         return None if self._staleness == 0 else self
+
+    @property
+    def members(self) -> Members | None:
+        """The workers that are live divide batches where the job is synchronous."""
+        return self if self._staleness == 0 else None
+
+    @property
+    def expected_members(self) -> Sequence[int]:
+        """As `muster.dealing.Members`."""
+        return self._core.expected_members if self._core.has_servers else range(self.num_workers)
 
     @property
     def patience(self) -> float:

@@ -67,6 +67,7 @@ class Host:
     seed: int
     capacities: Sequence[float] = ()
     dealer: None = None
+    members: None = None
 
     @property
     def first_replica(self) -> int:

@@ -363,6 +363,51 @@ def test_the_others_go_on_without_a_worker_that_died() -> None:
     assert np.array_equal(first[1], last[1])
 
 
+class Numbers(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4,), float(index))
+
+
+def _shares(addresses: list[str], step_of_death: int, accumulate: int) -> list[list[int]] | None:
+    """The samples of each step of one epoch."""
+    module = nn.Linear(4, 1)
+    with on_servers(addresses, seed=3, threads_per_replica=1, accumulate=accumulate) as strategy:
+        data = torch.utils.data.DataLoader(Numbers(), batch_size=7, shuffle=True)
+        model, _, loader = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=1e-6), data)
+        seen = []
+        for number, x in enumerate(loader):
+            if strategy.rank == 1 and number == step_of_death:
+                os.kill(os.getpid(), signal.SIGKILL)
+            strategy.step(lambda x: model(x).sum(), x)
+            seen.append([int(v) for v in x[:, 0]])
+        assert not strategy.run(lambda: None)[0]
+        return seen
+
+
+@pytest.mark.parametrize(("step_of_death", "accumulate"), [(6, 1), (5, 2)])
+def test_the_others_compute_what_a_dead_worker_left(step_of_death: int, accumulate: int) -> None:
+    servers = Servers(1)
+    alive = Ranks(3, _shares, servers.addresses, 99, accumulate).results()
+    servers = Servers(1)
+    first, dead, last = Ranks(3, _shares, servers.addresses, step_of_death, accumulate).results()
+    assert dead is None
+    assert first is not None and last is not None
+    before = step_of_death // accumulate * accumulate
+    done = alive[1][:before]
+    samples = [sample for worker in (first, done, last) for part in worker for sample in part]
+    assert sorted(samples) == list(range(50))
+    assert len(first) > len(alive[0])
+    # Up to the step in which it died parts are those of three, then of two.
+    assert first[:before] == alive[0][:before]
+    assert all(
+        abs(len(a) - len(b)) <= 1
+        for a, b in zip(first[before + accumulate :], last[before + accumulate :], strict=True)
+    )
+
+
 def _outlives_a_server(addresses: list[str], patient: bool, ready: str) -> tuple[str, float]:
     module = small()
     with on_servers(addresses, seed=3, threads_per_replica=1) as strategy:
@@ -431,14 +476,6 @@ def _is_interrupted() -> str:
 
 
 # --- workers that step on their own -----------------------------------------------------------------------------------
-class Numbers(torch.utils.data.Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 50
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.full((4,), float(index))
-
-
 def _pass_over(
     addresses: list[str], epochs: int, loader_workers: int, victim: int | None, slow: int | None, leaves_early: bool
 ) -> list[list[list[int]]]:
