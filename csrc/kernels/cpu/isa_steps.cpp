@@ -5,8 +5,11 @@
 namespace muster::kernels::MUSTER_ISA {
 namespace {
 
-// Passes over a piece that follow one another find it in the first cache.
-constexpr size_t kPiece = 1024;
+// Passes over a piece that follow one another find it in the first cache. Short, so that reading ahead makes no bursts.
+constexpr size_t kPiece = 64;
+// The processor's own prefetching ends at the page, which several arrays reach at once.
+constexpr size_t kAhead = 512;
+constexpr size_t kLineBytes = 64;
 
 template <class T>
 void divide(T* out, const T* in, T divisor, size_t n) noexcept {
@@ -30,6 +33,32 @@ T exact_inverse(T divisor) noexcept {
   return is_exact ? 1 / divisor : 0;
 }
 
+// What a step reads of a segment, fetched before its turn.
+template <class T>
+class Prefetch {
+ public:
+  explicit Prefetch(const StepSegment& segment) noexcept : n_(segment.n) {
+    const void* const read[] = {segment.gradient, segment.parameter, segment.state[0], segment.state[1],
+                                segment.state[2]};
+    for (const void* array : read) {
+      if (array != nullptr) arrays_[count_++] = static_cast<const T*>(array);
+    }
+  }
+
+  // For the piece at `begin`: the one that lies kAhead beyond it.
+  void operator()(size_t begin) const noexcept {
+    if (begin + kAhead + kPiece > n_) return;
+    for (size_t i = begin + kAhead; i < begin + kAhead + kPiece; i += kLineBytes / sizeof(T)) {
+      for (int a = 0; a < count_; ++a) __builtin_prefetch(arrays_[a] + i);
+    }
+  }
+
+ private:
+  const T* arrays_[5];
+  int count_ = 0;
+  size_t n_;
+};
+
 // One segment's arrays from one index on, and what turns its `gradient` into the step's: g = gradient * inverse * clip.
 template <class T>
 struct Piece {
@@ -49,9 +78,11 @@ MUSTER_HOST_DEVICE void step_segment(const StepSegment& segment, const StepScala
   if (!is_changed && !keep_gradient) return;
   const auto divisor = static_cast<T>(scalars.divisor);
   const T inverse = exact_inverse(divisor);
+  const Prefetch<T> prefetch(segment);
   alignas(64) T scratch[kPiece];
   for (size_t begin = 0; begin < segment.n; begin += kPiece) {
     const size_t n = segment.n - begin < kPiece ? segment.n - begin : kPiece;
+    prefetch(begin);
     T* gradient = static_cast<T*>(segment.gradient) + begin;
     T* parameter = static_cast<T*>(segment.parameter) + begin;
     Piece<T> piece{gradient, parameter, {}, n, inverse, clip_factor<T>(scalars, maximize)};
