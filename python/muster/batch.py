@@ -79,6 +79,9 @@ def split(
     Raises InvalidArgument naming the leaf: of another type, of another number of rows, sparse or nested, a PerReplica
     of another length, or a column where neither a tensor nor the hint tells the rows.
     """
+    flat = _split_flat(args, num_parts, rows_hint, capacities) if num_parts > 1 else None
+    if flat is not None:
+        return flat
     arguments = [(f"argument {position}", value) for position, value in enumerate(args, start=1)]
     if num_parts == 1:
         return [tuple(_only_part(value, path) for path, value in arguments)]
@@ -97,7 +100,10 @@ def rows(part: object) -> int | None:
 
 def agreeing_rows(part: object) -> int | None:
     """The size(0) that all of the part's tensors of at least one dimension share; None when they differ or are none."""
-    found = set(_all_rows(part))
+    if type(part) is tuple and all(type(leaf) is Tensor and leaf.dim() > 0 for leaf in part):
+        found = {leaf.size(0) for leaf in part}  # as below, without walking a structure
+    else:
+        found = set(_all_rows(part))
     return found.pop() if len(found) == 1 else None
 
 
@@ -157,14 +163,44 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.preserve_format)
 
 
+def _split_flat(
+    args: Sequence[Any], num_parts: int, rows_hint: Sequence[int] | None, capacities: Sequence[float]
+) -> list[tuple[Any, ...]] | None:
+    """What `split` gives for tensors and PerReplicas that agree, without walking structures; None for all else."""
+    num_rows = None if rows_hint is None else sum(rows_hint)
+    for arg in args:
+        if type(arg) is PerReplica:
+            if len(arg.parts) != num_parts:
+                return None
+            continue
+        if type(arg) is not Tensor or arg.layout != torch.strided or arg.is_nested or arg.dim() == 0:
+            return None
+        if num_rows is None:
+            num_rows = arg.size(0)
+        elif arg.size(0) != num_rows:
+            return None
+    ranges = _ranges(part_sizes(num_rows or 0, num_parts, capacities) if rows_hint is None else rows_hint)
+    columns = [arg.parts if type(arg) is PerReplica else _narrowed(arg, ranges) for arg in args]
+    return list(zip(*columns, strict=True)) if columns else None
+
+
+def _ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each of contiguous parts starts, and its size."""
+    return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+
+
+def _narrowed(tensor: Tensor, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
+    parts = [tensor.narrow(0, start, size) for start, size in ranges]
+    return [part if part.data_ptr() % _ALIGNMENT_BYTES == 0 else aligned(part) for part in parts]
+
+
 class _Splitter:
     """Divides values into parts of known sizes. `num_rows` is None when nothing tells the batch's rows."""
 
     def __init__(self, num_parts: int, num_rows: int | None, sizes: Sequence[int]) -> None:
         self._num_parts = num_parts
         self._num_rows = num_rows
-        starts = [sum(sizes[:i]) for i in range(num_parts)]
-        self._ranges = list(zip(starts, sizes, strict=True))
+        self._ranges = _ranges(sizes)
 
     def split(self, value: Any, path: str) -> list[Any]:
         if isinstance(value, PerReplica):
@@ -172,7 +208,7 @@ class _Splitter:
         if isinstance(value, Tensor):
             if value.dim() == 0:
                 return [value] * self._num_parts
-            return [aligned(value.narrow(0, start, size)) for start, size in self._ranges]
+            return _narrowed(value, self._ranges)
         if isinstance(value, _WHOLE):
             return [value] * self._num_parts
         if is_column(value):

@@ -187,6 +187,8 @@ def test_per_replica_gives_parts_explicitly_at_any_depth() -> None:
 def test_a_per_replica_of_another_length_is_refused(num_parts: int) -> None:
     with pytest.raises(InvalidArgument, match=rf"argument 1.*2 parts.*{num_parts} local replicas"):
         split(((PerReplica([1, 2]),),), num_parts)
+    with pytest.raises(InvalidArgument, match=rf"argument 2.*2 parts.*{num_parts} local replicas"):
+        split((torch.zeros(3), PerReplica([1, 2])), num_parts)
 
 
 @pytest.mark.parametrize(
