@@ -35,7 +35,10 @@ struct OwnerReduction::OwnedSums {
       const void** sources = gradients.data() + i * size;
       for (size_t r = 0; r < size; ++r) sources[r] = static_cast<const std::byte*>(data[r]) + piece.offset * read_size;
       auto* const sum = sums + piece.offset * bucket.sums.element_size();
-      if (piece.lent.defined()) sources[rank] = elements_of(piece.lent, piece.run).const_data_ptr();
+      if (piece.lent.defined()) {
+        const auto* const whole = static_cast<const std::byte*>(piece.lent.const_data_ptr());
+        sources[rank] = whole + static_cast<size_t>(piece.run.begin) * read_size;
+      }
       segments.push_back({sources, sum, piece.partials, static_cast<size_t>(piece.run.count)});
     }
     kernels::reduce_stats(kernel_dtype(bucket.read.scalar_type()), ranks, segments.data(), segments.size());
