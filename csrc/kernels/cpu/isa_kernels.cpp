@@ -125,6 +125,7 @@ struct Tree {
 
 constexpr size_t kAheadBytes = 4096;  // the processor's own prefetching ends at the page
 constexpr size_t kStripBytes = 128;
+constexpr size_t kLineBytes = 64;
 
 template <class E, class Op, int kSources>
 MUSTER_INLINE typename E::Storage tree_of(const typename E::Storage* const* in, size_t i) noexcept {
@@ -159,7 +160,7 @@ void reduce_few(const void* const* sources, void* const* destinations, int num_d
   for (; i + kStrip <= n; i += kStrip) {
     if (i + kAhead + kStrip <= n) {
       for (int s = 0; s < kSources; ++s) {
-        for (size_t k = 0; k < kStrip; k += 64 / sizeof(Storage)) __builtin_prefetch(in[s] + i + kAhead + k);
+        for (size_t k = 0; k < kStrip; k += kLineBytes / sizeof(Storage)) __builtin_prefetch(in[s] + i + kAhead + k);
       }
     }
     store_tree<E, Op, kSources>(out, in, i, i + kStrip);
@@ -295,12 +296,17 @@ void pack(const PackItem* items, size_t count, bool accumulate, double factor) n
 
 // --- statistics ----------------------------------------------------------------------------------------------------
 
-// The sum of squares of one tile's values, each handed to `visit` first, which may change it.
+// The sum of squares of one tile's values, each handed to `visit` first, which may change it. `rest`: how many lie
+// there, those of later tiles included.
 template <class Visit, class T>
-MUSTER_INLINE double tile_squares(T* values, size_t n, Visit visit) noexcept {
+MUSTER_INLINE double tile_squares(T* values, size_t n, size_t rest, Visit visit) noexcept {
+  constexpr size_t kAhead = kAheadBytes / sizeof(T);
   alignas(64) double lanes[kLanes] = {};
   size_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
+    if (i + kAhead + kLanes <= rest) {
+      for (size_t k = 0; k < kLanes; k += kLineBytes / sizeof(T)) __builtin_prefetch(values + i + kAhead + k);
+    }
 #pragma GCC ivdep
     for (size_t lane = 0; lane < kLanes; ++lane) {
       const auto value = static_cast<double>(visit(values[i + lane]));
@@ -320,7 +326,8 @@ MUSTER_INLINE double tile_squares(T* values, size_t n, Visit visit) noexcept {
 template <class Visit, class T>
 MUSTER_INLINE void all_squares(T* values, size_t n, double* partials, Visit visit) noexcept {
   for (size_t begin = 0; begin < n; begin += kTile) {
-    *partials++ = tile_squares(values + begin, n - begin < kTile ? n - begin : kTile, visit);
+    const size_t rest = n - begin;
+    *partials++ = tile_squares(values + begin, rest < kTile ? rest : kTile, rest, visit);
   }
 }
 
