@@ -113,6 +113,11 @@ std::vector<uint32_t> Quorum::live() const {
   return ranks;
 }
 
+bool Quorum::is_deserted() const {
+  return std::none_of(members_.begin(), members_.end(),
+                      [](const auto& member) { return member.second.live && member.second.joined; });
+}
+
 bool Quorum::may_push(uint32_t rank, uint64_t step) const {
   const auto found = members_.find(rank);
   return found != members_.end() && found->second.live && (!found->second.joined || found->second.joined_at < step);

@@ -51,6 +51,8 @@ class Quorum {
 
   /// Live ranks, ascending, awaited ones included.
   std::vector<uint32_t> live() const;
+  /// Whether nobody who joined is live.
+  bool is_deserted() const;
   /// The last step that all live members have committed.
   uint64_t slowest() const;
   /// Live ranks that may push `step`.

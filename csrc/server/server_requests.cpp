@@ -178,6 +178,8 @@ void ParameterServer::join(Session& session, const Join& request, Deadline deadl
     }
     if (stopping_) throw CommError("the parameter server ends; start it again, or end the job");
     if (index_ == 0) joined.step = quorum_.step_of_joiner();
+    // A job that is started again begins its passes anew.
+    if (quorum_.is_deserted()) dealer_ = Dealer();
     quorum_.join(session.rank, session.incarnation, joined.step, Clock::now());
     had_members_ = true;
   }

@@ -9,6 +9,10 @@ namespace muster {
 
 void StrategyCore::average_gradients(int module) {
   check_open();
+  if (groups_.servers) {
+    throw InvalidArgument(
+        "backward() by hand does not reach parameter servers; return the loss from strategy.step(fn, ...)");
+  }
   if (options_.precision == Precision::fp16 || options_.loss_scale) {
     throw InvalidArgument(
         "backward() by hand does not know the loss scale; return the loss from strategy.step(fn, ...)");

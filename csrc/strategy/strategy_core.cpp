@@ -58,21 +58,21 @@ void StrategyCore::close() {
   if (closed_) return;
   closed_ = true;
   pool_->stop();
+  const bool had_servers = has_servers();
   sets_.clear();
-  close_servers();
+  if (had_servers) wait_for_leavers();
+  if (groups_.servers) groups_.servers->embedded.reset();
   groups_.gradients.clear();
   groups_.step.clear();
   groups_.control.clear();
   groups_.workers.reset();
 }
 
-// Other workers may need the ones that this process hosts.
-void StrategyCore::close_servers() {
-  if (!groups_.servers) return;
-  const auto embedded = std::exchange(groups_.servers->embedded, nullptr);
+// Other workers may need the server that this process hosts.
+void StrategyCore::wait_for_leavers() {
+  const auto embedded = groups_.servers ? groups_.servers->embedded : nullptr;
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(options_.timeout);
-  while (embedded && topology_.num_workers > 1 && !embedded->is_deserted() &&
-         std::chrono::steady_clock::now() < deadline) {
+  while (embedded && !embedded->is_deserted() && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
 }

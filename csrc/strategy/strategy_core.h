@@ -160,7 +160,7 @@ class StrategyCore {
 
   void check_open() const;
   std::string window_in_words() const;
-  void close_servers();
+  void wait_for_leavers();
   void choose_buckets();
   void check_callable() const;
   void find_outsiders();

@@ -491,10 +491,10 @@ def _pass_over(
         for _ in range(epochs):
             seen.append([])
             for x in loader:
-                if strategy.rank == victim and strategy.steps == 2:
+                if strategy.rank == victim and strategy.steps == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
-                if strategy.rank == slow:
-                    time.sleep(0.05)
+                if strategy.rank == slow or victim not in (None, strategy.rank):
+                    time.sleep(0.1)
                 strategy.step(lambda x: model(x).sum(), x)
                 seen[-1].append([int(v) for v in x[:, 0]])
                 if leaves_early and strategy.rank == 0:
@@ -524,8 +524,8 @@ def test_batches_of_a_worker_that_died_are_dealt_again() -> None:
     assert dead is None
     samples = [sample for worker in (first, second) for part in worker[0] for sample in part]
     assert len(samples) == len(set(samples))
-    # Two batches were in steps of the one that died.
-    assert len(samples) in (50 - 8, 50 - 8 + 2)
+    # One batch, of 4 samples but the last of 2, was in a step of the one that died.
+    assert len(samples) in (50 - 4, 50 - 2)
 
 
 def test_a_pass_that_is_left_early_goes_to_the_others() -> None:
