@@ -4,6 +4,10 @@
 //   digits <folder>                             one replica
 //   digits <folder> --devices cpu:0,cpu:1       two replicas in this process
 //   torchrun --no-python --nproc-per-node 2 digits <folder> --multi-worker     two processes
+//   torchrun --no-python --nproc-per-node 2 digits <folder> --parameter-server
+//
+// The last has its parameters on the servers that MUSTER_SERVERS names (as `muster serve` prints them), or on one that
+// the chief hosts. With --staleness its workers step on their own.
 //
 // The folder holds train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte,
 // not compressed. Pixels are divided by the largest value in the training images (16 for scikit-learn's digits, 255 for
@@ -28,6 +32,8 @@ struct Arguments {
   std::string folder;
   std::vector<std::string> devices;
   bool multi_worker = false;
+  bool parameter_server = false;
+  muster::ServerOptions server_options;
   int epochs = 20;
   int64_t steps = -1;
   int64_t batch_size = 32;
@@ -39,7 +45,8 @@ struct Arguments {
 };
 
 constexpr const char* kUsage =
-    "usage: digits <folder> [--devices cpu:0,cpu:1,...] [--multi-worker] [--epochs n] [--steps n] [--batch-size n]\n"
+    "usage: digits <folder> [--devices cpu:0,cpu:1,... | --multi-worker | --parameter-server [--staleness n|none]]\n"
+    "              [--epochs n] [--steps n] [--batch-size n]\n"
     "              [--optimizer sgd|adagrad|adamw] [--accumulate k] [--clip norm] [--precision fp32|bf16|fp16]\n"
     "              [--seed n] [--no-shuffle]\n"
     "              [--initial weights] [--final weights]\n";
@@ -64,6 +71,11 @@ Arguments parse(int argc, char** argv) {
       for (std::string device; std::getline(list, device, ',');) arguments.devices.push_back(device);
     } else if (name == "--multi-worker") {
       arguments.multi_worker = true;
+    } else if (name == "--parameter-server") {
+      arguments.parameter_server = true;
+    } else if (name == "--staleness") {
+      const auto steps = value();
+      arguments.server_options.staleness = steps == "none" ? std::nullopt : std::optional(std::stoi(steps));
     } else if (name == "--epochs") {
       arguments.epochs = std::stoi(value());
     } else if (name == "--steps") {
@@ -93,6 +105,9 @@ Arguments parse(int argc, char** argv) {
     }
   }
   if (arguments.folder.empty()) throw std::invalid_argument("no folder given");
+  if (arguments.parameter_server && (arguments.multi_worker || !arguments.devices.empty())) {
+    throw std::invalid_argument("--parameter-server is a strategy of its own, with one CPU replica a worker");
+  }
   return arguments;
 }
 
@@ -187,6 +202,10 @@ void save_weights(const torch::nn::Module& module, const std::string& path) {
 }
 
 std::unique_ptr<muster::Strategy> make_strategy(const Arguments& arguments) {
+  if (arguments.parameter_server) {
+    return std::make_unique<muster::ParameterServerStrategy>(muster::Cluster::from_env(), arguments.server_options,
+                                                             arguments.options);
+  }
   if (!arguments.multi_worker) {
     return std::make_unique<muster::MirroredStrategy>(arguments.devices, arguments.options);
   }
@@ -246,6 +265,7 @@ void run(const Arguments& arguments) {
                 << '\n';
     }
   }
+  strategy->barrier();  // workers that step on their own may be late
   const double test_accuracy = accuracy(*strategy, model, test);
   if (!strategy->is_chief()) return;
   std::cout << "test accuracy: " << test_accuracy << '\n';

@@ -2,9 +2,14 @@
 
 Two logical replicas in one process:  python examples/python/digits.py
 Two worker processes:                 torchrun --nproc-per-node 2 examples/python/digits.py --multi-worker
+Two workers, one parameter server:    muster run --workers 2 --servers 1 examples/python/digits.py --parameter-server
 
-Both end with the same parameters, bit for bit. With --checkpoint FILE the state is kept after every epoch and on
-SIGTERM, and the same command goes on from there.
+All end with the same parameters, bit for bit. With --staleness the workers of a parameter server step on their own, and
+no two runs are alike.
+
+With --checkpoint FILE the state is kept after every epoch and on SIGTERM, and the same command goes on from there.
+Servers that hold values would go on from their own: where parameters live on servers, start new ones, without old
+snapshots.
 """
 
 from __future__ import annotations
@@ -61,6 +66,11 @@ def digest(model: nn.Module) -> str:
     return together.hexdigest()[:16]
 
 
+def staleness_of(text: str) -> int | None:
+    """A number of steps, or "none"."""
+    return None if text == "none" else int(text)
+
+
 def save(path: Path, state: dict[str, Any]) -> None:
     """Writes `state` whole or not at all."""
     partial = path.with_suffix(".partial")
@@ -70,6 +80,12 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def main(
     multi_worker: Annotated[bool, typer.Option(help="One worker of several, started by torchrun.")] = False,
+    parameter_server: Annotated[
+        bool, typer.Option("--parameter-server", help="One worker of several with parameter servers, of muster run.")
+    ] = False,
+    staleness: Annotated[
+        str, typer.Option(help="Steps that a worker of servers may be ahead of the slowest; 'none': any number.")
+    ] = "0",
     epochs: Annotated[int, typer.Option(min=1)] = 12,
     batch_size: Annotated[int, typer.Option(min=1, help="Of all replicas together.")] = 64,
     lr: Annotated[float, typer.Option(min=0)] = 3e-3,
@@ -77,9 +93,15 @@ def main(
     checkpoint: Annotated[Path | None, typer.Option(help="Go on from this file if it exists, and keep it.")] = None,
 ) -> None:
     """Trains and prints the accuracy on the test images."""
+    if multi_worker and parameter_server:
+        raise typer.BadParameter("--multi-worker and --parameter-server are two strategies; choose one")
+    if checkpoint is not None and staleness != "0":
+        raise typer.BadParameter("--checkpoint keeps a step that all workers made together; leave out --staleness")
     torch.manual_seed(seed)
     if multi_worker:
         strategy: muster.Strategy = muster.MultiWorkerMirroredStrategy.from_env()
+    elif parameter_server:
+        strategy = muster.ParameterServerStrategy.from_env(staleness=staleness_of(staleness))
     else:
         strategy = muster.MirroredStrategy(["cpu:0", "cpu:1"])
 
@@ -140,35 +162,47 @@ def main(
                     keep(epoch, batch + 1)
                     progress.console.print(f"stopped in epoch {epoch + 1} after {batch + 1} batches")
                     return
+            # With a staleness other workers did a part of them.
+            progress.update(bar, completed=(epoch + 1) * len(loader))
             keep(epoch + 1, 0)
     seconds = time.perf_counter() - started
 
     model.eval()
     correct = seen = 0
     for x, y in test_loader:
-        counts = strategy.reduce(strategy.run(count_correct, x, y), "sum")
-        correct += int(counts["correct"])
-        seen += counts["seen"]
+        for counts in strategy.run(count_correct, x, y):
+            if counts is not None:
+                correct += int(counts["correct"])
+                seen += counts["seen"]
+    # Workers that step on their own have different numbers of batches, and reduce once, when they are through.
+    correct, seen = strategy.reduce((correct, seen), "sum")
 
     if strategy.is_chief:
         print(f"trained in {seconds:.1f} s on {strategy.num_replicas} replicas of {strategy.num_workers} process(es)")
         print(f"parameters: {digest(model)} (sha256)")
         print(f"test accuracy: {correct / seen:.4f} ({correct} of {seen})")
-        if not multi_worker:
+        if not multi_worker and not parameter_server:
             print_change()
     strategy.close()
 
 
 def print_change() -> None:
     """How the same program runs on two workers."""
-    torchrun = "torchrun" if shutil.which("torchrun") else Path(sys.executable).with_name("torchrun")
+    program = os.path.relpath(__file__)
     print(
         "\nOn two workers, with the same parameters bit for bit, after one change:\n"
         '-   strategy = muster.MirroredStrategy(["cpu:0", "cpu:1"])\n'
         "+   strategy = muster.MultiWorkerMirroredStrategy.from_env()\n"
         "which --multi-worker makes here:\n"
-        f"    {torchrun} --nproc-per-node 2 {os.path.relpath(__file__)} --multi-worker"
+        f"    {installed('torchrun')} --nproc-per-node 2 {program} --multi-worker\n"
+        "And with a parameter server, again with the same bits:\n"
+        f"    {installed('muster')} run --workers 2 --servers 1 {program} --parameter-server"
     )
+
+
+def installed(command: str) -> str:
+    """How a shell finds it."""
+    return command if shutil.which(command) else str(Path(sys.executable).with_name(command))
 
 
 if __name__ == "__main__":

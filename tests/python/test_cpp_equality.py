@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import muster
+from support.commands import Command
 from support.ranks import environment, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,3 +140,42 @@ def test_cpp_and_python_give_the_same_bits(
     assert train_in_cpp(program, data, replicas, optimizer, accumulate, options, workers=1) == expected
     if not options or replicas == 2:
         assert train_in_cpp(program, data, replicas, optimizer, accumulate, options, workers=replicas) == expected
+
+
+def train_on_servers(program: Path, data: Path, servers: str, *options: str) -> list[str]:
+    """What each of two workers prints."""
+    port = free_port()
+    jobs = [
+        subprocess.Popen(
+            [str(program), str(data), "--parameter-server", *options],
+            env={**os.environ, **environment(rank, 2, port), "MUSTER_SERVERS": servers},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    printed = [job.communicate(timeout=120)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0]
+    return printed
+
+
+@pytest.mark.parametrize("is_embedded", [False, True])
+def test_cpp_workers_of_a_parameter_server_give_the_same_bits(program: Path, data: Path, is_embedded: bool) -> None:
+    expected = train_in_python(data, 2, "adamw", 2, {"clip_norm": 0.5})
+    final = data / f"final-servers-{is_embedded}"
+    options = [
+        "--steps", str(STEPS), "--batch-size", "61", "--optimizer", "adamw", "--accumulate", "2", "--clip", "0.5",
+        "--initial", str(data / "initial"), "--final", str(final),
+    ]  # fmt: skip
+    if is_embedded:
+        train_on_servers(program, data, "", *options)
+    else:
+        with Command("serve", "--until-deserted") as server:
+            train_on_servers(program, data, server.line(), *options)
+            assert server.end()[0] == 0
+    assert values_of(final) == expected
+
+
+def test_cpp_workers_that_step_on_their_own_learn(program: Path, data: Path) -> None:
+    chief, _ = train_on_servers(program, data, "", "--staleness", "none", "--optimizer", "adamw")
+    assert float(chief.rpartition("test accuracy: ")[2]) >= 0.95

@@ -57,6 +57,39 @@ def test_the_change_that_digits_prints_gives_the_same_bits_on_two_workers(mirror
         assert line(workers, measured) == line(mirrored, measured)
 
 
+def with_a_server(*options: str) -> list[str]:
+    """The command that digits prints, of two workers and a parameter server."""
+    return ["muster", "run", "--workers", "2", "--servers", "1", DIGITS, "--parameter-server", *options]
+
+
+def test_digits_has_the_same_bits_with_a_parameter_server(mirrored: str) -> None:
+    assert line(mirrored, "    muster").split() == with_a_server()[1:]
+    workers = run(*with_a_server())
+    assert line(workers, "trained in").endswith("on 2 replicas of 2 process(es)")
+    for measured in ("parameters:", "test accuracy:"):
+        assert line(workers, measured) == line(mirrored, measured)
+
+
+@pytest.mark.long
+def test_digits_learns_where_workers_step_on_their_own() -> None:
+    accuracy = line(run(*with_a_server("--staleness", "none")), "test accuracy:").split()
+    assert float(accuracy[0]) >= 0.95
+    assert accuracy[-1] == f"{1797 // 5})"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--multi-worker", "--parameter-server"], "choose"),
+        (["--parameter-server", "--staleness", "1", "--checkpoint", "file"], "together"),
+    ],
+)
+def test_digits_refuses_what_cannot_work(options: list[str], reason: str) -> None:
+    done = subprocess.run([sys.executable, DIGITS, *options], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert reason in done.stderr
+
+
 def test_digits_stopped_by_sigterm_goes_on_from_its_checkpoint(mirrored: str, tmp_path: Path) -> None:
     file = tmp_path / "digits.pt"
     command = [sys.executable, DIGITS, "--checkpoint", str(file)]
@@ -67,6 +100,21 @@ def test_digits_stopped_by_sigterm_goes_on_from_its_checkpoint(mirrored: str, tm
         first.send_signal(signal.SIGTERM)
         output, _ = first.communicate(timeout=60)
     assert first.returncode == 0
+    assert re.search(r"stopped in epoch \d+ after \d+ batches", output)
+    assert line(run(*command), "parameters:") == line(mirrored, "parameters:")
+
+
+@pytest.mark.long
+def test_digits_with_a_parameter_server_goes_on_from_its_checkpoint(mirrored: str, tmp_path: Path) -> None:
+    file = tmp_path / "digits.pt"
+    command = with_a_server("--checkpoint", str(file))
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as first:
+        deadline = time.monotonic() + 120
+        while not file.exists() and first.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        first.send_signal(signal.SIGTERM)
+        output, _ = first.communicate(timeout=60)
+    assert first.returncode == 128 + signal.SIGTERM
     assert re.search(r"stopped in epoch \d+ after \d+ batches", output)
     assert line(run(*command), "parameters:") == line(mirrored, "parameters:")
 
