@@ -21,6 +21,7 @@ PAGES = [
 ]
 MIRRORED = 'strategy = muster.MirroredStrategy(["cpu:0", "cpu:1"])'
 WORKERS = "# strategy = muster.MultiWorkerMirroredStrategy.from_env()"
+SERVERS = "# strategy = muster.ParameterServerStrategy.from_env()"
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -50,6 +51,17 @@ def test_the_quick_start_runs_and_the_other_line_prints_the_same(tmp_path: Path)
     (tmp_path / "train.py").write_text(switched)
     (command,) = re.findall(r"`(torchrun [^`]* train\.py)`", README)
     assert run(*command.split(), cwd=tmp_path) == printed
+
+
+@pytest.mark.long
+def test_the_quick_start_prints_the_same_with_a_parameter_server(tmp_path: Path) -> None:
+    (program,) = blocks("README.md", "python")
+    assert SERVERS in program
+    switched = program.replace(MIRRORED, "pass").replace(SERVERS, SERVERS.removeprefix("# "))
+    (tmp_path / "train.py").write_text(switched)
+    (tmp_path / "mirrored.py").write_text(program)
+    (command,) = re.findall(r"`(muster run [^`]* train\.py)`", README)
+    assert run(*command.split(), cwd=tmp_path) == run(sys.executable, "mirrored.py", cwd=tmp_path)
 
 
 def test_the_cpp_quick_start_is_the_example_that_the_packaging_test_builds() -> None:
