@@ -1,21 +1,19 @@
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randperm.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <functional>
 #include <limits>
-#include <map>
-#include <mutex>
 #include <numeric>
-#include <thread>
+#include <utility>
 
 #include "core/replica_context.h"
 #include "muster/error.h"
 #include "muster/loader.h"
+#include "strategy/dealing.h"
+#include "strategy/read_ahead.h"
 #include "strategy/strategy_state.h"
 
 namespace muster::detail {
@@ -23,86 +21,6 @@ namespace muster::detail {
 namespace {
 
 constexpr uint64_t kLoaders = 0x6C6F61646572;  // "loader": keeps loaders' streams apart from replicas'
-constexpr int64_t kReadsPerThread = 2;         // how far ahead of the loop readers go
-
-// Reads numbered batches, in order, ahead of the loop where there are threads. Owned by the thread that iterates.
-class ReadAhead {
- public:
-  using Read = std::function<std::shared_ptr<void>(size_t thread, int64_t number)>;
-
-  ReadAhead(size_t threads, int64_t count, Read read) : count_(count), read_(std::move(read)) {
-    window_ = static_cast<int64_t>(threads) * kReadsPerThread;
-    for (size_t thread = 0; thread < threads; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
-  }
-
-  ~ReadAhead() {
-    {
-      const std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    space_.notify_all();
-    for (auto& thread : threads_) thread.join();
-  }
-
-  ReadAhead(const ReadAhead&) = delete;
-  ReadAhead& operator=(const ReadAhead&) = delete;
-
-  // The next batch; null at the end. Throws what reading it threw.
-  std::shared_ptr<void> take() {
-    std::unique_lock lock(mutex_);
-    if (taken_ >= count_) return nullptr;
-    if (threads_.empty()) {
-      auto batch = read_(0, taken_++);
-      if (!batch) count_ = taken_;
-      return batch;
-    }
-    ready_.wait(lock, [&] { return results_.contains(taken_); });
-    auto result = std::move(results_.extract(taken_++).mapped());
-    lock.unlock();
-    space_.notify_one();
-    if (result.error) std::rethrow_exception(result.error);
-    return result.batch;
-  }
-
- private:
-  struct Result {
-    std::shared_ptr<void> batch;
-    std::exception_ptr error;
-  };
-
-  void serve(size_t thread) {
-    at::set_num_threads(1);
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      space_.wait(lock, [&] { return stopping_ || claimed_ >= count_ || claimed_ < taken_ + window_; });
-      if (stopping_ || claimed_ >= count_) return;
-      const int64_t number = claimed_++;
-      lock.unlock();
-      Result result;
-      try {
-        result.batch = read_(thread, number);
-      } catch (...) {
-        result.error = std::current_exception();
-      }
-      lock.lock();
-      if (!result.batch && !result.error) count_ = claimed_;
-      results_[number] = std::move(result);
-      ready_.notify_one();
-    }
-  }
-
-  int64_t count_;  // guarded by mutex_, as are all below but threads_
-  Read read_;      // constant
-  int64_t window_;
-  std::mutex mutex_;
-  std::condition_variable space_;
-  std::condition_variable ready_;
-  std::map<int64_t, Result> results_;
-  int64_t claimed_ = 0;
-  int64_t taken_ = 0;
-  bool stopping_ = false;
-  std::vector<std::thread> threads_;
-};
 
 // None where all are equal, so that a stream is dealt as it is without balance.
 std::vector<double> unequal(std::vector<double> capacities) {
@@ -136,10 +54,12 @@ struct LoaderCore::State {
   bool running = false;  // a pass that counts as an epoch has begun and not ended
   bool ended = true;     // no worker has another batch
   std::shared_ptr<void> current;
-  std::shared_ptr<void> ahead;
-  std::exception_ptr ahead_error;
+  int64_t next = 0;  // the batch to be read next, where none is dealt
+  ReadAhead::Batch ahead;
   bool more_ahead = false;
   std::unique_ptr<ReadAhead> reads;
+
+  bool is_dealt() const { return strategy->core->deals_batches() && !options.sharded; }
 
   int64_t batches() const {
     if (is_stream) return std::numeric_limits<int64_t>::max();
@@ -165,21 +85,47 @@ struct LoaderCore::State {
     return task;
   }
 
-  // Reads one batch ahead, and agrees with the other workers whether anybody has one.
+  std::optional<int64_t> next_number() {
+    if (progress->dealing) return progress->dealing->next();
+    return next < batches() ? std::optional(next++) : std::nullopt;
+  }
+
+  // Reads one batch ahead, and agrees with the workers that step together whether anybody has one.
   void look_ahead() {
-    ahead = nullptr;
-    ahead_error = nullptr;
+    ahead = {};
     try {
+      while (reads->has_room()) {
+        const auto number = next_number();
+        if (!number) break;
+        reads->give(*number);
+      }
       ahead = reads->take();
     } catch (...) {
-      ahead_error = std::current_exception();
+      ahead.error = std::current_exception();
     }
-    more_ahead = ahead != nullptr || ahead_error != nullptr;
-    if (!options.sharded) return;
+    more_ahead = ahead.parts != nullptr || ahead.error != nullptr;
+    if (!options.sharded || strategy->core->deals_batches()) return;
     const auto any = at::zeros({1}, at::kLong);
     any.data_ptr<int64_t>()[0] = more_ahead ? 1 : 0;
     strategy->core->workers().all_reduce(any, ReduceOp::max).wait();
     more_ahead = any.const_data_ptr<int64_t>()[0] != 0;
+  }
+
+  std::vector<size_t> order_of_pass() const {
+    if (is_stream) return {};
+    if (options.shuffle) {
+      return shuffled(samples, stream_seed(strategy->core->seed() ^ kLoaders, static_cast<uint64_t>(index),
+                                           static_cast<uint64_t>(epoch)));
+    }
+    std::vector<size_t> order(samples);
+    std::iota(order.begin(), order.end(), size_t{0});
+    return order;
+  }
+
+  // Nothing more comes of the pass.
+  void end() {
+    ended = true;
+    reads.reset();
   }
 };
 
@@ -205,9 +151,13 @@ LoaderCore::LoaderCore(Strategy& strategy, const LoaderOptions& options, bool is
   s.is_stream = is_stream;
   s.samples = size.value_or(0);
   s.read = std::move(read);
+  require(!s.is_dealt() || !is_stream,
+          "servers deal batches by number, which a stream has not; use a data set that is read by index, or "
+          "sharded=true with data of this worker's own");
   const auto& topology = s.strategy->core->topology();
-  s.deal = options.sharded ? Deal{topology.local_replicas(), 0, topology.local_replicas()}
-                           : Deal{topology.num_replicas, topology.first_replica, topology.local_replicas()};
+  s.deal = options.sharded || s.is_dealt()
+               ? Deal{topology.local_replicas(), 0, topology.local_replicas()}
+               : Deal{topology.num_replicas, topology.first_replica, topology.local_replicas()};
   s.index = s.strategy->num_loaders++;
   s.progress = std::make_shared<LoaderProgress>();
   auto& loaders = s.strategy->loaders;
@@ -232,47 +182,53 @@ std::optional<int64_t> LoaderCore::size() const noexcept {
   return state_->batches();
 }
 
-void LoaderCore::begin() {
+std::shared_ptr<void> LoaderCore::begin() {
   auto& s = *state_;
-  s.reads.reset();
+  auto& dealing = s.progress->dealing;
+  s.end();
   s.progress->at_end = false;
-  if (s.running) ++s.epoch;
-  s.running = true;
-  s.ended = false;
-  std::vector<size_t> order;
-  if (!s.is_stream && s.options.shuffle) {
-    const auto seed = stream_seed(s.strategy->core->seed() ^ kLoaders, static_cast<uint64_t>(s.index),
-                                  static_cast<uint64_t>(s.epoch));
-    order = shuffled(s.samples, seed);
-  } else if (!s.is_stream) {
-    order.resize(s.samples);
-    std::iota(order.begin(), order.end(), size_t{0});
+  if (auto left = std::exchange(dealing, nullptr)) left->leave();
+  s.strategy->leave_passes();
+  if (std::exchange(s.running, false)) ++s.epoch;
+  std::shared_ptr<void> hold;
+  if (s.is_dealt()) {
+    dealing = s.strategy->deal(s.index, s.epoch, s.batches());
+    hold = dealing->hold();
   }
-  s.reads = std::make_unique<ReadAhead>(static_cast<size_t>(s.options.workers), s.batches(),
-                                        [&s, order = std::move(order)](size_t thread, int64_t number) {
+  s.running = true;
+  s.next = 0;
+  s.reads = std::make_unique<ReadAhead>(static_cast<size_t>(s.options.workers),
+                                        [&s, order = s.order_of_pass()](size_t thread, int64_t number) {
                                           return s.read(thread, s.task_of(order, number));
                                         });
+  s.ended = false;
   s.look_ahead();
+  return hold;
 }
 
 bool LoaderCore::advance() {
   auto& s = *state_;
+  const auto dealing = s.progress->dealing;
   s.progress->at_end = false;
   s.current = nullptr;
   if (s.ended) return false;
-  if (s.ahead_error) {
-    s.ended = true;
-    s.reads.reset();
-    std::rethrow_exception(std::exchange(s.ahead_error, nullptr));
+  if (dealing) {
+    dealing->done();
+    while (!s.more_ahead && dealing->wait_for_more()) s.look_ahead();
+  }
+  if (s.ahead.error) {
+    s.end();
+    if (dealing && s.ahead.number >= 0) dealing->lost(s.ahead.number);
+    std::rethrow_exception(std::exchange(s.ahead.error, nullptr));
   }
   if (!s.more_ahead) {
-    s.ended = true;
-    s.reads.reset();
+    s.end();
     if (s.running) ++s.epoch;
     s.running = false;
     return false;
   }
-  s.current = std::move(s.ahead);
+  s.current = std::move(s.ahead.parts);
+  if (dealing) dealing->yielded(s.ahead.number);
   s.look_ahead();
   s.progress->at_end = !s.more_ahead;
   return true;

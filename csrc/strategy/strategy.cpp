@@ -12,6 +12,7 @@
 #include "muster/error.h"
 #include "optimizer/flat_state.h"
 #include "strategy/collectives.h"
+#include "strategy/dealing.h"
 #include "strategy/strategy_state.h"
 
 namespace muster {
@@ -219,6 +220,31 @@ bool Strategy::State::loader_ended() const {
   });
 }
 
+std::shared_ptr<detail::Dealing> Strategy::State::deal(int loader, int64_t epoch, int64_t batches) {
+  if (!core->has_servers()) set_of({});
+  core->servers();  // refuses, before the pass counts as begun
+  dealings.push_back(std::make_shared<detail::Dealing>(core, loader, epoch, batches));
+  return dealings.back();
+}
+
+std::shared_ptr<detail::Dealing> Strategy::State::dealing_of(const detail::PartsInfo& parts) const {
+  if (!parts.loader) return nullptr;
+  const auto found = std::find(dealings.begin(), dealings.end(), parts.loader->dealing);
+  return found == dealings.end() ? nullptr : *found;
+}
+
+comm::Communicator& Strategy::State::workers() {
+  leave_passes();
+  return core->workers();
+}
+
+void Strategy::State::leave_passes() {
+  for (const auto& dealing : dealings) {
+    if (dealing->is_left()) dealing->leave();
+  }
+  std::erase_if(dealings, [](const auto& dealing) { return dealing->has_ended(); });
+}
+
 Strategy::Strategy(std::shared_ptr<StrategyCore> core, std::string name)
     : state_(std::make_shared<State>(std::move(core), std::move(name))) {}
 
@@ -267,6 +293,7 @@ const Strategy::Modules* Strategy::find_module(const torch::nn::Module& module) 
 
 void Strategy::add_module(Modules replicas) {
   check_outside_step(*state_->core, "prepare");
+  state_->leave_passes();
   if (std::find(replicas.begin(), replicas.end(), nullptr) != replicas.end()) {
     throw InvalidArgument("a factory or clone() gave an empty module, or one of another type");
   }
@@ -290,7 +317,7 @@ void Strategy::add_optimizer(torch::optim::Optimizer& optimizer) {
   if (std::all_of(groups.begin(), groups.end(), [](const auto& group) { return group.params().empty(); })) {
     throw InvalidArgument("the optimizer has no parameters; build it from the prepared module's parameters()");
   }
-  detail::broadcast_optimizer(optimizer, state_->core->workers());
+  detail::broadcast_optimizer(optimizer, state_->workers());
   known.push_back(&optimizer);
 }
 
@@ -303,7 +330,9 @@ void Strategy::check_parts(size_t parts) const {
 StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn, const detail::PartsInfo& parts,
                                 const StepOptions& options) {
   check_outside_step(*state_->core, "step");
+  state_->leave_passes();
   if (parts.loader) parts.loader->in_step = true;
+  const auto dealing = state_->dealing_of(parts);
   StepCall call;
   call.set = state_->set_of(options);
   call.call = fn;
@@ -311,11 +340,15 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
   call.loader_ended = state_->loader_ended();
   call.apply = [this, set = call.set] { state_->apply(set); };
   call.fused = state_->is_fused(call.set);
-  return state_->call([&] { return state_->core->step(call); });
+  if (dealing) call.batches = dealing->current();
+  auto result = state_->call([&] { return state_->core->step(call); });
+  if (dealing) dealing->stepped(result.stepped);
+  return result;
 }
 
 std::optional<StepResult> Strategy::flush() {
   check_outside_step(*state_->core, "flush");
+  state_->leave_passes();
   return state_->call([&] {
     return state_->core->flush([this](int set) { state_->apply(set); },
                                [this](int set) { return state_->is_fused(set); },
@@ -325,6 +358,7 @@ std::optional<StepResult> Strategy::flush() {
 
 void Strategy::run_parts(const std::function<void(int local_replica)>& fn, const detail::PartsInfo& parts) {
   check_outside_step(*state_->core, "run");
+  state_->leave_passes();
   if (parts.loader) parts.loader->in_run = true;
   StepCall call;
   call.call = [&fn](int local_replica) {
@@ -340,7 +374,7 @@ std::vector<at::Tensor> Strategy::reduce(const std::vector<at::Tensor>& values, 
   auto& core = *state_->core;
   if (!in_step(core)) {
     const double given = weight ? weight->item<double>() : 1.0;
-    return reduce_over_workers(core.workers(), {{values, given}}, op);
+    return reduce_over_workers(state_->workers(), {{values, given}}, op);
   }
   if (op != ReduceOp::mean) return reduce_in_step(core.step_group(values), values, op, {});
   if (!weight && core.current_rows() < 0) {
@@ -357,7 +391,7 @@ at::Tensor Strategy::reduce(const at::Tensor& value, ReduceOp op, const std::opt
 std::vector<at::Tensor> Strategy::reduce(const PerReplica<std::vector<at::Tensor>>& values, ReduceOp op) {
   check_outside_step(*state_->core, "reduce of a PerReplica");
   const auto mine = contributions_of(values.parts(), values.rows(), op == ReduceOp::mean);
-  return reduce_over_workers(state_->core->workers(), mine, op);
+  return reduce_over_workers(state_->workers(), mine, op);
 }
 
 at::Tensor Strategy::reduce(const PerReplica<at::Tensor>& value, ReduceOp op) {
@@ -367,14 +401,14 @@ at::Tensor Strategy::reduce(const PerReplica<at::Tensor>& value, ReduceOp op) {
 std::vector<at::Tensor> Strategy::gather(const std::vector<at::Tensor>& values) {
   auto& core = *state_->core;
   return in_step(core) ? gather_in_step(core.step_group(values), values)
-                       : gather_over_workers(core.workers(), {{values, 1}});
+                       : gather_over_workers(state_->workers(), {{values, 1}});
 }
 
 at::Tensor Strategy::gather(const at::Tensor& value) { return only(gather(std::vector<at::Tensor>{value})); }
 
 std::vector<at::Tensor> Strategy::gather(const PerReplica<std::vector<at::Tensor>>& values) {
   check_outside_step(*state_->core, "gather of a PerReplica");
-  return gather_over_workers(state_->core->workers(), contributions_of(values.parts(), values.rows(), false));
+  return gather_over_workers(state_->workers(), contributions_of(values.parts(), values.rows(), false));
 }
 
 at::Tensor Strategy::gather(const PerReplica<at::Tensor>& value) {
@@ -384,7 +418,7 @@ at::Tensor Strategy::gather(const PerReplica<at::Tensor>& value) {
 std::vector<at::Tensor> Strategy::broadcast(const std::vector<at::Tensor>& values, int source) {
   auto& core = *state_->core;
   return in_step(core) ? broadcast_in_step(core.step_group(values), values, source)
-                       : broadcast_over_workers(core.workers(), values, source);
+                       : broadcast_over_workers(state_->workers(), values, source);
 }
 
 at::Tensor Strategy::broadcast(const at::Tensor& value, int source) {
@@ -393,7 +427,7 @@ at::Tensor Strategy::broadcast(const at::Tensor& value, int source) {
 
 void Strategy::barrier() {
   check_outside_step(*state_->core, "barrier");
-  state_->core->workers().barrier().wait();
+  state_->workers().barrier().wait();
 }
 
 std::string Strategy::explain() const {

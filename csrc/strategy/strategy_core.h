@@ -106,7 +106,10 @@ class StrategyCore {
   FlatOptimizer make_flat(const std::vector<std::pair<int, uint32_t>>& parameters, const FlatGroups& groups) const;
 
   /// See GradientSet::awaits_servers and connect_servers. Throws InvalidArgument for a second set: servers hold one.
-  bool awaits_servers(int set) const { return sets_.at(static_cast<size_t>(set))->awaits_servers(); }
+  bool awaits_servers(int set) const {
+    check_open();
+    return sets_.at(static_cast<size_t>(set))->awaits_servers();
+  }
   void connect_servers(int set, const FlatOptimizer& optimizer, const std::vector<int>& parameters,
                        const FlatGroups& groups);
 
@@ -115,6 +118,9 @@ class StrategyCore {
 
   /// Throws InvalidArgument without has_servers().
   ServerWindow& servers();
+
+  /// Whether workers step on their own, so that servers deal whole batches.
+  bool deals_batches() const noexcept { return groups_.servers && groups_.servers->staleness != 0; }
 
   /// A part of the state of the parameters of the registry, from the servers that hold it; undefined where there is
   /// none. Empty without has_servers().

@@ -16,11 +16,14 @@ namespace muster {
 
 namespace detail {
 
+class Dealing;
+
 /// What a strategy knows of a prepared loader. Owned by the thread that iterates and steps.
 struct LoaderProgress {
-  bool at_end = false;   ///< the last batch was yielded and the loader not advanced since
-  bool in_step = false;  ///< a batch of it went to a step
-  bool in_run = false;   ///< a batch of it went to run
+  bool at_end = false;               ///< the last batch was yielded and the loader not advanced since
+  bool in_step = false;              ///< a batch of it went to a step
+  bool in_run = false;               ///< a batch of it went to run
+  std::shared_ptr<Dealing> dealing;  ///< of the last pass, where servers deal its batches
 };
 
 /// The local replicas of a module, for what replicas take over from replica 0 when a call begins. Owned by the thread
@@ -75,6 +78,15 @@ struct Strategy::State {
   /// Steps the optimizers that the set was last used with.
   void apply(int set);
   bool loader_ended() const;
+
+  /// Begins a pass whose batches servers deal; connects them, where no step has.
+  std::shared_ptr<detail::Dealing> deal(int loader, int64_t epoch, int64_t batches);
+  /// Of the pass over this strategy's loader that the parts are of; null where none is dealt.
+  std::shared_ptr<detail::Dealing> dealing_of(const detail::PartsInfo& parts) const;
+  /// Lets other workers, who may wait for it, have what is left of passes that were left early.
+  void leave_passes();
+  /// For a collective outside a step.
+  comm::Communicator& workers();
   /// Gives up the claim on the parameters, so that another strategy can prepare them.
   void release() noexcept;
 
@@ -98,7 +110,8 @@ struct Strategy::State {
   std::vector<OptimizerSet> sets;
   std::map<int, std::vector<torch::optim::Optimizer*>> steppers;  // by set
   std::vector<std::weak_ptr<detail::LoaderProgress>> loaders;
-  int num_loaders = 0;  // prepared so far
+  int num_loaders = 0;                                     // prepared so far
+  std::vector<std::shared_ptr<detail::Dealing>> dealings;  // of passes that may be under way
 };
 
 }  // namespace muster

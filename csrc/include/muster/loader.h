@@ -74,10 +74,11 @@ class LoaderCore {
   const Deal& deal() const noexcept;
   const std::shared_ptr<LoaderProgress>& progress() const noexcept;
 
-  /// Starts a pass, ending one that is under way.
-  void begin();
-  /// Whether the pass has another batch, which `next` then gives: null where only other workers have data. Collective
-  /// if sharded.
+  /// Starts a pass, ending one that is under way. The loop holds what it returns: without it a pass over dealt batches
+  /// counts as left.
+  std::shared_ptr<void> begin();
+  /// Whether the pass has another batch, which `take` then gives: null where only other workers have data. Collective
+  /// if sharded, but where workers step on their own.
   bool advance();
   std::shared_ptr<void> take();
 
@@ -105,8 +106,16 @@ class LoaderCore {
 /// With `shuffle` the order is that of Python's loader: a generator seeded with stream_seed(seed ^ 0x6C6F61646572,
 /// loader's index, epoch) draws an int64, which seeds the generator of randperm(n).
 ///
-/// One pass at a time: `begin()` ends the one before. All ranks iterate together. Externally synchronised, and not to
-/// be advanced while a step runs. Must not outlive the data that its data set refers to.
+/// Where parameter servers let workers step on their own (ServerOptions::staleness), they deal whole batches of a data
+/// set that is read by index, in order, to whichever worker asks: all samples of an epoch go to one worker or another,
+/// and a worker that is through waits at the end of its pass for what the others may leave (Timeout after the
+/// strategy's). The first pass connects, and needs the module and its optimizer prepared. A pass is left early when its
+/// last iterator is gone before its end, or `begin()` is called again: what is not finished goes to the others with the
+/// next call of the strategy that steps, runs or communicates, or when it is closed. A sharded loader is this worker's
+/// own there.
+///
+/// One pass at a time: `begin()` ends the one before. All ranks iterate together, unless batches are dealt. Externally
+/// synchronised, and not to be advanced while a step runs. Must not outlive the data that its data set refers to.
 template <class Dataset>
 class Loader {
   using Returned = typename Dataset::BatchType;
@@ -147,11 +156,11 @@ class Loader {
     using reference = value_type&;
 
     Iterator() = default;
-    explicit Iterator(Loader* loader) : loader_(loader) { ++*this; }
+    Iterator(Loader* loader, std::shared_ptr<void> pass) : loader_(loader), pass_(std::move(pass)) { ++*this; }
     reference operator*() const { return loader_->current_; }
     pointer operator->() const { return &loader_->current_; }
     Iterator& operator++() {
-      if (!loader_->advance()) loader_ = nullptr;
+      if (!loader_->advance()) *this = {};
       return *this;
     }
     void operator++(int) { ++*this; }
@@ -159,13 +168,11 @@ class Loader {
 
    private:
     Loader* loader_ = nullptr;
+    std::shared_ptr<void> pass_;
   };
 
   /// Starts an epoch and reads its first batch.
-  Iterator begin() {
-    core_->begin();
-    return Iterator(this);
-  }
+  Iterator begin() { return Iterator(this, core_->begin()); }
   Iterator end() { return {}; }
 
   /// Counts from 0: that of the pass under way and, once it has run to its end, of the next one. A pass that was left
