@@ -75,11 +75,16 @@ void Quorum::join(uint32_t rank, uint64_t incarnation, uint64_t step, Time now) 
 uint64_t Quorum::step_of_joiner() const { return rules_.staleness == 0 ? decided_.step : slowest(); }
 
 uint64_t Quorum::slowest() const {
-  uint64_t slowest = std::numeric_limits<uint64_t>::max();
+  constexpr uint64_t kNone = std::numeric_limits<uint64_t>::max();
+  uint64_t slowest = kNone;
+  uint64_t slowest_working = kNone;
   for (const auto& [rank, member] : members_) {
-    if (member.live) slowest = std::min(slowest, member.clock);
+    if (!member.live) continue;
+    slowest = std::min(slowest, member.clock);
+    if (!member.waits) slowest_working = std::min(slowest_working, member.clock);
   }
-  return slowest == std::numeric_limits<uint64_t>::max() ? decided_.step : slowest;
+  if (slowest == kNone) return decided_.step;
+  return slowest_working == kNone ? slowest : slowest_working;
 }
 
 void Quorum::touch(uint32_t rank, uint64_t incarnation, Time now) { known(rank, incarnation).seen = now; }
@@ -113,11 +118,6 @@ std::vector<uint32_t> Quorum::live() const {
   return ranks;
 }
 
-bool Quorum::is_deserted() const {
-  return std::none_of(members_.begin(), members_.end(),
-                      [](const auto& member) { return member.second.live && member.second.joined; });
-}
-
 bool Quorum::may_push(uint32_t rank, uint64_t step) const {
   const auto found = members_.find(rank);
   return found != members_.end() && found->second.live && (!found->second.joined || found->second.joined_at < step);
@@ -134,6 +134,7 @@ void Quorum::commit(uint32_t rank, uint64_t incarnation, const Commit& commit) {
   if (!member.joined) throw InvalidArgument(name_of(rank) + " commits a step before it has joined");
   if (rules_.staleness != 0) {
     member.clock = std::max(member.clock, commit.step);
+    member.waits = false;
     return;
   }
   if (commit.step == decided_.step && commit.step > 0) return;

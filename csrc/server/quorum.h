@@ -51,10 +51,10 @@ class Quorum {
 
   /// Live ranks, ascending, awaited ones included.
   std::vector<uint32_t> live() const;
-  /// Whether nobody who joined is live.
-  bool is_deserted() const;
-  /// The last step that all live members have committed.
+  /// The last step that all live members have committed, but for those who wait for batches of others.
   uint64_t slowest() const;
+  /// Whether a worker waits for batches that others have: nobody then waits for its steps, until it commits one.
+  void note_waits(uint32_t rank, uint64_t incarnation, bool waits) { known(rank, incarnation).waits = waits; }
   /// Live ranks that may push `step`.
   std::vector<uint32_t> pushers(uint64_t step) const;
   bool may_push(uint32_t rank, uint64_t step) const;
@@ -101,6 +101,7 @@ class Quorum {
     Time seen{};
     bool live = false;
     bool joined = false;           // else awaited
+    bool waits = false;            // for batches of others
     bool dead = false;             // this incarnation was declared dead, or left
     std::optional<Commit> commit;  // of step `clock`, undecided
   };

@@ -179,7 +179,7 @@ void ParameterServer::join(Session& session, const Join& request, Deadline deadl
     if (stopping_) throw CommError("the parameter server ends; start it again, or end the job");
     if (index_ == 0) joined.step = quorum_.step_of_joiner();
     // A job that is started again begins its passes anew.
-    if (quorum_.is_deserted()) dealer_ = Dealer();
+    if (quorum_.live().empty()) dealer_ = Dealer();
     quorum_.join(session.rank, session.incarnation, joined.step, Clock::now());
     had_members_ = true;
   }
@@ -257,6 +257,8 @@ void ParameterServer::deal(Session& session, const Deal& request) {
     const Lock lock(mutex_);
     quorum_.check(session.rank, session.incarnation);
     dealt = dealer_.deal(session.rank, session.incarnation, request);
+    quorum_.note_waits(session.rank, session.incarnation, dealt.state == Dealt::State::none);
+    changed_.notify_all();
   }
   reply(session, dealt);
 }

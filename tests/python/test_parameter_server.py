@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import muster
 from muster import _C
-from support.ranks import Ranks, free_port, run_ranks
+from support.ranks import Ranks, run_ranks
 from support.training import Config, Trained, train, train_mirrored
 
 
@@ -28,7 +28,7 @@ class Servers:
 
     def __init__(self, number: int, snapshots: Path | None = None) -> None:
         self._folders = ["" if snapshots is None else str(snapshots / str(s)) for s in range(number)]
-        self.addresses = [f"localhost:{free_port()}" for _ in range(number)]
+        self.addresses = [_C._server.free_address() for _ in range(number)]
         self.running: list[Any] = [self._start(s) for s in range(number)]
 
     def _start(self, server: int) -> Any:
@@ -477,13 +477,19 @@ def _is_interrupted() -> str:
 
 # --- workers that step on their own -----------------------------------------------------------------------------------
 def _pass_over(
-    addresses: list[str], epochs: int, loader_workers: int, victim: int | None, slow: int | None, leaves_early: bool
+    addresses: list[str],
+    epochs: int,
+    loader_workers: int,
+    victim: int | None,
+    slow: int | None,
+    leaves_early: bool,
+    staleness: int | None = None,
 ) -> list[list[list[int]]]:
     """The samples of each step, by epoch."""
     # Daemons, as ranks are, may not have loader workers.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     module = nn.Linear(4, 1)
-    with on_servers(addresses, staleness=None, seed=3, threads_per_replica=1) as strategy:
+    with on_servers(addresses, staleness=staleness, seed=3, threads_per_replica=1) as strategy:
         data = torch.utils.data.DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=loader_workers)
         model, _, loader = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=1e-6), data)
         assert len(loader) == 13
@@ -516,6 +522,13 @@ def test_servers_deal_each_batch_of_an_epoch_to_one_worker(loader_workers: int) 
     # Who waits for nobody computes more; each epoch is shuffled anew.
     assert sum(map(len, first)) > sum(map(len, second)) > 0
     assert epochs == 1 or sorted(orders[0]) != sorted(orders[1])
+
+
+def test_who_waits_for_others_batches_holds_nobody_back() -> None:
+    # The slow worker's readers hold more batches than it may be steps ahead.
+    servers = Servers(1)
+    first, second = run_ranks(2, _pass_over, servers.addresses, 1, 4, None, 1, False, 1, timeout=100)
+    assert sorted(sample for part in [*first[0], *second[0]] for sample in part) == list(range(50))
 
 
 def test_batches_of_a_worker_that_died_are_dealt_again() -> None:

@@ -76,6 +76,19 @@ TEST_CASE("the silent leave the quorum, the rest go on", "[server]") {
   CHECK(quorum.decision(1, 2)->numbers == std::vector<double>{7});
 }
 
+TEST_CASE("who waits for batches of others holds nobody back", "[server]") {
+  Quorum quorum = make(2, 1);
+  const auto a = add(quorum, 0), b = add(quorum, 1);
+  quorum.commit(0, a, {1, {}});
+  quorum.commit(0, a, {2, {}});
+  CHECK_FALSE(quorum.decision(0, 2));
+  quorum.note_waits(1, b, true);
+  CHECK(quorum.decision(0, 2));
+  quorum.commit(1, b, {1, {}});
+  quorum.commit(0, a, {3, {}});
+  CHECK_FALSE(quorum.decision(0, 3));
+}
+
 TEST_CASE("who was never seen is awaited for longer, but not for ever", "[server]") {
   Quorum quorum = make(2, 0);
   const auto a = add(quorum, 0);
