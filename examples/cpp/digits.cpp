@@ -227,9 +227,11 @@ double accuracy(muster::Strategy& strategy, const muster::Replicated<Net>& model
   for (auto& batch : strategy.prepare_loader(digits, {.batch_size = 256})) {
     const auto hits = strategy.run(
         [&](const Example& part) { return (model->forward(part.data).argmax(1) == part.target).sum(); }, batch);
-    correct += strategy.reduce(hits, muster::ReduceOp::sum).item<double>();
+    for (const auto& part : hits) correct += part.defined() ? part.item<double>() : 0;
   }
-  return correct / static_cast<double>(*digits.size());
+  // Once: workers that step on their own have different numbers of batches.
+  const auto total = strategy.reduce(torch::scalar_tensor(correct, torch::kDouble), muster::ReduceOp::sum);
+  return total.item<double>() / static_cast<double>(*digits.size());
 }
 
 void run(const Arguments& arguments) {
