@@ -33,10 +33,7 @@ Dealt Dealer::deal(uint32_t rank, uint64_t incarnation, const Deal& request) {
   auto& last = last_[rank];
   if (last.incarnation == incarnation && last.request == request.request) return last.answer;
   auto& pass = pass_of(request);
-  for (const uint64_t batch : request.finished) {
-    const auto held = pass.held.find(batch);
-    if (held != pass.held.end() && held->second == rank) pass.held.erase(held);
-  }
+  for (const uint64_t batch : request.finished) finish(pass, rank, batch);
   Dealt dealt;
   if (request.ends) {
     take_back(pass, rank);
@@ -57,10 +54,13 @@ Dealt Dealer::deal(uint32_t rank, uint64_t incarnation, const Deal& request) {
 void Dealer::finish(uint32_t rank, const std::vector<BatchId>& batches) {
   for (const auto& batch : batches) {
     const auto pass = passes_.find({batch.loader, batch.epoch});
-    if (pass == passes_.end()) continue;
-    const auto held = pass->second.held.find(batch.batch);
-    if (held != pass->second.held.end() && held->second == rank) pass->second.held.erase(held);
+    if (pass != passes_.end()) finish(pass->second, rank, batch.batch);
   }
+}
+
+void Dealer::finish(Pass& pass, uint32_t rank, uint64_t batch) {
+  const auto held = pass.held.find(batch);
+  if (held != pass.held.end() && held->second == rank) pass.held.erase(held);
 }
 
 void Dealer::take_back(uint32_t rank) {

@@ -73,6 +73,7 @@ class Dealer {
   };
 
   Pass& pass_of(const Deal& request);
+  static void finish(Pass& pass, uint32_t rank, uint64_t batch);
   static void take_back(Pass& pass, uint32_t rank);
 
   std::map<std::pair<uint32_t, uint64_t>, Pass> passes_;  // by loader and epoch

@@ -322,8 +322,7 @@ void check_servers_can(const StrategyOptions& options) {
 // The chief's where the cluster names none.
 ServerJob servers_of(const Cluster& cluster, const ServerOptions& server_options, comm::Communicator& workers) {
   ServerJob job;
-  if (server_options.staleness) job.staleness = static_cast<uint32_t>(*server_options.staleness);
-  if (!server_options.staleness) job.staleness = server::kAnyStaleness;
+  job.staleness = server_options.staleness ? static_cast<uint32_t>(*server_options.staleness) : server::kAnyStaleness;
   for (const auto& address : cluster.servers) job.channels.push_back(server::channel_name(address));
   if (!job.channels.empty()) return job;
   std::string name;

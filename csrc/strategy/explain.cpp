@@ -50,32 +50,23 @@ std::string StrategyCore::explain(const std::string& name) const {
   }
   if (options_.wire == Wire::bf16 && topology_.num_replicas > 1) out << "; fp32 ones travel as bf16";
   out << (groups_.overlap ? "; they are reduced while backward runs" : "; they are reduced after backward") << '\n';
+  out << "optimizers: ";
   if (groups_.servers) {
-    out << "optimizers: AdamW, Adam, SGD and Adagrad step on the servers";
-    if (groups_.servers->staleness == server::kAnyStaleness) {
-      out << ", for each worker when it comes";
-    } else if (!steps_together) {
-      out << ", for each worker when it comes, which may be " << counted(groups_.servers->staleness, "step")
-          << " ahead of the slowest";
+    out << "AdamW, Adam, SGD and Adagrad step on the servers";
+    if (!steps_together) out << ", for each worker when it comes";
+    if (!steps_together && groups_.servers->staleness != server::kAnyStaleness) {
+      out << ", which may be " << counted(groups_.servers->staleness, "step") << " ahead of the slowest";
     }
-    out << '\n' << window_in_words();
-    return out.str();
-  }
-  out << "optimizers: " << (options_.fuse ? "AdamW, Adam, SGD and Adagrad step" : "all step from .grad");
-  if (options_.fuse && options_.shard_optimizer) {
-    out << " in one pass, each worker its shard of the state, and gather the parameters; others from .grad";
-  } else if (options_.fuse) {
-    out << (divides_steps_ ? " in one pass, each replica what it owns, into the memory of all"
-                           : " in one pass, on every worker")
+  } else if (!options_.fuse) {
+    out << "all step from .grad";
+  } else {
+    out << "AdamW, Adam, SGD and Adagrad step in one pass, "
+        << (options_.shard_optimizer ? "each worker its shard of the state, and gather the parameters"
+            : divides_steps_         ? "each replica what it owns, into the memory of all"
+                                     : "on every worker")
         << "; others from .grad";
   }
   out << '\n';
-  out << window_in_words();
-  return out.str();
-}
-
-std::string StrategyCore::window_in_words() const {
-  std::ostringstream out;
   out << "window: " << options_.accumulate << " micro-batch(es)";
   if (options_.clip_norm) out << ", gradient norm clipped to " << *options_.clip_norm;
   constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};

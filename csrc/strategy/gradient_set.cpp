@@ -109,8 +109,7 @@ void GradientSet::build_engines() {
   if (servers_) {
     throw InvalidArgument(
         "the parameters to train, or their dtypes, changed after the first step, which parameter servers cannot "
-        "follow; "
-        "freeze, unfreeze and add_param_group before it");
+        "follow; freeze, unfreeze and add_param_group before it");
   }
   for (size_t r = 0; r < windows_.size(); ++r) {
     std::vector<NamedParameter> parameters;

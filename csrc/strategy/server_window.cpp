@@ -74,7 +74,7 @@ ServerWindow::ServerWindow(const ServerJob& job, int rank, int workers, double t
       parameters_(given.tensors),
       groups_(given.groups),
       client_(client_of(job, rank, plan_)),
-      places_(parameters_.size()),
+      chunks_of_(parameters_.size()),
       sums_(parameters_.size()) {
   for (const auto& parameter : parameters_) {
     const bool is_dense = parameter.is_non_overlapping_and_dense();
@@ -82,8 +82,7 @@ ServerWindow::ServerWindow(const ServerJob& job, int rank, int workers, double t
   }
   for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
     landing_.push_back(client_.allocate(client_.part_bytes(c, Part::parameter)));
-    const auto& pieces = client_.chunks()[c].pieces;
-    for (size_t i = 0; i < pieces.size(); ++i) places_[static_cast<size_t>(pieces[i].parameter)].push_back({c, i});
+    for (const auto& piece : client_.chunks()[c].pieces) chunks_of_[static_cast<size_t>(piece.parameter)].push_back(c);
   }
   missing_.resize(landing_.size());
   for (int r = 0; r < workers; ++r) decision_.next_members.push_back(static_cast<uint32_t>(r));
@@ -152,8 +151,8 @@ void ServerWindow::open() {
 void ServerWindow::take(size_t parameter, const at::Tensor& sums) {
   is_open_ = true;
   sums_[parameter] = sums;
-  for (const auto& place : places_[parameter]) {
-    if (--missing_[place.chunk] == 0) push(place.chunk);
+  for (const uint32_t chunk : chunks_of_[parameter]) {
+    if (--missing_[chunk] == 0) push(chunk);
   }
 }
 

@@ -90,11 +90,6 @@ class ServerWindow {
   std::vector<at::Tensor> fetch(server::Part part);
 
  private:
-  struct Place {
-    uint32_t chunk;
-    size_t piece;
-  };
-
   void connect(const ServerParameters& given, bool is_chief);
   void give(const ServerParameters& given, server::Part part);
   void push(uint32_t chunk);
@@ -110,13 +105,13 @@ class ServerWindow {
   std::vector<int64_t> versions_;              // of parameters, after the last step
   FlatGroups groups_;                          // of the last step
   server::ServerClient client_;
-  std::vector<std::vector<Place>> places_;  // by parameter
-  std::vector<std::byte*> landing_;         // by chunk: parameters that are read
-  uint64_t step_ = 0;                       // the last one that ended
-  std::vector<at::Tensor> sums_;            // of the window, by parameter
-  std::vector<size_t> missing_;             // of the window: pieces by chunk
-  std::vector<server::BatchId> batches_;    // of the window
-  bool is_open_ = false;                    // something of the window was taken
+  std::vector<std::vector<uint32_t>> chunks_of_;  // by parameter, one for each of its pieces
+  std::vector<std::byte*> landing_;               // by chunk: parameters that are read
+  uint64_t step_ = 0;                             // the last one that ended
+  std::vector<at::Tensor> sums_;                  // of the window, by parameter
+  std::vector<size_t> missing_;                   // of the window: pieces by chunk
+  std::vector<server::BatchId> batches_;          // of the window
+  bool is_open_ = false;                          // something of the window was taken
   server::Decision decision_;
 };
 

@@ -217,8 +217,7 @@ void StrategyCore::connect_servers(int set, const FlatOptimizer& optimizer, cons
   if (has_servers()) {
     throw InvalidArgument(
         "parameter servers hold one set of parameters, and this step trains another; pass the same optimizers= in "
-        "every "
-        "step, or use another strategy");
+        "every step, or use another strategy");
   }
   sets_.at(static_cast<size_t>(set))->connect_servers(optimizer, parameters, groups);
 }

@@ -165,7 +165,6 @@ class StrategyCore {
   struct ReplicaRun;
 
   void check_open() const;
-  std::string window_in_words() const;
   void wait_for_leavers();
   void choose_buckets();
   void check_callable() const;

@@ -23,6 +23,7 @@
 #include "strategy/strategy_core.h"
 #include "support/run_ranks.h"
 #include "support/servers.h"
+#include "support/topology.h"
 
 using namespace muster;
 using namespace muster::testing;
@@ -89,11 +90,7 @@ std::string on_workers(int n, const StrategyOptions& options, const std::functio
   const auto workers = comm::make_local(n, timeout);
   return run_threads(n, [&](int rank) {
     const auto r = static_cast<size_t>(rank);
-    Topology topology;
-    topology.num_workers = topology.num_replicas = n;
-    topology.rank = topology.local_rank = topology.first_replica = rank;
-    topology.replicas_of_worker.assign(static_cast<size_t>(n), 1);
-    topology.devices = {c10::Device(c10::kCPU)};
+    const auto topology = one_replica_each(rank, n);
     Groups groups;
     groups.gradients = {comm::make_single()};
     groups.step = {step[r]};

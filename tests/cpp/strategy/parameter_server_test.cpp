@@ -13,6 +13,7 @@
 #include "strategy/strategy_core.h"
 #include "support/run_ranks.h"
 #include "support/servers.h"
+#include "support/topology.h"
 
 using namespace muster;
 using namespace muster::testing;
@@ -68,11 +69,7 @@ std::vector<Values> train_workers(int n, const std::vector<std::string>& servers
   std::vector<Values> values(static_cast<size_t>(n));
   const auto failures = run_threads(n, [&](int rank) {
     const auto r = static_cast<size_t>(rank);
-    Topology topology;
-    topology.num_workers = topology.num_replicas = n;
-    topology.rank = topology.local_rank = topology.first_replica = rank;
-    topology.replicas_of_worker.assign(static_cast<size_t>(n), 1);
-    topology.devices = {c10::Device(c10::kCPU)};
+    const auto topology = one_replica_each(rank, n);
     Groups groups;
     groups.gradients = {servers.empty() ? gradients[r] : comm::make_single()};
     groups.step = {step[r]};

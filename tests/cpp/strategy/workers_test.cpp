@@ -16,6 +16,7 @@
 #include "strategy/strategy_core.h"
 #include "support/local_process_group.h"
 #include "support/run_ranks.h"
+#include "support/topology.h"
 
 using namespace muster;
 using namespace muster::testing;
@@ -37,11 +38,7 @@ std::string run_workers(int n, const Body& body, const StrategyOptions& options 
   const auto step = comm::make_local(n, kTimeout);
   const auto workers = comm::make_local(n, kTimeout);
   return run_threads(n, [&](int rank) {
-    Topology topology;
-    topology.num_workers = topology.num_replicas = n;
-    topology.rank = topology.local_rank = topology.first_replica = rank;
-    topology.replicas_of_worker.assign(static_cast<size_t>(n), 1);
-    topology.devices = {c10::Device(c10::kCPU)};
+    const auto topology = one_replica_each(rank, n);
     const auto r = static_cast<size_t>(rank);
     Groups groups;
     groups.gradients = {gradients[r]};
