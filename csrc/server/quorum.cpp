@@ -80,12 +80,26 @@ uint64_t Quorum::slowest() const {
   uint64_t slowest_working = kNone;
   for (const auto& [rank, member] : members_) {
     if (!member.live) continue;
-    slowest = std::min(slowest, member.clock);
-    if (!member.waits) slowest_working = std::min(slowest_working, member.clock);
+    slowest = std::min(slowest, member.progress());
+    if (!member.rests) slowest_working = std::min(slowest_working, member.progress());
   }
   if (slowest == kNone) return decided_.step;
   return slowest_working == kNone ? slowest : slowest_working;
 }
+
+void Quorum::note_rests(uint32_t rank, uint64_t incarnation, bool rests) {
+  auto& member = known(rank, incarnation);
+  if (!rests) resume(member);
+  member.rests = rests;
+}
+
+void Quorum::resume(Member& member) const {
+  if (!member.rests) return;
+  member.excused += std::max(slowest(), member.progress()) - member.progress();
+  member.rests = false;
+}
+
+uint64_t Quorum::progress(uint32_t rank) const { return members_.at(rank).progress(); }
 
 void Quorum::touch(uint32_t rank, uint64_t incarnation, Time now) { known(rank, incarnation).seen = now; }
 
@@ -133,8 +147,8 @@ void Quorum::commit(uint32_t rank, uint64_t incarnation, const Commit& commit) {
   auto& member = known(rank, incarnation);
   if (!member.joined) throw InvalidArgument(name_of(rank) + " commits a step before it has joined");
   if (rules_.staleness != 0) {
+    resume(member);
     member.clock = std::max(member.clock, commit.step);
-    member.waits = false;
     return;
   }
   if (commit.step == decided_.step && commit.step > 0) return;
@@ -179,20 +193,26 @@ void Quorum::try_to_decide() {
   for (auto& [rank, member] : members_) member.commit.reset();
 }
 
+bool Quorum::may_go_on(const Member& member, uint64_t step) const {
+  return rules_.staleness == kAnyStaleness || step + member.excused <= slowest() + rules_.staleness;
+}
+
 std::optional<Decision> Quorum::decision(uint32_t rank, uint64_t step) const {
   if (rules_.staleness == 0) {
     if (decided_.step != step) return std::nullopt;
     return decided_;
   }
-  if (rules_.staleness != kAnyStaleness && step > slowest() + rules_.staleness) return std::nullopt;
+  if (!may_go_on(members_.at(rank), step)) return std::nullopt;
   return Decision{step, {rank}, live(), {}, {}};
 }
 
-std::string Quorum::missing(uint64_t step) const {
+std::string Quorum::missing(uint32_t rank, uint64_t step) const {
+  const auto& waiting = members_.at(rank);
   std::string names;
-  for (const auto& [rank, member] : members_) {
-    if (!member.live || (member.clock >= step && member.joined)) continue;
-    names += (names.empty() ? "" : ", ") + name_of(rank);
+  for (const auto& [other, member] : members_) {
+    const bool is_there = member.joined && member.progress() + rules_.staleness >= step + waiting.excused;
+    if (!member.live || member.rests || is_there) continue;
+    names += (names.empty() ? "" : ", ") + name_of(other);
   }
   return names;
 }
@@ -214,7 +234,9 @@ Quorum::Record Quorum::record() const {
     record.incarnations.push_back(member.incarnation);
     record.joined_at.push_back(member.joined_at);
     record.clocks.push_back(member.clock);
+    record.excused.push_back(member.excused);
     record.live.push_back(member.live ? 1 : 0);
+    record.rests.push_back(member.rests ? 1 : 0);
   }
   return record;
 }
@@ -222,7 +244,7 @@ Quorum::Record Quorum::record() const {
 void Quorum::restore(const Record& record, Time now) {
   const size_t count = record.ranks.size();
   if (record.incarnations.size() != count || record.joined_at.size() != count || record.clocks.size() != count ||
-      record.live.size() != count) {
+      record.excused.size() != count || record.live.size() != count || record.rests.size() != count) {
     throw CheckpointError("a snapshot's list of workers is damaged; use an older snapshot");
   }
   members_.clear();
@@ -232,7 +254,9 @@ void Quorum::restore(const Record& record, Time now) {
     member.incarnation = record.incarnations[i];
     member.joined_at = record.joined_at[i];
     member.clock = record.clocks[i];
+    member.excused = record.excused[i];
     member.live = record.live[i] != 0;
+    member.rests = record.rests[i] != 0;
     member.dead = !member.live;
     member.joined = true;
     member.seen = now;

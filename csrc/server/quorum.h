@@ -51,10 +51,13 @@ class Quorum {
 
   /// Live ranks, ascending, awaited ones included.
   std::vector<uint32_t> live() const;
-  /// The last step that all live members have committed, but for those who wait for batches of others.
+  /// The last step that all live members have committed, but for those who rest.
   uint64_t slowest() const;
-  /// Whether a worker waits for batches that others have: nobody then waits for its steps, until it commits one.
-  void note_waits(uint32_t rank, uint64_t incarnation, bool waits) { known(rank, incarnation).waits = waits; }
+  /// Whether a worker rests: its pass over the data has ended, or it waits for batches that others have. Nobody waits
+  /// for its steps until it is dealt a batch or commits a step; it then counts as having kept up with the slowest.
+  void note_rests(uint32_t rank, uint64_t incarnation, bool rests);
+  /// The last step that this member has committed, and those that it was excused from while it rested.
+  uint64_t progress(uint32_t rank) const;
   /// Live ranks that may push `step`.
   std::vector<uint32_t> pushers(uint64_t step) const;
   bool may_push(uint32_t rank, uint64_t step) const;
@@ -64,8 +67,8 @@ class Quorum {
   void commit(uint32_t rank, uint64_t incarnation, const Commit& commit);
   /// What the worker's commit waits for, once it is known.
   std::optional<Decision> decision(uint32_t rank, uint64_t step) const;
-  /// Who the commit still waits for, in words.
-  std::string missing(uint64_t step) const;
+  /// Who the worker's commit still waits for, in words.
+  std::string missing(uint32_t rank, uint64_t step) const;
 
   /// What a member remembers of a decision that this server may have forgotten.
   void recall(const Decision& decision);
@@ -77,7 +80,9 @@ class Quorum {
     std::vector<uint64_t> incarnations;
     std::vector<uint64_t> joined_at;
     std::vector<uint64_t> clocks;
+    std::vector<uint64_t> excused;
     std::vector<uint8_t> live;
+    std::vector<uint8_t> rests;
     Decision decision;
 
     template <class M, class W>
@@ -86,7 +91,9 @@ class Quorum {
       w.numbers(m.incarnations, kMaxWorkers);
       w.numbers(m.joined_at, kMaxWorkers);
       w.numbers(m.clocks, kMaxWorkers);
+      w.numbers(m.excused, kMaxWorkers);
       w.numbers(m.live, kMaxWorkers);
+      w.numbers(m.rests, kMaxWorkers);
       Decision::visit(m.decision, w);
     }
   };
@@ -97,16 +104,21 @@ class Quorum {
   struct Member {
     uint64_t incarnation = 0;
     uint64_t joined_at = 0;
-    uint64_t clock = 0;  // the last step that is committed
+    uint64_t clock = 0;    // the last step that is committed
+    uint64_t excused = 0;  // steps of the slowest while this one rested
     Time seen{};
     bool live = false;
     bool joined = false;           // else awaited
-    bool waits = false;            // for batches of others
+    bool rests = false;            // see note_rests
     bool dead = false;             // this incarnation was declared dead, or left
     std::optional<Commit> commit;  // of step `clock`, undecided
+
+    uint64_t progress() const { return clock + excused; }
   };
 
   Member& known(uint32_t rank, uint64_t incarnation);
+  void resume(Member& member) const;
+  bool may_go_on(const Member& member, uint64_t step) const;
   void try_to_decide();
 
   Rules rules_;

@@ -217,6 +217,7 @@ void ParameterServer::hold(Session& session, Shard& shard, const Push& request, 
 
 void ParameterServer::commit(Session& session, const Commit& request, Deadline deadline) {
   Decision decision;
+  uint64_t progress = 0;
   uint64_t slowest = 0;
   {
     Lock lock(mutex_);
@@ -231,13 +232,15 @@ void ParameterServer::commit(Session& session, const Commit& request, Deadline d
       }
       if (changed_.wait_until(lock, deadline) == std::cv_status::timeout &&
           !quorum_.decision(session.rank, request.step)) {
-        throw Timeout("step " + std::to_string(request.step) + " waits for " + quorum_.missing(request.step) +
+        throw Timeout("step " + std::to_string(request.step) + " waits for " +
+                      quorum_.missing(session.rank, request.step) +
                       "; look at their logs, and raise timeout if they are slow");
       }
     }
+    progress = quorum_.progress(session.rank);
     slowest = quorum_.slowest();
   }
-  log(LogLevel::debug, goes_on(session.rank, request.step, slowest));
+  log(LogLevel::debug, goes_on(session.rank, progress, slowest));
   reply(session, decision);
 }
 
@@ -257,7 +260,7 @@ void ParameterServer::deal(Session& session, const Deal& request) {
     const Lock lock(mutex_);
     quorum_.check(session.rank, session.incarnation);
     dealt = dealer_.deal(session.rank, session.incarnation, request);
-    quorum_.note_waits(session.rank, session.incarnation, dealt.state == Dealt::State::none);
+    quorum_.note_rests(session.rank, session.incarnation, dealt.state != Dealt::State::dealt);
     changed_.notify_all();
   }
   reply(session, dealt);

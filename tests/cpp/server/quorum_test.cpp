@@ -33,7 +33,7 @@ TEST_CASE("a synchronous step goes on once every live member has committed", "[s
   quorum.commit(0, a, {1, {1, 10}});
   quorum.commit(1, b, {1, {2, 20}});
   CHECK_FALSE(quorum.decision(0, 1));  // worker 2 is awaited
-  CHECK(quorum.missing(1) == "worker 2");
+  CHECK(quorum.missing(0, 1) == "worker 2");
   const auto c = add(quorum, 2);
   quorum.commit(2, c, {1, {4, 40}});
   const auto decision = quorum.decision(1, 1);
@@ -76,17 +76,43 @@ TEST_CASE("the silent leave the quorum, the rest go on", "[server]") {
   CHECK(quorum.decision(1, 2)->numbers == std::vector<double>{7});
 }
 
-TEST_CASE("who waits for batches of others holds nobody back", "[server]") {
-  Quorum quorum = make(2, 1);
-  const auto a = add(quorum, 0), b = add(quorum, 1);
+TEST_CASE("who rests holds nobody back, and goes on beside the slowest", "[server]") {
+  Quorum quorum = make(3, 1);
+  const auto a = add(quorum, 0), b = add(quorum, 1), c = add(quorum, 2);
+  quorum.note_rests(2, c, true);
   quorum.commit(0, a, {1, {}});
   quorum.commit(0, a, {2, {}});
   CHECK_FALSE(quorum.decision(0, 2));
-  quorum.note_waits(1, b, true);
+  CHECK(quorum.missing(0, 2) == "worker 1");
+  quorum.note_rests(1, b, true);
   CHECK(quorum.decision(0, 2));
-  quorum.commit(1, b, {1, {}});
-  quorum.commit(0, a, {3, {}});
-  CHECK_FALSE(quorum.decision(0, 3));
+  for (uint64_t step = 3; step <= 7; ++step) quorum.commit(0, a, {step, {}});
+  CHECK(quorum.decision(0, 7));
+
+  SECTION("with a batch") {
+    quorum.note_rests(1, b, false);
+    CHECK(quorum.progress(1) == 7);
+    quorum.note_rests(1, b, false);
+    CHECK(quorum.progress(1) == 7);
+  }
+  SECTION("with a step of its own") {
+    quorum.commit(1, b, {1, {}});
+    CHECK(quorum.progress(1) == 8);
+    CHECK(quorum.decision(1, 1));
+  }
+  const uint64_t reached = quorum.progress(1);
+  quorum.commit(0, a, {reached + 1, {}});
+  CHECK(quorum.decision(0, reached + 1));
+  quorum.commit(0, a, {reached + 2, {}});
+  CHECK_FALSE(quorum.decision(0, reached + 2));
+  CHECK(quorum.missing(0, reached + 2) == "worker 1");
+
+  Quorum again;
+  again.configure({3, 1, milliseconds(100), milliseconds(1000)}, kStart);
+  again.restore(quorum.record(), kStart);
+  CHECK_FALSE(again.decision(0, reached + 2));
+  CHECK(again.missing(0, reached + 2) == "worker 1");
+  CHECK(again.progress(1) == reached);
 }
 
 TEST_CASE("who was never seen is awaited for longer, but not for ever", "[server]") {
