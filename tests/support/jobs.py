@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 import traceback
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 import muster
-from support.ranks import environment, free_port
+from support.ranks import environment, free_port, process_context
 
 Scenario = Callable[..., Any]
 
@@ -87,7 +86,7 @@ class WorkerPool:
         return results
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = process_context()
         for rank in range(self.num_ranks):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.num_ranks, there), daemon=True)

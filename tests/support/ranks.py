@@ -36,10 +36,16 @@ def environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _main(
-    rank: int, num_ranks: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], result: Connection
-) -> None:
-    os.environ.update(environment(rank, num_ranks, port))
+def process_context() -> Any:
+    """Processes of it have imported what most tests do before they begin, which takes seconds in each otherwise. Their
+    environment is that of the first one's start, unless they are given another."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "muster", "pytest", "sklearn.datasets"])
+    return context
+
+
+def _main(variables: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...], result: Connection) -> None:
+    os.environ.update(variables)
     hear_interrupts()
     try:
         result.send((True, fn(*args)))
@@ -49,16 +55,17 @@ def _main(
 
 
 class Ranks:
-    """`num_ranks` spawned processes running ``fn(*args)``; results come back by rank."""
+    """`num_ranks` processes running ``fn(*args)``; results come back by rank."""
 
     def __init__(self, num_ranks: int, fn: Callable[..., Any], *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = process_context()
         port = free_port()
         self.processes = []
         self._pipes: list[Connection] = []
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_main, args=(rank, num_ranks, port, fn, args, sender), daemon=True)
+            variables = {**os.environ, **environment(rank, num_ranks, port)}
+            process = context.Process(target=_main, args=(variables, fn, args, sender), daemon=True)
             process.start()
             sender.close()
             self.processes.append(process)
