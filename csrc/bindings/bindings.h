@@ -21,7 +21,7 @@ void bind_comm(pybind11::module_& m);
 /// Snapshots, in the submodule _checkpoint; for tests.
 void bind_checkpoint(pybind11::module_& m);
 
-/// Partitioners, and first values of embeddings.
+/// Partitioners, and rows of embeddings.
 void bind_embedding(pybind11::module_& m);
 
 /// Parameter servers, in the submodule _server; for tests and benchmarks.

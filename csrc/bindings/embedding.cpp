@@ -3,7 +3,9 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
-#include "server/row_initialiser.h"
+#include "bindings/embedding.h"
+#include "bindings/interruptible.h"
+#include "server/row_source.h"
 
 namespace muster {
 namespace {
@@ -22,14 +24,27 @@ void fill_rows(const at::Tensor& values, const std::string& kind, double scale, 
   if (values.dim() != 2 || values.scalar_type() != at::kFloat || !values.is_cpu() || !values.is_contiguous()) {
     throw InvalidArgument("rows are filled in a contiguous float32 matrix on the CPU");
   }
-  const auto of_kind = kind == "normal" ? RowInitialiser::Kind::normal : RowInitialiser::Kind::uniform;
-  RowInitialiser{of_kind, scale, seed}.fill_rows(values);
+  row_initialiser(kind, scale, seed).fill_rows(values);
+}
+
+std::optional<std::pair<at::Tensor, at::Tensor>> pull(const at::Tensor& weight, const at::Tensor& ids) {
+  auto pulled = pull_rows(weight, ids);
+  if (!pulled) return std::nullopt;
+  return std::pair(std::move(pulled->rows), std::move(pulled->ids));
 }
 
 }  // namespace
 
+RowInitialiser row_initialiser(const std::string& kind, double scale, uint64_t seed) {
+  return {kind == "normal" ? RowInitialiser::Kind::normal : RowInitialiser::Kind::uniform, scale, seed};
+}
+
 void bind_embedding(py::module_& m) {
   m.def("fill_rows", &fill_rows, "values"_a, "kind"_a, "scale"_a, "seed"_a, py::call_guard<py::gil_scoped_release>());
+  m.def("make_row_stub", &make_row_stub, "num_rows"_a, "dim"_a);
+  m.def("is_row_stub", &is_row_stub, "weight"_a);
+  m.def("pull_rows", &pull, "weight"_a, "ids"_a, py::call_guard<Interruptible>());
+  m.def("whole_rows", &whole_rows, "weight"_a, py::call_guard<Interruptible>());
   py::class_<FixedShards>(m, "FixedShards",
                           "So many shards, or one a row where there are fewer rows. Their sizes differ by at most one, "
                           "and the first take the extra row: 10 rows in 4 shards are 3, 3, 2, 2.")

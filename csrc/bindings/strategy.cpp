@@ -3,8 +3,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/bindings.h"
+#include "bindings/embedding.h"
+#include "bindings/interruptible.h"
 #include "bindings/optimizer.h"
-#include "core/wait_hook.h"
 #include "muster/batch.h"
 #include "muster/cluster.h"
 #include "strategy/build.h"
@@ -122,18 +123,6 @@ Loss loss_of(const py::tuple& record) {
   return loss;
 }
 
-void check_signals() {
-  const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
-// A call guard: waits inside the call end with what a signal handler raises.
-struct Interruptible {
-  Interruptible() : hook(check_signals) {}
-  py::gil_scoped_release release;
-  WaitHook hook;
-};
-
 std::function<void()> callback(const py::object& function) {
   if (function.is_none()) return {};
   return [kept = keep(function)] {
@@ -208,6 +197,12 @@ void bind_core_class(py::module_& m) {
             return c.add_module({std::move(parameters), std::move(buffers)});
           },
           py::call_guard<Interruptible>())
+      .def(
+          "note_rows",
+          [](StrategyCore& c, const at::Tensor& weight, const std::string& kind, double scale, uint64_t seed) {
+            c.note_rows(weight, row_initialiser(kind, scale, seed));
+          },
+          py::arg("weight"), py::arg("kind"), py::arg("scale"), py::arg("seed"), py::call_guard<Interruptible>())
       .def("set_buffers",
            [](StrategyCore& c, int module, size_t local_replica, const std::vector<at::Tensor>& buffers) {
              c.registry().set_buffers(module, local_replica, buffers);

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <numeric>
 #include <utility>
 
 #include "comm/device_segments.h"
@@ -104,7 +103,7 @@ GradientEngine::GradientEngine(std::vector<NamedParameter> parameters, comm::Com
       states_(parameters_.size()),
       slot_views_(parameters_.size()),
       sparse_(parameters_.size()) {
-  std::iota(layout_index_.begin(), layout_index_.end(), 0);
+  for (size_t p = 0; p < parameters_.size(); ++p) layout_index_[p] = parameters_[p].has_rows ? -1 : 0;
   build_layout({});
   make_hooks();
 }

@@ -24,6 +24,7 @@ namespace muster {
 struct NamedParameter {
   std::string name;
   at::Tensor tensor;
+  bool has_rows = false;  ///< its gradients are sparse, whatever order is learned: no bucket has room for it
 };
 
 struct GradientEngineOptions {

@@ -16,9 +16,20 @@ namespace {
 std::vector<kernels::StatsSegment> segments_of(const std::vector<at::Tensor>& sums) {
   std::vector<kernels::StatsSegment> segments;
   segments.reserve(sums.size());
-  for (const auto& values : sums) {
-    segments.push_back(
-        {values.const_data_ptr(), nullptr, static_cast<size_t>(values.numel()), kernel_dtype(values.scalar_type())});
+  const auto append = [&](const at::Tensor& values, int64_t rows) {
+    const auto dtype = kernel_dtype(values.scalar_type());
+    const auto n = static_cast<size_t>(rows == 0 ? 0 : values.numel() / rows);
+    const auto* next = static_cast<const std::byte*>(values.const_data_ptr());
+    for (int64_t row = 0; row < rows; ++row, next += n * kernels::size_of(dtype)) {
+      segments.push_back({next, nullptr, n, dtype});
+    }
+  };
+  for (const auto& sum : sums) {
+    if (sum.is_sparse()) {
+      append(sum._values(), sum._values().size(0));
+    } else {
+      append(sum, 1);
+    }
   }
   return segments;
 }
@@ -63,7 +74,7 @@ void take_norm(const std::vector<at::Tensor>& sums, const double* tail, double c
   finish_norm(partials, tail, clip_norm, loss_scale, scalars);
   // The square of an fp64 value may overflow.
   if (scalars.finite == 0 && std::all_of(sums.begin(), sums.end(), [](const at::Tensor& values) {
-        return at::isfinite(values).all().item<bool>();
+        return at::isfinite(values.is_sparse() ? values._values() : values).all().item<bool>();
       })) {
     scalars.finite = 1;
   }

@@ -10,9 +10,10 @@
 
 namespace muster {
 
-/// `sums` are dense tensors, fp32 or fp64, in registration order; `tail` is the window's, from kernels::kWeight on.
-/// Fills `scalars` by kernels::finish_window, whose `unit` is that of the window's seeds and is kept. A norm that
-/// overflows though every value is finite counts as finite.
+/// `sums` are fp32 or fp64 tensors, in registration order: dense, or coalesced COO with one sparse dimension, whose
+/// rows have tiles of their own, so that it does not matter who has which row; `tail` is the window's, from
+/// kernels::kWeight on. Fills `scalars` by kernels::finish_window, whose `unit` is that of the window's seeds and is
+/// kept. A norm that overflows though every value is finite counts as finite.
 void take_norm(const std::vector<at::Tensor>& sums, const double* tail, double clip_norm, double loss_scale,
                kernels::StepScalars& scalars);
 
@@ -36,7 +37,7 @@ class DeviceNorm {
     uint32_t num_slots;              ///< of the report
   };
 
-  /// `sums` as take_norm's, on `device`. Two launches.
+  /// `sums` dense, else as take_norm's, on `device`. Two launches.
   void enqueue(const std::vector<at::Tensor>& sums, c10::Device device, const kernels::WindowOptions& options,
                const Window& window);
 

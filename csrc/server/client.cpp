@@ -1,5 +1,3 @@
-#include "server/client.h"
-
 #include <algorithm>
 #include <cstring>
 #include <span>
@@ -7,6 +5,7 @@
 #include <utility>
 
 #include "core/wait_hook.h"
+#include "server/client_calls.h"
 
 namespace muster::server {
 
@@ -17,12 +16,14 @@ using std::chrono::milliseconds;
 constexpr milliseconds kBetweenTries{10};
 constexpr uint64_t kSpareBytes = uint64_t{64} << 20;
 
-// Address space for the log, and for whatever is read.
-uint64_t shared_bytes(const std::vector<Chunk>& chunks, uint64_t log_bytes) {
+// Address space for the log, and for whatever is read. How much a step has of tables nobody knows before.
+uint64_t shared_bytes(const std::vector<Chunk>& chunks, bool has_tables, uint64_t log_bytes) {
   constexpr uint64_t kCopies = 4;
+  constexpr uint64_t kTableBytes = uint64_t{16} << 30;
   uint64_t parameters = 0;
   for (const auto& chunk : chunks) parameters += static_cast<uint64_t>(chunk.gradient_bytes());
-  return PushLog::memory_needed(chunks, log_bytes) + kCopies * parameters + kSpareBytes;
+  return PushLog::memory_needed(chunks, log_bytes) + kCopies * parameters + kSpareBytes +
+         (has_tables ? kTableBytes : 0);
 }
 
 }  // namespace
@@ -32,9 +33,13 @@ ServerClient::ServerClient(ClientConfig config)
   if (config_.servers.size() != config_.plan.servers || config_.lanes == 0) {
     throw InvalidArgument("a worker needs as many addresses as there are servers, and a lane");
   }
-  if (config_.shares_memory)
-    memory_ =
-        std::make_shared<net::Arena>(shared_bytes(chunks_, config_.log_bytes) / net::Arena::kPage * net::Arena::kPage);
+  if (config_.shares_memory) {
+    const uint64_t bytes = shared_bytes(chunks_, !config_.plan.tables.empty(), config_.log_bytes);
+    memory_ = std::make_shared<net::Arena>(bytes / net::Arena::kPage * net::Arena::kPage);
+  }
+  for (const auto& table : config_.plan.tables) {
+    state_widths_.push_back(empty_table(table, config_.plan.groups).state_width());
+  }
   log_ = std::make_unique<PushLog>(chunks_, memory_, config_.log_bytes);
   healing_.resize(config_.servers.size());
   for (const auto& name : config_.servers) {
@@ -137,12 +142,19 @@ void ServerClient::replay(size_t server) {
   for (uint32_t c = 0; c < chunks_.size(); ++c) {
     if (chunks_[c].server == static_cast<int>(server)) own.push_back(c);
   }
-  if (recalled.steps.size() != own.size()) lose(server, "it holds another number of chunks");
+  if (recalled.steps.size() != own.size() + config_.plan.tables.size()) {
+    lose(server, "it holds another number of chunks");
+  }
   for (const auto& entry : log_->entries()) {
     bool lacks = false;
     for (size_t i = 0; i < own.size(); ++i) {
       if (recalled.steps[i] >= entry.step || !entry.pushed[own[i]]) continue;
       send_push(entry, own[i]);
+      lacks = true;
+    }
+    for (const auto& rows : entry.rows) {
+      if (rows.server != server || recalled.steps[own.size() + rows.table] >= entry.step) continue;
+      send_rows(entry.step, rows);
       lacks = true;
     }
     link.drain(between());
@@ -154,71 +166,34 @@ void ServerClient::replay(size_t server) {
   }
 }
 
-template <class F>
-auto ServerClient::whole(const F& request) {
-  try {
-    return request();
-  } catch (...) {
-    for (const auto& link : links_) link->disconnect();
-    throw;
-  }
-}
-
-template <class F>
-auto ServerClient::retried(size_t server, const F& request) {
-  return whole([&] {
-    for (;;) {
-      try {
-        return request();
-      } catch (const LinkBroken&) {
-        recover(server);
+void ServerClient::ask_all(const std::vector<size_t>& counts, const std::function<void(size_t, size_t)>& ask) {
+  whole([&] {
+    std::vector<uint64_t> asked(links_.size());  // over which connection; 0: none
+    for (size_t s = 0; s < links_.size(); ++s) asked[s] = links_[s]->is_broken() ? 0 : links_[s]->connects();
+    const size_t most = *std::max_element(counts.begin(), counts.end());
+    for (size_t i = 0; i < most; ++i) {
+      for (size_t s = 0; s < links_.size(); ++s) {
+        if (i >= counts[s] || asked[s] != links_[s]->connects()) continue;
+        try {
+          ask(s, i);
+        } catch (const LinkBroken&) {
+          asked[s] = 0;  // all again, below
+        }
       }
     }
-  });
-}
-
-template <class Answer, class Message>
-Answer ServerClient::call(size_t server, const Message& message) {
-  return retried(server, [&] {
-    links_[server]->send(message);
-    return links_[server]->template receive<Answer>(between());
-  });
-}
-
-template <class Message>
-std::vector<uint64_t> ServerClient::send_all(const Message& message) {
-  std::vector<uint64_t> sent(links_.size());
-  for (size_t s = 0; s < links_.size(); ++s) {
-    try {
-      links_[s]->send(message);
-      sent[s] = links_[s]->connects();
-    } catch (const LinkBroken&) {
-      continue;  // receive_all sends it again
+    for (size_t s = 0; s < links_.size(); ++s) {
+      if (counts[s] == 0) continue;
+      retried(s, [&] {
+        if (asked[s] != links_[s]->connects()) {
+          asked[s] = links_[s]->connects();
+          for (size_t i = 0; i < counts[s]; ++i) ask(s, i);
+        }
+        links_[s]->drain(between());
+        return true;
+      });
     }
-  }
-  return sent;
-}
-
-template <class Answer, class Message>
-std::vector<Answer> ServerClient::receive_all(const Message& message, const std::vector<uint64_t>& sent) {
-  std::vector<Answer> answers;
-  for (size_t s = 0; s < links_.size(); ++s) {
-    try {
-      if (sent[s] == links_[s]->connects()) {
-        answers.push_back(links_[s]->template receive<Answer>(between()));
-        continue;
-      }
-    } catch (const LinkBroken&) {
-      recover(s);
-    }
-    answers.push_back(call<Answer>(s, message));
-  }
-  return answers;
-}
-
-template <class Answer, class Message>
-std::vector<Answer> ServerClient::call_all(const Message& message) {
-  return whole([&] { return receive_all<Answer>(message, send_all(message)); });
+    return true;
+  });
 }
 
 void ServerClient::write(uint32_t chunk, Part part, Bytes values) {
@@ -249,28 +224,23 @@ std::byte* ServerClient::allocate(uint64_t bytes) {
   return heap_.back().get() + (kAlignment - address % kAlignment) % kAlignment;
 }
 
+std::optional<uint64_t> ServerClient::shared_place(std::span<const std::byte> memory) const noexcept {
+  const auto base = reinterpret_cast<uintptr_t>(memory_ ? memory_->data() : nullptr);
+  const auto at = reinterpret_cast<uintptr_t>(memory.data());
+  if (!memory_ || at < base || at - base > memory_->capacity() - memory.size()) return std::nullopt;
+  return at - base;
+}
+
 uint64_t ServerClient::durable() const noexcept {
   uint64_t durable = links_.front()->durable();
   for (const auto& link : links_) durable = std::min(durable, link->durable());
   return durable;
 }
 
-// Near the log's bound servers are asked for snapshots; at it the worker waits for them.
 PushLog::Entry& ServerClient::entry_of(uint64_t step) {
   log_->release(durable());
   if (auto* known = log_->find(step)) return *known;
-  const auto want_snapshots = [&] {
-    for (const auto& link : links_) link->want_snapshot();
-  };
-  if (log_->entries().size() * 2 >= log_->capacity()) want_snapshots();
-  const auto deadline = limit();
-  for (;;) {
-    if (auto* entry = log_->open(step)) return *entry;
-    want_snapshots();
-    std::this_thread::sleep_for(milliseconds(1));
-    wait_a_slice(deadline);
-    log_->release(durable());
-  }
+  return *wait_for_log([&] { return log_->open(step); });
 }
 
 void ServerClient::send_push(const PushLog::Entry& entry, uint32_t chunk) {
@@ -322,14 +292,6 @@ void ServerClient::end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, s
   call<Dealt>(0, Deal{++deals_, loader, epoch, batches, true, std::move(finished)});
 }
 
-std::vector<double> ServerClient::sum(uint64_t step, const std::vector<uint32_t>& members) {
-  std::vector<double> partials;
-  for (auto& of_server : call_all<Partials>(Sum{step, members})) {
-    partials.insert(partials.end(), of_server.partials.begin(), of_server.partials.end());
-  }
-  return partials;
-}
-
 void ServerClient::note_command(const Apply& command) {
   auto* const entry = log_->find(command.step);
   if (entry == nullptr) throw InvalidArgument("a step is applied that was not pushed");
@@ -366,11 +328,9 @@ std::vector<bool> ServerClient::read(Part part, uint64_t at_least, const std::ve
   const auto ask = [&](uint32_t c) {
     const std::span<std::byte> place(to[c], part_bytes(c, part));
     Read request{c, part, at_least, false, 0};
-    const auto base = reinterpret_cast<uintptr_t>(memory_ ? memory_->data() : nullptr);
-    const auto at = reinterpret_cast<uintptr_t>(place.data());
-    if (memory_ && at >= base && at - base <= memory_->capacity() - place.size()) {
+    if (const auto shared = shared_place(place)) {
       request.shares = true;
-      request.place = at - base;
+      request.place = *shared;
     }
     link_of(c).send_chunk(
         c, Read::kType, encode(request), {}, place,
@@ -387,26 +347,9 @@ std::vector<bool> ServerClient::read(Part part, uint64_t at_least, const std::ve
   for (uint32_t c = 0; c < chunks_.size(); ++c) {
     if (to[c] != nullptr) wanted[static_cast<size_t>(chunks_[c].server)].push_back(c);
   }
-  std::vector<bool> is_asked(links_.size());
-  for (size_t s = 0; s < links_.size(); ++s) {
-    try {
-      if (links_[s]->is_broken()) continue;
-      for (const uint32_t c : wanted[s]) ask(c);
-      is_asked[s] = true;
-    } catch (const LinkBroken&) {
-      continue;  // below
-    }
-  }
-  for (size_t s = 0; s < links_.size(); ++s) {
-    retried(s, [&] {
-      if (!is_asked[s]) {
-        for (const uint32_t c : wanted[s]) ask(c);
-      }
-      is_asked[s] = false;
-      links_[s]->drain(between());
-      return true;
-    });
-  }
+  std::vector<size_t> counts;
+  for (const auto& chunks : wanted) counts.push_back(chunks.size());
+  ask_all(counts, [&](size_t s, size_t i) { ask(wanted[s][i]); });
   return exists;
 }
 

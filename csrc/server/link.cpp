@@ -202,6 +202,11 @@ void Link::take_answer(Lane& lane, size_t index, const std::function<void()>& be
   done(frame);
 }
 
+void Link::settle(uint32_t chunk, const std::function<void()>& between) {
+  const size_t index = 1 + chunk % config_.lanes;
+  while (!lanes_[index].under_way.empty()) take_answer(lanes_[index], index, between);
+}
+
 void Link::drain(const std::function<void()>& between) {
   for (size_t index = 1; index < lanes_.size(); ++index) {
     auto& lane = lanes_[index];

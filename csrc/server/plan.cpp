@@ -1,6 +1,7 @@
 #include "server/plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <unordered_set>
 #include <variant>
 
@@ -30,6 +31,17 @@ int64_t numel_of(const ParameterSpec& parameter) {
 
 bool is_steppable(c10::ScalarType dtype) {
   return dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kBFloat16 || dtype == c10::kHalf;
+}
+
+void check_table(const TableSpec& table) {
+  check(table.num_rows >= 1 && table.num_rows <= kMaxRows && table.dim >= 1 && table.dim <= kMaxRowDim,
+        "the sizes of table '" + table.name + "' are out of range");
+  check(table.placement == RowPlacement::modulo || table.placement == RowPlacement::range,
+        "the placement of table '" + table.name + "' is unknown");
+  const auto kind = table.initialiser.kind;
+  check((kind == RowInitialiser::Kind::normal || kind == RowInitialiser::Kind::uniform) &&
+            std::isfinite(table.initialiser.scale) && table.initialiser.scale >= 0,
+        "the initial values of table '" + table.name + "' are out of range");
 }
 
 // Fills the chunks of one server after another.
@@ -66,7 +78,8 @@ class Cutter {
 }  // namespace
 
 void Plan::validate() const {
-  check(!parameters.empty() && parameters.size() <= kMaxParameters, "it has no parameters, or too many");
+  check((!parameters.empty() || !tables.empty()) && parameters.size() <= kMaxParameters && tables.size() <= kMaxTables,
+        "it has no parameters, or too many");
   check(group_of.size() == parameters.size(), "not every parameter is in a group");
   const size_t num_groups = std::visit([](const auto& list) { return list.size(); }, groups);
   check(num_groups > 0 && num_groups <= kMaxGroups, "it has no parameter groups, or too many");
@@ -81,6 +94,13 @@ void Plan::validate() const {
     check(group_of[p] < num_groups, "parameter '" + parameter.name + "' is in no group");
     total += numel_of(parameter);
     check(total <= kMaxNumel, "it is too large");
+  }
+  std::unordered_set<std::string_view> table_names;
+  for (const auto& table : tables) {
+    check(table_names.insert(table.name).second, "two tables are named '" + table.name + "'");
+    check(table.group < num_groups, "table '" + table.name + "' is in no group");
+    check_table(table);
+    empty_table(table, groups);
   }
   check(servers >= 1 && servers <= kMaxServers, std::to_string(servers) + " servers are out of range");
   check(workers >= 1 && workers <= kMaxWorkers, std::to_string(workers) + " workers are out of range");
@@ -98,10 +118,38 @@ std::string Plan::describe_difference(const Plan& other) const {
   if (group_of != other.group_of || groups.index() != other.groups.index()) {
     return "the optimizers or their parameter groups differ";
   }
+  const size_t common = std::min(tables.size(), other.tables.size());
+  for (size_t t = 0; t < common; ++t) {
+    if (tables[t] == other.tables[t]) continue;
+    return "table " + std::to_string(t) + ", '" + tables[t].name + "', differs from '" + other.tables[t].name +
+           "' in its name, sizes, placement, initial values or group";
+  }
+  if (tables.size() != other.tables.size()) {
+    return "there are " + std::to_string(tables.size()) + " and " + std::to_string(other.tables.size()) + " tables";
+  }
   if (servers != other.servers || staleness != other.staleness || chunk_bytes != other.chunk_bytes) {
     return "the lists of servers, the staleness or the chunk sizes differ";
   }
   return "";
+}
+
+RowOptimizer row_optimizer_of(const FlatGroups& groups, uint32_t group) {
+  return std::visit(
+      [&](const auto& list) -> RowOptimizer {
+        if (group < list.size()) return list[group];
+        throw InvalidArgument("a step comes with " + std::to_string(list.size()) +
+                              " parameter groups, and a table is in group " + std::to_string(group) +
+                              "; give all groups of the plan");
+      },
+      groups);
+}
+
+RowTable empty_table(const TableSpec& table, const FlatGroups& groups) {
+  return {table.num_rows, table.dim, table.initialiser, row_optimizer_of(groups, table.group)};
+}
+
+RowSharding sharding_of(const TableSpec& table, const Plan& plan) {
+  return {table.placement, table.num_rows, static_cast<int>(plan.servers)};
 }
 
 std::vector<Chunk> cut_chunks(const Plan& plan) {

@@ -11,6 +11,9 @@
 #include "core/flat_layout.h"
 #include "core/ownership.h"
 #include "optimizer/flat_groups.h"
+#include "server/row_initialiser.h"
+#include "server/row_sharding.h"
+#include "server/row_table.h"
 
 namespace muster::server {
 
@@ -18,6 +21,9 @@ inline constexpr size_t kMaxParameters = size_t{1} << 20;
 inline constexpr size_t kMaxNameBytes = 4096;
 inline constexpr size_t kMaxDims = 64;
 inline constexpr size_t kMaxGroups = 4096;
+inline constexpr size_t kMaxTables = 4096;
+inline constexpr int64_t kMaxRows = int64_t{1} << 48;
+inline constexpr int64_t kMaxRowDim = int64_t{1} << 19;  ///< a row travels whole, with its optimizer's state
 inline constexpr int64_t kMaxChunks = int64_t{1} << 20;
 inline constexpr uint32_t kMaxServers = 256;
 inline constexpr uint32_t kMaxWorkers = 1024;
@@ -25,10 +31,23 @@ inline constexpr uint64_t kMinChunkBytes = uint64_t{32} << 10;
 inline constexpr uint64_t kMaxChunkBytes = uint64_t{8} << 20;
 inline constexpr uint32_t kAnyStaleness = 0xffffffff;
 
+/// A sparse embedding whose rows are divided over all servers. A value.
+struct TableSpec {
+  std::string name;
+  int64_t num_rows = 0;
+  int64_t dim = 0;
+  RowPlacement placement = RowPlacement::modulo;
+  RowInitialiser initialiser = {};
+  uint32_t group = 0;  ///< in Plan::groups: its optimizer and hyperparameters
+
+  bool operator==(const TableSpec&) const = default;
+};
+
 /// A value.
 struct Plan {
   std::vector<ParameterSpec> parameters;  ///< in registration order
   std::vector<uint32_t> group_of;         ///< by parameter
+  std::vector<TableSpec> tables;          ///< at least one of these or of parameters
   FlatGroups groups;                      ///< the optimizer and its hyperparameters by group
   uint32_t servers = 1;
   uint32_t workers = 1;                      ///< that start the job
@@ -40,12 +59,18 @@ struct Plan {
   bool is_synchronous() const noexcept { return staleness == 0; }
 
   /// Throws InvalidArgument naming what is out of range: names that repeat, sizes that overflow, dtypes that no flat
-  /// optimizer steps, groups that are missing, bounds above.
+  /// optimizer steps, groups that are missing, tables whose optimizer moves every row, bounds above.
   void validate() const;
 
   /// The first difference to another process's plan in words, or an empty string. Hyperparameters may differ.
   std::string describe_difference(const Plan& other) const;
 };
+
+/// Hyperparameters of a group. Throws InvalidArgument where there is no such group.
+RowOptimizer row_optimizer_of(const FlatGroups& groups, uint32_t group);
+/// A table's rows without any that takes memory, and who has which.
+RowTable empty_table(const TableSpec& table, const FlatGroups& groups);
+RowSharding sharding_of(const TableSpec& table, const Plan& plan);
 
 /// A run of one parameter within a chunk.
 struct Piece {

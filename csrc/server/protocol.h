@@ -127,11 +127,12 @@ struct Read {
   }
 };
 
-/// The payload is the part; it is empty where the chunk has no such state.
+/// The payload is the part; it is empty where the chunk has no such state. To PullRows: values in the order of the
+/// rows.
 struct Values {
   static constexpr uint16_t kType = 8;
-  uint32_t chunk = 0;
-  uint64_t steps = 0;  ///< that the chunk had made
+  uint32_t chunk = 0;  ///< or table
+  uint64_t steps = 0;  ///< that it had made
 
   template <class M, class W>
   static void visit(M& m, W& w) {
@@ -186,7 +187,7 @@ struct Push {
 struct Pushed {
   static constexpr uint16_t kType = 13;
   uint64_t step = 0;
-  uint32_t chunk = 0;
+  uint32_t chunk = 0;  ///< or table
   bool fresh = false;
 
   template <class M, class W>
@@ -267,16 +268,17 @@ struct BatchId {
   bool operator==(const BatchId&) const = default;
 };
 
-/// Makes step `step` of every chunk from the pushes of `members`. The same from every member of a synchronous step;
-/// else `members` is the sender alone.
+/// Makes step `step` of every chunk and table from the pushes of `members`. The same from every member of a synchronous
+/// step; else `members` is the sender alone.
 struct Apply {
   static constexpr uint16_t kType = 18;
   uint64_t step = 0;
   std::vector<uint32_t> members;
   kernels::StepScalars scalars{.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0};
   FlatGroups groups;
-  std::vector<uint32_t> unused;       ///< parameters that stay as they are, ascending
-  std::vector<BatchId> batches = {};  ///< dealt ones that the step is made of
+  std::vector<uint32_t> unused;              ///< parameters that stay as they are, ascending
+  std::vector<BatchId> batches = {};         ///< dealt ones that the step is made of
+  std::vector<uint32_t> unused_tables = {};  ///< that nobody's rows were used of, ascending: they count no step
 
   template <class M, class W>
   static void visit(M& m, W& w);
@@ -361,7 +363,7 @@ struct Recall {
   static void visit(M&, W&) {}
 };
 
-/// By chunk of the server, in order: the last step that is applied (of this worker, unless synchronous).
+/// By chunk of the server, then by table, in order: the last step that is applied (of this worker, unless synchronous).
 struct Recalled {
   static constexpr uint16_t kType = 23;
   std::vector<uint64_t> steps;
@@ -377,6 +379,134 @@ struct Leave {
   static constexpr uint16_t kType = 24;
   template <class M, class W>
   static void visit(M&, W&) {}
+};
+
+// --- rows of tables ------------------------------------------------------------------------------------------------
+// Tables are named by their index in the plan, rows by their number in the table. A server is sent the rows alone that
+// it has. Payloads are arrays, one after the other, of as many rows as fit: i64 numbers, then what each message says.
+
+/// Of a part with so many bytes a row.
+inline constexpr size_t rows_a_part(size_t row_bytes) noexcept {
+  constexpr size_t kPartBytes = size_t{2} << 20;
+  return row_bytes < kPartBytes ? kPartBytes / row_bytes : 1;
+}
+
+/// A part of one worker's sums of a table in a step: row numbers, strictly ascending over all parts, and f32 sums of
+/// `dim` values a row. Parts come in order; a step without rows has one, empty. The answer is Pushed.
+struct PushRows {
+  static constexpr uint16_t kType = 28;
+  uint64_t step = 0;
+  uint32_t table = 0;
+  uint32_t part = 0;
+  uint32_t parts = 1;  ///< of the push
+
+  template <class M, class W>
+  static void visit(M& m, W& w) {
+    w.number(m.step);
+    w.number(m.table);
+    w.number(m.part);
+    w.number(m.parts);
+  }
+};
+
+/// Asks for values of rows (the payload: numbers in any order, which may repeat), once the table has made `at_least`
+/// steps. `shares` and `place` as in Read. The answer is Values.
+struct PullRows {
+  static constexpr uint16_t kType = 29;
+  uint32_t table = 0;
+  uint64_t at_least = 0;
+  bool shares = false;
+  uint64_t place = 0;
+
+  template <class M, class W>
+  static void visit(M& m, W& w) {
+    w.number(m.table);
+    w.number(m.at_least);
+    w.number(m.shares);
+    w.number(m.place);
+  }
+};
+
+/// The chief's: row numbers, f32 values and f32 states, before Start.
+struct WriteRows {
+  static constexpr uint16_t kType = 30;
+  uint32_t table = 0;
+
+  template <class M, class W>
+  static void visit(M& m, W& w) {
+    w.number(m.table);
+  }
+};
+
+/// Likewise: how many steps the table's optimizer has counted.
+struct WriteRowSteps {
+  static constexpr uint16_t kType = 31;
+  uint32_t table = 0;
+  uint64_t steps = 0;
+
+  template <class M, class W>
+  static void visit(M& m, W& w) {
+    w.number(m.table);
+    w.number(m.steps);
+  }
+};
+
+/// Asks for the rows that the server keeps, from the `first`-th on, in an order that does not change but grows, once
+/// the table has made `at_least` steps.
+struct FetchRows {
+  static constexpr uint16_t kType = 32;
+  uint32_t table = 0;
+  uint64_t at_least = 0;
+  uint64_t first = 0;
+
+  template <class M, class W>
+  static void visit(M& m, W& w) {
+    w.number(m.table);
+    w.number(m.at_least);
+    w.number(m.first);
+  }
+};
+
+/// Row numbers, f32 values and f32 states.
+struct FetchedRows {
+  static constexpr uint16_t kType = 33;
+  uint64_t total = 0;  ///< rows that the server keeps
+  uint64_t steps = 0;  ///< that the table's optimizer has counted
+
+  template <class M, class W>
+  static void visit(M& m, W& w) {
+    w.number(m.total);
+    w.number(m.steps);
+  }
+};
+
+/// Asks for the statistics of a table's sums of a step over `members`, from the `first`-th row on, once the server
+/// holds what they push.
+struct SumRows {
+  static constexpr uint16_t kType = 34;
+  uint64_t step = 0;
+  std::vector<uint32_t> members;
+  uint32_t table = 0;
+  uint64_t first = 0;
+
+  template <class M, class W>
+  static void visit(M& m, W& w) {
+    w.number(m.step);
+    w.numbers(m.members, kMaxWorkers);
+    w.number(m.table);
+    w.number(m.first);
+  }
+};
+
+/// Row numbers, ascending, and f64 sums of squares by tile of each row.
+struct RowPartials {
+  static constexpr uint16_t kType = 35;
+  uint64_t total = 0;  ///< rows of the sums
+
+  template <class M, class W>
+  static void visit(M& m, W& w) {
+    w.number(m.total);
+  }
 };
 
 /// A worker that another incarnation replaced, or that was declared dead.
@@ -428,6 +558,18 @@ void visit_parameter(M& m, W& w) {
   w.numbers(m.strides, kMaxDims);
 }
 
+template <class M, class W>
+void visit_table(M& m, W& w) {
+  w.text(m.name, kMaxNameBytes);
+  w.number(m.num_rows);
+  w.number(m.dim);
+  w.number(m.placement);
+  w.number(m.initialiser.kind);
+  w.number(m.initialiser.scale);
+  w.number(m.initialiser.seed);
+  w.number(m.group);
+}
+
 }  // namespace detail
 
 template <class M, class W>
@@ -451,6 +593,7 @@ void Configure::visit(M& m, W& w) {
   auto& plan = m.plan;
   w.list(plan.parameters, kMaxParameters, [](W& wire, auto& parameter) { detail::visit_parameter(parameter, wire); });
   w.numbers(plan.group_of, kMaxParameters);
+  w.list(plan.tables, kMaxTables, [](W& wire, auto& table) { detail::visit_table(table, wire); });
   visit_groups(plan.groups, w);
   w.number(plan.servers);
   w.number(plan.workers);
@@ -477,6 +620,7 @@ void Apply::visit(M& m, W& w) {
     wire.number(batch.epoch);
     wire.number(batch.batch);
   });
+  w.numbers(m.unused_tables, kMaxTables);
 }
 
 }  // namespace muster::server

@@ -1,6 +1,7 @@
 #include "server/push_log.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 namespace muster::server {
@@ -9,6 +10,8 @@ namespace {
 
 constexpr uint64_t kPage = net::Arena::kPage;
 constexpr uint64_t kAlignment = 64;
+constexpr size_t kAlways = 2;  // entries that are never refused
+constexpr uint64_t kBlock = uint64_t{256} << 10;
 
 uint64_t round_up(uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * to; }
 
@@ -21,15 +24,18 @@ uint64_t PushLog::slab_bytes(const std::vector<Chunk>& chunks) {
 }
 
 size_t PushLog::slabs_of(const std::vector<Chunk>& chunks, uint64_t max_bytes) {
-  return std::max<uint64_t>(2, max_bytes / slab_bytes(chunks));
+  return std::max<uint64_t>(kAlways, max_bytes / slab_bytes(chunks));
 }
 
 uint64_t PushLog::memory_needed(const std::vector<Chunk>& chunks, uint64_t max_bytes) {
-  return slab_bytes(chunks) * slabs_of(chunks, max_bytes);
+  return 2 * slab_bytes(chunks) * slabs_of(chunks, max_bytes);
 }
 
 PushLog::PushLog(const std::vector<Chunk>& chunks, std::shared_ptr<net::Arena> memory, uint64_t max_bytes)
-    : memory_(std::move(memory)), capacity_(slabs_of(chunks, max_bytes)), slab_bytes_(slab_bytes(chunks)) {
+    : memory_(std::move(memory)),
+      capacity_(slabs_of(chunks, max_bytes)),
+      slab_bytes_(slab_bytes(chunks)),
+      max_bytes_(std::max(max_bytes, kAlways * slab_bytes_)) {
   uint64_t offset = 0;
   for (const auto& chunk : chunks) {
     offsets_.push_back(offset);
@@ -39,20 +45,72 @@ PushLog::PushLog(const std::vector<Chunk>& chunks, std::shared_ptr<net::Arena> m
 }
 
 PushLog::~PushLog() {
-  if (!memory_) return;
-  for (std::byte* slab : slabs_) memory_->release(slab);
+  for (std::byte* slab : slabs_) free({slab, slab_bytes_});
+  for (const auto& entry : entries_) {
+    for (const auto& block : entry.blocks) free(block);
+  }
+  for (const auto& block : spare_) free(block);
+}
+
+std::byte* PushLog::allocate(uint64_t bytes) {
+  return memory_ ? memory_->allocate(bytes)
+                 : static_cast<std::byte*>(::operator new(bytes, std::align_val_t(kAlignment)));
+}
+
+void PushLog::free(const Block& block) noexcept {
+  if (memory_) {
+    memory_->release(block.data);
+  } else {
+    ::operator delete(block.data, std::align_val_t(kAlignment));
+  }
+}
+
+bool PushLog::fits(uint64_t more) const noexcept {
+  return entries_.size() * slab_bytes_ + blocks_bytes_ + more <= max_bytes_;
+}
+
+bool PushLog::is_half_full() const noexcept {
+  const uint64_t used = entries_.size() * slab_bytes_ + blocks_bytes_;
+  return 2 * entries_.size() >= capacity_ || 2 * used >= max_bytes_;
+}
+
+std::byte* PushLog::room(Entry& entry, uint64_t bytes) {
+  bytes = round_up(bytes, kAlignment);
+  if (entry.block_left < bytes) {
+    const uint64_t size = round_up(bytes, kBlock);
+    if (entries_.size() > kAlways && !fits(size)) return nullptr;
+    Block block;
+    const auto found = std::find_if(spare_.begin(), spare_.end(), [&](const Block& b) { return b.bytes == size; });
+    if (found != spare_.end()) {
+      block = *found;
+      spare_bytes_ -= size;
+      *found = spare_.back();
+      spare_.pop_back();
+    } else {
+      // Sizes change: spare blocks of others make room.
+      while (!spare_.empty() && !fits(spare_bytes_ + size)) {
+        spare_bytes_ -= spare_.back().bytes;
+        free(spare_.back());
+        spare_.pop_back();
+      }
+      block = {allocate(size), size};
+    }
+    entry.blocks.push_back(block);
+    entry.block_left = size;
+    blocks_bytes_ += size;
+  }
+  const auto& block = entry.blocks.back();
+  std::byte* const place = block.data + (block.bytes - entry.block_left);
+  entry.block_left -= bytes;
+  return place;
 }
 
 PushLog::Entry* PushLog::open(uint64_t step) {
   if (!entries_.empty() && entries_.back().step == step) return &entries_.back();
+  if (entries_.size() >= kAlways && !fits(slab_bytes_)) return nullptr;
   if (free_.empty()) {
     if (slabs_.size() == capacity_) return nullptr;
-    if (memory_) {
-      slabs_.push_back(memory_->allocate(slab_bytes_));
-    } else {
-      heap_.emplace_back(new std::byte[slab_bytes_]);
-      slabs_.push_back(heap_.back().get());
-    }
+    slabs_.push_back(allocate(slab_bytes_));
     free_.push_back(slabs_.back());
   }
   auto& entry = entries_.emplace_back();
@@ -75,6 +133,11 @@ std::span<std::byte> PushLog::of_chunk(const Entry& entry, uint32_t chunk) const
 void PushLog::release(uint64_t step) {
   while (!entries_.empty() && entries_.front().step <= step) {
     free_.push_back(entries_.front().slab);
+    for (const auto& block : entries_.front().blocks) {
+      blocks_bytes_ -= block.bytes;
+      spare_bytes_ += block.bytes;
+      spare_.push_back(block);
+    }
     entries_.pop_front();
   }
 }

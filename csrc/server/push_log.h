@@ -15,23 +15,41 @@
 
 namespace muster::server {
 
-/// A bounded number of steps, each in a slab of its own that holds every chunk's gradients. Externally synchronised.
+/// A bounded number of steps, each in a slab of its own that holds every chunk's gradients, and blocks that hold what
+/// it has of tables. Externally synchronised.
 class PushLog {
  public:
+  /// A part of a push of rows, as it travels.
+  struct Rows {
+    uint32_t table = 0;
+    uint32_t server = 0;
+    uint32_t part = 0;
+    uint32_t parts = 1;
+    std::span<std::byte> payload;
+  };
+
+  struct Block {
+    std::byte* data = nullptr;
+    uint64_t bytes = 0;
+  };
+
   struct Entry {
     uint64_t step = 0;
     std::byte* slab = nullptr;
     std::vector<bool> pushed;  ///< by chunk
+    std::vector<Rows> rows;    ///< of tables
+    std::vector<Block> blocks;
+    uint64_t block_left = 0;  ///< bytes at the end of the last block
     std::optional<Apply> command;
   };
 
-  /// Slabs are in `memory`, or in the heap where that is null. `max_bytes` is rounded up to two slabs.
+  /// Slabs and blocks are in `memory`, or in the heap where that is null. `max_bytes` is rounded up to two steps.
   PushLog(const std::vector<Chunk>& chunks, std::shared_ptr<net::Arena> memory, uint64_t max_bytes);
   ~PushLog();
   PushLog(const PushLog&) = delete;
   PushLog& operator=(const PushLog&) = delete;
 
-  /// What a log of so many bytes takes of a shared arena.
+  /// What a log of so many bytes takes of a shared arena, for slabs and as much for blocks.
   static uint64_t memory_needed(const std::vector<Chunk>& chunks, uint64_t max_bytes);
 
   /// The entry of a step that is not below the newest; null where the log is full.
@@ -39,25 +57,37 @@ class PushLog {
   Entry* find(uint64_t step);
   std::span<std::byte> of_chunk(const Entry& entry, uint32_t chunk) const;
 
+  /// Memory for a part of an entry's push of rows, at a multiple of 64 bytes, until the entry is released; null where
+  /// the log is full.
+  std::byte* room(Entry& entry, uint64_t bytes);
+
   /// Forgets steps up to `step`.
   void release(uint64_t step);
 
   /// Ascending.
   std::deque<Entry>& entries() noexcept { return entries_; }
-  size_t capacity() const noexcept { return capacity_; }
+  bool is_half_full() const noexcept;
 
  private:
   static uint64_t slab_bytes(const std::vector<Chunk>& chunks);
   static size_t slabs_of(const std::vector<Chunk>& chunks, uint64_t max_bytes);
 
+  std::byte* allocate(uint64_t bytes);
+  void free(const Block& block) noexcept;
+  /// Bytes of entries with so many more.
+  bool fits(uint64_t more) const noexcept;
+
   std::shared_ptr<net::Arena> memory_;
-  size_t capacity_;
+  size_t capacity_;  // in slabs
   uint64_t slab_bytes_;
-  std::vector<std::unique_ptr<std::byte[]>> heap_;
+  uint64_t max_bytes_;
   std::vector<std::byte*> slabs_;  // all
   std::vector<std::byte*> free_;
   std::vector<uint64_t> offsets_;  // by chunk
   std::vector<uint64_t> sizes_;    // by chunk
+  uint64_t blocks_bytes_ = 0;      // of entries
+  uint64_t spare_bytes_ = 0;       // of spare_
+  std::vector<Block> spare_;       // free ones
   std::deque<Entry> entries_;
 };
 

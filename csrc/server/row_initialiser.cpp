@@ -47,10 +47,10 @@ void RowInitialiser::fill(int64_t row, std::span<float> values) const noexcept {
   }
 }
 
-void RowInitialiser::fill_rows(const at::Tensor& values) const {
+void RowInitialiser::fill_rows(const at::Tensor& values, int64_t first) const {
   const auto width = static_cast<size_t>(values.size(1));
   float* next = values.mutable_data_ptr<float>();
-  for (int64_t row = 0; row < values.size(0); ++row, next += width) fill(row, {next, width});
+  for (int64_t row = 0; row < values.size(0); ++row, next += width) fill(first + row, {next, width});
 }
 
 }  // namespace muster

@@ -8,6 +8,8 @@
 
 namespace muster {
 
+struct ShardedEmbeddingOptions;
+
 /// Values of a row follow from (seed, row) alone, so that they depend neither on the number of servers nor on who
 /// touches what first: Philox4x32-10 (Salmon et al. 2011) with the seed as key and the row as the counter's upper half;
 /// normal ones through the inverse distribution (Wichura 1988, AS 241's PPND7; relative error 1.2e-7) of + - * / sqrt
@@ -24,10 +26,13 @@ struct RowInitialiser {
 
   void fill(int64_t row, std::span<float> values) const noexcept;
 
-  /// Fills a contiguous fp32 matrix on the CPU with rows 0, 1, ...
-  void fill_rows(const at::Tensor& values) const;
+  /// Fills a contiguous fp32 matrix on the CPU with rows `first`, `first` + 1, ...
+  void fill_rows(const at::Tensor& values, int64_t first = 0) const;
 
   bool operator==(const RowInitialiser&) const = default;
 };
+
+/// Of an embedding whose seed is known.
+RowInitialiser initialiser_of(const ShardedEmbeddingOptions& options);
 
 }  // namespace muster

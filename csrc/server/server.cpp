@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "checkpoint/snapshot.h"
@@ -26,13 +27,40 @@ uint64_t new_life() {
   return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(since).count());
 }
 
+// The last step that all chunks and tables have made, together.
+uint64_t all_made(const std::vector<Pushes::Record>& made) {
+  uint64_t least = std::numeric_limits<uint64_t>::max();
+  for (const auto& record : made) least = std::min(least, record.steps);
+  return least;
+}
+
+// By rank, its incarnation and its last step that all chunks and tables hold.
+std::map<uint32_t, std::pair<uint64_t, uint64_t>> all_applied(const std::vector<Pushes::Record>& made) {
+  std::map<uint32_t, std::pair<uint64_t, uint64_t>> all;
+  for (const auto& record : made) {
+    std::map<uint32_t, std::pair<uint64_t, uint64_t>> both;
+    for (size_t i = 0; i < record.ranks.size(); ++i) {
+      const std::pair mark(record.incarnations[i], record.applied[i]);
+      const auto before = all.find(record.ranks[i]);
+      if (&record == made.data()) {
+        both[record.ranks[i]] = mark;
+      } else if (before != all.end()) {
+        both[record.ranks[i]] = std::min(mark, before->second);
+      }
+    }
+    all = std::move(both);
+  }
+  return all;
+}
+
 }  // namespace
 
 // What a snapshot says besides tensors.
 struct ParameterServer::Saved {
   Configure configured;
   Quorum::Record members;
-  std::vector<Shard::Image> images;  // by chunk of the server, without tensors
+  std::vector<Shard::Image> images;       // by chunk of the server, without tensors
+  std::vector<TableShard::Image> tables;  // likewise
   Dealer::Record batches;
 
   template <class M, class W>
@@ -41,6 +69,7 @@ struct ParameterServer::Saved {
     Quorum::Record::visit(m.members, w);
     w.list(m.images, kMaxNumbers, [](W& wire, auto& image) { Shard::Image::visit(image, wire); });
     Dealer::Record::visit(m.batches, w);
+    w.list(m.tables, kMaxTables, [](W& wire, auto& image) { TableShard::Image::visit(image, wire); });
   }
 };
 
@@ -200,27 +229,16 @@ void ParameterServer::snapshot() {
     saved.members = quorum_.record();
   }
   checkpoint::Snapshot snapshot;
-  uint64_t together = 0;
-  std::map<uint32_t, std::pair<uint64_t, uint64_t>> durable;
-  for (const uint32_t chunk : shard->chunks()) {
-    auto image = shard->image(chunk);
-    const bool is_first = saved.images.empty();
-    together = is_first ? image.steps : std::min(together, image.steps);
-    std::map<uint32_t, std::pair<uint64_t, uint64_t>> of_chunk;
-    for (size_t i = 0; i < image.ranks.size(); ++i) {
-      const std::pair mark(image.incarnations[i], image.applied[i]);
-      const auto before = durable.find(image.ranks[i]);
-      if (is_first) {
-        of_chunk[image.ranks[i]] = mark;
-      } else if (before != durable.end()) {
-        of_chunk[image.ranks[i]] = std::min(mark, before->second);
-      }
-    }
-    durable = std::move(of_chunk);
+  std::vector<Pushes::Record> made;
+  const auto keep = [&](auto& images, auto image) {
     snapshot.tensors.merge(image.tensors);
     image.tensors.clear();
-    saved.images.push_back(std::move(image));
-  }
+    made.push_back(image.made);
+    images.push_back(std::move(image));
+  };
+  for (const uint32_t chunk : shard->chunks()) keep(saved.images, shard->image(chunk));
+  auto& tables = shard->tables();
+  for (uint32_t table = 0; table < tables.num_tables(); ++table) keep(saved.tables, tables.image(table));
   {
     // After the chunks: a step that they hold has its batches finished here.
     const Lock lock(mutex_);
@@ -233,8 +251,8 @@ void ParameterServer::snapshot() {
   checkpoint::write_snapshot(config_.snapshots, snapshot, {.keep = kKeep});
   {
     const Lock lock(snapshot_mutex_);
-    durable_ = std::move(durable);
-    durable_step_ = together;
+    durable_ = all_applied(made);
+    durable_step_ = all_made(made);
   }
   const Lock lock(mutex_);
   ++stats_.snapshots;
@@ -259,14 +277,22 @@ void ParameterServer::restore() {
     shard_->restore(shard_->chunks()[i], saved.images[i]);
     saved.images[i].tensors.clear();
   }
+  auto& tables = shard_->tables();
+  if (saved.tables.size() != tables.num_tables()) throw CheckpointError("a snapshot's number of tables is wrong");
+  for (uint32_t table = 0; table < tables.num_tables(); ++table) {
+    saved.tables[table].tensors = snapshot->tensors;
+    tables.restore(table, saved.tables[table]);
+    saved.tables[table].tensors.clear();
+  }
   quorum_.configure(rules_of(plan), Clock::now());
   quorum_.restore(saved.members, Clock::now());
   dealer_.restore(saved.batches);
   is_filled_ = started_ = true;
   had_members_ = !saved.members.ranks.empty();
-  for (const auto& image : saved.images) {
-    durable_step_ = &image == saved.images.data() ? image.steps : std::min(durable_step_, image.steps);
-  }
+  std::vector<Pushes::Record> made;
+  for (const auto& image : saved.images) made.push_back(image.made);
+  for (const auto& image : saved.tables) made.push_back(image.made);
+  durable_step_ = all_made(made);
   log(LogLevel::info, "parameter server " + std::to_string(index_) + " goes on after step " +
                           std::to_string(durable_step_) + " of its snapshot");
 }

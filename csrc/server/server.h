@@ -84,16 +84,25 @@ class ParameterServer {
   void recall(Session& session, const Decision& decision);
   void deal(Session& session, const Deal& request);
   void apply(Session& session, Shard& shard, const Apply& request, Deadline deadline);
-  void beat(Session& session, const Shard& shard, const Beat& request);
+  void beat(Session& session, Shard& shard, const Beat& request);
   void leave(Session& session, Shard& shard);
+  /// False where the frame is about something else than rows.
+  bool answer_rows(Session& session, Shard& shard, net::Frame& frame, Deadline deadline);
+  void hold_rows(Session& session, Shard& shard, const PushRows& request, net::Frame& frame);
+  void pull_rows(Session& session, TableShard& tables, const PullRows& request, net::Bytes payload, Deadline deadline);
+  void sum_rows(Session& session, TableShard& tables, const SumRows& request, Deadline deadline);
 
   template <class Message>
   void reply(Session& session, const Message& message, std::span<const net::Bytes> payload = {});
+  /// Where values go that a worker asked for: into memory that it shares, or to be sent. Throws InvalidArgument.
+  static std::byte* place_for(Session& session, bool shares, uint64_t place, size_t bytes);
+  /// Counts a push; returns who pushes this step, where it may be time to add.
+  std::vector<uint32_t> note_push(const Shard& shard, uint64_t step, bool is_fresh);
   static void check_members(const std::vector<uint32_t>& members);
   static Quorum::Rules rules_of(const Plan& plan);
   bool may_push(uint32_t rank, uint64_t step) const;
   std::shared_ptr<Shard> shard() const;
-  uint64_t durable(const Session& session, const Shard& shard) const;
+  uint64_t durable(const Session& session, Shard& shard) const;
   void restore();
 
   const ServerConfig config_;

@@ -83,6 +83,7 @@ void ParameterServer::answer(Session& session, net::Frame& frame) {
       decode<Leave>(frame.message);
       return leave(session, *shard);
     default:
+      if (answer_rows(session, *shard, frame, deadline)) return;
       throw InvalidArgument("a message of unknown type " + std::to_string(frame.type) +
                             " arrived; run one version of Muster on all workers and servers");
   }
@@ -191,26 +192,32 @@ void ParameterServer::read(Session& session, Shard& shard, const Read& request, 
   net::Bytes payload;
   shard.read(request.chunk, request.part, request.at_least, deadline, [&](Bytes own, uint64_t steps) {
     values.steps = steps;
-    std::byte* to = request.shares ? session.channel->reach(request.place, own.size()) : nullptr;
-    if (request.shares && to == nullptr) throw InvalidArgument("values were asked to go to memory that is not shared");
-    if (to == nullptr) {
-      session.copy.resize(own.size());
-      to = session.copy.data();
-    }
+    std::byte* const to = place_for(session, request.shares, request.place, own.size());
     std::copy(own.begin(), own.end(), to);
     payload = {to, own.size()};
   });
   reply(session, values, {&payload, 1});
 }
 
+std::byte* ParameterServer::place_for(Session& session, bool shares, uint64_t place, size_t bytes) {
+  if (!shares) {
+    session.copy.resize(bytes);
+    return session.copy.data();
+  }
+  std::byte* const to = session.channel->reach(place, bytes);
+  if (to == nullptr) throw InvalidArgument("values were asked to go to memory that is not shared");
+  return to;
+}
+
+std::vector<uint32_t> ParameterServer::note_push(const Shard& shard, uint64_t step, bool is_fresh) {
+  const Lock lock(mutex_);
+  ++(is_fresh ? stats_.pushes : stats_.duplicates);
+  return is_fresh && shard.plan().is_synchronous() ? quorum_.pushers(step) : std::vector<uint32_t>();
+}
+
 void ParameterServer::hold(Session& session, Shard& shard, const Push& request, net::Frame& frame) {
   const bool is_fresh = shard.hold(session.rank, session.incarnation, request, frame.payload, std::move(frame.owner));
-  std::vector<uint32_t> pushers;
-  {
-    const Lock lock(mutex_);
-    ++(is_fresh ? stats_.pushes : stats_.duplicates);
-    if (is_fresh && shard.plan().is_synchronous()) pushers = quorum_.pushers(request.step);
-  }
+  const auto pushers = note_push(shard, request.step, is_fresh);
   reply(session, Pushed{request.step, request.chunk, is_fresh});
   if (!pushers.empty()) shard.sum_early(request.chunk, request.step, pushers);
 }
@@ -266,7 +273,7 @@ void ParameterServer::deal(Session& session, const Deal& request) {
   reply(session, dealt);
 }
 
-void ParameterServer::beat(Session& session, const Shard& shard, const Beat& request) {
+void ParameterServer::beat(Session& session, Shard& shard, const Beat& request) {
   if (request.wants_snapshot) {
     const Lock lock(snapshot_mutex_);
     snapshot_wanted_ = true;
@@ -287,8 +294,9 @@ void ParameterServer::leave(Session& session, Shard& shard) {
   reply(session, Done{});
 }
 
-uint64_t ParameterServer::durable(const Session& session, const Shard& shard) const {
-  if (config_.snapshots.empty()) return shard.least_step(session.rank, session.incarnation);
+uint64_t ParameterServer::durable(const Session& session, Shard& shard) const {
+  const bool owns_any = !shard.chunks().empty() || shard.tables().num_tables() > 0;
+  if (config_.snapshots.empty() || !owns_any) return shard.least_step(session.rank, session.incarnation);
   const Lock lock(snapshot_mutex_);
   if (shard.plan().is_synchronous()) return durable_step_;
   const auto found = durable_.find(session.rank);

@@ -1,21 +1,21 @@
-// What one server owns: chunks of parameters with their optimizer state, and the pushes that wait to be applied.
+// What one server owns: chunks of parameters with their optimizer state, tables, and the pushes that wait to be
+// applied.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "optimizer/flat_optimizer.h"
 #include "server/plan.h"
 #include "server/protocol.h"
+#include "server/pushes.h"
+#include "server/table_shard.h"
 
 namespace muster::server {
 
@@ -23,14 +23,13 @@ namespace muster::server {
 /// an InvalidArgument.
 class Shard {
  public:
-  /// Tells whether a rank that has not pushed a step still may; called with a chunk's mutex held.
-  using MayPush = std::function<bool(uint32_t rank, uint64_t step)>;
-
-  Shard(const Plan& plan, uint32_t server, MayPush may_push);
+  /// `may_push`: see Steps. Throws InvalidArgument for tables that no server can step.
+  Shard(const Plan& plan, uint32_t server, Steps::MayPush may_push);
   ~Shard();
 
   const Plan& plan() const noexcept { return plan_; }
   const std::vector<uint32_t>& chunks() const noexcept { return own_; }  ///< ascending
+  TableShard& tables() noexcept { return tables_; }
 
   /// Replaces a part of a chunk; `payload` has exactly its bytes. Creates state that is not there yet.
   void write(uint32_t chunk, Part part, Bytes payload);
@@ -41,11 +40,8 @@ class Shard {
   using Consume = std::function<void(Bytes values, uint64_t steps)>;
   void read(uint32_t chunk, Part part, uint64_t at_least, Deadline deadline, const Consume& consume);
 
-  /// Pushes of one worker that a chunk holds at once, at most.
-  static constexpr size_t kMaxHeld = 4;
-
   /// Keeps a push until it is applied; `owner` keeps its memory alive. False: it is held or applied already. Throws
-  /// InvalidArgument above kMaxHeld.
+  /// InvalidArgument above Pushes::kMaxHeld.
   bool hold(uint32_t rank, uint64_t incarnation, const Push& push, Bytes payload, std::shared_ptr<const void> owner);
 
   /// Adds what `members` pushed of a chunk, ahead of the demand, if all of them did.
@@ -54,15 +50,15 @@ class Shard {
   /// The statistics of the sums over `members` of every chunk. Waits for pushes that may still come.
   std::vector<double> sum(uint64_t step, const std::vector<uint32_t>& members, Deadline deadline);
 
-  /// See Apply. Several threads may apply one step: they divide its chunks. Synchronous: returns once every chunk has
-  /// made the step. Else steps from the pushes of `rank`, each once.
+  /// See Apply; of tables, too. Several threads may apply one step: they divide its chunks and tables. Synchronous:
+  /// returns once all have made the step. Else steps from the pushes of `rank`, each once.
   void apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline);
 
-  /// By chunk, the last applied step: of the worker's incarnation, where steps are not made together.
-  std::vector<uint64_t> steps(uint32_t rank, uint64_t incarnation) const;
+  /// By chunk, then by table, the last applied step: of the worker's incarnation, where steps are not made together.
+  std::vector<uint64_t> steps(uint32_t rank, uint64_t incarnation);
 
   /// The least of them.
-  uint64_t least_step(uint32_t rank, uint64_t incarnation) const;
+  uint64_t least_step(uint32_t rank, uint64_t incarnation);
 
   /// Drops what a worker pushed and nobody will apply: steps that are not made together.
   void drop_pushes(uint32_t rank);
@@ -73,22 +69,16 @@ class Shard {
   void stop();
 
   /// Bytes of pushes that are held.
-  int64_t held_bytes() const noexcept { return held_bytes_; }
+  int64_t held_bytes() const noexcept { return rules_.held_bytes; }
 
   /// A copy of a chunk: tensors by name, and what is applied.
   struct Image {
     std::map<std::string, at::Tensor> tensors;
-    uint64_t steps = 0;
-    std::vector<uint32_t> ranks;  ///< where steps are not made together: whose pushes are in it, up to which step
-    std::vector<uint64_t> incarnations;
-    std::vector<uint64_t> applied;
+    Pushes::Record made;
 
     template <class M, class W>
     static void visit(M& m, W& w) {
-      w.number(m.steps);
-      w.numbers(m.ranks, kMaxWorkers);
-      w.numbers(m.incarnations, kMaxWorkers);
-      w.numbers(m.applied, kMaxWorkers);
+      Pushes::Record::visit(m.made, w);
     }
   };
   Image image(uint32_t chunk);
@@ -97,62 +87,34 @@ class Shard {
   void restore(uint32_t chunk, const Image& image);
 
  private:
-  struct Contribution {
-    uint64_t incarnation = 0;
-    Bytes values;
-    std::shared_ptr<const void> owner;
-  };
-
-  struct Mark {
-    uint64_t incarnation = 0;
-    uint64_t step = 0;
-  };
-
-  using Contributions = std::map<uint32_t, Contribution>;  // by rank
-
-  struct State {
+  struct State : Pushes {
+    using Pushes::Pushes;
     Chunk chunk;
-    std::mutex mutex;
-    std::condition_variable changed;
-    // Guarded by mutex:
+    // Guarded by lock():
     at::Tensor memory;               // the parameters, with the gaps of chunk
     std::vector<at::Tensor> pieces;  // views of it
     std::unique_ptr<FlatOptimizer> optimizer;
-    uint64_t steps = 0;
-    std::map<uint32_t, Mark> marks;
-    std::map<uint64_t, Contributions> held;  // by step
     uint64_t summed_step = 0;
     std::vector<uint32_t> summed_members;
     at::Tensor sums;                 // the sum of several members
     const std::byte* sum = nullptr;  // where it is: in `sums`, or what the only member pushed
     std::vector<double> partials;
-    std::vector<double> made_partials;  // of step `steps`: a slow member may still ask for them
+    std::vector<double> made_partials;  // of the last step: a slow member may still ask for them
   };
-
-  using Lock = std::unique_lock<std::mutex>;
 
   State& state(uint32_t chunk) const;
   void make_optimizer(State& state, const FlatGroups& groups) const;
   at::Tensor part_of(const State& state, size_t piece, Part part) const;
-  void wait(State& state, Lock& lock, Deadline deadline, const char* what, const std::function<bool()>& ready);
-  std::vector<uint32_t> wait_for_pushes(State& state, Lock& lock, uint64_t step, const std::vector<uint32_t>& members,
-                                        Deadline deadline);
   void add(State& state, uint64_t step, const std::vector<uint32_t>& members);
-  std::shared_ptr<const Apply> command_of(uint64_t step) const;
   void apply_together(State& state, const Apply& apply, Deadline deadline);
   void apply_alone(State& state, uint32_t rank, uint64_t incarnation, const Apply& apply);
   void step(State& state, const Apply& apply, const std::byte* gradients) const;
-  void forget(State& state, std::map<uint64_t, Contributions>::iterator first,
-              std::map<uint64_t, Contributions>::iterator last);
 
   const Plan plan_;
-  const MayPush may_push_;
+  Steps rules_;
   std::vector<uint32_t> own_;
   std::map<uint32_t, std::unique_ptr<State>> states_;  // by chunk
-  mutable std::mutex command_mutex_;
-  std::shared_ptr<const Apply> command_;  // the last one of a synchronous job; guarded by command_mutex_
-  std::atomic<int64_t> held_bytes_{0};
-  std::atomic<bool> stopped_{false};
+  TableShard tables_;
 };
 
 }  // namespace muster::server

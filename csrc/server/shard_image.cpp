@@ -31,14 +31,9 @@ std::string name_of(const Plan& plan, const Piece& piece, Part part) {
 
 Shard::Image Shard::image(uint32_t chunk) {
   auto& own = state(chunk);
-  const Lock lock(own.mutex);
+  const auto lock = own.lock();
   Image image;
-  image.steps = own.steps;
-  for (const auto& [rank, mark] : own.marks) {
-    image.ranks.push_back(rank);
-    image.incarnations.push_back(mark.incarnation);
-    image.applied.push_back(mark.step);
-  }
+  image.made = own.record();
   if (!own.made_partials.empty()) {
     auto& partials = image.tensors[partials_name(plan_, own.chunk)];
     partials = at::empty({static_cast<int64_t>(own.made_partials.size())}, at::kDouble);
@@ -58,7 +53,7 @@ Shard::Image Shard::image(uint32_t chunk) {
 void Shard::restore(uint32_t chunk, const Image& image) {
   const at::NoGradGuard no_grad;
   auto& own = state(chunk);
-  const Lock lock(own.mutex);
+  const auto lock = own.lock();
   for (size_t i = 0; i < own.pieces.size(); ++i) {
     for (const auto part : kParts) {
       const std::string name = name_of(plan_, own.chunk.pieces[i], part);
@@ -76,14 +71,11 @@ void Shard::restore(uint32_t chunk, const Image& image) {
       set_part(*own.optimizer, own.pieces[i], i, part, found->second.view({-1}));
     }
   }
-  own.steps = image.steps;
+  own.restore(image.made);
   const auto partials = image.tensors.find(partials_name(plan_, own.chunk));
   if (partials != image.tensors.end() && partials->second.scalar_type() == at::kDouble) {
     const auto* const first = partials->second.const_data_ptr<double>();
     own.made_partials.assign(first, first + partials->second.numel());
-  }
-  for (size_t i = 0; i < image.ranks.size(); ++i) {
-    own.marks[image.ranks[i]] = {image.incarnations.at(i), image.applied.at(i)};
   }
 }
 

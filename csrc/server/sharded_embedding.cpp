@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randint.h>
 #include <torch/nn/functional/embedding.h>
+#include <torch/serialize/archive.h>
 #include <torch/types.h>
 
 #include <cmath>
@@ -13,6 +14,7 @@
 
 #include "muster/error.h"
 #include "server/row_initialiser.h"
+#include "server/row_source.h"
 
 namespace muster {
 
@@ -37,6 +39,11 @@ uint64_t draw_seed() {
 
 }  // namespace
 
+RowInitialiser initialiser_of(const ShardedEmbeddingOptions& options) {
+  const auto kind = options.init == RowInit::normal ? RowInitialiser::Kind::normal : RowInitialiser::Kind::uniform;
+  return {kind, options.scale, options.seed.value()};
+}
+
 ShardedEmbeddingImpl::ShardedEmbeddingImpl(int64_t num_embeddings, int64_t dim, const ShardedEmbeddingOptions& options)
     : num_embeddings_(num_embeddings), dim_(dim), options_(options) {
   if (num_embeddings < 1 || dim < 1) {
@@ -46,16 +53,23 @@ ShardedEmbeddingImpl::ShardedEmbeddingImpl(int64_t num_embeddings, int64_t dim, 
   if (!(options.scale >= 0) || !std::isfinite(options.scale)) {
     throw InvalidArgument("scale=" + std::to_string(options.scale) + " must be finite and not negative");
   }
-  seed_ = options.seed ? *options.seed : draw_seed();
+  if (!options_.seed) options_.seed = draw_seed();
   reset();
 }
 
 void ShardedEmbeddingImpl::reset() {
   const at::NoGradGuard no_grad;
-  const auto kind = options_.init == RowInit::normal ? RowInitialiser::Kind::normal : RowInitialiser::Kind::uniform;
+  if (options_.on_servers) {
+    weight = register_parameter("weight", make_row_stub(num_embeddings_, dim_));
+    return;
+  }
   auto values = at::empty({num_embeddings_, dim_}, at::kFloat);
-  RowInitialiser{kind, options_.scale, seed_}.fill_rows(values);
+  initialiser_of(options_).fill_rows(values);
   weight = register_parameter("weight", values);
+}
+
+void ShardedEmbeddingImpl::save(torch::serialize::OutputArchive& archive) const {
+  archive.write("weight", whole_rows(weight));
 }
 
 void ShardedEmbeddingImpl::pretty_print(std::ostream& stream) const {
@@ -67,11 +81,14 @@ void ShardedEmbeddingImpl::pretty_print(std::ostream& stream) const {
 at::Tensor ShardedEmbeddingImpl::forward(const at::Tensor& ids, const at::Tensor& offsets,
                                          const at::Tensor& per_sample_weights) {
   check_ids(ids, num_embeddings_);
+  const auto pulled = pull_rows(weight, ids);
+  const auto& rows = pulled ? pulled->rows : weight;
+  const auto& places = pulled ? pulled->ids : ids;
   if (!options_.mode) {
     if (offsets.defined() || per_sample_weights.defined()) {
       throw InvalidArgument("offsets and per_sample_weights are for bags; set mode to Reduction::sum or ::mean");
     }
-    return functional::embedding(ids, weight, functional::EmbeddingFuncOptions().sparse(true));
+    return functional::embedding(places, rows, functional::EmbeddingFuncOptions().sparse(true));
   }
   auto options =
       functional::EmbeddingBagFuncOptions().sparse(true).offsets(offsets).per_sample_weights(per_sample_weights);
@@ -80,7 +97,7 @@ at::Tensor ShardedEmbeddingImpl::forward(const at::Tensor& ids, const at::Tensor
   } else {
     options.mode(torch::kMean);
   }
-  return functional::embedding_bag(ids, weight, options);
+  return functional::embedding_bag(places, rows, options);
 }
 
 }  // namespace muster

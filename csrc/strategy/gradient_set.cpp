@@ -115,7 +115,8 @@ void GradientSet::build_engines() {
     std::vector<NamedParameter> parameters;
     for (int p : trainable_) {
       const auto index = static_cast<size_t>(p);
-      parameters.push_back({registry_.name(index), registry_.parameter(r, index)});
+      const bool has_rows = groups_.servers && registry_.rows_of(index) != nullptr;
+      parameters.push_back({registry_.name(index), registry_.parameter(r, index), has_rows});
     }
     GradientEngineOptions options;
     options.bucket_bytes = groups_.buckets.usual;
@@ -286,6 +287,7 @@ void GradientSet::close_window(int local_replica, const Failure& own_failure, bo
     tail.non_finite(replica) = engine.first_non_finite() + 1;
     engine.add_counts(tail.counts());
   }
+  if (servers_) push_rows(failure);
   if (is_on_device()) {
     close_on_device(r, tail, failure);
   } else if (servers_ && servers_->is_synchronous()) {

@@ -205,6 +205,7 @@ class GradientSet {
   void fill_tail(size_t local_replica, const Tail& tail, const Failure& failure, double buffer_share);
   at::Tensor integers_of(size_t local_replica) const;
   std::string metrics_of(size_t local_replica) const;
+  void push_rows(const Failure& failure);
   void end_unchanged();
   void check_dense(const Tail& tail);
   void step_on_servers(const Tail& tail, const FlatGroups& groups);
@@ -212,7 +213,8 @@ class GradientSet {
   void enqueue_norm(const Tail& tail, const at::Tensor& numbers, double loss_scale, kernels::LossScaleState* scale,
                     const DeviceReport& report);
   void enqueue_means(const std::vector<at::Tensor>& sums, bool clips);
-  std::vector<at::Tensor> dense_sums(const Tail& tail) const;
+  std::vector<at::Tensor> used_sums(const Tail& tail) const;
+  std::vector<at::Tensor> dense_sums(const Tail& tail) const;  // with the values of sparse ones
   Tail tail_of(const at::Tensor& tail) const;
   void merge_buffers(const Tail& tail);
   void note_buffers();

@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "muster/error.h"
+#include "server/row_source.h"
 #include "strategy/text_exchange.h"
 
 namespace muster {
@@ -64,7 +65,7 @@ void assign(const at::Tensor& tensor, const at::Tensor& values) {
 }
 
 void broadcast_values(const at::Tensor& tensor, comm::Communicator& workers) {
-  if (workers.size() == 1 || tensor.numel() == 0) return;
+  if (workers.size() == 1 || tensor.numel() == 0 || is_row_stub(tensor)) return;
   const auto values = tensor.detach();
   if (values.is_non_overlapping_and_dense()) {
     workers.broadcast(values, 0).wait();
@@ -220,6 +221,11 @@ void ParameterRegistry::follow_moves(bool copies_all) {
       }
     }
   }
+}
+
+const RowInitialiser* ParameterRegistry::rows_of(size_t parameter) const noexcept {
+  const auto found = rows_.find(parameter);
+  return found == rows_.end() ? nullptr : &found->second;
 }
 
 }  // namespace muster

@@ -2,17 +2,25 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <span>
 #include <utility>
 
 #include "core/ownership.h"
 #include "muster/error.h"
 #include "server/chunk_parts.h"
+#include "server/row_source.h"
 
 namespace muster {
 
@@ -27,9 +35,17 @@ server::Plan plan_of(const ServerJob& job, int workers, double timeout, const Se
   server::Plan plan;
   for (size_t p = 0; p < given.tensors.size(); ++p) {
     const auto& tensor = given.tensors[p];
+    if (given.rows[p] != nullptr) {
+      plan.tables.push_back({.name = given.names[p],
+                             .num_rows = tensor.size(0),
+                             .dim = tensor.size(1),
+                             .initialiser = *given.rows[p],
+                             .group = given.group_of[p]});
+      continue;
+    }
     plan.parameters.push_back({given.names[p], tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()});
+    plan.group_of.push_back(given.group_of[p]);
   }
-  plan.group_of = given.group_of;
   plan.groups = given.groups;
   plan.servers = static_cast<uint32_t>(job.channels.size());
   plan.workers = static_cast<uint32_t>(workers);
@@ -44,6 +60,11 @@ server::ClientConfig client_of(const ServerJob& job, int rank, const server::Pla
   config.rank = static_cast<uint32_t>(rank);
   config.plan = plan;
   return config;
+}
+
+template <class T>
+std::span<T> values_of(const at::Tensor& tensor) {
+  return {tensor.mutable_data_ptr<T>(), static_cast<size_t>(tensor.numel())};
 }
 
 std::byte* bytes_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.mutable_data_ptr()); }
@@ -71,12 +92,19 @@ at::Tensor part_of(const at::Tensor& parameter, const FlatOptimizer& optimizer, 
 ServerWindow::ServerWindow(const ServerJob& job, int rank, int workers, double timeout, const ServerParameters& given)
     : plan_(plan_of(job, workers, timeout, given)),
       rank_(static_cast<uint32_t>(rank)),
-      parameters_(given.tensors),
       groups_(given.groups),
       client_(client_of(job, rank, plan_)),
-      chunks_of_(parameters_.size()),
-      sums_(parameters_.size()) {
-  for (const auto& parameter : parameters_) {
+      chunks_of_(plan_.parameters.size()),
+      sums_(plan_.parameters.size()) {
+  for (size_t p = 0; p < given.tensors.size(); ++p) {
+    const auto& parameter = given.tensors[p];
+    const bool is_table = given.rows[p] != nullptr;
+    places_.push_back({is_table, is_table ? tables_.size() : parameters_.size()});
+    if (is_table) {
+      tables_.push_back({parameter, 0, !is_row_stub(parameter), nullptr});
+      continue;
+    }
+    parameters_.push_back(parameter);
     const bool is_dense = parameter.is_non_overlapping_and_dense();
     strides_.push_back(is_dense ? parameter.strides().vec() : c10::TensorType::contiguousStridesOf(parameter.sizes()));
   }
@@ -103,22 +131,28 @@ void ServerWindow::connect(const ServerParameters& given, bool is_chief) {
     for (const auto part : {Part::parameter, Part::state0, Part::state1, Part::state2, Part::master, Part::steps}) {
       give(given, part);
     }
+    give_rows(given);
     client_.start();
   }
   step_ = client_.join();
   client_.read(Part::parameter, 0, landing_);
   take_values();
+  leave_rows();
 }
 
 // The part of every chunk, where the optimizer has it.
 void ServerWindow::give(const ServerParameters& given, Part part) {
+  std::vector<size_t> position;
+  for (size_t p = 0; p < places_.size(); ++p) {
+    if (!places_[p].is_table) position.push_back(given.position[p]);
+  }
   for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
     const auto& chunk = client_.chunks()[c];
     at::Tensor values;
     for (size_t i = 0; i < chunk.pieces.size(); ++i) {
       const auto& piece = chunk.pieces[i];
       const auto p = static_cast<size_t>(piece.parameter);
-      const auto whole = part_of(parameters_[p], *given.optimizer, given.position[p], part);
+      const auto whole = part_of(parameters_[p], *given.optimizer, position[p], part);
       if (!whole.defined()) continue;
       if (!values.defined()) values = at::zeros({server::numel_of(chunk, part)}, server::dtype_of(chunk, part));
       const auto [offset, count] = server::place_of(chunk, i, part);
@@ -139,21 +173,38 @@ at::Tensor ServerWindow::flat_of(size_t parameter, at::Tensor values) const {
 void ServerWindow::open() {
   if (is_open_)
     throw CommError("a window was cut short by an error, so that servers hold half of it; start the job again");
-  for (size_t p = 0; p < parameters_.size(); ++p) {
-    if (parameters_[p]._version() == versions_[p]) continue;
-    throw InvalidArgument("parameter '" + plan_.parameters[p].name +
+  const auto check = [](const std::string& name, bool was_written) {
+    if (!was_written) return;
+    throw InvalidArgument("parameter '" + name +
                           "' was written outside step(), where the parameter servers, which hold it, do not see it; "
                           "change parameters before the first step, or under another strategy");
+  };
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    check(plan_.parameters[p].name, parameters_[p]._version() != versions_[p]);
+  }
+  for (size_t t = 0; t < tables_.size(); ++t) {
+    const auto& weight = tables_[t].weight;
+    check(plan_.tables[t].name, weight._version() != tables_[t].version || !is_row_stub(weight));
   }
   for (size_t c = 0; c < missing_.size(); ++c) missing_[c] = client_.chunks()[c].pieces.size();
 }
 
 void ServerWindow::take(size_t parameter, const at::Tensor& sums) {
   is_open_ = true;
-  sums_[parameter] = sums;
-  for (const uint32_t chunk : chunks_of_[parameter]) {
+  const size_t p = places_[parameter].index;
+  sums_[p] = sums;
+  for (const uint32_t chunk : chunks_of_[p]) {
     if (--missing_[chunk] == 0) push(chunk);
   }
+}
+
+void ServerWindow::take_rows(size_t parameter, const at::Tensor& sums) {
+  is_open_ = true;
+  const auto table = static_cast<uint32_t>(places_[parameter].index);
+  if (!sums.defined()) return client_.push_rows(step_ + 1, table, {}, {});
+  const auto rows = sums._indices().view({-1}).contiguous();
+  const auto values = sums._values().contiguous();
+  client_.push_rows(step_ + 1, table, values_of<int64_t>(rows), values_of<float>(values));
 }
 
 void ServerWindow::push(uint32_t c) {
@@ -189,13 +240,23 @@ std::vector<std::pair<uint32_t, std::string>> ServerWindow::agree(const at::Tens
 
 std::vector<double> ServerWindow::partials(const std::function<bool(size_t parameter)>& is_used) {
   const auto all = client_.sum(step_ + 1, decision_.members);
-  std::vector<double> used;
-  auto next = all.begin();
+  // Where the tiles of each parameter of the plan begin: chunks have them in order.
+  std::vector<size_t> tiles(parameters_.size() + 1);
   for (const auto& chunk : client_.chunks()) {
     for (const auto& piece : chunk.pieces) {
-      const auto end = next + static_cast<ptrdiff_t>(kernels::num_tiles(static_cast<size_t>(piece.run.count)));
-      if (is_used(static_cast<size_t>(piece.parameter))) used.insert(used.end(), next, end);
-      next = end;
+      tiles[static_cast<size_t>(piece.parameter) + 1] += kernels::num_tiles(static_cast<size_t>(piece.run.count));
+    }
+  }
+  std::partial_sum(tiles.begin(), tiles.end(), tiles.begin());
+  std::vector<double> used;
+  for (size_t p = 0; p < places_.size(); ++p) {
+    if (!is_used(p)) continue;
+    const size_t i = places_[p].index;
+    if (places_[p].is_table) {
+      used.insert(used.end(), all.tables[i].begin(), all.tables[i].end());
+    } else {
+      const auto first = all.chunks.begin();
+      used.insert(used.end(), first + static_cast<ptrdiff_t>(tiles[i]), first + static_cast<ptrdiff_t>(tiles[i + 1]));
     }
   }
   return used;
@@ -211,10 +272,14 @@ server::Apply ServerWindow::command(const kernels::StepScalars& scalars) const {
   return apply;
 }
 
-void ServerWindow::step(const kernels::StepScalars& scalars, const FlatGroups& groups, std::vector<uint32_t> unused) {
+void ServerWindow::step(const kernels::StepScalars& scalars, const FlatGroups& groups,
+                        const std::vector<size_t>& unused) {
   groups_ = groups;
   auto apply = command(scalars);
-  apply.unused = std::move(unused);
+  for (const size_t parameter : unused) {
+    const auto [is_table, index] = places_[parameter];
+    (is_table ? apply.unused_tables : apply.unused).push_back(static_cast<uint32_t>(index));
+  }
   finish(apply, /*changes=*/true);
 }
 
@@ -316,7 +381,109 @@ std::vector<at::Tensor> ServerWindow::fetch(Part part) {
       elements_of(whole[p], chunk.pieces[i].run).copy_(piece);
     }
   }
-  return whole;
+  std::vector<at::Tensor> found(places_.size());
+  for (size_t p = 0; p < places_.size(); ++p) {
+    const auto [is_table, index] = places_[p];
+    found[p] = is_table ? fetch_table(index, part) : whole[index];
+  }
+  return found;
+}
+
+// What an embedding of the window asks for.
+class ServerWindow::Rows : public RowSource {
+ public:
+  Rows(ServerWindow& window, size_t table) : window_(window), table_(table) {}
+
+  at::Tensor pull(const at::Tensor& rows) override {
+    const auto numbers = rows.contiguous();
+    auto values = at::empty({numbers.numel(), window_.plan_.tables[table_].dim}, at::kFloat);
+    window_.client_.pull_rows(static_cast<uint32_t>(table_), window_.is_synchronous() ? window_.step_ : 0,
+                              values_of<int64_t>(numbers), values_of<float>(values));
+    return values;
+  }
+
+  at::Tensor whole() override { return window_.fetch_table(table_, Part::parameter); }
+
+ private:
+  ServerWindow& window_;
+  size_t table_;
+};
+
+// Those that were written, or stepped, before.
+void ServerWindow::give_rows(const ServerParameters& given) {
+  constexpr int64_t kBlockElements = int64_t{1} << 20;
+  for (size_t p = 0; p < places_.size(); ++p) {
+    if (!places_[p].is_table) continue;
+    const size_t t = places_[p].index;
+    const auto table = static_cast<uint32_t>(t);
+    const auto& spec = plan_.tables[t];
+    const auto& weight = tables_[t].weight;
+    const auto& steps = given.optimizer->step_count(given.position[p]);
+    if (steps.defined()) client_.write_row_steps(table, static_cast<uint64_t>(steps.item<float>()));
+    if (!tables_[t].was_here) continue;
+    const int64_t block = std::max<int64_t>(kBlockElements / spec.dim, 1);
+    for (int64_t begin = 0; begin < spec.num_rows; begin += block) {
+      const int64_t count = std::min(block, spec.num_rows - begin);
+      const auto values = weight.detach().narrow(0, begin, count).contiguous();
+      const auto first = at::empty_like(values);
+      spec.initialiser.fill_rows(first, begin);
+      std::vector<at::Tensor> states;
+      for (const auto part : {Part::state0, Part::state1, Part::state2}) {
+        const auto state = part_of(weight, *given.optimizer, given.position[p], part);
+        if (state.defined()) states.push_back(state.narrow(0, begin, count));
+      }
+      auto state = at::zeros({count, client_.state_width(table)}, at::kFloat);
+      if (!states.empty()) state.copy_(at::cat(states, 1));
+      const auto differs = values.ne(first).any(1).logical_or(state.ne(0).any(1));
+      const auto rows = differs.nonzero().view({-1});
+      if (rows.numel() == 0) continue;
+      const auto numbers = at::add(rows, begin);
+      const auto written = values.index_select(0, rows);
+      state = state.index_select(0, rows);
+      client_.write_rows(table, values_of<int64_t>(numbers), values_of<float>(written), values_of<float>(state));
+    }
+  }
+}
+
+void ServerWindow::leave_rows() {
+  for (size_t t = 0; t < tables_.size(); ++t) {
+    auto& table = tables_[t];
+    if (table.was_here) table.weight.set_data(make_row_stub(plan_.tables[t].num_rows, plan_.tables[t].dim));
+    table.version = table.weight._version();
+    table.source = std::make_shared<Rows>(*this, t);
+    set_row_source(table.weight, table.source);
+  }
+}
+
+void ServerWindow::bring_rows_back() noexcept {
+  for (size_t t = 0; t < tables_.size(); ++t) {
+    if (!tables_[t].was_here) continue;
+    try {
+      tables_[t].weight.set_data(fetch_table(t, Part::parameter));
+    } catch (const std::exception&) {
+      return;
+    }
+  }
+}
+
+// Undefined where there is no such part.
+at::Tensor ServerWindow::fetch_table(size_t t, Part part) {
+  const at::NoGradGuard no_grad;
+  if (part == Part::master) return {};
+  const auto table = static_cast<uint32_t>(t);
+  const auto& spec = plan_.tables[t];
+  const int64_t which = static_cast<int64_t>(part) - static_cast<int64_t>(Part::state0);
+  if (part != Part::parameter && part != Part::steps && (which + 1) * spec.dim > client_.state_width(table)) return {};
+  auto touched = client_.fetch_rows(table, is_synchronous() ? step_ : 0);
+  if (part == Part::steps) return at::scalar_tensor(static_cast<double>(touched.steps), at::kFloat);
+  auto whole = at::zeros({spec.num_rows, spec.dim}, at::kFloat);
+  if (part == Part::parameter) spec.initialiser.fill_rows(whole);
+  const auto count = static_cast<int64_t>(touched.rows.size());
+  if (count == 0) return whole;
+  const auto rows = at::from_blob(touched.rows.data(), {count}, at::kLong);
+  auto& values = part == Part::parameter ? touched.values : touched.states;
+  const auto all = at::from_blob(values.data(), {count, static_cast<int64_t>(values.size()) / count}, at::kFloat);
+  return whole.index_copy_(0, rows, part == Part::parameter ? all : all.narrow(1, which * spec.dim, spec.dim));
 }
 
 }  // namespace muster

@@ -11,6 +11,7 @@
 
 #include "optimizer/flat_optimizer.h"
 #include "server/client.h"
+#include "server/row_initialiser.h"
 #include "server/server.h"
 
 namespace muster {
@@ -29,17 +30,21 @@ struct ServerParameters {
   const FlatOptimizer* optimizer = nullptr;  ///< whose state servers take over
   std::vector<size_t> position;              ///< in the optimizer, by parameter
   std::vector<uint32_t> group_of;            ///< by parameter
+  std::vector<const RowInitialiser*> rows;   ///< by parameter; not null: the weight of an embedding
   FlatGroups groups;
 };
 
 /// Owned by the thread that steps; take() is called by autograd's hooks while that thread waits for them. Everything
 /// that reaches a server throws PeerLost naming one that is gone, server::Fenced when this worker no longer counts, and
 /// Timeout; a window that was cut short by an error cannot be taken up again.
+///
+/// The rows of an embedding's weight are on the servers alone: the weight becomes a stub whose row source is this.
 class ServerWindow {
  public:
   /// Connects; the first worker's plan counts. Where the servers hold no values yet rank 0 gives them its own, and the
   /// optimizer's state; every worker then has theirs. Blocks until rank 0 has. Throws LayoutMismatch naming the first
-  /// difference to what the servers hold, InvalidArgument for a parameter that they cannot step.
+  /// difference to what the servers hold, InvalidArgument for a parameter that they cannot step. Of rows, rank 0 gives
+  /// those that differ from what they are at first.
   ServerWindow(const ServerJob& job, int rank, int workers, double timeout, const ServerParameters& parameters);
   /// Leaves.
   ~ServerWindow();
@@ -56,6 +61,12 @@ class ServerWindow {
   /// parameter once a window. They must stay as they are until agree() or step(). What is complete leaves.
   void take(size_t parameter, const at::Tensor& sums);
 
+  /// Whether a parameter's rows are on the servers alone; it is then left out of take().
+  bool has_rows(size_t parameter) const noexcept { return places_[parameter].is_table; }
+  /// The window's sums of its rows: coalesced COO, fp32; undefined where there are none. Every one once a window,
+  /// before agree() and step().
+  void take_rows(size_t parameter, const at::Tensor& sums);
+
   /// Synchronous, after take() of all: adds `tail` (fp64) over the workers that count, in place and along the tree, and
   /// returns their records in rank order, (rank, record). Waits for them.
   std::vector<std::pair<uint32_t, std::string>> agree(const at::Tensor& tail, std::string record);
@@ -70,7 +81,7 @@ class ServerWindow {
 
   /// Steps on the servers, the parameters but `unused` (ascending), and brings their values here: in a synchronous job
   /// this step's, else the newest; there it waits while this worker is too far ahead.
-  void step(const kernels::StepScalars& scalars, const FlatGroups& groups, std::vector<uint32_t> unused);
+  void step(const kernels::StepScalars& scalars, const FlatGroups& groups, const std::vector<size_t>& unused);
 
   /// Ends the window without changing anything.
   void skip();
@@ -89,9 +100,30 @@ class ServerWindow {
   /// where there is none.
   std::vector<at::Tensor> fetch(server::Part part);
 
+  /// Gives weights all their rows again, but those that had none here to begin with. Never throws: where servers are
+  /// gone, stubs stay.
+  void bring_rows_back() noexcept;
+
  private:
+  class Rows;
+
+  /// Where a parameter is in the plan.
+  struct Place {
+    bool is_table;
+    size_t index;
+  };
+  struct Table {
+    at::Tensor weight;
+    int64_t version;  // of the weight, as the stub that it is
+    bool was_here;
+    std::shared_ptr<Rows> source;
+  };
+
   void connect(const ServerParameters& given, bool is_chief);
   void give(const ServerParameters& given, server::Part part);
+  void give_rows(const ServerParameters& given);
+  void leave_rows();
+  at::Tensor fetch_table(size_t table, server::Part part);
   void push(uint32_t chunk);
   void take_values();
   server::Apply command(const kernels::StepScalars& scalars) const;
@@ -100,15 +132,17 @@ class ServerWindow {
 
   const server::Plan plan_;
   const uint32_t rank_;
-  std::vector<at::Tensor> parameters_;
-  std::vector<std::vector<int64_t>> strides_;  // of slots, by parameter
-  std::vector<int64_t> versions_;              // of parameters, after the last step
-  FlatGroups groups_;                          // of the last step
+  std::vector<Place> places_;                  // by parameter
+  std::vector<at::Tensor> parameters_;         // those of the plan: but for tables
+  std::vector<std::vector<int64_t>> strides_;  // of slots, by parameter of the plan
+  std::vector<int64_t> versions_;              // of these parameters, after the last step
+  std::vector<Table> tables_;
+  FlatGroups groups_;  // of the last step
   server::ServerClient client_;
-  std::vector<std::vector<uint32_t>> chunks_of_;  // by parameter, one for each of its pieces
+  std::vector<std::vector<uint32_t>> chunks_of_;  // by parameter of the plan, one for each piece
   std::vector<std::byte*> landing_;               // by chunk: parameters that are read
   uint64_t step_ = 0;                             // the last one that ended
-  std::vector<at::Tensor> sums_;                  // of the window, by parameter
+  std::vector<at::Tensor> sums_;                  // of the window, by parameter of the plan
   std::vector<size_t> missing_;                   // of the window: pieces by chunk
   std::vector<server::BatchId> batches_;          // of the window
   bool is_open_ = false;                          // something of the window was taken

@@ -10,6 +10,7 @@
 #include <unordered_map>
 
 #include "muster/error.h"
+#include "muster/sharded_embedding.h"
 #include "optimizer/flat_state.h"
 #include "strategy/collectives.h"
 #include "strategy/dealing.h"
@@ -305,6 +306,10 @@ void Strategy::add_module(Modules replicas) {
   const auto tensors = module.tensors();
   claim(tensors, state_.get());
   state_->core->add_module(tensors);
+  for (const auto& submodule : module.replicas().front()->modules()) {
+    const auto* const embedding = submodule->as<ShardedEmbeddingImpl>();
+    if (embedding != nullptr) state_->core->note_rows(embedding->weight, initialiser_of(embedding->options()));
+  }
   module.note_buffers();
   state_->modules.push_back(std::move(module));
 }

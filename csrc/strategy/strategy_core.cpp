@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Type.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 
 #include "comm/kernel_status.h"
 #include "muster/error.h"
+#include "server/row_source.h"
 
 namespace muster {
 
@@ -59,6 +61,9 @@ void StrategyCore::close() {
   closed_ = true;
   pool_->stop();
   const bool had_servers = has_servers();
+  for (const auto& set : sets_) {
+    if (set->servers() != nullptr) set->servers()->bring_rows_back();
+  }
   sets_.clear();
   if (had_servers) wait_for_leavers();
   if (groups_.servers) groups_.servers->embedded.reset();
@@ -110,6 +115,21 @@ int StrategyCore::add_module(ModuleTensors module) {
   const int number = registry_.add(std::move(module), *groups_.workers);
   if (is_first) choose_buckets();
   return number;
+}
+
+void StrategyCore::note_rows(const at::Tensor& weight, RowInitialiser initialiser) {
+  check_open();
+  const auto p = static_cast<size_t>(registry_.find(weight));
+  if (!groups_.servers) {
+    if (!is_row_stub(weight)) return;
+    throw InvalidArgument("the rows of '" + registry_.name(p) +
+                          "' were left to parameter servers (on_servers), which this strategy has not; use "
+                          "ParameterServerStrategy, or leave on_servers out");
+  }
+  const auto seed = at::scalar_tensor(static_cast<int64_t>(initialiser.seed), at::kLong);
+  workers().broadcast(seed, 0).wait();
+  initialiser.seed = static_cast<uint64_t>(seed.item<int64_t>());
+  registry_.note_rows(p, initialiser);
 }
 
 // On a device the first reductions set up connections and their time says little.

@@ -76,22 +76,29 @@ bool GradientSet::all_finite(const Tail& tail) const {
   return true;
 }
 
-std::vector<at::Tensor> GradientSet::dense_sums(const Tail& tail) const {
+std::vector<at::Tensor> GradientSet::used_sums(const Tail& tail) const {
   std::vector<at::Tensor> sums;
   for (size_t p = 0; p < trainable_.size(); ++p) {
     const auto& values = values_of(tail, p);
-    if (values.defined()) sums.push_back(dense_values(values));
+    if (values.defined()) sums.push_back(values);
   }
+  return sums;
+}
+
+std::vector<at::Tensor> GradientSet::dense_sums(const Tail& tail) const {
+  auto sums = used_sums(tail);
+  for (auto& sum : sums) sum = dense_values(sum);
   return sums;
 }
 
 void GradientSet::take_norm(const Tail& tail, double loss_scale) {
   const double clip_norm = options_.clip_norm.value_or(0);
   if (servers_ && servers_->is_synchronous()) {
-    const auto partials = servers_->partials([&](size_t p) { return tail.counts()[p] > 0; });
+    const auto partials = servers_->partials(
+        [&](size_t p) { return tail.counts()[servers_->has_rows(p) ? trainable_.size() + p : p] > 0; });
     return finish_norm(partials, tail.data(), clip_norm, loss_scale, scalars_);
   }
-  if (!to_owners_) return muster::take_norm(dense_sums(tail), tail.data(), clip_norm, loss_scale, scalars_);
+  if (!to_owners_) return muster::take_norm(used_sums(tail), tail.data(), clip_norm, loss_scale, scalars_);
   std::vector<double> partials;
   bool has_doubles = false;
   for (size_t p = 0; p < trainable_.size(); ++p) {
@@ -99,7 +106,7 @@ void GradientSet::take_norm(const Tail& tail, double loss_scale) {
     if (!values.defined()) continue;
     has_doubles |= values.scalar_type() == at::kDouble;
     if (values.is_sparse()) {
-      append_partials({dense_values(values)}, partials);
+      append_partials({values}, partials);
     } else {
       engines_.front()->owners()->append_partials(p, partials);
     }

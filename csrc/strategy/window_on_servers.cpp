@@ -54,9 +54,17 @@ void GradientSet::connect_servers(const FlatOptimizer& optimizer, const std::vec
     given.tensors.push_back(registry_.parameter(0, p));
     given.position.push_back(static_cast<size_t>(found - parameters.begin()));
     given.group_of.push_back(optimizer.group(given.position.back()));
+    given.rows.push_back(registry_.rows_of(p));
   }
   servers_ =
       std::make_unique<ServerWindow>(*groups_.servers, topology_.rank, topology_.num_workers, options_.timeout, given);
+}
+
+// None of a window that failed here: it changes nothing.
+void GradientSet::push_rows(const Failure& failure) {
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    if (servers_->has_rows(p)) servers_->take_rows(p, failure ? at::Tensor() : engines_.front()->sparse_sum(p));
+  }
 }
 
 void GradientSet::close_on_servers(const Tail& tail, const Failure& failure) {
@@ -100,21 +108,22 @@ void GradientSet::end_unchanged() {
 void GradientSet::check_dense(const Tail& tail) {
   const double* const sparse = tail.counts() + trainable_.size();
   for (size_t p = 0; p < trainable_.size(); ++p) {
-    if (sparse[p] <= 0) continue;
+    if (sparse[p] <= 0 || servers_->has_rows(p)) continue;
     drop_window();
     end_unchanged();
     throw InvalidArgument("parameter '" + engines_.front()->parameters()[p].name +
-                          "' has a sparse gradient, which parameter servers do not take; build its embedding with "
-                          "sparse=False");
+                          "' has a sparse gradient, which parameter servers take of a muster ShardedEmbedding alone; "
+                          "use one, or build the embedding with sparse=False");
   }
 }
 
 void GradientSet::step_on_servers(const Tail& tail, const FlatGroups& groups) {
-  std::vector<uint32_t> unused;
+  const double* const counts = tail.counts();
+  std::vector<size_t> unused;
   for (size_t p = 0; p < trainable_.size(); ++p) {
-    if (!values_of(tail, p).defined()) unused.push_back(static_cast<uint32_t>(p));
+    if (counts[servers_->has_rows(p) ? trainable_.size() + p : p] <= 0) unused.push_back(p);
   }
-  servers_->step(scalars_, groups, std::move(unused));
+  servers_->step(scalars_, groups, unused);
 }
 
 }  // namespace muster

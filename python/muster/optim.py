@@ -220,15 +220,41 @@ class SGD(_Flat, torch.optim.SGD):
 
 
 class Adagrad(_Flat, torch.optim.Adagrad):
-    """torch.optim.Adagrad, flat."""
+    """torch.optim.Adagrad, flat. Of a ``ShardedEmbedding``'s weight that is ``on_servers`` it makes no state when built,
+    where torch's would take the table's memory; that state starts at 0."""
 
     _algorithm = "adagrad"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._hidden: list[tuple[Tensor, Tensor]] | None = []
+        try:
+            super().__init__(*args, **options)
+        finally:
+            for weight, stub in self._hidden:
+                weight.data = stub
+                self.state.pop(weight, None)
+            self._hidden = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        super().add_param_group(param_group)
+        if self._hidden is None:
+            return
+        for weight in self.param_groups[-1]["params"]:
+            if _C.is_row_stub(weight):
+                self._hidden.append((weight, weight.data))
+                weight.data = weight.data[:0]
 
     def state_by_position(self) -> dict[int, Mapping[str, Any]]:
         """`state`; a parameter of a group that was added later starts as the constructor's."""
         initial = self.defaults["initial_accumulator_value"]
         for parameter in self.parameters_by_position():
-            if not self.state.get(parameter):
+            if _C.is_row_stub(parameter):
+                if initial != 0:
+                    raise InvalidArgument(
+                        f"initial_accumulator_value={initial}: rows on parameter servers start at 0; leave it out"
+                    )
+            elif not self.state.get(parameter):
                 self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.full_like(parameter, initial)}
         return super().state_by_position()
 

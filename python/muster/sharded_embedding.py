@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,13 @@ class ShardedEmbedding(nn.Module):
     their values and moments; the step count is that of ``weight``. What moves every row at every step (SGD's momentum
     and, but for Adam and AdamW, weight decay) steps the whole table.
 
+    Under ``ParameterServerStrategy`` rows are divided over the servers from the first step on: the module pulls those
+    that its ids name, each once, and the step pushes their gradients. ``weight`` is then a stub of NaN without memory,
+    ``state_dict()`` and copies fetch all rows, and ``close()`` brings them back; call the module from the thread that
+    steps.
+    Rows that were never used take no memory on servers. What moves every row at every step is refused there. With
+    ``on_servers=True`` ``weight`` takes no memory here from the beginning, for that strategy alone.
+
     First values are ``init="normal"`` of mean 0 and standard deviation ``scale``, or ``"uniform"`` in
     ``(-scale, scale)``. Those of a row follow from ``(seed, row)`` alone; ``seed=None`` draws one from torch's default
     generator.
@@ -45,6 +53,7 @@ class ShardedEmbedding(nn.Module):
         init: Literal["normal", "uniform"] = "normal",
         scale: float = 1.0,
         seed: int | None = None,
+        on_servers: bool = False,
     ) -> None:
         super().__init__()
         if num_embeddings < 1 or dim < 1:
@@ -64,12 +73,20 @@ class ShardedEmbedding(nn.Module):
         self.mode = mode
         self.init = init
         self.scale = scale
+        self.on_servers = on_servers
         self.seed = int(torch.randint(2**63 - 1, (1,))) if seed is None else seed
+        if on_servers:
+            self.weight = nn.Parameter(_C.make_row_stub(num_embeddings, dim))
+            return
         self.weight = nn.Parameter(torch.empty(num_embeddings, dim, dtype=torch.float32, device="cpu"))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Gives `weight` its first values again."""
+        """Gives `weight` its first values again. An InvalidArgument where its rows are on servers."""
+        if _C.is_row_stub(self.weight):
+            raise InvalidArgument(
+                "the rows are on parameter servers; their first values follow from init, scale and seed"
+            )
         values = torch.empty(self.num_embeddings, self.dim, dtype=torch.float32, device="cpu")
         _C.fill_rows(values, self.init, self.scale, self.seed)
         with torch.no_grad():
@@ -78,13 +95,34 @@ class ShardedEmbedding(nn.Module):
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Rows of the ids, or sums or means over bags of them."""
         self._check_ids(ids)
+        if self.mode is None and (offsets is not None or per_sample_weights is not None):
+            raise InvalidArgument("offsets and per_sample_weights are for bags; set mode to 'sum' or 'mean'")
+        rows, ids = _C.pull_rows(self.weight, ids) or (self.weight, ids)
         if self.mode is None:
-            if offsets is not None or per_sample_weights is not None:
-                raise InvalidArgument("offsets and per_sample_weights are for bags; set mode to 'sum' or 'mean'")
-            return F.embedding(ids, self.weight, sparse=True)
-        return F.embedding_bag(
-            ids, self.weight, offsets, mode=self.mode, sparse=True, per_sample_weights=per_sample_weights
-        )
+            return F.embedding(ids, rows, sparse=True)
+        return F.embedding_bag(ids, rows, offsets, mode=self.mode, sparse=True, per_sample_weights=per_sample_weights)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        rows = _C.whole_rows(self.weight)
+        if rows is not self.weight:
+            destination[prefix + "weight"] = rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if not self.on_servers:
+            rows = _C.whole_rows(self.weight)
+            if rows is not self.weight:
+                state["_parameters"] = {"weight": nn.Parameter(rows, self.weight.requires_grad)}
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEmbedding:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        if self.on_servers:  # a copied stub would take the table's memory
+            memo[id(self.weight)] = nn.Parameter(_C.make_row_stub(self.num_embeddings, self.dim))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+        return copied
 
     def _check_ids(self, ids: Tensor) -> None:
         if ids.numel() == 0:

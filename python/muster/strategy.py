@@ -31,6 +31,7 @@ from muster.per_replica import PerReplica
 from muster.precision import LossScale, LossScaler
 from muster.prepared_optimizer import PreparedOptimizer
 from muster.replicated import Replicated, replicate
+from muster.sharded_embedding import ShardedEmbedding
 from muster.step import StepResult, as_record
 
 __all__ = [
@@ -244,6 +245,9 @@ class Strategy:
             [[(name, parameter) for name, parameter in module.named_parameters()] for module in modules],
             [list(module.named_buffers()) for module in modules],
         )
+        for module in modules[0].modules():
+            if isinstance(module, ShardedEmbedding):
+                self._core.note_rows(module.weight, module.init, module.scale, module.seed)
         for local, module in enumerate(modules):
             _prepared_by[module] = weakref.ref(self)
             module.register_forward_pre_hook(_OnlyInReplica(module, self._core, local))

@@ -21,7 +21,7 @@ void try_as(std::string_view bytes) {
 }
 
 void try_message(uint16_t type, std::string_view bytes) {
-  switch (type % 32) {
+  switch (type % 64) {
     case Hello::kType:
       return try_as<Hello>(bytes);
     case Welcome::kType:
@@ -65,6 +65,26 @@ void try_message(uint16_t type, std::string_view bytes) {
       return try_as<Beat>(bytes);
     case Recalled::kType:
       return try_as<Recalled>(bytes);
+    case Deal::kType:
+      return try_as<Deal>(bytes);
+    case Dealt::kType:
+      return try_as<Dealt>(bytes);
+    case PushRows::kType:
+      return try_as<PushRows>(bytes);
+    case PullRows::kType:
+      return try_as<PullRows>(bytes);
+    case WriteRows::kType:
+      return try_as<WriteRows>(bytes);
+    case WriteRowSteps::kType:
+      return try_as<WriteRowSteps>(bytes);
+    case FetchRows::kType:
+      return try_as<FetchRows>(bytes);
+    case FetchedRows::kType:
+      return try_as<FetchedRows>(bytes);
+    case SumRows::kType:
+      return try_as<SumRows>(bytes);
+    case RowPartials::kType:
+      return try_as<RowPartials>(bytes);
     default:
       return try_as<Quorum::Record>(bytes);
   }

@@ -144,13 +144,14 @@ void Worker::push(uint64_t step) {
     if (chunk.numel > end) pieces.emplace_back(kGap, static_cast<size_t>((chunk.numel - end) * size));
     client.push(step, c, pieces);
   }
+  for (uint32_t t = 0; t < plan.tables.size(); ++t) client.push_rows(step, t, {}, {});
 }
 
 void Worker::step(uint64_t step, double clip_norm, const FlatGroups* groups) {
   push(step);
   client.flush();
   decision = client.commit(step, {weight_of(rank), 0, 1, 0, 0, 0, 1, 0});
-  const auto partials = used_partials(client.chunks(), client.sum(step, decision.members), skipped_parameter);
+  const auto partials = used_partials(client.chunks(), client.sum(step, decision.members).chunks, skipped_parameter);
   Apply command;
   command.step = step;
   command.members = decision.members;

@@ -24,12 +24,19 @@ struct ShardedEmbeddingOptions {
   RowInit init = RowInit::normal;  ///< normal: of mean 0 and standard deviation `scale`; uniform: in (-scale, scale)
   double scale = 1;
   std::optional<uint64_t> seed = {};  ///< a row's first values follow from (seed, row) alone; empty: drawn from torch
+  bool on_servers = false;            ///< `weight` takes no memory here: for ParameterServerStrategy alone
 };
 
 /// torch::nn::Embedding, or with a mode torch::nn::EmbeddingBag, with sparse gradients: only the rows that a step used
 /// are summed over replicas, and a flat optimizer steps only those. Its optimizer and learning rate are those of the
 /// parameter group that holds `weight`, which may be written before `prepare`. Rows are fp32. Thread-safe where
 /// torch::nn::Embedding is.
+///
+/// Under ParameterServerStrategy rows are divided over the servers from the first step on: the module pulls those that
+/// its ids name, each once, and in the step pushes their gradients. `weight` is then a stub of NaN without memory,
+/// save() fetches all rows, and close() brings them back, but for `on_servers`; forward belongs to the thread that
+/// steps. Rows that were never used take no memory on servers. What moves every row at every step (momentum and, but
+/// for Adam and AdamW, weight decay) is refused there.
 class ShardedEmbeddingImpl : public torch::nn::Cloneable<ShardedEmbeddingImpl> {
  public:
   /// Throws InvalidArgument unless both sizes are positive and `scale` is finite and not negative.
@@ -38,6 +45,7 @@ class ShardedEmbeddingImpl : public torch::nn::Cloneable<ShardedEmbeddingImpl> {
   /// Gives `weight` its first values again.
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
+  void save(torch::serialize::OutputArchive& archive) const override;
 
   /// Without a mode: ids of any shape, int64 or int32, to the shape with `dim` behind it. With one: ids [bags, ids a
   /// bag], or [ids] with `offsets` [bags], where each bag begins, to [bags, dim]; an empty bag is 0.
@@ -48,6 +56,7 @@ class ShardedEmbeddingImpl : public torch::nn::Cloneable<ShardedEmbeddingImpl> {
 
   int64_t num_embeddings() const noexcept { return num_embeddings_; }
   int64_t dim() const noexcept { return dim_; }
+  const ShardedEmbeddingOptions& options() const noexcept { return options_; }  ///< with the seed that was drawn
 
   at::Tensor weight;  ///< [num_embeddings, dim]
 
@@ -58,7 +67,6 @@ class ShardedEmbeddingImpl : public torch::nn::Cloneable<ShardedEmbeddingImpl> {
   int64_t num_embeddings_;
   int64_t dim_;
   ShardedEmbeddingOptions options_;
-  uint64_t seed_;
 };
 
 TORCH_MODULE(ShardedEmbedding);

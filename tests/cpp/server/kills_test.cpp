@@ -1,5 +1,5 @@
 // Workers and servers that are killed, and connections that are cut, while every update leaves a trace: incarnation i
-// of a worker takes 1 from element i of each parameter with every step.
+// of a worker takes 1 from element i of each parameter, and from row i of a table, with every step.
 #include <ATen/Parallel.h>
 #include <ATen/ops/zeros.h>
 #include <signal.h>
@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -36,6 +37,7 @@ constexpr uint32_t kServers = 2;
 constexpr uint32_t kWorkers = 3;
 constexpr int kMaxLives = 400;  // of all workers
 constexpr int64_t kWidth = 512;
+constexpr int64_t kDim = 3;
 
 // What processes tell one another, in memory that they share.
 struct Board {
@@ -57,6 +59,7 @@ Plan traced_plan(uint32_t staleness) {
     plan.parameters.push_back({"counts" + std::to_string(p), {12'000 + p * 4096}, {1}, at::kFloat});
   }
   plan.group_of.resize(plan.parameters.size());
+  plan.tables = {{"rows", kWidth, kDim, RowPlacement::modulo, {RowInitialiser::Kind::normal, 0, 0}, 0}};
   plan.groups = std::vector<kernels::SgdGroup>{{1, 0, 0, 0, false, false}};
   plan.servers = kServers;
   plan.workers = kWorkers;
@@ -132,6 +135,8 @@ void work(const Job& job, uint32_t rank, int life) {
       const Bytes bytes = std::as_bytes(std::span(gradient));
       client.push(step, c, {&bytes, 1});
     }
+    const int64_t row = life;
+    client.push_rows(step, 0, {&row, 1}, std::vector<float>(kDim, 1));
     client.flush();
     Apply command;
     command.step = step;
@@ -194,7 +199,7 @@ pid_t fork_worker(const Job& job, uint32_t rank, int life) {
   return pid;
 }
 
-// Every element that somebody may have moved, by life; equal in all parameters.
+// Every element that somebody may have moved, by life; equal in all parameters and in the table.
 std::vector<std::vector<float>> read_counts(const Job& job) {
   ClientConfig config;
   config.servers = job.names;
@@ -217,6 +222,11 @@ std::vector<std::vector<float>> read_counts(const Job& job) {
       }
     }
   }
+  std::vector<int64_t> rows(kWidth);
+  std::iota(rows.begin(), rows.end(), 0);
+  std::vector<float> values(rows.size() * kDim);
+  client.pull_rows(0, 0, rows, values);
+  for (size_t i = 0; i < values.size(); ++i) counts[i / kDim].push_back(-values[i]);
   return counts;
 }
 

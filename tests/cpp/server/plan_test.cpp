@@ -1,5 +1,6 @@
 #include "server/plan.h"
 
+#include <limits>
 #include <map>
 #include <vector>
 
@@ -69,14 +70,30 @@ TEST_CASE("shards are equal in bytes, up to a tile", "[server]") {
 }
 
 TEST_CASE("a plan that no server can hold is refused", "[server]") {
-  const Plan good = testing::small_plan(2, 2, kGroups);
+  Plan good = testing::small_plan(2, 2, kGroups);
+  good.tables = {{"rows", 100, 4, RowPlacement::modulo, {}, 1}, {"more", 1, 1, RowPlacement::range, {}, 0}};
   CHECK_NOTHROW(good.validate());
   const auto refused = [&](auto change) {
     Plan plan = good;
     change(plan);
     CHECK_THROWS_AS(plan.validate(), InvalidArgument);
   };
-  refused([](Plan& plan) { plan.parameters.clear(); });
+  refused([](Plan& plan) {
+    plan.parameters.clear();
+    plan.group_of.clear();
+    plan.tables.clear();
+  });
+  refused([](Plan& plan) { plan.tables[1].name = "rows"; });
+  refused([](Plan& plan) { plan.tables[0].num_rows = 0; });
+  refused([](Plan& plan) { plan.tables[0].num_rows = kMaxRows + 1; });
+  refused([](Plan& plan) { plan.tables[0].dim = 0; });
+  refused([](Plan& plan) { plan.tables[0].dim = kMaxRowDim + 1; });
+  refused([](Plan& plan) { plan.tables[0].group = 2; });
+  refused([](Plan& plan) { plan.tables[0].placement = static_cast<RowPlacement>(2); });
+  refused([](Plan& plan) { plan.tables[0].initialiser.kind = static_cast<RowInitialiser::Kind>(9); });
+  refused([](Plan& plan) { plan.tables[0].initialiser.scale = -1; });
+  refused([](Plan& plan) { plan.tables[0].initialiser.scale = std::numeric_limits<double>::infinity(); });
+  refused([](Plan& plan) { std::get<1>(plan.groups)[1].momentum = 0.5; });
   refused([](Plan& plan) { plan.group_of.pop_back(); });
   refused([](Plan& plan) { plan.group_of[0] = 2; });
   refused([](Plan& plan) { plan.parameters[1].name = plan.parameters[0].name; });
@@ -91,8 +108,18 @@ TEST_CASE("a plan that no server can hold is refused", "[server]") {
   refused([](Plan& plan) { plan.groups = std::vector<kernels::AdamGroup>(); });
 }
 
+TEST_CASE("a plan may have tables alone", "[server]") {
+  Plan plan;
+  plan.tables = {{"rows", 100, 4, RowPlacement::modulo, {}, 0}};
+  plan.groups = kGroups;
+  CHECK_NOTHROW(plan.validate());
+  CHECK(cut_chunks(plan).empty());
+  CHECK(plan.describe_difference(plan).empty());
+}
+
 TEST_CASE("plans are compared in words, hyperparameters apart", "[server]") {
-  const Plan plan = testing::small_plan(2, 2, kGroups);
+  Plan plan = testing::small_plan(2, 2, kGroups);
+  plan.tables = {{"rows", 100, 4, RowPlacement::modulo, {}, 0}};
   Plan other = plan;
   std::get<1>(other.groups)[0].lr = 5;
   CHECK(plan.describe_difference(other).empty());
@@ -104,4 +131,9 @@ TEST_CASE("plans are compared in words, hyperparameters apart", "[server]") {
   other = plan;
   other.staleness = 3;
   CHECK_THAT(plan.describe_difference(other), ContainsSubstring("staleness"));
+  other = plan;
+  other.tables[0].placement = RowPlacement::range;
+  CHECK_THAT(plan.describe_difference(other), ContainsSubstring("'rows'"));
+  other.tables.clear();
+  CHECK_THAT(plan.describe_difference(other), ContainsSubstring("tables"));
 }

@@ -394,10 +394,10 @@ TEST_CASE("many workers on one server: no leak, nobody starves", "[server][.][lo
     const auto after = [&](int seconds) {
       return std::chrono::steady_clock::now() > began + std::chrono::seconds(seconds);
     };
-    while (!after(40)) {
+    while (!after(120)) {
       worker.step_alone(++step);
       ++made[static_cast<size_t>(rank)];
-      if (rank == 0 && early == 0 && after(10)) early = pages();
+      if (rank == 0 && early == 0 && after(30)) early = pages();
     }
     if (rank == 0) late = pages();
   });

@@ -4,11 +4,17 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/sin.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/serialize.h>
+
+#include <functional>
+#include <memory>
+#include <sstream>
 
 #include "cpp/catch.h"
 #include "muster/error.h"
 #include "muster/mirrored.h"
 #include "muster/optim.h"
+#include "muster/sharded_embedding.h"
 #include "strategy/build.h"
 #include "strategy/strategy_core.h"
 #include "support/run_ranks.h"
@@ -61,8 +67,46 @@ Values train(Strategy& strategy, int steps) {
   return values;
 }
 
+struct Clicks : torch::nn::Module {
+  Clicks()
+      : table(register_module(
+            "table",
+            ShardedEmbedding(60, 8, ShardedEmbeddingOptions{.mode = Reduction::sum, .scale = 0.3, .seed = 4}))),
+        read(register_module("read", torch::nn::Linear(8, 1))) {
+    const torch::NoGradGuard no_grad;
+    read->weight.copy_(at::sin(at::arange(8) * 0.9).view({1, 8}));
+    read->bias.fill_(0.1);
+  }
+  torch::Tensor forward(const torch::Tensor& ids) { return read(table(ids)); }
+  ShardedEmbedding table;
+  torch::nn::Linear read;
+};
+
+Values train_rows(Strategy& strategy) {
+  auto net = strategy.prepare([] { return Clicks(); });
+  optim::Adam optimizer(net->parameters(), torch::optim::AdamOptions(0.05));
+  strategy.prepare(optimizer);
+  const auto loss = [&](const at::Tensor& ids) { return net->forward(ids).square().mean(); };
+  for (int step = 0; step < 8; ++step) {
+    const auto ids = [&](int replica) {
+      return (at::arange(12) * (3 + step) + 5 * replica).remainder(60).view({4, 3});
+    };
+    if (strategy.num_local_replicas() > 1) {
+      strategy.step(loss, PerReplica<at::Tensor>({ids(0), ids(1)}));
+    } else {
+      strategy.step(loss, ids(strategy.rank()));
+    }
+  }
+  std::stringstream stream;
+  torch::save(net->table, stream);
+  ShardedEmbedding whole(60, 8, ShardedEmbeddingOptions{.mode = Reduction::sum});
+  torch::load(whole, stream);
+  return {whole->weight, net->read->weight.detach().clone(), net->read->bias.detach().clone()};
+}
+
 // Each worker is a thread; `servers`: none reduces among the workers.
-std::vector<Values> train_workers(int n, const std::vector<std::string>& servers, int steps) {
+std::vector<Values> train_workers(int n, const std::vector<std::string>& servers,
+                                  const std::function<Values(Strategy&)>& train) {
   const auto gradients = comm::make_local(n, kTimeout);
   const auto step = comm::make_local(n, kTimeout);
   const auto workers = comm::make_local(n, kTimeout);
@@ -78,7 +122,7 @@ std::vector<Values> train_workers(int n, const std::vector<std::string>& servers
     StrategyOptions options;
     options.clip_norm = 0.4;
     Worker worker(std::make_shared<StrategyCore>(topology, groups, options, std::make_shared<ReplicaPool>(1, 1), 7));
-    values[r] = train(worker, steps);
+    values[r] = train(worker);
   });
   CHECK(failures.empty());
   return values;
@@ -88,10 +132,45 @@ std::vector<Values> train_workers(int n, const std::vector<std::string>& servers
 
 TEST_CASE("C++ workers of parameter servers get the bits of workers that reduce among themselves",
           "[strategy][server]") {
-  const auto expected = train_workers(3, {}, 12);
+  const auto body = [](Strategy& strategy) { return train(strategy, 12); };
+  const auto expected = train_workers(3, {}, body);
   const Servers servers(server_names(2));
-  const auto actual = train_workers(3, servers.names, 12);
+  const auto actual = train_workers(3, servers.names, body);
   for (const auto& values : actual) CHECK(bit_equal(values, expected.front()));
+}
+
+TEST_CASE("rows of C++ embeddings on servers get the bits of rows in one process", "[strategy][server]") {
+  StrategyOptions options;
+  options.clip_norm = 0.4;
+  MirroredStrategy mirrored({"cpu", "cpu"}, options);
+  const auto expected = train_rows(mirrored);
+  const Servers servers(server_names(2));
+  const auto actual = train_workers(2, servers.names, train_rows);
+  for (const auto& values : actual) CHECK(bit_equal(values, expected));
+}
+
+TEST_CASE("a C++ embedding's rows come back when its strategy closes", "[strategy][server]") {
+  std::shared_ptr<Clicks> net;
+  at::Tensor saved;
+  {
+    ParameterServerStrategy strategy(Cluster{});
+    net = strategy.prepare([] { return Clicks(); }).ptr();
+    const auto first = net->table->weight.clone();
+    optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.5));
+    strategy.prepare(optimizer);
+    const auto ids = at::arange(12).view({4, 3});
+    strategy.step([&](const at::Tensor& x) { return net->forward(x).square().mean(); }, ids);
+    CHECK(net->table->weight.isnan().all().item<bool>());
+    CHECK(net->table->weight.storage().nbytes() == sizeof(float));
+    std::stringstream stream;
+    torch::save(net->table, stream);
+    ShardedEmbedding loaded(60, 8, ShardedEmbeddingOptions{.mode = Reduction::sum});
+    torch::load(loaded, stream);
+    saved = loaded->weight;
+    CHECK_FALSE(saved.narrow(0, 0, 12).equal(first.narrow(0, 0, 12)));
+    CHECK(saved.narrow(0, 12, 48).equal(first.narrow(0, 12, 48)));
+  }
+  CHECK(net->table->weight.equal(saved));
 }
 
 TEST_CASE("a C++ job of one hosts its server", "[strategy][server]") {

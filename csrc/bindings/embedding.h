@@ -1,0 +1,14 @@
+// What bindings of several rooms need of embeddings.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "server/row_initialiser.h"
+
+namespace muster {
+
+/// `kind`: "normal" or "uniform".
+RowInitialiser row_initialiser(const std::string& kind, double scale, uint64_t seed);
+
+}  // namespace muster
