@@ -53,18 +53,23 @@ def values_of(path: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The C++ example, built as an outside project."""
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the C++ examples are, built as an outside project."""
     build = tmp_path_factory.mktemp("examples")
     where = subprocess.run([sys.executable, "-m", "muster", "--cmake-dir"], capture_output=True, text=True, check=True)
     configure = ["cmake", "-G", "Ninja", "-S", str(ROOT / "examples/cpp"), "-B", str(build)]
     for command in (
         [*configure, f"-Dmuster_ROOT={where.stdout.strip()}", "-DCMAKE_BUILD_TYPE=Release"],
-        ["cmake", "--build", str(build), "--target", "digits"],
+        ["cmake", "--build", str(build), "--target", "digits", "click_through"],
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    return build / "digits"
+    return build
+
+
+@pytest.fixture(scope="module")
+def program(programs: Path) -> Path:
+    return programs / "digits"
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +184,18 @@ def test_cpp_workers_of_a_parameter_server_give_the_same_bits(program: Path, dat
 def test_cpp_workers_that_step_on_their_own_learn(program: Path, data: Path) -> None:
     chief, _ = train_on_servers(program, data, "", "--staleness", "none", "--optimizer", "adamw")
     assert float(chief.rpartition("test accuracy: ")[2]) >= 0.95
+
+
+def test_the_click_model_learns_the_same_bits_from_the_same_impressions(programs: Path) -> None:
+    options = ["--rows", "3000", "--impressions", "20000", "--epochs", "2", "--batch-size", "500", "--least", "0.7"]
+    commands = [
+        [str(programs / "click_through"), *options],
+        [sys.executable, str(ROOT / "examples/python/click_through.py"), *options],
+    ]
+    measured = []
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        measured.append([line for line in done.stdout.splitlines() if not line.startswith("trained in")])
+    assert any(line.startswith("parameters:") for line in measured[0])
+    assert measured[0] == measured[1]
