@@ -69,8 +69,10 @@ void ShardedEmbeddingImpl::reset() {
 }
 
 void ShardedEmbeddingImpl::save(torch::serialize::OutputArchive& archive) const {
-  archive.write("weight", whole_rows(weight));
+  archive.write("weight", whole_weight());
 }
+
+at::Tensor ShardedEmbeddingImpl::whole_weight() const { return whole_rows(weight); }
 
 void ShardedEmbeddingImpl::pretty_print(std::ostream& stream) const {
   stream << "muster::ShardedEmbedding(num_embeddings=" << num_embeddings_ << ", dim=" << dim_;

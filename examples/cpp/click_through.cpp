@@ -4,6 +4,10 @@
 //   click_through                               two replicas in this process
 //   click_through --devices cpu                 one
 //   torchrun --no-python --nproc-per-node 2 click_through --multi-worker       two processes
+//   torchrun --no-python --nproc-per-node 2 click_through --parameter-server
+//
+// The last has its parameters on the servers that MUSTER_SERVERS names (as `muster serve` prints them), or on one that
+// the chief hosts. With --staleness its workers step on their own.
 //
 // Users, ads and pages are rows of one sparse table. Impressions are generated, each from (seed, its number) alone, and
 // the true log-odds of a click are known: what was learnt is compared with them. The program fails if it did not learn.
@@ -276,10 +280,10 @@ struct Score {
 double entropy(double rate) { return -rate * std::log(rate) - (1 - rate) * std::log(1 - rate); }
 
 // Of all parameters: each value's bits mixed with its place, and added up.
-uint64_t digest(const torch::nn::Module& model) {
+uint64_t digest(const ClickModel& model) {
   uint64_t total = 0;
   uint64_t place = 0;
-  for (const auto& parameter : model.parameters()) {
+  for (const auto& parameter : {model.table->whole_weight(), model.read->weight, model.read->bias}) {
     const auto values = parameter.detach().contiguous();
     for (int64_t i = 0; i < values.numel(); ++i) {
       total += mixed(drawn(0, place++) ^ std::bit_cast<uint32_t>(values.const_data_ptr<float>()[i]));

@@ -2,6 +2,11 @@
 
 Two logical replicas in one process:  python examples/python/click_through.py
 Two worker processes:                 torchrun --nproc-per-node 2 examples/python/click_through.py --multi-worker
+Two workers, two parameter servers:
+    muster run --workers 2 --servers 2 examples/python/click_through.py --parameter-server
+
+All end with the same parameters, bit for bit. With --staleness the workers of parameter servers step on their own, and
+no two runs are alike.
 
 An impression shows an ad to a user on a page. Users, ads and pages are rows of one sparse table: of its rows a batch
 reads, sums over replicas and steps only those that it shows.
@@ -190,8 +195,8 @@ def entropy(rate: float) -> float:
 def digest(model: nn.Module) -> str:
     """Of all parameters: each value's bits mixed with its place, and added up."""
     total = place = 0
-    for parameter in model.parameters():
-        bits = parameter.detach().numpy().ravel().view(np.uint32)
+    for parameter in model.state_dict().values():  # rows on servers are not in model.parameters()
+        bits = parameter.numpy().ravel().view(np.uint32)
         places = np.arange(place, place + len(bits), dtype=np.uint64)
         total += int(mixed(drawn(0, places) ^ bits).sum())
         place += len(bits)

@@ -156,6 +156,23 @@ def test_the_click_model_has_the_same_bits_on_two_workers(clicks_mirrored: str) 
         assert line(workers, measured) == line(clicks_mirrored, measured)
 
 
+MUSTER_RUN = "muster run --workers 2 --servers 2"
+
+
+def test_the_click_model_has_the_same_bits_where_its_rows_live_on_servers(clicks_mirrored: str) -> None:
+    workers = click_through(MUSTER_RUN, "--parameter-server")
+    assert line(workers, "trained in").endswith("on 2 replicas of 2 process(es)")
+    for measured in ("epoch 1:", "parameters:", "users:", "log loss:", "AUC:"):
+        assert line(workers, measured) == line(clicks_mirrored, measured)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("staleness", ["2", "none"])
+def test_the_click_model_learns_where_workers_step_on_their_own(staleness: str) -> None:
+    workers = click_through(MUSTER_RUN, "--parameter-server", "--staleness", staleness)
+    assert float(line(workers, "of what can be known:")) > 0.85
+
+
 def test_the_click_model_fails_where_it_learns_too_little() -> None:
     command = [sys.executable, CLICK_THROUGH, "--rows", "2000", "--impressions", "10000", "--epochs", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -54,6 +54,9 @@ class ShardedEmbeddingImpl : public torch::nn::Cloneable<ShardedEmbeddingImpl> {
   /// throws.
   at::Tensor forward(const at::Tensor& ids, const at::Tensor& offsets = {}, const at::Tensor& per_sample_weights = {});
 
+  /// `weight`, or a copy of all rows where they are on servers.
+  at::Tensor whole_weight() const;
+
   int64_t num_embeddings() const noexcept { return num_embeddings_; }
   int64_t dim() const noexcept { return dim_; }
   const ShardedEmbeddingOptions& options() const noexcept { return options_; }  ///< with the seed that was drawn
