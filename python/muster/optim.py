@@ -220,8 +220,8 @@ class SGD(_Flat, torch.optim.SGD):
 
 
 class Adagrad(_Flat, torch.optim.Adagrad):
-    """torch.optim.Adagrad, flat. A ``ShardedEmbedding``'s weight that is ``on_servers`` gets no state here: torch's would
-    take the table's memory. On servers it starts at 0."""
+    """torch.optim.Adagrad, flat. A ``ShardedEmbedding``'s weight that is ``on_servers`` gets no state here: torch's
+    would take the table's memory. On servers it starts at 0."""
 
     _algorithm = "adagrad"
 
