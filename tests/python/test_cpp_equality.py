@@ -147,12 +147,12 @@ def test_cpp_and_python_give_the_same_bits(
         assert train_in_cpp(program, data, replicas, optimizer, accumulate, options, workers=replicas) == expected
 
 
-def train_on_servers(program: Path, data: Path, servers: str, *options: str) -> list[str]:
+def train_on_servers(servers: str, *command: str) -> list[str]:
     """What each of two workers prints."""
     port = free_port()
     jobs = [
         subprocess.Popen(
-            [str(program), str(data), "--parameter-server", *options],
+            [*command, "--parameter-server"],
             env={**os.environ, **environment(rank, 2, port), "MUSTER_SERVERS": servers},
             stdout=subprocess.PIPE,
             text=True,
@@ -168,34 +168,36 @@ def train_on_servers(program: Path, data: Path, servers: str, *options: str) -> 
 def test_cpp_workers_of_a_parameter_server_give_the_same_bits(program: Path, data: Path, is_embedded: bool) -> None:
     expected = train_in_python(data, 2, "adamw", 2, {"clip_norm": 0.5})
     final = data / f"final-servers-{is_embedded}"
-    options = [
-        "--steps", str(STEPS), "--batch-size", "61", "--optimizer", "adamw", "--accumulate", "2", "--clip", "0.5",
-        "--initial", str(data / "initial"), "--final", str(final),
+    command = [
+        str(program), str(data), "--steps", str(STEPS), "--batch-size", "61", "--optimizer", "adamw",
+        "--accumulate", "2", "--clip", "0.5", "--initial", str(data / "initial"), "--final", str(final),
     ]  # fmt: skip
     if is_embedded:
-        train_on_servers(program, data, "", *options)
+        train_on_servers("", *command)
     else:
         with Command("serve", "--until-deserted") as server:
-            train_on_servers(program, data, server.line(), *options)
+            train_on_servers(server.line(), *command)
             assert server.end()[0] == 0
     assert values_of(final) == expected
 
 
 def test_cpp_workers_that_step_on_their_own_learn(program: Path, data: Path) -> None:
-    chief, _ = train_on_servers(program, data, "", "--staleness", "none", "--optimizer", "adamw")
+    chief, _ = train_on_servers("", str(program), str(data), "--staleness", "none", "--optimizer", "adamw")
     assert float(chief.rpartition("test accuracy: ")[2]) >= 0.95
 
 
 def test_the_click_model_learns_the_same_bits_from_the_same_impressions(programs: Path) -> None:
     options = ["--rows", "3000", "--impressions", "20000", "--epochs", "2", "--batch-size", "500", "--least", "0.7"]
-    commands = [
-        [str(programs / "click_through"), *options],
-        [sys.executable, str(ROOT / "examples/python/click_through.py"), *options],
-    ]
-    measured = []
-    for command in commands:
+    cpp = [str(programs / "click_through"), *options]
+    python = [sys.executable, str(ROOT / "examples/python/click_through.py"), *options]
+    printed = []
+    for command in (cpp, python):
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
-        measured.append([line for line in done.stdout.splitlines() if not line.startswith("trained in")])
-    assert any(line.startswith("parameters:") for line in measured[0])
-    assert measured[0] == measured[1]
+        printed.append(done.stdout)
+    printed.append(train_on_servers("", *cpp)[0])
+    in_cpp, in_python, on_servers = (
+        [line for line in text.splitlines() if not line.startswith("trained in")] for text in printed
+    )
+    assert any(line.startswith("parameters:") for line in in_cpp)
+    assert in_cpp == in_python == on_servers
