@@ -295,6 +295,7 @@ void ServerClient::end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, s
 void ServerClient::note_command(const Apply& command) {
   auto* const entry = log_->find(command.step);
   if (entry == nullptr) throw InvalidArgument("a step is applied that was not pushed");
+  check_tables(*entry);
   entry->command = command;
 }
 

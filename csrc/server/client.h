@@ -147,6 +147,7 @@ class ServerClient {
   PushLog::Entry& entry_of(uint64_t step);
   const TableSpec& table(uint32_t index) const;
   std::vector<std::vector<size_t>> divide(const TableSpec& table, std::span<const int64_t> rows) const;
+  void check_tables(const PushLog::Entry& entry) const;
   void sum_rows(uint64_t step, const std::vector<uint32_t>& members, std::vector<std::vector<SumsOfTable>>& sums);
   std::byte* landing_of(size_t server, uint32_t lane);
   std::optional<uint64_t> shared_place(std::span<const std::byte> memory) const noexcept;

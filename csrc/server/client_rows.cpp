@@ -283,6 +283,16 @@ TableRows ServerClient::fetch_rows(uint32_t index, uint64_t at_least) {
   return in_order(std::move(found), dim, width);
 }
 
+// Servers would wait for the rest.
+void ServerClient::check_tables(const PushLog::Entry& entry) const {
+  for (uint32_t t = 0; t < config_.plan.tables.size(); ++t) {
+    const auto is_own = [&](const PushLog::Rows& rows) { return rows.table == t; };
+    if (std::any_of(entry.rows.begin(), entry.rows.end(), is_own)) continue;
+    throw InvalidArgument("table '" + config_.plan.tables[t].name + "' was not pushed in step " +
+                          std::to_string(entry.step) + "; push every table, without rows where nobody used any");
+  }
+}
+
 // By server, what its tables' sums say; parts that a server has not sent are asked for in rounds, of all tables at
 // once.
 void ServerClient::sum_rows(uint64_t step, const std::vector<uint32_t>& members,
@@ -320,6 +330,7 @@ void ServerClient::sum_rows(uint64_t step, const std::vector<uint32_t>& members,
 }
 
 Statistics ServerClient::sum(uint64_t step, const std::vector<uint32_t>& members) {
+  if (const auto* const entry = log_->find(step)) check_tables(*entry);
   Statistics statistics;
   for (const auto& of_server : call_all<Partials>(Sum{step, members})) {
     statistics.chunks.insert(statistics.chunks.end(), of_server.partials.begin(), of_server.partials.end());

@@ -552,6 +552,15 @@ TEST_CASE("a request about rows that makes no sense changes nothing", "[server]"
   worker.step(1);
   expected.step(command_of(plan, 1, {0}));
   check_same(worker, expected, 1);
+  const auto held = running.running[0]->stats().held_bytes;
+  CHECK_FALSE(is_fresh({1, 0, 0, 1}, {2}));
+  CHECK(running.running[0]->stats().held_bytes == held);
+
+  client.push_rows(2, 0, Rows{1}, five);
+  CHECK_THROWS_AS(client.push_rows(2, 0, Rows{2}, five), InvalidArgument);
+  const auto message = testing::message_of<InvalidArgument>([&] { client.sum(2, {0}); });
+  CHECK(testing::contains(message, "'items'"));
+  CHECK_THROWS_AS(client.apply(command_of(plan, 2, {0})), InvalidArgument);
 }
 
 TEST_CASE("a table's optimizer keeps its kind, and leaves alone what was not touched", "[server]") {
