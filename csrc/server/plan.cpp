@@ -122,7 +122,7 @@ std::string Plan::describe_difference(const Plan& other) const {
   for (size_t t = 0; t < common; ++t) {
     if (tables[t] == other.tables[t]) continue;
     return "table " + std::to_string(t) + ", '" + tables[t].name + "', differs from '" + other.tables[t].name +
-           "' in its name, sizes, placement, initial values or group";
+           "' in its name, sizes, placement, group or initial values, for which an embedding needs a seed";
   }
   if (tables.size() != other.tables.size()) {
     return "there are " + std::to_string(tables.size()) + " and " + std::to_string(other.tables.size()) + " tables";

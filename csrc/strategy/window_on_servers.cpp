@@ -55,6 +55,11 @@ void GradientSet::connect_servers(const FlatOptimizer& optimizer, const std::vec
     given.position.push_back(static_cast<size_t>(found - parameters.begin()));
     given.group_of.push_back(optimizer.group(given.position.back()));
     given.rows.push_back(registry_.rows_of(p));
+    const auto dtype = given.tensors.back().scalar_type();
+    if (given.rows.back() != nullptr && dtype != at::kFloat) {
+      throw InvalidArgument("embedding '" + registry_.name(p) + "' has dtype " + c10::toString(dtype) +
+                            ", and parameter servers keep rows of fp32; leave the module as it is built");
+    }
   }
   servers_ =
       std::make_unique<ServerWindow>(*groups_.servers, topology_.rank, topology_.num_workers, options_.timeout, given);

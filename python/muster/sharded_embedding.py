@@ -108,6 +108,13 @@ class ShardedEmbedding(nn.Module):
         if rows is not self.weight:
             destination[prefix + "weight"] = rows
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if prefix + "weight" in state_dict and _C.is_row_stub(self.weight):
+            raise InvalidArgument(
+                f"the rows of '{prefix}weight' are on parameter servers; load before the first step, without on_servers"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         if not self.on_servers:

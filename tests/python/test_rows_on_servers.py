@@ -262,6 +262,8 @@ def test_what_servers_cannot_do_is_refused() -> None:
         step(strategy, model)
         with pytest.raises(muster.InvalidArgument, match="first values follow from"):
             module.ids.reset_parameters()
+        with pytest.raises(muster.InvalidArgument, match="rows of 'weight' are on parameter servers"):
+            module.ids.load_state_dict(module.ids.state_dict())
         module.ids.weight.data = torch.zeros(ROWS, DIM)
         with pytest.raises(muster.InvalidArgument, match=r"'ids\.weight' was written outside step"):
             step(strategy, model)
@@ -273,6 +275,13 @@ def test_state_that_servers_cannot_begin_with_is_refused() -> None:
     assert module.ids.weight.shape == (ROWS, DIM)
     with alone() as strategy, pytest.raises(muster.InvalidArgument, match=r"initial_accumulator_value=0\.5"):
         step(strategy, strategy.prepare(module, optimizer)[0])
+
+
+def test_rows_are_fp32() -> None:
+    module = Clicks().double()
+    with alone() as strategy, pytest.raises(muster.InvalidArgument, match=r"'ids\.weight' has dtype Double"):
+        model = prepared(strategy, module)
+        strategy.step(lambda ids, bags, _: model(ids, bags).mean(), *impressions(0))
 
 
 def test_a_bad_id_drops_the_window_and_training_goes_on() -> None:
