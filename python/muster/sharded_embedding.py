@@ -113,7 +113,7 @@ class ShardedEmbedding(nn.Module):
             raise InvalidArgument(
                 f"the rows of '{prefix}weight' are on parameter servers; load before the first step, without on_servers"
             )
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
