@@ -56,6 +56,7 @@ class Dealing:
         self._ready: list[int] = []  # dealt, to be read next
         self._reading: deque[int] = deque()
         self._finished: list[int] = []  # without a step
+        self._in_window: list[int] = []  # the open one
         self._current: int | None = None
         self.ended = False
 
@@ -91,10 +92,18 @@ class Dealing:
         if self._current is None:
             return None
         number, self._current = self._current, None
+        self._in_window.append(number)
         return self._place[0], self._place[1], number
+
+    def settle(self) -> None:
+        """The window was closed."""
+        self._in_window.clear()
 
     def wait_for_more(self) -> bool:
         """Whether there are more to read; waits while other workers may still leave some."""
+        # Of a window that was dropped, or is still open: this worker would wait for itself.
+        self._finished += self._in_window
+        self._in_window.clear()
         deadline = time.monotonic() + self._dealer.patience
         while not self.ended:
             number = self._ask()

@@ -466,9 +466,13 @@ class Strategy:
 
     def _settle(self, *, stepped: bool) -> None:
         """A window was closed, or dropped by an error."""
-        if self.members is not None:
-            for loader in self._loaders:
-                loader.settle(self._core.members if stepped else None)
+        if self.members is None and self.dealer is None:
+            return
+        members = None
+        if stepped:
+            members = [self.rank] if self.members is None else self._core.members
+        for loader in self._loaders:
+            loader.settle(members)
 
     def _release_passes(self) -> None:
         """Other workers may wait for what is left of a pass that was left early."""

@@ -503,6 +503,17 @@ def test_who_waits_for_others_batches_holds_nobody_back() -> None:
     assert sorted(sample for part in [*first[0], *second[0]] for sample in part) == list(range(50))
 
 
+def test_a_short_last_window_that_is_dropped_is_not_waited_for() -> None:
+    module = nn.Linear(4, 1)
+    with alone(staleness=None, accumulate=2, drop_incomplete=True, timeout=10.0) as strategy:
+        data = torch.utils.data.DataLoader(Numbers(), batch_size=4)
+        model, _, loader = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=1e-6), data)
+        for _ in range(2):
+            for x in loader:
+                strategy.step(lambda x: model(x).sum(), x)
+        assert strategy.steps == 12
+
+
 def test_batches_of_a_worker_that_died_are_dealt_again() -> None:
     servers = Servers(1)
     first, second, dead = Ranks(3, _pass_over, servers.addresses, 1, 0, 2, None, False).results()
