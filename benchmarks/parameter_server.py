@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
@@ -26,6 +25,7 @@ import typer
 from torch.distributed import rpc
 
 from muster import _C
+from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.record import Out, record, write
 from muster.benchmarks.rounds import Column, by_clock, quartiles, ratio, take_turns
 
@@ -76,12 +76,6 @@ def join_rpc(name: str, rank: int, port: int) -> None:
     rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)  # type: ignore[no-untyped-call]
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 class Jobs:
     """The processes, and what takes turns."""
 
@@ -90,7 +84,7 @@ class Jobs:
         self.context = mp.get_context("spawn")
         self.stop = self.context.Event()
         self.processes: list[Any] = []
-        port = free_port()
+        (port,) = free_ports(1)
         self.start(serve_rpc, port)
         join_rpc("worker", 0, port)
 

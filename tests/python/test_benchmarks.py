@@ -13,10 +13,18 @@ import pytest
 from typer.testing import CliRunner
 
 from muster.benchmarks import command
+from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.models import DIGITS, MLP, SMALL_TENSORS, TRANSFORMER
 from muster.benchmarks.tables import Table
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_free_ports_are_those_that_the_system_hands_out_to_nobody() -> None:
+    handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = free_ports(20)
+    assert len(set(found)) == 20
+    assert handed_out < 11_000 or max(found) < handed_out
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from muster.benchmarks.free_ports import free_ports
+
 
 def free_port() -> int:
     """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def hear_interrupts() -> None:

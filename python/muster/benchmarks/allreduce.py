@@ -23,9 +23,9 @@ import typer
 
 import muster
 from muster import _C
+from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.record import Out, known, need_gloo, publish, record
 from muster.benchmarks.rounds import by_clock, quartiles, ratio, take_turns
-from muster.benchmarks.servers import ports
 from muster.benchmarks.tables import allreduce as table
 
 __all__ = ["main"]
@@ -137,7 +137,7 @@ def case(ranks: int, size: int, times: dict[str, list[float]]) -> dict[str, Any]
 
 
 def measure(ranks: int, rounds: int, sizes: list[int]) -> list[dict[str, Any]]:
-    first, second = ports(2)
+    first, second = free_ports(2)
     with ProcessPoolExecutor(ranks, get_context("spawn")) as pool:
         futures = [pool.submit(worker, rank, ranks, rounds, sizes, (first, second)) for rank in range(ranks)]
         return [case for future in futures for case in future.result()]

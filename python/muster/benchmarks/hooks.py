@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
+from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.record import Out, need_gloo, publish, record
 from muster.benchmarks.rounds import fixed, interleave, quartiles
-from muster.benchmarks.servers import ports
 from muster.benchmarks.tables import hooks as table
 
 __all__ = ["main"]
@@ -124,7 +124,7 @@ def with_muster(module: ManyParameters, strategy: muster.Strategy) -> Turn:
 
 def measure(parameters: int, rounds: int) -> dict[str, Any]:
     """Nanoseconds per parameter: backward as such, and what each column adds."""
-    (port,) = ports(1)
+    (port,) = free_ports(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     everything = 64 * (parameters + 1)  # a slot begins on 64 bytes; up to 1 MiB it is one bucket
 

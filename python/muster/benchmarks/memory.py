@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
+from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.models import mlp
 from muster.benchmarks.record import Out, publish, record
-from muster.benchmarks.servers import Step, ports
+from muster.benchmarks.servers import Step
 from muster.benchmarks.tables import memory as table
 
 __all__ = ["main"]
@@ -159,7 +160,7 @@ def measure_process(way: str, width: int, place: Place) -> int:
 def measure(way: str, width: int) -> float:
     """Bytes per parameter, over all processes."""
     workers, _ = WAYS[way]
-    (port,) = ports(1)
+    (port,) = free_ports(1)
     places = [Place(rank, workers, port) for rank in range(workers)]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         added = sum(pool.map(measure_process, [way] * workers, [width] * workers, places))

@@ -23,11 +23,12 @@ import typer
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
+from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.loops import BareThreads, Batch, on_threads, ordinary, parts_of, with_muster, without_step
 from muster.benchmarks.models import DIGITS, TINY, TRANSFORMER, Model
 from muster.benchmarks.record import Out, known, need_gloo, publish, record
 from muster.benchmarks.rounds import fixed, interleave, ratio
-from muster.benchmarks.servers import Cpp, CppServer, PythonServer, Server, Step, cpp_folder, end, ports, turn
+from muster.benchmarks.servers import Cpp, CppServer, PythonServer, Server, Step, cpp_folder, end, turn
 from muster.benchmarks.tables import scaling_efficiency as table
 
 __all__ = ["main"]
@@ -101,7 +102,7 @@ class Turn:
 
 def in_python(name: str, rounds: int) -> dict[str, list[float]]:
     """Steps per second of each column, by round."""
-    (port,) = ports(1)
+    (port,) = free_ports(1)
     servers: list[Server] = [PythonServer(worker, rank, name, port) for rank in range(REPLICAS)]
     seconds = (CASES | TRIAL)[name].seconds_per_turn
     turns = {column: Turn(servers[:1], column, seconds) for column in ALONE}

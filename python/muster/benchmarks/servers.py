@@ -6,11 +6,10 @@ They are spawned, or C++ programs that were built from benchmarks/cpp.
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-__all__ = ["Columns", "Cpp", "CppServer", "PythonServer", "Server", "Step", "cpp_folder", "end", "ports", "turn"]
+__all__ = ["Columns", "Cpp", "CppServer", "PythonServer", "Server", "Step", "cpp_folder", "end", "turn"]
 
 SERVE_STEPS = "serve_steps"
 ENDED_EARLY = "a measured process ended early; what it printed says why"
@@ -125,14 +124,6 @@ def end(servers: Sequence[Server]) -> None:
         server.end()
     for server in servers:
         server.join()
-
-
-def ports(count: int) -> Iterator[int]:
-    """Free ones."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    yield from [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
 
 
 def _serve(connection: Connection, make: Callable[..., Columns], arguments: tuple[Any, ...]) -> None:

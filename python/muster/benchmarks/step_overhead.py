@@ -32,11 +32,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
+from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.loops import BareThreads, MakeOptimizer, on_threads, ordinary, parts_of, with_muster
 from muster.benchmarks.models import MLP, SMALL_TENSORS, TINY, TRANSFORMER, Model
 from muster.benchmarks.record import Out, known, need_gloo, publish, record
 from muster.benchmarks.rounds import interleave, lasting
-from muster.benchmarks.servers import Cpp, CppServer, PythonServer, Server, Step, cpp_folder, end, ports, turn
+from muster.benchmarks.servers import Cpp, CppServer, PythonServer, Server, Step, cpp_folder, end, turn
 from muster.benchmarks.tables import BASE
 from muster.benchmarks.tables import step_overhead as table
 
@@ -145,14 +146,14 @@ def replicas(name: str) -> Iterator[dict[str, Step]]:
 def jobs(name: str, cpp: Path | None) -> Iterator[tuple[str, str, str, Mapping[str, str], list[Server]]]:
     """Row, language and replicas of each job, what its columns are called where they run, and its processes."""
     case = (CASES | TRIAL)[name]
-    gloo, rendezvous = ports(2)
+    gloo, rendezvous = free_ports(2)
     workers: list[Server] = [PythonServer(worker, rank, name, gloo, rendezvous) for rank in range(REPLICAS)]
     yield name, "Python", PROCESSES, {column: column for column in WORKER_COLUMNS}, workers
     yield name, "Python", THREADS, {BASE: BASE, MUSTER: MUSTER}, [PythonServer(replicas, name)]
     for row, optimizer in (case.in_cpp or {name: "sgd"}).items() if cpp else ():
         assert cpp is not None
         fixed = (cpp, case.model.in_cpp, optimizer, case.lr)
-        (port,) = ports(1)
+        (port,) = free_ports(1)
         columns = {BASE: "alone", MUSTER: "workers"}
         workers = [
             CppServer(*fixed, case.rows, rank, f"127.0.0.1:{port}", *columns.values()) for rank in range(REPLICAS)
