@@ -224,9 +224,10 @@ class Adagrad(_Flat, torch.optim.Adagrad):
     would take the table's memory. On servers it starts at 0."""
 
     _algorithm = "adagrad"
+    _hidden: list[tuple[Tensor, Tensor]] | None = None  # weights and what they were, while __init__ runs
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._hidden: list[tuple[Tensor, Tensor]] | None = []
+        self._hidden = []
         try:
             super().__init__(*args, **options)
         finally:

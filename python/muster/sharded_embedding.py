@@ -30,12 +30,12 @@ class ShardedEmbedding(nn.Module):
     their values and moments; the step count is that of ``weight``. What moves every row at every step (SGD's momentum
     and, but for Adam and AdamW, weight decay) steps the whole table.
 
-    Under ``ParameterServerStrategy`` rows are divided over the servers from the first step on: the module pulls those
-    that its ids name, each once, and the step pushes their gradients. ``weight`` is then a stub of NaN without memory,
-    ``state_dict()`` and copies fetch all rows, and ``close()`` brings them back; call the module from the thread that
-    steps.
-    Rows that were never used take no memory on servers. What moves every row at every step is refused there. With
-    ``on_servers=True`` ``weight`` takes no memory here from the beginning, for that strategy alone.
+    Under ``ParameterServerStrategy`` rows are divided over the servers from the first step on: the module pulls
+    those that its ids name, each once, and the step pushes their gradients. ``weight`` is then a stub of NaN
+    without memory, ``state_dict()`` and copies fetch all rows, and ``close()`` brings them back; call the module
+    from the thread that steps. Rows that were never used take no memory on servers. What moves every row at every
+    step is refused there. With ``on_servers=True`` ``weight`` takes no memory here from the beginning, for that
+    strategy alone.
 
     First values are ``init="normal"`` of mean 0 and standard deviation ``scale``, or ``"uniform"`` in
     ``(-scale, scale)``. Those of a row follow from ``(seed, row)`` alone; ``seed=None`` draws one from torch's default

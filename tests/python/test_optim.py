@@ -208,14 +208,13 @@ def test_a_backward_by_hand_steps_from_grad_with_the_same_bits() -> None:
         assert torch.equal(own, other)
 
 
-def test_add_param_group_keeps_the_state(strategy: muster.MirroredStrategy) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_add_param_group_keeps_the_state(
+    strategy: muster.MirroredStrategy, kind: type[torch.optim.AdamW | torch.optim.Adagrad]
+) -> None:
     ours, theirs = net(), net()
     gradients = recorded_gradients(ours, 12)
-
-    def optimizers(module: nn.Sequential) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(module[0].parameters(), lr=1e-2)
-
-    optimizer, reference = optimizers(ours), optimizers(theirs)
+    optimizer, reference = kind(ours[0].parameters(), lr=1e-2), kind(theirs[0].parameters(), lr=1e-2)
     model, _ = strategy.prepare(ours, optimizer)
     for half in range(2):
         if half == 1:
