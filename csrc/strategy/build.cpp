@@ -19,6 +19,7 @@
 #include "comm/host_mesh.h"
 #include "comm/nccl.h"
 #include "core/device.h"
+#include "core/heap.h"
 #include "core/log.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "muster/error.h"
@@ -189,6 +190,7 @@ std::shared_ptr<StrategyCore> assemble(Topology topology, Groups groups, const S
                                        ReplicaThreads replica_threads) {
   const int threads = agree_on_threads(options, topology, *groups.workers);
   const auto seed = agree_on_seed(options, *groups.workers);
+  if (topology.devices.front().is_cpu()) keep_freed_memory();
   auto pool = std::make_shared<ReplicaPool>(topology.local_replicas(), threads);
   if (replica_threads == ReplicaThreads::own) pool->start();
   set_log_rank(topology.rank, topology.num_workers);

@@ -1,6 +1,7 @@
 #include <iomanip>
 #include <sstream>
 
+#include "core/heap.h"
 #include "strategy/strategy_core.h"
 
 namespace muster {
@@ -71,6 +72,11 @@ std::string StrategyCore::explain(const std::string& name) const {
   if (options_.clip_norm) out << ", gradient norm clipped to " << *options_.clip_norm;
   constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};
   out << "; precision " << kPrecisions[static_cast<size_t>(options_.precision)] << "; seed " << seed_ << '\n';
+  if (topology_.devices.front().is_cpu()) {
+    out << "memory: large blocks that are freed "
+        << (keep_freed_memory() ? "stay with this process, for the next step" : "go where the C library sends them")
+        << '\n';
+  }
   return out.str();
 }
 

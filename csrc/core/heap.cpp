@@ -1,0 +1,45 @@
+#include "core/heap.h"
+
+#include <cstdlib>
+#include <string_view>
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+namespace muster {
+
+namespace {
+
+// Larger blocks than that still go back: what is not needed again in every step is often one of them, as a dataset.
+constexpr int kLargestKept = 1 << 30;
+
+bool is_left_alone() {
+  const char* const wish = std::getenv("MUSTER_KEEP_FREED_MEMORY");
+  if (wish != nullptr && std::string_view(wish) == "0") return true;
+  for (const char* name : {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_"}) {
+    if (std::getenv(name) != nullptr) return true;
+  }
+  const char* const tunables = std::getenv("GLIBC_TUNABLES");
+  return tunables != nullptr && std::string_view(tunables).find("glibc.malloc.") != std::string_view::npos;
+}
+
+bool tune_heap() {
+#ifdef __GLIBC__
+  constexpr int kNever = -1;
+  constexpr int kHeapOfThread = 64 << 20;  // what glibc reserves at once for other threads than the first
+  return !is_left_alone() && mallopt(M_MMAP_THRESHOLD, kLargestKept) == 1 && mallopt(M_TRIM_THRESHOLD, kNever) == 1 &&
+         mallopt(M_TOP_PAD, kHeapOfThread) == 1;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+bool keep_freed_memory() {
+  static const bool keeps = tune_heap();
+  return keeps;
+}
+
+}  // namespace muster
