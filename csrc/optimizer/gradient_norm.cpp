@@ -74,7 +74,7 @@ void take_norm(const std::vector<at::Tensor>& sums, const double* tail, double c
   finish_norm(partials, tail, clip_norm, loss_scale, scalars);
   // The square of an fp64 value may overflow.
   if (scalars.finite == 0 && std::all_of(sums.begin(), sums.end(), [](const at::Tensor& values) {
-        return at::isfinite(values.is_sparse() ? values._values() : values).all().item<bool>();
+        return at::isfinite(dense_values(values)).all().item<bool>();
       })) {
     scalars.finite = 1;
   }

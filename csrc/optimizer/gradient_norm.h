@@ -10,6 +10,11 @@
 
 namespace muster {
 
+/// The rows of a sparse gradient, or all of a dense one.
+inline at::Tensor dense_values(const at::Tensor& gradient) {
+  return gradient.is_sparse() ? gradient._values() : gradient;
+}
+
 /// `sums` are fp32 or fp64 tensors, in registration order: dense, or coalesced COO with one sparse dimension, whose
 /// rows have tiles of their own, so that it does not matter who has which row; `tail` is the window's, from
 /// kernels::kWeight on. Fills `scalars` by kernels::finish_window, whose `unit` is that of the window's seeds and is

@@ -11,6 +11,7 @@
 
 #include "kernels/kernels.h"
 #include "muster/error.h"
+#include "optimizer/gradient_norm.h"
 
 namespace muster {
 
@@ -62,7 +63,7 @@ void LossScaler::unscale(torch::optim::Optimizer& optimizer) {
         throw InvalidArgument(
             "a gradient is fp16: dividing it by the scale would lose it; keep parameters in fp32 and use Autocast");
       }
-      gradients.push_back(gradient.is_sparse() ? gradient._values() : gradient);
+      gradients.push_back(dense_values(gradient));
     }
   }
   progress_[&optimizer].finite = all_finite_and_unscaled(gradients, state_.scale);

@@ -208,6 +208,7 @@ class GradientSet {
   void push_rows(const Failure& failure);
   void end_unchanged();
   void check_dense(const Tail& tail);
+  bool is_used_on_servers(const Tail& tail, size_t parameter) const;
   void step_on_servers(const Tail& tail, const FlatGroups& groups);
   void finish_on_device(const Tail& tail, bool fused, WindowSums& sums);
   void enqueue_norm(const Tail& tail, const at::Tensor& numbers, double loss_scale, kernels::LossScaleState* scale,

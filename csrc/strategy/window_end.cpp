@@ -24,9 +24,6 @@ namespace {
 // Up to so many elements are stepped faster by one thread than others are woken.
 constexpr int64_t kAloneElements = 1 << 17;
 
-// The rows of a sparse gradient, or all of a dense one.
-at::Tensor dense_values(const at::Tensor& gradient) { return gradient.is_sparse() ? gradient._values() : gradient; }
-
 // In place; `partials` becomes the sums of squares by tile.
 void divide(const at::Tensor& values, double divisor, std::vector<double>& partials) {
   const auto n = static_cast<size_t>(values.numel());
@@ -94,8 +91,7 @@ std::vector<at::Tensor> GradientSet::dense_sums(const Tail& tail) const {
 void GradientSet::take_norm(const Tail& tail, double loss_scale) {
   const double clip_norm = options_.clip_norm.value_or(0);
   if (servers_ && servers_->is_synchronous()) {
-    const auto partials = servers_->partials(
-        [&](size_t p) { return tail.counts()[servers_->has_rows(p) ? trainable_.size() + p : p] > 0; });
+    const auto partials = servers_->partials([&](size_t p) { return is_used_on_servers(tail, p); });
     return finish_norm(partials, tail.data(), clip_norm, loss_scale, scalars_);
   }
   if (!to_owners_) return muster::take_norm(used_sums(tail), tail.data(), clip_norm, loss_scale, scalars_);

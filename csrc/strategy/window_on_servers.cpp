@@ -122,11 +122,14 @@ void GradientSet::check_dense(const Tail& tail) {
   }
 }
 
+bool GradientSet::is_used_on_servers(const Tail& tail, size_t parameter) const {
+  return tail.counts()[servers_->has_rows(parameter) ? trainable_.size() + parameter : parameter] > 0;
+}
+
 void GradientSet::step_on_servers(const Tail& tail, const FlatGroups& groups) {
-  const double* const counts = tail.counts();
   std::vector<size_t> unused;
   for (size_t p = 0; p < trainable_.size(); ++p) {
-    if (counts[servers_->has_rows(p) ? trainable_.size() + p : p] <= 0) unused.push_back(p);
+    if (!is_used_on_servers(tail, p)) unused.push_back(p);
   }
   servers_->step(scalars_, groups, unused);
 }

@@ -90,6 +90,16 @@ std::vector<std::string> server_names(uint32_t servers) {
   return names;
 }
 
+ClientConfig config_of(const std::vector<std::string>& names, uint32_t rank, const Plan& plan, bool shares_memory) {
+  ClientConfig config;
+  config.servers = names;
+  config.rank = rank;
+  config.plan = plan;
+  config.shares_memory = shares_memory;
+  config.log_bytes = 0;
+  return config;
+}
+
 at::Tensor initial_values(const Plan& plan, size_t p) {
   const auto& spec = plan.parameters[p];
   return at::sin(at::arange(numel_of(spec), at::kDouble) * 0.7 + static_cast<double>(p)).to(spec.dtype);

@@ -30,6 +30,10 @@ struct Servers {
   std::vector<std::unique_ptr<server::ParameterServer>> running;
 };
 
+/// Of a worker that keeps as little as it can.
+server::ClientConfig config_of(const std::vector<std::string>& names, uint32_t rank, const server::Plan& plan,
+                               bool shares_memory = true);
+
 /// Parameter p's values before the first step, in its dtype, contiguous.
 at::Tensor initial_values(const server::Plan& plan, size_t parameter);
 /// What `rank` adds to the gradient of parameter p in a step, in the accumulation dtype: of weight_of(rank) samples.

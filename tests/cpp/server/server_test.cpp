@@ -20,6 +20,7 @@
 
 using namespace muster;
 using namespace muster::server;
+using testing::config_of;
 using testing::Servers;
 using testing::small_plan;
 using testing::Worker;
@@ -50,16 +51,6 @@ std::vector<kernels::SgdGroup> sgd() {
 std::vector<kernels::AdagradGroup> adagrad() {
   return {{.lr = 0.1, .lr_decay = 0.01, .eps = 1e-10, .weight_decay = 0.01, .maximize = false},
           {.lr = 0.2, .lr_decay = 0, .eps = 1e-10, .weight_decay = 0, .maximize = false}};
-}
-
-ClientConfig config_of(const std::vector<std::string>& names, uint32_t rank, const Plan& plan, bool shares = true) {
-  ClientConfig config;
-  config.servers = names;
-  config.rank = rank;
-  config.plan = plan;
-  config.shares_memory = shares;
-  config.log_bytes = 0;
-  return config;
 }
 
 // Plain descent, of which each update is known: parameters lose lr * gradient.

@@ -25,6 +25,7 @@
 
 using namespace muster;
 using namespace muster::server;
+using testing::config_of;
 using testing::Servers;
 
 namespace {
@@ -167,20 +168,14 @@ bool same(const TableRows& a, const TableRows& b) {
   return a.rows == b.rows && same_bits(a.values, b.values) && same_bits(a.states, b.states) && a.steps == b.steps;
 }
 
-ClientConfig config_of(const std::vector<std::string>& names, uint32_t rank, const Plan& plan, bool shares = true) {
-  ClientConfig config;
-  config.servers = names;
-  config.rank = rank;
-  config.plan = plan;
-  config.shares_memory = shares;
-  config.log_bytes = 0;
+ClientConfig patient(ClientConfig config) {
   config.patience = std::chrono::milliseconds(20'000);
   return config;
 }
 
 struct TableWorker {
   TableWorker(const std::vector<std::string>& names, uint32_t rank, const Plan& plan, bool shares = true)
-      : plan(plan), rank(rank), client(config_of(names, rank, plan, shares)) {}
+      : plan(plan), rank(rank), client(patient(config_of(names, rank, plan, shares))) {}
 
   uint64_t join() {
     if (rank == 0 && !client.is_started()) client.start();
