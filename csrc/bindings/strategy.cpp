@@ -199,10 +199,13 @@ void bind_core_class(py::module_& m) {
           py::call_guard<Interruptible>())
       .def(
           "note_rows",
-          [](StrategyCore& c, const at::Tensor& weight, const std::string& kind, double scale, uint64_t seed) {
-            c.note_rows(weight, row_initialiser(kind, scale, seed));
+          [](StrategyCore& c, const at::Tensor& weight, const std::string& kind, double scale, uint64_t seed,
+             const std::string& placement) {
+            c.note_rows(weight, {row_initialiser(kind, scale, seed),
+                                 placement == "modulo" ? RowPlacement::modulo : RowPlacement::range});
           },
-          py::arg("weight"), py::arg("kind"), py::arg("scale"), py::arg("seed"), py::call_guard<Interruptible>())
+          py::arg("weight"), py::arg("kind"), py::arg("scale"), py::arg("seed"), py::arg("placement"),
+          py::call_guard<Interruptible>())
       .def("set_buffers",
            [](StrategyCore& c, int module, size_t local_replica, const std::vector<at::Tensor>& buffers) {
              c.registry().set_buffers(module, local_replica, buffers);

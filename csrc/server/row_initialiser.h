@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <span>
 
+#include "muster/row_placement.h"
+
 namespace muster {
 
 struct ShardedEmbeddingOptions;
@@ -32,7 +34,13 @@ struct RowInitialiser {
   bool operator==(const RowInitialiser&) const = default;
 };
 
+/// What an embedding says of its rows where they are on servers. A value.
+struct EmbeddingRows {
+  RowInitialiser initialiser;
+  RowPlacement placement = RowPlacement::modulo;
+};
+
 /// Of an embedding whose seed is known.
-RowInitialiser initialiser_of(const ShardedEmbeddingOptions& options);
+EmbeddingRows rows_of(const ShardedEmbeddingOptions& options);
 
 }  // namespace muster

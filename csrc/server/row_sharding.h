@@ -3,12 +3,9 @@
 
 #include <cstdint>
 
-namespace muster {
+#include "muster/row_placement.h"
 
-enum class RowPlacement : uint8_t {
-  modulo,  ///< row % servers: spreads rows that are touched often, wherever they are
-  range    ///< contiguous; the first servers take the extra row
-};
+namespace muster {
 
 /// A value. Thread-safe.
 class RowSharding {

@@ -39,9 +39,9 @@ uint64_t draw_seed() {
 
 }  // namespace
 
-RowInitialiser initialiser_of(const ShardedEmbeddingOptions& options) {
+EmbeddingRows rows_of(const ShardedEmbeddingOptions& options) {
   const auto kind = options.init == RowInit::normal ? RowInitialiser::Kind::normal : RowInitialiser::Kind::uniform;
-  return {kind, options.scale, options.seed.value_or(0)};
+  return {{kind, options.scale, options.seed.value_or(0)}, options.placement};
 }
 
 ShardedEmbeddingImpl::ShardedEmbeddingImpl(int64_t num_embeddings, int64_t dim, const ShardedEmbeddingOptions& options)
@@ -64,7 +64,7 @@ void ShardedEmbeddingImpl::reset() {
     return;
   }
   auto values = at::empty({num_embeddings_, dim_}, at::kFloat);
-  initialiser_of(options_).fill_rows(values);
+  rows_of(options_).initialiser.fill_rows(values);
   weight = register_parameter("weight", values);
 }
 

@@ -223,7 +223,7 @@ void ParameterRegistry::follow_moves(bool copies_all) {
   }
 }
 
-const RowInitialiser* ParameterRegistry::rows_of(size_t parameter) const noexcept {
+const EmbeddingRows* ParameterRegistry::rows_of(size_t parameter) const noexcept {
   const auto found = rows_.find(parameter);
   return found == rows_.end() ? nullptr : &found->second;
 }

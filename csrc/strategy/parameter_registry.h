@@ -46,10 +46,10 @@ class ParameterRegistry {
   /// Index of a parameter of local replica 0, or -1.
   int find(const at::Tensor& parameter) const noexcept;
 
-  /// The parameter is the weight of an embedding whose rows are at first what `initialiser` says.
-  void note_rows(size_t parameter, const RowInitialiser& initialiser) { rows_[parameter] = initialiser; }
+  /// The parameter is the weight of an embedding.
+  void note_rows(size_t parameter, const EmbeddingRows& rows) { rows_[parameter] = rows; }
   /// Null for a parameter that is none.
-  const RowInitialiser* rows_of(size_t parameter) const noexcept;
+  const EmbeddingRows* rows_of(size_t parameter) const noexcept;
 
   /// Parameters of one module, ascending.
   std::vector<int> parameters_of(int module) const;
@@ -80,7 +80,7 @@ class ParameterRegistry {
   std::vector<std::string> buffer_names_;
   std::vector<size_t> first_buffer_;  // by module, and the end
   std::unordered_map<const c10::TensorImpl*, int> index_;
-  std::unordered_map<size_t, RowInitialiser> rows_;
+  std::unordered_map<size_t, EmbeddingRows> rows_;
   std::vector<std::vector<uint32_t>> copied_versions_;  // [local replica][parameter], of replica 0's
   int num_modules_ = 0;
 };

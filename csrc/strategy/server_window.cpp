@@ -39,7 +39,8 @@ server::Plan plan_of(const ServerJob& job, int workers, double timeout, const Se
       plan.tables.push_back({.name = given.names[p],
                              .num_rows = tensor.size(0),
                              .dim = tensor.size(1),
-                             .initialiser = *given.rows[p],
+                             .placement = given.rows[p]->placement,
+                             .initialiser = given.rows[p]->initialiser,
                              .group = given.group_of[p]});
       continue;
     }
@@ -104,6 +105,7 @@ ServerWindow::ServerWindow(const ServerJob& job, int rank, int workers, double t
       tables_.push_back({parameter, 0, !is_row_stub(parameter), nullptr});
       continue;
     }
+    dense_.push_back(p);
     parameters_.push_back(parameter);
     const bool is_dense = parameter.is_non_overlapping_and_dense();
     strides_.push_back(is_dense ? parameter.strides().vec() : c10::TensorType::contiguousStridesOf(parameter.sizes()));
@@ -142,17 +144,13 @@ void ServerWindow::connect(const ServerParameters& given, bool is_chief) {
 
 // The part of every chunk, where the optimizer has it.
 void ServerWindow::give(const ServerParameters& given, Part part) {
-  std::vector<size_t> position;
-  for (size_t p = 0; p < places_.size(); ++p) {
-    if (!places_[p].is_table) position.push_back(given.position[p]);
-  }
   for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
     const auto& chunk = client_.chunks()[c];
     at::Tensor values;
     for (size_t i = 0; i < chunk.pieces.size(); ++i) {
       const auto& piece = chunk.pieces[i];
       const auto p = static_cast<size_t>(piece.parameter);
-      const auto whole = part_of(parameters_[p], *given.optimizer, position[p], part);
+      const auto whole = part_of(parameters_[p], *given.optimizer, given.position[dense_[p]], part);
       if (!whole.defined()) continue;
       if (!values.defined()) values = at::zeros({server::numel_of(chunk, part)}, server::dtype_of(chunk, part));
       const auto [offset, count] = server::place_of(chunk, i, part);

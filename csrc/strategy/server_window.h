@@ -30,7 +30,7 @@ struct ServerParameters {
   const FlatOptimizer* optimizer = nullptr;  ///< whose state servers take over
   std::vector<size_t> position;              ///< in the optimizer, by parameter
   std::vector<uint32_t> group_of;            ///< by parameter
-  std::vector<const RowInitialiser*> rows;   ///< by parameter; not null: the weight of an embedding
+  std::vector<const EmbeddingRows*> rows;    ///< by parameter; not null: the weight of an embedding
   FlatGroups groups;
 };
 
@@ -133,7 +133,8 @@ class ServerWindow {
   const server::Plan plan_;
   const uint32_t rank_;
   std::vector<Place> places_;                  // by parameter
-  std::vector<at::Tensor> parameters_;         // those of the plan: but for tables
+  std::vector<size_t> dense_;                  // which are parameters of the plan, and not tables
+  std::vector<at::Tensor> parameters_;         // these
   std::vector<std::vector<int64_t>> strides_;  // of slots, by parameter of the plan
   std::vector<int64_t> versions_;              // of these parameters, after the last step
   std::vector<Table> tables_;

@@ -308,7 +308,7 @@ void Strategy::add_module(Modules replicas) {
   state_->core->add_module(tensors);
   for (const auto& submodule : module.replicas().front()->modules()) {
     const auto* const embedding = submodule->as<ShardedEmbeddingImpl>();
-    if (embedding != nullptr) state_->core->note_rows(embedding->weight, initialiser_of(embedding->options()));
+    if (embedding != nullptr) state_->core->note_rows(embedding->weight, rows_of(embedding->options()));
   }
   module.note_buffers();
   state_->modules.push_back(std::move(module));

@@ -117,7 +117,7 @@ int StrategyCore::add_module(ModuleTensors module) {
   return number;
 }
 
-void StrategyCore::note_rows(const at::Tensor& weight, RowInitialiser initialiser) {
+void StrategyCore::note_rows(const at::Tensor& weight, EmbeddingRows rows) {
   check_open();
   const auto p = static_cast<size_t>(registry_.find(weight));
   if (!groups_.servers) {
@@ -126,10 +126,10 @@ void StrategyCore::note_rows(const at::Tensor& weight, RowInitialiser initialise
                           "' were left to parameter servers (on_servers), which this strategy has not; use "
                           "ParameterServerStrategy, or leave on_servers out");
   }
-  const auto seed = at::scalar_tensor(static_cast<int64_t>(initialiser.seed), at::kLong);
+  const auto seed = at::scalar_tensor(static_cast<int64_t>(rows.initialiser.seed), at::kLong);
   workers().broadcast(seed, 0).wait();
-  initialiser.seed = static_cast<uint64_t>(seed.item<int64_t>());
-  registry_.note_rows(p, initialiser);
+  rows.initialiser.seed = static_cast<uint64_t>(seed.item<int64_t>());
+  registry_.note_rows(p, rows);
 }
 
 // On a device the first reductions set up connections and their time says little.

@@ -91,8 +91,8 @@ class StrategyCore {
 
   /// After add_module; collective over workers where there are servers, which will hold the rows: all workers get the
   /// chief's seed. See ParameterRegistry::note_rows. Throws InvalidArgument for rows that are not here where there are
-  /// no servers, LayoutMismatch where workers' initialisers differ.
-  void note_rows(const at::Tensor& weight, RowInitialiser initialiser);
+  /// no servers.
+  void note_rows(const at::Tensor& weight, EmbeddingRows rows);
 
   /// The set of exactly these parameters (registry indices, any order). Throws InvalidArgument if it shares parameters
   /// with another set without being equal to it.

@@ -35,7 +35,8 @@ class ShardedEmbedding(nn.Module):
     without memory, ``state_dict()`` and copies fetch all rows, and ``close()`` brings them back; call the module
     from the thread that steps. Rows that were never used take no memory on servers. What moves every row at every
     step is refused there. With ``on_servers=True`` ``weight`` takes no memory here from the beginning, for that
-    strategy alone.
+    strategy alone. ``placement`` says which server has a row: ``"modulo"`` (row number modulo servers) spreads rows
+    that are used often, wherever they are; ``"range"`` gives each server a contiguous range.
 
     First values are ``init="normal"`` of mean 0 and standard deviation ``scale``, or ``"uniform"`` in
     ``(-scale, scale)``. Those of a row follow from ``(seed, row)`` alone; ``seed=None`` draws one from torch's default
@@ -54,6 +55,7 @@ class ShardedEmbedding(nn.Module):
         scale: float = 1.0,
         seed: int | None = None,
         on_servers: bool = False,
+        placement: Literal["modulo", "range"] = "modulo",
     ) -> None:
         super().__init__()
         if num_embeddings < 1 or dim < 1:
@@ -64,6 +66,8 @@ class ShardedEmbedding(nn.Module):
             raise InvalidArgument(f"mode={mode!r} must be None, 'sum' or 'mean'")
         if init not in ("normal", "uniform"):
             raise InvalidArgument(f"init={init!r} must be 'normal' or 'uniform'")
+        if placement not in ("modulo", "range"):
+            raise InvalidArgument(f"placement={placement!r} must be 'modulo' or 'range'")
         if not 0 <= scale < math.inf:
             raise InvalidArgument(f"scale={scale} must be finite and not negative")
         if seed is not None and not 0 <= seed < 2**64:
@@ -74,6 +78,7 @@ class ShardedEmbedding(nn.Module):
         self.init = init
         self.scale = scale
         self.on_servers = on_servers
+        self.placement = placement
         self.seed = int(torch.randint(2**63 - 1, (1,))) if seed is None else seed
         if on_servers:
             self.weight = nn.Parameter(_C.make_row_stub(num_embeddings, dim))

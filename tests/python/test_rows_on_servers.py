@@ -29,7 +29,7 @@ class Clicks(nn.Module):
         self.read = nn.Linear(2 * DIM, 1)
         self.ids = muster.ShardedEmbedding(ROWS, DIM, seed=5, scale=0.1, on_servers=on_servers)
         self.bags = muster.ShardedEmbedding(
-            ROWS + 3, DIM, mode="mean", init="uniform", seed=6, scale=0.1, on_servers=on_servers
+            ROWS + 3, DIM, mode="mean", init="uniform", seed=6, scale=0.1, on_servers=on_servers, placement="range"
         )
 
     def forward(self, ids: Tensor, bags: Tensor) -> Tensor:
@@ -106,6 +106,21 @@ def test_a_synchronous_job_gives_the_bits_of_worker_processes(workers: int, serv
     started = [Servers(servers) for _ in OPTIONS]
     for differences in run_ranks(workers, _train_both, [group.addresses for group in started]):
         assert differences == []
+
+
+def _place_differently(servers: list[str]) -> str:
+    with on_servers(servers, timeout=20.0) as strategy:
+        rank = strategy.rank
+        module = muster.ShardedEmbedding(10, 2, seed=1, placement="range" if rank == 1 else "modulo")
+        model, _ = strategy.prepare(module, muster.optim.Adagrad(module.parameters()))
+        with pytest.raises((muster.LayoutMismatch, muster.PeerLost)) as raised:
+            strategy.step(lambda ids: model(ids).sum(), torch.tensor([rank]))
+        return str(raised.value)
+
+
+def test_workers_place_rows_alike() -> None:
+    started = Servers(2)
+    assert any("placement" in message for message in run_ranks(2, _place_differently, started.addresses))
 
 
 def step(strategy: muster.Strategy, model: Any, number: int = 0) -> muster.StepResult:

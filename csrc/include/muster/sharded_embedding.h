@@ -11,6 +11,7 @@
 #include <optional>
 #include <ostream>
 
+#include "muster/row_placement.h"
 #include "muster/step.h"
 
 namespace muster {
@@ -25,6 +26,7 @@ struct ShardedEmbeddingOptions {
   double scale = 1;
   std::optional<uint64_t> seed = {};  ///< a row's first values follow from (seed, row) alone; empty: drawn from torch
   bool on_servers = false;            ///< `weight` takes no memory here: for ParameterServerStrategy alone
+  RowPlacement placement = RowPlacement::modulo;  ///< of rows, under ParameterServerStrategy
 };
 
 /// torch::nn::Embedding, or with a mode torch::nn::EmbeddingBag, with sparse gradients: only the rows that a step used

@@ -71,7 +71,9 @@ struct Clicks : torch::nn::Module {
   Clicks()
       : table(register_module(
             "table",
-            ShardedEmbedding(60, 8, ShardedEmbeddingOptions{.mode = Reduction::sum, .scale = 0.3, .seed = 4}))),
+            ShardedEmbedding(60, 8,
+                             ShardedEmbeddingOptions{
+                                 .mode = Reduction::sum, .scale = 0.3, .seed = 4, .placement = RowPlacement::range}))),
         read(register_module("read", torch::nn::Linear(8, 1))) {
     const torch::NoGradGuard no_grad;
     read->weight.copy_(at::sin(at::arange(8) * 0.9).view({1, 8}));
