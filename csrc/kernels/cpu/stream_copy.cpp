@@ -11,20 +11,38 @@ namespace muster::kernels {
 
 #if defined(__SSE2__)
 
+namespace {
+
+constexpr size_t kLine = 64;
+// The processor fetches ahead within a page and for few at once: several pages side by side keep it busy.
+constexpr size_t kPage = 4096;
+constexpr size_t kPages = 4;
+constexpr size_t kAhead = 512;
+
+void stream_line(char* to, const char* from) noexcept {
+  for (size_t k = 0; k < kLine; k += sizeof(__m128i)) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + k), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + k)));
+  }
+}
+
+}  // namespace
+
 void stream_copy(void* destination, const void* source, size_t bytes) noexcept {
-  constexpr size_t kLine = 64;
   auto* to = static_cast<char*>(destination);
   const auto* from = static_cast<const char*>(source);
   const size_t before_line = (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine;
   const size_t head = std::min(bytes, before_line);
   std::memcpy(to, from, head);
   size_t i = head;
-  for (; i + kLine <= bytes; i += kLine) {
-    for (size_t k = 0; k < kLine; k += sizeof(__m128i)) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i + k),
-                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i + k)));
+  for (; i + kPages * kPage <= bytes; i += kPages * kPage) {
+    for (size_t k = i; k < i + kPage; k += kLine) {
+      for (size_t at = k; at < k + kPages * kPage; at += kPage) {
+        __builtin_prefetch(from + at + kAhead);
+        stream_line(to + at, from + at);
+      }
     }
   }
+  for (; i + kLine <= bytes; i += kLine) stream_line(to + i, from + i);
   std::memcpy(to + i, from + i, bytes - i);
   _mm_sfence();  // such stores are not ordered with those after them
 }
