@@ -252,15 +252,7 @@ void ServerClient::send_push(const PushLog::Entry& entry, uint32_t chunk) {
 
 void ServerClient::push(uint64_t step, uint32_t chunk, std::span<const Bytes> pieces) {
   auto& entry = entry_of(step);
-  const auto place = log_->of_chunk(entry, chunk);
-  size_t offset = 0;
-  for (const Bytes& piece : pieces) {
-    if (piece.size() > place.size() - offset) throw InvalidArgument("a push is larger than its chunk");
-    std::memcpy(place.data() + offset, piece.data(), piece.size());
-    offset += piece.size();
-  }
-  if (offset != place.size()) throw InvalidArgument("a push is smaller than its chunk");
-  entry.pushed[chunk] = true;
+  log_->write(entry, chunk, pieces);
   try {
     if (!link_of(chunk).is_broken()) send_push(entry, chunk);
   } catch (const LinkBroken&) {

@@ -1,8 +1,11 @@
 #include "server/push_log.h"
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 #include <utility>
+
+#include "kernels/cpu/stream_copy.h"
 
 namespace muster::server {
 
@@ -126,7 +129,25 @@ PushLog::Entry* PushLog::find(uint64_t step) {
   return found == entries_.end() ? nullptr : &*found;
 }
 
-std::span<std::byte> PushLog::of_chunk(const Entry& entry, uint32_t chunk) const {
+void PushLog::write(Entry& entry, uint32_t chunk, std::span<const Bytes> pieces) const {
+  const auto copy = [&](std::byte* to, const Bytes& piece) {
+    if (slab_bytes_ > kernels::kStreamedBytes) {
+      kernels::stream_copy(to, piece.data(), piece.size());
+    } else {
+      std::memcpy(to, piece.data(), piece.size());
+    }
+  };
+  size_t offset = 0;
+  for (const Bytes& piece : pieces) {
+    if (piece.size() > sizes_[chunk] - offset) throw InvalidArgument("a push is larger than its chunk");
+    copy(entry.slab + offsets_[chunk] + offset, piece);
+    offset += piece.size();
+  }
+  if (offset != sizes_[chunk]) throw InvalidArgument("a push is smaller than its chunk");
+  entry.pushed[chunk] = true;
+}
+
+Bytes PushLog::of_chunk(const Entry& entry, uint32_t chunk) const {
   return {entry.slab + offsets_[chunk], sizes_[chunk]};
 }
 

@@ -55,7 +55,10 @@ class PushLog {
   /// The entry of a step that is not below the newest; null where the log is full.
   Entry* open(uint64_t step);
   Entry* find(uint64_t step);
-  std::span<std::byte> of_chunk(const Entry& entry, uint32_t chunk) const;
+  /// Copies the pieces, together a chunk's gradient bytes, and marks the chunk as pushed. Throws InvalidArgument where
+  /// they are fewer or more.
+  void write(Entry& entry, uint32_t chunk, std::span<const Bytes> pieces) const;
+  Bytes of_chunk(const Entry& entry, uint32_t chunk) const;
 
   /// Memory for a part of an entry's push of rows, at a multiple of 64 bytes, until the entry is released; null where
   /// the log is full.

@@ -66,6 +66,7 @@ class Pushes {
   explicit Pushes(Steps& rules) : rules_(rules) {}
 
   Lock lock() { return Lock(mutex_); }
+  Lock try_lock() { return {mutex_, std::try_to_lock}; }
   uint64_t steps() const noexcept { return steps_; }
 
   struct Part {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/log.h"
+#include "kernels/cpu/stream_copy.h"
 #include "server/session.h"
 
 namespace muster::server {
@@ -193,7 +194,11 @@ void ParameterServer::read(Session& session, Shard& shard, const Read& request, 
   shard.read(request.chunk, request.part, request.at_least, deadline, [&](Bytes own, uint64_t steps) {
     values.steps = steps;
     std::byte* const to = place_for(session, request.shares, request.place, own.size());
-    std::copy(own.begin(), own.end(), to);
+    if (request.shares && shard.parameter_bytes() > static_cast<int64_t>(kernels::kStreamedBytes)) {
+      kernels::stream_copy(to, own.data(), own.size());
+    } else {
+      std::copy(own.begin(), own.end(), to);
+    }
     payload = {to, own.size()};
   });
   reply(session, values, {&payload, 1});

@@ -34,6 +34,7 @@ Shard::Shard(const Plan& plan, uint32_t server, Steps::MayPush may_push)
     own_.push_back(c);
     auto& state = *states_.emplace(c, std::make_unique<State>(rules_)).first->second;
     state.chunk = chunks[c];
+    parameter_bytes_ += state.chunk.parameter_bytes();
     state.memory = at::zeros({state.chunk.numel}, state.chunk.dtype);
     // No views: they would share a version counter, by which the optimizer knows who wrote a parameter.
     const auto size = static_cast<int64_t>(c10::elementSize(state.chunk.dtype));
@@ -206,26 +207,45 @@ void Shard::apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadl
     rules_.note_command(apply);
     wake();
   }
+  std::vector<State*> order;
   const size_t count = own_.size();
   for (size_t i = 0; i < count; ++i) {
-    // Each thread begins elsewhere, so that they divide the work.
-    auto& own = state(own_[(i + count * rank / std::max<size_t>(plan_.workers, rank + 1)) % count]);
-    if (plan_.is_synchronous()) {
-      apply_together(own, apply, deadline);
-    } else {
-      apply_alone(own, rank, incarnation, apply);
-    }
+    // Each thread begins elsewhere, so that they divide the work; from the end, since who reads begins at the front.
+    const size_t begin = count * rank / std::max<size_t>(plan_.workers, rank + 1);
+    order.push_back(&state(own_[(2 * count - 1 - begin - i) % count]));
+  }
+  if (plan_.is_synchronous()) {
+    apply_together(order, apply, deadline);
+  } else {
+    for (auto* const own : order) apply_alone(*own, rank, incarnation, apply);
   }
   tables_.apply(rank, incarnation, apply, deadline);
 }
 
+// First what nobody else is at.
+void Shard::apply_together(const std::vector<State*>& states, const Apply& apply, Deadline deadline) {
+  std::vector<State*> others;
+  for (auto* const own : states) {
+    const auto lock = own->try_lock();
+    if (lock && own->has_all(apply.step, apply.members)) {
+      make(*own, apply, apply.members);
+    } else {
+      others.push_back(own);
+    }
+  }
+  for (auto* const own : others) apply_together(*own, apply, deadline);
+}
+
 void Shard::apply_together(State& own, const Apply& apply, Deadline deadline) {
-  const at::NoGradGuard no_grad;
   auto lock = own.lock();
   const auto present = own.wait_for_pushes(lock, apply.step, apply.members, deadline);
-  if (!present) return;
-  add(own, apply.step, *present);
-  if (!present->empty()) step(own, apply, own.sum);
+  if (present) make(own, apply, *present);
+}
+
+void Shard::make(State& own, const Apply& apply, const std::vector<uint32_t>& members) {
+  const at::NoGradGuard no_grad;
+  add(own, apply.step, members);
+  if (!members.empty()) step(own, apply, own.sum);
   own.made_partials = std::move(own.partials);
   own.summed_step = 0;
   own.note_made(apply.step);

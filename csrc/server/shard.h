@@ -30,6 +30,7 @@ class Shard {
   const Plan& plan() const noexcept { return plan_; }
   const std::vector<uint32_t>& chunks() const noexcept { return own_; }  ///< ascending
   TableShard& tables() noexcept { return tables_; }
+  int64_t parameter_bytes() const noexcept { return parameter_bytes_; }  ///< of all its chunks
 
   /// Replaces a part of a chunk; `payload` has exactly its bytes. Creates state that is not there yet.
   void write(uint32_t chunk, Part part, Bytes payload);
@@ -106,13 +107,16 @@ class Shard {
   void make_optimizer(State& state, const FlatGroups& groups) const;
   at::Tensor part_of(const State& state, size_t piece, Part part) const;
   void add(State& state, uint64_t step, const std::vector<uint32_t>& members);
+  void apply_together(const std::vector<State*>& states, const Apply& apply, Deadline deadline);
   void apply_together(State& state, const Apply& apply, Deadline deadline);
+  void make(State& state, const Apply& apply, const std::vector<uint32_t>& members);
   void apply_alone(State& state, uint32_t rank, uint64_t incarnation, const Apply& apply);
   void step(State& state, const Apply& apply, const std::byte* gradients) const;
 
   const Plan plan_;
   Steps rules_;
   std::vector<uint32_t> own_;
+  int64_t parameter_bytes_ = 0;
   std::map<uint32_t, std::unique_ptr<State>> states_;  // by chunk
   TableShard tables_;
 };
