@@ -143,6 +143,25 @@ def hooks(result: Result) -> Table:
     return Table(["backward, no hooks", *(f"{name} adds" for name in added)], [cells], caption)
 
 
+def parameter_server(result: Result) -> Table:
+    """A row a way to push and pull, and one a way to ask for little: milliseconds, and rpc's times over them."""
+    rows = []
+    for name, what in (("push_pull", "push and pull"), ("round_trip", "round trip")):
+        measured = result[name]
+        for column, found in measured["columns"].items():
+            whole, *pieces = found["over"].values()
+            gains = [cell(whole), cell(pieces[0]) if pieces else ""]
+            rows.append([what, column, size(measured["bytes"]), f"{found['ms'][1]:.3g} ms", *gains])
+    caption = (
+        "One worker and its servers on one host, against torch.distributed.rpc (TensorPipe). Push and pull: gradients "
+        "to the server, a plain SGD step there, parameters back; round trip: a few parameters. Muster also takes the "
+        "norm of the sums, which clipping needs, and keeps the push until it is durable. Median (quartiles) over "
+        f"interleaved rounds. {where(result)}"
+    )
+    header = ["task", "column", "bytes", "time", "rpc in one call over it", "rpc in 4 MB calls over it"]
+    return Table(header, rows, caption, texts=2)
+
+
 def duration(us: float) -> str:
     return f"{us:.1f} us" if us < 1000 else f"{us / 1000:.1f} ms"
 
@@ -186,5 +205,6 @@ TABLES: dict[str, Callable[[Result], Table]] = {
     "allreduce": allreduce,
     "memory": memory,
     "hooks": hooks,
+    "parameter_server": parameter_server,
 }
 """Those of README.md."""
