@@ -149,7 +149,8 @@ void ServerClient::replay(size_t server) {
     bool lacks = false;
     for (size_t i = 0; i < own.size(); ++i) {
       if (recalled.steps[i] >= entry.step || !entry.pushed[own[i]]) continue;
-      send_push(entry, own[i]);
+      const Bytes values = log_->of_chunk(entry, own[i]);
+      send_push(entry.step, own[i], {&values, 1});
       lacks = true;
     }
     for (const auto& rows : entry.rows) {
@@ -243,18 +244,19 @@ PushLog::Entry& ServerClient::entry_of(uint64_t step) {
   return *wait_for_log([&] { return log_->open(step); });
 }
 
-void ServerClient::send_push(const PushLog::Entry& entry, uint32_t chunk) {
-  const Bytes values(log_->of_chunk(entry, chunk));
+void ServerClient::send_push(uint64_t step, uint32_t chunk, std::span<const Bytes> values) {
   link_of(chunk).send_chunk(
-      chunk, Push::kType, encode(Push{entry.step, chunk}), {&values, 1}, {},
+      chunk, Push::kType, encode(Push{step, chunk}), values, {},
       [](const net::Frame& answer) { Link::expect<Pushed>(answer); }, between());
 }
 
 void ServerClient::push(uint64_t step, uint32_t chunk, std::span<const Bytes> pieces) {
   auto& entry = entry_of(step);
   log_->write(entry, chunk, pieces);
+  const Bytes logged = log_->of_chunk(entry, chunk);
   try {
-    if (!link_of(chunk).is_broken()) send_push(entry, chunk);
+    // What travels does so from where it was just read: the copy is in no cache.
+    if (!link_of(chunk).is_broken()) send_push(step, chunk, memory_ ? std::span(&logged, 1) : pieces);
   } catch (const LinkBroken&) {
     return;
   }

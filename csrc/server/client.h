@@ -139,7 +139,7 @@ class ServerClient {
   void wait_a_slice(Clock::time_point deadline);
   std::function<void()> between();
   Clock::time_point limit() const;
-  void send_push(const PushLog::Entry& entry, uint32_t chunk);
+  void send_push(uint64_t step, uint32_t chunk, std::span<const Bytes> values);
   void send_rows(uint64_t step, const PushLog::Rows& rows);
   /// What `take` gives, once the log has room.
   template <class F>

@@ -1,8 +1,11 @@
 #include "server/push_log.h"
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "cpp/catch.h"
+#include "muster/error.h"
 
 using namespace muster;
 using namespace muster::server;
@@ -35,6 +38,32 @@ TEST_CASE("rows count against a log's bound, but for two steps", "[server]") {
   CHECK(log.room(*log.find(6), kBound / 2) == nullptr);
   log.release(4);
   CHECK(log.room(*log.find(6), kBound / 2) != nullptr);
+}
+
+TEST_CASE("a log takes a chunk in pieces, exactly as long as it is", "[server]") {
+  // Of the sizes of a small model, and of one whose pushes leave no room in a cache.
+  for (const int64_t numel : {40L, 3'000'017L}) {
+    std::vector<Chunk> chunks(2);
+    for (auto& chunk : chunks) chunk.numel = numel;
+    PushLog log(chunks, nullptr, kBound);
+    auto* const entry = log.open(1);
+    REQUIRE(entry != nullptr);
+    std::vector<std::byte> values(static_cast<size_t>(chunks[1].gradient_bytes()) + 1);
+    for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<std::byte>(i * 2654435761U >> 13);
+    const Bytes all(values);
+    const Bytes pieces[] = {all.subspan(0, 7), all.subspan(7, 30), all.subspan(37)};
+    CHECK_THROWS_AS(log.write(*entry, 1, pieces), InvalidArgument);
+    CHECK_THROWS_AS(log.write(*entry, 1, {pieces, 2}), InvalidArgument);
+    CHECK_FALSE(entry->pushed[1]);
+    const Bytes last = pieces[2].first(pieces[2].size() - 1);
+    const Bytes exact[] = {pieces[0], pieces[1], last};
+    log.write(*entry, 1, exact);
+    CHECK(entry->pushed[1]);
+    CHECK_FALSE(entry->pushed[0]);
+    const Bytes written = log.of_chunk(*entry, 1);
+    REQUIRE(written.size() + 1 == values.size());
+    CHECK(std::equal(written.begin(), written.end(), values.begin()));
+  }
 }
 
 TEST_CASE("a log's rows do not overlap, and stay until they are released", "[server]") {
