@@ -183,6 +183,7 @@ void bind_core_class(py::module_& m) {
       .def_property_readonly("steps", &StrategyCore::steps)
       .def_property_readonly("stopping", &StrategyCore::stopping)
       .def_property_readonly("closed", &StrategyCore::closed)
+      .def_property_readonly("joins", &StrategyCore::joins)
       .def_property_readonly("busy", py::cpp_function(&StrategyCore::busy, py::call_guard<py::gil_scoped_release>()))
       .def_property_readonly("current_local_replica", &StrategyCore::current_local_replica)
       .def_property_readonly("current_rows", &StrategyCore::current_rows);

@@ -120,6 +120,9 @@ using CommunicatorPtr = std::shared_ptr<Communicator>;
 /// A group of one: every operation is done when it returns.
 CommunicatorPtr make_single(c10::Device device = c10::Device(c10::kCPU));
 
+/// A rank that the others of its group do not know: every collective throws CommError(reason); scopes may be empty.
+CommunicatorPtr make_refusing(int rank, int size, const std::string& reason);
+
 /// `host`, whose tensors are on the host, for tensors on `device` as well: those are copied there and back, and their
 /// operations have ended when they return. For what is small or rare.
 CommunicatorPtr make_staged(CommunicatorPtr host, c10::Device device);

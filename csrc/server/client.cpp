@@ -92,7 +92,7 @@ void ServerClient::connect(size_t server, bool is_first) {
   for (;;) {
     try {
       incarnation_ = link.connect(incarnation_, memory_);
-      link.send(Configure{static_cast<uint32_t>(server), config_.plan});
+      link.send(Configure{static_cast<uint32_t>(server), config_.plan, config_.job, config_.facts});
       const bool is_started = link.receive<Configured>(between()).started;
       if (is_first) {
         is_started_ = is_started_ && is_started;
@@ -211,7 +211,9 @@ void ServerClient::start() {
 }
 
 uint64_t ServerClient::join() {
-  joined_at_ = call<Joined>(0, Join{0}).step;
+  const auto joined = call<Joined>(0, Join{0});
+  joined_at_ = joined.step;
+  passes_at_join_ = joined.passes;
   for (size_t s = 1; s < links_.size(); ++s) call<Joined>(s, Join{joined_at_});
   is_started_ = has_joined_ = true;
   return joined_at_;

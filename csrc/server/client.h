@@ -23,6 +23,8 @@ struct ClientConfig {
   std::vector<std::string> servers;  ///< abstract Unix names, in the order of all workers
   uint32_t rank = 0;
   Plan plan;                                  ///< servers: their number
+  uint64_t job = 0;                           ///< greater than that of any job before on the same servers, or equal
+  std::string facts = {};                     ///< for Standing
   uint32_t lanes = 2;                         ///< connections to each server for chunks
   bool shares_memory = true;                  ///< large payloads stay in memory that servers map; else they travel
   uint64_t log_bytes = uint64_t{256} << 20;   ///< of pushes that are kept until they are durable, at most
@@ -69,6 +71,8 @@ class ServerClient {
   void start();
   /// Waits for start. Returns the step after which this worker comes in.
   uint64_t join();
+  /// Of each loader that had been dealt from when this worker joined, the pass of the greatest epoch.
+  const std::vector<PassId>& passes_at_join() const noexcept { return passes_at_join_; }
 
   /// Memory in which parameters that are read need not be copied again; 64-byte aligned, lives as long as the client.
   std::byte* allocate(uint64_t bytes);
@@ -191,10 +195,15 @@ class ServerClient {
   std::deque<std::pair<Clock::time_point, std::byte*>> resting_;
   uint64_t incarnation_ = 0;
   uint64_t joined_at_ = 0;
+  std::vector<PassId> passes_at_join_;
   uint64_t deals_ = 0;
   bool is_started_ = false;
   bool has_joined_ = false;
   std::optional<Decision> last_decision_;
 };
+
+/// How the job of server 0, at `name`, stands; nothing where nobody listens there for `patience`. Calls the thread's
+/// WaitHook. Throws what the server answers otherwise.
+std::optional<Standing> inquire(const std::string& name, std::chrono::milliseconds patience);
 
 }  // namespace muster::server

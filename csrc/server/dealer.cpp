@@ -21,6 +21,11 @@ Dealer::Pass& Dealer::pass_of(const Deal& request) {
       throw InvalidArgument("more than " + std::to_string(kMaxPasses) +
                             " passes over loaders are under way; finish some before beginning others");
     }
+    if (newest_.size() >= kMaxLoaders && !newest_.contains(request.loader)) {
+      throw InvalidArgument("servers deal from more than " + std::to_string(kMaxLoaders) + " loaders; prepare fewer");
+    }
+    auto& newest = newest_[request.loader];
+    newest = std::max(newest, request.epoch);
     found = passes_.emplace(key, Pass{request.batches, 0, {}, {}}).first;
   }
   if (found->second.batches == request.batches) return found->second;
@@ -74,8 +79,15 @@ void Dealer::take_back(Pass& pass, uint32_t rank) {
   });
 }
 
+std::vector<PassId> Dealer::newest() const {
+  std::vector<PassId> newest;
+  for (const auto& [loader, epoch] : newest_) newest.push_back({loader, epoch});
+  return newest;
+}
+
 Dealer::Record Dealer::record() const {
   Record record;
+  record.newest = newest();
   for (const auto& [key, pass] : passes_) {
     Record::Pass saved{key.first, key.second, pass.batches, pass.next, {}, {}, {}};
     saved.returned.assign(pass.returned.begin(), pass.returned.end());
@@ -91,6 +103,8 @@ Dealer::Record Dealer::record() const {
 void Dealer::restore(const Record& record) {
   passes_.clear();
   last_.clear();
+  newest_.clear();
+  for (const auto& [loader, epoch] : record.newest) newest_[loader] = epoch;
   for (const auto& saved : record.passes) {
     if (saved.held.size() != saved.holders.size()) {
       throw CheckpointError("a snapshot's list of batches is damaged; use an older snapshot");

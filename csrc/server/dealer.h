@@ -18,7 +18,8 @@ class Dealer {
   static constexpr size_t kMaxPasses = 256;
 
   /// Also notes what the request says is finished. Repeating a worker's last request gives the last answer. Throws
-  /// LayoutMismatch where workers count different batches, InvalidArgument where too many passes are under way.
+  /// LayoutMismatch where workers count different batches, InvalidArgument where too many passes are under way, or
+  /// there are too many loaders.
   Dealt deal(uint32_t rank, uint64_t incarnation, const Deal& request);
 
   /// These went into a step of the worker's. What was not dealt to it, or finished before, is as it is.
@@ -26,6 +27,9 @@ class Dealer {
 
   /// Takes back what was dealt to a worker and is not finished.
   void take_back(uint32_t rank);
+
+  /// Of each loader that was dealt from, the pass of the greatest epoch: a worker that joins leaves out those before.
+  std::vector<PassId> newest() const;
 
   /// For a snapshot, and back.
   struct Record {
@@ -50,10 +54,12 @@ class Dealer {
       }
     };
     std::vector<Pass> passes;
+    std::vector<PassId> newest;
 
     template <class M, class W>
     static void visit(M& m, W& w) {
       w.list(m.passes, kMaxPasses, [](W& wire, auto& pass) { Pass::visit(pass, wire); });
+      visit_passes(m.newest, w);
     }
   };
   Record record() const;
@@ -77,6 +83,7 @@ class Dealer {
   static void take_back(Pass& pass, uint32_t rank);
 
   std::map<std::pair<uint32_t, uint64_t>, Pass> passes_;  // by loader and epoch
+  std::map<uint32_t, uint64_t> newest_;                   // epoch by loader
   std::map<uint32_t, Last> last_;                         // by rank
 };
 

@@ -21,6 +21,7 @@ inline constexpr size_t kMaxNumbers = size_t{1} << 22;
 inline constexpr size_t kMaxText = size_t{64} << 10;
 inline constexpr size_t kMaxBatches = size_t{1} << 16;
 inline constexpr size_t kMaxRecord = size_t{1} << 20;
+inline constexpr size_t kMaxLoaders = 4096;
 
 /// A worker introduces a connection, its first message. `incarnation` 0 asks server 0 for one.
 struct Hello {
@@ -70,11 +71,14 @@ struct Done {
   static void visit(M&, W&) {}
 };
 
-/// The first one counts; later ones must not differ from it.
+/// The first one counts; later ones must not differ from it. A greater `job` ends the one before, whose workers are
+/// fenced; `facts` are those of the job's first worker.
 struct Configure {
   static constexpr uint16_t kType = 5;
   uint32_t server = 0;  ///< which one this is
   Plan plan;
+  uint64_t job = 0;
+  std::string facts = {};  ///< what a worker that joins later has to know; servers do not read it
 
   template <class M, class W>
   static void visit(M& m, W& w);
@@ -88,6 +92,29 @@ struct Configured {
   template <class M, class W>
   static void visit(M& m, W& w) {
     w.number(m.started);
+  }
+};
+
+/// Asks server 0 how its job stands. Needs no Hello, and makes nobody a worker.
+struct Inquire {
+  static constexpr uint16_t kType = 36;
+  template <class M, class W>
+  static void visit(M&, W&) {}
+};
+
+struct Standing {
+  static constexpr uint16_t kType = 37;
+  bool started = false;           ///< the server has its values
+  uint64_t job = 0;               ///< the last one; 0 before the first
+  std::vector<uint32_t> present;  ///< its members that are connected, ascending
+  std::string facts;              ///< of the job
+
+  template <class M, class W>
+  static void visit(M& m, W& w) {
+    w.number(m.started);
+    w.number(m.job);
+    w.numbers(m.present, kMaxWorkers);
+    w.text(m.facts, kMaxRecord);
   }
 };
 
@@ -159,14 +186,32 @@ struct Join {
   }
 };
 
+/// A pass over the job's `loader`-th prepared loader.
+struct PassId {
+  uint32_t loader = 0;
+  uint64_t epoch = 0;
+
+  bool operator==(const PassId&) const = default;
+};
+
+template <class M, class W>
+void visit_passes(M& passes, W& w) {
+  w.list(passes, kMaxLoaders, [](W& wire, auto& pass) {
+    wire.number(pass.loader);
+    wire.number(pass.epoch);
+  });
+}
+
 /// Step `step` + 1 is the worker's first.
 struct Joined {
   static constexpr uint16_t kType = 11;
   uint64_t step = 0;
+  std::vector<PassId> passes = {};  ///< from server 0: see Dealer::newest
 
   template <class M, class W>
   static void visit(M& m, W& w) {
     w.number(m.step);
+    visit_passes(m.passes, w);
   }
 };
 
@@ -601,6 +646,8 @@ void Configure::visit(M& m, W& w) {
   w.number(plan.chunk_bytes);
   w.number(plan.heartbeat_ms);
   w.number(plan.timeout_ms);
+  w.number(m.job);
+  w.text(m.facts, kMaxRecord);
 }
 
 template <class M, class W>

@@ -29,6 +29,22 @@ void Quorum::configure(const Rules& rules, Time now) {
   }
 }
 
+std::vector<uint32_t> Quorum::begin_anew(const Rules& rules, Time now) {
+  std::vector<uint32_t> fenced;
+  for (auto& [rank, member] : members_) {
+    if (member.joined) {
+      fenced.push_back(rank);
+      const uint64_t incarnation = member.incarnation;
+      member = Member{};
+      member.incarnation = incarnation;
+      member.dead = true;
+    }
+    member.live = false;
+  }
+  configure(rules, now);
+  return fenced;
+}
+
 uint64_t Quorum::greet(uint32_t rank, uint64_t incarnation, Time now) {
   if (rank >= kMaxWorkers) throw InvalidArgument(name_of(rank) + " is out of range; ranks count from 0");
   const auto found = members_.find(rank);
@@ -59,7 +75,7 @@ Quorum::Member& Quorum::known(uint32_t rank, uint64_t incarnation) {
   if (found == members_.end() || found->second.incarnation != incarnation || found->second.dead) {
     throw Fenced(name_of(rank) + " (incarnation " + std::to_string(incarnation) +
                  ") was replaced by another, or was silent for longer than the heartbeat deadline; what it computes "
-                 "no longer counts. Join again");
+                 "no longer counts. Start it again to join the job as it is then");
   }
   return found->second;
 }
@@ -73,6 +89,12 @@ void Quorum::join(uint32_t rank, uint64_t incarnation, uint64_t step, Time now) 
 }
 
 uint64_t Quorum::step_of_joiner() const { return rules_.staleness == 0 ? decided_.step : slowest(); }
+
+bool Quorum::is_member(uint32_t rank, uint64_t incarnation) const {
+  const auto found = members_.find(rank);
+  return found != members_.end() && found->second.incarnation == incarnation && found->second.live &&
+         found->second.joined;
+}
 
 uint64_t Quorum::slowest() const {
   constexpr uint64_t kNone = std::numeric_limits<uint64_t>::max();

@@ -29,6 +29,11 @@ class Quorum {
   Quorum() = default;
   void configure(const Rules& rules, Time now);
 
+  /// A job that begins anew: fences all members, whose ranks it returns, and awaits ranks below `rules.workers`. Steps
+  /// are counted on.
+  std::vector<uint32_t> begin_anew(const Rules& rules, Time now);
+  uint32_t workers() const noexcept { return rules_.workers; }
+
   /// The incarnation of a connection of `rank`; for `incarnation` 0 one that is greater than all before (and than those
   /// that a clock gave before a restart). A greater one fences the old: its commit is forgotten. Throws Fenced for one
   /// that was replaced or declared dead.
@@ -51,6 +56,8 @@ class Quorum {
 
   /// Live ranks, ascending, awaited ones included.
   std::vector<uint32_t> live() const;
+  /// Whether this incarnation takes part.
+  bool is_member(uint32_t rank, uint64_t incarnation) const;
   /// The last step that all live members have committed, but for those who rest.
   uint64_t slowest() const;
   /// Whether a worker rests: its pass over the data has ended, or it waits for batches that others have. Nobody waits

@@ -225,7 +225,8 @@ void ParameterServer::snapshot() {
     const Lock lock(mutex_);
     if (!is_filled_ || config_.snapshots.empty()) return;
     shard = shard_;
-    saved.configured = {index_, shard->plan()};
+    saved.configured = {index_, shard->plan(), job_, facts_};
+    saved.configured.plan.workers = quorum_.workers();
     saved.members = quorum_.record();
   }
   checkpoint::Snapshot snapshot;
@@ -270,6 +271,8 @@ void ParameterServer::restore() {
   const auto& plan = saved.configured.plan;
   plan.validate();
   index_ = saved.configured.server;
+  job_ = saved.configured.job;
+  facts_ = saved.configured.facts;
   shard_ = std::make_shared<Shard>(plan, index_, [this](uint32_t rank, uint64_t step) { return may_push(rank, step); });
   if (saved.images.size() != shard_->chunks().size()) throw CheckpointError("a snapshot's number of chunks is wrong");
   for (size_t i = 0; i < saved.images.size(); ++i) {

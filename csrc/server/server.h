@@ -76,6 +76,7 @@ class ParameterServer {
   void answer(Session& session, net::Frame& frame);
   void greet(Session& session, const Hello& hello);
   void configure(Session& session, const Configure& request);
+  void inquire(Session& session);
   void start(Session& session);
   void join(Session& session, const Join& request, Deadline deadline);
   void read(Session& session, Shard& shard, const Read& request, Deadline deadline);
@@ -100,6 +101,8 @@ class ParameterServer {
   std::vector<uint32_t> note_push(const Shard& shard, uint64_t step, bool is_fresh);
   static void check_members(const std::vector<uint32_t>& members);
   static Quorum::Rules rules_of(const Plan& plan);
+  /// With mutex_: ends the job before. Returns whose pushes no longer count.
+  std::vector<uint32_t> begin_job(const Configure& request);
   bool may_push(uint32_t rank, uint64_t step) const;
   std::shared_ptr<Shard> shard() const;
   uint64_t durable(const Session& session, Shard& shard) const;
@@ -116,8 +119,10 @@ class ParameterServer {
   Dealer dealer_;
   std::shared_ptr<Shard> shard_;  // null before Configure
   uint32_t index_ = 0;            // of this server
-  bool is_filled_ = false;        // with initial values
-  bool started_ = false;          // which are durable
+  uint64_t job_ = 0;
+  std::string facts_;       // of the job
+  bool is_filled_ = false;  // with initial values
+  bool started_ = false;    // which are durable
   bool had_members_ = false;
   bool stopping_ = false;
   std::list<std::unique_ptr<Session>> sessions_;

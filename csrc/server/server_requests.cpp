@@ -41,6 +41,10 @@ void ParameterServer::answer(Session& session, net::Frame& frame) {
     ++stats_.requests;
     if (session.is_known) quorum_.touch(session.rank, session.incarnation, Clock::now());
   }
+  if (frame.type == Inquire::kType) {
+    decode<Inquire>(frame.message);
+    return inquire(session);
+  }
   if (frame.type == Hello::kType) return greet(session, decode<Hello>(frame.message));
   if (!session.is_known) throw InvalidArgument("a connection begins with Hello");
   if (frame.type == Configure::kType) return configure(session, decode<Configure>(frame.message));
@@ -117,14 +121,55 @@ void ParameterServer::greet(Session& session, const Hello& hello) {
   reply(session, welcome);
 }
 
+void ParameterServer::inquire(Session& session) {
+  Standing standing;
+  {
+    const Lock lock(mutex_);
+    standing.started = started_;
+    standing.job = job_;
+    standing.facts = facts_;
+    // Others may be waiting for an answer, and not notice that their worker is gone.
+    for (const auto& other : sessions_) {
+      if (!other->beats || other->is_over || !quorum_.is_member(other->rank, other->incarnation)) continue;
+      standing.present.push_back(other->rank);
+    }
+  }
+  auto& present = standing.present;
+  std::sort(present.begin(), present.end());
+  present.erase(std::unique(present.begin(), present.end()), present.end());
+  reply(session, standing);
+}
+
+std::vector<uint32_t> ParameterServer::begin_job(const Configure& request) {
+  job_ = request.job;
+  facts_ = request.facts;
+  dealer_ = Dealer();
+  const auto fenced = quorum_.begin_anew(rules_of(request.plan), Clock::now());
+  for (const auto& other : sessions_) {
+    if (other->is_known && std::find(fenced.begin(), fenced.end(), other->rank) != fenced.end()) {
+      other->channel->close();
+    }
+  }
+  changed_.notify_all();
+  return fenced;
+}
+
 void ParameterServer::configure(Session& session, const Configure& request) {
   request.plan.validate();
   check_memory(request.plan, request.server);
   if (request.server >= request.plan.servers) throw InvalidArgument("a server's index is not below their number");
   Configured configured;
+  std::vector<uint32_t> fenced;
   {
     const Lock lock(mutex_);
+    if (request.job < job_) {
+      throw Fenced("worker " + std::to_string(session.rank) +
+                   " belongs to a job that another one on the same parameter servers has ended; start its workers "
+                   "again, on servers of their own");
+    }
     if (!shard_) {
+      job_ = request.job;
+      facts_ = request.facts;
       index_ = request.server;
       shard_ = std::make_shared<Shard>(request.plan, index_,
                                        [this](uint32_t rank, uint64_t step) { return may_push(rank, step); });
@@ -137,8 +182,12 @@ void ParameterServer::configure(Session& session, const Configure& request) {
       throw InvalidArgument("this is server " + std::to_string(index_) + ", not " + std::to_string(request.server) +
                             "; give all workers the servers in one order");
     }
+    if (request.job > job_) fenced = begin_job(request);
     configured.started = started_;
   }
+  const auto shard = this->shard();
+  for (const uint32_t rank : fenced) shard->drop_pushes(rank);
+  if (!fenced.empty()) shard->wake();
   reply(session, configured);
 }
 
@@ -179,9 +228,9 @@ void ParameterServer::join(Session& session, const Join& request, Deadline deadl
       throw Timeout("the chief did not send the initial values in time; look at its log");
     }
     if (stopping_) throw CommError("the parameter server ends; start it again, or end the job");
-    if (index_ == 0) joined.step = quorum_.step_of_joiner();
     // A job that is started again begins its passes anew.
     if (quorum_.live().empty()) dealer_ = Dealer();
+    if (index_ == 0) joined = {quorum_.step_of_joiner(), dealer_.newest()};
     quorum_.join(session.rank, session.incarnation, joined.step, Clock::now());
     had_members_ = true;
   }
@@ -279,6 +328,10 @@ void ParameterServer::deal(Session& session, const Deal& request) {
 }
 
 void ParameterServer::beat(Session& session, Shard& shard, const Beat& request) {
+  {
+    const Lock lock(mutex_);
+    session.beats = true;
+  }
   if (request.wants_snapshot) {
     const Lock lock(snapshot_mutex_);
     snapshot_wanted_ = true;

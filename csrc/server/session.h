@@ -23,6 +23,7 @@ struct ParameterServer::Session {
   uint32_t lane = 0;
   uint64_t incarnation = 0;
   bool leaves = false;
+  bool beats = false;           ///< signs of life come over it; written under the server's mutex
   std::vector<std::byte> copy;  // of values that travel
 };
 

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
+#include <chrono>
 #include <functional>
 #include <numeric>
 #include <sstream>
@@ -31,6 +32,8 @@
 namespace muster {
 
 namespace {
+
+constexpr comm::Milliseconds kServerPatience{5'000};  // with a server that is about to start
 
 int num_cuda_devices() {
   if (!kernels::cuda::is_built() || !c10::impl::hasDeviceGuardImpl(c10::kCUDA)) return 0;
@@ -160,14 +163,15 @@ void place_replicas(Topology& topology, comm::Communicator& workers) {
   topology.num_replicas = std::accumulate(first, topology.replicas_of_worker.end(), 0);
 }
 
+void compare_options(const std::string& chiefs, int rank, const std::string& options) {
+  if (options == chiefs) return;
+  throw InvalidArgument("the ranks have different options: rank 0 has " + chiefs + "; rank " + std::to_string(rank) +
+                        " has " + options + "; pass the same everywhere");
+}
+
 void compare_options(const std::string& options, comm::Communicator& workers) {
   const auto texts = exchange_texts(workers, options);
-  for (size_t r = 1; r < texts.size(); ++r) {
-    if (texts[r] != texts[0]) {
-      throw InvalidArgument("the ranks have different options: rank 0 has " + texts[0] + "; rank " + std::to_string(r) +
-                            " has " + texts[r] + "; pass the same everywhere");
-    }
-  }
+  for (size_t r = 1; r < texts.size(); ++r) compare_options(texts[0], static_cast<int>(r), texts[r]);
 }
 
 // The chief's usable cores over the replicas on its host.
@@ -188,8 +192,14 @@ uint64_t agree_on_seed(const StrategyOptions& options, comm::Communicator& worke
 
 std::shared_ptr<StrategyCore> assemble(Topology topology, Groups groups, const StrategyOptions& options,
                                        ReplicaThreads replica_threads) {
-  const int threads = agree_on_threads(options, topology, *groups.workers);
-  const auto seed = agree_on_seed(options, *groups.workers);
+  const bool joins = groups.joins();
+  const int threads =
+      joins ? static_cast<int>(groups.servers->facts.threads) : agree_on_threads(options, topology, *groups.workers);
+  const auto seed = joins ? groups.servers->facts.seed : agree_on_seed(options, *groups.workers);
+  if (groups.servers) {
+    groups.servers->facts.seed = seed;
+    groups.servers->facts.threads = static_cast<uint32_t>(threads);
+  }
   if (topology.devices.front().is_cpu()) keep_freed_memory();
   auto pool = std::make_shared<ReplicaPool>(topology.local_replicas(), threads);
   if (replica_threads == ReplicaThreads::own) pool->start();
@@ -321,19 +331,52 @@ void check_servers_can(const StrategyOptions& options) {
   refuse(options.wire != Wire::exact, "wire: gradients travel as they are accumulated; leave it out");
 }
 
-// The chief's where the cluster names none.
-ServerJob servers_of(const Cluster& cluster, const ServerOptions& server_options, comm::Communicator& workers) {
+ServerJob servers_of(const Cluster& cluster, const ServerOptions& server_options) {
   ServerJob job;
   job.staleness = server_options.staleness ? static_cast<uint32_t>(*server_options.staleness) : server::kAnyStaleness;
   for (const auto& address : cluster.servers) job.channels.push_back(server::channel_name(address));
-  if (!job.channels.empty()) return job;
+  return job;
+}
+
+// The chief's servers where the cluster names none.
+void begin_job(ServerJob& job, const server::Standing& before, const Cluster& cluster, comm::Communicator& workers) {
+  using std::chrono::microseconds;
+  const auto clock = std::chrono::system_clock::now().time_since_epoch();
+  const auto id = std::max(before.job + 1, static_cast<uint64_t>(duration_cast<microseconds>(clock).count()));
+  job.id = static_cast<uint64_t>(broadcast_number(workers, static_cast<int64_t>(id)));
+  if (!job.channels.empty()) return;
   std::string name;
   if (cluster.rank == 0) {
     name = "muster-server-" + net::random_name();
     job.embedded = std::make_shared<server::ParameterServer>(server::ServerConfig{.name = name});
   }
   job.channels = {exchange_texts(workers, name).front()};
-  return job;
+}
+
+// None has a connection before all have met, so that who starts late is not taken for one that joins.
+bool is_running(const server::Standing& standing, int rank) {
+  const auto is_other = [&](uint32_t present) { return static_cast<int>(present) != rank; };
+  return standing.started && std::any_of(standing.present.begin(), standing.present.end(), is_other);
+}
+
+void join_job(Groups& groups, const server::Standing& standing, const Topology& topology, const std::string& options) {
+  auto& job = *groups.servers;
+  if (job.staleness == 0) {
+    throw InvalidArgument("rank " + std::to_string(topology.rank) +
+                          " came to a synchronous job that others go on with, which nobody can join; start all "
+                          "workers again, or end the others first");
+  }
+  job.joins = true;
+  job.id = standing.job;
+  job.facts = server::decode<JobFacts>(standing.facts);
+  compare_options(job.facts.options, topology.rank, options);
+  groups.prepare = comm::make_single();
+  groups.workers = comm::make_refusing(
+      topology.rank, topology.num_workers,
+      "rank " + std::to_string(topology.rank) +
+          " joined a running job of parameter servers, where workers that met at its start alone have collectives; "
+          "leave reduce, gather, broadcast and barrier out, or start all workers again");
+  log(LogLevel::info, "rank " + std::to_string(topology.rank) + " joins the job that is running");
 }
 
 std::string in_words(const Cluster& cluster, const ServerOptions& server_options) {
@@ -387,17 +430,28 @@ std::shared_ptr<StrategyCore> make_parameter_server(const Cluster& cluster, cons
   topology.devices = {c10::Device(c10::kCPU)};
   const auto timeout = timeout_of(options);
   const bool steps_together = server_options.staleness == 0;
+  const auto words = in_words(options) + in_words(cluster, server_options);
   Groups groups;
   groups.gradients = {comm::make_single()};
   groups.step = {comm::make_single()};
   groups.workers = comm::make_single();
-  if (cluster.num_workers > 1) {
-    const auto mesh = connect(net::open_store(cluster, timeout), "workers", topology, 1, timeout);
-    groups.workers = mesh->make_group("workers").front();
-    if (steps_together) groups.step = mesh->make_group("step");
+  groups.servers = servers_of(cluster, server_options);
+  server::Standing standing;
+  if (!cluster.servers.empty()) {
+    standing = server::inquire(groups.servers->channels.front(), kServerPatience).value_or(server::Standing{});
   }
-  compare_options(in_words(options) + in_words(cluster, server_options), *groups.workers);
-  groups.servers = servers_of(cluster, server_options, *groups.workers);
+  if (is_running(standing, cluster.rank)) {
+    join_job(groups, standing, topology, words);
+  } else {
+    if (cluster.num_workers > 1) {
+      const auto mesh = connect(net::open_store(cluster, timeout), "workers", topology, 1, timeout);
+      groups.workers = mesh->make_group("workers").front();
+      if (steps_together) groups.step = mesh->make_group("step");
+    }
+    compare_options(words, *groups.workers);
+    groups.servers->facts.options = words;
+    begin_job(*groups.servers, standing, cluster, *groups.workers);
+  }
   const size_t count = groups.servers->channels.size();
   groups.backend = cluster.servers.empty()
                        ? "a parameter server in the chief's process"

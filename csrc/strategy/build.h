@@ -35,8 +35,9 @@ std::shared_ptr<StrategyCore> make_multi_worker(const Cluster& cluster, const st
                                                 const StrategyOptions& options, ReplicaThreads threads,
                                                 const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
 
-/// Collective over the cluster. One process a worker, each with a CPU replica. Without servers in the cluster the chief
-/// hosts one. Throws InvalidArgument for options that servers cannot honour, and as make_multi_worker.
+/// Collective over the cluster, unless it names servers on which other workers train: it then joins their job. One
+/// process a worker, each with a CPU replica. Without servers in the cluster the chief hosts one. Throws
+/// InvalidArgument for options that servers cannot honour, and as make_multi_worker.
 std::shared_ptr<StrategyCore> make_parameter_server(const Cluster& cluster, const ServerOptions& server_options,
                                                     const StrategyOptions& options, ReplicaThreads threads);
 

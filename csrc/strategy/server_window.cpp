@@ -60,6 +60,11 @@ server::ClientConfig client_of(const ServerJob& job, int rank, const server::Pla
   config.servers = job.channels;
   config.rank = static_cast<uint32_t>(rank);
   config.plan = plan;
+  config.job = job.id;
+  auto facts = job.facts;
+  facts.row_seeds.clear();
+  for (const auto& table : plan.tables) facts.row_seeds.emplace_back(table.name, table.initialiser.seed);
+  config.facts = server::encode(facts);
   return config;
 }
 
@@ -93,6 +98,7 @@ at::Tensor part_of(const at::Tensor& parameter, const FlatOptimizer& optimizer, 
 ServerWindow::ServerWindow(const ServerJob& job, int rank, int workers, double timeout, const ServerParameters& given)
     : plan_(plan_of(job, workers, timeout, given)),
       rank_(static_cast<uint32_t>(rank)),
+      joins_(job.joins),
       groups_(given.groups),
       client_(client_of(job, rank, plan_)),
       chunks_of_(plan_.parameters.size()),
@@ -288,6 +294,11 @@ void ServerWindow::note_batches(const std::vector<server::BatchId>& batches) {
 }
 
 server::Dealt ServerWindow::deal(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished) {
+  const auto& begun = client_.passes_at_join();
+  const bool is_left = joins_ && std::any_of(begun.begin(), begun.end(), [&](const server::PassId& pass) {
+                         return pass.loader == loader && pass.epoch > epoch;
+                       });
+  if (is_left) return {server::Dealt::State::ended, 0};
   return client_.deal(loader, epoch, batches, std::move(finished));
 }
 

@@ -13,12 +13,16 @@
 #include "server/client.h"
 #include "server/row_initialiser.h"
 #include "server/server.h"
+#include "strategy/job_facts.h"
 
 namespace muster {
 
 /// The parameter servers of a job.
 struct ServerJob {
   std::vector<std::string> channels;                  ///< by server: abstract Unix names
+  uint64_t id = 0;                                    ///< greater than that of any job before on these servers
+  JobFacts facts = {};                                ///< but for row seeds, unless it joins
+  bool joins = false;                                 ///< this worker came to a job that others had begun
   uint32_t staleness = 0;                             ///< 0: synchronous; server::kAnyStaleness: asynchronous
   std::shared_ptr<server::ParameterServer> embedded;  ///< where this process hosts one
 };
@@ -89,7 +93,8 @@ class ServerWindow {
   /// Dealt batches of which the window is made; servers deal them to nobody else once it ended.
   void note_batches(const std::vector<server::BatchId>& batches);
 
-  /// See ServerClient. Where steps are not made together.
+  /// See ServerClient. Where steps are not made together. To a worker that joined, passes before those that others were
+  /// in by then have ended.
   server::Dealt deal(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
   void end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
 
@@ -132,6 +137,7 @@ class ServerWindow {
 
   const server::Plan plan_;
   const uint32_t rank_;
+  const bool joins_;
   std::vector<Place> places_;                  // by parameter
   std::vector<size_t> dense_;                  // which are parameters of the plan, and not tables
   std::vector<at::Tensor> parameters_;         // these

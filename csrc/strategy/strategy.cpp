@@ -322,7 +322,8 @@ void Strategy::add_optimizer(torch::optim::Optimizer& optimizer) {
   if (std::all_of(groups.begin(), groups.end(), [](const auto& group) { return group.params().empty(); })) {
     throw InvalidArgument("the optimizer has no parameters; build it from the prepared module's parameters()");
   }
-  detail::broadcast_optimizer(optimizer, state_->workers());
+  state_->leave_passes();
+  detail::broadcast_optimizer(optimizer, state_->core->to_prepare());
   known.push_back(&optimizer);
 }
 

@@ -71,6 +71,7 @@ void StrategyCore::close() {
   groups_.step.clear();
   groups_.control.clear();
   groups_.workers.reset();
+  groups_.prepare.reset();
 }
 
 // Other workers may need the server that this process hosts.
@@ -89,6 +90,11 @@ void StrategyCore::check_open() const {
 comm::Communicator& StrategyCore::workers() {
   check_open();
   return *groups_.workers;
+}
+
+comm::Communicator& StrategyCore::to_prepare() {
+  check_open();
+  return groups_.to_prepare();
 }
 
 void StrategyCore::check_callable() const {
@@ -112,7 +118,7 @@ void StrategyCore::find_outsiders() {
 int StrategyCore::add_module(ModuleTensors module) {
   check_open();
   const bool is_first = registry_.num_parameters() == 0;
-  const int number = registry_.add(std::move(module), *groups_.workers);
+  const int number = registry_.add(std::move(module), groups_.to_prepare());
   if (is_first) choose_buckets();
   return number;
 }
@@ -127,8 +133,11 @@ void StrategyCore::note_rows(const at::Tensor& weight, EmbeddingRows rows) {
                           "ParameterServerStrategy, or leave on_servers out");
   }
   const auto seed = at::scalar_tensor(static_cast<int64_t>(rows.initialiser.seed), at::kLong);
-  workers().broadcast(seed, 0).wait();
+  groups_.to_prepare().broadcast(seed, 0).wait();
   rows.initialiser.seed = static_cast<uint64_t>(seed.item<int64_t>());
+  for (const auto& [name, agreed] : groups_.servers->facts.row_seeds) {
+    if (name == registry_.name(p)) rows.initialiser.seed = agreed;
+  }
   registry_.note_rows(p, rows);
 }
 

@@ -68,6 +68,9 @@ class StrategyCore {
   ParameterRegistry& registry() noexcept { return registry_; }
   ReplicaPool& pool() noexcept { return *pool_; }
   comm::Communicator& workers();
+  /// For what prepare agrees on with the other workers; of one where this worker joins a running job.
+  comm::Communicator& to_prepare();
+  bool joins() const noexcept { return groups_.joins(); }
   /// Who takes part, and what was chosen and why, in plain words; `name`: the strategy's.
   std::string explain(const std::string& name) const;
   uint64_t seed() const noexcept { return seed_; }
@@ -90,8 +93,8 @@ class StrategyCore {
   int add_module(ModuleTensors module);
 
   /// After add_module; collective over workers where there are servers, which will hold the rows: all workers get the
-  /// chief's seed. See ParameterRegistry::note_rows. Throws InvalidArgument for rows that are not here where there are
-  /// no servers.
+  /// chief's seed, or the job's. See ParameterRegistry::note_rows. Throws InvalidArgument for rows that are not here
+  /// where there are no servers.
   void note_rows(const at::Tensor& weight, EmbeddingRows rows);
 
   /// The set of exactly these parameters (registry indices, any order). Throws InvalidArgument if it shares parameters

@@ -31,11 +31,15 @@ struct Groups {
   std::vector<comm::CommunicatorPtr> gradients;  ///< buckets and tails
   std::vector<comm::CommunicatorPtr> step;       ///< collectives that user code issues inside a step
   std::vector<comm::CommunicatorPtr> control;    ///< tensors on the host; empty where those of gradients are there
-  comm::CommunicatorPtr workers;                 ///< prepare, and collectives outside a step
+  comm::CommunicatorPtr workers;                 ///< collectives outside a step
+  comm::CommunicatorPtr prepare;                 ///< what workers agree on beforehand; null: `workers`
   std::string backend;                           ///< what gradients are reduced through, in words
   std::optional<ServerJob> servers;              ///< that hold the parameters; `gradients` is then this process alone
   std::optional<LinkSpeed> link;                 ///< of gradients, where it was measured
   BucketSizes buckets;
+  comm::Communicator& to_prepare() const { return prepare ? *prepare : *workers; }
+  /// Whether this worker came to a job that others had begun, so that servers tell it what those agreed on.
+  bool joins() const { return servers && servers->joins; }
   /// The group in which a local replica's host tells the others something.
   const comm::CommunicatorPtr& control_of(size_t local_replica) const {
     return control.empty() ? gradients[local_replica] : control[local_replica];

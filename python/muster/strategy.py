@@ -264,7 +264,7 @@ class Strategy:
         if self.devices[0].type != "cpu" and optimizer.state:
             _move_state(optimizer)
         prepared = PreparedOptimizer(optimizer, self)
-        if self.num_workers > 1:
+        if self.num_workers > 1 and not self._core.joins:
             prepared.broadcast_state()
         self._optimizers.append(prepared)
         _prepared_by[optimizer] = weakref.ref(self)
@@ -811,6 +811,15 @@ class ParameterServerStrategy(Strategy):
         """As `muster.dealing.Dealer`."""
         if self._core.has_servers:
             self._core.end_pass(loader, epoch, batches, finished)
+
+    def broadcast_state(self, state: Tensor) -> Tensor:
+        """As `muster.data.LoaderHost`. Raises InvalidArgument where this worker joins a running job."""
+        if self._core.joins:
+            raise InvalidArgument(
+                "a worker that joins a running job cannot know how far the generator is that the loader was given; "
+                "leave generator= out, so that the order follows from the job's seed"
+            )
+        return super().broadcast_state(state)
 
     def any_has_more(self, has_more: bool) -> bool:
         """Of the workers that step together: with a staleness this one alone."""

@@ -45,6 +45,12 @@ void try_message(uint16_t type, std::string_view bytes) {
       return try_as<Values>(bytes);
     case Join::kType:
       return try_as<Join>(bytes);
+    case Joined::kType:
+      return try_as<Joined>(bytes);
+    case Inquire::kType:
+      return try_as<Inquire>(bytes);
+    case Standing::kType:
+      return try_as<Standing>(bytes);
     case Push::kType:
       return try_as<Push>(bytes);
     case Pushed::kType:

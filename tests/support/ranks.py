@@ -57,18 +57,33 @@ class Ranks:
     """`num_ranks` processes running ``fn(*args)``; results come back by rank."""
 
     def __init__(self, num_ranks: int, fn: Callable[..., Any], *args: Any) -> None:
-        context = process_context()
-        port = free_port()
-        self.processes = []
-        self._pipes: list[Connection] = []
-        for rank in range(num_ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            variables = {**os.environ, **environment(rank, num_ranks, port)}
-            process = context.Process(target=_main, args=(variables, fn, args, sender), daemon=True)
-            process.start()
-            sender.close()
-            self.processes.append(process)
-            self._pipes.append(receiver)
+        self._context = process_context()
+        self._port = free_port()
+        self._num_ranks = num_ranks
+        self._work = (fn, args)
+        started = [self._start(rank) for rank in range(num_ranks)]
+        self.processes = [process for process, _ in started]
+        self._pipes = [pipe for _, pipe in started]
+
+    def _start(self, rank: int) -> tuple[Any, Connection]:
+        receiver, sender = self._context.Pipe(duplex=False)
+        variables = {**os.environ, **environment(rank, self._num_ranks, self._port)}
+        process = self._context.Process(target=_main, args=(variables, *self._work, sender), daemon=True)
+        process.start()
+        sender.close()
+        return process, receiver
+
+    def restart(self, *ranks: int, timeout: float = 60) -> None:
+        """Waits for the end of these ranks, and starts them again in the same environment."""
+        for rank in ranks:
+            self.processes[rank].join(timeout)
+            assert self.processes[rank].exitcode is not None, f"rank {rank} lives on"
+        for rank in ranks:
+            self.replace(rank)
+
+    def replace(self, rank: int) -> None:
+        """Starts a rank again whatever became of its process, whose result is lost."""
+        self.processes[rank], self._pipes[rank] = self._start(rank)
 
     def results(self, timeout: float = 240) -> list[Any]:
         """Each rank's result, or the exception that a rank raised as text; a rank that was killed gives None."""

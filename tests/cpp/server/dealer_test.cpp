@@ -89,6 +89,22 @@ TEST_CASE("dealt batches survive a restart", "[server]") {
   CHECK_THROWS_AS(again.restore(damaged), CheckpointError);
 }
 
+TEST_CASE("the newest pass of each loader is known, also once it is over", "[server]") {
+  Dealer dealer;
+  CHECK(dealer.newest().empty());
+  uint64_t request = 0;
+  for (const uint64_t epoch : {0, 2, 1}) dealer.deal(0, 1, {++request, 7, epoch, 1, false, {}});
+  for (uint64_t epoch = 0; epoch < Dealer::kMaxPasses; ++epoch) {
+    dealer.deal(0, 1, {++request, 9, epoch, 0, false, {}});
+  }
+  dealer.deal(0, 1, {++request, 3, 5, 1, false, {}});
+  const std::vector<PassId> newest{{3, 5}, {7, 2}, {9, Dealer::kMaxPasses - 1}};
+  CHECK((dealer.newest() == newest));
+  Dealer again;
+  again.restore(decode<Dealer::Record>(encode(dealer.record())));
+  CHECK((again.newest() == newest));
+}
+
 TEST_CASE("workers must count the same batches, and passes are bounded", "[server]") {
   Dealer dealer;
   dealer.deal(0, 1, {1, 0, 0, 10, false, {}});

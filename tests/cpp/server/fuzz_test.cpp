@@ -51,7 +51,7 @@ std::vector<Sample> requests() {
   apply.unused = {3};
   apply.unused_tables = {0};
   return {sample(Hello{5, 1, 0}),
-          sample(Configure{0, plan_with_table()}),
+          sample(Configure{0, plan_with_table(), 0, "facts"}),
           sample(Write{1, Part::state0}),
           sample(Read{2, Part::parameter, 0, true, 4096}),
           sample(Join{0}),
@@ -64,6 +64,7 @@ std::vector<Sample> requests() {
           sample(Recall{}),
           sample(Leave{}),
           sample(Deal{1, 2, 3, 4, false, {5}}),
+          sample(Inquire{}),
           sample(PushRows{1, 0, 0, 1}),
           sample(PullRows{0, 0, true, 4096}),
           sample(WriteRows{0}),
@@ -111,9 +112,10 @@ void limit_memory(uint64_t bytes) {
 void fuzz_decoders(std::chrono::steady_clock::time_point end, unsigned seed) {
   std::minstd_rand random(seed);
   auto samples = requests();
-  for (const auto& more : {sample(Welcome{1, 2}), sample(Failure{Failure::Kind::fenced, "text"}), sample(Values{1, 2}),
-                           sample(Partials{{1, 2}}), sample(Recalled{{1, 2}}), sample(Dealt{}),
-                           sample(FetchedRows{2, 1}), sample(RowPartials{3})}) {
+  for (const auto& more :
+       {sample(Welcome{1, 2}), sample(Failure{Failure::Kind::fenced, "text"}), sample(Values{1, 2}),
+        sample(Partials{{1, 2}}), sample(Recalled{{1, 2}}), sample(Dealt{}), sample(Standing{true, 1, {0, 2}, "facts"}),
+        sample(Joined{1, {{0, 2}}}), sample(FetchedRows{2, 1}), sample(RowPartials{3})}) {
     samples.push_back(more);
   }
   for (int round = 0; round % 1024 != 0 || std::chrono::steady_clock::now() < end; ++round) {

@@ -140,6 +140,29 @@ TEST_CASE("a new incarnation fences the old one, whose commit is forgotten", "[s
   CHECK(quorum.decision(1, 1)->numbers == std::vector<double>{10});
 }
 
+TEST_CASE("a job that begins anew fences the one before and awaits all of its own", "[server]") {
+  Quorum quorum = make(2, 0);
+  const auto a = add(quorum, 0), b = add(quorum, 1);
+  quorum.commit(0, a, {1, {1}});
+  quorum.commit(1, b, {1, {2}});
+  quorum.commit(1, b, {2, {2}});
+  CHECK(quorum.is_member(1, b));
+  const auto early = quorum.greet(0, 0, after(1));
+  CHECK_FALSE(quorum.is_member(0, early));
+  CHECK(quorum.begin_anew({3, 0, milliseconds(100), milliseconds(1000)}, after(1)) == std::vector<uint32_t>{1});
+  CHECK_THROWS_AS(quorum.touch(1, b, after(1)), Fenced);
+  CHECK_FALSE(quorum.is_member(1, b));
+  CHECK(quorum.workers() == 3);
+  CHECK(quorum.live() == std::vector<uint32_t>{0, 1, 2});
+  quorum.join(0, early, quorum.step_of_joiner(), after(1));
+  quorum.commit(0, early, {3, {4}});
+  CHECK_FALSE(quorum.decision(0, 3));
+  const auto c = add(quorum, 1, after(2)), d = add(quorum, 2, after(2));
+  quorum.commit(1, c, {3, {8}});
+  quorum.commit(2, d, {3, {16}});
+  CHECK(quorum.decision(0, 3)->numbers == std::vector<double>{28});
+}
+
 TEST_CASE("nobody runs more than k steps ahead of the slowest live worker", "[server]") {
   Quorum quorum = make(2, 3);
   const auto a = add(quorum, 0), b = add(quorum, 1);

@@ -250,6 +250,47 @@ TEST_CASE("an incarnation that was replaced is fenced", "[server]") {
   second.step(2);
 }
 
+TEST_CASE("a server says how its job stands, and who is there", "[server]") {
+  const auto nobody = testing::server_names(1);
+  CHECK_FALSE(inquire(nobody[0], std::chrono::milliseconds(50)));
+  const Servers running(testing::server_names(2));
+  const auto standing = [&] { return inquire(running.names[0], std::chrono::seconds(5)).value(); };
+  CHECK_FALSE(standing().started);
+  CHECK(standing().job == 0);
+
+  const auto config = [&](uint32_t rank, uint64_t job, const std::string& facts) {
+    auto made = config_of(running.names, rank, small_plan(2, 2, sgd()));
+    made.job = job;
+    made.facts = facts;
+    return made;
+  };
+  const auto is_there = [&](const std::vector<uint32_t>& ranks) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (standing().present != ranks && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+    return standing().present == ranks;
+  };
+  Worker first(config(0, 5, "first"));
+  CHECK(standing().present.empty());
+  first.join();
+  {
+    Worker second(config(1, 5, "not asked for"));
+    second.join();
+    CHECK(is_there({0, 1}));
+  }
+  // Its connections ended without a word: it is a member still, but not there.
+  CHECK(is_there({0}));
+  CHECK(standing().started);
+  CHECK(standing().job == 5);
+  CHECK(standing().facts == "first");
+
+  Worker next(config(1, 6, "second"));
+  CHECK(standing().job == 6);
+  CHECK(standing().facts == "second");
+  CHECK(standing().present.empty());
+  CHECK_THROWS_AS(first.step(1), Fenced);
+  CHECK_THROWS_AS(Worker(config(0, 5, "")), Fenced);
+}
+
 TEST_CASE("nobody runs more than k steps ahead of the slowest", "[server]") {
   constexpr uint64_t kSteps = 12;
   for (const uint32_t staleness : {1U, 4U}) {

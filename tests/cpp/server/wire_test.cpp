@@ -13,8 +13,12 @@ TEST_CASE("messages read back as they were written", "[server]") {
       testing::small_plan(3, 4, std::vector<kernels::AdamGroup>{{0.1, 0.9, 0.99, 1e-8, 0.5, true, false, true}, {}})};
   configure.plan.tables = {
       {"rows", 1'000'000'000'000, 32, RowPlacement::range, {RowInitialiser::Kind::uniform, 0.5, 7}, 1}};
+  configure.job = 5;
+  configure.facts = "facts";
   const auto read = decode<Configure>(encode(configure));
   CHECK(read.server == 2);
+  CHECK(read.job == 5);
+  CHECK(read.facts == "facts");
   CHECK((read.plan.parameters == configure.plan.parameters));
   CHECK(read.plan.group_of == configure.plan.group_of);
   CHECK((read.plan.tables == configure.plan.tables));
@@ -49,6 +53,10 @@ TEST_CASE("the bytes are those of the document", "[server]") {
   CHECK(encode(FetchedRows{1, 2}) == std::string("\x01\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0", 16));
   CHECK(encode(SumRows{1, {9}, 2, 3}) ==
         std::string("\x01\0\0\0\0\0\0\0\x01\0\0\0\x09\0\0\0\x02\0\0\0\x03\0\0\0\0\0\0\0", 28));
+  CHECK(encode(Inquire{}).empty());
+  CHECK(encode(Standing{true, 2, {3}, "ab"}) ==
+        std::string("\x01\x02\0\0\0\0\0\0\0\x01\0\0\0\x03\0\0\0\x02\0\0\0ab", 23));
+  CHECK(encode(Joined{1, {{2, 3}}}) == std::string("\x01\0\0\0\0\0\0\0\x01\0\0\0\x02\0\0\0\x03\0\0\0\0\0\0\0", 24));
   CHECK(encode(Sum{1, {9}}) == std::string("\x01\0\0\0\0\0\0\0\x01\0\0\0\x09\0\0\0", 16));
 }
 

@@ -1,0 +1,39 @@
+#include <utility>
+
+#include "comm/communicator.h"
+
+namespace muster::comm {
+namespace {
+
+class RefusingCommunicator final : public Communicator {
+ public:
+  RefusingCommunicator(int rank, int size, std::string reason) : rank_(rank), size_(size), reason_(std::move(reason)) {}
+
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return size_; }
+  c10::Device device() const noexcept override { return c10::Device(c10::kCPU); }
+  at::Tensor allocate(int64_t, at::ScalarType) override { refuse(); }
+  Work all_reduce(const at::Tensor&, ReduceOp, uint64_t, bool) override { refuse(); }
+  Work broadcast(const at::Tensor&, int) override { refuse(); }
+  Work all_gather(const at::Tensor&) override { refuse(); }
+  Work reduce_scatter(const at::Tensor&, const at::Tensor&, ReduceOp) override { refuse(); }
+  Work barrier() override { refuse(); }
+  void begin_scope(uint64_t) override {}
+  void end_scope(ScopeEnd, const std::string&) override {}
+  void abort(const std::string&) noexcept override {}
+
+ private:
+  [[noreturn]] void refuse() const { throw CommError(reason_); }
+
+  const int rank_;
+  const int size_;
+  const std::string reason_;
+};
+
+}  // namespace
+
+CommunicatorPtr make_refusing(int rank, int size, const std::string& reason) {
+  return std::make_shared<RefusingCommunicator>(rank, size, reason);
+}
+
+}  // namespace muster::comm
