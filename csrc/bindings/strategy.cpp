@@ -287,6 +287,24 @@ void bind_core_class(py::module_& m) {
             c.connect_servers(set, flat, parameters, flat_groups(algorithm, groups));
           },
           py::call_guard<Interruptible>())
+      .def("watch",
+           [](StrategyCore& c, int set, const py::object& apply) {
+             StepCall call;
+             call.set = set;
+             call.rows = {0};
+             call.apply = callback(apply);
+             call.fused = true;
+             call.poll = check_signals;
+             const py::gil_scoped_release release;
+             return c.watch(std::move(call));
+           })
+      .def("describe_passes",
+           [](StrategyCore& c, const py::object& describe) {
+             c.describe_passes([kept = keep(describe)] {
+               const py::gil_scoped_acquire gil;
+               return py::cast<std::string>((*kept)());
+             });
+           })
       .def_property_readonly("has_servers", &StrategyCore::has_servers)
       .def_property_readonly("members", [](StrategyCore& c) { return c.servers().members(); })
       .def_property_readonly("expected_members", [](StrategyCore& c) { return c.servers().expected(); })

@@ -30,6 +30,11 @@ void Steps::note_command(const Apply& command) {
   if (!command_ || command_->step < command.step) command_ = std::make_shared<const Apply>(command);
 }
 
+uint64_t Steps::commanded() const {
+  const std::lock_guard lock(mutex_);
+  return command_ ? command_->step : 0;
+}
+
 bool Pushes::is_applied(uint32_t rank, uint64_t incarnation, uint64_t step) const {
   if (rules_.is_synchronous) return step <= steps_;
   const auto found = marks_.find(rank);

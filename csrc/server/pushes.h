@@ -26,6 +26,7 @@ class Steps {
   /// Of a synchronous job: everybody's command of a step, where it is the newest; else null.
   std::shared_ptr<const Apply> command_of(uint64_t step) const;
   void note_command(const Apply& command);
+  uint64_t commanded() const;
 
   const bool is_synchronous;
   const MayPush may_push;

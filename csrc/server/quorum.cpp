@@ -165,6 +165,15 @@ std::vector<uint32_t> Quorum::pushers(uint64_t step) const {
   return ranks;
 }
 
+bool Quorum::has_senior(uint32_t rank, const std::vector<uint32_t>& members) const {
+  const auto own = members_.find(rank);
+  return std::any_of(members.begin(), members.end(), [&](uint32_t other) {
+    const auto found = members_.find(other);
+    return own != members_.end() && found != members_.end() && found->second.live && found->second.joined &&
+           found->second.joined_at < own->second.joined_at;
+  });
+}
+
 void Quorum::commit(uint32_t rank, uint64_t incarnation, const Commit& commit) {
   auto& member = known(rank, incarnation);
   if (!member.joined) throw InvalidArgument(name_of(rank) + " commits a step before it has joined");

@@ -69,6 +69,9 @@ class Quorum {
   std::vector<uint32_t> pushers(uint64_t step) const;
   bool may_push(uint32_t rank, uint64_t step) const;
 
+  /// Whether one of `members` that came in before this worker is live.
+  bool has_senior(uint32_t rank, const std::vector<uint32_t>& members) const;
+
   /// Repeating a commit changes nothing. Throws InvalidArgument for a step that is past, LayoutMismatch where members
   /// commit different counts of numbers.
   void commit(uint32_t rank, uint64_t incarnation, const Commit& commit);

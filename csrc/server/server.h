@@ -85,6 +85,9 @@ class ParameterServer {
   void recall(Session& session, const Decision& decision);
   void deal(Session& session, const Deal& request);
   void apply(Session& session, Shard& shard, const Apply& request, Deadline deadline);
+  /// What the others step by in a synchronous step, where one of them came in before this worker; else null.
+  std::shared_ptr<const Apply> await_seniors(const Session& session, Shard& shard, const Apply& request,
+                                             Deadline deadline);
   void beat(Session& session, Shard& shard, const Beat& request);
   void leave(Session& session, Shard& shard);
   /// False where the frame is about something else than rows.
@@ -124,6 +127,7 @@ class ParameterServer {
   bool is_filled_ = false;  // with initial values
   bool started_ = false;    // which are durable
   bool had_members_ = false;
+  std::map<uint32_t, uint64_t> beating_;  // by rank: the last incarnation that gave a sign of life
   bool stopping_ = false;
   std::list<std::unique_ptr<Session>> sessions_;
   Stats stats_;

@@ -128,10 +128,12 @@ void ParameterServer::inquire(Session& session) {
     standing.started = started_;
     standing.job = job_;
     standing.facts = facts_;
-    // Others may be waiting for an answer, and not notice that their worker is gone.
     for (const auto& other : sessions_) {
-      if (!other->beats || other->is_over || !quorum_.is_member(other->rank, other->incarnation)) continue;
-      standing.present.push_back(other->rank);
+      if (!other->is_known || other->is_over || !quorum_.is_member(other->rank, other->incarnation)) continue;
+      const auto beating = beating_.find(other->rank);
+      // Others may be waiting for an answer, and not notice that their worker is gone.
+      const bool tells = other->beats || beating == beating_.end() || beating->second != other->incarnation;
+      if (tells) standing.present.push_back(other->rank);
     }
   }
   auto& present = standing.present;
@@ -311,8 +313,27 @@ void ParameterServer::apply(Session& session, Shard& shard, const Apply& request
     const Lock lock(mutex_);
     dealer_.finish(session.rank, request.batches);
   }
-  shard.apply(session.rank, session.incarnation, request, deadline);
+  const auto seniors = await_seniors(session, shard, request, deadline);
+  shard.apply(session.rank, session.incarnation, seniors ? *seniors : request, deadline);
   reply(session, Applied{request.step, durable(session, shard)});
+}
+
+// A worker that joined may have other hyperparameters: its schedules began with it.
+std::shared_ptr<const Apply> ParameterServer::await_seniors(const Session& session, Shard& shard, const Apply& request,
+                                                            Deadline deadline) {
+  if (!shard.plan().is_synchronous()) return nullptr;
+  Lock lock(mutex_);
+  if (!quorum_.has_senior(session.rank, request.members)) {
+    lock.unlock();
+    shard.note_command(request);
+    lock.lock();
+    changed_.notify_all();
+    return nullptr;
+  }
+  changed_.wait_until(lock, deadline, [&] {
+    return stopping_ || shard.commanded() >= request.step || !quorum_.has_senior(session.rank, request.members);
+  });
+  return shard.command_of(request.step);
 }
 
 void ParameterServer::deal(Session& session, const Deal& request) {
@@ -331,6 +352,7 @@ void ParameterServer::beat(Session& session, Shard& shard, const Beat& request) 
   {
     const Lock lock(mutex_);
     session.beats = true;
+    beating_[session.rank] = session.incarnation;
   }
   if (request.wants_snapshot) {
     const Lock lock(snapshot_mutex_);

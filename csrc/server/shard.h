@@ -51,6 +51,12 @@ class Shard {
   /// The statistics of the sums over `members` of every chunk. Waits for pushes that may still come.
   std::vector<double> sum(uint64_t step, const std::vector<uint32_t>& members, Deadline deadline);
 
+  /// Of a synchronous job: the first command of a step counts.
+  void note_command(const Apply& apply) { rules_.note_command(apply); }
+  std::shared_ptr<const Apply> command_of(uint64_t step) const { return rules_.command_of(step); }
+  /// The last step that there was a command of.
+  uint64_t commanded() const { return rules_.commanded(); }
+
   /// See Apply; of tables, too. Several threads may apply one step: they divide its chunks and tables. Synchronous:
   /// returns once all have made the step. Else steps from the pushes of `rank`, each once.
   void apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline);

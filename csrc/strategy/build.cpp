@@ -361,11 +361,6 @@ bool is_running(const server::Standing& standing, int rank) {
 
 void join_job(Groups& groups, const server::Standing& standing, const Topology& topology, const std::string& options) {
   auto& job = *groups.servers;
-  if (job.staleness == 0) {
-    throw InvalidArgument("rank " + std::to_string(topology.rank) +
-                          " came to a synchronous job that others go on with, which nobody can join; start all "
-                          "workers again, or end the others first");
-  }
   job.joins = true;
   job.id = standing.job;
   job.facts = server::decode<JobFacts>(standing.facts);
@@ -376,13 +371,15 @@ void join_job(Groups& groups, const server::Standing& standing, const Topology& 
       "rank " + std::to_string(topology.rank) +
           " joined a running job of parameter servers, where workers that met at its start alone have collectives; "
           "leave reduce, gather, broadcast and barrier out, or start all workers again");
+  if (job.staleness == 0) groups.step = {groups.workers};
   log(LogLevel::info, "rank " + std::to_string(topology.rank) + " joins the job that is running");
 }
 
 std::string in_words(const Cluster& cluster, const ServerOptions& server_options) {
   std::string text = " servers=";
   for (const auto& address : cluster.servers) text += address + ',';
-  return text + " staleness=" + (server_options.staleness ? std::to_string(*server_options.staleness) : "None");
+  text += " staleness=" + (server_options.staleness ? std::to_string(*server_options.staleness) : "None");
+  return text + " workers=" + std::to_string(cluster.num_workers);
 }
 
 }  // namespace

@@ -20,6 +20,7 @@
 #include "optimizer/flat_optimizer.h"
 #include "optimizer/gradient_norm.h"
 #include "optimizer/parameter_home.h"
+#include "strategy/brief.h"
 #include "strategy/device_buffers.h"
 #include "strategy/device_window.h"
 #include "strategy/parameter_registry.h"
@@ -94,6 +95,16 @@ class GradientSet {
   /// Connects, for `optimizer`, whose parameter i has registry index `parameters[i]`: from here on servers step. See
   /// ServerWindow. Throws InvalidArgument if it lacks a parameter to train.
   void connect_servers(const FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
+
+  /// Synchronous, on servers. A worker that joined watches: its windows are empty until it knows what the others do.
+  bool watches() const noexcept { return watches_; }
+  /// Whether somebody watched in the last window: this one's record then carries a brief.
+  bool is_asked() const noexcept { return is_asked_ && !watches_; }
+  /// The steps, calls and passes of this window's brief.
+  void give_brief(Brief brief) { brief_ = std::move(brief); }
+  /// After a window of one that watches, which `stepped` or was dropped: what the others told. It no longer watches
+  /// then, nor where there are no others who know.
+  std::optional<Brief> learn(bool stepped);
 
   /// Where the parameters live; null unless on servers.
   ServerWindow* servers() noexcept { return servers_.get(); }
@@ -262,6 +273,14 @@ class GradientSet {
   DeviceSegments<kernels::MeanSegment> mean_segments_;
   DeviceReport report_;  // of the last window
   std::unique_ptr<ServerWindow> servers_;
+  bool watches_ = false;
+  bool is_asked_ = false;
+  bool is_fresh_ = false;                // has not the buffers that the others agreed on
+  bool was_fresh_ = false;               // when the last window began
+  bool adopts_ = false;                  // buffers, whoever wrote them
+  bool has_elders_ = true;               // who knew more in the last window
+  Brief brief_;                          // to be given
+  std::optional<Brief> heard_;           // in the last window
   std::unique_ptr<ParameterHome> home_;  // where other processes step for this one, too
   const bool divides_steps_;
   int micro_batches_ = 0;

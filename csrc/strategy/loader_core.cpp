@@ -154,6 +154,9 @@ LoaderCore::LoaderCore(Strategy& strategy, const LoaderOptions& options, bool is
   require(!s.is_dealt() || !is_stream,
           "servers deal batches by number, which a stream has not; use a data set that is read by index, or "
           "sharded=true with data of this worker's own");
+  require(s.is_dealt() || !s.strategy->core->joins(),
+          "this worker joined a running synchronous job, whose C++ loaders do not tell where they are; step with "
+          "batches of its own, or start all workers again");
   const auto& topology = s.strategy->core->topology();
   s.deal = options.sharded || s.is_dealt()
                ? Deal{topology.local_replicas(), 0, topology.local_replicas()}

@@ -143,7 +143,9 @@ void ServerWindow::connect(const ServerParameters& given, bool is_chief) {
     client_.start();
   }
   step_ = client_.join();
-  client_.read(Part::parameter, 0, landing_);
+  since_ = step_;
+  // What was decided may not be made yet.
+  client_.read(Part::parameter, joins_ && is_synchronous() ? step_ : 0, landing_);
   take_values();
   leave_rows();
 }
@@ -234,6 +236,7 @@ std::vector<std::pair<uint32_t, std::string>> ServerWindow::agree(const at::Tens
   const std::span<const double> mine(tail.const_data_ptr<double>(), static_cast<size_t>(tail.numel()));
   client_.flush();
   decision_ = client_.commit(step_ + 1, {mine.begin(), mine.end()}, std::move(record));
+  givers_ = decision_.members;
   std::copy(decision_.numbers.begin(), decision_.numbers.end(), tail.mutable_data_ptr<double>());
   std::vector<std::pair<uint32_t, std::string>> records;
   for (size_t m = 0; m < decision_.members.size(); ++m) {

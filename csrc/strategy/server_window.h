@@ -57,6 +57,9 @@ class ServerWindow {
 
   bool is_synchronous() const noexcept { return plan_.is_synchronous(); }
 
+  /// The step after which this worker came in.
+  uint64_t since() const noexcept { return since_; }
+
   /// Begins a window. Throws InvalidArgument where a parameter was written since the last step: servers would not know;
   /// CommError where the last window was cut short.
   void open();
@@ -75,8 +78,10 @@ class ServerWindow {
   /// returns their records in rank order, (rank, record). Waits for them.
   std::vector<std::pair<uint32_t, std::string>> agree(const at::Tensor& tail, std::string record);
 
-  /// Synchronous: ranks whose parts made the last step that was agreed on, and those expected in the next; ascending.
-  const std::vector<uint32_t>& members() const noexcept { return decision_.members; }
+  /// Synchronous: ranks whose parts made the last step that was agreed on, but for those that had none to give, and
+  /// those expected in the next; ascending.
+  const std::vector<uint32_t>& members() const noexcept { return givers_; }
+  void leave_out(uint32_t watcher) { std::erase(givers_, watcher); }
   const std::vector<uint32_t>& expected() const noexcept { return decision_.next_members; }
 
   /// Synchronous, after agree(): sums of squares by tile of the sums over workers of the parameters that are used, in
@@ -148,12 +153,14 @@ class ServerWindow {
   server::ServerClient client_;
   std::vector<std::vector<uint32_t>> chunks_of_;  // by parameter of the plan, one for each piece
   std::vector<std::byte*> landing_;               // by chunk: parameters that are read
-  uint64_t step_ = 0;                             // the last one that ended
-  std::vector<at::Tensor> sums_;                  // of the window, by parameter of the plan
-  std::vector<size_t> missing_;                   // of the window: pieces by chunk
-  std::vector<server::BatchId> batches_;          // of the window
-  bool is_open_ = false;                          // something of the window was taken
+  uint64_t since_ = 0;
+  uint64_t step_ = 0;                     // the last one that ended
+  std::vector<at::Tensor> sums_;          // of the window, by parameter of the plan
+  std::vector<size_t> missing_;           // of the window: pieces by chunk
+  std::vector<server::BatchId> batches_;  // of the window
+  bool is_open_ = false;                  // something of the window was taken
   server::Decision decision_;
+  std::vector<uint32_t> givers_;  // members that did not merely watch
 };
 
 }  // namespace muster

@@ -121,6 +121,14 @@ class StrategyCore {
   void connect_servers(int set, const FlatOptimizer& optimizer, const std::vector<int>& parameters,
                        const FlatGroups& groups);
 
+  /// After connect_servers, in a worker that joined a synchronous job: takes part in the others' windows with nothing
+  /// of its own until it knows what they do, and goes on with their count of steps. Returns what describe_passes gave
+  /// there. No-op elsewhere. `call`: as in step(), of an empty part.
+  std::string watch(StepCall call);
+
+  /// `describe` tells of the passes over loaders, for a worker that joined; called in step and flush.
+  void describe_passes(std::function<std::string()> describe) { describe_passes_ = std::move(describe); }
+
   /// Whether servers hold parameters and their state.
   bool has_servers() const;
 
@@ -207,6 +215,7 @@ class StrategyCore {
   size_t outsiders_known_ = 0;
   std::function<void()> poll_;          // of the running call
   std::unique_ptr<Balancer> balancer_;  // null: parts are equal
+  std::function<std::string()> describe_passes_;
   ErrorDescriber describe_;
   ErrorCapturer capture_;
   uint64_t calls_ = 0;  // t of the random streams, and the scope of step collectives

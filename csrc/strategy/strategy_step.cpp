@@ -200,6 +200,13 @@ StepResult StrategyCore::step(const StepCall& call) {
   const bool closing = full || (call.loader_ended && !dropping);
   set.open_micro_batch(closing, call.fused);
   if (set.servers() != nullptr) set.servers()->note_batches(call.batches);
+  if (closing && set.is_asked()) {
+    Brief brief;
+    brief.steps = static_cast<uint64_t>(steps_);
+    brief.calls = t;
+    if (describe_passes_) brief.passes = describe_passes_();
+    set.give_brief(std::move(brief));
+  }
 
   if (outsiders_known_ != registry_.num_parameters()) find_outsiders();
   UntouchedGradients untouched(registry_, topology_.devices.size(), outsiders_);
@@ -261,6 +268,26 @@ StepResult StrategyCore::step(const StepCall& call) {
   for (auto& outcome : *outcomes) outputs.push_back(std::move(outcome.output));
   result.output = PerReplica<c10::IValue>(std::move(outputs));
   return result;
+}
+
+std::string StrategyCore::watch(StepCall call) {
+  auto& set = *sets_.at(static_cast<size_t>(call.set));
+  call.loader_ended = true;
+  std::string passes;
+  while (set.watches()) {
+    StepResult result;
+    try {
+      result = step(call);
+    } catch (const RemoteError&) {
+      continue;  // dropped on all ranks, which go on
+    }
+    auto brief = set.learn(result.stepped);
+    if (!brief) continue;
+    steps_ = static_cast<int64_t>(brief->steps) + 1;
+    calls_ = brief->calls;
+    passes = std::move(brief->passes);
+  }
+  return passes;
 }
 
 void StrategyCore::note_times(const StepCall& call, const std::vector<ReplicaRun>& outcomes) {

@@ -337,9 +337,10 @@ void GradientSet::merge_buffers(const Tail& tail) {
       offset += buffer.numel();
     }
     // A buffer that nobody wrote keeps its bits, which the mean of equal values may not.
-    if (tail.written()[b] == 0) continue;
+    if (tail.written()[b] == 0 && !adopts_) continue;
     for (size_t r = 0; r < windows_.size(); ++r) registry_.buffers(r)[b].copy_(merged);
   }
+  if (adopts_) is_fresh_ = false;
   note_buffers();
 }
 

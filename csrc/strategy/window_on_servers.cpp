@@ -24,12 +24,20 @@ struct Record {
   std::string failure;  // "type\ntext"
   std::string metrics;
   std::vector<int64_t> integers;  // of integer buffers
+  double buffer_share = 0;        // that its floating buffers have in the tail
+  bool fresh = false;             // its buffers are no one else's
+  bool watches = false;
+  std::string brief;
 
   template <class M, class W>
   static void visit(M& m, W& w) {
     w.text(m.failure, server::kMaxText);
     w.text(m.metrics, server::kMaxText);
     w.numbers(m.integers, kMaxIntegers);
+    w.number(m.buffer_share);
+    w.number(m.fresh);
+    w.number(m.watches);
+    w.text(m.brief, server::kMaxRecord);
   }
 };
 
@@ -63,6 +71,16 @@ void GradientSet::connect_servers(const FlatOptimizer& optimizer, const std::vec
   }
   servers_ =
       std::make_unique<ServerWindow>(*groups_.servers, topology_.rank, topology_.num_workers, options_.timeout, given);
+  if (!groups_.joins() || !servers_->is_synchronous()) return;
+  watches_ = is_fresh_ = true;
+  has_unit_ = true;  // which the others tell
+}
+
+std::optional<Brief> GradientSet::learn(bool stepped) {
+  const bool is_told = stepped && !was_fresh_ && heard_;
+  if (has_elders_ && !is_told) return std::nullopt;
+  watches_ = is_fresh_ = false;
+  return std::exchange(heard_, std::nullopt);
 }
 
 // None of a window that failed here: it changes nothing.
@@ -77,7 +95,8 @@ void GradientSet::close_on_servers(const Tail& tail, const Failure& failure) {
   const bool chief_only = options_.buffers == Buffers::chief;
   const uint32_t chief = servers_->expected().front();
   const double chief_share = static_cast<int>(chief) == topology_.rank ? 1.0 : 0.0;
-  fill_tail(0, tail, failure, chief_only ? chief_share : window.weight);
+  const double share = is_fresh_ ? 0.0 : chief_only ? chief_share : window.weight;
+  fill_tail(0, tail, failure, share);
   auto integers = integers_of(0);
   Record mine;
   if (failure) mine.failure = (failure.type + '\n' + failure.text).substr(0, server::kMaxText);
@@ -88,21 +107,53 @@ void GradientSet::close_on_servers(const Tail& tail, const Failure& failure) {
                           "parameter servers cannot show each other");
   }
   mine.integers.assign(integers.const_data_ptr<int64_t>(), integers.const_data_ptr<int64_t>() + integers.numel());
+  mine.buffer_share = share;
+  mine.fresh = was_fresh_ = is_fresh_;
+  mine.watches = watches_;
+  if (is_asked()) {
+    brief_.since = servers_->since();
+    brief_.unit = window.unit;
+    brief_.loss_scale = static_cast<double>(loss_scale_.scale);
+    brief_.growth_tracker = static_cast<uint32_t>(loss_scale_.growth_tracker);
+    mine.brief = server::encode(brief_);
+  }
   const auto records = servers_->agree(tail.tensor, server::encode(mine));
   window.tail = tail.tensor;
-  // A chief that died leaves no values.
-  if (chief_only && records.front().first != chief) std::fill_n(tail.written(), tail.num_buffers, 0.0);
   window.failures.assign(static_cast<size_t>(topology_.num_replicas), {});
+  double shares = 0;
+  bool has_integers = false;
+  is_asked_ = has_elders_ = false;
+  heard_.reset();
   for (const auto& [rank, bytes] : records) {
     auto record = server::decode<Record>(bytes);
+    shares += record.buffer_share;
+    is_asked_ |= record.watches;
+    has_elders_ |= !record.watches;
+    if (record.watches) servers_->leave_out(rank);
+    if (!record.brief.empty()) {
+      auto brief = server::decode<Brief>(record.brief);
+      if (!heard_ || brief.since < heard_->since) heard_ = std::move(brief);
+    }
     window.failures.at(rank) = std::move(record.failure);
     if (!record.metrics.empty()) window.metric_texts.push_back(std::move(record.metrics));
     const auto theirs =
         at::from_blob(record.integers.data(), {static_cast<int64_t>(record.integers.size())}, at::kLong);
-    if (chief_only && rank == chief) integers.copy_(theirs);
-    if (!chief_only) at::maximum_out(integers, integers, theirs);
+    if (record.fresh || (chief_only && record.buffer_share == 0)) continue;
+    if (has_integers) {
+      at::maximum_out(integers, integers, theirs);
+    } else {
+      integers.copy_(theirs);
+    }
+    has_integers = true;
   }
+  // A chief that died leaves no values.
+  if (chief_only && shares == 0) std::fill_n(tail.written(), tail.num_buffers, 0.0);
+  adopts_ = is_fresh_ && shares > 0;
   window.integer_buffers = std::move(integers);
+  if (!watches_ || !heard_) return;
+  window.unit = heard_->unit;
+  loss_scale_ = {.scale = static_cast<float>(heard_->loss_scale),
+                 .growth_tracker = static_cast<int>(heard_->growth_tracker)};
 }
 
 // Servers must end the window, too.

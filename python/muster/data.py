@@ -102,6 +102,10 @@ class LoaderHost(Protocol):
     def members(self) -> Members | None:
         """Over whom batches are divided; None where that is all workers for good."""
 
+    @property
+    def joins(self) -> bool:
+        """Whether this worker came to a job that others had begun."""
+
     def any_has_more(self, has_more: bool) -> bool:
         """Whether the flag is true on any worker that steps together with this one; collective over those. Called for
         each batch of a sharded loader, one ahead."""
@@ -135,6 +139,11 @@ class Loader(Generic[BatchT_co]):
                 "servers deal batches by number, which an iterable data set has not; use one with __getitem__, or "
                 "prepare_loader(loader, sharded=True) with data of this worker's own"
             )
+        if host.joins and host.dealer is None and not sharded and not _is_read_by_index(loader):
+            raise InvalidArgument(
+                "this worker joined a running synchronous job, which is somewhere in data that is not read by index; "
+                "use a data set with __getitem__ and a batch size, or start all workers again"
+            )
         self._loader = loader
         self._host = host
         self._index = index
@@ -145,6 +154,7 @@ class Loader(Generic[BatchT_co]):
         self._epoch = 0
         self._iterations = 0
         self._under_way = False
+        self._pass_epoch = 0  # of the pass that was begun last
         self._position = Position()
         self._persistent: DataLoader[Any] | None = None
         self._tasks = _Tasks(loader, self._deal, host)
@@ -193,6 +203,7 @@ class Loader(Generic[BatchT_co]):
         self._position = Position()
         self.release()
         seed = epoch_seed(self._host.seed, self._index, self._epoch)
+        self._pass_epoch = self._epoch
         self._dealing = self._begin_dealing(seed)
         begun = _Pass(self, self._position, self._dealing, self._results(self._epoch, seed, self._dealing))
         self._pass = weakref.ref(begun)
@@ -204,9 +215,19 @@ class Loader(Generic[BatchT_co]):
             return None
         if dealer is not None:
             return Dealing(dealer, self._index, self._epoch, list(self._tasks.all_of(self._epoch, seed)))
-        if members is not None and self._loader.batch_sampler is not None:
-            return Sharing(members, self._tasks.all_of(self._epoch, seed))
+        if members is not None and _is_read_by_index(self._loader):
+            others = members.pass_of_others(self._index, self._epoch)
+            batches = self._tasks.all_of(self._epoch, seed)
+            return Sharing(members, iter(()) if others == {} else batches, others or None)
         return None
+
+    def standing(self) -> tuple[int, dict[str, Any]] | None:
+        """The epoch of the pass that was begun last, and where it is (nothing where it was left); for a worker that
+        joins. None where batches are not shared."""
+        if not isinstance(self._dealing, Sharing):
+            return None
+        is_left = self._under_way and (self._pass is None or self._pass() is None)
+        return self._pass_epoch, {} if is_left else self._dealing.standing()
 
     def release(self) -> None:
         """Lets other workers have what is left of a dealt pass that was left early."""
@@ -490,6 +511,10 @@ def _check(loader: object, *, sharded: bool, alone: bool) -> None:
             "in_order=False lets each worker see the batches in another order, but all take parts of the same batch; "
             "leave in_order out, or use prepare_loader(loader, sharded=True)"
         )
+
+
+def _is_read_by_index(loader: DataLoader[Any]) -> bool:
+    return not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
 
 
 def _samplers(loader: DataLoader[Any]) -> list[Any]:

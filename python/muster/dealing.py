@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from muster.errors import Timeout
@@ -43,6 +44,11 @@ class Members(Protocol):
     @property
     def expected_members(self) -> Sequence[int]:
         """The ranks that are expected in the next step, ascending."""
+
+    def pass_of_others(self, loader: int, epoch: int) -> Mapping[str, Any] | None:
+        """For a worker that joined, what Sharing.standing said of the others' pass over a loader, and the `members` of
+        that window; empty where they have left this epoch, None where they have not begun it. Connects, where no step
+        has."""
 
 
 class Dealing:
@@ -136,34 +142,79 @@ class Sharing:
     """A pass over `batches` that are divided over the workers which are live when a batch is asked for. What a worker
     had of a batch when it died is divided again, as a batch of its own, over the others."""
 
-    def __init__(self, members: Members, batches: Iterator[Any]) -> None:
+    def __init__(self, members: Members, batches: Iterator[Any], standing: Mapping[str, Any] | None = None) -> None:
+        """`standing`: goes on where another worker's pass was in a window that was closed since."""
         self._members = members
         self._batches = batches
-        self._again: deque[Any] = deque()
-        self._reading: deque[_Shared] = deque()
+        self._taken = 0  # of `batches`
+        self._again: deque[_Piece] = deque()
+        self._promised: deque[_Shared] = deque()  # asked for by the others, not yet by this one
+        self._asked: deque[_Shared] = deque()  # and not yielded
+        self._num_read = 0  # of those
         self._current: _Shared | None = None
         self._open: list[_Shared] = []  # in the open window
+        if standing is not None:
+            self._take_over(standing)
+
+    def standing(self) -> dict[str, Any]:
+        """Where the pass is, as JSON, in the window that is open."""
+        return {
+            "taken": self._taken,
+            "again": [piece.place for piece in self._again],
+            "asked": [(shared.piece.place, shared.members) for shared in self._asked],
+            "open": [(shared.piece.place, shared.members) for shared in self._open],
+        }
+
+    def _take_over(self, standing: Mapping[str, Any]) -> None:
+        self._taken = standing["taken"]
+        taken = list(islice(self._batches, self._taken))
+
+        def piece_at(place: Sequence[int]) -> _Piece:
+            number, begin, end = place
+            return _Piece(_indices(taken[number])[begin:end], number, begin)
+
+        def shared_at(entries: Sequence[Any]) -> list[_Shared]:
+            return [_Shared(piece_at(place), tuple(members)) for place, members in entries]
+
+        self._again.extend(map(piece_at, standing["again"]))
+        self._promised.extend(shared_at(standing["asked"]))
+        self._open = shared_at(standing["open"])
+        self.settle(standing["members"])
 
     def to_read(self) -> Iterator[tuple[Any, Deal]]:
         """Batches and how they are divided, those of dead workers first."""
         while True:
-            batch = self._again.popleft() if self._again else next(self._batches, _END)
-            if batch is _END:
+            shared = self._promised.popleft() if self._promised else self._next()
+            if shared is None:
                 return
-            shared = _Shared(batch, tuple(self._members.expected_members))
-            self._reading.append(shared)
-            yield batch, shared.part_of(self._members.rank)
+            self._asked.append(shared)
+            yield shared.piece.indices, shared.part_of(self._members.rank)
+
+    def _next(self) -> _Shared | None:
+        if self._again:
+            piece = self._again.popleft()
+        else:
+            batch = next(self._batches, _END)
+            if batch is _END:
+                return None
+            piece = _Piece(_indices(batch), self._taken, 0)
+            self._taken += 1
+        return _Shared(piece, tuple(self._members.expected_members))
 
     def was_read(self) -> _Shared:
         """The batch that was read next."""
-        return self._reading.popleft()
+        self._num_read += 1
+        return self._asked[self._num_read - 1]
 
     def yielded(self, batch: _Shared) -> None:
         """The loop gets this one."""
+        self.lost(batch)
         self._current = batch
 
     def lost(self, batch: _Shared) -> None:
         """This one could not be read."""
+        self._asked.remove(batch)
+        self._num_read -= 1
 
     def done(self) -> None:
         """The loop is through with what it got."""
@@ -179,8 +230,8 @@ class Sharing:
         """The window was made of the parts of these ranks."""
         for shared in self._open:
             for rank in set(shared.members).difference(members):
-                (part,) = shared.part_of(rank).cut(shared.batch)[0]
-                if len(part):
+                part = shared.piece.cut(shared.part_of(rank))
+                if len(part.indices):
                     self._again.append(part)
         self._open.clear()
 
@@ -196,13 +247,38 @@ class Sharing:
         """The loop was left before its end."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Indices of a batch, from its `begin`-th on."""
+
+    indices: Any
+    number: int
+    begin: int
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return self.number, self.begin, self.begin + len(self.indices)
+
+    def cut(self, deal: Deal) -> _Piece:
+        (part,) = deal.slices(len(self.indices), ())
+        return _Piece(self.indices[part], self.number, self.begin + part.start)
+
+
+@dataclass(frozen=True, eq=False)
 class _Shared:
-    batch: Any
+    piece: _Piece
     members: tuple[int, ...]
 
     def part_of(self, rank: int) -> Deal:
+        """Nothing for one that is no member."""
+        if rank not in self.members:
+            size = len(self.piece.indices)
+            return Deal(size + 1, size, 1)
         return Deal(len(self.members), self.members.index(rank), 1)
+
+
+def _indices(batch: Any) -> Any:
+    return batch if isinstance(batch, Sequence) or hasattr(batch, "__array__") else list(batch)
 
 
 _END = object()

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -107,6 +107,11 @@ class Strategy:
         self._gradients_are_applied = False
         self._in_function = [False] * core.local_replicas
         self._was_interrupted = False
+        self._others_passes: dict[str, tuple[int, dict[str, Any]]] = {}
+        """By loader: epoch and standing, where this worker joined a synchronous job."""
+        self._told_at = 0
+        this = weakref.ref(self)
+        core.describe_passes(lambda: "" if (strategy := this()) is None else strategy._describe_passes())
         self._threads = _start_threads(core) if core.local_replicas > 1 else []
         weakref.finalize(self, _end, core, self._threads, os.getpid())
 
@@ -301,6 +306,11 @@ class Strategy:
         """Over whom batches are divided, where workers may die; None where that is all for good."""
         return None
 
+    @property
+    def joins(self) -> bool:
+        """Whether this worker came to a job that others had begun."""
+        return self._core.joins
+
     def any_has_more(self, has_more: bool) -> bool:
         """Collective: whether `has_more` is true on any worker."""
         return cast(bool, self.reduce(has_more, "max"))
@@ -456,6 +466,14 @@ class Strategy:
     def _connect_servers(self, set_number: int) -> None:
         if self._core.awaits_servers(set_number) and self._is_fused(set_number):
             self._optimizers[self._optimizers_of_set[set_number][0]].connect_servers(set_number)
+            told = self._core.watch(set_number, lambda: self._apply(set_number))
+            self._others_passes = json.loads(told) if told else {}
+            self._told_at = self.steps
+
+    def _describe_passes(self) -> str:
+        """For a worker that joins, in whose `_others_passes` it becomes."""
+        standings = {index: loader.standing() for index, loader in enumerate(self._loaders)}
+        return json.dumps({index: standing for index, standing in standings.items() if standing is not None})
 
     def _dealt_batches(self, args: tuple[Any, ...]) -> list[tuple[int, int, int]]:
         """Those that servers dealt, of which `args` are."""
@@ -795,6 +813,25 @@ class ParameterServerStrategy(Strategy):
     def expected_members(self) -> Sequence[int]:
         """As `muster.dealing.Members`."""
         return self._core.expected_members if self._core.has_servers else range(self.num_workers)
+
+    def pass_of_others(self, loader: int, epoch: int) -> Mapping[str, Any] | None:
+        """As `muster.dealing.Members`."""
+        if not self._core.joins:
+            return None
+        if not self._core.has_servers:
+            self._connect_servers(self._set_for(None))
+        others_epoch, standing = self._others_passes.get(str(loader), (-1, {}))
+        if epoch < others_epoch:
+            return {}
+        self._others_passes.pop(str(loader), None)
+        if epoch > others_epoch:
+            return None
+        if self.steps > self._told_at:
+            raise InvalidArgument(
+                "this worker joined others in a pass over this loader, and stepped before it began that pass; iterate "
+                "over loaders in the order of the other workers"
+            )
+        return {**standing, "members": self._core.members} if standing else {}
 
     @property
     def patience(self) -> float:

@@ -68,6 +68,7 @@ class Host:
     capacities: Sequence[float] = ()
     dealer: None = None
     members: None = None
+    joins: bool = False
 
     @property
     def first_replica(self) -> int:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def _passes(addresses: list[str], staleness: int | None, folder: Path) -> Run:
         (folder / f"through-{strategy.rank}").touch()
         wait_for(lambda: all((folder / f"through-{rank}").exists() for rank in range(2)))
         strategy.run(lambda: None)
-        return Run(strategy._core.joins, seen, module.weight.flatten().tolist())
+        return Run(strategy.joins, seen, module.weight.flatten().tolist())
 
 
 @pytest.mark.parametrize("staleness", [None, 4])
@@ -127,7 +128,7 @@ def _begin_anew(addresses: list[str], folder: Path) -> Run:
                 seen[-1] += [int(v) for v in x[:, 0]]
         assert strategy.reduce(1, "sum") == 2
         strategy.run(lambda: None)
-        return Run(strategy._core.joins, seen, module.weight.flatten().tolist())
+        return Run(strategy.joins, seen, module.weight.flatten().tolist())
 
 
 def test_workers_that_are_all_started_again_begin_anew_from_the_servers_values(tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ def _is_replaced(addresses: list[str], options: dict[str, Any], folder: Path) ->
             if first_life:
                 wait_for((folder / "over").exists)
                 strategy.step(lambda x: model(x).sum(), torch.ones(2, 4))
-            if strategy._core.joins:
+            if strategy.joins:
                 with pytest.raises(muster.CommError, match="joined a running job"):
                     strategy.reduce(1, "sum")
     except muster.Error as error:
@@ -245,7 +246,7 @@ def _looks_up_rows(addresses: list[str], folder: Path) -> list[float]:
             die()
         if not first_life:
             strategy.step(lambda ids: model(ids).sum(), torch.tensor([2, 3]))
-            assert strategy._core.joins
+            assert strategy.joins
         (folder / f"stepped-{strategy.rank}-{first_life}").touch()
         wait_for((folder / "stepped-1-False").exists)
         return [float(v) for v in model(torch.tensor([1, 2, 3, 40])).detach().flatten()]
@@ -258,3 +259,82 @@ def test_a_joiner_sees_the_rows_of_an_embedding_as_all_do(tmp_path: Path) -> Non
     stayed, joiner = ranks.results()
     assert stayed == joiner
     assert len(set(stayed)) == 16
+
+
+# --- synchronous jobs -------------------------------------------------------------------------------------------------
+def _shares(addresses: list[str], victim: int, accumulate: int, folder: Path) -> Run:
+    """One dies in the second epoch, and is started again, with a learning rate that must not count."""
+    first_life = is_first_life(folder)
+    module = zeros()
+    with on_servers(addresses, threads_per_replica=1, accumulate=accumulate) as strategy:
+        data = torch.utils.data.DataLoader(Numbers(), batch_size=4, shuffle=True)
+        rate = RATE if first_life else 64.0
+        model, _, loader = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=rate), data)
+        seen: list[list[int]] = []
+        for epoch in range(EPOCHS):
+            seen.append([])
+            for number, x in enumerate(loader):
+                if strategy.rank == victim and first_life and epoch == 1 and number == 3:
+                    die()
+                time.sleep(0.05)
+                strategy.step(lambda x: muster.Loss(model(x).sum(), reduction="sum"), x)
+                seen[-1] += [int(v) for v in x[:, 0]]
+        return Run(strategy.joins, seen, module.weight.flatten().tolist())
+
+
+@pytest.mark.parametrize(("victim", "accumulate"), [(1, 1), (0, 1), (2, 2)])
+def test_a_worker_that_is_started_again_has_its_share_of_a_synchronous_pass(
+    victim: int, accumulate: int, tmp_path: Path
+) -> None:
+    servers = Servers(2)
+    ranks = Ranks(3, _shares, servers.addresses, victim, accumulate, tmp_path)
+    ranks.restart(victim)
+    runs = ranks.results()
+    joiner = runs[victim]
+    assert [run.joined for run in runs] == [rank == victim for rank in range(3)]
+    assert joiner.samples[0] == []
+    assert len(joiner.samples[1]) > 0
+    assert sorted(sample for run in runs for sample in run.samples[2]) == list(range(SAMPLES))
+    for run in runs:
+        assert run.left == [-RATE * EPOCHS * sum(range(SAMPLES))] * 4
+
+
+def _normalises(addresses: list[str], options: dict[str, Any], victim: int, folder: Path) -> list[Any]:
+    """By step: its number, the statistics, the loss scale and the parameters after it."""
+    first_life = is_first_life(folder)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    norm = module[0]
+    assert isinstance(norm, nn.BatchNorm1d)
+    with on_servers(addresses, threads_per_replica=1, **options) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.01))
+        seen: list[Any] = []
+        while strategy.steps < 24:
+            if strategy.rank == victim and first_life and strategy.steps == 5:
+                die()
+            time.sleep(0.05)
+            generator = torch.Generator().manual_seed(strategy.steps)
+            x = 10 + torch.randn(8, 2, generator=generator)
+            result = strategy.step(lambda x: model(x).square().mean(), x)
+            assert norm.running_mean is not None and norm.num_batches_tracked is not None
+            numbers = [*norm.running_mean.tolist(), float(norm.num_batches_tracked), float(result.loss_scale)]
+            seen.append((result.step, numbers, [p.tolist() for p in module.parameters()]))
+        return seen
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("buffers", ["mean", "chief"])
+def test_a_joiner_takes_over_statistics_scale_and_steps(buffers: str, victim: int, tmp_path: Path) -> None:
+    servers = Servers(1)
+    options = {"buffers": buffers, "precision": "fp16", "loss_scale": muster.LossScale(init=16.0, interval=3)}
+    ranks = Ranks(2, _normalises, servers.addresses, options, victim, tmp_path)
+    ranks.restart(victim)
+    runs = ranks.results()
+    stayed, joiner = runs[1 - victim], runs[victim]
+    assert [step for step, _, _ in stayed] == list(range(1, 25))
+    means = [numbers[0] for _, numbers, _ in stayed]
+    # They tend to the data's mean, from which nothing fresh draws them away.
+    assert all(later > earlier - 0.2 for earlier, later in pairwise(means))
+    assert means[-1] > 7
+    assert len(joiner) > 3
+    assert joiner == stayed[-len(joiner) :]
