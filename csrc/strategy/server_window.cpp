@@ -237,6 +237,7 @@ std::vector<std::pair<uint32_t, std::string>> ServerWindow::agree(const at::Tens
   client_.flush();
   decision_ = client_.commit(step_ + 1, {mine.begin(), mine.end()}, std::move(record));
   givers_ = decision_.members;
+  has_lost_ = has_lost_ || decision_.next_members.size() < plan_.workers;
   std::copy(decision_.numbers.begin(), decision_.numbers.end(), tail.mutable_data_ptr<double>());
   std::vector<std::pair<uint32_t, std::string>> records;
   for (size_t m = 0; m < decision_.members.size(); ++m) {

@@ -83,6 +83,8 @@ class ServerWindow {
   const std::vector<uint32_t>& members() const noexcept { return givers_; }
   void leave_out(uint32_t watcher) { std::erase(givers_, watcher); }
   const std::vector<uint32_t>& expected() const noexcept { return decision_.next_members; }
+  /// Whether a rank was ever missing there: what workers do without servers, they can no longer do.
+  bool has_lost() const noexcept { return has_lost_; }
 
   /// Synchronous, after agree(): sums of squares by tile of the sums over workers of the parameters that are used, in
   /// order.
@@ -159,6 +161,7 @@ class ServerWindow {
   std::vector<size_t> missing_;           // of the window: pieces by chunk
   std::vector<server::BatchId> batches_;  // of the window
   bool is_open_ = false;                  // something of the window was taken
+  bool has_lost_ = false;
   server::Decision decision_;
   std::vector<uint32_t> givers_;  // members that did not merely watch
 };

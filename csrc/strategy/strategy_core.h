@@ -190,6 +190,7 @@ class StrategyCore {
   void run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
                    ReplicaRun& outcome);
   void give_up(int local_replica, ReplicaRun& outcome);
+  void leave_step_group(GradientSet& set);
   void note_times(const StepCall& call, const std::vector<ReplicaRun>& outcomes);
   StepResult end_window(GradientSet& set, const StepCall& call);
   void count_skipped(GradientSet& set, const WindowSums& sums);
@@ -206,8 +207,9 @@ class StrategyCore {
   const bool divides_steps_;  // of flat optimizers
   ParameterRegistry registry_;
   std::vector<std::unique_ptr<GradientSet>> sets_;
-  std::vector<int64_t> rows_;                     // of the running call, by local replica
-  std::vector<char> used_step_group_;             // by local replica: in the running call
+  std::vector<int64_t> rows_;          // of the running call, by local replica
+  std::vector<char> used_step_group_;  // by local replica: in the running call
+  bool has_left_step_group_ = false;
   std::vector<at::Generator> generators_;         // by local replica
   std::vector<at::Generator> device_generators_;  // likewise; undefined on the CPU
   /// Registry indices of the parameters in no set, among the first `registry_.num_parameters()` when last looked at.

@@ -190,9 +190,20 @@ void StrategyCore::raise_failures(const std::vector<ReplicaRun>& outcomes, const
   }
 }
 
+// A rank that is gone never leaves a step, and the group waits for all of its ranks in time.
+void StrategyCore::leave_step_group(GradientSet& set) {
+  if (set.servers() == nullptr || !set.servers()->has_lost() || has_left_step_group_) return;
+  has_left_step_group_ = true;
+  groups_.step = {comm::make_refusing(
+      topology_.rank, topology_.num_workers,
+      "a worker of this job is gone, and collectives inside a step are between all that met at its start; leave them "
+      "out, or start all workers again")};
+}
+
 StepResult StrategyCore::step(const StepCall& call) {
   const OnDevice on_device(topology_.devices.front());
   auto& set = begin_call(call.set);
+  leave_step_group(set);
   const uint64_t t = ++calls_;
   if (call.call) rows_ = call.rows;
   const bool full = set.micro_batches() + 1 >= options_.accumulate;

@@ -20,6 +20,7 @@ from support.servers import Servers, on_servers
 
 EPOCHS = 3
 SAMPLES = 50
+STEPS = 50
 RATE = 2.0**-10
 """Of updates that are whole multiples of it, so that their sums are exact."""
 
@@ -309,7 +310,7 @@ def _normalises(addresses: list[str], options: dict[str, Any], victim: int, fold
     with on_servers(addresses, threads_per_replica=1, **options) as strategy:
         model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.01))
         seen: list[Any] = []
-        while strategy.steps < 24:
+        while strategy.steps < STEPS:
             if strategy.rank == victim and first_life and strategy.steps == 5:
                 die()
             time.sleep(0.05)
@@ -331,7 +332,7 @@ def test_a_joiner_takes_over_statistics_scale_and_steps(buffers: str, victim: in
     ranks.restart(victim)
     runs = ranks.results()
     stayed, joiner = runs[1 - victim], runs[victim]
-    assert [step for step, _, _ in stayed] == list(range(1, 25))
+    assert [step for step, _, _ in stayed] == list(range(1, STEPS + 1))
     means = [numbers[0] for _, numbers, _ in stayed]
     # They tend to the data's mean, from which nothing fresh draws them away.
     assert all(later > earlier - 0.2 for earlier, later in pairwise(means))

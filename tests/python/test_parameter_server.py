@@ -307,6 +307,9 @@ def test_steps_that_are_not_finite_are_skipped() -> None:
                 strategy.step(step, *batch(number))
 
 
+STEPS_WITH_A_DEATH = 60
+
+
 def _dies_at(step_of_death: int, addresses: list[str], staleness: int | None) -> tuple[int, np.ndarray] | None:
     module = small()
     with on_servers(addresses, staleness=staleness, seed=3, threads_per_replica=1) as strategy:
@@ -317,7 +320,7 @@ def _dies_at(step_of_death: int, addresses: list[str], staleness: int | None) ->
                 os.kill(os.getpid(), signal.SIGKILL)
             return F.cross_entropy(model(x), y)
 
-        for number in range(12):
+        for number in range(STEPS_WITH_A_DEATH):
             result = strategy.step(step, *batch(3 * number + strategy.rank))
         assert np.isfinite(float(result.loss))
         # The servers' newest, which the last of the others may have changed.
@@ -330,7 +333,7 @@ def test_the_others_go_on_without_a_worker_that_died() -> None:
     first, dead, last = Ranks(3, _dies_at, 5, servers.addresses, 0).results()
     assert dead is None
     assert first is not None and last is not None
-    assert first[0] == last[0] == 12
+    assert first[0] == last[0] == STEPS_WITH_A_DEATH
     assert np.array_equal(first[1], last[1])
 
 
@@ -568,7 +571,7 @@ def test_others_go_on_where_a_worker_dies_that_steps_on_its_own() -> None:
     first, dead, last = Ranks(3, _dies_at, 5, servers.addresses, None).results()
     assert dead is None
     assert first is not None and last is not None
-    assert first[0] == last[0] == 12
+    assert first[0] == last[0] == STEPS_WITH_A_DEATH
 
 
 def test_iterable_data_cannot_be_dealt() -> None:
