@@ -192,13 +192,14 @@ uint64_t agree_on_seed(const StrategyOptions& options, comm::Communicator& worke
 
 std::shared_ptr<StrategyCore> assemble(Topology topology, Groups groups, const StrategyOptions& options,
                                        ReplicaThreads replica_threads) {
-  const bool joins = groups.joins();
+  ServerJob* const job = groups.servers ? &*groups.servers : nullptr;
+  const bool joins = job != nullptr && job->joins;
   const int threads =
-      joins ? static_cast<int>(groups.servers->facts.threads) : agree_on_threads(options, topology, *groups.workers);
-  const auto seed = joins ? groups.servers->facts.seed : agree_on_seed(options, *groups.workers);
-  if (groups.servers) {
-    groups.servers->facts.seed = seed;
-    groups.servers->facts.threads = static_cast<uint32_t>(threads);
+      joins ? static_cast<int>(job->facts.threads) : agree_on_threads(options, topology, *groups.workers);
+  const auto seed = joins ? job->facts.seed : agree_on_seed(options, *groups.workers);
+  if (job != nullptr) {
+    job->facts.seed = seed;
+    job->facts.threads = static_cast<uint32_t>(threads);
   }
   if (topology.devices.front().is_cpu()) keep_freed_memory();
   auto pool = std::make_shared<ReplicaPool>(topology.local_replicas(), threads);
@@ -359,8 +360,8 @@ bool is_running(const server::Standing& standing, int rank) {
   return standing.started && std::any_of(standing.present.begin(), standing.present.end(), is_other);
 }
 
-void join_job(Groups& groups, const server::Standing& standing, const Topology& topology, const std::string& options) {
-  auto& job = *groups.servers;
+void join_job(Groups& groups, ServerJob& job, const server::Standing& standing, const Topology& topology,
+              const std::string& options) {
   job.joins = true;
   job.id = standing.job;
   job.facts = server::decode<JobFacts>(standing.facts);
@@ -432,13 +433,13 @@ std::shared_ptr<StrategyCore> make_parameter_server(const Cluster& cluster, cons
   groups.gradients = {comm::make_single()};
   groups.step = {comm::make_single()};
   groups.workers = comm::make_single();
-  groups.servers = servers_of(cluster, server_options);
+  auto& job = groups.servers.emplace(servers_of(cluster, server_options));
   server::Standing standing;
   if (!cluster.servers.empty()) {
-    standing = server::inquire(groups.servers->channels.front(), kServerPatience).value_or(server::Standing{});
+    standing = server::inquire(job.channels.front(), kServerPatience).value_or(server::Standing{});
   }
   if (is_running(standing, cluster.rank)) {
-    join_job(groups, standing, topology, words);
+    join_job(groups, job, standing, topology, words);
   } else {
     if (cluster.num_workers > 1) {
       const auto mesh = connect(net::open_store(cluster, timeout), "workers", topology, 1, timeout);
@@ -446,10 +447,10 @@ std::shared_ptr<StrategyCore> make_parameter_server(const Cluster& cluster, cons
       if (steps_together) groups.step = mesh->make_group("step");
     }
     compare_options(words, *groups.workers);
-    groups.servers->facts.options = words;
-    begin_job(*groups.servers, standing, cluster, *groups.workers);
+    job.facts.options = words;
+    begin_job(job, standing, cluster, *groups.workers);
   }
-  const size_t count = groups.servers->channels.size();
+  const size_t count = job.channels.size();
   groups.backend = cluster.servers.empty()
                        ? "a parameter server in the chief's process"
                        : std::to_string(count) + (count == 1 ? " parameter server" : " parameter servers");
