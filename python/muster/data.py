@@ -242,13 +242,12 @@ class Loader(Generic[BatchT_co]):
 
     def settle(self, members: Sequence[int] | None) -> None:
         """The window of those steps was made of the parts of these ranks; None: it was dropped."""
-        if isinstance(self._dealing, Sharing):
-            if members is None:
-                self._dealing.forget()
-            else:
-                self._dealing.settle(members)
-        elif self._dealing is not None and members is not None:
-            self._dealing.settle()
+        if self._dealing is None:
+            return
+        if members is None:
+            self._dealing.forget()
+        else:
+            self._dealing.settle(members)
 
     def _results(self, epoch: int, seed: int, dealing: Dealing | Sharing | None) -> Iterator[Parts | Ended]:
         self._iterations += 1

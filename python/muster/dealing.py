@@ -101,9 +101,12 @@ class Dealing:
         self._in_window.append(number)
         return self._place[0], self._place[1], number
 
-    def settle(self) -> None:
-        """The window was closed."""
+    def settle(self, members: Sequence[int]) -> None:
+        """The window was closed, of this worker's parts alone."""
         self._in_window.clear()
+
+    def forget(self) -> None:
+        """The window was dropped: what it had is finished with the next step, or when more is asked for."""
 
     def wait_for_more(self) -> bool:
         """Whether there are more to read; waits while other workers may still leave some."""

@@ -70,13 +70,19 @@ class Run:
     """The parameters, once all workers were through."""
 
 
+def training(strategy: muster.Strategy, rate: float = RATE) -> tuple[nn.Linear, Any, Any]:
+    """The module, as it is and prepared, and its loader."""
+    module = zeros()
+    data = torch.utils.data.DataLoader(Numbers(), batch_size=4, shuffle=True)
+    model, _, loader = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=rate), data)
+    return module, model, loader
+
+
 def _passes(addresses: list[str], staleness: int | None, folder: Path) -> Run:
     """Rank 1 dies in the second epoch, with a batch, and is started again while the other goes on."""
     first_life = is_first_life(folder)
-    module = zeros()
     with on_servers(addresses, staleness=staleness, threads_per_replica=1) as strategy:
-        data = torch.utils.data.DataLoader(Numbers(), batch_size=4, shuffle=True)
-        model, _, loader = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=RATE), data)
+        module, model, loader = training(strategy)
         seen: list[list[int]] = []
         for epoch in range(EPOCHS):
             seen.append([])
@@ -113,10 +119,8 @@ def test_a_worker_that_is_started_again_takes_part_in_the_pass_under_way(stalene
 def _begin_anew(addresses: list[str], folder: Path) -> Run:
     """All die after some steps, whose sums they leave behind."""
     first_life = is_first_life(folder)
-    module = zeros()
     with on_servers(addresses, staleness=None, threads_per_replica=1) as strategy:
-        data = torch.utils.data.DataLoader(Numbers(), batch_size=4, shuffle=True)
-        model, _, loader = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=RATE), data)
+        module, model, loader = training(strategy)
         seen: list[list[int]] = []
         for _ in range(EPOCHS):
             seen.append([])
@@ -266,11 +270,8 @@ def test_a_joiner_sees_the_rows_of_an_embedding_as_all_do(tmp_path: Path) -> Non
 def _shares(addresses: list[str], victim: int, accumulate: int, folder: Path) -> Run:
     """One dies in the second epoch, and is started again, with a learning rate that must not count."""
     first_life = is_first_life(folder)
-    module = zeros()
     with on_servers(addresses, threads_per_replica=1, accumulate=accumulate) as strategy:
-        data = torch.utils.data.DataLoader(Numbers(), batch_size=4, shuffle=True)
-        rate = RATE if first_life else 64.0
-        model, _, loader = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=rate), data)
+        module, model, loader = training(strategy, RATE if first_life else 64.0)
         seen: list[list[int]] = []
         for epoch in range(EPOCHS):
             seen.append([])
