@@ -65,13 +65,14 @@ void StrategyCore::close() {
     if (set->servers() != nullptr) set->servers()->bring_rows_back();
   }
   sets_.clear();
-  if (had_servers) wait_for_leavers();
-  if (groups_.servers) groups_.servers->embedded.reset();
   groups_.gradients.clear();
   groups_.step.clear();
   groups_.control.clear();
   groups_.workers.reset();
   groups_.prepare.reset();
+  // After the groups: a worker that waits in one of them for this one would never leave the server.
+  if (had_servers) wait_for_leavers();
+  if (groups_.servers) groups_.servers->embedded.reset();
 }
 
 // Other workers may need the server that this process hosts.

@@ -262,7 +262,8 @@ void run(const Arguments& arguments) {
           batch);
       if (finished()) break;
     }
-    if (strategy->is_chief()) {
+    // A worker that steps on its own may have come too late for a batch of this epoch.
+    if (strategy->is_chief() && result.loss.defined()) {
       std::cout << "epoch " << epoch << ", step " << strategy->steps() << ": loss " << result.loss.item<double>()
                 << '\n';
     }

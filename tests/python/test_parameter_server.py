@@ -574,6 +574,29 @@ def test_others_go_on_where_a_worker_dies_that_steps_on_its_own() -> None:
     assert first[0] == last[0] == STEPS_WITH_A_DEATH
 
 
+def test_who_waits_for_a_chief_that_left_learns_it_though_the_chief_waits_too() -> None:
+    left, error = run_ranks(2, _leaves_early)
+    assert left == "left"
+    assert error.startswith("rank 0 left")
+
+
+def _leaves_early() -> str:
+    module = small()
+    started = time.monotonic()
+    try:
+        with muster.ParameterServerStrategy.from_env(staleness=None, seed=3, timeout=60.0) as strategy:
+            model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+            strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch())
+            if strategy.rank == 0:
+                return "left"
+            strategy.barrier()
+            return "passed"
+    except muster.PeerLost as error:
+        return str(error)
+    finally:
+        assert time.monotonic() - started < 30
+
+
 def test_iterable_data_cannot_be_dealt() -> None:
     class Stream(torch.utils.data.IterableDataset[int]):
         def __iter__(self) -> Any:
