@@ -289,14 +289,9 @@ void bind_core_class(py::module_& m) {
           py::call_guard<Interruptible>())
       .def("watch",
            [](StrategyCore& c, int set, const py::object& apply) {
-             StepCall call;
-             call.set = set;
-             call.rows = {0};
-             call.apply = callback(apply);
-             call.fused = true;
-             call.poll = check_signals;
+             const auto apply_set = callback(apply);
              const py::gil_scoped_release release;
-             return c.watch(std::move(call));
+             return c.watch(set, apply_set, check_signals);
            })
       .def("describe_passes",
            [](StrategyCore& c, const py::object& describe) {

@@ -13,7 +13,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kBetweenTries{10};
 constexpr uint64_t kSpareBytes = uint64_t{64} << 20;
 
 // Address space for the log, and for whatever is read. How much a step has of tables nobody knows before.

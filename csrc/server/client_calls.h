@@ -1,6 +1,7 @@
 // How a client's requests survive lost connections.
 #pragma once
 
+#include <chrono>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -9,6 +10,8 @@
 #include "server/client.h"
 
 namespace muster::server {
+
+inline constexpr std::chrono::milliseconds kBetweenTries{10};  // to connect
 
 template <class F>
 auto ServerClient::whole(const F& request) {

@@ -2,13 +2,12 @@
 #include <thread>
 
 #include "core/wait_hook.h"
-#include "server/client.h"
+#include "server/client_calls.h"
 
 namespace muster::server {
 
 std::optional<Standing> inquire(const std::string& name, std::chrono::milliseconds patience) {
   using Clock = std::chrono::steady_clock;
-  constexpr std::chrono::milliseconds kBetweenTries{10};
   const auto deadline = Clock::now() + patience;
   for (;;) {
     net::Frame frame;

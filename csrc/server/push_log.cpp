@@ -1,7 +1,6 @@
 #include "server/push_log.h"
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 #include <utility>
 
@@ -130,17 +129,11 @@ PushLog::Entry* PushLog::find(uint64_t step) {
 }
 
 void PushLog::write(Entry& entry, uint32_t chunk, std::span<const Bytes> pieces) const {
-  const auto copy = [&](std::byte* to, const Bytes& piece) {
-    if (slab_bytes_ > kernels::kStreamedBytes) {
-      kernels::stream_copy(to, piece.data(), piece.size());
-    } else {
-      std::memcpy(to, piece.data(), piece.size());
-    }
-  };
+  const auto copy = kernels::copy_for(slab_bytes_);
   size_t offset = 0;
   for (const Bytes& piece : pieces) {
     if (piece.size() > sizes_[chunk] - offset) throw InvalidArgument("a push is larger than its chunk");
-    copy(entry.slab + offsets_[chunk] + offset, piece);
+    copy(entry.slab + offsets_[chunk] + offset, piece.data(), piece.size());
     offset += piece.size();
   }
   if (offset != sizes_[chunk]) throw InvalidArgument("a push is smaller than its chunk");

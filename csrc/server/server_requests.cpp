@@ -245,11 +245,9 @@ void ParameterServer::read(Session& session, Shard& shard, const Read& request, 
   shard.read(request.chunk, request.part, request.at_least, deadline, [&](Bytes own, uint64_t steps) {
     values.steps = steps;
     std::byte* const to = place_for(session, request.shares, request.place, own.size());
-    if (request.shares && shard.parameter_bytes() > static_cast<int64_t>(kernels::kStreamedBytes)) {
-      kernels::stream_copy(to, own.data(), own.size());
-    } else {
-      std::copy(own.begin(), own.end(), to);
-    }
+    // What travels is read again at once.
+    const auto copy = kernels::copy_for(request.shares ? static_cast<size_t>(shard.parameter_bytes()) : 0);
+    copy(to, own.data(), own.size());
     payload = {to, own.size()};
   });
   reply(session, values, {&payload, 1});

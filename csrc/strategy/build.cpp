@@ -33,8 +33,6 @@ namespace muster {
 
 namespace {
 
-constexpr comm::Milliseconds kServerPatience{5'000};  // with a server that is about to start
-
 int num_cuda_devices() {
   if (!kernels::cuda::is_built() || !c10::impl::hasDeviceGuardImpl(c10::kCUDA)) return 0;
   return c10::impl::getDeviceGuardImpl(c10::kCUDA)->deviceCount();
@@ -436,7 +434,7 @@ std::shared_ptr<StrategyCore> make_parameter_server(const Cluster& cluster, cons
   auto& job = groups.servers.emplace(servers_of(cluster, server_options));
   server::Standing standing;
   if (!cluster.servers.empty()) {
-    standing = server::inquire(job.channels.front(), kServerPatience).value_or(server::Standing{});
+    standing = server::inquire(job.channels.front(), server::kPatience).value_or(server::Standing{});
   }
   if (is_running(standing, cluster.rank)) {
     join_job(groups, job, standing, topology, words);

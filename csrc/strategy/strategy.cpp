@@ -166,12 +166,7 @@ int Strategy::State::set_of(const StepOptions& options) {
     auto& first = *stepping.front();
     const auto& flat = **detail::flat_state_of(first);
     core->connect_servers(used->set, flat.flat, flat.indices, detail::groups_of(first));
-    StepCall call;
-    call.set = used->set;
-    call.rows = {0};
-    call.apply = [this, set = used->set] { apply(set); };
-    call.fused = true;
-    core->watch(std::move(call));
+    core->watch(used->set, [this, set = used->set] { apply(set); });
   }
   return used->set;
 }

@@ -123,8 +123,8 @@ class StrategyCore {
 
   /// After connect_servers, in a worker that joined a synchronous job: takes part in the others' windows with nothing
   /// of its own until it knows what they do, and goes on with their count of steps. Returns what describe_passes gave
-  /// there. No-op elsewhere. `call`: as in step(), of an empty part.
-  std::string watch(StepCall call);
+  /// there. No-op elsewhere. `apply` and `poll`: as in StepCall.
+  std::string watch(int number, const std::function<void()>& apply, const std::function<void()>& poll = {});
 
   /// `describe` tells of the passes over loaders, for a worker that joined; called in step and flush.
   void describe_passes(std::function<std::string()> describe) { describe_passes_ = std::move(describe); }
@@ -190,6 +190,7 @@ class StrategyCore {
   void run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
                    ReplicaRun& outcome);
   void give_up(int local_replica, ReplicaRun& outcome);
+  StepCall empty_call(int set, std::function<void()> apply, bool fused) const;
   void leave_step_group(GradientSet& set);
   void note_times(const StepCall& call, const std::vector<ReplicaRun>& outcomes);
   StepResult end_window(GradientSet& set, const StepCall& call);

@@ -281,9 +281,21 @@ StepResult StrategyCore::step(const StepCall& call) {
   return result;
 }
 
-std::string StrategyCore::watch(StepCall call) {
-  auto& set = *sets_.at(static_cast<size_t>(call.set));
+// Closes a window with nothing more.
+StepCall StrategyCore::empty_call(int set, std::function<void()> apply, bool fused) const {
+  StepCall call;
+  call.set = set;
   call.loader_ended = true;
+  call.rows.assign(topology_.devices.size(), 0);
+  call.apply = std::move(apply);
+  call.fused = fused;
+  return call;
+}
+
+std::string StrategyCore::watch(int number, const std::function<void()>& apply, const std::function<void()>& poll) {
+  auto& set = *sets_.at(static_cast<size_t>(number));
+  auto call = empty_call(number, apply, /*fused=*/true);
+  call.poll = poll;
   std::string passes;
   while (set.watches()) {
     StepResult result;
@@ -319,13 +331,8 @@ std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>
       sets_[s]->drop_window();
       continue;
     }
-    StepCall call;
-    call.set = static_cast<int>(s);
-    call.loader_ended = true;
-    call.rows.assign(topology_.devices.size(), 0);
-    call.apply = [&apply, s] { apply(static_cast<int>(s)); };
-    call.fused = fused(static_cast<int>(s));
-    result = step(call);
+    const int set = static_cast<int>(s);
+    result = step(empty_call(set, [&apply, set] { apply(set); }, fused(set)));
   }
   return result;
 }

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cstring>
 
 #include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/stream_copy.h"
@@ -46,15 +45,11 @@ size_t bytes_of(const StepArguments& arguments) noexcept {
   return bytes;
 }
 
-void plain_copy(void* destination, const void* source, size_t bytes) noexcept {
-  std::memcpy(destination, source, bytes);
-}
-
 template <class Group>
 void step_and_copy(void (*step)(const StepArguments&, const Group*) noexcept, const StepArguments& arguments,
                    const Group* groups, const StepCopies& copies) noexcept {
   const size_t wide = size_of(arguments.dtype);
-  const auto copy = bytes_of(arguments) > kStreamedBytes ? &stream_copy : &plain_copy;
+  const auto copy = copy_for(bytes_of(arguments));
   for (size_t i = 0; i < arguments.count; ++i) {
     const StepSegment& whole = arguments.segments[i];
     for (size_t begin = 0; begin < whole.n; begin += kPiece) {

@@ -55,4 +55,14 @@ void stream_copy(void* destination, const void* source, size_t bytes) noexcept {
 
 #endif
 
+namespace {
+
+void plain_copy(void* destination, const void* source, size_t bytes) noexcept {
+  std::memcpy(destination, source, bytes);
+}
+
+}  // namespace
+
+Copy copy_for(size_t bytes) noexcept { return bytes > kStreamedBytes ? &stream_copy : &plain_copy; }
+
 }  // namespace muster::kernels

@@ -12,4 +12,9 @@ inline constexpr size_t kStreamedBytes = size_t{2} << 20;
 /// Other threads see it as they see any write.
 void stream_copy(void* destination, const void* source, size_t bytes) noexcept;
 
+/// How to copy what is a part of `bytes` that are written at once: stream_copy where they leave the caches, else as
+/// memcpy.
+using Copy = void (*)(void* destination, const void* source, size_t bytes) noexcept;
+Copy copy_for(size_t bytes) noexcept;
+
 }  // namespace muster::kernels
