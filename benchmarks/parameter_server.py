@@ -1,9 +1,10 @@
 """A push and a pull of all parameters, and a small round trip: parameter servers against torch.distributed.rpc.
 
-One worker and its servers are processes of this host. A push and pull sends 64 MB of gradients, steps plain SGD with
-them there, and gets 64 MB of parameters back: by rpc_sync in one call, and by as many rpc_async calls of 4 MB at once;
-by Muster over a Unix socket and with memory that both ends share, in chunks of 1 MB. A round trip asks for 4 KB of
-parameters. All columns take turns; what is kept are quartiles over rounds.
+One worker and its servers are processes of this host. A push and pull sends 64 MB of gradients and gets 64 MB of
+parameters back: by rpc_sync in one call, and by as many rpc_async calls of 4 MB at once; by Muster over a Unix socket
+and with memory that both ends share, in chunks of 1 MB, as a worker that steps on its own sends a step that is dropped.
+A step does plain SGD with the gradients in between, where workers step together and where they step on their own. A
+round trip asks for 4 KB of parameters. All columns take turns; what is kept are quartiles over rounds.
 
 Uneven workers: 4 workers whose computation is a sleep, five times as long on a random fifth of their steps, or always
 for one of them; steps a second of all of them, synchronous and not.
@@ -27,7 +28,7 @@ from torch.distributed import rpc
 from muster import _C
 from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.record import Out, record, write
-from muster.benchmarks.rounds import Column, by_clock, quartiles, ratio, take_turns
+from muster.benchmarks.rounds import Column, quartiles, ratio, take_turns
 
 server: Any = _C._server
 
@@ -45,6 +46,10 @@ _parameters: dict[str, torch.Tensor] = {}  # of rpc's server
 
 def hold(name: str, numel: int) -> None:
     _parameters[name] = torch.zeros(numel)
+
+
+def exchange(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    return _parameters[name]
 
 
 def step(name: str, gradient: torch.Tensor) -> torch.Tensor:
@@ -93,27 +98,29 @@ class Jobs:
         process.start()
         self.processes.append(process)
 
-    def probe(self, name: str, servers: int, nbytes: int, *, shares_memory: bool) -> Any:
+    def probe(
+        self, name: str, nbytes: int, *, servers: int = 1, shares_memory: bool = True, staleness: int | None = None
+    ) -> Any:
         names = [f"muster-benchmark-{os.getpid()}-{name}-{i}" for i in range(servers)]
         for each in names:
             ready = self.context.Event()
             self.start(serve, each, ready, self.stop)
             ready.wait(60)
-        return server.Probe(names, nbytes // 4, shares_memory=shares_memory, staleness=0)
+        return server.Probe(names, nbytes // 4, shares_memory=shares_memory, staleness=staleness)
 
-    def rpc_whole(self) -> Column:
+    def rpc_whole(self, request: Any) -> Column:
         rpc.rpc_sync("server", hold, ("whole", PUSHED // 4))
         gradient = torch.zeros(PUSHED // 4)
-        return lambda: rpc.rpc_sync("server", step, ("whole", gradient))
+        return lambda: rpc.rpc_sync("server", request, ("whole", gradient))
 
-    def rpc_pieces(self) -> Column:
+    def rpc_pieces(self, request: Any) -> Column:
         names = [f"piece{i}" for i in range(PUSHED // PIECE)]
         for name in names:
             rpc.rpc_sync("server", hold, (name, PIECE // 4))
         gradients = [torch.zeros(PIECE // 4) for _ in names]
 
         def column() -> None:
-            for future in [rpc.rpc_async("server", step, pair) for pair in zip(names, gradients, strict=True)]:
+            for future in [rpc.rpc_async("server", request, pair) for pair in zip(names, gradients, strict=True)]:
                 future.wait()
 
         return column
@@ -183,39 +190,59 @@ def uneven(jobs: Jobs, rounds: int) -> dict[str, Any]:
 def main(rounds: Annotated[int, typer.Option(help="Rounds of turns.")] = 30, out: Out = None) -> None:
     """Parameter servers against torch.distributed.rpc, and uneven workers."""
     jobs = Jobs()
-    large = {
-        "muster, Unix socket": jobs.probe("socket", 1, PUSHED, shares_memory=False),
-        "muster, shared memory": jobs.probe("shared", 1, PUSHED, shares_memory=True),
-        "muster, shared memory, 2 servers": jobs.probe("two", 2, PUSHED, shares_memory=True),
-    }
+    over_socket = jobs.probe("socket", PUSHED, shares_memory=False)
+    shared = jobs.probe("shared", PUSHED)
+    two = jobs.probe("two", PUSHED, servers=2)
+    together = jobs.probe("together", PUSHED, staleness=0)
     small = {
-        "muster, Unix socket": jobs.probe("small-socket", 1, SMALL, shares_memory=False),
-        "muster, shared memory": jobs.probe("small-shared", 1, SMALL, shares_memory=True),
+        "muster, Unix socket": jobs.probe("small-socket", SMALL, shares_memory=False),
+        "muster, shared memory": jobs.probe("small-shared", SMALL),
     }
-    push_pull: dict[str, Column] = {"rpc, one call": jobs.rpc_whole(), "rpc, 4 MB calls": jobs.rpc_pieces()}
-    push_pull |= {name: lambda probe=probe: probe.time_steps(1) for name, probe in large.items()}  # type: ignore[misc]
-    round_trip: dict[str, Column] = {"rpc": jobs.rpc_small()}
-    round_trip |= {name: lambda probe=probe: probe.time_reads(1) for name, probe in small.items()}  # type: ignore[misc]
-    result = record(
-        "parameter_server",
-        rounds=rounds,
-        push_pull={"bytes": PUSHED, "columns": summary(take_turns(push_pull, rounds), list(push_pull)[:2])},
-        round_trip={
-            "bytes": SMALL,
-            "columns": summary(take_turns(round_trip, rounds, by_clock, 100), list(round_trip)[:1]),
-        },
-    )
+    tasks: dict[str, tuple[int, dict[str, Column]]] = {
+        "push_pull": (
+            PUSHED,
+            {
+                "rpc, one call": jobs.rpc_whole(exchange),
+                "rpc, 4 MB calls": jobs.rpc_pieces(exchange),
+                "muster, Unix socket": lambda: over_socket.time_exchanges(1),
+                "muster, shared memory": lambda: shared.time_exchanges(1),
+                "muster, shared memory, 2 servers": lambda: two.time_exchanges(1),
+            },
+        ),
+        "step": (
+            PUSHED,
+            {
+                "rpc, one call": jobs.rpc_whole(step),
+                "rpc, 4 MB calls": jobs.rpc_pieces(step),
+                "muster, Unix socket": lambda: over_socket.time_steps(1),
+                "muster, shared memory": lambda: shared.time_steps(1),
+                "muster, shared memory, 2 servers": lambda: two.time_steps(1),
+                "muster, shared memory, synchronous": lambda: together.time_steps(1),
+            },
+        ),
+        "round_trip": (
+            SMALL,
+            {"rpc": jobs.rpc_small()}
+            | {name: lambda probe=probe: probe.time_reads(1) for name, probe in small.items()},  # type: ignore[misc]
+        ),
+    }
+    measured = {}
+    for name, (nbytes, columns) in tasks.items():
+        times = take_turns(columns, rounds, repeats=100 if nbytes == SMALL else 3)
+        baselines = [column for column in columns if column.startswith("rpc")]
+        measured[name] = {"bytes": nbytes, "columns": summary(times, baselines)}
+    result = record("parameter_server", rounds=rounds, **measured)
     result["uneven"] = uneven(jobs, max(1, rounds // 6))
-    for probe in [*large.values(), *small.values()]:
+    for probe in [over_socket, shared, two, together, *small.values()]:
         probe.leave()
     jobs.end()
     write(result, out)
-    for name in ("push_pull", "round_trip"):
-        for column, measured in result[name]["columns"].items():
-            over = "  ".join(f"{base} {times[1]:6.2f}x" for base, times in measured["over"].items())
-            print(f"{name:10} {column:34} {measured['ms'][1]:9.3f} ms  {over}")
-    for name, measured in result["uneven"].items():
-        print(f"{name}: {measured['over synchronous'][1]:.2f}x the synchronous run's steps")
+    for name in tasks:
+        for column, found in result[name]["columns"].items():
+            over = "  ".join(f"{base} {times[1]:6.2f}x" for base, times in found["over"].items())
+            print(f"{name:10} {column:34} {found['ms'][1]:9.3f} ms  {over}")
+    for name, found in result["uneven"].items():
+        print(f"{name}: {found['over synchronous'][1]:.2f}x the synchronous run's steps")
 
 
 if __name__ == "__main__":

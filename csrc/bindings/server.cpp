@@ -45,7 +45,23 @@ class Probe {
   }
 
   /// A push of all, a step, and a read of all.
-  void step() {
+  void step() { make(/*computes=*/true); }
+
+  double time_steps(int repeats) {
+    return timed(repeats, [&] { step(); });
+  }
+  /// Of steps that are dropped, so that nothing is computed but what a synchronous job sums.
+  double time_exchanges(int repeats) {
+    return timed(repeats, [&] { make(/*computes=*/false); });
+  }
+  double time_reads(int repeats) {
+    return timed(repeats, [&] { client_.read(Part::parameter, 0, landing_); });
+  }
+  uint64_t steps() const noexcept { return step_; }
+  void leave() { client_.leave(); }
+
+ private:
+  void make(bool computes) {
     ++step_;
     for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
       const server::Bytes bytes(gradients_[c]);
@@ -56,6 +72,7 @@ class Probe {
     command.step = step_;
     command.members = {config_.rank};
     command.groups = config_.plan.groups;
+    command.scalars.dropped = computes ? 0 : 1;
     if (config_.plan.is_synchronous()) {
       command.members = client_.commit(step_, {1}).members;
       client_.sum(step_, command.members);
@@ -67,16 +84,6 @@ class Probe {
     }
   }
 
-  double time_steps(int repeats) {
-    return timed(repeats, [&] { step(); });
-  }
-  double time_reads(int repeats) {
-    return timed(repeats, [&] { client_.read(Part::parameter, 0, landing_); });
-  }
-  uint64_t steps() const noexcept { return step_; }
-  void leave() { client_.leave(); }
-
- private:
   static server::ClientConfig complete(server::ClientConfig config, int64_t numel) {
     config.plan.parameters = {{"parameter", {numel}, {1}, at::kFloat}};
     config.plan.group_of = {0};
@@ -137,6 +144,8 @@ void bind_server(py::module_& parent) {
            py::arg("chunk_bytes") = uint64_t{1} << 20, py::arg("patience") = 5.0, Release())
       .def("step", &Probe::step, Release())
       .def("time_steps", &Probe::time_steps, "Seconds of one of `repeats` steps.", py::arg("repeats"), Release())
+      .def("time_exchanges", &Probe::time_exchanges,
+           "Seconds of one of `repeats` pushes and reads of all without a step.", py::arg("repeats"), Release())
       .def("time_reads", &Probe::time_reads, "Seconds of one of `repeats` reads of all.", py::arg("repeats"), Release())
       .def_property_readonly("steps", &Probe::steps, "That were made, those of earlier lives included.")
       .def("leave", &Probe::leave, Release());

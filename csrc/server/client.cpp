@@ -301,7 +301,24 @@ void ServerClient::note_applied(const std::vector<Applied>& answers) {
 
 void ServerClient::apply(const Apply& command) {
   note_command(command);
-  note_applied(call_all<Applied>(command));
+  note_applied(whole([&] {
+    const auto sent = send_all(command);
+    if (!config_.plan.is_synchronous()) help_apply(command);
+    return receive_all<Applied>(command, sent);
+  }));
+}
+
+// No other worker makes this one's step: its own lanes divide the chunks.
+void ServerClient::help_apply(const Apply& command) {
+  std::vector<size_t> counts(links_.size());
+  for (const auto& chunk : chunks_) ++counts[static_cast<size_t>(chunk.server)];
+  for (auto& count : counts) count = std::min<size_t>(count, config_.lanes) - (count > 0 ? 1 : 0);
+  const std::string message = encode(command);
+  ask_all(counts, [&](size_t s, size_t lane) {
+    links_[s]->send_chunk(
+        static_cast<uint32_t>(lane), Apply::kType, message, {}, {},
+        [](const net::Frame& answer) { Link::expect<Applied>(answer); }, between());
+  });
 }
 
 void ServerClient::apply_and_read(const Apply& command, const std::vector<std::byte*>& to) {

@@ -159,6 +159,7 @@ class ServerClient {
   std::byte* landing_of(size_t server, uint32_t lane);
   std::optional<uint64_t> shared_place(std::span<const std::byte> memory) const noexcept;
   void note_command(const Apply& command);
+  void help_apply(const Apply& command);
   void note_applied(const std::vector<Applied>& answers);
   [[noreturn]] void lose(size_t server, const std::string& why) const;
 

@@ -27,6 +27,7 @@ inline constexpr int64_t kMaxRowDim = int64_t{1} << 19;  ///< a row travels whol
 inline constexpr int64_t kMaxChunks = int64_t{1} << 20;
 inline constexpr uint32_t kMaxServers = 256;
 inline constexpr uint32_t kMaxWorkers = 1024;
+inline constexpr int kChief = 0;  ///< the rank that gives initial values
 inline constexpr uint64_t kMinChunkBytes = uint64_t{32} << 10;
 inline constexpr uint64_t kMaxChunkBytes = uint64_t{8} << 20;
 inline constexpr uint32_t kAnyStaleness = 0xffffffff;

@@ -24,6 +24,8 @@ Failure describe(const std::exception_ptr& error) {
     return failure(Kind::timeout, timeout);
   } catch (const CheckpointError& checkpoint) {
     return failure(Kind::checkpoint, checkpoint);
+  } catch (const PeerLost& lost) {
+    return failure(lost.rank() == kChief ? Kind::chief_lost : Kind::other, lost);
   } catch (const std::exception& other) {
     return failure(Kind::other, other);
   }
@@ -41,6 +43,8 @@ void raise(const Failure& failure) {
       throw Fenced(failure.text);
     case Failure::Kind::checkpoint:
       throw CheckpointError(failure.text);
+    case Failure::Kind::chief_lost:
+      throw PeerLost(kChief, failure.text);
     default:
       throw CommError(failure.text);
   }

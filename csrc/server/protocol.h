@@ -54,7 +54,7 @@ struct Welcome {
 /// The request could not be served; the connection goes on.
 struct Failure {
   static constexpr uint16_t kType = 3;
-  enum class Kind : uint8_t { other, invalid_argument, layout_mismatch, timeout, fenced, checkpoint };
+  enum class Kind : uint8_t { other, invalid_argument, layout_mismatch, timeout, fenced, checkpoint, chief_lost };
   Kind kind = Kind::other;
   std::string text;
 

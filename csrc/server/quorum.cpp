@@ -39,7 +39,7 @@ std::vector<uint32_t> Quorum::begin_anew(const Rules& rules, Time now) {
       member.incarnation = incarnation;
       member.dead = true;
     }
-    member.live = false;
+    member.live = member.came = false;  // a worker of this job that came already gives signs of life
   }
   configure(rules, now);
   return fenced;
@@ -53,6 +53,7 @@ uint64_t Quorum::greet(uint32_t rank, uint64_t incarnation, Time now) {
     auto& member = members_[rank];
     member.incarnation = incarnation;
     member.seen = now;
+    member.came = true;
     return incarnation;
   }
   auto& member = found->second;
@@ -63,6 +64,7 @@ uint64_t Quorum::greet(uint32_t rank, uint64_t incarnation, Time now) {
     member.incarnation = incarnation;
     member.live = is_awaited;
     member.seen = now;
+    member.came = true;
     try_to_decide();
   } else {
     touch(rank, incarnation, now);
@@ -96,6 +98,11 @@ bool Quorum::is_member(uint32_t rank, uint64_t incarnation) const {
          found->second.joined;
 }
 
+bool Quorum::is_gone(uint32_t rank) const {
+  const auto found = members_.find(rank);
+  return found != members_.end() && found->second.dead && !found->second.live;
+}
+
 uint64_t Quorum::slowest() const {
   constexpr uint64_t kNone = std::numeric_limits<uint64_t>::max();
   uint64_t slowest = kNone;
@@ -123,7 +130,11 @@ void Quorum::resume(Member& member) const {
 
 uint64_t Quorum::progress(uint32_t rank) const { return members_.at(rank).progress(); }
 
-void Quorum::touch(uint32_t rank, uint64_t incarnation, Time now) { known(rank, incarnation).seen = now; }
+void Quorum::touch(uint32_t rank, uint64_t incarnation, Time now) {
+  auto& member = known(rank, incarnation);
+  member.seen = now;
+  member.came = true;
+}
 
 void Quorum::leave(uint32_t rank, uint64_t incarnation) {
   auto& member = known(rank, incarnation);
@@ -136,7 +147,8 @@ void Quorum::leave(uint32_t rank, uint64_t incarnation) {
 std::vector<uint32_t> Quorum::expire(Time now) {
   std::vector<uint32_t> expired;
   for (auto& [rank, member] : members_) {
-    if (!member.live || now - member.seen <= (member.joined ? rules_.heartbeat : rules_.timeout)) continue;
+    const auto patience = member.joined || member.came ? rules_.heartbeat : rules_.timeout;
+    if (!member.live || now - member.seen <= patience) continue;
     member.live = false;
     member.dead = true;
     member.commit.reset();

@@ -22,7 +22,7 @@ class Quorum {
     uint32_t workers = 1;  ///< ranks below are awaited from the beginning
     uint32_t staleness = 0;
     Milliseconds heartbeat{5'000};
-    Milliseconds timeout{600'000};  ///< for awaited ranks that were never seen
+    Milliseconds timeout{600'000};  ///< for awaited ranks that never came
   };
 
   /// Nobody is awaited before configure().
@@ -58,6 +58,8 @@ class Quorum {
   std::vector<uint32_t> live() const;
   /// Whether this incarnation takes part.
   bool is_member(uint32_t rank, uint64_t incarnation) const;
+  /// Whether it came, and then left or was declared dead.
+  bool is_gone(uint32_t rank) const;
   /// The last step that all live members have committed, but for those who rest.
   uint64_t slowest() const;
   /// Whether a worker rests: its pass over the data has ended, or it waits for batches that others have. Nobody waits
@@ -118,6 +120,7 @@ class Quorum {
     uint64_t excused = 0;  // steps of the slowest while this one rested
     Time seen{};
     bool live = false;
+    bool came = false;             // gave a sign of life
     bool joined = false;           // else awaited
     bool rests = false;            // see note_rests
     bool dead = false;             // this incarnation was declared dead, or left

@@ -226,8 +226,12 @@ void ParameterServer::join(Session& session, const Join& request, Deadline deadl
   Joined joined{request.step};
   {
     Lock lock(mutex_);
-    if (!changed_.wait_until(lock, deadline, [&] { return started_ || stopping_; })) {
+    const auto may_not_start = [&] { return stopping_ || quorum_.is_gone(kChief); };
+    if (!changed_.wait_until(lock, deadline, [&] { return started_ || may_not_start(); })) {
       throw Timeout("the chief did not send the initial values in time; look at its log");
+    }
+    if (!started_ && quorum_.is_gone(kChief)) {
+      throw PeerLost(kChief, "the chief left before it had sent the initial values; look at its log");
     }
     if (stopping_) throw CommError("the parameter server ends; start it again, or end the job");
     // A job that is started again begins its passes anew.

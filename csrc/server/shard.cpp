@@ -217,7 +217,7 @@ void Shard::apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadl
   if (plan_.is_synchronous()) {
     apply_together(order, apply, deadline);
   } else {
-    for (auto* const own : order) apply_alone(*own, rank, incarnation, apply);
+    apply_alone(order, rank, incarnation, apply);
   }
   tables_.apply(rank, incarnation, apply, deadline);
 }
@@ -251,8 +251,24 @@ void Shard::make(State& own, const Apply& apply, const std::vector<uint32_t>& me
   own.note_made(apply.step);
 }
 
+// First what nobody else is at.
+void Shard::apply_alone(const std::vector<State*>& states, uint32_t rank, uint64_t incarnation, const Apply& apply) {
+  std::vector<State*> others;
+  for (auto* const own : states) {
+    if (const auto lock = own->try_lock()) {
+      apply_alone(*own, rank, incarnation, apply);
+    } else {
+      others.push_back(own);
+    }
+  }
+  for (auto* const own : others) {
+    const auto lock = own->lock();
+    apply_alone(*own, rank, incarnation, apply);
+  }
+}
+
+// The chunk is locked.
 void Shard::apply_alone(State& own, uint32_t rank, uint64_t incarnation, const Apply& apply) {
-  const auto lock = own.lock();
   const auto* const given = own.find_own(rank, incarnation, apply.step);
   if (given == nullptr) return;
   step(own, apply, given->parts.front().values.data());

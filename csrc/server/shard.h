@@ -116,6 +116,7 @@ class Shard {
   void apply_together(const std::vector<State*>& states, const Apply& apply, Deadline deadline);
   void apply_together(State& state, const Apply& apply, Deadline deadline);
   void make(State& state, const Apply& apply, const std::vector<uint32_t>& members);
+  void apply_alone(const std::vector<State*>& states, uint32_t rank, uint64_t incarnation, const Apply& apply);
   void apply_alone(State& state, uint32_t rank, uint64_t incarnation, const Apply& apply);
   void step(State& state, const Apply& apply, const std::byte* gradients) const;
 

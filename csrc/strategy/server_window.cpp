@@ -122,7 +122,7 @@ ServerWindow::ServerWindow(const ServerJob& job, int rank, int workers, double t
   }
   missing_.resize(landing_.size());
   for (int r = 0; r < workers; ++r) decision_.next_members.push_back(static_cast<uint32_t>(r));
-  connect(given, rank == 0);
+  connect(given, rank == server::kChief);
 }
 
 ServerWindow::~ServerWindow() {

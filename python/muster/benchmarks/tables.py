@@ -146,7 +146,7 @@ def hooks(result: Result) -> Table:
 def parameter_server(result: Result) -> Table:
     """A row a way to push and pull, and one a way to ask for little: milliseconds, and rpc's times over them."""
     rows = []
-    for name, what in (("push_pull", "push and pull"), ("round_trip", "round trip")):
+    for name, what in (("push_pull", "push and pull"), ("step", "the same, with a step"), ("round_trip", "round trip")):
         measured = result[name]
         for column, found in measured["columns"].items():
             whole, *pieces = found["over"].values()
@@ -154,9 +154,9 @@ def parameter_server(result: Result) -> Table:
             rows.append([what, column, size(measured["bytes"]), f"{found['ms'][1]:.3g} ms", *gains])
     caption = (
         "One worker and its servers on one host, against torch.distributed.rpc (TensorPipe). Push and pull: gradients "
-        "to the server, a plain SGD step there, parameters back; round trip: a few parameters. Muster also takes the "
-        "norm of the sums, which clipping needs, and keeps the push until it is durable. Median (quartiles) over "
-        f"interleaved rounds. {where(result)}"
+        "to the server, parameters back; with a step: plain SGD there in between; round trip: a few parameters. Muster "
+        "keeps a push until it is durable and applies it once; where workers step together it also takes the norm of "
+        f"the sums, which clipping needs. Median (quartiles) over interleaved rounds. {where(result)}"
     )
     header = ["task", "column", "bytes", "time", "rpc in one call over it", "rpc in 4 MB calls over it"]
     return Table(header, rows, caption, texts=2)

@@ -126,6 +126,26 @@ TEST_CASE("who was never seen is awaited for longer, but not for ever", "[server
   CHECK(quorum.decision(0, 1));
 }
 
+TEST_CASE("who came and never joined is awaited no longer than a member", "[server]") {
+  Quorum quorum = make(2, 0);
+  const auto a = quorum.greet(0, 0, kStart);
+  CHECK(quorum.expire(after(100)).empty());
+  CHECK_FALSE(quorum.is_gone(0));
+  CHECK(quorum.expire(after(101)) == std::vector<uint32_t>{0});
+  CHECK(quorum.is_gone(0));
+  CHECK_FALSE(quorum.is_gone(1));
+  CHECK_THROWS_AS(quorum.join(0, a, 0, after(102)), Fenced);
+
+  quorum.greet(0, 0, after(103));
+  CHECK_FALSE(quorum.is_gone(0));
+  add(quorum, 1, after(103));
+  quorum.begin_anew({2, 0, milliseconds(100), milliseconds(1000)}, after(104));
+  CHECK_FALSE(quorum.is_gone(1));
+  CHECK(quorum.expire(after(205)).empty());
+  quorum.greet(1, 0, after(206));
+  CHECK(quorum.expire(after(307)) == std::vector<uint32_t>{1});
+}
+
 TEST_CASE("a new incarnation fences the old one, whose commit is forgotten", "[server]") {
   Quorum quorum = make(2, 0);
   const auto a = add(quorum, 0), b = add(quorum, 1);
