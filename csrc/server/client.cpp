@@ -121,7 +121,7 @@ void ServerClient::recover(size_t server) {
           link.send(*last_decision_);
           link.receive<Done>(between());
         }
-        link.send(Join{joined_at_});
+        link.send(Join{joined_at_, /*returns=*/true});
         link.receive<Joined>(between());
         replay(server);
       }
@@ -210,7 +210,11 @@ void ServerClient::start() {
 }
 
 uint64_t ServerClient::join() {
-  const auto joined = call<Joined>(0, Join{0});
+  uint64_t made = 0;  // what a job before may have left unequal
+  for (size_t s = 0; s < links_.size() && config_.plan.is_synchronous(); ++s) {
+    for (const uint64_t step : call<Recalled>(s, Recall{}).steps) made = std::max(made, step);
+  }
+  const auto joined = call<Joined>(0, Join{made});
   joined_at_ = joined.step;
   passes_at_join_ = joined.passes;
   for (size_t s = 1; s < links_.size(); ++s) call<Joined>(s, Join{joined_at_});

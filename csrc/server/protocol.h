@@ -179,10 +179,12 @@ struct Start {
 struct Join {
   static constexpr uint16_t kType = 10;
   uint64_t step = 0;
+  bool returns = false;  ///< after a lost connection: what it pushed it will push again
 
   template <class M, class W>
   static void visit(M& m, W& w) {
     w.number(m.step);
+    w.number(m.returns);
   }
 };
 

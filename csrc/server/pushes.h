@@ -93,7 +93,7 @@ class Pushes {
   std::optional<std::vector<uint32_t>> wait_for_pushes(Lock& lock, uint64_t step, const std::vector<uint32_t>& members,
                                                        Deadline deadline);
 
-  /// Steps that are made together: `step` is.
+  /// Steps that are made together: `step` is, and those before.
   void note_made(uint64_t step);
 
   /// Where they are not: what a worker's step is made of; null where it is made. Throws InvalidArgument where not all

@@ -1,6 +1,7 @@
 // Who takes part in a job, and when a step may go on. Logic alone: time is an argument.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <map>
@@ -44,6 +45,8 @@ class Quorum {
   /// The step after which a worker that joins comes in: the last decided one; where steps are not decided together, the
   /// slowest member's.
   uint64_t step_of_joiner() const;
+  /// Steps that are made together count on from `step` at the least. Of a job in which nobody has taken part yet.
+  void begin_at(uint64_t step) { decided_.step = std::max(decided_.step, step); }
 
   /// Throws Fenced as greet does.
   void check(uint32_t rank, uint64_t incarnation) { known(rank, incarnation); }

@@ -78,7 +78,7 @@ class ParameterServer {
   void configure(Session& session, const Configure& request);
   void inquire(Session& session);
   void start(Session& session);
-  void join(Session& session, const Join& request, Deadline deadline);
+  void join(Session& session, Shard& shard, const Join& request, Deadline deadline);
   void read(Session& session, Shard& shard, const Read& request, Deadline deadline);
   void hold(Session& session, Shard& shard, const Push& request, net::Frame& frame);
   void commit(Session& session, const Commit& request, Deadline deadline);
@@ -127,6 +127,7 @@ class ParameterServer {
   bool is_filled_ = false;  // with initial values
   bool started_ = false;    // which are durable
   bool had_members_ = false;
+  bool job_is_new_ = false;               // began after another one, and nobody has joined it
   std::map<uint32_t, uint64_t> beating_;  // by rank: the last incarnation that gave a sign of life
   bool stopping_ = false;
   std::list<std::unique_ptr<Session>> sessions_;

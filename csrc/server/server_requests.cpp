@@ -63,7 +63,7 @@ void ParameterServer::answer(Session& session, net::Frame& frame) {
       decode<Start>(frame.message);
       return start(session);
     case Join::kType:
-      return join(session, decode<Join>(frame.message), deadline);
+      return join(session, *shard, decode<Join>(frame.message), deadline);
     case Push::kType:
       return hold(session, *shard, decode<Push>(frame.message), frame);
     case Commit::kType:
@@ -146,6 +146,7 @@ std::vector<uint32_t> ParameterServer::begin_job(const Configure& request) {
   job_ = request.job;
   facts_ = request.facts;
   dealer_ = Dealer();
+  job_is_new_ = true;
   const auto fenced = quorum_.begin_anew(rules_of(request.plan), Clock::now());
   for (const auto& other : sessions_) {
     if (other->is_known && std::find(fenced.begin(), fenced.end(), other->rank) != fenced.end()) {
@@ -222,8 +223,9 @@ bool ParameterServer::may_push(uint32_t rank, uint64_t step) const {
   return quorum_.may_push(rank, step);
 }
 
-void ParameterServer::join(Session& session, const Join& request, Deadline deadline) {
+void ParameterServer::join(Session& session, Shard& shard, const Join& request, Deadline deadline) {
   Joined joined{request.step};
+  bool is_first = false;
   {
     Lock lock(mutex_);
     const auto may_not_start = [&] { return stopping_ || quorum_.is_gone(kChief); };
@@ -236,10 +238,15 @@ void ParameterServer::join(Session& session, const Join& request, Deadline deadl
     if (stopping_) throw CommError("the parameter server ends; start it again, or end the job");
     // A job that is started again begins its passes anew.
     if (quorum_.live().empty()) dealer_ = Dealer();
+    is_first = std::exchange(job_is_new_, false) && !request.returns && shard.plan().is_synchronous();
+    if (is_first) quorum_.begin_at(request.step);
     if (index_ == 0) joined = {quorum_.step_of_joiner(), dealer_.newest()};
     quorum_.join(session.rank, session.incarnation, joined.step, Clock::now());
     had_members_ = true;
   }
+  // The job before may have ended between a decision and its step, which the next one would be kept waiting for; and
+  // it must not return, with an older snapshot.
+  if (is_first && shard.skip_to(joined.step)) snapshot();
   reply(session, joined);
 }
 

@@ -236,6 +236,25 @@ void Shard::apply_together(const std::vector<State*>& states, const Apply& apply
   for (auto* const own : others) apply_together(*own, apply, deadline);
 }
 
+bool Shard::skip_to(uint64_t step) {
+  const auto command = rules_.command_of(step);
+  bool was_behind = false;
+  for (const uint32_t chunk : own_) {
+    auto& own = state(chunk);
+    const auto lock = own.lock();
+    if (own.steps() >= step) continue;
+    was_behind = true;
+    if (command && own.has_all(step, command->members)) {
+      make(own, *command, command->members);
+      continue;
+    }
+    own.summed_step = 0;
+    own.made_partials.clear();
+    own.note_made(step);
+  }
+  return tables_.skip_to(step, command.get()) || was_behind;
+}
+
 void Shard::apply_together(State& own, const Apply& apply, Deadline deadline) {
   auto lock = own.lock();
   const auto present = own.wait_for_pushes(lock, apply.step, apply.members, deadline);

@@ -61,6 +61,11 @@ class Shard {
   /// returns once all have made the step. Else steps from the pushes of `rank`, each once.
   void apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline);
 
+  /// Of a synchronous job whose workers are all gone, where others go on after `step`: makes that step where it and its
+  /// command are here, and leaves out what else is behind, which nobody will apply. Returns whether anything was
+  /// behind.
+  bool skip_to(uint64_t step);
+
   /// By chunk, then by table, the last applied step: of the worker's incarnation, where steps are not made together.
   std::vector<uint64_t> steps(uint32_t rank, uint64_t incarnation);
 

@@ -305,12 +305,31 @@ void TableShard::apply(uint32_t rank, uint64_t incarnation, const Apply& apply, 
   }
 }
 
+bool TableShard::skip_to(uint64_t step, const Apply* command) {
+  bool was_behind = false;
+  for (const auto& own : tables_) {
+    const auto lock = own->lock();
+    if (own->steps() >= step) continue;
+    was_behind = true;
+    if (command != nullptr && own->has_all(step, command->members)) {
+      make(*own, *command, command->members);
+      continue;
+    }
+    own->sums.step = own->made_sums.step = 0;
+    own->note_made(step);
+  }
+  return was_behind;
+}
+
 void TableShard::apply_together(Table& own, const Apply& apply, Deadline deadline) {
   auto lock = own.lock();
   const auto present = own.wait_for_pushes(lock, apply.step, apply.members, deadline);
-  if (!present) return;
-  add(own, apply.step, *present);
-  if (!present->empty()) step(own, apply, own.sums.rows, own.sums.runs);
+  if (present) make(own, apply, *present);
+}
+
+void TableShard::make(Table& own, const Apply& apply, const std::vector<uint32_t>& members) const {
+  add(own, apply.step, members);
+  if (!members.empty()) step(own, apply, own.sums.rows, own.sums.runs);
   // A slow member asks for rows and partials alone.
   own.made_sums.step = apply.step;
   own.made_sums.rows.swap(own.sums.rows);

@@ -69,6 +69,9 @@ class TableShard {
   /// As Shard::apply.
   void apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline);
 
+  /// As Shard::skip_to; `command`: of that step, or null.
+  bool skip_to(uint64_t step, const Apply* command);
+
   /// By table, as Shard::steps.
   std::vector<uint64_t> steps(uint32_t rank, uint64_t incarnation);
   void drop_pushes(uint32_t rank);
@@ -131,6 +134,7 @@ class TableShard {
   static void add(Table& table, uint64_t step, const std::vector<uint32_t>& members);
   static void take_partials(Sums& sums, size_t dim);
   void apply_together(Table& table, const Apply& apply, Deadline deadline);
+  void make(Table& table, const Apply& apply, const std::vector<uint32_t>& members) const;
   void apply_alone(Table& table, uint32_t rank, uint64_t incarnation, const Apply& apply);
   void step(Table& table, const Apply& apply, std::span<const int64_t> rows, std::span<const Run> runs) const;
 

@@ -15,6 +15,8 @@
 #include "kernels/kernels.h"
 #include "muster/error.h"
 #include "server/client.h"
+#include "server/link.h"
+#include "server/shard.h"
 #include "support/run_ranks.h"
 #include "support/servers.h"
 
@@ -207,6 +209,84 @@ TEST_CASE("a dead worker leaves the quorum, a new one comes in at the current pa
     worker.client.leave();
   });
   CHECK(failures == "");
+}
+
+TEST_CASE("a job goes on after one that was killed between a decision and its step", "[server]") {
+  const bool reaches_one = GENERATE(false, true);
+  CAPTURE(reaches_one);
+  const auto plan = small_plan(2, 2, adam(true, false));
+  const Servers running(testing::server_names(2));
+  const auto config = [&](int rank, uint64_t job) {
+    auto config = config_of(running.names, static_cast<uint32_t>(rank), plan);
+    config.job = job;
+    return config;
+  };
+  std::string failures = testing::run_threads(2, [&](int rank) {
+    Worker worker(config(rank, 1));
+    worker.join();
+    worker.step(1);
+    worker.step(2);
+    worker.push(3);
+    worker.client.flush();
+    worker.client.commit(3, {testing::weight_of(worker.rank), 0, 1, 0, 0, 0, 1, 0});
+    if (rank != 0 || !reaches_one) return;
+    Apply command;
+    command.step = 3;
+    command.members = {0, 1};
+    command.groups = plan.groups;
+    Link to_one({running.names[1], 0});
+    to_one.connect(worker.client.incarnation(), nullptr);
+    to_one.send(command);
+    MUSTER_CHECK(to_one.receive<Applied>([] {}).step == 3);
+  });
+  CHECK(failures == "");
+  failures = testing::run_threads(2, [&](int rank) {
+    Worker worker(config(rank, 2));
+    MUSTER_CHECK(worker.join() == 3);
+    worker.shift = static_cast<uint64_t>(-1);  // from step 4 on: the gradients that nobody may have applied
+    worker.step(4);
+    worker.step(5);
+    const auto values = worker.parameters(5);
+    if (!reaches_one) MUSTER_CHECK(testing::bit_equal(values, testing::reference(plan, 2, 4)));
+    worker.client.leave();
+  });
+  CHECK(failures == "");
+  for (const auto& server : running.running) {
+    CHECK(server->stats().duplicates == 0);
+    CHECK(server->stats().held_bytes == 0);
+  }
+}
+
+TEST_CASE("a step that is skipped to is made where its command is there", "[server]") {
+  const bool has_command = GENERATE(false, true);
+  CAPTURE(has_command);
+  const auto plan = small_plan(1, 1, sgd());
+  server::Shard shard(plan, 0, [](uint32_t, uint64_t) { return true; });
+  std::vector<server::Shard::Image> before;
+  for (const uint32_t chunk : shard.chunks()) {
+    const std::vector<std::byte> gradients(static_cast<size_t>(cut_chunks(plan)[chunk].gradient_bytes()),
+                                           std::byte{0x3c});
+    const auto kept = std::make_shared<const std::vector<std::byte>>(gradients);
+    CHECK(shard.hold(0, 1, {1, chunk}, {kept->data(), kept->size()}, kept));
+    before.push_back(shard.image(chunk));
+  }
+  if (has_command) {
+    Apply command;
+    command.step = 1;
+    command.members = {0};
+    command.groups = plan.groups;
+    shard.note_command(command);
+  }
+  CHECK(shard.skip_to(1));
+  CHECK_FALSE(shard.skip_to(1));
+  CHECK(shard.held_bytes() == 0);
+  CHECK(shard.least_step(0, 1) == 1);
+  bool has_changed = false;
+  for (size_t i = 0; i < before.size(); ++i) {
+    const auto after = shard.image(shard.chunks()[i]);
+    for (const auto& [name, tensor] : before[i].tensors) has_changed |= !tensor.equal(after.tensors.at(name));
+  }
+  CHECK(has_changed == has_command);
 }
 
 TEST_CASE("a push counts once, however often it is sent", "[server]") {
