@@ -125,7 +125,8 @@ def memory(result: Result) -> Table:
     rows = [[name, f"{added:.1f}"] for name, added in result["added"].items()]
     caption = (
         "Peak memory that training an MLP with AdamW and clipping adds to model and activations, from the second step "
-        f"on: gradients, optimizer states, buckets and what is temporary. {where(result)}"
+        "on: gradients, optimizer states, buckets and what is temporary; with Muster also what was freed, which a "
+        f"process on the CPU keeps (MUSTER_KEEP_FREED_MEMORY). {where(result)}"
     )
     return Table(["training", "bytes added per parameter"], rows, caption, texts=1)
 
