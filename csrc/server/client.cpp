@@ -211,8 +211,10 @@ void ServerClient::start() {
 
 uint64_t ServerClient::join() {
   uint64_t made = 0;  // what a job before may have left unequal
-  for (size_t s = 0; s < links_.size() && config_.plan.is_synchronous(); ++s) {
-    for (const uint64_t step : call<Recalled>(s, Recall{}).steps) made = std::max(made, step);
+  if (config_.plan.is_synchronous()) {
+    for (const auto& recalled : call_all<Recalled>(Recall{})) {
+      for (const uint64_t step : recalled.steps) made = std::max(made, step);
+    }
   }
   const auto joined = call<Joined>(0, Join{made});
   joined_at_ = joined.step;
@@ -305,10 +307,8 @@ void ServerClient::note_applied(const std::vector<Applied>& answers) {
 
 void ServerClient::apply(const Apply& command) {
   note_command(command);
-  note_applied(whole([&] {
-    const auto sent = send_all(command);
+  note_applied(call_all<Applied>(command, [&] {
     if (!config_.plan.is_synchronous()) help_apply(command);
-    return receive_all<Applied>(command, sent);
   }));
 }
 
@@ -316,7 +316,7 @@ void ServerClient::apply(const Apply& command) {
 void ServerClient::help_apply(const Apply& command) {
   std::vector<size_t> counts(links_.size());
   for (const auto& chunk : chunks_) ++counts[static_cast<size_t>(chunk.server)];
-  for (auto& count : counts) count = std::min<size_t>(count, config_.lanes) - (count > 0 ? 1 : 0);
+  for (auto& count : counts) count = std::clamp<size_t>(count, 1, config_.lanes) - 1;  // lane 0 is at it
   const std::string message = encode(command);
   ask_all(counts, [&](size_t s, size_t lane) {
     links_[s]->send_chunk(
@@ -327,11 +327,7 @@ void ServerClient::help_apply(const Apply& command) {
 
 void ServerClient::apply_and_read(const Apply& command, const std::vector<std::byte*>& to) {
   note_command(command);
-  note_applied(whole([&] {
-    const auto sent = send_all(command);
-    read(Part::parameter, command.step, to);
-    return receive_all<Applied>(command, sent);
-  }));
+  note_applied(call_all<Applied>(command, [&] { read(Part::parameter, command.step, to); }));
 }
 
 uint64_t ServerClient::part_bytes(uint32_t chunk, Part part) const {

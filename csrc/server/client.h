@@ -166,7 +166,7 @@ class ServerClient {
   template <class Answer, class Message>
   Answer call(size_t server, const Message& message);
   template <class Answer, class Message>
-  std::vector<Answer> call_all(const Message& message);
+  std::vector<Answer> call_all(const Message& message, const std::function<void()>& meanwhile = {});
   /// The answers to `message`, which was sent on the links whose connects() are `sent` (0: it was not).
   template <class Answer, class Message>
   std::vector<Answer> receive_all(const Message& message, const std::vector<uint64_t>& sent);

@@ -76,8 +76,12 @@ std::vector<Answer> ServerClient::receive_all(const Message& message, const std:
 }
 
 template <class Answer, class Message>
-std::vector<Answer> ServerClient::call_all(const Message& message) {
-  return whole([&] { return receive_all<Answer>(message, send_all(message)); });
+std::vector<Answer> ServerClient::call_all(const Message& message, const std::function<void()>& meanwhile) {
+  return whole([&] {
+    const auto sent = send_all(message);
+    if (meanwhile) meanwhile();
+    return receive_all<Answer>(message, sent);
+  });
 }
 
 // Near the log's bound servers are asked for snapshots; at it the worker waits for them.

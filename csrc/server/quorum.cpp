@@ -52,8 +52,7 @@ uint64_t Quorum::greet(uint32_t rank, uint64_t incarnation, Time now) {
     if (incarnation == 0) incarnation = microseconds_of_wall_clock();
     auto& member = members_[rank];
     member.incarnation = incarnation;
-    member.seen = now;
-    member.came = true;
+    member.give_sign(now);
     return incarnation;
   }
   auto& member = found->second;
@@ -63,8 +62,7 @@ uint64_t Quorum::greet(uint32_t rank, uint64_t incarnation, Time now) {
     member = Member{};
     member.incarnation = incarnation;
     member.live = is_awaited;
-    member.seen = now;
-    member.came = true;
+    member.give_sign(now);
     try_to_decide();
   } else {
     touch(rank, incarnation, now);
@@ -84,13 +82,15 @@ Quorum::Member& Quorum::known(uint32_t rank, uint64_t incarnation) {
 
 void Quorum::join(uint32_t rank, uint64_t incarnation, uint64_t step, Time now) {
   auto& member = known(rank, incarnation);
-  member.seen = now;
+  member.give_sign(now);
   if (member.joined) return;
   member.joined = member.live = true;
   member.joined_at = member.clock = step;
 }
 
 uint64_t Quorum::step_of_joiner() const { return rules_.staleness == 0 ? decided_.step : slowest(); }
+
+void Quorum::begin_at(uint64_t step) { decided_.step = std::max(decided_.step, step); }
 
 bool Quorum::is_member(uint32_t rank, uint64_t incarnation) const {
   const auto found = members_.find(rank);
@@ -130,11 +130,7 @@ void Quorum::resume(Member& member) const {
 
 uint64_t Quorum::progress(uint32_t rank) const { return members_.at(rank).progress(); }
 
-void Quorum::touch(uint32_t rank, uint64_t incarnation, Time now) {
-  auto& member = known(rank, incarnation);
-  member.seen = now;
-  member.came = true;
-}
+void Quorum::touch(uint32_t rank, uint64_t incarnation, Time now) { known(rank, incarnation).give_sign(now); }
 
 void Quorum::leave(uint32_t rank, uint64_t incarnation) {
   auto& member = known(rank, incarnation);
@@ -147,8 +143,7 @@ void Quorum::leave(uint32_t rank, uint64_t incarnation) {
 std::vector<uint32_t> Quorum::expire(Time now) {
   std::vector<uint32_t> expired;
   for (auto& [rank, member] : members_) {
-    const auto patience = member.joined || member.came ? rules_.heartbeat : rules_.timeout;
-    if (!member.live || now - member.seen <= patience) continue;
+    if (!member.live || now - member.seen <= (member.came ? rules_.heartbeat : rules_.timeout)) continue;
     member.live = false;
     member.dead = true;
     member.commit.reset();
@@ -302,7 +297,7 @@ void Quorum::restore(const Record& record, Time now) {
     member.rests = record.rests[i] != 0;
     member.dead = !member.live;
     member.joined = true;
-    member.seen = now;
+    member.give_sign(now);
   }
 }
 

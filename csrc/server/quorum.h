@@ -1,7 +1,6 @@
 // Who takes part in a job, and when a step may go on. Logic alone: time is an argument.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <map>
@@ -46,7 +45,7 @@ class Quorum {
   /// slowest member's.
   uint64_t step_of_joiner() const;
   /// Steps that are made together count on from `step` at the least. Of a job in which nobody has taken part yet.
-  void begin_at(uint64_t step) { decided_.step = std::max(decided_.step, step); }
+  void begin_at(uint64_t step);
 
   /// Throws Fenced as greet does.
   void check(uint32_t rank, uint64_t incarnation) { known(rank, incarnation); }
@@ -130,6 +129,10 @@ class Quorum {
     std::optional<Commit> commit;  // of step `clock`, undecided
 
     uint64_t progress() const { return clock + excused; }
+    void give_sign(Time now) {
+      seen = now;
+      came = true;
+    }
   };
 
   Member& known(uint32_t rank, uint64_t incarnation);

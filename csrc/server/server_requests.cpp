@@ -228,8 +228,7 @@ void ParameterServer::join(Session& session, Shard& shard, const Join& request, 
   bool is_first = false;
   {
     Lock lock(mutex_);
-    const auto may_not_start = [&] { return stopping_ || quorum_.is_gone(kChief); };
-    if (!changed_.wait_until(lock, deadline, [&] { return started_ || may_not_start(); })) {
+    if (!changed_.wait_until(lock, deadline, [&] { return started_ || stopping_ || quorum_.is_gone(kChief); })) {
       throw Timeout("the chief did not send the initial values in time; look at its log");
     }
     if (!started_ && quorum_.is_gone(kChief)) {

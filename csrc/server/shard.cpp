@@ -22,6 +22,17 @@ Bytes bytes_of(const at::Tensor& tensor) {
   return {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 
+// First what nobody else is at, locked; where `attempt` returns false, and what others are at, goes to `wait`.
+template <class State, class Attempt, class Wait>
+void walk(const std::vector<State*>& states, const Attempt& attempt, const Wait& wait) {
+  std::vector<State*> others;
+  for (auto* const own : states) {
+    const auto lock = own->try_lock();
+    if (!lock || !attempt(*own)) others.push_back(own);
+  }
+  for (auto* const own : others) wait(*own);
+}
+
 std::byte* data_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.mutable_data_ptr()); }
 
 }  // namespace
@@ -215,25 +226,23 @@ void Shard::apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadl
     order.push_back(&state(own_[(2 * count - 1 - begin - i) % count]));
   }
   if (plan_.is_synchronous()) {
-    apply_together(order, apply, deadline);
+    const auto make_whole = [&](State& own) {
+      const bool is_whole = own.has_all(apply.step, apply.members);
+      if (is_whole) make(own, apply, apply.members);
+      return is_whole;
+    };
+    walk(order, make_whole, [&](State& own) { apply_together(own, apply, deadline); });
   } else {
-    apply_alone(order, rank, incarnation, apply);
+    const auto step_own = [&](State& own) {
+      apply_alone(own, rank, incarnation, apply);
+      return true;
+    };
+    walk(order, step_own, [&](State& own) {
+      const auto lock = own.lock();
+      step_own(own);
+    });
   }
   tables_.apply(rank, incarnation, apply, deadline);
-}
-
-// First what nobody else is at.
-void Shard::apply_together(const std::vector<State*>& states, const Apply& apply, Deadline deadline) {
-  std::vector<State*> others;
-  for (auto* const own : states) {
-    const auto lock = own->try_lock();
-    if (lock && own->has_all(apply.step, apply.members)) {
-      make(*own, apply, apply.members);
-    } else {
-      others.push_back(own);
-    }
-  }
-  for (auto* const own : others) apply_together(*own, apply, deadline);
 }
 
 bool Shard::skip_to(uint64_t step) {
@@ -268,22 +277,6 @@ void Shard::make(State& own, const Apply& apply, const std::vector<uint32_t>& me
   own.made_partials = std::move(own.partials);
   own.summed_step = 0;
   own.note_made(apply.step);
-}
-
-// First what nobody else is at.
-void Shard::apply_alone(const std::vector<State*>& states, uint32_t rank, uint64_t incarnation, const Apply& apply) {
-  std::vector<State*> others;
-  for (auto* const own : states) {
-    if (const auto lock = own->try_lock()) {
-      apply_alone(*own, rank, incarnation, apply);
-    } else {
-      others.push_back(own);
-    }
-  }
-  for (auto* const own : others) {
-    const auto lock = own->lock();
-    apply_alone(*own, rank, incarnation, apply);
-  }
 }
 
 // The chunk is locked.

@@ -118,10 +118,8 @@ class Shard {
   void make_optimizer(State& state, const FlatGroups& groups) const;
   at::Tensor part_of(const State& state, size_t piece, Part part) const;
   void add(State& state, uint64_t step, const std::vector<uint32_t>& members);
-  void apply_together(const std::vector<State*>& states, const Apply& apply, Deadline deadline);
   void apply_together(State& state, const Apply& apply, Deadline deadline);
   void make(State& state, const Apply& apply, const std::vector<uint32_t>& members);
-  void apply_alone(const std::vector<State*>& states, uint32_t rank, uint64_t incarnation, const Apply& apply);
   void apply_alone(State& state, uint32_t rank, uint64_t incarnation, const Apply& apply);
   void step(State& state, const Apply& apply, const std::byte* gradients) const;
 

@@ -264,10 +264,9 @@ TEST_CASE("a step that is skipped to is made where its command is there", "[serv
   server::Shard shard(plan, 0, [](uint32_t, uint64_t) { return true; });
   std::vector<server::Shard::Image> before;
   for (const uint32_t chunk : shard.chunks()) {
-    const std::vector<std::byte> gradients(static_cast<size_t>(cut_chunks(plan)[chunk].gradient_bytes()),
-                                           std::byte{0x3c});
-    const auto kept = std::make_shared<const std::vector<std::byte>>(gradients);
-    CHECK(shard.hold(0, 1, {1, chunk}, {kept->data(), kept->size()}, kept));
+    const auto bytes = static_cast<size_t>(cut_chunks(plan)[chunk].gradient_bytes());
+    const auto gradients = std::make_shared<const std::vector<std::byte>>(bytes, std::byte{0x3c});
+    CHECK(shard.hold(0, 1, {1, chunk}, *gradients, gradients));
     before.push_back(shard.image(chunk));
   }
   if (has_command) {
