@@ -86,9 +86,9 @@ class HostSpace final : public SharedSpace {
 
   std::optional<LostWorker> find_lost() override { return mesh_->find_lost(); }
 
-  void keep(const at::Tensor& tensor) override {
+  void keep(std::shared_ptr<const void> memory) override {
     const std::lock_guard lock(mutex_);
-    kept_.push_back(tensor);
+    kept_.push_back(std::move(memory));
   }
 
  private:
@@ -99,7 +99,7 @@ class HostSpace final : public SharedSpace {
   std::vector<net::Mapping> mapped_;              // by rank; of other workers' ranks
   std::vector<std::byte*> bases_;                 // by rank
   std::mutex mutex_;
-  std::vector<at::Tensor> kept_;  // guarded by mutex_
+  std::vector<std::shared_ptr<const void>> kept_;  // guarded by mutex_
 };
 
 }  // namespace

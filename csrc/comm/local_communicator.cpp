@@ -32,9 +32,9 @@ class LocalSpace final : public SharedSpace {
   std::byte* at(int, uint64_t address) const noexcept override { return std::bit_cast<std::byte*>(address); }
   std::byte* staging(int) const noexcept override { return nullptr; }
   std::optional<LostWorker> find_lost() override { return std::nullopt; }
-  void keep(const at::Tensor& tensor) override {
+  void keep(std::shared_ptr<const void> memory) override {
     const std::lock_guard lock(mutex_);
-    kept_.push_back(tensor);
+    kept_.push_back(std::move(memory));
   }
 
  private:
@@ -52,7 +52,7 @@ class LocalSpace final : public SharedSpace {
   const int size_;
   Memory memory_;
   std::mutex mutex_;
-  std::vector<at::Tensor> kept_;  // guarded by mutex_
+  std::vector<std::shared_ptr<const void>> kept_;  // guarded by mutex_
 };
 
 }  // namespace

@@ -3,8 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -30,6 +32,15 @@ class PeerMemory {
   /// aligned, kept by the tensor (uint8) and by those of the others. All ask for the same sizes in the same order, one
   /// rank of each.
   virtual at::Tensor allocate_common(int64_t bytes) = 0;
+
+  /// Whether all ranks are in one process, so that peers find whatever one of them has.
+  virtual bool sees_all() const noexcept = 0;
+
+  /// The address by which peers find these bytes of this rank, or none where they cannot. Thread-safe.
+  virtual std::optional<uint64_t> address_of(const void* data, size_t bytes) const noexcept = 0;
+
+  /// Where an address that rank `rank` was given by its address_of lies in this process. Thread-safe.
+  virtual const void* at(int rank, uint64_t address) const noexcept = 0;
 
   /// Where every rank's `tensor` lies in this process; see visit(). Collective, blocking.
   std::vector<void*> find(const at::Tensor& tensor, uint64_t tag, int size) {

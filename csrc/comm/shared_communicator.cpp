@@ -54,6 +54,14 @@ class SharedCommunicator final : public Communicator, public PeerMemory {
     return group_->space().allocate_common(bytes);
   }
 
+  bool sees_all() const noexcept override { return !group_->space().crosses_processes(); }
+
+  std::optional<uint64_t> address_of(const void* data, size_t bytes) const noexcept override {
+    return group_->space().address_of(rank(), data, bytes);
+  }
+
+  const void* at(int rank, uint64_t address) const noexcept override { return group_->space().at(rank, address); }
+
   void begin_scope(uint64_t scope) override { group_->begin_scope(scope); }
   void end_scope(ScopeEnd end, const std::string& reason) override { group_->end_scope(end, reason); }
   void abort(const std::string& reason) noexcept override { group_->abort(reason); }

@@ -372,7 +372,7 @@ void Group::fail_with(std::exception_ptr error) {
     if (op->state == Operation::State::finished) continue;
     op->error = failure_;
     op->state = Operation::State::finished;
-    if (op->tensor.defined()) space_->keep(op->tensor);
+    space_->keep(std::make_shared<const std::pair<at::Tensor, PeerMemory::Visit>>(op->tensor, op->visit));
   }
   under_way_.clear();
 }

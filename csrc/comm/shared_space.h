@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -51,8 +52,8 @@ class SharedSpace {
   /// Looks for workers that are gone. Does not block.
   virtual std::optional<LostWorker> find_lost() = 0;
 
-  /// Keeps `tensor` as long as the space: after a failure peers may still touch its memory.
-  virtual void keep(const at::Tensor& tensor) = 0;
+  /// Keeps `memory` as long as the space: after a failure peers may still touch it.
+  virtual void keep(std::shared_ptr<const void> memory) = 0;
 };
 
 }  // namespace muster::comm::shared

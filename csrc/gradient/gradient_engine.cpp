@@ -176,6 +176,7 @@ void GradientEngine::verify_layouts() {
 void GradientEngine::allocate_buckets() {
   verify_layouts();
   owners_.reset();
+  memory_.reset();
   buckets_.clear();
   for (const auto& spec : layout_.buckets()) {
     BucketState bucket;
@@ -214,7 +215,16 @@ void GradientEngine::allocate_buckets() {
     for (const auto& bucket : buckets_) {
       buckets.push_back({bucket.wire.defined() ? bucket.wire : bucket.sums, bucket.sums, bucket.parameters});
     }
-    owners_ = std::make_unique<OwnerReduction>(*communicator_, layout_, numels, layout_index_, buckets);
+    owners_ = std::make_unique<OwnerReduction>(*communicator_, layout_, numels, layout_index_, buckets,
+                                               options_.least_lent_bytes);
+    if (!communicator_->peer_memory()->sees_all()) {
+      std::vector<size_t> bytes;
+      for (size_t p = 0; p < parameters_.size(); ++p) {
+        const size_t size = parameters_[p].tensor.nbytes();
+        if (layout_index_[p] >= 0 && size >= options_.least_lent_bytes) bytes.push_back(size);
+      }
+      memory_ = std::make_unique<GradientMemory>(communicator_, bytes);
+    }
   }
   allocated_ = true;
 }
@@ -228,6 +238,7 @@ void GradientEngine::open_window() {
   first_non_finite_ = -1;
   next_launch_ = 0;
   works_.clear();
+  release_gradients();
   if (!allocated_) allocate_buckets();
 }
 
@@ -400,8 +411,7 @@ void GradientEngine::pack(BucketState& bucket) {
         item.source = gradient.const_data_ptr();
         item.source_dtype = kernel_dtype(gradient.scalar_type());
         if (lends && !adds && gradient.scalar_type() == view.scalar_type()) {
-          owners_->lend(p, gradient);
-          append_without(fresh, item, owners_->run(p, communicator_->rank()));
+          if (!owners_->lend(p, gradient)) append_without(fresh, item, owners_->run(p, communicator_->rank()));
           continue;
         }
       } else {
@@ -424,11 +434,8 @@ void GradientEngine::pack(BucketState& bucket) {
 
 // What was lent of a parameter goes into its bucket.
 void GradientEngine::take_back(size_t p) {
-  const auto lent = owners_->lent(p);
-  if (!lent.defined()) return;
-  owners_->lend(p, {});
-  const auto& run = owners_->run(p, communicator_->rank());
-  elements_of(slot_views_[p], run).copy_(elements_of(lent, run));
+  const auto lent = owners_->take_back(p);
+  if (lent) elements_of(slot_views_[p], lent->run).copy_(elements_of(lent->gradient, lent->run));
 }
 
 void GradientEngine::locate_non_finite(const BucketState& bucket) {
@@ -522,6 +529,10 @@ void GradientEngine::wait() {
   for (auto& bucket : buckets_) {
     if (bucket.wire.defined()) empty_wire(bucket);
   }
+}
+
+void GradientEngine::release_gradients() noexcept {
+  if (owners_) owners_->release();
 }
 
 void GradientEngine::add_counts(double* counts) const noexcept {

@@ -16,6 +16,7 @@
 #include "comm/communicator.h"
 #include "core/device.h"
 #include "core/flat_layout.h"
+#include "gradient/gradient_memory.h"
 #include "gradient/owner_reduction.h"
 
 namespace muster {
@@ -31,6 +32,9 @@ struct GradientEngineOptions {
   int64_t bucket_bytes = 8 << 20;
   int64_t first_bucket_bytes = 1 << 20;
   int64_t last_bucket_bytes = 0;
+  /// Where sums go to their owners alone, gradients of so many bytes are read where autograd left them. Smaller ones
+  /// are packed as long as a cache has them, and their memory is used again while it is there.
+  size_t least_lent_bytes = size_t{4} << 20;
   /// What fp32 buckets travel in; empty: fp32.
   std::optional<at::ScalarType> wire;
   /// Launch buckets from hooks. False where the transport cannot order them against the step's own collectives.
@@ -96,6 +100,12 @@ class GradientEngine {
 
   /// Collective on the last micro-batch. Blocks until every bucket holds its sum.
   void wait();
+
+  /// Where this micro-batch's gradients had best come: for GradientMemory::Scope around backward. May be null.
+  GradientMemory* memory() const noexcept { return micro_batch_.to_owners ? memory_.get() : nullptr; }
+
+  /// Local, after a collective that the others issued after their wait(): lets go of gradients that they read in place.
+  void release_gradients() noexcept;
 
   /// While true, gradients that arrive belong to a step of other optimizers and are dropped.
   void set_ignored(bool ignored) noexcept { ignored_ = ignored; }
@@ -175,7 +185,8 @@ class GradientEngine {
   std::vector<at::Tensor> slot_views_;
   std::vector<at::Tensor> sparse_;
   std::unique_ptr<OwnerReduction> owners_;
-  std::vector<int> arrivals_;  // parameters in the order their gradients came, first window only
+  std::unique_ptr<GradientMemory> memory_;  // where peers do not see all that this replica has
+  std::vector<int> arrivals_;               // parameters in the order their gradients came, first window only
   std::vector<comm::Work> works_;
   std::vector<std::unique_ptr<Hook>> hooks_;
   MicroBatch micro_batch_;

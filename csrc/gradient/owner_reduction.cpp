@@ -5,44 +5,71 @@
 
 #include "comm/kernel_dtype.h"
 #include "kernels/kernels.h"
+#include "muster/error.h"
 
 namespace muster {
 
-// What this rank owns of a bucket. Its visit may come after the engine's end.
+namespace {
+
+uint64_t address_in(const comm::PeerMemory& peers, const at::Tensor& tensor) {
+  if (const auto address = peers.address_of(tensor.const_data_ptr(), tensor.nbytes())) return *address;
+  throw InvalidArgument("a bucket is not from its communicator's allocate()");
+}
+
+}  // namespace
+
+// What this rank lends of a bucket, and owns of it. Its visit may come after the engine's end.
 struct OwnerReduction::OwnedSums {
-  struct Piece {
-    size_t offset;  // in elements
-    double* partials;
-    Run run;          // of the parameter
-    at::Tensor lent;  // the gradient that is read instead of the own bucket
+  struct Parameter {
+    size_t offset;            // of its slot, in elements
+    uint64_t slot;            // its address
+    double* partials;         // of the owned run
+    Run run;                  // the owned one
+    at::Tensor lent;          // the gradient that is read instead of the slot
+    bool peers_read = false;  // it too
   };
+  comm::PeerMemory& peers;
   Bucket bucket;
   at::Tensor partials;
+  at::Tensor addresses;  // by parameter: where peers read this rank's gradient
   int ranks;
   int rank;
-  std::vector<Piece> pieces;
+  std::vector<Parameter> parameters;  // in the bucket's order
 
-  // data[r]: rank r's bucket, packed.
+  uint64_t& address(size_t i) const { return static_cast<uint64_t*>(addresses.mutable_data_ptr())[i]; }
+
+  void read_from_slot(size_t i) {
+    auto& parameter = parameters[i];
+    parameter.lent.reset();
+    parameter.peers_read = false;
+    address(i) = parameter.slot;
+  }
+
+  // data[r]: rank r's addresses.
   void sum(void* const* data) {
     const auto size = static_cast<size_t>(ranks);
     const size_t read_size = bucket.read.element_size();
     auto* const sums = static_cast<std::byte*>(bucket.sums.mutable_data_ptr());
-    std::vector<const void*> gradients(pieces.size() * size);
+    std::vector<const void*> gradients(parameters.size() * size);
     std::vector<kernels::ReduceSegment> segments;
-    segments.reserve(pieces.size());
-    for (size_t i = 0; i < pieces.size(); ++i) {
-      const auto& piece = pieces[i];
+    segments.reserve(parameters.size());
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const auto& [offset, slot, partials, run, lent, peers_read] = parameters[i];
+      if (run.count == 0) continue;
+      const auto first = static_cast<size_t>(run.begin);
       const void** sources = gradients.data() + i * size;
-      for (size_t r = 0; r < size; ++r) sources[r] = static_cast<const std::byte*>(data[r]) + piece.offset * read_size;
-      auto* const sum = sums + piece.offset * bucket.sums.element_size();
-      if (piece.lent.defined()) {
-        const auto* const whole = static_cast<const std::byte*>(piece.lent.const_data_ptr());
-        sources[rank] = whole + static_cast<size_t>(piece.run.begin) * read_size;
+      for (int r = 0; r < ranks; ++r) {
+        const void* whole = peers.at(r, static_cast<const uint64_t*>(data[r])[i]);
+        if (r == rank && lent.defined()) whole = lent.const_data_ptr();
+        sources[r] = static_cast<const std::byte*>(whole) + first * read_size;
       }
-      segments.push_back({sources, sum, piece.partials, static_cast<size_t>(piece.run.count)});
+      segments.push_back(
+          {sources, sums + (offset + first) * bucket.sums.element_size(), partials, static_cast<size_t>(run.count)});
     }
     kernels::reduce_stats(kernel_dtype(bucket.read.scalar_type()), ranks, segments.data(), segments.size());
-    for (auto& piece : pieces) piece.lent.reset();
+    for (auto& parameter : parameters) {
+      if (!parameter.peers_read) parameter.lent.reset();
+    }
   }
 };
 
@@ -52,8 +79,11 @@ bool OwnerReduction::is_possible(comm::Communicator& communicator) {
 
 OwnerReduction::OwnerReduction(comm::Communicator& communicator, const FlatLayout& layout,
                                const std::vector<int64_t>& numels, const std::vector<int>& layout_index,
-                               const std::vector<Bucket>& buckets)
-    : peers_(*communicator.peer_memory()), digest_(layout.digest()), rank_(communicator.rank()) {
+                               const std::vector<Bucket>& buckets, size_t least_lent_bytes)
+    : peers_(*communicator.peer_memory()),
+      digest_(layout.digest()),
+      rank_(communicator.rank()),
+      least_lent_bytes_(least_lent_bytes) {
   constexpr auto kTile = static_cast<int64_t>(kernels::kTile);
   const int ranks = communicator.size();
   const auto in_layout = owned_runs(layout, ranks, kTile);
@@ -69,35 +99,63 @@ OwnerReduction::OwnerReduction(comm::Communicator& communicator, const FlatLayou
     partials_of_ranks_.push_back(static_cast<const double*>(data));
   }
   places_.resize(numels.size());
-  for (size_t b = 0; b < buckets.size(); ++b) {
-    owned_.push_back(std::make_shared<OwnedSums>(OwnedSums{buckets[b], partials_, ranks, rank_, {}}));
+  for (const auto& bucket : buckets) {
+    const auto count = static_cast<int64_t>(bucket.parameters.size());
+    owned_.push_back(std::make_shared<OwnedSums>(
+        OwnedSums{peers_, bucket, partials_, communicator.allocate(count, at::kLong), ranks, rank_, {}}));
+    if (bucket.read.numel() == 0) continue;
+    const uint64_t address = address_in(peers_, bucket.read);
     auto& sums = *owned_.back();
-    for (const int index : buckets[b].parameters) {
+    for (const int index : bucket.parameters) {
       const auto p = static_cast<size_t>(index);
-      const auto& own = run(p, rank_);
-      if (own.count == 0) continue;
-      const int64_t first = layout.slots()[static_cast<size_t>(layout_index[p])].offset + own.begin;
-      places_[p] = {&sums, sums.pieces.size()};
-      sums.pieces.push_back({static_cast<size_t>(first), own_partials(p), own, {}});
+      const auto offset = static_cast<size_t>(layout.slots()[static_cast<size_t>(layout_index[p])].offset);
+      places_[p] = {&sums, sums.parameters.size()};
+      sums.parameters.push_back(
+          {offset, address + offset * bucket.read.element_size(), own_partials(p), run(p, rank_), {}});
+      sums.read_from_slot(places_[p].index);
     }
   }
 }
 
 OwnerReduction::~OwnerReduction() = default;
 
-void OwnerReduction::lend(size_t p, const at::Tensor& gradient) {
-  if (places_[p].sums != nullptr) places_[p].sums->pieces[places_[p].piece].lent = gradient;
+bool OwnerReduction::lend(size_t p, const at::Tensor& gradient) {
+  const auto [sums, index] = places_[p];
+  if (sums == nullptr) return false;
+  auto& parameter = sums->parameters[index];
+  parameter.lent = gradient;
+  std::optional<uint64_t> address;
+  if (gradient.nbytes() >= least_lent_bytes_) {
+    address = peers_.address_of(gradient.const_data_ptr(), gradient.nbytes());
+  }
+  if (address) sums->address(index) = *address;
+  parameter.peers_read = address.has_value();
+  return parameter.peers_read;
 }
 
-const at::Tensor& OwnerReduction::lent(size_t p) const noexcept {
-  static const at::Tensor none;
-  return places_[p].sums == nullptr ? none : places_[p].sums->pieces[places_[p].piece].lent;
+std::optional<OwnerReduction::Lent> OwnerReduction::take_back(size_t p) {
+  const auto [sums, index] = places_[p];
+  if (sums == nullptr) return std::nullopt;
+  const auto& parameter = sums->parameters[index];
+  if (!parameter.lent.defined()) return std::nullopt;
+  const Run whole{0, parameter.lent.numel()};
+  Lent lent{parameter.lent, parameter.peers_read ? whole : parameter.run};
+  sums->read_from_slot(index);
+  return lent;
+}
+
+void OwnerReduction::release() noexcept {
+  for (const auto& sums : owned_) {
+    for (size_t i = 0; i < sums->parameters.size(); ++i) {
+      if (sums->parameters[i].lent.defined()) sums->read_from_slot(i);
+    }
+  }
 }
 
 comm::Work OwnerReduction::reduce(size_t bucket) {
   auto& owned = owned_[bucket];
   if (owned->bucket.read.numel() == 0) return {};
-  return peers_.visit(owned->bucket.read, digest_ + bucket, [owned](void* const* data) { owned->sum(data); });
+  return peers_.visit(owned->addresses, digest_ + bucket, [owned](void* const* data) { owned->sum(data); });
 }
 
 double* OwnerReduction::own_partials(size_t p) const {

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -31,9 +32,9 @@ class OwnerReduction {
   };
 
   /// Collective, blocking. `numels` and `layout_index` (its index in `layout`, or -1) are by parameter; `buckets` are
-  /// the layout's.
+  /// the layout's. Peers read gradients of `least_lent_bytes` and more where they are.
   OwnerReduction(comm::Communicator& communicator, const FlatLayout& layout, const std::vector<int64_t>& numels,
-                 const std::vector<int>& layout_index, const std::vector<Bucket>& buckets);
+                 const std::vector<int>& layout_index, const std::vector<Bucket>& buckets, size_t least_lent_bytes);
   ~OwnerReduction();
   OwnerReduction(const OwnerReduction&) = delete;
   OwnerReduction& operator=(const OwnerReduction&) = delete;
@@ -41,12 +42,22 @@ class OwnerReduction {
   /// What a rank owns of a parameter.
   const Run& run(size_t parameter, int rank) const noexcept { return runs_[parameter][static_cast<size_t>(rank)]; }
 
-  /// Local, before reduce(): this rank's run of a parameter need not be packed; its reduction reads it from `gradient`
-  /// (the dtype that is read, the slot's memory order) and keeps that until then. Undefined: from the bucket, as at
-  /// first.
-  void lend(size_t parameter, const at::Tensor& gradient);
-  /// What was lent of the parameter and is not reduced.
-  const at::Tensor& lent(size_t parameter) const noexcept;
+  /// Local, before reduce(): the gradient (the dtype that is read, the slot's memory order) is read where it is, and
+  /// kept: by this rank until its reduction, by peers until release(). False where peers do not reach it, or it is
+  /// small: what they own of it is to be packed all the same.
+  bool lend(size_t parameter, const at::Tensor& gradient);
+
+  /// A lent gradient, and what of it is in no bucket.
+  struct Lent {
+    at::Tensor gradient;
+    Run run;
+  };
+  /// Local, before reduce(): the bucket is read again, in which the caller puts what is not there.
+  std::optional<Lent> take_back(size_t parameter);
+
+  /// Local, after a collective that peers issued after their reductions were done, or before the next window: lets go
+  /// of lent gradients.
+  void release() noexcept;
 
   /// Collective; does not block. Once done, Bucket::sums holds the sums in this rank's runs.
   comm::Work reduce(size_t bucket);
@@ -60,22 +71,23 @@ class OwnerReduction {
 
  private:
   struct OwnedSums;
+  struct Place {
+    OwnedSums* sums = nullptr;  // null: the parameter is in no bucket that holds something
+    size_t index = 0;           // there
+  };
 
   double* own_partials(size_t parameter) const;
 
   comm::PeerMemory& peers_;
   const uint64_t digest_;
   const int rank_;
+  const size_t least_lent_bytes_;
   std::vector<std::vector<Run>> runs_;             // [parameter][rank]
   std::vector<size_t> first_tile_;                 // by parameter, in partials
   at::Tensor partials_;                            // of the owned tiles; fp64
   std::vector<const double*> partials_of_ranks_;   // where every rank's are
   std::vector<std::shared_ptr<OwnedSums>> owned_;  // by bucket
-  struct Place {
-    OwnedSums* sums = nullptr;  // null: this rank owns nothing of it
-    size_t piece = 0;
-  };
-  std::vector<Place> places_;  // by parameter
+  std::vector<Place> places_;                      // by parameter
 };
 
 }  // namespace muster

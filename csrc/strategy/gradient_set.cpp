@@ -236,6 +236,7 @@ void GradientSet::backward(int local_replica, const Loss& loss, double rows, boo
   begin_engine(local_replica, contributes, overlaps);
   const double share = loss.reduction == Reduction::mean ? weight / window.unit : (contributes ? 1.0 : 0.0);
   const double seed = share * static_cast<double>(loss_scale_.scale);
+  const GradientMemory::Scope scope(engines_[static_cast<size_t>(local_replica)]->memory());
   torch::autograd::backward({value}, {at::scalar_tensor(seed, value.options().requires_grad(false))});
 }
 
@@ -351,6 +352,7 @@ void GradientSet::close_on_host(size_t r, const Tail& tail, const Failure& failu
   }
   engines_[r]->wait();
   tail_work.wait();
+  if (to_owners_) engines_[r]->release_gradients();
   integer_work.wait();
   window.tail = tail.tensor;
   window.integer_buffers = integer_values;

@@ -1,0 +1,41 @@
+// Gradients that come where the other processes of a host read them, so that nobody has to copy them there.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace muster {
+
+/// Memory for the gradients of one replica, which it keeps from step to step. Torch's CPU allocator takes from it
+/// inside a Scope; what comes from there may outlive both.
+class GradientMemory {
+ public:
+  /// Local. `bytes`: sizes of the gradients that may come. The communicator has PeerMemory and is used by the threads
+  /// that open scopes.
+  GradientMemory(comm::CommunicatorPtr communicator, const std::vector<size_t>& bytes);
+  ~GradientMemory();
+  GradientMemory(const GradientMemory&) = delete;
+  GradientMemory& operator=(const GradientMemory&) = delete;
+
+  /// While it lives, CPU memory that torch takes in this thread, of a size that was asked for, comes from here, as far
+  /// as there is any: about as much as the gradients need.
+  class Scope {
+   public:
+    /// Null: nothing changes.
+    explicit Scope(GradientMemory* memory) noexcept;
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+  };
+
+ private:
+  class Allocator;
+  struct Pool;
+
+  const std::shared_ptr<Pool> pool_;
+};
+
+}  // namespace muster

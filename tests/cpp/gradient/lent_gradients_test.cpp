@@ -1,0 +1,173 @@
+// Gradients that peers read where autograd left them.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <memory>
+#include <set>
+#include <vector>
+
+#include "comm/peer_memory.h"
+#include "core/replica_context.h"
+#include "cpp/catch.h"
+#include "gradient/gradient_engine.h"
+#include "gradient/gradient_memory.h"
+#include "kernels/kernels.h"
+#include "support/run_ranks.h"
+
+namespace muster {
+namespace {
+
+using comm::Communicator;
+using comm::CommunicatorPtr;
+using namespace testing;
+
+constexpr int kStrategy = 0;
+constexpr int64_t kLarge = 5 * static_cast<int64_t>(kernels::kTile);
+constexpr int64_t kSmall = 3;
+constexpr size_t kLeast = kLarge * sizeof(float);
+
+CommunicatorPtr borrowed(Communicator& communicator) { return {CommunicatorPtr(), &communicator}; }
+
+struct Replica {
+  explicit Replica(Communicator& communicator)
+      : communicator(communicator),
+        large(at::ones({kLarge}).set_requires_grad(true)),
+        small(at::ones({kSmall}).set_requires_grad(true)) {
+    GradientEngineOptions options;
+    options.least_lent_bytes = kLeast;
+    options.bucket_bytes = options.first_bucket_bytes = 1;  // one a parameter
+    options.strategy = &kStrategy;
+    options.replica = communicator.rank();
+    context->strategy = &kStrategy;
+    context->replica = communicator.rank();
+    engine = std::make_unique<GradientEngine>(
+        std::vector<NamedParameter>{{"large", large}, {"small", small}, {"empty", empty}}, borrowed(communicator),
+        options);
+  }
+
+  /// d loss / d large[i] = times (rank + 1) (i + 1), and as much of small.
+  void window(int times) {
+    const ReplicaScope scope(context);
+    engine->open_window();
+    const auto loss_of = [&] {
+      const auto weigh = [&](const at::Tensor& leaf) {
+        return (leaf * ((at::arange(leaf.numel()) + 1) * (communicator.rank() + 1.0))).sum();
+      };
+      return weigh(large) + weigh(small) + weigh(empty);
+    };
+    auto loss = loss_of();
+    if (times == 2) {  // the second comes before the first has left, or after that is packed
+      loss.register_hook([inner = loss_of()](const at::Tensor& gradient) {
+        torch::autograd::backward({inner}, {at::ones({})});
+        return gradient;
+      });
+    }
+    engine->begin({.overlaps = false, .to_owners = true});
+    {
+      const GradientMemory::Scope memory(engine->memory());
+      torch::autograd::backward({loss}, {at::ones({})});
+    }
+    engine->flush();
+    engine->wait();
+    communicator.barrier().wait();
+    engine->release_gradients();
+    std::vector<double> counts(2 * engine->num_parameters());
+    engine->add_counts(counts.data());
+    engine->learn_order(counts.data());
+  }
+
+  /// Whether this rank's runs hold the sums.
+  bool has_sums(int times) const {
+    const double ranks = communicator.size();
+    const double total = times * ranks * (ranks + 1) / 2;
+    for (size_t p = 0; p < 2; ++p) {
+      const auto& run = engine->owners()->run(p, communicator.rank());
+      const auto own = elements_of(engine->slot(p), run);
+      if (!own.equal((at::arange(run.begin, run.begin + run.count) + 1) * total)) return false;
+    }
+    return true;
+  }
+
+  /// Whether something of `large` was packed for others.
+  bool has_packed() const {
+    for (int r = 0; r < communicator.size(); ++r) {
+      if (r == communicator.rank()) continue;
+      const auto theirs = elements_of(engine->slot(0), engine->owners()->run(0, r));
+      if (!theirs.equal(at::zeros_like(theirs))) return true;
+    }
+    return false;
+  }
+
+  Communicator& communicator;
+  at::Tensor large;
+  at::Tensor small;
+  at::Tensor empty = at::ones({0}).set_requires_grad(true);
+  std::shared_ptr<ReplicaContext> context = std::make_shared<ReplicaContext>();
+  std::unique_ptr<GradientEngine> engine;
+};
+
+TEMPLATE_TEST_CASE("peers read large gradients in place", "[gradient]", Local, Host, HostWithReplicas) {
+  CHECK(TestType::run(4, [](Communicator& c) {
+          Replica replica(c);
+          for (int window = 0; window < 3; ++window) {
+            replica.window(1);
+            MUSTER_CHECK(replica.has_sums(1));
+            MUSTER_CHECK(!replica.has_packed());
+          }
+        }) == "");
+}
+
+TEMPLATE_TEST_CASE("a lent gradient to which another one comes is taken back", "[gradient]", Local, Host) {
+  CHECK(TestType::run(2, [](Communicator& c) {
+          Replica replica(c);
+          replica.window(1);
+          for (int window = 0; window < 2; ++window) {
+            replica.window(2);  // lent with the first, since one was learned
+            MUSTER_CHECK(replica.has_sums(2));
+          }
+          replica.window(1);
+          MUSTER_CHECK(replica.has_sums(1));
+        }) == "");
+}
+
+TEST_CASE("gradients come from the memory of a scope, as far as it goes", "[gradient]") {
+  CHECK(Host::run(2, [](Communicator& c) {
+          constexpr int64_t kBytes = 1 << 20;
+          const auto is_reached = [&](const at::Tensor& t) {
+            return c.peer_memory()->address_of(t.const_data_ptr(), t.nbytes()).has_value();
+          };
+          const auto make = [](int64_t bytes) { return at::empty({bytes}, at::kByte); };
+          auto memory = std::make_unique<GradientMemory>(borrowed(c), std::vector<size_t>{kBytes, kBytes});
+          MUSTER_CHECK(!is_reached(make(kBytes)));
+          at::Tensor outlives;
+          {
+            const GradientMemory::Scope scope(memory.get());
+            std::vector<at::Tensor> taken;
+            std::set<const void*> places;
+            for (int i = 0; i < 3; ++i) {
+              taken.push_back(make(kBytes));
+              places.insert(taken.back().const_data_ptr());
+              MUSTER_CHECK(is_reached(taken.back()));
+            }
+            MUSTER_CHECK(!is_reached(make(kBytes)));  // used up
+            MUSTER_CHECK(!is_reached(make(kBytes - 4)));
+            run_threads(1, [&](int) { taken.clear(); });
+            outlives = make(kBytes);
+            MUSTER_CHECK(places.count(outlives.const_data_ptr()) == 1);
+          }
+          MUSTER_CHECK(!is_reached(make(kBytes)));
+          memory.reset();
+          outlives.fill_(7);
+          MUSTER_CHECK(outlives.sum().item<int64_t>() == 7 * kBytes);
+          MUSTER_CHECK(is_reached(outlives));
+          outlives.resize_({2 * kBytes});
+          MUSTER_CHECK(outlives[kBytes - 1].item<int64_t>() == 7);
+        }) == "");
+}
+
+}  // namespace
+}  // namespace muster
