@@ -33,9 +33,6 @@ class PeerMemory {
   /// rank of each.
   virtual at::Tensor allocate_common(int64_t bytes) = 0;
 
-  /// Whether all ranks are in one process, so that peers find whatever one of them has.
-  virtual bool sees_all() const noexcept = 0;
-
   /// The address by which peers find these bytes of this rank, or none where they cannot. Thread-safe.
   virtual std::optional<uint64_t> address_of(const void* data, size_t bytes) const noexcept = 0;
 

@@ -54,8 +54,6 @@ class SharedCommunicator final : public Communicator, public PeerMemory {
     return group_->space().allocate_common(bytes);
   }
 
-  bool sees_all() const noexcept override { return !group_->space().crosses_processes(); }
-
   std::optional<uint64_t> address_of(const void* data, size_t bytes) const noexcept override {
     return group_->space().address_of(rank(), data, bytes);
   }

@@ -217,14 +217,12 @@ void GradientEngine::allocate_buckets() {
     }
     owners_ = std::make_unique<OwnerReduction>(*communicator_, layout_, numels, layout_index_, buckets,
                                                options_.least_lent_bytes);
-    if (!communicator_->peer_memory()->sees_all()) {
-      std::vector<size_t> bytes;
-      for (size_t p = 0; p < parameters_.size(); ++p) {
-        const size_t size = parameters_[p].tensor.nbytes();
-        if (layout_index_[p] >= 0 && size >= options_.least_lent_bytes) bytes.push_back(size);
-      }
-      memory_ = std::make_unique<GradientMemory>(communicator_, bytes);
+    std::vector<size_t> bytes;
+    for (size_t p = 0; p < parameters_.size(); ++p) {
+      const size_t size = parameters_[p].tensor.nbytes();
+      if (layout_index_[p] >= 0 && size >= options_.least_lent_bytes) bytes.push_back(size);
     }
+    memory_ = std::make_unique<GradientMemory>(communicator_, bytes);
   }
   allocated_ = true;
 }

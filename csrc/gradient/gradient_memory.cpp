@@ -63,11 +63,13 @@ class GradientMemory::Allocator final : public c10::Allocator {
 
   c10::DataPtr allocate(size_t bytes) override {
     if (in_scope == nullptr) return before_.allocate(bytes);
-    auto block = (*in_scope)->take(bytes);
+    const auto* const scope = std::exchange(in_scope, nullptr);  // a new block may come from here
+    auto block = (*scope)->take(bytes);
+    in_scope = scope;
     if (!block.defined()) return before_.allocate(bytes);
     void* const data = block.mutable_data_ptr();
     const std::lock_guard lock(mutex_);
-    leases_[data] = {*in_scope, std::move(block)};
+    leases_[data] = {*scope, std::move(block)};
     return {data, data, &free, c10::DeviceType::CPU};
   }
 

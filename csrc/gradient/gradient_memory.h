@@ -1,4 +1,5 @@
-// Gradients that come where the other processes of a host read them, so that nobody has to copy them there.
+// Gradients that come where the other ranks of a host read them, so that nobody has to copy them there, and where they
+// came in the step before, so that no page of theirs has to be made.
 #pragma once
 
 #include <cstddef>

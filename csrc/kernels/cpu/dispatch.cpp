@@ -34,6 +34,15 @@ const NamedTable* usable_tables(size_t& count) noexcept {
   return choice().tables;
 }
 
+bool gains_from_prefetch() noexcept {
+#ifdef MUSTER_X86_ISA
+  static const bool gains = (__builtin_cpu_init(), !__builtin_cpu_is("amd"));
+  return gains;
+#else
+  return true;
+#endif
+}
+
 const NamedTable& best_table() noexcept { return choice().tables[choice().count - 1]; }
 
 size_t size_of(DType dtype) noexcept {

@@ -33,11 +33,12 @@ T exact_inverse(T divisor) noexcept {
   return is_exact ? 1 / divisor : 0;
 }
 
-// What a step reads of a segment, fetched before its turn.
+// What a step reads of a segment, fetched before its turn where that is of use.
 template <class T>
 class Prefetch {
  public:
   explicit Prefetch(const StepSegment& segment) noexcept : n_(segment.n) {
+    if (!gains_from_prefetch()) return;
     const void* const read[] = {segment.gradient, segment.parameter, segment.state[0], segment.state[1],
                                 segment.state[2]};
     for (const void* array : read) {
@@ -47,7 +48,7 @@ class Prefetch {
 
   // For the piece at `begin`: the one that lies kAhead beyond it.
   void operator()(size_t begin) const noexcept {
-    if (begin + kAhead + kPiece > n_) return;
+    if (count_ == 0 || begin + kAhead + kPiece > n_) return;
     for (size_t i = begin + kAhead; i < begin + kAhead + kPiece; i += kLineBytes / sizeof(T)) {
       for (int a = 0; a < count_; ++a) __builtin_prefetch(arrays_[a] + i);
     }
