@@ -26,7 +26,7 @@ struct OwnerReduction::OwnedSums {
     double* partials;         // of the owned run
     Run run;                  // the owned one
     at::Tensor lent;          // the gradient that is read instead of the slot
-    bool peers_read = false;  // it too
+    bool peers_read = false;  // they do so, too
   };
   comm::PeerMemory& peers;
   Bucket bucket;
