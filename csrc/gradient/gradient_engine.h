@@ -186,7 +186,7 @@ class GradientEngine {
   std::vector<at::Tensor> sparse_;
   std::unique_ptr<OwnerReduction> owners_;
   std::unique_ptr<GradientMemory> memory_;
-  std::vector<int> arrivals_;               // parameters in the order their gradients came, first window only
+  std::vector<int> arrivals_;  // parameters in the order their gradients came, first window only
   std::vector<comm::Work> works_;
   std::vector<std::unique_ptr<Hook>> hooks_;
   MicroBatch micro_batch_;
