@@ -13,7 +13,7 @@ namespace {
 
 uint64_t address_in(const comm::PeerMemory& peers, const at::Tensor& tensor) {
   if (const auto address = peers.address_of(tensor.const_data_ptr(), tensor.nbytes())) return *address;
-  throw InvalidArgument("a bucket is not from its communicator's allocate()");
+  throw InvalidArgument("peers read buckets that allocate() of their group gave; take the bucket's memory from there");
 }
 
 }  // namespace
@@ -54,17 +54,17 @@ struct OwnerReduction::OwnedSums {
     std::vector<kernels::ReduceSegment> segments;
     segments.reserve(parameters.size());
     for (size_t i = 0; i < parameters.size(); ++i) {
-      const auto& [offset, slot, partials, run, lent, peers_read] = parameters[i];
-      if (run.count == 0) continue;
-      const auto first = static_cast<size_t>(run.begin);
+      const auto& parameter = parameters[i];
+      if (parameter.run.count == 0) continue;
+      const auto first = static_cast<size_t>(parameter.run.begin);
       const void** sources = gradients.data() + i * size;
       for (int r = 0; r < ranks; ++r) {
         const void* whole = peers.at(r, static_cast<const uint64_t*>(data[r])[i]);
-        if (r == rank && lent.defined()) whole = lent.const_data_ptr();
+        if (r == rank && parameter.lent.defined()) whole = parameter.lent.const_data_ptr();
         sources[r] = static_cast<const std::byte*>(whole) + first * read_size;
       }
-      segments.push_back(
-          {sources, sums + (offset + first) * bucket.sums.element_size(), partials, static_cast<size_t>(run.count)});
+      segments.push_back({sources, sums + (parameter.offset + first) * bucket.sums.element_size(), parameter.partials,
+                          static_cast<size_t>(parameter.run.count)});
     }
     kernels::reduce_stats(kernel_dtype(bucket.read.scalar_type()), ranks, segments.data(), segments.size());
     for (auto& parameter : parameters) {
