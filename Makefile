@@ -12,7 +12,7 @@ CPP_FILES = $(shell find csrc tests/cpp tests/support examples/cpp benchmarks/cp
 PY_FILES = python tests/python tests/gpu tests/support examples/python benchmarks tools setup.py
 CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DMUSTER_TESTS=ON
 
-.PHONY: cuda gpu-check train test test-long test-sanitize lint format dist bench clean package
+.PHONY: cuda gpu-check train test test-long test-sanitize fuzz lint format dist bench clean package
 .DELETE_ON_ERROR:
 
 train: package
@@ -49,6 +49,10 @@ test-address test-thread: test-%: $(STAMPS)/requirements
 	tools/sanitized.sh $* $(BUILD)-$*/muster_tests
 	tools/sanitized.sh $* $(BUILD)-$*/muster_cuda_tests
 	tools/sanitized.sh $* $(BUILD)-$*/muster_device_tests
+
+FUZZ_SECONDS ?= 300
+fuzz: package
+	tools/fuzz.sh $(PYTHON) $(BUILD) $(FUZZ_SECONDS)
 
 # clang-tidy reads a compile database of its own: it knows neither gcc's precompiled headers nor ccache, and no build
 # with CUDA, which nccl_api.cpp needs.

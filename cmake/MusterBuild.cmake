@@ -34,9 +34,10 @@ function(muster_build_options target)
   if(MUSTER_SANITIZE)
     target_compile_options(${target} PRIVATE -fsanitize=${MUSTER_SANITIZE} -fno-omit-frame-pointer -g1)
     target_link_options(${target} PRIVATE -fsanitize=${MUSTER_SANITIZE})
-    # A false alarm inside std::regex under the address sanitizer (gcc bug 105562), and a fence in torch's headers that
-    # gcc's thread sanitizer does not follow.
-    target_compile_options(${target} PRIVATE -Wno-maybe-uninitialized $<$<CXX_COMPILER_ID:GNU>:-Wno-tsan>)
+    # False alarms inside std::regex and std::string under the address sanitizer (gcc bugs 105562 and 105329), and a
+    # fence in torch's headers that gcc's thread sanitizer does not follow.
+    target_compile_options(${target} PRIVATE -Wno-maybe-uninitialized -Wno-array-bounds -Wno-restrict
+      $<$<CXX_COMPILER_ID:GNU>:-Wno-tsan>)
   endif()
 endfunction()
 

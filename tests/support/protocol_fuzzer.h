@@ -1,7 +1,5 @@
 // libFuzzer's entry point over everything that decodes bytes from a peer: compiled into the tests, which call it with
-// bytes of their own; with clang, build it alone:
-//   clang++ -std=c++20 -fsanitize=fuzzer,address -Icsrc -Icsrc/include -I<build>/include <torch's flags>
-//     tests/support/protocol_fuzzer.cpp -lmuster
+// bytes of their own, and by `make fuzz`.
 #pragma once
 
 #include <cstddef>
