@@ -36,9 +36,9 @@ class Probe {
     const bool fills = config_.rank == 0 && !client_.is_started();
     for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
       const uint64_t bytes = client_.part_bytes(c, Part::parameter);
-      gradients_.emplace_back(bytes);
+      gradients_.push_back(std::make_shared<std::vector<std::byte>>(bytes));
       landing_.push_back(client_.allocate(bytes));
-      if (fills) client_.write(c, Part::parameter, gradients_.back());
+      if (fills) client_.write(c, Part::parameter, *gradients_.back());
     }
     if (fills) client_.start();
     step_ = client_.join();
@@ -64,8 +64,8 @@ class Probe {
   void make(bool computes) {
     ++step_;
     for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
-      const server::Bytes bytes(gradients_[c]);
-      client_.push(step_, c, {&bytes, 1});
+      const server::Bytes bytes(*gradients_[c]);
+      client_.push(step_, c, {&bytes, 1}, gradients_[c]);
     }
     client_.flush();
     server::Apply command;
@@ -102,7 +102,7 @@ class Probe {
 
   const server::ClientConfig config_;
   ServerClient client_;
-  std::vector<std::vector<std::byte>> gradients_;  // by chunk
+  std::vector<std::shared_ptr<std::vector<std::byte>>> gradients_;  // by chunk
   std::vector<std::byte*> landing_;
   uint64_t step_ = 0;
 };

@@ -33,6 +33,13 @@ class Channel {
   /// bounds of FrameHeader.
   virtual void send(uint16_t type, std::string_view message, std::span<const Bytes> payload, Deadline deadline) = 0;
 
+  /// As send() of one piece, but waits for no longer than `patience` for a peer that does not read; the rest of the
+  /// payload, which is returned, goes with end_send(), before anything else is sent. What was sent may change at once.
+  virtual Bytes begin_send(uint16_t type, std::string_view message, Bytes payload,
+                           std::chrono::milliseconds patience) = 0;
+  /// Sends what begin_send() left; `rest` has the bytes that it returned, perhaps elsewhere. No-op where nothing is.
+  virtual void end_send(Bytes rest, Deadline deadline) = 0;
+
   /// Where the payload that follows a message goes: exactly `bytes` of memory, or an empty span for a buffer that the
   /// frame owns.
   using Placer = std::function<std::span<std::byte>(uint16_t type, const std::string& message, uint64_t bytes)>;

@@ -144,6 +144,7 @@ void ServerClient::replay(size_t server) {
   if (recalled.steps.size() != own.size() + config_.plan.tables.size()) {
     lose(server, "it holds another number of chunks");
   }
+  log_->take_lent();
   for (const auto& entry : log_->entries()) {
     bool lacks = false;
     for (size_t i = 0; i < own.size(); ++i) {
@@ -257,9 +258,14 @@ void ServerClient::send_push(uint64_t step, uint32_t chunk, std::span<const Byte
       [](const net::Frame& answer) { Link::expect<Pushed>(answer); }, between());
 }
 
-void ServerClient::push(uint64_t step, uint32_t chunk, std::span<const Bytes> pieces) {
+void ServerClient::push(uint64_t step, uint32_t chunk, std::span<const Bytes> pieces,
+                        std::shared_ptr<const void> owner) {
   auto& entry = entry_of(step);
-  log_->write(entry, chunk, pieces);
+  if (memory_ || !owner) {
+    log_->write(entry, chunk, pieces);
+  } else {
+    log_->lend(entry, chunk, pieces, std::move(owner));
+  }
   const Bytes logged = log_->of_chunk(entry, chunk);
   try {
     // What travels does so from where it was just read: the copy is in no cache.
@@ -280,7 +286,12 @@ void ServerClient::flush() {
 }
 
 Decision ServerClient::commit(uint64_t step, std::vector<double> numbers, std::string record) {
-  auto decision = call<Decision>(0, Commit{step, std::move(numbers), std::move(record)});
+  const Commit message{step, std::move(numbers), std::move(record)};
+  auto decision = retried(0, [&] {
+    links_[0]->send(message);
+    log_->take_lent();
+    return links_[0]->receive<Decision>(between());
+  });
   last_decision_ = decision;
   return decision;
 }
@@ -307,9 +318,12 @@ void ServerClient::note_applied(const std::vector<Applied>& answers) {
 
 void ServerClient::apply(const Apply& command) {
   note_command(command);
+  const bool is_kept = durable() + 1 < command.step;  // and will not be durable at once: servers take snapshots
   note_applied(call_all<Applied>(command, [&] {
     if (!config_.plan.is_synchronous()) help_apply(command);
+    if (is_kept) log_->take_lent();
   }));
+  log_->take_lent();
 }
 
 // No other worker makes this one's step: its own lanes divide the chunks.

@@ -80,10 +80,12 @@ class ServerClient {
   /// Memory in which parameters that are read need not be copied again; 64-byte aligned, lives as long as the client.
   std::byte* allocate(uint64_t bytes);
 
-  /// Copies the pieces (a chunk's gradient bytes together) and sends them; does not wait for the server, but where the
-  /// log is full for a snapshot. Steps ascend; every chunk of a step is pushed once. A lost connection is left to the
-  /// next call that waits.
-  void push(uint64_t step, uint32_t chunk, std::span<const Bytes> pieces);
+  /// Sends the pieces (a chunk's gradient bytes together); does not wait for the server, but where the log is full for
+  /// a snapshot. Steps ascend; every chunk of a step is pushed once. A lost connection is left to the next call that
+  /// waits. With an `owner`, which keeps the pieces, they must not change before commit() of a synchronous step, or
+  /// apply() of another, has returned: they are copied by then, if they are to be kept. Without one they are copied at
+  /// once.
+  void push(uint64_t step, uint32_t chunk, std::span<const Bytes> pieces, std::shared_ptr<const void> owner = {});
 
   /// The same of a table: this worker's sums of rows (strictly ascending; gradients: rows.size() * dim), for all
   /// servers. Every table of a step is pushed once, perhaps without rows.
@@ -175,7 +177,8 @@ class ServerClient {
   /// Calls `ask(server, i)`, which sends on a lane for chunks, for i below each server's count, and waits for all
   /// answers; asks a server anew whose connection was lost meanwhile.
   void ask_all(const std::vector<size_t>& counts, const std::function<void(size_t server, size_t i)>& ask);
-  /// Calls `request`; where it throws, answers that are under way are forgotten with their connections.
+  /// Calls `request`; where it throws, answers that are under way are forgotten with their connections, and what the
+  /// caller pushed is its own again.
   template <class F>
   auto whole(const F& request);
   template <class F>

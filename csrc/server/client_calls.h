@@ -19,6 +19,7 @@ auto ServerClient::whole(const F& request) {
     return request();
   } catch (...) {
     for (const auto& link : links_) link->disconnect();
+    log_->take_lent();
     throw;
   }
 }

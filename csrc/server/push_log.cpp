@@ -128,16 +128,37 @@ PushLog::Entry* PushLog::find(uint64_t step) {
   return found == entries_.end() ? nullptr : &*found;
 }
 
+void PushLog::check_size(uint32_t chunk, std::span<const Bytes> pieces) const {
+  uint64_t bytes = 0;
+  for (const Bytes& piece : pieces) bytes += piece.size();
+  if (bytes == sizes_[chunk]) return;
+  throw InvalidArgument("a push of chunk " + std::to_string(chunk) + " has " + std::to_string(bytes) + " bytes, not " +
+                        std::to_string(sizes_[chunk]));
+}
+
 void PushLog::write(Entry& entry, uint32_t chunk, std::span<const Bytes> pieces) const {
+  check_size(chunk, pieces);
   const auto copy = kernels::copy_for(slab_bytes_);
-  size_t offset = 0;
+  std::byte* to = entry.slab + offsets_[chunk];
   for (const Bytes& piece : pieces) {
-    if (piece.size() > sizes_[chunk] - offset) throw InvalidArgument("a push is larger than its chunk");
-    copy(entry.slab + offsets_[chunk] + offset, piece.data(), piece.size());
-    offset += piece.size();
+    copy(to, piece.data(), piece.size());
+    to += piece.size();
   }
-  if (offset != sizes_[chunk]) throw InvalidArgument("a push is smaller than its chunk");
   entry.pushed[chunk] = true;
+}
+
+void PushLog::lend(Entry& entry, uint32_t chunk, std::span<const Bytes> pieces,
+                   std::shared_ptr<const void> owner) const {
+  check_size(chunk, pieces);
+  entry.lent.push_back({chunk, {pieces.begin(), pieces.end()}, std::move(owner)});
+  entry.pushed[chunk] = true;
+}
+
+void PushLog::take_lent() {
+  for (auto& entry : entries_) {
+    for (const auto& lent : entry.lent) write(entry, lent.chunk, lent.pieces);
+    entry.lent.clear();
+  }
 }
 
 Bytes PushLog::of_chunk(const Entry& entry, uint32_t chunk) const {

@@ -33,10 +33,18 @@ class PushLog {
     uint64_t bytes = 0;
   };
 
+  /// A chunk's gradients where its worker has them.
+  struct Lent {
+    uint32_t chunk = 0;
+    std::vector<Bytes> pieces;
+    std::shared_ptr<const void> owner;  ///< keeps them
+  };
+
   struct Entry {
     uint64_t step = 0;
     std::byte* slab = nullptr;
     std::vector<bool> pushed;  ///< by chunk
+    std::vector<Lent> lent;    ///< chunks that are not copied yet
     std::vector<Rows> rows;    ///< of tables
     std::vector<Block> blocks;
     uint64_t block_left = 0;  ///< bytes at the end of the last block
@@ -58,6 +66,11 @@ class PushLog {
   /// Copies the pieces, together a chunk's gradient bytes, and marks the chunk as pushed. Throws InvalidArgument where
   /// they are fewer or more.
   void write(Entry& entry, uint32_t chunk, std::span<const Bytes> pieces) const;
+  /// The same, but for the copy, which is made when take_lent() asks for it, from what `owner` keeps. Perhaps never:
+  /// the step may be durable before.
+  void lend(Entry& entry, uint32_t chunk, std::span<const Bytes> pieces, std::shared_ptr<const void> owner) const;
+  void take_lent();
+  /// Of one that is not lent.
   Bytes of_chunk(const Entry& entry, uint32_t chunk) const;
 
   /// Memory for a part of an entry's push of rows, at a multiple of 64 bytes, until the entry is released; null where
@@ -73,6 +86,7 @@ class PushLog {
 
  private:
   static uint64_t slab_bytes(const std::vector<Chunk>& chunks);
+  void check_size(uint32_t chunk, std::span<const Bytes> pieces) const;
   static size_t slabs_of(const std::vector<Chunk>& chunks, uint64_t max_bytes);
 
   std::byte* allocate(uint64_t bytes);

@@ -80,6 +80,7 @@ class ParameterServer {
   void start(Session& session);
   void join(Session& session, Shard& shard, const Join& request, Deadline deadline);
   void read(Session& session, Shard& shard, const Read& request, Deadline deadline);
+  void send_values(Session& session, Shard& shard, const Read& request, Deadline deadline);
   void hold(Session& session, Shard& shard, const Push& request, net::Frame& frame);
   void commit(Session& session, const Commit& request, Deadline deadline);
   void recall(Session& session, const Decision& decision);
@@ -96,6 +97,7 @@ class ParameterServer {
   void pull_rows(Session& session, TableShard& tables, const PullRows& request, net::Bytes payload, Deadline deadline);
   void sum_rows(Session& session, TableShard& tables, const SumRows& request, Deadline deadline);
 
+  static Deadline reply_deadline() { return Clock::now() + std::chrono::seconds(60); }  // of a worker that reads
   template <class Message>
   void reply(Session& session, const Message& message, std::span<const net::Bytes> payload = {});
   /// Where values go that a worker asked for: into memory that it shares, or to be sent. Throws InvalidArgument.

@@ -250,17 +250,27 @@ void ParameterServer::join(Session& session, Shard& shard, const Join& request, 
 }
 
 void ParameterServer::read(Session& session, Shard& shard, const Read& request, Deadline deadline) {
+  if (!request.shares) return send_values(session, shard, request, deadline);
   Values values{request.chunk, 0};
   net::Bytes payload;
   shard.read(request.chunk, request.part, request.at_least, deadline, [&](Bytes own, uint64_t steps) {
     values.steps = steps;
-    std::byte* const to = place_for(session, request.shares, request.place, own.size());
-    // What travels is read again at once.
-    const auto copy = kernels::copy_for(request.shares ? static_cast<size_t>(shard.parameter_bytes()) : 0);
+    std::byte* const to = place_for(session, /*shares=*/true, request.place, own.size());
+    const auto copy = kernels::copy_for(static_cast<size_t>(shard.parameter_bytes()));
     copy(to, own.data(), own.size());
     payload = {to, own.size()};
   });
   reply(session, values, {&payload, 1});
+}
+
+// From where they are, while nobody may change them; what the worker does not read at once is copied.
+void ParameterServer::send_values(Session& session, Shard& shard, const Read& request, Deadline deadline) {
+  constexpr std::chrono::milliseconds kPatience{5};
+  shard.read(request.chunk, request.part, request.at_least, deadline, [&](Bytes own, uint64_t steps) {
+    const auto rest = session.channel->begin_send(Values::kType, encode(Values{request.chunk, steps}), own, kPatience);
+    session.copy.assign(rest.begin(), rest.end());
+  });
+  session.channel->end_send(session.copy, reply_deadline());
 }
 
 std::byte* ParameterServer::place_for(Session& session, bool shares, uint64_t place, size_t bytes) {

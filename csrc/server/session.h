@@ -29,8 +29,7 @@ struct ParameterServer::Session {
 
 template <class Message>
 void ParameterServer::reply(Session& session, const Message& message, std::span<const net::Bytes> payload) {
-  constexpr std::chrono::seconds kPatience{60};  // with a worker that does not read
-  session.channel->send(Message::kType, encode(message), payload, Clock::now() + kPatience);
+  session.channel->send(Message::kType, encode(message), payload, reply_deadline());
 }
 
 }  // namespace muster::server

@@ -90,6 +90,12 @@ std::vector<std::string> server_names(uint32_t servers) {
   return names;
 }
 
+Folder::Folder() : path(std::filesystem::temp_directory_path() / ("muster-test-" + net::random_name())) {
+  std::filesystem::create_directories(path);
+}
+
+Folder::~Folder() { std::filesystem::remove_all(path); }
+
 ClientConfig config_of(const std::vector<std::string>& names, uint32_t rank, const Plan& plan, bool shares_memory) {
   ClientConfig config;
   config.servers = names;
@@ -137,7 +143,8 @@ uint64_t Worker::join() {
 }
 
 void Worker::push(uint64_t step) {
-  std::vector<at::Tensor> gradients;
+  pushed_ = std::make_shared<std::vector<at::Tensor>>();
+  auto& gradients = *pushed_;
   for (size_t p = 0; p < plan.parameters.size(); ++p) gradients.push_back(gradient_of(plan, p, rank, step + shift));
   static constexpr std::byte kGap[64]{};
   for (uint32_t c = 0; c < client.chunks().size(); ++c) {
@@ -152,7 +159,7 @@ void Worker::push(uint64_t step) {
       end = piece.offset + piece.run.count;
     }
     if (chunk.numel > end) pieces.emplace_back(kGap, static_cast<size_t>((chunk.numel - end) * size));
-    client.push(step, c, pieces);
+    client.push(step, c, pieces, step % 3 == 0 ? nullptr : pushed_);
   }
   for (uint32_t t = 0; t < plan.tables.size(); ++t) client.push_rows(step, t, {}, {});
 }
@@ -161,6 +168,7 @@ void Worker::step(uint64_t step, double clip_norm, const FlatGroups* groups) {
   push(step);
   client.flush();
   decision = client.commit(step, {weight_of(rank), 0, 1, 0, 0, 0, 1, 0});
+  spoil_pushed();
   const auto partials = used_partials(client.chunks(), client.sum(step, decision.members).chunks, skipped_parameter);
   Apply command;
   command.step = step;
@@ -185,7 +193,13 @@ void Worker::step_alone(uint64_t step) {
   command.members = {rank};
   command.groups = plan.groups;
   client.apply(command);
+  spoil_pushed();
   decision = client.commit(step, {});
+}
+
+// Whose memory is the worker's own again.
+void Worker::spoil_pushed() {
+  for (const auto& gradient : *pushed_) gradient.fill_(-7);
 }
 
 std::vector<at::Tensor> Worker::parameters(uint64_t at_least) {

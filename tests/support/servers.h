@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
@@ -19,6 +20,15 @@ server::Plan small_plan(uint32_t servers, uint32_t workers, const FlatGroups& gr
 
 /// Names that nobody else uses.
 std::vector<std::string> server_names(uint32_t servers);
+
+/// An empty one, for the life of the object.
+struct Folder {
+  Folder();
+  ~Folder();
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  std::filesystem::path path;
+};
 
 struct Servers {
   explicit Servers(std::vector<std::string> names) : names(std::move(names)) {
@@ -63,7 +73,10 @@ struct Worker {
   uint64_t shift = 0;                       // its gradients are those of so many steps later
 
  private:
+  void spoil_pushed();
+
   std::vector<std::byte*> landing_;
+  std::shared_ptr<std::vector<at::Tensor>> pushed_;  // of the last push
 };
 
 /// Parameters after `steps` synchronous steps of `workers`, computed whole.

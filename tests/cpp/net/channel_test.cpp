@@ -110,6 +110,35 @@ TEMPLATE_TEST_CASE("a message may be large, a payload goes where the receiver wa
   CHECK(equal(home, data));
 }
 
+TEMPLATE_TEST_CASE("a frame that is begun without waiting is ended later", "[net]", OnHost, OnHostSharing) {
+  const Ends ends = TestType::connect();
+  // The last small frame finds no room for its header, a large one for a part of its payload.
+  const size_t bytes = GENERATE(size_t{1000}, size_t{5} << 20);
+  const std::string message = "message";
+  const auto expected = pattern(bytes, 4);
+  std::vector<std::byte> rest;
+  int frames = 0;
+  while (rest.empty()) {
+    auto data = expected;
+    const Bytes left = ends.caller->begin_send(9, message, data, std::chrono::milliseconds(frames % 2));
+    rest.assign(left.begin(), left.end());
+    std::fill(data.begin(), data.end(), std::byte{0});
+    ++frames;
+  }
+  CHECK((bytes == 1000 ? rest.size() == bytes : rest.size() < bytes));
+  auto read = std::async(std::launch::async, [&] {
+    for (int i = 0; i < frames; ++i) {
+      const Frame frame = receive(*ends.callee);
+      MUSTER_CHECK(frame.type == 9 && frame.message == message && equal(frame.payload, expected));
+    }
+  });
+  ends.caller->end_send(rest, in(20'000));
+  read.get();
+  ends.caller->end_send({}, in(0));
+  ends.caller->send(3, "next", {}, in(1'000));
+  CHECK(receive(*ends.callee).message == "next");
+}
+
 TEMPLATE_TEST_CASE("bounds, deadlines and the peer's end", "[net]", OnHost, OnHostSharing) {
   Ends ends = TestType::connect();
   const std::vector<std::byte> much(FrameHeader::kMaxPayloadBytes + 1);

@@ -128,12 +128,12 @@ void work(const Job& job, uint32_t rank, int life) {
     mine.begun = step;
     for (uint32_t c = 0; c < client.chunks().size(); ++c) {
       const auto& chunk = client.chunks()[c];
-      std::vector<float> gradient(static_cast<size_t>(chunk.numel));
+      const auto gradient = std::make_shared<std::vector<float>>(static_cast<size_t>(chunk.numel));
       for (const auto& piece : chunk.pieces) {
-        if (piece.run.begin == 0) gradient[static_cast<size_t>(piece.offset + life)] = 1;
+        if (piece.run.begin == 0) (*gradient)[static_cast<size_t>(piece.offset + life)] = 1;
       }
-      const Bytes bytes = std::as_bytes(std::span(gradient));
-      client.push(step, c, {&bytes, 1});
+      const Bytes bytes = std::as_bytes(std::span(*gradient));
+      client.push(step, c, {&bytes, 1}, gradient);
     }
     const int64_t row = life;
     client.push_rows(step, 0, {&row, 1}, std::vector<float>(kDim, 1));

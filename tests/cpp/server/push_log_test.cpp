@@ -66,6 +66,31 @@ TEST_CASE("a log takes a chunk in pieces, exactly as long as it is", "[server]")
   }
 }
 
+TEST_CASE("a log copies what it was lent when it is asked to, and nothing that is released", "[server]") {
+  std::vector<Chunk> chunks(2);
+  for (auto& chunk : chunks) chunk.numel = 40;
+  PushLog log(chunks, nullptr, kBound);
+  const auto values = std::make_shared<std::vector<std::byte>>(static_cast<size_t>(chunks[0].gradient_bytes()));
+  const Bytes all(*values);
+  const Bytes pieces[] = {all.first(9), all.subspan(9)};
+  CHECK_THROWS_AS(log.lend(*log.open(1), 0, {pieces, 1}, values), InvalidArgument);
+  for (const uint64_t step : {1, 2, 3}) {
+    auto* const entry = log.open(step);
+    REQUIRE(entry != nullptr);
+    log.lend(*entry, 1, pieces, values);
+    CHECK(entry->pushed[1]);
+    CHECK(values.use_count() == 2);
+    if (step == 2) {
+      std::fill(values->begin(), values->end(), std::byte{2});
+      log.take_lent();
+      CHECK(std::all_of(log.of_chunk(*entry, 1).begin(), log.of_chunk(*entry, 1).end(),
+                        [](std::byte byte) { return byte == std::byte{2}; }));
+    }
+    log.release(step);
+    CHECK(values.use_count() == 1);
+  }
+}
+
 TEST_CASE("a log's rows do not overlap, and stay until they are released", "[server]") {
   PushLog log({}, nullptr, 4 * kBound);
   std::vector<std::pair<std::byte*, size_t>> places;

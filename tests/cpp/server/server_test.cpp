@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <fstream>
@@ -174,12 +175,20 @@ TEST_CASE("who trains another model is told where it differs", "[server]") {
 TEST_CASE("a dead worker leaves the quorum, a new one comes in at the current parameters", "[server]") {
   Plan plan = small_plan(2, 3, plain());
   plan.heartbeat_ms = 1'500;
-  const Servers running(testing::server_names(2));
+  const auto names = testing::server_names(2);
   const std::vector<uint32_t> all{0, 1, 2}, rest{0, 1};
-  const std::string failures = testing::run_processes(4, [&](int index) {
+  const std::string failures = testing::run_processes(5, [&](int index) {
+    if (index == 4) {
+      const Servers servers(names);
+      const auto is_deserted = [](const auto& server) { return server->is_deserted(); };
+      while (!std::all_of(servers.running.begin(), servers.running.end(), is_deserted)) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      }
+      return;
+    }
     const auto rank = static_cast<uint32_t>(index == 3 ? 2 : index);
     if (index == 3) std::this_thread::sleep_for(std::chrono::milliseconds(4'000));
-    Worker worker(config_of(running.names, rank, plan));
+    Worker worker(config_of(names, rank, plan));
     uint64_t step = worker.join();
     const bool is_first = step == 0;
     MUSTER_CHECK(is_first == (index < 3));
@@ -286,6 +295,35 @@ TEST_CASE("a step that is skipped to is made where its command is there", "[serv
     for (const auto& [name, tensor] : before[i].tensors) has_changed |= !tensor.equal(after.tensors.at(name));
   }
   CHECK(has_changed == has_command);
+}
+
+TEST_CASE("a server that comes back is pushed what it forgot, though the worker has its memory again", "[server]") {
+  const bool shares_memory = GENERATE(false, true);
+  const uint32_t staleness = GENERATE(0U, kAnyStaleness);
+  CAPTURE(shares_memory, staleness);
+  Plan plan = small_plan(1, 1, adam(true, false));
+  plan.staleness = staleness;
+  const auto values_after = [&](bool comes_back) {
+    const testing::Folder folder;
+    const auto names = testing::server_names(1);
+    const ServerConfig at{names[0], folder.path, std::chrono::milliseconds(1'000'000)};
+    auto running = std::make_unique<ParameterServer>(at);
+    auto config = config_of(names, 0, plan, shares_memory);
+    config.log_bytes = uint64_t{64} << 20;
+    Worker worker(config);
+    worker.join();
+    for (uint64_t step = 1; step <= 5; ++step) {
+      staleness == 0 ? worker.step(step) : worker.step_alone(step);
+      if (step == 1) running->snapshot();
+      if (step < 3 || !comes_back) continue;
+      running.reset();
+      running = std::make_unique<ParameterServer>(at);
+    }
+    const auto values = worker.parameters(staleness == 0 ? 5 : 0);
+    worker.client.leave();
+    return values;
+  };
+  CHECK(testing::bit_equal(values_after(true), values_after(false)));
 }
 
 TEST_CASE("a push counts once, however often it is sent", "[server]") {
