@@ -201,12 +201,12 @@ void bind_core_class(py::module_& m) {
       .def(
           "note_rows",
           [](StrategyCore& c, const at::Tensor& weight, const std::string& kind, double scale, uint64_t seed,
-             const std::string& placement) {
+             const std::string& placement, bool row_wise_adagrad) {
             c.note_rows(weight, {row_initialiser(kind, scale, seed),
-                                 placement == "modulo" ? RowPlacement::modulo : RowPlacement::range});
+                                 placement == "modulo" ? RowPlacement::modulo : RowPlacement::range, row_wise_adagrad});
           },
           py::arg("weight"), py::arg("kind"), py::arg("scale"), py::arg("seed"), py::arg("placement"),
-          py::call_guard<Interruptible>())
+          py::arg("row_wise_adagrad"), py::call_guard<Interruptible>())
       .def("set_buffers",
            [](StrategyCore& c, int module, size_t local_replica, const std::vector<at::Tensor>& buffers) {
              c.registry().set_buffers(module, local_replica, buffers);
@@ -259,6 +259,7 @@ void bind_core_class(py::module_& m) {
         const py::gil_scoped_release release;
         c.run(run);
       });
+  core.def("check_need_no_flat", &StrategyCore::check_need_no_flat);
   core.def("make_flat",
            [](StrategyCore& c, const std::string& algorithm, const std::vector<std::pair<int, uint32_t>>& parameters,
               const std::vector<std::vector<double>>& groups) {

@@ -253,7 +253,8 @@ struct AdagradGroup {
 
 /// state: one element a segment, the row's accumulator.
 struct RowwiseAdagradGroup {
-  double lr, eps;
+  double lr, lr_decay, eps;
+  bool maximize;
 
   bool operator==(const RowwiseAdagradGroup&) const = default;
 };
@@ -266,10 +267,10 @@ void adam_step(const StepArguments& arguments, const AdamGroup* groups) noexcept
 void sgd_step(const StepArguments& arguments, const SgdGroup* groups) noexcept;
 void adagrad_step(const StepArguments& arguments, const AdagradGroup* groups) noexcept;
 
-/// The same of segments that are rows of an embedding: sum = sum + mean over the row of g * g, p = p - lr / (sqrt(sum)
-/// + eps) * g. Adagrad with one accumulator a row, FBGEMM's EXACT_ROWWISE_ADAGRAD without weight decay and TorchRec's
-/// RowWiseAdagrad; the squares are added in fp64, element i of the row in lane i % kLanes, lanes folded as in
-/// grad_stats. On the CPU alone.
+/// The same of segments that are rows of an embedding: sum = sum + mean over the row of g * g, p = p - rate /
+/// (sqrt(sum) + eps) * g, rate as adagrad_step's. Adagrad with one accumulator a row, FBGEMM's EXACT_ROWWISE_ADAGRAD
+/// without weight decay and TorchRec's RowWiseAdagrad; the squares are added in fp64, element i of the row in lane i %
+/// kLanes, lanes folded as in grad_stats. On the CPU alone.
 void rowwise_adagrad_step(const StepArguments& arguments, const RowwiseAdagradGroup* groups) noexcept;
 
 // --- all-reduce and step in two passes -----------------------------------------------------------------------------

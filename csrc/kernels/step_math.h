@@ -106,9 +106,11 @@ MUSTER_HOST_DEVICE AdagradFactors<T> adagrad_factors(const AdagradGroup& group, 
 
 /// Adds a row's mean square to its accumulator; what rowwise_adagrad_element takes.
 template <class T>
-MUSTER_HOST_DEVICE T rowwise_adagrad_rate(T& sum, double mean_square, const RowwiseAdagradGroup& group) noexcept {
+MUSTER_HOST_DEVICE T rowwise_adagrad_rate(T& sum, double mean_square, const RowwiseAdagradGroup& group,
+                                          uint64_t step) noexcept {
   sum = sum + static_cast<T>(mean_square);
-  return static_cast<T>(group.lr / (square_root(static_cast<double>(sum)) + group.eps));
+  const double rate = group.lr / (1 + (static_cast<double>(step) - 1) * group.lr_decay);
+  return static_cast<T>(rate / (square_root(static_cast<double>(sum)) + group.eps));
 }
 
 }  // namespace muster::kernels

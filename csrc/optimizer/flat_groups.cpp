@@ -1,5 +1,7 @@
 #include "optimizer/flat_groups.h"
 
+#include "muster/error.h"
+
 namespace muster {
 
 namespace {
@@ -33,6 +35,17 @@ cuda::Status step(const cuda::StepPlan& plan, const kernels::AdagradGroup* group
 }
 
 }  // namespace
+
+kernels::RowwiseAdagradGroup rowwise_group_of(const FlatGroups& groups, uint32_t group) {
+  const auto* const adagrad = std::get_if<std::vector<kernels::AdagradGroup>>(&groups);
+  if (adagrad == nullptr || group >= adagrad->size() || (*adagrad)[group].weight_decay != 0) {
+    throw InvalidArgument(
+        "row_wise_adagrad needs Adagrad without weight_decay, which would move every row; use that, or leave the "
+        "option out");
+  }
+  const auto& own = (*adagrad)[group];
+  return {own.lr, own.lr_decay, own.eps, own.maximize};
+}
 
 void step_by_groups(const Arguments& arguments, const FlatGroups& groups, const Copies& copies) noexcept {
   std::visit([&](const auto& list) { step(arguments, list.data(), copies); }, groups);

@@ -1,6 +1,7 @@
 // Which step a list of hyperparameters asks for.
 #pragma once
 
+#include <cstdint>
 #include <variant>
 #include <vector>
 
@@ -13,6 +14,10 @@ namespace muster {
 /// Hyperparameters by parameter group; which alternative says what is computed.
 using FlatGroups =
     std::variant<std::vector<kernels::AdamGroup>, std::vector<kernels::SgdGroup>, std::vector<kernels::AdagradGroup>>;
+
+/// The row-wise form of a group's Adagrad. Throws InvalidArgument for another optimizer, for weight decay, which would
+/// move every row, and where there is no such group.
+kernels::RowwiseAdagradGroup rowwise_group_of(const FlatGroups& groups, uint32_t group);
 
 /// Steps on the CPU, and copies where there is somebody to copy to.
 void step_by_groups(const kernels::StepArguments& arguments, const FlatGroups& groups,

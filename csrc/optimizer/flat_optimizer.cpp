@@ -57,6 +57,8 @@ size_t count_of(const FlatGroups& groups) {
 struct FlatOptimizer::Segments {
   std::vector<kernels::StepSegment> singles;
   std::vector<kernels::StepSegment> doubles;
+  std::vector<kernels::StepSegment> rows;  // of row-wise parameters, whose groups are numbers in row_groups
+  std::vector<kernels::RowwiseAdagradGroup> row_groups;
   std::vector<at::Tensor> kept;  // what they point into
 
   std::vector<kernels::StepSegment>& of(at::ScalarType dtype) { return dtype == at::kDouble ? doubles : singles; }
@@ -78,6 +80,7 @@ FlatOptimizer::FlatOptimizer(std::vector<FlatParameter> parameters, const FlatGr
                             tensor.device().str() + ", the first one on " + device_.str() +
                             ") cannot be stepped by a flat optimizer; pass fuse=False");
     }
+    if (parameter.is_row_wise) check_row_wise(parameter, groups);
     numels.push_back(tensor.numel());
     Entry entry;
     entry.parameter = std::move(parameter);
@@ -92,10 +95,27 @@ FlatOptimizer::FlatOptimizer(std::vector<FlatParameter> parameters, const FlatGr
   }
 }
 
+void FlatOptimizer::check_row_wise(const FlatParameter& parameter, const FlatGroups& groups) const {
+  const auto& tensor = parameter.tensor;
+  const auto refuse = [&](const std::string& why) {
+    throw InvalidArgument("row-wise Adagrad of parameter '" + parameter.name + "': " + why);
+  };
+  if (!tensor.is_cpu() || tensor.scalar_type() != at::kFloat || tensor.dim() != 2 || !tensor.is_contiguous()) {
+    refuse("it must be a contiguous float32 matrix on the CPU, not " + c10::str(tensor.sizes()) + " of " +
+           c10::toString(tensor.scalar_type()) + " on " + tensor.device().str());
+  }
+  if (shard_.size > 1) refuse("its rows are not sharded; leave shard_optimizer out");
+  rowwise_group_of(groups, parameter.group);
+}
+
 // A parameter may have been moved, converted or reordered since the last step: its state follows.
 void FlatOptimizer::follow(Entry& entry) {
   const auto& tensor = entry.parameter.tensor;
   if (entry.dtype == tensor.scalar_type() && entry.strides == tensor.strides()) return;
+  if (entry.parameter.is_row_wise && entry.num_states > 0) {
+    throw InvalidArgument("parameter '" + entry.parameter.name +
+                          "' was moved or converted after a row-wise step; do that before prepare()");
+  }
   const bool is_dense_now = is_dense(tensor.sizes().vec(), tensor.strides().vec());
   if (shard_.size > 1 && (!is_dense_now || entry.num_states > 0)) {
     throw InvalidArgument("parameter '" + entry.parameter.name +
@@ -122,6 +142,7 @@ at::TensorOptions FlatOptimizer::device_options(at::ScalarType dtype) const {
 at::Tensor FlatOptimizer::empty_state(const Entry& entry) const {
   const auto& tensor = entry.parameter.tensor;
   const auto options = device_options(accumulation_dtype(tensor.scalar_type()));
+  if (entry.parameter.is_row_wise) return at::zeros({tensor.size(0), 1}, options);
   if (shard_.size > 1) return entry.run.count > 0 ? at::zeros({entry.run.count}, options) : at::Tensor();
   if (!entry.is_dense) return at::zeros(tensor.sizes(), options);
   return at::empty_strided(tensor.sizes(), tensor.strides(), options).zero_();
@@ -208,6 +229,32 @@ void FlatOptimizer::add_sparse(const Entry& entry, const Run& run, void* paramet
   }
 }
 
+// Rows of one element of state each; in no share, for they are not cut.
+void FlatOptimizer::add_whole_rows(const Entry& entry, const FlatGradient& gradient, const FlatGroups& groups,
+                                   Segments& segments) const {
+  if (!gradient.sparse.defined()) {
+    throw InvalidArgument("parameter '" + entry.parameter.name +
+                          "' has a dense gradient, and row-wise Adagrad steps rows; use the embedding's forward alone");
+  }
+  const auto rows = gradient.sparse._indices().view({-1}).contiguous();
+  const auto values = gradient.sparse._values().contiguous();
+  segments.kept.insert(segments.kept.end(), {rows, values});
+  const auto group = static_cast<uint32_t>(segments.row_groups.size());
+  segments.row_groups.push_back(rowwise_group_of(groups, entry.parameter.group));
+  const int64_t dim = entry.parameter.tensor.size(1);
+  for (int64_t i = 0; i < rows.numel(); ++i) {
+    const int64_t row = rows.const_data_ptr<int64_t>()[i];
+    kernels::StepSegment segment{};
+    segment.gradient = at_element(values, i * dim);
+    segment.parameter = at_element(entry.parameter.tensor, row * dim);
+    segment.state[0] = at_element(entry.states[0], row);
+    segment.step = entry.step.const_data_ptr<float>();
+    segment.n = static_cast<size_t>(dim);
+    segment.group = group;
+    segments.rows.push_back(segment);
+  }
+}
+
 void FlatOptimizer::add_gradient(const Entry& entry, const Run& run, void* parameter, const FlatGradient& gradient,
                                  const FlatGroups& groups, Segments& segments) const {
   if (!gradient.sparse.defined()) return add_dense(entry, run, parameter, gradient.dense, segments);
@@ -236,6 +283,21 @@ void FlatOptimizer::run(const Segments& segments, const FlatGroups& groups, cons
   const Context doubles{kernels::DType::f64, groups, scalars, keep, copies};
   parallel_step(singles.dtype, segments.singles, step, &singles);
   parallel_step(doubles.dtype, segments.doubles, step, &doubles);
+  if (segments.rows.empty()) return;
+  struct RowContext {
+    const kernels::RowwiseAdagradGroup* groups;
+    const kernels::StepScalars& scalars;
+    bool keep;
+  };
+  const RowContext of_rows{segments.row_groups.data(), scalars, keep};
+  parallel_row_step(
+      segments.rows,
+      [](const void* pointer, const kernels::StepSegment* first, size_t count) {
+        const auto& context = *static_cast<const RowContext*>(pointer);
+        kernels::rowwise_adagrad_step({kernels::DType::f32, first, count, &context.scalars, context.keep},
+                                      context.groups);
+      },
+      &of_rows);
 }
 
 void FlatOptimizer::enqueue(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars* scalars,
@@ -273,6 +335,7 @@ void FlatOptimizer::begin_step(size_t p, const FlatGroups& groups, bool is_commo
   }
   follow(entry);
   const size_t num_states = entry.num_states;
+  is_common = is_common && !entry.parameter.is_row_wise;
   const size_t needed = of_group(groups, entry.parameter.group, [](const auto& group) { return states_needed(group); });
   if (is_common && entry.parameter.tensor.numel() > 0) {
     entry.num_states = std::max(num_states, needed);
@@ -326,6 +389,10 @@ void FlatOptimizer::step_divided(const DividedStep& divided, const FlatGroups& g
       memory = packed.back().second.mutable_data_ptr();
     }
     const bool was_written = entry.master_version != static_cast<int64_t>(tensor._version());
+    if (entry.parameter.is_row_wise) {
+      add_whole_rows(entry, shares.front().gradients[p], groups, segments.front());
+      continue;
+    }
     for (size_t s = 0; s < shares.size(); ++s) {
       const auto& run = shares[s].runs[p];
       if (entry.master.defined() && was_written) refresh_master(entry, run);
@@ -426,11 +493,18 @@ const at::Tensor& FlatOptimizer::master(size_t parameter) const { return entries
 
 void FlatOptimizer::set_state(size_t parameter, size_t which, const at::Tensor& whole) {
   auto& entry = entries_.at(parameter);
-  check_sizes(entry, whole);
+  const auto sizes = entry.parameter.tensor.sizes();
+  const bool is_row_wise = entry.parameter.is_row_wise && whole.sizes() != sizes;
+  check_sizes(entry, whole, is_row_wise ? at::IntArrayRef({sizes[0], 1}) : sizes);
   follow(entry);
   leave_common(parameter);
   allocate(entry, which + 1);
-  if (entry.states[which].defined()) entry.states[which].copy_(own_part(entry, whole));
+  auto& state = entry.states[which];
+  if (entry.parameter.is_row_wise && !is_row_wise) {
+    state.copy_(whole.mean(1, /*keepdim=*/true, at::kDouble));
+  } else if (state.defined()) {
+    state.copy_(own_part(entry, whole));
+  }
   entry.started = true;
 }
 
@@ -442,7 +516,7 @@ void FlatOptimizer::set_step_count(size_t parameter, double count) {
 
 void FlatOptimizer::set_master(size_t parameter, const at::Tensor& whole) {
   auto& entry = entries_.at(parameter);
-  check_sizes(entry, whole);
+  check_sizes(entry, whole, entry.parameter.tensor.sizes());
   follow(entry);
   if (!entry.master.defined()) return;
   leave_common(parameter);
@@ -450,10 +524,10 @@ void FlatOptimizer::set_master(size_t parameter, const at::Tensor& whole) {
   entry.master_version = static_cast<int64_t>(entry.parameter.tensor._version());
 }
 
-void FlatOptimizer::check_sizes(const Entry& entry, const at::Tensor& whole) const {
-  if (whole.sizes() == entry.parameter.tensor.sizes()) return;
+void FlatOptimizer::check_sizes(const Entry& entry, const at::Tensor& whole, at::IntArrayRef sizes) const {
+  if (whole.sizes() == sizes) return;
   throw InvalidArgument("optimizer state of shape " + c10::str(whole.sizes()) + " for parameter '" +
-                        entry.parameter.name + "' of shape " + c10::str(entry.parameter.tensor.sizes()) +
+                        entry.parameter.name + "', whose state has shape " + c10::str(sizes) +
                         "; load the state that was saved with this model");
 }
 

@@ -23,6 +23,7 @@ struct FlatParameter {
   std::string name;  ///< for messages
   at::Tensor tensor;
   uint32_t group = 0;
+  bool is_row_wise = false;  ///< Adagrad with one accumulator a row (the first dimension); see rowwise_adagrad_step
 };
 
 /// The gradient of one parameter in a step: a dense sum, rows of one, or neither, which leaves the parameter untouched.
@@ -54,7 +55,8 @@ struct DividedStep {
 ///
 /// Sparse rows: each touched row is stepped like a parameter of its own with the parameter's step count; untouched rows
 /// keep parameter and state (Adam: as torch.optim.SparseAdam). With momentum or, but for Adam, weight decay, a step
-/// moves every row, so the gradient is made dense.
+/// moves every row, so the gradient is made dense. A row-wise parameter's rows are the only ones that ever move; its
+/// state `sum` has the sizes [rows, 1].
 ///
 /// With a Shard of several ranks, this rank keeps the state of its share of tiles and steps that; gather_parameters()
 /// then brings the others'.
@@ -67,7 +69,8 @@ struct DividedStep {
 class FlatOptimizer {
  public:
   /// Throws InvalidArgument for a parameter that is neither on the CPU nor on CUDA, not on the device of the first one,
-  /// or not of dtype fp32, fp64, bf16 or fp16.
+  /// or not of dtype fp32, fp64, bf16 or fp16; for a row-wise one that is not a contiguous fp32 matrix on the CPU, in a
+  /// shard, or of another optimizer than Adagrad without weight decay.
   FlatOptimizer(std::vector<FlatParameter> parameters, const FlatGroups& groups, const Shard& shard = {});
 
   size_t num_parameters() const noexcept { return entries_.size(); }
@@ -80,14 +83,16 @@ class FlatOptimizer {
   /// `gradients` has one element a parameter.
   /// With `keep` the dense sums and sparse values that are read become means (not those of other shards, nor rows that
   /// are made dense). Bumps the version counters of what it writes. Local.
-  /// Throws InvalidArgument if `groups` has another alternative or fewer groups than the parameters name.
+  /// Throws InvalidArgument if `groups` has another alternative or fewer groups than the parameters name, and for a
+  /// dense gradient of a row-wise parameter.
   void step(std::vector<FlatGradient> gradients, const FlatGroups& groups, const kernels::StepScalars* scalars,
             bool keep);
 
   /// As step, of which this process does its shares. The parameters are dense. Where there are several processes every
   /// one makes the same call; state then lies in memory that all of them see, so that it is whole on each though each
-  /// element is stepped, and its parameter stored everywhere, by its owner alone. Parameters and state are equal
-  /// everywhere once all have returned. Throws InvalidArgument in a shard.
+  /// element is stepped, and its parameter stored everywhere, by its owner alone; rows of a row-wise parameter are
+  /// stepped by every process. Parameters and state are equal everywhere once all have returned. Throws InvalidArgument
+  /// in a shard.
   void step_divided(const DividedStep& divided, const FlatGroups& groups, const kernels::StepScalars* scalars,
                     bool keep);
 
@@ -111,7 +116,8 @@ class FlatOptimizer {
   /// The fp32 master copy of a low-precision parameter, else undefined; a 1-dim run in a shard.
   const at::Tensor& master(size_t parameter) const;
 
-  /// Replaces state tensor `which` by the values of `whole` (the parameter's sizes).
+  /// Replaces state tensor `which` by the values of `whole` (the parameter's sizes; of a row-wise one either state()'s
+  /// or the parameter's, of which each row's mean is taken).
   void set_state(size_t parameter, size_t which, const at::Tensor& whole);
   void set_step_count(size_t parameter, double count);
   void set_master(size_t parameter, const at::Tensor& whole);
@@ -156,7 +162,8 @@ class FlatOptimizer {
   at::Tensor empty_state(const Entry& entry) const;
   at::Tensor own_part(const Entry& entry, const at::Tensor& whole) const;
   at::Tensor dense_of(const Entry& entry, const at::Tensor& sparse) const;
-  void check_sizes(const Entry& entry, const at::Tensor& whole) const;
+  void check_row_wise(const FlatParameter& parameter, const FlatGroups& groups) const;
+  void check_sizes(const Entry& entry, const at::Tensor& whole, at::IntArrayRef sizes) const;
   std::vector<std::vector<Run>> runs_of_ranks() const;
   void begin_step(size_t parameter, const FlatGroups& groups, bool is_common);
   void add_gradient(const Entry& entry, const Run& run, void* parameter, const FlatGradient& gradient,
@@ -166,6 +173,8 @@ class FlatOptimizer {
                  Segments& segments) const;
   void add_sparse(const Entry& entry, const Run& run, void* parameter, const at::Tensor& gradient,
                   Segments& segments) const;
+  void add_whole_rows(const Entry& entry, const FlatGradient& gradient, const FlatGroups& groups,
+                      Segments& segments) const;
   void run(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars& scalars, bool keep,
            const kernels::StepCopies& copies) const;
   void enqueue(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars* scalars, bool keep);

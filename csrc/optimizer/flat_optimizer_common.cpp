@@ -26,7 +26,8 @@ void FlatOptimizer::move_to_common(const DividedStep& divided) {
     const auto size = static_cast<int64_t>(c10::elementSize(accumulation_dtype(entry.dtype)));
     for (size_t which = 0; which <= kMaster; ++which) {
       const bool exists = which == kMaster ? entry.master.defined() : which < entry.num_states;
-      if (!exists || entry.is_common[which] || entry.parameter.tensor.numel() == 0) continue;
+      const auto& parameter = entry.parameter;
+      if (!exists || entry.is_common[which] || parameter.is_row_wise || parameter.tensor.numel() == 0) continue;
       moves.push_back({p, which, bytes});
       bytes += (entry.parameter.tensor.numel() * size + kAlignment - 1) / kAlignment * kAlignment;
     }

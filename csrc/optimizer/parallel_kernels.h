@@ -16,4 +16,9 @@ void parallel_step(kernels::DType dtype, const std::vector<kernels::StepSegment>
                    void (*step)(const void* context, const kernels::StepSegment* first, size_t count),
                    const void* context);
 
+/// The same of segments that are not cut.
+void parallel_row_step(const std::vector<kernels::StepSegment>& segments,
+                       void (*step)(const void* context, const kernels::StepSegment* first, size_t count),
+                       const void* context);
+
 }  // namespace muster

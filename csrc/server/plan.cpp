@@ -122,7 +122,7 @@ std::string Plan::describe_difference(const Plan& other) const {
   for (size_t t = 0; t < common; ++t) {
     if (tables[t] == other.tables[t]) continue;
     return "table " + std::to_string(t) + ", '" + tables[t].name + "', differs from '" + other.tables[t].name +
-           "' in its name, sizes, placement, group or initial values, for which an embedding needs a seed";
+           "' in its name, sizes, placement, optimizer, group or initial values, for which an embedding needs a seed";
   }
   if (tables.size() != other.tables.size()) {
     return "there are " + std::to_string(tables.size()) + " and " + std::to_string(other.tables.size()) + " tables";
@@ -133,19 +133,18 @@ std::string Plan::describe_difference(const Plan& other) const {
   return "";
 }
 
-RowOptimizer row_optimizer_of(const FlatGroups& groups, uint32_t group) {
-  return std::visit(
-      [&](const auto& list) -> RowOptimizer {
-        if (group < list.size()) return list[group];
-        throw InvalidArgument("a step comes with " + std::to_string(list.size()) +
-                              " parameter groups, and a table is in group " + std::to_string(group) +
-                              "; give all groups of the plan");
-      },
-      groups);
+RowOptimizer row_optimizer_of(const TableSpec& table, const FlatGroups& groups) {
+  const auto of_group = [&](const auto& list) -> RowOptimizer {
+    if (table.group < list.size()) return list[table.group];
+    throw InvalidArgument("a step comes with " + std::to_string(list.size()) + " parameter groups, and a table is in " +
+                          "group " + std::to_string(table.group) + "; give all groups of the plan");
+  };
+  if (table.row_wise_adagrad) return rowwise_group_of(groups, table.group);
+  return std::visit(of_group, groups);
 }
 
 RowTable empty_table(const TableSpec& table, const FlatGroups& groups) {
-  return {table.num_rows, table.dim, table.initialiser, row_optimizer_of(groups, table.group)};
+  return {table.num_rows, table.dim, table.initialiser, row_optimizer_of(table, groups)};
 }
 
 RowSharding sharding_of(const TableSpec& table, const Plan& plan) {

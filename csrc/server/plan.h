@@ -39,7 +39,8 @@ struct TableSpec {
   int64_t dim = 0;
   RowPlacement placement = RowPlacement::modulo;
   RowInitialiser initialiser = {};
-  uint32_t group = 0;  ///< in Plan::groups: its optimizer and hyperparameters
+  uint32_t group = 0;             ///< in Plan::groups: its optimizer and hyperparameters
+  bool row_wise_adagrad = false;  ///< one accumulator a row, where that optimizer is Adagrad
 
   bool operator==(const TableSpec&) const = default;
 };
@@ -67,8 +68,8 @@ struct Plan {
   std::string describe_difference(const Plan& other) const;
 };
 
-/// Hyperparameters of a group. Throws InvalidArgument where there is no such group.
-RowOptimizer row_optimizer_of(const FlatGroups& groups, uint32_t group);
+/// A table's hyperparameters. Throws InvalidArgument where there is no such group, or it is not row-wise Adagrad's.
+RowOptimizer row_optimizer_of(const TableSpec& table, const FlatGroups& groups);
 /// A table's rows without any that takes memory, and who has which.
 RowTable empty_table(const TableSpec& table, const FlatGroups& groups);
 RowSharding sharding_of(const TableSpec& table, const Plan& plan);

@@ -615,6 +615,7 @@ void visit_table(M& m, W& w) {
   w.number(m.initialiser.scale);
   w.number(m.initialiser.seed);
   w.number(m.group);
+  w.number(m.row_wise_adagrad);
 }
 
 }  // namespace detail

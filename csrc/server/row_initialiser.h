@@ -34,10 +34,11 @@ struct RowInitialiser {
   bool operator==(const RowInitialiser&) const = default;
 };
 
-/// What an embedding says of its rows where they are on servers. A value.
+/// What an embedding says of its rows: where they are on servers, and how they are stepped. A value.
 struct EmbeddingRows {
   RowInitialiser initialiser;
   RowPlacement placement = RowPlacement::modulo;
+  bool row_wise_adagrad = false;
 };
 
 /// Of an embedding whose seed is known.

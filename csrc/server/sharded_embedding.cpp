@@ -41,7 +41,7 @@ uint64_t draw_seed() {
 
 EmbeddingRows rows_of(const ShardedEmbeddingOptions& options) {
   const auto kind = options.init == RowInit::normal ? RowInitialiser::Kind::normal : RowInitialiser::Kind::uniform;
-  return {{kind, options.scale, options.seed.value_or(0)}, options.placement};
+  return {{kind, options.scale, options.seed.value_or(0)}, options.placement, options.row_wise_adagrad};
 }
 
 ShardedEmbeddingImpl::ShardedEmbeddingImpl(int64_t num_embeddings, int64_t dim, const ShardedEmbeddingOptions& options)

@@ -352,7 +352,7 @@ void TableShard::step(Table& own, const Apply& apply, std::span<const int64_t> r
   const auto index = static_cast<uint32_t>(&own.spec - plan_.tables.data());
   const bool is_used = !std::binary_search(apply.unused_tables.begin(), apply.unused_tables.end(), index);
   if (!is_used || apply.scalars.finite == 0 || apply.scalars.dropped != 0) return;
-  const auto optimizer = row_optimizer_of(apply.groups, own.spec.group);
+  const auto optimizer = row_optimizer_of(own.spec, apply.groups);
   const auto dim = static_cast<size_t>(own.spec.dim);
   const std::unique_lock writing(own.rows_mutex);
   size_t first = 0;

@@ -41,7 +41,8 @@ server::Plan plan_of(const ServerJob& job, int workers, double timeout, const Se
                              .dim = tensor.size(1),
                              .placement = given.rows[p]->placement,
                              .initialiser = given.rows[p]->initialiser,
-                             .group = given.group_of[p]});
+                             .group = given.group_of[p],
+                             .row_wise_adagrad = given.rows[p]->row_wise_adagrad});
       continue;
     }
     plan.parameters.push_back({given.names[p], tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()});
@@ -217,6 +218,7 @@ void ServerWindow::push(uint32_t c) {
   const auto& chunk = client_.chunks()[c];
   const auto size = c10::elementSize(chunk.gradient);
   std::vector<server::Bytes> pieces;
+  const auto owner = std::make_shared<std::vector<at::Tensor>>();
   size_t end = 0;
   const auto fill_up_to = [&](size_t byte) {
     if (byte > end) pieces.emplace_back(kGap, byte - end);
@@ -226,10 +228,11 @@ void ServerWindow::push(uint32_t c) {
     const auto run = elements_of(sums_[static_cast<size_t>(piece.parameter)], piece.run);
     fill_up_to(static_cast<size_t>(piece.offset) * size);
     pieces.emplace_back(bytes_of(run), run.nbytes());
+    owner->push_back(run);
     end += run.nbytes();
   }
   fill_up_to(static_cast<size_t>(chunk.gradient_bytes()));
-  client_.push(step_ + 1, c, pieces);
+  client_.push(step_ + 1, c, pieces, owner);
 }
 
 std::vector<std::pair<uint32_t, std::string>> ServerWindow::agree(const at::Tensor& tail, std::string record) {
@@ -486,17 +489,19 @@ at::Tensor ServerWindow::fetch_table(size_t t, Part part) {
   const auto table = static_cast<uint32_t>(t);
   const auto& spec = plan_.tables[t];
   const int64_t which = static_cast<int64_t>(part) - static_cast<int64_t>(Part::state0);
-  if (part != Part::parameter && part != Part::steps && (which + 1) * spec.dim > client_.state_width(table)) return {};
+  const bool is_state = part != Part::parameter && part != Part::steps;
+  const int64_t width = is_state && spec.row_wise_adagrad ? 1 : spec.dim;
+  if (is_state && (which + 1) * width > client_.state_width(table)) return {};
   auto touched = client_.fetch_rows(table, is_synchronous() ? step_ : 0);
   if (part == Part::steps) return at::scalar_tensor(static_cast<double>(touched.steps), at::kFloat);
-  auto whole = at::zeros({spec.num_rows, spec.dim}, at::kFloat);
+  auto whole = at::zeros({spec.num_rows, width}, at::kFloat);
   if (part == Part::parameter) spec.initialiser.fill_rows(whole);
   const auto count = static_cast<int64_t>(touched.rows.size());
   if (count == 0) return whole;
   const auto rows = at::from_blob(touched.rows.data(), {count}, at::kLong);
   auto& values = part == Part::parameter ? touched.values : touched.states;
   const auto all = at::from_blob(values.data(), {count, static_cast<int64_t>(values.size()) / count}, at::kFloat);
-  return whole.index_copy_(0, rows, part == Part::parameter ? all : all.narrow(1, which * spec.dim, spec.dim));
+  return whole.index_copy_(0, rows, part == Part::parameter ? all : all.narrow(1, which * width, width));
 }
 
 }  // namespace muster

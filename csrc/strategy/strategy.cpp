@@ -174,6 +174,11 @@ int Strategy::State::set_of(const StepOptions& options) {
 void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
   auto* const flat = detail::flat_state_of(optimizer);
   if (flat == nullptr) {
+    std::vector<int> indices;
+    for (const auto& parameter : detail::parameters_of(optimizer)) {
+      indices.push_back(core->registry().find(parameter));
+    }
+    core->check_need_no_flat(indices);
     if (!core->options().shard_optimizer) return;
     throw InvalidArgument("shard_optimizer needs flat optimizers: muster::optim::AdamW, Adam, SGD or Adagrad");
   }

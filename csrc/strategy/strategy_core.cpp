@@ -128,6 +128,7 @@ void StrategyCore::note_rows(const at::Tensor& weight, EmbeddingRows rows) {
   check_open();
   const auto p = static_cast<size_t>(registry_.find(weight));
   if (!groups_.servers) {
+    registry_.note_rows(p, rows);
     if (!is_row_stub(weight)) return;
     throw InvalidArgument("the rows of '" + registry_.name(p) +
                           "' were left to parameter servers (on_servers), which this strategy has not; use "
@@ -230,12 +231,22 @@ comm::Communicator& StrategyCore::step_group(const std::vector<at::Tensor>& valu
   return *groups_.step[static_cast<size_t>(replica)];
 }
 
+void StrategyCore::check_need_no_flat(const std::vector<int>& parameters) const {
+  for (const int index : parameters) {
+    const auto* const rows = registry_.rows_of(static_cast<size_t>(index));
+    if (rows == nullptr || !rows->row_wise_adagrad) continue;
+    throw InvalidArgument("embedding '" + registry_.name(static_cast<size_t>(index)) +
+                          "' has row_wise_adagrad, which needs a flat Adagrad; use that, or leave the option out");
+  }
+}
+
 FlatOptimizer StrategyCore::make_flat(const std::vector<std::pair<int, uint32_t>>& parameters,
                                       const FlatGroups& groups) const {
   std::vector<FlatParameter> flat;
   for (const auto& [index, group] : parameters) {
     const auto p = static_cast<size_t>(index);
-    flat.push_back({registry_.name(p), registry_.parameter(0, p), group});
+    const auto* const rows = registry_.rows_of(p);
+    flat.push_back({registry_.name(p), registry_.parameter(0, p), group, rows != nullptr && rows->row_wise_adagrad});
   }
   const Shard shard = options_.shard_optimizer ? Shard{topology_.rank, topology_.num_workers} : Shard{};
   return FlatOptimizer(std::move(flat), groups, shard);

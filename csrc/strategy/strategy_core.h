@@ -111,6 +111,8 @@ class StrategyCore {
                                   bool drop_incomplete);
 
   /// A flat optimizer over parameters of the registry, (index, group) by parameter; sharded as the options say.
+  /// Throws InvalidArgument for parameters that only a flat optimizer steps as they ask: row-wise Adagrad.
+  void check_need_no_flat(const std::vector<int>& parameters) const;
   FlatOptimizer make_flat(const std::vector<std::pair<int, uint32_t>>& parameters, const FlatGroups& groups) const;
 
   /// See GradientSet::awaits_servers and connect_servers. Throws InvalidArgument for a second set: servers hold one.

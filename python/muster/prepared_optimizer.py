@@ -53,7 +53,9 @@ class PreparedOptimizer:
 
     def bind(self, indices: list[int]) -> None:
         """Tells a flat optimizer the numbers of its parameters, when they are known or have changed."""
-        if self._flat is not None and (self._flat._flat is None or self._flat._flat.indices != indices):
+        if self._flat is None:
+            self._strategy._core.check_need_no_flat(indices)
+        elif self._flat._flat is None or self._flat._flat.indices != indices:
             self._flat._flat = optim.FlatState(self._flat, self._strategy._core, indices)
 
     def note_step(self) -> None:

@@ -30,6 +30,11 @@ class ShardedEmbedding(nn.Module):
     their values and moments; the step count is that of ``weight``. What moves every row at every step (SGD's momentum
     and, but for Adam and AdamW, weight decay) steps the whole table.
 
+    With ``row_wise_adagrad=True`` the optimizer, a flat Adagrad without weight decay, keeps one accumulator a row, to
+    which it adds the mean of the row's squared gradients (FBGEMM's EXACT_ROWWISE_ADAGRAD): a ``dim``-th of the state.
+    Its ``sum`` has the shape ``[num_embeddings, 1]``; one of the weight's shape is taken over by each row's mean. For
+    steps of a strategy, on the CPU.
+
     Under ``ParameterServerStrategy`` rows are divided over the servers from the first step on: the module pulls
     those that its ids name, each once, and the step pushes their gradients. ``weight`` is then a stub of NaN
     without memory, ``state_dict()`` and copies fetch all rows, and ``close()`` brings them back; call the module
@@ -56,6 +61,7 @@ class ShardedEmbedding(nn.Module):
         seed: int | None = None,
         on_servers: bool = False,
         placement: Literal["modulo", "range"] = "modulo",
+        row_wise_adagrad: bool = False,
     ) -> None:
         super().__init__()
         if num_embeddings < 1 or dim < 1:
@@ -79,6 +85,7 @@ class ShardedEmbedding(nn.Module):
         self.scale = scale
         self.on_servers = on_servers
         self.placement = placement
+        self.row_wise_adagrad = row_wise_adagrad
         self.seed = int(torch.randint(2**63 - 1, (1,))) if seed is None else seed
         if on_servers:
             self.weight = nn.Parameter(_C.make_row_stub(num_embeddings, dim))

@@ -252,7 +252,14 @@ class Strategy:
         )
         for module in modules[0].modules():
             if isinstance(module, ShardedEmbedding):
-                self._core.note_rows(module.weight, module.init, module.scale, module.seed, module.placement)
+                self._core.note_rows(
+                    module.weight,
+                    module.init,
+                    module.scale,
+                    module.seed,
+                    module.placement,
+                    module.row_wise_adagrad,
+                )
         for local, module in enumerate(modules):
             _prepared_by[module] = weakref.ref(self)
             module.register_forward_pre_hook(_OnlyInReplica(module, self._core, local))

@@ -23,13 +23,14 @@ ROWS, DIM = 1000, 24
 class Clicks(nn.Module):
     """Two tables, of ids and of bags, beside a dense part."""
 
-    def __init__(self, on_servers: bool = False) -> None:
+    def __init__(self, on_servers: bool = False, row_wise: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.read = nn.Linear(2 * DIM, 1)
-        self.ids = muster.ShardedEmbedding(ROWS, DIM, seed=5, scale=0.1, on_servers=on_servers)
+        options: dict[str, Any] = {"scale": 0.1, "on_servers": on_servers, "row_wise_adagrad": row_wise}
+        self.ids = muster.ShardedEmbedding(ROWS, DIM, seed=5, **options)
         self.bags = muster.ShardedEmbedding(
-            ROWS + 3, DIM, mode="mean", init="uniform", seed=6, scale=0.1, on_servers=on_servers, placement="range"
+            ROWS + 3, DIM, mode="mean", init="uniform", seed=6, placement="range", **options
         )
 
     def forward(self, ids: Tensor, bags: Tensor) -> Tensor:
@@ -55,12 +56,14 @@ def part_of(strategy: muster.Strategy, batch: tuple[Tensor, ...]) -> tuple[Tenso
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.5),
     "adagrad": partial(torch.optim.Adagrad, lr=0.05, lr_decay=0.01),
+    "row-wise adagrad": partial(torch.optim.Adagrad, lr=0.05, lr_decay=0.01),
     "adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
     "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0),
 }
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {}),
     ("adagrad", {"clip_norm": 0.01}),
+    ("row-wise adagrad", {"clip_norm": 0.01, "accumulate": 2}),
     ("adam", {"accumulate": 2, "clip_norm": 0.02}),
     ("adamw", {"precision": "fp16"}),
 ]
@@ -68,7 +71,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 
 def train(strategy: muster.Strategy, optimizer: str, on_servers: bool = False) -> list[np.ndarray[Any, Any]]:
     """Losses, then all parameters, then all states, after 12 steps of which some use one table alone."""
-    module = Clicks(on_servers)
+    module = Clicks(on_servers, row_wise=optimizer.startswith("row-wise"))
     groups = [{"params": [*module.read.parameters(), module.ids.weight]}, {"params": [module.bags.weight], "lr": 0.03}]
     model, trained = strategy.prepare(module, OPTIMIZERS[optimizer](groups))
     losses: list[float] = []
@@ -106,6 +109,40 @@ def test_a_synchronous_job_gives_the_bits_of_worker_processes(workers: int, serv
     started = [Servers(servers) for _ in OPTIONS]
     for differences in run_ranks(workers, _train_both, [group.addresses for group in started]):
         assert differences == []
+
+
+def test_row_wise_state_goes_to_servers_and_into_checkpoints() -> None:
+    def local(steps: range, state: Any = None, weights: Any = None) -> tuple[Clicks, Any]:
+        module = Clicks(row_wise=True)
+        optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
+        if state is not None:
+            module.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+        with muster.MirroredStrategy(["cpu"], seed=3, threads_per_replica=1) as strategy:
+            model, optimizer = strategy.prepare(module, optimizer)
+            for number in steps:
+                step(strategy, model, number)
+        return module, optimizer.state_dict()
+
+    whole, expected = local(range(6))
+    half, state = local(range(3))
+    weights = copy.deepcopy(half.state_dict())
+    assert state["state"][2]["sum"].shape == (ROWS, 1)
+    went_on, resumed = local(range(3, 6), state, weights)
+    module = Clicks(row_wise=True)
+    module.load_state_dict(weights)
+    optimizer = muster.optim.Adagrad(module.parameters(), lr=0.1)
+    optimizer.load_state_dict(state)
+    with alone() as strategy:
+        model, optimizer = strategy.prepare(module, optimizer)
+        for number in range(3, 6):
+            step(strategy, model, number)
+        on_server = optimizer.state_dict()
+    for other, its_state in ((went_on, resumed), (module, on_server)):
+        for theirs, ours in zip(whole.parameters(), other.parameters(), strict=True):
+            assert torch.equal(theirs, ours)
+        for position, values in expected["state"].items():
+            assert torch.equal(its_state["state"][position]["sum"], values["sum"])
 
 
 def _place_differently(servers: list[str]) -> str:

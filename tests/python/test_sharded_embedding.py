@@ -183,6 +183,92 @@ def test_one_replica_is_torch_alone() -> None:
     assert unused and torch.equal(module.bags.get_parameter("weight")[unused], first_weight(6)[unused])
 
 
+def row_wise_alone(module: Model, steps: int) -> list[Tensor]:
+    """The definition, in fp64: weights and accumulators after `steps` of row-wise Adagrad with lr=0.5."""
+    weights = [module.rows.weight.detach().double(), module.bags.weight.detach().double()]
+    sums = [torch.zeros(ROWS, 1, dtype=torch.double) for _ in weights]
+    for ids, labels in batches(steps):
+        leaves = [weight.clone().requires_grad_() for weight in weights]
+        rows, bags = leaves
+        features = torch.cat([rows[ids[:, 0]], bags[ids].mean(1)], 1)
+        F.cross_entropy(F.linear(features, module.dense.weight.double(), module.dense.bias.double()), labels).backward()
+        for weight, total, leaf in zip(weights, sums, leaves, strict=True):
+            gradient = leaf.grad
+            assert gradient is not None
+            total += gradient.square().mean(1, keepdim=True)
+            weight -= torch.where(total > 0, 0.5 / (total.sqrt() + 1e-10) * gradient, 0)
+    return [*weights, *sums]
+
+
+def row_wise(module: Model) -> torch.optim.Optimizer:
+    for embedding in (module.rows, module.bags):
+        embedding.row_wise_adagrad = True
+    module.dense.requires_grad_(False)
+    return torch.optim.Adagrad([module.rows.weight, module.bags.weight], lr=0.5)
+
+
+def train_row_wise(strategy: muster.Strategy) -> Any:
+    module = Model(ours=True)
+    model, optimizer = strategy.prepare(module, row_wise(module))
+    for ids, labels in batches(12):
+        strategy.step(lambda i, y: F.cross_entropy(model(i), y), *part_of(strategy, (ids, labels)))
+    sums = [optimizer.state_dict()["state"][position]["sum"] for position in range(2)]
+    return [module.rows.weight.detach(), module.bags.weight.detach(), *sums]
+
+
+def test_row_wise_adagrad_is_its_definition_on_every_strategy(two_workers: WorkerPool) -> None:
+    expected = row_wise_alone(Model(ours=True), 12)
+    (alone,) = make_job("mirrored-1", two_workers)(train_row_wise)
+    for value, wanted in zip(alone, expected, strict=True):
+        assert value.shape == wanted.shape
+        np.testing.assert_allclose(value, wanted.float().numpy(), rtol=1e-5, atol=1e-6)
+    for replicas, jobs in {2: ["workers-2"], 4: ["workers-2x2"]}.items():
+        reference, *_ = make_job(f"mirrored-{replicas}", two_workers)(train_row_wise)
+        for job in jobs:
+            for values in make_job(job, two_workers)(train_row_wise):
+                for value, wanted in zip(values, reference, strict=True):
+                    assert np.array_equal(value, wanted), job
+
+
+def test_row_wise_adagrad_takes_over_a_state_of_the_weights_shape() -> None:
+    module = Model(ours=True)
+    optimizer = row_wise(module)
+    whole = torch.rand(ROWS, DIM, generator=torch.Generator().manual_seed(3))
+    optimizer.state[module.rows.weight]["sum"] = whole
+    with muster.MirroredStrategy(["cpu"]) as strategy:
+        model, optimizer = strategy.prepare(module, optimizer)
+        used, labels = batches(1)[0]
+        strategy.step(lambda i, y: F.cross_entropy(model(i), y), used, labels)
+        unused = [row for row in range(ROWS) if row not in used[:, 0].tolist()]
+        taken = optimizer.state[module.rows.weight]["sum"]
+        torch.testing.assert_close(taken[unused], whole.mean(1, keepdim=True)[unused])
+
+
+def test_row_wise_adagrad_refuses_a_dense_gradient() -> None:
+    module = muster.ShardedEmbedding(4, 2, row_wise_adagrad=True)
+    with muster.MirroredStrategy(["cpu"]) as strategy:
+        strategy.prepare(module, torch.optim.Adagrad(module.parameters(), lr=0.1))
+        with pytest.raises(muster.InvalidArgument, match="dense gradient"):
+            strategy.step(lambda _: module.weight.sum(), torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    ("options", "optimizer"),
+    [
+        ({}, lambda weights: torch.optim.SGD(weights, lr=0.1)),
+        ({}, lambda weights: torch.optim.Adagrad(weights, lr=0.1, weight_decay=0.1)),
+        ({}, lambda weights: torch.optim.SparseAdam(weights, lr=0.1)),
+        ({"fuse": False}, lambda weights: torch.optim.Adagrad(weights, lr=0.1)),
+    ],
+)
+def test_row_wise_adagrad_needs_a_flat_adagrad(options: dict[str, Any], optimizer: Any) -> None:
+    module = muster.ShardedEmbedding(4, 2, row_wise_adagrad=True)
+    with muster.MirroredStrategy(["cpu"], **options) as strategy:
+        model, _ = strategy.prepare(module, optimizer([module.weight]))
+        with pytest.raises(muster.InvalidArgument, match=r"row_wise_adagrad.* needs .*Adagrad"):
+            strategy.step(lambda ids: model(ids).sum(), torch.tensor([1]))
+
+
 def write_first(strategy: muster.Strategy) -> Any:
     module = muster.ShardedEmbedding(4, 2, seed=0)
     with torch.no_grad():

@@ -27,12 +27,17 @@ struct ShardedEmbeddingOptions {
   std::optional<uint64_t> seed = {};  ///< a row's first values follow from (seed, row) alone; empty: drawn from torch
   bool on_servers = false;            ///< `weight` takes no memory here: for ParameterServerStrategy alone
   RowPlacement placement = RowPlacement::modulo;  ///< of rows, under ParameterServerStrategy
+  bool row_wise_adagrad = false;                  ///< one accumulator a row; see below
 };
 
 /// torch::nn::Embedding, or with a mode torch::nn::EmbeddingBag, with sparse gradients: only the rows that a step used
 /// are summed over replicas, and a flat optimizer steps only those. Its optimizer and learning rate are those of the
 /// parameter group that holds `weight`, which may be written before `prepare`. Rows are fp32. Thread-safe where
 /// torch::nn::Embedding is.
+///
+/// With `row_wise_adagrad` the optimizer, a flat Adagrad without weight decay, keeps one accumulator a row, to which it
+/// adds the mean of the row's squared gradients (FBGEMM's EXACT_ROWWISE_ADAGRAD): a `dim`-th of the state. Its `sum`
+/// has the shape [num_embeddings, 1]; one of the weight's shape is taken over by each row's mean. On the CPU.
 ///
 /// Under ParameterServerStrategy rows are divided over the servers from the first step on: the module pulls those that
 /// its ids name, each once, and in the step pushes their gradients. `weight` is then a stub of NaN without memory,

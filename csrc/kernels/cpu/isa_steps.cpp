@@ -262,9 +262,10 @@ void rowwise_adagrad_segment(const StepArguments& a, const StepSegment& segment,
     for (size_t half = kLanes / 2; half > 0; half /= 2) {
       for (size_t l = 0; l < half; ++l) lanes[l] = lanes[l] + lanes[l + half];
     }
-    rate = rowwise_adagrad_rate(*static_cast<T*>(segment.state[0]), lanes[0] / static_cast<double>(segment.n), group);
+    rate = rowwise_adagrad_rate(*static_cast<T*>(segment.state[0]), lanes[0] / static_cast<double>(segment.n), group,
+                                step_count(segment.step));
   }
-  step_segment<T>(row, *a.scalars, a.keep_gradient, /*maximize=*/false,
+  step_segment<T>(row, *a.scalars, a.keep_gradient, group.maximize,
                   [&](const Piece<T>& piece) { rowwise_adagrad_piece(piece, rate); });
 }
 

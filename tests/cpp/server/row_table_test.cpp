@@ -31,7 +31,7 @@ kernels::SgdGroup sgd(double momentum = 0, double weight_decay = 0) {
 kernels::AdamGroup adam(bool amsgrad) { return {0.01, 0.9, 0.99, 1e-8, 0, false, amsgrad, false}; }
 
 const RowOptimizer kSgd = sgd();
-const RowOptimizer kRowwise = kernels::RowwiseAdagradGroup{.lr = 0.1, .eps = 1e-8};
+const RowOptimizer kRowwise = kernels::RowwiseAdagradGroup{.lr = 0.1, .lr_decay = 0, .eps = 1e-8, .maximize = false};
 
 RowInitialiser with_seed(uint64_t seed) { return {RowInitialiser::Kind::normal, 1, seed}; }
 
@@ -112,13 +112,14 @@ TEST_CASE("the bits of initial values stay what they are", "[server]") {
 }
 
 TEST_CASE("pushes have the bits of a flat optimizer's sparse rows", "[server]") {
-  const auto [flat_groups, row_optimizer] = GENERATE(
-      std::pair<FlatGroups, RowOptimizer>{std::vector{sgd()}, sgd()},
-      std::pair<FlatGroups, RowOptimizer>{std::vector{kernels::AdagradGroup{0.1, 0.01, 1e-10, 0, false}},
-                                          kernels::AdagradGroup{0.1, 0.01, 1e-10, 0, false}},
-      std::pair<FlatGroups, RowOptimizer>{std::vector{adam(false)}, adam(false)},
-      std::pair<FlatGroups, RowOptimizer>{std::vector{kernels::AdamGroup{0.01, 0.9, 0.99, 1e-8, 0.1, true, true, true}},
-                                          kernels::AdamGroup{0.01, 0.9, 0.99, 1e-8, 0.1, true, true, true}});
+  using Pair = std::pair<FlatGroups, RowOptimizer>;
+  const kernels::AdagradGroup adagrad{0.1, 0.01, 1e-10, 0, true};
+  const kernels::AdamGroup amsgrad{0.01, 0.9, 0.99, 1e-8, 0.1, true, true, true};
+  const auto [flat_groups, row_optimizer] =
+      GENERATE_COPY(Pair{std::vector{sgd()}, sgd()}, Pair{std::vector{adagrad}, adagrad},
+                    Pair{std::vector{adagrad}, kernels::RowwiseAdagradGroup{0.1, 0.01, 1e-10, true}},
+                    Pair{std::vector{adam(false)}, adam(false)}, Pair{std::vector{amsgrad}, amsgrad});
+  const bool is_row_wise = std::holds_alternative<kernels::RowwiseAdagradGroup>(row_optimizer);
   constexpr int64_t kRows = 300;
   const int64_t dim = GENERATE(1, 7, 64);
   const RowInitialiser initialiser{RowInitialiser::Kind::normal, 1, 5};
@@ -127,7 +128,7 @@ TEST_CASE("pushes have the bits of a flat optimizer's sparse rows", "[server]") 
   std::iota(all.begin(), all.end(), 0);
   auto initial = pulled(table, all);
   const auto weight = at::from_blob(initial.data(), {kRows, dim}).clone();
-  FlatOptimizer flat({{"weight", weight, 0}}, flat_groups);
+  FlatOptimizer flat({{"weight", weight, 0, is_row_wise}}, flat_groups);
 
   std::mt19937_64 random(3);
   for (int64_t step = 1; step <= 20; ++step) {
@@ -156,17 +157,19 @@ TEST_CASE("pushes have the bits of a flat optimizer's sparse rows", "[server]") 
   Values values(size * static_cast<size_t>(dim)), states(size * static_cast<size_t>(table.state_width()));
   table.export_rows(0, rows, values, states);
   for (size_t i = 0; i < size; ++i) {
-    for (int64_t s = 0; s < table.state_width() / dim; ++s) {
+    const int64_t width = is_row_wise ? 1 : dim;
+    for (int64_t s = 0; s < table.state_width() / width; ++s) {
       const auto whole = flat.state(0, static_cast<size_t>(s));
-      CHECK(same_bits(states.data() + static_cast<ptrdiff_t>(i) * table.state_width() + s * dim,
-                      whole.const_data_ptr<float>() + rows[i] * dim, static_cast<size_t>(dim)));
+      CHECK(same_bits(states.data() + static_cast<ptrdiff_t>(i) * table.state_width() + s * width,
+                      whole.const_data_ptr<float>() + rows[i] * width, static_cast<size_t>(width)));
     }
   }
 }
 
 TEST_CASE("row-wise Adagrad has one accumulator a row", "[server]") {
   const size_t dim = GENERATE(size_t{1}, size_t{5}, size_t{32}, size_t{70}, size_t{2500});
-  const kernels::RowwiseAdagradGroup group{.lr = 0.3, .eps = 1e-3};
+  const bool maximize = GENERATE(false, true);
+  const kernels::RowwiseAdagradGroup group{.lr = 0.3, .lr_decay = 0.1, .eps = 1e-3, .maximize = maximize};
   RowTable table(10, static_cast<int64_t>(dim), {}, group);
   CHECK(table.state_width() == 1);
   auto values = pulled(table, {4});
@@ -189,8 +192,9 @@ TEST_CASE("row-wise Adagrad has one accumulator a row", "[server]") {
       for (size_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];
     }
     sum += static_cast<float>(lanes[0] / static_cast<double>(dim));
-    const auto rate = static_cast<float>(0.3 / (std::sqrt(static_cast<double>(sum)) + 1e-3));
-    for (size_t i = 0; i < dim; ++i) values[i] -= rate * mean[i];
+    const double decayed = 0.3 / (1 + static_cast<double>(step - 1) * 0.1);
+    const auto rate = static_cast<float>(decayed / (std::sqrt(static_cast<double>(sum)) + 1e-3));
+    for (size_t i = 0; i < dim; ++i) values[i] -= rate * (maximize ? -mean[i] : mean[i]);
     CHECK(same_bits(pulled(table, {4}).data(), values.data(), dim));
   }
   Rows rows(1);
@@ -215,7 +219,7 @@ TEST_CASE("row-wise Adagrad is the same on every instruction set", "[server]") {
       segment.n = n;
       StepScalars scalars = kPlain;
       scalars.divisor = 3;
-      const RowwiseAdagradGroup group{0.1, 1e-8};
+      const RowwiseAdagradGroup group{.lr = 0.1, .lr_decay = 0, .eps = 1e-8, .maximize = false};
       isa.steps->rowwise_adagrad({DType::f32, &segment, 1, &scalars, true}, &group);
       for (size_t i = 0; i < n; ++i) REQUIRE(g[i] == gradient[i] / 3.0F);
       results.emplace_back(std::move(p), sum);

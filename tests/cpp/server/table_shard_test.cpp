@@ -130,7 +130,7 @@ struct Reference {
       const bool is_unused = std::binary_search(command.unused_tables.begin(), command.unused_tables.end(), t);
       if (is_unused || command.scalars.finite == 0) continue;
       ++counted[t];
-      tables[t].push(rows, sums, row_optimizer_of(command.groups, spec.group), static_cast<int64_t>(counted[t]),
+      tables[t].push(rows, sums, row_optimizer_of(spec, command.groups), static_cast<int64_t>(counted[t]),
                      command.scalars);
     }
     return statistics;
@@ -223,12 +223,6 @@ void check_same(TableWorker& worker, const Reference& expected, uint64_t step) {
     MUSTER_CHECK(same(worker.client.fetch_rows(t, step), known));
   }
 }
-
-struct Folder {
-  Folder() { std::filesystem::create_directories(path); }
-  ~Folder() { std::filesystem::remove_all(path); }
-  std::filesystem::path path = std::filesystem::temp_directory_path() / ("muster-tables-" + net::random_name());
-};
 
 // Sockets of this process, but for those that listen.
 void cut_all_connections() {
@@ -396,7 +390,7 @@ TEST_CASE("tables go on from a server's snapshot", "[server]") {
     Plan plan = table_plan(2, 1, adam(), RowPlacement::range);
     plan.staleness = staleness;
     plan.heartbeat_ms = 2'000;
-    const Folder folder;
+    const testing::Folder folder;
     const auto names = testing::server_names(2);
     const auto config_at = [&](size_t s) {
       return ServerConfig{names[s], folder.path / std::to_string(s), std::chrono::milliseconds(1'000'000)};
