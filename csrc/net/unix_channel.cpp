@@ -21,9 +21,6 @@ constexpr uint64_t kMaxSharedBytes = uint64_t{1} << 46;
 constexpr size_t kBuffer = size_t{64} << 10;
 constexpr uint64_t kStep = uint64_t{1} << 20;  // memory is taken as bytes arrive, not as a header promises
 constexpr size_t kMaxPieces = 512;             // of one system call
-// What the kernel copies in is still in a core's cache when it is copied out (it takes twice of this): 64 MB each way
-// took 24 ms, with the default of 208 KiB 27, with 1 MB 31.
-constexpr int kSendBuffer = 400'000;
 
 [[noreturn]] void fail(const std::string& what) {
   throw CommError(what + "; look at the log of the process at the other end of the connection");
@@ -53,10 +50,7 @@ bool is_within(uint64_t place, uint64_t bytes, uint64_t size) noexcept {
 class UnixChannel final : public Channel {
  public:
   UnixChannel(FileDescriptor fd, std::shared_ptr<Arena> own, bool awaits_attach)
-      : fd_(std::move(fd)), own_(std::move(own)), awaits_attach_(awaits_attach), buffer_(kBuffer) {
-    // The system may grant less, which works as well.
-    ::setsockopt(fd_.get(), SOL_SOCKET, SO_SNDBUF, &kSendBuffer, sizeof(kSendBuffer));
-  }
+      : fd_(std::move(fd)), own_(std::move(own)), awaits_attach_(awaits_attach), buffer_(kBuffer) {}
 
   void attach(Deadline deadline) {
     FrameHeader header;

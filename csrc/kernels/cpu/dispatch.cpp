@@ -6,13 +6,13 @@ namespace {
 struct Choice {
   NamedTable tables[3];
   size_t count = 0;
-  bool gains_from_prefetch = true;
+  bool gains_from_hints = true;
 
   Choice() noexcept {
     tables[count++] = {"baseline", &baseline::kTable, &baseline::kSteps};
 #ifdef MUSTER_X86_ISA
     __builtin_cpu_init();
-    gains_from_prefetch = !__builtin_cpu_is("amd");
+    gains_from_hints = !__builtin_cpu_is("amd");
     const bool has_avx2 =
         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (has_avx2) tables[count++] = {"avx2", &avx2::kTable, &avx2::kSteps};
@@ -36,7 +36,7 @@ const NamedTable* usable_tables(size_t& count) noexcept {
   return choice().tables;
 }
 
-bool gains_from_prefetch() noexcept { return choice().gains_from_prefetch; }
+bool gains_from_hints() noexcept { return choice().gains_from_hints; }
 
 const NamedTable& best_table() noexcept { return choice().tables[choice().count - 1]; }
 

@@ -156,9 +156,10 @@ void reduce_few(const void* const* sources, void* const* destinations, int num_d
     in[s] = static_cast<const Storage*>(sources[s]);
     out[s] = static_cast<Storage*>(destinations[s < num_destinations ? s : 0]);
   }
+  const size_t fetched = gains_from_hints() ? n : 0;
   size_t i = 0;
   for (; i + kStrip <= n; i += kStrip) {
-    if (i + kAhead + kStrip <= n) {
+    if (i + kAhead + kStrip <= fetched) {
       for (int s = 0; s < kSources; ++s) {
         for (size_t k = 0; k < kStrip; k += kLineBytes / sizeof(Storage)) __builtin_prefetch(in[s] + i + kAhead + k);
       }

@@ -38,7 +38,7 @@ template <class T>
 class Prefetch {
  public:
   explicit Prefetch(const StepSegment& segment) noexcept : n_(segment.n) {
-    if (!gains_from_prefetch()) return;
+    if (!gains_from_hints()) return;
     const void* const read[] = {segment.gradient, segment.parameter, segment.state[0], segment.state[1],
                                 segment.state[2]};
     for (const void* array : read) {

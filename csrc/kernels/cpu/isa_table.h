@@ -24,9 +24,9 @@ struct StepTable {
   void (*rowwise_adagrad)(const StepArguments&, const RowwiseAdagradGroup*) noexcept;
 };
 
-/// Whether steps are faster when what they read is fetched before its turn: on Intel's processors by about a tenth; on
-/// AMD's, whose own prefetching needs no help, they are a fifth slower.
-bool gains_from_prefetch() noexcept;
+/// Whether passes over large memory are faster with hints: prefetches of what comes, and stores past the caches. On
+/// Intel's processors by about a tenth; on AMD's, whose own prefetching needs no help, they are as much slower.
+bool gains_from_hints() noexcept;
 
 namespace baseline {
 extern const IsaTable kTable;

@@ -20,7 +20,7 @@ bool is_plain_copy(const PackItem& item) noexcept {
 
 void pack(const PackItem* items, size_t count, bool accumulate, double factor) noexcept {
   const auto& table = *best_table().table;
-  if (accumulate || factor != 1 || bytes_of(items, count) <= kStreamedBytes) {
+  if (accumulate || factor != 1 || !is_streamed(bytes_of(items, count))) {
     return table.pack(items, count, accumulate, factor);
   }
   for (size_t i = 0; i < count; ++i) {

@@ -71,7 +71,7 @@ void reduce_stats(DType dtype, int num_ranks, const ReduceSegment* segments, siz
   size_t bytes = 0;
   for (size_t i = 0; i < count; ++i) bytes += segments[i].n * size_of(sum_dtype(dtype));
   for (size_t i = 0; i < count; ++i) {
-    const bool streams = bytes > kStreamedBytes && !is_in_place(num_ranks, segments[i]);
+    const bool streams = is_streamed(bytes) && !is_in_place(num_ranks, segments[i]);
     reduce_segment(dtype, num_ranks, segments[i], streams);
   }
 }

@@ -7,6 +7,8 @@
 #include <emmintrin.h>
 #endif
 
+#include "kernels/cpu/isa_table.h"
+
 namespace muster::kernels {
 
 #if defined(__SSE2__)
@@ -63,6 +65,8 @@ void plain_copy(void* destination, const void* source, size_t bytes) noexcept {
 
 }  // namespace
 
-Copy copy_for(size_t bytes) noexcept { return bytes > kStreamedBytes ? &stream_copy : &plain_copy; }
+bool is_streamed(size_t bytes) noexcept { return bytes > kStreamedBytes && gains_from_hints(); }
+
+Copy copy_for(size_t bytes) noexcept { return is_streamed(bytes) ? &stream_copy : &plain_copy; }
 
 }  // namespace muster::kernels

@@ -12,8 +12,11 @@ inline constexpr size_t kStreamedBytes = size_t{2} << 20;
 /// Other threads see it as they see any write.
 void stream_copy(void* destination, const void* source, size_t bytes) noexcept;
 
-/// How to copy what is a part of `bytes` that are written at once: stream_copy where they leave the caches, else as
-/// memcpy.
+/// Whether what is a part of `bytes` that are written at once had better go past the caches: where it leaves them in
+/// any case, on a processor that gains from that.
+bool is_streamed(size_t bytes) noexcept;
+
+/// How to copy such a part.
 using Copy = void (*)(void* destination, const void* source, size_t bytes) noexcept;
 Copy copy_for(size_t bytes) noexcept;
 
