@@ -21,6 +21,9 @@ constexpr uint64_t kMaxSharedBytes = uint64_t{1} << 46;
 constexpr size_t kBuffer = size_t{64} << 10;
 constexpr uint64_t kStep = uint64_t{1} << 20;  // memory is taken as bytes arrive, not as a header promises
 constexpr size_t kMaxPieces = 512;             // of one system call
+// Bytes, of which the kernel takes twice. More than the usual 208 KiB spares wake-ups, and still stays in a core's
+// cache from the copy in to the copy out; with 1 MB large payloads were slower.
+constexpr int kSendBuffer = 400'000;
 
 [[noreturn]] void fail(const std::string& what) {
   throw CommError(what + "; look at the log of the process at the other end of the connection");
@@ -50,7 +53,10 @@ bool is_within(uint64_t place, uint64_t bytes, uint64_t size) noexcept {
 class UnixChannel final : public Channel {
  public:
   UnixChannel(FileDescriptor fd, std::shared_ptr<Arena> own, bool awaits_attach)
-      : fd_(std::move(fd)), own_(std::move(own)), awaits_attach_(awaits_attach), buffer_(kBuffer) {}
+      : fd_(std::move(fd)), own_(std::move(own)), awaits_attach_(awaits_attach), buffer_(kBuffer) {
+    // The system may grant less, which works as well.
+    ::setsockopt(fd_.get(), SOL_SOCKET, SO_SNDBUF, &kSendBuffer, sizeof(kSendBuffer));
+  }
 
   void attach(Deadline deadline) {
     FrameHeader header;
