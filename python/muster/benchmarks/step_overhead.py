@@ -77,6 +77,7 @@ CASES = {
     "10 M transformer": Case(TRANSFORMER, 4),
 }
 TRIAL = {"tiny": Case(TINY, 4), "tiny, AdamW": Case(TINY, 4, "AdamW", 1e-5, {"tiny, fused": "fused_adamw"})}
+AGREED_STEPS = 5
 
 
 # --- in Python --------------------------------------------------------------------------------------------------------
@@ -90,8 +91,13 @@ def worker(rank: int, name: str, gloo: int, rendezvous: int) -> Iterator[dict[st
     with muster.MultiWorkerMirroredStrategy(cluster, threads_per_replica=1, seed=0) as strategy:
         case = (CASES | TRIAL)[name]
         modules = {column: case.model.fresh() for column in WORKER_COLUMNS}
-        yield columns_of(case, strategy, modules)
+        columns = columns_of(case, strategy, modules)
+        for _ in range(AGREED_STEPS):
+            for step in columns.values():
+                step()
         check_agreement(modules)
+        yield columns
+        check_ranks(modules)
         dist.barrier()
     dist.destroy_process_group()
 
@@ -114,14 +120,23 @@ def columns_of(case: Case, strategy: muster.Strategy, modules: dict[str, nn.Modu
 
 
 def check_agreement(modules: dict[str, nn.Module]) -> None:
-    """Raises unless all columns that communicate have learnt the same, and on every rank."""
+    """Raises unless all columns that communicate have learnt the same. Only of few steps: on a batch that is learnt by
+    heart, AdamW blows rounding up."""
     expected = parameters_of(modules[DDP])
     for name, module in modules.items():
         if name != BASE:
             torch.testing.assert_close(parameters_of(module), expected, rtol=1e-3, atol=1e-5, msg=f"{name} differs")
-    chief = expected.clone()
-    dist.broadcast(chief, 0)
-    assert torch.equal(chief, expected)
+
+
+def check_ranks(modules: dict[str, nn.Module]) -> None:
+    """Raises unless every column that communicates has learnt the same on every rank."""
+    for name, module in modules.items():
+        if name == BASE:
+            continue
+        own = parameters_of(module)
+        chief = own.clone()
+        dist.broadcast(chief, 0)
+        assert torch.equal(chief, own), f"{name} differs between ranks"
 
 
 def parameters_of(module: nn.Module) -> Tensor:

@@ -68,12 +68,13 @@ Values train(Strategy& strategy, int steps) {
 }
 
 struct Clicks : torch::nn::Module {
-  Clicks()
-      : table(register_module(
-            "table",
-            ShardedEmbedding(60, 8,
-                             ShardedEmbeddingOptions{
-                                 .mode = Reduction::sum, .scale = 0.3, .seed = 4, .placement = RowPlacement::range}))),
+  explicit Clicks(bool is_row_wise = false)
+      : table(register_module("table", ShardedEmbedding(60, 8,
+                                                        ShardedEmbeddingOptions{.mode = Reduction::sum,
+                                                                                .scale = 0.3,
+                                                                                .seed = 4,
+                                                                                .placement = RowPlacement::range,
+                                                                                .row_wise_adagrad = is_row_wise}))),
         read(register_module("read", torch::nn::Linear(8, 1))) {
     const torch::NoGradGuard no_grad;
     read->weight.copy_(at::sin(at::arange(8) * 0.9).view({1, 8}));
@@ -84,10 +85,15 @@ struct Clicks : torch::nn::Module {
   torch::nn::Linear read;
 };
 
-Values train_rows(Strategy& strategy) {
-  auto net = strategy.prepare([] { return Clicks(); });
-  optim::Adam optimizer(net->parameters(), torch::optim::AdamOptions(0.05));
-  strategy.prepare(optimizer);
+Values train_rows(Strategy& strategy, bool is_row_wise) {
+  auto net = strategy.prepare([&] { return Clicks(is_row_wise); });
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  if (is_row_wise) {
+    optimizer = std::make_unique<optim::Adagrad>(net->parameters(), torch::optim::AdagradOptions(0.05).lr_decay(0.1));
+  } else {
+    optimizer = std::make_unique<optim::Adam>(net->parameters(), torch::optim::AdamOptions(0.05));
+  }
+  strategy.prepare(*optimizer);
   const auto loss = [&](const at::Tensor& ids) { return net->forward(ids).square().mean(); };
   for (int step = 0; step < 8; ++step) {
     const auto ids = [&](int replica) {
@@ -145,9 +151,11 @@ TEST_CASE("rows of C++ embeddings on servers get the bits of rows in one process
   StrategyOptions options;
   options.clip_norm = 0.4;
   MirroredStrategy mirrored({"cpu", "cpu"}, options);
-  const auto expected = train_rows(mirrored);
+  const bool is_row_wise = GENERATE(false, true);
+  const auto body = [&](Strategy& strategy) { return train_rows(strategy, is_row_wise); };
+  const auto expected = body(mirrored);
   const Servers servers(server_names(2));
-  const auto actual = train_workers(2, servers.names, train_rows);
+  const auto actual = train_workers(2, servers.names, body);
   for (const auto& values : actual) CHECK(bit_equal(values, expected));
 }
 
