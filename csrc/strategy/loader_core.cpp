@@ -14,6 +14,7 @@
 #include "muster/loader.h"
 #include "strategy/dealing.h"
 #include "strategy/read_ahead.h"
+#include "strategy/sharing.h"
 #include "strategy/strategy_state.h"
 
 namespace muster::detail {
@@ -60,6 +61,7 @@ struct LoaderCore::State {
   std::unique_ptr<ReadAhead> reads;
 
   bool is_dealt() const { return strategy->core->deals_batches() && !options.sharded; }
+  bool is_shared() const { return strategy->core->shares_batches() && !options.sharded && !is_stream; }
 
   int64_t batches() const {
     if (is_stream) return std::numeric_limits<int64_t>::max();
@@ -87,6 +89,7 @@ struct LoaderCore::State {
 
   std::optional<int64_t> next_number() {
     if (progress->dealing) return progress->dealing->next();
+    if (progress->sharing) return progress->sharing->next();
     return next < batches() ? std::optional(next++) : std::nullopt;
   }
 
@@ -126,6 +129,7 @@ struct LoaderCore::State {
   void end() {
     ended = true;
     reads.reset();
+    if (progress->sharing) progress->sharing->end();
   }
 };
 
@@ -154,9 +158,9 @@ LoaderCore::LoaderCore(Strategy& strategy, const LoaderOptions& options, bool is
   require(!s.is_dealt() || !is_stream,
           "servers deal batches by number, which a stream has not; use a data set that is read by index, or "
           "sharded=true with data of this worker's own");
-  require(s.is_dealt() || !s.strategy->core->joins(),
-          "this worker joined a running synchronous job, whose C++ loaders do not tell where they are; step with "
-          "batches of its own, or start all workers again");
+  require(s.is_dealt() || s.is_shared() || !s.strategy->core->joins(),
+          "this worker joined a running synchronous job, whose streams and sharded loaders do not tell where they are; "
+          "step with batches of its own, or start all workers again");
   const auto& topology = s.strategy->core->topology();
   s.deal = options.sharded || s.is_dealt()
                ? Deal{topology.local_replicas(), 0, topology.local_replicas()}
@@ -200,10 +204,19 @@ std::shared_ptr<void> LoaderCore::begin() {
   }
   s.running = true;
   s.next = 0;
-  s.reads = std::make_unique<ReadAhead>(static_cast<size_t>(s.options.workers),
-                                        [&s, order = s.order_of_pass()](size_t thread, int64_t number) {
-                                          return s.read(thread, s.task_of(order, number));
-                                        });
+  std::function<ReadTask(int64_t number)> task_of;
+  auto& sharing = s.progress->sharing;
+  sharing = nullptr;
+  if (s.is_shared()) {
+    sharing = s.strategy->share(s.index, s.epoch, s.order_of_pass(), s.options.batch_size, s.batches());
+    hold = sharing->hold();
+    task_of = [sharing](int64_t number) { return sharing->task_of(number); };
+  } else {
+    task_of = [&s, order = s.order_of_pass()](int64_t number) { return s.task_of(order, number); };
+  }
+  s.reads = std::make_unique<ReadAhead>(
+      static_cast<size_t>(s.options.workers),
+      [&s, task_of](size_t thread, int64_t number) { return s.read(thread, task_of(number)); });
   s.ended = false;
   s.look_ahead();
   return hold;
@@ -212,6 +225,7 @@ std::shared_ptr<void> LoaderCore::begin() {
 bool LoaderCore::advance() {
   auto& s = *state_;
   const auto dealing = s.progress->dealing;
+  const auto sharing = s.progress->sharing;
   s.progress->at_end = false;
   s.current = nullptr;
   if (s.ended) return false;
@@ -219,9 +233,14 @@ bool LoaderCore::advance() {
     dealing->done();
     while (!s.more_ahead && dealing->wait_for_more()) s.look_ahead();
   }
+  if (sharing) {
+    sharing->done();
+    if (!s.more_ahead && sharing->has_more()) s.look_ahead();
+  }
   if (s.ahead.error) {
     s.end();
     if (dealing && s.ahead.number >= 0) dealing->lost(s.ahead.number);
+    if (sharing && s.ahead.number >= 0) sharing->lost(s.ahead.number);
     std::rethrow_exception(std::exchange(s.ahead.error, nullptr));
   }
   if (!s.more_ahead) {
@@ -232,6 +251,7 @@ bool LoaderCore::advance() {
   }
   s.current = std::move(s.ahead.parts);
   if (dealing) dealing->yielded(s.ahead.number);
+  if (sharing) sharing->yielded(s.ahead.number);
   s.look_ahead();
   s.progress->at_end = !s.more_ahead;
   return true;

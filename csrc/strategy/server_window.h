@@ -81,9 +81,13 @@ class ServerWindow {
   /// Synchronous: ranks whose parts made the last step that was agreed on, but for those that had none to give, and
   /// those expected in the next; ascending.
   const std::vector<uint32_t>& members() const noexcept { return givers_; }
-  void leave_out(uint32_t watcher) { std::erase(givers_, watcher); }
+  void leave_out(uint32_t watcher) {
+    std::erase(givers_, watcher);
+    has_lost_ = true;  // it came in place of another one, which the others may not have missed
+  }
   const std::vector<uint32_t>& expected() const noexcept { return decision_.next_members; }
-  /// Whether a rank was ever missing there: what workers do without servers, they can no longer do.
+  /// Whether a rank was ever missing there, or another one came for it: what workers do without servers, they can no
+  /// longer do.
   bool has_lost() const noexcept { return has_lost_; }
 
   /// Synchronous, after agree(): sums of squares by tile of the sums over workers of the parameters that are used, in

@@ -14,6 +14,7 @@
 #include "optimizer/flat_state.h"
 #include "strategy/collectives.h"
 #include "strategy/dealing.h"
+#include "strategy/sharing.h"
 #include "strategy/strategy_state.h"
 
 namespace muster {
@@ -103,7 +104,16 @@ KeepRandomState::~KeepRandomState() {
 }  // namespace detail
 
 Strategy::State::State(std::shared_ptr<StrategyCore> strategy_core, std::string strategy_name)
-    : core(std::move(strategy_core)), name(std::move(strategy_name)) {}
+    : core(std::move(strategy_core)), name(std::move(strategy_name)) {
+  core->describe_passes([this] {
+    detail::PassStandings standings;
+    for (const auto& loader : loaders) {
+      const auto progress = loader.lock();
+      if (progress && progress->sharing) standings.passes.push_back(progress->sharing->standing());
+    }
+    return server::encode(standings);
+  });
+}
 
 Strategy::State::~State() { release(); }
 
@@ -166,7 +176,12 @@ int Strategy::State::set_of(const StepOptions& options) {
     auto& first = *stepping.front();
     const auto& flat = **detail::flat_state_of(first);
     core->connect_servers(used->set, flat.flat, flat.indices, detail::groups_of(first));
-    core->watch(used->set, [this, set = used->set] { apply(set); });
+    const auto told = core->watch(used->set, [this, set = used->set] { apply(set); });
+    if (!told.empty()) {
+      for (auto& pass : server::decode<detail::PassStandings>(told).passes)
+        others_passes[pass.loader] = std::move(pass);
+    }
+    told_at = core->steps();
   }
   return used->set;
 }
@@ -238,6 +253,40 @@ std::shared_ptr<detail::Dealing> Strategy::State::dealing_of(const detail::Parts
   if (!parts.loader) return nullptr;
   const auto found = std::find(dealings.begin(), dealings.end(), parts.loader->dealing);
   return found == dealings.end() ? nullptr : *found;
+}
+
+std::shared_ptr<detail::Sharing> Strategy::State::share(int loader, int64_t epoch, std::vector<size_t> order,
+                                                        int64_t batch_size, int64_t batches) {
+  auto sharing = std::make_shared<detail::Sharing>(core, loader, epoch, std::move(order), batch_size, batches);
+  if (!core->joins()) return sharing;
+  if (!core->has_servers()) set_of({});
+  core->servers();  // refuses
+  const auto others = others_passes.find(static_cast<uint32_t>(loader));
+  if (others == others_passes.end() || static_cast<int64_t>(others->second.epoch) < epoch) return sharing;
+  if (static_cast<int64_t>(others->second.epoch) > epoch) {
+    sharing->go_on({.is_left = true}, {});
+    return sharing;
+  }
+  if (core->steps() > told_at) {
+    throw InvalidArgument(
+        "this worker joined others in a pass over this loader, and stepped before it began that pass; iterate over "
+        "loaders in the order of the other workers");
+  }
+  sharing->go_on(others->second, core->servers().members());
+  others_passes.erase(others);
+  return sharing;
+}
+
+void Strategy::State::settle(bool stepped) const {
+  for (const auto& loader : loaders) {
+    const auto progress = loader.lock();
+    if (!progress || !progress->sharing) continue;
+    if (stepped) {
+      progress->sharing->settle(core->servers().members());
+    } else {
+      progress->sharing->forget();
+    }
+  }
 }
 
 comm::Communicator& Strategy::State::workers() {
@@ -353,19 +402,29 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
   call.apply = [this, set = call.set] { state_->apply(set); };
   call.fused = state_->is_fused(call.set);
   if (dealing) call.batches = dealing->current();
-  auto result = state_->call([&] { return state_->core->step(call); });
+  if (parts.loader && parts.loader->sharing) parts.loader->sharing->stepped();
+  StepResult result;
+  try {
+    result = state_->call([&] { return state_->core->step(call); });
+  } catch (...) {
+    state_->settle(/*stepped=*/false);
+    throw;
+  }
   if (dealing) dealing->stepped(result.stepped);
+  if (result.stepped) state_->settle(/*stepped=*/true);
   return result;
 }
 
 std::optional<StepResult> Strategy::flush() {
   check_outside_step(*state_->core, "flush");
   state_->leave_passes();
-  return state_->call([&] {
+  auto result = state_->call([&] {
     return state_->core->flush([this](int set) { state_->apply(set); },
                                [this](int set) { return state_->is_fused(set); },
                                state_->core->options().drop_incomplete);
   });
+  if (result) state_->settle(/*stepped=*/true);
+  return result;
 }
 
 void Strategy::run_parts(const std::function<void(int local_replica)>& fn, const detail::PartsInfo& parts) {

@@ -140,6 +140,9 @@ class StrategyCore {
   /// Whether workers step on their own, so that servers deal whole batches.
   bool deals_batches() const noexcept { return groups_.servers && groups_.servers->staleness != 0; }
 
+  /// Whether workers of parameter servers step together, so that those which are live divide each batch.
+  bool shares_batches() const noexcept { return groups_.servers && groups_.servers->staleness == 0; }
+
   /// A part of the state of the parameters of the registry, from the servers that hold it; undefined where there is
   /// none. Empty without has_servers().
   std::vector<at::Tensor> state_on_servers(const std::vector<int>& parameters, server::Part part);

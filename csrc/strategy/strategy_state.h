@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "muster/strategy.h"
+#include "strategy/sharing.h"
 #include "strategy/strategy_core.h"
 
 namespace muster {
@@ -24,6 +25,7 @@ struct LoaderProgress {
   bool in_step = false;              ///< a batch of it went to a step
   bool in_run = false;               ///< a batch of it went to run
   std::shared_ptr<Dealing> dealing;  ///< of the last pass, where servers deal its batches
+  std::shared_ptr<Sharing> sharing;  ///< likewise, where live workers divide them
 };
 
 /// The local replicas of a module, for what replicas take over from replica 0 when a call begins. Owned by the thread
@@ -83,6 +85,12 @@ struct Strategy::State {
   std::shared_ptr<detail::Dealing> deal(int loader, int64_t epoch, int64_t batches);
   /// Of the pass over this strategy's loader that the parts are of; null where none is dealt.
   std::shared_ptr<detail::Dealing> dealing_of(const detail::PartsInfo& parts) const;
+  /// Begins a pass whose batches live workers divide. Where this worker joined others it connects, where no step has,
+  /// and goes on where they are.
+  std::shared_ptr<detail::Sharing> share(int loader, int64_t epoch, std::vector<size_t> order, int64_t batch_size,
+                                         int64_t batches);
+  /// After a window was closed of the parts of members, or dropped: where batches are divided over live workers.
+  void settle(bool stepped) const;
   /// Lets other workers, who may wait for it, have what is left of passes that were left early.
   void leave_passes();
   /// For a collective outside a step.
@@ -112,6 +120,8 @@ struct Strategy::State {
   std::vector<std::weak_ptr<detail::LoaderProgress>> loaders;
   int num_loaders = 0;                                     // prepared so far
   std::vector<std::shared_ptr<detail::Dealing>> dealings;  // of passes that may be under way
+  std::map<uint32_t, detail::PassStanding> others_passes;  // by loader, where this worker joined a synchronous job
+  int64_t told_at = 0;                                     // in steps: when it was told of them
 };
 
 }  // namespace muster

@@ -106,6 +106,9 @@ class LoaderCore {
 /// With `shuffle` the order is that of Python's loader: a generator seeded with stream_seed(seed ^ 0x6C6F61646572,
 /// loader's index, epoch) draws an int64, which seeds the generator of randperm(n).
 ///
+/// Where workers of parameter servers step together, batches of a data set that is read by index are divided over those
+/// which are live, and what one had of a batch when it died comes once more, as a batch of its own.
+///
 /// Where parameter servers let workers step on their own (ServerOptions::staleness), they deal whole batches of a data
 /// set that is read by index, in order, to whichever worker asks: all samples of an epoch go to one worker or another,
 /// and a worker that is through waits at the end of its pass for what the others may leave (Timeout after the

@@ -1,4 +1,5 @@
-// Loaders of workers that step on their own: parameter servers deal whole batches. Workers are threads.
+// Loaders of workers of parameter servers: of those that step on their own, to whom servers deal whole batches, and of
+// those that step together, who divide them. Workers are threads.
 #include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
 #include <torch/data/datasets/base.h>
@@ -83,7 +84,8 @@ class Learner : public Strategy {
   optim::SGD optimizer;
 };
 
-std::string on_workers(int n, const StrategyOptions& options, const std::function<void(Learner&)>& body) {
+std::string on_workers(int n, const StrategyOptions& options, const std::function<void(Learner&)>& body,
+                       uint32_t staleness = server::kAnyStaleness) {
   const Servers servers(server_names(2));
   const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(options.timeout * 1000));
   const auto step = comm::make_local(n, timeout);
@@ -95,7 +97,7 @@ std::string on_workers(int n, const StrategyOptions& options, const std::functio
     groups.gradients = {comm::make_single()};
     groups.step = {step[r]};
     groups.workers = workers[r];
-    groups.servers = ServerJob{.channels = servers.names, .staleness = server::kAnyStaleness, .embedded = nullptr};
+    groups.servers = ServerJob{.channels = servers.names, .staleness = staleness, .embedded = nullptr};
     Learner worker(std::make_shared<StrategyCore>(topology, groups, options, std::make_shared<ReplicaPool>(1, 1), 7));
     body(worker);
   });
@@ -173,6 +175,101 @@ TEST_CASE("servers deal each batch of an epoch to one C++ worker", "[loader][ser
   CHECK(batches[0] > batches[1]);
   CHECK(batches[1] > 0);
   CHECK(seen[0][0] != seen[0][1]);  // shuffled anew
+}
+
+TEST_CASE("what a C++ worker leaves undone of shared batches goes to those who live", "[loader][server]") {
+  constexpr int kEpochs = 2;
+  auto loading = kLoading;
+  loading.batch_size = 7;  // 8 batches, of which the last has one sample
+  loading.workers = GENERATE(0, 2);
+  auto options = patient(60);
+  options.accumulate = GENERATE(1, 2);
+  const int last_step = GENERATE(1, 3, 7, 8, 12);  // of the worker that leaves, in the middle of a window or at its end
+  CAPTURE(loading.workers, options.accumulate, last_step);
+  std::vector<Samples> learnt(3);  // by rank
+  std::vector<int> batches(3);
+  const auto body = [&](Learner& worker) {
+    const auto rank = static_cast<size_t>(worker.rank());
+    auto loader = worker.prepare_loader(Numbers(), loading);
+    Samples in_window;
+    for (int epoch = 0; epoch < kEpochs; ++epoch) {
+      for (auto& batch : loader) {
+        if (rank == 2 && batches[rank] == last_step) return;
+        append(in_window, samples_of(batch[0]));
+        ++batches[rank];
+        if (worker.learn(batch).stepped) append(learnt[rank], std::exchange(in_window, {}));
+      }
+    }
+  };
+  CHECK(on_workers(3, options, body, /*staleness=*/0) == "");
+  auto all = learnt[0];
+  append(all, learnt[1]);
+  append(all, learnt[2]);
+  auto expected = everything();
+  append(expected, everything());
+  CHECK(sorted(all) == sorted(expected));
+  CHECK(batches[2] == last_step);
+  CHECK(batches[0] == batches[1]);
+  CHECK(batches[0] >= kEpochs * 8);
+}
+
+TEST_CASE("a C++ worker that joins others goes on where their loaders are", "[loader][server]") {
+  constexpr int kEpochs = 3;
+  auto loading = kLoading;
+  loading.workers = GENERATE(0, 2);
+  CAPTURE(loading.workers);
+  std::vector<Samples> learnt(3);  // by rank
+  int joined = 0;
+  const auto learn = [&](Learner& worker, int last_step) {
+    const auto rank = static_cast<size_t>(worker.rank());
+    auto loader = worker.prepare_loader(Numbers(), loading);
+    int steps = 0;
+    while (loader.epoch() < kEpochs) {
+      for (auto& batch : loader) {
+        if (steps++ == last_step) return steps;
+        if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(30));
+        MUSTER_CHECK(worker.learn(batch).stepped);
+        append(learnt[rank], samples_of(batch[0]));
+      }
+    }
+    return steps;
+  };
+  const Servers servers(server_names(2));
+  const auto timeout = std::chrono::seconds(60);
+  const auto step = comm::make_local(3, timeout);
+  const auto workers = comm::make_local(3, timeout);
+  CHECK(run_threads(3, [&](int rank) {
+          const auto r = static_cast<size_t>(rank);
+          const auto core = [&](bool joins) {
+            Groups groups;
+            groups.gradients = {comm::make_single()};
+            groups.step = {step[r]};
+            groups.workers = workers[r];
+            if (joins) {
+              groups.workers = comm::make_refusing(rank, 3, "this worker joined");
+              groups.step = {groups.workers};
+              groups.prepare = comm::make_single();
+            }
+            groups.servers = ServerJob{.channels = servers.names, .joins = joins, .staleness = 0, .embedded = nullptr};
+            return std::make_shared<StrategyCore>(one_replica_each(rank, 3), groups, patient(60),
+                                                  std::make_shared<ReplicaPool>(1, 1), 7);
+          };
+          {
+            Learner worker(core(false));
+            learn(worker, rank == 2 ? 3 : 1000);
+          }
+          if (rank != 2) return;
+          Learner again(core(true));
+          joined = learn(again, 1000);
+        }) == "");
+  auto all = learnt[0];
+  append(all, learnt[1]);
+  append(all, learnt[2]);
+  Samples expected;
+  for (int epoch = 0; epoch < kEpochs; ++epoch) append(expected, everything());
+  CHECK(sorted(all) == sorted(expected));
+  CHECK(joined > 13);
+  CHECK(joined < 39);
 }
 
 TEST_CASE("a pass that a C++ worker leaves early goes to the others", "[loader][server]") {
