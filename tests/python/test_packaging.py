@@ -50,7 +50,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     run(sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", folder, ROOT, cwd=folder)
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "source", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later
+        archive.extractall(folder / "source")
     (source,) = (folder / "source").iterdir()
     run(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", folder, source, cwd=folder)
     (wheel,) = folder.glob("*.whl")
