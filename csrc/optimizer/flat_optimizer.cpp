@@ -64,6 +64,17 @@ struct FlatOptimizer::Segments {
   std::vector<kernels::StepSegment>& of(at::ScalarType dtype) { return dtype == at::kDouble ? doubles : singles; }
 };
 
+// Calls `function(row, values, first, width)` for each row of a sparse gradient, which is the elements of `values` from
+// `first` on; `segments` keep them.
+template <class F>
+void FlatOptimizer::for_each_row(const at::Tensor& gradient, Segments& segments, const F& function) {
+  const auto rows = gradient._indices().cpu().contiguous();
+  const auto values = gradient._values().contiguous();
+  segments.kept.insert(segments.kept.end(), {rows, values});
+  const int64_t width = rows.numel() == 0 ? 0 : values.numel() / rows.numel();
+  for (int64_t i = 0; i < rows.numel(); ++i) function(rows.const_data_ptr<int64_t>()[i], values, i * width, width);
+}
+
 FlatOptimizer::FlatOptimizer(std::vector<FlatParameter> parameters, const FlatGroups& groups, const Shard& shard)
     : algorithm_(groups.index()),
       shard_(shard),
@@ -216,17 +227,13 @@ void FlatOptimizer::add_dense(const Entry& entry, const Run& run, void* paramete
 
 void FlatOptimizer::add_sparse(const Entry& entry, const Run& run, void* parameter, const at::Tensor& gradient,
                                Segments& segments) const {
-  const auto rows = gradient._indices().cpu().contiguous();
-  const auto values = gradient._values().contiguous();
-  segments.kept.insert(segments.kept.end(), {rows, values});
-  const int64_t width = rows.numel() == 0 ? 0 : values.numel() / rows.numel();
-  for (int64_t i = 0; i < rows.numel(); ++i) {
-    const int64_t row = rows.const_data_ptr<int64_t>()[i] * width;
+  for_each_row(gradient, segments, [&](int64_t number, const at::Tensor& values, int64_t first, int64_t width) {
+    const int64_t row = number * width;
     const int64_t begin = std::max(row, run.begin);
     const int64_t end = std::min(row + width, run.begin + run.count);
-    if (begin >= end) continue;
-    add_run(entry, {begin, end - begin}, parameter, at_element(values, i * width + begin - row), segments);
-  }
+    if (begin >= end) return;
+    add_run(entry, {begin, end - begin}, parameter, at_element(values, first + begin - row), segments);
+  });
 }
 
 // Rows of one element of state each; in no share, for they are not cut.
@@ -236,23 +243,18 @@ void FlatOptimizer::add_whole_rows(const Entry& entry, const FlatGradient& gradi
     throw InvalidArgument("parameter '" + entry.parameter.name +
                           "' has a dense gradient, and row-wise Adagrad steps rows; use the embedding's forward alone");
   }
-  const auto rows = gradient.sparse._indices().view({-1}).contiguous();
-  const auto values = gradient.sparse._values().contiguous();
-  segments.kept.insert(segments.kept.end(), {rows, values});
   const auto group = static_cast<uint32_t>(segments.row_groups.size());
   segments.row_groups.push_back(rowwise_group_of(groups, entry.parameter.group));
-  const int64_t dim = entry.parameter.tensor.size(1);
-  for (int64_t i = 0; i < rows.numel(); ++i) {
-    const int64_t row = rows.const_data_ptr<int64_t>()[i];
+  for_each_row(gradient.sparse, segments, [&](int64_t row, const at::Tensor& values, int64_t first, int64_t width) {
     kernels::StepSegment segment{};
-    segment.gradient = at_element(values, i * dim);
-    segment.parameter = at_element(entry.parameter.tensor, row * dim);
+    segment.gradient = at_element(values, first);
+    segment.parameter = at_element(entry.parameter.tensor, row * width);
     segment.state[0] = at_element(entry.states[0], row);
     segment.step = entry.step.const_data_ptr<float>();
-    segment.n = static_cast<size_t>(dim);
+    segment.n = static_cast<size_t>(width);
     segment.group = group;
     segments.rows.push_back(segment);
-  }
+  });
 }
 
 void FlatOptimizer::add_gradient(const Entry& entry, const Run& run, void* parameter, const FlatGradient& gradient,
@@ -493,18 +495,17 @@ const at::Tensor& FlatOptimizer::master(size_t parameter) const { return entries
 
 void FlatOptimizer::set_state(size_t parameter, size_t which, const at::Tensor& whole) {
   auto& entry = entries_.at(parameter);
-  const auto sizes = entry.parameter.tensor.sizes();
-  const bool is_row_wise = entry.parameter.is_row_wise && whole.sizes() != sizes;
-  check_sizes(entry, whole, is_row_wise ? at::IntArrayRef({sizes[0], 1}) : sizes);
+  auto sizes = entry.parameter.tensor.sizes().vec();
+  auto values = whole;
+  if (entry.parameter.is_row_wise) {
+    if (whole.sizes() == at::IntArrayRef(sizes)) values = whole.mean(1, /*keepdim=*/true, at::kDouble);
+    sizes[1] = 1;
+  }
+  check_sizes(entry, values, sizes);
   follow(entry);
   leave_common(parameter);
   allocate(entry, which + 1);
-  auto& state = entry.states[which];
-  if (entry.parameter.is_row_wise && !is_row_wise) {
-    state.copy_(whole.mean(1, /*keepdim=*/true, at::kDouble));
-  } else if (state.defined()) {
-    state.copy_(own_part(entry, whole));
-  }
+  if (entry.states[which].defined()) entry.states[which].copy_(own_part(entry, values));
   entry.started = true;
 }
 

@@ -171,6 +171,8 @@ class FlatOptimizer {
   void add_run(const Entry& entry, const Run& run, void* parameter, void* gradient, Segments& segments) const;
   void add_dense(const Entry& entry, const Run& run, void* parameter, const at::Tensor& gradient,
                  Segments& segments) const;
+  template <class F>
+  static void for_each_row(const at::Tensor& gradient, Segments& segments, const F& function);
   void add_sparse(const Entry& entry, const Run& run, void* parameter, const at::Tensor& gradient,
                   Segments& segments) const;
   void add_whole_rows(const Entry& entry, const FlatGradient& gradient, const FlatGroups& groups,

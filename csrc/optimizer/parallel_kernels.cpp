@@ -72,8 +72,7 @@ void parallel_grad_stats(const std::vector<kernels::StatsSegment>& segments) {
   for_each_piece(pieces, [](const kernels::StatsSegment* first, size_t count) { kernels::grad_stats(first, count); });
 }
 
-void parallel_step(kernels::DType dtype, const std::vector<kernels::StepSegment>& segments,
-                   void (*step)(const void* context, const kernels::StepSegment* first, size_t count),
+void parallel_step(kernels::DType dtype, const std::vector<kernels::StepSegment>& segments, SegmentsStep step,
                    const void* context) {
   if (!is_worth_it(segments)) {
     step(context, segments.data(), segments.size());
@@ -85,9 +84,7 @@ void parallel_step(kernels::DType dtype, const std::vector<kernels::StepSegment>
   for_each_piece(pieces, [&](const kernels::StepSegment* first, size_t count) { step(context, first, count); });
 }
 
-void parallel_row_step(const std::vector<kernels::StepSegment>& segments,
-                       void (*step)(const void* context, const kernels::StepSegment* first, size_t count),
-                       const void* context) {
+void parallel_row_step(const std::vector<kernels::StepSegment>& segments, SegmentsStep step, const void* context) {
   if (!is_worth_it(segments)) return step(context, segments.data(), segments.size());
   for_each_piece(segments, [&](const kernels::StepSegment* first, size_t count) { step(context, first, count); });
 }

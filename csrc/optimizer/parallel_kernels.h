@@ -11,14 +11,14 @@ namespace muster {
 /// As kernels::grad_stats.
 void parallel_grad_stats(const std::vector<kernels::StatsSegment>& segments);
 
+/// Steps neighbouring segments.
+using SegmentsStep = void (*)(const void* context, const kernels::StepSegment* first, size_t count);
+
 /// Calls `step(first, count)` on pieces of `segments`, whose elements are of `dtype`; each piece is a StepSegment.
-void parallel_step(kernels::DType dtype, const std::vector<kernels::StepSegment>& segments,
-                   void (*step)(const void* context, const kernels::StepSegment* first, size_t count),
+void parallel_step(kernels::DType dtype, const std::vector<kernels::StepSegment>& segments, SegmentsStep step,
                    const void* context);
 
 /// The same of segments that are not cut.
-void parallel_row_step(const std::vector<kernels::StepSegment>& segments,
-                       void (*step)(const void* context, const kernels::StepSegment* first, size_t count),
-                       const void* context);
+void parallel_row_step(const std::vector<kernels::StepSegment>& segments, SegmentsStep step, const void* context);
 
 }  // namespace muster

@@ -286,12 +286,7 @@ void ServerClient::flush() {
 }
 
 Decision ServerClient::commit(uint64_t step, std::vector<double> numbers, std::string record) {
-  const Commit message{step, std::move(numbers), std::move(record)};
-  auto decision = retried(0, [&] {
-    links_[0]->send(message);
-    log_->take_lent();
-    return links_[0]->receive<Decision>(between());
-  });
+  auto decision = call<Decision>(0, Commit{step, std::move(numbers), std::move(record)}, [&] { log_->take_lent(); });
   last_decision_ = decision;
   return decision;
 }

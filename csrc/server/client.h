@@ -166,7 +166,7 @@ class ServerClient {
   [[noreturn]] void lose(size_t server, const std::string& why) const;
 
   template <class Answer, class Message>
-  Answer call(size_t server, const Message& message);
+  Answer call(size_t server, const Message& message, const std::function<void()>& meanwhile = {});
   template <class Answer, class Message>
   std::vector<Answer> call_all(const Message& message, const std::function<void()>& meanwhile = {});
   /// The answers to `message`, which was sent on the links whose connects() are `sent` (0: it was not).

@@ -38,9 +38,10 @@ auto ServerClient::retried(size_t server, const F& request) {
 }
 
 template <class Answer, class Message>
-Answer ServerClient::call(size_t server, const Message& message) {
+Answer ServerClient::call(size_t server, const Message& message, const std::function<void()>& meanwhile) {
   return retried(server, [&] {
     links_[server]->send(message);
+    if (meanwhile) meanwhile();
     return links_[server]->template receive<Answer>(between());
   });
 }

@@ -58,12 +58,6 @@ bool Dealing::wait_for_more() {
   return waited_for_.has_value();
 }
 
-std::shared_ptr<void> Dealing::hold() {
-  auto hold = std::make_shared<char>();
-  hold_ = hold;
-  return hold;
-}
-
 void Dealing::leave() {
   done();
   if (!ended_ && core_->has_servers()) core_->servers().end_pass(loader_, epoch_, batches_, finished_);

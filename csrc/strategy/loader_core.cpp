@@ -55,7 +55,8 @@ struct LoaderCore::State {
   bool running = false;  // a pass that counts as an epoch has begun and not ended
   bool ended = true;     // no worker has another batch
   std::shared_ptr<void> current;
-  int64_t next = 0;  // the batch to be read next, where none is dealt
+  int64_t next = 0;                  // the batch to be read next, where there is no `pass`
+  std::shared_ptr<LoaderPass> pass;  // decides what is read, where workers may die
   ReadAhead::Batch ahead;
   bool more_ahead = false;
   std::unique_ptr<ReadAhead> reads;
@@ -88,8 +89,7 @@ struct LoaderCore::State {
   }
 
   std::optional<int64_t> next_number() {
-    if (progress->dealing) return progress->dealing->next();
-    if (progress->sharing) return progress->sharing->next();
+    if (pass) return pass->next();
     return next < batches() ? std::optional(next++) : std::nullopt;
   }
 
@@ -197,23 +197,24 @@ std::shared_ptr<void> LoaderCore::begin() {
   if (auto left = std::exchange(dealing, nullptr)) left->leave();
   s.strategy->leave_passes();
   if (std::exchange(s.running, false)) ++s.epoch;
-  std::shared_ptr<void> hold;
+  s.pass = nullptr;
+  s.progress->sharing = nullptr;
   if (s.is_dealt()) {
     dealing = s.strategy->deal(s.index, s.epoch, s.batches());
-    hold = dealing->hold();
+    s.pass = dealing;
   }
   s.running = true;
   s.next = 0;
   std::function<ReadTask(int64_t number)> task_of;
   auto& sharing = s.progress->sharing;
-  sharing = nullptr;
   if (s.is_shared()) {
     sharing = s.strategy->share(s.index, s.epoch, s.order_of_pass(), s.options.batch_size, s.batches());
-    hold = sharing->hold();
+    s.pass = sharing;
     task_of = [sharing](int64_t number) { return sharing->task_of(number); };
   } else {
     task_of = [&s, order = s.order_of_pass()](int64_t number) { return s.task_of(order, number); };
   }
+  auto hold = s.pass ? s.pass->hold() : nullptr;
   s.reads = std::make_unique<ReadAhead>(
       static_cast<size_t>(s.options.workers),
       [&s, task_of](size_t thread, int64_t number) { return s.read(thread, task_of(number)); });
@@ -224,23 +225,17 @@ std::shared_ptr<void> LoaderCore::begin() {
 
 bool LoaderCore::advance() {
   auto& s = *state_;
-  const auto dealing = s.progress->dealing;
-  const auto sharing = s.progress->sharing;
+  const auto pass = s.pass;
   s.progress->at_end = false;
   s.current = nullptr;
   if (s.ended) return false;
-  if (dealing) {
-    dealing->done();
-    while (!s.more_ahead && dealing->wait_for_more()) s.look_ahead();
-  }
-  if (sharing) {
-    sharing->done();
-    if (!s.more_ahead && sharing->has_more()) s.look_ahead();
+  if (pass) {
+    pass->done();
+    while (!s.more_ahead && pass->wait_for_more()) s.look_ahead();
   }
   if (s.ahead.error) {
     s.end();
-    if (dealing && s.ahead.number >= 0) dealing->lost(s.ahead.number);
-    if (sharing && s.ahead.number >= 0) sharing->lost(s.ahead.number);
+    if (pass && s.ahead.number >= 0) pass->lost(s.ahead.number);
     std::rethrow_exception(std::exchange(s.ahead.error, nullptr));
   }
   if (!s.more_ahead) {
@@ -250,8 +245,7 @@ bool LoaderCore::advance() {
     return false;
   }
   s.current = std::move(s.ahead.parts);
-  if (dealing) dealing->yielded(s.ahead.number);
-  if (sharing) sharing->yielded(s.ahead.number);
+  if (pass) pass->yielded(s.ahead.number);
   s.look_ahead();
   s.progress->at_end = !s.more_ahead;
   return true;

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <numeric>
+#include <string>
 #include <utility>
+
+#include "muster/error.h"
 
 namespace muster::detail {
 
@@ -16,6 +19,15 @@ Sharing::Sharing(std::shared_ptr<StrategyCore> core, int loader, int64_t epoch, 
       batches_(batches) {}
 
 void Sharing::go_on(const PassStanding& others, const std::vector<uint32_t>& members) {
+  const auto samples = static_cast<int64_t>(order_.size());
+  for (const auto* pieces : {&others.again, &others.asked, &others.open}) {
+    for (const auto& piece : *pieces) {
+      if (0 <= piece.begin && piece.begin <= piece.end && piece.end <= samples) continue;
+      throw InvalidArgument("the workers that this one joined read samples " + std::to_string(piece.begin) + " to " +
+                            std::to_string(piece.end) + " in a pass over a loader that has " + std::to_string(samples) +
+                            " here; give all workers the same data");
+    }
+  }
   taken_ = others.is_left ? batches_ : std::min(others.taken, batches_);
   again_.assign(others.again.begin(), others.again.end());
   promised_.assign(others.asked.begin(), others.asked.end());
@@ -24,19 +36,13 @@ void Sharing::go_on(const PassStanding& others, const std::vector<uint32_t>& mem
 }
 
 PassStanding Sharing::standing() const {
-  PassStanding standing{loader_, epoch_, !ended_ && hold_.expired(), taken_, {}, {}, open_};
+  PassStanding standing{loader_, epoch_, !ended_ && is_left(), taken_, {}, {}, open_};
   if (standing.is_left) return {loader_, epoch_, true, batches_, {}, {}, {}};
   standing.again.assign(again_.begin(), again_.end());
   const std::lock_guard lock(mutex_);
   for (const auto& [number, piece] : asked_) standing.asked.push_back(piece);
   standing.asked.insert(standing.asked.end(), promised_.begin(), promised_.end());
   return standing;
-}
-
-std::shared_ptr<void> Sharing::hold() {
-  auto hold = std::make_shared<char>();
-  hold_ = hold;
-  return hold;
 }
 
 std::vector<uint32_t> Sharing::expected() const {

@@ -12,6 +12,7 @@
 
 #include "muster/loader.h"
 #include "server/protocol.h"
+#include "strategy/loader_pass.h"
 #include "strategy/strategy_core.h"
 
 namespace muster::detail {
@@ -68,34 +69,31 @@ struct PassStandings {
 
 /// A pass over batches that are divided over the workers which are expected in the next step when a batch is asked for.
 /// What a worker had of a batch when it died is divided again, as a batch of its own, over the others: equal on all of
-/// them, since they ask for as many batches between any two steps. Owned by the thread that iterates and steps, but for
-/// task_of.
-class Sharing {
+/// them, since they ask for as many batches between any two steps.
+class Sharing final : public LoaderPass {
  public:
   /// A pass over the `loader`-th of the strategy in `order`, cut into `batches` of `batch_size`, of which the last may
   /// be shorter.
   Sharing(std::shared_ptr<StrategyCore> core, int loader, int64_t epoch, std::vector<size_t> order, int64_t batch_size,
           int64_t batches);
 
-  /// Goes on where another worker's pass was in a window that was closed since, of the parts of `members`.
+  /// Goes on where another worker's pass was in a window that was closed since, of the parts of `members`. Throws
+  /// InvalidArgument for a pass over other data.
   void go_on(const PassStanding& others, const std::vector<uint32_t>& members);
   PassStanding standing() const;
 
-  /// Made once: what the loop holds while it iterates.
-  std::shared_ptr<void> hold();
   /// Nothing more comes of the pass.
   void end() { ended_ = true; }
 
-  /// A number for the batch that is to be read next, those of dead workers first; empty where there is none for now.
-  std::optional<int64_t> next();
-  /// This worker's part of it, perhaps empty. Thread-safe.
+  /// Those of dead workers first.
+  std::optional<int64_t> next() override;
+  /// This worker's part of a batch, perhaps empty. Thread-safe.
   ReadTask task_of(int64_t number) const;
-  /// The loop gets this batch.
-  void yielded(int64_t number);
-  /// This batch could not be read, here or elsewhere.
-  void lost(int64_t number);
-  /// The loop is through with the batch that it got.
-  void done() { current_.reset(); }
+  void yielded(int64_t number) override;
+  void lost(int64_t number) override;
+  void done() override { current_.reset(); }
+  /// Whether dead workers left something. Does not wait.
+  bool wait_for_more() override { return !again_.empty(); }
 
   /// The batch that the loop got goes into a step.
   void stepped();
@@ -103,9 +101,6 @@ class Sharing {
   void settle(const std::vector<uint32_t>& members);
   /// It was dropped, everywhere.
   void forget() { open_.clear(); }
-
-  /// Whether next() has something left by dead workers.
-  bool has_more() const noexcept { return !again_.empty(); }
 
  private:
   std::vector<uint32_t> expected() const;
@@ -126,7 +121,6 @@ class Sharing {
   std::map<int64_t, SharedPiece> asked_;  // and not yielded, by number
   std::optional<SharedPiece> current_;
   std::vector<SharedPiece> open_;  // in the open window
-  std::weak_ptr<void> hold_;
   bool ended_ = false;
 };
 

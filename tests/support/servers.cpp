@@ -90,12 +90,6 @@ std::vector<std::string> server_names(uint32_t servers) {
   return names;
 }
 
-Folder::Folder() : path(std::filesystem::temp_directory_path() / ("muster-test-" + net::random_name())) {
-  std::filesystem::create_directories(path);
-}
-
-Folder::~Folder() { std::filesystem::remove_all(path); }
-
 ClientConfig config_of(const std::vector<std::string>& names, uint32_t rank, const Plan& plan, bool shares_memory) {
   ClientConfig config;
   config.servers = names;

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
@@ -20,15 +19,6 @@ server::Plan small_plan(uint32_t servers, uint32_t workers, const FlatGroups& gr
 
 /// Names that nobody else uses.
 std::vector<std::string> server_names(uint32_t servers);
-
-/// An empty one, for the life of the object.
-struct Folder {
-  Folder();
-  ~Folder();
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  std::filesystem::path path;
-};
 
 struct Servers {
   explicit Servers(std::vector<std::string> names) : names(std::move(names)) {

@@ -24,22 +24,13 @@
 #include "core/log.h"
 #include "cpp/catch.h"
 #include "muster/error.h"
+#include "support/folder.h"
 
 using namespace muster;
 using namespace muster::checkpoint;
 namespace fs = std::filesystem;
 
 namespace {
-
-struct TemporaryFolder {
-  TemporaryFolder() {
-    std::string name = (fs::temp_directory_path() / "muster-snapshots-XXXXXX").string();
-    REQUIRE(::mkdtemp(name.data()) != nullptr);
-    path = name;
-  }
-  ~TemporaryFolder() { fs::remove_all(path); }
-  fs::path path;
-};
 
 struct Warnings {
   Warnings() {
@@ -101,7 +92,7 @@ TEST_CASE("the checksum is zlib's", "[checkpoint]") {
 }
 
 TEST_CASE("tensors of every dtype and shape come back", "[checkpoint]") {
-  const TemporaryFolder folder;
+  const testing::Folder folder;
   Snapshot snapshot;
   for (const auto dtype :
        {at::kBool, at::kByte, at::kChar, at::kShort, at::kUInt16, at::kInt, at::kUInt32, at::kLong, at::kUInt64,
@@ -137,7 +128,7 @@ TEST_CASE("tensors of every dtype and shape come back", "[checkpoint]") {
 }
 
 TEST_CASE("elements of a shard are aligned", "[checkpoint]") {
-  const TemporaryFolder folder;
+  const testing::Folder folder;
   write_safetensors(folder.path / "a", {{"a", at::zeros({3}, at::kByte)}, {"b", at::zeros({1}, at::kDouble)}});
   const auto text = contents(folder.path / "a");
   uint64_t length = 0;
@@ -147,7 +138,7 @@ TEST_CASE("elements of a shard are aligned", "[checkpoint]") {
 }
 
 TEST_CASE("what no file can hold is refused before anything is written", "[checkpoint]") {
-  const TemporaryFolder folder;
+  const testing::Folder folder;
   for (const auto& tensor : {at::Tensor(), at::zeros({2}, at::kComplexFloat), at::zeros({2, 2}).to_sparse()}) {
     CHECK_THROWS_AS(write_snapshot(folder.path, {{{"x", tensor}}, {}}, {}), InvalidArgument);
   }
@@ -160,7 +151,7 @@ TEST_CASE("what no file can hold is refused before anything is written", "[check
 }
 
 TEST_CASE("the newest few snapshots stay", "[checkpoint]") {
-  const TemporaryFolder folder;
+  const testing::Folder folder;
   for (int64_t n = 1; n <= 4; ++n) {
     write_snapshot(folder.path, numbered(n), {.keep = 2});
     CHECK(number_in(*read_newest_snapshot(folder.path)) == n);
@@ -171,7 +162,7 @@ TEST_CASE("the newest few snapshots stay", "[checkpoint]") {
 }
 
 TEST_CASE("a damaged snapshot is passed over by name, and numbers go on behind it", "[checkpoint]") {
-  const TemporaryFolder folder;
+  const testing::Folder folder;
   const Warnings warnings;
   for (int64_t n = 1; n <= 3; ++n) write_snapshot(folder.path, numbered(n), {});
   const auto newest = folder.path / "snapshot-0000000003";
@@ -204,14 +195,14 @@ TEST_CASE("a damaged snapshot is passed over by name, and numbers go on behind i
 }
 
 TEST_CASE("only damaged snapshots are an error, not a new beginning", "[checkpoint]") {
-  const TemporaryFolder folder;
+  const testing::Folder folder;
   const Warnings warnings;
   fs::remove(write_snapshot(folder.path, numbered(1), {}) / "manifest.json");
   CHECK_THROWS_AS(read_newest_snapshot(folder.path), CheckpointError);
 }
 
 TEST_CASE("what a dead writer left is never taken, and removed by the next", "[checkpoint]") {
-  const TemporaryFolder folder;
+  const testing::Folder folder;
   const auto whole = write_snapshot(folder.path, numbered(1), {});
   fs::copy(whole, folder.path / ".partial-snapshot-0000000009");
   fs::copy(whole, folder.path / ".removed-snapshot-0000000008");
@@ -223,7 +214,7 @@ TEST_CASE("what a dead writer left is never taken, and removed by the next", "[c
 }
 
 TEST_CASE("a writer that is killed leaves good snapshots alone", "[checkpoint]") {
-  const TemporaryFolder folder;
+  const testing::Folder folder;
   const Warnings warnings;
   std::mt19937 random(1);
   int64_t newest = 0;
@@ -257,7 +248,7 @@ TEST_CASE("a writer that is killed leaves good snapshots alone", "[checkpoint]")
 }
 
 TEST_CASE("a header that lies is an error of its own", "[checkpoint]") {
-  const TemporaryFolder folder;
+  const testing::Folder folder;
   const auto path = folder.path / "lies";
   const std::string good = R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";
   replace(path, file_of(good, "12345678"));
@@ -325,7 +316,7 @@ TEST_CASE("a header that lies is an error of its own", "[checkpoint]") {
 }
 
 TEST_CASE("whatever a file holds, reading ends with tensors or an error of its own", "[checkpoint]") {
-  const TemporaryFolder folder;
+  const testing::Folder folder;
   const auto snapshot = write_snapshot(
       folder.path, {{{"a", at::rand({5, 3})}, {"b", at::zeros({7}, at::kByte)}}, {{"s", std::string("x")}, {"d", 0.5}}},
       {});
@@ -365,7 +356,7 @@ TEST_CASE("whatever a file holds, reading ends with tensors or an error of its o
 }
 
 TEST_CASE("a manifest names no files but its own", "[checkpoint]") {
-  const TemporaryFolder folder;
+  const testing::Folder folder;
   const auto path = write_snapshot(folder.path, numbered(1), {});
   fs::copy_file(path / "shard-00000.safetensors", folder.path / "outside");
   for (const std::string name : {"../outside", "..", "", "/etc/passwd", "manifest.json\\u0000", ".hidden"}) {
@@ -385,7 +376,7 @@ TEST_CASE("a manifest names no files but its own", "[checkpoint]") {
 }
 
 TEST_CASE("another version is named", "[checkpoint]") {
-  const TemporaryFolder folder;
+  const testing::Folder folder;
   const auto path = write_snapshot(folder.path, numbered(1), {}) / "manifest.json";
   auto text = contents(path);
   text.replace(text.find("\"version\":1"), 11, "\"version\":2");
@@ -394,7 +385,7 @@ TEST_CASE("another version is named", "[checkpoint]") {
 }
 
 TEST_CASE("a writer does not hold up its caller, and copies are of the time of the call", "[checkpoint]") {
-  const TemporaryFolder folder;
+  const testing::Folder folder;
   SnapshotWriter writer(folder.path / "deep" / "er", {.keep = 1});
   auto snapshot = numbered(1, 200'000);
   for (int64_t n = 1; n <= 3; ++n) {
@@ -413,7 +404,7 @@ TEST_CASE("a writer does not hold up its caller, and copies are of the time of t
 }
 
 TEST_CASE("what a writer could not do reaches its caller once", "[checkpoint]") {
-  const TemporaryFolder folder;
+  const testing::Folder folder;
   SECTION("a folder that is a file") {
     replace(folder.path / "file", "x");
     SnapshotWriter writer(folder.path / "file", {});

@@ -18,6 +18,7 @@
 #include "server/client.h"
 #include "server/link.h"
 #include "server/shard.h"
+#include "support/folder.h"
 #include "support/run_ranks.h"
 #include "support/servers.h"
 

@@ -20,6 +20,7 @@
 #include "net/unix_socket.h"
 #include "server/client.h"
 #include "server/server.h"
+#include "support/folder.h"
 #include "support/run_ranks.h"
 #include "support/servers.h"
 

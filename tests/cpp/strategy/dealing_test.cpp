@@ -21,6 +21,7 @@
 #include "muster/loader.h"
 #include "muster/optim.h"
 #include "muster/parameter_server.h"
+#include "strategy/sharing.h"
 #include "strategy/strategy_core.h"
 #include "support/run_ranks.h"
 #include "support/servers.h"
@@ -28,6 +29,9 @@
 
 using namespace muster;
 using namespace muster::testing;
+using muster::detail::PassStanding;
+using muster::detail::SharedPiece;
+using muster::detail::Sharing;
 
 namespace {
 
@@ -84,21 +88,48 @@ class Learner : public Strategy {
   optim::SGD optimizer;
 };
 
-std::string on_workers(int n, const StrategyOptions& options, const std::function<void(Learner&)>& body,
-                       uint32_t staleness = server::kAnyStaleness) {
-  const Servers servers(server_names(2));
-  const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(options.timeout * 1000));
-  const auto step = comm::make_local(n, timeout);
-  const auto workers = comm::make_local(n, timeout);
-  return run_threads(n, [&](int rank) {
+// Workers, and servers of their own.
+class Job {
+ public:
+  Job(int workers, const StrategyOptions& options, uint32_t staleness)
+      : options_(options),
+        staleness_(staleness),
+        step_(comm::make_local(workers, timeout())),
+        workers_(comm::make_local(workers, timeout())) {}
+
+  std::shared_ptr<StrategyCore> core(int rank, bool joins = false) const {
     const auto r = static_cast<size_t>(rank);
-    const auto topology = one_replica_each(rank, n);
+    const int n = static_cast<int>(workers_.size());
     Groups groups;
     groups.gradients = {comm::make_single()};
-    groups.step = {step[r]};
-    groups.workers = workers[r];
-    groups.servers = ServerJob{.channels = servers.names, .staleness = staleness, .embedded = nullptr};
-    Learner worker(std::make_shared<StrategyCore>(topology, groups, options, std::make_shared<ReplicaPool>(1, 1), 7));
+    groups.step = {step_[r]};
+    groups.workers = workers_[r];
+    if (joins) {
+      groups.workers = comm::make_refusing(rank, n, "this worker joined");
+      groups.step = {groups.workers};
+      groups.prepare = comm::make_single();
+    }
+    groups.servers =
+        ServerJob{.channels = servers_.names, .joins = joins, .staleness = staleness_, .embedded = nullptr};
+    return std::make_shared<StrategyCore>(one_replica_each(rank, n), groups, options_,
+                                          std::make_shared<ReplicaPool>(1, 1), 7);
+  }
+
+ private:
+  comm::Milliseconds timeout() const { return comm::Milliseconds(static_cast<int64_t>(options_.timeout * 1000)); }
+
+  const Servers servers_{server_names(2)};
+  const StrategyOptions options_;
+  const uint32_t staleness_;
+  const std::vector<comm::CommunicatorPtr> step_;
+  const std::vector<comm::CommunicatorPtr> workers_;
+};
+
+std::string on_workers(int n, const StrategyOptions& options, const std::function<void(Learner&)>& body,
+                       uint32_t staleness = server::kAnyStaleness) {
+  const Job job(n, options, staleness);
+  return run_threads(n, [&](int rank) {
+    Learner worker(job.core(rank));
     body(worker);
   });
 }
@@ -234,32 +265,14 @@ TEST_CASE("a C++ worker that joins others goes on where their loaders are", "[lo
     }
     return steps;
   };
-  const Servers servers(server_names(2));
-  const auto timeout = std::chrono::seconds(60);
-  const auto step = comm::make_local(3, timeout);
-  const auto workers = comm::make_local(3, timeout);
+  const Job job(3, patient(60), /*staleness=*/0);
   CHECK(run_threads(3, [&](int rank) {
-          const auto r = static_cast<size_t>(rank);
-          const auto core = [&](bool joins) {
-            Groups groups;
-            groups.gradients = {comm::make_single()};
-            groups.step = {step[r]};
-            groups.workers = workers[r];
-            if (joins) {
-              groups.workers = comm::make_refusing(rank, 3, "this worker joined");
-              groups.step = {groups.workers};
-              groups.prepare = comm::make_single();
-            }
-            groups.servers = ServerJob{.channels = servers.names, .joins = joins, .staleness = 0, .embedded = nullptr};
-            return std::make_shared<StrategyCore>(one_replica_each(rank, 3), groups, patient(60),
-                                                  std::make_shared<ReplicaPool>(1, 1), 7);
-          };
           {
-            Learner worker(core(false));
+            Learner worker(job.core(rank));
             learn(worker, rank == 2 ? 3 : 1000);
           }
           if (rank != 2) return;
-          Learner again(core(true));
+          Learner again(job.core(rank, /*joins=*/true));
           joined = learn(again, 1000);
         }) == "");
   auto all = learnt[0];
@@ -270,6 +283,21 @@ TEST_CASE("a C++ worker that joins others goes on where their loaders are", "[lo
   CHECK(sorted(all) == sorted(expected));
   CHECK(joined > 13);
   CHECK(joined < 39);
+}
+
+TEST_CASE("a C++ worker that joins others of more data says so", "[loader][server]") {
+  const Job job(1, patient(20), /*staleness=*/0);
+  Sharing pass(job.core(0), /*loader=*/0, /*epoch=*/0, {0, 1, 2}, /*batch_size=*/1, /*batches=*/3);
+  PassStanding others{.taken = 1, .again = {{1, 3}}};
+  pass.go_on(others, {0});
+  CHECK(pass.next().has_value());
+  for (auto* pieces : {&others.again, &others.asked, &others.open}) {
+    for (const auto& wrong : std::vector<SharedPiece>{{2, 4}, {-1, 1}, {2, 1}}) {
+      pieces->push_back(wrong);
+      CHECK_THROWS_AS(pass.go_on(others, {0}), InvalidArgument);
+      pieces->pop_back();
+    }
+  }
 }
 
 TEST_CASE("a pass that a C++ worker leaves early goes to the others", "[loader][server]") {
