@@ -82,6 +82,9 @@ def test_step_overhead(tmp_path: Path, cpp: Path) -> None:
         assert case["rounds"] == 3
         assert {"no communication", "muster"} <= case["columns"].keys()
         assert all(are_quartiles(column[kind]) for column in case["columns"].values() for kind in ("ms", "ratio"))
+        if case["replicas"] == "2 processes":
+            assert are_quartiles(case["muster over the slower process"])
+            assert case["muster over the slower process"][1] <= case["columns"]["muster"]["ratio"][1]
 
 
 @pytest.mark.timeout(900)

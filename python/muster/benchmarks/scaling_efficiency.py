@@ -94,8 +94,8 @@ class Turn:
         self._steps = 1
 
     def __call__(self) -> float:
-        milliseconds = turn(self._servers, self._column, self._steps)
-        speed = 1e3 * len(milliseconds) / sum(milliseconds)
+        steps = turn(self._servers, self._column, self._steps)
+        speed = 1e3 * len(steps) / sum(statistics.fmean(processes) for processes in steps)
         self._steps = max(1, round(self._seconds * speed))
         return speed
 

@@ -6,7 +6,8 @@ They are spawned, or C++ programs that were built from benchmarks/cpp.
 from __future__ import annotations
 
 import multiprocessing
-import statistics
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -110,12 +111,12 @@ def cpp_folder(folder: Path | None) -> Path | None:
     return folder
 
 
-def turn(servers: Sequence[Server], column: str, steps: int) -> list[float]:
-    """All servers' processes make the steps together: the mean over them of each step's milliseconds."""
+def turn(servers: Sequence[Server], column: str, steps: int) -> list[list[float]]:
+    """All servers' processes make the steps together: each step's milliseconds, by process."""
     for server in servers:
         server.ask(column, steps)
     answers = [server.answer() for server in servers]
-    return [statistics.fmean(step) for step in zip(*answers, strict=True)]
+    return [list(step) for step in zip(*answers, strict=True)]
 
 
 def end(servers: Sequence[Server]) -> None:
@@ -127,6 +128,8 @@ def end(servers: Sequence[Server]) -> None:
 
 
 def _serve(connection: Connection, make: Callable[..., Columns], arguments: tuple[Any, ...]) -> None:
+    # A driver that fails ends its processes by SIGTERM, which strategies would take for stop().
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
     with make(*arguments) as columns:
         while True:
             try:

@@ -4,8 +4,10 @@ Three kinds of job, each of two replicas with one thread: worker processes in Py
 process, and both of these in C++. All columns of a job live in the same processes, each with its own copy of the model,
 and take turns: a round gives every column one untimed and a few timed steps, and each round begins with another column.
 A column's cost is the median over rounds of its time over that of the same module without communication in the same
-round, so that a machine that slows down slows all of them. At the end the parameters are compared: what communicates
-must have learnt the same.
+round, so that a machine that slows down slows all of them. Steps of processes are averaged over the processes. Where
+their cores are not equally fast at any time, because other machines' work shares them, say, processes that average wait
+for the slower one at every step: Muster's time is also given over that of the slower process without communication. At
+the end the parameters are compared: what communicates must have learnt the same.
 
 Threads without communication have a model and an optimizer each, and step without averaging. Replicas of one process
 share their parameters, which exist and are stepped once: they may be faster than that.
@@ -19,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,9 +38,9 @@ from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.loops import BareThreads, MakeOptimizer, on_threads, ordinary, parts_of, with_muster
 from muster.benchmarks.models import MLP, SMALL_TENSORS, TINY, TRANSFORMER, Model
 from muster.benchmarks.record import Out, known, need_gloo, publish, record
-from muster.benchmarks.rounds import interleave, lasting
+from muster.benchmarks.rounds import interleave, lasting, quartiles, ratio
 from muster.benchmarks.servers import Cpp, CppServer, PythonServer, Server, Step, cpp_folder, end, turn
-from muster.benchmarks.tables import BASE
+from muster.benchmarks.tables import BASE, OVER_SLOWER
 from muster.benchmarks.tables import step_overhead as table
 
 __all__ = ["main"]
@@ -185,24 +187,35 @@ def measure(name: str, seconds: float, least: int, cpp: Path | None) -> Iterator
         turns = {column: partial(turn, servers, there, TIMED_STEPS) for column, there in columns.items()}
         rounds = interleave(turns, lasting(seconds, least))
         end(servers)
-        yield {
+        means = {column: over_processes(statistics.fmean, per_round) for column, per_round in rounds.items()}
+        case = {
             "model": row,
             "language": language,
             "replicas": kind,
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
             "tensors": len(list(module.parameters())),
             "rounds": len(rounds[BASE]),
-            "columns": {column: summary(per_round, rounds[BASE]) for column, per_round in rounds.items()},
+            "columns": {column: summary(per_round, means[BASE]) for column, per_round in means.items()},
         }
+        if len(servers) > 1:
+            case[OVER_SLOWER] = ratio(medians(means[MUSTER]), medians(over_processes(max, rounds[BASE])))
+        yield case
+
+
+def over_processes(one_of: Callable[[list[float]], float], rounds: Sequence[list[list[float]]]) -> list[list[float]]:
+    """One number a step, by round, of one a process."""
+    return [[one_of(step) for step in steps] for steps in rounds]
+
+
+def medians(rounds: Sequence[list[float]]) -> list[float]:
+    return [statistics.median(steps) for steps in rounds]
 
 
 def summary(rounds: Sequence[list[float]], base: Sequence[list[float]]) -> dict[str, Any]:
     """Median and quartiles over steps, in milliseconds, and over rounds, relative to no communication."""
-    steps = [step for timed in rounds for step in timed]
-    ratios = [statistics.median(own) / statistics.median(other) for own, other in zip(rounds, base, strict=True)]
     return {
-        "ms": [round(quartile, 3) for quartile in statistics.quantiles(steps, n=4)],
-        "ratio": [round(quartile, 3) for quartile in statistics.quantiles(ratios, n=4)],
+        "ms": quartiles([step for steps in rounds for step in steps]),
+        "ratio": ratio(medians(rounds), medians(base)),
     }
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-__all__ = ["BASE", "TABLES", "Table"]
+__all__ = ["BASE", "OVER_SLOWER", "TABLES", "Table"]
 
 BASE = "no communication"
+OVER_SLOWER = "muster over the slower process"
 Result = dict[str, Any]
 
 
@@ -49,9 +50,11 @@ def step_overhead(result: Result) -> Table:
     caption = (
         f"Two replicas of one thread each on one host, {result['optimizer']}; step time over that of the same module "
         "without communication (of threads: two models that step and do not average): median (quartiles) over "
-        f"interleaved rounds. {where(result)}"
+        "interleaved rounds. Times of processes are means over both; the last column is over the slower one of each "
+        f"step without communication, for which processes that average wait. {where(result)}"
     )
-    return by_case(result, ["model", "language", "replicas"], lambda column: f"{column['ms'][1]:.1f} ms", [], caption)
+    texts = ["model", "language", "replicas"]
+    return by_case(result, texts, lambda column: f"{column['ms'][1]:.1f} ms", [OVER_SLOWER], caption)
 
 
 def after_backward(result: Result) -> Table:
@@ -88,14 +91,14 @@ def scaling_efficiency(result: Result) -> Table:
 def by_case(
     result: Result, texts: list[str], absolute: Callable[[dict[str, Any]], str], further: list[str], caption: str
 ) -> Table:
-    """A row a case: texts, its first column as it is, the ratios of the others, and further ones. The first case has
-    all columns."""
+    """A row a case: texts, its first column as it is, the ratios of the others, and further ones where it has them. The
+    first case has all columns."""
     base, *columns = result["cases"][0]["columns"]
     rows = []
     for case in result["cases"]:
         found = case["columns"]
         ratios = [cell(found[column]["ratio"]) if column in found else "" for column in columns]
-        ratios += [cell(case[name]) for name in further]
+        ratios += [cell(case[name]) if name in case else "" for name in further]
         rows.append([*(case[text] for text in texts), absolute(found[base]), *ratios])
     return Table([*texts, base, *columns, *further], rows, caption, len(texts))
 
