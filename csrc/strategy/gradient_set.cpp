@@ -137,7 +137,8 @@ void GradientSet::open_micro_batch(bool last, bool fused) {
   if (!window_open()) {
     if (awaits_servers() || (servers_ && !fused)) {
       throw InvalidArgument(
-          "parameter servers step AdamW, Adam, SGD or Adagrad alone; prepare() one over the parameters to train");
+          "parameter servers step AdamW, Adam, SGD or Adagrad alone (in C++ those of muster::optim); prepare() one "
+          "over the parameters to train");
     }
     if (layout_is_stale()) build_engines();
     if (servers_) servers_->open();

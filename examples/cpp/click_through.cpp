@@ -1,13 +1,13 @@
 // Learns which ads are clicked on: examples/python/click_through.py, which says more, in C++. Both make the same
 // impressions and end with the same parameters, bit for bit.
 //
-//   click_through                               two replicas in this process
-//   click_through --devices cpu                 one
-//   torchrun --no-python --nproc-per-node 2 click_through --multi-worker       two processes
-//   torchrun --no-python --nproc-per-node 2 click_through --parameter-server
+//   ./click_through                             two replicas in this process
+//   ./click_through --devices cpu               one
+//   torchrun --no-python --nproc-per-node 2 ./click_through --multi-worker       two processes
+//   muster run --workers 2 --servers 2 --no-python ./click_through --parameter-server
 //
-// The last has its parameters on the servers that MUSTER_SERVERS names (as `muster serve` prints them), or on one that
-// the chief hosts. With --staleness its workers step on their own.
+// With --staleness the workers of parameter servers step on their own. Under torchrun their parameters are on the
+// servers that MUSTER_SERVERS names (as `muster serve` prints them), or on one that the chief hosts.
 //
 // Users, ads and pages are rows of one sparse table. Impressions are generated, each from (seed, its number) alone, and
 // the true log-odds of a click are known: what was learnt is compared with them. The program fails if it did not learn.

@@ -1,13 +1,13 @@
 // A small classifier of handwritten digits. It reads the standard IDX files: any MNIST folder, or scikit-learn's digits
 // as examples/python/make_idx.py writes them.
 //
-//   digits <folder>                             one replica
-//   digits <folder> --devices cpu:0,cpu:1       two replicas in this process
-//   torchrun --no-python --nproc-per-node 2 digits <folder> --multi-worker     two processes
-//   torchrun --no-python --nproc-per-node 2 digits <folder> --parameter-server
+//   ./digits <folder>                           one replica
+//   ./digits <folder> --devices cpu:0,cpu:1     two replicas in this process
+//   torchrun --no-python --nproc-per-node 2 ./digits <folder> --multi-worker     two processes
+//   muster run --workers 2 --servers 1 --no-python ./digits <folder> --parameter-server
 //
-// The last has its parameters on the servers that MUSTER_SERVERS names (as `muster serve` prints them), or on one that
-// the chief hosts. With --staleness its workers step on their own.
+// With --staleness the workers of a parameter server step on their own. Under torchrun their parameters are on the
+// servers that MUSTER_SERVERS names (as `muster serve` prints them), or on one that the chief hosts.
 //
 // The folder holds train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte,
 // not compressed. Pixels are divided by the largest value in the training images (16 for scikit-learn's digits, 255 for

@@ -20,10 +20,11 @@ int main() {
   torch::manual_seed(0);
   muster::MirroredStrategy strategy({"cpu:0", "cpu:1"});  // two replicas in this process
   // muster::MultiWorkerMirroredStrategy strategy;        // a replica per process, started by torchrun
+  // muster::ParameterServerStrategy strategy;            // the same, with parameters on servers; started by muster run
 
   auto model = strategy.prepare(
       [] { return torch::nn::Sequential(torch::nn::Linear(20, 64), torch::nn::ReLU(), torch::nn::Linear(64, 2)); });
-  torch::optim::AdamW optimizer(model->parameters(), 1e-2);
+  muster::optim::AdamW optimizer(model->parameters(), 1e-2);
   strategy.prepare(optimizer);
   auto loader = strategy.prepare_loader(Points(), {.batch_size = 50, .shuffle = true});
 

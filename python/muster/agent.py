@@ -1,6 +1,6 @@
 """torchrun's agent of one host, as a process of `muster run` that ends with its parent and with the workers' exit code.
 
-python -m muster.agent PARENT WORKERS MAX_RESTARTS script|module PROGRAM [ARGUMENT...]
+python -m muster.agent PARENT WORKERS MAX_RESTARTS script|module|program PROGRAM [ARGUMENT...]
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from muster.serve import LOOK
 
+KINDS = {"script": [], "module": ["--module"], "program": ["--no-python"]}
+
 
 def main(parent: str, workers: str, max_restarts: str, kind: str, program: str, *arguments: str) -> int:
     # Until torch's handlers take over, with the first worker.
@@ -31,7 +33,7 @@ def main(parent: str, workers: str, max_restarts: str, kind: str, program: str, 
             "--standalone",
             f"--nproc-per-node={workers}",
             f"--max-restarts={max_restarts}",
-            *(["--module"] if kind == "module" else []),
+            *KINDS[kind],
             program,
         ]
     )

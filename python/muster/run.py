@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,8 @@ LAST_SNAPSHOT = 120.0
 ORPHANS = 30.0
 """Seconds that workers without torchrun's agent have to end, as with it."""
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+ELF = b"\x7fELF"
+"""How an executable begins (elf(5))."""
 
 
 class Server:
@@ -101,11 +104,19 @@ class Server:
 
 
 def run(
-    program: Annotated[str, typer.Argument(metavar="PROGRAM", help="The training script, or with -m the module.")],
+    program: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROGRAM", help="The training script, with -m the module, with --no-python any program."
+        ),
+    ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="Its arguments.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
     servers: Annotated[int, typer.Option(min=0, max=256, help="Parameter servers.")] = 1,
     module: Annotated[bool, typer.Option("-m", "--module", help="PROGRAM is a module.")] = False,
+    no_python: Annotated[
+        bool, typer.Option("--no-python", help="PROGRAM is started as it is, without Python: a C++ one.")
+    ] = False,
     snapshots: Annotated[
         Path | None,
         typer.Option(
@@ -117,7 +128,8 @@ def run(
         int, typer.Option(min=0, help="How often all workers are started again after one has failed.")
     ] = 0,
 ) -> None:
-    """Runs a training script with parameter servers on this host; ends with the workers' exit code."""
+    """Runs a training script, or a program, with parameter servers on this host; ends with the workers' exit code."""
+    kind = _kind(program, module, no_python)
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.append(number))
@@ -132,7 +144,6 @@ def run(
         if signals:
             code = 128 + signals[0]
         else:
-            kind = "module" if module else "script"
             command = [str(os.getpid()), str(workers), str(max_restarts), kind, program, *(arguments or [])]
             code = _train(command, running, signals)
     except PeerLost as error:
@@ -141,6 +152,24 @@ def run(
     finally:
         fine = _end_servers(running)
     raise typer.Exit(code or (0 if fine else 1))
+
+
+def _kind(program: str, module: bool, no_python: bool) -> str:
+    """As muster.agent takes it. Raises typer.BadParameter for what cannot be started so."""
+    if module and no_python:
+        raise typer.BadParameter("a module is Python: give -m or --no-python, not both", param_hint="--no-python")
+    if module:
+        return "module"
+    if no_python:
+        if shutil.which(program) is None:
+            raise typer.BadParameter(
+                f"{program} is no program that can be executed; one of this folder is ./{program}", param_hint="PROGRAM"
+            )
+        return "program"
+    with contextlib.suppress(OSError), open(program, "rb") as file:  # Python says best why it cannot read a script
+        if file.read(len(ELF)) == ELF:
+            raise typer.BadParameter(f"{program} is no script; start it with --no-python", param_hint="PROGRAM")
+    return "script"
 
 
 def _free_addresses(count: int) -> Iterable[str]:

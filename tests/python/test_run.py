@@ -95,6 +95,31 @@ def test_a_job(steps: Path, tmp_path: Path) -> None:
         assert (tmp_path / f"{rank}.0").read_text() == f"0 {arguments} 2"
 
 
+def test_a_job_of_programs(steps: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{steps}" "$@"\n')
+    program.chmod(0o755)
+    with Command("run", "--workers", 2, "--no-python", program, tmp_path, 5, "--no-python") as job:
+        returncode, _, err = job.end()
+        assert job.processes() == []
+    assert returncode == 0, err
+    for rank in (0, 1):
+        assert (tmp_path / f"{rank}.0").read_text() == "0 ['--no-python'] 1"
+
+
+def test_what_is_no_script_and_no_program_is_refused(steps: Path) -> None:
+    wrong: list[tuple[list[object], str]] = [
+        ([sys.executable], "is no script; start it with --no-python"),
+        (["--no-python", steps], "is no program that can be executed"),
+        (["--no-python", "-m", "steps"], "not both"),
+    ]
+    for arguments, expected in wrong:
+        with Command("run", *arguments) as job:
+            returncode, _, err = job.end()
+        assert returncode == 2
+        assert expected in " ".join(err.replace("│", " ").split())
+
+
 def test_a_worker_that_fails_ends_the_job(sleeps: Path, tmp_path: Path) -> None:
     with Command("run", "--workers", 2, "--servers", 0, sleeps, tmp_path, "fail", MUSTER_SERVERS="old:1") as job:
         returncode, _, err = job.end()
