@@ -62,8 +62,8 @@ lint: package
 	ruff format --check $(wildcard $(PY_FILES))
 	mypy --python-executable $(PYTHON)
 	MYPYPATH=python $(PYTHON) -m mypy.stubtest --allowlist tools/stubtest_allowlist.txt muster._C muster._build_info
-	$(CMAKE) -B $(BUILD)-lint -DMUSTER_PYTHON=ON -DMUSTER_CCACHE= -DMUSTER_OPENMP=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON >/dev/null
-	find csrc -name '*.cpp' ! -name nccl_api.cpp | xargs -P $(JOBS) -n 1 clang-tidy --quiet -p $(BUILD)-lint
+	$(CMAKE) -B $(BUILD)-lint -DMUSTER_PYTHON=ON -DMUSTER_CCACHE= -DMUSTER_OPENMP=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DCMAKE_UNITY_BUILD=ON >/dev/null
+	tools/clang_tidy.sh $(BUILD)-lint $(JOBS)
 
 format: $(STAMPS)/requirements
 	clang-format -i $(CPP_FILES)

@@ -24,11 +24,11 @@ if ! cmp -s requirements-cuda.txt "$torch/.installed"; then
   cp requirements-cuda.txt "$torch/.installed"
 fi
 
-# Release (-O3) costs minutes and shows nothing more: nothing of this build runs. A shared library links with symbols
-# missing, unless told otherwise; the Python module misses Python's in any case.
+# Release (-O3), or each file by itself, costs minutes and shows nothing more: nothing of this build runs. A shared library
+# links with symbols missing, unless told otherwise; the Python module misses Python's in any case.
 cmake -S . -B "$build" -G Ninja -DMUSTER_CUDA=ON -DMUSTER_WERROR=ON -DMUSTER_PYTHON=ON \
   -DPython_EXECUTABLE="$(cd "$venv" && pwd)/bin/python" -DMusterTorch_ROOT="$(cd "$torch" && pwd)/torch" \
-  -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DCMAKE_SHARED_LINKER_FLAGS=-Wl,-z,defs >"$build.log" 2>&1 ||
+  -DCMAKE_UNITY_BUILD=ON -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DCMAKE_SHARED_LINKER_FLAGS=-Wl,-z,defs >"$build.log" 2>&1 ||
   { cat "$build.log"; exit 1; }
 grep -e '-- CUDA' "$build.log"
 cmake --build "$build" -j "$jobs" --target muster _C

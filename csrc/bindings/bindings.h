@@ -4,7 +4,14 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
+#include <cstdint>
+
 namespace muster {
+
+inline std::chrono::milliseconds to_ms(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
 
 /// Translates, for the functions of this module, each muster::Error into the class of the same name in muster.errors
 /// with its attributes, and each c10::Error into the built-in that torch raises for it; an exception that was raised in

@@ -14,10 +14,7 @@ namespace {
 
 namespace py = pybind11;
 using comm::Communicator;
-using comm::Milliseconds;
 using Release = py::call_guard<py::gil_scoped_release>;
-
-Milliseconds to_ms(double seconds) { return Milliseconds(static_cast<int64_t>(seconds * 1000)); }
 
 ReduceOp parse_op(const std::string& name) {
   if (name == "sum") return ReduceOp::sum;

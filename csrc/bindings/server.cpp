@@ -14,9 +14,6 @@ namespace py = pybind11;
 using server::Part;
 using server::ServerClient;
 using Release = py::call_guard<py::gil_scoped_release>;
-using Milliseconds = std::chrono::milliseconds;
-
-Milliseconds to_ms(double seconds) { return Milliseconds(static_cast<int64_t>(seconds * 1000)); }
 
 /// Ends threads, which may log: that takes the GIL.
 struct DeleteWithoutGil {

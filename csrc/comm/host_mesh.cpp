@@ -20,18 +20,20 @@ constexpr const char* kHello = "muster-mesh-1 ";
 constexpr const char* kGoodbye = "goodbye";
 constexpr int kMaxReplicasPerWorker = 200;  // their arenas travel in one message
 
-struct Card {
+struct Endpoint {
   std::string socket;
   std::string host;
   int replicas = 0;
 };
 
-std::string write(const Card& card) { return card.socket + " " + card.host + " " + std::to_string(card.replicas); }
+std::string write(const Endpoint& endpoint) {
+  return endpoint.socket + " " + endpoint.host + " " + std::to_string(endpoint.replicas);
+}
 
-Card read(const std::string& text) {
-  Card card;
-  std::istringstream(text) >> card.socket >> card.host >> card.replicas;
-  return card;
+Endpoint read(const std::string& text) {
+  Endpoint endpoint;
+  std::istringstream(text) >> endpoint.socket >> endpoint.host >> endpoint.replicas;
+  return endpoint;
 }
 
 }  // namespace
@@ -50,7 +52,7 @@ std::shared_ptr<HostMesh> HostMesh::connect(c10d::Store& store, const Options& o
 void HostMesh::meet(c10d::Store& store) {
   const net::Deadline deadline = Clock::now() + options_.timeout;
   const auto key = [](int worker) { return "mesh/" + std::to_string(worker); };
-  const Card mine{"muster-" + net::random_name(), net::host_identity(), options_.replicas};
+  const Endpoint mine{"muster-" + net::random_name(), net::host_identity(), options_.replicas};
   const net::UnixListener listener(mine.socket);
   net::set_text(store, key(rank()), write(mine));
 
@@ -59,22 +61,22 @@ void HostMesh::meet(c10d::Store& store) {
     keys.push_back(key(w));
     who.push_back("worker " + std::to_string(w));
   }
-  std::vector<Card> cards;
+  std::vector<Endpoint> endpoints;
   std::string all;
   for (const std::string& text : net::get_texts(store, keys, who, options_.timeout)) {
-    cards.push_back(read(text));
+    endpoints.push_back(read(text));
     all += text + "\n";
   }
   job_ = stable_hash(all);
   first_replica_.assign(1, 0);
   for (int w = 0; w < num_workers(); ++w) {
-    if (cards[static_cast<size_t>(w)].host != cards[0].host) {
+    if (endpoints[static_cast<size_t>(w)].host != endpoints[0].host) {
       throw InvalidArgument(
           "workers 0 and " + std::to_string(w) +
           " are on different hosts (or in containers with networks of their own). CPU workers on more than one host "
           "need process_group=: pass a torch.distributed process group (gloo or mpi) that spans them");
     }
-    first_replica_.push_back(first_replica_.back() + cards[static_cast<size_t>(w)].replicas);
+    first_replica_.push_back(first_replica_.back() + endpoints[static_cast<size_t>(w)].replicas);
   }
   if (num_replicas() > shared::kMaxRanks) {
     throw InvalidArgument("a group on one host has at most " + std::to_string(shared::kMaxRanks) + " replicas, not " +
@@ -84,7 +86,7 @@ void HostMesh::meet(c10d::Store& store) {
   // Each worker calls those before it and is called by those after it; a call succeeds as soon as the other listens.
   peers_.resize(static_cast<size_t>(num_workers()));
   for (int w = 0; w < rank(); ++w) {
-    net::UnixSocket socket = net::UnixSocket::connect(cards[static_cast<size_t>(w)].socket);
+    net::UnixSocket socket = net::UnixSocket::connect(endpoints[static_cast<size_t>(w)].socket);
     const net::PeerCredentials credentials = socket.credentials();
     if (credentials.uid != geteuid()) {
       throw AuthError("worker " + std::to_string(w) + " runs as user " + std::to_string(credentials.uid) +

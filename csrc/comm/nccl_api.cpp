@@ -38,7 +38,7 @@ ncclComm_t comm_of(Comm comm) { return static_cast<ncclComm_t>(comm); }
 cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t event_of(Event event) { return static_cast<cudaEvent_t>(event); }
 ncclDataType_t type_of(DataType type) { return static_cast<ncclDataType_t>(type); }
-ncclRedOp_t op_of(Reduction reduction) { return static_cast<ncclRedOp_t>(reduction); }
+ncclRedOp_t nccl_op_of(Reduction reduction) { return static_cast<ncclRedOp_t>(reduction); }
 
 Status start(Comm* comm, int size, const UniqueId& id, int rank) {
   ncclUniqueId unique{};
@@ -89,11 +89,11 @@ NcclApi nccl_api() {
   api.free = [](void* data) { return ncclMemFree(data); };
   find_windows(api);
   api.all_reduce = [](const void* send, void* receive, size_t count, DataType type, Reduction op, Comm comm, Stream s) {
-    return ncclAllReduce(send, receive, count, type_of(type), op_of(op), comm_of(comm), stream_of(s));
+    return ncclAllReduce(send, receive, count, type_of(type), nccl_op_of(op), comm_of(comm), stream_of(s));
   };
   api.reduce_scatter = [](const void* send, void* receive, size_t count, DataType type, Reduction op, Comm comm,
                           Stream s) {
-    return ncclReduceScatter(send, receive, count, type_of(type), op_of(op), comm_of(comm), stream_of(s));
+    return ncclReduceScatter(send, receive, count, type_of(type), nccl_op_of(op), comm_of(comm), stream_of(s));
   };
   api.broadcast = [](const void* send, void* receive, size_t bytes, int root, Comm comm, Stream s) {
     return ncclBroadcast(send, receive, bytes, ncclUint8, root, comm_of(comm), stream_of(s));

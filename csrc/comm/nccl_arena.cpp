@@ -11,9 +11,9 @@
 namespace muster::comm::nccl {
 namespace {
 
-constexpr size_t kAlignment = 512;
+constexpr size_t kSliceAlignment = 512;
 
-size_t align(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+size_t align(size_t bytes) { return (bytes + kSliceAlignment - 1) / kSliceAlignment * kSliceAlignment; }
 
 }  // namespace
 

@@ -20,7 +20,7 @@ namespace {
 
 constexpr Status kFailed = 1;        // ncclUnhandledCudaError
 constexpr Status kInvalidUsage = 5;  // ncclInvalidUsage
-constexpr uintptr_t kAlignment = 16;
+constexpr uintptr_t kNcclAlignment = 16;
 
 at::ScalarType scalar_type_of(DataType type) {
   switch (type) {
@@ -289,7 +289,7 @@ void Group::reduce_here(const Job& job, int ordinal, Stream stream) const {
     }
     destinations.push_back(results.back().mutable_data_ptr());
   }
-  const auto is_aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % kAlignment == 0; };
+  const auto is_aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % kNcclAlignment == 0; };
   if (job.op == ReduceOp::sum && (job.dtype == at::kFloat || job.dtype == at::kDouble || job.dtype == at::kBFloat16) &&
       sources.size() <= kernels::cuda::kMaxPeers && std::all_of(sources.begin(), sources.end(), is_aligned) &&
       std::all_of(destinations.begin(), destinations.end(), is_aligned)) {

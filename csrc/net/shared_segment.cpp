@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-[[noreturn]] void fail(const std::string& what) {
+[[noreturn]] void fail_to_map(const std::string& what) {
   throw CommError(what + ": " + std::strerror(errno) +
                   ". Check the memory limit of the container and the address space limit (ulimit -v)");
 }
@@ -34,7 +34,7 @@ Mapping::Mapping(int fd, size_t bytes) {
         "workers");
   }
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (data == MAP_FAILED) fail("cannot map " + std::to_string(bytes) + " bytes of shared memory");
+  if (data == MAP_FAILED) fail_to_map("cannot map " + std::to_string(bytes) + " bytes of shared memory");
   data_ = static_cast<std::byte*>(data);
   size_ = bytes;
 }
@@ -47,14 +47,14 @@ FileDescriptor make_segment(const char* name, size_t bytes) {
   FileDescriptor fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd || ::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0 ||
       ::fcntl(fd.get(), F_ADD_SEALS, kSeals | F_SEAL_SEAL) != 0) {
-    fail("cannot make shared memory");
+    fail_to_map("cannot make shared memory");
   }
   return fd;
 }
 
 void reserve(int fd, size_t offset, size_t bytes) {
   while (::fallocate(fd, FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) {
-    if (errno != EINTR) fail("cannot reserve " + std::to_string(bytes) + " bytes of shared memory");
+    if (errno != EINTR) fail_to_map("cannot reserve " + std::to_string(bytes) + " bytes of shared memory");
   }
 }
 

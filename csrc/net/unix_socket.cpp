@@ -22,14 +22,14 @@ namespace {
 
 constexpr int kBacklog = 1024;
 
-[[noreturn]] void fail(const std::string& what) {
+[[noreturn]] void fail_at_socket(const std::string& what) {
   throw CommError(what + ": " + std::strerror(errno) +
                   ". Check the process's limits (ulimit -n) and that all workers of the host run in one container");
 }
 
 FileDescriptor make_socket(int type) {
   FileDescriptor fd(::socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd) fail("cannot make a Unix socket");
+  if (!fd) fail_at_socket("cannot make a Unix socket");
   return fd;
 }
 
@@ -73,7 +73,7 @@ void UnixSocket::send(const std::string& bytes, const std::vector<int>& descript
   }
   while (::sendmsg(fd_.get(), &header, MSG_NOSIGNAL) < 0) {
     if (errno == EINTR) continue;
-    if (errno != EAGAIN && errno != EWOULDBLOCK) fail("a worker of this host is gone");
+    if (errno != EAGAIN && errno != EWOULDBLOCK) fail_at_socket("a worker of this host is gone");
     pollfd wait{fd_.get(), POLLOUT, 0};
     if (::poll(&wait, 1, remaining_ms(deadline)) == 0)
       throw Timeout("a worker of this host does not read its messages; look at its log");
@@ -129,17 +129,22 @@ FileDescriptor listen_at(const std::string& name, int type) {
                       "' is taken: another process of this host listens there; end it, or choose "
                       "another name");
     }
-    fail("cannot bind a Unix socket");
+    fail_at_socket("cannot bind a Unix socket");
   }
-  if (::listen(fd.get(), kBacklog) != 0) fail("cannot listen on a Unix socket");
+  if (::listen(fd.get(), kBacklog) != 0) fail_at_socket("cannot listen on a Unix socket");
   return fd;
 }
 
 FileDescriptor connect_to(const std::string& name, int type) {
   FileDescriptor fd = make_socket(type);
   const auto [address, length] = abstract_address(name);
-  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
-    fail("cannot reach a process of this host");
+  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+    if (errno == ECONNREFUSED) {
+      throw CommError("nobody listens at '" + name +
+                      "': the process has ended, has not begun, or runs in another container");
+    }
+    fail_at_socket("cannot reach a process of this host");
+  }
   return fd;
 }
 
@@ -147,7 +152,7 @@ FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline) {
   while (wait_readable({listener.get()}, deadline)) {
     FileDescriptor fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (fd) return fd;
-    if (errno != EINTR && errno != EAGAIN && errno != ECONNABORTED) fail("cannot accept a connection");
+    if (errno != EINTR && errno != EAGAIN && errno != ECONNABORTED) fail_at_socket("cannot accept a connection");
   }
   return FileDescriptor();
 }
@@ -156,13 +161,14 @@ PeerCredentials credentials_of(const FileDescriptor& socket) {
   ucred credentials{};
   socklen_t length = sizeof(credentials);
   if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0)
-    fail("cannot read a peer's credentials");
+    fail_at_socket("cannot read a peer's credentials");
   return {credentials.pid, credentials.uid};
 }
 
 std::string random_name() {
   std::array<unsigned char, 16> bytes;
-  if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) fail("no random numbers");
+  if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
+    fail_at_socket("no random numbers");
   std::string name;
   for (const unsigned char byte : bytes) {
     name += "0123456789abcdef"[byte >> 4];
@@ -191,7 +197,7 @@ bool wait_readable(const std::vector<int>& fds, Deadline deadline) {
     const int n = ::poll(polled.data(), polled.size(), remaining_ms(deadline));
     if (n > 0) return true;
     if (n == 0) return false;
-    if (errno != EINTR) fail("cannot wait for a socket");
+    if (errno != EINTR) fail_at_socket("cannot wait for a socket");
   }
 }
 

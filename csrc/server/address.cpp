@@ -8,6 +8,7 @@
 
 #include <array>
 #include <random>
+#include <string_view>
 
 #include "core/address.h"
 #include "muster/error.h"
@@ -16,6 +17,7 @@
 namespace muster::server {
 namespace {
 
+constexpr std::string_view kPrefix = "muster-server-";
 constexpr int kFirstPort = 49152, kLastPort = 65535;  // RFC 6335's dynamic ports
 constexpr int kTries = 1000;
 
@@ -46,7 +48,13 @@ std::string channel_name(const std::string& address) {
                    "localhost:" +
                    std::to_string(port));
   }
-  return "muster-server-" + std::to_string(port);
+  return std::string(kPrefix) + std::to_string(port);
+}
+
+std::string address_of(const std::string& channel) {
+  const std::string port = channel.starts_with(kPrefix) ? channel.substr(kPrefix.size()) : "";
+  const bool is_port = !port.empty() && port.size() <= 5 && port.find_first_not_of("0123456789") == std::string::npos;
+  return is_port ? "localhost:" + port : channel;
 }
 
 std::string free_address() {

@@ -10,6 +10,9 @@ namespace muster::server {
 /// no address, NotBuilt for any other host: servers on other hosts are not there yet.
 std::string channel_name(const std::string& address);
 
+/// The address of such a name, "localhost:<port>"; any other name as it is.
+std::string address_of(const std::string& channel);
+
 /// "localhost:<port>" where no server of this host listens: a random port from 49152 on. Throws CommError where none is
 /// found.
 std::string free_address();

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/wait_hook.h"
+#include "server/address.h"
 #include "server/client_calls.h"
 
 namespace muster::server {
@@ -55,8 +56,9 @@ ServerClient::ServerClient(ClientConfig config)
 ServerClient::~ServerClient() = default;
 
 void ServerClient::lose(size_t server, const std::string& why) const {
-  throw PeerLost(-1, "parameter server " + std::to_string(server) + " ('" + config_.servers[server] +
-                         "') is gone: " + why + ". Look at its log; start it again with the same snapshots to go on");
+  throw PeerLost(-1, "parameter server " + std::to_string(server) + " (" + address_of(config_.servers[server]) +
+                         ") is gone: " + why +
+                         ". Look at its log; if it keeps snapshots, start it again with them to go on");
 }
 
 ServerClient::Clock::time_point ServerClient::limit() const {
@@ -227,10 +229,9 @@ uint64_t ServerClient::join() {
 
 std::byte* ServerClient::allocate(uint64_t bytes) {
   if (memory_) return memory_->allocate(bytes);
-  constexpr uint64_t kAlignment = 64;
-  heap_.emplace_back(new std::byte[bytes + kAlignment]);
+  heap_.emplace_back(new std::byte[bytes + kPayloadAlignment]);
   const auto address = reinterpret_cast<uintptr_t>(heap_.back().get());
-  return heap_.back().get() + (kAlignment - address % kAlignment) % kAlignment;
+  return heap_.back().get() + (kPayloadAlignment - address % kPayloadAlignment) % kPayloadAlignment;
 }
 
 std::optional<uint64_t> ServerClient::shared_place(std::span<const std::byte> memory) const noexcept {

@@ -13,8 +13,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr uint64_t kAlignment = 64;
-
 // Arrays that follow one another in a payload, and how many bytes of each a row has.
 struct RowArray {
   const void* data;
@@ -197,7 +195,7 @@ void ServerClient::send_rows(uint64_t step, const PushLog::Rows& rows) {
 // A server's requests end within the plan's timeout.
 std::byte* ServerClient::landing_of(size_t server, uint32_t lane) {
   constexpr uint64_t kBytes = uint64_t{5} << 20;  // rows and values of a part, of the longest row
-  static_assert(kBytes >= (uint64_t{2} << 20) + kMaxRowDim * sizeof(float) + kAlignment);
+  static_assert(kBytes >= (uint64_t{2} << 20) + kMaxRowDim * sizeof(float) + kPayloadAlignment);
   landings_.resize(links_.size() * config_.lanes);
   auto& landing = landings_[server * config_.lanes + lane];
   const uint64_t connects = links_[server]->connects();
@@ -231,8 +229,9 @@ void ServerClient::pull_rows(uint32_t index, uint64_t at_least, std::span<const 
     const RowArray array{rows.data(), sizeof(int64_t)};
     gather(of_part, {&array, 1}, numbers);
     const Bytes payload(numbers, of_part.size() * sizeof(int64_t));
-    const std::span<std::byte> place(numbers + (payload.size() + kAlignment - 1) / kAlignment * kAlignment,
-                                     of_part.size() * dim * sizeof(float));
+    const std::span<std::byte> place(
+        numbers + (payload.size() + kPayloadAlignment - 1) / kPayloadAlignment * kPayloadAlignment,
+        of_part.size() * dim * sizeof(float));
     const auto shared = shared_place(place);
     link.send_chunk(
         lane, PullRows::kType, encode(PullRows{index, at_least, shared.has_value(), shared.value_or(0)}), {&payload, 1},

@@ -15,7 +15,7 @@ using std::chrono::milliseconds;
 constexpr size_t kMaxUnderWay = 32;  // on a lane: their answers fit into a socket's buffer
 constexpr uint32_t kBeatLane = 0xffffffff;
 constexpr milliseconds kSlice{50};
-constexpr milliseconds kPatience{60'000};  // of one send
+constexpr milliseconds kSendPatience{60'000};  // of one send
 
 }  // namespace
 
@@ -149,7 +149,7 @@ void Link::note_durable(uint64_t step) noexcept {
 void Link::send(size_t lane, uint16_t type, std::string_view message, std::span<const net::Bytes> payload) {
   if (broken_) break_with("the connection is broken");
   try {
-    lanes_[lane].channel->send(type, message, payload, Clock::now() + kPatience);
+    lanes_[lane].channel->send(type, message, payload, Clock::now() + kSendPatience);
   } catch (const CommError& error) {
     break_with(error.what());
   }
@@ -170,7 +170,7 @@ net::Frame Link::receive(size_t lane, std::span<std::byte> to, const std::functi
     const auto place = [&](uint16_t, const std::string&, uint64_t bytes) {
       return bytes == to.size() ? to : std::span<std::byte>();
     };
-    if (channel->receive(frame, Clock::now() + kPatience, place)) return frame;
+    if (channel->receive(frame, Clock::now() + kSendPatience, place)) return frame;
   } catch (const CommError& error) {
     break_with(error.what());
   }

@@ -11,7 +11,6 @@ namespace muster::server {
 namespace {
 
 constexpr uint64_t kPage = net::Arena::kPage;
-constexpr uint64_t kAlignment = 64;
 constexpr size_t kAlways = 2;  // entries that are never refused
 constexpr uint64_t kBlock = uint64_t{256} << 10;
 
@@ -21,7 +20,7 @@ uint64_t round_up(uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * 
 
 uint64_t PushLog::slab_bytes(const std::vector<Chunk>& chunks) {
   uint64_t bytes = 0;
-  for (const auto& chunk : chunks) bytes += round_up(static_cast<uint64_t>(chunk.gradient_bytes()), kAlignment);
+  for (const auto& chunk : chunks) bytes += round_up(static_cast<uint64_t>(chunk.gradient_bytes()), kPayloadAlignment);
   return std::max(round_up(bytes, kPage), kPage);
 }
 
@@ -42,7 +41,7 @@ PushLog::PushLog(const std::vector<Chunk>& chunks, std::shared_ptr<net::Arena> m
   for (const auto& chunk : chunks) {
     offsets_.push_back(offset);
     sizes_.push_back(static_cast<uint64_t>(chunk.gradient_bytes()));
-    offset += round_up(sizes_.back(), kAlignment);
+    offset += round_up(sizes_.back(), kPayloadAlignment);
   }
 }
 
@@ -56,14 +55,14 @@ PushLog::~PushLog() {
 
 std::byte* PushLog::allocate(uint64_t bytes) {
   return memory_ ? memory_->allocate(bytes)
-                 : static_cast<std::byte*>(::operator new(bytes, std::align_val_t(kAlignment)));
+                 : static_cast<std::byte*>(::operator new(bytes, std::align_val_t(kPayloadAlignment)));
 }
 
 void PushLog::free(const Block& block) noexcept {
   if (memory_) {
     memory_->release(block.data);
   } else {
-    ::operator delete(block.data, std::align_val_t(kAlignment));
+    ::operator delete(block.data, std::align_val_t(kPayloadAlignment));
   }
 }
 
@@ -77,7 +76,7 @@ bool PushLog::is_half_full() const noexcept {
 }
 
 std::byte* PushLog::room(Entry& entry, uint64_t bytes) {
-  bytes = round_up(bytes, kAlignment);
+  bytes = round_up(bytes, kPayloadAlignment);
   if (entry.block_left < bytes) {
     const uint64_t size = round_up(bytes, kBlock);
     if (entries_.size() > kAlways && !fits(size)) return nullptr;

@@ -15,6 +15,9 @@
 
 namespace muster::server {
 
+/// Where gradients and payloads begin in memory, in bytes.
+inline constexpr uint64_t kPayloadAlignment = 64;
+
 /// A bounded number of steps, each in a slab of its own that holds every chunk's gradients, and blocks that hold what
 /// it has of tables. Externally synchronised.
 class PushLog {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import muster
 from support.ranks import Ranks, run_ranks
@@ -177,9 +179,33 @@ def test_options_that_servers_cannot_honour_are_refused(option: dict[str, Any]) 
         alone(**option)
 
 
-def test_a_negative_staleness_is_refused() -> None:
-    with pytest.raises(muster.InvalidArgument, match="staleness=-1"):
-        alone(staleness=-1)
+@pytest.mark.parametrize("staleness", [-1, 1.5, "none", True])
+def test_a_staleness_that_is_none_is_refused(staleness: Any) -> None:
+    with pytest.raises(muster.InvalidArgument, match=f"staleness={staleness!r}"):
+        alone(staleness=staleness)
+
+
+def _differs(what: str) -> str:
+    rank = int(os.environ["RANK"])
+    try:
+        staleness = 2 * rank if what == "staleness" else 0
+        with muster.ParameterServerStrategy.from_env(staleness=staleness, seed=3, timeout=60.0) as strategy:
+            strategy.prepare(DataLoader(TensorDataset(torch.zeros(100 - 10 * rank)), batch_size=20))
+    except muster.Error as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("staleness", "InvalidArgument: the ranks have different options: rank 0 .* staleness=0 .* staleness=2 "),
+        ("data", "LayoutMismatch: loader 0 of rank 0 has 100 samples in 5 batches, that of rank 1 90 samples in 5 "),
+    ],
+)
+def test_workers_that_differ_are_refused_at_once(what: str, message: str) -> None:
+    for outcome in run_ranks(2, _differs, what):
+        assert re.match(message, outcome), outcome
 
 
 def test_what_servers_cannot_step_is_refused() -> None:
@@ -422,8 +448,7 @@ def test_a_server_that_dies_is_named_and_one_that_returns_with_its_snapshots_is_
         if returns:
             assert text == "fine"
         else:
-            name = "muster-server-" + servers.addresses[1].split(":")[1]
-            assert text.startswith(f"parameter server 1 ('{name}') is gone")
+            assert text.startswith(f"parameter server 1 ({servers.addresses[1]}) is gone")
             assert seconds < 10
 
 

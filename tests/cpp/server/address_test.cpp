@@ -32,6 +32,8 @@ TEST_CASE("a server of this host has a name by its port", "[server][address]") {
     CHECK(channel_name(here + ":29600") == "muster-server-29600");
     CHECK(channel_name(here + ":1") == "muster-server-1");
   }
+  CHECK(address_of("muster-server-29600") == "localhost:29600");
+  for (const char* name : {"muster-server-", "muster-server-8f3a", "another"}) CHECK(address_of(name) == name);
 }
 
 TEST_CASE("other hosts are not there yet", "[server][address]") {

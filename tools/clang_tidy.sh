@@ -1,0 +1,14 @@
+#!/bin/sh
+# Lints csrc/ with the compile database of a build folder that was configured with CMAKE_UNITY_BUILD: a folder's files at
+# once, and one by one what is not united. clang_tidy.sh BUILD JOBS
+set -eu
+build=$1 jobs=$2
+units=$(find "$build/CMakeFiles/muster.dir" "$build/CMakeFiles/_C.dir" -name 'unity_*.cxx')
+# Largest first. nccl_api.cpp needs a build with CUDA.
+# shellcheck disable=SC2086
+{
+  ls -S $units
+  find csrc -name '*.cpp' ! -name nccl_api.cpp | while read -r file; do
+    grep -qF "/$file\"" $units || echo "$file"
+  done
+} | xargs -P "$jobs" -n 1 clang-tidy --quiet -p "$build"
