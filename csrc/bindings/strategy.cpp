@@ -376,6 +376,7 @@ void bind_core_class(py::module_& m) {
       .def(
           "exchange_texts", [](StrategyCore& c, const std::string& text) { return exchange_texts(c.workers(), text); },
           py::call_guard<Interruptible>())
+      .def("compare_loader", &StrategyCore::compare_loader, py::call_guard<Interruptible>())
       .def("barrier", [](StrategyCore& c) { c.workers().barrier().wait(); }, py::call_guard<Interruptible>());
 }
 

@@ -23,6 +23,9 @@ namespace {
 namespace functional = torch::nn::functional;
 
 void check_ids(const at::Tensor& ids, int64_t num_embeddings) {
+  if (ids.scalar_type() != at::kLong && ids.scalar_type() != at::kInt) {
+    throw InvalidArgument(std::string("ids are int64 or int32, not ") + c10::toString(ids.scalar_type()));
+  }
   if (ids.numel() == 0) return;
   const auto [least, greatest] = at::aminmax(ids);
   for (const auto& id : {least, greatest}) {

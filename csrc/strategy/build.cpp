@@ -442,9 +442,9 @@ std::shared_ptr<StrategyCore> make_parameter_server(const Cluster& cluster, cons
     if (cluster.num_workers > 1) {
       const auto mesh = connect(net::open_store(cluster, timeout), "workers", topology, 1, timeout);
       groups.workers = mesh->make_group("workers").front();
+      compare_options(words, *groups.workers);
       if (steps_together) groups.step = mesh->make_group("step");
     }
-    compare_options(words, *groups.workers);
     job.facts.options = words;
     begin_job(job, standing, cluster, *groups.workers);
   }

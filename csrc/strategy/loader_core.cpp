@@ -166,6 +166,10 @@ LoaderCore::LoaderCore(Strategy& strategy, const LoaderOptions& options, bool is
                ? Deal{topology.local_replicas(), 0, topology.local_replicas()}
                : Deal{topology.num_replicas, topology.first_replica, topology.local_replicas()};
   s.index = s.strategy->num_loaders++;
+  if (!options.sharded) {
+    const std::string of_index = std::to_string(s.samples) + " samples in " + std::to_string(s.batches()) + " batches";
+    s.strategy->core->compare_loader(s.index, is_stream ? "a stream" : of_index);
+  }
   s.progress = std::make_shared<LoaderProgress>();
   auto& loaders = s.strategy->loaders;
   std::erase_if(loaders, [](const auto& loader) { return loader.expired(); });

@@ -14,6 +14,7 @@
 #include "comm/kernel_status.h"
 #include "muster/error.h"
 #include "server/row_source.h"
+#include "strategy/text_exchange.h"
 
 namespace muster {
 
@@ -141,6 +142,18 @@ void StrategyCore::note_rows(const at::Tensor& weight, EmbeddingRows rows) {
     if (name == registry_.name(p)) rows.initialiser.seed = agreed;
   }
   registry_.note_rows(p, rows);
+}
+
+void StrategyCore::compare_loader(int loader, const std::string& size) {
+  check_open();
+  if (steps_ > 0 || has_servers()) return;  // workers may have died since
+  const auto sizes = exchange_texts(groups_.to_prepare(), size);
+  for (size_t r = 1; r < sizes.size(); ++r) {
+    if (sizes[r] == sizes[0]) continue;
+    throw LayoutMismatch("loader " + std::to_string(loader) + " of rank 0 has " + sizes[0] + ", that of rank " +
+                         std::to_string(r) + " " + sizes[r] +
+                         "; give all ranks the same data, or say that it is sharded where each has its own");
+  }
 }
 
 // On a device the first reductions set up connections and their time says little.

@@ -97,6 +97,10 @@ class StrategyCore {
   /// where there are no servers.
   void note_rows(const at::Tensor& weight, EmbeddingRows rows);
 
+  /// Collective over workers until their first step, none later. `size`, in words, is that of the `loader`-th loader.
+  /// Throws LayoutMismatch where another worker has another.
+  void compare_loader(int loader, const std::string& size);
+
   /// The set of exactly these parameters (registry indices, any order). Throws InvalidArgument if it shares parameters
   /// with another set without being equal to it.
   int set_of(std::vector<int> parameters);

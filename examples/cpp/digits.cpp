@@ -213,9 +213,12 @@ std::unique_ptr<muster::Strategy> make_strategy(const Arguments& arguments) {
                                                                arguments.options);
 }
 
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name, const Net& net) {
+// Workers that step on their own bring momentum of their own (Mitliagkas et al., Asynchrony begets momentum, 2016).
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Arguments& arguments, const Net& net) {
+  const auto& name = arguments.optimizer;
   if (name == "sgd") {
-    return std::make_unique<muster::optim::SGD>(net.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    const double momentum = arguments.server_options.staleness == 0 ? 0.9 : 0;
+    return std::make_unique<muster::optim::SGD>(net.parameters(), torch::optim::SGDOptions(0.1).momentum(momentum));
   }
   if (name == "adagrad") return std::make_unique<muster::optim::Adagrad>(net.parameters(), 0.02);
   if (name == "adamw") return std::make_unique<muster::optim::AdamW>(net.parameters(), 1e-3);
@@ -243,7 +246,7 @@ void run(const Arguments& arguments) {
   const auto strategy = make_strategy(arguments);
   const auto model = strategy->prepare([&] { return Net(train.pixels()); });
   if (!arguments.initial.empty()) load_weights(model.module(), arguments.initial);
-  const auto optimizer = make_optimizer(arguments.optimizer, model.module());
+  const auto optimizer = make_optimizer(arguments, model.module());
   strategy->prepare(*optimizer);
   auto loader =
       strategy->prepare_loader(train, {.batch_size = arguments.batch_size, .shuffle = arguments.shuffle, .workers = 1});

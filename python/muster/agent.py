@@ -43,8 +43,10 @@ def main(parent: str, workers: str, max_restarts: str, kind: str, program: str, 
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = int(failure.exitcode)
-        how = f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}"
-        print(f"muster run: worker {rank} ended with {how}; what it printed says why", file=sys.stderr, flush=True)
+        how = f"exit code {code}; what it printed says why"
+        if code < 0:
+            how = f"signal {-code}, {signal.strsignal(-code)}"
+        print(f"muster run: worker {rank} ended with {how}", file=sys.stderr, flush=True)
         return code if code >= 0 else 128 - code
     except SignalException as error:
         return 128 + int(error.sigval)

@@ -184,6 +184,21 @@ class Loader(Generic[BatchT_co]):
         """Whether the last batch of the pass was yielded and the pass was not advanced since."""
         return self._position.at_end
 
+    @property
+    def index(self) -> int:
+        """Among its strategy's loaders."""
+        return self._index
+
+    @property
+    def size(self) -> str:
+        """In words; equal on workers that divide the same data."""
+        if isinstance(self._loader.dataset, IterableDataset):
+            return "a stream"
+        try:
+            return f"{len(self._loader.sampler)} samples in {len(self._loader)} batches"  # type: ignore[arg-type]
+        except TypeError:
+            return "data of unknown size"
+
     def part_rows_of(self, value: object) -> list[int] | None:
         """The number of samples in each local replica's part, if `value` is of the batch that was yielded last.
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from muster import optim, structure
-from muster.errors import InvalidArgument
+from muster.errors import InvalidArgument, LayoutMismatch
 
 if TYPE_CHECKING:
     from muster.strategy import Strategy
@@ -98,8 +98,16 @@ class PreparedOptimizer:
             hook(self.optimizer, (self.optimizer,), {})
 
     def broadcast_state(self) -> None:
-        """Collective: every worker gets the chief's hyperparameters and state."""
+        """Collective: every worker gets the chief's hyperparameters and state. Raises LayoutMismatch where optimizers
+        differ."""
         core = self._strategy._core
+        names = core.exchange_texts(type(self.optimizer).__name__)
+        for rank, name in enumerate(names):
+            if name != names[0]:
+                raise LayoutMismatch(
+                    f"the optimizers of the ranks differ: rank 0 has {names[0]}, rank {rank} {name}; build the same "
+                    "optimizer on every rank before prepare()"
+                )
         loaded = self._flat._loaded if self._flat is not None else None
         text, leaves = structure.encode(loaded or self.optimizer.state_dict(), texts=True)
         description = core.exchange_texts(text)[0]

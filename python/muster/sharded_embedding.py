@@ -144,6 +144,8 @@ class ShardedEmbedding(nn.Module):
         return copied
 
     def _check_ids(self, ids: Tensor) -> None:
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise InvalidArgument(f"ids are int64 or int32, not {str(ids.dtype).removeprefix('torch.')}")
         if ids.numel() == 0:
             return
         for value in torch.stack(torch.aminmax(ids)).tolist():

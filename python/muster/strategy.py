@@ -198,6 +198,8 @@ class Strategy:
         if known is not None and known() is self:
             return next(prepared for prepared in self._loaders if prepared._loader is loader)
         prepared: Loader[Any] = Loader(loader, self, index=len(self._loaders), sharded=sharded)
+        if not sharded:
+            self._core.compare_loader(prepared.index, prepared.size)
         self._loaders.append(prepared)
         _prepared_by[loader] = weakref.ref(self)
         return prepared
@@ -797,12 +799,14 @@ class ParameterServerStrategy(Strategy):
     it alone. A server that stays away for 5 s is PeerLost; started again with its snapshots before that, it is as if
     nothing had happened.
 
-    Parameters must not be written between steps, and sparse gradients are refused. Options are those of
-    `StrategyOptions` but fuse, keep_gradients, shard_optimizer and wire.
+    Parameters must not be written between steps, and sparse gradients are refused but for a `ShardedEmbedding`'s.
+    Options are those of `StrategyOptions` but fuse, keep_gradients, shard_optimizer and wire.
     """
 
     def __init__(self, cluster: _C.Cluster, *, staleness: int | None = 0, **options: Any) -> None:
         chosen = _options(options)
+        if not (staleness is None or (isinstance(staleness, int) and not isinstance(staleness, bool))):
+            raise InvalidArgument(f"staleness={staleness!r}: it must be an int >= 0, or None")
         super().__init__(_C.make_parameter_server(cluster, staleness, asdict(chosen)), chosen)
         self._staleness = staleness
 

@@ -67,6 +67,25 @@ def test_models_that_differ_between_ranks_are_refused_by_name(worker_job: Launch
         assert "running_mean" in buffers
 
 
+def differing_optimizers_and_loaders(strategy: muster.Strategy) -> list[str]:
+    module = build()
+    strategy.prepare(module)
+    optimizer = [torch.optim.AdamW, torch.optim.SGD][strategy.rank]
+    data = TensorDataset(torch.zeros(20 + strategy.rank))
+    messages = []
+    for given in (optimizer(module.parameters(), lr=0.1), DataLoader(data, batch_size=4)):
+        with pytest.raises(muster.LayoutMismatch) as caught:
+            strategy.prepare(given)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_optimizers_and_loaders_that_differ_between_ranks_are_refused(worker_job: Launcher) -> None:
+    for optimizers, loaders in worker_job(differing_optimizers_and_loaders):
+        assert "rank 0 has AdamW, rank 1 SGD" in optimizers
+        assert "20 samples in 5 batches" in loaders and "21 samples in 6 batches" in loaders
+
+
 def chiefs_values(strategy: muster.Strategy) -> Any:
     torch.manual_seed(strategy.rank)
     module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).to(torch.bfloat16))

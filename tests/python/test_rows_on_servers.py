@@ -195,8 +195,9 @@ def test_weights_take_no_memory_until_the_strategy_is_closed() -> None:
         assert torch.equal(theirs, ours)
 
 
-def test_rows_that_are_on_servers_from_the_beginning() -> None:
-    module, local = Clicks(on_servers=True), Clicks()
+@pytest.mark.parametrize("row_wise", [False, True])
+def test_rows_that_are_on_servers_from_the_beginning(row_wise: bool) -> None:
+    module, local = Clicks(on_servers=True, row_wise=row_wise), Clicks(row_wise=row_wise)
     for stub in (module, copy.deepcopy(module)):
         assert stub.ids.weight.untyped_storage().nbytes() == 4
         with pytest.raises(muster.InvalidArgument, match="not connected"):

@@ -81,6 +81,8 @@ def test_what_it_cannot_be_is_refused() -> None:
         with pytest.raises(muster.InvalidArgument, match=next(iter(options))):
             muster.ShardedEmbedding(3, 3, **options)
     plain = muster.ShardedEmbedding(3, 3)
+    with pytest.raises(muster.InvalidArgument, match="int64 or int32, not float32"):
+        plain(torch.tensor([1.5, 2.5]))
     with pytest.raises(muster.InvalidArgument, match="bags"):
         plain(torch.tensor([0, 1]), torch.tensor([0]))
     with pytest.raises(muster.InvalidArgument, match="bags"):

@@ -28,10 +28,11 @@ struct ServerOptions {
 /// loss, metrics, buffers and norm are its own, and collectives inside a step see it alone. A server that stays away
 /// for 5 s is PeerLost; started again with its snapshots before that, it is as if nothing had happened.
 ///
-/// Parameters must not be written between steps, and sparse gradients are refused. Constructing is collective over the
-/// cluster, unless the cluster names servers and other workers train there: it then joins them, with the job's seed and
-/// the servers' values, and has no collectives outside steps. Throws InvalidArgument for options that servers cannot
-/// honour (fuse=false, keep_gradients, shard_optimizer, wire), or that ranks disagree about.
+/// Parameters must not be written between steps, and sparse gradients are refused but for a ShardedEmbedding's.
+/// Constructing is collective over the cluster, unless the cluster names servers and other workers train there: it then
+/// joins them, with the job's seed and the servers' values, and has no collectives outside steps. Throws
+/// InvalidArgument for options that servers cannot honour (fuse=false, keep_gradients, shard_optimizer, wire), or that
+/// ranks disagree about.
 class ParameterServerStrategy : public Strategy {
  public:
   explicit ParameterServerStrategy(const Cluster& cluster = Cluster::from_env(),

@@ -120,6 +120,7 @@ TEST_CASE("a sharded embedding refuses what it cannot do", "[server]") {
     CHECK_THROWS_AS(rows->forward(at::tensor({int64_t{0}, id})), InvalidArgument);
   }
   CHECK(rows->forward(at::empty({0, 2}, at::kLong)).sizes() == at::IntArrayRef{0, 2, kDim});
+  CHECK_THROWS_AS(rows->forward(at::tensor({0.5F, 1.5F})), InvalidArgument);
   CHECK_THROWS_AS(rows->forward(at::tensor({0, 1}), at::tensor({0})), InvalidArgument);
   CHECK_THROWS_AS(rows->forward(at::tensor({0, 1}), {}, at::rand({2})), InvalidArgument);
   CHECK_THROWS_AS(ShardedEmbedding(0, kDim), InvalidArgument);
