@@ -222,6 +222,8 @@ def make_strategy(
         raise typer.BadParameter("--parameter-server has one CPU replica a worker; leave out --devices")
     if multi_worker:
         return muster.MultiWorkerMirroredStrategy.from_env(devices)
+    if staleness != "none" and not staleness.isdecimal():
+        raise typer.BadParameter(f"--staleness {staleness}: it must be a number of steps, or none")
     if parameter_server:
         return muster.ParameterServerStrategy.from_env(staleness=None if staleness == "none" else int(staleness))
     return muster.MirroredStrategy(devices or ["cpu:0", "cpu:1"])

@@ -68,6 +68,8 @@ def digest(model: nn.Module) -> str:
 
 def staleness_of(text: str) -> int | None:
     """A number of steps, or "none"."""
+    if text != "none" and not text.isdecimal():
+        raise typer.BadParameter(f"--staleness {text}: it must be a number of steps, or none")
     return None if text == "none" else int(text)
 
 

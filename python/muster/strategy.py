@@ -191,7 +191,7 @@ class Strategy:
 
     def prepare_loader(self, loader: Any, *, sharded: bool = False) -> Loader[Any]:
         """A Loader whose global batch is the loader's, divided over the replicas. `sharded`: its batches are this
-        worker's own already. Collective."""
+        worker's own already. Collective; raises LayoutMismatch where the ranks' loaders differ in size."""
         if isinstance(loader, Loader):
             return loader
         known = _prepared_by.get(loader)
@@ -204,9 +204,12 @@ class Strategy:
         _prepared_by[loader] = weakref.ref(self)
         return prepared
 
-    def _check_preparable(self, given: Any) -> None:
+    def _check_open(self) -> None:
         if self.closed:
             raise InvalidArgument("the strategy is closed; make a new one")
+
+    def _check_preparable(self, given: Any) -> None:
+        self._check_open()
         if not (isinstance(given, (nn.Module, Optimizer, DataLoader, Loader)) or callable(given)):
             raise InvalidArgument(
                 f"prepare() takes modules, module factories, optimizers and loaders; it got a {type(given).__name__}"
@@ -508,6 +511,7 @@ class Strategy:
                 loader.release()
 
     def _before_call(self) -> None:
+        self._check_open()
         self._release_passes()
         if self._was_interrupted and not self._core.busy:
             # A replica that had finished when the interrupt came must not get it in the next step.

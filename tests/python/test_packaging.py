@@ -16,6 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = (ROOT / "VERSION").read_text().strip()
+QUICK_BUILD = "-DCMAKE_UNITY_BUILD=ON '-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG'"
+"""scikit-build-core's CMAKE_ARGS: the same wheel in a third of the time."""
 
 
 def run(*command: str | Path, cwd: Path, path: Path | None = None, fails: bool = False) -> str:
@@ -23,6 +25,7 @@ def run(*command: str | Path, cwd: Path, path: Path | None = None, fails: bool =
     environment = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"}}
     environment["PATH"] = os.pathsep.join([*([str(path)] if path else []), environment["PATH"]])
     environment.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
+    environment.setdefault("CMAKE_ARGS", QUICK_BUILD)
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,

@@ -156,6 +156,10 @@ def test_a_step_without_a_module_or_with_everything_frozen_is_refused() -> None:
         with pytest.raises(muster.InvalidArgument, match="closed"):
             call()
     strategy.close()
+    with pytest.raises(muster.InvalidArgument, match="closed"):  # though no module is prepared either
+        other = muster.MirroredStrategy(["cpu"])
+        other.close()
+        other.step(lambda x: x.sum(), X)
 
 
 class Uncopyable(nn.Linear):

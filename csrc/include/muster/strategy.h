@@ -160,7 +160,8 @@ class Strategy {
     return optimizer;
   }
 
-  /// See Loader. All ranks prepare their loaders in the same order.
+  /// See Loader. Collective until the first step: all ranks prepare their loaders in the same order. Throws
+  /// LayoutMismatch where they differ in size.
   template <class Dataset>
   auto prepare_loader(Dataset dataset, const LoaderOptions& options = {}) {
     return Loader<Dataset>(*this, std::move(dataset), options);
