@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from types import FrameType
@@ -39,7 +40,8 @@ def main(parent: str, workers: str, max_restarts: str, kind: str, program: str, 
     )
     options.training_script_args = list(arguments)
     try:
-        run.run(options)  # type: ignore[no-untyped-call]
+        with tempfile.TemporaryDirectory(prefix="muster-run-") as options.log_dir:  # torch's own would stay
+            run.run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = int(failure.exitcode)

@@ -87,10 +87,14 @@ def sleeps(tmp_path: Path) -> Path:
 def test_a_job(steps: Path, tmp_path: Path) -> None:
     arguments = ["--workers", "9", "-m", "--", "--help", "a b"]
     options = ["--workers", 2, "--servers", 2, "-m"]
-    with Command("run", *options, "steps", tmp_path, 5, *arguments, PYTHONPATH=str(tmp_path)) as job:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    variables = {"PYTHONPATH": str(tmp_path), "TMPDIR": str(temporary)}
+    with Command("run", *options, "steps", tmp_path, 5, *arguments, **variables) as job:
         returncode, _, err = job.end()
         assert job.processes() == []
     assert returncode == 0, err
+    assert list(temporary.iterdir()) == []
     for rank in (0, 1):
         assert (tmp_path / f"{rank}.0").read_text() == f"0 {arguments} 2"
 
