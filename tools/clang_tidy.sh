@@ -11,4 +11,4 @@ units=$(find "$build/CMakeFiles/muster.dir" "$build/CMakeFiles/_C.dir" -name 'un
   find csrc -name '*.cpp' ! -name nccl_api.cpp | while read -r file; do
     grep -qF "/$file\"" $units || echo "$file"
   done
-} | xargs -P "$jobs" -n 1 clang-tidy --quiet -p "$build"
+} | xargs -P "$jobs" -n 1 clang-tidy --quiet --config-file=.clang-tidy -p "$build"
