@@ -111,9 +111,9 @@ void FlatOptimizer::check_row_wise(const FlatParameter& parameter, const FlatGro
   const auto refuse = [&](const std::string& why) {
     throw InvalidArgument("row-wise Adagrad of parameter '" + parameter.name + "': " + why);
   };
-  // One whose rows are on servers is a stub of a single element (server/row_source.h).
-  const auto is_plain = [&] { return tensor.is_contiguous() || tensor.stride(0) == 0; };
-  if (!tensor.is_cpu() || tensor.scalar_type() != at::kFloat || tensor.dim() != 2 || !is_plain()) {
+  // A matrix whose rows are on servers is a stub, of stride 0 (server/row_source.h).
+  if (!tensor.is_cpu() || tensor.scalar_type() != at::kFloat || tensor.dim() != 2 ||
+      !(tensor.is_contiguous() || tensor.stride(0) == 0)) {
     refuse("it must be a contiguous float32 matrix on the CPU, not " + c10::str(tensor.sizes()) + " of " +
            c10::toString(tensor.scalar_type()) + " on " + tensor.device().str());
   }

@@ -63,7 +63,7 @@ from muster.position import Position
 from muster.reader import Deal, Ended, Parts, Task, WorkerStart, as_is, reader_of
 from muster.streams import AgreedStream, epoch_seed, stream_seed
 
-__all__ = ["Loader", "LoaderHost"]
+__all__ = ["Loader", "LoaderHost", "size_in_words"]
 
 T = TypeVar("T")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
@@ -183,21 +183,6 @@ class Loader(Generic[BatchT_co]):
     def at_end(self) -> bool:
         """Whether the last batch of the pass was yielded and the pass was not advanced since."""
         return self._position.at_end
-
-    @property
-    def index(self) -> int:
-        """Among its strategy's loaders."""
-        return self._index
-
-    @property
-    def size(self) -> str:
-        """In words; equal on workers that divide the same data."""
-        if isinstance(self._loader.dataset, IterableDataset):
-            return "a stream"
-        try:
-            return f"{len(self._loader.sampler)} samples in {len(self._loader)} batches"  # type: ignore[arg-type]
-        except TypeError:
-            return "data of unknown size"
 
     def part_rows_of(self, value: object) -> list[int] | None:
         """The number of samples in each local replica's part, if `value` is of the batch that was yielded last.
@@ -529,6 +514,16 @@ def _check(loader: object, *, sharded: bool, alone: bool) -> None:
 
 def _is_read_by_index(loader: DataLoader[Any]) -> bool:
     return not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
+
+
+def size_in_words(loader: DataLoader[Any]) -> str:
+    """Equal on workers that divide the same data."""
+    if isinstance(loader.dataset, IterableDataset):
+        return "a stream"
+    try:
+        return f"{len(loader.sampler)} samples in {len(loader)} batches"  # type: ignore[arg-type]
+    except TypeError:
+        return "data of unknown size"
 
 
 def _samplers(loader: DataLoader[Any]) -> list[Any]:

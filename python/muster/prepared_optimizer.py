@@ -101,16 +101,16 @@ class PreparedOptimizer:
         """Collective: every worker gets the chief's hyperparameters and state. Raises LayoutMismatch where optimizers
         differ."""
         core = self._strategy._core
-        names = core.exchange_texts(type(self.optimizer).__name__)
-        for rank, name in enumerate(names):
-            if name != names[0]:
-                raise LayoutMismatch(
-                    f"the optimizers of the ranks differ: rank 0 has {names[0]}, rank {rank} {name}; build the same "
-                    "optimizer on every rank before prepare()"
-                )
         loaded = self._flat._loaded if self._flat is not None else None
         text, leaves = structure.encode(loaded or self.optimizer.state_dict(), texts=True)
-        description = core.exchange_texts(text)[0]
+        texts = core.exchange_texts(f"{type(self.optimizer).__name__}\n{text}")
+        (chiefs, _, description), *others = (text.partition("\n") for text in texts)
+        for rank, (name, _, _) in enumerate(others, start=1):
+            if name != chiefs:
+                raise LayoutMismatch(
+                    f"the optimizers of the ranks differ: rank 0 has {chiefs}, rank {rank} {name}; build the same "
+                    "optimizer on every rank before prepare()"
+                )
         leaves = core.broadcast(leaves, 0)
         if core.rank != 0:
             self.optimizer.load_state_dict(structure.decode(description, leaves))

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from muster import _C, _random, structure, sync_batch_norm
 from muster.batch import agreeing_rows, place, split
-from muster.data import Loader
+from muster.data import Loader, size_in_words
 from muster.dealing import Dealer, Members
 from muster.errors import InvalidArgument, LayoutMismatch
 from muster.module_watch import ModuleWatch
@@ -197,9 +197,10 @@ class Strategy:
         known = _prepared_by.get(loader)
         if known is not None and known() is self:
             return next(prepared for prepared in self._loaders if prepared._loader is loader)
-        prepared: Loader[Any] = Loader(loader, self, index=len(self._loaders), sharded=sharded)
+        index = len(self._loaders)
+        prepared: Loader[Any] = Loader(loader, self, index=index, sharded=sharded)
         if not sharded:
-            self._core.compare_loader(prepared.index, prepared.size)
+            self._core.compare_loader(index, size_in_words(loader))
         self._loaders.append(prepared)
         _prepared_by[loader] = weakref.ref(self)
         return prepared
