@@ -36,6 +36,20 @@ bool same_memory_order(const at::Tensor& tensor, const std::vector<int64_t>& str
   return true;
 }
 
+// Whether nobody but its parameter will have a gradient's memory once autograd lets go of what the accumulator was
+// handed: that, and where it is a view (of a transposed weight's gradient, say) its base.
+bool is_sole_owner(const at::Tensor& gradient, const std::vector<at::Tensor>& handed_over) {
+  if (gradient.layout() != at::kStrided || gradient.use_count() != 1) return false;
+  size_t users = gradient.storage().use_count();
+  for (const auto& tensor : handed_over) {
+    if (!tensor.defined() || !tensor.is_alias_of(gradient)) continue;
+    if (tensor.use_count() != 1) return false;
+    --users;
+    if (tensor.is_view() && tensor._base().use_count() == 1) --users;
+  }
+  return users == 1;
+}
+
 // What `item` packs, but for a run.
 void append_without(std::vector<kernels::PackItem>& items, const kernels::PackItem& item, const Run& run) {
   const size_t size = kernels::size_of(item.source_dtype);
@@ -57,6 +71,7 @@ struct GradientEngine::ParameterState {
   int expected_fires = 1;   // learned in the first window
   bool ready = false;       // its fires are complete in this micro-batch
   bool packed = false;      // what came in this micro-batch is in the bucket
+  bool is_sole = false;     // nobody else has the memory of its gradient
   bool dense_used = false;  // in this window
   bool sparse_used = false;
 };
@@ -77,9 +92,9 @@ struct GradientEngine::Hook {
   Hook(GradientEngine& engine, size_t parameter)
       : accumulator(torch::autograd::impl::grad_accumulator(engine.parameters_[parameter].tensor)),
         key(accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-            [&engine, parameter](const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>&) {
+            [&engine, parameter](const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
               try {
-                engine.on_gradient(parameter);
+                engine.on_gradient(parameter, inputs);
               } catch (...) {
                 engine.keep_error(std::current_exception());
               }
@@ -236,7 +251,7 @@ void GradientEngine::open_window() {
   first_non_finite_ = -1;
   next_launch_ = 0;
   works_.clear();
-  release_gradients();
+  if (owners_) owners_->open_window();
   if (!allocated_) allocate_buckets();
 }
 
@@ -246,7 +261,7 @@ void GradientEngine::begin(const MicroBatch& micro_batch) {
   clear_gradients();
   for (auto& state : states_) {
     state.fires = 0;
-    state.ready = state.packed = false;
+    state.ready = state.packed = state.is_sole = false;
   }
   for (auto& bucket : buckets_) {
     bucket.pending = bucket.parameters.size();
@@ -270,7 +285,7 @@ void GradientEngine::keep_error(std::exception_ptr error) noexcept {
   if (!error_) error_ = std::move(error);
 }
 
-void GradientEngine::on_gradient(size_t p) {
+void GradientEngine::on_gradient(size_t p, const std::vector<at::Tensor>& handed_over) {
   const auto context = current_replica();
   if (!context || context->strategy != options_.strategy) return;
   if (context->replica != options_.replica) {
@@ -289,7 +304,11 @@ void GradientEngine::on_gradient(size_t p) {
   auto& state = states_[p];
   ++state.fires;
   if (state.fires == 1 && !learned_ && micro_batch_.first) arrivals_.push_back(static_cast<int>(p));
-  if (parameters_[p].tensor.grad().is_sparse() || layout_index_[p] < 0) take_sparse(p);
+  if (parameters_[p].tensor.grad().is_sparse() || layout_index_[p] < 0) {
+    take_sparse(p);
+  } else if (micro_batch_.to_owners) {
+    state.is_sole = is_sole_owner(parameters_[p].tensor.grad(), handed_over);
+  }
   if (!learned_ || layout_index_[p] < 0 || state.fires < state.expected_fires) return;
 
   auto& bucket = buckets_[static_cast<size_t>(layout_.slots()[static_cast<size_t>(layout_index_[p])].bucket)];
@@ -409,7 +428,8 @@ void GradientEngine::pack(BucketState& bucket) {
         item.source = gradient.const_data_ptr();
         item.source_dtype = kernel_dtype(gradient.scalar_type());
         if (lends && !adds && gradient.scalar_type() == view.scalar_type()) {
-          if (!owners_->lend(p, gradient)) append_without(fresh, item, owners_->run(p, communicator_->rank()));
+          if (!owners_->lend(p, gradient, state.is_sole))
+            append_without(fresh, item, owners_->run(p, communicator_->rank()));
           continue;
         }
       } else {
@@ -533,6 +553,11 @@ void GradientEngine::release_gradients() noexcept {
   if (owners_) owners_->release();
 }
 
+const at::Tensor& GradientEngine::slot(size_t p) const noexcept {
+  if (owners_ && owners_->sum_in(p).defined()) return owners_->sum_in(p);
+  return slot_views_[p];
+}
+
 void GradientEngine::add_counts(double* counts) const noexcept {
   for (size_t p = 0; p < states_.size(); ++p) {
     counts[p] += states_[p].dense_used ? 1.0 : 0.0;
@@ -546,9 +571,9 @@ void GradientEngine::reduce_sparse(const double* counts) {
     if (counts[parameters_.size() + p] <= 0) continue;
     auto sum = sum_sparse_over_ranks(*communicator_, sparse_[p], parameters_[p].tensor);
     if (counts[p] > 0) {
-      slot_views_[p].add_(sum);
+      slot(p).add_(sum);
       sparse_[p].reset();
-      if (micro_batch_.to_owners) owners_->take_stats(p, slot_views_[p]);
+      if (micro_batch_.to_owners) owners_->take_stats(p, slot(p));
       changes_owned |= micro_batch_.to_owners;
     } else {
       sparse_[p] = std::move(sum);

@@ -139,9 +139,10 @@ class GradientEngine {
   const std::vector<NamedParameter>& parameters() const noexcept { return parameters_; }
   const FlatLayout& layout() const noexcept { return layout_; }
 
-  /// Dense sums by parameter: a view of the bucket with the parameter's sizes and the slot's strides, in the
-  /// accumulation dtype; undefined for a parameter that is not in the layout (sparse only).
-  const at::Tensor& slot(size_t parameter) const noexcept { return slot_views_[parameter]; }
+  /// Dense sums by parameter, with the parameter's sizes and the slot's strides, in the accumulation dtype: a view of
+  /// the bucket or, after wait() of sums that go to owners, the gradient itself (OwnerReduction::sum_in). Undefined for
+  /// a parameter that is not in the layout (sparse only).
+  const at::Tensor& slot(size_t parameter) const noexcept;
 
   /// Whether the parameter still has the accumulator that is hooked: a change of dtype makes another one.
   bool watches(size_t parameter) const;
@@ -154,7 +155,7 @@ class GradientEngine {
   struct ParameterState;
   struct BucketState;
 
-  void on_gradient(size_t parameter);
+  void on_gradient(size_t parameter, const std::vector<at::Tensor>& handed_over);
   void take_sparse(size_t parameter);
   void make_hooks();
   void build_layout(const std::vector<int>& order);

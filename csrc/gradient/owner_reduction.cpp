@@ -21,12 +21,14 @@ uint64_t address_in(const comm::PeerMemory& peers, const at::Tensor& tensor) {
 // What this rank lends of a bucket, and owns of it. Its visit may come after the engine's end.
 struct OwnerReduction::OwnedSums {
   struct Parameter {
-    size_t offset;            // of its slot, in elements
-    uint64_t slot;            // its address
-    double* partials;         // of the owned run
-    Run run;                  // the owned one
-    at::Tensor lent;          // the gradient that is read instead of the slot
-    bool peers_read = false;  // they do so, too
+    size_t offset;              // of its slot, in elements
+    uint64_t slot;              // its address
+    double* partials;           // of the owned run
+    Run run;                    // the owned one
+    at::Tensor lent;            // the gradient that is read instead of the slot
+    bool peers_read = false;    // they do so, too
+    bool may_hold_sum = false;  // nobody else had it when it was lent
+    bool holds_sum = false;
   };
   comm::PeerMemory& peers;
   Bucket bucket;
@@ -41,7 +43,7 @@ struct OwnerReduction::OwnedSums {
   void read_from_slot(size_t i) {
     auto& parameter = parameters[i];
     parameter.lent.reset();
-    parameter.peers_read = false;
+    parameter.peers_read = parameter.may_hold_sum = parameter.holds_sum = false;
     address(i) = parameter.slot;
   }
 
@@ -49,12 +51,13 @@ struct OwnerReduction::OwnedSums {
   void sum(void* const* data) {
     const auto size = static_cast<size_t>(ranks);
     const size_t read_size = bucket.read.element_size();
+    const size_t sum_size = bucket.sums.element_size();
     auto* const sums = static_cast<std::byte*>(bucket.sums.mutable_data_ptr());
     std::vector<const void*> gradients(parameters.size() * size);
     std::vector<kernels::ReduceSegment> segments;
     segments.reserve(parameters.size());
     for (size_t i = 0; i < parameters.size(); ++i) {
-      const auto& parameter = parameters[i];
+      auto& parameter = parameters[i];
       if (parameter.run.count == 0) continue;
       const auto first = static_cast<size_t>(parameter.run.begin);
       const void** sources = gradients.data() + i * size;
@@ -63,8 +66,11 @@ struct OwnerReduction::OwnedSums {
         if (r == rank && parameter.lent.defined()) whole = parameter.lent.const_data_ptr();
         sources[r] = static_cast<const std::byte*>(whole) + first * read_size;
       }
-      segments.push_back({sources, sums + (parameter.offset + first) * bucket.sums.element_size(), parameter.partials,
-                          static_cast<size_t>(parameter.run.count)});
+      parameter.holds_sum = parameter.may_hold_sum && parameter.lent.use_count() == 1;
+      auto* const whole_sum = parameter.holds_sum ? static_cast<std::byte*>(parameter.lent.mutable_data_ptr())
+                                                  : sums + parameter.offset * sum_size;
+      segments.push_back(
+          {sources, whole_sum + first * sum_size, parameter.partials, static_cast<size_t>(parameter.run.count)});
     }
     kernels::reduce_stats(kernel_dtype(bucket.read.scalar_type()), ranks, segments.data(), segments.size());
     for (auto& parameter : parameters) {
@@ -119,7 +125,7 @@ OwnerReduction::OwnerReduction(comm::Communicator& communicator, const FlatLayou
 
 OwnerReduction::~OwnerReduction() = default;
 
-bool OwnerReduction::lend(size_t p, const at::Tensor& gradient) {
+bool OwnerReduction::lend(size_t p, const at::Tensor& gradient, bool is_sole) {
   const auto [sums, index] = places_[p];
   if (sums == nullptr) return false;
   auto& parameter = sums->parameters[index];
@@ -130,6 +136,8 @@ bool OwnerReduction::lend(size_t p, const at::Tensor& gradient) {
   }
   if (address) sums->address(index) = *address;
   parameter.peers_read = address.has_value();
+  // Other gradients' memory is used again before the step.
+  parameter.may_hold_sum = parameter.peers_read && is_sole;
   return parameter.peers_read;
 }
 
@@ -147,9 +155,22 @@ std::optional<OwnerReduction::Lent> OwnerReduction::take_back(size_t p) {
 void OwnerReduction::release() noexcept {
   for (const auto& sums : owned_) {
     for (size_t i = 0; i < sums->parameters.size(); ++i) {
-      if (sums->parameters[i].lent.defined()) sums->read_from_slot(i);
+      if (sums->parameters[i].lent.defined() && !sums->parameters[i].holds_sum) sums->read_from_slot(i);
     }
   }
+}
+
+void OwnerReduction::open_window() noexcept {
+  for (const auto& sums : owned_) {
+    for (auto& parameter : sums->parameters) parameter.holds_sum = false;
+  }
+  release();
+}
+
+const at::Tensor& OwnerReduction::sum_in(size_t p) const noexcept {
+  static const at::Tensor none;
+  const auto [sums, index] = places_[p];
+  return sums != nullptr && sums->parameters[index].holds_sum ? sums->parameters[index].lent : none;
 }
 
 comm::Work OwnerReduction::reduce(size_t bucket) {

@@ -44,8 +44,8 @@ class OwnerReduction {
 
   /// Local, before reduce(): the gradient (the dtype that is read, the slot's memory order) is read where it is, and
   /// kept: by this rank until its reduction, by peers until release(). False where peers do not reach it, or it is
-  /// small: what they own of it is to be packed all the same.
-  bool lend(size_t parameter, const at::Tensor& gradient);
+  /// small: what they own of it is to be packed all the same. `is_sole`: nobody else knows its memory.
+  bool lend(size_t parameter, const at::Tensor& gradient, bool is_sole);
 
   /// A lent gradient, and what of it is in no bucket.
   struct Lent {
@@ -55,12 +55,19 @@ class OwnerReduction {
   /// Local, before reduce(): the bucket is read again, in which the caller puts what is not there.
   std::optional<Lent> take_back(size_t parameter);
 
-  /// Local, after a collective that peers issued after their reductions were done, or before the next window: lets go
-  /// of lent gradients.
+  /// Local, after a collective that peers issued after their reductions were done: lets go of lent gradients but for
+  /// those that hold sums.
   void release() noexcept;
 
-  /// Collective; does not block. Once done, Bucket::sums holds the sums in this rank's runs.
+  /// Local, before a window's first gradient: lets go of all.
+  void open_window() noexcept;
+
+  /// Collective; does not block. Once done, this rank's runs of Bucket::sums hold the sums, but where sum_in() does.
   comm::Work reduce(size_t bucket);
+
+  /// The gradient that was lent for a parameter and of which this rank's run holds the sum: memory that is read need
+  /// not be fetched to be written. Until open_window(); undefined where the sum is in Bucket::sums.
+  const at::Tensor& sum_in(size_t parameter) const noexcept;
 
   /// Takes the statistics of this rank's run of a parameter again; `slot`: its place in the bucket.
   void take_stats(size_t parameter, const at::Tensor& slot);

@@ -297,64 +297,96 @@ void pack(const PackItem* items, size_t count, bool accumulate, double factor) n
 
 // --- statistics ----------------------------------------------------------------------------------------------------
 
-// The sum of squares of one tile's values, each handed to `visit` first, which may change it. `rest`: how many lie
-// there, those of later tiles included.
-template <class Visit, class T>
-MUSTER_INLINE double tile_squares(T* values, size_t n, size_t rest, Visit visit) noexcept {
+// Fetches what lies kAheadBytes beyond the kLanes values from `i` on, of `n` in all.
+template <class T>
+MUSTER_INLINE void fetch_ahead(const T* values, size_t i, size_t n) noexcept {
   constexpr size_t kAhead = kAheadBytes / sizeof(T);
-  alignas(64) double lanes[kLanes] = {};
-  size_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    if (i + kAhead + kLanes <= rest) {
-      for (size_t k = 0; k < kLanes; k += kLineBytes / sizeof(T)) __builtin_prefetch(values + i + kAhead + k);
-    }
-#pragma GCC ivdep
-    for (size_t lane = 0; lane < kLanes; ++lane) {
-      const auto value = static_cast<double>(visit(values[i + lane]));
-      lanes[lane] = lanes[lane] + value * value;
-    }
-  }
-  for (size_t lane = 0; i < n; ++i, ++lane) {
-    const auto value = static_cast<double>(visit(values[i]));
-    lanes[lane] = lanes[lane] + value * value;
-  }
-  for (size_t half = kLanes / 2; half > 0; half /= 2) {
-    for (size_t lane = 0; lane < half; ++lane) lanes[lane] = lanes[lane] + lanes[lane + half];
-  }
-  return lanes[0];
+  if (i + kAhead + kLanes > n) return;
+  for (size_t k = 0; k < kLanes; k += kLineBytes / sizeof(T)) __builtin_prefetch(values + i + kAhead + k);
 }
 
-template <class Visit, class T>
-MUSTER_INLINE void all_squares(T* values, size_t n, double* partials, Visit visit) noexcept {
+// The sums of squares, by tile, of n values; `value(i)` gives each once, in order, `fetch(i)` is called before every
+// kLanes of them.
+template <class Value, class Fetch>
+MUSTER_INLINE void all_squares(size_t n, double* partials, Value value, Fetch fetch) noexcept {
   for (size_t begin = 0; begin < n; begin += kTile) {
-    const size_t rest = n - begin;
-    *partials++ = tile_squares(values + begin, rest < kTile ? rest : kTile, rest, visit);
+    const size_t end = n - begin < kTile ? n : begin + kTile;
+    alignas(64) double lanes[kLanes] = {};
+    size_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) {
+      fetch(i);
+#pragma GCC ivdep
+      for (size_t lane = 0; lane < kLanes; ++lane) {
+        const auto wide = static_cast<double>(value(i + lane));
+        lanes[lane] = lanes[lane] + wide * wide;
+      }
+    }
+    for (size_t lane = 0; i < end; ++i, ++lane) {
+      const auto wide = static_cast<double>(value(i));
+      lanes[lane] = lanes[lane] + wide * wide;
+    }
+    for (size_t half = kLanes / 2; half > 0; half /= 2) {
+      for (size_t lane = 0; lane < half; ++lane) lanes[lane] = lanes[lane] + lanes[lane + half];
+    }
+    *partials++ = lanes[0];
   }
 }
 
 template <class T>
-void squares(const StatsSegment& segment) noexcept {
-  all_squares(static_cast<const T*>(segment.gradient), segment.n, segment.partials, [](T value) { return value; });
+void squares(const void* array, size_t n, double* partials) noexcept {
+  const auto* const values = static_cast<const T*>(array);
+  all_squares(n, partials, [=](size_t i) { return values[i]; }, [=](size_t i) { fetch_ahead(values, i, n); });
 }
 
 void grad_stats(const StatsSegment* segments, size_t count) noexcept {
   for (size_t k = 0; k < count; ++k) {
-    if (segments[k].dtype == DType::f64) {
-      squares<double>(segments[k]);
-    } else {
-      squares<float>(segments[k]);
-    }
+    const StatsSegment& segment = segments[k];
+    (segment.dtype == DType::f64 ? squares<double> : squares<float>)(segment.gradient, segment.n, segment.partials);
   }
 }
 
 template <class T>
-void divide_all(void* values, size_t n, T divisor, double* partials) noexcept {
-  all_squares(static_cast<T*>(values), n, partials, [divisor](T& value) { return value = value / divisor; });
+void divide_all(void* array, size_t n, T divisor, double* partials) noexcept {
+  auto* const values = static_cast<T*>(array);
+  all_squares(
+      n, partials, [=](size_t i) { return values[i] = values[i] / divisor; },
+      [=](size_t i) { fetch_ahead(values, i, n); });
 }
 
 void divide_with_stats(DType dtype, void* values, size_t n, double divisor, double* partials) noexcept {
   if (dtype == DType::f64) return divide_all<double>(values, n, divisor, partials);
   divide_all<float>(values, n, static_cast<float>(divisor), partials);
+}
+
+// All of a small tree and its statistics in one pass.
+template <class T, int kSources>
+void sum_few_with_stats(const void* const* sources, void* destination, size_t n, double* partials) noexcept {
+  const T* in[kSources];
+  for (int s = 0; s < kSources; ++s) in[s] = static_cast<const T*>(sources[s]);
+  auto* const sums = static_cast<T*>(destination);
+  const size_t fetched = gains_from_hints() ? n : 0;
+  all_squares(
+      n, partials, [&](size_t i) { return sums[i] = tree_of<Plain<T, T>, Sum, kSources>(in, i); },
+      [&](size_t i) {
+        for (int s = 0; s < kSources; ++s) fetch_ahead(in[s], i, fetched);
+      });
+}
+
+template <class T>
+void sum_all_with_stats(const void* const* sources, int num_sources, void* destination, size_t n,
+                        double* partials) noexcept {
+  int only = 0;
+  const bool is_whole = present(sources, 0, num_sources, only) == num_sources;
+  if (is_whole && num_sources == 2) return sum_few_with_stats<T, 2>(sources, destination, n, partials);
+  if (is_whole && num_sources == 4) return sum_few_with_stats<T, 4>(sources, destination, n, partials);
+  reduce<Plain<T, T>, Sum>(sources, num_sources, &destination, 1, n);
+  squares<T>(destination, n, partials);
+}
+
+void sum_with_stats(DType dtype, const void* const* sources, int num_sources, void* destination, size_t n,
+                    double* partials) noexcept {
+  (dtype == DType::f64 ? sum_all_with_stats<double> : sum_all_with_stats<float>)(sources, num_sources, destination, n,
+                                                                                 partials);
 }
 
 template <class T>
@@ -394,6 +426,7 @@ void sum_widened(DType dtype, const void* const* sources, int num_sources, float
 
 }  // namespace
 
-extern const IsaTable kTable = {&tree_reduce, &pack, &grad_stats, &divide_with_stats, &scale, &narrow, &sum_widened};
+extern const IsaTable kTable = {&tree_reduce,    &pack,  &grad_stats, &divide_with_stats,
+                                &sum_with_stats, &scale, &narrow,     &sum_widened};
 
 }  // namespace muster::kernels::MUSTER_ISA

@@ -23,18 +23,20 @@ void reduce_segment(DType dtype, int num_ranks, const ReduceSegment& segment, bo
   alignas(64) std::byte scratch[kPiece * sizeof(double)];
   const DType wide = sum_dtype(dtype);
   const void* sources[kMaxReduceRanks];
+  const IsaTable& table = *best_table().table;
   for (size_t begin = 0; begin < segment.n; begin += kPiece) {
     const size_t n = std::min(kPiece, segment.n - begin);
     for (int r = 0; r < num_ranks; ++r) sources[r] = skip_bytes(segment.gradients[r], begin * size_of(dtype));
     void* sum = skip_bytes(segment.sum, begin * size_of(wide));
     void* destination = streams ? scratch : sum;
+    double* const partials = segment.partials + begin / kTile;
     if (wide == dtype) {
-      tree_reduce(dtype, Reduction::sum, sources, num_ranks, &destination, 1, n);
+      table.sum_with_stats(dtype, sources, num_ranks, destination, n, partials);
     } else {
-      best_table().table->sum_widened(dtype, sources, num_ranks, static_cast<float*>(destination), n);
+      table.sum_widened(dtype, sources, num_ranks, static_cast<float*>(destination), n);
+      const StatsSegment stats{destination, partials, n, wide};
+      table.grad_stats(&stats, 1);
     }
-    const StatsSegment stats{destination, segment.partials + begin / kTile, n, wide};
-    grad_stats(&stats, 1);
     if (streams) stream_copy(sum, scratch, n * size_of(wide));
   }
 }

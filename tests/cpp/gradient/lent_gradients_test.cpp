@@ -49,15 +49,20 @@ struct Replica {
         options);
   }
 
-  /// d loss / d large[i] = times (rank + 1) (i + 1), and as much of small.
-  void window(int times) {
+  /// d loss / d large[i] = times (rank + 1) (i + 1), and as much of small. `Sharing::gradient`: another leaf gets the
+  /// same memory as its gradient.
+  enum class Sharing { nothing, gradient };
+  void window(int times, Sharing sharing = Sharing::nothing) {
     const ReplicaScope scope(context);
     engine->open_window();
+    bucket = engine->slot(0);
+    const auto other = at::ones({kLarge}).set_requires_grad(true);
     const auto loss_of = [&] {
       const auto weigh = [&](const at::Tensor& leaf) {
         return (leaf * ((at::arange(leaf.numel()) + 1) * (communicator.rank() + 1.0))).sum();
       };
-      return weigh(large) + weigh(small) + weigh(empty);
+      const auto leaf = sharing == Sharing::gradient ? large.view({5, -1}) + other.view({5, -1}) : large;
+      return weigh(leaf.view({-1})) + weigh(small) + weigh(empty);
     };
     auto loss = loss_of();
     if (times == 2) {  // the second comes before the first has left, or after that is packed
@@ -71,8 +76,10 @@ struct Replica {
       const GradientMemory::Scope memory(engine->memory());
       torch::autograd::backward({loss}, {at::ones({})});
     }
+    const auto before = other.grad().defined() ? other.grad().clone() : at::Tensor();
     engine->flush();
     engine->wait();
+    keeps_other = !before.defined() || before.equal(other.grad());
     communicator.barrier().wait();
     engine->release_gradients();
     std::vector<double> counts(2 * engine->num_parameters());
@@ -96,16 +103,21 @@ struct Replica {
   bool has_packed() const {
     for (int r = 0; r < communicator.size(); ++r) {
       if (r == communicator.rank()) continue;
-      const auto theirs = elements_of(engine->slot(0), engine->owners()->run(0, r));
+      const auto theirs = elements_of(bucket, engine->owners()->run(0, r));
       if (!theirs.equal(at::zeros_like(theirs))) return true;
     }
     return false;
   }
 
+  /// Whether the sum of `large` is where its gradient was.
+  bool has_sum_in_place() const { return engine->slot(0).const_data_ptr() != bucket.const_data_ptr(); }
+
   Communicator& communicator;
   at::Tensor large;
   at::Tensor small;
   at::Tensor empty = at::ones({0}).set_requires_grad(true);
+  at::Tensor bucket;         // the slot of `large` there
+  bool keeps_other = false;  // the other leaf's gradient is what backward made it
   std::shared_ptr<ReplicaContext> context = std::make_shared<ReplicaContext>();
   std::unique_ptr<GradientEngine> engine;
 };
@@ -117,6 +129,20 @@ TEMPLATE_TEST_CASE("peers read large gradients in place", "[gradient]", Local, H
             replica.window(1);
             MUSTER_CHECK(replica.has_sums(1));
             MUSTER_CHECK(!replica.has_packed());
+            MUSTER_CHECK(replica.has_sum_in_place());
+          }
+        }) == "");
+}
+
+TEMPLATE_TEST_CASE("a gradient whose memory somebody else has takes no sum", "[gradient]", Local, Host) {
+  CHECK(TestType::run(2, [](Communicator& c) {
+          Replica replica(c);
+          for (int window = 0; window < 3; ++window) {
+            replica.window(1, Replica::Sharing::gradient);
+            MUSTER_CHECK(replica.has_sums(1));
+            MUSTER_CHECK(!replica.has_packed());
+            MUSTER_CHECK(!replica.has_sum_in_place());
+            MUSTER_CHECK(replica.keeps_other);
           }
         }) == "");
 }
