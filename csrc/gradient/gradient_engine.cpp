@@ -299,15 +299,16 @@ void GradientEngine::on_gradient(size_t p, const std::vector<at::Tensor>& handed
     throw InvalidArgument("backward() was called inside the step function (parameter '" + parameters_[p].name +
                           "' got a gradient); return the loss instead: step() runs backward itself");
   }
-  join_stream(parameters_[p].tensor.grad());
+  const auto& gradient = parameters_[p].tensor.mutable_grad();
+  join_stream(gradient);
   const StreamScope scope(stream_);
   auto& state = states_[p];
   ++state.fires;
   if (state.fires == 1 && !learned_ && micro_batch_.first) arrivals_.push_back(static_cast<int>(p));
-  if (parameters_[p].tensor.grad().is_sparse() || layout_index_[p] < 0) {
+  if (gradient.is_sparse() || layout_index_[p] < 0) {
     take_sparse(p);
-  } else if (micro_batch_.to_owners) {
-    state.is_sole = is_sole_owner(parameters_[p].tensor.grad(), handed_over);
+  } else if (micro_batch_.to_owners && gradient.defined() && gradient.nbytes() >= options_.least_lent_bytes) {
+    state.is_sole = is_sole_owner(gradient, handed_over);
   }
   if (!learned_ || layout_index_[p] < 0 || state.fires < state.expected_fires) return;
 
@@ -407,6 +408,8 @@ void GradientEngine::pack(BucketState& bucket) {
   std::vector<kernels::PackItem> fresh;
   std::vector<kernels::PackItem> added;
   fresh.reserve(bucket.parameters.size());
+  const auto dtype = bucket.sums.scalar_type();
+  auto* const sums = static_cast<std::byte*>(bucket.sums.mutable_data_ptr());
   const bool drop = abandoned_ || !micro_batch_.contributes;
   const bool lends = micro_batch_.to_owners && !micro_batch_.locate_non_finite && !bucket.wire.defined();
   for (int index : bucket.parameters) {
@@ -416,18 +419,19 @@ void GradientEngine::pack(BucketState& bucket) {
     const bool adds = !micro_batch_.first || state.packed;
     state.packed = true;
     if (micro_batch_.to_owners) take_back(p);
-    const auto& view = slot_views_[p];
-    const auto& gradient = parameters_[p].tensor.grad();
+    const auto& gradient = parameters_[p].tensor.mutable_grad();
     auto& items = adds ? added : fresh;
-    kernels::PackItem item{nullptr, kernel_dtype(view.scalar_type()), view.mutable_data_ptr(),
-                           static_cast<size_t>(view.numel())};
+    // Of a slot's view no more than needed: a cache has few of the many small tensors.
+    const auto& slot = layout_.slots()[static_cast<size_t>(layout_index_[p])];
+    kernels::PackItem item{nullptr, kernel_dtype(dtype),
+                           sums + static_cast<size_t>(slot.offset) * c10::elementSize(dtype),
+                           static_cast<size_t>(slot.numel)};
     if (gradient.defined() && !drop) {
       state.dense_used = true;
-      const auto& slot = layout_.slots()[static_cast<size_t>(layout_index_[p])];
       if (gradient.layout() == at::kStrided && same_memory_order(gradient, slot.strides)) {
         item.source = gradient.const_data_ptr();
         item.source_dtype = kernel_dtype(gradient.scalar_type());
-        if (lends && !adds && gradient.scalar_type() == view.scalar_type()) {
+        if (lends && !adds && gradient.scalar_type() == dtype) {
           if (!owners_->lend(p, gradient, state.is_sole))
             append_without(fresh, item, owners_->run(p, communicator_->rank()));
           continue;
@@ -435,6 +439,7 @@ void GradientEngine::pack(BucketState& bucket) {
       } else {
         // Rare: autograd keeps gradients in the parameter's own order.
         const auto dense = gradient.detach().to_dense();
+        const auto& view = slot_views_[p];
         if (adds) {
           view.add_(dense);
         } else {

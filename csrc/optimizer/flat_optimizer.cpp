@@ -215,7 +215,7 @@ void FlatOptimizer::add_run(const Entry& entry, const Run& run, void* parameter,
     segment.low_dtype = kernel_dtype(entry.dtype);
   }
   for (size_t s = 0; s < entry.num_states; ++s) segment.state[s] = at_element(entry.states[s], offset);
-  segment.step = entry.step.const_data_ptr<float>();
+  segment.step = static_cast<const float*>(entry.step.const_data_ptr());
   segment.n = static_cast<size_t>(run.count);
   segment.group = entry.parameter.group;
   segments.of(accumulation_dtype(entry.dtype)).push_back(segment);
@@ -351,7 +351,7 @@ void FlatOptimizer::begin_step(size_t p, const FlatGroups& groups, bool is_commo
   if (is_streamed()) {
     used_[p] = 1;
   } else {
-    *entry.step.mutable_data_ptr<float>() += 1;
+    *static_cast<float*>(entry.step.mutable_data_ptr()) += 1;
   }
 }
 
@@ -488,7 +488,7 @@ std::vector<float> FlatOptimizer::step_counts() const {
   const auto streamed = steps_.defined() ? steps_.cpu() : at::Tensor();
   for (size_t p = 0; p < entries_.size(); ++p) {
     counts.push_back(streamed.defined() ? streamed.const_data_ptr<float>()[p]
-                                        : *entries_[p].step.const_data_ptr<float>());
+                                        : *static_cast<const float*>(entries_[p].step.const_data_ptr()));
   }
   return counts;
 }

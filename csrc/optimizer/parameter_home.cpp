@@ -54,11 +54,12 @@ void ParameterHome::bring_back() {
 
 void ParameterHome::bring_back(const std::function<std::vector<Run>(size_t parameter)>& runs) {
   const at::NoGradGuard no_grad;
+  auto* const first = static_cast<std::byte*>(memory_.mutable_data_ptr());
   for (size_t i = 0; i < places_.size(); ++i) {
     const auto& place = places_[i];
-    auto* const home = memory_.mutable_data_ptr<uint8_t>() + place.offset;
+    auto* const home = first + place.offset;
     const auto& parameter = place.parameter;
-    if (parameter.numel() == 0 || parameter.const_data_ptr() == home || !place.has_room()) continue;
+    if (parameter.const_data_ptr() == home || parameter.numel() == 0 || !place.has_room()) continue;
     const auto dense = is_dense(place.sizes, parameter.strides().vec()) ? parameter.detach() : parameter.contiguous();
     // A storage of its own, so that whoever saves or copies one does not take all.
     const auto values = at::from_blob(

@@ -1,5 +1,5 @@
 // How large buckets are: large enough that their number costs little, small enough that most of them are reduced while
-// backward still runs.
+// backward still runs, and their gradients are still at hand.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,9 @@ struct BucketSizes {
 LinkSpeed measure_link(comm::Communicator& replicas);
 
 /// Buckets whose latency is a twentieth of what moving them takes, as a power of two between 1 and 32 MiB; the first
-/// and the last an eighth of that, at least 256 KiB.
-BucketSizes choose_buckets(const LinkSpeed& link);
+/// and the last an eighth of that, at least 256 KiB. Where ranks read one another's memory and a reduction costs some
+/// microseconds, 64 KiB, all of them: what is packed and summed as it comes is still in the nearest caches.
+BucketSizes choose_buckets(const LinkSpeed& link, bool in_one_memory);
 
 /// Buckets of at most `bytes`, set by hand; the first one of at most 1 MiB.
 BucketSizes buckets_of(int64_t bytes);

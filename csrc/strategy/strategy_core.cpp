@@ -169,7 +169,7 @@ void StrategyCore::choose_buckets() {
     links[r] = measure_link(*groups_.gradients[r]);
   });
   groups_.link = links.front();
-  groups_.buckets = muster::choose_buckets(links.front());
+  groups_.buckets = muster::choose_buckets(links.front(), groups_.gradients.front()->peer_memory() != nullptr);
 }
 
 int StrategyCore::set_of(std::vector<int> parameters) {

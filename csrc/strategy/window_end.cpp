@@ -5,6 +5,7 @@
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/scalar_tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <sstream>
@@ -96,20 +97,21 @@ void GradientSet::take_norm(const Tail& tail, double loss_scale) {
   }
   if (!to_owners_) return muster::take_norm(used_sums(tail), tail.data(), clip_norm, loss_scale, scalars_);
   std::vector<double> partials;
-  bool has_doubles = false;
+  const auto& engine = *engines_.front();
+  const auto* const counts = tail.counts();
   for (size_t p = 0; p < trainable_.size(); ++p) {
-    const auto& values = values_of(tail, p);
-    if (!values.defined()) continue;
-    has_doubles |= values.scalar_type() == at::kDouble;
-    if (values.is_sparse()) {
-      append_partials({values}, partials);
-    } else {
-      engines_.front()->owners()->append_partials(p, partials);
+    if (engine.sparse_sum(p).defined()) {
+      append_partials({engine.sparse_sum(p)}, partials);
+    } else if (counts[p] > 0) {
+      engine.owners()->append_partials(p, partials);
     }
   }
   finish_norm(partials, tail.data(), clip_norm, loss_scale, scalars_);
-  // The square of an fp64 value may overflow.
-  if (scalars_.finite != 0 || !has_doubles) return;
+  if (scalars_.finite != 0) return;
+  const auto sums = used_sums(tail);
+  const bool has_doubles =
+      std::any_of(sums.begin(), sums.end(), [](const auto& sum) { return sum.scalar_type() == at::kDouble; });
+  if (!has_doubles) return;  // the square of an fp64 value may overflow
   const auto finite = at::scalar_tensor(owned_are_finite(tail) ? 1 : 0, at::kInt);
   groups_.workers->all_reduce(finite, ReduceOp::min).wait();
   scalars_.finite = finite.item<int>();

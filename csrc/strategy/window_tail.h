@@ -34,7 +34,7 @@ struct GradientSet::Tail {
   int64_t parameters;
   int64_t num_buffers;
 
-  double* data() const { return tensor.data_ptr<double>(); }
+  double* data() const { return static_cast<double*>(tensor.mutable_data_ptr()); }
   double& operator[](Field field) const { return data()[field]; }
   double& non_finite(int64_t replica) const { return data()[fields + replica]; }
   double* counts() const { return data() + fields + replicas; }

@@ -1,13 +1,15 @@
 """The time of a training step: Muster against the same module without communication, and against DDP over Gloo.
 
 Three kinds of job, each of two replicas with one thread: worker processes in Python, replicas in threads of one
-process, and both of these in C++. All columns of a job live in the same processes, each with its own copy of the model,
-and take turns: a round gives every column one untimed and a few timed steps, and each round begins with another column.
-A column's cost is the median over rounds of its time over that of the same module without communication in the same
-round, so that a machine that slows down slows all of them. Steps of processes are averaged over the processes. Where
+process, and both of these in C++. A job's columns take turns, each in processes of its own, as in a user's job: in one
+process a column finds a heap that the others have used, which costs many small tensors up to a tenth of a step. A round
+gives every column one untimed and a few timed steps, and each round begins with another column. A column's cost is the
+median over rounds of its time over that of the same module without communication in the same round, so that a machine
+that slows down slows all of them. Steps of processes are averaged over the processes. Where
 their cores are not equally fast at any time, because other machines' work shares them, say, processes that average wait
-for the slower one at every step: Muster's time is also given over that of the slower process without communication. At
-the end the parameters are compared: what communicates must have learnt the same.
+for the slower one at every step: Muster's time is also given over that of the slower process without communication.
+What communicates must learn the same: parameters are compared after a few steps, and those of a column's ranks at the
+end.
 
 Threads without communication have a model and an optimizer each, and step without averaging. Replicas of one process
 share their parameters, which exist and are stepped once: they may be faster than that.
@@ -50,7 +52,7 @@ TIMED_STEPS = 3
 MUSTER = "muster"
 DDP = "DDP"
 TUNED = {f"DDP tuned, {megabytes} MB buckets": megabytes for megabytes in (1, 25, 100)}
-WORKER_COLUMNS = (BASE, MUSTER, DDP, *TUNED)
+COMMUNICATING = (MUSTER, DDP, *TUNED)
 PROCESSES = f"{REPLICAS} processes"
 THREADS = f"{REPLICAS} threads"
 
@@ -86,59 +88,66 @@ AGREED_STEPS = 5
 
 
 @contextlib.contextmanager
-def worker(rank: int, name: str, gloo: int, rendezvous: int) -> Iterator[dict[str, Step]]:
+def bare_worker(rank: int, name: str) -> Iterator[dict[str, Step]]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{gloo}", rank=rank, world_size=REPLICAS)
-    cluster = muster.Cluster(rank, REPLICAS, f"127.0.0.1:{rendezvous}", rank)
-    with muster.MultiWorkerMirroredStrategy(cluster, threads_per_replica=1, seed=0) as strategy:
-        case = (CASES | TRIAL)[name]
-        modules = {column: case.model.fresh() for column in WORKER_COLUMNS}
-        columns = columns_of(case, strategy, modules)
+    case = (CASES | TRIAL)[name]
+    yield {BASE: ordinary(case.model, case.model.fresh(), case.optimizer(), batch_of(case, rank))}
+
+
+@contextlib.contextmanager
+def worker(rank: int, name: str, column: str, gloo: int, rendezvous: int) -> Iterator[dict[str, Step]]:
+    """Of a column that communicates."""
+    torch.set_num_threads(1)
+    number = COMMUNICATING.index(column)
+    own = REPLICAS * number + rank
+    init = f"tcp://127.0.0.1:{gloo}"
+    dist.init_process_group("gloo", init_method=init, rank=own, world_size=REPLICAS * len(COMMUNICATING))
+    groups = [
+        dist.new_group(list(range(first, first + REPLICAS))) for first in range(0, dist.get_world_size(), REPLICAS)
+    ]
+    case = (CASES | TRIAL)[name]
+    module = case.model.fresh()
+    batch = batch_of(case, rank)
+    optimizer = case.optimizer()
+    with contextlib.ExitStack() as stack:
+        if column == MUSTER:
+            cluster = muster.Cluster(rank, REPLICAS, f"127.0.0.1:{rendezvous}", rank)
+            strategy = muster.MultiWorkerMirroredStrategy(cluster, threads_per_replica=1, seed=0)
+            step = with_muster(case.model, module, optimizer, batch, stack.enter_context(strategy))
+        else:
+            megabytes = TUNED.get(column)
+            tuned: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb": megabytes}
+            ddp = DistributedDataParallel(module, process_group=groups[number], **(tuned if megabytes else {}))
+            step = ordinary(case.model, module, optimizer, batch, ddp)
         for _ in range(AGREED_STEPS):
-            for step in columns.values():
-                step()
-        check_agreement(modules)
-        yield columns
-        check_ranks(modules)
+            step()
+        check_agreement(column, module)
+        yield {column: step}
+        check_ranks(column, module, groups[number])
         dist.barrier()
     dist.destroy_process_group()
 
 
-def columns_of(case: Case, strategy: muster.Strategy, modules: dict[str, nn.Module]) -> dict[str, Step]:
-    torch.manual_seed(1 + strategy.rank)
-    batch = case.model.batch(case.rows)
-    optimizer = case.optimizer()
-
-    def ddp(module: nn.Module, **options: Any) -> Step:
-        return ordinary(case.model, module, optimizer, batch, DistributedDataParallel(module, **options))
-
-    tuned = {"gradient_as_bucket_view": True, "static_graph": True}
-    return {
-        BASE: ordinary(case.model, modules[BASE], optimizer, batch),
-        MUSTER: with_muster(case.model, modules[MUSTER], optimizer, batch, strategy),
-        DDP: ddp(modules[DDP]),
-        **{name: ddp(modules[name], bucket_cap_mb=megabytes, **tuned) for name, megabytes in TUNED.items()},
-    }
+def batch_of(case: Case, rank: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1 + rank)
+    return case.model.batch(case.rows)
 
 
-def check_agreement(modules: dict[str, nn.Module]) -> None:
-    """Raises unless all columns that communicate have learnt the same. Only of few steps: on a batch that is learnt by
-    heart, AdamW blows rounding up."""
-    expected = parameters_of(modules[DDP])
-    for name, module in modules.items():
-        if name != BASE:
-            torch.testing.assert_close(parameters_of(module), expected, rtol=1e-3, atol=1e-5, msg=f"{name} differs")
+def check_agreement(column: str, module: nn.Module) -> None:
+    """Collective over all that communicate. Raises unless the column has learnt what DDP has. Only of few steps: on a
+    batch that is learnt by heart, AdamW blows rounding up."""
+    own = parameters_of(module)
+    expected = own.clone()
+    dist.broadcast(expected, REPLICAS * COMMUNICATING.index(DDP))
+    torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-5, msg=f"{column} differs from {DDP}")
 
 
-def check_ranks(modules: dict[str, nn.Module]) -> None:
-    """Raises unless every column that communicates has learnt the same on every rank."""
-    for name, module in modules.items():
-        if name == BASE:
-            continue
-        own = parameters_of(module)
-        chief = own.clone()
-        dist.broadcast(chief, 0)
-        assert torch.equal(chief, own), f"{name} differs between ranks"
+def check_ranks(column: str, module: nn.Module, ranks: dist.ProcessGroup) -> None:
+    """Collective over the column's processes. Raises unless it has learnt the same on every rank."""
+    own = parameters_of(module)
+    chief = own.clone()
+    dist.broadcast(chief, REPLICAS * COMMUNICATING.index(column), group=ranks)
+    assert torch.equal(chief, own), f"{column} differs between ranks"
 
 
 def parameters_of(module: nn.Module) -> Tensor:
@@ -146,58 +155,83 @@ def parameters_of(module: nn.Module) -> Tensor:
 
 
 @contextlib.contextmanager
-def replicas(name: str) -> Iterator[dict[str, Step]]:
+def replicas(name: str, column: str) -> Iterator[dict[str, Step]]:
     case = (CASES | TRIAL)[name]
     torch.manual_seed(1)
     batch = case.model.batch(REPLICAS * case.rows)
     optimizer = case.optimizer()
-    bare = [ordinary(case.model, case.model.fresh(), optimizer, part) for part in parts_of(batch, REPLICAS)]
+    if column == BASE:
+        parts = parts_of(batch, REPLICAS)
+        yield {BASE: BareThreads([ordinary(case.model, case.model.fresh(), optimizer, part) for part in parts])}
+        return
     with muster.MirroredStrategy(["cpu"] * REPLICAS, threads_per_replica=1, seed=0) as strategy:
-        mirrored = with_muster(case.model, case.model.fresh(), optimizer, batch, strategy)
-        yield {BASE: BareThreads(bare), MUSTER: on_threads(1, mirrored)}
+        yield {MUSTER: on_threads(1, with_muster(case.model, case.model.fresh(), optimizer, batch, strategy))}
 
 
 # --- the driver -------------------------------------------------------------------------------------------------------
 
 
-def jobs(name: str, cpp: Path | None) -> Iterator[tuple[str, str, str, Mapping[str, str], list[Server]]]:
-    """Row, language and replicas of each job, what its columns are called where they run, and its processes."""
+@dataclass(frozen=True)
+class Job:
+    """A row of the table, and for each of its columns what it is called where it runs and its processes."""
+
+    row: str
+    language: str
+    replicas: str
+    columns: Mapping[str, tuple[str, Sequence[Server]]]
+
+
+def jobs(name: str, cpp: Path | None) -> Iterator[Job]:
+    """Each has ended before the next one starts."""
     case = (CASES | TRIAL)[name]
     gloo, rendezvous = free_ports(2)
-    workers: list[Server] = [PythonServer(worker, rank, name, gloo, rendezvous) for rank in range(REPLICAS)]
-    yield name, "Python", PROCESSES, {column: column for column in WORKER_COLUMNS}, workers
-    yield name, "Python", THREADS, {BASE: BASE, MUSTER: MUSTER}, [PythonServer(replicas, name)]
+    workers = {BASE: [PythonServer(bare_worker, rank, name) for rank in range(REPLICAS)]}
+    for column in COMMUNICATING:
+        workers[column] = [PythonServer(worker, rank, name, column, gloo, rendezvous) for rank in range(REPLICAS)]
+    yield Job(name, "Python", PROCESSES, {column: (column, servers) for column, servers in workers.items()})
+    threads = {column: (column, [PythonServer(replicas, name, column)]) for column in (BASE, MUSTER)}
+    yield Job(name, "Python", THREADS, threads)
     for row, optimizer in (case.in_cpp or {name: "sgd"}).items() if cpp else ():
         assert cpp is not None
-        fixed = (cpp, case.model.in_cpp, optimizer, case.lr)
+        start = partial(CppServer, cpp, case.model.in_cpp, optimizer, case.lr)
         (port,) = free_ports(1)
-        columns = {BASE: "alone", MUSTER: "workers"}
-        workers = [
-            CppServer(*fixed, case.rows, rank, f"127.0.0.1:{port}", *columns.values()) for rank in range(REPLICAS)
-        ]
-        yield row, "C++", PROCESSES, columns, workers
-        columns = {BASE: "stepping_threads", MUSTER: "mirrored"}
-        yield row, "C++", THREADS, columns, [CppServer(*fixed, REPLICAS * case.rows, 0, "-", *columns.values())]
+        yield Job(
+            row,
+            "C++",
+            PROCESSES,
+            {
+                BASE: ("alone", [start(case.rows, rank, "-", "alone") for rank in range(REPLICAS)]),
+                MUSTER: (
+                    "workers",
+                    [start(case.rows, rank, f"127.0.0.1:{port}", "workers") for rank in range(REPLICAS)],
+                ),
+            },
+        )
+        in_cpp = {BASE: "stepping_threads", MUSTER: "mirrored"}
+        rows = REPLICAS * case.rows
+        yield Job(
+            row, "C++", THREADS, {column: (there, [start(rows, 0, "-", there)]) for column, there in in_cpp.items()}
+        )
 
 
 def measure(name: str, seconds: float, least: int, cpp: Path | None) -> Iterator[dict[str, Any]]:
     """A model's jobs: each column's milliseconds per step and its cost, with quartiles."""
     module = (CASES | TRIAL)[name].model.build()
-    for row, language, kind, columns, servers in jobs(name, cpp):
-        turns = {column: partial(turn, servers, there, TIMED_STEPS) for column, there in columns.items()}
+    for job in jobs(name, cpp):
+        turns = {column: partial(turn, servers, there, TIMED_STEPS) for column, (there, servers) in job.columns.items()}
         rounds = interleave(turns, lasting(seconds, least))
-        end(servers)
+        end([server for _, servers in job.columns.values() for server in servers])
         means = {column: over_processes(statistics.fmean, per_round) for column, per_round in rounds.items()}
         case = {
-            "model": row,
-            "language": language,
-            "replicas": kind,
+            "model": job.row,
+            "language": job.language,
+            "replicas": job.replicas,
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
             "tensors": len(list(module.parameters())),
             "rounds": len(rounds[BASE]),
             "columns": {column: summary(per_round, means[BASE]) for column, per_round in means.items()},
         }
-        if len(servers) > 1:
+        if job.replicas == PROCESSES:
             case[OVER_SLOWER] = ratio(medians(means[MUSTER]), medians(over_processes(max, rounds[BASE])))
         yield case
 

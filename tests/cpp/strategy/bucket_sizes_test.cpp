@@ -10,15 +10,24 @@ using namespace muster;
 using namespace muster::testing;
 
 TEST_CASE("buckets hide their latency, within bounds", "[strategy]") {
-  const BucketSizes fast = choose_buckets({20e-6, 10e9});
+  const auto choose = [](const LinkSpeed& link) { return choose_buckets(link, /*in_one_memory=*/false); };
+  const BucketSizes fast = choose({20e-6, 10e9});
   CHECK(fast.usual ==
         2 << 20);  // 20 us at 10 GB/s are 0.2 MB, a twentieth of 4 MB, of which the next power of two below
   CHECK(fast.first == 256 << 10);
   CHECK(fast.last == fast.first);
-  CHECK(choose_buckets({1e-9, 1e6}).usual == 1 << 20);
-  CHECK(choose_buckets({1, 1e12}).usual == 32 << 20);
-  CHECK(choose_buckets({1, 1e12}).last == 4 << 20);
-  CHECK(choose_buckets({1e-3, 1e9}).usual == 16 << 20);
+  CHECK(choose({1e-9, 1e6}).usual == 1 << 20);
+  CHECK(choose({1, 1e12}).usual == 32 << 20);
+  CHECK(choose({1, 1e12}).last == 4 << 20);
+  CHECK(choose({1e-3, 1e9}).usual == 16 << 20);
+}
+
+TEST_CASE("buckets that ranks read in one memory stay in a cache, unless ranks wait for long", "[strategy]") {
+  const BucketSizes near = choose_buckets({2e-6, 10e9}, /*in_one_memory=*/true);
+  CHECK(near.usual == 64 << 10);
+  CHECK(near.first == near.usual);
+  CHECK(near.last == near.usual);
+  CHECK(choose_buckets({1e-3, 1e9}, /*in_one_memory=*/true).usual == 16 << 20);
 }
 
 TEST_CASE("every rank has what the chief measured", "[strategy]") {
