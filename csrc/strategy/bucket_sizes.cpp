@@ -15,7 +15,6 @@ constexpr int64_t kSmallest = 1 << 20;
 constexpr int64_t kLargest = 32 << 20;
 constexpr int64_t kSmallestEnd = 256 << 10;
 constexpr int64_t kInCaches = 64 << 10;
-constexpr double kQuick = 20e-6;
 constexpr double kLatencyShare = 0.05;
 constexpr int64_t kProbeBytes = 2 << 20;
 constexpr int kSmallProbes = 20;
@@ -48,7 +47,7 @@ LinkSpeed measure_link(comm::Communicator& replicas) {
 }
 
 BucketSizes choose_buckets(const LinkSpeed& link, bool in_one_memory) {
-  if (in_one_memory && link.latency <= kQuick) return {kInCaches, kInCaches, kInCaches};
+  if (in_one_memory) return {kInCaches, kInCaches, kInCaches};
   const double wanted = std::clamp(link.latency * link.bandwidth / kLatencyShare, static_cast<double>(kSmallest),
                                    static_cast<double>(kLargest));
   const auto usual = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(wanted)));

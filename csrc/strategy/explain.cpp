@@ -12,9 +12,11 @@ std::string counted(int64_t count, const std::string& what) {
   return std::to_string(count) + ' ' + what + (count == 1 ? "" : "s");
 }
 
-std::string mebibytes(int64_t bytes) {
+std::string in_bytes(int64_t bytes) {
+  const bool is_large = bytes >= 1 << 20;
   std::ostringstream out;
-  out << std::setprecision(3) << static_cast<double>(bytes) / (1 << 20) << " MiB";
+  out << std::setprecision(3) << static_cast<double>(bytes) / (is_large ? 1 << 20 : 1 << 10)
+      << (is_large ? " MiB" : " KiB");
   return out.str();
 }
 
@@ -43,11 +45,16 @@ std::string StrategyCore::explain(const std::string& name) const {
   out << '\n';
   const bool steps_together = !groups_.servers || groups_.servers->staleness == 0;
   out << "gradients: " << (steps_together ? "summed over replicas through " : "each worker's own, through ")
-      << groups_.backend << ", in buckets of up to " << mebibytes(groups_.buckets.usual);
+      << groups_.backend << ", in buckets of up to " << in_bytes(groups_.buckets.usual);
   if (options_.bucket_bytes) {
     out << ", as bucket_bytes says";
   } else if (groups_.link) {
-    out << " (the first and the last " << mebibytes(groups_.buckets.last) << "): " << in_words(*groups_.link);
+    if (groups_.buckets.last < groups_.buckets.usual) {
+      out << " (the first and the last " << in_bytes(groups_.buckets.last) << ')';
+    } else {
+      out << ", which a core's cache holds";
+    }
+    out << ": " << in_words(*groups_.link);
   }
   if (options_.wire == Wire::bf16 && topology_.num_replicas > 1) out << "; fp32 ones travel as bf16";
   out << (groups_.overlap ? "; they are reduced while backward runs" : "; they are reduced after backward") << '\n';

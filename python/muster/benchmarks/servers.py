@@ -1,6 +1,6 @@
 """Processes that time training steps on command, so that one driver lets columns of several processes take turns.
 
-They are spawned, or C++ programs that were built from benchmarks/cpp.
+They are Python's, forked from one that has done nothing yet, or C++ programs that were built from benchmarks/cpp.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ class Server(Protocol):
 
 
 class PythonServer:
-    """A spawned process with the columns that `make(*arguments)` opens; it closes them at its end."""
+    """A process with the columns that `make(*arguments)` opens; it closes them at its end."""
 
     def __init__(self, make: Callable[..., Columns], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Of a server that has imported torch once, and done nothing else.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["muster"])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
         self._process.start()
