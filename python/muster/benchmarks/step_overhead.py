@@ -5,11 +5,13 @@ process, and both of these in C++. A job's columns take turns, each in processes
 process a column finds a heap that the others have used, which costs many small tensors up to a tenth of a step. A round
 gives every column one untimed and a few timed steps, and each round begins with another column. A column's cost is the
 median over rounds of its time over that of the same module without communication in the same round, so that a machine
-that slows down slows all of them. Steps of processes are averaged over the processes. Where
-their cores are not equally fast at any time, because other machines' work shares them, say, processes that average wait
-for the slower one at every step: Muster's time is also given over that of the slower process without communication.
-What communicates must learn the same: parameters are compared after a few steps, and those of a column's ranks at the
-end.
+that slows down slows all of them. All processes keep memory that is freed, as one with a strategy does by itself: what
+that saves, a fifth of a step with large gradients, is no matter of communication.
+
+Steps of processes are averaged over the processes. Where their cores are not equally fast at any time, because other
+machines' work shares them, say, processes that average wait for the slower one at every step: Muster's time is also
+given over that of the slower process without communication. What communicates must learn the same: parameters are
+compared after a few steps, and those of a column's ranks at the end.
 
 Threads without communication have a model and an optimizer each, and step without averaging. Replicas of one process
 share their parameters, which exist and are stepped once: they may be faster than that.
@@ -53,6 +55,12 @@ MUSTER = "muster"
 DDP = "DDP"
 TUNED = {f"DDP tuned, {megabytes} MB buckets": megabytes for megabytes in (1, 25, 100)}
 COMMUNICATING = (MUSTER, DDP, *TUNED)
+KEEPS_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""glibc's variables for what core/heap.cpp sets."""
 PROCESSES = f"{REPLICAS} processes"
 THREADS = f"{REPLICAS} threads"
 
@@ -263,7 +271,7 @@ def main(
     """The time of a training step against DDP and against no communication."""
     need_gloo()
     built = cpp_folder(cpp)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(KEEPS_FREED_MEMORY, OMP_NUM_THREADS="1")
     chosen = known(models, CASES, "--models", TRIAL)
     result = record(
         "step_overhead",

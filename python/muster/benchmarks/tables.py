@@ -50,9 +50,9 @@ def step_overhead(result: Result) -> Table:
     caption = (
         f"Two replicas of one thread each on one host, {result['optimizer']}; step time over that of the same module "
         "without communication (of threads: two models that step and do not average): median (quartiles) over "
-        "interleaved rounds, each column in processes of its own. Times of processes are means over both; the last "
-        "column is over the slower one of each step without communication, for which processes that average wait. "
-        f"{where(result)}"
+        "interleaved rounds, each column in processes of its own, which keep freed memory. Times of processes are "
+        "means over both; the last column is over the slower one of each step without communication, for which "
+        f"processes that average wait. {where(result)}"
     )
     texts = ["model", "language", "replicas"]
     return by_case(result, texts, lambda column: f"{column['ms'][1]:.1f} ms", [OVER_SLOWER], caption)

@@ -44,7 +44,7 @@ struct Stepped {
 
 TEMPLATE_TEST_CASE("a sum with statistics is the sum and its statistics", "[kernels]", float, double) {
   std::mt19937_64 random(1);
-  const int ranks = GENERATE(1, 2, 3, 5);
+  const int ranks = GENERATE(1, 2, 3, 4, 5);
   std::vector<size_t> sizes(std::begin(kSizes), std::end(kSizes));
   sizes.push_back(kStreamedSize);
   for (const size_t n : sizes) {
