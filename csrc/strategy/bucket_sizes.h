@@ -27,8 +27,9 @@ struct BucketSizes {
 LinkSpeed measure_link(comm::Communicator& replicas);
 
 /// Buckets whose latency is a twentieth of what moving them takes, as a power of two between 1 and 32 MiB; the first
-/// and the last an eighth of that, at least 256 KiB. Where ranks read one another's memory nothing is sent, and a bucket
-/// costs some microseconds: 64 KiB, all of them, so that what is packed and summed is still in the nearest caches.
+/// and the last an eighth of that, at least 256 KiB. Where ranks read one another's memory nothing is sent, and a
+/// bucket costs some microseconds: 64 KiB, all of them, so that what is packed and summed is still in the nearest
+/// caches.
 BucketSizes choose_buckets(const LinkSpeed& link, bool in_one_memory);
 
 /// Buckets of at most `bytes`, set by hand; the first one of at most 1 MiB.
