@@ -559,8 +559,8 @@ void GradientEngine::release_gradients() noexcept {
 }
 
 const at::Tensor& GradientEngine::slot(size_t p) const noexcept {
-  if (owners_ && owners_->sum_in(p).defined()) return owners_->sum_in(p);
-  return slot_views_[p];
+  const auto* const in_gradient = owners_ ? &owners_->sum_in(p) : nullptr;
+  return in_gradient != nullptr && in_gradient->defined() ? *in_gradient : slot_views_[p];
 }
 
 void GradientEngine::add_counts(double* counts) const noexcept {

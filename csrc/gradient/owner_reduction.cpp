@@ -47,6 +47,12 @@ struct OwnerReduction::OwnedSums {
     address(i) = parameter.slot;
   }
 
+  void let_go(bool of_sums) {
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (parameters[i].lent.defined() && (of_sums || !parameters[i].holds_sum)) read_from_slot(i);
+    }
+  }
+
   // data[r]: rank r's addresses.
   void sum(void* const* data) {
     const auto size = static_cast<size_t>(ranks);
@@ -153,18 +159,11 @@ std::optional<OwnerReduction::Lent> OwnerReduction::take_back(size_t p) {
 }
 
 void OwnerReduction::release() noexcept {
-  for (const auto& sums : owned_) {
-    for (size_t i = 0; i < sums->parameters.size(); ++i) {
-      if (sums->parameters[i].lent.defined() && !sums->parameters[i].holds_sum) sums->read_from_slot(i);
-    }
-  }
+  for (const auto& sums : owned_) sums->let_go(/*of_sums=*/false);
 }
 
 void OwnerReduction::open_window() noexcept {
-  for (const auto& sums : owned_) {
-    for (auto& parameter : sums->parameters) parameter.holds_sum = false;
-  }
-  release();
+  for (const auto& sums : owned_) sums->let_go(/*of_sums=*/true);
 }
 
 const at::Tensor& OwnerReduction::sum_in(size_t p) const noexcept {

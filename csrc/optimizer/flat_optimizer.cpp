@@ -28,6 +28,9 @@ std::byte* at_element(const at::Tensor& tensor, int64_t element) {
   return static_cast<std::byte*>(tensor.mutable_data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
 }
 
+// fp32, without the check of that which data_ptr<float>() makes: a step reads one for every parameter.
+float& value_of(const at::Tensor& step) { return *static_cast<float*>(step.mutable_data_ptr()); }
+
 size_t states_needed(const kernels::AdamGroup& group) { return group.amsgrad ? 3 : 2; }
 size_t states_needed(const kernels::SgdGroup& group) { return group.momentum != 0 ? 1 : 0; }
 size_t states_needed(const kernels::AdagradGroup&) { return 1; }
@@ -215,7 +218,7 @@ void FlatOptimizer::add_run(const Entry& entry, const Run& run, void* parameter,
     segment.low_dtype = kernel_dtype(entry.dtype);
   }
   for (size_t s = 0; s < entry.num_states; ++s) segment.state[s] = at_element(entry.states[s], offset);
-  segment.step = static_cast<const float*>(entry.step.const_data_ptr());
+  segment.step = &value_of(entry.step);
   segment.n = static_cast<size_t>(run.count);
   segment.group = entry.parameter.group;
   segments.of(accumulation_dtype(entry.dtype)).push_back(segment);
@@ -252,7 +255,7 @@ void FlatOptimizer::add_whole_rows(const Entry& entry, const FlatGradient& gradi
     segment.gradient = at_element(values, first);
     segment.parameter = at_element(entry.parameter.tensor, row * width);
     segment.state[0] = at_element(entry.states[0], row);
-    segment.step = entry.step.const_data_ptr<float>();
+    segment.step = &value_of(entry.step);
     segment.n = static_cast<size_t>(width);
     segment.group = group;
     segments.rows.push_back(segment);
@@ -351,7 +354,7 @@ void FlatOptimizer::begin_step(size_t p, const FlatGroups& groups, bool is_commo
   if (is_streamed()) {
     used_[p] = 1;
   } else {
-    *static_cast<float*>(entry.step.mutable_data_ptr()) += 1;
+    value_of(entry.step) += 1;
   }
 }
 
@@ -487,8 +490,7 @@ std::vector<float> FlatOptimizer::step_counts() const {
   std::vector<float> counts;
   const auto streamed = steps_.defined() ? steps_.cpu() : at::Tensor();
   for (size_t p = 0; p < entries_.size(); ++p) {
-    counts.push_back(streamed.defined() ? streamed.const_data_ptr<float>()[p]
-                                        : *static_cast<const float*>(entries_[p].step.const_data_ptr()));
+    counts.push_back(streamed.defined() ? streamed.const_data_ptr<float>()[p] : value_of(entries_[p].step));
   }
   return counts;
 }

@@ -127,6 +127,14 @@ constexpr size_t kAheadBytes = 4096;  // the processor's own prefetching ends at
 constexpr size_t kStripBytes = 128;
 constexpr size_t kLineBytes = 64;
 
+// Fetches what lies kAheadBytes beyond the kCount values from `i` on, of `n` in all.
+template <size_t kCount, class T>
+MUSTER_INLINE void fetch_ahead(const T* values, size_t i, size_t n) noexcept {
+  constexpr size_t kAhead = kAheadBytes / sizeof(T);
+  if (i + kAhead + kCount > n) return;
+  for (size_t k = 0; k < kCount; k += kLineBytes / sizeof(T)) __builtin_prefetch(values + i + kAhead + k);
+}
+
 template <class E, class Op, int kSources>
 MUSTER_INLINE typename E::Storage tree_of(const typename E::Storage* const* in, size_t i) noexcept {
   const typename E::Wide left = Op::apply(E::load(in[0][i]), E::load(in[1][i]));
@@ -149,7 +157,6 @@ template <class E, class Op, int kSources>
 void reduce_few(const void* const* sources, void* const* destinations, int num_destinations, size_t n) noexcept {
   using Storage = typename E::Storage;
   constexpr size_t kStrip = kStripBytes / sizeof(Storage);
-  constexpr size_t kAhead = kAheadBytes / sizeof(Storage);
   const Storage* in[kSources];
   Storage* out[kSources];
   for (int s = 0; s < kSources; ++s) {
@@ -159,11 +166,7 @@ void reduce_few(const void* const* sources, void* const* destinations, int num_d
   const size_t fetched = gains_from_hints() ? n : 0;
   size_t i = 0;
   for (; i + kStrip <= n; i += kStrip) {
-    if (i + kAhead + kStrip <= fetched) {
-      for (int s = 0; s < kSources; ++s) {
-        for (size_t k = 0; k < kStrip; k += kLineBytes / sizeof(Storage)) __builtin_prefetch(in[s] + i + kAhead + k);
-      }
-    }
+    for (int s = 0; s < kSources; ++s) fetch_ahead<kStrip>(in[s], i, fetched);
     store_tree<E, Op, kSources>(out, in, i, i + kStrip);
   }
   store_tree<E, Op, kSources>(out, in, i, n);
@@ -297,14 +300,6 @@ void pack(const PackItem* items, size_t count, bool accumulate, double factor) n
 
 // --- statistics ----------------------------------------------------------------------------------------------------
 
-// Fetches what lies kAheadBytes beyond the kLanes values from `i` on, of `n` in all.
-template <class T>
-MUSTER_INLINE void fetch_ahead(const T* values, size_t i, size_t n) noexcept {
-  constexpr size_t kAhead = kAheadBytes / sizeof(T);
-  if (i + kAhead + kLanes > n) return;
-  for (size_t k = 0; k < kLanes; k += kLineBytes / sizeof(T)) __builtin_prefetch(values + i + kAhead + k);
-}
-
 // The sums of squares, by tile, of n values; `value(i)` gives each once, in order, `fetch(i)` is called before every
 // kLanes of them.
 template <class Value, class Fetch>
@@ -335,7 +330,7 @@ MUSTER_INLINE void all_squares(size_t n, double* partials, Value value, Fetch fe
 template <class T>
 void squares(const void* array, size_t n, double* partials) noexcept {
   const auto* const values = static_cast<const T*>(array);
-  all_squares(n, partials, [=](size_t i) { return values[i]; }, [=](size_t i) { fetch_ahead(values, i, n); });
+  all_squares(n, partials, [=](size_t i) { return values[i]; }, [=](size_t i) { fetch_ahead<kLanes>(values, i, n); });
 }
 
 void grad_stats(const StatsSegment* segments, size_t count) noexcept {
@@ -350,7 +345,7 @@ void divide_all(void* array, size_t n, T divisor, double* partials) noexcept {
   auto* const values = static_cast<T*>(array);
   all_squares(
       n, partials, [=](size_t i) { return values[i] = values[i] / divisor; },
-      [=](size_t i) { fetch_ahead(values, i, n); });
+      [=](size_t i) { fetch_ahead<kLanes>(values, i, n); });
 }
 
 void divide_with_stats(DType dtype, void* values, size_t n, double divisor, double* partials) noexcept {
@@ -368,7 +363,7 @@ void sum_few_with_stats(const void* const* sources, void* destination, size_t n,
   all_squares(
       n, partials, [&](size_t i) { return sums[i] = tree_of<Plain<T, T>, Sum, kSources>(in, i); },
       [&](size_t i) {
-        for (int s = 0; s < kSources; ++s) fetch_ahead(in[s], i, fetched);
+        for (int s = 0; s < kSources; ++s) fetch_ahead<kLanes>(in[s], i, fetched);
       });
 }
 

@@ -49,9 +49,10 @@ struct Replica {
         options);
   }
 
-  /// d loss / d large[i] = times (rank + 1) (i + 1), and as much of small. `Sharing::gradient`: another leaf gets the
-  /// same memory as its gradient.
+  /// Whether another leaf gets the memory of `large`'s gradient as its own.
   enum class Sharing { nothing, gradient };
+
+  /// d loss / d large[i] = times (rank + 1) (i + 1), and as much of small.
   void window(int times, Sharing sharing = Sharing::nothing) {
     const ReplicaScope scope(context);
     engine->open_window();
