@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -35,6 +36,8 @@ class Loss:
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
             raise InvalidArgument(f"reduction={self.reduction!r}: it must be 'mean' or 'sum'")
+        if not isinstance(self.metrics, Mapping):
+            raise InvalidArgument(f"metrics={self.metrics!r}: it must be a dict of numbers or 0-dim tensors by name")
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,17 @@ def as_record(returned: object) -> tuple[tuple[Tensor, Tensor | None, dict[str, 
             f"the step function returned {what}; return the loss as a 0-dim tensor, or muster.Loss(loss, weight=..., "
             "metrics={...}, output=...)"
         )
-    weight = None if loss.weight is None else torch.as_tensor(loss.weight).detach()
-    metrics = {name: torch.as_tensor(value).detach() for name, value in loss.metrics.items()}
+    weight = None if loss.weight is None else _scalar("weight", loss.weight)
+    metrics = {name: _scalar(f"metric {name!r}", value) for name, value in loss.metrics.items()}
     return (loss.value, weight, metrics, loss.reduction == "sum"), loss.output
+
+
+def _scalar(what: str, value: Tensor | float) -> Tensor:
+    if isinstance(value, (Tensor, Real)) or hasattr(value, "__array__"):
+        scalar = torch.as_tensor(value).detach()
+        if scalar.dim() == 0 and not scalar.is_complex():
+            return scalar
+        found = f"a tensor of shape {tuple(scalar.shape)} and dtype {scalar.dtype}"
+    else:
+        found = f"a {type(value).__name__}"
+    raise InvalidArgument(f"the {what} of a Loss is a real number or a 0-dim tensor, not {found}; reduce it first")

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Literal, Self, cast
 
@@ -27,6 +27,7 @@ from muster.data import Loader, size_in_words
 from muster.dealing import Dealer, Members
 from muster.errors import InvalidArgument, LayoutMismatch
 from muster.module_watch import ModuleWatch
+from muster.options import StrategyOptions, device_names, options_of
 from muster.per_replica import PerReplica
 from muster.precision import LossScale, LossScaler
 from muster.prepared_optimizer import PreparedOptimizer
@@ -46,46 +47,6 @@ _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _prepared_by: weakref.WeakKeyDictionary[Any, weakref.ref[Strategy]] = weakref.WeakKeyDictionary()
 _parameters_prepared_by: MutableMapping[Tensor, weakref.ref[Strategy]] = WeakIdKeyDictionary()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyOptions:
-    """Options that all strategies share; every rank passes the same."""
-
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What step functions compute in, by torch's autocast rules; "fp32" leaves the caller's autocast as it is."""
-    loss_scale: LossScale | None = None
-    """Scaling of the loss; None: LossScale() with fp16, else off."""
-    accumulate: int = 1
-    """Micro-batches (calls of step) per optimizer update."""
-    drop_incomplete: bool = False
-    """Drop a window that a loader's end left short, instead of averaging what it holds."""
-    clip_norm: float | None = None
-    """Upper bound of the gradient norm over all parameters of a set, applied after reduction."""
-    seed: int | None = None
-    """Seed of the replicas' random streams and of shuffling; None: the chief's torch.initial_seed()."""
-    buffers: Literal["mean", "chief"] = "mean"
-    """At a window's end: floating buffers averaged by weight and integer ones by maximum, or replica 0's for all."""
-    threads_per_replica: int | None = None
-    """Intra-op threads of each replica; None: the chief's usable cores over the replicas on its host."""
-    fuse: bool = True
-    """Step AdamW, Adam, SGD and Adagrad straight from the reduced sums; False: every optimizer from `.grad`."""
-    keep_gradients: bool = False
-    """With a flat optimizer, leave the mean gradient (before clipping) in `.grad` after a step."""
-    shard_optimizer: bool = False
-    """Divide the state of flat optimizers over the workers (ZeRO stage 1)."""
-    bucket_bytes: int | None = None
-    """Upper bound of a bucket in bytes; None: chosen from what `prepare` measures; see `explain`."""
-    wire: Literal["bf16"] | None = None
-    """What gradients travel in from replica to replica. None: as they are accumulated. "bf16" halves the bytes of
-    fp32 ones: each replica's gradient is rounded once, a relative error of up to 2^-9. On one host sums are fp32, and
-    rounded once more only where all replicas need them (fuse=False, keep_gradients, shard_optimizer); NCCL and process
-    groups round after every addition. Weights, losses, metrics, buffers, sparse rows and backward by hand stay
-    exact."""
-    max_skipped: int = 20
-    """Windows in a row that may be skipped for non-finite gradients before NonFinite is raised."""
-    timeout: float = 600.0
-    """Seconds that a live peer may be late."""
 
 
 class Strategy:
@@ -214,6 +175,11 @@ class Strategy:
         if not (isinstance(given, (nn.Module, Optimizer, DataLoader, Loader)) or callable(given)):
             raise InvalidArgument(
                 f"prepare() takes modules, module factories, optimizers and loaders; it got a {type(given).__name__}"
+            )
+        if isinstance(given, torch.jit.ScriptModule):
+            raise InvalidArgument(
+                f"a {type(given).__name__} cannot be prepared: torch gives scripted modules no hooks; prepare the "
+                "module that it was made from"
             )
         if isinstance(given, nn.Module):
             _check_initialised(given)
@@ -759,8 +725,8 @@ class MirroredStrategy(Strategy):
     ) -> None:
         if balance not in ("equal", "auto"):
             raise InvalidArgument(f"balance={balance!r}: it must be 'equal' or 'auto'")
-        chosen = _options(options)
-        super().__init__(_C.make_mirrored(_names(devices), asdict(chosen), balance == "auto"), chosen)
+        chosen = options_of(options)
+        super().__init__(_C.make_mirrored(device_names(devices), asdict(chosen), balance == "auto"), chosen)
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -780,8 +746,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         process_group: Any = None,
         **options: Any,
     ) -> None:
-        chosen = _options(options)
-        super().__init__(_C.make_multi_worker(cluster, _names(devices), asdict(chosen), process_group), chosen)
+        chosen = options_of(options)
+        super().__init__(_C.make_multi_worker(cluster, device_names(devices), asdict(chosen), process_group), chosen)
 
     @classmethod
     def from_env(cls, devices: Sequence[str | torch.device] | None = None, **options: Any) -> Self:
@@ -809,7 +775,7 @@ class ParameterServerStrategy(Strategy):
     """
 
     def __init__(self, cluster: _C.Cluster, *, staleness: int | None = 0, **options: Any) -> None:
-        chosen = _options(options)
+        chosen = options_of(options)
         if not (staleness is None or (isinstance(staleness, int) and not isinstance(staleness, bool))):
             raise InvalidArgument(f"staleness={staleness!r}: it must be an int >= 0, or None")
         super().__init__(_C.make_parameter_server(cluster, staleness, asdict(chosen)), chosen)
@@ -920,18 +886,6 @@ class _Anywhere:
         pass
 
 
-def _options(given: dict[str, Any]) -> StrategyOptions:
-    known = StrategyOptions.__dataclass_fields__
-    for name in given:
-        if name not in known:
-            raise InvalidArgument(f"unknown option {name!r}; there are {', '.join(known)}")
-    if not isinstance(given.get("loss_scale"), (LossScale, type(None))):
-        raise InvalidArgument(f"loss_scale={given['loss_scale']!r}: it must be a muster.LossScale, or None")
-    if given.get("buffers", "mean") not in ("mean", "chief"):
-        raise InvalidArgument(f"buffers={given['buffers']!r}: it must be 'mean' or 'chief'")
-    return StrategyOptions(**given)
-
-
 def _move_state(optimizer: Optimizer) -> None:
     """To where its parameters are; step counts stay, as torch's."""
     for parameter, values in optimizer.state.items():
@@ -952,10 +906,6 @@ def _operation(op: str) -> _C.ReduceOp:
     if op not in ("sum", "mean", "min", "max"):
         raise InvalidArgument(f"op={op!r}: it must be 'sum', 'mean', 'min' or 'max'")
     return cast(_C.ReduceOp, getattr(_C.ReduceOp, op))
-
-
-def _names(devices: Sequence[str | torch.device] | None) -> list[str]:
-    return [str(device) for device in devices or ()]
 
 
 def _raw(given: Any) -> Any:

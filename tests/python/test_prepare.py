@@ -115,6 +115,8 @@ def test_bad_objects_are_refused_before_any_work() -> None:
         module = build()
         with pytest.raises(muster.InvalidArgument, match="a int"):
             strategy.prepare(module, 3)
+        with pytest.raises(muster.InvalidArgument, match=r"RecursiveScriptModule cannot be prepared.*made from"):
+            strategy.prepare(torch.jit.script(build()))
         with pytest.raises(muster.InvalidArgument, match="factory returned a int"):
             strategy.prepare(lambda: 3)
         with pytest.raises(muster.InvalidArgument, match="factory returned one module twice"):
@@ -259,11 +261,26 @@ def test_options_are_checked() -> None:
         ({"wire": "fp16"}, "wire='fp16'"),
         ({"max_skipped": 0}, "max_skipped=0"),
         ({"timeout": 0.0}, "timeout"),
+        ({"precision": torch.bfloat16}, r"precision=torch\.bfloat16: it must be 'fp32', 'bf16' or 'fp16'"),
+        ({"accumulate": 2.5}, r"accumulate=2\.5: it must be an int"),
+        ({"accumulate": True}, "accumulate=True"),
+        ({"seed": -1}, "seed=-1: it must be an int from 0"),
+        ({"seed": 2**64}, "seed=18446744073709551616"),
+        ({"clip_norm": "1"}, "clip_norm='1': it must be a positive number"),
+        ({"fuse": "no"}, "fuse='no': it must be True or False"),
+        ({"drop_incomplete": None}, "drop_incomplete=None"),
+        ({"threads_per_replica": "2"}, "threads_per_replica='2'"),
+        ({"bucket_bytes": 4096.0}, r"bucket_bytes=4096\.0"),
+        ({"max_skipped": None}, "max_skipped=None"),
+        ({"timeout": "3"}, "timeout='3'"),
     ]:
         with pytest.raises(muster.InvalidArgument, match=match):
             muster.MirroredStrategy(["cpu"], **options)
     with pytest.raises(muster.InvalidArgument, match="'gpu zero' is not a device"):
         muster.MirroredStrategy(["gpu zero"])
+    for devices, match in [("cpu:0", r'as \["cpu:0"\]'), (2, "devices=2: it must be a list")]:
+        with pytest.raises(muster.InvalidArgument, match=match):
+            muster.MirroredStrategy(devices)  # type: ignore[arg-type]
     with pytest.raises(muster.NotBuilt, match="cuda:0"):
         muster.MirroredStrategy(["cuda:0"])
 

@@ -687,6 +687,11 @@ def returning(strategy: muster.Strategy) -> None:
         strategy.step(lambda x, y: F.cross_entropy(model(x), y).detach(), x, y)
     with pytest.raises(failures, match="metric 'm'"):
         strategy.step(lambda x, y: Loss(F.cross_entropy(model(x), y), metrics={"m": torch.ones(2)}), x, y)
+    for weight in (torch.ones(3), "2", 1 + 2j):
+        with pytest.raises(failures, match="the weight of a Loss is a real number or a 0-dim tensor"):
+            strategy.step(lambda x, y, w=weight: Loss(F.cross_entropy(model(x), y), weight=w), x, y)
+    with pytest.raises(failures, match=r"metrics=\[1\]: it must be a dict"):
+        strategy.step(lambda x, y: Loss(F.cross_entropy(model(x), y), metrics=[1]), x, y)  # type: ignore[arg-type]
     assert strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y).stepped
 
 

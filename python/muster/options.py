@@ -1,0 +1,117 @@
+"""Options of strategies, and what is taken for a list of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Literal
+
+import torch
+
+from muster.errors import InvalidArgument
+from muster.precision import LossScale
+
+__all__ = ["StrategyOptions", "device_names", "options_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """Options that all strategies share; every rank passes the same."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What step functions compute in, by torch's autocast rules; "fp32" leaves the caller's autocast as it is."""
+    loss_scale: LossScale | None = None
+    """Scaling of the loss; None: LossScale() with fp16, else off."""
+    accumulate: int = 1
+    """Micro-batches (calls of step) per optimizer update."""
+    drop_incomplete: bool = False
+    """Drop a window that a loader's end left short, instead of averaging what it holds."""
+    clip_norm: float | None = None
+    """Upper bound of the gradient norm over all parameters of a set, applied after reduction."""
+    seed: int | None = None
+    """Seed of the replicas' random streams and of shuffling; None: the chief's torch.initial_seed()."""
+    buffers: Literal["mean", "chief"] = "mean"
+    """At a window's end: floating buffers averaged by weight and integer ones by maximum, or replica 0's for all."""
+    threads_per_replica: int | None = None
+    """Intra-op threads of each replica; None: the chief's usable cores over the replicas on its host."""
+    fuse: bool = True
+    """Step AdamW, Adam, SGD and Adagrad straight from the reduced sums; False: every optimizer from `.grad`."""
+    keep_gradients: bool = False
+    """With a flat optimizer, leave the mean gradient (before clipping) in `.grad` after a step."""
+    shard_optimizer: bool = False
+    """Divide the state of flat optimizers over the workers (ZeRO stage 1)."""
+    bucket_bytes: int | None = None
+    """Upper bound of a bucket in bytes; None: chosen from what `prepare` measures; see `explain`."""
+    wire: Literal["bf16"] | None = None
+    """What gradients travel in from replica to replica. None: as they are accumulated. "bf16" halves the bytes of
+    fp32 ones: each replica's gradient is rounded once, a relative error of up to 2^-9. On one host sums are fp32, and
+    rounded once more only where all replicas need them (fuse=False, keep_gradients, shard_optimizer); NCCL and process
+    groups round after every addition. Weights, losses, metrics, buffers, sparse rows and backward by hand stay
+    exact."""
+    max_skipped: int = 20
+    """Windows in a row that may be skipped for non-finite gradients before NonFinite is raised."""
+    timeout: float = 600.0
+    """Seconds that a live peer may be late."""
+
+
+def options_of(given: dict[str, Any]) -> StrategyOptions:
+    """The options of these names. Raises InvalidArgument for a name that there is not, and for a value of another
+    kind; the core looks at their sizes."""
+    for name, value in given.items():
+        if name not in StrategyOptions.__dataclass_fields__:
+            raise InvalidArgument(
+                f"unknown option {name!r}; there are {', '.join(StrategyOptions.__dataclass_fields__)}"
+            )
+        is_right, requirement = _REQUIREMENTS[name]
+        if not is_right(value):
+            raise InvalidArgument(f"{name}={value!r}: it must be {requirement}")
+    return StrategyOptions(**given)
+
+
+def device_names(devices: Sequence[str | torch.device] | None) -> list[str]:
+    """Names for the core. Raises InvalidArgument for what is no list of devices."""
+    if isinstance(devices, (str, torch.device)) or not (devices is None or isinstance(devices, Sequence)):
+        example = f'["{devices}"]' if isinstance(devices, (str, torch.device)) else '["cpu:0", "cpu:1"]'
+        raise InvalidArgument(f"devices={devices!r}: it must be a list with a device for each replica, as {example}")
+    return [str(device) for device in devices or ()]
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _or_none(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_right(value)
+
+
+def _is_one_of(*names: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in names
+
+
+_BOOL = (_is_bool, "True or False")
+_REQUIREMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "precision": (_is_one_of("fp32", "bf16", "fp16"), "'fp32', 'bf16' or 'fp16'"),
+    "loss_scale": (_or_none(lambda value: isinstance(value, LossScale)), "a muster.LossScale, or None"),
+    "accumulate": (_is_int, "an int of at least 1"),
+    "drop_incomplete": _BOOL,
+    "clip_norm": (_or_none(_is_real), "a positive number, or None for no clipping"),
+    "seed": (_or_none(lambda value: _is_int(value) and 0 <= value < 2**64), "an int from 0 to 2**64 - 1, or None"),
+    "buffers": (_is_one_of("mean", "chief"), "'mean' or 'chief'"),
+    "threads_per_replica": (_or_none(_is_int), "an int of at least 1, or None to share the cores"),
+    "fuse": _BOOL,
+    "keep_gradients": _BOOL,
+    "shard_optimizer": _BOOL,
+    "bucket_bytes": (_or_none(_is_int), "an int of at least 1024, or None"),
+    "wire": (_or_none(_is_one_of("bf16")), "'bf16', or None for what gradients are accumulated in"),
+    "max_skipped": (_is_int, "an int of at least 1"),
+    "timeout": (_is_real, "a positive number of seconds"),
+}
