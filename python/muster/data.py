@@ -48,8 +48,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
-from typing import Any, Generic, Protocol, TypeVar
+from itertools import chain, count, repeat
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ from muster.dealing import Dealer, Dealing, Members, Sharing
 from muster.errors import InvalidArgument
 from muster.per_replica import PerReplica
 from muster.position import Position
-from muster.reader import Deal, Ended, Parts, Task, WorkerStart, as_is, reader_of
+from muster.reader import Deal, Ended, Parts, Skipped, Task, WorkerStart, as_is, reader_of
 from muster.streams import AgreedStream, epoch_seed, stream_seed
 
 __all__ = ["Loader", "LoaderHost", "size_in_words"]
@@ -69,6 +69,7 @@ T = TypeVar("T")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 
 _END = object()
+_STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader"
 
 
 class LoaderHost(Protocol):
@@ -119,8 +120,8 @@ class Loader(Generic[BatchT_co]):
 
     Each ``iter`` starts an epoch. `epoch` is that of the pass under way and, once a pass has run to its end, of the
     next one; a pass that was left early counts as an epoch when the next ``iter`` begins. Passes may be nested, each
-    an epoch of its own (not with ``persistent_workers``, as in torch); `at_end` and `part_rows_of` refer to the pass
-    that was begun last. One batch is read ahead; an error in reading it is raised when it is asked for.
+    an epoch of its own (not with ``persistent_workers``, as in torch); `at_end`, `part_rows_of` and `state_dict` refer
+    to the pass that was begun last. One batch is read ahead; an error in reading it is raised when it is asked for.
 
     All ranks iterate together: a sharded loader is collective in every ``next``. Externally synchronised, and not to
     be advanced while a step runs.
@@ -161,8 +162,11 @@ class Loader(Generic[BatchT_co]):
         self._empty: Any = _END
         self._pass: weakref.ref[_Pass] | None = None
         self._dealing: Dealing | Sharing | None = None  # of the pass that was begun last
+        self._generators = _generators(loader)
+        self._generator_states: list[Tensor] = []  # as of when the pass under way was begun
+        self._to_skip = 0  # batches of the next pass
         if not sharded:
-            for generator in _generators(loader):
+            for generator in self._generators:
                 generator.set_state(host.broadcast_state(generator.get_state()))
 
     @property
@@ -172,12 +176,60 @@ class Loader(Generic[BatchT_co]):
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
+        if not _is_count(epoch):
             raise InvalidArgument(
                 f"a loader's epoch counts from 0, and {epoch!r} is no such number; set it to an int >= 0"
             )
         self._epoch = epoch
         self._under_way = False
+        self._to_skip = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is, for `load_state_dict` of a loader of the same data in a job that is started again.
+
+        Equal on all ranks, plain numbers, and the states of generators that the user gave to the loader or its sampler.
+        A batch counts from when it was yielded, so call this after its step. Local. Raises InvalidArgument where
+        parameter servers divide or deal the batches, which are those of no one worker.
+        """
+        self._check_has_place()
+        generators = self._generator_states if self._under_way else self._states_of_generators()
+        skipped = self._position.num_yielded if self._under_way else self._to_skip
+        return {"epoch": self._epoch, "batches": skipped, "generators": list(generators)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next pass go on after the batches that `state` counts, with the order that they had.
+
+        Those are not read again: of data that is read by index their numbers alone are drawn; of an iterable data set
+        its items are passed over before they are collated. Load the same on all ranks, with the job's seed as it was.
+        Raises InvalidArgument where `state_dict` would, and for a state that is none of this loader's.
+        """
+        self._check_has_place()
+        epoch, batches = state.get("epoch"), state.get("batches")
+        generators = list(state.get("generators", ()))
+        if not (_is_count(epoch) and _is_count(batches) and len(generators) == len(self._generators)):
+            raise InvalidArgument(
+                f"this is no state of a loader with {len(self._generators)} generators of its own; pass what "
+                "state_dict() gave of the same loader"
+            )
+        self.epoch, self._to_skip = cast(int, epoch), cast(int, batches)
+        for generator, saved in zip(self._generators, generators, strict=True):
+            generator.set_state(saved)
+
+    def _check_has_place(self) -> None:
+        if not self._sharded and (self._host.dealer is not None or self._host.members is not None):
+            raise InvalidArgument(
+                "parameter servers know which batches were trained on, and a loader does not; begin the epoch anew, or "
+                "use prepare_loader(loader, sharded=True) with data of this worker's own"
+            )
+
+    def _states_of_generators(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the user's loader: `dataset`, `batch_size`, `sampler`, ..."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._loader, name)
 
     @property
     def at_end(self) -> bool:
@@ -200,7 +252,9 @@ class Loader(Generic[BatchT_co]):
         if self._under_way:
             self._epoch += 1
         self._under_way = True
-        self._position = Position()
+        self._generator_states = self._states_of_generators()
+        self._tasks.num_skipped, self._to_skip = self._to_skip, 0
+        self._position = Position(self._tasks.num_skipped)
         self.release()
         seed = epoch_seed(self._host.seed, self._index, self._epoch)
         self._pass_epoch = self._epoch
@@ -249,7 +303,7 @@ class Loader(Generic[BatchT_co]):
         else:
             self._dealing.settle(members)
 
-    def _results(self, epoch: int, seed: int, dealing: Dealing | Sharing | None) -> Iterator[Parts | Ended]:
+    def _results(self, epoch: int, seed: int, dealing: Dealing | Sharing | None) -> Iterator[Parts | Ended | Skipped]:
         self._iterations += 1
         self._tasks.current = Task(self._iterations, epoch, seed)
         self._tasks.dealing = dealing
@@ -339,7 +393,7 @@ class _Pass(Iterator[Any]):
         loader: Loader[Any],
         position: Position,
         dealing: Any,  # Dealing, Sharing or None
-        results: Iterator[Parts | Ended],
+        results: Iterator[Parts | Ended | Skipped],
     ) -> None:
         self._loader = loader
         self._position = position
@@ -399,9 +453,10 @@ class _Pass(Iterator[Any]):
             result = next(self._results, None)
             if result is None:
                 break
-            if not isinstance(result, Ended):
+            if isinstance(result, Ended):
+                self._ended.add(result.worker)
+            elif not isinstance(result, Skipped):
                 return result
-            self._ended.add(result.worker)
         return None
 
 
@@ -420,14 +475,16 @@ class _Tasks:
         self._deal = deal
         self._host = host
         self.current = Task(0, 0, 0)
+        self.num_skipped = 0
         self.dealing: Dealing | Sharing | None = None
 
     def __iter__(self) -> Iterator[Task]:
         if isinstance(self._loader.dataset, IterableDataset):
-            return map(self._balanced, repeat(self.current))
+            skipped = repeat(replace(self.current, is_skipped=True), self.num_skipped)
+            return chain(skipped, map(self._balanced, repeat(self.current)))
         if self.dealing is not None:
             return self._cut(self.current, self.dealing.to_read())
-        return self._cut(self.current, zip(self._indices(self.current), repeat(self._deal)))
+        return self._cut(self.current, zip(self._indices(self.current, self.num_skipped), repeat(self._deal)))
 
     def all_of(self, epoch: int, seed: int) -> Iterator[Any]:
         """The indices of every batch of a pass."""
@@ -445,7 +502,7 @@ class _Tasks:
                 index = deal.cut(index, balanced.capacities)
             yield replace(balanced, index=index)
 
-    def _indices(self, task: Task) -> Iterator[Any]:
+    def _indices(self, task: Task, num_skipped: int = 0) -> Iterator[Any]:
         batch_sampler = self._loader.batch_sampler
         for sampler in _samplers(self._loader):
             if callable(getattr(sampler, "set_epoch", None)):
@@ -453,12 +510,13 @@ class _Tasks:
         stream = AgreedStream(task.seed)
         with stream:
             indices: Iterator[Any] = iter(self._loader.sampler if batch_sampler is None else batch_sampler)
-        while True:
+        for number in count():
             with stream:
                 index = next(indices, _END)
             if index is _END:
                 return
-            yield index
+            if number >= num_skipped:
+                yield index
 
 
 def _yielded(parts: list[Any], part_rows: Sequence[int]) -> Any:
@@ -495,7 +553,8 @@ def _check(loader: object, *, sharded: bool, alone: bool) -> None:
         raise InvalidArgument(
             f"a {type(loader).__name__} cannot be prepared as a loader; wrap the data in a torch.utils.data.DataLoader"
         )
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    # The state of a torchdata StatefulDataLoader is that of the passes which it makes itself; Loader has its own.
+    if type(loader).__iter__ is not DataLoader.__iter__ and not _is_stateful(loader):
         raise InvalidArgument(
             f"{type(loader).__name__} iterates in a way of its own, which would be lost when its batch sampler is cut "
             "into parts; pass a plain torch.utils.data.DataLoader with the same data set, sampler and collate function"
@@ -510,6 +569,14 @@ def _check(loader: object, *, sharded: bool, alone: bool) -> None:
             "in_order=False lets each worker see the batches in another order, but all take parts of the same batch; "
             "leave in_order out, or use prepare_loader(loader, sharded=True)"
         )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_stateful(loader: DataLoader[Any]) -> bool:
+    return any(f"{base.__module__}.{base.__qualname__}" == _STATEFUL for base in type(loader).__mro__)
 
 
 def _is_read_by_index(loader: DataLoader[Any]) -> bool:

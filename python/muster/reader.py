@@ -25,6 +25,7 @@ __all__ = [
     "IndexReader",
     "Parts",
     "ReadyReader",
+    "Skipped",
     "StreamReader",
     "Task",
     "WorkerStart",
@@ -73,6 +74,8 @@ class Task:
     seed: int
     index: Any = None
     capacities: tuple[float, ...] = ()
+    is_skipped: bool = False
+    """Of a stream: its samples are passed over."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,11 @@ class Ended:
     """In place of a batch: the stream of this DataLoader worker is at its end."""
 
     worker: int
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """In place of a batch that a stream passed over."""
 
 
 class IndexReader(Dataset[Parts]):
@@ -114,7 +122,7 @@ class ReadyReader(Dataset[Parts]):
         return _divided(self._convert(self.dataset[task.index]), self._deal, task.capacities)
 
 
-class StreamReader(Dataset[Parts | Ended]):
+class StreamReader(Dataset[Parts | Ended | Skipped]):
     """Reads an iterable data set: from the global batch's samples, j goes to part j modulo the number of parts;
     with capacities, parts are contiguous.
 
@@ -135,7 +143,7 @@ class StreamReader(Dataset[Parts | Ended]):
         self._iterator: Iterator[Any] = iter(())
         self._stream = AgreedStream(0)
 
-    def __getitem__(self, task: Task) -> Parts | Ended:
+    def __getitem__(self, task: Task) -> Parts | Ended | Skipped:
         if task.iteration != self._iteration:
             self._start(task)
         with self._stream:
@@ -143,6 +151,8 @@ class StreamReader(Dataset[Parts | Ended]):
         if not samples or (self._drop_last and len(samples) < (self._batch_size or 1)):
             self._iterator = iter(())
             return Ended(_worker_id())
+        if task.is_skipped:
+            return Skipped()
         if self._batch_size is None:
             return _divided(self._collate(samples[0]), self._deal, task.capacities)
         if task.capacities:

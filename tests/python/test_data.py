@@ -1021,3 +1021,87 @@ def test_a_tensor_data_set_as_in_the_readme() -> None:
     for x, y in loader:
         assert [part.shape for part in x] == [(2, 2), (1, 2)]
         assert [part.tolist() for part in y] == [[0, 1], [2]]
+
+
+# --- going on within an epoch -----------------------------------------------------------------------------------------
+def _kinds() -> dict[str, Callable[[Any], DataLoader[Any]]]:
+    return {
+        "by index": lambda data: DataLoader(data or Numbers(23), 4, shuffle=True),
+        "own generator": lambda data: DataLoader(
+            data or Numbers(23), 4, shuffle=True, generator=torch.Generator().manual_seed(5)
+        ),
+        "with workers": lambda data: DataLoader(data or Numbers(23), 4, shuffle=True, num_workers=2),
+        "persistent": lambda data: DataLoader(
+            data or Numbers(23), 4, shuffle=True, num_workers=1, persistent_workers=True
+        ),
+        "ready": lambda data: DataLoader(
+            TensorDataset(torch.arange(24).reshape(6, 4)), None, sampler=RandomSampler(range(6))
+        ),
+        "iterable": lambda data: DataLoader(Stream(23, shuffle=True), 4),
+        "iterable with workers": lambda data: DataLoader(Stream(23, shuffle=True), 4, num_workers=2),
+    }
+
+
+def _values(batches: Iterable[Any]) -> list[str]:
+    return [str(batch) for batch in batches]
+
+
+@pytest.mark.parametrize("kind", list(_kinds()))
+@pytest.mark.parametrize("taken", [0, 1, 5, 6])
+def test_a_loader_goes_on_where_its_state_says(kind: str, taken: int) -> None:
+    (loader,) = Job(local=2).prepare(partial(_kinds()[kind], None))
+    list(loader)
+    passing = iter(loader)
+    for _ in range(taken):
+        next(passing)
+    state = loader.state_dict()
+    expected = [_values(passing), _values(loader)]
+
+    (again,) = Job(local=2).prepare(partial(_kinds()[kind], None))
+    again.load_state_dict(state)
+    assert again.state_dict()["batches"] == taken and again.epoch == 1
+    assert [_values(again), _values(again)] == expected
+    assert again.epoch == loader.epoch == 3
+
+
+def test_batches_that_a_loader_passes_over_are_not_read() -> None:
+    data = Numbers(23)
+    (loader,) = Job().prepare(lambda: _kinds()["by index"](data))
+    loader.load_state_dict({"epoch": 0, "batches": 4})
+    list(loader)
+    assert len(data.read) == 23 - 4 * 4
+    loader.load_state_dict({"epoch": 0, "batches": 4})
+    loader.epoch = 0
+    assert len(list(loader)) == 6
+
+
+def test_the_state_of_an_epoch_that_ended_is_the_next_ones_begin() -> None:
+    (loader,) = Job().prepare(partial(_kinds()["by index"], None))
+    assert loader.state_dict() == {"epoch": 0, "batches": 0, "generators": []}
+    for batch, _ in enumerate(loader):
+        assert loader.state_dict()["batches"] == batch + 1
+    assert loader.state_dict() == {"epoch": 1, "batches": 0, "generators": []}
+
+
+def test_a_state_of_another_loader_is_refused() -> None:
+    (loader,) = Job().prepare(partial(_kinds()["own generator"], None))
+    for state in ({}, {"epoch": 0, "batches": 1}, {**loader.state_dict(), "batches": -1}):
+        with pytest.raises(InvalidArgument, match="no state of a loader with 1 generators"):
+            loader.load_state_dict(state)
+
+
+def test_attributes_are_those_of_the_users_loader() -> None:
+    data = Numbers(23)
+    user = DataLoader(data, 4, num_workers=0)
+    (loader,) = Job().prepare(lambda: user)
+    assert loader.dataset is data and loader.batch_size == 4 and loader.sampler is user.sampler
+    with pytest.raises(AttributeError, match="nonsense"):
+        loader.nonsense  # noqa: B018
+    with pytest.raises(AttributeError, match="_nonsense"):
+        loader._nonsense  # noqa: B018
+
+
+def test_a_stateful_loader_is_divided_like_its_data() -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    jobs = [Job(local=2).prepare(lambda make=make: make(Numbers(23), 4))[0] for make in (stateful, DataLoader)]
+    assert _values(jobs[0]) == _values(jobs[1])

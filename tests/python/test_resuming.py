@@ -94,4 +94,5 @@ def terminated(file: Path) -> tuple[bool, bool]:
 
 def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
     assert run_ranks(2, terminated, tmp_path / "state.pt") == [(True, True), (True, True)]
-    assert torch.load(tmp_path / "state.pt")["at"] == {"epoch": 0, "batch": 1, "calls": 1}
+    saved = torch.load(tmp_path / "state.pt")
+    assert saved["loader"] == {"epoch": 0, "batches": 1, "generators": []} and saved["calls"] == 1
