@@ -25,6 +25,7 @@ from muster import _C, _random, structure, sync_batch_norm
 from muster.batch import agreeing_rows, place, split
 from muster.data import Loader, size_in_words
 from muster.dealing import Dealer, Members
+from muster.default_group import DefaultGroup
 from muster.errors import InvalidArgument, LayoutMismatch
 from muster.module_watch import ModuleWatch
 from muster.options import StrategyOptions, device_names, options_of
@@ -736,6 +737,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     Without `process_group` the workers must be on one host and reduce through its memory; with one (any
     torch.distributed.ProcessGroup), gradients go through it, in its own order of additions. On CUDA gradients go
     through NCCL, and a process group, which must serve CPU tensors, carries what the workers tell one another.
+
+    Where the program has no default group of torch.distributed, the strategy makes one (Gloo) of the workers until it
+    is closed, for libraries that ask torch.distributed which rank they are. The strategy itself does not use it.
     """
 
     def __init__(
@@ -748,6 +752,15 @@ class MultiWorkerMirroredStrategy(Strategy):
     ) -> None:
         chosen = options_of(options)
         super().__init__(_C.make_multi_worker(cluster, device_names(devices), asdict(chosen), process_group), chosen)
+        self._default_group = DefaultGroup.of(cluster, self._core, chosen.timeout)
+        if self._default_group is not None:
+            weakref.finalize(self, _leave, self._default_group, os.getpid())
+
+    def close(self) -> None:
+        """As of every strategy. Takes the default group of torch.distributed away where the strategy has made it."""
+        super().close()
+        if self._default_group is not None:
+            self._default_group.leave()
 
     @classmethod
     def from_env(cls, devices: Sequence[str | torch.device] | None = None, **options: Any) -> Self:
@@ -929,3 +942,8 @@ def _end(core: _C.StrategyCore, threads: list[threading.Thread], process: int) -
     core.close()
     for thread in threads:
         thread.join()
+
+
+def _leave(group: DefaultGroup, process: int) -> None:
+    if os.getpid() == process:
+        group.leave()

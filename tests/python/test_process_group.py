@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 import muster
+from support.jobs import WorkerPool
 from support.ranks import run_ranks
 from support.training import Config, Trained, train, train_mirrored
 
@@ -33,8 +36,6 @@ def _train_over_gloo(replicas: int) -> list[Any]:
 
 
 def _reduce_with_an_empty_part(strategy: muster.Strategy) -> float:
-    import torch
-
     model, _ = strategy.prepare(model := torch.nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
     rows = 3 if strategy.rank == 0 else 0
     seen = []
@@ -61,3 +62,48 @@ def test_gloo_agrees_with_mirrored_and_handles_absent_replicas() -> None:
                 assert _distance(trained.parameters, want.parameters) < 1e-5, config
             assert np.array_equal(got[0].parameters, got[1].parameters), config
         assert (first[-1], second[-1]) == (3.0, -1.0)
+
+
+def _in_default_group() -> tuple[bool, list[int], float, bool, bool]:
+    """Whether there was a default group before, the job's ranks as it sees them, a sum over it, and whether it is there
+    within a second strategy's end and after the first one's."""
+    before = dist.is_initialized()
+    with muster.MultiWorkerMirroredStrategy.from_env(timeout=30.0) as strategy:
+        value = torch.tensor(1.0 + strategy.rank)
+        dist.all_reduce(value)
+        ranks = [dist.get_rank(), dist.get_world_size()]
+        muster.MultiWorkerMirroredStrategy.from_env(timeout=30.0).close()
+        within = dist.is_initialized()
+    return before, ranks, float(value), within, dist.is_initialized()
+
+
+def test_workers_are_ranks_of_torch_distributed_while_the_strategy_is_open(two_workers: WorkerPool) -> None:
+    for rank, seen in enumerate(two_workers.call(_in_default_group)):
+        assert seen == (False, [rank, 2], 3.0, True, False)
+
+
+def _with_a_group_of_its_own() -> bool:
+    # Rank 1 alone has one: nobody joins another.
+    if os.environ["RANK"] == "1":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with muster.MultiWorkerMirroredStrategy.from_env(timeout=30.0):
+        within = dist.is_initialized()
+    assert dist.is_initialized() == within
+    if within:
+        dist.destroy_process_group()
+    return within
+
+
+def test_a_default_group_of_the_programs_is_left_alone(two_workers: WorkerPool) -> None:
+    assert two_workers.call(_with_a_group_of_its_own) == [False, True]
+
+
+def _without_a_network() -> bool:
+    os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
+    with muster.MultiWorkerMirroredStrategy.from_env(timeout=30.0) as strategy:
+        strategy.barrier()
+        return dist.is_initialized()
+
+
+def test_a_job_goes_on_where_no_default_group_can_be_made() -> None:
+    assert run_ranks(2, _without_a_network) == [False, False]
