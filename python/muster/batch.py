@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from numbers import Number
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from muster.per_replica import PerReplica
 __all__ = [
     "agreeing_rows",
     "aligned",
+    "digest",
     "emptied",
     "is_column",
     "members",
@@ -105,6 +107,18 @@ def agreeing_rows(part: object) -> int | None:
     else:
         found = set(_all_rows(part))
     return found.pop() if len(found) == 1 else None
+
+
+def digest(part: object) -> str:
+    """Equal for parts whose tensors of at least one dimension are equal; empty where there is none. Reads them all."""
+    found = hashlib.blake2b(digest_size=16)
+    tensors = list(_tensors(part, ""))
+    for path, tensor in tensors:
+        found.update(f"{path} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.layout == torch.strided and not tensor.is_nested and tensor.device.type != "meta":
+            values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            found.update(values.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest() if tensors else ""
 
 
 def is_column(value: object) -> bool:

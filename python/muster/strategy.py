@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import json
+import logging
 import os
 import threading
 import weakref
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from muster import _C, _random, structure, sync_batch_norm
-from muster.batch import agreeing_rows, place, split
+from muster.batch import agreeing_rows, digest, place, split
 from muster.data import Loader, size_in_words
 from muster.dealing import Dealer, Members
 from muster.default_group import DefaultGroup
@@ -67,6 +68,7 @@ class Strategy:
         self._sets: dict[tuple[int, ...], tuple[int, tuple[tuple[int, ...], ...]]] = {}
         self._optimizers_of_set: dict[int, tuple[int, ...]] = {}
         self._gradients_are_applied = False
+        self._is_first_step = True
         self._in_function = [False] * core.local_replicas
         self._was_interrupted = False
         self._others_passes: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -318,6 +320,7 @@ class Strategy:
         set_number = self._set_for(optimizers)
         self._connect_servers(set_number)
         parts, rows = self._divide(args, self._stepped_loaders)
+        self._compare_first_batches(parts)
         outputs: list[Any] = [None] * len(parts)
 
         def call(local: int) -> Any:
@@ -516,6 +519,22 @@ class Strategy:
             return parts, hint
         counts = [agreeing_rows(part) for part in parts]
         return parts, [-1 if count is None else count for count in counts]
+
+    def _compare_first_batches(self, parts: Sequence[Any]) -> None:
+        """Collective in the first step: says so where every worker steps on the same samples, which are then those of
+        one worker."""
+        if not self._is_first_step:
+            return
+        self._is_first_step = False
+        if self.num_workers == 1 or self.dealer is not None or self.joins:
+            return
+        digests = set(self._core.exchange_texts(digest(parts)))
+        if len(digests) == 1 and digests != {""} and self.is_chief:
+            logging.getLogger("muster").warning(
+                "all %d workers stepped on the same samples, so that the job learns no more from them than one worker "
+                "would; prepare() the loader, which divides each batch, or give every worker data of its own",
+                self.num_workers,
+            )
 
     def _counts(self, loader: Loader[Any]) -> bool:
         return loader in self._stepped_loaders or loader not in self._run_loaders

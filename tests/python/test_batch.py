@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from muster.batch import agreeing_rows, emptied, part_sizes, place, rows, split
+from muster.batch import agreeing_rows, digest, emptied, part_sizes, place, rows, split
 from muster.errors import InvalidArgument
 from muster.per_replica import PerReplica
 
@@ -300,3 +300,15 @@ def test_place_moves_to_the_device() -> None:
     placed = place(batch, meta)
     assert placed["x"].device == meta
     assert placed["o"] == meta
+
+
+def test_digests_tell_batches_apart_by_any_value() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    y = torch.tensor([1, 2])
+    assert digest([(x, {"y": y})]) == digest([(x.clone(), {"y": y.clone()})])
+    assert digest([(x, {"y": y})]) != digest([(x, {"y": y + 1})])
+    assert digest([(x,)]) != digest([(x.t(),)]) and digest([(x,)]) != digest([(x.double(),)])
+    assert digest([(3, "a", torch.tensor(2.0))]) == ""
+    z = torch.tensor([1 + 2j])
+    assert digest((z.conj(),)) == digest((torch.tensor([1 - 2j]),)) != digest((z,))
+    assert digest((x.bfloat16(),)) != digest((x.to_sparse(),)) != ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -734,3 +735,32 @@ def test_the_raw_module_in_another_replicas_step_is_refused() -> None:
         with pytest.raises(muster.InvalidArgument, match="prepare\\(\\) returned"):
             strategy.step(lambda x, y: F.cross_entropy(module(x), y), x, y)
         assert strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y).stepped
+
+
+def stepping_on(strategy: muster.Strategy, divide: bool) -> list[str]:
+    _, model, _ = prepared(strategy)
+    x, y = batch_of(8)
+    if divide:
+        x, y = part_of(strategy, (x, y))
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("muster")
+    logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    finally:
+        logger.removeHandler(handler)
+    return [message for message in messages if "same samples" in message]
+
+
+def test_workers_that_all_step_on_the_same_samples_are_told_once(worker_job: Launcher) -> None:
+    chiefs, others = worker_job(stepping_on, False)
+    assert len(chiefs) == 1 and "prepare() the loader" in chiefs[0] and not others
+    assert worker_job(stepping_on, True) == [[], []]
+
+
+def test_replicas_of_one_process_divide_what_they_are_given() -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        assert stepping_on(strategy, False) == []
