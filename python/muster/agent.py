@@ -1,6 +1,8 @@
 """torchrun's agent of one host, as a process of `muster run` that ends with its parent and with the workers' exit code.
 
-python -m muster.agent PARENT WORKERS MAX_RESTARTS script|module|program PROGRAM [ARGUMENT...]
+python -m muster.agent PARENT TOLD WORKERS MAX_RESTARTS script|module|program PROGRAM [ARGUMENT...]
+
+PARENT is the process id of `muster run`, and TOLD the end of a pipe from it, in which it says that workers may begin.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from muster.serve import LOOK
 KINDS = {"script": [], "module": ["--module"], "program": ["--no-python"]}
 
 
-def main(parent: str, workers: str, max_restarts: str, kind: str, program: str, *arguments: str) -> int:
+def main(parent: str, told: str, workers: str, max_restarts: str, kind: str, program: str, *arguments: str) -> int:
     # Until torch's handlers take over, with the first worker.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
@@ -39,6 +41,9 @@ def main(parent: str, workers: str, max_restarts: str, kind: str, program: str, 
         ]
     )
     options.training_script_args = list(arguments)
+    with open(int(told), "rb", buffering=0) as pipe:
+        if not pipe.read(1):
+            return 1
     try:
         with tempfile.TemporaryDirectory(prefix="muster-run-") as options.log_dir:  # torch's own would stay
             run.run(options)  # type: ignore[no-untyped-call]

@@ -139,13 +139,8 @@ def run(
     try:
         for index, address in enumerate(_free_addresses(servers)):
             running.append(Server(address, snapshots and snapshots / f"server-{index}"))
-        while not all(server.listens() for server in running) and not signals:
-            time.sleep(LOOK)
-        if signals:
-            code = 128 + signals[0]
-        else:
-            command = [str(os.getpid()), str(workers), str(max_restarts), kind, program, *(arguments or [])]
-            code = _train(command, running, signals)
+        command = [str(workers), str(max_restarts), kind, program, *(arguments or [])]
+        code = _train(command, running, signals)
     except PeerLost as error:
         _say(str(error))
         code = 1
@@ -180,28 +175,44 @@ def _free_addresses(count: int) -> Iterable[str]:
 
 
 def _train(command: list[str], servers: list[Server], signals: list[int]) -> int:
-    """Runs the workers; returns their exit code. Raises PeerLost, when they have ended."""
+    """Runs the workers once all servers listen; returns their exit code. Raises PeerLost, when they have ended."""
     environment = {name: value for name, value in os.environ.items() if name != "MUSTER_SERVERS"}
     if servers:
         environment["MUSTER_SERVERS"] = ",".join(server.address for server in servers)
     # In a session of its own it gets each signal once, from here; torch's agent drops its workers at a second one.
-    agent = subprocess.Popen([sys.executable, "-m", "muster.agent", *command], env=environment, start_new_session=True)
+    # It imports torch while the servers do, and begins when it is told.
+    told, tell = os.pipe()
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "muster.agent", str(os.getpid()), str(told), *command],
+        env=environment,
+        start_new_session=True,
+        pass_fds=[told],
+    )
+    os.close(told)
     died: PeerLost | None = None
-    asked_to_end = False
+    has_begun = asked_to_end = False
     while (code := agent.poll()) is None:
         if not asked_to_end:
+            listening: list[bool] = []
             try:
-                for server in servers:
-                    server.listens()
+                listening = [server.listens() for server in servers]
             except PeerLost as error:
                 died = error
             if asked_to_end := bool(signals) or died is not None:
-                agent.send_signal(signals[0] if signals else signal.SIGTERM)
+                number = signals[0] if signals else signal.SIGTERM
+                agent.send_signal(number if has_begun else signal.SIGKILL)  # it has no workers yet
+            elif all(listening) and not has_begun:
+                with contextlib.suppress(BrokenPipeError):  # its exit code says why
+                    os.write(tell, b"begin")
+                has_begun = True
         time.sleep(LOOK)
+    os.close(tell)
     if asked_to_end or code < 0:
         _end_orphans({server.pid for server in servers})
     if died is not None:
         raise died
+    if asked_to_end and not has_begun:
+        return 128 + signals[0]
     if code < 0:
         _say(f"torchrun's agent died ({_describe(code)}), and the job with it; the system's log may say why")
     return code if code >= 0 else 128 - code

@@ -134,6 +134,17 @@ def test_a_worker_that_fails_ends_the_job(sleeps: Path, tmp_path: Path) -> None:
     assert (tmp_path / "0.servers").read_text() == "none"
 
 
+def test_a_job_is_interrupted_while_its_servers_start(sleeps: Path, tmp_path: Path) -> None:
+    with Command("run", "--servers", 1, sleeps, tmp_path) as job:
+        wait_until(lambda: job.processes("muster.agent"), "the agent starts")
+        os.kill(job.process.pid, signal.SIGINT)
+        returncode, _, err = job.end()
+        assert job.processes() == []
+    assert returncode == 128 + signal.SIGINT
+    assert "Traceback" not in err and "died" not in err
+    assert not (tmp_path / "0.servers").exists()
+
+
 @pytest.mark.parametrize(
     ("number", "victim"),
     [
