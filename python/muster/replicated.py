@@ -27,7 +27,7 @@ _OWN = frozenset({"_modules_", "_strategy_", "_number_", "_syncing_"})
 def replicate(module: nn.Module, replicas: int, prepared: Sequence[Replicated[Any]] = ()) -> list[nn.Module]:
     """`module` itself and copies of it, one per local replica, which share with the copies of `prepared` modules
     whatever `module` shares with those. Raises InvalidArgument where a copy cannot be made."""
-    known = [_copies(prepared, replica) for replica in range(1, replicas)]
+    known = [{**_copies(prepared, replica), **_computed(module)} for replica in range(1, replicas)]
     try:
         # A compiled module is compiled anew for each replica: guards hold on to the module they were made for.
         original = getattr(module, "_orig_mod", None)
@@ -43,6 +43,17 @@ def replicate(module: nn.Module, replicas: int, prepared: Sequence[Replicated[An
             f"{type(module).__name__} cannot be copied for {replicas} replicas ({type(error).__name__}: {error}); make "
             "it deep-copyable, or pass a factory: strategy.prepare(lambda: build_model())"
         ) from error
+
+
+def _computed(module: nn.Module) -> dict[int, Any]:
+    """deepcopy's memo: copies of the tensors that modules hold as plain attributes and have computed from others, which
+    deepcopy refuses (the weight of a pruned layer, say)."""
+    return {
+        id(value): value.detach().clone()
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
 
 
 def _copies(prepared: Sequence[Replicated[Any]], replica: int) -> dict[int, Any]:

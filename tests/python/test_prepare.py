@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import muster
@@ -488,3 +489,30 @@ def test_loader_workers_start_beside_live_replica_threads(method: str) -> None:
             seen += [float(value) for part in x for value in part[:, 0]]
         assert seen == [float(i**2) for i in range(12)]
         assert strategy.step(lambda x: loss_of(model, x), X).stepped
+
+
+def pruned_training(strategy: muster.Strategy) -> Any:
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    prune.l1_unstructured(module[0], "weight", amount=0.5)  # type: ignore[no-untyped-call]
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.5))
+    x = torch.randn(12, 4)
+    for _ in range(3):
+        strategy.step(lambda x: model(x).square().mean(), part_of(strategy, x))
+    return dict(module.named_parameters()), module[0].weight_mask
+
+
+def test_a_module_that_holds_a_computed_tensor_has_copies(job: Launcher) -> None:
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    prune.l1_unstructured(module[0], "weight", amount=0.5)  # type: ignore[no-untyped-call]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    x = torch.randn(12, 4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+    for parameters, mask in job(pruned_training):
+        assert mask.sum() == 8
+        for name, expected in module.named_parameters():
+            np.testing.assert_allclose(parameters[name], expected.detach().numpy(), rtol=1e-5, atol=1e-6)
