@@ -324,9 +324,14 @@ class Strategy:
         outputs: list[Any] = [None] * len(parts)
 
         def call(local: int) -> Any:
-            record, outputs[local] = as_record(fn(*parts[local]))
-            for watch in self._watches:
-                watch.adopt_buffers(local)
+            try:
+                record, outputs[local] = as_record(fn(*parts[local]))
+            except BaseException:
+                # Else the next call would take what it finds replaced for the user's doing.
+                with contextlib.suppress(InvalidArgument):
+                    self._adopt_buffers(local)
+                raise
+            self._adopt_buffers(local)
             return record
 
         try:
@@ -384,6 +389,7 @@ class Strategy:
 
         def call(local: int) -> None:
             results[local] = fn(*parts[local])
+            self._adopt_buffers(local)
 
         try:
             self._core.run(self._on_replicas(call), rows, self._interrupt)
@@ -496,6 +502,10 @@ class Strategy:
         if self._core.current_local_replica < 0:
             for watch in self._watches:
                 watch.note_buffers()
+
+    def _adopt_buffers(self, local: int) -> None:
+        for watch in self._watches:
+            watch.adopt_buffers(local)
 
     def _note_step(self, set_number: int) -> None:
         for position in self._optimizers_of_set[set_number]:

@@ -86,6 +86,43 @@ def constant(strategy: muster.Strategy) -> bool:
     return torch.equal(module.constant, values) if strategy.is_chief else True
 
 
+class Replacing(nn.Module):
+    """A buffer that every forward pass replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen * 0.5 + x.detach().mean()
+        return (x * self.weight).mean()
+
+
+def replaced(strategy: muster.Strategy, way: str) -> Any:
+    module = Replacing()
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = part_of(strategy, rows())
+
+    def step(x: Tensor) -> Tensor:
+        model(x)
+        raise KeyError("after the forward pass")
+
+    if way == "run":
+        strategy.run(lambda x: model(x), x)
+    else:
+        with pytest.raises(KeyError):
+            strategy.step(step, x)
+    ones = muster.PerReplica([torch.ones(1)] * len(strategy.devices))
+    return [part.item() for part in strategy.run(lambda _: model.seen.clone(), ones)]
+
+
+@pytest.mark.parametrize("way", ["a step that raises", "run"])
+def test_a_buffer_that_was_replaced_outside_a_window_is_the_replicas_own(job: Launcher, way: str) -> None:
+    seen = [value for of_rank in job(replaced, way) for value in of_rank]
+    assert seen == pytest.approx([part.mean() for part in np.array_split(rows().numpy(), job.replicas)])
+
+
 def test_a_constant_buffer_stays_what_it_is(job: Launcher) -> None:
     assert all(job(constant))
 
