@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from differential.differences import raises
 from differential.program import Program
 
 
@@ -31,18 +30,20 @@ _KNOWN = [
            lambda p: (p.loss == "penalty" or p.has_block("Force")) and p.has_block("SyncBatchNorm")),
     Defect("complex", "complex parameters and buffers",
            lambda p: p.has_block("ComplexLinear") or p.has_block("ComplexBuffer")),
-    Defect("casts", "replicas clear one another's cache of casts", lambda p: p.option("precision") == "bf16"),
+    Defect("casts", "replicas clear one another's cache of casts",
+           lambda p: p.option("precision") == "bf16" or p.autocast),
     Defect("empty", "servers have no state of parameters without elements", lambda p: p.has_block("Shapes")),
     Defect("untouched", "servers have no state of parameters that took no step",
            lambda p: any(o.name == "Adagrad" for o in p.optimizers)),
     Defect("sharded", "add_param_group with shard_optimizer",
            lambda p: any(o.name in ("Adam", "AdamW", "Adagrad", "SGD") for o in p.optimizers)
            and bool(p.events_of("add_group"))),
-    Defect("replaced", "buffers that a failing forward pass replaced", lambda p: p.has_block("Buffers") and raises(p)),
-    Defect("hooks", "hooks and attributes reach replica 0 alone",
-           lambda p: any(p.events_of(name) for name in (
-               "hook_parameter", "hook_accumulated", "hook_forward", "hook_backward", "hook_forward_before",
-               "set_attribute"))),
+    Defect("restart", "a second strategy", lambda p: bool(p.events_of("restart"))),
+    Defect("parameter-hooks", "hooks on parameters reach replica 0 alone",
+           lambda p: bool(p.events_of("hook_parameter") or p.events_of("hook_accumulated"))),
+    Defect("module-hooks", "hooks and attributes of submodules reach replica 0 alone",
+           lambda p: any(event.name in ("hook_forward", "hook_backward", "hook_forward_before", "set_attribute")
+                         for event in p.events) or (bool(p.early) and bool(p.events_of("unhook")))),
 ]  # fmt: skip
 
 _mended = os.environ.get("MUSTER_DIFFERENTIAL_MENDED", "").split(",")

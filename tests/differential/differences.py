@@ -39,6 +39,10 @@ def _writes_buffers(program: Program) -> bool:
     )
 
 
+def _is_sparse(program: Program) -> bool:
+    return any(block.module.get("sparse") for block in program.blocks)
+
+
 def raises(program: Program) -> bool:
     """Whether an exception comes out of a step."""
     return any(bool(program.events_of("step", fail=way)) for way in ("forward", "backward"))
@@ -125,8 +129,20 @@ DIFFERENCES = [
         "servers",
         lambda p, replicas: (
             _does(p, "scale_parameter", "load_model", "use_averages", "hook_step_after")
-            or bool(p.events_of("hook_step_before", edits=True))
+            or bool(p.events_of("hook_step_before", does="decay"))
         ),
+    ),
+    Difference(
+        "`keep_gradients`, sparse gradients and complex parameters, on parameter servers",
+        "are refused",
+        "servers",
+        lambda p, replicas: bool(p.option("keep_gradients")) or _is_sparse(p) or p.has_block("ComplexLinear"),
+    ),
+    Difference(
+        "a second strategy, on parameter servers",
+        "goes on from what the servers hold",
+        "servers",
+        lambda p, replicas: _does(p, "restart"),
     ),
     Difference(
         "freezing, `add_param_group`, loading and editing optimizer state, on parameter servers",

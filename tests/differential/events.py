@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
+from torch.optim import swa_utils
 
 from differential.training import FailsInBackward, Planned, Training
 
@@ -17,7 +19,9 @@ def step(t: Training, rows: int, fail: str = "", only: int | None = None) -> Non
     """A micro-batch. The replica that has its first row may fail: in forward, in backward, or with NaN."""
 
     def forward(x: Tensor, ids: Tensor, fails: bool) -> Tensor:
-        out: Tensor = t.model(x, ids)
+        with torch.autocast("cpu", torch.bfloat16) if t.autocast else contextlib.nullcontext():
+            out: Tensor = t.model(x, ids)
+        out = out.to(x.dtype)
         if fails and fail == "forward":
             raise Planned("in forward")
         if fails and fail == "backward":
@@ -221,13 +225,21 @@ def hook_accumulated(t: Training, parameter: int) -> None:
         t.handles.append(chosen.register_post_accumulate_grad_hook(halve))  # type: ignore[no-untyped-call]
 
 
-def hook_step_before(t: Training, edits: bool = False) -> None:
-    """A step pre-hook, which may decay the parameters."""
+def hook_step_before(t: Training, does: str = "nothing") -> None:
+    """A step pre-hook, which may decay the parameters, change the gradients, or raise the first time."""
+    calls = 0
 
     def hook(optimizer: Any, args: Any, options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if does == "raise" and calls == 1:
+            raise Planned("in a step hook")
         with torch.no_grad():
-            for parameter in t.parameters() if edits else ():
-                parameter.mul_(0.99)
+            for parameter in t.parameters():
+                if does == "decay":
+                    parameter.mul_(0.99)
+                if does == "gradient" and parameter.grad is not None and not parameter.grad.is_sparse:
+                    parameter.grad.add_(parameter.to(parameter.grad.dtype), alpha=0.1)
 
     t.handles.append(t.optimizers[0].register_step_pre_hook(hook))
 
@@ -302,6 +314,35 @@ def clear_gradients(t: Training) -> None:
     t.model.zero_grad()
     for optimizer in t.optimizers:
         optimizer.zero_grad()
+
+
+def restart(t: Training) -> None:
+    """The strategy is closed, and training goes on under another one of its kind."""
+    t.restart()
+
+
+def average_model(t: Training) -> None:
+    """torch's own average of the model takes a step, and is looked at."""
+    if not t.can_be_copied():
+        return
+    if t.averaged is None:
+        t.averaged = swa_utils.AveragedModel(t.net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))  # type: ignore[no-untyped-call]
+    t.averaged.update_parameters(t.net)
+    for name, value in t.averaged.module.named_parameters():
+        t.note(f"averaged {name}", value)
+
+
+def look_at_copy(t: Training) -> None:
+    """A deep copy of the model is the user's own."""
+    if not t.can_be_copied():
+        return
+    clone = copy.deepcopy(t.model)
+    x, ids, _, _ = t.batch(3)
+    clone.eval()
+    with torch.no_grad():
+        t.note("of copy", clone(x, ids))
+        for parameter in clone.parameters():
+            parameter.zero_()
 
 
 def draw(t: Training) -> None:

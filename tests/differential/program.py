@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -50,7 +50,7 @@ class Program:
     early: tuple[Term, ...]
     events: tuple[Term, ...]
     compiled: bool = False
-    notes: tuple[str, ...] = field(default=(), compare=False)
+    autocast: bool = False
 
     @property
     def accumulate(self) -> int:
@@ -112,6 +112,8 @@ class Program:
             yield replace(self, loss="mse")
         if self.compiled:
             yield replace(self, compiled=False)
+        if self.autocast:
+            yield replace(self, autocast=False)
         if any(event.name == "step" and event.get("rows") != 6 for event in events):
             yield replace(
                 self,
@@ -123,7 +125,7 @@ class Program:
 
     def text(self) -> str:
         """A function of a job that makes the training; its names are those of modules, training and events."""
-        lines = [f"# Program {self.seed}.", "def program(job: Job, noise: float = 0.0) -> Training:"]
+        lines = [f"# Program {self.seed}.", "def program(make_job: Callable[[], Job], noise: float = 0.0) -> Training:"]
         lines += [f"    torch.set_default_dtype(torch.{self.dtype})", f"    torch.manual_seed({self.seed})"]
         lines.append("    blocks = OrderedDict()")
         for number, block in enumerate(self.blocks):
@@ -139,8 +141,8 @@ class Program:
         lines.append("    ]")
         early = ", ".join(f"lambda t: {event.name}(t, {event.arguments()})" for event in self.early)
         lines.append(
-            f"    t = Training(job, net, optimizers, {list(self.schedules)!r}, loss={self.loss!r}, seed={self.seed}, "
-            f"noise=noise, early=[{early}])"
+            f"    t = Training(make_job, net, optimizers, {list(self.schedules)!r}, loss={self.loss!r}, "
+            f"seed={self.seed}, noise=noise, autocast={self.autocast}, early=[{early}])"
         )
         for event in self.events:
             lines.append(f"    {event.name}(t{', ' if event.options else ''}{event.arguments()})")

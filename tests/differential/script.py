@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 from torch.nn.utils import parametrizations, prune
-from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler, swa_utils
 from torch.utils.checkpoint import checkpoint
 
 import muster
@@ -39,9 +39,9 @@ from muster.batch import part_sizes, split
 _MAIN = """
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    job = make_job(sys.argv[1], os.environ.get("MUSTER_SERVERS", "").split(), **{options!r})
     torch.set_printoptions(precision=17)
-    for label, value in program(job).record:
+    servers = os.environ.get("MUSTER_SERVERS", "").split()
+    for label, value in program(lambda: make_job(sys.argv[1], servers, **{options!r})).record:
         print(label, value, sep=": ")
 """
 

@@ -65,7 +65,7 @@ class Training:
 
     def __init__(
         self,
-        job: Any,
+        make_job: Callable[[], Any],
         net: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         schedules: Sequence[tuple[int, str]] = (),
@@ -73,25 +73,35 @@ class Training:
         loss: str = "mse",
         seed: int = 0,
         noise: float = 0.0,
+        autocast: bool = False,
         early: Sequence[Callable[[Training], None]] = (),
     ) -> None:
         self.record: list[tuple[str, Any]] = []
         self.texts: list[str] = []
-        self.job = job
+        self._make_job = make_job
+        self.job = make_job()
         self.net = net
         self.optimizers = list(optimizers)
         self.seed = seed
         self.loss_kind = loss
         self.noise = noise
+        self.autocast = autocast
         self.calls = 0
         self.saved: tuple[Any, Any] | None = None
         self.averages: dict[str, Tensor] = {}
+        self.averaged: Any = None
         self.handles: list[Any] = []
         self.model: nn.Module = net
         for event in early:
             event(self)
-        self.model = job.prepare(net, self.optimizers)
+        self.model = self.job.prepare(net, self.optimizers)
         self.schedules = [make_schedule(self.optimizers[number], kind) for number, kind in schedules]
+
+    def restart(self) -> None:
+        """Goes on under another job of the same kind."""
+        self.job.close()
+        self.job = self._make_job()
+        self.model = self.job.prepare(self.net, self.optimizers)
 
     def note(self, label: str, value: Any) -> None:
         """Adds to what is compared."""
@@ -116,6 +126,11 @@ class Training:
         """One of the blocks of the network, as user code reaches it."""
         blocks: Any = self.model.blocks
         return blocks[number % len(blocks)]  # type: ignore[no-any-return]
+
+    def can_be_copied(self) -> bool:
+        """Whether deepcopy takes the network; it refuses one that holds a computed tensor."""
+        held = [value for module in self.net.modules() for value in vars(module).values()]
+        return all(value.is_leaf for value in held if isinstance(value, Tensor))
 
     def batch(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Features, ids, targets and row numbers of the next call."""
