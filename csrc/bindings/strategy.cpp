@@ -155,6 +155,16 @@ py::dict in_python(const StepResult& result) {
 
 using Core = std::shared_ptr<StrategyCore>;
 
+// Its end waits for threads, which may want the GIL.
+Core ended_without_gil(Core core) {
+  auto* const raw = core.get();
+  return {raw, [owner = std::move(core)](StrategyCore*) mutable {
+            if (PyGILState_Check() == 0) return owner.reset();
+            const py::gil_scoped_release release;
+            owner.reset();
+          }};
+}
+
 std::vector<Contribution> contributions(const std::vector<std::pair<Leaves, double>>& values) {
   std::vector<Contribution> result;
   for (const auto& [leaves, weight] : values) result.push_back({leaves, weight});
@@ -191,7 +201,9 @@ void bind_core_class(py::module_& m) {
           "serve", [](StrategyCore& c, int local_replica) { c.pool().serve(local_replica); },
           py::call_guard<py::gil_scoped_release>())
       .def("stop", &StrategyCore::stop)
-      .def("close", &StrategyCore::close, py::call_guard<py::gil_scoped_release>());
+      .def(
+          "close", [](StrategyCore& c) { c.close(check_signals); }, py::call_guard<py::gil_scoped_release>())
+      .def("leave", &StrategyCore::leave);
   core.def(
           "add_module",
           [](StrategyCore& c, std::vector<NamedTensors> parameters, std::vector<NamedTensors> buffers) {
@@ -276,6 +288,7 @@ void bind_core_class(py::module_& m) {
       .def(
           "whole_state",
           [](StrategyCore& c, const FlatOptimizer& flat, size_t parameter, size_t which) -> std::optional<at::Tensor> {
+            const auto pass = c.enter();
             const auto whole = flat.whole_state(parameter, which, c.workers());
             return whole.defined() ? std::optional(whole) : std::nullopt;
           },
@@ -285,6 +298,7 @@ void bind_core_class(py::module_& m) {
           "connect_servers",
           [](StrategyCore& c, int set, const FlatOptimizer& flat, const std::vector<int>& parameters,
              const std::string& algorithm, const std::vector<std::vector<double>>& groups) {
+            const auto pass = c.enter();
             c.connect_servers(set, flat, parameters, flat_groups(algorithm, groups));
           },
           py::call_guard<Interruptible>())
@@ -292,6 +306,7 @@ void bind_core_class(py::module_& m) {
            [](StrategyCore& c, int set, const py::object& apply) {
              const auto apply_set = callback(apply);
              const py::gil_scoped_release release;
+             const auto pass = c.enter();
              return c.watch(set, apply_set, check_signals);
            })
       .def("describe_passes",
@@ -301,13 +316,19 @@ void bind_core_class(py::module_& m) {
                return py::cast<std::string>((*kept)());
              });
            })
-      .def_property_readonly("has_servers", &StrategyCore::has_servers)
+      .def_property_readonly("has_servers",
+                             [](StrategyCore& c) {
+                               if (c.closed()) return false;
+                               const auto pass = c.enter();
+                               return c.has_servers();
+                             })
       .def_property_readonly("members", [](StrategyCore& c) { return c.servers().members(); })
       .def_property_readonly("expected_members", [](StrategyCore& c) { return c.servers().expected(); })
       .def(
           "deal",
           [](StrategyCore& c, uint32_t loader, uint64_t epoch, uint64_t batches,
              std::vector<uint64_t> finished) -> std::optional<int64_t> {
+            const auto pass = c.enter();
             const auto dealt = c.servers().deal(loader, epoch, batches, std::move(finished));
             if (dealt.state == server::Dealt::State::none) return std::nullopt;
             return dealt.state == server::Dealt::State::ended ? -1 : static_cast<int64_t>(dealt.batch);
@@ -316,12 +337,14 @@ void bind_core_class(py::module_& m) {
       .def(
           "end_pass",
           [](StrategyCore& c, uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished) {
+            const auto pass = c.enter();
             c.servers().end_pass(loader, epoch, batches, std::move(finished));
           },
           py::call_guard<Interruptible>())
       .def(
           "state_on_servers",
           [](StrategyCore& c, const std::vector<int>& parameters, server::Part part) {
+            const auto pass = c.enter();
             std::vector<std::optional<at::Tensor>> values;
             for (const auto& value : c.state_on_servers(parameters, part)) {
               values.push_back(value.defined() ? std::optional(value) : std::nullopt);
@@ -330,11 +353,13 @@ void bind_core_class(py::module_& m) {
           },
           py::call_guard<Interruptible>())
       .def("loss_scale",
-           [](const StrategyCore& c, int set) {
+           [](StrategyCore& c, int set) {
+             const auto pass = c.enter();
              const auto& state = c.loss_scale(set);
              return std::pair<double, int>(state.scale, state.growth_tracker);
            })
       .def("set_loss_scale", [](StrategyCore& c, int set, double scale, int growth_tracker) {
+        const auto pass = c.enter();
         c.set_loss_scale(set, {static_cast<float>(scale), growth_tracker});
       });
   core.def(
@@ -358,26 +383,39 @@ void bind_core_class(py::module_& m) {
       .def(
           "reduce",
           [](StrategyCore& c, const std::vector<std::pair<Leaves, double>>& values, ReduceOp op) {
+            const auto pass = c.enter();
             return reduce_over_workers(c.workers(), contributions(values), op);
           },
           py::call_guard<Interruptible>())
       .def(
           "gather",
           [](StrategyCore& c, const std::vector<std::pair<Leaves, double>>& values) {
+            const auto pass = c.enter();
             return gather_over_workers(c.workers(), contributions(values));
           },
           py::call_guard<Interruptible>())
       .def(
           "broadcast",
           [](StrategyCore& c, const Leaves& values, int source) {
+            const auto pass = c.enter();
             return broadcast_over_workers(c.workers(), values, source);
           },
           py::call_guard<Interruptible>())
       .def(
-          "exchange_texts", [](StrategyCore& c, const std::string& text) { return exchange_texts(c.workers(), text); },
+          "exchange_texts",
+          [](StrategyCore& c, const std::string& text) {
+            const auto pass = c.enter();
+            return exchange_texts(c.workers(), text);
+          },
           py::call_guard<Interruptible>())
       .def("compare_loader", &StrategyCore::compare_loader, py::call_guard<Interruptible>())
-      .def("barrier", [](StrategyCore& c) { c.workers().barrier().wait(); }, py::call_guard<Interruptible>());
+      .def(
+          "barrier",
+          [](StrategyCore& c) {
+            const auto pass = c.enter();
+            c.workers().barrier().wait();
+          },
+          py::call_guard<Interruptible>());
 }
 
 }  // namespace
@@ -397,7 +435,7 @@ void bind_strategy(py::module_& m) {
     const py::gil_scoped_release release;
     auto core = make_mirrored(devices, parsed, balances ? Balance::automatic : Balance::equal, ReplicaThreads::foreign);
     core->set_error_handlers(describe_error, capture_error);
-    return core;
+    return ended_without_gil(std::move(core));
   });
   m.def("make_multi_worker", [](const Cluster& cluster, const std::vector<std::string>& devices,
                                 const py::dict& options, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
@@ -405,14 +443,14 @@ void bind_strategy(py::module_& m) {
     const py::gil_scoped_release release;
     auto core = make_multi_worker(cluster, devices, parsed, ReplicaThreads::foreign, process_group);
     core->set_error_handlers(describe_error, capture_error);
-    return core;
+    return ended_without_gil(std::move(core));
   });
   m.def("make_parameter_server", [](const Cluster& cluster, std::optional<int> staleness, const py::dict& options) {
     const auto parsed = options_of(options);
     const py::gil_scoped_release release;
     auto core = make_parameter_server(cluster, {.staleness = staleness}, parsed, ReplicaThreads::foreign);
     core->set_error_handlers(describe_error, capture_error);
-    return core;
+    return ended_without_gil(std::move(core));
   });
   m.def(
       "interrupt_thread",

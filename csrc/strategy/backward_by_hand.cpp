@@ -8,7 +8,7 @@
 namespace muster {
 
 void StrategyCore::average_gradients(int module) {
-  check_open();
+  const auto pass = enter();
   if (groups_.servers) {
     throw InvalidArgument(
         "backward() by hand does not reach parameter servers; return the loss from strategy.step(fn, ...)");

@@ -33,7 +33,7 @@ std::string StrategyCore::explain(const std::string& name) const {
   std::ostringstream out;
   out << name << ": " << counted(topology_.num_replicas, "replica") << " in "
       << (topology_.num_workers == 1 ? "this process" : counted(topology_.num_workers, "worker")) << "; this is rank "
-      << topology_.rank << (closed_ ? ", closed" : "") << '\n';
+      << topology_.rank << (closed() ? ", closed" : "") << '\n';
   out << "replicas here:";
   for (int r = 0; r < topology_.local_replicas(); ++r) {
     out << (r == 0 ? " " : ", ") << topology_.first_replica + r << " on " << topology_.devices[static_cast<size_t>(r)];

@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
+#include <unistd.h>
 
 #include <cfenv>
 #include <chrono>
@@ -10,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "core/log.h"
 #include "core/wait_hook.h"
 #include "muster/error.h"
 
@@ -18,10 +20,14 @@ namespace muster {
 namespace {
 constexpr auto kPollInterval = std::chrono::milliseconds(100);
 constexpr auto kInterruptGrace = std::chrono::milliseconds(800);
+constexpr auto kPatience = std::chrono::seconds(2);
 }  // namespace
 
 ReplicaPool::ReplicaPool(int replicas, int threads_per_replica)
-    : replicas_(replicas), threads_per_replica_(threads_per_replica), errors_(static_cast<size_t>(replicas)) {}
+    : process_(getpid()),
+      replicas_(replicas),
+      threads_per_replica_(threads_per_replica),
+      errors_(static_cast<size_t>(replicas)) {}
 
 ReplicaPool::~ReplicaPool() { stop(); }
 
@@ -50,7 +56,7 @@ void ReplicaPool::serve(int local_replica) {
     task = nullptr;
     std::function<void(int)> last_task;
     lock.lock();
-    std::swap(errors_[static_cast<size_t>(local_replica)], error);
+    if (!errors_.empty()) std::swap(errors_[static_cast<size_t>(local_replica)], error);
     if (--running_ == 0) {
       last_task = std::move(task_);
       task_ = nullptr;
@@ -105,6 +111,10 @@ void ReplicaPool::run(const Task& task, const std::function<void()>& poll, const
       if (interrupt) interrupt();
       lock.lock();
       done_.wait_for(lock, kInterruptGrace, finished);
+      // Nobody will ask: an error may refer, through its traceback, to what owns this pool.
+      earlier_errors.swap(errors_);
+      errors_.clear();
+      lock.unlock();
       throw;
     }
     lock.lock();
@@ -119,14 +129,38 @@ bool ReplicaPool::busy() const {
   return running_ > 0;
 }
 
-void ReplicaPool::stop() {
+void ReplicaPool::stop(const std::function<void()>& poll) {
+  if (getpid() != process_) {
+    for (auto& thread : threads_) thread.detach();
+    threads_.clear();
+    return;
+  }
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    const auto started = std::chrono::steady_clock::now();
+    bool has_told = false;
+    while (!done_.wait_for(lock, kPollInterval, [&] { return running_ == 0; })) {
+      lock.unlock();
+      if (!has_told && std::chrono::steady_clock::now() - started > kPatience) {
+        has_told = true;
+        log(LogLevel::warning, "close() waits for a replica that is still in a step which was interrupted");
+      }
+      if (poll) poll();
+      lock.lock();
+    }
     stopping_ = true;
   }
   work_.notify_all();
   for (auto& thread : threads_) thread.join();
   threads_.clear();
+}
+
+void ReplicaPool::release() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  work_.notify_all();
 }
 
 IntraOpThreads::IntraOpThreads(int threads) : previous_(at::get_num_threads()) {

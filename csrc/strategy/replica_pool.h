@@ -1,6 +1,8 @@
 // The threads that run this process's replicas.
 #pragma once
 
+#include <sys/types.h>
+
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -43,10 +45,16 @@ class ReplicaPool {
   /// Whether tasks that an interrupted run() left behind are still running.
   bool busy() const;
 
-  /// Ends the threads and waits for the pool's own. Idempotent.
-  void stop();
+  /// Waits until no task runs, which may be one that an interrupted run() left behind; then ends the threads and waits
+  /// for the pool's own. `poll` is called about ten times a second; if it throws, the pool goes on as it was.
+  /// Idempotent. In a forked child, which has no threads, it does not wait.
+  void stop(const std::function<void()>& poll = {});
+
+  /// Ends each thread once it has ended its task, and waits for none.
+  void release() noexcept;
 
  private:
+  const pid_t process_;
   const int replicas_;
   const int threads_per_replica_;
   std::mutex run_mutex_;  // serialises run()

@@ -391,6 +391,7 @@ void Strategy::check_parts(size_t parts) const {
 StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn, const detail::PartsInfo& parts,
                                 const StepOptions& options) {
   check_outside_step(*state_->core, "step");
+  const auto pass = state_->core->enter_alone("step");
   state_->leave_passes();
   if (parts.loader) parts.loader->in_step = true;
   const auto dealing = state_->dealing_of(parts);
@@ -417,6 +418,7 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
 
 std::optional<StepResult> Strategy::flush() {
   check_outside_step(*state_->core, "flush");
+  const auto pass = state_->core->enter_alone("flush");
   state_->leave_passes();
   auto result = state_->call([&] {
     return state_->core->flush([this](int set) { state_->apply(set); },
@@ -429,6 +431,7 @@ std::optional<StepResult> Strategy::flush() {
 
 void Strategy::run_parts(const std::function<void(int local_replica)>& fn, const detail::PartsInfo& parts) {
   check_outside_step(*state_->core, "run");
+  const auto pass = state_->core->enter_alone("run");
   state_->leave_passes();
   if (parts.loader) parts.loader->in_run = true;
   StepCall call;

@@ -18,6 +18,14 @@
 
 namespace muster {
 
+namespace {
+
+void check_outside_steps() {
+  if (current_replica()) throw InvalidArgument("step(), run() and flush() cannot be called inside a step");
+}
+
+}  // namespace
+
 Failure describe_cpp_error(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -57,10 +65,24 @@ void StrategyCore::balance_parts() {
   if (topology_.local_replicas() > 1) balancer_ = std::make_unique<Balancer>(topology_.local_replicas());
 }
 
-void StrategyCore::close() {
-  if (closed_) return;
-  closed_ = true;
-  pool_->stop();
+void StrategyCore::close(const std::function<void()>& poll) {
+  if (current_local_replica() >= 0) {
+    throw InvalidArgument("close() was called inside a step of the strategy; call stop() there, and close() after it");
+  }
+  const auto last = [&] {
+    pool_->stop(poll);
+    let_go();
+  };
+  gate_.close(last, poll);
+}
+
+void StrategyCore::leave() noexcept {
+  gate_.shut();
+  pool_->release();
+}
+
+// Nobody is in a call, and no replica in a step.
+void StrategyCore::let_go() {
   const bool had_servers = has_servers();
   for (const auto& set : sets_) {
     if (set->servers() != nullptr) set->servers()->bring_rows_back();
@@ -86,7 +108,7 @@ void StrategyCore::wait_for_leavers() {
 }
 
 void StrategyCore::check_open() const {
-  if (closed_) throw InvalidArgument("the strategy is closed; make a new one");
+  if (closed()) throw InvalidArgument("the strategy is closed; make a new one");
 }
 
 comm::Communicator& StrategyCore::workers() {
@@ -99,9 +121,14 @@ comm::Communicator& StrategyCore::to_prepare() {
   return groups_.to_prepare();
 }
 
+CallGate::Pass StrategyCore::enter_alone(const char* what) {
+  check_outside_steps();
+  return gate_.enter_alone(what);
+}
+
 void StrategyCore::check_callable() const {
   check_open();
-  if (current_replica()) throw InvalidArgument("step(), run() and flush() cannot be called inside a step");
+  check_outside_steps();
   if (busy()) throw CommError("a step that was interrupted is still running in a replica; wait for it, or exit");
 }
 
@@ -118,7 +145,7 @@ void StrategyCore::find_outsiders() {
 }
 
 int StrategyCore::add_module(ModuleTensors module) {
-  check_open();
+  const auto pass = enter();
   const bool is_first = registry_.num_parameters() == 0;
   const int number = registry_.add(std::move(module), groups_.to_prepare());
   if (is_first) choose_buckets();
@@ -126,7 +153,7 @@ int StrategyCore::add_module(ModuleTensors module) {
 }
 
 void StrategyCore::note_rows(const at::Tensor& weight, EmbeddingRows rows) {
-  check_open();
+  const auto pass = enter();
   const auto p = static_cast<size_t>(registry_.find(weight));
   if (!groups_.servers) {
     registry_.note_rows(p, rows);
@@ -145,7 +172,7 @@ void StrategyCore::note_rows(const at::Tensor& weight, EmbeddingRows rows) {
 }
 
 void StrategyCore::compare_loader(int loader, const std::string& size) {
-  check_open();
+  const auto pass = enter();
   if (steps_ > 0 || has_servers()) return;  // workers may have died since
   const auto sizes = exchange_texts(groups_.to_prepare(), size);
   for (size_t r = 1; r < sizes.size(); ++r) {
@@ -173,6 +200,7 @@ void StrategyCore::choose_buckets() {
 }
 
 int StrategyCore::set_of(std::vector<int> parameters) {
+  const auto pass = enter();
   std::sort(parameters.begin(), parameters.end());
   parameters.erase(std::unique(parameters.begin(), parameters.end()), parameters.end());
   for (size_t s = 0; s < sets_.size(); ++s) {
@@ -194,6 +222,7 @@ int StrategyCore::set_of(std::vector<int> parameters) {
 }
 
 void StrategyCore::change_set(int set, std::vector<int> parameters) {
+  const auto pass = enter();
   std::sort(parameters.begin(), parameters.end());
   sets_.at(static_cast<size_t>(set))->set_parameters(std::move(parameters));
   outsiders_known_ = 0;
@@ -308,7 +337,7 @@ std::vector<at::Tensor> StrategyCore::state_on_servers(const std::vector<int>& p
 
 void StrategyCore::step_flat(int set, FlatOptimizer& optimizer, const std::vector<int>& parameters,
                              const FlatGroups& groups) {
-  check_open();
+  const auto pass = enter();
   sets_.at(static_cast<size_t>(set))->step(optimizer, parameters, groups, [this](const ReplicaPool::Task& work) {
     pool_->run(work, poll_);
   });

@@ -17,6 +17,7 @@
 #include "muster/options.h"
 #include "muster/step.h"
 #include "strategy/balance.h"
+#include "strategy/call_gate.h"
 #include "strategy/gradient_set.h"
 #include "strategy/parameter_registry.h"
 #include "strategy/replica_pool.h"
@@ -54,7 +55,8 @@ struct StepCall {
   std::function<void()> interrupt;
 };
 
-/// Externally synchronised: one thread prepares and steps. Functions marked "in a step" are called by replica threads.
+/// Externally synchronised: one thread prepares and steps. Functions marked "in a step" are called by replica threads;
+/// close() and leave() by any. step, run and flush throw InvalidArgument where another thread is in one of them.
 class StrategyCore {
  public:
   StrategyCore(Topology topology, Groups groups, StrategyOptions options, std::shared_ptr<ReplicaPool> pool,
@@ -120,8 +122,8 @@ class StrategyCore {
   FlatOptimizer make_flat(const std::vector<std::pair<int, uint32_t>>& parameters, const FlatGroups& groups) const;
 
   /// See GradientSet::awaits_servers and connect_servers. Throws InvalidArgument for a second set: servers hold one.
-  bool awaits_servers(int set) const {
-    check_open();
+  bool awaits_servers(int set) {
+    const auto pass = enter();
     return sets_.at(static_cast<size_t>(set))->awaits_servers();
   }
   void connect_servers(int set, const FlatOptimizer& optimizer, const std::vector<int>& parameters,
@@ -182,19 +184,35 @@ class StrategyCore {
   /// over workers; a parameter without a gradient anywhere keeps none. For backward by hand.
   void average_gradients(int module);
 
-  /// Orderly end; later calls throw InvalidArgument. Idempotent.
-  void close();
-  bool closed() const noexcept { return closed_; }
+  /// While it lives, close() waits. For calls of other threads, and for what those return by reference. Throws
+  /// InvalidArgument after close().
+  [[nodiscard]] CallGate::Pass enter() { return gate_.enter(); }
+
+  /// Likewise, for step, run and flush. Throws InvalidArgument inside a step, and where another thread is in one of them.
+  [[nodiscard]] CallGate::Pass enter_alone(const char* what);
+
+  /// Orderly end; later calls throw InvalidArgument. Idempotent and thread-safe. Waits for calls of other threads, and
+  /// for replicas that an interrupted call left behind: nothing that they use is freed. `poll` is called about ten
+  /// times a second while it waits; if it throws, the strategy stays closed to calls, and the next close() goes on.
+  /// Throws InvalidArgument inside a call of this strategy: in a step function, a hook, a signal handler.
+  void close(const std::function<void()>& poll = {});
+  bool closed() const noexcept { return gate_.is_shut(); }
+
+  /// As close(), without waiting: what replicas use lives until they and the last owner of this object have let go.
+  void leave() noexcept;
 
  private:
   struct ReplicaRun;
+  class CallCasts;
 
   void check_open() const;
+  void let_go();
   void wait_for_leavers();
   void choose_buckets();
   void check_callable() const;
   void find_outsiders();
   GradientSet& begin_call(int set);
+  bool shares_casts() const;
   Loss call_in_precision(const StepCall& call, int local_replica) const;
   void run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
                    ReplicaRun& outcome);
@@ -220,6 +238,7 @@ class StrategyCore {
   std::vector<int64_t> rows_;          // of the running call, by local replica
   std::vector<char> used_step_group_;  // by local replica: in the running call
   bool has_left_step_group_ = false;
+  bool has_casts_ = false;  // a call left casts of parameters in torch's cache
   std::vector<at::Generator> generators_;         // by local replica
   std::vector<at::Generator> device_generators_;  // likewise; undefined on the CPU
   /// Registry indices of the parameters in no set, among the first `registry_.num_parameters()` when last looked at.
@@ -236,7 +255,7 @@ class StrategyCore {
   SkipWatch skip_watch_;  // where replicas work on streams
   std::atomic<bool> stop_requested_{false};
   std::atomic<bool> stopping_{false};
-  bool closed_ = false;
+  CallGate gate_;
 };
 
 /// After SIGTERM this process's strategies behave as if stop() had been called. Installed once, only where SIGTERM had

@@ -53,6 +53,28 @@ class UntouchedGradients {
   std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
 };
 
+// For one of several replicas, around its Autocast: leaves torch's cache of cast parameters alone, which all threads
+// share. Clearing it frees tensors under torch's mutex; to free one that Python knows takes the GIL, and who has that
+// may be waiting for the mutex.
+class KeptCasts {
+ public:
+  explicit KeptCasts(c10::DeviceType device)
+      : device_(device), was_enabled_(at::autocast::is_autocast_enabled(device)) {
+    at::autocast::increment_nesting();
+    at::autocast::set_autocast_enabled(device_, false);
+  }
+  ~KeptCasts() {
+    at::autocast::set_autocast_enabled(device_, was_enabled_);
+    at::autocast::decrement_nesting();
+  }
+  KeptCasts(const KeptCasts&) = delete;
+  KeptCasts& operator=(const KeptCasts&) = delete;
+
+ private:
+  c10::DeviceType device_;
+  bool was_enabled_;
+};
+
 at::Tensor host_scalar(double value) { return at::scalar_tensor(value, at::kDouble); }
 
 // The tensors of `sums`.
@@ -84,9 +106,12 @@ GradientSet& StrategyCore::begin_call(int set) {
 }
 
 Loss StrategyCore::call_in_precision(const StepCall& call, int local_replica) const {
+  std::optional<KeptCasts> kept;
   std::optional<Autocast> autocast;
   if (options_.precision != Precision::fp32) {
-    autocast.emplace(options_.precision, topology_.devices[static_cast<size_t>(local_replica)].type());
+    const auto device = topology_.devices[static_cast<size_t>(local_replica)].type();
+    if (shares_casts()) kept.emplace(device);
+    autocast.emplace(options_.precision, device);
   }
   return call.call(local_replica);
 }
@@ -200,7 +225,33 @@ void StrategyCore::leave_step_group(GradientSet& set) {
       "out, or start all workers again")};
 }
 
+// Several replicas compute in another precision than the caller.
+bool StrategyCore::shares_casts() const {
+  return options_.precision != Precision::fp32 && topology_.local_replicas() > 1;
+}
+
+// On the calling thread, when no replica runs: forgets the casts of parameters for a call, and those that it made.
+class StrategyCore::CallCasts {
+ public:
+  explicit CallCasts(StrategyCore& core) : core_(core) {
+    const bool was_casting = at::autocast::is_autocast_enabled(core_.topology_.devices.front().type());
+    if (core_.shares_casts() && (was_casting || core_.has_casts_)) Autocast::clear_cache();
+    core_.has_casts_ = core_.shares_casts();
+  }
+  ~CallCasts() {
+    if (!core_.has_casts_ || core_.busy()) return;
+    Autocast::clear_cache();
+    core_.has_casts_ = false;
+  }
+  CallCasts(const CallCasts&) = delete;
+  CallCasts& operator=(const CallCasts&) = delete;
+
+ private:
+  StrategyCore& core_;
+};
+
 StepResult StrategyCore::step(const StepCall& call) {
+  const auto pass = enter_alone("step");
   const OnDevice on_device(topology_.devices.front());
   auto& set = begin_call(call.set);
   leave_step_group(set);
@@ -219,6 +270,7 @@ StepResult StrategyCore::step(const StepCall& call) {
     set.give_brief(std::move(brief));
   }
 
+  const CallCasts casts(*this);
   if (outsiders_known_ != registry_.num_parameters()) find_outsiders();
   UntouchedGradients untouched(registry_, topology_.devices.size(), outsiders_);
   std::exception_ptr interrupt;
@@ -323,6 +375,7 @@ void StrategyCore::note_times(const StepCall& call, const std::vector<ReplicaRun
 
 std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>& apply,
                                               const std::function<bool(int set)>& fused, bool drop_incomplete) {
+  const auto pass = enter_alone("flush");
   check_callable();
   std::optional<StepResult> result;
   for (size_t s = 0; s < sets_.size(); ++s) {
@@ -338,6 +391,7 @@ std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>
 }
 
 void StrategyCore::run(const StepCall& call) {
+  const auto pass = enter_alone("run");
   check_callable();
   const OnDevice on_device(topology_.devices.front());
   registry_.follow_moves(/*copies_all=*/false);
@@ -346,6 +400,7 @@ void StrategyCore::run(const StepCall& call) {
   }
   const uint64_t t = ++calls_;
   rows_ = call.rows;
+  const CallCasts casts(*this);
   auto outcomes = std::make_shared<std::vector<ReplicaRun>>(topology_.devices.size());
   auto shared_call = std::make_shared<const StepCall>(call);
   const auto streams = current_streams(topology_.devices);

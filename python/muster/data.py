@@ -303,6 +303,10 @@ class Loader(Generic[BatchT_co]):
         else:
             self._dealing.settle(members)
 
+    def end_workers(self) -> None:
+        """Ends persistent workers, once no pass reads through them; a later pass starts others."""
+        self._persistent = None
+
     def _results(self, epoch: int, seed: int, dealing: Dealing | Sharing | None) -> Iterator[Parts | Ended | Skipped]:
         self._iterations += 1
         self._tasks.current = Task(self._iterations, epoch, seed)

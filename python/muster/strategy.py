@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import contextvars
 import json
@@ -714,11 +715,19 @@ class Strategy:
         return self._core.explain(type(self).__name__)
 
     def close(self) -> None:
-        """Ends the replica threads and leaves the job; prepared modules and optimizers are free again. Idempotent."""
+        """Ends the replica threads and leaves the job; prepared modules and optimizers are free again.
+
+        Idempotent, and safe at any moment from any thread: it waits for a step that another thread is in, and for a
+        replica that an interrupted step left behind. A signal handler that raises ends the wait; the next close() goes
+        on. Inside a step function, a hook or a signal handler that came during a call it is InvalidArgument: stop()
+        there.
+        """
         self._core.close()
         for thread in self._threads:
             thread.join()
         self._threads = []
+        for loader in self._loaders:
+            loader.end_workers()
 
     def __enter__(self) -> Self:
         return self
@@ -964,9 +973,18 @@ def _start_threads(core: _C.StrategyCore) -> list[threading.Thread]:
     return threads
 
 
+_left_behind: list[threading.Thread] = []
+_is_exiting = False
+
+
 def _end(core: _C.StrategyCore, threads: list[threading.Thread], process: int) -> None:
     # A forked DataLoader worker inherits what runs at exit, but not the threads.
     if os.getpid() != process:
+        return
+    # The garbage collector may call this anywhere, in one of the replicas too: nothing is waited for there.
+    if threading.current_thread() in threads or (core.busy and not _is_exiting):
+        core.leave()
+        _left_behind.extend(threads)
         return
     core.close()
     for thread in threads:
@@ -976,3 +994,12 @@ def _end(core: _C.StrategyCore, threads: list[threading.Thread], process: int) -
 def _leave(group: DefaultGroup, process: int) -> None:
     if os.getpid() == process:
         group.leave()
+
+
+@atexit.register
+def _wait_for_replicas() -> None:
+    # A thread that works while the interpreter and its libraries are taken down would crash.
+    global _is_exiting
+    _is_exiting = True
+    for thread in _left_behind:
+        thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -211,3 +212,40 @@ def test_bad_options_are_refused() -> None:
         model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
         with pytest.raises(muster.InvalidArgument, match=r"strategy\.step"):
             model(torch.ones(1, 2)).sum().backward()
+
+
+def test_replicas_leave_the_cache_of_casts_alone_that_they_share() -> None:
+    # Who clears it holds torch's mutex and may want the GIL, which another replica may have that waits for the mutex.
+    with muster.MirroredStrategy(["cpu"] * 2, precision="bf16") as strategy:
+        raw = nn.Linear(4, 4, bias=False)
+        model, _ = strategy.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+        first_left_forward = threading.Event()
+
+        def cast_of(output: Tensor) -> Any:
+            transposed = next(node for node, _ in output.grad_fn.next_functions if node is not None)
+            return transposed.next_functions[0][0]
+
+        def step(x: Tensor) -> Tensor:
+            output = model(x)
+            assert output.dtype == torch.bfloat16
+            if strategy.replica == 0:
+                output.register_hook(lambda gradient: first_left_forward.set())
+            else:
+                assert first_left_forward.wait(20)
+                again = model(x)
+                assert cast_of(again) is cast_of(output) and "ToCopy" in cast_of(again).name()
+            return output.float().square().mean()
+
+        for _ in range(2):
+            first_left_forward.clear()
+            before = raw.weight.detach().clone()
+            assert strategy.step(step, torch.ones(8, 4)).stepped
+            assert not torch.equal(before, raw.weight)
+            outputs = strategy.run(model, torch.ones(8, 4))
+            for output in outputs:  # of what the step made of the weights
+                torch.testing.assert_close(
+                    output.float(), torch.ones(4, 4) @ raw.weight.detach().t(), rtol=2e-2, atol=2e-2
+                )
+        with torch.autocast("cpu", torch.float16):
+            assert all(output.dtype == torch.bfloat16 for output in strategy.run(model, torch.ones(8, 4)))
+            assert model(torch.ones(8, 4)).dtype == torch.float16

@@ -1,0 +1,256 @@
+"""close(): safe at any moment, from any thread; what a replica still uses lives until it ends."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import muster
+
+X = torch.ones(8, 4)
+
+
+def prepared(strategy: muster.Strategy) -> Any:
+    module = nn.Linear(4, 1)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    return model
+
+
+def in_thread(action: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=action)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_another_threads_close_waits_for_the_step(replicas: int) -> None:
+    strategy = muster.MirroredStrategy(["cpu"] * replicas)
+    model = prepared(strategy)
+    began, may_end = threading.Event(), threading.Event()
+
+    def step(x: Tensor) -> Tensor:
+        began.set()
+        assert may_end.wait(20)
+        return model(x).mean()
+
+    def close() -> None:
+        assert began.wait(20)
+        strategy.close()
+
+    threads = [in_thread(close) for _ in range(2)]
+    release = in_thread(lambda: (began.wait(20), threads[0].join(0.2), may_end.set()))
+    assert strategy.step(step, X).stepped
+    for thread in (release, *threads):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert strategy.closed
+    with pytest.raises(muster.InvalidArgument, match="closed"):
+        strategy.step(lambda x: model(x).mean(), X)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_close_inside_a_step_is_refused_and_the_strategy_goes_on(replicas: int) -> None:
+    with muster.MirroredStrategy(["cpu"] * replicas) as strategy:
+        model = prepared(strategy)
+
+        def in_function(x: Tensor) -> Tensor:
+            strategy.close()
+            return model(x).mean()
+
+        def in_backward(x: Tensor) -> Tensor:
+            loss = model(x).mean()
+            loss.register_hook(lambda gradient: strategy.close())
+            return loss
+
+        for step in (in_function, in_backward):
+            with pytest.raises(muster.InvalidArgument, match=r"close\(\).*inside.*stop\(\)"):
+                strategy.step(step, X)
+        with pytest.raises(muster.InvalidArgument, match=r"close\(\).*inside"):
+            strategy.run(in_function, X)
+        assert strategy.step(lambda x: model(x).mean(), X).stepped
+
+
+def test_a_signal_handler_that_closes_during_a_step_is_refused() -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        model = prepared(strategy)
+        previous = signal.signal(signal.SIGUSR1, lambda *_: strategy.close())
+        try:
+
+            def step(x: Tensor) -> Tensor:
+                if strategy.replica == 0:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                    for _ in range(2000):
+                        threading.Event().wait(0.01)
+                return model(x).mean()
+
+            with pytest.raises(muster.InvalidArgument, match=r"close\(\).*signal handler"):
+                strategy.step(step, X)
+        finally:
+            signal.signal(signal.SIGUSR1, previous)
+        assert strategy.step(lambda x: model(x).mean(), X).stepped
+
+
+class Deaf:
+    """Holds replica 0 in a place that hears no interrupt, until it is let go."""
+
+    def __init__(self, strategy: muster.Strategy, model: Any) -> None:
+        self.strategy, self.model = strategy, model
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.strategy.replica == 0:
+            self.lock.acquire()
+        return self.model(x).mean()
+
+    def interrupted_step(self) -> None:
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            self.strategy.step(self, X)
+        timer.join()
+        assert self.strategy._core.busy
+
+
+def test_close_after_an_interrupt_waits_for_the_replica_that_is_left() -> None:
+    strategy = muster.MirroredStrategy(["cpu"] * 2)
+    deaf = Deaf(strategy, prepared(strategy))
+    deaf.interrupted_step()
+    release = threading.Timer(0.3, deaf.lock.release)
+    release.start()
+    strategy.close()
+    release.join()
+    assert not strategy._core.busy and strategy.closed
+
+
+def test_a_second_interrupt_ends_the_wait_and_the_next_close_goes_on() -> None:
+    strategy = muster.MirroredStrategy(["cpu"] * 2)
+    deaf = Deaf(strategy, prepared(strategy))
+    deaf.interrupted_step()
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        strategy.close()
+    timer.join()
+    with pytest.raises(muster.InvalidArgument, match="closed"):
+        strategy.step(lambda x: x.sum(), X)
+    deaf.lock.release()
+    strategy.close()
+    assert not strategy._core.busy
+
+
+def test_a_strategy_that_is_forgotten_while_a_replica_works_frees_nothing_that_it_uses() -> None:
+    strategy = muster.MirroredStrategy(["cpu"] * 2)
+    deaf = Deaf(strategy, prepared(strategy))
+    deaf.interrupted_step()
+    lock, threads, gone = deaf.lock, list(strategy._threads), weakref.ref(strategy)
+    del strategy, deaf  # the replica has the last reference
+    gc.collect()
+    lock.release()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    gc.collect()
+    assert gone() is None
+
+
+def test_two_threads_that_step_at_once_are_told_so() -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        model = prepared(strategy)
+        began, may_end = threading.Event(), threading.Event()
+
+        def step(x: Tensor) -> Tensor:
+            began.set()
+            assert may_end.wait(20)
+            return model(x).mean()
+
+        first = in_thread(lambda: strategy.step(step, X))
+        assert began.wait(20)
+        try:
+            for call in (strategy.step, strategy.run):
+                with pytest.raises(muster.InvalidArgument, match="another thread is in step"):
+                    call(lambda x: model(x).mean(), X)
+        finally:
+            may_end.set()
+            first.join(20)
+        assert strategy.step(lambda x: model(x).mean(), X).stepped
+
+
+PROGRAM = """
+import os, signal, sys, threading
+import torch, muster
+from torch import nn
+
+how = sys.argv[1]
+big = torch.randn(700, 700)
+module = nn.Linear(4, 1)
+started = threading.Event()
+
+def work(x):
+    if strategy.replica == 1:
+        started.set()
+        for _ in range(3):
+            torch.linalg.svd(big)
+    return model(x).mean()
+
+def interrupt():
+    started.wait(20)
+    os.kill(os.getpid(), signal.SIGINT)
+
+strategy = muster.MirroredStrategy(["cpu:0", "cpu:1"])
+model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+threading.Thread(target=interrupt).start()
+try:
+    if how == "with":
+        with strategy:
+            strategy.step(work, torch.ones(8, 4))
+    else:
+        strategy.step(work, torch.ones(8, 4))
+except KeyboardInterrupt:
+    print("interrupted")
+if how == "forgotten":
+    del strategy
+print("saved")
+"""
+
+
+@pytest.mark.parametrize("how", ["with", "exit", "forgotten"])
+def test_ctrl_c_during_a_long_operation_ends_the_program_in_order(how: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["interrupted", "saved"]
+
+
+@pytest.mark.parametrize("how", ["closed", "forgotten"])
+def test_persistent_workers_of_a_loader_end_with_its_strategy(how: str) -> None:
+    data = DataLoader(TensorDataset(X), batch_size=4, num_workers=1, persistent_workers=True)
+    others = set(multiprocessing.active_children())
+    gc.collect()
+    gc.disable()  # a cycle would keep the workers
+    try:
+        strategy = muster.MirroredStrategy(["cpu"] * 2)
+        loader = strategy.prepare(data)
+        for _ in range(2):
+            assert len(list(loader)) == 2
+        (worker,) = set(multiprocessing.active_children()) - others
+        if how == "closed":
+            strategy.close()
+        else:
+            del strategy, loader
+        worker.join(10)
+        assert not worker.is_alive()
+    finally:
+        gc.enable()
