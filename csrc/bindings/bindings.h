@@ -40,6 +40,9 @@ void bind_kernels(pybind11::module_& m);
 /// FlatOptimizer, which the Python flat optimizers are thin layers over.
 void bind_optimizer(pybind11::module_& m);
 
+/// What user code changed of the attributes of prepared modules.
+void bind_module_state(pybind11::module_& m);
+
 /// StrategyCore, which the Python strategies are thin layers over.
 void bind_strategy(pybind11::module_& m);
 

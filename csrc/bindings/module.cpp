@@ -14,5 +14,6 @@ PYBIND11_MODULE(_C, m) {
   muster::bind_server(m);
   muster::bind_kernels(m);
   muster::bind_optimizer(m);
+  muster::bind_module_state(m);
   muster::bind_strategy(m);
 }

@@ -87,6 +87,26 @@ struct GradientEngine::BucketState {
   kernels::cuda::PackPlan plan{};
 };
 
+// Runs before a gradient is added to `.grad`, in whichever replica's backward it comes.
+struct GradientEngine::NeighbourHook final : torch::autograd::FunctionPreHook {
+  NeighbourHook(const GradientEngine& owner, size_t index) : engine(owner), parameter(index) {}
+
+  std::vector<at::Tensor> operator()(const std::vector<at::Tensor>& gradients) override {
+    const auto context = current_replica();
+    if (context && context->strategy == engine.options_.strategy && context->replica != engine.options_.replica) {
+      throw InvalidArgument("parameter '" + engine.parameters_[parameter].name + "' of replica " +
+                            std::to_string(engine.options_.replica) + " got a gradient in the step of replica " +
+                            std::to_string(context->replica) +
+                            "; use the module that prepare() returned inside the step, or what is read from it, not "
+                            "the raw one");
+    }
+    return gradients;
+  }
+
+  const GradientEngine& engine;
+  size_t parameter;
+};
+
 // Removes itself from the accumulator it watches.
 struct GradientEngine::Hook {
   Hook(GradientEngine& engine, size_t parameter)
@@ -99,14 +119,23 @@ struct GradientEngine::Hook {
                 engine.keep_error(std::current_exception());
               }
               return outputs;
-            }))) {}
-  ~Hook() { accumulator->del_post_hook(key); }
+            }))) {
+    if (!engine.options_.has_neighbours) return;
+    auto hook = std::make_unique<NeighbourHook>(engine, parameter);
+    neighbour = hook.get();
+    accumulator->add_pre_hook(std::move(hook));
+  }
+  ~Hook() {
+    accumulator->del_post_hook(key);
+    std::erase_if(accumulator->pre_hooks(), [this](const auto& hook) { return hook.get() == neighbour; });
+  }
   Hook(const Hook&) = delete;
   Hook& operator=(const Hook&) = delete;
 
   // The pointer's type differs between torch versions.
   decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) accumulator;
   uintptr_t key;
+  const torch::autograd::FunctionPreHook* neighbour = nullptr;
 };
 
 GradientEngine::GradientEngine(std::vector<NamedParameter> parameters, comm::CommunicatorPtr communicator,
@@ -281,18 +310,12 @@ void GradientEngine::clear_gradients() noexcept {
 }
 
 void GradientEngine::keep_error(std::exception_ptr error) noexcept {
-  const std::lock_guard lock(error_mutex_);
   if (!error_) error_ = std::move(error);
 }
 
 void GradientEngine::on_gradient(size_t p, const std::vector<at::Tensor>& handed_over) {
   const auto context = current_replica();
   if (!context || context->strategy != options_.strategy) return;
-  if (context->replica != options_.replica) {
-    throw InvalidArgument("parameter '" + parameters_[p].name + "' of replica " + std::to_string(options_.replica) +
-                          " got a gradient in the step of replica " + std::to_string(context->replica) +
-                          "; use the module that prepare() returned inside the step, not the raw one");
-  }
   if (!active_) {
     parameters_[p].tensor.mutable_grad().reset();
     if (ignored_) return;
@@ -539,7 +562,6 @@ void GradientEngine::flush() {
   }
   if (micro_batch_.last) launch_ready();
   clear_gradients();
-  const std::lock_guard lock(error_mutex_);
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 

@@ -8,7 +8,6 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -49,6 +48,9 @@ struct GradientEngineOptions {
   /// Identity of the strategy, compared with ReplicaContext::strategy; and the replica whose parameters these are.
   const void* strategy = nullptr;
   int replica = 0;
+  /// Other replicas of this process could use these parameters in their step: their backward then throws
+  /// InvalidArgument, before the gradient reaches `.grad`.
+  bool has_neighbours = false;
 };
 
 /// On CUDA (core/device.h's is_streamed) packing and reduction are enqueued on the stream that is current in begin(),
@@ -57,7 +59,8 @@ struct GradientEngineOptions {
 ///
 /// Owned by the replica thread: begin, flush, wait and rebuild are called by it; hooks run on autograd's threads while
 /// it waits for backward, one at a time (torch runs one CPU graph task on one thread). Hooks take no lock, no GIL,
-/// never block and never throw: an error is kept and rethrown by flush().
+/// never block and never throw: an error is kept and rethrown by flush(). The one exception is a gradient of another
+/// replica's step, which is that replica's error and must end its backward: see has_neighbours.
 ///
 /// A window is `open_window()` and a sequence of micro-batches: `begin(...)`, backward, `flush()`, ending with one that
 /// is `last`, whose flush launches every bucket; `wait()` then ends the window. `.grad` of every parameter is undefined
@@ -152,6 +155,7 @@ class GradientEngine {
 
  private:
   struct Hook;
+  struct NeighbourHook;
   struct ParameterState;
   struct BucketState;
 
@@ -193,8 +197,7 @@ class GradientEngine {
   MicroBatch micro_batch_;
   std::optional<c10::Stream> stream_;       // of the micro-batch; empty on the CPU
   std::optional<c10::Stream> hook_stream_;  // that was current when the hooks were made
-  std::mutex error_mutex_;
-  std::exception_ptr error_;  // guarded by error_mutex_: another replica's thread may report misuse
+  std::exception_ptr error_;
   std::vector<int> next_order_;
   size_t next_launch_ = 0;
   int64_t launches_ = 0;

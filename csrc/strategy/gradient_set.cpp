@@ -129,6 +129,7 @@ void GradientSet::build_engines() {
     if (groups_.servers) options.deliver = [this](size_t p, const at::Tensor& sum) { servers_->take(p, sum); };
     options.strategy = strategy_;
     options.replica = topology_.first_replica + static_cast<int>(r);
+    options.has_neighbours = topology_.local_replicas() > 1;
     engines_.push_back(std::make_unique<GradientEngine>(std::move(parameters), groups_.gradients[r], options));
   }
 }

@@ -141,6 +141,19 @@ class ServerPart:
     steps: ClassVar[ServerPart]
     def __init__(self, value: int) -> None: ...
 
+class ModuleState:
+    def __init__(
+        self,
+        modules: list[Any],
+        known: list[Any],
+        leaf_types: tuple[type, ...],
+        skipped: list[str],
+    ) -> None: ...
+    def note(self) -> None: ...
+    def changes(self) -> list[tuple[int, tuple[Any, ...], list[Any] | None, list[Any] | None]]: ...
+
+def hooks_that_differ(firsts: list[Any], others: list[Any]) -> list[int]: ...
+
 class StrategyCore:
     @property
     def num_workers(self) -> int: ...

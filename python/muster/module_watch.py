@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from muster import _C
+from muster.attributes import FOLLOWED_OTHERWISE, HOOK_TABLES, follow, own_hook
 from muster.errors import InvalidArgument
 
 __all__ = ["ModuleWatch"]
@@ -18,37 +19,65 @@ __all__ = ["ModuleWatch"]
 class ModuleWatch:
     """The replicas of one prepared module. Owned by the thread that prepares and steps.
 
-    User code between steps acts on replica 0's module: the others take over its training mode, and the buffers that
-    were written since `note_buffers`. A parameter or submodule that was replaced since prepare() would no longer be
-    trained, so that is refused by name. Buffers may be replaced.
+    The replicas' modules are copies, not one module: forward may write to the module, and two threads that do so at
+    once would not see what one process alone sees. So user code between calls acts on replica 0's module, and when a
+    call begins the others take over what it changed since `note` (`muster.replicated` says what). A parameter or
+    submodule that was replaced since prepare() would no longer be trained, so that is refused by name. Buffers may be
+    replaced.
     """
 
-    def __init__(self, replicas: Sequence[nn.Module], core: _C.StrategyCore, number: int) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[nn.Module],
+        core: _C.StrategyCore,
+        number: int,
+        counterparts: Callable[[int], dict[int, Any]],
+        leaf_types: tuple[type, ...],
+    ) -> None:
+        """`counterparts(replica)`: of all parts of replica 0's prepared modules, by id, to copy attributes with.
+        Objects of `leaf_types` that attributes refer to are not looked into."""
         self._replicas = replicas
         self._core = core
         self._number = number
+        self._counterparts = counterparts
         self._tables: list[dict[str, Any]] = []
         self._names: list[str] = []
+        self._own_tables: list[dict[str, Any]] = []
         self._members: list[Any] = []
         for module in replicas[0].modules():
             for table in (module._parameters, module._modules):
                 self._tables += [table] * len(table)
                 self._names += table.keys()
                 self._members += table.values()
+                self._own_tables.append(table)
         self._modules = [] if len(replicas) == 1 else list(zip(*(m.modules() for m in replicas), strict=True))
         self._buffers = [_places_of_buffers(module) for module in replicas]
         self._versions: list[tuple[Tensor, int]] = []
-        self.note_buffers()
+        if len(replicas) > 1:
+            self._parameters = [list(module.parameters()) for module in replicas]
+            self._state = _C.ModuleState(
+                list(replicas[0].modules()),
+                [*replicas[0].parameters(), *replicas[0].buffers()],
+                leaf_types,
+                list(FOLLOWED_OTHERWISE),
+            )
+            self._follow_hooks_before_prepare()
+        self.note()
 
     def follow_first_replica(self) -> None:
         """Raises InvalidArgument naming a parameter or submodule that was replaced."""
         # Thousands of members in every step: in C.
         if not all(map(operator.is_, map(dict.get, self._tables, self._names), self._members)):
             self._refuse()
+        if len(self._replicas) > 1 and sum(map(len, self._own_tables)) != len(self._members):
+            self._refuse_added()
         for first, *others in self._modules:
             for other in others:
                 if other.training != first.training:
                     other.training = first.training
+        if len(self._replicas) > 1:
+            self._follow_attributes()
+            self._follow_tensor_hooks()
         for local in range(len(self._replicas)):
             self.adopt_buffers(local)
         for at, (noted, version) in enumerate(self._versions):
@@ -57,6 +86,35 @@ class ModuleWatch:
                 with torch.no_grad():
                     for other in others:
                         other.copy_(first)
+
+    def _follow_attributes(self) -> None:
+        changes = self._state.changes()
+        if not changes:
+            return
+        for local in range(1, len(self._replicas)):
+            # One for all changes, so that what replica 0's attributes share is shared in the copies.
+            memo = self._counterparts(local)
+            for number, path, changed, gone in changes:
+                first, other = self._modules[number][0], self._modules[number][local]
+                follow(first, other, path, changed, gone, memo)
+
+    def _follow_tensor_hooks(self) -> None:
+        first = self._parameters[0]
+        for others in self._parameters[1:]:
+            for at in _C.hooks_that_differ(first, others):
+                # One dict for all: what is registered or removed later is so everywhere.
+                others[at]._backward_hooks = first[at]._backward_hooks
+                others[at]._post_accumulate_grad_hooks = first[at]._post_accumulate_grad_hooks
+
+    # deepcopy copies the objects that hooks belong to as well.
+    def _follow_hooks_before_prepare(self) -> None:
+        for local in range(1, len(self._replicas)):
+            memo = self._counterparts(local)
+            for modules in self._modules:
+                first, other = modules[0].__dict__, modules[local].__dict__
+                for name in HOOK_TABLES & first.keys() & other.keys():
+                    if first[name].keys() == other[name].keys():
+                        other[name].update({key: own_hook(hook, memo) for key, hook in first[name].items()})
 
     def _refuse(self) -> NoReturn:
         members = zip(self._tables, self._names, self._members, strict=True)
@@ -70,16 +128,29 @@ class ModuleWatch:
             "before prepare()"
         )
 
+    def _refuse_added(self) -> NoReturn:
+        known = {(id(table), name) for table, name in zip(self._tables, self._names, strict=True)}
+        for prefix, module in self._replicas[0].named_modules():
+            for kind, table in (("parameter", module._parameters), ("submodule", module._modules)):
+                for name in table:
+                    if (id(table), name) not in known:
+                        raise InvalidArgument(
+                            f"{kind} '{prefix}{'.' if prefix else ''}{name}' was added since prepare(), and the other "
+                            "replicas have none; make the change before prepare()"
+                        )
+        raise InvalidArgument("the modules of a prepared module changed since prepare(); make the change before it")
+
     def adopt_buffers(self, local: int) -> None:
         """Tells the core of a replica's buffers that are other tensors than before. Called by its thread in a step."""
         if any(table.get(name) is not buffer for table, name, buffer in self._buffers[local]):
             self._buffers[local] = _places_of_buffers(self._replicas[local])
             self._core.set_buffers(self._number, local, [buffer for _, _, buffer in self._buffers[local]])
 
-    def note_buffers(self) -> None:
-        """Whatever is written to replica 0's buffers from here on is the user's."""
+    def note(self) -> None:
+        """Whatever is written to replica 0's buffers and attributes from here on is the user's."""
         if len(self._replicas) > 1:
             self._versions = [(buffer, buffer._version) for _, _, buffer in self._buffers[0]]
+            self._state.note()
 
 
 def _places_of_buffers(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:

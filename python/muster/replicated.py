@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from muster import _C
+from muster.attributes import compiled_alike
 from muster.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -21,28 +26,23 @@ __all__ = ["Replicated"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-_OWN = frozenset({"_modules_", "_strategy_", "_number_", "_syncing_"})
+_OWN = frozenset({"_modules_", "_strategy_", "_number_", "_syncing_", "_views_"})
 
 
 def replicate(module: nn.Module, replicas: int, prepared: Sequence[Replicated[Any]] = ()) -> list[nn.Module]:
     """`module` itself and copies of it, one per local replica, which share with the copies of `prepared` modules
     whatever `module` shares with those. Raises InvalidArgument where a copy cannot be made."""
-    known = [{**_copies(prepared, replica), **_computed(module)} for replica in range(1, replicas)]
+    known = [{**counterparts(prepared, replica), **_computed(module)} for replica in range(1, replicas)]
     try:
-        # A compiled module is compiled anew for each replica: guards hold on to the module they were made for.
-        original = getattr(module, "_orig_mod", None)
-        if original is None:
-            return [module, *(copy.deepcopy(module, memo) for memo in known)]
-        compiled = cast(Any, module)
-        return [
-            module,
-            *(torch._dynamo.OptimizedModule(copy.deepcopy(original, memo), compiled.dynamo_ctx) for memo in known),
-        ]
+        copies = _copies_of(module, known)
     except Exception as error:
         raise InvalidArgument(
             f"{type(module).__name__} cannot be copied for {replicas} replicas ({type(error).__name__}: {error}); make "
             "it deep-copyable, or pass a factory: strategy.prepare(lambda: build_model())"
         ) from error
+    for other in copies:
+        compiled_alike(module, other)
+    return [module, *copies]
 
 
 def _computed(module: nn.Module) -> dict[int, Any]:
@@ -56,35 +56,101 @@ def _computed(module: nn.Module) -> dict[int, Any]:
     }
 
 
-def _copies(prepared: Sequence[Replicated[Any]], replica: int) -> dict[int, Any]:
+def _copies_of(module: nn.Module, known: Sequence[dict[int, Any]]) -> list[nn.Module]:
+    original = getattr(module, "_orig_mod", None)
+    if original is None:
+        return [copy.deepcopy(module, memo) for memo in known]
+    # A compiled module is compiled anew for each replica: guards hold on to the module they were made for.
+    compiled = cast(Any, module)
+    return [torch._dynamo.OptimizedModule(copy.deepcopy(original, memo), compiled.dynamo_ctx) for memo in known]
+
+
+def counterparts(prepared: Sequence[Replicated[Any]], replica: int) -> dict[int, Any]:
     """deepcopy's memo: what a replica has for each part of replica 0's modules."""
     memo: dict[int, Any] = {}
     for replicated in prepared:
-        pair = (replicated._modules_[0], replicated._modules_[replica])
-        for members in (nn.Module.modules, nn.Module.parameters, nn.Module.buffers):
-            memo.update((id(a), b) for a, b in zip(*(members(module) for module in pair), strict=True))
+        for first, own in zip(replicated._modules_[0].modules(), replicated._modules_[replica].modules(), strict=True):
+            memo[id(first)] = own
+            for tensors, own_tensors in ((first._parameters, own._parameters), (first._buffers, own._buffers)):
+                for name, tensor in tensors.items():
+                    if tensor is not None and own_tensors.get(name) is not None:
+                        memo[id(tensor)] = own_tensors[name]
     return memo
+
+
+class _OwnCalls:
+    """What torch calls in the place of a module's `_call_impl`: a module that could change what belongs to its replica
+    may not be called in another replica's step.
+
+    In the place where torch keeps what Module.compile made, which copies and pickles leave out, so that these belong
+    to no strategy. Gradients of parameters are watched elsewhere, in C++ too; this is for buffers.
+    """
+
+    def __init__(self, module: nn.Module, core: _C.StrategyCore, local: int) -> None:
+        self._module = weakref.ref(module)
+        self._core = core
+        self._local = local
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            current = self._core.current_local_replica
+            if current >= 0 and current != self._local:
+                raise InvalidArgument(
+                    f"the module of local replica {self._local} was called in the step of local replica {current}; use "
+                    "the module that prepare() returned, or what is read from it, not the raw one"
+                )
+        return cast(Any, self._module())._call_impl(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # for modules with a __getstate__ of their own
+
+
+def keep_to_replica(module: nn.Module, core: _C.StrategyCore, local: int) -> None:
+    """Refuses calls of the module, and of its parts that have buffers, in the steps of other replicas."""
+    for part in module.modules():
+        is_watched = part is module or any(buffer is not None for buffer in part._buffers.values())
+        is_compiled = not isinstance(part.__dict__.get("_compiled_call_impl"), (_OwnCalls, type(None)))
+        if is_watched and not is_compiled and "_orig_mod" not in part._modules:
+            part.__dict__["_compiled_call_impl"] = _OwnCalls(part, core, local)
 
 
 class Replicated(Generic[ModuleT]):
     """A module with a copy per local replica; they share parameter memory where they share a device.
 
-    Calling or reading it means the current replica's module inside a step, replica 0's outside. Setting an attribute,
-    ``train``, ``eval``, ``requires_grad_``, ``load_state_dict``, ``apply``, ``zero_grad``, ``to`` and hooks act on all.
-    ``state_dict`` has plain keys. For ``isinstance`` it is the module it stands for.
+    Calling or reading it means the current replica's module inside a step, replica 0's outside. What is read outside a
+    step and used inside means the current replica's, too: a submodule (by name, index, iteration or `children`) is
+    itself a Replicated, a bound method calls the current replica's. `modules()` gives replica 0's own: to configure
+    them, since the others follow; a gradient that reaches them in another replica's step is InvalidArgument there.
+
+    Outside a step ``train``, ``eval``, ``requires_grad_``, ``load_state_dict``, ``apply``, ``zero_grad``, ``to``,
+    ``compile`` and setting an attribute act on all replicas, inside on the current one. Whatever else user code changes
+    between calls in replica 0's modules (attributes, lists, dicts and objects that they hold, hooks of modules and
+    parameters) the other replicas take over when the next call begins; what forward writes stays the replica's own.
+
+    ``state_dict`` has plain keys. For ``isinstance`` it is the module it stands for; copies and pickles are of that.
     """
 
     _modules_: list[ModuleT]
     _strategy_: weakref.ref[Strategy]
     _number_: int
     _syncing_: bool
+    _views_: weakref.WeakValueDictionary[int, Replicated[Any]]
 
-    def __init__(self, modules: list[ModuleT], strategy: Strategy, number: int) -> None:
+    def __init__(
+        self,
+        modules: list[ModuleT],
+        strategy: weakref.ref[Strategy],
+        number: int,
+        views: weakref.WeakValueDictionary[int, Replicated[Any]] | None = None,
+    ) -> None:
+        """`views`: of the prepared module that `modules` are parts of, by id of replica 0's part."""
         set_own = object.__setattr__
         set_own(self, "_modules_", modules)
-        set_own(self, "_strategy_", weakref.ref(strategy))
+        set_own(self, "_strategy_", strategy)
         set_own(self, "_number_", number)
         set_own(self, "_syncing_", True)
+        set_own(self, "_views_", weakref.WeakValueDictionary() if views is None else views)
+        self._views_[id(modules[0])] = self
 
     @property
     def module(self) -> ModuleT:
@@ -95,10 +161,33 @@ class Replicated(Generic[ModuleT]):
     def __class__(self) -> type[Any]:
         return type(self._modules_[0])
 
-    def _current(self) -> ModuleT:
+    def _local_(self) -> int:
+        """The current replica; -1 outside a step."""
         strategy = self._strategy_()
-        local = strategy._core.current_local_replica if strategy is not None else -1
-        return self._modules_[max(local, 0)]
+        return strategy._core.current_local_replica if strategy is not None else -1
+
+    def _current(self) -> ModuleT:
+        return self._modules_[max(self._local_(), 0)]
+
+    def _outlives_steps_(self) -> bool:
+        """Whether what is read here may be used by another replica."""
+        return len(self._modules_) > 1 and self._local_() < 0
+
+    def _joined_(self, values: Sequence[Any]) -> Any:
+        """For what the replicas have in one place: replica 0's, or one that stands for all where those are modules."""
+        first = values[0]
+        if not all(isinstance(value, nn.Module) for value in values) or values[1] is first:
+            return first
+        known = self._views_.get(id(first))
+        return Replicated(list(values), self._strategy_, self._number_, self._views_) if known is None else known
+
+    def _part_(self, module: Any) -> Any:
+        """For a part of replica 0's module: what stands for it in all replicas. Anything else is itself."""
+        if isinstance(module, nn.Module):
+            for values in zip(*(own.modules() for own in self._modules_), strict=True):
+                if values[0] is module:
+                    return self._joined_(values)
+        return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         strategy = self._strategy_()
@@ -145,8 +234,9 @@ class Replicated(Generic[ModuleT]):
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Replica 0's module loads it; the others follow, in parameters and buffers."""
-        result = self.module.load_state_dict(state_dict, *args, **kwargs)
-        for other in self._modules_[1:]:
+        first, *others = self._acting_()
+        result = first.load_state_dict(state_dict, *args, **kwargs)
+        for other in others:
             other.load_state_dict(state_dict, *args, **{**kwargs, "assign": False})
         return result
 
@@ -154,9 +244,14 @@ class Replicated(Generic[ModuleT]):
         """Replica 0's."""
         return self.module.state_dict(*args, **kwargs)
 
+    def _acting_(self) -> list[ModuleT]:
+        local = self._local_()
+        return self._modules_ if local < 0 else [self._modules_[local]]
+
     def _on_all(self, method: str, args: Any, kwargs: Any) -> Any:
-        results = [getattr(module, method)(*args, **kwargs) for module in self._modules_]
-        return self if results[0] is self.module else results[0]
+        acting = self._acting_()
+        results = [getattr(module, method)(*args, **kwargs) for module in acting]
+        return self if results[0] is acting[0] else results[0]
 
     def to(self, *args: Any, **kwargs: Any) -> Replicated[ModuleT]:
         """As torch's, on all replicas, each of which stays on its own device."""
@@ -181,25 +276,47 @@ class Replicated(Generic[ModuleT]):
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._current(), name)
-        if name in _ACT_ON_ALL and callable(value):
+        if callable(value) and name in _ACT_ON_ALL:
             return _OnAll(self, name)
+        if not self._outlives_steps_():
+            return value
+        if isinstance(value, nn.Module):
+            return self._everywhere_(value, operator.attrgetter(name))
+        if isinstance(value, MethodType) and value.__self__ is self.module:
+            return _Method(self, name, value)
         return value
 
+    def _everywhere_(self, first: Any, read: Callable[[ModuleT], Any]) -> Any:
+        try:
+            return self._joined_([first, *map(read, self._modules_[1:])])
+        except (AttributeError, KeyError, IndexError):  # the others follow when the next call begins
+            return first
+
     def __setattr__(self, name: str, value: Any) -> None:
-        for module in self._modules_:
-            setattr(module, name, value)
+        values = value._modules_ if type(value) is Replicated else [value] * len(self._modules_)
+        for module, own in zip(self._modules_, values, strict=True):
+            if module in self._acting_():
+                setattr(module, name, own)
 
     def __delattr__(self, name: str) -> None:
-        for module in self._modules_:
+        for module in self._acting_():
             delattr(module, name)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._current()[key]  # type: ignore[index]
+        value = self._current()[key]  # type: ignore[index]
+        return self._everywhere_(value, lambda module: module[key]) if self._outlives_steps_() else value  # type: ignore[index]
 
     def __len__(self) -> int:
         return len(self._current())  # type: ignore[arg-type]
 
+    def __contains__(self, item: Any) -> bool:
+        if type(item) is Replicated:
+            item = item._current()
+        return item in self._current()  # type: ignore[operator]
+
     def __iter__(self) -> Iterator[Any]:
+        if self._outlives_steps_():
+            return map(self._joined_, zip(*cast("list[Iterable[Any]]", self._modules_), strict=True))
         return iter(self._current())  # type: ignore[call-overload, no-any-return]
 
     def __dir__(self) -> list[str]:
@@ -211,15 +328,15 @@ class Replicated(Generic[ModuleT]):
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleT:
         return copy.deepcopy(self.module, memo)
 
-    def __reduce__(self) -> tuple[Callable[[ModuleT], ModuleT], tuple[ModuleT]]:
-        return _same, (self.module,)
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any, ...]]:
+        # Of the standard library, so that the module can be loaded where Muster is not.
+        return operator.itemgetter(0), ((self.module,),)
 
 
 _ACT_ON_ALL = frozenset({
-    "apply", "bfloat16", "compile", "double", "float", "half", "register_buffer", "register_forward_hook",
-    "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook", "type",
-    "zero_grad",
+    "apply", "bfloat16", "compile", "double", "float", "half", "register_buffer", "type", "zero_grad",
 })  # fmt: skip
+_CHILDREN = frozenset({"children", "named_children"})
 
 
 class _OnAll:
@@ -233,5 +350,41 @@ class _OnAll:
         return self._replicated._on_all(self._method, args, kwargs)
 
 
-def _same(module: ModuleT) -> ModuleT:
-    return module
+class _Method:
+    """A method that was read from a prepared module outside a step: that of the current replica's when called."""
+
+    def __init__(self, replicated: Replicated[Any], name: str, bound: MethodType) -> None:
+        functools.update_wrapper(self, bound)
+        self._replicated = replicated
+        self._name = name
+        self.__self__ = replicated
+        self.__func__ = bound.__func__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        replicated = self._replicated
+        result = getattr(replicated._current(), self._name)(*args, **kwargs)
+        if not replicated._outlives_steps_():
+            return result
+        if self._name in _CHILDREN or (self._name in ("values", "items") and isinstance(replicated, nn.ModuleDict)):
+            return self._children(result)
+        return replicated._part_(result)
+
+    def _children(self, result: Iterable[Any]) -> Any:
+        for item in result:
+            named = isinstance(item, tuple) and len(item) == 2
+            yield (item[0], self._replicated._part_(item[1])) if named else self._replicated._part_(item)
+
+    def _bound(self) -> Any:
+        return getattr(self._replicated.module, self._name)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._bound() == (other._bound() if isinstance(other, _Method) else other))
+
+    def __hash__(self) -> int:
+        return hash(self._bound())
+
+    def __repr__(self) -> str:
+        return f"<method {self._name} of {self._replicated!r}>"
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (self._replicated.module, self._name)

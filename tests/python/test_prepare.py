@@ -413,7 +413,7 @@ def test_a_prepared_module_is_a_module_of_its_class() -> None:
     with muster.MirroredStrategy(["cpu"] * 2) as strategy:
         module = build()
         model = strategy.prepare(module)
-        assert isinstance(model, nn.Sequential) and len(model) == 3 and model[0] is module[0]
+        assert isinstance(model, nn.Sequential) and len(model) == 3 and model[0].module is module[0]
         assert model.module is module
         assert list(model.state_dict()) == list(build().state_dict())
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in build().named_parameters()]

@@ -1,0 +1,393 @@
+// What user code changed of a module's Python attributes since they were noted. Compared by identity: thousands of
+// entries in some ten microseconds.
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+
+namespace muster {
+
+namespace {
+
+namespace py = pybind11;
+
+constexpr size_t kMaxDepth = 6;        // of containers within an attribute
+constexpr size_t kMaxItems = 1000;     // larger containers are compared by identity and length
+constexpr size_t kMaxEntries = 50000;  // of a module: what is beyond is compared by identity
+
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+bool is_tensor(PyObject* object) {
+  return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
+}
+
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+}
+
+/// A value as it was: kept alive, but for tensors, whose memory would be kept.
+struct NotedValue {
+  PyObject* identity = nullptr;
+  py::object kept;
+  std::optional<WeakTensor> tensor;
+  uint32_t version = 0;
+  bool has_version = false;
+
+  bool is(PyObject* value) const {
+    if (value != identity) return false;
+    if (!tensor) return true;
+    if (!is_tensor(value)) return false;  // another object at the same address
+    const auto& now = THPVariable_Unpack(value);
+    return tensor->_unsafe_get_target() == now.unsafeGetTensorImpl() && (!has_version || version_of(now) == version);
+  }
+};
+
+struct Entry {
+  py::object key;  // of a dict; else null
+  NotedValue value;
+};
+
+/// A dict (that of an object, too), list, tuple or set.
+struct Container {
+  py::object object;
+  py::object owner;              // whose __dict__ it is; else null
+  std::vector<py::object> path;  // from the module's __dict__ to it
+  size_t module = 0;
+  Py_ssize_t size = 0;
+  std::vector<Entry> entries;  // empty where it is too large
+  py::object members;          // of a set
+  uint64_t noted = 0;
+  uint64_t looked_at = 0;
+};
+
+using ContainerPtr = std::shared_ptr<Container>;
+
+PyObject* instance_dict(PyObject* object) {  // a new reference, or null
+  if (Py_TYPE(object)->tp_dictoffset == 0) return nullptr;
+  PyObject* dict = PyObject_GenericGetDict(object, nullptr);
+  if (dict == nullptr) PyErr_Clear();
+  return dict;
+}
+
+bool is_set(PyObject* object) { return PyAnySet_Check(object) != 0; }
+
+class ModuleState {
+ public:
+  /// `modules`: the tree, of whose attributes those in `skipped` are left out. Values of `leaf_types`, and `known`
+  /// tensors, are compared by identity.
+  ModuleState(const py::list& modules, const py::list& known, const py::tuple& leaf_types, const py::list& skipped) {
+    for (const auto& module : modules) {
+      tree_.insert(module.ptr());
+      roots_.push_back(py::reinterpret_borrow<py::object>(module).attr("__dict__"));
+      keep_.push_back(py::reinterpret_borrow<py::object>(module));
+    }
+    for (const auto& tensor : known) {
+      known_.insert(THPVariable_Unpack(tensor.ptr()).unsafeGetTensorImpl());
+      keep_.push_back(py::reinterpret_borrow<py::object>(tensor));
+    }
+    for (const auto& type : leaf_types) leaf_types_.push_back(py::reinterpret_borrow<py::object>(type));
+    for (const auto& name : skipped) skipped_.push_back(py::reinterpret_borrow<py::object>(name));
+    containers_.resize(roots_.size());
+    is_forgotten_.assign(roots_.size(), true);
+    holds_tensors_.resize(roots_.size());
+    note();
+  }
+
+  /// Whatever differs from here on is a change.
+  void note() {
+    ++generation_;
+    for (size_t m = 0; m < roots_.size(); ++m) {
+      if (!is_forgotten_[m] && is_as_noted(m)) continue;
+      rescan(m);
+    }
+    if (registry_.size() > 2 * num_containers() + 64) {
+      std::erase_if(registry_, [](const auto& item) { return item.second.expired(); });
+    }
+  }
+
+  /// What differs: (module, path from its __dict__ to a container, keys that are there with another value, keys that
+  /// are gone); None for the keys of what is no dict. Lets go of what may keep tensors alive until the next note.
+  py::list changes() {
+    ++generation_;
+    py::list found;
+    for (size_t m = 0; m < roots_.size(); ++m) {
+      for (const auto& container : containers_[m]) {
+        if (std::exchange(container->looked_at, generation_) == generation_ || is_as_noted(*container)) continue;
+        found.append(describe(*container));
+      }
+      if (holds_tensors_[m]) {
+        containers_[m].clear();
+        is_forgotten_[m] = true;
+      }
+    }
+    return found;
+  }
+
+ private:
+  size_t num_containers() const {
+    size_t n = 0;
+    for (const auto& of_module : containers_) n += of_module.size();
+    return n;
+  }
+
+  bool is_skipped(PyObject* key) const {
+    for (const auto& name : skipped_) {
+      if (name.ptr() == key) return true;
+    }
+    // Names of attributes are interned, but for those that setattr with a computed name made.
+    if (!PyUnicode_Check(key)) return false;
+    for (const auto& name : skipped_) {
+      if (PyUnicode_Compare(name.ptr(), key) == 0) return true;
+    }
+    return false;
+  }
+
+  bool is_as_noted(size_t module) {
+    for (const auto& container : containers_[module]) {
+      if (container->noted == generation_) continue;
+      if (!is_as_noted(*container)) return false;
+      container->noted = generation_;
+    }
+    return true;
+  }
+
+  static bool is_as_noted(const Container& container) {
+    PyObject* const object = container.object.ptr();
+    if (container.owner) {
+      const auto dict = py::reinterpret_steal<py::object>(instance_dict(container.owner.ptr()));
+      if (dict.ptr() != object) return false;
+    }
+    if (is_set(object)) {
+      if (PySet_GET_SIZE(object) != container.size) return false;
+      return !container.members || same_members(object, container.members.ptr());
+    }
+    if (PyDict_Check(object)) {
+      if (PyDict_GET_SIZE(object) != container.size) return false;
+      if (container.entries.empty()) return true;
+      Py_ssize_t position = 0;
+      PyObject* key = nullptr;
+      PyObject* value = nullptr;
+      for (const auto& entry : container.entries) {
+        if (PyDict_Next(object, &position, &key, &value) == 0) return false;
+        if (key != entry.key.ptr() || !entry.value.is(value)) return false;
+      }
+      return true;
+    }
+    if (PySequence_Fast_GET_SIZE(object) != container.size) return false;
+    PyObject** const items = PySequence_Fast_ITEMS(object);
+    for (size_t i = 0; i < container.entries.size(); ++i) {
+      if (!container.entries[i].value.is(items[i])) return false;
+    }
+    return true;
+  }
+
+  static bool same_members(PyObject* a, PyObject* b) {
+    const int equal = PyObject_RichCompareBool(a, b, Py_EQ);
+    if (equal < 0) PyErr_Clear();
+    return equal == 1;
+  }
+
+  void rescan(size_t module) {
+    containers_[module].clear();
+    is_forgotten_[module] = false;
+    holds_tensors_[module] = false;
+    std::vector<py::object> path;
+    size_t entries = 0;
+    std::unordered_set<const Container*> seen;
+    scan(module, roots_[module], py::object(), path, entries, seen);
+  }
+
+  void scan(size_t module, py::object object, py::object owner, std::vector<py::object>& path, size_t& entries,
+            std::unordered_set<const Container*>& seen) {
+    auto& slot = registry_[object.ptr()];
+    auto container = slot.lock();
+    const bool is_known = container && container->noted == generation_;
+    if (!container) {
+      container = std::make_shared<Container>();
+      slot = container;
+    }
+    if (!seen.insert(container.get()).second) return;
+    containers_[module].push_back(container);
+    if (!is_known) {
+      container->object = object;
+      container->owner = std::move(owner);
+      container->path = path;
+      container->module = module;
+      record(*container, path.empty());
+      container->noted = generation_;
+    }
+    entries += container->entries.size();
+    if (path.size() >= 2 * kMaxDepth || entries > kMaxEntries) return;
+    const bool is_nested = !path.empty();
+    for (size_t i = 0; i < container->entries.size(); ++i) {
+      const auto& entry = container->entries[i];
+      if (entry.value.tensor) {
+        holds_tensors_[module] = holds_tensors_[module] || is_nested;
+        continue;
+      }
+      if (!entry.value.kept) continue;
+      path.push_back(entry.key ? entry.key : py::int_(i));
+      descend(module, entry.value.kept, path, entries, seen);
+      path.pop_back();
+    }
+  }
+
+  void descend(size_t module, const py::object& value, std::vector<py::object>& path, size_t& entries,
+               std::unordered_set<const Container*>& seen) {
+    PyObject* const object = value.ptr();
+    if (is_leaf(object)) return;
+    if (PyDict_Check(object) || PyList_Check(object) || PyTuple_Check(object) || is_set(object)) {
+      scan(module, value, py::object(), path, entries, seen);
+      return;
+    }
+    auto dict = py::reinterpret_steal<py::object>(instance_dict(object));
+    if (!dict) {
+      // Who knows what it holds.
+      holds_tensors_[module] = true;
+      return;
+    }
+    path.push_back(py::ellipsis());
+    scan(module, std::move(dict), value, path, entries, seen);
+    path.pop_back();
+  }
+
+  bool is_leaf(PyObject* object) const {
+    if (object == Py_None || PyBool_Check(object) || PyLong_CheckExact(object) || PyFloat_CheckExact(object) ||
+        PyUnicode_CheckExact(object) || PyBytes_CheckExact(object) || PyComplex_CheckExact(object) ||
+        PyType_Check(object) || PyFunction_Check(object) || PyCFunction_Check(object) || PyMethod_Check(object) ||
+        PyModule_Check(object)) {
+      return true;
+    }
+    if (tree_.contains(object)) return true;
+    for (const auto& type : leaf_types_) {
+      if (PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(type.ptr())) != 0) return true;
+    }
+    return false;
+  }
+
+  void record(Container& container, bool is_root) {
+    container.entries.clear();
+    container.members = py::object();
+    PyObject* const object = container.object.ptr();
+    if (is_set(object)) {
+      container.size = PySet_GET_SIZE(object);
+      if (static_cast<size_t>(container.size) > kMaxItems) return;
+      container.members = py::reinterpret_steal<py::object>(PyFrozenSet_New(object));
+      if (!container.members) throw py::error_already_set();
+      return;
+    }
+    if (PyDict_Check(object)) {
+      container.size = PyDict_GET_SIZE(object);
+      if (!is_root && static_cast<size_t>(container.size) > kMaxItems) return;
+      Py_ssize_t position = 0;
+      PyObject* key = nullptr;
+      PyObject* value = nullptr;
+      while (PyDict_Next(object, &position, &key, &value) != 0) {
+        container.entries.push_back({py::reinterpret_borrow<py::object>(key), noted(value)});
+        if (is_root && is_skipped(key)) container.entries.back().value = noted_identity(value);
+      }
+      return;
+    }
+    container.size = PySequence_Fast_GET_SIZE(object);
+    if (static_cast<size_t>(container.size) > kMaxItems) return;
+    PyObject** const items = PySequence_Fast_ITEMS(object);
+    for (Py_ssize_t i = 0; i < container.size; ++i) container.entries.push_back({py::object(), noted(items[i])});
+  }
+
+  NotedValue noted(PyObject* value) const {
+    NotedValue result;
+    result.identity = value;
+    if (!is_tensor(value)) {
+      result.kept = py::reinterpret_borrow<py::object>(value);
+      return result;
+    }
+    const auto& tensor = THPVariable_Unpack(value);
+    result.tensor.emplace(tensor.getIntrusivePtr());
+    result.has_version = !known_.contains(tensor.unsafeGetTensorImpl());
+    if (result.has_version) result.version = version_of(tensor);
+    return result;
+  }
+
+  static NotedValue noted_identity(PyObject* value) {
+    NotedValue result;
+    result.identity = value;
+    return result;
+  }
+
+  static py::tuple describe(const Container& container) {
+    py::tuple path(container.path.size());
+    for (size_t i = 0; i < container.path.size(); ++i) path[i] = container.path[i];
+    PyObject* const object = container.object.ptr();
+    if (!PyDict_Check(object) || (container.entries.empty() && container.size > 0)) {
+      return py::make_tuple(container.module, path, py::none(), py::none());
+    }
+    py::list changed;
+    py::list gone;
+    std::unordered_map<PyObject*, const NotedValue*> before;
+    for (const auto& entry : container.entries) before[entry.key.ptr()] = &entry.value;
+    Py_ssize_t position = 0;
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    while (PyDict_Next(object, &position, &key, &value) != 0) {
+      const auto known = before.find(key);
+      if (known == before.end() || !known->second->is(value)) changed.append(py::reinterpret_borrow<py::object>(key));
+    }
+    for (const auto& entry : container.entries) {
+      const int is_there = PyDict_Contains(object, entry.key.ptr());
+      if (is_there < 0) PyErr_Clear();
+      if (is_there == 0) gone.append(entry.key);
+    }
+    return py::make_tuple(container.module, path, changed, gone);
+  }
+
+  std::vector<py::object> keep_;
+  std::vector<py::object> roots_;
+  std::unordered_set<PyObject*> tree_;
+  std::unordered_set<const c10::TensorImpl*> known_;
+  std::vector<py::object> leaf_types_;
+  std::vector<py::object> skipped_;
+  std::vector<std::vector<ContainerPtr>> containers_;  // by module
+  std::vector<char> holds_tensors_;                    // by module: in what is noted there, or perhaps
+  std::vector<char> is_forgotten_;                     // by module
+  std::unordered_map<PyObject*, std::weak_ptr<Container>> registry_;
+  uint64_t generation_ = 0;
+};
+
+// Tensors whose Python hooks are those of another one, in both of torch's kinds.
+py::list hooks_that_differ(const py::list& firsts, const py::list& others) {
+  py::list found;
+  for (size_t i = 0; i < firsts.size(); ++i) {
+    const auto* const a = reinterpret_cast<const THPVariable*>(PyList_GET_ITEM(firsts.ptr(), i));
+    const auto* const b = reinterpret_cast<const THPVariable*>(PyList_GET_ITEM(others.ptr(), i));
+    const auto differ = [](PyObject* x, PyObject* y) {
+      return x != y && !(x == nullptr && y == Py_None) && !(x == Py_None && y == nullptr);
+    };
+    if (differ(a->backward_hooks, b->backward_hooks) ||
+        differ(a->post_accumulate_grad_hooks, b->post_accumulate_grad_hooks)) {
+      found.append(i);
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+void bind_module_state(py::module_& m) {
+  py::class_<ModuleState>(m, "ModuleState", "What user code changed of modules' attributes since they were noted.")
+      .def(py::init<const py::list&, const py::list&, const py::tuple&, const py::list&>(), py::arg("modules"),
+           py::arg("known"), py::arg("leaf_types"), py::arg("skipped"))
+      .def("note", &ModuleState::note)
+      .def("changes", &ModuleState::changes);
+  m.def("hooks_that_differ", &hooks_that_differ, py::arg("firsts"), py::arg("others"),
+        "Indices of tensors whose Python hooks are other than those of the first ones.");
+}
+
+}  // namespace muster

@@ -1,0 +1,128 @@
+"""What a replica's module takes over of the attributes that user code changed in replica 0's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import MutableMapping, MutableSequence, MutableSet, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from muster.errors import InvalidArgument
+
+__all__ = ["FOLLOWED_OTHERWISE", "HOOK_TABLES", "compiled_alike", "follow", "own_hook"]
+
+HOOK_TABLES = frozenset({
+    "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks",
+    "_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+})  # fmt: skip
+FOLLOWED_OTHERWISE = frozenset({"_parameters", "_modules", "_buffers", "training"})
+
+
+def follow(
+    first: nn.Module,
+    other: nn.Module,
+    path: Sequence[Any],
+    changed: Sequence[Any] | None,
+    gone: Sequence[Any] | None,
+    memo: dict[int, Any],
+) -> None:
+    """A change that `_C.ModuleState` found in replica 0's module, in the module of another replica.
+
+    `memo` is deepcopy's: it knows what stands for each part of replica 0's modules. What cannot be copied is shared.
+    """
+    source: Any = first.__dict__
+    target: Any = other.__dict__
+    for step in path:
+        source, target = _enter(source, step), _enter(target, step)
+    if target is source:  # on purpose: it was set in all replicas
+        return
+    if not path:
+        for name in changed or ():
+            if name not in FOLLOWED_OTHERWISE:
+                target[name] = _own_attribute(first, other, name, target.get(name), memo)
+    elif type(target) is not type(source):
+        other.__dict__[path[0]] = _own(first.__dict__[path[0]], None, memo)
+        return
+    elif isinstance(source, MutableMapping) and changed is not None:
+        own = own_hook if path[0] in HOOK_TABLES else None
+        for key in changed:
+            target[key] = own(source[key], memo) if own else _own(source[key], target.get(key), memo)
+    elif isinstance(source, MutableMapping):
+        target.clear()
+        target.update(_own(dict(source), None, memo))
+    elif isinstance(source, MutableSequence):
+        target[:] = _own(list(source), None, memo)
+    elif isinstance(source, MutableSet):
+        target.clear()
+        target.update(_own(set(source), None, memo))
+    else:  # a tensor in a tuple was written
+        other.__dict__[path[0]] = _own(first.__dict__[path[0]], None, memo)
+    for key in gone or ():
+        if path or key not in FOLLOWED_OTHERWISE:
+            target.pop(key, None)
+
+
+def own_hook(hook: Any, memo: dict[int, Any]) -> Any:
+    """The hook itself, or where it is bound to a part of replica 0's module, to the replica's part."""
+    if isinstance(hook, MethodType) and id(hook.__self__) in memo:
+        return MethodType(hook.__func__, memo[id(hook.__self__)])
+    if isinstance(hook, functools.partial):
+        values = [hook.func, *hook.args, *hook.keywords.values()]
+        if any(id(value) in memo or isinstance(value, MethodType) for value in values):
+            arguments = [own_hook(memo.get(id(value), value), memo) for value in hook.args]
+            keywords = {name: own_hook(memo.get(id(value), value), memo) for name, value in hook.keywords.items()}
+            return functools.partial(own_hook(hook.func, memo), *arguments, **keywords)
+    return hook
+
+
+def _enter(container: Any, step: Any) -> Any:
+    try:
+        return container.__dict__ if step is ... else container[step]
+    except (AttributeError, KeyError, IndexError, TypeError):
+        return None
+
+
+def _own_attribute(first: nn.Module, other: nn.Module, name: str, current: Any, memo: dict[int, Any]) -> Any:
+    value = first.__dict__[name]
+    if current is value:
+        return value
+    if name == "_compiled_call_impl":
+        return _compiled(first, other, value)
+    return _own(value, current, memo)
+
+
+def _own(value: Any, current: Any, memo: dict[int, Any]) -> Any:
+    if id(value) in memo:
+        return memo[id(value)]
+    try:
+        own = copy.deepcopy(value, memo)
+    except Exception:
+        return value
+    if isinstance(own, Tensor) and isinstance(current, Tensor) and own.device != current.device:
+        return own.to(current.device)
+    return own
+
+
+def compiled_alike(first: nn.Module, other: nn.Module) -> None:
+    """Compiles the submodules of `other` as those of `first` were by Module.compile, which copies leave out."""
+    for one, copied in zip(first.modules(), other.modules(), strict=True):
+        value = one.__dict__.get("_compiled_call_impl")
+        if value is not None:
+            copied.__dict__["_compiled_call_impl"] = _compiled(one, copied, value)
+
+
+# Module.compile binds what it makes to the module.
+def _compiled(first: nn.Module, other: nn.Module, value: Any) -> Any:
+    config = getattr(value, "get_compiler_config", None)
+    if not isinstance(config, FunctionType):
+        return None
+    cells = dict(zip(config.__code__.co_freevars, config.__closure__ or (), strict=True))
+    if "self" not in cells:
+        raise InvalidArgument(
+            f"{type(first).__name__}.compile() of replica 0's module cannot be repeated for the other replicas; call "
+            "compile() on the module that prepare() returned"
+        )
+    return cells["self"].cell_contents(other._call_impl)
