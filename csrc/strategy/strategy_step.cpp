@@ -53,15 +53,16 @@ class UntouchedGradients {
   std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
 };
 
-// For one of several replicas, around its Autocast: leaves torch's cache of cast parameters alone, which all threads
-// share. Clearing it frees tensors under torch's mutex; to free one that Python knows takes the GIL, and who has that
-// may be waiting for the mutex.
+// For one of several replicas, around its Autocast and those of the step function: leaves torch's cache of cast
+// parameters alone, which all threads share. Clearing it frees tensors under torch's mutex; to free one that Python
+// knows takes the GIL, and who has that may be waiting for the mutex. And gradients of a parameter's uses add up in the
+// precision of the cast that they share: bits would depend on when another replica clears it.
 class KeptCasts {
  public:
-  explicit KeptCasts(c10::DeviceType device)
+  KeptCasts(c10::DeviceType device, bool recasts)
       : device_(device), was_enabled_(at::autocast::is_autocast_enabled(device)) {
     at::autocast::increment_nesting();
-    at::autocast::set_autocast_enabled(device_, false);
+    if (recasts) at::autocast::set_autocast_enabled(device_, false);
   }
   ~KeptCasts() {
     at::autocast::set_autocast_enabled(device_, was_enabled_);
@@ -106,13 +107,12 @@ GradientSet& StrategyCore::begin_call(int set) {
 }
 
 Loss StrategyCore::call_in_precision(const StepCall& call, int local_replica) const {
+  const auto device = topology_.devices[static_cast<size_t>(local_replica)].type();
+  const bool recasts = options_.precision != Precision::fp32;
   std::optional<KeptCasts> kept;
   std::optional<Autocast> autocast;
-  if (options_.precision != Precision::fp32) {
-    const auto device = topology_.devices[static_cast<size_t>(local_replica)].type();
-    if (shares_casts()) kept.emplace(device);
-    autocast.emplace(options_.precision, device);
-  }
+  if (shares_casts()) kept.emplace(device, recasts);
+  if (recasts) autocast.emplace(options_.precision, device);
   return call.call(local_replica);
 }
 
@@ -225,10 +225,8 @@ void StrategyCore::leave_step_group(GradientSet& set) {
       "out, or start all workers again")};
 }
 
-// Several replicas compute in another precision than the caller.
-bool StrategyCore::shares_casts() const {
-  return options_.precision != Precision::fp32 && topology_.local_replicas() > 1;
-}
+// Several replicas compute at once, in a precision of the strategy's or one that the step function chooses.
+bool StrategyCore::shares_casts() const { return topology_.local_replicas() > 1; }
 
 // On the calling thread, when no replica runs: forgets the casts of parameters for a call, and those that it made.
 class StrategyCore::CallCasts {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -249,3 +250,33 @@ def test_replicas_leave_the_cache_of_casts_alone_that_they_share() -> None:
         with torch.autocast("cpu", torch.float16):
             assert all(output.dtype == torch.bfloat16 for output in strategy.run(model, torch.ones(8, 4)))
             assert model(torch.ones(8, 4)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("way", ["precision", "autocast in the step"])
+def test_a_replica_that_is_done_leaves_the_others_casts_of_parameters(way: str) -> None:
+    """Gradients of the uses of a cast parameter add up in bf16 where they share the cast, and in fp32 where not."""
+
+    def trained(first: int) -> Tensor:
+        torch.manual_seed(5)
+        module = nn.Linear(16, 16)
+        first_is_done, other_has_begun = threading.Event(), threading.Event()
+        options: dict[str, Any] = {"precision": "bf16"} if way == "precision" else {}
+        with muster.MirroredStrategy(["cpu"] * 2, seed=1, threads_per_replica=1, fuse=False, **options) as strategy:
+            model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
+
+            def step(x: Tensor) -> Tensor:
+                is_first = strategy.replica == first
+                with torch.autocast("cpu", torch.bfloat16) if way != "precision" else contextlib.nullcontext():
+                    y = model(model(model(x)))
+                    if not is_first:
+                        other_has_begun.set()
+                    assert (other_has_begun if is_first else first_is_done).wait(30)
+                    y = model(model(model(y)))
+                y = y.float()
+                y.register_hook(lambda gradient: first_is_done.set() if is_first else None)
+                return y.square().mean()
+
+            strategy.step(step, torch.randn(8, 16))
+        return module.weight.detach().clone()
+
+    assert torch.equal(trained(first=0), trained(first=1))
