@@ -68,7 +68,7 @@ void append_without(std::vector<kernels::PackItem>& items, const kernels::PackIt
 
 struct GradientEngine::ParameterState {
   int fires = 0;            // gradients that came in this micro-batch
-  int expected_fires = 1;   // learned in the first window
+  int expected_fires = 0;   // learned in the first micro-batch that has any, once the order is; 0: not yet
   bool ready = false;       // its fires are complete in this micro-batch
   bool packed = false;      // what came in this micro-batch is in the bucket
   bool is_sole = false;     // nobody else has the memory of its gradient
@@ -333,7 +333,9 @@ void GradientEngine::on_gradient(size_t p, const std::vector<at::Tensor>& handed
   } else if (micro_batch_.to_owners && gradient.defined() && gradient.nbytes() >= options_.least_lent_bytes) {
     state.is_sole = is_sole_owner(gradient, handed_over);
   }
-  if (!learned_ || layout_index_[p] < 0 || state.fires < state.expected_fires) return;
+  // How many come is not known before the first micro-batch in which this replica has any: others may have had theirs
+  // in a window in which its part was empty.
+  if (!learned_ || layout_index_[p] < 0 || state.expected_fires == 0 || state.fires < state.expected_fires) return;
 
   auto& bucket = buckets_[static_cast<size_t>(layout_.slots()[static_cast<size_t>(layout_index_[p])].bucket)];
   if (state.ready) {
@@ -558,7 +560,8 @@ void GradientEngine::flush() {
   }
   for (size_t p = 0; p < parameters_.size(); ++p) {
     auto& state = states_[p];
-    if (!learned_) state.expected_fires = std::max(state.expected_fires, state.fires);
+    const bool counts = !learned_ || (state.expected_fires == 0 && !abandoned_);
+    if (counts) state.expected_fires = std::max(state.expected_fires, state.fires);
   }
   if (micro_batch_.last) launch_ready();
   clear_gradients();

@@ -432,6 +432,47 @@ def test_a_gradient_after_its_bucket_left_is_an_error_naming_the_parameter(wide_
         assert all(np.isfinite(p).all() for p in parameters)
 
 
+class CalledTwice(nn.Module):
+    """A reentrant segment that is used twice, after a layer whose gradients come last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.segment = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for _ in range(2):
+            y = checkpoint(self.segment, y, use_reentrant=True)
+        return y.square().mean()
+
+
+def called_twice(strategy: muster.Strategy) -> Any:
+    torch.manual_seed(8)
+    module = CalledTwice()
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = torch.randn(7, 32)
+    for rows in (1, 7, 2, 7):
+        assert strategy.step(lambda x: Loss(model(x), weight=len(x)), part_of(strategy, x[:rows])).stepped
+    return [p.detach() for p in module.parameters()]
+
+
+def test_a_replica_counts_a_parameters_gradients_in_its_own_first_part(wide_job: Launcher) -> None:
+    torch.manual_seed(8)
+    module = CalledTwice()
+    x = torch.randn(7, 32)
+    for rows in (1, 7, 2, 7):
+        module.zero_grad()
+        module(x[:rows]).backward()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+    for parameters in wide_job(called_twice, bucket_bytes=1024, keep_gradients=False):
+        for actual, expected in zip(parameters, module.parameters(), strict=True):
+            np.testing.assert_allclose(actual, expected.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
 def test_requires_grad_that_differs_between_workers_is_refused(worker_job: Launcher) -> None:
     for message in worker_job(frozen_on_one_rank):
         assert "requires_grad" in message or "differ" in message
