@@ -53,7 +53,7 @@ class UntouchedGradients {
   std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
 };
 
-// For one of several replicas, around its Autocast and those of the step function: leaves torch's cache of cast
+// For a replica, around its Autocast and those of the step function: leaves torch's cache of cast
 // parameters alone, which all threads share. Clearing it frees tensors under torch's mutex; to free one that Python
 // knows takes the GIL, and who has that may be waiting for the mutex. And gradients of a parameter's uses add up in the
 // precision of the cast that they share: bits would depend on when another replica clears it.
@@ -225,8 +225,11 @@ void StrategyCore::leave_step_group(GradientSet& set) {
       "out, or start all workers again")};
 }
 
-// Several replicas compute at once, in a precision of the strategy's or one that the step function chooses.
-bool StrategyCore::shares_casts() const { return topology_.local_replicas() > 1; }
+// All casts of a call are kept to its end: where several replicas share torch's cache, and, so that strategies agree to
+// the bit, where one alone has it and only the step function enters autocast.
+bool StrategyCore::shares_casts() const {
+  return topology_.local_replicas() > 1 || options_.precision == Precision::fp32;
+}
 
 // On the calling thread, when no replica runs: forgets the casts of parameters for a call, and those that it made.
 class StrategyCore::CallCasts {

@@ -280,3 +280,26 @@ def test_a_replica_that_is_done_leaves_the_others_casts_of_parameters(way: str) 
         return module.weight.detach().clone()
 
     assert torch.equal(trained(first=0), trained(first=1))
+
+
+def train_in_own_autocasts(strategy: muster.Strategy) -> Any:
+    torch.manual_seed(5)
+    module = nn.Linear(16, 16)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
+
+    def step(x: Tensor) -> Tensor:
+        outputs = []
+        for part in x.chunk(4, 1):
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs.append(model(part))
+        return torch.cat(outputs).float().square().mean()
+
+    strategy.step(step, part_of(strategy, torch.randn(8, 64)))
+    return module.weight.detach()
+
+
+def test_strategies_agree_to_the_bit_where_a_step_enters_autocast_several_times(worker_job: Launcher) -> None:
+    with muster.MirroredStrategy(["cpu"] * 2, threads_per_replica=1, seed=3) as strategy:
+        mirrored = train_in_own_autocasts(strategy).numpy()
+    for weight in worker_job(train_in_own_autocasts, keep_gradients=False):
+        assert np.array_equal(weight, mirrored)
