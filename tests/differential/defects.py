@@ -30,8 +30,6 @@ _KNOWN = [
            lambda p: (p.loss == "penalty" or p.has_block("Force")) and p.has_block("SyncBatchNorm")),
     Defect("complex", "complex parameters and buffers",
            lambda p: p.has_block("ComplexLinear") or p.has_block("ComplexBuffer")),
-    Defect("casts", "replicas clear one another's cache of casts",
-           lambda p: p.option("precision") == "bf16" or p.autocast),
     Defect("empty", "servers have no state of parameters without elements", lambda p: p.has_block("Shapes")),
     Defect("untouched", "servers have no state of parameters that took no step",
            lambda p: any(o.name == "Adagrad" for o in p.optimizers)),
@@ -39,11 +37,6 @@ _KNOWN = [
            lambda p: any(o.name in ("Adam", "AdamW", "Adagrad", "SGD") for o in p.optimizers)
            and bool(p.events_of("add_group"))),
     Defect("restart", "a second strategy", lambda p: bool(p.events_of("restart"))),
-    Defect("parameter-hooks", "hooks on parameters reach replica 0 alone",
-           lambda p: bool(p.events_of("hook_parameter") or p.events_of("hook_accumulated"))),
-    Defect("module-hooks", "hooks and attributes of submodules reach replica 0 alone",
-           lambda p: any(event.name in ("hook_forward", "hook_backward", "hook_forward_before", "set_attribute")
-                         for event in p.events) or (bool(p.early) and bool(p.events_of("unhook")))),
 ]  # fmt: skip
 
 _mended = os.environ.get("MUSTER_DIFFERENTIAL_MENDED", "").split(",")

@@ -118,6 +118,12 @@ DIFFERENCES = [
         ),
     ),
     Difference(
+        "`register_post_accumulate_grad_hook`, in windows of several micro-batches",
+        "sees the gradient of the micro-batch alone",
+        "torch",
+        lambda p, replicas: p.accumulate > 1 and _does(p, "hook_accumulated"),
+    ),
+    Difference(
         "optimizers on parameter servers",
         "one of AdamW, Adam, SGD and Adagrad; others, and several, are refused",
         "servers",

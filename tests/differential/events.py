@@ -267,7 +267,7 @@ def unhook(t: Training) -> None:
 def set_attribute(t: Training, block: int) -> None:
     """A plain attribute of a block's modules changes."""
     for module in t.block(block).modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             module.p = 0.6
         if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d)):
             module.eps = 0.1

@@ -88,7 +88,20 @@ _EVENTS: dict[str, dict[str, list[Any]]] = {
 }
 _EARLY = ("freeze", "hook_forward", "hook_parameter", "hook_accumulated", "hook_step_before", "hook_step_after",
           "hook_forward_before", "hook_backward", "set_attribute", "evaluate_block")  # fmt: skip
-_LOSSES = ("mse", "mse", "cross_entropy", "sum", "weighted", "metrics", "contrast", "moment", "penalty")
+_LOSSES = (
+    "mse",
+    "mse",
+    "cross_entropy",
+    "sum",
+    "weighted",
+    "metrics",
+    "contrast",
+    "moment",
+    "penalty",
+    "regularised",
+    "twice",
+    "distilled",
+)
 _SCHEDULES = ("StepLR", "CosineAnnealingWarmRestarts", "LambdaLR", "ReduceLROnPlateau", "MultiplicativeLR",
               "OneCycleLR", "SequentialLR")  # fmt: skip
 

@@ -90,6 +90,7 @@ class Training:
         self.saved: tuple[Any, Any] | None = None
         self.averages: dict[str, Tensor] = {}
         self.averaged: Any = None
+        self.teacher = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
         self.handles: list[Any] = []
         self.model: nn.Module = net
         for event in early:
@@ -163,6 +164,15 @@ class Training:
             return muster.Loss(value, weight=weight.sum())
         if kind == "metrics":
             return muster.Loss(F.mse_loss(out, y), metrics={"size": out.abs().mean(), "one": 1.0})
+        if kind == "regularised":
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            return F.mse_loss(out, y) + 0.01 * torch.stack([p.abs().double().square().sum() for p in trained]).sum()
+        if kind == "twice":
+            return F.mse_loss(out, y) + F.mse_loss(forward(x.flip(1), ids), out.detach())
+        if kind == "distilled":
+            with torch.no_grad():
+                target = self.teacher(x)
+            return F.mse_loss(out, target)
         if kind == "contrast":
             everyones = self.job.gather(out)
             return (out @ everyones.t()).logsumexp(1).mean()
