@@ -131,7 +131,46 @@ class ModuleState {
     return found;
   }
 
+  /// For Python's garbage collector: attributes may refer to what owns this.
+  int traverse(visitproc visit, void* arg) const {
+    const auto visit_all = [&](const std::vector<py::object>& objects) {
+      for (const auto& object : objects) {
+        if (const int result = visit_one(object, visit, arg); result != 0) return result;
+      }
+      return 0;
+    };
+    for (const auto* objects : {&keep_, &roots_, &leaf_types_, &skipped_}) {
+      if (const int result = visit_all(*objects); result != 0) return result;
+    }
+    std::unordered_set<const Container*> seen;
+    for (const auto& of_module : containers_) {
+      for (const auto& container : of_module) {
+        if (!seen.insert(container.get()).second) continue;
+        if (const int result = visit_all(container->path); result != 0) return result;
+        for (const auto* object : {&container->object, &container->owner, &container->members}) {
+          if (const int result = visit_one(*object, visit, arg); result != 0) return result;
+        }
+        for (const auto& entry : container->entries) {
+          if (const int result = visit_one(entry.key, visit, arg); result != 0) return result;
+          if (const int result = visit_one(entry.value.kept, visit, arg); result != 0) return result;
+        }
+      }
+    }
+    return 0;
+  }
+
+  void clear() {
+    tree_.clear();
+    const auto containers = std::exchange(containers_, {});
+    const auto roots = std::exchange(roots_, {});
+    const auto kept = std::exchange(keep_, {});
+  }
+
  private:
+  static int visit_one(const py::object& object, visitproc visit, void* arg) {
+    return object ? visit(object.ptr(), arg) : 0;
+  }
+
   size_t num_containers() const {
     size_t n = 0;
     for (const auto& of_module : containers_) n += of_module.size();
@@ -361,6 +400,12 @@ class ModuleState {
   uint64_t generation_ = 0;
 };
 
+// Null while it is being made.
+ModuleState* made_state(PyObject* self) {
+  auto holder = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+  return holder.holder_constructed() ? static_cast<ModuleState*>(holder.value_ptr()) : nullptr;
+}
+
 // Tensors whose Python hooks are those of another one, in both of torch's kinds.
 py::list hooks_that_differ(const py::list& firsts, const py::list& others) {
   py::list found;
@@ -381,7 +426,21 @@ py::list hooks_that_differ(const py::list& firsts, const py::list& others) {
 }  // namespace
 
 void bind_module_state(py::module_& m) {
-  py::class_<ModuleState>(m, "ModuleState", "What user code changed of modules' attributes since they were noted.")
+  const auto collect = [](PyHeapTypeObject* heap_type) {
+    auto* const type = &heap_type->ht_type;
+    type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+      Py_VISIT(Py_TYPE(self));
+      const auto* const state = made_state(self);
+      return state == nullptr ? 0 : state->traverse(visit, arg);
+    };
+    type->tp_clear = [](PyObject* self) {
+      if (auto* const state = made_state(self)) state->clear();
+      return 0;
+    };
+  };
+  py::class_<ModuleState>(m, "ModuleState", "What user code changed of modules' attributes since they were noted.",
+                          py::custom_type_setup(collect))
       .def(py::init<const py::list&, const py::list&, const py::tuple&, const py::list&>(), py::arg("modules"),
            py::arg("known"), py::arg("leaf_types"), py::arg("skipped"))
       .def("note", &ModuleState::note)

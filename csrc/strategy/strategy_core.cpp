@@ -20,6 +20,14 @@ namespace muster {
 
 namespace {
 
+// For replicas that an interrupt left behind: one may be waiting for a peer that does not come.
+void abort_groups(const Groups& groups, int rank) noexcept {
+  const auto reason = "rank " + std::to_string(rank) + " was interrupted in a step and closed its strategy";
+  for (const auto* of_replicas : {&groups.gradients, &groups.step, &groups.control}) {
+    for (const auto& group : *of_replicas) group->abort(reason);
+  }
+}
+
 void check_outside_steps() {
   if (current_replica()) throw InvalidArgument("step(), run() and flush() cannot be called inside a step");
 }
@@ -70,6 +78,7 @@ void StrategyCore::close(const std::function<void()>& poll) {
     throw InvalidArgument("close() was called inside a step of the strategy; call stop() there, and close() after it");
   }
   const auto last = [&] {
+    if (busy()) abort_groups(groups_, topology_.rank);
     pool_->stop(poll);
     let_go();
   };
@@ -78,6 +87,7 @@ void StrategyCore::close(const std::function<void()>& poll) {
 
 void StrategyCore::leave() noexcept {
   gate_.shut();
+  if (busy()) abort_groups(groups_, topology_.rank);
   pool_->release();
 }
 

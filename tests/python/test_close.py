@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import muster
+from support.ranks import run_ranks
 
 X = torch.ones(8, 4)
 
@@ -237,6 +239,35 @@ def test_ctrl_c_during_a_long_operation_ends_the_program_in_order(how: str) -> N
     assert done.stdout.split() == ["interrupted", "saved"]
 
 
+def interrupted_while_a_peer_is_late() -> tuple[str, float]:
+    strategy = muster.MultiWorkerMirroredStrategy.from_env(["cpu"] * 2, timeout=60)
+    model = prepared(strategy)
+
+    def join() -> None:
+        strategy.step(lambda x: model(x).mean(), X)
+
+    join()
+    if strategy.is_chief:
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            join()
+        timer.join()
+        started = time.monotonic()
+        strategy.close()
+        return "closed", time.monotonic() - started
+    time.sleep(2.5)  # late on purpose
+    with pytest.raises(muster.CommError) as caught:
+        join()
+    return str(caught.value), 0.0
+
+
+def test_close_after_an_interrupt_waits_for_no_peer() -> None:
+    (text, seconds), (reason, _) = run_ranks(2, interrupted_while_a_peer_is_late)
+    assert text == "closed" and seconds < 5
+    assert "interrupted" in reason or "worker 0" in reason, reason
+
+
 @pytest.mark.parametrize("how", ["closed", "forgotten"])
 def test_persistent_workers_of_a_loader_end_with_its_strategy(how: str) -> None:
     data = DataLoader(TensorDataset(X), batch_size=4, num_workers=1, persistent_workers=True)
@@ -257,3 +288,28 @@ def test_persistent_workers_of_a_loader_end_with_its_strategy(how: str) -> None:
         assert not worker.is_alive()
     finally:
         gc.enable()
+
+
+class Knows(nn.Module):
+    def __init__(self, strategy: muster.Strategy) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.strategy = strategy
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_a_module_that_refers_to_its_strategy_keeps_nothing_alive() -> None:
+    def use() -> tuple[weakref.ref[muster.Strategy], list[threading.Thread]]:
+        strategy = muster.MirroredStrategy(["cpu"] * 2)
+        model = strategy.prepare(lambda: Knows(strategy))
+        assert strategy.step(lambda x: model(x).mean(), X).stepped
+        return weakref.ref(strategy), list(strategy._threads)
+
+    gone, threads = use()
+    gc.collect()
+    assert gone() is None
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
