@@ -188,7 +188,8 @@ class StrategyCore {
   /// InvalidArgument after close().
   [[nodiscard]] CallGate::Pass enter() { return gate_.enter(); }
 
-  /// Likewise, for step, run and flush. Throws InvalidArgument inside a step, and where another thread is in one of them.
+  /// Likewise, for step, run and flush. Throws InvalidArgument inside a step, and where another thread is in one of
+  /// them.
   [[nodiscard]] CallGate::Pass enter_alone(const char* what);
 
   /// Orderly end; later calls throw InvalidArgument. Idempotent and thread-safe. Waits for calls of other threads, and
@@ -238,7 +239,7 @@ class StrategyCore {
   std::vector<int64_t> rows_;          // of the running call, by local replica
   std::vector<char> used_step_group_;  // by local replica: in the running call
   bool has_left_step_group_ = false;
-  bool has_casts_ = false;  // a call left casts of parameters in torch's cache
+  bool has_casts_ = false;                        // a call left casts of parameters in torch's cache
   std::vector<at::Generator> generators_;         // by local replica
   std::vector<at::Generator> device_generators_;  // likewise; undefined on the CPU
   /// Registry indices of the parameters in no set, among the first `registry_.num_parameters()` when last looked at.
