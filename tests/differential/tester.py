@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import time
 import traceback
 import warnings
 from collections import OrderedDict
@@ -110,7 +108,6 @@ class Tester:
 
     def __init__(self) -> None:
         self._pools = {workers: WorkerPool(workers) for workers in (1, 2, 3)}
-        self.seconds = {"torch": 0.0, "alone": 0.0, "two": 0.0, "three": 0.0}
 
     def close(self) -> None:
         """Ends the processes."""
@@ -125,7 +122,6 @@ class Tester:
 
     def test(self, program: Program) -> Failure | Rejected | None:
         """None: everything agrees."""
-        begin = time.monotonic()
         try:
             limit = bound(
                 "bfloat16" if program.option("precision") == "bf16" or program.autocast else _narrowest(program)
@@ -139,14 +135,11 @@ class Tester:
             (moved,) = self._run(1, program, ["torch"], noise)["torch"]
             if where := first_difference(moved, reference, limit / 2):
                 return Rejected(program, f"not stable: {where}")
-            self.seconds["torch"] += time.monotonic() - begin
             on_servers = _runs_on_servers(program)
             records: dict[str, list[Record]] = {}
-            for key, workers, jobs in (("alone", 1, ALONE), ("two", 2, IN_TWO), ("three", 3, IN_THREE)):
-                begin = time.monotonic()
+            for workers, jobs in ((1, ALONE), (2, IN_TWO), (3, IN_THREE)):
                 chosen = [job for job in jobs if _is_sensible(program, job)]
                 records.update(self._run(workers, program, chosen + (SERVERS[workers] if on_servers else [])))
-                self.seconds[key] += time.monotonic() - begin
         except AssertionError as error:
             return Failure(program, "process", "process", str(error))
         return self._compare(program, reference, records, limit)
@@ -227,8 +220,3 @@ def tester() -> Iterator[Tester]:
         yield made
     finally:
         made.close()
-
-
-def default_processes() -> int:
-    """Testers that a machine has room for: each keeps three processes busy at most."""
-    return max(1, len(os.sched_getaffinity(0)) // 2)
