@@ -440,14 +440,14 @@ void bind_strategy(py::module_& m) {
   m.def("make_multi_worker", [](const Cluster& cluster, const std::vector<std::string>& devices,
                                 const py::dict& options, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
     const auto parsed = options_of(options);
-    const py::gil_scoped_release release;
+    const Interruptible interruptible;
     auto core = make_multi_worker(cluster, devices, parsed, ReplicaThreads::foreign, process_group);
     core->set_error_handlers(describe_error, capture_error);
     return ended_without_gil(std::move(core));
   });
   m.def("make_parameter_server", [](const Cluster& cluster, std::optional<int> staleness, const py::dict& options) {
     const auto parsed = options_of(options);
-    const py::gil_scoped_release release;
+    const Interruptible interruptible;
     auto core = make_parameter_server(cluster, {.staleness = staleness}, parsed, ReplicaThreads::foreign);
     core->set_error_handlers(describe_error, capture_error);
     return ended_without_gil(std::move(core));

@@ -16,10 +16,11 @@ using namespace shared;
 
 constexpr int kOffsetBits = 48;  // an address is the arena's rank above an offset
 
-// Address space, not memory: an arena may hold all that the machine has, and all arenas fit into a process.
+// Address space, not memory: an arena may hold all that the machine has, and the arenas of several strategies fit into
+// the 47 bits of a process.
 size_t arena_capacity(int ranks) {
   const size_t physical = static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(::sysconf(_SC_PAGESIZE));
-  const size_t share = (size_t{1} << 45) / static_cast<size_t>(ranks);
+  const size_t share = (size_t{1} << 43) / static_cast<size_t>(ranks);
   return std::min(physical, share) / net::Arena::kPage * net::Arena::kPage + kStagingBytes;
 }
 

@@ -8,6 +8,7 @@
 
 #include "comm/shared_control.h"
 #include "core/flat_layout.h"
+#include "core/wait_hook.h"
 #include "muster/error.h"
 #include "net/rendezvous.h"
 
@@ -18,13 +19,23 @@ using Clock = std::chrono::steady_clock;
 
 constexpr const char* kHello = "muster-mesh-1 ";
 constexpr const char* kGoodbye = "goodbye";
-constexpr int kMaxReplicasPerWorker = 200;  // their arenas travel in one message
+constexpr std::chrono::milliseconds kWaitSlice{50};  // between looks at signals, the dead and the deadline
+constexpr int kMaxReplicasPerWorker = 200;           // their arenas travel in one message
 
 struct Endpoint {
   std::string socket;
   std::string host;
   int replicas = 0;
 };
+
+// False at the deadline. Calls the thread's WaitHook now and then.
+bool wait_for_input(const net::UnixSocket& socket, net::Deadline deadline) {
+  while (!net::wait_readable({socket.get()}, std::min(deadline, Clock::now() + kWaitSlice))) {
+    if (Clock::now() >= deadline) return false;
+    WaitHook::call();
+  }
+  return true;
+}
 
 std::string write(const Endpoint& endpoint) {
   return endpoint.socket + " " + endpoint.host + " " + std::to_string(endpoint.replicas);
@@ -86,7 +97,7 @@ void HostMesh::meet(c10d::Store& store) {
   // Each worker calls those before it and is called by those after it; a call succeeds as soon as the other listens.
   peers_.resize(static_cast<size_t>(num_workers()));
   for (int w = 0; w < rank(); ++w) {
-    net::UnixSocket socket = net::UnixSocket::connect(endpoints[static_cast<size_t>(w)].socket);
+    net::UnixSocket socket = net::UnixSocket::connect(endpoints[static_cast<size_t>(w)].socket, deadline);
     const net::PeerCredentials credentials = socket.credentials();
     if (credentials.uid != geteuid()) {
       throw AuthError("worker " + std::to_string(w) + " runs as user " + std::to_string(credentials.uid) +
@@ -97,8 +108,10 @@ void HostMesh::meet(c10d::Store& store) {
   }
   while (std::count_if(peers_.begin(), peers_.end(), [](const Peer& p) { return static_cast<bool>(p.socket); }) <
          num_workers() - 1) {
-    std::optional<net::UnixSocket> socket = listener.accept(deadline);
+    WaitHook::call();
+    std::optional<net::UnixSocket> socket = listener.accept(std::min(deadline, Clock::now() + kWaitSlice));
     if (!socket) {
+      if (Clock::now() < deadline) continue;
       std::string missing;
       for (int w = rank() + 1; w < num_workers(); ++w) {
         if (!peers_[static_cast<size_t>(w)].socket)
@@ -111,8 +124,7 @@ void HostMesh::meet(c10d::Store& store) {
     if (credentials.uid != geteuid()) continue;
     net::Message hello;
     const net::Deadline patience = std::min(deadline, Clock::now() + std::chrono::seconds(5));
-    if (!net::wait_readable({socket->get()}, patience) || socket->receive(hello) != net::UnixSocket::Status::message)
-      continue;
+    if (!wait_for_input(*socket, patience) || socket->receive(hello) != net::UnixSocket::Status::message) continue;
     std::istringstream text(hello.bytes);
     std::string word;
     uint64_t job = 0;
@@ -201,18 +213,19 @@ net::Message HostMesh::receive_from(int worker, const std::string& kind, net::De
       for (int w = 0; w < num_workers(); ++w) {
         const Peer& other = peers_[static_cast<size_t>(w)];
         if (!other.is_lost && !(w == worker && other.has_left)) continue;
-        throw PeerLost(
-            w, "worker " + std::to_string(w) +
-                   (other.is_lost ? " ended (it was killed, crashed or exited)" : " left: closed its strategy") +
-                   " while " + kind + " was being set up. Look at that worker's log and start the job again");
+        throw PeerLost(w, "worker " + std::to_string(w) +
+                              (other.is_lost ? " ended (it was killed, crashed or exited)"
+                                             : " left: it closed its strategy, maybe after an error") +
+                              " while " + kind +
+                              " was being set up. Look at that worker's log and start the job again");
       }
     }
     if (Clock::now() >= deadline) {
       throw Timeout("worker " + std::to_string(worker) + " did not set up " + kind + " within " +
                     std::to_string(options_.timeout.count()) + " ms; look at its log");
     }
-    const net::Deadline slice = std::min(deadline, Clock::now() + std::chrono::milliseconds(50));
-    net::wait_readable({peer.socket.get()}, slice);
+    WaitHook::call();
+    net::wait_readable({peer.socket.get()}, std::min(deadline, Clock::now() + kWaitSlice));
   }
 }
 

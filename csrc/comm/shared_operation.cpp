@@ -159,8 +159,11 @@ bool Group::fail_unmatched(Operation& op, int peer, PeerState state) {
 void Group::fail_left(const Operation& op, int peer) {
   const int worker = space_->worker_of(peer);
   fail(FailureKind::lost, worker,
-       describe_peer(peer) + " left: closed its strategy while rank " + std::to_string(rank_) + " waited for it in " +
-           describe(op.header.request) + ". All workers must run the same number of steps before they close");
+       describe_peer(peer) + " left while rank " + std::to_string(rank_) + " waited for it in " +
+           describe(op.header.request) +
+           ": it closed its strategy after an error, which its log shows, or after fewer steps than this one. All "
+           "workers "
+           "must run the same number of steps before they close");
 }
 
 void Group::start(Operation& op) {

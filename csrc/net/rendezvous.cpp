@@ -1,6 +1,8 @@
 #include "net/rendezvous.h"
 
+#include <fcntl.h>
 #include <netdb.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -8,13 +10,16 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "core/wait_hook.h"
 #include "muster/error.h"
 #include "net/unix_socket.h"
 
@@ -26,11 +31,26 @@ using Clock = std::chrono::steady_clock;
 std::vector<uint8_t> to_bytes(const std::string& text) { return {text.begin(), text.end()}; }
 std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
+// What a WaitHook threw.
+struct Interruption {
+  std::exception_ptr error;
+};
+
+void call_wait_hook() {
+  try {
+    WaitHook::call();
+  } catch (...) {
+    throw Interruption{std::current_exception()};
+  }
+}
+
 // Errors of a store become ours.
 template <class F>
 auto guarded(const F& call) -> decltype(call()) {
   try {
     return call();
+  } catch (const Interruption& interruption) {
+    std::rethrow_exception(interruption.error);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& e) {
@@ -85,6 +105,69 @@ FileDescriptor listen_on(const HostPort& at) {
   return listener;
 }
 
+class Backoff {
+ public:
+  explicit Backoff(Clock::time_point deadline) : deadline_(deadline) {}
+  /// Sleeps a little longer each time, and calls the thread's WaitHook; false at the deadline. Within guarded().
+  bool pause() {
+    call_wait_hook();
+    const auto left = deadline_ - Clock::now();
+    if (left <= Clock::duration::zero()) return false;
+    std::this_thread::sleep_for(std::min<Clock::duration>(left, delay_));
+    delay_ = std::min(delay_ * 2, std::chrono::milliseconds(50));
+    return true;
+  }
+
+ private:
+  Clock::time_point deadline_;
+  std::chrono::milliseconds delay_{1};
+};
+
+[[noreturn]] void throw_unreachable(const Cluster& cluster, const std::string& why) {
+  throw Timeout("worker " + std::to_string(cluster.rank) + " cannot reach the rendezvous at " + cluster.address + ": " +
+                why + ". Start rank 0, and check the address and the firewall");
+}
+
+// 0 once somebody accepts connections there, else an errno.
+int try_to_connect(const addrinfo& to, Clock::time_point deadline) {
+  const FileDescriptor fd(::socket(to.ai_family, to.ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, to.ai_protocol));
+  if (!fd) return errno;
+  if (::connect(fd.get(), to.ai_addr, to.ai_addrlen) == 0) return 0;
+  if (errno != EINPROGRESS) return errno;
+  constexpr std::chrono::milliseconds kSlice{50};
+  for (pollfd polled{fd.get(), POLLOUT, 0}; Clock::now() < deadline;) {
+    if (::poll(&polled, 1, remaining_ms(std::min(deadline, Clock::now() + kSlice))) > 0) {
+      int error = 0;
+      socklen_t size = sizeof(error);
+      ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+      return error;
+    }
+    call_wait_hook();
+  }
+  return ETIMEDOUT;
+}
+
+// What a store does when it connects cannot be interrupted: it should find somebody there.
+void await_listener(const Cluster& cluster, const HostPort& at, std::chrono::milliseconds timeout) {
+  const Clock::time_point deadline = Clock::now() + timeout;
+  std::string why;
+  for (Backoff backoff(deadline);;) {
+    addrinfo hints{};
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = AI_NUMERICSERV;
+    addrinfo* found = nullptr;
+    const int rc = ::getaddrinfo(at.host.c_str(), at.port.c_str(), &hints, &found);
+    if (rc != 0) why = ::gai_strerror(rc);
+    const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> addresses(found, &::freeaddrinfo);
+    for (const addrinfo* a = found; a != nullptr; a = a->ai_next) {
+      const int error = try_to_connect(*a, deadline);
+      if (error == 0) return;
+      why = std::strerror(error);
+    }
+    if (!backoff.pause()) throw_unreachable(cluster, why);
+  }
+}
+
 StorePtr make_tcp_store(const Cluster& cluster, std::chrono::milliseconds timeout) {
   const HostPort at = split_address(cluster.address);
   c10d::TCPStoreOptions options;
@@ -95,15 +178,17 @@ StorePtr make_tcp_store(const Cluster& cluster, std::chrono::milliseconds timeou
   options.timeout = timeout;
   if (options.isServer) {
     FileDescriptor listener = listen_on(at);
-    options.masterListenFd = ::dup(listener.get());  // the store owns and closes the copy
+    // The store owns and closes the copy, which no program that is executed later may inherit: the port would stay
+    // taken.
+    options.masterListenFd = ::fcntl(listener.get(), F_DUPFD_CLOEXEC, 0);
     return guarded([&] { return c10::make_intrusive<c10d::TCPStore>(at.host, options); });
   }
+  guarded([&] { await_listener(cluster, at, timeout); });
   try {
     return c10::make_intrusive<c10d::TCPStore>(at.host, options);
   } catch (const std::exception& e) {
     const std::string what = e.what();
-    throw Timeout("worker " + std::to_string(cluster.rank) + " cannot reach the rendezvous at " + cluster.address +
-                  ": " + what.substr(0, what.find('\n')) + ". Start rank 0, and check the address and the firewall");
+    throw_unreachable(cluster, what.substr(0, what.find('\n')));
   }
 }
 
@@ -122,23 +207,6 @@ OpenStores& open_stores() {
   static auto* const stores = new OpenStores;
   return *stores;
 }
-
-class Backoff {
- public:
-  explicit Backoff(Clock::time_point deadline) : deadline_(deadline) {}
-  /// Sleeps a little longer each time; false at the deadline.
-  bool pause() {
-    const auto left = deadline_ - Clock::now();
-    if (left <= Clock::duration::zero()) return false;
-    std::this_thread::sleep_for(std::min<Clock::duration>(left, delay_));
-    delay_ = std::min(delay_ * 2, std::chrono::milliseconds(50));
-    return true;
-  }
-
- private:
-  Clock::time_point deadline_;
-  std::chrono::milliseconds delay_{1};
-};
 
 std::string list_missing(c10d::Store& store, const std::vector<std::string>& keys,
                          const std::vector<std::string>& who) {

@@ -34,7 +34,14 @@ Mapping::Mapping(int fd, size_t bytes) {
         "workers");
   }
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (data == MAP_FAILED) fail_to_map("cannot map " + std::to_string(bytes) + " bytes of shared memory");
+  if (data == MAP_FAILED) {
+    throw CommError("cannot map " + std::to_string(bytes) +
+                    " bytes of address space for shared memory: " + std::strerror(errno) +
+                    ". Raise the limit of address space (ulimit -v), and close() strategies that are no longer needed: "
+                    "each takes about three times the machine's memory for every worker, of addresses alone");
+  }
+  // A core dump would give memory to every page of an address space as large as the machine's memory.
+  ::madvise(data, bytes, MADV_DONTDUMP);
   data_ = static_cast<std::byte*>(data);
   size_ = bytes;
 }

@@ -354,7 +354,7 @@ std::unique_ptr<ChannelListener> listen_on_host(const std::string& name) {
 }
 
 std::unique_ptr<Channel> connect_on_host(const std::string& name, std::shared_ptr<Arena> memory, Deadline deadline) {
-  FileDescriptor fd = connect_to(name, SOCK_STREAM);
+  FileDescriptor fd = connect_to(name, SOCK_STREAM, deadline);
   const PeerCredentials peer = credentials_of(fd);
   if (peer.uid != ::geteuid()) {
     throw AuthError("'" + name + "' is served by user " + std::to_string(peer.uid) + ", this process runs as user " +

@@ -14,13 +14,17 @@
 #include <cstddef>
 #include <cstring>
 #include <fstream>
+#include <thread>
 
+#include "core/wait_hook.h"
 #include "muster/error.h"
 
 namespace muster::net {
 namespace {
 
-constexpr int kBacklog = 1024;
+constexpr int kBacklog = 1024;  // which the system cuts, to 128 where it is old
+constexpr std::chrono::milliseconds kBetweenCalls{1};
+constexpr std::chrono::milliseconds kSendSlice{50};  // between calls of the WaitHook
 
 [[noreturn]] void fail_at_socket(const std::string& what) {
   throw CommError(what + ": " + std::strerror(errno) +
@@ -47,7 +51,9 @@ FileDescriptor::~FileDescriptor() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-UnixSocket UnixSocket::connect(const std::string& name) { return UnixSocket(connect_to(name, SOCK_SEQPACKET)); }
+UnixSocket UnixSocket::connect(const std::string& name, Deadline deadline) {
+  return UnixSocket(connect_to(name, SOCK_SEQPACKET, deadline));
+}
 
 PeerCredentials UnixSocket::credentials() const { return credentials_of(fd_); }
 
@@ -74,9 +80,11 @@ void UnixSocket::send(const std::string& bytes, const std::vector<int>& descript
   while (::sendmsg(fd_.get(), &header, MSG_NOSIGNAL) < 0) {
     if (errno == EINTR) continue;
     if (errno != EAGAIN && errno != EWOULDBLOCK) fail_at_socket("a worker of this host is gone");
-    pollfd wait{fd_.get(), POLLOUT, 0};
-    if (::poll(&wait, 1, remaining_ms(deadline)) == 0)
+    if (std::chrono::steady_clock::now() >= deadline)
       throw Timeout("a worker of this host does not read its messages; look at its log");
+    pollfd wait{fd_.get(), POLLOUT, 0};
+    ::poll(&wait, 1, remaining_ms(std::min(deadline, std::chrono::steady_clock::now() + kSendSlice)));
+    WaitHook::call();
   }
 }
 
@@ -135,10 +143,16 @@ FileDescriptor listen_at(const std::string& name, int type) {
   return fd;
 }
 
-FileDescriptor connect_to(const std::string& name, int type) {
+FileDescriptor connect_to(const std::string& name, int type, Deadline deadline) {
   FileDescriptor fd = make_socket(type);
   const auto [address, length] = abstract_address(name);
-  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+  while (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+    if (errno == EINTR) continue;
+    if (errno == EAGAIN && std::chrono::steady_clock::now() < deadline) {
+      WaitHook::call();
+      std::this_thread::sleep_for(kBetweenCalls);
+      continue;
+    }
     if (errno == ECONNREFUSED) {
       throw CommError("nobody listens at '" + name +
                       "': the process has ended, has not begun, or runs in another container");

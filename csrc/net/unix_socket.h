@@ -53,8 +53,8 @@ class UnixSocket {
   UnixSocket() = default;
   explicit UnixSocket(FileDescriptor fd) noexcept : fd_(std::move(fd)) {}
 
-  /// Connects to an abstract name. Throws CommError when nobody listens there.
-  static UnixSocket connect(const std::string& name);
+  /// As connect_to.
+  static UnixSocket connect(const std::string& name, Deadline deadline = Deadline::min());
 
   PeerCredentials credentials() const;
 
@@ -94,8 +94,9 @@ std::string host_identity();
 /// A listening socket of a type (SOCK_STREAM, SOCK_SEQPACKET) under an abstract name; non-blocking. Throws CommError
 /// when the name is taken.
 FileDescriptor listen_at(const std::string& name, int type);
-/// Connects to one. Throws CommError when nobody listens there.
-FileDescriptor connect_to(const std::string& name, int type);
+/// Connects to one; where more wait to be accepted than the system lets queue, again until the deadline. Throws
+/// CommError when nobody listens there.
+FileDescriptor connect_to(const std::string& name, int type, Deadline deadline = Deadline::min());
 /// The next connection to a listening socket, non-blocking, or an empty descriptor at the deadline.
 FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline);
 /// Who is at the other end of a connected Unix socket.

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
+#include <iterator>
 #include <numeric>
 #include <sstream>
 #include <utility>
@@ -115,7 +116,7 @@ std::string in_words(const StrategyOptions& options) {
     if (value) {
       out << *value;
     } else {
-      out << "None";
+      out << "unset";
     }
     out << ' ';
   };
@@ -125,7 +126,7 @@ std::string in_words(const StrategyOptions& options) {
     const auto& scale = *options.loss_scale;
     out << scale.init << ',' << scale.growth << ',' << scale.backoff << ',' << scale.interval << ' ';
   } else {
-    out << "None ";
+    out << "unset ";
   }
   out << "fuse=" << options.fuse << " keep_gradients=" << options.keep_gradients
       << " shard_optimizer=" << options.shard_optimizer << ' ';
@@ -135,7 +136,7 @@ std::string in_words(const StrategyOptions& options) {
   out << "buffers=" << (options.buffers == Buffers::mean ? "mean" : "chief") << ' ';
   show("threads_per_replica", options.threads_per_replica);
   show("bucket_bytes", options.bucket_bytes);
-  out << "wire=" << (options.wire == Wire::bf16 ? "bf16" : "None") << ' ';
+  out << "wire=" << (options.wire == Wire::bf16 ? "bf16" : "unset") << ' ';
   out << "max_skipped=" << options.max_skipped << " timeout=" << options.timeout;
   return out.str();
 }
@@ -161,10 +162,26 @@ void place_replicas(Topology& topology, comm::Communicator& workers) {
   topology.num_replicas = std::accumulate(first, topology.replicas_of_worker.end(), 0);
 }
 
+// Of two texts that in_words made: the words of one that the other has otherwise.
+std::string different_words(const std::string& of, const std::string& than) {
+  const auto words_of = [](const std::string& text) {
+    std::istringstream in(text);
+    return std::vector<std::string>(std::istream_iterator<std::string>(in), {});
+  };
+  const auto others = words_of(than);
+  std::string different;
+  for (const auto& word : words_of(of)) {
+    if (std::find(others.begin(), others.end(), word) == others.end())
+      different += (different.empty() ? "" : " ") + word;
+  }
+  return different;
+}
+
 void compare_options(const std::string& chiefs, int rank, const std::string& options) {
   if (options == chiefs) return;
-  throw InvalidArgument("the ranks have different options: rank 0 has " + chiefs + "; rank " + std::to_string(rank) +
-                        " has " + options + "; pass the same everywhere");
+  throw InvalidArgument("the ranks have different options: rank 0 has " + different_words(chiefs, options) + ", rank " +
+                        std::to_string(rank) + " has " + different_words(options, chiefs) +
+                        "; pass the same everywhere");
 }
 
 void compare_options(const std::string& options, comm::Communicator& workers) {
@@ -377,7 +394,7 @@ void join_job(Groups& groups, ServerJob& job, const server::Standing& standing, 
 std::string in_words(const Cluster& cluster, const ServerOptions& server_options) {
   std::string text = " servers=";
   for (const auto& address : cluster.servers) text += address + ',';
-  text += " staleness=" + (server_options.staleness ? std::to_string(*server_options.staleness) : "None");
+  text += " staleness=" + (server_options.staleness ? std::to_string(*server_options.staleness) : "any");
   return text + " workers=" + std::to_string(cluster.num_workers);
 }
 

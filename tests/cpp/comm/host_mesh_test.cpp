@@ -15,6 +15,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "core/wait_hook.h"
 #include "cpp/catch.h"
 #include "cpp/comm/shared_value.h"
 #include "net/rendezvous.h"
@@ -262,4 +263,41 @@ TEST_CASE("a worker that never comes is a Timeout that names it", "[comm]") {
   options.num_workers = 3;
   options.timeout = Milliseconds(100);
   CHECK(contains(message_of<Timeout>([&] { HostMesh::connect(store, options); }), "worker 1, worker 2"));
+}
+
+TEST_CASE("what a thread looks at while it waits ends the wait for others to meet", "[comm]") {
+  struct Interrupted {};
+  int calls = 0;
+  const WaitHook hook([&] {
+    if (++calls == 5) throw Interrupted();
+  });
+  c10d::HashStore store;
+  HostMesh::Options options;
+  options.num_workers = 2;
+  const auto started = Clock::now();
+  SECTION("nobody is there") { CHECK_THROWS_AS(HostMesh::connect(store, options), Interrupted); }
+  SECTION("the other has said where it is, and does not call") {
+    net::set_text(store, "mesh/1", "muster-somewhere " + net::host_identity() + " 1");
+    CHECK_THROWS_AS(HostMesh::connect(store, options), Interrupted);
+  }
+  CHECK(Clock::now() - started < Seconds(5));
+}
+
+TEST_CASE("what a thread looks at while it waits ends the wait for what another sends", "[comm]") {
+  struct Interrupted {};
+  const std::string address = free_address();
+  CHECK(run_threads(2, [&](int rank) {
+          const auto mesh = make_mesh(address, rank, 2);
+          if (rank == 0) {
+            net::UnixListener("muster-test-" + net::random_name()).accept(Clock::now() + Seconds(1));  // is late
+            return;
+          }
+          const WaitHook hook([] { throw Interrupted(); });
+          try {
+            mesh->share_memory(100);
+          } catch (const Interrupted&) {
+            return;
+          }
+          MUSTER_CHECK(false);
+        }) == "");
 }

@@ -1,9 +1,11 @@
 #include "net/unix_socket.h"
 
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstring>
+#include <thread>
 
 #include "cpp/catch.h"
 #include "muster/error.h"
@@ -62,6 +64,19 @@ TEST_CASE("the end of a peer is seen, and sending to it is an error", "[net]") {
   REQUIRE(wait_readable({pair.callee.get()}, in(5'000)));
   CHECK(pair.callee.receive(message) == UnixSocket::Status::end);
   CHECK_THROWS_AS(pair.callee.send("x", {}, in(1'000)), CommError);
+}
+
+TEST_CASE("a call waits for its place where more call than may queue", "[net]") {
+  const std::string name = "muster-test-" + random_name();
+  const FileDescriptor listener = listen_at(name, SOCK_SEQPACKET);
+  REQUIRE(::listen(listener.get(), 0) == 0);  // as a system that cuts queues
+  const UnixSocket first = UnixSocket::connect(name);
+  CHECK_THROWS_AS(UnixSocket::connect(name), CommError);
+  std::thread accepting([&] {
+    for (int i = 0; i < 2; ++i) accept_from(listener, in(5'000));
+  });
+  CHECK_NOTHROW(UnixSocket::connect(name, in(5'000)));
+  accepting.join();
 }
 
 TEST_CASE("deadlines: nobody calls, nobody reads", "[net]") {
