@@ -1,4 +1,5 @@
 #include <muster/error.h>
+#include <muster/parameters_after.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <string>
@@ -10,6 +11,12 @@ namespace muster {
 namespace {
 
 namespace py = pybind11;
+
+// An attribute of the class says that they are whole.
+py::dict attributes_of(const CommError& error) {
+  using py::literals::operator""_a;
+  return parameters_after(error) == Parameters::torn ? py::dict("parameters"_a = "torn") : py::dict();
+}
 
 // Looked up when an error arrives: the module holds nothing that would outlive the interpreter.
 void set_error(const char* name, const Error& error, const py::dict& attributes = {}) {
@@ -24,14 +31,14 @@ void translate(std::exception_ptr pointer) {
   try {
     std::rethrow_exception(std::move(pointer));
   } catch (const PeerLost& e) {
-    set_error("PeerLost", e, py::dict("rank"_a = e.rank()));
+    set_error("PeerLost", e, py::dict("rank"_a = e.rank(), **attributes_of(e)));
   } catch (const RemoteError& e) {
     set_error("RemoteError", e,
               py::dict("rank"_a = e.rank(), "replica"_a = e.replica(), "type"_a = e.type(), "text"_a = e.text()));
   } catch (const Timeout& e) {
-    set_error("Timeout", e);
+    set_error("Timeout", e, attributes_of(e));
   } catch (const CommError& e) {
-    set_error("CommError", e);
+    set_error("CommError", e, attributes_of(e));
   } catch (const InvalidArgument& e) {
     set_error("InvalidArgument", e);
   } catch (const LayoutMismatch& e) {

@@ -39,6 +39,18 @@ class PeerMemory {
   /// Where an address that rank `rank` was given by its address_of lies in this process. Thread-safe.
   virtual const void* at(int rank, uint64_t address) const noexcept = 0;
 
+  /// Between these two, which all ranks call with a collective before the second, a rank stores into memory that others
+  /// read. begin_stores throws what ended the group: of a group that has ended no rank begins to store, whoever comes
+  /// late. Local; a store and a load.
+  virtual void begin_stores() = 0;
+  virtual void end_stores() noexcept = 0;
+
+  /// Whether something ended the group. Thread-safe, does not block.
+  virtual bool has_ended() const noexcept = 0;
+  /// Of a group that has ended: whether a rank had begun stores of which this rank cannot say that all of them were
+  /// made.
+  virtual bool may_have_stores() const noexcept = 0;
+
   /// Where every rank's `tensor` lies in this process; see visit(). Collective, blocking.
   std::vector<void*> find(const at::Tensor& tensor, uint64_t tag, int size) {
     std::vector<void*> found;

@@ -60,6 +60,11 @@ class SharedCommunicator final : public Communicator, public PeerMemory {
 
   const void* at(int rank, uint64_t address) const noexcept override { return group_->space().at(rank, address); }
 
+  void begin_stores() override { group_->begin_stores(); }
+  void end_stores() noexcept override { group_->end_stores(); }
+  bool has_ended() const noexcept override { return group_->has_ended(); }
+  bool may_have_stores() const noexcept override { return group_->may_have_stores(); }
+
   void begin_scope(uint64_t scope) override { group_->begin_scope(scope); }
   void end_scope(ScopeEnd end, const std::string& reason) override { group_->end_scope(end, reason); }
   void abort(const std::string& reason) noexcept override { group_->abort(reason); }

@@ -84,6 +84,7 @@ struct RankSlot {
   std::atomic<uint32_t> left;           // 1 once it closed in good order
   alignas(64) std::atomic<Key> passed;  // operations whose headers it will not read again
   std::atomic<Key> at_work;             // 1 + the operation of which it reduces a piece; 0: none
+  std::atomic<uint64_t> stores_begun;   // times it began to store into what peers read; see PeerMemory::begin_stores
   // The word a sleeping rank waits on, a Sleep: set by the rank, to kAwake by whoever wakes it.
   alignas(64) std::atomic<uint32_t> sleeping;
   alignas(64) FailureRecord failure;

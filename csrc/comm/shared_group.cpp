@@ -360,6 +360,24 @@ void Group::check() {
   if (failure_) std::rethrow_exception(failure_);
 }
 
+// Who fails names itself in `ended` and looks at `stores_begun` afterwards: one of the two sees the other.
+void Group::begin_stores() {
+  mine().stores_begun.store(stores_ended_ + 1);
+  try {
+    check();
+  } catch (...) {
+    mine().stores_begun.store(stores_ended_);
+    throw;
+  }
+}
+
+bool Group::may_have_stores() noexcept {
+  for (int p = 0; p < size_; ++p) {
+    if (slot(p).stores_begun.load() > stores_ended_) return true;
+  }
+  return false;
+}
+
 void Group::fail(FailureKind kind, int worker, const std::string& text) {
   if (control_.ended.load() == 0) publish_failure(kind, worker, text);
   if (control_.ended.load() != 0) return adopt_failure();

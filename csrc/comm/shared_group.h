@@ -86,6 +86,11 @@ class Group : public std::enable_shared_from_this<Group> {
 
   /// Throws what ended the group, if something did.
   void check();
+  bool has_ended() const noexcept { return control_.ended.load() != 0; }
+  /// See PeerMemory.
+  void begin_stores();
+  void end_stores() noexcept { ++stores_ended_; }
+  bool may_have_stores() noexcept;
   void abort(const std::string& reason) noexcept;
   /// Leaves in good order; what is still under way fails.
   void close() noexcept;
@@ -157,7 +162,8 @@ class Group : public std::enable_shared_from_this<Group> {
   uint64_t tick_ = 0;
   Key ring_occupants_[kRing] = {};  // 1 + key of the last header in each place; 0: none
   Key passed_by_all_ = 0;           // at least
-  bool is_idle_ = false;            // inside a wait
+  uint64_t stores_ended_ = 0;
+  bool is_idle_ = false;  // inside a wait
   std::chrono::nanoseconds spin_ = longest_spin_;
   uint32_t sleeps_ = 0;  // that followed no spin
   struct StagingUse {

@@ -5,8 +5,10 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 
@@ -148,7 +150,7 @@ void FlatOptimizer::follow(Entry& entry) {
   }
   entry.master_version = -1;
   entry.master = is_low(entry.dtype) ? empty_state(entry) : at::Tensor();
-  std::fill(std::begin(entry.is_common), std::end(entry.is_common), false);
+  std::fill(std::begin(entry.common), std::end(entry.common), nullptr);
 }
 
 at::TensorOptions FlatOptimizer::device_options(at::ScalarType dtype) const {
@@ -187,6 +189,10 @@ void FlatOptimizer::allocate(Entry& entry, size_t num_states) {
 }
 
 at::Tensor& FlatOptimizer::tensor_of(Entry& entry, size_t which) const {
+  return which == kMaster ? entry.master : entry.states[which];
+}
+
+const at::Tensor& FlatOptimizer::tensor_of(const Entry& entry, size_t which) const {
   return which == kMaster ? entry.master : entry.states[which];
 }
 
@@ -358,6 +364,17 @@ void FlatOptimizer::begin_step(size_t p, const FlatGroups& groups, bool is_commo
   }
 }
 
+// As if begin_step had not been called: nothing was stepped.
+void FlatOptimizer::take_back_step(size_t p) {
+  auto& entry = entries_[p];
+  value_of(entry.step) -= 1;
+  entry.num_states = static_cast<size_t>(std::count_if(std::begin(entry.states), std::end(entry.states),
+                                                       [](const auto& state) { return state.defined(); }));
+  if (value_of(entry.step) > 0 || entry.num_states > 0) return;
+  entry.started = false;
+  std::erase(started_, p);
+}
+
 void FlatOptimizer::step(std::vector<FlatGradient> gradients, const FlatGroups& groups,
                          const kernels::StepScalars* scalars, bool keep) {
   DividedStep whole;
@@ -382,7 +399,16 @@ void FlatOptimizer::step_divided(const DividedStep& divided, const FlatGroups& g
     if (gradient.dense.defined() || gradient.sparse.defined()) stepped.push_back(p);
   }
   used_.assign(is_streamed() ? entries_.size() : 0, 0);
-  for (const size_t p : stepped) begin_step(p, groups, divided.allocate_common != nullptr);
+  std::atomic<bool> has_begun{is_streamed()};
+  size_t num_counted = 0;
+  const auto take_back = c10::make_scope_exit([&] {
+    if (has_begun) return;
+    for (size_t i = 0; i < num_counted; ++i) take_back_step(stepped[i]);
+  });
+  for (const size_t p : stepped) {
+    begin_step(p, groups, divided.allocate_common != nullptr);
+    ++num_counted;
+  }
   if (divided.allocate_common) move_to_common(divided);
 
   std::vector<Segments> segments(shares.size());
@@ -410,7 +436,10 @@ void FlatOptimizer::step_divided(const DividedStep& divided, const FlatGroups& g
     enqueue(segments.front(), groups, scalars, keep);
   } else {
     const kernels::StepCopies copies{divided.displacements.data(), static_cast<int>(divided.displacements.size())};
-    const auto work = [&](size_t share) { run(segments[share], groups, *scalars, keep, copies); };
+    const auto work = [&](size_t share) {
+      has_begun = true;
+      run(segments[share], groups, *scalars, keep, copies);
+    };
     if (divided.for_each) {
       divided.for_each(work);
     } else {

@@ -45,6 +45,9 @@ struct DividedStep {
   std::vector<ptrdiff_t> displacements;
   /// As comm::PeerMemory::allocate_common, where there are several processes; else null.
   std::function<at::Tensor(int64_t bytes)> allocate_common;
+  /// With it: is given each state tensor that lies there from here on. Moved elsewhere, as by give_own_memory, it is
+  /// this process's alone again.
+  std::function<void(const at::Tensor& state)> note_common;
   /// Calls `work(share)` for every share, all at once where threads are at hand. Null: one after the other.
   std::function<void(const std::function<void(size_t share)>& work)> for_each;
 };
@@ -144,8 +147,8 @@ class FlatOptimizer {
     at::Tensor step;
     int64_t master_version = -1;  // of the parameter when the master copy was last equal to it
     size_t num_states = 0;        // equal on all ranks, also where this one owns nothing of them
-    // Whether all processes see states[s], and the master copy at kMaster.
-    bool is_common[kStates + 1] = {};
+    // Where all processes see states[s], and the master copy at kMaster; null where they do not. See is_common.
+    const void* common[kStates + 1] = {};
     bool started = false;
   };
 
@@ -160,7 +163,10 @@ class FlatOptimizer {
   void refresh_master(const Entry& entry, const Run& run) const;
   at::TensorOptions device_options(at::ScalarType dtype) const;
   at::Tensor empty_state(const Entry& entry) const;
+  const at::Tensor& tensor_of(const Entry& entry, size_t which) const;
+  bool is_common(const Entry& entry, size_t which) const;
   at::Tensor own_part(const Entry& entry, const at::Tensor& whole) const;
+  void take_back_step(size_t parameter);
   at::Tensor dense_of(const Entry& entry, const at::Tensor& sparse) const;
   void check_row_wise(const FlatParameter& parameter, const FlatGroups& groups) const;
   void check_sizes(const Entry& entry, const at::Tensor& whole, at::IntArrayRef sizes) const;

@@ -1,8 +1,6 @@
 // A flat optimizer's state in memory that several processes see.
 #include <ATen/ops/from_blob.h>
 
-#include <utility>
-
 #include "core/flat_layout.h"
 #include "optimizer/flat_optimizer.h"
 
@@ -27,7 +25,7 @@ void FlatOptimizer::move_to_common(const DividedStep& divided) {
     for (size_t which = 0; which <= kMaster; ++which) {
       const bool exists = which == kMaster ? entry.master.defined() : which < entry.num_states;
       const auto& parameter = entry.parameter;
-      if (!exists || entry.is_common[which] || parameter.is_row_wise || parameter.tensor.numel() == 0) continue;
+      if (!exists || is_common(entry, which) || parameter.is_row_wise || parameter.tensor.numel() == 0) continue;
       moves.push_back({p, which, bytes});
       bytes += (entry.parameter.tensor.numel() * size + kAlignment - 1) / kAlignment * kAlignment;
     }
@@ -48,7 +46,8 @@ void FlatOptimizer::move_to_common(const DividedStep& divided) {
       }
     }
     own = std::move(common);
-    entry.is_common[which] = true;
+    entry.common[which] = own.const_data_ptr();
+    divided.note_common(own);
     note_started(p);
   }
 }
@@ -57,7 +56,8 @@ void FlatOptimizer::move_to_common(const DividedStep& divided) {
 void FlatOptimizer::leave_common(size_t p) {
   auto& entry = entries_[p];
   for (size_t which = 0; which <= kMaster; ++which) {
-    if (!std::exchange(entry.is_common[which], false)) continue;
+    if (!is_common(entry, which)) continue;
+    entry.common[which] = nullptr;
     auto& tensor = tensor_of(entry, which);
     tensor = empty_state(entry).copy_(tensor);
     note_started(p);

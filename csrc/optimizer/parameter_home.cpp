@@ -7,6 +7,7 @@
 
 #include "comm/peer_memory.h"
 #include "core/flat_layout.h"
+#include "optimizer/own_memory.h"
 
 namespace muster {
 
@@ -24,12 +25,17 @@ ParameterHome::ParameterHome(const std::vector<at::Tensor>& parameters,
   // All replicas of a process show the same memory.
   std::vector<void*> homes;
   std::vector<comm::Work> works;
-  for (const auto& replica : replicas) {
-    const auto size = static_cast<size_t>(replica->size());
-    works.push_back(replica->peer_memory()->visit(
-        memory_, bytes, [&homes, size](void* const* data) { homes.assign(data, data + size); }));
+  try {
+    for (const auto& replica : replicas) {
+      const auto size = static_cast<size_t>(replica->size());
+      works.push_back(replica->peer_memory()->visit(
+          memory_, bytes, [&homes, size](void* const* data) { homes.assign(data, data + size); }));
+    }
+    for (auto& work : works) work.wait();
+  } catch (...) {
+    leave();
+    throw;
   }
-  for (auto& work : works) work.wait();
   homes.erase(std::unique(homes.begin(), homes.end()), homes.end());
   auto* const own = static_cast<std::byte*>(memory_.mutable_data_ptr());
   for (void* home : homes) {
@@ -66,6 +72,14 @@ void ParameterHome::bring_back(const std::function<std::vector<Run>(size_t param
         home, place.sizes, dense.strides(), [memory = memory_](void*) {}, dense.options().requires_grad(false));
     for (const auto& run : runs(i)) elements_of(values, run).copy_(elements_of(dense, run));
     parameter.set_data(values);
+  }
+}
+
+void ParameterHome::leave() {
+  const at::NoGradGuard no_grad;
+  const auto* const first = static_cast<const std::byte*>(memory_.const_data_ptr());
+  for (const auto& place : places_) {
+    if (place.parameter.const_data_ptr() == first + place.offset) give_own_memory(place.parameter);
   }
 }
 

@@ -30,6 +30,10 @@ class ParameterHome {
   /// The same while others may store what they own: of parameter i only `runs(i)` are copied.
   void bring_back(const std::function<std::vector<Run>(size_t parameter)>& runs);
 
+  /// Gives every parameter that lives here memory of its own, with its values. Local; others may still store here,
+  /// which no parameter sees then.
+  void leave();
+
   /// In bytes, from a parameter here to that of each other process.
   const std::vector<ptrdiff_t>& displacements() const noexcept { return displacements_; }
 

@@ -220,7 +220,6 @@ std::shared_ptr<StrategyCore> assemble(Topology topology, Groups groups, const S
   auto pool = std::make_shared<ReplicaPool>(topology.local_replicas(), threads);
   if (replica_threads == ReplicaThreads::own) pool->start();
   set_log_rank(topology.rank, topology.num_workers);
-  watch_sigterm();
   log(LogLevel::info, std::to_string(topology.num_replicas) + " replicas in " + std::to_string(topology.num_workers) +
                           " workers, " + std::to_string(threads) + " intra-op threads each");
   return std::make_shared<StrategyCore>(std::move(topology), std::move(groups), options, std::move(pool), seed);

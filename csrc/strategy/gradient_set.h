@@ -74,7 +74,7 @@ bool divides_steps(const Topology& topology, const Groups& groups, const Strateg
 /// replica thread is in the set.
 class GradientSet {
  public:
-  GradientSet(const ParameterRegistry& registry, const Topology& topology, const Groups& groups,
+  GradientSet(ParameterRegistry& registry, const Topology& topology, const Groups& groups,
               const StrategyOptions& options, const void* strategy, std::vector<int> parameters);
 
   /// The set's parameters (registry indices, ascending), trainable or not.
@@ -250,7 +250,7 @@ class GradientSet {
   const at::Tensor& values_of(const Tail& tail, size_t parameter) const;
   int worker_of(int replica) const;
 
-  const ParameterRegistry& registry_;
+  ParameterRegistry& registry_;
   const Topology& topology_;
   const Groups& groups_;
   const StrategyOptions& options_;
@@ -291,3 +291,5 @@ class GradientSet {
 };
 
 }  // namespace muster
+  // State of flat optimizers where other processes step it.
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> common_states_;

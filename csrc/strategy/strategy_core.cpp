@@ -12,6 +12,9 @@
 #include <utility>
 
 #include "comm/kernel_status.h"
+#include "comm/peer_memory.h"
+#include "core/log.h"
+#include "core/with_parameters.h"
 #include "muster/error.h"
 #include "server/row_source.h"
 #include "strategy/text_exchange.h"
@@ -93,10 +96,12 @@ void StrategyCore::leave() noexcept {
 
 // Nobody is in a call, and no replica in a step.
 void StrategyCore::let_go() {
+  sigterm_.end();
   const bool had_servers = has_servers();
   for (const auto& set : sets_) {
     if (set->servers() != nullptr) set->servers()->bring_rows_back();
   }
+  leave_memory();
   sets_.clear();
   groups_.gradients.clear();
   groups_.step.clear();
@@ -106,6 +111,61 @@ void StrategyCore::let_go() {
   // After the groups: a worker that waits in one of them for this one would never leave the server.
   if (had_servers) wait_for_leavers();
   if (groups_.servers) groups_.servers->embedded.reset();
+}
+
+void StrategyCore::leave_memory() noexcept {
+  try {
+    for (const auto& set : sets_) set->leave_memory();
+  } catch (const std::exception& error) {
+    log(LogLevel::warning, std::string("parameters stay in memory that the host's other workers see: ") + error.what());
+  }
+}
+
+// Where each element is stepped by one process for all, those that fail see whether somebody had begun. Elsewhere a
+// process steps for itself, but others' shards come later, devices do what was enqueued before the failure was seen,
+// and what servers sent may be of two steps.
+bool StrategyCore::may_be_torn(bool in_apply) const {
+  if (torn_ || is_streamed(topology_.devices.front()) || has_servers()) return true;
+  if (in_apply && (applied_ > 0 || options_.shard_optimizer)) return true;
+  return divides_steps_ && std::any_of(groups_.gradients.begin(), groups_.gradients.end(),
+                                       [](const auto& group) { return group->peer_memory()->may_have_stores(); });
+}
+
+// In a handler.
+void StrategyCore::fail_step(bool in_apply) {
+  const auto error = std::current_exception();
+  const auto has_ended = [&](const comm::CommunicatorPtr& group) {
+    return divides_steps_ && group && group->peer_memory() != nullptr && group->peer_memory()->has_ended();
+  };
+  if (has_tail_ && has_ended(groups_.workers)) {
+    // Those who are past what failed here would store into this process.
+    for (const auto& group : groups_.gradients)
+      group->abort("rank " + std::to_string(topology_.rank) + " failed in the exchange that follows a window");
+  }
+  const auto with_parameters = [&](const std::string& text) {
+    torn_ = may_be_torn(in_apply);
+    const auto step = std::to_string(in_apply ? steps_ : steps_ + 1);
+    return text + (torn_ ? ". Parameters and optimizer state here may be partly those before step " + step +
+                               " and partly those after it: go on from what was saved last"
+                         : ". Parameters and optimizer state here are whole, those before step " + step);
+  };
+  if (!groups_.gradients.empty() && has_ended(groups_.gradients.front()) && !busy()) leave_memory();
+  try {
+    std::rethrow_exception(error);
+  } catch (const KnowsParameters&) {
+    std::rethrow_exception(error);
+  } catch (const PeerLost& lost) {
+    const auto text = with_parameters(lost.what());
+    throw WithParameters<PeerLost>(torn_ ? Parameters::torn : Parameters::whole, lost.rank(), text);
+  } catch (const Timeout& late) {
+    const auto text = with_parameters(late.what());
+    throw WithParameters<Timeout>(torn_ ? Parameters::torn : Parameters::whole, text);
+  } catch (const CommError& failed) {
+    const auto text = with_parameters(failed.what());
+    throw WithParameters<CommError>(torn_ ? Parameters::torn : Parameters::whole, text);
+  } catch (...) {
+    std::rethrow_exception(error);
+  }
 }
 
 // Other workers may need the server that this process hosts.
@@ -348,9 +408,14 @@ std::vector<at::Tensor> StrategyCore::state_on_servers(const std::vector<int>& p
 void StrategyCore::step_flat(int set, FlatOptimizer& optimizer, const std::vector<int>& parameters,
                              const FlatGroups& groups) {
   const auto pass = enter();
-  sets_.at(static_cast<size_t>(set))->step(optimizer, parameters, groups, [this](const ReplicaPool::Task& work) {
-    pool_->run(work, poll_);
-  });
+  try {
+    sets_.at(static_cast<size_t>(set))->step(optimizer, parameters, groups, [this](const ReplicaPool::Task& work) {
+      pool_->run(work, poll_);
+    });
+  } catch (...) {
+    fail_step(/*in_apply=*/true);
+  }
+  ++applied_;
 }
 
 }  // namespace muster

@@ -21,6 +21,7 @@
 #include "strategy/gradient_set.h"
 #include "strategy/parameter_registry.h"
 #include "strategy/replica_pool.h"
+#include "strategy/sigterm.h"
 #include "strategy/skip_watch.h"
 #include "strategy/topology.h"
 
@@ -109,7 +110,9 @@ class StrategyCore {
   /// The parameters of a set changed (add_param_group): takes effect at its next window.
   void change_set(int set, std::vector<int> parameters);
 
-  /// Collective over workers at a window's end, local otherwise. Errors of the step itself leave the core usable.
+  /// Collective over workers at a window's end, local otherwise. Errors of the step itself leave the core usable. After
+  /// others of the group that steps, parameters and optimizer state are in memory of this process alone, and what is a
+  /// CommError is known to parameters_after().
   StepResult step(const StepCall& call);
   /// Closes the open window of every set; empty when none is open. `apply(set)` steps the set's optimizers;
   /// `fused(set)` as StepCall::fused.
@@ -178,7 +181,11 @@ class StrategyCore {
 
   /// Requests the end of training: `stopping()` turns true on all ranks at the same window's end.
   void stop() noexcept { stop_requested_ = true; }
-  bool stopping() const noexcept { return stopping_; }
+  /// Tells SIGTERM that somebody looks; see sigterm.h.
+  bool stopping() const noexcept {
+    SigtermWatch::note_look();
+    return stopping_;
+  }
 
   /// Collective over workers (one replica a worker): replaces `.grad` of a module's trainable parameters by its mean
   /// over workers; a parameter without a gradient anywhere keeps none. For backward by hand.
@@ -212,6 +219,9 @@ class StrategyCore {
   void choose_buckets();
   void check_callable() const;
   void find_outsiders();
+  void leave_memory() noexcept;
+  bool may_be_torn(bool in_apply) const;
+  [[noreturn]] void fail_step(bool in_apply);
   GradientSet& begin_call(int set);
   bool shares_casts() const;
   Loss call_in_precision(const StepCall& call, int local_replica) const;
@@ -224,6 +234,7 @@ class StrategyCore {
   StepResult end_window(GradientSet& set, const StepCall& call);
   void count_skipped(GradientSet& set, const WindowSums& sums);
   StepResult open_result(const GradientSet& set) const;
+  StepResult step_set(GradientSet& set, const StepCall& call);
   bool is(const std::exception_ptr& error, Failure::Kind kind) const { return error && describe_(error).kind == kind; }
   void raise_failures(const std::vector<ReplicaRun>& outcomes, const WindowSums* sums) const;
   std::shared_ptr<ReplicaContext> make_context(int local_replica, uint64_t t);
@@ -259,9 +270,8 @@ class StrategyCore {
   CallGate gate_;
 };
 
-/// After SIGTERM this process's strategies behave as if stop() had been called. Installed once, only where SIGTERM had
-/// its default action; a second SIGTERM then has it again.
-void watch_sigterm();
-bool sigterm_received() noexcept;
-
+  bool has_tail_ = false;  // of the running step: others may go on to store
+  int applied_ = 0;        // flat optimizers of the window that is being applied
+  bool torn_ = false;      // the parameters, by an error
+  SigtermWatch sigterm_;
 }  // namespace muster

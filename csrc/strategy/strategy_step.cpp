@@ -173,7 +173,7 @@ void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t 
       if (is(outcome.error, Failure::Kind::transport)) std::rethrow_exception(outcome.error);
       const bool reports = is(outcome.error, Failure::Kind::own);
       set.close_window(local_replica, reports ? describe_(outcome.error) : Failure{},
-                       stop_requested_ || sigterm_received());
+                       stop_requested_ || SigtermWatch::received());
     }
   } catch (...) {
     give_up(local_replica, outcome);
@@ -255,6 +255,16 @@ StepResult StrategyCore::step(const StepCall& call) {
   const auto pass = enter_alone("step");
   const OnDevice on_device(topology_.devices.front());
   auto& set = begin_call(call.set);
+  if (steps_ > 0 && call.call) SigtermWatch::note_step();
+  has_tail_ = false;
+  try {
+    return step_set(set, call);
+  } catch (...) {
+    fail_step(/*in_apply=*/false);
+  }
+}
+
+StepResult StrategyCore::step_set(GradientSet& set, const StepCall& call) {
   leave_step_group(set);
   const uint64_t t = ++calls_;
   if (call.call) rows_ = call.rows;
@@ -313,6 +323,7 @@ StepResult StrategyCore::step(const StepCall& call) {
       sums = set.finish_window(call.fused);
       if (sums.stop_requested) stopping_ = true;
     } else if (closing || dropping) {
+      has_tail_ = true;
       set.drop_window();
     } else {
       for (size_t r = 0; r < outcomes->size(); ++r) {
@@ -448,6 +459,7 @@ StepResult StrategyCore::end_window(GradientSet& set, const StepCall& call) {
   if (sums.stop_requested) stopping_ = true;
   const bool reported_here = std::all_of(sums.failures.begin(), sums.failures.end(),
                                          [&](const auto& failed) { return failed.rank == topology_.rank; });
+  has_tail_ = true;
   if (!reported_here && !set.told()) raise_failures({}, &sums);
   auto result = result_of(sums, sums.on_device ? 0 : set.loss_scale().scale);
   result.step = steps_;
@@ -469,6 +481,8 @@ StepResult StrategyCore::end_window(GradientSet& set, const StepCall& call) {
   count_skipped(set, sums);
   return result;
 }
+    applied_ = 0;
+    const auto applied = c10::make_scope_exit([&] { applied_ = 0; });
 
 void StrategyCore::count_skipped(GradientSet& set, const WindowSums& sums) {
   int64_t last_step = steps_;

@@ -15,6 +15,7 @@
 #include "kernels/math.h"
 #include "muster/error.h"
 #include "optimizer/gradient_norm.h"
+#include "optimizer/own_memory.h"
 #include "strategy/gradient_set.h"
 #include "strategy/window_tail.h"
 
@@ -111,7 +112,12 @@ void GradientSet::take_norm(const Tail& tail, double loss_scale) {
   const auto sums = used_sums(tail);
   const bool has_doubles =
       std::any_of(sums.begin(), sums.end(), [](const auto& sum) { return sum.scalar_type() == at::kDouble; });
-  if (!has_doubles) return;  // the square of an fp64 value may overflow
+  if (!has_doubles) {
+    // No step follows, and who closes now would take away the statistics that others still read.
+    groups_.workers->barrier().wait();
+    return;
+  }
+  // The square of an fp64 value may overflow.
   const auto finite = at::scalar_tensor(owned_are_finite(tail) ? 1 : 0, at::kInt);
   groups_.workers->all_reduce(finite, ReduceOp::min).wait();
   scalars_.finite = finite.item<int>();
@@ -229,7 +235,9 @@ void GradientSet::settle(const Tail& tail) {
   std::vector<at::Tensor> trained;
   for (const int p : trainable_) trained.push_back(registry_.parameter(0, static_cast<size_t>(p)));
   if (!home_ || !home_->fits(trained)) {
-    home_ = std::make_unique<ParameterHome>(trained, groups_.gradients);
+    auto home = std::make_unique<ParameterHome>(trained, groups_.gradients);
+    if (home_) home_->leave();
+    home_ = std::move(home);
     return;
   }
   home_->bring_back([&](size_t p) -> std::vector<Run> {
@@ -265,6 +273,10 @@ void GradientSet::step_divided(FlatOptimizer& optimizer, const Tail& tail, const
       return groups_.gradients.front()->peer_memory()->allocate_common(bytes);
     };
   }
+    divided.note_common = [&](const at::Tensor& state) {
+      std::erase_if(common_states_, [](const auto& noted) { return noted.expired(); });
+      common_states_.emplace_back(state.getIntrusivePtr());
+    };
   const auto is_large = [&] {
     int64_t elements = 0;
     for (const int index : parameters) elements += registry_.parameter(0, static_cast<size_t>(index)).numel();
@@ -275,7 +287,11 @@ void GradientSet::step_divided(FlatOptimizer& optimizer, const Tail& tail, const
       on_replicas([&](int local_replica) {
         const auto r = static_cast<size_t>(local_replica);
         work(r);
-        if (crosses_processes) groups_.gradients[r]->barrier().wait();
+        if (!crosses_processes) return work(r);
+        auto& memory = *groups_.gradients[r]->peer_memory();
+        memory.begin_stores();
+        groups_.gradients[r]->barrier().wait();
+        memory.end_stores();
       });
     };
   }

@@ -5,6 +5,8 @@ The C++ side raises the classes of the same names; bindings/errors.cpp turns one
 
 from __future__ import annotations
 
+from typing import Literal
+
 __all__ = [
     "AuthError",
     "CheckpointError",
@@ -33,7 +35,14 @@ class LayoutMismatch(Error, ValueError):
 
 
 class CommError(Error, RuntimeError):
-    """Communication failed; also the base of PeerLost and Timeout. After it the communicator is unusable."""
+    """Communication failed; also the base of PeerLost and Timeout. After it the communicator is unusable.
+
+    ``parameters`` says what became of parameters and optimizer state in this process: "whole", those that the last
+    step left, which can be saved and trained on; or "torn", which may be partly those before a step and partly those
+    after it, so that training goes on from what was saved last.
+    """
+
+    parameters: Literal["whole", "torn"] = "whole"
 
 
 class PeerLost(CommError, ConnectionError):

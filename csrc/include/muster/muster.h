@@ -13,6 +13,7 @@
 #include "muster/multi_worker.h"
 #include "muster/optim.h"
 #include "muster/options.h"
+#include "muster/parameters_after.h"
 #include "muster/parameter_server.h"
 #include "muster/partitioner.h"
 #include "muster/per_replica.h"

@@ -473,6 +473,26 @@ SHARED_MEMORY_TEST("a visit that ranks disagree about") {
         }) == "");
 }
 
+SHARED_MEMORY_TEST("of a group that has ended nobody begins to store, and who fails knows whether somebody had begun") {
+  const bool stores = GENERATE(false, true);
+  CHECK(TestType::run(2, [&](Communicator& c) {
+          PeerMemory& memory = *c.peer_memory();
+          memory.begin_stores();
+          c.barrier().wait();
+          memory.end_stores();
+          MUSTER_CHECK(!memory.may_have_stores());
+          MUSTER_CHECK(!memory.has_ended());
+          c.barrier().wait();
+          if (stores && c.rank() == 1) memory.begin_stores();
+          c.barrier().wait();
+          if (c.rank() == 0) c.abort("enough");
+          message_of<CommError>([&] { use_until_it_ends(c); });
+          MUSTER_CHECK(memory.has_ended());
+          MUSTER_CHECK(memory.may_have_stores() == stores);
+          if (c.rank() == 0) message_of<CommError>([&] { memory.begin_stores(); });
+        }) == "");
+}
+
 TEMPLATE_TEST_CASE("peers cannot visit memory of another process's own", "[comm]", Host, HostWithReplicas) {
   CHECK(TestType::run(2, [](Communicator& c) {
           const at::Tensor own = at::zeros({10});
