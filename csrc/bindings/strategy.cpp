@@ -145,6 +145,18 @@ StepCall step_call(const py::object& call, std::vector<int64_t> rows, const py::
   return step;
 }
 
+// Of (flat optimizer, its parameters' numbers, algorithm, rows of hyperparameters).
+std::vector<FlatStep> flat_steps_of(const py::object& given) {
+  std::vector<FlatStep> steps;
+  for (const auto& item : given) {
+    const auto fields = py::cast<py::tuple>(item);
+    steps.push_back(
+        {&py::cast<const FlatOptimizer&>(fields[0]), py::cast<std::vector<int>>(fields[1]),
+         flat_groups(py::cast<std::string>(fields[2]), py::cast<std::vector<std::vector<double>>>(fields[3]))});
+  }
+  return steps;
+}
+
 py::dict in_python(const StepResult& result) {
   using py::literals::operator""_a;
   return py::dict("stepped"_a = result.stepped, "step"_a = result.step, "loss"_a = result.loss,
@@ -231,13 +243,17 @@ void bind_core_class(py::module_& m) {
       .def("average_gradients", &StrategyCore::average_gradients, py::call_guard<Interruptible>());
   core.def("step",
            [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, int set, bool loader_ended,
-              bool fused, const py::object& apply, const py::object& interrupt,
+              bool fused, const py::object& apply, const py::object& flat_steps, const py::object& interrupt,
               const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& batches) {
              auto step = step_call(call, std::move(rows), interrupt, /*is_step=*/true);
              step.set = set;
              step.loader_ended = loader_ended;
              step.apply = callback(apply);
              step.fused = fused;
+             step.flat_steps = [kept = keep(flat_steps)] {
+               const py::gil_scoped_acquire gil;
+               return flat_steps_of((*kept)());
+             };
              for (const auto& [loader, epoch, batch] : batches) step.batches.push_back({loader, epoch, batch});
              StepResult result;
              {
@@ -247,11 +263,13 @@ void bind_core_class(py::module_& m) {
              return in_python(result);
            })
       .def("flush",
-           [](StrategyCore& c, const py::object& apply, const py::object& fused) -> py::object {
+           [](StrategyCore& c, const py::object& apply, const py::object& fused,
+              const py::object& flat_steps) -> py::object {
              std::optional<StepResult> result;
              {
                const auto kept = keep(apply);
                const auto kept_fused = keep(fused);
+               const auto kept_flat_steps = keep(flat_steps);
                const py::gil_scoped_release release;
                result = c.flush(
                    [&](int set) {
@@ -261,6 +279,10 @@ void bind_core_class(py::module_& m) {
                    [&](int set) {
                      const py::gil_scoped_acquire gil;
                      return py::cast<bool>((*kept_fused)(set));
+                   },
+                   [&](int set) {
+                     const py::gil_scoped_acquire gil;
+                     return flat_steps_of((*kept_flat_steps)(set));
                    },
                    c.options().drop_incomplete);
              }

@@ -116,6 +116,12 @@ class FlatOptimizer {
   const at::Tensor& step_count(size_t parameter) const;
   /// All of them, on the host: waits for the device.
   std::vector<float> step_counts() const;
+  /// What processes that divide a step must have alike of a parameter.
+  struct Standing {
+    float steps = 0;             ///< that it took; 0 on a device, which is not waited for
+    bool has_own_state = false;  ///< state that was loaded and no other process sees
+  };
+  Standing standing(size_t parameter) const;
   /// The fp32 master copy of a low-precision parameter, else undefined; a 1-dim run in a shard.
   const at::Tensor& master(size_t parameter) const;
 
@@ -157,16 +163,16 @@ class FlatOptimizer {
   void follow(Entry& entry);
   void allocate(Entry& entry, size_t num_states);
   at::Tensor& tensor_of(Entry& entry, size_t which) const;
+  const at::Tensor& tensor_of(const Entry& entry, size_t which) const;
+  bool is_common(const Entry& entry, size_t which) const;
   void move_to_common(const DividedStep& divided);
+  void take_back_step(size_t parameter);
   void leave_common(size_t parameter);
   void note_started(size_t parameter);
   void refresh_master(const Entry& entry, const Run& run) const;
   at::TensorOptions device_options(at::ScalarType dtype) const;
   at::Tensor empty_state(const Entry& entry) const;
-  const at::Tensor& tensor_of(const Entry& entry, size_t which) const;
-  bool is_common(const Entry& entry, size_t which) const;
   at::Tensor own_part(const Entry& entry, const at::Tensor& whole) const;
-  void take_back_step(size_t parameter);
   at::Tensor dense_of(const Entry& entry, const at::Tensor& sparse) const;
   void check_row_wise(const FlatParameter& parameter, const FlatGroups& groups) const;
   void check_sizes(const Entry& entry, const at::Tensor& whole, at::IntArrayRef sizes) const;

@@ -52,6 +52,21 @@ void FlatOptimizer::move_to_common(const DividedStep& divided) {
   }
 }
 
+bool FlatOptimizer::is_common(const Entry& entry, size_t which) const {
+  return entry.common[which] != nullptr && entry.common[which] == tensor_of(entry, which).const_data_ptr();
+}
+
+FlatOptimizer::Standing FlatOptimizer::standing(size_t p) const {
+  const auto& entry = entries_[p];
+  Standing standing;
+  if (!is_streamed()) standing.steps = *static_cast<const float*>(entry.step.const_data_ptr());
+  if (!entry.started || entry.parameter.is_row_wise || entry.parameter.tensor.numel() == 0) return standing;
+  for (size_t which = 0; which <= kMaster && !standing.has_own_state; ++which) {
+    standing.has_own_state = tensor_of(entry, which).defined() && !is_common(entry, which);
+  }
+  return standing;
+}
+
 // Before a step or values of this process alone.
 void FlatOptimizer::leave_common(size_t p) {
   auto& entry = entries_[p];

@@ -15,6 +15,7 @@
 #include "comm/kernel_status.h"
 #include "kernels/math.h"
 #include "muster/error.h"
+#include "strategy/memory_check.h"
 #include "strategy/text_exchange.h"
 #include "strategy/window_tail.h"
 
@@ -25,7 +26,7 @@ bool divides_steps(const Topology& topology, const Groups& groups, const Strateg
          !is_streamed(topology.devices.front()) && OwnerReduction::is_possible(*groups.gradients.front());
 }
 
-GradientSet::GradientSet(const ParameterRegistry& registry, const Topology& topology, const Groups& groups,
+GradientSet::GradientSet(ParameterRegistry& registry, const Topology& topology, const Groups& groups,
                          const StrategyOptions& options, const void* strategy, std::vector<int> parameters)
     : registry_(registry),
       topology_(topology),
@@ -141,6 +142,7 @@ void GradientSet::open_micro_batch(bool last, bool fused) {
           "parameter servers step AdamW, Adam, SGD or Adagrad alone (in C++ those of muster::optim); prepare() one "
           "over the parameters to train");
     }
+    find_written();
     if (layout_is_stale()) build_engines();
     if (servers_) servers_->open();
     windows_.assign(windows_.size(), {});
@@ -155,6 +157,30 @@ void GradientSet::open_micro_batch(bool last, bool fused) {
   to_owners_ = last && fused && divides_steps_ && !options_.keep_gradients;
   ++micro_batches_;
   for (auto& window : windows_) window.began = false;
+}
+
+void GradientSet::find_written() {
+  written_.clear();
+  agreement_.reset();
+  if (groups_.servers) return;
+  for (const int p : parameters_) {
+    if (!registry_.was_written(static_cast<size_t>(p))) continue;
+    registry_.doubt(static_cast<size_t>(p));
+    written_.push_back(p);
+  }
+  if (written_.empty()) return;
+  std::vector<MemoryOwner> owners;
+  for (size_t p = 0; p < registry_.num_parameters(); ++p)
+    owners.push_back({"parameter", registry_.name(p), registry_.parameter(0, p)});
+  check_share_no_memory(owners);
+}
+
+void GradientSet::agree_on(std::vector<FlatStep> steps) {
+  agreement_.emplace(registry_, std::move(steps), written_, divides_steps_);
+}
+
+void GradientSet::note_agreed() {
+  for (const int p : parameters_) registry_.note_agreed(static_cast<size_t>(p));
 }
 
 void GradientSet::open_window(int local_replica, int64_t rows) {
@@ -278,11 +304,15 @@ void GradientSet::close_window(int local_replica, const Failure& own_failure, bo
     for (const auto& buffer : buffers) extra += is_floating(buffer) ? buffer.numel() : 0;
   }
   const auto tail =
-      tail_of(at::zeros({Tail::fields + topology_.num_replicas + 2 * static_cast<int64_t>(trainable_.size()) +
-                         static_cast<int64_t>(buffers.size()) + extra},
+      tail_of(at::zeros({Tail::fields + Tail::numbers_of(topology_.num_replicas) +
+                         2 * static_cast<int64_t>(trainable_.size()) + static_cast<int64_t>(buffers.size()) + extra},
                         at::kDouble));
   tail[Tail::failures] = failure ? 1 : 0;
   tail[Tail::stops] = stop_requested ? 1 : 0;
+  if (agreement_) {
+    tail.digest(replica) = agreement_->digest();
+    tail.writes() = agreement_->has_writes() ? 1 : 0;
+  }
   if (!failure) {
     tail[Tail::contributions] = window.contributions;
     tail[Tail::mean_losses] = window.mean_losses;

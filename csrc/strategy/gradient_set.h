@@ -20,6 +20,7 @@
 #include "optimizer/flat_optimizer.h"
 #include "optimizer/gradient_norm.h"
 #include "optimizer/parameter_home.h"
+#include "strategy/agreement.h"
 #include "strategy/brief.h"
 #include "strategy/device_buffers.h"
 #include "strategy/device_window.h"
@@ -120,6 +121,13 @@ class GradientSet {
   /// different parameters: nothing can be reduced then.
   void open_window(int local_replica, int64_t rows);
 
+  /// Between open_micro_batch of a window's last micro-batch and its close, where workers are to compare what they step
+  /// from: the flat optimizers of the set.
+  void agree_on(std::vector<FlatStep> steps);
+
+  /// The parameters' values are equal over workers, as a step leaves them: unless other optimizers than flat ones step.
+  void note_agreed();
+
   /// Runs backward of one replica's loss, weighted. Throws InvalidArgument for a loss that is not a 0-dim floating
   /// tensor with a graph, or a metric that is not 0-dim.
   /// Without `overlaps` nothing is reduced before backward has ended.
@@ -148,6 +156,10 @@ class GradientSet {
   /// Between a fused finish_window and step(): leaves means in `.grad`, lets `edit` change them there, and takes the
   /// norm of what it left.
   void edit_means(const std::function<void()>& edit);
+
+  /// Gives parameters and optimizer state that other processes see memory of their own, with their values: nobody
+  /// writes to them any more. Local; once the group has ended, or before it is left.
+  void leave_memory();
 
   /// Norm of the mean gradient that the last fused window steps from, before clipping; 0-dim.
   at::Tensor grad_norm() const;
@@ -209,6 +221,7 @@ class GradientSet {
 
   bool layout_is_stale() const;
   void build_engines();
+  void find_written();
   void begin_engine(int local_replica, bool contributes, bool overlaps = true);
   void close_on_host(size_t local_replica, const Tail& tail, const Failure& failure);
   void close_on_device(size_t local_replica, const Tail& tail, const Failure& failure);
@@ -236,6 +249,7 @@ class GradientSet {
   void apply_mean(const Tail& tail, double divisor, WindowSums& sums);
   void apply_mean_on_device(const Tail& tail, WindowSums& sums);
   StepResult result_so_far() const;
+  void check_agreement(const Tail& tail);
   void take_norm(const Tail& tail, double loss_scale);
   bool keeps_means_first(const Tail& tail) const;
   void settle(const Tail& tail);
@@ -282,7 +296,11 @@ class GradientSet {
   Brief brief_;                          // to be given
   std::optional<Brief> heard_;           // in the last window
   std::unique_ptr<ParameterHome> home_;  // where other processes step for this one, too
+  // State of flat optimizers where other processes step it.
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> common_states_;
   const bool divides_steps_;
+  std::vector<int> written_;  // by user code, before the window
+  std::optional<Agreement> agreement_;
   int micro_batches_ = 0;
   bool to_owners_ = false;  // the window's sums
   bool told_ = false;       // in this window
@@ -291,5 +309,3 @@ class GradientSet {
 };
 
 }  // namespace muster
-  // State of flat optimizers where other processes step it.
-  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> common_states_;

@@ -10,6 +10,7 @@
 
 #include "muster/error.h"
 #include "server/row_source.h"
+#include "strategy/memory_check.h"
 #include "strategy/text_exchange.h"
 
 namespace muster {
@@ -107,6 +108,11 @@ void ParameterRegistry::check_local(const ModuleTensors& module) const {
 
 int ParameterRegistry::add(ModuleTensors module, comm::Communicator& workers) {
   check_local(module);
+  std::vector<MemoryOwner> owners;
+  for (size_t p = 0; p < names_.size(); ++p) owners.push_back({"parameter", names_[p], parameters_[0][p]});
+  for (const auto& [name, tensor] : module.parameters.front()) owners.push_back({"parameter", name, tensor});
+  for (const auto& [name, tensor] : module.buffers.front()) owners.push_back({"buffer", name, tensor});
+  check_share_no_memory(owners);
   compare_over_workers(describe(module), workers);
   const int number = num_modules_++;
   const auto prefix = number == 0 ? std::string() : std::to_string(number) + '.';
@@ -125,6 +131,7 @@ int ParameterRegistry::add(ModuleTensors module, comm::Communicator& workers) {
     modules_.push_back(number);
     for (size_t r = 0; r < replicas; ++r) parameters_[r].push_back(module.parameters[r][p].second);
     share_with_replicas(index);
+    note_agreed(index);
   }
   if (first_buffer_.empty()) first_buffer_.push_back(0);
   first_buffer_.push_back(first_buffer_.back() + module.buffers.front().size());
@@ -221,6 +228,17 @@ void ParameterRegistry::follow_moves(bool copies_all) {
       }
     }
   }
+}
+
+void ParameterRegistry::note_agreed(size_t p) {
+  if (agreed_.size() <= p) agreed_.resize(p + 1);
+  const auto& leaf = parameters_[0][p];
+  agreed_[p] = {leaf.const_data_ptr(), static_cast<uint32_t>(leaf._version())};
+}
+
+bool ParameterRegistry::was_written(size_t p) const noexcept {
+  const auto& leaf = parameters_[0][p];
+  return agreed_[p].data != leaf.const_data_ptr() || agreed_[p].version != static_cast<uint32_t>(leaf._version());
 }
 
 const EmbeddingRows* ParameterRegistry::rows_of(size_t parameter) const noexcept {

@@ -61,6 +61,13 @@ class ParameterRegistry {
   void set_buffers(int module, size_t local_replica, const std::vector<at::Tensor>& buffers);
   const std::vector<std::string>& buffer_names() const noexcept { return buffer_names_; }
 
+  /// A parameter's values are those of the other workers, as prepare() and steps leave them.
+  void note_agreed(size_t parameter);
+  /// Whether it was written or replaced since, in ways that torch counts: writes through `.data` leave no trace.
+  bool was_written(size_t parameter) const noexcept;
+  /// It counts as written until note_agreed().
+  void doubt(size_t parameter) noexcept { agreed_[parameter] = {nullptr, ~uint32_t{0}}; }
+
   /// Lets the other local replicas' leaves follow parameters of replica 0 that were moved or replaced (`.to()`,
   /// `load_state_dict(assign=True)`), in memory and in requires_grad, and copies on other devices those that were
   /// written since; with `copies_all` all of them, since who writes to `.data` leaves no trace.
@@ -81,6 +88,11 @@ class ParameterRegistry {
   std::vector<size_t> first_buffer_;  // by module, and the end
   std::unordered_map<const c10::TensorImpl*, int> index_;
   std::unordered_map<size_t, EmbeddingRows> rows_;
+  struct Agreed {
+    const void* data = nullptr;
+    uint32_t version = 0;
+  };
+  std::vector<Agreed> agreed_;                          // by parameter, of replica 0's
   std::vector<std::vector<uint32_t>> copied_versions_;  // [local replica][parameter], of replica 0's
   int num_modules_ = 0;
 };

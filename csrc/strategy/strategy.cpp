@@ -235,6 +235,15 @@ void Strategy::State::apply(int set) {
   }
 }
 
+std::vector<FlatStep> Strategy::State::flat_steps(int set) {
+  std::vector<FlatStep> steps;
+  for (auto* optimizer : steppers[set]) {
+    const auto& flat = **detail::flat_state_of(*optimizer);
+    steps.push_back({&flat.flat, flat.indices, detail::groups_of(*optimizer)});
+  }
+  return steps;
+}
+
 bool Strategy::State::loader_ended() const {
   return std::any_of(loaders.begin(), loaders.end(), [](const auto& loader) {
     const auto progress = loader.lock();
@@ -402,6 +411,7 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
   call.loader_ended = state_->loader_ended();
   call.apply = [this, set = call.set] { state_->apply(set); };
   call.fused = state_->is_fused(call.set);
+  call.flat_steps = [this, set = call.set] { return state_->flat_steps(set); };
   if (dealing) call.batches = dealing->current();
   if (parts.loader && parts.loader->sharing) parts.loader->sharing->stepped();
   StepResult result;
@@ -421,9 +431,9 @@ std::optional<StepResult> Strategy::flush() {
   const auto pass = state_->core->enter_alone("flush");
   state_->leave_passes();
   auto result = state_->call([&] {
-    return state_->core->flush([this](int set) { state_->apply(set); },
-                               [this](int set) { return state_->is_fused(set); },
-                               state_->core->options().drop_incomplete);
+    return state_->core->flush(
+        [this](int set) { state_->apply(set); }, [this](int set) { return state_->is_fused(set); },
+        [this](int set) { return state_->flat_steps(set); }, state_->core->options().drop_incomplete);
   });
   if (result) state_->settle(/*stepped=*/true);
   return result;

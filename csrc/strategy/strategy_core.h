@@ -51,6 +51,8 @@ struct StepCall {
   std::function<void()> apply;
   /// Whether `apply` steps all of them by step_flat(); else they step from `.grad`.
   bool fused = false;
+  /// With `fused`: what `apply` will give step_flat(), which workers compare before. Called on the stepping thread.
+  std::function<std::vector<FlatStep>()> flat_steps = {};
   /// See ReplicaPool::run.
   std::function<void()> poll;
   std::function<void()> interrupt;
@@ -115,8 +117,9 @@ class StrategyCore {
   /// CommError is known to parameters_after().
   StepResult step(const StepCall& call);
   /// Closes the open window of every set; empty when none is open. `apply(set)` steps the set's optimizers;
-  /// `fused(set)` as StepCall::fused.
+  /// `fused(set)` and `flat_steps(set)` as StepCall's.
   std::optional<StepResult> flush(const std::function<void(int set)>& apply, const std::function<bool(int set)>& fused,
+                                  const std::function<std::vector<FlatStep>(int set)>& flat_steps,
                                   bool drop_incomplete);
 
   /// A flat optimizer over parameters of the registry, (index, group) by parameter; sharded as the options say.
@@ -216,12 +219,12 @@ class StrategyCore {
   void check_open() const;
   void let_go();
   void wait_for_leavers();
-  void choose_buckets();
-  void check_callable() const;
-  void find_outsiders();
   void leave_memory() noexcept;
   bool may_be_torn(bool in_apply) const;
   [[noreturn]] void fail_step(bool in_apply);
+  void choose_buckets();
+  void check_callable() const;
+  void find_outsiders();
   GradientSet& begin_call(int set);
   bool shares_casts() const;
   Loss call_in_precision(const StepCall& call, int local_replica) const;
@@ -231,10 +234,10 @@ class StrategyCore {
   StepCall empty_call(int set, std::function<void()> apply, bool fused) const;
   void leave_step_group(GradientSet& set);
   void note_times(const StepCall& call, const std::vector<ReplicaRun>& outcomes);
+  StepResult step_set(GradientSet& set, const StepCall& call);
   StepResult end_window(GradientSet& set, const StepCall& call);
   void count_skipped(GradientSet& set, const WindowSums& sums);
   StepResult open_result(const GradientSet& set) const;
-  StepResult step_set(GradientSet& set, const StepCall& call);
   bool is(const std::exception_ptr& error, Failure::Kind kind) const { return error && describe_(error).kind == kind; }
   void raise_failures(const std::vector<ReplicaRun>& outcomes, const WindowSums* sums) const;
   std::shared_ptr<ReplicaContext> make_context(int local_replica, uint64_t t);
@@ -267,11 +270,11 @@ class StrategyCore {
   SkipWatch skip_watch_;  // where replicas work on streams
   std::atomic<bool> stop_requested_{false};
   std::atomic<bool> stopping_{false};
-  CallGate gate_;
-};
-
   bool has_tail_ = false;  // of the running step: others may go on to store
   int applied_ = 0;        // flat optimizers of the window that is being applied
   bool torn_ = false;      // the parameters, by an error
   SigtermWatch sigterm_;
+  CallGate gate_;
+};
+
 }  // namespace muster

@@ -77,6 +77,8 @@ struct Strategy::State {
   void bind_flat(torch::optim::Optimizer& optimizer);
   /// Whether the optimizers that the set was last used with all step from the reduced sums.
   bool is_fused(int set);
+  /// What apply() is going to use of them, where is_fused().
+  std::vector<FlatStep> flat_steps(int set);
   /// Steps the optimizers that the set was last used with.
   void apply(int set);
   bool loader_ended() const;

@@ -272,6 +272,9 @@ StepResult StrategyCore::step_set(GradientSet& set, const StepCall& call) {
   const bool dropping = call.loader_ended && !full && options_.drop_incomplete;
   const bool closing = full || (call.loader_ended && !dropping);
   set.open_micro_batch(closing, call.fused);
+  if (closing && topology_.num_workers > 1 && !groups_.servers) {
+    set.agree_on(call.fused && call.flat_steps ? call.flat_steps() : std::vector<FlatStep>());
+  }
   if (set.servers() != nullptr) set.servers()->note_batches(call.batches);
   if (closing && set.is_asked()) {
     Brief brief;
@@ -320,10 +323,10 @@ StepResult StrategyCore::step_set(GradientSet& set, const StepCall& call) {
     const bool agreed = closing && std::none_of(outcomes->begin(), outcomes->end(),
                                                 [](const ReplicaRun& outcome) { return outcome.transport != nullptr; });
     if (agreed) {
+      has_tail_ = true;
       sums = set.finish_window(call.fused);
       if (sums.stop_requested) stopping_ = true;
     } else if (closing || dropping) {
-      has_tail_ = true;
       set.drop_window();
     } else {
       for (size_t r = 0; r < outcomes->size(); ++r) {
@@ -386,7 +389,9 @@ void StrategyCore::note_times(const StepCall& call, const std::vector<ReplicaRun
 }
 
 std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>& apply,
-                                              const std::function<bool(int set)>& fused, bool drop_incomplete) {
+                                              const std::function<bool(int set)>& fused,
+                                              const std::function<std::vector<FlatStep>(int set)>& flat_steps,
+                                              bool drop_incomplete) {
   const auto pass = enter_alone("flush");
   check_callable();
   std::optional<StepResult> result;
@@ -397,7 +402,9 @@ std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>
       continue;
     }
     const int set = static_cast<int>(s);
-    result = step(empty_call(set, [&apply, set] { apply(set); }, fused(set)));
+    auto call = empty_call(set, [&apply, set] { apply(set); }, fused(set));
+    call.flat_steps = [&flat_steps, set] { return flat_steps(set); };
+    result = step(call);
   }
   return result;
 }
@@ -452,6 +459,7 @@ StepResult StrategyCore::open_result(const GradientSet& set) const {
 }
 
 StepResult StrategyCore::end_window(GradientSet& set, const StepCall& call) {
+  has_tail_ = true;
   const auto sums = [&] {
     const IntraOpThreads threads(pool_->threads_per_replica());
     return set.finish_window(call.fused);
@@ -459,7 +467,6 @@ StepResult StrategyCore::end_window(GradientSet& set, const StepCall& call) {
   if (sums.stop_requested) stopping_ = true;
   const bool reported_here = std::all_of(sums.failures.begin(), sums.failures.end(),
                                          [&](const auto& failed) { return failed.rank == topology_.rank; });
-  has_tail_ = true;
   if (!reported_here && !set.told()) raise_failures({}, &sums);
   auto result = result_of(sums, sums.on_device ? 0 : set.loss_scale().scale);
   result.step = steps_;
@@ -474,15 +481,16 @@ StepResult StrategyCore::end_window(GradientSet& set, const StepCall& call) {
     poll_ = call.poll;
     const auto forget = c10::make_scope_exit([&] { poll_ = nullptr; });
     const IntraOpThreads threads(pool_->threads_per_replica());
+    applied_ = 0;
+    const auto applied = c10::make_scope_exit([&] { applied_ = 0; });
     call.apply();
+    if (!call.fused) set.note_agreed();
     if (call.fused) result.grad_norm = set.grad_norm();
     at::autocast::clear_cache();
   }
   count_skipped(set, sums);
   return result;
 }
-    applied_ = 0;
-    const auto applied = c10::make_scope_exit([&] { applied_ = 0; });
 
 void StrategyCore::count_skipped(GradientSet& set, const WindowSums& sums) {
   int64_t last_step = steps_;

@@ -221,6 +221,7 @@ void GradientSet::step(FlatOptimizer& optimizer, const std::vector<int>& paramet
     const bool one_each = topology_.num_replicas == topology_.num_workers;
     optimizer.gather_parameters(is_on_device() && one_each ? *groups_.gradients.front() : *groups_.workers);
   }
+  for (const int p : parameters) registry_.note_agreed(static_cast<size_t>(p));
   if (!options_.keep_gradients) return;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& mean = means[i].sparse.defined() ? means[i].sparse : means[i].dense;
@@ -272,11 +273,11 @@ void GradientSet::step_divided(FlatOptimizer& optimizer, const Tail& tail, const
     divided.allocate_common = [&](int64_t bytes) {
       return groups_.gradients.front()->peer_memory()->allocate_common(bytes);
     };
-  }
     divided.note_common = [&](const at::Tensor& state) {
       std::erase_if(common_states_, [](const auto& noted) { return noted.expired(); });
       common_states_.emplace_back(state.getIntrusivePtr());
     };
+  }
   const auto is_large = [&] {
     int64_t elements = 0;
     for (const int index : parameters) elements += registry_.parameter(0, static_cast<size_t>(index)).numel();
@@ -286,16 +287,38 @@ void GradientSet::step_divided(FlatOptimizer& optimizer, const Tail& tail, const
     divided.for_each = [&](const std::function<void(size_t)>& work) {
       on_replicas([&](int local_replica) {
         const auto r = static_cast<size_t>(local_replica);
-        work(r);
         if (!crosses_processes) return work(r);
         auto& memory = *groups_.gradients[r]->peer_memory();
         memory.begin_stores();
+        work(r);
         groups_.gradients[r]->barrier().wait();
         memory.end_stores();
       });
     };
   }
   optimizer.step_divided(divided, groups, &scalars_, /*keep=*/false);
+}
+
+void GradientSet::leave_memory() {
+  if (home_) home_->leave();
+  for (const auto& noted : std::exchange(common_states_, {})) {
+    if (auto state = noted.lock()) give_own_memory(at::Tensor(std::move(state)));
+  }
+}
+
+// The window is dropped where something differs.
+void GradientSet::check_agreement(const Tail& tail) {
+  const bool differs = std::any_of(&tail.digest(0), &tail.digest(0) + topology_.num_replicas,
+                                   [&](double digest) { return digest != tail.digest(0); });
+  if (!differs && tail.writes() == 0) return;
+  try {
+    if (differs) agreement_->throw_difference(*groups_.workers);
+    for (const int p : agreement_->compare_values(*groups_.workers)) registry_.note_agreed(static_cast<size_t>(p));
+  } catch (const LayoutMismatch&) {
+    drop_window();
+    end_unchanged();
+    throw;
+  }
 }
 
 void GradientSet::apply_mean(const Tail& tail, double divisor, WindowSums& sums) {
@@ -415,6 +438,7 @@ WindowSums GradientSet::finish_window(bool fused) {
         "reduction=\"mean\" or \"sum\" throughout");
   }
   if (servers_) check_dense(tail);
+  if (agreement_) check_agreement(tail);
   for (int replica = 0; replica < topology_.num_replicas && sums.non_finite_at.empty(); ++replica) {
     const auto parameter = static_cast<int>(tail.non_finite(replica)) - 1;
     if (parameter >= 0) {

@@ -13,9 +13,10 @@ namespace muster {
 inline bool is_floating(const at::Tensor& tensor) { return at::isFloatingType(tensor.scalar_type()); }
 
 /// A view. fp64, so that weights are exact to 2^53: the fields, by replica the first parameter that was not finite,
-/// counts of dense and of sparse gradients by parameter, by buffer whether it was written, floating buffers.
-/// Where replicas work on streams it holds what the host knows: `weight` counts contributions like that field, floating
-/// buffers are never noted as written, and how many replicas noted each agreed metric stands in their values' place.
+/// by replica the digest of its worker's Agreement and whether that has writes, counts of dense and of sparse gradients
+/// by parameter, by buffer whether it was written, floating buffers. Where replicas work on streams it holds what the
+/// host knows: `weight` counts contributions like that field, floating buffers are never noted as written, and how many
+/// replicas noted each agreed metric stands in their values' place.
 struct GradientSet::Tail {
   enum Field : int64_t {
     weight = kernels::kWeight,
@@ -37,7 +38,10 @@ struct GradientSet::Tail {
   double* data() const { return static_cast<double*>(tensor.mutable_data_ptr()); }
   double& operator[](Field field) const { return data()[field]; }
   double& non_finite(int64_t replica) const { return data()[fields + replica]; }
-  double* counts() const { return data() + fields + replicas; }
+  double& digest(int64_t replica) const { return data()[fields + replicas + replica]; }
+  double& writes() const { return data()[fields + 2 * replicas]; }
+  static constexpr int64_t numbers_of(int64_t num_replicas) { return 2 * num_replicas + 1; }
+  double* counts() const { return data() + fields + numbers_of(replicas); }
   double* written() const { return counts() + 2 * parameters; }
   double* extra() const { return written() + num_buffers; }
 };

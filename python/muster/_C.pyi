@@ -217,10 +217,16 @@ class StrategyCore:
         loader_ended: bool,
         fused: bool,
         apply: Callable[[], None] | None,
+        flat_steps: Callable[[], Sequence[tuple[FlatOptimizer, Sequence[int], str, Sequence[Sequence[float]]]]],
         interrupt: Callable[[], None] | None,
         batches: Sequence[tuple[int, int, int]],
     ) -> dict[str, Any]: ...
-    def flush(self, apply: Callable[[int], None], fused: Callable[[int], bool]) -> dict[str, Any] | None: ...
+    def flush(
+        self,
+        apply: Callable[[int], None],
+        fused: Callable[[int], bool],
+        flat_steps: Callable[[int], Sequence[tuple[FlatOptimizer, Sequence[int], str, Sequence[Sequence[float]]]]],
+    ) -> dict[str, Any] | None: ...
     def run(self, call: Callable[[int], Any], rows: Sequence[int], interrupt: Callable[[], None] | None) -> None: ...
     def check_need_no_flat(self, parameters: Sequence[int]) -> None: ...
     def make_flat(

@@ -19,6 +19,9 @@ from muster.errors import InvalidArgument
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW"]
 
+FlatStep = tuple[_C.FlatOptimizer, list[int], str, list[list[float]]]
+"""A flat optimizer as a step uses it: its core, its parameters' numbers, its algorithm, hyperparameters by group."""
+
 _MASTER = "master"
 """State key of the fp32 copy of a low-precision parameter."""
 _MASTER_NUMBER = 3
@@ -38,6 +41,10 @@ class FlatState:
         self._flat = core.make_flat(optimizer._algorithm, list(zip(indices, groups, strict=True)), self._groups())
         loaded, optimizer._loaded = optimizer._loaded, None
         self.adopt(optimizer.state_by_position() if loaded is None else _by_position(loaded, optimizer))
+
+    def flat_step(self) -> FlatStep:
+        """What step() is going to use."""
+        return self._flat, self.indices, self._optimizer._algorithm, self._groups()
 
     def step(self, set_number: int) -> None:
         """Steps from the reduced sums of a closed window."""

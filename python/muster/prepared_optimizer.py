@@ -89,6 +89,12 @@ class PreparedOptimizer:
         assert self._flat._flat is not None
         self._flat._flat.connect_servers(set_number)
 
+    def flat_step(self) -> optim.FlatStep:
+        """With what step_fused would step."""
+        assert self._flat is not None
+        assert self._flat._flat is not None
+        return self._flat._flat.flat_step()
+
     def step_fused(self, set_number: int) -> None:
         """Applies the reduced sums of a set."""
         assert self._flat is not None

@@ -30,6 +30,7 @@ from muster.dealing import Dealer, Members
 from muster.default_group import DefaultGroup
 from muster.errors import InvalidArgument, LayoutMismatch
 from muster.module_watch import ModuleWatch
+from muster.optim import FlatStep
 from muster.options import StrategyOptions, device_names, options_of
 from muster.per_replica import PerReplica
 from muster.precision import LossScale, LossScaler
@@ -354,6 +355,7 @@ class Strategy:
                     any(loader.at_end for loader in self._loaders if self._counts(loader)),
                     self._is_fused(set_number),
                     lambda: self._apply(set_number),
+                    lambda: self._flat_steps(set_number),
                     self._interrupt,
                     self._dealt_batches(args),
                 ),
@@ -383,7 +385,7 @@ class Strategy:
     def flush(self) -> StepResult | None:
         """Closes the open window, or drops it with drop_incomplete; None when none is open. Collective."""
         open_sets = tuple(self._optimizers_of_set)
-        result = self._core.flush(self._apply, self._is_fused)
+        result = self._core.flush(self._apply, self._is_fused, self._flat_steps)
         if result is None:
             return None
         self._gradients_are_applied = True
@@ -580,6 +582,10 @@ class Strategy:
     def _is_fused(self, set_number: int) -> bool:
         positions = self._optimizers_of_set[set_number]
         return bool(positions) and all(self._optimizers[position].is_flat for position in positions)
+
+    def _flat_steps(self, set_number: int) -> list[FlatStep]:
+        """What workers compare before `_apply`."""
+        return [self._optimizers[position].flat_step() for position in self._optimizers_of_set[set_number]]
 
     def _apply(self, set_number: int) -> None:
         optimizers = [self._optimizers[position] for position in self._optimizers_of_set[set_number]]

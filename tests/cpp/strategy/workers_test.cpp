@@ -12,6 +12,8 @@
 #include "cpp/catch.h"
 #include "muster/mirrored.h"
 #include "muster/multi_worker.h"
+#include "muster/optim.h"
+#include "muster/parameters_after.h"
 #include "muster/strategy.h"
 #include "strategy/strategy_core.h"
 #include "support/local_process_group.h"
@@ -33,10 +35,11 @@ class Worker : public Strategy {
 using Body = std::function<void(Strategy& strategy)>;
 
 // Runs body at each of `n` workers with one replica each.
-std::string run_workers(int n, const Body& body, const StrategyOptions& options = {}) {
-  const auto gradients = comm::make_local(n, kTimeout);
-  const auto step = comm::make_local(n, kTimeout);
-  const auto workers = comm::make_local(n, kTimeout);
+std::string run_workers(int n, const Body& body, const StrategyOptions& options = {},
+                        comm::Milliseconds timeout = kTimeout) {
+  const auto gradients = comm::make_local(n, timeout);
+  const auto step = comm::make_local(n, timeout);
+  const auto workers = comm::make_local(n, timeout);
   return run_threads(n, [&](int rank) {
     const auto topology = one_replica_each(rank, n);
     const auto r = static_cast<size_t>(rank);
@@ -191,6 +194,56 @@ TEST_CASE("results are collected over workers", "[workers]") {
           MUSTER_CHECK(strategy.broadcast(at::scalar_tensor(strategy.rank(), at::kDouble), 1).item<double>() == 1);
           strategy.barrier();
         }) == "");
+}
+
+TEST_CASE("workers that would step otherwise than one another say so and change nothing", "[workers]") {
+  CHECK(run_workers(2, [](Strategy& strategy) {
+          auto model = strategy.prepare([] { return torch::nn::Linear(40, 40); });
+          muster::optim::AdamW optimizer(model->parameters(), 0.1);
+          strategy.prepare(optimizer);
+          const auto step = [&] {
+            return strategy.step([&](const at::Tensor& x) { return model->forward(x).square().mean(); },
+                                 at::ones({2, 40}));
+          };
+          step();
+          const auto weight = model->weight.detach().clone();
+          if (strategy.rank() == 1) optimizer.param_groups()[0].options().set_lr(0.5);
+          const auto rates = message_of<LayoutMismatch>(step);
+          MUSTER_CHECK(contains(rates, "rank 0 has lr 0.1") && contains(rates, "rank 1 has lr 0.5 in group 0"));
+          MUSTER_CHECK(model->weight.equal(weight));
+          optimizer.param_groups()[0].options().set_lr(0.1);
+          const at::NoGradGuard no_grad;
+          if (strategy.rank() == 0) model->bias.fill_(7);
+          MUSTER_CHECK(contains(message_of<LayoutMismatch>(step), "parameter 'bias' was written"));
+          model->bias.fill_(7);
+          MUSTER_CHECK(step().stepped);
+        }) == "");
+}
+
+TEST_CASE("after an error of communication a worker's parameters are known to be whole", "[workers]") {
+  CHECK(run_workers(
+            2,
+            [](Strategy& strategy) {
+              auto model = strategy.prepare([] { return torch::nn::Linear(40, 40); });
+              muster::optim::AdamW optimizer(model->parameters(), 0.1);
+              strategy.prepare(optimizer);
+              const auto step = [&] {
+                strategy.step([&](const at::Tensor& x) { return model->forward(x).square().mean(); },
+                              at::ones({2, 40}));
+              };
+              step();
+              if (strategy.rank() == 1) return;
+              const auto weight = model->weight.detach().clone();
+              try {
+                step();
+                MUSTER_CHECK(false);
+              } catch (const PeerLost& error) {
+                MUSTER_CHECK(parameters_after(error) == Parameters::whole);
+                MUSTER_CHECK(contains(error.what(), "are whole"));
+              }
+              MUSTER_CHECK(model->weight.equal(weight));
+            },
+            {}, Seconds(5)) == "");
 }
 
 TEST_CASE("an exception in one worker's step reaches the others and ends nothing", "[workers]") {
