@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "checkpoint/json.h"
+#include "core/plain_memory.h"
 #include "muster/error.h"
 
 namespace muster::checkpoint {
@@ -189,7 +190,7 @@ FileSum write_safetensors(const std::filesystem::path& path, const NamedTensors&
   file.write(&length, sizeof(length));
   file.write(header.data(), header.size());
   for (const auto& entry : entries) {
-    const auto tensor = tensors.at(entry.name).contiguous();
+    const auto tensor = in_plain_memory(tensors.at(entry.name)).contiguous();
     file.write(tensor.const_data_ptr(), tensor.nbytes());
   }
   return file.finish();

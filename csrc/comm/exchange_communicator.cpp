@@ -285,7 +285,10 @@ bool Exchange::match(Operation& op) {
     if (op.cards[r].presence != Presence::requests) continue;
     if (first < 0) first = r;
     const std::string mismatch = describe_mismatch(first, op.cards[first].request, r, op.cards[r].request);
-    if (!mismatch.empty()) throw LayoutMismatch(mismatch);
+    if (mismatch.empty()) continue;
+    if (op.cards[first].request.scope == 0) throw LayoutMismatch(mismatch);
+    op.error = std::make_exception_ptr(LayoutMismatch(mismatch));
+    return false;
   }
   if (first < 0) return false;
   const std::string what = describe(op.cards[first].request);

@@ -189,6 +189,8 @@ Roll NcclCommunicator::agree(Request request) {
 
 Roll NcclCommunicator::checked(Roll roll) {
   const std::string mismatch = roll.find_mismatch();
+  // In a scope all see it alike, on the host, before anything is launched.
+  if (!mismatch.empty() && scope_ != 0) throw LayoutMismatch(mismatch);
   if (!mismatch.empty()) {
     launcher_->clique().fail(std::make_exception_ptr(LayoutMismatch(mismatch)));
     launcher_->clique().check();

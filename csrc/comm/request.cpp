@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "comm/kernel_dtype.h"
+#include "core/plain_memory.h"
 #include "muster/error.h"
 
 namespace muster::comm {
@@ -27,12 +28,26 @@ void check_dense(const at::Tensor& tensor, const char* what) {
   }
 }
 
+void check_plain(const at::Tensor& tensor, const char* what) {
+  if (!is_lazy(tensor)) return;
+  throw InvalidArgument(std::string(what) +
+                        " reads memory as it is, and this tensor's conjugation or negation is not done there yet; call "
+                        "resolve_conj() and resolve_neg() first");
+}
+
+void set_shape(Request& request, const at::Tensor& tensor) {
+  request.ndim = static_cast<int8_t>(tensor.dim());
+  std::copy(tensor.sizes().begin(), tensor.sizes().end(), request.sizes);
+}
+
 Request of(OpKind kind, const at::Tensor& tensor, const char* what) {
   check_dense(tensor, what);
+  check_plain(tensor, what);
   Request request;
   request.kind = kind;
   request.dtype = static_cast<int8_t>(tensor.scalar_type());
   request.numel = tensor.numel();
+  if (tensor.dim() <= Request::kMaxDims) set_shape(request, tensor);
   return request;
 }
 
@@ -44,6 +59,10 @@ Request reducing(OpKind kind, const at::Tensor& tensor, ReduceOp op, const char*
   kernel_dtype(tensor.scalar_type());
   request.reduction = static_cast<int8_t>(op);
   return request;
+}
+
+std::string shape_of(const Request& request) {
+  return c10::str("of shape ", at::IntArrayRef(request.sizes, static_cast<size_t>(request.ndim)));
 }
 
 }  // namespace
@@ -69,12 +88,12 @@ Request all_gather_request(const at::Tensor& input) {
     throw InvalidArgument("all_gather takes tensors of at most " + std::to_string(Request::kMaxDims) +
                           " dimensions; flatten it first");
   }
+  check_plain(input, "all_gather");
   Request request;
   request.kind = OpKind::all_gather;
   request.dtype = static_cast<int8_t>(input.scalar_type());
-  request.ndim = static_cast<int8_t>(input.dim());
   request.numel = input.numel();
-  std::copy(input.sizes().begin(), input.sizes().end(), request.sizes);
+  set_shape(request, input);
   return request;
 }
 
@@ -108,11 +127,8 @@ std::string describe(const Request& request) {
       return "visit" + values;
     case OpKind::reduce_scatter:
       return "reduce_scatter" + reduction + values;
-    case OpKind::all_gather: {
-      std::string shape;
-      for (int d = 0; d < request.ndim; ++d) shape += (d ? ", " : "") + std::to_string(request.sizes[d]);
-      return "all_gather of shape [" + shape + "] " + c10::toString(static_cast<c10::ScalarType>(request.dtype));
-    }
+    case OpKind::all_gather:
+      return c10::str("all_gather ", shape_of(request), " ", static_cast<c10::ScalarType>(request.dtype));
     default:
       return "barrier";
   }
@@ -128,16 +144,21 @@ std::exception_ptr failed_in_scope(int worker, int rank, const std::string& who,
 }
 
 std::string describe_mismatch(int rank_a, const Request& a, int rank_b, const Request& b) {
-  bool agree = a.kind == b.kind && a.dtype == b.dtype && a.reduction == b.reduction && a.source == b.source &&
-               a.scope == b.scope && a.tag == b.tag && a.ndim == b.ndim;
-  if (a.kind == OpKind::all_gather) {
-    agree = agree && (a.ndim == 0 || std::equal(a.sizes + 1, a.sizes + a.ndim, b.sizes + 1));
-  } else {
-    agree = agree && a.numel == b.numel;
+  const bool is_gather = a.kind == OpKind::all_gather;
+  // In a scope the values are users'.
+  const bool compares_shapes = is_gather || a.scope != 0;
+  const int first_size = is_gather ? 1 : 0;
+  const bool has_equal_shapes =
+      a.ndim == b.ndim && (a.ndim == 0 || std::equal(a.sizes + first_size, a.sizes + a.ndim, b.sizes + first_size));
+  if (a.kind == b.kind && a.dtype == b.dtype && a.reduction == b.reduction && a.source == b.source &&
+      a.scope == b.scope && a.tag == b.tag && (is_gather || a.numel == b.numel) &&
+      (!compares_shapes || has_equal_shapes)) {
+    return {};
   }
-  if (agree) return {};
   const auto full = [&](const Request& request) {
     std::string text = describe(request);
+    if (compares_shapes && !has_equal_shapes && request.kind != OpKind::all_gather)
+      text += c10::str(" ", shape_of(request));
     if (a.tag != b.tag) text += " with tag " + std::to_string(request.tag);
     if (a.scope != b.scope) {
       text += request.scope == 0 ? " outside a step's scope" : " in scope " + std::to_string(request.scope - 1);
@@ -146,8 +167,8 @@ std::string describe_mismatch(int rank_a, const Request& a, int rank_b, const Re
   };
   return "ranks disagree: rank " + std::to_string(rank_a) + " asked for " + full(a) + ", rank " +
          std::to_string(rank_b) + " for " + full(b) +
-         ". Every rank must issue the same collectives in the same order; look for code that depends on the rank, "
-         "or models and data that differ between ranks";
+         ". Every rank must issue the same collectives in the same order, on values of the same shapes; look for code "
+         "that depends on the rank, or models and data that differ between ranks";
 }
 
 }  // namespace muster::comm

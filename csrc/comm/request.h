@@ -20,16 +20,17 @@ struct Request {
   OpKind kind = OpKind::barrier;
   int8_t dtype = 0;      ///< c10::ScalarType
   int8_t reduction = 0;  ///< ReduceOp; of the reducing kinds
-  int8_t ndim = 0;       ///< all_gather only
+  int8_t ndim = 0;       ///< of `sizes`; 0 where there are more than kMaxDims, which all_gather refuses
   int32_t source = 0;    ///< broadcast only
   uint64_t scope = 0;    ///< 1 + the scope's id, or 0 outside
   uint64_t tag = 0;
   int64_t numel = 0;
-  int64_t sizes[kMaxDims] = {};  ///< all_gather only
+  int64_t sizes[kMaxDims] = {};  ///< compared in scopes and by all_gather
 };
 
 /// Validates the tensors and states the request. Throws InvalidArgument: dtype without a kernel (reducing kinds),
-/// `mean`, a tensor that is not dense, too many dimensions, a source or an output size that does not fit.
+/// `mean`, a tensor that is not dense or lazy (plain_memory.h), too many dimensions, a source or an output size that
+/// does not fit.
 Request all_reduce_request(const at::Tensor& tensor, ReduceOp op, uint64_t tag);
 Request broadcast_request(const at::Tensor& tensor, int source, int size);
 Request all_gather_request(const at::Tensor& input);

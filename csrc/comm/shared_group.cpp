@@ -64,6 +64,7 @@ Group::Group(std::shared_ptr<SharedSpace> space, int rank, Milliseconds timeout)
 
 Work Group::issue(std::shared_ptr<Operation> operation) {
   check();
+  if (scope_error_) std::rethrow_exception(scope_error_);
   operation->group = shared_from_this();
   operation->key = make_key(epoch_, count_++);
   under_way_.push_back(operation);
@@ -332,6 +333,7 @@ void Group::end_scope(ScopeEnd end, const std::string& reason) {
         "a rank that issued collectives in a scope cannot be absent from it; end it as finished or failed");
   }
   scope_ = 0;
+  scope_error_ = nullptr;
   if (!failure_) end_epoch(end, reason);
 }
 

@@ -139,6 +139,7 @@ class Group : public std::enable_shared_from_this<Group> {
   bool reduce_pieces(Operation& op, size_t part);
   bool complete(Operation& op);
   bool fail_unmatched(Operation& op, int peer, PeerState state);
+  void fail_alone(Operation& op, std::exception_ptr error);
   void fail_left(const Operation& op, int peer);
   void start(Operation& op);
   void run_round(Operation& op, uint32_t round);
@@ -156,8 +157,9 @@ class Group : public std::enable_shared_from_this<Group> {
 
   std::deque<std::shared_ptr<Operation>> under_way_;
   uint64_t epoch_ = 0;
-  uint64_t count_ = 0;  // operations issued in the epoch
-  uint64_t scope_ = 0;  // 1 + id inside a scope
+  uint64_t count_ = 0;              // operations issued in the epoch
+  uint64_t scope_ = 0;              // 1 + id inside a scope
+  std::exception_ptr scope_error_;  // what ranks disagreed about in it; its later operations fail alike
   uint64_t tick_epoch_ = 0;
   uint64_t tick_ = 0;
   Key ring_occupants_[kRing] = {};  // 1 + key of the last header in each place; 0: none

@@ -123,10 +123,15 @@ bool Group::resolve(Operation& op) {
   for (const int p : op.present) {
     const std::string mismatch =
         describe_mismatch(first, op.entries[first]->header.request, p, op.entries[p]->header.request);
-    if (!mismatch.empty()) {
+    if (mismatch.empty()) continue;
+    // All that take part see it alike, and move no data.
+    if (op.header.request.scope != 0) {
+      scope_error_ = std::make_exception_ptr(LayoutMismatch(mismatch));
+      fail_alone(op, scope_error_);
+    } else {
       fail(FailureKind::mismatch, -1, mismatch);
-      return true;
     }
+    return true;
   }
   start(op);
   return true;
@@ -134,14 +139,12 @@ bool Group::resolve(Operation& op) {
 
 // Within a scope the operation alone fails; outside, the ranks have lost step.
 bool Group::fail_unmatched(Operation& op, int peer, PeerState state) {
-  if (op.staged > 0) staging_uses_[count_of(op.first_tick) % kStagingSlots].holds_result = false;
   const std::string what = describe(op.header.request);
   if (state == PeerState::left) {
     fail_left(op, peer);
   } else if (state == PeerState::failed) {
     const std::string reason = slot(peer).epochs[epoch_of(op.key) % kEpochs].reason;
-    op.error = failed_in_scope(space_->worker_of(peer), peer, describe_peer(peer), what, reason);
-    op.state = Operation::State::finished;
+    fail_alone(op, failed_in_scope(space_->worker_of(peer), peer, describe_peer(peer), what, reason));
   } else {
     const std::string text = describe_peer(peer) + " did not take part in " + what + ", which rank " +
                              std::to_string(rank_) + " issued as number " + std::to_string(count_of(op.key)) +
@@ -149,11 +152,17 @@ bool Group::fail_unmatched(Operation& op, int peer, PeerState state) {
     if (op.header.request.scope == 0) {
       fail(FailureKind::mismatch, -1, text);
     } else {
-      op.error = std::make_exception_ptr(LayoutMismatch(text));
-      op.state = Operation::State::finished;
+      fail_alone(op, std::make_exception_ptr(LayoutMismatch(text)));
     }
   }
   return true;
+}
+
+// The group goes on.
+void Group::fail_alone(Operation& op, std::exception_ptr error) {
+  if (op.staged > 0) staging_uses_[count_of(op.first_tick) % kStagingSlots].holds_result = false;
+  op.error = std::move(error);
+  op.state = Operation::State::finished;
 }
 
 void Group::fail_left(const Operation& op, int peer) {

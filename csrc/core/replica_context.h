@@ -21,6 +21,7 @@ struct ReplicaContext : c10::DebugInfoBase, std::enable_shared_from_this<Replica
   at::Generator generator;           ///< the replica's CPU stream; aten random ops without a generator draw from it
   at::Generator device_generator;    ///< likewise of its CUDA device; undefined where it has none
   std::shared_ptr<PartTimer> timer;  ///< of its part, stopped while it waits for others; null where nobody asks
+  uint64_t collectives = 0;          ///< that user code has asked for in this call
 };
 
 /// The context of the calling thread's replica, or null outside a step.

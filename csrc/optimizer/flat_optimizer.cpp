@@ -15,6 +15,7 @@
 #include "comm/kernel_dtype.h"
 #include "comm/kernel_status.h"
 #include "core/flat_layout.h"
+#include "core/plain_memory.h"
 #include "muster/error.h"
 #include "optimizer/parallel_kernels.h"
 
@@ -467,7 +468,7 @@ void FlatOptimizer::step_from_grad(const FlatGroups& groups) {
     if (!gradient.defined()) continue;
     follow(entry);
     leave_common(p);
-    const auto wide = gradient.to(accumulation_dtype(entry.dtype));
+    const auto wide = in_plain_memory(gradient.to(accumulation_dtype(entry.dtype)));
     if (wide.is_sparse()) {
       gradients[p].sparse = wide.coalesce();
     } else if (entry.is_dense ? wide.strides() == entry.parameter.tensor.strides() : wide.is_contiguous()) {

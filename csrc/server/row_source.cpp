@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/plain_memory.h"
 #include "muster/error.h"
 
 namespace muster {
@@ -50,7 +51,7 @@ class FromWeight : public torch::autograd::Function<FromWeight> {
       values = gradient._values();
     } else {
       indices = numbers.unsqueeze(0);
-      values = gradient.contiguous();
+      values = in_plain_memory(gradient).contiguous();
     }
     const auto sizes = context->saved_data["sizes"].toIntVector();
     return {at::_sparse_coo_tensor_unsafe(indices, values, sizes, values.options().layout(at::kSparse)), at::Tensor(),

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include "core/plain_memory.h"
+
 namespace muster::detail {
 
 namespace {
@@ -32,7 +34,10 @@ std::vector<int64_t> part_sizes(int64_t n, int parts, const std::vector<double>&
 }
 
 at::Tensor aligned(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_meta() || tensor.numel() == 0) return tensor;
+  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_meta() || is_lazy(tensor) ||
+      tensor.numel() == 0) {
+    return tensor;
+  }
   if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment == 0) return tensor;
   return tensor.clone();
 }

@@ -21,6 +21,9 @@ using Leaves = std::vector<at::Tensor>;
 /// In a step. The reduction of each leaf over the replicas that take part; gradients flow (for sum and mean by the sum
 /// convention: the gradient of a sum is the sum of the gradients; for min and max to the replicas that attain it, in
 /// equal parts). `mean` weighs each replica by `weight` (0-dim). Leaves of one dtype travel together.
+/// Backward of these collectives is made of such collectives: it can be differentiated again, as often as one likes,
+/// where all replicas do so, and a replica that leaves one out is LayoutMismatch at the others. Backward in another
+/// call than the collective's throws InvalidArgument.
 Leaves reduce_in_step(comm::Communicator& group, const Leaves& values, ReduceOp op, const at::Tensor& weight);
 
 /// In a step. Each leaf concatenated along dimension 0 in replica order (0-dim leaves are stacked); gradients flow.
