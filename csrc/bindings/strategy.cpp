@@ -244,7 +244,7 @@ void bind_core_class(py::module_& m) {
   core.def("step",
            [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, int set, bool loader_ended,
               bool fused, const py::object& apply, const py::object& flat_steps, const py::object& interrupt,
-              const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& batches) {
+              const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& batches, double usual_rows) {
              auto step = step_call(call, std::move(rows), interrupt, /*is_step=*/true);
              step.set = set;
              step.loader_ended = loader_ended;
@@ -254,6 +254,7 @@ void bind_core_class(py::module_& m) {
                const py::gil_scoped_acquire gil;
                return flat_steps_of((*kept)());
              };
+             step.usual_rows = usual_rows;
              for (const auto& [loader, epoch, batch] : batches) step.batches.push_back({loader, epoch, batch});
              StepResult result;
              {

@@ -1,7 +1,9 @@
 #include "gradient/gradient_engine.h"
 
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
@@ -14,6 +16,7 @@
 #include "comm/device_segments.h"
 #include "comm/kernel_dtype.h"
 #include "comm/kernel_status.h"
+#include "core/plain_memory.h"
 #include "core/replica_context.h"
 #include "gradient/sparse_sum.h"
 #include "kernels/cuda/cuda_kernels.h"
@@ -23,10 +26,13 @@ namespace muster {
 
 namespace {
 
+// A complex parameter lies in its bucket as real and imaginary parts.
 ParameterSpec spec_of(const NamedParameter& parameter) {
-  const auto& tensor = parameter.tensor;
+  const auto tensor = as_real(parameter.tensor.detach());
   return {parameter.name, tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()};
 }
+
+int64_t num_reals(const at::Tensor& tensor) { return tensor.numel() * (tensor.is_complex() ? 2 : 1); }
 
 // Strides of dimensions of size 1 carry no meaning and differ between equal layouts.
 bool same_memory_order(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
@@ -238,7 +244,9 @@ void GradientEngine::allocate_buckets() {
     if (layout_index_[p] < 0) continue;
     const auto& slot = layout_.slots()[static_cast<size_t>(layout_index_[p])];
     auto& bucket = buckets_[static_cast<size_t>(slot.bucket)];
-    slot_views_[p] = bucket.sums.as_strided(parameters_[p].tensor.sizes(), slot.strides, slot.offset);
+    const auto& sizes = layout_.parameters()[static_cast<size_t>(layout_index_[p])].sizes;
+    const auto view = bucket.sums.as_strided(sizes, slot.strides, slot.offset);
+    slot_views_[p] = parameters_[p].tensor.is_complex() ? at::view_as_complex(view) : view;
   }
   std::vector<int> engine_index;
   for (size_t p = 0; p < parameters_.size(); ++p) {
@@ -254,7 +262,7 @@ void GradientEngine::allocate_buckets() {
   }
   if (OwnerReduction::is_possible(*communicator_)) {
     std::vector<int64_t> numels;
-    for (const auto& parameter : parameters_) numels.push_back(parameter.tensor.numel());
+    for (const auto& parameter : parameters_) numels.push_back(num_reals(parameter.tensor));
     std::vector<OwnerReduction::Bucket> buckets;
     for (const auto& bucket : buckets_) {
       buckets.push_back({bucket.wire.defined() ? bucket.wire : bucket.sums, bucket.sums, bucket.parameters});
@@ -362,7 +370,32 @@ void GradientEngine::take_sparse(size_t p) {
   const auto taken = std::exchange(parameters_[p].tensor.mutable_grad(), at::Tensor());
   if (abandoned_ || !micro_batch_.contributes) return;
   states_[p].sparse_used = true;
-  sparse_[p] = add_sparse(sparse_[p], taken.is_sparse() ? taken : taken.to_sparse(1));
+  sparse_[p] = add_sparse(sparse_[p], taken.is_sparse() ? taken : in_plain_memory(taken).to_sparse(1), factor());
+}
+
+// 0-dim, where the parameters are; undefined for 1.
+at::Tensor GradientEngine::factor() const {
+  const auto options = at::TensorOptions(at::kDouble);
+  if (micro_batch_.gate == nullptr) {
+    return micro_batch_.factor == 1 ? at::Tensor() : at::scalar_tensor(micro_batch_.factor, options);
+  }
+  return at::from_blob(const_cast<double*>(micro_batch_.gate), {}, options.device(communicator_->device()));
+}
+
+// Whether kernels may read a gradient where it is: as its slot has it.
+bool GradientEngine::is_arranged(size_t p, const at::Tensor& gradient) const {
+  const auto& slot = layout_.slots()[static_cast<size_t>(layout_index_[p])];
+  return gradient.layout() == at::kStrided && !gradient.is_complex() && !is_lazy(gradient) &&
+         gradient.scalar_type() == parameters_[p].tensor.scalar_type() && same_memory_order(gradient, slot.strides);
+}
+
+// Rare: autograd keeps gradients in the parameter's own order.
+at::Tensor GradientEngine::arranged(size_t p, const at::Tensor& gradient) const {
+  const auto& strides = layout_.slots()[static_cast<size_t>(layout_index_[p])].strides;
+  const auto dense = gradient.detach().to_dense().to(parameters_[p].tensor.scalar_type());
+  auto real = as_real(in_plain_memory(dense));
+  if (same_memory_order(real, strides)) return real;
+  return at::empty_strided(real.sizes(), strides, real.options()).copy_(real);
 }
 
 // What comes on another stream is waited for there, and lives until it is packed.
@@ -394,8 +427,8 @@ void GradientEngine::plan_on_device(BucketState& bucket) {
     const auto p = static_cast<size_t>(index);
     const auto& slot = layout_.slots()[static_cast<size_t>(layout_index_[p])];
     const auto& tensor = parameters_[p].tensor;
-    slots.push_back({static_cast<uint64_t>(slot.offset), static_cast<uint64_t>(tensor.numel()),
-                     kernel_dtype(tensor.scalar_type())});
+    slots.push_back({static_cast<uint64_t>(slot.offset), static_cast<uint64_t>(num_reals(tensor)),
+                     kernel_dtype(c10::toRealValueType(tensor.scalar_type()))});
   }
   bucket.slots.follow(slots, communicator_->device());
   bucket.plan = {bucket.slots.items(), bucket.slots.num_items(), bucket.slots.chunks(), bucket.slots.num_chunks(),
@@ -414,12 +447,7 @@ void GradientEngine::pack_on_device(BucketState& bucket) {
     states_[p].packed = true;
     if (!gradient.defined() || drop) continue;
     states_[p].dense_used = true;
-    const auto& strides = layout_.slots()[static_cast<size_t>(layout_index_[p])].strides;
-    if (gradient.layout() != at::kStrided || !same_memory_order(gradient, strides) ||
-        gradient.scalar_type() != tensor.scalar_type()) {
-      gradient = at::empty_strided(tensor.sizes(), strides, tensor.options().requires_grad(false))
-                     .copy_(gradient.detach().to_dense());
-    }
+    if (!is_arranged(p, gradient)) gradient = arranged(p, gradient);
     sources[i] = gradient.const_data_ptr();
     kept.push_back(std::move(gradient));
   }
@@ -437,6 +465,7 @@ void GradientEngine::pack(BucketState& bucket) {
   auto* const sums = static_cast<std::byte*>(bucket.sums.mutable_data_ptr());
   const bool drop = abandoned_ || !micro_batch_.contributes;
   const bool lends = micro_batch_.to_owners && !micro_batch_.locate_non_finite && !bucket.wire.defined();
+  std::vector<at::Tensor> kept;
   for (int index : bucket.parameters) {
     const auto p = static_cast<size_t>(index);
     auto& state = states_[p];
@@ -453,37 +482,33 @@ void GradientEngine::pack(BucketState& bucket) {
                            static_cast<size_t>(slot.numel)};
     if (gradient.defined() && !drop) {
       state.dense_used = true;
-      if (gradient.layout() == at::kStrided && same_memory_order(gradient, slot.strides)) {
-        item.source = gradient.const_data_ptr();
-        item.source_dtype = kernel_dtype(gradient.scalar_type());
-        if (lends && !adds && gradient.scalar_type() == dtype) {
-          if (!owners_->lend(p, gradient, state.is_sole))
-            append_without(fresh, item, owners_->run(p, communicator_->rank()));
-          continue;
-        }
-      } else {
-        // Rare: autograd keeps gradients in the parameter's own order.
-        const auto dense = gradient.detach().to_dense();
-        const auto& view = slot_views_[p];
-        if (adds) {
-          view.add_(dense);
-        } else {
-          view.copy_(dense);
-        }
+      const bool is_read = is_arranged(p, gradient);
+      if (!is_read) kept.push_back(arranged(p, gradient));
+      const auto& source = is_read ? gradient : kept.back();
+      item.source = source.const_data_ptr();
+      item.source_dtype = kernel_dtype(source.scalar_type());
+      if (is_read && lends && !adds && source.scalar_type() == dtype) {
+        if (!owners_->lend(p, source, state.is_sole, micro_batch_.factor))
+          append_without(fresh, item, owners_->run(p, communicator_->rank()));
         continue;
       }
     }
     items.push_back(item);
   }
-  kernels::pack(fresh.data(), fresh.size(), /*accumulate=*/false);
-  kernels::pack(added.data(), added.size(), /*accumulate=*/true);
+  kernels::pack(fresh.data(), fresh.size(), /*accumulate=*/false, micro_batch_.factor);
+  kernels::pack(added.data(), added.size(), /*accumulate=*/true, micro_batch_.factor);
   for (int index : bucket.parameters) parameters_[static_cast<size_t>(index)].tensor.mutable_grad().reset();
 }
 
 // What was lent of a parameter goes into its bucket.
 void GradientEngine::take_back(size_t p) {
   const auto lent = owners_->take_back(p);
-  if (lent) elements_of(slot_views_[p], lent->run).copy_(elements_of(lent->gradient, lent->run));
+  if (!lent) return;
+  const auto from = elements_of(lent->gradient, lent->run);
+  const kernels::PackItem item{from.const_data_ptr(), kernel_dtype(from.scalar_type()),
+                               elements_of(slot_views_[p], lent->run).mutable_data_ptr(),
+                               static_cast<size_t>(lent->run.count)};
+  kernels::pack(&item, 1, /*accumulate=*/false, lent->factor);
 }
 
 void GradientEngine::locate_non_finite(const BucketState& bucket) {
@@ -603,7 +628,7 @@ void GradientEngine::reduce_sparse(const double* counts) {
     if (counts[p] > 0) {
       slot(p).add_(sum);
       sparse_[p].reset();
-      if (micro_batch_.to_owners) owners_->take_stats(p, slot(p));
+      if (micro_batch_.to_owners) owners_->take_stats(p, as_real(slot(p)));
       changes_owned |= micro_batch_.to_owners;
     } else {
       sparse_[p] = std::move(sum);

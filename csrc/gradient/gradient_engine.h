@@ -72,7 +72,8 @@ class GradientEngine {
     bool last = true;                ///< of the window: buckets are reduced
     bool contributes = true;         ///< false: gradients of this micro-batch are dropped (its weight is 0)
     bool overlaps = true;            ///< false: buckets are reduced after backward
-    const double* gate = nullptr;    ///< in the device's memory: where it is 0, as if contributes were false
+    double factor = 1;               ///< what its gradients are multiplied by on their way into the sums
+    const double* gate = nullptr;    ///< on a device, in its memory: instead of `factor`; 0: as if nothing contributed
     bool to_owners = false;          ///< the sums go to their owners alone: see owners()
     bool locate_non_finite = false;  ///< look for non-finite values before reducing; see first_non_finite()
   };
@@ -142,9 +143,10 @@ class GradientEngine {
   const std::vector<NamedParameter>& parameters() const noexcept { return parameters_; }
   const FlatLayout& layout() const noexcept { return layout_; }
 
-  /// Dense sums by parameter, with the parameter's sizes and the slot's strides, in the accumulation dtype: a view of
-  /// the bucket or, after wait() of sums that go to owners, the gradient itself (OwnerReduction::sum_in). Undefined for
-  /// a parameter that is not in the layout (sparse only).
+  /// Dense sums by parameter, with the parameter's sizes and the slot's strides, in the accumulation dtype (complex
+  /// where the parameter is, whose bucket has real and imaginary parts): a view of the bucket or, after wait() of sums
+  /// that go to owners, the gradient itself (OwnerReduction::sum_in). Undefined for a parameter that is not in the
+  /// layout (sparse only).
   const at::Tensor& slot(size_t parameter) const noexcept;
 
   /// Whether the parameter still has the accumulator that is hooked: a change of dtype makes another one.
@@ -167,6 +169,9 @@ class GradientEngine {
   void allocate_buckets();
   void pack(BucketState& bucket);
   void take_back(size_t parameter);
+  bool is_arranged(size_t parameter, const at::Tensor& gradient) const;
+  at::Tensor arranged(size_t parameter, const at::Tensor& gradient) const;
+  at::Tensor factor() const;
   void pack_on_device(BucketState& bucket);
   void plan_on_device(BucketState& bucket);
   void join_stream(const at::Tensor& gradient);

@@ -26,6 +26,7 @@ struct OwnerReduction::OwnedSums {
     double* partials;           // of the owned run
     Run run;                    // the owned one
     at::Tensor lent;            // the gradient that is read instead of the slot
+    double factor = 1;          // that it is multiplied by
     bool peers_read = false;    // they do so, too
     bool may_hold_sum = false;  // nobody else had it when it was lent
     bool holds_sum = false;
@@ -33,18 +34,23 @@ struct OwnerReduction::OwnedSums {
   comm::PeerMemory& peers;
   Bucket bucket;
   at::Tensor partials;
-  at::Tensor addresses;  // by parameter: where peers read this rank's gradient
+  at::Tensor addresses;  // by parameter: where peers read this rank's gradient; then, likewise, its factor there
   int ranks;
   int rank;
   std::vector<Parameter> parameters;  // in the bucket's order
 
   uint64_t& address(size_t i) const { return static_cast<uint64_t*>(addresses.mutable_data_ptr())[i]; }
+  double& factor_for_peers(size_t i) const {
+    return static_cast<double*>(addresses.mutable_data_ptr())[parameters.size() + i];
+  }
 
   void read_from_slot(size_t i) {
     auto& parameter = parameters[i];
     parameter.lent.reset();
     parameter.peers_read = parameter.may_hold_sum = parameter.holds_sum = false;
+    parameter.factor = 1;
     address(i) = parameter.slot;
+    factor_for_peers(i) = 1;
   }
 
   void let_go(bool of_sums) {
@@ -60,6 +66,7 @@ struct OwnerReduction::OwnedSums {
     const size_t sum_size = bucket.sums.element_size();
     auto* const sums = static_cast<std::byte*>(bucket.sums.mutable_data_ptr());
     std::vector<const void*> gradients(parameters.size() * size);
+    std::vector<double> factors(parameters.size() * size, 1.0);
     std::vector<kernels::ReduceSegment> segments;
     segments.reserve(parameters.size());
     for (size_t i = 0; i < parameters.size(); ++i) {
@@ -69,14 +76,21 @@ struct OwnerReduction::OwnedSums {
       const void** sources = gradients.data() + i * size;
       for (int r = 0; r < ranks; ++r) {
         const void* whole = peers.at(r, static_cast<const uint64_t*>(data[r])[i]);
-        if (r == rank && parameter.lent.defined()) whole = parameter.lent.const_data_ptr();
+        double& factor = factors[i * size + static_cast<size_t>(r)];
+        factor = static_cast<const double*>(data[r])[parameters.size() + i];
+        if (r == rank && parameter.lent.defined()) {
+          whole = parameter.lent.const_data_ptr();
+          factor = parameter.factor;
+        }
         sources[r] = static_cast<const std::byte*>(whole) + first * read_size;
       }
+      const double* const first_factor = factors.data() + i * size;
+      const bool is_scaled = std::any_of(first_factor, first_factor + size, [](double factor) { return factor != 1; });
       parameter.holds_sum = parameter.may_hold_sum && parameter.lent.use_count() == 1;
       auto* const whole_sum = parameter.holds_sum ? static_cast<std::byte*>(parameter.lent.mutable_data_ptr())
                                                   : sums + parameter.offset * sum_size;
-      segments.push_back(
-          {sources, whole_sum + first * sum_size, parameter.partials, static_cast<size_t>(parameter.run.count)});
+      segments.push_back({sources, whole_sum + first * sum_size, parameter.partials,
+                          static_cast<size_t>(parameter.run.count), is_scaled ? first_factor : nullptr});
     }
     kernels::reduce_stats(kernel_dtype(bucket.read.scalar_type()), ranks, segments.data(), segments.size());
     for (auto& parameter : parameters) {
@@ -114,7 +128,7 @@ OwnerReduction::OwnerReduction(comm::Communicator& communicator, const FlatLayou
   for (const auto& bucket : buckets) {
     const auto count = static_cast<int64_t>(bucket.parameters.size());
     owned_.push_back(std::make_shared<OwnedSums>(
-        OwnedSums{peers_, bucket, partials_, communicator.allocate(count, at::kLong), ranks, rank_, {}}));
+        OwnedSums{peers_, bucket, partials_, communicator.allocate(2 * count, at::kLong), ranks, rank_, {}}));
     if (bucket.read.numel() == 0) continue;
     const uint64_t address = address_in(peers_, bucket.read);
     auto& sums = *owned_.back();
@@ -124,23 +138,27 @@ OwnerReduction::OwnerReduction(comm::Communicator& communicator, const FlatLayou
       places_[p] = {&sums, sums.parameters.size()};
       sums.parameters.push_back(
           {offset, address + offset * bucket.read.element_size(), own_partials(p), run(p, rank_), {}});
-      sums.read_from_slot(places_[p].index);
     }
+    for (size_t i = 0; i < sums.parameters.size(); ++i) sums.read_from_slot(i);
   }
 }
 
 OwnerReduction::~OwnerReduction() = default;
 
-bool OwnerReduction::lend(size_t p, const at::Tensor& gradient, bool is_sole) {
+bool OwnerReduction::lend(size_t p, const at::Tensor& gradient, bool is_sole, double factor) {
   const auto [sums, index] = places_[p];
   if (sums == nullptr) return false;
   auto& parameter = sums->parameters[index];
   parameter.lent = gradient;
+  parameter.factor = factor;
   std::optional<uint64_t> address;
   if (gradient.nbytes() >= least_lent_bytes_) {
     address = peers_.address_of(gradient.const_data_ptr(), gradient.nbytes());
   }
-  if (address) sums->address(index) = *address;
+  if (address) {
+    sums->address(index) = *address;
+    sums->factor_for_peers(index) = factor;
+  }
   parameter.peers_read = address.has_value();
   // Other gradients' memory is used again before the step.
   parameter.may_hold_sum = parameter.peers_read && is_sole;
@@ -153,7 +171,7 @@ std::optional<OwnerReduction::Lent> OwnerReduction::take_back(size_t p) {
   const auto& parameter = sums->parameters[index];
   if (!parameter.lent.defined()) return std::nullopt;
   const Run whole{0, parameter.lent.numel()};
-  Lent lent{parameter.lent, parameter.peers_read ? whole : parameter.run};
+  Lent lent{parameter.lent, parameter.peers_read ? whole : parameter.run, parameter.factor};
   sums->read_from_slot(index);
   return lent;
 }

@@ -42,15 +42,16 @@ class OwnerReduction {
   /// What a rank owns of a parameter.
   const Run& run(size_t parameter, int rank) const noexcept { return runs_[parameter][static_cast<size_t>(rank)]; }
 
-  /// Local, before reduce(): the gradient (the dtype that is read, the slot's memory order) is read where it is, and
-  /// kept: by this rank until its reduction, by peers until release(). False where peers do not reach it, or it is
-  /// small: what they own of it is to be packed all the same. `is_sole`: nobody else knows its memory.
-  bool lend(size_t parameter, const at::Tensor& gradient, bool is_sole);
+  /// Local, before reduce(): the gradient (the dtype that is read, the slot's memory order) is read where it is, times
+  /// `factor`, and kept: by this rank until its reduction, by peers until release(). False where peers do not reach it,
+  /// or it is small: what they own of it is to be packed all the same. `is_sole`: nobody else knows its memory.
+  bool lend(size_t parameter, const at::Tensor& gradient, bool is_sole, double factor);
 
   /// A lent gradient, and what of it is in no bucket.
   struct Lent {
     at::Tensor gradient;
     Run run;
+    double factor;
   };
   /// Local, before reduce(): the bucket is read again, in which the caller puts what is not there.
   std::optional<Lent> take_back(size_t parameter);

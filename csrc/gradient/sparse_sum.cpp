@@ -1,12 +1,16 @@
 #include "gradient/sparse_sum.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 
 #include <vector>
 
 #include "core/flat_layout.h"
+#include "core/plain_memory.h"
 
 namespace muster {
 
@@ -24,8 +28,14 @@ at::Tensor add_coalesced(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-at::Tensor add_sparse(const at::Tensor& sum, const at::Tensor& gradient) {
-  const auto rows = gradient.detach().to(accumulation_dtype(gradient.scalar_type())).coalesce();
+at::Tensor add_sparse(const at::Tensor& sum, const at::Tensor& gradient, const at::Tensor& factor) {
+  const auto given = gradient.detach().to(accumulation_dtype(gradient.scalar_type())).coalesce();
+  auto values = in_plain_memory(given._values());
+  if (factor.defined()) {
+    const auto share = factor.to(c10::toRealValueType(values.scalar_type()));
+    values = at::where(share.ne(0), values * share, at::zeros({}, values.options()));
+  }
+  const auto rows = make_sparse(given._indices(), values, given.sizes())._coalesced_(true);
   return sum.defined() ? add_coalesced(sum, rows) : rows;
 }
 
@@ -41,14 +51,15 @@ at::Tensor sum_sparse_over_ranks(comm::Communicator& communicator, const at::Ten
         at::empty(sizes, parameter.options().dtype(accumulation_dtype(parameter.scalar_type())).requires_grad(false));
   }
   auto index_work = communicator.all_gather(indices);
-  auto value_work = communicator.all_gather(values);
+  auto value_work = communicator.all_gather(as_real(values));
   index_work.wait();
   value_work.wait();
   const auto all_indices = index_work.outputs();
   const auto all_values = value_work.outputs();
   std::vector<at::Tensor> level;
   for (size_t r = 0; r < all_indices.size(); ++r) {
-    level.push_back(make_sparse(all_indices[r].t(), all_values[r], parameter.sizes())._coalesced_(true));
+    const auto theirs = parameter.is_complex() ? at::view_as_complex(all_values[r]) : all_values[r];
+    level.push_back(make_sparse(all_indices[r].t(), theirs, parameter.sizes())._coalesced_(true));
   }
   while (level.size() > 1) {
     std::vector<at::Tensor> next;

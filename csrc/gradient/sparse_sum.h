@@ -7,8 +7,10 @@
 
 namespace muster {
 
-/// `sum + gradient` as a coalesced sparse COO tensor in the accumulation dtype; `sum` may be undefined.
-at::Tensor add_sparse(const at::Tensor& sum, const at::Tensor& gradient);
+/// `sum + factor * gradient` as a coalesced sparse COO tensor in the accumulation dtype, its values in plain memory;
+/// `sum` may be undefined. `factor` is 0-dim, undefined for 1; a gradient whose factor is 0 leaves no trace but its
+/// rows.
+at::Tensor add_sparse(const at::Tensor& sum, const at::Tensor& gradient, const at::Tensor& factor);
 
 /// Collective. The coalesced sum over ranks of `local` (coalesced, or undefined where the rank has no rows), equal in
 /// bits on every rank. `parameter` gives the sizes. Gradients have one sparse dimension, as those of torch.nn do.

@@ -90,7 +90,7 @@ struct StepScalars {
   double divisor;   ///< what turns the summed gradient into the mean
   double clip;      ///< what the mean is multiplied by: 1 unless clipping bites
   double norm;      ///< of the mean gradient, before clipping
-  double unit;      ///< power of two near the mean weight of this window: seeds of the next one are weight / unit
+  double unit;      ///< of weights: what gradients of the next window are multiplied by is weight / unit
   int32_t finite;   ///< 0: the optimizers change nothing
   int32_t dropped;  ///< 1: the window's weight is 0, or it has failures; nothing changes, the loss scale included
 
@@ -122,12 +122,13 @@ inline constexpr size_t report_bytes(uint32_t num_slots) noexcept {
 }
 
 /// Adds the partials (partial i to lane i % kPartialLanes in ascending order, lanes then folded in halves) and writes
-/// `scalars`, whose `unit` on entry is that of the window's seeds: divisor = weight / unit * scale, or scale alone for
-/// sums and where dropped; norm = sqrt(sum) / divisor; finite = the sum is finite; clip = clip_norm / (norm + 1e-6)
-/// where that is below 1, as torch.nn.utils.clip_grad_norm_. A window is dropped whose weight is not above 0 (NaN: a
-/// loss's weight was none) or that has failures; it keeps `unit`. Then steps[p] += 1 for each of the `num_parameters`
-/// whose used[p] > 0, unless skipped or dropped; then, with a `scale`, loss_scale_update. Last, with a `report`, that
-/// of the closed window, whose metrics are tail[kTailFields + slot] / weight, NaN where dropped.
+/// `scalars`, whose `unit` on entry is that of the window's weights: divisor = weight / unit * scale, or scale alone
+/// for sums and where dropped; unit = next_unit of the mean weight (step_math.h); norm = sqrt(sum) / divisor; finite =
+/// the sum is finite; clip = clip_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_. A
+/// window is dropped whose weight is not above 0 (NaN: a loss's weight was none) or that has failures; it keeps `unit`.
+/// Then steps[p] += 1 for each of the `num_parameters` whose used[p] > 0, unless skipped or dropped; then, with a
+/// `scale`, loss_scale_update. Last, with a `report`, that of the closed window, whose metrics are tail[kTailFields +
+/// slot] / weight, NaN where dropped.
 void finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,
                    size_t num_parameters, const WindowOptions& options, StepScalars* scalars, LossScaleState* scale,
                    WindowReport* report = nullptr, uint32_t num_slots = 0) noexcept;
@@ -192,10 +193,10 @@ struct LossTerms {
 /// and above 0: then weight += w, weighted loss += (w for a mean, 1 for a sum) * loss, contributions and mean or sum
 /// losses += 1, and each metric's slot += w * metric. Otherwise no loss and no metric leaves a trace, whatever they
 /// are, and a w that is negative or not finite makes the tail's weight NaN: every rank drops the window.
-/// *gate = 1 where it contributes, else 0. *seed, one element of `loss_dtype` or null without a loss, = (w /
-/// scalars->unit for a mean, 1 for a sum) * the scale (1 for a null `scale`), in double and rounded once; 0 where the
-/// loss does not contribute. With a `report`, that of the window so far, of this replica alone: neither skipped nor
-/// dropped, with NaN for the means of a weight that is not above 0.
+/// *gate = what pack multiplies the gradient by: w / scalars->unit for a mean, 1 for a sum, 0 where the loss does not
+/// contribute. *seed, one element of `loss_dtype` or null without a loss, = the scale (1 for a null `scale`), rounded
+/// once; 0 where the loss does not contribute. With a `report`, that of the window so far, of this replica alone:
+/// neither skipped nor dropped, with NaN for the means of a weight that is not above 0.
 void note_loss(const LossTerms& terms, const StepScalars* scalars, const LossScaleState* scale, double* tail,
                double* gate, void* seed, WindowReport* report) noexcept;
 
@@ -284,6 +285,7 @@ struct ReduceSegment {
   void* sum;                     ///< n elements: their sum along tree_reduce's tree; may be one of the same dtype
   double* partials;              ///< num_tiles(n), of the sum
   size_t n;
+  const double* factors = nullptr;  ///< what pack would have multiplied each rank's by; null: 1. Of f32 and f64 alone
 };
 
 inline constexpr int kMaxReduceRanks = 64;

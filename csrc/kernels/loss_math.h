@@ -98,8 +98,14 @@ MUSTER_HOST_DEVICE double weighted_metric(const LossMetric& metric, double weigh
   return weight * read_number(metric.value, metric.dtype);
 }
 
-MUSTER_HOST_DEVICE double seed_of(bool is_mean, double weight, double unit, double loss_scale) noexcept {
-  return contributes(weight) ? (is_mean ? weight / unit : 1.0) * loss_scale : 0.0;
+/// What a gradient is multiplied by on its way into the sum.
+MUSTER_HOST_DEVICE double share_of(bool is_mean, double weight, double unit) noexcept {
+  if (!contributes(weight)) return 0.0;
+  return is_mean ? weight / unit : 1.0;
+}
+
+MUSTER_HOST_DEVICE double seed_of(double weight, double loss_scale) noexcept {
+  return contributes(weight) ? loss_scale : 0.0;
 }
 
 // --- reports -------------------------------------------------------------------------------------------------------

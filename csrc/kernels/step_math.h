@@ -17,6 +17,12 @@ MUSTER_HOST_DEVICE double loss_scale_of(const LossScaleState* scale, double othe
   return scale != nullptr ? static_cast<double>(scale->scale) : otherwise;
 }
 
+/// A unit near the mean weight that is a power of two of the last one: sums do not depend on how far it has moved, so
+/// that a job which was interrupted goes on with the same bits.
+MUSTER_HOST_DEVICE double next_unit(double unit, double mean_weight) noexcept {
+  return unit * nearest_power_of_two(mean_weight / unit);
+}
+
 /// `scalars` of finish_window from the sum of squares. `loss_scale` is that of the window's seeds.
 MUSTER_HOST_DEVICE void close_scalars(double sum, const double* tail, double loss_scale, const WindowOptions& options,
                                       StepScalars* scalars) noexcept {
@@ -31,7 +37,7 @@ MUSTER_HOST_DEVICE void close_scalars(double sum, const double* tail, double los
   scalars->norm = norm;
   scalars->finite = is_finite(sum) ? 1 : 0;
   scalars->dropped = dropped ? 1 : 0;
-  if (!dropped) scalars->unit = nearest_power_of_two(weight / tail[kContributions]);
+  if (!dropped) scalars->unit = next_unit(scalars->unit, weight / tail[kContributions]);
 }
 
 /// See loss_scale_update.

@@ -26,9 +26,9 @@ std::vector<kernels::StatsSegment> segments_of(const std::vector<at::Tensor>& su
   };
   for (const auto& sum : sums) {
     if (sum.is_sparse()) {
-      append(sum._values(), sum._values().size(0));
+      append(dense_values(sum), sum._values().size(0));
     } else {
-      append(sum, 1);
+      append(dense_values(sum), 1);
     }
   }
   return segments;

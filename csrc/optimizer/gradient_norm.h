@@ -6,19 +6,20 @@
 #include <vector>
 
 #include "comm/device_segments.h"
+#include "core/plain_memory.h"
 #include "kernels/kernels.h"
 
 namespace muster {
 
-/// The rows of a sparse gradient, or all of a dense one.
+/// The rows of a sparse gradient, or all of a dense one; of complex values their parts.
 inline at::Tensor dense_values(const at::Tensor& gradient) {
-  return gradient.is_sparse() ? gradient._values() : gradient;
+  return as_real(gradient.is_sparse() ? gradient._values() : gradient);
 }
 
-/// `sums` are fp32 or fp64 tensors, in registration order: dense, or coalesced COO with one sparse dimension, whose
-/// rows have tiles of their own, so that it does not matter who has which row; `tail` is the window's, from
-/// kernels::kWeight on. Fills `scalars` by kernels::finish_window, whose `unit` is that of the window's seeds and is
-/// kept. A norm that overflows though every value is finite counts as finite.
+/// `sums` are fp32 or fp64 tensors, or complex ones of these, in registration order: dense, or coalesced COO with one
+/// sparse dimension, whose rows have tiles of their own, so that it does not matter who has which row; `tail` is the
+/// window's, from kernels::kWeight on. Fills `scalars` by kernels::finish_window, whose `unit` is that of the window's
+/// seeds and is kept. A norm that overflows though every value is finite counts as finite.
 void take_norm(const std::vector<at::Tensor>& sums, const double* tail, double clip_norm, double loss_scale,
                kernels::StepScalars& scalars);
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "core/plain_memory.h"
 #include "kernels/kernels.h"
 #include "muster/error.h"
 #include "optimizer/gradient_norm.h"
@@ -57,8 +58,9 @@ void LossScaler::unscale(torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> gradients;
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
-      const auto& gradient = parameter.grad();
+      auto& gradient = parameter.mutable_grad();
       if (!gradient.defined()) continue;
+      if (is_lazy(gradient)) gradient = in_plain_memory(gradient);
       if (gradient.scalar_type() == at::kHalf) {
         throw InvalidArgument(
             "a gradient is fp16: dividing it by the scale would lose it; keep parameters in fp32 and use Autocast");

@@ -1,11 +1,30 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/accumulate.h>
 
+#include <vector>
+
+#include "core/plain_memory.h"
 #include "muster/error.h"
 #include "strategy/strategy_core.h"
 
 namespace muster {
+
+namespace {
+
+// The dtype of a gradient on its way, real and imaginary parts apart.
+at::ScalarType travels_in(const at::Tensor& parameter) {
+  return accumulation_dtype(c10::toRealValueType(parameter.scalar_type()));
+}
+
+std::vector<int64_t> real_sizes(const at::Tensor& parameter) {
+  auto sizes = parameter.sizes().vec();
+  if (parameter.is_complex()) sizes.push_back(2);
+  return sizes;
+}
+
+}  // namespace
 
 void StrategyCore::average_gradients(int module) {
   const auto pass = enter();
@@ -36,10 +55,11 @@ void StrategyCore::average_gradients(int module) {
   for (auto dtype : {at::kFloat, at::kDouble}) {
     std::vector<at::Tensor> flat;
     for (size_t p = 0; p < parameters.size(); ++p) {
-      if (accumulation_dtype(parameters[p].scalar_type()) != dtype) continue;
+      if (travels_in(parameters[p]) != dtype) continue;
       const auto& gradient = parameters[p].grad();
-      flat.push_back(gradient.defined() ? gradient.to_dense().to(dtype).reshape(-1)
-                                        : at::zeros({parameters[p].numel()}, at::TensorOptions(dtype).device(device)));
+      flat.push_back(gradient.defined() ? as_real(gradient.to_dense()).to(dtype).reshape(-1)
+                                        : at::zeros({c10::multiply_integers(real_sizes(parameters[p]))},
+                                                    at::TensorOptions(dtype).device(device)));
     }
     if (flat.empty()) continue;
     const auto sums = at::cat(flat);
@@ -47,10 +67,13 @@ void StrategyCore::average_gradients(int module) {
     sums.div_(topology_.num_workers);
     int64_t offset = 0;
     for (size_t p = 0; p < parameters.size(); ++p) {
-      if (accumulation_dtype(parameters[p].scalar_type()) != dtype) continue;
+      if (travels_in(parameters[p]) != dtype) continue;
       auto& gradient = parameters[p].mutable_grad();
-      const auto mean = sums.narrow(0, offset, parameters[p].numel()).view(parameters[p].sizes());
-      offset += parameters[p].numel();
+      const auto sizes = real_sizes(parameters[p]);
+      const int64_t count = c10::multiply_integers(sizes);
+      const auto values = sums.narrow(0, offset, count).view(sizes);
+      const auto mean = parameters[p].is_complex() ? at::view_as_complex(values.clone()) : values;
+      offset += count;
       if (used.const_data_ptr<double>()[p] == 0) continue;
       if (gradient.defined() && gradient.layout() == at::kStrided) {
         gradient.copy_(mean);

@@ -11,7 +11,7 @@ namespace muster {
 /// A value: as things were before the window whose record carries it, but for `passes`, which know its batches.
 struct Brief {
   uint64_t since = 0;  ///< the step after which the worker that tells came in
-  double unit = 1;     ///< of seeds
+  double unit = 1;     ///< of weights
   double loss_scale = 1;
   uint32_t growth_tracker = 0;  ///< of the loss scale
   uint64_t steps = 0;           ///< windows closed

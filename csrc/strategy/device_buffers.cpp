@@ -8,6 +8,9 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/accumulate.h>
+
+#include "core/plain_memory.h"
 
 namespace muster {
 
@@ -15,10 +18,11 @@ namespace {
 
 bool is_whole(const at::Tensor& buffer) { return at::isIntegralType(buffer.scalar_type(), /*includeBool=*/true); }
 
-DeviceBuffers::Tensors floating_of(const DeviceBuffers::Tensors& buffers) {
+// Floating and complex ones.
+DeviceBuffers::Tensors averaged_of(const DeviceBuffers::Tensors& buffers) {
   DeviceBuffers::Tensors selected;
   for (const auto& buffer : buffers) {
-    if (at::isFloatingType(buffer.scalar_type())) selected.push_back(buffer.detach());
+    if (!is_whole(buffer)) selected.push_back(buffer.detach());
   }
   return selected;
 }
@@ -26,7 +30,7 @@ DeviceBuffers::Tensors floating_of(const DeviceBuffers::Tensors& buffers) {
 // End to end; undefined for none.
 at::Tensor joined(const DeviceBuffers::Tensors& buffers, at::ScalarType dtype) {
   DeviceBuffers::Tensors flat;
-  for (const auto& buffer : buffers) flat.push_back(buffer.reshape({-1}).to(dtype));
+  for (const auto& buffer : buffers) flat.push_back(as_real(buffer).reshape({-1}).to(dtype));
   return flat.empty() ? at::Tensor() : at::cat(flat);
 }
 
@@ -35,12 +39,16 @@ void divide_up(const at::Tensor& values, const DeviceBuffers::Tensors& buffers) 
   DeviceBuffers::Tensors parts;
   int64_t offset = 0;
   for (const auto& buffer : buffers) {
+    auto sizes = buffer.sizes().vec();
+    if (buffer.is_complex()) sizes.push_back(2);
+    const int64_t count = c10::multiply_integers(sizes);
     // An expanded one cannot be written, here or by anybody.
     if (at::has_internal_overlap(buffer) != at::MemOverlap::Yes) {
+      const auto part = values.narrow(0, offset, count).view(sizes);
       written.push_back(buffer);
-      parts.push_back(values.narrow(0, offset, buffer.numel()).view(buffer.sizes()));
+      parts.push_back(buffer.is_complex() ? at::view_as_complex(part.clone()) : part);
     }
-    offset += buffer.numel();
+    offset += count;
   }
   if (!written.empty()) at::_foreach_copy_(written, parts);
 }
@@ -48,7 +56,7 @@ void divide_up(const at::Tensor& values, const DeviceBuffers::Tensors& buffers) 
 }  // namespace
 
 void DeviceBuffers::note(const Tensors& buffers) {
-  noted_ = joined(floating_of(buffers), at::kDouble);
+  noted_ = joined(averaged_of(buffers), at::kDouble);
   noted_others_.clear();
   for (const auto& buffer : buffers) noted_others_.push_back({buffer, static_cast<int64_t>(buffer._version())});
 }
@@ -65,7 +73,7 @@ void DeviceBuffers::add_written(const Tensors& buffers, double* written) const {
 void DeviceBuffers::reduce(comm::Communicator& replicas, const Tensors& buffers, const double* written,
                            const at::Tensor& weight, Buffers policy) {
   works_.clear();
-  const auto values = joined(floating_of(buffers), at::kDouble);
+  const auto values = joined(averaged_of(buffers), at::kDouble);
   if (values.defined()) {
     const bool comparable = noted_.defined() && noted_.numel() == values.numel();
     const auto changed = comparable ? values.ne(noted_).to(at::kDouble) : at::ones_like(values);
@@ -91,7 +99,7 @@ void DeviceBuffers::wait() {
 }
 
 void DeviceBuffers::merge(const Tensors& buffers, const at::Tensor& total_weight, Buffers policy) {
-  const auto floating = floating_of(buffers);
+  const auto floating = averaged_of(buffers);
   const auto has_weight = total_weight.gt(0);
   if (!floating.empty()) {
     const auto values = joined(floating, at::kDouble);

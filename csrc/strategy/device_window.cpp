@@ -10,6 +10,7 @@
 
 #include "comm/kernel_dtype.h"
 #include "comm/kernel_status.h"
+#include "core/plain_memory.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "muster/error.h"
 
@@ -19,7 +20,7 @@ namespace {
 
 // One number on `device`. Only what is there already, or a number of the host, comes without waiting.
 at::Tensor number_on(c10::Device device, const at::Tensor& number) {
-  auto value = number.detach();
+  auto value = in_plain_memory(number.detach());
   if (value.device() == device) return value;
   if (value.device().is_cpu()) return at::full({}, value.item(), value.options().device(device));
   return value.to(device, /*non_blocking=*/true);
@@ -134,7 +135,8 @@ at::Tensor DeviceWindow::note(const Loss& loss, double rows, bool first) {
   const at::NoGradGuard no_grad;
   if (first) open();
   kernels::LossTerms terms{};
-  terms.loss = loss.value.const_data_ptr();
+  const auto value = in_plain_memory(loss.value.detach());
+  terms.loss = value.const_data_ptr();
   terms.loss_dtype = kernel_dtype(loss.value.scalar_type());
   terms.rows = rows;
   at::Tensor weight;

@@ -38,7 +38,7 @@ struct DeviceReport {
   at::Tensor number(size_t index) const;
 };
 
-/// What optimizers and seeds read, in one device's memory; the replicas on a device share it.
+/// What optimizers and losses read, in one device's memory; the replicas on a device share it.
 class DeviceScalars {
  public:
   DeviceScalars(c10::Device device, const kernels::LossScaleState& scale);
@@ -82,7 +82,7 @@ class DeviceWindow {
   /// A micro-batch without a part.
   void note_absence(bool first);
 
-  /// For the gradient engine: whether the last loss contributes.
+  /// For the gradient engine: what gradients of the last loss are multiplied by, 0 where it does not contribute.
   const double* gate() const { return gate_.const_data_ptr<double>(); }
   /// Of the window so far, of this replica alone.
   const DeviceReport& report() const noexcept { return report_; }

@@ -1,5 +1,7 @@
 #include "strategy/gradient_set.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -13,7 +15,7 @@
 #include <utility>
 
 #include "comm/kernel_status.h"
-#include "kernels/math.h"
+#include "core/replica_context.h"
 #include "muster/error.h"
 #include "strategy/memory_check.h"
 #include "strategy/text_exchange.h"
@@ -79,8 +81,9 @@ bool GradientSet::layout_is_stale() const {
     if (next == trainable_.size() || trainable_[next] != p) return true;
     const auto& slot = engines_.front()->slot(next);
     if (!specs[next].tensor.is_same(parameter) || !engines_.front()->watches(next)) return true;
-    if (slot.defined() &&
-        (slot.sizes() != parameter.sizes() || slot.scalar_type() != accumulation_dtype(parameter.scalar_type()))) {
+    if (slot.defined() && (slot.sizes() != parameter.sizes() || slot.is_complex() != parameter.is_complex() ||
+                           c10::toRealValueType(slot.scalar_type()) !=
+                               accumulation_dtype(c10::toRealValueType(parameter.scalar_type())))) {
       return true;
     }
     ++next;
@@ -135,8 +138,18 @@ void GradientSet::build_engines() {
   }
 }
 
+void GradientSet::check_real() const {
+  for (const int p : parameters_) {
+    if (!registry_.parameter(0, static_cast<size_t>(p)).is_complex()) continue;
+    throw InvalidArgument("parameter '" + registry_.name(static_cast<size_t>(p)) +
+                          "' is complex, and parameter servers hold real ones; keep its real and imaginary parts as a "
+                          "real parameter, or use another strategy");
+  }
+}
+
 void GradientSet::open_micro_batch(bool last, bool fused) {
   if (!window_open()) {
+    if (groups_.servers) check_real();
     if (awaits_servers() || (servers_ && !fused)) {
       throw InvalidArgument(
           "parameter servers step AdamW, Adam, SGD or Adagrad alone (in C++ those of muster::optim); prepare() one "
@@ -183,7 +196,7 @@ void GradientSet::note_agreed() {
   for (const int p : parameters_) registry_.note_agreed(static_cast<size_t>(p));
 }
 
-void GradientSet::open_window(int local_replica, int64_t rows) {
+void GradientSet::open_window(int local_replica, double rows) {
   if (micro_batches_ != 1) return;
   const auto r = static_cast<size_t>(local_replica);
   engines_[r]->open_window();
@@ -191,22 +204,24 @@ void GradientSet::open_window(int local_replica, int64_t rows) {
   // No earlier window tells the weights; samples are a good guess.
   const auto parts = at::zeros({2}, at::kDouble);
   if (rows > 0) {
-    parts.data_ptr<double>()[0] = static_cast<double>(rows);
+    parts.data_ptr<double>()[0] = rows;
     parts.data_ptr<double>()[1] = 1;
   }
   auto& replicas = servers_ && servers_->is_synchronous() ? *groups_.workers : *groups_.control_of(r);
   replicas.all_reduce(parts, ReduceOp::sum).wait();
   const double* sums = parts.const_data_ptr<double>();
-  if (sums[1] > 0) windows_[r].unit = kernels::nearest_power_of_two(sums[0] / sums[1]);
+  if (sums[1] > 0) windows_[r].unit = sums[0] / sums[1];
   if (is_on_device()) device_windows_[r]->shared_scalars()->set_unit(windows_[r].unit);
 }
 
-void GradientSet::begin_engine(int local_replica, bool contributes, bool overlaps) {
+// `factor`: what the gradients weigh in the sums, where the host knows.
+void GradientSet::begin_engine(int local_replica, bool contributes, bool overlaps, double factor) {
   GradientEngine::MicroBatch micro_batch;
   micro_batch.first = micro_batches_ == 1;
   micro_batch.last = last_;
   micro_batch.contributes = contributes;
   micro_batch.overlaps = overlaps;
+  micro_batch.factor = factor;
   micro_batch.to_owners = to_owners_;
   if (is_on_device()) micro_batch.gate = device_windows_[static_cast<size_t>(local_replica)]->gate();
   const auto device = topology_.devices[static_cast<size_t>(local_replica)];
@@ -241,8 +256,19 @@ void GradientSet::backward(int local_replica, const Loss& loss, double rows, boo
   }
   auto& window = windows_[static_cast<size_t>(local_replica)];
   const bool contributes = weight > 0;
+  // Gradients that cross from one replica to another on the way have to be weighed before.
+  const auto replica = current_replica();
+  const bool crosses = replica && replica->collectives > 0;
   if (is_on_device()) {
-    const auto seed = device_windows_[static_cast<size_t>(local_replica)]->note(loss, rows, micro_batches_ == 1);
+    auto& device_window = *device_windows_[static_cast<size_t>(local_replica)];
+    auto seed = device_window.note(loss, rows, micro_batches_ == 1);
+    if (crosses) {
+      const at::NoGradGuard no_grad;
+      const auto share =
+          at::from_blob(const_cast<double*>(device_window.gate()), {}, at::TensorOptions(at::kDouble).device(device));
+      seed = (seed.to(at::kDouble) * share).to(seed.scalar_type());
+      share.copy_(share.ne(0));
+    }
     if (contributes) {
       window.contributions += 1;
       (loss.reduction == Reduction::mean ? window.mean_losses : window.sum_losses) += 1;
@@ -258,12 +284,13 @@ void GradientSet::backward(int local_replica, const Loss& loss, double rows, boo
     (loss.reduction == Reduction::mean ? window.mean_losses : window.sum_losses) += 1;
     for (const auto& [name, metric] : loss.metrics) {
       check_metric(name, metric);
-      window.weighted_metrics[name] += weight * metric.item<double>();
+      window.metrics[name].add({weight * metric.item<double>(), weight});
     }
   }
-  begin_engine(local_replica, contributes, overlaps);
-  const double share = loss.reduction == Reduction::mean ? weight / window.unit : (contributes ? 1.0 : 0.0);
-  const double seed = share * static_cast<double>(loss_scale_.scale);
+  const bool is_mean = loss.reduction == Reduction::mean;
+  const double share = contributes && is_mean ? weight / window.unit : 1.0;
+  begin_engine(local_replica, contributes, overlaps, crosses ? 1.0 : share);
+  const double seed = contributes ? (crosses ? share : 1.0) * static_cast<double>(loss_scale_.scale) : 0.0;
   const GradientMemory::Scope scope(engines_[static_cast<size_t>(local_replica)]->memory());
   torch::autograd::backward({value}, {at::scalar_tensor(seed, value.options().requires_grad(false))});
 }
@@ -301,7 +328,7 @@ void GradientSet::close_window(int local_replica, const Failure& own_failure, bo
   if (is_on_device()) {
     extra = static_cast<int64_t>(device_windows_[r]->names().size());
   } else {
-    for (const auto& buffer : buffers) extra += is_floating(buffer) ? buffer.numel() : 0;
+    for (const auto& buffer : buffers) extra += is_averaged(buffer) ? num_doubles(buffer) : 0;
   }
   const auto tail =
       tail_of(at::zeros({Tail::fields + Tail::numbers_of(topology_.num_replicas) +
@@ -333,22 +360,22 @@ void GradientSet::close_window(int local_replica, const Failure& own_failure, bo
   if (tail[Tail::weight] > 0) engine.learn_order(tail.counts());
 }
 
-// What the host knows of the window; floating buffers weigh `buffer_share`.
+// What the host knows of the window; buffers that are averaged weigh `buffer_share`.
 void GradientSet::fill_tail(size_t r, const Tail& tail, const Failure& failure, double buffer_share) {
   const auto& window = windows_[r];
   if (!failure) {
     tail[Tail::weight] = window.weight;
     tail[Tail::weighted_loss] = window.weighted_loss;
-    tail[Tail::metrics] = window.weighted_metrics.empty() ? 0 : 1;
+    tail[Tail::metrics] = window.metrics.empty() ? 0 : 1;
   }
   const auto& buffers = registry_.buffers(r);
-  double* next_floating = tail.extra();
+  double* next_mean = tail.extra();
   for (size_t b = 0; b < buffers.size(); ++b) {
     tail.written()[b] = was_written(r, b) ? 1 : 0;
-    if (!is_floating(buffers[b])) continue;
-    auto target = at::from_blob(next_floating, buffers[b].sizes(), at::kDouble);
-    if (buffer_share > 0) target.copy_(buffers[b]).mul_(buffer_share);
-    next_floating += buffers[b].numel();
+    if (!is_averaged(buffers[b])) continue;
+    auto target = doubles_like(buffers[b], next_mean);
+    if (buffer_share > 0) target.copy_(as_real(buffers[b])).mul_(buffer_share);
+    next_mean += num_doubles(buffers[b]);
   }
 }
 
@@ -356,7 +383,7 @@ void GradientSet::fill_tail(size_t r, const Tail& tail, const Failure& failure, 
 at::Tensor GradientSet::integers_of(size_t r) const {
   std::vector<at::Tensor> integers{at::empty({0}, at::kLong)};
   for (const auto& buffer : registry_.buffers(r)) {
-    if (!is_floating(buffer)) integers.push_back(buffer.reshape({-1}).to(at::kLong));
+    if (!is_averaged(buffer)) integers.push_back(buffer.reshape({-1}).to(at::kLong));
   }
   return at::cat(integers);
 }
@@ -364,7 +391,8 @@ at::Tensor GradientSet::integers_of(size_t r) const {
 std::string GradientSet::metrics_of(size_t r) const {
   std::ostringstream text;
   text << std::hexfloat;
-  for (const auto& [name, value] : windows_[r].weighted_metrics) text << value << ' ' << name << '\n';
+  for (const auto& [name, metric] : windows_[r].metrics)
+    text << metric.sum << ' ' << metric.weight << ' ' << name << '\n';
   return text.str();
 }
 

@@ -56,7 +56,7 @@ struct WindowSums {
   bool stop_requested = false;
   bool dropped = false;  ///< weight 0: nothing changes
   bool finite = true;
-  std::map<std::string, double> metrics;
+  std::map<std::string, double> metrics;  ///< means over the losses that brought them
   /// Who failed: worker rank, replica, type and text; empty when nobody did.
   struct Failed {
     int rank;
@@ -117,9 +117,9 @@ class GradientSet {
   void open_micro_batch(bool last, bool fused);
 
   /// Before a replica's first micro-batch of a window; collective over replicas when the layout is new, and in the
-  /// first window. `rows`: samples of the part, negative when unknown. Throws LayoutMismatch if the replicas train
-  /// different parameters: nothing can be reduced then.
-  void open_window(int local_replica, int64_t rows);
+  /// first window. `rows`: samples of a usual part, not above 0 when unknown. Throws LayoutMismatch if the replicas
+  /// train different parameters: nothing can be reduced then.
+  void open_window(int local_replica, double rows);
 
   /// Between open_micro_batch of a window's last micro-batch and its close, where workers are to compare what they step
   /// from: the flat optimizers of the set.
@@ -177,6 +177,9 @@ class GradientSet {
   void note_told() noexcept { told_ = true; }
   bool told() const noexcept { return told_; }
 
+  /// Whether the window that was closed last was dropped for a failure.
+  bool has_failed() const noexcept { return has_failed_; }
+
   /// Forgets the window while replica threads may still be in it (an interrupt): the next one starts afresh.
   void abandon_window() noexcept { micro_batches_ = 0; }
 
@@ -202,14 +205,24 @@ class GradientSet {
     at::Tensor values;
   };
 
+  /// A metric as a replica adds it up.
+  struct Metric {
+    double sum = 0;     // of weight * value
+    double weight = 0;  // of the losses that brought it
+    void add(const Metric& other) {
+      sum += other.sum;
+      weight += other.weight;
+    }
+  };
+
   struct ReplicaWindow {
-    double unit = 1;  // of its seeds
+    double unit = 1;  // of its weights
     double weight = 0;
     double weighted_loss = 0;
     double contributions = 0;
     double mean_losses = 0;
     double sum_losses = 0;
-    std::map<std::string, double> weighted_metrics;
+    std::map<std::string, Metric> metrics;
     Failure failure;                    // of an earlier micro-batch of this window
     bool began = false;                 // the engine's micro-batch is open
     at::Tensor tail;                    // reduced, after close_window
@@ -220,9 +233,10 @@ class GradientSet {
   };
 
   bool layout_is_stale() const;
+  void check_real() const;
   void build_engines();
   void find_written();
-  void begin_engine(int local_replica, bool contributes, bool overlaps = true);
+  void begin_engine(int local_replica, bool contributes, bool overlaps = true, double factor = 1);
   void close_on_host(size_t local_replica, const Tail& tail, const Failure& failure);
   void close_on_device(size_t local_replica, const Tail& tail, const Failure& failure);
   void close_on_servers(const Tail& tail, const Failure& failure);
@@ -274,7 +288,7 @@ class GradientSet {
   std::vector<std::unique_ptr<GradientEngine>> engines_;
   std::vector<ReplicaWindow> windows_;
   std::vector<std::vector<NotedBuffer>> noted_buffers_;  // [local replica][buffer]
-  /// Of the last window. Its `unit`: seeds are weight / unit, so that they stay near one.
+  /// Of the last window. Its `unit`: gradients are multiplied by weight / unit, so that sums stay near them.
   kernels::StepScalars scalars_{.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0};
   bool has_unit_ = false;  // a window with a weight was closed
   kernels::LossScaleState loss_scale_{.scale = 1, .growth_tracker = 0};
@@ -304,6 +318,7 @@ class GradientSet {
   int micro_batches_ = 0;
   bool to_owners_ = false;  // the window's sums
   bool told_ = false;       // in this window
+  bool has_failed_ = false;
   bool last_ = false;
   bool locate_non_finite_ = false;
 };

@@ -171,6 +171,7 @@ LoaderCore::LoaderCore(Strategy& strategy, const LoaderOptions& options, bool is
     s.strategy->core->compare_loader(s.index, is_stream ? "a stream" : of_index);
   }
   s.progress = std::make_shared<LoaderProgress>();
+  s.progress->usual_rows = static_cast<double>(options.batch_size) / s.deal.parts;
   auto& loaders = s.strategy->loaders;
   std::erase_if(loaders, [](const auto& loader) { return loader.expired(); });
   loaders.push_back(s.progress);

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "core/plain_memory.h"
 #include "muster/error.h"
 #include "server/row_source.h"
 #include "strategy/memory_check.h"
@@ -68,12 +69,12 @@ void assign(const at::Tensor& tensor, const at::Tensor& values) {
 void broadcast_values(const at::Tensor& tensor, comm::Communicator& workers) {
   if (workers.size() == 1 || tensor.numel() == 0 || is_row_stub(tensor)) return;
   const auto values = tensor.detach();
-  if (values.is_non_overlapping_and_dense()) {
-    workers.broadcast(values, 0).wait();
+  if (values.is_non_overlapping_and_dense() && !is_lazy(values)) {
+    workers.broadcast(as_real(values), 0).wait();
     return;
   }
-  const auto packed = values.contiguous();
-  workers.broadcast(packed, 0).wait();
+  const auto packed = in_plain_memory(values).contiguous();
+  workers.broadcast(as_real(packed), 0).wait();
   assign(tensor, packed);
 }
 
@@ -86,6 +87,17 @@ void ParameterRegistry::check_local(const ModuleTensors& module) const {
         if (tensor.layout() != at::kStrided) {
           throw InvalidArgument("'" + name + "' has layout " + c10::str(tensor.layout()) +
                                 "; only strided parameters and buffers can be prepared");
+        }
+        const auto dtype = tensor.scalar_type();
+        if (!at::isFloatingType(dtype) && !at::isComplexType(dtype) && !at::isIntegralType(dtype, true)) {
+          throw InvalidArgument("'" + name + "' has dtype " + c10::toString(dtype) +
+                                ", which replicas cannot agree on; keep it outside of the module's parameters and "
+                                "buffers, or convert it to a floating, complex, integer or bool dtype");
+        }
+        if (group == &module.parameters && is_lazy(tensor)) {
+          throw InvalidArgument("parameter '" + name +
+                                "' is the conjugate or the negation of other memory, which optimizers cannot step; "
+                                "build it from resolve_conj().resolve_neg() of that tensor");
         }
         if (tensor.device() != devices_[r]) {
           throw InvalidArgument("'" + name + "' is on " + tensor.device().str() + ", but this replica is on " +

@@ -408,6 +408,7 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
   call.set = state_->set_of(options);
   call.call = fn;
   call.rows = parts.rows;
+  if (parts.loader) call.usual_rows = parts.loader->usual_rows;
   call.loader_ended = state_->loader_ended();
   call.apply = [this, set = call.set] { state_->apply(set); };
   call.fused = state_->is_fused(call.set);

@@ -358,6 +358,10 @@ FlatOptimizer StrategyCore::make_flat(const std::vector<std::pair<int, uint32_t>
   for (const auto& [index, group] : parameters) {
     const auto p = static_cast<size_t>(index);
     const auto* const rows = registry_.rows_of(p);
+    if (registry_.parameter(0, p).is_complex()) {
+      throw InvalidArgument("parameter '" + registry_.name(p) +
+                            "' is complex, and flat optimizers step real ones; use torch's own optimizer for it");
+    }
     flat.push_back({registry_.name(p), registry_.parameter(0, p), group, rows != nullptr && rows->row_wise_adagrad});
   }
   const Shard shard = options_.shard_optimizer ? Shard{topology_.rank, topology_.num_workers} : Shard{};

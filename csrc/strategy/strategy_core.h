@@ -41,6 +41,8 @@ struct StepCall {
   /// Samples of each local replica's part: 0 is an empty part, for which `call` is not called; negative: unknown, so
   /// that a loss averaged with others must carry its weight.
   std::vector<int64_t> rows;
+  /// Samples that a part has on average where the loader that it comes from is not at its end; 0: unknown.
+  double usual_rows = 0;
   /// The set that takes part, from StrategyCore::set_of.
   int set = 0;
   /// Dealt batches that the parts are of; see ServerWindow::note_batches.

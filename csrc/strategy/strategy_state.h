@@ -24,6 +24,7 @@ struct LoaderProgress {
   bool at_end = false;               ///< the last batch was yielded and the loader not advanced since
   bool in_step = false;              ///< a batch of it went to a step
   bool in_run = false;               ///< a batch of it went to run
+  double usual_rows = 0;             ///< samples of a part of a full batch, on average
   std::shared_ptr<Dealing> dealing;  ///< of the last pass, where servers deal its batches
   std::shared_ptr<Sharing> sharing;  ///< likewise, where live workers divide them
 };

@@ -132,7 +132,7 @@ void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t 
   auto& step_group = *groups_.step[r];
   used_step_group_[r] = 0;
   try {
-    set.open_window(local_replica, call.rows[r]);
+    set.open_window(local_replica, call.usual_rows > 0 ? call.usual_rows : static_cast<double>(call.rows[r]));
     if (call.call) step_group.begin_scope(t);
   } catch (...) {
     give_up(local_replica, outcome);
@@ -404,7 +404,9 @@ std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>
     const int set = static_cast<int>(s);
     auto call = empty_call(set, [&apply, set] { apply(set); }, fused(set));
     call.flat_steps = [&flat_steps, set] { return flat_steps(set); };
-    result = step(call);
+    auto closed = step(call);
+    // Whoever called step was told then.
+    if (!sets_[s]->has_failed()) result = std::move(closed);
   }
   return result;
 }

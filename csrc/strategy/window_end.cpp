@@ -1,9 +1,9 @@
 // The end of a window: sums to norm, step and `.grad`, and buffers.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/equal.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/view_as_complex.h>
 
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "comm/kernel_dtype.h"
-#include "kernels/math.h"
+#include "kernels/step_math.h"
 #include "muster/error.h"
 #include "optimizer/gradient_norm.h"
 #include "optimizer/own_memory.h"
@@ -45,17 +45,19 @@ int GradientSet::worker_of(int replica) const {
 }
 
 void GradientSet::collect_metrics(WindowSums& sums) const {
-  // Added in replica order, as many terms as there are replicas: equal on all ranks.
-  std::map<std::string, double> totals;
+  // Added in replica order: equal on all ranks.
+  std::map<std::string, Metric> totals;
   for (const auto& text : windows_.front().metric_texts) {
     std::istringstream lines(text);
     std::string line;
     while (std::getline(lines, line)) {
-      const auto space = line.find(' ');
-      totals[line.substr(space + 1)] += std::strtod(line.c_str(), nullptr);
+      char* end = nullptr;
+      const double sum = std::strtod(line.c_str(), &end);
+      const double weight = std::strtod(end, &end);
+      totals[end + 1].add({sum, weight});
     }
   }
-  for (const auto& [name, total] : totals) sums.metrics[name] = total / sums.weight;
+  for (const auto& [name, total] : totals) sums.metrics[name] = total.sum / total.weight;
 }
 
 // The values of a parameter's sum: of its rows where they are sparse; undefined where nobody had a gradient.
@@ -365,14 +367,16 @@ void GradientSet::apply_mean(const Tail& tail, double divisor, WindowSums& sums)
 
 void GradientSet::merge_buffers(const Tail& tail) {
   const double divisor = options_.buffers == Buffers::chief ? 1.0 : tail[Tail::weight];
-  double* next_floating = tail.extra();
+  double* next_mean = tail.extra();
   int64_t offset = 0;
   for (size_t b = 0; b < registry_.buffers(0).size(); ++b) {
     const auto& buffer = registry_.buffers(0)[b];
     at::Tensor merged;
-    if (is_floating(buffer)) {
-      merged = at::from_blob(next_floating, buffer.sizes(), at::kDouble).div_(divisor);
-      next_floating += buffer.numel();
+    if (is_averaged(buffer)) {
+      merged = doubles_like(buffer, next_mean).div_(divisor);
+      // In memory of its own, which is aligned for complex numbers.
+      if (buffer.is_complex()) merged = at::view_as_complex(merged.clone());
+      next_mean += num_doubles(buffer);
     } else {
       merged = windows_.front().integer_buffers.narrow(0, offset, buffer.numel()).view(buffer.sizes());
       offset += buffer.numel();
@@ -409,7 +413,8 @@ WindowSums GradientSet::finish_window(bool fused) {
   const auto tail = tail_of(windows_.front().tail);
   WindowSums sums;
   sums.stop_requested = tail[Tail::stops] > 0;
-  if (tail[Tail::failures] > 0) {
+  has_failed_ = tail[Tail::failures] > 0;
+  if (has_failed_) {
     const auto& texts = windows_.front().failures;
     for (size_t replica = 0; replica < texts.size(); ++replica) {
       if (texts[replica].empty()) continue;
@@ -470,7 +475,7 @@ WindowSums GradientSet::finish_window(bool fused) {
   // Of a fused window, somebody may want to look at what was not finite.
   if (!fused || (!sums.finite && options_.keep_gradients)) apply_mean(tail, divisor, sums);
   merge_buffers(tail);
-  scalars_.unit = kernels::nearest_power_of_two(sums.weight / tail[Tail::contributions]);
+  scalars_.unit = kernels::next_unit(scalars_.unit, sums.weight / tail[Tail::contributions]);
   if (loss_scaling_) {
     kernels::loss_scale_update(&loss_scale_, sums.finite, loss_scaling_->growth, loss_scaling_->backoff,
                                loss_scaling_->interval);
@@ -490,13 +495,14 @@ WindowSums GradientSet::local_sums() const {
     return sums;
   }
   double mean_losses = 0;
+  std::map<std::string, Metric> metrics;
   for (const auto& window : windows_) {
     sums.weight += window.weight;
     sums.loss += window.weighted_loss;
     mean_losses += window.mean_losses;
-    for (const auto& [name, value] : window.weighted_metrics) sums.metrics[name] += value;
+    for (const auto& [name, metric] : window.metrics) metrics[name].add(metric);
   }
-  for (auto& [name, value] : sums.metrics) value /= sums.weight;
+  for (const auto& [name, metric] : metrics) sums.metrics[name] = metric.sum / metric.weight;
   if (mean_losses > 0) sums.loss /= sums.weight;
   return sums;
 }

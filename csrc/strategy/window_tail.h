@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
 
 #include <cstdint>
 
@@ -12,11 +13,24 @@ namespace muster {
 
 inline bool is_floating(const at::Tensor& tensor) { return at::isFloatingType(tensor.scalar_type()); }
 
+/// Whether replicas agree on a buffer by its mean; on the largest where not.
+inline bool is_averaged(const at::Tensor& buffer) { return is_floating(buffer) || buffer.is_complex(); }
+
+/// How many doubles hold a buffer.
+inline int64_t num_doubles(const at::Tensor& buffer) { return buffer.numel() * (buffer.is_complex() ? 2 : 1); }
+
+/// A view of the doubles from `first` on, like as_real() of a buffer.
+inline at::Tensor doubles_like(const at::Tensor& buffer, double* first) {
+  auto sizes = buffer.sizes().vec();
+  if (buffer.is_complex()) sizes.push_back(2);
+  return at::from_blob(first, sizes, at::kDouble);
+}
+
 /// A view. fp64, so that weights are exact to 2^53: the fields, by replica the first parameter that was not finite,
 /// by replica the digest of its worker's Agreement and whether that has writes, counts of dense and of sparse gradients
-/// by parameter, by buffer whether it was written, floating buffers. Where replicas work on streams it holds what the
-/// host knows: `weight` counts contributions like that field, floating buffers are never noted as written, and how many
-/// replicas noted each agreed metric stands in their values' place.
+/// by parameter, by buffer whether it was written, buffers that are averaged. Where replicas work on streams it holds
+/// what the host knows: `weight` counts contributions like that field, floating buffers are never noted as written, and
+/// how many replicas noted each agreed metric stands in their values' place.
 struct GradientSet::Tail {
   enum Field : int64_t {
     weight = kernels::kWeight,

@@ -220,6 +220,7 @@ class StrategyCore:
         flat_steps: Callable[[], Sequence[tuple[FlatOptimizer, Sequence[int], str, Sequence[Sequence[float]]]]],
         interrupt: Callable[[], None] | None,
         batches: Sequence[tuple[int, int, int]],
+        usual_rows: float,
     ) -> dict[str, Any]: ...
     def flush(
         self,

@@ -170,6 +170,11 @@ class Loader(Generic[BatchT_co]):
                 generator.set_state(host.broadcast_state(generator.get_state()))
 
     @property
+    def usual_rows(self) -> float:
+        """Samples that a part of a full batch has on average; 0 where the user's sampler decides."""
+        return (self._loader.batch_size or 0) / self._deal.num_parts
+
+    @property
     def epoch(self) -> int:
         """Counts from 0. Setting it makes the next pass that epoch, whatever happened before."""
         return self._epoch

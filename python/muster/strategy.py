@@ -358,6 +358,7 @@ class Strategy:
                     lambda: self._flat_steps(set_number),
                     self._interrupt,
                     self._dealt_batches(args),
+                    self._usual_rows(args),
                 ),
                 output=PerReplica(outputs),
             )
@@ -542,6 +543,11 @@ class Strategy:
             return parts, hint
         counts = [agreeing_rows(part) for part in parts]
         return parts, [-1 if count is None else count for count in counts]
+
+    def _usual_rows(self, args: tuple[Any, ...]) -> float:
+        """Of a part of a full batch of the loader that `args` come from; 0 for a batch of the caller's own."""
+        used = (loader for loader in self._loaders if any(loader.part_rows_of(arg) is not None for arg in args))
+        return next((loader.usual_rows for loader in used), 0.0)
 
     def _compare_first_batches(self, parts: Sequence[Any]) -> None:
         """Collective in the first step: says so where every worker steps on the same samples, which are then those of

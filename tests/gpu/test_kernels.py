@@ -378,7 +378,7 @@ def test_a_loss_is_noted_as_its_formula_says() -> None:
     tail, gate, seed, *_ = losses(CPU, torch.float32, [8.0, 6.0])
     assert tail[:3].tolist() == [14.0, 8.0 + 6.0 * float(torch.tensor(1.0 + 1 / 3)), 2.0]
     assert tail[8:].tolist() == [6.0 * 7, 0.0, 8.0 * 0.5 + 6.0 * 1.5]
-    assert gate.tolist() == [1.0] and seed.tolist() == [8 / 4 * 256]
+    assert gate.tolist() == [8 / 4] and seed.tolist() == [256.0]
 
 
 # --- optimizer steps --------------------------------------------------------------------------------------------------

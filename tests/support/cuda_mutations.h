@@ -10,6 +10,7 @@
   X(pack_misaligned_load)           \
   X(pack_short_tail)                \
   X(pack_ignores_its_gate)          \
+  X(pack_ignores_its_share)         \
   X(fold_misses_a_half)             \
   X(stats_short_tail)               \
   X(sum_drops_a_syncthreads)        \

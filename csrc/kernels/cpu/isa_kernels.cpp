@@ -86,6 +86,7 @@ struct Tree {
   size_t begin;
   size_t n;
   Block<E>* scratch;
+  const double* factors = nullptr;  // by source, or null
 
   const Storage* source(int s) const noexcept { return static_cast<const Storage*>(sources[s]) + begin; }
 
@@ -99,6 +100,11 @@ struct Tree {
     for (size_t i = 0; i < n; ++i) out[i] = E::load(in[i]);
   }
 
+  static void scale_all(Wide* out, const Storage* in, size_t n, Wide factor) noexcept {
+#pragma GCC ivdep
+    for (size_t i = 0; i < n; ++i) out[i] = factor * E::load(in[i]);
+  }
+
   // The subtree over [first, last) as Wide values, in a source itself where nothing has to be computed, else in
   // scratch[level]; null where all are absent.
   const Wide* node(int first, int last, int level) noexcept {
@@ -106,6 +112,10 @@ struct Tree {
     const int count = present(sources, first, last, only);
     if (count == 0) return nullptr;
     if (count == 1) {
+      if (factors != nullptr && factors[only] != 1) {
+        scale_all(scratch[level].values, source(only), n, static_cast<Wide>(factors[only]));
+        return scratch[level].values;
+      }
       if constexpr (E::kWidens) {
         widen_all(scratch[level].values, source(only), n);
         return scratch[level].values;
@@ -385,6 +395,28 @@ void sum_with_stats(DType dtype, const void* const* sources, int num_sources, vo
 }
 
 template <class T>
+void sum_all_scaled(const void* const* sources, const double* factors, int num_sources, T* destination,
+                    size_t n) noexcept {
+  using E = Plain<T, T>;
+  alignas(64) Block<E> scratch[kMaxLevels];
+  for (size_t begin = 0; begin < n; begin += Block<E>::kSize) {
+    const size_t count = n - begin < Block<E>::kSize ? n - begin : Block<E>::kSize;
+    Tree<E, Sum> tree{sources, begin, count, scratch, factors};
+    const T* result = tree.node(0, num_sources, 0);
+    if (result == nullptr) return;
+    if (result != destination + begin) __builtin_memcpy(destination + begin, result, count * sizeof(T));
+  }
+}
+
+void sum_scaled(DType dtype, const void* const* sources, const double* factors, int num_sources, void* destination,
+                size_t n) noexcept {
+  if (dtype == DType::f64) {
+    return sum_all_scaled(sources, factors, num_sources, static_cast<double*>(destination), n);
+  }
+  sum_all_scaled(sources, factors, num_sources, static_cast<float*>(destination), n);
+}
+
+template <class T>
 void scale_all(void* values, size_t n, T factor) noexcept {
   auto* typed = static_cast<T*>(values);
   for (size_t i = 0; i < n; ++i) typed[i] = typed[i] * factor;
@@ -421,7 +453,7 @@ void sum_widened(DType dtype, const void* const* sources, int num_sources, float
 
 }  // namespace
 
-extern const IsaTable kTable = {&tree_reduce,    &pack,  &grad_stats, &divide_with_stats,
-                                &sum_with_stats, &scale, &narrow,     &sum_widened};
+extern const IsaTable kTable = {&tree_reduce, &pack,   &grad_stats,  &divide_with_stats, &sum_with_stats,
+                                &scale,       &narrow, &sum_widened, &sum_scaled};
 
 }  // namespace muster::kernels::MUSTER_ISA

@@ -16,6 +16,7 @@ struct IsaTable {
   void (*scale)(DType, void*, size_t, double) noexcept;
   void (*narrow)(DType, void*, const float*, size_t) noexcept;
   void (*sum_widened)(DType, const void* const*, int, float*, size_t) noexcept;
+  void (*sum_scaled)(DType, const void* const*, const double*, int, void*, size_t) noexcept;
 };
 
 struct StepTable {

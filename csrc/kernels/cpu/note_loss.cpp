@@ -13,9 +13,9 @@ void note_loss(const LossTerms& terms, const StepScalars* scalars, const LossSca
     double& sum = tail[kTailFields + terms.metrics[m].slot];
     sum = sum + weighted_metric(terms.metrics[m], weight);
   }
-  *gate = contributes(weight) ? 1 : 0;
+  *gate = share_of(terms.is_mean, weight, scalars->unit);
   if (seed != nullptr) {
-    write_number(seed, terms.loss_dtype, seed_of(terms.is_mean, weight, scalars->unit, loss_scale));
+    write_number(seed, terms.loss_dtype, seed_of(weight, loss_scale));
   }
   if (report == nullptr) return;
   report_open(tail, loss_scale, report);

@@ -30,10 +30,14 @@ void reduce_segment(DType dtype, int num_ranks, const ReduceSegment& segment, bo
     void* sum = skip_bytes(segment.sum, begin * size_of(wide));
     void* destination = streams ? scratch : sum;
     double* const partials = segment.partials + begin / kTile;
-    if (wide == dtype) {
+    if (wide == dtype && segment.factors == nullptr) {
       table.sum_with_stats(dtype, sources, num_ranks, destination, n, partials);
     } else {
-      table.sum_widened(dtype, sources, num_ranks, static_cast<float*>(destination), n);
+      if (wide == dtype) {
+        table.sum_scaled(dtype, sources, segment.factors, num_ranks, destination, n);
+      } else {
+        table.sum_widened(dtype, sources, num_ranks, static_cast<float*>(destination), n);
+      }
       const StatsSegment stats{destination, partials, n, wide};
       table.grad_stats(&stats, 1);
     }

@@ -79,8 +79,9 @@ struct PackPlan {
 };
 
 /// See kernels.h. `sources` is host memory, one device pointer or null for each slot, and free for reuse on return.
-/// Where *gate, in the device's memory, is 0, every source counts as null: not even a NaN leaves a trace. A null gate
-/// is open. One launch for up to kMaxPackSources slots. Fastest where sources and slots lie on 16 bytes.
+/// Sources are multiplied by factor * *gate, in the device's memory; where that gate is 0, every source counts as null:
+/// not even a NaN leaves a trace. A null gate is 1. One launch for up to kMaxPackSources slots. Fastest where sources
+/// and slots lie on 16 bytes.
 Status pack(const PackPlan& plan, const void* const* sources, void* bucket, bool accumulate, double factor,
             const double* gate, Stream stream) noexcept;
 

@@ -27,9 +27,9 @@ MUSTER_KERNEL void __launch_bounds__(kThreads) note_loss_kernel(MUSTER_GRID_CONS
   MUSTER_MUTATE(note_loss_zeroes_late, __syncthreads(), void());
   if (threadIdx.x == 0) {
     add_loss(terms, weight, a.tail);
-    *a.gate = contributes(weight) ? 1 : 0;
+    *a.gate = share_of(terms.is_mean, weight, a.scalars->unit);
     if (a.seed != nullptr) {
-      write_number(a.seed, terms.loss_dtype, seed_of(terms.is_mean, weight, a.scalars->unit, loss_scale));
+      write_number(a.seed, terms.loss_dtype, seed_of(weight, loss_scale));
     }
   }
   for (uint32_t m = threadIdx.x; is_added && m < terms.num_metrics; m += kThreads) {

@@ -79,7 +79,9 @@ MUSTER_DEVICE void pack_slot(const void* source, Destination* destination, uint6
 
 template <bool kAccumulate, class Destination>
 MUSTER_KERNEL void __launch_bounds__(kThreads, 4) pack_kernel(MUSTER_GRID_CONSTANT(Arguments) arguments) {
-  const bool is_open = MUSTER_MUTATE(pack_ignores_its_gate, arguments.gate == nullptr || *arguments.gate != 0, true);
+  const double gate = arguments.gate == nullptr ? 1.0 : *arguments.gate;
+  const bool is_open = MUSTER_MUTATE(pack_ignores_its_gate, gate != 0, true);
+  const double factor = MUSTER_MUTATE(pack_ignores_its_share, arguments.factor * gate, arguments.factor);
   for (uint32_t c = blockIdx.x; c < arguments.num_chunks; c += gridDim.x) {
     const Chunk chunk = arguments.chunks[c];
     const uint32_t item = chunk.item - arguments.first_slot;
@@ -92,13 +94,13 @@ MUSTER_KERNEL void __launch_bounds__(kThreads, 4) pack_kernel(MUSTER_GRID_CONSTA
     if (source == nullptr) {
       if (!kAccumulate) write_zeros(destination + first, n);
     } else if constexpr (sizeof(Destination) == sizeof(double)) {
-      pack_slot<kAccumulate, double>(source, destination, first, n, arguments.factor);
+      pack_slot<kAccumulate, double>(source, destination, first, n, factor);
     } else if (slot.source_dtype == DType::f32) {
-      pack_slot<kAccumulate, float>(source, destination, first, n, arguments.factor);
+      pack_slot<kAccumulate, float>(source, destination, first, n, factor);
     } else if (slot.source_dtype == DType::bf16) {
-      pack_slot<kAccumulate, BFloat16>(source, destination, first, n, arguments.factor);
+      pack_slot<kAccumulate, BFloat16>(source, destination, first, n, factor);
     } else {
-      pack_slot<kAccumulate, Half>(source, destination, first, n, arguments.factor);
+      pack_slot<kAccumulate, Half>(source, destination, first, n, factor);
     }
   }
 }

@@ -134,7 +134,7 @@ TEST_CASE("note_loss equals the CPU's for numbers that are none", "[cuda]") {
           windows.has_scale = false;
           windows.note(terms);
           const bool is_added = w > 0 && std::isfinite(w);
-          CHECK(windows.gate() == (is_added ? 1 : 0));
+          CHECK(windows.gate() == (is_added ? w / windows.scalars.unit : 0));
           CHECK(std::isnan(windows.tail()[kWeight]) == (w != 0 && !is_added));
           if (w == 0) CHECK(std::count(windows.tail().begin(), windows.tail().end(), 0) == kTailFields + kSlots);
         }

@@ -107,7 +107,7 @@ TEST_CASE("pack takes more tensors than one launch's parameters hold", "[cuda]")
   CHECK(first_difference(packed, expected) == -1);
 }
 
-TEST_CASE("pack takes every source for null behind a closed gate", "[cuda]") {
+TEST_CASE("pack multiplies by its gate, and takes every source for null where that is 0", "[cuda]") {
   Bucket bucket(odd_sizes(20), {DType::f32, DType::bf16, DType::f16}, 8);
   Bucket closed = bucket;
   for (const void*& source : closed.sources) source = nullptr;
@@ -120,10 +120,10 @@ TEST_CASE("pack takes every source for null behind a closed gate", "[cuda]") {
     const struct {
       bool accumulate;
       double gate;
-    } calls[] = {{true, 0}, {true, 1}, {false, 0}, {false, 1}, {false, 0}};
+    } calls[] = {{true, 0}, {true, 1}, {true, 0.7}, {false, 0}, {false, 1}, {false, 1.3}, {false, 0}};
     for (const auto& call : calls) {
       CAPTURE(call.accumulate, call.gate);
-      (call.gate == 0 ? closed : bucket).pack_on_cpu(expected, call.accumulate, 0.3);
+      (call.gate == 0 ? closed : bucket).pack_on_cpu(expected, call.accumulate, 0.3 * call.gate);
       check_ok(pack(bucket.plan(DType::f32), bucket.sources.data(), packed.data(), call.accumulate, 0.3, &call.gate,
                     nullptr));
       CHECK(first_difference(packed, expected) == -1);

@@ -14,7 +14,7 @@ namespace {
 const double kNaN = std::numeric_limits<double>::quiet_NaN();
 const double kInfinity = std::numeric_limits<double>::infinity();
 
-/// A replica of a window with two metric slots; its seeds are in units of 4, scaled by 8.
+/// A replica of a window with two metric slots; its weights are in units of 4, its seeds scaled by 8.
 struct Replica {
   float loss = 3;
   int32_t weight = 2;
@@ -93,8 +93,8 @@ TEST_CASE("note_loss adds a mean by its weight", "[kernels]") {
   Replica replica;
   replica.note();
   CHECK(replica.tail == std::vector<double>{2, 6, 1, 0, 0, 0, 1, 0, 0, 20});
-  CHECK(replica.gate == 1);
-  CHECK(replica.seed == 2.0F / 4 * 8);
+  CHECK(replica.gate == 2.0 / 4);
+  CHECK(replica.seed == 8);
   CHECK(replica.report.head.loss == 3);
   CHECK(replica.report.head.weight == 2);
   CHECK(std::isnan(replica.report.head.grad_norm));
@@ -108,7 +108,8 @@ TEST_CASE("note_loss adds a mean by its weight", "[kernels]") {
   replica.loss = 12;
   replica.note(/*has_scale=*/false);
   CHECK(replica.tail == std::vector<double>{9, 90, 2, 0, 0, 0, 2, 0, 0, 90});
-  CHECK(replica.seed == 7.0F / 4);
+  CHECK(replica.gate == 7.0 / 4);
+  CHECK(replica.seed == 1);
   CHECK(replica.report.head.loss == 10);
   CHECK(replica.report.head.loss_scale == 1);
 }
@@ -118,6 +119,7 @@ TEST_CASE("note_loss adds a sum as it is, and its metrics by weight", "[kernels]
   replica.terms.is_mean = false;
   replica.note();
   CHECK(replica.tail == std::vector<double>{2, 3, 1, 0, 0, 0, 0, 1, 0, 20});
+  CHECK(replica.gate == 1);
   CHECK(replica.seed == 8);
   CHECK(replica.report.head.loss == 3);
   CHECK(replica.report.metrics[1] == 10);

@@ -73,6 +73,44 @@ TEMPLATE_TEST_CASE("a sum with statistics is the sum and its statistics", "[kern
   }
 }
 
+TEMPLATE_TEST_CASE("reduce_stats multiplies gradients as pack does", "[kernels]", float, double) {
+  const int ranks = GENERATE(1, 2, 3, 4, 5);
+  std::mt19937_64 random(4);
+  std::vector<size_t> sizes(std::begin(kSizes), std::end(kSizes));
+  sizes.push_back(kStreamedSize);
+  for (const size_t n : sizes) {
+    std::vector<std::vector<TestType>> gradients;
+    std::vector<std::vector<TestType>> packed;
+    std::vector<const void*> sources;
+    std::vector<const void*> packed_sources;
+    std::vector<double> factors;
+    for (int r = 0; r < ranks; ++r) {
+      gradients.push_back(drawn<TestType>(n, random));
+      packed.emplace_back(n);
+      factors.push_back(r % 2 == 0 ? 0.3 + r : 1);
+      const PackItem item{gradients.back().data(), dtype_of<TestType>(), packed.back().data(), n};
+      pack(&item, 1, /*accumulate=*/false, factors.back());
+    }
+    for (const auto& values : gradients) sources.push_back(values.data());
+    for (const auto& values : packed) packed_sources.push_back(values.data());
+    std::vector<TestType> expected(n);
+    std::vector<double> expected_partials(num_tiles(n));
+    const ReduceSegment plain{packed_sources.data(), expected.data(), expected_partials.data(), n};
+    reduce_stats(dtype_of<TestType>(), ranks, &plain, 1);
+
+    INFO(n << " elements of " << ranks << " ranks");
+    std::vector<TestType> elsewhere(n);
+    for (TestType* const sum : {elsewhere.data(), gradients[0].data()}) {  // last in place
+      std::vector<double> partials(num_tiles(n));
+      const ReduceSegment segment{sources.data(), sum, partials.data(), n, factors.data()};
+      reduce_stats(dtype_of<TestType>(), ranks, &segment, 1);
+      CHECK(partials == expected_partials);
+    }
+    CHECK(same_values(elsewhere, expected));
+    CHECK(same_values(gradients[0], expected));
+  }
+}
+
 TEMPLATE_TEST_CASE("a step with copies is the step, copied", "[kernels]", float, double) {
   const bool has_low = GENERATE(false, true);
   const bool finite = GENERATE(true, false);

@@ -114,9 +114,10 @@ TEST_CASE("finish_window clips as torch.nn.utils.clip_grad_norm_", "[kernels]") 
   CHECK(window.scalars.norm == 3);
 }
 
-TEST_CASE("finish_window picks the unit of the next window's seeds", "[kernels]") {
-  const auto unit_of = [](double weight, double contributions) {
+TEST_CASE("finish_window picks the unit of the next window's weights", "[kernels]") {
+  const auto unit_of = [](double weight, double contributions, double unit = 2) {
     Window window;
+    window.scalars.unit = unit;
     window.tail[kWeight] = weight;
     window.tail[kContributions] = contributions;
     window.finish();
@@ -127,6 +128,9 @@ TEST_CASE("finish_window picks the unit of the next window's seeds", "[kernels]"
   CHECK(unit_of(1.41, 1) == 1);
   CHECK(unit_of(1.42, 1) == 2);
   CHECK(unit_of(3, 1) == 4);
+  CHECK(unit_of(36, 3, 12) == 12);
+  CHECK(unit_of(5, 1, 12) == 6);
+  CHECK(unit_of(100, 1, 12) == 96);
   CHECK(unit_of(1, 3) == 0.25);
   std::mt19937_64 random(2);
   for (int i = 0; i < 1000; ++i) {
