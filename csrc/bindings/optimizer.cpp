@@ -46,9 +46,70 @@ std::optional<at::Tensor> defined(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
 
+// Thousands of tensors are looked at before every step: items in their order, without a hash of any.
+class DictWatch {
+ public:
+  void note(const py::dict& state) {
+    items_.clear();
+    for (const auto& [key, value] : state) items_.push_back({own(key), own(value), items_of(value)});
+  }
+
+  bool sees(const py::object& state) const {
+    return PyDict_Check(state.ptr()) && same(state.ptr(), items_, [](const Item& item, PyObject* value) {
+             return !PyDict_Check(value) || same(value, item.inner, [](const Pair&, PyObject*) { return true; });
+           });
+  }
+
+ private:
+  struct Pair {
+    py::object key;
+    py::object value;
+  };
+  struct Item : Pair {
+    std::vector<Pair> inner;
+  };
+
+  static py::object own(py::handle object) { return py::reinterpret_borrow<py::object>(object); }
+
+  static std::vector<Pair> items_of(py::handle value) {
+    std::vector<Pair> items;
+    if (!PyDict_Check(value.ptr())) return items;
+    for (const auto& [key, held] : py::reinterpret_borrow<py::dict>(value)) items.push_back({own(key), own(held)});
+    return items;
+  }
+
+  template <class T, class F>
+  static bool same(PyObject* dict, const std::vector<T>& noted, const F& same_within) {
+    if (static_cast<size_t>(PyDict_Size(dict)) != noted.size()) return false;
+    Py_ssize_t position = 0;
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    for (const auto& item : noted) {
+      if (PyDict_Next(dict, &position, &key, &value) == 0) return false;
+      if (key != item.key.ptr() || value != item.value.ptr() || !same_within(item, value)) return false;
+    }
+    return true;
+  }
+
+  std::vector<Item> items_;
+};
+
 }  // namespace
 
 void bind_optimizer(py::module_& m) {
+  py::class_<DictWatch>(m, "DictWatch", "A dict of dicts, and whether it is still the same by identity, in its order.")
+      .def(py::init<>())
+      .def("note", &DictWatch::note)
+      .def("sees", &DictWatch::sees);
+  m.def(
+      "make_flat",
+      [](const std::string& algorithm, const std::vector<std::pair<at::Tensor, uint32_t>>& parameters,
+         const std::vector<std::vector<double>>& groups) {
+        std::vector<FlatParameter> flat;
+        for (const auto& [tensor, group] : parameters) flat.push_back({std::to_string(flat.size()), tensor, group});
+        return FlatOptimizer(std::move(flat), flat_groups(algorithm, groups));
+      },
+      "A flat optimizer of no strategy, over (parameter, group).");
   py::class_<FlatOptimizer>(m, "FlatOptimizer")
       .def_property_readonly("state_names",
                              [](const FlatOptimizer& flat) {
@@ -60,9 +121,14 @@ void bind_optimizer(py::module_& m) {
                        size_t which) { return defined(flat.state(parameter, which)); })
       .def("step_count", &FlatOptimizer::step_count)
       .def("master", [](const FlatOptimizer& flat, size_t p) { return defined(flat.master(p)); })
+      .def("has_started", &FlatOptimizer::has_started)
       .def("set_state", &FlatOptimizer::set_state)
       .def("set_step_count", &FlatOptimizer::set_step_count)
-      .def("set_master", &FlatOptimizer::set_master)
+      .def("set_master",
+           [](FlatOptimizer& flat, size_t parameter, const std::optional<at::Tensor>& whole) {
+             flat.set_master(parameter, whole.value_or(at::Tensor()));
+           })
+      .def("reset", &FlatOptimizer::reset)
       .def("take_started", &FlatOptimizer::take_started)
       .def(
           "step_from_sums",

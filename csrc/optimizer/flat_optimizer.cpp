@@ -535,28 +535,45 @@ void FlatOptimizer::set_state(size_t parameter, size_t which, const at::Tensor& 
     if (whole.sizes() == at::IntArrayRef(sizes)) values = whole.mean(1, /*keepdim=*/true, at::kDouble);
     sizes[1] = 1;
   }
-  check_sizes(entry, values, sizes);
+  const bool is_part = shard_.size > 1 && whole.sizes() == at::IntArrayRef({entry.run.count});
+  if (!is_part) check_sizes(entry, values, sizes);
   follow(entry);
-  leave_common(parameter);
   allocate(entry, which + 1);
-  if (entry.states[which].defined()) entry.states[which].copy_(own_part(entry, values));
+  auto& state = entry.states[which];
+  if (state.defined()) state = empty_state(entry).copy_(is_part ? values : own_part(entry, values));
+  entry.is_common[which] = false;
   entry.started = true;
 }
 
 void FlatOptimizer::set_step_count(size_t parameter, double count) {
   auto& entry = entries_.at(parameter);
+  if (!is_streamed()) entry.step = at::zeros({}, at::kFloat);
   entry.step.fill_(count);
   entry.started = true;
 }
 
 void FlatOptimizer::set_master(size_t parameter, const at::Tensor& whole) {
   auto& entry = entries_.at(parameter);
-  check_sizes(entry, whole, entry.parameter.tensor.sizes());
+  const bool is_part = shard_.size > 1 && whole.defined() && whole.sizes() == at::IntArrayRef({entry.run.count});
+  if (whole.defined() && !is_part) check_sizes(entry, whole, entry.parameter.tensor.sizes());
   follow(entry);
   if (!entry.master.defined()) return;
-  leave_common(parameter);
-  entry.master.copy_(own_part(entry, whole));
+  entry.master = empty_state(entry);
+  entry.is_common[kMaster] = false;
+  entry.master_version = -1;
+  if (!whole.defined()) return;
+  entry.master.copy_(is_part ? whole : own_part(entry, whole));
   entry.master_version = static_cast<int64_t>(entry.parameter.tensor._version());
+}
+
+void FlatOptimizer::reset(size_t parameter) {
+  auto& entry = entries_.at(parameter);
+  set_step_count(parameter, 0);
+  set_master(parameter, {});
+  for (auto& state : entry.states) state.reset();
+  std::fill(std::begin(entry.is_common), std::end(entry.is_common), false);
+  entry.num_states = 0;
+  entry.started = false;
 }
 
 void FlatOptimizer::check_sizes(const Entry& entry, const at::Tensor& whole, at::IntArrayRef sizes) const {

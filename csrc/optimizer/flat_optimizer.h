@@ -125,11 +125,18 @@ class FlatOptimizer {
   /// The fp32 master copy of a low-precision parameter, else undefined; a 1-dim run in a shard.
   const at::Tensor& master(size_t parameter) const;
 
-  /// Replaces state tensor `which` by the values of `whole` (the parameter's sizes; of a row-wise one either state()'s
-  /// or the parameter's, of which each row's mean is taken).
+  /// Whether a parameter has taken a step, or was given state.
+  bool has_started(size_t parameter) const noexcept { return entries_[parameter].started; }
+
+  /// Replaces state tensor `which` by one of the values of `whole` (the parameter's sizes, or state()'s; of a row-wise
+  /// parameter's sizes each row's mean is taken). Who has the one before keeps its values; so for the two below.
   void set_state(size_t parameter, size_t which, const at::Tensor& whole);
   void set_step_count(size_t parameter, double count);
+  /// Undefined: the parameter's values.
   void set_master(size_t parameter, const at::Tensor& whole);
+
+  /// Drops a parameter's state, so that its next step is a first one.
+  void reset(size_t parameter);
 
   /// Collective. State `which` (kMaster: the master copy) of a parameter on every rank, put together from all shards; a
   /// copy. Undefined where no rank has one.

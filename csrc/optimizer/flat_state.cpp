@@ -1,7 +1,13 @@
 #include "optimizer/flat_state.h"
 
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/enum.h>
 
+#include <algorithm>
+#include <string>
+#include <type_traits>
 #include <utility>
 
 #include "muster/error.h"
@@ -90,13 +96,15 @@ bool visit_kind(const Optimizer& optimizer, const F& function) {
 }
 
 template <class K>
-void publish_steps(const FlatState& state, const Optimizer& optimizer) {
+void publish_steps(FlatState& state, const Optimizer& optimizer) {
   const auto counts = state.flat.step_counts();
+  state.published_steps.resize(counts.size(), -1);
   for (size_t p = 0; p < state.parameters.size(); ++p) {
     const auto found = optimizer.state().find(state.parameters[p]);
     if (found == optimizer.state().end()) continue;
     int64_t* const step = step_of(static_cast<typename K::ParamState&>(*found->second));
-    if (step != nullptr) *step = static_cast<int64_t>(counts[p]);
+    state.published_steps[p] = static_cast<int64_t>(counts[p]);
+    if (step != nullptr) *step = state.published_steps[p];
   }
 }
 
@@ -104,10 +112,10 @@ template <class K>
 void publish(FlatState& state, Optimizer& optimizer, const std::vector<size_t>& fresh) {
   using ParamState = typename K::ParamState;
   for (const size_t p : fresh) {
-    auto entry = std::make_unique<ParamState>();
-    const auto tensors = tensors_of(*entry);
+    auto& entry = optimizer.state()[state.parameters[p]];
+    if (!entry) entry = std::make_unique<ParamState>();
+    const auto tensors = tensors_of(static_cast<ParamState&>(*entry));
     for (size_t s = 0; s < tensors.size(); ++s) *tensors[s] = state.flat.state(p, s);
-    optimizer.state()[state.parameters[p]] = std::move(entry);
   }
   if (!state.flat.is_streamed()) publish_steps<K>(state, optimizer);
 }
@@ -149,31 +157,141 @@ FlatGroups groups_of(const Optimizer& optimizer) {
   return groups;
 }
 
-void adopt_state(FlatState& state, Optimizer& optimizer) {
+namespace {
+
+// What torch's step starts anew where it is not there; of Adam, the maximum where amsgrad came later.
+template <class ParamState>
+bool may_lack(size_t which) {
+  return std::is_same_v<ParamState, torch::optim::SGDParamState> || which == 2;
+}
+
+bool has_any(const std::vector<at::Tensor*>& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor* tensor) { return tensor->defined(); });
+}
+
+// Whether anything differs from what is held.
+template <class ParamState>
+bool take_values(FlatState& state, size_t p, ParamState& entry) {
+  auto& flat = state.flat;
+  bool changed = !flat.has_started(p);
+  const auto tensors = tensors_of(entry);
+  for (size_t s = 0; s < tensors.size(); ++s) {
+    const auto& given = *tensors[s];
+    const auto held = flat.state(p, s);
+    if (given.defined() ? given.is_same(held) : !held.defined()) continue;
+    if (!given.defined() && !may_lack<ParamState>(s)) {
+      throw InvalidArgument("the state of parameter " + std::to_string(p) +
+                            " of an optimizer lacks a tensor; give it one, or erase the entry to start anew");
+    }
+    flat.set_state(p, s, given.defined() ? given : at::zeros_like(held));
+    changed = true;
+  }
+  const int64_t* const step = step_of(entry);
+  if (step != nullptr && (changed || *step != state.published_steps[p])) {
+    flat.set_step_count(p, static_cast<double>(*step));
+    changed = true;
+  } else if (step == nullptr && changed) {
+    flat.set_step_count(p, 1);
+  }
+  return changed;
+}
+
+template <class K>
+void check_on_servers(const FlatState& state, Optimizer& optimizer) {
+  for (auto* const parameter : state.parameters) {
+    const auto found = optimizer.state().find(parameter);
+    if (found != optimizer.state().end() && found->second &&
+        !has_any(tensors_of(static_cast<typename K::ParamState&>(*found->second)))) {
+      continue;
+    }
+    throw InvalidArgument(
+        "an optimizer's state() was changed, and parameter servers hold it from the first step on; change it before "
+        "the "
+        "first step or after close()");
+  }
+}
+
+}  // namespace
+
+void follow_state(FlatState& state, Optimizer& optimizer) {
+  if (state.is_lost) {
+    throw InvalidArgument(
+        "the parameter servers were gone when the strategy closed, and the optimizer's state with them; load() a saved "
+        "one");
+  }
+  state.published_steps.resize(state.parameters.size(), -1);
   visit_kind(optimizer, [&](auto kind) {
     using K = decltype(kind);
-    std::vector<size_t> adopted;
+    using ParamState = typename K::ParamState;
+    if (state.from_servers) return check_on_servers<K>(state, optimizer);
+    std::vector<size_t> changed;
     for (size_t p = 0; p < state.parameters.size(); ++p) {
       const auto found = optimizer.state().find(state.parameters[p]);
-      if (found == optimizer.state().end()) continue;
-      auto& entry = static_cast<typename K::ParamState&>(*found->second);
-      const auto tensors = tensors_of(entry);
-      for (size_t s = 0; s < tensors.size(); ++s) {
-        if (tensors[s]->defined()) state.flat.set_state(p, s, *tensors[s]);
+      auto* const entry = found == optimizer.state().end() ? nullptr : static_cast<ParamState*>(found->second.get());
+      // A shard may have nothing of a parameter, and plain SGD nothing at all.
+      const bool is_ours = entry != nullptr && (state.flat.shard().size > 1 || has_any(tensors_of(*entry)));
+      if (is_ours) {
+        if (take_values(state, p, *entry)) changed.push_back(p);
+      } else if (state.flat.has_started(p) && state.flat.state(p, 0).defined()) {
+        state.flat.reset(p);
+        if constexpr (std::is_same_v<ParamState, torch::optim::AdagradParamState>) {
+          const double first =
+              static_cast<const torch::optim::AdagradOptions&>(optimizer.defaults()).initial_accumulator_value();
+          if (first == 0) continue;
+          state.flat.set_state(p, 0, at::full(parameters_of(optimizer)[p].sizes(), first));
+          changed.push_back(p);
+        }
       }
-      const int64_t* const step = step_of(entry);
-      state.flat.set_step_count(p, step != nullptr ? static_cast<double>(*step) : 1.0);
-      adopted.push_back(p);
     }
-    publish<K>(state, optimizer, adopted);
+    if (!changed.empty()) publish<K>(state, optimizer, changed);
   });
+}
+
+void leave_to_servers(FlatState& state, Optimizer& optimizer,
+                      std::function<std::vector<at::Tensor>(size_t which)> from_servers) {
+  state.from_servers = std::move(from_servers);
+  visit_kind(optimizer, [&](auto kind) {
+    for (auto* const parameter : state.parameters)
+      optimizer.state()[parameter] = std::make_unique<typename decltype(kind)::ParamState>();
+  });
+}
+
+void copy_from_servers(const FlatState& state, Optimizer& optimizer) {
+  visit_kind(optimizer, [&](auto kind) {
+    using ParamState = typename decltype(kind)::ParamState;
+    const auto counts = state.from_servers(FlatState::kSteps);
+    std::vector<std::vector<at::Tensor>> states;
+    ParamState names;
+    for (size_t s = 0; s < tensors_of(names).size(); ++s) states.push_back(state.from_servers(s));
+    for (size_t p = 0; p < state.parameters.size(); ++p) {
+      const double count = counts[p].defined() ? counts[p].template item<double>() : 0;
+      if (count <= 0) {
+        optimizer.state().erase(state.parameters[p]);
+        continue;
+      }
+      auto entry = std::make_unique<ParamState>();
+      const auto tensors = tensors_of(*entry);
+      for (size_t s = 0; s < tensors.size(); ++s) *tensors[s] = states[s][p];
+      if (auto* const step = step_of(*entry)) *step = static_cast<int64_t>(count);
+      optimizer.state()[state.parameters[p]] = std::move(entry);
+    }
+  });
+}
+
+void bring_back(FlatState& state, Optimizer& optimizer) noexcept {
+  try {
+    copy_from_servers(state, optimizer);
+  } catch (const std::exception&) {
+    state.is_lost = true;
+  }
+  state.from_servers = nullptr;
 }
 
 void publish_state(FlatState& state, Optimizer& optimizer) {
   visit_kind(optimizer, [&](auto kind) { publish<decltype(kind)>(state, optimizer, state.flat.take_started()); });
 }
 
-void publish_step_counts(const FlatState& state, const Optimizer& optimizer) {
+void publish_step_counts(FlatState& state, const Optimizer& optimizer) {
   visit_kind(optimizer, [&](auto kind) { publish_steps<decltype(kind)>(state, optimizer); });
 }
 
@@ -192,7 +310,9 @@ at::Tensor Flat<Base>::step(typename Base::LossClosure closure) {
   std::vector<c10::TensorImpl*> parameters;
   for (const auto& tensor : tensors) parameters.push_back(tensor.unsafeGetTensorImpl());
   const auto groups = detail::groups_of(*this);
+  if (flat_ && flat_->check_step_by_hand) flat_->check_step_by_hand();
   if (!flat_ || flat_->parameters != parameters) {
+    if (flat_) detail::follow_state(*flat_, *this);
     std::vector<FlatParameter> flat;
     uint32_t number = 0;
     for (const auto& group : this->param_groups()) {
@@ -201,8 +321,8 @@ at::Tensor Flat<Base>::step(typename Base::LossClosure closure) {
     }
     flat_ =
         std::make_shared<detail::FlatState>(detail::FlatState{parameters, {}, FlatOptimizer(std::move(flat), groups)});
-    detail::adopt_state(*flat_, *this);
   }
+  detail::follow_state(*flat_, *this);
   flat_->flat.step_from_grad(groups);
   detail::publish_state(*flat_, *this);
   return loss;
@@ -210,12 +330,25 @@ at::Tensor Flat<Base>::step(typename Base::LossClosure closure) {
 
 template <class Base>
 void Flat<Base>::save(torch::serialize::OutputArchive& archive) const {
+  auto& self = const_cast<Flat&>(*this);  // what state() shows, and not what it is, changes
+  if (flat_) detail::follow_state(*flat_, self);
+  if (flat_ && flat_->from_servers) {
+    const auto from_servers = flat_->from_servers;
+    detail::copy_from_servers(*flat_, self);
+    const auto leave = c10::make_scope_exit([&] { detail::leave_to_servers(*flat_, self, from_servers); });
+    return Base::save(archive);
+  }
   if (flat_) detail::publish_step_counts(*flat_, *this);
   Base::save(archive);
 }
 
 template <class Base>
 void Flat<Base>::load(torch::serialize::InputArchive& archive) {
+  if (flat_ && flat_->from_servers) {
+    throw InvalidArgument(
+        "parameter servers hold the optimizer's state from the first step on; load() before the first step or after "
+        "close()");
+  }
   Base::load(archive);
   flat_.reset();
 }

@@ -3,6 +3,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -14,6 +15,16 @@ struct FlatState {
   std::vector<c10::TensorImpl*> parameters;  // by position in the groups
   std::vector<int> indices;                  // of a strategy's registry; empty without one
   FlatOptimizer flat;
+  std::weak_ptr<const void> owner = {};       // whose registry that is
+  std::vector<int64_t> published_steps = {};  // by position, as state() was given them last
+  /// Throws where a step by hand would apply gradients again that the strategy has applied. Null without one.
+  std::function<void()> check_step_by_hand = {};
+  /// Not null where parameter servers hold the state: a tensor by position, undefined where there is none; `which` is
+  /// one of FlatOptimizer's, kSteps for step counts.
+  std::function<std::vector<at::Tensor>(size_t which)> from_servers = {};
+  bool is_lost = false;  // the servers that held it are gone
+
+  static constexpr size_t kSteps = FlatOptimizer::kMaster + 1;
 };
 
 /// Where a flat optimizer keeps its FlatState; null for any other optimizer.
@@ -25,13 +36,26 @@ std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer);
 /// The hyperparameters of a flat optimizer's groups.
 FlatGroups groups_of(const torch::optim::Optimizer& optimizer);
 
-/// Takes over the values of `optimizer.state()`, and puts views in their place.
-void adopt_state(FlatState& state, torch::optim::Optimizer& optimizer);
+/// Takes over what user code replaced or removed in `optimizer.state()` since the last step, or all of it before the
+/// first one, and puts views in its place. Throws InvalidArgument where parameter servers hold the state, or where an
+/// entry lacks a tensor that torch's step does not do without.
+void follow_state(FlatState& state, torch::optim::Optimizer& optimizer);
+
+/// `from_servers` holds the state from here on: entries without tensors stand in `optimizer.state()`.
+void leave_to_servers(FlatState& state, torch::optim::Optimizer& optimizer,
+                      std::function<std::vector<at::Tensor>(size_t which)> from_servers);
+
+/// `optimizer.state()` becomes a copy of what parameter servers hold.
+void copy_from_servers(const FlatState& state, torch::optim::Optimizer& optimizer);
+
+/// Before parameter servers are left: the state is `optimizer.state()` again, or, where they are gone, lost, which the
+/// optimizer says when it is used.
+void bring_back(FlatState& state, torch::optim::Optimizer& optimizer) noexcept;
 
 /// After a step: views of state that is new, and step counts where they are on the host, in `optimizer.state()`.
 void publish_state(FlatState& state, torch::optim::Optimizer& optimizer);
 
 /// Step counts in `optimizer.state()`; waits for the device.
-void publish_step_counts(const FlatState& state, const torch::optim::Optimizer& optimizer);
+void publish_step_counts(FlatState& state, const torch::optim::Optimizer& optimizer);
 
 }  // namespace muster::detail

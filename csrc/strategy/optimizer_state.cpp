@@ -57,10 +57,38 @@ Kind kind_of(const Optimizer& optimizer) {
   return {};
 }
 
-std::string shape_of(const Optimizer& optimizer) {
-  std::string shape;
-  for (const auto& group : optimizer.param_groups()) shape += ' ' + std::to_string(group.params().size());
-  return shape;
+// A line for each parameter, in the order of the groups.
+std::string layout_of(const Optimizer& optimizer, const ParameterRegistry& registry) {
+  std::ostringstream out;
+  size_t number = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) {
+      const int index = registry.find(parameter);
+      if (index >= 0) out << "'" << registry.name(static_cast<size_t>(index)) << "' ";
+      out << parameter.sizes() << " in group " << number << '\n';
+    }
+    ++number;
+  }
+  return out.str();
+}
+
+void compare_layouts(const std::vector<std::string>& layouts) {
+  for (size_t r = 1; r < layouts.size(); ++r) {
+    if (layouts[r] == layouts[0]) continue;
+    std::istringstream chiefs(layouts[0]);
+    std::istringstream others(layouts[r]);
+    for (size_t position = 0;; ++position) {
+      std::string mine = "none";
+      std::string theirs = "none";
+      std::getline(chiefs, mine);
+      std::getline(others, theirs);
+      if (mine == theirs) continue;
+      throw LayoutMismatch("the optimizers of the ranks differ: parameter " + std::to_string(position) + " is " +
+                           (mine.empty() ? "none" : mine) + " on rank 0, and " + (theirs.empty() ? "none" : theirs) +
+                           " on rank " + std::to_string(r) +
+                           "; build the same optimizer on every rank, over the parameters in the same order");
+    }
+  }
 }
 
 // Learning rates by group, then for each parameter: whether it has a state, its step, and which tensors are defined.
@@ -118,17 +146,11 @@ void take_over(Optimizer& optimizer, const Kind& kind, const std::string& descri
 
 }  // namespace
 
-void broadcast_optimizer(Optimizer& optimizer, comm::Communicator& workers) {
+void broadcast_optimizer(Optimizer& optimizer, const ParameterRegistry& registry, comm::Communicator& workers) {
   if (workers.size() == 1) return;
   const auto kind = kind_of(optimizer);
   const bool is_chief = workers.rank() == 0;
-  const auto shapes = exchange_texts(workers, shape_of(optimizer));
-  for (size_t r = 1; r < shapes.size(); ++r) {
-    if (shapes[r] == shapes[0]) continue;
-    throw LayoutMismatch("the optimizers of the ranks differ: rank 0's has" + shapes[0] +
-                         " parameters by group, rank " + std::to_string(r) + "'s" + shapes[r] +
-                         "; build the same optimizer on every rank");
-  }
+  compare_layouts(exchange_texts(workers, layout_of(optimizer, registry)));
   Leaves tensors;
   std::string mine;
   if (is_chief) {

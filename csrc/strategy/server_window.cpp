@@ -187,7 +187,7 @@ void ServerWindow::open() {
                           "change parameters before the first step, or under another strategy");
   };
   for (size_t p = 0; p < parameters_.size(); ++p) {
-    check(plan_.parameters[p].name, parameters_[p]._version() != versions_[p]);
+    check(plan_.parameters[p].name, trace_of(parameters_[p]) != traces_[p]);
   }
   for (size_t t = 0; t < tables_.size(); ++t) {
     const auto& weight = tables_[t].weight;
@@ -358,18 +358,32 @@ void ServerWindow::take_values() {
       }
     }
   });
-  versions_.resize(parameters_.size());
+  traces_.resize(parameters_.size());
   for (size_t p = 0; p < parameters_.size(); ++p) {
     if (!parameters_[p].is_non_overlapping_and_dense()) {
       parameters_[p].detach().copy_(dense[p]);
     } else {
       parameters_[p].unsafeGetTensorImpl()->bump_version();
     }
-    versions_[p] = parameters_[p]._version();
+    traces_[p] = trace_of(parameters_[p]);
   }
 }
 
-std::vector<at::Tensor> ServerWindow::fetch(Part part) {
+ServerWindow::Trace ServerWindow::trace_of(const at::Tensor& parameter) {
+  constexpr size_t kSamples = 8;
+  Trace trace{static_cast<int64_t>(parameter._version()), parameter.const_data_ptr(), 0};
+  if (!parameter.is_non_overlapping_and_dense()) return trace;
+  const auto* const bytes = static_cast<const std::byte*>(trace.memory);
+  const size_t last = parameter.nbytes() < sizeof(uint64_t) ? 0 : parameter.nbytes() - sizeof(uint64_t);
+  for (size_t i = 0; i < kSamples && parameter.nbytes() > 0; ++i) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes + last * i / (kSamples - 1), std::min(sizeof(word), parameter.nbytes()));
+    trace.sample = (trace.sample ^ word) * 0x9E3779B97F4A7C15U;  // as Fibonacci hashing
+  }
+  return trace;
+}
+
+std::vector<at::Tensor> ServerWindow::fetch(Part part, bool to_stay) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> values;
   std::vector<std::byte*> places;
@@ -400,7 +414,8 @@ std::vector<at::Tensor> ServerWindow::fetch(Part part) {
   std::vector<at::Tensor> found(places_.size());
   for (size_t p = 0; p < places_.size(); ++p) {
     const auto [is_table, index] = places_[p];
-    found[p] = is_table ? fetch_table(index, part) : whole[index];
+    const bool leaves_out = is_table && to_stay && !tables_[index].was_here;
+    if (!leaves_out) found[p] = is_table ? fetch_table(index, part) : whole[index];
   }
   return found;
 }

@@ -60,8 +60,9 @@ class ServerWindow {
   /// The step after which this worker came in.
   uint64_t since() const noexcept { return since_; }
 
-  /// Begins a window. Throws InvalidArgument where a parameter was written since the last step: servers would not know;
-  /// CommError where the last window was cut short.
+  /// Begins a window. Throws InvalidArgument where a parameter was written or got other memory since the last step:
+  /// servers would not know. Of what is written past the version counter, through `.data`, a sample of each parameter
+  /// tells. CommError where the last window was cut short.
   void open();
 
   /// The window's sums of this worker for one parameter: dense, the accumulation dtype, the strides of its slot. Every
@@ -113,8 +114,8 @@ class ServerWindow {
   void refresh();
 
   /// A part of every parameter as the servers hold it, of the parameter's sizes (Part::steps: 0-dim fp32); undefined
-  /// where there is none.
-  std::vector<at::Tensor> fetch(server::Part part);
+  /// where there is none. `to_stay`: not of the rows that bring_rows_back() leaves out.
+  std::vector<at::Tensor> fetch(server::Part part, bool to_stay = false);
 
   /// Gives weights all their rows again, but those that had none here to begin with. Never throws: where servers are
   /// gone, stubs stay.
@@ -153,7 +154,14 @@ class ServerWindow {
   std::vector<size_t> dense_;                  // which are parameters of the plan, and not tables
   std::vector<at::Tensor> parameters_;         // these
   std::vector<std::vector<int64_t>> strides_;  // of slots, by parameter of the plan
-  std::vector<int64_t> versions_;              // of these parameters, after the last step
+  struct Trace {
+    int64_t version;
+    const void* memory;
+    uint64_t sample;  // a digest of some elements
+    bool operator==(const Trace&) const = default;
+  };
+  static Trace trace_of(const at::Tensor& parameter);
+  std::vector<Trace> traces_;  // of these parameters, after the last step
   std::vector<Table> tables_;
   FlatGroups groups_;  // of the last step
   server::ServerClient client_;

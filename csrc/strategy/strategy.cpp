@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <torch/optim/lbfgs.h>
 
 #include <algorithm>
 #include <mutex>
@@ -175,7 +176,9 @@ int Strategy::State::set_of(const StepOptions& options) {
   if (core->awaits_servers(used->set) && is_fused(used->set)) {
     auto& first = *stepping.front();
     const auto& flat = **detail::flat_state_of(first);
+    detail::follow_state(**detail::flat_state_of(first), first);
     core->connect_servers(used->set, flat.flat, flat.indices, detail::groups_of(first));
+    serve(first);
     const auto told = core->watch(used->set, [this, set = used->set] { apply(set); });
     if (!told.empty()) {
       for (auto& pass : server::decode<detail::PassStandings>(told).passes)
@@ -184,6 +187,23 @@ int Strategy::State::set_of(const StepOptions& options) {
     told_at = core->steps();
   }
   return used->set;
+}
+
+// From here on servers hold the optimizer's state.
+void Strategy::State::serve(torch::optim::Optimizer& optimizer) {
+  const auto& flat = *detail::flat_state_of(optimizer);
+  served = {flat, &optimizer};
+  detail::leave_to_servers(*flat, optimizer, [owner = core.get(), indices = flat->indices](size_t which) {
+    constexpr server::Part kParts[] = {server::Part::state0, server::Part::state1, server::Part::state2,
+                                       server::Part::master, server::Part::steps};
+    return owner->state_on_servers(indices, kParts[which], /*to_stay=*/true);
+  });
+}
+
+void Strategy::State::leave_servers() noexcept {
+  const auto flat = served.first.lock();
+  if (flat && flat->from_servers) detail::bring_back(*flat, *served.second);
+  served = {};
 }
 
 void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
@@ -199,7 +219,23 @@ void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
   }
   std::vector<c10::TensorImpl*> parameters;
   for (const auto& parameter : detail::parameters_of(optimizer)) parameters.push_back(parameter.unsafeGetTensorImpl());
-  if (*flat && (*flat)->parameters == parameters && !(*flat)->indices.empty()) return;
+  if (*flat && (*flat)->parameters == parameters && (*flat)->owner.lock() == core) {
+    if ((*flat)->from_servers) detail::follow_state(**flat, optimizer);
+    return;
+  }
+  if (core->has_servers()) {
+    throw InvalidArgument(
+        "parameter servers step one optimizer, with the parameters that it has in the first step, and this is another "
+        "one or has others since; give all parameters to one optimizer, as groups of it, before then");
+  }
+  if (*flat) {
+    detail::follow_state(**flat, optimizer);
+    if ((*flat)->flat.shard().size > 1 && (*flat)->owner.lock() != core) {
+      throw InvalidArgument(
+          "the optimizer's state was divided over the workers of another strategy, and here is a part of it; clear its "
+          "state() to start anew");
+    }
+  }
   std::vector<int> indices;
   std::vector<std::pair<int, uint32_t>> grouped;
   uint32_t number = 0;
@@ -211,8 +247,18 @@ void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
     ++number;
   }
   *flat = std::make_shared<detail::FlatState>(detail::FlatState{
-      std::move(parameters), std::move(indices), core->make_flat(grouped, detail::groups_of(optimizer))});
-  detail::adopt_state(**flat, optimizer);
+      std::move(parameters), std::move(indices), core->make_flat(grouped, detail::groups_of(optimizer)), core});
+  (*flat)->check_step_by_hand = [owner = std::weak_ptr<const StrategyCore>(core), own = flat->get()] {
+    const auto strategy = owner.lock();
+    if (!strategy || strategy->closed() || !strategy->gradients_are_applied()) return;
+    const bool has_gradients = std::any_of(own->parameters.begin(), own->parameters.end(),
+                                           [](c10::TensorImpl* p) { return p->grad().defined(); });
+    if (has_gradients) return;
+    throw InvalidArgument(
+        "an optimizer's step() was called after strategy.step, which has applied the gradients already; remove the "
+        "call, or write gradients by hand with backward() first");
+  };
+  detail::follow_state(**flat, optimizer);
 }
 
 bool Strategy::State::is_fused(int set) {
@@ -224,14 +270,16 @@ bool Strategy::State::is_fused(int set) {
 
 void Strategy::State::apply(int set) {
   const bool fused = is_fused(set);
+  if (steppers[set].empty()) core->note_no_optimizer(set);
   for (auto* optimizer : steppers[set]) {
     if (!fused) {
       optimizer->step();
       continue;
     }
     auto& flat = **detail::flat_state_of(*optimizer);
+    detail::follow_state(flat, *optimizer);
     core->step_flat(set, flat.flat, flat.indices, detail::groups_of(*optimizer));
-    detail::publish_state(flat, *optimizer);
+    if (!flat.from_servers) detail::publish_state(flat, *optimizer);
   }
 }
 
@@ -316,6 +364,7 @@ Strategy::Strategy(std::shared_ptr<StrategyCore> core, std::string name)
 Strategy::~Strategy() { close(); }
 
 void Strategy::close() {
+  state_->leave_servers();
   state_->core->close();
   state_->release();
 }
@@ -382,12 +431,18 @@ void Strategy::add_optimizer(torch::optim::Optimizer& optimizer) {
   check_outside_step(*state_->core, "prepare");
   auto& known = state_->optimizers;
   if (std::find(known.begin(), known.end(), &optimizer) != known.end()) return;
+  if (dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr) {
+    throw InvalidArgument(
+        "LBFGS evaluates the loss several times in a step, and a strategy has one gradient for it; use another "
+        "optimizer, "
+        "or step LBFGS without a strategy");
+  }
   const auto& groups = optimizer.param_groups();
   if (std::all_of(groups.begin(), groups.end(), [](const auto& group) { return group.params().empty(); })) {
     throw InvalidArgument("the optimizer has no parameters; build it from the prepared module's parameters()");
   }
   state_->leave_passes();
-  detail::broadcast_optimizer(optimizer, state_->core->to_prepare());
+  detail::broadcast_optimizer(optimizer, state_->core->registry(), state_->core->to_prepare());
   known.push_back(&optimizer);
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "muster/strategy.h"
+#include "optimizer/flat_state.h"
 #include "strategy/sharing.h"
 #include "strategy/strategy_core.h"
 
@@ -55,8 +56,10 @@ class PreparedModule {
 };
 
 /// Collective over workers. Every worker's optimizer gets the chief's learning rates and per-parameter state. Throws
+/// LayoutMismatch naming the first parameter that is another one on another worker, and
 /// InvalidArgument on all workers if the chief has state of a kind that it cannot send.
-void broadcast_optimizer(torch::optim::Optimizer& optimizer, comm::Communicator& workers);
+void broadcast_optimizer(torch::optim::Optimizer& optimizer, const ParameterRegistry& registry,
+                         comm::Communicator& workers);
 
 }  // namespace detail
 
@@ -76,6 +79,9 @@ struct Strategy::State {
   int set_of(const StepOptions& options);
   /// Gives a flat optimizer its place in the registry, once and when its parameters changed.
   void bind_flat(torch::optim::Optimizer& optimizer);
+  void serve(torch::optim::Optimizer& optimizer);
+  /// Before close(): the state that parameter servers hold becomes the optimizer's, if that still lives.
+  void leave_servers() noexcept;
   /// Whether the optimizers that the set was last used with all step from the reduced sums.
   bool is_fused(int set);
   /// What apply() is going to use of them, where is_fused().
@@ -124,7 +130,9 @@ struct Strategy::State {
   int num_loaders = 0;                                     // prepared so far
   std::vector<std::shared_ptr<detail::Dealing>> dealings;  // of passes that may be under way
   std::map<uint32_t, detail::PassStanding> others_passes;  // by loader, where this worker joined a synchronous job
-  int64_t told_at = 0;                                     // in steps: when it was told of them
+  /// The optimizer whose state servers hold.
+  std::pair<std::weak_ptr<detail::FlatState>, torch::optim::Optimizer*> served;
+  int64_t told_at = 0;  // in steps: when it was told of them
 };
 
 }  // namespace muster

@@ -8,6 +8,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/serialize.h>
 
 #include <memory>
@@ -135,6 +136,97 @@ TEST_CASE("the state of a flat optimizer is torch::optim's, through an archive t
   ours.step();
   loaded.step();
   for (size_t p = 0; p < own.size(); ++p) CHECK(own[p].equal(other[p]));
+}
+
+TEST_CASE("what user code changes in state() acts as torch::optim's", "[optimizer]") {
+  using State = torch::optim::AdamWParamState;
+  using Edit = std::function<void(torch::optim::Optimizer&, c10::TensorImpl*)>;
+  const auto state_of = [](torch::optim::Optimizer& optimizer, c10::TensorImpl* p) -> State& {
+    return static_cast<State&>(*optimizer.state().at(p));
+  };
+  const std::vector<Edit> edits = {
+      [](auto& optimizer, auto*) { optimizer.state().clear(); },
+      [](auto& optimizer, auto* p) { optimizer.state().erase(p); },
+      [&](auto& optimizer, auto* p) { state_of(optimizer, p).exp_avg(at::full({5, 7}, 0.25)); },
+      [&](auto& optimizer, auto* p) { state_of(optimizer, p).exp_avg_sq().fill_(0.5); },
+      [&](auto& optimizer, auto* p) { state_of(optimizer, p).step(0); },
+  };
+  const auto& edit = edits[GENERATE(size_t{0}, size_t{1}, size_t{2}, size_t{3}, size_t{4})];
+  const auto own = parameters();
+  const auto other = parameters();
+  optim::AdamW ours(own, 0.01);
+  torch::optim::AdamW theirs(other, torch::optim::AdamWOptions(0.01));
+  for (int step = 0; step < 6; ++step) {
+    if (step == 3) {
+      edit(ours, own[0].unsafeGetTensorImpl());
+      edit(theirs, other[0].unsafeGetTensorImpl());
+    }
+    write_gradients(own, step);
+    write_gradients(other, step);
+    ours.step();
+    theirs.step();
+  }
+  for (size_t p = 0; p < own.size(); ++p) {
+    CHECK(own[p].allclose(other[p], 1e-5, 1e-6));
+    auto& mine = state_of(ours, own[p].unsafeGetTensorImpl());
+    auto& expected = state_of(theirs, other[p].unsafeGetTensorImpl());
+    CHECK(mine.step() == expected.step());
+    CHECK(mine.exp_avg().allclose(expected.exp_avg(), 1e-5, 1e-6));
+  }
+}
+
+TEST_CASE("an Adagrad without its state starts anew from its initial value", "[optimizer]") {
+  const auto list = parameters();
+  optim::Adagrad optimizer(list, torch::optim::AdagradOptions(0.05).initial_accumulator_value(0.1));
+  write_gradients(list, 0);
+  optimizer.step();
+  optimizer.state().clear();
+  optimizer.step();
+  auto& state = static_cast<torch::optim::AdagradParamState&>(*optimizer.state().at(list[0].unsafeGetTensorImpl()));
+  CHECK(state.step() == 1);
+  CHECK(state.sum().allclose(list[0].grad().square() + 0.1));
+}
+
+TEST_CASE("a state that lacks a tensor is refused", "[optimizer]") {
+  const auto list = parameters();
+  optim::AdamW optimizer(list, 0.01);
+  write_gradients(list, 0);
+  optimizer.step();
+  static_cast<torch::optim::AdamWParamState&>(*optimizer.state().at(list[0].unsafeGetTensorImpl())).exp_avg({});
+  CHECK_THROWS_AS(optimizer.step(), InvalidArgument);
+}
+
+TEST_CASE("a model and its flat optimizer go to another strategy, and on without one", "[optimizer]") {
+  const auto x = at::linspace(-1, 1, 24).view({8, 3});
+  auto module = std::make_shared<torch::nn::LinearImpl>(3, 2);
+  optim::AdamW optimizer(module->parameters(), 0.01);
+  const auto count = [&] {
+    return static_cast<torch::optim::AdamWParamState&>(*optimizer.state().at(module->weight.unsafeGetTensorImpl()))
+        .step();
+  };
+  for (int round = 1; round <= 2; ++round) {
+    MirroredStrategy strategy({"cpu:0", "cpu:1"});
+    auto model = strategy.prepare(module);
+    strategy.prepare(optimizer);
+    const auto loss = [&](const at::Tensor& x) { return model->forward(x).square().mean(); };
+    CHECK(strategy.step(loss, x).stepped);
+    CHECK(count() == round);
+    CHECK_THROWS_AS(optimizer.step(), InvalidArgument);  // the strategy has
+    strategy.close();
+  }
+  optimizer.zero_grad();
+  module->forward(x).square().mean().backward();
+  const auto before = module->weight.detach().clone();
+  optimizer.step();
+  CHECK(count() == 3);
+  CHECK_FALSE(module->weight.equal(before));
+}
+
+TEST_CASE("an optimizer that evaluates the loss itself is refused", "[optimizer]") {
+  MirroredStrategy strategy;
+  auto model = strategy.prepare([] { return torch::nn::Linear(3, 2); });
+  torch::optim::LBFGS optimizer(model->parameters());
+  CHECK_THROWS_AS(strategy.prepare(optimizer), InvalidArgument);
 }
 
 TEST_CASE("a strategy steps a flat optimizer from the sums", "[optimizer]") {

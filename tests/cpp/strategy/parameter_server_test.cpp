@@ -206,3 +206,58 @@ TEST_CASE("C++ strategies refuse what parameter servers cannot do", "[strategy][
   CHECK_THROWS_AS(strategy.step([&](const at::Tensor& x) { return net->forward(x).sum(); }, batch_of(0, 0)),
                   InvalidArgument);
 }
+
+TEST_CASE("on servers a C++ optimizer's state is refused, saved, and comes back", "[strategy][server]") {
+  using State = torch::optim::AdamWParamState;
+  const auto train_three = [](Strategy& strategy, std::shared_ptr<Net>& net, optim::AdamW& optimizer) {
+    auto model = strategy.prepare(net);
+    strategy.prepare(optimizer);
+    const auto step = [&] {
+      strategy.step([&](const at::Tensor& x) { return model->forward(x).square().mean(); }, batch_of(0, 1));
+    };
+    for (int i = 0; i < 3; ++i) step();
+    return std::function<void()>(step);
+  };
+  auto expected_net = std::make_shared<Net>();
+  optim::AdamW expected(expected_net->parameters(), 0.02);
+  auto net = std::make_shared<Net>();
+  optim::AdamW optimizer(net->parameters(), 0.02);
+  const auto state_of = [](optim::AdamW& of, Net& module) -> State& {
+    return static_cast<State&>(*of.state().at(module.parameters().front().unsafeGetTensorImpl()));
+  };
+  MirroredStrategy mirrored({"cpu"});
+  train_three(mirrored, expected_net, expected);
+  std::stringstream saved;
+  {
+    ParameterServerStrategy strategy(Cluster{});
+    auto model = net;
+    const auto loss = [&](const at::Tensor& x) { return model->forward(x).square().mean(); };
+    train_three(strategy, net, optimizer);
+    torch::save(optimizer, saved);
+    CHECK_THROWS_AS(torch::load(optimizer, saved), InvalidArgument);
+    auto kept = std::move(optimizer.state().begin()->second);
+    auto* const key = optimizer.state().begin()->first;
+    optimizer.state().erase(key);
+    CHECK_THROWS_AS(strategy.step(loss, batch_of(0, 1)), InvalidArgument);
+    optimizer.state()[key] = std::move(kept);
+    optim::SGD another(net->parameters(), torch::optim::SGDOptions(0.1));
+    strategy.prepare(another);
+    StepOptions options;
+    options.optimizers = {another};
+    CHECK_THROWS_WITH(strategy.step(loss, batch_of(0, 1), options), ContainsSubstring("step one optimizer"));
+    {
+      const at::NoGradGuard no_grad;
+      net->parameters().front().variable_data().clamp_(-0.01, 0.01);
+    }
+    options.optimizers = {optimizer};
+    CHECK_THROWS_WITH(strategy.step(loss, batch_of(0, 1), options), ContainsSubstring("was written outside step"));
+    strategy.close();
+  }
+  CHECK(state_of(optimizer, *net).step() == 3);
+  CHECK(state_of(optimizer, *net).exp_avg().equal(state_of(expected, *expected_net).exp_avg()));
+  saved.seekg(0);
+  optim::AdamW loaded(net->parameters(), 0.02);
+  torch::load(loaded, saved);
+  CHECK(state_of(loaded, *net).exp_avg_sq().equal(state_of(expected, *expected_net).exp_avg_sq()));
+  CHECK(state_of(loaded, *net).step() == 3);
+}

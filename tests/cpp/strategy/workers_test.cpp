@@ -5,6 +5,7 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
 #include <torch/data/datasets/base.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
@@ -179,6 +180,20 @@ TEST_CASE("optimizers that differ over workers are refused on all", "[workers]")
           torch::optim::SGD optimizer(parameters, 0.1);
           const auto message = message_of<LayoutMismatch>([&] { strategy.prepare(optimizer); });
           MUSTER_CHECK(contains(message, "rank 1"));
+        }) == "");
+}
+
+TEST_CASE("optimizers over parameters in another order are refused on all, by name", "[workers]") {
+  CHECK(run_workers(2, [](Strategy& strategy) {
+          auto model =
+              strategy.prepare([] { return torch::nn::Sequential(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2)); });
+          auto parameters = model->parameters();
+          if (!strategy.is_chief()) std::swap(parameters[0], parameters[2]);
+          torch::optim::SGD optimizer(parameters, 0.1);
+          const auto message = message_of<LayoutMismatch>([&] { strategy.prepare(optimizer); });
+          MUSTER_CHECK(contains(message, "parameter 0 is '0.weight'"));
+          MUSTER_CHECK(contains(message, "'1.weight'"));
+          MUSTER_CHECK(contains(message, "on rank 1"));
         }) == "");
 }
 

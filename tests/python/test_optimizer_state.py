@@ -1,0 +1,292 @@
+"""`optimizer.state` is the user's: what is cleared, removed, replaced, edited or loaded there acts as in torch."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import muster
+from support.jobs import Launcher, part_of
+
+Edit = Callable[[Any, dict[str, Any]], None]
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 97), nn.Tanh(), nn.Linear(97, 3)).to(dtype)
+
+
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
+    "adam": (torch.optim.Adam, {"lr": 1e-2}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2}),
+    "plain sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+}
+
+
+def make(kind: str, module: nn.Module) -> Any:
+    cls, options = KINDS[kind]
+    return cls(module.parameters(), **options)
+
+
+def first(optimizer: Any) -> Tensor:
+    return optimizer.param_groups[0]["params"][0]  # type: ignore[no-any-return]
+
+
+def moment(optimizer: Any) -> str:
+    return next((name for name in optimizer.state[first(optimizer)] if name != "step"), "")
+
+
+def clear(optimizer: Any, initial: dict[str, Any]) -> None:
+    optimizer.state.clear()
+
+
+def replace_the_dict(optimizer: Any, initial: dict[str, Any]) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def pop(optimizer: Any, initial: dict[str, Any]) -> None:
+    optimizer.state.pop(first(optimizer), None)
+
+
+def empty(optimizer: Any, initial: dict[str, Any]) -> None:
+    optimizer.state[first(optimizer)] = {}
+
+
+def load_initial(optimizer: Any, initial: dict[str, Any]) -> None:
+    optimizer.load_state_dict(initial)
+
+
+def load_own(optimizer: Any, initial: dict[str, Any]) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def replace_a_tensor(optimizer: Any, initial: dict[str, Any]) -> None:
+    for values in optimizer.state.values():
+        name = next((n for n in values if n != "step"), None)
+        if name is not None:
+            values[name] = torch.full_like(values[name], 0.25)
+
+
+def edit_a_tensor(optimizer: Any, initial: dict[str, Any]) -> None:
+    for values in optimizer.state.values():
+        for name, tensor in values.items():
+            if name != "step":
+                tensor.fill_(0.5)
+
+
+def replace_the_step(optimizer: Any, initial: dict[str, Any]) -> None:
+    for values in optimizer.state.values():
+        if "step" in values:
+            values["step"] = torch.tensor(0.0)
+
+
+def edit_the_step(optimizer: Any, initial: dict[str, Any]) -> None:
+    for values in optimizer.state.values():
+        if "step" in values:
+            values["step"].fill_(7)
+
+
+def add_an_entry(optimizer: Any, initial: dict[str, Any]) -> None:
+    for values in optimizer.state.values():
+        values["note"] = "of the user's own"
+
+
+EDITS: dict[str, Edit] = {
+    edit.__name__: edit
+    for edit in (
+        clear, replace_the_dict, pop, empty, load_initial, load_own, replace_a_tensor, edit_a_tensor, replace_the_step,
+        edit_the_step, add_an_entry,
+    )
+}  # fmt: skip
+
+
+def in_torch(kind: str, edit: Edit) -> tuple[list[Tensor], dict[str, Any]]:
+    module = net()
+    optimizer = make(kind, module)
+    initial = copy.deepcopy(optimizer.state_dict())
+    x = torch.linspace(-1, 1, 10 * 96).view(10, 96)
+    for step in range(6):
+        if step == 3:
+            edit(optimizer, initial)
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in module.parameters()], optimizer.state_dict()["state"]
+
+
+def edited(strategy: muster.Strategy, kind: str, edit: str) -> Any:
+    module = net()
+    optimizer = make(kind, module)
+    initial = copy.deepcopy(optimizer.state_dict())
+    model, _ = strategy.prepare(module, optimizer)
+    x = part_of(strategy, torch.linspace(-1, 1, 10 * 96).view(10, 96))
+    for step in range(6):
+        if step == 3:
+            EDITS[edit](optimizer, initial)
+            strategy.barrier()
+        strategy.step(lambda x: model(x).square().mean(), x)
+    return [p.detach() for p in module.parameters()], optimizer.state_dict()["state"]
+
+
+def assert_as_torch(parameters: Any, state: Any, expected: tuple[list[Tensor], dict[str, Any]]) -> None:
+    for own, other in zip(parameters, expected[0], strict=True):
+        torch.testing.assert_close(torch.as_tensor(own), other, rtol=1e-4, atol=2e-6)
+    assert state.keys() == expected[1].keys()
+    for number, values in expected[1].items():
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(torch.as_tensor(state[number][name]), value, rtol=1e-3, atol=1e-5)
+            elif value is not None:
+                assert state[number][name] == value
+
+
+def works_in_torch(kind: str, edit: str) -> bool:
+    """torch's Adagrad has no way to start anew."""
+    return kind != "adagrad" or edit not in ("clear", "replace_the_dict", "pop", "empty")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_edits_act_as_in_torch(kind: str, edit: str, fuse: bool) -> None:
+    if not works_in_torch(kind, edit):
+        pytest.skip("an error in torch")
+    with muster.MirroredStrategy(["cpu"], fuse=fuse) as strategy:
+        parameters, state = edited(strategy, kind, edit)
+    assert_as_torch(parameters, state, in_torch(kind, EDITS[edit]))
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}], ids=["common", "sharded"])
+def test_edits_on_all_workers_act_as_in_torch(worker_job: Launcher, edit: str, options: dict[str, Any]) -> None:
+    expected = in_torch("adamw", EDITS[edit])
+    for parameters, state in worker_job(edited, "adamw", edit, keep_gradients=False, **options):
+        assert_as_torch(parameters, state, expected)
+
+
+@pytest.fixture
+def strategy() -> Iterator[muster.MirroredStrategy]:
+    with muster.MirroredStrategy(["cpu"]) as strategy:
+        yield strategy
+
+
+def train(strategy: muster.Strategy, model: Any, steps: int = 1) -> None:
+    for _ in range(steps):
+        strategy.step(lambda x: model(x).square().mean(), torch.linspace(-1, 1, 4 * 96).view(4, 96))
+
+
+def test_adagrad_starts_anew_from_its_initial_value(strategy: muster.MirroredStrategy) -> None:
+    module = net()
+    model, optimizer = strategy.prepare(module, make("adagrad", module))
+    train(strategy, model, 3)
+    optimizer.state.clear()
+    train(strategy, model)
+    assert [float(values["step"]) for values in optimizer.state.values()] == [1.0] * 4
+
+
+def test_what_was_taken_out_keeps_its_values(strategy: muster.MirroredStrategy) -> None:
+    module = net()
+    model, optimizer = strategy.prepare(module, make("adam", module))
+    train(strategy, model, 2)
+    values = dict(optimizer.state[module[0].weight])
+    kept = copy.deepcopy(values)
+    optimizer.state.clear()
+    train(strategy, model, 2)
+    for name, tensor in kept.items():
+        assert torch.equal(values[name], tensor), name
+    optimizer.state[module[0].weight] = values
+    train(strategy, model)
+    assert float(optimizer.state[module[0].weight]["step"]) == 3
+
+
+def test_dicts_and_tensors_stay_the_same_objects(strategy: muster.MirroredStrategy) -> None:
+    module = net()
+    model, optimizer = strategy.prepare(module, make("adam", module))
+    train(strategy, model)
+    state, values = optimizer.state, optimizer.state[module[0].weight]
+    tensors = dict(values)
+    values["mine"] = 5
+    train(strategy, model, 3)
+    assert optimizer.state is state
+    assert state[module[0].weight] is values
+    assert values == {**tensors, "mine": 5}
+    assert all(values[name] is tensor for name, tensor in tensors.items())
+
+
+def test_a_part_of_the_state_alone_is_refused_by_name(strategy: muster.MirroredStrategy) -> None:
+    module = net()
+    model, optimizer = strategy.prepare(module, make("adam", module))
+    train(strategy, model)
+    values = optimizer.state[module[0].weight]
+    taken = values.pop("exp_avg")
+    before = module[2].weight.detach().clone()
+    with pytest.raises(muster.InvalidArgument, match="'exp_avg'"):
+        train(strategy, model)
+    assert torch.equal(module[2].weight, before)
+    values["exp_avg"] = taken
+    train(strategy, model)
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_low_precision_state_is_loaded_as_it_was_saved(strategy: muster.MirroredStrategy, kind: str) -> None:
+    """torch rounds loaded state to the parameters' dtype."""
+    module = net(torch.bfloat16)
+    model, optimizer = strategy.prepare(module, make(kind, module))
+    for _ in range(3):
+        strategy.step(lambda x: model(x).square().mean(), torch.ones(4, 96, dtype=torch.bfloat16))
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = net(torch.bfloat16)
+    alone = make(kind, other)
+    with muster.MirroredStrategy(["cpu"]) as second:
+        second.prepare(other, alone)
+        alone.load_state_dict(saved)
+        for number, values in alone.state_dict()["state"].items():
+            for name, value in values.items():
+                assert value.dtype == torch.float32
+                assert torch.equal(value, saved["state"][number][name]), name
+        name = moment(optimizer)
+        alone.state_dict()
+        second.step(lambda x: other(x).square().mean(), torch.ones(4, 96, dtype=torch.bfloat16))
+        assert alone.state[first(alone)][name].dtype == torch.float32
+
+
+def test_edits_in_a_pre_hook_count(strategy: muster.MirroredStrategy) -> None:
+    module = net()
+    model, optimizer = strategy.prepare(module, make("adam", module))
+    train(strategy, model, 3)
+    handle = optimizer.register_step_pre_hook(lambda *_: optimizer.state.clear())
+    train(strategy, model)
+    handle.remove()
+    assert float(optimizer.state[module[0].weight]["step"]) == 1
+
+
+def test_steps_by_hand_follow_edits_and_new_groups(strategy: muster.MirroredStrategy) -> None:
+    module = net()
+    optimizer = torch.optim.Adam(module[0].parameters())
+    model, _ = strategy.prepare(module, optimizer)
+
+    def by_hand() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 96)).square().mean().backward()
+        optimizer.step()
+
+    train(strategy, model, 2)
+    optimizer.state.clear()
+    by_hand()
+    assert float(optimizer.state[module[0].weight]["step"]) == 1
+    optimizer.add_param_group({"params": list(module[2].parameters())})
+    before = module[2].weight.detach().clone()
+    by_hand()
+    assert not torch.equal(module[2].weight, before)
+    assert float(optimizer.state[module[0].weight]["step"]) == 2
+    train(strategy, model)
+    assert float(optimizer.state[module[0].weight]["step"]) == 3
+    assert float(optimizer.state[module[2].weight]["step"]) == 2
