@@ -307,7 +307,16 @@ void bind_core_class(py::module_& m) {
             c.step_flat(set, flat, parameters, flat_groups(algorithm, groups));
           },
           py::call_guard<Interruptible>())
-      .def("edit_means", [](StrategyCore& c, int set, const py::object& edit) { c.edit_means(set, [&] { edit(); }); })
+      .def("on_leaving", [](StrategyCore& c, const py::object& leave) { c.on_leaving(callback(leave)); })
+      .def("set_has_hooks", &StrategyCore::set_has_hooks)
+      .def("hooked", &StrategyCore::hooked)
+      .def("call_hooks",
+           [](StrategyCore& c, int set, bool fused, const py::object& hooks) {
+             const auto call = callback(hooks);
+             const Interruptible interruptible;
+             c.call_hooks(set, fused, call);
+           })
+      .def("note_no_optimizer", &StrategyCore::note_no_optimizer)
       .def(
           "whole_state",
           [](StrategyCore& c, const FlatOptimizer& flat, size_t parameter, size_t which) -> std::optional<at::Tensor> {
@@ -366,10 +375,11 @@ void bind_core_class(py::module_& m) {
           py::call_guard<Interruptible>())
       .def(
           "state_on_servers",
-          [](StrategyCore& c, const std::vector<int>& parameters, server::Part part) {
-            const auto pass = c.enter();
+          [](StrategyCore& c, const std::vector<int>& parameters, server::Part part, bool to_stay) {
+            std::optional<CallGate::Pass> pass;
+            if (!c.is_leaving()) pass.emplace(c.enter());
             std::vector<std::optional<at::Tensor>> values;
-            for (const auto& value : c.state_on_servers(parameters, part)) {
+            for (const auto& value : c.state_on_servers(parameters, part, to_stay)) {
               values.push_back(value.defined() ? std::optional(value) : std::nullopt);
             }
             return values;

@@ -28,6 +28,7 @@ std::vector<int64_t> real_sizes(const at::Tensor& parameter) {
 
 void StrategyCore::average_gradients(int module) {
   const auto pass = enter();
+  gradients_are_applied_ = false;
   if (groups_.servers) {
     throw InvalidArgument(
         "backward() by hand does not reach parameter servers; return the loss from strategy.step(fn, ...)");

@@ -340,6 +340,7 @@ void GradientSet::close_window(int local_replica, const Failure& own_failure, bo
     tail.digest(replica) = agreement_->digest();
     tail.writes() = agreement_->has_writes() ? 1 : 0;
   }
+  tail[Tail::hooks] = has_hooks_ ? 1 : 0;
   if (!failure) {
     tail[Tail::contributions] = window.contributions;
     tail[Tail::mean_losses] = window.mean_losses;

@@ -161,6 +161,18 @@ class GradientSet {
   /// writes to them any more. Local; once the group has ended, or before it is left.
   void leave_memory();
 
+  /// Whether there are hooks to call before the optimizers' steps, for the next window's end.
+  void set_has_hooks(bool has_hooks) noexcept { has_hooks_ = has_hooks; }
+  /// Whether any replica of the job said so for the last window.
+  bool hooked() const noexcept { return hooked_; }
+
+  /// After edit_means, what the host steps by: equal on all ranks where hooks are. Empty where the device has it.
+  std::string step_scalars() const;
+  void set_step_scalars(const std::string& scalars);
+
+  /// The sum of the version counters of the parameters to train: grows when one is written.
+  uint64_t versions() const;
+
   /// Norm of the mean gradient that the last fused window steps from, before clipping; 0-dim.
   at::Tensor grad_norm() const;
 
@@ -319,6 +331,8 @@ class GradientSet {
   bool to_owners_ = false;  // the window's sums
   bool told_ = false;       // in this window
   bool has_failed_ = false;
+  bool has_hooks_ = false;
+  bool hooked_ = false;  // in the last window
   bool last_ = false;
   bool locate_non_finite_ = false;
 };

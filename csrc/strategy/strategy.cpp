@@ -114,9 +114,13 @@ Strategy::State::State(std::shared_ptr<StrategyCore> strategy_core, std::string 
     }
     return server::encode(standings);
   });
+  core->on_leaving([this] { leave_servers(); });
 }
 
-Strategy::State::~State() { release(); }
+Strategy::State::~State() {
+  core->on_leaving({});
+  release();
+}
 
 void Strategy::State::release() noexcept {
   const std::lock_guard lock(claims().mutex);
@@ -364,7 +368,6 @@ Strategy::Strategy(std::shared_ptr<StrategyCore> core, std::string name)
 Strategy::~Strategy() { close(); }
 
 void Strategy::close() {
-  state_->leave_servers();
   state_->core->close();
   state_->release();
 }

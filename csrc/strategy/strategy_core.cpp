@@ -3,6 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/Type.h>
 
 #include <algorithm>
@@ -70,7 +71,10 @@ StrategyCore::StrategyCore(Topology topology, Groups groups, StrategyOptions opt
   }
 }
 
-StrategyCore::~StrategyCore() { close(); }
+StrategyCore::~StrategyCore() {
+  leave_ = nullptr;  // nobody is left to tell
+  close();
+}
 
 void StrategyCore::balance_parts() {
   if (topology_.local_replicas() > 1) balancer_ = std::make_unique<Balancer>(topology_.local_replicas());
@@ -97,6 +101,11 @@ void StrategyCore::leave() noexcept {
 // Nobody is in a call, and no replica in a step.
 void StrategyCore::let_go() {
   sigterm_.end();
+  if (leave_) {
+    is_leaving_ = true;
+    const auto end = c10::make_scope_exit([this] { is_leaving_ = false; });
+    leave_();
+  }
   const bool had_servers = has_servers();
   for (const auto& set : sets_) {
     if (set->servers() != nullptr) set->servers()->bring_rows_back();
@@ -393,12 +402,13 @@ ServerWindow& StrategyCore::servers() {
       "SGD or Adagrad) before a loader is iterated");
 }
 
-std::vector<at::Tensor> StrategyCore::state_on_servers(const std::vector<int>& parameters, server::Part part) {
-  check_open();
+std::vector<at::Tensor> StrategyCore::state_on_servers(const std::vector<int>& parameters, server::Part part,
+                                                       bool to_stay) {
+  if (!is_leaving_) check_open();
   for (const auto& set : sets_) {
     if (set->servers() == nullptr) continue;
     const auto& trained = set->trainable();
-    const auto whole = set->servers()->fetch(part);
+    const auto whole = set->servers()->fetch(part, to_stay);
     std::vector<at::Tensor> values;
     for (const int index : parameters) {
       const auto found = std::find(trained.begin(), trained.end(), index);

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -145,6 +146,12 @@ class StrategyCore {
   /// `describe` tells of the passes over loaders, for a worker that joined; called in step and flush.
   void describe_passes(std::function<std::string()> describe) { describe_passes_ = std::move(describe); }
 
+  /// `leave` is called by close() when nobody is in a call any more, and while servers are still there. What it throws
+  /// ends that close(), and the next one goes on.
+  void on_leaving(std::function<void()> leave) { leave_ = std::move(leave); }
+  /// Whether the calling code is called by that.
+  bool is_leaving() const noexcept { return is_leaving_; }
+
   /// Whether servers hold parameters and their state.
   bool has_servers() const;
 
@@ -158,14 +165,30 @@ class StrategyCore {
   bool shares_batches() const noexcept { return groups_.servers && groups_.servers->staleness == 0; }
 
   /// A part of the state of the parameters of the registry, from the servers that hold it; undefined where there is
-  /// none. Empty without has_servers().
-  std::vector<at::Tensor> state_on_servers(const std::vector<int>& parameters, server::Part part);
+  /// none. Empty without has_servers(). `to_stay`: not of rows that workers have no memory for.
+  std::vector<at::Tensor> state_on_servers(const std::vector<int>& parameters, server::Part part, bool to_stay = false);
 
   /// Within StepCall::apply of a fused set; see GradientSet::step.
   void step_flat(int set, FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
 
-  /// Within StepCall::apply of a fused set, before step_flat; see GradientSet::edit_means.
-  void edit_means(int set, const std::function<void()>& edit) { sets_.at(static_cast<size_t>(set))->edit_means(edit); }
+  /// Whether the optimizers of the set have hooks to call before their step, for windows that end from here on.
+  void set_has_hooks(int set, bool has_hooks) { sets_.at(static_cast<size_t>(set))->set_has_hooks(has_hooks); }
+  /// Within StepCall::apply: whether those of any rank have.
+  bool hooked(int set) const { return sets_.at(static_cast<size_t>(set))->hooked(); }
+
+  /// Within StepCall::apply of a set that is hooked, before the optimizers' steps; collective over workers. Calls this
+  /// rank's `hooks`, which see and may edit the means (GradientSet::edit_means) where the set is `fused` and keeps
+  /// gradients, and waits for the other ranks' before anybody writes parameters. Where the hooks of a rank raised no
+  /// rank steps: there the error is rethrown, elsewhere it is RemoteError, and the window counts as dropped. On
+  /// parameter servers the step is made, and the error rethrown after it.
+  void call_hooks(int set, bool fused, const std::function<void()>& hooks);
+
+  /// Within StepCall::apply of a set without optimizers. Warns once where no parameter was written between two windows,
+  /// so that the first one's gradients were replaced unused.
+  void note_no_optimizer(int set);
+
+  /// Whether the last gradients came from a step, which has applied them, and not from a backward by hand.
+  bool gradients_are_applied() const noexcept { return gradients_are_applied_; }
 
   /// The loss scale of a set, to save and restore it. Waits for the device.
   kernels::LossScaleState loss_scale(int set) const { return sets_.at(static_cast<size_t>(set))->loss_scale(); }
@@ -269,6 +292,12 @@ class StrategyCore {
   uint64_t calls_ = 0;  // t of the random streams, and the scope of step collectives
   int64_t steps_ = 0;
   int skipped_in_a_row_ = 0;
+  bool gradients_are_applied_ = false;
+  bool warned_of_no_optimizer_ = false;
+  std::unordered_map<int, uint64_t> versions_without_optimizer_;  // by set, at its last window's end
+  std::exception_ptr hook_error_;                                 // to be rethrown after the step
+  std::function<void()> leave_;
+  std::atomic<bool> is_leaving_{false};
   SkipWatch skip_watch_;  // where replicas work on streams
   std::atomic<bool> stop_requested_{false};
   std::atomic<bool> stopping_{false};

@@ -266,6 +266,7 @@ StepResult StrategyCore::step(const StepCall& call) {
 
 StepResult StrategyCore::step_set(GradientSet& set, const StepCall& call) {
   leave_step_group(set);
+  gradients_are_applied_ = false;
   const uint64_t t = ++calls_;
   if (call.call) rows_ = call.rows;
   const bool full = set.micro_batches() + 1 >= options_.accumulate;
@@ -341,6 +342,7 @@ StepResult StrategyCore::step_set(GradientSet& set, const StepCall& call) {
   if (balancer_ && call.call) note_times(call, *outcomes);
   StepResult result = closing ? end_window(set, call) : open_result(set);
   if (dropping) set.drop_window();
+  gradients_are_applied_ = true;
   if (interrupt) std::rethrow_exception(interrupt);
   std::vector<c10::IValue> outputs;
   for (auto& outcome : *outcomes) outputs.push_back(std::move(outcome.output));
@@ -487,6 +489,7 @@ StepResult StrategyCore::end_window(GradientSet& set, const StepCall& call) {
     const auto applied = c10::make_scope_exit([&] { applied_ = 0; });
     call.apply();
     if (!call.fused) set.note_agreed();
+    if (hook_error_) std::rethrow_exception(std::exchange(hook_error_, nullptr));
     if (call.fused) result.grad_norm = set.grad_norm();
     at::autocast::clear_cache();
   }

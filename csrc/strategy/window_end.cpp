@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <sstream>
 #include <utility>
 
@@ -153,6 +154,20 @@ bool GradientSet::keeps_means_first(const Tail& tail) const {
 
 at::Tensor GradientSet::grad_norm() const {
   return is_on_device() ? report_.grad_norm() : at::scalar_tensor(scalars_.norm, at::kDouble);
+}
+
+std::string GradientSet::step_scalars() const {
+  return is_on_device() ? std::string() : std::string(reinterpret_cast<const char*>(&scalars_), sizeof(scalars_));
+}
+
+void GradientSet::set_step_scalars(const std::string& scalars) {
+  if (!scalars.empty()) std::memcpy(&scalars_, scalars.data(), sizeof(scalars_));
+}
+
+uint64_t GradientSet::versions() const {
+  uint64_t sum = 0;
+  for (const int p : trainable_) sum += registry_.parameter(0, static_cast<size_t>(p))._version();
+  return sum;
 }
 
 void GradientSet::edit_means(const std::function<void()>& edit) {
@@ -413,6 +428,7 @@ WindowSums GradientSet::finish_window(bool fused) {
   const auto tail = tail_of(windows_.front().tail);
   WindowSums sums;
   sums.stop_requested = tail[Tail::stops] > 0;
+  hooked_ = tail[Tail::hooks] > 0;
   has_failed_ = tail[Tail::failures] > 0;
   if (has_failed_) {
     const auto& texts = windows_.front().failures;

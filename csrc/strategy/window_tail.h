@@ -41,7 +41,8 @@ struct GradientSet::Tail {
     metrics = kernels::kMetrics,
     mean_losses = kernels::kMeanLosses,
     sum_losses = kernels::kSumLosses,
-    fields = kernels::kTailFields
+    hooks = kernels::kTailFields,  ///< replicas whose optimizers have hooks to call before the step
+    fields
   };
 
   at::Tensor tensor;

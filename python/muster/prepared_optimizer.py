@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import inspect
+import json
+import logging
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,7 +26,8 @@ class PreparedOptimizer:
     """One optimizer of a strategy. The optimizer stays the user's object; nothing is held of its groups or state.
 
     Calling its ``step()`` by hand after strategy.step, when no backward by hand has written gradients since, would
-    apply the same gradients twice: a pre-hook refuses it.
+    apply the same gradients twice: a pre-hook refuses it. That hook, and a post-hook, also tell where in torch's step
+    the hooks of user code are.
     """
 
     def __init__(self, optimizer: Optimizer, strategy: Strategy) -> None:
@@ -30,13 +36,23 @@ class PreparedOptimizer:
         self.optimizer = optimizer
         self._strategy = strategy
         self._stepping = False
+        if _needs_closure(optimizer):
+            raise InvalidArgument(
+                f"{type(optimizer).__name__}.step() needs a closure, which evaluates the loss several times, and a "
+                "strategy has one gradient for each step; use another optimizer, or step this one without a strategy"
+            )
         self._flat = optim.make_flat(optimizer) if strategy._options.fuse else None
         if self._flat is None and strategy._options.shard_optimizer:
             raise InvalidArgument(
                 f"shard_optimizer=True needs a flat optimizer (AdamW, Adam, SGD or Adagrad), and "
                 f"{type(optimizer).__name__} has no flat version; leave the option out"
             )
-        optimizer.register_step_pre_hook(self._check_step)
+        self.is_compared = False
+        """Whether the ranks' parameters were found to be the same."""
+        self._agree: Callable[[BaseException | None], None] | None = None
+        self._has_stepped = False
+        self._last_pre_hook = optimizer.register_step_pre_hook(self._before_step)
+        self._first_post_hook = optimizer.register_step_post_hook(self._after_step)
 
     @property
     def is_flat(self) -> bool:
@@ -55,23 +71,37 @@ class PreparedOptimizer:
         """Tells a flat optimizer the numbers of its parameters, when they are known or have changed."""
         if self._flat is None:
             self._strategy._core.check_need_no_flat(indices)
-        elif self._flat._flat is None or self._flat._flat.indices != indices:
-            self._flat._flat = optim.FlatState(self._flat, self._strategy._core, indices)
+            return
+        state, core = self._flat._flat, self._strategy._core
+        if state is None or state.indices != indices or state.core is not core:
+            self._flat._flat = optim.FlatState(self._flat, core, indices)
 
     def note_step(self) -> None:
         """Tells learning rate schedulers that a step was made, also where its update was skipped."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def step(self) -> None:
-        """Applies `.grad`."""
-        self._stepping = True
+    def step(self, agree: Callable[[BaseException | None], None] | None = None) -> BaseException | None:
+        """Applies `.grad`. `agree` is called once, after the pre-hooks and before anything is stepped, with what they
+        raised, and raises where any rank's did. Returns what a post-hook raised: the step is made then."""
+        self._stepping, self._agree, self._has_stepped = True, agree, False
+        if agree is not None:
+            optimizer = cast(Any, self.optimizer)  # whose hooks are OrderedDicts
+            optimizer._optimizer_step_pre_hooks.move_to_end(self._last_pre_hook.id)
+            optimizer._optimizer_step_post_hooks.move_to_end(self._first_post_hook.id, last=False)
         try:
             self.optimizer.step()
+        except BaseException as error:
+            if self._has_stepped:
+                return error
+            if self._agree is not None:
+                self._agree(error)
+            raise
         finally:
-            self._stepping = False
+            self._stepping, self._agree = False, None
+        return None
 
     def has_hooks(self) -> bool:
-        """Whether anybody but the guard wants to be called before a step."""
+        """Whether user code wants to be called before a step."""
         return bool(_global_optimizer_pre_hooks) or len(self.optimizer._optimizer_step_pre_hooks) > 1
 
     def call_pre_hooks(self) -> None:
@@ -95,11 +125,19 @@ class PreparedOptimizer:
         assert self._flat._flat is not None
         return self._flat._flat.flat_step()
 
+    def check_state(self) -> None:
+        """Raises InvalidArgument where parameter servers hold the state and user code replaced it."""
+        if self._flat is not None and self._flat._flat is not None:
+            self._flat._flat.follow()
+
     def step_fused(self, set_number: int) -> None:
         """Applies the reduced sums of a set."""
         assert self._flat is not None
         assert self._flat._flat is not None
         self._flat._flat.step(set_number)
+
+    def call_post_hooks(self) -> None:
+        """What comes after step_fused, once all optimizers of a set have stepped."""
         for hook in (*self.optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
             hook(self.optimizer, (self.optimizer,), {})
 
@@ -107,23 +145,80 @@ class PreparedOptimizer:
         """Collective: every worker gets the chief's hyperparameters and state. Raises LayoutMismatch where optimizers
         differ."""
         core = self._strategy._core
-        loaded = self._flat._loaded if self._flat is not None else None
-        text, leaves = structure.encode(loaded or self.optimizer.state_dict(), texts=True)
-        texts = core.exchange_texts(f"{type(self.optimizer).__name__}\n{text}")
+        text, leaves = structure.encode(self.optimizer.state_dict(), texts=True)
+        texts = core.exchange_texts(f"{self._description()}\n{text}")
         (chiefs, _, description), *others = (text.partition("\n") for text in texts)
-        for rank, (name, _, _) in enumerate(others, start=1):
+        self._compare([chiefs, *(theirs for theirs, _, _ in others)])
+        leaves = core.broadcast(leaves, 0)
+        if core.rank != 0:
+            self.optimizer.load_state_dict(structure.decode(description, leaves))
+
+    def compare(self) -> None:
+        """Collective: as broadcast_state, for parameters whose module was prepared later; no state is sent."""
+        self._compare(self._strategy._core.exchange_texts(self._description()))
+
+    def leave(self) -> None:
+        """Before the strategy closes: the optimizer is torch's again, with all its state."""
+        self._last_pre_hook.remove()
+        self._first_post_hook.remove()
+        state = self._flat._flat if self._flat is not None else None
+        if state is None or state.core is not self._strategy._core:
+            return
+        try:
+            state.leave()
+        except Exception as error:
+            logging.getLogger("muster").warning(
+                "the state of %s did not come back from the parameter servers: %s", type(self.optimizer).__name__, error
+            )
+
+    def _description(self) -> str:
+        """Its class, and a line for each parameter."""
+        core = self._strategy._core
+        lines = []
+        for number, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                index = core.find(parameter)
+                name = f"'{core.name_of(index)}'" if index >= 0 else ""
+                lines.append([name, f"{tuple(parameter.shape)} in group {number}"])
+        return json.dumps([type(self.optimizer).__name__, lines])
+
+    def _compare(self, descriptions: Sequence[str]) -> None:
+        (chiefs, mine), *others = map(json.loads, descriptions)
+        for rank, (name, theirs) in enumerate(others, start=1):
             if name != chiefs:
                 raise LayoutMismatch(
                     f"the optimizers of the ranks differ: rank 0 has {chiefs}, rank {rank} {name}; build the same "
                     "optimizer on every rank before prepare()"
                 )
-        leaves = core.broadcast(leaves, 0)
-        if core.rank != 0:
-            self.optimizer.load_state_dict(structure.decode(description, leaves))
+            for position, (one, other) in enumerate(zip_longest(mine, theirs)):
+                if one != other:
+                    raise LayoutMismatch(
+                        f"the optimizers of the ranks differ: parameter {position} of {name} is {_words(one)} on rank "
+                        f"0, and {_words(other)} on rank {rank}; build the same optimizer on every rank, over the "
+                        "parameters in the same order, before prepare()"
+                    )
+        self.is_compared = all(name for name, _ in mine)
 
-    def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._stepping and not self._strategy.closed and self._strategy._gradients_are_applied:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping:
+            agree, self._agree = self._agree, None
+            if agree is not None:
+                agree(None)
+        elif not self._strategy.closed and self._strategy._gradients_are_applied:
             raise InvalidArgument(
                 f"{type(optimizer).__name__}.step() was called after strategy.step, which has applied the gradients "
                 "already; remove the call, or write gradients by hand with backward() first"
             )
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._has_stepped = True
+
+
+def _words(parameter: Sequence[str] | None) -> str:
+    return "none" if parameter is None else " ".join(filter(None, parameter))
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.default is inspect.Parameter.empty and p.kind in positional for p in parameters)

@@ -69,6 +69,12 @@ class Strategy:
         self._run_loaders: weakref.WeakSet[Loader[Any]] = weakref.WeakSet()
         self._sets: dict[tuple[int, ...], tuple[int, tuple[tuple[int, ...], ...]]] = {}
         self._optimizers_of_set: dict[int, tuple[int, ...]] = {}
+        self._hooked: dict[int, bool] = {}
+        """By set: whether this worker's optimizers have hooks to call before a step."""
+        self._warned_of_hooks = False
+        self._stepped: list[PreparedOptimizer] = []
+        """In the running call, whose post-hooks are to be called."""
+        self._hook_error: BaseException | None = None
         self._gradients_are_applied = False
         self._is_first_step = True
         self._in_function = [False] * core.local_replicas
@@ -77,6 +83,7 @@ class Strategy:
         """By loader: epoch and standing, where this worker joined a synchronous job."""
         self._told_at = 0
         this = weakref.ref(self)
+        core.on_leaving(lambda: None if (strategy := this()) is None else strategy._leave())
         core.describe_passes(lambda: "" if (strategy := this()) is None else strategy._describe_passes())
         self._threads = _start_threads(core) if core.local_replicas > 1 else []
         weakref.finalize(self, _end, core, self._threads, os.getpid())
@@ -152,6 +159,10 @@ class Strategy:
                 prepared[position] = self._prepare_optimizer(given)
             elif isinstance(given, (DataLoader, Loader)):
                 prepared[position] = self.prepare_loader(given)
+        if self.num_workers > 1 and not self._core.joins:
+            for optimizer in self._optimizers:
+                if not optimizer.is_compared:
+                    optimizer.compare()
         results = tuple(prepared[position] for position in range(len(objects)))
         return results[0] if len(results) == 1 else results
 
@@ -331,6 +342,7 @@ class Strategy:
         self._before_call()
         set_number = self._set_for(optimizers)
         self._connect_servers(set_number)
+        self._note_hooks(set_number)
         parts, rows = self._divide(args, self._stepped_loaders)
         self._compare_first_batches(parts)
         outputs: list[Any] = [None] * len(parts)
@@ -371,6 +383,7 @@ class Strategy:
         if result.stepped:
             self._note_step(set_number)
             self._settle(stepped=True)
+        self._call_post_hooks()
         return result
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -386,6 +399,8 @@ class Strategy:
     def flush(self) -> StepResult | None:
         """Closes the open window, or drops it with drop_incomplete; None when none is open. Collective."""
         open_sets = tuple(self._optimizers_of_set)
+        for set_number in open_sets:
+            self._note_hooks(set_number)
         result = self._core.flush(self._apply, self._is_fused, self._flat_steps)
         if result is None:
             return None
@@ -393,6 +408,7 @@ class Strategy:
         for set_number in open_sets:
             self._note_step(set_number)
         self._settle(stepped=True)
+        self._call_post_hooks()
         return StepResult(**result, output=PerReplica([None] * self._core.local_replicas))
 
     def run(self, fn: Callable[..., Any], *args: Any) -> PerReplica[Any]:
@@ -469,9 +485,14 @@ class Strategy:
     def _connect_servers(self, set_number: int) -> None:
         if self._core.awaits_servers(set_number) and self._is_fused(set_number):
             self._optimizers[self._optimizers_of_set[set_number][0]].connect_servers(set_number)
+            self._note_hooks(set_number)
             told = self._core.watch(set_number, lambda: self._apply(set_number))
+            self._call_post_hooks()
             self._others_passes = json.loads(told) if told else {}
             self._told_at = self.steps
+        elif self._core.has_servers:
+            for position in self._optimizers_of_set[set_number]:
+                self._optimizers[position].check_state()
 
     def _describe_passes(self) -> str:
         """For a worker that joins, in whose `_others_passes` it becomes."""
@@ -593,23 +614,64 @@ class Strategy:
         """What workers compare before `_apply`."""
         return [self._optimizers[position].flat_step() for position in self._optimizers_of_set[set_number]]
 
+    def _note_hooks(self, set_number: int) -> None:
+        """Before a call: hooks that are registered in it are called from the next one on."""
+        self._stepped, self._hook_error = [], None
+        positions = self._optimizers_of_set[set_number]
+        has_hooks = any(self._optimizers[position].has_hooks() for position in positions)
+        if has_hooks != self._hooked.get(set_number, False):
+            self._core.set_has_hooks(set_number, has_hooks)
+            self._hooked[set_number] = has_hooks
+        if has_hooks and not (self._warned_of_hooks or self._options.keep_gradients) and self._is_fused(set_number):
+            self._warned_of_hooks = True
+            logging.getLogger("muster").warning(
+                "step pre-hooks of a flat optimizer do not see gradients: .grad is None; %s",
+                "parameter servers step, so do without them, or use another strategy"
+                if self._core.has_servers
+                else "pass keep_gradients=True to the strategy, or fuse=False",
+            )
+
     def _apply(self, set_number: int) -> None:
         optimizers = [self._optimizers[position] for position in self._optimizers_of_set[set_number]]
+        if not optimizers:
+            self._core.note_no_optimizer(set_number)
+            return
+        hooked = self._core.hooked(set_number)
         if not self._is_fused(set_number):
-            for optimizer in optimizers:
-                optimizer.step()
+            self._apply_from_grad(set_number, optimizers, hooked)
             return
 
         def call_pre_hooks() -> None:
             for optimizer in optimizers:
                 optimizer.call_pre_hooks()
 
-        if self._options.keep_gradients and any(optimizer.has_hooks() for optimizer in optimizers):
-            self._core.edit_means(set_number, call_pre_hooks)
-        else:
-            call_pre_hooks()
+        if hooked:
+            self._core.call_hooks(set_number, True, call_pre_hooks)
         for optimizer in optimizers:
             optimizer.step_fused(set_number)
+        self._stepped += optimizers
+
+    def _apply_from_grad(self, set_number: int, optimizers: Sequence[PreparedOptimizer], hooked: bool) -> None:
+        def agree(error: BaseException | None) -> None:
+            def fail() -> None:
+                if error is not None:
+                    raise error
+
+            self._core.call_hooks(set_number, False, fail)
+
+        for optimizer in optimizers:
+            error = optimizer.step(agree if hooked else None)
+            self._hook_error = self._hook_error or error
+
+    def _call_post_hooks(self) -> None:
+        """After the steps of all optimizers, when peers no longer write parameters: what they raise is raised here
+        alone, and the step is made everywhere."""
+        stepped, self._stepped = self._stepped, []
+        error, self._hook_error = self._hook_error, None
+        for optimizer in stepped:
+            optimizer.call_post_hooks()
+        if error is not None:
+            raise error
 
     def _interrupt(self) -> None:
         self._was_interrupted = True
@@ -621,6 +683,8 @@ class Strategy:
                 _C.interrupt_thread(thread.ident, error)
 
     def _backward_by_hand(self, module: int) -> None:
+        if self.closed:
+            return  # torch's alone
         if self._options.accumulate > 1:
             raise InvalidArgument(
                 "backward() by hand does not know accumulate; use strategy.step(fn, ...), or no_sync() with "
@@ -750,6 +814,11 @@ class Strategy:
         self._threads = []
         for loader in self._loaders:
             loader.end_workers()
+
+    def _leave(self) -> None:
+        """Called by close() when nobody is in a call any more, and before servers are left."""
+        for optimizer in self._optimizers:
+            optimizer.leave()
 
     def __enter__(self) -> Self:
         return self

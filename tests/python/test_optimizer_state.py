@@ -290,3 +290,31 @@ def test_steps_by_hand_follow_edits_and_new_groups(strategy: muster.MirroredStra
     train(strategy, model)
     assert float(optimizer.state[module[0].weight]["step"]) == 3
     assert float(optimizer.state[module[2].weight]["step"]) == 2
+
+
+def grown(strategy: muster.Strategy) -> Any:
+    module = net()
+    optimizer = torch.optim.AdamW(module[0].parameters(), lr=1e-2)
+    model, _ = strategy.prepare(module, optimizer)
+    x = part_of(strategy, torch.linspace(-1, 1, 10 * 96).view(10, 96))
+    for step in range(6):
+        if step == 3:
+            optimizer.add_param_group({"params": list(module[2].parameters())})
+        strategy.step(lambda x: model(x).square().mean(), x)
+    return [p.detach() for p in module.parameters()], optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}], ids=["common", "sharded"])
+def test_new_groups_keep_the_state_of_all_workers(worker_job: Launcher, options: dict[str, Any]) -> None:
+    module = net()
+    optimizer = torch.optim.AdamW(module[0].parameters(), lr=1e-2)
+    x = torch.linspace(-1, 1, 10 * 96).view(10, 96)
+    for step in range(6):
+        if step == 3:
+            optimizer.add_param_group({"params": list(module[2].parameters())})
+        module.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+    expected = ([p.detach() for p in module.parameters()], optimizer.state_dict()["state"])
+    for parameters, state in worker_job(grown, keep_gradients=False, **options):
+        assert_as_torch(parameters, state, expected)
