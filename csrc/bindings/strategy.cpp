@@ -350,6 +350,7 @@ void bind_core_class(py::module_& m) {
            })
       .def_property_readonly("has_servers",
                              [](StrategyCore& c) {
+                               if (c.is_leaving()) return c.has_servers();
                                if (c.closed()) return false;
                                const auto pass = c.enter();
                                return c.has_servers();

@@ -541,7 +541,7 @@ void FlatOptimizer::set_state(size_t parameter, size_t which, const at::Tensor& 
   allocate(entry, which + 1);
   auto& state = entry.states[which];
   if (state.defined()) state = empty_state(entry).copy_(is_part ? values : own_part(entry, values));
-  entry.is_common[which] = false;
+  entry.common[which] = nullptr;
   entry.started = true;
 }
 
@@ -559,7 +559,7 @@ void FlatOptimizer::set_master(size_t parameter, const at::Tensor& whole) {
   follow(entry);
   if (!entry.master.defined()) return;
   entry.master = empty_state(entry);
-  entry.is_common[kMaster] = false;
+  entry.common[kMaster] = nullptr;
   entry.master_version = -1;
   if (!whole.defined()) return;
   entry.master.copy_(is_part ? whole : own_part(entry, whole));
@@ -571,7 +571,7 @@ void FlatOptimizer::reset(size_t parameter) {
   set_step_count(parameter, 0);
   set_master(parameter, {});
   for (auto& state : entry.states) state.reset();
-  std::fill(std::begin(entry.is_common), std::end(entry.is_common), false);
+  std::fill(std::begin(entry.common), std::end(entry.common), nullptr);
   entry.num_states = 0;
   entry.started = false;
 }

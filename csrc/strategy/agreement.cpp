@@ -101,16 +101,20 @@ std::vector<std::string> lines_of(const std::string& text) {
 
 Agreement::Agreement(const ParameterRegistry& registry, std::vector<FlatStep> steps, std::vector<int> written,
                      bool shares_state)
-    : registry_(&registry), steps_(std::move(steps)) {
+    : registry_(&registry), steps_(std::move(steps)), shares_state_(shares_state) {
   for (const int p : written) written_.push_back({-1, p});
   take_digest();
-  if (!shares_state) return;
   for (size_t s = 0; s < steps_.size(); ++s) {
     for (size_t p = 0; p < steps_[s].parameters.size(); ++p) {
-      if (steps_[s].optimizer->standing(p).has_own_state)
-        written_.push_back({static_cast<int>(s), static_cast<int>(p)});
+      if (standing(steps_[s], p).has_own_state) written_.push_back({static_cast<int>(s), static_cast<int>(p)});
     }
   }
+}
+
+FlatOptimizer::Standing Agreement::standing(const FlatStep& step, size_t p) const {
+  auto standing = step.optimizer->standing(p);
+  standing.has_own_state = standing.has_own_state && shares_state_;
+  return standing;
 }
 
 void Agreement::take_digest() {
@@ -120,7 +124,7 @@ void Agreement::take_digest() {
     hash.add(static_cast<uint64_t>(step.groups.index()));
     for_each_hyperparameter(step.groups, [&](size_t, const char*, double value) { hash.add(value); });
     for (size_t p = 0; p < step.parameters.size(); ++p) {
-      const auto standing = step.optimizer->standing(p);
+      const auto standing = this->standing(step, p);
       hash.add((static_cast<uint64_t>(step.parameters[p]) << 32) ^
                (static_cast<uint64_t>(step.optimizer->group(p)) << 2) ^ (standing.has_own_state ? 2U : 0U));
       hash.add(static_cast<double>(standing.steps));
@@ -139,7 +143,7 @@ std::string Agreement::describe() const {
       out << name << ' ' << value << " in group " << group << whose << '\n';
     });
     for (size_t p = 0; p < step.parameters.size(); ++p) {
-      const auto standing = step.optimizer->standing(p);
+      const auto standing = this->standing(step, p);
       out << "parameter '" << registry_->name(static_cast<size_t>(step.parameters[p])) << "' in group "
           << step.optimizer->group(p) << whose << " after " << standing.steps << " steps"
           << (standing.has_own_state ? " with state that was loaded" : "") << '\n';

@@ -50,6 +50,8 @@ class Agreement {
     auto operator<=>(const Place&) const = default;
   };
 
+  /// Where each worker has state of its own (sharded, or stepped by all), whose it is tells nothing.
+  FlatOptimizer::Standing standing(const FlatStep& step, size_t parameter) const;
   void take_digest();
   std::string describe() const;
   std::string name_of(const Place& place) const;
@@ -57,6 +59,7 @@ class Agreement {
 
   const ParameterRegistry* registry_ = nullptr;
   std::vector<FlatStep> steps_;
+  bool shares_state_ = false;
   std::vector<Place> written_;
   double digest_ = 0;
 };

@@ -290,7 +290,8 @@ void Strategy::State::apply(int set) {
 std::vector<FlatStep> Strategy::State::flat_steps(int set) {
   std::vector<FlatStep> steps;
   for (auto* optimizer : steppers[set]) {
-    const auto& flat = **detail::flat_state_of(*optimizer);
+    auto& flat = **detail::flat_state_of(*optimizer);
+    detail::follow_state(flat, *optimizer);  // what user code changed is compared, too
     steps.push_back({&flat.flat, flat.indices, detail::groups_of(*optimizer)});
   }
   return steps;

@@ -53,16 +53,16 @@ class UntouchedGradients {
   std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
 };
 
-// For a replica, around its Autocast and those of the step function: leaves torch's cache of cast
-// parameters alone, which all threads share. Clearing it frees tensors under torch's mutex; to free one that Python
-// knows takes the GIL, and who has that may be waiting for the mutex. And gradients of a parameter's uses add up in the
-// precision of the cast that they share: bits would depend on when another replica clears it.
+// For one of several replicas, around its Autocast: leaves torch's cache of cast parameters alone, which all threads
+// share. Clearing it frees tensors under torch's mutex; to free one that Python knows takes the GIL, and who has that
+// may be waiting for the mutex. And gradients of a parameter's uses add up in the precision of the cast that they
+// share: bits would depend on when another replica clears it.
 class KeptCasts {
  public:
-  KeptCasts(c10::DeviceType device, bool recasts)
+  explicit KeptCasts(c10::DeviceType device)
       : device_(device), was_enabled_(at::autocast::is_autocast_enabled(device)) {
     at::autocast::increment_nesting();
-    if (recasts) at::autocast::set_autocast_enabled(device_, false);
+    at::autocast::set_autocast_enabled(device_, false);
   }
   ~KeptCasts() {
     at::autocast::set_autocast_enabled(device_, was_enabled_);
@@ -73,6 +73,22 @@ class KeptCasts {
 
  private:
   c10::DeviceType device_;
+  bool was_enabled_;
+};
+
+// Around a step function that may enter autocast itself: its casts are not cached, unless it asks for that. Whoever
+// leaves an autocast clears the cache of all threads, so that bits would depend on what other replicas do; and casts
+// that outlived their autocast would serve one of another dtype, or one with gradients what was cast without.
+class UncachedCasts {
+ public:
+  UncachedCasts() : was_enabled_(at::autocast::is_autocast_cache_enabled()) {
+    at::autocast::set_autocast_cache_enabled(false);
+  }
+  ~UncachedCasts() { at::autocast::set_autocast_cache_enabled(was_enabled_); }
+  UncachedCasts(const UncachedCasts&) = delete;
+  UncachedCasts& operator=(const UncachedCasts&) = delete;
+
+ private:
   bool was_enabled_;
 };
 
@@ -108,11 +124,13 @@ GradientSet& StrategyCore::begin_call(int set) {
 
 Loss StrategyCore::call_in_precision(const StepCall& call, int local_replica) const {
   const auto device = topology_.devices[static_cast<size_t>(local_replica)].type();
-  const bool recasts = options_.precision != Precision::fp32;
+  if (options_.precision == Precision::fp32) {
+    const UncachedCasts uncached;
+    return call.call(local_replica);
+  }
   std::optional<KeptCasts> kept;
-  std::optional<Autocast> autocast;
-  if (shares_casts()) kept.emplace(device, recasts);
-  if (recasts) autocast.emplace(options_.precision, device);
+  if (shares_casts()) kept.emplace(device);
+  const Autocast autocast(options_.precision, device);
   return call.call(local_replica);
 }
 
@@ -225,10 +243,9 @@ void StrategyCore::leave_step_group(GradientSet& set) {
       "out, or start all workers again")};
 }
 
-// All casts of a call are kept to its end: where several replicas share torch's cache, and, so that strategies agree to
-// the bit, where one alone has it and only the step function enters autocast.
+// The casts of a call are kept to its end, where several replicas share torch's cache of them.
 bool StrategyCore::shares_casts() const {
-  return topology_.local_replicas() > 1 || options_.precision == Precision::fp32;
+  return topology_.local_replicas() > 1 && options_.precision != Precision::fp32;
 }
 
 // On the calling thread, when no replica runs: forgets the casts of parameters for a call, and those that it made.
@@ -266,16 +283,17 @@ StepResult StrategyCore::step(const StepCall& call) {
 
 StepResult StrategyCore::step_set(GradientSet& set, const StepCall& call) {
   leave_step_group(set);
-  gradients_are_applied_ = false;
-  const uint64_t t = ++calls_;
-  if (call.call) rows_ = call.rows;
   const bool full = set.micro_batches() + 1 >= options_.accumulate;
   const bool dropping = call.loader_ended && !full && options_.drop_incomplete;
   const bool closing = full || (call.loader_ended && !dropping);
+  const bool compares = closing && topology_.num_workers > 1 && !groups_.servers;
+  // It may throw, when nothing has begun yet.
+  auto flat_steps = compares && call.fused && call.flat_steps ? call.flat_steps() : std::vector<FlatStep>();
+  gradients_are_applied_ = false;
+  const uint64_t t = ++calls_;
+  if (call.call) rows_ = call.rows;
   set.open_micro_batch(closing, call.fused);
-  if (closing && topology_.num_workers > 1 && !groups_.servers) {
-    set.agree_on(call.fused && call.flat_steps ? call.flat_steps() : std::vector<FlatStep>());
-  }
+  if (compares) set.agree_on(std::move(flat_steps));
   if (set.servers() != nullptr) set.servers()->note_batches(call.batches);
   if (closing && set.is_asked()) {
     Brief brief;

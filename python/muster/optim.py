@@ -69,7 +69,8 @@ class FlatState:
         return len(parameters) == len(self._parameters) and all(map(operator.is_, parameters, self._parameters))
 
     def flat_step(self) -> FlatStep:
-        """What step() is going to use."""
+        """What step() is going to use, after follow(): workers compare it."""
+        self.follow()
         return self._flat, self.indices, self._optimizer._algorithm, self._groups()
 
     def step(self, set_number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +43,7 @@ def draw_on_each(strategy: muster.Strategy, module: nn.Module, optimizer: torch.
 def load_state_on(rank: int) -> Edit:
     def load(strategy: muster.Strategy, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if strategy.rank == rank:
-            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     return load
 

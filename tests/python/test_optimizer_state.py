@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"lr": 1e-2}),
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2}),
     "plain sgd": (torch.optim.SGD, {"lr": 0.1}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.01}),  # its first steps are lr * sign(g), however g is rounded
 }
 
 

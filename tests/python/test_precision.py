@@ -303,3 +303,38 @@ def test_strategies_agree_to_the_bit_where_a_step_enters_autocast_several_times(
         mirrored = train_in_own_autocasts(strategy).numpy()
     for weight in worker_job(train_in_own_autocasts, keep_gradients=False):
         assert np.array_equal(weight, mirrored)
+
+
+def train_through_many_casts(strategy: muster.Strategy | None) -> Any:
+    """A target of the model's own without gradients and in another dtype, then with gradients: in autocasts of their
+    own."""
+    torch.manual_seed(5)
+    module = nn.Linear(16, 16)
+    before = module.weight.detach().clone()
+    optimizer = torch.optim.SGD(module.parameters(), lr=10.0)
+    x = torch.randn(8, 16)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            target = model(2 * x)
+        with torch.autocast("cpu", torch.float16):
+            assert model(x).dtype == torch.float16
+        with torch.autocast("cpu", torch.bfloat16):
+            return (model(x) - target).float().square().mean()
+
+    if strategy is None:
+        model = module
+        step(x).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    else:
+        model, _ = strategy.prepare(module, optimizer)
+        strategy.step(step, part_of(strategy, x))
+    return module.weight.detach() - before
+
+
+def test_casts_of_one_autocast_serve_no_other(job: Launcher) -> None:
+    expected = train_through_many_casts(None).numpy()
+    scale = np.abs(expected).max()
+    assert scale > 0.1
+    for change in job(train_through_many_casts):
+        np.testing.assert_allclose(change, expected, rtol=0, atol=2e-2 * scale)

@@ -19,7 +19,6 @@
 
 #include "cpp/catch.h"
 #include "muster/mirrored.h"
-#include "support/run_ranks.h"
 
 using namespace muster;
 
@@ -421,19 +420,6 @@ TEST_CASE("random streams belong to replica and step", "[strategy]") {
     for (size_t r = 0; r < 2; ++r) CHECK(two[t][r].equal(three[t][r]));
   }
   CHECK_FALSE(draws(1, 6)[0][0].equal(two[0][0]));
-}
-
-TEST_CASE("parameters that share memory are refused by name", "[strategy]") {
-  MirroredStrategy strategy(cpus(2));
-  const auto build = [] {
-    torch::nn::Sequential module(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
-    auto& first = *module->ptr<torch::nn::LinearImpl>(0);
-    auto& second = *module->ptr<torch::nn::LinearImpl>(1);
-    second.weight.set_data(first.weight.data());
-    return module;
-  };
-  CHECK(muster::testing::contains(muster::testing::message_of<InvalidArgument>([&] { strategy.prepare(build); }),
-                                  "parameter '0.weight' and parameter '1.weight' share memory"));
 }
 
 TEST_CASE("stop() is seen at a window's end", "[strategy]") {
