@@ -47,7 +47,7 @@ void FlatOptimizer::move_to_common(const DividedStep& divided) {
     }
     own = std::move(common);
     entry.common[which] = own.const_data_ptr();
-    divided.note_common(own);
+    if (divided.note_common) divided.note_common(own);
     note_started(p);
   }
 }

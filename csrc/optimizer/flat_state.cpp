@@ -114,8 +114,13 @@ void publish(FlatState& state, Optimizer& optimizer, const std::vector<size_t>& 
   for (const size_t p : fresh) {
     auto& entry = optimizer.state()[state.parameters[p]];
     if (!entry) entry = std::make_unique<ParamState>();
-    const auto tensors = tensors_of(static_cast<ParamState&>(*entry));
+    auto& values = static_cast<ParamState&>(*entry);
+    const auto tensors = tensors_of(values);
     for (size_t s = 0; s < tensors.size(); ++s) *tensors[s] = state.flat.state(p, s);
+    state.published_entries.resize(state.parameters.size());
+    state.published_entries[p] = &values;
+    state.published_steps.resize(state.parameters.size(), -1);
+    if (const int64_t* const step = step_of(values)) state.published_steps[p] = *step;
   }
   if (!state.flat.is_streamed()) publish_steps<K>(state, optimizer);
 }
@@ -187,7 +192,9 @@ bool take_values(FlatState& state, size_t p, ParamState& entry) {
     changed = true;
   }
   const int64_t* const step = step_of(entry);
-  if (step != nullptr && (changed || *step != state.published_steps[p])) {
+  // A device counts on while the entry tells what was published last.
+  const bool is_stale = flat.is_streamed() && state.published_entries[p] == &entry;
+  if (step != nullptr && ((changed && !is_stale) || *step != state.published_steps[p])) {
     flat.set_step_count(p, static_cast<double>(*step));
     changed = true;
   } else if (step == nullptr && changed) {
@@ -220,6 +227,7 @@ void follow_state(FlatState& state, Optimizer& optimizer) {
         "one");
   }
   state.published_steps.resize(state.parameters.size(), -1);
+  state.published_entries.resize(state.parameters.size());
   visit_kind(optimizer, [&](auto kind) {
     using K = decltype(kind);
     using ParamState = typename K::ParamState;

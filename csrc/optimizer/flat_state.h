@@ -15,8 +15,9 @@ struct FlatState {
   std::vector<c10::TensorImpl*> parameters;  // by position in the groups
   std::vector<int> indices;                  // of a strategy's registry; empty without one
   FlatOptimizer flat;
-  std::weak_ptr<const void> owner = {};       // whose registry that is
-  std::vector<int64_t> published_steps = {};  // by position, as state() was given them last
+  std::weak_ptr<const void> owner = {};             // whose registry that is
+  std::vector<int64_t> published_steps = {};        // by position, as state() was given them last
+  std::vector<const void*> published_entries = {};  // likewise; identities
   /// Throws where a step by hand would apply gradients again that the strategy has applied. Null without one.
   std::function<void()> check_step_by_hand = {};
   /// Not null where parameter servers hold the state: a tensor by position, undefined where there is none; `which` is

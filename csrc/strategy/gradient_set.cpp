@@ -92,6 +92,11 @@ bool GradientSet::layout_is_stale() const {
 }
 
 void GradientSet::build_engines() {
+  if (servers_) {
+    throw InvalidArgument(
+        "the parameters to train, or their dtypes, changed after the first step, which parameter servers cannot "
+        "follow; freeze, unfreeze and add_param_group before it");
+  }
   trainable_.clear();
   for (int p : parameters_) {
     if (registry_.parameter(0, static_cast<size_t>(p)).requires_grad()) {
@@ -110,11 +115,6 @@ void GradientSet::build_engines() {
   for (size_t p = 0; p < trainable_.size(); ++p)
     trainable_index_[static_cast<size_t>(trainable_[p])] = static_cast<int>(p);
   engines_.clear();
-  if (servers_) {
-    throw InvalidArgument(
-        "the parameters to train, or their dtypes, changed after the first step, which parameter servers cannot "
-        "follow; freeze, unfreeze and add_param_group before it");
-  }
   for (size_t r = 0; r < windows_.size(); ++r) {
     std::vector<NamedParameter> parameters;
     for (int p : trainable_) {

@@ -110,7 +110,7 @@ DIFFERENCES = [
     ),
     Difference(
         "hooks on gradients that are not linear (clamping, thresholds)",
-        "see the gradient of the replica's part, or of the micro-batch, as it enters the window's mean",
+        "see the gradient of the part's own loss, as in DistributedDataParallel, before it enters the window's mean",
         "torch",
         lambda p, replicas: (
             (replicas > 1 or p.accumulate > 1)

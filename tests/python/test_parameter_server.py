@@ -138,7 +138,7 @@ def test_optimizer_state_comes_from_the_servers_and_goes_on_in_another_job() -> 
     resumed.load_state_dict(halfway)
     with alone() as strategy:
         actual = trained(strategy, parted, resumed, 4, 8)
-        with pytest.raises(muster.InvalidArgument, match="before it"):
+        with pytest.raises(muster.InvalidArgument, match="before the first step"):
             resumed.load_state_dict(halfway)
     for p, q in zip(whole.parameters(), parted.parameters(), strict=True):
         assert torch.equal(p, q)

@@ -189,7 +189,7 @@ TEST_CASE("a worker that closes while another waits is PeerLost; one that ends a
             reduce();
             reduce();
           });
-          MUSTER_CHECK(contains(text, "left: closed its strategy"));
+          MUSTER_CHECK(contains(text, "it closed its strategy"));
         }) == "");
   for (int run = 0; run < 5; ++run) {
     const std::string next = free_address();

@@ -221,13 +221,23 @@ TEST_CASE("weights and metrics of a device are the host's", "[device]") {
     Loss loss(plain_loss(net, x, step).value);
     loss.weight = x.select(1, 0).gt(0).sum();
     loss.metrics["mean"] = x.mean();
-    // Some metrics come later, from one replica alone, or go again.
     if (step > 1) loss.metrics["late"] = x.sum();
-    if (step == 3 && x.size(0) == 5) loss.metrics["alone"] = at::scalar_tensor(3, at::kLong);
     return loss;
   };
   job.rows = {9, 9, 8, 9, 9, 9};
   check_job(job);
+}
+
+TEST_CASE("a metric of one replica alone is its own on the host, and counts as 0 elsewhere on a device", "[device]") {
+  Job job;
+  job.step = [](Net& net, const at::Tensor& x, int step) -> Loss {
+    Loss loss(plain_loss(net, x, step).value);
+    if (x.size(0) == 5) loss.metrics["alone"] = at::scalar_tensor(3, at::kLong);
+    return loss;
+  };
+  job.rows = {9};
+  CHECK(run(job, false).metrics.front().at("alone") == 3);
+  CHECK(run(job, true).metrics.front().at("alone") == 3 * 5 / 9.0);
 }
 
 TEST_CASE("a loss that is a sum is not divided on a device", "[device]") {
