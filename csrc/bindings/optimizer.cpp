@@ -51,7 +51,7 @@ class DictWatch {
  public:
   void note(const py::dict& state) {
     items_.clear();
-    for (const auto& [key, value] : state) items_.push_back({own(key), own(value), items_of(value)});
+    for (const auto& [key, value] : state) items_.push_back({{own(key), own(value)}, items_of(value)});
   }
 
   bool sees(const py::object& state) const {

@@ -18,6 +18,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
 
 #include "core/wait_hook.h"
 #include "muster/error.h"
@@ -32,7 +33,8 @@ std::vector<uint8_t> to_bytes(const std::string& text) { return {text.begin(), t
 std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
 // What a WaitHook threw.
-struct Interruption {
+struct Interruption : std::exception {
+  explicit Interruption(std::exception_ptr thrown) : error(std::move(thrown)) {}
   std::exception_ptr error;
 };
 
@@ -40,7 +42,7 @@ void call_wait_hook() {
   try {
     WaitHook::call();
   } catch (...) {
-    throw Interruption{std::current_exception()};
+    throw Interruption(std::current_exception());
   }
 }
 

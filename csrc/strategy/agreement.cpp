@@ -99,7 +99,7 @@ std::vector<std::string> lines_of(const std::string& text) {
 
 }  // namespace
 
-Agreement::Agreement(const ParameterRegistry& registry, std::vector<FlatStep> steps, std::vector<int> written,
+Agreement::Agreement(const ParameterRegistry& registry, std::vector<FlatStep> steps, const std::vector<int>& written,
                      bool shares_state)
     : registry_(&registry), steps_(std::move(steps)), shares_state_(shares_state) {
   for (const int p : written) written_.push_back({-1, p});

@@ -25,7 +25,7 @@ class Agreement {
   Agreement() = default;
   /// `written`: parameters (registry indices, ascending) that user code wrote or replaced since the last step.
   /// `shares_state`: each worker steps state for all.
-  Agreement(const ParameterRegistry& registry, std::vector<FlatStep> steps, std::vector<int> written,
+  Agreement(const ParameterRegistry& registry, std::vector<FlatStep> steps, const std::vector<int>& written,
             bool shares_state);
 
   /// Of hyperparameters, groups, counts of steps and where state lies: equal where they are; below 2^52, so that it is

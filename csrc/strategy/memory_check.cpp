@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
-#include <optional>
 
 #include "muster/error.h"
 
@@ -44,17 +43,20 @@ void check_share_no_memory(const std::vector<MemoryOwner>& owners) {
   std::sort(extents.begin(), extents.end(),
             [](const Extent& a, const Extent& b) { return std::less<const std::byte*>()(a.begin, b.begin); });
   // By address, those that reach furthest so far: of all, and of the parameters.
-  std::optional<Extent> widest;
-  std::optional<Extent> widest_parameter;
+  const Extent* widest = nullptr;
+  const Extent* widest_parameter = nullptr;
   for (const auto& extent : extents) {
-    const auto meets = [&](const std::optional<Extent>& earlier) {
-      return earlier && extent.begin < earlier->end && !earlier->owner->tensor.is_same(extent.owner->tensor) &&
+    const auto meets = [&](const Extent* earlier) {
+      return earlier != nullptr && extent.begin < earlier->end &&
+             !earlier->owner->tensor.is_same(extent.owner->tensor) &&
              earlier->owner->tensor.device() == extent.owner->tensor.device();
     };
     if (meets(widest_parameter)) refuse(*widest_parameter, extent);
     if (is_parameter(extent) && meets(widest)) refuse(extent, *widest);
-    if (!widest || extent.end > widest->end) widest = extent;
-    if (is_parameter(extent) && (!widest_parameter || extent.end > widest_parameter->end)) widest_parameter = extent;
+    if (widest == nullptr || extent.end > widest->end) widest = &extent;
+    if (is_parameter(extent) && (widest_parameter == nullptr || extent.end > widest_parameter->end)) {
+      widest_parameter = &extent;
+    }
   }
 }
 

@@ -325,6 +325,7 @@ void GradientSet::leave_memory() {
 
 // The window is dropped where something differs.
 void GradientSet::check_agreement(const Tail& tail) {
+  if (!agreement_) return;
   const bool differs = std::any_of(&tail.digest(0), &tail.digest(0) + topology_.num_replicas,
                                    [&](double digest) { return digest != tail.digest(0); });
   if (!differs && tail.writes() == 0) return;
@@ -459,7 +460,7 @@ WindowSums GradientSet::finish_window(bool fused) {
         "reduction=\"mean\" or \"sum\" throughout");
   }
   if (servers_) check_dense(tail);
-  if (agreement_) check_agreement(tail);
+  check_agreement(tail);
   for (int replica = 0; replica < topology_.num_replicas && sums.non_finite_at.empty(); ++replica) {
     const auto parameter = static_cast<int>(tail.non_finite(replica)) - 1;
     if (parameter >= 0) {
