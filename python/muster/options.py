@@ -20,7 +20,8 @@ class StrategyOptions:
     """Options that all strategies share; every rank passes the same."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What step functions compute in, by torch's autocast rules; "fp32" leaves the caller's autocast as it is."""
+    """What step functions compute in, by torch's autocast rules; "fp32" leaves the caller's autocast as it is, but for
+    its cache of casts, which is off in a step."""
     loss_scale: LossScale | None = None
     """Scaling of the loss; None: LossScale() with fp16, else off."""
     accumulate: int = 1
