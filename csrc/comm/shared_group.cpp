@@ -364,6 +364,7 @@ void Group::check() {
 
 // Who fails names itself in `ended` and looks at `stores_begun` afterwards: one of the two sees the other.
 void Group::begin_stores() {
+  check();
   mine().stores_begun.store(stores_ended_ + 1);
   try {
     check();

@@ -197,11 +197,12 @@ StorePtr make_tcp_store(const Cluster& cluster, std::chrono::milliseconds timeou
 /// Stores of this process by address and rank, and how often each was opened.
 struct OpenStores {
   struct Entry {
-    StorePtr store;
+    std::mutex mutex;  // held while the store connects: by address and rank, as a thread may connect to another's store
+    StorePtr store;    // guarded by mutex, as what follows
     int opened = 0;
   };
   std::mutex mutex;
-  std::map<std::pair<std::string, int>, Entry> entries;  // guarded by mutex
+  std::map<std::pair<std::string, int>, Entry> entries;  // guarded by mutex; an entry stays where it is
 };
 
 // Never destroyed: peers may still need a store while this process runs its static destructors.
@@ -235,8 +236,10 @@ StorePtr open_store(const Cluster& cluster, std::chrono::milliseconds timeout) {
   int generation = 0;
   {
     OpenStores& stores = open_stores();
-    const std::lock_guard lock(stores.mutex);
+    std::unique_lock stores_lock(stores.mutex);
     OpenStores::Entry& entry = stores.entries[{cluster.address, cluster.rank}];
+    stores_lock.unlock();
+    const std::lock_guard lock(entry.mutex);
     if (!entry.store) entry.store = make_tcp_store(cluster, timeout);
     generation = entry.opened++;
     store = entry.store;
