@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <unordered_set>
 
 #include "core/plain_memory.h"
 #include "muster/error.h"
@@ -78,6 +79,19 @@ void broadcast_values(const at::Tensor& tensor, comm::Communicator& workers) {
   assign(tensor, packed);
 }
 
+// Of a later module's names: its number, or where the first module has such names itself ("1.weight" of a Sequential),
+// a longer one.
+std::string prefix_of(int number, const NamedTensors& parameters, const std::vector<std::string>& names) {
+  if (number == 0) return {};
+  const std::unordered_set<std::string> taken(names.begin(), names.end());
+  auto prefix = std::to_string(number) + '.';
+  while (std::any_of(parameters.begin(), parameters.end(),
+                     [&](const auto& named) { return taken.contains(prefix + named.first); })) {
+    prefix = "module " + prefix;
+  }
+  return prefix;
+}
+
 }  // namespace
 
 void ParameterRegistry::check_local(const ModuleTensors& module) const {
@@ -127,7 +141,7 @@ int ParameterRegistry::add(ModuleTensors module, comm::Communicator& workers) {
   check_share_no_memory(owners);
   compare_over_workers(describe(module), workers);
   const int number = num_modules_++;
-  const auto prefix = number == 0 ? std::string() : std::to_string(number) + '.';
+  const auto prefix = prefix_of(number, module.parameters.front(), names_);
   const size_t replicas = module.parameters.size();
   parameters_.resize(replicas);
   buffers_.resize(replicas);

@@ -68,6 +68,18 @@ def test_models_that_differ_between_ranks_are_refused_by_name(worker_job: Launch
         assert "running_mean" in buffers
 
 
+def test_modules_may_have_names_like_those_of_one_another() -> None:
+    """The first one has a parameter "1.weight", which would be the name of one of the second."""
+    first, second = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 1)
+    before = second.weight.detach().clone()
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        one, other, *_ = strategy.prepare(
+            first, second, torch.optim.AdamW(first.parameters()), torch.optim.AdamW(second.parameters())
+        )
+        assert strategy.step(lambda x: other(one(x)).square().mean(), torch.ones(4, 4)).stepped
+    assert not torch.equal(before, second.weight)
+
+
 def differing_optimizers_and_loaders(strategy: muster.Strategy) -> list[str]:
     module = build()
     strategy.prepare(module)
