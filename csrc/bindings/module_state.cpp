@@ -114,7 +114,8 @@ class ModuleState {
   }
 
   /// What differs: (module, path from its __dict__ to a container, keys that are there with another value, keys that
-  /// are gone); None for the keys of what is no dict. Lets go of what may keep tensors alive until the next note.
+  /// are gone, that container); None for the keys of what is no dict. Something else may stand at the path: then that
+  /// differs, too, in a container before it. Lets go of what may keep tensors alive until the next note.
   py::list changes() {
     ++generation_;
     py::list found;
@@ -366,7 +367,7 @@ class ModuleState {
     for (size_t i = 0; i < container.path.size(); ++i) path[i] = container.path[i];
     PyObject* const object = container.object.ptr();
     if (!PyDict_Check(object) || (container.entries.empty() && container.size > 0)) {
-      return py::make_tuple(container.module, path, py::none(), py::none());
+      return py::make_tuple(container.module, path, py::none(), py::none(), container.object);
     }
     py::list changed;
     py::list gone;
@@ -384,7 +385,7 @@ class ModuleState {
       if (is_there < 0) PyErr_Clear();
       if (is_there == 0) gone.append(entry.key);
     }
-    return py::make_tuple(container.module, path, changed, gone);
+    return py::make_tuple(container.module, path, changed, gone, container.object);
   }
 
   std::vector<py::object> keep_;

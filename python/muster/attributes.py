@@ -27,6 +27,7 @@ def follow(
     path: Sequence[Any],
     changed: Sequence[Any] | None,
     gone: Sequence[Any] | None,
+    container: Any,
     memo: dict[int, Any],
 ) -> None:
     """A change that `_C.ModuleState` found in replica 0's module, in the module of another replica.
@@ -37,7 +38,8 @@ def follow(
     target: Any = other.__dict__
     for step in path:
         source, target = _enter(source, step), _enter(target, step)
-    if target is source:  # on purpose: it was set in all replicas
+    if source is not container or target is source:
+        # Replaced, which was taken over as a whole; or on purpose one object, which was set in all replicas.
         return
     if not path:
         for name in changed or ():

@@ -94,9 +94,9 @@ class ModuleWatch:
         for local in range(1, len(self._replicas)):
             # One for all changes, so that what replica 0's attributes share is shared in the copies.
             memo = self._counterparts(local)
-            for number, path, changed, gone in changes:
+            for number, path, changed, gone, container in changes:
                 first, other = self._modules[number][0], self._modules[number][local]
-                follow(first, other, path, changed, gone, memo)
+                follow(first, other, path, changed, gone, container, memo)
 
     def _follow_tensor_hooks(self) -> None:
         first = self._parameters[0]

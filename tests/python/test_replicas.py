@@ -353,6 +353,33 @@ def test_replicas_follow_what_is_changed_in_the_module(change: Callable[[Any], N
         job.step()
 
 
+def write_and_replace(model: Any) -> None:
+    model.options["scale"] = 2.0
+    model.options = {"shift": 3.0}
+
+
+def take_out_and_replace(model: Any) -> None:
+    del model.options["first"]
+    model.options = {"first": 7.0}
+
+
+def write_and_replace_within(model: Any) -> None:
+    model.options["inner"]["scale"] = 2.0
+    model.options["inner"] = {"shift": 3.0}
+
+
+@pytest.mark.parametrize("change", [write_and_replace, take_out_and_replace, write_and_replace_within])
+def test_replicas_follow_what_was_written_and_then_replaced(change: Callable[[Any], None]) -> None:
+    module: Any = nn.Linear(4, 1)
+    module.options = {"first": 1.0, "inner": {"scale": 1.0}}
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        model = strategy.prepare(module)
+        strategy.run(lambda x: model(x), torch.ones(2, 4))
+        change(module)
+        seen = strategy.run(lambda x: copy.deepcopy(model.options), torch.ones(2, 4))
+    assert list(seen) == [module.options] * 2
+
+
 def test_dropout_and_modes_follow_in_every_submodule() -> None:
     with Job() as job:
         job.raw.body[1].p = 1.0
