@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.optim import swa_utils
 
-from differential.training import FailsInBackward, Planned, Training
+from differential.training import Planned, Training
+from support.failures import FailsInBackward
 
 
 def step(t: Training, rows: int, fail: str = "", only: int | None = None) -> None:
@@ -25,7 +26,7 @@ def step(t: Training, rows: int, fail: str = "", only: int | None = None) -> Non
         if fails and fail == "forward":
             raise Planned("in forward")
         if fails and fail == "backward":
-            out = FailsInBackward.apply(out)  # type: ignore[no-untyped-call]
+            out = FailsInBackward.apply(out, Planned("in backward"))  # type: ignore[no-untyped-call]
         return out * float("nan") if fails and fail == "nan" else out
 
     def fn(x: Tensor, ids: Tensor, y: Tensor, row: Tensor) -> Any:

@@ -7,6 +7,7 @@ import re
 
 from differential import events, jobs, modules, training
 from differential.program import Program
+from support.failures import FailsInBackward
 
 _HEADER = '''"""{title}
 
@@ -60,7 +61,7 @@ def script(program: Program, title: str = "", file: str = "program.py") -> str:
         *(inspect.getsource(getattr(modules, name)) for name in sorted(blocks)),
         *(
             inspect.getsource(item)
-            for item in (modules.Net, training.Planned, training.FailsInBackward, training.make_optimizer,
+            for item in (modules.Net, training.Planned, FailsInBackward, training.make_optimizer,
                          training.make_schedule, training.Training)
         ),
         *(inspect.getsource(event) for name, event in events.EVENTS.items() if name in used),

@@ -18,16 +18,6 @@ class Planned(Exception):
     """What a program raises on purpose."""
 
 
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise Planned("in backward")
-
-
 def make_optimizer(
     net: nn.Module, kind: str, *, groups: int = 1, share: tuple[int, int] = (0, 1), left_out: int = 0, **options: Any
 ) -> torch.optim.Optimizer:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import muster
+from support.failures import FailsInBackward
 from support.jobs import Launcher, WorkerPool, part_of
 from support.ranks import run_ranks
 
@@ -27,22 +28,12 @@ class Broken(Exception):
         self.code = code
 
 
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise Broken(7)
-
-
 def fail_at_once(strategy: muster.Strategy, loss: Tensor) -> Tensor:
     raise Broken(7)
 
 
 def fail_in_backward(strategy: muster.Strategy, loss: Tensor) -> Tensor:
-    return FailsInBackward.apply(loss)
+    return FailsInBackward.apply(loss, Broken(7))
 
 
 def fail_in_a_hook(strategy: muster.Strategy, loss: Tensor) -> Tensor:
