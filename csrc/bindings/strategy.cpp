@@ -177,6 +177,15 @@ Core ended_without_gil(Core core) {
           }};
 }
 
+// Empty once the strategy is closed, but for a thread that is in a call of it.
+std::optional<CallGate::Pass> entered(StrategyCore& core) {
+  try {
+    return core.enter();
+  } catch (const InvalidArgument&) {
+    return std::nullopt;
+  }
+}
+
 std::vector<Contribution> contributions(const std::vector<std::pair<Leaves, double>>& values) {
   std::vector<Contribution> result;
   for (const auto& [leaves, weight] : values) result.push_back({leaves, weight});
@@ -351,12 +360,19 @@ void bind_core_class(py::module_& m) {
       .def_property_readonly("has_servers",
                              [](StrategyCore& c) {
                                if (c.is_leaving()) return c.has_servers();
-                               if (c.closed()) return false;
-                               const auto pass = c.enter();
-                               return c.has_servers();
+                               const auto pass = entered(c);
+                               return pass && c.has_servers();
                              })
-      .def_property_readonly("members", [](StrategyCore& c) { return c.servers().members(); })
-      .def_property_readonly("expected_members", [](StrategyCore& c) { return c.servers().expected(); })
+      .def_property_readonly("members",
+                             [](StrategyCore& c) {
+                               const auto pass = entered(c);
+                               return pass ? c.servers().members() : std::vector<uint32_t>();
+                             })
+      .def_property_readonly("expected_members",
+                             [](StrategyCore& c) {
+                               const auto pass = c.enter();
+                               return c.servers().expected();
+                             })
       .def(
           "deal",
           [](StrategyCore& c, uint32_t loader, uint64_t epoch, uint64_t batches,

@@ -393,10 +393,10 @@ bool StrategyCore::has_servers() const {
 }
 
 ServerWindow& StrategyCore::servers() {
-  check_open();
   for (const auto& set : sets_) {
     if (set->servers() != nullptr) return *set->servers();
   }
+  check_open();
   throw InvalidArgument(
       "parameter servers deal batches once they know the model; prepare() the modules and the optimizer (AdamW, Adam, "
       "SGD or Adagrad) before a loader is iterated");

@@ -513,6 +513,8 @@ class Strategy:
         members = None
         if stepped:
             members = [self.rank] if self.members is None else self._core.members
+            if not members:  # another thread has closed the strategy since
+                return
         for loader in self._loaders:
             loader.settle(members)
 

@@ -31,36 +31,77 @@ def prepared(strategy: muster.Strategy) -> Any:
     return model
 
 
+class Held:
+    """A step function that stays in the step until it may end."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.began, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.began.set()
+        assert self.may_end.wait(20)
+        return self.model(x).mean()  # type: ignore[no-any-return]
+
+
 def in_thread(action: Callable[[], Any]) -> threading.Thread:
     thread = threading.Thread(target=action)
     thread.start()
     return thread
 
 
+def end_by_themselves(threads: list[threading.Thread]) -> None:
+    """Once the garbage collector finds their strategy, which they or a traceback may hold on to a little longer."""
+    for thread in threads:
+        for _ in range(400):
+            gc.collect()
+            thread.join(0.05)
+            if not thread.is_alive():
+                break
+        assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_another_threads_close_waits_for_the_step(replicas: int) -> None:
     strategy = muster.MirroredStrategy(["cpu"] * replicas)
     model = prepared(strategy)
-    began, may_end = threading.Event(), threading.Event()
-
-    def step(x: Tensor) -> Tensor:
-        began.set()
-        assert may_end.wait(20)
-        return model(x).mean()
+    held = Held(model)
 
     def close() -> None:
-        assert began.wait(20)
+        assert held.began.wait(20)
         strategy.close()
 
     threads = [in_thread(close) for _ in range(2)]
-    release = in_thread(lambda: (began.wait(20), threads[0].join(0.2), may_end.set()))
-    assert strategy.step(step, X).stepped
+    release = in_thread(lambda: (held.began.wait(20), threads[0].join(0.2), held.may_end.set()))
+    assert strategy.step(held, X).stepped
     for thread in (release, *threads):
         thread.join(20)
         assert not thread.is_alive()
     assert strategy.closed
     with pytest.raises(muster.InvalidArgument, match="closed"):
         strategy.step(lambda x: model(x).mean(), X)
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+def test_a_step_on_servers_is_made_when_another_thread_closes(staleness: int | None) -> None:
+    strategy = muster.ParameterServerStrategy.from_env(staleness=staleness)
+    model = prepared(strategy)
+    assert strategy.step(lambda x: model(x).mean(), X).stepped
+    before = model.module.weight.detach().clone()
+    held = Held(model)
+
+    def close() -> None:
+        assert held.began.wait(20)
+        strategy.close()
+
+    closing = in_thread(close)
+    release = in_thread(lambda: (held.began.wait(20), closing.join(0.2), held.may_end.set()))
+    assert strategy.step(held, X).stepped
+    for thread in (release, closing):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert strategy.closed
+    assert not torch.equal(before, model.module.weight)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -162,34 +203,22 @@ def test_a_strategy_that_is_forgotten_while_a_replica_works_frees_nothing_that_i
     del strategy, deaf  # the replica has the last reference
     gc.collect()
     lock.release()
-    for thread in threads:
-        for _ in range(400):
-            gc.collect()  # tracebacks of the interrupt refer to it in a cycle
-            thread.join(0.05)
-            if not thread.is_alive():
-                break
-        assert not thread.is_alive()
+    end_by_themselves(threads)
     assert gone() is None
 
 
 def test_two_threads_that_step_at_once_are_told_so() -> None:
     with muster.MirroredStrategy(["cpu"] * 2) as strategy:
         model = prepared(strategy)
-        began, may_end = threading.Event(), threading.Event()
-
-        def step(x: Tensor) -> Tensor:
-            began.set()
-            assert may_end.wait(20)
-            return model(x).mean()
-
-        first = in_thread(lambda: strategy.step(step, X))
-        assert began.wait(20)
+        held = Held(model)
+        first = in_thread(lambda: strategy.step(held, X))
+        assert held.began.wait(20)
         try:
             for call in (strategy.step, strategy.run):
                 with pytest.raises(muster.InvalidArgument, match="another thread is in step"):
                     call(lambda x: model(x).mean(), X)
         finally:
-            may_end.set()
+            held.may_end.set()
             first.join(20)
         assert strategy.step(lambda x: model(x).mean(), X).stepped
 
@@ -308,8 +337,5 @@ def test_a_module_that_refers_to_its_strategy_keeps_nothing_alive() -> None:
         return weakref.ref(strategy), list(strategy._threads)
 
     gone, threads = use()
-    gc.collect()
+    end_by_themselves(threads)
     assert gone() is None
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
