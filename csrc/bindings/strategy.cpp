@@ -145,10 +145,14 @@ StepCall step_call(const py::object& call, std::vector<int64_t> rows, const py::
   return step;
 }
 
-// Of (flat optimizer, its parameters' numbers, algorithm, rows of hyperparameters).
-std::vector<FlatStep> flat_steps_of(const py::object& given) {
-  std::vector<FlatStep> steps;
+// Of (flat optimizer, its parameters' numbers, algorithm, rows of hyperparameters), or hyperparameters in words.
+std::vector<OptimizerStep> optimizer_steps_of(const py::object& given) {
+  std::vector<OptimizerStep> steps;
   for (const auto& item : given) {
+    if (py::isinstance<py::list>(item)) {
+      steps.push_back({.hyperparameters = py::cast<std::vector<std::string>>(item)});
+      continue;
+    }
     const auto fields = py::cast<py::tuple>(item);
     steps.push_back(
         {&py::cast<const FlatOptimizer&>(fields[0]), py::cast<std::vector<int>>(fields[1]),
@@ -252,16 +256,16 @@ void bind_core_class(py::module_& m) {
       .def("average_gradients", &StrategyCore::average_gradients, py::call_guard<Interruptible>());
   core.def("step",
            [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, int set, bool loader_ended,
-              bool fused, const py::object& apply, const py::object& flat_steps, const py::object& interrupt,
+              bool fused, const py::object& apply, const py::object& optimizer_steps, const py::object& interrupt,
               const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& batches, double usual_rows) {
              auto step = step_call(call, std::move(rows), interrupt, /*is_step=*/true);
              step.set = set;
              step.loader_ended = loader_ended;
              step.apply = callback(apply);
              step.fused = fused;
-             step.flat_steps = [kept = keep(flat_steps)] {
+             step.optimizer_steps = [kept = keep(optimizer_steps)] {
                const py::gil_scoped_acquire gil;
-               return flat_steps_of((*kept)());
+               return optimizer_steps_of((*kept)());
              };
              step.usual_rows = usual_rows;
              for (const auto& [loader, epoch, batch] : batches) step.batches.push_back({loader, epoch, batch});
@@ -274,12 +278,12 @@ void bind_core_class(py::module_& m) {
            })
       .def("flush",
            [](StrategyCore& c, const py::object& apply, const py::object& fused,
-              const py::object& flat_steps) -> py::object {
+              const py::object& optimizer_steps) -> py::object {
              std::optional<StepResult> result;
              {
                const auto kept = keep(apply);
                const auto kept_fused = keep(fused);
-               const auto kept_flat_steps = keep(flat_steps);
+               const auto kept_steps = keep(optimizer_steps);
                const py::gil_scoped_release release;
                result = c.flush(
                    [&](int set) {
@@ -292,7 +296,7 @@ void bind_core_class(py::module_& m) {
                    },
                    [&](int set) {
                      const py::gil_scoped_acquire gil;
-                     return flat_steps_of((*kept_flat_steps)(set));
+                     return optimizer_steps_of((*kept_steps)(set));
                    },
                    c.options().drop_incomplete);
              }

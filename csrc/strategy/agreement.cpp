@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/flat_layout.h"
 #include "muster/error.h"
 #include "strategy/text_exchange.h"
 
@@ -99,35 +100,34 @@ std::vector<std::string> lines_of(const std::string& text) {
 
 }  // namespace
 
-Agreement::Agreement(const ParameterRegistry& registry, std::vector<FlatStep> steps, const std::vector<int>& written,
-                     bool shares_state)
+Agreement::Agreement(const ParameterRegistry& registry, std::vector<OptimizerStep> steps,
+                     const std::vector<int>& written, bool shares_state)
     : registry_(&registry), steps_(std::move(steps)), shares_state_(shares_state) {
   for (const int p : written) written_.push_back({-1, p});
-  take_digest();
-  for (size_t s = 0; s < steps_.size(); ++s) {
-    for (size_t p = 0; p < steps_[s].parameters.size(); ++p) {
-      if (standing(steps_[s], p).has_own_state) written_.push_back({static_cast<int>(s), static_cast<int>(p)});
-    }
-  }
+  look_at_steps();
 }
 
-FlatOptimizer::Standing Agreement::standing(const FlatStep& step, size_t p) const {
-  auto standing = step.optimizer->standing(p);
+FlatOptimizer::Standing Agreement::standing(const OptimizerStep& step, size_t p) const {
+  auto standing = step.flat->standing(p);
   standing.has_own_state = standing.has_own_state && shares_state_;
   return standing;
 }
 
-void Agreement::take_digest() {
+// For the digest, and for state that only this worker knows. Of thousands of parameters in every window.
+void Agreement::look_at_steps() {
   if (steps_.empty()) return;
   Hash hash;
-  for (const auto& step : steps_) {
+  for (size_t s = 0; s < steps_.size(); ++s) {
+    const auto& step = steps_[s];
+    for (const auto& line : step.hyperparameters) hash.add(stable_hash(line));
     hash.add(static_cast<uint64_t>(step.groups.index()));
     for_each_hyperparameter(step.groups, [&](size_t, const char*, double value) { hash.add(value); });
     for (size_t p = 0; p < step.parameters.size(); ++p) {
       const auto standing = this->standing(step, p);
-      hash.add((static_cast<uint64_t>(step.parameters[p]) << 32) ^
-               (static_cast<uint64_t>(step.optimizer->group(p)) << 2) ^ (standing.has_own_state ? 2U : 0U));
+      hash.add((static_cast<uint64_t>(step.parameters[p]) << 32) ^ (static_cast<uint64_t>(step.flat->group(p)) << 2) ^
+               (standing.has_own_state ? 2U : 0U));
       hash.add(static_cast<double>(standing.steps));
+      if (standing.has_own_state) written_.push_back({static_cast<int>(s), static_cast<int>(p)});
     }
   }
   digest_ = static_cast<double>(hash.value() >> (64 - kDigestBits));
@@ -139,13 +139,14 @@ std::string Agreement::describe() const {
   for (size_t s = 0; s < steps_.size(); ++s) {
     const auto& step = steps_[s];
     const auto whose = steps_.size() == 1 ? std::string() : " of optimizer " + std::to_string(s);
+    for (const auto& line : step.hyperparameters) out << line << whose << '\n';
     for_each_hyperparameter(step.groups, [&](size_t group, const char* name, double value) {
       out << name << ' ' << value << " in group " << group << whose << '\n';
     });
     for (size_t p = 0; p < step.parameters.size(); ++p) {
       const auto standing = this->standing(step, p);
       out << "parameter '" << registry_->name(static_cast<size_t>(step.parameters[p])) << "' in group "
-          << step.optimizer->group(p) << whose << " after " << standing.steps << " steps"
+          << step.flat->group(p) << whose << " after " << standing.steps << " steps"
           << (standing.has_own_state ? " with state that was loaded" : "") << '\n';
     }
   }
@@ -224,7 +225,7 @@ uint64_t Agreement::hash_of(const Place& place) const {
     add_values(registry_->parameter(0, parameter), hash);
     return hash.value();
   }
-  const auto& optimizer = *steps_[static_cast<size_t>(place.optimizer)].optimizer;
+  const auto& optimizer = *steps_[static_cast<size_t>(place.optimizer)].flat;
   for (size_t which = 0; which < optimizer.state_names().size(); ++which)
     add_values(optimizer.state(parameter, which), hash);
   add_values(optimizer.master(parameter), hash);

@@ -12,11 +12,12 @@
 
 namespace muster {
 
-/// A flat optimizer as a step is going to use it; its parameter i has registry index `parameters[i]`.
-struct FlatStep {
-  const FlatOptimizer* optimizer = nullptr;
-  std::vector<int> parameters;
-  FlatGroups groups;
+/// An optimizer as a step is going to use it; parameter i of a flat one has registry index `parameters[i]`.
+struct OptimizerStep {
+  const FlatOptimizer* flat = nullptr;  ///< null for any other, of which there are hyperparameters alone
+  std::vector<int> parameters = {};
+  FlatGroups groups = {};
+  std::vector<std::string> hyperparameters = {};  ///< in words: "lr 0.1 in group 0"
 };
 
 /// This worker's side of it, in one window. Owned by the thread that steps.
@@ -25,11 +26,11 @@ class Agreement {
   Agreement() = default;
   /// `written`: parameters (registry indices, ascending) that user code wrote or replaced since the last step.
   /// `shares_state`: each worker steps state for all.
-  Agreement(const ParameterRegistry& registry, std::vector<FlatStep> steps, const std::vector<int>& written,
+  Agreement(const ParameterRegistry& registry, std::vector<OptimizerStep> steps, const std::vector<int>& written,
             bool shares_state);
 
-  /// Of hyperparameters, groups, counts of steps and where state lies: equal where they are; below 2^52, so that it is
-  /// exact in fp64. 0 without flat optimizers.
+  /// Of hyperparameters and, of flat optimizers, groups, counts of steps and where state lies: equal where they are;
+  /// below 2^52, so that it is exact in fp64. 0 without optimizers.
   double digest() const noexcept { return digest_; }
   /// Whether there are values that only this worker knows to be those of the others.
   bool has_writes() const noexcept { return !written_.empty(); }
@@ -51,14 +52,14 @@ class Agreement {
   };
 
   /// Where each worker has state of its own (sharded, or stepped by all), whose it is tells nothing.
-  FlatOptimizer::Standing standing(const FlatStep& step, size_t parameter) const;
-  void take_digest();
+  FlatOptimizer::Standing standing(const OptimizerStep& step, size_t parameter) const;
+  void look_at_steps();
   std::string describe() const;
   std::string name_of(const Place& place) const;
   uint64_t hash_of(const Place& place) const;
 
   const ParameterRegistry* registry_ = nullptr;
-  std::vector<FlatStep> steps_;
+  std::vector<OptimizerStep> steps_;
   bool shares_state_ = false;
   std::vector<Place> written_;
   double digest_ = 0;

@@ -188,7 +188,7 @@ void GradientSet::find_written() {
   check_share_no_memory(owners);
 }
 
-void GradientSet::agree_on(std::vector<FlatStep> steps) {
+void GradientSet::agree_on(std::vector<OptimizerStep> steps) {
   agreement_.emplace(registry_, std::move(steps), written_, divides_steps_);
 }
 

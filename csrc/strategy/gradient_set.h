@@ -122,8 +122,8 @@ class GradientSet {
   void open_window(int local_replica, double rows);
 
   /// Between open_micro_batch of a window's last micro-batch and its close, where workers are to compare what they step
-  /// from: the flat optimizers of the set.
-  void agree_on(std::vector<FlatStep> steps);
+  /// from: the optimizers of the set.
+  void agree_on(std::vector<OptimizerStep> steps);
 
   /// The parameters' values are equal over workers, as a step leaves them: unless other optimizers than flat ones step.
   void note_agreed();

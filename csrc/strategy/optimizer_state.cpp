@@ -4,6 +4,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <iomanip>
 #include <ios>
 #include <sstream>
 
@@ -145,6 +146,20 @@ void take_over(Optimizer& optimizer, const Kind& kind, const std::string& descri
 }
 
 }  // namespace
+
+std::vector<std::string> learning_rates_of(const Optimizer& optimizer) {
+  std::vector<std::string> lines;
+  for (const auto& group : optimizer.param_groups()) {
+    std::ostringstream line;
+    try {
+      line << "lr " << std::setprecision(17) << group.options().get_lr() << " in group " << lines.size();
+    } catch (const c10::Error&) {
+      return {};
+    }
+    lines.push_back(line.str());
+  }
+  return lines;
+}
 
 void broadcast_optimizer(Optimizer& optimizer, const ParameterRegistry& registry, comm::Communicator& workers) {
   if (workers.size() == 1) return;

@@ -287,9 +287,14 @@ void Strategy::State::apply(int set) {
   }
 }
 
-std::vector<FlatStep> Strategy::State::flat_steps(int set) {
-  std::vector<FlatStep> steps;
+std::vector<OptimizerStep> Strategy::State::optimizer_steps(int set) {
+  const bool fused = is_fused(set);
+  std::vector<OptimizerStep> steps;
   for (auto* optimizer : steppers[set]) {
+    if (!fused) {
+      steps.push_back({.hyperparameters = detail::learning_rates_of(*optimizer)});
+      continue;
+    }
     auto& flat = **detail::flat_state_of(*optimizer);
     detail::follow_state(flat, *optimizer);  // what user code changed is compared, too
     steps.push_back({&flat.flat, flat.indices, detail::groups_of(*optimizer)});
@@ -471,7 +476,7 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
   call.loader_ended = state_->loader_ended();
   call.apply = [this, set = call.set] { state_->apply(set); };
   call.fused = state_->is_fused(call.set);
-  call.flat_steps = [this, set = call.set] { return state_->flat_steps(set); };
+  call.optimizer_steps = [this, set = call.set] { return state_->optimizer_steps(set); };
   if (dealing) call.batches = dealing->current();
   if (parts.loader && parts.loader->sharing) parts.loader->sharing->stepped();
   StepResult result;
@@ -493,7 +498,7 @@ std::optional<StepResult> Strategy::flush() {
   auto result = state_->call([&] {
     return state_->core->flush(
         [this](int set) { state_->apply(set); }, [this](int set) { return state_->is_fused(set); },
-        [this](int set) { return state_->flat_steps(set); }, state_->core->options().drop_incomplete);
+        [this](int set) { return state_->optimizer_steps(set); }, state_->core->options().drop_incomplete);
   });
   if (result) state_->settle(/*stepped=*/true);
   return result;

@@ -54,8 +54,8 @@ struct StepCall {
   std::function<void()> apply;
   /// Whether `apply` steps all of them by step_flat(); else they step from `.grad`.
   bool fused = false;
-  /// With `fused`: what `apply` will give step_flat(), which workers compare before. Called on the stepping thread.
-  std::function<std::vector<FlatStep>()> flat_steps = {};
+  /// What `apply` is going to step, which workers compare before. Called on the stepping thread.
+  std::function<std::vector<OptimizerStep>()> optimizer_steps = {};
   /// See ReplicaPool::run.
   std::function<void()> poll;
   std::function<void()> interrupt;
@@ -120,9 +120,9 @@ class StrategyCore {
   /// CommError is known to parameters_after().
   StepResult step(const StepCall& call);
   /// Closes the open window of every set; empty when none is open. `apply(set)` steps the set's optimizers;
-  /// `fused(set)` and `flat_steps(set)` as StepCall's.
+  /// `fused(set)` and `optimizer_steps(set)` as StepCall's.
   std::optional<StepResult> flush(const std::function<void(int set)>& apply, const std::function<bool(int set)>& fused,
-                                  const std::function<std::vector<FlatStep>(int set)>& flat_steps,
+                                  const std::function<std::vector<OptimizerStep>(int set)>& optimizer_steps,
                                   bool drop_incomplete);
 
   /// A flat optimizer over parameters of the registry, (index, group) by parameter; sharded as the options say.

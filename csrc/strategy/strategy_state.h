@@ -61,6 +61,9 @@ class PreparedModule {
 void broadcast_optimizer(torch::optim::Optimizer& optimizer, const ParameterRegistry& registry,
                          comm::Communicator& workers);
 
+/// Those of the groups, in words; empty for options of a kind that tells none.
+std::vector<std::string> learning_rates_of(const torch::optim::Optimizer& optimizer);
+
 }  // namespace detail
 
 struct Strategy::State {
@@ -84,8 +87,8 @@ struct Strategy::State {
   void leave_servers() noexcept;
   /// Whether the optimizers that the set was last used with all step from the reduced sums.
   bool is_fused(int set);
-  /// What apply() is going to use of them, where is_fused().
-  std::vector<FlatStep> flat_steps(int set);
+  /// What apply() is going to use of them.
+  std::vector<OptimizerStep> optimizer_steps(int set);
   /// Steps the optimizers that the set was last used with.
   void apply(int set);
   bool loader_ended() const;

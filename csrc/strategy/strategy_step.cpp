@@ -288,12 +288,12 @@ StepResult StrategyCore::step_set(GradientSet& set, const StepCall& call) {
   const bool closing = full || (call.loader_ended && !dropping);
   const bool compares = closing && topology_.num_workers > 1 && !groups_.servers;
   // It may throw, when nothing has begun yet.
-  auto flat_steps = compares && call.fused && call.flat_steps ? call.flat_steps() : std::vector<FlatStep>();
+  auto optimizer_steps = compares && call.optimizer_steps ? call.optimizer_steps() : std::vector<OptimizerStep>();
   gradients_are_applied_ = false;
   const uint64_t t = ++calls_;
   if (call.call) rows_ = call.rows;
   set.open_micro_batch(closing, call.fused);
-  if (compares) set.agree_on(std::move(flat_steps));
+  if (compares) set.agree_on(std::move(optimizer_steps));
   if (set.servers() != nullptr) set.servers()->note_batches(call.batches);
   if (closing && set.is_asked()) {
     Brief brief;
@@ -410,7 +410,7 @@ void StrategyCore::note_times(const StepCall& call, const std::vector<ReplicaRun
 
 std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>& apply,
                                               const std::function<bool(int set)>& fused,
-                                              const std::function<std::vector<FlatStep>(int set)>& flat_steps,
+                                              const std::function<std::vector<OptimizerStep>(int set)>& optimizer_steps,
                                               bool drop_incomplete) {
   const auto pass = enter_alone("flush");
   check_callable();
@@ -423,7 +423,7 @@ std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>
     }
     const int set = static_cast<int>(s);
     auto call = empty_call(set, [&apply, set] { apply(set); }, fused(set));
-    call.flat_steps = [&flat_steps, set] { return flat_steps(set); };
+    call.optimizer_steps = [&optimizer_steps, set] { return optimizer_steps(set); };
     auto closed = step(call);
     // Whoever called step was told then.
     if (!sets_[s]->has_failed()) result = std::move(closed);

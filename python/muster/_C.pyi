@@ -12,6 +12,8 @@ _checkpoint: Any  # snapshots, for tests
 _server: Any  # parameter servers, and probes of them for tests and benchmarks
 kernels: Any  # kernels over tensors, for tests and benchmarks
 
+_OptimizerStep = tuple[FlatOptimizer, Sequence[int], str, Sequence[Sequence[float]]] | list[str]
+
 def _raise(name: str, message: str) -> NoReturn: ...
 def _raise_through_torch(exception: object) -> NoReturn: ...
 
@@ -228,7 +230,7 @@ class StrategyCore:
         loader_ended: bool,
         fused: bool,
         apply: Callable[[], None] | None,
-        flat_steps: Callable[[], Sequence[tuple[FlatOptimizer, Sequence[int], str, Sequence[Sequence[float]]]]],
+        optimizer_steps: Callable[[], Sequence[_OptimizerStep]],
         interrupt: Callable[[], None] | None,
         batches: Sequence[tuple[int, int, int]],
         usual_rows: float,
@@ -237,7 +239,7 @@ class StrategyCore:
         self,
         apply: Callable[[int], None],
         fused: Callable[[int], bool],
-        flat_steps: Callable[[int], Sequence[tuple[FlatOptimizer, Sequence[int], str, Sequence[Sequence[float]]]]],
+        optimizer_steps: Callable[[int], Sequence[_OptimizerStep]],
     ) -> dict[str, Any] | None: ...
     def run(self, call: Callable[[int], Any], rows: Sequence[int], interrupt: Callable[[], None] | None) -> None: ...
     def check_need_no_flat(self, parameters: Sequence[int]) -> None: ...

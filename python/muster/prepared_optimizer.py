@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
@@ -125,6 +126,16 @@ class PreparedOptimizer:
         assert self._flat._flat is not None
         return self._flat._flat.flat_step()
 
+    def hyperparameters(self) -> list[str]:
+        """The numbers in its groups, in words: ranks that step from `.grad` compare them. What a device holds is left
+        out: nobody waits for it."""
+        return [
+            f"{name} {number} in group {position}"
+            for position, group in enumerate(self.optimizer.param_groups)
+            for name, value in group.items()
+            if name != "params" and (number := _number(value)) is not None
+        ]
+
     def check_state(self) -> None:
         """Raises InvalidArgument where parameter servers hold the state and user code replaced it."""
         if self._flat is not None and self._flat._flat is not None:
@@ -212,6 +223,16 @@ class PreparedOptimizer:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._has_stepped = True
+
+
+def _number(value: Any) -> Any:
+    """A number, or a tuple of numbers, as it is; a tensor's; None for anything else."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, (list, tuple)):
+        numbers = tuple(map(_number, value))
+        return None if None in numbers else numbers
+    return value if isinstance(value, Real) else None
 
 
 def _words(parameter: Sequence[str] | None) -> str:

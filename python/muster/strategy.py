@@ -367,7 +367,7 @@ class Strategy:
                     any(loader.at_end for loader in self._loaders if self._counts(loader)),
                     self._is_fused(set_number),
                     lambda: self._apply(set_number),
-                    lambda: self._flat_steps(set_number),
+                    lambda: self._optimizer_steps(set_number),
                     self._interrupt,
                     self._dealt_batches(args),
                     self._usual_rows(args),
@@ -401,7 +401,7 @@ class Strategy:
         open_sets = tuple(self._optimizers_of_set)
         for set_number in open_sets:
             self._note_hooks(set_number)
-        result = self._core.flush(self._apply, self._is_fused, self._flat_steps)
+        result = self._core.flush(self._apply, self._is_fused, self._optimizer_steps)
         if result is None:
             return None
         self._gradients_are_applied = True
@@ -612,9 +612,11 @@ class Strategy:
         positions = self._optimizers_of_set[set_number]
         return bool(positions) and all(self._optimizers[position].is_flat for position in positions)
 
-    def _flat_steps(self, set_number: int) -> list[FlatStep]:
+    def _optimizer_steps(self, set_number: int) -> list[FlatStep | list[str]]:
         """What workers compare before `_apply`."""
-        return [self._optimizers[position].flat_step() for position in self._optimizers_of_set[set_number]]
+        optimizers = [self._optimizers[position] for position in self._optimizers_of_set[set_number]]
+        is_fused = self._is_fused(set_number)
+        return [optimizer.flat_step() if is_fused else optimizer.hyperparameters() for optimizer in optimizers]
 
     def _note_hooks(self, set_number: int) -> None:
         """Before a call: hooks that are registered in it are called from the next one on."""

@@ -161,6 +161,51 @@ def test_writes_are_compared_for_every_optimizer(worker_job: Launcher) -> None:
         assert "by rank 1" in text
 
 
+def unequal(kind: str) -> tuple[Callable[[nn.Module], torch.optim.Optimizer], str, Any, str]:
+    """An optimizer that steps from `.grad`, one of its hyperparameters, another value of it, and what ranks say."""
+    return {
+        "number": (lambda m: torch.optim.RMSprop(m.parameters(), lr=0.25), "lr", 0.125, "lr 0.25 in group 0"),
+        "pair": (lambda m: torch.optim.Adamax(m.parameters()), "betas", (0.5, 0.75), "betas (0.9, 0.999) in group 0"),
+        "tensor": (
+            lambda m: torch.optim.NAdam(m.parameters(), lr=torch.tensor(0.25)),
+            "lr",
+            torch.tensor(0.125),
+            "lr 0.25 in group 0",
+        ),
+    }[kind]
+
+
+def with_unequal_hyperparameters(strategy: muster.Strategy, kind: str) -> Any:
+    make, name, value, _ = unequal(kind)
+    module, _ = build()
+    other = nn.Linear(8, 3)
+    optimizer = make(module)
+    model, second, *_ = strategy.prepare(module, other, optimizer, torch.optim.Rprop(other.parameters()))
+    x = torch.randn(4, 8) + strategy.rank
+
+    def step() -> muster.StepResult:
+        return strategy.step(lambda x: model(x).square().mean() + second(x).square().mean(), x)
+
+    step()
+    before, group = [p.detach().clone() for p in module.parameters()], optimizer.param_groups[0]
+    good = group[name]
+    if strategy.rank == 1:
+        group[name] = value
+    with pytest.raises(muster.LayoutMismatch) as caught:
+        step()
+    is_unchanged = all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
+    group[name] = good
+    return str(caught.value), is_unchanged, step().stepped
+
+
+@pytest.mark.parametrize("kind", ["number", "pair", "tensor"])
+def test_hyperparameters_are_compared_for_every_optimizer(worker_job: Launcher, kind: str) -> None:
+    for text, is_unchanged, goes_on in worker_job(with_unequal_hyperparameters, kind, keep_gradients=False):
+        assert f"rank 0 has {unequal(kind)[3]} of optimizer 0, rank 1 has " in text
+        assert is_unchanged
+        assert goes_on
+
+
 def with_equal_edits(strategy: muster.Strategy) -> list[Any]:
     """Edits that leave ranks equal: the same on all, or on one and taken back."""
     module, optimizer = build()

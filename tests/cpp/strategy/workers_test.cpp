@@ -8,6 +8,7 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
+#include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
 #include "cpp/catch.h"
@@ -234,6 +235,26 @@ TEST_CASE("workers that would step otherwise than one another say so and change 
           if (strategy.rank() == 0) write();
           MUSTER_CHECK(contains(message_of<LayoutMismatch>(step), "parameter 'bias' was written"));
           write();
+          MUSTER_CHECK(step().stepped);
+        }) == "");
+}
+
+TEST_CASE("workers compare the learning rates of torch's own optimizers", "[workers]") {
+  CHECK(run_workers(2, [](Strategy& strategy) {
+          auto model = strategy.prepare([] { return torch::nn::Linear(4, 4); });
+          torch::optim::RMSprop optimizer(model->parameters(), 0.25);
+          strategy.prepare(optimizer);
+          const auto step = [&] {
+            return strategy.step([&](const at::Tensor& x) { return model->forward(x).square().mean(); },
+                                 at::ones({2, 4}));
+          };
+          step();
+          const auto weight = model->weight.detach().clone();
+          if (strategy.rank() == 1) optimizer.param_groups()[0].options().set_lr(0.5);
+          const auto rates = message_of<LayoutMismatch>(step);
+          MUSTER_CHECK(contains(rates, "rank 0 has lr 0.25 in group 0, rank 1 has lr 0.5 in group 0"));
+          MUSTER_CHECK(model->weight.equal(weight));
+          optimizer.param_groups()[0].options().set_lr(0.25);
           MUSTER_CHECK(step().stepped);
         }) == "");
 }
