@@ -45,6 +45,7 @@ void StrategyCore::call_hooks(int number, bool fused, const std::function<void()
     if (!error) set.set_step_scalars(texts.front().substr(1));
   }
   if (!error) return;
+  awaited_ = 0;  // no rank steps
   --steps_;
   std::rethrow_exception(error);
 }

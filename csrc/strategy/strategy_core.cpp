@@ -24,12 +24,15 @@ namespace muster {
 
 namespace {
 
-// For replicas that an interrupt left behind: one may be waiting for a peer that does not come.
-void abort_groups(const Groups& groups, int rank) noexcept {
-  const auto reason = "rank " + std::to_string(rank) + " was interrupted in a step and closed its strategy";
+void abort_groups(const Groups& groups, const std::string& reason) noexcept {
   for (const auto* of_replicas : {&groups.gradients, &groups.step, &groups.control}) {
     for (const auto& group : *of_replicas) group->abort(reason);
   }
+}
+
+// For replicas that an interrupt left behind: one may be waiting for a peer that does not come.
+void abort_interrupted(const Groups& groups, int rank) noexcept {
+  abort_groups(groups, "rank " + std::to_string(rank) + " was interrupted in a step and closed its strategy");
 }
 
 void check_outside_steps() {
@@ -85,7 +88,7 @@ void StrategyCore::close(const std::function<void()>& poll) {
     throw InvalidArgument("close() was called inside a step of the strategy; call stop() there, and close() after it");
   }
   const auto last = [&] {
-    if (busy()) abort_groups(groups_, topology_.rank);
+    if (busy()) abort_interrupted(groups_, topology_.rank);
     pool_->stop(poll);
     let_go();
   };
@@ -94,7 +97,7 @@ void StrategyCore::close(const std::function<void()>& poll) {
 
 void StrategyCore::leave() noexcept {
   gate_.shut();
-  if (busy()) abort_groups(groups_, topology_.rank);
+  if (busy()) abort_interrupted(groups_, topology_.rank);
   pool_->release();
 }
 
@@ -175,6 +178,16 @@ void StrategyCore::fail_step(bool in_apply) {
   } catch (...) {
     std::rethrow_exception(error);
   }
+}
+
+// In a handler of what ended `apply`. Peers have what they step from, and wait for this rank's part in it.
+void StrategyCore::fail_peers_in_apply() {
+  if (begun_ >= awaited_) return;
+  const auto failure = describe_(std::current_exception());
+  const auto reason = "rank " + std::to_string(topology_.rank) +
+                      " failed before its part of the optimizer's step: " + failure.type + ": " + failure.text;
+  abort_groups(groups_, reason);
+  groups_.workers->abort(reason);
 }
 
 // Other workers may need the server that this process hosts.
@@ -424,12 +437,13 @@ void StrategyCore::step_flat(int set, FlatOptimizer& optimizer, const std::vecto
   const auto pass = enter();
   try {
     sets_.at(static_cast<size_t>(set))->step(optimizer, parameters, groups, [this](const ReplicaPool::Task& work) {
+      begun_ = applied_ + 1;
       pool_->run(work, poll_);
     });
   } catch (...) {
     fail_step(/*in_apply=*/true);
   }
-  ++applied_;
+  begun_ = ++applied_;
 }
 
 }  // namespace muster

@@ -247,6 +247,7 @@ class StrategyCore {
   void leave_memory() noexcept;
   bool may_be_torn(bool in_apply) const;
   [[noreturn]] void fail_step(bool in_apply);
+  void fail_peers_in_apply();
   void choose_buckets();
   void check_callable() const;
   void find_outsiders();
@@ -302,8 +303,12 @@ class StrategyCore {
   std::atomic<bool> stop_requested_{false};
   std::atomic<bool> stopping_{false};
   bool has_tail_ = false;  // of the running step: others may go on to store
-  int applied_ = 0;        // flat optimizers of the window that is being applied
-  bool torn_ = false;      // the parameters, by an error
+  // Flat optimizers of the window that is being applied: those that peers wait for this one to step, too; those whose
+  // step began here; and those that were stepped.
+  size_t awaited_ = 0;
+  size_t begun_ = 0;
+  size_t applied_ = 0;
+  bool torn_ = false;  // the parameters, by an error
   SigtermWatch sigterm_;
   CallGate gate_;
 };

@@ -289,6 +289,7 @@ StepResult StrategyCore::step_set(GradientSet& set, const StepCall& call) {
   const bool compares = closing && topology_.num_workers > 1 && !groups_.servers;
   // It may throw, when nothing has begun yet.
   auto optimizer_steps = compares && call.optimizer_steps ? call.optimizer_steps() : std::vector<OptimizerStep>();
+  awaited_ = call.fused && (divides_steps_ || options_.shard_optimizer) ? optimizer_steps.size() : 0;
   gradients_are_applied_ = false;
   const uint64_t t = ++calls_;
   if (call.call) rows_ = call.rows;
@@ -503,9 +504,14 @@ StepResult StrategyCore::end_window(GradientSet& set, const StepCall& call) {
     poll_ = call.poll;
     const auto forget = c10::make_scope_exit([&] { poll_ = nullptr; });
     const IntraOpThreads threads(pool_->threads_per_replica());
-    applied_ = 0;
-    const auto applied = c10::make_scope_exit([&] { applied_ = 0; });
-    call.apply();
+    applied_ = begun_ = 0;
+    const auto applied = c10::make_scope_exit([&] { applied_ = begun_ = 0; });
+    try {
+      call.apply();
+    } catch (...) {
+      fail_peers_in_apply();
+      throw;
+    }
     if (!call.fused) set.note_agreed();
     if (hook_error_) std::rethrow_exception(std::exchange(hook_error_, nullptr));
     if (call.fused) result.grad_norm = set.grad_norm();

@@ -648,6 +648,8 @@ class Strategy:
         def call_pre_hooks() -> None:
             for optimizer in optimizers:
                 optimizer.call_pre_hooks()
+            if not self._core.has_servers:
+                self._optimizer_steps(set_number)  # what cannot be stepped is an error that ranks agree on, too
 
         if hooked:
             self._core.call_hooks(set_number, True, call_pre_hooks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,58 @@ def test_one_process_raises_and_goes_on() -> None:
         with muster.MirroredStrategy(["cpu"] * 2, **options) as strategy:
             error, unchanged, counted, _ = raising(strategy, "before", 0)
             assert (error, unchanged, counted) == ("of the hook's own", True, 0)
+
+
+def spoiling(strategy: muster.Strategy, how: str) -> Any:
+    """On one rank a hook, or where there is none the step function, leaves what the optimizer cannot step."""
+    module, model, optimizer = prepared(strategy, torch.optim.AdamW)
+    x = batch(strategy)
+
+    def step() -> Any:
+        return strategy.step(lambda x: model(x).square().mean(), x)
+
+    def spoil(*_: Any) -> None:
+        if strategy.rank == 1:
+            optimizer.param_groups[0]["lr"] = "high"
+
+    def spoiled(x: Tensor) -> Tensor:
+        spoil()
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+    step()
+    before, error = values(module), ""
+    handle = optimizer.register_step_pre_hook(spoil) if how == "hook" else None
+    started = time.monotonic()
+    try:
+        strategy.step(spoiled if handle is None else lambda x: model(x).square().mean(), x)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    seconds = time.monotonic() - started
+    optimizer.param_groups[0]["lr"] = 0.05
+    is_unchanged = all(torch.equal(a, b) for a, b in zip(before, values(module), strict=True))
+    goes_on = False
+    if handle is not None:
+        handle.remove()
+        goes_on = step().stepped
+    return error, seconds, is_unchanged, goes_on
+
+
+@pytest.mark.parametrize("options", ["fused", "kept", "sharded"])
+def test_what_a_hook_spoils_is_an_error_of_the_hook(worker_job: Launcher, options: str) -> None:
+    (remote, *chiefs), (own, *others) = worker_job(spoiling, "hook", timeout=20.0, **OPTIONS[options])
+    assert own.startswith("ValueError: could not convert")
+    assert remote.startswith("RemoteError: ") and "ValueError: could not convert" in remote
+    for seconds, is_unchanged, goes_on in (chiefs, others):
+        assert seconds < 10 and is_unchanged and goes_on
+
+
+@pytest.mark.parametrize("options", ["fused", "sharded"])
+def test_peers_learn_at_once_that_a_rank_cannot_step(worker_job: Launcher, options: str) -> None:
+    (peers, *chiefs), (own, *others) = worker_job(spoiling, "function", timeout=20.0, **OPTIONS[options])
+    assert own.startswith("ValueError: could not convert")
+    assert peers.startswith("CommError: ")
+    assert "rank 1 failed before its part of the optimizer's step: ValueError: could not convert" in peers
+    assert chiefs[0] < 10 and others[0] < 10
 
 
 def projecting(strategy: muster.Strategy) -> Any:
