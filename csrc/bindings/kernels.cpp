@@ -196,7 +196,8 @@ class Statistics {
 
   void run(uintptr_t stream) const {
     if (device_.is_cpu()) return kernels::grad_stats(segments_.data(), segments_.size());
-    check_kernel(cuda::grad_stats(on_device_.items(), on_device_.chunks(), on_device_.num_chunks(), stream_of(stream)),
+    check_kernel(cuda::grad_stats(on_device_.items(), on_device_.chunks(), on_device_.num_chunks(), /*norm_type=*/2,
+                                  stream_of(stream)),
                  "grad_stats");
   }
 

@@ -139,7 +139,10 @@ void bind_optimizer(py::module_& m) {
             tail[kernels::kContributions] = 1;
             kernels::StepScalars scalars{};
             scalars.unit = 1;
-            take_norm(sums, tail, clip_norm, /*loss_scale=*/1, scalars);
+            kernels::WindowOptions options{};
+            options.clip_norm = clip_norm;
+            options.loss_scale = 1;
+            take_norm(sums, tail, options, scalars);
             std::vector<FlatGradient> gradients;
             for (const auto& sum : sums) gradients.push_back({sum, {}});
             flat.step(gradients, flat_groups(algorithm, groups), &scalars, /*keep=*/false);

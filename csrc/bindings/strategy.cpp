@@ -81,6 +81,10 @@ StrategyOptions options_of(const py::dict& given) {
       options.drop_incomplete = py::cast<bool>(value);
     } else if (name == "clip_norm") {
       options.clip_norm = py::cast<std::optional<double>>(value);
+    } else if (name == "clip_norm_type") {
+      options.clip_norm_type = py::cast<double>(value);
+    } else if (name == "clip_value") {
+      options.clip_value = py::cast<std::optional<double>>(value);
     } else if (name == "seed") {
       options.seed = py::cast<std::optional<uint64_t>>(value);
     } else if (name == "buffers") {

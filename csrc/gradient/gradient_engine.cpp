@@ -268,7 +268,7 @@ void GradientEngine::allocate_buckets() {
       buckets.push_back({bucket.wire.defined() ? bucket.wire : bucket.sums, bucket.sums, bucket.parameters});
     }
     owners_ = std::make_unique<OwnerReduction>(*communicator_, layout_, numels, layout_index_, buckets,
-                                               options_.least_lent_bytes);
+                                               options_.least_lent_bytes, options_.norm_type);
     std::vector<size_t> bytes;
     for (size_t p = 0; p < parameters_.size(); ++p) {
       const size_t size = parameters_[p].tensor.nbytes();

@@ -34,6 +34,7 @@ struct GradientEngineOptions {
   /// Where sums go to their owners alone, gradients of so many bytes are read where autograd left them. Smaller ones
   /// are packed as long as a cache has them, and their memory is used again while it is there.
   size_t least_lent_bytes = size_t{4} << 20;
+  double norm_type = 2;  ///< of the statistics; see kernels::grad_stats
   /// What fp32 buckets travel in; empty: fp32.
   std::optional<at::ScalarType> wire;
   /// Launch buckets from hooks. False where the transport cannot order them against the step's own collectives.

@@ -37,6 +37,7 @@ struct OwnerReduction::OwnedSums {
   at::Tensor addresses;  // by parameter: where peers read this rank's gradient; then, likewise, its factor there
   int ranks;
   int rank;
+  double norm_type;
   std::vector<Parameter> parameters;  // in the bucket's order
 
   uint64_t& address(size_t i) const { return static_cast<uint64_t*>(addresses.mutable_data_ptr())[i]; }
@@ -92,7 +93,7 @@ struct OwnerReduction::OwnedSums {
       segments.push_back({sources, whole_sum + first * sum_size, parameter.partials,
                           static_cast<size_t>(parameter.run.count), is_scaled ? first_factor : nullptr});
     }
-    kernels::reduce_stats(kernel_dtype(bucket.read.scalar_type()), ranks, segments.data(), segments.size());
+    kernels::reduce_stats(kernel_dtype(bucket.read.scalar_type()), ranks, segments.data(), segments.size(), norm_type);
     for (auto& parameter : parameters) {
       if (!parameter.peers_read) parameter.lent.reset();
     }
@@ -105,11 +106,12 @@ bool OwnerReduction::is_possible(comm::Communicator& communicator) {
 
 OwnerReduction::OwnerReduction(comm::Communicator& communicator, const FlatLayout& layout,
                                const std::vector<int64_t>& numels, const std::vector<int>& layout_index,
-                               const std::vector<Bucket>& buckets, size_t least_lent_bytes)
+                               const std::vector<Bucket>& buckets, size_t least_lent_bytes, double norm_type)
     : peers_(*communicator.peer_memory()),
       digest_(layout.digest()),
       rank_(communicator.rank()),
-      least_lent_bytes_(least_lent_bytes) {
+      least_lent_bytes_(least_lent_bytes),
+      norm_type_(norm_type) {
   constexpr auto kTile = static_cast<int64_t>(kernels::kTile);
   const int ranks = communicator.size();
   const auto in_layout = owned_runs(layout, ranks, kTile);
@@ -127,8 +129,8 @@ OwnerReduction::OwnerReduction(comm::Communicator& communicator, const FlatLayou
   places_.resize(numels.size());
   for (const auto& bucket : buckets) {
     const auto count = static_cast<int64_t>(bucket.parameters.size());
-    owned_.push_back(std::make_shared<OwnedSums>(
-        OwnedSums{peers_, bucket, partials_, communicator.allocate(2 * count, at::kLong), ranks, rank_, {}}));
+    owned_.push_back(std::make_shared<OwnedSums>(OwnedSums{
+        peers_, bucket, partials_, communicator.allocate(2 * count, at::kLong), ranks, rank_, norm_type, {}}));
     if (bucket.read.numel() == 0) continue;
     const uint64_t address = address_in(peers_, bucket.read);
     auto& sums = *owned_.back();
@@ -205,7 +207,7 @@ void OwnerReduction::take_stats(size_t p, const at::Tensor& slot) {
   const auto own = elements_of(slot, run(p, rank_));
   const kernels::StatsSegment segment{own.const_data_ptr(), own_partials(p), static_cast<size_t>(own.numel()),
                                       kernel_dtype(own.scalar_type())};
-  kernels::grad_stats(&segment, 1);
+  kernels::grad_stats(&segment, 1, norm_type_);
 }
 
 void OwnerReduction::append_partials(size_t p, std::vector<double>& partials) const {

@@ -34,7 +34,8 @@ class OwnerReduction {
   /// Collective, blocking. `numels` and `layout_index` (its index in `layout`, or -1) are by parameter; `buckets` are
   /// the layout's. Peers read gradients of `least_lent_bytes` and more where they are.
   OwnerReduction(comm::Communicator& communicator, const FlatLayout& layout, const std::vector<int64_t>& numels,
-                 const std::vector<int>& layout_index, const std::vector<Bucket>& buckets, size_t least_lent_bytes);
+                 const std::vector<int>& layout_index, const std::vector<Bucket>& buckets, size_t least_lent_bytes,
+                 double norm_type);
   ~OwnerReduction();
   OwnerReduction(const OwnerReduction&) = delete;
   OwnerReduction& operator=(const OwnerReduction&) = delete;
@@ -73,7 +74,7 @@ class OwnerReduction {
   /// Takes the statistics of this rank's run of a parameter again; `slot`: its place in the bucket.
   void take_stats(size_t parameter, const at::Tensor& slot);
 
-  /// Appends the sums of squares of a parameter's tiles (kernels.h), all ranks', to `partials`: after a collective that
+  /// Appends the statistics of a parameter's tiles (kernels.h), all ranks', to `partials`: after a collective that
   /// every rank issued after its reductions were done.
   void append_partials(size_t parameter, std::vector<double>& partials) const;
 
@@ -90,6 +91,7 @@ class OwnerReduction {
   const uint64_t digest_;
   const int rank_;
   const size_t least_lent_bytes_;
+  const double norm_type_;
   std::vector<std::vector<Run>> runs_;             // [parameter][rank]
   std::vector<size_t> first_tile_;                 // by parameter, in partials
   at::Tensor partials_;                            // of the owned tiles; fp64

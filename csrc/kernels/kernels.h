@@ -64,9 +64,10 @@ struct StatsSegment {
   bool operator==(const StatsSegment&) const = default;
 };
 
-/// partials[t] = the sum of squares of tile t in fp64. A partial is not finite when a value of its tile is not finite
-/// (a finite f32 square cannot overflow fp64; an f64 one may).
-void grad_stats(const StatsSegment* segments, size_t count) noexcept;
+/// partials[t] = the sum of squares of tile t in fp64, or with another `norm_type` p the sum of |x|^p, with infinity
+/// the maximum of |x|. A partial is not finite when a value of its tile is not finite (a finite f32 square cannot
+/// overflow fp64; an f64 one may, and high powers).
+void grad_stats(const StatsSegment* segments, size_t count, double norm_type = 2) noexcept;
 
 // The first fields of a window's tail: sums over all replicas.
 inline constexpr int kWeight = 0;         ///< of the losses' weights
@@ -87,12 +88,13 @@ struct LossScaleState {
 
 /// What a window's end found, in the device's memory: optimizer kernels read it there.
 struct StepScalars {
-  double divisor;   ///< what turns the summed gradient into the mean
-  double clip;      ///< what the mean is multiplied by: 1 unless clipping bites
-  double norm;      ///< of the mean gradient, before clipping
-  double unit;      ///< of weights: what gradients of the next window are multiplied by is weight / unit
-  int32_t finite;   ///< 0: the optimizers change nothing
-  int32_t dropped;  ///< 1: the window's weight is 0, or it has failures; nothing changes, the loss scale included
+  double divisor;         ///< what turns the summed gradient into the mean
+  double clip;            ///< what the mean is multiplied by: 1 unless clipping bites
+  double norm;            ///< of the mean gradient, before clipping
+  double unit;            ///< of weights: what gradients of the next window are multiplied by is weight / unit
+  int32_t finite;         ///< 0: the optimizers change nothing
+  int32_t dropped;        ///< 1: the window's weight is 0, or it has failures; nothing changes, the loss scale included
+  double clip_value = 0;  ///< bound of the magnitude of each element of the mean; 0: none
 
   bool operator==(const StepScalars&) const = default;
 };
@@ -103,6 +105,8 @@ struct WindowOptions {
   double loss_scale;       ///< of the window's seeds, when `scale` is null
   double growth, backoff;  ///< of the loss scale
   int32_t interval;
+  double norm_type = 2;   ///< that of the partials; infinity: the maximum norm
+  double clip_value = 0;  ///< bound of the magnitude of each element; 0: none
 };
 
 /// What a window's user reads. The metrics, one double a slot, follow directly: report_bytes in all, on 8 bytes. Each
@@ -121,14 +125,14 @@ inline constexpr size_t report_bytes(uint32_t num_slots) noexcept {
   return sizeof(WindowReport) + num_slots * sizeof(double);
 }
 
-/// Adds the partials (partial i to lane i % kPartialLanes in ascending order, lanes then folded in halves) and writes
+/// Joins the partials (partial i to lane i % kPartialLanes in ascending order, lanes then folded in halves) and writes
 /// `scalars`, whose `unit` on entry is that of the window's weights: divisor = weight / unit * scale, or scale alone
-/// for sums and where dropped; unit = next_unit of the mean weight (step_math.h); norm = sqrt(sum) / divisor; finite =
-/// the sum is finite; clip = clip_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_. A
-/// window is dropped whose weight is not above 0 (NaN: a loss's weight was none) or that has failures; it keeps `unit`.
-/// Then steps[p] += 1 for each of the `num_parameters` whose used[p] > 0, unless skipped or dropped; then, with a
-/// `scale`, loss_scale_update. Last, with a `report`, that of the closed window, whose metrics are tail[kTailFields +
-/// slot] / weight, NaN where dropped.
+/// for sums and where dropped; unit = next_unit of the mean weight (step_math.h); norm = the root of the sum / divisor,
+/// or the maximum / divisor; finite = the sum is finite; clip = clip_norm / (norm + 1e-6) where that is below 1, as
+/// torch.nn.utils.clip_grad_norm_. A window is dropped whose weight is not above 0 (NaN: a loss's weight was none) or
+/// that has failures; it keeps `unit`. Then steps[p] += 1 for each of the `num_parameters` whose used[p] > 0, unless
+/// skipped or dropped; then, with a `scale`, loss_scale_update. Last, with a `report`, that of the closed window, whose
+/// metrics are tail[kTailFields + slot] / weight, NaN where dropped.
 void finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,
                    size_t num_parameters, const WindowOptions& options, StepScalars* scalars, LossScaleState* scale,
                    WindowReport* report = nullptr, uint32_t num_slots = 0) noexcept;
@@ -140,9 +144,6 @@ void loss_scale_update(LossScaleState* scale, bool finite, double growth, double
 /// values[i] = values[i] / divisor (exact when divisor is a power of two), and partials[t] = the sum of squares of
 /// tile t of the divided values, as grad_stats. `dtype` is f32 or f64.
 void divide_with_stats(DType dtype, void* values, size_t n, double divisor, double* partials) noexcept;
-
-/// values[i] = values[i] * factor, computed in the dtype (f32 or f64).
-void scale(DType dtype, void* values, size_t n, double factor) noexcept;
 
 /// steps[p] += 1 for each p in [0, n) with used[p] > 0 (null: all), unless skipped or dropped, for optimizers whose
 /// steps finish_window does not count.
@@ -160,7 +161,7 @@ struct MeanSegment {
 };
 
 /// values = values / divisor, computed in the dtype as the steps below do, and then, where `clips` and the window is
-/// finite, values * clip. Nothing changes where dropped.
+/// finite, values * clip, and no further from 0 than clip_value. Nothing changes where dropped.
 void apply_means(const MeanSegment* segments, size_t count, const StepScalars* scalars, bool clips) noexcept;
 
 // --- losses --------------------------------------------------------------------------------------------------------
@@ -260,10 +261,11 @@ struct RowwiseAdagradGroup {
   bool operator==(const RowwiseAdagradGroup&) const = default;
 };
 
-/// One optimizer step of each segment: g = gradient / divisor, then g * clip, then torch.optim's formulas for fp32 or
-/// fp64 (math.h). Nothing changes where the step is not finite, dropped, or the parameter unused; with keep_gradient
-/// the mean is written even then. To maximize, g is negated, but not the mean that is kept. A weight decay or momentum
-/// of 0 leaves its term out, as in torch: an infinite parameter then makes no NaN of the state.
+/// One optimizer step of each segment: g = gradient / divisor, then g * clip, no further from 0 than clip_value, then
+/// torch.optim's formulas for fp32 or fp64 (math.h). Nothing changes where the step is not finite, dropped, or the
+/// parameter unused; with keep_gradient the mean is written even then. To maximize, g is negated, but not the mean that
+/// is kept. A weight decay or momentum of 0 leaves its term out, as in torch: an infinite parameter then makes no NaN
+/// of the state.
 void adam_step(const StepArguments& arguments, const AdamGroup* groups) noexcept;
 void sgd_step(const StepArguments& arguments, const SgdGroup* groups) noexcept;
 void adagrad_step(const StepArguments& arguments, const AdagradGroup* groups) noexcept;
@@ -292,7 +294,8 @@ inline constexpr int kMaxReduceRanks = 64;
 
 /// Equal to tree_reduce's sum and grad_stats of each segment. `dtype` is f32 or f64, or bf16 or f16, whose sums are not
 /// rounded but left in f32; at most kMaxReduceRanks.
-void reduce_stats(DType dtype, int num_ranks, const ReduceSegment* segments, size_t count) noexcept;
+void reduce_stats(DType dtype, int num_ranks, const ReduceSegment* segments, size_t count,
+                  double norm_type = 2) noexcept;
 
 /// Who else receives what a step gives: those whose parameters lie as the own ones do, so many bytes further on.
 struct StepCopies {

@@ -94,6 +94,53 @@ MUSTER_HOST_DEVICE double integer_power(double base, uint64_t n) noexcept {
   return result;
 }
 
+/// value * 2^exponent, for |exponent| <= 2000.
+MUSTER_HOST_DEVICE double times_power_of_two(double value, int exponent) noexcept {
+  for (; exponent > 1000; exponent -= 1000) value = value * bits_as<double>(uint64_t{1023 + 1000} << 52);
+  for (; exponent < -1000; exponent += 1000) value = value * bits_as<double>(uint64_t{1023 - 1000} << 52);
+  return value * bits_as<double>(static_cast<uint64_t>(1023 + exponent) << 52);
+}
+
+/// The natural logarithm of a positive finite `x`: with x = m * 2^e and s = (m - 1) / (m + 1), e * ln 2 + 2 artanh s,
+/// by artanh's series.
+MUSTER_HOST_DEVICE double logarithm(double x) noexcept {
+  int exponent = 0;
+  if (x < 2.2250738585072014e-308) {
+    x = x * 18014398509481984.0;  // 2^54: subnormals become normal
+    exponent = -54;
+  }
+  const uint64_t bits = bits_as<uint64_t>(x);
+  exponent += static_cast<int>(bits >> 52) - 1023;
+  double m = bits_as<double>((bits & 0xfffffffffffffull) | 0x3ff0000000000000ull);
+  if (m > 1.4142135623730951) {
+    m = m / 2;
+    exponent += 1;
+  }
+  const double s = (m - 1) / (m + 1);
+  double series = 0;
+  for (int k = 23; k >= 1; k -= 2) series = series * s * s + 1.0 / k;
+  return exponent * 0.69314718055994531 + 2 * s * series;
+}
+
+/// e^y, by Taylor's series of what is left of y beside multiples of ln 2; infinity and 0 where it is out of range.
+MUSTER_HOST_DEVICE double exponential(double y) noexcept {
+  if (y > 710) return bits_as<double>(0x7ff0000000000000ull);
+  if (y < -750) return 0;
+  const double scaled = y * 1.4426950408889634;
+  const int exponent = static_cast<int>(scaled < 0 ? scaled - 0.5 : scaled + 0.5);
+  // ln 2 in two parts, of which multiples of the first are exact.
+  const double rest = (y - exponent * 0.69314718036912382) - exponent * 1.9082149292705877e-10;
+  double series = 1;
+  for (int k = 15; k >= 1; --k) series = series * rest / k + 1;
+  return times_power_of_two(series, exponent);
+}
+
+/// x^p for x >= 0 and p > 0, to a relative error of some 1e-13; x itself where it is not finite.
+MUSTER_HOST_DEVICE double positive_power(double x, double p) noexcept {
+  if (x == 0 || x - x != 0) return x;
+  return exponential(p * logarithm(x));
+}
+
 /// The power of two nearest to a positive normal `value` (on a logarithmic scale).
 MUSTER_HOST_DEVICE double nearest_power_of_two(double value) noexcept {
   const uint64_t bits = bits_as<uint64_t>(value);
@@ -104,6 +151,21 @@ MUSTER_HOST_DEVICE double nearest_power_of_two(double value) noexcept {
 
 // --- one element of an optimizer step --------------------------------------------------------------------------------
 // T is float or double. `g` is the mean gradient, clipped. Formulas are those of torch.optim's documentation.
+
+/// What clips the elements of a mean gradient on their way into a step.
+template <class T>
+struct Clipping {
+  T factor;  ///< by the norm; negative to maximize
+  T bound;   ///< by value: of the magnitude; infinity: none
+};
+
+/// NaN stays NaN.
+template <class T>
+MUSTER_HOST_DEVICE T clipped(T mean, const Clipping<T>& clipping) noexcept {
+  T g = mean * clipping.factor;
+  g = clipping.bound < g ? clipping.bound : g;
+  return g < -clipping.bound ? -clipping.bound : g;
+}
 
 /// g + p * weight_decay; without the term where weight_decay is 0, since 0 * inf is not 0. The choice is the same for
 /// all elements of a parameter.

@@ -17,23 +17,49 @@ MUSTER_HOST_DEVICE double loss_scale_of(const LossScaleState* scale, double othe
   return scale != nullptr ? static_cast<double>(scale->scale) : otherwise;
 }
 
+/// What a value adds to the partial of its tile: its square for a `norm_type` of 2, its magnitude for the maximum norm,
+/// else the magnitude's power.
+MUSTER_HOST_DEVICE double norm_term(double value, double norm_type) noexcept {
+  if (norm_type == 2) return value * value;
+  const double magnitude = value < 0 ? -value : value;
+  return norm_type == 1 || !is_finite(norm_type) ? magnitude : positive_power(magnitude, norm_type);
+}
+
+/// Two partials as one: their sum, or the larger for the maximum norm. NaN stays NaN.
+MUSTER_HOST_DEVICE double join_partials(double a, double b, double norm_type) noexcept {
+  if (is_finite(norm_type)) return a + b;
+  return a > b || a != a ? a : b;
+}
+
+/// The norm from all partials as one.
+MUSTER_HOST_DEVICE double norm_root(double sum, double norm_type) noexcept {
+  if (norm_type == 2) return square_root(sum);
+  return norm_type == 1 || !is_finite(norm_type) ? sum : positive_power(sum, 1 / norm_type);
+}
+
+/// What a norm is multiplied by to stay below `clip_norm`, as in torch.nn.utils.clip_grad_norm_; 0: no bound.
+MUSTER_HOST_DEVICE double norm_clip(double norm, double clip_norm) noexcept {
+  const double clip = clip_norm / (norm + 1e-6);
+  return clip_norm > 0 && clip < 1 ? clip : 1;
+}
+
 /// A unit near the mean weight that is a power of two of the last one: sums do not depend on how far it has moved, so
 /// that a job which was interrupted goes on with the same bits.
 MUSTER_HOST_DEVICE double next_unit(double unit, double mean_weight) noexcept {
   return unit * nearest_power_of_two(mean_weight / unit);
 }
 
-/// `scalars` of finish_window from the sum of squares. `loss_scale` is that of the window's seeds.
+/// `scalars` of finish_window from all partials as one, see norm_root. `loss_scale` is that of the window's seeds.
 MUSTER_HOST_DEVICE void close_scalars(double sum, const double* tail, double loss_scale, const WindowOptions& options,
                                       StepScalars* scalars) noexcept {
   const double weight = tail[kWeight];
   const bool dropped = !(weight > 0) || tail[kFailures] > 0;
   const bool is_plain = dropped || tail[kSumLosses] > 0;
   const double divisor = is_plain ? loss_scale : weight / scalars->unit * loss_scale;
-  const double norm = square_root(sum) / divisor;
-  const double clip = options.clip_norm / (norm + 1e-6);
+  const double norm = norm_root(sum, options.norm_type) / divisor;
   scalars->divisor = divisor;
-  scalars->clip = options.clip_norm > 0 && clip < 1 ? clip : 1;
+  scalars->clip = norm_clip(norm, options.clip_norm);
+  scalars->clip_value = options.clip_value;
   scalars->norm = norm;
   scalars->finite = is_finite(sum) ? 1 : 0;
   scalars->dropped = dropped ? 1 : 0;
@@ -55,9 +81,18 @@ MUSTER_HOST_DEVICE void advance_scale(LossScaleState* scale, bool finite, double
   }
 }
 
-/// What apply_means multiplies means by.
-MUSTER_HOST_DEVICE double mean_clip(const StepScalars& scalars, bool clips) noexcept {
-  return clips && scalars.finite != 0 ? scalars.clip : 1.0;
+template <class T>
+MUSTER_HOST_DEVICE Clipping<T> clipping_of(const StepScalars& scalars) noexcept {
+  const double none = bits_as<double>(uint64_t{0x7ff} << 52);
+  return {static_cast<T>(scalars.clip), static_cast<T>(scalars.clip_value > 0 ? scalars.clip_value : none)};
+}
+
+/// What apply_means clips by.
+template <class T>
+MUSTER_HOST_DEVICE Clipping<T> mean_clipping(const StepScalars& scalars, bool clips) noexcept {
+  StepScalars none{};
+  none.clip = 1;
+  return clipping_of<T>(clips && scalars.finite != 0 ? scalars : none);
 }
 
 // --- one parameter -------------------------------------------------------------------------------------------------
@@ -72,10 +107,12 @@ MUSTER_HOST_DEVICE uint64_t step_count(const float* step) noexcept {
   return step == nullptr ? 1 : static_cast<uint64_t>(*step);
 }
 
-/// What a mean gradient is multiplied by on its way into a step: clips it, and turns it round to maximize.
+/// What a step clips by; to maximize it also turns the gradient round.
 template <class T>
-MUSTER_HOST_DEVICE T clip_factor(const StepScalars& scalars, bool maximize) noexcept {
-  return static_cast<T>(maximize ? -scalars.clip : scalars.clip);
+MUSTER_HOST_DEVICE Clipping<T> step_clipping(const StepScalars& scalars, bool maximize) noexcept {
+  Clipping<T> clipping = clipping_of<T>(scalars);
+  if (maximize) clipping.factor = -clipping.factor;
+  return clipping;
 }
 
 template <class T>

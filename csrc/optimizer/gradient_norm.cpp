@@ -49,30 +49,27 @@ void place_partials(std::vector<kernels::StatsSegment>& segments, double* next) 
 
 }  // namespace
 
-void append_partials(const std::vector<at::Tensor>& sums, std::vector<double>& partials) {
+void append_partials(const std::vector<at::Tensor>& sums, double norm_type, std::vector<double>& partials) {
   auto segments = segments_of(sums);
   const size_t first = partials.size();
   partials.resize(first + count_tiles(segments));
   place_partials(segments, partials.data() + first);
-  parallel_grad_stats(segments);
+  parallel_grad_stats(segments, norm_type);
 }
 
-void finish_norm(const std::vector<double>& partials, const double* tail, double clip_norm, double loss_scale,
+void finish_norm(const std::vector<double>& partials, const double* tail, const kernels::WindowOptions& options,
                  kernels::StepScalars& scalars) {
-  kernels::WindowOptions options{};
-  options.clip_norm = clip_norm;
-  options.loss_scale = loss_scale;
   const double unit = scalars.unit;
   kernels::finish_window(partials.data(), partials.size(), tail, nullptr, nullptr, 0, options, &scalars, nullptr);
   scalars.unit = unit;
 }
 
-void take_norm(const std::vector<at::Tensor>& sums, const double* tail, double clip_norm, double loss_scale,
+void take_norm(const std::vector<at::Tensor>& sums, const double* tail, const kernels::WindowOptions& options,
                kernels::StepScalars& scalars) {
   std::vector<double> partials;
-  append_partials(sums, partials);
-  finish_norm(partials, tail, clip_norm, loss_scale, scalars);
-  // The square of an fp64 value may overflow.
+  append_partials(sums, options.norm_type, partials);
+  finish_norm(partials, tail, options, scalars);
+  // The square of an fp64 value may overflow, and high powers.
   if (scalars.finite == 0 && std::all_of(sums.begin(), sums.end(), [](const at::Tensor& values) {
         return at::isfinite(dense_values(values)).all().item<bool>();
       })) {
@@ -92,8 +89,9 @@ void DeviceNorm::enqueue(const std::vector<at::Tensor>& sums, c10::Device device
   place_partials(segments, partials);
   segments_.follow(segments, device);
   auto* const stream = stream_handle(device);
-  check_kernel(cuda::grad_stats(segments_.items(), segments_.chunks(), segments_.num_chunks(), stream),
-               "the gradient's statistics");
+  check_kernel(
+      cuda::grad_stats(segments_.items(), segments_.chunks(), segments_.num_chunks(), options.norm_type, stream),
+      "the gradient's statistics");
   check_kernel(cuda::finish_window(partials, tiles, window.tail, nullptr, nullptr, 0, options, window.scalars,
                                    window.scale, window.report, window.num_slots, stream),
                "the end of a window");

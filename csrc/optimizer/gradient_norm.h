@@ -20,15 +20,15 @@ inline at::Tensor dense_values(const at::Tensor& gradient) {
 /// sparse dimension, whose rows have tiles of their own, so that it does not matter who has which row; `tail` is the
 /// window's, from kernels::kWeight on. Fills `scalars` by kernels::finish_window, whose `unit` is that of the window's
 /// seeds and is kept. A norm that overflows though every value is finite counts as finite.
-void take_norm(const std::vector<at::Tensor>& sums, const double* tail, double clip_norm, double loss_scale,
+void take_norm(const std::vector<at::Tensor>& sums, const double* tail, const kernels::WindowOptions& options,
                kernels::StepScalars& scalars);
 
 /// take_norm from the sums' statistics: the partials of their tiles, one after the other. What overflows is not finite.
-void finish_norm(const std::vector<double>& partials, const double* tail, double clip_norm, double loss_scale,
+void finish_norm(const std::vector<double>& partials, const double* tail, const kernels::WindowOptions& options,
                  kernels::StepScalars& scalars);
 
 /// Appends the partials of the tiles of `sums`.
-void append_partials(const std::vector<at::Tensor>& sums, std::vector<double>& partials);
+void append_partials(const std::vector<at::Tensor>& sums, double norm_type, std::vector<double>& partials);
 
 /// take_norm and the rest of kernels::finish_window on a device. Owned by one thread; everything is ordered by its
 /// current stream.

@@ -61,15 +61,16 @@ std::vector<Segment> pieces_of(const std::vector<Segment>& segments, const Piece
 
 }  // namespace
 
-void parallel_grad_stats(const std::vector<kernels::StatsSegment>& segments) {
+void parallel_grad_stats(const std::vector<kernels::StatsSegment>& segments, double norm_type) {
   if (!is_worth_it(segments)) {
-    kernels::grad_stats(segments.data(), segments.size());
+    kernels::grad_stats(segments.data(), segments.size(), norm_type);
     return;
   }
   const auto pieces = pieces_of(segments, [](const kernels::StatsSegment& segment, size_t begin, size_t n) {
     return kernels::piece_of(segment, begin, n);
   });
-  for_each_piece(pieces, [](const kernels::StatsSegment* first, size_t count) { kernels::grad_stats(first, count); });
+  for_each_piece(
+      pieces, [=](const kernels::StatsSegment* first, size_t count) { kernels::grad_stats(first, count, norm_type); });
 }
 
 void parallel_step(kernels::DType dtype, const std::vector<kernels::StepSegment>& segments, SegmentsStep step,

@@ -9,7 +9,7 @@
 namespace muster {
 
 /// As kernels::grad_stats.
-void parallel_grad_stats(const std::vector<kernels::StatsSegment>& segments);
+void parallel_grad_stats(const std::vector<kernels::StatsSegment>& segments, double norm_type);
 
 /// Steps neighbouring segments.
 using SegmentsStep = void (*)(const void* context, const kernels::StepSegment* first, size_t count);

@@ -36,7 +36,7 @@ struct ClientConfig {
 
 /// What sums of a step are made of.
 struct Statistics {
-  std::vector<double> chunks;               ///< sums of squares by tile, chunk by chunk
+  std::vector<double> chunks;               ///< partials by tile, chunk by chunk; see kernels::grad_stats
   std::vector<std::vector<double>> tables;  ///< by table: of each summed row by itself (num_tiles(dim)), rows ascending
 };
 

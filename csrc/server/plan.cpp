@@ -108,6 +108,7 @@ void Plan::validate() const {
   check(total * static_cast<int64_t>(sizeof(double)) / static_cast<int64_t>(chunk_bytes) <= kMaxChunks,
         "it has too many chunks; raise chunk_bytes");
   check(heartbeat_ms >= 10 && timeout_ms >= 10, "its deadlines are too short");
+  check(norm_type > 0, "its norm's type is not positive");
 }
 
 std::string Plan::describe_difference(const Plan& other) const {
@@ -130,6 +131,7 @@ std::string Plan::describe_difference(const Plan& other) const {
   if (servers != other.servers || staleness != other.staleness || chunk_bytes != other.chunk_bytes) {
     return "the lists of servers, the staleness or the chunk sizes differ";
   }
+  if (norm_type != other.norm_type) return "the types of the norm differ";
   return "";
 }
 

@@ -57,6 +57,7 @@ struct Plan {
   uint64_t chunk_bytes = uint64_t{2} << 20;  ///< of a chunk's gradients, at most
   uint32_t heartbeat_ms = 5'000;             ///< after so long without a sign of life a worker is dead
   uint32_t timeout_ms = 600'000;             ///< that a live worker may be late
+  double norm_type = 2;                      ///< of the partials of sums; see kernels::grad_stats
 
   bool is_synchronous() const noexcept { return staleness == 0; }
 

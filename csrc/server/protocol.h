@@ -545,7 +545,7 @@ struct SumRows {
   }
 };
 
-/// Row numbers, ascending, and f64 sums of squares by tile of each row.
+/// Row numbers, ascending, and the f64 partials of the tiles of each row; see kernels::grad_stats.
 struct RowPartials {
   static constexpr uint16_t kType = 35;
   uint64_t total = 0;  ///< rows of the sums
@@ -649,6 +649,7 @@ void Configure::visit(M& m, W& w) {
   w.number(plan.chunk_bytes);
   w.number(plan.heartbeat_ms);
   w.number(plan.timeout_ms);
+  w.number(plan.norm_type);
   w.number(m.job);
   w.text(m.facts, kMaxRecord);
 }
@@ -663,6 +664,7 @@ void Apply::visit(M& m, W& w) {
   w.number(m.scalars.unit);
   w.number(m.scalars.finite);
   w.number(m.scalars.dropped);
+  w.number(m.scalars.clip_value);
   visit_groups(m.groups, w);
   w.numbers(m.unused, kMaxParameters);
   w.list(m.batches, kMaxBatches, [](W& wire, auto& batch) {

@@ -179,7 +179,7 @@ void Shard::add(State& own, uint64_t step, const std::vector<uint32_t>& members)
       std::memset(sums + offset, 0, n * size);
     } else if (!is_alone && num_ranks <= kernels::kMaxReduceRanks) {
       const kernels::ReduceSegment segment{sources.data(), sums + offset, partials, n};
-      kernels::reduce_stats(dtype, static_cast<int>(num_ranks), &segment, 1);
+      kernels::reduce_stats(dtype, static_cast<int>(num_ranks), &segment, 1, plan_.norm_type);
     } else {
       void* destination = sums + offset;
       if (!is_alone) {
@@ -187,7 +187,7 @@ void Shard::add(State& own, uint64_t step, const std::vector<uint32_t>& members)
                              1, n);
       }
       const kernels::StatsSegment segment{own.sum + offset, partials, n, dtype};
-      kernels::grad_stats(&segment, 1);
+      kernels::grad_stats(&segment, 1, plan_.norm_type);
     }
     partials += kernels::num_tiles(n);
   }

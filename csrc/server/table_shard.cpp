@@ -190,7 +190,7 @@ void TableShard::sum_early(uint32_t index, uint64_t step, const std::vector<uint
 }
 
 // Sums what `members` pushed; all of them have.
-void TableShard::add(Table& own, uint64_t step, const std::vector<uint32_t>& members) {
+void TableShard::add(Table& own, uint64_t step, const std::vector<uint32_t>& members) const {
   auto& sums = own.sums;
   if (sums.step == step && sums.members == members) return;
   sums.step = 0;
@@ -235,7 +235,7 @@ void TableShard::add(Table& own, uint64_t step, const std::vector<uint32_t>& mem
   sums.members = members;
 }
 
-void TableShard::take_partials(Sums& sums, size_t dim) {
+void TableShard::take_partials(Sums& sums, size_t dim) const {
   const size_t tiles = kernels::num_tiles(dim);
   sums.partials.resize(sums.rows.size() * tiles);
   std::array<kernels::StatsSegment, 64> segments{};
@@ -245,11 +245,11 @@ void TableShard::take_partials(Sums& sums, size_t dim) {
     for (size_t row = 0; row < rows; ++row, partials += tiles) {
       segments[count++] = {values + row * dim, partials, dim, kernels::DType::f32};
       if (count < segments.size()) continue;
-      kernels::grad_stats(segments.data(), count);
+      kernels::grad_stats(segments.data(), count, plan_.norm_type);
       count = 0;
     }
   }
-  kernels::grad_stats(segments.data(), count);
+  kernels::grad_stats(segments.data(), count, plan_.norm_type);
 }
 
 void TableShard::sum(const SumRows& request, Deadline deadline, const ConsumeSums& consume) {

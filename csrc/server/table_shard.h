@@ -131,8 +131,8 @@ class TableShard {
   Table& table(uint32_t index) const;
   void check_rows(const Table& table, std::span<const int64_t> rows) const;
   Pushes::Lock lock_after(Table& table, uint64_t at_least, Deadline deadline);
-  static void add(Table& table, uint64_t step, const std::vector<uint32_t>& members);
-  static void take_partials(Sums& sums, size_t dim);
+  void add(Table& table, uint64_t step, const std::vector<uint32_t>& members) const;
+  void take_partials(Sums& sums, size_t dim) const;
   void apply_together(Table& table, const Apply& apply, Deadline deadline);
   void make(Table& table, const Apply& apply, const std::vector<uint32_t>& members) const;
   void apply_alone(Table& table, uint32_t rank, uint64_t incarnation, const Apply& apply);

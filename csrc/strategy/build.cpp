@@ -132,6 +132,8 @@ std::string in_words(const StrategyOptions& options) {
       << " shard_optimizer=" << options.shard_optimizer << ' ';
   out << "accumulate=" << options.accumulate << " drop_incomplete=" << options.drop_incomplete << ' ';
   show("clip_norm", options.clip_norm);
+  out << "clip_norm_type=" << options.clip_norm_type << ' ';
+  show("clip_value", options.clip_value);
   show("seed", options.seed);
   out << "buffers=" << (options.buffers == Buffers::mean ? "mean" : "chief") << ' ';
   show("threads_per_replica", options.threads_per_replica);

@@ -76,7 +76,11 @@ std::string StrategyCore::explain(const std::string& name) const {
   }
   out << '\n';
   out << "window: " << options_.accumulate << " micro-batch(es)";
-  if (options_.clip_norm) out << ", gradient norm clipped to " << *options_.clip_norm;
+  if (options_.clip_norm) {
+    out << ", gradient norm clipped to " << *options_.clip_norm;
+    if (options_.clip_norm_type != 2) out << " (norm of type " << options_.clip_norm_type << ')';
+  }
+  if (options_.clip_value) out << ", gradients clipped to magnitudes of " << *options_.clip_value;
   constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};
   out << "; precision " << kPrecisions[static_cast<size_t>(options_.precision)] << "; seed " << seed_ << '\n';
   if (topology_.devices.front().is_cpu()) {

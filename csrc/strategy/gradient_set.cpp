@@ -128,6 +128,7 @@ void GradientSet::build_engines() {
     options.last_bucket_bytes = groups_.buckets.last;
     if (options_.wire == Wire::bf16 && topology_.num_replicas > 1) options.wire = at::kBFloat16;
     options.overlap = groups_.overlap;
+    options.norm_type = options_.clip_norm_type;
     options.receive = r == 0;
     options.control = groups_.control_of(r);
     if (groups_.servers) options.deliver = [this](size_t p, const at::Tensor& sum) { servers_->take(p, sum); };
@@ -138,18 +139,25 @@ void GradientSet::build_engines() {
   }
 }
 
-void GradientSet::check_real() const {
+void GradientSet::check_no_complex() const {
+  const char* why = nullptr;
+  if (groups_.servers) {
+    why =
+        "parameter servers hold real ones; keep its real and imaginary parts as a real parameter, or use another "
+        "strategy";
+  } else if (options_.clip_norm_type != 2) {
+    why = "norms of other types than 2 are taken of real gradients alone; leave clip_norm_type at 2";
+  }
+  if (why == nullptr) return;
   for (const int p : parameters_) {
     if (!registry_.parameter(0, static_cast<size_t>(p)).is_complex()) continue;
-    throw InvalidArgument("parameter '" + registry_.name(static_cast<size_t>(p)) +
-                          "' is complex, and parameter servers hold real ones; keep its real and imaginary parts as a "
-                          "real parameter, or use another strategy");
+    throw InvalidArgument("parameter '" + registry_.name(static_cast<size_t>(p)) + "' is complex, and " + why);
   }
 }
 
 void GradientSet::open_micro_batch(bool last, bool fused) {
   if (!window_open()) {
-    if (groups_.servers) check_real();
+    check_no_complex();
     if (awaits_servers() || (servers_ && !fused)) {
       throw InvalidArgument(
           "parameter servers step AdamW, Adam, SGD or Adagrad alone (in C++ those of muster::optim); prepare() one "

@@ -245,7 +245,7 @@ class GradientSet {
   };
 
   bool layout_is_stale() const;
-  void check_real() const;
+  void check_no_complex() const;
   void build_engines();
   void find_written();
   void begin_engine(int local_replica, bool contributes, bool overlaps = true, double factor = 1);
@@ -276,6 +276,7 @@ class GradientSet {
   void apply_mean_on_device(const Tail& tail, WindowSums& sums);
   StepResult result_so_far() const;
   void check_agreement(const Tail& tail);
+  kernels::WindowOptions window_options(double loss_scale) const;
   void take_norm(const Tail& tail, double loss_scale);
   bool keeps_means_first(const Tail& tail) const;
   void settle(const Tail& tail);

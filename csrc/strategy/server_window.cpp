@@ -31,7 +31,7 @@ using server::Part;
 constexpr kernels::StepScalars kNothing{.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 1};
 constexpr std::byte kGap[FlatLayout::kSlotAlignment]{};
 
-server::Plan plan_of(const ServerJob& job, int workers, double timeout, const ServerParameters& given) {
+server::Plan plan_of(const ServerJob& job, int workers, const StrategyOptions& options, const ServerParameters& given) {
   server::Plan plan;
   for (size_t p = 0; p < given.tensors.size(); ++p) {
     const auto& tensor = given.tensors[p];
@@ -52,7 +52,8 @@ server::Plan plan_of(const ServerJob& job, int workers, double timeout, const Se
   plan.servers = static_cast<uint32_t>(job.channels.size());
   plan.workers = static_cast<uint32_t>(workers);
   plan.staleness = job.staleness;
-  plan.timeout_ms = static_cast<uint32_t>(std::min(timeout * 1000, 4e9));
+  plan.timeout_ms = static_cast<uint32_t>(std::min(options.timeout * 1000, 4e9));
+  plan.norm_type = options.clip_norm_type;
   return plan;
 }
 
@@ -96,8 +97,9 @@ at::Tensor part_of(const at::Tensor& parameter, const FlatOptimizer& optimizer, 
 
 }  // namespace
 
-ServerWindow::ServerWindow(const ServerJob& job, int rank, int workers, double timeout, const ServerParameters& given)
-    : plan_(plan_of(job, workers, timeout, given)),
+ServerWindow::ServerWindow(const ServerJob& job, int rank, int workers, const StrategyOptions& options,
+                           const ServerParameters& given)
+    : plan_(plan_of(job, workers, options, given)),
       rank_(static_cast<uint32_t>(rank)),
       joins_(job.joins),
       groups_(given.groups),

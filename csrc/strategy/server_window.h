@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "muster/options.h"
 #include "optimizer/flat_optimizer.h"
 #include "server/client.h"
 #include "server/row_initialiser.h"
@@ -49,7 +50,8 @@ class ServerWindow {
   /// optimizer's state; every worker then has theirs. Blocks until rank 0 has. Throws LayoutMismatch naming the first
   /// difference to what the servers hold, InvalidArgument for a parameter that they cannot step. Of rows, rank 0 gives
   /// those that differ from what they are at first.
-  ServerWindow(const ServerJob& job, int rank, int workers, double timeout, const ServerParameters& parameters);
+  ServerWindow(const ServerJob& job, int rank, int workers, const StrategyOptions& options,
+               const ServerParameters& parameters);
   /// Leaves.
   ~ServerWindow();
   ServerWindow(const ServerWindow&) = delete;
@@ -91,8 +93,8 @@ class ServerWindow {
   /// longer do.
   bool has_lost() const noexcept { return has_lost_; }
 
-  /// Synchronous, after agree(): sums of squares by tile of the sums over workers of the parameters that are used, in
-  /// order.
+  /// Synchronous, after agree(): partials by tile (kernels::grad_stats) of the sums over workers of the parameters that
+  /// are used, in order.
   std::vector<double> partials(const std::function<bool(size_t parameter)>& is_used);
 
   /// Steps on the servers, the parameters but `unused` (ascending), and brings their values here: in a synchronous job

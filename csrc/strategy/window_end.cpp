@@ -27,12 +27,15 @@ namespace {
 // Up to so many elements are stepped faster by one thread than others are woken.
 constexpr int64_t kAloneElements = 1 << 17;
 
-// In place; `partials` becomes the sums of squares by tile.
-void divide(const at::Tensor& values, double divisor, std::vector<double>& partials) {
+// In place; `partials` becomes those of grad_stats.
+void divide(const at::Tensor& values, double divisor, double norm_type, std::vector<double>& partials) {
   const auto n = static_cast<size_t>(values.numel());
+  const auto dtype = kernel_dtype(values.scalar_type());
   partials.resize(kernels::num_tiles(n));
-  kernels::divide_with_stats(kernel_dtype(values.scalar_type()), values.mutable_data_ptr(), n, divisor,
-                             partials.data());
+  kernels::divide_with_stats(dtype, values.mutable_data_ptr(), n, divisor, partials.data());
+  if (norm_type == 2) return;
+  const kernels::StatsSegment stats{values.const_data_ptr(), partials.data(), n, dtype};
+  kernels::grad_stats(&stats, 1, norm_type);
 }
 
 }  // namespace
@@ -93,34 +96,44 @@ std::vector<at::Tensor> GradientSet::dense_sums(const Tail& tail) const {
   return sums;
 }
 
+kernels::WindowOptions GradientSet::window_options(double loss_scale) const {
+  kernels::WindowOptions options{};
+  options.clip_norm = options_.clip_norm.value_or(0);
+  options.norm_type = options_.clip_norm_type;
+  options.clip_value = options_.clip_value.value_or(0);
+  options.loss_scale = loss_scale;
+  return options;
+}
+
 void GradientSet::take_norm(const Tail& tail, double loss_scale) {
-  const double clip_norm = options_.clip_norm.value_or(0);
+  const auto window = window_options(loss_scale);
   if (servers_ && servers_->is_synchronous()) {
     const auto partials = servers_->partials([&](size_t p) { return is_used_on_servers(tail, p); });
-    return finish_norm(partials, tail.data(), clip_norm, loss_scale, scalars_);
+    return finish_norm(partials, tail.data(), window, scalars_);
   }
-  if (!to_owners_) return muster::take_norm(used_sums(tail), tail.data(), clip_norm, loss_scale, scalars_);
+  if (!to_owners_) return muster::take_norm(used_sums(tail), tail.data(), window, scalars_);
   std::vector<double> partials;
   const auto& engine = *engines_.front();
   const auto* const counts = tail.counts();
   for (size_t p = 0; p < trainable_.size(); ++p) {
     if (engine.sparse_sum(p).defined()) {
-      append_partials({engine.sparse_sum(p)}, partials);
+      append_partials({engine.sparse_sum(p)}, window.norm_type, partials);
     } else if (counts[p] > 0) {
       engine.owners()->append_partials(p, partials);
     }
   }
-  finish_norm(partials, tail.data(), clip_norm, loss_scale, scalars_);
+  finish_norm(partials, tail.data(), window, scalars_);
   if (scalars_.finite != 0) return;
   const auto sums = used_sums(tail);
-  const bool has_doubles =
-      std::any_of(sums.begin(), sums.end(), [](const auto& sum) { return sum.scalar_type() == at::kDouble; });
-  if (!has_doubles) {
+  // The square of an fp64 value, and high powers.
+  const bool may_overflow = window.norm_type > 2 || std::any_of(sums.begin(), sums.end(), [](const auto& sum) {
+                              return c10::toRealValueType(sum.scalar_type()) == at::kDouble;
+                            });
+  if (!may_overflow) {
     // No step follows, and who closes now would take away the statistics that others still read.
     groups_.workers->barrier().wait();
     return;
   }
-  // The square of an fp64 value may overflow.
   const auto finite = at::scalar_tensor(owned_are_finite(tail) ? 1 : 0, at::kInt);
   groups_.workers->all_reduce(finite, ReduceOp::min).wait();
   scalars_.finite = finite.item<int>();
@@ -178,7 +191,7 @@ void GradientSet::edit_means(const std::function<void()>& edit) {
   for (size_t p = 0; p < trainable_.size(); ++p) {
     const auto& sum = values_of(tail, p);
     if (!sum.defined()) continue;
-    if (!is_on_device()) divide(dense_values(sum), scalars_.divisor, partials);
+    if (!is_on_device()) divide(dense_values(sum), scalars_.divisor, options_.clip_norm_type, partials);
     const auto& parameter = engines_.front()->parameters()[p].tensor;
     parameter.mutable_grad() = sum.to(parameter.scalar_type());
   }
@@ -347,6 +360,7 @@ void GradientSet::apply_mean(const Tail& tail, double divisor, WindowSums& sums)
   };
   std::vector<Piece> pieces;
   std::vector<double> partials;
+  const double norm_type = options_.clip_norm_type;
   double total = 0;
   for (size_t p = 0; p < trainable_.size(); ++p) {
     const auto& parameter = engine.parameters()[p].tensor;
@@ -355,26 +369,33 @@ void GradientSet::apply_mean(const Tail& tail, double divisor, WindowSums& sums)
     const auto& sum = values_of(tail, p);
     if (!sum.defined()) continue;
     Piece piece{dense_values(sum), sum};
-    divide(piece.values, divisor, partials);
-    for (double partial : partials) total += partial;
+    divide(piece.values, divisor, norm_type, partials);
+    for (double partial : partials) total = kernels::join_partials(total, partial, norm_type);
     gradient = piece.gradient.scalar_type() == parameter.scalar_type() ? piece.gradient
                                                                        : piece.gradient.to(parameter.scalar_type());
     pieces.push_back(std::move(piece));
   }
-  sums.grad_norm = std::sqrt(total);
+  sums.grad_norm = kernels::norm_root(total, norm_type);
   sums.finite = std::isfinite(total);
   if (!sums.finite) sums.finite = all_finite(tail);
-  if (!sums.finite || !options_.clip_norm) return;
-  const double factor = *options_.clip_norm / (sums.grad_norm + 1e-6);  // as torch.nn.utils.clip_grad_norm_
-  if (factor >= 1) return;
+  if (!sums.finite) return;
+  kernels::StepScalars clipping{};
+  clipping.divisor = 1;
+  clipping.finite = 1;
+  clipping.clip = kernels::norm_clip(sums.grad_norm, options_.clip_norm.value_or(0));
+  clipping.clip_value = options_.clip_value.value_or(0);
+  if (clipping.clip == 1 && clipping.clip_value == 0) return;
   size_t next = 0;
   for (size_t p = 0; p < trainable_.size(); ++p) {
     const auto& parameter = engine.parameters()[p].tensor;
     auto& gradient = parameter.mutable_grad();
     if (!gradient.defined()) continue;
     const auto& piece = pieces[next++];
-    kernels::scale(kernel_dtype(piece.values.scalar_type()), piece.values.mutable_data_ptr(),
-                   static_cast<size_t>(piece.values.numel()), factor);
+    kernels::MeanSegment segment{};
+    segment.values = piece.values.mutable_data_ptr();
+    segment.n = static_cast<size_t>(piece.values.numel());
+    segment.dtype = kernel_dtype(piece.values.scalar_type());
+    kernels::apply_means(&segment, 1, &clipping, /*clips=*/true);
     if (piece.gradient.scalar_type() != parameter.scalar_type()) {
       gradient = piece.gradient.to(parameter.scalar_type());
     }
@@ -485,7 +506,7 @@ WindowSums GradientSet::finish_window(bool fused) {
     if (!sums.finite) end_unchanged();
     if (sums.finite && keeps_means_first(tail)) {
       std::vector<double> partials;
-      for (const auto& values : dense_sums(tail)) divide(values, scalars_.divisor, partials);
+      for (const auto& values : dense_sums(tail)) divide(values, scalars_.divisor, options_.clip_norm_type, partials);
       scalars_.divisor = 1;
     }
   }

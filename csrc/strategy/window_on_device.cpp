@@ -90,9 +90,7 @@ void GradientSet::close_on_device(size_t r, const Tail& tail, const Failure& fai
 
 void GradientSet::enqueue_norm(const Tail& tail, const at::Tensor& numbers, double loss_scale,
                                kernels::LossScaleState* scale, const DeviceReport& report) {
-  kernels::WindowOptions options{};
-  options.clip_norm = options_.clip_norm.value_or(0);
-  options.loss_scale = loss_scale;
+  auto options = window_options(loss_scale);
   if (loss_scaling_) {
     options.growth = loss_scaling_->growth;
     options.backoff = loss_scaling_->backoff;

@@ -69,8 +69,7 @@ void GradientSet::connect_servers(const FlatOptimizer& optimizer, const std::vec
                             ", and parameter servers keep rows of fp32; leave the module as it is built");
     }
   }
-  servers_ =
-      std::make_unique<ServerWindow>(*groups_.servers, topology_.rank, topology_.num_workers, options_.timeout, given);
+  servers_ = std::make_unique<ServerWindow>(*groups_.servers, topology_.rank, topology_.num_workers, options_, given);
   if (!groups_.joins() || !servers_->is_synchronous()) return;
   watches_ = is_fresh_ = true;
   has_unit_ = true;  // which the others tell

@@ -30,6 +30,12 @@ class StrategyOptions:
     """Drop a window that a loader's end left short, instead of averaging what it holds."""
     clip_norm: float | None = None
     """Upper bound of the gradient norm over all parameters of a set, applied after reduction."""
+    clip_norm_type: float = 2.0
+    """p of that norm and of `StepResult.grad_norm`, above 0; `float("inf")`: the maximum. As `norm_type` of
+    `torch.nn.utils.clip_grad_norm_`; other types than 2 are taken of real gradients alone."""
+    clip_value: float | None = None
+    """Upper bound of the magnitude of each element of the mean gradient, as `torch.nn.utils.clip_grad_value_`; of
+    complex gradients it bounds both parts. Not together with `clip_norm`."""
     seed: int | None = None
     """Seed of the replicas' random streams and of shuffling; None: the chief's torch.initial_seed()."""
     buffers: Literal["mean", "chief"] = "mean"
@@ -105,6 +111,8 @@ _REQUIREMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "accumulate": (_is_int, "an int of at least 1"),
     "drop_incomplete": _BOOL,
     "clip_norm": (_or_none(_is_real), "a positive number, or None for no clipping"),
+    "clip_norm_type": (_is_real, 'a positive number, or float("inf") for the maximum norm'),
+    "clip_value": (_or_none(_is_real), "a positive number, or None for no clipping"),
     "seed": (_or_none(lambda value: _is_int(value) and 0 <= value < 2**64), "an int from 0 to 2**64 - 1, or None"),
     "buffers": (_is_one_of("mean", "chief"), "'mean' or 'chief'"),
     "threads_per_replica": (_or_none(_is_int), "an int of at least 1, or None to share the cores"),

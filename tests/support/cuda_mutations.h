@@ -12,6 +12,7 @@
   X(pack_ignores_its_gate)          \
   X(pack_ignores_its_share)         \
   X(fold_misses_a_half)             \
+  X(norm_of_squares)                \
   X(stats_short_tail)               \
   X(sum_drops_a_syncthreads)        \
   X(report_ignores_the_scale)       \

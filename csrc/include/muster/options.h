@@ -37,6 +37,12 @@ struct StrategyOptions {
   bool drop_incomplete = false;
   /// Upper bound of the gradient norm over all parameters of a set, applied after reduction; none when empty.
   std::optional<double> clip_norm = std::nullopt;
+  /// p of that norm and of StepResult::grad_norm, above 0; infinity: the maximum. As torch.nn.utils.clip_grad_norm_'s
+  /// norm_type; other types than 2 are taken of real gradients alone.
+  double clip_norm_type = 2.0;
+  /// Upper bound of the magnitude of each element of the mean gradient, as torch.nn.utils.clip_grad_value_; none when
+  /// empty. Of complex gradients it bounds both parts. Not together with clip_norm.
+  std::optional<double> clip_value = std::nullopt;
   /// Seed of the replicas' random streams and of shuffling; empty: the chief's torch.initial_seed().
   std::optional<uint64_t> seed = std::nullopt;
   Buffers buffers = Buffers::mean;

@@ -7,9 +7,9 @@ namespace {
 template <class T>
 void apply_mean(const MeanSegment& segment, const StepScalars& scalars, bool clips) noexcept {
   const auto divisor = static_cast<T>(scalars.divisor);
-  const auto clip = static_cast<T>(mean_clip(scalars, clips));
+  const auto clipping = mean_clipping<T>(scalars, clips);
   auto* values = static_cast<T*>(segment.values);
-  for (size_t i = 0; i < segment.n; ++i) values[i] = values[i] / divisor * clip;
+  for (size_t i = 0; i < segment.n; ++i) values[i] = clipped(values[i] / divisor, clipping);
   if (segment.low == nullptr) return;
   for (size_t i = 0; i < segment.n; ++i) {
     const auto value = static_cast<float>(values[i]);

@@ -1,5 +1,7 @@
 #include "kernels/cpu/dispatch.h"
 
+#include "kernels/cpu/norm_partials.h"
+
 namespace muster::kernels {
 namespace {
 
@@ -62,16 +64,13 @@ void tree_reduce(DType dtype, Reduction reduction, const void* const* sources, i
   best_table().table->tree_reduce(dtype, reduction, sources, num_sources, destinations, num_destinations, n);
 }
 
-void grad_stats(const StatsSegment* segments, size_t count) noexcept {
-  best_table().table->grad_stats(segments, count);
+void grad_stats(const StatsSegment* segments, size_t count, double norm_type) noexcept {
+  if (norm_type == 2) return best_table().table->grad_stats(segments, count);
+  for (size_t k = 0; k < count; ++k) take_norm_partials(segments[k], norm_type);
 }
 
 void divide_with_stats(DType dtype, void* values, size_t n, double divisor, double* partials) noexcept {
   best_table().table->divide_with_stats(dtype, values, n, divisor, partials);
-}
-
-void scale(DType dtype, void* values, size_t n, double factor) noexcept {
-  best_table().table->scale(dtype, values, n, factor);
 }
 
 void narrow(DType dtype, void* destination, const float* source, size_t n) noexcept {

@@ -416,17 +416,6 @@ void sum_scaled(DType dtype, const void* const* sources, const double* factors, 
   sum_all_scaled(sources, factors, num_sources, static_cast<float*>(destination), n);
 }
 
-template <class T>
-void scale_all(void* values, size_t n, T factor) noexcept {
-  auto* typed = static_cast<T*>(values);
-  for (size_t i = 0; i < n; ++i) typed[i] = typed[i] * factor;
-}
-
-void scale(DType dtype, void* values, size_t n, double factor) noexcept {
-  if (dtype == DType::f64) return scale_all<double>(values, n, factor);
-  scale_all<float>(values, n, static_cast<float>(factor));
-}
-
 // --- low precision on the way --------------------------------------------------------------------------------------
 
 void narrow(DType dtype, void* destination, const float* source, size_t n) noexcept {
@@ -453,7 +442,7 @@ void sum_widened(DType dtype, const void* const* sources, int num_sources, float
 
 }  // namespace
 
-extern const IsaTable kTable = {&tree_reduce, &pack,   &grad_stats,  &divide_with_stats, &sum_with_stats,
-                                &scale,       &narrow, &sum_widened, &sum_scaled};
+extern const IsaTable kTable = {&tree_reduce,    &pack,   &grad_stats,  &divide_with_stats,
+                                &sum_with_stats, &narrow, &sum_widened, &sum_scaled};
 
 }  // namespace muster::kernels::MUSTER_ISA

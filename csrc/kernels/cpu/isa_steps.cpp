@@ -60,7 +60,7 @@ class Prefetch {
   size_t n_;
 };
 
-// One segment's arrays from one index on, and what turns its `gradient` into the step's: g = gradient * inverse * clip.
+// One segment's arrays from one index on; clipped(gradient * inverse, clipping) is what its step reads.
 template <class T>
 struct Piece {
   const T* gradient;
@@ -68,7 +68,7 @@ struct Piece {
   T* state[3];
   size_t n;
   T inverse;
-  T clip;
+  Clipping<T> clipping;
 };
 
 // `update(segment)` gives what updates the pieces of that segment.
@@ -86,7 +86,7 @@ MUSTER_HOST_DEVICE void step_segment(const StepSegment& segment, const StepScala
     prefetch(begin);
     T* gradient = static_cast<T*>(segment.gradient) + begin;
     T* parameter = static_cast<T*>(segment.parameter) + begin;
-    Piece<T> piece{gradient, parameter, {}, n, inverse, clip_factor<T>(scalars, maximize)};
+    Piece<T> piece{gradient, parameter, {}, n, inverse, step_clipping<T>(scalars, maximize)};
     if (keep_gradient || inverse == 0) {
       T* mean = keep_gradient ? gradient : scratch;
       divide(mean, gradient, divisor, n);
@@ -128,10 +128,10 @@ void adam_piece(const Piece<T>& piece, const AdamFactors<T>& shared) noexcept {
   T* v = piece.state[1];
   T* v_max = piece.state[2];
   const T inverse = piece.inverse;
-  const T clip = piece.clip;
+  const Clipping<T> clipping = piece.clipping;
 #pragma GCC ivdep
   for (size_t i = 0; i < piece.n; ++i) {
-    const T g = gradient[i] * inverse * clip;
+    const T g = clipped(gradient[i] * inverse, clipping);
     T unused = 0;
     adam_element<kDecoupled, kAmsgrad>(p[i], m[i], v[i], kAmsgrad ? v_max[i] : unused, g, f);
   }
@@ -164,10 +164,10 @@ void sgd_piece(const Piece<T>& piece, const SgdFactors<T>& shared) noexcept {
   T* p = piece.parameter;
   T* buffer = piece.state[0];
   const T inverse = piece.inverse;
-  const T clip = piece.clip;
+  const Clipping<T> clipping = piece.clipping;
 #pragma GCC ivdep
   for (size_t i = 0; i < piece.n; ++i) {
-    const T g = gradient[i] * inverse * clip;
+    const T g = clipped(gradient[i] * inverse, clipping);
     T unused = 0;
     sgd_element<kMomentum, kNesterov>(p[i], kMomentum ? buffer[i] : unused, g, f);
   }
@@ -200,9 +200,9 @@ void adagrad_piece(const Piece<T>& piece, const AdagradFactors<T>& shared) noexc
   T* p = piece.parameter;
   T* sum = piece.state[0];
   const T inverse = piece.inverse;
-  const T clip = piece.clip;
+  const Clipping<T> clipping = piece.clipping;
 #pragma GCC ivdep
-  for (size_t i = 0; i < piece.n; ++i) adagrad_element(p[i], sum[i], gradient[i] * inverse * clip, f);
+  for (size_t i = 0; i < piece.n; ++i) adagrad_element(p[i], sum[i], clipped(gradient[i] * inverse, clipping), f);
 }
 
 template <class T>
@@ -222,17 +222,17 @@ void adagrad(const StepArguments& a, const AdagradGroup* groups) noexcept {
 template <class T>
 void add_squares(const Piece<T>& piece, double* lanes) noexcept {
   const T inverse = piece.inverse;
-  const T clip = piece.clip;
+  const Clipping<T> clipping = piece.clipping;
   size_t i = 0;
   for (; i + kLanes <= piece.n; i += kLanes) {
 #pragma GCC ivdep
     for (size_t l = 0; l < kLanes; ++l) {
-      const auto g = static_cast<double>(piece.gradient[i + l] * inverse * clip);
+      const auto g = static_cast<double>(clipped(piece.gradient[i + l] * inverse, clipping));
       lanes[l] = lanes[l] + g * g;
     }
   }
   for (size_t l = 0; i + l < piece.n; ++l) {
-    const auto g = static_cast<double>(piece.gradient[i + l] * inverse * clip);
+    const auto g = static_cast<double>(clipped(piece.gradient[i + l] * inverse, clipping));
     lanes[l] = lanes[l] + g * g;
   }
 }
@@ -242,9 +242,9 @@ void rowwise_adagrad_piece(const Piece<T>& piece, T rate) noexcept {
   const T* gradient = piece.gradient;
   T* p = piece.parameter;
   const T inverse = piece.inverse;
-  const T clip = piece.clip;
+  const Clipping<T> clipping = piece.clipping;
 #pragma GCC ivdep
-  for (size_t i = 0; i < piece.n; ++i) rowwise_adagrad_element(p[i], gradient[i] * inverse * clip, rate);
+  for (size_t i = 0; i < piece.n; ++i) rowwise_adagrad_element(p[i], clipped(gradient[i] * inverse, clipping), rate);
 }
 
 template <class T>

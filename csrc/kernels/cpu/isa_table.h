@@ -13,7 +13,6 @@ struct IsaTable {
   void (*grad_stats)(const StatsSegment*, size_t) noexcept;
   void (*divide_with_stats)(DType, void*, size_t, double, double*) noexcept;
   void (*sum_with_stats)(DType, const void* const*, int, void*, size_t, double*) noexcept;
-  void (*scale)(DType, void*, size_t, double) noexcept;
   void (*narrow)(DType, void*, const float*, size_t) noexcept;
   void (*sum_widened)(DType, const void* const*, int, float*, size_t) noexcept;
   void (*sum_scaled)(DType, const void* const*, const double*, int, void*, size_t) noexcept;

@@ -73,12 +73,15 @@ void step_and_copy(void (*step)(const StepArguments&, const Group*) noexcept, co
 
 }  // namespace
 
-void reduce_stats(DType dtype, int num_ranks, const ReduceSegment* segments, size_t count) noexcept {
+void reduce_stats(DType dtype, int num_ranks, const ReduceSegment* segments, size_t count, double norm_type) noexcept {
   size_t bytes = 0;
   for (size_t i = 0; i < count; ++i) bytes += segments[i].n * size_of(sum_dtype(dtype));
   for (size_t i = 0; i < count; ++i) {
     const bool streams = is_streamed(bytes) && !is_in_place(num_ranks, segments[i]);
     reduce_segment(dtype, num_ranks, segments[i], streams);
+    if (norm_type == 2) continue;
+    const StatsSegment stats{segments[i].sum, segments[i].partials, segments[i].n, sum_dtype(dtype)};
+    grad_stats(&stats, 1, norm_type);
   }
 }
 

@@ -98,7 +98,8 @@ Status tree_sum(DType dtype, const void* const* sources, int num_sources, void* 
 // --- statistics ----------------------------------------------------------------------------------------------------
 
 /// See kernels.h; segments, chunks (of all segments) and everything they point to in the device's memory.
-Status grad_stats(const StatsSegment* segments, const Chunk* chunks, uint32_t num_chunks, Stream stream) noexcept;
+Status grad_stats(const StatsSegment* segments, const Chunk* chunks, uint32_t num_chunks, double norm_type,
+                  Stream stream) noexcept;
 
 /// See kernels.h; all pointers in the device's memory.
 Status finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,

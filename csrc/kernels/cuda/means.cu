@@ -7,7 +7,7 @@ constexpr unsigned kThreads = 256;
 
 /// kAhead vectors, a stride apart: all are read before the first is written, to keep enough loads in flight.
 template <int kN, int kAhead, class T>
-MUSTER_DEVICE void mean_vectors(const MeanSegment& segment, uint64_t first, T divisor, T clip) {
+MUSTER_DEVICE void mean_vectors(const MeanSegment& segment, uint64_t first, T divisor, const Clipping<T>& clipping) {
   constexpr uint32_t kStride = kThreads * kN;
   T* values = static_cast<T*>(segment.values) + first;
   Pack<T, kN> x[kAhead];
@@ -16,7 +16,7 @@ MUSTER_DEVICE void mean_vectors(const MeanSegment& segment, uint64_t first, T di
   MUSTER_UNROLL
   for (int a = 0; a < kAhead; ++a) {
     MUSTER_UNROLL
-    for (int k = 0; k < kN; ++k) x[a].v[k] = x[a].v[k] / divisor * clip;
+    for (int k = 0; k < kN; ++k) x[a].v[k] = clipped(x[a].v[k] / divisor, clipping);
     store(values + a * kStride, x[a]);
     if (segment.low != nullptr) store_low(segment.low_dtype, segment.low, first + a * kStride, x[a]);
   }
@@ -24,7 +24,7 @@ MUSTER_DEVICE void mean_vectors(const MeanSegment& segment, uint64_t first, T di
 
 /// One chunk by one block.
 template <class T>
-MUSTER_DEVICE void mean_chunk(const MeanSegment& segment, uint32_t index, T divisor, T clip) {
+MUSTER_DEVICE void mean_chunk(const MeanSegment& segment, uint32_t index, T divisor, const Clipping<T>& clipping) {
   constexpr int kN = static_cast<int>(kVectorBytes / sizeof(T));
   constexpr int kAhead = 4;
   constexpr uint32_t kStride = kThreads * kN;
@@ -36,12 +36,12 @@ MUSTER_DEVICE void mean_chunk(const MeanSegment& segment, uint32_t index, T divi
   const uint32_t whole = is_vector ? n / kN * kN : 0;
   uint32_t i = threadIdx.x * kN;
   for (; i + (kAhead - 1) * kStride < whole; i += kAhead * kStride) {
-    mean_vectors<kN, kAhead>(segment, first + i, divisor, clip);
+    mean_vectors<kN, kAhead>(segment, first + i, divisor, clipping);
   }
-  for (; i < whole; i += kStride) mean_vectors<kN, 1>(segment, first + i, divisor, clip);
+  for (; i < whole; i += kStride) mean_vectors<kN, 1>(segment, first + i, divisor, clipping);
   const uint32_t end = MUSTER_MUTATE(means_short_tail, n, n % kN == 0 ? n : n - 1);
   for (uint32_t j = whole + threadIdx.x; j < end; j += kThreads) {
-    mean_vectors<1, 1>(segment, first + j, divisor, clip);
+    mean_vectors<1, 1>(segment, first + j, divisor, clipping);
   }
 }
 
@@ -50,14 +50,14 @@ MUSTER_KERNEL void __launch_bounds__(kThreads, 4)
                        const StepScalars* scalars, bool clips) {
   if (MUSTER_MUTATE(means_of_dropped_windows, scalars->dropped != 0, false)) return;
   const double divisor = scalars->divisor;
-  const double clip = MUSTER_MUTATE(means_always_clip, mean_clip(*scalars, clips), scalars->clip);
+  const bool is_clipped = MUSTER_MUTATE(means_always_clip, clips, true);
   for (uint32_t c = blockIdx.x; c < num_chunks; c += gridDim.x) {
     const Chunk chunk = chunks[c];
     const MeanSegment segment = segments[chunk.item];
     if (segment.dtype == DType::f64) {
-      mean_chunk<double>(segment, chunk.index, divisor, clip);
+      mean_chunk<double>(segment, chunk.index, divisor, mean_clipping<double>(*scalars, is_clipped));
     } else {
-      mean_chunk<float>(segment, chunk.index, static_cast<float>(divisor), static_cast<float>(clip));
+      mean_chunk<float>(segment, chunk.index, static_cast<float>(divisor), mean_clipping<float>(*scalars, is_clipped));
     }
   }
 }

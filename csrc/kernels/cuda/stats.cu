@@ -13,17 +13,40 @@ MUSTER_DEVICE double squares_of(const void* gradient, uint64_t first, uint32_t n
   return tile_squares(n, [&](uint32_t i) { return values[i]; });
 }
 
-MUSTER_KERNEL void __launch_bounds__(kThreads, 4)
-    grad_stats_kernel(const StatsSegment* segments, const Chunk* chunks, uint32_t num_chunks) {
+template <class T>
+MUSTER_DEVICE double norm_of(const void* gradient, uint64_t first, uint32_t n, double norm_type) {
+  const T* values = static_cast<const T*>(gradient) + first;
+  return tile_norm(n, norm_type, [&](uint32_t i) { return static_cast<double>(values[i]); });
+}
+
+/// `partial(gradient, first, n, kind)` is the partial of one tile by one warp, valid in lane 0; `kind` is a value of
+/// the tile's dtype.
+template <class Partial>
+MUSTER_DEVICE void all_stats(const StatsSegment* segments, const Chunk* chunks, uint32_t num_chunks,
+                             const Partial& partial) {
   for (uint32_t c = blockIdx.x * kWarps + threadIdx.x / kLanes; c < num_chunks; c += gridDim.x * kWarps) {
     const Chunk chunk = chunks[c];
     const StatsSegment segment = segments[chunk.item];
     const uint64_t first = uint64_t{chunk.index} * kTile;
     const uint32_t n = static_cast<uint32_t>(segment.n - first < kTile ? segment.n - first : kTile);
-    const double sum = segment.dtype == DType::f64 ? squares_of<double>(segment.gradient, first, n)
-                                                   : squares_of<float>(segment.gradient, first, n);
+    const double sum = segment.dtype == DType::f64 ? partial(segment.gradient, first, n, double{})
+                                                   : partial(segment.gradient, first, n, float{});
     if (threadIdx.x % kLanes == 0) segment.partials[chunk.index] = sum;
   }
+}
+
+MUSTER_KERNEL void __launch_bounds__(kThreads, 4)
+    grad_stats_kernel(const StatsSegment* segments, const Chunk* chunks, uint32_t num_chunks) {
+  all_stats(segments, chunks, num_chunks, [](const void* gradient, uint64_t first, uint32_t n, auto kind) {
+    return squares_of<decltype(kind)>(gradient, first, n);
+  });
+}
+
+MUSTER_KERNEL void __launch_bounds__(kThreads)
+    norm_stats_kernel(const StatsSegment* segments, const Chunk* chunks, uint32_t num_chunks, double norm_type) {
+  all_stats(segments, chunks, num_chunks, [=](const void* gradient, uint64_t first, uint32_t n, auto kind) {
+    return norm_of<decltype(kind)>(gradient, first, n, norm_type);
+  });
 }
 
 struct Window {
@@ -66,8 +89,12 @@ MUSTER_KERNEL void __launch_bounds__(kThreads)
 
 }  // namespace
 
-Status grad_stats(const StatsSegment* segments, const Chunk* chunks, uint32_t num_chunks, Stream stream) noexcept {
+Status grad_stats(const StatsSegment* segments, const Chunk* chunks, uint32_t num_chunks, double norm_type,
+                  Stream stream) noexcept {
   const uint64_t blocks = (uint64_t{num_chunks} + kWarps - 1) / kWarps;
+  if (norm_type != 2) {
+    return launch_over(blocks, 8, norm_stats_kernel, kThreads, stream, segments, chunks, num_chunks, norm_type);
+  }
   return launch_over(blocks, 8, grad_stats_kernel, kThreads, stream, segments, chunks, num_chunks);
 }
 

@@ -111,7 +111,7 @@ template <class Optimizer, class T>
 struct SegmentFactors {
   typename Optimizer::template Factors<T> optimizer;
   T divisor;
-  T clip;
+  Clipping<T> clipping;
   bool is_changed;
 };
 
@@ -123,7 +123,7 @@ MUSTER_DEVICE void share_factors(SegmentFactors<Optimizer, T>& shared, const Ste
   if (threadIdx.x == 0) {
     shared.optimizer = Optimizer::template factors<T>(group, step());
     shared.divisor = static_cast<T>(scalars.divisor);
-    shared.clip = clip_factor<T>(scalars, group.maximize);
+    shared.clipping = step_clipping<T>(scalars, group.maximize);
     shared.is_changed = is_stepped(scalars, used);
   }
   MUSTER_MUTATE(factors_not_awaited, __syncthreads(), void());
@@ -142,8 +142,8 @@ struct ChunkElements {
 
 /// Everything is read before anything is written: pointers may alias for all that the compiler knows.
 template <int kN, class T, class Update, class Publish>
-MUSTER_DEVICE void step_pack(const ChunkElements<T>& e, uint32_t i, T divisor, T clip, bool keep_gradient,
-                             const Update& update, const Publish& publish) {
+MUSTER_DEVICE void step_pack(const ChunkElements<T>& e, uint32_t i, T divisor, const Clipping<T>& clipping,
+                             bool keep_gradient, const Update& update, const Publish& publish) {
   Pack<T, kN> g = load<kN>(e.gradient + i);
   Pack<T, kN> p = load<kN>(e.parameter + i);
   Pack<T, kN> s[3]{};
@@ -152,7 +152,7 @@ MUSTER_DEVICE void step_pack(const ChunkElements<T>& e, uint32_t i, T divisor, T
   MUSTER_UNROLL
   for (int j = 0; j < kN; ++j) {
     g.v[j] = g.v[j] / divisor;
-    update(p.v[j], s[0].v[j], s[1].v[j], s[2].v[j], g.v[j] * clip);
+    update(p.v[j], s[0].v[j], s[1].v[j], s[2].v[j], clipped(g.v[j], clipping));
   }
   if (keep_gradient) store(e.gradient + i, g);
   MUSTER_UNROLL
@@ -161,8 +161,8 @@ MUSTER_DEVICE void step_pack(const ChunkElements<T>& e, uint32_t i, T divisor, T
 }
 
 template <class T, class Update, class Publish>
-MUSTER_DEVICE void step_elements(const ChunkElements<T>& e, T divisor, T clip, bool keep_gradient, const Update& update,
-                                 const Publish& publish) {
+MUSTER_DEVICE void step_elements(const ChunkElements<T>& e, T divisor, const Clipping<T>& clipping, bool keep_gradient,
+                                 const Update& update, const Publish& publish) {
   constexpr int kN = static_cast<int>(kVectorBytes / sizeof(T));
   bool is_vector = is_aligned<T, kN>(e.gradient) && is_aligned<T, kN>(e.parameter) && publish.template is_aligned<kN>();
   for (int k = 0; k < Update::kStates; ++k) {
@@ -170,11 +170,11 @@ MUSTER_DEVICE void step_elements(const ChunkElements<T>& e, T divisor, T clip, b
   }
   const uint32_t whole = is_vector ? e.n / kN * kN : 0;
   for (uint32_t i = threadIdx.x * kN; i < whole; i += kStepThreads * kN) {
-    step_pack<kN>(e, i, divisor, clip, keep_gradient, update, publish);
+    step_pack<kN>(e, i, divisor, clipping, keep_gradient, update, publish);
   }
   const uint32_t end = MUSTER_MUTATE(step_short_tail, e.n, e.n % kN == 0 ? e.n : e.n - 1);
   for (uint32_t i = whole + threadIdx.x; i < end; i += kStepThreads) {
-    step_pack<1>(e, i, divisor, clip, keep_gradient, update, publish);
+    step_pack<1>(e, i, divisor, clipping, keep_gradient, update, publish);
   }
 }
 
@@ -185,9 +185,9 @@ MUSTER_DEVICE void step_chunk(const ChunkElements<T>& e, const SegmentFactors<Op
                               bool keep_gradient, const Publish& publish) {
   const T divisor = factors.divisor;
   if (factors.is_changed) {
-    const T clip = factors.clip;
+    const Clipping<T> clipping = factors.clipping;
     Optimizer::template choose<T>(factors.optimizer, [&](const auto& update) {
-      step_elements(e, divisor, clip, keep_gradient, update, publish);
+      step_elements(e, divisor, clipping, keep_gradient, update, publish);
     });
   } else if (keep_gradient) {
     for (uint32_t i = threadIdx.x; i < e.n; i += kStepThreads) e.gradient[i] = e.gradient[i] / divisor;

@@ -1,4 +1,4 @@
-// Sums of squares in the order of kernels.h, for grad_stats, finish_window and reduce_step.
+// Norms in the order of kernels.h, for grad_stats, finish_window and reduce_step.
 #pragma once
 
 #include "kernels/cuda/device.h"
@@ -6,12 +6,12 @@
 
 namespace muster::kernels::cuda {
 
-/// Lane 0 receives the sum of its warp's values, folded in halves.
-MUSTER_DEVICE double fold_warp(double value) {
+/// Lane 0 receives its warp's partials as one, folded in halves.
+MUSTER_DEVICE double fold_warp(double value, double norm_type) {
   MUSTER_UNROLL
   for (unsigned half = kLanes / 2; half > 0; half /= 2) {
     const double other = __shfl_down_sync(0xffffffffu, value, half);
-    value = MUSTER_MUTATE(fold_misses_a_half, true, half != 4) ? value + other : value;
+    value = MUSTER_MUTATE(fold_misses_a_half, true, half != 4) ? join_partials(value, other, norm_type) : value;
   }
   return value;
 }
@@ -37,23 +37,33 @@ MUSTER_DEVICE double tile_squares(uint32_t n, const Value& value) {
     const double wide = value(i);
     sum = sum + wide * wide;
   }
-  return fold_warp(sum);
+  return fold_warp(sum, 2);
 }
 
-/// The sum of all partials, by a block of kPartialLanes; valid in every thread. A barrier must come before the next
-/// call.
-MUSTER_DEVICE double add_partials(const double* partials, uint64_t count) {
+/// tile_squares of another norm.
+template <class Value>
+MUSTER_DEVICE double tile_norm(uint32_t n, double norm_type, const Value& value) {
+  double sum = 0;
+  for (uint32_t i = threadIdx.x % kLanes; i < n; i += kLanes) {
+    sum = join_partials(sum, MUSTER_MUTATE(norm_of_squares, norm_term(value(i), norm_type), value(i) * value(i)),
+                        norm_type);
+  }
+  return fold_warp(sum, norm_type);
+}
+
+/// All partials as one, by a block of kPartialLanes; valid in every thread. A barrier must come before the next call.
+MUSTER_DEVICE double add_partials(const double* partials, uint64_t count, double norm_type) {
   MUSTER_SHARED double lanes[kPartialLanes];
   const unsigned lane = threadIdx.x;
   double sum = 0;
-  for (uint64_t i = lane; i < count; i += kPartialLanes) sum = sum + partials[i];
+  for (uint64_t i = lane; i < count; i += kPartialLanes) sum = join_partials(sum, partials[i], norm_type);
   lanes[lane] = sum;
   __syncthreads();
   for (unsigned half = kPartialLanes / 2; half >= kLanes; half /= 2) {
-    if (lane < half) lanes[lane] = lanes[lane] + lanes[lane + half];
+    if (lane < half) lanes[lane] = join_partials(lanes[lane], lanes[lane + half], norm_type);
     MUSTER_MUTATE(sum_drops_a_syncthreads, __syncthreads(), void());
   }
-  sum = fold_warp(lanes[lane % kLanes]);
+  sum = fold_warp(lanes[lane % kLanes], norm_type);
   __syncthreads();
   if (lane == 0) lanes[0] = sum;
   __syncthreads();
@@ -69,7 +79,7 @@ MUSTER_DEVICE StepScalars close_window(const double* partials, uint64_t num_part
   StepScalars closed;
   closed.unit = scalars->unit;
   const double loss_scale = loss_scale_of(scale, options.loss_scale);
-  close_scalars(add_partials(partials, num_partials), tail, loss_scale, options, &closed);
+  close_scalars(add_partials(partials, num_partials, options.norm_type), tail, loss_scale, options, &closed);
   return closed;
 }
 

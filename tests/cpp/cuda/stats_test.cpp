@@ -4,7 +4,7 @@ namespace muster::kernels::cuda {
 namespace {
 
 template <class T>
-void compare_stats(DType dtype, bool has_specials, uint32_t seed) {
+void compare_stats(DType dtype, bool has_specials, uint32_t seed, double norm_type) {
   const std::vector<size_t> sizes = odd_sizes();
   const std::vector<Chunk> chunks = chunks_of(sizes);
   std::vector<Buffer<T>> gradients;
@@ -19,8 +19,8 @@ void compare_stats(DType dtype, bool has_specials, uint32_t seed) {
     segments.push_back({gradients[i].data(), partials[i].data(), sizes[i], dtype});
     on_cpu.push_back({gradients[i].data(), expected[i].data(), sizes[i], dtype});
   }
-  kernels::grad_stats(on_cpu.data(), on_cpu.size());
-  check_ok(grad_stats(segments.data(), chunks.data(), static_cast<uint32_t>(chunks.size()), nullptr));
+  kernels::grad_stats(on_cpu.data(), on_cpu.size(), norm_type);
+  check_ok(grad_stats(segments.data(), chunks.data(), static_cast<uint32_t>(chunks.size()), norm_type, nullptr));
   for (size_t i = 0; i < sizes.size(); ++i) {
     CAPTURE(sizes[i]);
     CHECK(first_difference(partials[i], expected[i]) == -1);
@@ -33,13 +33,15 @@ TEST_CASE("grad_stats adds in the CPU's order", "[cuda]") {
     CAPTURE(seed);
     const Schedule schedule(seed);
     for (const bool has_specials : {false, true}) {
-      compare_stats<float>(DType::f32, has_specials, 1);
-      compare_stats<double>(DType::f64, has_specials, 2);
+      for (const double norm_type : {2.0, 1.0, 1.5, double{INFINITY}}) {
+        compare_stats<float>(DType::f32, has_specials, 1, norm_type);
+        compare_stats<double>(DType::f64, has_specials, 2, norm_type);
+      }
     }
   }
 }
 
-TEST_CASE("grad_stats of nothing launches nothing", "[cuda]") { check_ok(grad_stats(nullptr, nullptr, 0, nullptr)); }
+TEST_CASE("grad_stats of nothing launches nothing", "[cuda]") { check_ok(grad_stats(nullptr, nullptr, 0, 2, nullptr)); }
 
 // --- the end of a window ---------------------------------------------------------------------------------------------
 

@@ -75,7 +75,8 @@ struct Parameters {
 
 const StepScalars kScalars[] = {
     {3, 1, 1, 1, 1, 0},         // a mean
-    {1024, 0.25, 4, 1, 1, 0},   // clipped
+    {1024, 0.25, 4, 1, 1, 0},   // clipped by norm
+    {3, 1, 4, 1, 1, 0, 0.125},  // and by value
     {7, 1, INFINITY, 1, 0, 0},  // not finite
     {1, 1, 0, 1, 1, 1},         // dropped
 };

@@ -159,7 +159,12 @@ TEST_CASE("a device's windows are the host's, bit for bit", "[device]") {
   Job job;
   job.replicas = GENERATE(1, 2, 3);
   job.options.accumulate = GENERATE(1, 3);
-  job.options.clip_norm = GENERATE(std::optional<double>(), std::optional<double>(0.05));
+  SECTION("not clipped") {}
+  SECTION("clipped by the norm") {
+    job.options.clip_norm = 0.05;
+    job.options.clip_norm_type = GENERATE(2.0, 1.0, 3.5, double{INFINITY});
+  }
+  SECTION("clipped by value") { job.options.clip_value = 0.01; }
   check_job(job);
 }
 
@@ -178,6 +183,8 @@ TEST_CASE("an optimizer that is not flat steps from the mean", "[device]") {
   Job job;
   job.make_optimizer = optimizer<torch::optim::SGD>(torch::optim::SGDOptions(0.1));
   job.options.accumulate = GENERATE(1, 2);
+  SECTION("not clipped") {}
+  SECTION("clipped by value") { job.options.clip_value = 0.01; }
   check_job(job, kNormOfSums);
 }
 

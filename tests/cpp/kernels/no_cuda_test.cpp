@@ -11,7 +11,7 @@ TEST_CASE("a build without CUDA says what to rebuild with", "[kernels]") {
   const cuda::Status statuses[] = {
       cuda::pack({}, nullptr, nullptr, false, 1, nullptr, nullptr),
       cuda::tree_sum(DType::f32, nullptr, 0, nullptr, 0, 0, nullptr),
-      cuda::grad_stats(nullptr, nullptr, 0, nullptr),
+      cuda::grad_stats(nullptr, nullptr, 0, 2, nullptr),
       cuda::finish_window(nullptr, 0, nullptr, nullptr, nullptr, 0, {}, nullptr, nullptr, nullptr, 0, nullptr),
       cuda::count_steps(nullptr, nullptr, 0, nullptr, nullptr),
       cuda::apply_means(nullptr, nullptr, 0, nullptr, false, nullptr),

@@ -89,13 +89,69 @@ TEST_CASE("a value that is not finite shows in its tile alone", "[kernels]") {
   }
 }
 
-TEST_CASE("scale multiplies in the dtype", "[kernels]") {
-  for (const NamedTable& isa : tables()) {
-    std::vector<float> values{1.0F, 3.0F, 7.0F};
-    isa.table->scale(DType::f32, values.data(), 3, 0.1);
-    CHECK(values == std::vector<float>{1.0F * 0.1F, 3.0F * 0.1F, 7.0F * 0.1F});
-    std::vector<double> wide{1.0, 3.0};
-    isa.table->scale(DType::f64, wide.data(), 2, 0.1);
-    CHECK(wide == std::vector<double>{1.0 * 0.1, 3.0 * 0.1});
+TEST_CASE("positive_power is the power", "[kernels]") {
+  std::mt19937_64 random(7);
+  std::uniform_real_distribution<double> exponents(-300, 300), powers(0.05, 12);
+  for (int i = 0; i < 2000; ++i) {
+    const double x = std::pow(10, exponents(random)), p = powers(random);
+    const double expected = std::pow(x, p);
+    INFO(x << " ^ " << p);
+    if (std::isnormal(expected)) {
+      CHECK(std::abs(positive_power(x, p) - expected) <= 1e-12 * expected);
+    } else {
+      CHECK((expected == 0 || positive_power(x, p) == expected));
+    }
   }
+  CHECK(positive_power(0, 0.5) == 0);
+  CHECK(positive_power(1, 3.7) == 1);
+  CHECK(std::abs(positive_power(5e-324, 0.5) - std::sqrt(5e-324)) < 1e-170);
+  CHECK(positive_power(1e200, 2) == std::numeric_limits<double>::infinity());
+  CHECK(positive_power(1e-200, 2) == 0);
+  CHECK(positive_power(std::numeric_limits<double>::infinity(), 0.5) == std::numeric_limits<double>::infinity());
+  CHECK(std::isnan(positive_power(std::numeric_limits<double>::quiet_NaN(), 0.5)));
+}
+
+TEMPLATE_TEST_CASE("norms of other types than 2", "[kernels]", float, double) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  std::mt19937_64 random(8);
+  for (const double norm_type : {0.5, 1.0, 3.0, infinity}) {
+    for (const size_t n : kSizes) {
+      std::vector<TestType> values(n);
+      for (TestType& value : values) value = draw<TestType>(random);
+      std::vector<double> partials(num_tiles(n), -1);
+      const StatsSegment segment{values.data(), partials.data(), n, dtype_of<TestType>()};
+      grad_stats(&segment, 1, norm_type);
+      for (size_t tile = 0; tile < partials.size(); ++tile) {
+        double expected = 0;
+        for (size_t i = tile * kTile; i < std::min(n, (tile + 1) * kTile); ++i) {
+          const double magnitude = std::abs(static_cast<double>(values[i]));
+          expected = norm_type == infinity ? std::max(expected, magnitude) : expected + std::pow(magnitude, norm_type);
+        }
+        INFO("type " << norm_type << " n " << n << " tile " << tile);
+        CHECK(std::abs(partials[tile] - expected) <= 1e-11 * expected);
+      }
+    }
+    std::vector<TestType> values(3 * kTile, 1);
+    values[kTile + 13] = static_cast<TestType>(std::numeric_limits<double>::quiet_NaN());
+    double partials[3];
+    const StatsSegment segment{values.data(), partials, values.size(), dtype_of<TestType>()};
+    grad_stats(&segment, 1, norm_type);
+    CHECK(std::isfinite(partials[0]));
+    CHECK(std::isnan(partials[1]));
+    CHECK(std::isfinite(partials[2]));
+  }
+}
+
+TEST_CASE("a sum's statistics are those of the type asked for", "[kernels]") {
+  const std::vector<float> first(kTile + 5, 3), second(kTile + 5, -4);
+  const void* gradients[] = {first.data(), second.data()};
+  std::vector<float> sum(first.size());
+  double partials[2];
+  const ReduceSegment segment{gradients, sum.data(), partials, first.size()};
+  reduce_stats(DType::f32, 2, &segment, 1, std::numeric_limits<double>::infinity());
+  CHECK(partials[0] == 1);
+  CHECK(partials[1] == 1);
+  reduce_stats(DType::f32, 2, &segment, 1, 1);
+  CHECK(partials[0] == kTile);
+  CHECK(partials[1] == 5);
 }

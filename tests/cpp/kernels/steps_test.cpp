@@ -115,7 +115,9 @@ void expect_step(Parameter<T>& parameter, const Group& group, const StepScalars&
   for (size_t i = 1; i < parameter.value.size(); ++i) {
     const T mean = parameter.gradient[i] / static_cast<T>(scalars.divisor);
     if (keep_gradient) parameter.gradient[i] = mean;
-    const T g = (maximizes(group) ? -mean : mean) * static_cast<T>(scalars.clip);
+    const auto bound = static_cast<T>(scalars.clip_value);
+    const T by_norm = (maximizes(group) ? -mean : mean) * static_cast<T>(scalars.clip);
+    const T g = bound == 0 || std::isnan(by_norm) ? by_norm : std::clamp(by_norm, -bound, bound);
     T& p = parameter.value[i];
     T* state[3] = {&parameter.state[0][i], &parameter.state[1][i], &parameter.state[2][i]};
     if (const auto* adam = std::get_if<AdamGroup>(&group)) {
@@ -198,7 +200,8 @@ TEMPLATE_TEST_CASE("steps: every instruction set gives the bits of math.h", "[ke
       const bool keep_gradient = random() % 2 == 0;
       const DType low_dtype = random() % 2 == 0 ? DType::bf16 : DType::f16;
       const double divisors[] = {1, 3, 64, 0.125, 48, 0x1p-130};
-      const StepScalars scalars{divisors[random() % 6], random() % 2 == 0 ? 1.0 : 0.3, 1, 1, 1, 0};
+      const StepScalars scalars{divisors[random() % 6],       random() % 2 == 0 ? 1.0 : 0.3, 1, 1, 1, 0,
+                                random() % 3 == 0 ? 0.2 : 0.0};
       const auto before = draw_parameter<T>(n, random, /*special=*/true);
       for (const float step : {1.0F, 7.0F}) {
         auto expected = before;

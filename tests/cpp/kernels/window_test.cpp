@@ -89,6 +89,33 @@ TEST_CASE("finish_window turns sums into means", "[kernels]") {
   }
 }
 
+TEST_CASE("finish_window takes norms of other types", "[kernels]") {
+  Window window;
+  window.partials = {100, 44, 72};
+  window.options.clip_norm = 1;
+  double norm = 0;
+  SECTION("1") {
+    window.options.norm_type = 1;
+    norm = 216;
+  }
+  SECTION("3") {
+    window.options.norm_type = 3;
+    norm = 6;
+  }
+  SECTION("the maximum") {
+    window.options.norm_type = kInfinity;
+    norm = 100;
+  }
+  window.finish();
+  CHECK(std::abs(window.scalars.norm - norm / 4) < 1e-12 * norm);
+  CHECK(window.scalars.clip == 1 / (window.scalars.norm + 1e-6));
+  CHECK(window.scalars.clip_value == 0);
+  window.partials[1] = kNaN;
+  window.scalars.unit = 2;
+  window.finish();
+  CHECK(window.scalars.finite == 0);
+}
+
 TEST_CASE("finish_window clips as torch.nn.utils.clip_grad_norm_", "[kernels]") {
   Window window;
   const double boundary = 3 + 1e-6;
@@ -277,7 +304,18 @@ TEST_CASE("apply_means divides, clips where asked to, and rounds for a low-preci
     CHECK(doubles[1] == 2.0 / 3 / 2);
     CHECK(halves[1].bits == 0x3555);
   }
+  SECTION("clipped by value") {
+    scalars.clip = 1;
+    scalars.clip_value = 0.75;
+    apply_means(segments, 2, &scalars, /*clips=*/true);
+    CHECK(values[0] == 0.75F);
+    CHECK(values[1] == -0.75F);
+    CHECK(values[2] == 1.0F / 3);
+    CHECK(low[1].bits == 0xbf40);
+    CHECK(doubles[1] == 2.0 / 3);
+  }
   SECTION("the mean alone") {
+    scalars.clip_value = 0.25;
     apply_means(segments, 2, &scalars, /*clips=*/false);
     CHECK(values[0] == 4);
     CHECK(doubles[0] == 1.0 / 3);

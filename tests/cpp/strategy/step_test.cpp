@@ -1,5 +1,8 @@
 // What one training step means, on the replicas of one process.
+#include <ATen/ops/allclose.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/linspace.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rand.h>
@@ -15,6 +18,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <limits>
 #include <thread>
 
 #include "cpp/catch.h"
@@ -202,6 +206,44 @@ TEST_CASE("the norm is clipped after the reduction", "[strategy]") {
   double clipped = 0;
   for (const auto& gradient : gradients(model.module())) clipped += gradient.pow(2).sum().item<double>();
   CHECK(std::sqrt(clipped) == Approx(0.01).epsilon(1e-3));
+}
+
+TEST_CASE("gradients are clipped by a norm of any type, or by value", "[strategy]") {
+  const double infinity = std::numeric_limits<double>::infinity();
+  StrategyOptions options;
+  SECTION("the sum of magnitudes") {
+    options.clip_norm = 0.01;
+    options.clip_norm_type = 1;
+  }
+  SECTION("another type") {
+    options.clip_norm = 0.01;
+    options.clip_norm_type = 2.5;
+  }
+  SECTION("the largest magnitude") {
+    options.clip_norm = 0.01;
+    options.clip_norm_type = infinity;
+  }
+  SECTION("by value") { options.clip_value = 0.05; }
+  MirroredStrategy strategy(cpus(2), options);
+  auto model = strategy.prepare([] { return Net(); });
+  const auto loss = [](Net& net, const at::Tensor& x) { return (net.forward(x) - 5).pow(2).mean(); };
+  const auto result = strategy.step([&](const at::Tensor& x) { return loss(*model, x); }, parts({2, 1}));
+  const auto expected = expected_gradients(model.module(), [&](Net& net) { return loss(net, inputs(3)); });
+  std::vector<at::Tensor> flat;
+  for (const auto& gradient : expected) flat.push_back(gradient.flatten());
+  const double norm = at::linalg_vector_norm(at::cat(flat), options.clip_norm_type).item<double>();
+  CHECK(result.grad_norm.item<double>() == Approx(norm).epsilon(1e-9));
+  const double factor = options.clip_norm ? *options.clip_norm / (norm + 1e-6) : 1;
+  CHECK(factor <= 1);
+  const double bound = options.clip_value.value_or(infinity);
+  CHECK(at::cat(flat).abs().max().item<double>() > 0.05);
+  const auto clipped = gradients(model.module());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    CHECK(at::allclose(clipped[i], (expected[i] * factor).clamp(-bound, bound), 1e-9, 0));
+  }
+  StrategyOptions both;
+  both.clip_norm = both.clip_value = 1;
+  CHECK_THROWS_AS(MirroredStrategy(cpus(1), both), InvalidArgument);
 }
 
 TEST_CASE("metrics are averaged by weight and outputs come back by replica", "[strategy]") {
