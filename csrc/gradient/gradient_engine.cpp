@@ -246,7 +246,8 @@ void GradientEngine::allocate_buckets() {
     auto& bucket = buckets_[static_cast<size_t>(slot.bucket)];
     const auto& sizes = layout_.parameters()[static_cast<size_t>(layout_index_[p])].sizes;
     const auto view = bucket.sums.as_strided(sizes, slot.strides, slot.offset);
-    slot_views_[p] = parameters_[p].tensor.is_complex() ? at::view_as_complex(view) : view;
+    // As `.grad` no view of real numbers, which torch.compile cannot repeat.
+    slot_views_[p] = parameters_[p].tensor.is_complex() ? at::view_as_complex(view).variable_data() : view;
   }
   std::vector<int> engine_index;
   for (size_t p = 0; p < parameters_.size(); ++p) {

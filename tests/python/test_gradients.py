@@ -391,6 +391,37 @@ def test_compiled_modules_train(wide_job: Launcher, backend: str, in_place: bool
             np.testing.assert_allclose(a, b.detach().numpy(), rtol=1e-9, atol=1e-12)
 
 
+class ComplexProduct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(torch.complex(*x.chunk(2, 1)) @ self.weight).flatten(1)
+
+
+def train_compiled_complex(strategy: muster.Strategy) -> Any:
+    torch._dynamo.reset()
+    raw = ComplexProduct()
+    raw.compile(backend="eager")
+    model, _ = strategy.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    for rows in (6, 6, 4, 8):  # sizes that compile again, for any size, when there are gradients
+        x = torch.linspace(-1, 1, 4 * rows, dtype=torch.float64).view(rows, 4)
+        strategy.step(lambda x: model(x).square().mean(), part_of(strategy, x))
+    return torch.view_as_real(raw.weight.detach())
+
+
+def test_compiled_modules_train_complex_parameters(wide_job: Launcher) -> None:
+    model = ComplexProduct()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rows in (6, 6, 4, 8):
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 4 * rows, dtype=torch.float64).view(rows, 4)).square().mean().backward()
+        optimizer.step()
+    for weight in wide_job(train_compiled_complex):
+        np.testing.assert_allclose(weight, torch.view_as_real(model.weight.detach()).numpy(), rtol=1e-9)
+
+
 # --- a gradient that comes too late -----------------------------------------------------------------------------------
 class Late(nn.Module):
     """`twice` is used once per step until a reentrant segment uses it again, after its bucket left."""
