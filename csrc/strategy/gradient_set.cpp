@@ -266,7 +266,7 @@ void GradientSet::backward(int local_replica, const Loss& loss, double rows, boo
   const bool contributes = weight > 0;
   // Gradients that cross from one replica to another on the way have to be weighed before.
   const auto replica = current_replica();
-  const bool crosses = replica && replica->collectives > 0;
+  const bool crosses = topology_.num_replicas > 1 && replica && replica->collectives > 0;
   if (is_on_device()) {
     auto& device_window = *device_windows_[static_cast<size_t>(local_replica)];
     auto seed = device_window.note(loss, rows, micro_batches_ == 1);

@@ -74,6 +74,20 @@ def test_a_clamping_hook_clamps_as_in_torch() -> None:
     assert torch.equal(module.weight, plain.weight)
 
 
+def test_a_clamping_hook_clamps_as_in_torch_where_one_replica_reduces() -> None:
+    plain, plain_optimizer = clamped()
+    module, optimizer = clamped()
+    with muster.MirroredStrategy(["cpu:0"]) as strategy:
+        model, optimizer = strategy.prepare(module, optimizer)
+        for size in (48, 6, 48):
+            plain_optimizer.zero_grad()
+            (plain(torch.ones(size, 3)).sum(0) / size - 1).square().sum().backward()
+            plain_optimizer.step()
+            x = torch.ones(size, 3)
+            strategy.step(lambda x: (strategy.reduce(model(x).sum(0), "sum") / len(x) - 1).square().sum(), x)
+            assert torch.equal(module.weight, plain.weight)
+
+
 def test_one_replica_has_torchs_bits_whatever_the_batch_size() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
