@@ -53,23 +53,29 @@ class UntouchedGradients {
   std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
 };
 
-// For one of several replicas, around its Autocast: leaves torch's cache of cast parameters alone, which all threads
-// share. Clearing it frees tensors under torch's mutex; to free one that Python knows takes the GIL, and who has that
-// may be waiting for the mutex. And gradients of a parameter's uses add up in the precision of the cast that they
-// share: bits would depend on when another replica clears it.
+// For one of several replicas, around its step function and backward, where checkpointing and custom functions enter
+// autocast again: leaves torch's cache of cast parameters alone, which all threads share. Clearing it frees tensors
+// under torch's mutex; to free one that Python knows takes the GIL, and who has that may be waiting for the mutex. And
+// gradients of a parameter's uses add up in the precision of the cast that they share: bits would depend on when another
+// replica clears it.
 class KeptCasts {
  public:
-  explicit KeptCasts(c10::DeviceType device)
-      : device_(device), was_enabled_(at::autocast::is_autocast_enabled(device)) {
-    at::autocast::increment_nesting();
-    at::autocast::set_autocast_enabled(device_, false);
-  }
-  ~KeptCasts() {
-    at::autocast::set_autocast_enabled(device_, was_enabled_);
-    at::autocast::decrement_nesting();
-  }
+  KeptCasts() { at::autocast::increment_nesting(); }
+  ~KeptCasts() { at::autocast::decrement_nesting(); }
   KeptCasts(const KeptCasts&) = delete;
   KeptCasts& operator=(const KeptCasts&) = delete;
+};
+
+// Around an Autocast, which would clear the cache if it found another one's.
+class WithoutAutocast {
+ public:
+  explicit WithoutAutocast(c10::DeviceType device)
+      : device_(device), was_enabled_(at::autocast::is_autocast_enabled(device)) {
+    at::autocast::set_autocast_enabled(device_, false);
+  }
+  ~WithoutAutocast() { at::autocast::set_autocast_enabled(device_, was_enabled_); }
+  WithoutAutocast(const WithoutAutocast&) = delete;
+  WithoutAutocast& operator=(const WithoutAutocast&) = delete;
 
  private:
   c10::DeviceType device_;
@@ -128,8 +134,8 @@ Loss StrategyCore::call_in_precision(const StepCall& call, int local_replica) co
     const UncachedCasts uncached;
     return call.call(local_replica);
   }
-  std::optional<KeptCasts> kept;
-  if (shares_casts()) kept.emplace(device);
+  std::optional<WithoutAutocast> outside;
+  if (shares_casts()) outside.emplace(device);
   const Autocast autocast(options_.precision, device);
   return call.call(local_replica);
 }
@@ -158,6 +164,8 @@ void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t 
   }
   try {
     if (!empty) {
+      std::optional<KeptCasts> kept;
+      if (shares_casts()) kept.emplace();
       if (context->timer) context->timer->start();
       Loss loss = call_in_precision(call, local_replica);
       if (call.rows[r] < 0 && !loss.weight && loss.reduction == Reduction::mean &&
@@ -456,6 +464,8 @@ void StrategyCore::run(const StepCall& call) {
         const bool empty = shared_call->rows[r] == 0;
         try {
           groups_.step[r]->begin_scope(t);
+          std::optional<KeptCasts> kept;
+          if (shares_casts()) kept.emplace();
           if (!empty) outcome.output = call_in_precision(*shared_call, local_replica).output;
         } catch (...) {
           outcome.error = std::current_exception();

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import muster
 from support.jobs import Launcher, part_of
@@ -275,6 +276,33 @@ def test_a_replica_that_is_done_leaves_the_others_casts_of_parameters(way: str) 
                 y = y.float()
                 y.register_hook(lambda gradient: first_is_done.set() if is_first else None)
                 return y.square().mean()
+
+            strategy.step(step, torch.randn(8, 16))
+        return module.weight.detach().clone()
+
+    assert torch.equal(trained(first=0), trained(first=1))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_backward_that_enters_autocast_again_leaves_the_others_casts(reentrant: bool) -> None:
+    def trained(first: int) -> Tensor:
+        torch.manual_seed(5)
+        module = nn.Linear(16, 16)
+        first_was_computed_again, other_has_begun = threading.Event(), threading.Event()
+        with muster.MirroredStrategy(
+            ["cpu"] * 2, seed=1, threads_per_replica=1, fuse=False, precision="bf16"
+        ) as strategy:
+            model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
+
+            def step(x: Tensor) -> Tensor:
+                is_first = strategy.replica == first
+                y = model(model(x))
+                if is_first:
+                    y.register_hook(lambda gradient: first_was_computed_again.set())
+                else:
+                    other_has_begun.set()
+                assert (other_has_begun if is_first else first_was_computed_again).wait(30)
+                return checkpoint(lambda y: model(model(y)), y, use_reentrant=reentrant).float().square().mean()
 
             strategy.step(step, torch.randn(8, 16))
         return module.weight.detach().clone()
