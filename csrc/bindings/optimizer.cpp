@@ -122,6 +122,7 @@ void bind_optimizer(py::module_& m) {
       .def("step_count", &FlatOptimizer::step_count)
       .def("master", [](const FlatOptimizer& flat, size_t p) { return defined(flat.master(p)); })
       .def("has_started", &FlatOptimizer::has_started)
+      .def("num_states", &FlatOptimizer::num_states)
       .def("set_state", &FlatOptimizer::set_state)
       .def("set_step_count", &FlatOptimizer::set_step_count)
       .def("set_master",

@@ -128,6 +128,9 @@ class FlatOptimizer {
   /// Whether a parameter has taken a step, or was given state.
   bool has_started(size_t parameter) const noexcept { return entries_[parameter].started; }
 
+  /// How many state tensors a parameter has, on other ranks of its shards alone too.
+  size_t num_states(size_t parameter) const noexcept { return entries_[parameter].num_states; }
+
   /// Replaces state tensor `which` by one of the values of `whole` (the parameter's sizes, or state()'s; of a row-wise
   /// parameter's sizes each row's mean is taken). Who has the one before keeps its values; so for the two below.
   void set_state(size_t parameter, size_t which, const at::Tensor& whole);

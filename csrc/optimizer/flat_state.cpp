@@ -240,7 +240,7 @@ void follow_state(FlatState& state, Optimizer& optimizer) {
       const bool is_ours = entry != nullptr && (state.flat.shard().size > 1 || has_any(tensors_of(*entry)));
       if (is_ours) {
         if (take_values(state, p, *entry)) changed.push_back(p);
-      } else if (state.flat.has_started(p) && state.flat.state(p, 0).defined()) {
+      } else if (state.flat.has_started(p) && state.flat.num_states(p) > 0) {
         state.flat.reset(p);
         if constexpr (std::is_same_v<ParamState, torch::optim::AdagradParamState>) {
           const double first =
@@ -271,15 +271,19 @@ void copy_from_servers(const FlatState& state, Optimizer& optimizer) {
     std::vector<std::vector<at::Tensor>> states;
     ParamState names;
     for (size_t s = 0; s < tensors_of(names).size(); ++s) states.push_back(state.from_servers(s));
+    constexpr bool kBeginsWithState = std::is_same_v<ParamState, torch::optim::AdagradParamState>;
+    const auto own_counts = state.flat.step_counts();
     for (size_t p = 0; p < state.parameters.size(); ++p) {
-      const double count = counts[p].defined() ? counts[p].template item<double>() : 0;
-      if (count <= 0) {
+      // Not of a parameter that was frozen when they took the others.
+      const bool is_there = counts[p].defined();
+      const double count = is_there ? counts[p].template item<double>() : own_counts[p];
+      if (count <= 0 && !(kBeginsWithState && state.flat.has_started(p))) {
         optimizer.state().erase(state.parameters[p]);
         continue;
       }
       auto entry = std::make_unique<ParamState>();
       const auto tensors = tensors_of(*entry);
-      for (size_t s = 0; s < tensors.size(); ++s) *tensors[s] = states[s][p];
+      for (size_t s = 0; s < tensors.size(); ++s) *tensors[s] = is_there ? states[s][p] : state.flat.state(p, s);
       if (auto* const step = step_of(*entry)) *step = static_cast<int64_t>(count);
       optimizer.state()[state.parameters[p]] = std::move(entry);
     }

@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kTile = static_cast<int64_t>(kernels::kTile);
 constexpr int64_t kMaxNumel = int64_t{1} << 40;
+constexpr int64_t kLeast = 1;  // elements of a chunk that a piece takes: one of none has state, too
 
 void check(bool is_valid, const std::string& what) {
   if (!is_valid) throw InvalidArgument("a parameter server cannot hold this model: " + what);
@@ -55,17 +56,20 @@ class Cutter {
     const auto size = static_cast<int64_t>(c10::elementSize(gradient));
     const int64_t alignment = FlatLayout::kSlotAlignment / size;
     const int64_t capacity = static_cast<int64_t>(plan_.chunk_bytes) / size;
-    while (run.count > 0) {
+    while (true) {
       const bool goes_on = !chunks_.empty() && chunks_.back().server == server && chunks_.back().dtype == dtype;
       const int64_t room = goes_on ? capacity - chunks_.back().numel : 0;
-      const int64_t taken = run.count <= room ? run.count : room / kTile * kTile;
-      if (taken <= 0) {
+      const int64_t wanted = std::max(run.count, kLeast);
+      const int64_t slot = wanted <= room ? wanted : room / kTile * kTile;
+      if (slot <= 0) {
         chunks_.push_back({server, dtype, gradient, {}, 0});
         continue;
       }
+      const int64_t taken = std::min(slot, run.count);
       auto& chunk = chunks_.back();
       chunk.pieces.push_back({parameter, {run.begin, taken}, chunk.numel});
-      chunk.numel += (taken + alignment - 1) / alignment * alignment;
+      chunk.numel += (slot + alignment - 1) / alignment * alignment;
+      if (taken == run.count) return;
       run = {run.begin + taken, run.count - taken};
     }
   }
@@ -172,6 +176,7 @@ std::vector<Chunk> cut_chunks(const Plan& plan) {
     const int64_t numel = numel_of(plan.parameters[p]);
     const int64_t size = bytes_of(p);
     int64_t begin = 0;
+    if (numel == 0) cutter.add(static_cast<int>(server), static_cast<int>(p), {0, 0});
     while (begin < numel) {
       int64_t end = numel;
       if (server + 1 < servers) {

@@ -43,6 +43,13 @@ class FlatState:
         self.core = core
         self.indices = indices
         self._parameters = optimizer.parameters_by_position()
+        for position, parameter in enumerate(self._parameters):
+            if parameter.dtype not in _DTYPES:
+                raise InvalidArgument(
+                    f"parameter {position} of {type(optimizer).__name__} (shape {tuple(parameter.shape)}) is "
+                    f"{str(parameter.dtype).removeprefix('torch.')}, and it was prepared to step floating ones alone; "
+                    "give it all of them before prepare(), or pass fuse=False to the strategy"
+                )
         self._watch = _C.DictWatch()
         if self.is_on_servers:
             raise InvalidArgument(
@@ -124,12 +131,13 @@ class FlatState:
     def leave(self) -> None:
         """Before the strategy closes: `state` becomes what parameter servers hold. Where they are gone, or other ranks
         hold a part of it, it refuses."""
-        if self._flat.is_sharded and any(map(_has_tensors, self._optimizer.state.values())):
+        if self._flat.is_sharded:
             self._optimizer._flat = None
-            self._optimizer.state = _Elsewhere(
-                "the optimizer's state was divided over the workers of a strategy that is closed; take state_dict() "
-                "before close(), and load_state_dict() it after"
-            )
+            if any(map(self._flat.num_states, range(len(self._parameters)))):
+                self._optimizer.state = _Elsewhere(
+                    "the optimizer's state was divided over the workers of a strategy that is closed; take "
+                    "state_dict() before close(), and load_state_dict() it after"
+                )
         if not self.is_on_servers:
             return
         parameters = self._optimizer.parameters_by_position()
@@ -176,15 +184,19 @@ class FlatState:
         assert self.core is not None
         part = _C.ServerPart
         fetch = self.core.state_on_servers
-        steps = fetch(self.indices, part.steps, to_stay)
-        taken = {position: step for position, step in enumerate(steps) if step is not None and step > 0}
-        state: dict[int, dict[str, Any]] = {
-            position: {"step": step} if self._optimizer._counts_steps else {} for position, step in taken.items()
-        }
+        state: dict[int, dict[str, Any]] = {}
+        there = set()
+        for position, step in enumerate(fetch(self.indices, part.steps, to_stay)):
+            had_state = self._flat.has_started(position)
+            if step is None:  # frozen when the servers took the others
+                state[position] = self._values(position) if had_state else {}
+            elif step > 0 or (had_state and self._optimizer._begins_with_state):
+                state[position] = {"step": step} if self._optimizer._counts_steps else {}
+                there.add(position)
         states = zip(self._flat.state_names, (part.state0, part.state1, part.state2), strict=False)
         for name, which in (*states, (_MASTER, part.master)):
             for position, tensor in enumerate(fetch(self.indices, which, to_stay)):
-                if tensor is not None and position in taken:
+                if tensor is not None and position in there:
                     state[position][name] = tensor
         return {position: values for position, values in state.items() if values}
 
@@ -215,7 +227,7 @@ class FlatState:
 
     def _has_nothing(self, position: int) -> bool:
         """Nothing of it stands in `state`, as of plain SGD."""
-        return not self._optimizer._counts_steps and self._flat.state(position, 0) is None
+        return not self._optimizer._counts_steps and self._flat.num_states(position) == 0
 
     def _take_values(self, position: int, values: Mapping[str, Any]) -> bool:
         """Whether anything differs from what is held."""
@@ -231,7 +243,7 @@ class FlatState:
                 if name in self._optimizer._needs:
                     self._refuse(position, name)
                 given = torch.zeros_like(self._parameters[position], dtype=held.dtype)  # type: ignore[union-attr]
-            flat.set_state(position, which, given)
+            flat.set_state(position, which, given.to_dense() if given.is_sparse else given)
             changed = True
         if values.get(_MASTER) is not flat.master(position):
             flat.set_master(position, values.get(_MASTER))
@@ -256,25 +268,25 @@ class FlatState:
     def _publish(self, positions: Sequence[int]) -> None:
         if not positions:
             return
-        marks_nothing = self._flat.is_sharded and not self._optimizer._counts_steps
         for position in positions:
-            values: dict[str, Any] = {}
-            if self._optimizer._counts_steps:
-                values["step"] = self._flat.step_count(position)
-            for which, name in enumerate(self._flat.state_names):
-                tensor = self._flat.state(position, which)
-                if tensor is not None or marks_nothing:
-                    values[name] = tensor
-            master = self._flat.master(position)
-            if master is not None:
-                values[_MASTER] = master
-            if values:
+            if values := self._values(position):
                 self._optimizer.state.setdefault(self._parameters[position], {}).update(values)
         self._watch.note(self._optimizer.state)
 
-
-def _has_tensors(values: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, Tensor) for value in values.values())
+    def _values(self, position: int) -> dict[str, Any]:
+        """What is held here, as `state` has it."""
+        marks_nothing = self._flat.is_sharded and not self._optimizer._counts_steps
+        values: dict[str, Any] = {}
+        if self._optimizer._counts_steps:
+            values["step"] = self._flat.step_count(position)
+        for which, name in enumerate(self._flat.state_names):
+            tensor = self._flat.state(position, which)
+            if tensor is not None or marks_nothing:
+                values[name] = tensor
+        master = self._flat.master(position)
+        if master is not None:
+            values[_MASTER] = master
+        return values
 
 
 class _Elsewhere(defaultdict[Any, Any]):
@@ -302,6 +314,8 @@ class _Flat(Optimizer):
 
     _algorithm = ""
     _counts_steps = True
+    _begins_with_state = False
+    """Whether torch's has state of a parameter before its first step."""
     _needs: frozenset[str] = frozenset()
     """State tensors that torch's step does not do without."""
     _flat: FlatState | None = None
@@ -434,6 +448,7 @@ class Adagrad(_Flat, torch.optim.Adagrad):
     would take the table's memory. On servers it starts at 0."""
 
     _algorithm = "adagrad"
+    _begins_with_state = True
     _needs = frozenset({"sum"})
     _hidden: list[tuple[Tensor, Tensor]] | None = None  # weights and what they were, while __init__ runs
 
@@ -458,7 +473,7 @@ class Adagrad(_Flat, torch.optim.Adagrad):
                 weight.data = weight.data[:0]
 
     def state_by_position(self) -> dict[int, Mapping[str, Any]]:
-        """`state`; a parameter of a group that was added later starts as the constructor's."""
+        """`state`; what starts anew, or came with a group that was added later, starts as the constructor's."""
         initial = self.defaults["initial_accumulator_value"]
         for parameter in self.parameters_by_position():
             if _C.is_row_stub(parameter):
@@ -466,7 +481,7 @@ class Adagrad(_Flat, torch.optim.Adagrad):
                     raise InvalidArgument(
                         f"initial_accumulator_value={initial}: rows on parameter servers start at 0; leave it out"
                     )
-            elif not self.state.get(parameter) and not isinstance(self.state, _Elsewhere):
+            elif initial != 0 and not self.state.get(parameter) and not isinstance(self.state, _Elsewhere):
                 self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.full_like(parameter, initial)}
         return super().state_by_position()
 

@@ -16,8 +16,8 @@ __all__ = ["decode", "encode"]
 def encode(value: object, *, texts: bool = False) -> tuple[str, list[Tensor]]:
     """A value's description (JSON; tuples, lists, dicts, and what each leaf is) and its leaves as tensors.
 
-    Leaves are tensors, numbers, bools and None, and with `texts` strings, which travel inside the description. Raises
-    InvalidArgument naming any other leaf, or a dict key that is neither a string nor an integer.
+    Leaves are tensors, numbers, bools and None, and with `texts` sparse tensors and strings, which travel inside the
+    description. Raises InvalidArgument naming any other leaf, or a dict key that is neither a string nor an integer.
     """
     leaves: list[Tensor] = []
     return json.dumps(_describe(value, "value", leaves, texts)), leaves
@@ -30,6 +30,10 @@ def decode(description: str, leaves: list[Tensor], *, as_numbers: str | None = N
 
 
 def _describe(value: object, path: str, leaves: list[Tensor], texts: bool) -> Any:
+    if texts and isinstance(value, Tensor) and value.is_sparse:
+        # As they are: coalescing would round sums.
+        leaves += [value._indices(), value._values()]
+        return {"sparse": [list(value.shape), value.is_coalesced()]}
     if isinstance(value, Tensor):
         leaves.append(value)
         return "tensor"
@@ -75,6 +79,9 @@ def _build(node: Any, leaves: Any, as_numbers: str | None) -> Any:
     ((kind, content),) = node.items()
     if kind == "text":
         return content
+    if kind == "sparse":
+        indices, values = next(leaves), next(leaves)
+        return torch.sparse_coo_tensor(indices, values, content[0], is_coalesced=content[1], check_invariants=False)
     if kind == "dict":
         return {key: _build(item, leaves, as_numbers) for key, item in content}
     built = [_build(item, leaves, as_numbers) for item in content]

@@ -130,6 +130,30 @@ def test_from_workers_to_one_process(worker_job: Launcher, sharded: bool) -> Non
             np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
 
 
+def plain_sgd_again(strategy: muster.Strategy) -> Any:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, _ = strategy.prepare(module, optimizer)
+    x = part_of(strategy, X)
+    strategy.step(lambda x: model(x).square().mean(), x)
+    strategy.close()
+    optimizer.state_dict()
+    by_hand(module, optimizer, 1)
+    optimizer.zero_grad()
+    with muster.MirroredStrategy(["cpu"] * 2) as other:
+        model, _ = other.prepare(model.module, optimizer)
+        train(other, model, 1)
+    return [p.detach() for p in module.parameters()]
+
+
+def test_an_optimizer_without_state_goes_on_after_it_was_sharded(worker_job: Launcher) -> None:
+    module = net()
+    by_hand(module, torch.optim.SGD(module.parameters(), lr=0.1), 3)
+    for parameters in worker_job(plain_sgd_again, keep_gradients=False, shard_optimizer=True):
+        for own, other in zip(parameters, plain(list(module.parameters())), strict=True):
+            np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
+
+
 def test_new_groups_are_stepped_after_close() -> None:
     module = net()
     optimizer = torch.optim.AdamW(module[0].parameters(), lr=1e-2)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,58 @@ def test_optimizer_state_comes_from_the_servers_and_goes_on_in_another_job() -> 
     for position, values in expected["state"].items():
         for name, value in values.items():
             assert torch.equal(value, actual["state"][position][name]), (position, name)
+
+
+class Sparing(nn.Module):
+    """Parameters that are used, have no elements, are not used, and are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used = nn.Linear(8, 3)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.used(x)
+        return y + self.empty.sum()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.5),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_state_of_all_parameters_is_as_in_one_process(kind: str) -> None:
+    def trained(strategy: muster.Strategy) -> list[Any]:
+        """The state in the job, and after it."""
+        module = Sparing()
+        optimizer = OPTIMIZERS[kind](module.parameters())
+        for number, parameter in enumerate(module.parameters()):  # as if all had been trained before
+            if kind != "plain sgd" and number % 2 == 0:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        with strategy:
+            model, optimizer = strategy.prepare(module, optimizer)
+            for step in range(3):
+                strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch(step))
+            inside = copy.deepcopy(optimizer.state_dict()["state"])
+        return [inside, optimizer.state_dict()["state"]]
+
+    found = trained(alone())
+    expected = trained(muster.MirroredStrategy(["cpu"], seed=3, threads_per_replica=1))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for position, values in theirs.items():
+            assert ours[position].keys() == values.keys()
+            for name, value in values.items():
+                assert torch.equal(ours[position][name], value), (position, name)
 
 
 def test_a_job_on_servers_that_hold_values_goes_on_from_them() -> None:

@@ -54,6 +54,22 @@ TEST_CASE("every element is in one chunk, in registration order", "[server]") {
   }
 }
 
+TEST_CASE("a parameter without elements has a piece of its own", "[server]") {
+  Plan plan = testing::small_plan(2, 1, kGroups);
+  plan.parameters = {{"a", {0, 3}, {3, 1}, at::kDouble}, {"b", {8}, {1}, at::kFloat}, {"c", {0}, {1}, at::kFloat}};
+  plan.group_of = {0, 0, 0};
+  std::map<int, int> pieces;
+  for (const auto& chunk : cut_chunks(plan)) {
+    CHECK(chunk.numel > 0);
+    for (const auto& piece : chunk.pieces) {
+      ++pieces[piece.parameter];
+      CHECK(piece.run.begin == 0);
+      CHECK(piece.run.count == (piece.parameter == 1 ? 8 : 0));
+    }
+  }
+  CHECK(pieces == std::map<int, int>{{0, 1}, {1, 1}, {2, 1}});
+}
+
 TEST_CASE("shards are equal in bytes, up to a tile", "[server]") {
   Plan plan = testing::small_plan(3, 1, kGroups);
   plan.parameters = {{"a", {1'000'000}, {1}, at::kFloat}, {"b", {700'000}, {1}, at::kDouble}};

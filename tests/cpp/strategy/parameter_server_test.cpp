@@ -261,3 +261,28 @@ TEST_CASE("on servers a C++ optimizer's state is refused, saved, and comes back"
   CHECK(state_of(loaded, *net).exp_avg_sq().equal(state_of(expected, *expected_net).exp_avg_sq()));
   CHECK(state_of(loaded, *net).step() == 3);
 }
+
+TEST_CASE("on servers C++ Adagrad keeps the state of what takes no step", "[strategy][server]") {
+  auto net = std::make_shared<Net>();
+  const auto frozen = net->parameters().back();
+  frozen.set_requires_grad(false);
+  optim::Adagrad optimizer(net->parameters(), torch::optim::AdagradOptions(0.1).initial_accumulator_value(0.5));
+  const auto check = [&frozen](torch::optim::Optimizer& of) {
+    const auto& state = static_cast<torch::optim::AdagradParamState&>(*of.state().at(frozen.unsafeGetTensorImpl()));
+    CHECK(state.step() == 0);
+    CHECK(state.sum().equal(at::full_like(frozen, 0.5)));
+  };
+  std::stringstream saved;
+  {
+    ParameterServerStrategy strategy(Cluster{});
+    auto model = strategy.prepare(net);
+    strategy.prepare(optimizer);
+    strategy.step([&](const at::Tensor& x) { return model->forward(x).square().mean(); }, batch_of(0, 1));
+    torch::save(optimizer, saved);
+    strategy.close();
+  }
+  check(optimizer);
+  optim::Adagrad loaded(net->parameters(), torch::optim::AdagradOptions(0.1));
+  torch::load(loaded, saved);
+  check(loaded);
+}
