@@ -155,7 +155,7 @@ def reset_state(t: Training, way: str) -> None:
     else:
         for values in optimizer.state.values():
             for name, value in values.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
+                if isinstance(value, Tensor) and name not in ("step", "mu_product", "eta", "mu"):
                     if way == "zero":
                         value.zero_()
                     else:

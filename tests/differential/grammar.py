@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from differential.defects import OPEN, Defect
 from differential.program import Block, Program, Term, term
 
 _BLOCKS: dict[str, dict[str, list[Any]]] = {
@@ -106,16 +104,9 @@ _SCHEDULES = ("StepLR", "CosineAnnealingWarmRestarts", "LambdaLR", "ReduceLROnPl
               "OneCycleLR", "SequentialLR")  # fmt: skip
 
 
-def derive(seed: int, leave_out: Sequence[Defect] = OPEN) -> Program:
-    """The program of a seed. In place of one that touches a defect to leave out another one is derived."""
+def derive(seed: int) -> Program:
+    """The program of a seed."""
     random = Random(seed)
-    while True:
-        program = _derive(random, seed)
-        if not any(defect.concerns(program) for defect in leave_out):
-            return program
-
-
-def _derive(random: Random, seed: int) -> Program:
     dtype = random.choices(["float64", "float32"], [5, 1])[0]
     precision = "bf16" if dtype == "float32" and random.random() < 0.4 else "fp32"
     loss = random.choice(_LOSSES)

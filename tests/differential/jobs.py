@@ -29,6 +29,7 @@ class TorchJob:
     """A loop without a strategy, over whole batches: what steps, windows, clipping and skipping mean in torch."""
 
     num_replicas = 1
+    divides_state = False
 
     def __init__(
         self, accumulate: int = 1, clip_norm: float | None = None, precision: str = "fp32", **others: Any
@@ -76,7 +77,10 @@ class TorchJob:
             self._metrics[name] = self._metrics.get(name, torch.zeros(())) + torch.as_tensor(value).double() * weight
         if not last:
             return Stepped(False, False, None, None, {})
-        return self._close(chosen, is_sum)
+        try:
+            return self._close(chosen, is_sum)
+        finally:
+            self._drop()
 
     def _close(self, chosen: list[torch.optim.Optimizer], is_sum: bool) -> Stepped:
         mine = [p for optimizer in chosen for group in optimizer.param_groups for p in group["params"]]
@@ -93,15 +97,13 @@ class TorchJob:
                     gradient.mul_((self._clip_norm / (norm + 1e-6)).clamp(max=1.0).to(gradient.real.dtype))
             for optimizer in chosen:
                 optimizer.step()
-        result = Stepped(
+        return Stepped(
             True,
             skipped,
             self._loss if is_sum else self._loss / self._weight,
             norm,
             {name: value / self._weight for name, value in self._metrics.items()},
         )
-        self._drop()
-        return result
 
     def _drop(self) -> None:
         for parameter in self._parameters:
@@ -135,8 +137,9 @@ class TorchJob:
 class StrategyJob:
     """The same under a strategy, of which every worker gets whole batches and takes its part of."""
 
-    def __init__(self, strategy: muster.Strategy) -> None:
+    def __init__(self, strategy: muster.Strategy, divides_state: bool = False) -> None:
         self.strategy = strategy
+        self.divides_state = divides_state
         self.num_replicas = strategy.num_replicas
         self.gather = strategy.gather
 
@@ -189,7 +192,8 @@ def make_job(name: str, servers: Sequence[str] = (), **options: Any) -> Job:
     if kind == "mirrored":
         return StrategyJob(muster.MirroredStrategy(["cpu"] * int(rest[0]), **options))
     if kind == "workers":
-        return StrategyJob(muster.MultiWorkerMirroredStrategy.from_env(["cpu"], **options))
+        strategy = muster.MultiWorkerMirroredStrategy.from_env(["cpu"], **options)
+        return StrategyJob(strategy, divides_state="sharded" in rest)
     here = muster.Cluster.from_env()
     cluster = muster.Cluster(here.rank, here.num_workers, here.address, here.local_rank, list(servers))
     return StrategyJob(muster.ParameterServerStrategy(cluster, **options))

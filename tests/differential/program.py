@@ -135,6 +135,9 @@ class Program:
             lines.append(f'    blocks["b{number}"] = {made}')
         lines.append("    net = Net(blocks)")
         if self.compiled:
+            # Parts have other sizes than batches, and replicas of one process share the limit.
+            lines += ["    torch._dynamo.reset()", "    torch._dynamo.config.recompile_limit = 256"]
+            lines.append("    torch._dynamo.config.skip_nnmodule_hook_guards = False")
             lines.append('    net.compile(backend="eager")')
         lines.append("    optimizers = [")
         lines += [f'        make_optimizer(net, "{o.name}", {o.arguments()}),' for o in self.optimizers]

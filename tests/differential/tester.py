@@ -15,17 +15,19 @@ import torch
 
 from differential import differences, events, modules, training
 from differential.compare import Record, bound, encoded, first_difference
-from differential.differences import DIFFERENCES, FLAT
+from differential.differences import DIFFERENCES, Shape
 from differential.jobs import Job, TorchJob, make_job
 from differential.program import Program
 from differential.shrink import shrunk
 from support.jobs import WorkerPool
 from support.servers import Servers
 
-ALONE = ["mirrored-1", "mirrored-2", "mirrored-3", "mirrored-1-unfused", "mirrored-2-unfused"]
-IN_TWO = ["workers-2", "workers-2-unfused", "workers-2-sharded"]
-IN_THREE = ["workers-3"]
-SERVERS = {1: [], 2: ["servers-2x1", "servers-2x2"], 3: ["servers-3x1"]}
+JOBS = {
+    1: ["mirrored-1", "mirrored-2", "mirrored-3", "mirrored-1-unfused", "mirrored-2-unfused"],
+    2: ["workers-2", "workers-2-unfused", "workers-2-sharded", "servers-2x1", "servers-2x2"],
+    3: ["workers-3", "servers-3x1"],
+}
+"""By number of processes."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +137,9 @@ class Tester:
             (moved,) = self._run(1, program, ["torch"], noise)["torch"]
             if where := first_difference(moved, reference, limit / 2):
                 return Rejected(program, f"not stable: {where}")
-            on_servers = _runs_on_servers(program)
             records: dict[str, list[Record]] = {}
-            for workers, jobs in ((1, ALONE), (2, IN_TWO), (3, IN_THREE)):
-                chosen = [job for job in jobs if _is_sensible(program, job)]
-                records.update(self._run(workers, program, chosen + (SERVERS[workers] if on_servers else [])))
+            for workers, jobs in JOBS.items():
+                records.update(self._run(workers, program, [job for job in jobs if _runs(program, job)]))
         except AssertionError as error:
             return Failure(program, "process", "process", str(error))
         return self._compare(program, reference, records, limit)
@@ -168,15 +168,13 @@ class Tester:
                     return Failure(
                         program, job, job, f"ranks 0 and {rank}: {where}", tuple(ranks[0].texts + record.texts)
                     )
-        families: dict[tuple[int, bool], str] = {}
+        families: dict[Shape, str] = {}
         for job, (record, *_) in records.items():
-            replicas = int(job.split("-")[1][0])
-            family = (replicas, "unfused" in job)
-            first = families.setdefault(family, job)
+            first = families.setdefault(Shape.of(job), job)
             if first == job:
-                if not _excepted(program, "torch", replicas) and (where := first_difference(record, reference, limit)):
+                if not _excepted(program, "torch", job) and (where := first_difference(record, reference, limit)):
                     return Failure(program, job, "torch", where, tuple(record.texts))
-            elif not _excepted(program, "strategies", replicas) and (
+            elif not _excepted(program, "strategies", job) and (
                 where := first_difference(record, records[first][0], None)
             ):
                 return Failure(program, job, first, where, tuple(record.texts))
@@ -199,17 +197,14 @@ def _narrowest(program: Program) -> str:
     return "float32" if program.has_block("MixedTypes") or program.has_block("Buffers") else program.dtype
 
 
-def _is_sensible(program: Program, job: str) -> bool:
-    return "sharded" not in job or all(optimizer.name in FLAT for optimizer in program.optimizers)
+def _runs(program: Program, job: str) -> bool:
+    scopes: tuple[differences.Scope, ...] = ("servers", "sharded")
+    return not any(scope in job and _excepted(program, scope, job) for scope in scopes)
 
 
-def _runs_on_servers(program: Program) -> bool:
-    return not _excepted(program, "servers", 1)
-
-
-def _excepted(program: Program, scope: differences.Scope, replicas: int) -> bool:
+def _excepted(program: Program, scope: differences.Scope, job: str) -> bool:
     scopes = (scope, "strategies") if scope == "torch" else (scope,)
-    return any(d.scope in scopes and d.concerns(program, replicas) for d in DIFFERENCES)
+    return any(d.scope in scopes and d.concerns(program, Shape.of(job)) for d in DIFFERENCES)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.optim import lr_scheduler
 
 import muster
@@ -90,7 +91,10 @@ class Training:
 
     def restart(self) -> None:
         """Goes on under another job of the same kind."""
+        divided = [o.state_dict() for o in self.optimizers] if self.job.divides_state else []
         self.job.close()
+        for optimizer, state in zip(self.optimizers, divided, strict=False):
+            optimizer.load_state_dict(state)
         self.job = self._make_job()
         self.model = self.job.prepare(self.net, self.optimizers)
 
@@ -119,9 +123,9 @@ class Training:
         return blocks[number % len(blocks)]  # type: ignore[no-any-return]
 
     def can_be_copied(self) -> bool:
-        """Whether deepcopy takes the network; it refuses one that holds a computed tensor."""
-        held = [value for module in self.net.modules() for value in vars(module).values()]
-        return all(value.is_leaf for value in held if isinstance(value, Tensor))
+        """Whether deepcopy takes the network. It refuses one that holds a computed tensor, which pruning leaves of a
+        forward pass with gradients: on a worker whose last part was empty, of an earlier call than on the others."""
+        return not prune.is_pruned(self.net)
 
     def batch(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Features, ids, targets and row numbers of the next call."""
