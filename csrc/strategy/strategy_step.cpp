@@ -56,8 +56,8 @@ class UntouchedGradients {
 // For one of several replicas, around its step function and backward, where checkpointing and custom functions enter
 // autocast again: leaves torch's cache of cast parameters alone, which all threads share. Clearing it frees tensors
 // under torch's mutex; to free one that Python knows takes the GIL, and who has that may be waiting for the mutex. And
-// gradients of a parameter's uses add up in the precision of the cast that they share: bits would depend on when another
-// replica clears it.
+// gradients of a parameter's uses add up in the precision of the cast that they share: bits would depend on when
+// another replica clears it.
 class KeptCasts {
  public:
   KeptCasts() { at::autocast::increment_nesting(); }
