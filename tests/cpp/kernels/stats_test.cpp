@@ -2,6 +2,7 @@
 
 #include "cpp/catch.h"
 #include "cpp/kernels/support.h"
+#include "kernels/math.h"
 
 using namespace muster::kernels;
 using namespace muster::kernels::testing;
