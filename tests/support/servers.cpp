@@ -47,6 +47,13 @@ kernels::StepScalars plain_scalars() {
   return {.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0};
 }
 
+kernels::WindowOptions window_options(double clip_norm) {
+  kernels::WindowOptions options{};
+  options.clip_norm = clip_norm;
+  options.loss_scale = 1;
+  return options;
+}
+
 // By parameter and tile, in registration order, without what nobody uses.
 std::vector<double> used_partials(const std::vector<Chunk>& chunks, const std::vector<double>& partials,
                                   uint32_t skipped) {
@@ -169,7 +176,7 @@ void Worker::step(uint64_t step, double clip_norm, const FlatGroups* groups) {
   command.members = decision.members;
   command.groups = groups == nullptr ? plan.groups : *groups;
   if (skipped_parameter < plan.parameters.size()) command.unused = {skipped_parameter};
-  finish_norm(partials, decision.numbers.data(), clip_norm, 1, command.scalars);
+  finish_norm(partials, decision.numbers.data(), window_options(clip_norm), command.scalars);
   command.scalars.unit = 1;
   norm = command.scalars.norm;
   if (step % 2 == 0) {
@@ -238,7 +245,7 @@ std::vector<at::Tensor> reference(const Plan& plan, uint32_t workers, uint64_t s
     double tail[kernels::kTailFields] = {0, 0, static_cast<double>(workers), 0, 0, 0, static_cast<double>(workers), 0};
     for (uint32_t r = 0; r < workers; ++r) tail[kernels::kWeight] += weight_of(r);
     auto scalars = plain_scalars();
-    take_norm(used, tail, clip_norm, 1, scalars);
+    take_norm(used, tail, window_options(clip_norm), scalars);
     if (norm != nullptr) *norm = scalars.norm;
     optimizer.step(std::move(sums), plan.groups, &scalars, /*keep=*/false);
   }
