@@ -202,10 +202,10 @@ std::vector<double> Shard::sum(uint64_t step, const std::vector<uint32_t>& membe
     auto lock = own.lock();
     const auto present = own.wait_for_pushes(lock, step, members, deadline);
     if (present) add(own, step, *present);
-    if (own.steps() > step || (own.steps() == step && own.made_partials.empty())) {
+    if (own.steps() > step || (own.steps() == step && !own.made_partials)) {
       throw InvalidArgument("the sums of step " + std::to_string(step) + " were applied and are gone; join again");
     }
-    const auto& known = present ? own.partials : own.made_partials;
+    const auto& known = present ? own.partials : *own.made_partials;
     partials.insert(partials.end(), known.begin(), known.end());
   }
   return partials;
@@ -258,7 +258,7 @@ bool Shard::skip_to(uint64_t step) {
       continue;
     }
     own.summed_step = 0;
-    own.made_partials.clear();
+    own.made_partials.reset();
     own.note_made(step);
   }
   return tables_.skip_to(step, command.get()) || was_behind;

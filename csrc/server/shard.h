@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -111,7 +112,7 @@ class Shard {
     at::Tensor sums;                 // the sum of several members
     const std::byte* sum = nullptr;  // where it is: in `sums`, or what the only member pushed
     std::vector<double> partials;
-    std::vector<double> made_partials;  // of the last step: a slow member may still ask for them
+    std::optional<std::vector<double>> made_partials;  // of the last step: a slow member may still ask for them
   };
 
   State& state(uint32_t chunk) const;

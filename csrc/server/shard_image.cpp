@@ -34,10 +34,10 @@ Shard::Image Shard::image(uint32_t chunk) {
   const auto lock = own.lock();
   Image image;
   image.made = own.record();
-  if (!own.made_partials.empty()) {
+  if (own.made_partials) {
     auto& partials = image.tensors[partials_name(plan_, own.chunk)];
-    partials = at::empty({static_cast<int64_t>(own.made_partials.size())}, at::kDouble);
-    std::copy(own.made_partials.begin(), own.made_partials.end(), partials.mutable_data_ptr<double>());
+    partials = at::empty({static_cast<int64_t>(own.made_partials->size())}, at::kDouble);
+    std::copy(own.made_partials->begin(), own.made_partials->end(), partials.mutable_data_ptr<double>());
   }
   for (size_t i = 0; i < own.pieces.size(); ++i) {
     const auto& piece = own.chunk.pieces[i];
@@ -75,7 +75,7 @@ void Shard::restore(uint32_t chunk, const Image& image) {
   const auto partials = image.tensors.find(partials_name(plan_, own.chunk));
   if (partials != image.tensors.end() && partials->second.scalar_type() == at::kDouble) {
     const auto* const first = partials->second.const_data_ptr<double>();
-    own.made_partials.assign(first, first + partials->second.numel());
+    own.made_partials.emplace(first, first + partials->second.numel());
   }
 }
 

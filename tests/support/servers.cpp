@@ -176,8 +176,8 @@ void Worker::step(uint64_t step, double clip_norm, const FlatGroups* groups) {
   command.members = decision.members;
   command.groups = groups == nullptr ? plan.groups : *groups;
   if (skipped_parameter < plan.parameters.size()) command.unused = {skipped_parameter};
+  command.scalars = plain_scalars();
   finish_norm(partials, decision.numbers.data(), window_options(clip_norm), command.scalars);
-  command.scalars.unit = 1;
   norm = command.scalars.norm;
   if (step % 2 == 0) {
     client.apply(command);
