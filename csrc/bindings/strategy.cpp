@@ -328,10 +328,10 @@ void bind_core_class(py::module_& m) {
       .def("set_has_hooks", &StrategyCore::set_has_hooks)
       .def("hooked", &StrategyCore::hooked)
       .def("call_hooks",
-           [](StrategyCore& c, int set, bool fused, const py::object& hooks) {
+           [](StrategyCore& c, int set, bool fused, bool is_first, const py::object& hooks) {
              const auto call = callback(hooks);
              const Interruptible interruptible;
-             c.call_hooks(set, fused, call);
+             c.call_hooks(set, fused, is_first, call);
            })
       .def("note_no_optimizer", &StrategyCore::note_no_optimizer)
       .def(

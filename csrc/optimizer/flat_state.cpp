@@ -241,12 +241,13 @@ void follow_state(FlatState& state, Optimizer& optimizer) {
       if (is_ours) {
         if (take_values(state, p, *entry)) changed.push_back(p);
       } else if (state.flat.has_started(p) && state.flat.num_states(p) > 0) {
+        const auto before = state.flat.state(p, 0);
         state.flat.reset(p);
         if constexpr (std::is_same_v<ParamState, torch::optim::AdagradParamState>) {
           const double first =
               static_cast<const torch::optim::AdagradOptions&>(optimizer.defaults()).initial_accumulator_value();
-          if (first == 0) continue;
-          state.flat.set_state(p, 0, at::full(parameters_of(optimizer)[p].sizes(), first));
+          if (first == 0 || !before.defined()) continue;
+          state.flat.set_state(p, 0, at::full_like(before, first));
           changed.push_back(p);
         }
       }

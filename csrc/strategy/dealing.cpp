@@ -60,11 +60,15 @@ bool Dealing::wait_for_more() {
 
 void Dealing::leave() {
   done();
-  if (!ended_ && core_->has_servers()) core_->servers().end_pass(loader_, epoch_, batches_, finished_);
+  if (!ended_) {
+    const auto pass = core_->enter();
+    if (core_->has_servers()) core_->servers().end_pass(loader_, epoch_, batches_, finished_);
+  }
   ended_ = true;
 }
 
 std::optional<int64_t> Dealing::ask() {
+  const auto pass = core_->enter();
   const auto dealt = core_->servers().deal(loader_, epoch_, batches_, std::exchange(finished_, {}));
   ended_ = dealt.state == server::Dealt::State::ended;
   if (dealt.state != server::Dealt::State::dealt) return std::nullopt;

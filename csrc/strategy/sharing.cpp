@@ -46,6 +46,7 @@ PassStanding Sharing::standing() const {
 }
 
 std::vector<uint32_t> Sharing::expected() const {
+  const auto pass = core_->enter();
   if (core_->has_servers()) return core_->servers().expected();
   std::vector<uint32_t> all(static_cast<size_t>(core_->topology().num_workers));
   std::iota(all.begin(), all.end(), 0U);

@@ -6,7 +6,7 @@
 
 namespace muster {
 
-void StrategyCore::call_hooks(int number, bool fused, const std::function<void()>& hooks) {
+void StrategyCore::call_hooks(int number, bool fused, bool is_first, const std::function<void()>& hooks) {
   auto& set = *sets_.at(static_cast<size_t>(number));
   const bool edits = fused && options_.keep_gradients && set.servers() == nullptr;
   std::exception_ptr error;
@@ -27,6 +27,9 @@ void StrategyCore::call_hooks(int number, bool fused, const std::function<void()
   }
   if (failure.kind == Failure::Kind::transport) std::rethrow_exception(error);
   if (groups_.workers->size() > 1) {
+    const std::string outcome = is_first ? "the window was dropped on all ranks and training can go on"
+                                         : "optimizers before that one have stepped on all ranks, it and later ones "
+                                           "on none, and training can go on";
     const auto texts = exchange_texts(*groups_.workers, failure ? 'f' + failure.type + '\n' + failure.text
                                                                 : 's' + (edits ? set.step_scalars() : std::string()));
     for (size_t rank = 0; rank < texts.size() && !error; ++rank) {
@@ -39,14 +42,13 @@ void StrategyCore::call_hooks(int number, bool fused, const std::function<void()
       for (size_t before = 0; before < rank; ++before) replica += topology_.replicas_of_worker[before];
       error = std::make_exception_ptr(RemoteError(static_cast<int>(rank), replica, type, what,
                                                   "a hook before the optimizer's step on rank " + std::to_string(rank) +
-                                                      " raised " + type + ": " + what +
-                                                      "; the window was dropped on all ranks and training can go on"));
+                                                      " raised " + type + ": " + what + "; " + outcome));
     }
     if (!error) set.set_step_scalars(texts.front().substr(1));
   }
   if (!error) return;
   awaited_ = 0;  // no rank steps
-  --steps_;
+  if (is_first) --steps_;
   std::rethrow_exception(error);
 }
 

@@ -179,9 +179,10 @@ class StrategyCore {
   /// Within StepCall::apply of a set that is hooked, before the optimizers' steps; collective over workers. Calls this
   /// rank's `hooks`, which see and may edit the means (GradientSet::edit_means) where the set is `fused` and keeps
   /// gradients, and waits for the other ranks' before anybody writes parameters. Where the hooks of a rank raised no
-  /// rank steps: there the error is rethrown, elsewhere it is RemoteError, and the window counts as dropped. On
-  /// parameter servers the step is made, and the error rethrown after it.
-  void call_hooks(int set, bool fused, const std::function<void()>& hooks);
+  /// rank steps: there the error is rethrown, elsewhere it is RemoteError, and the window counts as dropped, unless
+  /// optimizers have stepped before these hooks' (not `is_first`). On parameter servers the step is made, and the error
+  /// rethrown after it.
+  void call_hooks(int set, bool fused, bool is_first, const std::function<void()>& hooks);
 
   /// Within StepCall::apply of a set without optimizers. Warns once where no parameter was written between two windows,
   /// so that the first one's gradients were replaced unused.

@@ -652,20 +652,21 @@ class Strategy:
                 self._optimizer_steps(set_number)  # what cannot be stepped is an error that ranks agree on, too
 
         if hooked:
-            self._core.call_hooks(set_number, True, call_pre_hooks)
+            self._core.call_hooks(set_number, True, True, call_pre_hooks)
         for optimizer in optimizers:
             optimizer.step_fused(set_number)
         self._stepped += optimizers
 
     def _apply_from_grad(self, set_number: int, optimizers: Sequence[PreparedOptimizer], hooked: bool) -> None:
-        def agree(error: BaseException | None) -> None:
-            def fail() -> None:
-                if error is not None:
-                    raise error
-
-            self._core.call_hooks(set_number, False, fail)
-
         for optimizer in optimizers:
+
+            def agree(error: BaseException | None, is_first: bool = optimizer is optimizers[0]) -> None:
+                def fail() -> None:
+                    if error is not None:
+                        raise error
+
+                self._core.call_hooks(set_number, False, is_first, fail)
+
             error = optimizer.step(agree if hooked else None)
             self._hook_error = self._hook_error or error
 

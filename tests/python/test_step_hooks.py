@@ -157,6 +157,42 @@ def test_a_pre_hook_that_raises_leaves_all_ranks_as_they_were(worker_job: Launch
         assert np.array_equal(a, b)
 
 
+def second_raises(strategy: muster.Strategy) -> Any:
+    module = net()
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.05) for layer in module]
+    model, *_ = strategy.prepare(module, *optimizers)
+
+    def hook(*_: Any) -> None:
+        if strategy.rank == 1 and strategy.steps == 2:
+            raise Broken("of the second")
+
+    optimizers[1].register_step_pre_hook(hook)
+    x = batch(strategy)
+    strategy.step(lambda x: model(x).square().mean(), x)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    error = ""
+    try:
+        strategy.step(lambda x: model(x).square().mean(), x)
+    except (Broken, muster.RemoteError) as raised:
+        error = str(raised)
+    changed = [not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)]
+    counted = strategy.steps
+    strategy.step(lambda x: model(x).square().mean(), x)
+    return error, changed, counted, values(module)
+
+
+def test_a_later_optimizers_pre_hook_that_raises_undoes_no_earlier_step(worker_job: Launcher) -> None:
+    results = worker_job(second_raises, **OPTIONS["unfused"])
+    (theirs, *of_first), (own, *of_second) = results
+    assert own == "of the second"
+    assert "optimizers before that one have stepped on all ranks" in theirs
+    for changed, counted, _ in (of_first, of_second):
+        assert changed == [True, False, False]
+        assert counted == 2
+    for a, b in zip(of_first[2], of_second[2], strict=True):
+        assert np.array_equal(a, b)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_post_hook_that_raises_is_that_ranks_alone(worker_job: Launcher, options: str) -> None:
     results = worker_job(raising, "after", 1, **OPTIONS[options])
