@@ -285,7 +285,7 @@ void finish_window(const Tensor& partials, const Tensor& tail, const Tensor& use
                    const OptionalTensor& scale, const OptionalTensor& report, uint32_t num_slots, uintptr_t stream) {
   const c10::Device device = partials.device();
   const auto* squares = data_as<double>(partials, device, 0, c10::kDouble);
-  const auto* fields = data_as<double>(tail, device, int64_t{kernels::kTailFields} + num_slots, c10::kDouble);
+  const auto* fields = data_as<double>(tail, device, static_cast<int64_t>(kernels::tail_size(num_slots)), c10::kDouble);
   const auto* counts = data_as<double>(used, device, steps.numel(), c10::kDouble);
   auto* taken = data_as<float>(steps, device, 0, c10::kFloat);
   auto* found = struct_in<kernels::StepScalars>(scalars, device);
@@ -358,7 +358,7 @@ void note_loss(const OptionalTensor& loss, const OptionalTensor& weight, double 
     terms.metrics[terms.num_metrics++] = {data_as<void>(value, device, 1, value.scalar_type()),
                                           kernel_dtype(value.scalar_type()), slot};
   }
-  auto* fields = data_as<double>(tail, device, int64_t{kernels::kTailFields} + num_slots, c10::kDouble);
+  auto* fields = data_as<double>(tail, device, static_cast<int64_t>(kernels::tail_size(num_slots)), c10::kDouble);
   auto* is_open = data_as<double>(gate, device, 1, c10::kDouble);
   auto* from = loss && seed ? data_as<void>(*seed, device, 1, loss->scalar_type()) : nullptr;
   const auto* found = struct_in<kernels::StepScalars>(scalars, device);

@@ -6,6 +6,7 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 
 namespace muster {
@@ -22,6 +23,7 @@ struct ReplicaContext : c10::DebugInfoBase, std::enable_shared_from_this<Replica
   at::Generator device_generator;    ///< likewise of its CUDA device; undefined where it has none
   std::shared_ptr<PartTimer> timer;  ///< of its part, stopped while it waits for others; null where nobody asks
   uint64_t collectives = 0;          ///< that user code has asked for in this call
+  std::exception_ptr wait_error;     ///< of the last of them that failed
 };
 
 /// The context of the calling thread's replica, or null outside a step.

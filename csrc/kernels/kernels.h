@@ -79,6 +79,11 @@ inline constexpr int kMetrics = 5;
 inline constexpr int kMeanLosses = 6;  ///< losses that are means
 inline constexpr int kSumLosses = 7;   ///< losses that are sums: then gradients are not divided by the weight
 inline constexpr int kTailFields = 8;
+/// A metric's first field in a tail: the sum of weight * metric over the losses that bring it; the next is the sum of
+/// these losses' weights.
+inline constexpr size_t metric_field(uint32_t slot) noexcept { return kTailFields + 2 * size_t{slot}; }
+/// The number of fields in a tail with this many metrics.
+inline constexpr size_t tail_size(uint32_t num_slots) noexcept { return metric_field(num_slots); }
 
 /// The scale that a loss is multiplied by, and how many steps in a row were finite; torch.amp.GradScaler's state.
 struct LossScaleState {
@@ -132,7 +137,7 @@ inline constexpr size_t report_bytes(uint32_t num_slots) noexcept {
 /// torch.nn.utils.clip_grad_norm_. A window is dropped whose weight is not above 0 (NaN: a loss's weight was none) or
 /// that has failures; it keeps `unit`. Then steps[p] += 1 for each of the `num_parameters` whose used[p] > 0, unless
 /// skipped or dropped; then, with a `scale`, loss_scale_update. Last, with a `report`, that of the closed window, whose
-/// metrics are tail[kTailFields + slot] / weight, NaN where dropped.
+/// metrics are means over the losses that brought them: NaN where none did, and where dropped.
 void finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,
                    size_t num_parameters, const WindowOptions& options, StepScalars* scalars, LossScaleState* scale,
                    WindowReport* report = nullptr, uint32_t num_slots = 0) noexcept;
@@ -173,7 +178,7 @@ inline constexpr uint32_t kMaxMetrics = 64;
 struct LossMetric {
   const void* value;  ///< one element of `dtype`
   DType dtype;
-  uint32_t slot;  ///< it is added to tail[kTailFields + slot]; no two metrics of a loss share one
+  uint32_t slot;  ///< see metric_field; no two metrics of a loss share one
 };
 
 /// One micro-batch's loss.
@@ -184,7 +189,7 @@ struct LossTerms {
   DType weight_dtype;
   double rows;
   bool is_mean;          ///< else the loss is a sum
-  bool first;            ///< of the window: tail[0 .. kTailFields + num_slots) starts from zeros
+  bool first;            ///< of the window: tail[0 .. tail_size(num_slots)) starts from zeros
   uint32_t num_slots;    ///< of the tail
   uint32_t num_metrics;  ///< at most kMaxMetrics
   LossMetric metrics[kMaxMetrics];
@@ -192,8 +197,8 @@ struct LossTerms {
 
 /// What a loss adds to its replica's tail, and the seed of its backward. It contributes where its weight w is finite
 /// and above 0: then weight += w, weighted loss += (w for a mean, 1 for a sum) * loss, contributions and mean or sum
-/// losses += 1, and each metric's slot += w * metric. Otherwise no loss and no metric leaves a trace, whatever they
-/// are, and a w that is negative or not finite makes the tail's weight NaN: every rank drops the window.
+/// losses += 1, and each metric's fields += w * metric and w. Otherwise no loss and no metric leaves a trace, whatever
+/// they are, and a w that is negative or not finite makes the tail's weight NaN: every rank drops the window.
 /// *gate = what pack multiplies the gradient by: w / scalars->unit for a mean, 1 for a sum, 0 where the loss does not
 /// contribute. *seed, one element of `loss_dtype` or null without a loss, = the scale (1 for a null `scale`), rounded
 /// once; 0 where the loss does not contribute. With a `report`, that of the window so far, of this replica alone:

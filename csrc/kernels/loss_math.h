@@ -114,7 +114,8 @@ MUSTER_HOST_DEVICE double* metrics_of(WindowReport* report) noexcept { return re
 
 /// `weight` is that of the window, 0 where dropped.
 MUSTER_HOST_DEVICE double reported_metric(const double* tail, double weight, uint32_t slot) noexcept {
-  return weight > 0 ? tail[kTailFields + slot] / weight : nan_value();
+  const double* sums = tail + metric_field(slot);
+  return weight > 0 ? sums[0] / sums[1] : nan_value();
 }
 
 MUSTER_HOST_DEVICE double reported_loss(const double* tail, double weight) noexcept {

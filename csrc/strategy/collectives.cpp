@@ -35,7 +35,12 @@ void wait_in_step(comm::Work work) {
   const auto replica = current_replica();
   const auto timer = replica ? replica->timer : nullptr;
   if (timer) timer->stop();
-  work.wait();
+  try {
+    work.wait();
+  } catch (...) {
+    if (replica) replica->wait_error = std::current_exception();
+    throw;
+  }
   if (timer) timer->start();
 }
 

@@ -83,7 +83,7 @@ kernels::StepScalars DeviceScalars::read_scalars() const {
 DeviceWindow::DeviceWindow(c10::Device device, std::shared_ptr<DeviceScalars> scalars)
     : device_(device),
       scalars_(std::move(scalars)),
-      tail_(at::zeros({kernels::kTailFields + kSlots}, at::TensorOptions(at::kDouble).device(device))),
+      tail_(at::zeros({static_cast<int64_t>(kernels::tail_size(kSlots))}, at::TensorOptions(at::kDouble).device(device))),
       gate_(at::zeros({1}, at::TensorOptions(at::kDouble).device(device))) {}
 
 DeviceReport DeviceWindow::new_report() const {
@@ -182,14 +182,13 @@ void DeviceWindow::agree(const std::vector<std::string>& names) {
   const auto noted = std::move(noted_);
   noted_.assign(names.size(), false);
   const auto old = tail_.clone();
-  tail_.narrow(0, kernels::kTailFields, kSlots).zero_();
+  tail_.slice(0, kernels::kTailFields).zero_();
   for (size_t slot = 0; slot < names.size(); ++slot) {
     const auto found = std::find(old_names.begin(), old_names.end(), names[slot]);
     if (found == old_names.end()) continue;
     const auto from = static_cast<size_t>(found - old_names.begin());
     noted_[slot] = from >= names_.size() || noted[from];
-    const auto place = [](size_t number) { return kernels::kTailFields + static_cast<int64_t>(number); };
-    tail_.narrow(0, place(slot), 1).copy_(old.narrow(0, place(from), 1));
+    metric_sums(tail_, slot).copy_(metric_sums(old, from));
   }
   names_ = names;
   new_names_.clear();

@@ -17,6 +17,11 @@
 
 namespace muster {
 
+/// A view of the two fields of a metric in a tail; see kernels::metric_field.
+inline at::Tensor metric_sums(const at::Tensor& tail, size_t slot) {
+  return tail.narrow(0, static_cast<int64_t>(kernels::metric_field(static_cast<uint32_t>(slot))), 2);
+}
+
 /// Throws InvalidArgument for a metric that is not one number.
 void check_metric(const std::string& name, const at::Tensor& metric);
 
@@ -96,7 +101,7 @@ class DeviceWindow {
   /// Agrees on more names, in the order of their slots from here on. In a window: moves what was noted.
   void agree(const std::vector<std::string>& names);
 
-  /// kTailFields, kSlots metrics: this replica's, or, after its reduction, all replicas'.
+  /// tail_size(kSlots) fields: this replica's, or, after its reduction, all replicas'.
   const at::Tensor& tail() const noexcept { return tail_; }
   const DeviceScalars& scalars() const noexcept { return *scalars_; }
   const std::shared_ptr<DeviceScalars>& shared_scalars() const noexcept { return scalars_; }

@@ -258,6 +258,7 @@ class StrategyCore {
   void run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
                    ReplicaRun& outcome);
   void give_up(int local_replica, ReplicaRun& outcome);
+  std::exception_ptr cause_of(std::exception_ptr error, const ReplicaContext& replica) const;
   StepCall empty_call(int set, std::function<void()> apply, bool fused) const;
   void leave_step_group(GradientSet& set);
   void note_times(const StepCall& call, const std::vector<ReplicaRun>& outcomes);

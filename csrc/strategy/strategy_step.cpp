@@ -140,6 +140,14 @@ Loss StrategyCore::call_in_precision(const StepCall& call, int local_replica) co
   return call.call(local_replica);
 }
 
+// Torch's Python bindings turn an error of a collective that backward waits for into a RuntimeError of the same words.
+std::exception_ptr StrategyCore::cause_of(std::exception_ptr error, const ReplicaContext& replica) const {
+  if (!replica.wait_error) return error;
+  const auto failure = describe_(error);
+  const bool is_its = failure.text.find(describe_cpp_error(replica.wait_error).text) != std::string::npos;
+  return failure.kind == Failure::Kind::own && is_its ? replica.wait_error : error;
+}
+
 // One replica's share of a micro-batch. Whatever happens to the user's code, the replica takes part in every collective
 // that its peers expect.
 void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
@@ -181,7 +189,7 @@ void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t 
       outcome.output = std::move(loss.output);
     }
   } catch (...) {
-    outcome.error = capture_(std::current_exception());
+    outcome.error = cause_of(capture_(std::current_exception()), *context);
   }
   try {
     // Before the buckets leave: a transport that both share must see the step's collectives first.
@@ -459,7 +467,8 @@ void StrategyCore::run(const StepCall& call) {
         const auto r = static_cast<size_t>(local_replica);
         const StreamScope stream_scope(streams[r]);
         auto& outcome = (*outcomes)[r];
-        const ReplicaScope scope(make_context(local_replica, t));
+        const auto context = make_context(local_replica, t);
+        const ReplicaScope scope(context);
         const at::NoGradGuard no_grad;
         const bool empty = shared_call->rows[r] == 0;
         try {
@@ -468,7 +477,7 @@ void StrategyCore::run(const StepCall& call) {
           if (shares_casts()) kept.emplace();
           if (!empty) outcome.output = call_in_precision(*shared_call, local_replica).output;
         } catch (...) {
-          outcome.error = std::current_exception();
+          outcome.error = cause_of(std::current_exception(), *context);
         }
         const auto failure = outcome.error ? describe_(outcome.error) : Failure{};
         try {

@@ -175,6 +175,7 @@ StepResult GradientSet::result_so_far() const {
   result.weight = at::zeros_like(result.weight);
   result.loss = at::zeros_like(result.loss);
   result.metrics.clear();
+  std::map<std::string, at::Tensor> metrics;
   bool is_sum = false;
   for (size_t r = 0; r < device_windows_.size(); ++r) {
     const auto& window = *device_windows_[r];
@@ -185,13 +186,13 @@ StepResult GradientSet::result_so_far() const {
     result.weight = result.weight + weight;
     result.loss = result.loss + (adds ? at::where(weight.gt(0), loss, at::zeros_like(loss)) : times(loss, weight));
     for (const auto& [name, slot] : window.noted()) {
-      auto& sum = result.metrics[name];
-      const auto term = times(here(window.report().metric(slot)), weight);
-      sum = sum.defined() ? sum + term : term;
+      auto& sums = metrics[name];
+      const auto own = here(metric_sums(window.tail(), slot));
+      sums = sums.defined() ? sums + own : own.clone();
     }
   }
   if (!is_sum) result.loss = result.loss / result.weight;
-  for (auto& [name, value] : result.metrics) value = value / result.weight;
+  for (const auto& [name, sums] : metrics) result.metrics[name] = sums.select(0, 0) / sums.select(0, 1);
   return result;
 }
 

@@ -299,8 +299,8 @@ class _Elsewhere(defaultdict[Any, Any]):
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise InvalidArgument(self.reason)
 
-    __missing__ = __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = pop = popitem = setdefault = update = _refuse
+    __missing__ = __contains__ = __setitem__ = __delitem__ = __ior__ = _refuse
+    get = clear = pop = popitem = setdefault = update = _refuse
 
     def __copy__(self) -> defaultdict[Any, Any]:  # type: ignore[override]
         return defaultdict(dict)
@@ -481,7 +481,7 @@ class Adagrad(_Flat, torch.optim.Adagrad):
                     raise InvalidArgument(
                         f"initial_accumulator_value={initial}: rows on parameter servers start at 0; leave it out"
                     )
-            elif initial != 0 and not self.state.get(parameter) and not isinstance(self.state, _Elsewhere):
+            elif initial != 0 and not isinstance(self.state, _Elsewhere) and not self.state.get(parameter):
                 self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.full_like(parameter, initial)}
         return super().state_by_position()
 

@@ -251,7 +251,7 @@ def some_window(num_partials: int) -> Window:
     used[3::7] = 0
     return Window(
         partials=numbers(num_partials, torch.float64, num_partials).abs(),
-        tail=torch.tensor([24, 31.5, 3, 0, 0, 0, 3, 0, 5.0, -7.0], dtype=torch.float64),
+        tail=torch.tensor([24, 31.5, 3, 0, 0, 0, 3, 0, 5.0, 24.0, -7.0, 12.0], dtype=torch.float64),
         used=used,
         steps=torch.arange(300.0),
         scale=kernels.make_loss_scale(1024.0, 2),
@@ -334,7 +334,7 @@ def losses(device: torch.device, dtype: torch.dtype, weights: list[float | None]
     slots = 3
     scalars = kernels.make_scalars(unit=4.0).to(device)
     scale = kernels.make_loss_scale(256.0, 0).to(device)
-    tail = torch.full((8 + slots,), math.nan, dtype=torch.float64, device=device)
+    tail = torch.full((8 + 2 * slots,), math.nan, dtype=torch.float64, device=device)
     report = torch.zeros(kernels.report_bytes(slots), dtype=torch.uint8, device=device)
     left = []
     for i, weight in enumerate(weights):
@@ -377,7 +377,7 @@ def test_note_loss(device: torch.device, dtype: torch.dtype, weights: list[float
 def test_a_loss_is_noted_as_its_formula_says() -> None:
     tail, gate, seed, *_ = losses(CPU, torch.float32, [8.0, 6.0])
     assert tail[:3].tolist() == [14.0, 8.0 + 6.0 * float(torch.tensor(1.0 + 1 / 3)), 2.0]
-    assert tail[8:].tolist() == [6.0 * 7, 0.0, 8.0 * 0.5 + 6.0 * 1.5]
+    assert tail[8:].tolist() == [6.0 * 7, 14.0, 0.0, 0.0, 8.0 * 0.5 + 6.0 * 1.5, 14.0]
     assert gate.tolist() == [8 / 4] and seed.tolist() == [256.0]
 
 

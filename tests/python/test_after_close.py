@@ -174,6 +174,8 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "pop": lambda optimizer: optimizer.state.pop(optimizer.param_groups[0]["params"][0], None),
     "set": lambda optimizer: optimizer.state.__setitem__(optimizer.param_groups[0]["params"][0], {}),
     "read": lambda optimizer: optimizer.state[optimizer.param_groups[0]["params"][0]],
+    "get": lambda optimizer: optimizer.state.get(optimizer.param_groups[0]["params"][0]),
+    "look for": lambda optimizer: optimizer.param_groups[0]["params"][0] in optimizer.state,
     "load": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
 }
 

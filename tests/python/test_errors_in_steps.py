@@ -49,12 +49,18 @@ def fail_while_peers_reduce(strategy: muster.Strategy, loss: Tensor) -> Tensor:
     raise Broken(7)
 
 
+def fail_while_peers_differentiate(strategy: muster.Strategy, loss: Tensor) -> Tensor:
+    raise Broken(7)
+
+
 FAILURES: list[Callable[[muster.Strategy, Tensor], Tensor]] = [
     fail_at_once,
     fail_in_backward,
     fail_in_a_hook,
     fail_while_peers_reduce,
+    fail_while_peers_differentiate,
 ]
+WHILE_PEERS_WAIT = ("fail_while_peers_reduce", "fail_while_peers_differentiate")
 
 
 def failing(strategy: muster.Strategy, failure: str, failing_replica: int, failing_call: int) -> Any:
@@ -69,8 +75,13 @@ def failing(strategy: muster.Strategy, failure: str, failing_replica: int, faili
 
     def step(x: Tensor) -> Tensor:
         loss = model(x).square().mean()
+        if fail is fail_while_peers_differentiate:
+            loss = loss + strategy.reduce(loss, "mean") * 0.1
         if calls == failing_call and strategy.replica == failing_replica:
             loss = fail(strategy, loss)
+        if fail is fail_while_peers_differentiate:
+            gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            loss = loss + 0.01 * sum(gradient.square().sum() for gradient in gradients)
         if fail is fail_while_peers_reduce:
             loss = loss + strategy.reduce(loss, "mean") * 0.1
         return loss
@@ -100,12 +111,12 @@ def test_an_exception_reaches_every_rank_and_training_goes_on(
         if rank == len(results) - 1:
             assert (when, name) == (call, "Broken with code 7")
             (notes,) = rest
-            if failure in ("fail_at_once", "fail_while_peers_reduce"):
+            if failure in ("fail_at_once", *WHILE_PEERS_WAIT):
                 assert len(notes) == 1 and f"replica {failing_replica} of {job.replicas}" in notes[0]
         else:
             assert name == "Broken"
             assert rest == ["broken 7", len(results) - 1, failing_replica]
-            assert when == window_end or (failure == "fail_while_peers_reduce" and when == call)
+            assert when == window_end or (failure in WHILE_PEERS_WAIT and when == call)
         assert steps == 12 // accumulate - 1
         assert all(np.isfinite(p).all() for p in parameters)
         for a, b in zip([*parameters, *buffers], [*results[0][1], *results[0][3]], strict=True):

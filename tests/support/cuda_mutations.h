@@ -25,6 +25,7 @@
   X(note_loss_always_first)         \
   X(note_loss_zeroes_late)          \
   X(note_loss_multiplies)           \
+  X(metric_counts_losses)           \
   X(note_loss_reports_early)        \
   X(factors_overtake_their_readers) \
   X(factors_not_awaited)            \

@@ -7,11 +7,12 @@ void note_loss(const LossTerms& terms, const StepScalars* scalars, const LossSca
                double* gate, void* seed, WindowReport* report) noexcept {
   const double weight = weight_of(terms);
   const double loss_scale = loss_scale_of(scale, 1);
-  for (uint32_t i = 0; terms.first && i < kTailFields + terms.num_slots; ++i) tail[i] = 0;
+  for (uint32_t i = 0; terms.first && i < tail_size(terms.num_slots); ++i) tail[i] = 0;
   add_loss(terms, weight, tail);
   for (uint32_t m = 0; contributes(weight) && m < terms.num_metrics; ++m) {
-    double& sum = tail[kTailFields + terms.metrics[m].slot];
-    sum = sum + weighted_metric(terms.metrics[m], weight);
+    double* sums = tail + metric_field(terms.metrics[m].slot);
+    sums[0] = sums[0] + weighted_metric(terms.metrics[m], weight);
+    sums[1] = sums[1] + weight;
   }
   *gate = share_of(terms.is_mean, weight, scalars->unit);
   if (seed != nullptr) {

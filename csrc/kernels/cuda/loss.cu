@@ -22,7 +22,7 @@ MUSTER_KERNEL void __launch_bounds__(kThreads) note_loss_kernel(MUSTER_GRID_CONS
   const double loss_scale = loss_scale_of(a.scale, 1);
   const bool is_added = MUSTER_MUTATE(note_loss_multiplies, contributes(weight), is_finite(weight));
   if (MUSTER_MUTATE(note_loss_always_first, terms.first, true)) {
-    for (uint32_t i = threadIdx.x; i < kTailFields + terms.num_slots; i += kThreads) a.tail[i] = 0;
+    for (uint32_t i = threadIdx.x; i < tail_size(terms.num_slots); i += kThreads) a.tail[i] = 0;
   }
   MUSTER_MUTATE(note_loss_zeroes_late, __syncthreads(), void());
   if (threadIdx.x == 0) {
@@ -33,8 +33,9 @@ MUSTER_KERNEL void __launch_bounds__(kThreads) note_loss_kernel(MUSTER_GRID_CONS
     }
   }
   for (uint32_t m = threadIdx.x; is_added && m < terms.num_metrics; m += kThreads) {
-    double& sum = a.tail[kTailFields + terms.metrics[m].slot];
-    sum = sum + weighted_metric(terms.metrics[m], weight);
+    double* sums = a.tail + metric_field(terms.metrics[m].slot);
+    sums[0] = sums[0] + weighted_metric(terms.metrics[m], weight);
+    sums[1] = sums[1] + MUSTER_MUTATE(metric_counts_losses, weight, 1.0);
   }
   if (a.report == nullptr) return;
   MUSTER_MUTATE(note_loss_reports_early, __syncthreads(), void());

@@ -66,7 +66,7 @@ class Windows {
   double gate_a_ = -1, gate_b_ = -2;
 
   static Buffer<double> filled() {
-    Buffer<double> tail(kTailFields + kSlots);
+    Buffer<double> tail(tail_size(kSlots));
     for (double& value : tail) value = 5;
     return tail;
   }
@@ -136,7 +136,7 @@ TEST_CASE("note_loss equals the CPU's for numbers that are none", "[cuda]") {
           const bool is_added = w > 0 && std::isfinite(w);
           CHECK(windows.gate() == (is_added ? w / windows.scalars.unit : 0));
           CHECK(std::isnan(windows.tail()[kWeight]) == (w != 0 && !is_added));
-          if (w == 0) CHECK(std::count(windows.tail().begin(), windows.tail().end(), 0) == kTailFields + kSlots);
+          if (w == 0) CHECK(std::count(windows.tail().begin(), windows.tail().end(), 0) == tail_size(kSlots));
         }
       }
     }
@@ -153,11 +153,11 @@ TEST_CASE("note_loss without a loss zeroes the window's first tail and leaves ot
     Windows windows;
     windows.note(terms);
     CHECK(windows.gate() == 0);
-    CHECK(std::count(windows.tail().begin(), windows.tail().end(), 5) == kTailFields + kSlots);
+    CHECK(std::count(windows.tail().begin(), windows.tail().end(), 5) == tail_size(kSlots));
     terms.first = true;
     windows.has_report = false;
     windows.note(terms);
-    CHECK(std::count(windows.tail().begin(), windows.tail().end(), 0) == kTailFields + kSlots);
+    CHECK(std::count(windows.tail().begin(), windows.tail().end(), 0) == tail_size(kSlots));
   }
 }
 

@@ -235,7 +235,7 @@ TEST_CASE("weights and metrics of a device are the host's", "[device]") {
   check_job(job);
 }
 
-TEST_CASE("a metric of one replica alone is its own on the host, and counts as 0 elsewhere on a device", "[device]") {
+TEST_CASE("a metric of one replica alone is its own", "[device]") {
   Job job;
   job.step = [](Net& net, const at::Tensor& x, int step) -> Loss {
     Loss loss(plain_loss(net, x, step).value);
@@ -243,8 +243,7 @@ TEST_CASE("a metric of one replica alone is its own on the host, and counts as 0
     return loss;
   };
   job.rows = {9};
-  CHECK(run(job, false).metrics.front().at("alone") == 3);
-  CHECK(run(job, true).metrics.front().at("alone") == 3 * 5 / 9.0);
+  for (const bool on_device : {false, true}) CHECK(run(job, on_device).metrics.front().at("alone") == 3);
 }
 
 TEST_CASE("a loss that is a sum is not divided on a device", "[device]") {

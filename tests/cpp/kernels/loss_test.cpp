@@ -22,7 +22,7 @@ struct Replica {
   LossTerms terms{};
   StepScalars scalars{.divisor = 1, .clip = 1, .norm = 0, .unit = 4, .finite = 1, .dropped = 0};
   LossScaleState scale{8, 0};
-  std::vector<double> tail = std::vector<double>(kTailFields + 2, 100.0);
+  std::vector<double> tail = std::vector<double>(tail_size(2), 100.0);
   double gate = -1;
   float seed = -1;
   struct {
@@ -92,7 +92,7 @@ void check_rounding(DType dtype) {
 TEST_CASE("note_loss adds a mean by its weight", "[kernels]") {
   Replica replica;
   replica.note();
-  CHECK(replica.tail == std::vector<double>{2, 6, 1, 0, 0, 0, 1, 0, 0, 20});
+  CHECK(replica.tail == std::vector<double>{2, 6, 1, 0, 0, 0, 1, 0, 0, 0, 20, 2});
   CHECK(replica.gate == 2.0 / 4);
   CHECK(replica.seed == 8);
   CHECK(replica.report.head.loss == 3);
@@ -101,13 +101,13 @@ TEST_CASE("note_loss adds a mean by its weight", "[kernels]") {
   CHECK(replica.report.head.loss_scale == 8);
   CHECK(replica.report.head.skipped == 0);
   CHECK(replica.report.head.dropped == 0);
-  CHECK(replica.report.metrics[0] == 0);
+  CHECK(std::isnan(replica.report.metrics[0]));
   CHECK(replica.report.metrics[1] == 10);
 
   replica.terms.weight = nullptr;
   replica.loss = 12;
   replica.note(/*has_scale=*/false);
-  CHECK(replica.tail == std::vector<double>{9, 90, 2, 0, 0, 0, 2, 0, 0, 90});
+  CHECK(replica.tail == std::vector<double>{9, 90, 2, 0, 0, 0, 2, 0, 0, 0, 90, 9});
   CHECK(replica.gate == 7.0 / 4);
   CHECK(replica.seed == 1);
   CHECK(replica.report.head.loss == 10);
@@ -118,11 +118,24 @@ TEST_CASE("note_loss adds a sum as it is, and its metrics by weight", "[kernels]
   Replica replica;
   replica.terms.is_mean = false;
   replica.note();
-  CHECK(replica.tail == std::vector<double>{2, 3, 1, 0, 0, 0, 0, 1, 0, 20});
+  CHECK(replica.tail == std::vector<double>{2, 3, 1, 0, 0, 0, 0, 1, 0, 0, 20, 2});
   CHECK(replica.gate == 1);
   CHECK(replica.seed == 8);
   CHECK(replica.report.head.loss == 3);
   CHECK(replica.report.metrics[1] == 10);
+}
+
+TEST_CASE("a metric is averaged over the losses that bring it", "[kernels]") {
+  Replica replica;
+  replica.note();
+  replica.terms.num_metrics = 0;
+  replica.note();
+  replica.terms.num_metrics = 1;
+  replica.weight = 6;
+  replica.metric = 2;
+  replica.note();
+  CHECK(replica.tail[kWeight] == 10);
+  CHECK(replica.report.metrics[1] == (2 * 10 + 6 * 2) / 8.0);
 }
 
 TEST_CASE("a loss of weight 0 leaves no trace", "[kernels]") {
@@ -167,7 +180,7 @@ TEST_CASE("a replica without a loss notes nothing", "[kernels]") {
   Replica replica;
   replica.terms.loss = nullptr;
   replica.note();
-  CHECK(replica.tail == std::vector<double>(kTailFields + 2));
+  CHECK(replica.tail == std::vector<double>(tail_size(2)));
   CHECK(replica.gate == 0);
   CHECK(replica.seed == -1);
   CHECK(std::isnan(replica.report.head.loss));

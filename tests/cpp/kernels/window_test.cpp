@@ -213,7 +213,7 @@ TEST_CASE("a window with failures or a weight that is none is dropped", "[kernel
 TEST_CASE("finish_window reports the closed window", "[kernels]") {
   Window window;
   window.tail[kWeightedLoss] = 20;
-  window.tail.insert(window.tail.end(), {4, -6});
+  window.tail.insert(window.tail.end(), {4, 8, -6, 8});
   window.scale = {16, 1};
   window.options.clip_norm = 0.5;
   struct {
