@@ -83,7 +83,8 @@ kernels::StepScalars DeviceScalars::read_scalars() const {
 DeviceWindow::DeviceWindow(c10::Device device, std::shared_ptr<DeviceScalars> scalars)
     : device_(device),
       scalars_(std::move(scalars)),
-      tail_(at::zeros({static_cast<int64_t>(kernels::tail_size(kSlots))}, at::TensorOptions(at::kDouble).device(device))),
+      tail_(
+          at::zeros({static_cast<int64_t>(kernels::tail_size(kSlots))}, at::TensorOptions(at::kDouble).device(device))),
       gate_(at::zeros({1}, at::TensorOptions(at::kDouble).device(device))) {}
 
 DeviceReport DeviceWindow::new_report() const {
