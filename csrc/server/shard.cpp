@@ -201,12 +201,14 @@ std::vector<double> Shard::sum(uint64_t step, const std::vector<uint32_t>& membe
     auto& own = state(chunk);
     auto lock = own.lock();
     const auto present = own.wait_for_pushes(lock, step, members, deadline);
-    if (present) add(own, step, *present);
-    if (own.steps() > step || (own.steps() == step && !own.made_partials)) {
+    if (present) {
+      add(own, step, *present);
+      partials.insert(partials.end(), own.partials.begin(), own.partials.end());
+    } else if (own.steps() == step && own.made_partials) {
+      partials.insert(partials.end(), own.made_partials->begin(), own.made_partials->end());
+    } else {
       throw InvalidArgument("the sums of step " + std::to_string(step) + " were applied and are gone; join again");
     }
-    const auto& known = present ? own.partials : *own.made_partials;
-    partials.insert(partials.end(), known.begin(), known.end());
   }
   return partials;
 }
