@@ -78,7 +78,8 @@ function(muster_add_cuda target)
     file(GLOB kernels CONFIGURE_DEPENDS csrc/kernels/cuda/*.cu)
     list(FILTER sources EXCLUDE REGEX "/kernels/no_cuda\\.cpp$")
     target_link_libraries(${target} PRIVATE muster::torch_c10_cuda CUDA::cudart)
-    # Objects of their own: no torch header, and none of the target's flags, reaches nvcc.
+    # Objects of their own: no torch header, and none of the target's flags, reaches nvcc. Device code calls constexpr
+    # functions of kernels.h.
     if(kernels)
       add_library(${target}_cuda OBJECT ${kernels})
       target_include_directories(${target}_cuda PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/csrc")

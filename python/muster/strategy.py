@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, cast
 
@@ -658,16 +659,15 @@ class Strategy:
         self._stepped += optimizers
 
     def _apply_from_grad(self, set_number: int, optimizers: Sequence[PreparedOptimizer], hooked: bool) -> None:
-        for optimizer in optimizers:
+        def agree(is_first: bool, error: BaseException | None) -> None:
+            def fail() -> None:
+                if error is not None:
+                    raise error
 
-            def agree(error: BaseException | None, is_first: bool = optimizer is optimizers[0]) -> None:
-                def fail() -> None:
-                    if error is not None:
-                        raise error
+            self._core.call_hooks(set_number, False, is_first, fail)
 
-                self._core.call_hooks(set_number, False, is_first, fail)
-
-            error = optimizer.step(agree if hooked else None)
+        for position, optimizer in enumerate(optimizers):
+            error = optimizer.step(partial(agree, position == 0) if hooked else None)
             self._hook_error = self._hook_error or error
 
     def _call_post_hooks(self) -> None:

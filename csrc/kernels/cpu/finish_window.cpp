@@ -1,23 +1,11 @@
 #include "kernels/kernels.h"
+
+#include "kernels/cpu/norm_partials.h"
 #include "kernels/loss_math.h"
 #include "kernels/step_math.h"
 
 namespace muster::kernels {
 namespace {
-
-double add_partials(const double* partials, size_t count, double norm_type) noexcept {
-  double lanes[kPartialLanes] = {};
-  for (size_t i = 0; i < count; ++i) {
-    double& lane = lanes[i % kPartialLanes];
-    lane = join_partials(lane, partials[i], norm_type);
-  }
-  for (size_t half = kPartialLanes / 2; half > 0; half /= 2) {
-    for (size_t lane = 0; lane < half; ++lane) {
-      lanes[lane] = join_partials(lanes[lane], lanes[lane + half], norm_type);
-    }
-  }
-  return lanes[0];
-}
 
 void count_window(const StepScalars& closed, const double* used, float* steps, size_t num_parameters,
                   const WindowOptions& options, LossScaleState* scale) noexcept {
@@ -31,8 +19,9 @@ void count_window(const StepScalars& closed, const double* used, float* steps, s
 void finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,
                    size_t num_parameters, const WindowOptions& options, StepScalars* scalars, LossScaleState* scale,
                    WindowReport* report, uint32_t num_slots) noexcept {
-  close_scalars(add_partials(partials, num_partials, options.norm_type), tail, loss_scale_of(scale, options.loss_scale),
-                options, scalars);
+  const double sum =
+      join_in_lanes<kPartialLanes>(num_partials, options.norm_type, [=](size_t i) { return partials[i]; });
+  close_scalars(sum, tail, loss_scale_of(scale, options.loss_scale), options, scalars);
   count_window(*scalars, used, steps, num_parameters, options, scale);
   if (report == nullptr) return;
   report_closed(tail, *scalars, loss_scale_of(scale, options.loss_scale), report);
