@@ -55,14 +55,14 @@ fuzz: package
 	tools/fuzz.sh $(PYTHON) $(BUILD) $(FUZZ_SECONDS)
 
 # clang-tidy reads a compile database of its own: it knows neither gcc's precompiled headers nor ccache, and no build
-# with CUDA, which nccl_api.cpp needs.
+# with CUDA, which comm/nccl/api.cpp needs.
 lint: package
 	clang-format --dry-run -Werror $(CPP_FILES)
 	ruff check $(wildcard $(PY_FILES))
 	ruff format --check $(wildcard $(PY_FILES))
 	mypy --python-executable $(PYTHON)
 	MYPYPATH=python $(PYTHON) -m mypy.stubtest --allowlist tools/stubtest_allowlist.txt muster._C muster._build_info
-	$(CMAKE) -B $(BUILD)-lint -DMUSTER_PYTHON=ON -DMUSTER_CCACHE= -DMUSTER_OPENMP=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DCMAKE_UNITY_BUILD=ON >/dev/null
+	$(CMAKE) -B $(BUILD)-lint -DMUSTER_PYTHON=ON -DMUSTER_CCACHE= -DMUSTER_OPENMP=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DMUSTER_UNITY_FILES=100 >/dev/null
 	tools/clang_tidy.sh $(BUILD)-lint $(JOBS)
 
 format: $(STAMPS)/requirements

@@ -45,15 +45,23 @@ function(muster_precompile target)
   target_precompile_headers(${target} PRIVATE ${ARGN})
 endfunction()
 
-# With CMAKE_UNITY_BUILD a folder's files are one to the compiler, which reads torch's headers once: a build or a lint
-# from nothing takes a fraction of the time. Names in the anonymous namespaces of a folder therefore differ.
+# Gives neighbouring files of a folder to the compiler as one, which reads torch's headers once: a build or a lint from
+# nothing takes a quarter of the time. Names in the anonymous namespaces of a folder therefore differ. Groups are small
+# enough that after a change to one file its group compiles in seconds.
+set(MUSTER_UNITY_FILES 8 CACHE STRING "Source files that are compiled as one, at most; 0 compiles each by itself")
 function(muster_unite target)
-  set_target_properties(${target} PROPERTIES UNITY_BUILD_MODE GROUP)
+  if(MUSTER_UNITY_FILES EQUAL 0)
+    return()
+  endif()
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
   get_target_property(sources ${target} SOURCES)
   foreach(source ${sources})
-    cmake_path(GET source PARENT_PATH folder)
-    cmake_path(GET folder FILENAME folder)
-    set_source_files_properties("${source}" PROPERTIES UNITY_GROUP ${folder})
+    file(RELATIVE_PATH folder "${CMAKE_CURRENT_SOURCE_DIR}" "${source}")
+    cmake_path(GET folder PARENT_PATH folder)
+    string(REPLACE "/" "_" folder "${folder}")
+    math(EXPR group "0${count_${folder}} / ${MUSTER_UNITY_FILES}")
+    math(EXPR count_${folder} "0${count_${folder}} + 1")
+    set_source_files_properties("${source}" PROPERTIES UNITY_GROUP ${folder}_${group})
   endforeach()
 endfunction()
 

@@ -1,5 +1,5 @@
-# The CUDA side: kernels/cuda/*.cu and comm/nccl_api.cpp where MUSTER_CUDA can be honoured, else the stubs
-# kernels/no_cuda.cpp and comm/no_nccl.cpp. Not installed: users of muster need neither nvcc nor NCCL.
+# The CUDA side: kernels/cuda/*.cu and comm/nccl/api.cpp where MUSTER_CUDA can be honoured, else the stubs
+# kernels/no_cuda.cpp and comm/nccl/no_nccl.cpp. Not installed: users of muster need neither nvcc nor NCCL.
 #
 # Needs find_package(MusterTorch) before. Sets MUSTER_HAS_CUDA and MUSTER_HAS_NCCL.
 
@@ -93,10 +93,10 @@ function(muster_add_cuda target)
     endif()
   endif()
   if(MUSTER_HAS_NCCL)
-    list(FILTER sources EXCLUDE REGEX "/comm/no_nccl\\.cpp$")
+    list(FILTER sources EXCLUDE REGEX "/comm/nccl/no_nccl\\.cpp$")
     target_link_libraries(${target} PRIVATE muster::nccl)
   else()
-    list(FILTER sources EXCLUDE REGEX "/comm/nccl_api\\.cpp$")
+    list(FILTER sources EXCLUDE REGEX "/comm/nccl/api\\.cpp$")
   endif()
   set_target_properties(${target} PROPERTIES SOURCES "${sources}")
 endfunction()

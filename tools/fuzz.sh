@@ -13,7 +13,7 @@ if ! command -v clang++ >/dev/null; then
 fi
 torch=$("$python" -c 'import os, torch; print(os.path.dirname(torch.__file__))')
 mkdir -p "$build/fuzz/inputs"
-for source in tests/support/protocol_fuzzer csrc/server/protocol csrc/server/plan csrc/server/quorum csrc/net/frame; do
+for source in tests/support/protocol_fuzzer csrc/server/protocol/protocol csrc/server/protocol/plan csrc/server/shard/quorum csrc/net/frame; do
   clang++ -std=c++20 -O1 -g1 -w -fsanitize=fuzzer-no-link,address -fno-omit-frame-pointer -D_GLIBCXX_USE_CXX11_ABI=1 \
     -Icsrc -Icsrc/include -I"$build/include" -Itests -isystem "$torch/include" \
     -isystem "$torch/include/torch/csrc/api/include" -c "$source.cpp" -o "$build/fuzz/$(basename $source).o"

@@ -6,8 +6,20 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 
 namespace muster {
+
+/// Deletes an object whose destructor ends threads, which may log: that takes the GIL.
+struct DeleteWithoutGil {
+  template <class T>
+  void operator()(T* object) const {
+    const pybind11::gil_scoped_release release;
+    delete object;
+  }
+};
+template <class T>
+using Owned = std::unique_ptr<T, DeleteWithoutGil>;
 
 inline std::chrono::milliseconds to_ms(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
@@ -22,20 +34,11 @@ void bind_errors(pybind11::module_& m);
 /// underscore, what tests need of them.
 void bind_core(pybind11::module_& m);
 
-/// Communicators, in the submodule _comm; for tests and benchmarks.
-void bind_comm(pybind11::module_& m);
-
-/// Snapshots, in the submodule _checkpoint; for tests.
-void bind_checkpoint(pybind11::module_& m);
-
 /// Partitioners, and rows of embeddings.
 void bind_embedding(pybind11::module_& m);
 
-/// Parameter servers, in the submodule _server; for tests and benchmarks.
+/// Parameter servers, in the submodule _server.
 void bind_server(pybind11::module_& m);
-
-/// Kernels over tensors, in the submodule kernels; for tests and benchmarks.
-void bind_kernels(pybind11::module_& m);
 
 /// FlatOptimizer, which the Python flat optimizers are thin layers over.
 void bind_optimizer(pybind11::module_& m);
@@ -45,5 +48,19 @@ void bind_module_state(pybind11::module_& m);
 
 /// StrategyCore, which the Python strategies are thin layers over.
 void bind_strategy(pybind11::module_& m);
+
+// --- probes/: what only tests and benchmarks use ---
+
+/// Communicators, in the submodule _comm.
+void bind_comm(pybind11::module_& m);
+
+/// Snapshots, in the submodule _checkpoint.
+void bind_checkpoint(pybind11::module_& m);
+
+/// A worker of one parameter, in the submodule _server that bind_server has made.
+void bind_server_probe(pybind11::module_& m);
+
+/// Kernels over tensors, in the submodule kernels.
+void bind_kernels(pybind11::module_& m);
 
 }  // namespace muster

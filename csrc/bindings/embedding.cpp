@@ -5,7 +5,7 @@
 #include "bindings/bindings.h"
 #include "bindings/embedding.h"
 #include "bindings/interruptible.h"
-#include "server/row_source.h"
+#include "embedding/row_source.h"
 
 namespace muster {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "server/row_initialiser.h"
+#include "embedding/row_initialiser.h"
 
 namespace muster {
 

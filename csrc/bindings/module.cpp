@@ -8,12 +8,13 @@ PYBIND11_MODULE(_C, m) {
   m.attr("built_with_torch") = muster::built_with_torch();
   muster::bind_errors(m);
   muster::bind_core(m);
-  muster::bind_comm(m);
-  muster::bind_checkpoint(m);
   muster::bind_embedding(m);
   muster::bind_server(m);
-  muster::bind_kernels(m);
   muster::bind_optimizer(m);
   muster::bind_module_state(m);
   muster::bind_strategy(m);
+  muster::bind_comm(m);
+  muster::bind_checkpoint(m);
+  muster::bind_server_probe(m);
+  muster::bind_kernels(m);
 }

@@ -6,11 +6,11 @@
 #include "bindings/embedding.h"
 #include "bindings/interruptible.h"
 #include "bindings/optimizer.h"
+#include "comm/text_exchange.h"
 #include "muster/batch.h"
 #include "muster/cluster.h"
 #include "strategy/build.h"
 #include "strategy/collectives.h"
-#include "strategy/text_exchange.h"
 
 namespace muster {
 namespace {

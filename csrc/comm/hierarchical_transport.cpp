@@ -4,7 +4,7 @@
 #include <deque>
 #include <functional>
 
-#include "comm/c10d_transport.h"
+#include "comm/c10d/transport.h"
 
 namespace muster::comm {
 namespace {

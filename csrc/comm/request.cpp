@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "comm/kernel_dtype.h"
 #include "core/plain_memory.h"
+#include "device/kernel_dtype.h"
 #include "muster/error.h"
 
 namespace muster::comm {

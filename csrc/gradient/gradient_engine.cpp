@@ -13,11 +13,11 @@
 #include <functional>
 #include <utility>
 
-#include "comm/device_segments.h"
-#include "comm/kernel_dtype.h"
-#include "comm/kernel_status.h"
 #include "core/plain_memory.h"
 #include "core/replica_context.h"
+#include "device/kernel_dtype.h"
+#include "device/kernel_status.h"
+#include "device/segments.h"
 #include "gradient/sparse_sum.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/kernels.h"

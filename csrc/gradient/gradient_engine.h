@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "core/device.h"
 #include "core/flat_layout.h"
+#include "device/device.h"
 #include "gradient/gradient_memory.h"
 #include "gradient/owner_reduction.h"
 
@@ -54,7 +54,7 @@ struct GradientEngineOptions {
   bool has_neighbours = false;
 };
 
-/// On CUDA (core/device.h's is_streamed) packing and reduction are enqueued on the stream that is current in begin(),
+/// On CUDA (device/device.h's is_streamed) packing and reduction are enqueued on the stream that is current in begin(),
 /// and follow the stream that each gradient came on; nothing waits for the device but sparse gradients and the search
 /// for non-finite ones.
 ///

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "comm/kernel_dtype.h"
+#include "device/kernel_dtype.h"
 #include "kernels/kernels.h"
 #include "muster/error.h"
 

@@ -5,7 +5,7 @@
 #include <variant>
 #include <vector>
 
-#include "comm/device_table.h"
+#include "device/table.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/kernels.h"
 

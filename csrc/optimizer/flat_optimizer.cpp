@@ -12,10 +12,10 @@
 #include <string>
 #include <utility>
 
-#include "comm/kernel_dtype.h"
-#include "comm/kernel_status.h"
 #include "core/flat_layout.h"
 #include "core/plain_memory.h"
+#include "device/kernel_dtype.h"
+#include "device/kernel_status.h"
 #include "muster/error.h"
 #include "optimizer/parallel_kernels.h"
 
@@ -117,7 +117,7 @@ void FlatOptimizer::check_row_wise(const FlatParameter& parameter, const FlatGro
   const auto refuse = [&](const std::string& why) {
     throw InvalidArgument("row-wise Adagrad of parameter '" + parameter.name + "': " + why);
   };
-  // A matrix whose rows are on servers is a stub, of stride 0 (server/row_source.h).
+  // A matrix whose rows are on servers is a stub, of stride 0 (embedding/row_source.h).
   if (!tensor.is_cpu() || tensor.scalar_type() != at::kFloat || tensor.dim() != 2 ||
       !(tensor.is_contiguous() || tensor.stride(0) == 0)) {
     refuse("it must be a contiguous float32 matrix on the CPU, not " + c10::str(tensor.sizes()) + " of " +

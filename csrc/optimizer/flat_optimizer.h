@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "comm/device_segments.h"
-#include "comm/device_table.h"
+#include "device/segments.h"
+#include "device/table.h"
 #include "kernels/kernels.h"
 #include "optimizer/flat_groups.h"
 #include "optimizer/shards.h"
@@ -64,7 +64,7 @@ struct DividedStep {
 /// With a Shard of several ranks, this rank keeps the state of its share of tiles and steps that; gather_parameters()
 /// then brings the others'.
 ///
-/// All parameters are on one device, and so is their state. On CUDA (core/device.h's is_streamed) everything is
+/// All parameters are on one device, and so is their state. On CUDA (device/device.h's is_streamed) everything is
 /// enqueued on the calling thread's current stream and nothing waits for it, but for sparse gradients, whose rows the
 /// host reads.
 ///

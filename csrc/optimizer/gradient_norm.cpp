@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "comm/kernel_dtype.h"
-#include "comm/kernel_status.h"
+#include "device/kernel_dtype.h"
+#include "device/kernel_status.h"
 #include "optimizer/parallel_kernels.h"
 
 namespace muster {

@@ -5,8 +5,8 @@
 
 #include <vector>
 
-#include "comm/device_segments.h"
 #include "core/plain_memory.h"
+#include "device/segments.h"
 #include "kernels/kernels.h"
 
 namespace muster {

@@ -17,18 +17,18 @@
 #include <sstream>
 #include <utility>
 
-#include "comm/c10d_communicator.h"
-#include "comm/host_mesh.h"
-#include "comm/nccl.h"
-#include "core/device.h"
+#include "comm/c10d/communicator.h"
+#include "comm/nccl/nccl.h"
+#include "comm/shared/host_mesh.h"
+#include "comm/text_exchange.h"
 #include "core/heap.h"
 #include "core/log.h"
+#include "device/device.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "muster/error.h"
 #include "net/rendezvous.h"
 #include "net/unix_socket.h"
-#include "server/address.h"
-#include "strategy/text_exchange.h"
+#include "server/protocol/address.h"
 
 namespace muster {
 

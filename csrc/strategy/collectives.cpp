@@ -15,12 +15,12 @@
 #include <sstream>
 
 #include "comm/request.h"
+#include "comm/text_exchange.h"
 #include "core/flat_layout.h"
-#include "core/part_timer.h"
 #include "core/plain_memory.h"
 #include "core/replica_context.h"
+#include "device/part_timer.h"
 #include "muster/error.h"
-#include "strategy/text_exchange.h"
 
 namespace muster {
 

@@ -6,8 +6,8 @@
 #include <optional>
 #include <vector>
 
-#include "server/protocol.h"
-#include "strategy/loader_pass.h"
+#include "data/loader_pass.h"
+#include "server/protocol/protocol.h"
 #include "strategy/strategy_core.h"
 
 namespace muster::detail {

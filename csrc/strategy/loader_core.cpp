@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "core/replica_context.h"
+#include "data/read_ahead.h"
 #include "muster/error.h"
 #include "muster/loader.h"
 #include "strategy/dealing.h"
-#include "strategy/read_ahead.h"
 #include "strategy/sharing.h"
 #include "strategy/strategy_state.h"
 

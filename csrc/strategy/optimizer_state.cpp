@@ -8,10 +8,10 @@
 #include <ios>
 #include <sstream>
 
+#include "comm/text_exchange.h"
 #include "muster/error.h"
 #include "strategy/collectives.h"
 #include "strategy/strategy_state.h"
-#include "strategy/text_exchange.h"
 
 namespace muster::detail {
 

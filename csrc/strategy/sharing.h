@@ -10,9 +10,9 @@
 #include <optional>
 #include <vector>
 
+#include "data/loader_pass.h"
 #include "muster/loader.h"
-#include "server/protocol.h"
-#include "strategy/loader_pass.h"
+#include "server/protocol/protocol.h"
 #include "strategy/strategy_core.h"
 
 namespace muster::detail {

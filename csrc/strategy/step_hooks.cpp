@@ -1,8 +1,8 @@
 // What user code does between a window's end and the optimizers' steps, and what becomes of windows without optimizers.
+#include "comm/text_exchange.h"
 #include "core/log.h"
 #include "muster/error.h"
 #include "strategy/strategy_core.h"
-#include "strategy/text_exchange.h"
 
 namespace muster {
 

@@ -12,13 +12,13 @@
 #include <typeinfo>
 #include <utility>
 
-#include "comm/kernel_status.h"
 #include "comm/peer_memory.h"
+#include "comm/text_exchange.h"
 #include "core/log.h"
 #include "core/with_parameters.h"
+#include "device/kernel_status.h"
+#include "embedding/row_source.h"
 #include "muster/error.h"
-#include "server/row_source.h"
-#include "strategy/text_exchange.h"
 
 namespace muster {
 

@@ -15,16 +15,16 @@
 #include <vector>
 
 #include "core/replica_context.h"
+#include "data/balance.h"
+#include "job/topology.h"
 #include "muster/options.h"
 #include "muster/step.h"
-#include "strategy/balance.h"
 #include "strategy/call_gate.h"
-#include "strategy/gradient_set.h"
-#include "strategy/parameter_registry.h"
 #include "strategy/replica_pool.h"
 #include "strategy/sigterm.h"
-#include "strategy/skip_watch.h"
-#include "strategy/topology.h"
+#include "window/gradient_set.h"
+#include "window/parameter_registry.h"
+#include "window/skip_watch.h"
 
 namespace muster {
 

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "comm/kernel_status.h"
+#include "device/kernel_status.h"
 #include "muster/error.h"
 #include "muster/precision.h"
 #include "strategy/strategy_core.h"

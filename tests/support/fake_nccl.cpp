@@ -7,8 +7,8 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <utility>
 
-#include "comm/nccl_communicator.h"
-#include "comm/nccl_in_process.h"
+#include "comm/nccl/communicator.h"
+#include "comm/nccl/in_process.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/kernels.h"
 #include "muster/error.h"

@@ -1,4 +1,4 @@
-// NCCL and CUDA without a device: the tables of comm/nccl_api.h over host memory. Streams are threads, so that what is
+// NCCL and CUDA without a device: the tables of comm/nccl/api.h over host memory. Streams are threads, so that what is
 // ordered wrongly is seen; the calling thread is its own current stream. It is as strict as the real one: a call on a
 // communicator that is still in progress fails, and what was launched reaches its stream only once it was polled.
 #pragma once
@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/nccl_api.h"
+#include "comm/nccl/api.h"
 #include "support/run_ranks.h"
 
 namespace muster::testing {

@@ -2,7 +2,7 @@
 // from the wheel.
 #pragma once
 
-#include "comm/c10d_communicator.h"
+#include "comm/c10d/communicator.h"
 #include "support/run_ranks.h"
 
 namespace muster::testing {

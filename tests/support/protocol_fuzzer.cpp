@@ -5,9 +5,9 @@
 
 #include "muster/error.h"
 #include "net/frame.h"
-#include "server/plan.h"
-#include "server/protocol.h"
-#include "server/quorum.h"
+#include "server/protocol/plan.h"
+#include "server/protocol/protocol.h"
+#include "server/shard/quorum.h"
 
 namespace {
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "comm/host_mesh.h"
+#include "comm/shared/host_mesh.h"
 
 namespace muster::testing {
 

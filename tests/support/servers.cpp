@@ -9,7 +9,7 @@
 
 #include <cstring>
 
-#include "comm/kernel_dtype.h"
+#include "device/kernel_dtype.h"
 #include "net/unix_socket.h"
 #include "optimizer/flat_optimizer.h"
 #include "optimizer/gradient_norm.h"

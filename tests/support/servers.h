@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "server/client.h"
-#include "server/plan.h"
-#include "server/server.h"
+#include "server/protocol/plan.h"
+#include "server/shard/server.h"
+#include "server/worker/client.h"
 
 namespace muster::testing {
 

@@ -1,7 +1,7 @@
 // Workers that are threads of one process.
 #pragma once
 
-#include "strategy/topology.h"
+#include "job/topology.h"
 
 namespace muster::testing {
 

@@ -22,8 +22,8 @@
 
 #include "cpp/catch.h"
 #include "muster/error.h"
-#include "server/client.h"
-#include "server/server.h"
+#include "server/shard/server.h"
+#include "server/worker/client.h"
 #include "support/run_ranks.h"
 #include "support/servers.h"
 

@@ -1,0 +1,495 @@
+#include "comm/nccl/communicator.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "comm/nccl/arena.h"
+#include "comm/nccl/launcher.h"
+#include "comm/nccl/roll.h"
+#include "comm/ready_work.h"
+#include "device/kernel_dtype.h"
+#include "muster/error.h"
+#include "net/rendezvous.h"
+
+namespace muster::comm::nccl {
+namespace {
+
+class NcclWork final : public Work::Impl {
+ public:
+  enum class Joins { stream, host };
+
+  NcclWork(std::shared_ptr<Launcher> launcher, int local, LaunchPtr launch, Joins joins,
+           std::vector<at::Tensor> outputs = {})
+      : launcher_(std::move(launcher)),
+        local_(local),
+        launch_(std::move(launch)),
+        joins_(joins),
+        outputs_(std::move(outputs)) {}
+
+  bool advance() override {
+    if (is_joined_) return true;
+    if (!launcher_->is_finished(local_, *launch_)) {
+      launcher_->clique().check();
+      return false;
+    }
+    return true;
+  }
+
+  void wait(Milliseconds timeout) override {
+    if (is_joined_) return;
+    if (timeout.count() < 0) timeout = launcher_->clique().options().timeout;
+    launcher_->clique().check();
+    if (joins_ == Joins::host) {
+      launcher_->await_finished(local_, *launch_, timeout);
+    } else {
+      launcher_->await_launched(local_, *launch_, timeout);
+      launcher_->join(local_, *launch_);
+    }
+    is_joined_ = true;
+  }
+
+  std::vector<at::Tensor> outputs() override { return outputs_; }
+
+ private:
+  const std::shared_ptr<Launcher> launcher_;
+  const int local_;
+  const LaunchPtr launch_;
+  const Joins joins_;
+  const std::vector<at::Tensor> outputs_;
+  bool is_joined_ = false;
+};
+
+/// What NCCL computes an operation in.
+struct Arithmetic {
+  DataType type;
+  Reduction reduction;
+};
+
+Arithmetic arithmetic_of(at::ScalarType dtype, ReduceOp op) {
+  const Reduction reduction = op == ReduceOp::min   ? Reduction::min
+                              : op == ReduceOp::max ? Reduction::max
+                                                    : Reduction::sum;
+  switch (dtype) {
+    case at::kFloat:
+      return {DataType::f32, reduction};
+    case at::kDouble:
+      return {DataType::f64, reduction};
+    case at::kBFloat16:
+      return {DataType::bf16, reduction};
+    case at::kHalf:
+      return {DataType::f16, reduction};
+    case at::kLong:
+      return {DataType::i64, reduction};
+    case at::kInt:
+      return {DataType::i32, reduction};
+    case at::kChar:
+      return {DataType::i8, reduction};
+    case at::kByte:
+      return {DataType::u8, reduction};
+    case at::kBool:  // bytes of 0 and 1, whose sum is a logical or
+      return {DataType::u8, op == ReduceOp::sum ? Reduction::max : reduction};
+    default:
+      throw InvalidArgument(std::string("NCCL has no arithmetic for dtype ") + c10::toString(dtype) +
+                            "; convert the tensor to int32");
+  }
+}
+
+size_t bytes_of(const at::Tensor& tensor) { return static_cast<size_t>(tensor.numel()) * tensor.element_size(); }
+
+// An error before a call in progress before success.
+Status worse(Status a, Status b) { return a == kSuccess || (a == kInProgress && b != kSuccess) ? b : a; }
+
+// A dense tensor's memory in its own order.
+at::Tensor flat(const at::Tensor& tensor) { return tensor.as_strided({tensor.numel()}, {1}); }
+
+size_t count_of(const at::Tensor& tensor) { return static_cast<size_t>(tensor.numel()); }
+
+at::IntArrayRef shape_of(const Request& request) { return {request.sizes, static_cast<size_t>(request.ndim)}; }
+
+class NcclCommunicator final : public Communicator {
+ public:
+  NcclCommunicator(std::shared_ptr<Launcher> launcher, int local, c10::Device device, const NcclOptions& options,
+                   CommunicatorPtr control)
+      : launcher_(std::move(launcher)),
+        nccl_(launcher_->clique().nccl()),
+        local_(local),
+        device_(device),
+        timeout_(options.timeout),
+        check_(options.check),
+        control_(std::move(control)),
+        arena_(launcher_, local, device, options.arena_bytes) {}
+
+  ~NcclCommunicator() override { launcher_->leave(local_); }
+
+  int rank() const noexcept override { return launcher_->clique().options().first_rank + local_; }
+  int size() const noexcept override { return launcher_->clique().options().size; }
+  c10::Device device() const noexcept override { return device_; }
+
+  at::Tensor allocate(int64_t numel, at::ScalarType dtype) override { return arena_.allocate(numel, dtype, timeout_); }
+
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool receive) override;
+  Work broadcast(const at::Tensor& tensor, int source) override;
+  Work all_gather(const at::Tensor& input) override;
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) override;
+  Work barrier() override;
+
+  void begin_scope(uint64_t scope) override;
+  void end_scope(ScopeEnd end, const std::string& reason) override;
+  void abort(const std::string& reason) noexcept override;
+
+ private:
+  using Encode = std::function<Status(Comm, Stream)>;
+
+  Work issue(const Request& request, std::vector<at::Tensor> tensors, Encode encode,
+             NcclWork::Joins joins = NcclWork::Joins::stream, std::vector<at::Tensor> outputs = {});
+  void run_among(const Roll& roll, const Request& request, std::vector<at::Tensor> tensors, Encode encode);
+  void check_device(const at::Tensor& tensor) const;
+  Roll agree(Request request);
+  Roll gather_cards(const Request& request);
+  Roll gather_cards_on_device(const Request& request);
+  Roll checked(Roll roll);
+  std::vector<at::Tensor> swap(const at::Tensor& tensor, const Request& request, const Roll& roll);
+  void broadcast_among(const at::Tensor& tensor, const Request& request, const Roll& roll);
+
+  const std::shared_ptr<Launcher> launcher_;
+  const NcclApi& nccl_;
+  const int local_;
+  const c10::Device device_;
+  const Milliseconds timeout_;
+  const bool check_;
+  const CommunicatorPtr control_;
+  Arena arena_;
+  uint64_t scope_ = 0;  // 1 + id inside a scope
+};
+
+// What is launched may outlive the communicator: it holds the clique's table, never `this`.
+Work NcclCommunicator::issue(const Request& request, std::vector<at::Tensor> tensors, Encode encode,
+                             NcclWork::Joins joins, std::vector<at::Tensor> outputs) {
+  LaunchPtr launch = launcher_->post(local_, {request, std::move(encode), std::move(tensors), {}});
+  return Work(std::make_shared<NcclWork>(launcher_, local_, std::move(launch), joins, std::move(outputs)));
+}
+
+void NcclCommunicator::check_device(const at::Tensor& tensor) const {
+  if (!tensor.defined() || tensor.device() == device_) return;
+  throw InvalidArgument("rank " + std::to_string(rank()) + " communicates tensors on " + device_.str() +
+                        "; got one on " + tensor.device().str() + ", move it first");
+}
+
+// --- agreement -----------------------------------------------------------------------------------------------------
+
+Roll NcclCommunicator::agree(Request request) {
+  launcher_->clique().check();
+  request.scope = scope_;
+  return scope_ == 0 && !check_ ? Roll() : gather_cards(request);
+}
+
+Roll NcclCommunicator::checked(Roll roll) {
+  const std::string mismatch = roll.find_mismatch();
+  // In a scope all see it alike, on the host, before anything is launched.
+  if (!mismatch.empty() && scope_ != 0) throw LayoutMismatch(mismatch);
+  if (!mismatch.empty()) {
+    launcher_->clique().fail(std::make_exception_ptr(LayoutMismatch(mismatch)));
+    launcher_->clique().check();
+  }
+  return roll;
+}
+
+Roll NcclCommunicator::gather_cards(const Request& request) {
+  if (!control_) return gather_cards_on_device(request);
+  std::vector<std::optional<Request>> requests;
+  try {
+    Work work = control_->all_gather(card_of(request));
+    work.wait(timeout_);
+    for (const at::Tensor& card : work.outputs()) {
+      requests.push_back(card.defined() ? std::optional(request_of(card)) : std::nullopt);
+    }
+  } catch (const RemoteError& error) {
+    const std::string who = "rank " + std::to_string(error.replica());
+    std::rethrow_exception(failed_in_scope(error.rank(), error.replica(), who, describe(request),
+                                           error.type().empty() ? error.text() : error.type() + ": " + error.text()));
+  } catch (const LayoutMismatch& error) {
+    if (scope_ == 0) launcher_->clique().fail(std::current_exception());
+    throw LayoutMismatch(describe(request) + ": " + error.what());
+  } catch (...) {
+    launcher_->clique().fail(std::current_exception());
+    throw;
+  }
+  return checked(Roll(std::move(requests)));
+}
+
+Roll NcclCommunicator::gather_cards_on_device(const Request& request) {
+  const at::Tensor mine = card_of(request).to(device_);
+  const at::Tensor all = at::empty({size(), mine.numel()}, mine.options());
+  Work work = issue(
+      request, {mine, all},
+      [&nccl = nccl_, mine, all](Comm comm, Stream stream) {
+        return nccl.all_gather(mine.const_data_ptr(), all.mutable_data_ptr(), bytes_of(mine), comm, stream);
+      },
+      NcclWork::Joins::host);
+  work.wait(timeout_);
+  const at::Tensor host = all.to(at::kCPU);
+  std::vector<std::optional<Request>> requests;
+  for (int r = 0; r < size(); ++r) requests.emplace_back(request_of(host.select(0, r)));
+  return checked(Roll(std::move(requests)));
+}
+
+// Launched, and joined by the current stream, when it returns.
+void NcclCommunicator::run_among(const Roll& roll, const Request& request, std::vector<at::Tensor> tensors,
+                                 Encode encode) {
+  Part part{request, std::move(encode), std::move(tensors), {}};
+  const Clique::Options& options = launcher_->clique().options();
+  for (int i = 0; i < launcher_->clique().local_ranks(); ++i) {
+    part.takes_part.push_back(roll.is_present(options.first_rank + i));
+  }
+  const LaunchPtr launch = launcher_->post(local_, std::move(part));
+  launcher_->await_launched(local_, *launch, timeout_);
+  launcher_->join(local_, *launch);
+}
+
+// --- among those present -------------------------------------------------------------------------------------------
+
+// Every present rank's tensor, in its own shape, on the current stream; undefined for the others.
+std::vector<at::Tensor> NcclCommunicator::swap(const at::Tensor& tensor, const Request& request, const Roll& roll) {
+  std::vector<at::Tensor> parts(static_cast<size_t>(size()));
+  for (int r = 0; r < size(); ++r) {
+    if (!roll.is_present(r)) continue;
+    const Request& theirs = roll.request_of(r);
+    const bool is_gather = request.kind == OpKind::all_gather;
+    parts[static_cast<size_t>(r)] = r == rank() ? tensor
+                                    : is_gather ? at::empty(shape_of(theirs), tensor.options())
+                                                : at::empty({theirs.numel}, tensor.options());
+  }
+  std::vector<at::Tensor> tensors = parts;
+  run_among(roll, request, std::move(tensors), [&nccl = nccl_, parts, me = rank()](Comm comm, Stream stream) {
+    Status worst = kSuccess;
+    const at::Tensor& mine = parts[static_cast<size_t>(me)];
+    for (int r = 0; r < static_cast<int>(parts.size()); ++r) {
+      const at::Tensor& theirs = parts[static_cast<size_t>(r)];
+      if (r == me || !theirs.defined()) continue;
+      if (mine.numel() > 0) worst = worse(worst, nccl.send(mine.const_data_ptr(), bytes_of(mine), r, comm, stream));
+      if (theirs.numel() > 0)
+        worst = worse(worst, nccl.receive(theirs.mutable_data_ptr(), bytes_of(theirs), r, comm, stream));
+    }
+    return worst;
+  });
+  return parts;
+}
+
+void NcclCommunicator::broadcast_among(const at::Tensor& tensor, const Request& request, const Roll& roll) {
+  const int source = request.source;
+  if (!roll.is_present(source) || tensor.numel() == 0) return;
+  run_among(roll, request, {tensor},
+            [&nccl = nccl_, tensor, roll, source, me = rank(), n = size()](Comm comm, Stream stream) {
+              const size_t bytes = bytes_of(tensor);
+              if (me != source) return nccl.receive(tensor.mutable_data_ptr(), bytes, source, comm, stream);
+              Status worst = kSuccess;
+              for (int r = 0; r < n; ++r) {
+                if (r == me || !roll.is_present(r)) continue;
+                worst = worse(worst, nccl.send(tensor.const_data_ptr(), bytes, r, comm, stream));
+              }
+              return worst;
+            });
+}
+
+// --- collectives ---------------------------------------------------------------------------------------------------
+
+Work NcclCommunicator::all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool) {
+  check_device(tensor);
+  const Request request = all_reduce_request(tensor, op, tag);
+  const Arithmetic how = arithmetic_of(tensor.scalar_type(), op);
+  const Roll roll = agree(request);
+  if (!roll.is_everyone()) {
+    flat(tensor).copy_(reduce_along_tree(swap(flat(tensor), request, roll), op));
+    return Work();
+  }
+  if (tensor.numel() == 0) return issue(request, {}, {});
+  return issue(request, {tensor}, [&nccl = nccl_, how, tensor](Comm comm, Stream stream) {
+    void* const data = tensor.mutable_data_ptr();
+    return nccl.all_reduce(data, data, count_of(tensor), how.type, how.reduction, comm, stream);
+  });
+}
+
+Work NcclCommunicator::broadcast(const at::Tensor& tensor, int source) {
+  check_device(tensor);
+  const Request request = broadcast_request(tensor, source, size());
+  const Roll roll = agree(request);
+  if (!roll.is_everyone()) {
+    broadcast_among(tensor, request, roll);
+    return Work();
+  }
+  if (tensor.numel() == 0) return issue(request, {}, {});
+  return issue(request, {tensor}, [&nccl = nccl_, source, tensor](Comm comm, Stream stream) {
+    void* const data = tensor.mutable_data_ptr();
+    return nccl.broadcast(data, data, bytes_of(tensor), source, comm, stream);
+  });
+}
+
+Work NcclCommunicator::all_gather(const at::Tensor& input) {
+  check_device(input);
+  Request request = all_gather_request(input);
+  launcher_->clique().check();
+  request.scope = scope_;
+  const Roll roll = gather_cards(request);
+  const at::Tensor mine = input.contiguous();
+  if (!roll.is_everyone()) {
+    std::vector<at::Tensor> parts = swap(mine, request, roll);
+    parts[static_cast<size_t>(rank())] = mine.is_same(input) ? mine.clone() : mine;
+    return ready_work(std::move(parts));  // the current stream holds it
+  }
+  std::vector<at::Tensor> parts;
+  if (roll.has_equal_sizes()) {
+    const at::Tensor all = at::empty({size(), mine.numel()}, mine.options());
+    for (int r = 0; r < size(); ++r) parts.push_back(all.select(0, r).view(shape_of(roll.request_of(r))));
+    if (mine.numel() == 0) return issue(request, {}, {}, NcclWork::Joins::stream, std::move(parts));
+    return issue(
+        request, {mine, all},
+        [&nccl = nccl_, mine, all](Comm comm, Stream stream) {
+          return nccl.all_gather(mine.const_data_ptr(), all.mutable_data_ptr(), bytes_of(mine), comm, stream);
+        },
+        NcclWork::Joins::stream, std::move(parts));
+  }
+  for (int r = 0; r < size(); ++r) parts.push_back(at::empty(shape_of(roll.request_of(r)), mine.options()));
+  std::vector<at::Tensor> tensors = parts;
+  tensors.push_back(mine);
+  return issue(
+      request, std::move(tensors),
+      [&nccl = nccl_, parts, mine, me = rank()](Comm comm, Stream stream) {
+        Status worst = kSuccess;
+        for (int r = 0; r < static_cast<int>(parts.size()); ++r) {
+          const at::Tensor& part = parts[static_cast<size_t>(r)];
+          if (part.numel() == 0) continue;
+          const void* const source = r == me ? mine.const_data_ptr() : part.const_data_ptr();
+          const Status status = nccl.broadcast(source, part.mutable_data_ptr(), bytes_of(part), r, comm, stream);
+          worst = worse(worst, status);
+        }
+        return worst;
+      },
+      NcclWork::Joins::stream, parts);
+}
+
+Work NcclCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) {
+  check_device(input);
+  check_device(output);
+  const Request request = reduce_scatter_request(output, input, op, size());
+  const Arithmetic how = arithmetic_of(input.scalar_type(), op);
+  const Roll roll = agree(request);
+  if (!roll.is_everyone()) {
+    const at::Tensor whole = reduce_along_tree(swap(flat(input), request, roll), op);
+    flat(output).copy_(whole.narrow(0, output.numel() * rank(), output.numel()));
+    return Work();
+  }
+  if (input.numel() == 0) return issue(request, {}, {});
+  return issue(request, {input, output}, [&nccl = nccl_, how, input, output](Comm comm, Stream stream) {
+    return nccl.reduce_scatter(input.const_data_ptr(), output.mutable_data_ptr(), count_of(output), how.type,
+                               how.reduction, comm, stream);
+  });
+}
+
+Work NcclCommunicator::barrier() {
+  const Request request;
+  const Roll roll = agree(request);
+  if (!roll.is_everyone()) return Work();  // those present have heard of each other, which is the barrier
+  const at::Tensor token = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device_));
+  return issue(
+      request, {token},
+      [&nccl = nccl_, token](Comm comm, Stream stream) {
+        void* const data = token.mutable_data_ptr();
+        return nccl.all_reduce(data, data, 1, DataType::i32, Reduction::sum, comm, stream);
+      },
+      NcclWork::Joins::host);
+}
+
+// --- scopes and the end --------------------------------------------------------------------------------------------
+
+void NcclCommunicator::begin_scope(uint64_t scope) {
+  launcher_->clique().check();
+  if (!control_) {
+    throw InvalidArgument(
+        "an NCCL group cannot skip a rank by itself, which scopes need; give NcclOptions::control, a group over the "
+        "same ranks on the host");
+  }
+  control_->begin_scope(scope);
+  scope_ = scope + 1;
+}
+
+void NcclCommunicator::end_scope(ScopeEnd end, const std::string& reason) {
+  if (scope_ == 0) throw InvalidArgument("end_scope without begin_scope; call begin_scope first");
+  scope_ = 0;
+  control_->end_scope(end, reason);
+}
+
+void NcclCommunicator::abort(const std::string& reason) noexcept {
+  launcher_->clique().fail(std::make_exception_ptr(CommError(reason)));
+  if (control_) control_->abort(reason);
+}
+
+// --- making --------------------------------------------------------------------------------------------------------
+
+void check_arguments(int first_rank, int size, const std::vector<c10::Device>& devices,
+                     const std::vector<NcclOptions>& options) {
+  const int ranks = static_cast<int>(devices.size());
+  if (ranks < 1 || first_rank < 0 || first_rank + ranks > size || options.size() != devices.size()) {
+    throw InvalidArgument("an NCCL group of " + std::to_string(size) + " ranks has no ranks " +
+                          std::to_string(first_rank) + " to " + std::to_string(first_rank + ranks - 1) +
+                          " with as many options (" + std::to_string(options.size()) +
+                          "); give each rank of the process a device and options");
+  }
+  for (int i = 0; i < ranks; ++i) {
+    const CommunicatorPtr& control = options[static_cast<size_t>(i)].control;
+    if (!control && options[0].check) {
+      throw InvalidArgument("NcclOptions::check compares requests over NcclOptions::control; give a control group");
+    }
+    if (control && (control->rank() != first_rank + i || control->size() != size || !control->device().is_cpu())) {
+      throw InvalidArgument("the control group of rank " + std::to_string(first_rank + i) + " of " +
+                            std::to_string(size) + " is a group on " + control->device().str() + ", seen from rank " +
+                            std::to_string(control->rank()) + " of " + std::to_string(control->size()) +
+                            "; give that rank's handle of a group on the host over the same ranks");
+    }
+  }
+}
+
+// Rank 0 makes the id; the others find it in the store.
+UniqueId share_id(const NcclApi& nccl, c10d::Store& store, int first_rank, Milliseconds timeout) {
+  UniqueId id{};
+  if (first_rank == 0) {
+    const Status status = nccl.get_unique_id(&id);
+    if (status != kSuccess) {
+      throw CommError("NCCL could not make an id for the group: " + nccl.describe(status, nullptr) +
+                      ". Check NCCL_SOCKET_IFNAME and run with NCCL_DEBUG=INFO");
+    }
+    net::set_text(store, "nccl_id", std::string(id.data(), id.size()));
+    return id;
+  }
+  const std::string text = net::get_texts(store, {"nccl_id"}, {"rank 0"}, timeout)[0];
+  if (text.size() != id.size()) {
+    throw CommError("the store holds an NCCL id of " + std::to_string(text.size()) + " bytes instead of " +
+                    std::to_string(id.size()) + "; give each group a store, or a PrefixStore, of its own");
+  }
+  std::copy(text.begin(), text.end(), id.begin());
+  return id;
+}
+
+}  // namespace
+
+std::vector<CommunicatorPtr> make_communicators(const NcclApi& nccl, const DeviceApi& device, c10d::Store& store,
+                                                int first_rank, int size, const std::vector<c10::Device>& devices,
+                                                const std::vector<NcclOptions>& options) {
+  check_arguments(first_rank, size, devices, options);
+  Clique::Options clique_options{first_rank, size, {}, options[0].timeout};
+  for (const c10::Device& d : devices) clique_options.devices.push_back(d.has_index() ? d.index() : 0);
+  const UniqueId id = share_id(nccl, store, first_rank, options[0].timeout);
+  const auto launcher =
+      std::make_shared<Launcher>(std::make_shared<Clique>(nccl, device, id, std::move(clique_options)));
+  std::vector<CommunicatorPtr> communicators;
+  for (size_t i = 0; i < devices.size(); ++i) {
+    communicators.push_back(
+        std::make_shared<NcclCommunicator>(launcher, static_cast<int>(i), devices[i], options[0], options[i].control));
+  }
+  return communicators;
+}
+
+}  // namespace muster::comm::nccl

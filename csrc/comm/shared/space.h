@@ -1,0 +1,59 @@
+// The memory that the ranks of a SharedGroup share, seen from one process. `local` has one address space; `host` maps
+// segments of other processes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "comm/shared/control.h"
+
+namespace muster::comm::shared {
+
+/// A worker that is gone, and how.
+struct LostWorker {
+  int worker = -1;
+  std::string how;
+};
+
+/// Thread-safe: the ranks of one process share a space.
+class SharedSpace {
+ public:
+  virtual ~SharedSpace() = default;
+
+  virtual int size() const noexcept = 0;
+  virtual ControlBlock& control() noexcept = 0;
+
+  /// The worker that rank `rank` lives in.
+  virtual int worker_of(int rank) const noexcept = 0;
+
+  /// False when all ranks are threads of this process.
+  virtual bool crosses_processes() const noexcept = 0;
+
+  /// Zeroed, 64-byte aligned memory in rank `rank`'s part of the space; kept by the tensor. Throws CommError when
+  /// there is no memory left.
+  virtual at::Tensor allocate(int rank, int64_t numel, at::ScalarType dtype) = 0;
+
+  /// Collective over processes, blocking. Zeroed memory that is one and the same for all of them, kept by the tensor
+  /// (uint8) and by those of the others.
+  virtual at::Tensor allocate_common(int64_t bytes) = 0;
+
+  /// The address by which peers find rank `rank`'s bytes, or none when they cannot.
+  virtual std::optional<uint64_t> address_of(int rank, const void* data, size_t bytes) const noexcept = 0;
+
+  /// Where address `address` of rank `rank` lies in this process. It was published by that rank.
+  virtual std::byte* at(int rank, uint64_t address) const noexcept = 0;
+
+  /// Rank `rank`'s staging slots (kStagingBytes), or null where every address can be reached.
+  virtual std::byte* staging(int rank) const noexcept = 0;
+
+  /// Looks for workers that are gone. Does not block.
+  virtual std::optional<LostWorker> find_lost() = 0;
+
+  /// Keeps `memory` as long as the space: after a failure peers may still touch it.
+  virtual void keep(std::shared_ptr<const void> memory) = 0;
+};
+
+}  // namespace muster::comm::shared

@@ -1,0 +1,24 @@
+// The parameter servers of a job, as a worker knows them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "job/job_facts.h"
+#include "server/shard/server.h"
+
+namespace muster {
+
+/// A value; copies share the server that this process hosts.
+struct ServerJob {
+  std::vector<std::string> channels;                  ///< by server: abstract Unix names
+  uint64_t id = 0;                                    ///< greater than that of any job before on these servers
+  JobFacts facts = {};                                ///< but for row seeds, unless it joins
+  bool joins = false;                                 ///< this worker came to a job that others had begun
+  uint32_t staleness = 0;                             ///< 0: synchronous; server::kAnyStaleness: asynchronous
+  std::shared_ptr<server::ParameterServer> embedded;  ///< where this process hosts one
+};
+
+}  // namespace muster

@@ -1,0 +1,52 @@
+// Where this process's replicas are in the job, and the groups they communicate in.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "job/bucket_sizes.h"
+#include "job/server_job.h"
+
+namespace muster {
+
+/// A value. Replica indices are worker-major: worker 0's replicas come first.
+struct Topology {
+  int num_workers = 1;
+  int rank = 0;
+  int local_rank = 0;
+  int num_replicas = 1;
+  int first_replica = 0;                   ///< job-wide index of this process's first replica
+  std::vector<int> replicas_of_worker{1};  ///< by worker
+  std::vector<c10::Device> devices;        ///< by local replica
+
+  int local_replicas() const noexcept { return static_cast<int>(devices.size()); }
+};
+
+/// One handle a local replica in the first three; `workers` has one rank a process.
+struct Groups {
+  std::vector<comm::CommunicatorPtr> gradients;  ///< buckets and tails
+  std::vector<comm::CommunicatorPtr> step;       ///< collectives that user code issues inside a step
+  std::vector<comm::CommunicatorPtr> control;    ///< tensors on the host; empty where those of gradients are there
+  comm::CommunicatorPtr workers;                 ///< collectives outside a step
+  comm::CommunicatorPtr prepare;                 ///< what workers agree on beforehand; null: `workers`
+  std::string backend;                           ///< what gradients are reduced through, in words
+  std::optional<ServerJob> servers;              ///< that hold the parameters; `gradients` is then this process alone
+  std::optional<LinkSpeed> link;                 ///< of gradients, where it was measured
+  BucketSizes buckets;
+  comm::Communicator& to_prepare() const { return prepare ? *prepare : *workers; }
+  /// Whether this worker came to a job that others had begun, so that servers tell it what those agreed on.
+  bool joins() const { return servers && servers->joins; }
+  /// The group in which a local replica's host tells the others something.
+  const comm::CommunicatorPtr& control_of(size_t local_replica) const {
+    return control.empty() ? gradients[local_replica] : control[local_replica];
+  }
+
+  /// False where gradients and step share one ordered transport, so that buckets must leave after backward.
+  bool overlap = true;
+};
+
+}  // namespace muster

@@ -1,0 +1,36 @@
+#include "server/protocol/chunk_parts.h"
+
+namespace muster::server {
+
+PartPlace place_of(const Chunk& chunk, size_t piece, Part part) {
+  if (part == Part::steps) return {static_cast<int64_t>(piece), 1};
+  return {chunk.pieces[piece].offset, chunk.pieces[piece].run.count};
+}
+
+at::ScalarType dtype_of(const Chunk& chunk, Part part) {
+  if (part == Part::steps) return at::kFloat;
+  return part == Part::parameter ? chunk.dtype : chunk.gradient;
+}
+
+int64_t numel_of(const Chunk& chunk, Part part) {
+  return part == Part::steps ? static_cast<int64_t>(chunk.pieces.size()) : chunk.numel;
+}
+
+void set_part(FlatOptimizer& optimizer, const at::Tensor& parameter, size_t piece, Part part,
+              const at::Tensor& values) {
+  switch (part) {
+    case Part::parameter:
+      parameter.copy_(values);
+      break;
+    case Part::master:
+      optimizer.set_master(piece, values);
+      break;
+    case Part::steps:
+      optimizer.set_step_count(piece, values.item<float>());
+      break;
+    default:
+      optimizer.set_state(piece, static_cast<size_t>(part) - static_cast<size_t>(Part::state0), values);
+  }
+}
+
+}  // namespace muster::server

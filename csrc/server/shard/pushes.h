@@ -1,0 +1,148 @@
+// What makes a push count once: pushes of a chunk or of a table that wait for their step, and which steps are made.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "server/protocol/protocol.h"
+
+namespace muster::server {
+
+/// What all chunks and tables of a server go by. Thread-safe.
+class Steps {
+ public:
+  /// Tells whether a rank that has not pushed a step still may; called with a chunk's or a table's mutex held.
+  using MayPush = std::function<bool(uint32_t rank, uint64_t step)>;
+
+  Steps(bool is_synchronous, MayPush may_push) : is_synchronous(is_synchronous), may_push(std::move(may_push)) {}
+
+  /// Of a synchronous job: everybody's command of a step, where it is the newest; else null.
+  std::shared_ptr<const Apply> command_of(uint64_t step) const;
+  void note_command(const Apply& command);
+  uint64_t commanded() const;
+
+  const bool is_synchronous;
+  const MayPush may_push;
+  std::atomic<int64_t> held_bytes{0};  ///< of pushes
+  std::atomic<bool> stopped{false};    ///< everybody who waits, and will, throws CommError
+
+ private:
+  mutable std::mutex mutex_;
+  std::shared_ptr<const Apply> command_;  // guarded by mutex_
+};
+
+/// What one worker gives in a step.
+struct Contribution {
+  /// Of a chunk: the only part. Of a table: its values are of `rows` rows.
+  struct Part {
+    size_t rows = 0;
+    Bytes values;
+    std::shared_ptr<const void> owner;  ///< keeps them alive
+  };
+  uint64_t incarnation = 0;
+  uint32_t num_parts = 1;
+  std::vector<Part> parts;    ///< those that came
+  std::vector<int64_t> rows;  ///< of all parts, strictly ascending
+  int64_t bytes = 0;
+
+  bool is_whole() const noexcept { return parts.size() == num_parts; }
+};
+
+/// Of one chunk or table. Externally synchronised by lock(), which the owner also guards its own by; wait() and the
+/// like release it meanwhile.
+class Pushes {
+ public:
+  using Lock = std::unique_lock<std::mutex>;
+
+  /// Steps of one worker that are held at once, at most.
+  static constexpr size_t kMaxHeld = 4;
+
+  explicit Pushes(Steps& rules) : rules_(rules) {}
+
+  Lock lock() { return Lock(mutex_); }
+  Lock try_lock() { return {mutex_, std::try_to_lock}; }
+  uint64_t steps() const noexcept { return steps_; }
+
+  struct Part {
+    uint64_t step = 0;
+    uint32_t index = 0;
+    uint32_t count = 1;
+  };
+  /// Keeps a part of a push until the step is made. False: it is held or applied already. Throws InvalidArgument, and
+  /// changes nothing, above kMaxHeld, for a part that is not the next one, and for rows that do not ascend.
+  bool hold(uint32_t rank, uint64_t incarnation, const Part& part, const std::vector<int64_t>& rows, Bytes values,
+            std::shared_ptr<const void> owner);
+
+  /// What a rank gave; null where not all of it is there.
+  const Contribution* find(uint64_t step, uint32_t rank) const;
+  /// Whether `step` is the next one and all of them gave theirs.
+  bool has_all(uint64_t step, const std::vector<uint32_t>& ranks) const;
+
+  /// Until `at_least` steps are made: then returns null. A command that would make them is returned instead, for the
+  /// caller to help. Throws Timeout at the deadline.
+  std::shared_ptr<const Apply> wait_for_steps(Lock& lock, uint64_t at_least, Deadline deadline);
+  /// Until the step before is made, and every member's push is there that may still come; returns whose are there.
+  /// None: the step is made. Throws Timeout at the deadline.
+  std::optional<std::vector<uint32_t>> wait_for_pushes(Lock& lock, uint64_t step, const std::vector<uint32_t>& members,
+                                                       Deadline deadline);
+
+  /// Steps that are made together: `step` is, and those before.
+  void note_made(uint64_t step);
+
+  /// Where they are not: what a worker's step is made of; null where it is made. Throws InvalidArgument where not all
+  /// of it is held. note_applied marks the step as made.
+  const Contribution* find_own(uint32_t rank, uint64_t incarnation, uint64_t step);
+  void note_applied(uint32_t rank, uint64_t incarnation, uint64_t step);
+  /// Drops what a worker pushed and nobody will apply.
+  void drop(uint32_t rank);
+
+  /// The last applied step: of the worker's incarnation, where steps are not made together.
+  uint64_t step_of(uint32_t rank, uint64_t incarnation) const;
+
+  /// Makes who waits look again.
+  void wake() { changed_.notify_all(); }
+
+  /// What is applied, for snapshots.
+  struct Record {
+    uint64_t steps = 0;
+    std::vector<uint32_t> ranks;  ///< where steps are not made together: whose pushes are in it, up to which step
+    std::vector<uint64_t> incarnations;
+    std::vector<uint64_t> applied;
+
+    template <class M, class W>
+    static void visit(M& m, W& w) {
+      w.number(m.steps);
+      w.numbers(m.ranks, kMaxWorkers);
+      w.numbers(m.incarnations, kMaxWorkers);
+      w.numbers(m.applied, kMaxWorkers);
+    }
+  };
+  Record record() const;
+  void restore(const Record& record);
+
+ private:
+  struct Mark {
+    uint64_t incarnation = 0;
+    uint64_t step = 0;
+  };
+  using Contributions = std::map<uint32_t, Contribution>;  // by rank
+
+  void wait(Lock& lock, Deadline deadline, const std::string& what, const std::function<bool()>& ready);
+  bool is_applied(uint32_t rank, uint64_t incarnation, uint64_t step) const;
+
+  Steps& rules_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  uint64_t steps_ = 0;
+  std::map<uint32_t, Mark> marks_;          // by rank; where steps are not made together
+  std::map<uint64_t, Contributions> held_;  // by step
+};
+
+}  // namespace muster::server

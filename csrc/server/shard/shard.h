@@ -1,0 +1,135 @@
+// What one server owns: chunks of parameters with their optimizer state, tables, and the pushes that wait to be
+// applied.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "optimizer/flat_optimizer.h"
+#include "server/protocol/plan.h"
+#include "server/protocol/protocol.h"
+#include "server/shard/pushes.h"
+#include "server/shard/table_shard.h"
+
+namespace muster::server {
+
+/// Thread-safe: one mutex a chunk. Chunks are named by their index in cut_chunks(plan); one that another server owns is
+/// an InvalidArgument.
+class Shard {
+ public:
+  /// `may_push`: see Steps. Throws InvalidArgument for tables that no server can step.
+  Shard(const Plan& plan, uint32_t server, Steps::MayPush may_push);
+  ~Shard();
+
+  const Plan& plan() const noexcept { return plan_; }
+  const std::vector<uint32_t>& chunks() const noexcept { return own_; }  ///< ascending
+  TableShard& tables() noexcept { return tables_; }
+  int64_t parameter_bytes() const noexcept { return parameter_bytes_; }  ///< of all its chunks
+
+  /// Replaces a part of a chunk; `payload` has exactly its bytes. Creates state that is not there yet.
+  void write(uint32_t chunk, Part part, Bytes payload);
+
+  /// Calls `consume` with the part's bytes (none where there is no such state) and the number of steps made, once that
+  /// is `at_least`; nobody changes them meanwhile. Helps with a step that is being applied. Throws Timeout at the
+  /// deadline.
+  using Consume = std::function<void(Bytes values, uint64_t steps)>;
+  void read(uint32_t chunk, Part part, uint64_t at_least, Deadline deadline, const Consume& consume);
+
+  /// Keeps a push until it is applied; `owner` keeps its memory alive. False: it is held or applied already. Throws
+  /// InvalidArgument above Pushes::kMaxHeld.
+  bool hold(uint32_t rank, uint64_t incarnation, const Push& push, Bytes payload, std::shared_ptr<const void> owner);
+
+  /// Adds what `members` pushed of a chunk, ahead of the demand, if all of them did.
+  void sum_early(uint32_t chunk, uint64_t step, const std::vector<uint32_t>& members);
+
+  /// The statistics of the sums over `members` of every chunk. Waits for pushes that may still come.
+  std::vector<double> sum(uint64_t step, const std::vector<uint32_t>& members, Deadline deadline);
+
+  /// Of a synchronous job: the first command of a step counts.
+  void note_command(const Apply& apply) { rules_.note_command(apply); }
+  std::shared_ptr<const Apply> command_of(uint64_t step) const { return rules_.command_of(step); }
+  /// The last step that there was a command of.
+  uint64_t commanded() const { return rules_.commanded(); }
+
+  /// See Apply; of tables, too. Several threads may apply one step: they divide its chunks and tables. Synchronous:
+  /// returns once all have made the step. Else steps from the pushes of `rank`, each once.
+  void apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline);
+
+  /// Of a synchronous job whose workers are all gone, where others go on after `step`: makes that step where it and its
+  /// command are here, and leaves out what else is behind, which nobody will apply. Returns whether anything was
+  /// behind.
+  bool skip_to(uint64_t step);
+
+  /// By chunk, then by table, the last applied step: of the worker's incarnation, where steps are not made together.
+  std::vector<uint64_t> steps(uint32_t rank, uint64_t incarnation);
+
+  /// The least of them.
+  uint64_t least_step(uint32_t rank, uint64_t incarnation);
+
+  /// Drops what a worker pushed and nobody will apply: steps that are not made together.
+  void drop_pushes(uint32_t rank);
+
+  /// Makes who waits look again.
+  void wake();
+  /// Everybody who waits, and will, throws CommError.
+  void stop();
+
+  /// Bytes of pushes that are held.
+  int64_t held_bytes() const noexcept { return rules_.held_bytes; }
+
+  /// A copy of a chunk: tensors by name, and what is applied.
+  struct Image {
+    std::map<std::string, at::Tensor> tensors;
+    Pushes::Record made;
+
+    template <class M, class W>
+    static void visit(M& m, W& w) {
+      Pushes::Record::visit(m.made, w);
+    }
+  };
+  Image image(uint32_t chunk);
+  /// `image.tensors` may hold those of other chunks, too. Throws CheckpointError for what is missing or of another
+  /// shape.
+  void restore(uint32_t chunk, const Image& image);
+
+ private:
+  struct State : Pushes {
+    using Pushes::Pushes;
+    Chunk chunk;
+    // Guarded by lock():
+    at::Tensor memory;               // the parameters, with the gaps of chunk
+    std::vector<at::Tensor> pieces;  // views of it
+    std::unique_ptr<FlatOptimizer> optimizer;
+    uint64_t summed_step = 0;
+    std::vector<uint32_t> summed_members;
+    at::Tensor sums;                 // the sum of several members
+    const std::byte* sum = nullptr;  // where it is: in `sums`, or what the only member pushed
+    std::vector<double> partials;
+    std::optional<std::vector<double>> made_partials;  // of the last step: a slow member may still ask for them
+  };
+
+  State& state(uint32_t chunk) const;
+  void make_optimizer(State& state, const FlatGroups& groups) const;
+  at::Tensor part_of(const State& state, size_t piece, Part part) const;
+  void add(State& state, uint64_t step, const std::vector<uint32_t>& members);
+  void apply_together(State& state, const Apply& apply, Deadline deadline);
+  void make(State& state, const Apply& apply, const std::vector<uint32_t>& members);
+  void apply_alone(State& state, uint32_t rank, uint64_t incarnation, const Apply& apply);
+  void step(State& state, const Apply& apply, const std::byte* gradients) const;
+
+  const Plan plan_;
+  Steps rules_;
+  std::vector<uint32_t> own_;
+  int64_t parameter_bytes_ = 0;
+  std::map<uint32_t, std::unique_ptr<State>> states_;  // by chunk
+  TableShard tables_;
+};
+
+}  // namespace muster::server

@@ -1,0 +1,146 @@
+// The rows of sparse embeddings that one server owns, and the pushes of them that wait to be applied.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <shared_mutex>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "embedding/row_table.h"
+#include "server/protocol/plan.h"
+#include "server/protocol/protocol.h"
+#include "server/shard/pushes.h"
+
+namespace muster::server {
+
+/// Thread-safe: one mutex a table, and one more for its rows, which several pulls share. Tables are named by their
+/// index in the plan. Rows outside a table or of another server are an InvalidArgument, which changes nothing.
+class TableShard {
+ public:
+  /// `plan` and `rules` must outlive it. Throws InvalidArgument for tables whose optimizer moves every row.
+  TableShard(const Plan& plan, uint32_t server, Steps& rules);
+  ~TableShard();
+
+  /// Sets rows, each of which comes once, and how many steps the optimizer has counted.
+  void write(uint32_t table, std::span<const int64_t> rows, Bytes values, Bytes states);
+  void write_steps(uint32_t table, uint64_t steps);
+
+  /// Bytes of a row's values and state.
+  size_t value_bytes(uint32_t table) const;
+  size_t state_bytes(uint32_t table) const;
+
+  /// Writes values of rows, in their order, to `to`, once the table has made `at_least` steps; returns how many it has
+  /// made. Helps with a step that is being applied. Throws Timeout at the deadline.
+  uint64_t pull(uint32_t table, uint64_t at_least, std::span<const int64_t> rows, std::span<float> to,
+                Deadline deadline);
+
+  /// Keeps a part of a push until it is applied; `owner` keeps `values` alive. False: it is held or applied already.
+  /// Throws InvalidArgument as Pushes::hold.
+  bool hold(uint32_t rank, uint64_t incarnation, const PushRows& push, const std::vector<int64_t>& rows, Bytes values,
+            std::shared_ptr<const void> owner);
+
+  /// Adds what `members` pushed of a table, ahead of the demand, if all of them did.
+  void sum_early(uint32_t table, uint64_t step, const std::vector<uint32_t>& members);
+
+  /// Calls `consume` with the rows of the sums over `members` and their partials, num_tiles(dim) a row. Waits for
+  /// pushes that may still come.
+  using ConsumeSums = std::function<void(std::span<const int64_t> rows, std::span<const double> partials)>;
+  void sum(const SumRows& request, Deadline deadline, const ConsumeSums& consume);
+
+  /// `count` rows that are kept, from the `first`-th on, fewer at the end, once the table has made `at_least` steps.
+  struct Rows {
+    std::vector<int64_t> rows;
+    std::vector<float> values;
+    std::vector<float> states;
+    uint64_t total = 0;
+    uint64_t counted = 0;  ///< steps, by the optimizer
+  };
+  Rows fetch(const FetchRows& request, size_t count, Deadline deadline);
+
+  /// Throws InvalidArgument for hyperparameters that no table can be stepped by.
+  void check(const Apply& apply) const;
+  /// As Shard::apply.
+  void apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline);
+
+  /// As Shard::skip_to; `command`: of that step, or null.
+  bool skip_to(uint64_t step, const Apply* command);
+
+  /// By table, as Shard::steps.
+  std::vector<uint64_t> steps(uint32_t rank, uint64_t incarnation);
+  void drop_pushes(uint32_t rank);
+  void wake();
+
+  size_t num_tables() const noexcept { return tables_.size(); }
+
+  /// A copy of a table: tensors by name, and what is applied.
+  struct Image {
+    std::map<std::string, at::Tensor> tensors;
+    Pushes::Record made;
+    uint64_t counted = 0;
+    uint64_t rows = 0;      ///< that are kept
+    bool has_sums = false;  ///< of the last step
+    uint64_t summed_rows = 0;
+
+    template <class M, class W>
+    static void visit(M& m, W& w) {
+      Pushes::Record::visit(m.made, w);
+      w.number(m.counted);
+      w.number(m.rows);
+      w.number(m.has_sums);
+      w.number(m.summed_rows);
+    }
+  };
+  Image image(uint32_t table);
+  /// `image.tensors` may hold others, too. Throws CheckpointError for what is missing or of another shape.
+  void restore(uint32_t table, const Image& image);
+
+ private:
+  /// So many rows, whose values lie here side by side.
+  using Run = std::pair<size_t, const float*>;
+
+  /// What members pushed, added.
+  struct Sums {
+    uint64_t step = 0;  ///< 0: none
+    std::vector<uint32_t> members;
+    std::vector<int64_t> rows;
+    std::vector<Run> runs;      ///< in `values`, or what the only member pushed
+    std::vector<float> values;  ///< of several members
+    std::vector<double> partials;
+  };
+
+  struct Table : Pushes {
+    Table(const TableSpec& spec, const Plan& plan, Steps& rules);
+
+    const TableSpec& spec;
+    const RowSharding sharding;
+    std::shared_mutex rows_mutex;  // of rows; taken under lock(), or alone to read
+    RowTable rows;
+    // Guarded by lock():
+    uint64_t counted = 0;  // steps, by the optimizer
+    Sums sums;
+    Sums made_sums;  // rows and partials of the last step: a slow member may still ask for them
+  };
+
+  Table& table(uint32_t index) const;
+  void check_rows(const Table& table, std::span<const int64_t> rows) const;
+  Pushes::Lock lock_after(Table& table, uint64_t at_least, Deadline deadline);
+  void add(Table& table, uint64_t step, const std::vector<uint32_t>& members) const;
+  void take_partials(Sums& sums, size_t dim) const;
+  void apply_together(Table& table, const Apply& apply, Deadline deadline);
+  void make(Table& table, const Apply& apply, const std::vector<uint32_t>& members) const;
+  void apply_alone(Table& table, uint32_t rank, uint64_t incarnation, const Apply& apply);
+  void step(Table& table, const Apply& apply, std::span<const int64_t> rows, std::span<const Run> runs) const;
+
+  const Plan& plan_;
+  const uint32_t server_;
+  std::vector<std::unique_ptr<Table>> tables_;
+};
+
+}  // namespace muster::server

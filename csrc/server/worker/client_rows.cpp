@@ -1,0 +1,353 @@
+// Rows of tables, as a worker asks for them and gives them.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "kernels/kernels.h"
+#include "server/worker/client_calls.h"
+
+namespace muster::server {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+// Arrays that follow one another in a payload, and how many bytes of each a row has.
+struct RowArray {
+  const void* data;
+  size_t row_bytes;
+};
+
+// Copies rows, where they lie in the arrays, into a payload.
+void gather(std::span<const size_t> places, std::span<const RowArray> arrays, std::byte* to) {
+  for (const auto& array : arrays) {
+    const auto* const from = static_cast<const std::byte*>(array.data);
+    if (array.row_bytes == 0 || places.empty()) continue;
+    for (const size_t place : places) {
+      std::memcpy(to, from + place * array.row_bytes, array.row_bytes);
+      to += array.row_bytes;
+    }
+  }
+}
+
+size_t parts_of(size_t rows, size_t row_bytes) {
+  const size_t most = rows_a_part(row_bytes);
+  return (rows + most - 1) / most;
+}
+
+std::span<const size_t> part_of(const std::vector<size_t>& places, size_t part, size_t row_bytes) {
+  const size_t most = rows_a_part(row_bytes);
+  const size_t first = part * most;
+  return std::span(places).subspan(first, std::min(most, places.size() - first));
+}
+
+// The rows of an answer, each of so many bytes in all.
+size_t rows_in(const net::Frame& answer, size_t row_bytes) {
+  if (answer.payload.size() % row_bytes != 0) throw CommError("a server sent rows of another size");
+  return answer.payload.size() / row_bytes;
+}
+
+// Takes the next array of an answer's payload, behind what `to` has up to `first`.
+template <class T>
+void take(Bytes& payload, size_t count, size_t first, std::vector<T>& to) {
+  to.resize(first + count);
+  const size_t bytes = count * sizeof(T);
+  if (bytes > 0) std::memcpy(to.data() + first, payload.data(), bytes);
+  payload = payload.subspan(bytes);
+}
+
+void check_sizes(const TableSpec& table, size_t rows, size_t values, size_t states, int64_t state_width) {
+  const bool is_valid =
+      values == rows * static_cast<size_t>(table.dim) && states == rows * static_cast<size_t>(state_width);
+  if (is_valid) return;
+  throw InvalidArgument(std::to_string(rows) + " rows of table '" + table.name + "' came with " +
+                        std::to_string(values) + " values and " + std::to_string(states) +
+                        " of state; give all of each row");
+}
+
+// Visits the rows of several lists, each of which ascends, in ascending order: which list, and where in it.
+template <class F>
+void merge(const std::vector<const std::vector<int64_t>*>& lists, const F& visit) {
+  std::vector<size_t> next(lists.size());
+  for (;;) {
+    size_t least = lists.size();
+    for (size_t l = 0; l < lists.size(); ++l) {
+      if (next[l] == lists[l]->size()) continue;
+      if (least == lists.size() || (*lists[l])[next[l]] < (*lists[least])[next[least]]) least = l;
+    }
+    if (least == lists.size()) return;
+    visit(least, next[least]++);
+  }
+}
+
+TableRows in_order(TableRows found, size_t dim, size_t width) {
+  std::vector<size_t> places(found.rows.size());
+  std::iota(places.begin(), places.end(), 0);
+  std::sort(places.begin(), places.end(), [&](size_t a, size_t b) { return found.rows[a] < found.rows[b]; });
+  TableRows sorted{found.rows, found.values, found.states, found.steps};
+  for (size_t i = 0; i < places.size(); ++i) {
+    sorted.rows[i] = found.rows[places[i]];
+    std::copy_n(found.values.data() + places[i] * dim, dim, sorted.values.data() + i * dim);
+    std::copy_n(found.states.data() + places[i] * width, width, sorted.states.data() + i * width);
+  }
+  return sorted;
+}
+
+}  // namespace
+
+const TableSpec& ServerClient::table(uint32_t index) const {
+  if (index < config_.plan.tables.size()) return config_.plan.tables[index];
+  throw InvalidArgument("there is no table " + std::to_string(index) + "; the plan has " +
+                        std::to_string(config_.plan.tables.size()));
+}
+
+// Places in `rows`, by server.
+std::vector<std::vector<size_t>> ServerClient::divide(const TableSpec& table, std::span<const int64_t> rows) const {
+  const auto sharding = sharding_of(table, config_.plan);
+  std::vector<std::vector<size_t>> places(links_.size());
+  for (auto& of_server : places) of_server.reserve(rows.size() / places.size() + 1);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i] < 0 || rows[i] >= table.num_rows) {
+      throw InvalidArgument("row " + std::to_string(rows[i]) + " is not in [0, " + std::to_string(table.num_rows) +
+                            "): table '" + table.name + "' has so many rows");
+    }
+    places[static_cast<size_t>(sharding.server_of(rows[i]))].push_back(i);
+  }
+  return places;
+}
+
+void ServerClient::write_rows(uint32_t index, std::span<const int64_t> rows, std::span<const float> values,
+                              std::span<const float> states) {
+  const auto& spec = table(index);
+  check_sizes(spec, rows.size(), values.size(), states.size(), state_width(index));
+  const RowArray arrays[] = {{rows.data(), sizeof(int64_t)},
+                             {values.data(), static_cast<size_t>(spec.dim) * sizeof(float)},
+                             {states.data(), static_cast<size_t>(state_width(index)) * sizeof(float)}};
+  const size_t row_bytes = arrays[0].row_bytes + arrays[1].row_bytes + arrays[2].row_bytes;
+  const auto places = divide(spec, rows);
+  std::vector<std::byte> payload;
+  for (size_t s = 0; s < links_.size(); ++s) {
+    for (size_t part = 0; part < parts_of(places[s].size(), row_bytes); ++part) {
+      const auto of_part = part_of(places[s], part, row_bytes);
+      payload.resize(of_part.size() * row_bytes);
+      gather(of_part, arrays, payload.data());
+      const Bytes bytes(payload);
+      retried(s, [&] {
+        links_[s]->send(WriteRows{index}, {&bytes, 1});
+        return links_[s]->receive<Done>(between());
+      });
+    }
+  }
+}
+
+void ServerClient::write_row_steps(uint32_t index, uint64_t steps) {
+  table(index);
+  call_all<Done>(WriteRowSteps{index, steps});
+}
+
+void ServerClient::push_rows(uint64_t step, uint32_t index, std::span<const int64_t> rows,
+                             std::span<const float> gradients) {
+  const auto& spec = table(index);
+  check_sizes(spec, rows.size(), gradients.size(), 0, 0);
+  if (std::adjacent_find(rows.begin(), rows.end(), std::greater_equal<>()) != rows.end()) {
+    throw InvalidArgument("rows of a push must ascend, each coming once; sum the gradients of each row first");
+  }
+  const auto places = divide(spec, rows);
+  auto& entry = entry_of(step);
+  const auto is_same = [&](const PushLog::Rows& known) { return known.table == index; };
+  if (std::any_of(entry.rows.begin(), entry.rows.end(), is_same)) {
+    throw InvalidArgument("table '" + spec.name + "' is pushed twice in step " + std::to_string(step) +
+                          "; sum the gradients of each row first");
+  }
+  const RowArray arrays[] = {{rows.data(), sizeof(int64_t)},
+                             {gradients.data(), static_cast<size_t>(spec.dim) * sizeof(float)}};
+  const size_t row_bytes = arrays[0].row_bytes + arrays[1].row_bytes;
+  std::vector<PushLog::Rows> parts;
+  for (uint32_t s = 0; s < links_.size(); ++s) {
+    const auto count = static_cast<uint32_t>(std::max<size_t>(parts_of(places[s].size(), row_bytes), 1));
+    for (uint32_t part = 0; part < count; ++part) {
+      const auto of_part = part_of(places[s], part, row_bytes);
+      const size_t bytes = of_part.size() * row_bytes;
+      std::byte* const place = bytes == 0 ? nullptr : wait_for_log([&] { return log_->room(entry, bytes); });
+      gather(of_part, arrays, place);
+      parts.push_back({index, s, part, count, {place, bytes}});
+    }
+  }
+  entry.rows.insert(entry.rows.end(), parts.begin(), parts.end());
+  for (const auto& part : parts) {
+    try {
+      if (!links_[part.server]->is_broken()) send_rows(step, part);
+    } catch (const LinkBroken&) {
+      continue;  // it is left to the next call that waits
+    }
+  }
+}
+
+// All parts of a table take one lane: servers take them in order.
+void ServerClient::send_rows(uint64_t step, const PushLog::Rows& rows) {
+  const Bytes payload(rows.payload);
+  links_[rows.server]->send_chunk(
+      rows.table, PushRows::kType, encode(PushRows{step, rows.table, rows.part, rows.parts}), {&payload, 1}, {},
+      [](const net::Frame& answer) { Link::expect<Pushed>(answer); }, between());
+}
+
+// A server's requests end within the plan's timeout.
+std::byte* ServerClient::landing_of(size_t server, uint32_t lane) {
+  constexpr uint64_t kBytes = uint64_t{5} << 20;  // rows and values of a part, of the longest row
+  static_assert(kBytes >= (uint64_t{2} << 20) + kMaxRowDim * sizeof(float) + kPayloadAlignment);
+  landings_.resize(links_.size() * config_.lanes);
+  auto& landing = landings_[server * config_.lanes + lane];
+  const uint64_t connects = links_[server]->connects();
+  if (landing.memory != nullptr && landing.connects == connects) return landing.memory;
+  if (landing.memory != nullptr) resting_.emplace_back(limit() + milliseconds(config_.plan.timeout_ms), landing.memory);
+  if (!resting_.empty() && resting_.front().first < Clock::now()) {
+    landing.memory = resting_.front().second;
+    resting_.pop_front();
+  } else {
+    landing.memory = allocate(kBytes);
+  }
+  landing.connects = connects;
+  return landing.memory;
+}
+
+void ServerClient::pull_rows(uint32_t index, uint64_t at_least, std::span<const int64_t> rows,
+                             std::span<float> values) {
+  const auto& spec = table(index);
+  check_sizes(spec, rows.size(), values.size(), 0, 0);
+  const auto dim = static_cast<size_t>(spec.dim);
+  const size_t row_bytes = sizeof(int64_t) + dim * sizeof(float);
+  const auto places = divide(spec, rows);
+  std::vector<size_t> counts;
+  for (const auto& of_server : places) counts.push_back(parts_of(of_server.size(), row_bytes));
+  ask_all(counts, [&](size_t s, size_t part) {
+    auto& link = *links_[s];
+    const auto lane = static_cast<uint32_t>(part % config_.lanes);
+    link.settle(lane, between());
+    const auto of_part = part_of(places[s], part, row_bytes);
+    std::byte* const numbers = landing_of(s, lane);
+    const RowArray array{rows.data(), sizeof(int64_t)};
+    gather(of_part, {&array, 1}, numbers);
+    const Bytes payload(numbers, of_part.size() * sizeof(int64_t));
+    const std::span<std::byte> place(
+        numbers + (payload.size() + kPayloadAlignment - 1) / kPayloadAlignment * kPayloadAlignment,
+        of_part.size() * dim * sizeof(float));
+    const auto shared = shared_place(place);
+    link.send_chunk(
+        lane, PullRows::kType, encode(PullRows{index, at_least, shared.has_value(), shared.value_or(0)}), {&payload, 1},
+        place,
+        [of_part, place, dim, values](const net::Frame& answer) {
+          Link::expect<Values>(answer);
+          if (answer.payload.size() != place.size()) throw CommError("a server sent values of another size");
+          const std::byte* from = answer.payload.data();
+          for (const size_t row : of_part) {
+            std::memcpy(values.data() + row * dim, from, dim * sizeof(float));
+            from += dim * sizeof(float);
+          }
+        },
+        between());
+  });
+}
+
+TableRows ServerClient::fetch_rows(uint32_t index, uint64_t at_least) {
+  const auto& spec = table(index);
+  const auto dim = static_cast<size_t>(spec.dim);
+  const auto width = static_cast<size_t>(state_width(index));
+  const size_t row_bytes = sizeof(int64_t) + (dim + width) * sizeof(float);
+  TableRows found;
+  for (size_t s = 0; s < links_.size(); ++s) {
+    const size_t begin = found.rows.size();
+    uint64_t total = 1;
+    while (found.rows.size() - begin < total) {
+      const size_t have = found.rows.size();
+      std::vector<size_t> counts(links_.size());
+      counts[s] = 1;
+      ask_all(counts, [&](size_t, size_t) {
+        const FetchRows request{index, at_least, have - begin};
+        const auto keep = [&, have](const net::Frame& answer) {
+          const auto fetched = Link::expect<FetchedRows>(answer);
+          const size_t count = rows_in(answer, row_bytes);
+          total = fetched.total;
+          if (count == 0 && have - begin < total) throw CommError("a server keeps back rows that it has");
+          found.steps = fetched.steps;
+          Bytes payload = answer.payload;
+          take(payload, count, have, found.rows);
+          take(payload, count * dim, have * dim, found.values);
+          take(payload, count * width, have * width, found.states);
+        };
+        links_[s]->send_chunk(0, FetchRows::kType, encode(request), {}, {}, keep, between());
+      });
+    }
+  }
+  return in_order(std::move(found), dim, width);
+}
+
+// Servers would wait for the rest.
+void ServerClient::check_tables(const PushLog::Entry& entry) const {
+  for (uint32_t t = 0; t < config_.plan.tables.size(); ++t) {
+    const auto is_own = [&](const PushLog::Rows& rows) { return rows.table == t; };
+    if (std::any_of(entry.rows.begin(), entry.rows.end(), is_own)) continue;
+    throw InvalidArgument("table '" + config_.plan.tables[t].name + "' was not pushed in step " +
+                          std::to_string(entry.step) + "; push every table, without rows where nobody used any");
+  }
+}
+
+// By server, what its tables' sums say; parts that a server has not sent are asked for in rounds, of all tables at
+// once.
+void ServerClient::sum_rows(uint64_t step, const std::vector<uint32_t>& members,
+                            std::vector<std::vector<SumsOfTable>>& sums) {
+  const auto lacks = [](const SumsOfTable& of_table) { return of_table.rows.size() < of_table.total; };
+  for (;;) {
+    std::vector<std::vector<uint32_t>> wanted(links_.size());  // tables
+    std::vector<size_t> counts;
+    for (size_t s = 0; s < links_.size(); ++s) {
+      for (uint32_t t = 0; t < sums[s].size(); ++t) {
+        if (lacks(sums[s][t])) wanted[s].push_back(t);
+      }
+      counts.push_back(wanted[s].size());
+    }
+    if (std::all_of(counts.begin(), counts.end(), [](size_t count) { return count == 0; })) return;
+    ask_all(counts, [&](size_t s, size_t i) {
+      const uint32_t t = wanted[s][i];
+      const size_t tiles = kernels::num_tiles(static_cast<size_t>(table(t).dim));
+      auto& of_table = sums[s][t];
+      const size_t have = of_table.asked;
+      const auto keep = [&of_table, have, tiles](const net::Frame& answer) {
+        of_table.total = Link::expect<RowPartials>(answer).total;
+        const size_t count = rows_in(answer, sizeof(int64_t) + tiles * sizeof(double));
+        if (count == 0 && have < of_table.total) throw CommError("a server keeps back sums that it has");
+        Bytes payload = answer.payload;
+        take(payload, count, have, of_table.rows);
+        take(payload, count * tiles, have * tiles, of_table.partials);
+      };
+      links_[s]->send_chunk(t, SumRows::kType, encode(SumRows{step, members, t, have}), {}, {}, keep, between());
+    });
+    for (auto& of_server : sums) {
+      for (auto& of_table : of_server) of_table.asked = of_table.rows.size();
+    }
+  }
+}
+
+Statistics ServerClient::sum(uint64_t step, const std::vector<uint32_t>& members) {
+  if (const auto* const entry = log_->find(step)) check_tables(*entry);
+  Statistics statistics;
+  for (const auto& of_server : call_all<Partials>(Sum{step, members})) {
+    statistics.chunks.insert(statistics.chunks.end(), of_server.partials.begin(), of_server.partials.end());
+  }
+  const size_t num_tables = config_.plan.tables.size();
+  std::vector<std::vector<SumsOfTable>> sums(links_.size(), std::vector<SumsOfTable>(num_tables));
+  sum_rows(step, members, sums);
+  for (uint32_t t = 0; t < num_tables; ++t) {
+    const auto tiles = static_cast<ptrdiff_t>(kernels::num_tiles(static_cast<size_t>(table(t).dim)));
+    std::vector<const std::vector<int64_t>*> rows;
+    for (const auto& of_server : sums) rows.push_back(&of_server[t].rows);
+    auto& all = statistics.tables.emplace_back();
+    merge(rows, [&](size_t s, size_t i) {
+      const auto first = sums[s][t].partials.begin() + static_cast<ptrdiff_t>(i) * tiles;
+      all.insert(all.end(), first, first + tiles);
+    });
+  }
+  return statistics;
+}
+
+}  // namespace muster::server

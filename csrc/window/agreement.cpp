@@ -1,0 +1,235 @@
+#include "window/agreement.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <iomanip>
+#include <set>
+#include <sstream>
+#include <type_traits>
+#include <utility>
+
+#include "comm/text_exchange.h"
+#include "core/flat_layout.h"
+#include "muster/error.h"
+
+namespace muster {
+
+namespace {
+
+constexpr int kDigestBits = 52;
+
+class Hash {
+ public:
+  void add(uint64_t word) noexcept {
+    state_ = (state_ ^ word) * 0x9E3779B97F4A7C15ULL;
+    state_ ^= state_ >> 32;
+  }
+  void add(double value) noexcept { add(std::bit_cast<uint64_t>(value)); }
+  void add(const std::byte* bytes, size_t size) noexcept {
+    for (; size > 0;) {
+      uint64_t word = 0;
+      const size_t taken = std::min(size, sizeof word);
+      std::memcpy(&word, bytes, taken);
+      add(word);
+      bytes += taken;
+      size -= taken;
+    }
+  }
+  uint64_t value() const noexcept { return state_; }
+
+ private:
+  uint64_t state_ = 0x6D7573746572ULL;
+};
+
+void add_values(const at::Tensor& tensor, Hash& hash) {
+  if (!tensor.defined()) return hash.add(uint64_t{0});
+  const auto values = tensor.detach().cpu().contiguous();
+  hash.add(static_cast<const std::byte*>(values.const_data_ptr()), values.nbytes());
+}
+
+// Calls function(name, value) for every hyperparameter.
+template <class F>
+void for_each_value(const kernels::AdamGroup& g, const F& function) {
+  function("lr", g.lr);
+  function("beta1", g.beta1);
+  function("beta2", g.beta2);
+  function("eps", g.eps);
+  function("weight_decay", g.weight_decay);
+  function("decoupled_weight_decay", g.decoupled ? 1.0 : 0.0);
+  function("amsgrad", g.amsgrad ? 1.0 : 0.0);
+  function("maximize", g.maximize ? 1.0 : 0.0);
+}
+
+template <class F>
+void for_each_value(const kernels::SgdGroup& g, const F& function) {
+  function("lr", g.lr);
+  function("momentum", g.momentum);
+  function("dampening", g.dampening);
+  function("weight_decay", g.weight_decay);
+  function("nesterov", g.nesterov ? 1.0 : 0.0);
+  function("maximize", g.maximize ? 1.0 : 0.0);
+}
+
+template <class F>
+void for_each_value(const kernels::AdagradGroup& g, const F& function) {
+  function("lr", g.lr);
+  function("lr_decay", g.lr_decay);
+  function("eps", g.eps);
+  function("weight_decay", g.weight_decay);
+  function("maximize", g.maximize ? 1.0 : 0.0);
+}
+
+// Calls function(group, name, value).
+template <class F>
+void for_each_hyperparameter(const FlatGroups& groups, const F& function) {
+  std::visit(
+      [&](const auto& list) {
+        for (size_t group = 0; group < list.size(); ++group)
+          for_each_value(list[group], [&](const char* name, double value) { function(group, name, value); });
+      },
+      groups);
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) lines.push_back(std::move(line));
+  return lines;
+}
+
+}  // namespace
+
+Agreement::Agreement(const ParameterRegistry& registry, std::vector<OptimizerStep> steps,
+                     const std::vector<int>& written, bool shares_state)
+    : registry_(&registry), steps_(std::move(steps)), shares_state_(shares_state) {
+  for (const int p : written) written_.push_back({-1, p});
+  look_at_steps();
+}
+
+FlatOptimizer::Standing Agreement::standing(const OptimizerStep& step, size_t p) const {
+  auto standing = step.flat->standing(p);
+  standing.has_own_state = standing.has_own_state && shares_state_;
+  return standing;
+}
+
+// For the digest, and for state that only this worker knows. Of thousands of parameters in every window.
+void Agreement::look_at_steps() {
+  if (steps_.empty()) return;
+  Hash hash;
+  for (size_t s = 0; s < steps_.size(); ++s) {
+    const auto& step = steps_[s];
+    for (const auto& line : step.hyperparameters) hash.add(stable_hash(line));
+    hash.add(static_cast<uint64_t>(step.groups.index()));
+    for_each_hyperparameter(step.groups, [&](size_t, const char*, double value) { hash.add(value); });
+    for (size_t p = 0; p < step.parameters.size(); ++p) {
+      const auto standing = this->standing(step, p);
+      hash.add((static_cast<uint64_t>(step.parameters[p]) << 32) ^ (static_cast<uint64_t>(step.flat->group(p)) << 2) ^
+               (standing.has_own_state ? 2U : 0U));
+      hash.add(static_cast<double>(standing.steps));
+      if (standing.has_own_state) written_.push_back({static_cast<int>(s), static_cast<int>(p)});
+    }
+  }
+  digest_ = static_cast<double>(hash.value() >> (64 - kDigestBits));
+}
+
+std::string Agreement::describe() const {
+  std::ostringstream out;
+  out << std::setprecision(17);
+  for (size_t s = 0; s < steps_.size(); ++s) {
+    const auto& step = steps_[s];
+    const auto whose = steps_.size() == 1 ? std::string() : " of optimizer " + std::to_string(s);
+    for (const auto& line : step.hyperparameters) out << line << whose << '\n';
+    for_each_hyperparameter(step.groups, [&](size_t group, const char* name, double value) {
+      out << name << ' ' << value << " in group " << group << whose << '\n';
+    });
+    for (size_t p = 0; p < step.parameters.size(); ++p) {
+      const auto standing = this->standing(step, p);
+      out << "parameter '" << registry_->name(static_cast<size_t>(step.parameters[p])) << "' in group "
+          << step.flat->group(p) << whose << " after " << standing.steps << " steps"
+          << (standing.has_own_state ? " with state that was loaded" : "") << '\n';
+    }
+  }
+  return out.str();
+}
+
+void Agreement::throw_difference(comm::Communicator& workers) const {
+  const auto texts = exchange_texts(workers, describe());
+  const auto chiefs = lines_of(texts.front());
+  for (size_t r = 1; r < texts.size(); ++r) {
+    const auto others = lines_of(texts[r]);
+    const auto [a, b] = std::mismatch(chiefs.begin(), chiefs.end(), others.begin(), others.end());
+    if (a == chiefs.end() && b == others.end()) continue;
+    throw LayoutMismatch("the ranks would make different steps: rank 0 has " + (a == chiefs.end() ? "nothing" : *a) +
+                         ", rank " + std::to_string(r) + " has " + (b == others.end() ? "nothing" : *b) +
+                         ". Nothing was changed and the window is dropped; let every rank's optimizer have the same: "
+                         "feed schedules with what strategy.reduce() gives, and load state on all ranks");
+  }
+  throw LayoutMismatch(
+      "the ranks would make different steps, which differ in less than can be printed; let every rank's optimizer have "
+      "the same hyperparameters and state");
+}
+
+std::vector<int> Agreement::compare_values(comm::Communicator& workers) const {
+  std::ostringstream mine;
+  for (const auto& place : written_) mine << place.optimizer << ' ' << place.parameter << '\n';
+  std::set<Place> all;
+  const auto lists = exchange_texts(workers, mine.str());
+  for (const auto& list : lists) {
+    std::istringstream in(list);
+    for (Place place; in >> place.optimizer >> place.parameter;) all.insert(place);
+  }
+  std::ostringstream hashes;
+  for (const auto& place : all) hashes << hash_of(place) << '\n';
+  const auto texts = exchange_texts(workers, hashes.str());
+  const auto chiefs = lines_of(texts.front());
+  for (size_t r = 1; r < texts.size(); ++r) {
+    const auto others = lines_of(texts[r]);
+    size_t line = 0;
+    for (const auto& place : all) {
+      if (others.at(line) == chiefs.at(line)) {
+        ++line;
+        continue;
+      }
+      std::string who;
+      const auto key = std::to_string(place.optimizer) + ' ' + std::to_string(place.parameter);
+      for (size_t w = 0; w < lists.size(); ++w) {
+        const auto keys = lines_of(lists[w]);
+        if (std::find(keys.begin(), keys.end(), key) != keys.end())
+          who += (who.empty() ? "rank " : ", rank ") + std::to_string(w);
+      }
+      throw LayoutMismatch(name_of(place) + " was written since the last step, by " + who + ", and rank 0 and rank " +
+                           std::to_string(r) +
+                           " have different values of it. Nothing was changed and the window is dropped; make the same "
+                           "change on every rank (a load_state_dict(), say), or strategy.broadcast() it");
+    }
+  }
+  std::vector<int> parameters;
+  for (const auto& place : all) {
+    if (place.optimizer < 0) parameters.push_back(place.parameter);
+  }
+  return parameters;
+}
+
+std::string Agreement::name_of(const Place& place) const {
+  if (place.optimizer < 0) return "parameter '" + registry_->name(static_cast<size_t>(place.parameter)) + "'";
+  const auto& parameters = steps_[static_cast<size_t>(place.optimizer)].parameters;
+  const auto index = parameters[static_cast<size_t>(place.parameter)];
+  return "the optimizer's state of parameter '" + registry_->name(static_cast<size_t>(index)) + "'";
+}
+
+uint64_t Agreement::hash_of(const Place& place) const {
+  Hash hash;
+  const auto parameter = static_cast<size_t>(place.parameter);
+  if (place.optimizer < 0) {
+    add_values(registry_->parameter(0, parameter), hash);
+    return hash.value();
+  }
+  const auto& optimizer = *steps_[static_cast<size_t>(place.optimizer)].flat;
+  for (size_t which = 0; which < optimizer.state_names().size(); ++which)
+    add_values(optimizer.state(parameter, which), hash);
+  add_values(optimizer.master(parameter), hash);
+  return hash.value();
+}
+
+}  // namespace muster

@@ -1,0 +1,275 @@
+#include "window/parameter_registry.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <sstream>
+#include <unordered_set>
+
+#include "comm/text_exchange.h"
+#include "core/plain_memory.h"
+#include "embedding/row_source.h"
+#include "muster/error.h"
+#include "window/memory_check.h"
+
+namespace muster {
+
+namespace {
+
+void describe(std::ostream& out, const char* kind, const NamedTensors& tensors) {
+  for (const auto& [name, tensor] : tensors) {
+    out << kind << " '" << name << "' " << tensor.sizes() << ' ' << c10::toString(tensor.scalar_type()) << '\n';
+  }
+}
+
+std::string describe(const ModuleTensors& module) {
+  std::ostringstream out;
+  describe(out, "parameter", module.parameters.front());
+  describe(out, "buffer", module.buffers.front());
+  return out.str();
+}
+
+std::string line_of(const std::string& text, size_t number) {
+  std::istringstream in(text);
+  std::string line;
+  for (size_t i = 0; i <= number; ++i) {
+    if (!std::getline(in, line)) return "nothing";
+  }
+  return line;
+}
+
+// The first lines that differ.
+std::pair<std::string, std::string> first_difference(const std::string& a, const std::string& b) {
+  const auto difference = std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first;
+  const auto line = static_cast<size_t>(std::count(a.begin(), difference, '\n'));
+  return {line_of(a, line), line_of(b, line)};
+}
+
+void compare_over_workers(const std::string& mine, comm::Communicator& workers) {
+  const auto texts = exchange_texts(workers, mine);
+  for (size_t r = 1; r < texts.size(); ++r) {
+    if (texts[r] == texts[0]) continue;
+    const auto [a, b] = first_difference(texts[0], texts[r]);
+    throw LayoutMismatch("the models of the ranks differ: rank 0 has " + a + ", rank " + std::to_string(r) + " has " +
+                         b + "; build the same model on every rank before prepare()");
+  }
+}
+
+// An expanded tensor cannot be written: it becomes a dense one.
+void assign(const at::Tensor& tensor, const at::Tensor& values) {
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    tensor.set_data(values.to(tensor.device()).contiguous());
+  } else {
+    tensor.copy_(values);
+  }
+}
+
+void broadcast_values(const at::Tensor& tensor, comm::Communicator& workers) {
+  if (workers.size() == 1 || tensor.numel() == 0 || is_row_stub(tensor)) return;
+  const auto values = tensor.detach();
+  if (values.is_non_overlapping_and_dense() && !is_lazy(values)) {
+    workers.broadcast(as_real(values), 0).wait();
+    return;
+  }
+  const auto packed = in_plain_memory(values).contiguous();
+  workers.broadcast(as_real(packed), 0).wait();
+  assign(tensor, packed);
+}
+
+// Of a later module's names: its number, or where the first module has such names itself ("1.weight" of a Sequential),
+// a longer one.
+std::string prefix_of(int number, const NamedTensors& parameters, const std::vector<std::string>& names) {
+  if (number == 0) return {};
+  const std::unordered_set<std::string> taken(names.begin(), names.end());
+  auto prefix = std::to_string(number) + '.';
+  while (std::any_of(parameters.begin(), parameters.end(),
+                     [&](const auto& named) { return taken.contains(prefix + named.first); })) {
+    prefix = "module " + prefix;
+  }
+  return prefix;
+}
+
+}  // namespace
+
+void ParameterRegistry::check_local(const ModuleTensors& module) const {
+  for (const auto* group : {&module.parameters, &module.buffers}) {
+    for (size_t r = 0; r < group->size(); ++r) {
+      for (const auto& [name, tensor] : (*group)[r]) {
+        if (tensor.layout() != at::kStrided) {
+          throw InvalidArgument("'" + name + "' has layout " + c10::str(tensor.layout()) +
+                                "; only strided parameters and buffers can be prepared");
+        }
+        const auto dtype = tensor.scalar_type();
+        if (!at::isFloatingType(dtype) && !at::isComplexType(dtype) && !at::isIntegralType(dtype, true)) {
+          throw InvalidArgument("'" + name + "' has dtype " + c10::toString(dtype) +
+                                ", which replicas cannot agree on; keep it outside of the module's parameters and "
+                                "buffers, or convert it to a floating, complex, integer or bool dtype");
+        }
+        if (group == &module.parameters && is_lazy(tensor)) {
+          throw InvalidArgument("parameter '" + name +
+                                "' is the conjugate or the negation of other memory, which optimizers cannot step; "
+                                "build it from resolve_conj().resolve_neg() of that tensor");
+        }
+        if (tensor.device() != devices_[r]) {
+          throw InvalidArgument("'" + name + "' is on " + tensor.device().str() + ", but this replica is on " +
+                                devices_[r].str() + ": move the module with .to('" + devices_[r].str() + "') first");
+        }
+      }
+    }
+    std::ostringstream first;
+    describe(first, "tensor", group->front());
+    for (size_t r = 1; r < group->size(); ++r) {
+      std::ostringstream other;
+      describe(other, "tensor", (*group)[r]);
+      if (other.str() == first.str()) continue;
+      const auto [a, b] = first_difference(first.str(), other.str());
+      throw InvalidArgument("replica " + std::to_string(r) + " of a module has " + b + ", replica 0 has " + a +
+                            "; the factory must build equal modules");
+    }
+  }
+}
+
+int ParameterRegistry::add(ModuleTensors module, comm::Communicator& workers) {
+  check_local(module);
+  std::vector<MemoryOwner> owners;
+  for (size_t p = 0; p < names_.size(); ++p) owners.push_back({"parameter", names_[p], parameters_[0][p]});
+  for (const auto& [name, tensor] : module.parameters.front()) owners.push_back({"parameter", name, tensor});
+  for (const auto& [name, tensor] : module.buffers.front()) owners.push_back({"buffer", name, tensor});
+  check_share_no_memory(owners);
+  compare_over_workers(describe(module), workers);
+  const int number = num_modules_++;
+  const auto prefix = prefix_of(number, module.parameters.front(), names_);
+  const size_t replicas = module.parameters.size();
+  parameters_.resize(replicas);
+  buffers_.resize(replicas);
+
+  const at::NoGradGuard no_grad;
+  for (size_t p = 0; p < module.parameters.front().size(); ++p) {
+    const auto& [name, leaf] = module.parameters.front()[p];
+    if (index_.contains(leaf.unsafeGetTensorImpl())) continue;  // shared with an earlier module
+    broadcast_values(leaf, workers);
+    const auto index = names_.size();
+    index_[leaf.unsafeGetTensorImpl()] = static_cast<int>(index);
+    names_.push_back(prefix + name);
+    modules_.push_back(number);
+    for (size_t r = 0; r < replicas; ++r) parameters_[r].push_back(module.parameters[r][p].second);
+    share_with_replicas(index);
+    note_agreed(index);
+  }
+  if (first_buffer_.empty()) first_buffer_.push_back(0);
+  first_buffer_.push_back(first_buffer_.back() + module.buffers.front().size());
+  for (size_t b = 0; b < module.buffers.front().size(); ++b) {
+    const auto& [name, buffer] = module.buffers.front()[b];
+    broadcast_values(buffer, workers);
+    buffer_names_.push_back(prefix + name);
+    for (size_t r = 0; r < replicas; ++r) {
+      buffers_[r].push_back(module.buffers[r][b].second);
+      if (r > 0) assign(module.buffers[r][b].second, buffer);
+    }
+  }
+  return number;
+}
+
+void ParameterRegistry::share_with_replicas(size_t p) {
+  const auto& leaf = parameters_[0][p];
+  for (size_t r = 1; r < parameters_.size(); ++r) {
+    if (devices_[r] != devices_[0]) {
+      copy_to_replica(r, p);
+      continue;
+    }
+    auto& replica = parameters_[r][p];
+    replica.set_data(leaf.detach());
+    torch::autograd::impl::set_version_counter(replica, torch::autograd::impl::version_counter(leaf));
+  }
+}
+
+void ParameterRegistry::copy_to_replica(size_t r, size_t p) {
+  const auto& leaf = parameters_[0][p];
+  auto& replica = parameters_[r][p];
+  const bool fits = replica.sizes() == leaf.sizes() && replica.strides() == leaf.strides() &&
+                    replica.scalar_type() == leaf.scalar_type() && replica.device() == devices_[r];
+  if (fits) {
+    replica.detach().copy_(leaf.detach(), /*non_blocking=*/true);
+  } else {
+    replica.set_data(leaf.detach().to(devices_[r], /*non_blocking=*/true, /*copy=*/true));
+  }
+  if (copied_versions_.size() <= r) copied_versions_.resize(r + 1);
+  if (copied_versions_[r].size() <= p) copied_versions_[r].resize(p + 1);
+  copied_versions_[r][p] = leaf._version();
+}
+
+bool ParameterRegistry::follows(size_t r, size_t p) const {
+  const auto& leaf = parameters_[0][p];
+  const auto& replica = parameters_[r][p];
+  const bool is_alike = replica.sizes() == leaf.sizes() && replica.strides() == leaf.strides() &&
+                        replica.scalar_type() == leaf.scalar_type() && replica.device() == devices_[r];
+  if (devices_[r] == devices_[0]) return is_alike && replica.const_data_ptr() == leaf.const_data_ptr();
+  return is_alike && copied_versions_[r][p] == leaf._version();
+}
+
+void ParameterRegistry::set_buffers(int module, size_t local_replica, const std::vector<at::Tensor>& buffers) {
+  const size_t first = first_buffer_.at(static_cast<size_t>(module));
+  const size_t count = first_buffer_.at(static_cast<size_t>(module) + 1) - first;
+  if (buffers.size() != count) {
+    throw InvalidArgument("module number " + std::to_string(module) + " has " + std::to_string(buffers.size()) +
+                          " buffers, and had " + std::to_string(count) + " at prepare(); register them before");
+  }
+  std::copy(buffers.begin(), buffers.end(), buffers_[local_replica].begin() + static_cast<ptrdiff_t>(first));
+}
+
+int ParameterRegistry::find(const at::Tensor& parameter) const noexcept {
+  const auto found = index_.find(parameter.unsafeGetTensorImpl());
+  return found == index_.end() ? -1 : found->second;
+}
+
+std::vector<int> ParameterRegistry::parameters_of(int module) const {
+  std::vector<int> found;
+  for (size_t p = 0; p < modules_.size(); ++p) {
+    if (modules_[p] == module) found.push_back(static_cast<int>(p));
+  }
+  return found;
+}
+
+void ParameterRegistry::follow_moves(bool copies_all) {
+  if (parameters_.size() < 2) return;
+  for (size_t p = 0; p < names_.size(); ++p) {
+    const auto& leaf = parameters_[0][p];
+    for (size_t r = 1; r < parameters_.size(); ++r) {
+      const bool is_copy = devices_[r] != devices_[0];
+      if (follows(r, p) && !(is_copy && copies_all)) continue;
+      const at::NoGradGuard no_grad;
+      if (is_copy) {
+        copy_to_replica(r, p);
+        continue;
+      }
+      share_with_replicas(p);
+      break;
+    }
+    for (size_t r = 1; r < parameters_.size(); ++r) {
+      if (parameters_[r][p].requires_grad() != leaf.requires_grad()) {
+        parameters_[r][p].set_requires_grad(leaf.requires_grad());
+      }
+    }
+  }
+}
+
+void ParameterRegistry::note_agreed(size_t p) {
+  if (agreed_.size() <= p) agreed_.resize(p + 1);
+  const auto& leaf = parameters_[0][p];
+  agreed_[p] = {leaf.const_data_ptr(), static_cast<uint32_t>(leaf._version())};
+}
+
+bool ParameterRegistry::was_written(size_t p) const noexcept {
+  const auto& leaf = parameters_[0][p];
+  return agreed_[p].data != leaf.const_data_ptr() || agreed_[p].version != static_cast<uint32_t>(leaf._version());
+}
+
+const EmbeddingRows* ParameterRegistry::rows_of(size_t parameter) const noexcept {
+  const auto found = rows_.find(parameter);
+  return found == rows_.end() ? nullptr : &found->second;
+}
+
+}  // namespace muster

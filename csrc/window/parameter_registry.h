@@ -1,0 +1,100 @@
+// The parameters and buffers of the prepared modules, for every local replica.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "embedding/row_initialiser.h"
+#include "gradient/gradient_engine.h"
+
+namespace muster {
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+/// One module as each local replica holds it; element r belongs to local replica r. Shared parameters appear once.
+struct ModuleTensors {
+  std::vector<NamedTensors> parameters;
+  std::vector<NamedTensors> buffers;
+};
+
+/// Owned by the thread that prepares and steps. Parameters are indexed job-wide in registration order; a parameter of
+/// the second and later modules is called "<module number>.<name>".
+class ParameterRegistry {
+ public:
+  /// `devices`: of the local replicas.
+  explicit ParameterRegistry(std::vector<c10::Device> devices) : devices_(std::move(devices)) {}
+
+  /// Collective over workers. Compares names, shapes and dtypes (LayoutMismatch names the first difference), gives
+  /// every worker the chief's values, and makes the local replicas on replica 0's device share its parameter memory:
+  /// each keeps its own leaf, with a common version counter; those on other devices get copies. Returns the module's
+  /// number. Throws InvalidArgument for a tensor that is not on its replica's device, is sparse, or is not
+  /// materialised.
+  int add(ModuleTensors module, comm::Communicator& workers);
+
+  size_t num_parameters() const noexcept { return names_.size(); }
+  const std::string& name(size_t parameter) const noexcept { return names_[parameter]; }
+  const at::Tensor& parameter(size_t local_replica, size_t parameter) const noexcept {
+    return parameters_[local_replica][parameter];
+  }
+
+  /// Index of a parameter of local replica 0, or -1.
+  int find(const at::Tensor& parameter) const noexcept;
+
+  /// The parameter is the weight of an embedding.
+  void note_rows(size_t parameter, const EmbeddingRows& rows) { rows_[parameter] = rows; }
+  /// Null for a parameter that is none.
+  const EmbeddingRows* rows_of(size_t parameter) const noexcept;
+
+  /// Parameters of one module, ascending.
+  std::vector<int> parameters_of(int module) const;
+
+  /// Buffers of all modules, by local replica, in registration order.
+  const std::vector<at::Tensor>& buffers(size_t local_replica) const noexcept { return buffers_[local_replica]; }
+  /// A local replica's buffers of one module are other tensors from here on (`.to()`, assignment in forward). Called by
+  /// the replica's thread in a step, else by the stepping thread. Throws InvalidArgument if their number changed.
+  void set_buffers(int module, size_t local_replica, const std::vector<at::Tensor>& buffers);
+  const std::vector<std::string>& buffer_names() const noexcept { return buffer_names_; }
+
+  /// A parameter's values are those of the other workers, as prepare() and steps leave them.
+  void note_agreed(size_t parameter);
+  /// Whether it was written or replaced since, in ways that torch counts: writes through `.data` leave no trace.
+  bool was_written(size_t parameter) const noexcept;
+  /// It counts as written until note_agreed().
+  void doubt(size_t parameter) noexcept { agreed_[parameter] = {nullptr, ~uint32_t{0}}; }
+
+  /// Lets the other local replicas' leaves follow parameters of replica 0 that were moved or replaced (`.to()`,
+  /// `load_state_dict(assign=True)`), in memory and in requires_grad, and copies on other devices those that were
+  /// written since; with `copies_all` all of them, since who writes to `.data` leaves no trace.
+  void follow_moves(bool copies_all);
+
+ private:
+  void share_with_replicas(size_t parameter);
+  void copy_to_replica(size_t local_replica, size_t parameter);
+  bool follows(size_t local_replica, size_t parameter) const;
+  void check_local(const ModuleTensors& module) const;
+
+  std::vector<c10::Device> devices_;
+  std::vector<std::string> names_;
+  std::vector<int> modules_;                         // parameter -> module
+  std::vector<std::vector<at::Tensor>> parameters_;  // [local replica][parameter]
+  std::vector<std::vector<at::Tensor>> buffers_;     // [local replica][buffer]
+  std::vector<std::string> buffer_names_;
+  std::vector<size_t> first_buffer_;  // by module, and the end
+  std::unordered_map<const c10::TensorImpl*, int> index_;
+  std::unordered_map<size_t, EmbeddingRows> rows_;
+  struct Agreed {
+    const void* data = nullptr;
+    uint32_t version = 0;
+  };
+  std::vector<Agreed> agreed_;                          // by parameter, of replica 0's
+  std::vector<std::vector<uint32_t>> copied_versions_;  // [local replica][parameter], of replica 0's
+  int num_modules_ = 0;
+};
+
+}  // namespace muster

@@ -1,0 +1,44 @@
+// Skipped windows, where the device alone knows of them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <deque>
+#include <string>
+
+#include "device/device.h"
+#include "window/device_window.h"
+
+namespace muster {
+
+/// Counts windows in a row that were skipped, without waiting for the device: look() knows those whose end the device
+/// has passed. Owned by the thread that steps.
+class SkipWatch {
+ public:
+  /// A window was closed; `step` and `non_finite_at` are what NonFinite will say.
+  void note(const DeviceReport& report, int64_t step, std::string non_finite_at);
+
+  void look();
+
+  int in_a_row() const noexcept { return in_a_row_; }
+  /// Of the last window that was found skipped.
+  int64_t step() const noexcept { return step_; }
+  const std::string& non_finite_at() const noexcept { return non_finite_at_; }
+
+ private:
+  struct Window {
+    at::Tensor flags;  // skipped, dropped
+    StreamPoint copied;
+    int64_t step;
+    std::string non_finite_at;
+  };
+
+  std::deque<Window> windows_;
+  at::Tensor free_;  // host memory for a window's flags
+  int in_a_row_ = 0;
+  int64_t step_ = 0;
+  std::string non_finite_at_;
+};
+
+}  // namespace muster

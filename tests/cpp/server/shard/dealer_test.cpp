@@ -1,0 +1,122 @@
+#include "server/shard/dealer.h"
+
+#include "cpp/catch.h"
+#include "muster/error.h"
+
+using namespace muster;
+using namespace muster::server;
+
+namespace {
+
+// A worker's requests about a pass of three batches.
+struct Asker {
+  Dealer& dealer;
+  uint32_t rank;
+  uint64_t incarnation = 1;
+  uint64_t request = 0;
+
+  Dealt ask(std::vector<uint64_t> finished = {}, uint64_t epoch = 0) {
+    return dealer.deal(rank, incarnation, {++request, 7, epoch, 3, false, std::move(finished)});
+  }
+  void end() { dealer.deal(rank, incarnation, {++request, 7, 0, 3, true, {}}); }
+};
+
+bool is_batch(const Dealt& dealt, uint64_t batch) { return dealt.state == Dealt::State::dealt && dealt.batch == batch; }
+
+}  // namespace
+
+TEST_CASE("batches are dealt in order, and a pass ends when all are finished", "[server]") {
+  Dealer dealer;
+  Asker a{dealer, 0};
+  Asker b{dealer, 1};
+  CHECK(is_batch(a.ask(), 0));
+  CHECK(is_batch(b.ask(), 1));
+  CHECK(is_batch(a.ask(), 2));
+  CHECK(b.ask().state == Dealt::State::none);
+  dealer.finish(0, {{7, 0, 0}, {7, 0, 2}});
+  dealer.finish(0, {{7, 0, 1}});  // was not dealt to it
+  CHECK(a.ask().state == Dealt::State::none);
+  CHECK(b.ask({1}).state == Dealt::State::ended);
+  CHECK(a.ask().state == Dealt::State::ended);
+  CHECK(is_batch(a.ask({}, 1), 0));  // another epoch
+}
+
+TEST_CASE("a repeated request is answered as before", "[server]") {
+  Dealer dealer;
+  Asker a{dealer, 0};
+  CHECK(is_batch(a.ask(), 0));
+  --a.request;
+  CHECK(is_batch(a.ask(), 0));
+  CHECK(is_batch(a.ask(), 1));
+  // Another life of the worker counts its requests anew.
+  a.request = 1;
+  a.incarnation = 2;
+  CHECK(is_batch(a.ask(), 2));
+}
+
+TEST_CASE("what a worker leaves unfinished is dealt again, before the rest", "[server]") {
+  Dealer dealer;
+  Asker a{dealer, 0};
+  Asker b{dealer, 1};
+  CHECK(is_batch(a.ask(), 0));
+  CHECK(is_batch(a.ask(), 1));
+  dealer.finish(0, {{7, 0, 0}});
+  SECTION("by dying") { dealer.take_back(0); }
+  SECTION("by ending its pass") { a.end(); }
+  CHECK(is_batch(b.ask(), 1));
+  dealer.finish(0, {{7, 0, 1}});  // too late
+  CHECK(is_batch(b.ask({1}), 2));
+  CHECK(b.ask({2}).state == Dealt::State::ended);
+}
+
+TEST_CASE("dealt batches survive a restart", "[server]") {
+  Dealer dealer;
+  Asker a{dealer, 0};
+  Asker b{dealer, 1};
+  a.ask();
+  b.ask();
+  dealer.take_back(1);
+  Dealer again;
+  again.restore(decode<Dealer::Record>(encode(dealer.record())));
+  Asker c{again, 2};
+  CHECK(is_batch(c.ask(), 1));
+  CHECK(is_batch(c.ask({1}), 2));
+  CHECK(c.ask({2}).state == Dealt::State::none);
+  again.take_back(0);
+  CHECK(is_batch(c.ask(), 0));
+  auto damaged = dealer.record();
+  damaged.passes.front().holders.push_back(1);
+  CHECK_THROWS_AS(again.restore(damaged), CheckpointError);
+}
+
+TEST_CASE("the newest pass of each loader is known, also once it is over", "[server]") {
+  Dealer dealer;
+  CHECK(dealer.newest().empty());
+  uint64_t request = 0;
+  for (const uint64_t epoch : {0, 2, 1}) dealer.deal(0, 1, {++request, 7, epoch, 1, false, {}});
+  for (uint64_t epoch = 0; epoch < Dealer::kMaxPasses; ++epoch) {
+    dealer.deal(0, 1, {++request, 9, epoch, 0, false, {}});
+  }
+  dealer.deal(0, 1, {++request, 3, 5, 1, false, {}});
+  const std::vector<PassId> newest{{3, 5}, {7, 2}, {9, Dealer::kMaxPasses - 1}};
+  CHECK((dealer.newest() == newest));
+  Dealer again;
+  again.restore(decode<Dealer::Record>(encode(dealer.record())));
+  CHECK((again.newest() == newest));
+}
+
+TEST_CASE("workers must count the same batches, and passes are bounded", "[server]") {
+  Dealer dealer;
+  dealer.deal(0, 1, {1, 0, 0, 10, false, {}});
+  CHECK_THROWS_AS(dealer.deal(1, 1, {1, 0, 0, 11, false, {}}), LayoutMismatch);
+  for (uint64_t epoch = 1; epoch < Dealer::kMaxPasses; ++epoch) dealer.deal(0, 1, {epoch + 1, 0, epoch, 10, false, {}});
+  CHECK_THROWS_AS(dealer.deal(0, 1, {1000, 0, 1000, 10, false, {}}), InvalidArgument);
+  // Those that ended make room.
+  dealer.take_back(0);
+  for (uint64_t request = 2000, batch = 0; batch < 10; ++batch, ++request) {
+    dealer.deal(0, 1,
+                {request, 0, 5, 10, false, batch == 0 ? std::vector<uint64_t>{} : std::vector<uint64_t>{batch - 1}});
+  }
+  dealer.finish(0, {{0, 5, 9}});
+  CHECK(is_batch(dealer.deal(0, 1, {3000, 0, 1000, 10, false, {}}), 0));
+}
