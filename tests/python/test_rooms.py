@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 
-# From the ground up: a room may include those of the floors below its own. Rooms of one floor do not know each other, but
-# for the exceptions below.
+# From the ground up: a room may include those of the floors below its own. Rooms of one floor do not know each other,
+# but for the exceptions below.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("core", "kernels"),
     ("device",),
