@@ -1,0 +1,195 @@
+"""Counts what keeps this tree readable and fails where a bound of docs/architecture.md is passed.
+
+Usage: house.py [--table]
+
+`--table` prints the counts of every room and the classes that come nearest to a bound.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import tree_sitter_cpp
+from tree_sitter import Language, Node, Parser
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+PYTHON = ROOT / "python" / "muster"
+
+MAX_LINES = 450
+"""Of a file of the product."""
+MAX_LINES_OF = {"csrc/window/window.h": 110, "csrc/comm/communicator.h": 120, "python/muster/strategy.py": 400}
+MAX_MEDIAN = {"window": 200, "strategy": 200}
+"""By room, of its files."""
+MAX_VIRTUALS = 9
+MAX_PUBLIC_FUNCTIONS = 25
+MAX_MEMBERS = 20
+TESTED_ONE_BY_ONE = ("window", "data")
+"""Rooms each of whose sources has a test of its own name."""
+NOWHERE = ("is_on_device",)
+"""Names of branches that a contract with several ends has taken the place of."""
+PUBLIC_FACE = {"Strategy": "API.md fixes it"}
+"""Classes whose public functions are counted by what users need."""
+
+PARSER = Parser(Language(tree_sitter_cpp.language()))
+
+
+@dataclass
+class ClassCount:
+    """One class: its functions and members, without those of nested classes."""
+
+    name: str
+    path: str
+    public_functions: list[str] = field(default_factory=list)
+    virtuals: list[str] = field(default_factory=list)
+    members: list[str] = field(default_factory=list)
+    is_abstract: bool = False
+
+
+def text_of(node: Node | None) -> str:
+    return "" if node is None or node.text is None else node.text.decode()
+
+
+def product_files() -> list[Path]:
+    sources = [p for p in CSRC.rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"}]
+    return sorted([*sources, *PYTHON.rglob("*.py"), *PYTHON.rglob("*.pyi")])
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def declared_names(node: Node) -> Iterator[tuple[str, bool]]:
+    """The names that a field declaration declares, and whether each is a function."""
+    for child in node.children_by_field_name("declarator"):
+        is_function = False
+        inner: Node | None = child
+        while inner is not None and inner.type not in {
+            "field_identifier",
+            "identifier",
+            "operator_name",
+            "destructor_name",
+        }:
+            # A pointer to a function is a member: its parentheses enclose the name.
+            if inner.type == "function_declarator":
+                is_function = inner.child_by_field_name("declarator") is not None and (
+                    text_of(inner.child_by_field_name("declarator"))[:2] != "(*"
+                )
+            inner = inner.child_by_field_name("declarator") or next(
+                (c for c in inner.named_children if c.type.endswith(("declarator", "identifier", "name"))), None
+            )
+        yield text_of(inner) or text_of(child), is_function
+
+
+def count_class(node: Node, path: str) -> ClassCount:
+    name = text_of(node.child_by_field_name("name"))
+    count = ClassCount(name, path)
+    access = "public" if node.type == "struct_specifier" else "private"
+    body = node.child_by_field_name("body")
+    assert body is not None
+    for child in body.named_children:
+        if child.type == "access_specifier":
+            access = text_of(child)
+            continue
+        if child.type == "template_declaration":
+            child = next((c for c in child.named_children if c.type.endswith(("definition", "declaration"))), child)
+        if child.type not in {"field_declaration", "function_definition", "declaration"}:
+            continue
+        words = text_of(child).split("(")[0].split()
+        if words[:1] in (["using"], ["friend"], ["typedef"]):
+            continue
+        is_virtual = "virtual" in words
+        is_pure = is_virtual and text_of(child).rstrip("; \n").endswith("= 0")
+        count.is_abstract |= is_pure
+        for declared, is_function in declared_names(child):
+            if is_function or child.type == "function_definition":
+                is_special = declared.lstrip("~") == name or declared.startswith("operator")
+                if is_virtual and not declared.startswith("~"):
+                    count.virtuals.append(declared)
+                if access == "public" and not is_special:
+                    count.public_functions.append(declared)
+            elif "static" not in words and "constexpr" not in words:
+                count.members.append(declared)
+    return count
+
+
+def classes_in(source: bytes, path: str) -> Iterator[ClassCount]:
+    pending = [PARSER.parse(source).root_node]
+    while pending:
+        node = pending.pop()
+        pending.extend(reversed(node.named_children))
+        if node.type in {"class_specifier", "struct_specifier"} and node.child_by_field_name("body") is not None:
+            yield count_class(node, path)
+
+
+def all_classes() -> list[ClassCount]:
+    sources = [path for path in product_files() if path.suffix in {".h", ".cpp"}]
+    return [count for path in sources for count in classes_in(path.read_bytes(), str(path.relative_to(ROOT)))]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(CSRC).parts[0] if path.is_relative_to(CSRC) else "python"
+
+
+def check_files(files: list[Path]) -> Iterator[str]:
+    for path in files:
+        relative = str(path.relative_to(ROOT))
+        lines, most = lines_of(path), MAX_LINES_OF.get(relative, MAX_LINES)
+        if lines > most:
+            yield f"{relative} has {lines} lines, of at most {most}: it holds more than one idea; split it"
+        for word in NOWHERE:
+            if word in path.read_text():
+                yield f"{relative} names {word}: give the difference to the ends of the contract instead"
+    for room, most in MAX_MEDIAN.items():
+        found = median(lines_of(path) for path in files if room_of(path) == room)
+        if found >= most:
+            yield f"csrc/{room}: the median file has {found:.0f} lines; it must be below {most}"
+
+
+def check_classes(classes: list[ClassCount]) -> Iterator[str]:
+    for count in classes:
+        where = f"{count.path}: class {count.name}"
+        if count.is_abstract and len(count.virtuals) > MAX_VIRTUALS:
+            yield f"{where} has {len(count.virtuals)} virtual functions, of at most {MAX_VIRTUALS}"
+        if len(count.public_functions) > MAX_PUBLIC_FUNCTIONS and count.name not in PUBLIC_FACE:
+            yield f"{where} has {len(count.public_functions)} public functions, of at most {MAX_PUBLIC_FUNCTIONS}"
+        if len(count.members) > MAX_MEMBERS:
+            yield f"{where} has {len(count.members)} data members, of at most {MAX_MEMBERS}"
+
+
+def check_tests(files: list[Path]) -> Iterator[str]:
+    for path in files:
+        room = room_of(path)
+        if room in TESTED_ONE_BY_ONE and path.suffix == ".cpp":
+            names = {test.name for test in (ROOT / "tests" / "cpp").rglob("*_test.cpp")}
+            if f"{path.stem}_test.cpp" not in names:
+                yield f"{path.relative_to(ROOT)} has no test of its own: tests/cpp/{room}/{path.stem}_test.cpp"
+
+
+def print_table(files: list[Path], classes: list[ClassCount]) -> None:
+    print(f"{'room':<12}{'files':>6}{'lines':>8}{'median':>8}{'longest':>9}")
+    for room in sorted({room_of(path) for path in files}):
+        lines = [lines_of(path) for path in files if room_of(path) == room]
+        print(f"{room:<12}{len(lines):>6}{sum(lines):>8}{median(lines):>8.0f}{max(lines):>9}")
+    print(f"\n{'class':<28}{'public':>7}{'members':>8}{'virtual':>8}  file")
+    for count in sorted(classes, key=lambda c: -max(len(c.public_functions) / 25, len(c.members) / 20))[:20]:
+        numbers = (len(count.public_functions), len(count.members), len(count.virtuals))
+        print(f"{count.name:<28}{numbers[0]:>7}{numbers[1]:>8}{numbers[2]:>8}  {count.path}")
+
+
+def main() -> int:
+    files, classes = product_files(), all_classes()
+    if "--table" in sys.argv[1:]:
+        print_table(files, classes)
+    broken = [*check_files(files), *check_classes(classes), *check_tests(files)]
+    for message in broken:
+        print(message, file=sys.stderr)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
