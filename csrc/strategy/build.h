@@ -1,4 +1,4 @@
-// Puts a strategy together: who takes part, the groups, threads and seed that all ranks agree on.
+// Puts a strategy together from the groups, threads and seed that all ranks agree on.
 #pragma once
 
 #include <memory>

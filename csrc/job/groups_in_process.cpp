@@ -1,0 +1,53 @@
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+
+#include "device/device.h"
+#include "job/make_groups.h"
+#include "job/nccl_groups.h"
+
+namespace muster {
+
+namespace {
+
+bool has_repeated(const std::vector<c10::Device>& devices) {
+  for (auto device = devices.begin(); device != devices.end(); ++device) {
+    if (std::find(devices.begin(), device, *device) != device) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+Groups groups_in_process(const std::vector<c10::Device>& devices, comm::Milliseconds timeout) {
+  const int replicas = static_cast<int>(devices.size());
+  const auto device = devices.front();
+  Groups groups;
+  groups.workers = comm::make_single();
+  if (!is_streamed(device)) {
+    groups.gradients = comm::make_local(replicas, timeout);
+    groups.step = comm::make_local(replicas, timeout);
+    groups.backend = "the memory of this process";
+    return groups;
+  }
+  groups.workers = comm::make_staged(groups.workers, device);
+  groups.control = comm::make_local(replicas, timeout);
+  const bool shares_device = has_repeated(devices);  // which NCCL refuses
+  const auto make = [&](const std::string& name) -> std::vector<comm::CommunicatorPtr> {
+    if (replicas == 1) return {comm::make_single(device)};
+    if (device.is_cpu()) return comm::make_local(replicas, timeout);
+    const auto options = with_control(comm::make_local(replicas, timeout), timeout);
+    if (shares_device) return comm::make_device_local(devices, options);
+    c10d::PrefixStore prefixed(name, c10::make_intrusive<c10d::HashStore>());
+    return comm::make_nccl(prefixed, 0, replicas, devices, options);
+  };
+  groups.gradients = make("gradients");
+  groups.step = make("step");
+  groups.backend = replicas == 1   ? "nothing: there is one replica"
+                   : shares_device ? "the memory of this process's devices"
+                                   : "NCCL";
+  return groups;
+}
+
+}  // namespace muster

@@ -1,0 +1,103 @@
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "comm/text_exchange.h"
+#include "core/log.h"
+#include "job/job_agreement.h"
+#include "job/make_groups.h"
+#include "net/unix_socket.h"
+#include "server/protocol/address.h"
+#include "server/worker/client.h"
+
+namespace muster {
+
+namespace {
+
+ServerJob servers_of(const Cluster& cluster, const ServerOptions& server_options) {
+  ServerJob job;
+  job.staleness = server_options.staleness ? static_cast<uint32_t>(*server_options.staleness) : server::kAnyStaleness;
+  for (const auto& address : cluster.servers) job.channels.push_back(server::channel_name(address));
+  return job;
+}
+
+// Gives the job its id and, where the cluster names no server, one that the chief's process hosts. Collective.
+void begin_job(ServerJob& job, const server::Standing& before, const Cluster& cluster, comm::Communicator& workers) {
+  using std::chrono::microseconds;
+  const auto clock = std::chrono::system_clock::now().time_since_epoch();
+  const auto id = std::max(before.job + 1, static_cast<uint64_t>(duration_cast<microseconds>(clock).count()));
+  job.id = static_cast<uint64_t>(broadcast_number(workers, static_cast<int64_t>(id)));
+  if (!job.channels.empty()) return;
+  std::string name;
+  if (cluster.rank == 0) {
+    name = "muster-server-" + net::random_name();
+    job.embedded = std::make_shared<server::ParameterServer>(server::ServerConfig{.name = name});
+  }
+  job.channels = {exchange_texts(workers, name).front()};
+}
+
+// Whether others train already. No worker is connected before all have met, so that who starts late is not taken for
+// one that joins.
+bool is_running(const server::Standing& standing, int rank) {
+  const auto is_other = [&](uint32_t present) { return static_cast<int>(present) != rank; };
+  return standing.started && std::any_of(standing.present.begin(), standing.present.end(), is_other);
+}
+
+void join_job(Groups& groups, ServerJob& job, const server::Standing& standing, const Topology& topology,
+              const std::string& options) {
+  job.joins = true;
+  job.id = standing.job;
+  job.facts = server::decode<JobFacts>(standing.facts);
+  compare_options(job.facts.options, topology.rank, options);
+  groups.prepare = comm::make_single();
+  groups.workers = comm::make_refusing(
+      topology.rank, topology.num_workers,
+      "rank " + std::to_string(topology.rank) +
+          " joined a running job of parameter servers, where workers that met at its start alone have collectives; "
+          "leave reduce, gather, broadcast and barrier out, or start all workers again");
+  if (job.staleness == 0) groups.step = {groups.workers};
+  log(LogLevel::info, "rank " + std::to_string(topology.rank) + " joins the job that is running");
+}
+
+std::string in_words(const Cluster& cluster, const ServerOptions& server_options) {
+  std::string text = " servers=";
+  for (const auto& address : cluster.servers) text += address + ',';
+  text += " staleness=" + (server_options.staleness ? std::to_string(*server_options.staleness) : "any");
+  return text + " workers=" + std::to_string(cluster.num_workers);
+}
+
+}  // namespace
+
+Groups groups_with_servers(const Cluster& cluster, const ServerOptions& server_options, const Topology& topology,
+                           const std::string& options, comm::Milliseconds timeout) {
+  const bool steps_together = server_options.staleness == 0;
+  const auto words = options + in_words(cluster, server_options);
+  Groups groups;
+  groups.gradients = {comm::make_single()};
+  groups.step = {comm::make_single()};
+  groups.workers = comm::make_single();
+  auto& job = groups.servers.emplace(servers_of(cluster, server_options));
+  server::Standing standing;
+  if (!cluster.servers.empty()) {
+    standing = server::inquire(job.channels.front(), server::kPatience).value_or(server::Standing{});
+  }
+  if (is_running(standing, cluster.rank)) {
+    join_job(groups, job, standing, topology, words);
+  } else {
+    if (cluster.num_workers > 1) {
+      const auto mesh = connect_workers(net::open_store(cluster, timeout), "workers", topology, 1, timeout);
+      groups.workers = mesh->make_group("workers").front();
+      compare_options(words, *groups.workers);
+      if (steps_together) groups.step = mesh->make_group("step");
+    }
+    job.facts.options = words;
+    begin_job(job, standing, cluster, *groups.workers);
+  }
+  const size_t count = job.channels.size();
+  groups.backend = cluster.servers.empty()
+                       ? "a parameter server in the chief's process"
+                       : std::to_string(count) + (count == 1 ? " parameter server" : " parameter servers");
+  return groups;
+}
+
+}  // namespace muster

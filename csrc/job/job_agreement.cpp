@@ -1,0 +1,136 @@
+#include "job/job_agreement.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/zeros.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <iterator>
+#include <numeric>
+#include <sstream>
+#include <vector>
+
+#include "comm/text_exchange.h"
+#include "muster/error.h"
+
+namespace muster {
+
+namespace {
+
+int usable_cores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? std::max(CPU_COUNT(&cores), 1) : 1;
+}
+
+std::string host_name() {
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  return name;
+}
+
+// The words of `of` that `than` does not have; both are of in_words.
+std::string different_words(const std::string& of, const std::string& than) {
+  const auto words_of = [](const std::string& text) {
+    std::istringstream in(text);
+    return std::vector<std::string>(std::istream_iterator<std::string>(in), {});
+  };
+  const auto others = words_of(than);
+  std::string different;
+  for (const auto& word : words_of(of)) {
+    if (std::find(others.begin(), others.end(), word) == others.end())
+      different += (different.empty() ? "" : " ") + word;
+  }
+  return different;
+}
+
+}  // namespace
+
+comm::Milliseconds timeout_of(const StrategyOptions& options) {
+  return comm::Milliseconds(static_cast<int64_t>(options.timeout * 1000));
+}
+
+std::string in_words(const StrategyOptions& options) {
+  std::ostringstream out;
+  const auto show = [&](const char* name, const auto& value) {
+    out << name << '=';
+    if (value) {
+      out << *value;
+    } else {
+      out << "unset";
+    }
+    out << ' ';
+  };
+  constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};
+  out << "precision=" << kPrecisions[static_cast<size_t>(options.precision)] << " loss_scale=";
+  if (options.loss_scale) {
+    const auto& scale = *options.loss_scale;
+    out << scale.init << ',' << scale.growth << ',' << scale.backoff << ',' << scale.interval << ' ';
+  } else {
+    out << "unset ";
+  }
+  out << "fuse=" << options.fuse << " keep_gradients=" << options.keep_gradients
+      << " shard_optimizer=" << options.shard_optimizer << ' ';
+  out << "accumulate=" << options.accumulate << " drop_incomplete=" << options.drop_incomplete << ' ';
+  show("clip_norm", options.clip_norm);
+  out << "clip_norm_type=" << options.clip_norm_type << ' ';
+  show("clip_value", options.clip_value);
+  show("seed", options.seed);
+  out << "buffers=" << (options.buffers == Buffers::mean ? "mean" : "chief") << ' ';
+  show("threads_per_replica", options.threads_per_replica);
+  show("bucket_bytes", options.bucket_bytes);
+  out << "wire=" << (options.wire == Wire::bf16 ? "bf16" : "unset") << ' ';
+  out << "max_skipped=" << options.max_skipped << " timeout=" << options.timeout;
+  return out.str();
+}
+
+void compare_options(const std::string& chiefs, int rank, const std::string& options) {
+  if (options == chiefs) return;
+  throw InvalidArgument("the ranks have different options: rank 0 has " + different_words(chiefs, options) + ", rank " +
+                        std::to_string(rank) + " has " + different_words(options, chiefs) +
+                        "; pass the same everywhere");
+}
+
+void compare_options(const std::string& options, comm::Communicator& workers) {
+  const auto texts = exchange_texts(workers, options);
+  for (size_t r = 1; r < texts.size(); ++r) compare_options(texts[0], static_cast<int>(r), texts[r]);
+}
+
+int64_t broadcast_number(comm::Communicator& workers, int64_t number) {
+  const auto value = at::zeros({1}, at::kLong);
+  value.data_ptr<int64_t>()[0] = number;
+  workers.broadcast(value, 0).wait();
+  return value.const_data_ptr<int64_t>()[0];
+}
+
+void place_replicas(Topology& topology, comm::Communicator& workers) {
+  const auto local = at::zeros({1}, at::kLong);
+  local.data_ptr<int64_t>()[0] = topology.local_replicas();
+  auto work = workers.all_gather(local);
+  work.wait();
+  topology.replicas_of_worker.clear();
+  for (const auto& count : work.outputs()) {
+    topology.replicas_of_worker.push_back(static_cast<int>(count.const_data_ptr<int64_t>()[0]));
+  }
+  const auto first = topology.replicas_of_worker.begin();
+  topology.first_replica = std::accumulate(first, first + topology.rank, 0);
+  topology.num_replicas = std::accumulate(first, topology.replicas_of_worker.end(), 0);
+}
+
+int agree_on_threads(const StrategyOptions& options, const Topology& topology, comm::Communicator& workers) {
+  const auto hosts = exchange_texts(workers, host_name());
+  int beside_chief = 0;
+  for (size_t r = 0; r < hosts.size(); ++r) {
+    if (hosts[r] == hosts[0]) beside_chief += topology.replicas_of_worker[r];
+  }
+  const int threads = options.threads_per_replica.value_or(std::max(usable_cores() / beside_chief, 1));
+  return static_cast<int>(broadcast_number(workers, threads));
+}
+
+uint64_t agree_on_seed(const StrategyOptions& options, comm::Communicator& workers) {
+  const uint64_t ambient = at::globalContext().defaultGenerator(c10::Device(c10::kCPU)).current_seed();
+  return static_cast<uint64_t>(broadcast_number(workers, static_cast<int64_t>(options.seed.value_or(ambient))));
+}
+
+}  // namespace muster

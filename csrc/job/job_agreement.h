@@ -1,0 +1,39 @@
+// The words and numbers that all ranks of a job agree on before its first step: options, threads, seed, replicas.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "comm/communicator.h"
+#include "job/topology.h"
+#include "muster/options.h"
+
+namespace muster {
+
+/// The deadline of a group's collectives.
+comm::Milliseconds timeout_of(const StrategyOptions& options);
+
+/// The options as words "name=value" with a space between, equal where the options are.
+std::string in_words(const StrategyOptions& options);
+
+/// Throws InvalidArgument with the words that differ, of rank 0 (the chief) and of `rank`.
+void compare_options(const std::string& chiefs, int rank, const std::string& options);
+
+/// Collective over workers. Throws InvalidArgument, on all alike, where a rank's words are not those of rank 0.
+void compare_options(const std::string& options, comm::Communicator& workers);
+
+/// Collective over workers: rank 0's number.
+int64_t broadcast_number(comm::Communicator& workers, int64_t number);
+
+/// Collective over workers: fills the topology's replicas_of_worker, first_replica and num_replicas from how many
+/// devices each worker has.
+void place_replicas(Topology& topology, comm::Communicator& workers);
+
+/// Collective over workers: intra-op threads of a replica. The chief's option, or its usable cores over the replicas on
+/// its host.
+int agree_on_threads(const StrategyOptions& options, const Topology& topology, comm::Communicator& workers);
+
+/// Collective over workers: the chief's option, or the seed of its default generator.
+uint64_t agree_on_seed(const StrategyOptions& options, comm::Communicator& workers);
+
+}  // namespace muster

@@ -1,0 +1,42 @@
+// The groups of a job, by how its processes reach one another.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/c10d/communicator.h"
+#include "comm/shared/host_mesh.h"
+#include "job/topology.h"
+#include "muster/cluster.h"
+#include "muster/parameter_server.h"
+#include "net/rendezvous.h"
+
+namespace muster {
+
+/// One process that holds all replicas, one a device.
+Groups groups_in_process(const std::vector<c10::Device>& devices, comm::Milliseconds timeout);
+
+/// Collective over the cluster, whose workers are on one host. Needs the topology's workers and devices, and places its
+/// replicas.
+Groups groups_on_host(const Cluster& cluster, Topology& topology, comm::Milliseconds timeout);
+
+/// Collective over the cluster: likewise over the user's process group. Throws InvalidArgument where that has another
+/// rank or size than the cluster.
+Groups groups_over(const comm::ProcessGroupPtr& process_group, const Cluster& cluster, Topology& topology,
+                   comm::Milliseconds timeout);
+
+/// Collective over the cluster, unless its servers already serve a job on which other workers train: the groups then
+/// join it (Groups::joins). `options`: the words of in_words, to which those of the servers are added; throws
+/// InvalidArgument where ranks differ in them.
+Groups groups_with_servers(const Cluster& cluster, const ServerOptions& server_options, const Topology& topology,
+                           const std::string& options, comm::Milliseconds timeout);
+
+/// Collective over the cluster: the mesh of its workers, each with `replicas` ranks. `prefix` is the meeting's in the
+/// store, one a mesh.
+std::shared_ptr<comm::HostMesh> connect_workers(const net::StorePtr& store, const std::string& prefix,
+                                                const Topology& topology, int replicas, comm::Milliseconds timeout);
+
+}  // namespace muster

@@ -1,0 +1,35 @@
+#include "job/nccl_groups.h"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+namespace muster {
+
+std::vector<comm::NcclOptions> with_control(const std::vector<comm::CommunicatorPtr>& control,
+                                            comm::Milliseconds timeout) {
+  std::vector<comm::NcclOptions> options;
+  for (const auto& handle : control) {
+    options.emplace_back();
+    options.back().timeout = timeout;
+    options.back().control = handle;
+  }
+  return options;
+}
+
+void use_nccl(Groups& groups, const net::StorePtr& store, const Topology& topology,
+              const std::function<std::vector<comm::CommunicatorPtr>(const std::string& name)>& make_control,
+              comm::Milliseconds timeout) {
+  groups.workers = comm::make_staged(groups.workers, topology.devices.front());
+  groups.control = make_control("control");
+  const auto make = [&](const std::string& name) -> std::vector<comm::CommunicatorPtr> {
+    if (topology.num_replicas == 1) return {comm::make_single(topology.devices.front())};
+    c10d::PrefixStore prefixed("nccl_" + name, store);
+    return comm::make_nccl(prefixed, topology.first_replica, topology.num_replicas, topology.devices,
+                           with_control(make_control(name + "_control"), timeout));
+  };
+  groups.gradients = make("gradients");
+  groups.step = make("step");
+  groups.backend = topology.num_replicas == 1 ? "nothing: there is one replica" : "NCCL";
+  groups.overlap = true;
+}
+
+}  // namespace muster

@@ -1,0 +1,24 @@
+// Groups whose gradients NCCL carries, and whose replicas tell one another the rest on the host.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "comm/nccl/nccl.h"
+#include "job/topology.h"
+#include "net/rendezvous.h"
+
+namespace muster {
+
+/// The options of an NCCL group whose rank i agrees over `control[i]`.
+std::vector<comm::NcclOptions> with_control(const std::vector<comm::CommunicatorPtr>& control,
+                                            comm::Milliseconds timeout);
+
+/// Sets gradients and step to NCCL, control to a group on the host, and stages `workers`. Collective over replicas.
+/// `make_control(name)` gives a group on the host over all replicas, a handle a local one.
+void use_nccl(Groups& groups, const net::StorePtr& store, const Topology& topology,
+              const std::function<std::vector<comm::CommunicatorPtr>(const std::string& name)>& make_control,
+              comm::Milliseconds timeout);
+
+}  // namespace muster
