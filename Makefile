@@ -18,7 +18,7 @@ CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DM
 train: package
 	$(PYTHON) examples/python/digits.py
 
-test: package cuda
+test: package cuda $(STAMPS)/dev
 	cmake --build $(BUILD) -j $(JOBS) --target all muster_tests
 	$(BUILD)/muster_tests
 	$(BUILD)/muster_cuda_tests
@@ -28,7 +28,7 @@ test: package cuda
 	$(PYTHON) -m pytest
 
 # Compiles and links the CUDA side where nvcc is found; nothing of it runs. A GPU is `make gpu-check`'s business.
-cuda: $(STAMPS)/requirements
+cuda: $(STAMPS)/dev
 	tools/build_cuda.sh $(VENV) $(BUILD)-cuda $(JOBS)
 
 # Needs neither the environment nor a network: GPU_PYTHON's torch and the system's tools (docs/gpu.md).
@@ -41,9 +41,9 @@ test-long: test
 	$(BUILD)/muster_cuda_tests "[long]"
 	$(PYTHON) -m pytest -m long
 
-test-sanitize: $(STAMPS)/requirements test-address test-thread
+test-sanitize: $(STAMPS)/dev test-address test-thread
 
-test-address test-thread: test-%: $(STAMPS)/requirements
+test-address test-thread: test-%: $(STAMPS)/dev
 	$(CMAKE) -B $(BUILD)-$* -DMUSTER_SANITIZE=$*
 	cmake --build $(BUILD)-$* -j $(JOBS)
 	tools/sanitized.sh $* $(BUILD)-$*/muster_tests
@@ -51,12 +51,12 @@ test-address test-thread: test-%: $(STAMPS)/requirements
 	tools/sanitized.sh $* $(BUILD)-$*/muster_device_tests
 
 FUZZ_SECONDS ?= 300
-fuzz: package
+fuzz: package $(STAMPS)/dev
 	tools/fuzz.sh $(PYTHON) $(BUILD) $(FUZZ_SECONDS)
 
 # clang-tidy reads a compile database of its own: it knows neither gcc's precompiled headers nor ccache, and no build
 # with CUDA, which comm/nccl/api.cpp needs.
-lint: package
+lint: package $(STAMPS)/dev
 	clang-format --dry-run -Werror $(CPP_FILES)
 	ruff check $(wildcard $(PY_FILES))
 	ruff format --check $(wildcard $(PY_FILES))
@@ -65,15 +65,15 @@ lint: package
 	$(CMAKE) -B $(BUILD)-lint -DMUSTER_PYTHON=ON -DMUSTER_CCACHE= -DMUSTER_OPENMP=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DMUSTER_UNITY_FILES=100 >/dev/null
 	tools/clang_tidy.sh $(BUILD)-lint $(JOBS)
 
-format: $(STAMPS)/requirements
+format: $(STAMPS)/dev
 	clang-format -i $(CPP_FILES)
 	ruff check --fix $(wildcard $(PY_FILES))
 	ruff format $(wildcard $(PY_FILES))
 
-dist: $(STAMPS)/requirements
+dist: $(STAMPS)/dev
 	$(PYTHON) -m build --no-isolation --outdir dist
 
-bench: package
+bench: package $(STAMPS)/dev
 	cmake -S benchmarks/cpp -B $(BUILD)-bench -G Ninja -Dmuster_ROOT=$$($(PYTHON) -m muster --cmake-dir)
 	cmake --build $(BUILD)-bench -j $(JOBS)
 	$(PYTHON) -m muster bench --cpp $(BUILD)-bench --out benchmarks/results
@@ -86,12 +86,15 @@ package: $(BUILD)/build.ninja
 	cmake --build $(BUILD) -j $(JOBS) --target muster _C
 	$(PYTHON) tools/link_package.py $(BUILD)
 
-$(BUILD)/build.ninja: $(STAMPS)/requirements
+$(BUILD)/build.ninja: $(STAMPS)/train
 	$(CMAKE) -B $(BUILD) -DMUSTER_PYTHON=ON
 
-$(STAMPS)/requirements: requirements-dev.txt | $(STAMPS)/venv
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r $<
+# Python compiles what it imports when it does; compiling all that is installed takes half of an installation's time.
+$(STAMPS)/train $(STAMPS)/dev: $(STAMPS)/%: requirements-%.txt | $(STAMPS)/venv
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	touch $@
+
+$(STAMPS)/dev: $(STAMPS)/train
 
 $(STAMPS)/venv: tools/setup_system.sh
 	tools/setup_system.sh $(VENV)

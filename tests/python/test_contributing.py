@@ -83,8 +83,9 @@ def test_make_dist_lint_and_format_use_the_tools_of_the_requirements() -> None:
 
 
 def requirements() -> list[str]:
-    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+    files = ("requirements-train.txt", "requirements-dev.txt")
+    lines = [line for file in files for line in (ROOT / file).read_text().splitlines()]
+    return [line for line in lines if line and not line.startswith("#") and line != "-r requirements-train.txt"]
 
 
 def test_requirements_are_pinned_exactly() -> None:
