@@ -87,6 +87,18 @@ class PerReplica(Sequence[T_co]):
         _refuse(f"torch function {getattr(func, '__name__', func)!r}")
 
 
+def with_rows(parts: Iterable[T_co], rows: Sequence[int]) -> PerReplica[T_co]:
+    """What Strategy.run returns: each part stands for so many samples (-1: unknown)."""
+    made = PerReplica(parts)
+    made._rows = rows
+    return made
+
+
+def rows_of(parts: PerReplica[Any]) -> Sequence[int] | None:
+    """The samples that each part stands for, where Strategy.run made it."""
+    return parts._rows
+
+
 def _name(value: object) -> str:
     return type(value).__name__
 

@@ -8,17 +8,16 @@ import logging
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from numbers import Real
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from muster import optim, structure
+from muster import _C, optim, structure
+from muster.by_hand import ByHand
 from muster.errors import InvalidArgument, LayoutMismatch
-
-if TYPE_CHECKING:
-    from muster.strategy import Strategy
+from muster.options import StrategyOptions
 
 __all__ = ["PreparedOptimizer"]
 
@@ -31,19 +30,24 @@ class PreparedOptimizer:
     the hooks of user code are.
     """
 
-    def __init__(self, optimizer: Optimizer, strategy: Strategy) -> None:
+    def __init__(
+        self, optimizer: Optimizer, core: _C.StrategyCore, options: StrategyOptions, by_hand: ByHand, owner: object
+    ) -> None:
+        """`owner` lives as long as the optimizer: the strategy, without which steps by hand would be wrong."""
         if not any(group["params"] for group in optimizer.param_groups):
             raise InvalidArgument(f"{type(optimizer).__name__} has no parameters; give it the model's before prepare()")
         self.optimizer = optimizer
-        self._strategy = strategy
+        self._core = core
+        self._by_hand = by_hand
+        self._owner = owner
         self._stepping = False
         if _needs_closure(optimizer):
             raise InvalidArgument(
                 f"{type(optimizer).__name__}.step() needs a closure, which evaluates the loss several times, and a "
                 "strategy has one gradient for each step; use another optimizer, or step this one without a strategy"
             )
-        self._flat = optim.make_flat(optimizer) if strategy._options.fuse else None
-        if self._flat is None and strategy._options.shard_optimizer:
+        self._flat = optim.make_flat(optimizer) if options.fuse else None
+        if self._flat is None and options.shard_optimizer:
             raise InvalidArgument(
                 f"shard_optimizer=True needs a flat optimizer (AdamW, Adam, SGD or Adagrad), and "
                 f"{type(optimizer).__name__} has no flat version; leave the option out"
@@ -71,9 +75,9 @@ class PreparedOptimizer:
     def bind(self, indices: list[int]) -> None:
         """Tells a flat optimizer the numbers of its parameters, when they are known or have changed."""
         if self._flat is None:
-            self._strategy._core.check_need_no_flat(indices)
+            self._core.check_need_no_flat(indices)
             return
-        state, core = self._flat._flat, self._strategy._core
+        state, core = self._flat._flat, self._core
         if state is None or state.indices != indices or state.core is not core:
             self._flat._flat = optim.FlatState(self._flat, core, indices)
 
@@ -155,7 +159,7 @@ class PreparedOptimizer:
     def broadcast_state(self) -> None:
         """Collective: every worker gets the chief's hyperparameters and state. Raises LayoutMismatch where optimizers
         differ."""
-        core = self._strategy._core
+        core = self._core
         text, leaves = structure.encode(self.optimizer.state_dict(), texts=True)
         texts = core.exchange_texts(f"{self._description()}\n{text}")
         (chiefs, _, description), *others = (text.partition("\n") for text in texts)
@@ -166,14 +170,14 @@ class PreparedOptimizer:
 
     def compare(self) -> None:
         """Collective: as broadcast_state, for parameters whose module was prepared later; no state is sent."""
-        self._compare(self._strategy._core.exchange_texts(self._description()))
+        self._compare(self._core.exchange_texts(self._description()))
 
     def leave(self) -> None:
         """Before the strategy closes: the optimizer is torch's again, with all its state."""
         self._last_pre_hook.remove()
         self._first_post_hook.remove()
         state = self._flat._flat if self._flat is not None else None
-        if state is None or state.core is not self._strategy._core:
+        if state is None or state.core is not self._core:
             return
         try:
             state.leave()
@@ -184,7 +188,7 @@ class PreparedOptimizer:
 
     def _description(self) -> str:
         """Its class, and a line for each parameter."""
-        core = self._strategy._core
+        core = self._core
         lines = []
         for number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
@@ -215,7 +219,7 @@ class PreparedOptimizer:
             agree, self._agree = self._agree, None
             if agree is not None:
                 agree(None)
-        elif not self._strategy.closed and self._strategy._gradients_are_applied:
+        elif not self._core.closed and self._by_hand.gradients_are_applied:
             raise InvalidArgument(
                 f"{type(optimizer).__name__}.step() was called after strategy.step, which has applied the gradients "
                 "already; remove the call, or write gradients by hand with backward() first"

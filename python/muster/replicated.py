@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from muster import _C
 from muster.attributes import compiled_alike
+from muster.by_hand import ByHand
 from muster.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from muster.strategy import Strategy
 
 __all__ = ["Replicated"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-_OWN = frozenset({"_modules_", "_strategy_", "_number_", "_syncing_", "_views_"})
+_OWN = frozenset({"_modules_", "_by_hand_", "_number_", "_syncing_", "_views_"})
 
 
 def replicate(module: nn.Module, replicas: int, prepared: Sequence[Replicated[Any]] = ()) -> list[nn.Module]:
@@ -131,7 +129,7 @@ class Replicated(Generic[ModuleT]):
     """
 
     _modules_: list[ModuleT]
-    _strategy_: weakref.ref[Strategy]
+    _by_hand_: weakref.ref[ByHand]
     _number_: int
     _syncing_: bool
     _views_: weakref.WeakValueDictionary[int, Replicated[Any]]
@@ -139,14 +137,14 @@ class Replicated(Generic[ModuleT]):
     def __init__(
         self,
         modules: list[ModuleT],
-        strategy: weakref.ref[Strategy],
+        by_hand: weakref.ref[ByHand],
         number: int,
         views: weakref.WeakValueDictionary[int, Replicated[Any]] | None = None,
     ) -> None:
         """`views`: of the prepared module that `modules` are parts of, by id of replica 0's part."""
         set_own = object.__setattr__
         set_own(self, "_modules_", modules)
-        set_own(self, "_strategy_", strategy)
+        set_own(self, "_by_hand_", by_hand)
         set_own(self, "_number_", number)
         set_own(self, "_syncing_", True)
         set_own(self, "_views_", weakref.WeakValueDictionary() if views is None else views)
@@ -163,8 +161,8 @@ class Replicated(Generic[ModuleT]):
 
     def _local_(self) -> int:
         """The current replica; -1 outside a step."""
-        strategy = self._strategy_()
-        return strategy._core.current_local_replica if strategy is not None else -1
+        by_hand = self._by_hand_()
+        return by_hand.current_local_replica if by_hand is not None else -1
 
     def _current(self) -> ModuleT:
         return self._modules_[max(self._local_(), 0)]
@@ -179,7 +177,7 @@ class Replicated(Generic[ModuleT]):
         if not all(isinstance(value, nn.Module) for value in values) or values[1] is first:
             return first
         known = self._views_.get(id(first))
-        return Replicated(list(values), self._strategy_, self._number_, self._views_) if known is None else known
+        return Replicated(list(values), self._by_hand_, self._number_, self._views_) if known is None else known
 
     def _part_(self, module: Any) -> Any:
         """For a part of replica 0's module: what stands for it in all replicas. Anything else is itself."""
@@ -190,10 +188,10 @@ class Replicated(Generic[ModuleT]):
         return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        strategy = self._strategy_()
+        by_hand = self._by_hand_()
         output = self._current()(*args, **kwargs)
-        if strategy is not None and torch.is_grad_enabled() and strategy._core.current_local_replica < 0:
-            self._watch_backward(strategy, output)
+        if by_hand is not None and torch.is_grad_enabled() and by_hand.current_local_replica < 0:
+            self._watch_backward(by_hand, output)
         return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,14 +210,14 @@ class Replicated(Generic[ModuleT]):
 
     # Backward by hand: a hook on the outputs runs in the outermost graph task, so that its callback comes when all of
     # backward is done; parameters' hooks would come too early under reentrant checkpointing.
-    def _watch_backward(self, strategy: Strategy, output: Any) -> None:
+    def _watch_backward(self, by_hand: ByHand, output: Any) -> None:
         syncing = self._syncing_
         queued = False
 
         def finished() -> None:
             nonlocal queued
             queued = False
-            strategy._backward_by_hand(self._number_)
+            by_hand.average_gradients(self._number_)
 
         def on_gradient(gradient: Tensor) -> Tensor:
             nonlocal queued
@@ -256,9 +254,9 @@ class Replicated(Generic[ModuleT]):
     def to(self, *args: Any, **kwargs: Any) -> Replicated[ModuleT]:
         """As torch's, on all replicas, each of which stays on its own device."""
         result = cast("Replicated[ModuleT]", self._on_all("to", args, kwargs))
-        strategy = self._strategy_()
-        if strategy is not None and strategy.devices[0].type != "cpu":
-            for module, device in zip(self._modules_, strategy.devices, strict=True):
+        by_hand = self._by_hand_()
+        if by_hand is not None and by_hand.devices[0].type != "cpu":
+            for module, device in zip(self._modules_, by_hand.devices, strict=True):
                 module.to(device)
         return result
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muster.collectives import Collectives
 from muster.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from muster.strategy import Strategy
 
 __all__ = ["convert"]
 
@@ -24,17 +22,17 @@ class _SyncBatchNorm(nn.SyncBatchNorm):
     when the mean is large). Both are differentiable, so gradients are those of the whole batch on one process.
     """
 
-    _muster_strategy: weakref.ref[Strategy]
+    _muster_collectives: weakref.ref[Collectives]
 
     def forward(self, input: Tensor) -> Tensor:
         use_batch_statistics = self.training or self.running_mean is None
-        strategy = self._muster_strategy()
-        if not use_batch_statistics or strategy is None or strategy.num_replicas == 1:
+        collectives = self._muster_collectives()
+        if not use_batch_statistics or collectives is None or collectives.num_replicas == 1:
             return F.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, use_batch_statistics,
                 self._average_factor(use_batch_statistics), self.eps,
             )  # fmt: skip
-        if strategy._core.current_local_replica < 0:
+        if not collectives.is_in_step:
             raise InvalidArgument(
                 "SyncBatchNorm in training mode needs its peers: call the module inside strategy.step, or after eval()"
             )
@@ -43,10 +41,10 @@ class _SyncBatchNorm(nn.SyncBatchNorm):
         shape = [1, -1, *[1] * (input.dim() - 2)]
         values = input if input.dtype == torch.float64 else input.float()
         count = values.new_full((1,), values.numel() / values.size(1))
-        total, count = strategy.reduce((values.sum(dimensions), count), "sum")
+        total, count = collectives.reduce((values.sum(dimensions), count), "sum")
         mean = total / count
         centred = values - mean.view(shape)
-        variance = strategy.reduce(centred.square().sum(dimensions), "sum") / count
+        variance = collectives.reduce(centred.square().sum(dimensions), "sum") / count
         if self.training and self.track_running_stats and self.running_mean is not None:
             factor = self._average_factor(True)
             with torch.no_grad():
@@ -60,7 +58,7 @@ class _SyncBatchNorm(nn.SyncBatchNorm):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # A copy or a pickle belongs to no strategy.
-        state = {name: value for name, value in self.__dict__.items() if name != "_muster_strategy"}
+        state = {name: value for name, value in self.__dict__.items() if name != "_muster_collectives"}
         return object.__new__, (nn.SyncBatchNorm,), state
 
     def _average_factor(self, updates: bool) -> float:
@@ -70,9 +68,9 @@ class _SyncBatchNorm(nn.SyncBatchNorm):
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
 
 
-def convert(module: nn.Module, strategy: Strategy) -> None:
-    """Makes every nn.SyncBatchNorm of `module` reduce through `strategy`; the objects stay the same."""
+def convert(module: nn.Module, collectives: Collectives) -> None:
+    """Makes every nn.SyncBatchNorm of `module` reduce through `collectives`; the objects stay the same."""
     for child in module.modules():
         if type(child) in (nn.SyncBatchNorm, _SyncBatchNorm):
             child.__class__ = _SyncBatchNorm
-            object.__setattr__(child, "_muster_strategy", weakref.ref(strategy))
+            object.__setattr__(child, "_muster_collectives", weakref.ref(collectives))

@@ -199,7 +199,7 @@ def test_a_strategy_that_is_forgotten_while_a_replica_works_frees_nothing_that_i
     strategy = muster.MirroredStrategy(["cpu"] * 2)
     deaf = Deaf(strategy, prepared(strategy))
     deaf.interrupted_step()
-    lock, threads, gone = deaf.lock, list(strategy._threads), weakref.ref(strategy)
+    lock, threads, gone = deaf.lock, list(strategy._threads.threads), weakref.ref(strategy)
     del strategy, deaf  # the replica has the last reference
     gc.collect()
     lock.release()
@@ -334,7 +334,7 @@ def test_a_module_that_refers_to_its_strategy_keeps_nothing_alive() -> None:
         strategy = muster.MirroredStrategy(["cpu"] * 2)
         model = strategy.prepare(lambda: Knows(strategy))
         assert strategy.step(lambda x: model(x).mean(), X).stepped
-        return weakref.ref(strategy), list(strategy._threads)
+        return weakref.ref(strategy), list(strategy._threads.threads)
 
     gone, threads = use()
     end_by_themselves(threads)

@@ -68,14 +68,14 @@ def with_a_late_peer(place: str, gave_up: Any, has_tried: Any) -> tuple[Any, ...
     job = Job()
     strategy = job.strategy
     if strategy.rank == 1:
-        apply = strategy._apply
+        apply = strategy._stepping.apply
 
         def late(*args: Any) -> Any:
             gave_up.wait(30)
             return apply(*args)
 
         if place == "before it steps":
-            strategy._apply = late  # type: ignore[method-assign]
+            strategy._stepping.apply = late  # type: ignore[method-assign]
         else:
             job.model.module.register_forward_pre_hook(lambda *_: gave_up.wait(30) and None)
         with pytest.raises(muster.CommError) as caught:
@@ -123,7 +123,7 @@ def test_parameters_are_whole_where_nobody_had_begun_to_step() -> None:
 def with_a_peer_that_dies_before_the_first_step() -> tuple[Any, ...] | None:
     job = Job(steps=0)
     if job.strategy.rank == 1:
-        job.strategy._apply = lambda *_: os._exit(0)  # type: ignore[method-assign]
+        job.strategy._stepping.apply = lambda *_: os._exit(0)  # type: ignore[method-assign]
     before = values_of(list(job.module.parameters()))
     with pytest.raises(muster.PeerLost) as caught:
         job.step()

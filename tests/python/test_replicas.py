@@ -489,7 +489,7 @@ def test_every_replica_is_compiled(how: str) -> None:
         call = lambda x: part(model[0](x))  # noqa: E731
     for _ in range(2):
         assert strategy.step(lambda x: call(x).square().mean(), X).stepped
-    assert set(compiled) == {thread.ident for thread in strategy._threads}
+    assert set(compiled) == {thread.ident for thread in strategy._threads.threads}
     strategy.close()
 
 

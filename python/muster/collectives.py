@@ -1,0 +1,132 @@
+"""Collectives over replicas and workers, of nested values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from muster import _C, structure
+from muster.errors import InvalidArgument, LayoutMismatch
+from muster.per_replica import PerReplica, rows_of
+from muster.replicated import Replicated
+
+__all__ = ["Collectives"]
+
+
+class Collectives:
+    """`reduce`, `gather`, `broadcast` and `barrier` of a strategy, whose methods say what they do."""
+
+    def __init__(self, core: _C.StrategyCore, release_passes: Callable[[], None]) -> None:
+        """`release_passes` is called before this thread waits for other workers outside a step."""
+        self._core = core
+        self._release_passes = release_passes
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the whole job."""
+        return self._core.num_replicas
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether this thread is a replica's, in a step."""
+        return self._core.current_local_replica >= 0
+
+    def reduce(self, value: Any, op: Literal["sum", "mean", "min", "max"], *, weight: Any = None) -> Any:
+        """As `Strategy.reduce`."""
+        operation = _operation(op)
+        if self.is_in_step:
+            description, leaves = structure.encode(value)
+            scale = self._weight_in_step(weight) if op == "mean" else torch.ones(())
+            return structure.decode(description, self._core.reduce_in_step(leaves, operation, scale), as_numbers=op)
+        self._release_passes()
+        values, weights = self._contributions(value, weight, weighted=op == "mean")
+        encoded = [structure.encode(part) for part in values]
+        description = self._agreed([text for text, _ in encoded])
+        results = self._core.reduce([(leaves, w) for (_, leaves), w in zip(encoded, weights, strict=True)], operation)
+        return structure.decode(description, results, as_numbers=op)
+
+    def gather(self, value: Any) -> Any:
+        """As `Strategy.gather`."""
+        if self.is_in_step:
+            description, leaves = structure.encode(value)
+            return structure.decode(description, self._core.gather_in_step(leaves), as_numbers="none")
+        self._release_passes()
+        values, weights = self._contributions(value, None, weighted=False)
+        encoded = [structure.encode(part) for part in values]
+        description = self._agreed([text for text, _ in encoded])
+        results = self._core.gather([(leaves, w) for (_, leaves), w in zip(encoded, weights, strict=True)])
+        return structure.decode(description, results, as_numbers="none")
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """As `Strategy.broadcast`."""
+        if type(value) is Replicated:
+            state = [*value.module.parameters(), *value.module.buffers()]
+            with torch.no_grad():
+                for tensor, sent in zip(state, self.broadcast([t.detach() for t in state], source), strict=True):
+                    tensor.copy_(sent)
+            return value
+        description, leaves = structure.encode(value, texts=True)
+        if self.is_in_step:
+            if '"text"' in description:
+                description = self._text_in_step(description, source)
+            return structure.decode(description, self._core.broadcast_in_step(leaves, source))
+        self._release_passes()
+        if not 0 <= source < self._core.num_workers:
+            raise InvalidArgument(f"source={source}: there are {self._core.num_workers} ranks")
+        description = self._core.exchange_texts(description)[source]
+        return structure.decode(description, self._core.broadcast(leaves, source))
+
+    def barrier(self) -> None:
+        """As `Strategy.barrier`."""
+        if self.is_in_step:
+            self._core.barrier_in_step()
+        else:
+            self._release_passes()
+            self._core.barrier()
+
+    def _text_in_step(self, text: str, source: int) -> str:
+        mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        (length,) = self._core.broadcast_in_step([torch.tensor(len(mine))], source)
+        resized = torch.zeros(int(length), dtype=torch.uint8)
+        resized[: len(mine)] = mine[: len(resized)]
+        (sent,) = self._core.broadcast_in_step([resized], source)
+        return bytes(sent.tolist()).decode()
+
+    def _weight_in_step(self, weight: Any) -> Tensor:
+        if weight is not None:
+            return torch.as_tensor(weight)
+        rows = self._core.current_rows
+        if rows < 0:
+            raise InvalidArgument("the number of samples in this part is unknown; pass weight= to reduce(..., 'mean')")
+        return torch.tensor(float(rows), dtype=torch.float64)
+
+    def _contributions(self, value: Any, weight: Any, *, weighted: bool) -> tuple[list[Any], list[float]]:
+        if not isinstance(value, PerReplica):
+            return [value], [1.0 if weight is None else float(weight)]
+        sizes: Sequence[Any] = rows_of(value) or [1.0] * len(value)
+        if weight is not None:
+            sizes = weight if isinstance(weight, PerReplica) else [weight] * len(value)
+        kept = [(part, float(size)) for part, size in zip(value, sizes, strict=True) if part is not None]
+        if weighted and any(size < 0 for _, size in kept):
+            raise InvalidArgument("the number of samples in the parts is unknown; pass weight=PerReplica([...])")
+        return [part for part, _ in kept], [size for _, size in kept]
+
+    def _agreed(self, descriptions: list[str]) -> str:
+        everyones = [set(json.loads(text)) for text in self._core.exchange_texts(json.dumps(sorted(set(descriptions))))]
+        different = sorted(set().union(*everyones))
+        if len(different) > 1:
+            raise LayoutMismatch(
+                f"the values of the replicas differ in structure: {different[0]} and {different[1]}; pass the same "
+                "structure, with numbers of the same types, everywhere"
+            )
+        return different[0] if different else "null"
+
+
+def _operation(op: str) -> _C.ReduceOp:
+    if op not in ("sum", "mean", "min", "max"):
+        raise InvalidArgument(f"op={op!r}: it must be 'sum', 'mean', 'min' or 'max'")
+    return cast(_C.ReduceOp, getattr(_C.ReduceOp, op))

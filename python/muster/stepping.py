@@ -1,0 +1,249 @@
+"""One call of step, flush or run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+
+from muster import _C, per_replica
+from muster.batch import digest
+from muster.by_hand import ByHand
+from muster.data import LoaderHost
+from muster.errors import InvalidArgument
+from muster.optim import FlatStep
+from muster.optimizer_sets import OptimizerSets
+from muster.options import StrategyOptions
+from muster.passes import Passes
+from muster.per_replica import PerReplica
+from muster.prepared_optimizer import PreparedOptimizer
+from muster.preparing import Preparation
+from muster.replica_threads import ReplicaThreads
+from muster.step import StepResult, as_record
+
+__all__ = ["Stepping"]
+
+
+class Stepping:
+    """The calls of a strategy that run user code on its replicas. Owned by the thread that steps."""
+
+    def __init__(
+        self,
+        core: _C.StrategyCore,
+        options: StrategyOptions,
+        host: LoaderHost,
+        preparation: Preparation,
+        passes: Passes,
+        threads: ReplicaThreads,
+        by_hand: ByHand,
+    ) -> None:
+        self._core = core
+        self._options = options
+        self._host = host
+        self._preparation = preparation
+        self._passes = passes
+        self._threads = threads
+        self._by_hand = by_hand
+        self.sets = OptimizerSets(core, preparation.module_numbers, preparation.optimizers)
+        self._hooked: dict[int, bool] = {}
+        """By set: whether this worker's optimizers have hooks to call before a step."""
+        self._warned_of_hooks = False
+        self._stepped: list[PreparedOptimizer] = []
+        """In the running call, whose post-hooks are to be called."""
+        self._hook_error: BaseException | None = None
+        self._is_first_step = True
+
+    def step(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], optimizers: Optimizer | Sequence[Optimizer] | None
+    ) -> StepResult:
+        """As `Strategy.step`."""
+        self._before_call()
+        set_number = self.sets.set_of(optimizers)
+        self._connect_servers(set_number)
+        self._note_hooks(set_number)
+        parts, rows = self._passes.divide(args, steps=True)
+        self._compare_first_batches(parts)
+        outputs: list[Any] = [None] * len(parts)
+
+        def call(local: int) -> Any:
+            try:
+                record, outputs[local] = as_record(fn(*parts[local]))
+            except BaseException:
+                # Else the next call would take what it finds replaced for the user's doing.
+                with contextlib.suppress(InvalidArgument):
+                    self._preparation.adopt_buffers(local)
+                raise
+            self._preparation.adopt_buffers(local)
+            return record
+
+        try:
+            result = StepResult(
+                **self._core.step(
+                    self._threads.on_replicas(call),
+                    rows,
+                    set_number,
+                    self._passes.are_at_end(),
+                    self.sets.is_fused(set_number),
+                    lambda: self.apply(set_number),
+                    lambda: self._optimizer_steps(set_number),
+                    self._threads.interrupt,
+                    self._passes.dealt_batches(args),
+                    self._passes.usual_rows(args),
+                ),
+                output=PerReplica(outputs),
+            )
+        except BaseException:
+            self._passes.settle(stepped=False)
+            raise
+        finally:
+            self._preparation.note()
+        self._by_hand.gradients_are_applied = True
+        if result.stepped:
+            self._note_step(set_number)
+            self._passes.settle(stepped=True)
+        self._call_post_hooks()
+        return result
+
+    def flush(self) -> StepResult | None:
+        """As `Strategy.flush`."""
+        open_sets = self.sets.numbers()
+        for set_number in open_sets:
+            self._note_hooks(set_number)
+        result = self._core.flush(self.apply, self.sets.is_fused, self._optimizer_steps)
+        if result is None:
+            return None
+        self._by_hand.gradients_are_applied = True
+        for set_number in open_sets:
+            self._note_step(set_number)
+        self._passes.settle(stepped=True)
+        self._call_post_hooks()
+        return StepResult(**result, output=PerReplica([None] * self._core.local_replicas))
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> PerReplica[Any]:
+        """As `Strategy.run`."""
+        self._before_call()
+        parts, rows = self._passes.divide(args, steps=False)
+        results: list[Any] = [None] * len(parts)
+
+        def call(local: int) -> None:
+            results[local] = fn(*parts[local])
+            self._preparation.adopt_buffers(local)
+
+        try:
+            self._core.run(self._threads.on_replicas(call), rows, self._threads.interrupt)
+        finally:
+            self._preparation.note()
+        return per_replica.with_rows(results, rows)
+
+    def connect_servers(self) -> None:
+        """Where no step has connected to parameter servers yet: connects, for all optimizers."""
+        if not self._core.has_servers:
+            self._connect_servers(self.sets.set_of(None))
+
+    def _connect_servers(self, set_number: int) -> None:
+        if self._core.awaits_servers(set_number) and self.sets.is_fused(set_number):
+            self.sets.optimizers_of(set_number)[0].connect_servers(set_number)
+            self._note_hooks(set_number)
+            told = self._core.watch(set_number, lambda: self.apply(set_number))
+            self._call_post_hooks()
+            self._passes.note_others(told)
+        elif self._core.has_servers:
+            for optimizer in self.sets.optimizers_of(set_number):
+                optimizer.check_state()
+
+    def _before_call(self) -> None:
+        self._preparation.check_open()
+        self._passes.release()
+        self._threads.take_back_interrupt()
+        self._preparation.follow_first_replica()
+
+    def _note_step(self, set_number: int) -> None:
+        for optimizer in self.sets.optimizers_of(set_number):
+            optimizer.note_step()
+
+    def _compare_first_batches(self, parts: Sequence[Any]) -> None:
+        """Collective in the first step: says so where every worker steps on the same samples, which are then those of
+        one worker."""
+        if not self._is_first_step:
+            return
+        self._is_first_step = False
+        if self._core.num_workers == 1 or self._host.dealer is not None or self._core.joins:
+            return
+        digests = set(self._core.exchange_texts(digest(parts)))
+        if len(digests) == 1 and digests != {""} and self._core.rank == 0:
+            logging.getLogger("muster").warning(
+                "all %d workers stepped on the same samples, so that the job learns no more from them than one worker "
+                "would; prepare() the loader, which divides each batch, or give every worker data of its own",
+                self._core.num_workers,
+            )
+
+    def _optimizer_steps(self, set_number: int) -> list[FlatStep | list[str]]:
+        """What workers compare before `_apply`."""
+        optimizers = self.sets.optimizers_of(set_number)
+        is_fused = self.sets.is_fused(set_number)
+        return [optimizer.flat_step() if is_fused else optimizer.hyperparameters() for optimizer in optimizers]
+
+    def _note_hooks(self, set_number: int) -> None:
+        """Before a call: hooks that are registered in it are called from the next one on."""
+        self._stepped, self._hook_error = [], None
+        has_hooks = any(optimizer.has_hooks() for optimizer in self.sets.optimizers_of(set_number))
+        if has_hooks != self._hooked.get(set_number, False):
+            self._core.set_has_hooks(set_number, has_hooks)
+            self._hooked[set_number] = has_hooks
+        if has_hooks and not (self._warned_of_hooks or self._options.keep_gradients) and self.sets.is_fused(set_number):
+            self._warned_of_hooks = True
+            logging.getLogger("muster").warning(
+                "step pre-hooks of a flat optimizer do not see gradients: .grad is None; %s",
+                "parameter servers step, so do without them, or use another strategy"
+                if self._core.has_servers
+                else "pass keep_gradients=True to the strategy, or fuse=False",
+            )
+
+    def apply(self, set_number: int) -> None:
+        """Called by the core where a window of this set closes: updates parameters."""
+        optimizers = self.sets.optimizers_of(set_number)
+        if not optimizers:
+            self._core.note_no_optimizer(set_number)
+            return
+        hooked = self._core.hooked(set_number)
+        if not self.sets.is_fused(set_number):
+            self._apply_from_grad(set_number, optimizers, hooked)
+            return
+
+        def call_pre_hooks() -> None:
+            for optimizer in optimizers:
+                optimizer.call_pre_hooks()
+            if not self._core.has_servers:
+                self._optimizer_steps(set_number)  # what cannot be stepped is an error that ranks agree on, too
+
+        if hooked:
+            self._core.call_hooks(set_number, True, True, call_pre_hooks)
+        for optimizer in optimizers:
+            optimizer.step_fused(set_number)
+        self._stepped += optimizers
+
+    def _apply_from_grad(self, set_number: int, optimizers: Sequence[PreparedOptimizer], hooked: bool) -> None:
+        def agree(is_first: bool, error: BaseException | None) -> None:
+            def fail() -> None:
+                if error is not None:
+                    raise error
+
+            self._core.call_hooks(set_number, False, is_first, fail)
+
+        for position, optimizer in enumerate(optimizers):
+            error = optimizer.step(partial(agree, position == 0) if hooked else None)
+            self._hook_error = self._hook_error or error
+
+    def _call_post_hooks(self) -> None:
+        """After the steps of all optimizers, when peers no longer write parameters: what they raise is raised here
+        alone, and the step is made everywhere."""
+        stepped, self._stepped = self._stepped, []
+        error, self._hook_error = self._hook_error, None
+        for optimizer in stepped:
+            optimizer.call_post_hooks()
+        if error is not None:
+            raise error
