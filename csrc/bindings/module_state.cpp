@@ -1,17 +1,14 @@
 // What user code changed of a module's Python attributes since they were noted. Compared by identity: thousands of
 // entries in some ten microseconds.
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <memory>
-#include <optional>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/noted_container.h"
 
 namespace muster {
 
@@ -23,61 +20,7 @@ constexpr size_t kMaxDepth = 6;        // of containers within an attribute
 constexpr size_t kMaxItems = 1000;     // larger containers are compared by identity and length
 constexpr size_t kMaxEntries = 50000;  // of a module: what is beyond is compared by identity
 
-using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
-bool is_tensor(PyObject* object) {
-  return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
-}
-
-uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
-}
-
-/// A value as it was: kept alive, but for tensors, whose memory would be kept.
-struct NotedValue {
-  PyObject* identity = nullptr;
-  py::object kept;
-  std::optional<WeakTensor> tensor;
-  uint32_t version = 0;
-  bool has_version = false;
-
-  bool is(PyObject* value) const {
-    if (value != identity) return false;
-    if (!tensor) return true;
-    if (!is_tensor(value)) return false;  // another object at the same address
-    const auto& now = THPVariable_Unpack(value);
-    return tensor->_unsafe_get_target() == now.unsafeGetTensorImpl() && (!has_version || version_of(now) == version);
-  }
-};
-
-struct Entry {
-  py::object key;  // of a dict; else null
-  NotedValue value;
-};
-
-/// A dict (that of an object, too), list, tuple or set.
-struct Container {
-  py::object object;
-  py::object owner;              // whose __dict__ it is; else null
-  std::vector<py::object> path;  // from the module's __dict__ to it
-  size_t module = 0;
-  Py_ssize_t size = 0;
-  std::vector<Entry> entries;  // empty where it is too large
-  py::object members;          // of a set
-  uint64_t noted = 0;
-  uint64_t looked_at = 0;
-};
-
-using ContainerPtr = std::shared_ptr<Container>;
-
-PyObject* instance_dict(PyObject* object) {  // a new reference, or null
-  if (Py_TYPE(object)->tp_dictoffset == 0) return nullptr;
-  PyObject* dict = PyObject_GenericGetDict(object, nullptr);
-  if (dict == nullptr) PyErr_Clear();
-  return dict;
-}
-
-bool is_set(PyObject* object) { return PyAnySet_Check(object) != 0; }
+using NotedContainerPtr = std::shared_ptr<NotedContainer>;
 
 class ModuleState {
  public:
@@ -121,8 +64,8 @@ class ModuleState {
     py::list found;
     for (size_t m = 0; m < roots_.size(); ++m) {
       for (const auto& container : containers_[m]) {
-        if (std::exchange(container->looked_at, generation_) == generation_ || is_as_noted(*container)) continue;
-        found.append(describe(*container));
+        if (std::exchange(container->looked_at, generation_) == generation_ || container->is_as_noted()) continue;
+        found.append(container->describe());
       }
       if (holds_tensors_[m]) {
         containers_[m].clear();
@@ -143,7 +86,7 @@ class ModuleState {
     for (const auto* objects : {&keep_, &roots_, &leaf_types_, &skipped_}) {
       if (const int result = visit_all(*objects); result != 0) return result;
     }
-    std::unordered_set<const Container*> seen;
+    std::unordered_set<const NotedContainer*> seen;
     for (const auto& of_module : containers_) {
       for (const auto& container : of_module) {
         if (!seen.insert(container.get()).second) continue;
@@ -193,46 +136,10 @@ class ModuleState {
   bool is_as_noted(size_t module) {
     for (const auto& container : containers_[module]) {
       if (container->noted == generation_) continue;
-      if (!is_as_noted(*container)) return false;
+      if (!container->is_as_noted()) return false;
       container->noted = generation_;
     }
     return true;
-  }
-
-  static bool is_as_noted(const Container& container) {
-    PyObject* const object = container.object.ptr();
-    if (container.owner) {
-      const auto dict = py::reinterpret_steal<py::object>(instance_dict(container.owner.ptr()));
-      if (dict.ptr() != object) return false;
-    }
-    if (is_set(object)) {
-      if (PySet_GET_SIZE(object) != container.size) return false;
-      return !container.members || same_members(object, container.members.ptr());
-    }
-    if (PyDict_Check(object)) {
-      if (PyDict_GET_SIZE(object) != container.size) return false;
-      if (container.entries.empty()) return true;
-      Py_ssize_t position = 0;
-      PyObject* key = nullptr;
-      PyObject* value = nullptr;
-      for (const auto& entry : container.entries) {
-        if (PyDict_Next(object, &position, &key, &value) == 0) return false;
-        if (key != entry.key.ptr() || !entry.value.is(value)) return false;
-      }
-      return true;
-    }
-    if (PySequence_Fast_GET_SIZE(object) != container.size) return false;
-    PyObject** const items = PySequence_Fast_ITEMS(object);
-    for (size_t i = 0; i < container.entries.size(); ++i) {
-      if (!container.entries[i].value.is(items[i])) return false;
-    }
-    return true;
-  }
-
-  static bool same_members(PyObject* a, PyObject* b) {
-    const int equal = PyObject_RichCompareBool(a, b, Py_EQ);
-    if (equal < 0) PyErr_Clear();
-    return equal == 1;
   }
 
   void rescan(size_t module) {
@@ -241,17 +148,17 @@ class ModuleState {
     holds_tensors_[module] = false;
     std::vector<py::object> path;
     size_t entries = 0;
-    std::unordered_set<const Container*> seen;
+    std::unordered_set<const NotedContainer*> seen;
     scan(module, roots_[module], py::object(), path, entries, seen);
   }
 
   void scan(size_t module, py::object object, py::object owner, std::vector<py::object>& path, size_t& entries,
-            std::unordered_set<const Container*>& seen) {
+            std::unordered_set<const NotedContainer*>& seen) {
     auto& slot = registry_[object.ptr()];
     auto container = slot.lock();
     const bool is_known = container && container->noted == generation_;
     if (!container) {
-      container = std::make_shared<Container>();
+      container = std::make_shared<NotedContainer>();
       slot = container;
     }
     if (!seen.insert(container.get()).second) return;
@@ -281,7 +188,7 @@ class ModuleState {
   }
 
   void descend(size_t module, const py::object& value, std::vector<py::object>& path, size_t& entries,
-               std::unordered_set<const Container*>& seen) {
+               std::unordered_set<const NotedContainer*>& seen) {
     PyObject* const object = value.ptr();
     if (is_leaf(object)) return;
     if (PyDict_Check(object) || PyList_Check(object) || PyTuple_Check(object) || is_set(object)) {
@@ -313,7 +220,7 @@ class ModuleState {
     return false;
   }
 
-  void record(Container& container, bool is_root) {
+  void record(NotedContainer& container, bool is_root) {
     container.entries.clear();
     container.members = py::object();
     PyObject* const object = container.object.ptr();
@@ -362,42 +269,16 @@ class ModuleState {
     return result;
   }
 
-  static py::tuple describe(const Container& container) {
-    py::tuple path(container.path.size());
-    for (size_t i = 0; i < container.path.size(); ++i) path[i] = container.path[i];
-    PyObject* const object = container.object.ptr();
-    if (!PyDict_Check(object) || (container.entries.empty() && container.size > 0)) {
-      return py::make_tuple(container.module, path, py::none(), py::none(), container.object);
-    }
-    py::list changed;
-    py::list gone;
-    std::unordered_map<PyObject*, const NotedValue*> before;
-    for (const auto& entry : container.entries) before[entry.key.ptr()] = &entry.value;
-    Py_ssize_t position = 0;
-    PyObject* key = nullptr;
-    PyObject* value = nullptr;
-    while (PyDict_Next(object, &position, &key, &value) != 0) {
-      const auto known = before.find(key);
-      if (known == before.end() || !known->second->is(value)) changed.append(py::reinterpret_borrow<py::object>(key));
-    }
-    for (const auto& entry : container.entries) {
-      const int is_there = PyDict_Contains(object, entry.key.ptr());
-      if (is_there < 0) PyErr_Clear();
-      if (is_there == 0) gone.append(entry.key);
-    }
-    return py::make_tuple(container.module, path, changed, gone, container.object);
-  }
-
   std::vector<py::object> keep_;
   std::vector<py::object> roots_;
   std::unordered_set<PyObject*> tree_;
   std::unordered_set<const c10::TensorImpl*> known_;
   std::vector<py::object> leaf_types_;
   std::vector<py::object> skipped_;
-  std::vector<std::vector<ContainerPtr>> containers_;  // by module
-  std::vector<char> holds_tensors_;                    // by module: in what is noted there, or perhaps
-  std::vector<char> is_forgotten_;                     // by module
-  std::unordered_map<PyObject*, std::weak_ptr<Container>> registry_;
+  std::vector<std::vector<NotedContainerPtr>> containers_;  // by module
+  std::vector<char> holds_tensors_;                         // by module: in what is noted there, or perhaps
+  std::vector<char> is_forgotten_;                          // by module
+  std::unordered_map<PyObject*, std::weak_ptr<NotedContainer>> registry_;
   uint64_t generation_ = 0;
 };
 
