@@ -1,4 +1,4 @@
-// What bindings of several rooms need of embeddings.
+// Embeddings, as bindings of several rooms need them.
 #pragma once
 
 #include <cstdint>

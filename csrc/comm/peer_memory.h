@@ -1,4 +1,4 @@
-// What ranks that see one another's memory can do beyond the contract of Communicator.
+// The contract of ranks that see one another's memory, beyond that of Communicator.
 #pragma once
 
 #include <ATen/core/Tensor.h>

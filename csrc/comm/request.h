@@ -1,4 +1,4 @@
-// What one rank asks of a collective; what ranks compare before they move data.
+// A request: what one rank asks of a collective, and what ranks compare before they move data.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// What a backend that moves data by itself has to offer, so that ExchangeCommunicator can make a Communicator of it.
+// The contract of a backend that moves data by itself; ExchangeCommunicator makes a Communicator of it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

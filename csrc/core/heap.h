@@ -1,4 +1,4 @@
-// What the C library does with memory that is freed.
+// The C library's heap: what it does with memory that is freed.
 #pragma once
 
 namespace muster {

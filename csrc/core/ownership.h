@@ -1,4 +1,4 @@
-// Which rank owns which elements, where ranks divide the work on a layout.
+// Ownership: which rank owns which elements, where ranks divide the work on a layout.
 #pragma once
 
 #include <ATen/core/Tensor.h>

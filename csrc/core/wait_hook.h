@@ -1,4 +1,4 @@
-// What a thread looks at while it waits inside the library: signals, in Python.
+// A hook that a thread calls while it waits inside the library: for signals, in Python.
 #pragma once
 
 #include <functional>

@@ -1,4 +1,4 @@
-// Which kernel dtype a torch dtype is. Header-only: the kernels room knows no torch.
+// The kernel dtype of a torch dtype. Header-only: the kernels room knows no torch.
 #pragma once
 
 #include <c10/core/ScalarType.h>

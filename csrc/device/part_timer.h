@@ -1,4 +1,4 @@
-// How long a replica took for its own part of a step.
+// A timer of a replica's own part of a step.
 #pragma once
 
 #include <c10/core/Device.h>

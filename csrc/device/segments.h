@@ -1,4 +1,4 @@
-// What a kernel's launch works on, in a device's memory.
+// Segments: what a kernel's launch works on, in a device's memory.
 #pragma once
 
 #include <cstdint>

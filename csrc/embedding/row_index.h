@@ -1,4 +1,4 @@
-// Where rows of a table lie: a hash table with what a table of rows needs, and no more.
+// An index of the rows of a table: a hash table with what a table of rows needs, and no more.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What rows of an embedding hold before anything was learnt.
+// The values of rows of an embedding before anything was learnt.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// Which server has which row of a sparse embedding.
+// The division of a sparse embedding's rows over servers.
 #pragma once
 
 #include <cstdint>

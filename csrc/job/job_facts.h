@@ -1,4 +1,4 @@
-// What the workers of a job agreed on when they met, and one that joins later learns from the servers.
+// The facts of a job: what its workers agreed on when they met, and one that joins later learns from the servers.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Where this process's replicas are in the job, and the groups they communicate in.
+// The topology of a job: where this process's replicas are in it, and the groups they communicate in.
 #pragma once
 
 #include <c10/core/Device.h>

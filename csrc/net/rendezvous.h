@@ -1,4 +1,4 @@
-// Where the workers of a job meet: a c10d::Store that all of them can reach.
+// The rendezvous of a job's workers: a c10d::Store that all of them can reach.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>

@@ -1,4 +1,4 @@
-// Which step a list of hyperparameters asks for.
+// Groups of hyperparameters, and the step that they ask for.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What steps a C++ flat optimizer, and how its state() follows.
+// The state of a C++ flat optimizer: what steps it, and how its state() follows.
 #pragma once
 
 #include <torch/optim/optimizer.h>

@@ -1,4 +1,4 @@
-// Where parameters live when other processes of the host store into them.
+// The memory where parameters live when other processes of the host store into them.
 #pragma once
 
 #include <ATen/core/Tensor.h>

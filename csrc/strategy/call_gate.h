@@ -1,4 +1,4 @@
-// Who is inside a strategy's calls, so that its end can wait for them.
+// A gate of a strategy's calls: who is inside them, so that its end can wait for them.
 #pragma once
 
 #include <sys/types.h>

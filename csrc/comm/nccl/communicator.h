@@ -1,4 +1,4 @@
-// What nccl.h promises, over any tables of functions.
+// The communicator that nccl.h promises, over any tables of functions.
 #pragma once
 
 #include <vector>

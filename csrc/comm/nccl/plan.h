@@ -1,4 +1,4 @@
-// What the ranks of one process call in one group, and whether it fits together.
+// A group call of NCCL: what the ranks of one process call in it, and whether it fits together.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Which ranks take part in an operation, and what to do when not all of them do.
+// The roll of an operation: which ranks take part in it, and what to do when not all of them do.
 #pragma once
 
 #include <ATen/core/Tensor.h>

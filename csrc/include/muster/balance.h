@@ -1,3 +1,4 @@
+// Balance: how large the parts of a batch are.
 #pragma once
 
 namespace muster {

@@ -1,3 +1,4 @@
+// MirroredStrategy: several replicas in one process.
 #pragma once
 
 #include <string>

@@ -1,3 +1,4 @@
+// MultiWorkerMirroredStrategy: a process a worker, whose replicas step together.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>

@@ -1,3 +1,4 @@
+// ParameterServerStrategy: workers, and servers that hold the parameters.
 #pragma once
 
 #include <optional>

@@ -1,3 +1,4 @@
+// ReduceOp: the operation of a reduction.
 #pragma once
 
 namespace muster {

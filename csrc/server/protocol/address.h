@@ -1,4 +1,4 @@
-// Where a parameter server listens, given the address that users write.
+// The name at which a parameter server listens, given the address that users write.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// Where a chunk's pieces lie in each of its parts.
+// Places of a chunk's pieces in each of its parts.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// Which worker computes which batch of an epoch, where workers step on their own. Logic alone.
+// A dealer: which worker computes which batch of an epoch, where workers step on their own. Logic alone.
 #pragma once
 
 #include <cstdint>

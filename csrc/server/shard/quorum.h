@@ -1,4 +1,4 @@
-// Who takes part in a job, and when a step may go on. Logic alone: time is an argument.
+// The quorum of a job: who takes part in it, and when a step may go on. Logic alone: time is an argument.
 #pragma once
 
 #include <chrono>

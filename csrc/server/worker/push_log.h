@@ -1,4 +1,4 @@
-// What a worker pushed and servers may still ask for again.
+// A log of a worker's pushes that servers may still ask for again.
 #pragma once
 
 #include <cstddef>
