@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from muster import _C, optim, structure
 from muster.by_hand import ByHand
 from muster.errors import InvalidArgument, LayoutMismatch
+from muster.flat_state import FlatState, FlatStep
 from muster.options import StrategyOptions
 
 __all__ = ["PreparedOptimizer"]
@@ -77,9 +78,7 @@ class PreparedOptimizer:
         if self._flat is None:
             self._core.check_need_no_flat(indices)
             return
-        state, core = self._flat._flat, self._core
-        if state is None or state.indices != indices or state.core is not core:
-            self._flat._flat = optim.FlatState(self._flat, core, indices)
+        optim.bind(self._flat, self._core, indices)
 
     def note_step(self) -> None:
         """Tells learning rate schedulers that a step was made, also where its update was skipped."""
@@ -120,15 +119,11 @@ class PreparedOptimizer:
 
     def connect_servers(self, set_number: int) -> None:
         """Lets parameter servers step a set that they do not hold yet."""
-        assert self._flat is not None
-        assert self._flat._flat is not None
-        self._flat._flat.connect_servers(set_number)
+        self._state().connect_servers(set_number)
 
-    def flat_step(self) -> optim.FlatStep:
+    def flat_step(self) -> FlatStep:
         """With what step_fused would step."""
-        assert self._flat is not None
-        assert self._flat._flat is not None
-        return self._flat._flat.flat_step()
+        return self._state().flat_step()
 
     def hyperparameters(self) -> list[str]:
         """The numbers in its groups, in words: ranks that step from `.grad` compare them. What a device holds is left
@@ -142,14 +137,12 @@ class PreparedOptimizer:
 
     def check_state(self) -> None:
         """Raises InvalidArgument where parameter servers hold the state and user code replaced it."""
-        if self._flat is not None and self._flat._flat is not None:
-            self._flat._flat.follow()
+        if self._flat is not None and (state := optim.state_of(self._flat)) is not None:
+            state.follow()
 
     def step_fused(self, set_number: int) -> None:
         """Applies the reduced sums of a set."""
-        assert self._flat is not None
-        assert self._flat._flat is not None
-        self._flat._flat.step(set_number)
+        self._state().step(set_number)
 
     def call_post_hooks(self) -> None:
         """What comes after step_fused, once all optimizers of a set have stepped."""
@@ -176,15 +169,20 @@ class PreparedOptimizer:
         """Before the strategy closes: the optimizer is torch's again, with all its state."""
         self._last_pre_hook.remove()
         self._first_post_hook.remove()
-        state = self._flat._flat if self._flat is not None else None
-        if state is None or state.core is not self._core:
+        if self._flat is None:
             return
         try:
-            state.leave()
+            optim.leave(self._flat, self._core)
         except Exception as error:
             logging.getLogger("muster").warning(
                 "the state of %s did not come back from the parameter servers: %s", type(self.optimizer).__name__, error
             )
+
+    def _state(self) -> FlatState:
+        assert self._flat is not None
+        state = optim.state_of(self._flat)
+        assert state is not None
+        return state
 
     def _description(self) -> str:
         """Its class, and a line for each parameter."""

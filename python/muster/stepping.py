@@ -15,7 +15,7 @@ from muster.batch import digest
 from muster.by_hand import ByHand
 from muster.data import LoaderHost
 from muster.errors import InvalidArgument
-from muster.optim import FlatStep
+from muster.flat_state import FlatStep
 from muster.optimizer_sets import OptimizerSets
 from muster.options import StrategyOptions
 from muster.passes import Passes

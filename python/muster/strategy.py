@@ -253,7 +253,6 @@ class Strategy:
         there.
         """
         self._core.close()
-        self._core.close()
         self._threads.join()
         self._passes.end_workers()
 

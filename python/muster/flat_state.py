@@ -1,0 +1,348 @@
+"""What steps a flat optimizer: its parameters and state in the core, as its groups and `state` show them."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from muster import _C
+from muster.errors import InvalidArgument
+from muster.exact_loads import ExactLoads
+
+__all__ = ["DTYPES", "Algorithm", "Elsewhere", "FlatState", "FlatStep", "SteppedOptimizer"]
+
+FlatStep = tuple[_C.FlatOptimizer, list[int], str, list[list[float]]]
+"""A flat optimizer as a step uses it: its core, its parameters' numbers, its algorithm, hyperparameters by group."""
+
+DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+"""Of parameters that a flat optimizer steps."""
+
+_MASTER = "master"
+"""State key of the fp32 copy of a low-precision parameter."""
+_MASTER_NUMBER = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """What the core and torch's `state` are told apart by."""
+
+    name: str
+    row: Callable[[dict[str, Any]], list[float]]
+    """The hyperparameters of a group, as the core takes them."""
+    counts_steps: bool = True
+    begins_with_state: bool = False
+    """Whether torch's has state of a parameter before its first step."""
+    needs: frozenset[str] = frozenset()
+    """State tensors that torch's step does not do without."""
+
+
+class SteppedOptimizer(Protocol):
+    """What `FlatState` needs of the optimizer that it steps."""
+
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+
+    def parameters_by_position(self) -> list[Tensor]:
+        """The parameters in the order of the groups."""
+
+    def state_by_position(self) -> dict[int, Mapping[str, Any]]:
+        """`state` by the parameters' positions."""
+
+
+class FlatState:
+    """What steps one optimizer: its parameters and state in the core, and the views of them in the optimizer's `state`.
+
+    The optimizer's groups and `state` are the user's, as torch's: whatever user code replaced or removed there since
+    the last step is taken over before the next one. `indices` are the parameters' numbers in the core, in the order of
+    the groups; empty where no strategy steps them.
+    """
+
+    def __init__(
+        self,
+        optimizer: SteppedOptimizer,
+        algorithm: Algorithm,
+        exact: ExactLoads,
+        core: _C.StrategyCore | None,
+        indices: list[int],
+        previous: FlatState | None,
+    ) -> None:
+        """`previous`: what stepped the optimizer until this one does."""
+        self._optimizer = optimizer
+        self._algorithm = algorithm
+        self._exact = exact
+        self.core = core
+        self.indices = indices
+        self._parameters = optimizer.parameters_by_position()
+        for position, parameter in enumerate(self._parameters):
+            if parameter.dtype not in DTYPES:
+                raise InvalidArgument(
+                    f"parameter {position} of {type(optimizer).__name__} (shape {tuple(parameter.shape)}) is "
+                    f"{str(parameter.dtype).removeprefix('torch.')}, and it was prepared to step floating ones alone; "
+                    "give it all of them before prepare(), or pass fuse=False to the strategy"
+                )
+        self._watch = _C.DictWatch()
+        if self.is_on_servers:
+            raise InvalidArgument(
+                "parameter servers step one optimizer, with the parameters that it has in the first step, and this is "
+                "another one or has others since; give all parameters to one optimizer, as groups of it, before then"
+            )
+        if previous is not None:
+            previous.make_whole()
+        groups = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        if core is None:
+            pairs = list(zip(self._parameters, groups, strict=True))
+            self._flat = _C.make_flat(algorithm.name, pairs, self._groups())
+        else:
+            self._flat = core.make_flat(algorithm.name, list(zip(indices, groups, strict=True)), self._groups())
+        self.follow()
+
+    @property
+    def is_on_servers(self) -> bool:
+        """Whether parameter servers hold the state."""
+        return self.core is not None and self.core.has_servers
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks hold a part of the state."""
+        return self._flat.is_sharded
+
+    def has(self, parameters: list[Tensor]) -> bool:
+        """Whether these are the parameters, in this order."""
+        return len(parameters) == len(self._parameters) and all(map(operator.is_, parameters, self._parameters))
+
+    def flat_step(self) -> FlatStep:
+        """What step() is going to use, after follow(): workers compare it."""
+        self.follow()
+        return self._flat, self.indices, self._algorithm.name, self._groups()
+
+    def step(self, set_number: int) -> None:
+        """Steps from the reduced sums of a closed window."""
+        assert self.core is not None
+        self.follow()
+        self.core.step_flat(set_number, self._flat, self.indices, self._algorithm.name, self._groups())
+        self._publish(self._flat.take_started())
+
+    def connect_servers(self, set_number: int) -> None:
+        """Gives parameter servers the state, and what else they need to step; `state` refuses what it cannot do."""
+        assert self.core is not None
+        self.follow()
+        self.core.connect_servers(set_number, self._flat, self.indices, self._algorithm.name, self._groups())
+        self._optimizer.state = Elsewhere(
+            "parameter servers hold the optimizer's state from the first step on; state_dict() brings a copy, and "
+            "load_state_dict() and edits come before the first step or after close()"
+        )
+
+    def step_from_grad(self) -> None:
+        """Steps from `.grad`."""
+        self.follow()
+        self._flat.step_from_grad(self._algorithm.name, self._groups())
+        self._publish(self._flat.take_started())
+
+    def follow(self) -> None:
+        """Takes over what user code changed in `state`. Raises InvalidArgument where parameter servers hold it."""
+        state = self._optimizer.state
+        if isinstance(state, Elsewhere):
+            if not self.is_on_servers:
+                raise InvalidArgument(state.reason)
+        elif self.is_on_servers:
+            raise InvalidArgument(
+                "optimizer.state was replaced, and parameter servers hold the state from the first step on; change it "
+                "before the first step or after close()"
+            )
+        elif not self._watch.sees(state):
+            self._take_over()
+
+    def refuse_on_servers(self) -> None:
+        """Raises InvalidArgument where parameter servers hold the state."""
+        if self.is_on_servers and isinstance(self._optimizer.state, Elsewhere):
+            raise InvalidArgument(self._optimizer.state.reason)
+
+    def for_step_by_hand(self) -> FlatState:
+        """This, or where the optimizer has other parameters since what steps those."""
+        if self.is_sharded or self.has(self._optimizer.parameters_by_position()):
+            return self
+        return FlatState(self._optimizer, self._algorithm, self._exact, None, [], previous=self)
+
+    def leave(self) -> None:
+        """Before the strategy closes: `state` becomes what parameter servers hold. Where they are gone, or other ranks
+        hold a part of it, it refuses."""
+        if self.is_sharded and any(map(self._flat.num_states, range(len(self._parameters)))):
+            self._optimizer.state = Elsewhere(
+                "the optimizer's state was divided over the workers of a strategy that is closed; take "
+                "state_dict() before close(), and load_state_dict() it after"
+            )
+        if not self.is_on_servers:
+            return
+        parameters = self._optimizer.parameters_by_position()
+        # Not with what is left of the servers' if this fails.
+        self._optimizer.state = Elsewhere(
+            "the parameter servers were gone when the strategy closed, and the optimizer's state with them; "
+            "load_state_dict() a saved one, or set optimizer.state to an empty defaultdict(dict) to start anew"
+        )
+        held = self._on_servers(to_stay=True)
+        self._optimizer.state = defaultdict(dict, {parameters[position]: values for position, values in held.items()})
+
+    def make_whole(self) -> None:
+        """Collective with shards. `state` becomes that of all ranks."""
+        if not self.is_sharded:
+            return
+        assert self.core is not None
+        self.follow()
+        for position, parameter in enumerate(self._parameters):
+            values = self._optimizer.state.get(parameter)
+            for which, name in self._names():
+                tensor = self.core.whole_state(self._flat, position, which)
+                if tensor is not None and values is not None:
+                    values[name] = tensor
+
+    def whole(self, packed: dict[str, Any]) -> dict[str, Any]:
+        """Collective with shards. A state_dict with what other ranks or parameter servers hold."""
+        if self.is_on_servers:
+            packed["state"] = self._on_servers()
+        elif self.is_sharded:
+            assert self.core is not None
+            packed["state"] = {
+                position: {name: value for name, value in values.items() if value is not None}
+                for position, values in packed["state"].items()
+            }
+            for position in filter(self._flat.has_started, range(len(self._parameters))):
+                for which, name in self._names():
+                    tensor = self.core.whole_state(self._flat, position, which)
+                    if tensor is not None:
+                        packed["state"][position][name] = tensor
+        return packed
+
+    def _on_servers(self, *, to_stay: bool = False) -> dict[int, dict[str, Any]]:
+        """`to_stay`: but of rows that workers have no memory for."""
+        assert self.core is not None
+        part = _C.ServerPart
+        fetch = self.core.state_on_servers
+        state: dict[int, dict[str, Any]] = {}
+        there = set()
+        for position, step in enumerate(fetch(self.indices, part.steps, to_stay)):
+            had_state = self._flat.has_started(position)
+            if step is None:  # frozen when the servers took the others
+                state[position] = self._values(position) if had_state else {}
+            elif step > 0 or (had_state and self._algorithm.begins_with_state):
+                state[position] = {"step": step} if self._algorithm.counts_steps else {}
+                there.add(position)
+        states = zip(self._flat.state_names, (part.state0, part.state1, part.state2), strict=False)
+        for name, which in (*states, (_MASTER, part.master)):
+            for position, tensor in enumerate(fetch(self.indices, which, to_stay)):
+                if tensor is not None and position in there:
+                    state[position][name] = tensor
+        return {position: values for position, values in state.items() if values}
+
+    def _names(self) -> list[tuple[int, str]]:
+        return [*enumerate(self._flat.state_names), (_MASTER_NUMBER, _MASTER)]
+
+    def _groups(self) -> list[list[float]]:
+        return [self._algorithm.row(group) for group in self._optimizer.param_groups]
+
+    def _take_over(self) -> None:
+        state = self._optimizer.state_by_position()
+        changed = []
+        for position in range(len(self._parameters)):
+            values = state.get(position)
+            if values is not None and self._is_ours(values):
+                if self._take_values(position, values):
+                    changed.append(position)
+            elif self._flat.has_started(position) and not self._has_nothing(position):
+                self._flat.reset(position)
+        self._exact.forget()
+        self._publish(changed)
+        self._watch.note(self._optimizer.state)
+
+    def _is_ours(self, values: Mapping[str, Any]) -> bool:
+        # Where no step is counted, None stands for what a shard has nothing of.
+        names = ("step", *self._flat.state_names)
+        return any(values.get(name) is not None or (name in values and self.is_sharded) for name in names)
+
+    def _has_nothing(self, position: int) -> bool:
+        """Nothing of it stands in `state`, as of plain SGD."""
+        return not self._algorithm.counts_steps and self._flat.num_states(position) == 0
+
+    def _take_values(self, position: int, values: Mapping[str, Any]) -> bool:
+        """Whether anything differs from what is held."""
+        flat = self._flat
+        changed = not flat.has_started(position)
+        for which, name in enumerate(flat.state_names):
+            given, held = values.get(name), flat.state(position, which)
+            if given is held:
+                if given is None and name in self._algorithm.needs and not flat.is_sharded:
+                    self._refuse(position, name)
+                continue
+            if given is None:
+                if name in self._algorithm.needs:
+                    self._refuse(position, name)
+                given = torch.zeros_like(self._parameters[position], dtype=held.dtype)  # type: ignore[union-attr]
+            flat.set_state(position, which, given.to_dense() if given.is_sparse else given)
+            changed = True
+        if values.get(_MASTER) is not flat.master(position):
+            flat.set_master(position, values.get(_MASTER))
+            changed = True
+        if self._algorithm.counts_steps:
+            count = values.get("step")
+            if count is None:
+                self._refuse(position, "step")
+            if count is not flat.step_count(position):
+                flat.set_step_count(position, float(count))
+                changed = True
+        elif changed:
+            flat.set_step_count(position, 1.0)  # SGD counts no steps: with a buffer, the first one is past.
+        return changed
+
+    def _refuse(self, position: int, name: str) -> NoReturn:
+        raise InvalidArgument(
+            f"optimizer.state of parameter {position} (shape {tuple(self._parameters[position].shape)}) has no "
+            f"{name!r}; give it one, or remove the parameter's entry to start anew"
+        )
+
+    def _publish(self, positions: Sequence[int]) -> None:
+        if not positions:
+            return
+        for position in positions:
+            if values := self._values(position):
+                self._optimizer.state.setdefault(self._parameters[position], {}).update(values)
+        self._watch.note(self._optimizer.state)
+
+    def _values(self, position: int) -> dict[str, Any]:
+        """What is held here, as `state` has it."""
+        marks_nothing = self.is_sharded and not self._algorithm.counts_steps
+        values: dict[str, Any] = {}
+        if self._algorithm.counts_steps:
+            values["step"] = self._flat.step_count(position)
+        for which, name in enumerate(self._flat.state_names):
+            tensor = self._flat.state(position, which)
+            if tensor is not None or marks_nothing:
+                values[name] = tensor
+        master = self._flat.master(position)
+        if master is not None:
+            values[_MASTER] = master
+        return values
+
+
+class Elsewhere(defaultdict[Any, Any]):
+    """An optimizer's `state` that is not here: empty, and it refuses to be looked into and written, saying why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(dict)
+        self.reason = reason
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise InvalidArgument(self.reason)
+
+    __missing__ = __contains__ = __setitem__ = __delitem__ = __ior__ = _refuse
+    get = clear = pop = popitem = setdefault = update = _refuse
+
+    def __copy__(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        return defaultdict(dict)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,)
