@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,8 @@ MAY_USE: dict[str, set[str]] = {
     for room in rooms
 }
 MAY_USE["kernels"] = set()
+
+PICTURE = (ROOT / "docs" / "architecture.md").read_text()
 
 TORCH = ("ATen/", "c10/", "torch/")
 # Only these files may include these outside headers.
@@ -130,3 +133,14 @@ def test_the_rules_can_fail(path: str, text: str) -> None:
 )
 def test_the_rules_allow(path: str, text: str) -> None:
     assert violations(path, text) == []
+
+
+def test_the_picture_of_the_house_shows_the_floors() -> None:
+    drawn = PICTURE.split("```mermaid\n")[1].split("```")[0]
+    arrows = [line.split(" --> ") for line in drawn.splitlines() if " --> " in line]
+    shown = {(upper.strip(), lower.strip()) for upper, lower in arrows}
+    for above, below in pairwise(reversed(FLOORS)):
+        assert any(
+            set(upper.split(" & ")) == set(above) and set(lower.split(" & ")) == set(below) for upper, lower in shown
+        ), f"docs/architecture.md has no arrow from {above} to {below}"
+    assert all(f"| `{room}` |" in PICTURE for floor in FLOORS for room in floor)
