@@ -128,7 +128,7 @@ class Loader(Generic[BatchT_co]):
     """
 
     def __init__(self, loader: DataLoader[Any], host: LoaderHost, *, index: int, sharded: bool = False) -> None:
-        """Prepares `loader` as the `index`-th of its strategy. Collective if the user gave it a generator.
+        """Prepares `loader` as the `index`-th of its strategy, `host`. Collective if the user gave it a generator.
 
         The user's loader is not changed, but its samplers, data set and generators are used, not copied. Raises
         InvalidArgument for what cannot be divided: no DataLoader or one with an ``__iter__`` of its own, a
@@ -300,7 +300,7 @@ class Loader(Generic[BatchT_co]):
         return None if self._dealing is None else self._dealing.stepped()
 
     def settle(self, members: Sequence[int] | None) -> None:
-        """The window of those steps was made of the parts of these ranks; None: it was dropped."""
+        """The window of those steps was made of the parts of the ranks `members`; None: it was dropped."""
         if self._dealing is None:
             return
         if members is None:

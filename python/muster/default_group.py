@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from datetime import timedelta
 from typing import Any
@@ -53,6 +54,11 @@ class DefaultGroup:
             )
             return None
         return cls(dist.group.WORLD)
+
+    def end(self, process: int) -> None:
+        """When the strategy that `process` made is gone: as leave(), but for forked processes."""
+        if os.getpid() == process:
+            self.leave()
 
     def leave(self) -> None:
         """Takes the default group away, unless the program has put another in its place. Idempotent."""

@@ -46,7 +46,7 @@ class CommError(Error, RuntimeError):
 
 
 class PeerLost(CommError, ConnectionError):
-    """A peer died or left. ``rank`` is the worker that was lost."""
+    """A peer died or left. ``rank`` is the worker that was lost, as the message says."""
 
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)

@@ -6,6 +6,7 @@ without a strategy, they are torch.optim's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -45,7 +46,7 @@ class _Flat(Optimizer):
         }
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As torch.optim's, from `.grad`."""
+        """As torch.optim's, with its `closure`, from `.grad`."""
         if self._flat is None:
             return super().step(closure)
         loss = None
@@ -143,7 +144,7 @@ class Adagrad(_Flat, torch.optim.Adagrad):
             self._hidden = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
+        """Adds `param_group`, as torch's."""
         super().add_param_group(param_group)
         if self._hidden is None:
             return
@@ -165,6 +166,8 @@ class Adagrad(_Flat, torch.optim.Adagrad):
                 self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.full_like(parameter, initial)}
         return super().state_by_position()
 
+
+functools.update_wrapper(Adagrad.__init__, torch.optim.Adagrad.__init__)
 
 _FLAT: dict[type[Optimizer], type[_Flat]] = {
     torch.optim.AdamW: AdamW,

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import torch
 
 from muster.errors import InvalidArgument
 from muster.precision import LossScale
+from muster.texts import listed, lists_fields, sentences_of
 
-__all__ = ["StrategyOptions", "device_names", "options_of"]
+__all__ = ["CommonOptions", "Options", "StrategyOptions", "device_names", "options_of", "with_options"]
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
+@lists_fields
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
     """Options that all strategies share; every rank passes the same."""
@@ -29,27 +34,27 @@ class StrategyOptions:
     drop_incomplete: bool = False
     """Drop a window that a loader's end left short, instead of averaging what it holds."""
     clip_norm: float | None = None
-    """Upper bound of the gradient norm over all parameters of a set, applied after reduction."""
+    """Upper bound of the gradient norm over all parameters of a set, applied after reduction; None: no bound."""
     clip_norm_type: float = 2.0
     """p of that norm and of `StepResult.grad_norm`, above 0; `float("inf")`: the maximum. As `norm_type` of
     `torch.nn.utils.clip_grad_norm_`; other types than 2 are taken of real gradients alone."""
     clip_value: float | None = None
     """Upper bound of the magnitude of each element of the mean gradient, as `torch.nn.utils.clip_grad_value_`; of
-    complex gradients it bounds both parts. Not together with `clip_norm`."""
+    complex gradients it bounds both parts; None: no bound. Not together with `clip_norm`."""
     seed: int | None = None
     """Seed of the replicas' random streams and of shuffling; None: the chief's torch.initial_seed()."""
     buffers: Literal["mean", "chief"] = "mean"
     """At a window's end: floating buffers averaged by weight and integer ones by maximum, or replica 0's for all."""
     threads_per_replica: int | None = None
-    """Intra-op threads of each replica; None: the chief's usable cores over the replicas on its host."""
+    """Intra-op threads of each replica; None: the chief's usable cores over the replicas on its host, at least 1."""
     fuse: bool = True
     """Step AdamW, Adam, SGD and Adagrad straight from the reduced sums; False: every optimizer from `.grad`."""
     keep_gradients: bool = False
     """With a flat optimizer, leave the mean gradient (before clipping) in `.grad` after a step."""
     shard_optimizer: bool = False
-    """Divide the state of flat optimizers over the workers (ZeRO stage 1)."""
+    """Divide the state of flat optimizers over the workers (ZeRO stage 1); parameters are gathered after each step."""
     bucket_bytes: int | None = None
-    """Upper bound of a bucket in bytes; None: chosen from what `prepare` measures; see `explain`."""
+    """Upper bound of a bucket in bytes, counted in fp32; None: chosen from what `prepare` measures; see `explain`."""
     wire: Literal["bf16"] | None = None
     """What gradients travel in from replica to replica. None: as they are accumulated. "bf16" halves the bytes of
     fp32 ones: each replica's gradient is rounded once, a relative error of up to 2^-9. On one host sums are fp32, and
@@ -62,7 +67,54 @@ class StrategyOptions:
     """Seconds that a live peer may be late."""
 
 
-def options_of(given: dict[str, Any]) -> StrategyOptions:
+class CommonOptions(TypedDict, total=False):
+    """Options that every strategy takes; `StrategyOptions` says what each is."""
+
+    precision: Literal["fp32", "bf16", "fp16"]
+    loss_scale: LossScale | None
+    accumulate: int
+    drop_incomplete: bool
+    clip_norm: float | None
+    clip_norm_type: float
+    clip_value: float | None
+    seed: int | None
+    buffers: Literal["mean", "chief"]
+    threads_per_replica: int | None
+    bucket_bytes: int | None
+    max_skipped: int
+    timeout: float
+
+
+class Options(CommonOptions, total=False):
+    """Those of `StrategyOptions`: what strategies take whose workers step."""
+
+    fuse: bool
+    keep_gradients: bool
+    shard_optimizer: bool
+    wire: Literal["bf16"] | None
+
+
+def with_options(options: type[Any]) -> Callable[[FunctionT], FunctionT]:
+    """For a function with ``**options: Unpack[options]``: its signature and docstring list them."""
+    taken = [field for field in fields(StrategyOptions) if field.name in options.__annotations__]
+    sentences = sentences_of(StrategyOptions)
+
+    def decorate(function: FunctionT) -> FunctionT:
+        signature = inspect.signature(function)
+        parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        keywords = [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+            for f in taken
+        ]
+        cast(Any, function).__signature__ = signature.replace(parameters=[*parameters, *keywords])
+        text = inspect.cleandoc(function.__doc__ or "")
+        function.__doc__ = f"{text}\n\nOptions:\n\n{listed({f.name: sentences.get(f.name, '') for f in taken})}"
+        return function
+
+    return decorate
+
+
+def options_of(given: Mapping[str, Any]) -> StrategyOptions:
     """The options of these names. Raises InvalidArgument for a name that there is not, and for a value of another
     kind; the core looks at their sizes."""
     for name, value in given.items():
@@ -73,7 +125,7 @@ def options_of(given: dict[str, Any]) -> StrategyOptions:
         is_right, requirement = _REQUIREMENTS[name]
         if not is_right(value):
             raise InvalidArgument(f"{name}={value!r}: it must be {requirement}")
-    return StrategyOptions(**given)
+    return StrategyOptions(**cast(Any, given))
 
 
 def device_names(devices: Sequence[str | torch.device] | None) -> list[str]:

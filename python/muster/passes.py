@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from muster import _C
@@ -12,7 +12,7 @@ from muster.batch import agreeing_rows, place, split
 from muster.data import Loader, LoaderHost
 from muster.errors import InvalidArgument
 
-__all__ = ["Passes", "WeakHost"]
+__all__ = ["Passes", "ServerPasses", "WeakHost"]
 
 
 class Passes:
@@ -30,6 +30,8 @@ class Passes:
         self._loaders = loaders
         self._stepped_loaders: weakref.WeakSet[Loader[Any]] = weakref.WeakSet()
         self._run_loaders: weakref.WeakSet[Loader[Any]] = weakref.WeakSet()
+        this = weakref.ref(self)
+        core.describe_passes(lambda: "" if (passes := this()) is None else passes.describe())
         self._of_others: dict[str, tuple[int, dict[str, Any]]] = {}
         """By loader: epoch and standing, where this worker joined a synchronous job."""
         self._told_at = 0
@@ -120,6 +122,50 @@ class Passes:
         """When the strategy is closed: ends persistent workers of all loaders."""
         for loader in self._loaders:
             loader.end_workers()
+
+
+class ServerPasses:
+    """A `muster.dealing.Dealer` and `Members`: passes whose batches parameter servers deal or share."""
+
+    def __init__(self, core: _C.StrategyCore, passes: Passes, connect: Callable[[], None], patience: float) -> None:
+        """`connect` connects to the servers, where no step has. `patience`: seconds to wait for other workers'
+        batches."""
+        self._core = core
+        self._passes = passes
+        self._connect = connect
+        self._patience = patience
+
+    @property
+    def expected_members(self) -> Sequence[int]:
+        """As `muster.dealing.Members`."""
+        return self._core.expected_members if self._core.has_servers else range(self._core.num_workers)
+
+    def pass_of_others(self, loader: int, epoch: int) -> Mapping[str, Any] | None:
+        """As `muster.dealing.Members`."""
+        if not self._core.joins:
+            return None
+        self._connect()
+        return self._passes.of_others(loader, epoch)
+
+    @property
+    def rank(self) -> int:
+        """This process's index among the workers."""
+        return self._core.rank
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for other workers' batches."""
+        return self._patience
+
+    def deal(self, loader: int, epoch: int, batches: int, finished: Sequence[int]) -> int | None:
+        """As `muster.dealing.Dealer`."""
+        self._connect()
+        return self._core.deal(loader, epoch, batches, finished)
+
+    def end_pass(self, loader: int, epoch: int, batches: int, finished: Sequence[int]) -> None:
+        """As `muster.dealing.Dealer`."""
+        if self._core.has_servers:
+            self._core.end_pass(loader, epoch, batches, finished)
 
 
 class WeakHost:

@@ -1,32 +1,49 @@
-"""Loss scaling: its options, and the scale of a strategy's steps."""
+"""The precision of steps: autocast, options of loss scaling, and the scale of a strategy's steps."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from muster import _C
+from muster.texts import lists_fields
 
-__all__ = ["LossScale", "LossScaler"]
+__all__ = ["LossScale", "LossScaler", "autocast"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def autocast(precision: Literal["fp32", "bf16", "fp16"], device: torch.device) -> AbstractContextManager[Any]:
+    """What step functions run in on `device`: torch's autocast, or nothing with "fp32"."""
+    return contextlib.nullcontext() if precision == "fp32" else torch.autocast(device.type, _DTYPES[precision])
+
+
+@lists_fields
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
     """Scaling of the loss against underflow of fp16 gradients, as torch.amp.GradScaler."""
 
     init: float = 65536.0
+    """Scale of the first step."""
     growth: float = 2.0
     """Factor after `interval` finite steps in a row."""
     backoff: float = 0.5
     """Factor after a step with a gradient that is not finite."""
     interval: int = 2000
+    """Finite steps in a row after which the scale grows."""
 
 
 class LossScaler:
     """The loss scale of a set of optimizers. Its state has the format of torch.amp.GradScaler's."""
 
     def __init__(self, core: _C.StrategyCore, set_number: int, options: LossScale) -> None:
+        """As `Strategy.loss_scaler` makes it: of the set `set_number` of the strategy of `core`, which scales as
+        `options` say."""
         self._core = core
         self._set = set_number
         self._options = options
@@ -47,6 +64,6 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The scale and its tracker, of a GradScaler too; factors and interval stay those of the options. Load the same
-        on all ranks."""
+        """The scale and its tracker from `state`, of a GradScaler too; factors and interval stay those of the options.
+        Load the same on all ranks."""
         self._core.set_loss_scale(self._set, float(state["scale"]), int(state["_growth_tracker"]))

@@ -60,6 +60,8 @@ class Preparation:
         """The numbers of the prepared modules in the core."""
         self.optimizers: list[PreparedOptimizer] = []
         self.loaders = loaders
+        this = weakref.ref(self)
+        core.on_leaving(lambda: None if (preparation := this()) is None else preparation.leave())
 
     def prepare(self, objects: tuple[Any, ...]) -> Any:
         """As `Strategy.prepare`."""

@@ -141,7 +141,8 @@ class Replicated(Generic[ModuleT]):
         number: int,
         views: weakref.WeakValueDictionary[int, Replicated[Any]] | None = None,
     ) -> None:
-        """`views`: of the prepared module that `modules` are parts of, by id of replica 0's part."""
+        """As `Strategy.prepare` makes it of the replicas' `modules`: its `number` in the strategy, what it knows of
+        that `by_hand`, and `views` of the prepared module that `modules` are parts of, by id of replica 0's part."""
         set_own = object.__setattr__
         set_own(self, "_modules_", modules)
         set_own(self, "_by_hand_", by_hand)

@@ -105,7 +105,7 @@ class ShardedEmbedding(nn.Module):
             self.weight.copy_(values)
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Rows of the ids, or sums or means over bags of them."""
+        """Rows of the `ids`, or sums or means over the bags that begin at `offsets`, times `per_sample_weights`."""
         self._check_ids(ids)
         if self.mode is None and (offsets is not None or per_sample_weights is not None):
             raise InvalidArgument("offsets and per_sample_weights are for bags; set mode to 'sum' or 'mean'")

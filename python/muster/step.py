@@ -12,6 +12,7 @@ from torch import Tensor
 
 from muster.errors import InvalidArgument
 from muster.per_replica import PerReplica
+from muster.texts import lists_fields
 
 __all__ = ["Loss", "StepResult"]
 
@@ -40,6 +41,7 @@ class Loss:
             raise InvalidArgument(f"metrics={self.metrics!r}: it must be a dict of numbers or 0-dim tensors by name")
 
 
+@lists_fields
 @dataclass(frozen=True)
 class StepResult:
     """What one step did. Tensors are 0-dim; reading one is the only thing that waits for a device."""
@@ -52,6 +54,7 @@ class StepResult:
     """Mean loss (the sum, with ``reduction="sum"``) of the window so far: of all workers once closed, else of this
     one."""
     metrics: dict[str, Tensor]
+    """`Loss.metrics` by name: their means over the window so far, by weight."""
     weight: Tensor
     """Sum of the weights of the window so far."""
     grad_norm: Tensor | None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -23,10 +22,10 @@ from muster.data import Loader, LoaderHost
 from muster.dealing import Dealer, Members
 from muster.default_group import DefaultGroup
 from muster.errors import InvalidArgument
-from muster.options import StrategyOptions, device_names, options_of
-from muster.passes import Passes, WeakHost
+from muster.options import CommonOptions, Options, StrategyOptions, device_names, options_of, with_options
+from muster.passes import Passes, ServerPasses, WeakHost
 from muster.per_replica import PerReplica
-from muster.precision import LossScale, LossScaler
+from muster.precision import LossScale, LossScaler, autocast
 from muster.preparing import Preparation
 from muster.replica_threads import ReplicaThreads
 from muster.replicated import Replicated
@@ -41,13 +40,12 @@ __all__ = [
     "StrategyOptions",
 ]
 
-_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class Strategy:
     """What all strategies do; use a subclass. Externally synchronised: one thread prepares and steps."""
 
     def __init__(self, core: _C.StrategyCore, options: StrategyOptions) -> None:
+        """For subclasses: `core` was made with `options`."""
         _random.install(core.devices)
         self._core = core
         self._devices = core.devices
@@ -62,11 +60,8 @@ class Strategy:
         self._preparation = Preparation(core, options, this, host, by_hand, self._collectives, loaders, leaf_types)
         self._threads = ReplicaThreads(core)
         self._stepping = Stepping(core, options, host, self._preparation, self._passes, self._threads, by_hand)
-        core.on_leaving(lambda: None if (strategy := this()) is None else strategy._preparation.leave())
-        core.describe_passes(lambda: "" if (strategy := this()) is None else strategy._passes.describe())
         weakref.finalize(self, self._threads.end, os.getpid())
 
-    # --- who and where ------------------------------------------------------------------------------------------------
     @property
     def num_replicas(self) -> int:
         """Replicas of the whole job."""
@@ -117,9 +112,8 @@ class Strategy:
         """Whether close() was called."""
         return self._core.closed
 
-    # --- preparing ----------------------------------------------------------------------------------------------------
     def prepare(self, *objects: Any) -> Any:
-        """Modules (or factories that build one), optimizers and loaders, in any order; returned in that order.
+        """`objects` are modules (or factories that build one), optimizers and loaders; returned in the same order.
 
         Collective. The chief's parameters, buffers and optimizer state go to every worker. Preparing an object again is
         a no-op. Raises LayoutMismatch naming the first difference between the models of two ranks, and InvalidArgument
@@ -132,7 +126,6 @@ class Strategy:
         worker's own already. Collective; raises LayoutMismatch where the ranks' loaders differ in size."""
         return self._preparation.prepare_loader(loader, sharded=sharded)
 
-    # --- LoaderHost ---------------------------------------------------------------------------------------------------
     @property
     def first_replica(self) -> int:
         """The job-wide index of this process's first replica."""
@@ -173,10 +166,9 @@ class Strategy:
         return cast(bool, self.reduce(has_more, "max"))
 
     def broadcast_state(self, state: Tensor) -> Tensor:
-        """Collective: the chief's tensor."""
+        """Collective: the chief's `state`."""
         return self._core.broadcast([state], 0)[0]
 
-    # --- steps --------------------------------------------------------------------------------------------------------
     def step(
         self, fn: Callable[..., Any], *args: Any, optimizers: Optimizer | Sequence[Optimizer] | None = None
     ) -> StepResult:
@@ -195,9 +187,7 @@ class Strategy:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of steps, for evaluation outside them (`run` has it already)."""
-        if self._options.precision == "fp32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, _AUTOCAST_DTYPES[self._options.precision])
+        return autocast(self._options.precision, self.device)
 
     def loss_scaler(self, optimizers: Optimizer | Sequence[Optimizer] | None = None) -> LossScaler:
         """The loss scale of the steps of these optimizers (None: all prepared), to look at, save and restore."""
@@ -208,12 +198,11 @@ class Strategy:
         return self._stepping.flush()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> PerReplica[Any]:
-        """`fn` on each replica's part, without gradients; None for an empty part. Local, unless `fn` reduces."""
+        """`fn` on each replica's part of `args`, without gradients; None for an empty part. Local unless it reduces."""
         return self._stepping.run(fn, args)
 
-    # --- collectives --------------------------------------------------------------------------------------------------
     def reduce(self, value: Any, op: Literal["sum", "mean", "min", "max"] = "mean", *, weight: Any = None) -> Any:
-        """The reduction of every leaf of `value` (tensors and numbers in tuples, lists, dicts) over replicas.
+        """The reduction by `op` of every leaf of `value` (tensors and numbers in tuples, lists, dicts) over replicas.
 
         Inside a step: between replicas with non-empty parts, differentiable; `mean` weighs each by its part's size, or
         by `weight`. Outside: `value` is a `PerReplica` (None parts contribute nothing; what `run` returned is weighed
@@ -222,7 +211,7 @@ class Strategy:
         return self._collectives.reduce(value, op, weight=weight)
 
     def gather(self, value: Any) -> Any:
-        """Every leaf concatenated along dimension 0 in replica order (0-dim leaves and numbers stacked). As
+        """Every leaf of `value` concatenated along dimension 0 in replica order (0-dim leaves and numbers stacked). As
         `reduce`."""
         return self._collectives.gather(value)
 
@@ -235,7 +224,6 @@ class Strategy:
         """Waits for all workers; inside a step, for all replicas with non-empty parts."""
         self._collectives.barrier()
 
-    # --- the end ------------------------------------------------------------------------------------------------------
     def stop(self) -> None:
         """Asks all ranks to stop: `stopping` turns True everywhere at the same window's end."""
         self._core.stop()
@@ -269,8 +257,7 @@ class MirroredStrategy(Strategy):
     """One process with a replica, and a thread, for each device.
 
     A repeated device, or cpu:0, cpu:1, ..., means logical replicas of it, which share parameter memory. No devices: all
-    CUDA devices where this build has CUDA and there are some, else one CPU replica. Options are those of
-    `StrategyOptions`.
+    CUDA devices where this build has CUDA and there are some, else one CPU replica.
 
     Parts of a batch are contiguous, in replica order. With `balance` "equal" their sizes differ by at most one, larger
     first. With "auto" they are such that replicas finish together: equal at first, while each replica's time for
@@ -282,13 +269,15 @@ class MirroredStrategy(Strategy):
     equal to those of other strategies, and from run to run, while parts are equal.
     """
 
+    @with_options(Options)
     def __init__(
         self,
         devices: Sequence[str | torch.device] | None = None,
         *,
         balance: Literal["equal", "auto"] = "equal",
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
+        """A replica for each of `devices`, which share batches as `balance` says."""
         if balance not in ("equal", "auto"):
             raise InvalidArgument(f"balance={balance!r}: it must be 'equal' or 'auto'")
         chosen = options_of(options)
@@ -307,19 +296,22 @@ class MultiWorkerMirroredStrategy(Strategy):
     is closed, for libraries that ask torch.distributed which rank they are. The strategy itself does not use it.
     """
 
+    @with_options(Options)
     def __init__(
         self,
         cluster: _C.Cluster,
         devices: Sequence[str | torch.device] | None = None,
         *,
         process_group: Any = None,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
+        """A worker of the job that `cluster` describes, with a replica for each of `devices`; it talks to the others
+        through `process_group` where one is given. Collective."""
         chosen = options_of(options)
         super().__init__(_C.make_multi_worker(cluster, device_names(devices), asdict(chosen), process_group), chosen)
         self._default_group = DefaultGroup.of(cluster, self._core, chosen.timeout)
         if self._default_group is not None:
-            weakref.finalize(self, _leave, self._default_group, os.getpid())
+            weakref.finalize(self, self._default_group.end, os.getpid())
 
     def close(self) -> None:
         """As of every strategy. Takes the default group of torch.distributed away where the strategy has made it."""
@@ -328,9 +320,17 @@ class MultiWorkerMirroredStrategy(Strategy):
             self._default_group.leave()
 
     @classmethod
-    def from_env(cls, devices: Sequence[str | torch.device] | None = None, **options: Any) -> Self:
-        """The job that torchrun's, Slurm's or Open MPI's variables describe; a world of one without a launcher."""
-        return cls(_C.Cluster.from_env(), devices, **options)
+    @with_options(Options)
+    def from_env(
+        cls,
+        devices: Sequence[str | torch.device] | None = None,
+        *,
+        process_group: Any = None,
+        **options: Unpack[Options],
+    ) -> Self:
+        """The job that torchrun's, Slurm's or Open MPI's variables describe; a world of one without a launcher.
+        `devices` and `process_group` as of the class."""
+        return cls(_C.Cluster.from_env(), devices, process_group=process_group, **options)
 
 
 class ParameterServerStrategy(Strategy):
@@ -352,52 +352,29 @@ class ParameterServerStrategy(Strategy):
     Options are those of `StrategyOptions` but fuse, keep_gradients, shard_optimizer and wire.
     """
 
-    def __init__(self, cluster: _C.Cluster, *, staleness: int | None = 0, **options: Any) -> None:
+    @with_options(CommonOptions)
+    def __init__(self, cluster: _C.Cluster, *, staleness: int | None = 0, **options: Unpack[CommonOptions]) -> None:
+        """A worker of the job that `cluster` describes, at most `staleness` steps ahead of the others."""
         chosen = options_of(options)
         if not (staleness is None or (isinstance(staleness, int) and not isinstance(staleness, bool))):
             raise InvalidArgument(f"staleness={staleness!r}: it must be an int >= 0, or None")
         super().__init__(_C.make_parameter_server(cluster, staleness, asdict(chosen)), chosen)
         self._staleness = staleness
+        connect = self._stepping.connect_servers
+        self._server_passes = ServerPasses(self._core, self._passes, connect, chosen.timeout)
 
     @property
     def dealer(self) -> Dealer | None:
         """Servers deal whole batches unless the job is synchronous."""
-        return None if self._staleness == 0 else self
+        return None if self._staleness == 0 else self._server_passes
 
     @property
     def members(self) -> Members | None:
         """The workers that are live divide batches where the job is synchronous."""
-        return self if self._staleness == 0 else None
-
-    @property
-    def expected_members(self) -> Sequence[int]:
-        """As `muster.dealing.Members`."""
-        return self._core.expected_members if self._core.has_servers else range(self.num_workers)
-
-    def pass_of_others(self, loader: int, epoch: int) -> Mapping[str, Any] | None:
-        """As `muster.dealing.Members`."""
-        if not self._core.joins:
-            return None
-        self._stepping.connect_servers()
-        return self._passes.of_others(loader, epoch)
-
-    @property
-    def patience(self) -> float:
-        """Seconds to wait for other workers' batches."""
-        return self._options.timeout
-
-    def deal(self, loader: int, epoch: int, batches: int, finished: Sequence[int]) -> int | None:
-        """As `muster.dealing.Dealer`. Connects, where no step has."""
-        self._stepping.connect_servers()
-        return self._core.deal(loader, epoch, batches, finished)
-
-    def end_pass(self, loader: int, epoch: int, batches: int, finished: Sequence[int]) -> None:
-        """As `muster.dealing.Dealer`."""
-        if self._core.has_servers:
-            self._core.end_pass(loader, epoch, batches, finished)
+        return self._server_passes if self._staleness == 0 else None
 
     def broadcast_state(self, state: Tensor) -> Tensor:
-        """As `muster.data.LoaderHost`. Raises InvalidArgument where this worker joins a running job."""
+        """Collective: the chief's `state`. Raises InvalidArgument where this worker joins a running job."""
         if self._core.joins:
             raise InvalidArgument(
                 "a worker that joins a running job cannot know how far the generator is that the loader was given; "
@@ -406,21 +383,17 @@ class ParameterServerStrategy(Strategy):
         return super().broadcast_state(state)
 
     def any_has_more(self, has_more: bool) -> bool:
-        """Of the workers that step together: with a staleness this one alone."""
+        """Whether `has_more` is true on a worker that steps with this one: with a staleness on this one alone."""
         return has_more if self.dealer is not None else super().any_has_more(has_more)
 
     @classmethod
-    def from_env(cls, *, staleness: int | None = 0, **options: Any) -> Self:
+    @with_options(CommonOptions)
+    def from_env(cls, *, staleness: int | None = 0, **options: Unpack[CommonOptions]) -> Self:
         """The job that torchrun's, Slurm's or Open MPI's variables and MUSTER_SERVERS describe; a world of one without
-        a launcher."""
+        a launcher. `staleness` as of the class."""
         return cls(_C.Cluster.from_env(), staleness=staleness, **options)
 
     @property
     def staleness(self) -> int | None:
         """Steps that a worker may be ahead of the slowest live one; None: any number."""
         return self._staleness
-
-
-def _leave(group: DefaultGroup, process: int) -> None:
-    if os.getpid() == process:
-        group.leave()

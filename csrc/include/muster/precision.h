@@ -11,10 +11,10 @@ enum class Precision { fp32, bf16, fp16 };
 
 /// Scaling of the loss against underflow of fp16 gradients, as torch.amp.GradScaler. A value.
 struct LossScale {
-  double init = 65536.0;
-  double growth = 2.0;   ///< after `interval` finite steps in a row
-  double backoff = 0.5;  ///< after a step with a gradient that is not finite
-  int interval = 2000;
+  double init = 65536.0;  ///< scale of the first step
+  double growth = 2.0;    ///< factor after `interval` finite steps in a row
+  double backoff = 0.5;   ///< factor after a step with a gradient that is not finite
+  int interval = 2000;    ///< finite steps in a row after which the scale grows
 
   /// Throws InvalidArgument naming the field that is out of range.
   void validate() const;
