@@ -9,7 +9,7 @@ __all__ = ["ByHand"]
 
 
 class ByHand:
-    """What the modules and optimizers of a strategy know of it. It lives as long as the strategy."""
+    """State of steps by hand, shared by a strategy, its modules and optimizers. Lives as long as the strategy."""
 
     def __init__(self, core: _C.StrategyCore, accumulate: int) -> None:
         self.devices = core.devices

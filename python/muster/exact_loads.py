@@ -13,7 +13,7 @@ __all__ = ["ExactLoads"]
 
 
 class ExactLoads:
-    """What load_state_dict was given for the tensors that torch rounded to a parameter's dtype."""
+    """Exact values of tensors that torch's load_state_dict rounded to a parameter's dtype."""
 
     def __init__(self) -> None:
         self._given: dict[int, tuple[Tensor, int, Tensor]] = {}

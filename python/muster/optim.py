@@ -23,7 +23,7 @@ __all__ = ["SGD", "Adagrad", "Adam", "AdamW"]
 
 
 class _Flat(Optimizer):
-    """What the flat optimizers have in common."""
+    """Base of the flat optimizers."""
 
     _algorithm: Algorithm
     _flat: FlatState | None = None
@@ -199,7 +199,7 @@ def make_flat(optimizer: Optimizer) -> _Flat | None:
 
 
 def state_of(optimizer: _Flat) -> FlatState | None:
-    """What steps the optimizer; None where nothing has bound it yet."""
+    """The state that a strategy or a step by hand has bound to the optimizer; None before."""
     return optimizer._flat
 
 

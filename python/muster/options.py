@@ -86,7 +86,7 @@ class CommonOptions(TypedDict, total=False):
 
 
 class Options(CommonOptions, total=False):
-    """Those of `StrategyOptions`: what strategies take whose workers step."""
+    """All of `StrategyOptions`: for strategies whose workers step, not servers."""
 
     fuse: bool
     keep_gradients: bool

@@ -88,7 +88,7 @@ class PerReplica(Sequence[T_co]):
 
 
 def with_rows(parts: Iterable[T_co], rows: Sequence[int]) -> PerReplica[T_co]:
-    """What Strategy.run returns: each part stands for so many samples (-1: unknown)."""
+    """A result of Strategy.run, whose parts stand for so many samples each (-1: unknown)."""
     made = PerReplica(parts)
     made._rows = rows
     return made

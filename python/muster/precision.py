@@ -19,7 +19,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: Literal["fp32", "bf16", "fp16"], device: torch.device) -> AbstractContextManager[Any]:
-    """What step functions run in on `device`: torch's autocast, or nothing with "fp32"."""
+    """A context for step functions on `device`: torch's autocast; with "fp32" nothing."""
     return contextlib.nullcontext() if precision == "fp32" else torch.autocast(device.type, _DTYPES[precision])
 
 

@@ -14,7 +14,7 @@ ClassT = TypeVar("ClassT", bound=type[Any])
 
 
 def sentences_of(cls: type[Any]) -> dict[str, str]:
-    """What stands under each annotated field of a class; "" where nothing does, and nothing without source text."""
+    """The string under each annotated field of a class, by name; "" without one. Empty where there is no source."""
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except OSError:
