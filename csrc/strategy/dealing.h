@@ -13,7 +13,7 @@
 namespace muster::detail {
 
 /// This worker's share of one pass over a loader. A batch that went into a step is finished by that step; any other
-/// when the loop asks for the one after it. What reaches a server throws as ServerWindow.
+/// when the loop asks for the one after it. What reaches a server throws as ServerExchange.
 class Dealing final : public LoaderPass {
  public:
   /// Of the `loader`-th of the strategy, whose pass has `batches` on every worker.

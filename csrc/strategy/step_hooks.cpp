@@ -1,4 +1,6 @@
 // What user code does between a window's end and the optimizers' steps, and what becomes of windows without optimizers.
+#include <cstring>
+
 #include "comm/text_exchange.h"
 #include "core/log.h"
 #include "muster/error.h"
@@ -11,9 +13,10 @@ void StrategyCore::call_hooks(int number, bool fused, bool is_first, const std::
   const bool edits = fused && options_.keep_gradients && set.servers() == nullptr;
   std::exception_ptr error;
   Failure failure;
+  kernels::StepScalars* scalars = nullptr;  // that the host steps by; null: nothing was edited, or the device has them
   try {
     if (edits) {
-      set.edit_means(hooks);
+      scalars = set.leave_means(hooks);
     } else {
       hooks();
     }
@@ -30,8 +33,10 @@ void StrategyCore::call_hooks(int number, bool fused, bool is_first, const std::
     const std::string outcome = is_first ? "the window was dropped on all ranks and training can go on"
                                          : "optimizers before that one have stepped on all ranks, it and later ones "
                                            "on none, and training can go on";
-    const auto texts = exchange_texts(*groups_.workers, failure ? 'f' + failure.type + '\n' + failure.text
-                                                                : 's' + (edits ? set.step_scalars() : std::string()));
+    std::string bytes;
+    if (scalars != nullptr) bytes.assign(reinterpret_cast<const char*>(scalars), sizeof *scalars);
+    const auto texts =
+        exchange_texts(*groups_.workers, failure ? 'f' + failure.type + '\n' + failure.text : 's' + bytes);
     for (size_t rank = 0; rank < texts.size() && !error; ++rank) {
       const auto& text = texts[rank];
       if (text.empty() || text.front() != 'f') continue;
@@ -44,7 +49,8 @@ void StrategyCore::call_hooks(int number, bool fused, bool is_first, const std::
                                                   "a hook before the optimizer's step on rank " + std::to_string(rank) +
                                                       " raised " + type + ": " + what + "; " + outcome));
     }
-    if (!error) set.set_step_scalars(texts.front().substr(1));
+    // Every rank steps by what rank 0 has: its hooks may have left other means.
+    if (!error && scalars != nullptr) std::memcpy(scalars, texts.front().data() + 1, sizeof *scalars);
   }
   if (!error) return;
   awaited_ = 0;  // no rank steps
@@ -54,7 +60,9 @@ void StrategyCore::call_hooks(int number, bool fused, bool is_first, const std::
 
 void StrategyCore::note_no_optimizer(int number) {
   if (warned_of_no_optimizer_) return;
-  const auto versions = sets_.at(static_cast<size_t>(number))->versions();
+  uint64_t versions = 0;
+  for (const int p : sets_.at(static_cast<size_t>(number))->trainable())
+    versions += registry_.parameter(0, static_cast<size_t>(p))._version();
   const auto [last, is_first] = versions_without_optimizer_.try_emplace(number, versions);
   if (!is_first && std::exchange(last->second, versions) == versions) {
     warned_of_no_optimizer_ = true;

@@ -308,7 +308,7 @@ int StrategyCore::set_of(std::vector<int> parameters) {
           "in every step, with the same groups");
     }
   }
-  sets_.push_back(std::make_unique<GradientSet>(registry_, topology_, groups_, options_, this, std::move(parameters)));
+  sets_.push_back(std::make_unique<ParameterSet>(registry_, topology_, groups_, options_, this, std::move(parameters)));
   outsiders_known_ = 0;
   return static_cast<int>(sets_.size()) - 1;
 }
@@ -405,7 +405,7 @@ bool StrategyCore::has_servers() const {
   return std::any_of(sets_.begin(), sets_.end(), [](const auto& set) { return set->servers() != nullptr; });
 }
 
-ServerWindow& StrategyCore::servers() {
+ServerExchange& StrategyCore::servers() {
   for (const auto& set : sets_) {
     if (set->servers() != nullptr) return *set->servers();
   }

@@ -22,8 +22,8 @@
 #include "strategy/call_gate.h"
 #include "strategy/replica_pool.h"
 #include "strategy/sigterm.h"
-#include "window/gradient_set.h"
 #include "window/parameter_registry.h"
+#include "window/parameter_set.h"
 #include "window/skip_watch.h"
 
 namespace muster {
@@ -46,7 +46,7 @@ struct StepCall {
   double usual_rows = 0;
   /// The set that takes part, from StrategyCore::set_of.
   int set = 0;
-  /// Dealt batches that the parts are of; see ServerWindow::note_batches.
+  /// Dealt batches that the parts are of; see ServerExchange::note_batches.
   std::vector<server::BatchId> batches = {};
   /// True on steps made after a loader yielded its last batch.
   bool loader_ended = false;
@@ -130,10 +130,12 @@ class StrategyCore {
   void check_need_no_flat(const std::vector<int>& parameters) const;
   FlatOptimizer make_flat(const std::vector<std::pair<int, uint32_t>>& parameters, const FlatGroups& groups) const;
 
-  /// See GradientSet::awaits_servers and connect_servers. Throws InvalidArgument for a second set: servers hold one.
+  /// Whether the set's parameters live on servers that connect_servers() is to connect. See ParameterSet; it throws
+  /// InvalidArgument for a second set: servers hold one.
   bool awaits_servers(int set) {
     const auto pass = enter();
-    return sets_.at(static_cast<size_t>(set))->awaits_servers();
+    auto& of_set = *sets_.at(static_cast<size_t>(set));
+    return of_set.server_window() != nullptr && of_set.servers() == nullptr;
   }
   void connect_servers(int set, const FlatOptimizer& optimizer, const std::vector<int>& parameters,
                        const FlatGroups& groups);
@@ -156,7 +158,7 @@ class StrategyCore {
   bool has_servers() const;
 
   /// Throws InvalidArgument without has_servers().
-  ServerWindow& servers();
+  ServerExchange& servers();
 
   /// Whether workers step on their own, so that servers deal whole batches.
   bool deals_batches() const noexcept { return groups_.servers && groups_.servers->staleness != 0; }
@@ -168,16 +170,16 @@ class StrategyCore {
   /// none. Empty without has_servers(). `to_stay`: not of rows that workers have no memory for.
   std::vector<at::Tensor> state_on_servers(const std::vector<int>& parameters, server::Part part, bool to_stay = false);
 
-  /// Within StepCall::apply of a fused set; see GradientSet::step.
+  /// Within StepCall::apply of a fused set; see ParameterSet::step.
   void step_flat(int set, FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
 
   /// Whether the optimizers of the set have hooks to call before their step, for windows that end from here on.
-  void set_has_hooks(int set, bool has_hooks) { sets_.at(static_cast<size_t>(set))->set_has_hooks(has_hooks); }
+  void set_has_hooks(int set, bool has_hooks) { sets_.at(static_cast<size_t>(set))->told().has_hooks = has_hooks; }
   /// Within StepCall::apply: whether those of any rank have.
-  bool hooked(int set) const { return sets_.at(static_cast<size_t>(set))->hooked(); }
+  bool hooked(int set) const { return sets_.at(static_cast<size_t>(set))->told().hooked; }
 
   /// Within StepCall::apply of a set that is hooked, before the optimizers' steps; collective over workers. Calls this
-  /// rank's `hooks`, which see and may edit the means (GradientSet::edit_means) where the set is `fused` and keeps
+  /// rank's `hooks`, which see and may edit the means (Window::leave_means) where the set is `fused` and keeps
   /// gradients, and waits for the other ranks' before anybody writes parameters. Where the hooks of a rank raised no
   /// rank steps: there the error is rethrown, elsewhere it is RemoteError, and the window counts as dropped, unless
   /// optimizers have stepped before these hooks' (not `is_first`). On parameter servers the step is made, and the error
@@ -192,9 +194,11 @@ class StrategyCore {
   bool gradients_are_applied() const noexcept { return gradients_are_applied_; }
 
   /// The loss scale of a set, to save and restore it. Waits for the device.
-  kernels::LossScaleState loss_scale(int set) const { return sets_.at(static_cast<size_t>(set))->loss_scale(); }
+  kernels::LossScaleState loss_scale(int set) const {
+    return sets_.at(static_cast<size_t>(set))->window().loss_scale().get();
+  }
   void set_loss_scale(int set, const kernels::LossScaleState& state) {
-    sets_.at(static_cast<size_t>(set))->set_loss_scale(state);
+    sets_.at(static_cast<size_t>(set))->window().loss_scale().set(state);
   }
 
   /// Calls `call` on every local replica with a non-empty part, without gradients and with the call's random stream.
@@ -252,20 +256,20 @@ class StrategyCore {
   void choose_buckets();
   void check_callable() const;
   void find_outsiders();
-  GradientSet& begin_call(int set);
+  ParameterSet& begin_call(int set);
   bool shares_casts() const;
   Loss call_in_precision(const StepCall& call, int local_replica) const;
-  void run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
+  void run_replica(ParameterSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
                    ReplicaRun& outcome);
   void give_up(int local_replica, ReplicaRun& outcome);
   std::exception_ptr cause_of(std::exception_ptr error, const ReplicaContext& replica) const;
   StepCall empty_call(int set, std::function<void()> apply, bool fused) const;
-  void leave_step_group(GradientSet& set);
+  void leave_step_group(ParameterSet& set);
   void note_times(const StepCall& call, const std::vector<ReplicaRun>& outcomes);
-  StepResult step_set(GradientSet& set, const StepCall& call);
-  StepResult end_window(GradientSet& set, const StepCall& call);
-  void count_skipped(GradientSet& set, const WindowSums& sums);
-  StepResult open_result(const GradientSet& set) const;
+  StepResult step_set(ParameterSet& set, const StepCall& call);
+  StepResult end_window(ParameterSet& set, const StepCall& call);
+  void count_skipped(ParameterSet& set, const WindowSums& sums);
+  StepResult open_result(ParameterSet& set) const;
   bool is(const std::exception_ptr& error, Failure::Kind kind) const { return error && describe_(error).kind == kind; }
   void raise_failures(const std::vector<ReplicaRun>& outcomes, const WindowSums* sums) const;
   std::shared_ptr<ReplicaContext> make_context(int local_replica, uint64_t t);
@@ -277,7 +281,7 @@ class StrategyCore {
   uint64_t seed_;
   const bool divides_steps_;  // of flat optimizers
   ParameterRegistry registry_;
-  std::vector<std::unique_ptr<GradientSet>> sets_;
+  std::vector<std::unique_ptr<ParameterSet>> sets_;
   std::vector<int64_t> rows_;          // of the running call, by local replica
   std::vector<char> used_step_group_;  // by local replica: in the running call
   bool has_left_step_group_ = false;

@@ -121,7 +121,7 @@ struct StrategyCore::ReplicaRun {
   std::shared_ptr<const PartTimer> timer;
 };
 
-GradientSet& StrategyCore::begin_call(int set) {
+ParameterSet& StrategyCore::begin_call(int set) {
   check_callable();
   registry_.follow_moves(/*copies_all=*/!sets_.at(static_cast<size_t>(set))->window_open());
   for (size_t s = 0; s < sets_.size(); ++s) sets_[s]->set_ignored(static_cast<int>(s) != set);
@@ -150,7 +150,7 @@ std::exception_ptr StrategyCore::cause_of(std::exception_ptr error, const Replic
 
 // One replica's share of a micro-batch. Whatever happens to the user's code, the replica takes part in every collective
 // that its peers expect.
-void StrategyCore::run_replica(GradientSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
+void StrategyCore::run_replica(ParameterSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
                                ReplicaRun& outcome) {
   const auto r = static_cast<size_t>(local_replica);
   const bool empty = !call.call || call.rows[r] == 0;
@@ -250,7 +250,7 @@ void StrategyCore::raise_failures(const std::vector<ReplicaRun>& outcomes, const
 }
 
 // A rank that is gone never leaves a step, and the group waits for all of its ranks in time.
-void StrategyCore::leave_step_group(GradientSet& set) {
+void StrategyCore::leave_step_group(ParameterSet& set) {
   if (set.servers() == nullptr || !set.servers()->has_lost() || has_left_step_group_) return;
   has_left_step_group_ = true;
   groups_.step = {comm::make_refusing(
@@ -297,7 +297,7 @@ StepResult StrategyCore::step(const StepCall& call) {
   }
 }
 
-StepResult StrategyCore::step_set(GradientSet& set, const StepCall& call) {
+StepResult StrategyCore::step_set(ParameterSet& set, const StepCall& call) {
   leave_step_group(set);
   const bool full = set.micro_batches() + 1 >= options_.accumulate;
   const bool dropping = call.loader_ended && !full && options_.drop_incomplete;
@@ -312,12 +312,12 @@ StepResult StrategyCore::step_set(GradientSet& set, const StepCall& call) {
   set.open_micro_batch(closing, call.fused);
   if (compares) set.agree_on(std::move(optimizer_steps));
   if (set.servers() != nullptr) set.servers()->note_batches(call.batches);
-  if (closing && set.is_asked()) {
-    Brief brief;
-    brief.steps = static_cast<uint64_t>(steps_);
-    brief.calls = t;
-    if (describe_passes_) brief.passes = describe_passes_();
-    set.give_brief(std::move(brief));
+  if (closing && set.server_window() != nullptr && set.server_window()->joining().is_asked()) {
+    JoinReport report;
+    report.steps = static_cast<uint64_t>(steps_);
+    report.calls = t;
+    if (describe_passes_) report.passes = describe_passes_();
+    set.server_window()->joining().prepare_report(std::move(report));
   }
 
   const CallCasts casts(*this);
@@ -368,7 +368,7 @@ StepResult StrategyCore::step_set(GradientSet& set, const StepCall& call) {
       for (size_t r = 0; r < outcomes->size(); ++r) {
         const auto& error = (*outcomes)[r].error;
         if (is(error, Failure::Kind::own)) set.poison(static_cast<int>(r), describe_(error));
-        if (is(error, Failure::Kind::remote)) set.note_told();
+        if (is(error, Failure::Kind::remote)) set.told().raised = true;
       }
     }
     if (interrupt) std::rethrow_exception(interrupt);
@@ -401,18 +401,20 @@ std::string StrategyCore::watch(int number, const std::function<void()>& apply, 
   auto call = empty_call(number, apply, /*fused=*/true);
   call.poll = poll;
   std::string passes;
-  while (set.watches()) {
+  if (set.server_window() == nullptr) return {};
+  auto& joining = set.server_window()->joining();
+  while (joining.watches()) {
     StepResult result;
     try {
       result = step(call);
     } catch (const RemoteError&) {
       continue;  // dropped on all ranks, which go on
     }
-    auto brief = set.learn(result.stepped);
-    if (!brief) continue;
-    steps_ = static_cast<int64_t>(brief->steps) + 1;
-    calls_ = brief->calls;
-    passes = std::move(brief->passes);
+    auto report = joining.learn(result.stepped);
+    if (!report) continue;
+    steps_ = static_cast<int64_t>(report->steps) + 1;
+    calls_ = report->calls;
+    passes = std::move(report->passes);
   }
   return passes;
 }
@@ -443,7 +445,7 @@ std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>
     call.optimizer_steps = [&optimizer_steps, set] { return optimizer_steps(set); };
     auto closed = step(call);
     // Whoever called step was told then.
-    if (!sets_[s]->has_failed()) result = std::move(closed);
+    if (!sets_[s]->told().failed) result = std::move(closed);
   }
   return result;
 }
@@ -493,14 +495,14 @@ void StrategyCore::run(const StepCall& call) {
   raise_failures(*outcomes, nullptr);
 }
 
-StepResult StrategyCore::open_result(const GradientSet& set) const {
-  const auto sums = set.local_sums();
-  auto result = result_of(sums, sums.on_device ? 0 : set.loss_scale().scale);
+StepResult StrategyCore::open_result(ParameterSet& set) const {
+  const auto sums = set.window().so_far();
+  auto result = result_of(sums, sums.on_device ? 0 : set.window().loss_scale().get().scale);
   result.step = steps_;
   return result;
 }
 
-StepResult StrategyCore::end_window(GradientSet& set, const StepCall& call) {
+StepResult StrategyCore::end_window(ParameterSet& set, const StepCall& call) {
   has_tail_ = true;
   const auto sums = [&] {
     const IntraOpThreads threads(pool_->threads_per_replica());
@@ -509,8 +511,8 @@ StepResult StrategyCore::end_window(GradientSet& set, const StepCall& call) {
   if (sums.stop_requested) stopping_ = true;
   const bool reported_here = std::all_of(sums.failures.begin(), sums.failures.end(),
                                          [&](const auto& failed) { return failed.rank == topology_.rank; });
-  if (!reported_here && !set.told()) raise_failures({}, &sums);
-  auto result = result_of(sums, sums.on_device ? 0 : set.loss_scale().scale);
+  if (!reported_here && !set.told().raised) raise_failures({}, &sums);
+  auto result = result_of(sums, sums.on_device ? 0 : set.window().loss_scale().get().scale);
   result.step = steps_;
   if (sums.dropped || !sums.failures.empty()) {
     result.loss = host_scalar(std::numeric_limits<double>::quiet_NaN());
@@ -531,16 +533,18 @@ StepResult StrategyCore::end_window(GradientSet& set, const StepCall& call) {
       fail_peers_in_apply();
       throw;
     }
-    if (!call.fused) set.note_agreed();
+    if (!call.fused) {
+      for (const int p : set.parameters()) registry_.note_agreed(static_cast<size_t>(p));
+    }
     if (hook_error_) std::rethrow_exception(std::exchange(hook_error_, nullptr));
-    if (call.fused) result.grad_norm = set.grad_norm();
+    if (const auto* edited = set.told().edited) result.grad_norm = host_scalar(edited->norm);
     at::autocast::clear_cache();
   }
   count_skipped(set, sums);
   return result;
 }
 
-void StrategyCore::count_skipped(GradientSet& set, const WindowSums& sums) {
+void StrategyCore::count_skipped(ParameterSet& set, const WindowSums& sums) {
   int64_t last_step = steps_;
   std::string where = sums.non_finite_at;
   if (sums.on_device) {

@@ -1,198 +1,305 @@
 #include "window/device_window.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
-#include <cstring>
+#include <set>
+#include <sstream>
+#include <utility>
 
-#include "core/plain_memory.h"
+#include "comm/text_exchange.h"
 #include "device/kernel_dtype.h"
 #include "device/kernel_status.h"
 #include "kernels/cuda/cuda_kernels.h"
-#include "muster/error.h"
+#include "window/host_norm.h"
 
 namespace muster {
 
 namespace {
 
-// One number on `device`. Only what is there already, or a number of the host, comes without waiting.
-at::Tensor number_on(c10::Device device, const at::Tensor& number) {
-  auto value = in_plain_memory(number.detach());
-  if (value.device() == device) return value;
-  if (value.device().is_cpu()) return at::full({}, value.item(), value.options().device(device));
-  return value.to(device, /*non_blocking=*/true);
+std::vector<std::string> distinct_lines(const std::vector<std::string>& texts) {
+  std::set<std::string> lines;
+  for (const auto& text : texts) {
+    std::istringstream in(text);
+    std::string line;
+    while (std::getline(in, line)) lines.insert(line);
+  }
+  return {lines.begin(), lines.end()};
+}
+
+StepResult result_of(const DeviceReport& report, const std::map<std::string, size_t>& metrics) {
+  StepResult result;
+  result.loss = report.loss();
+  result.weight = report.weight();
+  result.skipped = report.skipped();
+  result.loss_scale = report.loss_scale();
+  for (const auto& [name, slot] : metrics) result.metrics[name] = report.metric(slot);
+  return result;
 }
 
 }  // namespace
 
-void check_metric(const std::string& name, const at::Tensor& metric) {
-  if (metric.numel() == 1) return;
-  throw InvalidArgument("metric '" + name + "' has shape " + c10::str(metric.sizes()) +
-                        "; metrics are 0-dim tensors or numbers");
+void DeviceScale::set(const kernels::LossScaleState& state) {
+  WindowScale::set(state);
+  for (const auto& scalars : of_devices_) {
+    const OnDevice scope(scalars->device());
+    scalars->set_scale(state);
+  }
 }
 
-at::Tensor DeviceReport::number(size_t index) const {
-  return memory.narrow(0, static_cast<int64_t>(index * sizeof(double)), sizeof(double)).view(at::kDouble)[0];
-}
-
-at::Tensor DeviceReport::skipped() const {
-  return memory.narrow(0, offsetof(kernels::WindowReport, skipped), 1).view(at::kBool)[0];
-}
-
-at::Tensor DeviceReport::flags() const { return memory.narrow(0, offsetof(kernels::WindowReport, skipped), 2); }
-
-DeviceScalars::DeviceScalars(c10::Device device, const kernels::LossScaleState& scale)
-    : device_(device),
-      memory_(at::zeros({kScaleOffset + static_cast<int64_t>(sizeof(kernels::LossScaleState))},
-                        at::TensorOptions(at::kByte).device(device))) {
-  set_unit(1);
-  set_scale(scale);
-}
-
-void DeviceScalars::fill(size_t offset, double value) {
-  memory_.narrow(0, static_cast<int64_t>(offset), sizeof value).view(at::kDouble).fill_(value);
-}
-
-void DeviceScalars::set_unit(double unit) { fill(offsetof(kernels::StepScalars, unit), unit); }
-
-void DeviceScalars::set_divisor(double divisor) { fill(offsetof(kernels::StepScalars, divisor), divisor); }
-
-void DeviceScalars::set_scale(const kernels::LossScaleState& scale) {
-  const auto staging = pinned_bytes(sizeof scale, device_);
-  std::memcpy(staging.mutable_data_ptr(), &scale, sizeof scale);
-  memory_.narrow(0, kScaleOffset, sizeof scale).copy_(staging, /*non_blocking=*/true);
-}
-
-kernels::LossScaleState DeviceScalars::read_scale() const {
-  const auto host = memory_.cpu();
-  kernels::LossScaleState scale{};
-  std::memcpy(&scale, static_cast<const std::byte*>(host.const_data_ptr()) + kScaleOffset, sizeof scale);
-  return scale;
-}
-
-kernels::StepScalars DeviceScalars::read_scalars() const {
-  const auto host = memory_.cpu();
-  kernels::StepScalars scalars{};
-  std::memcpy(&scalars, host.const_data_ptr(), sizeof scalars);
-  return scalars;
-}
-
-DeviceWindow::DeviceWindow(c10::Device device, std::shared_ptr<DeviceScalars> scalars)
-    : device_(device),
-      scalars_(std::move(scalars)),
-      tail_(
-          at::zeros({static_cast<int64_t>(kernels::tail_size(kSlots))}, at::TensorOptions(at::kDouble).device(device))),
-      gate_(at::zeros({1}, at::TensorOptions(at::kDouble).device(device))) {}
-
-DeviceReport DeviceWindow::new_report() const {
-  return {
-      at::empty({static_cast<int64_t>(kernels::report_bytes(kSlots))}, at::TensorOptions(at::kByte).device(device_))};
+DeviceWindow::DeviceWindow(const WindowContext& context) : context_(context), scale_(context.options, scalars_) {
+  const auto& devices = context.topology.devices;
+  for (size_t r = 0; r < devices.size(); ++r) {
+    const auto device = devices[r];
+    // Replicas on one device share what kernels read there.
+    const auto beside = static_cast<size_t>(std::find(devices.begin(), devices.end(), device) - devices.begin());
+    const OnDevice scope(device);
+    scalars_.push_back(beside < r
+                           ? scalars_[beside]
+                           : std::make_shared<DeviceScalars>(
+                                 device, kernels::LossScaleState{.scale = scale_.on_host(), .growth_tracker = 0}));
+    replicas_.push_back({std::make_unique<DeviceNumbers>(device, scalars_.back()), {}, {}, {}});
+  }
 }
 
 void DeviceWindow::open() {
-  noted_.assign(names_.size(), false);
-  new_names_.clear();
-}
-
-std::map<std::string, size_t> DeviceWindow::noted() const {
-  std::map<std::string, size_t> slots;
-  for (size_t slot = 0; slot < noted_.size(); ++slot) {
-    if (noted_[slot]) slots[names_[slot]] = slot;
+  for (auto& replica : replicas_) {
+    replica.losses = {};
+    replica.noted_metrics.clear();
   }
-  for (size_t i = 0; i < new_names_.size(); ++i) slots[new_names_[i]] = names_.size() + i;
-  return slots;
 }
 
-uint32_t DeviceWindow::slot_of(const std::string& name) {
-  const auto agreed = std::find(names_.begin(), names_.end(), name);
-  if (agreed != names_.end()) {
-    const auto slot = static_cast<size_t>(agreed - names_.begin());
-    noted_[slot] = true;
-    return static_cast<uint32_t>(slot);
+void DeviceWindow::weigh(int local_replica, double rows) {
+  if (has_unit_) return;
+  const auto r = static_cast<size_t>(local_replica);
+  if (const auto unit = guess_unit(*context_.groups.control_of(r), rows)) scalars_[r]->set_unit(*unit);
+}
+
+NotedPart DeviceWindow::note(const ReplicaPart& part) {
+  auto& replica = replicas_[static_cast<size_t>(part.local_replica)];
+  auto& numbers = *replica.numbers;
+  if (part.loss == nullptr) {
+    numbers.note_absence(part.is_first);
+    return {.seed = {}, .contributes = false, .factor = 1, .gate = numbers.gate()};
   }
-  const auto found = std::find(new_names_.begin(), new_names_.end(), name);
-  const auto slot = names_.size() + static_cast<size_t>(found - new_names_.begin());
-  if (slot >= kSlots) {
-    throw InvalidArgument("metric '" + name + "' is one too many: on a CUDA device there can be " +
-                          std::to_string(kSlots) + " names; put the others into Loss::output");
+  const auto& loss = *part.loss;
+  // A weight that only kernels look at may be 0: the gate knows.
+  const bool is_known = !loss.weight || !numbers.is_unknown_to_host(*loss.weight);
+  const bool contributes = !is_known || weight_on_host(part) > 0;
+  auto seed = numbers.note(loss, part.rows, part.is_first);
+  if (part.crosses) {
+    const at::NoGradGuard no_grad;
+    const auto share =
+        at::from_blob(const_cast<double*>(numbers.gate()), {}, at::TensorOptions(at::kDouble).device(numbers.device()));
+    seed = (seed.to(at::kDouble) * share).to(seed.scalar_type());
+    share.copy_(share.ne(0));
   }
-  if (found == new_names_.end()) new_names_.push_back(name);
-  return static_cast<uint32_t>(slot);
+  if (contributes) replica.losses.add(loss.reduction);
+  return {.seed = seed, .contributes = contributes, .factor = 1, .gate = numbers.gate()};
 }
 
-void DeviceWindow::launch(const kernels::LossTerms& terms, void* seed) {
-  report_ = new_report();
-  check_kernel(kernels::cuda::note_loss(terms, scalars_->scalars(), scalars_->scale(), tail_.mutable_data_ptr<double>(),
-                                        gate_.mutable_data_ptr<double>(), seed,
-                                        static_cast<kernels::WindowReport*>(report_.memory.mutable_data_ptr()),
-                                        stream_handle(device_)),
-               "noting a loss");
-}
-
-at::Tensor DeviceWindow::note(const Loss& loss, double rows, bool first) {
+ClosedWindow DeviceWindow::close(int local_replica, const Closing& closing) {
   const at::NoGradGuard no_grad;
-  if (first) open();
-  kernels::LossTerms terms{};
-  const auto value = in_plain_memory(loss.value.detach());
-  terms.loss = value.const_data_ptr();
-  terms.loss_dtype = kernel_dtype(loss.value.scalar_type());
-  terms.rows = rows;
-  at::Tensor weight;
-  if (loss.weight && !is_unknown_to_host(*loss.weight)) {
-    terms.rows = loss.weight->item<double>();
-  } else if (loss.weight) {
-    weight = number_on(device_, *loss.weight);
-    terms.weight = weight.const_data_ptr();
-    terms.weight_dtype = kernel_dtype(weight.scalar_type());
+  const auto r = static_cast<size_t>(local_replica);
+  auto& replica = replicas_[r];
+  auto& numbers = *replica.numbers;
+  auto& engine = context_.sums.engine(r);
+  auto& replicas = *context_.groups.gradients[r];
+  auto& control = *context_.groups.control_of(r);
+  const auto& buffers = context_.registry.buffers(r);
+  const auto tail =
+      new_tail(context_, local_replica, closing, replica.losses, static_cast<int64_t>(numbers.names().size()));
+  tail[Tail::weight] = tail[Tail::contributions];
+  const auto noted = numbers.noted();
+  replica.buffers.add_written(buffers, tail.written());
+  if (!closing.failure) {
+    tail[Tail::metrics] = numbers.has_new_names() ? 1 : 0;
+    const auto& names = numbers.names();
+    for (size_t slot = 0; slot < names.size(); ++slot) tail.extra()[slot] = noted.contains(names[slot]) ? 1 : 0;
   }
-  terms.is_mean = loss.reduction == Reduction::mean;
-  terms.first = first;
-  terms.num_slots = kSlots;
-  std::vector<at::Tensor> metrics;
-  for (const auto& [name, metric] : loss.metrics) {
-    check_metric(name, metric);
-    const uint32_t slot = slot_of(name);
-    metrics.push_back(number_on(device_, metric));
-    terms.metrics[terms.num_metrics++] = {metrics.back().const_data_ptr(), kernel_dtype(metrics.back().scalar_type()),
-                                          slot};
+  control.all_reduce(tail.tensor, ReduceOp::sum, static_cast<uint64_t>(tail.tensor.numel())).wait();
+  if (tail[Tail::failures] > 0) {
+    engine.wait();
+    return {tail, exchange_texts(control, text_of(closing.failure))};
   }
-  auto seed = at::empty({}, loss.value.options().requires_grad(false));
-  launch(terms, seed.mutable_data_ptr());
-  return seed;
+  agree_on_metrics(replica, tail, control);
+  if (context_.topology.num_replicas > 1 && !buffers.empty()) {
+    const auto own_weight = numbers.tail().select(0, kernels::kWeight).clone();
+    replica.buffers.reduce(replicas, buffers, tail.written(), own_weight, context_.options.buffers);
+  }
+  auto tail_work = replicas.all_reduce(numbers.tail(), ReduceOp::sum);
+  engine.wait();
+  replica.buffers.wait();
+  tail_work.wait();
+  engine.reduce_sparse(tail.counts());
+  if (tail[Tail::weight] > 0) engine.learn_order(tail.counts());
+  return {tail, {}};
 }
 
-void DeviceWindow::note_absence(bool first) {
-  if (first) open();
-  kernels::LossTerms terms{};
-  terms.first = first;
-  terms.num_slots = kSlots;
-  launch(terms, nullptr);
-}
-
-void DeviceWindow::agree(const std::vector<std::string>& names) {
-  if (names.size() > kSlots) {
-    throw InvalidArgument("the replicas have " + std::to_string(names.size()) +
-                          " metrics of different names; on a CUDA device there can be " + std::to_string(kSlots));
+// Collective over replicas only where one of them noted a metric that not all know.
+void DeviceWindow::agree_on_metrics(Replica& replica, const Tail& tail, comm::Communicator& control) {
+  auto& numbers = *replica.numbers;
+  replica.noted_metrics.clear();
+  if (tail[Tail::metrics] > 0) {
+    std::string text;
+    for (const auto& [name, slot] : numbers.noted()) text += name + '\n';
+    replica.noted_metrics = distinct_lines(exchange_texts(control, text));
+    std::set<std::string> names(replica.noted_metrics.begin(), replica.noted_metrics.end());
+    names.insert(numbers.names().begin(), numbers.names().end());
+    numbers.agree({names.begin(), names.end()});
+    return;
   }
-  const at::NoGradGuard no_grad;
-  std::vector<std::string> old_names = names_;
-  old_names.insert(old_names.end(), new_names_.begin(), new_names_.end());
-  const auto noted = std::move(noted_);
-  noted_.assign(names.size(), false);
-  const auto old = tail_.clone();
-  tail_.slice(0, kernels::kTailFields).zero_();
+  const auto& names = numbers.names();
   for (size_t slot = 0; slot < names.size(); ++slot) {
-    const auto found = std::find(old_names.begin(), old_names.end(), names[slot]);
-    if (found == old_names.end()) continue;
-    const auto from = static_cast<size_t>(found - old_names.begin());
-    noted_[slot] = from >= names_.size() || noted[from];
-    metric_sums(tail_, slot).copy_(metric_sums(old, from));
+    if (tail.extra()[slot] > 0) replica.noted_metrics.push_back(names[slot]);
   }
-  names_ = names;
-  new_names_.clear();
+}
+
+void DeviceWindow::enqueue_norm(const Tail& tail, const at::Tensor& numbers, double loss_scale,
+                                kernels::LossScaleState* scale, const DeviceReport& report) {
+  auto options = window_options(context_.options, loss_scale);
+  if (const auto& rule = scale_.rule()) {
+    options.growth = rule->growth;
+    options.backoff = rule->backoff;
+    options.interval = rule->interval;
+  }
+  norm_.enqueue(context_.sums.dense(tail), replicas_.front().numbers->device(), options,
+                {numbers.const_data_ptr<double>(), scalars_.front()->scalars(), scale,
+                 static_cast<kernels::WindowReport*>(report.memory.mutable_data_ptr()), DeviceNumbers::kSlots});
+}
+
+void DeviceWindow::enqueue_means(const Tail& tail, bool clips) {
+  std::vector<kernels::MeanSegment> segments;
+  for (const auto& values : context_.sums.dense(tail)) {
+    kernels::MeanSegment segment{};
+    segment.values = values.mutable_data_ptr();
+    segment.n = static_cast<size_t>(values.numel());
+    segment.dtype = kernel_dtype(values.scalar_type());
+    segments.push_back(segment);
+  }
+  const auto device = replicas_.front().numbers->device();
+  mean_segments_.follow(segments, device);
+  check_kernel(kernels::cuda::apply_means(mean_segments_.items(), mean_segments_.chunks(), mean_segments_.num_chunks(),
+                                          scalars_.front()->scalars(), clips, stream_handle(device)),
+               "dividing gradients");
+}
+
+void DeviceWindow::leave_clipped_means(const Tail& tail, WindowSums& sums) {
+  enqueue_means(tail, /*clips=*/true);
+  const auto& parameters = context_.sums.engine(0).parameters();
+  for (size_t p = 0; p < parameters.size(); ++p) {
+    const auto& parameter = parameters[p].tensor;
+    const auto& mean = context_.sums.sum_of(tail, p);
+    parameter.mutable_grad() = mean.defined() ? mean.to(parameter.scalar_type()) : at::Tensor();
+  }
+  // Optimizers that know no flag must not be called.
+  const auto scalars = scalars_.front()->read_scalars();
+  sums.finite = scalars.finite != 0;
+  sums.dropped = scalars.dropped != 0;
+}
+
+void DeviceWindow::finish(const Tail& tail, bool fused, WindowSums& sums) {
+  if (sums.ends_unchanged()) return;
+  has_unit_ = true;
+  const auto& options = context_.options;
+  const auto& first = *replicas_.front().numbers;
+  const OnDevice scope(first.device());
+  report_ = first.new_report();
+  enqueue_norm(tail, first.tail(), scale_.on_host(), scale_.rule() ? scalars_.front()->scale() : nullptr, report_);
+  // A step makes means only of what it reads: not of other ranks' shards, nor of rows that it reads as a dense copy.
+  if (fused && options.keep_gradients && (options.shard_optimizer || context_.sums.has_sparse(tail))) {
+    enqueue_means(tail, /*clips=*/false);
+    scalars_.front()->set_divisor(1);
+  }
+  if (!fused) leave_clipped_means(tail, sums);
+  for (size_t r = 0; r < replicas_.size(); ++r) {
+    const auto& numbers = *replicas_[r].numbers;
+    const OnDevice of_replica(numbers.device());
+    if (numbers.device() != first.device()) {
+      scalars_[r]->memory().copy_(scalars_.front()->memory(), /*non_blocking=*/true);
+    }
+    const auto& buffers = context_.registry.buffers(r);
+    if (context_.topology.num_replicas == 1 || buffers.empty()) continue;
+    replicas_[r].buffers.merge(buffers, numbers.tail().select(0, kernels::kWeight), options.buffers);
+  }
+  const auto& present = replicas_.front().noted_metrics;
+  std::map<std::string, size_t> metrics;
+  for (size_t slot = 0; slot < first.names().size(); ++slot) {
+    if (std::find(present.begin(), present.end(), first.names()[slot]) != present.end()) {
+      metrics[first.names()[slot]] = slot;
+    }
+  }
+  sums.report = report_;
+  sums.on_device = result_of(report_, metrics);
+}
+
+kernels::StepScalars* DeviceWindow::leave_means(const Tail& tail, const std::function<void()>& edit) {
+  const at::NoGradGuard no_grad;
+  enqueue_means(tail, /*clips=*/false);
+  context_.sums.edit(tail, edit);
+  // A window of sums has nothing left to divide by.
+  const auto& first = *replicas_.front().numbers;
+  const auto numbers = first.tail().clone();
+  numbers.narrow(0, kernels::kSumLosses, 1).fill_(1);
+  const auto report = first.new_report();
+  enqueue_norm(tail, numbers, 1, nullptr, report);
+  report_.grad_norm().copy_(report.grad_norm());
+  return nullptr;
+}
+
+void DeviceWindow::update(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters,
+                          const FlatGroups& groups, const OnReplicas& /*on_replicas*/) {
+  const auto means = context_.sums.gradients_of(tail, parameters, 0);
+  optimizer.step(means, groups, scalars_.front()->scalars(), context_.options.keep_gradients);
+  const bool one_each = context_.topology.num_replicas == context_.topology.num_workers;
+  optimizer.gather_parameters(one_each ? *context_.groups.gradients.front() : *context_.groups.workers);
+  for (const int p : parameters) context_.registry.note_agreed(static_cast<size_t>(p));
+  if (context_.options.keep_gradients) context_.sums.show(means, parameters);
+}
+
+WindowSums DeviceWindow::so_far() const {
+  WindowSums sums;
+  sums.on_device = sums_so_far();
+  return sums;
+}
+
+StepResult DeviceWindow::sums_so_far() const {
+  const auto& first = *replicas_.front().numbers;
+  auto result = result_of(first.report(), first.noted());
+  if (replicas_.size() == 1) return result;
+  const at::NoGradGuard no_grad;
+  const OnDevice scope(first.device());
+  // Sums of what each replica has; an empty one has NaN.
+  const auto here = [&](const at::Tensor& number) { return number.to(first.device(), /*non_blocking=*/true); };
+  const auto times = [](const at::Tensor& mean, const at::Tensor& weight) {
+    return at::where(weight.gt(0), mean * weight, at::zeros_like(weight));
+  };
+  result.weight = at::zeros_like(result.weight);
+  result.loss = at::zeros_like(result.loss);
+  result.metrics.clear();
+  std::map<std::string, at::Tensor> metrics;
+  bool is_sum = false;
+  for (size_t r = 0; r < replicas_.size(); ++r) {
+    const auto& window = *replicas_[r].numbers;
+    const auto weight = here(window.report().weight());
+    const auto loss = here(window.report().loss());
+    const bool adds = replicas_[r].losses.sum_losses > 0;
+    is_sum = is_sum || adds;
+    result.weight = result.weight + weight;
+    result.loss = result.loss + (adds ? at::where(weight.gt(0), loss, at::zeros_like(loss)) : times(loss, weight));
+    for (const auto& [name, slot] : window.noted()) {
+      auto& sums = metrics[name];
+      const auto own = here(metric_sums(window.tail(), slot));
+      sums = sums.defined() ? sums + own : own.clone();
+    }
+  }
+  if (!is_sum) result.loss = result.loss / result.weight;
+  for (const auto& [name, sums] : metrics) result.metrics[name] = sums.select(0, 0) / sums.select(0, 1);
+  return result;
 }
 
 }  // namespace muster

@@ -1,127 +1,73 @@
-// One replica's window where replicas work on streams: what its losses add up to stays in the device's memory, and
-// nothing waits for it.
+// The end of windows whose replicas work on streams: what replicas tell each other goes through the control group,
+// numbers stay on the device, and nothing waits for it.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <cstddef>
-#include <cstdint>
-#include <map>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "device/device.h"
-#include "kernels/kernels.h"
-#include "muster/step.h"
+#include "device/segments.h"
+#include "optimizer/gradient_norm.h"
+#include "window/closing.h"
+#include "window/device_buffers.h"
+#include "window/device_numbers.h"
+#include "window/window.h"
+#include "window/window_context.h"
 
 namespace muster {
 
-/// A view of the two fields of a metric in a tail; see kernels::metric_field.
-inline at::Tensor metric_sums(const at::Tensor& tail, size_t slot) {
-  return tail.narrow(0, static_cast<int64_t>(kernels::metric_field(static_cast<uint32_t>(slot))), 2);
-}
+/// The loss scale in the memory of every device.
+class DeviceScale : public WindowScale {
+ public:
+  DeviceScale(const StrategyOptions& options, const std::vector<std::shared_ptr<DeviceScalars>>& of_devices)
+      : WindowScale(options), of_devices_(of_devices) {}
 
-/// Throws InvalidArgument for a metric that is not one number.
-void check_metric(const std::string& name, const at::Tensor& metric);
-
-/// A window's numbers as 0-dim tensors on the device, for StepResult.
-struct DeviceReport {
-  at::Tensor memory;  ///< uint8; kernels::WindowReport and its metrics
-
-  at::Tensor loss() const { return number(0); }
-  at::Tensor weight() const { return number(1); }
-  at::Tensor grad_norm() const { return number(2); }
-  at::Tensor loss_scale() const { return number(3); }
-  at::Tensor skipped() const;
-  at::Tensor metric(size_t slot) const { return number(kFirstMetric + slot); }
-  /// The skipped and the dropped flag; uint8.
-  at::Tensor flags() const;
+  kernels::LossScaleState get() const override { return of_devices_.front()->read_scale(); }
+  void set(const kernels::LossScaleState& state) override;
 
  private:
-  static constexpr size_t kFirstMetric = sizeof(kernels::WindowReport) / sizeof(double);
-  at::Tensor number(size_t index) const;
+  const std::vector<std::shared_ptr<DeviceScalars>>& of_devices_;  // by local replica
 };
 
-/// What optimizers and losses read, in one device's memory; the replicas on a device share it.
-class DeviceScalars {
+class DeviceWindow : public Window {
  public:
-  DeviceScalars(c10::Device device, const kernels::LossScaleState& scale);
+  explicit DeviceWindow(const WindowContext& context);
 
-  kernels::StepScalars* scalars() const { return reinterpret_cast<kernels::StepScalars*>(at(0)); }
-  kernels::LossScaleState* scale() const { return reinterpret_cast<kernels::LossScaleState*>(at(kScaleOffset)); }
-  const at::Tensor& memory() const noexcept { return memory_; }
-
-  void set_unit(double unit);
-  void set_divisor(double divisor);
-  void set_scale(const kernels::LossScaleState& scale);
-  /// Wait for the device.
-  kernels::LossScaleState read_scale() const;
-  kernels::StepScalars read_scalars() const;
+  void open() override;
+  void weigh(int local_replica, double rows) override;
+  NotedPart note(const ReplicaPart& part) override;
+  ClosedWindow close(int local_replica, const Closing& closing) override;
+  void finish(const Tail& tail, bool fused, WindowSums& sums) override;
+  kernels::StepScalars* leave_means(const Tail& tail, const std::function<void()>& edit) override;
+  void update(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups,
+              const OnReplicas& on_replicas) override;
+  WindowSums so_far() const override;
+  WindowScale& loss_scale() override { return scale_; }
 
  private:
-  static constexpr size_t kScaleOffset = 64;
-  static_assert(sizeof(kernels::StepScalars) <= kScaleOffset);
+  struct Replica {
+    std::unique_ptr<DeviceNumbers> numbers;
+    DeviceBuffers buffers;
+    LossCounts losses;                       // of the window, as far as the host knows their weights
+    std::vector<std::string> noted_metrics;  // of the window, by any replica
+  };
 
-  void* at(size_t offset) const { return static_cast<std::byte*>(memory_.mutable_data_ptr()) + offset; }
-  void fill(size_t offset, double value);
+  void agree_on_metrics(Replica& replica, const Tail& tail, comm::Communicator& control);
+  void enqueue_norm(const Tail& tail, const at::Tensor& numbers, double loss_scale, kernels::LossScaleState* scale,
+                    const DeviceReport& report);
+  void enqueue_means(const Tail& tail, bool clips);
+  void leave_clipped_means(const Tail& tail, WindowSums& sums);
+  StepResult sums_so_far() const;
 
-  c10::Device device_;
-  at::Tensor memory_;  // uint8
-};
-
-/// Called by the replica's thread, unless said otherwise, on the stream that is current there.
-class DeviceWindow {
- public:
-  /// Metrics of different names that a set can have.
-  static constexpr uint32_t kSlots = kernels::kMaxMetrics;
-
-  DeviceWindow(c10::Device device, std::shared_ptr<DeviceScalars> scalars);
-
-  /// Whether `number` (a loss's weight, say) stays on a device, where only kernels look at it.
-  bool is_unknown_to_host(const at::Tensor& number) const { return number.device() == device_ || !number.is_cpu(); }
-
-  /// Adds a loss to the tail; `rows` is its weight unless it brings one. Returns the seed of its backward. Throws
-  /// InvalidArgument for a metric that is not one number, or too many names.
-  at::Tensor note(const Loss& loss, double rows, bool first);
-  /// A micro-batch without a part.
-  void note_absence(bool first);
-
-  /// For the gradient engine: what gradients of the last loss are multiplied by, 0 where it does not contribute.
-  const double* gate() const { return gate_.const_data_ptr<double>(); }
-  /// Of the window so far, of this replica alone.
-  const DeviceReport& report() const noexcept { return report_; }
-
-  /// The metrics of this window and their slots.
-  std::map<std::string, size_t> noted() const;
-  /// Whether some of them have names that the replicas have not agreed on.
-  bool has_new_names() const noexcept { return !new_names_.empty(); }
-  /// The agreed names, by slot.
-  const std::vector<std::string>& names() const noexcept { return names_; }
-  /// Agrees on more names, in the order of their slots from here on. In a window: moves what was noted.
-  void agree(const std::vector<std::string>& names);
-
-  /// tail_size(kSlots) fields: this replica's, or, after its reduction, all replicas'.
-  const at::Tensor& tail() const noexcept { return tail_; }
-  const DeviceScalars& scalars() const noexcept { return *scalars_; }
-  const std::shared_ptr<DeviceScalars>& shared_scalars() const noexcept { return scalars_; }
-  c10::Device device() const noexcept { return device_; }
-  /// Memory for a report.
-  DeviceReport new_report() const;
-
- private:
-  uint32_t slot_of(const std::string& name);
-  void launch(const kernels::LossTerms& terms, void* seed);
-  void open();
-
-  c10::Device device_;
-  std::shared_ptr<DeviceScalars> scalars_;
-  at::Tensor tail_;
-  at::Tensor gate_;
-  DeviceReport report_;
-  std::vector<std::string> names_;      // agreed, by slot
-  std::vector<bool> noted_;             // in this window, by slot of names_
-  std::vector<std::string> new_names_;  // in this window, by slot after names_
+  WindowContext context_;
+  std::vector<std::shared_ptr<DeviceScalars>> scalars_;  // by local replica
+  DeviceScale scale_;
+  std::vector<Replica> replicas_;
+  DeviceNorm norm_;
+  DeviceSegments<kernels::MeanSegment> mean_segments_;
+  DeviceReport report_;  // of the last window
+  bool has_unit_ = false;
 };
 
 }  // namespace muster

@@ -1,172 +1,63 @@
-// A set of parameters that live on parameter servers: what a window pushes, agrees on, and gets back.
+// The end of windows whose parameters live on servers, which step them.
 #pragma once
-
-#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "embedding/row_initialiser.h"
-#include "job/server_job.h"
-#include "muster/options.h"
-#include "optimizer/flat_optimizer.h"
-#include "server/worker/client.h"
+#include "window/host_buffers.h"
+#include "window/host_numbers.h"
+#include "window/joining.h"
+#include "window/server_exchange.h"
+#include "window/window.h"
+#include "window/window_context.h"
 
 namespace muster {
 
-/// The parameters of a window, this process's, dense or not, and what is known of the optimizer that steps them.
-struct ServerParameters {
-  std::vector<std::string> names;
-  std::vector<at::Tensor> tensors;
-  const FlatOptimizer* optimizer = nullptr;  ///< whose state servers take over
-  std::vector<size_t> position;              ///< in the optimizer, by parameter
-  std::vector<uint32_t> group_of;            ///< by parameter
-  std::vector<const EmbeddingRows*> rows;    ///< by parameter; not null: the weight of an embedding
-  FlatGroups groups;
-};
-
-/// Owned by the thread that steps; take() is called by autograd's hooks while that thread waits for them. Everything
-/// that reaches a server throws PeerLost naming one that is gone, server::Fenced when this worker no longer counts, and
-/// Timeout; a window that was cut short by an error cannot be taken up again.
-///
-/// The rows of an embedding's weight are on the servers alone: the weight becomes a stub whose row source is this.
-class ServerWindow {
+/// One replica a worker. Where workers step together they agree on the tail through the servers, over the workers that
+/// are there; where each steps on its own, a window is this worker's alone. Windows are fused.
+class ServerWindow : public Window {
  public:
-  /// Connects; the first worker's plan counts. Where the servers hold no values yet rank 0 gives them its own, and the
-  /// optimizer's state; every worker then has theirs. Blocks until rank 0 has. Throws LayoutMismatch naming the first
-  /// difference to what the servers hold, InvalidArgument for a parameter that they cannot step. Of rows, rank 0 gives
-  /// those that differ from what they are at first.
-  ServerWindow(const ServerJob& job, int rank, int workers, const StrategyOptions& options,
-               const ServerParameters& parameters);
-  /// Leaves.
-  ~ServerWindow();
-  ServerWindow(const ServerWindow&) = delete;
-  ServerWindow& operator=(const ServerWindow&) = delete;
+  explicit ServerWindow(const WindowContext& context);
 
-  bool is_synchronous() const noexcept { return plan_.is_synchronous(); }
+  /// Null before connect().
+  ServerExchange* exchange() noexcept { return exchange_.get(); }
+  Joining& joining() noexcept { return joining_; }
 
-  /// The step after which this worker came in.
-  uint64_t since() const noexcept { return since_; }
+  /// Connects, for `optimizer`, whose parameter i has registry index `parameters[i]`: from here on servers step. See
+  /// ServerExchange. After GradientSums::build. Throws InvalidArgument if the optimizer lacks a parameter to train.
+  void connect(const FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
 
-  /// Begins a window. Throws InvalidArgument where a parameter was written or got other memory since the last step:
-  /// servers would not know. Of what is written past the version counter, through `.data`, a sample of each parameter
-  /// tells. CommError where the last window was cut short.
-  void open();
-
-  /// The window's sums of this worker for one parameter: dense, the accumulation dtype, the strides of its slot. Every
-  /// parameter once a window. They must stay as they are until agree() or step(). What is complete leaves.
-  void take(size_t parameter, const at::Tensor& sums);
-
-  /// Whether a parameter's rows are on the servers alone; it is then left out of take().
-  bool has_rows(size_t parameter) const noexcept { return places_[parameter].is_table; }
-  /// The window's sums of its rows: coalesced COO, fp32; undefined where there are none. Every one once a window,
-  /// before agree() and step().
-  void take_rows(size_t parameter, const at::Tensor& sums);
-
-  /// Synchronous, after take() of all: adds `tail` (fp64) over the workers that count, in place and along the tree, and
-  /// returns their records in rank order, (rank, record). Waits for them.
-  std::vector<std::pair<uint32_t, std::string>> agree(const at::Tensor& tail, std::string record);
-
-  /// Synchronous: ranks whose parts made the last step that was agreed on, but for those that had none to give, and
-  /// those expected in the next; ascending.
-  const std::vector<uint32_t>& members() const noexcept { return givers_; }
-  void leave_out(uint32_t watcher) {
-    std::erase(givers_, watcher);
-    has_lost_ = true;  // it came in place of another one, which the others may not have missed
-  }
-  const std::vector<uint32_t>& expected() const noexcept { return decision_.next_members; }
-  /// Whether a rank was ever missing there, or another one came for it: what workers do without servers, they can no
-  /// longer do.
-  bool has_lost() const noexcept { return has_lost_; }
-
-  /// Synchronous, after agree(): partials by tile (kernels::grad_stats) of the sums over workers of the parameters that
-  /// are used, in order.
-  std::vector<double> partials(const std::function<bool(size_t parameter)>& is_used);
-
-  /// Steps on the servers, the parameters but `unused` (ascending), and brings their values here: in a synchronous job
-  /// this step's, else the newest; there it waits while this worker is too far ahead.
-  void step(const kernels::StepScalars& scalars, const FlatGroups& groups, const std::vector<size_t>& unused);
-
-  /// Ends the window without changing anything.
-  void skip();
-
-  /// Dealt batches of which the window is made; servers deal them to nobody else once it ended.
-  void note_batches(const std::vector<server::BatchId>& batches);
-
-  /// See ServerClient. Where steps are not made together. To a worker that joined, passes before those that others were
-  /// in by then have ended.
-  server::Dealt deal(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
-  void end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
-
-  /// Brings the newest values here. No-op in a synchronous job, where they are.
-  void refresh();
-
-  /// A part of every parameter as the servers hold it, of the parameter's sizes (Part::steps: 0-dim fp32); undefined
-  /// where there is none. `to_stay`: not of the rows that bring_rows_back() leaves out.
-  std::vector<at::Tensor> fetch(server::Part part, bool to_stay = false);
-
-  /// Gives weights all their rows again, but those that had none here to begin with. Never throws: where servers are
-  /// gone, stubs stay.
-  void bring_rows_back() noexcept;
+  void open() override;
+  void weigh(int local_replica, double rows) override;
+  NotedPart note(const ReplicaPart& part) override { return numbers_.note(part); }
+  ClosedWindow close(int local_replica, const Closing& closing) override;
+  void finish(const Tail& tail, bool fused, WindowSums& sums) override;
+  kernels::StepScalars* leave_means(const Tail& tail, const std::function<void()>& edit) override;
+  void update(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups,
+              const OnReplicas& on_replicas) override;
+  WindowSums so_far() const override { return numbers_.so_far(); }
+  WindowScale& loss_scale() override { return numbers_.scale(); }
 
  private:
-  class Rows;
+  using Records = std::vector<std::pair<uint32_t, std::string>>;
 
-  /// Where a parameter is in the plan.
-  struct Place {
-    bool is_table;
-    size_t index;
-  };
-  struct Table {
-    at::Tensor weight;
-    int64_t version;  // of the weight, as the stub that it is
-    bool was_here;
-    std::shared_ptr<Rows> source;
-  };
+  double buffer_share() const;
+  void push_rows(const Failure& failure);
+  ClosedWindow close_together(const Closing& closing);
+  ClosedWindow hear(const Tail& tail, at::Tensor integers, const Records& records);
+  void check_dense(const Tail& tail);
+  bool is_used(const Tail& tail, size_t parameter) const;
 
-  void connect(const ServerParameters& given, bool is_chief);
-  void give(const ServerParameters& given, server::Part part);
-  void give_rows(const ServerParameters& given);
-  void leave_rows();
-  at::Tensor fetch_table(size_t table, server::Part part);
-  void push(uint32_t chunk);
-  void take_values();
-  server::Apply command(const kernels::StepScalars& scalars) const;
-  void finish(const server::Apply& apply, bool changes);
-  at::Tensor flat_of(size_t parameter, at::Tensor values) const;
-
-  const server::Plan plan_;
-  const uint32_t rank_;
-  const bool joins_;
-  std::vector<Place> places_;                  // by parameter
-  std::vector<size_t> dense_;                  // which are parameters of the plan, and not tables
-  std::vector<at::Tensor> parameters_;         // these
-  std::vector<std::vector<int64_t>> strides_;  // of slots, by parameter of the plan
-  struct Trace {
-    int64_t version;
-    const void* memory;
-    uint64_t sample;  // a digest of some elements
-    bool operator==(const Trace&) const = default;
-  };
-  static Trace trace_of(const at::Tensor& parameter);
-  std::vector<Trace> traces_;  // of these parameters, after the last step
-  std::vector<Table> tables_;
-  FlatGroups groups_;  // of the last step
-  server::ServerClient client_;
-  std::vector<std::vector<uint32_t>> chunks_of_;  // by parameter of the plan, one for each piece
-  std::vector<std::byte*> landing_;               // by chunk: parameters that are read
-  uint64_t since_ = 0;
-  uint64_t step_ = 0;                     // the last one that ended
-  std::vector<at::Tensor> sums_;          // of the window, by parameter of the plan
-  std::vector<size_t> missing_;           // of the window: pieces by chunk
-  std::vector<server::BatchId> batches_;  // of the window
-  bool is_open_ = false;                  // something of the window was taken
-  bool has_lost_ = false;
-  server::Decision decision_;
-  std::vector<uint32_t> givers_;  // members that did not merely watch
+  WindowContext context_;
+  HostNumbers numbers_;
+  HostBuffers buffers_;
+  Joining joining_;
+  bool adopts_ = false;  // the window gives this worker the others' buffers, whoever wrote them
+  std::unique_ptr<ServerExchange> exchange_;
 };
 
 }  // namespace muster

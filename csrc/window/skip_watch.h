@@ -8,7 +8,7 @@
 #include <string>
 
 #include "device/device.h"
-#include "window/device_window.h"
+#include "window/device_numbers.h"
 
 namespace muster {
 

@@ -1,0 +1,198 @@
+#include "window/device_numbers.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/plain_memory.h"
+#include "device/kernel_dtype.h"
+#include "device/kernel_status.h"
+#include "kernels/cuda/cuda_kernels.h"
+#include "muster/error.h"
+
+namespace muster {
+
+namespace {
+
+// One number on `device`. Only what is there already, or a number of the host, comes without waiting.
+at::Tensor number_on(c10::Device device, const at::Tensor& number) {
+  auto value = in_plain_memory(number.detach());
+  if (value.device() == device) return value;
+  if (value.device().is_cpu()) return at::full({}, value.item(), value.options().device(device));
+  return value.to(device, /*non_blocking=*/true);
+}
+
+}  // namespace
+
+void check_metric(const std::string& name, const at::Tensor& metric) {
+  if (metric.numel() == 1) return;
+  throw InvalidArgument("metric '" + name + "' has shape " + c10::str(metric.sizes()) +
+                        "; metrics are 0-dim tensors or numbers");
+}
+
+at::Tensor DeviceReport::number(size_t index) const {
+  return memory.narrow(0, static_cast<int64_t>(index * sizeof(double)), sizeof(double)).view(at::kDouble)[0];
+}
+
+at::Tensor DeviceReport::skipped() const {
+  return memory.narrow(0, offsetof(kernels::WindowReport, skipped), 1).view(at::kBool)[0];
+}
+
+at::Tensor DeviceReport::flags() const { return memory.narrow(0, offsetof(kernels::WindowReport, skipped), 2); }
+
+DeviceScalars::DeviceScalars(c10::Device device, const kernels::LossScaleState& scale)
+    : device_(device),
+      memory_(at::zeros({kScaleOffset + static_cast<int64_t>(sizeof(kernels::LossScaleState))},
+                        at::TensorOptions(at::kByte).device(device))) {
+  set_unit(1);
+  set_scale(scale);
+}
+
+void DeviceScalars::fill(size_t offset, double value) {
+  memory_.narrow(0, static_cast<int64_t>(offset), sizeof value).view(at::kDouble).fill_(value);
+}
+
+void DeviceScalars::set_unit(double unit) { fill(offsetof(kernels::StepScalars, unit), unit); }
+
+void DeviceScalars::set_divisor(double divisor) { fill(offsetof(kernels::StepScalars, divisor), divisor); }
+
+void DeviceScalars::set_scale(const kernels::LossScaleState& scale) {
+  const auto staging = pinned_bytes(sizeof scale, device_);
+  std::memcpy(staging.mutable_data_ptr(), &scale, sizeof scale);
+  memory_.narrow(0, kScaleOffset, sizeof scale).copy_(staging, /*non_blocking=*/true);
+}
+
+kernels::LossScaleState DeviceScalars::read_scale() const {
+  const auto host = memory_.cpu();
+  kernels::LossScaleState scale{};
+  std::memcpy(&scale, static_cast<const std::byte*>(host.const_data_ptr()) + kScaleOffset, sizeof scale);
+  return scale;
+}
+
+kernels::StepScalars DeviceScalars::read_scalars() const {
+  const auto host = memory_.cpu();
+  kernels::StepScalars scalars{};
+  std::memcpy(&scalars, host.const_data_ptr(), sizeof scalars);
+  return scalars;
+}
+
+DeviceNumbers::DeviceNumbers(c10::Device device, std::shared_ptr<DeviceScalars> scalars)
+    : device_(device),
+      scalars_(std::move(scalars)),
+      tail_(
+          at::zeros({static_cast<int64_t>(kernels::tail_size(kSlots))}, at::TensorOptions(at::kDouble).device(device))),
+      gate_(at::zeros({1}, at::TensorOptions(at::kDouble).device(device))) {}
+
+DeviceReport DeviceNumbers::new_report() const {
+  return {
+      at::empty({static_cast<int64_t>(kernels::report_bytes(kSlots))}, at::TensorOptions(at::kByte).device(device_))};
+}
+
+void DeviceNumbers::open() {
+  noted_.assign(names_.size(), false);
+  new_names_.clear();
+}
+
+std::map<std::string, size_t> DeviceNumbers::noted() const {
+  std::map<std::string, size_t> slots;
+  for (size_t slot = 0; slot < noted_.size(); ++slot) {
+    if (noted_[slot]) slots[names_[slot]] = slot;
+  }
+  for (size_t i = 0; i < new_names_.size(); ++i) slots[new_names_[i]] = names_.size() + i;
+  return slots;
+}
+
+uint32_t DeviceNumbers::slot_of(const std::string& name) {
+  const auto agreed = std::find(names_.begin(), names_.end(), name);
+  if (agreed != names_.end()) {
+    const auto slot = static_cast<size_t>(agreed - names_.begin());
+    noted_[slot] = true;
+    return static_cast<uint32_t>(slot);
+  }
+  const auto found = std::find(new_names_.begin(), new_names_.end(), name);
+  const auto slot = names_.size() + static_cast<size_t>(found - new_names_.begin());
+  if (slot >= kSlots) {
+    throw InvalidArgument("metric '" + name + "' is one too many: on a CUDA device there can be " +
+                          std::to_string(kSlots) + " names; put the others into Loss::output");
+  }
+  if (found == new_names_.end()) new_names_.push_back(name);
+  return static_cast<uint32_t>(slot);
+}
+
+void DeviceNumbers::launch(const kernels::LossTerms& terms, void* seed) {
+  report_ = new_report();
+  check_kernel(kernels::cuda::note_loss(terms, scalars_->scalars(), scalars_->scale(), tail_.mutable_data_ptr<double>(),
+                                        gate_.mutable_data_ptr<double>(), seed,
+                                        static_cast<kernels::WindowReport*>(report_.memory.mutable_data_ptr()),
+                                        stream_handle(device_)),
+               "noting a loss");
+}
+
+at::Tensor DeviceNumbers::note(const Loss& loss, double rows, bool first) {
+  const at::NoGradGuard no_grad;
+  if (first) open();
+  kernels::LossTerms terms{};
+  const auto value = in_plain_memory(loss.value.detach());
+  terms.loss = value.const_data_ptr();
+  terms.loss_dtype = kernel_dtype(loss.value.scalar_type());
+  terms.rows = rows;
+  at::Tensor weight;
+  if (loss.weight && !is_unknown_to_host(*loss.weight)) {
+    terms.rows = loss.weight->item<double>();
+  } else if (loss.weight) {
+    weight = number_on(device_, *loss.weight);
+    terms.weight = weight.const_data_ptr();
+    terms.weight_dtype = kernel_dtype(weight.scalar_type());
+  }
+  terms.is_mean = loss.reduction == Reduction::mean;
+  terms.first = first;
+  terms.num_slots = kSlots;
+  std::vector<at::Tensor> metrics;
+  for (const auto& [name, metric] : loss.metrics) {
+    check_metric(name, metric);
+    const uint32_t slot = slot_of(name);
+    metrics.push_back(number_on(device_, metric));
+    terms.metrics[terms.num_metrics++] = {metrics.back().const_data_ptr(), kernel_dtype(metrics.back().scalar_type()),
+                                          slot};
+  }
+  auto seed = at::empty({}, loss.value.options().requires_grad(false));
+  launch(terms, seed.mutable_data_ptr());
+  return seed;
+}
+
+void DeviceNumbers::note_absence(bool first) {
+  if (first) open();
+  kernels::LossTerms terms{};
+  terms.first = first;
+  terms.num_slots = kSlots;
+  launch(terms, nullptr);
+}
+
+void DeviceNumbers::agree(const std::vector<std::string>& names) {
+  if (names.size() > kSlots) {
+    throw InvalidArgument("the replicas have " + std::to_string(names.size()) +
+                          " metrics of different names; on a CUDA device there can be " + std::to_string(kSlots));
+  }
+  const at::NoGradGuard no_grad;
+  std::vector<std::string> old_names = names_;
+  old_names.insert(old_names.end(), new_names_.begin(), new_names_.end());
+  const auto noted = std::move(noted_);
+  noted_.assign(names.size(), false);
+  const auto old = tail_.clone();
+  tail_.slice(0, kernels::kTailFields).zero_();
+  for (size_t slot = 0; slot < names.size(); ++slot) {
+    const auto found = std::find(old_names.begin(), old_names.end(), names[slot]);
+    if (found == old_names.end()) continue;
+    const auto from = static_cast<size_t>(found - old_names.begin());
+    noted_[slot] = from >= names_.size() || noted[from];
+    metric_sums(tail_, slot).copy_(metric_sums(old, from));
+  }
+  names_ = names;
+  new_names_.clear();
+}
+
+}  // namespace muster

@@ -1,0 +1,134 @@
+#include "window/embedding_rows.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <exception>
+
+#include "embedding/row_source.h"
+
+namespace muster {
+
+using server::Part;
+
+// Asked by the embedding's forward, in a step.
+class RowsOnServers::Source : public RowSource {
+ public:
+  Source(RowsOnServers& rows, size_t table) : rows_(rows), table_(table) {}
+
+  at::Tensor pull(const at::Tensor& rows) override {
+    const auto numbers = rows.contiguous();
+    auto values = at::empty({numbers.numel(), rows_.plan_.tables[table_].dim}, at::kFloat);
+    rows_.client_.pull_rows(static_cast<uint32_t>(table_), rows_.at_least_, span_of<int64_t>(numbers),
+                            span_of<float>(values));
+    return values;
+  }
+
+  at::Tensor whole() override { return rows_.fetch(table_, Part::parameter); }
+
+ private:
+  RowsOnServers& rows_;
+  size_t table_;
+};
+
+void RowsOnServers::add(const at::Tensor& weight, size_t position) {
+  tables_.push_back({weight, position, 0, !is_row_stub(weight), nullptr});
+}
+
+void RowsOnServers::give(const FlatOptimizer& optimizer) {
+  constexpr int64_t kBlockElements = int64_t{1} << 20;
+  for (size_t t = 0; t < tables_.size(); ++t) {
+    const auto table = static_cast<uint32_t>(t);
+    const auto& spec = plan_.tables[t];
+    const auto& weight = tables_[t].weight;
+    const auto position = tables_[t].position;
+    const auto& steps = optimizer.step_count(position);
+    if (steps.defined()) client_.write_row_steps(table, static_cast<uint64_t>(steps.item<float>()));
+    if (!tables_[t].was_here) continue;
+    const int64_t block = std::max<int64_t>(kBlockElements / spec.dim, 1);
+    for (int64_t begin = 0; begin < spec.num_rows; begin += block) {
+      const int64_t count = std::min(block, spec.num_rows - begin);
+      const auto values = weight.detach().narrow(0, begin, count).contiguous();
+      const auto first = at::empty_like(values);
+      spec.initialiser.fill_rows(first, begin);
+      std::vector<at::Tensor> states;
+      for (const auto part : {Part::state0, Part::state1, Part::state2}) {
+        const auto state = part_of(weight, optimizer, position, part);
+        if (state.defined()) states.push_back(state.narrow(0, begin, count));
+      }
+      auto state = at::zeros({count, client_.state_width(table)}, at::kFloat);
+      if (!states.empty()) state.copy_(at::cat(states, 1));
+      const auto differs = values.ne(first).any(1).logical_or(state.ne(0).any(1));
+      const auto rows = differs.nonzero().view({-1});
+      if (rows.numel() == 0) continue;
+      const auto numbers = at::add(rows, begin);
+      const auto written = values.index_select(0, rows);
+      state = state.index_select(0, rows);
+      client_.write_rows(table, span_of<int64_t>(numbers), span_of<float>(written), span_of<float>(state));
+    }
+  }
+}
+
+void RowsOnServers::leave() {
+  for (size_t t = 0; t < tables_.size(); ++t) {
+    auto& table = tables_[t];
+    if (table.was_here) table.weight.set_data(make_row_stub(plan_.tables[t].num_rows, plan_.tables[t].dim));
+    table.version = table.weight._version();
+    table.source = std::make_shared<Source>(*this, t);
+    set_row_source(table.weight, table.source);
+  }
+}
+
+void RowsOnServers::bring_back() noexcept {
+  for (size_t t = 0; t < tables_.size(); ++t) {
+    if (!tables_[t].was_here) continue;
+    try {
+      tables_[t].weight.set_data(fetch(t, Part::parameter));
+    } catch (const std::exception&) {
+      return;
+    }
+  }
+}
+
+bool RowsOnServers::was_written(size_t table) const {
+  const auto& weight = tables_[table].weight;
+  return weight._version() != tables_[table].version || !is_row_stub(weight);
+}
+
+void RowsOnServers::push(uint64_t step, size_t t, const at::Tensor& sums) {
+  const auto table = static_cast<uint32_t>(t);
+  if (!sums.defined()) return client_.push_rows(step, table, {}, {});
+  const auto rows = sums._indices().view({-1}).contiguous();
+  const auto values = sums._values().contiguous();
+  client_.push_rows(step, table, span_of<int64_t>(rows), span_of<float>(values));
+}
+
+at::Tensor RowsOnServers::fetch(size_t t, Part part) {
+  const at::NoGradGuard no_grad;
+  if (part == Part::master) return {};
+  const auto table = static_cast<uint32_t>(t);
+  const auto& spec = plan_.tables[t];
+  const int64_t which = static_cast<int64_t>(part) - static_cast<int64_t>(Part::state0);
+  const bool is_state = part != Part::parameter && part != Part::steps;
+  const int64_t width = is_state && spec.row_wise_adagrad ? 1 : spec.dim;
+  if (is_state && (which + 1) * width > client_.state_width(table)) return {};
+  auto touched = client_.fetch_rows(table, at_least_);
+  if (part == Part::steps) return at::scalar_tensor(static_cast<double>(touched.steps), at::kFloat);
+  auto whole = at::zeros({spec.num_rows, width}, at::kFloat);
+  if (part == Part::parameter) spec.initialiser.fill_rows(whole);
+  const auto count = static_cast<int64_t>(touched.rows.size());
+  if (count == 0) return whole;
+  const auto rows = at::from_blob(touched.rows.data(), {count}, at::kLong);
+  auto& values = part == Part::parameter ? touched.values : touched.states;
+  const auto all = at::from_blob(values.data(), {count, static_cast<int64_t>(values.size()) / count}, at::kFloat);
+  return whole.index_copy_(0, rows, part == Part::parameter ? all : all.narrow(1, which * width, width));
+}
+
+}  // namespace muster

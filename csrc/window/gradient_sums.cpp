@@ -1,0 +1,190 @@
+#include "window/gradient_sums.h"
+
+#include <ATen/ops/isfinite.h>
+
+#include "core/plain_memory.h"
+#include "muster/error.h"
+#include "optimizer/gradient_norm.h"
+
+namespace muster {
+
+GradientSums::GradientSums(ParameterRegistry& registry, const Topology& topology, const Groups& groups,
+                           const StrategyOptions& options, const void* strategy)
+    : registry_(registry), topology_(topology), groups_(groups), options_(options), strategy_(strategy) {}
+
+bool GradientSums::is_stale(const std::vector<int>& parameters) const {
+  if (engines_.empty()) return true;
+  const auto& specs = engines_.front()->parameters();
+  size_t next = 0;
+  for (int p : parameters) {
+    const auto& parameter = registry_.parameter(0, static_cast<size_t>(p));
+    if (!parameter.requires_grad()) continue;
+    if (next == trainable_.size() || trainable_[next] != p) return true;
+    const auto& slot = engines_.front()->slot(next);
+    if (!specs[next].tensor.is_same(parameter) || !engines_.front()->watches(next)) return true;
+    if (slot.defined() && (slot.sizes() != parameter.sizes() || slot.is_complex() != parameter.is_complex() ||
+                           c10::toRealValueType(slot.scalar_type()) !=
+                               accumulation_dtype(c10::toRealValueType(parameter.scalar_type())))) {
+      return true;
+    }
+    ++next;
+  }
+  return next != trainable_.size();
+}
+
+void GradientSums::build(const std::vector<int>& parameters, const Deliver& deliver) {
+  const auto num_replicas = topology_.devices.size();
+  trainable_.clear();
+  for (int p : parameters) {
+    if (registry_.parameter(0, static_cast<size_t>(p)).requires_grad()) {
+      trainable_.push_back(p);
+      continue;
+    }
+    // A parameter that was frozen keeps no gradient for the optimizer to step from again.
+    for (size_t r = 0; r < num_replicas; ++r) {
+      registry_.parameter(r, static_cast<size_t>(p)).mutable_grad().reset();
+    }
+  }
+  if (trainable_.empty()) {
+    throw InvalidArgument("none of the parameters to train has requires_grad; unfreeze one before step()");
+  }
+  trainable_index_.assign(registry_.num_parameters(), -1);
+  for (size_t p = 0; p < trainable_.size(); ++p)
+    trainable_index_[static_cast<size_t>(trainable_[p])] = static_cast<int>(p);
+  engines_.clear();
+  for (size_t r = 0; r < num_replicas; ++r) {
+    std::vector<NamedParameter> named;
+    for (int p : trainable_) {
+      const auto index = static_cast<size_t>(p);
+      const bool has_rows = groups_.servers && registry_.rows_of(index) != nullptr;
+      named.push_back({registry_.name(index), registry_.parameter(r, index), has_rows});
+    }
+    GradientEngineOptions options;
+    options.bucket_bytes = groups_.buckets.usual;
+    options.first_bucket_bytes = groups_.buckets.first;
+    options.last_bucket_bytes = groups_.buckets.last;
+    if (options_.wire == Wire::bf16 && topology_.num_replicas > 1) options.wire = at::kBFloat16;
+    options.overlap = groups_.overlap;
+    options.norm_type = options_.clip_norm_type;
+    options.receive = r == 0;
+    options.control = groups_.control_of(r);
+    options.deliver = deliver;
+    options.strategy = strategy_;
+    options.replica = topology_.first_replica + static_cast<int>(r);
+    options.has_neighbours = topology_.local_replicas() > 1;
+    engines_.push_back(std::make_unique<GradientEngine>(std::move(named), groups_.gradients[r], options));
+  }
+}
+
+const at::Tensor& GradientSums::sum_of(const Tail& tail, size_t parameter) const {
+  static const at::Tensor none;
+  const auto& engine = *engines_.front();
+  if (engine.sparse_sum(parameter).defined()) return engine.sparse_sum(parameter);
+  return tail.counts()[parameter] > 0 ? engine.slot(parameter) : none;
+}
+
+std::vector<at::Tensor> GradientSums::used(const Tail& tail) const {
+  std::vector<at::Tensor> sums;
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    const auto& values = sum_of(tail, p);
+    if (values.defined()) sums.push_back(values);
+  }
+  return sums;
+}
+
+std::vector<at::Tensor> GradientSums::dense(const Tail& tail) const {
+  auto sums = used(tail);
+  for (auto& sum : sums) sum = dense_values(sum);
+  return sums;
+}
+
+bool GradientSums::has_sparse(const Tail& tail) const {
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    if (sum_of(tail, p).defined() && sum_of(tail, p).is_sparse()) return true;
+  }
+  return false;
+}
+
+bool GradientSums::are_finite(const Tail& tail) const {
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    const auto& values = sum_of(tail, p);
+    if (!values.defined()) continue;
+    if (!at::isfinite(dense_values(values)).all().item<bool>()) return false;
+  }
+  return true;
+}
+
+const Run& GradientSums::owned_run(size_t parameter, size_t local_replica) const {
+  return engines_[local_replica]->owners()->run(parameter, topology_.first_replica + static_cast<int>(local_replica));
+}
+
+bool GradientSums::owned_are_finite(const Tail& tail) const {
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    const auto& values = sum_of(tail, p);
+    if (!values.defined()) continue;
+    if (values.is_sparse()) {
+      if (!at::isfinite(dense_values(values)).all().item<bool>()) return false;
+      continue;
+    }
+    for (size_t r = 0; r < engines_.size(); ++r) {
+      const auto own = elements_of(engines_[r]->slot(p), owned_run(p, r));
+      if (!at::isfinite(own).all().item<bool>()) return false;
+    }
+  }
+  return true;
+}
+
+std::vector<FlatGradient> GradientSums::gradients_of(const Tail& tail, const std::vector<int>& parameters,
+                                                     size_t local_replica) const {
+  std::vector<FlatGradient> gradients(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const int p = index_of(parameters[i]);
+    if (p < 0) continue;
+    const auto& values = sum_of(tail, static_cast<size_t>(p));
+    if (!values.defined()) continue;
+    if (values.is_sparse()) {
+      gradients[i].sparse = values;
+    } else {
+      gradients[i].dense = engines_[local_replica]->slot(static_cast<size_t>(p));
+    }
+  }
+  return gradients;
+}
+
+void GradientSums::edit(const Tail& tail, const std::function<void()>& edit) const {
+  const auto& parameters = engines_.front()->parameters();
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    const auto& mean = sum_of(tail, p);
+    if (mean.defined()) parameters[p].tensor.mutable_grad() = mean.to(parameters[p].tensor.scalar_type());
+  }
+  edit();
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    const auto& mean = sum_of(tail, p);
+    const auto& edited = parameters[p].tensor.grad();
+    if (!mean.defined() || !edited.defined() || edited.is_same(mean)) continue;
+    if (edited.layout() != mean.layout()) {
+      throw InvalidArgument("a hook replaced the gradient of '" + parameters[p].name +
+                            "' by one of another layout; change it in place");
+    }
+    mean.copy_(edited);
+  }
+}
+
+void GradientSums::show(const std::vector<FlatGradient>& gradients, const std::vector<int>& parameters) const {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& mean = gradients[i].sparse.defined() ? gradients[i].sparse : gradients[i].dense;
+    if (!mean.defined()) continue;
+    const auto& parameter = registry_.parameter(0, static_cast<size_t>(parameters[i]));
+    parameter.mutable_grad() = mean.to(parameter.scalar_type());
+  }
+}
+
+void GradientSums::set_ignored(bool ignored) noexcept {
+  for (auto& engine : engines_) engine->set_ignored(ignored);
+}
+
+void GradientSums::clear() noexcept {
+  for (auto& engine : engines_) engine->clear_gradients();
+}
+
+}  // namespace muster

@@ -1,0 +1,89 @@
+// The gradient engines of a set of parameters, and the sums that they hold after a window.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "core/ownership.h"
+#include "gradient/gradient_engine.h"
+#include "job/topology.h"
+#include "muster/options.h"
+#include "optimizer/flat_optimizer.h"
+#include "window/parameter_registry.h"
+#include "window/tail.h"
+
+namespace muster {
+
+/// One engine a local replica, over the parameters that are trained: trainable parameter p has registry index
+/// `trainable()[p]`. A sum is dense, or the coalesced rows of sparse gradients; its values are in the accumulation
+/// dtype. Engines are used by their replicas' threads in a step, everything else by the stepping thread.
+class GradientSums {
+ public:
+  GradientSums(ParameterRegistry& registry, const Topology& topology, const Groups& groups,
+               const StrategyOptions& options, const void* strategy);
+
+  const std::vector<int>& trainable() const noexcept { return trainable_; }
+  /// 0 before build().
+  size_t num_engines() const noexcept { return engines_.size(); }
+  GradientEngine& engine(size_t local_replica) const noexcept { return *engines_[local_replica]; }
+
+  /// Whether the engines are not those of `parameters` (registry indices, ascending) as they are.
+  bool is_stale(const std::vector<int>& parameters) const;
+
+  /// GradientEngineOptions::deliver; null: gradients are reduced.
+  using Deliver = std::function<void(size_t parameter, const at::Tensor& sum)>;
+  /// Makes engines for those of `parameters` that require gradients. Throws InvalidArgument if none does.
+  void build(const std::vector<int>& parameters, const Deliver& deliver);
+
+  /// Whether the open window's sums go to their owners alone; see GradientEngine::MicroBatch::to_owners.
+  void set_to_owners(bool to_owners) noexcept { to_owners_ = to_owners; }
+  bool go_to_owners() const noexcept { return to_owners_; }
+
+  /// The sum of a parameter; undefined where no replica had a gradient.
+  const at::Tensor& sum_of(const Tail& tail, size_t parameter) const;
+  /// The sums that there are, in order.
+  std::vector<at::Tensor> used(const Tail& tail) const;
+  /// The same, with the values of rows for sparse ones, and the parts of complex ones.
+  std::vector<at::Tensor> dense(const Tail& tail) const;
+  bool has_sparse(const Tail& tail) const;
+  bool are_finite(const Tail& tail) const;
+
+  /// Where replicas divide steps: the run of a parameter that a local replica steps; and whether what the local
+  /// replicas own of the sums is finite.
+  const Run& owned_run(size_t parameter, size_t local_replica) const;
+  bool owned_are_finite(const Tail& tail) const;
+
+  /// Index of a parameter among the trainable ones, or -1; by registry index.
+  int index_of(int parameter) const noexcept { return trainable_index_[static_cast<size_t>(parameter)]; }
+  /// The sums of `parameters` (registry indices), dense ones as the engine of `local_replica` has them.
+  std::vector<FlatGradient> gradients_of(const Tail& tail, const std::vector<int>& parameters,
+                                         size_t local_replica) const;
+
+  /// Puts the sums into `.grad` of replica 0's parameters, in the parameters' dtype, calls `edit`, and takes over what
+  /// it put there. Throws InvalidArgument where that has another layout.
+  void edit(const Tail& tail, const std::function<void()>& edit) const;
+  /// Puts `gradients` of `parameters` into `.grad`.
+  void show(const std::vector<FlatGradient>& gradients, const std::vector<int>& parameters) const;
+
+  /// Gradients arriving in steps of other sets are dropped while true.
+  void set_ignored(bool ignored) noexcept;
+  /// Makes `.grad` of every parameter undefined.
+  void clear() noexcept;
+
+ private:
+  ParameterRegistry& registry_;
+  const Topology& topology_;
+  const Groups& groups_;
+  const StrategyOptions& options_;
+  const void* strategy_;
+  std::vector<int> trainable_;
+  std::vector<int> trainable_index_;  // by registry index
+  std::vector<std::unique_ptr<GradientEngine>> engines_;
+  bool to_owners_ = false;
+};
+
+}  // namespace muster

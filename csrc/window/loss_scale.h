@@ -1,0 +1,43 @@
+// The scale of a set's losses.
+#pragma once
+
+#include <optional>
+
+#include "kernels/kernels.h"
+#include "muster/options.h"
+
+namespace muster {
+
+/// The factor of the seeds of backward, so that gradients of low precision neither vanish nor overflow, and the rule by
+/// which windows change it. Owned by the stepping thread; replica threads read it in a step.
+class WindowScale {
+ public:
+  explicit WindowScale(const StrategyOptions& options) : rule_(options.loss_scale) {
+    if (!rule_ && options.precision == Precision::fp16) rule_ = LossScale();
+    if (rule_) state_.scale = static_cast<float>(rule_->init);
+  }
+  virtual ~WindowScale() = default;
+  WindowScale(const WindowScale&) = delete;
+  WindowScale& operator=(const WindowScale&) = delete;
+
+  /// The scale of the next window, and for how many windows in a row it was finite. Waits for the device.
+  virtual kernels::LossScaleState get() const { return state_; }
+  virtual void set(const kernels::LossScaleState& state) { state_ = state; }
+
+  /// The scale that the host knows: the current one, unless devices change it.
+  float on_host() const noexcept { return state_.scale; }
+
+  /// Empty: the scale stays as it is.
+  const std::optional<LossScale>& rule() const noexcept { return rule_; }
+
+  /// After a window that was stepped, or skipped because it was not finite.
+  void update(bool finite) noexcept {
+    if (rule_) kernels::loss_scale_update(&state_, finite, rule_->growth, rule_->backoff, rule_->interval);
+  }
+
+ private:
+  std::optional<LossScale> rule_;
+  kernels::LossScaleState state_{.scale = 1, .growth_tracker = 0};
+};
+
+}  // namespace muster

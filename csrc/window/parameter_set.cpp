@@ -1,0 +1,297 @@
+#include "window/parameter_set.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/replica_context.h"
+#include "device/kernel_status.h"
+#include "muster/error.h"
+#include "window/device_window.h"
+#include "window/host_window.h"
+#include "window/memory_check.h"
+
+namespace muster {
+
+namespace {
+
+void check_loss(const at::Tensor& value, c10::Device device) {
+  if (!value.defined() || value.dim() != 0 || !is_floating(value)) {
+    throw InvalidArgument("the step function must return a 0-dim floating tensor or a Loss; it returned " +
+                          (value.defined() ? "a tensor of shape " + c10::str(value.sizes()) + " and dtype " +
+                                                 c10::toString(value.scalar_type())
+                                           : std::string("nothing")));
+  }
+  if (!value.requires_grad()) {
+    throw InvalidArgument(
+        "the loss does not depend on any parameter that requires a gradient; compute it from the "
+        "prepared model, with gradients enabled");
+  }
+  if (value.device() != device) {
+    throw InvalidArgument("the loss is on " + value.device().str() + ", its replica on " + device.str() +
+                          "; return it from where the module computed it");
+  }
+}
+
+}  // namespace
+
+ParameterSet::ParameterSet(ParameterRegistry& registry, const Topology& topology, const Groups& groups,
+                           const StrategyOptions& options, const void* strategy, std::vector<int> parameters)
+    : registry_(registry),
+      topology_(topology),
+      groups_(groups),
+      options_(options),
+      parameters_(std::move(parameters)),
+      sums_(registry, topology, groups, options, strategy),
+      replicas_(topology.devices.size()) {
+  const WindowContext context{registry_, topology_, groups_, options_, sums_};
+  if (divides_steps(topology, groups, options)) divided_ = std::make_unique<DividedUpdate>(context);
+  if (is_streamed(topology.devices.front())) {
+    window_ = std::make_unique<DeviceWindow>(context);
+  } else if (groups.servers) {
+    auto window = std::make_unique<ServerWindow>(context);
+    servers_ = window.get();
+    window_ = std::move(window);
+  } else {
+    window_ = std::make_unique<HostWindow>(context, divided_.get());
+  }
+}
+
+void ParameterSet::connect_servers(const FlatOptimizer& optimizer, const std::vector<int>& parameters,
+                                   const FlatGroups& groups) {
+  if (servers_ == nullptr) throw InvalidArgument("this strategy has no parameter servers; use ParameterServerStrategy");
+  build_engines();
+  servers_->connect(optimizer, parameters, groups);
+}
+
+void ParameterSet::build_engines() {
+  if (servers() != nullptr) {
+    throw InvalidArgument(
+        "the parameters to train, or their dtypes, changed after the first step, which parameter servers cannot "
+        "follow; freeze, unfreeze and add_param_group before it");
+  }
+  GradientSums::Deliver deliver;
+  if (servers_ != nullptr) {
+    deliver = [this](size_t p, const at::Tensor& sum) { servers_->exchange()->take(p, sum); };
+  }
+  sums_.build(parameters_, deliver);
+}
+
+void ParameterSet::check_no_complex() const {
+  const char* why = nullptr;
+  if (groups_.servers) {
+    why =
+        "parameter servers hold real ones; keep its real and imaginary parts as a real parameter, or use another "
+        "strategy";
+  } else if (options_.clip_norm_type != 2) {
+    why = "norms of other types than 2 are taken of real gradients alone; leave clip_norm_type at 2";
+  }
+  if (why == nullptr) return;
+  for (const int p : parameters_) {
+    if (!registry_.parameter(0, static_cast<size_t>(p)).is_complex()) continue;
+    throw InvalidArgument("parameter '" + registry_.name(static_cast<size_t>(p)) + "' is complex, and " + why);
+  }
+}
+
+void ParameterSet::open_micro_batch(bool last, bool fused) {
+  if (!window_open()) {
+    check_no_complex();
+    if (servers_ != nullptr && (servers() == nullptr || !fused)) {
+      throw InvalidArgument(
+          "parameter servers step AdamW, Adam, SGD or Adagrad alone (in C++ those of muster::optim); prepare() one "
+          "over the parameters to train");
+    }
+    find_written();
+    if (sums_.is_stale(parameters_)) build_engines();
+    window_->open();
+    replicas_.assign(replicas_.size(), {});
+    told_.raised = false;
+  }
+  last_ = last;
+  if (divided_) divided_->bring_back();
+  sums_.set_to_owners(last && fused && divided_ && !options_.keep_gradients);
+  ++micro_batches_;
+  for (auto& replica : replicas_) replica.began = false;
+}
+
+void ParameterSet::find_written() {
+  written_.clear();
+  agreement_.reset();
+  if (groups_.servers) return;
+  for (const int p : parameters_) {
+    if (!registry_.was_written(static_cast<size_t>(p))) continue;
+    registry_.doubt(static_cast<size_t>(p));
+    written_.push_back(p);
+  }
+  if (written_.empty()) return;
+  std::vector<MemoryOwner> owners;
+  for (size_t p = 0; p < registry_.num_parameters(); ++p)
+    owners.push_back({"parameter", registry_.name(p), registry_.parameter(0, p)});
+  check_share_no_memory(owners);
+}
+
+void ParameterSet::agree_on(std::vector<OptimizerStep> steps) {
+  agreement_.emplace(registry_, std::move(steps), written_, divided_ != nullptr);
+}
+
+void ParameterSet::open_window(int local_replica, double rows) {
+  if (micro_batches_ != 1) return;
+  sums_.engine(static_cast<size_t>(local_replica)).open_window();
+  window_->weigh(local_replica, rows);
+}
+
+void ParameterSet::begin_engine(int local_replica, const NotedPart& part, bool overlaps) {
+  const auto r = static_cast<size_t>(local_replica);
+  GradientEngine::MicroBatch micro_batch;
+  micro_batch.first = micro_batches_ == 1;
+  micro_batch.last = last_;
+  micro_batch.contributes = part.contributes;
+  micro_batch.overlaps = overlaps;
+  micro_batch.factor = part.factor;
+  micro_batch.gate = part.gate;
+  micro_batch.to_owners = sums_.go_to_owners();
+  micro_batch.locate_non_finite = locate_non_finite_ && !is_capturing(topology_.devices[r]);
+  replicas_[r].began = true;
+  sums_.engine(r).begin(micro_batch);
+}
+
+void ParameterSet::backward(int local_replica, const Loss& loss, double rows, bool overlaps) {
+  const auto r = static_cast<size_t>(local_replica);
+  check_loss(loss.value, topology_.devices[r]);
+  // Gradients that cross from one replica to another on the way have to be weighed before.
+  const auto replica = current_replica();
+  const bool crosses = topology_.num_replicas > 1 && replica && replica->collectives > 0;
+  const auto part = window_->note({.local_replica = local_replica,
+                                   .loss = &loss,
+                                   .rows = rows,
+                                   .is_first = micro_batches_ == 1,
+                                   .crosses = crosses});
+  begin_engine(local_replica, part, overlaps);
+  const GradientMemory::Scope scope(sums_.engine(r).memory());
+  torch::autograd::backward({loss.value}, {part.seed});
+}
+
+std::exception_ptr ParameterSet::end_micro_batch(int local_replica, bool failed) noexcept {
+  const auto r = static_cast<size_t>(local_replica);
+  auto& engine = sums_.engine(r);
+  try {
+    if (!replicas_[r].began) {
+      const auto part = window_->note({.local_replica = local_replica, .is_first = micro_batches_ == 1});
+      begin_engine(local_replica, part, /*overlaps=*/true);
+    }
+    if (failed) engine.abandon();
+    engine.flush();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+void ParameterSet::close_window(int local_replica, const Failure& own_failure, bool stop_requested) {
+  auto& replica = replicas_[static_cast<size_t>(local_replica)];
+  Closing closing;
+  closing.failure = own_failure ? own_failure : replica.failure;
+  closing.stop_requested = stop_requested;
+  closing.has_hooks = told_.has_hooks;
+  closing.agreement = agreement_ ? &*agreement_ : nullptr;
+  replica.closed = window_->close(local_replica, closing);
+}
+
+std::vector<WindowSums::Failed> ParameterSet::failures_of(const std::vector<std::string>& texts) const {
+  std::vector<WindowSums::Failed> failures;
+  int worker = 0;
+  int next_workers = topology_.replicas_of_worker.front();
+  for (int replica = 0; replica < static_cast<int>(texts.size()); ++replica) {
+    while (next_workers <= replica) next_workers += topology_.replicas_of_worker[static_cast<size_t>(++worker)];
+    const auto& text = texts[static_cast<size_t>(replica)];
+    if (text.empty()) continue;
+    const auto end = text.find('\n');
+    failures.push_back({worker, replica, {.type = text.substr(0, end), .text = text.substr(end + 1)}});
+  }
+  return failures;
+}
+
+std::string ParameterSet::non_finite_at(const Tail& tail) const {
+  for (int replica = 0; replica < topology_.num_replicas; ++replica) {
+    const auto parameter = static_cast<int>(tail.non_finite(replica)) - 1;
+    if (parameter < 0) continue;
+    const auto index = sums_.trainable()[static_cast<size_t>(parameter)];
+    return "parameter '" + registry_.name(static_cast<size_t>(index)) + "' of replica " + std::to_string(replica);
+  }
+  return {};
+}
+
+// The window is dropped where something differs.
+void ParameterSet::check_agreement(const Tail& tail) {
+  if (!agreement_) return;
+  const bool differs = std::any_of(&tail.digest(0), &tail.digest(0) + topology_.num_replicas,
+                                   [&](double digest) { return digest != tail.digest(0); });
+  if (!differs && tail.writes() == 0) return;
+  try {
+    if (differs) agreement_->throw_difference(*groups_.workers);
+    for (const int p : agreement_->compare_values(*groups_.workers)) registry_.note_agreed(static_cast<size_t>(p));
+  } catch (const LayoutMismatch&) {
+    drop_window();
+    throw;
+  }
+}
+
+// Every rank reads the same tail, and so takes the same way through here: collectives that only some ends or outcomes
+// have (agreement, norm, servers) meet on all ranks. A window that changes nothing still reaches Window::finish, where
+// servers count it.
+WindowSums ParameterSet::finish_window(bool fused) {
+  const at::NoGradGuard no_grad;
+  const auto& closed = replicas_.front().closed;
+  const auto& tail = closed.tail;
+  WindowSums sums;
+  sums.stop_requested = tail[Tail::stops] > 0;
+  told_.hooked = tail[Tail::hooks] > 0;
+  told_.failed = tail[Tail::failures] > 0;
+  told_.edited = nullptr;
+  if (told_.failed) {
+    sums.failures = failures_of(closed.failures);
+  } else {
+    sums.weight = tail[Tail::weight];
+    sums.dropped = sums.weight <= 0;
+  }
+  const bool mixes = !sums.ends_unchanged() && tail[Tail::sum_losses] > 0 && tail[Tail::mean_losses] > 0;
+  if (told_.failed || sums.dropped || mixes) {
+    sums.dropped = sums.dropped || mixes;
+    drop_window();
+    window_->finish(tail, fused, sums);
+    if (!mixes) return sums;
+    throw InvalidArgument(
+        "replicas or micro-batches of one window returned losses of both reductions; return "
+        "reduction=\"mean\" or \"sum\" throughout");
+  }
+  check_agreement(tail);
+  sums.non_finite_at = non_finite_at(tail);
+  micro_batches_ = 0;
+  window_->finish(tail, fused, sums);
+  return sums;
+}
+
+void ParameterSet::step(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups,
+                        const OnReplicas& on_replicas) {
+  const at::NoGradGuard no_grad;
+  window_->update(replicas_.front().closed.tail, optimizer, parameters, groups, on_replicas);
+}
+
+kernels::StepScalars* ParameterSet::leave_means(const std::function<void()>& edit) {
+  auto* const scalars = window_->leave_means(replicas_.front().closed.tail, edit);
+  told_.edited = scalars;
+  return scalars;
+}
+
+void ParameterSet::leave_memory() {
+  if (divided_) divided_->leave_memory();
+}
+
+void ParameterSet::drop_window() noexcept {
+  sums_.clear();
+  micro_batches_ = 0;
+}
+
+}  // namespace muster

@@ -1,0 +1,284 @@
+#include "window/server_exchange.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <exception>
+#include <numeric>
+#include <span>
+#include <utility>
+
+#include "core/flat_layout.h"
+#include "core/ownership.h"
+#include "muster/error.h"
+
+namespace muster {
+
+namespace {
+
+using server::Part;
+
+constexpr kernels::StepScalars kChangesNothing{
+    .divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 1};
+constexpr std::byte kGap[FlatLayout::kSlotAlignment]{};
+
+server::Plan plan_of(const ServerJob& job, int workers, const StrategyOptions& options, const ServerParameters& given) {
+  server::Plan plan;
+  for (size_t p = 0; p < given.tensors.size(); ++p) {
+    const auto& tensor = given.tensors[p];
+    if (given.rows[p] != nullptr) {
+      plan.tables.push_back({.name = given.names[p],
+                             .num_rows = tensor.size(0),
+                             .dim = tensor.size(1),
+                             .placement = given.rows[p]->placement,
+                             .initialiser = given.rows[p]->initialiser,
+                             .group = given.group_of[p],
+                             .row_wise_adagrad = given.rows[p]->row_wise_adagrad});
+      continue;
+    }
+    plan.parameters.push_back({given.names[p], tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()});
+    plan.group_of.push_back(given.group_of[p]);
+  }
+  plan.groups = given.groups;
+  plan.servers = static_cast<uint32_t>(job.channels.size());
+  plan.workers = static_cast<uint32_t>(workers);
+  plan.staleness = job.staleness;
+  plan.timeout_ms = static_cast<uint32_t>(std::min(options.timeout * 1000, 4e9));
+  plan.norm_type = options.clip_norm_type;
+  return plan;
+}
+
+server::ClientConfig client_of(const ServerJob& job, int rank, const server::Plan& plan) {
+  server::ClientConfig config;
+  config.servers = job.channels;
+  config.rank = static_cast<uint32_t>(rank);
+  config.plan = plan;
+  config.job = job.id;
+  auto facts = job.facts;
+  facts.row_seeds.clear();
+  for (const auto& table : plan.tables) facts.row_seeds.emplace_back(table.name, table.initialiser.seed);
+  config.facts = server::encode(facts);
+  return config;
+}
+
+}  // namespace
+
+ServerExchange::ServerExchange(const ServerJob& job, int rank, int workers, const StrategyOptions& options,
+                               const ServerParameters& given)
+    : plan_(plan_of(job, workers, options, given)),
+      rank_(static_cast<uint32_t>(rank)),
+      joins_(job.joins),
+      groups_(given.groups),
+      client_(client_of(job, rank, plan_)),
+      values_(client_),
+      rows_(client_, plan_),
+      chunks_of_(plan_.parameters.size()),
+      sums_(plan_.parameters.size()) {
+  for (size_t p = 0; p < given.tensors.size(); ++p) {
+    const bool is_table = given.rows[p] != nullptr;
+    places_.push_back({is_table, is_table ? rows_.size() : values_.size()});
+    if (is_table) {
+      rows_.add(given.tensors[p], given.position[p]);
+    } else {
+      values_.add(given.tensors[p], given.position[p]);
+    }
+  }
+  values_.land();
+  for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
+    for (const auto& piece : client_.chunks()[c].pieces) chunks_of_[static_cast<size_t>(piece.parameter)].push_back(c);
+  }
+  missing_.resize(client_.chunks().size());
+  for (int r = 0; r < workers; ++r) decision_.next_members.push_back(static_cast<uint32_t>(r));
+  connect(given, rank == server::kChief);
+}
+
+ServerExchange::~ServerExchange() {
+  try {
+    client_.leave();
+  } catch (const std::exception&) {
+    return;  // servers know by the silence
+  }
+}
+
+void ServerExchange::connect(const ServerParameters& given, bool is_chief) {
+  const at::NoGradGuard no_grad;
+  if (is_chief && !client_.is_started()) {
+    for (const auto part : {Part::parameter, Part::state0, Part::state1, Part::state2, Part::master, Part::steps}) {
+      values_.give(*given.optimizer, part);
+    }
+    rows_.give(*given.optimizer);
+    client_.start();
+  }
+  step_ = client_.join();
+  since_ = step_;
+  rows_.read_after(newest());
+  // A step that was decided may not be made yet.
+  values_.read(joins_ ? newest() : 0);
+  values_.adopt();
+  rows_.leave();
+}
+
+void ServerExchange::open() {
+  if (is_open_)
+    throw CommError("a window was cut short by an error, so that servers hold half of it; start the job again");
+  const auto check = [](const std::string& name, bool was_written) {
+    if (!was_written) return;
+    throw InvalidArgument("parameter '" + name +
+                          "' was written outside step(), where the parameter servers, which hold it, do not see it; "
+                          "change parameters before the first step, or under another strategy");
+  };
+  for (size_t p = 0; p < values_.size(); ++p) check(plan_.parameters[p].name, values_.was_written(p));
+  for (size_t t = 0; t < rows_.size(); ++t) check(plan_.tables[t].name, rows_.was_written(t));
+  for (size_t c = 0; c < missing_.size(); ++c) missing_[c] = client_.chunks()[c].pieces.size();
+}
+
+void ServerExchange::take(size_t parameter, const at::Tensor& sums) {
+  is_open_ = true;
+  const size_t p = places_[parameter].index;
+  sums_[p] = sums;
+  for (const uint32_t chunk : chunks_of_[p]) {
+    if (--missing_[chunk] == 0) push(chunk);
+  }
+}
+
+void ServerExchange::take_rows(size_t parameter, const at::Tensor& sums) {
+  is_open_ = true;
+  rows_.push(step_ + 1, places_[parameter].index, sums);
+}
+
+void ServerExchange::push(uint32_t c) {
+  const auto& chunk = client_.chunks()[c];
+  const auto size = c10::elementSize(chunk.gradient);
+  std::vector<server::Bytes> pieces;
+  const auto owner = std::make_shared<std::vector<at::Tensor>>();
+  size_t end = 0;
+  const auto fill_up_to = [&](size_t byte) {
+    if (byte > end) pieces.emplace_back(kGap, byte - end);
+    end = byte;
+  };
+  for (const auto& piece : chunk.pieces) {
+    const auto run = elements_of(sums_[static_cast<size_t>(piece.parameter)], piece.run);
+    fill_up_to(static_cast<size_t>(piece.offset) * size);
+    pieces.emplace_back(static_cast<const std::byte*>(run.const_data_ptr()), run.nbytes());
+    owner->push_back(run);
+    end += run.nbytes();
+  }
+  fill_up_to(static_cast<size_t>(chunk.gradient_bytes()));
+  client_.push(step_ + 1, c, pieces, owner);
+}
+
+std::vector<std::pair<uint32_t, std::string>> ServerExchange::agree(const at::Tensor& tail, std::string record) {
+  const std::span<const double> mine(tail.const_data_ptr<double>(), static_cast<size_t>(tail.numel()));
+  client_.flush();
+  decision_ = client_.commit(step_ + 1, {mine.begin(), mine.end()}, std::move(record));
+  givers_ = decision_.members;
+  has_lost_ = has_lost_ || decision_.next_members.size() < plan_.workers;
+  std::copy(decision_.numbers.begin(), decision_.numbers.end(), tail.mutable_data_ptr<double>());
+  std::vector<std::pair<uint32_t, std::string>> records;
+  for (size_t m = 0; m < decision_.members.size(); ++m) {
+    records.emplace_back(decision_.members[m], decision_.records[m]);
+  }
+  return records;
+}
+
+std::vector<double> ServerExchange::partials(const std::function<bool(size_t parameter)>& is_used) {
+  const auto all = client_.sum(step_ + 1, decision_.members);
+  // Where the tiles of each parameter of the plan begin: chunks have them in order.
+  std::vector<size_t> tiles(values_.size() + 1);
+  for (const auto& chunk : client_.chunks()) {
+    for (const auto& piece : chunk.pieces) {
+      tiles[static_cast<size_t>(piece.parameter) + 1] += kernels::num_tiles(static_cast<size_t>(piece.run.count));
+    }
+  }
+  std::partial_sum(tiles.begin(), tiles.end(), tiles.begin());
+  std::vector<double> used;
+  for (size_t p = 0; p < places_.size(); ++p) {
+    if (!is_used(p)) continue;
+    const size_t i = places_[p].index;
+    if (places_[p].is_table) {
+      used.insert(used.end(), all.tables[i].begin(), all.tables[i].end());
+    } else {
+      const auto first = all.chunks.begin();
+      used.insert(used.end(), first + static_cast<ptrdiff_t>(tiles[i]), first + static_cast<ptrdiff_t>(tiles[i + 1]));
+    }
+  }
+  return used;
+}
+
+server::Apply ServerExchange::command(const kernels::StepScalars& scalars) const {
+  server::Apply apply;
+  apply.step = step_ + 1;
+  apply.members = is_synchronous() ? decision_.members : std::vector<uint32_t>{rank_};
+  apply.scalars = scalars;
+  apply.groups = groups_;
+  apply.batches = batches_;
+  return apply;
+}
+
+void ServerExchange::step(const kernels::StepScalars& scalars, const FlatGroups& groups,
+                          const std::vector<size_t>& unused) {
+  groups_ = groups;
+  auto apply = command(scalars);
+  for (const size_t parameter : unused) {
+    const auto [is_table, index] = places_[parameter];
+    (is_table ? apply.unused_tables : apply.unused).push_back(static_cast<uint32_t>(index));
+  }
+  finish(apply, /*changes=*/true);
+}
+
+void ServerExchange::skip() { finish(command(kChangesNothing), /*changes=*/false); }
+
+void ServerExchange::note_batches(const std::vector<server::BatchId>& batches) {
+  batches_.insert(batches_.end(), batches.begin(), batches.end());
+}
+
+server::Dealt ServerExchange::deal(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished) {
+  const auto& begun = client_.passes_at_join();
+  const bool is_left = joins_ && std::any_of(begun.begin(), begun.end(), [&](const server::PassId& pass) {
+                         return pass.loader == loader && pass.epoch > epoch;
+                       });
+  if (is_left) return {server::Dealt::State::ended, 0};
+  return client_.deal(loader, epoch, batches, std::move(finished));
+}
+
+void ServerExchange::end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished) {
+  client_.end_pass(loader, epoch, batches, std::move(finished));
+}
+
+void ServerExchange::refresh() {
+  if (is_synchronous()) return;
+  values_.read(0);
+  values_.adopt();
+}
+
+void ServerExchange::finish(const server::Apply& apply, bool changes) {
+  if (!is_synchronous()) {
+    client_.flush();
+    client_.apply(apply);
+    client_.commit(apply.step, {});
+  } else if (changes) {
+    client_.apply_and_read(apply, values_.landing());
+  } else {
+    client_.apply(apply);
+  }
+  step_ = apply.step;
+  rows_.read_after(newest());
+  is_open_ = false;
+  batches_.clear();
+  if (is_synchronous() && changes) values_.adopt();
+  refresh();
+}
+
+std::vector<at::Tensor> ServerExchange::fetch(Part part, bool to_stay) {
+  const at::NoGradGuard no_grad;
+  const auto whole = values_.fetch(part, newest());
+  std::vector<at::Tensor> found(places_.size());
+  for (size_t p = 0; p < places_.size(); ++p) {
+    const auto [is_table, index] = places_[p];
+    const bool leaves_out = is_table && to_stay && !rows_.was_here(index);
+    if (!leaves_out) found[p] = is_table ? rows_.fetch(index, part) : whole[index];
+  }
+  return found;
+}
+
+}  // namespace muster

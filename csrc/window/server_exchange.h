@@ -1,0 +1,138 @@
+// The exchange of a set with the parameter servers that hold it: pushes, agreement, steps and values.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "job/server_job.h"
+#include "muster/options.h"
+#include "optimizer/flat_optimizer.h"
+#include "server/worker/client.h"
+#include "window/embedding_rows.h"
+#include "window/server_values.h"
+
+namespace muster {
+
+/// Owned by the thread that steps; take() is called by autograd's hooks while that thread waits for them. Everything
+/// that reaches a server throws PeerLost naming one that is gone, server::Fenced when this worker no longer counts, and
+/// Timeout; a window that was cut short by an error cannot be taken up again.
+///
+/// The rows of an embedding's weight are on the servers alone: the weight becomes a stub whose row source is this.
+class ServerExchange {
+ public:
+  /// Connects; the first worker's plan counts. Where the servers hold no values yet rank 0 gives them its own, and the
+  /// optimizer's state; every worker then has theirs. Blocks until rank 0 has. Throws LayoutMismatch naming the first
+  /// difference to what the servers hold, InvalidArgument for a parameter that they cannot step. Of rows, rank 0 gives
+  /// those that differ from what they are at first.
+  ServerExchange(const ServerJob& job, int rank, int workers, const StrategyOptions& options,
+                 const ServerParameters& parameters);
+  /// Leaves.
+  ~ServerExchange();
+  ServerExchange(const ServerExchange&) = delete;
+  ServerExchange& operator=(const ServerExchange&) = delete;
+
+  bool is_synchronous() const noexcept { return plan_.is_synchronous(); }
+
+  /// The step after which this worker came in.
+  uint64_t since() const noexcept { return since_; }
+
+  /// Begins a window. Throws InvalidArgument where a parameter was written or got other memory since the last step:
+  /// servers would not know. Of what is written past the version counter, through `.data`, a sample of each parameter
+  /// tells. CommError where the last window was cut short.
+  void open();
+
+  /// The window's sums of this worker for one parameter: dense, the accumulation dtype, the strides of its slot. Every
+  /// parameter once a window. They must stay as they are until agree() or step(). What is complete leaves.
+  void take(size_t parameter, const at::Tensor& sums);
+
+  /// Whether a parameter's rows are on the servers alone; it is then left out of take().
+  bool has_rows(size_t parameter) const noexcept { return places_[parameter].is_table; }
+  /// The window's sums of its rows: coalesced COO, fp32; undefined where there are none. Every one once a window,
+  /// before agree() and step().
+  void take_rows(size_t parameter, const at::Tensor& sums);
+
+  /// Synchronous, after take() of all: adds `tail` (fp64) over the workers that count, in place and along the tree, and
+  /// returns their records in rank order, (rank, record). Waits for them.
+  std::vector<std::pair<uint32_t, std::string>> agree(const at::Tensor& tail, std::string record);
+
+  /// Synchronous: ranks whose parts made the last step that was agreed on, but for those that had none to give, and
+  /// those expected in the next; ascending.
+  const std::vector<uint32_t>& members() const noexcept { return givers_; }
+  void leave_out(uint32_t watcher) {
+    std::erase(givers_, watcher);
+    has_lost_ = true;  // it came in place of another one, which the others may not have missed
+  }
+  const std::vector<uint32_t>& expected() const noexcept { return decision_.next_members; }
+  /// Whether a rank was ever missing there, or another one came for it: what workers do without servers, they can no
+  /// longer do.
+  bool has_lost() const noexcept { return has_lost_; }
+
+  /// Synchronous, after agree(): partials by tile (kernels::grad_stats) of the sums over workers of the parameters that
+  /// are used, in order.
+  std::vector<double> partials(const std::function<bool(size_t parameter)>& is_used);
+
+  /// Steps on the servers, the parameters but `unused` (ascending), and brings their values here: in a synchronous job
+  /// this step's, else the newest; there it waits while this worker is too far ahead.
+  void step(const kernels::StepScalars& scalars, const FlatGroups& groups, const std::vector<size_t>& unused);
+
+  /// Ends the window without changing anything.
+  void skip();
+
+  /// Dealt batches of which the window is made; servers deal them to nobody else once it ended.
+  void note_batches(const std::vector<server::BatchId>& batches);
+
+  /// See ServerClient. Where steps are not made together. To a worker that joined, passes before those that others were
+  /// in by then have ended.
+  server::Dealt deal(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
+  void end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
+
+  /// Brings the newest values here. No-op in a synchronous job, where they are.
+  void refresh();
+
+  /// A part of every parameter as the servers hold it, of the parameter's sizes (Part::steps: 0-dim fp32); undefined
+  /// where there is none. `to_stay`: not of the rows that bring_rows_back() leaves out.
+  std::vector<at::Tensor> fetch(server::Part part, bool to_stay = false);
+
+  /// Gives weights all their rows again, but those that had none here to begin with. Never throws: where servers are
+  /// gone, stubs stay.
+  void bring_rows_back() noexcept { rows_.bring_back(); }
+
+ private:
+  /// Where a parameter is in the plan.
+  struct Place {
+    bool is_table;
+    size_t index;
+  };
+  void connect(const ServerParameters& given, bool is_chief);
+  void push(uint32_t chunk);
+  server::Apply command(const kernels::StepScalars& scalars) const;
+  void finish(const server::Apply& apply, bool changes);
+  /// The step that reads wait for: where workers step on their own, none.
+  uint64_t newest() const noexcept { return is_synchronous() ? step_ : 0; }
+
+  const server::Plan plan_;
+  const uint32_t rank_;
+  const bool joins_;
+  std::vector<Place> places_;  // by parameter
+  FlatGroups groups_;          // of the last step
+  server::ServerClient client_;
+  ServerValues values_;
+  RowsOnServers rows_;
+  std::vector<std::vector<uint32_t>> chunks_of_;  // by parameter of the plan, one for each piece
+  uint64_t since_ = 0;
+  uint64_t step_ = 0;                     // the last one that ended
+  std::vector<at::Tensor> sums_;          // of the window, by parameter of the plan
+  std::vector<size_t> missing_;           // of the window: pieces by chunk
+  std::vector<server::BatchId> batches_;  // of the window
+  bool is_open_ = false;                  // something of the window was taken
+  bool has_lost_ = false;
+  server::Decision decision_;
+  std::vector<uint32_t> givers_;  // members that did not merely watch
+};
+
+}  // namespace muster

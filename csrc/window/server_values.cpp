@@ -1,0 +1,161 @@
+#include "window/server_values.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/ownership.h"
+#include "server/protocol/chunk_parts.h"
+
+namespace muster {
+
+using server::Part;
+
+namespace {
+
+std::byte* first_byte_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.mutable_data_ptr()); }
+
+}  // namespace
+
+at::Tensor part_of(const at::Tensor& parameter, const FlatOptimizer& optimizer, size_t position, Part part) {
+  switch (part) {
+    case Part::parameter:
+      return parameter;
+    case Part::steps:
+      return optimizer.step_count(position);
+    case Part::master: {
+      const auto& master = optimizer.master(position);
+      // A master copy that no longer rounds to the parameter is stale: send the parameter.
+      const bool is_stale = master.defined() && !master.to(parameter.scalar_type()).equal(parameter);
+      return is_stale ? parameter.detach().to(master.scalar_type()) : master;
+    }
+    default:
+      return optimizer.state(position, static_cast<size_t>(part) - static_cast<size_t>(Part::state0));
+  }
+}
+
+void ServerValues::add(const at::Tensor& parameter, size_t position) {
+  const bool is_dense = parameter.is_non_overlapping_and_dense();
+  auto strides = is_dense ? parameter.strides().vec() : c10::TensorType::contiguousStridesOf(parameter.sizes());
+  parameters_.push_back({parameter, std::move(strides), position, {}});
+}
+
+void ServerValues::land() {
+  for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
+    landing_.push_back(client_.allocate(client_.part_bytes(c, Part::parameter)));
+  }
+}
+
+void ServerValues::give(const FlatOptimizer& optimizer, Part part) {
+  for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
+    const auto& chunk = client_.chunks()[c];
+    at::Tensor values;
+    for (size_t i = 0; i < chunk.pieces.size(); ++i) {
+      const auto& piece = chunk.pieces[i];
+      const auto& parameter = parameters_[static_cast<size_t>(piece.parameter)];
+      const auto whole = part_of(parameter.tensor, optimizer, parameter.position, part);
+      if (!whole.defined()) continue;
+      if (!values.defined()) values = at::zeros({server::numel_of(chunk, part)}, server::dtype_of(chunk, part));
+      const auto [offset, count] = server::place_of(chunk, i, part);
+      const auto place = values.narrow(0, offset, count);
+      place.copy_(part == Part::steps ? whole.view({1}) : elements_of(in_slot_order(parameter, whole), piece.run));
+    }
+    if (values.defined()) client_.write(c, part, {first_byte_of(values), values.nbytes()});
+  }
+}
+
+at::Tensor ServerValues::in_slot_order(const Parameter& parameter, const at::Tensor& values) {
+  if (values.strides() == at::IntArrayRef(parameter.strides)) return values;
+  return at::empty_strided(values.sizes(), parameter.strides, values.options().requires_grad(false))
+      .copy_(values.detach());
+}
+
+void ServerValues::read(uint64_t at_least) { client_.read(Part::parameter, at_least, landing_); }
+
+void ServerValues::adopt() {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> dense;
+  for (const auto& [parameter, strides, position, trace] : parameters_) {
+    dense.push_back(parameter.is_non_overlapping_and_dense()
+                        ? parameter.detach()
+                        : at::empty_strided(parameter.sizes(), strides, parameter.options().requires_grad(false)));
+  }
+  const auto& chunks = client_.chunks();
+  at::parallel_for(0, static_cast<int64_t>(chunks.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      const auto& chunk = chunks[static_cast<size_t>(c)];
+      const auto size = static_cast<int64_t>(c10::elementSize(chunk.dtype));
+      for (const auto& piece : chunk.pieces) {
+        std::memcpy(first_byte_of(dense[static_cast<size_t>(piece.parameter)]) + piece.run.begin * size,
+                    landing_[static_cast<size_t>(c)] + piece.offset * size,
+                    static_cast<size_t>(piece.run.count * size));
+      }
+    }
+  });
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    auto& [parameter, strides, position, trace] = parameters_[p];
+    if (!parameter.is_non_overlapping_and_dense()) {
+      parameter.detach().copy_(dense[p]);
+    } else {
+      parameter.unsafeGetTensorImpl()->bump_version();
+    }
+    trace = trace_of(parameter);
+  }
+}
+
+bool ServerValues::was_written(size_t parameter) const {
+  return trace_of(parameters_[parameter].tensor) != parameters_[parameter].trace;
+}
+
+ServerValues::Trace ServerValues::trace_of(const at::Tensor& parameter) {
+  constexpr size_t kSamples = 8;
+  Trace trace{static_cast<int64_t>(parameter._version()), parameter.const_data_ptr(), 0};
+  if (!parameter.is_non_overlapping_and_dense()) return trace;
+  const auto* const bytes = static_cast<const std::byte*>(trace.memory);
+  const size_t last = parameter.nbytes() < sizeof(uint64_t) ? 0 : parameter.nbytes() - sizeof(uint64_t);
+  for (size_t i = 0; i < kSamples && parameter.nbytes() > 0; ++i) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes + last * i / (kSamples - 1), std::min(sizeof(word), parameter.nbytes()));
+    trace.sample = (trace.sample ^ word) * 0x9E3779B97F4A7C15U;  // as Fibonacci hashing
+  }
+  return trace;
+}
+
+std::vector<at::Tensor> ServerValues::fetch(Part part, uint64_t at_least) {
+  std::vector<at::Tensor> values;
+  std::vector<std::byte*> places;
+  for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
+    const auto& chunk = client_.chunks()[c];
+    values.push_back(at::empty({server::numel_of(chunk, part)}, server::dtype_of(chunk, part)));
+    places.push_back(first_byte_of(values.back()));
+  }
+  const auto exists = client_.read(part, at_least, places);
+  std::vector<at::Tensor> whole(parameters_.size());
+  for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
+    if (!exists[c]) continue;
+    const auto& chunk = client_.chunks()[c];
+    for (size_t i = 0; i < chunk.pieces.size(); ++i) {
+      const auto p = static_cast<size_t>(chunk.pieces[i].parameter);
+      const auto [offset, count] = server::place_of(chunk, i, part);
+      const auto piece = values[c].narrow(0, offset, count);
+      if (part == Part::steps) {
+        whole[p] = piece[0].clone();
+        continue;
+      }
+      if (!whole[p].defined()) {
+        whole[p] = at::empty_strided(parameters_[p].tensor.sizes(), parameters_[p].strides,
+                                     at::TensorOptions(values[c].scalar_type()));
+      }
+      elements_of(whole[p], chunk.pieces[i].run).copy_(piece);
+    }
+  }
+  return whole;
+}
+
+}  // namespace muster
