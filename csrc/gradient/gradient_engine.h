@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,17 +14,13 @@
 #include "comm/communicator.h"
 #include "core/flat_layout.h"
 #include "device/device.h"
-#include "gradient/gradient_memory.h"
-#include "gradient/owner_reduction.h"
+#include "gradient/buckets.h"
+#include "gradient/device_pack.h"
+#include "gradient/layout_check.h"
+#include "gradient/packing.h"
+#include "gradient/reductions.h"
 
 namespace muster {
-
-/// One trainable parameter of a replica: a leaf, and the qualified name that all ranks know it by.
-struct NamedParameter {
-  std::string name;
-  at::Tensor tensor;
-  bool has_rows = false;  ///< its gradients are sparse, whatever order is learned: no bucket has room for it
-};
 
 struct GradientEngineOptions {
   int64_t bucket_bytes = 8 << 20;
@@ -41,9 +36,10 @@ struct GradientEngineOptions {
   bool overlap = true;
   /// Whether this replica's buckets receive the sums; replicas of one process need them once.
   bool receive = true;
-  /// Takes the place of the reduction: called with each parameter of a bucket that leaves and its sum over the window,
-  /// which is a view of the bucket.
-  std::function<void(size_t parameter, const at::Tensor& sum)> deliver;
+  /// Takes the place of reducing over the ranks; empty: AllReduction, and OwnerReduction where it is possible.
+  Reductions::Make make_reduction;
+  /// A parameter whose gradients were only sparse keeps its place in a bucket.
+  bool keeps_sparse_slots = false;
   /// A group over the same ranks for what the host tells; null: the gradients' own, whose tensors are on the host.
   comm::CommunicatorPtr control;
   /// Identity of the strategy, compared with ReplicaContext::strategy; and the replica whose parameters these are.
@@ -66,6 +62,22 @@ struct GradientEngineOptions {
 /// A window is `open_window()` and a sequence of micro-batches: `begin(...)`, backward, `flush()`, ending with one that
 /// is `last`, whose flush launches every bucket; `wait()` then ends the window. `.grad` of every parameter is undefined
 /// between micro-batches: autograd hands its tensor over instead of adding to one.
+///
+///   call             may follow                       and leaves
+///   open_window()    anything but begin()             an empty window; one that was open is dropped
+///   begin()          open_window(), flush()           a micro-batch under way: gradients that come are its
+///   abandon()        begin()                          it under way, but what is not packed yet counts as zeros
+///   flush()          begin(), abandon()               none under way; with `last` every bucket is launched
+///   wait()           the last flush()                 sums in slot(); again: no-op
+///   reduce_sparse()  wait()                           sums in sparse_sum()
+///   learn_order()    wait()                           a layout to be made by the next open_window()
+///   release_...()    wait() and a collective          no gradient that only peers read
+///
+/// A bucket is pending (parameters of it await gradients), packed (all came, or flush() filled it up with zeros), and
+/// launched: those of the last micro-batch, in the layout's order, each as soon as it and all before it are packed.
+/// A gradient that comes for a packed bucket is added to it; for a launched one it is LayoutMismatch.
+/// Until the order is learned, and for a parameter that has had no gradient yet, nobody knows how many gradients come:
+/// its bucket is packed by flush().
 class GradientEngine {
  public:
   struct MicroBatch {
@@ -75,7 +87,7 @@ class GradientEngine {
     bool overlaps = true;            ///< false: buckets are reduced after backward
     double factor = 1;               ///< what its gradients are multiplied by on their way into the sums
     const double* gate = nullptr;    ///< on a device, in its memory: instead of `factor`; 0: as if nothing contributed
-    bool to_owners = false;          ///< the sums go to their owners alone: see owners()
+    bool to_owners = false;          ///< the sums go to their owners alone, where owners() is not null
     bool locate_non_finite = false;  ///< look for non-finite values before reducing; see first_non_finite()
   };
 
@@ -107,7 +119,7 @@ class GradientEngine {
   void wait();
 
   /// Where this micro-batch's gradients had best come: for GradientMemory::Scope around backward. May be null.
-  GradientMemory* memory() const noexcept { return micro_batch_.to_owners ? memory_.get() : nullptr; }
+  GradientMemory* memory() const noexcept { return reductions_ ? reductions_->memory() : nullptr; }
 
   /// Local, after a collective that the others issued after their wait(): lets go of gradients that they read in place.
   void release_gradients() noexcept;
@@ -127,7 +139,7 @@ class GradientEngine {
   void reduce_sparse(const double* counts);
 
   /// The sum of a parameter's sparse gradients, coalesced, after reduce_sparse; undefined if it had none.
-  const at::Tensor& sparse_sum(size_t parameter) const noexcept { return sparse_[parameter]; }
+  const at::Tensor& sparse_sum(size_t parameter) const noexcept { return states_[parameter].sparse; }
 
   /// Collective, after wait() of the first window: rank 0's gradient order becomes the layout's, and parameters whose
   /// gradients were only sparse leave it. Takes effect at the next begin(). No-op once learned.
@@ -138,15 +150,15 @@ class GradientEngine {
 
   /// Who owns what, where sums can go to owners alone; else, and before the first window, null. With
   /// MicroBatch::to_owners a slot holds the sum in the runs of this rank alone after wait().
-  const OwnerReduction* owners() const noexcept { return owners_.get(); }
+  const OwnerReduction* owners() const noexcept { return reductions_ ? reductions_->owners() : nullptr; }
 
-  size_t num_parameters() const noexcept { return parameters_.size(); }
-  const std::vector<NamedParameter>& parameters() const noexcept { return parameters_; }
-  const FlatLayout& layout() const noexcept { return layout_; }
+  size_t num_parameters() const noexcept { return states_.size(); }
+  const std::vector<NamedParameter>& parameters() const noexcept { return buckets_.parameters(); }
+  const FlatLayout& layout() const noexcept { return buckets_.layout(); }
 
   /// Dense sums by parameter, with the parameter's sizes and the slot's strides, in the accumulation dtype (complex
   /// where the parameter is, whose bucket has real and imaginary parts): a view of the bucket or, after wait() of sums
-  /// that go to owners, the gradient itself (OwnerReduction::sum_in). Undefined for a parameter that is not in the
+  /// that go to owners, the gradient itself (BucketReduction::sum_of). Undefined for a parameter that is not in the
   /// layout (sparse only).
   const at::Tensor& slot(size_t parameter) const noexcept;
 
@@ -159,60 +171,47 @@ class GradientEngine {
  private:
   struct Hook;
   struct NeighbourHook;
-  struct ParameterState;
-  struct BucketState;
+  /// Of a micro-batch.
+  struct BucketState {
+    size_t pending = 0;  // parameters whose gradients have not all come
+    bool packed = false;
+  };
 
   void on_gradient(size_t parameter, const std::vector<at::Tensor>& handed_over);
   void take_sparse(size_t parameter);
   void make_hooks();
-  void build_layout(const std::vector<int>& order);
-  void verify_layouts();
+  void lay_out(const std::vector<int>& order);
   void allocate_buckets();
-  void pack(BucketState& bucket);
-  void take_back(size_t parameter);
-  bool is_arranged(size_t parameter, const at::Tensor& gradient) const;
-  at::Tensor arranged(size_t parameter, const at::Tensor& gradient) const;
+  bool reads_gradients() const noexcept { return reductions_ && reductions_->reads_gradients(); }
+  bool drops() const noexcept { return abandoned_ || !micro_batch_.contributes; }
   at::Tensor factor() const;
-  void pack_on_device(BucketState& bucket);
-  void plan_on_device(BucketState& bucket);
   void join_stream(const at::Tensor& gradient);
   comm::Communicator& control() const noexcept { return options_.control ? *options_.control : *communicator_; }
-  void pack_bucket(BucketState& bucket);
+  void pack(size_t bucket);
   void launch_ready();
-  comm::Work launch(size_t bucket);
-  void deliver(const BucketState& bucket) const;
-  void fill_wire(BucketState& bucket);
-  void empty_wire(BucketState& bucket);
   void keep_error(std::exception_ptr error) noexcept;
-  void locate_non_finite(const BucketState& bucket);
+  void locate_non_finite(const Bucket& bucket);
 
-  std::vector<NamedParameter> parameters_;
   comm::CommunicatorPtr communicator_;
   GradientEngineOptions options_;
-  FlatLayout layout_;
-  std::vector<int> layout_index_;  // parameter -> index in layout_, -1 when it is sparse only
-  std::vector<ParameterState> states_;
-  std::vector<BucketState> buckets_;
-  std::vector<at::Tensor> slot_views_;
-  std::vector<at::Tensor> sparse_;
-  std::unique_ptr<OwnerReduction> owners_;
-  std::unique_ptr<GradientMemory> memory_;
-  std::vector<int> arrivals_;  // parameters in the order their gradients came, first window only
-  std::vector<comm::Work> works_;
+  Buckets buckets_;
+  std::vector<GradientState> states_;        // by parameter
+  std::vector<BucketState> bucket_states_;   // by bucket; empty where reductions_ is null
+  std::unique_ptr<Reductions> reductions_;   // null until the layout's first window
+  std::unique_ptr<DevicePack> device_pack_;  // null on the CPU
+  GradientOrder order_;
+  std::vector<comm::Work> works_;  // of the window's buckets that were launched
   std::vector<std::unique_ptr<Hook>> hooks_;
   MicroBatch micro_batch_;
   std::optional<c10::Stream> stream_;       // of the micro-batch; empty on the CPU
   std::optional<c10::Stream> hook_stream_;  // that was current when the hooks were made
-  std::exception_ptr error_;
-  std::vector<int> next_order_;
-  size_t next_launch_ = 0;
+  std::exception_ptr error_;                // of a hook, for flush()
+  size_t next_launch_ = 0;                  // buckets before it are launched
   int64_t launches_ = 0;
   int first_non_finite_ = -1;
-  bool active_ = false;  // between begin and flush
-  bool abandoned_ = false;
+  bool active_ = false;     // between begin and flush
+  bool abandoned_ = false;  // the micro-batch
   bool ignored_ = false;
-  bool learned_ = false;
-  bool allocated_ = false;
 };
 
 }  // namespace muster

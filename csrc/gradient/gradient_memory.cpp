@@ -13,7 +13,7 @@
 
 namespace muster {
 
-// Blocks of each size: as many as there are gradients, and one for what one of them is made from.
+// Blocks of each size: one per gradient of it, plus one for the temporary that autograd computes it from.
 struct GradientMemory::Pool {
   struct Blocks {
     size_t not_made = 1;

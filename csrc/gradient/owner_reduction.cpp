@@ -18,7 +18,8 @@ uint64_t address_in(const comm::PeerMemory& peers, const at::Tensor& tensor) {
 
 }  // namespace
 
-// What this rank lends of a bucket, and owns of it. Its visit may come after the engine's end.
+// One bucket: the gradients that this rank lends of it, and the runs that it owns. Its visit may come after the
+// engine's end.
 struct OwnerReduction::OwnedSums {
   struct Parameter {
     size_t offset;              // of its slot, in elements
@@ -63,7 +64,7 @@ struct OwnerReduction::OwnedSums {
   // data[r]: rank r's addresses.
   void sum(void* const* data) {
     const auto size = static_cast<size_t>(ranks);
-    const size_t read_size = bucket.read.element_size();
+    const size_t read_size = bucket.travelling().element_size();
     const size_t sum_size = bucket.sums.element_size();
     auto* const sums = static_cast<std::byte*>(bucket.sums.mutable_data_ptr());
     std::vector<const void*> gradients(parameters.size() * size);
@@ -93,7 +94,8 @@ struct OwnerReduction::OwnedSums {
       segments.push_back({sources, whole_sum + first * sum_size, parameter.partials,
                           static_cast<size_t>(parameter.run.count), is_scaled ? first_factor : nullptr});
     }
-    kernels::reduce_stats(kernel_dtype(bucket.read.scalar_type()), ranks, segments.data(), segments.size(), norm_type);
+    kernels::reduce_stats(kernel_dtype(bucket.travelling().scalar_type()), ranks, segments.data(), segments.size(),
+                          norm_type);
     for (auto& parameter : parameters) {
       if (!parameter.peers_read) parameter.lent.reset();
     }
@@ -104,42 +106,44 @@ bool OwnerReduction::is_possible(comm::Communicator& communicator) {
   return communicator.peer_memory() != nullptr && communicator.size() <= kernels::kMaxReduceRanks;
 }
 
-OwnerReduction::OwnerReduction(comm::Communicator& communicator, const FlatLayout& layout,
-                               const std::vector<int64_t>& numels, const std::vector<int>& layout_index,
-                               const std::vector<Bucket>& buckets, size_t least_lent_bytes, double norm_type)
+OwnerReduction::OwnerReduction(comm::Communicator& communicator, const Buckets& buckets, size_t least_lent_bytes,
+                               double norm_type)
     : peers_(*communicator.peer_memory()),
-      digest_(layout.digest()),
+      digest_(buckets.layout().digest()),
       rank_(communicator.rank()),
       least_lent_bytes_(least_lent_bytes),
       norm_type_(norm_type) {
   constexpr auto kTile = static_cast<int64_t>(kernels::kTile);
   const int ranks = communicator.size();
-  const auto in_layout = owned_runs(layout, ranks, kTile);
+  const auto num_parameters = buckets.parameters().size();
+  const auto in_layout = owned_runs(buckets.layout(), ranks, kTile);
+  size_t next_in_layout = 0;
   size_t tiles = 0;
-  for (size_t p = 0; p < numels.size(); ++p) {
-    const int index = layout_index[p];
-    runs_.push_back(index >= 0 ? in_layout[static_cast<size_t>(index)] : owned_runs(numels[p], ranks, kTile));
+  for (size_t p = 0; p < num_parameters; ++p) {
+    const auto numel = num_reals(buckets.parameters()[p].tensor);
+    runs_.push_back(buckets.holds(p) ? in_layout[next_in_layout++] : owned_runs(numel, ranks, kTile));
     first_tile_.push_back(tiles);
-    tiles += kernels::num_tiles(static_cast<size_t>(numels[p]));
+    tiles += kernels::num_tiles(static_cast<size_t>(numel));
   }
   partials_ = communicator.allocate(std::max<int64_t>(static_cast<int64_t>(tiles), 1), at::kDouble);
   for (void* data : peers_.find(partials_, digest_, ranks)) {
     partials_of_ranks_.push_back(static_cast<const double*>(data));
   }
-  places_.resize(numels.size());
-  for (const auto& bucket : buckets) {
+  places_.resize(num_parameters);
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    const auto& bucket = buckets[b];
     const auto count = static_cast<int64_t>(bucket.parameters.size());
     owned_.push_back(std::make_shared<OwnedSums>(OwnedSums{
         peers_, bucket, partials_, communicator.allocate(2 * count, at::kLong), ranks, rank_, norm_type, {}}));
-    if (bucket.read.numel() == 0) continue;
-    const uint64_t address = address_in(peers_, bucket.read);
+    const auto& read = bucket.travelling();
+    if (read.numel() == 0) continue;
+    const uint64_t address = address_in(peers_, read);
     auto& sums = *owned_.back();
     for (const int index : bucket.parameters) {
       const auto p = static_cast<size_t>(index);
-      const auto offset = static_cast<size_t>(layout.slots()[static_cast<size_t>(layout_index[p])].offset);
+      const auto offset = static_cast<size_t>(buckets.slot(p).offset);
       places_[p] = {&sums, sums.parameters.size()};
-      sums.parameters.push_back(
-          {offset, address + offset * bucket.read.element_size(), own_partials(p), run(p, rank_), {}});
+      sums.parameters.push_back({offset, address + offset * read.element_size(), own_partials(p), run(p, rank_), {}});
     }
     for (size_t i = 0; i < sums.parameters.size(); ++i) sums.read_from_slot(i);
   }
@@ -147,9 +151,9 @@ OwnerReduction::OwnerReduction(comm::Communicator& communicator, const FlatLayou
 
 OwnerReduction::~OwnerReduction() = default;
 
-bool OwnerReduction::lend(size_t p, const at::Tensor& gradient, bool is_sole, double factor) {
+Run OwnerReduction::offer(size_t p, const at::Tensor& gradient, bool is_sole, double factor) {
   const auto [sums, index] = places_[p];
-  if (sums == nullptr) return false;
+  if (sums == nullptr) return run(p, rank_);
   auto& parameter = sums->parameters[index];
   parameter.lent = gradient;
   parameter.factor = factor;
@@ -164,10 +168,10 @@ bool OwnerReduction::lend(size_t p, const at::Tensor& gradient, bool is_sole, do
   parameter.peers_read = address.has_value();
   // Other gradients' memory is used again before the step.
   parameter.may_hold_sum = parameter.peers_read && is_sole;
-  return parameter.peers_read;
+  return parameter.peers_read ? Run{0, gradient.numel()} : parameter.run;
 }
 
-std::optional<OwnerReduction::Lent> OwnerReduction::take_back(size_t p) {
+std::optional<BucketReduction::Lent> OwnerReduction::take_back(size_t p) {
   const auto [sums, index] = places_[p];
   if (sums == nullptr) return std::nullopt;
   const auto& parameter = sums->parameters[index];
@@ -186,15 +190,16 @@ void OwnerReduction::open_window() noexcept {
   for (const auto& sums : owned_) sums->let_go(/*of_sums=*/true);
 }
 
-const at::Tensor& OwnerReduction::sum_in(size_t p) const noexcept {
-  static const at::Tensor none;
+const at::Tensor& OwnerReduction::sum_of(size_t p) const noexcept {
   const auto [sums, index] = places_[p];
-  return sums != nullptr && sums->parameters[index].holds_sum ? sums->parameters[index].lent : none;
+  const bool holds_sum = sums != nullptr && sums->parameters[index].holds_sum;
+  return holds_sum ? sums->parameters[index].lent : BucketReduction::sum_of(p);
 }
 
 comm::Work OwnerReduction::reduce(size_t bucket) {
   auto& owned = owned_[bucket];
-  if (owned->bucket.read.numel() == 0) return {};
+  fill_wire(owned->bucket);
+  if (owned->bucket.travelling().numel() == 0) return {};
   return peers_.visit(owned->addresses, digest_ + bucket, [owned](void* const* data) { owned->sum(data); });
 }
 
@@ -203,11 +208,12 @@ double* OwnerReduction::own_partials(size_t p) const {
          static_cast<size_t>(run(p, rank_).begin) / kernels::kTile;
 }
 
-void OwnerReduction::take_stats(size_t p, const at::Tensor& slot) {
-  const auto own = elements_of(slot, run(p, rank_));
+bool OwnerReduction::note_changed(size_t p, const at::Tensor& sum) {
+  const auto own = elements_of(sum, run(p, rank_));
   const kernels::StatsSegment segment{own.const_data_ptr(), own_partials(p), static_cast<size_t>(own.numel()),
                                       kernel_dtype(own.scalar_type())};
   kernels::grad_stats(&segment, 1, norm_type_);
+  return true;
 }
 
 void OwnerReduction::append_partials(size_t p, std::vector<double>& partials) const {

@@ -5,6 +5,7 @@
 #include "core/plain_memory.h"
 #include "muster/error.h"
 #include "optimizer/gradient_norm.h"
+#include "window/server_push.h"
 
 namespace muster {
 
@@ -68,7 +69,12 @@ void GradientSums::build(const std::vector<int>& parameters, const Deliver& deli
     options.norm_type = options_.clip_norm_type;
     options.receive = r == 0;
     options.control = groups_.control_of(r);
-    options.deliver = deliver;
+    if (deliver) {
+      options.keeps_sparse_slots = true;
+      options.make_reduction = [deliver](const Buckets& buckets) {
+        return std::make_unique<ServerPush>(buckets, deliver);
+      };
+    }
     options.strategy = strategy_;
     options.replica = topology_.first_replica + static_cast<int>(r);
     options.has_neighbours = topology_.local_replicas() > 1;

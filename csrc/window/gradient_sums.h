@@ -14,6 +14,7 @@
 #include "muster/options.h"
 #include "optimizer/flat_optimizer.h"
 #include "window/parameter_registry.h"
+#include "window/server_push.h"
 #include "window/tail.h"
 
 namespace muster {
@@ -34,8 +35,8 @@ class GradientSums {
   /// Whether the engines are not those of `parameters` (registry indices, ascending) as they are.
   bool is_stale(const std::vector<int>& parameters) const;
 
-  /// GradientEngineOptions::deliver; null: gradients are reduced.
-  using Deliver = std::function<void(size_t parameter, const at::Tensor& sum)>;
+  /// Null: gradients are reduced here.
+  using Deliver = ServerPush::Take;
   /// Makes engines for those of `parameters` that require gradients. Throws InvalidArgument if none does.
   void build(const std::vector<int>& parameters, const Deliver& deliver);
 

@@ -1,13 +1,11 @@
 // Gradients that peers read where autograd left them.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <memory>
-#include <set>
 #include <vector>
 
 #include "comm/peer_memory.h"
@@ -158,41 +156,6 @@ TEMPLATE_TEST_CASE("a lent gradient to which another one comes is taken back", "
           }
           replica.window(1);
           MUSTER_CHECK(replica.has_sums(1));
-        }) == "");
-}
-
-TEST_CASE("gradients come from the memory of a scope, as far as it goes", "[gradient]") {
-  CHECK(Host::run(2, [](Communicator& c) {
-          constexpr int64_t kBytes = 1 << 20;
-          const auto is_reached = [&](const at::Tensor& t) {
-            return c.peer_memory()->address_of(t.const_data_ptr(), t.nbytes()).has_value();
-          };
-          const auto make = [](int64_t bytes) { return at::empty({bytes}, at::kByte); };
-          auto memory = std::make_unique<GradientMemory>(borrowed(c), std::vector<size_t>{kBytes, kBytes});
-          MUSTER_CHECK(!is_reached(make(kBytes)));
-          at::Tensor outlives;
-          {
-            const GradientMemory::Scope scope(memory.get());
-            std::vector<at::Tensor> taken;
-            std::set<const void*> places;
-            for (int i = 0; i < 3; ++i) {
-              taken.push_back(make(kBytes));
-              places.insert(taken.back().const_data_ptr());
-              MUSTER_CHECK(is_reached(taken.back()));
-            }
-            MUSTER_CHECK(!is_reached(make(kBytes)));  // used up
-            MUSTER_CHECK(!is_reached(make(kBytes - 4)));
-            run_threads(1, [&](int) { taken.clear(); });
-            outlives = make(kBytes);
-            MUSTER_CHECK(places.count(outlives.const_data_ptr()) == 1);
-          }
-          MUSTER_CHECK(!is_reached(make(kBytes)));
-          memory.reset();
-          outlives.fill_(7);
-          MUSTER_CHECK(outlives.sum().item<int64_t>() == 7 * kBytes);
-          MUSTER_CHECK(is_reached(outlives));
-          outlives.resize_({2 * kBytes});
-          MUSTER_CHECK(outlives[kBytes - 1].item<int64_t>() == 7);
         }) == "");
 }
 

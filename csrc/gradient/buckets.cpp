@@ -1,0 +1,118 @@
+#include "gradient/buckets.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+
+#include "core/plain_memory.h"
+#include "device/kernel_dtype.h"
+#include "kernels/kernels.h"
+
+namespace muster {
+
+namespace {
+
+// A complex parameter lies in its bucket as real and imaginary parts.
+ParameterSpec spec_of(const NamedParameter& parameter) {
+  const auto tensor = as_real(parameter.tensor.detach());
+  return {parameter.name, tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()};
+}
+
+// Strides of dimensions of size 1 carry no meaning and differ between equal layouts.
+bool same_memory_order(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1 && tensor.stride(d) != strides[static_cast<size_t>(d)]) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+int64_t num_reals(const at::Tensor& tensor) { return tensor.numel() * (tensor.is_complex() ? 2 : 1); }
+
+void fill_wire(const Bucket& bucket) {
+  if (!bucket.wire.defined()) return;
+  if (!bucket.sums.device().is_cpu()) {
+    bucket.wire.copy_(bucket.sums);
+    return;
+  }
+  kernels::narrow(kernel_dtype(bucket.wire.scalar_type()), bucket.wire.mutable_data_ptr(),
+                  bucket.sums.const_data_ptr<float>(), static_cast<size_t>(bucket.sums.numel()));
+}
+
+void empty_wire(const Bucket& bucket) {
+  if (!bucket.wire.defined()) return;
+  if (!bucket.sums.device().is_cpu()) {
+    bucket.sums.copy_(bucket.wire);
+    return;
+  }
+  const kernels::PackItem item{bucket.wire.const_data_ptr(), kernel_dtype(bucket.wire.scalar_type()),
+                               bucket.sums.mutable_data_ptr(), static_cast<size_t>(bucket.sums.numel())};
+  kernels::pack(&item, 1, /*accumulate=*/false);
+}
+
+Buckets::Buckets(std::vector<NamedParameter> parameters)
+    : parameters_(std::move(parameters)), layout_index_(parameters_.size()), views_(parameters_.size()) {
+  for (size_t p = 0; p < parameters_.size(); ++p) layout_index_[p] = parameters_[p].has_rows ? -1 : 0;
+}
+
+void Buckets::lay_out(const std::vector<int>& order, int64_t bucket_bytes, int64_t first_bucket_bytes,
+                      int64_t last_bucket_bytes) {
+  std::vector<ParameterSpec> specs;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (!holds(p)) continue;
+    layout_index_[p] = static_cast<int>(specs.size());
+    specs.push_back(spec_of(parameters_[p]));
+  }
+  std::vector<int> layout_order;
+  for (int p : order) {
+    if (holds(static_cast<size_t>(p))) layout_order.push_back(layout_index_[static_cast<size_t>(p)]);
+  }
+  layout_ = FlatLayout(std::move(specs), std::move(layout_order), bucket_bytes, first_bucket_bytes, last_bucket_bytes);
+}
+
+void Buckets::allocate(comm::Communicator& communicator, const std::optional<at::ScalarType>& wire) {
+  buckets_.clear();
+  for (const auto& spec : layout_.buckets()) {
+    Bucket bucket;
+    const auto allocate = [&](at::ScalarType dtype) { return communicator.allocate(spec.numel, dtype); };
+    if (wire && spec.dtype == at::kFloat) {
+      bucket.wire = allocate(*wire);
+      bucket.sums = at::zeros({spec.numel}, bucket.wire.options().dtype(spec.dtype));
+    } else {
+      bucket.sums = allocate(spec.dtype);
+    }
+    buckets_.push_back(std::move(bucket));
+  }
+  std::vector<int> held;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    views_[p].reset();
+    if (!holds(p)) continue;
+    held.push_back(static_cast<int>(p));
+    const auto& sizes = layout_.parameters()[static_cast<size_t>(layout_index_[p])].sizes;
+    const auto view =
+        buckets_[static_cast<size_t>(slot(p).bucket)].sums.as_strided(sizes, slot(p).strides, slot(p).offset);
+    // As `.grad` no view of real numbers, which torch.compile cannot repeat.
+    views_[p] = parameters_[p].tensor.is_complex() ? at::view_as_complex(view).variable_data() : view;
+  }
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    for (int l : layout_.buckets()[b].parameters) buckets_[b].parameters.push_back(held[static_cast<size_t>(l)]);
+  }
+}
+
+bool Buckets::is_arranged(size_t p, const at::Tensor& gradient) const {
+  return gradient.layout() == at::kStrided && !gradient.is_complex() && !is_lazy(gradient) &&
+         gradient.scalar_type() == parameters_[p].tensor.scalar_type() && same_memory_order(gradient, slot(p).strides);
+}
+
+at::Tensor Buckets::arranged(size_t p, const at::Tensor& gradient) const {
+  const auto& strides = slot(p).strides;
+  const auto dense = gradient.detach().to_dense().to(parameters_[p].tensor.scalar_type());
+  auto real = as_real(in_plain_memory(dense));
+  if (same_memory_order(real, strides)) return real;
+  return at::empty_strided(real.sizes(), strides, real.options()).copy_(real);
+}
+
+}  // namespace muster

@@ -1,0 +1,50 @@
+#include "gradient/device_pack.h"
+
+#include <utility>
+
+#include "device/device.h"
+#include "device/kernel_dtype.h"
+#include "device/kernel_status.h"
+
+namespace muster {
+
+DevicePack::DevicePack(const Buckets& buckets, c10::Device device)
+    : buckets_(buckets), device_(device), plans_(buckets.size()) {
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    const auto& bucket = buckets[b];
+    std::vector<kernels::cuda::PackSlot> slots;
+    for (int index : bucket.parameters) {
+      const auto p = static_cast<size_t>(index);
+      const auto& tensor = buckets.parameters()[p].tensor;
+      slots.push_back({static_cast<uint64_t>(buckets.slot(p).offset), static_cast<uint64_t>(num_reals(tensor)),
+                       kernel_dtype(c10::toRealValueType(tensor.scalar_type()))});
+    }
+    auto& plan = plans_[b];
+    plan.slots.follow(slots, device);
+    plan.plan = {plan.slots.items(), plan.slots.num_items(), plan.slots.chunks(), plan.slots.num_chunks(),
+                 kernel_dtype(bucket.sums.scalar_type())};
+  }
+}
+
+void DevicePack::pack(size_t b, const Packing& packing, bool again, std::vector<GradientState>& states) {
+  const auto& bucket = buckets_[b];
+  std::vector<const void*> sources(bucket.parameters.size());
+  std::vector<at::Tensor> kept;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const auto p = static_cast<size_t>(bucket.parameters[i]);
+    const auto& tensor = buckets_.parameters()[p].tensor;
+    auto gradient = std::exchange(tensor.mutable_grad(), at::Tensor());
+    states[p].packed = true;
+    if (!gradient.defined() || packing.drops) continue;
+    states[p].dense_used = true;
+    if (!buckets_.is_arranged(p, gradient)) gradient = buckets_.arranged(p, gradient);
+    sources[i] = gradient.const_data_ptr();
+    kept.push_back(std::move(gradient));
+  }
+  const bool accumulate = !packing.overwrites || again;
+  const auto status = kernels::cuda::pack(plans_[b].plan, sources.data(), bucket.sums.mutable_data_ptr(), accumulate, 1,
+                                          packing.gate, stream_handle(device_));
+  check_kernel(status, "packing gradients");
+}
+
+}  // namespace muster

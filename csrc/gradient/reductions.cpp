@@ -1,0 +1,38 @@
+#include "gradient/reductions.h"
+
+#include <utility>
+#include <vector>
+
+#include "gradient/all_reduction.h"
+
+namespace muster {
+
+Reductions::Reductions(comm::CommunicatorPtr communicator, const Buckets& buckets, const Make& make, bool receive,
+                       size_t least_lent_bytes, double norm_type)
+    : whole_(make ? make(buckets) : std::make_unique<AllReduction>(*communicator, buckets, receive)) {
+  choose(/*to_owners=*/false);
+  if (make || !OwnerReduction::is_possible(*communicator)) return;
+  owners_ = std::make_unique<OwnerReduction>(*communicator, buckets, least_lent_bytes, norm_type);
+  std::vector<size_t> bytes;
+  for (size_t p = 0; p < buckets.parameters().size(); ++p) {
+    const size_t size = buckets.parameters()[p].tensor.nbytes();
+    if (buckets.holds(p) && size >= least_lent_bytes) bytes.push_back(size);
+  }
+  memory_ = std::make_unique<GradientMemory>(std::move(communicator), bytes);
+}
+
+void Reductions::choose(bool to_owners) noexcept {
+  if (to_owners && owners_) {
+    chosen_ = owners_.get();
+  } else {
+    chosen_ = whole_.get();
+  }
+  reads_gradients_ = chosen_->reads_gradients();
+}
+
+void Reductions::open_window() noexcept {
+  whole_->open_window();
+  if (owners_) owners_->open_window();
+}
+
+}  // namespace muster
