@@ -9,11 +9,9 @@
 
 #include "comm/communicator.h"
 #include "muster/reduce_op.h"
+#include "strategy/leaves.h"
 
 namespace muster {
-
-/// The values of one replica: leaves of a structure, equal in number, shape and dtype on all replicas that take part.
-using Leaves = std::vector<at::Tensor>;
 
 /// In a step, leaves are moved to the group's device, and results are there; outside, results are on the device of the
 /// leaves that this worker gave.

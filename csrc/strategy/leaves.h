@@ -1,0 +1,21 @@
+// The values that collectives of user code take and give.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "muster/reduce_op.h"
+
+namespace muster {
+
+/// The values of one replica: leaves of a structure, equal in number, shape and dtype on all replicas that take part.
+using Leaves = std::vector<at::Tensor>;
+
+/// Integer leaves as fp64, of which there are means; others as they are.
+Leaves averageable(const Leaves& values);
+
+/// Throws InvalidArgument for the minimum or maximum of complex numbers, which have no order.
+void check_order(const Leaves& values, ReduceOp op);
+
+}  // namespace muster
