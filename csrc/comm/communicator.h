@@ -4,56 +4,25 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "comm/work.h"
 #include "muster/error.h"
 #include "muster/reduce_op.h"
 
 namespace muster::comm {
 
-using Milliseconds = std::chrono::milliseconds;
-
-/// A collective under way, from one rank's side. Owned by the thread that issued it (one thread at a time); the
-/// tensors it was given must live until it is done. Copies share the operation. Destroying it does not cancel.
-///
-/// On a CUDA device operations are ordered by streams. An operation follows what the caller's current stream holds when
-/// it is issued. wait() does not wait on the host for the device: it makes the caller's current stream wait, so that
-/// what is enqueued there afterwards sees the result, and what goes wrong later is thrown by the next use of the group.
-/// Only a barrier's wait() blocks the host. done() is true once the device has finished or wait() has returned.
-class Work {
- public:
-  class Impl {
-   public:
-    virtual ~Impl() = default;
-    virtual bool advance() = 0;  // never blocks; true once done; throws what went wrong
-    virtual void wait(Milliseconds timeout) = 0;
-    virtual std::vector<at::Tensor> outputs() { return {}; }
-  };
-
-  Work() = default;  ///< already done
-  explicit Work(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
-
-  /// Advances the operation as far as it goes without blocking. Throws the error that ended it.
-  bool done() { return impl_ == nullptr || impl_->advance(); }
-
-  /// Blocks until done, at most `timeout` (the group's when negative). Throws Timeout naming the ranks that did not
-  /// arrive, PeerLost, LayoutMismatch, RemoteError or CommError (aborted).
-  void wait(Milliseconds timeout = Milliseconds(-1)) {
-    if (impl_) impl_->wait(timeout);
-  }
-
-  /// Results of all_gather, after wait(): one tensor per rank, undefined for a rank that sits the scope out.
-  std::vector<at::Tensor> outputs() { return impl_ ? impl_->outputs() : std::vector<at::Tensor>{}; }
-
- private:
-  std::shared_ptr<Impl> impl_;
-};
-
 class PeerMemory;
+
+/// Who a handle is: a rank of so many, and where the tensors are that it communicates.
+struct Place {
+  int rank = 0;
+  int size = 1;
+  c10::Device device{c10::kCPU};
+};
 
 /// How a rank left a scope; see Communicator::begin_scope.
 enum class ScopeEnd : uint32_t { finished, failed, absent };
@@ -72,10 +41,15 @@ enum class ScopeEnd : uint32_t { finished, failed, absent };
 class Communicator {
  public:
   virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
 
-  virtual int rank() const noexcept = 0;
-  virtual int size() const noexcept = 0;
-  virtual c10::Device device() const noexcept = 0;
+  int rank() const noexcept { return place_.rank; }
+  int size() const noexcept { return place_.size; }
+  c10::Device device() const noexcept { return place_.device; }
+
+  /// What ranks that see one another's memory can do besides; null where they do not. See peer_memory.h.
+  PeerMemory* peer_memory() const noexcept { return peer_memory_; }
 
   /// Collective. Memory for a tensor of `numel` elements of `dtype`, zeroed and 64-byte aligned, placed where the
   /// group reduces fastest (memory that all ranks of the host map, for the host backend). It outlives the
@@ -107,12 +81,17 @@ class Communicator {
   virtual void begin_scope(uint64_t scope) = 0;
   virtual void end_scope(ScopeEnd end, const std::string& reason = {}) = 0;
 
-  /// What ranks that see one another's memory can do beyond this; null where they do not. See peer_memory.h.
-  virtual PeerMemory* peer_memory() noexcept { return nullptr; }
-
   /// Ends every operation, under way or later, on this rank and its peers with CommError(reason). Thread-safe,
   /// idempotent, does not block.
   virtual void abort(const std::string& reason) noexcept = 0;
+
+ protected:
+  explicit Communicator(const Place& place, PeerMemory* peer_memory = nullptr)
+      : place_(place), peer_memory_(peer_memory) {}
+
+ private:
+  const Place place_;
+  PeerMemory* const peer_memory_;  // of this object
 };
 
 using CommunicatorPtr = std::shared_ptr<Communicator>;

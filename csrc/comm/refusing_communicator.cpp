@@ -7,11 +7,9 @@ namespace {
 
 class RefusingCommunicator final : public Communicator {
  public:
-  RefusingCommunicator(int rank, int size, std::string reason) : rank_(rank), size_(size), reason_(std::move(reason)) {}
+  RefusingCommunicator(int rank, int size, std::string reason)
+      : Communicator({.rank = rank, .size = size}), reason_(std::move(reason)) {}
 
-  int rank() const noexcept override { return rank_; }
-  int size() const noexcept override { return size_; }
-  c10::Device device() const noexcept override { return c10::Device(c10::kCPU); }
   at::Tensor allocate(int64_t, at::ScalarType) override { refuse(); }
   Work all_reduce(const at::Tensor&, ReduceOp, uint64_t, bool) override { refuse(); }
   Work broadcast(const at::Tensor&, int) override { refuse(); }
@@ -25,8 +23,6 @@ class RefusingCommunicator final : public Communicator {
  private:
   [[noreturn]] void refuse() const { throw CommError(reason_); }
 
-  const int rank_;
-  const int size_;
   const std::string reason_;
 };
 

@@ -11,15 +11,11 @@ namespace {
 
 class SingleCommunicator final : public Communicator {
  public:
-  explicit SingleCommunicator(c10::Device device) : device_(device) {}
-
-  int rank() const noexcept override { return 0; }
-  int size() const noexcept override { return 1; }
-  c10::Device device() const noexcept override { return device_; }
+  explicit SingleCommunicator(c10::Device device) : Communicator({.device = device}) {}
 
   at::Tensor allocate(int64_t numel, at::ScalarType dtype) override {
     check();
-    return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device_));
+    return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device()));
   }
   Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool) override {
     all_reduce_request(tensor, op, tag);
@@ -61,7 +57,6 @@ class SingleCommunicator final : public Communicator {
     return Work();
   }
 
-  const c10::Device device_;
   std::mutex mutex_;
   bool is_aborted_ = false;  // guarded by mutex_
   std::string reason_;       // guarded by mutex_

@@ -10,11 +10,9 @@ namespace {
 
 class StagedCommunicator final : public Communicator {
  public:
-  StagedCommunicator(CommunicatorPtr host, c10::Device device) : host_(std::move(host)), device_(device) {}
+  StagedCommunicator(CommunicatorPtr host, c10::Device device)
+      : Communicator({.rank = host->rank(), .size = host->size(), .device = device}), host_(std::move(host)) {}
 
-  int rank() const noexcept override { return host_->rank(); }
-  int size() const noexcept override { return host_->size(); }
-  c10::Device device() const noexcept override { return device_; }
   at::Tensor allocate(int64_t numel, at::ScalarType dtype) override { return host_->allocate(numel, dtype); }
 
   Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool receive) override {
@@ -55,7 +53,6 @@ class StagedCommunicator final : public Communicator {
   }
 
   const CommunicatorPtr host_;
-  const c10::Device device_;
 };
 
 }  // namespace

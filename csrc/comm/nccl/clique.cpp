@@ -81,10 +81,10 @@ void Clique::call(const std::string& what, const Each& each) {
       std::rethrow_exception(error);
     }
   }
-  settle(what, Clock::now() + options_.timeout);
+  wait_until_ready(what, Clock::now() + options_.timeout);
 }
 
-void Clique::settle(const std::string& what, Clock::time_point deadline) {
+void Clique::wait_until_ready(const std::string& what, Clock::time_point deadline) {
   for (Pause pause(deadline);;) {
     bool is_pending = false;
     {

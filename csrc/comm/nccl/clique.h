@@ -75,7 +75,7 @@ class Clique {
 
  private:
   void check_locked();
-  void settle(const std::string& what, Clock::time_point deadline);
+  void wait_until_ready(const std::string& what, Clock::time_point deadline);
   std::exception_ptr error_of(const std::string& what, Status status, Comm comm) const;
   void fail_locked(std::exception_ptr error) noexcept;
   void close() noexcept;

@@ -10,58 +10,14 @@
 #include "comm/nccl/arena.h"
 #include "comm/nccl/launcher.h"
 #include "comm/nccl/roll.h"
+#include "comm/nccl/unique_id.h"
+#include "comm/nccl/work.h"
 #include "comm/ready_work.h"
 #include "device/kernel_dtype.h"
 #include "muster/error.h"
-#include "net/rendezvous.h"
 
 namespace muster::comm::nccl {
 namespace {
-
-class NcclWork final : public Work::Impl {
- public:
-  enum class Joins { stream, host };
-
-  NcclWork(std::shared_ptr<Launcher> launcher, int local, LaunchPtr launch, Joins joins,
-           std::vector<at::Tensor> outputs = {})
-      : launcher_(std::move(launcher)),
-        local_(local),
-        launch_(std::move(launch)),
-        joins_(joins),
-        outputs_(std::move(outputs)) {}
-
-  bool advance() override {
-    if (is_joined_) return true;
-    if (!launcher_->is_finished(local_, *launch_)) {
-      launcher_->clique().check();
-      return false;
-    }
-    return true;
-  }
-
-  void wait(Milliseconds timeout) override {
-    if (is_joined_) return;
-    if (timeout.count() < 0) timeout = launcher_->clique().options().timeout;
-    launcher_->clique().check();
-    if (joins_ == Joins::host) {
-      launcher_->await_finished(local_, *launch_, timeout);
-    } else {
-      launcher_->await_launched(local_, *launch_, timeout);
-      launcher_->join(local_, *launch_);
-    }
-    is_joined_ = true;
-  }
-
-  std::vector<at::Tensor> outputs() override { return outputs_; }
-
- private:
-  const std::shared_ptr<Launcher> launcher_;
-  const int local_;
-  const LaunchPtr launch_;
-  const Joins joins_;
-  const std::vector<at::Tensor> outputs_;
-  bool is_joined_ = false;
-};
 
 /// What NCCL computes an operation in.
 struct Arithmetic {
@@ -114,20 +70,18 @@ class NcclCommunicator final : public Communicator {
  public:
   NcclCommunicator(std::shared_ptr<Launcher> launcher, int local, c10::Device device, const NcclOptions& options,
                    CommunicatorPtr control)
-      : launcher_(std::move(launcher)),
+      : Communicator({.rank = launcher->clique().options().first_rank + local,
+                      .size = launcher->clique().options().size,
+                      .device = device}),
+        launcher_(std::move(launcher)),
         nccl_(launcher_->clique().nccl()),
         local_(local),
-        device_(device),
         timeout_(options.timeout),
         check_(options.check),
         control_(std::move(control)),
         arena_(launcher_, local, device, options.arena_bytes) {}
 
   ~NcclCommunicator() override { launcher_->leave(local_); }
-
-  int rank() const noexcept override { return launcher_->clique().options().first_rank + local_; }
-  int size() const noexcept override { return launcher_->clique().options().size; }
-  c10::Device device() const noexcept override { return device_; }
 
   at::Tensor allocate(int64_t numel, at::ScalarType dtype) override { return arena_.allocate(numel, dtype, timeout_); }
 
@@ -158,7 +112,6 @@ class NcclCommunicator final : public Communicator {
   const std::shared_ptr<Launcher> launcher_;
   const NcclApi& nccl_;
   const int local_;
-  const c10::Device device_;
   const Milliseconds timeout_;
   const bool check_;
   const CommunicatorPtr control_;
@@ -174,8 +127,8 @@ Work NcclCommunicator::issue(const Request& request, std::vector<at::Tensor> ten
 }
 
 void NcclCommunicator::check_device(const at::Tensor& tensor) const {
-  if (!tensor.defined() || tensor.device() == device_) return;
-  throw InvalidArgument("rank " + std::to_string(rank()) + " communicates tensors on " + device_.str() +
+  if (!tensor.defined() || tensor.device() == device()) return;
+  throw InvalidArgument("rank " + std::to_string(rank()) + " communicates tensors on " + device().str() +
                         "; got one on " + tensor.device().str() + ", move it first");
 }
 
@@ -222,7 +175,7 @@ Roll NcclCommunicator::gather_cards(const Request& request) {
 }
 
 Roll NcclCommunicator::gather_cards_on_device(const Request& request) {
-  const at::Tensor mine = card_of(request).to(device_);
+  const at::Tensor mine = card_of(request).to(device());
   const at::Tensor all = at::empty({size(), mine.numel()}, mine.options());
   Work work = issue(
       request, {mine, all},
@@ -393,7 +346,7 @@ Work NcclCommunicator::barrier() {
   const Request request;
   const Roll roll = agree(request);
   if (!roll.is_everyone()) return Work();  // those present have heard of each other, which is the barrier
-  const at::Tensor token = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device_));
+  const at::Tensor token = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device()));
   return issue(
       request, {token},
       [&nccl = nccl_, token](Comm comm, Stream stream) {
@@ -450,27 +403,6 @@ void check_arguments(int first_rank, int size, const std::vector<c10::Device>& d
                             "; give that rank's handle of a group on the host over the same ranks");
     }
   }
-}
-
-// Rank 0 makes the id; the others find it in the store.
-UniqueId share_id(const NcclApi& nccl, c10d::Store& store, int first_rank, Milliseconds timeout) {
-  UniqueId id{};
-  if (first_rank == 0) {
-    const Status status = nccl.get_unique_id(&id);
-    if (status != kSuccess) {
-      throw CommError("NCCL could not make an id for the group: " + nccl.describe(status, nullptr) +
-                      ". Check NCCL_SOCKET_IFNAME and run with NCCL_DEBUG=INFO");
-    }
-    net::set_text(store, "nccl_id", std::string(id.data(), id.size()));
-    return id;
-  }
-  const std::string text = net::get_texts(store, {"nccl_id"}, {"rank 0"}, timeout)[0];
-  if (text.size() != id.size()) {
-    throw CommError("the store holds an NCCL id of " + std::to_string(text.size()) + " bytes instead of " +
-                    std::to_string(id.size()) + "; give each group a store, or a PrefixStore, of its own");
-  }
-  std::copy(text.begin(), text.end(), id.begin());
-  return id;
 }
 
 }  // namespace

@@ -7,12 +7,9 @@ namespace {
 
 class SharedCommunicator final : public Communicator, public PeerMemory {
  public:
-  explicit SharedCommunicator(std::shared_ptr<Group> group) : group_(std::move(group)) {}
+  explicit SharedCommunicator(std::shared_ptr<Group> group)
+      : Communicator({.rank = group->rank(), .size = group->size()}, this), group_(std::move(group)) {}
   ~SharedCommunicator() override { group_->close(); }
-
-  int rank() const noexcept override { return group_->rank(); }
-  int size() const noexcept override { return group_->size(); }
-  c10::Device device() const noexcept override { return c10::Device(c10::kCPU); }
 
   at::Tensor allocate(int64_t numel, at::ScalarType dtype) override {
     group_->check();
@@ -37,8 +34,6 @@ class SharedCommunicator final : public Communicator, public PeerMemory {
   }
 
   Work barrier() override { return issue(Request{}, at::Tensor(), false); }
-
-  PeerMemory* peer_memory() noexcept override { return this; }
 
   Work visit(const at::Tensor& tensor, uint64_t tag, Visit visit) override {
     auto operation = make_operation(visit_request(tensor, tag), tensor, false);

@@ -57,14 +57,14 @@ Group::Group(std::shared_ptr<SharedSpace> space, int rank, Milliseconds timeout)
       rank_(rank),
       size_(space_->size()),
       timeout_(timeout),
-      longest_spin_(spin_for(size_)),
-      owner_process_(getpid()) {}
+      owner_process_(getpid()),
+      spin_{.longest = spin_for(size_)} {}
 
 // --- issuing and advancing -----------------------------------------------------------------------------------------
 
 Work Group::issue(std::shared_ptr<Operation> operation) {
   check();
-  if (scope_error_) std::rethrow_exception(scope_error_);
+  if (scope_.error) std::rethrow_exception(scope_.error);
   operation->group = shared_from_this();
   operation->key = make_key(epoch_, count_++);
   under_way_.push_back(operation);
@@ -88,11 +88,11 @@ bool Group::advance() {
       moved = true;
     }
     if (op.state == Operation::State::posted && may_resolve) {
-      if (tick_epoch_ != epoch_of(op.key)) {
-        tick_epoch_ = epoch_of(op.key);
-        tick_ = 0;
+      if (ticks_.epoch != epoch_of(op.key)) {
+        ticks_.epoch = epoch_of(op.key);
+        ticks_.count = 0;
       }
-      op.first_tick = make_key(tick_epoch_, tick_);
+      op.first_tick = make_key(ticks_.epoch, ticks_.count);
       if (may_stage && op.staged == 0) moved |= stage(op);
       moved |= resolve(op);
       if (failure_) return true;
@@ -178,11 +178,11 @@ bool Group::waits_for_room() const noexcept {
 // Where others took a rank's core, spinning is in vain: the next is half as long, with a trial now and then.
 void Group::learn_from_wait(bool has_slept) noexcept {
   if (!has_slept) {
-    spin_ = longest_spin_;
-  } else if (spin_ > std::chrono::microseconds(1)) {
-    spin_ /= 2;
+    spin_.now = spin_.longest;
+  } else if (spin_.now > std::chrono::microseconds(1)) {
+    spin_.now /= 2;
   } else {
-    spin_ = ++sleeps_ % kSleepsPerTrial == 0 ? longest_spin_ : std::chrono::nanoseconds(0);
+    spin_.now = ++spin_.sleeps % kSleepsPerTrial == 0 ? spin_.longest : std::chrono::nanoseconds(0);
   }
 }
 
@@ -195,14 +195,14 @@ void Group::wait_until(const Done& done, Milliseconds timeout, Sleep least) {
   } const idle(is_idle_);
   if (timeout.count() < 0) timeout = timeout_;
   const Clock::time_point start = Clock::now();
-  Clock::time_point spin_end = start + spin_;
+  Clock::time_point spin_end = start + spin_.now;
   bool has_spun = false;
   bool has_slept = false;
   Clock::time_point next_hook = start + kSlice;
   std::atomic<uint32_t>& sleeping = mine().sleeping;
   while (!done() && !failure_) {
     if (advance()) {
-      spin_end = Clock::now() + spin_;
+      spin_end = Clock::now() + spin_.now;
       continue;
     }
     if (done()) break;
@@ -321,19 +321,19 @@ std::string Group::describe_peer(int rank) const {
 
 void Group::begin_scope(uint64_t scope) {
   check();
-  if (scope_ != 0) throw InvalidArgument("begin_scope inside a scope; call end_scope first");
+  if (scope_.id != 0) throw InvalidArgument("begin_scope inside a scope; call end_scope first");
   end_epoch(ScopeEnd::finished, {});
-  scope_ = scope + 1;
+  scope_.id = scope + 1;
 }
 
 void Group::end_scope(ScopeEnd end, const std::string& reason) {
-  if (scope_ == 0) throw InvalidArgument("end_scope without begin_scope; call begin_scope first");
+  if (scope_.id == 0) throw InvalidArgument("end_scope without begin_scope; call begin_scope first");
   if (end == ScopeEnd::absent && count_ != 0) {
     throw InvalidArgument(
         "a rank that issued collectives in a scope cannot be absent from it; end it as finished or failed");
   }
-  scope_ = 0;
-  scope_error_ = nullptr;
+  scope_.id = 0;
+  scope_.error = nullptr;
   if (!failure_) end_epoch(end, reason);
 }
 

@@ -81,8 +81,8 @@ class Group : public std::enable_shared_from_this<Group> {
 
   void begin_scope(uint64_t scope);
   void end_scope(ScopeEnd end, const std::string& reason);
-  bool in_scope() const noexcept { return scope_ != 0; }
-  uint64_t scope() const noexcept { return scope_; }
+  bool in_scope() const noexcept { return scope_.id != 0; }
+  uint64_t scope() const noexcept { return scope_.id; }
 
   /// Throws what ended the group, if something did.
   void check();
@@ -152,22 +152,28 @@ class Group : public std::enable_shared_from_this<Group> {
   const int rank_;
   const int size_;
   const Milliseconds timeout_;
-  const std::chrono::nanoseconds longest_spin_;
   const int owner_process_;
 
   std::deque<std::shared_ptr<Operation>> under_way_;
   uint64_t epoch_ = 0;
-  uint64_t count_ = 0;              // operations issued in the epoch
-  uint64_t scope_ = 0;              // 1 + id inside a scope
-  std::exception_ptr scope_error_;  // what ranks disagreed about in it; its later operations fail alike
-  uint64_t tick_epoch_ = 0;
-  uint64_t tick_ = 0;
+  uint64_t count_ = 0;  // operations issued in the epoch
+  struct Scope {
+    uint64_t id = 0;           // 1 + id inside a scope
+    std::exception_ptr error;  // what ranks disagreed about in it; its later operations fail alike
+  } scope_;
+  struct Ticks {
+    uint64_t epoch = 0;
+    uint64_t count = 0;
+  } ticks_;
   Key ring_occupants_[kRing] = {};  // 1 + key of the last header in each place; 0: none
   Key passed_by_all_ = 0;           // at least
   uint64_t stores_ended_ = 0;
   bool is_idle_ = false;  // inside a wait
-  std::chrono::nanoseconds spin_ = longest_spin_;
-  uint32_t sleeps_ = 0;  // that followed no spin
+  struct Spin {
+    std::chrono::nanoseconds longest;
+    std::chrono::nanoseconds now = longest;
+    uint32_t sleeps = 0;  // that followed no spin
+  } spin_;
   struct StagingUse {
     Key operation = 0;
     Key tick = 0;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <mutex>
 
 #include "comm/shared/group.h"
 #include "comm/shared/host_mesh.h"
@@ -28,7 +27,8 @@ size_t arena_capacity(int ranks) {
 class HostSpace final : public SharedSpace {
  public:
   HostSpace(std::shared_ptr<HostMesh> mesh, net::Mapping control)
-      : mesh_(std::move(mesh)),
+      : SharedSpace(mesh->num_replicas(), /*crosses_processes=*/true),
+        mesh_(std::move(mesh)),
         control_(std::move(control)),
         capacity_(arena_capacity(mesh_->num_replicas())),
         own_(static_cast<size_t>(size())),
@@ -49,10 +49,8 @@ class HostSpace final : public SharedSpace {
     bases_[r] = mapped_[r].data();
   }
 
-  int size() const noexcept override { return mesh_->num_replicas(); }
   ControlBlock& control() noexcept override { return *reinterpret_cast<ControlBlock*>(control_.data()); }
   int worker_of(int rank) const noexcept override { return mesh_->worker_of(rank); }
-  bool crosses_processes() const noexcept override { return true; }
 
   // The tensor keeps its arena alone alive, neither the group nor the mesh.
   at::Tensor allocate(int rank, int64_t numel, at::ScalarType dtype) override {
@@ -87,11 +85,6 @@ class HostSpace final : public SharedSpace {
 
   std::optional<LostWorker> find_lost() override { return mesh_->find_lost(); }
 
-  void keep(std::shared_ptr<const void> memory) override {
-    const std::lock_guard lock(mutex_);
-    kept_.push_back(std::move(memory));
-  }
-
  private:
   const std::shared_ptr<HostMesh> mesh_;
   net::Mapping control_;
@@ -99,8 +92,6 @@ class HostSpace final : public SharedSpace {
   std::vector<std::shared_ptr<net::Arena>> own_;  // by rank; null for other workers' ranks
   std::vector<net::Mapping> mapped_;              // by rank; of other workers' ranks
   std::vector<std::byte*> bases_;                 // by rank
-  std::mutex mutex_;
-  std::vector<std::shared_ptr<const void>> kept_;  // guarded by mutex_
 };
 
 }  // namespace

@@ -2,7 +2,6 @@
 
 #include <bit>
 #include <cstring>
-#include <mutex>
 #include <new>
 
 #include "comm/shared/group.h"
@@ -15,12 +14,11 @@ using namespace shared;
 /// One address space: an address is a pointer, and every address can be reached.
 class LocalSpace final : public SharedSpace {
  public:
-  explicit LocalSpace(int size) : size_(size), memory_(ControlBlock::bytes_for(size)) {}
+  explicit LocalSpace(int size)
+      : SharedSpace(size, /*crosses_processes=*/false), memory_(ControlBlock::bytes_for(size)) {}
 
-  int size() const noexcept override { return size_; }
   ControlBlock& control() noexcept override { return *memory_.block; }
   int worker_of(int rank) const noexcept override { return rank; }
-  bool crosses_processes() const noexcept override { return false; }
 
   at::Tensor allocate(int, int64_t numel, at::ScalarType dtype) override {
     return at::zeros({numel}, at::TensorOptions().dtype(dtype));
@@ -32,10 +30,6 @@ class LocalSpace final : public SharedSpace {
   std::byte* at(int, uint64_t address) const noexcept override { return std::bit_cast<std::byte*>(address); }
   std::byte* staging(int) const noexcept override { return nullptr; }
   std::optional<LostWorker> find_lost() override { return std::nullopt; }
-  void keep(std::shared_ptr<const void> memory) override {
-    const std::lock_guard lock(mutex_);
-    kept_.push_back(std::move(memory));
-  }
 
  private:
   struct Memory {
@@ -49,10 +43,7 @@ class LocalSpace final : public SharedSpace {
     ControlBlock* const block;
   };
 
-  const int size_;
   Memory memory_;
-  std::mutex mutex_;
-  std::vector<std::shared_ptr<const void>> kept_;  // guarded by mutex_
 };
 
 }  // namespace

@@ -126,8 +126,8 @@ bool Group::resolve(Operation& op) {
     if (mismatch.empty()) continue;
     // All that take part see it alike, and move no data.
     if (op.header.request.scope != 0) {
-      scope_error_ = std::make_exception_ptr(LayoutMismatch(mismatch));
-      fail_alone(op, scope_error_);
+      scope_.error = std::make_exception_ptr(LayoutMismatch(mismatch));
+      fail_alone(op, scope_.error);
     } else {
       fail(FailureKind::mismatch, -1, mismatch);
     }
@@ -201,7 +201,7 @@ void Group::start(Operation& op) {
     op.state = Operation::State::finished;
   }
   if (op.is_shared) op.rounds = 0;
-  tick_ += op.rounds;
+  ticks_.count += op.rounds;
 }
 
 // --- moving data ---------------------------------------------------------------------------------------------------

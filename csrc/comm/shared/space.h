@@ -5,8 +5,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "comm/shared/control.h"
 
@@ -22,15 +25,23 @@ struct LostWorker {
 class SharedSpace {
  public:
   virtual ~SharedSpace() = default;
+  SharedSpace(const SharedSpace&) = delete;
+  SharedSpace& operator=(const SharedSpace&) = delete;
 
-  virtual int size() const noexcept = 0;
+  /// Ranks.
+  int size() const noexcept { return size_; }
+  /// False where all ranks are threads of this process.
+  bool crosses_processes() const noexcept { return crosses_processes_; }
+  /// Keeps `memory` as long as the space: after a failure peers may still touch it.
+  void keep(std::shared_ptr<const void> memory) {
+    const std::lock_guard lock(mutex_);
+    kept_.push_back(std::move(memory));
+  }
+
   virtual ControlBlock& control() noexcept = 0;
 
   /// The worker that rank `rank` lives in.
   virtual int worker_of(int rank) const noexcept = 0;
-
-  /// False when all ranks are threads of this process.
-  virtual bool crosses_processes() const noexcept = 0;
 
   /// Zeroed, 64-byte aligned memory in rank `rank`'s part of the space; kept by the tensor. Throws CommError when
   /// there is no memory left.
@@ -52,8 +63,14 @@ class SharedSpace {
   /// Looks for workers that are gone. Does not block.
   virtual std::optional<LostWorker> find_lost() = 0;
 
-  /// Keeps `memory` as long as the space: after a failure peers may still touch it.
-  virtual void keep(std::shared_ptr<const void> memory) = 0;
+ protected:
+  SharedSpace(int size, bool crosses_processes) : size_(size), crosses_processes_(crosses_processes) {}
+
+ private:
+  const int size_;
+  const bool crosses_processes_;
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<const void>> kept_;  // guarded by mutex_
 };
 
 }  // namespace muster::comm::shared
