@@ -71,8 +71,9 @@ struct Plan {
 
 /// A table's hyperparameters. Throws InvalidArgument where there is no such group, or it is not row-wise Adagrad's.
 RowOptimizer row_optimizer_of(const TableSpec& table, const FlatGroups& groups);
-/// A table's rows without any that takes memory, and who has which.
+/// The table with no row materialised.
 RowTable empty_table(const TableSpec& table, const FlatGroups& groups);
+/// Which server owns which row.
 RowSharding sharding_of(const TableSpec& table, const Plan& plan);
 
 /// A run of one parameter within a chunk.

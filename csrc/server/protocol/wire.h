@@ -1,4 +1,4 @@
-// Messages to bytes and back. A message says its fields once, in `visit`, for both directions. Integers are
+// Messages to bytes and back. A message states its fields once, as kFields, for both directions. Integers are
 // little-endian, doubles their IEEE 754 bits, texts and lists a u32 count and what it counts. Nothing is read beyond
 // the message, no count is believed before it is checked, and memory grows with what was read.
 #pragma once
@@ -7,7 +7,9 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "muster/error.h"
@@ -117,10 +119,88 @@ class WireReader {
   std::string_view bytes_;
 };
 
+/// The fields of a type that travels, in the order of their bytes. Specialised for types of other rooms.
+template <class T>
+struct FieldsOf {
+  static constexpr auto value = T::kFields;
+};
+
+/// Writes or reads a value: a number, a text, a list, a type with fields or one with a `visit` of its own. `bounds`: of
+/// a text's bytes; of a list's elements, then those of its elements.
+template <class T, class W, class... Bounds>
+void visit_value(T& value, W& wire, Bounds... bounds);
+
+/// A member that `how(member, wire)` writes and reads.
+template <class T, class M, class How>
+constexpr auto field(T M::* member, How how) {
+  return [member, how](auto& message, auto& wire) { how(message.*member, wire); };
+}
+
+/// A text or a list whose counts have bounds; see visit_value.
+template <class T, class M, class... Bounds>
+constexpr auto bounded(T M::* member, Bounds... bounds) {
+  return field(member, [bounds...](auto& value, auto& wire) { visit_value(value, wire, size_t{bounds}...); });
+}
+
+/// What a type states as its kFields: numbers by their members alone, others as bounded() or field(). A text or a list
+/// without its bound does not compile.
+template <class... F>
+constexpr auto fields(F... list) {
+  [[maybe_unused]] const auto as_field = []<class G>(G one) {
+    if constexpr (std::is_member_object_pointer_v<G>) {
+      return bounded(one);
+    } else {
+      return one;
+    }
+  };
+  return std::make_tuple(as_field(list)...);
+}
+
+namespace detail {
+
+template <class T>
+inline constexpr bool kIsVector = false;
+template <class T>
+inline constexpr bool kIsVector<std::vector<T>> = true;
+
+template <class T, class W>
+void visit_members(T& value, W& wire) {
+  using Type = std::remove_const_t<T>;
+  if constexpr (requires { Type::visit(value, wire); }) {
+    Type::visit(value, wire);
+  } else {
+    std::apply([&](const auto&... field) { (field(value, wire), ...); }, FieldsOf<Type>::value);
+  }
+}
+
+template <class T, class W, class... Rest>
+void visit_list(T& items, W& wire, size_t max, Rest... rest) {
+  wire.list(items, max, [rest...](W& inner, auto& item) { visit_value(item, inner, rest...); });
+}
+
+}  // namespace detail
+
+template <class T, class W, class... Bounds>
+void visit_value(T& value, W& wire, Bounds... bounds) {
+  using Type = std::remove_const_t<T>;
+  if constexpr (std::is_same_v<Type, std::string>) {
+    wire.text(value, bounds...);
+  } else if constexpr (detail::kIsVector<Type>) {
+    detail::visit_list(value, wire, bounds...);
+  } else {
+    static_assert(sizeof...(bounds) == 0, "a bound counts a text or a list");
+    if constexpr (std::is_class_v<Type>) {
+      detail::visit_members(value, wire);
+    } else {
+      wire.number(value);
+    }
+  }
+}
+
 template <class Message>
 std::string encode(const Message& message) {
   WireWriter wire;
-  Message::visit(message, wire);
+  visit_value(message, wire);
   return wire.take();
 }
 
@@ -129,7 +209,7 @@ template <class Message>
 Message decode(std::string_view bytes) {
   Message message;
   WireReader wire(bytes);
-  Message::visit(message, wire);
+  visit_value(message, wire);
   wire.end();
   return message;
 }

@@ -59,7 +59,7 @@ class Dealer {
     template <class M, class W>
     static void visit(M& m, W& w) {
       w.list(m.passes, kMaxPasses, [](W& wire, auto& pass) { Pass::visit(pass, wire); });
-      visit_passes(m.newest, w);
+      visit_value(m.newest, w, kMaxLoaders);
     }
   };
   Record record() const;

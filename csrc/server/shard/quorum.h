@@ -108,7 +108,7 @@ class Quorum {
       w.numbers(m.excused, kMaxWorkers);
       w.numbers(m.live, kMaxWorkers);
       w.numbers(m.rests, kMaxWorkers);
-      Decision::visit(m.decision, w);
+      visit_value(m.decision, w);
     }
   };
   Record record() const;

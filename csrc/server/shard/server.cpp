@@ -65,7 +65,7 @@ struct ParameterServer::Saved {
 
   template <class M, class W>
   static void visit(M& m, W& w) {
-    Configure::visit(m.configured, w);
+    visit_value(m.configured, w);
     Quorum::Record::visit(m.members, w);
     w.list(m.images, kMaxNumbers, [](W& wire, auto& image) { Shard::Image::visit(image, wire); });
     Dealer::Record::visit(m.batches, w);

@@ -1,0 +1,89 @@
+// The bytes of types of other rooms that messages carry: a plan, its optimizer's groups, a step's scalars.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <variant>
+
+#include "core/flat_layout.h"
+#include "embedding/row_initialiser.h"
+#include "kernels/kernels.h"
+#include "optimizer/flat_groups.h"
+#include "server/protocol/plan.h"
+#include "server/protocol/wire.h"
+
+namespace muster::server {
+
+template <>
+struct FieldsOf<kernels::AdamGroup> {
+  using G = kernels::AdamGroup;
+  static constexpr auto value =
+      fields(&G::lr, &G::beta1, &G::beta2, &G::eps, &G::weight_decay, &G::decoupled, &G::amsgrad, &G::maximize);
+};
+
+template <>
+struct FieldsOf<kernels::SgdGroup> {
+  using G = kernels::SgdGroup;
+  static constexpr auto value =
+      fields(&G::lr, &G::momentum, &G::dampening, &G::weight_decay, &G::nesterov, &G::maximize);
+};
+
+template <>
+struct FieldsOf<kernels::AdagradGroup> {
+  using G = kernels::AdagradGroup;
+  static constexpr auto value = fields(&G::lr, &G::lr_decay, &G::eps, &G::weight_decay, &G::maximize);
+};
+
+template <>
+struct FieldsOf<kernels::StepScalars> {
+  using S = kernels::StepScalars;
+  static constexpr auto value =
+      fields(&S::divisor, &S::clip, &S::norm, &S::unit, &S::finite, &S::dropped, &S::clip_value);
+};
+
+/// The optimizer's kind, and its groups.
+struct GroupsField {
+  template <class M, class W>
+  void operator()(M& groups, W& wire) const {
+    auto kind = static_cast<uint8_t>(groups.index());
+    wire.number(kind);
+    if constexpr (!std::is_const_v<M>) {
+      WireReader::check(kind < std::variant_size_v<FlatGroups>, "an unknown optimizer");
+      if (kind == 0) groups.template emplace<0>();
+      if (kind == 1) groups.template emplace<1>();
+      if (kind == 2) groups.template emplace<2>();
+    }
+    std::visit([&](auto& list) { visit_value(list, wire, kMaxGroups); }, groups);
+  }
+};
+
+template <>
+struct FieldsOf<ParameterSpec> {
+  using P = ParameterSpec;
+  static constexpr auto value =
+      fields(bounded(&P::name, kMaxNameBytes), &P::dtype, bounded(&P::sizes, kMaxDims), bounded(&P::strides, kMaxDims));
+};
+
+template <>
+struct FieldsOf<RowInitialiser> {
+  using I = RowInitialiser;
+  static constexpr auto value = fields(&I::kind, &I::scale, &I::seed);
+};
+
+template <>
+struct FieldsOf<TableSpec> {
+  using T = TableSpec;
+  static constexpr auto value = fields(bounded(&T::name, kMaxNameBytes), &T::num_rows, &T::dim, &T::placement,
+                                       &T::initialiser, &T::group, &T::row_wise_adagrad);
+};
+
+template <>
+struct FieldsOf<Plan> {
+  using P = Plan;
+  static constexpr auto value =
+      fields(bounded(&P::parameters, kMaxParameters), bounded(&P::group_of, kMaxParameters),
+             bounded(&P::tables, kMaxTables), field(&P::groups, GroupsField()), &P::servers, &P::workers, &P::staleness,
+             &P::chunk_bytes, &P::heartbeat_ms, &P::timeout_ms, &P::norm_type);
+};
+
+}  // namespace muster::server

@@ -1,0 +1,107 @@
+// A step: pushes, commits, sums, and the command that applies it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "server/protocol/messages/batches.h"
+#include "server/protocol/messages/bounds.h"
+#include "server/protocol/messages/plan_fields.h"
+#include "server/protocol/wire.h"
+
+namespace muster::server {
+
+/// One worker's sums of a chunk in a step: the payload, of the chunk's gradient bytes.
+struct Push {
+  static constexpr uint16_t kType = 12;
+  uint64_t step = 0;
+  uint32_t chunk = 0;
+
+  static constexpr auto kFields = fields(&Push::step, &Push::chunk);
+};
+
+/// The push is held. Not `fresh`: it was held, or applied, before.
+struct Pushed {
+  static constexpr uint16_t kType = 13;
+  uint64_t step = 0;
+  uint32_t chunk = 0;  ///< or table
+  bool fresh = false;
+
+  static constexpr auto kFields = fields(&Pushed::step, &Pushed::chunk, &Pushed::fresh);
+};
+
+/// To server 0: everything that this worker pushes in `step` is held by all servers (synchronous), or applied.
+struct Commit {
+  static constexpr uint16_t kType = 14;
+  uint64_t step = 0;
+  std::vector<double> numbers;  ///< synchronous: added over members
+  std::string record = {};      ///< synchronous: shown to all members
+
+  static constexpr auto kFields =
+      fields(&Commit::step, bounded(&Commit::numbers, kMaxNumbers), bounded(&Commit::record, kMaxRecord));
+};
+
+/// Who takes part in a step, and what comes of their commits. The answer to Commit; also sent by a worker to a server 0
+/// that started again and may not know it.
+struct Decision {
+  static constexpr uint16_t kType = 15;
+  uint64_t step = 0;
+  std::vector<uint32_t> members;          ///< ranks whose commits count, ascending
+  std::vector<uint32_t> next_members;     ///< ranks that are expected in the next step, ascending
+  std::vector<double> numbers;            ///< sums along the tree over ranks
+  std::vector<std::string> records = {};  ///< by member; none where steps are not decided together
+
+  bool operator==(const Decision&) const = default;
+
+  static constexpr auto kFields =
+      fields(&Decision::step, bounded(&Decision::members, kMaxWorkers), bounded(&Decision::next_members, kMaxWorkers),
+             bounded(&Decision::numbers, kMaxNumbers), bounded(&Decision::records, kMaxWorkers, kMaxRecord));
+};
+
+/// Asks for the statistics of the sums of a step over `members`, once the server holds them all.
+struct Sum {
+  static constexpr uint16_t kType = 16;
+  uint64_t step = 0;
+  std::vector<uint32_t> members;
+
+  static constexpr auto kFields = fields(&Sum::step, bounded(&Sum::members, kMaxWorkers));
+};
+
+/// Sums of squares by tile, chunk by chunk, piece by piece, of all chunks of the server.
+struct Partials {
+  static constexpr uint16_t kType = 17;
+  std::vector<double> partials;
+
+  static constexpr auto kFields = fields(bounded(&Partials::partials, kMaxNumbers));
+};
+
+/// Makes step `step` of every chunk and table from the pushes of `members`. The same from every member of a synchronous
+/// step; else `members` is the sender alone.
+struct Apply {
+  static constexpr uint16_t kType = 18;
+  uint64_t step = 0;
+  std::vector<uint32_t> members;
+  kernels::StepScalars scalars{.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0};
+  FlatGroups groups;
+  std::vector<uint32_t> unused;              ///< parameters that stay as they are, ascending
+  std::vector<BatchId> batches = {};         ///< dealt ones that the step is made of
+  std::vector<uint32_t> unused_tables = {};  ///< that nobody's rows were used of, ascending: they count no step
+
+  static constexpr auto kFields =
+      fields(&Apply::step, bounded(&Apply::members, kMaxWorkers), &Apply::scalars, field(&Apply::groups, GroupsField()),
+             bounded(&Apply::unused, kMaxParameters), bounded(&Apply::batches, kMaxBatches),
+             bounded(&Apply::unused_tables, kMaxTables));
+};
+
+/// The first acknowledgement, `step`; and up to which step of this worker a snapshot holds everything, the second one.
+struct Applied {
+  static constexpr uint16_t kType = 19;
+  uint64_t step = 0;
+  uint64_t durable = 0;
+
+  static constexpr auto kFields = fields(&Applied::step, &Applied::durable);
+};
+
+}  // namespace muster::server
