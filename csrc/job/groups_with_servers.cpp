@@ -8,6 +8,7 @@
 #include "job/make_groups.h"
 #include "net/unix_socket.h"
 #include "server/protocol/address.h"
+#include "server/shard/server.h"
 #include "server/worker/client.h"
 
 namespace muster {

@@ -7,9 +7,12 @@
 #include <vector>
 
 #include "job/job_facts.h"
-#include "server/shard/server.h"
 
 namespace muster {
+
+namespace server {
+class ParameterServer;
+}
 
 /// A value; copies share the server that this process hosts.
 struct ServerJob {

@@ -178,7 +178,7 @@ class UnixChannel final : public Channel {
     }
   }
 
-  // What the socket takes at once, and moves on to what is left; whether nothing is.
+  // Sends what the socket accepts now and advances `pieces` past it; returns whether all was sent.
   bool write_some(iovec*& pieces, size_t& count, int descriptor) {
     alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
     while (count > 0) {

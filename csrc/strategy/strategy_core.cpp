@@ -19,6 +19,7 @@
 #include "device/kernel_status.h"
 #include "embedding/row_source.h"
 #include "muster/error.h"
+#include "server/shard/server.h"
 
 namespace muster {
 

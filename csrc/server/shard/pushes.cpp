@@ -43,14 +43,14 @@ bool Pushes::is_applied(uint32_t rank, uint64_t incarnation, uint64_t step) cons
   return mark.incarnation > incarnation || (mark.incarnation == incarnation && step <= mark.step);
 }
 
-bool Pushes::hold(uint32_t rank, uint64_t incarnation, const Part& part, const std::vector<int64_t>& rows, Bytes values,
-                  std::shared_ptr<const void> owner) {
+bool Pushes::hold(uint32_t rank, uint64_t incarnation, const Portion& part, const std::vector<int64_t>& rows,
+                  Bytes values, std::shared_ptr<const void> owner) {
   if (is_applied(rank, incarnation, part.step)) return false;
   size_t others = 0;
   for (const auto& [step, of_step] : held_) others += step != part.step && of_step.contains(rank) ? 1 : 0;
   if (others >= kMaxHeld) refuse(rank, part.step, "came before earlier ones were applied; apply each step first");
-  const Contribution none;
-  const Contribution* known = &none;
+  const WorkerSums none;
+  const WorkerSums* known = &none;
   if (const auto held = held_.find(part.step); held != held_.end()) {
     const auto found = held->second.find(rank);
     if (found != held->second.end()) known = &found->second;
@@ -69,7 +69,7 @@ bool Pushes::hold(uint32_t rank, uint64_t incarnation, const Part& part, const s
   auto& contribution = held_[part.step][rank];
   if (!goes_on) {
     rules_.held_bytes -= contribution.bytes;
-    contribution = Contribution();
+    contribution = WorkerSums();
     contribution.incarnation = incarnation;
     contribution.num_parts = part.count;
   }
@@ -82,7 +82,7 @@ bool Pushes::hold(uint32_t rank, uint64_t incarnation, const Part& part, const s
   return true;
 }
 
-const Contribution* Pushes::find(uint64_t step, uint32_t rank) const {
+const WorkerSums* Pushes::find(uint64_t step, uint32_t rank) const {
   const auto held = held_.find(step);
   if (held == held_.end()) return nullptr;
   const auto found = held->second.find(rank);
@@ -145,7 +145,7 @@ void Pushes::note_made(uint64_t step) {
   changed_.notify_all();
 }
 
-const Contribution* Pushes::find_own(uint32_t rank, uint64_t incarnation, uint64_t step) {
+const WorkerSums* Pushes::find_own(uint32_t rank, uint64_t incarnation, uint64_t step) {
   if (is_applied(rank, incarnation, step)) return nullptr;
   const auto* const own = find(step, rank);
   if (own != nullptr && own->incarnation == incarnation) return own;

@@ -1,4 +1,4 @@
-// What makes a push count once: pushes of a chunk or of a table that wait for their step, and which steps are made.
+// Pushes of a chunk or of a table that wait for their step, and the steps that are made, so that each push counts once.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 
 namespace muster::server {
 
-/// What all chunks and tables of a server go by. Thread-safe.
+/// The rules and the commands of steps, common to all chunks and tables of a server. Thread-safe.
 class Steps {
  public:
   /// Tells whether a rank that has not pushed a step still may; called with a chunk's or a table's mutex held.
@@ -31,15 +31,15 @@ class Steps {
   const bool is_synchronous;
   const MayPush may_push;
   std::atomic<int64_t> held_bytes{0};  ///< of pushes
-  std::atomic<bool> stopped{false};    ///< everybody who waits, and will, throws CommError
+  std::atomic<bool> stopped{false};    ///< waiting calls, and later ones that would wait, throw CommError
 
  private:
   mutable std::mutex mutex_;
   std::shared_ptr<const Apply> command_;  // guarded by mutex_
 };
 
-/// What one worker gives in a step.
-struct Contribution {
+/// One worker's sums of a step.
+struct WorkerSums {
   /// Of a chunk: the only part. Of a table: its values are of `rows` rows.
   struct Part {
     size_t rows = 0;
@@ -70,18 +70,19 @@ class Pushes {
   Lock try_lock() { return {mutex_, std::try_to_lock}; }
   uint64_t steps() const noexcept { return steps_; }
 
-  struct Part {
+  /// Which of the `count` parts that a push comes in.
+  struct Portion {
     uint64_t step = 0;
     uint32_t index = 0;
     uint32_t count = 1;
   };
   /// Keeps a part of a push until the step is made. False: it is held or applied already. Throws InvalidArgument, and
   /// changes nothing, above kMaxHeld, for a part that is not the next one, and for rows that do not ascend.
-  bool hold(uint32_t rank, uint64_t incarnation, const Part& part, const std::vector<int64_t>& rows, Bytes values,
+  bool hold(uint32_t rank, uint64_t incarnation, const Portion& part, const std::vector<int64_t>& rows, Bytes values,
             std::shared_ptr<const void> owner);
 
-  /// What a rank gave; null where not all of it is there.
-  const Contribution* find(uint64_t step, uint32_t rank) const;
+  /// A rank's sums of a step; null where not all of them are there.
+  const WorkerSums* find(uint64_t step, uint32_t rank) const;
   /// Whether `step` is the next one and all of them gave theirs.
   bool has_all(uint64_t step, const std::vector<uint32_t>& ranks) const;
 
@@ -98,7 +99,7 @@ class Pushes {
 
   /// Where they are not: what a worker's step is made of; null where it is made. Throws InvalidArgument where not all
   /// of it is held. note_applied marks the step as made.
-  const Contribution* find_own(uint32_t rank, uint64_t incarnation, uint64_t step);
+  const WorkerSums* find_own(uint32_t rank, uint64_t incarnation, uint64_t step);
   void note_applied(uint32_t rank, uint64_t incarnation, uint64_t step);
   /// Drops what a worker pushed and nobody will apply.
   void drop(uint32_t rank);
@@ -132,7 +133,7 @@ class Pushes {
     uint64_t incarnation = 0;
     uint64_t step = 0;
   };
-  using Contributions = std::map<uint32_t, Contribution>;  // by rank
+  using SumsByRank = std::map<uint32_t, WorkerSums>;  // by rank
 
   void wait(Lock& lock, Deadline deadline, const std::string& what, const std::function<bool()>& ready);
   bool is_applied(uint32_t rank, uint64_t incarnation, uint64_t step) const;
@@ -141,8 +142,8 @@ class Pushes {
   std::mutex mutex_;
   std::condition_variable changed_;
   uint64_t steps_ = 0;
-  std::map<uint32_t, Mark> marks_;          // by rank; where steps are not made together
-  std::map<uint64_t, Contributions> held_;  // by step
+  std::map<uint32_t, Mark> marks_;       // by rank; where steps are not made together
+  std::map<uint64_t, SumsByRank> held_;  // by step
 };
 
 }  // namespace muster::server

@@ -128,7 +128,7 @@ void Quorum::resume(Member& member) const {
   member.rests = false;
 }
 
-uint64_t Quorum::progress(uint32_t rank) const { return members_.at(rank).progress(); }
+Quorum::Progress Quorum::progress(uint32_t rank) const { return {members_.at(rank).progress(), slowest()}; }
 
 void Quorum::touch(uint32_t rank, uint64_t incarnation, Time now) { known(rank, incarnation).give_sign(now); }
 

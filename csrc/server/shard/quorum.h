@@ -62,13 +62,14 @@ class Quorum {
   bool is_member(uint32_t rank, uint64_t incarnation) const;
   /// Whether it came, and then left or was declared dead.
   bool is_gone(uint32_t rank) const;
-  /// The last step that all live members have committed, but for those who rest.
-  uint64_t slowest() const;
   /// Whether a worker rests: its pass over the data has ended, or it waits for batches that others have. Nobody waits
   /// for its steps until it is dealt a batch or commits a step; it then counts as having kept up with the slowest.
   void note_rests(uint32_t rank, uint64_t incarnation, bool rests);
-  /// The last step that this member has committed, and those that it was excused from while it rested.
-  uint64_t progress(uint32_t rank) const;
+  struct Progress {
+    uint64_t own = 0;      ///< the last step that the member has committed, and those it was excused from in its rests
+    uint64_t slowest = 0;  ///< the last step that all live members have committed, but for those who rest
+  };
+  Progress progress(uint32_t rank) const;
   /// Live ranks that may push `step`.
   std::vector<uint32_t> pushers(uint64_t step) const;
   bool may_push(uint32_t rank, uint64_t step) const;
@@ -86,7 +87,6 @@ class Quorum {
 
   /// What a member remembers of a decision that this server may have forgotten.
   void recall(const Decision& decision);
-  const Decision& last_decision() const noexcept { return decided_; }
 
   /// Members and clocks, for a snapshot; and back: members then have a heartbeat's time to show up.
   struct Record {
@@ -136,6 +136,7 @@ class Quorum {
   };
 
   Member& known(uint32_t rank, uint64_t incarnation);
+  uint64_t slowest() const;
   void resume(Member& member) const;
   bool may_go_on(const Member& member, uint64_t step) const;
   void try_to_decide();

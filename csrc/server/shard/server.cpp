@@ -77,7 +77,7 @@ ParameterServer::ParameterServer(ServerConfig config)
     : config_(std::move(config)), life_(new_life()), listener_(net::listen_on_host(config_.name)) {
   if (!config_.snapshots.empty()) restore();
   watch_thread_ = std::thread([this] { watch(); });
-  if (!config_.snapshots.empty()) snapshot_thread_ = std::thread([this] { keep_snapshots(); });
+  if (!config_.snapshots.empty()) snapshots_.thread = std::thread([this] { keep_snapshots(); });
 }
 
 ParameterServer::~ParameterServer() {
@@ -89,12 +89,12 @@ ParameterServer::~ParameterServer() {
   }
   if (const auto shard = this->shard()) shard->stop();
   {
-    const Lock lock(snapshot_mutex_);
-    snapshot_stops_ = true;
-    snapshot_changed_.notify_all();
+    const Lock lock(snapshots_.mutex);
+    snapshots_.stops = true;
+    snapshots_.changed.notify_all();
   }
   watch_thread_.join();
-  if (snapshot_thread_.joinable()) snapshot_thread_.join();
+  if (snapshots_.thread.joinable()) snapshots_.thread.join();
   for (const auto& session : sessions_) session->thread.join();
 }
 
@@ -204,10 +204,11 @@ std::shared_ptr<Shard> ParameterServer::shard() const {
 void ParameterServer::keep_snapshots() noexcept {
   for (;;) {
     {
-      Lock lock(snapshot_mutex_);
-      snapshot_changed_.wait_for(lock, config_.snapshot_every, [&] { return snapshot_wanted_ || snapshot_stops_; });
-      if (snapshot_stops_) return;
-      snapshot_wanted_ = false;
+      Lock lock(snapshots_.mutex);
+      snapshots_.changed.wait_for(lock, config_.snapshot_every,
+                                  [&] { return snapshots_.is_wanted || snapshots_.stops; });
+      if (snapshots_.stops) return;
+      snapshots_.is_wanted = false;
     }
     try {
       snapshot();
@@ -218,14 +219,14 @@ void ParameterServer::keep_snapshots() noexcept {
 }
 
 void ParameterServer::snapshot() {
-  const Lock writing(writing_);
+  const Lock writing(snapshots_.writing);
   Saved saved;
   std::shared_ptr<Shard> shard;
   {
     const Lock lock(mutex_);
     if (!is_filled_ || config_.snapshots.empty()) return;
     shard = shard_;
-    saved.configured = {index_, shard->plan(), job_, facts_};
+    saved.configured = {index_, shard->plan(), job_.id, job_.facts};
     saved.configured.plan.workers = quorum_.workers();
     saved.members = quorum_.record();
   }
@@ -251,9 +252,9 @@ void ParameterServer::snapshot() {
   std::memcpy(bytes.mutable_data_ptr(), meta.data(), meta.size());
   checkpoint::write_snapshot(config_.snapshots, snapshot, {.keep = kKeep});
   {
-    const Lock lock(snapshot_mutex_);
-    durable_ = all_applied(made);
-    durable_step_ = all_made(made);
+    const Lock lock(snapshots_.mutex);
+    snapshots_.durable = all_applied(made);
+    snapshots_.durable_step = all_made(made);
   }
   const Lock lock(mutex_);
   ++stats_.snapshots;
@@ -271,8 +272,8 @@ void ParameterServer::restore() {
   const auto& plan = saved.configured.plan;
   plan.validate();
   index_ = saved.configured.server;
-  job_ = saved.configured.job;
-  facts_ = saved.configured.facts;
+  job_.id = saved.configured.job;
+  job_.facts = saved.configured.facts;
   shard_ = std::make_shared<Shard>(plan, index_, [this](uint32_t rank, uint64_t step) { return may_push(rank, step); });
   if (saved.images.size() != shard_->chunks().size()) throw CheckpointError("a snapshot's number of chunks is wrong");
   for (size_t i = 0; i < saved.images.size(); ++i) {
@@ -295,9 +296,9 @@ void ParameterServer::restore() {
   std::vector<Pushes::Record> made;
   for (const auto& image : saved.images) made.push_back(image.made);
   for (const auto& image : saved.tables) made.push_back(image.made);
-  durable_step_ = all_made(made);
+  snapshots_.durable_step = all_made(made);
   log(LogLevel::info, "parameter server " + std::to_string(index_) + " goes on after step " +
-                          std::to_string(durable_step_) + " of its snapshot");
+                          std::to_string(snapshots_.durable_step) + " of its snapshot");
 }
 
 }  // namespace muster::server

@@ -124,27 +124,31 @@ class ParameterServer {
   Dealer dealer_;
   std::shared_ptr<Shard> shard_;  // null before Configure
   uint32_t index_ = 0;            // of this server
-  uint64_t job_ = 0;
-  std::string facts_;       // of the job
+  struct Job {
+    uint64_t id = 0;
+    std::string facts;
+    bool is_new = false;  // began after another one, and nobody has joined it
+  } job_;
   bool is_filled_ = false;  // with initial values
   bool started_ = false;    // which are durable
   bool had_members_ = false;
-  bool job_is_new_ = false;               // began after another one, and nobody has joined it
   std::map<uint32_t, uint64_t> beating_;  // by rank: the last incarnation that gave a sign of life
   bool stopping_ = false;
   std::list<std::unique_ptr<Session>> sessions_;
   Stats stats_;
 
-  mutable std::mutex snapshot_mutex_;
-  std::condition_variable snapshot_changed_;
-  // Guarded by snapshot_mutex_:
-  bool snapshot_wanted_ = false;
-  bool snapshot_stops_ = false;
-  std::map<uint32_t, std::pair<uint64_t, uint64_t>> durable_;  // by rank: incarnation and step
-  uint64_t durable_step_ = 0;                                  // of steps that are made together
+  struct Snapshots {
+    mutable std::mutex mutex;
+    std::condition_variable changed;
+    // Guarded by mutex:
+    bool is_wanted = false;
+    bool stops = false;
+    std::map<uint32_t, std::pair<uint64_t, uint64_t>> durable;  // by rank: incarnation and step
+    uint64_t durable_step = 0;                                  // of steps that are made together
 
-  std::mutex writing_;  // one snapshot at a time
-  std::thread snapshot_thread_;
+    std::mutex writing;  // one snapshot at a time
+    std::thread thread;
+  } snapshots_;
   std::thread watch_thread_;
 };
 

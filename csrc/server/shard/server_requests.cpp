@@ -126,8 +126,8 @@ void ParameterServer::inquire(Session& session) {
   {
     const Lock lock(mutex_);
     standing.started = started_;
-    standing.job = job_;
-    standing.facts = facts_;
+    standing.job = job_.id;
+    standing.facts = job_.facts;
     for (const auto& other : sessions_) {
       if (!other->is_known || other->is_over || !quorum_.is_member(other->rank, other->incarnation)) continue;
       const auto beating = beating_.find(other->rank);
@@ -143,10 +143,10 @@ void ParameterServer::inquire(Session& session) {
 }
 
 std::vector<uint32_t> ParameterServer::begin_job(const Configure& request) {
-  job_ = request.job;
-  facts_ = request.facts;
+  job_.id = request.job;
+  job_.facts = request.facts;
   dealer_ = Dealer();
-  job_is_new_ = true;
+  job_.is_new = true;
   const auto fenced = quorum_.begin_anew(rules_of(request.plan), Clock::now());
   for (const auto& other : sessions_) {
     if (other->is_known && std::find(fenced.begin(), fenced.end(), other->rank) != fenced.end()) {
@@ -165,14 +165,14 @@ void ParameterServer::configure(Session& session, const Configure& request) {
   std::vector<uint32_t> fenced;
   {
     const Lock lock(mutex_);
-    if (request.job < job_) {
+    if (request.job < job_.id) {
       throw Fenced("worker " + std::to_string(session.rank) +
                    " belongs to a job that another one on the same parameter servers has ended; start its workers "
                    "again, on servers of their own");
     }
     if (!shard_) {
-      job_ = request.job;
-      facts_ = request.facts;
+      job_.id = request.job;
+      job_.facts = request.facts;
       index_ = request.server;
       shard_ = std::make_shared<Shard>(request.plan, index_,
                                        [this](uint32_t rank, uint64_t step) { return may_push(rank, step); });
@@ -185,7 +185,7 @@ void ParameterServer::configure(Session& session, const Configure& request) {
       throw InvalidArgument("this is server " + std::to_string(index_) + ", not " + std::to_string(request.server) +
                             "; give all workers the servers in one order");
     }
-    if (request.job > job_) fenced = begin_job(request);
+    if (request.job > job_.id) fenced = begin_job(request);
     configured.started = started_;
   }
   const auto shard = this->shard();
@@ -237,7 +237,7 @@ void ParameterServer::join(Session& session, Shard& shard, const Join& request, 
     if (stopping_) throw CommError("the parameter server ends; start it again, or end the job");
     // A job that is started again begins its passes anew.
     if (quorum_.live().empty()) dealer_ = Dealer();
-    is_first = std::exchange(job_is_new_, false) && !request.returns && shard.plan().is_synchronous();
+    is_first = std::exchange(job_.is_new, false) && !request.returns && shard.plan().is_synchronous();
     if (is_first) quorum_.begin_at(request.step);
     if (index_ == 0) joined = {quorum_.step_of_joiner(), dealer_.newest()};
     quorum_.join(session.rank, session.incarnation, joined.step, Clock::now());
@@ -298,8 +298,7 @@ void ParameterServer::hold(Session& session, Shard& shard, const Push& request, 
 
 void ParameterServer::commit(Session& session, const Commit& request, Deadline deadline) {
   Decision decision;
-  uint64_t progress = 0;
-  uint64_t slowest = 0;
+  Quorum::Progress progress;
   {
     Lock lock(mutex_);
     quorum_.commit(session.rank, session.incarnation, request);
@@ -319,9 +318,8 @@ void ParameterServer::commit(Session& session, const Commit& request, Deadline d
       }
     }
     progress = quorum_.progress(session.rank);
-    slowest = quorum_.slowest();
   }
-  log(LogLevel::debug, goes_on(session.rank, progress, slowest));
+  log(LogLevel::debug, goes_on(session.rank, progress.own, progress.slowest));
   reply(session, decision);
 }
 
@@ -373,9 +371,9 @@ void ParameterServer::beat(Session& session, Shard& shard, const Beat& request) 
     beating_[session.rank] = session.incarnation;
   }
   if (request.wants_snapshot) {
-    const Lock lock(snapshot_mutex_);
-    snapshot_wanted_ = true;
-    snapshot_changed_.notify_all();
+    const Lock lock(snapshots_.mutex);
+    snapshots_.is_wanted = true;
+    snapshots_.changed.notify_all();
   }
   reply(session, Beaten{durable(session, shard)});
 }
@@ -395,10 +393,10 @@ void ParameterServer::leave(Session& session, Shard& shard) {
 uint64_t ParameterServer::durable(const Session& session, Shard& shard) const {
   const bool owns_any = !shard.chunks().empty() || shard.tables().num_tables() > 0;
   if (config_.snapshots.empty() || !owns_any) return shard.least_step(session.rank, session.incarnation);
-  const Lock lock(snapshot_mutex_);
-  if (shard.plan().is_synchronous()) return durable_step_;
-  const auto found = durable_.find(session.rank);
-  return found != durable_.end() && found->second.first == session.incarnation ? found->second.second : 0;
+  const Lock lock(snapshots_.mutex);
+  if (shard.plan().is_synchronous()) return snapshots_.durable_step;
+  const auto found = snapshots_.durable.find(session.rank);
+  return found != snapshots_.durable.end() && found->second.first == session.incarnation ? found->second.second : 0;
 }
 
 }  // namespace muster::server

@@ -2,19 +2,14 @@
 // applied.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
-#include <optional>
-#include <string>
 #include <vector>
 
-#include "optimizer/flat_optimizer.h"
 #include "server/protocol/plan.h"
 #include "server/protocol/protocol.h"
+#include "server/shard/held_chunk.h"
 #include "server/shard/pushes.h"
 #include "server/shard/table_shard.h"
 
@@ -39,7 +34,7 @@ class Shard {
   /// Calls `consume` with the part's bytes (none where there is no such state) and the number of steps made, once that
   /// is `at_least`; nobody changes them meanwhile. Helps with a step that is being applied. Throws Timeout at the
   /// deadline.
-  using Consume = std::function<void(Bytes values, uint64_t steps)>;
+  using Consume = HeldChunk::Consume;
   void read(uint32_t chunk, Part part, uint64_t at_least, Deadline deadline, const Consume& consume);
 
   /// Keeps a push until it is applied; `owner` keeps its memory alive. False: it is held or applied already. Throws
@@ -70,7 +65,7 @@ class Shard {
   /// By chunk, then by table, the last applied step: of the worker's incarnation, where steps are not made together.
   std::vector<uint64_t> steps(uint32_t rank, uint64_t incarnation);
 
-  /// The least of them.
+  /// The smallest of steps(); UINT64_MAX where this server owns nothing.
   uint64_t least_step(uint32_t rank, uint64_t incarnation);
 
   /// Drops what a worker pushed and nobody will apply: steps that are not made together.
@@ -78,58 +73,28 @@ class Shard {
 
   /// Makes who waits look again.
   void wake();
-  /// Everybody who waits, and will, throws CommError.
+  /// Stops: waiting calls, and later ones that would wait, throw CommError.
   void stop();
 
   /// Bytes of pushes that are held.
   int64_t held_bytes() const noexcept { return rules_.held_bytes; }
 
-  /// A copy of a chunk: tensors by name, and what is applied.
-  struct Image {
-    std::map<std::string, at::Tensor> tensors;
-    Pushes::Record made;
-
-    template <class M, class W>
-    static void visit(M& m, W& w) {
-      Pushes::Record::visit(m.made, w);
-    }
-  };
+  using Image = HeldChunk::Image;
   Image image(uint32_t chunk);
   /// `image.tensors` may hold those of other chunks, too. Throws CheckpointError for what is missing or of another
   /// shape.
   void restore(uint32_t chunk, const Image& image);
 
  private:
-  struct State : Pushes {
-    using Pushes::Pushes;
-    Chunk chunk;
-    // Guarded by lock():
-    at::Tensor memory;               // the parameters, with the gaps of chunk
-    std::vector<at::Tensor> pieces;  // views of it
-    std::unique_ptr<FlatOptimizer> optimizer;
-    uint64_t summed_step = 0;
-    std::vector<uint32_t> summed_members;
-    at::Tensor sums;                 // the sum of several members
-    const std::byte* sum = nullptr;  // where it is: in `sums`, or what the only member pushed
-    std::vector<double> partials;
-    std::optional<std::vector<double>> made_partials;  // of the last step: a slow member may still ask for them
-  };
-
-  State& state(uint32_t chunk) const;
-  void make_optimizer(State& state, const FlatGroups& groups) const;
-  at::Tensor part_of(const State& state, size_t piece, Part part) const;
-  void add(State& state, uint64_t step, const std::vector<uint32_t>& members);
-  void apply_together(State& state, const Apply& apply, Deadline deadline);
-  void make(State& state, const Apply& apply, const std::vector<uint32_t>& members);
-  void apply_alone(State& state, uint32_t rank, uint64_t incarnation, const Apply& apply);
-  void step(State& state, const Apply& apply, const std::byte* gradients) const;
+  HeldChunk& chunk(uint32_t index) const;
 
   const Plan plan_;
   Steps rules_;
   std::vector<uint32_t> own_;
   int64_t parameter_bytes_ = 0;
-  std::map<uint32_t, std::unique_ptr<State>> states_;  // by chunk
+  std::map<uint32_t, std::unique_ptr<HeldChunk>> chunks_;  // by index
   TableShard tables_;
+  std::vector<HeldSums*> members_;  // chunks, then tables
 };
 
 }  // namespace muster::server

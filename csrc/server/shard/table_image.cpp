@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "kernels/kernels.h"
 #include "muster/error.h"
@@ -51,11 +52,12 @@ TableShard::Image TableShard::image(uint32_t index) {
   auto lock = own.lock();
   image.made = own.record();
   image.counted = own.counted;
-  image.has_sums = own.made_sums.step != 0 && own.made_sums.step == own.steps();
-  if (image.has_sums && !own.made_sums.rows.empty()) {
-    image.summed_rows = own.made_sums.rows.size();
-    image.tensors[summed_name(own.spec)] = tensor_of(own.made_sums.rows, at::kLong);
-    image.tensors[partials_name(own.spec)] = tensor_of(own.made_sums.partials, at::kDouble);
+  const auto* const made = own.made();
+  image.has_sums = made != nullptr;
+  if (image.has_sums && !made->rows.empty()) {
+    image.summed_rows = made->rows.size();
+    image.tensors[summed_name(own.spec)] = tensor_of(made->rows, at::kLong);
+    image.tensors[partials_name(own.spec)] = tensor_of(made->partials, at::kDouble);
   }
   const std::shared_lock reading(own.rows_mutex);
   lock.unlock();
@@ -86,14 +88,16 @@ void TableShard::restore(uint32_t index, const Image& image) {
   const auto lock = own.lock();
   const std::unique_lock writing(own.rows_mutex);
   own.rows.import_rows(span_of<int64_t>(rows), span_of<float>(values), span_of<float>(states));
-  own.Pushes::restore(image.made);
   own.counted = image.counted;
-  if (!image.has_sums) return;
-  own.made_sums.step = image.made.steps;
-  const auto summed_rows = span_of<int64_t>(summed);
-  own.made_sums.rows.assign(summed_rows.begin(), summed_rows.end());
-  const auto of_rows = span_of<double>(partials);
-  own.made_sums.partials.assign(of_rows.begin(), of_rows.end());
+  HeldSums::Statistics made;
+  if (image.has_sums) {
+    made.step = image.made.steps;
+    const auto summed_rows = span_of<int64_t>(summed);
+    made.rows.assign(summed_rows.begin(), summed_rows.end());
+    const auto of_rows = span_of<double>(partials);
+    made.partials.assign(of_rows.begin(), of_rows.end());
+  }
+  own.restore(image.made, std::move(made));
 }
 
 }  // namespace muster::server

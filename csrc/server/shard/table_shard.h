@@ -7,15 +7,13 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <shared_mutex>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "embedding/row_table.h"
 #include "server/protocol/plan.h"
 #include "server/protocol/protocol.h"
+#include "server/shard/held_table.h"
 #include "server/shard/pushes.h"
 
 namespace muster::server {
@@ -69,14 +67,8 @@ class TableShard {
   /// As Shard::apply.
   void apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline);
 
-  /// As Shard::skip_to; `command`: of that step, or null.
-  bool skip_to(uint64_t step, const Apply* command);
-
-  /// By table, as Shard::steps.
-  std::vector<uint64_t> steps(uint32_t rank, uint64_t incarnation);
-  void drop_pushes(uint32_t rank);
-  void wake();
-
+  /// By table.
+  std::vector<HeldSums*> members() const;
   size_t num_tables() const noexcept { return tables_.size(); }
 
   /// A copy of a table: tensors by name, and what is applied.
@@ -102,45 +94,12 @@ class TableShard {
   void restore(uint32_t table, const Image& image);
 
  private:
-  /// So many rows, whose values lie here side by side.
-  using Run = std::pair<size_t, const float*>;
-
-  /// What members pushed, added.
-  struct Sums {
-    uint64_t step = 0;  ///< 0: none
-    std::vector<uint32_t> members;
-    std::vector<int64_t> rows;
-    std::vector<Run> runs;      ///< in `values`, or what the only member pushed
-    std::vector<float> values;  ///< of several members
-    std::vector<double> partials;
-  };
-
-  struct Table : Pushes {
-    Table(const TableSpec& spec, const Plan& plan, Steps& rules);
-
-    const TableSpec& spec;
-    const RowSharding sharding;
-    std::shared_mutex rows_mutex;  // of rows; taken under lock(), or alone to read
-    RowTable rows;
-    // Guarded by lock():
-    uint64_t counted = 0;  // steps, by the optimizer
-    Sums sums;
-    Sums made_sums;  // rows and partials of the last step: a slow member may still ask for them
-  };
-
-  Table& table(uint32_t index) const;
-  void check_rows(const Table& table, std::span<const int64_t> rows) const;
-  Pushes::Lock lock_after(Table& table, uint64_t at_least, Deadline deadline);
-  void add(Table& table, uint64_t step, const std::vector<uint32_t>& members) const;
-  void take_partials(Sums& sums, size_t dim) const;
-  void apply_together(Table& table, const Apply& apply, Deadline deadline);
-  void make(Table& table, const Apply& apply, const std::vector<uint32_t>& members) const;
-  void apply_alone(Table& table, uint32_t rank, uint64_t incarnation, const Apply& apply);
-  void step(Table& table, const Apply& apply, std::span<const int64_t> rows, std::span<const Run> runs) const;
+  HeldTable& table(uint32_t index) const;
+  void check_rows(const HeldTable& table, std::span<const int64_t> rows) const;
 
   const Plan& plan_;
   const uint32_t server_;
-  std::vector<std::unique_ptr<Table>> tables_;
+  std::vector<std::unique_ptr<HeldTable>> tables_;
 };
 
 }  // namespace muster::server

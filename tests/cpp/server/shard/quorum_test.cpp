@@ -91,16 +91,16 @@ TEST_CASE("who rests holds nobody back, and goes on beside the slowest", "[serve
 
   SECTION("with a batch") {
     quorum.note_rests(1, b, false);
-    CHECK(quorum.progress(1) == 7);
+    CHECK(quorum.progress(1).own == 7);
     quorum.note_rests(1, b, false);
-    CHECK(quorum.progress(1) == 7);
+    CHECK(quorum.progress(1).own == 7);
   }
   SECTION("with a step of its own") {
     quorum.commit(1, b, {1, {}});
-    CHECK(quorum.progress(1) == 8);
+    CHECK(quorum.progress(1).own == 8);
     CHECK(quorum.decision(1, 1));
   }
-  const uint64_t reached = quorum.progress(1);
+  const uint64_t reached = quorum.progress(1).own;
   quorum.commit(0, a, {reached + 1, {}});
   CHECK(quorum.decision(0, reached + 1));
   quorum.commit(0, a, {reached + 2, {}});
@@ -112,7 +112,7 @@ TEST_CASE("who rests holds nobody back, and goes on beside the slowest", "[serve
   again.restore(quorum.record(), kStart);
   CHECK_FALSE(again.decision(0, reached + 2));
   CHECK(again.missing(0, reached + 2) == "worker 1");
-  CHECK(again.progress(1) == reached);
+  CHECK(again.progress(1).own == reached);
 }
 
 TEST_CASE("who was never seen is awaited for longer, but not for ever", "[server]") {
@@ -200,7 +200,7 @@ TEST_CASE("nobody runs more than k steps ahead of the slowest live worker", "[se
   CHECK(quorum.expire(after(200)) == std::vector<uint32_t>{1});
   CHECK(quorum.decision(0, 5));
   add(quorum, 1, after(200));
-  CHECK(quorum.slowest() == 5);  // comes in beside the slowest
+  CHECK(quorum.progress(0).slowest == 5);  // comes in beside the slowest
 
   Quorum any = make(2, kAnyStaleness);
   const auto alone = add(any, 0);

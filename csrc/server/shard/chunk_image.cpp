@@ -1,13 +1,14 @@
-// A shard's chunks in snapshots.
+// A chunk in snapshots.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "muster/error.h"
 #include "server/protocol/chunk_parts.h"
-#include "server/shard/shard.h"
+#include "server/shard/held_chunk.h"
 
 namespace muster::server {
 
@@ -29,20 +30,19 @@ std::string name_of(const Plan& plan, const Piece& piece, Part part) {
 
 }  // namespace
 
-Shard::Image Shard::image(uint32_t chunk) {
-  auto& own = state(chunk);
-  const auto lock = own.lock();
+HeldChunk::Image HeldChunk::image() {
+  const auto lock = this->lock();
   Image image;
-  image.made = own.record();
-  if (own.made_partials) {
-    auto& partials = image.tensors[partials_name(plan_, own.chunk)];
-    partials = at::empty({static_cast<int64_t>(own.made_partials->size())}, at::kDouble);
-    std::copy(own.made_partials->begin(), own.made_partials->end(), partials.mutable_data_ptr<double>());
+  image.made = record();
+  if (const auto* const last = made()) {
+    auto& partials = image.tensors[partials_name(plan_, chunk_)];
+    partials = at::empty({static_cast<int64_t>(last->partials.size())}, at::kDouble);
+    std::copy(last->partials.begin(), last->partials.end(), partials.mutable_data_ptr<double>());
   }
-  for (size_t i = 0; i < own.pieces.size(); ++i) {
-    const auto& piece = own.chunk.pieces[i];
+  for (size_t i = 0; i < pieces_.size(); ++i) {
+    const auto& piece = chunk_.pieces[i];
     for (const auto part : kParts) {
-      const auto tensor = part_of(own, i, part);
+      const auto tensor = part_of(i, part);
       if (!tensor.defined()) continue;
       image.tensors[name_of(plan_, piece, part)] = tensor.clone();
     }
@@ -50,33 +50,34 @@ Shard::Image Shard::image(uint32_t chunk) {
   return image;
 }
 
-void Shard::restore(uint32_t chunk, const Image& image) {
+void HeldChunk::restore(const Image& image) {
   const at::NoGradGuard no_grad;
-  auto& own = state(chunk);
-  const auto lock = own.lock();
-  for (size_t i = 0; i < own.pieces.size(); ++i) {
+  const auto lock = this->lock();
+  for (size_t i = 0; i < pieces_.size(); ++i) {
     for (const auto part : kParts) {
-      const std::string name = name_of(plan_, own.chunk.pieces[i], part);
+      const std::string name = name_of(plan_, chunk_.pieces[i], part);
       const auto found = image.tensors.find(name);
       if (found == image.tensors.end()) {
-        const bool is_needed = part == Part::parameter || part == Part::steps ||
-                               (part == Part::master && own.chunk.dtype != own.chunk.gradient);
+        const bool is_needed =
+            part == Part::parameter || part == Part::steps || (part == Part::master && chunk_.dtype != chunk_.gradient);
         if (!is_needed) continue;
         throw CheckpointError("a snapshot lacks '" + name + "'; use an older snapshot");
       }
-      if (found->second.numel() != place_of(own.chunk, i, part).numel ||
-          found->second.scalar_type() != dtype_of(own.chunk, part)) {
+      if (found->second.numel() != place_of(chunk_, i, part).numel ||
+          found->second.scalar_type() != dtype_of(chunk_, part)) {
         throw CheckpointError("a snapshot's '" + name + "' has another shape or dtype; use an older snapshot");
       }
-      set_part(*own.optimizer, own.pieces[i], i, part, found->second.view({-1}));
+      set_part(*optimizer_, pieces_[i], i, part, found->second.view({-1}));
     }
   }
-  own.restore(image.made);
-  const auto partials = image.tensors.find(partials_name(plan_, own.chunk));
+  Statistics made;
+  const auto partials = image.tensors.find(partials_name(plan_, chunk_));
   if (partials != image.tensors.end() && partials->second.scalar_type() == at::kDouble) {
     const auto* const first = partials->second.const_data_ptr<double>();
-    own.made_partials.emplace(first, first + partials->second.numel());
+    made.step = image.made.steps;
+    made.partials.assign(first, first + partials->second.numel());
   }
+  HeldSums::restore(image.made, std::move(made));
 }
 
 }  // namespace muster::server

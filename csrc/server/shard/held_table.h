@@ -1,0 +1,46 @@
+// A table whose rows a server owns in part: rows, optimizer state, and the sums of what workers push of it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <shared_mutex>
+#include <utility>
+#include <vector>
+
+#include "embedding/row_sharding.h"
+#include "embedding/row_table.h"
+#include "server/protocol/plan.h"
+#include "server/shard/held_sums.h"
+
+namespace muster::server {
+
+/// One table of a TableShard, which guards what is public here.
+class HeldTable final : public HeldSums {
+ public:
+  /// `spec` is one of plan.tables; `plan` and `rules` must outlive it.
+  HeldTable(const TableSpec& spec, const Plan& plan, Steps& rules);
+
+  using HeldSums::made;
+  using HeldSums::restore;
+
+  const TableSpec& spec;
+  const RowSharding sharding;
+  std::shared_mutex rows_mutex;  ///< of rows; taken under lock(), or alone to read
+  RowTable rows;
+  uint64_t counted = 0;  ///< steps, by the optimizer; guarded by lock()
+
+ private:
+  /// So many rows, whose values lie here side by side.
+  using Run = std::pair<size_t, const float*>;
+
+  void add(uint64_t step, const std::vector<uint32_t>& members, Statistics& statistics) override;
+  void step(const Apply& apply, const WorkerSums* given) override;
+  void take_partials(Statistics& statistics) const;
+
+  const Plan& plan_;
+  // Guarded by lock():
+  std::vector<Run> runs_;      // in `values_`, or what the only member pushed
+  std::vector<float> values_;  // the sums of several members
+};
+
+}  // namespace muster::server
