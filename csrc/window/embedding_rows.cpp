@@ -26,8 +26,8 @@ class RowsOnServers::Source : public RowSource {
   at::Tensor pull(const at::Tensor& rows) override {
     const auto numbers = rows.contiguous();
     auto values = at::empty({numbers.numel(), rows_.plan_.tables[table_].dim}, at::kFloat);
-    rows_.client_.pull_rows(static_cast<uint32_t>(table_), rows_.at_least_, span_of<int64_t>(numbers),
-                            span_of<float>(values));
+    rows_.client_.rows().pull(static_cast<uint32_t>(table_), rows_.at_least_, span_of<int64_t>(numbers),
+                              span_of<float>(values));
     return values;
   }
 
@@ -50,7 +50,7 @@ void RowsOnServers::give(const FlatOptimizer& optimizer) {
     const auto& weight = tables_[t].weight;
     const auto position = tables_[t].position;
     const auto& steps = optimizer.step_count(position);
-    if (steps.defined()) client_.write_row_steps(table, static_cast<uint64_t>(steps.item<float>()));
+    if (steps.defined()) client_.rows().write_steps(table, static_cast<uint64_t>(steps.item<float>()));
     if (!tables_[t].was_here) continue;
     const int64_t block = std::max<int64_t>(kBlockElements / spec.dim, 1);
     for (int64_t begin = 0; begin < spec.num_rows; begin += block) {
@@ -63,7 +63,7 @@ void RowsOnServers::give(const FlatOptimizer& optimizer) {
         const auto state = part_of(weight, optimizer, position, part);
         if (state.defined()) states.push_back(state.narrow(0, begin, count));
       }
-      auto state = at::zeros({count, client_.state_width(table)}, at::kFloat);
+      auto state = at::zeros({count, client_.rows().state_width(table)}, at::kFloat);
       if (!states.empty()) state.copy_(at::cat(states, 1));
       const auto differs = values.ne(first).any(1).logical_or(state.ne(0).any(1));
       const auto rows = differs.nonzero().view({-1});
@@ -71,7 +71,7 @@ void RowsOnServers::give(const FlatOptimizer& optimizer) {
       const auto numbers = at::add(rows, begin);
       const auto written = values.index_select(0, rows);
       state = state.index_select(0, rows);
-      client_.write_rows(table, span_of<int64_t>(numbers), span_of<float>(written), span_of<float>(state));
+      client_.rows().write(table, span_of<int64_t>(numbers), span_of<float>(written), span_of<float>(state));
     }
   }
 }
@@ -104,10 +104,10 @@ bool RowsOnServers::was_written(size_t table) const {
 
 void RowsOnServers::push(uint64_t step, size_t t, const at::Tensor& sums) {
   const auto table = static_cast<uint32_t>(t);
-  if (!sums.defined()) return client_.push_rows(step, table, {}, {});
+  if (!sums.defined()) return client_.rows().push(step, table, {}, {});
   const auto rows = sums._indices().view({-1}).contiguous();
   const auto values = sums._values().contiguous();
-  client_.push_rows(step, table, span_of<int64_t>(rows), span_of<float>(values));
+  client_.rows().push(step, table, span_of<int64_t>(rows), span_of<float>(values));
 }
 
 at::Tensor RowsOnServers::fetch(size_t t, Part part) {
@@ -118,8 +118,8 @@ at::Tensor RowsOnServers::fetch(size_t t, Part part) {
   const int64_t which = static_cast<int64_t>(part) - static_cast<int64_t>(Part::state0);
   const bool is_state = part != Part::parameter && part != Part::steps;
   const int64_t width = is_state && spec.row_wise_adagrad ? 1 : spec.dim;
-  if (is_state && (which + 1) * width > client_.state_width(table)) return {};
-  auto touched = client_.fetch_rows(table, at_least_);
+  if (is_state && (which + 1) * width > client_.rows().state_width(table)) return {};
+  auto touched = client_.rows().fetch(table, at_least_);
   if (part == Part::steps) return at::scalar_tensor(static_cast<double>(touched.steps), at::kFloat);
   auto whole = at::zeros({spec.num_rows, width}, at::kFloat);
   if (part == Part::parameter) spec.initialiser.fill_rows(whole);

@@ -162,7 +162,7 @@ void Worker::push(uint64_t step) {
     if (chunk.numel > end) pieces.emplace_back(kGap, static_cast<size_t>((chunk.numel - end) * size));
     client.push(step, c, pieces, step % 3 == 0 ? nullptr : pushed_);
   }
-  for (uint32_t t = 0; t < plan.tables.size(); ++t) client.push_rows(step, t, {}, {});
+  for (uint32_t t = 0; t < plan.tables.size(); ++t) client.rows().push(step, t, {}, {});
 }
 
 void Worker::step(uint64_t step, double clip_norm, const FlatGroups* groups) {

@@ -2,7 +2,7 @@
 #include <thread>
 
 #include "core/wait_hook.h"
-#include "server/worker/client_calls.h"
+#include "server/worker/client.h"
 
 namespace muster::server {
 

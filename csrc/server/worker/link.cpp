@@ -202,7 +202,7 @@ void Link::take_answer(Lane& lane, size_t index, const std::function<void()>& be
   done(frame);
 }
 
-void Link::settle(uint32_t chunk, const std::function<void()>& between) {
+void Link::drain_lane(uint32_t chunk, const std::function<void()>& between) {
   const size_t index = 1 + chunk % config_.lanes;
   while (!lanes_[index].under_way.empty()) take_answer(lanes_[index], index, between);
 }

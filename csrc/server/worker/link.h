@@ -79,7 +79,7 @@ class Link {
   void send_chunk(uint32_t chunk, uint16_t type, std::string_view message, std::span<const net::Bytes> payload,
                   std::span<std::byte> to, Answer done, const std::function<void()>& between);
   /// Waits for the answers of what is under way on a chunk's lane: what is large both ways must not queue there.
-  void settle(uint32_t chunk, const std::function<void()>& between);
+  void drain_lane(uint32_t chunk, const std::function<void()>& between);
   /// Waits for the answers of everything that is under way.
   void drain(const std::function<void()>& between);
   size_t under_way() const noexcept;

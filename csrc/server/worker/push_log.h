@@ -73,7 +73,7 @@ class PushLog {
   /// the step may be durable before.
   void lend(Entry& entry, uint32_t chunk, std::span<const Bytes> pieces, std::shared_ptr<const void> owner) const;
   void take_lent();
-  /// Of one that is not lent.
+  /// The chunk's gradients in the log; it must have been written or taken back, not lent.
   Bytes of_chunk(const Entry& entry, uint32_t chunk) const;
 
   /// Memory for a part of an entry's push of rows, at a multiple of 64 bytes, until the entry is released; null where

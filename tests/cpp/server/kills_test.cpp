@@ -136,7 +136,7 @@ void work(const Job& job, uint32_t rank, int life) {
       client.push(step, c, {&bytes, 1}, gradient);
     }
     const int64_t row = life;
-    client.push_rows(step, 0, {&row, 1}, std::vector<float>(kDim, 1));
+    client.rows().push(step, 0, {&row, 1}, std::vector<float>(kDim, 1));
     client.flush();
     Apply command;
     command.step = step;
@@ -225,7 +225,7 @@ std::vector<std::vector<float>> read_counts(const Job& job) {
   std::vector<int64_t> rows(kWidth);
   std::iota(rows.begin(), rows.end(), 0);
   std::vector<float> values(rows.size() * kDim);
-  client.pull_rows(0, 0, rows, values);
+  client.rows().pull(0, 0, rows, values);
   for (size_t i = 0; i < values.size(); ++i) counts[i / kDim].push_back(-values[i]);
   return counts;
 }

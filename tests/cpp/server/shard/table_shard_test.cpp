@@ -186,7 +186,7 @@ struct TableWorker {
   void push(uint64_t step) {
     for (uint32_t t = 0; t < plan.tables.size(); ++t) {
       const Rows rows = rows_of(plan.tables[t], rank, step + shift);
-      client.push_rows(step, t, rows, gradients_of(plan.tables[t], rows, rank, step + shift));
+      client.rows().push(step, t, rows, gradients_of(plan.tables[t], rows, rank, step + shift));
     }
     client.flush();
   }
@@ -217,11 +217,11 @@ void check_same(TableWorker& worker, const Reference& expected, uint64_t step) {
     std::reverse(rows.begin(), rows.end());
     rows.insert(rows.end(), {1, 0, 1});
     Floats values(rows.size() * static_cast<size_t>(table.dim())), wanted(values.size());
-    worker.client.pull_rows(t, step, rows, values);
+    worker.client.rows().pull(t, step, rows, values);
     table.pull(rows, wanted);
     MUSTER_CHECK(same_bits(values, wanted));
-    MUSTER_CHECK(worker.client.state_width(t) == table.state_width());
-    MUSTER_CHECK(same(worker.client.fetch_rows(t, step), known));
+    MUSTER_CHECK(worker.client.rows().state_width(t) == table.state_width());
+    MUSTER_CHECK(same(worker.client.rows().fetch(t, step), known));
   }
 }
 
@@ -292,10 +292,10 @@ TEST_CASE("a table goes on from rows that were fetched, on other servers", "[ser
   const Servers others(testing::server_names(3));
   TableWorker copy(others.names, 0, other);
   for (uint32_t t = 0; t < plan.tables.size(); ++t) {
-    const auto rows = worker.client.fetch_rows(t, 5);
+    const auto rows = worker.client.rows().fetch(t, 5);
     CHECK(rows.steps == expected.counted[t]);
-    copy.client.write_rows(t, rows.rows, rows.values, rows.states);
-    copy.client.write_row_steps(t, rows.steps);
+    copy.client.rows().write(t, rows.rows, rows.values, rows.states);
+    copy.client.rows().write_steps(t, rows.steps);
   }
   copy.join();
   copy.shift = 5;
@@ -321,7 +321,7 @@ TEST_CASE("a push of rows larger than a frame travels in parts", "[server]") {
         for (int64_t i = 0; i < kDim; ++i) gradients.push_back(static_cast<float>(row % 97 + i));
       }
       auto& client = worker.client;
-      client.push_rows(1, 0, rows, gradients);
+      client.rows().push(1, 0, rows, gradients);
       client.flush();
       const auto members = client.commit(1, {1}).members;
       const auto partials = client.sum(1, members).tables.at(0);
@@ -334,8 +334,8 @@ TEST_CASE("a push of rows larger than a frame travels in parts", "[server]") {
       Rows wanted(2 * kCount);
       std::iota(wanted.rbegin(), wanted.rend(), 0);
       Floats values(wanted.size() * kDim);
-      client.pull_rows(0, 1, wanted, values);
-      const auto fetched = client.fetch_rows(0, 1);
+      client.rows().pull(0, 1, wanted, values);
+      const auto fetched = client.rows().fetch(0, 1);
       MUSTER_CHECK(fetched.rows.size() == partials.size());
       for (size_t i = 0; i < wanted.size(); ++i) {
         const int64_t row = wanted[i];
@@ -451,7 +451,7 @@ TEST_CASE("with staleness rows are stepped by whoever pushes them, each push onc
     TableWorker worker(running.names, static_cast<uint32_t>(rank), plan, rank != 1);
     worker.join();
     for (uint64_t step = 1; step <= kSteps; ++step) {
-      worker.client.push_rows(step, 0, Rows{rank, 9}, Floats(6, 1));
+      worker.client.rows().push(step, 0, Rows{rank, 9}, Floats(6, 1));
       worker.client.flush();
       Apply command;
       command.step = step;
@@ -460,7 +460,7 @@ TEST_CASE("with staleness rows are stepped by whoever pushes them, each push onc
       worker.client.apply(command);
       worker.client.commit(step, {});
       Floats own(3);
-      worker.client.pull_rows(0, 0, Rows{rank}, own);
+      worker.client.rows().pull(0, 0, Rows{rank}, own);
       MUSTER_CHECK(own == Floats(3, -static_cast<float>(step)));
     }
     worker.client.leave();
@@ -468,7 +468,7 @@ TEST_CASE("with staleness rows are stepped by whoever pushes them, each push onc
   CHECK(failures == "");
   TableWorker last(running.names, 7, plan);
   last.join();
-  const auto rows = last.client.fetch_rows(0, kWorkers * kSteps);
+  const auto rows = last.client.rows().fetch(0, kWorkers * kSteps);
   CHECK(rows.rows == Rows{0, 1, 2, 9});
   CHECK(rows.values[0] == -20);
   CHECK(rows.values[9] == -60);
@@ -482,16 +482,16 @@ TEST_CASE("a request about rows that makes no sense changes nothing", "[server]"
   worker.join();
   auto& client = worker.client;
   Floats five(5);
-  CHECK_THROWS_AS(client.pull_rows(3, 0, Rows{1}, five), InvalidArgument);
-  CHECK_THROWS_AS(client.pull_rows(0, 0, Rows{100'000}, five), InvalidArgument);
-  CHECK_THROWS_AS(client.pull_rows(0, 0, Rows{-1}, five), InvalidArgument);
-  CHECK_THROWS_AS(client.pull_rows(0, 0, Rows{1, 2}, five), InvalidArgument);
-  CHECK_THROWS_AS(client.push_rows(1, 0, Rows{1, 1}, Floats(10)), InvalidArgument);
-  CHECK_THROWS_AS(client.push_rows(1, 0, Rows{1}, Floats(4)), InvalidArgument);
-  CHECK_THROWS_AS(client.push_rows(1, 0, Rows{100'000}, five), InvalidArgument);
-  CHECK_THROWS_AS(client.write_rows(0, Rows{1}, five, five), InvalidArgument);
-  CHECK_THROWS_AS(client.write_row_steps(3, 1), InvalidArgument);
-  CHECK_THROWS_AS(client.fetch_rows(3, 0), InvalidArgument);
+  CHECK_THROWS_AS(client.rows().pull(3, 0, Rows{1}, five), InvalidArgument);
+  CHECK_THROWS_AS(client.rows().pull(0, 0, Rows{100'000}, five), InvalidArgument);
+  CHECK_THROWS_AS(client.rows().pull(0, 0, Rows{-1}, five), InvalidArgument);
+  CHECK_THROWS_AS(client.rows().pull(0, 0, Rows{1, 2}, five), InvalidArgument);
+  CHECK_THROWS_AS(client.rows().push(1, 0, Rows{1, 1}, Floats(10)), InvalidArgument);
+  CHECK_THROWS_AS(client.rows().push(1, 0, Rows{1}, Floats(4)), InvalidArgument);
+  CHECK_THROWS_AS(client.rows().push(1, 0, Rows{100'000}, five), InvalidArgument);
+  CHECK_THROWS_AS(client.rows().write(0, Rows{1}, five, five), InvalidArgument);
+  CHECK_THROWS_AS(client.rows().write_steps(3, 1), InvalidArgument);
+  CHECK_THROWS_AS(client.rows().fetch(3, 0), InvalidArgument);
 
   const auto in = [](int ms) { return std::chrono::steady_clock::now() + std::chrono::milliseconds(ms); };
   const auto channel = net::connect_on_host(running.names[0], nullptr, in(5'000));
@@ -546,8 +546,8 @@ TEST_CASE("a request about rows that makes no sense changes nothing", "[server]"
   CHECK_FALSE(is_fresh({1, 0, 0, 1}, {2}));
   CHECK(running.running[0]->stats().held_bytes == held);
 
-  client.push_rows(2, 0, Rows{1}, five);
-  CHECK_THROWS_AS(client.push_rows(2, 0, Rows{2}, five), InvalidArgument);
+  client.rows().push(2, 0, Rows{1}, five);
+  CHECK_THROWS_AS(client.rows().push(2, 0, Rows{2}, five), InvalidArgument);
   const auto message = testing::message_of<InvalidArgument>([&] { client.sum(2, {0}); });
   CHECK(testing::contains(message, "'items'"));
   CHECK_THROWS_AS(client.apply(command_of(plan, 2, {0})), InvalidArgument);

@@ -1,22 +1,22 @@
-// Rows of tables, as a worker asks for them and gives them.
+#include "server/worker/row_client.h"
+
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <string>
 #include <utility>
 
 #include "kernels/kernels.h"
-#include "server/worker/client_calls.h"
+#include "muster/error.h"
 
 namespace muster::server {
 
 namespace {
 
-using std::chrono::milliseconds;
-
-// Arrays that follow one another in a payload, and how many bytes of each a row has.
+// One of the arrays that follow one another in a payload.
 struct RowArray {
   const void* data;
-  size_t row_bytes;
+  size_t row_bytes;  // of it
 };
 
 // Copies rows, where they lie in the arrays, into a payload.
@@ -96,16 +96,22 @@ TableRows in_order(TableRows found, size_t dim, size_t width) {
 
 }  // namespace
 
-const TableSpec& ServerClient::table(uint32_t index) const {
+RowClient::RowClient(const ClientConfig& config, ClientMemory& memory, Replay& replay, Requests& requests)
+    : config_(config), memory_(memory), replay_(replay), requests_(requests) {
+  for (const auto& table : config_.plan.tables) {
+    state_widths_.push_back(empty_table(table, config_.plan.groups).state_width());
+  }
+}
+
+const TableSpec& RowClient::table(uint32_t index) const {
   if (index < config_.plan.tables.size()) return config_.plan.tables[index];
   throw InvalidArgument("there is no table " + std::to_string(index) + "; the plan has " +
                         std::to_string(config_.plan.tables.size()));
 }
 
-// Places in `rows`, by server.
-std::vector<std::vector<size_t>> ServerClient::divide(const TableSpec& table, std::span<const int64_t> rows) const {
+std::vector<std::vector<size_t>> RowClient::divide(const TableSpec& table, std::span<const int64_t> rows) const {
   const auto sharding = sharding_of(table, config_.plan);
-  std::vector<std::vector<size_t>> places(links_.size());
+  std::vector<std::vector<size_t>> places(requests_.num_servers());
   for (auto& of_server : places) of_server.reserve(rows.size() / places.size() + 1);
   for (size_t i = 0; i < rows.size(); ++i) {
     if (rows[i] < 0 || rows[i] >= table.num_rows) {
@@ -117,8 +123,8 @@ std::vector<std::vector<size_t>> ServerClient::divide(const TableSpec& table, st
   return places;
 }
 
-void ServerClient::write_rows(uint32_t index, std::span<const int64_t> rows, std::span<const float> values,
-                              std::span<const float> states) {
+void RowClient::write(uint32_t index, std::span<const int64_t> rows, std::span<const float> values,
+                      std::span<const float> states) {
   const auto& spec = table(index);
   check_sizes(spec, rows.size(), values.size(), states.size(), state_width(index));
   const RowArray arrays[] = {{rows.data(), sizeof(int64_t)},
@@ -127,34 +133,33 @@ void ServerClient::write_rows(uint32_t index, std::span<const int64_t> rows, std
   const size_t row_bytes = arrays[0].row_bytes + arrays[1].row_bytes + arrays[2].row_bytes;
   const auto places = divide(spec, rows);
   std::vector<std::byte> payload;
-  for (size_t s = 0; s < links_.size(); ++s) {
+  for (size_t s = 0; s < requests_.num_servers(); ++s) {
     for (size_t part = 0; part < parts_of(places[s].size(), row_bytes); ++part) {
       const auto of_part = part_of(places[s], part, row_bytes);
       payload.resize(of_part.size() * row_bytes);
       gather(of_part, arrays, payload.data());
       const Bytes bytes(payload);
-      retried(s, [&] {
-        links_[s]->send(WriteRows{index}, {&bytes, 1});
-        return links_[s]->receive<Done>(between());
+      requests_.retried(s, [&] {
+        requests_.link(s).send(WriteRows{index}, {&bytes, 1});
+        return requests_.link(s).receive<Done>(requests_.between());
       });
     }
   }
 }
 
-void ServerClient::write_row_steps(uint32_t index, uint64_t steps) {
+void RowClient::write_steps(uint32_t index, uint64_t steps) {
   table(index);
-  call_all<Done>(WriteRowSteps{index, steps});
+  requests_.call_all<Done>(WriteRowSteps{index, steps});
 }
 
-void ServerClient::push_rows(uint64_t step, uint32_t index, std::span<const int64_t> rows,
-                             std::span<const float> gradients) {
+void RowClient::push(uint64_t step, uint32_t index, std::span<const int64_t> rows, std::span<const float> gradients) {
   const auto& spec = table(index);
   check_sizes(spec, rows.size(), gradients.size(), 0, 0);
   if (std::adjacent_find(rows.begin(), rows.end(), std::greater_equal<>()) != rows.end()) {
     throw InvalidArgument("rows of a push must ascend, each coming once; sum the gradients of each row first");
   }
   const auto places = divide(spec, rows);
-  auto& entry = entry_of(step);
+  auto& entry = requests_.entry_of(step);
   const auto is_same = [&](const PushLog::Rows& known) { return known.table == index; };
   if (std::any_of(entry.rows.begin(), entry.rows.end(), is_same)) {
     throw InvalidArgument("table '" + spec.name + "' is pushed twice in step " + std::to_string(step) +
@@ -164,12 +169,13 @@ void ServerClient::push_rows(uint64_t step, uint32_t index, std::span<const int6
                              {gradients.data(), static_cast<size_t>(spec.dim) * sizeof(float)}};
   const size_t row_bytes = arrays[0].row_bytes + arrays[1].row_bytes;
   std::vector<PushLog::Rows> parts;
-  for (uint32_t s = 0; s < links_.size(); ++s) {
+  for (uint32_t s = 0; s < requests_.num_servers(); ++s) {
     const auto count = static_cast<uint32_t>(std::max<size_t>(parts_of(places[s].size(), row_bytes), 1));
     for (uint32_t part = 0; part < count; ++part) {
       const auto of_part = part_of(places[s], part, row_bytes);
       const size_t bytes = of_part.size() * row_bytes;
-      std::byte* const place = bytes == 0 ? nullptr : wait_for_log([&] { return log_->room(entry, bytes); });
+      std::byte* const place =
+          bytes == 0 ? nullptr : requests_.wait_for_log([&] { return replay_.log().room(entry, bytes); });
       gather(of_part, arrays, place);
       parts.push_back({index, s, part, count, {place, bytes}});
     }
@@ -177,42 +183,35 @@ void ServerClient::push_rows(uint64_t step, uint32_t index, std::span<const int6
   entry.rows.insert(entry.rows.end(), parts.begin(), parts.end());
   for (const auto& part : parts) {
     try {
-      if (!links_[part.server]->is_broken()) send_rows(step, part);
+      auto& link = requests_.link(part.server);
+      if (!link.is_broken()) Replay::send_rows(link, step, part, requests_.between());
     } catch (const LinkBroken&) {
       continue;  // it is left to the next call that waits
     }
   }
 }
 
-// All parts of a table take one lane: servers take them in order.
-void ServerClient::send_rows(uint64_t step, const PushLog::Rows& rows) {
-  const Bytes payload(rows.payload);
-  links_[rows.server]->send_chunk(
-      rows.table, PushRows::kType, encode(PushRows{step, rows.table, rows.part, rows.parts}), {&payload, 1}, {},
-      [](const net::Frame& answer) { Link::expect<Pushed>(answer); }, between());
-}
-
 // A server's requests end within the plan's timeout.
-std::byte* ServerClient::landing_of(size_t server, uint32_t lane) {
+std::byte* RowClient::landing_of(size_t server, uint32_t lane) {
   constexpr uint64_t kBytes = uint64_t{5} << 20;  // rows and values of a part, of the longest row
   static_assert(kBytes >= (uint64_t{2} << 20) + kMaxRowDim * sizeof(float) + kPayloadAlignment);
-  landings_.resize(links_.size() * config_.lanes);
+  landings_.resize(requests_.num_servers() * config_.lanes);
   auto& landing = landings_[server * config_.lanes + lane];
-  const uint64_t connects = links_[server]->connects();
+  const uint64_t connects = requests_.link(server).connects();
   if (landing.memory != nullptr && landing.connects == connects) return landing.memory;
-  if (landing.memory != nullptr) resting_.emplace_back(limit() + milliseconds(config_.plan.timeout_ms), landing.memory);
-  if (!resting_.empty() && resting_.front().first < Clock::now()) {
+  if (landing.memory != nullptr)
+    resting_.emplace_back(requests_.limit() + std::chrono::milliseconds(config_.plan.timeout_ms), landing.memory);
+  if (!resting_.empty() && resting_.front().first < Requests::Clock::now()) {
     landing.memory = resting_.front().second;
     resting_.pop_front();
   } else {
-    landing.memory = allocate(kBytes);
+    landing.memory = memory_.allocate(kBytes);
   }
   landing.connects = connects;
   return landing.memory;
 }
 
-void ServerClient::pull_rows(uint32_t index, uint64_t at_least, std::span<const int64_t> rows,
-                             std::span<float> values) {
+void RowClient::pull(uint32_t index, uint64_t at_least, std::span<const int64_t> rows, std::span<float> values) {
   const auto& spec = table(index);
   check_sizes(spec, rows.size(), values.size(), 0, 0);
   const auto dim = static_cast<size_t>(spec.dim);
@@ -220,10 +219,10 @@ void ServerClient::pull_rows(uint32_t index, uint64_t at_least, std::span<const 
   const auto places = divide(spec, rows);
   std::vector<size_t> counts;
   for (const auto& of_server : places) counts.push_back(parts_of(of_server.size(), row_bytes));
-  ask_all(counts, [&](size_t s, size_t part) {
-    auto& link = *links_[s];
+  requests_.ask_all(counts, [&](size_t s, size_t part) {
+    auto& link = requests_.link(s);
     const auto lane = static_cast<uint32_t>(part % config_.lanes);
-    link.settle(lane, between());
+    link.drain_lane(lane, requests_.between());
     const auto of_part = part_of(places[s], part, row_bytes);
     std::byte* const numbers = landing_of(s, lane);
     const RowArray array{rows.data(), sizeof(int64_t)};
@@ -232,7 +231,7 @@ void ServerClient::pull_rows(uint32_t index, uint64_t at_least, std::span<const 
     const std::span<std::byte> place(
         numbers + (payload.size() + kPayloadAlignment - 1) / kPayloadAlignment * kPayloadAlignment,
         of_part.size() * dim * sizeof(float));
-    const auto shared = shared_place(place);
+    const auto shared = memory_.place_of(place);
     link.send_chunk(
         lane, PullRows::kType, encode(PullRows{index, at_least, shared.has_value(), shared.value_or(0)}), {&payload, 1},
         place,
@@ -245,24 +244,24 @@ void ServerClient::pull_rows(uint32_t index, uint64_t at_least, std::span<const 
             from += dim * sizeof(float);
           }
         },
-        between());
+        requests_.between());
   });
 }
 
-TableRows ServerClient::fetch_rows(uint32_t index, uint64_t at_least) {
+TableRows RowClient::fetch(uint32_t index, uint64_t at_least) {
   const auto& spec = table(index);
   const auto dim = static_cast<size_t>(spec.dim);
   const auto width = static_cast<size_t>(state_width(index));
   const size_t row_bytes = sizeof(int64_t) + (dim + width) * sizeof(float);
   TableRows found;
-  for (size_t s = 0; s < links_.size(); ++s) {
+  for (size_t s = 0; s < requests_.num_servers(); ++s) {
     const size_t begin = found.rows.size();
     uint64_t total = 1;
     while (found.rows.size() - begin < total) {
       const size_t have = found.rows.size();
-      std::vector<size_t> counts(links_.size());
+      std::vector<size_t> counts(requests_.num_servers());
       counts[s] = 1;
-      ask_all(counts, [&](size_t, size_t) {
+      requests_.ask_all(counts, [&](size_t, size_t) {
         const FetchRows request{index, at_least, have - begin};
         const auto keep = [&, have](const net::Frame& answer) {
           const auto fetched = Link::expect<FetchedRows>(answer);
@@ -275,39 +274,27 @@ TableRows ServerClient::fetch_rows(uint32_t index, uint64_t at_least) {
           take(payload, count * dim, have * dim, found.values);
           take(payload, count * width, have * width, found.states);
         };
-        links_[s]->send_chunk(0, FetchRows::kType, encode(request), {}, {}, keep, between());
+        requests_.link(s).send_chunk(0, FetchRows::kType, encode(request), {}, {}, keep, requests_.between());
       });
     }
   }
   return in_order(std::move(found), dim, width);
 }
 
-// Servers would wait for the rest.
-void ServerClient::check_tables(const PushLog::Entry& entry) const {
-  for (uint32_t t = 0; t < config_.plan.tables.size(); ++t) {
-    const auto is_own = [&](const PushLog::Rows& rows) { return rows.table == t; };
-    if (std::any_of(entry.rows.begin(), entry.rows.end(), is_own)) continue;
-    throw InvalidArgument("table '" + config_.plan.tables[t].name + "' was not pushed in step " +
-                          std::to_string(entry.step) + "; push every table, without rows where nobody used any");
-  }
-}
-
-// By server, what its tables' sums say; parts that a server has not sent are asked for in rounds, of all tables at
-// once.
-void ServerClient::sum_rows(uint64_t step, const std::vector<uint32_t>& members,
-                            std::vector<std::vector<SumsOfTable>>& sums) {
+void RowClient::ask_sums(uint64_t step, const std::vector<uint32_t>& members,
+                         std::vector<std::vector<SumsOfTable>>& sums) {
   const auto lacks = [](const SumsOfTable& of_table) { return of_table.rows.size() < of_table.total; };
   for (;;) {
-    std::vector<std::vector<uint32_t>> wanted(links_.size());  // tables
+    std::vector<std::vector<uint32_t>> wanted(requests_.num_servers());  // tables
     std::vector<size_t> counts;
-    for (size_t s = 0; s < links_.size(); ++s) {
+    for (size_t s = 0; s < requests_.num_servers(); ++s) {
       for (uint32_t t = 0; t < sums[s].size(); ++t) {
         if (lacks(sums[s][t])) wanted[s].push_back(t);
       }
       counts.push_back(wanted[s].size());
     }
     if (std::all_of(counts.begin(), counts.end(), [](size_t count) { return count == 0; })) return;
-    ask_all(counts, [&](size_t s, size_t i) {
+    requests_.ask_all(counts, [&](size_t s, size_t i) {
       const uint32_t t = wanted[s][i];
       const size_t tiles = kernels::num_tiles(static_cast<size_t>(table(t).dim));
       auto& of_table = sums[s][t];
@@ -320,7 +307,8 @@ void ServerClient::sum_rows(uint64_t step, const std::vector<uint32_t>& members,
         take(payload, count, have, of_table.rows);
         take(payload, count * tiles, have * tiles, of_table.partials);
       };
-      links_[s]->send_chunk(t, SumRows::kType, encode(SumRows{step, members, t, have}), {}, {}, keep, between());
+      requests_.link(s).send_chunk(t, SumRows::kType, encode(SumRows{step, members, t, have}), {}, {}, keep,
+                                   requests_.between());
     });
     for (auto& of_server : sums) {
       for (auto& of_table : of_server) of_table.asked = of_table.rows.size();
@@ -328,26 +316,22 @@ void ServerClient::sum_rows(uint64_t step, const std::vector<uint32_t>& members,
   }
 }
 
-Statistics ServerClient::sum(uint64_t step, const std::vector<uint32_t>& members) {
-  if (const auto* const entry = log_->find(step)) check_tables(*entry);
-  Statistics statistics;
-  for (const auto& of_server : call_all<Partials>(Sum{step, members})) {
-    statistics.chunks.insert(statistics.chunks.end(), of_server.partials.begin(), of_server.partials.end());
-  }
+std::vector<std::vector<double>> RowClient::sum(uint64_t step, const std::vector<uint32_t>& members) {
+  std::vector<std::vector<double>> partials;
   const size_t num_tables = config_.plan.tables.size();
-  std::vector<std::vector<SumsOfTable>> sums(links_.size(), std::vector<SumsOfTable>(num_tables));
-  sum_rows(step, members, sums);
+  std::vector<std::vector<SumsOfTable>> sums(requests_.num_servers(), std::vector<SumsOfTable>(num_tables));
+  ask_sums(step, members, sums);
   for (uint32_t t = 0; t < num_tables; ++t) {
     const auto tiles = static_cast<ptrdiff_t>(kernels::num_tiles(static_cast<size_t>(table(t).dim)));
     std::vector<const std::vector<int64_t>*> rows;
     for (const auto& of_server : sums) rows.push_back(&of_server[t].rows);
-    auto& all = statistics.tables.emplace_back();
+    auto& all = partials.emplace_back();
     merge(rows, [&](size_t s, size_t i) {
       const auto first = sums[s][t].partials.begin() + static_cast<ptrdiff_t>(i) * tiles;
       all.insert(all.end(), first, first + tiles);
     });
   }
-  return statistics;
+  return partials;
 }
 
 }  // namespace muster::server

@@ -1,0 +1,196 @@
+// Requests of a worker to all servers that survive lost connections and restarted servers.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "net/shared_segment.h"
+#include "server/protocol/protocol.h"
+#include "server/worker/client_config.h"
+#include "server/worker/link.h"
+#include "server/worker/push_log.h"
+#include "server/worker/replay.h"
+
+namespace muster::server {
+
+inline constexpr std::chrono::milliseconds kBetweenTries{10};  ///< to connect
+
+/// Externally synchronised; usable after an error. A request that meets a lost connection connects again, has what the
+/// server lacks sent again, and is sent anew; one that waits does so for all servers. Throws as ServerClient.
+class Requests {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  /// Connects to all servers and compares plans with them. `config` and `replay` must outlive it; `memory` is shared
+  /// with servers, where it is not null.
+  Requests(const ClientConfig& config, Replay& replay, std::shared_ptr<net::Arena> memory);
+
+  size_t num_servers() const noexcept { return links_.size(); }
+  Link& link(size_t server) noexcept { return *links_[server]; }
+  uint64_t incarnation() const noexcept { return incarnation_; }
+  /// Whether all servers hold values already.
+  bool is_started() const noexcept { return is_started_; }
+  void note_started() noexcept { is_started_ = true; }
+  /// After which step this worker came in; servers that it connects to again are told, and of the last decision, once
+  /// it has joined all.
+  void note_join_step(uint64_t step) noexcept { joined_at_ = step; }
+  void note_joined() noexcept { is_started_ = has_joined_ = true; }
+  void note_decision(const Decision& decision) { last_decision_ = decision; }
+  /// The answers to Apply, by server.
+  void note_applied(const std::vector<Applied>& answers);
+  /// Up to which step all servers have this worker's pushes in snapshots.
+  uint64_t durable() const noexcept;
+
+  /// When a wait that begins here is a Timeout.
+  Clock::time_point limit() const;
+  /// What a wait that begins here calls every 50 ms or so: the thread's WaitHook, and other lost connections are made
+  /// again. Throws Timeout.
+  std::function<void()> between();
+
+  /// The log's entry of a step, once it has room.
+  PushLog::Entry& entry_of(uint64_t step);
+  /// What `take` gives, once the log has room.
+  template <class F>
+  auto wait_for_log(const F& take);
+
+  /// One server's answer. `meanwhile` is called once the request is sent.
+  template <class Answer, class Message>
+  Answer call(size_t server, const Message& message, const std::function<void()>& meanwhile = {});
+  /// All servers' answers, by server.
+  template <class Answer, class Message>
+  std::vector<Answer> call_all(const Message& message, const std::function<void()>& meanwhile = {});
+  /// Calls `ask(server, i)`, which sends on a lane for chunks, for i below each server's count, and waits for all
+  /// answers; asks a server anew whose connection was lost meanwhile.
+  void ask_all(const std::vector<size_t>& counts, const std::function<void(size_t server, size_t i)>& ask);
+  /// What `request` gives, which is called again each time that the server's connection was lost.
+  template <class F>
+  auto retried(size_t server, const F& request);
+
+  /// Leaves all servers in good order.
+  void leave();
+
+ private:
+  void connect(size_t server, bool is_first);
+  void recover(size_t server);
+  void heal();
+  void wait_a_slice(Clock::time_point deadline);
+  /// The answers to `message`, which was sent on the links whose connects() are `sent` (0: it was not).
+  template <class Answer, class Message>
+  std::vector<Answer> receive_all(const Message& message, const std::vector<uint64_t>& sent);
+  template <class Message>
+  std::vector<uint64_t> send_all(const Message& message);
+  /// Calls `request`; where it throws, answers that are under way are forgotten with their connections, and what the
+  /// caller pushed is its own again.
+  template <class F>
+  auto whole(const F& request);
+
+  const ClientConfig& config_;
+  Replay& replay_;
+  const std::shared_ptr<net::Arena> memory_;
+  std::vector<std::unique_ptr<Link>> links_;  // by server
+  std::vector<bool> healing_;                 // likewise
+  uint64_t incarnation_ = 0;
+  uint64_t joined_at_ = 0;
+  bool is_started_ = false;
+  bool has_joined_ = false;
+  std::optional<Decision> last_decision_;
+};
+
+template <class F>
+auto Requests::whole(const F& request) {
+  try {
+    return request();
+  } catch (...) {
+    for (const auto& link : links_) link->disconnect();
+    replay_.log().take_lent();
+    throw;
+  }
+}
+
+template <class F>
+auto Requests::retried(size_t server, const F& request) {
+  return whole([&] {
+    for (;;) {
+      try {
+        return request();
+      } catch (const LinkBroken&) {
+        recover(server);
+      }
+    }
+  });
+}
+
+template <class Answer, class Message>
+Answer Requests::call(size_t server, const Message& message, const std::function<void()>& meanwhile) {
+  return retried(server, [&] {
+    links_[server]->send(message);
+    if (meanwhile) meanwhile();
+    return links_[server]->template receive<Answer>(between());
+  });
+}
+
+template <class Message>
+std::vector<uint64_t> Requests::send_all(const Message& message) {
+  std::vector<uint64_t> sent(links_.size());
+  for (size_t s = 0; s < links_.size(); ++s) {
+    try {
+      links_[s]->send(message);
+      sent[s] = links_[s]->connects();
+    } catch (const LinkBroken&) {
+      continue;  // receive_all sends it again
+    }
+  }
+  return sent;
+}
+
+template <class Answer, class Message>
+std::vector<Answer> Requests::receive_all(const Message& message, const std::vector<uint64_t>& sent) {
+  std::vector<Answer> answers;
+  for (size_t s = 0; s < links_.size(); ++s) {
+    try {
+      if (sent[s] == links_[s]->connects()) {
+        answers.push_back(links_[s]->template receive<Answer>(between()));
+        continue;
+      }
+    } catch (const LinkBroken&) {
+      recover(s);
+    }
+    answers.push_back(call<Answer>(s, message));
+  }
+  return answers;
+}
+
+template <class Answer, class Message>
+std::vector<Answer> Requests::call_all(const Message& message, const std::function<void()>& meanwhile) {
+  return whole([&] {
+    const auto sent = send_all(message);
+    if (meanwhile) meanwhile();
+    return receive_all<Answer>(message, sent);
+  });
+}
+
+// Near the log's bound servers are asked for snapshots; at it the worker waits for them.
+template <class F>
+auto Requests::wait_for_log(const F& take) {
+  const auto want_snapshots = [&] {
+    for (const auto& link : links_) link->want_snapshot();
+  };
+  if (replay_.log().is_half_full()) want_snapshots();
+  const auto deadline = limit();
+  for (;;) {
+    if (auto* const taken = take()) return taken;
+    want_snapshots();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    wait_a_slice(deadline);
+    replay_.log().release(durable());
+  }
+}
+
+}  // namespace muster::server
