@@ -14,8 +14,6 @@
 #include "muster/sharded_embedding.h"
 #include "optimizer/flat_state.h"
 #include "strategy/collectives.h"
-#include "strategy/dealing.h"
-#include "strategy/sharing.h"
 #include "strategy/strategy_state.h"
 
 namespace muster {
@@ -105,15 +103,7 @@ KeepRandomState::~KeepRandomState() {
 }  // namespace detail
 
 Strategy::State::State(std::shared_ptr<StrategyCore> strategy_core, std::string strategy_name)
-    : core(std::move(strategy_core)), name(std::move(strategy_name)) {
-  core->describe_passes([this] {
-    detail::PassStandings standings;
-    for (const auto& loader : loaders) {
-      const auto progress = loader.lock();
-      if (progress && progress->sharing) standings.passes.push_back(progress->sharing->standing());
-    }
-    return server::encode(standings);
-  });
+    : core(std::move(strategy_core)), name(std::move(strategy_name)), loaders(core, [this] { set_of({}); }) {
   core->on_leaving([this] { leave_servers(); });
 }
 
@@ -183,12 +173,7 @@ int Strategy::State::set_of(const StepOptions& options) {
     detail::follow_state(**detail::flat_state_of(first), first);
     core->connect_servers(used->set, flat.flat, flat.indices, detail::groups_of(first));
     serve(first);
-    const auto told = core->watch(used->set, [this, set = used->set] { apply(set); });
-    if (!told.empty()) {
-      for (auto& pass : server::decode<detail::PassStandings>(told).passes)
-        others_passes[pass.loader] = std::move(pass);
-    }
-    told_at = core->steps();
+    loaders.joined(core->watch(used->set, [this, set = used->set] { apply(set); }));
   }
   return used->set;
 }
@@ -302,70 +287,13 @@ std::vector<OptimizerStep> Strategy::State::optimizer_steps(int set) {
   return steps;
 }
 
-bool Strategy::State::loader_ended() const {
-  return std::any_of(loaders.begin(), loaders.end(), [](const auto& loader) {
-    const auto progress = loader.lock();
-    return progress && progress->at_end && (progress->in_step || !progress->in_run);
-  });
-}
-
-std::shared_ptr<detail::Dealing> Strategy::State::deal(int loader, int64_t epoch, int64_t batches) {
-  if (!core->has_servers()) set_of({});
-  core->servers();  // refuses, before the pass counts as begun
-  dealings.push_back(std::make_shared<detail::Dealing>(core, loader, epoch, batches));
-  return dealings.back();
-}
-
-std::shared_ptr<detail::Dealing> Strategy::State::dealing_of(const detail::PartsInfo& parts) const {
-  if (!parts.loader) return nullptr;
-  const auto found = std::find(dealings.begin(), dealings.end(), parts.loader->dealing);
-  return found == dealings.end() ? nullptr : *found;
-}
-
-std::shared_ptr<detail::Sharing> Strategy::State::share(int loader, int64_t epoch, std::vector<size_t> order,
-                                                        int64_t batch_size, int64_t batches) {
-  auto sharing = std::make_shared<detail::Sharing>(core, loader, epoch, std::move(order), batch_size, batches);
-  if (!core->joins()) return sharing;
-  if (!core->has_servers()) set_of({});
-  core->servers();  // refuses
-  const auto others = others_passes.find(static_cast<uint32_t>(loader));
-  if (others == others_passes.end() || static_cast<int64_t>(others->second.epoch) < epoch) return sharing;
-  if (static_cast<int64_t>(others->second.epoch) > epoch) {
-    sharing->go_on({.is_left = true}, {});
-    return sharing;
-  }
-  if (core->steps() > told_at) {
-    throw InvalidArgument(
-        "this worker joined others in a pass over this loader, and stepped before it began that pass; iterate over "
-        "loaders in the order of the other workers");
-  }
-  sharing->go_on(others->second, core->servers().members());
-  others_passes.erase(others);
-  return sharing;
-}
-
-void Strategy::State::settle(bool stepped) const {
-  for (const auto& loader : loaders) {
-    const auto progress = loader.lock();
-    if (!progress || !progress->sharing) continue;
-    if (stepped) {
-      progress->sharing->settle(core->servers().members());
-    } else {
-      progress->sharing->forget();
-    }
-  }
-}
-
 comm::Communicator& Strategy::State::workers() {
-  leave_passes();
+  loaders.leave_passes();
   return core->workers();
 }
 
-void Strategy::State::leave_passes() {
-  for (const auto& dealing : dealings) {
-    if (dealing->is_left()) dealing->leave();
-  }
-  std::erase_if(dealings, [](const auto& dealing) { return dealing->has_ended(); });
+std::shared_ptr<detail::LoaderHost> detail::host_of(Strategy& strategy) {
+  return {strategy.state_, &strategy.state_->loaders};
 }
 
 Strategy::Strategy(std::shared_ptr<StrategyCore> core, std::string name)
@@ -416,7 +344,7 @@ const Strategy::Modules* Strategy::find_module(const torch::nn::Module& module) 
 
 void Strategy::add_module(Modules replicas) {
   check_outside_step(*state_->core, "prepare");
-  state_->leave_passes();
+  state_->loaders.leave_passes();
   if (std::find(replicas.begin(), replicas.end(), nullptr) != replicas.end()) {
     throw InvalidArgument("a factory or clone() gave an empty module, or one of another type");
   }
@@ -450,7 +378,7 @@ void Strategy::add_optimizer(torch::optim::Optimizer& optimizer) {
   if (std::all_of(groups.begin(), groups.end(), [](const auto& group) { return group.params().empty(); })) {
     throw InvalidArgument("the optimizer has no parameters; build it from the prepared module's parameters()");
   }
-  state_->leave_passes();
+  state_->loaders.leave_passes();
   detail::broadcast_optimizer(optimizer, state_->core->registry(), state_->core->to_prepare());
   known.push_back(&optimizer);
 }
@@ -465,49 +393,48 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
                                 const StepOptions& options) {
   check_outside_step(*state_->core, "step");
   const auto pass = state_->core->enter_alone("step");
-  state_->leave_passes();
+  state_->loaders.leave_passes();
   if (parts.loader) parts.loader->in_step = true;
-  const auto dealing = state_->dealing_of(parts);
   StepCall call;
   call.set = state_->set_of(options);
   call.call = fn;
   call.rows = parts.rows;
   if (parts.loader) call.usual_rows = parts.loader->usual_rows;
-  call.loader_ended = state_->loader_ended();
+  call.loader_ended = state_->loaders.has_ended();
   call.apply = [this, set = call.set] { state_->apply(set); };
   call.fused = state_->is_fused(call.set);
   call.optimizer_steps = [this, set = call.set] { return state_->optimizer_steps(set); };
-  if (dealing) call.batches = dealing->current();
-  if (parts.loader && parts.loader->sharing) parts.loader->sharing->stepped();
+  if (parts.loader && parts.loader->pass) {
+    if (const auto batch = parts.loader->pass->begin_step()) call.batches.push_back(*batch);
+  }
   StepResult result;
   try {
     result = state_->call([&] { return state_->core->step(call); });
   } catch (...) {
-    state_->settle(/*stepped=*/false);
+    state_->loaders.end_step(detail::WindowEnd::dropped);
     throw;
   }
-  if (dealing) dealing->stepped(result.stepped);
-  if (result.stepped) state_->settle(/*stepped=*/true);
+  state_->loaders.end_step(result.stepped ? detail::WindowEnd::closed : detail::WindowEnd::still_open);
   return result;
 }
 
 std::optional<StepResult> Strategy::flush() {
   check_outside_step(*state_->core, "flush");
   const auto pass = state_->core->enter_alone("flush");
-  state_->leave_passes();
+  state_->loaders.leave_passes();
   auto result = state_->call([&] {
     return state_->core->flush(
         [this](int set) { state_->apply(set); }, [this](int set) { return state_->is_fused(set); },
         [this](int set) { return state_->optimizer_steps(set); }, state_->core->options().drop_incomplete);
   });
-  if (result) state_->settle(/*stepped=*/true);
+  if (result) state_->loaders.end_step(detail::WindowEnd::closed);
   return result;
 }
 
 void Strategy::run_parts(const std::function<void(int local_replica)>& fn, const detail::PartsInfo& parts) {
   check_outside_step(*state_->core, "run");
   const auto pass = state_->core->enter_alone("run");
-  state_->leave_passes();
+  state_->loaders.leave_passes();
   if (parts.loader) parts.loader->in_run = true;
   StepCall call;
   call.call = [&fn](int local_replica) {

@@ -11,24 +11,12 @@
 
 #include "muster/strategy.h"
 #include "optimizer/flat_state.h"
-#include "strategy/sharing.h"
+#include "strategy/loaders.h"
 #include "strategy/strategy_core.h"
 
 namespace muster {
 
 namespace detail {
-
-class Dealing;
-
-/// What a strategy knows of a prepared loader. Owned by the thread that iterates and steps.
-struct LoaderProgress {
-  bool at_end = false;               ///< the last batch was yielded and the loader not advanced since
-  bool in_step = false;              ///< a batch of it went to a step
-  bool in_run = false;               ///< a batch of it went to run
-  double usual_rows = 0;             ///< samples of a part of a full batch, on average
-  std::shared_ptr<Dealing> dealing;  ///< of the last pass, where servers deal its batches
-  std::shared_ptr<Sharing> sharing;  ///< likewise, where live workers divide them
-};
 
 /// The local replicas of a module, for what replicas take over from replica 0 when a call begins. Owned by the thread
 /// that prepares and steps.
@@ -91,20 +79,7 @@ struct Strategy::State {
   std::vector<OptimizerStep> optimizer_steps(int set);
   /// Steps the optimizers that the set was last used with.
   void apply(int set);
-  bool loader_ended() const;
 
-  /// Begins a pass whose batches servers deal; connects them, where no step has.
-  std::shared_ptr<detail::Dealing> deal(int loader, int64_t epoch, int64_t batches);
-  /// Of the pass over this strategy's loader that the parts are of; null where none is dealt.
-  std::shared_ptr<detail::Dealing> dealing_of(const detail::PartsInfo& parts) const;
-  /// Begins a pass whose batches live workers divide. Where this worker joined others it connects, where no step has,
-  /// and goes on where they are.
-  std::shared_ptr<detail::Sharing> share(int loader, int64_t epoch, std::vector<size_t> order, int64_t batch_size,
-                                         int64_t batches);
-  /// After a window was closed of the parts of members, or dropped: where batches are divided over live workers.
-  void settle(bool stepped) const;
-  /// Lets other workers, who may wait for it, have what is left of passes that were left early.
-  void leave_passes();
   /// For a collective outside a step.
   comm::Communicator& workers();
   /// Gives up the claim on the parameters, so that another strategy can prepare them.
@@ -129,13 +104,9 @@ struct Strategy::State {
   std::vector<torch::optim::Optimizer*> optimizers;
   std::vector<OptimizerSet> sets;
   std::map<int, std::vector<torch::optim::Optimizer*>> steppers;  // by set
-  std::vector<std::weak_ptr<detail::LoaderProgress>> loaders;
-  int num_loaders = 0;                                     // prepared so far
-  std::vector<std::shared_ptr<detail::Dealing>> dealings;  // of passes that may be under way
-  std::map<uint32_t, detail::PassStanding> others_passes;  // by loader, where this worker joined a synchronous job
+  Loaders loaders;
   /// The optimizer whose state servers hold.
   std::pair<std::weak_ptr<detail::FlatState>, torch::optim::Optimizer*> served;
-  int64_t told_at = 0;  // in steps: when it was told of them
 };
 
 }  // namespace muster

@@ -59,6 +59,11 @@ struct Deal {
   int local = 1;
 };
 
+class LoaderHost;
+
+/// The part of a strategy that its loaders need; keeps what was prepared with it alive.
+std::shared_ptr<LoaderHost> host_of(Strategy& strategy);
+
 /// What a loader does that does not depend on the type of its batches. Owned by the thread that iterates.
 class LoaderCore {
  public:
@@ -66,7 +71,8 @@ class LoaderCore {
   using Read = std::function<std::shared_ptr<void>(size_t thread, const ReadTask& task)>;
 
   /// `size`: samples of the data set, empty for a stream. Throws InvalidArgument for options that cannot be honoured.
-  LoaderCore(Strategy& strategy, const LoaderOptions& options, bool is_stream, std::optional<size_t> size, Read read);
+  LoaderCore(std::shared_ptr<LoaderHost> host, const LoaderOptions& options, bool is_stream, std::optional<size_t> size,
+             Read read);
   ~LoaderCore();
   LoaderCore(const LoaderCore&) = delete;
   LoaderCore& operator=(const LoaderCore&) = delete;
@@ -145,7 +151,7 @@ class Loader {
   Loader(Strategy& strategy, Dataset dataset, const LoaderOptions& options)
       : reader_(std::make_shared<Reader>(std::move(dataset), options)),
         core_(std::make_unique<detail::LoaderCore>(
-            strategy, options, kIsStream, reader_->size(),
+            detail::host_of(strategy), options, kIsStream, reader_->size(),
             [reader = reader_](size_t thread, const detail::ReadTask& task) { return reader->read(thread, task); })) {
     reader_->deal = core_->deal();
   }

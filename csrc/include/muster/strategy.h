@@ -253,7 +253,7 @@ class Strategy {
   Strategy(std::shared_ptr<StrategyCore> core, std::string name);
 
  private:
-  friend class detail::LoaderCore;
+  friend std::shared_ptr<detail::LoaderHost> detail::host_of(Strategy& strategy);
 
   using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
 

@@ -6,32 +6,27 @@
 #include <optional>
 #include <vector>
 
-#include "data/loader_pass.h"
-#include "server/protocol/protocol.h"
-#include "strategy/strategy_core.h"
+#include "data/members.h"
+#include "data/pass.h"
 
 namespace muster::detail {
 
 /// This worker's share of one pass over a loader. A batch that went into a step is finished by that step; any other
-/// when the loop asks for the one after it. What reaches a server throws as ServerExchange.
-class Dealing final : public LoaderPass {
+/// when the loop asks for the one after it. Errors of a server are thrown as Members throws them.
+class DealtPass final : public LoaderPass {
  public:
-  /// Of the `loader`-th of the strategy, whose pass has `batches` on every worker.
-  Dealing(std::shared_ptr<StrategyCore> core, int loader, int64_t epoch, int64_t batches);
+  /// A pass that has `batches` on every worker. `timeout`, in seconds, bounds wait_for_more().
+  DealtPass(std::shared_ptr<Members> members, server::PassId pass, int64_t batches, double timeout);
 
-  /// That of a batch that was dealt.
+  /// The number of a batch that was dealt, counted over all workers.
   std::optional<int64_t> next() override;
   void yielded(int64_t number) override { current_ = number; }
   void lost(int64_t number) override;
   void done() override;
-
-  /// The batch that the loop got; none once it went into a step.
-  std::vector<server::BatchId> current() const;
-  /// It went into a step, which ended its window or not.
-  void stepped(bool ended);
-
-  /// Waits while other workers may leave some, calling WaitHook; throws Timeout after the strategy's.
+  /// Waits while other workers may leave some, calling WaitHook; throws Timeout.
   bool wait_for_more() override;
+  std::optional<server::BatchId> begin_step() override;
+  void end_step(WindowEnd window, const std::vector<uint32_t>& members) override;
 
   /// Gives back what is not finished, if the pass has not ended: other workers may wait for it.
   void leave();
@@ -40,12 +35,13 @@ class Dealing final : public LoaderPass {
  private:
   std::optional<int64_t> ask();
 
-  std::shared_ptr<StrategyCore> core_;
-  uint32_t loader_;
-  uint64_t epoch_;
-  uint64_t batches_;
+  const std::shared_ptr<Members> members_;
+  const server::PassId pass_;
+  const uint64_t batches_;
+  const double timeout_;
   std::optional<int64_t> waited_for_;  // dealt at the end of a wait, to be read next
-  std::optional<int64_t> current_;
+  std::optional<int64_t> current_;     // the loop has it, and no step
+  std::optional<int64_t> stepping_;
   std::vector<uint64_t> in_window_;  // in steps of the window that is open
   std::vector<uint64_t> finished_;   // without a step, not told yet
   bool ended_ = false;

@@ -1,7 +1,6 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randperm.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <functional>
@@ -10,12 +9,10 @@
 #include <utility>
 
 #include "core/replica_context.h"
+#include "data/loader_host.h"
 #include "data/read_ahead.h"
 #include "muster/error.h"
 #include "muster/loader.h"
-#include "strategy/dealing.h"
-#include "strategy/sharing.h"
-#include "strategy/strategy_state.h"
 
 namespace muster::detail {
 
@@ -43,7 +40,8 @@ std::vector<size_t> shuffled(size_t n, uint64_t seed) {
 }  // namespace
 
 struct LoaderCore::State {
-  std::shared_ptr<Strategy::State> strategy;
+  std::shared_ptr<LoaderHost> host;
+  LoaderJob job;
   LoaderOptions options;
   bool is_stream;
   size_t samples;
@@ -55,14 +53,16 @@ struct LoaderCore::State {
   bool running = false;  // a pass that counts as an epoch has begun and not ended
   bool ended = true;     // no worker has another batch
   std::shared_ptr<void> current;
-  int64_t next = 0;                  // the batch to be read next, where there is no `pass`
-  std::shared_ptr<LoaderPass> pass;  // decides what is read, where workers may die
+  int64_t next = 0;  // the batch to be read next, where there is no pass
+  // Of the pass under way, at most one of them; `progress` has the same one.
+  std::shared_ptr<DealtPass> dealt;
+  std::shared_ptr<SharedPass> shared;
   ReadAhead::Batch ahead;
   bool more_ahead = false;
   std::unique_ptr<ReadAhead> reads;
 
-  bool is_dealt() const { return strategy->core->deals_batches() && !options.sharded; }
-  bool is_shared() const { return strategy->core->shares_batches() && !options.sharded && !is_stream; }
+  bool is_dealt() const { return job.division == Division::none && !options.sharded; }
+  bool is_shared() const { return job.division == Division::live_workers && !options.sharded && !is_stream; }
 
   int64_t batches() const {
     if (is_stream) return std::numeric_limits<int64_t>::max();
@@ -70,13 +70,24 @@ struct LoaderCore::State {
     return (options.drop_last ? n : n + options.batch_size - 1) / options.batch_size;
   }
 
+  int64_t size_of(int64_t batch) const {
+    return std::min(options.batch_size, static_cast<int64_t>(samples) - batch * options.batch_size);
+  }
+
+  SharedPass::NextBatch sizes_in_turn() const {
+    return [this, batch = int64_t{0}]() mutable -> std::optional<int64_t> {
+      if (batch == batches()) return std::nullopt;
+      return size_of(batch++);
+    };
+  }
+
   ReadTask task_of(const std::vector<size_t>& order, int64_t number) const {
     ReadTask task;
     task.first = number == 0;
-    task.capacities = unequal(strategy->core->capacities());
+    task.capacities = unequal(host->capacities());
     if (is_stream) return task;
     const auto start = order.begin() + number * options.batch_size;
-    const int64_t n = std::min<int64_t>(options.batch_size, order.end() - start);
+    const int64_t n = size_of(number);
     const auto sizes = part_sizes(n, deal.parts, task.capacities);
     auto next = start + std::accumulate(sizes.begin(), sizes.begin() + deal.first, int64_t{0});
     for (int part = deal.first; part < deal.first + deal.local; ++part) {
@@ -88,8 +99,16 @@ struct LoaderCore::State {
     return task;
   }
 
+  ReadTask shared_task_of(const std::vector<size_t>& order, int64_t number) const {
+    const auto part = shared->part_of(number);
+    ReadTask task;
+    task.parts.emplace_back(order.begin() + part.begin, order.begin() + part.end);
+    if (part.begin == part.end) task.model = order[static_cast<size_t>(part.batch)];
+    return task;
+  }
+
   std::optional<int64_t> next_number() {
-    if (pass) return pass->next();
+    if (progress->pass) return progress->pass->next();
     return next < batches() ? std::optional(next++) : std::nullopt;
   }
 
@@ -107,18 +126,14 @@ struct LoaderCore::State {
       ahead.error = std::current_exception();
     }
     more_ahead = ahead.parts != nullptr || ahead.error != nullptr;
-    if (!options.sharded || strategy->core->deals_batches()) return;
-    const auto any = at::zeros({1}, at::kLong);
-    any.data_ptr<int64_t>()[0] = more_ahead ? 1 : 0;
-    strategy->core->workers().all_reduce(any, ReduceOp::max).wait();
-    more_ahead = any.const_data_ptr<int64_t>()[0] != 0;
+    if (options.sharded) more_ahead = host->any_has_more(more_ahead);
   }
 
   std::vector<size_t> order_of_pass() const {
     if (is_stream) return {};
     if (options.shuffle) {
-      return shuffled(samples, stream_seed(strategy->core->seed() ^ kLoaders, static_cast<uint64_t>(index),
-                                           static_cast<uint64_t>(epoch)));
+      return shuffled(samples,
+                      stream_seed(job.seed ^ kLoaders, static_cast<uint64_t>(index), static_cast<uint64_t>(epoch)));
     }
     std::vector<size_t> order(samples);
     std::iota(order.begin(), order.end(), size_t{0});
@@ -129,12 +144,12 @@ struct LoaderCore::State {
   void end() {
     ended = true;
     reads.reset();
-    if (progress->sharing) progress->sharing->end();
+    if (shared) shared->end();
   }
 };
 
-LoaderCore::LoaderCore(Strategy& strategy, const LoaderOptions& options, bool is_stream, std::optional<size_t> size,
-                       Read read)
+LoaderCore::LoaderCore(std::shared_ptr<LoaderHost> host, const LoaderOptions& options, bool is_stream,
+                       std::optional<size_t> size, Read read)
     : state_(std::make_unique<State>()) {
   const auto require = [](bool holds, const std::string& problem) {
     if (!holds) throw InvalidArgument(problem);
@@ -150,7 +165,8 @@ LoaderCore::LoaderCore(Strategy& strategy, const LoaderOptions& options, bool is
   require(!is_stream || options.workers <= 1,
           "workers=" + std::to_string(options.workers) + ": one thread reads a stream; pass workers=1 or 0");
   auto& s = *state_;
-  s.strategy = strategy.state_;
+  s.host = std::move(host);
+  s.job = s.host->job();
   s.options = options;
   s.is_stream = is_stream;
   s.samples = size.value_or(0);
@@ -158,23 +174,20 @@ LoaderCore::LoaderCore(Strategy& strategy, const LoaderOptions& options, bool is
   require(!s.is_dealt() || !is_stream,
           "servers deal batches by number, which a stream has not; use a data set that is read by index, or "
           "sharded=true with data of this worker's own");
-  require(s.is_dealt() || s.is_shared() || !s.strategy->core->joins(),
+  require(s.is_dealt() || s.is_shared() || !s.job.joins,
           "this worker joined a running synchronous job, whose streams and sharded loaders do not tell where they are; "
           "step with batches of its own, or start all workers again");
-  const auto& topology = s.strategy->core->topology();
+  const auto& topology = s.job.topology;
   s.deal = options.sharded || s.is_dealt()
                ? Deal{topology.local_replicas(), 0, topology.local_replicas()}
                : Deal{topology.num_replicas, topology.first_replica, topology.local_replicas()};
-  s.index = s.strategy->num_loaders++;
-  if (!options.sharded) {
-    const std::string of_index = std::to_string(s.samples) + " samples in " + std::to_string(s.batches()) + " batches";
-    s.strategy->core->compare_loader(s.index, is_stream ? "a stream" : of_index);
-  }
   s.progress = std::make_shared<LoaderProgress>();
   s.progress->usual_rows = static_cast<double>(options.batch_size) / s.deal.parts;
-  auto& loaders = s.strategy->loaders;
-  std::erase_if(loaders, [](const auto& loader) { return loader.expired(); });
-  loaders.push_back(s.progress);
+  s.index = s.host->add(s.progress);
+  if (!options.sharded) {
+    const std::string of_index = std::to_string(s.samples) + " samples in " + std::to_string(s.batches()) + " batches";
+    s.host->compare(s.index, is_stream ? "a stream" : of_index);
+  }
 }
 
 LoaderCore::~LoaderCore() = default;
@@ -196,33 +209,28 @@ std::optional<int64_t> LoaderCore::size() const noexcept {
 
 std::shared_ptr<void> LoaderCore::begin() {
   auto& s = *state_;
-  auto& dealing = s.progress->dealing;
   s.end();
   s.progress->at_end = false;
-  if (auto left = std::exchange(dealing, nullptr)) left->leave();
-  s.strategy->leave_passes();
+  s.progress->pass = nullptr;
+  s.shared = nullptr;
+  if (const auto left = std::exchange(s.dealt, nullptr)) left->leave();
+  s.host->leave_passes();
   if (std::exchange(s.running, false)) ++s.epoch;
-  s.pass = nullptr;
-  s.progress->sharing = nullptr;
   if (s.is_dealt()) {
-    dealing = s.strategy->deal(s.index, s.epoch, s.batches());
-    s.pass = dealing;
+    s.dealt = s.host->deal(s.index, s.epoch, s.batches());
+    s.progress->pass = s.dealt;
   }
   s.running = true;
   s.next = 0;
-  std::function<ReadTask(int64_t number)> task_of;
-  auto& sharing = s.progress->sharing;
   if (s.is_shared()) {
-    sharing = s.strategy->share(s.index, s.epoch, s.order_of_pass(), s.options.batch_size, s.batches());
-    s.pass = sharing;
-    task_of = [sharing](int64_t number) { return sharing->task_of(number); };
-  } else {
-    task_of = [&s, order = s.order_of_pass()](int64_t number) { return s.task_of(order, number); };
+    s.shared = s.host->share(s.index, s.epoch, s.sizes_in_turn());
+    s.progress->pass = s.shared;
   }
-  auto hold = s.pass ? s.pass->hold() : nullptr;
+  auto hold = s.progress->pass ? s.progress->pass->hold() : nullptr;
   s.reads = std::make_unique<ReadAhead>(
-      static_cast<size_t>(s.options.workers),
-      [&s, task_of](size_t thread, int64_t number) { return s.read(thread, task_of(number)); });
+      static_cast<size_t>(s.options.workers), [&s, order = s.order_of_pass()](size_t thread, int64_t number) {
+        return s.read(thread, s.shared ? s.shared_task_of(order, number) : s.task_of(order, number));
+      });
   s.ended = false;
   s.look_ahead();
   return hold;
@@ -230,7 +238,7 @@ std::shared_ptr<void> LoaderCore::begin() {
 
 bool LoaderCore::advance() {
   auto& s = *state_;
-  const auto pass = s.pass;
+  const auto pass = s.progress->pass;
   s.progress->at_end = false;
   s.current = nullptr;
   if (s.ended) return false;

@@ -1,13 +1,20 @@
-// What decides which batches of a pass this worker reads, where workers may die.
+// A pass over a loader whose batches this worker does not have for itself: parameter servers deal them, or live workers
+// divide them.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <vector>
+
+#include "server/protocol/protocol.h"
 
 namespace muster::detail {
 
-/// Owned by the thread that iterates and steps.
+/// What became of the window that a step belongs to.
+enum class WindowEnd : uint8_t { still_open, closed, dropped };
+
+/// Decides which batches this worker reads. Numbers are this worker's own. Owned by the thread that iterates and steps.
 class LoaderPass {
  public:
   virtual ~LoaderPass() = default;
@@ -23,13 +30,18 @@ class LoaderPass {
   /// Whether there are more to read, once all that next() gave were yielded; may wait for other workers.
   virtual bool wait_for_more() = 0;
 
-  /// Made once: what the loop holds while it iterates.
+  /// The batch that the loop got goes into a step; its name where servers dealt it.
+  virtual std::optional<server::BatchId> begin_step() = 0;
+  /// A step ended, of this pass's batch or not. `members`: the ranks, ascending, of whose parts a closed window is.
+  virtual void end_step(WindowEnd window, const std::vector<uint32_t>& members) = 0;
+
+  /// Made once: the loop keeps it while it iterates.
   std::shared_ptr<void> hold() {
     auto hold = std::make_shared<char>();
     hold_ = hold;
     return hold;
   }
-  /// Whether no loop holds it any more.
+  /// Whether no loop holds the pass any more.
   bool is_left() const noexcept { return hold_.expired(); }
 
  private:

@@ -1,59 +1,27 @@
-// Loaders of workers of parameter servers: of those that step on their own, to whom servers deal whole batches, and of
-// those that step together, who divide them. Workers are threads.
-#include <ATen/ops/ones.h>
-#include <ATen/ops/tensor.h>
-#include <torch/data/datasets/base.h>
-#include <torch/data/datasets/stateful.h>
-#include <torch/nn/modules/linear.h>
+// Batches that parameter servers deal: the pass by itself, and loaders of workers that step on their own.
+#include "data/dealt_pass.h"
 
-#include <algorithm>
-#include <atomic>
+#include <ATen/ops/ones.h>
+#include <torch/data/datasets/stateful.h>
+
 #include <chrono>
-#include <future>
-#include <numeric>
+#include <deque>
 #include <optional>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 #include "core/wait_hook.h"
 #include "cpp/catch.h"
 #include "muster/error.h"
-#include "muster/loader.h"
-#include "muster/optim.h"
-#include "muster/parameter_server.h"
-#include "strategy/sharing.h"
-#include "strategy/strategy_core.h"
-#include "support/run_ranks.h"
-#include "support/servers.h"
-#include "support/topology.h"
+#include "support/learners.h"
 
 using namespace muster;
 using namespace muster::testing;
-using muster::detail::PassStanding;
-using muster::detail::SharedPiece;
-using muster::detail::Sharing;
+using muster::detail::DealtPass;
+using muster::detail::WindowEnd;
 
 namespace {
-
-constexpr size_t kSamples = 50;
-constexpr LoaderOptions kLoading{.batch_size = 4, .shuffle = true};  // 13 batches
-
-// Sample i is (i, i).
-struct Numbers : torch::data::datasets::BatchDataset<Numbers, at::Tensor> {
-  explicit Numbers(size_t n = kSamples) : n(n) {}
-  at::Tensor get_batch(c10::ArrayRef<size_t> indices) override {
-    std::vector<float> values;
-    for (const size_t index : indices) {
-      if (index == broken) throw std::out_of_range("sample " + std::to_string(index) + " is broken");
-      values.insert(values.end(), 2, static_cast<float>(index));
-    }
-    return at::tensor(values).view({-1, 2});
-  }
-  std::optional<size_t> size() const override { return n; }
-
-  size_t n;
-  size_t broken = kSamples;
-};
 
 struct Counting : torch::data::datasets::StatefulDataset<Counting, at::Tensor> {
   std::optional<at::Tensor> get_batch(size_t) override { return std::nullopt; }
@@ -63,111 +31,75 @@ struct Counting : torch::data::datasets::StatefulDataset<Counting, at::Tensor> {
   void load(torch::serialize::InputArchive&) override {}
 };
 
-using Samples = std::vector<int64_t>;
-
-Samples samples_of(const at::Tensor& batch) {
-  const auto column = batch.select(1, 0).to(at::kLong).contiguous();
-  return {column.const_data_ptr<int64_t>(), column.const_data_ptr<int64_t>() + column.numel()};
-}
-
-// A strategy with a model that is ready to step.
-class Learner : public Strategy {
- public:
-  explicit Learner(std::shared_ptr<StrategyCore> core)
-      : Strategy(std::move(core), "Learner"),
-        model(prepare([] { return torch::nn::Linear(2, 1); })),
-        optimizer(model->parameters(), torch::optim::SGDOptions(1e-6)) {
-    prepare(optimizer);
+// Answers as it is told to, and notes what it was told.
+struct ScriptedServer final : detail::Members {
+  std::vector<uint32_t> expected() override { return {0}; }
+  server::Dealt deal(const server::PassId&, uint64_t, std::vector<uint64_t> now) override {
+    finished.insert(finished.end(), now.begin(), now.end());
+    const auto answer = answers.front();
+    if (answers.size() > 1) answers.pop_front();
+    return answer;
+  }
+  void end_pass(const server::PassId&, uint64_t, std::vector<uint64_t> now) override {
+    finished.insert(finished.end(), now.begin(), now.end());
+    ++passes_ended;
   }
 
-  StepResult learn(const PerReplica<at::Tensor>& batch) {
-    return step([&](const at::Tensor& x) { return model->forward(x).mean(); }, batch);
-  }
-
-  Replicated<torch::nn::LinearImpl> model;
-  optim::SGD optimizer;
+  static constexpr auto kDealt = server::Dealt::State::dealt;
+  std::deque<server::Dealt> answers{{kDealt, 4}, {kDealt, 5}, {kDealt, 7}, {server::Dealt::State::none}};
+  std::vector<uint64_t> finished;
+  int passes_ended = 0;
 };
 
-// Workers, and servers of their own.
-class Job {
- public:
-  Job(int workers, const StrategyOptions& options, uint32_t staleness)
-      : options_(options),
-        staleness_(staleness),
-        step_(comm::make_local(workers, timeout())),
-        workers_(comm::make_local(workers, timeout())) {}
-
-  std::shared_ptr<StrategyCore> core(int rank, bool joins = false) const {
-    const auto r = static_cast<size_t>(rank);
-    const int n = static_cast<int>(workers_.size());
-    Groups groups;
-    groups.gradients = {comm::make_single()};
-    groups.step = {step_[r]};
-    groups.workers = workers_[r];
-    if (joins) {
-      groups.workers = comm::make_refusing(rank, n, "this worker joined");
-      groups.step = {groups.workers};
-      groups.prepare = comm::make_single();
-    }
-    groups.servers =
-        ServerJob{.channels = servers_.names, .joins = joins, .staleness = staleness_, .embedded = nullptr};
-    return std::make_shared<StrategyCore>(one_replica_each(rank, n), groups, options_,
-                                          std::make_shared<ReplicaPool>(1, 1), 7);
-  }
-
- private:
-  comm::Milliseconds timeout() const { return comm::Milliseconds(static_cast<int64_t>(options_.timeout * 1000)); }
-
-  const Servers servers_{server_names(2)};
-  const StrategyOptions options_;
-  const uint32_t staleness_;
-  const std::vector<comm::CommunicatorPtr> step_;
-  const std::vector<comm::CommunicatorPtr> workers_;
-};
-
-std::string on_workers(int n, const StrategyOptions& options, const std::function<void(Learner&)>& body,
-                       uint32_t staleness = server::kAnyStaleness) {
-  const Job job(n, options, staleness);
-  return run_threads(n, [&](int rank) {
-    Learner worker(job.core(rank));
-    body(worker);
-  });
-}
-
-StrategyOptions patient(double timeout) {
-  StrategyOptions options;
-  options.timeout = timeout;
-  return options;
-}
-
-Samples everything() {
-  Samples samples(kSamples);
-  std::iota(samples.begin(), samples.end(), 0);
-  return samples;
-}
-
-Samples sorted(Samples samples) {
-  std::sort(samples.begin(), samples.end());
-  return samples;
-}
-
-void append(Samples& to, const Samples& samples) { to.insert(to.end(), samples.begin(), samples.end()); }
-
-// Something that happens once, and others wait for.
-class Event {
- public:
-  void happened() {
-    if (!is_set_.exchange(true)) promise_.set_value();
-  }
-  void wait() const { MUSTER_CHECK(future_.wait_for(Seconds(60)) == std::future_status::ready); }
-
- private:
-  std::atomic<bool> is_set_{false};
-  std::promise<void> promise_;
-  std::shared_future<void> future_{promise_.get_future()};
-};
+using Numbers64 = std::vector<uint64_t>;
 
 }  // namespace
+
+TEST_CASE("a dealt batch is finished by the step that it goes into, else when the loop is through with it", "[data]") {
+  const auto server = std::make_shared<ScriptedServer>();
+  DealtPass pass(server, {2, 3}, 10, 60);
+  const auto get = [&] {
+    const auto number = pass.next().value();
+    pass.yielded(number);
+    return number;
+  };
+  CHECK(get() == 4);
+  CHECK(pass.begin_step() == server::BatchId{2, 3, 4});
+  CHECK_FALSE(pass.begin_step());
+  pass.end_step(WindowEnd::closed, {});
+  pass.done();
+  CHECK(get() == 5);
+  CHECK(server->finished == Numbers64{});
+  pass.done();
+  CHECK(get() == 7);
+  CHECK(server->finished == Numbers64{5});
+
+  SECTION("a step that failed leaves its batch to the loop") {
+    pass.begin_step();
+    pass.end_step(WindowEnd::dropped, {});
+    CHECK(pass.begin_step() == server::BatchId{2, 3, 7});
+    pass.end_step(WindowEnd::dropped, {});
+    pass.done();
+    CHECK_FALSE(pass.next());
+    CHECK(server->finished == Numbers64{5, 7});
+  }
+  SECTION("whoever leaves gives back what he has, once") {
+    pass.leave();
+    pass.leave();
+    CHECK(server->finished == Numbers64{5, 7});
+    CHECK(server->passes_ended == 1);
+    CHECK(pass.has_ended());
+    CHECK_FALSE(pass.next());
+  }
+  SECTION("at the end of a share, batches of an open window count as finished") {
+    pass.begin_step();
+    pass.end_step(WindowEnd::still_open, {});
+    server->answers = {{server::Dealt::State::ended}};
+    CHECK_FALSE(pass.wait_for_more());
+    CHECK(server->finished == Numbers64{5});
+    CHECK(pass.has_ended());
+  }
+}
 
 TEST_CASE("servers deal each batch of an epoch to one C++ worker", "[loader][server]") {
   constexpr size_t kEpochs = 3;
@@ -206,98 +138,6 @@ TEST_CASE("servers deal each batch of an epoch to one C++ worker", "[loader][ser
   CHECK(batches[0] > batches[1]);
   CHECK(batches[1] > 0);
   CHECK(seen[0][0] != seen[0][1]);  // shuffled anew
-}
-
-TEST_CASE("what a C++ worker leaves undone of shared batches goes to those who live", "[loader][server]") {
-  constexpr int kEpochs = 2;
-  auto loading = kLoading;
-  loading.batch_size = 7;  // 8 batches, of which the last has one sample
-  loading.workers = GENERATE(0, 2);
-  auto options = patient(60);
-  options.accumulate = GENERATE(1, 2);
-  const int last_step = GENERATE(1, 3, 7, 8, 12);  // of the worker that leaves, in the middle of a window or at its end
-  CAPTURE(loading.workers, options.accumulate, last_step);
-  std::vector<Samples> learnt(3);  // by rank
-  std::vector<int> batches(3);
-  const auto body = [&](Learner& worker) {
-    const auto rank = static_cast<size_t>(worker.rank());
-    auto loader = worker.prepare_loader(Numbers(), loading);
-    Samples in_window;
-    for (int epoch = 0; epoch < kEpochs; ++epoch) {
-      for (auto& batch : loader) {
-        if (rank == 2 && batches[rank] == last_step) return;
-        append(in_window, samples_of(batch[0]));
-        ++batches[rank];
-        if (worker.learn(batch).stepped) append(learnt[rank], std::exchange(in_window, {}));
-      }
-    }
-  };
-  CHECK(on_workers(3, options, body, /*staleness=*/0) == "");
-  auto all = learnt[0];
-  append(all, learnt[1]);
-  append(all, learnt[2]);
-  auto expected = everything();
-  append(expected, everything());
-  CHECK(sorted(all) == sorted(expected));
-  CHECK(batches[2] == last_step);
-  CHECK(batches[0] == batches[1]);
-  CHECK(batches[0] >= kEpochs * 8);
-}
-
-TEST_CASE("a C++ worker that joins others goes on where their loaders are", "[loader][server]") {
-  constexpr int kEpochs = 3;
-  auto loading = kLoading;
-  loading.workers = GENERATE(0, 2);
-  CAPTURE(loading.workers);
-  std::vector<Samples> learnt(3);  // by rank
-  int joined = 0;
-  const auto learn = [&](Learner& worker, int last_step) {
-    const auto rank = static_cast<size_t>(worker.rank());
-    auto loader = worker.prepare_loader(Numbers(), loading);
-    int steps = 0;
-    while (loader.epoch() < kEpochs) {
-      for (auto& batch : loader) {
-        if (steps++ == last_step) return steps;
-        if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(30));
-        MUSTER_CHECK(worker.learn(batch).stepped);
-        append(learnt[rank], samples_of(batch[0]));
-      }
-    }
-    return steps;
-  };
-  const Job job(3, patient(60), /*staleness=*/0);
-  CHECK(run_threads(3, [&](int rank) {
-          {
-            Learner worker(job.core(rank));
-            learn(worker, rank == 2 ? 3 : 1000);
-          }
-          if (rank != 2) return;
-          Learner again(job.core(rank, /*joins=*/true));
-          joined = learn(again, 1000);
-        }) == "");
-  auto all = learnt[0];
-  append(all, learnt[1]);
-  append(all, learnt[2]);
-  Samples expected;
-  for (int epoch = 0; epoch < kEpochs; ++epoch) append(expected, everything());
-  CHECK(sorted(all) == sorted(expected));
-  CHECK(joined > 13);
-  CHECK(joined < 39);
-}
-
-TEST_CASE("a C++ worker that joins others of more data says so", "[loader][server]") {
-  const Job job(1, patient(20), /*staleness=*/0);
-  Sharing pass(job.core(0), /*loader=*/0, /*epoch=*/0, {0, 1, 2}, /*batch_size=*/1, /*batches=*/3);
-  PassStanding others{.taken = 1, .again = {{1, 3}}};
-  pass.go_on(others, {0});
-  CHECK(pass.next().has_value());
-  for (auto* pieces : {&others.again, &others.asked, &others.open}) {
-    for (const auto& wrong : std::vector<SharedPiece>{{2, 4}, {-1, 1}, {2, 1}}) {
-      pieces->push_back(wrong);
-      CHECK_THROWS_AS(pass.go_on(others, {0}), InvalidArgument);
-      pieces->pop_back();
-    }
-  }
 }
 
 TEST_CASE("a pass that a C++ worker leaves early goes to the others", "[loader][server]") {

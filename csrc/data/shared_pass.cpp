@@ -1,0 +1,141 @@
+#include "data/shared_pass.h"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "muster/batch.h"
+#include "muster/error.h"
+
+namespace muster::detail {
+
+namespace {
+
+// Without members; empty for a rank that is none.
+SharedPiece part_of_rank(const SharedPiece& shared, uint32_t rank) {
+  const auto found = std::lower_bound(shared.members.begin(), shared.members.end(), rank);
+  if (found == shared.members.end() || *found != rank) return {shared.end, shared.end};
+  const auto sizes = part_sizes(shared.end - shared.begin, static_cast<int>(shared.members.size()));
+  const auto own = sizes.begin() + (found - shared.members.begin());
+  const int64_t begin = std::accumulate(sizes.begin(), own, shared.begin);
+  return {begin, begin + *own};
+}
+
+}  // namespace
+
+SharedPass::SharedPass(std::shared_ptr<Members> members, uint32_t rank, server::PassId pass, NextBatch next_batch)
+    : members_(std::move(members)), rank_(rank), pass_(pass), next_batch_(std::move(next_batch)) {}
+
+std::optional<SharedPiece> SharedPass::take_batch() {
+  if (was_left_by_others_) return std::nullopt;
+  const auto samples = next_batch_();
+  if (!samples) return std::nullopt;
+  ++taken_;
+  const int64_t begin = std::exchange(position_, position_ + *samples);
+  return SharedPiece{begin, position_};
+}
+
+void SharedPass::go_on(const PassStanding& others, const std::vector<uint32_t>& members) {
+  was_left_by_others_ = others.is_left;
+  while (taken_ < others.taken && take_batch()) {
+  }
+  for (const auto* pieces : {&others.again, &others.asked, &others.open}) {
+    for (const auto& piece : *pieces) {
+      if (0 <= piece.begin && piece.begin <= piece.end && piece.end <= position_) continue;
+      throw InvalidArgument("the workers that this one joined read samples " + std::to_string(piece.begin) + " to " +
+                            std::to_string(piece.end) + " in a pass over a loader that has " +
+                            std::to_string(position_) + " here; give all workers the same data");
+    }
+  }
+  again_.assign(others.again.begin(), others.again.end());
+  promised_.assign(others.asked.begin(), others.asked.end());
+  open_ = others.open;
+  return_parts_of_lost(members);
+}
+
+PassStanding SharedPass::standing() const {
+  PassStanding standing{pass_.loader, pass_.epoch, was_left_by_others_ || (!ended_ && is_left()), taken_, {},
+                        {},           open_};
+  if (standing.is_left) return {pass_.loader, pass_.epoch, true, taken_, {}, {}, {}};
+  standing.again.assign(again_.begin(), again_.end());
+  const std::lock_guard lock(mutex_);
+  for (const auto& [number, piece] : asked_) standing.asked.push_back(piece);
+  standing.asked.insert(standing.asked.end(), promised_.begin(), promised_.end());
+  return standing;
+}
+
+std::optional<int64_t> SharedPass::next() {
+  SharedPiece piece;
+  if (!promised_.empty()) {
+    piece = std::move(promised_.front());
+    promised_.pop_front();
+  } else if (!again_.empty()) {
+    piece = again_.front();
+    again_.pop_front();
+    piece.members = members_->expected();
+  } else if (auto batch = take_batch()) {
+    piece = std::move(*batch);
+    piece.members = members_->expected();
+  } else {
+    return std::nullopt;
+  }
+  const std::lock_guard lock(mutex_);
+  asked_.emplace(++last_, std::move(piece));
+  return last_;
+}
+
+SharedPass::Part SharedPass::part_of(int64_t number) const {
+  const std::lock_guard lock(mutex_);
+  const auto& shared = asked_.at(number);
+  const auto own = part_of_rank(shared, rank_);
+  return {shared.begin, own.begin, own.end};
+}
+
+int64_t SharedPass::oldest_position() const {
+  int64_t oldest = position_;
+  const auto see = [&oldest](const auto& pieces) {
+    for (const auto& piece : pieces) oldest = std::min(oldest, piece.begin);
+  };
+  see(again_);
+  see(promised_);
+  see(open_);
+  if (current_) oldest = std::min(oldest, current_->begin);
+  const std::lock_guard lock(mutex_);
+  for (const auto& [number, piece] : asked_) oldest = std::min(oldest, piece.begin);
+  return oldest;
+}
+
+void SharedPass::yielded(int64_t number) {
+  const std::lock_guard lock(mutex_);
+  current_ = std::move(asked_.extract(number).mapped());
+}
+
+void SharedPass::lost(int64_t number) {
+  const std::lock_guard lock(mutex_);
+  asked_.erase(number);
+}
+
+std::optional<server::BatchId> SharedPass::begin_step() {
+  if (current_) open_.push_back(std::move(*current_));
+  current_.reset();
+  return std::nullopt;
+}
+
+void SharedPass::end_step(WindowEnd window, const std::vector<uint32_t>& members) {
+  if (window == WindowEnd::closed) return_parts_of_lost(members);
+  if (window == WindowEnd::dropped) open_.clear();
+}
+
+void SharedPass::return_parts_of_lost(const std::vector<uint32_t>& members) {
+  for (const auto& shared : open_) {
+    for (const uint32_t rank : shared.members) {
+      if (std::binary_search(members.begin(), members.end(), rank)) continue;
+      const auto part = part_of_rank(shared, rank);
+      if (part.begin < part.end) again_.push_back(part);
+    }
+  }
+  open_.clear();
+}
+
+}  // namespace muster::detail

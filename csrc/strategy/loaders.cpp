@@ -1,0 +1,156 @@
+#include "strategy/loaders.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "muster/error.h"
+#include "server/protocol/wire.h"
+
+namespace muster {
+
+namespace {
+
+// Those of a strategy's servers.
+class ServedMembers final : public detail::Members {
+ public:
+  explicit ServedMembers(std::shared_ptr<StrategyCore> core) : core_(std::move(core)) {}
+
+  std::vector<uint32_t> expected() override {
+    const auto pass = core_->enter();
+    if (core_->has_servers()) return core_->servers().expected();
+    std::vector<uint32_t> all(static_cast<size_t>(core_->topology().num_workers));
+    std::iota(all.begin(), all.end(), 0U);
+    return all;
+  }
+  server::Dealt deal(const server::PassId& id, uint64_t batches, std::vector<uint64_t> finished) override {
+    const auto pass = core_->enter();
+    return core_->servers().deal(id.loader, id.epoch, batches, std::move(finished));
+  }
+  void end_pass(const server::PassId& id, uint64_t batches, std::vector<uint64_t> finished) override {
+    const auto pass = core_->enter();
+    if (core_->has_servers()) core_->servers().end_pass(id.loader, id.epoch, batches, std::move(finished));
+  }
+
+ private:
+  const std::shared_ptr<StrategyCore> core_;
+};
+
+server::PassId pass_id(int loader, int64_t epoch) {
+  return {static_cast<uint32_t>(loader), static_cast<uint64_t>(epoch)};
+}
+
+}  // namespace
+
+Loaders::Loaders(std::shared_ptr<StrategyCore> core, std::function<void()> connect)
+    : core_(std::move(core)), connect_(std::move(connect)), members_(std::make_shared<ServedMembers>(core_)) {
+  core_->describe_passes([this] { return standings(); });
+}
+
+Loaders::~Loaders() { core_->describe_passes({}); }
+
+detail::LoaderJob Loaders::job() const {
+  auto division = detail::Division::all_workers;
+  if (core_->shares_batches()) division = detail::Division::live_workers;
+  if (core_->deals_batches()) division = detail::Division::none;
+  return {core_->topology(), core_->seed(), division, core_->joins()};
+}
+
+int Loaders::add(const std::shared_ptr<detail::LoaderProgress>& loader) {
+  std::erase_if(loaders_, [](const auto& known) { return known.expired(); });
+  loaders_.push_back(loader);
+  return num_loaders_++;
+}
+
+bool Loaders::any_has_more(bool has_more) {
+  if (core_->deals_batches()) return has_more;
+  const auto any = at::zeros({1}, at::kLong);
+  any.data_ptr<int64_t>()[0] = has_more ? 1 : 0;
+  core_->workers().all_reduce(any, ReduceOp::max).wait();
+  return any.const_data_ptr<int64_t>()[0] != 0;
+}
+
+// Refuses before the pass counts as begun.
+void Loaders::connect() const {
+  if (!core_->has_servers()) connect_();
+  core_->servers();
+}
+
+std::shared_ptr<detail::DealtPass> Loaders::deal(int loader, int64_t epoch, int64_t batches) {
+  connect();
+  dealt_.push_back(
+      std::make_shared<detail::DealtPass>(members_, pass_id(loader, epoch), batches, core_->options().timeout));
+  return dealt_.back();
+}
+
+std::shared_ptr<detail::SharedPass> Loaders::share(int loader, int64_t epoch,
+                                                   detail::SharedPass::NextBatch next_batch) {
+  const auto id = pass_id(loader, epoch);
+  const auto rank = static_cast<uint32_t>(core_->topology().rank);
+  auto pass = std::make_shared<detail::SharedPass>(members_, rank, id, std::move(next_batch));
+  shared_[id.loader] = pass;
+  if (!core_->joins()) return pass;
+  connect();
+  const auto others = others_.find(id.loader);
+  if (others == others_.end() || others->second.epoch < id.epoch) return pass;
+  if (others->second.epoch > id.epoch) {
+    pass->go_on({.is_left = true}, {});
+    return pass;
+  }
+  if (core_->steps() > told_at_) {
+    throw InvalidArgument(
+        "this worker joined others in a pass over this loader, and stepped before it began that pass; iterate over "
+        "loaders in the order of the other workers");
+  }
+  pass->go_on(others->second, core_->servers().members());
+  others_.erase(others);
+  return pass;
+}
+
+void Loaders::leave_passes() {
+  for (const auto& pass : dealt_) {
+    if (pass->is_left()) pass->leave();
+  }
+  std::erase_if(dealt_, [](const auto& pass) { return pass->has_ended(); });
+}
+
+void Loaders::joined(const std::string& standings) {
+  told_at_ = core_->steps();
+  if (standings.empty()) return;
+  for (auto& pass : server::decode<detail::PassStandings>(standings).passes) others_[pass.loader] = std::move(pass);
+}
+
+std::string Loaders::standings() const {
+  detail::PassStandings standings;
+  for (const auto& [loader, last] : shared_) {
+    if (const auto pass = last.lock()) standings.passes.push_back(pass->standing());
+  }
+  return server::encode(standings);
+}
+
+bool Loaders::has_ended() const {
+  return std::any_of(loaders_.begin(), loaders_.end(), [](const auto& loader) {
+    const auto progress = loader.lock();
+    return progress && progress->at_end && (progress->in_step || !progress->in_run);
+  });
+}
+
+void Loaders::end_step(detail::WindowEnd window) const {
+  std::vector<uint32_t> members;
+  if (window == detail::WindowEnd::closed && core_->shares_batches()) {
+    try {
+      const auto pass = core_->enter();
+      members = core_->servers().members();
+    } catch (const InvalidArgument&) {
+      return;
+    }
+  }
+  for (const auto& loader : loaders_) {
+    const auto progress = loader.lock();
+    if (progress && progress->pass) progress->pass->end_step(window, members);
+  }
+}
+
+}  // namespace muster

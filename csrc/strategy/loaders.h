@@ -1,0 +1,61 @@
+// The loaders that were prepared with a strategy, and the passes over them that other workers have a part in.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "data/loader_host.h"
+#include "strategy/strategy_core.h"
+
+namespace muster {
+
+/// Owned by the thread that prepares, iterates and steps. Its passes keep the core alive.
+class Loaders final : public detail::LoaderHost {
+ public:
+  /// `connect` connects to the servers of the job, as a first step does.
+  Loaders(std::shared_ptr<StrategyCore> core, std::function<void()> connect);
+  ~Loaders() override;
+  Loaders(const Loaders&) = delete;
+  Loaders& operator=(const Loaders&) = delete;
+
+  detail::LoaderJob job() const override;
+  std::vector<double> capacities() const override { return core_->capacities(); }
+  int add(const std::shared_ptr<detail::LoaderProgress>& loader) override;
+  void compare(int loader, const std::string& size) override { core_->compare_loader(loader, size); }
+  bool any_has_more(bool has_more) override;
+  std::shared_ptr<detail::DealtPass> deal(int loader, int64_t epoch, int64_t batches) override;
+  std::shared_ptr<detail::SharedPass> share(int loader, int64_t epoch,
+                                            detail::SharedPass::NextBatch next_batch) override;
+  void leave_passes() override;
+
+  /// In a worker that joined a synchronous job: `standings` is what StrategyCore::watch() gave, for passes that begin
+  /// before this worker's next step.
+  void joined(const std::string& standings);
+
+  /// Whether a loader that steps draw from yielded its last batch and was not advanced since.
+  bool has_ended() const;
+
+  /// After a step that may have had batches of their passes: the window was left open, closed or dropped. No-op once
+  /// another thread has closed the strategy.
+  void end_step(detail::WindowEnd window) const;
+
+ private:
+  void connect() const;
+  std::string standings() const;
+
+  const std::shared_ptr<StrategyCore> core_;
+  const std::function<void()> connect_;
+  const std::shared_ptr<detail::Members> members_;
+  int num_loaders_ = 0;  // prepared so far
+  std::vector<std::weak_ptr<detail::LoaderProgress>> loaders_;
+  std::vector<std::shared_ptr<detail::DealtPass>> dealt_;         // that may be under way
+  std::map<uint32_t, std::weak_ptr<detail::SharedPass>> shared_;  // the last ones, by loader
+  std::map<uint32_t, detail::PassStanding> others_;               // where this worker joined, by loader
+  int64_t told_at_ = 0;                                           // in steps: when it was told of them
+};
+
+}  // namespace muster
