@@ -8,7 +8,7 @@ PYTHON := $(BIN)/python
 STAMPS := $(VENV)/.stamps
 # The environment's tools first: cmake, ninja, ruff, clang-format.
 export PATH := $(BIN):$(PATH)
-CPP_FILES = $(shell find csrc tests/cpp tests/support examples/cpp benchmarks/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h.in')
+CPP_FILES = $(shell find csrc tests/cpp tests/programs tests/support examples/cpp benchmarks/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h.in')
 PY_FILES = python tests/python tests/differential tests/gpu tests/support examples/python benchmarks tools setup.py
 CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DMUSTER_TESTS=ON
 

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/bindings.h"
+#include "bindings/callbacks.h"
 #include "bindings/embedding.h"
 #include "bindings/interruptible.h"
 #include "bindings/optimizer.h"
@@ -16,14 +17,6 @@ namespace muster {
 namespace {
 
 namespace py = pybind11;
-
-// Python objects that C++ threads hold: their last reference may go without the GIL.
-std::shared_ptr<py::object> keep(py::object object) {
-  return {new py::object(std::move(object)), [](py::object* kept) {
-            const py::gil_scoped_acquire gil;
-            delete kept;
-          }};
-}
 
 Failure describe_error(const std::exception_ptr& error) {
   try {
@@ -125,14 +118,6 @@ Loss loss_of(const py::tuple& record) {
   }
   loss.reduction = py::cast<bool>(record[3]) ? Reduction::sum : Reduction::mean;
   return loss;
-}
-
-std::function<void()> callback(const py::object& function) {
-  if (function.is_none()) return {};
-  return [kept = keep(function)] {
-    const py::gil_scoped_acquire gil;
-    (*kept)();
-  };
 }
 
 // `call(local_replica)` returns (value, weight or None, metrics, is_sum) for a step, anything for run.
@@ -354,16 +339,13 @@ void bind_core_class(py::module_& m) {
       .def("watch",
            [](StrategyCore& c, int set, const py::object& apply) {
              const auto apply_set = callback(apply);
-             const py::gil_scoped_release release;
-             const auto pass = c.enter();
-             return c.watch(set, apply_set, check_signals);
-           })
-      .def("describe_passes",
-           [](StrategyCore& c, const py::object& describe) {
-             c.describe_passes([kept = keep(describe)] {
-               const py::gil_scoped_acquire gil;
-               return py::cast<std::string>((*kept)());
-             });
+             std::string standings;
+             {
+               const py::gil_scoped_release release;
+               const auto pass = c.enter();
+               standings = c.watch(set, apply_set, check_signals);
+             }
+             return py::bytes(standings);
            })
       .def_property_readonly("has_servers",
                              [](StrategyCore& c) {
@@ -371,33 +353,6 @@ void bind_core_class(py::module_& m) {
                                const auto pass = entered(c);
                                return pass && c.has_servers();
                              })
-      .def_property_readonly("members",
-                             [](StrategyCore& c) {
-                               const auto pass = entered(c);
-                               return pass ? c.servers().members() : std::vector<uint32_t>();
-                             })
-      .def_property_readonly("expected_members",
-                             [](StrategyCore& c) {
-                               const auto pass = c.enter();
-                               return c.servers().expected();
-                             })
-      .def(
-          "deal",
-          [](StrategyCore& c, uint32_t loader, uint64_t epoch, uint64_t batches,
-             std::vector<uint64_t> finished) -> std::optional<int64_t> {
-            const auto pass = c.enter();
-            const auto dealt = c.servers().deal(loader, epoch, batches, std::move(finished));
-            if (dealt.state == server::Dealt::State::none) return std::nullopt;
-            return dealt.state == server::Dealt::State::ended ? -1 : static_cast<int64_t>(dealt.batch);
-          },
-          py::call_guard<Interruptible>())
-      .def(
-          "end_pass",
-          [](StrategyCore& c, uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished) {
-            const auto pass = c.enter();
-            c.servers().end_pass(loader, epoch, batches, std::move(finished));
-          },
-          py::call_guard<Interruptible>())
       .def(
           "state_on_servers",
           [](StrategyCore& c, const std::vector<int>& parameters, server::Part part, bool to_stay) {

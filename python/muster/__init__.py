@@ -8,7 +8,6 @@ from muster import _C as _C
 from muster import _random, optim
 from muster._build_info import version as __version__
 from muster._C import Cluster, FixedShards, MaxSize, MinSize
-from muster.data import Loader
 from muster.errors import (
     AuthError,
     CheckpointError,
@@ -22,6 +21,7 @@ from muster.errors import (
     RemoteError,
     Timeout,
 )
+from muster.loader import Loader
 from muster.per_replica import PerReplica
 from muster.precision import LossScale, LossScaler
 from muster.replicated import Replicated

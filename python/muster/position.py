@@ -1,4 +1,4 @@
-"""Where a pass over a loader stands."""
+"""What a pass over a loader yielded."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ __all__ = ["Position"]
 
 
 class Position:
-    """Where a pass stands: the rows and the identity of what it yielded last."""
+    """How many batches a pass has yielded, and the rows and the identity of the last one."""
 
     def __init__(self, num_skipped: int = 0) -> None:
         """`num_skipped`: batches that were yielded before, of another pass that this one goes on with."""
-        self.at_end = False
         self.num_yielded = num_skipped
         self._rows: list[int] | None = None
         self._identities: list[_Identity] = []
 
-    def yielded(self, value: object, part_rows: list[int] | None, *, at_end: bool) -> None:
-        """Replaces what is known: `value` is now the latest, `at_end` whether it is the pass's last."""
-        self.at_end = at_end
+    def yielded(self, value: object, part_rows: list[int] | None) -> None:
+        """Replaces what is known: `value` is the latest."""
         self.num_yielded += 1
         self._rows = part_rows
         fields = [] if is_column(value) else [field for _, field in members(value) or ()]

@@ -16,13 +16,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from muster import _C, sync_batch_norm
 from muster.by_hand import ByHand
 from muster.collectives import Collectives
-from muster.data import Loader, LoaderHost, size_in_words
 from muster.errors import InvalidArgument
+from muster.loader import Loader
+from muster.loader_host import LoaderHost
 from muster.module_watch import ModuleWatch
 from muster.options import StrategyOptions
+from muster.passes import Passes
 from muster.prepared_optimizer import PreparedOptimizer
 from muster.replicated import Replicated, counterparts, keep_to_replica, replicate
 from muster.sharded_embedding import ShardedEmbedding
+from muster.tasks import size_in_words
 
 __all__ = ["Preparation"]
 
@@ -41,10 +44,10 @@ class Preparation:
         host: LoaderHost,
         by_hand: ByHand,
         collectives: Collectives,
-        loaders: list[Loader[Any]],
+        passes: Passes,
         leaf_types: tuple[type, ...],
     ) -> None:
-        """`loaders`: where prepared ones are added. `leaf_types`: as of `ModuleWatch`."""
+        """`passes` takes up prepared loaders. `leaf_types`: as of `ModuleWatch`."""
         self._core = core
         self._devices = core.devices
         self._options = options
@@ -59,7 +62,8 @@ class Preparation:
         self.module_numbers: list[int] = []
         """The numbers of the prepared modules in the core."""
         self.optimizers: list[PreparedOptimizer] = []
-        self.loaders = loaders
+        self._passes = passes
+        self._loaders: list[Loader[Any]] = []
         this = weakref.ref(self)
         core.on_leaving(lambda: None if (preparation := this()) is None else preparation.leave())
 
@@ -91,13 +95,14 @@ class Preparation:
         known = _prepared_by.get(loader)
         if known is not None and known() is self:
             return next(
-                prepared for prepared, own in zip(self.loaders, self._user_loaders, strict=True) if own is loader
+                prepared for prepared, own in zip(self._loaders, self._user_loaders, strict=True) if own is loader
             )
-        index = len(self.loaders)
+        index = len(self._loaders)
         prepared: Loader[Any] = Loader(loader, self._host, index=index, sharded=sharded)
         if not sharded:
             self._core.compare_loader(index, size_in_words(loader))
-        self.loaders.append(prepared)
+        self._passes.add(prepared)
+        self._loaders.append(prepared)
         self._user_loaders.append(loader)
         _prepared_by[loader] = weakref.ref(self)
         return prepared

@@ -30,6 +30,7 @@ __all__ = [
     "Task",
     "WorkerStart",
     "as_is",
+    "indices_of",
     "reader_of",
 ]
 
@@ -55,11 +56,17 @@ class Deal(NamedTuple):
 
         Raises InvalidArgument for an empty batch.
         """
-        indices = batch if isinstance(batch, Sequence) or hasattr(batch, "__array__") else list(batch)
-        if len(indices) == 0:
-            raise InvalidArgument("the batch sampler gave a batch of no samples; leave empty batches out")
+        indices = indices_of(batch)
         parts = [indices[part] for part in self.slices(len(indices), capacities)]
         return parts, indices[:1] if any(len(part) == 0 for part in parts) else None
+
+
+def indices_of(batch: Any) -> Any:
+    """What a batch sampler gave, to be sliced. Raises InvalidArgument for an empty batch."""
+    indices = batch if isinstance(batch, Sequence) or hasattr(batch, "__array__") else list(batch)
+    if len(indices) == 0:
+        raise InvalidArgument("the batch sampler gave a batch of no samples; leave empty batches out")
+    return indices
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from muster import _C, per_replica
 from muster.batch import digest
 from muster.by_hand import ByHand
-from muster.data import LoaderHost
 from muster.errors import InvalidArgument
 from muster.flat_state import FlatStep
+from muster.loader_host import LoaderHost
 from muster.optimizer_sets import OptimizerSets
 from muster.options import StrategyOptions
 from muster.passes import Passes
@@ -86,7 +86,7 @@ class Stepping:
                     self._threads.on_replicas(call),
                     rows,
                     set_number,
-                    self._passes.are_at_end(),
+                    self._passes.of_core.has_ended,
                     self.sets.is_fused(set_number),
                     lambda: self.apply(set_number),
                     lambda: self._optimizer_steps(set_number),
@@ -97,14 +97,14 @@ class Stepping:
                 output=PerReplica(outputs),
             )
         except BaseException:
-            self._passes.settle(stepped=False)
+            self._passes.of_core.end_step(_C.WindowEnd.dropped)
             raise
         finally:
             self._preparation.note()
         self._by_hand.gradients_are_applied = True
         if result.stepped:
             self._note_step(set_number)
-            self._passes.settle(stepped=True)
+        self._passes.of_core.end_step(_C.WindowEnd.closed if result.stepped else _C.WindowEnd.still_open)
         self._call_post_hooks()
         return result
 
@@ -119,7 +119,7 @@ class Stepping:
         self._by_hand.gradients_are_applied = True
         for set_number in open_sets:
             self._note_step(set_number)
-        self._passes.settle(stepped=True)
+        self._passes.of_core.end_step(_C.WindowEnd.closed)
         self._call_post_hooks()
         return StepResult(**result, output=PerReplica([None] * self._core.local_replicas))
 
@@ -150,14 +150,14 @@ class Stepping:
             self._note_hooks(set_number)
             told = self._core.watch(set_number, lambda: self.apply(set_number))
             self._call_post_hooks()
-            self._passes.note_others(told)
+            self._passes.of_core.joined(told)
         elif self._core.has_servers:
             for optimizer in self.sets.optimizers_of(set_number):
                 optimizer.check_state()
 
     def _before_call(self) -> None:
         self._preparation.check_open()
-        self._passes.release()
+        self._passes.of_core.leave_passes()
         self._threads.take_back_interrupt()
         self._preparation.follow_first_replica()
 
@@ -171,7 +171,7 @@ class Stepping:
         if not self._is_first_step:
             return
         self._is_first_step = False
-        if self._core.num_workers == 1 or self._host.dealer is not None or self._core.joins:
+        if self._core.num_workers == 1 or self._passes.of_core.are_dealt or self._core.joins:
             return
         digests = set(self._core.exchange_texts(digest(parts)))
         if len(digests) == 1 and digests != {""} and self._core.rank == 0:

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader
 from muster import _C, _random
 from muster.by_hand import ByHand
 from muster.collectives import Collectives
-from muster.data import Loader, LoaderHost
-from muster.dealing import Dealer, Members
 from muster.default_group import DefaultGroup
 from muster.errors import InvalidArgument
+from muster.loader import Loader
+from muster.loader_host import LoaderHost
 from muster.options import CommonOptions, Options, StrategyOptions, device_names, options_of, with_options
-from muster.passes import Passes, ServerPasses, WeakHost
+from muster.passes import Passes, WeakHost
 from muster.per_replica import PerReplica
 from muster.precision import LossScale, LossScaler, autocast
 from muster.preparing import Preparation
@@ -52,12 +52,11 @@ class Strategy:
         self._options = options
         this = weakref.ref(self)
         host = cast(LoaderHost, WeakHost(this))
-        loaders: list[Loader[Any]] = []
-        self._passes = Passes(core, host, loaders)
-        self._collectives = Collectives(core, self._passes.release)
+        self._passes = Passes(core, host, lambda: None if (strategy := this()) is None else strategy._connect())
+        self._collectives = Collectives(core, self._passes.of_core.leave_passes)
         by_hand = ByHand(core, options.accumulate)
         leaf_types = (Strategy, Replicated, Optimizer, DataLoader, Loader)
-        self._preparation = Preparation(core, options, this, host, by_hand, self._collectives, loaders, leaf_types)
+        self._preparation = Preparation(core, options, this, host, by_hand, self._collectives, self._passes, leaf_types)
         self._threads = ReplicaThreads(core)
         self._stepping = Stepping(core, options, host, self._preparation, self._passes, self._threads, by_hand)
         weakref.finalize(self, self._threads.end, os.getpid())
@@ -147,13 +146,8 @@ class Strategy:
         return self._core.capacities
 
     @property
-    def dealer(self) -> Dealer | None:
-        """Who deals whole batches to workers that step on their own; else None."""
-        return None
-
-    @property
-    def members(self) -> Members | None:
-        """Over whom batches are divided, where workers may die; None where that is all for good."""
+    def passes(self) -> _C.Loaders | None:
+        """Who begins passes that other workers have a part in; None where each batch is divided over all workers."""
         return None
 
     @property
@@ -243,6 +237,9 @@ class Strategy:
         self._core.close()
         self._threads.join()
         self._passes.end_workers()
+
+    def _connect(self) -> None:
+        self._stepping.connect_servers()
 
     def __enter__(self) -> Self:
         return self
@@ -360,18 +357,11 @@ class ParameterServerStrategy(Strategy):
             raise InvalidArgument(f"staleness={staleness!r}: it must be an int >= 0, or None")
         super().__init__(_C.make_parameter_server(cluster, staleness, asdict(chosen)), chosen)
         self._staleness = staleness
-        connect = self._stepping.connect_servers
-        self._server_passes = ServerPasses(self._core, self._passes, connect, chosen.timeout)
 
     @property
-    def dealer(self) -> Dealer | None:
-        """Servers deal whole batches unless the job is synchronous."""
-        return None if self._staleness == 0 else self._server_passes
-
-    @property
-    def members(self) -> Members | None:
-        """The workers that are live divide batches where the job is synchronous."""
-        return self._server_passes if self._staleness == 0 else None
+    def passes(self) -> _C.Loaders | None:
+        """Servers deal whole batches, or, where the job is synchronous, live workers divide them."""
+        return self._passes.of_core
 
     def broadcast_state(self, state: Tensor) -> Tensor:
         """Collective: the chief's `state`. Raises InvalidArgument where this worker joins a running job."""
@@ -384,7 +374,7 @@ class ParameterServerStrategy(Strategy):
 
     def any_has_more(self, has_more: bool) -> bool:
         """Whether `has_more` is true on a worker that steps with this one: with a staleness on this one alone."""
-        return has_more if self.dealer is not None else super().any_has_more(has_more)
+        return has_more if self._staleness != 0 else super().any_has_more(has_more)
 
     @classmethod
     @with_options(CommonOptions)

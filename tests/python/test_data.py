@@ -33,8 +33,9 @@ from torch.utils.data import (
 )
 
 from muster.batch import part_sizes
-from muster.data import Loader, LoaderHost
 from muster.errors import InvalidArgument
+from muster.loader import Loader
+from muster.loader_host import LoaderHost
 from muster.per_replica import PerReplica
 from muster.streams import AgreedStream, epoch_seed, stream_seed
 
@@ -66,8 +67,7 @@ class Host:
     num_replicas: int
     seed: int
     capacities: Sequence[float] = ()
-    dealer: None = None
-    members: None = None
+    passes: None = None
     joins: bool = False
 
     @property

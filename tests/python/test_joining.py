@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -340,3 +342,45 @@ def test_a_joiner_takes_over_statistics_scale_and_steps(buffers: str, victim: in
     assert means[-1] > 7
     assert len(joiner) > 3
     assert joiner == stayed[-len(joiner) :]
+
+
+# --- a C++ worker among Python ones -----------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def joining(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program of tests/programs/joining, built as an outside project."""
+    build = tmp_path_factory.mktemp("joining")
+    where = subprocess.run([sys.executable, "-m", "muster", "--cmake-dir"], capture_output=True, text=True, check=True)
+    source = Path(__file__).resolve().parents[1] / "programs" / "joining"
+    for command in (
+        ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(build), f"-Dmuster_ROOT={where.stdout.strip()}"],
+        ["cmake", "--build", str(build)],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return build / "joining"
+
+
+def test_a_cpp_worker_joins_python_ones_in_the_middle_of_a_pass(joining: Path, tmp_path: Path) -> None:
+    servers = Servers(2)
+    victim = 1
+    ranks = Ranks(3, _shares, servers.addresses, victim, 1, tmp_path)
+    variables = ranks.variables(victim)
+    ranks.processes[victim].join(60)
+    done = subprocess.run(
+        [str(joining), str(EPOCHS)],
+        env={**variables, "MUSTER_SERVERS": ",".join(servers.addresses)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    *epochs, left = [line.partition(":")[2].split() for line in done.stdout.splitlines()]
+    joiner = [[int(sample) for sample in samples] for samples in epochs]
+    stayed = [run for rank, run in enumerate(ranks.results()) if rank != victim]
+    assert joiner[0] == []
+    assert len(joiner[1]) > 0
+    assert sorted(joiner[2] + stayed[0].samples[2] + stayed[1].samples[2]) == list(range(SAMPLES))
+    # Each sample of each pass was applied once, those of the batch with which the worker died included.
+    expected = [-RATE * EPOCHS * sum(range(SAMPLES))] * 4
+    assert stayed[0].left == stayed[1].left == expected
+    assert [float.fromhex(value) for value in left] == expected

@@ -110,8 +110,8 @@ def test_what_is_private_is_noticed() -> None:
 
 
 def test_a_circle_is_noticed() -> None:
-    assert list(imported("import muster.data\nfrom muster import batch, Loader\nfrom muster.batch import split")) == [
-        "data.py",
+    assert list(imported("import muster.loader\nfrom muster import batch, Loader\nfrom muster.batch import split")) == [
+        "loader.py",
         "batch.py",
         "__init__.py",
         "batch.py",

@@ -67,11 +67,15 @@ class Ranks:
 
     def _start(self, rank: int) -> tuple[Any, Connection]:
         receiver, sender = self._context.Pipe(duplex=False)
-        variables = {**os.environ, **environment(rank, self._num_ranks, self._port)}
+        variables = self.variables(rank)
         process = self._context.Process(target=_main, args=(variables, *self._work, sender), daemon=True)
         process.start()
         sender.close()
         return process, receiver
+
+    def variables(self, rank: int) -> dict[str, str]:
+        """The environment of a rank."""
+        return {**os.environ, **environment(rank, self._num_ranks, self._port)}
 
     def restart(self, *ranks: int, timeout: float = 60) -> None:
         """Waits for the end of these ranks, and starts them again in the same environment."""

@@ -46,73 +46,31 @@ does not rewind it. Reading and collating draw from the ambient generators, in D
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, count, repeat
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from muster.batch import emptied, is_column, place, rebuilt, rows
-from muster.dealing import Dealer, Dealing, Members, Sharing
+from muster import _C
+from muster.batch import emptied, place
 from muster.errors import InvalidArgument
-from muster.per_replica import PerReplica
+from muster.fields import yielded
+from muster.loader_checks import check
+from muster.loader_host import LoaderHost
 from muster.position import Position
 from muster.reader import Deal, Ended, Parts, Skipped, Task, WorkerStart, as_is, reader_of
-from muster.streams import AgreedStream, epoch_seed, stream_seed
+from muster.streams import epoch_seed, stream_seed
+from muster.tasks import DealtBatches, SharedBatches, Tasks, generators_of, is_read_by_index
 
-__all__ = ["Loader", "LoaderHost", "size_in_words"]
+__all__ = ["Loader"]
 
 T = TypeVar("T")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 
 _END = object()
-_STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader"
-
-
-class LoaderHost(Protocol):
-    """What a loader needs of the strategy that prepares it."""
-
-    @property
-    def num_replicas(self) -> int:
-        """Replicas in the job."""
-
-    @property
-    def first_replica(self) -> int:
-        """The job-wide index of this worker's first replica."""
-
-    @property
-    def devices(self) -> Sequence[torch.device]:
-        """The device of each of this worker's replicas."""
-
-    @property
-    def seed(self) -> int:
-        """The job's seed, equal on all ranks."""
-
-    @property
-    def capacities(self) -> Sequence[float]:
-        """By replica, what parts of batches that are asked for next follow (`muster.batch.part_sizes`)."""
-
-    @property
-    def dealer(self) -> Dealer | None:
-        """Who deals whole batches; None where each batch is divided over workers."""
-
-    @property
-    def members(self) -> Members | None:
-        """Over whom batches are divided; None where that is all workers for good."""
-
-    @property
-    def joins(self) -> bool:
-        """Whether this worker came to a job that others had begun."""
-
-    def any_has_more(self, has_more: bool) -> bool:
-        """Whether the flag is true on any worker that steps together with this one; collective over those. Called for
-        each batch of a sharded loader, one ahead."""
-
-    def broadcast_state(self, state: Tensor) -> Tensor:
-        """Collective: the chief's `state`, a uint8 vector on the CPU. Called while a loader is prepared."""
 
 
 class Loader(Generic[BatchT_co]):
@@ -134,13 +92,16 @@ class Loader(Generic[BatchT_co]):
         InvalidArgument for what cannot be divided: no DataLoader or one with an ``__iter__`` of its own, a
         DistributedSampler without `sharded`, or ``in_order=False`` where workers must see the same batches.
         """
-        _check(loader, sharded=sharded, alone=host.num_replicas == len(host.devices) and host.dealer is None)
-        if host.dealer is not None and not sharded and isinstance(loader.dataset, IterableDataset):
+        are_dealt = host.passes is not None and host.passes.are_dealt
+        if isinstance(loader, Loader):
+            raise InvalidArgument("this loader is prepared already; pass the torch DataLoader it was made from")
+        check(loader, sharded=sharded, alone=host.num_replicas == len(host.devices) and not are_dealt)
+        if are_dealt and not sharded and isinstance(loader.dataset, IterableDataset):
             raise InvalidArgument(
                 "servers deal batches by number, which an iterable data set has not; use one with __getitem__, or "
                 "prepare_loader(loader, sharded=True) with data of this worker's own"
             )
-        if host.joins and host.dealer is None and not sharded and not _is_read_by_index(loader):
+        if host.joins and not are_dealt and not sharded and not is_read_by_index(loader):
             raise InvalidArgument(
                 "this worker joined a running synchronous job, which is somewhere in data that is not read by index; "
                 "use a data set with __getitem__ and a batch size, or start all workers again"
@@ -150,29 +111,25 @@ class Loader(Generic[BatchT_co]):
         self._index = index
         self._sharded = sharded
         num_local = len(host.devices)
-        alone = sharded or host.dealer is not None
+        alone = sharded or are_dealt
         self._deal = Deal(num_local, 0, num_local) if alone else Deal(host.num_replicas, host.first_replica, num_local)
         self._epoch = 0
         self._iterations = 0
         self._under_way = False
-        self._pass_epoch = 0  # of the pass that was begun last
         self._position = Position()
         self._persistent: DataLoader[Any] | None = None
-        self._tasks = _Tasks(loader, self._deal, host)
+        self._tasks = Tasks(loader, self._deal, host)
         self._empty: Any = _END
-        self._pass: weakref.ref[_Pass] | None = None
-        self._dealing: Dealing | Sharing | None = None  # of the pass that was begun last
-        self._generators = _generators(loader)
+        self._generators = generators_of(loader)
         self._generator_states: list[Tensor] = []  # as of when the pass under way was begun
         self._to_skip = 0  # batches of the next pass
+        self.progress = _C.LoaderProgress()
+        """How far it is, as the strategy knows it."""
+        # 0 where the user's sampler decides.
+        self.progress.usual_rows = (loader.batch_size or 0) / self._deal.num_parts
         if not sharded:
             for generator in self._generators:
                 generator.set_state(host.broadcast_state(generator.get_state()))
-
-    @property
-    def usual_rows(self) -> float:
-        """Samples that a part of a full batch has on average; 0 where the user's sampler decides."""
-        return (self._loader.batch_size or 0) / self._deal.num_parts
 
     @property
     def epoch(self) -> int:
@@ -221,7 +178,7 @@ class Loader(Generic[BatchT_co]):
             generator.set_state(saved)
 
     def _check_has_place(self) -> None:
-        if not self._sharded and (self._host.dealer is not None or self._host.members is not None):
+        if not self._sharded and self._host.passes is not None:
             raise InvalidArgument(
                 "parameter servers know which batches were trained on, and a loader does not; begin the epoch anew, or "
                 "use prepare_loader(loader, sharded=True) with data of this worker's own"
@@ -239,7 +196,7 @@ class Loader(Generic[BatchT_co]):
     @property
     def at_end(self) -> bool:
         """Whether the last batch of the pass was yielded and the pass was not advanced since."""
-        return self._position.at_end
+        return self.progress.at_end
 
     def part_rows_of(self, value: object) -> list[int] | None:
         """The number of samples in each local replica's part, if `value` is of the batch that was yielded last.
@@ -260,62 +217,44 @@ class Loader(Generic[BatchT_co]):
         self._generator_states = self._states_of_generators()
         self._tasks.num_skipped, self._to_skip = self._to_skip, 0
         self._position = Position(self._tasks.num_skipped)
-        self.release()
+        self.progress.at_end = False
         seed = epoch_seed(self._host.seed, self._index, self._epoch)
-        self._pass_epoch = self._epoch
-        self._dealing = self._begin_dealing(seed)
-        begun = _Pass(self, self._position, self._dealing, self._results(self._epoch, seed, self._dealing))
-        self._pass = weakref.ref(begun)
-        return begun
+        batches = self._begin_pass(seed)
+        return _Pass(self, self._position, batches, self._results(self._epoch, seed, batches))
 
-    def _begin_dealing(self, seed: int) -> Dealing | Sharing | None:
-        dealer, members = self._host.dealer, self._host.members
-        if self._sharded or isinstance(self._loader.dataset, IterableDataset):
+    def _begin_pass(self, seed: int) -> DealtBatches | SharedBatches | None:
+        """None where this worker has its parts of the batches for itself."""
+        self.progress.last_pass = None
+        passes = self._host.passes
+        if passes is not None:
+            passes.leave_passes()
+        if passes is None or self._sharded or isinstance(self._loader.dataset, IterableDataset):
             return None
-        if dealer is not None:
-            return Dealing(dealer, self._index, self._epoch, list(self._tasks.all_of(self._epoch, seed)))
-        if members is not None and _is_read_by_index(self._loader):
-            others = members.pass_of_others(self._index, self._epoch)
-            batches = self._tasks.all_of(self._epoch, seed)
-            return Sharing(members, iter(()) if others == {} else batches, others or None)
-        return None
-
-    def standing(self) -> tuple[int, dict[str, Any]] | None:
-        """The epoch of the pass that was begun last, and where it is (nothing where it was left); for a worker that
-        joins. None where batches are not shared."""
-        if not isinstance(self._dealing, Sharing):
+        all_batches = self._tasks.all_of(self._epoch, seed)
+        if passes.are_dealt:
+            whole = list(all_batches)
+            dealt = passes.deal(self._index, self._epoch, len(whole))
+            self.progress.last_pass = dealt
+            return DealtBatches(dealt, whole, are_ready=self._loader.batch_sampler is None)
+        if not is_read_by_index(self._loader):
             return None
-        is_left = self._under_way and (self._pass is None or self._pass() is None)
-        return self._pass_epoch, {} if is_left else self._dealing.standing()
-
-    def release(self) -> None:
-        """Lets other workers have what is left of a dealt pass that was left early."""
-        if self._dealing is not None and self._pass is not None and self._pass() is None:
-            self._dealing.leave()
-            self._dealing = None
-
-    def stepped(self) -> tuple[int, int, int] | None:
-        """Notes that the batch that was yielded last goes into a step. Its loader, epoch and number; None if it was not
-        dealt, or is in one already."""
-        return None if self._dealing is None else self._dealing.stepped()
-
-    def settle(self, members: Sequence[int] | None) -> None:
-        """The window of those steps was made of the parts of the ranks `members`; None: it was dropped."""
-        if self._dealing is None:
-            return
-        if members is None:
-            self._dealing.forget()
-        else:
-            self._dealing.settle(members)
+        batches = SharedBatches(all_batches)
+        draw = weakref.WeakMethod(batches.draw)  # else it would keep the data, and itself, through the pass
+        shared = passes.share(self._index, self._epoch, lambda: None if (drawn := draw()) is None else drawn())
+        batches.belong_to(shared)
+        self.progress.last_pass = shared
+        return batches
 
     def end_workers(self) -> None:
         """Ends persistent workers, once no pass reads through them; a later pass starts others."""
         self._persistent = None
 
-    def _results(self, epoch: int, seed: int, dealing: Dealing | Sharing | None) -> Iterator[Parts | Ended | Skipped]:
+    def _results(
+        self, epoch: int, seed: int, batches: DealtBatches | SharedBatches | None
+    ) -> Iterator[Parts | Ended | Skipped]:
         self._iterations += 1
         self._tasks.current = Task(self._iterations, epoch, seed)
-        self._tasks.dealing = dealing
+        self._tasks.batches = batches
         if not self._loader.persistent_workers:
             return iter(self._new_loader(seed))
         if self._persistent is None:
@@ -367,7 +306,7 @@ class Loader(Generic[BatchT_co]):
             self._empty = emptied(values[0], -1 if counts[0] is None else counts[0])
         placed = [place(value, device) for value, device in zip(values, self._host.devices, strict=True)]
         known = [count for count in counts if count is not None]
-        return _Batch(_yielded(placed, known), known if len(known) == len(counts) else None)
+        return _Batch(yielded(placed, known), known if len(known) == len(counts) else None)
 
     def _empty_parts(self) -> Parts:
         num_local = self._deal.num_local
@@ -388,7 +327,7 @@ class Loader(Generic[BatchT_co]):
 class _Batch:
     value: Any
     part_rows: list[int] | None
-    number: Any = None  # what its pass knows it by
+    number: int | None = None  # what its pass knows it by
 
 
 class _Pass(Iterator[Any]):
@@ -401,12 +340,14 @@ class _Pass(Iterator[Any]):
         self,
         loader: Loader[Any],
         position: Position,
-        dealing: Any,  # Dealing, Sharing or None
+        batches: DealtBatches | SharedBatches | None,
         results: Iterator[Parts | Ended | Skipped],
     ) -> None:
         self._loader = loader
         self._position = position
-        self._dealing = dealing
+        self._batches = batches
+        self._of_job = None if batches is None else batches.of_job
+        self._hold = None if self._of_job is None else self._of_job.hold()
         self._results = results
         self._epoch = loader._epoch
         self._ended: set[int] = set()
@@ -414,29 +355,36 @@ class _Pass(Iterator[Any]):
         self._ahead: _Batch | Exception | None = None
 
     def __next__(self) -> Any:
-        self._position.at_end = False
-        dealing = self._dealing
-        if dealing is not None:
-            dealing.done()
+        self._note_end(False)
+        of_job = self._of_job
+        if of_job is not None:
+            of_job.done()
         if not self._begun:
             self._begun = True
             self._ahead = self._read(first=True)
-        while self._ahead is None and dealing is not None and dealing.wait_for_more():
+        while self._ahead is None and of_job is not None and of_job.wait_for_more():
             seed = epoch_seed(self._loader._host.seed, self._loader._index, self._epoch)
-            self._results = self._loader._results(self._epoch, seed, dealing)
+            self._results = self._loader._results(self._epoch, seed, self._batches)
             self._ahead = self._read()
         batch = self._ahead
         if batch is None:
             self._loader._finished(self._position)
+            if self._batches is not None:
+                self._batches.end()
             raise StopIteration
         if isinstance(batch, Exception):
             self._ahead = None
             raise batch
-        if dealing is not None:
-            dealing.yielded(batch.number)
+        if of_job is not None and batch.number is not None:
+            of_job.yielded(batch.number)
         self._ahead = self._read()
-        self._position.yielded(batch.value, batch.part_rows, at_end=self._ahead is None)
+        self._position.yielded(batch.value, batch.part_rows)
+        self._note_end(self._ahead is None)
         return batch.value
+
+    def _note_end(self, at_end: bool) -> None:
+        if self._loader._position is self._position:
+            self._loader.progress.at_end = at_end
 
     def _read(self, *, first: bool = False) -> _Batch | Exception | None:
         """The next batch, what went wrong in reading it, or None at the end. An error waits until it is asked for."""
@@ -447,10 +395,10 @@ class _Pass(Iterator[Any]):
         if loader._sharded:
             more = loader._host.any_has_more(more)
             refusal = loader._refusal(needs_empty=parts is None) if more and first else None
-        number = None if self._dealing is None or parts is None else self._dealing.was_read()
+        number = None if self._batches is None or parts is None else self._batches.was_read()
         if isinstance(parts, Exception):
-            if self._dealing is not None:
-                self._dealing.lost(number)
+            if self._of_job is not None and number is not None:
+                self._of_job.lost(number)
             return parts
         if refusal is not None or not more:
             return refusal
@@ -476,149 +424,5 @@ def _attempted(function: Callable[[], T]) -> T | Exception:
         return error
 
 
-class _Tasks:
-    """The sampler of the loader that reads: the user's batches as tasks, each pass as `current` says when it begins."""
-
-    def __init__(self, loader: DataLoader[Any], deal: Deal, host: LoaderHost) -> None:
-        self._loader = loader
-        self._deal = deal
-        self._host = host
-        self.current = Task(0, 0, 0)
-        self.num_skipped = 0
-        self.dealing: Dealing | Sharing | None = None
-
-    def __iter__(self) -> Iterator[Task]:
-        if isinstance(self._loader.dataset, IterableDataset):
-            skipped = repeat(replace(self.current, is_skipped=True), self.num_skipped)
-            return chain(skipped, map(self._balanced, repeat(self.current)))
-        if self.dealing is not None:
-            return self._cut(self.current, self.dealing.to_read())
-        return self._cut(self.current, zip(self._indices(self.current, self.num_skipped), repeat(self._deal)))
-
-    def all_of(self, epoch: int, seed: int) -> Iterator[Any]:
-        """The indices of every batch of a pass."""
-        return self._indices(Task(0, epoch, seed))
-
-    def _balanced(self, task: Task) -> Task:
-        capacities = tuple(self._host.capacities)
-        # Where all are equal, an iterable is dealt as it is without balance.
-        return replace(task, capacities=capacities if len(set(capacities)) > 1 else ())
-
-    def _cut(self, task: Task, indices: Iterable[tuple[Any, Deal]]) -> Iterator[Task]:
-        for index, deal in indices:
-            balanced = self._balanced(task)
-            if self._loader.batch_sampler is not None:
-                index = deal.cut(index, balanced.capacities)
-            yield replace(balanced, index=index)
-
-    def _indices(self, task: Task, num_skipped: int = 0) -> Iterator[Any]:
-        batch_sampler = self._loader.batch_sampler
-        for sampler in _samplers(self._loader):
-            if callable(getattr(sampler, "set_epoch", None)):
-                sampler.set_epoch(task.epoch)
-        stream = AgreedStream(task.seed)
-        with stream:
-            indices: Iterator[Any] = iter(self._loader.sampler if batch_sampler is None else batch_sampler)
-        for number in count():
-            with stream:
-                index = next(indices, _END)
-            if index is _END:
-                return
-            if number >= num_skipped:
-                yield index
-
-
-def _yielded(parts: list[Any], part_rows: Sequence[int]) -> Any:
-    """What the loop gets of the placed parts."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    if _are_mappings_of_fields(parts):
-        return rebuilt(first, [PerReplica(part[key] for part in parts) for key in first])
-    if _are_sequences_of_fields(parts, part_rows):
-        fields = [PerReplica(values) for values in zip(*parts, strict=True)]
-        return rebuilt(first, fields) if hasattr(first, "_fields") else tuple(fields)
-    return PerReplica(parts)
-
-
-def _are_mappings_of_fields(parts: list[Any]) -> bool:
-    return all(isinstance(part, Mapping) and part.keys() == parts[0].keys() for part in parts)
-
-
-def _are_sequences_of_fields(parts: list[Any], part_rows: Sequence[int]) -> bool:
-    """Whether the parts are lists or tuples of the same fields, and not of one item per sample."""
-    if not all(isinstance(part, (list, tuple)) and len(part) == len(parts[0]) > 0 for part in parts):
-        return False
-    if any(is_column(part) for part in parts):
-        return False
-    filled = [(part, count) for part, count in zip(parts, part_rows, strict=False) if count > 0]
-    return not filled or not all(len(part) == count and rows(part) != count for part, count in filled)
-
-
-def _check(loader: object, *, sharded: bool, alone: bool) -> None:
-    if isinstance(loader, Loader):
-        raise InvalidArgument("this loader is prepared already; pass the torch DataLoader it was made from")
-    if not isinstance(loader, DataLoader):
-        raise InvalidArgument(
-            f"a {type(loader).__name__} cannot be prepared as a loader; wrap the data in a torch.utils.data.DataLoader"
-        )
-    # The state of a torchdata StatefulDataLoader is that of the passes which it makes itself; Loader has its own.
-    if type(loader).__iter__ is not DataLoader.__iter__ and not _is_stateful(loader):
-        raise InvalidArgument(
-            f"{type(loader).__name__} iterates in a way of its own, which would be lost when its batch sampler is cut "
-            "into parts; pass a plain torch.utils.data.DataLoader with the same data set, sampler and collate function"
-        )
-    if not sharded and any(isinstance(sampler, DistributedSampler) for sampler in _samplers(loader)):
-        raise InvalidArgument(
-            "the loader's DistributedSampler shards the data already, so that most samples would be left out; pass a "
-            "plain sampler (or shuffle=True), with the global batch size, or prepare_loader(loader, sharded=True)"
-        )
-    if not sharded and not alone and loader.num_workers > 0 and not loader.in_order:
-        raise InvalidArgument(
-            "in_order=False lets each worker see the batches in another order, but all take parts of the same batch; "
-            "leave in_order out, or use prepare_loader(loader, sharded=True)"
-        )
-
-
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_stateful(loader: DataLoader[Any]) -> bool:
-    return any(f"{base.__module__}.{base.__qualname__}" == _STATEFUL for base in type(loader).__mro__)
-
-
-def _is_read_by_index(loader: DataLoader[Any]) -> bool:
-    return not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
-
-
-def size_in_words(loader: DataLoader[Any]) -> str:
-    """Equal on workers that divide the same data."""
-    if isinstance(loader.dataset, IterableDataset):
-        return "a stream"
-    try:
-        return f"{len(loader.sampler)} samples in {len(loader)} batches"  # type: ignore[arg-type]
-    except TypeError:
-        return "data of unknown size"
-
-
-def _samplers(loader: DataLoader[Any]) -> list[Any]:
-    """The user's batch sampler and the samplers within it."""
-    found: list[Any] = []
-    sampler: Any = None
-    if not isinstance(loader.dataset, IterableDataset):
-        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    while sampler is not None and not any(sampler is other for other in found):
-        found.append(sampler)
-        inner = getattr(sampler, "batch_sampler", None)
-        sampler = getattr(sampler, "sampler", None) if inner is None else inner
-    return found
-
-
-def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    found: list[torch.Generator] = []
-    for owner in (loader, *_samplers(loader)):
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
-            found.append(generator)
-    return found

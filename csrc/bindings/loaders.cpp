@@ -1,0 +1,92 @@
+#include "strategy/loaders.h"
+
+#include "bindings/bindings.h"
+#include "bindings/callbacks.h"
+#include "bindings/interruptible.h"
+
+namespace muster {
+
+namespace {
+
+namespace py = pybind11;
+
+// What a Python loop keeps while it iterates.
+struct PassHold {
+  std::shared_ptr<void> hold;
+};
+
+void bind_passes(py::module_& m) {
+  using detail::DealtPass;
+  using detail::LoaderPass;
+  using detail::SharedPass;
+  py::class_<PassHold>(m, "PassHold");
+  py::class_<LoaderPass, std::shared_ptr<LoaderPass>>(m, "LoaderPass")
+      .def("next", &LoaderPass::next, py::call_guard<Interruptible>())
+      .def("yielded", &LoaderPass::yielded)
+      .def("lost", &LoaderPass::lost)
+      .def("done", &LoaderPass::done)
+      .def("wait_for_more", &LoaderPass::wait_for_more, py::call_guard<Interruptible>())
+      .def("begin_step",
+           [](LoaderPass& pass) -> std::optional<std::tuple<uint32_t, uint64_t, uint64_t>> {
+             const auto batch = pass.begin_step();
+             if (!batch) return std::nullopt;
+             return std::tuple(batch->loader, batch->epoch, batch->batch);
+           })
+      .def("hold", [](LoaderPass& pass) { return PassHold{pass.hold()}; });
+  py::class_<DealtPass, LoaderPass, std::shared_ptr<DealtPass>>(m, "DealtPass");
+  py::class_<SharedPass, LoaderPass, std::shared_ptr<SharedPass>>(m, "SharedPass")
+      .def("part_of",
+           [](const SharedPass& pass, int64_t number) {
+             const auto part = pass.part_of(number);
+             return std::tuple(part.batch, part.begin, part.end);
+           })
+      .def_property_readonly("oldest_position", &SharedPass::oldest_position)
+      .def("end", &SharedPass::end);
+}
+
+detail::SharedPass::NextBatch next_batch_of(const py::object& function) {
+  return [kept = keep(function)] {
+    const py::gil_scoped_acquire gil;
+    return py::cast<std::optional<int64_t>>((*kept)());
+  };
+}
+
+}  // namespace
+
+void bind_loaders(py::module_& m) {
+  bind_passes(m);
+  using detail::LoaderProgress;
+  py::class_<LoaderProgress, std::shared_ptr<LoaderProgress>>(m, "LoaderProgress")
+      .def(py::init<>())
+      .def_readwrite("at_end", &LoaderProgress::at_end)
+      .def_readwrite("in_step", &LoaderProgress::in_step)
+      .def_readwrite("in_run", &LoaderProgress::in_run)
+      .def_readwrite("usual_rows", &LoaderProgress::usual_rows)
+      .def_readwrite("last_pass", &LoaderProgress::pass);
+  py::enum_<detail::WindowEnd>(m, "WindowEnd")
+      .value("still_open", detail::WindowEnd::still_open)
+      .value("closed", detail::WindowEnd::closed)
+      .value("dropped", detail::WindowEnd::dropped);
+  py::class_<Loaders>(m, "Loaders")
+      .def(py::init([](std::shared_ptr<StrategyCore> core, const py::object& connect) {
+             return std::make_unique<Loaders>(std::move(core), callback(connect));
+           }),
+           py::arg("core"), py::arg("connect"))
+      .def("add", &Loaders::add)
+      .def_property_readonly("are_dealt", [](const Loaders& l) { return l.job().division == detail::Division::none; })
+      .def_property_readonly("has_ended", &Loaders::has_ended)
+      .def("deal", &Loaders::deal, py::call_guard<Interruptible>())
+      .def(
+          "share",
+          [](Loaders& l, int loader, int64_t epoch, const py::object& next_batch) {
+            auto next = next_batch_of(next_batch);
+            const Interruptible interruptible;
+            return l.share(loader, epoch, std::move(next));
+          },
+          py::arg("loader"), py::arg("epoch"), py::arg("next_batch"))
+      .def("leave_passes", &Loaders::leave_passes, py::call_guard<Interruptible>())
+      .def("joined", [](Loaders& l, const py::bytes& standings) { l.joined(standings); })
+      .def("end_step", &Loaders::end_step, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace muster

@@ -1,0 +1,213 @@
+"""What is read of a pass over a loader: the user's batches as tasks, and the samplers that make them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, count, repeat
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from muster import _C
+from muster.reader import Deal, Task, indices_of
+from muster.streams import AgreedStream
+
+__all__ = [
+    "DealtBatches",
+    "SharedBatches",
+    "Tasks",
+    "generators_of",
+    "is_read_by_index",
+    "samplers_of",
+    "size_in_words",
+]
+
+_END = object()
+
+
+class Capacities(Protocol):
+    """Of a `LoaderHost`."""
+
+    @property
+    def capacities(self) -> Sequence[float]:
+        """By replica, what parts of batches that are asked for next follow (`muster.batch.part_sizes`)."""
+
+
+class DealtBatches:
+    """The batches that servers deal to this worker in one pass, whole. Owned by the thread that iterates."""
+
+    def __init__(self, dealt: _C.DealtPass, batches: Sequence[Any], *, are_ready: bool) -> None:
+        """`batches`: all of the pass. `are_ready`: each is one item, that is read as a batch."""
+        self.of_job: _C.LoaderPass = dealt
+        self._batches = batches
+        self._are_ready = are_ready
+        self._asked: deque[int] = deque()
+
+    def to_read(self) -> Iterator[Any]:
+        """The indices of tasks, as long as servers deal some."""
+        while (number := self.of_job.next()) is not None:
+            self._asked.append(number)
+            batch = self._batches[number]
+            yield batch if self._are_ready else Deal(1, 0, 1).cut(batch)
+
+    def was_read(self) -> int:
+        """The number of the batch that was read next."""
+        return self._asked.popleft()
+
+    def end(self) -> None:
+        """The loop came to the end of the pass, which servers know."""
+
+
+class SharedBatches:
+    """This worker's parts of the batches of one pass that live workers divide. Owned by the thread that iterates.
+
+    A batch is known by its position in the pass's order, the indices of all batches one after the other.
+    """
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._drawn: list[Any] = []
+        self._positions: list[int] = []
+        """Where those begin."""
+        self._end = 0
+        self._asked: deque[int] = deque()
+        self._shared: _C.SharedPass | None = None
+
+    def draw(self) -> int | None:
+        """How many samples the batch has that follows; None at the end. Called by the pass."""
+        batch = next(self._batches, _END)
+        if batch is _END:
+            return None
+        indices = indices_of(batch)
+        self._drawn.append(indices)
+        self._positions.append(self._end)
+        self._end += len(indices)
+        return len(indices)
+
+    def belong_to(self, shared: _C.SharedPass) -> None:
+        """The pass that draws; known once it is begun."""
+        self._shared = shared
+
+    @property
+    def of_job(self) -> _C.SharedPass:
+        """The pass as all workers know it."""
+        assert self._shared is not None
+        return self._shared
+
+    def to_read(self) -> Iterator[Any]:
+        """The indices of tasks: this worker's part, and a sample to model an empty one on."""
+        while (number := self.of_job.next()) is not None:
+            self._asked.append(number)
+            batch, begin, end = self.of_job.part_of(number)
+            drawn = bisect_right(self._positions, batch) - 1
+            indices, start = self._drawn[drawn], self._positions[drawn]
+            part = indices[begin - start : end - start]
+            model = None if begin < end else indices[batch - start : batch - start + 1]
+            self._forget_before(self.of_job.oldest_position)
+            yield [part], model
+
+    def was_read(self) -> int:
+        """The number of the batch that was read next."""
+        return self._asked.popleft()
+
+    def end(self) -> None:
+        """The loop came to the end of the pass."""
+        self.of_job.end()
+
+    def _forget_before(self, position: int) -> None:
+        past = max(bisect_right(self._positions, position) - 1, 0)
+        del self._drawn[:past], self._positions[:past]
+
+
+class Tasks:
+    """The sampler of the loader that reads: the user's batches as tasks, each pass as `current` says when it begins."""
+
+    def __init__(self, loader: DataLoader[Any], deal: Deal, host: Capacities) -> None:
+        self._loader = loader
+        self._deal = deal
+        self._host = host
+        self.current = Task(0, 0, 0)
+        self.num_skipped = 0
+        self.batches: DealtBatches | SharedBatches | None = None
+
+    def __iter__(self) -> Iterator[Task]:
+        if isinstance(self._loader.dataset, IterableDataset):
+            skipped = repeat(replace(self.current, is_skipped=True), self.num_skipped)
+            return chain(skipped, map(self._balanced, repeat(self.current)))
+        if self.batches is not None:
+            return (replace(self._balanced(self.current), index=index) for index in self.batches.to_read())
+        return self._cut(self.current, self._indices(self.current, self.num_skipped))
+
+    def all_of(self, epoch: int, seed: int) -> Iterator[Any]:
+        """The indices of every batch of a pass."""
+        return self._indices(Task(0, epoch, seed))
+
+    def _balanced(self, task: Task) -> Task:
+        capacities = tuple(self._host.capacities)
+        # Where all are equal, an iterable is dealt as it is without balance.
+        return replace(task, capacities=capacities if len(set(capacities)) > 1 else ())
+
+    def _cut(self, task: Task, indices: Iterable[Any]) -> Iterator[Task]:
+        for index in indices:
+            balanced = self._balanced(task)
+            if self._loader.batch_sampler is not None:
+                index = self._deal.cut(index, balanced.capacities)
+            yield replace(balanced, index=index)
+
+    def _indices(self, task: Task, num_skipped: int = 0) -> Iterator[Any]:
+        batch_sampler = self._loader.batch_sampler
+        for sampler in samplers_of(self._loader):
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(task.epoch)
+        stream = AgreedStream(task.seed)
+        with stream:
+            indices: Iterator[Any] = iter(self._loader.sampler if batch_sampler is None else batch_sampler)
+        for number in count():
+            with stream:
+                index = next(indices, _END)
+            if index is _END:
+                return
+            if number >= num_skipped:
+                yield index
+
+
+def is_read_by_index(loader: DataLoader[Any]) -> bool:
+    """Whether it makes batches of samples that are read by index."""
+    return not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
+
+
+def size_in_words(loader: DataLoader[Any]) -> str:
+    """Equal on workers that divide the same data."""
+    if isinstance(loader.dataset, IterableDataset):
+        return "a stream"
+    try:
+        return f"{len(loader.sampler)} samples in {len(loader)} batches"  # type: ignore[arg-type]
+    except TypeError:
+        return "data of unknown size"
+
+
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """The user's batch sampler and the samplers within it."""
+    found: list[Any] = []
+    sampler: Any = None
+    if not isinstance(loader.dataset, IterableDataset):
+        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while sampler is not None and not any(sampler is other for other in found):
+        found.append(sampler)
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+    return found
+
+
+def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """The generators that the user gave to the loader or its samplers."""
+    found: list[torch.Generator] = []
+    for owner in (loader, *samplers_of(loader)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
+            found.append(generator)
+    return found
