@@ -113,24 +113,25 @@ void bind_optimizer(py::module_& m) {
   py::class_<FlatOptimizer>(m, "FlatOptimizer")
       .def_property_readonly("state_names",
                              [](const FlatOptimizer& flat) {
-                               std::vector<std::string> names(flat.state_names().begin(), flat.state_names().end());
+                               std::vector<std::string> names(flat.state().names().begin(), flat.state().names().end());
                                return names;
                              })
       .def_property_readonly("is_sharded", [](const FlatOptimizer& flat) { return flat.shard().size > 1; })
       .def("state", [](const FlatOptimizer& flat, size_t parameter,
-                       size_t which) { return defined(flat.state(parameter, which)); })
-      .def("step_count", &FlatOptimizer::step_count)
-      .def("master", [](const FlatOptimizer& flat, size_t p) { return defined(flat.master(p)); })
-      .def("has_started", &FlatOptimizer::has_started)
-      .def("num_states", &FlatOptimizer::num_states)
-      .def("set_state", &FlatOptimizer::set_state)
-      .def("set_step_count", &FlatOptimizer::set_step_count)
+                       size_t which) { return defined(flat.state().tensor(parameter, which)); })
+      .def("step_count", [](const FlatOptimizer& flat, size_t p) { return flat.state().entry(p).step; })
+      .def("master", [](const FlatOptimizer& flat, size_t p) { return defined(flat.state().entry(p).master); })
+      .def("has_started", [](const FlatOptimizer& flat, size_t p) { return flat.state().entry(p).started; })
+      .def("num_states", [](const FlatOptimizer& flat, size_t p) { return flat.state().entry(p).num_states; })
+      .def("set_state", [](FlatOptimizer& flat, size_t p, size_t which,
+                           const at::Tensor& whole) { flat.state().set(p, which, whole); })
+      .def("set_step_count", [](FlatOptimizer& flat, size_t p, double count) { flat.state().set_step_count(p, count); })
       .def("set_master",
            [](FlatOptimizer& flat, size_t parameter, const std::optional<at::Tensor>& whole) {
-             flat.set_master(parameter, whole.value_or(at::Tensor()));
+             flat.state().set_master(parameter, whole.value_or(at::Tensor()));
            })
-      .def("reset", &FlatOptimizer::reset)
-      .def("take_started", &FlatOptimizer::take_started)
+      .def("reset", [](FlatOptimizer& flat, size_t p) { flat.state().reset(p); })
+      .def("take_started", [](FlatOptimizer& flat) { return flat.state().take_started(); })
       .def(
           "step_from_sums",
           [](FlatOptimizer& flat, const std::vector<at::Tensor>& sums, double divisor, double clip_norm,

@@ -323,7 +323,7 @@ void bind_core_class(py::module_& m) {
           "whole_state",
           [](StrategyCore& c, const FlatOptimizer& flat, size_t parameter, size_t which) -> std::optional<at::Tensor> {
             const auto pass = c.enter();
-            const auto whole = flat.whole_state(parameter, which, c.workers());
+            const auto whole = flat.state().whole(parameter, which, c.workers());
             return whole.defined() ? std::optional(whole) : std::nullopt;
           },
           py::call_guard<Interruptible>())

@@ -34,7 +34,27 @@ cuda::Status step(const cuda::StepPlan& plan, const kernels::AdagradGroup* group
   return cuda::adagrad_step(plan, groups, stream);
 }
 
+size_t states_of(const kernels::AdamGroup& group) { return group.amsgrad ? 3 : 2; }
+size_t states_of(const kernels::SgdGroup& group) { return group.momentum != 0 ? 1 : 0; }
+size_t states_of(const kernels::AdagradGroup&) { return 1; }
+
+bool moves_rows(const kernels::AdamGroup&) { return false; }
+bool moves_rows(const kernels::SgdGroup& group) { return group.momentum != 0 || group.weight_decay != 0; }
+bool moves_rows(const kernels::AdagradGroup& group) { return group.weight_decay != 0; }
+
 }  // namespace
+
+size_t count_of(const FlatGroups& groups) {
+  return std::visit([](const auto& list) { return list.size(); }, groups);
+}
+
+size_t states_needed(const FlatGroups& groups, uint32_t group) {
+  return std::visit([&](const auto& list) { return states_of(list[group]); }, groups);
+}
+
+bool moves_all_rows(const FlatGroups& groups, uint32_t group) {
+  return std::visit([&](const auto& list) { return moves_rows(list[group]); }, groups);
+}
 
 kernels::RowwiseAdagradGroup rowwise_group_of(const FlatGroups& groups, uint32_t group) {
   const auto* const adagrad = std::get_if<std::vector<kernels::AdagradGroup>>(&groups);

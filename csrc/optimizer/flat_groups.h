@@ -1,6 +1,7 @@
 // Groups of hyperparameters, and the step that they ask for.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <variant>
 #include <vector>
@@ -15,11 +16,18 @@ namespace muster {
 using FlatGroups =
     std::variant<std::vector<kernels::AdamGroup>, std::vector<kernels::SgdGroup>, std::vector<kernels::AdagradGroup>>;
 
+/// How many groups there are.
+size_t count_of(const FlatGroups& groups);
+/// How many state tensors a group's step needs of each parameter.
+size_t states_needed(const FlatGroups& groups, uint32_t group);
+/// Whether a group's step moves rows without a gradient, too.
+bool moves_all_rows(const FlatGroups& groups, uint32_t group);
+
 /// The row-wise form of a group's Adagrad. Throws InvalidArgument for another optimizer, for weight decay, which would
 /// move every row, and where there is no such group.
 kernels::RowwiseAdagradGroup rowwise_group_of(const FlatGroups& groups, uint32_t group);
 
-/// Steps on the CPU, and copies where there is somebody to copy to.
+/// Steps on the CPU. If `copies` is not empty, also stores the result in the peers' memory.
 void step_by_groups(const kernels::StepArguments& arguments, const FlatGroups& groups,
                     const kernels::StepCopies& copies = {}) noexcept;
 

@@ -3,36 +3,22 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
-#include "device/segments.h"
-#include "device/table.h"
 #include "kernels/kernels.h"
 #include "optimizer/flat_groups.h"
+#include "optimizer/optimizer_state.h"
 #include "optimizer/shards.h"
+#include "optimizer/step_segments.h"
 
 namespace muster {
 
-/// One parameter of a flat optimizer: a leaf, and the group whose hyperparameters it follows.
-struct FlatParameter {
-  std::string name;  ///< for messages
-  at::Tensor tensor;
-  uint32_t group = 0;
-  bool is_row_wise = false;  ///< Adagrad with one accumulator a row (the first dimension); see rowwise_adagrad_step
-};
-
-/// The gradient of one parameter in a step: a dense sum, rows of one, or neither, which leaves the parameter untouched.
-struct FlatGradient {
-  at::Tensor dense;   ///< accumulation dtype; the parameter's sizes and memory order
-  at::Tensor sparse;  ///< coalesced COO with one sparse dimension; values in the accumulation dtype
-};
-
-/// What one of a process's replicas does of a step that it divides with others.
+/// The part of a step that one of a process's replicas makes, where several divide it.
 struct StepShare {
   std::vector<FlatGradient> gradients;  ///< by parameter; all shares have gradients of the same parameters
   std::vector<Run> runs;                ///< by parameter; the runs of all processes' shares cover it once
@@ -42,19 +28,58 @@ struct StepShare {
 struct DividedStep {
   std::vector<StepShare> shares;  ///< by local replica
   /// From this process's parameters, in bytes, to where other processes have theirs; these see every write.
-  std::vector<ptrdiff_t> displacements;
-  /// As comm::PeerMemory::allocate_common, where there are several processes; else null.
-  std::function<at::Tensor(int64_t bytes)> allocate_common;
-  /// With it: is given each state tensor that lies there from here on. Moved elsewhere, as by give_own_memory, it is
-  /// this process's alone again.
-  std::function<void(const at::Tensor& state)> note_common;
-  /// Calls `work(share)` for every share, all at once where threads are at hand. Null: one after the other.
-  std::function<void(const std::function<void(size_t share)>& work)> for_each;
+  std::vector<ptrdiff_t> displacements = {};
 };
 
-/// State is kept by parameter, each tensor in storage of its own, in the accumulation dtype (fp32 but for fp64
-/// parameters) and in the parameter's memory order. bf16 and fp16 parameters have an fp32 master copy, which is what
-/// steps; a low-precision parameter that user code wrote since the last step is taken over into it.
+class FlatOptimizer;
+
+/// A step that FlatOptimizer::begin prepared: its shares run, then it finishes. Lives shorter than the optimizer, and
+/// than what begin was given by reference. Where no share ran, its end takes back the counts of steps: nothing was
+/// stepped. Owned by the thread that steps, but for run.
+class StepPlan {
+ public:
+  StepPlan(const StepPlan&) = delete;
+  StepPlan& operator=(const StepPlan&) = delete;
+
+  size_t num_shares() const noexcept { return segments_.size(); }
+  /// Steps one share. Shares may run at once, each on a thread; on CUDA it is enqueued on the calling thread's current
+  /// stream.
+  void run(size_t share);
+  /// After all shares have run: bumps the version counters of what was written.
+  void finish();
+
+ private:
+  friend class FlatOptimizer;
+  StepPlan(FlatOptimizer& optimizer, const DividedStep& divided, const FlatGroups& groups,
+           const kernels::StepScalars* scalars, bool keep);
+
+  /// Parameters whose step was counted; takes the counts back where it ends before a share began.
+  struct Counted {
+    Counted(OptimizerState& of, bool begun) : state(of), has_begun(begun) {}
+    ~Counted();
+    Counted(const Counted&) = delete;
+    Counted& operator=(const Counted&) = delete;
+
+    OptimizerState& state;
+    std::vector<size_t> parameters;
+    std::atomic<bool> has_begun;
+  };
+
+  void add_segments(size_t parameter, const DividedStep& divided);
+
+  FlatOptimizer& optimizer_;
+  const FlatGroups& groups_;
+  const kernels::StepScalars* scalars_;
+  const bool keep_;
+  const std::vector<ptrdiff_t> displacements_;
+  Counted counted_;
+  std::vector<StepSegments> segments_;                 // by share
+  std::vector<double> used_;                           // on a streamed device, 1 for each parameter that takes part
+  std::vector<std::pair<size_t, at::Tensor>> packed_;  // parameters with gaps in their memory, and their values
+};
+
+/// Steps parameters by their gradients' sums; see OptimizerState for what it keeps of them. A low-precision parameter
+/// that user code wrote since the last step is taken over into its fp32 master copy, which is what steps.
 ///
 /// Sparse rows: each touched row is stepped like a parameter of its own with the parameter's step count; untouched rows
 /// keep parameter and state (Adam: as torch.optim.SparseAdam). With momentum or, but for Adam, weight decay, a step
@@ -76,11 +101,13 @@ class FlatOptimizer {
   /// shard, or of another optimizer than Adagrad without weight decay.
   FlatOptimizer(std::vector<FlatParameter> parameters, const FlatGroups& groups, const Shard& shard = {});
 
-  size_t num_parameters() const noexcept { return entries_.size(); }
-  /// Whose hyperparameters a parameter follows.
-  uint32_t group(size_t parameter) const noexcept { return entries_[parameter].parameter.group; }
-  const Shard& shard() const noexcept { return shard_; }
-  bool is_streamed() const noexcept { return steps_.defined(); }
+  size_t num_parameters() const noexcept { return state_.num_parameters(); }
+  /// The group whose hyperparameters a parameter follows.
+  uint32_t group(size_t parameter) const { return state_.entry(parameter).parameter.group; }
+  const Shard& shard() const noexcept { return state_.shard(); }
+  bool is_streamed() const noexcept { return state_.counts().defined(); }
+  OptimizerState& state() noexcept { return state_; }
+  const OptimizerState& state() const noexcept { return state_; }
 
   /// Steps every parameter that has a gradient, by `scalars` in the memory of the parameters' device; see kernels.h.
   /// `gradients` has one element a parameter.
@@ -91,13 +118,20 @@ class FlatOptimizer {
   void step(std::vector<FlatGradient> gradients, const FlatGroups& groups, const kernels::StepScalars* scalars,
             bool keep);
 
-  /// As step, of which this process does its shares. The parameters are dense. Where there are several processes every
-  /// one makes the same call; state then lies in memory that all of them see, so that it is whole on each though each
-  /// element is stepped, and its parameter stored everywhere, by its owner alone; rows of a row-wise parameter are
-  /// stepped by every process. Parameters and state are equal everywhere once all have returned. Throws InvalidArgument
-  /// in a shard.
-  void step_divided(const DividedStep& divided, const FlatGroups& groups, const kernels::StepScalars* scalars,
-                    bool keep);
+  /// Begins the same as shares, which the caller runs. The parameters are dense. Where processes divide the step every
+  /// one begins it, after share_state, so that state is whole on each though each element is stepped, and its parameter
+  /// stored everywhere, by its owner alone; rows of a row-wise parameter are stepped by every process. Parameters and
+  /// state are equal everywhere once all have run their shares. `groups` and what `scalars` point to outlive the plan.
+  StepPlan begin(const DividedStep& divided, const FlatGroups& groups, const kernels::StepScalars* scalars, bool keep);
+
+  /// Before a begin by which several processes divide a step: bytes of memory that all of them see (common memory)
+  /// which the state of the parameters that have a gradient needs; equal on all, 0 where it lies there already. Throws
+  /// InvalidArgument in a shard, and as step does for `groups`.
+  int64_t common_bytes(const DividedStep& divided, const FlatGroups& groups);
+  /// After common_bytes, moves that state to `memory`, zeros of as many bytes, each element's value from its owner.
+  /// Returns the tensors that lie there from here on; moved elsewhere, as by give_own_memory, one is this process's
+  /// alone again.
+  std::vector<at::Tensor> share_state(const DividedStep& divided, const FlatGroups& groups, const at::Tensor& memory);
 
   /// As step, from `.grad` of every parameter: mean gradients of any dtype and memory order, left as they are. Throws
   /// InvalidArgument in a shard, whose ranks must step together.
@@ -106,116 +140,16 @@ class FlatOptimizer {
   /// Collective over the shard's ranks, after step on all: every rank gets the parameters that others stepped.
   void gather_parameters(comm::Communicator& ranks);
 
-  /// Names of the state tensors, torch.optim's: exp_avg, exp_avg_sq, max_exp_avg_sq; momentum_buffer; sum.
-  const std::vector<const char*>& state_names() const noexcept;
-
-  /// State tensor `which` of a parameter, of its sizes and strides; a 1-dim run of it where another rank has the rest;
-  /// undefined where there is none (no such option, or nothing of it in this shard).
-  at::Tensor state(size_t parameter, size_t which) const;
-  /// Number of steps the parameter took: 0-dim fp32, on the parameters' device.
-  const at::Tensor& step_count(size_t parameter) const;
-  /// All of them, on the host: waits for the device.
-  std::vector<float> step_counts() const;
-  /// What processes that divide a step must have alike of a parameter.
-  struct Standing {
-    float steps = 0;             ///< that it took; 0 on a device, which is not waited for
-    bool has_own_state = false;  ///< state that was loaded and no other process sees
-  };
-  Standing standing(size_t parameter) const;
-  /// The fp32 master copy of a low-precision parameter, else undefined; a 1-dim run in a shard.
-  const at::Tensor& master(size_t parameter) const;
-
-  /// Whether a parameter has taken a step, or was given state.
-  bool has_started(size_t parameter) const noexcept { return entries_[parameter].started; }
-
-  /// How many state tensors a parameter has, on other ranks of its shards alone too.
-  size_t num_states(size_t parameter) const noexcept { return entries_[parameter].num_states; }
-
-  /// Replaces state tensor `which` by one of the values of `whole` (the parameter's sizes, or state()'s; of a row-wise
-  /// parameter's sizes each row's mean is taken). Who has the one before keeps its values; so for the two below.
-  void set_state(size_t parameter, size_t which, const at::Tensor& whole);
-  void set_step_count(size_t parameter, double count);
-  /// Undefined: the parameter's values.
-  void set_master(size_t parameter, const at::Tensor& whole);
-
-  /// Drops a parameter's state, so that its next step is a first one.
-  void reset(size_t parameter);
-
-  /// Collective. State `which` (kMaster: the master copy) of a parameter on every rank, put together from all shards; a
-  /// copy. Undefined where no rank has one.
-  at::Tensor whole_state(size_t parameter, size_t which, comm::Communicator& ranks) const;
-  static constexpr size_t kMaster = 3;
-
-  /// Parameters that took their first step, or got more state, since the last call.
-  std::vector<size_t> take_started();
-
  private:
-  static constexpr size_t kStates = 3;
+  friend class StepPlan;
 
-  struct Entry {
-    FlatParameter parameter;
-    at::ScalarType dtype{};        // of the parameter when its state was made
-    std::vector<int64_t> strides;  // likewise
-    Run run;                       // elements that this shard owns, in memory order
-    bool is_dense = true;          // its memory has neither gaps nor overlaps
-    at::Tensor states[kStates];
-    at::Tensor master;
-    at::Tensor step;
-    int64_t master_version = -1;  // of the parameter when the master copy was last equal to it
-    size_t num_states = 0;        // equal on all ranks, also where this one owns nothing of them
-    // Where all processes see states[s], and the master copy at kMaster; null where they do not. See is_common.
-    const void* common[kStates + 1] = {};
-    bool started = false;
-  };
+  void check_kind(const FlatGroups& groups) const;
+  size_t num_states_for(size_t parameter, const FlatGroups& groups);
 
-  struct Segments;
-
-  void follow(Entry& entry);
-  void allocate(Entry& entry, size_t num_states);
-  at::Tensor& tensor_of(Entry& entry, size_t which) const;
-  const at::Tensor& tensor_of(const Entry& entry, size_t which) const;
-  bool is_common(const Entry& entry, size_t which) const;
-  void move_to_common(const DividedStep& divided);
-  void take_back_step(size_t parameter);
-  void leave_common(size_t parameter);
-  void note_started(size_t parameter);
-  void refresh_master(const Entry& entry, const Run& run) const;
-  at::TensorOptions device_options(at::ScalarType dtype) const;
-  at::Tensor empty_state(const Entry& entry) const;
-  at::Tensor own_part(const Entry& entry, const at::Tensor& whole) const;
-  at::Tensor dense_of(const Entry& entry, const at::Tensor& sparse) const;
-  void check_row_wise(const FlatParameter& parameter, const FlatGroups& groups) const;
-  void check_sizes(const Entry& entry, const at::Tensor& whole, at::IntArrayRef sizes) const;
-  std::vector<std::vector<Run>> runs_of_ranks() const;
-  void begin_step(size_t parameter, const FlatGroups& groups, bool is_common);
-  void add_gradient(const Entry& entry, const Run& run, void* parameter, const FlatGradient& gradient,
-                    const FlatGroups& groups, Segments& segments) const;
-  void add_run(const Entry& entry, const Run& run, void* parameter, void* gradient, Segments& segments) const;
-  void add_dense(const Entry& entry, const Run& run, void* parameter, const at::Tensor& gradient,
-                 Segments& segments) const;
-  template <class F>
-  static void for_each_row(const at::Tensor& gradient, Segments& segments, const F& function);
-  void add_sparse(const Entry& entry, const Run& run, void* parameter, const at::Tensor& gradient,
-                  Segments& segments) const;
-  void add_whole_rows(const Entry& entry, const FlatGradient& gradient, const FlatGroups& groups,
-                      Segments& segments) const;
-  void run(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars& scalars, bool keep,
-           const kernels::StepCopies& copies) const;
-  void enqueue(const Segments& segments, const FlatGroups& groups, const kernels::StepScalars* scalars, bool keep);
-
-  std::vector<Entry> entries_;
-  size_t algorithm_;  // index of FlatGroups
-  Shard shard_;
-  std::vector<size_t> started_;
-  c10::Device device_;
-  // Where the device is streamed:
-  at::Tensor steps_;          // of all parameters; each entry's step is one of them
-  std::vector<double> used_;  // 1 for each parameter that takes part in the step
-  DeviceTable<double> used_table_;
-  DeviceGroups device_groups_;
+  OptimizerState state_;
+  size_t algorithm_;                                 // index of FlatGroups
+  StepQueue queue_;                                  // where the device is streamed
   DeviceTable<kernels::StepScalars> scalars_table_;  // of step_from_grad
-  DeviceSegments<kernels::StepSegment> singles_;     // by accumulation dtype
-  DeviceSegments<kernels::StepSegment> doubles_;
 };
 
 }  // namespace muster

@@ -97,7 +97,7 @@ bool visit_kind(const Optimizer& optimizer, const F& function) {
 
 template <class K>
 void publish_steps(FlatState& state, const Optimizer& optimizer) {
-  const auto counts = state.flat.step_counts();
+  const auto counts = state.flat.state().step_counts();
   state.published_steps.resize(counts.size(), -1);
   for (size_t p = 0; p < state.parameters.size(); ++p) {
     const auto found = optimizer.state().find(state.parameters[p]);
@@ -116,7 +116,7 @@ void publish(FlatState& state, Optimizer& optimizer, const std::vector<size_t>& 
     if (!entry) entry = std::make_unique<ParamState>();
     auto& values = static_cast<ParamState&>(*entry);
     const auto tensors = tensors_of(values);
-    for (size_t s = 0; s < tensors.size(); ++s) *tensors[s] = state.flat.state(p, s);
+    for (size_t s = 0; s < tensors.size(); ++s) *tensors[s] = state.flat.state().tensor(p, s);
     state.published_entries.resize(state.parameters.size());
     state.published_entries[p] = &values;
     state.published_steps.resize(state.parameters.size(), -1);
@@ -178,27 +178,27 @@ bool has_any(const std::vector<at::Tensor*>& tensors) {
 template <class ParamState>
 bool take_values(FlatState& state, size_t p, ParamState& entry) {
   auto& flat = state.flat;
-  bool changed = !flat.has_started(p);
+  bool changed = !flat.state().entry(p).started;
   const auto tensors = tensors_of(entry);
   for (size_t s = 0; s < tensors.size(); ++s) {
     const auto& given = *tensors[s];
-    const auto held = flat.state(p, s);
+    const auto held = flat.state().tensor(p, s);
     if (given.defined() ? given.is_same(held) : !held.defined()) continue;
     if (!given.defined() && !may_lack<ParamState>(s)) {
       throw InvalidArgument("the state of parameter " + std::to_string(p) +
                             " of an optimizer lacks a tensor; give it one, or erase the entry to start anew");
     }
-    flat.set_state(p, s, given.defined() ? given : at::zeros_like(held));
+    flat.state().set(p, s, given.defined() ? given : at::zeros_like(held));
     changed = true;
   }
   const int64_t* const step = step_of(entry);
   // A device counts on while the entry tells what was published last.
   const bool is_stale = flat.is_streamed() && state.published_entries[p] == &entry;
   if (step != nullptr && ((changed && !is_stale) || *step != state.published_steps[p])) {
-    flat.set_step_count(p, static_cast<double>(*step));
+    flat.state().set_step_count(p, static_cast<double>(*step));
     changed = true;
   } else if (step == nullptr && changed) {
-    flat.set_step_count(p, 1);
+    flat.state().set_step_count(p, 1);
   }
   return changed;
 }
@@ -240,14 +240,14 @@ void follow_state(FlatState& state, Optimizer& optimizer) {
       const bool is_ours = entry != nullptr && (state.flat.shard().size > 1 || has_any(tensors_of(*entry)));
       if (is_ours) {
         if (take_values(state, p, *entry)) changed.push_back(p);
-      } else if (state.flat.has_started(p) && state.flat.num_states(p) > 0) {
-        const auto before = state.flat.state(p, 0);
-        state.flat.reset(p);
+      } else if (state.flat.state().entry(p).started && state.flat.state().entry(p).num_states > 0) {
+        const auto before = state.flat.state().tensor(p, 0);
+        state.flat.state().reset(p);
         if constexpr (std::is_same_v<ParamState, torch::optim::AdagradParamState>) {
           const double first =
               static_cast<const torch::optim::AdagradOptions&>(optimizer.defaults()).initial_accumulator_value();
           if (first == 0 || !before.defined()) continue;
-          state.flat.set_state(p, 0, at::full_like(before, first));
+          state.flat.state().set(p, 0, at::full_like(before, first));
           changed.push_back(p);
         }
       }
@@ -273,18 +273,19 @@ void copy_from_servers(const FlatState& state, Optimizer& optimizer) {
     ParamState names;
     for (size_t s = 0; s < tensors_of(names).size(); ++s) states.push_back(state.from_servers(s));
     constexpr bool kBeginsWithState = std::is_same_v<ParamState, torch::optim::AdagradParamState>;
-    const auto own_counts = state.flat.step_counts();
+    const auto own_counts = state.flat.state().step_counts();
     for (size_t p = 0; p < state.parameters.size(); ++p) {
       // Not of a parameter that was frozen when they took the others.
       const bool is_there = counts[p].defined();
       const double count = is_there ? counts[p].template item<double>() : own_counts[p];
-      if (count <= 0 && !(kBeginsWithState && state.flat.has_started(p))) {
+      if (count <= 0 && !(kBeginsWithState && state.flat.state().entry(p).started)) {
         optimizer.state().erase(state.parameters[p]);
         continue;
       }
       auto entry = std::make_unique<ParamState>();
       const auto tensors = tensors_of(*entry);
-      for (size_t s = 0; s < tensors.size(); ++s) *tensors[s] = is_there ? states[s][p] : state.flat.state(p, s);
+      for (size_t s = 0; s < tensors.size(); ++s)
+        *tensors[s] = is_there ? states[s][p] : state.flat.state().tensor(p, s);
       if (auto* const step = step_of(*entry)) *step = static_cast<int64_t>(count);
       optimizer.state()[state.parameters[p]] = std::move(entry);
     }
@@ -301,7 +302,8 @@ void bring_back(FlatState& state, Optimizer& optimizer) noexcept {
 }
 
 void publish_state(FlatState& state, Optimizer& optimizer) {
-  visit_kind(optimizer, [&](auto kind) { publish<decltype(kind)>(state, optimizer, state.flat.take_started()); });
+  visit_kind(optimizer,
+             [&](auto kind) { publish<decltype(kind)>(state, optimizer, state.flat.state().take_started()); });
 }
 
 void publish_step_counts(FlatState& state, const Optimizer& optimizer) {

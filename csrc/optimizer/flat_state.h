@@ -21,11 +21,11 @@ struct FlatState {
   /// Throws where a step by hand would apply gradients again that the strategy has applied. Null without one.
   std::function<void()> check_step_by_hand = {};
   /// Not null where parameter servers hold the state: a tensor by position, undefined where there is none; `which` is
-  /// one of FlatOptimizer's, kSteps for step counts.
+  /// one of StateEntry's, kSteps for step counts.
   std::function<std::vector<at::Tensor>(size_t which)> from_servers = {};
   bool is_lost = false;  // the servers that held it are gone
 
-  static constexpr size_t kSteps = FlatOptimizer::kMaster + 1;
+  static constexpr size_t kSteps = StateEntry::kMaster + 1;
 };
 
 /// Where a flat optimizer keeps its FlatState; null for any other optimizer.

@@ -107,8 +107,8 @@ Agreement::Agreement(const ParameterRegistry& registry, std::vector<OptimizerSte
   look_at_steps();
 }
 
-FlatOptimizer::Standing Agreement::standing(const OptimizerStep& step, size_t p) const {
-  auto standing = step.flat->standing(p);
+OptimizerState::Standing Agreement::standing(const OptimizerStep& step, size_t p) const {
+  auto standing = step.flat->state().standing(p);
   standing.has_own_state = standing.has_own_state && shares_state_;
   return standing;
 }
@@ -225,10 +225,9 @@ uint64_t Agreement::hash_of(const Place& place) const {
     add_values(registry_->parameter(0, parameter), hash);
     return hash.value();
   }
-  const auto& optimizer = *steps_[static_cast<size_t>(place.optimizer)].flat;
-  for (size_t which = 0; which < optimizer.state_names().size(); ++which)
-    add_values(optimizer.state(parameter, which), hash);
-  add_values(optimizer.master(parameter), hash);
+  const auto& state = steps_[static_cast<size_t>(place.optimizer)].flat->state();
+  for (size_t which = 0; which < state.names().size(); ++which) add_values(state.tensor(parameter, which), hash);
+  add_values(state.tensor(parameter, StateEntry::kMaster), hash);
   return hash.value();
 }
 

@@ -52,7 +52,7 @@ class Agreement {
   };
 
   /// Where each worker has state of its own (sharded, or stepped by all), whose it is tells nothing.
-  FlatOptimizer::Standing standing(const OptimizerStep& step, size_t parameter) const;
+  OptimizerState::Standing standing(const OptimizerStep& step, size_t parameter) const;
   void look_at_steps();
   std::string describe() const;
   std::string name_of(const Place& place) const;

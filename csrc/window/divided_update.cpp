@@ -61,31 +61,35 @@ void DividedUpdate::step(FlatOptimizer& optimizer, const Tail& tail, const std::
   if (crosses_processes) {
     place_in_shared_memory(tail);
     divided.displacements = home_->displacements();
-    divided.allocate_common = [&](int64_t bytes) { return gradients.front()->peer_memory()->allocate_common(bytes); };
-    divided.note_common = [&](const at::Tensor& state) {
+    const int64_t bytes = optimizer.common_bytes(divided, groups);
+    if (bytes > 0) {
+      const auto memory = gradients.front()->peer_memory()->allocate_common(bytes);
       std::erase_if(common_states_, [](const auto& noted) { return noted.expired(); });
-      common_states_.emplace_back(state.getIntrusivePtr());
-    };
+      for (const auto& state : optimizer.share_state(divided, groups, memory)) {
+        common_states_.emplace_back(state.getIntrusivePtr());
+      }
+    }
   }
   const auto is_large = [&] {
     int64_t elements = 0;
     for (const int index : parameters) elements += context_.registry.parameter(0, static_cast<size_t>(index)).numel();
     return elements > kAloneElements;
   };
-  if (crosses_processes || is_large()) {
-    divided.for_each = [&](const std::function<void(size_t)>& work) {
-      on_replicas([&](int local_replica) {
-        const auto r = static_cast<size_t>(local_replica);
-        if (!crosses_processes) return work(r);
-        auto& memory = *gradients[r]->peer_memory();
-        memory.begin_stores();
-        work(r);
-        gradients[r]->barrier().wait();
-        memory.end_stores();
-      });
-    };
+  auto plan = optimizer.begin(divided, groups, &scalars, /*keep=*/false);
+  if (!crosses_processes && !is_large()) {
+    for (size_t share = 0; share < plan.num_shares(); ++share) plan.run(share);
+  } else {
+    on_replicas([&](int local_replica) {
+      const auto r = static_cast<size_t>(local_replica);
+      if (!crosses_processes) return plan.run(r);
+      auto& memory = *gradients[r]->peer_memory();
+      memory.begin_stores();
+      plan.run(r);
+      gradients[r]->barrier().wait();
+      memory.end_stores();
+    });
   }
-  optimizer.step_divided(divided, groups, &scalars, /*keep=*/false);
+  plan.finish();
 }
 
 void DividedUpdate::leave_memory() {

@@ -49,7 +49,7 @@ void RowsOnServers::give(const FlatOptimizer& optimizer) {
     const auto& spec = plan_.tables[t];
     const auto& weight = tables_[t].weight;
     const auto position = tables_[t].position;
-    const auto& steps = optimizer.step_count(position);
+    const auto& steps = optimizer.state().entry(position).step;
     if (steps.defined()) client_.rows().write_steps(table, static_cast<uint64_t>(steps.item<float>()));
     if (!tables_[t].was_here) continue;
     const int64_t block = std::max<int64_t>(kBlockElements / spec.dim, 1);

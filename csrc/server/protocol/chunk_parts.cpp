@@ -23,13 +23,13 @@ void set_part(FlatOptimizer& optimizer, const at::Tensor& parameter, size_t piec
       parameter.copy_(values);
       break;
     case Part::master:
-      optimizer.set_master(piece, values);
+      optimizer.state().set_master(piece, values);
       break;
     case Part::steps:
-      optimizer.set_step_count(piece, values.item<float>());
+      optimizer.state().set_step_count(piece, values.item<float>());
       break;
     default:
-      optimizer.set_state(piece, static_cast<size_t>(part) - static_cast<size_t>(Part::state0), values);
+      optimizer.state().set(piece, static_cast<size_t>(part) - static_cast<size_t>(Part::state0), values);
   }
 }
 

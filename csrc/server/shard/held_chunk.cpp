@@ -51,11 +51,11 @@ at::Tensor HeldChunk::part_of(size_t piece, Part part) const {
     case Part::state0:
     case Part::state1:
     case Part::state2:
-      return optimizer_->state(piece, static_cast<size_t>(part) - static_cast<size_t>(Part::state0));
+      return optimizer_->state().tensor(piece, static_cast<size_t>(part) - static_cast<size_t>(Part::state0));
     case Part::master:
-      return optimizer_->master(piece);
+      return optimizer_->state().entry(piece).master;
     case Part::steps:
-      return optimizer_->step_count(piece).view({1});
+      return optimizer_->state().entry(piece).step.view({1});
   }
   throw InvalidArgument("a chunk has no such part; run one version of Muster on all workers and servers");
 }

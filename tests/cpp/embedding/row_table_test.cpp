@@ -159,7 +159,7 @@ TEST_CASE("pushes have the bits of a flat optimizer's sparse rows", "[server]") 
   for (size_t i = 0; i < size; ++i) {
     const int64_t width = is_row_wise ? 1 : dim;
     for (int64_t s = 0; s < table.state_width() / width; ++s) {
-      const auto whole = flat.state(0, static_cast<size_t>(s));
+      const auto whole = flat.state().tensor(0, static_cast<size_t>(s));
       CHECK(same_bits(states.data() + static_cast<ptrdiff_t>(i) * table.state_width() + s * width,
                       whole.const_data_ptr<float>() + rows[i] * width, static_cast<size_t>(width)));
     }

@@ -284,7 +284,7 @@ TEST_CASE("shards of the state give the bits of the whole", "[optimizer]") {
             }
             for (size_t p = 0; p < list.size(); ++p) {
               MUSTER_CHECK(list[p].equal(whole[p]));
-              MUSTER_CHECK(flat.whole_state(p, 1, group).equal(reference.state(p, 1)));
+              MUSTER_CHECK(flat.state().whole(p, 1, group).equal(reference.state().tensor(p, 1)));
             }
           }) == "");
   }
@@ -324,16 +324,16 @@ TEST_CASE("a step that processes divide gives the bits of the whole on each", "[
   Process reference(low);
   std::vector<std::unique_ptr<Process>> processes;
   for (int r = 0; r < 2; ++r) processes.push_back(std::make_unique<Process>(low));
-  std::vector<at::Tensor> common;  // what the process that asks first got
+  at::Tensor common;  // memory that the process which asks first got
   for (int step = 0; step < 5; ++step) {
     INFO("step " << step);
     // One more state, and values of another process's own, go to common memory as well.
     auto groups = adam();
     std::get<0>(groups).front().amsgrad = step >= 2;
     if (step == 3) {
-      const auto moment = reference.flat->state(3, 0) * 2;
-      reference.flat->set_state(3, 0, moment);
-      for (auto& process : processes) process->flat->set_state(3, 0, moment);
+      const auto moment = reference.flat->state().tensor(3, 0) * 2;
+      reference.flat->state().set(3, 0, moment);
+      for (auto& process : processes) process->flat->state().set(3, 0, moment);
     }
     if (step == 4) {
       for (auto* process : {&reference, processes[0].get(), processes[1].get()}) {
@@ -342,29 +342,29 @@ TEST_CASE("a step that processes divide gives the bits of the whole on each", "[
       }
     }
     reference.flat->step(gradients_of(reference.list, step), groups, &kOne, false);
-    common.clear();
     for (int r = 0; r < 2; ++r) {
       auto& own = *processes[static_cast<size_t>(r)];
       const auto& other = *processes[static_cast<size_t>(1 - r)];
-      size_t asked = 0;
       DividedStep divided;
       divided.shares.push_back({gradients_of(own.list, step), half_of(own.list, r)});
       divided.displacements = {other.home.const_data_ptr<uint8_t>() - own.home.const_data_ptr<uint8_t>()};
-      divided.allocate_common = [&](int64_t bytes) {
-        if (asked == common.size()) common.push_back(at::zeros({bytes}, at::kByte));
-        REQUIRE(common[asked].numel() == bytes);
-        return common[asked++];
-      };
-      own.flat->step_divided(divided, groups, &kOne, false);
+      const int64_t bytes = own.flat->common_bytes(divided, groups);
+      if (r == 0) common = at::zeros({bytes}, at::kByte);
+      REQUIRE(common.numel() == bytes);
+      if (bytes > 0) own.flat->share_state(divided, groups, common);
+      CHECK(own.flat->common_bytes(divided, groups) == 0);
+      auto plan = own.flat->begin(divided, groups, &kOne, false);
+      plan.run(0);
+      plan.finish();
     }
     for (const auto& process : processes) {
       for (size_t p = 0; p < reference.list.size(); ++p) {
         CHECK(process->list[p].equal(reference.list[p]));
         for (size_t s = 0; s < (step >= 2 ? 3U : 2U); ++s) {
-          CHECK(process->flat->state(p, s).equal(reference.flat->state(p, s)));
+          CHECK(process->flat->state().tensor(p, s).equal(reference.flat->state().tensor(p, s)));
         }
-        CHECK(process->flat->step_count(p).equal(reference.flat->step_count(p)));
-        if (low) CHECK(process->flat->master(p).equal(reference.flat->master(p)));
+        CHECK(process->flat->state().entry(p).step.equal(reference.flat->state().entry(p).step));
+        if (low) CHECK(process->flat->state().entry(p).master.equal(reference.flat->state().entry(p).master));
       }
     }
   }
@@ -379,12 +379,30 @@ TEST_CASE("a step that replicas of one process divide gives the bits of the whol
     reference.step(gradients_of(whole, step), adam(), &kOne, false);
     DividedStep divided;
     for (int r = 0; r < 2; ++r) divided.shares.push_back({gradients_of(shared, step), half_of(shared, r)});
-    divided.for_each = [](const std::function<void(size_t)>& work) {
-      CHECK(run_threads(2, [&](int rank) { work(static_cast<size_t>(rank)); }) == "");
-    };
-    flat.step_divided(divided, adam(), &kOne, false);
+    const auto groups = adam();
+    auto plan = flat.begin(divided, groups, &kOne, false);
+    CHECK(run_threads(2, [&](int rank) { plan.run(static_cast<size_t>(rank)); }) == "");
+    plan.finish();
     for (size_t p = 0; p < whole.size(); ++p) CHECK(shared[p].equal(whole[p]));
   }
+}
+
+TEST_CASE("a step of which no share ran changes nothing", "[optimizer]") {
+  const auto list = parameters();
+  FlatOptimizer flat(flat_parameters(list), adam());
+  const auto groups = adam();
+  DividedStep divided;
+  divided.shares.push_back({gradients_of(list, 0), half_of(list, 0)});
+  {
+    const auto plan = flat.begin(divided, groups, &kOne, false);
+    CHECK(flat.state().step_counts().front() == 1);
+  }
+  CHECK(flat.state().step_counts().front() == 0);
+  {
+    auto plan = flat.begin(divided, groups, &kOne, false);
+    plan.run(0);
+  }
+  CHECK(flat.state().step_counts().front() == 1);
 }
 
 TEST_CASE("runs cover every element once", "[optimizer]") {
@@ -414,13 +432,13 @@ TEST_CASE("state follows a parameter that changes its memory order or dtype", "[
     moved.step_from_grad(adam());
     fixed.step_from_grad(adam());
     CHECK(list[0].equal(other[0]));
-    CHECK(moved.state(0, 0).equal(fixed.state(0, 0)));
+    CHECK(moved.state().tensor(0, 0).equal(fixed.state().tensor(0, 0)));
   }
   list[0].set_data(list[0].detach().to(at::kDouble));
   write_gradients(list, 3);
   list[0].mutable_grad() = list[0].grad().to(at::kDouble);
   moved.step_from_grad(adam());
-  CHECK(moved.state(0, 0).scalar_type() == at::kDouble);
+  CHECK(moved.state().tensor(0, 0).scalar_type() == at::kDouble);
 }
 
 TEST_CASE("what a flat optimizer cannot step is refused", "[optimizer]") {
@@ -429,7 +447,7 @@ TEST_CASE("what a flat optimizer cannot step is refused", "[optimizer]") {
   FlatOptimizer flat(flat_parameters(list), adam());
   CHECK_THROWS_AS(flat.step(gradients_of(list, 0), std::vector<kernels::SgdGroup>(1), &kOne, false), InvalidArgument);
   CHECK_THROWS_AS(flat.step(gradients_of(list, 0), std::vector<kernels::AdamGroup>(), &kOne, false), InvalidArgument);
-  CHECK_THROWS_AS(flat.set_state(0, 0, at::zeros({3})), InvalidArgument);
+  CHECK_THROWS_AS(flat.state().set(0, 0, at::zeros({3})), InvalidArgument);
   FlatOptimizer shard(flat_parameters(list), adam(), {0, 2});
   CHECK_THROWS_AS(shard.step_from_grad(adam()), InvalidArgument);
 }

@@ -1,0 +1,337 @@
+#include "optimizer/optimizer_state.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/flat_layout.h"
+#include "device/device.h"
+#include "muster/error.h"
+
+namespace muster {
+
+namespace {
+
+bool is_low(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+// A storage of its own, so that whoever saves or copies one does not take all.
+at::Tensor count_in(const at::Tensor& counts, size_t parameter) {
+  return at::from_blob(counts.mutable_data_ptr<float>() + parameter, {}, [counts](void*) {}, counts.options());
+}
+
+}  // namespace
+
+void StateEntry::refresh_master(const Run& from) const {
+  const auto& tensor = parameter.tensor;
+  if (!is_dense) {
+    master.copy_(tensor);
+    return;
+  }
+  elements_of(master, {from.begin - run.begin, from.count}).copy_(elements_of(tensor, from));
+}
+
+void StateEntry::note_written() {
+  parameter.tensor.unsafeGetTensorImpl()->bump_version();
+  master_version = static_cast<int64_t>(parameter.tensor._version());
+}
+
+OptimizerState::OptimizerState(std::vector<FlatParameter> parameters, const FlatGroups& groups, const Shard& shard)
+    : algorithm_(groups.index()),
+      shard_(shard),
+      device_(parameters.empty() ? c10::Device(c10::kCPU) : parameters.front().tensor.device()) {
+  const bool is_served = device_.is_cpu() || device_.is_cuda();
+  if (is_streamed(device_)) counts_ = at::zeros({static_cast<int64_t>(parameters.size())}, device_options(at::kFloat));
+  std::vector<int64_t> numels;
+  for (auto& parameter : parameters) {
+    const auto& tensor = parameter.tensor;
+    const auto dtype = tensor.scalar_type();
+    if (!is_served || tensor.device() != device_ || !(dtype == at::kFloat || dtype == at::kDouble || is_low(dtype))) {
+      throw InvalidArgument("parameter '" + parameter.name + "' (" + c10::toString(dtype) + " on " +
+                            tensor.device().str() + ", the first one on " + device_.str() +
+                            ") cannot be stepped by a flat optimizer; pass fuse=False");
+    }
+    if (parameter.is_row_wise) check_row_wise(parameter, groups);
+    numels.push_back(tensor.numel());
+    StateEntry entry;
+    entry.parameter = std::move(parameter);
+    entry.step = counts_.defined() ? count_in(counts_, entries_.size()) : at::zeros({}, at::kFloat);
+    entries_.push_back(std::move(entry));
+  }
+  const auto runs = runs_of(numels, shard_);
+  for (size_t p = 0; p < entries_.size(); ++p) {
+    auto& entry = entries_[p];
+    entry.run = runs[p];
+    follow(entry);
+  }
+}
+
+void OptimizerState::check_row_wise(const FlatParameter& parameter, const FlatGroups& groups) const {
+  const auto& tensor = parameter.tensor;
+  const auto refuse = [&](const std::string& why) {
+    throw InvalidArgument("row-wise Adagrad of parameter '" + parameter.name + "': " + why);
+  };
+  // A matrix whose rows are on servers is a stub, of stride 0 (embedding/row_source.h).
+  if (!tensor.is_cpu() || tensor.scalar_type() != at::kFloat || tensor.dim() != 2 ||
+      !(tensor.is_contiguous() || tensor.stride(0) == 0)) {
+    refuse("it must be a contiguous float32 matrix on the CPU, not " + c10::str(tensor.sizes()) + " of " +
+           c10::toString(tensor.scalar_type()) + " on " + tensor.device().str());
+  }
+  if (shard_.size > 1) refuse("its rows are not sharded; leave shard_optimizer out");
+  rowwise_group_of(groups, parameter.group);
+}
+
+void OptimizerState::follow(size_t parameter) { follow(entries_.at(parameter)); }
+
+void OptimizerState::follow(StateEntry& entry) {
+  const auto& tensor = entry.parameter.tensor;
+  if (entry.dtype == tensor.scalar_type() && entry.strides == tensor.strides()) return;
+  if (entry.parameter.is_row_wise && entry.num_states > 0) {
+    throw InvalidArgument("parameter '" + entry.parameter.name +
+                          "' was moved or converted after a row-wise step; do that before prepare()");
+  }
+  const bool is_dense_now = is_dense(tensor.sizes().vec(), tensor.strides().vec());
+  if (shard_.size > 1 && (!is_dense_now || entry.num_states > 0)) {
+    throw InvalidArgument("parameter '" + entry.parameter.name +
+                          "' has gaps in its memory, or another layout or dtype than when it was first stepped; with "
+                          "shard_optimizer=True convert the module before prepare()");
+  }
+  entry.dtype = tensor.scalar_type();
+  entry.strides = tensor.strides().vec();
+  entry.is_dense = is_dense_now;
+  for (auto& state : entry.states) {
+    if (!state.defined()) continue;
+    const auto old = std::exchange(state, empty_state(entry));
+    state.copy_(old);
+  }
+  entry.master_version = -1;
+  entry.master = is_low(entry.dtype) ? empty_state(entry) : at::Tensor();
+  std::fill(std::begin(entry.common), std::end(entry.common), nullptr);
+}
+
+at::TensorOptions OptimizerState::device_options(at::ScalarType dtype) const {
+  return at::TensorOptions(dtype).device(device_);
+}
+
+at::Tensor OptimizerState::empty_state(const StateEntry& entry) const {
+  const auto& tensor = entry.parameter.tensor;
+  const auto options = device_options(accumulation_dtype(tensor.scalar_type()));
+  if (entry.parameter.is_row_wise) return at::zeros({tensor.size(0), 1}, options);
+  if (shard_.size > 1) return entry.run.count > 0 ? at::zeros({entry.run.count}, options) : at::Tensor();
+  if (!entry.is_dense) return at::zeros(tensor.sizes(), options);
+  return at::empty_strided(tensor.sizes(), tensor.strides(), options).zero_();
+}
+
+// This shard's part of a tensor of the parameter's sizes, shaped as empty_state.
+at::Tensor OptimizerState::own_part(const StateEntry& entry, const at::Tensor& whole) const {
+  if (shard_.size == 1) return whole;
+  const auto& tensor = entry.parameter.tensor;
+  const auto ordered = at::empty_strided(tensor.sizes(), tensor.strides(), whole.options()).copy_(whole);
+  return elements_of(ordered, entry.run);
+}
+
+void OptimizerState::allocate(StateEntry& entry, size_t num_states) {
+  for (size_t s = entry.num_states; s < num_states; ++s) entry.states[s] = empty_state(entry);
+  entry.num_states = std::max(entry.num_states, num_states);
+}
+
+void OptimizerState::note_started(size_t p) {
+  if (started_.empty() || started_.back() != p) started_.push_back(p);
+}
+
+void OptimizerState::begin_step(size_t p, size_t num_states) {
+  auto& entry = entries_[p];
+  const size_t before = entry.num_states;
+  allocate(entry, num_states);
+  if (!entry.started || entry.num_states != before) note_started(p);
+  entry.started = true;
+  if (!counts_.defined()) entry.count() += 1;
+}
+
+void OptimizerState::take_back_step(size_t p) {
+  auto& entry = entries_[p];
+  entry.count() -= 1;
+  if (entry.count() > 0 || entry.num_states > 0) return;
+  entry.started = false;
+  std::erase(started_, p);
+}
+
+const std::vector<const char*>& OptimizerState::names() const noexcept {
+  static const std::vector<const char*> names[] = {
+      {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, {"momentum_buffer"}, {"sum"}};
+  return names[algorithm_];
+}
+
+std::vector<float> OptimizerState::step_counts() const {
+  std::vector<float> counts;
+  const auto streamed = counts_.defined() ? counts_.cpu() : at::Tensor();
+  for (size_t p = 0; p < entries_.size(); ++p) {
+    counts.push_back(streamed.defined() ? streamed.const_data_ptr<float>()[p] : entries_[p].count());
+  }
+  return counts;
+}
+
+OptimizerState::Standing OptimizerState::standing(size_t p) const {
+  const auto& entry = entries_[p];
+  Standing standing;
+  if (!counts_.defined()) standing.steps = entry.count();
+  if (!entry.started || entry.parameter.is_row_wise || entry.parameter.tensor.numel() == 0) return standing;
+  for (size_t which = 0; which <= StateEntry::kMaster && !standing.has_own_state; ++which) {
+    standing.has_own_state = entry.tensor(which).defined() && !entry.is_common(which);
+  }
+  return standing;
+}
+
+void OptimizerState::set(size_t parameter, size_t which, const at::Tensor& whole) {
+  auto& entry = entries_.at(parameter);
+  auto sizes = entry.parameter.tensor.sizes().vec();
+  auto values = whole;
+  if (entry.parameter.is_row_wise) {
+    if (whole.sizes() == at::IntArrayRef(sizes)) values = whole.mean(1, /*keepdim=*/true, at::kDouble);
+    sizes[1] = 1;
+  }
+  const bool is_part = shard_.size > 1 && whole.sizes() == at::IntArrayRef({entry.run.count});
+  if (!is_part) check_sizes(entry, values, sizes);
+  follow(entry);
+  allocate(entry, which + 1);
+  auto& state = entry.states[which];
+  if (state.defined()) state = empty_state(entry).copy_(is_part ? values : own_part(entry, values));
+  entry.common[which] = nullptr;
+  entry.started = true;
+}
+
+void OptimizerState::set_step_count(size_t parameter, double count) {
+  auto& entry = entries_.at(parameter);
+  if (!counts_.defined()) entry.step = at::zeros({}, at::kFloat);
+  entry.step.fill_(count);
+  entry.started = true;
+}
+
+void OptimizerState::set_master(size_t parameter, const at::Tensor& whole) {
+  auto& entry = entries_.at(parameter);
+  const bool is_part = shard_.size > 1 && whole.defined() && whole.sizes() == at::IntArrayRef({entry.run.count});
+  if (whole.defined() && !is_part) check_sizes(entry, whole, entry.parameter.tensor.sizes());
+  follow(entry);
+  if (!entry.master.defined()) return;
+  entry.master = empty_state(entry);
+  entry.common[StateEntry::kMaster] = nullptr;
+  entry.master_version = -1;
+  if (!whole.defined()) return;
+  entry.master.copy_(is_part ? whole : own_part(entry, whole));
+  entry.master_version = static_cast<int64_t>(entry.parameter.tensor._version());
+}
+
+void OptimizerState::reset(size_t parameter) {
+  auto& entry = entries_.at(parameter);
+  set_step_count(parameter, 0);
+  set_master(parameter, {});
+  for (auto& state : entry.states) state.reset();
+  std::fill(std::begin(entry.common), std::end(entry.common), nullptr);
+  entry.num_states = 0;
+  entry.started = false;
+}
+
+void OptimizerState::check_sizes(const StateEntry& entry, const at::Tensor& whole, at::IntArrayRef sizes) const {
+  if (whole.sizes() == sizes) return;
+  throw InvalidArgument("optimizer state of shape " + c10::str(whole.sizes()) + " for parameter '" +
+                        entry.parameter.name + "', whose state has shape " + c10::str(sizes) +
+                        "; load the state that was saved with this model");
+}
+
+std::vector<std::vector<Run>> OptimizerState::runs_of_ranks() const {
+  std::vector<int64_t> numels;
+  for (const auto& entry : entries_) numels.push_back(entry.parameter.tensor.numel());
+  std::vector<std::vector<Run>> runs;
+  for (int r = 0; r < shard_.size; ++r) runs.push_back(runs_of(numels, {r, shard_.size}));
+  return runs;
+}
+
+at::Tensor OptimizerState::whole(size_t parameter, size_t which, comm::Communicator& ranks) const {
+  const auto& entry = entries_.at(parameter);
+  if (which == StateEntry::kMaster ? !is_low(entry.dtype) : which >= entry.num_states) return {};
+  const auto& own = entry.tensor(which);
+  if (shard_.size == 1) return own.clone();
+  const auto& tensor = entry.parameter.tensor;
+  const auto whole =
+      at::empty_strided(tensor.sizes(), tensor.strides(), device_options(accumulation_dtype(entry.dtype)));
+  const auto memory = elements_of(whole, {0, whole.numel()});
+  if (own.defined()) memory.narrow(0, entry.run.begin, entry.run.count).copy_(own);
+  std::vector<std::vector<Run>> runs;
+  for (const auto& of_rank : runs_of_ranks()) runs.push_back({of_rank[parameter]});
+  exchange_runs({memory}, runs, ranks);
+  return whole;
+}
+
+std::vector<size_t> OptimizerState::take_started() { return std::exchange(started_, {}); }
+
+std::vector<OptimizerState::Move> OptimizerState::moves_to_common(const std::vector<size_t>& parameters,
+                                                                  const std::vector<size_t>& num_states,
+                                                                  int64_t& bytes) const {
+  constexpr int64_t kAlignment = FlatLayout::kSlotAlignment;
+  std::vector<Move> moves;
+  bytes = 0;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& entry = entries_[parameters[i]];
+    const auto& tensor = entry.parameter.tensor;
+    if (entry.parameter.is_row_wise || tensor.numel() == 0) continue;
+    const auto size = static_cast<int64_t>(c10::elementSize(accumulation_dtype(entry.dtype)));
+    for (size_t which = 0; which <= StateEntry::kMaster; ++which) {
+      const bool exists =
+          which == StateEntry::kMaster ? entry.master.defined() : which < std::max(entry.num_states, num_states[i]);
+      if (!exists || entry.is_common(which)) continue;
+      moves.push_back({parameters[i], which, bytes});
+      bytes += (tensor.numel() * size + kAlignment - 1) / kAlignment * kAlignment;
+    }
+  }
+  return moves;
+}
+
+int64_t OptimizerState::common_bytes(const std::vector<size_t>& parameters,
+                                     const std::vector<size_t>& num_states) const {
+  int64_t bytes = 0;
+  moves_to_common(parameters, num_states, bytes);
+  return bytes;
+}
+
+std::vector<at::Tensor> OptimizerState::move_to_common(const std::vector<size_t>& parameters,
+                                                       const std::vector<size_t>& num_states, const at::Tensor& memory,
+                                                       const std::vector<std::vector<Run>>& runs) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> moved;
+  int64_t bytes = 0;
+  for (const auto& [p, which, offset] : moves_to_common(parameters, num_states, bytes)) {
+    auto& entry = entries_[p];
+    const auto& tensor = entry.parameter.tensor;
+    // A storage of its own, so that whoever saves or copies one does not take all.
+    auto common = at::from_blob(
+        memory.mutable_data_ptr<uint8_t>() + offset, tensor.sizes(), tensor.strides(), [memory](void*) {},
+        device_options(accumulation_dtype(entry.dtype)));
+    auto& own = entry.tensor(which);
+    if (own.defined()) {
+      for (const auto& of_share : runs) elements_of(common, of_share[p]).copy_(elements_of(own, of_share[p]));
+    }
+    own = std::move(common);
+    entry.common[which] = own.const_data_ptr();
+    if (which != StateEntry::kMaster) entry.num_states = std::max(entry.num_states, which + 1);
+    moved.push_back(own);
+    note_started(p);
+  }
+  return moved;
+}
+
+void OptimizerState::leave_common(size_t p) {
+  auto& entry = entries_[p];
+  for (size_t which = 0; which <= StateEntry::kMaster; ++which) {
+    if (!entry.is_common(which)) continue;
+    entry.common[which] = nullptr;
+    auto& tensor = entry.tensor(which);
+    tensor = empty_state(entry).copy_(tensor);
+    note_started(p);
+  }
+}
+
+}  // namespace muster

@@ -1,0 +1,89 @@
+#include "optimizer/optimizer_state.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+
+#include "cpp/catch.h"
+#include "muster/error.h"
+
+using namespace muster;
+
+namespace {
+
+const FlatGroups kAdam = std::vector<kernels::AdamGroup>(1);
+
+OptimizerState state_of(const std::vector<at::Tensor>& parameters, const Shard& shard = {}) {
+  std::vector<FlatParameter> flat;
+  for (const auto& tensor : parameters) flat.push_back({"p" + std::to_string(flat.size()), tensor});
+  return {std::move(flat), kAdam, shard};
+}
+
+}  // namespace
+
+TEST_CASE("a step that began counts, and one that is taken back does not", "[optimizer]") {
+  auto state = state_of({at::ones({3}), at::ones({2})});
+  state.begin_step(0, 2);
+  CHECK(state.step_counts() == std::vector<float>{1, 0});
+  CHECK(state.take_started() == std::vector<size_t>{0});
+  state.begin_step(0, 3);  // one more state tensor
+  CHECK(state.take_started() == std::vector<size_t>{0});
+  state.begin_step(0, 3);
+  CHECK(state.take_started().empty());
+  state.take_back_step(0);
+  CHECK(state.step_counts() == std::vector<float>{2, 0});
+  CHECK(state.tensor(0, 2).equal(at::zeros({3})));
+}
+
+TEST_CASE("a parameter's state is replaced, and dropped", "[optimizer]") {
+  auto state = state_of({at::ones({2, 3}), at::ones({2, 3}, at::kBFloat16)});
+  state.set(0, 1, at::full({2, 3}, 4));
+  CHECK(state.entry(0).num_states == 2);
+  CHECK(state.entry(0).started);
+  CHECK(state.tensor(0, 0).equal(at::zeros({2, 3})));
+  CHECK(state.tensor(0, 1).equal(at::full({2, 3}, 4.0F)));
+  CHECK_THROWS_AS(state.set(0, 1, at::full({3}, 4)), InvalidArgument);
+  CHECK_FALSE(state.tensor(0, StateEntry::kMaster).defined());
+  state.set_master(1, at::full({2, 3}, 1.001));
+  CHECK(state.tensor(1, StateEntry::kMaster).equal(at::full({2, 3}, 1.001F)));
+  state.set_step_count(0, 7);
+  CHECK(state.step_counts() == std::vector<float>{7, 0});
+  state.reset(0);
+  CHECK_FALSE(state.tensor(0, 1).defined());
+  CHECK_FALSE(state.entry(0).started);
+  CHECK(state.step_counts() == std::vector<float>{0, 0});
+}
+
+TEST_CASE("state moves to common memory once, the owner's values with it, and back", "[optimizer]") {
+  auto state = state_of({at::ones({100}), at::ones({0}), at::ones({3})});
+  state.set(0, 0, at::arange(100));
+  CHECK(state.standing(0).has_own_state);
+  const std::vector<size_t> parameters{0, 1};
+  const std::vector<size_t> num_states{2, 2};
+  const int64_t bytes = state.common_bytes(parameters, num_states);
+  CHECK(bytes == 2 * 448);  // of 100 floats, in multiples of 64 bytes
+  const auto memory = at::zeros({bytes}, at::kByte);
+  const auto moved = state.move_to_common(parameters, num_states, memory, {{{10, 20}, {}, {}}});
+  REQUIRE(moved.size() == 2);
+  CHECK(moved[0].const_data_ptr() == memory.const_data_ptr());
+  CHECK(state.tensor(0, 0).is_same(moved[0]));
+  CHECK(state.tensor(0, 0).sum().item<double>() == 20 * 19.5);  // elements 10 to 29; another process has the others
+  CHECK(state.common_bytes(parameters, num_states) == 0);
+  CHECK_FALSE(state.standing(0).has_own_state);
+  state.leave_common(0);
+  CHECK_FALSE(state.tensor(0, 0).is_same(moved[0]));
+  CHECK(state.tensor(0, 0).equal(moved[0]));
+  CHECK(state.standing(0).has_own_state);
+}
+
+TEST_CASE("a shard keeps its run of each state tensor", "[optimizer]") {
+  const std::vector<at::Tensor> parameters{at::ones({2 * static_cast<int64_t>(kernels::kTile)})};
+  auto state = state_of(parameters, {1, 2});
+  CHECK(state.runs_of_ranks().size() == 2);
+  state.set(0, 0, at::arange(parameters[0].numel()));
+  REQUIRE(state.tensor(0, 0).numel() == state.entry(0).run.count);
+  CHECK(state.tensor(0, 0)[0].item<int64_t>() == state.entry(0).run.begin);
+  parameters[0].set_data(parameters[0].to(at::kDouble));
+  CHECK_THROWS_AS(state.follow(0), InvalidArgument);
+}
