@@ -144,10 +144,24 @@ std::vector<OptimizerStep> optimizer_steps_of(const py::object& given) {
     }
     const auto fields = py::cast<py::tuple>(item);
     steps.push_back(
-        {&py::cast<const FlatOptimizer&>(fields[0]), py::cast<std::vector<int>>(fields[1]),
+        {&py::cast<FlatOptimizer&>(fields[0]), py::cast<std::vector<int>>(fields[1]),
          flat_groups(py::cast<std::string>(fields[2]), py::cast<std::vector<std::vector<double>>>(fields[3]))});
   }
   return steps;
+}
+
+// `optimizers` as optimizer_steps_of's; `before_update` returns them again, with the hyperparameters that hooks left.
+void add_update(StepCall& step, const py::object& optimizers, const py::object& before_update,
+                const py::object& update_from_grad) {
+  step.optimizers = optimizer_steps_of(optimizers);
+  step.update_from_grad = callback(update_from_grad);
+  if (before_update.is_none()) return;
+  step.before_update = [kept = keep(before_update)] {
+    const py::gil_scoped_acquire gil;
+    std::vector<FlatGroups> groups;
+    for (auto& optimizer : optimizer_steps_of((*kept)())) groups.push_back(std::move(optimizer.groups));
+    return groups;
+  };
 }
 
 py::dict in_python(const StepResult& result) {
@@ -245,17 +259,13 @@ void bind_core_class(py::module_& m) {
       .def("average_gradients", &StrategyCore::average_gradients, py::call_guard<Interruptible>());
   core.def("step",
            [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, int set, bool loader_ended,
-              bool fused, const py::object& apply, const py::object& optimizer_steps, const py::object& interrupt,
-              const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& batches, double usual_rows) {
+              const py::object& optimizers, const py::object& before_update, const py::object& update_from_grad,
+              const py::object& interrupt, const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& batches,
+              double usual_rows) {
              auto step = step_call(call, std::move(rows), interrupt, /*is_step=*/true);
              step.set = set;
              step.loader_ended = loader_ended;
-             step.apply = callback(apply);
-             step.fused = fused;
-             step.optimizer_steps = [kept = keep(optimizer_steps)] {
-               const py::gil_scoped_acquire gil;
-               return optimizer_steps_of((*kept)());
-             };
+             add_update(step, optimizers, before_update, update_from_grad);
              step.usual_rows = usual_rows;
              for (const auto& [loader, epoch, batch] : batches) step.batches.push_back({loader, epoch, batch});
              StepResult result;
@@ -266,28 +276,17 @@ void bind_core_class(py::module_& m) {
              return in_python(result);
            })
       .def("flush",
-           [](StrategyCore& c, const py::object& apply, const py::object& fused,
-              const py::object& optimizer_steps) -> py::object {
+           [](StrategyCore& c, const std::vector<std::tuple<int, py::object, py::object, py::object>>& given) {
+             std::vector<StepCall> updates;
+             for (const auto& [set, optimizers, before_update, update_from_grad] : given) {
+               updates.emplace_back().set = set;
+               updates.back().poll = check_signals;
+               add_update(updates.back(), optimizers, before_update, update_from_grad);
+             }
              std::optional<StepResult> result;
              {
-               const auto kept = keep(apply);
-               const auto kept_fused = keep(fused);
-               const auto kept_steps = keep(optimizer_steps);
                const py::gil_scoped_release release;
-               result = c.flush(
-                   [&](int set) {
-                     const py::gil_scoped_acquire gil;
-                     (*kept)(set);
-                   },
-                   [&](int set) {
-                     const py::gil_scoped_acquire gil;
-                     return py::cast<bool>((*kept_fused)(set));
-                   },
-                   [&](int set) {
-                     const py::gil_scoped_acquire gil;
-                     return optimizer_steps_of((*kept_steps)(set));
-                   },
-                   c.options().drop_incomplete);
+               result = c.flush(updates, c.options().drop_incomplete);
              }
              return result ? py::object(in_python(*result)) : py::none();
            })
@@ -302,23 +301,17 @@ void bind_core_class(py::module_& m) {
               const std::vector<std::vector<double>>& groups) {
              return c.make_flat(parameters, flat_groups(algorithm, groups));
            })
-      .def(
-          "step_flat",
-          [](StrategyCore& c, int set, FlatOptimizer& flat, const std::vector<int>& parameters,
-             const std::string& algorithm, const std::vector<std::vector<double>>& groups) {
-            c.step_flat(set, flat, parameters, flat_groups(algorithm, groups));
-          },
-          py::call_guard<Interruptible>())
       .def("on_leaving", [](StrategyCore& c, const py::object& leave) { c.on_leaving(callback(leave)); })
+      .def("open_sets", &StrategyCore::open_sets)
+      .def("num_updates", &StrategyCore::num_updates)
       .def("set_has_hooks", &StrategyCore::set_has_hooks)
       .def("hooked", &StrategyCore::hooked)
       .def("call_hooks",
-           [](StrategyCore& c, int set, bool fused, bool is_first, const py::object& hooks) {
+           [](StrategyCore& c, int set, bool is_first, const py::object& hooks) {
              const auto call = callback(hooks);
              const Interruptible interruptible;
-             c.call_hooks(set, fused, is_first, call);
+             c.call_hooks(set, /*fused=*/false, is_first, call);
            })
-      .def("note_no_optimizer", &StrategyCore::note_no_optimizer)
       .def(
           "whole_state",
           [](StrategyCore& c, const FlatOptimizer& flat, size_t parameter, size_t which) -> std::optional<at::Tensor> {
@@ -337,13 +330,17 @@ void bind_core_class(py::module_& m) {
           },
           py::call_guard<Interruptible>())
       .def("watch",
-           [](StrategyCore& c, int set, const py::object& apply) {
-             const auto apply_set = callback(apply);
+           [](StrategyCore& c, int set, const py::object& optimizers, const py::object& before_update,
+              const py::object& update_from_grad) {
+             StepCall update;
+             update.set = set;
+             update.poll = check_signals;
+             add_update(update, optimizers, before_update, update_from_grad);
              std::string standings;
              {
                const py::gil_scoped_release release;
                const auto pass = c.enter();
-               standings = c.watch(set, apply_set, check_signals);
+               standings = c.watch(update);
              }
              return py::bytes(standings);
            })

@@ -173,7 +173,10 @@ int Strategy::State::set_of(const StepOptions& options) {
     detail::follow_state(**detail::flat_state_of(first), first);
     core->connect_servers(used->set, flat.flat, flat.indices, detail::groups_of(first));
     serve(first);
-    loaders.joined(core->watch(used->set, [this, set = used->set] { apply(set); }));
+    StepCall update;
+    update.set = used->set;
+    add_update(update);
+    loaders.joined(core->watch(update));
   }
   return used->set;
 }
@@ -257,34 +260,31 @@ bool Strategy::State::is_fused(int set) {
                      [](auto* optimizer) { return detail::flat_state_of(*optimizer) != nullptr; });
 }
 
-void Strategy::State::apply(int set) {
-  const bool fused = is_fused(set);
-  if (steppers[set].empty()) core->note_no_optimizer(set);
-  for (auto* optimizer : steppers[set]) {
-    if (!fused) {
-      optimizer->step();
-      continue;
+void Strategy::State::add_update(StepCall& call) {
+  const auto& stepping = steppers[call.set];
+  if (is_fused(call.set)) {
+    for (auto* optimizer : stepping) {
+      auto& flat = **detail::flat_state_of(*optimizer);
+      detail::follow_state(flat, *optimizer);
+      call.optimizers.push_back({&flat.flat, flat.indices, detail::groups_of(*optimizer)});
     }
-    auto& flat = **detail::flat_state_of(*optimizer);
-    detail::follow_state(flat, *optimizer);
-    core->step_flat(set, flat.flat, flat.indices, detail::groups_of(*optimizer));
-    if (!flat.from_servers) detail::publish_state(flat, *optimizer);
+    return;
   }
+  for (auto* optimizer : stepping)
+    call.optimizers.push_back({.hyperparameters = detail::learning_rates_of(*optimizer)});
+  if (stepping.empty()) return;
+  call.update_from_grad = [stepping] {
+    for (auto* optimizer : stepping) optimizer->step();
+  };
 }
 
-std::vector<OptimizerStep> Strategy::State::optimizer_steps(int set) {
-  const bool fused = is_fused(set);
-  std::vector<OptimizerStep> steps;
-  for (auto* optimizer : steppers[set]) {
-    if (!fused) {
-      steps.push_back({.hyperparameters = detail::learning_rates_of(*optimizer)});
-      continue;
-    }
-    auto& flat = **detail::flat_state_of(*optimizer);
-    detail::follow_state(flat, *optimizer);  // what user code changed is compared, too
-    steps.push_back({&flat.flat, flat.indices, detail::groups_of(*optimizer)});
+void Strategy::State::publish(int set, uint64_t before) {
+  const auto& stepping = steppers[set];
+  const auto made = core->num_updates(set) - before;
+  for (size_t i = 0; i < stepping.size() && i < made; ++i) {
+    auto& flat = **detail::flat_state_of(*stepping[i]);
+    if (!flat.from_servers) detail::publish_state(flat, *stepping[i]);
   }
-  return steps;
 }
 
 comm::Communicator& Strategy::State::workers() {
@@ -401,19 +401,20 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
   call.rows = parts.rows;
   if (parts.loader) call.usual_rows = parts.loader->usual_rows;
   call.loader_ended = state_->loaders.has_ended();
-  call.apply = [this, set = call.set] { state_->apply(set); };
-  call.fused = state_->is_fused(call.set);
-  call.optimizer_steps = [this, set = call.set] { return state_->optimizer_steps(set); };
+  state_->add_update(call);
   if (parts.loader && parts.loader->pass) {
     if (const auto batch = parts.loader->pass->begin_step()) call.batches.push_back(*batch);
   }
+  const auto updates = state_->core->num_updates(call.set);
   StepResult result;
   try {
     result = state_->call([&] { return state_->core->step(call); });
   } catch (...) {
+    state_->publish(call.set, updates);
     state_->loaders.end_step(detail::WindowEnd::dropped);
     throw;
   }
+  state_->publish(call.set, updates);
   state_->loaders.end_step(result.stepped ? detail::WindowEnd::closed : detail::WindowEnd::still_open);
   return result;
 }
@@ -422,11 +423,25 @@ std::optional<StepResult> Strategy::flush() {
   check_outside_step(*state_->core, "flush");
   const auto pass = state_->core->enter_alone("flush");
   state_->loaders.leave_passes();
-  auto result = state_->call([&] {
-    return state_->core->flush(
-        [this](int set) { state_->apply(set); }, [this](int set) { return state_->is_fused(set); },
-        [this](int set) { return state_->optimizer_steps(set); }, state_->core->options().drop_incomplete);
-  });
+  const bool drops = state_->core->options().drop_incomplete;
+  std::vector<StepCall> calls;
+  std::vector<uint64_t> updates;
+  for (const int set : state_->core->open_sets()) {
+    updates.push_back(state_->core->num_updates(set));
+    calls.emplace_back().set = set;
+    if (!drops) state_->add_update(calls.back());
+  }
+  const auto publish = [&] {
+    for (size_t i = 0; i < calls.size(); ++i) state_->publish(calls[i].set, updates[i]);
+  };
+  std::optional<StepResult> result;
+  try {
+    result = state_->call([&] { return state_->core->flush(calls, drops); });
+  } catch (...) {
+    publish();
+    throw;
+  }
+  publish();
   if (result) state_->loaders.end_step(detail::WindowEnd::closed);
   return result;
 }

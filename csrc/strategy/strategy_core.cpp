@@ -433,18 +433,4 @@ std::vector<at::Tensor> StrategyCore::state_on_servers(const std::vector<int>& p
   return {};
 }
 
-void StrategyCore::step_flat(int set, FlatOptimizer& optimizer, const std::vector<int>& parameters,
-                             const FlatGroups& groups) {
-  const auto pass = enter();
-  try {
-    sets_.at(static_cast<size_t>(set))->step(optimizer, parameters, groups, [this](const ReplicaPool::Task& work) {
-      begun_ = applied_ + 1;
-      pool_->run(work, poll_);
-    });
-  } catch (...) {
-    fail_step(/*in_apply=*/true);
-  }
-  begun_ = ++applied_;
-}
-
 }  // namespace muster

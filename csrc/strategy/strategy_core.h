@@ -50,15 +50,21 @@ struct StepCall {
   std::vector<server::BatchId> batches = {};
   /// True on steps made after a loader yielded its last batch.
   bool loader_ended = false;
-  /// Steps the set's optimizers; called on the stepping thread when a window closed and was not skipped.
-  std::function<void()> apply;
-  /// Whether `apply` steps all of them by step_flat(); else they step from `.grad`.
-  bool fused = false;
-  /// What `apply` is going to step, which workers compare before. Called on the stepping thread.
-  std::function<std::vector<OptimizerStep>()> optimizer_steps = {};
+  /// The set's optimizers as they were before the call, all flat or none; empty without any. Workers compare them
+  /// before a window closes, and flat ones step where it was not skipped.
+  std::vector<OptimizerStep> optimizers = {};
+  /// Before flat optimizers step: calls this rank's hooks and returns the groups that they leave, by optimizer. Null
+  /// without hooks. See StrategyCore::call_hooks.
+  std::function<std::vector<FlatGroups>()> before_update = {};
+  /// Steps optimizers that are not flat, from `.grad`, where a window closed and was not skipped. Null without any.
+  /// These functions are called on the stepping thread.
+  std::function<void()> update_from_grad = {};
   /// See ReplicaPool::run.
   std::function<void()> poll;
   std::function<void()> interrupt;
+
+  /// Whether flat optimizers step, from the reduced sums.
+  bool steps_flat() const noexcept { return !optimizers.empty() && optimizers.front().flat != nullptr; }
 };
 
 /// Externally synchronised: one thread prepares and steps. Functions marked "in a step" are called by replica threads;
@@ -119,11 +125,17 @@ class StrategyCore {
   /// others of the group that steps, parameters and optimizer state are in memory of this process alone, and what is a
   /// CommError is known to parameters_after().
   StepResult step(const StepCall& call);
-  /// Closes the open window of every set; empty when none is open. `apply(set)` steps the set's optimizers;
-  /// `fused(set)` and `optimizer_steps(set)` as StepCall's.
-  std::optional<StepResult> flush(const std::function<void(int set)>& apply, const std::function<bool(int set)>& fused,
-                                  const std::function<std::vector<OptimizerStep>(int set)>& optimizer_steps,
-                                  bool drop_incomplete);
+  /// Closes the open window of every set; empty when none is open. `updates`: for each of open_sets() a call that has
+  /// its optimizers and functions.
+  std::optional<StepResult> flush(const std::vector<StepCall>& updates, bool drop_incomplete);
+  /// The sets whose window is open.
+  std::vector<int> open_sets();
+  /// How many flat optimizers stepped in a set's windows so far, each time one did: after a call that throws, too, it
+  /// tells whose state there is more of.
+  uint64_t num_updates(int set) const {
+    const auto found = num_updates_.find(set);
+    return found == num_updates_.end() ? 0 : found->second;
+  }
 
   /// A flat optimizer over parameters of the registry, (index, group) by parameter; sharded as the options say.
   /// Throws InvalidArgument for parameters that only a flat optimizer steps as they ask: row-wise Adagrad.
@@ -142,8 +154,8 @@ class StrategyCore {
 
   /// After connect_servers, in a worker that joined a synchronous job: takes part in the others' windows with nothing
   /// of its own until it knows what they do, and goes on with their count of steps. Returns what describe_passes gave
-  /// there. No-op elsewhere. `apply` and `poll`: as in StepCall.
-  std::string watch(int number, const std::function<void()>& apply, const std::function<void()>& poll = {});
+  /// there. No-op elsewhere. `update`: a call that has the set's optimizers and functions.
+  std::string watch(const StepCall& update);
 
   /// `describe` tells of the passes over loaders, for a worker that joined; called in step and flush.
   void describe_passes(std::function<std::string()> describe) { describe_passes_ = std::move(describe); }
@@ -170,25 +182,18 @@ class StrategyCore {
   /// none. Empty without has_servers(). `to_stay`: not of rows that workers have no memory for.
   std::vector<at::Tensor> state_on_servers(const std::vector<int>& parameters, server::Part part, bool to_stay = false);
 
-  /// Within StepCall::apply of a fused set; see ParameterSet::step.
-  void step_flat(int set, FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
-
   /// Whether the optimizers of the set have hooks to call before their step, for windows that end from here on.
   void set_has_hooks(int set, bool has_hooks) { sets_.at(static_cast<size_t>(set))->told().has_hooks = has_hooks; }
-  /// Within StepCall::apply: whether those of any rank have.
+  /// Within StepCall::update_from_grad: whether those of any rank have.
   bool hooked(int set) const { return sets_.at(static_cast<size_t>(set))->told().hooked; }
 
-  /// Within StepCall::apply of a set that is hooked, before the optimizers' steps; collective over workers. Calls this
+  /// Within the update of a set that is hooked, before the optimizers' steps; collective over workers. Calls this
   /// rank's `hooks`, which see and may edit the means (Window::leave_means) where the set is `fused` and keeps
   /// gradients, and waits for the other ranks' before anybody writes parameters. Where the hooks of a rank raised no
   /// rank steps: there the error is rethrown, elsewhere it is RemoteError, and the window counts as dropped, unless
   /// optimizers have stepped before these hooks' (not `is_first`). On parameter servers the step is made, and the error
   /// rethrown after it.
   void call_hooks(int set, bool fused, bool is_first, const std::function<void()>& hooks);
-
-  /// Within StepCall::apply of a set without optimizers. Warns once where no parameter was written between two windows,
-  /// so that the first one's gradients were replaced unused.
-  void note_no_optimizer(int set);
 
   /// Whether the last gradients came from a step, which has applied them, and not from a backward by hand.
   bool gradients_are_applied() const noexcept { return gradients_are_applied_; }
@@ -263,11 +268,16 @@ class StrategyCore {
                    ReplicaRun& outcome);
   void give_up(int local_replica, ReplicaRun& outcome);
   std::exception_ptr cause_of(std::exception_ptr error, const ReplicaContext& replica) const;
-  StepCall empty_call(int set, std::function<void()> apply, bool fused) const;
+  StepCall empty_call(const StepCall& update) const;
   void leave_step_group(ParameterSet& set);
   void note_times(const StepCall& call, const std::vector<ReplicaRun>& outcomes);
   StepResult step_set(ParameterSet& set, const StepCall& call);
   StepResult end_window(ParameterSet& set, const StepCall& call);
+  void update(ParameterSet& set, const StepCall& call);
+  void step_flat(ParameterSet& set, const StepCall& call);
+  /// Warns once where no parameter was written between two windows of a set without optimizers, so that the first one's
+  /// gradients were replaced unused.
+  void note_no_optimizer(int set);
   void count_skipped(ParameterSet& set, const WindowSums& sums);
   StepResult open_result(ParameterSet& set) const;
   bool is(const std::exception_ptr& error, Failure::Kind kind) const { return error && describe_(error).kind == kind; }
@@ -291,7 +301,6 @@ class StrategyCore {
   /// Registry indices of the parameters in no set, among the first `registry_.num_parameters()` when last looked at.
   std::vector<size_t> outsiders_;
   size_t outsiders_known_ = 0;
-  std::function<void()> poll_;          // of the running call
   std::unique_ptr<Balancer> balancer_;  // null: parts are equal
   std::function<std::string()> describe_passes_;
   ErrorDescriber describe_;
@@ -314,7 +323,8 @@ class StrategyCore {
   size_t awaited_ = 0;
   size_t begun_ = 0;
   size_t applied_ = 0;
-  bool torn_ = false;  // the parameters, by an error
+  std::unordered_map<int, uint64_t> num_updates_;  // by set
+  bool torn_ = false;                              // the parameters, by an error
   SigtermWatch sigterm_;
   CallGate gate_;
 };

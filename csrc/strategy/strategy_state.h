@@ -75,10 +75,12 @@ struct Strategy::State {
   void leave_servers() noexcept;
   /// Whether the optimizers that the set was last used with all step from the reduced sums.
   bool is_fused(int set);
-  /// What apply() is going to use of them.
-  std::vector<OptimizerStep> optimizer_steps(int set);
-  /// Steps the optimizers that the set was last used with.
-  void apply(int set);
+  /// Gives a call what it is to update: the optimizers that its set was last used with. Throws InvalidArgument for
+  /// state() that cannot be stepped from.
+  void add_update(StepCall& call);
+  /// After a call: new state of the flat optimizers that stepped in it stands in their state(). `before`: the core's
+  /// num_updates then.
+  void publish(int set, uint64_t before);
 
   /// For a collective outside a step.
   comm::Communicator& workers();

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/wait_hook.h"
 #include "device/kernel_status.h"
 #include "muster/error.h"
 #include "muster/precision.h"
@@ -303,14 +304,13 @@ StepResult StrategyCore::step_set(ParameterSet& set, const StepCall& call) {
   const bool dropping = call.loader_ended && !full && options_.drop_incomplete;
   const bool closing = full || (call.loader_ended && !dropping);
   const bool compares = closing && topology_.num_workers > 1 && !groups_.servers;
-  // It may throw, when nothing has begun yet.
-  auto optimizer_steps = compares && call.optimizer_steps ? call.optimizer_steps() : std::vector<OptimizerStep>();
-  awaited_ = call.fused && (divides_steps_ || options_.shard_optimizer) ? optimizer_steps.size() : 0;
+  const bool awaits = compares && call.steps_flat() && (divides_steps_ || options_.shard_optimizer);
+  awaited_ = awaits ? call.optimizers.size() : 0;
   gradients_are_applied_ = false;
   const uint64_t t = ++calls_;
   if (call.call) rows_ = call.rows;
-  set.open_micro_batch(closing, call.fused);
-  if (compares) set.agree_on(std::move(optimizer_steps));
+  set.open_micro_batch(closing, call.steps_flat());
+  if (compares) set.agree_on(call.optimizers);
   if (set.servers() != nullptr) set.servers()->note_batches(call.batches);
   if (closing && set.server_window() != nullptr && set.server_window()->joining().is_asked()) {
     JoinReport report;
@@ -360,7 +360,7 @@ StepResult StrategyCore::step_set(ParameterSet& set, const StepCall& call) {
                                                 [](const ReplicaRun& outcome) { return outcome.transport != nullptr; });
     if (agreed) {
       has_tail_ = true;
-      sums = set.finish_window(call.fused);
+      sums = set.finish_window(call.steps_flat());
       if (sums.stop_requested) stopping_ = true;
     } else if (closing || dropping) {
       set.drop_window();
@@ -385,21 +385,18 @@ StepResult StrategyCore::step_set(ParameterSet& set, const StepCall& call) {
   return result;
 }
 
-// Closes a window with nothing more.
-StepCall StrategyCore::empty_call(int set, std::function<void()> apply, bool fused) const {
-  StepCall call;
-  call.set = set;
+// A call without user function or data that closes the set's open window.
+StepCall StrategyCore::empty_call(const StepCall& update) const {
+  auto call = update;
+  call.call = nullptr;
   call.loader_ended = true;
   call.rows.assign(topology_.devices.size(), 0);
-  call.apply = std::move(apply);
-  call.fused = fused;
   return call;
 }
 
-std::string StrategyCore::watch(int number, const std::function<void()>& apply, const std::function<void()>& poll) {
-  auto& set = *sets_.at(static_cast<size_t>(number));
-  auto call = empty_call(number, apply, /*fused=*/true);
-  call.poll = poll;
+std::string StrategyCore::watch(const StepCall& update) {
+  auto& set = *sets_.at(static_cast<size_t>(update.set));
+  const auto call = empty_call(update);
   std::string passes;
   if (set.server_window() == nullptr) return {};
   auto& joining = set.server_window()->joining();
@@ -427,10 +424,16 @@ void StrategyCore::note_times(const StepCall& call, const std::vector<ReplicaRun
   }
 }
 
-std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>& apply,
-                                              const std::function<bool(int set)>& fused,
-                                              const std::function<std::vector<OptimizerStep>(int set)>& optimizer_steps,
-                                              bool drop_incomplete) {
+std::vector<int> StrategyCore::open_sets() {
+  const auto pass = enter();
+  std::vector<int> open;
+  for (size_t s = 0; s < sets_.size(); ++s) {
+    if (sets_[s]->window_open()) open.push_back(static_cast<int>(s));
+  }
+  return open;
+}
+
+std::optional<StepResult> StrategyCore::flush(const std::vector<StepCall>& updates, bool drop_incomplete) {
   const auto pass = enter_alone("flush");
   check_callable();
   std::optional<StepResult> result;
@@ -440,10 +443,12 @@ std::optional<StepResult> StrategyCore::flush(const std::function<void(int set)>
       sets_[s]->drop_window();
       continue;
     }
-    const int set = static_cast<int>(s);
-    auto call = empty_call(set, [&apply, set] { apply(set); }, fused(set));
-    call.optimizer_steps = [&optimizer_steps, set] { return optimizer_steps(set); };
-    auto closed = step(call);
+    StepCall update;
+    update.set = static_cast<int>(s);
+    for (const auto& given : updates) {
+      if (given.set == update.set) update = given;
+    }
+    auto closed = step(empty_call(update));
     // Whoever called step was told then.
     if (!sets_[s]->told().failed) result = std::move(closed);
   }
@@ -506,7 +511,7 @@ StepResult StrategyCore::end_window(ParameterSet& set, const StepCall& call) {
   has_tail_ = true;
   const auto sums = [&] {
     const IntraOpThreads threads(pool_->threads_per_replica());
-    return set.finish_window(call.fused);
+    return set.finish_window(call.steps_flat());
   }();
   if (sums.stop_requested) stopping_ = true;
   const bool reported_here = std::all_of(sums.failures.begin(), sums.failures.end(),
@@ -521,27 +526,64 @@ StepResult StrategyCore::end_window(ParameterSet& set, const StepCall& call) {
   result.stepped = true;
   result.step = ++steps_;
   result.grad_norm = sums.on_device ? sums.report.grad_norm() : host_scalar(sums.grad_norm);
-  if (sums.finite && call.apply) {
-    poll_ = call.poll;
-    const auto forget = c10::make_scope_exit([&] { poll_ = nullptr; });
-    const IntraOpThreads threads(pool_->threads_per_replica());
-    applied_ = begun_ = 0;
-    const auto applied = c10::make_scope_exit([&] { applied_ = begun_ = 0; });
-    try {
-      call.apply();
-    } catch (...) {
-      fail_peers_in_apply();
-      throw;
-    }
-    if (!call.fused) {
-      for (const int p : set.parameters()) registry_.note_agreed(static_cast<size_t>(p));
-    }
-    if (hook_error_) std::rethrow_exception(std::exchange(hook_error_, nullptr));
+  if (sums.finite) {
+    update(set, call);
     if (const auto* edited = set.told().edited) result.grad_norm = host_scalar(edited->norm);
-    at::autocast::clear_cache();
   }
   count_skipped(set, sums);
   return result;
+}
+
+// Errors of hooks on servers are thrown when the step is made: the others step, too.
+void StrategyCore::update(ParameterSet& set, const StepCall& call) {
+  const IntraOpThreads threads(pool_->threads_per_replica());
+  applied_ = begun_ = 0;
+  const auto applied = c10::make_scope_exit([&] { applied_ = begun_ = 0; });
+  try {
+    if (call.steps_flat()) {
+      step_flat(set, call);
+    } else if (call.update_from_grad) {
+      call.update_from_grad();
+    } else {
+      note_no_optimizer(call.set);
+    }
+  } catch (...) {
+    fail_peers_in_apply();
+    throw;
+  }
+  if (!call.steps_flat()) {
+    for (const int p : set.parameters()) registry_.note_agreed(static_cast<size_t>(p));
+  }
+  if (hook_error_) std::rethrow_exception(std::exchange(hook_error_, nullptr));
+  at::autocast::clear_cache();
+}
+
+void StrategyCore::step_flat(ParameterSet& set, const StepCall& call) {
+  std::optional<WaitHook> interruptible;
+  if (call.poll) {
+    interruptible.emplace(call.poll);
+    call.poll();  // a signal that came in backward ends the step while nothing is written
+  }
+  std::vector<FlatGroups> groups;
+  if (set.told().hooked) {
+    call_hooks(call.set, /*fused=*/true, /*is_first=*/true, [&] {
+      if (call.before_update) groups = call.before_update();
+    });
+  }
+  for (size_t i = 0; i < call.optimizers.size(); ++i) {
+    const auto& optimizer = call.optimizers[i];
+    try {
+      set.step(*optimizer.flat, optimizer.parameters, groups.empty() ? optimizer.groups : groups.at(i),
+               [&](const ReplicaPool::Task& work) {
+                 begun_ = applied_ + 1;
+                 pool_->run(work, call.poll);
+               });
+    } catch (...) {
+      fail_step(/*in_apply=*/true);
+    }
+    begun_ = ++applied_;
+    ++num_updates_[call.set];
+  }
 }
 
 void StrategyCore::count_skipped(ParameterSet& set, const WindowSums& sums) {

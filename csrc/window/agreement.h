@@ -14,7 +14,7 @@ namespace muster {
 
 /// An optimizer as a step is going to use it; parameter i of a flat one has registry index `parameters[i]`.
 struct OptimizerStep {
-  const FlatOptimizer* flat = nullptr;  ///< null for any other, of which there are hyperparameters alone
+  FlatOptimizer* flat = nullptr;  ///< null for any other, of which there are hyperparameters alone
   std::vector<int> parameters = {};
   FlatGroups groups = {};
   std::vector<std::string> hyperparameters = {};  ///< in words: "lr 0.1 in group 0"

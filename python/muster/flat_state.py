@@ -117,16 +117,20 @@ class FlatState:
         return len(parameters) == len(self._parameters) and all(map(operator.is_, parameters, self._parameters))
 
     def flat_step(self) -> FlatStep:
-        """What step() is going to use, after follow(): workers compare it."""
+        """What the core steps in the next call, after follow(): workers compare it."""
         self.follow()
         return self._flat, self.indices, self._algorithm.name, self._groups()
 
-    def step(self, set_number: int) -> None:
-        """Steps from the reduced sums of a closed window."""
-        assert self.core is not None
-        self.follow()
-        self.core.step_flat(set_number, self._flat, self.indices, self._algorithm.name, self._groups())
-        self._publish(self._flat.take_started())
+    def publish(self) -> None:
+        """After the core stepped: views of state that is new stand in `state`. What user code changed there since
+        follow() is taken over before the next step."""
+        started = self._flat.take_started()
+        if not started:
+            return
+        is_followed = self._watch.sees(self._optimizer.state)
+        self._show(started)
+        if is_followed:
+            self._watch.note(self._optimizer.state)
 
     def connect_servers(self, set_number: int) -> None:
         """Gives parameter servers the state, and what else they need to step; `state` refuses what it cannot do."""
@@ -307,10 +311,13 @@ class FlatState:
     def _publish(self, positions: Sequence[int]) -> None:
         if not positions:
             return
+        self._show(positions)
+        self._watch.note(self._optimizer.state)
+
+    def _show(self, positions: Sequence[int]) -> None:
         for position in positions:
             if values := self._values(position):
                 self._optimizer.state.setdefault(self._parameters[position], {}).update(values)
-        self._watch.note(self._optimizer.state)
 
     def _values(self, position: int) -> dict[str, Any]:
         """What is held here, as `state` has it."""

@@ -109,7 +109,7 @@ class PreparedOptimizer:
         return bool(_global_optimizer_pre_hooks) or len(self.optimizer._optimizer_step_pre_hooks) > 1
 
     def call_pre_hooks(self) -> None:
-        """What comes before step_fused."""
+        """Before the core steps this flat optimizer."""
         self._stepping = True
         try:
             for hook in (*_global_optimizer_pre_hooks.values(), *self.optimizer._optimizer_step_pre_hooks.values()):
@@ -122,7 +122,7 @@ class PreparedOptimizer:
         self._state().connect_servers(set_number)
 
     def flat_step(self) -> FlatStep:
-        """With what step_fused would step."""
+        """What the core steps in the next call."""
         return self._state().flat_step()
 
     def hyperparameters(self) -> list[str]:
@@ -140,12 +140,12 @@ class PreparedOptimizer:
         if self._flat is not None and (state := optim.state_of(self._flat)) is not None:
             state.follow()
 
-    def step_fused(self, set_number: int) -> None:
-        """Applies the reduced sums of a set."""
-        self._state().step(set_number)
+    def publish(self) -> None:
+        """After the core stepped this flat optimizer: its new state stands in the optimizer's."""
+        self._state().publish()
 
     def call_post_hooks(self) -> None:
-        """What comes after step_fused, once all optimizers of a set have stepped."""
+        """After the core stepped all optimizers of a set."""
         for hook in (*self.optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
             hook(self.optimizer, (self.optimizer,), {})
 

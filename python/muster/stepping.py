@@ -27,6 +27,12 @@ from muster.step import StepResult, as_record
 
 __all__ = ["Stepping"]
 
+_Update = tuple[
+    list[FlatStep] | list[list[str]],
+    Callable[[], list[FlatStep]] | None,
+    Callable[[], None] | None,
+]
+
 
 class Stepping:
     """The calls of a strategy that run user code on its replicas. Owned by the thread that steps."""
@@ -68,6 +74,7 @@ class Stepping:
         parts, rows = self._passes.divide(args, steps=True)
         self._compare_first_batches(parts)
         outputs: list[Any] = [None] * len(parts)
+        updates = self._core.num_updates(set_number)
 
         def call(local: int) -> Any:
             try:
@@ -87,9 +94,7 @@ class Stepping:
                     rows,
                     set_number,
                     self._passes.of_core.has_ended,
-                    self.sets.is_fused(set_number),
-                    lambda: self.apply(set_number),
-                    lambda: self._optimizer_steps(set_number),
+                    *self._update_of(set_number),
                     self._threads.interrupt,
                     self._passes.dealt_batches(args),
                     self._passes.usual_rows(args),
@@ -101,6 +106,7 @@ class Stepping:
             raise
         finally:
             self._preparation.note()
+            self._publish(set_number, updates)
         self._by_hand.gradients_are_applied = True
         if result.stepped:
             self._note_step(set_number)
@@ -110,14 +116,20 @@ class Stepping:
 
     def flush(self) -> StepResult | None:
         """As `Strategy.flush`."""
-        open_sets = self.sets.numbers()
-        for set_number in open_sets:
+        numbers = self.sets.numbers()
+        for set_number in numbers:
             self._note_hooks(set_number)
-        result = self._core.flush(self.apply, self.sets.is_fused, self._optimizer_steps)
+        open_sets = [] if self._options.drop_incomplete else self._core.open_sets()
+        updates = {set_number: self._core.num_updates(set_number) for set_number in open_sets}
+        try:
+            result = self._core.flush([(set_number, *self._update_of(set_number)) for set_number in open_sets])
+        finally:
+            for set_number, before in updates.items():
+                self._publish(set_number, before)
         if result is None:
             return None
         self._by_hand.gradients_are_applied = True
-        for set_number in open_sets:
+        for set_number in numbers:
             self._note_step(set_number)
         self._passes.of_core.end_step(_C.WindowEnd.closed)
         self._call_post_hooks()
@@ -148,7 +160,9 @@ class Stepping:
         if self._core.awaits_servers(set_number) and self.sets.is_fused(set_number):
             self.sets.optimizers_of(set_number)[0].connect_servers(set_number)
             self._note_hooks(set_number)
-            told = self._core.watch(set_number, lambda: self.apply(set_number))
+            updates = self._core.num_updates(set_number)
+            told = self._core.watch(set_number, *self._update_of(set_number))
+            self._publish(set_number, updates)
             self._call_post_hooks()
             self._passes.of_core.joined(told)
         elif self._core.has_servers:
@@ -181,11 +195,37 @@ class Stepping:
                 self._core.num_workers,
             )
 
-    def _optimizer_steps(self, set_number: int) -> list[FlatStep | list[str]]:
-        """What workers compare before `_apply`."""
+    def _update_of(self, set_number: int) -> _Update:
+        """The optimizers of a set, before a call: flat ones as the core steps them, or what workers compare of others;
+        what calls the hooks of flat ones; and what steps others."""
         optimizers = self.sets.optimizers_of(set_number)
-        is_fused = self.sets.is_fused(set_number)
-        return [optimizer.flat_step() if is_fused else optimizer.hyperparameters() for optimizer in optimizers]
+        if self.sets.is_fused(set_number):
+            hooks = partial(self._call_pre_hooks, optimizers) if self._hooked.get(set_number, False) else None
+            return self._flat_steps(optimizers), hooks, None
+        if not optimizers:
+            return [], None, None
+        is_compared = self._core.num_workers > 1
+        words = [optimizer.hyperparameters() for optimizer in optimizers] if is_compared else []
+        return words, None, partial(self._update_from_grad, set_number, optimizers)
+
+    def _flat_steps(self, optimizers: Sequence[PreparedOptimizer]) -> list[FlatStep]:
+        return [optimizer.flat_step() for optimizer in optimizers]
+
+    def _call_pre_hooks(self, optimizers: Sequence[PreparedOptimizer]) -> list[FlatStep]:
+        """Called by the core before it steps flat optimizers."""
+        for optimizer in optimizers:
+            optimizer.call_pre_hooks()
+        return self._flat_steps(optimizers)  # what cannot be stepped is an error that ranks agree on, too
+
+    def _publish(self, set_number: int, before: int) -> None:
+        """After a call, before which `num_updates` was `before`."""
+        made = self._core.num_updates(set_number) - before
+        if made == 0:
+            return
+        optimizers = self.sets.optimizers_of(set_number)
+        for optimizer in optimizers[:made]:
+            optimizer.publish()
+        self._stepped += optimizers * (made // len(optimizers))
 
     def _note_hooks(self, set_number: int) -> None:
         """Before a call: hooks that are registered in it are called from the next one on."""
@@ -203,36 +243,16 @@ class Stepping:
                 else "pass keep_gradients=True to the strategy, or fuse=False",
             )
 
-    def apply(self, set_number: int) -> None:
-        """Called by the core where a window of this set closes: updates parameters."""
-        optimizers = self.sets.optimizers_of(set_number)
-        if not optimizers:
-            self._core.note_no_optimizer(set_number)
-            return
+    def _update_from_grad(self, set_number: int, optimizers: Sequence[PreparedOptimizer]) -> None:
+        """Called by the core where a window closed: steps optimizers that are not flat."""
         hooked = self._core.hooked(set_number)
-        if not self.sets.is_fused(set_number):
-            self._apply_from_grad(set_number, optimizers, hooked)
-            return
 
-        def call_pre_hooks() -> None:
-            for optimizer in optimizers:
-                optimizer.call_pre_hooks()
-            if not self._core.has_servers:
-                self._optimizer_steps(set_number)  # what cannot be stepped is an error that ranks agree on, too
-
-        if hooked:
-            self._core.call_hooks(set_number, True, True, call_pre_hooks)
-        for optimizer in optimizers:
-            optimizer.step_fused(set_number)
-        self._stepped += optimizers
-
-    def _apply_from_grad(self, set_number: int, optimizers: Sequence[PreparedOptimizer], hooked: bool) -> None:
         def agree(is_first: bool, error: BaseException | None) -> None:
             def fail() -> None:
                 if error is not None:
                     raise error
 
-            self._core.call_hooks(set_number, False, is_first, fail)
+            self._core.call_hooks(set_number, is_first, fail)
 
         for position, optimizer in enumerate(optimizers):
             error = optimizer.step(partial(agree, position == 0) if hooked else None)
