@@ -32,7 +32,7 @@ struct Counting : torch::data::datasets::StatefulDataset<Counting, at::Tensor> {
 };
 
 // Answers as it is told to, and notes what it was told.
-struct ScriptedServer final : detail::Members {
+struct ScriptedServer final : muster::detail::Members {
   std::vector<uint32_t> expected() override { return {0}; }
   server::Dealt deal(const server::PassId&, uint64_t, std::vector<uint64_t> now) override {
     finished.insert(finished.end(), now.begin(), now.end());

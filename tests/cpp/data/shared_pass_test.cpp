@@ -21,7 +21,7 @@ using muster::detail::WindowEnd;
 namespace {
 
 // Ranks 0 and 1, until one is lost.
-struct Two final : detail::Members {
+struct Two final : muster::detail::Members {
   std::vector<uint32_t> expected() override { return live; }
   server::Dealt deal(const server::PassId&, uint64_t, std::vector<uint64_t>) override { return {}; }
   void end_pass(const server::PassId&, uint64_t, std::vector<uint64_t>) override {}
