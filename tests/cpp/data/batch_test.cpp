@@ -19,15 +19,16 @@ TEST_CASE("parts are contiguous, and their sizes differ by one at most, larger f
 }
 
 TEST_CASE("an example is divided with its target, and a tensor without dimensions goes to all", "[data]") {
-  const auto parts = muster::detail::split(Example(at::arange(4).view({2, 2}), at::tensor(7)), 2);
+  const auto parts = muster::detail::split(Example(at::arange(4).view({2, 2}), at::scalar_tensor(7, at::kLong)), 2);
   CHECK(parts[1].data.equal(at::arange(2, 4).view({1, 2})));
   CHECK(parts[1].target.item<int64_t>() == 7);
   CHECK(muster::detail::rows_of(parts[1]) == 1);
 }
 
 TEST_CASE("what cannot be divided names the leaf", "[data]") {
-  CHECK_THROWS_WITH(muster::detail::split(Example(at::arange(4), at::arange(3)), 2), ContainsSubstring("the batch.target"));
-  CHECK_THROWS_WITH(muster::detail::split(at::tensor(1), 2), ContainsSubstring("no tensor that tells its rows"));
+  CHECK_THROWS_WITH(muster::detail::split(Example(at::arange(4), at::arange(3)), 2),
+                    ContainsSubstring("the batch.target"));
+  CHECK_THROWS_WITH(muster::detail::split(at::scalar_tensor(1), 2), ContainsSubstring("no tensor that tells its rows"));
   CHECK_THROWS_WITH(muster::detail::split(3, 2), ContainsSubstring("cannot be divided"));
   CHECK(muster::detail::rows_of(Example(at::arange(4), at::arange(3))) == -1);
 }
