@@ -82,7 +82,7 @@ std::string StrategyCore::explain(const std::string& name) const {
   }
   if (options_.clip_value) out << ", gradients clipped to magnitudes of " << *options_.clip_value;
   constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};
-  out << "; precision " << kPrecisions[static_cast<size_t>(options_.precision)] << "; seed " << seed_ << '\n';
+  out << "; precision " << kPrecisions[static_cast<size_t>(options_.precision)] << "; seed " << seed() << '\n';
   if (topology_.devices.front().is_cpu()) {
     out << "memory: large blocks that are freed "
         << (keep_freed_memory() ? "stay with this process, for the next step" : "go where the C library sends them")

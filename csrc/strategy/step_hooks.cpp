@@ -22,7 +22,7 @@ void StrategyCore::call_hooks(int number, bool fused, bool is_first, const std::
     }
   } catch (...) {
     error = std::current_exception();
-    failure = describe_(error);
+    failure = failures_.describe(error);
   }
   if (set.servers() != nullptr) {
     hook_error_ = error;  // the others step, and servers wait for this worker to

@@ -1,15 +1,12 @@
 #include "strategy/strategy_core.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/util/ScopeExit.h>
-#include <c10/util/Type.h>
 
 #include <algorithm>
 #include <chrono>
 #include <thread>
-#include <typeinfo>
 #include <utility>
 
 #include "comm/peer_memory.h"
@@ -42,37 +39,18 @@ void check_outside_steps() {
 
 }  // namespace
 
-Failure describe_cpp_error(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const RemoteError& e) {
-    return {"muster::RemoteError", e.what(), Failure::Kind::remote};
-  } catch (const CommError& e) {
-    return {c10::demangle(typeid(e).name()), e.what(), Failure::Kind::transport};
-  } catch (const std::exception& e) {
-    return {c10::demangle(typeid(e).name()), e.what()};
-  } catch (...) {
-    return {"unknown exception", ""};
-  }
-}
-
 StrategyCore::StrategyCore(Topology topology, Groups groups, StrategyOptions options, std::shared_ptr<ReplicaPool> pool,
                            uint64_t seed)
     : topology_(std::move(topology)),
       groups_(std::move(groups)),
       options_(options),
       pool_(std::move(pool)),
-      seed_(seed),
       divides_steps_(divides_steps(topology_, groups_, options_)),
       registry_(topology_.devices),
-      describe_(describe_cpp_error),
-      capture_([](std::exception_ptr error) { return error; }) {
+      streams_(topology_.devices, seed),
+      skip_limit_(options_.max_skipped) {
   rows_.resize(topology_.devices.size());
   used_step_group_.resize(topology_.devices.size());
-  for (const auto& device : topology_.devices) {
-    generators_.push_back(at::detail::createCPUGenerator(0));
-    device_generators_.push_back(device.is_cpu() ? at::Generator() : new_generator(device));
-  }
 }
 
 StrategyCore::~StrategyCore() {
@@ -184,7 +162,7 @@ void StrategyCore::fail_step(bool in_apply) {
 // In a handler of what ended `apply`. Peers have what they step from, and wait for this rank's part in it.
 void StrategyCore::fail_peers_in_apply() {
   if (begun_ >= awaited_) return;
-  const auto failure = describe_(std::current_exception());
+  const auto failure = failures_.describe(std::current_exception());
   const auto reason = "rank " + std::to_string(topology_.rank) +
                       " failed before its part of the optimizer's step: " + failure.type + ": " + failure.text;
   abort_groups(groups_, reason);
@@ -326,15 +304,7 @@ std::shared_ptr<ReplicaContext> StrategyCore::make_context(int local_replica, ui
   context->local_replica = local_replica;
   context->replica = topology_.first_replica + local_replica;
   context->strategy = this;
-  auto& generator = generators_[static_cast<size_t>(local_replica)];
-  generator.set_current_seed(stream_seed(seed_, static_cast<uint64_t>(context->replica), t));
-  context->generator = generator;
-  auto& on_device = device_generators_[static_cast<size_t>(local_replica)];
-  // A graph replays its own draws: torch.cuda.graph knows the ambient generator.
-  if (on_device.defined() && !is_capturing(on_device.device())) {
-    on_device.set_current_seed(generator.current_seed());
-    context->device_generator = on_device;
-  }
+  streams_.give(*context, t);
   return context;
 }
 

@@ -20,20 +20,15 @@
 #include "muster/options.h"
 #include "muster/step.h"
 #include "strategy/call_gate.h"
+#include "strategy/failures.h"
+#include "strategy/random_streams.h"
 #include "strategy/replica_pool.h"
 #include "strategy/sigterm.h"
 #include "window/parameter_registry.h"
 #include "window/parameter_set.h"
-#include "window/skip_watch.h"
+#include "window/skip_limit.h"
 
 namespace muster {
-
-/// What an exception means to other ranks; the Python layer knows Python exceptions.
-using ErrorDescriber = std::function<Failure(const std::exception_ptr&)>;
-Failure describe_cpp_error(const std::exception_ptr& error);
-
-/// Called on a replica's thread with what ended its step: gives what can be kept and rethrown on another thread.
-using ErrorCapturer = std::function<std::exception_ptr(std::exception_ptr)>;
 
 /// One call of step, run or flush, as the language layer sees it.
 struct StepCall {
@@ -87,11 +82,10 @@ class StrategyCore {
   bool joins() const noexcept { return groups_.joins(); }
   /// Who takes part, and what was chosen and why, in plain words; `name`: the strategy's.
   std::string explain(const std::string& name) const;
-  uint64_t seed() const noexcept { return seed_; }
+  uint64_t seed() const noexcept { return streams_.seed(); }
   int64_t steps() const noexcept { return steps_; }
   void set_error_handlers(ErrorDescriber describer, ErrorCapturer capturer) {
-    describe_ = std::move(describer);
-    capture_ = std::move(capturer);
+    failures_.set_handlers(std::move(describer), std::move(capturer));
   }
 
   /// Divides batches by the speed of the local replicas from the next one on. No-op for one replica.
@@ -248,7 +242,6 @@ class StrategyCore {
   void leave() noexcept;
 
  private:
-  struct ReplicaRun;
   class CallCasts;
 
   void check_open() const;
@@ -267,7 +260,6 @@ class StrategyCore {
   void run_replica(ParameterSet& set, const StepCall& call, uint64_t t, bool closing, int local_replica,
                    ReplicaRun& outcome);
   void give_up(int local_replica, ReplicaRun& outcome);
-  std::exception_ptr cause_of(std::exception_ptr error, const ReplicaContext& replica) const;
   StepCall empty_call(const StepCall& update) const;
   void leave_step_group(ParameterSet& set);
   void note_times(const StepCall& call, const std::vector<ReplicaRun>& outcomes);
@@ -278,43 +270,35 @@ class StrategyCore {
   /// Warns once where no parameter was written between two windows of a set without optimizers, so that the first one's
   /// gradients were replaced unused.
   void note_no_optimizer(int set);
-  void count_skipped(ParameterSet& set, const WindowSums& sums);
   StepResult open_result(ParameterSet& set) const;
-  bool is(const std::exception_ptr& error, Failure::Kind kind) const { return error && describe_(error).kind == kind; }
-  void raise_failures(const std::vector<ReplicaRun>& outcomes, const WindowSums* sums) const;
   std::shared_ptr<ReplicaContext> make_context(int local_replica, uint64_t t);
 
   Topology topology_;
   Groups groups_;
   StrategyOptions options_;
   std::shared_ptr<ReplicaPool> pool_;
-  uint64_t seed_;
   const bool divides_steps_;  // of flat optimizers
   ParameterRegistry registry_;
   std::vector<std::unique_ptr<ParameterSet>> sets_;
   std::vector<int64_t> rows_;          // of the running call, by local replica
   std::vector<char> used_step_group_;  // by local replica: in the running call
   bool has_left_step_group_ = false;
-  bool has_casts_ = false;                        // a call left casts of parameters in torch's cache
-  std::vector<at::Generator> generators_;         // by local replica
-  std::vector<at::Generator> device_generators_;  // likewise; undefined on the CPU
+  bool has_casts_ = false;  // a call left casts of parameters in torch's cache
   /// Registry indices of the parameters in no set, among the first `registry_.num_parameters()` when last looked at.
   std::vector<size_t> outsiders_;
   size_t outsiders_known_ = 0;
   std::unique_ptr<Balancer> balancer_;  // null: parts are equal
   std::function<std::string()> describe_passes_;
-  ErrorDescriber describe_;
-  ErrorCapturer capture_;
-  uint64_t calls_ = 0;  // t of the random streams, and the scope of step collectives
+  Failures failures_;
+  RandomStreams streams_;
+  SkipLimit skip_limit_;
   int64_t steps_ = 0;
-  int skipped_in_a_row_ = 0;
   bool gradients_are_applied_ = false;
   bool warned_of_no_optimizer_ = false;
   std::unordered_map<int, uint64_t> versions_without_optimizer_;  // by set, at its last window's end
   std::exception_ptr hook_error_;                                 // to be rethrown after the step
   std::function<void()> leave_;
   std::atomic<bool> is_leaving_{false};
-  SkipWatch skip_watch_;  // where replicas work on streams
   std::atomic<bool> stop_requested_{false};
   std::atomic<bool> stopping_{false};
   bool has_tail_ = false;  // of the running step: others may go on to store

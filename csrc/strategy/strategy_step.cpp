@@ -11,93 +11,13 @@
 #include "device/kernel_status.h"
 #include "muster/error.h"
 #include "muster/precision.h"
+#include "strategy/casts.h"
 #include "strategy/strategy_core.h"
+#include "strategy/untouched_gradients.h"
 
 namespace muster {
 
 namespace {
-
-// Peers find out by themselves about a lost or late peer and a mismatch.
-bool peers_know(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const CommError&) {
-    return true;
-  } catch (const LayoutMismatch&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
-
-// Backward writes `.grad` of parameters that take no part, too: they get back what they had.
-class UntouchedGradients {
- public:
-  UntouchedGradients(const ParameterRegistry& registry, size_t replicas, const std::vector<size_t>& parameters) {
-    for (size_t p : parameters) {
-      for (size_t r = 0; r < replicas; ++r) {
-        const auto& parameter = registry.parameter(r, p);
-        kept_.emplace_back(parameter, std::exchange(parameter.mutable_grad(), at::Tensor()));
-      }
-    }
-  }
-  ~UntouchedGradients() {
-    for (auto& [parameter, gradient] : kept_) parameter.mutable_grad() = std::move(gradient);
-  }
-  UntouchedGradients(const UntouchedGradients&) = delete;
-  UntouchedGradients& operator=(const UntouchedGradients&) = delete;
-
-  /// Gives nothing back: backward may still be running.
-  void abandon() noexcept { kept_.clear(); }
-
- private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
-};
-
-// For one of several replicas, around its step function and backward, where checkpointing and custom functions enter
-// autocast again: leaves torch's cache of cast parameters alone, which all threads share. Clearing it frees tensors
-// under torch's mutex; to free one that Python knows takes the GIL, and who has that may be waiting for the mutex. And
-// gradients of a parameter's uses add up in the precision of the cast that they share: bits would depend on when
-// another replica clears it.
-class KeptCasts {
- public:
-  KeptCasts() { at::autocast::increment_nesting(); }
-  ~KeptCasts() { at::autocast::decrement_nesting(); }
-  KeptCasts(const KeptCasts&) = delete;
-  KeptCasts& operator=(const KeptCasts&) = delete;
-};
-
-// Around an Autocast, which would clear the cache if it found another one's.
-class WithoutAutocast {
- public:
-  explicit WithoutAutocast(c10::DeviceType device)
-      : device_(device), was_enabled_(at::autocast::is_autocast_enabled(device)) {
-    at::autocast::set_autocast_enabled(device_, false);
-  }
-  ~WithoutAutocast() { at::autocast::set_autocast_enabled(device_, was_enabled_); }
-  WithoutAutocast(const WithoutAutocast&) = delete;
-  WithoutAutocast& operator=(const WithoutAutocast&) = delete;
-
- private:
-  c10::DeviceType device_;
-  bool was_enabled_;
-};
-
-// Around a step function that may enter autocast itself: its casts are not cached, unless it asks for that. Whoever
-// leaves an autocast clears the cache of all threads, so that bits would depend on what other replicas do; and casts
-// that outlived their autocast would serve one of another dtype, or one with gradients what was cast without.
-class UncachedCasts {
- public:
-  UncachedCasts() : was_enabled_(at::autocast::is_autocast_cache_enabled()) {
-    at::autocast::set_autocast_cache_enabled(false);
-  }
-  ~UncachedCasts() { at::autocast::set_autocast_cache_enabled(was_enabled_); }
-  UncachedCasts(const UncachedCasts&) = delete;
-  UncachedCasts& operator=(const UncachedCasts&) = delete;
-
- private:
-  bool was_enabled_;
-};
 
 at::Tensor host_scalar(double value) { return at::scalar_tensor(value, at::kDouble); }
 
@@ -114,13 +34,6 @@ StepResult result_of(const WindowSums& sums, double loss_scale) {
 }
 
 }  // namespace
-
-struct StrategyCore::ReplicaRun {
-  std::exception_ptr error;      // the step's own
-  std::exception_ptr transport;  // communication broke: nothing can be agreed any more
-  c10::IValue output;
-  std::shared_ptr<const PartTimer> timer;
-};
 
 ParameterSet& StrategyCore::begin_call(int set) {
   check_callable();
@@ -139,14 +52,6 @@ Loss StrategyCore::call_in_precision(const StepCall& call, int local_replica) co
   if (shares_casts()) outside.emplace(device);
   const Autocast autocast(options_.precision, device);
   return call.call(local_replica);
-}
-
-// Torch's Python bindings turn an error of a collective that backward waits for into a RuntimeError of the same words.
-std::exception_ptr StrategyCore::cause_of(std::exception_ptr error, const ReplicaContext& replica) const {
-  if (!replica.wait_error) return error;
-  const auto failure = describe_(error);
-  const bool is_its = failure.text.find(describe_cpp_error(replica.wait_error).text) != std::string::npos;
-  return failure.kind == Failure::Kind::own && is_its ? replica.wait_error : error;
 }
 
 // One replica's share of a micro-batch. Whatever happens to the user's code, the replica takes part in every collective
@@ -190,24 +95,25 @@ void StrategyCore::run_replica(ParameterSet& set, const StepCall& call, uint64_t
       outcome.output = std::move(loss.output);
     }
   } catch (...) {
-    outcome.error = cause_of(capture_(std::current_exception()), *context);
+    outcome.error = failures_.cause_of(failures_.capture(std::current_exception()), *context);
   }
   try {
     // Before the buckets leave: a transport that both share must see the step's collectives first.
     if (call.call) {
-      const auto failure = outcome.error ? describe_(outcome.error) : Failure{};
+      const auto failure = outcome.error ? failures_.describe(outcome.error) : Failure{};
       step_group.end_scope(outcome.error ? comm::ScopeEnd::failed
                            : empty       ? comm::ScopeEnd::absent
                                          : comm::ScopeEnd::finished,
                            failure.type + ": " + failure.text);
     }
     auto left = set.end_micro_batch(local_replica, outcome.error != nullptr);
-    // What the engine found (a backward() by hand, say) explains what autograd complained about.
+    // The engine's error is the cause, autograd's its consequence (after backward() inside the step function, say):
+    // report the cause.
     if (left) outcome.error = std::move(left);
     if (closing) {
-      if (is(outcome.error, Failure::Kind::transport)) std::rethrow_exception(outcome.error);
-      const bool reports = is(outcome.error, Failure::Kind::own);
-      set.close_window(local_replica, reports ? describe_(outcome.error) : Failure{},
+      if (failures_.is(outcome.error, Failure::Kind::transport)) std::rethrow_exception(outcome.error);
+      const bool reports = failures_.is(outcome.error, Failure::Kind::own);
+      set.close_window(local_replica, reports ? failures_.describe(outcome.error) : Failure{},
                        stop_requested_ || SigtermWatch::received());
     }
   } catch (...) {
@@ -220,34 +126,14 @@ void StrategyCore::give_up(int local_replica, ReplicaRun& outcome) {
   const auto r = static_cast<size_t>(local_replica);
   outcome.transport = std::current_exception();
   const bool has_control = !groups_.control.empty();
-  // Of a device's group peers learn through the control group alone, and what is under way there waits for ever.
+  // Peers hear of the failure only through the control group, and enqueued device operations would never end: abort
+  // both groups.
   if (!has_control && peers_know(outcome.transport)) return;
-  const auto failure = describe_(outcome.transport);
+  const auto failure = failures_.describe(outcome.transport);
   const auto reason = "replica " + std::to_string(topology_.first_replica + local_replica) +
                       " failed outside its step function with " + failure.type + ": " + failure.text;
   groups_.gradients[r]->abort(reason);
   if (has_control) groups_.control[r]->abort(reason);
-}
-
-void StrategyCore::raise_failures(const std::vector<ReplicaRun>& outcomes, const WindowSums* sums) const {
-  for (const auto& outcome : outcomes) {
-    if (outcome.error && !is(outcome.error, Failure::Kind::remote)) std::rethrow_exception(outcome.error);
-  }
-  for (const auto& outcome : outcomes) {
-    if (outcome.transport) std::rethrow_exception(outcome.transport);
-  }
-  if (sums != nullptr && !sums->failures.empty()) {
-    const auto other = std::find_if(sums->failures.begin(), sums->failures.end(),
-                                    [&](const auto& failed) { return failed.rank != topology_.rank; });
-    const auto& [rank, replica, failure] = other != sums->failures.end() ? *other : sums->failures.front();
-    throw RemoteError(rank, replica, failure.type, failure.text,
-                      "the step of replica " + std::to_string(replica) + " on rank " + std::to_string(rank) +
-                          " raised " + failure.type + ": " + failure.text +
-                          "; the window was dropped on all ranks and training can go on");
-  }
-  for (const auto& outcome : outcomes) {
-    if (outcome.error) std::rethrow_exception(outcome.error);
-  }
 }
 
 // A rank that is gone never leaves a step, and the group waits for all of its ranks in time.
@@ -307,7 +193,7 @@ StepResult StrategyCore::step_set(ParameterSet& set, const StepCall& call) {
   const bool awaits = compares && call.steps_flat() && (divides_steps_ || options_.shard_optimizer);
   awaited_ = awaits ? call.optimizers.size() : 0;
   gradients_are_applied_ = false;
-  const uint64_t t = ++calls_;
+  const uint64_t t = streams_.begin_call();
   if (call.call) rows_ = call.rows;
   set.open_micro_batch(closing, call.steps_flat());
   if (compares) set.agree_on(call.optimizers);
@@ -367,12 +253,12 @@ StepResult StrategyCore::step_set(ParameterSet& set, const StepCall& call) {
     } else {
       for (size_t r = 0; r < outcomes->size(); ++r) {
         const auto& error = (*outcomes)[r].error;
-        if (is(error, Failure::Kind::own)) set.poison(static_cast<int>(r), describe_(error));
-        if (is(error, Failure::Kind::remote)) set.told().raised = true;
+        if (failures_.is(error, Failure::Kind::own)) set.poison(static_cast<int>(r), failures_.describe(error));
+        if (failures_.is(error, Failure::Kind::remote)) set.told().raised = true;
       }
     }
     if (interrupt) std::rethrow_exception(interrupt);
-    raise_failures(*outcomes, agreed ? &sums : nullptr);
+    failures_.raise(*outcomes, sums.failures, topology_.rank);
   }
   if (balancer_ && call.call) note_times(call, *outcomes);
   StepResult result = closing ? end_window(set, call) : open_result(set);
@@ -410,7 +296,7 @@ std::string StrategyCore::watch(const StepCall& update) {
     auto report = joining.learn(result.stepped);
     if (!report) continue;
     steps_ = static_cast<int64_t>(report->steps) + 1;
-    calls_ = report->calls;
+    streams_.follow(report->calls);
     passes = std::move(report->passes);
   }
   return passes;
@@ -463,7 +349,7 @@ void StrategyCore::run(const StepCall& call) {
   for (const auto& set : sets_) {
     if (set->servers() != nullptr && !set->window_open()) set->servers()->refresh();
   }
-  const uint64_t t = ++calls_;
+  const uint64_t t = streams_.begin_call();
   rows_ = call.rows;
   const CallCasts casts(*this);
   auto outcomes = std::make_shared<std::vector<ReplicaRun>>(topology_.devices.size());
@@ -484,9 +370,9 @@ void StrategyCore::run(const StepCall& call) {
           if (shares_casts()) kept.emplace();
           if (!empty) outcome.output = call_in_precision(*shared_call, local_replica).output;
         } catch (...) {
-          outcome.error = cause_of(std::current_exception(), *context);
+          outcome.error = failures_.cause_of(std::current_exception(), *context);
         }
-        const auto failure = outcome.error ? describe_(outcome.error) : Failure{};
+        const auto failure = outcome.error ? failures_.describe(outcome.error) : Failure{};
         try {
           groups_.step[r]->end_scope(outcome.error ? comm::ScopeEnd::failed
                                      : empty       ? comm::ScopeEnd::absent
@@ -497,7 +383,7 @@ void StrategyCore::run(const StepCall& call) {
         }
       },
       call.poll, call.interrupt);
-  raise_failures(*outcomes, nullptr);
+  failures_.raise(*outcomes, {}, topology_.rank);
 }
 
 StepResult StrategyCore::open_result(ParameterSet& set) const {
@@ -516,7 +402,7 @@ StepResult StrategyCore::end_window(ParameterSet& set, const StepCall& call) {
   if (sums.stop_requested) stopping_ = true;
   const bool reported_here = std::all_of(sums.failures.begin(), sums.failures.end(),
                                          [&](const auto& failed) { return failed.rank == topology_.rank; });
-  if (!reported_here && !set.told().raised) raise_failures({}, &sums);
+  if (!reported_here && !set.told().raised) failures_.raise({}, sums.failures, topology_.rank);
   auto result = result_of(sums, sums.on_device ? 0 : set.window().loss_scale().get().scale);
   result.step = steps_;
   if (sums.dropped || !sums.failures.empty()) {
@@ -530,7 +416,10 @@ StepResult StrategyCore::end_window(ParameterSet& set, const StepCall& call) {
     update(set, call);
     if (const auto* edited = set.told().edited) result.grad_norm = host_scalar(edited->norm);
   }
-  count_skipped(set, sums);
+  if (sums.on_device && is_capturing(topology_.devices.front())) return result;
+  skip_limit_.note(sums, steps_);
+  set.locate_non_finite(skip_limit_.searches());
+  skip_limit_.check();
   return result;
 }
 
@@ -584,29 +473,6 @@ void StrategyCore::step_flat(ParameterSet& set, const StepCall& call) {
     begun_ = ++applied_;
     ++num_updates_[call.set];
   }
-}
-
-void StrategyCore::count_skipped(ParameterSet& set, const WindowSums& sums) {
-  int64_t last_step = steps_;
-  std::string where = sums.non_finite_at;
-  if (sums.on_device) {
-    if (is_capturing(topology_.devices.front())) return;
-    skip_watch_.note(sums.report, steps_, sums.non_finite_at);
-    skip_watch_.look();
-    skipped_in_a_row_ = skip_watch_.in_a_row();
-    last_step = skip_watch_.step();
-    where = skip_watch_.non_finite_at();
-    // Looking waits for the device: only when it is nearly time to say where.
-    set.locate_non_finite(options_.max_skipped <= 1 || 2 * skipped_in_a_row_ >= options_.max_skipped);
-  } else {
-    skipped_in_a_row_ = sums.finite ? 0 : skipped_in_a_row_ + 1;
-    set.locate_non_finite(!sums.finite || options_.max_skipped <= 1);
-  }
-  if (skipped_in_a_row_ < options_.max_skipped || skipped_in_a_row_ == 0) return;
-  throw NonFinite("the gradient was not finite in " + std::to_string(skipped_in_a_row_) +
-                  " windows in a row, the last at step " + std::to_string(last_step) +
-                  (where.empty() ? std::string() : ", first in " + where) +
-                  "; lower the learning rate, clip the norm, or check the data; max_skipped raises the limit");
 }
 
 }  // namespace muster
