@@ -302,7 +302,7 @@ inline constexpr int kMaxReduceRanks = 64;
 void reduce_stats(DType dtype, int num_ranks, const ReduceSegment* segments, size_t count,
                   double norm_type = 2) noexcept;
 
-/// Who else receives what a step gives: those whose parameters lie as the own ones do, so many bytes further on.
+/// Byte offsets from this process's parameters to each peer's copy, which the step also writes.
 struct StepCopies {
   const ptrdiff_t* displacements;
   int count;
