@@ -150,7 +150,7 @@ std::vector<OptimizerStep> optimizer_steps_of(const py::object& given) {
   return steps;
 }
 
-// `optimizers` as optimizer_steps_of's; `before_update` returns them again, with the hyperparameters that hooks left.
+// `optimizers` as optimizer_steps_of's; `before_update` returns them again, as hooks and the user's function left them.
 void add_update(StepCall& step, const py::object& optimizers, const py::object& before_update,
                 const py::object& update_from_grad) {
   step.optimizers = optimizer_steps_of(optimizers);

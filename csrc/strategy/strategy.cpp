@@ -268,6 +268,14 @@ void Strategy::State::add_update(StepCall& call) {
       detail::follow_state(flat, *optimizer);
       call.optimizers.push_back({&flat.flat, flat.indices, detail::groups_of(*optimizer)});
     }
+    call.before_update = [stepping] {
+      std::vector<FlatGroups> groups;
+      for (auto* optimizer : stepping) {
+        detail::follow_state(**detail::flat_state_of(*optimizer), *optimizer);
+        groups.push_back(detail::groups_of(*optimizer));
+      }
+      return groups;
+    };
     return;
   }
   for (auto* optimizer : stepping)

@@ -48,8 +48,8 @@ struct StepCall {
   /// The set's optimizers as they were before the call, all flat or none; empty without any. Workers compare them
   /// before a window closes, and flat ones step where it was not skipped.
   std::vector<OptimizerStep> optimizers = {};
-  /// Before flat optimizers step: calls this rank's hooks and returns the groups that they leave, by optimizer. Null
-  /// without hooks. See StrategyCore::call_hooks.
+  /// Calls this rank's hooks, if there are any, before flat optimizers step, and returns the groups that they and the
+  /// user's function left, by optimizer. Not null with flat ones. See StrategyCore::call_hooks.
   std::function<std::vector<FlatGroups>()> before_update = {};
   /// Steps optimizers that are not flat, from `.grad`, where a window closed and was not skipped. Null without any.
   /// These functions are called on the stepping thread.

@@ -454,14 +454,16 @@ void StrategyCore::step_flat(ParameterSet& set, const StepCall& call) {
     call.poll();  // a signal that came in backward ends the step while nothing is written
   }
   std::vector<FlatGroups> groups;
+  const auto prepare = [&] { groups = call.before_update(); };
   if (set.told().hooked) {
-    call_hooks(call.set, /*fused=*/true, /*is_first=*/true, [&] {
-      if (call.before_update) groups = call.before_update();
-    });
+    call_hooks(call.set, /*fused=*/true, /*is_first=*/true, prepare);
+  } else {
+    prepare();
   }
   for (size_t i = 0; i < call.optimizers.size(); ++i) {
     const auto& optimizer = call.optimizers[i];
     try {
+      // Where a hook raised on servers, which step all the same, there are no groups.
       set.step(*optimizer.flat, optimizer.parameters, groups.empty() ? optimizer.groups : groups.at(i),
                [&](const ReplicaPool::Task& work) {
                  begun_ = applied_ + 1;

@@ -197,11 +197,11 @@ class Stepping:
 
     def _update_of(self, set_number: int) -> _Update:
         """The optimizers of a set, before a call: flat ones as the core steps them, or what workers compare of others;
-        what calls the hooks of flat ones; and what steps others."""
+        what is called before flat ones step; and what steps others."""
         optimizers = self.sets.optimizers_of(set_number)
         if self.sets.is_fused(set_number):
-            hooks = partial(self._call_pre_hooks, optimizers) if self._hooked.get(set_number, False) else None
-            return self._flat_steps(optimizers), hooks, None
+            hooked = optimizers if self._hooked.get(set_number, False) else ()
+            return self._flat_steps(optimizers), partial(self._before_update, optimizers, hooked), None
         if not optimizers:
             return [], None, None
         is_compared = self._core.num_workers > 1
@@ -211,11 +211,14 @@ class Stepping:
     def _flat_steps(self, optimizers: Sequence[PreparedOptimizer]) -> list[FlatStep]:
         return [optimizer.flat_step() for optimizer in optimizers]
 
-    def _call_pre_hooks(self, optimizers: Sequence[PreparedOptimizer]) -> list[FlatStep]:
-        """Called by the core before it steps flat optimizers."""
-        for optimizer in optimizers:
+    def _before_update(
+        self, optimizers: Sequence[PreparedOptimizer], hooked: Sequence[PreparedOptimizer]
+    ) -> list[FlatStep]:
+        """Called by the core before it steps flat optimizers: calls the hooks of `hooked`, and reads what these and the
+        user's function left in groups and state. Where there are hooks, ranks agree on what it raises."""
+        for optimizer in hooked:
             optimizer.call_pre_hooks()
-        return self._flat_steps(optimizers)  # what cannot be stepped is an error that ranks agree on, too
+        return self._flat_steps(optimizers)
 
     def _publish(self, set_number: int, before: int) -> None:
         """After a call, before which `num_updates` was `before`."""

@@ -129,7 +129,16 @@ def test_a_checked_group_names_both_requests() -> None:
 
 def _stay_until_rank_0_is_done() -> None:
     """A rank that leaves ends its peers' waits: this one stays, connected, until rank 0 has seen what it waits for."""
-    dist.distributed_c10d._get_default_store().wait(["rank 0 is done"], datetime.timedelta(seconds=60))
+    store = dist.distributed_c10d._get_default_store()
+    store.wait(["rank 0 is done"], datetime.timedelta(seconds=60))
+    store.set("rank 1 knows", "")
+
+
+def _let_rank_1_leave() -> None:
+    """The store is in rank 0's process, which stays until the other one has read that it may leave."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set("rank 0 is done", "")
+    store.wait(["rank 1 knows"], datetime.timedelta(seconds=60))
 
 
 def _late() -> None:
@@ -139,7 +148,7 @@ def _late() -> None:
             c.all_reduce(torch.ones(10)).wait(0.3)
         with pytest.raises(muster.Timeout):
             c.barrier()
-        dist.distributed_c10d._get_default_store().set("rank 0 is done", "")
+        _let_rank_1_leave()
     else:
         _stay_until_rank_0_is_done()
 
@@ -154,7 +163,7 @@ def _abort() -> None:
         threading.Timer(0.1, lambda: c.abort("the user pressed Ctrl-C")).start()
         with pytest.raises(muster.CommError, match="Ctrl-C"):
             c.all_reduce(torch.ones(10)).wait()
-        dist.distributed_c10d._get_default_store().set("rank 0 is done", "")
+        _let_rank_1_leave()
     else:
         _stay_until_rank_0_is_done()
 
