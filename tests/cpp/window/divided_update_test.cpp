@@ -1,0 +1,58 @@
+// Steps that workers divide: each steps what it owns, in everybody's memory.
+#include "window/divided_update.h"
+
+#include "cpp/catch.h"
+#include "cpp/window/fixtures.h"
+#include "support/run_ranks.h"
+
+using namespace muster;
+using namespace muster::testing;
+
+TEST_CASE("steps are divided where replicas see one another's memory and may", "[window]") {
+  const auto local = comm::make_local(2, Seconds(60));
+  Groups groups;
+  groups.gradients = {local.front()};
+  const auto topology = one_replica_each(0, 2);
+  CHECK(divides_steps(topology, groups, {}));
+  CHECK_FALSE(divides_steps(one_replica_each(0, 1), groups, {}));
+  StrategyOptions sharded;
+  sharded.shard_optimizer = true;
+  CHECK_FALSE(divides_steps(topology, groups, sharded));
+  StrategyOptions unfused;
+  unfused.fuse = false;
+  CHECK_FALSE(divides_steps(topology, groups, unfused));
+  groups.gradients = {comm::make_single()};
+  CHECK_FALSE(divides_steps(topology, groups, {}));
+}
+
+TEST_CASE("each element is stepped once, and every worker has it", "[window]") {
+  constexpr int64_t kNumel = 3 * static_cast<int64_t>(kernels::kTile) + 5;
+  const auto local = comm::make_local(2, Seconds(60));
+  CHECK(run_threads(2, [&](int rank) {
+          const auto& group = local[static_cast<size_t>(rank)];
+          const auto w = leaf(1, kNumel);
+          OneReplica job({{"w", w}}, {}, group);
+          job.build();
+          job.sums.set_to_owners(true);
+          FlatOptimizer optimizer({{"w", w, 0}}, descent());
+          DividedUpdate divided(job.context());
+          const auto tail = job.accumulate((w * (rank + 1)).sum());
+          const auto& own = job.sums.owned_run(0, 0);
+          MUSTER_CHECK(own.count > 0 && own.count < kNumel);
+          divided.step(optimizer, tail, job.sums.gradients_of(tail, {0}, 0), {0}, descent(), scalars_with(2), alone);
+          MUSTER_CHECK(is_all(w, 1 - 0.5 * (1 + 2) / 2));
+          group->barrier().wait();
+
+          // A parameter whose memory was replaced goes home with its values.
+          const auto* const home = w.const_data_ptr();
+          w.set_data(at::full({kNumel}, 7.0F));
+          divided.bring_back();
+          MUSTER_CHECK(w.const_data_ptr() == home);
+          MUSTER_CHECK(is_all(w, 7));
+
+          divided.leave_memory();
+          MUSTER_CHECK(w.const_data_ptr() != home);
+          MUSTER_CHECK(is_all(w, 7));
+          group->barrier().wait();
+        }).empty());
+}
