@@ -1,5 +1,5 @@
-// What the workers must agree on before they step: where each element is stepped by one of them for all, a difference
-// would leave every one with a part of each.
+// The comparison of optimizers and values over workers before they step: where each element is stepped by one worker
+// for all, a difference would leave every worker with a part of each.
 #pragma once
 
 #include <cstdint>
@@ -12,34 +12,35 @@
 
 namespace muster {
 
-/// An optimizer as a step is going to use it; parameter i of a flat one has registry index `parameters[i]`.
+/// An optimizer as the next step uses it; parameter i of a flat one has registry index `parameters[i]`.
 struct OptimizerStep {
-  FlatOptimizer* flat = nullptr;  ///< null for any other, of which there are hyperparameters alone
+  FlatOptimizer* flat = nullptr;  ///< null for an optimizer that is not flat: only its hyperparameters are compared
   std::vector<int> parameters = {};
   FlatGroups groups = {};
   std::vector<std::string> hyperparameters = {};  ///< in words: "lr 0.1 in group 0"
 };
 
-/// This worker's side of it, in one window. Owned by the thread that steps.
+/// This worker's part of the comparison, for one window. Owned by the thread that steps.
 class Agreement {
  public:
   Agreement() = default;
   /// `written`: parameters (registry indices, ascending) that user code wrote or replaced since the last step.
-  /// `shares_state`: each worker steps state for all.
+  /// `shares_state`: each worker steps its part of optimizer state for all workers.
   Agreement(const ParameterRegistry& registry, std::vector<OptimizerStep> steps, const std::vector<int>& written,
             bool shares_state);
 
-  /// Of hyperparameters and, of flat optimizers, groups, counts of steps and where state lies: equal where they are;
-  /// below 2^52, so that it is exact in fp64. 0 without optimizers.
+  /// A digest of the hyperparameters and, for flat optimizers, of groups, counts of steps and where state lies: equal
+  /// on workers where these are equal. Below 2^52, so that it is exact in fp64. 0 without optimizers.
   double digest() const noexcept { return digest_; }
-  /// Whether there are values that only this worker knows to be those of the others.
+  /// Whether user code wrote parameters here, or loaded state, that other workers may have with other values.
   bool has_writes() const noexcept { return !written_.empty(); }
 
-  /// Collective over workers, for those whose digests differ. Throws LayoutMismatch naming the first difference.
+  /// Collective over workers, called where their digests differ. Throws LayoutMismatch naming the first difference.
   [[noreturn]] void throw_difference(comm::Communicator& workers) const;
 
-  /// Collective over workers, where one of them has_writes(): compares the values of what any of them wrote. Returns
-  /// the parameters that were compared. Throws LayoutMismatch naming the first that differs, and who wrote it.
+  /// Collective over workers, called where has_writes() on any of them: compares the values of everything that any
+  /// worker wrote. Returns the parameters that were compared. Throws LayoutMismatch naming the first tensor that
+  /// differs, and the ranks that wrote it.
   std::vector<int> compare_values(comm::Communicator& workers) const;
 
  private:
@@ -51,7 +52,8 @@ class Agreement {
     auto operator<=>(const Place&) const = default;
   };
 
-  /// Where each worker has state of its own (sharded, or stepped by all), whose it is tells nothing.
+  /// The standing of a parameter's state; has_own_state only where workers share state, since state that each worker
+  /// has for itself (sharded, or stepped by all) need not be equal.
   OptimizerState::Standing standing(const OptimizerStep& step, size_t parameter) const;
   void look_at_steps();
   std::string describe() const;

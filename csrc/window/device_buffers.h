@@ -1,5 +1,5 @@
-// Buffers of one replica (batch norm's running statistics, say), merged over replicas where nothing may wait for the
-// device.
+// The merge over replicas of one replica's buffers (batch norm's running statistics, say) where nothing may wait for
+// the device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,29 +12,30 @@
 
 namespace muster {
 
-/// Floating buffers take part, and those of integers and bools that a replica wrote; complex ones stay each replica's
-/// own. Called by the replica's thread in a step, else by the stepping thread; ordered by the current
-/// stream.
+/// Merges floating and complex buffers, and buffers of integers and bools that a replica wrote. Called by the replica's
+/// thread in a step, else by the stepping thread; ordered by the current stream.
 class DeviceBuffers {
  public:
   using Tensors = std::vector<at::Tensor>;
 
-  /// Takes what the next window compares with.
+  /// Remembers the buffers as the window begins with them, for add_written() and reduce() to compare with.
   void note(const Tensors& buffers);
 
   /// Adds 1 to written[b] for each buffer of integers or bools that this replica wrote or replaced since note().
   /// Whether floating ones were written is found on the device, element by element: batch norm leaves no trace.
   void add_written(const Tensors& buffers, double* written) const;
 
-  /// Collective. `weight`: of this replica's losses, 0-dim on the device; `written`: sums over replicas.
+  /// Collective over replicas; enqueues. `weight`: the sum of this replica's losses' weights, 0-dim on the device;
+  /// `written`: add_written()'s counts, summed over replicas.
   void reduce(comm::Communicator& replicas, const Tensors& buffers, const double* written, const at::Tensor& weight,
               Buffers policy);
 
-  /// Makes the current stream wait for reduce.
+  /// Makes the current stream wait for reduce().
   void wait();
 
-  /// After wait. Every floating element that a replica wrote since note() becomes the mean over replicas, integers the
-  /// maximum (Buffers::chief: replica 0's). Nothing changes where `total_weight` (0-dim) is not above 0.
+  /// Writes the result, after wait(): floating elements that a replica wrote since note() become the mean over replicas
+  /// by weight, integers the maximum (Buffers::chief: replica 0's values). Nothing changes where `total_weight` (0-dim,
+  /// on the device) is not above 0.
   void merge(const Tensors& buffers, const at::Tensor& total_weight, Buffers policy);
 
  private:
@@ -43,11 +44,11 @@ class DeviceBuffers {
     int64_t version;
   };
 
-  at::Tensor noted_;                 // floating ones, end to end, fp64
+  at::Tensor noted_;                 // floating and complex buffers, end to end, fp64
   std::vector<Noted> noted_others_;  // by buffer
-  Tensors written_;                  // of integers and bools, by a replica
-  at::Tensor sums_;                  // of values times weight, then of written flags
-  at::Tensor integers_;              // those of written_, int64
+  Tensors written_;                  // buffers of integers and bools that a replica wrote
+  at::Tensor sums_;                  // over replicas: values times weight, then counts of writers by element
+  at::Tensor integers_;              // the values of written_, end to end, int64
   std::vector<comm::Work> works_;
 };
 

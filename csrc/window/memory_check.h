@@ -1,5 +1,5 @@
-// Parameters that show the same memory, which a strategy could not keep so: those of workers live where other processes
-// store into them, and replicas step elements at the same time.
+// The check that no two parameters share memory. A strategy cannot keep such sharing: workers' parameters move to
+// memory that other processes store into, and replicas step elements at the same time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,6 +9,7 @@
 
 namespace muster {
 
+/// A tensor of a module, as an error names it.
 struct MemoryOwner {
   const char* kind;  // "parameter", "buffer"
   std::string name;

@@ -1,4 +1,4 @@
-// The parameters and buffers of the prepared modules, for every local replica.
+// The registry of the prepared modules' parameters and buffers, by local replica.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -46,9 +46,9 @@ class ParameterRegistry {
   /// Index of a parameter of local replica 0, or -1.
   int find(const at::Tensor& parameter) const noexcept;
 
-  /// The parameter is the weight of an embedding.
+  /// Records that the parameter is the weight of an embedding.
   void note_rows(size_t parameter, const EmbeddingRows& rows) { rows_[parameter] = rows; }
-  /// Null for a parameter that is none.
+  /// What note_rows() recorded; null for a parameter that is no embedding's weight.
   const EmbeddingRows* rows_of(size_t parameter) const noexcept;
 
   /// Parameters of one module, ascending.
@@ -56,21 +56,24 @@ class ParameterRegistry {
 
   /// Buffers of all modules, by local replica, in registration order.
   const std::vector<at::Tensor>& buffers(size_t local_replica) const noexcept { return buffers_[local_replica]; }
-  /// A local replica's buffers of one module are other tensors from here on (`.to()`, assignment in forward). Called by
-  /// the replica's thread in a step, else by the stepping thread. Throws InvalidArgument if their number changed.
+  /// Replaces a local replica's buffers of one module, which became other tensors (`.to()`, assignment in forward).
+  /// Called by the replica's thread in a step, else by the stepping thread. Throws InvalidArgument if their number
+  /// changed.
   void set_buffers(int module, size_t local_replica, const std::vector<at::Tensor>& buffers);
   const std::vector<std::string>& buffer_names() const noexcept { return buffer_names_; }
 
-  /// A parameter's values are those of the other workers, as prepare() and steps leave them.
+  /// Records that a parameter has the values of the other workers, as after prepare() and steps.
   void note_agreed(size_t parameter);
-  /// Whether it was written or replaced since, in ways that torch counts: writes through `.data` leave no trace.
+  /// Whether the parameter was written or replaced since note_agreed(), in ways that torch counts: writes through
+  /// `.data` leave no trace.
   bool was_written(size_t parameter) const noexcept;
-  /// It counts as written until note_agreed().
+  /// Lets the parameter count as written until note_agreed().
   void doubt(size_t parameter) noexcept { agreed_[parameter] = {nullptr, ~uint32_t{0}}; }
 
   /// Lets the other local replicas' leaves follow parameters of replica 0 that were moved or replaced (`.to()`,
-  /// `load_state_dict(assign=True)`), in memory and in requires_grad, and copies on other devices those that were
-  /// written since; with `copies_all` all of them, since who writes to `.data` leaves no trace.
+  /// `load_state_dict(assign=True)`), in memory and in requires_grad. Replicas on other devices get copies of
+  /// parameters that were written since the last copy; of all parameters with `copies_all`, since writes to `.data`
+  /// leave no trace.
   void follow_moves(bool copies_all);
 
  private:
@@ -92,8 +95,8 @@ class ParameterRegistry {
     const void* data = nullptr;
     uint32_t version = 0;
   };
-  std::vector<Agreed> agreed_;                          // by parameter, of replica 0's
-  std::vector<std::vector<uint32_t>> copied_versions_;  // [local replica][parameter], of replica 0's
+  std::vector<Agreed> agreed_;                          // by parameter: replica 0's at note_agreed()
+  std::vector<std::vector<uint32_t>> copied_versions_;  // [local replica][parameter]: replica 0's when it was copied
   int num_modules_ = 0;
 };
 

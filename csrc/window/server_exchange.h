@@ -18,20 +18,20 @@
 
 namespace muster {
 
-/// Owned by the thread that steps; take() is called by autograd's hooks while that thread waits for them. Everything
-/// that reaches a server throws PeerLost naming one that is gone, server::Fenced when this worker no longer counts, and
-/// Timeout; a window that was cut short by an error cannot be taken up again.
+/// Owned by the thread that steps; take() is called by autograd's hooks while that thread waits for them. Functions
+/// that reach a server throw PeerLost naming a server that is gone, server::Fenced when this worker no longer counts,
+/// and Timeout; a window that was cut short by an error cannot be taken up again.
 ///
-/// The rows of an embedding's weight are on the servers alone: the weight becomes a stub whose row source is this.
+/// Rows of an embedding's weight are on the servers alone: the weight becomes a stub whose row source asks them.
 class ServerExchange {
  public:
   /// Connects; the first worker's plan counts. Where the servers hold no values yet rank 0 gives them its own, and the
   /// optimizer's state; every worker then has theirs. Blocks until rank 0 has. Throws LayoutMismatch naming the first
-  /// difference to what the servers hold, InvalidArgument for a parameter that they cannot step. Of rows, rank 0 gives
-  /// those that differ from what they are at first.
+  /// difference to what the servers hold, InvalidArgument for a parameter that they cannot step. Rank 0 gives only rows
+  /// that differ from their initialiser's.
   ServerExchange(const ServerJob& job, int rank, int workers, const StrategyOptions& options,
                  const ServerParameters& parameters);
-  /// Leaves.
+  /// Leaves the job; servers that are gone are left alone. Never throws.
   ~ServerExchange();
   ServerExchange(const ServerExchange&) = delete;
   ServerExchange& operator=(const ServerExchange&) = delete;
@@ -41,39 +41,42 @@ class ServerExchange {
   /// The step after which this worker came in.
   uint64_t since() const noexcept { return since_; }
 
-  /// Begins a window. Throws InvalidArgument where a parameter was written or got other memory since the last step:
-  /// servers would not know. Of what is written past the version counter, through `.data`, a sample of each parameter
-  /// tells. CommError where the last window was cut short.
+  /// Begins a window. Throws InvalidArgument where a parameter was written or got other memory since the last step, of
+  /// which servers would not know; a write past the version counter, through `.data`, is found by a sample of each
+  /// parameter. Throws CommError where the last window was cut short.
   void open();
 
-  /// The window's sums of this worker for one parameter: dense, the accumulation dtype, the strides of its slot. Every
-  /// parameter once a window. They must stay as they are until agree() or step(). What is complete leaves.
+  /// Takes this worker's sum over the window of one parameter: dense, in the accumulation dtype, with the strides of
+  /// its slot. Called once a window for every parameter. The sum must stay as it is until agree() or step(). Chunks
+  /// whose parameters all came are pushed.
   void take(size_t parameter, const at::Tensor& sums);
 
   /// Whether a parameter's rows are on the servers alone; it is then left out of take().
   bool has_rows(size_t parameter) const noexcept { return places_[parameter].is_table; }
-  /// The window's sums of its rows: coalesced COO, fp32; undefined where there are none. Every one once a window,
-  /// before agree() and step().
+  /// Takes this worker's sums over the window of such a parameter's rows: coalesced COO, fp32; undefined where there
+  /// are none. Called once a window for every such parameter, before agree() and step().
   void take_rows(size_t parameter, const at::Tensor& sums);
 
-  /// Synchronous, after take() of all: adds `tail` (fp64) over the workers that count, in place and along the tree, and
-  /// returns their records in rank order, (rank, record). Waits for them.
+  /// Adds `tail` (fp64) over the workers that count, in place and along the tree, and returns their records in rank
+  /// order, (rank, record). Waits for them. Only in a synchronous job, after take() of every parameter.
   std::vector<std::pair<uint32_t, std::string>> agree(const at::Tensor& tail, std::string record);
 
-  /// Synchronous: ranks whose parts made the last step that was agreed on, but for those that had none to give, and
-  /// those expected in the next; ascending.
+  /// Ranks whose parts made the last step that was agreed on, without those that watched, ascending; only in a
+  /// synchronous job.
   const std::vector<uint32_t>& members() const noexcept { return givers_; }
+  /// Removes a rank that watched, and gave no part, from members().
   void leave_out(uint32_t watcher) {
     std::erase(givers_, watcher);
     has_lost_ = true;  // it came in place of another one, which the others may not have missed
   }
+  /// Ranks expected in the next step, ascending; only in a synchronous job.
   const std::vector<uint32_t>& expected() const noexcept { return decision_.next_members; }
-  /// Whether a rank was ever missing there, or another one came for it: what workers do without servers, they can no
-  /// longer do.
+  /// Whether a rank was ever missing among the expected ones, or another one came in its place: workers can no longer
+  /// communicate among themselves then.
   bool has_lost() const noexcept { return has_lost_; }
 
-  /// Synchronous, after agree(): partials by tile (kernels::grad_stats) of the sums over workers of the parameters that
-  /// are used, in order.
+  /// Partials by tile (kernels::grad_stats) of the sums over workers, of the parameters that are used, in order. Only
+  /// in a synchronous job, after agree().
   std::vector<double> partials(const std::function<bool(size_t parameter)>& is_used);
 
   /// Steps on the servers, the parameters but `unused` (ascending), and brings their values here: in a synchronous job
@@ -83,23 +86,23 @@ class ServerExchange {
   /// Ends the window without changing anything.
   void skip();
 
-  /// Dealt batches of which the window is made; servers deal them to nobody else once it ended.
+  /// Adds dealt batches to those that the window is made of; once it has ended, servers deal them to nobody else.
   void note_batches(const std::vector<server::BatchId>& batches);
 
-  /// See ServerClient. Where steps are not made together. To a worker that joined, passes before those that others were
-  /// in by then have ended.
+  /// Deals a batch, or ends a pass, as ServerClient; for workers that step on their own. For one that joined, passes
+  /// before those that others were in when it came have ended.
   server::Dealt deal(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
   void end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
 
-  /// Brings the newest values here. No-op in a synchronous job, where they are.
+  /// Brings the newest values here. No-op in a synchronous job, where every step brings them.
   void refresh();
 
   /// A part of every parameter as the servers hold it, of the parameter's sizes (Part::steps: 0-dim fp32); undefined
-  /// where there is none. `to_stay`: not of the rows that bring_rows_back() leaves out.
+  /// where there is none. `to_stay`: without the parameters whose rows bring_rows_back() leaves on the servers.
   std::vector<at::Tensor> fetch(server::Part part, bool to_stay = false);
 
-  /// Gives weights all their rows again, but those that had none here to begin with. Never throws: where servers are
-  /// gone, stubs stay.
+  /// Gives weights all their rows again, but not weights that had none here to begin with. Never throws: where servers
+  /// are gone, stubs stay.
   void bring_rows_back() noexcept { rows_.bring_back(); }
 
  private:

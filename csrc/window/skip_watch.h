@@ -1,4 +1,4 @@
-// Skipped windows, where the device alone knows of them.
+// The count of skipped windows where only the device knows whether a window was skipped.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,17 +12,18 @@
 
 namespace muster {
 
-/// Counts windows in a row that were skipped, without waiting for the device: look() knows those whose end the device
-/// has passed. Owned by the thread that steps.
+/// Counts windows in a row that were skipped, without waiting for the device: look() counts the windows whose end the
+/// device has passed. A dropped window neither counts nor ends the row. Owned by the thread that steps.
 class SkipWatch {
  public:
-  /// A window was closed; `step` and `non_finite_at` are what NonFinite will say.
+  /// Adds a window that was closed. `step` and `non_finite_at` go into NonFinite's message if it was skipped.
   void note(const DeviceReport& report, int64_t step, std::string non_finite_at);
 
+  /// Counts the noted windows that the device has ended. Does not block.
   void look();
 
   int in_a_row() const noexcept { return in_a_row_; }
-  /// Of the last window that was found skipped.
+  /// The step of the last window that was found skipped, and the last place that one named.
   int64_t step() const noexcept { return step_; }
   const std::string& non_finite_at() const noexcept { return non_finite_at_; }
 
