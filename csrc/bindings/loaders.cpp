@@ -19,7 +19,7 @@ void bind_passes(py::module_& m) {
   using detail::DealtPass;
   using detail::LoaderPass;
   using detail::SharedPass;
-  py::class_<PassHold>(m, "PassHold");
+  const py::class_<PassHold> hold(m, "PassHold");
   py::class_<LoaderPass, std::shared_ptr<LoaderPass>>(m, "LoaderPass")
       .def("next", &LoaderPass::next, py::call_guard<Interruptible>())
       .def("yielded", &LoaderPass::yielded)
@@ -33,7 +33,7 @@ void bind_passes(py::module_& m) {
              return std::tuple(batch->loader, batch->epoch, batch->batch);
            })
       .def("hold", [](LoaderPass& pass) { return PassHold{pass.hold()}; });
-  py::class_<DealtPass, LoaderPass, std::shared_ptr<DealtPass>>(m, "DealtPass");
+  const py::class_<DealtPass, LoaderPass, std::shared_ptr<DealtPass>> dealt(m, "DealtPass");
   py::class_<SharedPass, LoaderPass, std::shared_ptr<SharedPass>>(m, "SharedPass")
       .def("part_of",
            [](const SharedPass& pass, int64_t number) {

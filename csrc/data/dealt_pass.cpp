@@ -30,8 +30,9 @@ void DealtPass::done() {
 
 std::optional<server::BatchId> DealtPass::begin_step() {
   if (!current_ || ended_) return std::nullopt;
+  const auto number = static_cast<uint64_t>(*current_);
   stepping_ = std::exchange(current_, std::nullopt);
-  return server::BatchId{pass_.loader, pass_.epoch, static_cast<uint64_t>(*stepping_)};
+  return server::BatchId{pass_.loader, pass_.epoch, number};
 }
 
 void DealtPass::end_step(WindowEnd window, const std::vector<uint32_t>& /*members*/) {

@@ -51,7 +51,7 @@ ParameterSet::ParameterSet(ParameterRegistry& registry, const Topology& topology
   if (is_streamed(topology.devices.front())) {
     window_ = std::make_unique<DeviceWindow>(context);
   } else if (groups.servers) {
-    auto window = std::make_unique<ServerWindow>(context);
+    auto window = std::make_unique<ServerWindow>(context, *context.groups.servers);
     servers_ = window.get();
     window_ = std::move(window);
   } else {

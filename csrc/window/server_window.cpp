@@ -42,8 +42,9 @@ struct Record {
 
 }  // namespace
 
-ServerWindow::ServerWindow(const WindowContext& context)
+ServerWindow::ServerWindow(const WindowContext& context, const ServerJob& job)
     : context_(context),
+      job_(job),
       numbers_(context.topology.devices.size(), context.options),
       buffers_(context.registry, context.topology.devices.size()) {}
 
@@ -72,8 +73,8 @@ void ServerWindow::connect(const FlatOptimizer& optimizer, const std::vector<int
                             ", and parameter servers keep rows of fp32; leave the module as it is built");
     }
   }
-  exchange_ = std::make_unique<ServerExchange>(*context_.groups.servers, context_.topology.rank,
-                                               context_.topology.num_workers, context_.options, given);
+  exchange_ = std::make_unique<ServerExchange>(job_, context_.topology.rank, context_.topology.num_workers,
+                                               context_.options, given);
   if (!context_.groups.joins() || !exchange_->is_synchronous()) return;
   joining_.begin();
   numbers_.note_unit();  // the others tell it

@@ -21,7 +21,7 @@ namespace muster {
 /// are there; where each steps on its own, a window is this worker's alone. Windows are fused.
 class ServerWindow : public Window {
  public:
-  explicit ServerWindow(const WindowContext& context);
+  ServerWindow(const WindowContext& context, const ServerJob& job);
 
   /// Null before connect().
   ServerExchange* exchange() noexcept { return exchange_.get(); }
@@ -53,6 +53,7 @@ class ServerWindow : public Window {
   bool is_used(const Tail& tail, size_t parameter) const;
 
   WindowContext context_;
+  const ServerJob& job_;
   HostNumbers numbers_;
   HostBuffers buffers_;
   Joining joining_;

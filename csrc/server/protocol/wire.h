@@ -122,7 +122,7 @@ class WireReader {
 /// The fields of a type that travels, in the order of their bytes. Specialised for types of other rooms.
 template <class T>
 struct FieldsOf {
-  static constexpr auto value = T::kFields;
+  static constexpr auto kFields = T::kFields;
 };
 
 /// Writes or reads a value: a number, a text, a list, a type with fields or one with a `visit` of its own. `bounds`: of
@@ -169,7 +169,7 @@ void visit_members(T& value, W& wire) {
   if constexpr (requires { Type::visit(value, wire); }) {
     Type::visit(value, wire);
   } else {
-    std::apply([&](const auto&... field) { (field(value, wire), ...); }, FieldsOf<Type>::value);
+    std::apply([&](const auto&... field) { (field(value, wire), ...); }, FieldsOf<Type>::kFields);
   }
 }
 

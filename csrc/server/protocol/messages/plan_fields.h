@@ -17,27 +17,27 @@ namespace muster::server {
 template <>
 struct FieldsOf<kernels::AdamGroup> {
   using G = kernels::AdamGroup;
-  static constexpr auto value =
+  static constexpr auto kFields =
       fields(&G::lr, &G::beta1, &G::beta2, &G::eps, &G::weight_decay, &G::decoupled, &G::amsgrad, &G::maximize);
 };
 
 template <>
 struct FieldsOf<kernels::SgdGroup> {
   using G = kernels::SgdGroup;
-  static constexpr auto value =
+  static constexpr auto kFields =
       fields(&G::lr, &G::momentum, &G::dampening, &G::weight_decay, &G::nesterov, &G::maximize);
 };
 
 template <>
 struct FieldsOf<kernels::AdagradGroup> {
   using G = kernels::AdagradGroup;
-  static constexpr auto value = fields(&G::lr, &G::lr_decay, &G::eps, &G::weight_decay, &G::maximize);
+  static constexpr auto kFields = fields(&G::lr, &G::lr_decay, &G::eps, &G::weight_decay, &G::maximize);
 };
 
 template <>
 struct FieldsOf<kernels::StepScalars> {
   using S = kernels::StepScalars;
-  static constexpr auto value =
+  static constexpr auto kFields =
       fields(&S::divisor, &S::clip, &S::norm, &S::unit, &S::finite, &S::dropped, &S::clip_value);
 };
 
@@ -60,27 +60,27 @@ struct GroupsField {
 template <>
 struct FieldsOf<ParameterSpec> {
   using P = ParameterSpec;
-  static constexpr auto value =
+  static constexpr auto kFields =
       fields(bounded(&P::name, kMaxNameBytes), &P::dtype, bounded(&P::sizes, kMaxDims), bounded(&P::strides, kMaxDims));
 };
 
 template <>
 struct FieldsOf<RowInitialiser> {
   using I = RowInitialiser;
-  static constexpr auto value = fields(&I::kind, &I::scale, &I::seed);
+  static constexpr auto kFields = fields(&I::kind, &I::scale, &I::seed);
 };
 
 template <>
 struct FieldsOf<TableSpec> {
   using T = TableSpec;
-  static constexpr auto value = fields(bounded(&T::name, kMaxNameBytes), &T::num_rows, &T::dim, &T::placement,
-                                       &T::initialiser, &T::group, &T::row_wise_adagrad);
+  static constexpr auto kFields = fields(bounded(&T::name, kMaxNameBytes), &T::num_rows, &T::dim, &T::placement,
+                                         &T::initialiser, &T::group, &T::row_wise_adagrad);
 };
 
 template <>
 struct FieldsOf<Plan> {
   using P = Plan;
-  static constexpr auto value =
+  static constexpr auto kFields =
       fields(bounded(&P::parameters, kMaxParameters), bounded(&P::group_of, kMaxParameters),
              bounded(&P::tables, kMaxTables), field(&P::groups, GroupsField()), &P::servers, &P::workers, &P::staleness,
              &P::chunk_bytes, &P::heartbeat_ms, &P::timeout_ms, &P::norm_type);
