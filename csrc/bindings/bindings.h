@@ -49,6 +49,9 @@ void bind_module_state(pybind11::module_& m);
 /// StrategyCore, which the Python strategies are thin layers over.
 void bind_strategy(pybind11::module_& m);
 
+/// OptimizerSets, after the class of the core whose sets they are.
+void bind_optimizer_sets(pybind11::module_& m);
+
 /// Loaders and the passes over them, of a StrategyCore.
 void bind_loaders(pybind11::module_& m);
 

@@ -189,8 +189,6 @@ void bind_core_class(py::module_& m) {
       .def("find", [](StrategyCore& c, const at::Tensor& parameter) { return c.registry().find(parameter); })
       .def("parameters_of", [](StrategyCore& c, int module) { return c.registry().parameters_of(module); })
       .def("name_of", [](StrategyCore& c, size_t parameter) { return c.registry().name(parameter); })
-      .def("set_of", &StrategyCore::set_of)
-      .def("change_set", &StrategyCore::change_set)
       .def("average_gradients", &StrategyCore::average_gradients, py::call_guard<Interruptible>());
   core.def("step",
            [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, int set, bool loader_ended,

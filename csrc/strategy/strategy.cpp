@@ -101,7 +101,10 @@ KeepRandomState::~KeepRandomState() {
 }  // namespace detail
 
 Strategy::State::State(std::shared_ptr<StrategyCore> strategy_core, std::string strategy_name)
-    : core(std::move(strategy_core)), name(std::move(strategy_name)), loaders(core, [this] { set_of({}); }) {
+    : core(std::move(strategy_core)),
+      name(std::move(strategy_name)),
+      sets(core),
+      loaders(core, [this] { set_of({}); }) {
   core->on_leaving([this] { leave_servers(); });
 }
 

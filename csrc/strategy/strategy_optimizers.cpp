@@ -9,67 +9,71 @@
 namespace muster {
 
 int Strategy::State::set_of(const StepOptions& options) {
-  std::vector<torch::optim::Optimizer*> key;
+  OptimizerSets::Choice choice;
   for (auto& optimizer : options.optimizers) {
-    if (std::find(optimizers.begin(), optimizers.end(), &optimizer.get()) == optimizers.end()) {
+    const auto found = std::find(optimizers.begin(), optimizers.end(), &optimizer.get());
+    if (found == optimizers.end()) {
       throw InvalidArgument(
           "an optimizer in StepOptions::optimizers is not prepared; call strategy.prepare(optimizer)");
     }
-    key.push_back(&optimizer.get());
+    choice.optimizers.push_back(static_cast<int>(found - optimizers.begin()));
   }
-  const auto& stepping = key.empty() ? optimizers : key;
-  std::vector<c10::TensorImpl*> parameters;
-  for (auto* optimizer : stepping) {
-    for (const auto& group : optimizer->param_groups()) {
-      for (const auto& parameter : group.params()) parameters.push_back(parameter.unsafeGetTensorImpl());
-    }
+  if (choice.optimizers.empty()) {
+    choice.is_whatever_is_prepared = true;
+    choice.optimizers.resize(optimizers.size());
+    std::iota(choice.optimizers.begin(), choice.optimizers.end(), 0);
   }
-  auto& registry = core->registry();
-  if (stepping.empty()) parameters.resize(registry.num_parameters());
-
-  auto used = std::find_if(sets.begin(), sets.end(), [&](const OptimizerSet& s) { return s.optimizers == key; });
-  if (used == sets.end() || used->parameters != parameters) {
-    std::vector<int> indices(registry.num_parameters());
-    std::iota(indices.begin(), indices.end(), 0);
-    if (!stepping.empty()) indices.clear();
-    for (auto* optimizer : stepping) {
-      for (const auto& group : optimizer->param_groups()) {
-        for (const auto& parameter : group.params()) {
-          indices.push_back(registry.find(parameter));
-          if (indices.back() >= 0) continue;
-          throw InvalidArgument(
-              "an optimizer has a parameter of shape " + c10::str(parameter.sizes()) +
-              " that is in no prepared module; prepare() the module, and build the optimizer from the "
-              "prepared module's parameters()");
-        }
+  for (const int position : choice.optimizers) {
+    for (const auto& group : optimizers[static_cast<size_t>(position)]->param_groups()) {
+      for (const auto& parameter : group.params()) {
+        choice.look.push_back(reinterpret_cast<uintptr_t>(parameter.unsafeGetTensorImpl()));
       }
     }
-    std::sort(indices.begin(), indices.end());
-    indices.erase(std::unique(indices.begin(), indices.end()), indices.end());
-    if (indices.empty()) throw InvalidArgument("no module with parameters is prepared; prepare() one before step()");
-    if (used == sets.end()) {
-      const int set = core->set_of(std::move(indices));
-      sets.push_back({key, {}, set});
-      used = std::prev(sets.end());
-    } else {
-      core->change_set(used->set, std::move(indices));
-    }
-    used->parameters = std::move(parameters);
   }
-  steppers[used->set] = stepping;
+  if (choice.optimizers.empty()) choice.look.push_back(static_cast<uint64_t>(core->registry().num_parameters()));
+  const auto positions = choice.optimizers;
+  const int set = sets.set_of(std::move(choice), [&] { return members_of(positions); });
+  const auto stepping = optimizers_of(set);
   for (auto* optimizer : stepping) bind_flat(*optimizer);
-  if (core->awaits_servers(used->set) && is_fused(used->set)) {
+  if (core->awaits_servers(set) && sets.is_fused(set)) {
     auto& first = *stepping.front();
     const auto& flat = **detail::flat_state_of(first);
     detail::follow_state(**detail::flat_state_of(first), first);
-    core->connect_servers(used->set, flat.flat, flat.indices, detail::groups_of(first));
+    core->connect_servers(set, flat.flat, flat.indices, detail::groups_of(first));
     serve(first);
     StepCall update;
-    update.set = used->set;
+    update.set = set;
     add_update(update);
     loaders.joined(core->watch(update));
   }
-  return used->set;
+  return set;
+}
+
+std::vector<OptimizerSets::Member> Strategy::State::members_of(const std::vector<int>& positions) const {
+  auto& registry = core->registry();
+  std::vector<OptimizerSets::Member> members;
+  bool has_parameters = positions.empty() && registry.num_parameters() > 0;
+  for (const int position : positions) {
+    auto& optimizer = *optimizers[static_cast<size_t>(position)];
+    auto& member = members.emplace_back();
+    member.is_flat = core->options().fuse && detail::flat_state_of(optimizer) != nullptr;
+    for (const auto& parameter : detail::parameters_of(optimizer)) {
+      has_parameters = true;
+      member.parameters.push_back(registry.find(parameter));
+      if (member.parameters.back() >= 0) continue;
+      throw InvalidArgument("an optimizer has a parameter of shape " + c10::str(parameter.sizes()) +
+                            " that is in no prepared module; prepare() the module, and build the optimizer from the "
+                            "prepared module's parameters()");
+    }
+  }
+  if (!has_parameters) throw InvalidArgument("no module with parameters is prepared; prepare() one before step()");
+  return members;
+}
+
+std::vector<torch::optim::Optimizer*> Strategy::State::optimizers_of(int set) const {
+  std::vector<torch::optim::Optimizer*> result;
+  for (const int position : sets.optimizers_of(set)) result.push_back(optimizers[static_cast<size_t>(position)]);
+  return result;
 }
 
 // From here on servers hold the optimizer's state.
@@ -144,16 +148,9 @@ void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
   detail::follow_state(**flat, optimizer);
 }
 
-bool Strategy::State::is_fused(int set) {
-  const auto& stepping = steppers[set];
-  return core->options().fuse && !stepping.empty() &&
-         std::all_of(stepping.begin(), stepping.end(),
-                     [](auto* optimizer) { return detail::flat_state_of(*optimizer) != nullptr; });
-}
-
 void Strategy::State::add_update(StepCall& call) {
-  const auto& stepping = steppers[call.set];
-  if (is_fused(call.set)) {
+  const auto stepping = optimizers_of(call.set);
+  if (sets.is_fused(call.set)) {
     for (auto* optimizer : stepping) {
       auto& flat = **detail::flat_state_of(*optimizer);
       detail::follow_state(flat, *optimizer);
@@ -178,7 +175,7 @@ void Strategy::State::add_update(StepCall& call) {
 }
 
 void Strategy::State::publish(int set, uint64_t before) {
-  const auto& stepping = steppers[set];
+  const auto stepping = optimizers_of(set);
   const auto made = core->num_updates(set) - before;
   for (size_t i = 0; i < stepping.size() && i < made; ++i) {
     auto& flat = **detail::flat_state_of(*stepping[i]);

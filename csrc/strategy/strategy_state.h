@@ -4,7 +4,6 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,6 +11,7 @@
 #include "muster/strategy.h"
 #include "optimizer/flat_state.h"
 #include "strategy/loaders.h"
+#include "strategy/optimizer_sets.h"
 #include "strategy/strategy_core.h"
 
 namespace muster {
@@ -55,26 +55,21 @@ std::vector<std::string> learning_rates_of(const torch::optim::Optimizer& optimi
 }  // namespace detail
 
 struct Strategy::State {
-  /// A set of optimizers that stepped together, and the parameters it had.
-  struct OptimizerSet {
-    std::vector<torch::optim::Optimizer*> optimizers;  // empty: whatever is prepared
-    std::vector<c10::TensorImpl*> parameters;
-    int set = -1;
-  };
-
   State(std::shared_ptr<StrategyCore> core, std::string name);
   ~State();
 
-  /// The set of these optimizers; of all prepared ones if none is given. Throws as StrategyCore::set_of, and
+  /// The set of these optimizers; of whatever is prepared if none is given. Throws as StrategyCore::set_of, and
   /// InvalidArgument for a parameter of no prepared module.
   int set_of(const StepOptions& options);
+  /// What OptimizerSets::set_of() resolves optimizers to.
+  std::vector<OptimizerSets::Member> members_of(const std::vector<int>& positions) const;
   /// Gives a flat optimizer its place in the registry, once and when its parameters changed.
   void bind_flat(torch::optim::Optimizer& optimizer);
   void serve(torch::optim::Optimizer& optimizer);
   /// Before close(): the state that parameter servers hold becomes the optimizer's, if that still lives.
   void leave_servers() noexcept;
-  /// Whether the optimizers that the set was last used with all step from the reduced sums.
-  bool is_fused(int set);
+  /// The optimizers that the set was last used with.
+  std::vector<torch::optim::Optimizer*> optimizers_of(int set) const;
   /// Gives a call what it is to update: the optimizers that its set was last used with. Throws InvalidArgument for
   /// state() that cannot be stepped from.
   void add_update(StepCall& call);
@@ -104,8 +99,7 @@ struct Strategy::State {
   std::string name;
   std::vector<detail::PreparedModule> modules;
   std::vector<torch::optim::Optimizer*> optimizers;
-  std::vector<OptimizerSet> sets;
-  std::map<int, std::vector<torch::optim::Optimizer*>> steppers;  // by set
+  OptimizerSets sets;
   Loaders loaders;
   /// The optimizer whose state servers hold.
   std::pair<std::weak_ptr<detail::FlatState>, torch::optim::Optimizer*> served;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from numbers import Real
 from typing import Any, cast
@@ -65,13 +65,24 @@ class PreparedOptimizer:
         """Whether it can step from the reduced sums."""
         return self._flat is not None
 
-    def parameters(self) -> list[Tensor]:
-        """Its parameters, in the order of its groups."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+    def indices(self) -> Iterator[int]:
+        """The numbers of its parameters in the core, in the order of its groups. Raises InvalidArgument at one of no
+        prepared module."""
+        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        for number, parameter in enumerate(parameters):
+            index = self._core.find(parameter)
+            if index < 0:
+                raise InvalidArgument(
+                    f"parameter {number} (shape {tuple(parameter.shape)}) of {type(self.optimizer).__name__} is in no "
+                    "prepared module; prepare() the module it belongs to, and build the optimizer from that module's "
+                    "parameters"
+                )
+            yield index
 
-    def shape(self) -> tuple[int, ...]:
+    def look(self) -> list[int]:
         """Changes when a group is added; cheap enough to look at in every step."""
-        return tuple(len(group["params"]) for group in self.optimizer.param_groups)
+        groups = self.optimizer.param_groups
+        return [len(groups), *(len(group["params"]) for group in groups)]
 
     def bind(self, indices: list[int]) -> None:
         """Tells a flat optimizer the numbers of its parameters, when they are known or have changed."""

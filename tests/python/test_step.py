@@ -483,6 +483,23 @@ def test_one_parameter_is_not_stepped_by_two_optimizers_at_once(worker_job: Laun
     worker_job(overlapping)
 
 
+def test_optimizers_of_the_same_parameters_step_in_turn() -> None:
+    module, expected = model_of(), model_of()
+    rates = [0.1, 0.03]
+    x, y = batch_of()
+    with muster.MirroredStrategy(["cpu"], threads_per_replica=1) as strategy:
+        optimizers = [torch.optim.SGD(module.parameters(), lr=rate) for rate in rates]
+        model, *optimizers = strategy.prepare(module, *optimizers)
+        for step in range(4):
+            strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y, optimizers=optimizers[step % 2])
+    plain = [torch.optim.SGD(expected.parameters(), lr=rate) for rate in rates]
+    for step in range(4):
+        expected.zero_grad()
+        F.cross_entropy(expected(x), y).backward()
+        plain[step % 2].step()
+    assert_close([p.detach().numpy() for p in module.parameters()], [p.detach().numpy() for p in expected.parameters()])
+
+
 def growing(strategy: muster.Strategy, grow: str) -> Any:
     module = model_of()
     if grow == "group":
