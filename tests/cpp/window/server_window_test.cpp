@@ -21,7 +21,7 @@ struct Hosted {
         rows(at::ones({5, 2}).requires_grad_()),
         job({{"w", w}, {"rows", rows}}),
         optimizer({{"w", w, 0}, {"rows", rows, 0}}, descent()),
-        window(connected(), *job.groups.servers) {
+        window(job.context(), served()) {
     job.build([this](size_t p, const at::Tensor& sum) { window.exchange()->take(p, sum); });
   }
   void connect() { window.connect(optimizer, {0, 1}, descent()); }
@@ -35,10 +35,7 @@ struct Hosted {
   ServerWindow window;
 
  private:
-  WindowContext connected() {
-    job.groups.servers = server.job();
-    return job.context();
-  }
+  const ServerJob& served() { return job.groups.servers.emplace(server.job()); }
 };
 
 }  // namespace
