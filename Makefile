@@ -60,6 +60,7 @@ lint: package $(STAMPS)/dev
 	clang-format --dry-run -Werror $(CPP_FILES)
 	ruff check $(wildcard $(PY_FILES))
 	ruff format --check $(wildcard $(PY_FILES))
+	$(PYTHON) tools/house.py
 	mypy --python-executable $(PYTHON)
 	MYPYPATH=python $(PYTHON) -m mypy.stubtest --allowlist tools/stubtest_allowlist.txt muster._C muster._build_info
 	$(CMAKE) -B $(BUILD)-lint -DMUSTER_PYTHON=ON -DMUSTER_CCACHE= -DMUSTER_OPENMP=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DMUSTER_UNITY_FILES=100 >/dev/null

@@ -2,12 +2,10 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <limits>
 
-#include "core/wait_hook.h"
 #include "device/kernel_status.h"
 #include "muster/error.h"
 #include "muster/precision.h"
@@ -421,60 +419,6 @@ StepResult StrategyCore::end_window(ParameterSet& set, const StepCall& call) {
   set.locate_non_finite(skip_limit_.searches());
   skip_limit_.check();
   return result;
-}
-
-// Errors of hooks on servers are thrown when the step is made: the others step, too.
-void StrategyCore::update(ParameterSet& set, const StepCall& call) {
-  const IntraOpThreads threads(pool_->threads_per_replica());
-  applied_ = begun_ = 0;
-  const auto applied = c10::make_scope_exit([&] { applied_ = begun_ = 0; });
-  try {
-    if (call.steps_flat()) {
-      step_flat(set, call);
-    } else if (call.update_from_grad) {
-      call.update_from_grad();
-    } else {
-      note_no_optimizer(call.set);
-    }
-  } catch (...) {
-    fail_peers_in_apply();
-    throw;
-  }
-  if (!call.steps_flat()) {
-    for (const int p : set.parameters()) registry_.note_agreed(static_cast<size_t>(p));
-  }
-  if (hook_error_) std::rethrow_exception(std::exchange(hook_error_, nullptr));
-  at::autocast::clear_cache();
-}
-
-void StrategyCore::step_flat(ParameterSet& set, const StepCall& call) {
-  std::optional<WaitHook> interruptible;
-  if (call.poll) {
-    interruptible.emplace(call.poll);
-    call.poll();  // a signal that came in backward ends the step while nothing is written
-  }
-  std::vector<FlatGroups> groups;
-  const auto prepare = [&] { groups = call.before_update(); };
-  if (set.told().hooked) {
-    call_hooks(call.set, /*fused=*/true, /*is_first=*/true, prepare);
-  } else {
-    prepare();
-  }
-  for (size_t i = 0; i < call.optimizers.size(); ++i) {
-    const auto& optimizer = call.optimizers[i];
-    try {
-      // Where a hook raised on servers, which step all the same, there are no groups.
-      set.step(*optimizer.flat, optimizer.parameters, groups.empty() ? optimizer.groups : groups.at(i),
-               [&](const ReplicaPool::Task& work) {
-                 begun_ = applied_ + 1;
-                 pool_->run(work, call.poll);
-               });
-    } catch (...) {
-      fail_step(/*in_apply=*/true);
-    }
-    begun_ = ++applied_;
-    ++num_updates_[call.set];
-  }
 }
 
 }  // namespace muster

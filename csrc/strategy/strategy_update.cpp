@@ -1,12 +1,73 @@
-// What user code does between a window's end and the optimizers' steps, and what becomes of windows without optimizers.
+// Updates at a window's end: hooks before them, the steps of optimizers, and windows without any.
+#include <ATen/autocast_mode.h>
+#include <c10/util/ScopeExit.h>
+
 #include <cstring>
+#include <optional>
+#include <utility>
+#include <vector>
 
 #include "comm/text_exchange.h"
 #include "core/log.h"
+#include "core/wait_hook.h"
 #include "muster/error.h"
 #include "strategy/strategy_core.h"
 
 namespace muster {
+
+// Errors of hooks on servers are thrown when the step is made: the others step, too.
+void StrategyCore::update(ParameterSet& set, const StepCall& call) {
+  const IntraOpThreads threads(pool_->threads_per_replica());
+  applied_ = begun_ = 0;
+  const auto applied = c10::make_scope_exit([&] { applied_ = begun_ = 0; });
+  try {
+    if (call.steps_flat()) {
+      step_flat(set, call);
+    } else if (call.update_from_grad) {
+      call.update_from_grad();
+    } else {
+      note_no_optimizer(call.set);
+    }
+  } catch (...) {
+    fail_peers_in_apply();
+    throw;
+  }
+  if (!call.steps_flat()) {
+    for (const int p : set.parameters()) registry_.note_agreed(static_cast<size_t>(p));
+  }
+  if (hook_error_) std::rethrow_exception(std::exchange(hook_error_, nullptr));
+  at::autocast::clear_cache();
+}
+
+void StrategyCore::step_flat(ParameterSet& set, const StepCall& call) {
+  std::optional<WaitHook> interruptible;
+  if (call.poll) {
+    interruptible.emplace(call.poll);
+    call.poll();  // a signal that came in backward ends the step while nothing is written
+  }
+  std::vector<FlatGroups> groups;
+  const auto prepare = [&] { groups = call.before_update(); };
+  if (set.told().hooked) {
+    call_hooks(call.set, /*fused=*/true, /*is_first=*/true, prepare);
+  } else {
+    prepare();
+  }
+  for (size_t i = 0; i < call.optimizers.size(); ++i) {
+    const auto& optimizer = call.optimizers[i];
+    try {
+      // Where a hook raised on servers, which step all the same, there are no groups.
+      set.step(*optimizer.flat, optimizer.parameters, groups.empty() ? optimizer.groups : groups.at(i),
+               [&](const ReplicaPool::Task& work) {
+                 begun_ = applied_ + 1;
+                 pool_->run(work, call.poll);
+               });
+    } catch (...) {
+      fail_step(/*in_apply=*/true);
+    }
+    begun_ = ++applied_;
+    ++num_updates_[call.set];
+  }
+}
 
 void StrategyCore::call_hooks(int number, bool fused, bool is_first, const std::function<void()>& hooks) {
   auto& set = *sets_.at(static_cast<size_t>(number));
