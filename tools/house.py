@@ -34,8 +34,6 @@ NOWHERE = ("is_on_device",)
 """Names of branches that a contract with several ends has taken the place of."""
 PUBLIC_FACE = {"Strategy"}
 """Classes that have as many public functions as users need."""
-TO_BE_SPLIT = {"StrategyCore"}
-"""Classes above a bound that are known, to be split into registration and lifetime, and the steps."""
 
 PARSER = Parser(Language(tree_sitter_cpp.language()))
 
@@ -154,8 +152,6 @@ def check_files(files: list[Path]) -> Iterator[str]:
 
 def check_classes(classes: list[ClassCount]) -> Iterator[str]:
     for count in classes:
-        if count.name in TO_BE_SPLIT:
-            continue
         where = f"{count.path}: class {count.name}"
         if count.is_abstract and len(count.virtuals) > MAX_VIRTUALS:
             yield f"{where} has {len(count.virtuals)} virtual functions, of at most {MAX_VIRTUALS}"

@@ -73,6 +73,7 @@ void bind_loaders(py::module_& m) {
            }),
            py::arg("core"), py::arg("connect"))
       .def("add", &Loaders::add)
+      .def("compare", &Loaders::compare, py::call_guard<Interruptible>())
       .def_property_readonly("are_dealt", [](const Loaders& l) { return l.job().division == detail::Division::none; })
       .def_property_readonly("has_ended", &Loaders::has_ended)
       .def("deal", &Loaders::deal, py::call_guard<Interruptible>())

@@ -11,8 +11,11 @@
 #include "comm/text_exchange.h"
 #include "muster/batch.h"
 #include "muster/cluster.h"
+#include "strategy/backward_by_hand.h"
 #include "strategy/build.h"
 #include "strategy/collectives.h"
+#include "strategy/explain.h"
+#include "strategy/registration.h"
 
 namespace muster {
 namespace {
@@ -122,7 +125,7 @@ Core ended_without_gil(Core core) {
 // Empty once the strategy is closed, but for a thread that is in a call of it.
 std::optional<CallGate::Pass> entered(StrategyCore& core) {
   try {
-    return core.enter();
+    return core.session().enter();
   } catch (const InvalidArgument&) {
     return std::nullopt;
   }
@@ -142,54 +145,64 @@ void bind_core_class(py::module_& m) {
       .value("master", server::Part::master)
       .value("steps", server::Part::steps);
   py::class_<StrategyCore, Core> core(m, "StrategyCore");
-  core.def_property_readonly("num_workers", [](const StrategyCore& c) { return c.topology().num_workers; })
-      .def_property_readonly("num_replicas", [](const StrategyCore& c) { return c.topology().num_replicas; })
-      .def_property_readonly("rank", [](const StrategyCore& c) { return c.topology().rank; })
-      .def_property_readonly("local_rank", [](const StrategyCore& c) { return c.topology().local_rank; })
-      .def_property_readonly("first_replica", [](const StrategyCore& c) { return c.topology().first_replica; })
-      .def_property_readonly("local_replicas", [](const StrategyCore& c) { return c.topology().local_replicas(); })
-      .def_property_readonly("devices", [](const StrategyCore& c) { return c.topology().devices; })
-      .def_property_readonly("threads_per_replica", [](StrategyCore& c) { return c.pool().threads_per_replica(); })
-      .def("explain", &StrategyCore::explain, py::arg("name"))
-      .def_property_readonly("seed", &StrategyCore::seed)
-      .def_property_readonly("capacities", &StrategyCore::capacities)
-      .def_property_readonly("steps", &StrategyCore::steps)
-      .def_property_readonly("stopping", &StrategyCore::stopping)
-      .def_property_readonly("closed", &StrategyCore::closed)
-      .def_property_readonly("joins", &StrategyCore::joins)
-      .def_property_readonly("busy", py::cpp_function(&StrategyCore::busy, py::call_guard<py::gil_scoped_release>()))
-      .def_property_readonly("current_local_replica", &StrategyCore::current_local_replica)
-      .def_property_readonly("current_rows", &StrategyCore::current_rows);
+  core.def_property_readonly("num_workers", [](const StrategyCore& c) { return c.session().topology().num_workers; })
+      .def_property_readonly("num_replicas", [](const StrategyCore& c) { return c.session().topology().num_replicas; })
+      .def_property_readonly("rank", [](const StrategyCore& c) { return c.session().topology().rank; })
+      .def_property_readonly("local_rank", [](const StrategyCore& c) { return c.session().topology().local_rank; })
+      .def_property_readonly("first_replica",
+                             [](const StrategyCore& c) { return c.session().topology().first_replica; })
+      .def_property_readonly("local_replicas",
+                             [](const StrategyCore& c) { return c.session().topology().local_replicas(); })
+      .def_property_readonly("devices", [](const StrategyCore& c) { return c.session().topology().devices; })
+      .def_property_readonly("threads_per_replica",
+                             [](StrategyCore& c) { return c.session().pool().threads_per_replica(); })
+      .def(
+          "explain", [](StrategyCore& c, const std::string& name) { return explain(c.session(), name); },
+          py::arg("name"))
+      .def_property_readonly("seed", [](StrategyCore& c) { return c.session().streams().seed(); })
+      .def_property_readonly("capacities", [](const StrategyCore& c) { return c.session().capacities(); })
+      .def_property_readonly("steps", [](const StrategyCore& c) { return c.stepper().steps(); })
+      .def_property_readonly("stopping", [](const StrategyCore& c) { return c.stepper().stopping(); })
+      .def_property_readonly("closed", [](const StrategyCore& c) { return c.session().closed(); })
+      .def_property_readonly("joins", [](const StrategyCore& c) { return c.session().groups().joins(); })
+      .def_property_readonly("busy", py::cpp_function([](const StrategyCore& c) { return c.session().busy(); },
+                                                      py::call_guard<py::gil_scoped_release>()))
+      .def_property_readonly("current_local_replica",
+                             [](const StrategyCore& c) { return c.session().current_local_replica(); })
+      .def_property_readonly("current_rows", [](StrategyCore& c) { return c.stepper().replicas().current_rows(); });
   core.def(
-          "serve", [](StrategyCore& c, int local_replica) { c.pool().serve(local_replica); },
+          "serve", [](StrategyCore& c, int local_replica) { c.session().pool().serve(local_replica); },
           py::call_guard<py::gil_scoped_release>())
-      .def("stop", &StrategyCore::stop)
+      .def("stop", [](StrategyCore& c) { c.stepper().stop(); })
       .def(
           "close", [](StrategyCore& c) { c.close(check_signals); }, py::call_guard<py::gil_scoped_release>())
       .def("leave", &StrategyCore::leave);
   core.def(
           "add_module",
           [](StrategyCore& c, std::vector<NamedTensors> parameters, std::vector<NamedTensors> buffers) {
-            return c.add_module({std::move(parameters), std::move(buffers)});
+            return add_module(c.session(), {std::move(parameters), std::move(buffers)});
           },
           py::call_guard<Interruptible>())
       .def(
           "note_rows",
           [](StrategyCore& c, const at::Tensor& weight, const std::string& kind, double scale, uint64_t seed,
              const std::string& placement, bool row_wise_adagrad) {
-            c.note_rows(weight, {row_initialiser(kind, scale, seed),
-                                 placement == "modulo" ? RowPlacement::modulo : RowPlacement::range, row_wise_adagrad});
+            note_rows(c.session(), weight,
+                      {row_initialiser(kind, scale, seed),
+                       placement == "modulo" ? RowPlacement::modulo : RowPlacement::range, row_wise_adagrad});
           },
           py::arg("weight"), py::arg("kind"), py::arg("scale"), py::arg("seed"), py::arg("placement"),
           py::arg("row_wise_adagrad"), py::call_guard<Interruptible>())
       .def("set_buffers",
            [](StrategyCore& c, int module, size_t local_replica, const std::vector<at::Tensor>& buffers) {
-             c.registry().set_buffers(module, local_replica, buffers);
+             c.session().registry().set_buffers(module, local_replica, buffers);
            })
-      .def("find", [](StrategyCore& c, const at::Tensor& parameter) { return c.registry().find(parameter); })
-      .def("parameters_of", [](StrategyCore& c, int module) { return c.registry().parameters_of(module); })
-      .def("name_of", [](StrategyCore& c, size_t parameter) { return c.registry().name(parameter); })
-      .def("average_gradients", &StrategyCore::average_gradients, py::call_guard<Interruptible>());
+      .def("find", [](StrategyCore& c, const at::Tensor& parameter) { return c.session().registry().find(parameter); })
+      .def("parameters_of", [](StrategyCore& c, int module) { return c.session().registry().parameters_of(module); })
+      .def("name_of", [](StrategyCore& c, size_t parameter) { return c.session().registry().name(parameter); })
+      .def(
+          "average_gradients", [](StrategyCore& c, int module) { average_gradients(c.session(), module); },
+          py::call_guard<Interruptible>());
   core.def("step",
            [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, int set, bool loader_ended,
               const py::object& optimizers, const py::object& before_update, const py::object& update_from_grad,
@@ -204,7 +217,7 @@ void bind_core_class(py::module_& m) {
              StepResult result;
              {
                const py::gil_scoped_release release;
-               result = c.step(step);
+               result = c.stepper().step(step);
              }
              return in_python(result);
            })
@@ -219,47 +232,50 @@ void bind_core_class(py::module_& m) {
              std::optional<StepResult> result;
              {
                const py::gil_scoped_release release;
-               result = c.flush(updates, c.options().drop_incomplete);
+               result = c.stepper().flush(updates, c.session().options().drop_incomplete);
              }
              return result ? py::object(in_python(*result)) : py::none();
            })
       .def("run", [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, const py::object& interrupt) {
         const auto run = step_call(call, std::move(rows), interrupt, /*is_step=*/false);
         const py::gil_scoped_release release;
-        c.run(run);
+        c.stepper().run(run);
       });
-  core.def("check_need_no_flat", &StrategyCore::check_need_no_flat);
+  core.def("check_need_no_flat", [](const StrategyCore& c, const std::vector<int>& parameters) {
+    check_need_no_flat(c.session(), parameters);
+  });
   core.def("make_flat",
            [](StrategyCore& c, const std::string& algorithm, const std::vector<std::pair<int, uint32_t>>& parameters,
               const std::vector<std::vector<double>>& groups) {
-             return c.make_flat(parameters, flat_groups(algorithm, groups));
+             return make_flat(c.session(), parameters, flat_groups(algorithm, groups));
            })
       .def("on_leaving", [](StrategyCore& c, const py::object& leave) { c.on_leaving(callback(leave)); })
-      .def("open_sets", &StrategyCore::open_sets)
-      .def("num_updates", &StrategyCore::num_updates)
-      .def("set_has_hooks", &StrategyCore::set_has_hooks)
-      .def("hooked", &StrategyCore::hooked)
+      .def("open_sets", [](const StrategyCore& c) { return c.sets().open(); })
+      .def("num_updates", [](StrategyCore& c, int set) { return c.stepper().updates().count(set); })
+      .def("set_has_hooks",
+           [](StrategyCore& c, int set, bool has_hooks) { c.sets().at(set).told().has_hooks = has_hooks; })
+      .def("hooked", [](StrategyCore& c, int set) { return c.sets().at(set).told().hooked; })
       .def("call_hooks",
            [](StrategyCore& c, int set, bool is_first, const py::object& hooks) {
              const auto call = callback(hooks);
              const Interruptible interruptible;
-             c.call_hooks(set, /*fused=*/false, is_first, call);
+             c.stepper().updates().call_hooks(set, /*fused=*/false, is_first, call);
            })
       .def(
           "whole_state",
           [](StrategyCore& c, const FlatOptimizer& flat, size_t parameter, size_t which) -> std::optional<at::Tensor> {
-            const auto pass = c.enter();
-            const auto whole = flat.state().whole(parameter, which, c.workers());
+            const auto pass = c.session().enter();
+            const auto whole = flat.state().whole(parameter, which, c.session().workers());
             return whole.defined() ? std::optional(whole) : std::nullopt;
           },
           py::call_guard<Interruptible>())
-      .def("awaits_servers", &StrategyCore::awaits_servers)
+      .def("awaits_servers", [](const StrategyCore& c, int set) { return c.sets().awaits_servers(set); })
       .def(
           "connect_servers",
           [](StrategyCore& c, int set, const FlatOptimizer& flat, const std::vector<int>& parameters,
              const std::string& algorithm, const std::vector<std::vector<double>>& groups) {
-            const auto pass = c.enter();
-            c.connect_servers(set, flat, parameters, flat_groups(algorithm, groups));
+            const auto pass = c.session().enter();
+            c.sets().connect_servers(set, flat, parameters, flat_groups(algorithm, groups));
           },
           py::call_guard<Interruptible>())
       .def("watch",
@@ -272,22 +288,22 @@ void bind_core_class(py::module_& m) {
              std::string standings;
              {
                const py::gil_scoped_release release;
-               const auto pass = c.enter();
-               standings = c.watch(update);
+               const auto pass = c.session().enter();
+               standings = c.stepper().watch(update);
              }
              return py::bytes(standings);
            })
       .def_property_readonly("has_servers",
                              [](StrategyCore& c) {
-                               if (c.is_leaving()) return c.has_servers();
+                               if (c.is_leaving()) return c.sets().has_servers();
                                const auto pass = entered(c);
-                               return pass && c.has_servers();
+                               return pass && c.sets().has_servers();
                              })
       .def(
           "state_on_servers",
           [](StrategyCore& c, const std::vector<int>& parameters, server::Part part, bool to_stay) {
             std::optional<CallGate::Pass> pass;
-            if (!c.is_leaving()) pass.emplace(c.enter());
+            if (!c.is_leaving()) pass.emplace(c.session().enter());
             std::vector<std::optional<at::Tensor>> values;
             for (const auto& value : c.state_on_servers(parameters, part, to_stay)) {
               values.push_back(value.defined() ? std::optional(value) : std::nullopt);
@@ -297,66 +313,68 @@ void bind_core_class(py::module_& m) {
           py::call_guard<Interruptible>())
       .def("loss_scale",
            [](StrategyCore& c, int set) {
-             const auto pass = c.enter();
-             const auto& state = c.loss_scale(set);
+             const auto pass = c.session().enter();
+             const auto state = c.sets().at(set).window().loss_scale().get();
              return std::pair<double, int>(state.scale, state.growth_tracker);
            })
       .def("set_loss_scale", [](StrategyCore& c, int set, double scale, int growth_tracker) {
-        const auto pass = c.enter();
-        c.set_loss_scale(set, {static_cast<float>(scale), growth_tracker});
+        const auto pass = c.session().enter();
+        c.sets().at(set).window().loss_scale().set({static_cast<float>(scale), growth_tracker});
       });
   core.def(
           "reduce_in_step",
           [](StrategyCore& c, const Leaves& values, ReduceOp op, const at::Tensor& weight) {
-            return reduce_in_step(c.step_group(values), values, op, weight);
+            return reduce_in_step(c.stepper().replicas().step_group(values), values, op, weight);
           },
           py::call_guard<Interruptible>())
       .def(
           "gather_in_step",
-          [](StrategyCore& c, const Leaves& values) { return gather_in_step(c.step_group(values), values); },
+          [](StrategyCore& c, const Leaves& values) {
+            return gather_in_step(c.stepper().replicas().step_group(values), values);
+          },
           py::call_guard<Interruptible>())
       .def(
           "broadcast_in_step",
           [](StrategyCore& c, const Leaves& values, int source) {
-            return broadcast_in_step(c.step_group(values), values, source);
+            return broadcast_in_step(c.stepper().replicas().step_group(values), values, source);
           },
           py::call_guard<Interruptible>())
       .def(
-          "barrier_in_step", [](StrategyCore& c) { barrier_in_step(c.step_group()); }, py::call_guard<Interruptible>())
+          "barrier_in_step", [](StrategyCore& c) { barrier_in_step(c.stepper().replicas().step_group()); },
+          py::call_guard<Interruptible>())
       .def(
           "reduce",
           [](StrategyCore& c, const std::vector<std::pair<Leaves, double>>& values, ReduceOp op) {
-            const auto pass = c.enter();
-            return reduce_over_workers(c.workers(), contributions(values), op);
+            const auto pass = c.session().enter();
+            return reduce_over_workers(c.session().workers(), contributions(values), op);
           },
           py::call_guard<Interruptible>())
       .def(
           "gather",
           [](StrategyCore& c, const std::vector<std::pair<Leaves, double>>& values) {
-            const auto pass = c.enter();
-            return gather_over_workers(c.workers(), contributions(values));
+            const auto pass = c.session().enter();
+            return gather_over_workers(c.session().workers(), contributions(values));
           },
           py::call_guard<Interruptible>())
       .def(
           "broadcast",
           [](StrategyCore& c, const Leaves& values, int source) {
-            const auto pass = c.enter();
-            return broadcast_over_workers(c.workers(), values, source);
+            const auto pass = c.session().enter();
+            return broadcast_over_workers(c.session().workers(), values, source);
           },
           py::call_guard<Interruptible>())
       .def(
           "exchange_texts",
           [](StrategyCore& c, const std::string& text) {
-            const auto pass = c.enter();
-            return exchange_texts(c.workers(), text);
+            const auto pass = c.session().enter();
+            return exchange_texts(c.session().workers(), text);
           },
           py::call_guard<Interruptible>())
-      .def("compare_loader", &StrategyCore::compare_loader, py::call_guard<Interruptible>())
       .def(
           "barrier",
           [](StrategyCore& c) {
-            const auto pass = c.enter();
-            c.workers().barrier().wait();
+            const auto pass = c.session().enter();
+            c.session().workers().barrier().wait();
           },
           py::call_guard<Interruptible>());
 }
@@ -377,7 +395,7 @@ void bind_strategy(py::module_& m) {
     const auto parsed = options_of(options);
     const py::gil_scoped_release release;
     auto core = make_mirrored(devices, parsed, balances ? Balance::automatic : Balance::equal, ReplicaThreads::foreign);
-    core->set_error_handlers(describe_error, capture_error);
+    core->session().failures().set_handlers(describe_error, capture_error);
     return ended_without_gil(std::move(core));
   });
   m.def("make_multi_worker", [](const Cluster& cluster, const std::vector<std::string>& devices,
@@ -385,14 +403,14 @@ void bind_strategy(py::module_& m) {
     const auto parsed = options_of(options);
     const Interruptible interruptible;
     auto core = make_multi_worker(cluster, devices, parsed, ReplicaThreads::foreign, process_group);
-    core->set_error_handlers(describe_error, capture_error);
+    core->session().failures().set_handlers(describe_error, capture_error);
     return ended_without_gil(std::move(core));
   });
   m.def("make_parameter_server", [](const Cluster& cluster, std::optional<int> staleness, const py::dict& options) {
     const auto parsed = options_of(options);
     const Interruptible interruptible;
     auto core = make_parameter_server(cluster, {.staleness = staleness}, parsed, ReplicaThreads::foreign);
-    core->set_error_handlers(describe_error, capture_error);
+    core->session().failures().set_handlers(describe_error, capture_error);
     return ended_without_gil(std::move(core));
   });
   m.def(

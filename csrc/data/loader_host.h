@@ -38,7 +38,8 @@ class LoaderHost {
   virtual std::vector<double> capacities() const = 0;
   /// Takes a loader up and returns its number, from 0 on.
   virtual int add(const std::shared_ptr<LoaderProgress>& loader) = 0;
-  /// See StrategyCore::compare_loader.
+  /// Collective over workers until their first step, none later. `size`, in words, is that of the `loader`-th loader.
+  /// Throws LayoutMismatch where another worker has another.
   virtual void compare(int loader, const std::string& size) = 0;
   /// Collective over the workers that step together: whether any of them has more.
   virtual bool any_has_more(bool has_more) = 0;

@@ -40,6 +40,10 @@ struct Groups {
   comm::Communicator& to_prepare() const { return prepare ? *prepare : *workers; }
   /// Whether this worker came to a job that others had begun, so that servers tell it what those agreed on.
   bool joins() const { return servers && servers->joins; }
+  /// Whether workers step on their own, so that servers deal whole batches.
+  bool deals_batches() const { return servers && servers->staleness != 0; }
+  /// Whether workers of parameter servers step together, so that those which are live divide each batch.
+  bool shares_batches() const { return servers && servers->staleness == 0; }
   /// The group in which a local replica's host tells the others something.
   const comm::CommunicatorPtr& control_of(size_t local_replica) const {
     return control.empty() ? gradients[local_replica] : control[local_replica];

@@ -1,3 +1,5 @@
+#include "strategy/backward_by_hand.h"
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
@@ -7,7 +9,6 @@
 
 #include "core/plain_memory.h"
 #include "muster/error.h"
-#include "strategy/strategy_core.h"
 
 namespace muster {
 
@@ -26,33 +27,35 @@ std::vector<int64_t> real_sizes(const at::Tensor& parameter) {
 
 }  // namespace
 
-void StrategyCore::average_gradients(int module) {
-  const auto pass = enter();
-  gradients_are_applied_ = false;
-  if (groups_.servers) {
+void average_gradients(Session& session, int module) {
+  const auto pass = session.enter();
+  const auto& topology = session.topology();
+  const auto& groups = session.groups();
+  const auto& options = session.options();
+  if (groups.servers) {
     throw InvalidArgument(
         "backward() by hand does not reach parameter servers; return the loss from strategy.step(fn, ...)");
   }
-  if (options_.precision == Precision::fp16 || options_.loss_scale) {
+  if (options.precision == Precision::fp16 || options.loss_scale) {
     throw InvalidArgument(
         "backward() by hand does not know the loss scale; return the loss from strategy.step(fn, ...)");
   }
-  if (topology_.local_replicas() > 1) {
+  if (topology.local_replicas() > 1) {
     throw InvalidArgument(
         "backward by hand needs one replica per process; write the step as a function that returns the "
         "loss and call strategy.step(fn, ...)");
   }
-  if (topology_.num_workers == 1) return;
+  if (topology.num_workers == 1) return;
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> parameters;
-  for (int p : registry_.parameters_of(module)) {
-    const auto& parameter = registry_.parameter(0, static_cast<size_t>(p));
+  for (int p : session.registry().parameters_of(module)) {
+    const auto& parameter = session.registry().parameter(0, static_cast<size_t>(p));
     if (parameter.requires_grad()) parameters.push_back(parameter);
   }
-  const auto device = topology_.devices.front();
+  const auto device = topology.devices.front();
   auto used = at::zeros({static_cast<int64_t>(parameters.size())}, at::kDouble);
   for (size_t p = 0; p < parameters.size(); ++p) used.data_ptr<double>()[p] = parameters[p].grad().defined() ? 1 : 0;
-  groups_.control_of(0)->all_reduce(used, ReduceOp::sum).wait();
+  groups.control_of(0)->all_reduce(used, ReduceOp::sum).wait();
   for (auto dtype : {at::kFloat, at::kDouble}) {
     std::vector<at::Tensor> flat;
     for (size_t p = 0; p < parameters.size(); ++p) {
@@ -64,8 +67,8 @@ void StrategyCore::average_gradients(int module) {
     }
     if (flat.empty()) continue;
     const auto sums = at::cat(flat);
-    groups_.gradients[0]->all_reduce(sums, ReduceOp::sum).wait();
-    sums.div_(topology_.num_workers);
+    groups.gradients[0]->all_reduce(sums, ReduceOp::sum).wait();
+    sums.div_(topology.num_workers);
     int64_t offset = 0;
     for (size_t p = 0; p < parameters.size(); ++p) {
       if (travels_in(parameters[p]) != dtype) continue;

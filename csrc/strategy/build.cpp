@@ -56,7 +56,7 @@ std::shared_ptr<StrategyCore> make_mirrored(const std::vector<std::string>& devi
   topology.replicas_of_worker = {topology.num_replicas};
   auto groups = groups_in_process(topology.devices, timeout_of(options));
   auto core = assemble(std::move(topology), std::move(groups), options, threads);
-  if (balance == Balance::automatic) core->balance_parts();
+  if (balance == Balance::automatic) core->session().balance_parts();
   return core;
 }
 

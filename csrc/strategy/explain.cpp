@@ -1,8 +1,9 @@
+#include "strategy/explain.h"
+
 #include <iomanip>
 #include <sstream>
 
 #include "core/heap.h"
-#include "strategy/strategy_core.h"
 
 namespace muster {
 
@@ -29,61 +30,66 @@ std::string in_words(const LinkSpeed& link) {
 
 }  // namespace
 
-std::string StrategyCore::explain(const std::string& name) const {
+std::string explain(Session& session, const std::string& name) {
+  const auto& topology = session.topology();
+  const auto& groups = session.groups();
+  const auto& options = session.options();
+  const auto& capacities = session.capacities();
   std::ostringstream out;
-  out << name << ": " << counted(topology_.num_replicas, "replica") << " in "
-      << (topology_.num_workers == 1 ? "this process" : counted(topology_.num_workers, "worker")) << "; this is rank "
-      << topology_.rank << (closed() ? ", closed" : "") << '\n';
+  out << name << ": " << counted(topology.num_replicas, "replica") << " in "
+      << (topology.num_workers == 1 ? "this process" : counted(topology.num_workers, "worker")) << "; this is rank "
+      << topology.rank << (session.closed() ? ", closed" : "") << '\n';
   out << "replicas here:";
-  for (int r = 0; r < topology_.local_replicas(); ++r) {
-    out << (r == 0 ? " " : ", ") << topology_.first_replica + r << " on " << topology_.devices[static_cast<size_t>(r)];
+  for (int r = 0; r < topology.local_replicas(); ++r) {
+    out << (r == 0 ? " " : ", ") << topology.first_replica + r << " on " << topology.devices[static_cast<size_t>(r)];
   }
-  out << "; " << counted(pool_->threads_per_replica(), "intra-op thread") << " each; "
-      << (topology_.local_replicas() == 1 ? "the replica runs on the thread that calls step"
-                                          : "each replica has a thread of its own");
-  if (balancer_) out << "; they take " << in_words(balancer_->capacities()) << " of a batch, by capacity";
+  out << "; " << counted(session.pool().threads_per_replica(), "intra-op thread") << " each; "
+      << (topology.local_replicas() == 1 ? "the replica runs on the thread that calls step"
+                                         : "each replica has a thread of its own");
+  if (!capacities.empty()) out << "; they take " << in_words(capacities) << " of a batch, by capacity";
   out << '\n';
-  const bool steps_together = !groups_.servers || groups_.servers->staleness == 0;
+  const bool steps_together = !groups.servers || groups.servers->staleness == 0;
   out << "gradients: " << (steps_together ? "summed over replicas through " : "each worker's own, through ")
-      << groups_.backend << ", in buckets of up to " << in_bytes(groups_.buckets.usual);
-  if (options_.bucket_bytes) {
+      << groups.backend << ", in buckets of up to " << in_bytes(groups.buckets.usual);
+  if (options.bucket_bytes) {
     out << ", as bucket_bytes says";
-  } else if (groups_.link) {
-    if (groups_.buckets.last < groups_.buckets.usual) {
-      out << " (the first and the last " << in_bytes(groups_.buckets.last) << ')';
+  } else if (groups.link) {
+    if (groups.buckets.last < groups.buckets.usual) {
+      out << " (the first and the last " << in_bytes(groups.buckets.last) << ')';
     } else {
       out << ", which a core's cache holds";
     }
-    out << ": " << in_words(*groups_.link);
+    out << ": " << in_words(*groups.link);
   }
-  if (options_.wire == Wire::bf16 && topology_.num_replicas > 1) out << "; fp32 ones travel as bf16";
-  out << (groups_.overlap ? "; they are reduced while backward runs" : "; they are reduced after backward") << '\n';
+  if (options.wire == Wire::bf16 && topology.num_replicas > 1) out << "; fp32 ones travel as bf16";
+  out << (groups.overlap ? "; they are reduced while backward runs" : "; they are reduced after backward") << '\n';
   out << "optimizers: ";
-  if (groups_.servers) {
+  if (groups.servers) {
     out << "AdamW, Adam, SGD and Adagrad step on the servers";
     if (!steps_together) out << ", for each worker when it comes";
-    if (!steps_together && groups_.servers->staleness != server::kAnyStaleness) {
-      out << ", which may be " << counted(groups_.servers->staleness, "step") << " ahead of the slowest";
+    if (!steps_together && groups.servers->staleness != server::kAnyStaleness) {
+      out << ", which may be " << counted(groups.servers->staleness, "step") << " ahead of the slowest";
     }
-  } else if (!options_.fuse) {
+  } else if (!options.fuse) {
     out << "all step from .grad";
   } else {
     out << "AdamW, Adam, SGD and Adagrad step in one pass, "
-        << (options_.shard_optimizer ? "each worker its shard of the state, and gather the parameters"
-            : divides_steps_         ? "each replica what it owns, into the memory of all"
-                                     : "on every worker")
+        << (options.shard_optimizer   ? "each worker its shard of the state, and gather the parameters"
+            : session.divides_steps() ? "each replica what it owns, into the memory of all"
+                                      : "on every worker")
         << "; others from .grad";
   }
   out << '\n';
-  out << "window: " << options_.accumulate << " micro-batch(es)";
-  if (options_.clip_norm) {
-    out << ", gradient norm clipped to " << *options_.clip_norm;
-    if (options_.clip_norm_type != 2) out << " (norm of type " << options_.clip_norm_type << ')';
+  out << "window: " << options.accumulate << " micro-batch(es)";
+  if (options.clip_norm) {
+    out << ", gradient norm clipped to " << *options.clip_norm;
+    if (options.clip_norm_type != 2) out << " (norm of type " << options.clip_norm_type << ')';
   }
-  if (options_.clip_value) out << ", gradients clipped to magnitudes of " << *options_.clip_value;
+  if (options.clip_value) out << ", gradients clipped to magnitudes of " << *options.clip_value;
   constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};
-  out << "; precision " << kPrecisions[static_cast<size_t>(options_.precision)] << "; seed " << seed() << '\n';
-  if (topology_.devices.front().is_cpu()) {
+  out << "; precision " << kPrecisions[static_cast<size_t>(options.precision)] << "; seed " << session.streams().seed()
+      << '\n';
+  if (topology.devices.front().is_cpu()) {
     out << "memory: large blocks that are freed "
         << (keep_freed_memory() ? "stay with this process, for the next step" : "go where the C library sends them")
         << '\n';

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "comm/text_exchange.h"
 #include "muster/error.h"
 #include "server/protocol/wire.h"
 
@@ -19,19 +20,20 @@ class ServedMembers final : public detail::Members {
   explicit ServedMembers(std::shared_ptr<StrategyCore> core) : core_(std::move(core)) {}
 
   std::vector<uint32_t> expected() override {
-    const auto pass = core_->enter();
-    if (core_->has_servers()) return core_->servers().expected();
-    std::vector<uint32_t> all(static_cast<size_t>(core_->topology().num_workers));
+    const auto pass = core_->session().enter();
+    if (core_->sets().has_servers()) return core_->sets().servers().expected();
+    std::vector<uint32_t> all(static_cast<size_t>(core_->session().topology().num_workers));
     std::iota(all.begin(), all.end(), 0U);
     return all;
   }
   server::Dealt deal(const server::PassId& id, uint64_t batches, std::vector<uint64_t> finished) override {
-    const auto pass = core_->enter();
-    return core_->servers().deal(id.loader, id.epoch, batches, std::move(finished));
+    const auto pass = core_->session().enter();
+    return core_->sets().servers().deal(id.loader, id.epoch, batches, std::move(finished));
   }
   void end_pass(const server::PassId& id, uint64_t batches, std::vector<uint64_t> finished) override {
-    const auto pass = core_->enter();
-    if (core_->has_servers()) core_->servers().end_pass(id.loader, id.epoch, batches, std::move(finished));
+    const auto pass = core_->session().enter();
+    if (core_->sets().has_servers())
+      core_->sets().servers().end_pass(id.loader, id.epoch, batches, std::move(finished));
   }
 
  private:
@@ -46,16 +48,17 @@ server::PassId pass_id(int loader, int64_t epoch) {
 
 Loaders::Loaders(std::shared_ptr<StrategyCore> core, std::function<void()> connect)
     : core_(std::move(core)), connect_(std::move(connect)), members_(std::make_shared<ServedMembers>(core_)) {
-  core_->describe_passes([this] { return standings(); });
+  core_->stepper().describe_passes([this] { return standings(); });
 }
 
-Loaders::~Loaders() { core_->describe_passes({}); }
+Loaders::~Loaders() { core_->stepper().describe_passes({}); }
 
 detail::LoaderJob Loaders::job() const {
   auto division = detail::Division::all_workers;
-  if (core_->shares_batches()) division = detail::Division::live_workers;
-  if (core_->deals_batches()) division = detail::Division::none;
-  return {core_->topology(), core_->seed(), division, core_->joins()};
+  auto& session = core_->session();
+  if (session.groups().shares_batches()) division = detail::Division::live_workers;
+  if (session.groups().deals_batches()) division = detail::Division::none;
+  return {session.topology(), session.streams().seed(), division, session.groups().joins()};
 }
 
 int Loaders::add(const std::shared_ptr<detail::LoaderProgress>& loader) {
@@ -64,34 +67,46 @@ int Loaders::add(const std::shared_ptr<detail::LoaderProgress>& loader) {
   return num_loaders_++;
 }
 
+void Loaders::compare(int loader, const std::string& size) {
+  const auto pass = core_->session().enter();
+  if (core_->stepper().steps() > 0 || core_->sets().has_servers()) return;  // workers may have died since
+  const auto sizes = exchange_texts(core_->session().groups().to_prepare(), size);
+  for (size_t r = 1; r < sizes.size(); ++r) {
+    if (sizes[r] == sizes[0]) continue;
+    throw LayoutMismatch("loader " + std::to_string(loader) + " of rank 0 has " + sizes[0] + ", that of rank " +
+                         std::to_string(r) + " " + sizes[r] +
+                         "; give all ranks the same data, or say that it is sharded where each has its own");
+  }
+}
+
 bool Loaders::any_has_more(bool has_more) {
-  if (core_->deals_batches()) return has_more;
+  if (core_->session().groups().deals_batches()) return has_more;
   const auto any = at::zeros({1}, at::kLong);
   any.data_ptr<int64_t>()[0] = has_more ? 1 : 0;
-  core_->workers().all_reduce(any, ReduceOp::max).wait();
+  core_->session().workers().all_reduce(any, ReduceOp::max).wait();
   return any.const_data_ptr<int64_t>()[0] != 0;
 }
 
 // Refuses before the pass counts as begun.
 void Loaders::connect() const {
-  if (!core_->has_servers()) connect_();
-  core_->servers();
+  if (!core_->sets().has_servers()) connect_();
+  core_->sets().servers();
 }
 
 std::shared_ptr<detail::DealtPass> Loaders::deal(int loader, int64_t epoch, int64_t batches) {
   connect();
-  dealt_.push_back(
-      std::make_shared<detail::DealtPass>(members_, pass_id(loader, epoch), batches, core_->options().timeout));
+  dealt_.push_back(std::make_shared<detail::DealtPass>(members_, pass_id(loader, epoch), batches,
+                                                       core_->session().options().timeout));
   return dealt_.back();
 }
 
 std::shared_ptr<detail::SharedPass> Loaders::share(int loader, int64_t epoch,
                                                    detail::SharedPass::NextBatch next_batch) {
   const auto id = pass_id(loader, epoch);
-  const auto rank = static_cast<uint32_t>(core_->topology().rank);
+  const auto rank = static_cast<uint32_t>(core_->session().topology().rank);
   auto pass = std::make_shared<detail::SharedPass>(members_, rank, id, std::move(next_batch));
   shared_[id.loader] = pass;
-  if (!core_->joins()) return pass;
+  if (!core_->session().groups().joins()) return pass;
   connect();
   const auto others = others_.find(id.loader);
   if (others == others_.end() || others->second.epoch < id.epoch) return pass;
@@ -99,12 +114,12 @@ std::shared_ptr<detail::SharedPass> Loaders::share(int loader, int64_t epoch,
     pass->go_on({.is_left = true}, {});
     return pass;
   }
-  if (core_->steps() > told_at_) {
+  if (core_->stepper().steps() > told_at_) {
     throw InvalidArgument(
         "this worker joined others in a pass over this loader, and stepped before it began that pass; iterate over "
         "loaders in the order of the other workers");
   }
-  pass->go_on(others->second, core_->servers().members());
+  pass->go_on(others->second, core_->sets().servers().members());
   others_.erase(others);
   return pass;
 }
@@ -117,7 +132,7 @@ void Loaders::leave_passes() {
 }
 
 void Loaders::joined(const std::string& standings) {
-  told_at_ = core_->steps();
+  told_at_ = core_->stepper().steps();
   if (standings.empty()) return;
   for (auto& pass : server::decode<detail::PassStandings>(standings).passes) others_[pass.loader] = std::move(pass);
 }
@@ -139,10 +154,10 @@ bool Loaders::has_ended() const {
 
 void Loaders::end_step(detail::WindowEnd window) const {
   std::vector<uint32_t> members;
-  if (window == detail::WindowEnd::closed && core_->shares_batches()) {
+  if (window == detail::WindowEnd::closed && core_->session().groups().shares_batches()) {
     try {
-      const auto pass = core_->enter();
-      members = core_->servers().members();
+      const auto pass = core_->session().enter();
+      members = core_->sets().servers().members();
     } catch (const InvalidArgument&) {
       return;
     }

@@ -23,16 +23,16 @@ class Loaders final : public detail::LoaderHost {
   Loaders& operator=(const Loaders&) = delete;
 
   detail::LoaderJob job() const override;
-  std::vector<double> capacities() const override { return core_->capacities(); }
+  std::vector<double> capacities() const override { return core_->session().capacities(); }
   int add(const std::shared_ptr<detail::LoaderProgress>& loader) override;
-  void compare(int loader, const std::string& size) override { core_->compare_loader(loader, size); }
+  void compare(int loader, const std::string& size) override;
   bool any_has_more(bool has_more) override;
   std::shared_ptr<detail::DealtPass> deal(int loader, int64_t epoch, int64_t batches) override;
   std::shared_ptr<detail::SharedPass> share(int loader, int64_t epoch,
                                             detail::SharedPass::NextBatch next_batch) override;
   void leave_passes() override;
 
-  /// In a worker that joined a synchronous job: `standings` is what StrategyCore::watch() gave, for passes that begin
+  /// In a worker that joined a synchronous job: `standings` is what Stepper::watch() gave, for passes that begin
   /// before this worker's next step.
   void joined(const std::string& standings);
 

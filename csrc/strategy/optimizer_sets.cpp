@@ -11,10 +11,10 @@ int OptimizerSets::set_of(Choice choice, const Resolve& resolve) {
     const auto members = resolve();
     auto parameters = parameters_of(members);
     if (known == known_.end()) {
-      const int set = core_->set_of(std::move(parameters));
+      const int set = core_->sets().set_of(std::move(parameters));
       known = known_.insert(known_.end(), Known{{}, set});
     } else {
-      core_->change_set(known->set, std::move(parameters));
+      core_->sets().change_set(known->set, std::move(parameters));
     }
     known->is_fused =
         !members.empty() && std::all_of(members.begin(), members.end(), [](const Member& m) { return m.is_flat; });
@@ -37,7 +37,7 @@ std::vector<int> OptimizerSets::parameters_of(const std::vector<Member>& members
     parameters.insert(parameters.end(), member.parameters.begin(), member.parameters.end());
   }
   if (members.empty()) {
-    parameters.resize(static_cast<size_t>(core_->registry().num_parameters()));
+    parameters.resize(static_cast<size_t>(core_->session().registry().num_parameters()));
     std::iota(parameters.begin(), parameters.end(), 0);
   }
   std::sort(parameters.begin(), parameters.end());

@@ -37,7 +37,7 @@ class OptimizerSets {
 
   /// The core's number of the set of these optimizers' parameters; of all parameters where there are no optimizers.
   /// `resolve` gives the members of a choice that was not used before, or has another look since. Throws what it
-  /// throws, and as StrategyCore::set_of; the choice stays as it was then.
+  /// throws, and as ParameterSets::set_of; the choice stays as it was then.
   int set_of(Choice choice, const Resolve& resolve);
 
   /// All sets, in the order of their first steps.

@@ -12,6 +12,8 @@
 #include "muster/error.h"
 #include "muster/sharded_embedding.h"
 #include "strategy/collectives.h"
+#include "strategy/explain.h"
+#include "strategy/registration.h"
 #include "strategy/strategy_state.h"
 
 namespace muster {
@@ -42,9 +44,9 @@ void claim(const ModuleTensors& module, const void* owner) {
   }
 }
 
-int local_or_first(const StrategyCore& core) { return std::max(core.current_local_replica(), 0); }
+int local_or_first(const StrategyCore& core) { return std::max(core.session().current_local_replica(), 0); }
 
-bool in_step(const StrategyCore& core) { return core.current_local_replica() >= 0; }
+bool in_step(const StrategyCore& core) { return core.session().current_local_replica() >= 0; }
 
 void check_outside_step(const StrategyCore& core, const char* function) {
   if (in_step(core)) throw InvalidArgument(std::string(function) + "() cannot be called inside a step");
@@ -120,7 +122,7 @@ void Strategy::State::release() noexcept {
 
 comm::Communicator& Strategy::State::workers() {
   loaders.leave_passes();
-  return core->workers();
+  return core->session().workers();
 }
 
 std::shared_ptr<detail::LoaderHost> detail::host_of(Strategy& strategy) {
@@ -138,22 +140,24 @@ void Strategy::close() {
 }
 
 std::shared_ptr<const StrategyCore> Strategy::core() const { return state_->core; }
-std::vector<double> Strategy::capacities() const { return state_->core->capacities(); }
+std::vector<double> Strategy::capacities() const { return state_->core->session().capacities(); }
 
-int Strategy::num_replicas() const { return state_->core->topology().num_replicas; }
-int Strategy::num_workers() const { return state_->core->topology().num_workers; }
-int Strategy::rank() const { return state_->core->topology().rank; }
-int Strategy::local_rank() const { return state_->core->topology().local_rank; }
-int Strategy::num_local_replicas() const { return state_->core->topology().local_replicas(); }
-int64_t Strategy::steps() const { return state_->core->steps(); }
-void Strategy::stop() noexcept { state_->core->stop(); }
-bool Strategy::stopping() const { return state_->core->stopping(); }
+int Strategy::num_replicas() const { return state_->core->session().topology().num_replicas; }
+int Strategy::num_workers() const { return state_->core->session().topology().num_workers; }
+int Strategy::rank() const { return state_->core->session().topology().rank; }
+int Strategy::local_rank() const { return state_->core->session().topology().local_rank; }
+int Strategy::num_local_replicas() const { return state_->core->session().topology().local_replicas(); }
+int64_t Strategy::steps() const { return state_->core->stepper().steps(); }
+void Strategy::stop() noexcept { state_->core->stepper().stop(); }
+bool Strategy::stopping() const { return state_->core->stepper().stopping(); }
 
 c10::Device Strategy::device() const {
-  return state_->core->topology().devices[static_cast<size_t>(local_or_first(*state_->core))];
+  return state_->core->session().topology().devices[static_cast<size_t>(local_or_first(*state_->core))];
 }
 
-int Strategy::replica() const { return state_->core->topology().first_replica + local_or_first(*state_->core); }
+int Strategy::replica() const {
+  return state_->core->session().topology().first_replica + local_or_first(*state_->core);
+}
 
 std::shared_ptr<torch::nn::Module> Strategy::clone(const torch::nn::Module& module) {
   std::shared_ptr<torch::nn::Module> copy;
@@ -179,17 +183,17 @@ void Strategy::add_module(Modules replicas) {
   if (std::find(replicas.begin(), replicas.end(), nullptr) != replicas.end()) {
     throw InvalidArgument("a factory or clone() gave an empty module, or one of another type");
   }
-  const auto& devices = state_->core->topology().devices;
+  const auto& devices = state_->core->session().topology().devices;
   for (size_t r = 0; r < replicas.size(); ++r) {
     if (!devices[r].is_cpu()) replicas[r]->to(devices[r]);
   }
   detail::PreparedModule module(std::move(replicas));
   const auto tensors = module.tensors();
   claim(tensors, state_.get());
-  state_->core->add_module(tensors);
+  muster::add_module(state_->core->session(), tensors);
   for (const auto& submodule : module.replicas().front()->modules()) {
     const auto* const embedding = submodule->as<ShardedEmbeddingImpl>();
-    if (embedding != nullptr) state_->core->note_rows(embedding->weight, rows_of(embedding->options()));
+    if (embedding != nullptr) note_rows(state_->core->session(), embedding->weight, rows_of(embedding->options()));
   }
   module.note_buffers();
   state_->modules.push_back(std::move(module));
@@ -210,7 +214,7 @@ void Strategy::add_optimizer(torch::optim::Optimizer& optimizer) {
     throw InvalidArgument("the optimizer has no parameters; build it from the prepared module's parameters()");
   }
   state_->loaders.leave_passes();
-  detail::broadcast_optimizer(optimizer, state_->core->registry(), state_->core->to_prepare());
+  detail::broadcast_optimizer(optimizer, state_->core->session().registry(), state_->core->session().to_prepare());
   known.push_back(&optimizer);
 }
 
@@ -223,7 +227,7 @@ void Strategy::check_parts(size_t parts) const {
 StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn, const detail::PartsInfo& parts,
                                 const StepOptions& options) {
   check_outside_step(*state_->core, "step");
-  const auto pass = state_->core->enter_alone("step");
+  const auto pass = state_->core->session().enter_alone("step");
   state_->loaders.leave_passes();
   if (parts.loader) parts.loader->in_step = true;
   StepCall call;
@@ -236,10 +240,10 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
   if (parts.loader && parts.loader->pass) {
     if (const auto batch = parts.loader->pass->begin_step()) call.batches.push_back(*batch);
   }
-  const auto updates = state_->core->num_updates(call.set);
+  const auto updates = state_->core->stepper().updates().count(call.set);
   StepResult result;
   try {
-    result = state_->call([&] { return state_->core->step(call); });
+    result = state_->call([&] { return state_->core->stepper().step(call); });
   } catch (...) {
     state_->publish(call.set, updates);
     state_->loaders.end_step(detail::WindowEnd::dropped);
@@ -252,13 +256,13 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
 
 std::optional<StepResult> Strategy::flush() {
   check_outside_step(*state_->core, "flush");
-  const auto pass = state_->core->enter_alone("flush");
+  const auto pass = state_->core->session().enter_alone("flush");
   state_->loaders.leave_passes();
-  const bool drops = state_->core->options().drop_incomplete;
+  const bool drops = state_->core->session().options().drop_incomplete;
   std::vector<StepCall> calls;
   std::vector<uint64_t> updates;
-  for (const int set : state_->core->open_sets()) {
-    updates.push_back(state_->core->num_updates(set));
+  for (const int set : state_->core->sets().open()) {
+    updates.push_back(state_->core->stepper().updates().count(set));
     calls.emplace_back().set = set;
     if (!drops) state_->add_update(calls.back());
   }
@@ -267,7 +271,7 @@ std::optional<StepResult> Strategy::flush() {
   };
   std::optional<StepResult> result;
   try {
-    result = state_->call([&] { return state_->core->flush(calls, drops); });
+    result = state_->call([&] { return state_->core->stepper().flush(calls, drops); });
   } catch (...) {
     publish();
     throw;
@@ -279,7 +283,7 @@ std::optional<StepResult> Strategy::flush() {
 
 void Strategy::run_parts(const std::function<void(int local_replica)>& fn, const detail::PartsInfo& parts) {
   check_outside_step(*state_->core, "run");
-  const auto pass = state_->core->enter_alone("run");
+  const auto pass = state_->core->session().enter_alone("run");
   state_->loaders.leave_passes();
   if (parts.loader) parts.loader->in_run = true;
   StepCall call;
@@ -288,22 +292,23 @@ void Strategy::run_parts(const std::function<void(int local_replica)>& fn, const
     return Loss();
   };
   call.rows = parts.rows;
-  state_->call([&] { state_->core->run(call); });
+  state_->call([&] { state_->core->stepper().run(call); });
 }
 
 std::vector<at::Tensor> Strategy::reduce(const std::vector<at::Tensor>& values, ReduceOp op,
                                          const std::optional<at::Tensor>& weight) {
   auto& core = *state_->core;
+  auto& replicas = core.stepper().replicas();
   if (!in_step(core)) {
     const double given = weight ? weight->item<double>() : 1.0;
     return reduce_over_workers(state_->workers(), {{values, given}}, op);
   }
-  if (op != ReduceOp::mean) return reduce_in_step(core.step_group(values), values, op, {});
-  if (!weight && core.current_rows() < 0) {
+  if (op != ReduceOp::mean) return reduce_in_step(replicas.step_group(values), values, op, {});
+  if (!weight && replicas.current_rows() < 0) {
     throw InvalidArgument("the number of samples in this part is unknown; give reduce() a weight");
   }
-  return reduce_in_step(core.step_group(values), values, op,
-                        weight ? *weight : at::scalar_tensor(core.current_rows(), at::kDouble));
+  return reduce_in_step(replicas.step_group(values), values, op,
+                        weight ? *weight : at::scalar_tensor(replicas.current_rows(), at::kDouble));
 }
 
 at::Tensor Strategy::reduce(const at::Tensor& value, ReduceOp op, const std::optional<at::Tensor>& weight) {
@@ -322,7 +327,8 @@ at::Tensor Strategy::reduce(const PerReplica<at::Tensor>& value, ReduceOp op) {
 
 std::vector<at::Tensor> Strategy::gather(const std::vector<at::Tensor>& values) {
   auto& core = *state_->core;
-  return in_step(core) ? gather_in_step(core.step_group(values), values)
+  auto& replicas = core.stepper().replicas();
+  return in_step(core) ? gather_in_step(replicas.step_group(values), values)
                        : gather_over_workers(state_->workers(), {{values, 1}});
 }
 
@@ -339,7 +345,8 @@ at::Tensor Strategy::gather(const PerReplica<at::Tensor>& value) {
 
 std::vector<at::Tensor> Strategy::broadcast(const std::vector<at::Tensor>& values, int source) {
   auto& core = *state_->core;
-  return in_step(core) ? broadcast_in_step(core.step_group(values), values, source)
+  auto& replicas = core.stepper().replicas();
+  return in_step(core) ? broadcast_in_step(replicas.step_group(values), values, source)
                        : broadcast_over_workers(state_->workers(), values, source);
 }
 
@@ -354,9 +361,9 @@ void Strategy::barrier() {
 
 std::string Strategy::explain() const {
   std::ostringstream out;
-  out << state_->core->explain(state_->name) << "prepared: " << state_->modules.size() << " module(s) with "
-      << state_->core->registry().num_parameters() << " parameter tensor(s), " << state_->optimizers.size()
-      << " optimizer(s)\n";
+  out << muster::explain(state_->core->session(), state_->name) << "prepared: " << state_->modules.size()
+      << " module(s) with " << state_->core->session().registry().num_parameters() << " parameter tensor(s), "
+      << state_->optimizers.size() << " optimizer(s)\n";
   return out.str();
 }
 

@@ -4,6 +4,7 @@
 
 #include "muster/error.h"
 #include "optimizer/flat_state.h"
+#include "strategy/registration.h"
 #include "strategy/strategy_state.h"
 
 namespace muster {
@@ -30,33 +31,34 @@ int Strategy::State::set_of(const StepOptions& options) {
       }
     }
   }
-  if (choice.optimizers.empty()) choice.look.push_back(static_cast<uint64_t>(core->registry().num_parameters()));
+  if (choice.optimizers.empty())
+    choice.look.push_back(static_cast<uint64_t>(core->session().registry().num_parameters()));
   const auto positions = choice.optimizers;
   const int set = sets.set_of(std::move(choice), [&] { return members_of(positions); });
   const auto stepping = optimizers_of(set);
   for (auto* optimizer : stepping) bind_flat(*optimizer);
-  if (core->awaits_servers(set) && sets.is_fused(set)) {
+  if (core->sets().awaits_servers(set) && sets.is_fused(set)) {
     auto& first = *stepping.front();
     const auto& flat = **detail::flat_state_of(first);
     detail::follow_state(**detail::flat_state_of(first), first);
-    core->connect_servers(set, flat.flat, flat.indices, detail::groups_of(first));
+    core->sets().connect_servers(set, flat.flat, flat.indices, detail::groups_of(first));
     serve(first);
     StepCall update;
     update.set = set;
     add_update(update);
-    loaders.joined(core->watch(update));
+    loaders.joined(core->stepper().watch(update));
   }
   return set;
 }
 
 std::vector<OptimizerSets::Member> Strategy::State::members_of(const std::vector<int>& positions) const {
-  auto& registry = core->registry();
+  auto& registry = core->session().registry();
   std::vector<OptimizerSets::Member> members;
   bool has_parameters = positions.empty() && registry.num_parameters() > 0;
   for (const int position : positions) {
     auto& optimizer = *optimizers[static_cast<size_t>(position)];
     auto& member = members.emplace_back();
-    member.is_flat = core->options().fuse && detail::flat_state_of(optimizer) != nullptr;
+    member.is_flat = core->session().options().fuse && detail::flat_state_of(optimizer) != nullptr;
     for (const auto& parameter : detail::parameters_of(optimizer)) {
       has_parameters = true;
       member.parameters.push_back(registry.find(parameter));
@@ -98,10 +100,10 @@ void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
   if (flat == nullptr) {
     std::vector<int> indices;
     for (const auto& parameter : detail::parameters_of(optimizer)) {
-      indices.push_back(core->registry().find(parameter));
+      indices.push_back(core->session().registry().find(parameter));
     }
-    core->check_need_no_flat(indices);
-    if (!core->options().shard_optimizer) return;
+    check_need_no_flat(core->session(), indices);
+    if (!core->session().options().shard_optimizer) return;
     throw InvalidArgument("shard_optimizer needs flat optimizers: muster::optim::AdamW, Adam, SGD or Adagrad");
   }
   std::vector<c10::TensorImpl*> parameters;
@@ -110,7 +112,7 @@ void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
     if ((*flat)->from_servers) detail::follow_state(**flat, optimizer);
     return;
   }
-  if (core->has_servers()) {
+  if (core->sets().has_servers()) {
     throw InvalidArgument(
         "parameter servers step one optimizer, with the parameters that it has in the first step, and this is another "
         "one or has others since; give all parameters to one optimizer, as groups of it, before then");
@@ -128,16 +130,17 @@ void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
   uint32_t number = 0;
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
-      indices.push_back(core->registry().find(parameter));
+      indices.push_back(core->session().registry().find(parameter));
       grouped.emplace_back(indices.back(), number);
     }
     ++number;
   }
-  *flat = std::make_shared<detail::FlatState>(detail::FlatState{
-      std::move(parameters), std::move(indices), core->make_flat(grouped, detail::groups_of(optimizer)), core});
+  *flat = std::make_shared<detail::FlatState>(
+      detail::FlatState{std::move(parameters), std::move(indices),
+                        make_flat(core->session(), grouped, detail::groups_of(optimizer)), core});
   (*flat)->check_step_by_hand = [owner = std::weak_ptr<const StrategyCore>(core), own = flat->get()] {
     const auto strategy = owner.lock();
-    if (!strategy || strategy->closed() || !strategy->gradients_are_applied()) return;
+    if (!strategy || strategy->session().closed() || !strategy->stepper().gradients_are_applied()) return;
     const bool has_gradients = std::any_of(own->parameters.begin(), own->parameters.end(),
                                            [](c10::TensorImpl* p) { return p->grad().defined(); });
     if (has_gradients) return;
@@ -176,7 +179,7 @@ void Strategy::State::add_update(StepCall& call) {
 
 void Strategy::State::publish(int set, uint64_t before) {
   const auto stepping = optimizers_of(set);
-  const auto made = core->num_updates(set) - before;
+  const auto made = core->stepper().updates().count(set) - before;
   for (size_t i = 0; i < stepping.size() && i < made; ++i) {
     auto& flat = **detail::flat_state_of(*stepping[i]);
     if (!flat.from_servers) detail::publish_state(flat, *stepping[i]);

@@ -58,7 +58,7 @@ struct Strategy::State {
   State(std::shared_ptr<StrategyCore> core, std::string name);
   ~State();
 
-  /// The set of these optimizers; of whatever is prepared if none is given. Throws as StrategyCore::set_of, and
+  /// The set of these optimizers; of whatever is prepared if none is given. Throws as ParameterSets::set_of, and
   /// InvalidArgument for a parameter of no prepared module.
   int set_of(const StepOptions& options);
   /// What OptimizerSets::set_of() resolves optimizers to.
@@ -74,7 +74,7 @@ struct Strategy::State {
   /// state() that cannot be stepped from.
   void add_update(StepCall& call);
   /// After a call: new state of the flat optimizers that stepped in it stands in their state(). `before`: the core's
-  /// num_updates then.
+  /// Updates::count then.
   void publish(int set, uint64_t before);
 
   /// For a collective outside a step.

@@ -100,7 +100,7 @@ class Preparation:
         index = len(self._loaders)
         prepared: Loader[Any] = Loader(loader, self._host, index=index, sharded=sharded)
         if not sharded:
-            self._core.compare_loader(index, size_in_words(loader))
+            self._passes.of_core.compare(index, size_in_words(loader))
         self._passes.add(prepared)
         self._loaders.append(prepared)
         self._user_loaders.append(loader)

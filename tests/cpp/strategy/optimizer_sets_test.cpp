@@ -8,6 +8,7 @@
 #include "cpp/catch.h"
 #include "muster/error.h"
 #include "strategy/build.h"
+#include "strategy/registration.h"
 
 using namespace muster;
 
@@ -20,7 +21,7 @@ std::shared_ptr<StrategyCore> core_of(int parameters) {
   auto core = make_mirrored({"cpu"}, {}, Balance::equal, ReplicaThreads::own);
   NamedTensors named;
   for (int p = 0; p < parameters; ++p) named.emplace_back("p" + std::to_string(p), at::zeros({1}));
-  core->add_module({{named}, {{}}});
+  add_module(core->session(), {{named}, {{}}});
   return core;
 }
 
@@ -38,10 +39,10 @@ TEST_CASE("a choice of optimizers is resolved once, and when it looks otherwise"
   const auto core = core_of(3);
   OptimizerSets sets(core);
   const int set = sets.set_of({.optimizers = {0}, .look = {1}}, resolve_to({{{0}, true}}));
-  CHECK(core->set_of({0}) == set);
+  CHECK(core->sets().set_of({0}) == set);
   CHECK(sets.set_of({.optimizers = {0}, .look = {1}}, not_resolved) == set);
   CHECK(sets.set_of({.optimizers = {0}, .look = {2}}, resolve_to({{{2, 0, 2}, true}})) == set);
-  CHECK(core->set_of({0, 2}) == set);
+  CHECK(core->sets().set_of({0, 2}) == set);
   CHECK(sets.set_of({.optimizers = {0}, .look = {2}}, not_resolved) == set);
 
   const int other = sets.set_of({.optimizers = {1}, .look = {1}}, resolve_to({{{1}, false}}));
@@ -67,7 +68,7 @@ TEST_CASE("a set without optimizers has all parameters, and nothing that steps",
   const auto core = core_of(2);
   OptimizerSets sets(core);
   const int set = sets.set_of({}, resolve_to({}));
-  CHECK(core->set_of({0, 1}) == set);
+  CHECK(core->sets().set_of({0, 1}) == set);
   CHECK(sets.optimizers_of(set).empty());
   CHECK_FALSE(sets.is_fused(set));
 }
@@ -80,7 +81,7 @@ TEST_CASE("whatever is prepared stays one set, and optimizers by name do not", "
   };
   const int set = sets.set_of(all({0}), resolve_to({{{0}, true}}));
   CHECK(sets.set_of(all({0, 1}), resolve_to({{{0}, true}, {{1}, true}})) == set);
-  CHECK(core->set_of({0, 1}) == set);
+  CHECK(core->sets().set_of({0, 1}) == set);
   CHECK(sets.optimizers_of(set) == Numbers{0, 1});
   CHECK_THROWS_WITH(sets.set_of({.optimizers = {0}}, resolve_to({{{0}, true}})),
                     ContainsSubstring("'p0' is in two different sets"));
@@ -109,6 +110,6 @@ TEST_CASE("what cannot be resolved leaves a set as it was", "[strategy][optimize
   const int set = sets.set_of({.optimizers = {0}, .look = {1}}, resolve_to({{{0}, true}}));
   CHECK_THROWS_AS(sets.set_of({.optimizers = {0}, .look = {2}}, not_resolved), std::logic_error);
   CHECK(sets.is_fused(set));
-  CHECK(core->set_of({0}) == set);
+  CHECK(core->sets().set_of({0}) == set);
   CHECK(sets.set_of({.optimizers = {0}, .look = {1}}, not_resolved) == set);
 }

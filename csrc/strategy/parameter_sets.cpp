@@ -1,0 +1,137 @@
+#include "strategy/parameter_sets.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/log.h"
+#include "muster/error.h"
+
+namespace muster {
+
+int ParameterSets::set_of(std::vector<int> parameters) {
+  const auto pass = session_.enter();
+  std::sort(parameters.begin(), parameters.end());
+  parameters.erase(std::unique(parameters.begin(), parameters.end()), parameters.end());
+  for (size_t s = 0; s < sets_.size(); ++s) {
+    const auto& others = sets_[s]->parameters();
+    if (others == parameters) return static_cast<int>(s);
+    std::vector<int> shared;
+    std::set_intersection(others.begin(), others.end(), parameters.begin(), parameters.end(),
+                          std::back_inserter(shared));
+    if (!shared.empty()) {
+      throw InvalidArgument(
+          "parameter '" + session_.registry().name(static_cast<size_t>(shared.front())) +
+          "' is in two different sets of optimizers=; sets must be equal or disjoint: pass optimizers= "
+          "in every step, with the same groups");
+    }
+  }
+  sets_.push_back(std::make_unique<ParameterSet>(session_.registry(), session_.topology(), session_.groups(),
+                                                 session_.options(), &session_, std::move(parameters)));
+  num_looked_at_ = 0;
+  return static_cast<int>(sets_.size()) - 1;
+}
+
+void ParameterSets::change_set(int set, std::vector<int> parameters) {
+  const auto pass = session_.enter();
+  std::sort(parameters.begin(), parameters.end());
+  at(set).set_parameters(std::move(parameters));
+  num_looked_at_ = 0;
+}
+
+std::vector<int> ParameterSets::open() const {
+  const auto pass = session_.enter();
+  std::vector<int> open;
+  for (size_t s = 0; s < sets_.size(); ++s) {
+    if (sets_[s]->window_open()) open.push_back(static_cast<int>(s));
+  }
+  return open;
+}
+
+const std::vector<size_t>& ParameterSets::outsiders() {
+  const size_t num_parameters = session_.registry().num_parameters();
+  if (num_looked_at_ == num_parameters) return outsiders_;
+  num_looked_at_ = num_parameters;
+  outsiders_.clear();
+  std::vector<bool> inside(num_parameters, false);
+  for (const auto& set : sets_) {
+    for (int p : set->parameters()) inside[static_cast<size_t>(p)] = true;
+  }
+  for (size_t p = 0; p < num_parameters; ++p) {
+    if (!inside[p]) outsiders_.push_back(p);
+  }
+  return outsiders_;
+}
+
+ParameterSet& ParameterSets::begin_step(int set) {
+  auto& begun = at(set);
+  session_.registry().follow_moves(/*copies_all=*/!begun.window_open());
+  for (const auto& known : sets_) known->set_ignored(known.get() != &begun);
+  return begun;
+}
+
+bool ParameterSets::awaits_servers(int set) const {
+  const auto pass = session_.enter();
+  auto& of_set = at(set);
+  return of_set.server_window() != nullptr && of_set.servers() == nullptr;
+}
+
+void ParameterSets::connect_servers(int set, const FlatOptimizer& optimizer, const std::vector<int>& parameters,
+                                    const FlatGroups& groups) {
+  session_.check_callable();
+  if (has_servers()) {
+    throw InvalidArgument(
+        "parameter servers hold one set of parameters, and this step trains another; pass the same optimizers= in "
+        "every step, or use another strategy");
+  }
+  at(set).connect_servers(optimizer, parameters, groups);
+}
+
+ParameterSet* ParameterSets::served() const noexcept {
+  const auto found =
+      std::find_if(sets_.begin(), sets_.end(), [](const auto& set) { return set->servers() != nullptr; });
+  return found == sets_.end() ? nullptr : found->get();
+}
+
+ServerExchange& ParameterSets::servers() const {
+  if (auto* const set = served()) return *set->servers();
+  session_.check_open();
+  throw InvalidArgument(
+      "parameter servers deal batches once they know the model; prepare() the modules and the optimizer (AdamW, Adam, "
+      "SGD or Adagrad) before a loader is iterated");
+}
+
+void ParameterSets::refresh() {
+  auto* const set = served();
+  if (set != nullptr && !set->window_open()) set->servers()->refresh();
+}
+
+std::vector<at::Tensor> ParameterSets::state_on_servers(const std::vector<int>& parameters, server::Part part,
+                                                        bool to_stay) const {
+  auto* const set = served();
+  if (set == nullptr) return {};
+  const auto& trained = set->trainable();
+  const auto whole = set->servers()->fetch(part, to_stay);
+  std::vector<at::Tensor> values;
+  for (const int index : parameters) {
+    const auto found = std::find(trained.begin(), trained.end(), index);
+    values.push_back(found == trained.end() ? at::Tensor() : whole[static_cast<size_t>(found - trained.begin())]);
+  }
+  return values;
+}
+
+void ParameterSets::leave_memory() noexcept {
+  try {
+    for (const auto& set : sets_) set->leave_memory();
+  } catch (const std::exception& error) {
+    log(LogLevel::warning, std::string("parameters stay in memory that the host's other workers see: ") + error.what());
+  }
+}
+
+void ParameterSets::end() {
+  if (auto* const set = served()) set->servers()->bring_rows_back();
+  leave_memory();
+  sets_.clear();
+}
+
+}  // namespace muster

@@ -1,0 +1,62 @@
+// The sets of parameters of a strategy: those that are stepped together, and the one that servers hold.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "strategy/session.h"
+#include "window/parameter_set.h"
+
+namespace muster {
+
+/// Owned by the thread that prepares and steps. Sets are numbered from 0 on.
+class ParameterSets {
+ public:
+  explicit ParameterSets(Session& session) : session_(session) {}
+
+  /// The set of exactly these parameters (registry indices, any order). Throws InvalidArgument if it shares parameters
+  /// with another set without being equal to it.
+  int set_of(std::vector<int> parameters);
+  /// The parameters of a set changed (add_param_group): takes effect at its next window.
+  void change_set(int set, std::vector<int> parameters);
+
+  ParameterSet& at(int set) const { return *sets_.at(static_cast<size_t>(set)); }
+  /// The numbers of the sets whose window is open.
+  std::vector<int> open() const;
+  /// Registry indices of the parameters in no set.
+  const std::vector<size_t>& outsiders();
+
+  /// The set, whose gradients are kept from here on, and those of other sets dropped.
+  ParameterSet& begin_step(int set);
+
+  /// Whether the set's parameters live on servers that connect_servers() is to connect.
+  bool awaits_servers(int set) const;
+  /// See ParameterSet::connect_servers. Throws InvalidArgument for a second set: servers hold one.
+  void connect_servers(int set, const FlatOptimizer& optimizer, const std::vector<int>& parameters,
+                       const FlatGroups& groups);
+  /// Whether servers hold parameters and their state.
+  bool has_servers() const noexcept { return served() != nullptr; }
+  /// Throws InvalidArgument without has_servers().
+  ServerExchange& servers() const;
+  /// Takes in what servers have of a set whose window is not open. No-op without has_servers().
+  void refresh();
+  /// A part of the state of the parameters of the registry, from the servers that hold it; undefined where there is
+  /// none. Empty without has_servers(). `to_stay`: not of rows that workers have no memory for.
+  std::vector<at::Tensor> state_on_servers(const std::vector<int>& parameters, server::Part part, bool to_stay) const;
+
+  /// See ParameterSet::leave_memory; what it throws is logged.
+  void leave_memory() noexcept;
+  /// Ends all sets, when no replica runs. Rows that servers hold come back before.
+  void end();
+
+ private:
+  ParameterSet* served() const noexcept;
+
+  Session& session_;
+  std::vector<std::unique_ptr<ParameterSet>> sets_;
+  std::vector<size_t> outsiders_;  // among the first `num_looked_at_` of the registry
+  size_t num_looked_at_ = 0;       // 0: sets have changed since
+};
+
+}  // namespace muster

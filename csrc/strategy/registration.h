@@ -1,0 +1,31 @@
+// What prepare() registers with a strategy: modules, rows of embeddings, and flat optimizers over their parameters.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "optimizer/flat_optimizer.h"
+#include "strategy/session.h"
+
+namespace muster {
+
+/// As ParameterRegistry::add. Before the first one the speed of the link is measured, unless options say how large
+/// buckets are.
+int add_module(Session& session, ModuleTensors module);
+
+/// After add_module; collective over workers where there are servers, which will hold the rows: all workers get the
+/// chief's seed, or the job's. See ParameterRegistry::note_rows. Throws InvalidArgument for rows that are not here
+/// where there are no servers.
+void note_rows(Session& session, const at::Tensor& weight, EmbeddingRows rows);
+
+/// Throws InvalidArgument for parameters of the registry that only a flat optimizer steps as they ask: row-wise
+/// Adagrad.
+void check_need_no_flat(const Session& session, const std::vector<int>& parameters);
+
+/// A flat optimizer over parameters of the registry, (index, group) by parameter; sharded as the options say. Throws
+/// InvalidArgument for complex parameters.
+FlatOptimizer make_flat(const Session& session, const std::vector<std::pair<int, uint32_t>>& parameters,
+                        const FlatGroups& groups);
+
+}  // namespace muster

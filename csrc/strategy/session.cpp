@@ -1,0 +1,92 @@
+#include "strategy/session.h"
+
+#include <utility>
+
+#include "muster/error.h"
+#include "window/divided_update.h"
+
+namespace muster {
+
+namespace {
+
+void check_outside_steps() {
+  if (current_replica()) throw InvalidArgument("step(), run() and flush() cannot be called inside a step");
+}
+
+}  // namespace
+
+Session::Session(Topology topology, Groups groups, StrategyOptions options, std::shared_ptr<ReplicaPool> pool,
+                 uint64_t seed)
+    : topology_(std::move(topology)),
+      groups_(std::move(groups)),
+      options_(options),
+      pool_(std::move(pool)),
+      divides_steps_(muster::divides_steps(topology_, groups_, options_)),
+      registry_(topology_.devices),
+      streams_(topology_.devices, seed) {}
+
+comm::Communicator& Session::workers() {
+  check_open();
+  return *groups_.workers;
+}
+
+comm::Communicator& Session::to_prepare() {
+  check_open();
+  return groups_.to_prepare();
+}
+
+void Session::balance_parts() {
+  if (topology_.local_replicas() > 1) balancer_ = std::make_unique<Balancer>(topology_.local_replicas());
+}
+
+int Session::current_local_replica() const {
+  const auto context = current_replica();
+  return context && context->strategy == this ? context->local_replica : -1;
+}
+
+void Session::abort_groups(const std::string& reason) noexcept {
+  for (const auto* of_replicas : {&groups_.gradients, &groups_.step, &groups_.control}) {
+    for (const auto& group : *of_replicas) group->abort(reason);
+  }
+}
+
+CallGate::Pass Session::enter_alone(const char* what) {
+  check_outside_steps();
+  return gate_.enter_alone(what);
+}
+
+void Session::check_open() const {
+  if (closed()) throw InvalidArgument("the strategy is closed; make a new one");
+}
+
+void Session::check_callable() const {
+  check_open();
+  check_outside_steps();
+  if (busy()) throw CommError("a step that was interrupted is still running in a replica; wait for it, or exit");
+}
+
+void Session::close(const std::function<void()>& last, const std::function<void()>& poll) {
+  if (current_local_replica() >= 0) {
+    throw InvalidArgument("close() was called inside a step of the strategy; call stop() there, and close() after it");
+  }
+  gate_.close(
+      [&] {
+        if (busy()) abort_interrupted();
+        pool_->stop(poll);
+        last();
+      },
+      poll);
+}
+
+void Session::leave() noexcept {
+  gate_.shut();
+  if (busy()) abort_interrupted();
+  pool_->release();
+}
+
+// A replica that an interrupt left behind may be waiting for a peer that does not come.
+void Session::abort_interrupted() noexcept {
+  abort_groups("rank " + std::to_string(topology_.rank) + " was interrupted in a step and closed its strategy");
+}
+
+}  // namespace muster
