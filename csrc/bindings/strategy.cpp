@@ -88,7 +88,8 @@ std::vector<OptimizerStep> optimizer_steps_of(const py::object& given) {
   return steps;
 }
 
-// `optimizers` as optimizer_steps_of's; `before_update` returns them again, as hooks and the user's function left them.
+// `optimizers` as optimizer_steps_of's; `before_update` returns (algorithm, rows of hyperparameters) of each, as hooks
+// and the user's function left them.
 void add_update(StepCall& step, const py::object& optimizers, const py::object& before_update,
                 const py::object& update_from_grad) {
   step.optimizers = optimizer_steps_of(optimizers);
@@ -97,7 +98,10 @@ void add_update(StepCall& step, const py::object& optimizers, const py::object& 
   step.before_update = [kept = keep(before_update)] {
     const py::gil_scoped_acquire gil;
     std::vector<FlatGroups> groups;
-    for (auto& optimizer : optimizer_steps_of((*kept)())) groups.push_back(std::move(optimizer.groups));
+    for (const auto& [algorithm, rows] :
+         py::cast<std::vector<std::pair<std::string, std::vector<std::vector<double>>>>>((*kept)())) {
+      groups.push_back(flat_groups(algorithm, rows));
+    }
     return groups;
   };
 }

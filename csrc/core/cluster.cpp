@@ -17,7 +17,7 @@ namespace {
 using Environment = Cluster::Environment;
 
 /// What one launcher says of this process.
-struct Launch {
+struct LauncherFacts {
   const char* launcher;
   const char* rank_name;
   const char* size_name;
@@ -67,7 +67,7 @@ int required(const Environment& environment, const char* name, const char* becau
   throw InvalidArgument(std::string(because) + " is set but " + name + " is not; set both, or neither");
 }
 
-void check_place(const Launch& launch) {
+void check_place(const LauncherFacts& launch) {
   if (launch.size < 1 || launch.rank < 0 || launch.rank >= launch.size) {
     throw InvalidArgument(quote(launch.rank_name, launch.rank) + " and " + quote(launch.size_name, launch.size) +
                           " contradict each other: a rank lies in [0, " + launch.size_name + "); set both anew");
@@ -95,10 +95,10 @@ std::optional<std::string> slurm_nodes(const Environment& environment) {
   return first_of(environment, {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"});
 }
 
-Launch slurm(const Environment& environment) {
+LauncherFacts slurm(const Environment& environment) {
   // SLURM_NTASKS can be the allocation's; the step knows better.
   const char* size_name = get(environment, "SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
-  Launch launch{"slurm", "SLURM_PROCID", size_name};
+  LauncherFacts launch{"slurm", "SLURM_PROCID", size_name};
   launch.rank = required(environment, "SLURM_PROCID", "SLURM_STEP_ID");
   launch.size = required(environment, size_name, "SLURM_PROCID");
   launch.local_rank = required(environment, "SLURM_LOCALID", "SLURM_PROCID");
@@ -109,8 +109,8 @@ Launch slurm(const Environment& environment) {
   return launch;
 }
 
-Launch open_mpi(const Environment& environment) {
-  Launch launch{"openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"};
+LauncherFacts open_mpi(const Environment& environment) {
+  LauncherFacts launch{"openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"};
   launch.rank = required(environment, launch.rank_name, launch.size_name);
   launch.size = required(environment, launch.size_name, launch.rank_name);
   launch.local_rank = required(environment, "OMPI_COMM_WORLD_LOCAL_RANK", launch.rank_name);
@@ -121,8 +121,8 @@ Launch open_mpi(const Environment& environment) {
   return launch;
 }
 
-Launch torchrun(const Environment& environment) {
-  Launch launch{"torchrun", "RANK", "WORLD_SIZE"};
+LauncherFacts torchrun(const Environment& environment) {
+  LauncherFacts launch{"torchrun", "RANK", "WORLD_SIZE"};
   launch.rank = required(environment, "RANK", "WORLD_SIZE");
   launch.size = required(environment, "WORLD_SIZE", "RANK");
   launch.local_rank = get_integer(environment, "LOCAL_RANK").value_or(0);
@@ -145,9 +145,9 @@ void check_agreement(const Environment& environment, const char* name, const cha
                         ", or set all of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which then count");
 }
 
-std::optional<Launch> find_launch(const Environment& environment) {
+std::optional<LauncherFacts> find_launch(const Environment& environment) {
   if (torchrun_is_complete(environment)) return torchrun(environment);
-  std::optional<Launch> launch;
+  std::optional<LauncherFacts> launch;
   if (first_of(environment, {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"})) {
     launch = open_mpi(environment);
   } else if (is_slurm_task(environment)) {
@@ -205,7 +205,7 @@ uint16_t master_port(const std::string& text) {
   return static_cast<uint16_t>(port);
 }
 
-std::string find_address(const Environment& environment, const Launch& launch) {
+std::string find_address(const Environment& environment, const LauncherFacts& launch) {
   const auto host = get(environment, "MASTER_ADDR");
   const auto port = get(environment, "MASTER_PORT");
   Address address;

@@ -48,7 +48,7 @@ std::string explain(Session& session, const std::string& name) {
                                          : "each replica has a thread of its own");
   if (!capacities.empty()) out << "; they take " << in_words(capacities) << " of a batch, by capacity";
   out << '\n';
-  const bool steps_together = !groups.servers || groups.servers->staleness == 0;
+  const bool steps_together = !groups.deals_batches();
   out << "gradients: " << (steps_together ? "summed over replicas through " : "each worker's own, through ")
       << groups.backend << ", in buckets of up to " << in_bytes(groups.buckets.usual);
   if (options.bucket_bytes) {

@@ -12,6 +12,7 @@ _checkpoint: Any  # snapshots, for tests
 _server: Any  # parameter servers, and probes of them for tests and benchmarks
 kernels: Any  # kernels over tensors, for tests and benchmarks
 
+_FlatGroups = tuple[str, list[list[float]]]
 _FlatStep = tuple[FlatOptimizer, list[int], str, list[list[float]]]
 _Optimizers = Sequence[_FlatStep] | Sequence[list[str]]
 
@@ -229,7 +230,7 @@ class StrategyCore:
         set: int,
         loader_ended: bool,
         optimizers: _Optimizers,
-        before_update: Callable[[], Sequence[_FlatStep]] | None,
+        before_update: Callable[[], Sequence[_FlatGroups]] | None,
         update_from_grad: Callable[[], None] | None,
         interrupt: Callable[[], None] | None,
         batches: Sequence[tuple[int, int, int]],
@@ -237,7 +238,7 @@ class StrategyCore:
     ) -> dict[str, Any]: ...
     def flush(
         self,
-        updates: Sequence[tuple[int, _Optimizers, Callable[[], Sequence[_FlatStep]] | None, Callable[[], None] | None]],
+        updates: Sequence[tuple[int, _Optimizers, Callable[[], Sequence[_FlatGroups]] | None, Callable[[], None] | None]],
     ) -> dict[str, Any] | None: ...
     def open_sets(self) -> list[int]: ...
     def num_updates(self, set: int) -> int: ...
@@ -256,7 +257,7 @@ class StrategyCore:
         self,
         set: int,
         optimizers: _Optimizers,
-        before_update: Callable[[], Sequence[_FlatStep]] | None,
+        before_update: Callable[[], Sequence[_FlatGroups]] | None,
         update_from_grad: Callable[[], None] | None,
     ) -> bytes: ...
     def connect_servers(

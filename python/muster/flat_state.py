@@ -15,7 +15,10 @@ from muster import _C
 from muster.errors import InvalidArgument
 from muster.exact_loads import ExactLoads
 
-__all__ = ["DTYPES", "Algorithm", "Elsewhere", "FlatState", "FlatStep", "SteppedOptimizer"]
+__all__ = ["DTYPES", "Algorithm", "Elsewhere", "FlatGroups", "FlatState", "FlatStep", "SteppedOptimizer"]
+
+FlatGroups = tuple[str, list[list[float]]]
+"""An algorithm and its hyperparameters by group."""
 
 FlatStep = tuple[_C.FlatOptimizer, list[int], str, list[list[float]]]
 """A flat optimizer as a step uses it: its core, its parameters' numbers, its algorithm, hyperparameters by group."""
@@ -118,8 +121,12 @@ class FlatState:
 
     def flat_step(self) -> FlatStep:
         """What the core steps in the next call, after follow(): workers compare it."""
+        return self._flat, self.indices, *self.flat_groups()
+
+    def flat_groups(self) -> FlatGroups:
+        """What the core steps by, after follow()."""
         self.follow()
-        return self._flat, self.indices, self._algorithm.name, self._groups()
+        return self._algorithm.name, self._groups()
 
     def publish(self) -> None:
         """After the core stepped: views of state that is new stand in `state`. What user code changed there since

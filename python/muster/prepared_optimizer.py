@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from muster import _C, optim, structure
 from muster.by_hand import ByHand
 from muster.errors import InvalidArgument, LayoutMismatch
-from muster.flat_state import FlatState, FlatStep
+from muster.flat_state import FlatGroups, FlatState, FlatStep
 from muster.options import StrategyOptions
 
 __all__ = ["PreparedOptimizer"]
@@ -135,6 +135,10 @@ class PreparedOptimizer:
     def flat_step(self) -> FlatStep:
         """What the core steps in the next call."""
         return self._state().flat_step()
+
+    def flat_groups(self) -> FlatGroups:
+        """What it is stepped by, as hooks and the user's function left it."""
+        return self._state().flat_groups()
 
     def hyperparameters(self) -> list[str]:
         """The numbers in its groups, in words: ranks that step from `.grad` compare them. What a device holds is left

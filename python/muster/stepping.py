@@ -14,7 +14,7 @@ from muster import _C, per_replica
 from muster.batch import digest
 from muster.by_hand import ByHand
 from muster.errors import InvalidArgument
-from muster.flat_state import FlatStep
+from muster.flat_state import FlatGroups, FlatStep
 from muster.loader_host import LoaderHost
 from muster.optimizer_sets import OptimizerSets
 from muster.options import StrategyOptions
@@ -29,7 +29,7 @@ __all__ = ["Stepping"]
 
 _Update = tuple[
     list[FlatStep] | list[list[str]],
-    Callable[[], list[FlatStep]] | None,
+    Callable[[], list[FlatGroups]] | None,
     Callable[[], None] | None,
 ]
 
@@ -201,24 +201,22 @@ class Stepping:
         optimizers = self.sets.optimizers_of(set_number)
         if self.sets.is_fused(set_number):
             hooked = optimizers if self._hooked.get(set_number, False) else ()
-            return self._flat_steps(optimizers), partial(self._before_update, optimizers, hooked), None
+            steps = [optimizer.flat_step() for optimizer in optimizers]
+            return steps, partial(self._before_update, optimizers, hooked), None
         if not optimizers:
             return [], None, None
         is_compared = self._core.num_workers > 1
         words = [optimizer.hyperparameters() for optimizer in optimizers] if is_compared else []
         return words, None, partial(self._update_from_grad, set_number, optimizers)
 
-    def _flat_steps(self, optimizers: Sequence[PreparedOptimizer]) -> list[FlatStep]:
-        return [optimizer.flat_step() for optimizer in optimizers]
-
     def _before_update(
         self, optimizers: Sequence[PreparedOptimizer], hooked: Sequence[PreparedOptimizer]
-    ) -> list[FlatStep]:
+    ) -> list[FlatGroups]:
         """Called by the core before it steps flat optimizers: calls the hooks of `hooked`, and reads what these and the
         user's function left in groups and state. Where there are hooks, ranks agree on what it raises."""
         for optimizer in hooked:
             optimizer.call_pre_hooks()
-        return self._flat_steps(optimizers)
+        return [optimizer.flat_groups() for optimizer in optimizers]
 
     def _publish(self, set_number: int, before: int) -> None:
         """After a call, before which `num_updates` was `before`."""

@@ -26,8 +26,8 @@ void try_message(uint16_t type, std::string_view bytes) {
       return try_as<Hello>(bytes);
     case Welcome::kType:
       return try_as<Welcome>(bytes);
-    case Failure::kType:
-      return try_as<Failure>(bytes);
+    case Refusal::kType:
+      return try_as<Refusal>(bytes);
     case Configure::kType: {
       try_as<Configure>(bytes);
       const auto plan = decode<Configure>(bytes).plan;

@@ -61,7 +61,7 @@ void Arena::make_piece(size_t bytes, Milliseconds timeout) {
   auto piece = std::make_shared<Piece>(launcher_->shared_clique(), local_, std::max(bytes, align(piece_bytes_)));
   const NcclApi& nccl = launcher_->clique().nccl();
   if (nccl.register_window) {
-    Part part;
+    LaunchPart part;
     part.request.numel = static_cast<int64_t>(piece->bytes);
     part.encode = [&nccl, piece](Comm comm, Stream) {
       return nccl.register_window(comm, piece->data, piece->bytes, &piece->window);

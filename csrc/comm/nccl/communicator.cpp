@@ -193,7 +193,7 @@ Roll NcclCommunicator::gather_cards_on_device(const Request& request) {
 // Launched, and joined by the current stream, when it returns.
 void NcclCommunicator::run_among(const Roll& roll, const Request& request, std::vector<at::Tensor> tensors,
                                  Encode encode) {
-  Part part{request, std::move(encode), std::move(tensors), {}};
+  LaunchPart part{request, std::move(encode), std::move(tensors), {}};
   const Clique::Options& options = launcher_->clique().options();
   for (int i = 0; i < launcher_->clique().local_ranks(); ++i) {
     part.takes_part.push_back(roll.is_present(options.first_rank + i));

@@ -81,7 +81,7 @@ Launcher::~Launcher() {
 
 // --- posting -------------------------------------------------------------------------------------------------------
 
-LaunchPtr Launcher::post(int local, Part part) {
+LaunchPtr Launcher::post(int local, LaunchPart part) {
   clique_->check();
   const DeviceScope scope(device_, device_of(local));
   const Stream current = device_.current_stream(device_of(local));
@@ -333,12 +333,12 @@ std::vector<LaunchPtr> Launcher::collect_finished_locked() {
 // Tensors are released without the lock: that can run a destructor of Python, which waits for other threads.
 void Launcher::reap() {
   std::vector<LaunchPtr> finished;
-  std::vector<Part> parts;
+  std::vector<LaunchPart> parts;
   {
     const std::lock_guard lock(mutex_);
     finished = collect_finished_locked();
     for (const LaunchPtr& launch : finished) {
-      Part& part = parts.emplace_back();
+      LaunchPart& part = parts.emplace_back();
       std::swap(part.encode, launch->part.encode);
       std::swap(part.tensors, launch->part.tensors);
     }

@@ -18,7 +18,7 @@
 namespace muster::comm::nccl {
 
 /// One rank's part in a collective. What the rank gives:
-struct Part {
+struct LaunchPart {
   Request request;  ///< compared with those of the other ranks of this process
   /// Called once, in a group with the other ranks' parts. Empty: nothing goes to the device.
   std::function<Status(Comm, Stream)> encode;
@@ -28,7 +28,7 @@ struct Part {
 
 /// A part that was posted. Guarded by its launcher's mutex.
 struct Launch {
-  Part part;
+  LaunchPart part;
   EventPtr ready;     ///< what the rank's current stream held when it posted
   EventPtr finished;  ///< null once finished
   Clock::time_point posted;
@@ -58,7 +58,7 @@ class Launcher {
 
   /// The part follows what the calling thread's current stream holds. Throws what ended the clique, and
   /// InvalidArgument for several ranks while the stream is captured.
-  LaunchPtr post(int local, Part part);
+  LaunchPtr post(int local, LaunchPart part);
 
   /// Blocks the host until the part is on its stream.
   void await_launched(int local, Launch& launch, Milliseconds timeout);

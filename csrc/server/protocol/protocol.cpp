@@ -4,49 +4,49 @@ namespace muster::server {
 
 namespace {
 
-Failure failure(Failure::Kind kind, const std::exception& error) {
+Refusal refusal(Refusal::Kind kind, const std::exception& error) {
   return {kind, std::string(error.what()).substr(0, kMaxText)};
 }
 
 }  // namespace
 
-Failure describe(const std::exception_ptr& error) {
-  using Kind = Failure::Kind;
+Refusal describe(const std::exception_ptr& error) {
+  using Kind = Refusal::Kind;
   try {
     std::rethrow_exception(error);
   } catch (const Fenced& fenced) {
-    return failure(Kind::fenced, fenced);
+    return refusal(Kind::fenced, fenced);
   } catch (const LayoutMismatch& mismatch) {
-    return failure(Kind::layout_mismatch, mismatch);
+    return refusal(Kind::layout_mismatch, mismatch);
   } catch (const InvalidArgument& invalid) {
-    return failure(Kind::invalid_argument, invalid);
+    return refusal(Kind::invalid_argument, invalid);
   } catch (const Timeout& timeout) {
-    return failure(Kind::timeout, timeout);
+    return refusal(Kind::timeout, timeout);
   } catch (const CheckpointError& checkpoint) {
-    return failure(Kind::checkpoint, checkpoint);
+    return refusal(Kind::checkpoint, checkpoint);
   } catch (const PeerLost& lost) {
-    return failure(lost.rank() == kChief ? Kind::chief_lost : Kind::other, lost);
+    return refusal(lost.rank() == kChief ? Kind::chief_lost : Kind::other, lost);
   } catch (const std::exception& other) {
-    return failure(Kind::other, other);
+    return refusal(Kind::other, other);
   }
 }
 
-void raise(const Failure& failure) {
-  switch (failure.kind) {
-    case Failure::Kind::invalid_argument:
-      throw InvalidArgument(failure.text);
-    case Failure::Kind::layout_mismatch:
-      throw LayoutMismatch(failure.text);
-    case Failure::Kind::timeout:
-      throw Timeout(failure.text);
-    case Failure::Kind::fenced:
-      throw Fenced(failure.text);
-    case Failure::Kind::checkpoint:
-      throw CheckpointError(failure.text);
-    case Failure::Kind::chief_lost:
-      throw PeerLost(kChief, failure.text);
+void raise(const Refusal& refusal) {
+  switch (refusal.kind) {
+    case Refusal::Kind::invalid_argument:
+      throw InvalidArgument(refusal.text);
+    case Refusal::Kind::layout_mismatch:
+      throw LayoutMismatch(refusal.text);
+    case Refusal::Kind::timeout:
+      throw Timeout(refusal.text);
+    case Refusal::Kind::fenced:
+      throw Fenced(refusal.text);
+    case Refusal::Kind::checkpoint:
+      throw CheckpointError(refusal.text);
+    case Refusal::Kind::chief_lost:
+      throw PeerLost(kChief, refusal.text);
     default:
-      throw CommError(failure.text);
+      throw CommError(refusal.text);
   }
 }
 

@@ -25,7 +25,7 @@ class Fenced : public CommError {
 };
 
 /// What an error becomes on its way to a worker, and there again.
-Failure describe(const std::exception_ptr& error);
-[[noreturn]] void raise(const Failure& failure);
+Refusal describe(const std::exception_ptr& error);
+[[noreturn]] void raise(const Refusal& refusal);
 
 }  // namespace muster::server

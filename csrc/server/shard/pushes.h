@@ -41,14 +41,14 @@ class Steps {
 /// One worker's sums of a step.
 struct WorkerSums {
   /// Of a chunk: the only part. Of a table: its values are of `rows` rows.
-  struct Part {
+  struct Pushed {
     size_t rows = 0;
     Bytes values;
     std::shared_ptr<const void> owner;  ///< keeps them alive
   };
   uint64_t incarnation = 0;
   uint32_t num_parts = 1;
-  std::vector<Part> parts;    ///< those that came
+  std::vector<Pushed> parts;  ///< those that came
   std::vector<int64_t> rows;  ///< of all parts, strictly ascending
   int64_t bytes = 0;
 

@@ -92,7 +92,7 @@ class Link {
   /// Decodes an answer. Throws what the server answered instead.
   template <class Message>
   static Message expect(const net::Frame& frame) {
-    if (frame.type == Failure::kType) raise(decode<Failure>(frame.message));
+    if (frame.type == Refusal::kType) raise(decode<Refusal>(frame.message));
     if (frame.type != Message::kType) refuse(frame.type);
     return decode<Message>(frame.message);
   }

@@ -32,13 +32,13 @@ struct Welcome {
 };
 
 /// The request could not be served; the connection goes on.
-struct Failure {
+struct Refusal {
   static constexpr uint16_t kType = 3;
   enum class Kind : uint8_t { other, invalid_argument, layout_mismatch, timeout, fenced, checkpoint, chief_lost };
   Kind kind = Kind::other;
   std::string text;
 
-  static constexpr auto kFields = fields(&Failure::kind, bounded(&Failure::text, kMaxText));
+  static constexpr auto kFields = fields(&Refusal::kind, bounded(&Refusal::text, kMaxText));
 };
 
 struct Done {

@@ -113,7 +113,7 @@ void fuzz_decoders(std::chrono::steady_clock::time_point end, unsigned seed) {
   std::minstd_rand random(seed);
   auto samples = requests();
   for (const auto& more :
-       {sample(Welcome{1, 2}), sample(Failure{Failure::Kind::fenced, "text"}), sample(Values{1, 2}),
+       {sample(Welcome{1, 2}), sample(Refusal{Refusal::Kind::fenced, "text"}), sample(Values{1, 2}),
         sample(Partials{{1, 2}}), sample(Recalled{{1, 2}}), sample(Dealt{}), sample(Standing{true, 1, {0, 2}, "facts"}),
         sample(Joined{1, {{0, 2}}}), sample(FetchedRows{2, 1}), sample(RowPartials{3})}) {
     samples.push_back(more);

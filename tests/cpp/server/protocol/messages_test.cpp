@@ -71,7 +71,7 @@ void check_bound(std::string before, uint32_t most) {
 TEST_CASE("every message has the bytes that it always had", "[server]") {
   CHECK(bytes_of(Hello{1, 2, 3}) == "01000000020000000300000000000000");
   CHECK(bytes_of(Welcome{1, 2}) == "01000000000000000200000000000000");
-  CHECK(bytes_of(Failure{Failure::Kind::fenced, "ab"}) == "04020000006162");
+  CHECK(bytes_of(Refusal{Refusal::Kind::fenced, "ab"}) == "04020000006162");
   CHECK(bytes_of(Done{}) == "");
   CHECK(bytes_of(Configure{1, plan_of(std::vector<kernels::AdamGroup>{kAdam}), 2, "f"}) ==
         "01000000010000000200000061620f02000000030000000000000004000000000000000200000004000000000000000100000000000000"
@@ -130,7 +130,7 @@ TEST_CASE("every message has the bytes that it always had", "[server]") {
 
 TEST_CASE("every list and text of a message has a bound", "[server]") {
   const auto zeros = [](size_t n) { return std::string(n, '\0'); };
-  check_bound<Failure>(zeros(1), kMaxText);
+  check_bound<Refusal>(zeros(1), kMaxText);
   check_bound<Configure>(zeros(4), kMaxParameters);
   check_bound<Standing>(zeros(9), kMaxWorkers);
   check_bound<Standing>(zeros(13), kMaxRecord);

@@ -45,7 +45,7 @@ TEST_CASE("messages read back as they were written", "[server]") {
 
 TEST_CASE("the bytes are those of the document", "[server]") {
   CHECK(encode(Push{0x0102, 3}) == std::string("\x02\x01\0\0\0\0\0\0\x03\0\0\0", 12));
-  CHECK(encode(Failure{Failure::Kind::timeout, "ab"}) == std::string("\x03\x02\0\0\0ab", 7));
+  CHECK(encode(Refusal{Refusal::Kind::timeout, "ab"}) == std::string("\x03\x02\0\0\0ab", 7));
   CHECK(encode(PushRows{1, 2, 3, 4}) == std::string("\x01\0\0\0\0\0\0\0\x02\0\0\0\x03\0\0\0\x04\0\0\0", 20));
   CHECK(encode(PullRows{1, 2, true, 3}) == std::string("\x01\0\0\0\x02\0\0\0\0\0\0\0\x01\x03\0\0\0\0\0\0\0", 21));
   CHECK(encode(WriteRowSteps{1, 2}) == std::string("\x01\0\0\0\x02\0\0\0\0\0\0\0", 12));

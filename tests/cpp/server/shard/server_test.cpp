@@ -499,21 +499,21 @@ TEST_CASE("a server serves on whatever somebody sends", "[server]") {
     return frame;
   };
   const auto channel = net::connect_on_host(running.names[0], nullptr, in(5'000));
-  CHECK(answer_to(*channel, Push::kType, encode(Push{1, 0})).type == Failure::kType);  // before Hello
-  CHECK(answer_to(*channel, 999, "").type == Failure::kType);
-  CHECK(answer_to(*channel, Hello::kType, encode(Hello{kMaxWorkers, 0, 0})).type == Failure::kType);
+  CHECK(answer_to(*channel, Push::kType, encode(Push{1, 0})).type == Refusal::kType);  // before Hello
+  CHECK(answer_to(*channel, 999, "").type == Refusal::kType);
+  CHECK(answer_to(*channel, Hello::kType, encode(Hello{kMaxWorkers, 0, 0})).type == Refusal::kType);
   CHECK(answer_to(*channel, Hello::kType, encode(Hello{1, 0, 0})).type == Welcome::kType);
-  CHECK(answer_to(*channel, 999, "").type == Failure::kType);
-  CHECK(answer_to(*channel, Push::kType, "short").type == Failure::kType);
-  CHECK(answer_to(*channel, Push::kType, encode(Push{1, 0})).type == Failure::kType);  // no payload
-  CHECK(answer_to(*channel, Push::kType, encode(Push{1, 999})).type == Failure::kType);
-  CHECK(answer_to(*channel, Read::kType, encode(Read{0, static_cast<Part>(77), 0, false, 0})).type == Failure::kType);
-  CHECK(answer_to(*channel, Read::kType, encode(Read{0, Part::parameter, 0, true, 0})).type == Failure::kType);
-  CHECK(answer_to(*channel, Sum::kType, encode(Sum{1, {5, 4}})).type == Failure::kType);
-  CHECK(answer_to(*channel, Commit::kType, encode(Commit{1, {}, {}})).type == Failure::kType);  // has not joined
+  CHECK(answer_to(*channel, 999, "").type == Refusal::kType);
+  CHECK(answer_to(*channel, Push::kType, "short").type == Refusal::kType);
+  CHECK(answer_to(*channel, Push::kType, encode(Push{1, 0})).type == Refusal::kType);  // no payload
+  CHECK(answer_to(*channel, Push::kType, encode(Push{1, 999})).type == Refusal::kType);
+  CHECK(answer_to(*channel, Read::kType, encode(Read{0, static_cast<Part>(77), 0, false, 0})).type == Refusal::kType);
+  CHECK(answer_to(*channel, Read::kType, encode(Read{0, Part::parameter, 0, true, 0})).type == Refusal::kType);
+  CHECK(answer_to(*channel, Sum::kType, encode(Sum{1, {5, 4}})).type == Refusal::kType);
+  CHECK(answer_to(*channel, Commit::kType, encode(Commit{1, {}, {}})).type == Refusal::kType);  // has not joined
   Configure bad{0, plan};
   bad.plan.parameters.clear();
-  CHECK(answer_to(*channel, Configure::kType, encode(bad)).type == Failure::kType);
+  CHECK(answer_to(*channel, Configure::kType, encode(bad)).type == Refusal::kType);
 
   const net::FileDescriptor raw = net::connect_to(running.names[0], SOCK_STREAM);
   REQUIRE(::send(raw.get(), "this is no frame, and much longer than a header of one", 54, 0) == 54);

@@ -504,7 +504,7 @@ TEST_CASE("a request about rows that makes no sense changes nothing", "[server]"
   };
   const auto is_refused = [&](const auto& message, const Rows& rows = {}, const Floats& values = {}) {
     const auto frame = answer_to(message, rows, values);
-    return frame.type == Failure::kType && decode<Failure>(frame.message).kind == Failure::Kind::invalid_argument;
+    return frame.type == Refusal::kType && decode<Refusal>(frame.message).kind == Refusal::Kind::invalid_argument;
   };
   CHECK(is_refused(PushRows{1, 0, 0, 1}, {2}, five));  // before Hello
   CHECK(answer_to(Hello{6, 0, 0}).type == Welcome::kType);
@@ -569,8 +569,8 @@ TEST_CASE("a table's optimizer keeps its kind, and leaves alone what was not tou
   MUSTER_CHECK(channel->receive(frame, in(5'000)));
   channel->send(Configure::kType, encode(Configure{0, moving}), {}, in(5'000));
   MUSTER_CHECK(channel->receive(frame, in(5'000)));
-  REQUIRE(frame.type == Failure::kType);
-  CHECK(testing::contains(decode<Failure>(frame.message).text, "move every row of a sparse embedding"));
+  REQUIRE(frame.type == Refusal::kType);
+  CHECK(testing::contains(decode<Refusal>(frame.message).text, "move every row of a sparse embedding"));
 
   TableWorker worker(running.names, 0, plan);
   worker.join();
