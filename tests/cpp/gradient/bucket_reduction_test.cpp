@@ -179,6 +179,7 @@ TEST_CASE("peers read what a rank changes of its sums where each owns some", "[g
           MUSTER_CHECK(reduction.note_changed(0, owners.sum(0)));
           c.barrier().wait();
           MUSTER_CHECK(norm_of() == 4 * before);
+          c.barrier().wait();  // it reads the other's memory
         }) == "");
 }
 
