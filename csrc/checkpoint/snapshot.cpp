@@ -6,6 +6,8 @@
 #include <charconv>
 #include <cstdio>
 #include <functional>
+#include <mutex>
+#include <set>
 #include <string_view>
 #include <vector>
 
@@ -21,8 +23,8 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::string_view kPrefix = "snapshot-";
-constexpr std::string_view kPartialPrefix = ".partial-";
-constexpr std::string_view kRemovedPrefix = ".removed-";
+constexpr std::string_view kPartialPrefix = ".partial-";  // of a snapshot that is being written, before its name
+constexpr std::string_view kRemovedPrefix = ".removed-";  // likewise, of one that is being removed
 constexpr const char* kManifest = "manifest.json";
 constexpr size_t kDigits = 10;
 // 2 million shards; a longer one was not written here.
@@ -93,11 +95,14 @@ void remove_snapshot(const fs::path& snapshot) {
   fs::remove_all(aside);
 }
 
+// Those of snapshots alone: the folder may have files of others.
 void remove_leftovers(const fs::path& folder) {
   std::vector<fs::path> leftovers;
   for (const auto& entry : fs::directory_iterator(folder)) {
-    const auto name = entry.path().filename().string();
-    if (name.starts_with(kPartialPrefix) || name.starts_with(kRemovedPrefix)) leftovers.push_back(entry.path());
+    const std::string name = entry.path().filename();
+    for (const auto prefix : {kPartialPrefix, kRemovedPrefix}) {
+      if (name.starts_with(std::string(prefix) + std::string(kPrefix))) leftovers.push_back(entry.path());
+    }
   }
   for (const auto& leftover : leftovers) fs::remove_all(leftover);
 }
@@ -270,6 +275,65 @@ void write_into(const fs::path& folder, const Snapshot& snapshot, const Snapshot
   flush_folder(folder);
 }
 
+// Snapshots that this process wrote, or has read whole.
+struct KnownGood {
+  std::mutex mutex;
+  std::set<fs::path> paths;  // guarded by mutex
+};
+
+KnownGood& known_good() {
+  static KnownGood known;
+  return known;
+}
+
+void note_good(const fs::path& snapshot, bool is_good) {
+  const std::lock_guard lock(known_good().mutex);
+  if (is_good) {
+    known_good().paths.insert(fs::absolute(snapshot));
+  } else {
+    known_good().paths.erase(fs::absolute(snapshot));
+  }
+}
+
+FileSum sum_of(const fs::path& path) {
+  FileReader file(path);
+  std::vector<std::byte> buffer(size_t{1} << 20);
+  while (file.rest() > 0) file.read(buffer.data(), std::min<uint64_t>(file.rest(), buffer.size()));
+  return file.sum();
+}
+
+// Reads it to its end where this process has not yet.
+bool is_good(const fs::path& snapshot) {
+  {
+    const std::lock_guard lock(known_good().mutex);
+    if (known_good().paths.contains(fs::absolute(snapshot))) return true;
+  }
+  try {
+    Metadata metadata;
+    for (const auto& shard : read_manifest(snapshot / kManifest, metadata)) {
+      if (sum_of(snapshot / shard.file) != shard.sum) return false;
+    }
+    note_good(snapshot, true);
+    return true;
+  } catch (const CheckpointError&) {
+    return false;
+  }
+}
+
+// The newest good ones stay, as many as `keep` says, and what is newer than the oldest of them.
+void remove_surplus(const fs::path& folder, int64_t keep) {
+  const auto found = snapshots_in(folder);
+  int64_t kept = 0;
+  for (auto it = found.rbegin(); it != found.rend(); ++it) {
+    if (kept == keep) {
+      remove_snapshot(it->second);
+      note_good(it->second, false);
+    } else if (is_good(it->second)) {
+      ++kept;
+    }
+  }
+}
+
 }  // namespace
 
 fs::path write_snapshot(const fs::path& folder, const Snapshot& snapshot, const SnapshotOptions& options) {
@@ -293,10 +357,8 @@ fs::path write_snapshot(const fs::path& folder, const Snapshot& snapshot, const 
       throw;
     }
     flush_folder(folder);
-    if (options.keep) {
-      auto surplus = static_cast<int64_t>(earlier.size()) + 1 - *options.keep;
-      for (auto it = earlier.begin(); surplus > 0; ++it, --surplus) remove_snapshot(it->second);
-    }
+    note_good(folder / name, true);
+    if (options.keep) remove_surplus(folder, *options.keep);
     return folder / name;
   });
 }
@@ -316,6 +378,7 @@ Snapshot read_snapshot(const fs::path& folder) {
                             "'; load another snapshot");
     }
   }
+  note_good(folder, true);
   return snapshot;
 }
 
@@ -326,6 +389,7 @@ std::optional<Snapshot> read_newest_snapshot(const fs::path& folder) {
     try {
       return read_snapshot(it->second);
     } catch (const CheckpointError& error) {
+      note_good(it->second, false);
       log(LogLevel::warning, "snapshot '" + it->second.string() + "' is passed over: " + error.what());
     }
   }

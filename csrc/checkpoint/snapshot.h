@@ -32,7 +32,7 @@ struct Snapshot {
 };
 
 struct SnapshotOptions {
-  std::optional<int> keep = {};              ///< how many of the newest stay; empty: all
+  std::optional<int> keep = {};              ///< how many of the newest good ones stay; empty: all
   uint64_t shard_bytes = uint64_t{1} << 30;  ///< tensors go to one file up to this; a larger one has its own
 };
 

@@ -21,6 +21,7 @@ constexpr uint64_t kMaxSharedBytes = uint64_t{1} << 46;
 constexpr size_t kBuffer = size_t{64} << 10;
 constexpr uint64_t kStep = uint64_t{1} << 20;  // memory is taken as bytes arrive, not as a header promises
 constexpr size_t kMaxPieces = 512;             // of one system call
+constexpr size_t kMaxDescriptors = 16;         // that one system call finds; the system closes what is beyond
 // Bytes, of which the kernel takes twice. More than the usual 208 KiB spares wake-ups, and still stays in a core's
 // cache from the copy in to the copy out; with 1 MB large payloads were slower.
 constexpr int kSendBuffer = 400'000;
@@ -36,8 +37,9 @@ bool poll_for(int fd, int16_t events, Deadline deadline) {
   for (;;) {
     pollfd polled{fd, events, 0};
     const int n = ::poll(&polled, 1, remaining_ms(deadline));
-    if (n >= 0) return n > 0;
-    if (errno != EINTR) fail_with_errno("cannot wait for a connection");
+    if (n > 0) return true;
+    if (n == 0 && std::chrono::steady_clock::now() >= deadline) return false;
+    if (n < 0 && errno != EINTR) fail_with_errno("cannot wait for a connection");
   }
 }
 
@@ -252,7 +254,7 @@ class UnixChannel final : public Channel {
   size_t read(std::byte* to, size_t bytes, Deadline deadline) {
     for (;;) {
       iovec data{to, bytes};
-      alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control;
+      alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxDescriptors * sizeof(int))> control;
       msghdr header{};
       header.msg_iov = &data;
       header.msg_iovlen = 1;
@@ -260,7 +262,7 @@ class UnixChannel final : public Channel {
       header.msg_controllen = control.size();
       const ssize_t got = ::recvmsg(fd_.get(), &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
       if (got >= 0) {
-        keep_descriptor(header);
+        keep_descriptors(header);
         return static_cast<size_t>(got);
       }
       if (errno == EINTR) continue;
@@ -269,14 +271,24 @@ class UnixChannel final : public Channel {
     }
   }
 
-  void keep_descriptor(msghdr& header) {
+  // The peer's memory comes with the first frame, and nothing else ever does: what is not kept is closed.
+  void keep_descriptors(msghdr& header) {
+    size_t num_refused = 0;
     for (cmsghdr* c = CMSG_FIRSTHDR(&header); c != nullptr; c = CMSG_NXTHDR(&header, c)) {
       if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
-      int fd = -1;
-      std::memcpy(&fd, CMSG_DATA(c), sizeof(int));
-      FileDescriptor descriptor(fd);
-      if (awaits_attach_ && !offered_) offered_ = std::move(descriptor);
+      const size_t bytes = c->cmsg_len - CMSG_LEN(0);
+      for (size_t at = 0; at + sizeof(int) <= bytes; at += sizeof(int)) {
+        int fd = -1;
+        std::memcpy(&fd, CMSG_DATA(c) + at, sizeof(int));
+        FileDescriptor descriptor(fd);
+        if (awaits_attach_ && !offered_) {
+          offered_ = std::move(descriptor);
+        } else {
+          ++num_refused;
+        }
+      }
     }
+    if (num_refused > 0 || (header.msg_flags & MSG_CTRUNC) != 0) fail("file descriptors came that nobody asked for");
   }
 
   void accept_memory(const FrameHeader& header) {
@@ -334,13 +346,16 @@ class UnixChannelListener final : public ChannelListener {
  public:
   explicit UnixChannelListener(const std::string& name) : fd_(listen_at(name, SOCK_STREAM)) {}
 
+  // Others of the host may come as fast as they are sent away: the deadline holds then, too.
   std::unique_ptr<Channel> accept(Deadline deadline) override {
-    for (;;) {
+    do {
       FileDescriptor fd = accept_from(fd_, deadline);
       if (!fd) return nullptr;
-      if (credentials_of(fd).uid != ::geteuid()) continue;
-      return std::make_unique<UnixChannel>(std::move(fd), nullptr, /*awaits_attach=*/true);
-    }
+      if (credentials_of(fd).uid == ::geteuid()) {
+        return std::make_unique<UnixChannel>(std::move(fd), nullptr, /*awaits_attach=*/true);
+      }
+    } while (std::chrono::steady_clock::now() < deadline);
+    return nullptr;
   }
 
  private:

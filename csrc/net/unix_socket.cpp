@@ -200,8 +200,10 @@ std::string host_identity() {
 }
 
 int remaining_ms(Deadline deadline) {
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
-  return static_cast<int>(std::clamp<int64_t>(left, 0, 3'600'000));
+  const auto now = std::chrono::steady_clock::now();
+  if (deadline <= now) return 0;
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - now).count();
+  return static_cast<int>(std::clamp<int64_t>(left, 0, std::numeric_limits<int>::max()));
 }
 
 bool wait_readable(const std::vector<int>& fds, Deadline deadline) {
@@ -210,8 +212,8 @@ bool wait_readable(const std::vector<int>& fds, Deadline deadline) {
   for (;;) {
     const int n = ::poll(polled.data(), polled.size(), remaining_ms(deadline));
     if (n > 0) return true;
-    if (n == 0) return false;
-    if (errno != EINTR) fail_at_socket("cannot wait for a socket");
+    if (n == 0 && std::chrono::steady_clock::now() >= deadline) return false;
+    if (n < 0 && errno != EINTR) fail_at_socket("cannot wait for a socket");
   }
 }
 

@@ -102,7 +102,8 @@ FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline);
 /// Who is at the other end of a connected Unix socket.
 PeerCredentials credentials_of(const FileDescriptor& socket);
 
-/// What poll takes: whole milliseconds until the deadline, at least 0.
+/// What poll takes: whole milliseconds until the deadline, at least 0, and at most what an int holds (24 days): whoever
+/// waits looks at the deadline again.
 int remaining_ms(Deadline deadline);
 
 /// Waits until a descriptor of `fds` is readable or at its end, or the deadline. Returns false at the deadline.

@@ -187,6 +187,10 @@ OptimizerState::Standing OptimizerState::standing(size_t p) const {
 }
 
 void OptimizerState::set(size_t parameter, size_t which, const at::Tensor& whole) {
+  if (which >= names().size()) {
+    throw InvalidArgument("state tensor " + std::to_string(which) + " was given to an optimizer that has " +
+                          std::to_string(names().size()));
+  }
   auto& entry = entries_.at(parameter);
   auto sizes = entry.parameter.tensor.sizes().vec();
   auto values = whole;

@@ -92,7 +92,8 @@ class OptimizerState {
   Standing standing(size_t parameter) const;
 
   /// Replaces state tensor `which` by one of the values of `whole` (the parameter's sizes, or tensor()'s; of a row-wise
-  /// parameter's sizes each row's mean is taken). Who has the one before keeps its values; so for the two below.
+  /// parameter's sizes each row's mean is taken). Who has the one before keeps its values; so for the two below. Throws
+  /// InvalidArgument where the algorithm has no such state.
   void set(size_t parameter, size_t which, const at::Tensor& whole);
   void set_step_count(size_t parameter, double count);
   /// Undefined: the parameter's values.

@@ -26,7 +26,7 @@ __all__ = ["run"]
 TRIES = 10.0
 """Seconds that a server which was started again has to live for that to be done once more."""
 LAST_SNAPSHOT = 120.0
-"""Seconds that servers have to end."""
+"""Seconds that a server may go on at its end without writing anything of its last snapshot."""
 ORPHANS = 30.0
 """Seconds that workers without torchrun's agent have to end, as with it."""
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -43,6 +43,8 @@ class Server:
         self._listens_since: float | None = None
         self._is_restarted = False
         self._is_lost = False
+        self._written = 0
+        self._last_progress = 0.0
         self._start()
 
     def _start(self) -> None:
@@ -83,16 +85,25 @@ class Server:
         """Returns whether an end is to come."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+        self._last_progress = time.monotonic()
         return not self._is_lost
 
-    def end(self, deadline: float) -> bool:
-        """Waits for the end; returns whether it was a good one."""
-        try:
-            code = self._process.wait(max(deadline - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
+    def has_ended(self) -> bool:
+        """After ask_to_end(). Kills it where it has made no progress for too long."""
+        if self._process.poll() is not None:
+            return True
+        written = _bytes_written(self._process.pid)
+        if written > self._written:
+            self._written, self._last_progress = written, time.monotonic()
+        elif time.monotonic() - self._last_progress > LAST_SNAPSHOT:
+            _say(f"parameter server {self.address} wrote nothing for {LAST_SNAPSHOT:g} s at its end, and is killed")
             self._process.kill()
-            code = self._process.wait()
+        return False
+
+    def ended_well(self) -> bool:
+        """After has_ended()."""
         self.close()
+        code = self._process.returncode
         if code != 0:
             _say(f"parameter server {self.address} failed at its end ({_describe(code)}); its last snapshot may be old")
         return code == 0
@@ -220,9 +231,17 @@ def _train(command: list[str], servers: list[Server], signals: list[int]) -> int
 
 def _end_servers(servers: list[Server]) -> bool:
     asked = [server for server in servers if server.ask_to_end()]
-    deadline = time.monotonic() + LAST_SNAPSHOT
-    fine = [server.end(deadline) for server in asked]
+    while [server for server in asked if not server.has_ended()]:
+        time.sleep(LOOK)
+    fine = [server.ended_well() for server in asked]
     return all(fine)
+
+
+def _bytes_written(pid: int) -> int:
+    """By a process, to files of any kind; 0 where the system does not say (proc_pid_io(5))."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/io").read_text().split("wchar:")[1].split()[0])
+    return 0
 
 
 def _end_orphans(known: set[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -232,6 +233,33 @@ def test_a_server_that_dies_again_and_again_ends_the_job(sleeps: Path, tmp_path:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("pause", "is_fine"), [(0.2, True), (60.0, False)])
+def test_a_last_snapshot_may_take_as_long_as_it_goes_on(
+    pause: float, is_fine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A server that writes slowly at its end, for longer than it may be still, and one that writes no more."""
+    running = importlib.import_module("muster.run")
+    monkeypatch.setattr(running, "LAST_SNAPSHOT", 1.0)
+    writes = f"""
+import sys, time
+sys.stdin.read()
+with open({str(tmp_path / "snapshot")!r}, "w", buffering=1) as snapshot:
+    for line in range(12):
+        print(line, file=snapshot)
+        time.sleep({pause})
+"""
+
+    class Slow(running.Server):  # type: ignore[name-defined, misc]
+        def _start(self) -> None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", writes], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+
+    assert running._end_servers([Slow("localhost:1", None)]) is is_fine
+    assert ("is killed" in capfd.readouterr().err) is not is_fine
+    assert len((tmp_path / "snapshot").read_text().splitlines()) == (12 if is_fine else 1)
+
+
 def test_the_document(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys\nsys.argv[1:] = ['.', '5', *sys.argv[1:]]\n" + STEPS)
     blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)

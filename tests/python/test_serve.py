@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -84,3 +85,19 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["serve", "--address", "localhost:5000", "--port", "5000"])
     assert done.exit_code == 2
     assert "--port and --address both" in done.output
+
+
+def test_a_server_that_stood_still_takes_nobody_for_dead() -> None:
+    """Stopped for longer than the heartbeat's 5 s, as by a debugger or a virtual machine that moves."""
+    with Command("serve") as server:
+        name = _server.channel_name(server.line())
+        workers = [_server.Probe([name], 1000, rank=rank, workers=8, patience=30.0, lanes=1) for rank in range(8)]
+        for worker in workers:
+            worker.step()
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(6)
+        server.process.send_signal(signal.SIGCONT)
+        for worker in workers:
+            worker.step()
+        server.process.send_signal(signal.SIGTERM)
+        assert "silent" not in server.end()[2]

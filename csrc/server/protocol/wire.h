@@ -1,6 +1,7 @@
 // Messages to bytes and back. A message states its fields once, as kFields, for both directions. Integers are
-// little-endian, doubles their IEEE 754 bits, texts and lists a u32 count and what it counts. Nothing is read beyond
-// the message, no count is believed before it is checked, and memory grows with what was read.
+// little-endian, doubles their IEEE 754 bits, enumerations their number, texts and lists a u32 count and what it
+// counts. Nothing is read beyond the message, no count is believed before it is checked, and memory grows with what was
+// read. What has more than its bound is not written, either.
 #pragma once
 
 #include <bit>
@@ -16,6 +17,11 @@
 
 namespace muster::server {
 
+/// The last enumerator of an enumeration that travels, by a specialisation beside it: what is beyond is refused.
+template <class E>
+struct LastOf;
+
+/// Every call throws InvalidArgument for a text or a list above its bound, which readers would refuse.
 class WireWriter {
  public:
   template <class T>
@@ -27,15 +33,15 @@ class WireWriter {
     }
   }
 
-  void text(const std::string& value, size_t /*max*/) {
-    number(static_cast<uint32_t>(value.size()));
+  void text(const std::string& value, size_t max) {
+    count(value.size(), max, "bytes of text");
     bytes_ += value;
   }
 
   /// `element(wire, item)` writes one.
   template <class T, class F>
-  void list(const std::vector<T>& items, size_t /*max*/, const F& element) {
-    number(static_cast<uint32_t>(items.size()));
+  void list(const std::vector<T>& items, size_t max, const F& element) {
+    count(items.size(), max, "elements of a list");
     for (const T& item : items) element(*this, item);
   }
 
@@ -47,6 +53,15 @@ class WireWriter {
   std::string take() { return std::move(bytes_); }
 
  private:
+  void count(size_t size, size_t max, const char* what) {
+    if (size > max) {
+      throw InvalidArgument("a message between workers and parameter servers would have " + std::to_string(size) + " " +
+                            what + ", of at most " + std::to_string(max) +
+                            "; train with fewer workers, or with fewer metrics and integer buffers");
+    }
+    number(static_cast<uint32_t>(size));
+  }
+
   void put(uint64_t bits, size_t bytes) {
     for (size_t i = 0; i < bytes; ++i) bytes_.push_back(static_cast<char>((bits >> (8 * i)) & 0xff));
   }
@@ -54,7 +69,8 @@ class WireWriter {
   std::string bytes_;
 };
 
-/// Every call throws CommError where the message is too short or a count is above its bound.
+/// Every call throws CommError where the message is too short, a count is above its bound or an enumeration has no such
+/// value.
 class WireReader {
  public:
   explicit WireReader(std::string_view bytes) : bytes_(bytes) {}
@@ -67,6 +83,10 @@ class WireReader {
       const uint64_t bits = get(1);
       check(bits <= 1, "a flag that is neither 0 nor 1");
       value = bits == 1;
+    } else if constexpr (std::is_enum_v<T>) {
+      const uint64_t bits = get(sizeof(T));
+      check(bits <= static_cast<uint64_t>(LastOf<T>::kValue), "a choice that there is not");
+      value = static_cast<T>(bits);
     } else {
       value = static_cast<T>(get(sizeof(T)));
     }

@@ -140,9 +140,10 @@ void Quorum::leave(uint32_t rank, uint64_t incarnation) {
   try_to_decide();
 }
 
-std::vector<uint32_t> Quorum::expire(Time now) {
+std::vector<uint32_t> Quorum::expire(Time now, Time::duration unheard) {
   std::vector<uint32_t> expired;
   for (auto& [rank, member] : members_) {
+    member.seen += unheard;
     if (!member.live || now - member.seen <= (member.came ? rules_.heartbeat : rules_.timeout)) continue;
     member.live = false;
     member.dead = true;

@@ -19,6 +19,9 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kWatch{20};
+constexpr milliseconds kStandstill{1'000};  // between two looks at members: this process, or its machine, stood still
+constexpr milliseconds kHello{5'000};       // that a connection has to say whose it is
+constexpr int kMaxStrangers = 64;           // connections that have not said it yet; further ones wait for their turn
 constexpr const char* kMeta = "muster";
 constexpr int kKeep = 2;
 
@@ -112,34 +115,62 @@ ParameterServer::Stats ParameterServer::stats() const {
 }
 
 void ParameterServer::watch() noexcept {
+  auto last_look = Clock::now();
   for (;;) {
-    std::unique_ptr<net::Channel> channel;
     try {
-      channel = listener_->accept(Clock::now() + kWatch);
-    } catch (const Error& error) {
-      log(LogLevel::error, std::string("a parameter server cannot accept connections: ") + error.what());
+      accept();
+    } catch (const std::exception& error) {
+      if (!std::exchange(cannot_accept_, true)) {
+        log(LogLevel::error, std::string("a parameter server cannot serve a new connection, and closes it: ") +
+                                 error.what() + "; raise the limit of threads (ulimit -u, pids.max) or of open files");
+      }
       std::this_thread::sleep_for(kWatch);
     }
     {
       const Lock lock(mutex_);
       if (stopping_) return;
-      if (channel) {
-        auto& session = *sessions_.emplace_back(std::make_unique<Session>());
-        session.channel = std::move(channel);
-        session.thread = std::thread([this, &session] { serve(session); });
-      }
     }
-    expire();
+    const auto now = Clock::now();
+    expire(now, now - std::exchange(last_look, now));
     reap();
   }
 }
 
-void ParameterServer::expire() {
+// At most one connection, and none while too many have not said whose they are.
+void ParameterServer::accept() {
+  {
+    Lock lock(mutex_);
+    const auto strangers = std::count_if(sessions_.begin(), sessions_.end(),
+                                         [](const auto& session) { return !session->is_known && !session->is_over; });
+    if (strangers >= kMaxStrangers) {
+      changed_.wait_for(lock, kWatch);
+      return;
+    }
+  }
+  auto channel = listener_->accept(Clock::now() + kWatch);
+  if (!channel) return;
+  auto session = std::make_unique<Session>();
+  session->channel = std::move(channel);
+  session->hello = Clock::now() + kHello;
+  const Lock lock(mutex_);
+  if (stopping_) return;
+  auto& kept = *sessions_.emplace_back(std::move(session));
+  try {
+    kept.thread = std::thread([this, &kept] { serve(kept); });
+  } catch (...) {
+    sessions_.pop_back();
+    throw;
+  }
+  cannot_accept_ = false;
+}
+
+// `gap`: since the last look. Signs of life that came while this process stood still are looked at after this.
+void ParameterServer::expire(Clock::time_point now, Clock::duration gap) {
   std::vector<uint32_t> dead;
   std::shared_ptr<Shard> shard;
   {
     const Lock lock(mutex_);
-    dead = quorum_.expire(Clock::now());
+    dead = quorum_.expire(now, gap > kStandstill ? gap : Clock::duration());
     if (dead.empty()) return;
     shard = shard_;
     for (const auto& session : sessions_) {
@@ -176,7 +207,7 @@ void ParameterServer::reap() {
 void ParameterServer::serve(Session& session) noexcept {
   try {
     net::Frame frame;
-    while (!session.leaves && session.channel->receive(frame, Deadline::max())) {
+    while (!session.leaves && session.channel->receive(frame, session.is_known ? Deadline::max() : session.hello)) {
       try {
         answer(session, frame);
       } catch (const Fenced&) {

@@ -67,9 +67,10 @@ class ParameterServer {
 
   // Threads.
   void watch() noexcept;
+  void accept();
   void keep_snapshots() noexcept;
   void serve(Session& session) noexcept;
-  void expire();
+  void expire(Clock::time_point now, Clock::duration gap);
   void reap();
 
   // Requests; each answers on the session's channel.
@@ -150,6 +151,7 @@ class ParameterServer {
     std::thread thread;
   } snapshots_;
   std::thread watch_thread_;
+  bool cannot_accept_ = false;  // the last connection that came could not be served; of watch_thread_
 };
 
 }  // namespace muster::server

@@ -1,10 +1,9 @@
 // What a server answers.
-#include <unistd.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "core/log.h"
+#include "core/memory_limit.h"
 #include "kernels/cpu/stream_copy.h"
 #include "server/shard/session.h"
 
@@ -22,10 +21,10 @@ void check_memory(const Plan& plan, uint32_t server) {
   int64_t bytes = 0;
   for (const auto& chunk : cut_chunks(plan))
     bytes += chunk.server == static_cast<int>(server) ? chunk.gradient_bytes() : 0;
-  const int64_t memory = static_cast<int64_t>(::sysconf(_SC_PHYS_PAGES)) * ::sysconf(_SC_PAGE_SIZE);
+  const int64_t memory = memory_limit();
   if (bytes <= memory / 3) return;
-  throw InvalidArgument("this server's share of the model has " + std::to_string(bytes) + " bytes, the machine " +
-                        std::to_string(memory) + "; start more servers");
+  throw InvalidArgument("this server's share of the model has " + std::to_string(bytes) +
+                        " bytes, the machine or its container " + std::to_string(memory) + "; start more servers");
 }
 
 }  // namespace

@@ -16,6 +16,7 @@ namespace muster::server {
 struct ParameterServer::Session {
   std::unique_ptr<net::Channel> channel;
   std::thread thread;
+  Deadline hello;  // until when it has to be known
   std::atomic<bool> is_over{false};
   /// Of the worker, after Hello; written under the server's mutex.
   bool is_known = false;

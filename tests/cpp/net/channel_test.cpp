@@ -1,10 +1,14 @@
 #include "net/channel.h"
 
+#include <sched.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstring>
+#include <filesystem>
 #include <future>
 #include <numeric>
 #include <thread>
@@ -231,6 +235,65 @@ TEST_CASE("a connection that is cut in the middle of a frame", "[net]") {
   peer.fd = FileDescriptor();
   Frame frame;
   CHECK_THROWS_AS(peer.channel->receive(frame, in(5'000)), CommError);
+}
+
+TEST_CASE("the deadline of accept holds while another user calls again and again", "[net]") {
+  if (::geteuid() != 0) return;  // nobody else can be played
+  const std::string name = "muster-test-" + random_name();
+  const auto listener = listen_on_host(name);
+  std::vector<pid_t> callers;
+  for (int i = 0; i < 4; ++i) {
+    callers.push_back(::fork());
+    if (callers.back() != 0) continue;
+    if (::setuid(65'534) != 0) ::_exit(1);
+    for (;;) {
+      try {
+        connect_to(name, SOCK_STREAM);
+      } catch (const std::exception&) {
+        ::sched_yield();
+      }
+    }
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < 5; ++i) CHECK(listener->accept(in(20)) == nullptr);
+  CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(3));
+  for (const pid_t caller : callers) {
+    ::kill(caller, SIGKILL);
+    int status = 0;
+    ::waitpid(caller, &status, 0);
+    CHECK(WIFSIGNALED(status));
+  }
+}
+
+TEST_CASE("descriptors that nobody asked for are closed, and end the connection", "[net]") {
+  const auto count = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator());
+  };
+  const int num_sent = GENERATE(2, 5, 40);
+  const auto before = count();
+  {
+    RawPeer peer;
+    std::vector<int> sent(static_cast<size_t>(num_sent), peer.fd.get());
+    std::vector<std::byte> control(CMSG_SPACE(sent.size() * sizeof(int)));
+    auto header = net::encode(kAttach);
+    iovec data{header.data(), header.size()};
+    msghdr message{};
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    cmsghdr* const first = CMSG_FIRSTHDR(&message);
+    first->cmsg_level = SOL_SOCKET;
+    first->cmsg_type = SCM_RIGHTS;
+    first->cmsg_len = CMSG_LEN(sent.size() * sizeof(int));
+    std::memcpy(CMSG_DATA(first), sent.data(), sent.size() * sizeof(int));
+    REQUIRE(::sendmsg(peer.fd.get(), &message, 0) == static_cast<ssize_t>(header.size()));
+    const auto during = count();
+    Frame frame;
+    CHECK_THROWS_AS(peer.channel->receive(frame, in(5'000)), CommError);
+    CHECK(count() <= during + 1);  // the memory that a peer may offer
+  }
+  CHECK(count() == before);
 }
 
 TEST_CASE("a connection that is cut in the middle of a header", "[net]") {

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <limits>
 #include <thread>
 
 #include "cpp/catch.h"
@@ -89,6 +90,12 @@ TEST_CASE("deadlines: nobody calls, nobody reads", "[net]") {
   };
   CHECK_THROWS_AS(fill(), Timeout);
   CHECK_THROWS_AS(pair.caller.send(std::string(UnixSocket::kMaxBytes + 1, 'x'), {}, in(20)), InvalidArgument);
+}
+
+TEST_CASE("a wait lasts as long as its deadline says", "[net]") {
+  CHECK(remaining_ms(std::chrono::steady_clock::now() + std::chrono::hours(2)) > 7'000'000);
+  CHECK(remaining_ms(std::chrono::steady_clock::time_point::max()) == std::numeric_limits<int>::max());
+  CHECK(remaining_ms(std::chrono::steady_clock::time_point::min()) == 0);
 }
 
 TEST_CASE("names are long and differ", "[net]") {

@@ -60,5 +60,9 @@ struct Dealt {
 
   static constexpr auto kFields = fields(&Dealt::state, &Dealt::batch);
 };
+template <>
+struct LastOf<Dealt::State> {
+  static constexpr auto kValue = Dealt::State::ended;
+};
 
 }  // namespace muster::server

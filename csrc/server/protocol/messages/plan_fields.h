@@ -15,6 +15,21 @@
 namespace muster::server {
 
 template <>
+struct LastOf<c10::ScalarType> {
+  static constexpr auto kValue = c10::ScalarType::Undefined;
+};
+
+template <>
+struct LastOf<RowPlacement> {
+  static constexpr auto kValue = RowPlacement::range;
+};
+
+template <>
+struct LastOf<RowInitialiser::Kind> {
+  static constexpr auto kValue = RowInitialiser::Kind::uniform;
+};
+
+template <>
 struct FieldsOf<kernels::AdamGroup> {
   using G = kernels::AdamGroup;
   static constexpr auto kFields =

@@ -40,6 +40,10 @@ struct Refusal {
 
   static constexpr auto kFields = fields(&Refusal::kind, bounded(&Refusal::text, kMaxText));
 };
+template <>
+struct LastOf<Refusal::Kind> {
+  static constexpr auto kValue = Refusal::Kind::chief_lost;
+};
 
 struct Done {
   static constexpr uint16_t kType = 4;

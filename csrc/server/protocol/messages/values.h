@@ -9,6 +9,10 @@ namespace muster::server {
 
 /// What a chunk has besides its parameters.
 enum class Part : uint8_t { parameter, state0, state1, state2, master, steps };
+template <>
+struct LastOf<Part> {
+  static constexpr auto kValue = Part::steps;
+};
 
 /// The chief's initial values; the payload is the part of the whole chunk. Part::steps: an fp32 count a piece.
 struct Write {

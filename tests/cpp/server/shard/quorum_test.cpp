@@ -76,6 +76,15 @@ TEST_CASE("the silent leave the quorum, the rest go on", "[server]") {
   CHECK(quorum.decision(1, 2)->numbers == std::vector<double>{7});
 }
 
+TEST_CASE("a server that stood still takes nobody for silent", "[server]") {
+  Quorum quorum = make(2, 0);
+  const auto a = add(quorum, 0);
+  add(quorum, 1);
+  CHECK(quorum.expire(after(5'100), milliseconds(5'000)).empty());
+  quorum.touch(0, a, after(5'101));
+  CHECK(quorum.expire(after(5'101)) == std::vector<uint32_t>{1});  // it was silent before and after
+}
+
 TEST_CASE("who rests holds nobody back, and goes on beside the slowest", "[server]") {
   Quorum quorum = make(3, 1);
   const auto a = add(quorum, 0), b = add(quorum, 1), c = add(quorum, 2);

@@ -480,7 +480,7 @@ TEST_CASE("a worker goes on after a request that was refused", "[server]") {
   CHECK_THROWS_AS(worker.client.commit(0, {}), InvalidArgument);
   CHECK_THROWS_AS(worker.client.sum(2, {1, 0}), InvalidArgument);
   std::vector<std::byte*> to(worker.client.chunks().size(), worker.client.allocate(kMaxChunkBytes));
-  CHECK_THROWS_AS(worker.client.read(static_cast<Part>(9), 0, to), InvalidArgument);
+  CHECK_THROWS_AS(worker.client.read(static_cast<Part>(9), 0, to), CommError);
   worker.step(2);
   worker.step(3);
   CHECK(testing::bit_equal(worker.parameters(3), testing::reference(plan, 1, 3)));
@@ -509,6 +509,13 @@ TEST_CASE("a server serves on whatever somebody sends", "[server]") {
   CHECK(answer_to(*channel, Push::kType, encode(Push{1, 999})).type == Refusal::kType);
   CHECK(answer_to(*channel, Read::kType, encode(Read{0, static_cast<Part>(77), 0, false, 0})).type == Refusal::kType);
   CHECK(answer_to(*channel, Read::kType, encode(Read{0, Part::parameter, 0, true, 0})).type == Refusal::kType);
+  // Parts that there are not, of the right size: a message of this one is a chunk and a part.
+  const std::vector<std::byte> values(static_cast<size_t>(cut_chunks(plan).front().numel) * sizeof(float));
+  for (const auto part : {uint8_t{6}, uint8_t{77}, uint8_t{255}, static_cast<uint8_t>(Part::state1)}) {
+    auto write = encode(Write{0, Part::parameter});
+    write.back() = static_cast<char>(part);
+    CHECK(answer_to(*channel, Write::kType, write, values).type == Refusal::kType);
+  }
   CHECK(answer_to(*channel, Sum::kType, encode(Sum{1, {5, 4}})).type == Refusal::kType);
   CHECK(answer_to(*channel, Commit::kType, encode(Commit{1, {}, {}})).type == Refusal::kType);  // has not joined
   Configure bad{0, plan};
@@ -518,6 +525,23 @@ TEST_CASE("a server serves on whatever somebody sends", "[server]") {
   const net::FileDescriptor raw = net::connect_to(running.names[0], SOCK_STREAM);
   REQUIRE(::send(raw.get(), "this is no frame, and much longer than a header of one", 54, 0) == 54);
   CHECK(net::wait_readable({raw.get()}, in(5'000)));  // it ends the connection
+  worker.step(1);
+  CHECK(testing::bit_equal(worker.parameters(1), testing::reference(plan, 1, 1)));
+}
+
+TEST_CASE("connections that say nothing end in time, and hold nobody up", "[server]") {
+  const Plan plan = small_plan(1, 1, plain());
+  const Servers running(testing::server_names(1));
+  std::vector<net::FileDescriptor> silent;
+  for (int i = 0; i < 200; ++i) silent.push_back(net::connect_to(running.names[0], SOCK_STREAM));
+  const auto begin = std::chrono::steady_clock::now();
+  while (running.running[0]->stats().connections < 64) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  CHECK(net::wait_readable({silent.front().get()}, begin + std::chrono::seconds(10)));  // it ends the connection
+  CHECK(std::chrono::steady_clock::now() - begin > std::chrono::seconds(4));
+  CHECK(running.running[0]->stats().connections <= 64);
+  silent.clear();
+  Worker worker(config_of(running.names, 0, plan));
+  worker.join();
   worker.step(1);
   CHECK(testing::bit_equal(worker.parameters(1), testing::reference(plan, 1, 1)));
 }
