@@ -19,6 +19,10 @@ namespace {
 // One call for a large file takes several times as long, and what is read is still in the cache for its checksum.
 constexpr size_t kPieceBytes = size_t{4} << 20;
 
+// What is written goes to the disk on the way: whoever looks on sees progress, and no minutes of flushing are left for
+// the end.
+constexpr uint64_t kFlushBytes = uint64_t{256} << 20;
+
 [[noreturn]] void fail(const char* what, const std::filesystem::path& path, const char* remedy) {
   const int error = errno;
   throw CheckpointError(std::string("cannot ") + what + " '" + path.string() + "': " + std::strerror(error) + "; " +
@@ -53,6 +57,9 @@ void FileWriter::write(const void* data, size_t bytes) {
     sum_.bytes += static_cast<uint64_t>(written);
     next += written;
     bytes -= static_cast<size_t>(written);
+    if (sum_.bytes - flushed_ < kFlushBytes) continue;
+    if (::fdatasync(fd_.get()) != 0) fail("flush", path_, kWriteRemedy);
+    flushed_ = sum_.bytes;
   }
 }
 

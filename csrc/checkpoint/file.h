@@ -31,6 +31,7 @@ class FileWriter {
   std::filesystem::path path_;
   net::FileDescriptor fd_;
   FileSum sum_;
+  uint64_t flushed_ = 0;  // of its bytes
 };
 
 /// A regular file. Owned by one thread. Throws CheckpointError where the system refuses or the file ends early.

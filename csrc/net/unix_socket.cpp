@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstring>
 #include <fstream>
+#include <limits>
 #include <thread>
 
 #include "core/wait_hook.h"

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/scalar_tensor.h>
 
+#include <string>
+
 #include "comm/peer_memory.h"
 #include "device/kernel_status.h"
 #include "embedding/row_source.h"

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 
 #include "device/kernel_status.h"
 #include "muster/error.h"

@@ -3,8 +3,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <utility>

@@ -153,12 +153,10 @@ void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
 
 void Strategy::State::add_update(StepCall& call) {
   const auto stepping = optimizers_of(call.set);
-  // Workers compare the state that each of them begins with; without others it is looked at once, before the update.
-  const bool is_compared = core->session().topology().num_workers > 1;
   if (sets.is_fused(call.set)) {
     for (auto* optimizer : stepping) {
       auto& flat = **detail::flat_state_of(*optimizer);
-      if (is_compared) detail::follow_state(flat, *optimizer);
+      detail::follow_state(flat, *optimizer);
       call.optimizers.push_back({&flat.flat, flat.indices, detail::groups_of(*optimizer)});
     }
     call.before_update = [stepping] {

@@ -26,7 +26,7 @@ __all__ = ["run"]
 TRIES = 10.0
 """Seconds that a server which was started again has to live for that to be done once more."""
 LAST_SNAPSHOT = 120.0
-"""Seconds that a server may go on at its end without writing anything of its last snapshot."""
+"""Seconds that a server may go on at its end without reading or writing anything of snapshots."""
 ORPHANS = 30.0
 """Seconds that workers without torchrun's agent have to end, as with it."""
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -43,8 +43,9 @@ class Server:
         self._listens_since: float | None = None
         self._is_restarted = False
         self._is_lost = False
-        self._written = 0
+        self._moved = 0
         self._last_progress = 0.0
+        self._is_killed = False
         self._start()
 
     def _start(self) -> None:
@@ -92,12 +93,13 @@ class Server:
         """After ask_to_end(). Kills it where it has made no progress for too long."""
         if self._process.poll() is not None:
             return True
-        written = _bytes_written(self._process.pid)
-        if written > self._written:
-            self._written, self._last_progress = written, time.monotonic()
-        elif time.monotonic() - self._last_progress > LAST_SNAPSHOT:
+        moved = _bytes_moved(self._process.pid)
+        if moved > self._moved:
+            self._moved, self._last_progress = moved, time.monotonic()
+        elif time.monotonic() - self._last_progress > LAST_SNAPSHOT and not self._is_killed:
             _say(f"parameter server {self.address} wrote nothing for {LAST_SNAPSHOT:g} s at its end, and is killed")
             self._process.kill()
+            self._is_killed = True
         return False
 
     def ended_well(self) -> bool:
@@ -237,10 +239,11 @@ def _end_servers(servers: list[Server]) -> bool:
     return all(fine)
 
 
-def _bytes_written(pid: int) -> int:
-    """By a process, to files of any kind; 0 where the system does not say (proc_pid_io(5))."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/io").read_text().split("wchar:")[1].split()[0])
+def _bytes_moved(pid: int) -> int:
+    """Read and written by a process, of files of any kind; 0 where the system does not say (proc_pid_io(5))."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        counts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        return int(counts["rchar"]) + int(counts["wchar"])
     return 0
 
 

@@ -56,8 +56,7 @@ class WireWriter {
   void count(size_t size, size_t max, const char* what) {
     if (size > max) {
       throw InvalidArgument("a message between workers and parameter servers would have " + std::to_string(size) + " " +
-                            what + ", of at most " + std::to_string(max) +
-                            "; train with fewer workers, or with fewer metrics and integer buffers");
+                            what + ", of at most " + std::to_string(max) + ", and would be refused");
     }
     number(static_cast<uint32_t>(size));
   }

@@ -140,10 +140,13 @@ void Quorum::leave(uint32_t rank, uint64_t incarnation) {
   try_to_decide();
 }
 
-std::vector<uint32_t> Quorum::expire(Time now, Time::duration unheard) {
+std::vector<uint32_t> Quorum::expire(Time now, Time::duration since_last) {
+  constexpr std::chrono::seconds kStandstill{1};
+  const bool stood_still = since_last > std::min<Time::duration>(kStandstill, rules_.heartbeat / 2);
   std::vector<uint32_t> expired;
   for (auto& [rank, member] : members_) {
-    member.seen += unheard;
+    // Some of the signs that came meanwhile have been looked at.
+    if (stood_still) member.seen = std::min(member.seen + since_last, now);
     if (!member.live || now - member.seen <= (member.came ? rules_.heartbeat : rules_.timeout)) continue;
     member.live = false;
     member.dead = true;

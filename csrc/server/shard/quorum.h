@@ -53,9 +53,9 @@ class Quorum {
   /// A sign of life. Throws Fenced as greet does.
   void touch(uint32_t rank, uint64_t incarnation, Time now);
   void leave(uint32_t rank, uint64_t incarnation);
-  /// Declares dead who was silent for too long; returns their ranks. `unheard`: how long nobody could be heard since
-  /// the last call, which does not count as silence.
-  std::vector<uint32_t> expire(Time now, Time::duration unheard = {});
+  /// Declares dead who was silent for too long; returns their ranks. `since_last`: since the last call. Where that is
+  /// long, this process or its machine stood still, and the time does not count as silence.
+  std::vector<uint32_t> expire(Time now, Time::duration since_last = {});
 
   /// Live ranks, ascending, awaited ones included.
   std::vector<uint32_t> live() const;

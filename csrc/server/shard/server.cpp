@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <system_error>
 #include <utility>
 
 #include "checkpoint/snapshot.h"
@@ -19,9 +20,8 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kWatch{20};
-constexpr milliseconds kStandstill{1'000};  // between two looks at members: this process, or its machine, stood still
-constexpr milliseconds kHello{5'000};       // that a connection has to say whose it is
-constexpr int kMaxStrangers = 64;           // connections that have not said it yet; further ones wait for their turn
+constexpr milliseconds kHello{5'000};  // that a connection has to say whose it is
+constexpr int kMaxStrangers = 64;      // connections that have not said it yet; further ones wait for their turn
 constexpr const char* kMeta = "muster";
 constexpr int kKeep = 2;
 
@@ -121,8 +121,7 @@ void ParameterServer::watch() noexcept {
       accept();
     } catch (const std::exception& error) {
       if (!std::exchange(cannot_accept_, true)) {
-        log(LogLevel::error, std::string("a parameter server cannot serve a new connection, and closes it: ") +
-                                 error.what() + "; raise the limit of threads (ulimit -u, pids.max) or of open files");
+        log(LogLevel::error, std::string("a parameter server cannot serve a new connection: ") + error.what());
       }
       std::this_thread::sleep_for(kWatch);
     }
@@ -157,20 +156,20 @@ void ParameterServer::accept() {
   auto& kept = *sessions_.emplace_back(std::move(session));
   try {
     kept.thread = std::thread([this, &kept] { serve(kept); });
-  } catch (...) {
+  } catch (const std::system_error& error) {
     sessions_.pop_back();
-    throw;
+    throw CommError(std::string("no thread can be made for it (") + error.what() +
+                    "), and it is closed; raise the limit of threads (ulimit -u, pids.max)");
   }
   cannot_accept_ = false;
 }
 
-// `gap`: since the last look. Signs of life that came while this process stood still are looked at after this.
-void ParameterServer::expire(Clock::time_point now, Clock::duration gap) {
+void ParameterServer::expire(Clock::time_point now, Clock::duration since_last) {
   std::vector<uint32_t> dead;
   std::shared_ptr<Shard> shard;
   {
     const Lock lock(mutex_);
-    dead = quorum_.expire(now, gap > kStandstill ? gap : Clock::duration());
+    dead = quorum_.expire(now, since_last);
     if (dead.empty()) return;
     shard = shard_;
     for (const auto& session : sessions_) {
@@ -207,7 +206,9 @@ void ParameterServer::reap() {
 void ParameterServer::serve(Session& session) noexcept {
   try {
     net::Frame frame;
-    while (!session.leaves && session.channel->receive(frame, session.is_known ? Deadline::max() : session.hello)) {
+    const auto is_late = [&] { return !session.is_known && Clock::now() >= session.hello; };
+    while (!session.leaves && !is_late() &&
+           session.channel->receive(frame, session.is_known ? Deadline::max() : session.hello)) {
       try {
         answer(session, frame);
       } catch (const Fenced&) {

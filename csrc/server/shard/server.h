@@ -70,7 +70,7 @@ class ParameterServer {
   void accept();
   void keep_snapshots() noexcept;
   void serve(Session& session) noexcept;
-  void expire(Clock::time_point now, Clock::duration gap);
+  void expire(Clock::time_point now, Clock::duration since_last);
   void reap();
 
   // Requests; each answers on the session's channel.

@@ -83,6 +83,10 @@ TEST_CASE("a server that stood still takes nobody for silent", "[server]") {
   CHECK(quorum.expire(after(5'100), milliseconds(5'000)).empty());
   quorum.touch(0, a, after(5'101));
   CHECK(quorum.expire(after(5'101)) == std::vector<uint32_t>{1});  // it was silent before and after
+  // A sign that was looked at first.
+  quorum.touch(0, a, after(9'000));
+  CHECK(quorum.expire(after(9'000), milliseconds(3'899)).empty());
+  CHECK(quorum.expire(after(9'101)) == std::vector<uint32_t>{0});
 }
 
 TEST_CASE("who rests holds nobody back, and goes on beside the slowest", "[server]") {
