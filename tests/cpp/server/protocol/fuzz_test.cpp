@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <fstream>
 #include <random>
@@ -11,6 +12,7 @@
 
 #include "cpp/catch.h"
 #include "net/channel.h"
+#include "server/protocol/chunk_parts.h"
 #include "server/protocol/protocol.h"
 #include "server/shard/quorum.h"
 #include "support/protocol_fuzzer.h"
@@ -96,6 +98,34 @@ std::string mutated(std::string bytes, std::minstd_rand& random) {
   return bytes;
 }
 
+std::string bytes_of(const std::vector<int64_t>& numbers) {
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t)};
+}
+
+// What a server would take with this request, where it is one: else it refuses before anything is applied.
+std::string fitting_payload(const Plan& plan, uint16_t type, const std::string& message, std::minstd_rand& random) {
+  const auto chunks = cut_chunks(plan);
+  try {
+    if (type == Write::kType) {
+      const auto write = decode<Write>(message);
+      const auto& chunk = chunks.at(write.chunk);
+      return std::string(
+          static_cast<size_t>(numel_of(chunk, write.part)) * c10::elementSize(dtype_of(chunk, write.part)), 'w');
+    }
+    if (type == Push::kType) {
+      return std::string(static_cast<size_t>(chunks.at(decode<Push>(message).chunk).gradient_bytes()), 'p');
+    }
+  } catch (const std::exception&) {
+    return {};
+  }
+  if (type != PushRows::kType && type != PullRows::kType && type != WriteRows::kType) return {};
+  std::vector<int64_t> rows(1 + random() % 4);
+  for (auto& row : rows) row = static_cast<int64_t>(random() % 120) - 5;  // the table has 100
+  if (random() % 2 == 0) std::sort(rows.begin(), rows.end());
+  const size_t dim = static_cast<size_t>(plan.tables.front().dim);
+  return bytes_of(rows) + (type == PullRows::kType ? "" : std::string(rows.size() * dim * sizeof(float), 'r'));
+}
+
 // The address space may grow by so much from here.
 void limit_memory(uint64_t bytes) {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
@@ -179,7 +209,8 @@ TEST_CASE("mutated frames do not disturb a server's workers", "[server]") {
       const auto& chosen = samples[random() % samples.size()];
       if (chosen.type == Configure::kType && i > 0) continue;  // the others are many
       const std::string message = mutated(chosen.message, random);
-      const auto payload = random() % 3 == 0 ? std::string(random() % 5000, 'p') : std::string();
+      auto payload = fitting_payload(plan, chosen.type, message, random);
+      if (random() % 3 == 0) payload.resize(random() % 5000, 'p');
       add({chosen.type, net::Placement::follows, message.size(), payload.size(), 0}, message + payload);
     }
     if (random() % 3 == 0) bytes = mutated(bytes, random);
