@@ -208,7 +208,11 @@ TEST_CASE("mutated frames do not disturb a server's workers", "[server]") {
     for (int i = 0; i < 5; ++i) {
       const auto& chosen = samples[random() % samples.size()];
       if (chosen.type == Configure::kType && i > 0) continue;  // the others are many
-      const std::string message = mutated(chosen.message, random);
+      std::string message = mutated(chosen.message, random);
+      if (chosen.type == Write::kType) {
+        message = encode(Write{static_cast<uint32_t>(random() % 4), Part::parameter});
+        message.back() = static_cast<char>(random() % 12);  // the part, of which there are 6
+      }
       auto payload = fitting_payload(plan, chosen.type, message, random);
       if (random() % 3 == 0) payload.resize(random() % 5000, 'p');
       add({chosen.type, net::Placement::follows, message.size(), payload.size(), 0}, message + payload);
