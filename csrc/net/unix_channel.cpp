@@ -34,13 +34,8 @@ constexpr int kSendBuffer = 400'000;
 
 // False at the deadline.
 bool poll_for(int fd, int16_t events, Deadline deadline) {
-  for (;;) {
-    pollfd polled{fd, events, 0};
-    const int n = ::poll(&polled, 1, remaining_ms(deadline));
-    if (n > 0) return true;
-    if (n == 0 && std::chrono::steady_clock::now() >= deadline) return false;
-    if (n < 0 && errno != EINTR) fail_with_errno("cannot wait for a connection");
-  }
+  pollfd polled{fd, events, 0};
+  return poll_until({&polled, 1}, deadline);
 }
 
 void wait_for(int fd, int16_t events, Deadline deadline, const char* what) {

@@ -207,15 +207,19 @@ int remaining_ms(Deadline deadline) {
   return static_cast<int>(std::clamp<int64_t>(left, 0, std::numeric_limits<int>::max()));
 }
 
-bool wait_readable(const std::vector<int>& fds, Deadline deadline) {
-  std::vector<pollfd> polled;
-  for (const int fd : fds) polled.push_back({fd, POLLIN, 0});
+bool poll_until(std::span<pollfd> polled, Deadline deadline) {
   for (;;) {
     const int n = ::poll(polled.data(), polled.size(), remaining_ms(deadline));
     if (n > 0) return true;
     if (n == 0 && std::chrono::steady_clock::now() >= deadline) return false;
     if (n < 0 && errno != EINTR) fail_at_socket("cannot wait for a socket");
   }
+}
+
+bool wait_readable(const std::vector<int>& fds, Deadline deadline) {
+  std::vector<pollfd> polled;
+  for (const int fd : fds) polled.push_back({fd, POLLIN, 0});
+  return poll_until(polled, deadline);
 }
 
 FileDescriptor watch_process(pid_t pid) noexcept {

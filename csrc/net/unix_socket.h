@@ -2,10 +2,12 @@
 // can carry file descriptors. An abstract name leaves nothing in the file system.
 #pragma once
 
+#include <poll.h>
 #include <sys/types.h>
 
 #include <chrono>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -105,6 +107,9 @@ PeerCredentials credentials_of(const FileDescriptor& socket);
 /// What poll takes: whole milliseconds until the deadline, at least 0, and at most what an int holds (24 days): whoever
 /// waits looks at the deadline again.
 int remaining_ms(Deadline deadline);
+
+/// poll() until one of `polled` has what it waits for, or the deadline. Returns false at the deadline.
+bool poll_until(std::span<pollfd> polled, Deadline deadline);
 
 /// Waits until a descriptor of `fds` is readable or at its end, or the deadline. Returns false at the deadline.
 bool wait_readable(const std::vector<int>& fds, Deadline deadline);

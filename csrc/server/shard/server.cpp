@@ -116,11 +116,12 @@ ParameterServer::Stats ParameterServer::stats() const {
 
 void ParameterServer::watch() noexcept {
   auto last_look = Clock::now();
+  bool cannot_accept = false;  // which was logged
   for (;;) {
     try {
-      accept();
+      if (accept()) cannot_accept = false;
     } catch (const std::exception& error) {
-      if (!std::exchange(cannot_accept_, true)) {
+      if (!std::exchange(cannot_accept, true)) {
         log(LogLevel::error, std::string("a parameter server cannot serve a new connection: ") + error.what());
       }
       std::this_thread::sleep_for(kWatch);
@@ -135,24 +136,24 @@ void ParameterServer::watch() noexcept {
   }
 }
 
-// At most one connection, and none while too many have not said whose they are.
-void ParameterServer::accept() {
+// At most one connection, and none while too many have not said whose they are. Returns whether one came and is served.
+bool ParameterServer::accept() {
   {
     Lock lock(mutex_);
     const auto strangers = std::count_if(sessions_.begin(), sessions_.end(),
                                          [](const auto& session) { return !session->is_known && !session->is_over; });
     if (strangers >= kMaxStrangers) {
       changed_.wait_for(lock, kWatch);
-      return;
+      return false;
     }
   }
   auto channel = listener_->accept(Clock::now() + kWatch);
-  if (!channel) return;
+  if (!channel) return false;
   auto session = std::make_unique<Session>();
   session->channel = std::move(channel);
   session->hello = Clock::now() + kHello;
   const Lock lock(mutex_);
-  if (stopping_) return;
+  if (stopping_) return false;
   auto& kept = *sessions_.emplace_back(std::move(session));
   try {
     kept.thread = std::thread([this, &kept] { serve(kept); });
@@ -161,7 +162,7 @@ void ParameterServer::accept() {
     throw CommError(std::string("no thread can be made for it (") + error.what() +
                     "), and it is closed; raise the limit of threads (ulimit -u, pids.max)");
   }
-  cannot_accept_ = false;
+  return true;
 }
 
 void ParameterServer::expire(Clock::time_point now, Clock::duration since_last) {

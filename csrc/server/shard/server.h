@@ -67,7 +67,7 @@ class ParameterServer {
 
   // Threads.
   void watch() noexcept;
-  void accept();
+  bool accept();
   void keep_snapshots() noexcept;
   void serve(Session& session) noexcept;
   void expire(Clock::time_point now, Clock::duration since_last);
@@ -151,7 +151,6 @@ class ParameterServer {
     std::thread thread;
   } snapshots_;
   std::thread watch_thread_;
-  bool cannot_accept_ = false;  // the last connection that came could not be served; of watch_thread_
 };
 
 }  // namespace muster::server
