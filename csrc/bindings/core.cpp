@@ -156,6 +156,7 @@ void bind_cluster(py::module_& m) {
       .def_property_readonly("servers", [](const Cluster& cluster) { return py::tuple(py::cast(cluster.servers)); })
       .def_readonly("insecure", &Cluster::insecure)
       .def_readonly("store_is_hosted", &Cluster::store_is_hosted)
+      .def_readonly("job", &Cluster::job)
       .def_readonly("launcher", &Cluster::launcher)
       .def("__eq__", [](const Cluster& a,
                         const py::object& b) { return py::isinstance<Cluster>(b) && a == b.cast<const Cluster&>(); })

@@ -305,12 +305,14 @@ void bind_core_class(py::module_& m) {
                              })
       .def(
           "state_on_servers",
-          [](StrategyCore& c, const std::vector<int>& parameters, server::Part part, bool to_stay) {
+          [](StrategyCore& c, const std::vector<int>& parameters, const std::vector<server::Part>& parts,
+             bool to_stay) {
             std::optional<CallGate::Pass> pass;
             if (!c.is_leaving()) pass.emplace(c.session().enter());
-            std::vector<std::optional<at::Tensor>> values;
-            for (const auto& value : c.state_on_servers(parameters, part, to_stay)) {
-              values.push_back(value.defined() ? std::optional(value) : std::nullopt);
+            std::vector<std::vector<std::optional<at::Tensor>>> values;
+            for (const auto& of_part : c.state_on_servers(parameters, parts, to_stay)) {
+              auto& own = values.emplace_back();
+              for (const auto& value : of_part) own.push_back(value.defined() ? std::optional(value) : std::nullopt);
             }
             return values;
           },
@@ -395,6 +397,12 @@ void bind_strategy(py::module_& m) {
   m.def("part_sizes", [](int64_t n, const std::vector<double>& capacities) {
     return detail::part_sizes(n, static_cast<int>(capacities.size()), capacities);
   });
+  py::class_<ServerOptions>(m, "ServerOptions")
+      .def(
+          py::init([](std::optional<int> staleness, std::optional<int64_t> log_bytes, double patience, double heartbeat,
+                      bool takeover) { return ServerOptions{staleness, log_bytes, patience, heartbeat, takeover}; }),
+          py::kw_only(), py::arg("staleness"), py::arg("log_bytes"), py::arg("patience"), py::arg("heartbeat"),
+          py::arg("takeover"));
   m.def("make_mirrored", [](const std::vector<std::string>& devices, const py::dict& options, bool balances) {
     const auto parsed = options_of(options);
     const py::gil_scoped_release release;
@@ -410,10 +418,10 @@ void bind_strategy(py::module_& m) {
     core->session().failures().set_handlers(describe_error, capture_error);
     return ended_without_gil(std::move(core));
   });
-  m.def("make_parameter_server", [](const Cluster& cluster, std::optional<int> staleness, const py::dict& options) {
+  m.def("make_parameter_server", [](const Cluster& cluster, const ServerOptions& servers, const py::dict& options) {
     const auto parsed = options_of(options);
     const Interruptible interruptible;
-    auto core = make_parameter_server(cluster, {.staleness = staleness}, parsed, ReplicaThreads::foreign);
+    auto core = make_parameter_server(cluster, servers, parsed, ReplicaThreads::foreign);
     core->session().failures().set_handlers(describe_error, capture_error);
     return ended_without_gil(std::move(core));
   });

@@ -4,15 +4,14 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cstdio>
-#include <functional>
+#include <map>
 #include <mutex>
 #include <set>
+#include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
-#include "checkpoint/crc32.h"
-#include "checkpoint/json.h"
 #include "core/log.h"
 #include "muster/error.h"
 
@@ -27,23 +26,10 @@ constexpr std::string_view kPartialPrefix = ".partial-";  // of a snapshot that 
 constexpr std::string_view kRemovedPrefix = ".removed-";  // likewise, of one that is being removed
 constexpr const char* kManifest = "manifest.json";
 constexpr size_t kDigits = 10;
-// 2 million shards; a longer one was not written here.
-constexpr uint64_t kMaxManifestBytes = uint64_t{1} << 27;
-
-struct Shard {
-  std::string file;
-  FileSum sum;
-};
 
 std::string padded(int64_t number, size_t digits) {
   const auto text = std::to_string(number);
   return std::string(digits - std::min(digits, text.size()), '0') + text;
-}
-
-std::string hex_of(uint32_t value) {
-  char text[9];
-  std::snprintf(text, sizeof(text), "%08x", value);
-  return text;
 }
 
 // --- folders -------------------------------------------------------------------------------------------------------
@@ -87,14 +73,6 @@ std::map<int64_t, fs::path> snapshots_in(const fs::path& folder) {
   return found;
 }
 
-// Renamed first: a snapshot that is being removed is not there.
-void remove_snapshot(const fs::path& snapshot) {
-  const auto aside = snapshot.parent_path() / (std::string(kRemovedPrefix) + snapshot.filename().string());
-  fs::remove_all(aside);
-  fs::rename(snapshot, aside);
-  fs::remove_all(aside);
-}
-
 // Those of snapshots alone: the folder may have files of others.
 void remove_leftovers(const fs::path& folder) {
   std::vector<fs::path> leftovers;
@@ -107,172 +85,77 @@ void remove_leftovers(const fs::path& folder) {
   for (const auto& leftover : leftovers) fs::remove_all(leftover);
 }
 
-// --- the manifest --------------------------------------------------------------------------------------------------
+// --- shards --------------------------------------------------------------------------------------------------------
 
-template <class T>
-std::string members(const Metadata& metadata, const std::function<std::string(const T&)>& text_of) {
-  std::string text = "{";
-  for (const auto& [key, value] : metadata) {
-    const T* own = std::get_if<T>(&value);
-    if (own == nullptr) continue;
-    if (text.size() > 1) text += ',';
-    text += json_string(key) + ':' + text_of(*own);
-  }
-  return text + '}';
-}
+using TryAgain = std::function<bool(const Error&)>;
 
-std::string decimal(double value) {
-  char text[32];
-  return {text, std::to_chars(text, text + sizeof(text), value).ptr};
-}
-
-std::string manifest_of(const Metadata& metadata, const std::vector<Shard>& shards) {
-  std::string text = "{\"version\":" + std::to_string(kVersion);
-  text += ",\"strings\":" + members<std::string>(metadata, [](const std::string& value) { return json_string(value); });
-  text += ",\"int64s\":" + members<int64_t>(metadata, [](int64_t value) { return std::to_string(value); });
-  text += ",\"doubles\":" + members<double>(metadata, [](double value) { return json_string(decimal(value)); });
-  text += ",\"shards\":[";
-  for (const auto& shard : shards) {
-    if (text.back() != '[') text += ',';
-    text += "{\"file\":" + json_string(shard.file) + ",\"bytes\":" + std::to_string(shard.sum.bytes) + ",\"crc32\":\"" +
-            hex_of(shard.sum.crc32) + "\"}";
-  }
-  text += "]}";
-  return "{\"crc32\":\"" + hex_of(crc32(text.data(), text.size())) + "\",\"manifest\":" + text + "}\n";
-}
-
-uint32_t read_crc32(JsonReader& json) {
-  const auto text = json.read_string();
-  uint32_t value = 0;
-  if (text.size() != 8 || std::from_chars(text.data(), text.data() + 8, value, 16).ptr != text.data() + 8) {
-    json.fail("expected a checksum of 8 hexadecimal digits");
-  }
-  return value;
-}
-
-double read_double(JsonReader& json) {
-  const auto text = json.read_string();
-  double value = 0;
-  const char* const end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || stop != end) json.fail("expected a decimal number");
-  return value;
-}
-
-// A name in the snapshot's own folder.
-std::string read_file_name(JsonReader& json) {
-  auto name = json.read_string();
-  if (name.empty() || name.find_first_of(std::string_view("/\0", 2)) != std::string::npos || name.starts_with('.')) {
-    json.fail("what is no name of a shard");
-  }
-  return name;
-}
-
-Shard read_shard(JsonReader& json) {
-  Shard shard;
-  int seen = 0;
-  json.read_object([&](const std::string& key) {
-    ++seen;
-    if (key == "file") {
-      shard.file = read_file_name(json);
-    } else if (key == "bytes") {
-      shard.sum.bytes = static_cast<uint64_t>(json.read_integer());
-    } else if (key == "crc32") {
-      shard.sum.crc32 = read_crc32(json);
-    } else {
-      json.fail("a shard has an unknown property '" + key + "'");
+// What `write` gives, which is called again as often as the caller says.
+template <class Write>
+auto written(const fs::path& path, const TryAgain& try_again, const Write& write) {
+  for (;;) {
+    try {
+      return write();
+    } catch (const CheckpointError& error) {
+      if (!try_again || !try_again(error)) throw;
+      std::error_code ignored;  // what is there does not hinder it, or does again
+      fs::remove(path, ignored);
     }
-  });
-  if (seen != 3) json.fail("a shard lacks its file, bytes or checksum");
-  return shard;
-}
-
-template <class Read>
-void read_members(JsonReader& json, Metadata& metadata, const Read& read) {
-  json.read_object([&](const std::string& key) {
-    if (!metadata.emplace(key, read()).second) json.fail("'" + key + "' comes twice in the metadata");
-  });
-}
-
-void read_inner(JsonReader& json, Metadata& metadata, std::vector<Shard>& shards) {
-  int64_t version = 0;
-  json.read_object([&](const std::string& key) {
-    if (key == "version") {
-      version = json.read_integer();
-      if (version != kVersion) {
-        json.fail("its version is " + std::to_string(version) + " and this Muster reads " + std::to_string(kVersion));
-      }
-    } else if (version == 0) {
-      json.fail("expected the version first");
-    } else if (key == "strings") {
-      read_members(json, metadata, [&] { return json.read_string(); });
-    } else if (key == "int64s") {
-      read_members(json, metadata, [&] { return json.read_integer(); });
-    } else if (key == "doubles") {
-      read_members(json, metadata, [&] { return read_double(json); });
-    } else if (key == "shards") {
-      json.read_array([&] { shards.push_back(read_shard(json)); });
-    } else {
-      json.fail("an unknown property '" + key + "'");
-    }
-  });
-  if (version == 0) json.fail("it has no version");
-}
-
-std::vector<Shard> read_manifest(const fs::path& path, Metadata& metadata) {
-  FileReader file(path);
-  if (file.size() > kMaxManifestBytes) {
-    throw CheckpointError("'" + path.string() + "' is too long for a manifest; load another snapshot");
   }
-  const auto text = file.read_text(file.size());
-  JsonReader json(text, path.string());
-  std::vector<Shard> shards;
-  std::optional<uint32_t> expected;
-  bool has_manifest = false;
-  json.read_object([&](const std::string& key) {
-    if (key == "crc32") {
-      expected = read_crc32(json);
-    } else if (key == "manifest" && expected) {
-      const size_t begin = json.position();
-      read_inner(json, metadata, shards);
-      if (crc32(text.data() + begin, json.position() - begin) != *expected) json.fail("its checksum differs");
-      has_manifest = true;
-    } else {
-      json.fail("an unknown property '" + key + "'");
+}
+
+// Tensors that wait for their file.
+class ShardWriter {
+ public:
+  ShardWriter(fs::path folder, const SnapshotOptions& options)
+      : folder_(std::move(folder)), shard_bytes_(options.shard_bytes), try_again_(options.try_again) {}
+
+  void add(NamedTensors tensors) {
+    uint64_t more = 0;
+    for (const auto& [name, tensor] : tensors) {
+      check_storable(name, tensor);
+      more += tensor.nbytes();
     }
+    if (bytes_ + more > shard_bytes_) flush();
+    tensors_.merge(tensors);
+    if (!tensors.empty()) throw InvalidArgument("a snapshot was given two tensors '" + tensors.begin()->first + "'");
+    bytes_ += more;
+  }
+
+  std::vector<Shard> finish() {
+    flush();
+    return std::move(shards_);
+  }
+
+ private:
+  void flush() {
+    if (tensors_.empty()) return;
+    const auto name = "shard-" + padded(static_cast<int64_t>(shards_.size()), 5) + ".safetensors";
+    shards_.push_back(
+        {name, written(folder_ / name, try_again_, [&] { return write_safetensors(folder_ / name, tensors_); })});
+    tensors_.clear();
+    bytes_ = 0;
+  }
+
+  const fs::path folder_;
+  const uint64_t shard_bytes_;
+  const TryAgain& try_again_;
+  NamedTensors tensors_;
+  uint64_t bytes_ = 0;  // of tensors_
+  std::vector<Shard> shards_;
+};
+
+void write_into(const fs::path& folder, const Metadata& metadata, const NextTensors& next,
+                const SnapshotOptions& options) {
+  ShardWriter shards(folder, options);
+  for (auto tensors = next(); !tensors.empty(); tensors = next()) shards.add(std::move(tensors));
+  const auto manifest = manifest_of(metadata, shards.finish());
+  written(folder / kManifest, options.try_again, [&] {
+    FileWriter file(folder / kManifest);
+    file.write(manifest.data(), manifest.size());
+    file.finish();
+    flush_folder(folder);
+    return true;
   });
-  json.read_end();
-  if (!has_manifest) json.fail("it holds no manifest");
-  return shards;
-}
-
-// Tensors in the order of their names.
-std::vector<NamedTensors> divide(const NamedTensors& tensors, uint64_t shard_bytes) {
-  std::vector<NamedTensors> shards;
-  uint64_t bytes = 0;
-  for (const auto& [name, tensor] : tensors) {
-    check_storable(name, tensor);
-    if (shards.empty() || bytes + tensor.nbytes() > shard_bytes) {
-      shards.emplace_back();
-      bytes = 0;
-    }
-    shards.back().emplace(name, tensor);
-    bytes += tensor.nbytes();
-  }
-  return shards;
-}
-
-void write_into(const fs::path& folder, const Snapshot& snapshot, const SnapshotOptions& options) {
-  std::vector<Shard> shards;
-  for (const auto& tensors : divide(snapshot.tensors, options.shard_bytes)) {
-    const auto name = "shard-" + padded(static_cast<int64_t>(shards.size()), 5) + ".safetensors";
-    shards.push_back({name, write_safetensors(folder / name, tensors)});
-  }
-  const auto manifest = manifest_of(snapshot.metadata, shards);
-  FileWriter file(folder / kManifest);
-  file.write(manifest.data(), manifest.size());
-  file.finish();
-  flush_folder(folder);
 }
 
 // Snapshots that this process wrote, or has read whole.
@@ -320,6 +203,22 @@ bool is_good(const fs::path& snapshot) {
   }
 }
 
+}  // namespace
+
+// Renamed first: a snapshot that is being removed is not there.
+void remove_snapshot(const fs::path& snapshot) {
+  in_folder(snapshot, [&] {
+    const auto aside = snapshot.parent_path() / (std::string(kRemovedPrefix) + snapshot.filename().string());
+    fs::remove_all(aside);
+    fs::rename(snapshot, aside);
+    fs::remove_all(aside);
+    return true;
+  });
+  note_good(snapshot, false);
+}
+
+namespace {
+
 // The newest good ones stay, as many as `keep` says, and what is newer than the oldest of them.
 void remove_surplus(const fs::path& folder, int64_t keep) {
   const auto found = snapshots_in(folder);
@@ -327,7 +226,6 @@ void remove_surplus(const fs::path& folder, int64_t keep) {
   for (auto it = found.rbegin(); it != found.rend(); ++it) {
     if (kept == keep) {
       remove_snapshot(it->second);
-      note_good(it->second, false);
     } else if (is_good(it->second)) {
       ++kept;
     }
@@ -336,7 +234,8 @@ void remove_surplus(const fs::path& folder, int64_t keep) {
 
 }  // namespace
 
-fs::path write_snapshot(const fs::path& folder, const Snapshot& snapshot, const SnapshotOptions& options) {
+fs::path write_snapshot(const fs::path& folder, const Metadata& metadata, const NextTensors& next,
+                        const SnapshotOptions& options) {
   if (options.keep && *options.keep < 1) {
     throw InvalidArgument("keep=" + std::to_string(*options.keep) + " would keep no snapshot; give at least 1");
   }
@@ -349,7 +248,7 @@ fs::path write_snapshot(const fs::path& folder, const Snapshot& snapshot, const 
     const auto partial = folder / (std::string(kPartialPrefix) + name);
     fs::create_directory(partial);
     try {
-      write_into(partial, snapshot, options);
+      write_into(partial, metadata, next, options);
       fs::rename(partial, folder / name);
     } catch (...) {
       std::error_code ignored;  // the next writer removes what is left
@@ -363,39 +262,91 @@ fs::path write_snapshot(const fs::path& folder, const Snapshot& snapshot, const 
   });
 }
 
-Snapshot read_snapshot(const fs::path& folder) {
-  Snapshot snapshot;
-  for (const auto& shard : read_manifest(folder / kManifest, snapshot.metadata)) {
-    FileSum sum;
-    auto tensors = read_safetensors(folder / shard.file, sum);
-    if (sum != shard.sum) {
-      throw CheckpointError("'" + (folder / shard.file).string() +
-                            "' is damaged: its size or checksum is not that of the manifest; load another snapshot");
-    }
-    snapshot.tensors.merge(tensors);
-    if (!tensors.empty()) {
-      throw CheckpointError("'" + folder.string() + "' is damaged: two shards hold tensor '" + tensors.begin()->first +
-                            "'; load another snapshot");
-    }
+fs::path write_snapshot(const fs::path& folder, const Snapshot& snapshot, const SnapshotOptions& options) {
+  auto tensor = snapshot.tensors.begin();
+  const auto next = [&] { return tensor == snapshot.tensors.end() ? NamedTensors() : NamedTensors{*tensor++}; };
+  return write_snapshot(folder, snapshot.metadata, next, options);
+}
+
+SnapshotReader::SnapshotReader(fs::path folder)
+    : folder_(std::move(folder)), shards_(read_manifest(folder_ / kManifest, metadata_)) {}
+
+uint64_t SnapshotReader::bytes() const noexcept {
+  uint64_t bytes = 0;
+  for (const auto& shard : shards_) bytes += shard.sum.bytes;
+  return bytes;
+}
+
+uint64_t SnapshotReader::bytes_read() const noexcept {
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < next_; ++i) bytes += shards_[i].sum.bytes;
+  return bytes;
+}
+
+std::optional<NamedTensors> SnapshotReader::next() {
+  if (next_ == shards_.size()) {
+    note_good(folder_, true);
+    return std::nullopt;
   }
-  note_good(folder, true);
+  const auto& shard = shards_[next_++];
+  FileSum sum;
+  auto tensors = read_safetensors(folder_ / shard.file, sum);
+  if (sum == shard.sum) return tensors;
+  throw CheckpointError("'" + (folder_ / shard.file).string() +
+                        "' is damaged: its size or checksum is not that of the manifest; load another snapshot");
+}
+
+Snapshot SnapshotReader::rest() {
+  Snapshot snapshot{{}, metadata_};
+  while (auto tensors = next()) {
+    snapshot.tensors.merge(*tensors);
+    if (tensors->empty()) continue;
+    throw CheckpointError("'" + folder_.string() + "' is damaged: two shards hold tensor '" + tensors->begin()->first +
+                          "'; load another snapshot");
+  }
   return snapshot;
 }
 
-std::optional<Snapshot> read_newest_snapshot(const fs::path& folder) {
+Snapshot read_snapshot(const fs::path& folder) { return SnapshotReader(folder).rest(); }
+
+bool read_newest_snapshot(const fs::path& folder, const std::function<void(SnapshotReader&)>& read) {
   const auto found =
       in_folder(folder, [&] { return fs::exists(folder) ? snapshots_in(folder) : std::map<int64_t, fs::path>(); });
   for (auto it = found.rbegin(); it != found.rend(); ++it) {
     try {
-      return read_snapshot(it->second);
+      SnapshotReader reader(it->second);
+      read(reader);
+      return true;
     } catch (const CheckpointError& error) {
       note_good(it->second, false);
       log(LogLevel::warning, "snapshot '" + it->second.string() + "' is passed over: " + error.what());
     }
   }
-  if (found.empty()) return std::nullopt;
+  if (found.empty()) return false;
   throw CheckpointError("no snapshot in '" + folder.string() +
                         "' is good; the warnings say what is wrong with each. Move them away to begin anew");
+}
+
+std::vector<SnapshotInfo> list_snapshots(const fs::path& folder) {
+  const auto found =
+      in_folder(folder, [&] { return fs::exists(folder) ? snapshots_in(folder) : std::map<int64_t, fs::path>(); });
+  std::vector<SnapshotInfo> good;
+  for (const auto& [number, path] : found) {
+    try {
+      Metadata metadata;
+      read_manifest(path / kManifest, metadata);
+      good.push_back({path, std::move(metadata)});
+    } catch (const CheckpointError& error) {
+      log(LogLevel::warning, "snapshot '" + path.string() + "' is passed over: " + error.what());
+    }
+  }
+  return good;
+}
+
+std::optional<Snapshot> read_newest_snapshot(const fs::path& folder) {
+  std::optional<Snapshot> newest;
+  read_newest_snapshot(folder, [&](SnapshotReader& reader) { newest = reader.rest(); });
+  return newest;
 }
 
 }  // namespace muster::checkpoint

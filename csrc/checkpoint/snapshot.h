@@ -11,19 +11,15 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <map>
+#include <functional>
 #include <optional>
-#include <string>
-#include <variant>
+#include <vector>
 
+#include "checkpoint/manifest.h"
 #include "checkpoint/safetensors.h"
+#include "muster/error.h"
 
 namespace muster::checkpoint {
-
-/// Of the manifest; read_snapshot refuses others.
-inline constexpr int64_t kVersion = 1;
-
-using Metadata = std::map<std::string, std::variant<std::string, int64_t, double>>;
 
 /// A value.
 struct Snapshot {
@@ -34,6 +30,8 @@ struct Snapshot {
 struct SnapshotOptions {
   std::optional<int> keep = {};              ///< how many of the newest good ones stay; empty: all
   uint64_t shard_bytes = uint64_t{1} << 30;  ///< tensors go to one file up to this; a larger one has its own
+  /// Asked where a file could not be written, which says why: true once it is to be tried again, false to give up.
+  std::function<bool(const Error& error)> try_again = {};
 };
 
 /// Writes a snapshot with the next number, then removes those that need not stay, and what dead writers left. Returns
@@ -43,11 +41,58 @@ struct SnapshotOptions {
 std::filesystem::path write_snapshot(const std::filesystem::path& folder, const Snapshot& snapshot,
                                      const SnapshotOptions& options);
 
+/// The same of tensors that are never in memory together. `next` gives some at a time, of names that no others have,
+/// and nothing after the last. What it gives at once lies in one file, which up to options.shard_bytes are gathered
+/// for. What it throws ends the snapshot, which then is not there.
+using NextTensors = std::function<NamedTensors()>;
+std::filesystem::path write_snapshot(const std::filesystem::path& folder, const Metadata& metadata,
+                                     const NextTensors& next, const SnapshotOptions& options);
+
+/// A snapshot's tensors, file by file, in the order they were written. Owned by one thread.
+class SnapshotReader {
+ public:
+  /// Reads the manifest in a snapshot's folder. Throws CheckpointError, naming the file, if it is damaged or of another
+  /// version.
+  explicit SnapshotReader(std::filesystem::path folder);
+
+  const Metadata& metadata() const noexcept { return metadata_; }
+  uint64_t bytes() const noexcept;       ///< of all files
+  uint64_t bytes_read() const noexcept;  ///< of those that were given
+
+  /// The tensors of the next file, whose checksum is right; nothing after the last. Throws CheckpointError, naming the
+  /// file, if it is damaged: what came before is then not to be used either.
+  std::optional<NamedTensors> next();
+  /// All that next() would give, together.
+  Snapshot rest();
+
+ private:
+  std::filesystem::path folder_;
+  Metadata metadata_;
+  std::vector<Shard> shards_;
+  size_t next_ = 0;
+};
+
 /// One snapshot's folder. Throws CheckpointError, naming the file, if anything of it is damaged or of another version.
 Snapshot read_snapshot(const std::filesystem::path& folder);
+
+/// A snapshot of which the manifest alone was read.
+struct SnapshotInfo {
+  std::filesystem::path folder;
+  Metadata metadata;
+};
+/// Those in a folder whose manifests are good, by number, ascending; none where there is no folder. The others are
+/// named in warnings.
+std::vector<SnapshotInfo> list_snapshots(const std::filesystem::path& folder);
+
+/// Removes a snapshot at once: it is there whole or not at all. Throws CheckpointError where the system refuses.
+void remove_snapshot(const std::filesystem::path& snapshot);
 
 /// The newest good snapshot; nothing where there is none at all, or no folder. Each damaged one is named in a warning
 /// and passed over; throws CheckpointError if that leaves none.
 std::optional<Snapshot> read_newest_snapshot(const std::filesystem::path& folder);
+
+/// The same file by file: calls `read` with a reader of the newest snapshot, and where that throws CheckpointError, of
+/// the one before, to begin anew. False: there is no snapshot at all.
+bool read_newest_snapshot(const std::filesystem::path& folder, const std::function<void(SnapshotReader&)>& read);
 
 }  // namespace muster::checkpoint

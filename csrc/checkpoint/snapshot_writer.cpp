@@ -10,7 +10,7 @@
 namespace muster::checkpoint {
 
 SnapshotWriter::SnapshotWriter(std::filesystem::path folder, SnapshotOptions options)
-    : folder_(std::move(folder)), options_(options) {}
+    : folder_(std::move(folder)), options_(std::move(options)) {}
 
 SnapshotWriter::~SnapshotWriter() {
   try {

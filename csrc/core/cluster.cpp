@@ -259,6 +259,13 @@ std::optional<std::string> process_environment(const char* name) {
   return value == nullptr ? std::nullopt : std::optional<std::string>(value);
 }
 
+std::string job_of(const Environment& environment) {
+  // torchrun's id of a job that was given none.
+  constexpr const char* kNoId = "none";
+  const auto name = first_of(environment, {"MUSTER_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_JOBID"});
+  return name && *name != kNoId ? name->substr(0, 256) : "";
+}
+
 }  // namespace
 
 Cluster Cluster::from_env() { return from_env(process_environment); }
@@ -266,6 +273,7 @@ Cluster Cluster::from_env() { return from_env(process_environment); }
 Cluster Cluster::from_env(const Environment& environment) {
   Cluster cluster;
   cluster.servers = find_servers(environment);
+  cluster.job = job_of(environment);
   const auto launch = find_launch(environment);
   if (!launch) {
     log(LogLevel::info,

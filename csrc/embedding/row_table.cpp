@@ -141,6 +141,8 @@ RowTable::Row RowTable::insert(int64_t row) {
   if (place == before) {
     initialiser_.fill(row, {found.values, static_cast<size_t>(dim_)});
     std::fill_n(found.state, state_width_, 0.0F);
+  } else if (image_) {
+    image_->save(place, found.values, found.state);
   }
   return found;
 }
@@ -233,6 +235,23 @@ void RowTable::import_rows(std::span<const int64_t> rows, std::span<const float>
     copy({row.values, dim}, values.data() + i * dim);
     copy({row.state, width}, states.data() + i * width);
   }
+}
+
+int64_t RowTable::begin_image() {
+  if (image_) throw InvalidArgument("a table has one image at a time; end the one that was begun");
+  image_ = std::make_unique<RowUndo>(size(), slab_bits_, dim_, state_width_);
+  return size();
+}
+
+int64_t RowTable::image_block_rows() const noexcept { return image_ ? image_->count() : 0; }
+
+void RowTable::copy_image_block(std::span<int64_t> rows, std::span<float> values, std::span<float> states) {
+  if (static_cast<int64_t>(rows.size()) != image_block_rows() || rows.empty()) {
+    throw InvalidArgument("the next block of a table's image has " + std::to_string(image_block_rows()) +
+                          " rows; ask for as many");
+  }
+  export_rows(image_->next(), rows, values, states);
+  image_->finish_block(values, states);
 }
 
 }  // namespace muster

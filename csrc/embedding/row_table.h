@@ -9,6 +9,7 @@
 
 #include "embedding/row_index.h"
 #include "embedding/row_initialiser.h"
+#include "embedding/row_undo.h"
 #include "kernels/kernels.h"
 
 namespace muster {
@@ -24,8 +25,11 @@ using RowOptimizer =
 /// gradient keep values and state, so that Adam is lazy (as torch.optim.SparseAdam: the step count is the optimizer's,
 /// not the row's). What would move every row is refused: momentum, and but for Adam, weight decay.
 ///
-/// Externally synchronised; pull, export_rows and the sizes may be called by several threads at once while nobody
-/// pushes or imports.
+/// An image of the rows as they are at one moment can be copied block by block, while pushes and imports go on between
+/// blocks: what they change before it is copied is kept aside, row by row.
+///
+/// Externally synchronised; pull, export_rows and the sizes may be called by several threads at once, and beside them
+/// by one copy_image_block, while nobody pushes, imports, or begins or ends an image.
 class RowTable {
  public:
   /// Rows are numbered in [0, num_rows), whichever of them this server has. Throws InvalidArgument for sizes that are
@@ -61,6 +65,17 @@ class RowTable {
   /// spans that do not fit and rows outside the table.
   void import_rows(std::span<const int64_t> rows, std::span<const float> values, std::span<const float> states);
 
+  /// Begins an image of all rows that take memory, and returns how many they are. Throws InvalidArgument where one was
+  /// begun that did not end.
+  int64_t begin_image();
+  bool has_image() const noexcept { return image_ != nullptr; }
+  /// Rows of the image's next block, some megabytes; 0 where all were copied, or there is no image.
+  int64_t image_block_rows() const noexcept;
+  /// As export_rows, for as many rows as image_block_rows says: the image's next, as they were when it began.
+  void copy_image_block(std::span<int64_t> rows, std::span<float> values, std::span<float> states);
+  /// Forgets the image, whether all of it was copied or not.
+  void end_image() noexcept { image_.reset(); }
+
  private:
   class Slab;
   struct Row {
@@ -71,6 +86,7 @@ class RowTable {
   void check_rows(std::span<const int64_t> rows) const;
   void check_spans(size_t rows, size_t values, size_t states) const;
   Row at(int64_t place) const noexcept;
+  /// Where a row is to be changed; inserts it where it takes no memory yet.
   Row insert(int64_t row);
 
   int64_t num_rows_;
@@ -81,6 +97,7 @@ class RowTable {
   int slab_bits_;  // a slab has 2^slab_bits_ rows
   RowIndex index_;
   std::vector<Slab> slabs_;
+  std::unique_ptr<RowUndo> image_;  // in blocks of a slab; null: none is under way
 };
 
 }  // namespace muster

@@ -1,11 +1,15 @@
 #include <algorithm>
 #include <chrono>
+#include <string>
+#include <thread>
 #include <utility>
 
 #include "comm/text_exchange.h"
 #include "core/log.h"
+#include "core/wait_hook.h"
 #include "job/job_agreement.h"
 #include "job/make_groups.h"
+#include "muster/error.h"
 #include "net/unix_socket.h"
 #include "server/protocol/address.h"
 #include "server/shard/server.h"
@@ -17,6 +21,7 @@ namespace {
 
 ServerJob servers_of(const Cluster& cluster, const ServerOptions& server_options) {
   ServerJob job;
+  job.options = server_options;
   job.staleness = server_options.staleness ? static_cast<uint32_t>(*server_options.staleness) : server::kAnyStaleness;
   for (const auto& address : cluster.servers) job.channels.push_back(server::channel_name(address));
   return job;
@@ -24,10 +29,8 @@ ServerJob servers_of(const Cluster& cluster, const ServerOptions& server_options
 
 // Gives the job its id and, where the cluster names no server, one that the chief's process hosts. Collective.
 void begin_job(ServerJob& job, const server::Standing& before, const Cluster& cluster, comm::Communicator& workers) {
-  using std::chrono::microseconds;
-  const auto clock = std::chrono::system_clock::now().time_since_epoch();
-  const auto id = std::max(before.job + 1, static_cast<uint64_t>(duration_cast<microseconds>(clock).count()));
-  job.id = static_cast<uint64_t>(broadcast_number(workers, static_cast<int64_t>(id)));
+  job.id = static_cast<uint64_t>(broadcast_number(workers, static_cast<int64_t>(before.job + 1)));
+  job.token = exchange_texts(workers, cluster.job.empty() ? net::random_name() : cluster.job).front();
   if (!job.channels.empty()) return;
   std::string name;
   if (cluster.rank == 0) {
@@ -44,10 +47,37 @@ bool is_running(const server::Standing& standing, int rank) {
   return standing.started && std::any_of(standing.present.begin(), standing.present.end(), is_other);
 }
 
+// What server 0 says. A worker that was killed is present for a moment longer: who is there is asked twice.
+server::Standing standing_of(const Cluster& cluster, const ServerJob& job) {
+  constexpr std::chrono::milliseconds kMoment{1'600};
+  const auto patience = std::chrono::milliseconds(static_cast<int64_t>(job.options.patience * 1000));
+  const auto ask = [&] {
+    if (auto standing = server::inquire(job.channels.front(), patience)) return *std::move(standing);
+    throw PeerLost(-1, "parameter server 0 (" + cluster.servers.front() +
+                           ") does not answer; start it (muster serve), or look at its log. MUSTER_SERVERS names it");
+  };
+  auto standing = ask();
+  if (!is_running(standing, cluster.rank)) return standing;
+  const auto until = std::chrono::steady_clock::now() + kMoment;
+  while (std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    WaitHook::call();
+  }
+  standing = ask();
+  if (is_running(standing, cluster.rank) && !cluster.job.empty() && cluster.job != standing.token &&
+      !job.options.takeover) {
+    throw InvalidArgument("another job (" + standing.token +
+                          ") trains on these parameter servers, and this worker is of " + cluster.job +
+                          "; give it servers of its own (MUSTER_SERVERS), or takeover to end that one");
+  }
+  return standing;
+}
+
 void join_job(Groups& groups, ServerJob& job, const server::Standing& standing, const Topology& topology,
               const std::string& options) {
   job.joins = true;
   job.id = standing.job;
+  job.token = standing.token;
   job.facts = server::decode<JobFacts>(standing.facts);
   compare_options(job.facts.options, topology.rank, options);
   groups.prepare = comm::make_single();
@@ -78,11 +108,8 @@ Groups groups_with_servers(const Cluster& cluster, const ServerOptions& server_o
   groups.step = {comm::make_single()};
   groups.workers = comm::make_single();
   auto& job = groups.servers.emplace(servers_of(cluster, server_options));
-  server::Standing standing;
-  if (!cluster.servers.empty()) {
-    standing = server::inquire(job.channels.front(), server::kPatience).value_or(server::Standing{});
-  }
-  if (is_running(standing, cluster.rank)) {
+  const auto standing = cluster.servers.empty() ? server::Standing() : standing_of(cluster, job);
+  if (is_running(standing, cluster.rank) && !server_options.takeover) {
     join_job(groups, job, standing, topology, words);
   } else {
     if (cluster.num_workers > 1) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "job/job_facts.h"
+#include "muster/parameter_server.h"
 
 namespace muster {
 
@@ -16,11 +17,13 @@ class ParameterServer;
 
 /// A value; copies share the server that this process hosts.
 struct ServerJob {
-  std::vector<std::string> channels;                  ///< by server: abstract Unix names
-  uint64_t id = 0;                                    ///< greater than that of any job before on these servers
-  JobFacts facts = {};                                ///< but for row seeds, unless it joins
-  bool joins = false;                                 ///< this worker came to a job that others had begun
-  uint32_t staleness = 0;                             ///< 0: synchronous; server::kAnyStaleness: asynchronous
+  std::vector<std::string> channels;  ///< by server: abstract Unix names
+  uint64_t id = 0;                    ///< greater than that of any job before on these servers
+  std::string token = {};             ///< see server::Hello
+  JobFacts facts = {};                ///< but for row seeds, unless it joins
+  bool joins = false;                 ///< this worker came to a job that others had begun
+  uint32_t staleness = 0;             ///< 0: synchronous; server::kAnyStaleness: asynchronous
+  ServerOptions options = {};
   std::shared_ptr<server::ParameterServer> embedded;  ///< where this process hosts one
 };
 

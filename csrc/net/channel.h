@@ -22,15 +22,17 @@ using Bytes = std::span<const std::byte>;
 
 /// Sending and receiving are each externally synchronised; one thread may send while another receives. `close` may come
 /// from any thread at any time. Every call throws CommError when the peer is gone or what it sent is no frame, and
-/// Timeout at its deadline; after either, and in the middle of a frame, the channel is of no more use.
+/// Timeout at its deadline; after either, and in the middle of a frame, the channel is of no more use. A deadline that
+/// has passed waits for nothing.
 class Channel {
  public:
   virtual ~Channel() = default;
 
   /// Sends one frame, whose payload is the pieces one after the other. A single piece that lies in memory that either
   /// end shares (own_memory, reach) is sent as its place; what the sender shares must not change until the receiver,
-  /// by the protocol above, is done with it. Blocks while the peer does not read. Throws InvalidArgument above the
-  /// bounds of FrameHeader.
+  /// by the protocol above, is done with it. Blocks while the peer does not read, and calls the thread's WaitHook
+  /// every 50 ms or so; where that throws, the frame is cut and the channel of no more use. Throws InvalidArgument
+  /// above the bounds of FrameHeader, and sends nothing then.
   virtual void send(uint16_t type, std::string_view message, std::span<const Bytes> payload, Deadline deadline) = 0;
 
   /// As send() of one piece, but waits for no longer than `patience` for a peer that does not read; the rest of the
@@ -50,6 +52,10 @@ class Channel {
 
   /// Waits until something has arrived, or the end; false at the deadline, which leaves the channel as it was.
   virtual bool wait_input(Deadline deadline) const = 0;
+
+  /// Readable when something arrives, for poll(); what has arrived already wait_input() alone tells. -1 where there is
+  /// none.
+  virtual int descriptor() const noexcept = 0;
 
   /// Memory that the peer shares, as this process sees it; null where it shares none, or not that.
   virtual std::byte* reach(uint64_t place, uint64_t bytes) const noexcept = 0;

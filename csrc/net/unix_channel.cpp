@@ -9,6 +9,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/wait_hook.h"
 #include "muster/error.h"
 #include "net/channel.h"
 
@@ -19,9 +20,10 @@ namespace {
 constexpr uint16_t kAttach = 0;  // the connecting end's first frame, which the channel keeps to itself
 constexpr uint64_t kMaxSharedBytes = uint64_t{1} << 46;
 constexpr size_t kBuffer = size_t{64} << 10;
-constexpr uint64_t kStep = uint64_t{1} << 20;  // memory is taken as bytes arrive, not as a header promises
-constexpr size_t kMaxPieces = 512;             // of one system call
-constexpr size_t kMaxDescriptors = 16;         // that one system call finds; the system closes what is beyond
+constexpr uint64_t kStep = uint64_t{1} << 20;         // memory is taken as bytes arrive, not as a header promises
+constexpr size_t kMaxPieces = 512;                    // of one system call
+constexpr std::chrono::milliseconds kWriteSlice{50};  // between calls of the WaitHook
+constexpr size_t kMaxDescriptors = 16;                // that one system call finds; the system closes what is beyond
 // Bytes, of which the kernel takes twice. More than the usual 208 KiB spares wake-ups, and still stays in a core's
 // cache from the copy in to the copy out; with 1 MB large payloads were slower.
 constexpr int kSendBuffer = 400'000;
@@ -38,8 +40,7 @@ bool poll_for(int fd, int16_t events, Deadline deadline) {
   return poll_until({&polled, 1}, deadline);
 }
 
-void wait_for(int fd, int16_t events, Deadline deadline, const char* what) {
-  if (poll_for(fd, events, deadline)) return;
+[[noreturn]] void fail_in_time(const char* what) {
   throw Timeout(std::string(what) + " within the deadline; look at the log of the other process");
 }
 
@@ -121,6 +122,8 @@ class UnixChannel final : public Channel {
 
   bool wait_input(Deadline deadline) const override { return begin_ < end_ || wait_readable({fd_.get()}, deadline); }
 
+  int descriptor() const noexcept override { return fd_.get(); }
+
   std::byte* reach(uint64_t place, uint64_t bytes) const noexcept override {
     return theirs_ && is_within(place, bytes, theirs_->size()) ? theirs_->data() + place : nullptr;
   }
@@ -170,7 +173,11 @@ class UnixChannel final : public Channel {
 
   void write(iovec* pieces, size_t count, int descriptor, Deadline deadline) {
     while (!write_some(pieces, count, descriptor)) {
-      wait_for(fd_.get(), POLLOUT, deadline, "the other end of a connection did not read");
+      const auto slice = std::min(deadline, std::chrono::steady_clock::now() + kWriteSlice);
+      if (!poll_for(fd_.get(), POLLOUT, slice)) {
+        if (slice == deadline) fail_in_time("the other end of a connection did not read");
+        WaitHook::call();
+      }
       descriptor = -1;
     }
   }
@@ -262,7 +269,7 @@ class UnixChannel final : public Channel {
       }
       if (errno == EINTR) continue;
       if (errno != EAGAIN && errno != EWOULDBLOCK) fail_with_errno("a connection ended");
-      wait_for(fd_.get(), POLLIN, deadline, "nothing came from the other end of a connection");
+      if (!poll_for(fd_.get(), POLLIN, deadline)) fail_in_time("nothing came from the other end of a connection");
     }
   }
 

@@ -6,6 +6,7 @@
 #include <torch/enum.h>
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -256,8 +257,7 @@ void follow_state(FlatState& state, Optimizer& optimizer) {
   });
 }
 
-void leave_to_servers(FlatState& state, Optimizer& optimizer,
-                      std::function<std::vector<at::Tensor>(size_t which)> from_servers) {
+void leave_to_servers(FlatState& state, Optimizer& optimizer, FlatState::FromServers from_servers) {
   state.from_servers = std::move(from_servers);
   visit_kind(optimizer, [&](auto kind) {
     for (auto* const parameter : state.parameters)
@@ -268,10 +268,12 @@ void leave_to_servers(FlatState& state, Optimizer& optimizer,
 void copy_from_servers(const FlatState& state, Optimizer& optimizer) {
   visit_kind(optimizer, [&](auto kind) {
     using ParamState = typename decltype(kind)::ParamState;
-    const auto counts = state.from_servers(FlatState::kSteps);
-    std::vector<std::vector<at::Tensor>> states;
     ParamState names;
-    for (size_t s = 0; s < tensors_of(names).size(); ++s) states.push_back(state.from_servers(s));
+    std::vector<size_t> which(tensors_of(names).size());
+    std::iota(which.begin(), which.end(), 0);
+    which.push_back(FlatState::kSteps);
+    const auto states = state.from_servers(which);
+    const auto& counts = states.back();
     constexpr bool kBeginsWithState = std::is_same_v<ParamState, torch::optim::AdagradParamState>;
     const auto own_counts = state.flat.state().step_counts();
     for (size_t p = 0; p < state.parameters.size(); ++p) {

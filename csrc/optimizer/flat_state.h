@@ -20,10 +20,11 @@ struct FlatState {
   std::vector<const void*> published_entries = {};  // likewise; identities
   /// Throws where a step by hand would apply gradients again that the strategy has applied. Null without one.
   std::function<void()> check_step_by_hand = {};
-  /// Not null where parameter servers hold the state: a tensor by position, undefined where there is none; `which` is
-  /// one of StateEntry's, kSteps for step counts.
-  std::function<std::vector<at::Tensor>(size_t which)> from_servers = {};
-  bool is_lost = false;  // the servers that held it are gone
+  /// For each of `which`, a tensor by position, undefined where there is none; they are StateEntry's, kSteps for step
+  /// counts.
+  using FromServers = std::function<std::vector<std::vector<at::Tensor>>(const std::vector<size_t>& which)>;
+  FromServers from_servers = {};  ///< not null where parameter servers hold the state
+  bool is_lost = false;           // the servers that held it are gone
 
   static constexpr size_t kSteps = StateEntry::kMaster + 1;
 };
@@ -43,8 +44,7 @@ FlatGroups groups_of(const torch::optim::Optimizer& optimizer);
 void follow_state(FlatState& state, torch::optim::Optimizer& optimizer);
 
 /// `from_servers` holds the state from here on: entries without tensors stand in `optimizer.state()`.
-void leave_to_servers(FlatState& state, torch::optim::Optimizer& optimizer,
-                      std::function<std::vector<at::Tensor>(size_t which)> from_servers);
+void leave_to_servers(FlatState& state, torch::optim::Optimizer& optimizer, FlatState::FromServers from_servers);
 
 /// `optimizer.state()` becomes a copy of what parameter servers hold.
 void copy_from_servers(const FlatState& state, torch::optim::Optimizer& optimizer);

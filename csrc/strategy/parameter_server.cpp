@@ -1,5 +1,7 @@
 #include "muster/parameter_server.h"
 
+#include <string>
+
 #include "muster/error.h"
 #include "strategy/build.h"
 
@@ -7,9 +9,22 @@ namespace muster {
 
 void ServerOptions::validate() const {
   const int steps = staleness.value_or(0);
-  if (steps >= 0) return;
-  throw InvalidArgument("staleness=" + std::to_string(steps) +
-                        ": it counts steps; 0 is synchronous, and none at all asynchronous");
+  if (steps < 0) {
+    throw InvalidArgument("staleness=" + std::to_string(steps) +
+                          ": it counts steps; 0 is synchronous, and none at all asynchronous");
+  }
+  if (log_bytes && *log_bytes < 0) {
+    throw InvalidArgument("log_bytes=" + std::to_string(*log_bytes) +
+                          ": it counts bytes; leave it out for the default");
+  }
+  const auto check_seconds = [](const char* name, double seconds) {
+    constexpr double kDay = 86'400;
+    if (seconds > 0 && seconds <= kDay) return;
+    throw InvalidArgument(std::string(name) + "=" + std::to_string(seconds) +
+                          ": it counts seconds, above 0 and up to " + std::to_string(static_cast<int>(kDay)));
+  };
+  check_seconds("patience", patience);
+  check_seconds("heartbeat", heartbeat);
 }
 
 ParameterServerStrategy::ParameterServerStrategy(const Cluster& cluster, const ServerOptions& server_options,

@@ -106,16 +106,20 @@ void ParameterSets::refresh() {
   if (set != nullptr && !set->window_open()) set->servers()->refresh();
 }
 
-std::vector<at::Tensor> ParameterSets::state_on_servers(const std::vector<int>& parameters, server::Part part,
-                                                        bool to_stay) const {
+std::vector<std::vector<at::Tensor>> ParameterSets::state_on_servers(const std::vector<int>& parameters,
+                                                                     std::span<const server::Part> parts,
+                                                                     bool to_stay) const {
+  std::vector<std::vector<at::Tensor>> values(parts.size());
   auto* const set = served();
-  if (set == nullptr) return {};
+  if (set == nullptr) return values;
   const auto& trained = set->trainable();
-  const auto whole = set->servers()->fetch(part, to_stay);
-  std::vector<at::Tensor> values;
+  const auto whole = set->servers()->fetch(parts, to_stay);
   for (const int index : parameters) {
     const auto found = std::find(trained.begin(), trained.end(), index);
-    values.push_back(found == trained.end() ? at::Tensor() : whole[static_cast<size_t>(found - trained.begin())]);
+    for (size_t i = 0; i < parts.size(); ++i) {
+      values[i].push_back(found == trained.end() ? at::Tensor()
+                                                 : whole[i][static_cast<size_t>(found - trained.begin())]);
+    }
   }
   return values;
 }

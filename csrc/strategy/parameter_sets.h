@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "strategy/session.h"
@@ -41,9 +42,11 @@ class ParameterSets {
   ServerExchange& servers() const;
   /// Takes in what servers have of a set whose window is not open. No-op without has_servers().
   void refresh();
-  /// A part of the state of the parameters of the registry, from the servers that hold it; undefined where there is
-  /// none. Empty without has_servers(). `to_stay`: not of rows that workers have no memory for.
-  std::vector<at::Tensor> state_on_servers(const std::vector<int>& parameters, server::Part part, bool to_stay) const;
+  /// By part, the state of the parameters of the registry, from the servers that hold it; undefined where there is
+  /// none. Without has_servers(), of no parameters. `to_stay`: not of rows that workers have no memory for. Tables
+  /// travel once for all parts of a call.
+  std::vector<std::vector<at::Tensor>> state_on_servers(const std::vector<int>& parameters,
+                                                        std::span<const server::Part> parts, bool to_stay) const;
 
   /// See ParameterSet::leave_memory; what it throws is logged.
   void leave_memory() noexcept;

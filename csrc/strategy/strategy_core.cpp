@@ -55,10 +55,10 @@ void StrategyCore::wait_for_leavers() const {
   }
 }
 
-std::vector<at::Tensor> StrategyCore::state_on_servers(const std::vector<int>& parameters, server::Part part,
-                                                       bool to_stay) {
+std::vector<std::vector<at::Tensor>> StrategyCore::state_on_servers(const std::vector<int>& parameters,
+                                                                    std::span<const server::Part> parts, bool to_stay) {
   if (!is_leaving_) session_.check_open();
-  return sets_.state_on_servers(parameters, part, to_stay);
+  return sets_.state_on_servers(parameters, parts, to_stay);
 }
 
 }  // namespace muster

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -32,7 +33,8 @@ class StrategyCore {
   const Stepper& stepper() const noexcept { return stepper_; }
 
   /// As ParameterSets::state_on_servers, until the end of what on_leaving() was given. Throws InvalidArgument after it.
-  std::vector<at::Tensor> state_on_servers(const std::vector<int>& parameters, server::Part part, bool to_stay = false);
+  std::vector<std::vector<at::Tensor>> state_on_servers(const std::vector<int>& parameters,
+                                                        std::span<const server::Part> parts, bool to_stay);
 
   /// `leave` is called by close() when nobody is in a call any more, and while servers are still there. What it throws
   /// ends that close(), and the next one goes on.

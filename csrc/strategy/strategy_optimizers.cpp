@@ -82,11 +82,14 @@ std::vector<torch::optim::Optimizer*> Strategy::State::optimizers_of(int set) co
 void Strategy::State::serve(torch::optim::Optimizer& optimizer) {
   const auto& flat = *detail::flat_state_of(optimizer);
   served = {flat, &optimizer};
-  detail::leave_to_servers(*flat, optimizer, [owner = core.get(), indices = flat->indices](size_t which) {
-    constexpr server::Part kParts[] = {server::Part::state0, server::Part::state1, server::Part::state2,
-                                       server::Part::master, server::Part::steps};
-    return owner->state_on_servers(indices, kParts[which], /*to_stay=*/true);
-  });
+  detail::leave_to_servers(
+      *flat, optimizer, [owner = core.get(), indices = flat->indices](const std::vector<size_t>& which) {
+        constexpr server::Part kParts[] = {server::Part::state0, server::Part::state1, server::Part::state2,
+                                           server::Part::master, server::Part::steps};
+        std::vector<server::Part> parts;
+        for (const size_t w : which) parts.push_back(kParts[w]);
+        return owner->state_on_servers(indices, parts, /*to_stay=*/true);
+      });
 }
 
 void Strategy::State::leave_servers() noexcept {

@@ -18,6 +18,17 @@ namespace muster {
 
 using server::Part;
 
+namespace {
+
+constexpr Part kParameter[] = {Part::parameter};
+
+// Floats a row.
+int64_t width_of(const server::TableSpec& spec, Part part) {
+  return part != Part::parameter && spec.row_wise_adagrad ? 1 : spec.dim;
+}
+
+}  // namespace
+
 // Asked by the embedding's forward, in a step.
 class RowsOnServers::Source : public RowSource {
  public:
@@ -31,7 +42,7 @@ class RowsOnServers::Source : public RowSource {
     return values;
   }
 
-  at::Tensor whole() override { return rows_.fetch(table_, Part::parameter); }
+  at::Tensor whole() override { return rows_.fetch(table_, kParameter)[0]; }
 
  private:
   RowsOnServers& rows_;
@@ -90,7 +101,7 @@ void RowsOnServers::bring_back() noexcept {
   for (size_t t = 0; t < tables_.size(); ++t) {
     if (!tables_[t].was_here) continue;
     try {
-      tables_[t].weight.set_data(fetch(t, Part::parameter));
+      tables_[t].weight.set_data(fetch(t, kParameter)[0]);
     } catch (const std::exception&) {
       return;
     }
@@ -110,17 +121,28 @@ void RowsOnServers::push(uint64_t step, size_t t, const at::Tensor& sums) {
   client_.rows().push(step, table, span_of<int64_t>(rows), span_of<float>(values));
 }
 
-at::Tensor RowsOnServers::fetch(size_t t, Part part) {
+std::vector<at::Tensor> RowsOnServers::fetch(size_t table, std::span<const Part> parts) {
   const at::NoGradGuard no_grad;
-  if (part == Part::master) return {};
-  const auto table = static_cast<uint32_t>(t);
-  const auto& spec = plan_.tables[t];
+  std::vector<at::Tensor> found(parts.size());
+  if (std::none_of(parts.begin(), parts.end(), [&](Part part) { return has(table, part); })) return found;
+  auto touched = client_.rows().fetch(static_cast<uint32_t>(table), at_least_);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (has(table, parts[i])) found[i] = whole(table, parts[i], touched);
+  }
+  return found;
+}
+
+bool RowsOnServers::has(size_t table, Part part) const {
+  if (part == Part::parameter || part == Part::steps) return true;
+  if (part == Part::master) return false;
   const int64_t which = static_cast<int64_t>(part) - static_cast<int64_t>(Part::state0);
-  const bool is_state = part != Part::parameter && part != Part::steps;
-  const int64_t width = is_state && spec.row_wise_adagrad ? 1 : spec.dim;
-  if (is_state && (which + 1) * width > client_.rows().state_width(table)) return {};
-  auto touched = client_.rows().fetch(table, at_least_);
+  return (which + 1) * width_of(plan_.tables[table], part) <= client_.rows().state_width(static_cast<uint32_t>(table));
+}
+
+at::Tensor RowsOnServers::whole(size_t table, Part part, server::TableRows& touched) const {
   if (part == Part::steps) return at::scalar_tensor(static_cast<double>(touched.steps), at::kFloat);
+  const auto& spec = plan_.tables[table];
+  const int64_t width = width_of(spec, part);
   auto whole = at::zeros({spec.num_rows, width}, at::kFloat);
   if (part == Part::parameter) spec.initialiser.fill_rows(whole);
   const auto count = static_cast<int64_t>(touched.rows.size());
@@ -128,7 +150,9 @@ at::Tensor RowsOnServers::fetch(size_t t, Part part) {
   const auto rows = at::from_blob(touched.rows.data(), {count}, at::kLong);
   auto& values = part == Part::parameter ? touched.values : touched.states;
   const auto all = at::from_blob(values.data(), {count, static_cast<int64_t>(values.size()) / count}, at::kFloat);
-  return whole.index_copy_(0, rows, part == Part::parameter ? all : all.narrow(1, which * width, width));
+  if (part == Part::parameter) return whole.index_copy_(0, rows, all);
+  const int64_t which = static_cast<int64_t>(part) - static_cast<int64_t>(Part::state0);
+  return whole.index_copy_(0, rows, all.narrow(1, which * width, width));
 }
 
 }  // namespace muster

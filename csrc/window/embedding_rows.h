@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "server/protocol/plan.h"
@@ -45,8 +46,9 @@ class RowsOnServers {
   /// This worker's sums of a table's rows for `step`: coalesced COO, fp32; undefined where there are none.
   void push(uint64_t step, size_t table, const at::Tensor& sums);
 
-  /// A part of a whole table (Part::steps: 0-dim fp32); undefined where there is none.
-  at::Tensor fetch(size_t table, server::Part part);
+  /// Parts of a whole table (Part::steps: 0-dim fp32), in their order; undefined where there is none. Servers send it
+  /// once, however many they are.
+  std::vector<at::Tensor> fetch(size_t table, std::span<const server::Part> parts);
 
  private:
   class Source;
@@ -58,6 +60,9 @@ class RowsOnServers {
     bool was_here;
     std::shared_ptr<Source> source;
   };
+
+  bool has(size_t table, server::Part part) const;
+  at::Tensor whole(size_t table, server::Part part, server::TableRows& touched) const;
 
   server::ServerClient& client_;
   const server::Plan& plan_;

@@ -9,6 +9,8 @@
 #include <utility>
 
 #include "core/flat_layout.h"
+#include "core/log.h"
+#include "core/memory_limit.h"
 #include "core/ownership.h"
 #include "muster/error.h"
 
@@ -44,8 +46,18 @@ server::Plan plan_of(const ServerJob& job, int workers, const StrategyOptions& o
   plan.workers = static_cast<uint32_t>(workers);
   plan.staleness = job.staleness;
   plan.timeout_ms = static_cast<uint32_t>(std::min(options.timeout * 1000, 4e9));
+  plan.heartbeat_ms = static_cast<uint32_t>(job.options.heartbeat * 1000);
   plan.norm_type = options.clip_norm_type;
   return plan;
+}
+
+uint64_t log_bytes_of(const ServerOptions& options, const server::Plan& plan) {
+  constexpr uint64_t kLeast = uint64_t{256} << 20;
+  constexpr uint64_t kSteps = 8;
+  if (options.log_bytes) return static_cast<uint64_t>(*options.log_bytes);
+  uint64_t step = 0;
+  for (const auto& chunk : server::cut_chunks(plan)) step += static_cast<uint64_t>(chunk.gradient_bytes());
+  return std::min(std::max(kLeast, kSteps * step), std::max(kLeast, static_cast<uint64_t>(memory_limit()) / 8));
 }
 
 server::ClientConfig client_of(const ServerJob& job, int rank, const server::Plan& plan) {
@@ -54,6 +66,11 @@ server::ClientConfig client_of(const ServerJob& job, int rank, const server::Pla
   config.rank = static_cast<uint32_t>(rank);
   config.plan = plan;
   config.job = job.id;
+  config.token = job.token;
+  config.takes_over = job.options.takeover;
+  config.joins = job.joins;
+  config.patience = std::chrono::milliseconds(static_cast<int64_t>(job.options.patience * 1000));
+  config.log_bytes = log_bytes_of(job.options, plan);
   auto facts = job.facts;
   facts.row_seeds.clear();
   for (const auto& table : plan.tables) facts.row_seeds.emplace_back(table.name, table.initialiser.seed);
@@ -95,8 +112,10 @@ ServerExchange::ServerExchange(const ServerJob& job, int rank, int workers, cons
 ServerExchange::~ServerExchange() {
   try {
     client_.leave();
-  } catch (const std::exception&) {
-    return;  // servers know by the silence
+  } catch (const std::exception& error) {  // servers know by the silence
+    log(LogLevel::warning, std::string("this worker left the parameter servers, and its last steps may be in no "
+                                       "snapshot: ") +
+                               error.what());
   }
 }
 
@@ -269,14 +288,16 @@ void ServerExchange::finish(const server::Apply& apply, bool changes) {
   refresh();
 }
 
-std::vector<at::Tensor> ServerExchange::fetch(Part part, bool to_stay) {
+std::vector<std::vector<at::Tensor>> ServerExchange::fetch(std::span<const Part> parts, bool to_stay) {
   const at::NoGradGuard no_grad;
-  const auto whole = values_.fetch(part, newest());
-  std::vector<at::Tensor> found(places_.size());
+  std::vector<std::vector<at::Tensor>> whole;
+  for (const auto part : parts) whole.push_back(values_.fetch(part, newest()));
+  std::vector<std::vector<at::Tensor>> found(parts.size(), std::vector<at::Tensor>(places_.size()));
   for (size_t p = 0; p < places_.size(); ++p) {
     const auto [is_table, index] = places_[p];
-    const bool leaves_out = is_table && to_stay && !rows_.was_here(index);
-    if (!leaves_out) found[p] = is_table ? rows_.fetch(index, part) : whole[index];
+    if (is_table && to_stay && !rows_.was_here(index)) continue;
+    const auto of_table = is_table ? rows_.fetch(index, parts) : std::vector<at::Tensor>();
+    for (size_t i = 0; i < parts.size(); ++i) found[i][p] = is_table ? of_table[i] : whole[i][index];
   }
   return found;
 }

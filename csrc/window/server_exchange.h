@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -97,9 +98,10 @@ class ServerExchange {
   /// Brings the newest values here. No-op in a synchronous job, where every step brings them.
   void refresh();
 
-  /// A part of every parameter as the servers hold it, of the parameter's sizes (Part::steps: 0-dim fp32); undefined
-  /// where there is none. `to_stay`: without the parameters whose rows bring_rows_back() leaves on the servers.
-  std::vector<at::Tensor> fetch(server::Part part, bool to_stay = false);
+  /// By part, every parameter's as the servers hold it, of the parameter's sizes (Part::steps: 0-dim fp32); undefined
+  /// where there is none. `to_stay`: without the parameters whose rows bring_rows_back() leaves on the servers. Tables
+  /// travel once for all parts.
+  std::vector<std::vector<at::Tensor>> fetch(std::span<const server::Part> parts, bool to_stay = false);
 
   /// Gives weights all their rows again, but not weights that had none here to begin with. Never throws: where servers
   /// are gone, stubs stay.

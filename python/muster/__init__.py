@@ -22,6 +22,7 @@ from muster.errors import (
     Timeout,
 )
 from muster.loader import Loader
+from muster.parameter_server import ParameterServerStrategy
 from muster.per_replica import PerReplica
 from muster.precision import LossScale, LossScaler
 from muster.replicated import Replicated
@@ -30,7 +31,6 @@ from muster.step import Loss, StepResult
 from muster.strategy import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
-    ParameterServerStrategy,
     Strategy,
     StrategyOptions,
 )

@@ -233,19 +233,23 @@ class FlatState:
         """`to_stay`: but of rows that workers have no memory for."""
         assert self.core is not None
         part = _C.ServerPart
-        fetch = self.core.state_on_servers
+        states = zip(self._flat.state_names, (part.state0, part.state1, part.state2), strict=False)
+        named = [*states, (_MASTER, part.master)]
+        # Together: a table of rows travels once.
+        steps, *tensors = self.core.state_on_servers(
+            self.indices, [part.steps, *(which for _, which in named)], to_stay
+        )
         state: dict[int, dict[str, Any]] = {}
         there = set()
-        for position, step in enumerate(fetch(self.indices, part.steps, to_stay)):
+        for position, step in enumerate(steps):
             had_state = self._flat.has_started(position)
             if step is None:  # frozen when the servers took the others
                 state[position] = self._values(position) if had_state else {}
             elif step > 0 or (had_state and self._algorithm.begins_with_state):
                 state[position] = {"step": step} if self._algorithm.counts_steps else {}
                 there.add(position)
-        states = zip(self._flat.state_names, (part.state0, part.state1, part.state2), strict=False)
-        for name, which in (*states, (_MASTER, part.master)):
-            for position, tensor in enumerate(fetch(self.indices, which, to_stay)):
+        for (name, _), of_part in zip(named, tensors, strict=True):
+            for position, tensor in enumerate(of_part):
                 if tensor is not None and position in there:
                     state[position][name] = tensor
         return {position: values for position, values in state.items() if values}

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -190,6 +191,7 @@ def _free_addresses(count: int) -> Iterable[str]:
 def _train(command: list[str], servers: list[Server], signals: list[int]) -> int:
     """Runs the workers once all servers listen; returns their exit code. Raises PeerLost, when they have ended."""
     environment = {name: value for name, value in os.environ.items() if name != "MUSTER_SERVERS"}
+    environment.setdefault("MUSTER_JOB", uuid.uuid4().hex)
     if servers:
         environment["MUSTER_SERVERS"] = ",".join(server.address for server in servers)
     # In a session of its own it gets each signal once, from here; torch's agent drops its workers at a second one.

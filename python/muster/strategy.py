@@ -22,7 +22,7 @@ from muster.default_group import DefaultGroup
 from muster.errors import InvalidArgument
 from muster.loader import Loader
 from muster.loader_host import LoaderHost
-from muster.options import CommonOptions, Options, StrategyOptions, device_names, options_of, with_options
+from muster.options import Options, StrategyOptions, device_names, options_of, with_options
 from muster.passes import Passes, WeakHost
 from muster.per_replica import PerReplica
 from muster.precision import LossScale, LossScaler, autocast
@@ -35,7 +35,6 @@ from muster.stepping import Stepping
 __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
-    "ParameterServerStrategy",
     "Strategy",
     "StrategyOptions",
 ]
@@ -328,62 +327,3 @@ class MultiWorkerMirroredStrategy(Strategy):
         """The job that torchrun's, Slurm's or Open MPI's variables describe; a world of one without a launcher.
         `devices` and `process_group` as of the class."""
         return cls(_C.Cluster.from_env(), devices, process_group=process_group, **options)
-
-
-class ParameterServerStrategy(Strategy):
-    """A process per worker, each with one CPU replica; parameters and optimizer state live on parameter servers.
-
-    The servers are those of the cluster (``MUSTER_SERVERS``, ``muster serve``, ``muster run``), on this host so far;
-    without any the chief hosts one in its process until all workers have left. The optimizer is one of AdamW, Adam, SGD
-    and Adagrad. The first step connects: where the servers hold values already, of a job that was started again, all
-    workers go on from them.
-
-    `staleness` 0 is synchronous: each step is made of all workers' parts, with the bits of MultiWorkerMirroredStrategy,
-    and collectives inside a step work as there. A worker that dies no longer counts after 5 s without a sign of life,
-    and the others go on. With another `staleness` each step is one worker's, which may be so many steps ahead of the
-    slowest live one (None: any number): loss, metrics, buffers and norm are its own, and collectives inside a step see
-    it alone. A server that stays away for 5 s is PeerLost; started again with its snapshots before that, it is as if
-    nothing had happened.
-
-    Parameters must not be written between steps, and sparse gradients are refused but for a `ShardedEmbedding`'s.
-    Options are those of `StrategyOptions` but fuse, keep_gradients, shard_optimizer and wire.
-    """
-
-    @with_options(CommonOptions)
-    def __init__(self, cluster: _C.Cluster, *, staleness: int | None = 0, **options: Unpack[CommonOptions]) -> None:
-        """A worker of the job that `cluster` describes, at most `staleness` steps ahead of the others."""
-        chosen = options_of(options)
-        if not (staleness is None or (isinstance(staleness, int) and not isinstance(staleness, bool))):
-            raise InvalidArgument(f"staleness={staleness!r}: it must be an int >= 0, or None")
-        super().__init__(_C.make_parameter_server(cluster, staleness, asdict(chosen)), chosen)
-        self._staleness = staleness
-
-    @property
-    def passes(self) -> _C.Loaders | None:
-        """Servers deal whole batches, or, where the job is synchronous, live workers divide them."""
-        return self._passes.of_core
-
-    def broadcast_state(self, state: Tensor) -> Tensor:
-        """Collective: the chief's `state`. Raises InvalidArgument where this worker joins a running job."""
-        if self._core.joins:
-            raise InvalidArgument(
-                "a worker that joins a running job cannot know how far the generator is that the loader was given; "
-                "leave generator= out, so that the order follows from the job's seed"
-            )
-        return super().broadcast_state(state)
-
-    def any_has_more(self, has_more: bool) -> bool:
-        """Whether `has_more` is true on a worker that steps with this one: with a staleness on this one alone."""
-        return has_more if self._staleness != 0 else super().any_has_more(has_more)
-
-    @classmethod
-    @with_options(CommonOptions)
-    def from_env(cls, *, staleness: int | None = 0, **options: Unpack[CommonOptions]) -> Self:
-        """The job that torchrun's, Slurm's or Open MPI's variables and MUSTER_SERVERS describe; a world of one without
-        a launcher. `staleness` as of the class."""
-        return cls(_C.Cluster.from_env(), staleness=staleness, **options)
-
-    @property
-    def staleness(self) -> int | None:
-        """Steps that a worker may be ahead of the slowest live one; None: any number."""
-        return self._staleness

@@ -35,11 +35,11 @@ def test_it_keeps_and_goes_on(tmp_path: Path) -> None:
         worker = probe(address)
         for _ in range(5):
             worker.step()
-        worker.leave()
         before = set(folder.iterdir())
+        worker.leave()
+        assert set(folder.iterdir()) - before, "no snapshot of what the job left"
         first.process.send_signal(signal.SIGTERM)
         assert first.end()[:2] == (0, "")
-        assert set(folder.iterdir()) - before, "no last snapshot"
 
     # The same folder, another address.
     with Command("serve", "--snapshots", folder) as second:

@@ -69,6 +69,14 @@ void try_message(uint16_t type, std::string_view bytes) {
       return try_as<Applied>(bytes);
     case Beat::kType:
       return try_as<Beat>(bytes);
+    case Beaten::kType:
+      return try_as<Beaten>(bytes);
+    case Busy::kType:
+      return try_as<Busy>(bytes);
+    case Configured::kType:
+      return try_as<Configured>(bytes);
+    case Resume::kType:
+      return try_as<Resume>(bytes);
     case Recalled::kType:
       return try_as<Recalled>(bytes);
     case Deal::kType:

@@ -25,6 +25,10 @@ struct Cluster {
   bool store_is_hosted = false;
   /// Which launcher described the job: "torchrun", "slurm", "openmpi", "arguments" or "none".
   std::string launcher = "none";
+  /// The launcher's name for the job, equal on all ranks and after the launcher started them again: MUSTER_JOB,
+  /// torchrun's run id or Slurm's job id; empty where none is known. Parameter servers let a job with another name
+  /// begin only once nobody trains there any more.
+  std::string job = "";
 
   bool operator==(const Cluster&) const = default;
 

@@ -1,6 +1,7 @@
 // ParameterServerStrategy: workers, and servers that hold the parameters.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 
 #include "muster/cluster.h"
@@ -14,8 +15,19 @@ struct ServerOptions {
   /// Steps that a worker may be ahead of the slowest live one. 0: synchronous, each step made of all workers' parts.
   /// Else every worker steps on its own, from whole batches. Empty: asynchronous, any number of steps.
   std::optional<int> staleness = 0;
+  /// Bytes of a worker's log: what it pushed and a server that starts again from a snapshot may lack. Where it is full,
+  /// the worker waits for a snapshot. Empty: 256 MiB or eight steps, whichever is more, and at most an eighth of the
+  /// memory.
+  std::optional<int64_t> log_bytes = {};
+  /// Seconds that a server may be gone; while it reads its snapshot it is not.
+  double patience = 5;
+  /// Seconds without a sign of life after which a worker, or a server, counts as dead.
+  double heartbeat = 5;
+  /// Ends a job that others train on the servers. Without it a job that has another name (Cluster::job) is refused as
+  /// long as they give signs of life.
+  bool takeover = false;
 
-  /// Throws InvalidArgument where staleness is negative.
+  /// Throws InvalidArgument where staleness or log_bytes is negative, and patience or heartbeat not above 0.
   void validate() const;
 };
 

@@ -16,6 +16,8 @@ Refusal describe(const std::exception_ptr& error) {
     std::rethrow_exception(error);
   } catch (const Fenced& fenced) {
     return refusal(Kind::fenced, fenced);
+  } catch (const Occupied& occupied) {
+    return refusal(Kind::occupied, occupied);
   } catch (const LayoutMismatch& mismatch) {
     return refusal(Kind::layout_mismatch, mismatch);
   } catch (const InvalidArgument& invalid) {
@@ -45,6 +47,8 @@ void raise(const Refusal& refusal) {
       throw CheckpointError(refusal.text);
     case Refusal::Kind::chief_lost:
       throw PeerLost(kChief, refusal.text);
+    case Refusal::Kind::occupied:
+      throw Occupied(refusal.text);
     default:
       throw CommError(refusal.text);
   }

@@ -24,6 +24,12 @@ class Fenced : public CommError {
   using CommError::CommError;
 };
 
+/// A job that may not begin: another one trains on the servers.
+class Occupied : public CommError {
+ public:
+  using CommError::CommError;
+};
+
 /// What an error becomes on its way to a worker, and there again.
 Refusal describe(const std::exception_ptr& error);
 [[noreturn]] void raise(const Refusal& refusal);

@@ -3,12 +3,14 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <utility>
 
 #include "muster/error.h"
 #include "server/protocol/chunk_parts.h"
 #include "server/shard/held_chunk.h"
+#include "server/shard/image.h"
 
 namespace muster::server {
 
@@ -28,14 +30,25 @@ std::string name_of(const Plan& plan, const Piece& piece, Part part) {
          plan.parameters[static_cast<size_t>(piece.parameter)].name + "/" + std::to_string(piece.run.begin);
 }
 
+class ChunkImage final : public Image {
+ public:
+  ChunkImage(Facts facts, checkpoint::NamedTensors tensors) : Image(std::move(facts)), tensors_(std::move(tensors)) {}
+
+  checkpoint::NamedTensors next() override { return std::exchange(tensors_, {}); }
+
+ private:
+  checkpoint::NamedTensors tensors_;
+};
+
 }  // namespace
 
-HeldChunk::Image HeldChunk::image() {
-  const auto lock = this->lock();
-  Image image;
-  image.made = record();
+std::unique_ptr<Image> HeldChunk::begin_image() {
+  Image::Facts facts;
+  checkpoint::NamedTensors tensors;
+  facts.made = record();
   if (const auto* const last = made()) {
-    auto& partials = image.tensors[partials_name(plan_, chunk_)];
+    facts.has_sums = true;
+    auto& partials = tensors[partials_name(plan_, chunk_)];
     partials = at::empty({static_cast<int64_t>(last->partials.size())}, at::kDouble);
     std::copy(last->partials.begin(), last->partials.end(), partials.mutable_data_ptr<double>());
   }
@@ -44,20 +57,21 @@ HeldChunk::Image HeldChunk::image() {
     for (const auto part : kParts) {
       const auto tensor = part_of(i, part);
       if (!tensor.defined()) continue;
-      image.tensors[name_of(plan_, piece, part)] = tensor.clone();
+      tensors[name_of(plan_, piece, part)] = tensor.clone();
     }
   }
-  return image;
+  return std::make_unique<ChunkImage>(std::move(facts), std::move(tensors));
 }
 
-void HeldChunk::restore(const Image& image) {
+bool HeldChunk::restore(const Image::Facts& facts, const checkpoint::NamedTensors& tensors) {
   const at::NoGradGuard no_grad;
+  if (!tensors.contains(name_of(plan_, chunk_.pieces.front(), Part::parameter))) return false;
   const auto lock = this->lock();
   for (size_t i = 0; i < pieces_.size(); ++i) {
     for (const auto part : kParts) {
       const std::string name = name_of(plan_, chunk_.pieces[i], part);
-      const auto found = image.tensors.find(name);
-      if (found == image.tensors.end()) {
+      const auto found = tensors.find(name);
+      if (found == tensors.end()) {
         const bool is_needed =
             part == Part::parameter || part == Part::steps || (part == Part::master && chunk_.dtype != chunk_.gradient);
         if (!is_needed) continue;
@@ -71,13 +85,14 @@ void HeldChunk::restore(const Image& image) {
     }
   }
   Statistics made;
-  const auto partials = image.tensors.find(partials_name(plan_, chunk_));
-  if (partials != image.tensors.end() && partials->second.scalar_type() == at::kDouble) {
+  const auto partials = tensors.find(partials_name(plan_, chunk_));
+  if (partials != tensors.end() && partials->second.scalar_type() == at::kDouble) {
     const auto* const first = partials->second.const_data_ptr<double>();
-    made.step = image.made.steps;
+    made.step = facts.made.steps;
     made.partials.assign(first, first + partials->second.numel());
   }
-  HeldSums::restore(image.made, std::move(made));
+  HeldSums::restore(facts.made, std::move(made));
+  return true;
 }
 
 }  // namespace muster::server

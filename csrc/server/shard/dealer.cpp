@@ -28,6 +28,7 @@ Dealer::Pass& Dealer::pass_of(const Deal& request) {
     newest = std::max(newest, request.epoch);
     found = passes_.emplace(key, Pass{request.batches, 0, {}, {}}).first;
   }
+  if (found->second.batches == 0) found->second.batches = request.batches;
   if (found->second.batches == request.batches) return found->second;
   throw LayoutMismatch("a worker's loader " + std::to_string(request.loader) + " has " +
                        std::to_string(request.batches) + " batches, another's " +
@@ -77,6 +78,34 @@ void Dealer::take_back(Pass& pass, uint32_t rank) {
     if (held.second == rank) pass.returned.insert(held.first);
     return held.second == rank;
   });
+}
+
+void Dealer::take_out(Pass& pass, uint64_t batch) {
+  for (; pass.next <= batch; ++pass.next) pass.returned.insert(pass.next);
+  pass.returned.erase(batch);
+  pass.held.erase(batch);
+}
+
+void Dealer::put_right(uint32_t rank, const std::vector<BatchId>& held, const std::vector<BatchId>& finished) {
+  take_back(rank);
+  const auto pass_of_batch = [&](const BatchId& batch) -> Pass* {
+    const std::pair key(batch.loader, batch.epoch);
+    const bool has_room = passes_.size() < kMaxPasses && newest_.size() < kMaxLoaders && batch.batch < kMaxStep;
+    const auto found = passes_.find(key);
+    if (found == passes_.end() && !has_room) return nullptr;
+    auto& newest = newest_[batch.loader];
+    newest = std::max(newest, batch.epoch);
+    return &passes_[key];
+  };
+  for (const auto& batch : finished) {
+    if (auto* const pass = pass_of_batch(batch)) take_out(*pass, batch.batch);
+  }
+  for (const auto& batch : held) {
+    auto* const pass = pass_of_batch(batch);
+    if (pass == nullptr) continue;
+    take_out(*pass, batch.batch);
+    pass->held[batch.batch] = rank;
+  }
 }
 
 std::vector<PassId> Dealer::newest() const {

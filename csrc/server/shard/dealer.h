@@ -28,6 +28,10 @@ class Dealer {
   /// Takes back what was dealt to a worker and is not finished.
   void take_back(uint32_t rank);
 
+  /// A worker comes back after a restart: it holds these, and has finished those; what else it was dealt, it never
+  /// heard of, and is taken back.
+  void put_right(uint32_t rank, const std::vector<BatchId>& held, const std::vector<BatchId>& finished);
+
   /// Of each loader that was dealt from, the pass of the greatest epoch: a worker that joins leaves out those before.
   std::vector<PassId> newest() const;
 
@@ -67,7 +71,7 @@ class Dealer {
 
  private:
   struct Pass {
-    uint64_t batches = 0;
+    uint64_t batches = 0;               // 0: not known yet
     uint64_t next = 0;                  // not dealt yet, from here on
     std::set<uint64_t> returned;        // to be dealt again
     std::map<uint64_t, uint32_t> held;  // by whom
@@ -80,6 +84,8 @@ class Dealer {
 
   Pass& pass_of(const Deal& request);
   static void finish(Pass& pass, uint32_t rank, uint64_t batch);
+  /// Takes a batch out of those that are dealt sooner or later.
+  static void take_out(Pass& pass, uint64_t batch);
   static void take_back(Pass& pass, uint32_t rank);
 
   std::map<std::pair<uint32_t, uint64_t>, Pass> passes_;  // by loader and epoch

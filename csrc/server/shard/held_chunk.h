@@ -6,9 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "optimizer/flat_optimizer.h"
@@ -31,18 +29,9 @@ class HeldChunk final : public HeldSums {
   using Consume = std::function<void(Bytes values, uint64_t steps)>;
   void read(Part part, uint64_t at_least, Deadline deadline, const Consume& consume);
 
-  /// A copy of the chunk: tensors by name, and what is applied.
-  struct Image {
-    std::map<std::string, at::Tensor> tensors;
-    Pushes::Record made;
-
-    template <class M, class W>
-    static void visit(M& m, W& w) {
-      Pushes::Record::visit(m.made, w);
-    }
-  };
-  Image image();
-  void restore(const Image& image);
+  /// The image is a copy, whose parts come together.
+  std::unique_ptr<Image> begin_image() override;
+  bool restore(const Image::Facts& facts, const checkpoint::NamedTensors& tensors) override;
 
  private:
   void add(uint64_t step, const std::vector<uint32_t>& members, Statistics& statistics) override;

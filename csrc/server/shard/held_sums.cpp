@@ -30,13 +30,15 @@ void HeldSums::add_once(uint64_t step, const std::vector<uint32_t>& members) {
 
 const HeldSums::Statistics& HeldSums::sum(Lock& lock, uint64_t step, const std::vector<uint32_t>& members,
                                           Deadline deadline) {
-  const auto present = wait_for_pushes(lock, step, members, deadline);
-  if (present) add_once(step, *present);
-  const auto& known = present ? summed_ : made_;
-  if (known.step != step) {
-    throw InvalidArgument("the sums of step " + std::to_string(step) + " were applied and are gone; join again");
+  if (wait_for_pushes(lock, step, members, deadline)) {
+    add_once(step, members);
+    return summed_;
   }
-  return known;
+  // Those of a snapshot do not say whose they are.
+  if (made_.step != step || !(made_members_.empty() || made_members_ == members)) {
+    throw InvalidArgument("the sums of step " + std::to_string(step) + " over these workers are gone; join again");
+  }
+  return made_;
 }
 
 Pushes::Lock HeldSums::lock_after(uint64_t at_least, Deadline deadline) {
@@ -51,24 +53,38 @@ Pushes::Lock HeldSums::lock_after(uint64_t at_least, Deadline deadline) {
 
 void HeldSums::apply_together(const Apply& apply, Deadline deadline) {
   auto lock = this->lock();
-  const auto present = wait_for_pushes(lock, apply.step, apply.members, deadline);
-  if (present) make(apply, *present);
+  if (wait_for_pushes(lock, apply.step, apply.members, deadline)) make(apply);
 }
 
 bool HeldSums::apply_whole(const Apply& apply) {
   if (!has_all(apply.step, apply.members)) return false;
-  make(apply, apply.members);
+  make(apply);
   return true;
 }
 
-void HeldSums::make(const Apply& apply, const std::vector<uint32_t>& members) {
-  add_once(apply.step, members);
-  if (!members.empty()) step(apply, nullptr);
+void HeldSums::make(const Apply& apply) {
+  add_once(apply.step, apply.members);
+  step(apply, nullptr);
   made_.step = apply.step;
   made_.rows.swap(summed_.rows);
   made_.partials.swap(summed_.partials);
+  made_members_ = apply.members;
   summed_.step = 0;
   note_made(apply.step);
+  const auto [first, last] = when_made_.equal_range(apply.step);
+  for (auto take = first; take != last; ++take) take->second();
+  when_made_.erase(when_made_.begin(), last);
+}
+
+bool HeldSums::when_made(uint64_t step, std::function<void()> take) {
+  const auto lock = this->lock();
+  if (steps() > step) return false;
+  if (steps() == step) {
+    take();
+  } else {
+    when_made_.emplace(step, std::move(take));
+  }
+  return true;
 }
 
 void HeldSums::apply_alone(uint32_t rank, uint64_t incarnation, const Apply& apply) {
@@ -78,13 +94,9 @@ void HeldSums::apply_alone(uint32_t rank, uint64_t incarnation, const Apply& app
   note_applied(rank, incarnation, apply.step);
 }
 
-bool HeldSums::skip_to(uint64_t step, const Apply* command) {
+bool HeldSums::settle(const Apply& command) {
   const auto lock = this->lock();
-  if (steps() >= step) return false;
-  if (command != nullptr && apply_whole(*command)) return true;
-  summed_.step = made_.step = 0;
-  note_made(step);
-  return true;
+  return steps() == command.step || (steps() < command.step && apply_whole(command));
 }
 
 void HeldSums::restore(const Record& record, Statistics made) {

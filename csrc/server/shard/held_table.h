@@ -1,8 +1,10 @@
 // A table whose rows a server owns in part: rows, optimizer state, and the sums of what workers push of it.
 #pragma once
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <shared_mutex>
 #include <utility>
 #include <vector>
@@ -20,14 +22,17 @@ class HeldTable final : public HeldSums {
   /// `spec` is one of plan.tables; `plan` and `rules` must outlive it.
   HeldTable(const TableSpec& spec, const Plan& plan, Steps& rules);
 
-  using HeldSums::made;
-  using HeldSums::restore;
+  /// The image's rows come block by block, each copied under rows_mutex, which steps wait for no longer than that.
+  /// Waits for the end of an image that is under way.
+  std::unique_ptr<Image> begin_image() override;
+  bool restore(const Image::Facts& facts, const checkpoint::NamedTensors& tensors) override;
 
   const TableSpec& spec;
   const RowSharding sharding;
   std::shared_mutex rows_mutex;  ///< of rows; taken under lock(), or alone to read
   RowTable rows;
-  uint64_t counted = 0;  ///< steps, by the optimizer; guarded by lock()
+  std::condition_variable_any image_ended;  ///< of rows_mutex
+  uint64_t counted = 0;                     ///< steps, by the optimizer; guarded by lock()
 
  private:
   /// So many rows, whose values lie here side by side.
@@ -36,6 +41,7 @@ class HeldTable final : public HeldSums {
   void add(uint64_t step, const std::vector<uint32_t>& members, Statistics& statistics) override;
   void step(const Apply& apply, const WorkerSums* given) override;
   void take_partials(Statistics& statistics) const;
+  void restore_sums(const Image::Facts& facts, const checkpoint::NamedTensors& tensors);
 
   const Plan& plan_;
   // Guarded by lock():

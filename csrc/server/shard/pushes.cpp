@@ -18,6 +18,9 @@ std::string text_of(const std::vector<uint32_t>& ranks) {
   throw InvalidArgument("worker " + std::to_string(rank) + "'s push of step " + std::to_string(step) + " " + what);
 }
 
+constexpr const char* kStartAgain =
+    "Start all workers again: every server then goes on from the last step that all have snapshots of";
+
 }  // namespace
 
 std::shared_ptr<const Apply> Steps::command_of(uint64_t step) const {
@@ -25,9 +28,33 @@ std::shared_ptr<const Apply> Steps::command_of(uint64_t step) const {
   return command_ && command_->step == step ? command_ : nullptr;
 }
 
+std::shared_ptr<const Apply> Steps::command() const {
+  const std::lock_guard lock(mutex_);
+  return command_;
+}
+
 void Steps::note_command(const Apply& command) {
   const std::lock_guard lock(mutex_);
-  if (!command_ || command_->step < command.step) command_ = std::make_shared<const Apply>(command);
+  if (command_ && command_->step >= command.step) {
+    const bool is_other = command_->step == command.step && command_->members != command.members;
+    if (!is_other) return;
+    throw CheckpointError("step " + std::to_string(command.step) + " is to be made of the parts of workers " +
+                          text_of(command.members) + ", but this server makes it of those of workers " +
+                          text_of(command_->members) + ", as somebody who is gone said. " + kStartAgain);
+  }
+  if (is_closed_) throw Fenced("another job has begun on these parameter servers; what this one computes is lost");
+  command_ = std::make_shared<const Apply>(command);
+}
+
+void Steps::close() {
+  const std::lock_guard lock(mutex_);
+  is_closed_ = true;
+}
+
+void Steps::open(uint64_t step) {
+  const std::lock_guard lock(mutex_);
+  if (command_ && command_->step > step) command_ = nullptr;
+  is_closed_ = false;
 }
 
 uint64_t Steps::commanded() const {
@@ -46,8 +73,14 @@ bool Pushes::is_applied(uint32_t rank, uint64_t incarnation, uint64_t step) cons
 bool Pushes::hold(uint32_t rank, uint64_t incarnation, const Portion& part, const std::vector<int64_t>& rows,
                   Bytes values, std::shared_ptr<const void> owner) {
   if (is_applied(rank, incarnation, part.step)) return false;
+  const auto dropped = dropped_.find(rank);
+  if (dropped != dropped_.end() && incarnation <= dropped->second) return false;
   size_t others = 0;
-  for (const auto& [step, of_step] : held_) others += step != part.step && of_step.contains(rank) ? 1 : 0;
+  for (const auto& [step, of_step] : held_) {
+    const auto found = of_step.find(rank);
+    const bool is_own = found != of_step.end() && found->second.incarnation == incarnation;
+    others += step != part.step && is_own ? 1 : 0;
+  }
   if (others >= kMaxHeld) refuse(rank, part.step, "came before earlier ones were applied; apply each step first");
   const WorkerSums none;
   const WorkerSums* known = &none;
@@ -78,7 +111,7 @@ bool Pushes::hold(uint32_t rank, uint64_t incarnation, const Portion& part, cons
   contribution.rows.insert(contribution.rows.end(), rows.begin(), rows.end());
   contribution.bytes += bytes;
   rules_.held_bytes += bytes;
-  changed_.notify_all();
+  events_.notify_all();
   return true;
 }
 
@@ -95,9 +128,14 @@ bool Pushes::has_all(uint64_t step, const std::vector<uint32_t>& ranks) const {
 }
 
 void Pushes::wait(Lock& lock, Deadline deadline, const std::string& what, const std::function<bool()>& ready) {
-  while (!ready()) {
+  for (;;) {
+    const uint64_t seen = events_.count();
+    if (ready()) return;
     if (rules_.stopped) throw CommError("the parameter server ends; start it again, or end the job");
-    if (changed_.wait_until(lock, deadline) == std::cv_status::timeout && !ready()) {
+    lock.unlock();
+    const bool is_late = !events_.wait_beyond(seen, deadline, rules_.time);
+    lock.lock();
+    if (is_late && !ready()) {
       throw Timeout("a parameter server waited too long for " + what +
                     "; look at the logs of the workers, and raise timeout if they are slow");
     }
@@ -114,25 +152,30 @@ std::shared_ptr<const Apply> Pushes::wait_for_steps(Lock& lock, uint64_t at_leas
   return steps_ >= at_least ? nullptr : command;
 }
 
-std::optional<std::vector<uint32_t>> Pushes::wait_for_pushes(Lock& lock, uint64_t step,
-                                                             const std::vector<uint32_t>& members, Deadline deadline) {
-  wait(lock, deadline, "the step before", [&] { return steps_ + 1 >= step; });
-  std::vector<uint32_t> present;
+bool Pushes::wait_for_pushes(Lock& lock, uint64_t step, const std::vector<uint32_t>& members, Deadline deadline) {
+  wait(lock, deadline, "the step before", [&] { return steps_ + 1 >= step || !rules_.may_push({}, steps_ + 1); });
+  if (steps_ + 1 < step) {
+    throw CheckpointError("this parameter server goes on after step " + std::to_string(steps_) +
+                          ", and nobody has the parts of steps " + std::to_string(steps_ + 1) + " to " +
+                          std::to_string(step - 1) + " any more. " + kStartAgain);
+  }
+  std::vector<uint32_t> missing;
+  std::vector<uint32_t> lost;
   wait(lock, deadline, "pushes of step " + std::to_string(step) + " from workers " + text_of(members), [&] {
     if (steps_ >= step) return true;  // another thread had all of them, and they are gone
-    present.clear();
-    bool is_complete = true;
+    missing.clear();
+    lost.clear();
     for (const uint32_t rank : members) {
-      if (find(step, rank) != nullptr) {
-        present.push_back(rank);
-      } else {
-        is_complete = is_complete && !rules_.may_push(rank, step);
-      }
+      if (find(step, rank) != nullptr) continue;
+      missing.push_back(rank);
+      if (!rules_.may_push(rank, step)) lost.push_back(rank);
     }
-    return is_complete;
+    return missing.empty() || !lost.empty();
   });
-  if (steps_ >= step) return std::nullopt;
-  return present;
+  if (steps_ >= step) return false;
+  if (missing.empty()) return true;
+  throw CheckpointError("this parameter server has no part of step " + std::to_string(step) + " from workers " +
+                        text_of(lost) + ", who are gone, and others made the step with it. " + kStartAgain);
 }
 
 void Pushes::note_made(uint64_t step) {
@@ -142,7 +185,7 @@ void Pushes::note_made(uint64_t step) {
     for (const auto& [rank, contribution] : held->second) rules_.held_bytes -= contribution.bytes;
   }
   held_.erase(held_.begin(), end);
-  changed_.notify_all();
+  events_.notify_all();
 }
 
 const WorkerSums* Pushes::find_own(uint32_t rank, uint64_t incarnation, uint64_t step) {
@@ -154,20 +197,25 @@ const WorkerSums* Pushes::find_own(uint32_t rank, uint64_t incarnation, uint64_t
 }
 
 void Pushes::note_applied(uint32_t rank, uint64_t incarnation, uint64_t step) {
-  marks_[rank] = {incarnation, step};
+  {
+    const std::lock_guard marking(marks_mutex_);
+    marks_[rank] = {incarnation, step};
+  }
   ++steps_;
   const auto held = held_.find(step);
   const auto found = held->second.find(rank);
   rules_.held_bytes -= found->second.bytes;
   held->second.erase(found);
   if (held->second.empty()) held_.erase(held);
-  changed_.notify_all();
+  events_.notify_all();
 }
 
-void Pushes::drop(uint32_t rank) {
+void Pushes::drop(uint32_t rank, uint64_t incarnation) {
+  auto& dropped = dropped_[rank];
+  dropped = std::max(dropped, incarnation);
   for (auto held = held_.begin(); held != held_.end();) {
     const auto found = held->second.find(rank);
-    if (found != held->second.end()) {
+    if (found != held->second.end() && found->second.incarnation <= incarnation) {
       rules_.held_bytes -= found->second.bytes;
       held->second.erase(found);
     }
@@ -175,8 +223,16 @@ void Pushes::drop(uint32_t rank) {
   }
 }
 
+void Pushes::drop_all() {
+  for (const auto& [step, of_step] : held_) {
+    for (const auto& [rank, contribution] : of_step) rules_.held_bytes -= contribution.bytes;
+  }
+  held_.clear();
+}
+
 uint64_t Pushes::step_of(uint32_t rank, uint64_t incarnation) const {
   if (rules_.is_synchronous) return steps_;
+  const std::lock_guard reading(marks_mutex_);
   const auto mark = marks_.find(rank);
   return mark != marks_.end() && mark->second.incarnation == incarnation ? mark->second.step : 0;
 }
@@ -194,6 +250,7 @@ Pushes::Record Pushes::record() const {
 
 void Pushes::restore(const Record& record) {
   steps_ = record.steps;
+  const std::lock_guard marking(marks_mutex_);
   for (size_t i = 0; i < record.ranks.size(); ++i) {
     marks_[record.ranks[i]] = {record.incarnations.at(i), record.applied.at(i)};
   }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -12,30 +11,45 @@
 #include <vector>
 
 #include "server/protocol/protocol.h"
+#include "server/shard/event_count.h"
+#include "server/shard/timekeeper.h"
 
 namespace muster::server {
 
 /// The rules and the commands of steps, common to all chunks and tables of a server. Thread-safe.
 class Steps {
  public:
-  /// Tells whether a rank that has not pushed a step still may; called with a chunk's or a table's mutex held.
-  using MayPush = std::function<bool(uint32_t rank, uint64_t step)>;
+  /// Tells whether a rank that has not pushed a step still may; without a rank, whether anybody may. Called with a
+  /// chunk's or a table's mutex held.
+  using MayPush = std::function<bool(std::optional<uint32_t> rank, uint64_t step)>;
 
-  Steps(bool is_synchronous, MayPush may_push) : is_synchronous(is_synchronous), may_push(std::move(may_push)) {}
+  Steps(bool is_synchronous, MayPush may_push, Timekeeper& time)
+      : is_synchronous(is_synchronous), may_push(std::move(may_push)), time(time) {}
 
   /// Of a synchronous job: everybody's command of a step, where it is the newest; else null.
   std::shared_ptr<const Apply> command_of(uint64_t step) const;
+  /// The newest one; null before the first.
+  std::shared_ptr<const Apply> command() const;
+  /// Throws Fenced while the steps are closed, CheckpointError where the step's command was another one: parts of it
+  /// were made of others' pushes.
   void note_command(const Apply& command);
   uint64_t commanded() const;
 
+  /// Refuses commands that are not known yet: a job ends.
+  void close();
+  /// Takes commands again, of the steps after `step`.
+  void open(uint64_t step);
+
   const bool is_synchronous;
   const MayPush may_push;
+  Timekeeper& time;
   std::atomic<int64_t> held_bytes{0};  ///< of pushes
   std::atomic<bool> stopped{false};    ///< waiting calls, and later ones that would wait, throw CommError
 
  private:
   mutable std::mutex mutex_;
   std::shared_ptr<const Apply> command_;  // guarded by mutex_
+  bool is_closed_ = false;                // likewise
 };
 
 /// One worker's sums of a step.
@@ -56,7 +70,8 @@ struct WorkerSums {
 };
 
 /// Of one chunk or table. Externally synchronised by lock(), which the owner also guards its own by; wait() and the
-/// like release it meanwhile.
+/// like release it meanwhile. steps(), step_of() and wake() do without, so that who only asks how far it is, or has
+/// news for those who wait, does not wait for a step.
 class Pushes {
  public:
   using Lock = std::unique_lock<std::mutex>;
@@ -76,8 +91,9 @@ class Pushes {
     uint32_t index = 0;
     uint32_t count = 1;
   };
-  /// Keeps a part of a push until the step is made. False: it is held or applied already. Throws InvalidArgument, and
-  /// changes nothing, above kMaxHeld, for a part that is not the next one, and for rows that do not ascend.
+  /// Keeps a part of a push until the step is made. False: it is held or applied already, or was dropped. Throws
+  /// InvalidArgument, and changes nothing, above kMaxHeld, for a part that is not the next one, and for rows that do
+  /// not ascend.
   bool hold(uint32_t rank, uint64_t incarnation, const Portion& part, const std::vector<int64_t>& rows, Bytes values,
             std::shared_ptr<const void> owner);
 
@@ -89,10 +105,9 @@ class Pushes {
   /// Until `at_least` steps are made: then returns null. A command that would make them is returned instead, for the
   /// caller to help. Throws Timeout at the deadline.
   std::shared_ptr<const Apply> wait_for_steps(Lock& lock, uint64_t at_least, Deadline deadline);
-  /// Until the step before is made, and every member's push is there that may still come; returns whose are there.
-  /// None: the step is made. Throws Timeout at the deadline.
-  std::optional<std::vector<uint32_t>> wait_for_pushes(Lock& lock, uint64_t step, const std::vector<uint32_t>& members,
-                                                       Deadline deadline);
+  /// Until the step before is made, and every member's push is there. False: the step is made already. Throws
+  /// CheckpointError where one can never come, since nobody who lives has it; Timeout at the deadline.
+  bool wait_for_pushes(Lock& lock, uint64_t step, const std::vector<uint32_t>& members, Deadline deadline);
 
   /// Steps that are made together: `step` is, and those before.
   void note_made(uint64_t step);
@@ -101,14 +116,16 @@ class Pushes {
   /// of it is held. note_applied marks the step as made.
   const WorkerSums* find_own(uint32_t rank, uint64_t incarnation, uint64_t step);
   void note_applied(uint32_t rank, uint64_t incarnation, uint64_t step);
-  /// Drops what a worker pushed and nobody will apply.
-  void drop(uint32_t rank);
+  /// Drops what a worker's incarnations up to this one pushed and nobody will apply, and holds nothing of theirs.
+  void drop(uint32_t rank, uint64_t incarnation);
+  /// Drops what anybody pushed.
+  void drop_all();
 
-  /// The last applied step: of the worker's incarnation, where steps are not made together.
+  /// The last step that was applied whole: of the worker's incarnation, where steps are not made together.
   uint64_t step_of(uint32_t rank, uint64_t incarnation) const;
 
   /// Makes who waits look again.
-  void wake() { changed_.notify_all(); }
+  void wake() { events_.notify_all(); }
 
   /// What is applied, for snapshots.
   struct Record {
@@ -140,10 +157,13 @@ class Pushes {
 
   Steps& rules_;
   std::mutex mutex_;
-  std::condition_variable changed_;
-  uint64_t steps_ = 0;
-  std::map<uint32_t, Mark> marks_;       // by rank; where steps are not made together
-  std::map<uint64_t, SumsByRank> held_;  // by step
+  EventCount events_;  // what is awaited may have come
+  // Written with mutex_:
+  std::atomic<uint64_t> steps_{0};
+  mutable std::mutex marks_mutex_;
+  std::map<uint32_t, Mark> marks_;        // by rank; where steps are not made together. Written with marks_mutex_, too
+  std::map<uint64_t, SumsByRank> held_;   // by step
+  std::map<uint32_t, uint64_t> dropped_;  // by rank: the last incarnation of which nothing is held
 };
 
 }  // namespace muster::server

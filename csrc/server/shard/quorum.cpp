@@ -7,223 +7,135 @@
 
 namespace muster::server {
 
-namespace {
-
-std::string name_of(uint32_t rank) { return "worker " + std::to_string(rank); }
-
-uint64_t microseconds_of_wall_clock() {
-  using std::chrono::duration_cast;
-  using std::chrono::microseconds;
-  return static_cast<uint64_t>(
-      duration_cast<microseconds>(std::chrono::system_clock::now().time_since_epoch()).count());
-}
-
-}  // namespace
-
 void Quorum::configure(const Rules& rules, Time now) {
   rules_ = rules;
-  for (uint32_t rank = 0; rank < rules.workers; ++rank) {
-    auto& member = members_[rank];
-    member.live = true;
-    member.seen = now;
-  }
+  members_.configure(rules.members, now);
+  cuts_.configure(rules.cut_every, now);
 }
 
 std::vector<uint32_t> Quorum::begin_anew(const Rules& rules, Time now) {
-  std::vector<uint32_t> fenced;
-  for (auto& [rank, member] : members_) {
-    if (member.joined) {
-      fenced.push_back(rank);
-      const uint64_t incarnation = member.incarnation;
-      member = Member{};
-      member.incarnation = incarnation;
-      member.dead = true;
-    }
-    member.live = member.came = false;  // a worker of this job that came already gives signs of life
-  }
-  configure(rules, now);
+  const auto fenced = members_.begin_anew(rules.members, now);
+  paces_.clear();
+  rules_ = rules;
+  cuts_.configure(rules.cut_every, now);
   return fenced;
 }
 
-uint64_t Quorum::greet(uint32_t rank, uint64_t incarnation, Time now) {
-  if (rank >= kMaxWorkers) throw InvalidArgument(name_of(rank) + " is out of range; ranks count from 0");
-  const auto found = members_.find(rank);
-  if (found == members_.end()) {
-    if (incarnation == 0) incarnation = microseconds_of_wall_clock();
-    auto& member = members_[rank];
-    member.incarnation = incarnation;
-    member.give_sign(now);
-    return incarnation;
-  }
-  auto& member = found->second;
-  if (incarnation == 0) incarnation = std::max(member.incarnation + 1, microseconds_of_wall_clock());
-  if (incarnation > member.incarnation) {
-    const bool is_awaited = member.live && !member.joined;
-    member = Member{};
-    member.incarnation = incarnation;
-    member.live = is_awaited;
-    member.give_sign(now);
-    try_to_decide();
-  } else {
-    touch(rank, incarnation, now);
-  }
-  return incarnation;
+uint64_t Quorum::greet(uint32_t rank, uint64_t incarnation, uint64_t life, Time now) {
+  const uint64_t before = members_.incarnation(rank);
+  const uint64_t greeted = members_.greet(rank, incarnation, life, now);
+  if (greeted != before) forget(rank, now);
+  return greeted;
 }
 
-Quorum::Member& Quorum::known(uint32_t rank, uint64_t incarnation) {
-  const auto found = members_.find(rank);
-  if (found == members_.end() || found->second.incarnation != incarnation || found->second.dead) {
-    throw Fenced(name_of(rank) + " (incarnation " + std::to_string(incarnation) +
-                 ") was replaced by another, or was silent for longer than the heartbeat deadline; what it computes "
-                 "no longer counts. Start it again to join the job as it is then");
-  }
-  return found->second;
+void Quorum::leave(uint32_t rank, uint64_t incarnation, Time now) {
+  members_.leave(rank, incarnation);
+  forget(rank, now);
+}
+
+std::vector<uint32_t> Quorum::expire(Time now, Time::duration since_last) {
+  auto expired = members_.expire(now, since_last);
+  for (const uint32_t rank : expired) forget(rank, now);
+  return expired;
+}
+
+void Quorum::forget(uint32_t rank, Time now) {
+  paces_.erase(rank);
+  cuts_.want();
+  try_to_decide(now);
 }
 
 void Quorum::join(uint32_t rank, uint64_t incarnation, uint64_t step, Time now) {
-  auto& member = known(rank, incarnation);
-  member.give_sign(now);
-  if (member.joined) return;
-  member.joined = member.live = true;
-  member.joined_at = member.clock = step;
+  const bool is_new = !members_.has_joined(rank);
+  members_.join(rank, incarnation, step, now);
+  if (!is_new) return;
+  paces_[rank].clock = step;
+  cuts_.want();
 }
 
 uint64_t Quorum::step_of_joiner() const { return rules_.staleness == 0 ? decided_.step : slowest(); }
 
-void Quorum::begin_at(uint64_t step) { decided_.step = std::max(decided_.step, step); }
-
-bool Quorum::is_member(uint32_t rank, uint64_t incarnation) const {
-  const auto found = members_.find(rank);
-  return found != members_.end() && found->second.incarnation == incarnation && found->second.live &&
-         found->second.joined;
-}
-
-bool Quorum::is_gone(uint32_t rank) const {
-  const auto found = members_.find(rank);
-  return found != members_.end() && found->second.dead && !found->second.live;
+void Quorum::begin_at(uint64_t step) {
+  decided_ = Decision{};
+  decided_.step = step;
+  cuts_.begin_at(step);
 }
 
 uint64_t Quorum::slowest() const {
   constexpr uint64_t kNone = std::numeric_limits<uint64_t>::max();
   uint64_t slowest = kNone;
   uint64_t slowest_working = kNone;
-  for (const auto& [rank, member] : members_) {
-    if (!member.live) continue;
-    slowest = std::min(slowest, member.progress());
-    if (!member.rests) slowest_working = std::min(slowest_working, member.progress());
+  for (const uint32_t rank : members_.live()) {
+    const auto found = paces_.find(rank);
+    const Pace pace = found == paces_.end() ? Pace() : found->second;
+    slowest = std::min(slowest, pace.progress());
+    if (!pace.rests) slowest_working = std::min(slowest_working, pace.progress());
   }
   if (slowest == kNone) return decided_.step;
   return slowest_working == kNone ? slowest : slowest_working;
 }
 
 void Quorum::note_rests(uint32_t rank, uint64_t incarnation, bool rests) {
-  auto& member = known(rank, incarnation);
-  if (!rests) resume(member);
-  member.rests = rests;
+  members_.check_member(rank, incarnation);
+  auto& pace = paces_[rank];
+  if (!rests) resume(pace);
+  pace.rests = rests;
 }
 
-void Quorum::resume(Member& member) const {
-  if (!member.rests) return;
-  member.excused += std::max(slowest(), member.progress()) - member.progress();
-  member.rests = false;
+void Quorum::resume(Pace& pace) const {
+  if (!pace.rests) return;
+  pace.excused += std::max(slowest(), pace.progress()) - pace.progress();
+  pace.rests = false;
 }
 
-Quorum::Progress Quorum::progress(uint32_t rank) const { return {members_.at(rank).progress(), slowest()}; }
+Quorum::Progress Quorum::progress(uint32_t rank) const { return {paces_.at(rank).progress(), slowest()}; }
 
-void Quorum::touch(uint32_t rank, uint64_t incarnation, Time now) { known(rank, incarnation).give_sign(now); }
-
-void Quorum::leave(uint32_t rank, uint64_t incarnation) {
-  auto& member = known(rank, incarnation);
-  member.live = false;
-  member.dead = true;
-  member.commit.reset();
-  try_to_decide();
-}
-
-std::vector<uint32_t> Quorum::expire(Time now, Time::duration since_last) {
-  constexpr std::chrono::seconds kStandstill{1};
-  const bool stood_still = since_last > std::min<Time::duration>(kStandstill, rules_.heartbeat / 2);
-  std::vector<uint32_t> expired;
-  for (auto& [rank, member] : members_) {
-    // Some of the signs that came meanwhile have been looked at.
-    if (stood_still) member.seen = std::min(member.seen + since_last, now);
-    if (!member.live || now - member.seen <= (member.came ? rules_.heartbeat : rules_.timeout)) continue;
-    member.live = false;
-    member.dead = true;
-    member.commit.reset();
-    expired.push_back(rank);
-  }
-  if (!expired.empty()) try_to_decide();
-  return expired;
-}
-
-std::vector<uint32_t> Quorum::live() const {
-  std::vector<uint32_t> ranks;
-  for (const auto& [rank, member] : members_) {
-    if (member.live) ranks.push_back(rank);
-  }
-  return ranks;
-}
-
-bool Quorum::may_push(uint32_t rank, uint64_t step) const {
-  const auto found = members_.find(rank);
-  return found != members_.end() && found->second.live && (!found->second.joined || found->second.joined_at < step);
-}
-
-std::vector<uint32_t> Quorum::pushers(uint64_t step) const {
-  std::vector<uint32_t> ranks = live();
-  std::erase_if(ranks, [&](uint32_t rank) { return !may_push(rank, step); });
-  return ranks;
-}
-
-bool Quorum::has_senior(uint32_t rank, const std::vector<uint32_t>& members) const {
-  const auto own = members_.find(rank);
-  return std::any_of(members.begin(), members.end(), [&](uint32_t other) {
-    const auto found = members_.find(other);
-    return own != members_.end() && found != members_.end() && found->second.live && found->second.joined &&
-           found->second.joined_at < own->second.joined_at;
-  });
-}
-
-void Quorum::commit(uint32_t rank, uint64_t incarnation, const Commit& commit) {
-  auto& member = known(rank, incarnation);
-  if (!member.joined) throw InvalidArgument(name_of(rank) + " commits a step before it has joined");
+void Quorum::commit(uint32_t rank, uint64_t incarnation, const Commit& commit, Time now) {
+  members_.check_member(rank, incarnation);
+  auto& pace = paces_[rank];
   if (rules_.staleness != 0) {
-    resume(member);
-    member.clock = std::max(member.clock, commit.step);
+    resume(pace);
+    pace.clock = std::max(pace.clock, commit.step);
     return;
   }
-  if (commit.step == decided_.step && commit.step > 0) return;
-  if (commit.step < decided_.step) {
-    throw InvalidArgument(name_of(rank) + " commits step " + std::to_string(commit.step) + ", but step " +
-                          std::to_string(decided_.step) + " was decided; join again");
+  const auto& takers = decided_.members;
+  if (commit.step == decided_.step && std::find(takers.begin(), takers.end(), rank) != takers.end()) return;
+  if (commit.step <= decided_.step) {
+    throw InvalidArgument(name_of_worker(rank) + " commits step " + std::to_string(commit.step) + ", but step " +
+                          std::to_string(decided_.step) + " was decided without it; join again");
   }
-  for (const auto& [other, theirs] : members_) {
+  for (const auto& [other, theirs] : paces_) {
     if (!theirs.commit || theirs.commit->numbers.size() == commit.numbers.size()) continue;
-    throw LayoutMismatch(name_of(rank) + " commits " + std::to_string(commit.numbers.size()) + " numbers, " +
-                         name_of(other) + " " + std::to_string(theirs.commit->numbers.size()) +
+    throw LayoutMismatch(name_of_worker(rank) + " commits " + std::to_string(commit.numbers.size()) + " numbers, " +
+                         name_of_worker(other) + " " + std::to_string(theirs.commit->numbers.size()) +
                          "; run the same program on all workers");
   }
-  member.clock = commit.step;
-  member.commit = commit;
-  try_to_decide();
+  cuts_.note_complete(commit.cut, now);
+  if (commit.log_is_full) cuts_.demand();
+  pace.clock = commit.step;
+  pace.commit = commit;
+  try_to_decide(now);
 }
 
 // Once every live member has committed one and the same step.
-void Quorum::try_to_decide() {
-  if (rules_.staleness != 0) return;
+void Quorum::try_to_decide(Time now) {
+  if (rules_.staleness != 0 || members_.awaits_unknown(now)) return;
   std::vector<const void*> sources;
   Decision decision;
   size_t count = 0;
-  for (const auto& [rank, member] : members_) {
-    if (!member.live) continue;
-    if (!member.commit || (!decision.members.empty() && member.clock != decision.step)) return;
-    decision.step = member.clock;
+  for (const uint32_t rank : members_.live()) {
+    const auto found = paces_.find(rank);
+    if (found == paces_.end()) return;
+    const uint64_t clock = found->second.clock;
+    const auto& commit = found->second.commit;
+    if (!commit) return;
+    if (!decision.members.empty() && clock != decision.step) return;
+    decision.step = clock;
     decision.members.push_back(rank);
-    decision.records.push_back(member.commit->record);
-    count = member.commit->numbers.size();
+    decision.records.push_back(commit->record);
+    count = commit->numbers.size();
     sources.resize(rank + 1);
-    sources[rank] = member.commit->numbers.data();
+    sources[rank] = commit->numbers.data();
   }
   if (decision.members.empty()) return;
   decision.next_members = decision.members;
@@ -231,12 +143,13 @@ void Quorum::try_to_decide() {
   void* destination = decision.numbers.data();
   kernels::tree_reduce(kernels::DType::f64, kernels::Reduction::sum, sources.data(), static_cast<int>(sources.size()),
                        &destination, 1, count);
+  decision.cut = cuts_.decide(decision.step, now);
   decided_ = std::move(decision);
-  for (auto& [rank, member] : members_) member.commit.reset();
+  for (auto& [rank, pace] : paces_) pace.commit.reset();
 }
 
-bool Quorum::may_go_on(const Member& member, uint64_t step) const {
-  return rules_.staleness == kAnyStaleness || step + member.excused <= slowest() + rules_.staleness;
+bool Quorum::may_go_on(const Pace& pace, uint64_t step) const {
+  return rules_.staleness == kAnyStaleness || step + pace.excused <= slowest() + rules_.staleness;
 }
 
 std::optional<Decision> Quorum::decision(uint32_t rank, uint64_t step) const {
@@ -244,64 +157,57 @@ std::optional<Decision> Quorum::decision(uint32_t rank, uint64_t step) const {
     if (decided_.step != step) return std::nullopt;
     return decided_;
   }
-  if (!may_go_on(members_.at(rank), step)) return std::nullopt;
-  return Decision{step, {rank}, live(), {}, {}};
+  if (!may_go_on(paces_.at(rank), step)) return std::nullopt;
+  return Decision{step, {rank}, members_.live(), {}, {}, {}};
 }
 
 std::string Quorum::missing(uint32_t rank, uint64_t step) const {
-  const auto& waiting = members_.at(rank);
+  const uint64_t excused = paces_.at(rank).excused;
   std::string names;
-  for (const auto& [other, member] : members_) {
-    const bool is_there = member.joined && member.progress() + rules_.staleness >= step + waiting.excused;
-    if (!member.live || member.rests || is_there) continue;
-    names += (names.empty() ? "" : ", ") + name_of(other);
+  for (const uint32_t other : members_.live()) {
+    const auto found = paces_.find(other);
+    const Pace pace = found == paces_.end() ? Pace() : found->second;
+    const bool is_there = members_.has_joined(other) && pace.progress() + rules_.staleness >= step + excused;
+    if (pace.rests || is_there) continue;
+    names += (names.empty() ? "" : ", ") + name_of_worker(other);
   }
   return names;
 }
 
-void Quorum::recall(const Decision& decision) {
+void Quorum::recall(const Decision& decision, Time now) {
+  members_.await(decision.next_members, now);
   if (rules_.staleness != 0 || decision.step <= decided_.step) return;
   decided_ = decision;
-  for (auto& [rank, member] : members_) {
-    if (member.clock <= decided_.step) member.commit.reset();
+  for (auto& [rank, pace] : paces_) {
+    if (pace.clock <= decided_.step) pace.commit.reset();
   }
 }
 
 Quorum::Record Quorum::record() const {
   Record record;
+  record.members = members_.record();
   record.decision = decided_;
-  for (const auto& [rank, member] : members_) {
-    if (!member.joined) continue;
-    record.ranks.push_back(rank);
-    record.incarnations.push_back(member.incarnation);
-    record.joined_at.push_back(member.joined_at);
-    record.clocks.push_back(member.clock);
-    record.excused.push_back(member.excused);
-    record.live.push_back(member.live ? 1 : 0);
-    record.rests.push_back(member.rests ? 1 : 0);
+  for (const uint32_t rank : record.members.ranks) {
+    const auto found = paces_.find(rank);
+    const Pace pace = found == paces_.end() ? Pace() : found->second;
+    record.clocks.push_back(pace.clock);
+    record.excused.push_back(pace.excused);
+    record.rests.push_back(pace.rests ? 1 : 0);
   }
   return record;
 }
 
 void Quorum::restore(const Record& record, Time now) {
-  const size_t count = record.ranks.size();
-  if (record.incarnations.size() != count || record.joined_at.size() != count || record.clocks.size() != count ||
-      record.excused.size() != count || record.live.size() != count || record.rests.size() != count) {
+  const size_t count = record.members.ranks.size();
+  if (record.clocks.size() != count || record.excused.size() != count || record.rests.size() != count) {
     throw CheckpointError("a snapshot's list of workers is damaged; use an older snapshot");
   }
-  members_.clear();
+  // All that were awaited had come when a step was decided.
+  members_.restore(record.members, /*awaits_all=*/record.decision.step == 0, now);
+  paces_.clear();
   decided_ = record.decision;
   for (size_t i = 0; i < count; ++i) {
-    auto& member = members_[record.ranks[i]];
-    member.incarnation = record.incarnations[i];
-    member.joined_at = record.joined_at[i];
-    member.clock = record.clocks[i];
-    member.excused = record.excused[i];
-    member.live = record.live[i] != 0;
-    member.rests = record.rests[i] != 0;
-    member.dead = !member.live;
-    member.joined = true;
-    member.give_sign(now);
+    paces_[record.members.ranks[i]] = {record.clocks[i], record.excused[i], record.rests[i] != 0, {}};
   }
 }
 

@@ -23,8 +23,8 @@ void walk(const std::vector<State*>& states, const Attempt& attempt, const Wait&
 
 }  // namespace
 
-Shard::Shard(const Plan& plan, uint32_t server, Steps::MayPush may_push)
-    : plan_(plan), rules_(plan.is_synchronous(), std::move(may_push)), tables_(plan_, server, rules_) {
+Shard::Shard(const Plan& plan, uint32_t server, Steps::MayPush may_push, Timekeeper& time)
+    : plan_(plan), rules_(plan.is_synchronous(), std::move(may_push), time), tables_(plan_, server, rules_) {
   const auto chunks = cut_chunks(plan_);
   for (uint32_t c = 0; c < chunks.size(); ++c) {
     if (chunks[c].server != static_cast<int>(server)) continue;
@@ -107,19 +107,22 @@ void Shard::apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadl
   tables_.apply(rank, incarnation, apply, deadline);
 }
 
-bool Shard::skip_to(uint64_t step) {
-  const auto command = rules_.command_of(step);
-  bool was_behind = false;
-  for (auto* const own : members_) was_behind = own->skip_to(step, command.get()) || was_behind;
-  return was_behind;
+bool Shard::settle(const Apply& command) {
+  bool is_made = true;
+  for (auto* const own : members_) is_made = own->settle(command) && is_made;
+  return is_made;
+}
+
+void Shard::drop_all() {
+  for (auto* const own : members_) {
+    const auto lock = own->lock();
+    own->drop_all();
+  }
 }
 
 std::vector<uint64_t> Shard::steps(uint32_t rank, uint64_t incarnation) {
   std::vector<uint64_t> steps;
-  for (auto* const own : members_) {
-    const auto lock = own->lock();
-    steps.push_back(own->step_of(rank, incarnation));
-  }
+  for (auto* const own : members_) steps.push_back(own->step_of(rank, incarnation));
   return steps;
 }
 
@@ -128,19 +131,16 @@ uint64_t Shard::least_step(uint32_t rank, uint64_t incarnation) {
   return all.empty() ? std::numeric_limits<uint64_t>::max() : *std::min_element(all.begin(), all.end());
 }
 
-void Shard::drop_pushes(uint32_t rank) {
+void Shard::drop_pushes(uint32_t rank, uint64_t incarnation) {
   if (plan_.is_synchronous()) return;
   for (auto* const own : members_) {
     const auto lock = own->lock();
-    own->drop(rank);
+    own->drop(rank, incarnation);
   }
 }
 
 void Shard::wake() {
-  for (auto* const own : members_) {
-    const auto lock = own->lock();
-    own->wake();
-  }
+  for (auto* const own : members_) own->wake();
 }
 
 void Shard::stop() {
@@ -148,8 +148,13 @@ void Shard::stop() {
   wake();
 }
 
-Shard::Image Shard::image(uint32_t index) { return chunk(index).image(); }
-
-void Shard::restore(uint32_t index, const Image& image) { chunk(index).restore(image); }
+std::vector<std::unique_ptr<Image>> Shard::begin_images() const {
+  std::vector<std::unique_ptr<Image>> images;
+  for (auto* const own : members_) {
+    const auto lock = own->lock();
+    images.push_back(own->begin_image());
+  }
+  return images;
+}
 
 }  // namespace muster::server

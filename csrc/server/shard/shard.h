@@ -10,6 +10,8 @@
 #include "server/protocol/plan.h"
 #include "server/protocol/protocol.h"
 #include "server/shard/held_chunk.h"
+#include "server/shard/held_sums.h"
+#include "server/shard/image.h"
 #include "server/shard/pushes.h"
 #include "server/shard/table_shard.h"
 
@@ -19,13 +21,14 @@ namespace muster::server {
 /// an InvalidArgument.
 class Shard {
  public:
-  /// `may_push`: see Steps. Throws InvalidArgument for tables that no server can step.
-  Shard(const Plan& plan, uint32_t server, Steps::MayPush may_push);
+  /// `may_push`: see Steps. `time` must outlive it. Throws InvalidArgument for tables that no server can step.
+  Shard(const Plan& plan, uint32_t server, Steps::MayPush may_push, Timekeeper& time);
   ~Shard();
 
   const Plan& plan() const noexcept { return plan_; }
   const std::vector<uint32_t>& chunks() const noexcept { return own_; }  ///< ascending
   TableShard& tables() noexcept { return tables_; }
+  const TableShard& tables() const noexcept { return tables_; }
   int64_t parameter_bytes() const noexcept { return parameter_bytes_; }  ///< of all its chunks
 
   /// Replaces a part of a chunk; `payload` has exactly its bytes. Creates state that is not there yet.
@@ -47,31 +50,31 @@ class Shard {
   /// The statistics of the sums over `members` of every chunk. Waits for pushes that may still come.
   std::vector<double> sum(uint64_t step, const std::vector<uint32_t>& members, Deadline deadline);
 
-  /// Of a synchronous job: the first command of a step counts.
-  void note_command(const Apply& apply) { rules_.note_command(apply); }
-  std::shared_ptr<const Apply> command_of(uint64_t step) const { return rules_.command_of(step); }
-  /// The last step that there was a command of.
-  uint64_t commanded() const { return rules_.commanded(); }
+  /// The commands of steps; of a synchronous job the first one of a step counts.
+  Steps& commands() noexcept { return rules_; }
 
   /// See Apply; of tables, too. Several threads may apply one step: they divide its chunks and tables. Synchronous:
   /// returns once all have made the step. Else steps from the pushes of `rank`, each once.
   void apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline);
 
-  /// Of a synchronous job whose workers are all gone, where others go on after `step`: makes that step where it and its
-  /// command are here, and leaves out what else is behind, which nobody will apply. Returns whether anything was
-  /// behind.
-  bool skip_to(uint64_t step);
+  /// Of a synchronous job whose workers are all gone: whether all chunks and tables have made the command's step, or do
+  /// so now from what they hold.
+  bool settle(const Apply& command);
+  /// Drops all pushes: a job that is over may have left some.
+  void drop_all();
 
-  /// By chunk, then by table, the last applied step: of the worker's incarnation, where steps are not made together.
+  /// By chunk, then by table, the last step that was applied whole: of the worker's incarnation, where steps are not
+  /// made together. Waits for nobody.
   std::vector<uint64_t> steps(uint32_t rank, uint64_t incarnation);
 
   /// The smallest of steps(); UINT64_MAX where this server owns nothing.
   uint64_t least_step(uint32_t rank, uint64_t incarnation);
 
-  /// Drops what a worker pushed and nobody will apply: steps that are not made together.
-  void drop_pushes(uint32_t rank);
+  /// Drops what a worker's incarnations up to this one pushed and nobody will apply: of steps that are not made
+  /// together.
+  void drop_pushes(uint32_t rank, uint64_t incarnation);
 
-  /// Makes who waits look again.
+  /// Makes who waits look again. Waits for nobody.
   void wake();
   /// Stops: waiting calls, and later ones that would wait, throw CommError.
   void stop();
@@ -79,11 +82,10 @@ class Shard {
   /// Bytes of pushes that are held.
   int64_t held_bytes() const noexcept { return rules_.held_bytes; }
 
-  using Image = HeldChunk::Image;
-  Image image(uint32_t chunk);
-  /// `image.tensors` may hold those of other chunks, too. Throws CheckpointError for what is missing or of another
-  /// shape.
-  void restore(uint32_t chunk, const Image& image);
+  /// Its chunks, then its tables.
+  const std::vector<HeldSums*>& members() const noexcept { return members_; }
+  /// Of members(), each as it is when its turn comes.
+  std::vector<std::unique_ptr<Image>> begin_images() const;
 
  private:
   HeldChunk& chunk(uint32_t index) const;

@@ -1,14 +1,17 @@
-// A server's tables in snapshots.
+// A table in snapshots.
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <utility>
 
 #include "kernels/kernels.h"
 #include "muster/error.h"
-#include "server/shard/table_shard.h"
+#include "server/shard/held_table.h"
+#include "server/shard/image.h"
 
 namespace muster::server {
 
@@ -26,16 +29,21 @@ at::Tensor tensor_of(const std::vector<T>& values, at::ScalarType dtype) {
   return tensor;
 }
 
-// Names of files' tensors, each of one kind of what a table has.
-std::string rows_name(const TableSpec& spec) { return "rows/" + spec.name; }
-std::string values_name(const TableSpec& spec) { return "row_values/" + spec.name; }
-std::string states_name(const TableSpec& spec) { return "row_states/" + spec.name; }
+// Names of files' tensors. Those of rows say which of the image's is the first.
+std::string rows_name(const TableSpec& spec, uint64_t first) {
+  return "rows/" + spec.name + "/" + std::to_string(first);
+}
+std::string values_name(const TableSpec& spec, uint64_t first) {
+  return "row_values/" + spec.name + "/" + std::to_string(first);
+}
+std::string states_name(const TableSpec& spec, uint64_t first) {
+  return "row_states/" + spec.name + "/" + std::to_string(first);
+}
 std::string summed_name(const TableSpec& spec) { return "summed_rows/" + spec.name; }
 std::string partials_name(const TableSpec& spec) { return "row_partials/" + spec.name; }
 
-at::Tensor find(const std::map<std::string, at::Tensor>& tensors, const std::string& name, uint64_t numel,
-                at::ScalarType dtype) {
-  if (numel == 0) return at::empty({0}, dtype);
+const at::Tensor& tensor_of(const checkpoint::NamedTensors& tensors, const std::string& name, uint64_t numel,
+                            at::ScalarType dtype) {
   const auto found = tensors.find(name);
   if (found == tensors.end() || static_cast<uint64_t>(found->second.numel()) != numel ||
       found->second.scalar_type() != dtype) {
@@ -44,60 +52,110 @@ at::Tensor find(const std::map<std::string, at::Tensor>& tensors, const std::str
   return found->second;
 }
 
+class TableImage final : public Image {
+ public:
+  // `sums`: tensors of the last step's.
+  TableImage(HeldTable& table, Facts facts, checkpoint::NamedTensors sums)
+      : Image(std::move(facts)), table_(table), sums_(std::move(sums)) {}
+
+  ~TableImage() override {
+    const std::unique_lock ending(table_.rows_mutex);
+    table_.rows.end_image();
+    table_.image_ended.notify_all();
+  }
+
+  checkpoint::NamedTensors next() override {
+    if (!sums_.empty()) return std::exchange(sums_, {});
+    const int64_t count = rows_of_block();
+    if (count == 0) return {};
+    const auto rows = at::empty({count}, at::kLong);
+    const auto values = at::empty({count, table_.spec.dim}, at::kFloat);
+    const auto states = at::empty({count, table_.rows.state_width()}, at::kFloat);
+    {
+      const std::shared_lock reading(table_.rows_mutex);
+      table_.rows.copy_image_block(span_of<int64_t>(rows), span_of<float>(values), span_of<float>(states));
+    }
+    checkpoint::NamedTensors tensors;
+    tensors[rows_name(table_.spec, first_)] = rows;
+    tensors[values_name(table_.spec, first_)] = values;
+    if (states.numel() > 0) tensors[states_name(table_.spec, first_)] = states;
+    first_ += static_cast<uint64_t>(count);
+    return tensors;
+  }
+
+ private:
+  int64_t rows_of_block() const {
+    const std::shared_lock reading(table_.rows_mutex);
+    return table_.rows.image_block_rows();
+  }
+
+  HeldTable& table_;
+  checkpoint::NamedTensors sums_;
+  uint64_t first_ = 0;
+};
+
 }  // namespace
 
-TableShard::Image TableShard::image(uint32_t index) {
-  auto& own = table(index);
-  Image image;
-  auto lock = own.lock();
-  image.made = own.record();
-  image.counted = own.counted;
-  const auto* const made = own.made();
-  image.has_sums = made != nullptr;
-  if (image.has_sums && !made->rows.empty()) {
-    image.summed_rows = made->rows.size();
-    image.tensors[summed_name(own.spec)] = tensor_of(made->rows, at::kLong);
-    image.tensors[partials_name(own.spec)] = tensor_of(made->partials, at::kDouble);
+std::unique_ptr<Image> HeldTable::begin_image() {
+  Image::Facts facts;
+  facts.made = record();
+  facts.counted = counted;
+  checkpoint::NamedTensors sums;
+  if (const auto* const last = made()) {
+    facts.has_sums = true;
+    facts.summed_rows = last->rows.size();
+    if (!last->rows.empty()) {
+      sums[summed_name(spec)] = tensor_of(last->rows, at::kLong);
+      sums[partials_name(spec)] = tensor_of(last->partials, at::kDouble);
+    }
   }
-  const std::shared_lock reading(own.rows_mutex);
-  lock.unlock();
-  const int64_t count = own.rows.size();
-  if (count == 0) return image;
-  image.rows = static_cast<uint64_t>(count);
-  const auto rows = at::empty({count}, at::kLong);
-  const auto values = at::empty({count, own.spec.dim}, at::kFloat);
-  const auto states = at::empty({count, own.rows.state_width()}, at::kFloat);
-  own.rows.export_rows(0, span_of<int64_t>(rows), span_of<float>(values), span_of<float>(states));
-  image.tensors[rows_name(own.spec)] = rows;
-  image.tensors[values_name(own.spec)] = values;
-  if (states.numel() > 0) image.tensors[states_name(own.spec)] = states;
-  return image;
+  std::unique_lock beginning(rows_mutex);
+  image_ended.wait(beginning, [&] { return !rows.has_image(); });
+  facts.rows = static_cast<uint64_t>(rows.begin_image());
+  return std::make_unique<TableImage>(*this, std::move(facts), std::move(sums));
 }
 
-void TableShard::restore(uint32_t index, const Image& image) {
-  auto& own = table(index);
-  const auto& spec = own.spec;
-  const auto& tensors = image.tensors;
+bool HeldTable::restore(const Image::Facts& facts, const checkpoint::NamedTensors& tensors) {
+  const auto lock = this->lock();
+  const std::unique_lock writing(rows_mutex);
+  counted = facts.counted;
+  if (!facts.has_sums || facts.summed_rows == 0 || tensors.contains(summed_name(spec))) restore_sums(facts, tensors);
   const auto dim = static_cast<uint64_t>(spec.dim);
-  const auto rows = find(tensors, rows_name(spec), image.rows, at::kLong);
-  const auto values = find(tensors, values_name(spec), image.rows * dim, at::kFloat);
-  const auto states =
-      find(tensors, states_name(spec), image.rows * static_cast<uint64_t>(own.rows.state_width()), at::kFloat);
-  const auto summed = find(tensors, summed_name(spec), image.summed_rows, at::kLong);
-  const auto partials = find(tensors, partials_name(spec), image.summed_rows * kernels::num_tiles(dim), at::kDouble);
-  const auto lock = own.lock();
-  const std::unique_lock writing(own.rows_mutex);
-  own.rows.import_rows(span_of<int64_t>(rows), span_of<float>(values), span_of<float>(states));
-  own.counted = image.counted;
-  HeldSums::Statistics made;
-  if (image.has_sums) {
-    made.step = image.made.steps;
-    const auto summed_rows = span_of<int64_t>(summed);
-    made.rows.assign(summed_rows.begin(), summed_rows.end());
-    const auto of_rows = span_of<double>(partials);
-    made.partials.assign(of_rows.begin(), of_rows.end());
+  const auto width = static_cast<uint64_t>(rows.state_width());
+  const auto size = [&] { return static_cast<uint64_t>(rows.size()); };
+  while (size() < facts.rows) {
+    const uint64_t first = size();
+    const auto found = tensors.find(rows_name(spec, first));
+    if (found == tensors.end()) return false;
+    const auto count = static_cast<uint64_t>(found->second.numel());
+    const auto& numbers = tensor_of(tensors, found->first, count, at::kLong);
+    const auto& values = tensor_of(tensors, values_name(spec, first), count * dim, at::kFloat);
+    std::span<const float> states;
+    if (width > 0) states = span_of<float>(tensor_of(tensors, states_name(spec, first), count * width, at::kFloat));
+    rows.import_rows(span_of<int64_t>(numbers), span_of<float>(values), states);
+    if (count == 0 || size() != first + count || size() > facts.rows) {
+      throw CheckpointError("a snapshot's '" + found->first +
+                            "' has rows that come twice, or too many or none; use an " + "older snapshot");
+    }
   }
-  own.restore(image.made, std::move(made));
+  if (facts.has_sums && made() == nullptr) {
+    throw CheckpointError("a snapshot lacks '" + summed_name(spec) + "'; use an older snapshot");
+  }
+  return true;
+}
+
+void HeldTable::restore_sums(const Image::Facts& facts, const checkpoint::NamedTensors& tensors) {
+  Statistics made;
+  if (facts.has_sums) made.step = facts.made.steps;
+  if (facts.summed_rows > 0) {
+    const size_t tiles = kernels::num_tiles(static_cast<size_t>(spec.dim));
+    const auto summed = span_of<int64_t>(tensor_of(tensors, summed_name(spec), facts.summed_rows, at::kLong));
+    const auto partials =
+        span_of<double>(tensor_of(tensors, partials_name(spec), facts.summed_rows * tiles, at::kDouble));
+    made.rows.assign(summed.begin(), summed.end());
+    made.partials.assign(partials.begin(), partials.end());
+  }
+  HeldSums::restore(facts.made, std::move(made));
 }
 
 }  // namespace muster::server

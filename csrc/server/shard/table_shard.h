@@ -1,14 +1,10 @@
 // The rows of sparse embeddings that one server owns, and the pushes of them that wait to be applied.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "server/protocol/plan.h"
@@ -70,28 +66,6 @@ class TableShard {
   /// By table.
   std::vector<HeldSums*> members() const;
   size_t num_tables() const noexcept { return tables_.size(); }
-
-  /// A copy of a table: tensors by name, and what is applied.
-  struct Image {
-    std::map<std::string, at::Tensor> tensors;
-    Pushes::Record made;
-    uint64_t counted = 0;
-    uint64_t rows = 0;      ///< that are kept
-    bool has_sums = false;  ///< of the last step
-    uint64_t summed_rows = 0;
-
-    template <class M, class W>
-    static void visit(M& m, W& w) {
-      Pushes::Record::visit(m.made, w);
-      w.number(m.counted);
-      w.number(m.rows);
-      w.number(m.has_sums);
-      w.number(m.summed_rows);
-    }
-  };
-  Image image(uint32_t table);
-  /// `image.tensors` may hold others, too. Throws CheckpointError for what is missing or of another shape.
-  void restore(uint32_t table, const Image& image);
 
  private:
   HeldTable& table(uint32_t index) const;

@@ -63,13 +63,8 @@ void ServerClient::start() {
 }
 
 uint64_t ServerClient::join() {
-  uint64_t made = 0;  // what a job before may have left unequal
-  if (config_.plan.is_synchronous()) {
-    for (const auto& recalled : requests_.call_all<Recalled>(Recall{})) {
-      for (const uint64_t step : recalled.steps) made = std::max(made, step);
-    }
-  }
-  const auto joined = requests_.call<Joined>(0, Join{made});
+  if (config_.rank == kChief) requests_.resume();
+  const auto joined = requests_.call<Joined>(0, Join{});
   requests_.note_join_step(joined.step);
   passes_at_join_ = joined.passes;
   for (size_t s = 1; s < requests_.num_servers(); ++s) requests_.call<Joined>(s, Join{joined.step});
@@ -107,18 +102,29 @@ void ServerClient::flush() {
 }
 
 Decision ServerClient::commit(uint64_t step, std::vector<double> numbers, std::string record) {
-  auto decision = requests_.call<Decision>(0, Commit{step, std::move(numbers), std::move(record)},
-                                           [&] { replay_.log().take_lent(); });
+  Commit commit{step, std::move(numbers), std::move(record)};
+  commit.cut = requests_.durable().newest;
+  commit.log_is_full = replay_.log().is_full();
+  auto decision = requests_.call<Decision>(0, commit, [&] { replay_.log().take_lent(); });
   requests_.note_decision(decision);
   return decision;
 }
 
 Dealt ServerClient::deal(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished) {
-  return requests_.call<Dealt>(0, Deal{++deals_, loader, epoch, batches, false, std::move(finished)});
+  return ask_dealer({++deals_, loader, epoch, batches, false, std::move(finished)});
 }
 
 void ServerClient::end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished) {
-  requests_.call<Dealt>(0, Deal{++deals_, loader, epoch, batches, true, std::move(finished)});
+  ask_dealer({++deals_, loader, epoch, batches, true, std::move(finished)});
+}
+
+Dealt ServerClient::ask_dealer(const Deal& deal) {
+  auto& book = requests_.batches();
+  for (const uint64_t batch : deal.finished) book.note_finished({{deal.loader, deal.epoch, batch}}, next_step_);
+  const auto dealt = requests_.call<Dealt>(0, deal);
+  if (dealt.state == Dealt::State::dealt) book.note_dealt({deal.loader, deal.epoch, dealt.batch});
+  if (deal.ends) book.note_end(deal.loader, deal.epoch);
+  return dealt;
 }
 
 Statistics ServerClient::sum(uint64_t step, const std::vector<uint32_t>& members) {
@@ -131,10 +137,18 @@ Statistics ServerClient::sum(uint64_t step, const std::vector<uint32_t>& members
   return statistics;
 }
 
-void ServerClient::apply(const Apply& command) {
+// Server 0, started again, is told of batches that it may not have heard of from this request.
+void ServerClient::note_command(Apply& command) {
+  command.cut = requests_.cut_of(command.step);
   replay_.note_command(command);
+  requests_.batches().note_finished(command.batches, command.step);
+  next_step_ = command.step + 1;
+}
+
+void ServerClient::apply(Apply command) {
+  note_command(command);
   // And will not be durable at once: servers take snapshots.
-  const bool is_kept = requests_.durable() + 1 < command.step;
+  const bool is_kept = requests_.durable().all + 1 < command.step;
   requests_.note_applied(requests_.call_all<Applied>(command, [&] {
     if (!config_.plan.is_synchronous()) help_apply(command);
     if (is_kept) replay_.log().take_lent();
@@ -155,8 +169,8 @@ void ServerClient::help_apply(const Apply& command) {
   });
 }
 
-void ServerClient::apply_and_read(const Apply& command, const std::vector<std::byte*>& to) {
-  replay_.note_command(command);
+void ServerClient::apply_and_read(Apply command, const std::vector<std::byte*>& to) {
+  note_command(command);
   requests_.note_applied(requests_.call_all<Applied>(command, [&] { read(Part::parameter, command.step, to); }));
 }
 

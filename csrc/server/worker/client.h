@@ -47,7 +47,8 @@ class ServerClient {
   bool is_started() const noexcept { return requests_.is_started(); }
   void write(uint32_t chunk, Part part, Bytes values);
   void start();
-  /// Waits for start. Returns the step after which this worker comes in.
+  /// Waits for start. Returns the step after which this worker comes in. The chief of a job that began after another
+  /// one on these servers says where it goes on; throws CheckpointError where they have no step in common.
   uint64_t join();
   /// Of each loader that had been dealt from when this worker joined, the pass of the greatest epoch.
   const std::vector<PassId>& passes_at_join() const noexcept { return passes_at_join_; }
@@ -77,10 +78,10 @@ class ServerClient {
   /// The statistics of the sums over `members`; they do not depend on the number of servers.
   Statistics sum(uint64_t step, const std::vector<uint32_t>& members);
 
-  /// Makes a step on all servers; returns when all have.
-  void apply(const Apply& command);
+  /// Makes a step on all servers; returns when all have. The command's cut is that of the step's decision.
+  void apply(Apply command);
   /// The same of a synchronous step, and a read of the parameters, each chunk as soon as it has made the step.
-  void apply_and_read(const Apply& command, const std::vector<std::byte*>& to);
+  void apply_and_read(Apply command, const std::vector<std::byte*>& to);
 
   /// A part of all chunks that have made `at_least` steps: chunk c goes to `to[c]` (none: nullptr), of the part's
   /// bytes. Returns by chunk whether there was such a part.
@@ -88,14 +89,16 @@ class ServerClient {
   uint64_t part_bytes(uint32_t chunk, Part part) const;
 
   /// Up to which step all servers have this worker's pushes in snapshots.
-  uint64_t durable() const noexcept { return requests_.durable(); }
+  Durable durable() const noexcept { return requests_.durable(); }
 
-  /// Leaves all servers in good order; no call may follow.
+  /// Leaves all servers in good order, once they have what was pushed in snapshots; no call may follow.
   void leave();
 
  private:
   Link& link_of(uint32_t chunk) { return requests_.link(static_cast<size_t>(chunks_[chunk].server)); }
   void help_apply(const Apply& command);
+  void note_command(Apply& command);
+  Dealt ask_dealer(const Deal& deal);
 
   const ClientConfig config_;
   const std::vector<Chunk> chunks_;
@@ -105,10 +108,12 @@ class ServerClient {
   RowClient rows_;
   std::vector<PassId> passes_at_join_;
   uint64_t deals_ = 0;
+  uint64_t next_step_ = 1;  // after the last one that was applied
 };
 
 /// How the job of server 0, at `name`, stands; nothing where nobody listens there for `patience`. Calls the thread's
 /// WaitHook. Throws what the server answers otherwise.
-std::optional<Standing> inquire(const std::string& name, std::chrono::milliseconds patience);
+std::optional<Standing> inquire(const std::string& name, std::chrono::milliseconds patience,
+                                Surroundings& surroundings = *Surroundings::of_process());
 
 }  // namespace muster::server

@@ -1,35 +1,36 @@
 #include "server/worker/link.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <utility>
 
 #include "core/log.h"
+#include "core/wait_hook.h"
 
 namespace muster::server {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr size_t kMaxUnderWay = 32;  // on a lane: their answers fit into a socket's buffer
-constexpr uint32_t kBeatLane = 0xffffffff;
 constexpr milliseconds kSlice{50};
 constexpr milliseconds kSendPatience{60'000};  // of one send
 
 }  // namespace
 
-Link::Link(Config config) : config_(std::move(config)), lanes_(config_.lanes + 1) {}
+Link::Link(Config config)
+    : config_(std::move(config)),
+      process_(::getpid()),
+      lanes_(config_.lanes + 1),
+      pulse_({config_.name, config_.rank, config_.heartbeat, config_.token, config_.takes_over}, *config_.surroundings,
+             [this](const std::string& why) { close_lanes(why); }) {}
 
 Link::~Link() {
-  {
-    const std::lock_guard lock(mutex_);
-    stops_ = true;
-    for (const auto& channel : open_) channel->close();
-    if (beats_) beats_->close();
-    changed_.notify_all();
-  }
-  if (thread_.joinable()) thread_.join();
+  if (!is_own()) return;  // the parent's mutexes may be locked for ever
+  if (is_kept_alive_) config_.surroundings->stop(pulse_);
+  close_lanes({});
 }
 
 void Link::refuse(uint16_t type) {
@@ -38,30 +39,53 @@ void Link::refuse(uint16_t type) {
 }
 
 void Link::break_with(const std::string& what) {
-  close_lanes();
-  throw LinkBroken(what);
+  if (!is_own()) throw LinkBroken("a forked child has no connections to its parent's servers");
+  close_lanes({});
+  std::string why;
+  {
+    const std::lock_guard lock(mutex_);
+    why.swap(end_);
+  }
+  if (why.empty()) throw LinkBroken(what);
+  log(LogLevel::debug, "server '" + config_.name + "' gives no sign of life: " + why);
+  throw LinkBroken(what + "; " + why);
 }
 
-void Link::close_lanes() noexcept {
+bool Link::is_own() const noexcept { return ::getpid() == process_; }
+
+bool Link::is_broken() const noexcept { return broken_ || !is_own(); }
+
+void Link::close_lanes(const std::string& why) noexcept {
+  if (!is_own()) return;
   const std::lock_guard lock(mutex_);
+  if (end_.empty()) end_ = why;
   broken_ = true;
   for (const auto& channel : open_) channel->close();
 }
 
 void Link::disconnect() noexcept {
-  close_lanes();
+  close_lanes({});
   for (auto& lane : lanes_) lane = Lane{};
   const std::lock_guard lock(mutex_);
   open_.clear();
+  end_.clear();
 }
 
 std::shared_ptr<net::Channel> Link::greet(uint32_t lane, uint64_t& incarnation,
                                           const std::shared_ptr<net::Arena>& memory) {
-  const auto deadline = Clock::now() + config_.heartbeat;
-  const std::shared_ptr<net::Channel> channel = net::connect_on_host(config_.name, memory, deadline);
-  channel->send(Hello::kType, encode(Hello{config_.rank, lane, incarnation}), {}, deadline);
+  const auto deadline = in(config_.heartbeat);
+  const std::shared_ptr<net::Channel> channel = config_.surroundings->connect(config_.name, memory, deadline);
+  channel->send(Hello::kType, encode(Hello{config_.rank, lane, incarnation, config_.token, config_.takes_over}), {},
+                deadline);
+  while (!channel->wait_input(std::min(deadline, in(kSlice))) && config_.surroundings->now() < deadline)
+    WaitHook::call();
   net::Frame frame;
   if (!channel->receive(frame, deadline)) throw CommError("server '" + config_.name + "' ended the connection");
+  if (frame.type == Busy::kType) {
+    const auto busy = decode<Busy>(frame.message);
+    const auto percent = busy.total > 0 ? 100 * busy.done / busy.total : 0;
+    throw LinkBusy("it reads its snapshot (" + std::to_string(percent) + " %)");
+  }
   const auto welcome = expect<Welcome>(frame);
   incarnation = welcome.incarnation;
   life_ = welcome.life;
@@ -79,79 +103,45 @@ uint64_t Link::connect(uint64_t incarnation, const std::shared_ptr<net::Arena>& 
     }
   } catch (const Fenced&) {
     throw;
+  } catch (const Occupied&) {
+    close_lanes({});
+    throw;
+  } catch (const LinkBusy&) {
+    close_lanes({});
+    throw;
   } catch (const CommError& error) {
     break_with(error.what());
   }
-  incarnation_ = incarnation;
+  pulse_.note_welcome(incarnation);
   broken_ = false;
   return incarnation;
 }
 
 bool Link::has_ended() {
-  for (size_t index = 1; index < lanes_.size() && !broken_; ++index) {
+  for (size_t index = 1; index < lanes_.size() && !is_broken(); ++index) {
     const auto& lane = lanes_[index];
-    if (lane.under_way.empty() && lane.channel && lane.channel->wait_input(Clock::now())) close_lanes();
+    if (lane.under_way.empty() && lane.channel && lane.channel->wait_input(config_.surroundings->now()))
+      close_lanes({});
   }
-  return broken_;
+  return is_broken();
 }
 
 void Link::keep_alive() {
-  thread_ = std::thread([this] { beat(); });
-}
-
-void Link::beat() noexcept {
-  const milliseconds interval = std::max(milliseconds(1), std::min(config_.heartbeat / 5, milliseconds(500)));
-  auto alive = Clock::now();
-  std::shared_ptr<net::Channel> channel;
-  const auto keep = [&](std::shared_ptr<net::Channel> next) {
-    const std::lock_guard lock(mutex_);
-    channel = next;
-    beats_ = std::move(next);
-  };
-  for (;;) {
-    {
-      std::unique_lock lock(mutex_);
-      if (!channel) changed_.wait_for(lock, std::min(interval, kSlice), [&] { return stops_; });
-      if (stops_) return;
-    }
-    try {
-      if (!channel) {
-        uint64_t incarnation = incarnation_;
-        keep(greet(kBeatLane, incarnation, nullptr));
-      }
-      const auto deadline = Clock::now() + config_.heartbeat;
-      channel->send(Beat::kType, encode(Beat{wants_snapshot_.exchange(false)}), {}, deadline);
-      net::Frame frame;
-      if (!channel->receive(frame, deadline)) throw CommError("it ended the connection");
-      if (frame.type == Beaten::kType) note_durable(expect<Beaten>(frame).durable);
-      alive = Clock::now();
-      // Between two beats nothing comes but the end.
-      while (!wants_snapshot_ && Clock::now() - alive < interval) {
-        if (channel->wait_input(std::min(alive + interval, Clock::now() + kSlice))) {
-          throw CommError("it ended the connection");
-        }
-      }
-    } catch (const std::exception& error) {
-      const bool was_alive = channel != nullptr;
-      if (was_alive) log(LogLevel::debug, "server '" + config_.name + "' gives no sign of life: " + error.what());
-      keep(nullptr);
-      if (was_alive || Clock::now() - alive > config_.heartbeat) close_lanes();
-    }
-  }
-}
-
-void Link::note_durable(uint64_t step) noexcept {
-  uint64_t known = durable_;
-  while (known < step && !durable_.compare_exchange_weak(known, step)) {
-  }
+  config_.surroundings->start(pulse_);
+  is_kept_alive_ = true;
 }
 
 void Link::send(size_t lane, uint16_t type, std::string_view message, std::span<const net::Bytes> payload) {
-  if (broken_) break_with("the connection is broken");
+  if (is_broken()) break_with("the connection is broken");
   try {
-    lanes_[lane].channel->send(type, message, payload, Clock::now() + kSendPatience);
+    lanes_[lane].channel->send(type, message, payload, in(kSendPatience));
   } catch (const CommError& error) {
     break_with(error.what());
+  } catch (const InvalidArgument&) {  // nothing was sent
+    throw;
+  } catch (...) {  // what the WaitHook throws cuts the frame
+    close_lanes({});
+    throw;
   }
 }
 
@@ -162,7 +152,7 @@ net::Frame Link::receive(size_t lane, std::span<std::byte> to, const std::functi
     try {
       between();
     } catch (...) {  // the answer would be taken for that of a later request
-      close_lanes();
+      close_lanes({});
       throw;
     }
   }
@@ -170,7 +160,7 @@ net::Frame Link::receive(size_t lane, std::span<std::byte> to, const std::functi
     const auto place = [&](uint16_t, const std::string&, uint64_t bytes) {
       return bytes == to.size() ? to : std::span<std::byte>();
     };
-    if (channel->receive(frame, Clock::now() + kSendPatience, place)) return frame;
+    if (channel->receive(frame, in(kSendPatience), place)) return frame;
   } catch (const CommError& error) {
     break_with(error.what());
   }
@@ -178,9 +168,9 @@ net::Frame Link::receive(size_t lane, std::span<std::byte> to, const std::functi
 }
 
 bool Link::has_input(const net::Channel* channel) {
-  if (broken_ || channel == nullptr) break_with("the connection is broken");
+  if (is_broken() || channel == nullptr) break_with("the connection is broken");
   try {
-    return channel->wait_input(Clock::now() + kSlice);
+    return channel->wait_input(in(kSlice));
   } catch (const CommError& error) {
     break_with(error.what());
   }

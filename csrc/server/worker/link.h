@@ -1,9 +1,10 @@
 // A worker's connections to one server.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -12,11 +13,12 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <vector>
 
 #include "net/channel.h"
 #include "server/protocol/protocol.h"
+#include "server/worker/pulse.h"
+#include "server/worker/surroundings.h"
 
 namespace muster::server {
 
@@ -26,9 +28,15 @@ class LinkBroken : public CommError {
   using CommError::CommError;
 };
 
-/// Lane 0 carries requests that are answered one by one; the others chunks, many under way. A thread of its own sends
-/// signs of life over a connection of its own, and breaks the link when the server gives none. Owned by one thread, but
-/// for that one.
+/// The server reads its snapshot; it is to be asked again.
+class LinkBusy : public LinkBroken {
+ public:
+  using LinkBroken::LinkBroken;
+};
+
+/// Lane 0 carries requests that are answered one by one; the others chunks, many under way. Its Pulse breaks the link
+/// when the server gives no sign of life. Owned by one thread, but for the one that ticks the pulse. A forked child may
+/// only destroy it, which leaves the connections to its parent.
 class Link {
  public:
   struct Config {
@@ -36,6 +44,9 @@ class Link {
     uint32_t rank = 0;
     uint32_t lanes = 2;  ///< besides lane 0
     std::chrono::milliseconds heartbeat{5'000};
+    std::shared_ptr<Surroundings> surroundings = Surroundings::of_process();
+    std::string token = {};  ///< see Hello
+    bool takes_over = false;
   };
 
   explicit Link(Config config);
@@ -46,14 +57,15 @@ class Link {
   const std::string& name() const noexcept { return config_.name; }
 
   /// Connects all lanes as `incarnation` (0: asks for one), which shares `memory`; returns the incarnation. Throws
-  /// LinkBroken where that fails, what the server answers otherwise.
+  /// LinkBroken where that fails, what the server answers otherwise. Waits call the thread's WaitHook.
   uint64_t connect(uint64_t incarnation, const std::shared_ptr<net::Arena>& memory);
-  /// Begins to send signs of life. Once.
+  /// Begins to send signs of life. Once, after connect().
   void keep_alive();
   /// Forgets what is under way, and closes.
   void disconnect() noexcept;
 
-  bool is_broken() const noexcept { return broken_; }
+  /// Also in a forked child.
+  bool is_broken() const noexcept;
   /// Whether the server ended a lane on which nothing is under way; breaks the link then. Does not block.
   bool has_ended();
   /// How often it was connected: what was under way before another connect() is gone.
@@ -61,7 +73,8 @@ class Link {
   /// The life of the server that it is connected to.
   uint64_t life() const noexcept { return life_; }
 
-  /// Sends on lane 0. Throws LinkBroken.
+  /// Sends on lane 0. Throws LinkBroken. A send waits for a server that does not read, and calls the thread's WaitHook
+  /// meanwhile; what that throws breaks the link.
   template <class Message>
   void send(const Message& message, std::span<const net::Bytes> payload = {}) {
     send(0, Message::kType, encode(message), payload);
@@ -84,10 +97,10 @@ class Link {
   void drain(const std::function<void()>& between);
   size_t under_way() const noexcept;
 
-  /// Up to which step the server has this worker's pushes in a snapshot.
-  uint64_t durable() const noexcept { return durable_; }
-  void note_durable(uint64_t step) noexcept;
-  void want_snapshot() noexcept { wants_snapshot_ = true; }
+  /// Up to which step the server has this worker's pushes in snapshots.
+  Durable durable() const noexcept { return pulse_.durable(); }
+  void note_durable(const Durable& durable) noexcept { pulse_.note_durable(durable); }
+  void want_snapshot() noexcept { pulse_.want_snapshot(); }
 
   /// Decodes an answer. Throws what the server answered instead.
   template <class Message>
@@ -114,23 +127,21 @@ class Link {
   bool has_input(const net::Channel* channel);
   void take_answer(Lane& lane, size_t index, const std::function<void()>& between);
   std::shared_ptr<net::Channel> greet(uint32_t lane, uint64_t& incarnation, const std::shared_ptr<net::Arena>& memory);
-  void beat() noexcept;
-  void close_lanes() noexcept;
+  net::Deadline in(std::chrono::milliseconds duration) const { return config_.surroundings->now() + duration; }
+  bool is_own() const noexcept;  // not a forked child's copy
+  void close_lanes(const std::string& why) noexcept;
 
   const Config config_;
+  const pid_t process_;
   std::vector<Lane> lanes_;
   uint64_t connects_ = 0;
+  uint64_t life_ = 0;
   std::atomic<bool> broken_{true};
-  std::atomic<uint64_t> life_{0};
-  std::atomic<uint64_t> incarnation_{0};
-  std::atomic<uint64_t> durable_{0};
-  std::atomic<bool> wants_snapshot_{false};
   std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<std::shared_ptr<net::Channel>> open_;  // what the other thread may close; guarded by mutex_
-  std::shared_ptr<net::Channel> beats_;              // likewise
-  bool stops_ = false;                               // guarded by mutex_
-  std::thread thread_;
+  std::vector<std::shared_ptr<net::Channel>> open_;  // what the pulse may close; guarded by mutex_
+  std::string end_;                                  // why it did, where that was not said; likewise
+  bool is_kept_alive_ = false;
+  Pulse pulse_;
 };
 
 }  // namespace muster::server

@@ -75,6 +75,14 @@ bool PushLog::is_half_full() const noexcept {
   return 2 * entries_.size() >= capacity_ || 2 * used >= max_bytes_;
 }
 
+bool PushLog::is_full() const noexcept {
+  if (entries_.size() < kAlways) return false;
+  if (free_.empty() && slabs_.size() == capacity_) return true;
+  uint64_t bytes = slab_bytes_;
+  for (const auto& block : entries_.back().blocks) bytes += block.bytes;
+  return !fits(bytes);
+}
+
 std::byte* PushLog::room(Entry& entry, uint64_t bytes) {
   bytes = round_up(bytes, kPayloadAlignment);
   if (entry.block_left < bytes) {
@@ -115,7 +123,7 @@ PushLog::Entry* PushLog::open(uint64_t step) {
     free_.push_back(slabs_.back());
   }
   auto& entry = entries_.emplace_back();
-  entry.step = step;
+  entry.step = newest_ = step;
   entry.slab = free_.back();
   free_.pop_back();
   entry.pushed.resize(sizes_.size());

@@ -85,7 +85,13 @@ class PushLog {
 
   /// Ascending.
   std::deque<Entry>& entries() noexcept { return entries_; }
+  /// The first step that is kept; where none is, the one after the newest that was.
+  uint64_t first_step() const noexcept { return entries_.empty() ? newest_ + 1 : entries_.front().step; }
+  /// The one after the newest that was kept.
+  uint64_t first_step_after() const noexcept { return newest_ + 1; }
   bool is_half_full() const noexcept;
+  /// Whether another step like the newest has no room.
+  bool is_full() const noexcept;
 
  private:
   static uint64_t slab_bytes(const std::vector<Chunk>& chunks);
@@ -109,6 +115,7 @@ class PushLog {
   uint64_t spare_bytes_ = 0;       // of spare_
   std::vector<Block> spare_;       // free ones
   std::deque<Entry> entries_;
+  uint64_t newest_ = 0;  // the last step that was opened
 };
 
 }  // namespace muster::server

@@ -44,7 +44,7 @@ void Replay::send_rows(Link& link, uint64_t step, const PushLog::Rows& rows, con
       [](const net::Frame& answer) { Link::expect<Pushed>(answer); }, between);
 }
 
-void Replay::resend(size_t server, Link& link, const std::function<Between()>& between) {
+void Replay::resend(size_t server, Link& link, uint64_t joined_at, const std::function<Between()>& between) {
   link.send(Recall{});
   const auto recalled = link.receive<Recalled>(between());
   std::vector<uint32_t> own;
@@ -53,6 +53,17 @@ void Replay::resend(size_t server, Link& link, const std::function<Between()>& b
   }
   if (recalled.steps.size() != own.size() + config_.plan.tables.size()) {
     lose(config_, server, "it holds another number of chunks");
+  }
+  if (!config_.plan.is_synchronous() && !recalled.steps.empty()) {
+    const uint64_t least = *std::min_element(recalled.steps.begin(), recalled.steps.end());
+    const uint64_t first = log_.first_step();
+    if (std::max(least, joined_at) + 1 < first) {
+      throw CheckpointError("parameter server " + std::to_string(server) + " (" + address_of(config_.servers[server]) +
+                            ") goes on after this worker's step " + std::to_string(least) +
+                            ", and nobody has what it pushed up to step " + std::to_string(first - 1) +
+                            " any more: the newest snapshot is damaged, or was taken away. Start all workers again to "
+                            "go on without these steps");
+    }
   }
   log_.take_lent();
   for (const auto& entry : log_.entries()) {

@@ -43,9 +43,10 @@ class Replay {
   /// All parts of a table take one lane: servers take them in order.
   static void send_rows(Link& link, uint64_t step, const PushLog::Rows& rows, const Between& between);
 
-  /// Asks the server how far it is, and sends it the pushes and commands that it lacks, in order. Throws LinkBroken,
-  /// PeerLost where the server holds other chunks. `between()` is what one of its waits calls.
-  void resend(size_t server, Link& link, const std::function<Between()>& between);
+  /// Asks the server how far it is, and sends it the pushes and commands that it lacks, in order, of a worker that came
+  /// in after `joined_at`. Throws LinkBroken, PeerLost where the server holds other chunks, CheckpointError where it
+  /// lacks what is not kept any more. `between()` is what one of its waits calls.
+  void resend(size_t server, Link& link, uint64_t joined_at, const std::function<Between()>& between);
 
  private:
   const ClientConfig& config_;

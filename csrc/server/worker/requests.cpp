@@ -4,8 +4,11 @@
 #include <string>
 #include <utility>
 
+#include "core/log.h"
 #include "core/wait_hook.h"
 #include "muster/error.h"
+#include "server/protocol/address.h"
+#include "server/worker/resume_point.h"
 
 namespace muster::server {
 
@@ -14,33 +17,99 @@ using std::chrono::milliseconds;
 Requests::Requests(const ClientConfig& config, Replay& replay, std::shared_ptr<net::Arena> memory)
     : config_(config), replay_(replay), memory_(std::move(memory)), healing_(config.servers.size()) {
   for (const auto& name : config_.servers) {
-    links_.push_back(std::make_unique<Link>(
-        Link::Config{name, config_.rank, config_.lanes, milliseconds(config_.plan.heartbeat_ms)}));
+    links_.push_back(
+        std::make_unique<Link>(Link::Config{name, config_.rank, config_.lanes, milliseconds(config_.plan.heartbeat_ms),
+                                            config_.surroundings, config_.token, config_.takes_over}));
   }
-  is_started_ = true;
+  configured_.resize(links_.size());
   for (size_t s = 0; s < links_.size(); ++s) {
     connect(s, /*is_first=*/true);
     links_[s]->keep_alive();
+  }
+  const auto is_new = [](const Configured& server) { return !server.started || server.is_untouched; };
+  const auto is_started = [](const Configured& server) { return server.started; };
+  if (config_.rank == kChief && std::all_of(configured_.begin(), configured_.end(), is_new)) return;
+  is_started_ = std::all_of(configured_.begin(), configured_.end(), is_started);
+  // While the chief starts a job, others may see half of it.
+  if (config_.rank == kChief || config_.joins) check_started();
+}
+
+std::string Requests::name_of(size_t server) const {
+  return "parameter server " + std::to_string(server) + " (" + address_of(config_.servers[server]) + ")";
+}
+
+void Requests::check_started() const {
+  const auto is_started = [](const Configured& server) { return server.started; };
+  const auto started = std::find_if(configured_.begin(), configured_.end(), is_started);
+  const auto empty = std::find_if_not(configured_.begin(), configured_.end(), is_started);
+  if (started == configured_.end() || empty == configured_.end()) return;
+  const auto e = static_cast<size_t>(empty - configured_.begin());
+  const auto s = static_cast<size_t>(started - configured_.begin());
+  throw CheckpointError(name_of(e) + " holds nothing, and " + name_of(s) + " goes on after step " +
+                        std::to_string(started->made) + "; give server " + std::to_string(e) +
+                        " its folder of snapshots, or move the folders of all servers away to begin anew");
+}
+
+void Requests::resume() {
+  const auto is_settled = [](const Configured& server) { return server.is_settled; };
+  if (std::all_of(configured_.begin(), configured_.end(), is_settled)) return;
+  const auto tell = [&](const Resume& request) { call_all<Done>(request); };
+  if (!config_.plan.is_synchronous()) return tell(Resume{});
+  const auto goes_on = [&](uint64_t step) {
+    log(LogLevel::info, "the job goes on after step " + std::to_string(step) + ", on all parameter servers");
+  };
+  const ResumePoint point(configured_);
+  if (const auto newest = point.newest()) {
+    try {
+      if (!newest->command.empty()) tell(*newest);
+      tell(Resume{newest->step, {}});
+      return goes_on(newest->step);
+    } catch (const CheckpointError&) {
+      log(LogLevel::info, "not all parameter servers have step " + std::to_string(newest->step));
+    }
+  }
+  if (const auto common = point.common()) {
+    tell(Resume{*common, {}});
+    return goes_on(*common);
+  }
+  std::string text;
+  for (size_t s = 0; s < configured_.size(); ++s) text += name_of(s) + " has " + point.in_words(s) + "; ";
+  throw CheckpointError("the parameter servers have no step in common: " + text +
+                        "give them the folders of one job, or move the folders of all of them away to begin anew");
+}
+
+void Requests::check_snapshots() {
+  for (size_t s = 0; s < links_.size(); ++s) {
+    const auto beaten = call<Beaten>(s, Beat{/*wants_snapshot=*/true});
+    links_[s]->note_durable(beaten.durable);
+    if (beaten.failures < 2) continue;
+    throw CheckpointError(name_of(s) +
+                          " cannot write its snapshots, and this worker keeps no more of what it pushed (" +
+                          std::to_string(config_.log_bytes >> 20) + " MB): " + beaten.trouble);
   }
 }
 
 void Requests::note_applied(const std::vector<Applied>& answers) {
   for (size_t s = 0; s < links_.size(); ++s) links_[s]->note_durable(answers[s].durable);
-  replay_.log().release(durable());
+  replay_.log().release(durable().all);
+  batches_.release(links_.front()->durable().all);
 }
 
-uint64_t Requests::durable() const noexcept {
-  uint64_t durable = links_.front()->durable();
-  for (const auto& link : links_) durable = std::min(durable, link->durable());
-  return durable;
+Durable Requests::durable() const noexcept {
+  Durable least = links_.front()->durable();
+  for (const auto& link : links_) {
+    least.all = std::min(least.all, link->durable().all);
+    least.newest = std::min(least.newest, link->durable().newest);
+  }
+  return least;
 }
 
 Requests::Clock::time_point Requests::limit() const {
-  return Clock::now() + milliseconds(config_.plan.timeout_ms) * 3 / 2;
+  return config_.surroundings->now() + milliseconds(config_.plan.timeout_ms) * 3 / 2;
 }
 
 void Requests::wait_a_slice(Clock::time_point deadline) {
-  if (Clock::now() > deadline) {
+  if (config_.surroundings->now() > deadline) {
     throw Timeout("the parameter servers did not answer within the timeout; look at their logs and the other workers'");
   }
   WaitHook::call();
@@ -59,27 +128,45 @@ void Requests::heal() {
   }
 }
 
+void Requests::lose(size_t server, const std::string& why) {
+  has_lost_one_ = true;
+  server::lose(config_, server, why);
+}
+
 void Requests::connect(size_t server, bool is_first) {
   auto& link = *links_[server];
-  const auto deadline = Clock::now() + config_.patience;
+  auto deadline = config_.surroundings->now() + config_.patience;
+  // Members of a job that was killed give no signs of life soon.
+  const auto free_by = config_.surroundings->now() + milliseconds(config_.plan.heartbeat_ms) + config_.patience;
   const uint64_t life = link.life();
   std::string why = "nobody listens there";
   for (;;) {
     try {
       incarnation_ = link.connect(incarnation_, memory_);
-      link.send(Configure{static_cast<uint32_t>(server), config_.plan, config_.job, config_.facts});
-      const bool is_started = link.receive<Configured>(between()).started;
+      Configure configure{static_cast<uint32_t>(server), config_.plan, config_.job, config_.facts};
+      configure.goes_on = has_joined_ || config_.joins;
+      link.send(configure);
+      const auto configured = link.receive<Configured>(between());
       if (is_first) {
-        is_started_ = is_started_ && is_started;
-      } else if (!is_started && (is_started_ || link.life() != life)) {
-        lose(config_, server, "it started again without what it was given");
+        configured_[server] = configured;
+      } else if (!configured.started && (is_started_ || link.life() != life)) {
+        lose(server, "it started again without what it was given");
+      } else if (!configured.is_settled && link.life() != life) {
+        lose(server, "it started again while the job began, and does not know where that goes on");
       }
       return;
+    } catch (const Occupied& occupied) {
+      if (!is_first) throw Fenced("another job has ended this worker's: " + std::string(occupied.what()));
+      if (config_.surroundings->now() > free_by) throw;
+      deadline = free_by + config_.patience;
+    } catch (const LinkBusy& busy) {
+      deadline = config_.surroundings->now() + config_.patience;
+      why = busy.what();
     } catch (const LinkBroken& error) {
       why = error.what();
     }
-    if (Clock::now() > deadline) lose(config_, server, why);
-    std::this_thread::sleep_for(kBetweenTries);
+    if (config_.surroundings->now() > deadline) lose(server, why);
+    config_.surroundings->sleep(kBetweenTries);
     WaitHook::call();
   }
 }
@@ -97,13 +184,18 @@ void Requests::recover(size_t server) {
           link.send(*last_decision_);
           link.receive<Done>(between());
         }
-        link.send(Join{joined_at_, /*returns=*/true});
+        Join join{joined_at_, /*returns=*/true, replay_.log().first_step()};
+        if (server == 0) {
+          join.held = batches_.held();
+          join.finished = batches_.finished();
+        }
+        link.send(join);
         link.receive<Joined>(between());
-        replay_.resend(server, link, [this] { return between(); });
+        replay_.resend(server, link, joined_at_, [this] { return between(); });
       }
       return;
     } catch (const LinkBroken& error) {
-      if (Clock::now() > deadline) lose(config_, server, error.what());
+      if (config_.surroundings->now() > deadline) lose(server, error.what());
     }
   }
 }
@@ -139,21 +231,29 @@ void Requests::ask_all(const std::vector<size_t>& counts, const std::function<vo
 }
 
 PushLog::Entry& Requests::entry_of(uint64_t step) {
-  replay_.log().release(durable());
+  replay_.log().release(durable().all);
   if (auto* known = replay_.log().find(step)) return *known;
   return *wait_for_log([&] { return replay_.log().open(step); });
 }
 
+// A server that went away before all was in its snapshots comes back, and lacks what this worker alone has.
 void Requests::leave() {
-  for (const auto& link : links_) {
-    try {
-      if (link->is_broken()) continue;
-      link->send(Leave{});
-      link->receive<Done>([] { WaitHook::call(); });
-    } catch (const LinkBroken&) {
-      continue;  // it knows by the silence
-    }
+  const bool is_needed = has_joined_ && durable().newest + 1 < replay_.log().first_step_after();
+  if (is_needed && !has_lost_one_) {
+    call_all<Done>(Leave{});
+    return;
   }
+  const auto each = [&](const auto& what) {
+    for (const auto& link : links_) {
+      try {
+        if (!link->is_broken()) what(*link);
+      } catch (const LinkBroken&) {
+        continue;  // it knows by the silence
+      }
+    }
+  };
+  each([](Link& link) { link.send(Leave{}); });
+  each([](Link& link) { link.receive<Done>([] { WaitHook::call(); }); });
 }
 
 }  // namespace muster::server

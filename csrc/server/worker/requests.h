@@ -7,12 +7,13 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <thread>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "net/shared_segment.h"
 #include "server/protocol/protocol.h"
+#include "server/worker/batch_book.h"
 #include "server/worker/client_config.h"
 #include "server/worker/link.h"
 #include "server/worker/push_log.h"
@@ -26,7 +27,7 @@ inline constexpr std::chrono::milliseconds kBetweenTries{10};  ///< to connect
 /// server lacks sent again, and is sent anew; one that waits does so for all servers. Throws as ServerClient.
 class Requests {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = Surroundings::Clock;
 
   /// Connects to all servers and compares plans with them. `config` and `replay` must outlive it; `memory` is shared
   /// with servers, where it is not null.
@@ -37,16 +38,24 @@ class Requests {
   uint64_t incarnation() const noexcept { return incarnation_; }
   /// Whether all servers hold values already.
   bool is_started() const noexcept { return is_started_; }
+  /// The chief's: where the job began after another one, tells all servers where it goes on. Throws CheckpointError
+  /// where they have no step in common.
+  void resume();
   void note_started() noexcept { is_started_ = true; }
   /// After which step this worker came in; servers that it connects to again are told, and of the last decision, once
   /// it has joined all.
   void note_join_step(uint64_t step) noexcept { joined_at_ = step; }
   void note_joined() noexcept { is_started_ = has_joined_ = true; }
   void note_decision(const Decision& decision) { last_decision_ = decision; }
+  /// Of the last decision, where that is the step's.
+  Cut cut_of(uint64_t step) const {
+    return last_decision_ && last_decision_->step == step ? last_decision_->cut : Cut();
+  }
   /// The answers to Apply, by server.
   void note_applied(const std::vector<Applied>& answers);
   /// Up to which step all servers have this worker's pushes in snapshots.
-  uint64_t durable() const noexcept;
+  Durable durable() const noexcept;
+  BatchBook& batches() noexcept { return batches_; }
 
   /// When a wait that begins here is a Timeout.
   Clock::time_point limit() const;
@@ -78,6 +87,10 @@ class Requests {
 
  private:
   void connect(size_t server, bool is_first);
+  [[noreturn]] void lose(size_t server, const std::string& why);
+  void check_started() const;
+  void check_snapshots();
+  std::string name_of(size_t server) const;
   void recover(size_t server);
   void heal();
   void wait_a_slice(Clock::time_point deadline);
@@ -100,7 +113,10 @@ class Requests {
   uint64_t joined_at_ = 0;
   bool is_started_ = false;
   bool has_joined_ = false;
+  bool has_lost_one_ = false;  // a server, which is not waited for again
   std::optional<Decision> last_decision_;
+  std::vector<Configured> configured_;  // by server, of the first connection
+  BatchBook batches_;
 };
 
 template <class F>
@@ -179,17 +195,16 @@ std::vector<Answer> Requests::call_all(const Message& message, const std::functi
 // Near the log's bound servers are asked for snapshots; at it the worker waits for them.
 template <class F>
 auto Requests::wait_for_log(const F& take) {
-  const auto want_snapshots = [&] {
+  if (replay_.log().is_half_full()) {
     for (const auto& link : links_) link->want_snapshot();
-  };
-  if (replay_.log().is_half_full()) want_snapshots();
+  }
   const auto deadline = limit();
   for (;;) {
     if (auto* const taken = take()) return taken;
-    want_snapshots();
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    config_.surroundings->sleep(kBetweenTries);
     wait_a_slice(deadline);
-    replay_.log().release(durable());
+    check_snapshots();
+    replay_.log().release(durable().newest);
   }
 }
 

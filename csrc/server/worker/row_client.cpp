@@ -201,7 +201,7 @@ std::byte* RowClient::landing_of(size_t server, uint32_t lane) {
   if (landing.memory != nullptr && landing.connects == connects) return landing.memory;
   if (landing.memory != nullptr)
     resting_.emplace_back(requests_.limit() + std::chrono::milliseconds(config_.plan.timeout_ms), landing.memory);
-  if (!resting_.empty() && resting_.front().first < Requests::Clock::now()) {
+  if (!resting_.empty() && resting_.front().first < config_.surroundings->now()) {
     landing.memory = resting_.front().second;
     resting_.pop_front();
   } else {

@@ -137,6 +137,76 @@ TEST_CASE("elements of a shard are aligned", "[checkpoint]") {
   CHECK(text.find(R"("b":{"dtype":"F64","shape":[1],"data_offsets":[0,8]})") != std::string::npos);
 }
 
+TEST_CASE("tensors that are never there together make one snapshot, and come back in their order", "[checkpoint]") {
+  const testing::Folder folder;
+  const uint64_t shard_bytes = GENERATE(uint64_t{1}, uint64_t{2000}, uint64_t{1} << 30);
+  constexpr int64_t kParts = 7;
+  int64_t given = 0;
+  // Names that are not in the order of their parts.
+  const auto next = [&]() -> NamedTensors {
+    if (given == kParts) return {};
+    ++given;
+    const auto name = std::to_string(100 - given);
+    return {{"a" + name, at::full({50}, given, at::kLong)}, {"b" + name, at::full({50}, given, at::kLong)}};
+  };
+  const auto path = write_snapshot(folder.path, {{"number", int64_t{5}}}, next, {.shard_bytes = shard_bytes});
+  CHECK(read_snapshot(path).tensors.size() == 2 * kParts);
+
+  SnapshotReader reader(path);
+  CHECK(std::get<int64_t>(reader.metadata().at("number")) == 5);
+  size_t files = 0;
+  int64_t came = 0;
+  while (const auto tensors = reader.next()) {
+    ++files;
+    CHECK(tensors->size() % 2 == 0);  // what was given at once is in one file
+    for (size_t i = 0; i < tensors->size() / 2; ++i) {
+      const auto name = std::to_string(100 - ++came);
+      CHECK(tensors->at("a" + name).eq(came).all().item<bool>());
+      CHECK(tensors->at("b" + name).eq(came).all().item<bool>());
+    }
+  }
+  CHECK(came == kParts);
+  CHECK(files == (shard_bytes == 1 ? 7 : shard_bytes == 2000 ? 4 : 1));
+  CHECK_FALSE(reader.next());
+}
+
+TEST_CASE("tensors that end with an error leave no snapshot", "[checkpoint]") {
+  const testing::Folder folder;
+  write_snapshot(folder.path, numbered(1), {});
+  int left = 3;
+  const bool repeats = GENERATE(false, true);
+  const auto next = [&]() -> NamedTensors {
+    if (left-- == 0 && !repeats) throw Timeout("x");
+    return {{repeats ? "same" : std::to_string(left), at::zeros({9})}};
+  };
+  const SnapshotOptions options{.keep = 1, .shard_bytes = repeats ? uint64_t{1} << 30 : 1};
+  if (repeats) {
+    CHECK_THROWS_AS(write_snapshot(folder.path, {}, next, options), InvalidArgument);
+  } else {
+    CHECK_THROWS_AS(write_snapshot(folder.path, {}, next, options), Timeout);
+  }
+  CHECK(names_in(folder.path) == std::vector<std::string>{"snapshot-0000000001"});
+}
+
+TEST_CASE("whoever reads file by file begins anew with the snapshot before a damaged one", "[checkpoint]") {
+  const testing::Folder folder;
+  const Warnings warnings;
+  CHECK_FALSE(read_newest_snapshot(folder.path, [](SnapshotReader&) { FAIL(); }));
+  for (int64_t n = 1; n <= 3; ++n) write_snapshot(folder.path, numbered(n), {.shard_bytes = 1});
+  const auto newest = folder.path / "snapshot-0000000003";
+  auto text = contents(newest / "shard-00001.safetensors");
+  text.back() ^= 1;
+  replace(newest / "shard-00001.safetensors", text);
+  std::vector<int64_t> seen;
+  CHECK(read_newest_snapshot(folder.path, [&](SnapshotReader& reader) {
+    while (const auto tensors = reader.next()) seen.push_back(tensors->begin()->second.flatten()[0].item<int64_t>());
+    // What the reader finds wrong counts as damage, too.
+    if (seen.back() == 2) throw CheckpointError("x");
+  }));
+  CHECK(seen == std::vector<int64_t>{3, 2, 2, 1, 1});
+  CHECK(warnings.texts.size() == 2);
+}
+
 TEST_CASE("what no file can hold is refused before anything is written", "[checkpoint]") {
   const testing::Folder folder;
   for (const auto& tensor : {at::Tensor(), at::zeros({2}, at::kComplexFloat), at::zeros({2, 2}).to_sparse()}) {

@@ -344,3 +344,102 @@ TEST_CASE("what a table cannot do is refused, and changes nothing", "[server]") 
   RowTable plain(10, 2, {}, adam(false));
   CHECK_THROWS_AS(plain.push(Rows{1}, Values(2), adam(true), 1, kPlain), InvalidArgument);
 }
+
+namespace {
+
+struct Copied {
+  Rows rows;
+  Values values, states;
+
+  bool operator==(const Copied&) const = default;
+};
+
+Copied sized(const RowTable& table, int64_t rows) {
+  const auto count = static_cast<size_t>(rows);
+  return {Rows(count), Values(count * static_cast<size_t>(table.dim())),
+          Values(count * static_cast<size_t>(table.state_width()))};
+}
+
+Copied exported(const RowTable& table) {
+  Copied all = sized(table, table.size());
+  table.export_rows(0, all.rows, all.values, all.states);
+  return all;
+}
+
+// Appends the image's next block; false where there was none.
+bool append_block(RowTable& table, Copied& image) {
+  Copied block = sized(table, table.image_block_rows());
+  if (block.rows.empty()) return false;
+  table.copy_image_block(block.rows, block.values, block.states);
+  image.rows.insert(image.rows.end(), block.rows.begin(), block.rows.end());
+  image.values.insert(image.values.end(), block.values.begin(), block.values.end());
+  image.states.insert(image.states.end(), block.states.begin(), block.states.end());
+  return true;
+}
+
+}  // namespace
+
+TEST_CASE("an image has the rows of the moment it began, whatever changes between its blocks", "[server]") {
+  constexpr int64_t kRows = 1 << 20;
+  const RowOptimizer optimizer = GENERATE(RowOptimizer(sgd()), RowOptimizer(adam(true)), kRowwise);
+  const int64_t dim = GENERATE(int64_t{20}, int64_t{4'000});
+  const auto touched = static_cast<size_t>(dim == 20 ? 100'000 : 900);  // several blocks, the last of which is smaller
+  RowTable table(kRows, dim, with_seed(9), optimizer);
+  std::mt19937_64 random(5);
+  int64_t step = 0;
+  const auto push = [&](const Rows& rows) {
+    table.push(rows, random_values(rows.size() * static_cast<size_t>(dim), random), optimizer, ++step, kPlain);
+  };
+  push(some_rows(kRows, touched, random));
+  for (int round = 0; round < 2; ++round) {
+    const Copied before = exported(table);
+    CHECK(table.begin_image() == table.size());
+    Copied image;
+    size_t blocks = 0;
+    for (bool goes_on = true; goes_on;) {
+      // Rows of every slab, some twice, and some that are new; then an import.
+      for (int i = 0; i < 2; ++i) {
+        Rows rows = some_rows(kRows, 50, random);
+        for (int old = 0; old < 50; ++old) rows.push_back(before.rows[random() % before.rows.size()]);
+        std::sort(rows.begin(), rows.end());
+        rows.erase(std::unique(rows.begin(), rows.end()), rows.end());
+        push(rows);
+      }
+      const Rows imported = {before.rows.front(), before.rows.back()};
+      table.import_rows(imported, Values(2 * static_cast<size_t>(dim), 7.0F),
+                        Values(2 * static_cast<size_t>(table.state_width()), 8.0F));
+      goes_on = append_block(table, image);
+      blocks += goes_on ? 1 : 0;
+    }
+    CHECK(blocks > 1);
+    CHECK(image == before);
+    CHECK(table.image_block_rows() == 0);
+    table.end_image();
+  }
+}
+
+TEST_CASE("an image may be left before its end, and one of no rows has no block", "[server]") {
+  RowTable table(100, 2, {}, kSgd);
+  CHECK(table.begin_image() == 0);
+  CHECK(table.image_block_rows() == 0);
+  Rows rows(1);
+  Values values(2);
+  CHECK_THROWS_AS(table.copy_image_block(rows, values, {}), InvalidArgument);
+  table.push(Rows{3}, Values(2, 1), kSgd, 1, kPlain);
+  CHECK(table.image_block_rows() == 0);
+  table.end_image();
+
+  const Copied before = exported(table);
+  CHECK(table.begin_image() == 1);
+  table.push(Rows{3}, Values(2, 1), kSgd, 2, kPlain);
+  table.end_image();
+  CHECK(table.image_block_rows() == 0);
+  table.begin_image();
+  CHECK_THROWS_AS(table.begin_image(), InvalidArgument);
+  CHECK_THROWS_AS(table.copy_image_block({}, {}, {}), InvalidArgument);
+  Copied image;
+  while (append_block(table, image)) {
+  }
+  CHECK(image == exported(table));
+  CHECK(image != before);
+}

@@ -14,8 +14,10 @@
 #include <thread>
 #include <vector>
 
+#include "core/wait_hook.h"
 #include "cpp/catch.h"
 #include "muster/error.h"
+#include "support/memory_channel.h"
 #include "support/run_ranks.h"
 
 using namespace muster;
@@ -51,6 +53,14 @@ struct OnHostSharing : OnHost {
   static Ends connect() { return OnHost::connect(std::make_shared<Arena>(kShared)); }
 };
 
+struct InMemory {
+  static constexpr const char* kName = "memory";
+  static Ends connect() {
+    auto ends = testing::connect_in_memory();
+    return {std::move(ends.caller), std::move(ends.callee), nullptr};
+  }
+};
+
 std::vector<std::byte> pattern(size_t bytes, int seed) {
   std::vector<std::byte> data(bytes);
   for (size_t i = 0; i < bytes; ++i)
@@ -68,7 +78,7 @@ Frame receive(Channel& channel) {
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("frames arrive in order, whole, both ways", "[net]", OnHost, OnHostSharing) {
+TEMPLATE_TEST_CASE("frames arrive in order, whole, both ways", "[net]", OnHost, OnHostSharing, InMemory) {
   const Ends ends = TestType::connect();
   const auto large = pattern(5 << 20, 1);
   const auto small = pattern(100, 2);
@@ -93,8 +103,8 @@ TEMPLATE_TEST_CASE("frames arrive in order, whole, both ways", "[net]", OnHost, 
   echo.get();
 }
 
-TEMPLATE_TEST_CASE("a message may be large, a payload goes where the receiver wants it", "[net]", OnHost,
-                   OnHostSharing) {
+TEMPLATE_TEST_CASE("a message may be large, a payload goes where the receiver wants it", "[net]", OnHost, OnHostSharing,
+                   InMemory) {
   const Ends ends = TestType::connect();
   const std::string message(3 << 20, 'm');
   const auto data = pattern(1 << 20, 3);
@@ -114,7 +124,7 @@ TEMPLATE_TEST_CASE("a message may be large, a payload goes where the receiver wa
   CHECK(equal(home, data));
 }
 
-TEMPLATE_TEST_CASE("a frame that is begun without waiting is ended later", "[net]", OnHost, OnHostSharing) {
+TEMPLATE_TEST_CASE("a frame that is begun without waiting is ended later", "[net]", OnHost, OnHostSharing, InMemory) {
   const Ends ends = TestType::connect();
   // The last small frame finds no room for its header, a large one for a part of its payload.
   const size_t bytes = GENERATE(size_t{1000}, size_t{5} << 20);
@@ -143,7 +153,7 @@ TEMPLATE_TEST_CASE("a frame that is begun without waiting is ended later", "[net
   CHECK(receive(*ends.callee).message == "next");
 }
 
-TEMPLATE_TEST_CASE("bounds, deadlines and the peer's end", "[net]", OnHost, OnHostSharing) {
+TEMPLATE_TEST_CASE("bounds, deadlines and the peer's end", "[net]", OnHost, OnHostSharing, InMemory) {
   Ends ends = TestType::connect();
   const std::vector<std::byte> much(FrameHeader::kMaxPayloadBytes + 1);
   const Bytes payload(much);
@@ -165,7 +175,23 @@ TEMPLATE_TEST_CASE("bounds, deadlines and the peer's end", "[net]", OnHost, OnHo
   CHECK_THROWS_AS(ends.callee->send(1, "x", {}, in(1'000)), CommError);
 }
 
-TEMPLATE_TEST_CASE("close wakes who waits", "[net]", OnHost, OnHostSharing) {
+TEMPLATE_TEST_CASE("what the WaitHook throws ends a send to a peer that does not read", "[net]", OnHost, OnHostSharing,
+                   InMemory) {
+  const Ends ends = TestType::connect();
+  int calls = 0;
+  const WaitHook hook([&] {
+    if (++calls == 3) throw std::runtime_error("interrupted");
+  });
+  const auto begin = std::chrono::steady_clock::now();
+  const auto fill = [&] {
+    for (;;) ends.caller->send(1, std::string(100'000, 'x'), {}, in(60'000));
+  };
+  CHECK_THROWS_AS(fill(), std::runtime_error);
+  CHECK(calls == 3);
+  CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(10));
+}
+
+TEMPLATE_TEST_CASE("close wakes who waits", "[net]", OnHost, OnHostSharing, InMemory) {
   const Ends ends = TestType::connect();
   auto waiting = std::async(std::launch::async, [&] {
     Frame frame;

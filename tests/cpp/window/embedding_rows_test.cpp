@@ -4,7 +4,10 @@
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/tensor.h>
 
+#include <array>
 #include <optional>
+#include <span>
+#include <vector>
 
 #include "cpp/catch.h"
 #include "cpp/window/server_fixtures.h"
@@ -72,7 +75,7 @@ TEST_CASE("a weight that had no rows here gets none", "[window]") {
   CHECK_FALSE(table.rows.was_here(0));
   table.rows.bring_back();
   CHECK(is_row_stub(table.weight));
-  CHECK(table.rows.fetch(0, server::Part::parameter).equal(initial_rows(kRows)));
+  CHECK(table.rows.fetch(0, std::array{server::Part::parameter})[0].equal(initial_rows(kRows)));
 }
 
 TEST_CASE("rows that are pushed are stepped, and no others", "[window]") {
@@ -91,7 +94,42 @@ TEST_CASE("rows that are pushed are stepped, and no others", "[window]") {
   table.client.apply(apply);
   table.rows.read_after(1);
   const auto expected = table.before - 0.5 * sums.to_dense();
-  CHECK(table.rows.fetch(0, server::Part::parameter).equal(expected));
-  CHECK(table.rows.fetch(0, server::Part::steps).item<float>() == 1);
-  CHECK_FALSE(table.rows.fetch(0, server::Part::state0).defined());
+  const auto parts =
+      table.rows.fetch(0, std::array{server::Part::steps, server::Part::state0, server::Part::parameter});
+  CHECK(parts[0].item<float>() == 1);
+  CHECK_FALSE(parts[1].defined());
+  CHECK(parts[2].equal(expected));
+}
+
+TEST_CASE("all states of a table travel at once", "[window]") {
+  const FlatGroups adam = std::vector<kernels::AdamGroup>{{.01, .9, .99, 1e-8, 0, false, true, false}};
+  const OneServer server;
+  const auto plan = plan_of({}, {{.name = "table", .num_rows = kRows, .dim = 2}}, adam);
+  server::ServerClient client(config_of(server.servers.names, 0, plan));
+  RowsOnServers rows(client, plan);
+  rows.add(initial_rows(kRows), 0);
+  const std::vector<int64_t> touched = {1, 4};
+  const std::vector<float> values(4, 7), states = {1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6};
+  client.rows().write(0, touched, values, states);
+  client.start();
+  client.join();
+  rows.read_after(0);
+  // Of many, so that a few signs of life among them do not count.
+  constexpr uint64_t kTimes = 50;
+  const auto requests_of = [&](std::span<const server::Part> which) {
+    const auto before = server.servers.running[0]->stats().requests;
+    for (uint64_t i = 0; i < kTimes; ++i) rows.fetch(0, which);
+    return server.servers.running[0]->stats().requests - before;
+  };
+  const std::array all = {server::Part::state2, server::Part::state0, server::Part::state1};
+  const auto requests = requests_of(all);
+  CHECK((requests >= kTimes && requests < 2 * kTimes));
+  CHECK(requests_of(std::array{server::Part::master}) < kTimes);
+  const auto parts = rows.fetch(0, all);
+  const std::array<std::array<float, 2>, 3> expected = {{{3, 6}, {1, 4}, {2, 5}}};
+  for (size_t i = 0; i < 3; ++i) {
+    auto whole = at::zeros({kRows, 2});
+    for (size_t row = 0; row < 2; ++row) whole[touched[row]].fill_(expected[i][row]);
+    CHECK(parts[i].equal(whole));
+  }
 }

@@ -3,6 +3,8 @@
 
 #include <ATen/ops/tensor.h>
 
+#include <array>
+
 #include "cpp/catch.h"
 #include "cpp/window/server_fixtures.h"
 #include "muster/error.h"
@@ -66,7 +68,7 @@ TEST_CASE("workers start from the chief's values, agree, and step by what all pu
           exchange.agree(tail, {});
           exchange.skip();
           MUSTER_CHECK(is_all(worker.a, 1 - 0.5 * 1.5));
-          MUSTER_CHECK(is_all(exchange.fetch(server::Part::parameter)[0], 1 - 0.5 * 1.5));
+          MUSTER_CHECK(is_all(exchange.fetch(std::array{server::Part::parameter})[0][0], 1 - 0.5 * 1.5));
           MUSTER_CHECK(!exchange.has_lost());
         }).empty());
 }

@@ -1,6 +1,7 @@
 // Batches of a pass over a loader, which server 0 deals to workers.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -31,7 +32,7 @@ struct BatchId {
 
   static constexpr auto kFields = fields(&BatchId::loader, &BatchId::epoch, &BatchId::batch);
 
-  bool operator==(const BatchId&) const = default;
+  auto operator<=>(const BatchId&) const = default;
 };
 
 /// Asks server 0 for a batch of a pass.

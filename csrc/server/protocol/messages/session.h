@@ -8,18 +8,23 @@
 #include "server/protocol/messages/batches.h"
 #include "server/protocol/messages/bounds.h"
 #include "server/protocol/messages/plan_fields.h"
+#include "server/protocol/messages/steps.h"
 #include "server/protocol/wire.h"
 
 namespace muster::server {
 
-/// A worker introduces a connection, its first message. `incarnation` 0 asks server 0 for one.
+/// A worker introduces a connection, its first message. `incarnation` 0 asks server 0 for one. While members of a job
+/// with another `token` give signs of life, the worker is refused as `occupied`, unless its job `takes_over`.
 struct Hello {
   static constexpr uint16_t kType = 1;
   uint32_t rank = 0;
   uint32_t lane = 0;
   uint64_t incarnation = 0;
+  std::string token = {};  ///< who started the job: the same where a launcher starts its workers again
+  bool takes_over = false;
 
-  static constexpr auto kFields = fields(&Hello::rank, &Hello::lane, &Hello::incarnation);
+  static constexpr auto kFields =
+      fields(&Hello::rank, &Hello::lane, &Hello::incarnation, bounded(&Hello::token, kMaxToken), &Hello::takes_over);
 };
 
 /// `life` differs each time that a server starts.
@@ -31,10 +36,19 @@ struct Welcome {
   static constexpr auto kFields = fields(&Welcome::life, &Welcome::incarnation);
 };
 
-/// The request could not be served; the connection goes on.
+/// The request could not be served; the connection goes on. `occupied`: another job trains on the server.
 struct Refusal {
   static constexpr uint16_t kType = 3;
-  enum class Kind : uint8_t { other, invalid_argument, layout_mismatch, timeout, fenced, checkpoint, chief_lost };
+  enum class Kind : uint8_t {
+    other,
+    invalid_argument,
+    layout_mismatch,
+    timeout,
+    fenced,
+    checkpoint,
+    chief_lost,
+    occupied
+  };
   Kind kind = Kind::other;
   std::string text;
 
@@ -42,7 +56,16 @@ struct Refusal {
 };
 template <>
 struct LastOf<Refusal::Kind> {
-  static constexpr auto kValue = Refusal::Kind::chief_lost;
+  static constexpr auto kValue = Refusal::Kind::occupied;
+};
+
+/// The answer to anything while the server reads its snapshot; ask again.
+struct Busy {
+  static constexpr uint16_t kType = 38;
+  uint64_t done = 0;  ///< bytes that are read
+  uint64_t total = 0;
+
+  static constexpr auto kFields = fields(&Busy::done, &Busy::total);
 };
 
 struct Done {
@@ -51,24 +74,50 @@ struct Done {
 };
 
 /// The first one counts; later ones must not differ from it. A greater `job` ends the one before, whose workers are
-/// fenced; `facts` are those of the job's first worker.
+/// fenced; `facts` are those of the job's first worker. Where the job `goes_on` the greater one is no new one: the
+/// server forgot that it began.
 struct Configure {
   static constexpr uint16_t kType = 5;
   uint32_t server = 0;  ///< which one this is
   Plan plan;
   uint64_t job = 0;
   std::string facts = {};  ///< what a worker that joins later has to know; servers do not read it
+  bool goes_on = false;    ///< the worker comes back to it, or joins one that runs
 
-  static constexpr auto kFields =
-      fields(&Configure::server, &Configure::plan, &Configure::job, bounded(&Configure::facts, kMaxRecord));
+  static constexpr auto kFields = fields(&Configure::server, &Configure::plan, &Configure::job,
+                                         bounded(&Configure::facts, kMaxRecord), &Configure::goes_on);
 };
 
-/// `started`: the server has its values already.
+/// What the server holds.
 struct Configured {
   static constexpr uint16_t kType = 25;
-  bool started = false;
+  bool started = false;        ///< it has its values
+  bool is_untouched = false;   ///< nobody has stepped what it has: the chief may write over it
+  bool owns = false;           ///< chunks or tables
+  bool is_settled = true;      ///< false: the job began after another one, and waits for Resume
+  uint64_t made = 0;           ///< the last step that all its chunks and tables have made
+  uint64_t begun = 0;          ///< the last one that any of them has made
+  std::vector<uint64_t> cuts;  ///< steps whose snapshots it can go back to, ascending; of a synchronous job
+  /// Of a synchronous job: the command of the newest step that was begun, or none.
+  std::vector<Apply> command = {};
 
-  static constexpr auto kFields = fields(&Configured::started);
+  static constexpr auto kFields =
+      fields(&Configured::started, &Configured::is_untouched, &Configured::owns, &Configured::is_settled,
+             &Configured::made, &Configured::begun,
+
+             bounded(&Configured::cuts, kMaxCuts), bounded(&Configured::command, size_t{1}));
+};
+
+/// The chief's, to all servers of a job that began after another one: it goes on after `step`. With the step's
+/// `command` a server makes that step, where it is the next one and all its parts are there, or refuses; nothing is
+/// said yet. Without one a server that is elsewhere goes back to its snapshot of the step, and Join waits no longer.
+/// Where steps are not made together, `step` is 0 and nothing changes.
+struct Resume {
+  static constexpr uint16_t kType = 39;
+  uint64_t step = 0;
+  std::vector<Apply> command = {};  ///< of that step, or none
+
+  static constexpr auto kFields = fields(&Resume::step, bounded(&Resume::command, size_t{1}));
 };
 
 /// Asks server 0 how its job stands. Needs no Hello, and makes nobody a worker.
@@ -81,11 +130,12 @@ struct Standing {
   static constexpr uint16_t kType = 37;
   bool started = false;           ///< the server has its values
   uint64_t job = 0;               ///< the last one; 0 before the first
-  std::vector<uint32_t> present;  ///< its members that are connected, ascending
+  std::vector<uint32_t> present;  ///< its members that gave a sign of life within the last second, ascending
   std::string facts;              ///< of the job
+  std::string token;              ///< likewise
 
   static constexpr auto kFields = fields(&Standing::started, &Standing::job, bounded(&Standing::present, kMaxWorkers),
-                                         bounded(&Standing::facts, kMaxRecord));
+                                         bounded(&Standing::facts, kMaxRecord), bounded(&Standing::token, kMaxToken));
 };
 
 /// All initial values are written.
@@ -98,9 +148,13 @@ struct Start {
 struct Join {
   static constexpr uint16_t kType = 10;
   uint64_t step = 0;
-  bool returns = false;  ///< after a lost connection: what it pushed it will push again
+  bool returns = false;                ///< after a lost connection: what it pushed it will push again
+  uint64_t first = 0;                  ///< of one that returns: the first step that it can push
+  std::vector<BatchId> held = {};      ///< likewise, to server 0: batches that it was dealt and has not finished
+  std::vector<BatchId> finished = {};  ///< likewise: those that it finished and that may not be durable
 
-  static constexpr auto kFields = fields(&Join::step, &Join::returns);
+  static constexpr auto kFields = fields(&Join::step, &Join::returns, &Join::first, bounded(&Join::held, kMaxBatches),
+                                         bounded(&Join::finished, kMaxBatches));
 };
 
 /// Step `step` + 1 is the worker's first.
@@ -122,9 +176,11 @@ struct Beat {
 
 struct Beaten {
   static constexpr uint16_t kType = 21;
-  uint64_t durable = 0;
+  Durable durable;
+  std::string trouble;    ///< why the last snapshot failed, and those before it since one was written; else empty
+  uint32_t failures = 0;  ///< how many those are
 
-  static constexpr auto kFields = fields(&Beaten::durable);
+  static constexpr auto kFields = fields(&Beaten::durable, bounded(&Beaten::trouble, kMaxText), &Beaten::failures);
 };
 
 /// Asks how far each chunk is, after a connection was lost.
@@ -141,7 +197,7 @@ struct Recalled {
   static constexpr auto kFields = fields(bounded(&Recalled::steps, kMaxNumbers));
 };
 
-/// The worker ends in good order.
+/// The worker ends in good order. Answered once its steps are in a snapshot, or a minute later.
 struct Leave {
   static constexpr uint16_t kType = 24;
   static constexpr auto kFields = fields();

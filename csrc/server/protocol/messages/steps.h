@@ -38,9 +38,21 @@ struct Commit {
   uint64_t step = 0;
   std::vector<double> numbers;  ///< synchronous: added over members
   std::string record = {};      ///< synchronous: shown to all members
+  uint64_t cut = 0;          ///< synchronous: the last step of which all servers, as the worker knows, have a snapshot
+  bool log_is_full = false;  ///< synchronous: the worker cannot push another step before one of these is durable
 
-  static constexpr auto kFields =
-      fields(&Commit::step, bounded(&Commit::numbers, kMaxNumbers), bounded(&Commit::record, kMaxRecord));
+  static constexpr auto kFields = fields(&Commit::step, bounded(&Commit::numbers, kMaxNumbers),
+                                         bounded(&Commit::record, kMaxRecord), &Commit::cut, &Commit::log_is_full);
+};
+
+/// What servers keep of a synchronous step in snapshots.
+struct Cut {
+  bool is_due = false;  ///< all servers keep a snapshot of what they hold after this step
+  uint64_t keep = 0;    ///< snapshots from this step on may be needed; older ones may go
+
+  static constexpr auto kFields = fields(&Cut::is_due, &Cut::keep);
+
+  bool operator==(const Cut&) const = default;
 };
 
 /// Who takes part in a step, and what comes of their commits. The answer to Commit; also sent by a worker to a server 0
@@ -52,12 +64,13 @@ struct Decision {
   std::vector<uint32_t> next_members;     ///< ranks that are expected in the next step, ascending
   std::vector<double> numbers;            ///< sums along the tree over ranks
   std::vector<std::string> records = {};  ///< by member; none where steps are not decided together
+  Cut cut = {};
 
   bool operator==(const Decision&) const = default;
 
-  static constexpr auto kFields =
-      fields(&Decision::step, bounded(&Decision::members, kMaxWorkers), bounded(&Decision::next_members, kMaxWorkers),
-             bounded(&Decision::numbers, kMaxNumbers), bounded(&Decision::records, kMaxWorkers, kMaxRecord));
+  static constexpr auto kFields = fields(
+      &Decision::step, bounded(&Decision::members, kMaxWorkers), bounded(&Decision::next_members, kMaxWorkers),
+      bounded(&Decision::numbers, kMaxNumbers), bounded(&Decision::records, kMaxWorkers, kMaxRecord), &Decision::cut);
 };
 
 /// Asks for the statistics of the sums of a step over `members`, once the server holds them all.
@@ -88,18 +101,27 @@ struct Apply {
   std::vector<uint32_t> unused;              ///< parameters that stay as they are, ascending
   std::vector<BatchId> batches = {};         ///< dealt ones that the step is made of
   std::vector<uint32_t> unused_tables = {};  ///< that nobody's rows were used of, ascending: they count no step
+  Cut cut = {};                              ///< of the step's Decision
 
   static constexpr auto kFields =
       fields(&Apply::step, bounded(&Apply::members, kMaxWorkers), &Apply::scalars, field(&Apply::groups, GroupsField()),
              bounded(&Apply::unused, kMaxParameters), bounded(&Apply::batches, kMaxBatches),
-             bounded(&Apply::unused_tables, kMaxTables));
+             bounded(&Apply::unused_tables, kMaxTables), &Apply::cut);
 };
 
-/// The first acknowledgement, `step`; and up to which step of this worker a snapshot holds everything, the second one.
+/// Up to which step of a worker a server holds everything in snapshots.
+struct Durable {
+  uint64_t all = 0;     ///< in each of those that it could go on from: the worker need not push these steps again
+  uint64_t newest = 0;  ///< in the newest one
+
+  static constexpr auto kFields = fields(&Durable::all, &Durable::newest);
+};
+
+/// The first acknowledgement, `step`, and the second one.
 struct Applied {
   static constexpr uint16_t kType = 19;
   uint64_t step = 0;
-  uint64_t durable = 0;
+  Durable durable;
 
   static constexpr auto kFields = fields(&Applied::step, &Applied::durable);
 };

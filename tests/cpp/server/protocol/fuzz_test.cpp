@@ -56,10 +56,11 @@ std::vector<Sample> requests() {
           sample(Configure{0, plan_with_table(), 0, "facts"}),
           sample(Write{1, Part::state0}),
           sample(Read{2, Part::parameter, 0, true, 4096}),
-          sample(Join{0}),
+          sample(Join{0, true, 1, {{0, 1, 2}}, {{0, 1, 3}}}),
+          sample(Resume{0, {}}),
           sample(Push{1, 1}),
-          sample(Commit{0, {1, 2, 3}, "record"}),
-          sample(Decision{1, {0}, {0}, {7}, {"note"}}),
+          sample(Commit{0, {1, 2, 3}, "record", 0, true}),
+          sample(Decision{1, {0}, {0}, {7}, {"note"}, {true, 0}}),
           sample(Sum{1, {0}}),
           sample(apply),
           sample(Beat{false}),
@@ -144,8 +145,10 @@ void fuzz_decoders(std::chrono::steady_clock::time_point end, unsigned seed) {
   auto samples = requests();
   for (const auto& more :
        {sample(Welcome{1, 2}), sample(Refusal{Refusal::Kind::fenced, "text"}), sample(Values{1, 2}),
-        sample(Partials{{1, 2}}), sample(Recalled{{1, 2}}), sample(Dealt{}), sample(Standing{true, 1, {0, 2}, "facts"}),
-        sample(Joined{1, {{0, 2}}}), sample(FetchedRows{2, 1}), sample(RowPartials{3})}) {
+        sample(Partials{{1, 2}}), sample(Recalled{{1, 2}}), sample(Dealt{}),
+        sample(Standing{true, 1, {0, 2}, "facts", "token"}), sample(Configured{true, true, true, true, 1, 2, {3}, {}}),
+        sample(Beaten{{1, 2}, "text", 3}), sample(Busy{1, 2}), sample(Joined{1, {{0, 2}}}), sample(FetchedRows{2, 1}),
+        sample(RowPartials{3})}) {
     samples.push_back(more);
   }
   for (int round = 0; round % 1024 != 0 || std::chrono::steady_clock::now() < end; ++round) {

@@ -69,34 +69,42 @@ void check_bound(std::string before, uint32_t most) {
 }  // namespace
 
 TEST_CASE("every message has the bytes that it always had", "[server]") {
-  CHECK(bytes_of(Hello{1, 2, 3}) == "01000000020000000300000000000000");
+  CHECK(bytes_of(Hello{1, 2, 3, "t", true}) == "01000000020000000300000000000000010000007401");
   CHECK(bytes_of(Welcome{1, 2}) == "01000000000000000200000000000000");
   CHECK(bytes_of(Refusal{Refusal::Kind::fenced, "ab"}) == "04020000006162");
   CHECK(bytes_of(Done{}) == "");
-  CHECK(bytes_of(Configure{1, plan_of(std::vector<kernels::AdamGroup>{kAdam}), 2, "f"}) ==
+  CHECK(bytes_of(Configure{1, plan_of(std::vector<kernels::AdamGroup>{kAdam}), 2, "f", true}) ==
         "01000000010000000200000061620f02000000030000000000000004000000000000000200000004000000000000000100000000000000"
         "0100000005000000010000000100000074060000000000000007000000000000000101000000000000e03f080000000000000009000000"
         "010001000000000000000000e03f000000000000d03f000000000000e83f000000000000f83f00000000000004400100010a0000000b00"
-        "00000c0000000d000000000000000e0000000f000000000000000000084002000000000000000100000066");
-  CHECK(bytes_of(Configure{1, plan_of(std::vector<kernels::SgdGroup>{kSgd}), 2, "f"}) ==
+        "00000c0000000d000000000000000e0000000f00000000000000000008400200000000000000010000006601");
+  CHECK(bytes_of(Configure{1, plan_of(std::vector<kernels::SgdGroup>{kSgd}), 2, "f", true}) ==
         "01000000010000000200000061620f02000000030000000000000004000000000000000200000004000000000000000100000000000000"
         "0100000005000000010000000100000074060000000000000007000000000000000101000000000000e03f080000000000000009000000"
         "010101000000000000000000e03f000000000000d03f000000000000e83f000000000000f83f01000a0000000b0000000c0000000d0000"
-        "00000000000e0000000f000000000000000000084002000000000000000100000066");
-  CHECK(bytes_of(Configured{true}) == "01");
+        "00000000000e0000000f00000000000000000008400200000000000000010000006601");
+  CHECK(bytes_of(Configured{true, true, true, true, 1, 2, {3}, {}}) ==
+        "010101010100000000000000020000000000000001000000030000000000000000000000");
+  CHECK(bytes_of(Resume{1, {}}) == "010000000000000000000000");
+  CHECK(bytes_of(Busy{1, 2}) == "01000000000000000200000000000000");
   CHECK(bytes_of(Inquire{}) == "");
-  CHECK(bytes_of(Standing{true, 2, {3, 4}, "f"}) == "0102000000000000000200000003000000040000000100000066");
+  CHECK(bytes_of(Standing{true, 2, {3, 4}, "f", "t"}) ==
+        "01020000000000000002000000030000000400000001000000660100000074");
   CHECK(bytes_of(Write{1, Part::master}) == "0100000004");
   CHECK(bytes_of(Read{1, Part::state1, 2, true, 3}) == "01000000020200000000000000010300000000000000");
   CHECK(bytes_of(Values{1, 2}) == "010000000200000000000000");
   CHECK(bytes_of(Start{}) == "");
-  CHECK(bytes_of(Join{1, true}) == "010000000000000001");
+  CHECK(bytes_of(Join{1, true, 2, {{3, 4, 5}}, {}}) ==
+        "01000000000000000102000000000000000100000003000000040000000000000005000000000000000000"
+        "0000");
   CHECK(bytes_of(Joined{1, {{2, 3}}}) == "010000000000000001000000020000000300000000000000");
   CHECK(bytes_of(Push{1, 2}) == "010000000000000002000000");
   CHECK(bytes_of(Pushed{1, 2, true}) == "01000000000000000200000001");
-  CHECK(bytes_of(Commit{1, {0.5, 2}, "r"}) == "010000000000000002000000000000000000e03f00000000000000400100000072");
-  CHECK(bytes_of(Decision{1, {2, 3}, {4}, {0.5}, {"a", ""}}) ==
-        "0100000000000000020000000200000003000000010000000400000001000000000000000000e03f02000000010000006100000000");
+  CHECK(bytes_of(Commit{1, {0.5, 2}, "r", 3, true}) ==
+        "010000000000000002000000000000000000e03f00000000000000400100000072030000000000000001");
+  CHECK(bytes_of(Decision{1, {2, 3}, {4}, {0.5}, {"a", ""}, {true, 5}}) ==
+        "0100000000000000020000000200000003000000010000000400000001000000000000000000e03f02000000010000006100000000"
+        "010500000000000000");
   CHECK(bytes_of(Sum{1, {2, 3}}) == "0100000000000000020000000200000003000000");
   CHECK(bytes_of(Partials{{0.5, 2}}) == "02000000000000000000e03f0000000000000040");
   CHECK(bytes_of(Apply{1,
@@ -105,16 +113,17 @@ TEST_CASE("every message has the bytes that it always had", "[server]") {
                        std::vector<kernels::AdagradGroup>{kAdagrad},
                        {10},
                        {{11, 12, 13}},
-                       {14}}) ==
+                       {14},
+                       {true, 15}}) ==
         "01000000000000000100000002000000000000000000084000000000000010400000000000001440000000000000184007000000080000"
         "0000000000000022400201000000000000000000e03f000000000000d03f000000000000e83f000000000000f83f01010000000a000000"
-        "010000000b0000000c000000000000000d00000000000000010000000e000000");
+        "010000000b0000000c000000000000000d00000000000000010000000e000000010f00000000000000");
   CHECK(bytes_of(Deal{1, 2, 3, 4, true, {5}}) ==
         "0100000000000000020000000300000000000000040000000000000001010000000500000000000000");
   CHECK(bytes_of(Dealt{Dealt::State::none, 1}) == "010100000000000000");
-  CHECK(bytes_of(Applied{1, 2}) == "01000000000000000200000000000000");
+  CHECK(bytes_of(Applied{1, {2, 3}}) == "010000000000000002000000000000000300000000000000");
   CHECK(bytes_of(Beat{true}) == "01");
-  CHECK(bytes_of(Beaten{1}) == "0100000000000000");
+  CHECK(bytes_of(Beaten{{1, 2}, "t", 3}) == "01000000000000000200000000000000010000007403000000");
   CHECK(bytes_of(Recall{}) == "");
   CHECK(bytes_of(Recalled{{1, 2}}) == "0200000001000000000000000200000000000000");
   CHECK(bytes_of(Leave{}) == "");
@@ -131,9 +140,17 @@ TEST_CASE("every message has the bytes that it always had", "[server]") {
 TEST_CASE("every list and text of a message has a bound", "[server]") {
   const auto zeros = [](size_t n) { return std::string(n, '\0'); };
   check_bound<Refusal>(zeros(1), kMaxText);
+  check_bound<Hello>(zeros(16), kMaxToken);
   check_bound<Configure>(zeros(4), kMaxParameters);
   check_bound<Standing>(zeros(9), kMaxWorkers);
   check_bound<Standing>(zeros(13), kMaxRecord);
+  check_bound<Standing>(zeros(17), kMaxToken);
+  check_bound<Configured>(zeros(20), kMaxCuts);
+  check_bound<Configured>(zeros(24), 1);
+  check_bound<Resume>(zeros(8), 1);
+  check_bound<Join>(zeros(17), kMaxBatches);
+  check_bound<Join>(zeros(21), kMaxBatches);
+  check_bound<Beaten>(zeros(16), kMaxText);
   check_bound<Joined>(zeros(8), kMaxLoaders);
   check_bound<Commit>(zeros(8), kMaxNumbers);
   check_bound<Commit>(zeros(12), kMaxRecord);

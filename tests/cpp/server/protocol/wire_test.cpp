@@ -54,8 +54,9 @@ TEST_CASE("the bytes are those of the document", "[server]") {
   CHECK(encode(SumRows{1, {9}, 2, 3}) ==
         std::string("\x01\0\0\0\0\0\0\0\x01\0\0\0\x09\0\0\0\x02\0\0\0\x03\0\0\0\0\0\0\0", 28));
   CHECK(encode(Inquire{}).empty());
-  CHECK(encode(Standing{true, 2, {3}, "ab"}) ==
-        std::string("\x01\x02\0\0\0\0\0\0\0\x01\0\0\0\x03\0\0\0\x02\0\0\0ab", 23));
+  CHECK(encode(Standing{true, 2, {3}, "ab", "t"}) == std::string("\x01\x02\0\0\0\0\0\0\0\x01\0\0\0\x03\0\0\0\x02\0\0\0"
+                                                                 "ab\x01\0\0\0t",
+                                                                 28));
   CHECK(encode(Joined{1, {{2, 3}}}) == std::string("\x01\0\0\0\0\0\0\0\x01\0\0\0\x02\0\0\0\x03\0\0\0\0\0\0\0", 24));
   CHECK(encode(Sum{1, {9}}) == std::string("\x01\0\0\0\0\0\0\0\x01\0\0\0\x09\0\0\0", 16));
 }

@@ -120,3 +120,25 @@ TEST_CASE("workers must count the same batches, and passes are bounded", "[serve
   dealer.finish(0, {{0, 5, 9}});
   CHECK(is_batch(dealer.deal(0, 1, {3000, 0, 1000, 10, false, {}}), 0));
 }
+
+TEST_CASE("who comes back after a restart puts right what it was dealt since", "[server]") {
+  Dealer dealer;
+  const auto next = [&](uint32_t rank, uint64_t request) {
+    return dealer.deal(rank, 1, {request, 0, 0, 8, false, {}});
+  };
+  CHECK(next(0, 1).batch == 0);
+  CHECK(next(1, 1).batch == 1);
+  // The server had dealt up to batch 5 before it died, of which its snapshot knows nothing.
+  dealer.put_right(0, {{0, 0, 4}}, {{0, 0, 0}, {0, 0, 2}});
+  dealer.put_right(1, {{0, 0, 1}}, {{0, 0, 5}});
+  dealer.put_right(2, {{0, 9, 3}}, {});  // of a pass that it does not know
+  CHECK(next(2, 1).batch == 3);
+  CHECK(next(2, 2).batch == 6);
+  CHECK(next(2, 3).batch == 7);
+  CHECK(next(0, 2).state == Dealt::State::none);
+  dealer.finish(0, {{0, 0, 4}});
+  dealer.finish(1, {{0, 0, 1}});
+  dealer.finish(2, {{0, 0, 3}, {0, 0, 6}, {0, 0, 7}});
+  CHECK(next(0, 3).state == Dealt::State::ended);
+  CHECK((dealer.newest() == std::vector<PassId>{{0, 9}}));
+}

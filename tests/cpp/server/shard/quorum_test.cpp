@@ -13,14 +13,24 @@ const Quorum::Time kStart{};
 
 Quorum::Time after(int ms) { return kStart + milliseconds(ms); }
 
+Quorum::Rules rules(uint32_t workers, uint32_t staleness) {
+  return {{workers, milliseconds(100), milliseconds(1000)}, staleness, milliseconds(1'000'000)};
+}
+
 Quorum make(uint32_t workers, uint32_t staleness) {
   Quorum quorum;
-  quorum.configure({workers, staleness, milliseconds(100), milliseconds(1000)}, kStart);
+  quorum.configure(rules(workers, staleness), kStart);
   return quorum;
 }
 
+// Of step `step`, as `rank` (incarnation `incarnation`).
+void commit(Quorum& quorum, uint32_t rank, uint64_t incarnation, uint64_t step, std::vector<double> numbers,
+            Quorum::Time now = kStart) {
+  quorum.commit(rank, incarnation, {step, std::move(numbers)}, now);
+}
+
 uint64_t add(Quorum& quorum, uint32_t rank, Quorum::Time now = kStart) {
-  const uint64_t incarnation = quorum.greet(rank, 0, now);
+  const uint64_t incarnation = quorum.greet(rank, 0, 0, now);
   quorum.join(rank, incarnation, quorum.step_of_joiner(), now);
   return incarnation;
 }
@@ -30,36 +40,36 @@ uint64_t add(Quorum& quorum, uint32_t rank, Quorum::Time now = kStart) {
 TEST_CASE("a synchronous step goes on once every live member has committed", "[server]") {
   Quorum quorum = make(3, 0);
   const auto a = add(quorum, 0), b = add(quorum, 1);
-  quorum.commit(0, a, {1, {1, 10}});
-  quorum.commit(1, b, {1, {2, 20}});
+  commit(quorum, 0, a, 1, {1, 10});
+  commit(quorum, 1, b, 1, {2, 20});
   CHECK_FALSE(quorum.decision(0, 1));  // worker 2 is awaited
   CHECK(quorum.missing(0, 1) == "worker 2");
   const auto c = add(quorum, 2);
-  quorum.commit(2, c, {1, {4, 40}});
+  commit(quorum, 2, c, 1, {4, 40});
   const auto decision = quorum.decision(1, 1);
   REQUIRE(decision);
   CHECK(decision->members == std::vector<uint32_t>{0, 1, 2});
   CHECK(decision->numbers == std::vector<double>{7, 70});
-  quorum.commit(1, b, {1, {2, 20}});  // again
+  commit(quorum, 1, b, 1, {2, 20});  // again
   CHECK(quorum.decision(1, 1) == decision);
-  CHECK_THROWS_AS(quorum.commit(1, b, {0, {2, 20}}), InvalidArgument);
-  quorum.commit(0, a, {2, {1, 10}});
-  CHECK_THROWS_AS(quorum.commit(1, b, {2, {1}}), LayoutMismatch);
+  CHECK_THROWS_AS(commit(quorum, 1, b, 0, {2, 20}), InvalidArgument);
+  commit(quorum, 0, a, 2, {1, 10});
+  CHECK_THROWS_AS(commit(quorum, 1, b, 2, {1}), LayoutMismatch);
 }
 
 TEST_CASE("the silent leave the quorum, the rest go on", "[server]") {
   Quorum quorum = make(3, 0);
   const auto a = add(quorum, 0), b = add(quorum, 1);
   const auto c = add(quorum, 2);
-  quorum.commit(0, a, {1, {1}});
-  quorum.commit(2, c, {1, {4}});
-  quorum.touch(0, a, after(90));
-  quorum.touch(1, b, after(90));
+  commit(quorum, 0, a, 1, {1});
+  commit(quorum, 2, c, 1, {4});
+  quorum.members().touch(0, a, after(90));
+  quorum.members().touch(1, b, after(90));
   CHECK(quorum.expire(after(100)).empty());
   CHECK(quorum.expire(after(101)) == std::vector<uint32_t>{2});
-  CHECK_THROWS_AS(quorum.touch(2, c, after(102)), Fenced);
+  CHECK_THROWS_AS(quorum.members().touch(2, c, after(102)), Fenced);
   CHECK_FALSE(quorum.decision(0, 1));
-  quorum.commit(1, b, {1, {2}});
+  commit(quorum, 1, b, 1, {2});
   REQUIRE(quorum.decision(0, 1));
   CHECK(quorum.decision(0, 1)->members == std::vector<uint32_t>{0, 1});
   CHECK(quorum.decision(0, 1)->numbers == std::vector<double>{3});
@@ -67,12 +77,12 @@ TEST_CASE("the silent leave the quorum, the rest go on", "[server]") {
   const auto again = add(quorum, 2, after(110));
   CHECK(again > c);
   CHECK(quorum.step_of_joiner() == 1);
-  CHECK_FALSE(quorum.may_push(2, 1));
-  CHECK(quorum.may_push(2, 2));
-  quorum.leave(0, a);
-  quorum.commit(1, b, {2, {2}});
+  CHECK_FALSE(quorum.members().may_push(2, 1, after(110)));
+  CHECK(quorum.members().may_push(2, 2, after(110)));
+  quorum.leave(0, a, after(110));
+  commit(quorum, 1, b, 2, {2});
   CHECK_FALSE(quorum.decision(1, 2));
-  quorum.commit(2, again, {2, {5}});
+  commit(quorum, 2, again, 2, {5});
   CHECK(quorum.decision(1, 2)->numbers == std::vector<double>{7});
 }
 
@@ -81,10 +91,10 @@ TEST_CASE("a server that stood still takes nobody for silent", "[server]") {
   const auto a = add(quorum, 0);
   add(quorum, 1);
   CHECK(quorum.expire(after(5'100), milliseconds(5'000)).empty());
-  quorum.touch(0, a, after(5'101));
+  quorum.members().touch(0, a, after(5'101));
   CHECK(quorum.expire(after(5'101)) == std::vector<uint32_t>{1});  // it was silent before and after
   // A sign that was looked at first.
-  quorum.touch(0, a, after(9'000));
+  quorum.members().touch(0, a, after(9'000));
   CHECK(quorum.expire(after(9'000), milliseconds(3'899)).empty());
   CHECK(quorum.expire(after(9'101)) == std::vector<uint32_t>{0});
 }
@@ -93,13 +103,13 @@ TEST_CASE("who rests holds nobody back, and goes on beside the slowest", "[serve
   Quorum quorum = make(3, 1);
   const auto a = add(quorum, 0), b = add(quorum, 1), c = add(quorum, 2);
   quorum.note_rests(2, c, true);
-  quorum.commit(0, a, {1, {}});
-  quorum.commit(0, a, {2, {}});
+  commit(quorum, 0, a, 1, {});
+  commit(quorum, 0, a, 2, {});
   CHECK_FALSE(quorum.decision(0, 2));
   CHECK(quorum.missing(0, 2) == "worker 1");
   quorum.note_rests(1, b, true);
   CHECK(quorum.decision(0, 2));
-  for (uint64_t step = 3; step <= 7; ++step) quorum.commit(0, a, {step, {}});
+  for (uint64_t step = 3; step <= 7; ++step) commit(quorum, 0, a, step, {});
   CHECK(quorum.decision(0, 7));
 
   SECTION("with a batch") {
@@ -109,19 +119,19 @@ TEST_CASE("who rests holds nobody back, and goes on beside the slowest", "[serve
     CHECK(quorum.progress(1).own == 7);
   }
   SECTION("with a step of its own") {
-    quorum.commit(1, b, {1, {}});
+    commit(quorum, 1, b, 1, {});
     CHECK(quorum.progress(1).own == 8);
     CHECK(quorum.decision(1, 1));
   }
   const uint64_t reached = quorum.progress(1).own;
-  quorum.commit(0, a, {reached + 1, {}});
+  commit(quorum, 0, a, reached + 1, {});
   CHECK(quorum.decision(0, reached + 1));
-  quorum.commit(0, a, {reached + 2, {}});
+  commit(quorum, 0, a, reached + 2, {});
   CHECK_FALSE(quorum.decision(0, reached + 2));
   CHECK(quorum.missing(0, reached + 2) == "worker 1");
 
   Quorum again;
-  again.configure({3, 1, milliseconds(100), milliseconds(1000)}, kStart);
+  again.configure(rules(3, 1), kStart);
   again.restore(quorum.record(), kStart);
   CHECK_FALSE(again.decision(0, reached + 2));
   CHECK(again.missing(0, reached + 2) == "worker 1");
@@ -131,9 +141,9 @@ TEST_CASE("who rests holds nobody back, and goes on beside the slowest", "[serve
 TEST_CASE("who was never seen is awaited for longer, but not for ever", "[server]") {
   Quorum quorum = make(2, 0);
   const auto a = add(quorum, 0);
-  quorum.touch(0, a, after(950));
+  quorum.members().touch(0, a, after(950));
   CHECK(quorum.expire(after(1000)).empty());
-  quorum.commit(0, a, {1, {}});
+  commit(quorum, 0, a, 1, {});
   CHECK_FALSE(quorum.decision(0, 1));
   CHECK(quorum.expire(after(1001)) == std::vector<uint32_t>{1});
   CHECK(quorum.decision(0, 1));
@@ -141,58 +151,58 @@ TEST_CASE("who was never seen is awaited for longer, but not for ever", "[server
 
 TEST_CASE("who came and never joined is awaited no longer than a member", "[server]") {
   Quorum quorum = make(2, 0);
-  const auto a = quorum.greet(0, 0, kStart);
+  const auto a = quorum.greet(0, 0, 0, kStart);
   CHECK(quorum.expire(after(100)).empty());
-  CHECK_FALSE(quorum.is_gone(0));
+  CHECK_FALSE(quorum.members().is_gone(0));
   CHECK(quorum.expire(after(101)) == std::vector<uint32_t>{0});
-  CHECK(quorum.is_gone(0));
-  CHECK_FALSE(quorum.is_gone(1));
+  CHECK(quorum.members().is_gone(0));
+  CHECK_FALSE(quorum.members().is_gone(1));
   CHECK_THROWS_AS(quorum.join(0, a, 0, after(102)), Fenced);
 
-  quorum.greet(0, 0, after(103));
-  CHECK_FALSE(quorum.is_gone(0));
+  quorum.greet(0, 0, 0, after(103));
+  CHECK_FALSE(quorum.members().is_gone(0));
   add(quorum, 1, after(103));
-  quorum.begin_anew({2, 0, milliseconds(100), milliseconds(1000)}, after(104));
-  CHECK_FALSE(quorum.is_gone(1));
+  quorum.begin_anew(rules(2, 0), after(104));
+  CHECK_FALSE(quorum.members().is_gone(1));
   CHECK(quorum.expire(after(205)).empty());
-  quorum.greet(1, 0, after(206));
+  quorum.greet(1, 0, 0, after(206));
   CHECK(quorum.expire(after(307)) == std::vector<uint32_t>{1});
 }
 
 TEST_CASE("a new incarnation fences the old one, whose commit is forgotten", "[server]") {
   Quorum quorum = make(2, 0);
   const auto a = add(quorum, 0), b = add(quorum, 1);
-  quorum.commit(0, a, {1, {1}});
-  const auto again = quorum.greet(0, 0, after(1));
-  CHECK_THROWS_AS(quorum.commit(0, a, {1, {1}}), Fenced);
-  CHECK_THROWS_AS(quorum.greet(0, a, after(1)), Fenced);
+  commit(quorum, 0, a, 1, {1});
+  const auto again = quorum.greet(0, 0, 0, after(1));
+  CHECK_THROWS_AS(commit(quorum, 0, a, 1, {1}), Fenced);
+  CHECK_THROWS_AS(quorum.greet(0, a, 0, after(1)), Fenced);
   quorum.join(0, again, quorum.step_of_joiner(), after(1));
-  quorum.commit(1, b, {1, {2}});
+  commit(quorum, 1, b, 1, {2});
   CHECK_FALSE(quorum.decision(1, 1));
-  quorum.commit(0, again, {1, {8}});
+  commit(quorum, 0, again, 1, {8});
   CHECK(quorum.decision(1, 1)->numbers == std::vector<double>{10});
 }
 
 TEST_CASE("a job that begins anew fences the one before and awaits all of its own", "[server]") {
   Quorum quorum = make(2, 0);
   const auto a = add(quorum, 0), b = add(quorum, 1);
-  quorum.commit(0, a, {1, {1}});
-  quorum.commit(1, b, {1, {2}});
-  quorum.commit(1, b, {2, {2}});
-  CHECK(quorum.is_member(1, b));
-  const auto early = quorum.greet(0, 0, after(1));
-  CHECK_FALSE(quorum.is_member(0, early));
-  CHECK(quorum.begin_anew({3, 0, milliseconds(100), milliseconds(1000)}, after(1)) == std::vector<uint32_t>{1});
-  CHECK_THROWS_AS(quorum.touch(1, b, after(1)), Fenced);
-  CHECK_FALSE(quorum.is_member(1, b));
-  CHECK(quorum.workers() == 3);
-  CHECK(quorum.live() == std::vector<uint32_t>{0, 1, 2});
+  commit(quorum, 0, a, 1, {1});
+  commit(quorum, 1, b, 1, {2});
+  commit(quorum, 1, b, 2, {2});
+  CHECK(quorum.members().has_joined(1));
+  const auto early = quorum.greet(0, 0, 0, after(1));
+  CHECK_FALSE(quorum.members().has_joined(0));
+  CHECK(quorum.begin_anew(rules(3, 0), after(1)) == std::vector<uint32_t>{1});
+  CHECK_THROWS_AS(quorum.members().touch(1, b, after(1)), Fenced);
+  CHECK_FALSE(quorum.members().has_joined(1));
+  CHECK(quorum.members().workers() == 3);
+  CHECK(quorum.members().live() == std::vector<uint32_t>{0, 1, 2});
   quorum.join(0, early, quorum.step_of_joiner(), after(1));
-  quorum.commit(0, early, {3, {4}});
+  commit(quorum, 0, early, 3, {4});
   CHECK_FALSE(quorum.decision(0, 3));
   const auto c = add(quorum, 1, after(2)), d = add(quorum, 2, after(2));
-  quorum.commit(1, c, {3, {8}});
-  quorum.commit(2, d, {3, {16}});
+  commit(quorum, 1, c, 3, {8});
+  commit(quorum, 2, d, 3, {16});
   CHECK(quorum.decision(0, 3)->numbers == std::vector<double>{28});
 }
 
@@ -200,16 +210,16 @@ TEST_CASE("nobody runs more than k steps ahead of the slowest live worker", "[se
   Quorum quorum = make(2, 3);
   const auto a = add(quorum, 0), b = add(quorum, 1);
   for (uint64_t step = 1; step <= 3; ++step) {
-    quorum.commit(0, a, {step, {}});
+    commit(quorum, 0, a, step, {});
     CHECK(quorum.decision(0, step));
   }
-  quorum.commit(0, a, {4, {}});
+  commit(quorum, 0, a, 4, {});
   CHECK_FALSE(quorum.decision(0, 4));
-  quorum.commit(1, b, {1, {}});
+  commit(quorum, 1, b, 1, {});
   CHECK(quorum.decision(0, 4));
-  quorum.commit(0, a, {5, {}});
+  commit(quorum, 0, a, 5, {});
   CHECK_FALSE(quorum.decision(0, 5));
-  quorum.touch(0, a, after(200));
+  quorum.members().touch(0, a, after(200));
   CHECK(quorum.expire(after(200)) == std::vector<uint32_t>{1});
   CHECK(quorum.decision(0, 5));
   add(quorum, 1, after(200));
@@ -217,27 +227,82 @@ TEST_CASE("nobody runs more than k steps ahead of the slowest live worker", "[se
 
   Quorum any = make(2, kAnyStaleness);
   const auto alone = add(any, 0);
-  any.commit(0, alone, {1000, {}});
+  commit(any, 0, alone, 1000, {});
   CHECK(any.decision(0, 1000));
 }
 
 TEST_CASE("members survive a snapshot, and tell what it forgot", "[server]") {
   Quorum quorum = make(2, 0);
   const auto a = add(quorum, 0), b = add(quorum, 1);
-  quorum.commit(0, a, {1, {1}});
-  quorum.commit(1, b, {1, {2}});
+  commit(quorum, 0, a, 1, {1});
+  commit(quorum, 1, b, 1, {2});
   const auto record = decode<Quorum::Record>(encode(quorum.record()));
-  quorum.commit(0, a, {2, {3}});
-  quorum.commit(1, b, {2, {4}});
+  commit(quorum, 0, a, 2, {3});
+  commit(quorum, 1, b, 2, {4});
   const auto second = *quorum.decision(0, 2);
 
   Quorum restored = make(2, 0);
   restored.restore(record, after(500));
   CHECK(restored.decision(0, 1)->numbers == std::vector<double>{3});
-  restored.touch(0, a, after(500));
-  restored.commit(1, b, {2, {4}});
+  restored.members().touch(0, a, after(500));
+  commit(restored, 1, b, 2, {4}, after(500));
   CHECK_FALSE(restored.decision(1, 2));
-  restored.recall(second);
+  restored.recall(second, after(500));
   CHECK(restored.decision(1, 2) == second);
   CHECK(restored.expire(after(601)) == std::vector<uint32_t>{0, 1});
+}
+
+TEST_CASE("a server that started again decides nothing before those whom it forgot had time to come", "[server]") {
+  Quorum quorum = make(2, 0);
+  quorum.restore({}, kStart);  // nobody had joined yet
+  const auto greet = [&](uint32_t rank) { return quorum.greet(rank, 7, 0, after(1)); };
+  const auto comes_back = [&](uint32_t rank) {
+    quorum.join(rank, 7, 0, after(1));
+    quorum.members().note_return(rank, 7, 5);
+    quorum.try_to_decide(after(1));
+  };
+  greet(0);
+  CHECK(quorum.members().may_push(1, 3, after(1)));
+  comes_back(0);
+  commit(quorum, 0, 7, 6, {1}, after(1));
+  CHECK_FALSE(quorum.decision(0, 6));
+  CHECK_FALSE(quorum.members().may_push(0, 4, after(1)));  // it does not keep it any more
+  CHECK(quorum.members().may_push(0, 5, after(1)));
+
+  SECTION("until the time is over") {
+    quorum.members().touch(0, 7, after(100));
+    quorum.expire(after(100));
+    quorum.try_to_decide(after(100));
+    CHECK_FALSE(quorum.decision(0, 6));  // a rank below `workers` is awaited for longer
+  }
+  SECTION("until all are back whom a decision names") {
+    Decision last;
+    last.step = 5;
+    last.members = last.next_members = {0, 1};
+    quorum.recall(last, after(1));
+    greet(1);
+    CHECK_FALSE(quorum.decision(0, 6));
+    comes_back(1);
+    CHECK_FALSE(quorum.members().awaits_unknown(after(1)));
+    commit(quorum, 1, 7, 6, {2}, after(2));
+    REQUIRE(quorum.decision(0, 6));
+    CHECK(quorum.decision(0, 6)->members == std::vector<uint32_t>{0, 1});
+  }
+}
+
+TEST_CASE("who was not waited for learns that a step was decided without it", "[server]") {
+  Quorum quorum = make(1, 0);
+  const auto a = add(quorum, 0);
+  commit(quorum, 0, a, 1, {1});
+  const auto late = quorum.greet(1, 0, 0, kStart);
+  quorum.join(1, late, 0, kStart);
+  CHECK_THROWS_AS(commit(quorum, 1, late, 1, {1}), InvalidArgument);
+}
+
+TEST_CASE("incarnations ascend with the lives of server 0, whatever its clock says", "[server]") {
+  Quorum quorum = make(1, 0);
+  CHECK(quorum.greet(0, 0, 3, kStart) == (uint64_t{3} << 32) + 1);
+  CHECK(quorum.greet(0, 0, 3, kStart) == (uint64_t{3} << 32) + 2);
+  CHECK(quorum.greet(1, uint64_t{9} << 32, 3, kStart) == uint64_t{9} << 32);
+  CHECK(quorum.greet(1, 0, 4, kStart) == (uint64_t{9} << 32) + 1);
 }

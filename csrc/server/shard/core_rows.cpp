@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "kernels/kernels.h"
-#include "server/shard/session.h"
+#include "server/shard/server_core.h"
 
 namespace muster::server {
 
@@ -35,7 +35,7 @@ Bytes bytes_of(const std::vector<T>& values) {
 
 }  // namespace
 
-bool ParameterServer::answer_rows(Session& session, Shard& shard, net::Frame& frame, Deadline deadline) {
+bool ServerCore::answer_rows(Session& session, Shard& shard, net::Frame& frame, Time deadline) {
   auto& tables = shard.tables();
   switch (frame.type) {
     case PushRows::kType:
@@ -45,6 +45,7 @@ bool ParameterServer::answer_rows(Session& session, Shard& shard, net::Frame& fr
       pull_rows(session, tables, decode<PullRows>(frame.message), frame.payload, deadline);
       return true;
     case WriteRows::kType: {
+      begin_writing();
       const auto request = decode<WriteRows>(frame.message);
       const size_t value_bytes = tables.value_bytes(request.table);
       const RowPayload payload(frame.payload, value_bytes + tables.state_bytes(request.table));
@@ -54,6 +55,7 @@ bool ParameterServer::answer_rows(Session& session, Shard& shard, net::Frame& fr
       return true;
     }
     case WriteRowSteps::kType: {
+      begin_writing();
       const auto request = decode<WriteRowSteps>(frame.message);
       tables.write_steps(request.table, request.steps);
       reply(session, Done{});
@@ -75,7 +77,7 @@ bool ParameterServer::answer_rows(Session& session, Shard& shard, net::Frame& fr
   }
 }
 
-void ParameterServer::hold_rows(Session& session, Shard& shard, const PushRows& request, net::Frame& frame) {
+void ServerCore::hold_rows(Session& session, Shard& shard, const PushRows& request, net::Frame& frame) {
   const RowPayload payload(frame.payload, shard.tables().value_bytes(request.table));
   const bool is_fresh = shard.tables().hold(session.rank, session.incarnation, request, payload.rows, payload.rest,
                                             std::move(frame.owner));
@@ -84,8 +86,8 @@ void ParameterServer::hold_rows(Session& session, Shard& shard, const PushRows& 
   if (!pushers.empty()) shard.tables().sum_early(request.table, request.step, pushers);
 }
 
-void ParameterServer::pull_rows(Session& session, TableShard& tables, const PullRows& request, net::Bytes payload,
-                                Deadline deadline) {
+void ServerCore::pull_rows(Session& session, TableShard& tables, const PullRows& request, net::Bytes payload,
+                           Time deadline) {
   const RowPayload wanted(payload, 0);
   const size_t bytes = wanted.rows.size() * tables.value_bytes(request.table);
   if (bytes > net::FrameHeader::kMaxPayloadBytes) {
@@ -101,7 +103,7 @@ void ParameterServer::pull_rows(Session& session, TableShard& tables, const Pull
   reply(session, Values{request.table, steps}, {&answer, 1});
 }
 
-void ParameterServer::sum_rows(Session& session, TableShard& tables, const SumRows& request, Deadline deadline) {
+void ServerCore::sum_rows(Session& session, TableShard& tables, const SumRows& request, Time deadline) {
   check_members(request.members);
   const size_t tiles = kernels::num_tiles(tables.value_bytes(request.table) / sizeof(float));
   RowPartials answer;

@@ -1,0 +1,31 @@
+// A folder that one process writes at a time, and how often that was begun.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+
+#include "net/unix_socket.h"
+
+namespace muster::checkpoint {
+
+/// Holds a lock (flock(2)) on a file in the folder for as long as it lives; the system drops it with the process. Where
+/// a file system has no such locks, the number alone tells writers apart.
+class FolderClaim {
+ public:
+  /// Makes the folder, and counts the life in it, on the disk before this returns. Throws CheckpointError where another
+  /// process holds the folder, or the system refuses.
+  explicit FolderClaim(std::filesystem::path folder);
+
+  const std::filesystem::path& folder() const noexcept { return folder_; }
+  /// Of this claim: one more than that of the last one, from 1.
+  uint64_t life() const noexcept { return life_; }
+  /// Throws CheckpointError where somebody else has claimed the folder since, or it is gone.
+  void check() const;
+
+ private:
+  const std::filesystem::path folder_;
+  net::FileDescriptor lock_;
+  uint64_t life_ = 0;
+};
+
+}  // namespace muster::checkpoint

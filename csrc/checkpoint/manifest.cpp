@@ -1,0 +1,164 @@
+#include "checkpoint/manifest.h"
+
+#include <charconv>
+#include <cstdio>
+#include <functional>
+#include <string_view>
+
+#include "checkpoint/crc32.h"
+#include "checkpoint/json.h"
+#include "muster/error.h"
+
+namespace muster::checkpoint {
+
+namespace {
+
+// 2 million shards; a longer one was not written here.
+constexpr uint64_t kMaxManifestBytes = uint64_t{1} << 27;
+
+std::string hex_of(uint32_t value) {
+  char text[9];
+  std::snprintf(text, sizeof(text), "%08x", value);
+  return text;
+}
+
+template <class T>
+std::string members(const Metadata& metadata, const std::function<std::string(const T&)>& text_of) {
+  std::string text = "{";
+  for (const auto& [key, value] : metadata) {
+    const T* own = std::get_if<T>(&value);
+    if (own == nullptr) continue;
+    if (text.size() > 1) text += ',';
+    text += json_string(key) + ':' + text_of(*own);
+  }
+  return text + '}';
+}
+
+std::string decimal(double value) {
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof(text), value).ptr};
+}
+
+uint32_t read_crc32(JsonReader& json) {
+  const auto text = json.read_string();
+  uint32_t value = 0;
+  if (text.size() != 8 || std::from_chars(text.data(), text.data() + 8, value, 16).ptr != text.data() + 8) {
+    json.fail("expected a checksum of 8 hexadecimal digits");
+  }
+  return value;
+}
+
+double read_double(JsonReader& json) {
+  const auto text = json.read_string();
+  double value = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end) json.fail("expected a decimal number");
+  return value;
+}
+
+// A name in the snapshot's own folder.
+std::string read_file_name(JsonReader& json) {
+  auto name = json.read_string();
+  if (name.empty() || name.find_first_of(std::string_view("/\0", 2)) != std::string::npos || name.starts_with('.')) {
+    json.fail("what is no name of a shard");
+  }
+  return name;
+}
+
+Shard read_shard(JsonReader& json) {
+  Shard shard;
+  int seen = 0;
+  json.read_object([&](const std::string& key) {
+    ++seen;
+    if (key == "file") {
+      shard.file = read_file_name(json);
+    } else if (key == "bytes") {
+      shard.sum.bytes = static_cast<uint64_t>(json.read_integer());
+    } else if (key == "crc32") {
+      shard.sum.crc32 = read_crc32(json);
+    } else {
+      json.fail("a shard has an unknown property '" + key + "'");
+    }
+  });
+  if (seen != 3) json.fail("a shard lacks its file, bytes or checksum");
+  return shard;
+}
+
+template <class Read>
+void read_members(JsonReader& json, Metadata& metadata, const Read& read) {
+  json.read_object([&](const std::string& key) {
+    if (!metadata.emplace(key, read()).second) json.fail("'" + key + "' comes twice in the metadata");
+  });
+}
+
+void read_inner(JsonReader& json, Metadata& metadata, std::vector<Shard>& shards) {
+  int64_t version = 0;
+  json.read_object([&](const std::string& key) {
+    if (key == "version") {
+      version = json.read_integer();
+      if (version != kVersion) {
+        json.fail("its version is " + std::to_string(version) + " and this Muster reads " + std::to_string(kVersion));
+      }
+    } else if (version == 0) {
+      json.fail("expected the version first");
+    } else if (key == "strings") {
+      read_members(json, metadata, [&] { return json.read_string(); });
+    } else if (key == "int64s") {
+      read_members(json, metadata, [&] { return json.read_integer(); });
+    } else if (key == "doubles") {
+      read_members(json, metadata, [&] { return read_double(json); });
+    } else if (key == "shards") {
+      json.read_array([&] { shards.push_back(read_shard(json)); });
+    } else {
+      json.fail("an unknown property '" + key + "'");
+    }
+  });
+  if (version == 0) json.fail("it has no version");
+}
+
+}  // namespace
+
+std::string manifest_of(const Metadata& metadata, const std::vector<Shard>& shards) {
+  std::string text = "{\"version\":" + std::to_string(kVersion);
+  text += ",\"strings\":" + members<std::string>(metadata, [](const std::string& value) { return json_string(value); });
+  text += ",\"int64s\":" + members<int64_t>(metadata, [](int64_t value) { return std::to_string(value); });
+  text += ",\"doubles\":" + members<double>(metadata, [](double value) { return json_string(decimal(value)); });
+  text += ",\"shards\":[";
+  for (const auto& shard : shards) {
+    if (text.back() != '[') text += ',';
+    text += "{\"file\":" + json_string(shard.file) + ",\"bytes\":" + std::to_string(shard.sum.bytes) + ",\"crc32\":\"" +
+            hex_of(shard.sum.crc32) + "\"}";
+  }
+  text += "]}";
+  return "{\"crc32\":\"" + hex_of(crc32(text.data(), text.size())) + "\",\"manifest\":" + text + "}\n";
+}
+
+std::vector<Shard> read_manifest(const std::filesystem::path& path, Metadata& metadata) {
+  FileReader file(path);
+  if (file.size() > kMaxManifestBytes) {
+    throw CheckpointError("'" + path.string() + "' is too long for a manifest; load another snapshot");
+  }
+  const auto text = file.read_text(file.size());
+  JsonReader json(text, path.string());
+  std::vector<Shard> shards;
+  std::optional<uint32_t> expected;
+  bool has_manifest = false;
+  json.read_object([&](const std::string& key) {
+    if (key == "crc32") {
+      expected = read_crc32(json);
+    } else if (key == "manifest" && expected) {
+      const size_t begin = json.position();
+      read_inner(json, metadata, shards);
+      if (crc32(text.data() + begin, json.position() - begin) != *expected) json.fail("its checksum differs");
+      has_manifest = true;
+    } else {
+      json.fail("an unknown property '" + key + "'");
+    }
+  });
+  json.read_end();
+  if (!has_manifest) json.fail("it holds no manifest");
+  return shards;
+}
+
+}  // namespace muster::checkpoint

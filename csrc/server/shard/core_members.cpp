@@ -1,0 +1,322 @@
+// How workers come, and go.
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "core/log.h"
+#include "core/memory_limit.h"
+#include "server/shard/server_core.h"
+
+namespace muster::server {
+
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr milliseconds kPresent{1'500};  // three signs of life
+constexpr seconds kLeave{60};            // that one who leaves waits for its last steps to be durable
+
+// With gradients and one state, a shard takes three times its bytes and more.
+void check_memory(const Plan& plan, uint32_t server) {
+  int64_t bytes = 0;
+  for (const auto& chunk : cut_chunks(plan))
+    bytes += chunk.server == static_cast<int>(server) ? chunk.gradient_bytes() : 0;
+  const int64_t memory = memory_limit();
+  if (bytes <= memory / 3) return;
+  throw InvalidArgument("this server's share of the model has " + std::to_string(bytes) +
+                        " bytes, the machine or its container " + std::to_string(memory) + "; start more servers");
+}
+
+}  // namespace
+
+void ServerCore::check_step(uint64_t step) {
+  if (step <= kMaxStep) return;
+  throw InvalidArgument("step " + std::to_string(step) + " is out of range");
+}
+
+void ServerCore::greet(Session& session, const Hello& hello) {
+  Welcome welcome{life_, 0};
+  std::shared_ptr<Shard> shard;
+  {
+    const Lock lock(mutex_);
+    check_free(hello);
+    welcome.incarnation = quorum_.greet(hello.rank, hello.incarnation, life_, time_.now());
+    if (hello.incarnation == 0) dealer_.take_back(hello.rank);
+    session.rank = hello.rank;
+    session.lane = hello.lane;
+    session.token = hello.token;
+    session.incarnation = welcome.incarnation;
+    session.is_known = true;
+    for (auto* const other : sessions_) {
+      if (other == &session || !other->is_known || other->rank != session.rank) continue;
+      if (other->lane == session.lane || other->incarnation < session.incarnation) other->channel->close();
+    }
+    shard = shard_;
+    changed_.notify_all();
+  }
+  if (shard) {
+    shard->drop_pushes(session.rank, session.incarnation - 1);
+    shard->wake();
+  }
+  reply(session, welcome);
+}
+
+std::vector<uint32_t> ServerCore::present() const { return quorum_.members().present(time_.now() - kPresent); }
+
+void ServerCore::inquire(Session& session) {
+  Standing standing;
+  {
+    const Lock lock(mutex_);
+    standing = {started_, job_.id, present(), job_.facts, job_.token};
+  }
+  reply(session, standing);
+}
+
+std::vector<uint32_t> ServerCore::begin_job(const Session& session, const Configure& request) {
+  job_ = {request.job, request.facts, session.token, /*is_settled=*/!started_};
+  dealer_ = Dealer();
+  const auto fenced = quorum_.begin_anew(rules_of(request.plan), time_.now());
+  close_channels(fenced);
+  if (started_) shard_->commands().close();
+  changed_.notify_all();
+  return fenced;
+}
+
+// What the chief wrote nobody has trained here. Other servers may know better.
+bool ServerCore::is_untouched(const std::shared_ptr<Shard>& shard) const {
+  return !had_members_ && shard != nullptr && made_by(*shard).second == 0;
+}
+
+void ServerCore::take_up_job(const Session& session, const Configure& request) {
+  if (request.job > job_.id) {
+    job_ = {request.job, request.facts, session.token, true};
+    dealer_ = Dealer();
+    quorum_.members().forget_joined();
+  }
+  job_.is_settled = true;
+  shard_->commands().open(kMaxStep);
+  changed_.notify_all();
+}
+
+// Another job's worker of the same rank would be fenced.
+void ServerCore::check_free(const Hello& hello) const {
+  if (hello.takes_over || shard_ == nullptr || hello.token == job_.token) return;
+  const auto ranks = present();
+  if (ranks.empty()) return;
+  throw Occupied("another job trains on these parameter servers (" + name_of_worker(ranks.front()) +
+                 " gives signs of life); give this one servers of its own, or takeover=True to end that one");
+}
+
+void ServerCore::configure(Session& session, const Configure& request) {
+  request.plan.validate();
+  check_memory(request.plan, request.server);
+  if (request.server >= request.plan.servers) throw InvalidArgument("a server's index is not below their number");
+  Configured configured;
+  std::shared_ptr<Shard> shard = this->shard();
+  std::vector<std::pair<uint32_t, uint64_t>> fenced;  // and their incarnations
+  {
+    const Lock lock(mutex_);
+    if (request.job < job_.id) {
+      throw Fenced(name_of_worker(session.rank) +
+                   " belongs to a job that another one on the same parameter servers has ended; start its workers "
+                   "again, on servers of their own");
+    }
+    if (!shard_) {
+      job_ = {request.job, request.facts, session.token, true};
+      index_ = request.server;
+      shard_ = make_shard(request.plan, index_);
+      quorum_.configure(rules_of(request.plan), time_.now());
+    } else if (const std::string difference = shard_->plan().describe_difference(request.plan); !difference.empty()) {
+      throw LayoutMismatch(
+          name_of_worker(session.rank) +
+          " trains another model than the parameter server holds (there: the worker's): " + difference);
+    } else if (request.server != index_) {
+      throw InvalidArgument("this is server " + std::to_string(index_) + ", not " + std::to_string(request.server) +
+                            "; give all workers the servers in one order");
+    }
+    if (request.goes_on) {
+      take_up_job(session, request);
+    } else if (request.job > job_.id) {
+      for (const uint32_t rank : begin_job(session, request)) {
+        fenced.emplace_back(rank, quorum_.members().incarnation(rank));
+      }
+    }
+    shard = shard_;
+    configured.started = started_;
+    configured.is_untouched = is_untouched(shard);
+    configured.is_settled = job_.is_settled;
+  }
+  for (const auto& [rank, incarnation] : fenced) shard->drop_pushes(rank, incarnation);
+  if (!fenced.empty()) shard->wake();
+  configured.owns = !shard->members().empty();
+  std::tie(configured.made, configured.begun) = made_by(*shard);
+  if (shard->plan().is_synchronous()) {
+    configured.cuts = snapshots_.steps();
+    if (configured.cuts.size() > kMaxCuts)
+      configured.cuts.erase(configured.cuts.begin(), configured.cuts.end() - kMaxCuts);
+    if (const auto command = shard->commands().command()) configured.command = {*command};
+  }
+  reply(session, configured);
+}
+
+void ServerCore::begin_writing() {
+  const Lock lock(mutex_);
+  if (started_ && !is_untouched(shard_)) {
+    throw InvalidArgument(
+        "this parameter server holds trained values, which no worker may write over; move its folder "
+        "away to begin anew");
+  }
+  is_filled_ = started_ = false;
+}
+
+// Nobody has the initial values but the chief: they are durable before anybody steps.
+void ServerCore::start(Session& session) {
+  {
+    const Lock lock(mutex_);
+    if (started_) return reply(session, Done{});
+    is_filled_ = true;
+  }
+  snapshot(kOnce, /*even_if_kept=*/true);
+  {
+    const Lock lock(mutex_);
+    started_ = job_.is_settled = true;
+    shard_->commands().open(0);
+    changed_.notify_all();
+  }
+  reply(session, Done{});
+}
+
+void ServerCore::resume(Session& session, const Resume& request) {
+  check_step(request.step);
+  auto shard = this->shard();
+  {
+    const Lock lock(mutex_);
+    if (job_.is_settled) return reply(session, Done{});
+  }
+  if (shard->plan().is_synchronous()) {
+    for (const auto& command : request.command) {
+      check_members(command.members);
+      if (command.step == request.step) shard->settle(command);
+    }
+    const auto stands_there = [&] {
+      const auto [least, greatest] = made_by(*shard);
+      return shard->members().empty() || (least == request.step && greatest == request.step);
+    };
+    if (!request.command.empty()) {
+      if (stands_there()) return reply(session, Done{});
+      throw CheckpointError("this parameter server has not all parts of step " + std::to_string(request.step));
+    }
+    if (!stands_there()) {
+      snapshots_.read(request.step, [&](const auto& source) { take(source, /*with_members=*/false); });
+      shard->stop();
+      shard = this->shard();
+      log(LogLevel::warning, "parameter server " + std::to_string(index_) + " goes back to its snapshot of step " +
+                                 std::to_string(request.step) + ": not all servers have what came after");
+    }
+    shard->drop_all();
+    shard->commands().open(request.step);
+    cuts_.go_on_after(request.step);
+    const auto kept = snapshots_.steps();
+    if (std::find(kept.begin(), kept.end(), request.step) == kept.end()) snapshot();
+  }
+  {
+    const Lock lock(mutex_);
+    if (shard->plan().is_synchronous()) quorum_.begin_at(request.step);
+    job_.is_settled = true;
+    changed_.notify_all();
+  }
+  reply(session, Done{});
+}
+
+void ServerCore::join(Session& session, const Join& request, Time deadline) {
+  check_step(request.step);
+  Joined joined{request.step};
+  {
+    Lock lock(mutex_);
+    // Who comes back after a restart of server 0 says which step was decided last.
+    const auto may_come_in = [&] {
+      return index_ != 0 || request.returns || !quorum_.members().awaits_unknown(time_.now());
+    };
+    const auto has_begun = [&] { return started_ && job_.is_settled; };
+    const bool is_over = time_.wait_until(lock, changed_, deadline, [&] {
+      return stopping_ || (has_begun() ? may_come_in() : quorum_.members().is_gone(kChief));
+    });
+    if (stopping_) throw CommError("the parameter server ends; start it again, or end the job");
+    if (!is_over) throw Timeout("the chief did not send the initial values in time; look at its log");
+    if (!has_begun()) {
+      throw PeerLost(kChief, "the chief left before it had sent the initial values; look at its log");
+    }
+    // A job that is started again begins its passes anew.
+    if (!request.returns && quorum_.members().live().empty()) dealer_ = Dealer();
+    if (index_ == 0 && !request.returns) joined = {quorum_.step_of_joiner(), dealer_.newest()};
+    const auto now = time_.now();
+    quorum_.join(session.rank, session.incarnation, joined.step, now);
+    if (request.returns) {
+      if (index_ == 0) dealer_.put_right(session.rank, request.held, request.finished);
+      quorum_.members().note_return(session.rank, session.incarnation, request.first);
+      quorum_.try_to_decide(now);
+    }
+    had_members_ = true;
+    changed_.notify_all();
+  }
+  if (const auto shard = this->shard()) shard->wake();
+  reply(session, joined);
+}
+
+void ServerCore::beat(Session& session, Shard& shard, const Beat& request) {
+  const auto trouble = snapshots_.trouble();
+  if (request.wants_snapshot && shard.plan().is_synchronous()) {
+    const Lock lock(mutex_);
+    quorum_.cuts().want();
+  } else if (request.wants_snapshot) {
+    cuts_.want();
+  }
+  reply(session, Beaten{durable(session, shard), trouble.text.substr(0, kMaxText), trouble.failures});
+}
+
+Durable ServerCore::durable(const Session& session, Shard& shard) const {
+  if (!snapshots_.are_kept() || shard.members().empty()) {
+    const uint64_t step = shard.least_step(session.rank, session.incarnation);
+    return {step, step};
+  }
+  return shard.plan().is_synchronous() ? snapshots_.durable() : snapshots_.durable(session.rank, session.incarnation);
+}
+
+// Whether a worker's steps up to the `last` are in a snapshot.
+bool ServerCore::is_safe(const Session& session, Shard& shard, uint64_t last) const {
+  return durable(session, shard).newest >= last;
+}
+
+void ServerCore::leave(Session& session, Shard& shard) {
+  bool is_last = false;
+  {
+    const Lock lock(mutex_);
+    if (!session.leaves) quorum_.leave(session.rank, session.incarnation, time_.now());
+    session.leaves = true;
+    dealer_.take_back(session.rank);
+    is_last = quorum_.members().live().empty();
+    changed_.notify_all();
+  }
+  shard.drop_pushes(session.rank, session.incarnation);
+  shard.wake();
+  const auto failures = snapshots_.trouble().failures;
+  const uint64_t last = shard.least_step(session.rank, session.incarnation);
+  if (!is_safe(session, shard, last)) {
+    if (is_last) cuts_.demand();
+    if (!shard.plan().is_synchronous()) cuts_.want();
+    Lock lock(mutex_);
+    time_.wait_until(lock, changed_, time_.now() + kLeave, [&] {
+      if (!is_last && shard.plan().is_synchronous() && quorum_.members().live().empty()) {
+        cuts_.demand();  // nobody is left who would decide a step that is cut
+        is_last = true;
+      }
+      return stopping_ || snapshots_.trouble().failures > failures || is_safe(session, shard, last);
+    });
+  }
+  reply(session, Done{});
+}
+
+}  // namespace muster::server

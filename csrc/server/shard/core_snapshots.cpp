@@ -1,0 +1,145 @@
+// How a server's snapshots are taken, and taken up.
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "core/log.h"
+#include "server/shard/saved.h"
+#include "server/shard/server_core.h"
+#include "server/shard/shard_image.h"
+
+namespace muster::server {
+
+namespace {
+
+using std::chrono::seconds;
+
+constexpr seconds kGather{10};  // for a step that is being made
+constexpr uint64_t kKeepsNone = std::numeric_limits<uint64_t>::max();
+
+}  // namespace
+
+std::pair<uint64_t, uint64_t> ServerCore::made_by(Shard& shard) {
+  uint64_t least = std::numeric_limits<uint64_t>::max();
+  uint64_t greatest = 0;
+  for (auto* const member : shard.members()) {
+    const uint64_t steps = member->steps();
+    least = std::min(least, steps);
+    greatest = std::max(greatest, steps);
+  }
+  return {shard.members().empty() ? 0 : least, greatest};
+}
+
+Saved ServerCore::saved_now(Shard& shard) const {
+  const Lock lock(mutex_);
+  Saved saved;
+  saved.configured.server = index_;
+  saved.configured.plan = shard.plan();
+  saved.configured.plan.workers = quorum_.members().workers();
+  saved.configured.job = job_.id;
+  saved.configured.facts = job_.facts;
+  saved.token = job_.token;
+  saved.quorum = quorum_.record();
+  saved.batches = dealer_.record();
+  return saved;
+}
+
+void ServerCore::write_cut(const std::shared_ptr<Shard>& shard, CutCollector::Cut& cut,
+                           const ServerSnapshots::Pause& pause) {
+  ShardImage image(shard, std::move(cut.images));
+  // After the images: a step that they hold has its batches finished here.
+  auto saved = saved_now(*shard);
+  saved.images = image.facts();
+  auto first = tensor_of(saved);
+  const auto next = [&] { return first.empty() ? image.next() : std::exchange(first, {}); };
+  snapshots_.write({saved.images, next, image.file_bytes()}, cut.step, cut.keep, pause);
+  const Lock lock(mutex_);
+  ++stats_.snapshots;
+  changed_.notify_all();
+}
+
+void ServerCore::keep_snapshot() noexcept {
+  const auto pause = [this](uint32_t failures) {
+    {
+      const Lock lock(mutex_);
+      changed_.notify_all();
+    }
+    return cuts_.pause(failures);
+  };
+  try {
+    if (const auto cut = cuts_.take()) {
+      write_cut(this->shard(), *cut, pause);
+    } else {
+      snapshot(pause);
+    }
+  } catch (const std::exception& error) {
+    log(LogLevel::error, std::string("a snapshot failed: ") + error.what());
+  } catch (...) {
+    log(LogLevel::error, "a snapshot was not taken: what it waits for did not come");
+  }
+  cuts_.note_written();
+}
+
+void ServerCore::snapshot(const ServerSnapshots::Pause& pause, bool even_if_kept) {
+  const auto shard = this->shard();
+  {
+    const Lock lock(mutex_);
+    if (!is_filled_ || !snapshots_.are_kept()) return;
+  }
+  if (!shard->plan().is_synchronous()) {
+    CutCollector::Cut cut;
+    cut.keep = kKeepsNone;
+    cut.images = shard->begin_images();
+    return write_cut(shard, cut, pause);
+  }
+  const auto deadline = time_.now() + kGather;
+  for (;;) {
+    const uint64_t step = std::max(made_by(*shard).second, shard->commands().commanded());
+    if (!even_if_kept && !snapshots_.steps().empty() && snapshots_.durable().newest == step) return;
+    if (const auto gathered = cuts_.gather(shard->members(), step, deadline)) return write_cut(shard, *gathered, pause);
+    if (time_.now() >= deadline) {
+      throw CheckpointError("a step is half made, and what is missing does not come: no snapshot is taken of it");
+    }
+  }
+}
+
+void ServerCore::restore() {
+  const bool has_any = snapshots_.read_newest([&](const auto& source) { take(source, /*with_members=*/true); });
+  if (has_any) {
+    log(LogLevel::info, "parameter server " + std::to_string(index_) + " goes on after step " +
+                            std::to_string(made_by(*shard()).first) + " of its snapshot");
+  }
+  is_restored_ = true;
+}
+
+void ServerCore::take(const ServerSnapshots::Source& source, bool with_members) {
+  Saved saved;
+  std::shared_ptr<Shard> shard;
+  std::optional<ShardRestorer> restorer;
+  source([&](const checkpoint::NamedTensors& tensors) {
+    if (!restorer) {
+      saved = saved_in(tensors);
+      shard = make_shard(saved.configured.plan, saved.configured.server);
+      restorer.emplace(*shard, saved.images);
+    }
+    restorer->take(tensors);
+  });
+  if (!restorer) throw CheckpointError("it is empty; use an older snapshot");
+  restorer->finish();
+  const Lock lock(mutex_);
+  shard_ = std::move(shard);
+  is_filled_ = started_ = true;
+  if (!with_members) return;
+  const auto now = time_.now();
+  index_ = saved.configured.server;
+  job_ = {saved.configured.job, saved.configured.facts, saved.token, true};
+  quorum_.configure(rules_of(saved.configured.plan), now);
+  quorum_.restore(saved.quorum, now);
+  dealer_.restore(saved.batches);
+  had_members_ = !saved.quorum.members.ranks.empty();
+  awaited_unknown_ = true;
+}
+
+}  // namespace muster::server

@@ -1,0 +1,85 @@
+// What a server gathers for a snapshot: images of all its chunks and tables, of one step, taken while steps go on.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "server/shard/held_sums.h"
+#include "server/shard/timekeeper.h"
+
+namespace muster::server {
+
+/// Thread-safe. Where steps are not made together there is nothing to gather: a snapshot is due `every` so often, and
+/// where one is wanted.
+class CutCollector {
+ public:
+  using Time = Timekeeper::Time;
+
+  CutCollector(std::chrono::milliseconds every, Timekeeper& time);
+
+  /// Images by member of a Shard.
+  struct Cut {
+    uint64_t step = 0;
+    uint64_t keep = 0;  ///< see server::Cut
+    std::vector<std::unique_ptr<Image>> images;
+    size_t missing = 0;  ///< images that are not taken yet
+    bool is_lost = false;
+  };
+
+  /// Begins one of a step, unless it is under way: it takes the place of one that is older. Each member gives its image
+  /// when it has made the step. To be called before anybody makes the step.
+  void begin(const std::vector<HeldSums*>& members, uint64_t step, uint64_t keep);
+  /// The same for who waits: null where it is not whole at the deadline, or a member has passed the step.
+  std::shared_ptr<Cut> gather(const std::vector<HeldSums*>& members, uint64_t step, Time deadline);
+
+  /// A shard is there. Where steps are made together no snapshot is due by the time.
+  void begin_with(bool are_together);
+  /// All servers go on after `step`, and have it in snapshots. What was gathered is given up.
+  void go_on_after(uint64_t step);
+  /// One is wanted soon: when as much time has passed since the last one as that took.
+  void want();
+  /// One of now is wanted, though steps are made together: none will follow.
+  void demand();
+
+  /// False once stopped.
+  bool wait_until_due();
+  bool is_due() const;
+  /// What is due: a cut that is whole, or null for a snapshot of now.
+  std::shared_ptr<Cut> take();
+  /// What was taken is written, or given up.
+  void note_written();
+  /// Waits before what cannot be written is tried again, longer after more failures; false once stopped.
+  bool pause(uint32_t failures);
+  void stop();
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  void arm(const std::vector<HeldSums*>& members, const std::shared_ptr<Cut>& cut);
+  bool due(Time now) const;
+  Time next_look(Time now) const;
+
+  Timekeeper& time_;
+  const std::chrono::milliseconds every_;
+  std::mutex arming_;  // held while members are told of a cut
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  // Guarded by mutex_:
+  std::shared_ptr<Cut> cut_;
+  uint64_t begun_step_ = 0;  // of the last cut that was begun
+  uint64_t keep_ = 0;        // see server::Cut
+  uint64_t went_on_after_ = 0;
+  bool only_cuts_ = false;
+  bool is_wanted_ = false;
+  bool is_demanded_ = false;
+  bool stops_ = false;
+  Time begun_;  // the last snapshot
+  Time ended_;
+  Time::duration took_{};
+};
+
+}  // namespace muster::server

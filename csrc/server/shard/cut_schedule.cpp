@@ -1,0 +1,31 @@
+#include "server/shard/cut_schedule.h"
+
+#include <utility>
+
+namespace muster::server {
+
+void CutSchedule::configure(std::chrono::milliseconds every, Time now) {
+  every_ = every;
+  begun_ = ended_ = now;
+}
+
+void CutSchedule::begin_at(uint64_t step) { last_ = complete_ = before_ = step; }
+
+void CutSchedule::note_complete(uint64_t step, Time now) {
+  if (step <= complete_) return;
+  before_ = std::exchange(complete_, step);
+  if (step < last_) return;
+  ended_ = now;
+  took_ = ended_ - begun_;
+}
+
+Cut CutSchedule::decide(uint64_t step, Time now) {
+  const bool is_time = now - begun_ >= every_ || (is_wanted_ && now - ended_ >= took_);
+  if (last_ > complete_ || !(is_time || is_demanded_)) return {false, before_};
+  last_ = step;
+  begun_ = now;
+  is_wanted_ = is_demanded_ = false;
+  return {true, before_};
+}
+
+}  // namespace muster::server

@@ -1,0 +1,136 @@
+// The members of a job, as a server knows them: who is there, in which incarnation, and which steps each can push.
+// Logic alone: time is an argument.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "server/protocol/protocol.h"
+
+namespace muster::server {
+
+/// Externally synchronised.
+class Members {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+  using Milliseconds = std::chrono::milliseconds;
+
+  struct Rules {
+    uint32_t workers = 1;  ///< ranks below are awaited from the beginning
+    Milliseconds heartbeat{5'000};
+    Milliseconds timeout{600'000};  ///< for awaited ranks that never came
+  };
+
+  /// Nobody is awaited before.
+  void configure(const Rules& rules, Time now);
+
+  /// A job that begins anew: fences all members, whose ranks it returns, and awaits ranks below `rules.workers`.
+  std::vector<uint32_t> begin_anew(const Rules& rules, Time now);
+  /// Those that have joined belong to a job that is over.
+  void forget_joined();
+  uint32_t workers() const noexcept { return rules_.workers; }
+
+  /// The incarnation of a connection of `rank`; for `incarnation` 0 one that is greater than all before, and than
+  /// `life` << 32. A greater one fences the old. Throws Fenced for one that was replaced or declared dead.
+  uint64_t greet(uint32_t rank, uint64_t incarnation, uint64_t life, Time now);
+  /// The incarnation that a rank has, or had; 0: none.
+  uint64_t incarnation(uint32_t rank) const noexcept;
+
+  /// Makes it a member whose first step is `step` + 1. No-op for a member, and for one that has left in good order.
+  /// Throws Fenced as greet does.
+  void join(uint32_t rank, uint64_t incarnation, uint64_t step, Time now);
+  /// It is back, and has what it pushed from the step `first` on.
+  void note_return(uint32_t rank, uint64_t incarnation, uint64_t first);
+  /// Ranks that others expect, and that a restart made this server forget, have a heartbeat's time to show up. Once all
+  /// of them are back, nobody unknown is awaited any more. Others that never came are not awaited.
+  void await(const std::vector<uint32_t>& ranks, Time now);
+
+  /// Throw Fenced as greet does; check_member also InvalidArgument for one that has not joined.
+  void check(uint32_t rank, uint64_t incarnation) const { known(rank, incarnation); }
+  void check_member(uint32_t rank, uint64_t incarnation) const;
+
+  /// A sign of life. Throws Fenced as greet does, but for one that has left in good order.
+  void touch(uint32_t rank, uint64_t incarnation, Time now);
+  void leave(uint32_t rank, uint64_t incarnation);
+  /// Declares dead who was silent for too long; returns their ranks. `since_last`: since the last call. Where that is
+  /// long, this process or its machine stood still, and the time does not count as silence.
+  std::vector<uint32_t> expire(Time now, Time::duration since_last = {});
+
+  /// Live ranks, ascending, awaited ones included.
+  std::vector<uint32_t> live() const;
+  bool has_joined(uint32_t rank) const noexcept;
+  /// Members that gave a sign of life since `since`, ascending.
+  std::vector<uint32_t> present(Time since) const;
+  /// Whether it came, and then left or was declared dead.
+  bool is_gone(uint32_t rank) const noexcept;
+
+  /// Live ranks that may push `step`.
+  std::vector<uint32_t> pushers(uint64_t step) const;
+  /// Whether a rank that has not pushed a step still may. Who was not heard of since a restart may, for a time.
+  bool may_push(uint32_t rank, uint64_t step, Time now) const;
+  bool may_any_push(uint64_t step, Time now) const;
+  /// Whether workers that this server forgot when it started again may still show up.
+  bool awaits_unknown(Time now) const noexcept { return now < unknown_until_; }
+
+  /// Whether one of `ranks` that came in before this worker is live.
+  bool has_senior(uint32_t rank, const std::vector<uint32_t>& ranks) const;
+
+  /// Those that have joined, for a snapshot; and back: they, and workers that are not among them, then have a
+  /// heartbeat's time to show up.
+  struct Record {
+    std::vector<uint32_t> ranks;
+    std::vector<uint64_t> incarnations;
+    std::vector<uint64_t> joined_at;
+    std::vector<uint8_t> live;
+
+    template <class M, class W>
+    static void visit(M& m, W& w) {
+      w.numbers(m.ranks, kMaxWorkers);
+      w.numbers(m.incarnations, kMaxWorkers);
+      w.numbers(m.joined_at, kMaxWorkers);
+      w.numbers(m.live, kMaxWorkers);
+    }
+  };
+  Record record() const;
+  /// `awaits_all`: ranks below `workers` that are not in it are awaited as from the beginning. Throws CheckpointError
+  /// for a record that no server wrote.
+  void restore(const Record& record, bool awaits_all, Time now);
+
+ private:
+  struct Member {
+    uint64_t incarnation = 0;
+    uint64_t joined_at = 0;
+    uint64_t first = 0;  // it can push steps from here on
+    Time seen{};
+    bool live = false;
+    bool came = false;      // gave a sign of life
+    bool joined = false;    // else awaited
+    bool returned = false;  // see note_return
+    bool dead = false;      // this incarnation was declared dead, or left
+    bool left = false;
+
+    void give_sign(Time now) {
+      seen = now;
+      came = true;
+    }
+  };
+
+  const Member& known(uint32_t rank, uint64_t incarnation) const;
+  Member& known(uint32_t rank, uint64_t incarnation);
+  const Member* find(uint32_t rank) const noexcept;
+  bool has_left(uint32_t rank, uint64_t incarnation) const noexcept;
+
+  Rules rules_;
+  std::map<uint32_t, Member> members_;
+  Time unknown_until_{};
+  std::set<uint32_t> expected_;  // see await
+};
+
+/// "worker 3"
+std::string name_of_worker(uint32_t rank);
+
+}  // namespace muster::server

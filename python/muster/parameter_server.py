@@ -1,0 +1,110 @@
+"""ParameterServerStrategy: workers, and servers that hold the parameters."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Self, Unpack
+
+from torch import Tensor
+
+from muster import _C
+from muster.errors import InvalidArgument
+from muster.options import CommonOptions, options_of, with_options
+from muster.strategy import Strategy
+
+__all__ = ["ParameterServerStrategy"]
+
+
+class ParameterServerStrategy(Strategy):
+    """A process per worker, each with one CPU replica; parameters and optimizer state live on parameter servers.
+
+    The servers are those of the cluster (``MUSTER_SERVERS``, ``muster serve``, ``muster run``), on this host so far;
+    without any the chief hosts one in its process until all workers have left. The optimizer is one of AdamW, Adam, SGD
+    and Adagrad. The first step connects: where the servers hold values already, of a job that was started again, all
+    workers go on from them.
+
+    `staleness` 0 is synchronous: each step is made of all workers' parts, with the bits of MultiWorkerMirroredStrategy,
+    and collectives inside a step work as there. A worker that dies no longer counts after 5 s without a sign of life,
+    and the others go on. With another `staleness` each step is one worker's, which may be so many steps ahead of the
+    slowest live one (None: any number): loss, metrics, buffers and norm are its own, and collectives inside a step see
+    it alone. A server that stays away for `patience` seconds is PeerLost; started again with its snapshots before that,
+    it is as if nothing had happened. While it reads its snapshot it is not away.
+
+    `log_bytes` bounds what a worker keeps of what it pushed, for a server that starts again (None: 256 MiB or eight
+    steps, whichever is more, and at most an eighth of the memory); where it is full, the worker waits for a snapshot.
+    After `heartbeat` seconds without a sign of life a worker, or a server, counts as dead. A job that another launcher
+    started is refused while somebody trains on the servers, unless `takeover` ends theirs.
+
+    Parameters must not be written between steps, and sparse gradients are refused but for a `ShardedEmbedding`'s.
+    Options are those of `StrategyOptions` but fuse, keep_gradients, shard_optimizer and wire.
+    """
+
+    @with_options(CommonOptions)
+    def __init__(
+        self,
+        cluster: _C.Cluster,
+        *,
+        staleness: int | None = 0,
+        log_bytes: int | None = None,
+        patience: float = 5.0,
+        heartbeat: float = 5.0,
+        takeover: bool = False,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        """A worker of the job that `cluster` describes, at most `staleness` steps ahead of the others."""
+        chosen = options_of(options)
+        for name, count in (("staleness", staleness), ("log_bytes", log_bytes)):
+            if not (count is None or (isinstance(count, int) and not isinstance(count, bool))):
+                raise InvalidArgument(f"{name}={count!r}: it must be an int >= 0, or None")
+        servers = _C.ServerOptions(
+            staleness=staleness, log_bytes=log_bytes, patience=patience, heartbeat=heartbeat, takeover=takeover
+        )
+        super().__init__(_C.make_parameter_server(cluster, servers, asdict(chosen)), chosen)
+        self._staleness = staleness
+
+    @property
+    def passes(self) -> _C.Loaders | None:
+        """Servers deal whole batches, or, where the job is synchronous, live workers divide them."""
+        return self._passes.of_core
+
+    def broadcast_state(self, state: Tensor) -> Tensor:
+        """Collective: the chief's `state`. Raises InvalidArgument where this worker joins a running job."""
+        if self._core.joins:
+            raise InvalidArgument(
+                "a worker that joins a running job cannot know how far the generator is that the loader was given; "
+                "leave generator= out, so that the order follows from the job's seed"
+            )
+        return super().broadcast_state(state)
+
+    def any_has_more(self, has_more: bool) -> bool:
+        """Whether `has_more` is true on a worker that steps with this one: with a staleness on this one alone."""
+        return has_more if self._staleness != 0 else super().any_has_more(has_more)
+
+    @classmethod
+    @with_options(CommonOptions)
+    def from_env(
+        cls,
+        *,
+        staleness: int | None = 0,
+        log_bytes: int | None = None,
+        patience: float = 5.0,
+        heartbeat: float = 5.0,
+        takeover: bool = False,
+        **options: Unpack[CommonOptions],
+    ) -> Self:
+        """The job that torchrun's, Slurm's or Open MPI's variables and MUSTER_SERVERS describe; a world of one without
+        a launcher. `staleness`, `log_bytes`, `patience`, `heartbeat` and `takeover` as of the class."""
+        return cls(
+            _C.Cluster.from_env(),
+            staleness=staleness,
+            log_bytes=log_bytes,
+            patience=patience,
+            heartbeat=heartbeat,
+            takeover=takeover,
+            **options,
+        )
+
+    @property
+    def staleness(self) -> int | None:
+        """Steps that a worker may be ahead of the slowest live one; None: any number."""
+        return self._staleness

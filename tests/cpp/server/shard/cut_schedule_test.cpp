@@ -1,0 +1,43 @@
+#include "server/shard/cut_schedule.h"
+
+#include "cpp/catch.h"
+
+using namespace muster::server;
+using std::chrono::milliseconds;
+
+namespace {
+
+CutSchedule::Time after(int ms) { return CutSchedule::Time{} + milliseconds(ms); }
+
+}  // namespace
+
+TEST_CASE("steps are cut as often as it is said, and no cut begins before all have the last one", "[server]") {
+  CutSchedule schedule;
+  schedule.configure(milliseconds(100), after(0));
+  CHECK((schedule.decide(1, after(99)) == Cut{false, 0}));
+  CHECK((schedule.decide(2, after(100)) == Cut{true, 0}));
+  CHECK_FALSE(schedule.decide(3, after(500)).is_due);
+  schedule.note_complete(1, after(500));
+  CHECK_FALSE(schedule.decide(4, after(500)).is_due);
+  schedule.note_complete(2, after(510));
+  CHECK((schedule.decide(5, after(510)) == Cut{true, 1}));
+  schedule.note_complete(5, after(600));
+  CHECK((schedule.decide(6, after(601)) == Cut{false, 2}));  // what is before the last cut that all have may go
+}
+
+TEST_CASE("a cut that is wanted waits as long as the last one took, one that is demanded does not", "[server]") {
+  CutSchedule schedule;
+  schedule.configure(milliseconds(1'000'000), after(0));
+  schedule.want();
+  CHECK(schedule.decide(1, after(1)).is_due);
+  schedule.note_complete(1, after(41));
+  schedule.want();
+  CHECK_FALSE(schedule.decide(2, after(80)).is_due);
+  CHECK(schedule.decide(3, after(81)).is_due);
+  schedule.demand();
+  CHECK_FALSE(schedule.decide(4, after(82)).is_due);  // the one under way will do
+  schedule.note_complete(3, after(100));
+  CHECK(schedule.decide(5, after(100)).is_due);
+  schedule.begin_at(7);
+  CHECK((schedule.decide(8, after(101)) == Cut{false, 7}));
+}
