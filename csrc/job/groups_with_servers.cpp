@@ -27,9 +27,24 @@ ServerJob servers_of(const Cluster& cluster, const ServerOptions& server_options
   return job;
 }
 
+server::Standing ask_server(const ServerJob& job, size_t server) {
+  const auto patience = std::chrono::milliseconds(static_cast<int64_t>(job.options.patience * 1000));
+  if (auto standing = server::inquire(job.channels[server], patience)) return *std::move(standing);
+  throw PeerLost(-1, server::name_of_server(server, job.channels[server]) +
+                         " does not answer; start it (muster serve), or look at its log. MUSTER_SERVERS names it");
+}
+
+// The id of the last job that any server knows of: one that came back may have forgotten it.
+uint64_t last_job(const ServerJob& job) {
+  uint64_t last = 0;
+  for (size_t s = 0; s < job.channels.size(); ++s) last = std::max(last, ask_server(job, s).job);
+  return last;
+}
+
 // Gives the job its id and, where the cluster names no server, one that the chief's process hosts. Collective.
-void begin_job(ServerJob& job, const server::Standing& before, const Cluster& cluster, comm::Communicator& workers) {
-  job.id = static_cast<uint64_t>(broadcast_number(workers, static_cast<int64_t>(before.job + 1)));
+void begin_job(ServerJob& job, const Cluster& cluster, comm::Communicator& workers) {
+  const uint64_t id = cluster.rank == 0 ? last_job(job) + 1 : 0;
+  job.id = static_cast<uint64_t>(broadcast_number(workers, static_cast<int64_t>(id)));
   job.token = exchange_texts(workers, cluster.job.empty() ? net::random_name() : cluster.job).front();
   if (!job.channels.empty()) return;
   std::string name;
@@ -50,12 +65,7 @@ bool is_running(const server::Standing& standing, int rank) {
 // What server 0 says. A worker that was killed is present for a moment longer: who is there is asked twice.
 server::Standing standing_of(const Cluster& cluster, const ServerJob& job) {
   constexpr std::chrono::milliseconds kMoment{1'600};
-  const auto patience = std::chrono::milliseconds(static_cast<int64_t>(job.options.patience * 1000));
-  const auto ask = [&] {
-    if (auto standing = server::inquire(job.channels.front(), patience)) return *std::move(standing);
-    throw PeerLost(-1, "parameter server 0 (" + cluster.servers.front() +
-                           ") does not answer; start it (muster serve), or look at its log. MUSTER_SERVERS names it");
-  };
+  const auto ask = [&] { return ask_server(job, 0); };
   auto standing = ask();
   if (!is_running(standing, cluster.rank)) return standing;
   const auto until = std::chrono::steady_clock::now() + kMoment;
@@ -119,7 +129,7 @@ Groups groups_with_servers(const Cluster& cluster, const ServerOptions& server_o
       if (steps_together) groups.step = mesh->make_group("step");
     }
     job.facts.options = words;
-    begin_job(job, standing, cluster, *groups.workers);
+    begin_job(job, cluster, *groups.workers);
   }
   const size_t count = job.channels.size();
   groups.backend = cluster.servers.empty()

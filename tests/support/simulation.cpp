@@ -208,6 +208,8 @@ class World final : public Waiting, public Timekeeper, public std::enable_shared
   void kill_life(Life& life);
   void resume(Life& life);
   void start_job();
+  void run(Life& life, std::function<void()> program);
+  ClientConfig config_of(Life& life, bool joins);
   void work(Life& life, bool joins);
   void make_step(Life& life, ServerClient& client, uint64_t step);
   std::vector<Life*> alive();
@@ -314,10 +316,14 @@ void World::start_life(uint32_t rank, uint64_t job, bool joins) {
   life.until = now_;
   say("worker " + std::to_string(rank) + " begins life " + std::to_string(life.number) + (joins ? " and joins" : "") +
       " job " + std::to_string(job));
-  life.thread = std::thread([this, &life, joins] {
+  run(life, [this, &life, joins] { work(life, joins); });
+}
+
+void World::run(Life& life, std::function<void()> program) {
+  life.thread = std::thread([this, &life, program = std::move(program)] {
     life.turn.acquire();
     try {
-      work(life, joins);
+      program();
     } catch (const Killed&) {
       life.error = "killed";
     } catch (const std::exception& error) {
@@ -439,7 +445,7 @@ void World::make_step(Life& life, ServerClient& client, uint64_t step) {
   life.durable = client.durable();
 }
 
-void World::work(Life& life, bool joins) {
+ClientConfig World::config_of(Life& life, bool joins) {
   ClientConfig config;
   for (size_t s = 0; s < servers_.size(); ++s) config.servers.push_back(std::to_string(s));
   config.rank = life.rank;
@@ -449,9 +455,14 @@ void World::work(Life& life, bool joins) {
   config.joins = joins;
   config.lanes = 1;
   config.shares_memory = false;
+  config.surroundings = std::make_shared<WorkerSurroundings>(*this, life);
+  return config;
+}
+
+void World::work(Life& life, bool joins) {
+  auto config = config_of(life, joins);
   config.log_bytes = (2 + pick(8)) * 4 * 64 * sizeof(float);
   config.patience = kPatience;
-  config.surroundings = std::make_shared<WorkerSurroundings>(*this, life);
   ServerClient client(config);
   if (life.rank == 0 && !client.is_started()) {
     for (uint32_t c = 0; c < client.chunks().size(); ++c) {
@@ -632,47 +643,28 @@ bool World::act() {
 
 std::vector<std::vector<float>> World::read_values() {
   std::vector<std::vector<float>> values;
-  std::string error;
   auto& life = *lives_.emplace_back(std::make_unique<Life>());
   life.rank = 63;
   life.number = lives_.size() - 1;
   life.job = job_;
   life.until = now_;
-  life.thread = std::thread([&] {
-    life.turn.acquire();
-    try {
-      ClientConfig config;
-      for (size_t s = 0; s < servers_.size(); ++s) config.servers.push_back(std::to_string(s));
-      config.rank = life.rank;
-      config.plan = plan_;
-      config.job = job_;
-      config.token = "simulated";
-      config.joins = true;
-      config.lanes = 1;
-      config.shares_memory = false;
-      config.surroundings = std::make_shared<WorkerSurroundings>(*this, life);
-      ServerClient client(config);
-      client.join();
-      std::vector<std::vector<std::byte>> memory;
-      std::vector<std::byte*> to;
-      for (uint32_t c = 0; c < client.chunks().size(); ++c) {
-        memory.emplace_back(client.part_bytes(c, Part::parameter));
-        to.push_back(memory.back().data());
-      }
-      client.read(Part::parameter, 0, to);
-      for (uint32_t c = 0; c < client.chunks().size(); ++c) {
-        for (const auto& piece : client.chunks()[c].pieces) {
-          auto& of_piece = values.emplace_back(static_cast<size_t>(piece.run.count));
-          std::memcpy(of_piece.data(), memory[c].data() + piece.offset * 4, of_piece.size() * 4);
-        }
-      }
-      client.leave();
-    } catch (const std::exception& failed) {
-      error = failed.what();
+  run(life, [&] {
+    ServerClient client(config_of(life, /*joins=*/true));
+    client.join();
+    std::vector<std::vector<std::byte>> memory;
+    std::vector<std::byte*> to;
+    for (uint32_t c = 0; c < client.chunks().size(); ++c) {
+      memory.emplace_back(client.part_bytes(c, Part::parameter));
+      to.push_back(memory.back().data());
     }
-    life.is_over = true;
-    running_ = nullptr;
-    scheduler_.release();
+    client.read(Part::parameter, 0, to);
+    for (uint32_t c = 0; c < client.chunks().size(); ++c) {
+      for (const auto& piece : client.chunks()[c].pieces) {
+        auto& of_piece = values.emplace_back(static_cast<size_t>(piece.run.count));
+        std::memcpy(of_piece.data(), memory[c].data() + piece.offset * 4, of_piece.size() * 4);
+      }
+    }
+    client.leave();
   });
   const auto limit = now_ + kEnd;
   while (!life.is_over && now_ < limit) {
@@ -686,7 +678,7 @@ std::vector<std::vector<float>> World::read_values() {
     kill_life(life);
     fail("who reads the values waits for ever");
   }
-  if (!error.empty()) fail("the values cannot be read: " + error);
+  if (!life.error.empty()) fail("the values cannot be read: " + life.error);
   return values;
 }
 

@@ -57,6 +57,10 @@ std::string address_of(const std::string& channel) {
   return is_port ? "localhost:" + port : channel;
 }
 
+std::string name_of_server(size_t index, const std::string& channel) {
+  return "parameter server " + std::to_string(index) + " (" + address_of(channel) + ")";
+}
+
 std::string free_address() {
   std::random_device random;
   std::uniform_int_distribution<int> ports(kFirstPort, kLastPort);

@@ -40,9 +40,11 @@ void ServerCore::check_step(uint64_t step) {
 void ServerCore::greet(Session& session, const Hello& hello) {
   Welcome welcome{life_, 0};
   std::shared_ptr<Shard> shard;
+  uint64_t before = 0;
   {
     const Lock lock(mutex_);
     check_free(hello);
+    before = quorum_.members().incarnation(hello.rank);
     welcome.incarnation = quorum_.greet(hello.rank, hello.incarnation, life_, time_.now());
     if (hello.incarnation == 0) dealer_.take_back(hello.rank);
     session.rank = hello.rank;
@@ -58,7 +60,8 @@ void ServerCore::greet(Session& session, const Hello& hello) {
     changed_.notify_all();
   }
   if (shard) {
-    shard->drop_pushes(session.rank, session.incarnation - 1);
+    // Else nothing is to be dropped, and the connection does not wait for a step.
+    if (before != 0 && before < welcome.incarnation) shard->drop_pushes(hello.rank, before);
     shard->wake();
   }
   reply(session, welcome);

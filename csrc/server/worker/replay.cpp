@@ -9,8 +9,7 @@
 namespace muster::server {
 
 void lose(const ClientConfig& config, size_t server, const std::string& why) {
-  throw PeerLost(-1, "parameter server " + std::to_string(server) + " (" + address_of(config.servers[server]) +
-                         ") is gone: " + why +
+  throw PeerLost(-1, name_of_server(server, config.servers[server]) + " is gone: " + why +
                          ". Look at its log; if it keeps snapshots, start it again with them to go on");
 }
 
@@ -58,9 +57,9 @@ void Replay::resend(size_t server, Link& link, uint64_t joined_at, const std::fu
     const uint64_t least = *std::min_element(recalled.steps.begin(), recalled.steps.end());
     const uint64_t first = log_.first_step();
     if (std::max(least, joined_at) + 1 < first) {
-      throw CheckpointError("parameter server " + std::to_string(server) + " (" + address_of(config_.servers[server]) +
-                            ") goes on after this worker's step " + std::to_string(least) +
-                            ", and nobody has what it pushed up to step " + std::to_string(first - 1) +
+      throw CheckpointError(name_of_server(server, config_.servers[server]) + " goes on after this worker's step " +
+                            std::to_string(least) + ", and nobody has what it pushed up to step " +
+                            std::to_string(first - 1) +
                             " any more: the newest snapshot is damaged, or was taken away. Start all workers again to "
                             "go on without these steps");
     }

@@ -34,9 +34,7 @@ Requests::Requests(const ClientConfig& config, Replay& replay, std::shared_ptr<n
   if (config_.rank == kChief || config_.joins) check_started();
 }
 
-std::string Requests::name_of(size_t server) const {
-  return "parameter server " + std::to_string(server) + " (" + address_of(config_.servers[server]) + ")";
-}
+std::string Requests::name_of(size_t server) const { return name_of_server(server, config_.servers[server]); }
 
 void Requests::check_started() const {
   const auto is_started = [](const Configured& server) { return server.started; };
