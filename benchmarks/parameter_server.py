@@ -1,13 +1,17 @@
 """A push and a pull of all parameters, and a small round trip: parameter servers against torch.distributed.rpc.
 
 One worker and its servers are processes of this host. A push and pull sends 64 MB of gradients and gets 64 MB of
-parameters back: by rpc_sync in one call, and by as many rpc_async calls of 4 MB at once; by Muster over a Unix socket
-and with memory that both ends share, in chunks of 1 MB, as a worker that steps on its own sends a step that is dropped.
-A step does plain SGD with the gradients in between, where workers step together and where they step on their own. A
-round trip asks for 4 KB of parameters. All columns take turns; what is kept are quartiles over rounds.
+parameters back: by memcpy from one memory of this process to another and back, by rpc_sync in one call, and by as many
+rpc_async calls of 4 MB at once; by Muster over a Unix socket and with memory that both ends share, in chunks of 1 MB,
+as a worker that steps on its own sends a step that is dropped. A step does plain SGD with the gradients in between,
+where workers step together and where they step on their own. A round trip asks for 4 KB of parameters. All columns take
+turns; what is kept are quartiles over rounds.
 
 Uneven workers: 4 workers whose computation is a sleep, five times as long on a random fifth of their steps, or always
 for one of them; steps a second of all of them, synchronous and not.
+
+Decisions: how long a server takes to agree with up to 800 workers on a step. One process speaks for all workers, over a
+connection each, and pushes no gradients.
 
     python benchmarks/parameter_server.py --out benchmarks/results
 """
@@ -40,6 +44,7 @@ RATE = 0.1
 WORKERS = 4
 COMPUTED = 4e-3  # seconds of a worker's computation
 SLOWED = 5
+MANY = (50, 200, 400, 800)  # workers that agree
 
 _parameters: dict[str, torch.Tensor] = {}  # of rpc's server
 
@@ -108,6 +113,15 @@ class Jobs:
             ready.wait(60)
         return server.Probe(names, nbytes // 4, shares_memory=shares_memory, staleness=staleness)
 
+    def memcpy(self) -> Column:
+        here, there, back = (torch.zeros(PUSHED // 4) for _ in range(3))
+
+        def column() -> None:
+            there.copy_(here)
+            back.copy_(there)
+
+        return column
+
     def rpc_whole(self, request: Any) -> Column:
         rpc.rpc_sync("server", hold, ("whole", PUSHED // 4))
         gradient = torch.zeros(PUSHED // 4)
@@ -128,6 +142,18 @@ class Jobs:
     def rpc_small(self) -> Column:
         rpc.rpc_sync("server", hold, ("small", SMALL // 4))
         return lambda: rpc.rpc_sync("server", read, ("small",))
+
+    def decisions(self, workers: int, rounds: int) -> list[float]:
+        """Milliseconds of a decision, quartiles."""
+        name = f"muster-benchmark-{os.getpid()}-decisions-{workers}"
+        ready, stop = self.context.Event(), self.context.Event()
+        self.start(serve, name, ready, stop)
+        ready.wait(60)
+        raw = server.RawWorkers(name, workers)
+        raw.time_decisions(3)
+        found = quartiles([raw.time_decisions(1) * 1e3 for _ in range(rounds)])
+        stop.set()
+        return found
 
     def uneven(self, staleness: int | None, steps: int, *, always: bool) -> float:
         """Steps a second of a worker, in the mean over all, until the first one has made its own."""
@@ -202,6 +228,7 @@ def main(rounds: Annotated[int, typer.Option(help="Rounds of turns.")] = 30, out
         "push_pull": (
             PUSHED,
             {
+                "memcpy": jobs.memcpy(),
                 "rpc, one call": jobs.rpc_whole(exchange),
                 "rpc, 4 MB calls": jobs.rpc_pieces(exchange),
                 "muster, Unix socket": lambda: over_socket.time_exchanges(1),
@@ -229,10 +256,11 @@ def main(rounds: Annotated[int, typer.Option(help="Rounds of turns.")] = 30, out
     measured = {}
     for name, (nbytes, columns) in tasks.items():
         times = take_turns(columns, rounds, repeats=100 if nbytes == SMALL else 3)
-        baselines = [column for column in columns if column.startswith("rpc")]
+        baselines = [column for column in columns if not column.startswith("muster")]
         measured[name] = {"bytes": nbytes, "columns": summary(times, baselines)}
     result = record("parameter_server", rounds=rounds, **measured)
     result["uneven"] = uneven(jobs, max(1, rounds // 6))
+    result["decisions"] = {str(workers): {"ms": jobs.decisions(workers, rounds)} for workers in MANY}
     for probe in [over_socket, shared, two, together, *small.values()]:
         probe.leave()
     jobs.end()
@@ -243,6 +271,8 @@ def main(rounds: Annotated[int, typer.Option(help="Rounds of turns.")] = 30, out
             print(f"{name:10} {column:34} {found['ms'][1]:9.3f} ms  {over}")
     for name, found in result["uneven"].items():
         print(f"{name}: {found['over synchronous'][1]:.2f}x the synchronous run's steps")
+    for workers, decision in result["decisions"].items():
+        print(f"{workers} workers: a decision in {decision['ms'][1]:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ void bind_checkpoint(pybind11::module_& m);
 
 /// A worker of one parameter, in the submodule _server that bind_server has made.
 void bind_server_probe(pybind11::module_& m);
+void bind_raw_workers_probe(pybind11::module_& m);
 
 /// Kernels over tensors, in the submodule kernels.
 void bind_kernels(pybind11::module_& m);

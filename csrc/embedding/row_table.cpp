@@ -20,6 +20,7 @@ namespace {
 
 constexpr size_t kSlabBytes = size_t{4} << 20;
 constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kSlabsOfOrdinaryPages = 4;  // a table's first
 constexpr size_t kCacheLine = 64;
 // Rows whose memory is on its way at the same time.
 constexpr size_t kBatch = 32;
@@ -73,15 +74,15 @@ int64_t checked_state_width(const RowOptimizer& optimizer, int64_t dim) {
 
 }  // namespace
 
-// Values of all its rows, then their states: a pull touches values alone. On huge pages where there are any, since rows
-// are read at random.
+// Values of all its rows, then their states: a pull touches values alone. Those of large tables are on huge pages where
+// there are any, since rows are read at random.
 class RowTable::Slab {
  public:
-  explicit Slab(size_t floats) {
+  Slab(size_t floats, bool is_of_large_table) {
     const size_t bytes = (floats * sizeof(float) + kHugePage - 1) / kHugePage * kHugePage;
     data_.reset(static_cast<float*>(std::aligned_alloc(kHugePage, bytes)));
     if (!data_) throw std::bad_alloc();
-    ::madvise(data_.get(), bytes, MADV_HUGEPAGE);
+    ::madvise(data_.get(), bytes, is_of_large_table ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
   }
 
   float* data() const noexcept { return data_.get(); }
@@ -134,7 +135,8 @@ RowTable::Row RowTable::at(int64_t place) const noexcept {
 RowTable::Row RowTable::insert(int64_t row) {
   const int64_t before = index_.size();
   if ((before >> slab_bits_) == static_cast<int64_t>(slabs_.size())) {
-    slabs_.emplace_back(static_cast<size_t>(dim_ + state_width_) << slab_bits_);
+    // A huge page takes memory as a whole: of a small table, or a stripe, most of it would have no rows.
+    slabs_.emplace_back(static_cast<size_t>(dim_ + state_width_) << slab_bits_, slabs_.size() >= kSlabsOfOrdinaryPages);
   }
   const int64_t place = index_.insert(row);
   const Row found = at(place);
@@ -152,6 +154,7 @@ void RowTable::pull(std::span<const int64_t> rows, std::span<float> values) cons
   check_rows(rows);
   const auto dim = static_cast<size_t>(dim_);
   std::array<const float*, kBatch> sources{};
+  for (size_t i = 0; i < std::min(kBatch, rows.size()); ++i) index_.prefetch(rows[i]);
   for (size_t begin = 0; begin < rows.size(); begin += kBatch) {
     const size_t end = std::min(begin + kBatch, rows.size());
     for (size_t i = end; i < std::min(end + kBatch, rows.size()); ++i) index_.prefetch(rows[i]);
@@ -187,6 +190,7 @@ void RowTable::push(std::span<const int64_t> rows, std::span<const float> gradie
   const size_t states = (static_cast<size_t>(state_width_) + dim - 1) / dim;
   const auto count = static_cast<float>(step);
   std::array<kernels::StepSegment, kBatch> segments{};
+  for (size_t i = 0; i < std::min(kBatch, rows.size()); ++i) index_.prefetch(rows[i]);
   for (size_t begin = 0; begin < rows.size(); begin += kBatch) {
     const size_t end = std::min(begin + kBatch, rows.size());
     for (size_t i = end; i < std::min(end + kBatch, rows.size()); ++i) index_.prefetch(rows[i]);

@@ -216,15 +216,13 @@ bool OwnerReduction::note_changed(size_t p, const at::Tensor& sum) {
   return true;
 }
 
-void OwnerReduction::append_partials(size_t p, std::vector<double>& partials) const {
-  const size_t first = partials.size();
-  const Run& last = runs_[p].back();
-  partials.resize(first + kernels::num_tiles(static_cast<size_t>(last.begin + last.count)));
+void OwnerReduction::add_partials(size_t p, double norm_type, kernels::NormSum& sum) const {
   for (size_t r = 0; r < runs_[p].size(); ++r) {
     const auto& owned = runs_[p][r];
     const auto tile = static_cast<size_t>(owned.begin) / kernels::kTile;
-    std::copy_n(partials_of_ranks_[r] + first_tile_[p] + tile, kernels::num_tiles(static_cast<size_t>(owned.count)),
-                partials.data() + first + tile);
+    const auto tiles = kernels::num_tiles(static_cast<size_t>(owned.count));
+    const double* const partials = partials_of_ranks_[r] + first_tile_[p] + tile;
+    for (size_t t = 0; t < tiles; ++t) kernels::add_partial(sum, partials[t], norm_type);
   }
 }
 

@@ -14,6 +14,7 @@
 #include "core/ownership.h"
 #include "gradient/bucket_reduction.h"
 #include "gradient/buckets.h"
+#include "kernels/norm_sum.h"
 
 namespace muster {
 
@@ -53,9 +54,9 @@ class OwnerReduction final : public BucketReduction {
   /// Takes the statistics of this rank's run of a parameter again.
   bool note_changed(size_t parameter, const at::Tensor& sum) override;
 
-  /// Appends the statistics of a parameter's tiles (kernels.h), all ranks', to `partials`: after a collective that
-  /// every rank issued after its reductions were done.
-  void append_partials(size_t parameter, std::vector<double>& partials) const;
+  /// Adds the statistics of a parameter's tiles (kernels.h), all ranks', to `sum`: after a collective that every rank
+  /// issued after its reductions were done.
+  void add_partials(size_t parameter, double norm_type, kernels::NormSum& sum) const;
 
  private:
   struct OwnedSums;

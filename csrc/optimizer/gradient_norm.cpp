@@ -49,26 +49,26 @@ void place_partials(std::vector<kernels::StatsSegment>& segments, double* next) 
 
 }  // namespace
 
-void append_partials(const std::vector<at::Tensor>& sums, double norm_type, std::vector<double>& partials) {
+void add_partials(const std::vector<at::Tensor>& sums, double norm_type, kernels::NormSum& sum) {
   auto segments = segments_of(sums);
-  const size_t first = partials.size();
-  partials.resize(first + count_tiles(segments));
-  place_partials(segments, partials.data() + first);
+  std::vector<double> partials(count_tiles(segments));
+  place_partials(segments, partials.data());
   parallel_grad_stats(segments, norm_type);
+  for (const double partial : partials) kernels::add_partial(sum, partial, norm_type);
 }
 
-void finish_norm(const std::vector<double>& partials, const double* tail, const kernels::WindowOptions& options,
+void finish_norm(const kernels::NormSum& sum, const double* tail, const kernels::WindowOptions& options,
                  kernels::StepScalars& scalars) {
   const double unit = scalars.unit;
-  kernels::finish_window(partials.data(), partials.size(), tail, nullptr, nullptr, 0, options, &scalars, nullptr);
+  kernels::close_scalars(kernels::norm_total(sum), tail, options.loss_scale, options, &scalars);
   scalars.unit = unit;
 }
 
 void take_norm(const std::vector<at::Tensor>& sums, const double* tail, const kernels::WindowOptions& options,
                kernels::StepScalars& scalars) {
-  std::vector<double> partials;
-  append_partials(sums, options.norm_type, partials);
-  finish_norm(partials, tail, options, scalars);
+  kernels::NormSum sum;
+  add_partials(sums, options.norm_type, sum);
+  finish_norm(sum, tail, options, scalars);
   // The square of an fp64 value may overflow, and high powers.
   if (scalars.finite == 0 && std::all_of(sums.begin(), sums.end(), [](const at::Tensor& values) {
         return at::isfinite(dense_values(values)).all().item<bool>();

@@ -8,6 +8,7 @@
 #include "core/plain_memory.h"
 #include "device/segments.h"
 #include "kernels/kernels.h"
+#include "kernels/norm_sum.h"
 
 namespace muster {
 
@@ -23,12 +24,12 @@ inline at::Tensor dense_values(const at::Tensor& gradient) {
 void take_norm(const std::vector<at::Tensor>& sums, const double* tail, const kernels::WindowOptions& options,
                kernels::StepScalars& scalars);
 
-/// take_norm from the sums' statistics: the partials of their tiles, one after the other. What overflows is not finite.
-void finish_norm(const std::vector<double>& partials, const double* tail, const kernels::WindowOptions& options,
+/// take_norm from the partials of the sums' tiles as one. What overflows is not finite.
+void finish_norm(const kernels::NormSum& sum, const double* tail, const kernels::WindowOptions& options,
                  kernels::StepScalars& scalars);
 
-/// Appends the partials of the tiles of `sums`.
-void append_partials(const std::vector<at::Tensor>& sums, double norm_type, std::vector<double>& partials);
+/// Adds the partials of the tiles of `sums`.
+void add_partials(const std::vector<at::Tensor>& sums, double norm_type, kernels::NormSum& sum);
 
 /// take_norm and the rest of kernels::finish_window on a device. Owned by one thread; everything is ordered by its
 /// current stream.

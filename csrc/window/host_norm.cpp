@@ -41,17 +41,17 @@ void take_host_norm(const WindowContext& context, const Tail& tail, double loss_
   const auto window = window_options(context.options, loss_scale);
   const auto& gradients = context.sums;
   if (!gradients.go_to_owners()) return take_norm(gradients.used(tail), tail.data(), window, scalars);
-  std::vector<double> partials;
+  kernels::NormSum sum;
   const auto& engine = gradients.engine(0);
   const auto* const counts = tail.counts();
   for (size_t p = 0; p < gradients.trainable().size(); ++p) {
     if (engine.sparse_sum(p).defined()) {
-      append_partials({engine.sparse_sum(p)}, window.norm_type, partials);
+      add_partials({engine.sparse_sum(p)}, window.norm_type, sum);
     } else if (counts[p] > 0) {
-      engine.owners()->append_partials(p, partials);
+      engine.owners()->add_partials(p, window.norm_type, sum);
     }
   }
-  finish_norm(partials, tail.data(), window, scalars);
+  finish_norm(sum, tail.data(), window, scalars);
   if (scalars.finite != 0) return;
   const auto sums = gradients.used(tail);
   // The square of an fp64 value, and high powers.
@@ -85,7 +85,7 @@ void leave_clipped_means(const WindowContext& context, const Tail& tail, double 
   std::vector<Piece> pieces;
   std::vector<double> partials;
   const double norm_type = options.clip_norm_type;
-  double total = 0;
+  kernels::NormSum norm_sum;
   for (size_t p = 0; p < context.sums.trainable().size(); ++p) {
     const auto& parameter = engine.parameters()[p].tensor;
     auto& gradient = parameter.mutable_grad();
@@ -94,11 +94,12 @@ void leave_clipped_means(const WindowContext& context, const Tail& tail, double 
     if (!sum.defined()) continue;
     Piece piece{dense_values(sum), sum};
     divide(piece.values, divisor, norm_type, partials);
-    for (double partial : partials) total = kernels::join_partials(total, partial, norm_type);
+    for (const double partial : partials) kernels::add_partial(norm_sum, partial, norm_type);
     gradient = piece.gradient.scalar_type() == parameter.scalar_type() ? piece.gradient
                                                                        : piece.gradient.to(parameter.scalar_type());
     pieces.push_back(std::move(piece));
   }
+  const double total = kernels::norm_total(norm_sum);
   sums.grad_norm = kernels::norm_root(total, norm_type);
   sums.finite = std::isfinite(total);
   if (!sums.finite) sums.finite = context.sums.are_finite(tail);

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <numeric>
 #include <span>
 #include <utility>
 
@@ -195,33 +194,9 @@ std::vector<std::pair<uint32_t, std::string>> ServerExchange::agree(const at::Te
   std::copy(decision_.numbers.begin(), decision_.numbers.end(), tail.mutable_data_ptr<double>());
   std::vector<std::pair<uint32_t, std::string>> records;
   for (size_t m = 0; m < decision_.members.size(); ++m) {
-    records.emplace_back(decision_.members[m], decision_.records[m]);
+    records.emplace_back(decision_.members[m], decision_.record(m));
   }
   return records;
-}
-
-std::vector<double> ServerExchange::partials(const std::function<bool(size_t parameter)>& is_used) {
-  const auto all = client_.sum(step_ + 1, decision_.members);
-  // Where the tiles of each parameter of the plan begin: chunks have them in order.
-  std::vector<size_t> tiles(values_.size() + 1);
-  for (const auto& chunk : client_.chunks()) {
-    for (const auto& piece : chunk.pieces) {
-      tiles[static_cast<size_t>(piece.parameter) + 1] += kernels::num_tiles(static_cast<size_t>(piece.run.count));
-    }
-  }
-  std::partial_sum(tiles.begin(), tiles.end(), tiles.begin());
-  std::vector<double> used;
-  for (size_t p = 0; p < places_.size(); ++p) {
-    if (!is_used(p)) continue;
-    const size_t i = places_[p].index;
-    if (places_[p].is_table) {
-      used.insert(used.end(), all.tables[i].begin(), all.tables[i].end());
-    } else {
-      const auto first = all.chunks.begin();
-      used.insert(used.end(), first + static_cast<ptrdiff_t>(tiles[i]), first + static_cast<ptrdiff_t>(tiles[i + 1]));
-    }
-  }
-  return used;
 }
 
 server::Apply ServerExchange::command(const kernels::StepScalars& scalars) const {

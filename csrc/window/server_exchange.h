@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -76,9 +75,9 @@ class ServerExchange {
   /// communicate among themselves then.
   bool has_lost() const noexcept { return has_lost_; }
 
-  /// Partials by tile (kernels::grad_stats) of the sums over workers, of the parameters that are used, in order. Only
-  /// in a synchronous job, after agree().
-  std::vector<double> partials(const std::function<bool(size_t parameter)>& is_used);
+  /// The partials of the sums over workers as one; parameters that nobody used were given as zeros, which add nothing.
+  /// Only in a synchronous job, after agree().
+  kernels::NormSum norm_sum() { return client_.sum(step_ + 1, decision_.members); }
 
   /// Steps on the servers, the parameters but `unused` (ascending), and brings their values here: in a synchronous job
   /// this step's, else the newest; there it waits while this worker is too far ahead.

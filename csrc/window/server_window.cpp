@@ -208,8 +208,7 @@ void ServerWindow::finish(const Tail& tail, bool /*fused*/, WindowSums& sums) {
   auto& scalars = numbers_.scalars();
   const auto loss_scale = numbers_.scale().on_host();
   if (exchange_->is_synchronous()) {
-    const auto partials = exchange_->partials([&](size_t p) { return is_used(tail, p); });
-    finish_norm(partials, tail.data(), window_options(context_.options, loss_scale), scalars);
+    finish_norm(exchange_->norm_sum(), tail.data(), window_options(context_.options, loss_scale), scalars);
   } else {
     take_host_norm(context_, tail, loss_scale, scalars);
   }

@@ -95,10 +95,6 @@ void try_message(uint16_t type, std::string_view bytes) {
       return try_as<FetchRows>(bytes);
     case FetchedRows::kType:
       return try_as<FetchedRows>(bytes);
-    case SumRows::kType:
-      return try_as<SumRows>(bytes);
-    case RowPartials::kType:
-      return try_as<RowPartials>(bytes);
     default:
       return try_as<Quorum::Record>(bytes);
   }

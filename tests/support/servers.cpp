@@ -54,24 +54,6 @@ kernels::WindowOptions window_options(double clip_norm) {
   return options;
 }
 
-// By parameter and tile, in registration order, without what nobody uses.
-std::vector<double> used_partials(const std::vector<Chunk>& chunks, const std::vector<double>& partials,
-                                  uint32_t skipped) {
-  std::vector<double> used;
-  size_t at = 0;
-  for (const auto& chunk : chunks) {
-    for (const auto& piece : chunk.pieces) {
-      const size_t tiles = kernels::num_tiles(static_cast<size_t>(piece.run.count));
-      if (piece.parameter != static_cast<int>(skipped)) {
-        used.insert(used.end(), partials.begin() + static_cast<ptrdiff_t>(at),
-                    partials.begin() + static_cast<ptrdiff_t>(at + tiles));
-      }
-      at += tiles;
-    }
-  }
-  return used;
-}
-
 }  // namespace
 
 Plan small_plan(uint32_t servers, uint32_t workers, const FlatGroups& groups) {
@@ -119,6 +101,20 @@ at::Tensor gradient_of(const Plan& plan, size_t p, uint32_t rank, uint64_t step)
       .to(accumulation_dtype(spec.dtype));
 }
 
+at::Tensor sum_of(const Plan& plan, size_t p, uint32_t workers, uint64_t step) {
+  std::vector<at::Tensor> gradients;
+  std::vector<const void*> sources;
+  for (uint32_t r = 0; r < workers; ++r) {
+    gradients.push_back(gradient_of(plan, p, r, step));
+    sources.push_back(gradients.back().const_data_ptr());
+  }
+  const auto sum = at::empty_like(gradients.front());
+  void* destination = sum.mutable_data_ptr();
+  kernels::tree_reduce(kernel_dtype(sum.scalar_type()), kernels::Reduction::sum, sources.data(),
+                       static_cast<int>(workers), &destination, 1, static_cast<size_t>(sum.numel()));
+  return sum;
+}
+
 double weight_of(uint32_t rank) { return 3.0 + rank; }
 
 Worker::Worker(ClientConfig config) : plan(config.plan), rank(config.rank), client(std::move(config)) {
@@ -144,9 +140,15 @@ uint64_t Worker::join() {
 }
 
 void Worker::push(uint64_t step) {
+  push_chunks(step);
+  for (uint32_t t = 0; t < plan.tables.size(); ++t) client.rows().push(step, t, {}, {});
+}
+
+void Worker::push_chunks(uint64_t step) {
   pushed_ = std::make_shared<std::vector<at::Tensor>>();
   auto& gradients = *pushed_;
   for (size_t p = 0; p < plan.parameters.size(); ++p) gradients.push_back(gradient_of(plan, p, rank, step + shift));
+  if (skipped_parameter < gradients.size()) gradients[skipped_parameter].zero_();
   static constexpr std::byte kGap[64]{};
   for (uint32_t c = 0; c < client.chunks().size(); ++c) {
     const auto& chunk = client.chunks()[c];
@@ -162,7 +164,6 @@ void Worker::push(uint64_t step) {
     if (chunk.numel > end) pieces.emplace_back(kGap, static_cast<size_t>((chunk.numel - end) * size));
     client.push(step, c, pieces, step % 3 == 0 ? nullptr : pushed_);
   }
-  for (uint32_t t = 0; t < plan.tables.size(); ++t) client.rows().push(step, t, {}, {});
 }
 
 void Worker::step(uint64_t step, double clip_norm, const FlatGroups* groups) {
@@ -170,14 +171,13 @@ void Worker::step(uint64_t step, double clip_norm, const FlatGroups* groups) {
   client.flush();
   decision = client.commit(step, {weight_of(rank), 0, 1, 0, 0, 0, 1, 0});
   spoil_pushed();
-  const auto partials = used_partials(client.chunks(), client.sum(step, decision.members).chunks, skipped_parameter);
   Apply command;
   command.step = step;
   command.members = decision.members;
   command.groups = groups == nullptr ? plan.groups : *groups;
   if (skipped_parameter < plan.parameters.size()) command.unused = {skipped_parameter};
   command.scalars = plain_scalars();
-  finish_norm(partials, decision.numbers.data(), window_options(clip_norm), command.scalars);
+  finish_norm(client.sum(step, decision.members), decision.numbers.data(), window_options(clip_norm), command.scalars);
   norm = command.scalars.norm;
   if (step % 2 == 0) {
     client.apply(command);
@@ -230,16 +230,7 @@ std::vector<at::Tensor> reference(const Plan& plan, uint32_t workers, uint64_t s
     std::vector<at::Tensor> used;
     for (size_t p = 0; p < parameters.size(); ++p) {
       if (p == skipped_parameter) continue;
-      std::vector<at::Tensor> gradients;
-      std::vector<const void*> sources;
-      for (uint32_t r = 0; r < workers; ++r) {
-        gradients.push_back(gradient_of(plan, p, r, step));
-        sources.push_back(gradients.back().const_data_ptr());
-      }
-      sums[p].dense = at::empty_like(gradients.front());
-      void* destination = sums[p].dense.mutable_data_ptr();
-      kernels::tree_reduce(kernel_dtype(sums[p].dense.scalar_type()), kernels::Reduction::sum, sources.data(),
-                           static_cast<int>(workers), &destination, 1, static_cast<size_t>(sums[p].dense.numel()));
+      sums[p].dense = sum_of(plan, p, workers, step);
       used.push_back(sums[p].dense);
     }
     double tail[kernels::kTailFields] = {0, 0, static_cast<double>(workers), 0, 0, 0, static_cast<double>(workers), 0};

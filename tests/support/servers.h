@@ -38,6 +38,8 @@ server::ClientConfig config_of(const std::vector<std::string>& names, uint32_t r
 at::Tensor initial_values(const server::Plan& plan, size_t parameter);
 /// What `rank` adds to the gradient of parameter p in a step, in the accumulation dtype: of weight_of(rank) samples.
 at::Tensor gradient_of(const server::Plan& plan, size_t parameter, uint32_t rank, uint64_t step);
+/// Those of ranks below `workers`, added as servers add them.
+at::Tensor sum_of(const server::Plan& plan, size_t parameter, uint32_t workers, uint64_t step);
 double weight_of(uint32_t rank);
 
 /// A worker, as a strategy drives one.
@@ -46,7 +48,9 @@ struct Worker {
 
   /// The chief writes the values where the servers have none; then joins.
   uint64_t join();
+  /// All that a step needs; tables have no rows.
   void push(uint64_t step);
+  void push_chunks(uint64_t step);
   /// A whole synchronous step.
   void step(uint64_t step, double clip_norm = 0, const FlatGroups* groups = nullptr);
   /// A whole step on its own.
@@ -59,7 +63,7 @@ struct Worker {
   server::ServerClient client;
   server::Decision decision;                // of the last step
   double norm = 0;                          // of the last step
-  uint32_t skipped_parameter = 0xffffffff;  // nobody uses it
+  uint32_t skipped_parameter = 0xffffffff;  // nobody uses it: it is pushed as zeros
   uint64_t shift = 0;                       // its gradients are those of so many steps later
 
  private:

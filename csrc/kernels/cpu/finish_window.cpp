@@ -1,7 +1,7 @@
 #include "kernels/kernels.h"
 
-#include "kernels/cpu/norm_partials.h"
 #include "kernels/loss_math.h"
+#include "kernels/norm_sum.h"
 #include "kernels/step_math.h"
 
 namespace muster::kernels {
@@ -19,9 +19,9 @@ void count_window(const StepScalars& closed, const double* used, float* steps, s
 void finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,
                    size_t num_parameters, const WindowOptions& options, StepScalars* scalars, LossScaleState* scale,
                    WindowReport* report, uint32_t num_slots) noexcept {
-  const double sum =
-      join_in_lanes<kPartialLanes>(num_partials, options.norm_type, [=](size_t i) { return partials[i]; });
-  close_scalars(sum, tail, loss_scale_of(scale, options.loss_scale), options, scalars);
+  NormSum sum;
+  for (size_t i = 0; i < num_partials; ++i) add_partial(sum, partials[i], options.norm_type);
+  close_scalars(norm_total(sum), tail, loss_scale_of(scale, options.loss_scale), options, scalars);
   count_window(*scalars, used, steps, num_parameters, options, scale);
   if (report == nullptr) return;
   report_closed(tail, *scalars, loss_scale_of(scale, options.loss_scale), report);

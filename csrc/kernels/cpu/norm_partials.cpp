@@ -2,13 +2,24 @@
 
 #include <algorithm>
 
+#include "kernels/step_math.h"
+
 namespace muster::kernels {
 namespace {
 
 template <class T>
 double tile_partial(const T* values, size_t n, double norm_type) noexcept {
-  return join_in_lanes<kLanes>(n, norm_type,
-                               [=](size_t i) { return norm_term(static_cast<double>(values[i]), norm_type); });
+  double lanes[kLanes] = {};
+  for (size_t i = 0; i < n; ++i) {
+    double& lane = lanes[i % kLanes];
+    lane = join_partials(lane, norm_term(static_cast<double>(values[i]), norm_type), norm_type);
+  }
+  for (size_t half = kLanes / 2; half > 0; half /= 2) {
+    for (size_t lane = 0; lane < half; ++lane) {
+      lanes[lane] = join_partials(lanes[lane], lanes[lane + half], norm_type);
+    }
+  }
+  return lanes[0];
 }
 
 template <class T>

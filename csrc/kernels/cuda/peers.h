@@ -8,7 +8,7 @@
 namespace muster::kernels::cuda {
 
 inline constexpr unsigned kPeerThreads = 256;
-static_assert(kPeerThreads == kPartialLanes && kPeerThreads == kStepThreads);
+static_assert(kPeerThreads == kWindowThreads && kPeerThreads == kStepThreads);
 
 // --- barriers ------------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ struct Window {
   uint32_t num_slots;
 };
 
-MUSTER_KERNEL void __launch_bounds__(kPartialLanes) finish_window_kernel(MUSTER_GRID_CONSTANT(Window) w) {
+MUSTER_KERNEL void __launch_bounds__(kWindowThreads) finish_window_kernel(MUSTER_GRID_CONSTANT(Window) w) {
   const StepScalars closed = close_window(w.partials, w.num_partials, w.tail, w.options, w.scalars, w.scale);
   advance_window(closed, w.used, w.steps, w.num_parameters, w.options, w.scalars, w.scale);
   if (w.report == nullptr) return;
@@ -72,7 +72,7 @@ MUSTER_KERNEL void __launch_bounds__(kPartialLanes) finish_window_kernel(MUSTER_
     report_closed(w.tail, closed, MUSTER_MUTATE(report_ignores_the_scale, loss_scale, w.options.loss_scale), w.report);
   }
   const double weight = MUSTER_MUTATE(report_of_a_dropped_weight, closed_weight(w.tail, closed), w.tail[kWeight]);
-  for (uint32_t slot = threadIdx.x; slot < w.num_slots; slot += kPartialLanes) {
+  for (uint32_t slot = threadIdx.x; slot < w.num_slots; slot += kWindowThreads) {
     metrics_of(w.report)[slot] = reported_metric(w.tail, weight, slot);
   }
 }
@@ -103,7 +103,7 @@ Status finish_window(const double* partials, size_t num_partials, const double* 
                      WindowReport* report, uint32_t num_slots, Stream stream) noexcept {
   const Window window{partials, num_partials, tail,  used,   steps,    num_parameters,
                       options,  scalars,      scale, report, num_slots};
-  return launch(finish_window_kernel, {1, kPartialLanes}, stream, window);
+  return launch(finish_window_kernel, {1, kWindowThreads}, stream, window);
 }
 
 Status count_steps(float* steps, const double* used, size_t n, const StepScalars* scalars, Stream stream) noexcept {

@@ -2,9 +2,12 @@
 #pragma once
 
 #include "kernels/cuda/device.h"
+#include "kernels/norm_sum.h"
 #include "kernels/step_math.h"
 
 namespace muster::kernels::cuda {
+
+inline constexpr unsigned kWindowThreads = 256;  // of the block that closes a window
 
 /// Lane 0 receives its warp's partials as one, folded in halves.
 MUSTER_DEVICE double fold_warp(double value, double norm_type) {
@@ -51,28 +54,41 @@ MUSTER_DEVICE double tile_norm(uint32_t n, double norm_type, const Value& value)
   return fold_warp(sum, norm_type);
 }
 
-/// All partials as one, by a block of kPartialLanes; valid in every thread. A barrier must come before the next call.
+/// All partials as one, by a block of kWindowThreads; valid in every thread. A barrier must come before the next call.
 MUSTER_DEVICE double add_partials(const double* partials, uint64_t count, double norm_type) {
-  MUSTER_SHARED double lanes[kPartialLanes];
+  MUSTER_SHARED uint64_t digits[kWindowThreads][NormSum::kDigits];
+  MUSTER_SHARED int32_t tops[kWindowThreads];
+  MUSTER_SHARED double specials[kWindowThreads];
   const unsigned lane = threadIdx.x;
-  double sum = 0;
-  for (uint64_t i = lane; i < count; i += kPartialLanes) sum = join_partials(sum, partials[i], norm_type);
-  lanes[lane] = sum;
+  NormSum own;
+  for (uint64_t i = lane; i < count; i += kWindowThreads) add_partial(own, partials[i], norm_type);
+  const auto share = [&] {
+    for (int i = 0; i < NormSum::kDigits; ++i) digits[lane][i] = own.digits[i];
+    tops[lane] = own.top;
+    specials[lane] = own.special;
+  };
+  share();
   __syncthreads();
-  for (unsigned half = kPartialLanes / 2; half >= kLanes; half /= 2) {
-    if (lane < half) lanes[lane] = join_partials(lanes[lane], lanes[lane + half], norm_type);
+  for (unsigned half = kWindowThreads / 2; half > 0; half /= 2) {
+    if (lane < half) {
+      NormSum other;
+      for (int i = 0; i < NormSum::kDigits; ++i) other.digits[i] = digits[lane + half][i];
+      other.top = tops[lane + half];
+      other.special = specials[lane + half];
+      join_norm_sums(own, other, norm_type);
+      share();
+    }
     MUSTER_MUTATE(sum_drops_a_syncthreads, __syncthreads(), void());
   }
-  sum = fold_warp(lanes[lane % kLanes], norm_type);
+  MUSTER_SHARED double total;
+  if (lane == 0) total = norm_total(own);
   __syncthreads();
-  if (lane == 0) lanes[0] = sum;
-  __syncthreads();
-  return lanes[0];
+  return total;
 }
 
 // --- the end of a window -------------------------------------------------------------------------------------------
 
-/// What finish_window finds, in every thread of a block of kPartialLanes. Changes nothing.
+/// What finish_window finds, in every thread of a block of kWindowThreads. Changes nothing.
 MUSTER_DEVICE StepScalars close_window(const double* partials, uint64_t num_partials, const double* tail,
                                        const WindowOptions& options, const StepScalars* scalars,
                                        const LossScaleState* scale) {

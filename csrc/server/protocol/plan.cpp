@@ -157,6 +157,10 @@ RowSharding sharding_of(const TableSpec& table, const Plan& plan) {
   return {table.placement, table.num_rows, static_cast<int>(plan.servers)};
 }
 
+RowStripes stripes_of(const TableSpec& table, const Plan& plan) {
+  return {(table.num_rows + plan.servers - 1) / plan.servers, table.dim};
+}
+
 std::vector<Chunk> cut_chunks(const Plan& plan) {
   const auto bytes_of = [&](size_t p) {
     return static_cast<int64_t>(c10::elementSize(accumulation_dtype(plan.parameters[p].dtype)));

@@ -12,6 +12,7 @@
 #include "core/ownership.h"
 #include "embedding/row_initialiser.h"
 #include "embedding/row_sharding.h"
+#include "embedding/row_stripes.h"
 #include "embedding/row_table.h"
 #include "optimizer/flat_groups.h"
 
@@ -75,6 +76,8 @@ RowOptimizer row_optimizer_of(const TableSpec& table, const FlatGroups& groups);
 RowTable empty_table(const TableSpec& table, const FlatGroups& groups);
 /// Which server owns which row.
 RowSharding sharding_of(const TableSpec& table, const Plan& plan);
+/// Which stripe of its server a row is in.
+RowStripes stripes_of(const TableSpec& table, const Plan& plan);
 
 /// A run of one parameter within a chunk.
 struct Piece {

@@ -19,12 +19,6 @@ namespace {
 constexpr Part kParts[] = {Part::parameter, Part::state0, Part::state1, Part::state2, Part::master, Part::steps};
 constexpr const char* kPartNames[] = {"parameter", "state0", "state1", "state2", "master", "steps"};
 
-std::string partials_name(const Plan& plan, const Chunk& chunk) {
-  const auto& first = chunk.pieces.front();
-  return "partials/" + plan.parameters[static_cast<size_t>(first.parameter)].name + "/" +
-         std::to_string(first.run.begin);
-}
-
 std::string name_of(const Plan& plan, const Piece& piece, Part part) {
   return std::string(kPartNames[static_cast<size_t>(part)]) + "/" +
          plan.parameters[static_cast<size_t>(piece.parameter)].name + "/" + std::to_string(piece.run.begin);
@@ -43,15 +37,7 @@ class ChunkImage final : public Image {
 }  // namespace
 
 std::unique_ptr<Image> HeldChunk::begin_image() {
-  Image::Facts facts;
   checkpoint::NamedTensors tensors;
-  facts.made = record();
-  if (const auto* const last = made()) {
-    facts.has_sums = true;
-    auto& partials = tensors[partials_name(plan_, chunk_)];
-    partials = at::empty({static_cast<int64_t>(last->partials.size())}, at::kDouble);
-    std::copy(last->partials.begin(), last->partials.end(), partials.mutable_data_ptr<double>());
-  }
   for (size_t i = 0; i < pieces_.size(); ++i) {
     const auto& piece = chunk_.pieces[i];
     for (const auto part : kParts) {
@@ -60,7 +46,7 @@ std::unique_ptr<Image> HeldChunk::begin_image() {
       tensors[name_of(plan_, piece, part)] = tensor.clone();
     }
   }
-  return std::make_unique<ChunkImage>(std::move(facts), std::move(tensors));
+  return std::make_unique<ChunkImage>(facts_of_steps(), std::move(tensors));
 }
 
 bool HeldChunk::restore(const Image::Facts& facts, const checkpoint::NamedTensors& tensors) {
@@ -84,14 +70,7 @@ bool HeldChunk::restore(const Image::Facts& facts, const checkpoint::NamedTensor
       set_part(*optimizer_, pieces_[i], i, part, found->second.view({-1}));
     }
   }
-  Statistics made;
-  const auto partials = tensors.find(partials_name(plan_, chunk_));
-  if (partials != tensors.end() && partials->second.scalar_type() == at::kDouble) {
-    const auto* const first = partials->second.const_data_ptr<double>();
-    made.step = facts.made.steps;
-    made.partials.assign(first, first + partials->second.numel());
-  }
-  HeldSums::restore(facts.made, std::move(made));
+  restore_steps(facts);
   return true;
 }
 

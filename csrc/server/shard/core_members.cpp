@@ -51,6 +51,7 @@ void ServerCore::greet(Session& session, const Hello& hello) {
     session.lane = hello.lane;
     session.token = hello.token;
     session.incarnation = welcome.incarnation;
+    session.greeted = time_.now();
     session.is_known = true;
     for (auto* const other : sessions_) {
       if (other == &session || !other->is_known || other->rank != session.rank) continue;
@@ -73,7 +74,7 @@ void ServerCore::inquire(Session& session) {
   Standing standing;
   {
     const Lock lock(mutex_);
-    standing = {started_, job_.id, present(), job_.facts, job_.token};
+    standing = {started_ && job_.is_settled, job_.id, present(), job_.facts, job_.token};
   }
   reply(session, standing);
 }
@@ -113,10 +114,23 @@ void ServerCore::check_free(const Hello& hello) const {
                  " gives signs of life); give this one servers of its own, or takeover=True to end that one");
 }
 
+// Who joins does not know where the job goes on; who returns to it, or its chief, does.
+void ServerCore::await_job(const Session& session, const Configure& request) {
+  Lock lock(mutex_);
+  const auto deadline = session.greeted + milliseconds(request.plan.heartbeat_ms);
+  const bool is_known = time_.wait_until(lock, changed_, deadline, [&] {
+    return stopping_ || shard_ == nullptr || (job_.id >= request.job && job_.is_settled);
+  });
+  if (is_known) return;
+  throw PeerLost(kChief,
+                 "nobody who knows where the job goes on came to this parameter server; start all workers again");
+}
+
 void ServerCore::configure(Session& session, const Configure& request) {
   request.plan.validate();
   check_memory(request.plan, request.server);
   if (request.server >= request.plan.servers) throw InvalidArgument("a server's index is not below their number");
+  if (request.coming == Configure::Coming::joins) await_job(session, request);
   Configured configured;
   std::shared_ptr<Shard> shard = this->shard();
   std::vector<std::pair<uint32_t, uint64_t>> fenced;  // and their incarnations
@@ -140,9 +154,9 @@ void ServerCore::configure(Session& session, const Configure& request) {
       throw InvalidArgument("this is server " + std::to_string(index_) + ", not " + std::to_string(request.server) +
                             "; give all workers the servers in one order");
     }
-    if (request.goes_on) {
+    if (request.coming == Configure::Coming::returns) {
       take_up_job(session, request);
-    } else if (request.job > job_.id) {
+    } else if (request.coming == Configure::Coming::begins && request.job > job_.id) {
       for (const uint32_t rank : begin_job(session, request)) {
         fenced.emplace_back(rank, quorum_.members().incarnation(rank));
       }
@@ -185,6 +199,7 @@ void ServerCore::start(Session& session) {
   snapshot(kOnce, /*even_if_kept=*/true);
   {
     const Lock lock(mutex_);
+    quorum_.members().check(session.rank, session.incarnation);  // another chief may write meanwhile
     started_ = job_.is_settled = true;
     shard_->commands().open(0);
     changed_.notify_all();
@@ -258,7 +273,10 @@ void ServerCore::join(Session& session, const Join& request, Time deadline) {
     const auto now = time_.now();
     quorum_.join(session.rank, session.incarnation, joined.step, now);
     if (request.returns) {
-      if (index_ == 0) dealer_.put_right(session.rank, request.held, request.finished);
+      if (index_ == 0) {
+        dealer_.put_right(session.rank, request.held, request.finished);
+        quorum_.recall(request.step);
+      }
       quorum_.members().note_return(session.rank, session.incarnation, request.first);
       quorum_.try_to_decide(now);
     }

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <utility>
 
-#include "kernels/kernels.h"
 #include "server/shard/server_core.h"
 
 namespace muster::server {
@@ -69,9 +68,6 @@ bool ServerCore::answer_rows(Session& session, Shard& shard, net::Frame& frame, 
       reply(session, FetchedRows{rows.total, rows.counted}, payload);
       return true;
     }
-    case SumRows::kType:
-      sum_rows(session, tables, decode<SumRows>(frame.message), deadline);
-      return true;
     default:
       return false;
   }
@@ -101,25 +97,6 @@ void ServerCore::pull_rows(Session& session, TableShard& tables, const PullRows&
   const uint64_t steps = tables.pull(request.table, request.at_least, wanted.rows, values, deadline);
   const net::Bytes answer(to, bytes);
   reply(session, Values{request.table, steps}, {&answer, 1});
-}
-
-void ServerCore::sum_rows(Session& session, TableShard& tables, const SumRows& request, Time deadline) {
-  check_members(request.members);
-  const size_t tiles = kernels::num_tiles(tables.value_bytes(request.table) / sizeof(float));
-  RowPartials answer;
-  std::vector<int64_t> rows;
-  std::vector<double> partials;
-  tables.sum(request, deadline, [&](std::span<const int64_t> all_rows, std::span<const double> all_partials) {
-    answer.total = all_rows.size();
-    const size_t first = std::min<uint64_t>(request.first, all_rows.size());
-    const size_t count = std::min(rows_a_part(sizeof(int64_t) + tiles * sizeof(double)), all_rows.size() - first);
-    const auto of_part = all_rows.subspan(first, count);
-    rows.assign(of_part.begin(), of_part.end());
-    const auto of_rows = all_partials.subspan(first * tiles, count * tiles);
-    partials.assign(of_rows.begin(), of_rows.end());
-  });
-  const Bytes payload[] = {bytes_of(rows), bytes_of(partials)};
-  reply(session, answer, payload);
 }
 
 }  // namespace muster::server

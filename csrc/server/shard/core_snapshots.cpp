@@ -52,6 +52,11 @@ void ServerCore::write_cut(const std::shared_ptr<Shard>& shard, CutCollector::Cu
   // After the images: a step that they hold has its batches finished here.
   auto saved = saved_now(*shard);
   saved.images = image.facts();
+  // A job that goes on from this step would take a later one for decided. Those that missed the decision of this one
+  // have committed no later one.
+  if (shard->plan().is_synchronous() && saved.quorum.decision.step > cut.step) {
+    saved.quorum.decision = Decision{.step = cut.step};
+  }
   auto first = tensor_of(saved);
   const auto next = [&] { return first.empty() ? image.next() : std::exchange(first, {}); };
   snapshots_.write({saved.images, next, image.file_bytes()}, cut.step, cut.keep, pause);

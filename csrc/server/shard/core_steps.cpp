@@ -1,5 +1,6 @@
 // What a step is made of, and dealt batches.
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -34,7 +35,7 @@ void ServerCore::write(Session& session, Shard& shard, net::Frame& frame) {
 
 void ServerCore::sum(Session& session, Shard& shard, const Sum& request, Time deadline) {
   check_members(request.members);
-  reply(session, Partials{shard.sum(request.step, request.members, deadline)});
+  reply(session, Partials{shard.sum(session.rank, request.step, request.members, deadline)});
 }
 
 void ServerCore::recall(Session& session, const Decision& decision) {
@@ -95,30 +96,28 @@ void ServerCore::hold(Session& session, Shard& shard, const Push& request, net::
 
 void ServerCore::commit(Session& session, const Commit& request, Time deadline) {
   check_step(request.step);
-  Decision decision;
-  Quorum::Progress progress;
+  std::shared_ptr<const std::string> answer;
+  std::optional<Quorum::Progress> progress;  // of a worker that steps on its own
   {
     Lock lock(mutex_);
     const uint64_t before = quorum_.step_of_joiner();
     quorum_.commit(session.rank, session.incarnation, request, time_.now());
     if (quorum_.step_of_joiner() != before) changed_.notify_all();
-    std::optional<Decision> known;
     time_.wait_until(lock, changed_, deadline, [&] {
       if (stopping_) throw CommError("the parameter server ends; start it again, or end the job");
       quorum_.members().check(session.rank, session.incarnation);
-      known = quorum_.decision(session.rank, request.step);
-      return known.has_value();
+      answer = quorum_.encoded_decision(session.rank, request.step);
+      return answer != nullptr;
     });
-    if (!known) {
+    if (answer == nullptr) {
       throw Timeout("step " + std::to_string(request.step) + " waits for " +
                     quorum_.missing(session.rank, request.step) +
                     "; look at their logs, and raise timeout if they are slow");
     }
-    decision = std::move(*known);
-    progress = quorum_.progress(session.rank);
+    if (!shard_->plan().is_synchronous()) progress = quorum_.progress(session.rank);
   }
-  log(LogLevel::debug, goes_on(session.rank, progress.own, progress.slowest));
-  reply(session, decision);
+  if (progress) log(LogLevel::debug, goes_on(session.rank, progress->own, progress->slowest));
+  session.channel->send(Decision::kType, *answer, {}, reply_deadline());
 }
 
 void ServerCore::apply(Session& session, Shard& shard, const Apply& request, Time deadline) {
@@ -145,7 +144,7 @@ std::shared_ptr<const Apply> ServerCore::await_seniors(const Session& session, S
   // A snapshot may hold the step, but not its command; and where nothing is to be stepped nobody comes again.
   const auto is_made = [&] { return shard.members().empty() || made_by(shard).first >= request.step; };
   Lock lock(mutex_);
-  if (is_made() || !quorum_.members().has_senior(session.rank, request.members)) {
+  if (is_made() || !quorum_.members().has_senior(session.rank, request.members, request.step)) {
     lock.unlock();
     shard.commands().note_command(request);
     lock.lock();
@@ -154,7 +153,7 @@ std::shared_ptr<const Apply> ServerCore::await_seniors(const Session& session, S
   }
   time_.wait_until(lock, changed_, deadline, [&] {
     return stopping_ || is_made() || shard.commands().commanded() >= request.step ||
-           !quorum_.members().has_senior(session.rank, request.members);
+           !quorum_.members().has_senior(session.rank, request.members, request.step);
   });
   return shard.commands().command_of(request.step);
 }

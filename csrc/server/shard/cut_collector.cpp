@@ -9,6 +9,14 @@ namespace {
 
 using std::chrono::seconds;
 
+// Members that have not made its step still know of the cut: what they are part of is given up at once, and destroyed
+// by the caller, without the lock that images end under.
+std::vector<std::unique_ptr<Image>> lose(CutCollector::Cut* cut) {
+  if (cut == nullptr) return {};
+  cut->is_lost = true;
+  return std::exchange(cut->images, {});
+}
+
 }  // namespace
 
 CutCollector::CutCollector(std::chrono::milliseconds every, Timekeeper& time)
@@ -26,6 +34,7 @@ void CutCollector::arm(const std::vector<HeldSums*>& members, const std::shared_
       }
       auto image = member->begin_image();
       const Lock lock(mutex_);
+      if (cut->is_lost) return;
       cut->images[i] = std::move(image);
       if (--cut->missing == 0) changed_.notify_all();
     });
@@ -48,8 +57,13 @@ void CutCollector::begin(const std::vector<HeldSums*>& members, uint64_t step, u
   cut->step = step;
   cut->keep = keep;
   arm(members, cut);
+  std::vector<std::unique_ptr<Image>> lost;
   const Lock lock(mutex_);
-  if (cut->is_lost) return;
+  if (cut->is_lost || stops_) {
+    lost = lose(cut.get());
+    return;
+  }
+  lost = lose(cut_.get());
   cut_ = cut;
   changed_.notify_all();
 }
@@ -59,11 +73,12 @@ std::shared_ptr<CutCollector::Cut> CutCollector::gather(const std::vector<HeldSu
   const auto cut = std::make_shared<Cut>();
   cut->step = step;
   arm(members, cut);
+  std::vector<std::unique_ptr<Image>> lost;
   Lock lock(mutex_);
   cut->keep = keep_;
   // Who gives up leaves no images that the next cut would wait for.
   const auto give_up = [&](CutCollector::Cut* given_up) {
-    if (given_up->missing > 0) given_up->is_lost = true;
+    if (given_up->missing > 0) lost = lose(given_up);
   };
   const std::unique_ptr<Cut, decltype(give_up)> gives_up(cut.get(), give_up);
   time_.wait_until(lock, changed_, deadline, [&] { return cut->is_lost || cut->missing == 0; });
@@ -71,17 +86,19 @@ std::shared_ptr<CutCollector::Cut> CutCollector::gather(const std::vector<HeldSu
 }
 
 void CutCollector::begin_with(bool are_together) {
+  std::vector<std::unique_ptr<Image>> lost;
   const Lock lock(mutex_);
   only_cuts_ = are_together;
   begun_step_ = 0;
-  cut_ = nullptr;
+  lost = lose(std::exchange(cut_, nullptr).get());
   changed_.notify_all();
 }
 
 void CutCollector::go_on_after(uint64_t step) {
+  std::vector<std::unique_ptr<Image>> lost;
   const Lock lock(mutex_);
   begun_step_ = step;
-  cut_ = nullptr;
+  lost = lose(std::exchange(cut_, nullptr).get());
   keep_ = std::max(keep_, std::exchange(went_on_after_, step));
 }
 
@@ -142,8 +159,10 @@ bool CutCollector::pause(uint32_t failures) {
 }
 
 void CutCollector::stop() {
+  std::vector<std::unique_ptr<Image>> lost;
   const Lock lock(mutex_);
   stops_ = true;
+  lost = lose(std::exchange(cut_, nullptr).get());
   changed_.notify_all();
 }
 

@@ -54,6 +54,7 @@ class CutCollector {
   void note_written();
   /// Waits before what cannot be written is tried again, longer after more failures; false once stopped.
   bool pause(uint32_t failures);
+  /// What was gathered is given up: the members that it is of may go.
   void stop();
 
  private:

@@ -92,13 +92,13 @@ void HeldChunk::read(Part part, uint64_t at_least, Deadline deadline, const Cons
   consume(values.defined() ? bytes_of(values) : Bytes(), steps());
 }
 
-void HeldChunk::add(uint64_t step, const std::vector<uint32_t>& members, Statistics& statistics) {
+kernels::NormSum HeldChunk::add(uint64_t step, const std::vector<uint32_t>& members) {
   const auto dtype = kernel_dtype(chunk_.gradient);
   const size_t size = kernels::size_of(dtype);
   size_t tiles = 0;
   for (const auto& piece : chunk_.pieces) tiles += kernels::num_tiles(static_cast<size_t>(piece.run.count));
-  statistics.partials.assign(tiles, 0);
-  double* partials = statistics.partials.data();
+  partials_.assign(tiles, 0);
+  double* partials = partials_.data();
 
   const bool is_alone = members.size() == 1;
   if (!is_alone && !sums_.defined()) sums_ = at::empty({chunk_.numel}, chunk_.gradient);
@@ -128,6 +128,9 @@ void HeldChunk::add(uint64_t step, const std::vector<uint32_t>& members, Statist
     }
     partials += kernels::num_tiles(n);
   }
+  kernels::NormSum norm;
+  for (const double partial : partials_) kernels::add_partial(norm, partial, plan_.norm_type);
+  return norm;
 }
 
 void HeldChunk::step(const Apply& apply, const WorkerSums* given) {

@@ -34,7 +34,7 @@ class HeldChunk final : public HeldSums {
   bool restore(const Image::Facts& facts, const checkpoint::NamedTensors& tensors) override;
 
  private:
-  void add(uint64_t step, const std::vector<uint32_t>& members, Statistics& statistics) override;
+  kernels::NormSum add(uint64_t step, const std::vector<uint32_t>& members) override;
   void step(const Apply& apply, const WorkerSums* given) override;
   /// A piece's part; undefined where there is no such state.
   at::Tensor part_of(size_t piece, Part part) const;
@@ -48,6 +48,7 @@ class HeldChunk final : public HeldSums {
   std::unique_ptr<FlatOptimizer> optimizer_;
   at::Tensor sums_;                 // the sum of several members
   const std::byte* sum_ = nullptr;  // where it is: in `sums_`, or what the only member pushed
+  std::vector<double> partials_;    // of it, by tile
 };
 
 }  // namespace muster::server

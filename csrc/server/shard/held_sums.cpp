@@ -7,7 +7,7 @@
 
 namespace muster::server {
 
-bool HeldSums::keep(uint32_t rank, uint64_t incarnation, const Portion& part, const std::vector<int64_t>& rows,
+bool HeldSums::keep(uint32_t rank, uint64_t incarnation, const Portion& part, std::span<const int64_t> rows,
                     Bytes values, std::shared_ptr<const void> owner) {
   const auto lock = this->lock();
   if (!hold(rank, incarnation, part, rows, values, std::move(owner))) return false;
@@ -21,24 +21,28 @@ void HeldSums::sum_early(uint64_t step, const std::vector<uint32_t>& members) {
 }
 
 void HeldSums::add_once(uint64_t step, const std::vector<uint32_t>& members) {
-  if (summed_.step == step && summed_members_ == members) return;
+  if (summed_.step == step && summed_.members == members) return;
   summed_.step = 0;
-  add(step, members, summed_);
+  summed_.norm = add(step, members);
+  summed_.members = members;
   summed_.step = step;
-  summed_members_ = members;
 }
 
-const HeldSums::Statistics& HeldSums::sum(Lock& lock, uint64_t step, const std::vector<uint32_t>& members,
-                                          Deadline deadline) {
-  if (wait_for_pushes(lock, step, members, deadline)) {
+kernels::NormSum HeldSums::sum(uint64_t step, const std::vector<uint32_t>& members, Deadline deadline) {
+  auto lock = this->lock();
+  wait_for_pushes(lock, step, members, deadline);
+  if (const auto norm = norm_now(step, members)) return *norm;
+  throw InvalidArgument("the sums of step " + std::to_string(step) + " over these workers are gone; join again");
+}
+
+std::optional<kernels::NormSum> HeldSums::norm_now(uint64_t step, const std::vector<uint32_t>& members) {
+  if (has_all(step, members)) {
     add_once(step, members);
-    return summed_;
+    return summed_.norm;
   }
-  // Those of a snapshot do not say whose they are.
-  if (made_.step != step || !(made_members_.empty() || made_members_ == members)) {
-    throw InvalidArgument("the sums of step " + std::to_string(step) + " over these workers are gone; join again");
-  }
-  return made_;
+  // That of a snapshot does not say whose it is.
+  const bool is_theirs = made_.members.empty() || made_.members == members;
+  return made_.step == step && is_theirs ? std::optional(made_.norm) : std::nullopt;
 }
 
 Pushes::Lock HeldSums::lock_after(uint64_t at_least, Deadline deadline) {
@@ -65,10 +69,7 @@ bool HeldSums::apply_whole(const Apply& apply) {
 void HeldSums::make(const Apply& apply) {
   add_once(apply.step, apply.members);
   step(apply, nullptr);
-  made_.step = apply.step;
-  made_.rows.swap(summed_.rows);
-  made_.partials.swap(summed_.partials);
-  made_members_ = apply.members;
+  made_ = summed_;
   summed_.step = 0;
   note_made(apply.step);
   const auto [first, last] = when_made_.equal_range(apply.step);
@@ -99,9 +100,17 @@ bool HeldSums::settle(const Apply& command) {
   return steps() == command.step || (steps() < command.step && apply_whole(command));
 }
 
-void HeldSums::restore(const Record& record, Statistics made) {
-  Pushes::restore(record);
-  made_ = std::move(made);
+Image::Facts HeldSums::facts_of_steps() const {
+  Image::Facts facts;
+  facts.made = record();
+  facts.has_norm = made_.step != 0 && made_.step == steps();
+  if (facts.has_norm) facts.norm = made_.norm;
+  return facts;
+}
+
+void HeldSums::restore_steps(const Image::Facts& facts) {
+  Pushes::restore(facts.made);
+  made_ = {facts.has_norm ? facts.made.steps : 0, {}, facts.norm};
 }
 
 }  // namespace muster::server

@@ -7,17 +7,20 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "kernels/norm_sum.h"
 #include "server/protocol/protocol.h"
 #include "server/shard/image.h"
 #include "server/shard/pushes.h"
 
 namespace muster::server {
 
-/// One chunk or table. Thread-safe, but for what needs lock(): functions that say so, and what derived classes keep
-/// beside.
+/// One chunk, or one stripe of a table. Thread-safe, but for what needs lock(): functions that say so, and what derived
+/// classes keep beside.
 class HeldSums : public Pushes {
  public:
   using Pushes::Pushes;
@@ -26,22 +29,18 @@ class HeldSums : public Pushes {
   HeldSums& operator=(const HeldSums&) = delete;
 
   /// As Pushes::hold, under lock(). Sums of the step that were made ahead no longer count.
-  bool keep(uint32_t rank, uint64_t incarnation, const Portion& part, const std::vector<int64_t>& rows, Bytes values,
+  bool keep(uint32_t rank, uint64_t incarnation, const Portion& part, std::span<const int64_t> rows, Bytes values,
             std::shared_ptr<const void> owner);
 
   /// Adds what `members` pushed, ahead of the demand, if all of them did.
   void sum_early(uint64_t step, const std::vector<uint32_t>& members);
 
-  /// Statistics of a step's sums.
-  struct Statistics {
-    uint64_t step = 0;             ///< 0: none
-    std::vector<int64_t> rows;     ///< of a table
-    std::vector<double> partials;  ///< of a chunk, by tile; of a table, by row and tile. See kernels::grad_stats
-  };
-  /// Those of the sums over `members`, or of the last step where it is made: a slow member may still ask. Waits for
-  /// pushes that may still come. `lock` is lock(), held. Throws InvalidArgument where the step is past, or was made of
-  /// other members' pushes; what Pushes::wait_for_pushes does.
-  const Statistics& sum(Lock& lock, uint64_t step, const std::vector<uint32_t>& members, Deadline deadline);
+  /// The norm of the sums over `members`, or of the last step's where it is made: a slow member may still ask. Nothing
+  /// where pushes are missing, the step is past, or was made of other members' pushes. Needs lock().
+  std::optional<kernels::NormSum> norm_now(uint64_t step, const std::vector<uint32_t>& members);
+  /// The same. Waits for pushes that may still come. Throws InvalidArgument where they are past; what
+  /// Pushes::wait_for_pushes does.
+  kernels::NormSum sum(uint64_t step, const std::vector<uint32_t>& members, Deadline deadline);
 
   /// lock(), once `at_least` steps are made. Helps with a step that is being applied. Throws Timeout at the deadline.
   Lock lock_after(uint64_t at_least, Deadline deadline);
@@ -65,26 +64,28 @@ class HeldSums : public Pushes {
   bool when_made(uint64_t step, std::function<void()> take);
 
  protected:
-  /// Sums what `members` pushed in `step` and writes the statistics; all of them have.
-  virtual void add(uint64_t step, const std::vector<uint32_t>& members, Statistics& statistics) = 0;
+  /// Sums what `members` pushed in `step`, and returns the norm of the sums; all of them have.
+  virtual kernels::NormSum add(uint64_t step, const std::vector<uint32_t>& members) = 0;
   /// Steps from the sums that add() left, or from what one worker gave.
   virtual void step(const Apply& apply, const WorkerSums* given) = 0;
 
-  /// Those that add() wrote last.
-  const Statistics& summed() const noexcept { return summed_; }
-  /// The last step's, where that was made together and is the newest; else null.
-  const Statistics* made() const noexcept { return made_.step != 0 && made_.step == steps() ? &made_ : nullptr; }
-  void restore(const Record& record, Statistics made);
+  /// What an image says of the steps that are made. Needs lock(), as restore_steps.
+  Image::Facts facts_of_steps() const;
+  void restore_steps(const Image::Facts& facts);
 
  private:
   void add_once(uint64_t step, const std::vector<uint32_t>& members);
   void make(const Apply& apply);
 
+  struct Summed {
+    uint64_t step = 0;  // 0: none
+    std::vector<uint32_t> members;
+    kernels::NormSum norm;
+  };
+
   // Guarded by lock():
-  std::vector<uint32_t> summed_members_;
-  Statistics summed_;  // of summed_members_
-  std::vector<uint32_t> made_members_;
-  Statistics made_;                                           // of the last step, over made_members_
+  Summed summed_;                                             // what add() did last
+  Summed made_;                                               // of the last step that was made together
   std::multimap<uint64_t, std::function<void()>> when_made_;  // by step
 };
 

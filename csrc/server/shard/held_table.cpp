@@ -97,20 +97,16 @@ class RowAdder {
 
 }  // namespace
 
-HeldTable::HeldTable(const TableSpec& spec, const Plan& plan, Steps& rules)
-    : HeldSums(rules),
-      spec(spec),
-      sharding(sharding_of(spec, plan)),
-      rows(empty_table(spec, plan.groups)),
-      plan_(plan) {}
+HeldTable::HeldTable(const TableSpec& spec, uint32_t stripe, const Plan& plan, Steps& rules)
+    : HeldSums(rules), spec(spec), stripe(stripe), rows(empty_table(spec, plan.groups)), plan_(plan) {}
 
-void HeldTable::add(uint64_t step, const std::vector<uint32_t>& members, Statistics& statistics) {
-  statistics.rows.clear();
+kernels::NormSum HeldTable::add(uint64_t step, const std::vector<uint32_t>& members) {
+  summed_.clear();
   runs_.clear();
   const auto dim = static_cast<size_t>(spec.dim);
   if (members.size() == 1) {
     const auto& given = *find(step, members.front());
-    statistics.rows = given.rows;
+    summed_ = given.rows;
     for (const auto& part : given.parts) runs_.emplace_back(part.rows, floats_of(part.values));
   } else if (!members.empty()) {
     std::vector<Cursor> heap;
@@ -136,30 +132,35 @@ void HeldTable::add(uint64_t step, const std::vector<uint32_t>& members, Statist
         }
       }
       adder.add(given);
-      statistics.rows.push_back(row);
+      summed_.push_back(row);
     }
     adder.flush();
-    runs_.emplace_back(statistics.rows.size(), values_.data());
+    runs_.emplace_back(summed_.size(), values_.data());
   }
-  take_partials(statistics);
+  return norm_of_sums();
 }
 
-void HeldTable::take_partials(Statistics& statistics) const {
+kernels::NormSum HeldTable::norm_of_sums() const {
+  constexpr size_t kRowsAtOnce = 64;
   const auto dim = static_cast<size_t>(spec.dim);
   const size_t tiles = kernels::num_tiles(dim);
-  statistics.partials.resize(statistics.rows.size() * tiles);
-  std::array<kernels::StatsSegment, 64> segments{};
+  std::vector<double> partials(kRowsAtOnce * tiles);
+  std::array<kernels::StatsSegment, kRowsAtOnce> segments{};
   size_t count = 0;
-  double* partials = statistics.partials.data();
+  kernels::NormSum norm;
+  const auto add_rows = [&] {
+    kernels::grad_stats(segments.data(), count, plan_.norm_type);
+    for (size_t i = 0; i < count * tiles; ++i) kernels::add_partial(norm, partials[i], plan_.norm_type);
+    count = 0;
+  };
   for (const auto& [rows, values] : runs_) {
-    for (size_t row = 0; row < rows; ++row, partials += tiles) {
-      segments[count++] = {values + row * dim, partials, dim, kernels::DType::f32};
-      if (count < segments.size()) continue;
-      kernels::grad_stats(segments.data(), count, plan_.norm_type);
-      count = 0;
+    for (size_t row = 0; row < rows; ++row) {
+      segments[count] = {values + row * dim, partials.data() + count * tiles, dim, kernels::DType::f32};
+      if (++count == segments.size()) add_rows();
     }
   }
-  kernels::grad_stats(segments.data(), count, plan_.norm_type);
+  add_rows();
+  return norm;
 }
 
 void HeldTable::step(const Apply& apply, const WorkerSums* given) {
@@ -170,7 +171,7 @@ void HeldTable::step(const Apply& apply, const WorkerSums* given) {
   if (given != nullptr) {
     for (const auto& part : given->parts) alone.emplace_back(part.rows, floats_of(part.values));
   }
-  const std::span<const int64_t> numbers(given != nullptr ? given->rows : summed().rows);
+  const std::span<const int64_t> numbers(given != nullptr ? given->rows : summed_);
   const auto optimizer = row_optimizer_of(spec, apply.groups);
   const auto dim = static_cast<size_t>(spec.dim);
   const std::unique_lock writing(rows_mutex);

@@ -1,4 +1,4 @@
-// A table whose rows a server owns in part: rows, optimizer state, and the sums of what workers push of it.
+// A stripe of a table's rows that a server owns: rows, optimizer state, and the sums of what workers push of them.
 #pragma once
 
 #include <condition_variable>
@@ -9,18 +9,17 @@
 #include <utility>
 #include <vector>
 
-#include "embedding/row_sharding.h"
 #include "embedding/row_table.h"
 #include "server/protocol/plan.h"
 #include "server/shard/held_sums.h"
 
 namespace muster::server {
 
-/// One table of a TableShard, which guards what is public here.
+/// One stripe of a table of a TableShard, which guards what is public here.
 class HeldTable final : public HeldSums {
  public:
   /// `spec` is one of plan.tables; `plan` and `rules` must outlive it.
-  HeldTable(const TableSpec& spec, const Plan& plan, Steps& rules);
+  HeldTable(const TableSpec& spec, uint32_t stripe, const Plan& plan, Steps& rules);
 
   /// The image's rows come block by block, each copied under rows_mutex, which steps wait for no longer than that.
   /// Waits for the end of an image that is under way.
@@ -28,7 +27,7 @@ class HeldTable final : public HeldSums {
   bool restore(const Image::Facts& facts, const checkpoint::NamedTensors& tensors) override;
 
   const TableSpec& spec;
-  const RowSharding sharding;
+  const uint32_t stripe;
   std::shared_mutex rows_mutex;  ///< of rows; taken under lock(), or alone to read
   RowTable rows;
   std::condition_variable_any image_ended;  ///< of rows_mutex
@@ -38,15 +37,15 @@ class HeldTable final : public HeldSums {
   /// So many rows, whose values lie here side by side.
   using Run = std::pair<size_t, const float*>;
 
-  void add(uint64_t step, const std::vector<uint32_t>& members, Statistics& statistics) override;
+  kernels::NormSum add(uint64_t step, const std::vector<uint32_t>& members) override;
   void step(const Apply& apply, const WorkerSums* given) override;
-  void take_partials(Statistics& statistics) const;
-  void restore_sums(const Image::Facts& facts, const checkpoint::NamedTensors& tensors);
+  kernels::NormSum norm_of_sums() const;
 
   const Plan& plan_;
   // Guarded by lock():
-  std::vector<Run> runs_;      // in `values_`, or what the only member pushed
-  std::vector<float> values_;  // the sums of several members
+  std::vector<int64_t> summed_;  // rows of the sums
+  std::vector<Run> runs_;        // their sums: in `values_`, or what the only member pushed
+  std::vector<float> values_;    // the sums of several members
 };
 
 }  // namespace muster::server

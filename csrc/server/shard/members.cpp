@@ -8,6 +8,7 @@ namespace muster::server {
 std::string name_of_worker(uint32_t rank) { return "worker " + std::to_string(rank); }
 
 void Members::configure(const Rules& rules, Time now) {
+  forget_lists();
   rules_ = rules;
   for (uint32_t rank = 0; rank < rules.workers; ++rank) {
     auto& member = members_[rank];
@@ -17,6 +18,7 @@ void Members::configure(const Rules& rules, Time now) {
 }
 
 std::vector<uint32_t> Members::begin_anew(const Rules& rules, Time now) {
+  forget_lists();
   std::vector<uint32_t> fenced;
   for (auto& [rank, member] : members_) {
     if (member.joined) {
@@ -42,6 +44,7 @@ uint64_t Members::greet(uint32_t rank, uint64_t incarnation, uint64_t life, Time
     touch(rank, incarnation, now);
     return incarnation;
   }
+  forget_lists();
   auto& member = members_[rank];
   const bool is_awaited = member.live && !member.joined;
   member = Member{};
@@ -53,6 +56,7 @@ uint64_t Members::greet(uint32_t rank, uint64_t incarnation, uint64_t life, Time
 }
 
 void Members::forget_joined() {
+  forget_lists();
   std::erase_if(members_, [](const auto& entry) { return entry.second.joined; });
 }
 
@@ -96,12 +100,14 @@ void Members::join(uint32_t rank, uint64_t incarnation, uint64_t step, Time now)
   auto& member = known(rank, incarnation);
   member.give_sign(now);
   if (member.joined) return;
+  forget_lists();
   member.joined = member.live = true;
   member.joined_at = step;
   member.first = step + 1;
 }
 
 void Members::note_return(uint32_t rank, uint64_t incarnation, uint64_t first) {
+  forget_lists();
   if (has_left(rank, incarnation)) return;
   auto& member = known(rank, incarnation);
   member.first = std::max(member.joined_at + 1, first);
@@ -111,6 +117,7 @@ void Members::note_return(uint32_t rank, uint64_t incarnation, uint64_t first) {
 }
 
 void Members::await(const std::vector<uint32_t>& ranks, Time now) {
+  forget_lists();
   if (!awaits_unknown(now)) return;
   for (auto& [rank, member] : members_) {
     const bool is_expected = std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
@@ -125,11 +132,21 @@ void Members::await(const std::vector<uint32_t>& ranks, Time now) {
   }
 }
 
+void Members::note_makers(const std::vector<uint32_t>& ranks, uint64_t step) {
+  forget_lists();
+  for (auto& [rank, member] : members_) {
+    if (!member.joined || member.joined_at >= step || std::binary_search(ranks.begin(), ranks.end(), rank)) continue;
+    member.live = false;
+    member.dead = true;
+  }
+}
+
 void Members::touch(uint32_t rank, uint64_t incarnation, Time now) {
   if (!has_left(rank, incarnation)) known(rank, incarnation).give_sign(now);
 }
 
 void Members::leave(uint32_t rank, uint64_t incarnation) {
+  forget_lists();
   if (has_left(rank, incarnation)) return;
   auto& member = known(rank, incarnation);
   member.live = false;
@@ -145,6 +162,7 @@ std::vector<uint32_t> Members::expire(Time now, Time::duration since_last) {
     // Some of the signs that came meanwhile have been looked at.
     if (stood_still) member.seen = std::min(member.seen + since_last, now);
     if (!member.live || now - member.seen <= (member.came ? rules_.heartbeat : rules_.timeout)) continue;
+    forget_lists();
     member.live = false;
     member.dead = true;
     expired.push_back(rank);
@@ -152,8 +170,9 @@ std::vector<uint32_t> Members::expire(Time now, Time::duration since_last) {
   return expired;
 }
 
-std::vector<uint32_t> Members::live() const {
-  std::vector<uint32_t> ranks;
+const std::vector<uint32_t>& Members::live() const {
+  if (live_) return *live_;
+  auto& ranks = live_.emplace();
   for (const auto& [rank, member] : members_) {
     if (member.live) ranks.push_back(rank);
   }
@@ -178,29 +197,29 @@ bool Members::is_gone(uint32_t rank) const noexcept {
   return member != nullptr && member->dead && !member->live;
 }
 
-std::vector<uint32_t> Members::pushers(uint64_t step) const {
-  std::vector<uint32_t> ranks = live();
+const std::vector<uint32_t>& Members::pushers(uint64_t step) const {
+  if (pushers_ && pushers_->first == step) return pushers_->second;
+  auto& ranks = pushers_.emplace(step, live()).second;
   std::erase_if(ranks, [&](uint32_t rank) { return members_.at(rank).first > step; });
   return ranks;
 }
 
-bool Members::may_push(uint32_t rank, uint64_t step, Time now) const {
-  const auto* const member = find(rank);
-  if (member == nullptr) return awaits_unknown(now);
-  return member->live && member->first <= step;
+bool Members::may_push(std::optional<uint32_t> rank, uint64_t step, Time now) const {
+  const auto may = [&](const Member& member) { return member.live && member.first <= step; };
+  if (rank) {
+    const auto* const member = find(*rank);
+    return member == nullptr ? awaits_unknown(now) : may(*member);
+  }
+  return awaits_unknown(now) ||
+         std::any_of(members_.begin(), members_.end(), [&](const auto& entry) { return may(entry.second); });
 }
 
-bool Members::may_any_push(uint64_t step, Time now) const {
-  return awaits_unknown(now) || std::any_of(members_.begin(), members_.end(), [&](const auto& entry) {
-           return entry.second.live && entry.second.first <= step;
-         });
-}
-
-bool Members::has_senior(uint32_t rank, const std::vector<uint32_t>& ranks) const {
+bool Members::has_senior(uint32_t rank, const std::vector<uint32_t>& ranks, uint64_t step) const {
   const auto* const own = find(rank);
   return own != nullptr && std::any_of(ranks.begin(), ranks.end(), [&](uint32_t other) {
            const auto* const member = find(other);
-           return member != nullptr && member->live && member->joined && member->joined_at < own->joined_at;
+           return member != nullptr && member->live && member->joined && member->joined_at < own->joined_at &&
+                  member->first <= step;
          });
 }
 
@@ -217,6 +236,7 @@ Members::Record Members::record() const {
 }
 
 void Members::restore(const Record& record, bool awaits_all, Time now) {
+  forget_lists();
   const size_t count = record.ranks.size();
   if (record.incarnations.size() != count || record.joined_at.size() != count || record.live.size() != count) {
     throw CheckpointError("a snapshot's list of workers is damaged; use an older snapshot");

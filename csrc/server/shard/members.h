@@ -5,8 +5,10 @@
 #include <chrono>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "server/protocol/protocol.h"
@@ -53,6 +55,10 @@ class Members {
   void check(uint32_t rank, uint64_t incarnation) const { known(rank, incarnation); }
   void check_member(uint32_t rank, uint64_t incarnation) const;
 
+  /// `step` was made by `ranks`: who had come in before it and is not among them was gone then, which a restart made
+  /// this server forget.
+  void note_makers(const std::vector<uint32_t>& ranks, uint64_t step);
+
   /// A sign of life. Throws Fenced as greet does, but for one that has left in good order.
   void touch(uint32_t rank, uint64_t incarnation, Time now);
   void leave(uint32_t rank, uint64_t incarnation);
@@ -60,8 +66,8 @@ class Members {
   /// long, this process or its machine stood still, and the time does not count as silence.
   std::vector<uint32_t> expire(Time now, Time::duration since_last = {});
 
-  /// Live ranks, ascending, awaited ones included.
-  std::vector<uint32_t> live() const;
+  /// Live ranks, ascending, awaited ones included; as pushers(), until this object changes.
+  const std::vector<uint32_t>& live() const;
   bool has_joined(uint32_t rank) const noexcept;
   /// Members that gave a sign of life since `since`, ascending.
   std::vector<uint32_t> present(Time since) const;
@@ -69,15 +75,15 @@ class Members {
   bool is_gone(uint32_t rank) const noexcept;
 
   /// Live ranks that may push `step`.
-  std::vector<uint32_t> pushers(uint64_t step) const;
-  /// Whether a rank that has not pushed a step still may. Who was not heard of since a restart may, for a time.
-  bool may_push(uint32_t rank, uint64_t step, Time now) const;
-  bool may_any_push(uint64_t step, Time now) const;
+  const std::vector<uint32_t>& pushers(uint64_t step) const;
+  /// Whether a rank that has not pushed a step still may; without a rank, whether anybody may. Who was not heard of
+  /// since a restart may, for a time.
+  bool may_push(std::optional<uint32_t> rank, uint64_t step, Time now) const;
   /// Whether workers that this server forgot when it started again may still show up.
   bool awaits_unknown(Time now) const noexcept { return now < unknown_until_; }
 
-  /// Whether one of `ranks` that came in before this worker is live.
-  bool has_senior(uint32_t rank, const std::vector<uint32_t>& ranks) const;
+  /// Whether one of `ranks` that came in before this worker is live, and may still say what `step` is made by.
+  bool has_senior(uint32_t rank, const std::vector<uint32_t>& ranks, uint64_t step) const;
 
   /// Those that have joined, for a snapshot; and back: they, and workers that are not among them, then have a
   /// heartbeat's time to show up.
@@ -122,12 +128,20 @@ class Members {
   const Member& known(uint32_t rank, uint64_t incarnation) const;
   Member& known(uint32_t rank, uint64_t incarnation);
   const Member* find(uint32_t rank) const noexcept;
+  /// Who is live, or may push, is about to change.
+  void forget_lists() noexcept {
+    live_.reset();
+    pushers_.reset();
+  }
   bool has_left(uint32_t rank, uint64_t incarnation) const noexcept;
 
   Rules rules_;
   std::map<uint32_t, Member> members_;
   Time unknown_until_{};
   std::set<uint32_t> expected_;  // see await
+  // What was asked for last: each push and each commit asks, and members change rarely.
+  mutable std::optional<std::vector<uint32_t>> live_;
+  mutable std::optional<std::pair<uint64_t, std::vector<uint32_t>>> pushers_;  // and of which step
 };
 
 /// "worker 3"

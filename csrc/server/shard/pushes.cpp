@@ -70,8 +70,7 @@ bool Pushes::is_applied(uint32_t rank, uint64_t incarnation, uint64_t step) cons
   return mark.incarnation > incarnation || (mark.incarnation == incarnation && step <= mark.step);
 }
 
-bool Pushes::hold(uint32_t rank, uint64_t incarnation, const Portion& part, const std::vector<int64_t>& rows,
-                  Bytes values, std::shared_ptr<const void> owner) {
+bool Pushes::would_hold(uint32_t rank, uint64_t incarnation, const Portion& part, std::span<const int64_t> rows) const {
   if (is_applied(rank, incarnation, part.step)) return false;
   const auto dropped = dropped_.find(rank);
   if (dropped != dropped_.end() && incarnation <= dropped->second) return false;
@@ -98,9 +97,14 @@ bool Pushes::hold(uint32_t rank, uint64_t incarnation, const Portion& part, cons
   bool ascends = std::adjacent_find(rows.begin(), rows.end(), std::greater_equal<>()) == rows.end();
   if (goes_on && !known->rows.empty() && !rows.empty()) ascends = ascends && known->rows.back() < rows.front();
   if (!ascends) refuse(rank, part.step, "has rows that do not ascend; sum the gradients of each row first");
+  return true;
+}
 
+bool Pushes::hold(uint32_t rank, uint64_t incarnation, const Portion& part, std::span<const int64_t> rows, Bytes values,
+                  std::shared_ptr<const void> owner) {
+  if (!would_hold(rank, incarnation, part, rows)) return false;
   auto& contribution = held_[part.step][rank];
-  if (!goes_on) {
+  if (contribution.incarnation != incarnation) {
     rules_.held_bytes -= contribution.bytes;
     contribution = WorkerSums();
     contribution.incarnation = incarnation;
@@ -123,7 +127,10 @@ const WorkerSums* Pushes::find(uint64_t step, uint32_t rank) const {
 }
 
 bool Pushes::has_all(uint64_t step, const std::vector<uint32_t>& ranks) const {
-  return steps_ + 1 == step &&
+  if (steps_ + 1 != step) return false;
+  const auto held = held_.find(step);
+  const size_t givers = held == held_.end() ? 0 : held->second.size();
+  return givers >= ranks.size() &&
          std::all_of(ranks.begin(), ranks.end(), [&](uint32_t rank) { return find(step, rank) != nullptr; });
 }
 

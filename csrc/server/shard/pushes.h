@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "server/protocol/protocol.h"
@@ -69,9 +70,9 @@ struct WorkerSums {
   bool is_whole() const noexcept { return parts.size() == num_parts; }
 };
 
-/// Of one chunk or table. Externally synchronised by lock(), which the owner also guards its own by; wait() and the
-/// like release it meanwhile. steps(), step_of() and wake() do without, so that who only asks how far it is, or has
-/// news for those who wait, does not wait for a step.
+/// Of one chunk, or one stripe of a table. Externally synchronised by lock(), which the owner also guards its own by;
+/// wait() and the like release it meanwhile. steps(), step_of() and wake() do without, so that who only asks how far it
+/// is, or has news for those who wait, does not wait for a step.
 class Pushes {
  public:
   using Lock = std::unique_lock<std::mutex>;
@@ -94,8 +95,10 @@ class Pushes {
   /// Keeps a part of a push until the step is made. False: it is held or applied already, or was dropped. Throws
   /// InvalidArgument, and changes nothing, above kMaxHeld, for a part that is not the next one, and for rows that do
   /// not ascend.
-  bool hold(uint32_t rank, uint64_t incarnation, const Portion& part, const std::vector<int64_t>& rows, Bytes values,
+  bool hold(uint32_t rank, uint64_t incarnation, const Portion& part, std::span<const int64_t> rows, Bytes values,
             std::shared_ptr<const void> owner);
+  /// What hold() would return or throw.
+  bool would_hold(uint32_t rank, uint64_t incarnation, const Portion& part, std::span<const int64_t> rows) const;
 
   /// A rank's sums of a step; null where not all of them are there.
   const WorkerSums* find(uint64_t step, uint32_t rank) const;

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <limits>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
 
 #include "kernels/kernels.h"
 
@@ -53,11 +56,10 @@ void Quorum::join(uint32_t rank, uint64_t incarnation, uint64_t step, Time now) 
   cuts_.want();
 }
 
-uint64_t Quorum::step_of_joiner() const { return rules_.staleness == 0 ? decided_.step : slowest(); }
+uint64_t Quorum::step_of_joiner() const { return rules_.staleness == 0 ? decided_->step : slowest(); }
 
 void Quorum::begin_at(uint64_t step) {
-  decided_ = Decision{};
-  decided_.step = step;
+  decided_ = std::make_shared<Decision>(Decision{.step = step});
   cuts_.begin_at(step);
 }
 
@@ -71,7 +73,7 @@ uint64_t Quorum::slowest() const {
     slowest = std::min(slowest, pace.progress());
     if (!pace.rests) slowest_working = std::min(slowest_working, pace.progress());
   }
-  if (slowest == kNone) return decided_.step;
+  if (slowest == kNone) return decided_->step;
   return slowest_working == kNone ? slowest : slowest_working;
 }
 
@@ -98,18 +100,28 @@ void Quorum::commit(uint32_t rank, uint64_t incarnation, const Commit& commit, T
     pace.clock = std::max(pace.clock, commit.step);
     return;
   }
-  const auto& takers = decided_.members;
-  if (commit.step == decided_.step && std::find(takers.begin(), takers.end(), rank) != takers.end()) return;
-  if (commit.step <= decided_.step) {
-    throw InvalidArgument(name_of_worker(rank) + " commits step " + std::to_string(commit.step) + ", but step " +
-                          std::to_string(decided_.step) + " was decided without it; join again");
+  const auto& takers = decided_->members;
+  const bool took_part = std::find(takers.begin(), takers.end(), rank) != takers.end();
+  if (commit.step == decided_->step && took_part) return;
+  if (commit.step <= decided_->step) {
+    const std::string what = name_of_worker(rank) + " commits step " + std::to_string(commit.step) + ", but step " +
+                             std::to_string(decided_->step) + " was decided ";
+    if (took_part) throw InvalidArgument(what + "with it; commit each step once");
+    throw Fenced(what +
+                 "without it: when a server started again it had only just come, or was away for longer than "
+                 "the heartbeat deadline. Start it again to join the job as it is then");
   }
-  for (const auto& [other, theirs] : paces_) {
-    if (!theirs.commit || theirs.commit->numbers.size() == commit.numbers.size()) continue;
+  // All that are undecided have one size.
+  auto other = paces_.find(other_commit_);
+  if (other == paces_.end() || !other->second.commit) {
+    other = std::find_if(paces_.begin(), paces_.end(), [](const auto& entry) { return entry.second.commit; });
+  }
+  if (other != paces_.end() && other->second.commit->numbers.size() != commit.numbers.size()) {
     throw LayoutMismatch(name_of_worker(rank) + " commits " + std::to_string(commit.numbers.size()) + " numbers, " +
-                         name_of_worker(other) + " " + std::to_string(theirs.commit->numbers.size()) +
+                         name_of_worker(other->first) + " " + std::to_string(other->second.commit->numbers.size()) +
                          "; run the same program on all workers");
   }
+  other_commit_ = rank;
   cuts_.note_complete(commit.cut, now);
   if (commit.log_is_full) cuts_.demand();
   pace.clock = commit.step;
@@ -117,22 +129,32 @@ void Quorum::commit(uint32_t rank, uint64_t incarnation, const Commit& commit, T
   try_to_decide(now);
 }
 
+bool Quorum::lacks_commit(uint32_t rank) const {
+  const auto found = paces_.find(rank);
+  const auto& live = members_.live();
+  return std::binary_search(live.begin(), live.end(), rank) && (found == paces_.end() || !found->second.commit);
+}
+
 // Once every live member has committed one and the same step.
 void Quorum::try_to_decide(Time now) {
-  if (rules_.staleness != 0 || members_.awaits_unknown(now)) return;
+  if (rules_.staleness != 0 || members_.awaits_unknown(now) || lacks_commit(awaited_)) return;
   std::vector<const void*> sources;
   Decision decision;
+  std::unordered_map<std::string_view, uint32_t> records;  // among many workers most are the same
   size_t count = 0;
   for (const uint32_t rank : members_.live()) {
-    const auto found = paces_.find(rank);
-    if (found == paces_.end()) return;
-    const uint64_t clock = found->second.clock;
-    const auto& commit = found->second.commit;
-    if (!commit) return;
+    if (lacks_commit(rank)) {
+      awaited_ = rank;
+      return;
+    }
+    const uint64_t clock = paces_[rank].clock;
+    const auto& commit = paces_[rank].commit;
     if (!decision.members.empty() && clock != decision.step) return;
     decision.step = clock;
     decision.members.push_back(rank);
-    decision.records.push_back(commit->record);
+    const auto [record, is_new] = records.try_emplace(commit->record, static_cast<uint32_t>(records.size()));
+    if (is_new) decision.records.push_back(commit->record);
+    decision.record_of.push_back(record->second);
     count = commit->numbers.size();
     sources.resize(rank + 1);
     sources[rank] = commit->numbers.data();
@@ -144,7 +166,7 @@ void Quorum::try_to_decide(Time now) {
   kernels::tree_reduce(kernels::DType::f64, kernels::Reduction::sum, sources.data(), static_cast<int>(sources.size()),
                        &destination, 1, count);
   decision.cut = cuts_.decide(decision.step, now);
-  decided_ = std::move(decision);
+  decided_ = std::make_shared<Decision>(std::move(decision));
   for (auto& [rank, pace] : paces_) pace.commit.reset();
 }
 
@@ -152,13 +174,22 @@ bool Quorum::may_go_on(const Pace& pace, uint64_t step) const {
   return rules_.staleness == kAnyStaleness || step + pace.excused <= slowest() + rules_.staleness;
 }
 
-std::optional<Decision> Quorum::decision(uint32_t rank, uint64_t step) const {
+std::shared_ptr<const Decision> Quorum::decision(uint32_t rank, uint64_t step) const {
   if (rules_.staleness == 0) {
-    if (decided_.step != step) return std::nullopt;
-    return decided_;
+    return decided_->step == step ? decided_ : nullptr;
   }
-  if (!may_go_on(paces_.at(rank), step)) return std::nullopt;
-  return Decision{step, {rank}, members_.live(), {}, {}, {}};
+  if (!may_go_on(paces_.at(rank), step)) return nullptr;
+  return std::make_shared<Decision>(Decision{.step = step, .members = {rank}, .next_members = members_.live()});
+}
+
+std::shared_ptr<const std::string> Quorum::encoded_decision(uint32_t rank, uint64_t step) {
+  auto known = decision(rank, step);
+  if (known == nullptr) return nullptr;
+  if (known != encoded_) {
+    encoding_ = std::make_shared<const std::string>(encode(*known));
+    encoded_ = std::move(known);
+  }
+  return encoding_;
 }
 
 std::string Quorum::missing(uint32_t rank, uint64_t step) const {
@@ -176,17 +207,24 @@ std::string Quorum::missing(uint32_t rank, uint64_t step) const {
 
 void Quorum::recall(const Decision& decision, Time now) {
   members_.await(decision.next_members, now);
-  if (rules_.staleness != 0 || decision.step <= decided_.step) return;
-  decided_ = decision;
+  take(decision);
+}
+
+void Quorum::recall(uint64_t step) { take(Decision{.step = step}); }
+
+void Quorum::take(const Decision& decision) {
+  if (rules_.staleness != 0 || decision.step <= decided_->step) return;
+  decided_ = std::make_shared<Decision>(decision);
+  if (!decision.members.empty()) members_.note_makers(decision.members, decision.step);
   for (auto& [rank, pace] : paces_) {
-    if (pace.clock <= decided_.step) pace.commit.reset();
+    if (pace.clock <= decided_->step) pace.commit.reset();
   }
 }
 
 Quorum::Record Quorum::record() const {
   Record record;
   record.members = members_.record();
-  record.decision = decided_;
+  record.decision = *decided_;
   for (const uint32_t rank : record.members.ranks) {
     const auto found = paces_.find(rank);
     const Pace pace = found == paces_.end() ? Pace() : found->second;
@@ -205,7 +243,7 @@ void Quorum::restore(const Record& record, Time now) {
   // All that were awaited had come when a step was decided.
   members_.restore(record.members, /*awaits_all=*/record.decision.step == 0, now);
   paces_.clear();
-  decided_ = record.decision;
+  decided_ = std::make_shared<Decision>(record.decision);
   for (size_t i = 0; i < count; ++i) {
     paces_[record.members.ranks[i]] = {record.clocks[i], record.excused[i], record.rests[i] != 0, {}};
   }

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -59,18 +60,23 @@ class Quorum {
   };
   Progress progress(uint32_t rank) const;
 
-  /// Repeating a commit changes nothing. Throws InvalidArgument for a step that is past, or was decided without the
-  /// worker; LayoutMismatch where members commit different counts of numbers.
+  /// Repeating a commit changes nothing. Throws Fenced where the step was decided without the worker, InvalidArgument
+  /// for one that is past, LayoutMismatch where members commit different counts of numbers.
   void commit(uint32_t rank, uint64_t incarnation, const Commit& commit, Time now);
   /// Decides where all have committed, and nobody who was forgotten by a restart is awaited any more.
   void try_to_decide(Time now);
-  /// What the worker's commit waits for, once it is known.
-  std::optional<Decision> decision(uint32_t rank, uint64_t step) const;
+  /// What the worker's commit waits for, once it is known; else null. Where steps are decided together it is one for
+  /// all.
+  std::shared_ptr<const Decision> decision(uint32_t rank, uint64_t step) const;
+  /// The same as a message.
+  std::shared_ptr<const std::string> encoded_decision(uint32_t rank, uint64_t step);
   /// Who the worker's commit still waits for, in words.
   std::string missing(uint32_t rank, uint64_t step) const;
 
   /// What a member remembers of a decision that this server may have forgotten, and whom it expects since.
   void recall(const Decision& decision, Time now);
+  /// One that came in after `step` is back, and has made no decided step since.
+  void recall(uint64_t step);
 
   /// For a snapshot, and back.
   struct Record {
@@ -103,6 +109,10 @@ class Quorum {
     uint64_t progress() const { return clock + excused; }
   };
 
+  void take(const Decision& decision);
+
+  /// Whether a member's commit is awaited by the others'.
+  bool lacks_commit(uint32_t rank) const;
   uint64_t slowest() const;
   void resume(Pace& pace) const;
   bool may_go_on(const Pace& pace, uint64_t step) const;
@@ -112,7 +122,12 @@ class Quorum {
   Members members_;
   CutSchedule cuts_;
   std::map<uint32_t, Pace> paces_;  // by rank
-  Decision decided_;
+  std::shared_ptr<const Decision> decided_ = std::make_shared<Decision>();
+  std::shared_ptr<const Decision> encoded_;  // the last one that was, mostly for others to come
+  std::shared_ptr<const std::string> encoding_;
+  // Ranks to look at before all others, so that a commit costs the same among many workers:
+  uint32_t awaited_ = 0;       // whose commit was missing
+  uint32_t other_commit_ = 0;  // who committed an undecided step
 };
 
 }  // namespace muster::server

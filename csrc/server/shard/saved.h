@@ -18,7 +18,7 @@ struct Saved {
   Configure configured;
   std::string token;  ///< of the job
   Quorum::Record quorum;
-  std::vector<Image::Facts> images;  ///< by chunk of the server, then by table
+  std::vector<Image::Facts> images;  ///< by chunk of the server, then by table and stripe
   Dealer::Record batches;
 
   template <class M, class W>
@@ -26,7 +26,8 @@ struct Saved {
     visit_value(m.configured, w);
     w.text(m.token, kMaxToken);
     Quorum::Record::visit(m.quorum, w);
-    w.list(m.images, kMaxNumbers + kMaxTables, [](W& wire, auto& image) { Image::Facts::visit(image, wire); });
+    w.list(m.images, kMaxNumbers + kMaxTables * RowStripes::kMost,
+           [](W& wire, auto& image) { Image::Facts::visit(image, wire); });
     Dealer::Record::visit(m.batches, w);
   }
 };

@@ -76,8 +76,7 @@ std::shared_ptr<Shard> ServerCore::make_shard(const Plan& plan, uint32_t server)
   cuts_.begin_with(plan.is_synchronous());
   const auto may_push = [this](std::optional<uint32_t> rank, uint64_t step) {
     const Lock lock(mutex_);
-    const auto& members = quorum_.members();
-    return rank ? members.may_push(*rank, step, time_.now()) : members.may_any_push(step, time_.now());
+    return quorum_.members().may_push(rank, step, time_.now());
   };
   return std::make_shared<Shard>(plan, server, may_push, time_);
 }

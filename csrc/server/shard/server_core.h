@@ -89,6 +89,7 @@ class ServerCore {
   // Each answers on the session's channel.
   void greet(Session& session, const Hello& hello);
   void configure(Session& session, const Configure& request);
+  void await_job(const Session& session, const Configure& request);
   void inquire(Session& session);
   void start(Session& session);
   void resume(Session& session, const Resume& request);
@@ -110,7 +111,6 @@ class ServerCore {
   bool answer_rows(Session& session, Shard& shard, net::Frame& frame, Time deadline);
   void hold_rows(Session& session, Shard& shard, const PushRows& request, net::Frame& frame);
   void pull_rows(Session& session, TableShard& tables, const PullRows& request, net::Bytes payload, Time deadline);
-  void sum_rows(Session& session, TableShard& tables, const SumRows& request, Time deadline);
 
   Time reply_deadline() const { return time_.now() + std::chrono::seconds(60); }  // of a worker that reads
   template <class Message>

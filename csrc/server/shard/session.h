@@ -9,6 +9,7 @@
 
 #include "net/channel.h"
 #include "server/protocol/protocol.h"
+#include "server/shard/timekeeper.h"
 
 namespace muster::server {
 
@@ -23,6 +24,7 @@ struct Session {
   uint32_t lane = 0;
   uint64_t incarnation = 0;
   std::string token;            ///< of its job
+  Timekeeper::Time greeted{};   ///< when Hello came
   bool leaves = false;          ///< nothing follows
   std::vector<std::byte> copy;  ///< of values that travel
 };

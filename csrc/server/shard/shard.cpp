@@ -11,9 +11,9 @@ namespace muster::server {
 namespace {
 
 // First what nobody else is at, locked; where `attempt` returns false, and what others are at, goes to `wait`.
-template <class State, class Attempt, class Wait>
-void walk(const std::vector<State*>& states, const Attempt& attempt, const Wait& wait) {
-  std::vector<State*> others;
+template <class Attempt, class Wait>
+void walk(const std::vector<HeldSums*>& states, const Attempt& attempt, const Wait& wait) {
+  std::vector<HeldSums*> others;
   for (auto* const own : states) {
     const auto lock = own->try_lock();
     if (!lock || !attempt(*own)) others.push_back(own);
@@ -33,7 +33,7 @@ Shard::Shard(const Plan& plan, uint32_t server, Steps::MayPush may_push, Timekee
     parameter_bytes_ += chunk.chunk().parameter_bytes();
     members_.push_back(&chunk);
   }
-  for (auto* const table : tables_.members()) members_.push_back(table);
+  for (auto* const stripe : tables_.members()) members_.push_back(stripe);
 }
 
 Shard::~Shard() = default;
@@ -67,15 +67,28 @@ void Shard::sum_early(uint32_t index, uint64_t step, const std::vector<uint32_t>
   chunk(index).sum_early(step, members);
 }
 
-std::vector<double> Shard::sum(uint64_t step, const std::vector<uint32_t>& members, Deadline deadline) {
-  std::vector<double> partials;
-  for (const uint32_t index : own_) {
-    auto& own = chunk(index);
-    auto lock = own.lock();
-    const auto& of_chunk = own.sum(lock, step, members, deadline).partials;
-    partials.insert(partials.end(), of_chunk.begin(), of_chunk.end());
+std::vector<HeldSums*> Shard::order_for(uint32_t rank) const {
+  const size_t ranks = std::max<size_t>(plan_.workers, rank + 1);
+  const size_t chunks = own_.size();
+  const size_t stripes = members_.size() - chunks;
+  std::vector<HeldSums*> order;
+  for (size_t i = 0; i < chunks; ++i) {  // from the end, since who reads begins at the front
+    order.push_back(members_[(2 * chunks - 1 - chunks * rank / ranks - i) % chunks]);
   }
-  return partials;
+  for (size_t i = 0; i < stripes; ++i) order.push_back(members_[chunks + (stripes * rank / ranks + i) % stripes]);
+  return order;
+}
+
+kernels::NormSum Shard::sum(uint32_t rank, uint64_t step, const std::vector<uint32_t>& members, Deadline deadline) {
+  kernels::NormSum sum;
+  const auto add = [&](const kernels::NormSum& own) { kernels::join_norm_sums(sum, own, plan_.norm_type); };
+  const auto add_known = [&](HeldSums& own) {
+    const auto norm = own.norm_now(step, members);
+    if (norm) add(*norm);
+    return norm.has_value();
+  };
+  walk(order_for(rank), add_known, [&](HeldSums& own) { add(own.sum(step, members, deadline)); });
+  return sum;
 }
 
 void Shard::apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline) {
@@ -83,28 +96,18 @@ void Shard::apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadl
   if (plan_.is_synchronous()) {
     rules_.note_command(apply);
     wake();
+    const auto make_whole = [&](HeldSums& own) { return own.apply_whole(apply); };
+    walk(order_for(rank), make_whole, [&](HeldSums& own) { own.apply_together(apply, deadline); });
+    return;
   }
-  std::vector<HeldChunk*> order;
-  const size_t count = own_.size();
-  for (size_t i = 0; i < count; ++i) {
-    // Each thread begins elsewhere, so that they divide the work; from the end, since who reads begins at the front.
-    const size_t begin = count * rank / std::max<size_t>(plan_.workers, rank + 1);
-    order.push_back(&chunk(own_[(2 * count - 1 - begin - i) % count]));
-  }
-  if (plan_.is_synchronous()) {
-    const auto make_whole = [&](HeldChunk& own) { return own.apply_whole(apply); };
-    walk(order, make_whole, [&](HeldChunk& own) { own.apply_together(apply, deadline); });
-  } else {
-    const auto step_own = [&](HeldChunk& own) {
-      own.apply_alone(rank, incarnation, apply);
-      return true;
-    };
-    walk(order, step_own, [&](HeldChunk& own) {
-      const auto lock = own.lock();
-      step_own(own);
-    });
-  }
-  tables_.apply(rank, incarnation, apply, deadline);
+  const auto step_own = [&](HeldSums& own) {
+    own.apply_alone(rank, incarnation, apply);
+    return true;
+  };
+  walk(order_for(rank), step_own, [&](HeldSums& own) {
+    const auto lock = own.lock();
+    step_own(own);
+  });
 }
 
 bool Shard::settle(const Apply& command) {
@@ -122,7 +125,9 @@ void Shard::drop_all() {
 
 std::vector<uint64_t> Shard::steps(uint32_t rank, uint64_t incarnation) {
   std::vector<uint64_t> steps;
-  for (auto* const own : members_) steps.push_back(own->step_of(rank, incarnation));
+  for (const uint32_t index : own_) steps.push_back(chunk(index).step_of(rank, incarnation));
+  const auto of_tables = tables_.steps(rank, incarnation);
+  steps.insert(steps.end(), of_tables.begin(), of_tables.end());
   return steps;
 }
 

@@ -47,13 +47,14 @@ class Shard {
   /// Adds what `members` pushed of a chunk, ahead of the demand, if all of them did.
   void sum_early(uint32_t chunk, uint64_t step, const std::vector<uint32_t>& members);
 
-  /// The statistics of the sums over `members` of every chunk. Waits for pushes that may still come.
-  std::vector<double> sum(uint64_t step, const std::vector<uint32_t>& members, Deadline deadline);
+  /// The norm of the sums over `members`, of all chunks and tables. Waits for pushes that may still come. Several
+  /// threads, each for another rank, divide what is not added yet.
+  kernels::NormSum sum(uint32_t rank, uint64_t step, const std::vector<uint32_t>& members, Deadline deadline);
 
   /// The commands of steps; of a synchronous job the first one of a step counts.
   Steps& commands() noexcept { return rules_; }
 
-  /// See Apply; of tables, too. Several threads may apply one step: they divide its chunks and tables. Synchronous:
+  /// See Apply; of tables, too. Several threads may apply one step: they divide its chunks and stripes. Synchronous:
   /// returns once all have made the step. Else steps from the pushes of `rank`, each once.
   void apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline);
 
@@ -63,8 +64,8 @@ class Shard {
   /// Drops all pushes: a job that is over may have left some.
   void drop_all();
 
-  /// By chunk, then by table, the last step that was applied whole: of the worker's incarnation, where steps are not
-  /// made together. Waits for nobody.
+  /// By chunk, then by table (of all its stripes), the last step that was applied whole: of the worker's incarnation,
+  /// where steps are not made together. Waits for nobody.
   std::vector<uint64_t> steps(uint32_t rank, uint64_t incarnation);
 
   /// The smallest of steps(); UINT64_MAX where this server owns nothing.
@@ -82,13 +83,15 @@ class Shard {
   /// Bytes of pushes that are held.
   int64_t held_bytes() const noexcept { return rules_.held_bytes; }
 
-  /// Its chunks, then its tables.
+  /// Its chunks, then the stripes of its tables.
   const std::vector<HeldSums*>& members() const noexcept { return members_; }
   /// Of members(), each as it is when its turn comes.
   std::vector<std::unique_ptr<Image>> begin_images() const;
 
  private:
   HeldChunk& chunk(uint32_t index) const;
+  /// members() in an order in which the threads of other ranks begin elsewhere, so that they divide the work.
+  std::vector<HeldSums*> order_for(uint32_t rank) const;
 
   const Plan plan_;
   Steps rules_;
@@ -96,7 +99,7 @@ class Shard {
   int64_t parameter_bytes_ = 0;
   std::map<uint32_t, std::unique_ptr<HeldChunk>> chunks_;  // by index
   TableShard tables_;
-  std::vector<HeldSums*> members_;  // chunks, then tables
+  std::vector<HeldSums*> members_;  // chunks, then stripes of tables
 };
 
 }  // namespace muster::server

@@ -21,12 +21,8 @@ std::vector<Image::Facts> ShardImage::facts() const {
 
 uint64_t ShardImage::file_bytes() const {
   constexpr uint64_t kMost = uint64_t{256} << 20, kLeast = uint64_t{16} << 20, kFiles = 64;
-  const size_t chunks = shard_->chunks().size();
   uint64_t bytes = 0;
-  for (size_t i = chunks; i < images_.size(); ++i) {
-    const auto table = static_cast<uint32_t>(i - chunks);
-    bytes += images_[i]->facts.rows * (shard_->tables().value_bytes(table) + shard_->tables().state_bytes(table));
-  }
+  for (const auto& image : images_) bytes += image->row_bytes();
   return std::clamp(bytes / kFiles, kLeast, kMost);
 }
 
@@ -41,7 +37,7 @@ checkpoint::NamedTensors ShardImage::next() {
 
 ShardRestorer::ShardRestorer(Shard& shard, std::vector<Image::Facts> facts) : shard_(shard), facts_(std::move(facts)) {
   if (facts_.size() == shard_.members().size()) return;
-  throw CheckpointError("a snapshot has " + std::to_string(facts_.size()) + " chunks and tables, not " +
+  throw CheckpointError("a snapshot has " + std::to_string(facts_.size()) + " chunks and stripes of tables, not " +
                         std::to_string(shard_.members().size()) + "; use an older snapshot");
 }
 
@@ -55,7 +51,7 @@ void ShardRestorer::finish() const {
   const bool is_chunk = next_ < shard_.chunks().size();
   throw CheckpointError("a snapshot lacks tensors of " +
                         (is_chunk ? "chunk " + std::to_string(shard_.chunks()[next_])
-                                  : "table '" + shard_.plan().tables[next_ - shard_.chunks().size()].name + "'") +
+                                  : "table '" + shard_.tables().spec_of(next_ - shard_.chunks().size()).name + "'") +
                         "; use an older snapshot");
 }
 

@@ -15,7 +15,7 @@ namespace muster::server {
 /// Images of a shard's chunks and tables, one after the other. Owned by one thread.
 class ShardImage {
  public:
-  /// `images` are by chunk, then by table, as Shard::begin_images has them.
+  /// `images` are by chunk, then by table and stripe, as Shard::begin_images has them.
   ShardImage(std::shared_ptr<const Shard> shard, std::vector<std::unique_ptr<Image>> images);
   ~ShardImage();
 
@@ -37,7 +37,7 @@ class ShardImage {
 /// Fills a shard that has held nothing yet. Owned by one thread.
 class ShardRestorer {
  public:
-  /// `facts`: those of a ShardImage. Throws CheckpointError where they are of another number of chunks and tables.
+  /// `facts`: those of a ShardImage. Throws CheckpointError where they are of another number of chunks and stripes.
   ShardRestorer(Shard& shard, std::vector<Image::Facts> facts);
 
   /// Takes tensors of ShardImage::next in their order; of several calls of it together, and with others among them.

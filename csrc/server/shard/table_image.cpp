@@ -1,4 +1,4 @@
-// A table in snapshots.
+// A stripe of a table in snapshots.
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -8,7 +8,6 @@
 #include <string>
 #include <utility>
 
-#include "kernels/kernels.h"
 #include "muster/error.h"
 #include "server/shard/held_table.h"
 #include "server/shard/image.h"
@@ -22,25 +21,13 @@ std::span<T> span_of(const at::Tensor& tensor) {
   return {tensor.mutable_data_ptr<T>(), static_cast<size_t>(tensor.numel())};
 }
 
-template <class T>
-at::Tensor tensor_of(const std::vector<T>& values, at::ScalarType dtype) {
-  const auto tensor = at::empty({static_cast<int64_t>(values.size())}, dtype);
-  std::copy(values.begin(), values.end(), tensor.template mutable_data_ptr<T>());
-  return tensor;
+// Names of files' tensors, which say which of the image's rows is the first.
+std::string name_of(const char* what, const HeldTable& table, uint64_t first) {
+  return std::string(what) + "/" + table.spec.name + "/" + std::to_string(table.stripe) + "/" + std::to_string(first);
 }
-
-// Names of files' tensors. Those of rows say which of the image's is the first.
-std::string rows_name(const TableSpec& spec, uint64_t first) {
-  return "rows/" + spec.name + "/" + std::to_string(first);
-}
-std::string values_name(const TableSpec& spec, uint64_t first) {
-  return "row_values/" + spec.name + "/" + std::to_string(first);
-}
-std::string states_name(const TableSpec& spec, uint64_t first) {
-  return "row_states/" + spec.name + "/" + std::to_string(first);
-}
-std::string summed_name(const TableSpec& spec) { return "summed_rows/" + spec.name; }
-std::string partials_name(const TableSpec& spec) { return "row_partials/" + spec.name; }
+std::string rows_name(const HeldTable& table, uint64_t first) { return name_of("rows", table, first); }
+std::string values_name(const HeldTable& table, uint64_t first) { return name_of("row_values", table, first); }
+std::string states_name(const HeldTable& table, uint64_t first) { return name_of("row_states", table, first); }
 
 const at::Tensor& tensor_of(const checkpoint::NamedTensors& tensors, const std::string& name, uint64_t numel,
                             at::ScalarType dtype) {
@@ -54,9 +41,7 @@ const at::Tensor& tensor_of(const checkpoint::NamedTensors& tensors, const std::
 
 class TableImage final : public Image {
  public:
-  // `sums`: tensors of the last step's.
-  TableImage(HeldTable& table, Facts facts, checkpoint::NamedTensors sums)
-      : Image(std::move(facts)), table_(table), sums_(std::move(sums)) {}
+  TableImage(HeldTable& table, Facts facts) : Image(std::move(facts)), table_(table) {}
 
   ~TableImage() override {
     const std::unique_lock ending(table_.rows_mutex);
@@ -64,8 +49,11 @@ class TableImage final : public Image {
     table_.image_ended.notify_all();
   }
 
+  uint64_t row_bytes() const override {
+    return facts.rows * static_cast<uint64_t>(table_.spec.dim + table_.rows.state_width()) * sizeof(float);
+  }
+
   checkpoint::NamedTensors next() override {
-    if (!sums_.empty()) return std::exchange(sums_, {});
     const int64_t count = rows_of_block();
     if (count == 0) return {};
     const auto rows = at::empty({count}, at::kLong);
@@ -76,9 +64,9 @@ class TableImage final : public Image {
       table_.rows.copy_image_block(span_of<int64_t>(rows), span_of<float>(values), span_of<float>(states));
     }
     checkpoint::NamedTensors tensors;
-    tensors[rows_name(table_.spec, first_)] = rows;
-    tensors[values_name(table_.spec, first_)] = values;
-    if (states.numel() > 0) tensors[states_name(table_.spec, first_)] = states;
+    tensors[rows_name(table_, first_)] = rows;
+    tensors[values_name(table_, first_)] = values;
+    if (states.numel() > 0) tensors[states_name(table_, first_)] = states;
     first_ += static_cast<uint64_t>(count);
     return tensors;
   }
@@ -90,72 +78,44 @@ class TableImage final : public Image {
   }
 
   HeldTable& table_;
-  checkpoint::NamedTensors sums_;
   uint64_t first_ = 0;
 };
 
 }  // namespace
 
 std::unique_ptr<Image> HeldTable::begin_image() {
-  Image::Facts facts;
-  facts.made = record();
+  auto facts = facts_of_steps();
   facts.counted = counted;
-  checkpoint::NamedTensors sums;
-  if (const auto* const last = made()) {
-    facts.has_sums = true;
-    facts.summed_rows = last->rows.size();
-    if (!last->rows.empty()) {
-      sums[summed_name(spec)] = tensor_of(last->rows, at::kLong);
-      sums[partials_name(spec)] = tensor_of(last->partials, at::kDouble);
-    }
-  }
   std::unique_lock beginning(rows_mutex);
   image_ended.wait(beginning, [&] { return !rows.has_image(); });
   facts.rows = static_cast<uint64_t>(rows.begin_image());
-  return std::make_unique<TableImage>(*this, std::move(facts), std::move(sums));
+  return std::make_unique<TableImage>(*this, std::move(facts));
 }
 
 bool HeldTable::restore(const Image::Facts& facts, const checkpoint::NamedTensors& tensors) {
   const auto lock = this->lock();
   const std::unique_lock writing(rows_mutex);
   counted = facts.counted;
-  if (!facts.has_sums || facts.summed_rows == 0 || tensors.contains(summed_name(spec))) restore_sums(facts, tensors);
+  restore_steps(facts);
   const auto dim = static_cast<uint64_t>(spec.dim);
   const auto width = static_cast<uint64_t>(rows.state_width());
   const auto size = [&] { return static_cast<uint64_t>(rows.size()); };
   while (size() < facts.rows) {
     const uint64_t first = size();
-    const auto found = tensors.find(rows_name(spec, first));
+    const auto found = tensors.find(rows_name(*this, first));
     if (found == tensors.end()) return false;
     const auto count = static_cast<uint64_t>(found->second.numel());
     const auto& numbers = tensor_of(tensors, found->first, count, at::kLong);
-    const auto& values = tensor_of(tensors, values_name(spec, first), count * dim, at::kFloat);
+    const auto& values = tensor_of(tensors, values_name(*this, first), count * dim, at::kFloat);
     std::span<const float> states;
-    if (width > 0) states = span_of<float>(tensor_of(tensors, states_name(spec, first), count * width, at::kFloat));
+    if (width > 0) states = span_of<float>(tensor_of(tensors, states_name(*this, first), count * width, at::kFloat));
     rows.import_rows(span_of<int64_t>(numbers), span_of<float>(values), states);
     if (count == 0 || size() != first + count || size() > facts.rows) {
       throw CheckpointError("a snapshot's '" + found->first +
                             "' has rows that come twice, or too many or none; use an " + "older snapshot");
     }
   }
-  if (facts.has_sums && made() == nullptr) {
-    throw CheckpointError("a snapshot lacks '" + summed_name(spec) + "'; use an older snapshot");
-  }
   return true;
-}
-
-void HeldTable::restore_sums(const Image::Facts& facts, const checkpoint::NamedTensors& tensors) {
-  Statistics made;
-  if (facts.has_sums) made.step = facts.made.steps;
-  if (facts.summed_rows > 0) {
-    const size_t tiles = kernels::num_tiles(static_cast<size_t>(spec.dim));
-    const auto summed = span_of<int64_t>(tensor_of(tensors, summed_name(spec), facts.summed_rows, at::kLong));
-    const auto partials =
-        span_of<double>(tensor_of(tensors, partials_name(spec), facts.summed_rows * tiles, at::kDouble));
-    made.rows.assign(summed.begin(), summed.end());
-    made.partials.assign(partials.begin(), partials.end());
-  }
-  HeldSums::restore(facts.made, std::move(made));
 }
 
 }  // namespace muster::server

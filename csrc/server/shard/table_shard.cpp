@@ -1,12 +1,11 @@
 #include "server/shard/table_shard.h"
 
 #include <algorithm>
-#include <array>
-#include <cstring>
+#include <limits>
 #include <mutex>
 #include <string>
+#include <utility>
 
-#include "kernels/kernels.h"
 #include "muster/error.h"
 
 namespace muster::server {
@@ -19,85 +18,135 @@ std::span<const float> span_of(Bytes bytes) {
 
 }  // namespace
 
+TableShard::Table::Table(const TableSpec& spec, const Plan& plan, Steps& rules)
+    : sharding(sharding_of(spec, plan)), division(stripes_of(spec, plan)) {
+  for (uint32_t s = 0; s < division.count(); ++s) {
+    stripes.push_back(std::make_unique<HeldTable>(spec, s, plan, rules));
+  }
+}
+
 TableShard::TableShard(const Plan& plan, uint32_t server, Steps& rules) : plan_(plan), server_(server) {
-  for (const auto& spec : plan_.tables) tables_.push_back(std::make_unique<HeldTable>(spec, plan_, rules));
+  for (const auto& spec : plan.tables) tables_.push_back(std::make_unique<Table>(spec, plan_, rules));
 }
 
 TableShard::~TableShard() = default;
 
-HeldTable& TableShard::table(uint32_t index) const {
+TableShard::Table& TableShard::table(uint32_t index) const {
   if (index < tables_.size()) return *tables_[index];
   throw InvalidArgument("there is no table " + std::to_string(index) +
                         "; run one version of Muster on all workers and servers");
 }
 
-void TableShard::check_rows(const HeldTable& own, std::span<const int64_t> rows) const {
-  for (const int64_t row : rows) {
-    if (row < 0 || row >= own.spec.num_rows) {
-      throw InvalidArgument("row " + std::to_string(row) + " is not in [0, " + std::to_string(own.spec.num_rows) +
-                            "): table '" + own.spec.name + "' has so many rows");
+std::vector<TableShard::Run> TableShard::runs_of(const Table& own, std::span<const int64_t> rows) const {
+  const auto& spec = own.stripes.front()->spec;
+  std::vector<Run> runs;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const int64_t row = rows[i];
+    if (row < 0 || row >= spec.num_rows) {
+      throw InvalidArgument("row " + std::to_string(row) + " is not in [0, " + std::to_string(spec.num_rows) +
+                            "): table '" + spec.name + "' has so many rows");
     }
     if (own.sharding.server_of(row) != static_cast<int>(server_)) {
-      throw InvalidArgument("row " + std::to_string(row) + " of table '" + own.spec.name +
+      throw InvalidArgument("row " + std::to_string(row) + " of table '" + spec.name +
                             "' is another server's; give all workers the servers in one order");
     }
+    auto* const stripe = own.stripes[own.division.of(row)].get();
+    if (runs.empty() || runs.back().stripe != stripe) runs.push_back({stripe, i, 0});
+    ++runs.back().count;
   }
+  return runs;
 }
 
 size_t TableShard::value_bytes(uint32_t index) const {
-  return static_cast<size_t>(table(index).spec.dim) * sizeof(float);
+  return static_cast<size_t>(table(index).stripes.front()->spec.dim) * sizeof(float);
 }
 
 size_t TableShard::state_bytes(uint32_t index) const {
-  return static_cast<size_t>(table(index).rows.state_width()) * sizeof(float);
+  return static_cast<size_t>(table(index).stripes.front()->rows.state_width()) * sizeof(float);
 }
 
 void TableShard::write(uint32_t index, std::span<const int64_t> rows, Bytes values, Bytes states) {
-  auto& own = table(index);
-  check_rows(own, rows);
-  const auto lock = own.lock();
-  const std::unique_lock writing(own.rows_mutex);
-  own.rows.import_rows(rows, span_of(values), span_of(states));
+  const size_t dim = value_bytes(index) / sizeof(float);
+  const size_t width = state_bytes(index) / sizeof(float);
+  for (const auto& [stripe, first, count] : runs_of(table(index), rows)) {
+    const auto lock = stripe->lock();
+    const std::unique_lock writing(stripe->rows_mutex);
+    stripe->rows.import_rows(rows.subspan(first, count), span_of(values).subspan(first * dim, count * dim),
+                             span_of(states).subspan(first * width, count * width));
+  }
 }
 
 void TableShard::write_steps(uint32_t index, uint64_t steps) {
-  auto& own = table(index);
-  const auto lock = own.lock();
-  own.counted = steps;
+  for (const auto& stripe : table(index).stripes) {
+    const auto lock = stripe->lock();
+    stripe->counted = steps;
+  }
 }
 
 uint64_t TableShard::pull(uint32_t index, uint64_t at_least, std::span<const int64_t> rows, std::span<float> to,
                           Deadline deadline) {
-  auto& own = table(index);
-  check_rows(own, rows);
-  auto lock = own.lock_after(at_least, deadline);
-  const std::shared_lock reading(own.rows_mutex);
-  const uint64_t steps = own.steps();
-  lock.unlock();
-  own.rows.pull(rows, to);
-  return steps;
+  const size_t dim = value_bytes(index) / sizeof(float);
+  uint64_t least = std::numeric_limits<uint64_t>::max();
+  const auto read = [&](const Run& run, Pushes::Lock lock) {
+    const std::shared_lock reading(run.stripe->rows_mutex);
+    least = std::min(least, run.stripe->steps());
+    lock.unlock();
+    run.stripe->rows.pull(rows.subspan(run.first, run.count), to.subspan(run.first * dim, run.count * dim));
+  };
+  std::vector<Run> others;  // which somebody is at, or which lack steps
+  for (const auto& run : runs_of(table(index), rows)) {
+    auto lock = run.stripe->try_lock();
+    if (lock && run.stripe->steps() >= at_least) {
+      read(run, std::move(lock));
+    } else {
+      others.push_back(run);
+    }
+  }
+  for (const auto& run : others) read(run, run.stripe->lock_after(at_least, deadline));
+  return rows.empty() ? 0 : least;
 }
 
-bool TableShard::hold(uint32_t rank, uint64_t incarnation, const PushRows& push, const std::vector<int64_t>& rows,
+bool TableShard::hold(uint32_t rank, uint64_t incarnation, const PushRows& push, std::span<const int64_t> rows,
                       Bytes values, std::shared_ptr<const void> owner) {
   auto& own = table(push.table);
-  check_rows(own, rows);
-  return own.keep(rank, incarnation, {push.step, push.part, push.parts}, rows, values, std::move(owner));
+  const size_t row_bytes = value_bytes(push.table);
+  const Pushes::Portion part{push.step, push.part, push.parts};
+  std::vector<Run> runs;  // of all stripes
+  for (const auto& stripe : own.stripes) runs.push_back({stripe.get(), 0, 0});
+  uint32_t next = 0;
+  for (const auto& run : runs_of(own, rows)) {
+    if (run.stripe->stripe < next) {
+      throw InvalidArgument("a push of table '" + run.stripe->spec.name +
+                            "' has its rows in another order than by stripe; run one version of Muster on all workers "
+                            "and servers");
+    }
+    next = run.stripe->stripe + 1;
+    runs[run.stripe->stripe] = run;
+  }
+  const std::lock_guard holding(own.holding);
+  for (const auto& run : runs) {
+    const auto lock = run.stripe->lock();
+    run.stripe->would_hold(rank, incarnation, part, rows.subspan(run.first, run.count));
+  }
+  bool is_fresh = false;
+  for (const auto& run : runs) {
+    const auto of_run = values.subspan(run.first * row_bytes, run.count * row_bytes);
+    is_fresh = run.stripe->keep(rank, incarnation, part, rows.subspan(run.first, run.count), of_run, owner) || is_fresh;
+  }
+  return is_fresh;
 }
 
 void TableShard::sum_early(uint32_t index, uint64_t step, const std::vector<uint32_t>& members) {
-  table(index).sum_early(step, members);
-}
-
-void TableShard::sum(const SumRows& request, Deadline deadline, const ConsumeSums& consume) {
-  auto& own = table(request.table);
-  auto lock = own.lock();
-  const auto& known = own.sum(lock, request.step, request.members, deadline);
-  consume(known.rows, known.partials);
+  for (const auto& stripe : table(index).stripes) stripe->sum_early(step, members);
 }
 
 TableShard::Rows TableShard::fetch(const FetchRows& request, size_t count, Deadline deadline) {
-  auto& own = table(request.table);
+  const auto& stripes = table(request.table).stripes;
+  if (request.stripe >= stripes.size()) {
+    throw InvalidArgument("there is no stripe " + std::to_string(request.stripe) +
+                          "; run one version of Muster on all workers and servers");
+  }
+  auto& own = *stripes[request.stripe];
   auto lock = own.lock_after(request.at_least, deadline);
   const std::shared_lock reading(own.rows_mutex);
   Rows rows;
@@ -114,33 +163,36 @@ TableShard::Rows TableShard::fetch(const FetchRows& request, size_t count, Deadl
 
 void TableShard::check(const Apply& apply) const {
   for (const auto& own : tables_) {
+    const auto& first = *own->stripes.front();
     const bool is_same = apply.groups.index() == plan_.groups.index() &&
-                         empty_table(own->spec, apply.groups).state_width() == own->rows.state_width();
+                         empty_table(first.spec, apply.groups).state_width() == first.rows.state_width();
     if (!is_same) {
-      throw InvalidArgument("the optimizer of table '" + own->spec.name +
+      throw InvalidArgument("the optimizer of table '" + first.spec.name +
                             "' cannot change; keep the kind that the job began with");
     }
   }
 }
 
-void TableShard::apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline) {
-  const size_t count = tables_.size();
-  for (size_t i = 0; i < count; ++i) {
-    // Each thread begins elsewhere, so that they divide the work.
-    auto& own = *tables_[(i + count * rank / std::max<size_t>(plan_.workers, rank + 1)) % count];
-    if (plan_.is_synchronous()) {
-      own.apply_together(apply, deadline);
-    } else {
-      const auto lock = own.lock();
-      own.apply_alone(rank, incarnation, apply);
-    }
+std::vector<uint64_t> TableShard::steps(uint32_t rank, uint64_t incarnation) const {
+  std::vector<uint64_t> steps;
+  for (const auto& own : tables_) {
+    uint64_t least = std::numeric_limits<uint64_t>::max();
+    for (const auto& stripe : own->stripes) least = std::min(least, stripe->step_of(rank, incarnation));
+    steps.push_back(least);
   }
+  return steps;
 }
 
 std::vector<HeldSums*> TableShard::members() const {
   std::vector<HeldSums*> members;
-  for (const auto& own : tables_) members.push_back(own.get());
+  for (const auto& own : tables_) {
+    for (const auto& stripe : own->stripes) members.push_back(stripe.get());
+  }
   return members;
+}
+
+const TableSpec& TableShard::spec_of(size_t member) const {
+  return static_cast<const HeldTable*>(members().at(member))->spec;
 }
 
 }  // namespace muster::server

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -14,8 +14,9 @@
 
 namespace muster::server {
 
-/// Thread-safe: one mutex a table, and one more for its rows, which several pulls share. Tables are named by their
-/// index in the plan. Rows outside a table or of another server are an InvalidArgument, which changes nothing.
+/// Thread-safe: a table is divided into stripes, each with a mutex, and one more for its rows, which several pulls
+/// share. Tables are named by their index in the plan. Rows outside a table or of another server are an
+/// InvalidArgument, which changes nothing.
 class TableShard {
  public:
   /// `plan` and `rules` must outlive it. Throws InvalidArgument for tables whose optimizer moves every row.
@@ -30,25 +31,21 @@ class TableShard {
   size_t value_bytes(uint32_t table) const;
   size_t state_bytes(uint32_t table) const;
 
-  /// Writes values of rows, in their order, to `to`, once the table has made `at_least` steps; returns how many it has
-  /// made. Helps with a step that is being applied. Throws Timeout at the deadline.
+  /// Writes values of rows, in their order, to `to`, once their stripes have made `at_least` steps; returns how many
+  /// all of these have made. Helps with a step that is being applied. Throws Timeout at the deadline. Rows that follow
+  /// one another in a stripe are read at once.
   uint64_t pull(uint32_t table, uint64_t at_least, std::span<const int64_t> rows, std::span<float> to,
                 Deadline deadline);
 
-  /// Keeps a part of a push until it is applied; `owner` keeps `values` alive. False: it is held or applied already.
-  /// Throws InvalidArgument as Pushes::hold.
-  bool hold(uint32_t rank, uint64_t incarnation, const PushRows& push, const std::vector<int64_t>& rows, Bytes values,
+  /// Keeps a part of a push until it is applied, in all stripes; `owner` keeps `values` alive. False: it is held or
+  /// applied already. Throws InvalidArgument, and changes nothing, as Pushes::hold, and where stripes do not ascend.
+  bool hold(uint32_t rank, uint64_t incarnation, const PushRows& push, std::span<const int64_t> rows, Bytes values,
             std::shared_ptr<const void> owner);
 
   /// Adds what `members` pushed of a table, ahead of the demand, if all of them did.
   void sum_early(uint32_t table, uint64_t step, const std::vector<uint32_t>& members);
 
-  /// Calls `consume` with the rows of the sums over `members` and their partials, num_tiles(dim) a row. Waits for
-  /// pushes that may still come.
-  using ConsumeSums = std::function<void(std::span<const int64_t> rows, std::span<const double> partials)>;
-  void sum(const SumRows& request, Deadline deadline, const ConsumeSums& consume);
-
-  /// `count` rows that are kept, from the `first`-th on, fewer at the end, once the table has made `at_least` steps.
+  /// `count` rows of a stripe, from the `first`-th on, fewer at the end, once it has made `at_least` steps.
   struct Rows {
     std::vector<int64_t> rows;
     std::vector<float> values;
@@ -60,20 +57,37 @@ class TableShard {
 
   /// Throws InvalidArgument for hyperparameters that no table can be stepped by.
   void check(const Apply& apply) const;
-  /// As Shard::apply.
-  void apply(uint32_t rank, uint64_t incarnation, const Apply& apply, Deadline deadline);
 
-  /// By table.
+  /// By table, the last step that all of its stripes applied; see Shard::steps.
+  std::vector<uint64_t> steps(uint32_t rank, uint64_t incarnation) const;
+
+  /// Stripes, by table.
   std::vector<HeldSums*> members() const;
-  size_t num_tables() const noexcept { return tables_.size(); }
+  /// The table of one of members().
+  const TableSpec& spec_of(size_t member) const;
 
  private:
-  HeldTable& table(uint32_t index) const;
-  void check_rows(const HeldTable& table, std::span<const int64_t> rows) const;
+  /// Rows that follow one another in a request and are of one stripe.
+  struct Run {
+    HeldTable* stripe;
+    size_t first;
+    size_t count;
+  };
+  struct Table {
+    Table(const TableSpec& spec, const Plan& plan, Steps& rules);
+    RowSharding sharding;
+    RowStripes division;
+    std::vector<std::unique_ptr<HeldTable>> stripes;
+    std::mutex holding;  ///< a push is held in all stripes or in none: taken before their locks
+  };
+
+  Table& table(uint32_t index) const;
+  /// Checks rows, and divides them.
+  std::vector<Run> runs_of(const Table& table, std::span<const int64_t> rows) const;
 
   const Plan& plan_;
   const uint32_t server_;
-  std::vector<std::unique_ptr<HeldTable>> tables_;
+  std::vector<std::unique_ptr<Table>> tables_;
 };
 
 }  // namespace muster::server

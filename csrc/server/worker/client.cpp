@@ -57,8 +57,17 @@ void ServerClient::write(uint32_t chunk, Part part, Bytes values) {
   });
 }
 
+// Workers come in by server 0: nobody does before all servers have the values in snapshots. Where the start ends
+// before, the job that begins next writes them again.
 void ServerClient::start() {
-  requests_.call_all<Done>(Start{});
+  std::vector<size_t> others(requests_.num_servers(), 1);
+  others.front() = 0;
+  requests_.ask_all(others, [&](size_t s, size_t) {
+    requests_.link(s).send_chunk(
+        0, Start::kType, encode(Start{}), {}, {}, [](const net::Frame& answer) { Link::expect<Done>(answer); },
+        requests_.between());
+  });
+  requests_.call<Done>(0, Start{});
   requests_.note_started();
 }
 
@@ -127,14 +136,13 @@ Dealt ServerClient::ask_dealer(const Deal& deal) {
   return dealt;
 }
 
-Statistics ServerClient::sum(uint64_t step, const std::vector<uint32_t>& members) {
+kernels::NormSum ServerClient::sum(uint64_t step, const std::vector<uint32_t>& members) {
   if (const auto* const entry = replay_.log().find(step)) replay_.check_tables(*entry);
-  Statistics statistics;
+  kernels::NormSum sum;
   for (const auto& of_server : requests_.call_all<Partials>(Sum{step, members})) {
-    statistics.chunks.insert(statistics.chunks.end(), of_server.partials.begin(), of_server.partials.end());
+    kernels::join_norm_sums(sum, of_server.sum, config_.plan.norm_type);
   }
-  statistics.tables = rows_.sum(step, members);
-  return statistics;
+  return sum;
 }
 
 // Server 0, started again, is told of batches that it may not have heard of from this request.
@@ -156,9 +164,12 @@ void ServerClient::apply(Apply command) {
   replay_.log().take_lent();
 }
 
-// No other worker makes this one's step: its own lanes divide the chunks.
+// No other worker makes this one's step: its own lanes divide the chunks and stripes.
 void ServerClient::help_apply(const Apply& command) {
+  constexpr size_t kRowsWorthALane = size_t{256} << 10;  // bytes: the stripes of fewer are stepped sooner than divided
   std::vector<size_t> counts(requests_.num_servers());
+  for (const auto& rows : replay_.log().find(command.step)->rows) counts[rows.server] += rows.payload.size();
+  for (auto& count : counts) count /= kRowsWorthALane;
   for (const auto& chunk : chunks_) ++counts[static_cast<size_t>(chunk.server)];
   for (auto& count : counts) count = std::clamp<size_t>(count, 1, config_.lanes) - 1;  // lane 0 is at it
   const std::string message = encode(command);

@@ -20,12 +20,6 @@
 
 namespace muster::server {
 
-/// What sums of a step are made of.
-struct Statistics {
-  std::vector<double> chunks;               ///< partials by tile, chunk by chunk; see kernels::grad_stats
-  std::vector<std::vector<double>> tables;  ///< by table: of each summed row by itself (num_tiles(dim)), rows ascending
-};
-
 /// Externally synchronised; usable after an error. A call that meets a lost connection connects again and pushes again
 /// what the server lacks; one that waits does so for all servers. Every call throws PeerLost naming a server that stays
 /// away for `patience`, Fenced when this worker no longer counts, Timeout past the plan's timeout; waits call the
@@ -75,8 +69,8 @@ class ServerClient {
   /// Leaves a pass: others get what this worker was dealt and has not finished.
   void end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
 
-  /// The statistics of the sums over `members`; they do not depend on the number of servers.
-  Statistics sum(uint64_t step, const std::vector<uint32_t>& members);
+  /// The norm of the sums over `members`, of all chunks and tables. Its bits do not depend on who has what.
+  kernels::NormSum sum(uint64_t step, const std::vector<uint32_t>& members);
 
   /// Makes a step on all servers; returns when all have. The command's cut is that of the step's decision.
   void apply(Apply command);

@@ -28,10 +28,13 @@ Requests::Requests(const ClientConfig& config, Replay& replay, std::shared_ptr<n
   }
   const auto is_new = [](const Configured& server) { return !server.started || server.is_untouched; };
   const auto is_started = [](const Configured& server) { return server.started; };
-  if (config_.rank == kChief && std::all_of(configured_.begin(), configured_.end(), is_new)) return;
+  // Who joins a job has no values to give: somebody may step the servers' at any time.
+  const bool gives_values = config_.rank == kChief && !config_.joins;
+  if (gives_values && std::all_of(configured_.begin(), configured_.end(), is_new)) return;
   is_started_ = std::all_of(configured_.begin(), configured_.end(), is_started);
   // While the chief starts a job, others may see half of it.
   if (config_.rank == kChief || config_.joins) check_started();
+  if (config_.joins && !is_started_) lose(0, "it started again without what it was given");
 }
 
 std::string Requests::name_of(size_t server) const { return name_of_server(server, config_.servers[server]); }
@@ -142,7 +145,8 @@ void Requests::connect(size_t server, bool is_first) {
     try {
       incarnation_ = link.connect(incarnation_, memory_);
       Configure configure{static_cast<uint32_t>(server), config_.plan, config_.job, config_.facts};
-      configure.goes_on = has_joined_ || config_.joins;
+      using Coming = Configure::Coming;
+      configure.coming = has_joined_ ? Coming::returns : config_.joins ? Coming::joins : Coming::begins;
       link.send(configure);
       const auto configured = link.receive<Configured>(between());
       if (is_first) {

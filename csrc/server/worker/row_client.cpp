@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <string>
 #include <utility>
 
-#include "kernels/kernels.h"
 #include "muster/error.h"
 
 namespace muster::server {
@@ -36,10 +36,16 @@ size_t parts_of(size_t rows, size_t row_bytes) {
   return (rows + most - 1) / most;
 }
 
-std::span<const size_t> part_of(const std::vector<size_t>& places, size_t part, size_t row_bytes) {
-  const size_t most = rows_a_part(row_bytes);
-  const size_t first = part * most;
-  return std::span(places).subspan(first, std::min(most, places.size() - first));
+// Of as many parts, all about as large.
+std::span<const size_t> part_of(const std::vector<size_t>& places, size_t part, size_t parts) {
+  const size_t first = places.size() * part / parts;
+  return std::span(places).subspan(first, places.size() * (part + 1) / parts - first);
+}
+
+// As many as keep all lanes at work, of some size.
+size_t parts_for_lanes(size_t rows, size_t row_bytes, size_t lanes) {
+  constexpr size_t kWorthALane = size_t{256} << 10;
+  return std::max(parts_of(rows, row_bytes), std::min(lanes, rows * row_bytes / kWorthALane));
 }
 
 // The rows of an answer, each of so many bytes in all.
@@ -64,21 +70,6 @@ void check_sizes(const TableSpec& table, size_t rows, size_t values, size_t stat
   throw InvalidArgument(std::to_string(rows) + " rows of table '" + table.name + "' came with " +
                         std::to_string(values) + " values and " + std::to_string(states) +
                         " of state; give all of each row");
-}
-
-// Visits the rows of several lists, each of which ascends, in ascending order: which list, and where in it.
-template <class F>
-void merge(const std::vector<const std::vector<int64_t>*>& lists, const F& visit) {
-  std::vector<size_t> next(lists.size());
-  for (;;) {
-    size_t least = lists.size();
-    for (size_t l = 0; l < lists.size(); ++l) {
-      if (next[l] == lists[l]->size()) continue;
-      if (least == lists.size() || (*lists[l])[next[l]] < (*lists[least])[next[least]]) least = l;
-    }
-    if (least == lists.size()) return;
-    visit(least, next[least]++);
-  }
 }
 
 TableRows in_order(TableRows found, size_t dim, size_t width) {
@@ -111,15 +102,24 @@ const TableSpec& RowClient::table(uint32_t index) const {
 
 std::vector<std::vector<size_t>> RowClient::divide(const TableSpec& table, std::span<const int64_t> rows) const {
   const auto sharding = sharding_of(table, config_.plan);
-  std::vector<std::vector<size_t>> places(requests_.num_servers());
-  for (auto& of_server : places) of_server.reserve(rows.size() / places.size() + 1);
+  const auto stripes = stripes_of(table, config_.plan);
+  std::vector<uint32_t> stripe_of(rows.size());  // over all servers
+  std::vector<size_t> next(requests_.num_servers() * stripes.count());
   for (size_t i = 0; i < rows.size(); ++i) {
     if (rows[i] < 0 || rows[i] >= table.num_rows) {
       throw InvalidArgument("row " + std::to_string(rows[i]) + " is not in [0, " + std::to_string(table.num_rows) +
                             "): table '" + table.name + "' has so many rows");
     }
-    places[static_cast<size_t>(sharding.server_of(rows[i]))].push_back(i);
+    stripe_of[i] = static_cast<uint32_t>(sharding.server_of(rows[i])) * stripes.count() + stripes.of(rows[i]);
+    ++next[stripe_of[i]];
   }
+  std::vector<std::vector<size_t>> places;
+  for (size_t s = 0; s < next.size(); s += stripes.count()) {
+    size_t count = 0;
+    for (size_t i = s; i < s + stripes.count(); ++i) count += std::exchange(next[i], count);
+    places.emplace_back(count);
+  }
+  for (size_t i = 0; i < rows.size(); ++i) places[stripe_of[i] / stripes.count()][next[stripe_of[i]]++] = i;
   return places;
 }
 
@@ -134,8 +134,9 @@ void RowClient::write(uint32_t index, std::span<const int64_t> rows, std::span<c
   const auto places = divide(spec, rows);
   std::vector<std::byte> payload;
   for (size_t s = 0; s < requests_.num_servers(); ++s) {
-    for (size_t part = 0; part < parts_of(places[s].size(), row_bytes); ++part) {
-      const auto of_part = part_of(places[s], part, row_bytes);
+    const size_t parts = parts_of(places[s].size(), row_bytes);
+    for (size_t part = 0; part < parts; ++part) {
+      const auto of_part = part_of(places[s], part, parts);
       payload.resize(of_part.size() * row_bytes);
       gather(of_part, arrays, payload.data());
       const Bytes bytes(payload);
@@ -172,7 +173,7 @@ void RowClient::push(uint64_t step, uint32_t index, std::span<const int64_t> row
   for (uint32_t s = 0; s < requests_.num_servers(); ++s) {
     const auto count = static_cast<uint32_t>(std::max<size_t>(parts_of(places[s].size(), row_bytes), 1));
     for (uint32_t part = 0; part < count; ++part) {
-      const auto of_part = part_of(places[s], part, row_bytes);
+      const auto of_part = part_of(places[s], part, count);
       const size_t bytes = of_part.size() * row_bytes;
       std::byte* const place =
           bytes == 0 ? nullptr : requests_.wait_for_log([&] { return replay_.log().room(entry, bytes); });
@@ -218,12 +219,14 @@ void RowClient::pull(uint32_t index, uint64_t at_least, std::span<const int64_t>
   const size_t row_bytes = sizeof(int64_t) + dim * sizeof(float);
   const auto places = divide(spec, rows);
   std::vector<size_t> counts;
-  for (const auto& of_server : places) counts.push_back(parts_of(of_server.size(), row_bytes));
+  for (const auto& of_server : places) {
+    counts.push_back(parts_for_lanes(of_server.size(), row_bytes, config_.lanes));
+  }
   requests_.ask_all(counts, [&](size_t s, size_t part) {
     auto& link = requests_.link(s);
     const auto lane = static_cast<uint32_t>(part % config_.lanes);
     link.drain_lane(lane, requests_.between());
-    const auto of_part = part_of(places[s], part, row_bytes);
+    const auto of_part = part_of(places[s], part, counts[s]);
     std::byte* const numbers = landing_of(s, lane);
     const RowArray array{rows.data(), sizeof(int64_t)};
     gather(of_part, {&array, 1}, numbers);
@@ -254,21 +257,25 @@ TableRows RowClient::fetch(uint32_t index, uint64_t at_least) {
   const auto width = static_cast<size_t>(state_width(index));
   const size_t row_bytes = sizeof(int64_t) + (dim + width) * sizeof(float);
   TableRows found;
-  for (size_t s = 0; s < requests_.num_servers(); ++s) {
+  found.steps = std::numeric_limits<uint64_t>::max();
+  const uint32_t stripes = stripes_of(spec, config_.plan).count();
+  for (size_t i = 0; i < requests_.num_servers() * stripes; ++i) {
+    const size_t s = i / stripes;
     const size_t begin = found.rows.size();
     uint64_t total = 1;
+    uint64_t steps = 0;
     while (found.rows.size() - begin < total) {
       const size_t have = found.rows.size();
       std::vector<size_t> counts(requests_.num_servers());
       counts[s] = 1;
       requests_.ask_all(counts, [&](size_t, size_t) {
-        const FetchRows request{index, at_least, have - begin};
+        const FetchRows request{index, static_cast<uint32_t>(i % stripes), at_least, have - begin};
         const auto keep = [&, have](const net::Frame& answer) {
           const auto fetched = Link::expect<FetchedRows>(answer);
           const size_t count = rows_in(answer, row_bytes);
           total = fetched.total;
+          steps = fetched.steps;
           if (count == 0 && have - begin < total) throw CommError("a server keeps back rows that it has");
-          found.steps = fetched.steps;
           Bytes payload = answer.payload;
           take(payload, count, have, found.rows);
           take(payload, count * dim, have * dim, found.values);
@@ -277,61 +284,9 @@ TableRows RowClient::fetch(uint32_t index, uint64_t at_least) {
         requests_.link(s).send_chunk(0, FetchRows::kType, encode(request), {}, {}, keep, requests_.between());
       });
     }
+    found.steps = std::min(found.steps, steps);
   }
   return in_order(std::move(found), dim, width);
-}
-
-void RowClient::ask_sums(uint64_t step, const std::vector<uint32_t>& members,
-                         std::vector<std::vector<SumsOfTable>>& sums) {
-  const auto lacks = [](const SumsOfTable& of_table) { return of_table.rows.size() < of_table.total; };
-  for (;;) {
-    std::vector<std::vector<uint32_t>> wanted(requests_.num_servers());  // tables
-    std::vector<size_t> counts;
-    for (size_t s = 0; s < requests_.num_servers(); ++s) {
-      for (uint32_t t = 0; t < sums[s].size(); ++t) {
-        if (lacks(sums[s][t])) wanted[s].push_back(t);
-      }
-      counts.push_back(wanted[s].size());
-    }
-    if (std::all_of(counts.begin(), counts.end(), [](size_t count) { return count == 0; })) return;
-    requests_.ask_all(counts, [&](size_t s, size_t i) {
-      const uint32_t t = wanted[s][i];
-      const size_t tiles = kernels::num_tiles(static_cast<size_t>(table(t).dim));
-      auto& of_table = sums[s][t];
-      const size_t have = of_table.asked;
-      const auto keep = [&of_table, have, tiles](const net::Frame& answer) {
-        of_table.total = Link::expect<RowPartials>(answer).total;
-        const size_t count = rows_in(answer, sizeof(int64_t) + tiles * sizeof(double));
-        if (count == 0 && have < of_table.total) throw CommError("a server keeps back sums that it has");
-        Bytes payload = answer.payload;
-        take(payload, count, have, of_table.rows);
-        take(payload, count * tiles, have * tiles, of_table.partials);
-      };
-      requests_.link(s).send_chunk(t, SumRows::kType, encode(SumRows{step, members, t, have}), {}, {}, keep,
-                                   requests_.between());
-    });
-    for (auto& of_server : sums) {
-      for (auto& of_table : of_server) of_table.asked = of_table.rows.size();
-    }
-  }
-}
-
-std::vector<std::vector<double>> RowClient::sum(uint64_t step, const std::vector<uint32_t>& members) {
-  std::vector<std::vector<double>> partials;
-  const size_t num_tables = config_.plan.tables.size();
-  std::vector<std::vector<SumsOfTable>> sums(requests_.num_servers(), std::vector<SumsOfTable>(num_tables));
-  ask_sums(step, members, sums);
-  for (uint32_t t = 0; t < num_tables; ++t) {
-    const auto tiles = static_cast<ptrdiff_t>(kernels::num_tiles(static_cast<size_t>(table(t).dim)));
-    std::vector<const std::vector<int64_t>*> rows;
-    for (const auto& of_server : sums) rows.push_back(&of_server[t].rows);
-    auto& all = partials.emplace_back();
-    merge(rows, [&](size_t s, size_t i) {
-      const auto first = sums[s][t].partials.begin() + static_cast<ptrdiff_t>(i) * tiles;
-      all.insert(all.end(), first, first + tiles);
-    });
-  }
-  return partials;
 }
 
 }  // namespace muster::server

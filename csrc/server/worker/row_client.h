@@ -20,7 +20,7 @@ struct TableRows {
   std::vector<int64_t> rows;
   std::vector<float> values;  ///< rows.size() * dim
   std::vector<float> states;  ///< rows.size() * state_width(table)
-  uint64_t steps = 0;         ///< that the optimizer counts
+  uint64_t steps = 0;         ///< that the optimizer counts, of all rows
 };
 
 /// Part of a ServerClient, whose comment holds. Tables are named by their index in the plan.
@@ -39,9 +39,6 @@ class RowClient {
   /// ServerClient::push of chunks. Every table of a step is pushed once, perhaps without rows.
   void push(uint64_t step, uint32_t table, std::span<const int64_t> rows, std::span<const float> gradients);
 
-  /// By table, the partials of the sums over `members` of each row by itself (num_tiles(dim)), rows ascending.
-  std::vector<std::vector<double>> sum(uint64_t step, const std::vector<uint32_t>& members);
-
   /// Values of rows (in any order, which may repeat; values: rows.size() * dim), once the table has made `at_least`
   /// steps.
   void pull(uint32_t table, uint64_t at_least, std::span<const int64_t> rows, std::span<float> values);
@@ -52,12 +49,6 @@ class RowClient {
   int64_t state_width(uint32_t table) const { return state_widths_.at(table); }
 
  private:
-  struct SumsOfTable {
-    std::vector<int64_t> rows;
-    std::vector<double> partials;
-    uint64_t asked = 0;  // rows that the next part begins behind
-    uint64_t total = 1;  // known with the first answer
-  };
   /// Where rows that are pulled arrive, by server and lane. Over a connection that was lost, a server may still write
   /// what was asked for: such a landing rests until no request can be served any more.
   struct Landing {
@@ -66,11 +57,8 @@ class RowClient {
   };
 
   const TableSpec& table(uint32_t index) const;
-  /// Places in `rows`, by server.
+  /// Places in `rows`, by server; each one's by stripe, and as they come.
   std::vector<std::vector<size_t>> divide(const TableSpec& table, std::span<const int64_t> rows) const;
-  /// Fills the sums of each server's tables; parts that a server has not sent are asked for in rounds, of all tables at
-  /// once.
-  void ask_sums(uint64_t step, const std::vector<uint32_t>& members, std::vector<std::vector<SumsOfTable>>& sums);
   std::byte* landing_of(size_t server, uint32_t lane);
 
   const ClientConfig& config_;

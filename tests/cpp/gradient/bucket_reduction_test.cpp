@@ -167,11 +167,9 @@ TEST_CASE("peers read what a rank changes of its sums where each owns some", "[g
           owners.window(1, false);
           auto& reduction = dynamic_cast<OwnerReduction&>(*owners.reduction);
           const auto norm_of = [&] {
-            std::vector<double> partials;
-            reduction.append_partials(0, partials);
-            double sum = 0;
-            for (const double partial : partials) sum += partial;
-            return sum;
+            muster::kernels::NormSum sum;
+            reduction.add_partials(0, 2, sum);
+            return muster::kernels::norm_total(sum);
           };
           const double before = norm_of();
           elements_of(owners.sum(0), reduction.run(0, c.rank())).mul_(2);

@@ -5,6 +5,8 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
 
+#include <cmath>
+
 #include "cpp/catch.h"
 #include "cpp/window/server_fixtures.h"
 #include "muster/error.h"
@@ -54,6 +56,19 @@ TEST_CASE("servers step what had a gradient, and hooks see none", "[window]") {
   set.update(ended.tail);
   CHECK(is_all(set.w, 1 - 0.5 * 3));
   CHECK(is_all(set.rows, 1));
+}
+
+TEST_CASE("what nobody used in a window adds nothing to its norm, whatever it was before", "[window]") {
+  Hosted set(GENERATE(uint32_t{0}, server::kAnyStaleness));
+  set.connect();
+  for (int window = 0; window < 2; ++window) {
+    auto ended = set.job.play(set.window, loss_of((set.w * 3).sum()));
+    CHECK(ended.sums.grad_norm == Approx(6));
+    set.update(ended.tail);
+    ended = set.job.play(set.window, loss_of((set.rows * 2).sum()));
+    CHECK(ended.sums.grad_norm == Approx(std::sqrt(40.0)));
+    set.update(ended.tail);
+  }
 }
 
 TEST_CASE("rows of a dense parameter are refused, and the next window goes on", "[window]") {

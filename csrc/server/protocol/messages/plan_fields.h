@@ -1,4 +1,4 @@
-// The bytes of types of other rooms that messages carry: a plan, its optimizer's groups, a step's scalars.
+// The bytes of types of other rooms that messages carry: a plan, its optimizer's groups, a step's scalars, its norm.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,9 @@
 #include "core/flat_layout.h"
 #include "embedding/row_initialiser.h"
 #include "kernels/kernels.h"
+#include "kernels/norm_sum.h"
 #include "optimizer/flat_groups.h"
+#include "server/protocol/messages/bounds.h"
 #include "server/protocol/plan.h"
 #include "server/protocol/wire.h"
 
@@ -54,6 +56,34 @@ struct FieldsOf<kernels::StepScalars> {
   using S = kernels::StepScalars;
   static constexpr auto kFields =
       fields(&S::divisor, &S::clip, &S::norm, &S::unit, &S::finite, &S::dropped, &S::clip_value);
+};
+
+/// A number that is refused where it is not what `is_valid` says.
+template <class T, class M, class F>
+constexpr auto checked(T M::* member, F is_valid, const char* what) {
+  return field(member, [is_valid, what](auto& value, auto& wire) {
+    visit_value(value, wire);
+    WireReader::check(is_valid(value), what);
+  });
+}
+
+template <>
+struct FieldsOf<kernels::NormSum> {
+  using N = kernels::NormSum;
+  struct DigitsField {
+    template <class M, class W>
+    void operator()(M& digits, W& wire) const {
+      for (auto& digit : digits) {
+        wire.number(digit);
+        WireReader::check(digit <= kMaxNormDigit, "a norm of more partials than there can be");
+      }
+    }
+  };
+  static constexpr bool is_bin(int32_t top) { return top >= N::kLowest && top <= kMaxNormTop; }
+  static constexpr bool is_partial(double special) { return !(special < 0); }
+  static constexpr auto kFields =
+      fields(field(&N::digits, DigitsField()), checked(&N::top, is_bin, "a norm in a bin that there is not"),
+             checked(&N::special, is_partial, "a norm below 0"));
 };
 
 /// The optimizer's kind, and its groups.

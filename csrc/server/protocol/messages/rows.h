@@ -19,8 +19,9 @@ inline constexpr size_t rows_a_part(size_t row_bytes) noexcept {
   return row_bytes < kPartBytes ? kPartBytes / row_bytes : 1;
 }
 
-/// A part of one worker's sums of a table in a step: row numbers, strictly ascending over all parts, and f32 sums of
-/// `dim` values a row. Parts come in order; a step without rows has one, empty. The answer is Pushed.
+/// A part of one worker's sums of a table in a step: row numbers and f32 sums of `dim` values a row. Rows of a stripe
+/// (RowStripes) ascend strictly over all parts, and in a part those of a lower stripe come first. Parts come in order;
+/// a step without rows has one, empty. The answer is Pushed.
 struct PushRows {
   static constexpr uint16_t kType = 28;
   uint64_t step = 0;
@@ -31,8 +32,8 @@ struct PushRows {
   static constexpr auto kFields = fields(&PushRows::step, &PushRows::table, &PushRows::part, &PushRows::parts);
 };
 
-/// Asks for values of rows (the payload: numbers in any order, which may repeat), once the table has made `at_least`
-/// steps. `shares` and `place` as in Read. The answer is Values.
+/// Asks for values of rows (the payload: numbers in any order, which may repeat; best by stripe), once those have made
+/// `at_least` steps. `shares` and `place` as in Read. The answer is Values.
 struct PullRows {
   static constexpr uint16_t kType = 29;
   uint32_t table = 0;
@@ -60,45 +61,26 @@ struct WriteRowSteps {
   static constexpr auto kFields = fields(&WriteRowSteps::table, &WriteRowSteps::steps);
 };
 
-/// Asks for the rows that the server keeps, from the `first`-th on, in an order that does not change but grows, once
-/// the table has made `at_least` steps.
+/// Asks for the rows of a stripe that the server keeps, from the `first`-th on, in an order that does not change but
+/// grows, once the stripe has made `at_least` steps.
 struct FetchRows {
   static constexpr uint16_t kType = 32;
   uint32_t table = 0;
+  uint32_t stripe = 0;
   uint64_t at_least = 0;
   uint64_t first = 0;
 
-  static constexpr auto kFields = fields(&FetchRows::table, &FetchRows::at_least, &FetchRows::first);
+  static constexpr auto kFields =
+      fields(&FetchRows::table, &FetchRows::stripe, &FetchRows::at_least, &FetchRows::first);
 };
 
 /// Row numbers, f32 values and f32 states.
 struct FetchedRows {
   static constexpr uint16_t kType = 33;
-  uint64_t total = 0;  ///< rows that the server keeps
-  uint64_t steps = 0;  ///< that the table's optimizer has counted
+  uint64_t total = 0;  ///< rows of the stripe that the server keeps
+  uint64_t steps = 0;  ///< that the table's optimizer has counted there
 
   static constexpr auto kFields = fields(&FetchedRows::total, &FetchedRows::steps);
-};
-
-/// Asks for the statistics of a table's sums of a step over `members`, from the `first`-th row on, once the server
-/// holds what they push.
-struct SumRows {
-  static constexpr uint16_t kType = 34;
-  uint64_t step = 0;
-  std::vector<uint32_t> members;
-  uint32_t table = 0;
-  uint64_t first = 0;
-
-  static constexpr auto kFields =
-      fields(&SumRows::step, bounded(&SumRows::members, kMaxWorkers), &SumRows::table, &SumRows::first);
-};
-
-/// Row numbers, ascending, and the f64 partials of the tiles of each row; see kernels::grad_stats.
-struct RowPartials {
-  static constexpr uint16_t kType = 35;
-  uint64_t total = 0;  ///< rows of the sums
-
-  static constexpr auto kFields = fields(&RowPartials::total);
 };
 
 }  // namespace muster::server

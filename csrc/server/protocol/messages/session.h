@@ -74,18 +74,23 @@ struct Done {
 };
 
 /// The first one counts; later ones must not differ from it. A greater `job` ends the one before, whose workers are
-/// fenced; `facts` are those of the job's first worker. Where the job `goes_on` the greater one is no new one: the
-/// server forgot that it began.
+/// fenced; `facts` are those of the job's first worker. From a worker that returns the greater one is no new one: the
+/// server forgot that it began. One that joins waits until the server knows of the job, and where it goes on.
 struct Configure {
   static constexpr uint16_t kType = 5;
+  enum class Coming : uint8_t { begins, joins, returns };
   uint32_t server = 0;  ///< which one this is
   Plan plan;
   uint64_t job = 0;
   std::string facts = {};  ///< what a worker that joins later has to know; servers do not read it
-  bool goes_on = false;    ///< the worker comes back to it, or joins one that runs
+  Coming coming = Coming::begins;
 
   static constexpr auto kFields = fields(&Configure::server, &Configure::plan, &Configure::job,
-                                         bounded(&Configure::facts, kMaxRecord), &Configure::goes_on);
+                                         bounded(&Configure::facts, kMaxRecord), &Configure::coming);
+};
+template <>
+struct LastOf<Configure::Coming> {
+  static constexpr auto kValue = Configure::Coming::returns;
 };
 
 /// What the server holds.

@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "kernels/kernels.h"
+#include "kernels/norm_sum.h"
+#include "muster/error.h"
 #include "server/protocol/messages/batches.h"
 #include "server/protocol/messages/bounds.h"
 #include "server/protocol/messages/plan_fields.h"
@@ -60,20 +62,28 @@ struct Cut {
 struct Decision {
   static constexpr uint16_t kType = 15;
   uint64_t step = 0;
-  std::vector<uint32_t> members;          ///< ranks whose commits count, ascending
-  std::vector<uint32_t> next_members;     ///< ranks that are expected in the next step, ascending
-  std::vector<double> numbers;            ///< sums along the tree over ranks
-  std::vector<std::string> records = {};  ///< by member; none where steps are not decided together
+  std::vector<uint32_t> members = {};       ///< ranks whose commits count, ascending
+  std::vector<uint32_t> next_members = {};  ///< ranks that are expected in the next step, ascending
+  std::vector<double> numbers = {};         ///< sums along the tree over ranks
+  std::vector<std::string> records = {};    ///< of members, each text once; none where steps are not decided together
+  std::vector<uint32_t> record_of = {};     ///< by member: which of `records`
   Cut cut = {};
 
   bool operator==(const Decision&) const = default;
 
-  static constexpr auto kFields = fields(
-      &Decision::step, bounded(&Decision::members, kMaxWorkers), bounded(&Decision::next_members, kMaxWorkers),
-      bounded(&Decision::numbers, kMaxNumbers), bounded(&Decision::records, kMaxWorkers, kMaxRecord), &Decision::cut);
+  static constexpr auto kFields =
+      fields(&Decision::step, bounded(&Decision::members, kMaxWorkers), bounded(&Decision::next_members, kMaxWorkers),
+             bounded(&Decision::numbers, kMaxNumbers), bounded(&Decision::records, kMaxWorkers, kMaxRecord),
+             bounded(&Decision::record_of, kMaxWorkers), &Decision::cut);
+
+  /// That of the i-th member. Throws CommError where there is none.
+  const std::string& record(size_t i) const {
+    if (i < record_of.size() && record_of[i] < records.size()) return records[record_of[i]];
+    throw CommError("a decision lacks what a worker showed; run one version of Muster on all workers and servers");
+  }
 };
 
-/// Asks for the statistics of the sums of a step over `members`, once the server holds them all.
+/// Asks for the norm of the sums of a step over `members`, once the server holds them all.
 struct Sum {
   static constexpr uint16_t kType = 16;
   uint64_t step = 0;
@@ -82,12 +92,12 @@ struct Sum {
   static constexpr auto kFields = fields(&Sum::step, bounded(&Sum::members, kMaxWorkers));
 };
 
-/// Sums of squares by tile, chunk by chunk, piece by piece, of all chunks of the server.
+/// The partials of all that the server has of the sums, chunks and tables, as one.
 struct Partials {
   static constexpr uint16_t kType = 17;
-  std::vector<double> partials;
+  kernels::NormSum sum = {};
 
-  static constexpr auto kFields = fields(bounded(&Partials::partials, kMaxNumbers));
+  static constexpr auto kFields = fields(&Partials::sum);
 };
 
 /// Makes step `step` of every chunk and table from the pushes of `members`. The same from every member of a synchronous

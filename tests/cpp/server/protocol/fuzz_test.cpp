@@ -60,7 +60,7 @@ std::vector<Sample> requests() {
           sample(Resume{0, {}}),
           sample(Push{1, 1}),
           sample(Commit{0, {1, 2, 3}, "record", 0, true}),
-          sample(Decision{1, {0}, {0}, {7}, {"note"}, {true, 0}}),
+          sample(Decision{1, {0}, {0}, {7}, {"note"}, {0}, {true, 0}}),
           sample(Sum{1, {0}}),
           sample(apply),
           sample(Beat{false}),
@@ -72,8 +72,7 @@ std::vector<Sample> requests() {
           sample(PullRows{0, 0, true, 4096}),
           sample(WriteRows{0}),
           sample(WriteRowSteps{0, 1}),
-          sample(FetchRows{0, 0, 0}),
-          sample(SumRows{1, {0}, 0, 0})};
+          sample(FetchRows{0, 0, 0, 0})};
 }
 
 std::string mutated(std::string bytes, std::minstd_rand& random) {
@@ -143,12 +142,11 @@ void limit_memory(uint64_t bytes) {
 void fuzz_decoders(std::chrono::steady_clock::time_point end, unsigned seed) {
   std::minstd_rand random(seed);
   auto samples = requests();
-  for (const auto& more :
-       {sample(Welcome{1, 2}), sample(Refusal{Refusal::Kind::fenced, "text"}), sample(Values{1, 2}),
-        sample(Partials{{1, 2}}), sample(Recalled{{1, 2}}), sample(Dealt{}),
-        sample(Standing{true, 1, {0, 2}, "facts", "token"}), sample(Configured{true, true, true, true, 1, 2, {3}, {}}),
-        sample(Beaten{{1, 2}, "text", 3}), sample(Busy{1, 2}), sample(Joined{1, {{0, 2}}}), sample(FetchedRows{2, 1}),
-        sample(RowPartials{3})}) {
+  for (const auto& more : {sample(Welcome{1, 2}), sample(Refusal{Refusal::Kind::fenced, "text"}), sample(Values{1, 2}),
+                           sample(Partials{{{1, 2, 3, 4}, 5, 6}}), sample(Recalled{{1, 2}}), sample(Dealt{}),
+                           sample(Standing{true, 1, {0, 2}, "facts", "token"}),
+                           sample(Configured{true, true, true, true, 1, 2, {3}, {}}), sample(Beaten{{1, 2}, "text", 3}),
+                           sample(Busy{1, 2}), sample(Joined{1, {{0, 2}}}), sample(FetchedRows{2, 1})}) {
     samples.push_back(more);
   }
   for (int round = 0; round % 1024 != 0 || std::chrono::steady_clock::now() < end; ++round) {

@@ -1,4 +1,5 @@
 #include <cstdio>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -73,12 +74,12 @@ TEST_CASE("every message has the bytes that it always had", "[server]") {
   CHECK(bytes_of(Welcome{1, 2}) == "01000000000000000200000000000000");
   CHECK(bytes_of(Refusal{Refusal::Kind::fenced, "ab"}) == "04020000006162");
   CHECK(bytes_of(Done{}) == "");
-  CHECK(bytes_of(Configure{1, plan_of(std::vector<kernels::AdamGroup>{kAdam}), 2, "f", true}) ==
+  CHECK(bytes_of(Configure{1, plan_of(std::vector<kernels::AdamGroup>{kAdam}), 2, "f", Configure::Coming::joins}) ==
         "01000000010000000200000061620f02000000030000000000000004000000000000000200000004000000000000000100000000000000"
         "0100000005000000010000000100000074060000000000000007000000000000000101000000000000e03f080000000000000009000000"
         "010001000000000000000000e03f000000000000d03f000000000000e83f000000000000f83f00000000000004400100010a0000000b00"
         "00000c0000000d000000000000000e0000000f00000000000000000008400200000000000000010000006601");
-  CHECK(bytes_of(Configure{1, plan_of(std::vector<kernels::SgdGroup>{kSgd}), 2, "f", true}) ==
+  CHECK(bytes_of(Configure{1, plan_of(std::vector<kernels::SgdGroup>{kSgd}), 2, "f", Configure::Coming::joins}) ==
         "01000000010000000200000061620f02000000030000000000000004000000000000000200000004000000000000000100000000000000"
         "0100000005000000010000000100000074060000000000000007000000000000000101000000000000e03f080000000000000009000000"
         "010101000000000000000000e03f000000000000d03f000000000000e83f000000000000f83f01000a0000000b0000000c0000000d0000"
@@ -102,11 +103,12 @@ TEST_CASE("every message has the bytes that it always had", "[server]") {
   CHECK(bytes_of(Pushed{1, 2, true}) == "01000000000000000200000001");
   CHECK(bytes_of(Commit{1, {0.5, 2}, "r", 3, true}) ==
         "010000000000000002000000000000000000e03f00000000000000400100000072030000000000000001");
-  CHECK(bytes_of(Decision{1, {2, 3}, {4}, {0.5}, {"a", ""}, {true, 5}}) ==
+  CHECK(bytes_of(Decision{1, {2, 3}, {4}, {0.5}, {"a", ""}, {0, 1}, {true, 5}}) ==
         "0100000000000000020000000200000003000000010000000400000001000000000000000000e03f02000000010000006100000000"
-        "010500000000000000");
+        "020000000000000001000000010500000000000000");
   CHECK(bytes_of(Sum{1, {2, 3}}) == "0100000000000000020000000200000003000000");
-  CHECK(bytes_of(Partials{{0.5, 2}}) == "02000000000000000000e03f0000000000000040");
+  CHECK(bytes_of(Partials{{{1, 2, 3, 4}, 5, 0.5}}) ==
+        "010000000000000002000000000000000300000000000000040000000000000005000000000000000000e03f");
   CHECK(bytes_of(Apply{1,
                        {2},
                        {.divisor = 3, .clip = 4, .norm = 5, .unit = 6, .finite = 7, .dropped = 8, .clip_value = 9},
@@ -131,10 +133,8 @@ TEST_CASE("every message has the bytes that it always had", "[server]") {
   CHECK(bytes_of(PullRows{1, 2, true, 3}) == "010000000200000000000000010300000000000000");
   CHECK(bytes_of(WriteRows{1}) == "01000000");
   CHECK(bytes_of(WriteRowSteps{1, 2}) == "010000000200000000000000");
-  CHECK(bytes_of(FetchRows{1, 2, 3}) == "0100000002000000000000000300000000000000");
+  CHECK(bytes_of(FetchRows{1, 4, 2, 3}) == "010000000400000002000000000000000300000000000000");
   CHECK(bytes_of(FetchedRows{1, 2}) == "01000000000000000200000000000000");
-  CHECK(bytes_of(SumRows{1, {2}, 3, 4}) == "01000000000000000100000002000000030000000400000000000000");
-  CHECK(bytes_of(RowPartials{1}) == "0100000000000000");
 }
 
 TEST_CASE("every list and text of a message has a bound", "[server]") {
@@ -159,9 +159,34 @@ TEST_CASE("every list and text of a message has a bound", "[server]") {
   check_bound<Decision>(zeros(16), kMaxNumbers);
   check_bound<Decision>(zeros(20), kMaxWorkers);
   check_bound<Sum>(zeros(8), kMaxWorkers);
-  check_bound<Partials>("", kMaxNumbers);
   check_bound<Apply>(zeros(8), kMaxWorkers);
   check_bound<Deal>(zeros(29), kMaxNumbers);
   check_bound<Recalled>("", kMaxNumbers);
-  check_bound<SumRows>(zeros(8), kMaxWorkers);
+}
+
+TEST_CASE("a norm that no partials add up to is refused", "[server]") {
+  CHECK(kernels::norm_bin(std::numeric_limits<double>::max()) == kMaxNormTop);
+  const auto is_taken = [](const kernels::NormSum& sum) {
+    std::string bytes;
+    for (const uint64_t digit : sum.digits) bytes += std::string(reinterpret_cast<const char*>(&digit), sizeof(digit));
+    bytes += std::string(reinterpret_cast<const char*>(&sum.top), sizeof(sum.top));
+    bytes += std::string(reinterpret_cast<const char*>(&sum.special), sizeof(sum.special));
+    try {
+      return encode(decode<Partials>(bytes)) == bytes;
+    } catch (const CommError&) {
+      return false;
+    }
+  };
+  constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max();
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  CHECK(is_taken({}));
+  CHECK(is_taken({{kMaxNormDigit, kMaxNormDigit, kMaxNormDigit, kMaxNormDigit}, kMaxNormTop, kInfinity}));
+  CHECK(is_taken({{}, 1, std::numeric_limits<double>::quiet_NaN()}));
+  CHECK_FALSE(is_taken({{kMaxNormDigit + 1}, 1, 0}));
+  CHECK_FALSE(is_taken({{0, 0, 0, kAll}, 1, 0}));
+  CHECK_FALSE(is_taken({{}, kMaxNormTop + 1, 0}));
+  CHECK_FALSE(is_taken({{}, 0, 0}));
+  CHECK_FALSE(is_taken({{}, -1, 0}));
+  CHECK_FALSE(is_taken({{}, 1, -1}));
+  CHECK_FALSE(is_taken({{}, 1, -kInfinity}));
 }

@@ -49,10 +49,8 @@ TEST_CASE("the bytes are those of the document", "[server]") {
   CHECK(encode(PushRows{1, 2, 3, 4}) == std::string("\x01\0\0\0\0\0\0\0\x02\0\0\0\x03\0\0\0\x04\0\0\0", 20));
   CHECK(encode(PullRows{1, 2, true, 3}) == std::string("\x01\0\0\0\x02\0\0\0\0\0\0\0\x01\x03\0\0\0\0\0\0\0", 21));
   CHECK(encode(WriteRowSteps{1, 2}) == std::string("\x01\0\0\0\x02\0\0\0\0\0\0\0", 12));
-  CHECK(encode(FetchRows{1, 2, 3}) == std::string("\x01\0\0\0\x02\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0", 20));
+  CHECK(encode(FetchRows{1, 4, 2, 3}) == std::string("\x01\0\0\0\x04\0\0\0\x02\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0", 24));
   CHECK(encode(FetchedRows{1, 2}) == std::string("\x01\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0", 16));
-  CHECK(encode(SumRows{1, {9}, 2, 3}) ==
-        std::string("\x01\0\0\0\0\0\0\0\x01\0\0\0\x09\0\0\0\x02\0\0\0\x03\0\0\0\0\0\0\0", 28));
   CHECK(encode(Inquire{}).empty());
   CHECK(encode(Standing{true, 2, {3}, "ab", "t"}) == std::string("\x01\x02\0\0\0\0\0\0\0\x01\0\0\0\x03\0\0\0\x02\0\0\0"
                                                                  "ab\x01\0\0\0t",
@@ -62,7 +60,7 @@ TEST_CASE("the bytes are those of the document", "[server]") {
 }
 
 TEST_CASE("no message passes that is cut, too long, or counts too much", "[server]") {
-  const std::string whole = encode(Decision{4, {1, 2}, {1}, {0.5}, {"a", ""}});
+  const std::string whole = encode(Decision{4, {1, 2}, {1}, {0.5}, {"a", ""}, {0, 1}});
   for (size_t n = 0; n < whole.size(); ++n) CHECK_THROWS_AS(decode<Decision>(whole.substr(0, n)), CommError);
   CHECK_THROWS_AS(decode<Decision>(whole + "x"), CommError);
   CHECK_THROWS_AS(decode<Sum>(std::string("\x01\0\0\0\0\0\0\0\xff\xff\xff\xff", 12)), CommError);

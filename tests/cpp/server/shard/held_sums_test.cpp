@@ -13,11 +13,17 @@ using namespace muster::server;
 
 namespace {
 
+kernels::NormSum norm_of(double partial) {
+  kernels::NormSum sum;
+  kernels::add_partial(sum, partial, 2);
+  return sum;
+}
+
 // Notes what it is asked to add and to step.
 class Noted final : public HeldSums {
  public:
+  using HeldSums::facts_of_steps;
   using HeldSums::HeldSums;
-  using HeldSums::made;
 
   std::unique_ptr<Image> begin_image() override { return nullptr; }
   bool restore(const Image::Facts&, const checkpoint::NamedTensors&) override { return true; }
@@ -25,9 +31,9 @@ class Noted final : public HeldSums {
   std::string calls;
 
  private:
-  void add(uint64_t step, const std::vector<uint32_t>& members, Statistics& statistics) override {
+  kernels::NormSum add(uint64_t step, const std::vector<uint32_t>& members) override {
     calls += "add " + std::to_string(step) + ";";
-    statistics.partials.assign(1, static_cast<double>(step * 10 + members.size()));
+    return norm_of(static_cast<double>(step * 10 + members.size()));
   }
   void step(const Apply& apply, const WorkerSums* given) override {
     calls += (given != nullptr ? "alone " : "step ") + std::to_string(apply.step) + ";";
@@ -66,24 +72,18 @@ TEST_CASE("sums are added once and stay for a slow member until the next step", 
   CHECK(push(sums, 1, 1));
   CHECK_FALSE(push(sums, 1, 1));
   sums.sum_early(1, {0, 1});
-  auto lock = sums.lock();
-  CHECK(sums.sum(lock, 1, {0, 1}, soon()).partials == std::vector<double>{12});
-  lock.unlock();
+  CHECK(sums.sum(1, {0, 1}, soon()) == norm_of(12));
+  CHECK_FALSE(sums.facts_of_steps().has_norm);
   sums.apply_together(command(1, {0, 1}), soon());
   sums.apply_together(command(1, {0, 1}), soon());
   CHECK(sums.calls == "add 1;step 1;");
-  lock.lock();
-  CHECK(sums.sum(lock, 1, {0, 1}, soon()).partials == std::vector<double>{12});
-  CHECK((sums.made() != nullptr && sums.made()->step == 1));
-  lock.unlock();
-  lock.lock();
-  CHECK_THROWS_AS(sums.sum(lock, 1, {0}, soon()), InvalidArgument);  // it was made of other parts
-  lock.unlock();
+  CHECK(sums.sum(1, {0, 1}, soon()) == norm_of(12));
+  CHECK(sums.facts_of_steps().has_norm);
+  CHECK(sums.facts_of_steps().norm == norm_of(12));
+  CHECK_THROWS_AS(sums.sum(1, {0}, soon()), InvalidArgument);  // it was made of other parts
   CHECK(push(sums, 0, 2));
   CHECK(sums.settle(command(2, {0})));
-  lock.lock();
-  CHECK_THROWS_AS(sums.sum(lock, 1, {0, 1}, soon()), InvalidArgument);
-  lock.unlock();
+  CHECK_THROWS_AS(sums.sum(1, {0, 1}, soon()), InvalidArgument);
   CHECK(rules.steps.held_bytes == 0);
 }
 

@@ -51,10 +51,27 @@ TEST_CASE("a synchronous step goes on once every live member has committed", "[s
   CHECK(decision->members == std::vector<uint32_t>{0, 1, 2});
   CHECK(decision->numbers == std::vector<double>{7, 70});
   commit(quorum, 1, b, 1, {2, 20});  // again
-  CHECK(quorum.decision(1, 1) == decision);
+  CHECK(*quorum.decision(1, 1) == *decision);
   CHECK_THROWS_AS(commit(quorum, 1, b, 0, {2, 20}), InvalidArgument);
   commit(quorum, 0, a, 2, {1, 10});
   CHECK_THROWS_AS(commit(quorum, 1, b, 2, {1}), LayoutMismatch);
+}
+
+TEST_CASE("a decision has each record once, and says whose it is", "[server]") {
+  Quorum quorum = make(3, 0);
+  const std::string shown[] = {"a", "b", "a"};
+  for (uint32_t rank = 0; rank < 3; ++rank) {
+    const auto incarnation = add(quorum, rank);
+    quorum.commit(rank, incarnation, {1, {1}, shown[rank], 0, false}, kStart);
+  }
+  const auto decision = quorum.decision(0, 1);
+  REQUIRE(decision);
+  CHECK(decision->records == std::vector<std::string>{"a", "b"});
+  for (uint32_t rank = 0; rank < 3; ++rank) CHECK(decision->record(rank) == shown[rank]);
+  CHECK_THROWS_AS(decision->record(3), CommError);
+  Decision wrong = *decision;
+  wrong.record_of[1] = 2;
+  CHECK_THROWS_AS(wrong.record(1), CommError);
 }
 
 TEST_CASE("the silent leave the quorum, the rest go on", "[server]") {
@@ -248,7 +265,7 @@ TEST_CASE("members survive a snapshot, and tell what it forgot", "[server]") {
   commit(restored, 1, b, 2, {4}, after(500));
   CHECK_FALSE(restored.decision(1, 2));
   restored.recall(second, after(500));
-  CHECK(restored.decision(1, 2) == second);
+  CHECK(*restored.decision(1, 2) == second);
   CHECK(restored.expire(after(601)) == std::vector<uint32_t>{0, 1});
 }
 
@@ -290,13 +307,26 @@ TEST_CASE("a server that started again decides nothing before those whom it forg
   }
 }
 
+TEST_CASE("what is decided is not before a worker that is back came in", "[server]") {
+  Quorum quorum = make(2, 0);
+  quorum.restore(
+      {.members = {{0}, {7}, {0}, {1}}, .clocks = {10}, .excused = {0}, .rests = {0}, .decision = {.step = 10}},
+      kStart);  // a snapshot of the job before
+  quorum.greet(1, 8, 0, after(1));
+  quorum.join(1, 8, 11, after(1));
+  quorum.recall(11);
+  CHECK(quorum.step_of_joiner() == 11);
+  quorum.recall(9);
+  CHECK(quorum.step_of_joiner() == 11);
+}
+
 TEST_CASE("who was not waited for learns that a step was decided without it", "[server]") {
   Quorum quorum = make(1, 0);
   const auto a = add(quorum, 0);
   commit(quorum, 0, a, 1, {1});
   const auto late = quorum.greet(1, 0, 0, kStart);
   quorum.join(1, late, 0, kStart);
-  CHECK_THROWS_AS(commit(quorum, 1, late, 1, {1}), InvalidArgument);
+  CHECK_THROWS_AS(commit(quorum, 1, late, 1, {1}), Fenced);
 }
 
 TEST_CASE("incarnations ascend with the lives of server 0, whatever its clock says", "[server]") {

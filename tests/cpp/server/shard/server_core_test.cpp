@@ -1,0 +1,87 @@
+// The logic of a server without threads: what comes while it does something else.
+#include "server/shard/server_core.h"
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cpp/catch.h"
+#include "support/memory_channel.h"
+#include "support/servers.h"
+#include "support/simulated_disk.h"
+
+using namespace muster;
+using namespace muster::server;
+using namespace muster::testing;
+
+namespace {
+
+constexpr auto kNow = net::Deadline::min();
+
+// A worker's connection.
+struct Caller {
+  explicit Caller(ServerCore& core) : Caller(core, connect_in_memory()) {}
+  ~Caller() { core.detach(session); }
+
+  // The answer.
+  template <class Message>
+  net::Frame ask(const Message& message, std::span<const Bytes> payload = {}) {
+    channel->send(Message::kType, encode(message), payload, net::Deadline::max());
+    net::Frame frame;
+    session.channel->receive(frame, kNow);
+    core.answer(session, frame);
+    channel->receive(frame, kNow);
+    return frame;
+  }
+  // The same of one that is not refused.
+  template <class Answer, class Message>
+  Answer get(const Message& message, std::span<const Bytes> payload = {}) {
+    const auto frame = ask(message, payload);
+    if (frame.type == Refusal::kType) raise(decode<Refusal>(frame.message));
+    return decode<Answer>(frame.message);
+  }
+
+  ServerCore& core;
+  std::unique_ptr<net::Channel> channel;
+  Session session;
+
+ private:
+  Caller(ServerCore& of, MemoryEnds ends) : core(of), channel(std::move(ends.caller)), session(std::move(ends.callee)) {
+    core.attach(session);
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a start whose chief was replaced meanwhile is none", "[server]") {
+  SimulatedDisk disk;
+  Timekeeper time;
+  std::function<void()> meanwhile;
+  const auto on_write = [&](bool is_there) {
+    if (is_there && meanwhile) std::exchange(meanwhile, {})();
+  };
+  ServerCore core(std::make_unique<DiskStore>(disk, on_write), std::chrono::milliseconds(1'000), time);
+  core.restore();
+  Plan plan = small_plan(1, 2, std::vector<kernels::SgdGroup>(2));
+  const auto chunks = cut_chunks(plan);
+  const auto begin = [&](Caller& chief, uint64_t job) {
+    chief.get<Welcome>(Hello{0, 0, 0});
+    CHECK_FALSE(chief.get<Configured>(Configure{0, plan, job}).started);
+    for (uint32_t c = 0; c < chunks.size(); ++c) {
+      const std::vector<std::byte> zeros(static_cast<size_t>(chunks[c].parameter_bytes()));
+      const Bytes values(zeros);
+      chief.get<Done>(Write{c, Part::parameter}, {&values, 1});
+    }
+  };
+  Caller first(core);
+  Caller second(core);
+  begin(first, 1);
+  meanwhile = [&] { begin(second, 2); };
+  CHECK_THROWS_AS(first.get<Done>(Start{}), CommError);
+  CHECK_FALSE(second.get<Standing>(Inquire{}).started);
+  second.get<Done>(Start{});
+  CHECK(second.get<Standing>(Inquire{}).started);
+  CHECK(second.get<Joined>(Join{}).step == 0);
+}
