@@ -114,6 +114,14 @@ void ServerCore::check_free(const Hello& hello) const {
                  " gives signs of life); give this one servers of its own, or takeover=True to end that one");
 }
 
+void ServerCore::check_job(const Session& session) const {
+  if (!session.job || *session.job >= job_.id) return;
+  throw Fenced(
+      name_of_worker(session.rank) +
+      " belongs to a job that another one on the same parameter servers has ended; start its workers again, on "
+      "servers of their own");
+}
+
 // Who joins does not know where the job goes on; who returns to it, or its chief, does.
 void ServerCore::await_job(const Session& session, const Configure& request) {
   Lock lock(mutex_);
@@ -136,11 +144,8 @@ void ServerCore::configure(Session& session, const Configure& request) {
   std::vector<std::pair<uint32_t, uint64_t>> fenced;  // and their incarnations
   {
     const Lock lock(mutex_);
-    if (request.job < job_.id) {
-      throw Fenced(name_of_worker(session.rank) +
-                   " belongs to a job that another one on the same parameter servers has ended; start its workers "
-                   "again, on servers of their own");
-    }
+    session.job = request.job;
+    check_job(session);
     if (!shard_) {
       job_ = {request.job, request.facts, session.token, true};
       index_ = request.server;
@@ -260,6 +265,7 @@ void ServerCore::join(Session& session, const Join& request, Time deadline) {
     };
     const auto has_begun = [&] { return started_ && job_.is_settled; };
     const bool is_over = time_.wait_until(lock, changed_, deadline, [&] {
+      check_job(session);
       return stopping_ || (has_begun() ? may_come_in() : quorum_.members().is_gone(kChief));
     });
     if (stopping_) throw CommError("the parameter server ends; start it again, or end the job");

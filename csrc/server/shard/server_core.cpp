@@ -149,6 +149,10 @@ void ServerCore::dispatch(Session& session, net::Frame& frame) {
   if (frame.type == Configure::kType) return configure(session, decode<Configure>(frame.message));
   const auto shard = this->shard();
   if (!shard) throw InvalidArgument("this server was not configured; the chief does that first");
+  {
+    const Lock lock(mutex_);
+    check_job(session);
+  }
   const auto deadline = time_.now() + milliseconds(shard->plan().timeout_ms);
   switch (frame.type) {
     case Write::kType:

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,7 @@ struct Session {
   uint32_t lane = 0;
   uint64_t incarnation = 0;
   std::string token;            ///< of its job
+  std::optional<uint64_t> job;  ///< that Configure named, on this connection
   Timekeeper::Time greeted{};   ///< when Hello came
   bool leaves = false;          ///< nothing follows
   std::vector<std::byte> copy;  ///< of values that travel

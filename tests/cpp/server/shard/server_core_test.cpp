@@ -43,6 +43,21 @@ struct Caller {
     return decode<Answer>(frame.message);
   }
 
+  void begin(uint32_t rank, const Plan& plan, uint64_t job) {
+    get<Welcome>(Hello{rank, 0, 0});
+    CHECK_FALSE(get<Configured>(Configure{0, plan, job}).started);
+  }
+  // As the chief, up to Start.
+  void begin_and_write(const Plan& plan, uint64_t job) {
+    begin(kChief, plan, job);
+    const auto chunks = cut_chunks(plan);
+    for (uint32_t c = 0; c < chunks.size(); ++c) {
+      const std::vector<std::byte> zeros(static_cast<size_t>(chunks[c].parameter_bytes()));
+      const Bytes values(zeros);
+      get<Done>(Write{c, Part::parameter}, {&values, 1});
+    }
+  }
+
   ServerCore& core;
   std::unique_ptr<net::Channel> channel;
   Session session;
@@ -51,6 +66,18 @@ struct Caller {
   Caller(ServerCore& of, MemoryEnds ends) : core(of), channel(std::move(ends.caller)), session(std::move(ends.callee)) {
     core.attach(session);
   }
+};
+
+// What comes while a request waits for something else, once.
+struct MeanwhileTime : Timekeeper {
+  bool wait(std::unique_lock<std::mutex>& lock, std::condition_variable& /*changed*/, Time /*deadline*/) override {
+    lock.unlock();
+    if (meanwhile) std::exchange(meanwhile, {})();
+    lock.lock();
+    return true;
+  }
+
+  std::function<void()> meanwhile;
 };
 
 }  // namespace
@@ -64,24 +91,33 @@ TEST_CASE("a start whose chief was replaced meanwhile is none", "[server]") {
   };
   ServerCore core(std::make_unique<DiskStore>(disk, on_write), std::chrono::milliseconds(1'000), time);
   core.restore();
-  Plan plan = small_plan(1, 2, std::vector<kernels::SgdGroup>(2));
-  const auto chunks = cut_chunks(plan);
-  const auto begin = [&](Caller& chief, uint64_t job) {
-    chief.get<Welcome>(Hello{0, 0, 0});
-    CHECK_FALSE(chief.get<Configured>(Configure{0, plan, job}).started);
-    for (uint32_t c = 0; c < chunks.size(); ++c) {
-      const std::vector<std::byte> zeros(static_cast<size_t>(chunks[c].parameter_bytes()));
-      const Bytes values(zeros);
-      chief.get<Done>(Write{c, Part::parameter}, {&values, 1});
-    }
-  };
+  const Plan plan = small_plan(1, 2, std::vector<kernels::SgdGroup>(2));
   Caller first(core);
   Caller second(core);
-  begin(first, 1);
-  meanwhile = [&] { begin(second, 2); };
+  first.begin_and_write(plan, 1);
+  meanwhile = [&] { second.begin_and_write(plan, 2); };
   CHECK_THROWS_AS(first.get<Done>(Start{}), CommError);
   CHECK_FALSE(second.get<Standing>(Inquire{}).started);
   second.get<Done>(Start{});
   CHECK(second.get<Standing>(Inquire{}).started);
   CHECK(second.get<Joined>(Join{}).step == 0);
+}
+
+TEST_CASE("who waits to come into a job does not come into the next one", "[server]") {
+  SimulatedDisk disk;
+  MeanwhileTime time;
+  ServerCore core(std::make_unique<DiskStore>(disk, [](bool) {}), std::chrono::milliseconds(1'000), time);
+  core.restore();
+  const Plan plan = small_plan(1, 2, std::vector<kernels::SgdGroup>(2));
+  Caller worker(core);
+  Caller chief(core);
+  worker.begin(1, plan, 1);
+  time.meanwhile = [&] {
+    chief.begin_and_write(plan, 2);
+    chief.get<Done>(Start{});
+  };
+  CHECK_THROWS_AS(worker.get<Joined>(Join{}), Fenced);
+  CHECK_THROWS_AS(worker.get<Done>(Start{}), Fenced);
+  CHECK(chief.get<Joined>(Join{}).step == 0);
+  CHECK(chief.get<Standing>(Inquire{}).present == std::vector<uint32_t>{0});
 }
