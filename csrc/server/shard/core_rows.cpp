@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <utility>
 
 #include "server/shard/server_core.h"
 
@@ -75,8 +74,8 @@ bool ServerCore::answer_rows(Session& session, Shard& shard, net::Frame& frame, 
 
 void ServerCore::hold_rows(Session& session, Shard& shard, const PushRows& request, net::Frame& frame) {
   const RowPayload payload(frame.payload, shard.tables().value_bytes(request.table));
-  const bool is_fresh = shard.tables().hold(session.rank, session.incarnation, request, payload.rows, payload.rest,
-                                            std::move(frame.owner));
+  const bool is_fresh =
+      shard.tables().hold(session.rank, session.incarnation, request, payload.rows, payload.rest, frame.owner);
   const auto pushers = note_push(shard, request.step, is_fresh);
   reply(session, Pushed{request.step, request.table, is_fresh});
   if (!pushers.empty()) shard.tables().sum_early(request.table, request.step, pushers);

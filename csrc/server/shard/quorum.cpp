@@ -112,16 +112,17 @@ void Quorum::commit(uint32_t rank, uint64_t incarnation, const Commit& commit, T
                  "the heartbeat deadline. Start it again to join the job as it is then");
   }
   // All that are undecided have one size.
-  auto other = paces_.find(other_commit_);
-  if (other == paces_.end() || !other->second.commit) {
-    other = std::find_if(paces_.begin(), paces_.end(), [](const auto& entry) { return entry.second.commit; });
+  if (commit_of(other_commit_) == nullptr) {
+    const auto other =
+        std::find_if(paces_.begin(), paces_.end(), [](const auto& entry) { return entry.second.commit.has_value(); });
+    other_commit_ = other == paces_.end() ? rank : other->first;
   }
-  if (other != paces_.end() && other->second.commit->numbers.size() != commit.numbers.size()) {
+  const auto* const theirs = commit_of(other_commit_);
+  if (theirs != nullptr && theirs->numbers.size() != commit.numbers.size()) {
     throw LayoutMismatch(name_of_worker(rank) + " commits " + std::to_string(commit.numbers.size()) + " numbers, " +
-                         name_of_worker(other->first) + " " + std::to_string(other->second.commit->numbers.size()) +
+                         name_of_worker(other_commit_) + " " + std::to_string(theirs->numbers.size()) +
                          "; run the same program on all workers");
   }
-  other_commit_ = rank;
   cuts_.note_complete(commit.cut, now);
   if (commit.log_is_full) cuts_.demand();
   pace.clock = commit.step;
@@ -129,10 +130,14 @@ void Quorum::commit(uint32_t rank, uint64_t incarnation, const Commit& commit, T
   try_to_decide(now);
 }
 
-bool Quorum::lacks_commit(uint32_t rank) const {
+const Commit* Quorum::commit_of(uint32_t rank) const {
   const auto found = paces_.find(rank);
+  return found != paces_.end() && found->second.commit ? &*found->second.commit : nullptr;
+}
+
+bool Quorum::lacks_commit(uint32_t rank) const {
   const auto& live = members_.live();
-  return std::binary_search(live.begin(), live.end(), rank) && (found == paces_.end() || !found->second.commit);
+  return commit_of(rank) == nullptr && std::binary_search(live.begin(), live.end(), rank);
 }
 
 // Once every live member has committed one and the same step.
@@ -143,14 +148,13 @@ void Quorum::try_to_decide(Time now) {
   std::unordered_map<std::string_view, uint32_t> records;  // among many workers most are the same
   size_t count = 0;
   for (const uint32_t rank : members_.live()) {
-    if (lacks_commit(rank)) {
+    const auto* const commit = commit_of(rank);
+    if (commit == nullptr) {
       awaited_ = rank;
       return;
     }
-    const uint64_t clock = paces_[rank].clock;
-    const auto& commit = paces_[rank].commit;
-    if (!decision.members.empty() && clock != decision.step) return;
-    decision.step = clock;
+    if (!decision.members.empty() && commit->step != decision.step) return;
+    decision.step = commit->step;
     decision.members.push_back(rank);
     const auto [record, is_new] = records.try_emplace(commit->record, static_cast<uint32_t>(records.size()));
     if (is_new) decision.records.push_back(commit->record);

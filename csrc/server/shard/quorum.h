@@ -111,6 +111,8 @@ class Quorum {
 
   void take(const Decision& decision);
 
+  /// A rank's commit of an undecided step; null where there is none.
+  const Commit* commit_of(uint32_t rank) const;
   /// Whether a member's commit is awaited by the others'.
   bool lacks_commit(uint32_t rank) const;
   uint64_t slowest() const;

@@ -107,7 +107,7 @@ uint64_t TableShard::pull(uint32_t index, uint64_t at_least, std::span<const int
 }
 
 bool TableShard::hold(uint32_t rank, uint64_t incarnation, const PushRows& push, std::span<const int64_t> rows,
-                      Bytes values, std::shared_ptr<const void> owner) {
+                      Bytes values, const std::shared_ptr<const void>& owner) {
   auto& own = table(push.table);
   const size_t row_bytes = value_bytes(push.table);
   const Pushes::Portion part{push.step, push.part, push.parts};

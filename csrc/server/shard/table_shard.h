@@ -40,7 +40,7 @@ class TableShard {
   /// Keeps a part of a push until it is applied, in all stripes; `owner` keeps `values` alive. False: it is held or
   /// applied already. Throws InvalidArgument, and changes nothing, as Pushes::hold, and where stripes do not ascend.
   bool hold(uint32_t rank, uint64_t incarnation, const PushRows& push, std::span<const int64_t> rows, Bytes values,
-            std::shared_ptr<const void> owner);
+            const std::shared_ptr<const void>& owner);
 
   /// Adds what `members` pushed of a table, ahead of the demand, if all of them did.
   void sum_early(uint32_t table, uint64_t step, const std::vector<uint32_t>& members);
