@@ -297,9 +297,9 @@ void ServerCore::beat(Session& session, Shard& shard, const Beat& request) {
   const auto trouble = snapshots_.trouble();
   if (request.wants_snapshot && shard.plan().is_synchronous()) {
     const Lock lock(mutex_);
-    quorum_.cuts().want();
+    quorum_.cuts().hurry();
   } else if (request.wants_snapshot) {
-    cuts_.want();
+    cuts_.hurry();
   }
   reply(session, Beaten{durable(session, shard), trouble.text.substr(0, kMaxText), trouble.failures});
 }

@@ -81,7 +81,7 @@ std::shared_ptr<CutCollector::Cut> CutCollector::gather(const std::vector<HeldSu
     if (given_up->missing > 0) lost = lose(given_up);
   };
   const std::unique_ptr<Cut, decltype(give_up)> gives_up(cut.get(), give_up);
-  time_.wait_until(lock, changed_, deadline, [&] { return cut->is_lost || cut->missing == 0; });
+  time_.wait_until(lock, changed_, deadline, [&] { return cut->is_lost || cut->missing == 0 || stops_; });
   return cut->missing == 0 && !cut->is_lost ? cut : nullptr;
 }
 
@@ -108,6 +108,12 @@ void CutCollector::want() {
   changed_.notify_all();
 }
 
+void CutCollector::hurry() {
+  const Lock lock(mutex_);
+  is_urgent_ = true;
+  changed_.notify_all();
+}
+
 void CutCollector::demand() {
   const Lock lock(mutex_);
   is_demanded_ = true;
@@ -116,7 +122,7 @@ void CutCollector::demand() {
 
 bool CutCollector::due(Time now) const {
   if (is_demanded_ || (cut_ && cut_->missing == 0)) return true;
-  return !only_cuts_ && (now - begun_ >= every_ || (is_wanted_ && now - ended_ >= took_));
+  return !only_cuts_ && (is_urgent_ || now - begun_ >= every_ || (is_wanted_ && now - ended_ >= took_));
 }
 
 CutCollector::Time CutCollector::next_look(Time now) const {
@@ -140,7 +146,7 @@ std::shared_ptr<CutCollector::Cut> CutCollector::take() {
   const Lock lock(mutex_);
   begun_ = time_.now();
   if (cut_ && cut_->missing == 0) return std::exchange(cut_, nullptr);
-  is_wanted_ = is_demanded_ = false;
+  is_wanted_ = is_urgent_ = is_demanded_ = false;
   return nullptr;
 }
 
@@ -148,6 +154,7 @@ void CutCollector::note_written() {
   const Lock lock(mutex_);
   ended_ = time_.now();
   took_ = ended_ - begun_;
+  is_urgent_ = false;
 }
 
 bool CutCollector::pause(uint32_t failures) {

@@ -42,6 +42,9 @@ class CutCollector {
   void go_on_after(uint64_t step);
   /// One is wanted soon: when as much time has passed since the last one as that took.
   void want();
+  /// Where steps are not made together: a worker's log fills, and one is due at once. Who asks during a snapshot asks
+  /// again after it, if that did not help.
+  void hurry();
   /// One of now is wanted, though steps are made together: none will follow.
   void demand();
 
@@ -76,6 +79,7 @@ class CutCollector {
   uint64_t went_on_after_ = 0;
   bool only_cuts_ = false;
   bool is_wanted_ = false;
+  bool is_urgent_ = false;
   bool is_demanded_ = false;
   bool stops_ = false;
   Time begun_;  // the last snapshot

@@ -17,14 +17,15 @@ void CutSchedule::note_complete(uint64_t step, Time now) {
   if (step < last_) return;
   ended_ = now;
   took_ = ended_ - begun_;
+  is_urgent_ = false;
 }
 
 Cut CutSchedule::decide(uint64_t step, Time now) {
   const bool is_time = now - begun_ >= every_ || (is_wanted_ && now - ended_ >= took_);
-  if (last_ > complete_ || !(is_time || is_demanded_)) return {false, before_};
+  if (last_ > complete_ || !(is_time || is_urgent_ || is_demanded_)) return {false, before_};
   last_ = step;
   begun_ = now;
-  is_wanted_ = is_demanded_ = false;
+  is_wanted_ = is_urgent_ = is_demanded_ = false;
   return {true, before_};
 }
 

@@ -21,6 +21,8 @@ class CutSchedule {
 
   /// A cut is wanted sooner; it comes when as much time has passed since the last one was complete as that took.
   void want() noexcept { is_wanted_ = true; }
+  /// A worker's log fills: the next step is cut. Who asks during a cut asks again after it, if that did not help.
+  void hurry() noexcept { is_urgent_ = true; }
   /// The next step is cut, whatever was before: a worker goes on only after that.
   void demand() noexcept { is_demanded_ = true; }
 
@@ -39,6 +41,7 @@ class CutSchedule {
   uint64_t complete_ = 0;  // the last step that all servers have
   uint64_t before_ = 0;    // the one before
   bool is_wanted_ = false;
+  bool is_urgent_ = false;
   bool is_demanded_ = false;
 };
 

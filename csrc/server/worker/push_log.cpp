@@ -12,7 +12,7 @@ namespace {
 
 constexpr uint64_t kPage = net::Arena::kPage;
 constexpr size_t kAlways = 2;  // entries that are never refused
-constexpr uint64_t kBlock = uint64_t{256} << 10;
+constexpr uint64_t kBlock = uint64_t{64} << 10;
 
 uint64_t round_up(uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * to; }
 

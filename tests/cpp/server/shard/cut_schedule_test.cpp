@@ -25,7 +25,8 @@ TEST_CASE("steps are cut as often as it is said, and no cut begins before all ha
   CHECK((schedule.decide(6, after(601)) == Cut{false, 2}));  // what is before the last cut that all have may go
 }
 
-TEST_CASE("a cut that is wanted waits as long as the last one took, one that is demanded does not", "[server]") {
+TEST_CASE("a cut that is wanted waits as long as the last one took, one that is urgent or demanded does not",
+          "[server]") {
   CutSchedule schedule;
   schedule.configure(milliseconds(1'000'000), after(0));
   schedule.want();
@@ -34,10 +35,15 @@ TEST_CASE("a cut that is wanted waits as long as the last one took, one that is 
   schedule.want();
   CHECK_FALSE(schedule.decide(2, after(80)).is_due);
   CHECK(schedule.decide(3, after(81)).is_due);
+  schedule.hurry();  // of a log that the cut under way will empty
+  schedule.note_complete(3, after(90));
+  CHECK_FALSE(schedule.decide(4, after(91)).is_due);
+  schedule.hurry();
+  CHECK(schedule.decide(5, after(92)).is_due);
   schedule.demand();
-  CHECK_FALSE(schedule.decide(4, after(82)).is_due);  // the one under way will do
-  schedule.note_complete(3, after(100));
-  CHECK(schedule.decide(5, after(100)).is_due);
-  schedule.begin_at(7);
-  CHECK((schedule.decide(8, after(101)) == Cut{false, 7}));
+  CHECK_FALSE(schedule.decide(6, after(93)).is_due);  // one is under way
+  schedule.note_complete(5, after(100));
+  CHECK(schedule.decide(7, after(100)).is_due);
+  schedule.begin_at(9);
+  CHECK((schedule.decide(10, after(101)) == Cut{false, 9}));
 }

@@ -33,11 +33,27 @@ TEST_CASE("rows count against a log's bound, but for two steps", "[server]") {
   for (uint64_t step = 4; step < 7; ++step) {
     auto* const entry = log.open(step);
     REQUIRE(entry != nullptr);
-    CHECK(log.room(*entry, 100) != nullptr);
+    CHECK(log.room(*entry, kBound / 4) != nullptr);
   }
   CHECK(log.room(*log.find(6), kBound / 2) == nullptr);
   log.release(4);
   CHECK(log.room(*log.find(6), kBound / 2) != nullptr);
+}
+
+TEST_CASE("small parts of a step of rows leave little of a log's bound unused", "[server]") {
+  constexpr uint64_t kSome = 10 * kBound;
+  constexpr uint64_t kPart = 16'500;
+  PushLog log({}, nullptr, kSome);
+  uint64_t kept = 0;
+  for (uint64_t step = 1;; ++step) {
+    auto* const entry = log.open(step);
+    REQUIRE(entry != nullptr);
+    int parts = 0;
+    while (parts < 16 && log.room(*entry, kPart) != nullptr) ++parts;
+    if (parts < 16) break;
+    kept += 16 * kPart;
+  }
+  CHECK(8 * kept >= 5 * kSome);
 }
 
 TEST_CASE("a log takes a chunk in pieces, exactly as long as it is", "[server]") {
