@@ -62,6 +62,8 @@ void bind_comm(pybind11::module_& m);
 
 /// Snapshots, in the submodule _checkpoint.
 void bind_checkpoint(pybind11::module_& m);
+/// What strategies keep of themselves.
+void bind_saving(pybind11::module_& m);
 
 /// A worker of one parameter, in the submodule _server that bind_server has made.
 void bind_server_probe(pybind11::module_& m);

@@ -17,6 +17,7 @@ PYBIND11_MODULE(_C, m) {
   muster::bind_loaders(m);
   muster::bind_comm(m);
   muster::bind_checkpoint(m);
+  muster::bind_saving(m);
   muster::bind_server_probe(m);
   muster::bind_raw_workers_probe(m);
   muster::bind_kernels(m);

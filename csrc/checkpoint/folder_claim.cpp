@@ -45,7 +45,7 @@ FolderClaim::FolderClaim(fs::path folder) : folder_(std::move(folder)) {
     if (lock_.get() < 0) throw fs::filesystem_error("open", path, std::error_code(errno, std::generic_category()));
     if (::flock(lock_.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
       throw CheckpointError("another process uses the folder '" + folder_.string() +
-                            "'; end that one, or give each server a folder of its own");
+                            "'; end that one, or give each server, or job, a folder of its own");
     }
     life_ = read_life(folder_ / kLife) + 1;
     const std::string text = std::to_string(life_) + '\n';

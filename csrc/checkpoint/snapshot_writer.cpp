@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <unistd.h>
 
 #include <utility>
 
@@ -10,9 +11,13 @@
 namespace muster::checkpoint {
 
 SnapshotWriter::SnapshotWriter(std::filesystem::path folder, SnapshotOptions options)
-    : folder_(std::move(folder)), options_(std::move(options)) {}
+    : folder_(std::move(folder)), options_(std::move(options)), made_by_(::getpid()) {}
 
 SnapshotWriter::~SnapshotWriter() {
+  if (::getpid() != made_by_) {
+    if (thread_.joinable()) thread_.detach();  // a thread of the process that was forked
+    return;
+  }
   try {
     wait();
   } catch (const std::exception& error) {
@@ -23,6 +28,7 @@ SnapshotWriter::~SnapshotWriter() {
 void SnapshotWriter::write(Snapshot snapshot) {
   for (const auto& [name, tensor] : snapshot.tensors) check_storable(name, tensor);
   wait();
+  if (!claim_) claim_.emplace(folder_);
   {
     const std::lock_guard lock(mutex_);
     running_ = true;
@@ -71,6 +77,7 @@ void SnapshotWriter::wait() {
 void SnapshotWriter::run(const Snapshot& snapshot) noexcept {
   std::exception_ptr error;
   try {
+    claim_->check();
     write_snapshot(folder_, snapshot, options_);
   } catch (...) {
     error = std::current_exception();

@@ -1,11 +1,15 @@
 // Snapshots written while training goes on.
 #pragma once
 
+#include <sys/types.h>
+
 #include <exception>
 #include <filesystem>
 #include <mutex>
+#include <optional>
 #include <thread>
 
+#include "checkpoint/folder_claim.h"
 #include "checkpoint/snapshot.h"
 
 namespace muster::checkpoint {
@@ -14,7 +18,7 @@ namespace muster::checkpoint {
 /// write(). Externally synchronised, but for done(), which is thread-safe.
 class SnapshotWriter {
  public:
-  /// See write_snapshot; the folder need not exist.
+  /// See write_snapshot; the folder need not exist. The first snapshot claims it, until this object goes.
   SnapshotWriter(std::filesystem::path folder, SnapshotOptions options);
   /// Waits for the last snapshot; an error that nobody took is logged.
   ~SnapshotWriter();
@@ -23,7 +27,7 @@ class SnapshotWriter {
 
   /// Begins a snapshot of tensors that are handed over: until done() nobody may write them. Waits for the one before,
   /// and throws what went wrong with that; then `snapshot` is not written. Tensors that cannot be stored are an
-  /// InvalidArgument here.
+  /// InvalidArgument here, a folder that cannot be claimed a CheckpointError.
   void write(Snapshot snapshot);
 
   /// The same of copies, made before it returns, in memory that is used again by the next copy.
@@ -40,6 +44,8 @@ class SnapshotWriter {
 
   const std::filesystem::path folder_;
   const SnapshotOptions options_;
+  const pid_t made_by_;
+  std::optional<FolderClaim> claim_;
   NamedTensors copies_;
   std::thread thread_;
   mutable std::mutex mutex_;

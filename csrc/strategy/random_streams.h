@@ -21,14 +21,18 @@ class RandomStreams {
 
   /// Begins a call of step, run or flush: its number, from 1, by which streams and the scopes of step collectives go.
   uint64_t begin_call() noexcept { return ++calls_; }
-  /// Goes on after as many calls as other workers have made.
+  /// Begun so far.
+  uint64_t calls() const noexcept { return calls_; }
+  /// Goes on after as many calls as other workers, or those of a job before this one, have made.
   void follow(uint64_t calls) noexcept { calls_ = calls; }
+  /// Gives calls from here on the streams of another job's seed.
+  void take_seed(uint64_t seed) noexcept { seed_ = seed; }
 
   /// Gives a replica's context its generators, at the beginning of the call's stream.
   void give(ReplicaContext& context, uint64_t call);
 
  private:
-  const uint64_t seed_;
+  uint64_t seed_;
   uint64_t calls_ = 0;
   std::vector<at::Generator> on_host_;    // by local replica
   std::vector<at::Generator> on_device_;  // likewise; undefined on the CPU

@@ -201,6 +201,15 @@ StepResult Stepper::end_window(ParameterSet& set, const StepCall& call) {
   return result;
 }
 
+void Stepper::go_on_after(int64_t steps, uint64_t calls, std::optional<uint64_t> seed) {
+  const auto pass = session_.enter_alone("load");
+  session_.check_callable();
+  if (!sets_.open().empty()) throw InvalidArgument("a window is open: call flush() before load()");
+  steps_ = steps;
+  session_.streams().follow(calls);
+  if (seed) session_.streams().take_seed(*seed);
+}
+
 // A call without user function or data that closes the set's open window.
 StepCall Stepper::empty_call(const StepCall& update) const {
   auto call = update;

@@ -177,8 +177,18 @@ class Loader(Generic[BatchT_co]):
         for generator, saved in zip(self._generators, generators, strict=True):
             generator.set_state(saved)
 
+    @property
+    def has_place(self) -> bool:
+        """Whether this worker knows which batches of a pass were trained on, so that `state_dict` can say it."""
+        return self._sharded or self._host.passes is None
+
+    @property
+    def num_generators(self) -> int:
+        """How many generators the user gave to the loader and its sampler."""
+        return len(self._generators)
+
     def _check_has_place(self) -> None:
-        if not self._sharded and self._host.passes is not None:
+        if not self.has_place:
             raise InvalidArgument(
                 "parameter servers know which batches were trained on, and a loader does not; begin the epoch anew, or "
                 "use prepare_loader(loader, sharded=True) with data of this worker's own"

@@ -108,6 +108,16 @@ class Preparation:
         return prepared
 
     @property
+    def modules(self) -> list[Replicated[Any]]:
+        """Those that are prepared, in their order."""
+        return [replicated for _, replicated in self._modules]
+
+    @property
+    def loaders(self) -> list[Loader[Any]]:
+        """Those that are prepared, in their order."""
+        return list(self._loaders)
+
+    @property
     def is_closed(self) -> bool:
         """Whether the strategy is closed."""
         return self._core.closed

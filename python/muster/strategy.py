@@ -29,6 +29,7 @@ from muster.precision import LossScale, LossScaler, autocast
 from muster.preparing import Preparation
 from muster.replica_threads import ReplicaThreads
 from muster.replicated import Replicated
+from muster.saving import Saving
 from muster.step import StepResult
 from muster.stepping import Stepping
 
@@ -58,7 +59,9 @@ class Strategy:
         self._preparation = Preparation(core, options, this, host, by_hand, self._collectives, self._passes, leaf_types)
         self._threads = ReplicaThreads(core)
         self._stepping = Stepping(core, options, host, self._preparation, self._passes, self._threads, by_hand)
+        self._saving = Saving(core, options, host, self._preparation, self._stepping, self._collectives)
         weakref.finalize(self, self._threads.end, os.getpid())
+        weakref.finalize(self, self._saving.writing.end)
 
     @property
     def num_replicas(self) -> int:
@@ -217,6 +220,32 @@ class Strategy:
         """Waits for all workers; inside a step, for all replicas with non-empty parts."""
         self._collectives.barrier()
 
+    def save(self, folder: str | os.PathLike[str], *, keep: int | None = None, **state: Any) -> None:
+        """Writes a checkpoint: everything prepared, where training is, and `state`: objects that have `state_dict` and
+        `load_state_dict`, tensors, numbers, strings, and tuples, lists and dicts of them.
+
+        Collective, between steps; the chief writes, to its `folder`. (With parameter servers the chief acts alone, and
+        others need not call it.) Returns when everything is copied: a thread writes meanwhile, and the next save(),
+        load() and close() wait for it. A checkpoint is there whole or not at all. `keep`: how many of the newest stay
+        (None: all). A folder belongs to one job at a time. Raises CheckpointError where this checkpoint or the last
+        could not be written, InvalidArgument for an open window, for `state` that cannot be stored, and for tables that
+        are on parameter servers alone.
+        """
+        self._saving.save(folder, keep, state)
+
+    def load(self, folder: str | os.PathLike[str], **state: Any) -> dict[str, Any] | None:
+        """Goes on from the newest good checkpoint in `folder`: everything prepared, and the objects `state`, by the
+        names that `save` was given, load it. Returns the values that were saved by name, and None where there is no
+        checkpoint.
+
+        Collective, after prepare(); the chief reads. The strategy and the number of replicas may be others than those
+        that saved. With parameter servers before the first step; a worker that joins a running job loads `state` alone,
+        from its own disk. Each damaged checkpoint is named in a warning, and the one before it loaded. Raises
+        CheckpointError where all are damaged, and LayoutMismatch, before anything is loaded, where other objects are
+        prepared than were saved.
+        """
+        return self._saving.load(folder, state)
+
     def stop(self) -> None:
         """Asks all ranks to stop: `stopping` turns True everywhere at the same window's end."""
         self._core.stop()
@@ -236,6 +265,7 @@ class Strategy:
         self._core.close()
         self._threads.join()
         self._passes.end_workers()
+        self._saving.writing.end()
 
     def _connect(self) -> None:
         self._stepping.connect_servers()

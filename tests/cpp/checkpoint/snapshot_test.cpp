@@ -495,12 +495,27 @@ TEST_CASE("what a writer could not do reaches its caller once", "[checkpoint]") 
   SECTION("a folder that is a file") {
     replace(folder.path / "file", "x");
     SnapshotWriter writer(folder.path / "file", {});
+    CHECK_THROWS_AS(writer.write(numbered(1)), CheckpointError);
+    CHECK_NOTHROW(writer.wait());
+    CHECK(writer.done());
+  }
+  SECTION("a folder that is taken away") {
+    SnapshotWriter writer(folder.path / "folder", {});
     writer.write(numbered(1));
+    writer.wait();
+    std::filesystem::remove_all(folder.path / "folder");
+    writer.write(numbered(2));
     CHECK_THROWS_AS(writer.wait(), CheckpointError);
     CHECK_NOTHROW(writer.wait());
-    writer.write(numbered(2));
-    CHECK_THROWS_AS(writer.write(numbered(3)), CheckpointError);
+    writer.write(numbered(3));
+    CHECK_THROWS_AS(writer.write(numbered(4)), CheckpointError);
     CHECK(writer.done());
+  }
+  SECTION("a folder that another writes") {
+    SnapshotWriter writer(folder.path, {});
+    writer.write(numbered(1));
+    SnapshotWriter other(folder.path, {});
+    CHECK_THROWS_AS(other.write(numbered(2)), CheckpointError);
   }
   SECTION("a disk without room") {
     write_snapshot(folder.path, numbered(1), {});
@@ -522,7 +537,8 @@ TEST_CASE("what a writer could not do reaches its caller once", "[checkpoint]") 
     std::signal(SIGXFSZ, handler);
     CHECK_THAT(message, ContainsSubstring("shard-00000.safetensors"));
     CHECK(number_in(*read_newest_snapshot(folder.path)) == 1);
-    CHECK(names_in(folder.path).size() == 1);
+    CHECK(std::filesystem::exists(folder.path / "snapshot-0000000001"));
+    CHECK(names_in(folder.path).size() == 3);  // and what claims the folder
   }
   SECTION("a tensor that cannot be stored") {
     SnapshotWriter writer(folder.path, {});
@@ -530,8 +546,13 @@ TEST_CASE("what a writer could not do reaches its caller once", "[checkpoint]") 
   }
   SECTION("an error that nobody took is logged") {
     const Warnings warnings;
-    replace(folder.path / "file", "x");
-    SnapshotWriter(folder.path / "file", {}).write(numbered(1));
+    {
+      SnapshotWriter writer(folder.path / "folder", {});
+      writer.write(numbered(1));
+      writer.wait();
+      std::filesystem::remove_all(folder.path / "folder");
+      writer.write(numbered(2));
+    }
     REQUIRE(warnings.texts.size() == 1);
     CHECK_THAT(warnings.texts[0], ContainsSubstring("not written"));
   }

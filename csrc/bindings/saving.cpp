@@ -1,0 +1,44 @@
+#include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "bindings/bindings.h"
+#include "checkpoint/snapshot_writer.h"
+
+namespace muster {
+
+namespace py = pybind11;
+using py::literals::operator""_a;
+using Release = py::call_guard<py::gil_scoped_release>;
+
+void bind_saving(py::module_& m) {
+  using checkpoint::SnapshotWriter;
+  py::class_<SnapshotWriter>(m, "SnapshotWriter")
+      .def(py::init([](std::filesystem::path folder, std::optional<int> keep) {
+             return std::make_unique<SnapshotWriter>(std::move(folder), checkpoint::SnapshotOptions{.keep = keep});
+           }),
+           "folder"_a, "keep"_a)
+      .def(
+          "write_copy",
+          [](SnapshotWriter& writer, checkpoint::NamedTensors tensors, checkpoint::Metadata metadata) {
+            writer.write_copy({std::move(tensors), std::move(metadata)});
+          },
+          "tensors"_a, "metadata"_a, Release())
+      .def_property_readonly("is_done", &SnapshotWriter::done)
+      .def("wait", &SnapshotWriter::wait, Release());
+  m.def(
+      "read_newest_snapshot",
+      [](const std::filesystem::path& folder)
+          -> std::optional<std::pair<checkpoint::NamedTensors, checkpoint::Metadata>> {
+        auto snapshot = checkpoint::read_newest_snapshot(folder);
+        if (!snapshot) return std::nullopt;
+        return std::pair(std::move(snapshot->tensors), std::move(snapshot->metadata));
+      },
+      "folder"_a, Release());
+}
+
+}  // namespace muster

@@ -1,0 +1,90 @@
+"""Nested values in a file: a JSON document, and tensors by names that say where in the document they are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.errors import CheckpointError, InvalidArgument
+
+__all__ = ["decode", "encode"]
+
+
+def encode(value: object) -> tuple[str, dict[str, Tensor]]:
+    """The document of a value, and its tensors, on the CPU and not copied where they are there already.
+
+    What JSON has no word for is an object of one member: ``{"tensor": name}``, ``{"tuple": [...]}``,
+    ``{"dict": {...}}``, ``{"items": [[key, value], ...]}`` of a dict with integers among its keys, ``{"counter":
+    [[key, count], ...]}`` and ``{"float": "nan"}`` (or "inf", "-inf"). Raises InvalidArgument naming the place of
+    anything else.
+    """
+    tensors: dict[str, Tensor] = {}
+    return json.dumps(_described(value, "", tensors), allow_nan=False), tensors
+
+
+def decode(document: str, tensors: Mapping[str, Tensor]) -> Any:
+    """The value. Raises CheckpointError for what encode() does not give."""
+    try:
+        return _built(json.loads(document), tensors)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"this is no document of a checkpoint ({error!r}); load another one") from error
+
+
+def _described(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            raise InvalidArgument(f"'{path}' is a sparse tensor, which a checkpoint does not hold; make it dense")
+        name = path
+        while name in tensors:  # a key with a slash
+            name += "'"
+        tensors[name] = value.detach().cpu()
+        return {"tensor": name}
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
+    if isinstance(value, (list, tuple)):
+        items = [_described(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, (str, int)) or isinstance(key, bool):
+                raise InvalidArgument(f"'{path}' has the key {key!r}; a checkpoint takes strings and integers as keys")
+        items = [[key, _described(item, f"{path}/{key}" if path else str(key), tensors)] for key, item in value.items()]
+        if isinstance(value, Counter):
+            return {"counter": items}
+        return {"dict": dict(items)} if all(isinstance(key, str) for key in value) else {"items": items}
+    raise InvalidArgument(
+        f"'{path}' is a {type(value).__name__}, which a checkpoint does not hold; give objects that have state_dict() "
+        "and load_state_dict(), tensors, numbers, strings, or tuples, lists and dicts of them"
+    )
+
+
+def _built(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(node, list):
+        return [_built(item, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    ((kind, content),) = node.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "float":
+        return float(content)
+    if kind == "tuple":
+        return tuple(_built(item, tensors) for item in content)
+    if kind == "dict":
+        return {key: _built(item, tensors) for key, item in content.items()}
+    pairs = {key: _built(item, tensors) for key, item in content}
+    if kind == "items":
+        return pairs
+    if kind == "counter":
+        return Counter(pairs)
+    raise ValueError(f"unknown kind {kind!r}")
