@@ -66,6 +66,24 @@ void JsonReader::expect(char c) {
   if (!take(c)) fail(std::string("expected '") + c + "'");
 }
 
+bool JsonReader::take_word(std::string_view word) {
+  peek();
+  if (!text_.substr(next_).starts_with(word)) return false;
+  next_ += word.size();
+  return true;
+}
+
+JsonKind JsonReader::kind() {
+  const char first = peek();
+  if (first == '{') return JsonKind::object;
+  if (first == '[') return JsonKind::array;
+  if (first == '"') return JsonKind::string;
+  if (first == 't' || first == 'f') return JsonKind::boolean;
+  if (first == 'n') return JsonKind::null;
+  if (first != '-' && (first < '0' || first > '9')) fail("expected a value");
+  return JsonKind::number;
+}
+
 size_t JsonReader::position() {
   peek();
   return next_;
@@ -152,6 +170,32 @@ int64_t JsonReader::read_integer() {
   const size_t digits = text_[first] == '-' ? first + 1 : first;
   if (text_[digits] == '0' && next_ - digits > 1) fail("a number that begins with 0");
   return value;
+}
+
+std::variant<int64_t, double> JsonReader::read_number() {
+  const size_t first = position();
+  const auto length = text_.substr(first).find_first_not_of("+-.eE0123456789");
+  const auto digits = text_.substr(first, length);
+  if (digits.find_first_of(".eE") == std::string_view::npos) return read_integer();
+  double value = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+  const auto whole = digits.substr(digits.starts_with('-') ? 1 : 0);
+  if (error != std::errc() || end != digits.data() + digits.size() || whole.starts_with('.') ||
+      (whole.size() > 1 && whole[0] == '0' && whole[1] >= '0' && whole[1] <= '9')) {
+    fail("expected a number that fits a double");
+  }
+  next_ += digits.size();
+  return value;
+}
+
+bool JsonReader::read_bool() {
+  if (take_word("true")) return true;
+  if (!take_word("false")) fail("expected true or false");
+  return false;
+}
+
+void JsonReader::read_null() {
+  if (!take_word("null")) fail("expected null");
 }
 
 void JsonReader::read_end() {

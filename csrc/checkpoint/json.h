@@ -1,14 +1,17 @@
-// As much of JSON (RFC 8259) as the headers of a snapshot's files need: objects, arrays, strings and integers, read in
-// the order in which they come. What is read decides how deep: nothing that a file says makes the reader recurse or
-// allocate more than the text's size at once.
+// JSON (RFC 8259), read in the order in which it comes. What is read decides how deep: nothing that a file says makes
+// the reader recurse or allocate more than the text's size at once.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <string>
 #include <string_view>
+#include <variant>
 
 namespace muster::checkpoint {
+
+/// Of a value, by its first character.
+enum class JsonKind : uint8_t { object, array, string, number, boolean, null };
 
 /// Reads one value after another. Every call throws CheckpointError, naming the source and the position, where the text
 /// holds something else. A view of the text. Owned by one thread.
@@ -25,10 +28,15 @@ class JsonReader {
   std::string read_string();
   /// A number without fraction and exponent that fits.
   int64_t read_integer();
+  /// An integer that fits 64 bits where the text has neither fraction nor exponent, else a double.
+  std::variant<int64_t, double> read_number();
+  bool read_bool();
+  void read_null();
   /// Nothing but white space may follow.
   void read_end();
 
   /// Of the next value.
+  JsonKind kind();
   size_t position();
   [[noreturn]] void fail(const std::string& what) const;
 
@@ -36,6 +44,7 @@ class JsonReader {
   char peek();
   bool take(char c);
   void expect(char c);
+  bool take_word(std::string_view word);
   uint32_t read_hex();
 
   std::string_view text_;

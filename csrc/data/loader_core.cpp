@@ -39,6 +39,15 @@ std::vector<size_t> shuffled(size_t n, uint64_t seed) {
 
 }  // namespace
 
+LoaderState state_of(const LoaderPlace& place) { return {place.epoch, place.running ? place.yielded : place.to_skip}; }
+
+void take_state(LoaderPlace& place, const LoaderState& state) {
+  if (state.epoch < 0 || state.batches < 0) {
+    throw InvalidArgument("a loader's state counts epochs and batches from 0; pass what state() gave");
+  }
+  place = {.is_known = place.is_known, .epoch = state.epoch, .to_skip = state.batches};
+}
+
 struct LoaderCore::State {
   std::shared_ptr<LoaderHost> host;
   LoaderJob job;
@@ -49,9 +58,8 @@ struct LoaderCore::State {
   Deal deal;
   int index;
   std::shared_ptr<LoaderProgress> progress;
-  int64_t epoch = 0;
-  bool running = false;  // a pass that counts as an epoch has begun and not ended
-  bool ended = true;     // no worker has another batch
+  std::shared_ptr<LoaderPlace> place = std::make_shared<LoaderPlace>();
+  bool ended = true;  // no worker has another batch
   std::shared_ptr<void> current;
   int64_t next = 0;  // the batch to be read next, where there is no pass
   // Of the pass under way, at most one of them; `progress` has the same one.
@@ -132,12 +140,19 @@ struct LoaderCore::State {
   std::vector<size_t> order_of_pass() const {
     if (is_stream) return {};
     if (options.shuffle) {
-      return shuffled(samples,
-                      stream_seed(job.seed ^ kLoaders, static_cast<uint64_t>(index), static_cast<uint64_t>(epoch)));
+      return shuffled(samples, stream_seed(host->seed() ^ kLoaders, static_cast<uint64_t>(index),
+                                           static_cast<uint64_t>(place->epoch)));
     }
     std::vector<size_t> order(samples);
     std::iota(order.begin(), order.end(), size_t{0});
     return order;
+  }
+
+  // Reads batches of a new pass, and returns the number of the next one.
+  int64_t pass_over_stream(int64_t batches) const {
+    int64_t number = 0;
+    while (number < batches && read(0, task_of({}, number)) != nullptr) ++number;
+    return number;
   }
 
   // Nothing more comes of the pass.
@@ -183,7 +198,8 @@ LoaderCore::LoaderCore(std::shared_ptr<LoaderHost> host, const LoaderOptions& op
                : Deal{topology.num_replicas, topology.first_replica, topology.local_replicas()};
   s.progress = std::make_shared<LoaderProgress>();
   s.progress->usual_rows = static_cast<double>(options.batch_size) / s.deal.parts;
-  s.index = s.host->add(s.progress);
+  s.place->is_known = options.sharded || s.job.division == Division::all_workers;
+  s.index = s.host->add(s.progress, s.place);
   if (!options.sharded) {
     const std::string of_index = std::to_string(s.samples) + " samples in " + std::to_string(s.batches()) + " batches";
     s.host->compare(s.index, is_stream ? "a stream" : of_index);
@@ -194,12 +210,28 @@ LoaderCore::~LoaderCore() = default;
 
 const Deal& LoaderCore::deal() const noexcept { return state_->deal; }
 const std::shared_ptr<LoaderProgress>& LoaderCore::progress() const noexcept { return state_->progress; }
-int64_t LoaderCore::epoch() const noexcept { return state_->epoch; }
+int64_t LoaderCore::epoch() const noexcept { return state_->place->epoch; }
 
 void LoaderCore::set_epoch(int64_t epoch) {
   if (epoch < 0) throw InvalidArgument("a loader's epoch counts from 0; " + std::to_string(epoch) + " is none");
-  state_->epoch = epoch;
-  state_->running = false;
+  *state_->place = {.is_known = state_->place->is_known, .epoch = epoch};
+}
+
+LoaderState LoaderCore::state() const {
+  check_place();
+  return state_of(*state_->place);
+}
+
+void LoaderCore::load_state(const LoaderState& state) {
+  check_place();
+  take_state(*state_->place, state);
+}
+
+void LoaderCore::check_place() const {
+  if (state_->place->is_known) return;
+  throw InvalidArgument(
+      "parameter servers know which batches were trained on, and a loader does not; begin the epoch anew, or prepare "
+      "it with LoaderOptions::sharded and data of this worker's own");
 }
 
 std::optional<int64_t> LoaderCore::size() const noexcept {
@@ -215,15 +247,17 @@ std::shared_ptr<void> LoaderCore::begin() {
   s.shared = nullptr;
   if (const auto left = std::exchange(s.dealt, nullptr)) left->leave();
   s.host->leave_passes();
-  if (std::exchange(s.running, false)) ++s.epoch;
+  auto& place = *s.place;
+  if (std::exchange(place.running, false)) ++place.epoch;
   if (s.is_dealt()) {
-    s.dealt = s.host->deal(s.index, s.epoch, s.batches());
+    s.dealt = s.host->deal(s.index, place.epoch, s.batches());
     s.progress->pass = s.dealt;
   }
-  s.running = true;
-  s.next = 0;
+  place.running = true;
+  place.yielded = std::exchange(place.to_skip, 0);
+  s.next = s.is_stream ? s.pass_over_stream(place.yielded) : std::min(place.yielded, s.batches());
   if (s.is_shared()) {
-    s.shared = s.host->share(s.index, s.epoch, s.sizes_in_turn());
+    s.shared = s.host->share(s.index, place.epoch, s.sizes_in_turn());
     s.progress->pass = s.shared;
   }
   auto hold = s.progress->pass ? s.progress->pass->hold() : nullptr;
@@ -253,11 +287,12 @@ bool LoaderCore::advance() {
   }
   if (!s.more_ahead) {
     s.end();
-    if (s.running) ++s.epoch;
-    s.running = false;
+    if (s.place->running) ++s.place->epoch;
+    s.place->running = false;
     return false;
   }
   s.current = std::move(s.ahead.parts);
+  ++s.place->yielded;
   if (pass) pass->yielded(s.ahead.number);
   s.look_ahead();
   s.progress->at_end = !s.more_ahead;

@@ -23,7 +23,6 @@ enum class Division : uint8_t {
 /// Facts that hold for good. A value.
 struct LoaderJob {
   Topology topology;
-  uint64_t seed = 0;
   Division division = Division::all_workers;
   bool joins = false;  ///< this worker came to a job that others had begun
 };
@@ -36,8 +35,10 @@ class LoaderHost {
   virtual LoaderJob job() const = 0;
   /// The share of a batch that each replica gets, for batches that are asked for next; empty where parts are equal.
   virtual std::vector<double> capacities() const = 0;
-  /// Takes a loader up and returns its number, from 0 on.
-  virtual int add(const std::shared_ptr<LoaderProgress>& loader) = 0;
+  /// Of the order of epochs; a checkpoint that is loaded brings another.
+  virtual uint64_t seed() const = 0;
+  /// Takes a loader up and returns its number, from 0 on. `place` outlives it; null for a loader of Python's.
+  virtual int add(const std::shared_ptr<LoaderProgress>& loader, std::shared_ptr<LoaderPlace> place) = 0;
   /// Collective over workers until their first step, none later. `size`, in words, is that of the `loader`-th loader.
   /// Throws LayoutMismatch where another worker has another.
   virtual void compare(int loader, const std::string& size) = 0;

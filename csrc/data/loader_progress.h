@@ -1,9 +1,11 @@
 // What a strategy knows of a prepared loader.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "data/pass.h"
+#include "muster/loader.h"
 
 namespace muster::detail {
 
@@ -15,5 +17,18 @@ struct LoaderProgress {
   double usual_rows = 0;             ///< samples of a part of a full batch, on average
   std::shared_ptr<LoaderPass> pass;  ///< the last one, where servers deal its batches or live workers divide them
 };
+
+/// How far a C++ loader is; what Python's is in is Python's. Owned by the thread that iterates.
+struct LoaderPlace {
+  bool is_known = true;  ///< false where servers deal the batches or live workers divide them
+  int64_t epoch = 0;     ///< as Loader::epoch
+  bool running = false;  ///< a pass that counts as an epoch has begun and not ended
+  int64_t yielded = 0;   ///< batches of the pass under way, with those that it passed over
+  int64_t to_skip = 0;   ///< batches that the next pass passes over
+};
+
+/// As Loader::state and load_state.
+LoaderState state_of(const LoaderPlace& place);
+void take_state(LoaderPlace& place, const LoaderState& state);
 
 }  // namespace muster::detail

@@ -58,10 +58,11 @@ detail::LoaderJob Loaders::job() const {
   auto& session = core_->session();
   if (session.groups().shares_batches()) division = detail::Division::live_workers;
   if (session.groups().deals_batches()) division = detail::Division::none;
-  return {session.topology(), session.streams().seed(), division, session.groups().joins()};
+  return {session.topology(), division, session.groups().joins()};
 }
 
-int Loaders::add(const std::shared_ptr<detail::LoaderProgress>& loader) {
+int Loaders::add(const std::shared_ptr<detail::LoaderProgress>& loader, std::shared_ptr<detail::LoaderPlace> place) {
+  if (place) places_.push_back(std::move(place));
   std::erase_if(loaders_, [](const auto& known) { return known.expired(); });
   loaders_.push_back(loader);
   return num_loaders_++;

@@ -24,7 +24,8 @@ class Loaders final : public detail::LoaderHost {
 
   detail::LoaderJob job() const override;
   std::vector<double> capacities() const override { return core_->session().capacities(); }
-  int add(const std::shared_ptr<detail::LoaderProgress>& loader) override;
+  uint64_t seed() const override { return core_->session().streams().seed(); }
+  int add(const std::shared_ptr<detail::LoaderProgress>& loader, std::shared_ptr<detail::LoaderPlace> place) override;
   void compare(int loader, const std::string& size) override;
   bool any_has_more(bool has_more) override;
   std::shared_ptr<detail::DealtPass> deal(int loader, int64_t epoch, int64_t batches) override;
@@ -35,6 +36,9 @@ class Loaders final : public detail::LoaderHost {
   /// In a worker that joined a synchronous job: `standings` is what Stepper::watch() gave, for passes that begin
   /// before this worker's next step.
   void joined(const std::string& standings);
+
+  /// Of all C++ loaders that were prepared, by number.
+  const std::vector<std::shared_ptr<detail::LoaderPlace>>& places() const noexcept { return places_; }
 
   /// Whether a loader that steps draw from yielded its last batch and was not advanced since.
   bool has_ended() const;
@@ -52,6 +56,7 @@ class Loaders final : public detail::LoaderHost {
   const std::shared_ptr<detail::Members> members_;
   int num_loaders_ = 0;  // prepared so far
   std::vector<std::weak_ptr<detail::LoaderProgress>> loaders_;
+  std::vector<std::shared_ptr<detail::LoaderPlace>> places_;
   std::vector<std::shared_ptr<detail::DealtPass>> dealt_;         // that may be under way
   std::map<uint32_t, std::weak_ptr<detail::SharedPass>> shared_;  // the last ones, by loader
   std::map<uint32_t, detail::PassStanding> others_;               // where this worker joined, by loader

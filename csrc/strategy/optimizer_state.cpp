@@ -1,17 +1,13 @@
-#include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
-#include <torch/optim/rmsprop.h>
-#include <torch/optim/sgd.h>
-
 #include <iomanip>
 #include <ios>
 #include <sstream>
+#include <type_traits>
 
 #include "comm/text_exchange.h"
 #include "muster/error.h"
 #include "strategy/collectives.h"
 #include "strategy/strategy_state.h"
+#include "strategy/torch_optimizers.h"
 
 namespace muster::detail {
 
@@ -26,16 +22,17 @@ struct Fields {
   int64_t* step = nullptr;
 };
 
-Fields fields_of(torch::optim::SGDParamState& s) { return {{&s.momentum_buffer()}, nullptr}; }
-Fields fields_of(torch::optim::AdagradParamState& s) { return {{&s.sum()}, &s.step()}; }
-Fields fields_of(torch::optim::AdamParamState& s) {
-  return {{&s.exp_avg(), &s.exp_avg_sq(), &s.max_exp_avg_sq()}, &s.step()};
-}
-Fields fields_of(torch::optim::AdamWParamState& s) {
-  return {{&s.exp_avg(), &s.exp_avg_sq(), &s.max_exp_avg_sq()}, &s.step()};
-}
-Fields fields_of(torch::optim::RMSpropParamState& s) {
-  return {{&s.square_avg(), &s.momentum_buffer(), &s.grad_avg()}, &s.step()};
+template <class State>
+Fields fields_of(OptimizerParamState& state) {
+  Fields fields;
+  visit_fields(static_cast<State&>(state), [&](const char*, auto& value) {
+    if constexpr (std::is_same_v<std::remove_reference_t<decltype(value)>, int64_t>) {
+      fields.step = &value;
+    } else {
+      fields.tensors.push_back(&value);
+    }
+  });
+  return fields;
 }
 
 struct Kind {
@@ -43,19 +40,13 @@ struct Kind {
   Fields (*fields)(OptimizerParamState&) = nullptr;
 };
 
-template <class State>
-Kind kind() {
-  return {[]() -> std::unique_ptr<OptimizerParamState> { return std::make_unique<State>(); },
-          [](OptimizerParamState& state) { return fields_of(static_cast<State&>(state)); }};
-}
-
 Kind kind_of(const Optimizer& optimizer) {
-  if (dynamic_cast<const torch::optim::SGD*>(&optimizer) != nullptr) return kind<torch::optim::SGDParamState>();
-  if (dynamic_cast<const torch::optim::Adagrad*>(&optimizer) != nullptr) return kind<torch::optim::AdagradParamState>();
-  if (dynamic_cast<const torch::optim::Adam*>(&optimizer) != nullptr) return kind<torch::optim::AdamParamState>();
-  if (dynamic_cast<const torch::optim::AdamW*>(&optimizer) != nullptr) return kind<torch::optim::AdamWParamState>();
-  if (dynamic_cast<const torch::optim::RMSprop*>(&optimizer) != nullptr) return kind<torch::optim::RMSpropParamState>();
-  return {};
+  Kind kind;
+  visit_torch_optimizer(optimizer, [&](auto known) {
+    using State = typename decltype(known)::ParamState;
+    kind = {[]() -> std::unique_ptr<OptimizerParamState> { return std::make_unique<State>(); }, fields_of<State>};
+  });
+  return kind;
 }
 
 // A line for each parameter, in the order of the groups.

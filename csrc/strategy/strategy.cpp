@@ -106,7 +106,8 @@ Strategy::State::State(std::shared_ptr<StrategyCore> strategy_core, std::string 
     : core(std::move(strategy_core)),
       name(std::move(strategy_name)),
       sets(core),
-      loaders(core, [this] { set_of({}); }) {
+      loaders(core, [this] { set_of({}); }),
+      saving(*this) {
   core->on_leaving([this] { leave_servers(); });
 }
 
@@ -132,11 +133,26 @@ std::shared_ptr<detail::LoaderHost> detail::host_of(Strategy& strategy) {
 Strategy::Strategy(std::shared_ptr<StrategyCore> core, std::string name)
     : state_(std::make_shared<State>(std::move(core), std::move(name))) {}
 
-Strategy::~Strategy() { close(); }
+Strategy::~Strategy() {
+  state_->core->close();
+  state_->release();
+  state_->saving.leave();
+}
 
 void Strategy::close() {
   state_->core->close();
   state_->release();
+  state_->saving.end();
+}
+
+void Strategy::save(const std::filesystem::path& folder, const SavedState& state, const SaveOptions& options) {
+  check_outside_step(*state_->core, "save");
+  state_->saving.save(folder, state, options);
+}
+
+std::optional<SavedState> Strategy::load(const std::filesystem::path& folder) {
+  check_outside_step(*state_->core, "load");
+  return state_->saving.load(folder);
 }
 
 std::shared_ptr<const StrategyCore> Strategy::core() const { return state_->core; }

@@ -9,32 +9,37 @@
 
 namespace muster {
 
-int Strategy::State::set_of(const StepOptions& options) {
+OptimizerSets::Choice Strategy::State::choice_of(std::vector<int> positions) const {
   OptimizerSets::Choice choice;
+  choice.is_whatever_is_prepared = positions.empty();
+  choice.optimizers = std::move(positions);
+  if (choice.is_whatever_is_prepared) {
+    choice.optimizers.resize(optimizers.size());
+    std::iota(choice.optimizers.begin(), choice.optimizers.end(), 0);
+  }
+  for (const int position : choice.optimizers) {
+    for (const auto& parameter : detail::parameters_of(*optimizers[static_cast<size_t>(position)])) {
+      choice.look.push_back(reinterpret_cast<uintptr_t>(parameter.unsafeGetTensorImpl()));
+    }
+  }
+  if (choice.optimizers.empty())
+    choice.look.push_back(static_cast<uint64_t>(core->session().registry().num_parameters()));
+  return choice;
+}
+
+int Strategy::State::set_of(const StepOptions& options) {
+  std::vector<int> positions;
   for (auto& optimizer : options.optimizers) {
     const auto found = std::find(optimizers.begin(), optimizers.end(), &optimizer.get());
     if (found == optimizers.end()) {
       throw InvalidArgument(
           "an optimizer in StepOptions::optimizers is not prepared; call strategy.prepare(optimizer)");
     }
-    choice.optimizers.push_back(static_cast<int>(found - optimizers.begin()));
+    positions.push_back(static_cast<int>(found - optimizers.begin()));
   }
-  if (choice.optimizers.empty()) {
-    choice.is_whatever_is_prepared = true;
-    choice.optimizers.resize(optimizers.size());
-    std::iota(choice.optimizers.begin(), choice.optimizers.end(), 0);
-  }
-  for (const int position : choice.optimizers) {
-    for (const auto& group : optimizers[static_cast<size_t>(position)]->param_groups()) {
-      for (const auto& parameter : group.params()) {
-        choice.look.push_back(reinterpret_cast<uintptr_t>(parameter.unsafeGetTensorImpl()));
-      }
-    }
-  }
-  if (choice.optimizers.empty())
-    choice.look.push_back(static_cast<uint64_t>(core->session().registry().num_parameters()));
-  const auto positions = choice.optimizers;
-  const int set = sets.set_of(std::move(choice), [&] { return members_of(positions); });
+  auto choice = choice_of(std::move(positions));
+  const auto chosen = choice.optimizers;
+  const int set = sets.set_of(std::move(choice), [&] { return members_of(chosen); });
   const auto stepping = optimizers_of(set);
   for (auto* optimizer : stepping) bind_flat(*optimizer);
   if (core->sets().awaits_servers(set) && sets.is_fused(set)) {

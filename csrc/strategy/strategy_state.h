@@ -12,6 +12,7 @@
 #include "optimizer/flat_state.h"
 #include "strategy/loaders.h"
 #include "strategy/optimizer_sets.h"
+#include "strategy/saving.h"
 #include "strategy/strategy_core.h"
 
 namespace muster {
@@ -58,6 +59,8 @@ struct Strategy::State {
   State(std::shared_ptr<StrategyCore> core, std::string name);
   ~State();
 
+  /// Of optimizers, by position; of whatever is prepared if none is given.
+  OptimizerSets::Choice choice_of(std::vector<int> positions) const;
   /// The set of these optimizers; of whatever is prepared if none is given. Throws as ParameterSets::set_of, and
   /// InvalidArgument for a parameter of no prepared module.
   int set_of(const StepOptions& options);
@@ -101,6 +104,7 @@ struct Strategy::State {
   std::vector<torch::optim::Optimizer*> optimizers;
   OptimizerSets sets;
   Loaders loaders;
+  Saving saving;
   /// The optimizer whose state servers hold.
   std::pair<std::weak_ptr<detail::FlatState>, torch::optim::Optimizer*> served;
 };

@@ -187,7 +187,7 @@ class Saving:
             "strategy": {
                 "steps": core.steps,
                 "calls": core.calls,
-                "seed": core.seed,
+                "seed": str(core.seed),  # C++ reads integers of 64 bits with a sign
                 "workers": core.num_workers,
                 "replicas": core.num_replicas,
             },
@@ -302,7 +302,7 @@ class Saving:
             LossScaler(self._core, number, self._options.loss_scale or LossScale()).load_state_dict(scale["scale"])
         strategy = saved["strategy"]
         # Servers give joiners the seed that the job began with.
-        seed = None if self._has_servers else strategy["seed"]
+        seed = None if self._has_servers else int(strategy["seed"])
         self._core.go_on_after(strategy["steps"], strategy["calls"], seed)
         if len(saved["generators"]) == self._core.num_workers:
             torch.random.set_rng_state(saved["generators"][self._core.rank].clone())  # torch takes no view

@@ -39,6 +39,14 @@ struct LoaderOptions {
   bool sharded = false;
 };
 
+/// Where a loop over a loader is, for a job that is started again. A value.
+struct LoaderState {
+  int64_t epoch = 0;    ///< as Loader::epoch
+  int64_t batches = 0;  ///< of the pass under way, that were yielded
+
+  bool operator==(const LoaderState&) const = default;
+};
+
 namespace detail {
 
 /// One read: the indices of each local part, or of a stream the next batch.
@@ -90,9 +98,13 @@ class LoaderCore {
 
   int64_t epoch() const noexcept;
   void set_epoch(int64_t epoch);
+  LoaderState state() const;
+  void load_state(const LoaderState& state);
   std::optional<int64_t> size() const noexcept;
 
  private:
+  void check_place() const;
+
   struct State;
   std::unique_ptr<State> state_;
 };
@@ -188,6 +200,15 @@ class Loader {
   /// early counts when the next begins. Setting it makes the next pass that epoch; throws InvalidArgument if negative.
   int64_t epoch() const noexcept { return core_->epoch(); }
   void set_epoch(int64_t epoch) { core_->set_epoch(epoch); }
+
+  /// Where the loop is: a batch counts from when it was yielded, so call this after its step. Equal on all ranks.
+  /// Local. Throws InvalidArgument where parameter servers divide or deal the batches, which are those of no one
+  /// worker.
+  LoaderState state() const { return core_->state(); }
+  /// Makes the next pass go on after the batches that `state` counts, with the order that they had. Of data that is
+  /// read by index those are not read again, of a stream they are read and dropped. Load the same on all ranks. Throws
+  /// InvalidArgument as state(), and for negative numbers.
+  void load_state(const LoaderState& state) { core_->load_state(state); }
 
   /// Global batches per epoch (this worker's, if sharded); empty for a stream.
   std::optional<int64_t> size() const noexcept { return core_->size(); }

@@ -1,0 +1,239 @@
+#include "checkpoint/saved_tree.h"
+
+#include <charconv>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+#include <utility>
+
+#include "checkpoint/json.h"
+#include "muster/error.h"
+
+namespace muster {
+
+std::string SavedValue::kind() const {
+  return visit([](const auto& value) -> std::string {
+    using T = std::remove_cvref_t<decltype(value)>;
+    if constexpr (std::is_same_v<T, std::monostate>) return "nothing";
+    if constexpr (std::is_same_v<T, bool>) return "a bool";
+    if constexpr (std::is_same_v<T, int64_t>) return "an integer";
+    if constexpr (std::is_same_v<T, double>) return "a double";
+    if constexpr (std::is_same_v<T, std::string>) return "a text";
+    if constexpr (std::is_same_v<T, at::Tensor>) return "a tensor";
+    if constexpr (std::is_same_v<T, List>) return "a list";
+    if constexpr (std::is_same_v<T, Dict>) return "a dict";
+    if constexpr (std::is_same_v<T, Tuple>) return "a tuple";
+    return "a dict by integers";
+  });
+}
+
+}  // namespace muster
+
+namespace muster::checkpoint {
+
+namespace {
+
+constexpr int kMaxDepth = 200;
+
+// The shortest decimal that reads back as the value, and not as an integer.
+std::string fraction_of(double value) {
+  char buffer[32];
+  std::string text(buffer, std::to_chars(buffer, buffer + sizeof(buffer), value).ptr);
+  if (text.find_first_of(".e") == std::string::npos) text += ".0";
+  return text;
+}
+
+class Encoder {
+ public:
+  std::string write(const SavedValue& value, const std::string& path) {
+    return value.visit([&](const auto& held) { return text_of(held, path); });
+  }
+
+  NamedTensors take_tensors() { return std::move(tensors_); }
+
+ private:
+  static std::string text_of(std::monostate, const std::string&) { return "null"; }
+  static std::string text_of(bool value, const std::string&) { return value ? "true" : "false"; }
+  static std::string text_of(int64_t value, const std::string&) { return std::to_string(value); }
+  static std::string text_of(double value, const std::string&) {
+    if (std::isfinite(value)) return fraction_of(value);
+    return std::string(R"({"float":")") + (std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf") + "\"}";
+  }
+  static std::string text_of(const std::string& value, const std::string&) { return json_string(value); }
+
+  std::string text_of(const at::Tensor& tensor, const std::string& path) {
+    std::string name = path;
+    while (tensors_.contains(name)) name += '\'';  // a key with a slash
+    if (tensor.defined() && tensor.layout() != at::kStrided) {
+      throw InvalidArgument("'" + path + "' is a sparse tensor, which a checkpoint does not hold; make it dense");
+    }
+    const auto stored = tensor.defined() ? tensor.detach().cpu() : tensor;
+    check_storable(name, stored);
+    tensors_.emplace(name, stored);
+    return "{\"tensor\":" + json_string(name) + '}';
+  }
+
+  std::string text_of(const SavedValue::List& list, const std::string& path) {
+    std::string text = "[";
+    for (size_t i = 0; i < list.size(); ++i) {
+      if (i > 0) text += ',';
+      text += write(list[i], path + '/' + std::to_string(i));
+    }
+    return text + ']';
+  }
+
+  std::string text_of(const SavedValue::Tuple& tuple, const std::string& path) {
+    return "{\"tuple\":" + text_of(tuple.items, path) + '}';
+  }
+
+  std::string text_of(const SavedValue::Dict& dict, const std::string& path) {
+    std::string text = "{\"dict\":{";
+    for (const auto& [key, value] : dict) {
+      if (text.back() != '{') text += ',';
+      text += json_string(key) + ':' + write(value, inner(path, key));
+    }
+    return text + "}}";
+  }
+
+  std::string text_of(const SavedValue::Pairs& pairs, const std::string& path) {
+    std::string text = pairs.is_counter ? "{\"counter\":[" : "{\"items\":[";
+    for (const auto& [key, value] : pairs.items) {
+      if (text.back() != '[') text += ',';
+      const auto* const number = std::get_if<int64_t>(&key);
+      const auto name = number != nullptr ? std::to_string(*number) : std::get<std::string>(key);
+      text += '[' + (number != nullptr ? name : json_string(name)) + ',' + write(value, inner(path, name)) + ']';
+    }
+    return text + "]}";
+  }
+
+  static std::string inner(const std::string& path, const std::string& key) {
+    return path.empty() ? key : path + '/' + key;
+  }
+
+  NamedTensors tensors_;
+};
+
+class Decoder {
+ public:
+  Decoder(const SavedTree& tree, const std::string& source) : json_(tree.document, source), tensors_(tree.tensors) {}
+
+  SavedValue read_all() {
+    auto value = read();
+    json_.read_end();
+    return value;
+  }
+
+ private:
+  // Keeps count of how deep values lie in one another.
+  struct Deeper {
+    explicit Deeper(Decoder& of) : decoder(of) {
+      if (++decoder.depth_ > kMaxDepth) decoder.json_.fail("values that lie too deep in one another");
+    }
+    ~Deeper() { --decoder.depth_; }
+    Deeper(const Deeper&) = delete;
+    Deeper& operator=(const Deeper&) = delete;
+    Decoder& decoder;
+  };
+
+  SavedValue read() {
+    const Deeper deeper(*this);
+    switch (json_.kind()) {
+      case JsonKind::object:
+        return read_object();
+      case JsonKind::array:
+        return read_list();
+      case JsonKind::string:
+        return json_.read_string();
+      case JsonKind::boolean:
+        return json_.read_bool();
+      case JsonKind::null:
+        json_.read_null();
+        return {};
+      case JsonKind::number:
+        break;
+    }
+    const auto number = json_.read_number();
+    if (const auto* integer = std::get_if<int64_t>(&number)) return *integer;
+    return std::get<double>(number);
+  }
+
+  SavedValue::List read_list() {
+    SavedValue::List list;
+    json_.read_array([&] { list.push_back(read()); });
+    return list;
+  }
+
+  SavedValue read_object() {
+    std::optional<SavedValue> value;
+    json_.read_object([&](const std::string& kind) {
+      if (value) json_.fail("a value of more than one kind");
+      value = read_kind(kind);
+    });
+    if (!value) json_.fail("a value of no kind");
+    return std::move(*value);
+  }
+
+  SavedValue read_kind(const std::string& kind) {
+    if (kind == "tensor") {
+      const auto found = tensors_.find(json_.read_string());
+      if (found == tensors_.end()) json_.fail("a tensor that is in no file");
+      return found->second;
+    }
+    if (kind == "float") return read_special();
+    if (kind == "tuple") return SavedValue::Tuple{read_list()};
+    if (kind == "dict") {
+      SavedValue::Dict dict;
+      json_.read_object([&](const std::string& key) { dict.emplace(key, read()); });
+      return dict;
+    }
+    if (kind != "items" && kind != "counter") json_.fail("a value of the unknown kind '" + kind + "'");
+    return read_pairs(kind == "counter");
+  }
+
+  SavedValue read_special() {
+    const auto text = json_.read_string();
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    if (text == "nan") return std::numeric_limits<double>::quiet_NaN();
+    if (text == "inf") return kInfinity;
+    if (text != "-inf") json_.fail("what is no number");
+    return -kInfinity;
+  }
+
+  SavedValue read_pairs(bool is_counter) {
+    SavedValue::Pairs pairs;
+    pairs.is_counter = is_counter;
+    json_.read_array([&] {
+      int seen = 0;
+      auto& [key, value] = pairs.items.emplace_back();
+      json_.read_array([&] {
+        if (++seen == 2) {
+          value = read();
+        } else if (seen == 1 && json_.kind() == JsonKind::string) {
+          key = json_.read_string();
+        } else {
+          key = json_.read_integer();
+        }
+      });
+      if (seen != 2) json_.fail("a pair that is none");
+    });
+    return pairs;
+  }
+
+  JsonReader json_;
+  const NamedTensors& tensors_;
+  int depth_ = 0;
+};
+
+}  // namespace
+
+SavedTree encode_tree(const SavedValue& value) {
+  SavedTree tree;
+  Encoder encoder;
+  tree.document = encoder.write(value, "");
+  tree.tensors = encoder.take_tensors();
+  return tree;
+}
+
+SavedValue decode_tree(const SavedTree& tree, const std::string& source) { return Decoder(tree, source).read_all(); }
+
+}  // namespace muster::checkpoint

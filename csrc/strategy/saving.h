@@ -1,0 +1,63 @@
+// Strategy::save and load: what a checkpoint holds, who writes it and when it is read. Python's saving.py keeps the
+// same, so that each language reads what the other wrote.
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "checkpoint/saved_tree.h"
+#include "checkpoint/snapshot_writer.h"
+#include "muster/strategy.h"
+#include "strategy/saved_optimizer.h"
+
+namespace muster {
+
+/// The checkpoints of one strategy. The chief writes and reads, and tells the others; with parameter servers it writes
+/// without them, since those that died may not come back. Owned by the thread that prepares and steps.
+class Saving {
+ public:
+  explicit Saving(Strategy::State& strategy) : strategy_(strategy) {}
+
+  /// As Strategy::save and load.
+  void save(const std::filesystem::path& folder, const SavedState& state, const SaveOptions& options);
+  std::optional<SavedState> load(const std::filesystem::path& folder);
+
+  /// Waits for what is being written and lets the folder go; throws CheckpointError where it could not be written.
+  void end();
+  /// The same; what went wrong is logged.
+  void leave() noexcept { writer_.reset(); }
+
+ private:
+  using Dict = SavedValue::Dict;
+
+  void check_callable(const char* what) const;
+  void check_tables() const;
+  /// Throws `error` on the chief, and on the other workers what it says, unless the chief acts alone.
+  void tell_all(const std::optional<std::string>& error, const char* what, bool is_alone);
+
+  Dict content(const SavedState& state);
+  at::Tensor generators();
+  SavedValue::List loss_scales() const;
+  SavedValue::List loaders() const;
+  void write(const std::filesystem::path& folder, const Dict& content, const SaveOptions& options);
+
+  std::optional<checkpoint::SavedTree> read(const std::filesystem::path& folder);
+  std::optional<checkpoint::SavedTree> broadcast(std::optional<checkpoint::SavedTree> found);
+  void check(const Dict& saved) const;
+  void take(const Dict& saved);
+  void take_generators(const at::Tensor& states) const;
+  void take_loss_scale(const Dict& saved);
+
+  bool has_servers() const;
+  bool is_chief() const;
+
+  Strategy::State& strategy_;
+  std::unique_ptr<checkpoint::SnapshotWriter> writer_;
+  std::pair<std::filesystem::path, std::optional<int>> made_with_;  // the folder and `keep` of the writer
+  std::vector<detail::OtherOptions> other_options_;                 // by optimizer, as the last checkpoint had them
+};
+
+}  // namespace muster

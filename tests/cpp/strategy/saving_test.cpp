@@ -1,0 +1,387 @@
+// Strategy::save and load: a run that is stopped, and gone on with in another strategy, ends with the same bits.
+#include <ATen/ops/arange.h>
+#include <ATen/ops/rand.h>
+#include <ATen/ops/randint.h>
+#include <ATen/ops/zeros.h>
+#include <torch/data/datasets/base.h>
+#include <torch/data/datasets/stateful.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/utils.h>
+
+#include <fstream>
+
+#include "checkpoint/snapshot.h"
+#include "cpp/catch.h"
+#include "muster/mirrored.h"
+#include "muster/optim.h"
+#include "muster/strategy.h"
+#include "strategy/strategy_core.h"
+#include "support/folder.h"
+#include "support/run_ranks.h"
+#include "support/topology.h"
+
+using namespace muster;
+using namespace muster::testing;
+
+namespace {
+
+namespace nn = torch::nn;
+using Example = torch::data::Example<>;
+
+constexpr int64_t kSamples = 40;
+constexpr int64_t kBatch = 8;
+
+struct Points : torch::data::datasets::BatchDataset<Points, Example, c10::ArrayRef<size_t>> {
+  Example get_batch(c10::ArrayRef<size_t> indices) override {
+    std::vector<at::Tensor> inputs;
+    std::vector<at::Tensor> targets;
+    for (const size_t i : indices) {
+      inputs.push_back(at::sin(at::arange(6, at::kFloat) * static_cast<double>(i + 1)));
+      targets.push_back(at::full({}, static_cast<int64_t>(i % 3), at::kLong));
+    }
+    return {at::stack(inputs), at::stack(targets)};
+  }
+  std::optional<size_t> size() const override { return kSamples; }
+};
+
+// The first values are fixed: workers that are threads share a generator.
+nn::Sequential build() {
+  nn::Sequential model(nn::Linear(6, 16), nn::BatchNorm1d(16), nn::ReLU(), nn::Dropout(0.2), nn::Linear(16, 3));
+  const at::NoGradGuard no_grad;
+  for (auto& parameter : model->parameters()) {
+    parameter.copy_(at::sin(at::arange(parameter.numel(), at::kFloat)).view(parameter.sizes()));
+  }
+  return model;
+}
+
+std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> result;
+  for (const auto& tensor : tensors) result.push_back(tensor.detach().clone());
+  return result;
+}
+
+bool equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const at::Tensor& x, const at::Tensor& y) { return x.equal(y); });
+}
+
+// Two epochs; with `stop_after` it saves after so many steps and leaves.
+template <class Optimizer, class Options>
+std::vector<at::Tensor> train(Strategy& strategy, const std::filesystem::path& folder, const Options& options,
+                              std::optional<int64_t> stop_after = {}) {
+  auto model = strategy.prepare([] { return build(); });
+  Optimizer optimizer(model->parameters(), options);
+  strategy.prepare(optimizer);
+  auto loader = strategy.prepare_loader(Points(), {.batch_size = kBatch, .shuffle = true});
+  const auto state = strategy.load(folder);
+  if (state) MUSTER_CHECK(state->at("note").template get<std::string>() == "kept");
+  while (loader.epoch() < 2) {
+    for (auto& batch : loader) {
+      strategy.step(
+          [&](const Example& part) { return nn::functional::cross_entropy(model->forward(part.data), part.target); },
+          batch);
+      if (strategy.steps() == stop_after) {
+        strategy.save(folder, {{"note", "kept"}}, {.keep = 2});
+        strategy.close();
+        return {};
+      }
+    }
+  }
+  auto result = copies(model.module().parameters());
+  for (const auto& buffer : copies(model.module().buffers())) result.push_back(buffer);
+  MUSTER_CHECK(strategy.steps() == 2 * kSamples / kBatch);
+  return result;
+}
+
+using Train = std::function<std::vector<at::Tensor>(Strategy&, const std::filesystem::path&, std::optional<int64_t>)>;
+
+template <class Optimizer, class Options>
+Train trained_by(const Options& options) {
+  return [options](Strategy& strategy, const std::filesystem::path& folder, std::optional<int64_t> stop_after) {
+    return train<Optimizer>(strategy, folder, options, stop_after);
+  };
+}
+
+std::vector<std::string> cpus(int n) { return std::vector<std::string>(static_cast<size_t>(n), "cpu"); }
+
+class Worker : public Strategy {
+ public:
+  explicit Worker(std::shared_ptr<StrategyCore> core) : Strategy(std::move(core), "Worker") {}
+};
+
+// Runs body at each of two workers.
+void run_workers(const std::function<void(Strategy& strategy)>& body, const StrategyOptions& options = {}) {
+  constexpr int n = 2;
+  const auto gradients = comm::make_local(n, Seconds(60));
+  const auto step = comm::make_local(n, Seconds(60));
+  const auto workers = comm::make_local(n, Seconds(60));
+  const auto problem = run_threads(n, [&](int rank) {
+    const auto r = static_cast<size_t>(rank);
+    Groups groups;
+    groups.gradients = {gradients[r]};
+    groups.step = {step[r]};
+    groups.workers = workers[r];
+    Worker worker(std::make_shared<StrategyCore>(one_replica_each(rank, n), groups, options,
+                                                 std::make_shared<ReplicaPool>(1, 1), 7));
+    body(worker);
+  });
+  CHECK(problem.empty());
+}
+
+// A model and an optimizer, stepped once.
+struct Small {
+  explicit Small(Strategy& strategy, int64_t outputs = 1, double lr = 0.1)
+      : model(strategy.prepare([outputs] { return nn::Linear(2, outputs); })),
+        optimizer(model->parameters(), torch::optim::AdamWOptions(lr)) {
+    strategy.prepare(optimizer);
+  }
+  void step(Strategy& strategy) {
+    strategy.step([&](const at::Tensor& x) { return model->forward(x).sum(); }, at::ones({2, 2}));
+  }
+
+  Replicated<nn::LinearImpl> model;
+  muster::optim::AdamW optimizer;
+};
+
+}  // namespace
+
+TEST_CASE("a run that was stopped goes on with the same bits", "[saving]") {
+  const auto train =
+      GENERATE(trained_by<muster::optim::AdamW>(torch::optim::AdamWOptions(1e-2).amsgrad(true)),
+               trained_by<muster::optim::SGD>(torch::optim::SGDOptions(1e-2).momentum(0.9)),
+               trained_by<muster::optim::SGD>(torch::optim::SGDOptions(1e-2)),
+               trained_by<muster::optim::Adagrad>(torch::optim::AdagradOptions(1e-2).initial_accumulator_value(0.1)),
+               trained_by<torch::optim::Adam>(torch::optim::AdamOptions(1e-2)),
+               trained_by<torch::optim::RMSprop>(torch::optim::RMSpropOptions(1e-2).momentum(0.5).centered(true)));
+  const int replicas = GENERATE(1, 2);
+  const int64_t stop_after = GENERATE(3, 5);  // 5: at an epoch's last batch
+  torch::manual_seed(3);
+  MirroredStrategy undisturbed(cpus(replicas));
+  const auto expected = train(undisturbed, Folder().path / "none", {});
+  const Folder folder;
+  {
+    torch::manual_seed(3);
+    MirroredStrategy first(cpus(replicas));
+    train(first, folder.path, stop_after);
+  }
+  torch::manual_seed(99);  // all that follows from the seed is in the checkpoint
+  MirroredStrategy second(cpus(replicas));
+  CHECK(equal(train(second, folder.path, {}), expected));
+}
+
+TEST_CASE("workers go on with the same bits, with state that is divided and into a strategy of one", "[saving]") {
+  StrategyOptions options;
+  options.shard_optimizer = GENERATE(false, true);
+  options.fuse = options.shard_optimizer;  // workers that are threads have no common memory to step into
+  const auto train = trained_by<muster::optim::AdamW>(torch::optim::AdamWOptions(1e-2));
+  const Folder folder;
+  std::vector<at::Tensor> expected;
+  torch::manual_seed(3);
+  run_workers(
+      [&](Strategy& strategy) {
+        auto result = train(strategy, folder.path / "none", {});
+        if (strategy.is_chief()) expected = std::move(result);
+      },
+      options);
+  torch::manual_seed(3);
+  const auto rank_folder = [&](Strategy& strategy) {
+    return strategy.is_chief() ? folder.path / "chief" : folder.path / "other";  // the chief's alone is used
+  };
+  run_workers([&](Strategy& strategy) { train(strategy, rank_folder(strategy), 3); }, options);
+  CHECK(!std::filesystem::exists(folder.path / "other"));
+  SECTION("two workers") {
+    run_workers([&](Strategy& strategy) { MUSTER_CHECK(equal(train(strategy, rank_folder(strategy), {}), expected)); },
+                options);
+  }
+  SECTION("two replicas of one") {
+    MirroredStrategy strategy(cpus(2));
+    CHECK(equal(train(strategy, folder.path / "chief", {}), expected));
+  }
+}
+
+TEST_CASE("low-precision parameters go on from their fp32 copies", "[saving]") {
+  const auto run = [](Strategy& strategy, const std::filesystem::path& folder, bool stops) {
+    auto model = strategy.prepare([] {
+      auto linear = std::make_shared<nn::LinearImpl>(4, 2);
+      linear->to(at::kBFloat16);
+      return linear;
+    });
+    muster::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-4));
+    strategy.prepare(optimizer);
+    strategy.load(folder);
+    while (strategy.steps() < 8) {
+      const auto x = (at::arange(8, at::kFloat).view({2, 4}) / 7 + strategy.steps()).to(at::kBFloat16);
+      strategy.step([&](const at::Tensor& part) { return model->forward(part).square().mean(); }, x);
+      if (stops && strategy.steps() == 4) {
+        strategy.save(folder);
+        strategy.close();
+        break;
+      }
+    }
+    return copies(model.module().parameters());
+  };
+  const Folder folder;
+  torch::manual_seed(0);
+  MirroredStrategy undisturbed(cpus(1));
+  const auto expected = run(undisturbed, folder.path / "none", false);
+  torch::manual_seed(0);
+  MirroredStrategy first(cpus(1));
+  run(first, folder.path, true);
+  MirroredStrategy second(cpus(1));
+  CHECK(equal(run(second, folder.path, false), expected));
+}
+
+TEST_CASE("a stream goes on after the batches that were trained on", "[saving]") {
+  struct Counter : torch::data::datasets::StatefulDataset<Counter, at::Tensor, size_t> {
+    std::optional<at::Tensor> get_batch(size_t n) override {
+      if (next >= 10) return std::nullopt;
+      const auto first = std::exchange(next, next + static_cast<int64_t>(n));
+      return at::arange(first, next);
+    }
+    std::optional<size_t> size() const override { return std::nullopt; }
+    void reset() override { next = 0; }
+    void save(torch::serialize::OutputArchive&) const override {}
+    void load(torch::serialize::InputArchive&) override {}
+    int64_t next = 0;
+  };
+  const int threads = GENERATE(0, 1);
+  MirroredStrategy strategy(cpus(1));
+  auto loader = strategy.prepare_loader(Counter(), {.batch_size = 2, .workers = threads});
+  const auto firsts = [&] {
+    std::vector<int64_t> values;
+    for (auto& batch : loader) values.push_back(batch[0][0].template item<int64_t>());
+    return values;
+  };
+  auto pass = loader.begin();
+  ++pass;
+  CHECK(loader.state() == LoaderState{0, 2});
+  loader.load_state({3, 3});
+  CHECK(loader.epoch() == 3);
+  CHECK(firsts() == std::vector<int64_t>{6, 8});
+  CHECK(loader.state() == LoaderState{4, 0});
+  CHECK(firsts().size() == 5);
+  loader.load_state({5, 5});
+  CHECK(firsts().empty());
+  CHECK(loader.state() == LoaderState{6, 0});
+  CHECK_THROWS_AS(loader.load_state({-1, 0}), InvalidArgument);
+}
+
+TEST_CASE("a checkpoint of another model changes nothing", "[saving]") {
+  const Folder folder;
+  MirroredStrategy strategy(cpus(1));
+  Small saved(strategy);
+  saved.step(strategy);
+  strategy.save(folder.path);
+  strategy.close();
+  MirroredStrategy other(cpus(1));
+  SECTION("another shape") {
+    Small wider(other, 3);
+    const auto before = copies(wider.model->parameters());
+    CHECK_THROWS_WITH(other.load(folder.path),
+                      ContainsSubstring("'bias' of module 0 has shape [3], and in the checkpoint [1]"));
+    CHECK(equal(copies(wider.model->parameters()), before));
+    CHECK(other.steps() == 0);
+  }
+  SECTION("another optimizer") {
+    auto model = other.prepare([] { return nn::Linear(2, 1); });
+    const auto before = copies(model->parameters());
+    torch::optim::RMSprop optimizer(model->parameters());
+    other.prepare(optimizer);
+    CHECK_THROWS_WITH(other.load(folder.path),
+                      ContainsSubstring("optimizer 0 is RMSprop, and in the checkpoint AdamW"));
+    CHECK(equal(copies(model->parameters()), before));
+  }
+  SECTION("fewer optimizers") {
+    other.prepare([] { return nn::Linear(2, 1); });
+    CHECK_THROWS_AS(other.load(folder.path), LayoutMismatch);
+  }
+  SECTION("other names") {
+    auto model = other.prepare([] { return nn::Sequential(nn::Linear(2, 1)); });
+    muster::optim::AdamW optimizer(model->parameters());
+    other.prepare(optimizer);
+    CHECK_THROWS_WITH(other.load(folder.path), ContainsSubstring("lacks '0.bias' of module 0"));
+  }
+}
+
+TEST_CASE("options of the optimizer's groups come back", "[saving]") {
+  const Folder folder;
+  {
+    MirroredStrategy strategy(cpus(1));
+    Small small(strategy, 1, 0.25);
+    strategy.save(folder.path);
+  }
+  MirroredStrategy strategy(cpus(1));
+  Small small(strategy);
+  strategy.load(folder.path);
+  CHECK(small.optimizer.param_groups()[0].options().get_lr() == 0.25);
+}
+
+TEST_CASE("what cannot be saved or loaded is said before anything is done", "[saving]") {
+  const Folder folder;
+  StrategyOptions options;
+  options.accumulate = 2;
+  MirroredStrategy strategy(cpus(1), options);
+  Small small(strategy);
+  CHECK(!strategy.load(folder.path / "nothing"));
+  CHECK_THROWS_WITH(strategy.save(folder.path, {}, {.keep = 0}), ContainsSubstring("keep=0"));
+  CHECK_THROWS_WITH(strategy.save(folder.path, {{"rows", at::eye(2).to_sparse()}}), ContainsSubstring("state/rows"));
+  small.step(strategy);
+  CHECK_THROWS_WITH(strategy.save(folder.path), ContainsSubstring("flush()"));
+  CHECK_THROWS_WITH(strategy.load(folder.path), ContainsSubstring("flush()"));
+  small.step(strategy);
+  strategy.save(folder.path);
+  strategy.close();
+  CHECK_THROWS_AS(strategy.save(folder.path), InvalidArgument);
+}
+
+TEST_CASE("a step cannot save", "[saving]") {
+  const Folder folder;
+  MirroredStrategy strategy(cpus(1));
+  Small small(strategy);
+  CHECK_THROWS_AS(strategy.step(
+                      [&](const at::Tensor& x) {
+                        strategy.save(folder.path);
+                        return small.model->forward(x).sum();
+                      },
+                      at::ones({2, 2})),
+                  InvalidArgument);
+}
+
+TEST_CASE("a folder that cannot be written is an error on all workers", "[saving]") {
+  const Folder folder;
+  std::ofstream(folder.path / "file") << "no folder";
+  run_workers([&](Strategy& strategy) {
+    message_of<CheckpointError>([&] { strategy.save(folder.path / "file" / "inside"); });
+    message_of<CheckpointError>([&] { strategy.load(folder.path / "file"); });
+    MUSTER_CHECK(!strategy.load(folder.path / "nothing"));
+  });
+}
+
+TEST_CASE("a damaged checkpoint is passed over for the one before", "[saving]") {
+  const Folder folder;
+  MirroredStrategy strategy(cpus(1));
+  Small small(strategy);
+  small.step(strategy);
+  strategy.save(folder.path);
+  const auto expected = copies(small.model->parameters());
+  small.step(strategy);
+  strategy.save(folder.path);
+  strategy.close();
+  const auto newest = checkpoint::list_snapshots(folder.path).back().folder;
+  std::fstream(newest / "shard-00000.safetensors", std::ios::in | std::ios::out | std::ios::binary)
+          .seekp(-1, std::ios::end)
+      << 'x';
+  MirroredStrategy next(cpus(1));
+  Small again(next);
+  CHECK(next.load(folder.path));
+  CHECK(next.steps() == 1);
+  CHECK(equal(copies(again.model->parameters()), expected));
+}
