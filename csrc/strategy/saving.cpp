@@ -248,7 +248,7 @@ void Saving::write(const fs::path& folder, const Dict& content, const SaveOption
 std::optional<SavedState> Saving::load(const fs::path& folder) {
   check_callable("load");
   if (strategy_.core->sets().has_servers()) {
-    throw InvalidArgument("parameter servers hold values and state from the first step on; load() before it");
+    throw InvalidArgument("parameter servers hold values and state from the first step on; load() before it, in a new job");
   }
   const bool joins = strategy_.core->session().groups().joins();
   std::optional<checkpoint::SavedTree> found;

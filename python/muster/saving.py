@@ -121,6 +121,10 @@ class Saving:
     def load(self, folder: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[str, Any] | None:
         """As `Strategy.load`."""
         self._check_callable("load")
+        if self._core.has_servers:
+            raise InvalidArgument(
+                "parameter servers hold values and state from the first step on; load() before it, in a new job"
+            )
         for name, given in state.items():
             if not callable(getattr(given, "load_state_dict", None)):
                 raise InvalidArgument(
@@ -152,8 +156,8 @@ class Saving:
             self._compare(saved)
             self._take(saved)
         for name, given in state.items():
-            given.load_state_dict(saved["state"][name]["object"])
-        return {name: value["value"] for name, value in saved["state"].items() if "value" in value}
+            given.load_state_dict(_state_of_object(saved["state"][name]))
+        return {name: kept["value"] for name, kept in saved["state"].items() if "value" in kept and name not in state}
 
     def _check_callable(self, what: str) -> None:
         self._preparation.check_open()
@@ -373,9 +377,15 @@ def _compare_names(ours: Iterable[str], saved: Iterable[str], what: str) -> None
             )
 
 
+def _state_of_object(kept: Mapping[str, Any]) -> Any:
+    """None where it is a value that no object gave. In C++ what an object gave is a dict like any other."""
+    value = kept.get("value")
+    return kept.get("object", value if isinstance(value, dict) else None)
+
+
 def _compare_state(saved: Mapping[str, Any], asked: Iterable[str]) -> None:
     for name in asked:
-        if "object" not in saved.get(name, {}):
+        if _state_of_object(saved.get(name, {})) is None:
             raise LayoutMismatch(
                 f"the checkpoint holds no state of an object {name}=; it has {', '.join(saved) or 'none'}: give load() "
                 "the names that save() was given"

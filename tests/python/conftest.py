@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +43,18 @@ def wide_job(request: pytest.FixtureRequest, two_workers: WorkerPool) -> Launche
 def worker_job(two_workers: WorkerPool) -> Launcher:
     """Two workers of one replica each."""
     return make_job("workers-2", two_workers)
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where those of tests/programs are, built as an outside project."""
+    build = tmp_path_factory.mktemp("programs")
+    where = subprocess.run([sys.executable, "-m", "muster", "--cmake-dir"], capture_output=True, text=True, check=True)
+    source = Path(__file__).resolve().parents[1] / "programs"
+    for command in (
+        ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(build), f"-Dmuster_ROOT={where.stdout.strip()}"],
+        ["cmake", "--build", str(build)],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return build

@@ -53,7 +53,7 @@ def values_of(path: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the C++ examples are, built as an outside project."""
     build = tmp_path_factory.mktemp("examples")
     where = subprocess.run([sys.executable, "-m", "muster", "--cmake-dir"], capture_output=True, text=True, check=True)
@@ -68,8 +68,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def program(programs: Path) -> Path:
-    return programs / "digits"
+def program(examples: Path) -> Path:
+    return examples / "digits"
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +186,9 @@ def test_cpp_workers_that_step_on_their_own_learn(program: Path, data: Path) -> 
     assert float(chief.rpartition("test accuracy: ")[2]) >= 0.95
 
 
-def test_the_click_model_learns_the_same_bits_from_the_same_impressions(programs: Path) -> None:
+def test_the_click_model_learns_the_same_bits_from_the_same_impressions(examples: Path) -> None:
     options = ["--rows", "3000", "--impressions", "20000", "--epochs", "2", "--batch-size", "500", "--least", "0.7"]
-    cpp = [str(programs / "click_through"), *options]
+    cpp = [str(examples / "click_through"), *options]
     python = [sys.executable, str(ROOT / "examples/python/click_through.py"), *options]
     printed = []
     for command in (cpp, python):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -345,29 +344,14 @@ def test_a_joiner_takes_over_statistics_scale_and_steps(buffers: str, victim: in
 
 
 # --- a C++ worker among Python ones -----------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def joining(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program of tests/programs/joining, built as an outside project."""
-    build = tmp_path_factory.mktemp("joining")
-    where = subprocess.run([sys.executable, "-m", "muster", "--cmake-dir"], capture_output=True, text=True, check=True)
-    source = Path(__file__).resolve().parents[1] / "programs" / "joining"
-    for command in (
-        ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(build), f"-Dmuster_ROOT={where.stdout.strip()}"],
-        ["cmake", "--build", str(build)],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return build / "joining"
-
-
-def test_a_cpp_worker_joins_python_ones_in_the_middle_of_a_pass(joining: Path, tmp_path: Path) -> None:
+def test_a_cpp_worker_joins_python_ones_in_the_middle_of_a_pass(programs: Path, tmp_path: Path) -> None:
     servers = Servers(2)
     victim = 1
     ranks = Ranks(3, _shares, servers.addresses, victim, 1, tmp_path)
     variables = ranks.variables(victim)
     ranks.processes[victim].join(60)
     done = subprocess.run(
-        [str(joining), str(EPOCHS)],
+        [str(programs / "joining"), str(EPOCHS)],
         env={**variables, "MUSTER_SERVERS": ",".join(servers.addresses)},
         capture_output=True,
         text=True,

@@ -368,6 +368,15 @@ def test_a_table_on_servers_alone_is_refused(tmp_path: Path) -> None:
             strategy.save(tmp_path)
 
 
+def test_what_servers_have_stepped_is_not_loaded_over(tmp_path: Path) -> None:
+    with alone() as strategy:
+        job = Job(strategy)
+        strategy.step(lambda x, y: job.model(x).sum(), *DATA[:8])
+        strategy.save(tmp_path)
+        with pytest.raises(muster.InvalidArgument, match="hold values and state from the first step on"):
+            strategy.load(tmp_path)
+
+
 @contextmanager
 def small_files() -> Iterator[None]:
     """No file grows beyond 4 KB, as on a disk that is full."""

@@ -1,0 +1,115 @@
+"""Checkpoints go from Python to C++ and back: each goes on with what the other saved."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import muster
+from muster import _C, saved_tree
+
+STEPS = 10  # two epochs
+INPUTS = torch.stack([torch.sin(torch.arange(6.0) * (i + 1)) for i in range(40)])
+TARGETS = torch.arange(40) % 3
+
+
+def train(folder: Path, until: int, precision: str = "fp32", schedules: bool = False, **state: Any) -> list[Tensor]:
+    """Goes on from the newest checkpoint to `until` steps, and saves."""
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    kept = {"schedule": torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=30)} if schedules else {}
+    with muster.MirroredStrategy(["cpu", "cpu"], precision=precision, threads_per_replica=1) as strategy:
+        loader = DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=8, shuffle=True)
+        model, optimizer, loader = strategy.prepare(model, optimizer, loader)
+        strategy.load(folder, **kept)
+        while strategy.steps < until:
+            for x, y in loader:
+                strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+                if strategy.steps == until:
+                    break
+        strategy.save(folder, **kept, **state)
+        return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def go_on(program: Path, folder: Path, steps: int, precision: str = "fp32", workers: int = 1) -> None:
+    """In C++: two replicas of one worker, or two workers."""
+    command = [str(program), str(folder), str(steps), precision]
+    if workers == 1:
+        command += ["2"]
+    else:
+        command = [sys.executable, "-m", "muster", "run", "--no-python", "--workers", str(workers), *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_a_run_that_changes_its_language_ends_with_the_same_bits(
+    programs: Path, tmp_path: Path, precision: str, workers: int
+) -> None:
+    expected = train(tmp_path / "undisturbed", STEPS, precision)
+    folder = tmp_path / "hops"
+    train(folder, 3, precision)
+    go_on(programs / "resuming", folder, 4, precision, workers)
+    actual = train(folder, STEPS, precision)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def content_of(folder: Path) -> Any:
+    found = _C.read_newest_snapshot(folder)
+    assert found is not None
+    tensors, metadata = found
+    return saved_tree.decode(str(metadata["content"]), tensors)
+
+
+def assert_equal(ours: Any, theirs: Any, place: str = "") -> None:
+    if isinstance(theirs, Tensor):
+        assert isinstance(ours, Tensor) and ours.dtype == theirs.dtype and torch.equal(ours, theirs), place
+    elif isinstance(theirs, dict):
+        assert type(ours) is type(theirs) and ours.keys() == theirs.keys(), place
+        for key, value in theirs.items():
+            assert_equal(ours[key], value, f"{place}/{key}")
+    elif isinstance(theirs, (list, tuple)):
+        assert type(ours) is type(theirs) and len(ours) == len(theirs), place
+        for index, value in enumerate(theirs):
+            assert_equal(ours[index], value, f"{place}/{index}")
+    else:
+        assert (type(ours), ours) == (type(theirs), theirs), place
+
+
+def test_cpp_hands_on_what_it_does_not_know(programs: Path, tmp_path: Path) -> None:
+    state = {"note": "é", "numbers": (1, 2.0, None, True, float("inf")), "counts": Counter({3: 1, 5: 2})}
+    train(tmp_path, 3, schedules=True, **state, nested={1: [torch.arange(3)], "x": {"a/b": torch.ones(2)}})
+    before = content_of(tmp_path)
+    go_on(programs / "resuming", tmp_path, 0)
+    after = content_of(tmp_path)
+    for content in (before, after):
+        # An object's state_dict is a value in C++. Torch's own generator is where each program has drawn to.
+        content["state"] = {name: next(iter(kept.values())) for name, kept in content["state"].items()}
+    assert_equal(after, before)
+    train(tmp_path, 5, schedules=True)  # which finds its schedule's state
+
+
+def test_cpp_refuses_what_it_cannot_go_on_with(programs: Path, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    with muster.MirroredStrategy(["cpu"]) as strategy:
+        model: Any = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), maximize=True)
+        loader = DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=8)
+        strategy.prepare(model, optimizer, loader)
+        strategy.save(tmp_path)
+    command = [str(programs / "resuming"), str(tmp_path), "1", "fp32", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "optimizer 0 was saved with maximize=True, which AdamW has not in C++" in done.stderr
