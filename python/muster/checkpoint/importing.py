@@ -99,9 +99,9 @@ def _state_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _read(source: Path) -> Found:
-    from muster.checkpoint import dcp
-
     if source.is_dir():
+        from muster.checkpoint import dcp  # which takes a while to import
+
         if not (source / dcp.METADATA).is_file():
             raise CheckpointError(f"'{source}' has no {dcp.METADATA}: it is no folder of torch.distributed.checkpoint")
         return found_in(_weights_only(dcp.read_folder, source), source)
@@ -115,10 +115,21 @@ def _read(source: Path) -> Found:
 
 
 def _is_torchscript(source: Path) -> bool:
-    if not zipfile.is_zipfile(source):
-        return False
-    with zipfile.ZipFile(source) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    """Of a zip whose checksums are right; torch does not compare them."""
+    try:
+        if not zipfile.is_zipfile(source):
+            return False
+        with zipfile.ZipFile(source) as archive:
+            wrong = archive.testzip()
+            names = archive.namelist()
+    except Exception as error:
+        raise CheckpointError(f"'{source}' is a damaged zip ({error}); use another copy") from error
+    if wrong is not None:
+        raise CheckpointError(
+            f"the checksum of '{wrong}' in '{source}' is wrong: it is damaged; use another copy. (One that was saved "
+            "after torch.serialization.set_crc32_options(False) has none: load it and save it again with them)"
+        )
+    return any(name.endswith("/constants.pkl") for name in names)
 
 
 def _torch_load(source: Path) -> Any:
@@ -129,12 +140,12 @@ def _weights_only(read: Any, source: Path) -> Any:
     try:
         return read(source)
     except Exception as error:
-        text = str(error)
-        refused = re.search(r"Unsupported (?:global|operand|class)[^\n]*?GLOBAL (\S+)", text)
-        if refused or isinstance(error, pickle.UnpicklingError):
-            what = f" ({refused[1]})" if refused else f" ({text.strip().splitlines()[0] if text.strip() else error!r})"
+        text = (str(error).strip() or repr(error)).splitlines()[0]
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        if named or isinstance(error, pickle.UnpicklingError):
+            what = named[1] if named else text
             raise CheckpointError(
-                f"'{source}' holds other objects than tensors, numbers, strings and lists and dicts of them{what}, "
+                f"'{source}' holds other objects than tensors, numbers, strings and lists and dicts of them ({what}), "
                 "and is not read: making those runs code that the file names. Where you trust it, load it yourself "
                 "with torch.load(weights_only=False) and save the state_dicts alone"
             ) from error

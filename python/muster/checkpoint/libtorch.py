@@ -62,16 +62,10 @@ def read_archive(path: Path) -> Found:
         if reader.has_record("byteorder") and reader.get_record("byteorder") != b"little":
             raise CheckpointError(f"'{path}' was written on a machine of another byte order; save it on one like this")
         top = _Unpickler(reader).load()
-    except (
-        pickle.UnpicklingError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        LookupError,
-        EOFError,
-    ) as error:
-        reason = str(error).partition("\n")[0]
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged pickle leads to
+        reason = (str(error) or type(error).__name__).partition("\n")[0]
         raise CheckpointError(
             f"'{path}' is an archive of TorchScript, and cannot be read without running its code ({reason}); save the "
             "module's and the optimizer's state with torch::save"
