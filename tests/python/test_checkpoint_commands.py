@@ -164,7 +164,7 @@ def test_snapshots_of_servers_and_of_others_are_said_to_be_such(tmp_path: Path) 
         assert json.loads(run("show", "--json", tmp_path / name)[1])["tensors"][0]["name"] == "a"
         with pytest.raises(muster.CheckpointError, match=words):
             checkpoint.model_state(tmp_path / name)
-    assert run("verify", tmp_path / "server")[0] == run("verify", tmp_path / "else")[0] == 0
+        assert run("verify", tmp_path / name)[0] == run("diff", tmp_path / name, tmp_path / name)[0] == 0
     assert "parameter server" in run("verify", tmp_path / "server")[1]
 
 

@@ -19,11 +19,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from typer.testing import CliRunner
 
 import muster
-from muster import checkpoint
+from muster import checkpoint, saved_tree
 from muster.checkpoint.importing import Order
 from muster.checkpoint.importing import convert as convert_here
 from muster.cli import app
 from support.checkpoints import DATA, Job, build, mirrored, same, saved, two_groups
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def run(*arguments: object) -> tuple[int, str, str]:
@@ -159,6 +162,18 @@ def test_a_plain_state_dict_is_a_module_alone_and_all_else_stays(tmp_path: Path)
             checkpoint.optimizer_state(folder)
 
 
+def test_a_part_may_be_left_out_of_the_document(tmp_path: Path) -> None:
+    module, _ = stepped()
+    document, tensors = saved_tree.encode({"modules": [module.state_dict()]})
+    muster._C._checkpoint.write_snapshot(tmp_path, tensors, {"muster.format": 1, "content": document})
+    weights, _, found = loaded(tmp_path)
+    assert same(weights, dict(module.state_dict())) and found == {}
+    assert run("show", tmp_path)[0] == run("verify", tmp_path)[0] == run("diff", tmp_path, tmp_path)[0] == 0
+    document, tensors = saved_tree.encode({"optimizers": None, "state": {"epoch": {"value": 4}}})
+    muster._C._checkpoint.write_snapshot(tmp_path, tensors, {"muster.format": 1, "content": document})
+    assert loaded(tmp_path)[2] == {"epoch": 4}
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [("model", "optimizer"), ("state_dict", "optimizer_states"), ("model_state_dict", "optimizer_state_dict")],
@@ -211,6 +226,7 @@ def test_names_are_known_where_the_file_says_them(tmp_path: Path) -> None:
     assert same(weights, dict(module.state_dict()))
     expected = user.state_dict()["state"]
     assert same(state["state"], {5 - number: values for number, values in sorted(expected.items(), reverse=True)})
+    assert "param_names" not in state["param_groups"][0]  # those of the file, in its order
 
 
 def test_prefixes_are_taken_off(tmp_path: Path) -> None:
@@ -326,6 +342,13 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "5.pt").write_bytes(changed)
     with pytest.raises(muster.CheckpointError, match=r"checksum of '.*data/0' in '.*5.pt' is wrong"):
         convert(tmp_path / "5.pt")
+    dcp.save({"model": module.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    (part,) = (tmp_path / "dcp").glob("*.distcp")
+    changed = bytearray(part.read_bytes())
+    changed[changed.index(module.state_dict()["0.weight"].numpy().tobytes())] ^= 1
+    part.write_bytes(changed)
+    with pytest.raises(muster.CheckpointError, match=r"checksum of '.*data/0' in '.*distcp.*' is wrong"):
+        convert(tmp_path / "dcp")
     (tmp_path / "folder").mkdir()
     with pytest.raises(muster.CheckpointError, match=r"no folder of torch\.distributed"):
         convert(tmp_path / "folder")
@@ -350,3 +373,32 @@ def test_a_file_that_ends_the_process_that_reads_it_is_an_error(
     monkeypatch.setattr(sys, "executable", str(program))
     code, _, error = run("convert", tmp_path / "a.pt", tmp_path / "target")
     assert code == 1 and "SIGSEGV" in error and "a.pt" in error
+
+
+# --- several workers --------------------------------------------------------------------------------------------------
+def loaded_by_a_rank(folder: str) -> list[Any]:
+    torch.manual_seed(int(os.environ["RANK"]))
+    with muster.MultiWorkerMirroredStrategy.from_env(seed=7, threads_per_replica=1, timeout=60.0) as strategy:
+        job = Job(strategy)
+        found = strategy.load(folder)
+        weights, packed = job.state()
+        return [
+            found,
+            {name: value.tolist() for name, value in weights.items()},
+            packed["state"][0]["exp_avg"].tolist(),
+            strategy.seed,
+            strategy.steps,
+        ]
+
+
+def test_every_worker_gets_what_was_converted(tmp_path: Path) -> None:
+    module, user = stepped()
+    torch.save({"model": module.state_dict(), "optimizer": user.state_dict(), "epoch": 3}, tmp_path / "all.pt")
+    expected = [
+        {"epoch": 3},
+        {name: value.tolist() for name, value in module.state_dict().items()},
+        user.state_dict()["state"][0]["exp_avg"].tolist(),
+        7,
+        0,
+    ]
+    assert run_ranks(2, loaded_by_a_rank, str(convert(tmp_path / "all.pt"))) == [expected, expected]

@@ -18,6 +18,8 @@ import muster
 from muster.checkpoint.importing import Order, convert
 from support.checkpoints import mirrored
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
+
 ARCHIVES = Path(__file__).resolve().parents[1] / "programs" / "libtorch_archives"
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -70,6 +72,20 @@ def test_training_goes_on_where_the_program_in_cpp_ended(name: str, fuse: bool, 
         strategy.step(lambda: sum(parameter.sum() for parameter in model.parameters()))
         torch.testing.assert_close(dict(module.state_dict()), after_steps(OPTIMIZERS[name], 2))
         assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "rmsprop", "adagrad"])
+def test_the_state_is_of_the_kinds_that_python_has(name: str, tmp_path: Path) -> None:
+    module = build()
+    user = OPTIMIZERS[name](module.parameters())
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    user.step()
+    expected = user.state_dict()
+    found = muster.checkpoint.optimizer_state(converted(tmp_path, f"{name}_module", name))
+    torch.testing.assert_close(found["state"], expected["state"])
+    for option, value in found["param_groups"][0].items():
+        assert value == expected["param_groups"][0][option]
 
 
 def test_an_optimizer_of_other_options_is_refused(tmp_path: Path) -> None:

@@ -63,19 +63,24 @@ def verify(
     folders = reading.folders_in(path)
     for folder in folders:
         try:
-            found = reading.read_folder(folder)
-            note = "" if found.is_of_strategy else f", a {found.kind}"
-            if "content" in found.metadata:
-                found.document()
-            steps = f", step {found.metadata['steps']}" if "steps" in found.metadata else ""
-            size = sum(file.stat().st_size for file in folder.iterdir())
-            typer.echo(f"{folder}: good, {len(found.tensors)} tensors, {size_text(size)}{steps}{note}")
+            typer.echo(f"{folder}: good, {_verified(folder)}")
         except CheckpointError as error:
             damaged += 1
             typer.echo(f"{folder}: DAMAGED: {error}")
     if damaged:
         typer.echo(f"{damaged} of {len(folders)} damaged", err=True)
         raise typer.Exit(DAMAGED)
+
+
+def _verified(folder: Path) -> str:
+    """What is there. One checkpoint is in memory at a time."""
+    found = reading.read_folder(folder)
+    if found.is_known:
+        found.document()
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    steps = f", step {found.metadata['steps']}" if "steps" in found.metadata else ""
+    kind = "" if found.is_of_strategy else f", a {found.kind}"
+    return f"{len(found.tensors)} tensors, {size_text(size)}{steps}{kind}"
 
 
 def show(
@@ -120,7 +125,7 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE where it exists.")] = False,
 ) -> None:
     """Converts a checkpoint to a file of weights (.safetensors) or of torch.save (.pt, .pth); or files of torch.save,
-    torch.save in C++, safetensors and torch.distributed.checkpoint to a checkpoint. Runs no code of theirs."""
+    torch::save of C++, safetensors and torch.distributed.checkpoint to a checkpoint. Runs no code of theirs."""
     to_file = {".safetensors": "weights", ".pt": "all", ".pth": "all"}.get(target.suffix)
     if to_file is None:
         order = Order([str(source) for source in sources], str(target), strip_prefix, tuple(optimizer or ()))

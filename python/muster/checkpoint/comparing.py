@@ -52,7 +52,7 @@ def compare(first: Checkpoint, second: Checkpoint) -> Comparison:
 def _document(checkpoint: Checkpoint) -> dict[str, Any]:
     if checkpoint.is_of_strategy:
         return {name: part for name, part in checkpoint.parts().items() if part is not None and part != {}}
-    if "content" in checkpoint.metadata:
+    if checkpoint.is_known:
         return {"content": checkpoint.document()}
     return {"metadata": checkpoint.metadata, "tensors": checkpoint.tensors}
 

@@ -6,7 +6,7 @@ import io
 import pickle
 from collections import OrderedDict
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from muster.checkpoint.zips import check_zip
 
 __all__ = ["METADATA", "read_folder"]
 
@@ -59,6 +61,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        part = io.BytesIO(super()._slice_file(file, sinfo).read(-1))
+        check_zip(part, Path(self.path) / sinfo.relative_path)
+        part.seek(0)
+        return part
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / METADATA).open("rb") as file:
             found = _Unpickler(file).load()

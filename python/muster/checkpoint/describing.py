@@ -35,7 +35,7 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
         known = ("content", "muster.version", "torch.version")
         result["metadata"] = {key: _plain(value) for key, value in metadata.items() if key not in known}
         result["tensors"] = _tensors(checkpoint.tensors)
-        if "dcp.format" in metadata:
+        if checkpoint.is_known:
             values = checkpoint.document()["values"]
             result["tensors"] = _tensors(values)
             result["values"] = {key: _plain(value) for key, value in values.items() if not isinstance(value, Tensor)}

@@ -11,7 +11,6 @@ import json
 import pickle
 import re
 import sys
-import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from muster import _C, saved_tree
 from muster.checkpoint.foreign import Found, found_in
 from muster.checkpoint.libtorch import read_archive
+from muster.checkpoint.zips import check_zip
 from muster.errors import CheckpointError, Error, InvalidArgument
 
 __all__ = ["Order", "convert"]
@@ -109,27 +109,9 @@ def _read(source: Path) -> Found:
         raise CheckpointError(f"there is no file '{source}'")
     if source.suffix == ".safetensors":
         return Found(modules=[_C._checkpoint.read_safetensors(source)])
-    if _is_torchscript(source):
+    if any(name.endswith("/constants.pkl") for name in check_zip(source, source)):
         return read_archive(source)
     return found_in(_weights_only(_torch_load, source), source)
-
-
-def _is_torchscript(source: Path) -> bool:
-    """Of a zip whose checksums are right; torch does not compare them."""
-    try:
-        if not zipfile.is_zipfile(source):
-            return False
-        with zipfile.ZipFile(source) as archive:
-            wrong = archive.testzip()
-            names = archive.namelist()
-    except Exception as error:
-        raise CheckpointError(f"'{source}' is a damaged zip ({error}); use another copy") from error
-    if wrong is not None:
-        raise CheckpointError(
-            f"the checksum of '{wrong}' in '{source}' is wrong: it is damaged; use another copy. (One that was saved "
-            "after torch.serialization.set_crc32_options(False) has none: load it and save it again with them)"
-        )
-    return any(name.endswith("/constants.pkl") for name in names)
 
 
 def _torch_load(source: Path) -> Any:
@@ -139,6 +121,8 @@ def _torch_load(source: Path) -> Any:
 def _weights_only(read: Any, source: Path) -> Any:
     try:
         return read(source)
+    except CheckpointError:
+        raise
     except Exception as error:
         text = (str(error).strip() or repr(error)).splitlines()[0]
         named = re.search(r"GLOBAL (\S+)", str(error))

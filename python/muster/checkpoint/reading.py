@@ -32,7 +32,7 @@ __all__ = [
 Metadata = dict[str, str | int | float]
 
 _NAME = re.compile(r"snapshot-(\d+)")
-_FORMAT = 1
+_FORMAT, _DCP_FORMAT = 1, 1
 
 
 class NoCheckpoint(CheckpointError):
@@ -67,6 +67,11 @@ class Checkpoint:
     def is_of_strategy(self) -> bool:
         """Whether `parts` can be asked for."""
         return self.metadata.get("muster.format") == _FORMAT
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `document` can be asked for."""
+        return self.is_of_strategy or self.metadata.get("dcp.format") == _DCP_FORMAT
 
     def parts(self) -> dict[str, Any]:
         """What a strategy saved, by part; a part may be absent. Raises CheckpointError where none did, and where the
