@@ -382,23 +382,13 @@ def loaded_by_a_rank(folder: str) -> list[Any]:
         job = Job(strategy)
         found = strategy.load(folder)
         weights, packed = job.state()
-        return [
-            found,
-            {name: value.tolist() for name, value in weights.items()},
-            packed["state"][0]["exp_avg"].tolist(),
-            strategy.seed,
-            strategy.steps,
-        ]
+        moments = packed["state"][0]["exp_avg"].tolist()
+        return [found, {n: value.tolist() for n, value in weights.items()}, moments, strategy.seed, strategy.steps]
 
 
 def test_every_worker_gets_what_was_converted(tmp_path: Path) -> None:
     module, user = stepped()
     torch.save({"model": module.state_dict(), "optimizer": user.state_dict(), "epoch": 3}, tmp_path / "all.pt")
-    expected = [
-        {"epoch": 3},
-        {name: value.tolist() for name, value in module.state_dict().items()},
-        user.state_dict()["state"][0]["exp_avg"].tolist(),
-        7,
-        0,
-    ]
+    moments = user.state_dict()["state"][0]["exp_avg"].tolist()
+    expected = [{"epoch": 3}, {n: value.tolist() for n, value in module.state_dict().items()}, moments, 7, 0]
     assert run_ranks(2, loaded_by_a_rank, str(convert(tmp_path / "all.pt"))) == [expected, expected]
