@@ -47,6 +47,12 @@ void take(std::tuple<double, double>& into, const SavedValue& from) {
   into = {number_of(items.at(0)), number_of(items.at(1))};
 }
 
+// Files of torch's may lack booleans that came later: then the default stays.
+void take_option(const Dict& group, const char* name, auto& value) {
+  if (std::is_same_v<std::remove_cvref_t<decltype(value)>, bool> && !group.contains(name)) return;
+  take(value, member(group, name));
+}
+
 std::vector<std::string> texts_of(const SavedValue& list) {
   std::vector<std::string> texts;
   for (const auto& item : list.get<List>()) texts.push_back(item.get<std::string>());
@@ -131,6 +137,45 @@ void check_other_option(const std::string& optimizer, const std::string& name, c
   if ((name != "maximize" && !decouples) || !is_set(value)) return;
   throw LayoutMismatch(what + " was saved with " + name + "=True, which " + optimizer +
                        " has not in C++; go on in Python, or save it without that option");
+}
+
+std::string name_at(const std::vector<std::string>& names, int64_t position) {
+  if (position >= 0 && static_cast<size_t>(position) < names.size()) return names[static_cast<size_t>(position)];
+  throw LayoutMismatch("the checkpoint has state of parameter " + std::to_string(position) +
+                       " of an optimizer, which has " + std::to_string(names.size()) +
+                       "; build the one that was saved");
+}
+
+// With names where it has positions in the order of the groups, as what was made of another format's file.
+Dict with_names(const Dict& saved, const std::vector<std::string>& names) {
+  List groups;
+  for (const auto& group : member(saved, "groups").get<List>()) {
+    auto options = group.get<Dict>();
+    List parameters;
+    for (const auto& parameter : member(options, "params").get<List>()) {
+      const bool is_position = parameter.holds<int64_t>();
+      parameters.push_back(is_position ? SavedValue(name_at(names, parameter.get<int64_t>())) : parameter);
+    }
+    options["params"] = std::move(parameters);
+    groups.emplace_back(std::move(options));
+  }
+  const auto& values = member(saved, "state");
+  Dict state;
+  if (values.holds<SavedValue::Pairs>()) {
+    for (const auto& [key, value] : values.get<SavedValue::Pairs>().items) {
+      const auto* const position = std::get_if<int64_t>(&key);
+      state.emplace(position != nullptr ? name_at(names, *position) : std::get<std::string>(key), value);
+    }
+  } else {
+    state = values.get<Dict>();
+  }
+  return {{"name", member(saved, "name")}, {"groups", std::move(groups)}, {"state", std::move(state)}};
+}
+
+// One element a parameter's, one a row, or one in all.
+bool fits(const at::Tensor& state, const at::Tensor& parameter) {
+  const int64_t rows = parameter.dim() > 0 ? parameter.size(0) : 1;
+  return state.dim() == 0 || state.sizes() == parameter.sizes() || state.sizes() == at::IntArrayRef({rows, 1});
 }
 
 // The entries of torch.optim's state of one parameter, as this optimizer's. Null where there are none.
@@ -242,11 +287,16 @@ Dict save_optimizer(Optimizer& optimizer, const std::vector<std::string>& names,
       "or save this one's state with torch::save and name it in a file of your own");
 }
 
-void check_optimizer(const Optimizer& optimizer, const std::vector<std::string>& names, const Dict& saved,
+void check_optimizer(const Optimizer& optimizer, const std::vector<std::string>& names, const Dict& given,
                      const std::string& what) {
-  const auto& theirs = member(saved, "name").get<std::string>();
+  const auto saved = with_names(given, names);
   const auto& groups = member(saved, "groups").get<List>();
+  std::map<std::string, at::Tensor> parameters;
+  const auto tensors = parameters_of(optimizer);
+  for (size_t p = 0; p < names.size(); ++p) parameters.emplace(names[p], tensors[p]);
   const bool is_known = visit_torch_optimizer(optimizer, [&](auto known) {
+    const auto& name = member(saved, "name");  // null where it was made of a file that has none
+    const std::string theirs = name.is_null() ? known.name : name.get<std::string>();
     if (known.name != theirs) {
       throw LayoutMismatch(what + " is " + known.name + ", and in the checkpoint " + theirs +
                            "; build that one to go on");
@@ -262,16 +312,23 @@ void check_optimizer(const Optimizer& optimizer, const std::vector<std::string>&
       compare_names(std::vector<std::string>(next, next + count), texts_of(member(group, "params")),
                     "group " + std::to_string(g) + " of " + what);
       next += count;
-      for (const auto& [name, value] : group) check_other_option(theirs, name, value, what);
+      for (const auto& [option, value] : group) check_other_option(theirs, option, value, what);
       using Options = typename decltype(known)::Options;
       Options options(static_cast<const Options&>(optimizer.param_groups()[g].options()));
-      visit_fields(options, [&](const char* name, auto& value) { take(value, member(group, name)); });
+      visit_fields(options, [&](const char* name, auto& value) { take_option(group, name, value); });
     }
     std::set<std::string> kept{kMaster};
     typename decltype(known)::ParamState fields;
     visit_fields(fields, [&](const char* name, auto&) { kept.insert(name); });
     for (const auto& [parameter, values] : member(saved, "state").get<Dict>()) {
       for (const auto& [name, value] : values.template get<Dict>()) {
+        const auto found = parameters.find(parameter);
+        if (value.template holds<at::Tensor>() && found != parameters.end() &&
+            !fits(value.template get<at::Tensor>(), found->second)) {
+          throw LayoutMismatch("'" + name + "' of '" + parameter + "' in " + what + " has shape " +
+                               c10::str(value.template get<at::Tensor>().sizes()) + ", and the parameter " +
+                               c10::str(found->second.sizes()) + "; build the model that was saved");
+        }
         if (kept.contains(name) || value.is_null()) continue;
         throw LayoutMismatch("the state of '" + parameter + "' in " + what + " has '" + name + "', which " + theirs +
                              " has not in C++; go on in Python");
@@ -285,7 +342,8 @@ void check_optimizer(const Optimizer& optimizer, const std::vector<std::string>&
   }
 }
 
-OtherOptions load_optimizer(Optimizer& optimizer, const std::vector<std::string>& names, const Dict& saved) {
+OtherOptions load_optimizer(Optimizer& optimizer, const std::vector<std::string>& names, const Dict& given) {
+  const auto saved = with_names(given, names);
   OtherOptions others;
   const auto& groups = member(saved, "groups").get<List>();
   const auto& state = member(saved, "state").get<Dict>();
@@ -297,7 +355,7 @@ OtherOptions load_optimizer(Optimizer& optimizer, const std::vector<std::string>
       auto& rest = others.emplace_back(groups.at(others.size()).get<Dict>());
       rest.erase("params");
       visit_fields(static_cast<typename Kind::Options&>(group.options()), [&](const char* name, auto& value) {
-        take(value, member(rest, name));
+        take_option(rest, name, value);
         rest.erase(name);
       });
       for (const auto& parameter : group.params()) {

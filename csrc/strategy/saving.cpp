@@ -81,6 +81,18 @@ uint64_t seed_of(const std::string& text) {
   throw CheckpointError("a checkpoint has the seed '" + text + "', which is none; load another one");
 }
 
+// Null where the checkpoint lacks it, as one that was made of another format's file: then load leaves it as it is.
+const SavedValue* part_of(const Dict& saved, const std::string& key) {
+  const auto found = saved.find(key);
+  return found == saved.end() || found->second.is_null() ? nullptr : &found->second;
+}
+
+const List& list_of(const Dict& saved, const std::string& key) {
+  static const List kNone;
+  const auto* const part = part_of(saved, key);
+  return part == nullptr ? kNone : part->get<List>();
+}
+
 int64_t integer(const Dict& dict, const std::string& key) { return member(dict, key).get<int64_t>(); }
 
 // Of a snapshot's metadata.
@@ -248,7 +260,8 @@ void Saving::write(const fs::path& folder, const Dict& content, const SaveOption
 std::optional<SavedState> Saving::load(const fs::path& folder) {
   check_callable("load");
   if (strategy_.core->sets().has_servers()) {
-    throw InvalidArgument("parameter servers hold values and state from the first step on; load() before it, in a new job");
+    throw InvalidArgument(
+        "parameter servers hold values and state from the first step on; load() before it, in a new job");
   }
   const bool joins = strategy_.core->session().groups().joins();
   std::optional<checkpoint::SavedTree> found;
@@ -273,7 +286,8 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
       take(saved);
     }
     SavedState state;
-    for (const auto& [name, value] : member(saved, "state").get<Dict>()) {
+    const auto* const named = part_of(saved, "state");
+    for (const auto& [name, value] : named == nullptr ? Dict() : named->get<Dict>()) {
       const auto& held = value.get<Dict>();
       if (held.size() == 1) state.emplace(name, held.begin()->second);  // of an object of Python's, its state_dict
     }
@@ -331,11 +345,11 @@ std::optional<checkpoint::SavedTree> Saving::broadcast(std::optional<checkpoint:
 
 // Throws LayoutMismatch before anything is loaded where the checkpoint is of other objects.
 void Saving::check(const Dict& saved) const {
-  const auto& modules = member(saved, "modules").get<List>();
-  const auto& optimizers = member(saved, "optimizers").get<List>();
-  const auto& loaders = member(saved, "loaders").get<List>();
-  const auto compare = [](size_t ours, size_t theirs, const std::string& what) {
-    if (ours == theirs) return;
+  const auto& modules = list_of(saved, "modules");
+  const auto& optimizers = list_of(saved, "optimizers");
+  const auto& loaders = list_of(saved, "loaders");
+  const auto compare = [&](size_t ours, size_t theirs, const std::string& what) {
+    if (ours == theirs || part_of(saved, what) == nullptr) return;
     throw LayoutMismatch("the checkpoint is of " + std::to_string(theirs) + " " + what + ", and " +
                          std::to_string(ours) +
                          " are prepared; prepare() what the job that saved it had prepared, in the same order, before "
@@ -362,12 +376,12 @@ void Saving::check(const Dict& saved) const {
 }
 
 void Saving::take(const Dict& saved) {
-  const auto& modules = member(saved, "modules").get<List>();
+  const auto& modules = list_of(saved, "modules");
   for (size_t i = 0; i < modules.size(); ++i) {
     take_module(*strategy_.modules[i].replicas().front(), modules[i].get<Dict>());
   }
   auto& core = *strategy_.core;
-  const auto& optimizers = member(saved, "optimizers").get<List>();
+  const auto& optimizers = list_of(saved, "optimizers");
   other_options_.assign(optimizers.size(), {});
   for (size_t i = 0; i < optimizers.size(); ++i) {
     auto& optimizer = *strategy_.optimizers[i];
@@ -375,7 +389,7 @@ void Saving::take(const Dict& saved) {
     const auto names = detail::parameter_names(optimizer, core.session().registry());
     other_options_[i] = detail::load_optimizer(optimizer, names, optimizers[i].get<Dict>());
   }
-  const auto& loaders = member(saved, "loaders").get<List>();
+  const auto& loaders = list_of(saved, "loaders");
   for (size_t i = 0; i < loaders.size(); ++i) {
     const auto& theirs = loaders[i].get<Dict>();
     auto& place = *strategy_.loaders.places()[i];
@@ -385,13 +399,15 @@ void Saving::take(const Dict& saved) {
     log(LogLevel::warning, "parameter servers divide the batches, so that epoch " + std::to_string(state.epoch) +
                                " begins anew: its first " + std::to_string(state.batches) + " batches come once more");
   }
-  for (const auto& scale : member(saved, "loss_scales").get<List>()) take_loss_scale(scale.get<Dict>());
-  const auto& job = member(saved, "strategy").get<Dict>();
-  // Servers give joiners the seed that the job began with.
-  std::optional<uint64_t> seed;
-  if (!has_servers()) seed = seed_of(member(job, "seed").get<std::string>());
-  core.stepper().go_on_after(integer(job, "steps"), static_cast<uint64_t>(integer(job, "calls")), seed);
-  take_generators(member(saved, "generators").get<at::Tensor>());
+  for (const auto& scale : list_of(saved, "loss_scales")) take_loss_scale(scale.get<Dict>());
+  if (const auto* const part = part_of(saved, "strategy")) {
+    const auto& job = part->get<Dict>();
+    // Servers give joiners the seed that the job began with.
+    std::optional<uint64_t> seed;
+    if (!has_servers()) seed = seed_of(member(job, "seed").get<std::string>());
+    core.stepper().go_on_after(integer(job, "steps"), static_cast<uint64_t>(integer(job, "calls")), seed);
+  }
+  if (const auto* const states = part_of(saved, "generators")) take_generators(states->get<at::Tensor>());
 }
 
 void Saving::take_loss_scale(const Dict& saved) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from muster import _version_check as _version_check  # isort: split
 
 from muster import _C as _C
-from muster import _random, optim
+from muster import _random, checkpoint, optim
 from muster._build_info import version as __version__
 from muster._C import Cluster, FixedShards, MaxSize, MinSize
 from muster.errors import (
@@ -65,6 +65,7 @@ __all__ = [
     "StrategyOptions",
     "Timeout",
     "__version__",
+    "checkpoint",
     "optim",
 ]
 

@@ -9,11 +9,13 @@ import typer
 
 from muster import _build_info
 from muster.benchmarks.command import app as bench
+from muster.checkpoint.command import app as checkpoint
 from muster.run import run
 from muster.serve import serve
 
 app = typer.Typer(name="muster", add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench, name="bench")
+app.add_typer(checkpoint, name="checkpoint")
 app.command()(serve)
 # What follows PROGRAM is PROGRAM's.
 app.command(context_settings={"allow_interspersed_args": False})(run)

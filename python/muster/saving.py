@@ -5,30 +5,35 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from muster import _C, saved_tree
+from muster import _C, saved_optimizer, saved_tree
 from muster.collectives import Collectives
 from muster.errors import CheckpointError, Error, InvalidArgument, LayoutMismatch
 from muster.loader import Loader
 from muster.loader_host import LoaderHost
 from muster.options import StrategyOptions
 from muster.precision import LossScale, LossScaler
-from muster.prepared_optimizer import PreparedOptimizer
 from muster.preparing import Preparation
 from muster.replicated import Replicated
+from muster.saved_optimizer import compare_names
 from muster.sharded_embedding import ShardedEmbedding
 from muster.stepping import Stepping
 
 __all__ = ["Saving", "Writing"]
 
+_T = TypeVar("_T")
 _FORMAT = 1
+_ABSENT: dict[str, Any] = {
+    **dict.fromkeys(("strategy", "modules", "optimizers", "loss_scales", "loaders", "generators")),
+    "state": {},
+}
+"""What load() leaves as it is in the program. A checkpoint that was converted from other files lacks most."""
 _POLL = 0.002  # seconds between two looks at whether a checkpoint is written
 
 
@@ -150,7 +155,7 @@ class Saving:
             sent = self._collectives.broadcast(sent, 0)
         if sent is None:
             return None
-        saved = saved_tree.decode(sent["content"], sent["tensors"])
+        saved = {**_ABSENT, **saved_tree.decode(sent["content"], sent["tensors"])}
         _compare_state(saved["state"], state)
         if not joins:  # else it has them from the servers, later ones
             self._compare(saved)
@@ -196,7 +201,7 @@ class Saving:
                 "replicas": core.num_replicas,
             },
             "modules": [replicated.state_dict() for replicated in self._preparation.modules],
-            "optimizers": [self._state_of(optimizer) for optimizer in self._preparation.optimizers],
+            "optimizers": [saved_optimizer.state_of(core, optimizer) for optimizer in self._preparation.optimizers],
             "loss_scales": self._loss_scales(),
             "loaders": [_state_of_loader(loader) for loader in self._preparation.loaders],
             "generators": generators,
@@ -207,28 +212,6 @@ class Saving:
                 for name, given in state.items()
             },
         }
-
-    def _state_of(self, prepared: PreparedOptimizer) -> dict[str, Any]:
-        """torch.optim's state_dict() with names of parameters instead of numbers."""
-        packed = prepared.optimizer.state_dict()
-        names = self._names_of(prepared)
-        groups, first = [], 0
-        for group in packed["param_groups"]:
-            count = len(group["params"])
-            groups.append({**group, "params": names[first : first + count]})
-            first += count
-        state = {names[number]: values for number, values in packed["state"].items()}
-        return {"name": type(prepared.optimizer).__name__, "groups": groups, "state": state}
-
-    def _names_of(self, prepared: PreparedOptimizer) -> list[str]:
-        """By the numbers that torch gives parameters in state_dict(). Those of several modules may be called alike."""
-        taken: Counter[str] = Counter()
-        names = []
-        for index in prepared.indices():
-            name = self._core.name_of(index)
-            taken[name] += 1
-            names.append(name if taken[name] == 1 else f"{name}#{taken[name]}")
-        return names
 
     def _loss_scales(self) -> list[dict[str, Any]]:
         if self._options.loss_scale is None and self._options.precision != "fp16":
@@ -263,62 +246,40 @@ class Saving:
             ("optimizers", optimizers, saved["optimizers"]),
             ("loaders", loaders, saved["loaders"]),
         ):
-            if len(ours) != len(theirs):
+            if theirs is not None and len(ours) != len(theirs):
                 raise LayoutMismatch(
                     f"the checkpoint is of {len(theirs)} {what}, and {len(ours)} are prepared; prepare() what the job "
                     "that saved it had prepared, in the same order, before load()"
                 )
-        for number, (module, tensors) in enumerate(zip(modules, saved["modules"], strict=True)):
+        for number, (module, tensors) in enumerate(_pairs(modules, saved["modules"])):
             _compare_module(module, tensors, f"module {number}")
-        for number, (optimizer, theirs) in enumerate(zip(optimizers, saved["optimizers"], strict=True)):
-            self._compare_optimizer(optimizer, theirs, f"optimizer {number}")
-        for number, (loader, theirs) in enumerate(zip(loaders, saved["loaders"], strict=True)):
+        for number, (optimizer, theirs) in enumerate(_pairs(optimizers, saved["optimizers"])):
+            saved_optimizer.compare(self._core, optimizer, theirs, f"optimizer {number}")
+        for number, (loader, theirs) in enumerate(_pairs(loaders, saved["loaders"])):
             if loader.has_place and len(theirs["generators"]) != loader.num_generators:
                 raise LayoutMismatch(
                     f"loader {number} has {loader.num_generators} generators of its own, and the checkpoint states of "
                     f"{len(theirs['generators'])}; give it the generators that it had"
                 )
 
-    def _compare_optimizer(self, prepared: PreparedOptimizer, saved: dict[str, Any], what: str) -> None:
-        name = type(prepared.optimizer).__name__
-        if name != saved["name"]:
-            raise LayoutMismatch(f"{what} is {name}, and in the checkpoint {saved['name']}; build that one to go on")
-        names = self._names_of(prepared)
-        groups = len(prepared.optimizer.param_groups)
-        if groups != len(saved["groups"]):
-            raise LayoutMismatch(f"{what} has {groups} groups, and in the checkpoint {len(saved['groups'])}")
-        first = 0
-        for number, (group, theirs) in enumerate(zip(prepared.optimizer.param_groups, saved["groups"], strict=True)):
-            ours = names[first : first + len(group["params"])]
-            first += len(ours)
-            _compare_names(ours, theirs["params"], f"group {number} of {what}")
-
     def _take(self, saved: dict[str, Any]) -> None:
-        for module, tensors in zip(self._preparation.modules, saved["modules"], strict=True):
+        for module, tensors in _pairs(self._preparation.modules, saved["modules"]):
             module.load_state_dict(tensors)
-        for prepared, theirs in zip(self._preparation.optimizers, saved["optimizers"], strict=True):
-            prepared.optimizer.load_state_dict(self._with_numbers(prepared, theirs))
-        for loader, theirs in zip(self._preparation.loaders, saved["loaders"], strict=True):
+        for prepared, theirs in _pairs(self._preparation.optimizers, saved["optimizers"]):
+            prepared.optimizer.load_state_dict(saved_optimizer.with_numbers(self._core, prepared, theirs))
+        for loader, theirs in _pairs(self._preparation.loaders, saved["loaders"]):
             _take_place(loader, theirs)
-        for scale in saved["loss_scales"]:
+        for scale in saved["loss_scales"] or ():
             optimizers = [self._preparation.optimizers[position].optimizer for position in scale["optimizers"]]
             number = self._stepping.sets.set_of(optimizers)
             LossScaler(self._core, number, self._options.loss_scale or LossScale()).load_state_dict(scale["scale"])
-        strategy = saved["strategy"]
-        # Servers give joiners the seed that the job began with.
-        seed = None if self._has_servers else int(strategy["seed"])
-        self._core.go_on_after(strategy["steps"], strategy["calls"], seed)
-        if len(saved["generators"]) == self._core.num_workers:
-            torch.random.set_rng_state(saved["generators"][self._core.rank].clone())  # torch takes no view
-
-    def _with_numbers(self, prepared: PreparedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        numbers = {name: number for number, name in enumerate(self._names_of(prepared))}
-        return {
-            "state": {numbers[name]: values for name, values in saved["state"].items()},
-            "param_groups": [
-                {**group, "params": sorted(numbers[name] for name in group["params"])} for group in saved["groups"]
-            ],
-        }
+        strategy, generators = saved["strategy"], saved["generators"]
+        if strategy is not None:
+            # Servers give joiners the seed that the job began with.
+            seed = None if self._has_servers else int(strategy["seed"])
+            self._core.go_on_after(strategy["steps"], strategy["calls"], seed)
+        if generators is not None and len(generators) == self._core.num_workers:
+            torch.random.set_rng_state(generators[self._core.rank].clone())  # torch takes no view
 
 
 def _check_format(metadata: Mapping[str, str | int | float], folder: str | os.PathLike[str]) -> None:
@@ -352,28 +313,19 @@ def _take_place(loader: Loader[Any], saved: dict[str, Any]) -> None:
         )
 
 
+def _pairs(ours: Sequence[_T], saved: Sequence[Any] | None) -> Iterator[tuple[_T, Any]]:
+    return iter(()) if saved is None else zip(ours, saved, strict=True)
+
+
 def _compare_module(module: Replicated[Any], saved: Mapping[str, Any], what: str) -> None:
     ours = module.state_dict()
-    _compare_names(ours, saved, what)
+    compare_names(ours, saved, what)
     for name, value in ours.items():
         theirs = saved[name]
         if isinstance(value, Tensor) and isinstance(theirs, Tensor) and value.shape != theirs.shape:
             raise LayoutMismatch(
                 f"'{name}' of {what} has shape {tuple(value.shape)}, and in the checkpoint {tuple(theirs.shape)}; "
                 "build the model that was saved"
-            )
-
-
-def _compare_names(ours: Iterable[str], saved: Iterable[str], what: str) -> None:
-    """Whatever their order."""
-    here, there = dict.fromkeys(ours), dict.fromkeys(saved)
-    for name in here:
-        if name not in there:
-            raise LayoutMismatch(f"the checkpoint lacks '{name}' of {what}; build the model that was saved")
-    for name in there:
-        if name not in here:
-            raise LayoutMismatch(
-                f"the checkpoint has '{name}' in {what}, which lacks it; build the model that was saved"
             )
 
 

@@ -585,3 +585,23 @@ def test_a_job_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: 
 @pytest.mark.long
 def test_a_job_that_is_killed_fifty_times_ends_with_the_same_bits(tmp_path: Path) -> None:
     check_kills(tmp_path, 50)
+
+
+def test_parameters_that_come_in_another_order_keep_their_state(tmp_path: Path) -> None:
+    def build(*, turned: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        parameters = list(model.named_parameters())
+        return model, torch.optim.AdamW(parameters[::-1] if turned else parameters)
+
+    with mirrored() as strategy:
+        model, optimizer = strategy.prepare(*build(turned=False))
+        strategy.step(lambda x: model(x).square().sum(), torch.rand(4, 3))
+        expected = {name: optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters()}
+        strategy.save(tmp_path)
+    with mirrored() as strategy:
+        model, optimizer = strategy.prepare(*build(turned=True))
+        strategy.load(tmp_path)
+        assert optimizer.param_groups[0]["param_names"] == ["bias", "weight"]
+        for name, parameter in model.named_parameters():
+            assert torch.equal(optimizer.state[parameter]["exp_avg"], expected[name])

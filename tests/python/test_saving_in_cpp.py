@@ -101,6 +101,31 @@ def test_cpp_hands_on_what_it_does_not_know(programs: Path, tmp_path: Path) -> N
     train(tmp_path, 5, schedules=True)  # which finds its schedule's state
 
 
+def test_cpp_goes_on_with_what_was_converted(programs: Path, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model(INPUTS).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file.pt")
+    command = [
+        sys.executable,
+        "-m",
+        "muster",
+        "checkpoint",
+        "convert",
+        str(tmp_path / "file.pt"),
+        str(tmp_path / "made"),
+    ]
+    subprocess.run(command, check=True, timeout=60)
+    go_on(programs / "resuming", tmp_path / "made", 0)
+    content = content_of(tmp_path / "made")
+    assert_equal(content["modules"][0], dict(model.state_dict()))
+    assert content["optimizers"][0]["groups"][0]["lr"] == 3e-3
+    names = [name for name, _ in model.named_parameters()]
+    for position, values in optimizer.state_dict()["state"].items():
+        assert_equal(content["optimizers"][0]["state"][names[position]], values)
+
+
 def test_cpp_refuses_what_it_cannot_go_on_with(programs: Path, tmp_path: Path) -> None:
     torch.manual_seed(3)
     with muster.MirroredStrategy(["cpu"]) as strategy:

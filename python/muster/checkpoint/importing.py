@@ -1,0 +1,152 @@
+"""Files of others become a checkpoint. A program of its own: what a damaged file does to it ends it alone.
+
+Usage: python -m muster.checkpoint.importing ORDER
+
+ORDER is `Order` as JSON. Prints a JSON object: "folder", "notes" (what was left out), or "error".
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muster import _C, saved_tree
+from muster.checkpoint.foreign import Found, found_in
+from muster.checkpoint.libtorch import read_archive
+from muster.checkpoint.zips import check_zip
+from muster.errors import CheckpointError, Error, InvalidArgument
+
+__all__ = ["Order", "convert"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be converted."""
+
+    sources: list[str]
+    target: str
+    """A folder."""
+    strip_prefix: str = ""
+    optimizers: tuple[str, ...] = ()
+    """Names of the optimizers' classes, in their order; fewer leave the others without."""
+
+    def text(self) -> str:
+        """For main()."""
+        return json.dumps(asdict(self))
+
+
+def convert(order: Order) -> tuple[Path, list[str]]:
+    """The folder of the checkpoint, and what of the sources is not in it, a line each. Raises CheckpointError."""
+    found = Found()
+    for source in order.sources:
+        found.add(_read(Path(source)))
+    if order.strip_prefix:
+        found.strip(order.strip_prefix)
+    if len(order.optimizers) > len(found.optimizers):
+        raise CheckpointError(
+            f"--optimizer names {len(order.optimizers)} optimizers, and the sources hold {len(found.optimizers)}"
+        )
+    for optimizer, name in zip(found.optimizers, order.optimizers, strict=False):
+        optimizer["name"] = name
+    state, notes = _state_of(found.values)
+    document, tensors = saved_tree.encode(
+        {
+            "strategy": None,
+            "modules": found.modules or None,
+            "optimizers": found.optimizers or None,
+            "loss_scales": None,
+            "loaders": None,
+            "generators": None,
+            "state": state,
+        }
+    )
+    metadata: dict[str, str | int | float] = {
+        "muster.format": _FORMAT,
+        "muster.version": _C.__version__,
+        "torch.version": torch.__version__,
+        "converted.from": ", ".join(Path(source).name for source in order.sources),
+        "content": document,
+    }
+    return Path(_C._checkpoint.write_snapshot(Path(order.target), tensors, metadata)), notes
+
+
+def _state_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """As named objects and values of a checkpoint, and what cannot be.
+
+    A dict may be the state of an object, which load() gives that object, or a value, which it returns: both, but for
+    one with tensors, which is not to be there twice.
+    """
+    state, notes = {}, []
+    for name, value in values.items():
+        try:
+            _, tensors = saved_tree.encode({name: value})
+        except InvalidArgument as error:
+            notes.append(f"'{name}' is left out: {error}")
+            continue
+        kinds = ["value"] if not isinstance(value, Mapping) else ["object"] if tensors else ["object", "value"]
+        state[name] = dict.fromkeys(kinds, value)
+    return state, notes
+
+
+def _read(source: Path) -> Found:
+    if source.is_dir():
+        from muster.checkpoint import dcp  # which takes a while to import
+
+        if not (source / dcp.METADATA).is_file():
+            raise CheckpointError(f"'{source}' has no {dcp.METADATA}: it is no folder of torch.distributed.checkpoint")
+        return found_in(_weights_only(dcp.read_folder, source), source)
+    if not source.is_file():
+        raise CheckpointError(f"there is no file '{source}'")
+    if source.suffix == ".safetensors":
+        return Found(modules=[_C._checkpoint.read_safetensors(source)])
+    if any(name.endswith("/constants.pkl") for name in check_zip(source, source)):
+        return read_archive(source)
+    return found_in(_weights_only(_torch_load, source), source)
+
+
+def _torch_load(source: Path) -> Any:
+    return torch.load(source, map_location="cpu", weights_only=True)
+
+
+def _weights_only(read: Any, source: Path) -> Any:
+    try:
+        return read(source)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        text = (str(error).strip() or repr(error)).splitlines()[0]
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        if named or isinstance(error, pickle.UnpicklingError):
+            what = named[1] if named else text
+            raise CheckpointError(
+                f"'{source}' holds other objects than tensors, numbers, strings and lists and dicts of them ({what}), "
+                "and is not read: making those runs code that the file names. Where you trust it, load it yourself "
+                "with torch.load(weights_only=False) and save the state_dicts alone"
+            ) from error
+        raise CheckpointError(f"'{source}' cannot be read ({type(error).__name__}: {text})") from error
+
+
+def main() -> None:
+    """Answers on stdout."""
+    torch.set_num_threads(1)
+    given = json.loads(sys.argv[1])
+    order = Order(**{**given, "optimizers": tuple(given["optimizers"])})
+    try:
+        folder, notes = convert(order)
+        print(json.dumps({"folder": str(folder), "notes": notes}))
+    except (Error, OSError) as error:
+        print(json.dumps({"error": str(error)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""An optimizer in a checkpoint: torch.optim's state_dict() with names of parameters instead of numbers.
+
+A checkpoint that was converted from a file without names has their numbers: a parameter's place in the order of the
+optimizer's groups. Its class may be unknown (None).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from muster import _C
+from muster.errors import LayoutMismatch
+from muster.prepared_optimizer import PreparedOptimizer
+
+__all__ = ["compare", "compare_names", "state_of", "with_numbers"]
+
+_DECOUPLED = "decoupled_weight_decay"  # what tells AdamW from Adam
+
+
+def state_of(core: _C.StrategyCore, prepared: PreparedOptimizer) -> dict[str, Any]:
+    """What a checkpoint keeps of it."""
+    packed = prepared.optimizer.state_dict()
+    names = _names_of(core, prepared)
+    groups, first = [], 0
+    for group in packed["param_groups"]:
+        count = len(group["params"])
+        groups.append({**group, "params": names[first : first + count]})
+        first += count
+    state = {names[number]: values for number, values in packed["state"].items()}
+    return {"name": type(prepared.optimizer).__name__, "groups": groups, "state": state}
+
+
+def compare(core: _C.StrategyCore, prepared: PreparedOptimizer, saved: Mapping[str, Any], what: str) -> None:
+    """Raises LayoutMismatch where `saved` is of another optimizer than `what`, the prepared one."""
+    optimizer = prepared.optimizer
+    name = type(optimizer).__name__
+    if saved["name"] is None:
+        _compare_options(optimizer.defaults, saved["groups"], f"{what} is {name}")
+    elif name != saved["name"]:
+        raise LayoutMismatch(f"{what} is {name}, and in the checkpoint {saved['name']}; build that one to go on")
+    ours, theirs = optimizer.param_groups, saved["groups"]
+    if len(ours) != len(theirs):
+        raise LayoutMismatch(f"{what} has {len(ours)} groups, and in the checkpoint {len(theirs)}")
+    if _has_numbers(saved):
+        _compare_numbers(ours, saved, what)
+        return
+    names, first = _names_of(core, prepared), 0
+    for number, (group, other) in enumerate(zip(ours, theirs, strict=True)):
+        count = len(group["params"])
+        compare_names(names[first : first + count], other["params"], f"group {number} of {what}")
+        first += count
+
+
+def with_numbers(core: _C.StrategyCore, prepared: PreparedOptimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What the prepared optimizer's load_state_dict() takes."""
+    # Names that torch keeps beside belong to the order in which parameters were: the optimizer has its own.
+    groups = [{key: value for key, value in group.items() if key != "param_names"} for group in saved["groups"]]
+    if _has_numbers(saved):
+        return {"state": dict(saved["state"]), "param_groups": groups}
+    numbers = {name: number for number, name in enumerate(_names_of(core, prepared))}
+    return {
+        "state": {numbers[name]: values for name, values in saved["state"].items()},
+        "param_groups": [{**group, "params": sorted(numbers[name] for name in group["params"])} for group in groups],
+    }
+
+
+def compare_names(ours: Iterable[str], saved: Iterable[str], what: str) -> None:
+    """Whatever their order. Raises LayoutMismatch."""
+    here, there = dict.fromkeys(ours), dict.fromkeys(saved)
+    for name in here:
+        if name not in there:
+            raise LayoutMismatch(f"the checkpoint lacks '{name}' of {what}; build the model that was saved")
+    for name in there:
+        if name not in here:
+            raise LayoutMismatch(
+                f"the checkpoint has '{name}' in {what}, which lacks it; build the model that was saved"
+            )
+
+
+def _names_of(core: _C.StrategyCore, prepared: PreparedOptimizer) -> list[str]:
+    """By the numbers that torch gives parameters in state_dict(). Those of several modules may be called alike."""
+    taken: Counter[str] = Counter()
+    names = []
+    for index in prepared.indices():
+        name = core.name_of(index)
+        taken[name] += 1
+        names.append(name if taken[name] == 1 else f"{name}#{taken[name]}")
+    return names
+
+
+def _has_numbers(saved: Mapping[str, Any]) -> bool:
+    return any(isinstance(parameter, int) for group in saved["groups"] for parameter in group["params"])
+
+
+def _compare_numbers(ours: Sequence[Mapping[str, Any]], saved: Mapping[str, Any], what: str) -> None:
+    """By how many parameters each group has, and their shapes."""
+    for number, (group, other) in enumerate(zip(ours, saved["groups"], strict=True)):
+        if len(group["params"]) != len(other["params"]):
+            raise LayoutMismatch(
+                f"group {number} of {what} has {len(group['params'])} parameters, and in the checkpoint "
+                f"{len(other['params'])}; build the optimizer that was saved"
+            )
+    parameters = [parameter for group in ours for parameter in group["params"]]
+    for number, values in saved["state"].items():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and not _fits(value, parameters[number]):
+                raise LayoutMismatch(
+                    f"'{name}' of parameter {number} of {what} has shape {tuple(value.shape)} in the checkpoint, and "
+                    f"that parameter {tuple(parameters[number].shape)}; the checkpoint knows parameters by their order "
+                    "alone: give the optimizer the parameters that were saved, in the same order"
+                )
+
+
+def _fits(value: Tensor, parameter: Tensor) -> bool:
+    """A number, or of the parameter's shape, where sums along some dimensions count (Adafactor has those)."""
+    return value.dim() == 0 or (
+        value.dim() == parameter.dim()
+        and all(size in (1, whole) for size, whole in zip(value.shape, parameter.shape, strict=True))
+    )
+
+
+def _compare_options(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], ours: str) -> None:
+    """Tells optimizers apart by what they are stepped with. (Where files lack booleans, torch fills them in.)"""
+    for number, group in enumerate(groups):
+        for option, value in defaults.items():
+            if option not in group and value is not None and not isinstance(value, bool):
+                raise LayoutMismatch(
+                    f"{ours}, which has '{option}', and group {number} in the checkpoint has none: it is of another "
+                    f"optimizer, with {', '.join(key for key in group if key != 'params')}; build that one"
+                )
+        if _DECOUPLED in group and _DECOUPLED in defaults and group[_DECOUPLED] != defaults[_DECOUPLED]:
+            raise LayoutMismatch(
+                f"{ours}, and group {number} in the checkpoint has {_DECOUPLED}={group[_DECOUPLED]}: AdamW and Adam "
+                "differ in it; build the other one"
+            )
