@@ -9,6 +9,9 @@
 // With --staleness the workers of a parameter server step on their own. Under torchrun their parameters are on the
 // servers that MUSTER_SERVERS names (as `muster serve` prints them), or on one that the chief hosts.
 //
+// With --checkpoint FOLDER the state is kept after every epoch and on SIGTERM, after which the exit code is 143
+// (128 + 15), and the same command goes on from there; not with a parameter server.
+//
 // The folder holds train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte,
 // not compressed. Pixels are divided by the largest value in the training images (16 for scikit-learn's digits, 255 for
 // MNIST). The model is three linear layers, "first" (pixels -> 128), "second" (128 -> 64) and "last" (64 -> 10), with
@@ -20,6 +23,7 @@
 #include <muster/muster.h>
 
 #include <array>
+#include <csignal>
 #include <fstream>
 #include <iostream>
 #include <sstream>
@@ -40,6 +44,7 @@ struct Arguments {
   std::string optimizer = "sgd";
   std::string initial;
   std::string final_weights;
+  std::string checkpoint;
   bool shuffle = true;
   muster::StrategyOptions options{.seed = 1};
 };
@@ -49,7 +54,7 @@ constexpr const char* kUsage =
     "              [--epochs n] [--steps n] [--batch-size n]\n"
     "              [--optimizer sgd|adagrad|adamw] [--accumulate k] [--clip norm] [--precision fp32|bf16|fp16]\n"
     "              [--seed n] [--no-shuffle]\n"
-    "              [--initial weights] [--final weights]\n";
+    "              [--initial weights] [--final weights] [--checkpoint folder]\n";
 
 muster::Precision precision_of(const std::string& name) {
   if (name == "fp32") return muster::Precision::fp32;
@@ -98,6 +103,8 @@ Arguments parse(int argc, char** argv) {
       arguments.initial = value();
     } else if (name == "--final") {
       arguments.final_weights = value();
+    } else if (name == "--checkpoint") {
+      arguments.checkpoint = value();
     } else if (arguments.folder.empty() && !name.starts_with("--")) {
       arguments.folder = name;
     } else {
@@ -107,6 +114,9 @@ Arguments parse(int argc, char** argv) {
   if (arguments.folder.empty()) throw std::invalid_argument("no folder given");
   if (arguments.parameter_server && (arguments.multi_worker || !arguments.devices.empty())) {
     throw std::invalid_argument("--parameter-server is a strategy of its own, with one CPU replica a worker");
+  }
+  if (arguments.parameter_server && !arguments.checkpoint.empty()) {
+    throw std::invalid_argument("--checkpoint: let `muster serve --snapshots` keep what is on parameter servers");
   }
   return arguments;
 }
@@ -237,7 +247,8 @@ double accuracy(muster::Strategy& strategy, const muster::Replicated<Net>& model
   return total.item<double>() / static_cast<double>(*digits.size());
 }
 
-void run(const Arguments& arguments) {
+// Returns the program's exit code.
+int run(const Arguments& arguments) {
   torch::manual_seed(*arguments.options.seed);
   const double scale = read_idx(arguments.folder + "/train-images-idx3-ubyte").max().item<double>();
   const Digits train(arguments.folder, "train", scale);
@@ -252,10 +263,15 @@ void run(const Arguments& arguments) {
       strategy->prepare_loader(train, {.batch_size = arguments.batch_size, .shuffle = arguments.shuffle, .workers = 1});
   if (strategy->is_chief()) std::cout << strategy->explain();
 
+  if (!arguments.checkpoint.empty()) strategy->load(arguments.checkpoint);
+  const auto keep = [&] {
+    if (!arguments.checkpoint.empty()) strategy->save(arguments.checkpoint, {}, {.keep = 2});
+  };
   const auto finished = [&] {
     return strategy->stopping() || (arguments.steps >= 0 && strategy->steps() >= arguments.steps);
   };
-  for (int epoch = 0; epoch < arguments.epochs && !finished(); ++epoch) {
+  while (loader.epoch() < arguments.epochs && !finished()) {
+    const auto epoch = loader.epoch();
     muster::StepResult result;
     for (auto& batch : loader) {
       result = strategy->step(
@@ -270,20 +286,28 @@ void run(const Arguments& arguments) {
       std::cout << "epoch " << epoch << ", step " << strategy->steps() << ": loss " << result.loss.item<double>()
                 << '\n';
     }
+    if (!finished()) keep();
+  }
+  if (strategy->stopping()) {
+    keep();
+    if (strategy->is_chief()) std::cout << "stopped after " << strategy->steps() << " steps\n";
+    strategy->close();
+    return 128 + SIGTERM;
   }
   strategy->barrier();  // workers that step on their own may be late
   const double test_accuracy = accuracy(*strategy, model, test);
-  if (!strategy->is_chief()) return;
+  strategy->close();
+  if (!strategy->is_chief()) return 0;
   std::cout << "test accuracy: " << test_accuracy << '\n';
   if (!arguments.final_weights.empty()) save_weights(model.module(), arguments.final_weights);
+  return 0;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   try {
-    run(parse(argc, argv));
-    return 0;
+    return run(parse(argc, argv));
   } catch (const std::invalid_argument& error) {
     std::cerr << "digits: " << error.what() << '\n' << kUsage;
     return 2;

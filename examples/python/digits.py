@@ -7,9 +7,9 @@ Two workers, one parameter server:    muster run --workers 2 --servers 1 example
 All end with the same parameters, bit for bit. With --staleness the workers of a parameter server step on their own, and
 no two runs are alike.
 
-With --checkpoint FILE the state is kept after every epoch and on SIGTERM, and the same command goes on from there.
-Servers that hold values would go on from their own: where parameters live on servers, start new ones, without old
-snapshots.
+With --checkpoint FOLDER the state is kept after every epoch and on SIGTERM, after which the exit code is 143 (128 +
+15), and the same command goes on from there. Servers that hold values would go on from their own: where parameters live
+on servers, start new ones, without old snapshots.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -73,13 +74,6 @@ def staleness_of(text: str) -> int | None:
     return None if text == "none" else int(text)
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Writes `state` whole or not at all."""
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    os.replace(partial, path)
-
-
 def main(
     multi_worker: Annotated[bool, typer.Option(help="One worker of several, started by torchrun.")] = False,
     parameter_server: Annotated[
@@ -92,7 +86,7 @@ def main(
     batch_size: Annotated[int, typer.Option(min=1, help="Of all replicas together.")] = 64,
     lr: Annotated[float, typer.Option(min=0)] = 3e-3,
     seed: int = 0,
-    checkpoint: Annotated[Path | None, typer.Option(help="Go on from this file if it exists, and keep it.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="A folder: go on from what it keeps, and keep more.")] = None,
 ) -> None:
     """Trains and prints the accuracy on the test images."""
     if multi_worker and parameter_server:
@@ -110,20 +104,14 @@ def main(
     train_data, test_data = read_digits()
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    begin = {"epoch": 0, "batch": 0}
-    if checkpoint is not None and strategy.is_chief and checkpoint.exists():
-        saved = torch.load(checkpoint)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        begin = saved["position"]
-    # prepare() gives every worker the chief's parameters and optimizer state.
     model, optimizer, loader, test_loader = strategy.prepare(
         model,
         optimizer,
         DataLoader(train_data, batch_size=batch_size, shuffle=True),
         DataLoader(test_data, batch_size=256),
     )
-    begin = strategy.broadcast(begin)
+    kept = strategy.load(checkpoint) if checkpoint is not None else None
+    first = 0 if kept is None else kept["batch"]
 
     def train_step(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y)
@@ -131,13 +119,9 @@ def main(
     def count_correct(x: Tensor, y: Tensor) -> dict[str, Tensor | int]:
         return {"correct": (model(x).argmax(1) == y).sum(), "seen": len(y)}
 
-    def keep(epoch: int, batch: int) -> None:
-        if checkpoint is not None and strategy.is_chief:
-            position = {"epoch": epoch, "batch": batch}
-            save(
-                checkpoint,
-                {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "position": position},
-            )
+    def keep(batch: int) -> None:
+        if checkpoint is not None:
+            strategy.save(checkpoint, keep=2, batch=batch)
 
     progress = Progress(
         TextColumn("epoch {task.fields[epoch]}"),
@@ -150,23 +134,25 @@ def main(
     started = time.perf_counter()
     model.train()
     with progress:
-        first = begin["epoch"] * len(loader) + begin["batch"]
-        bar = progress.add_task("", total=epochs * len(loader), completed=first, epoch=begin["epoch"] + 1, loss=0.0)
-        for epoch in range(begin["epoch"], epochs):
-            loader.epoch = epoch
-            skip = begin["batch"] if epoch == begin["epoch"] else 0
-            for batch, (x, y) in enumerate(loader):
-                if batch < skip:
+        total = epochs * len(loader)
+        bar = progress.add_task("", total=total, completed=strategy.steps, epoch=loader.epoch + 1, loss=0.0)
+        while loader.epoch < epochs:
+            epoch = loader.epoch
+            # A loader whose batches servers divide begins its epoch anew: what was trained on is passed over here.
+            for batch, (x, y) in enumerate(loader, 0 if parameter_server else first):
+                if batch < first:
                     continue
                 result = strategy.step(train_step, x, y)
                 progress.update(bar, advance=1, epoch=epoch + 1, loss=result.loss.item())
                 if strategy.stopping:
-                    keep(epoch, batch + 1)
+                    keep(batch + 1)
                     progress.console.print(f"stopped in epoch {epoch + 1} after {batch + 1} batches")
-                    return
+                    strategy.close()
+                    sys.exit(128 + signal.SIGTERM)
+            first = 0
             # With a staleness other workers did a part of them.
             progress.update(bar, completed=(epoch + 1) * len(loader))
-            keep(epoch + 1, 0)
+            keep(0)
     seconds = time.perf_counter() - started
 
     model.eval()

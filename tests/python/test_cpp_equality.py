@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,24 @@ def test_cpp_and_python_give_the_same_bits(
     assert train_in_cpp(program, data, replicas, optimizer, accumulate, options, workers=1) == expected
     if not options or replicas == 2:
         assert train_in_cpp(program, data, replicas, optimizer, accumulate, options, workers=replicas) == expected
+
+
+def test_a_cpp_program_that_sigterm_stopped_goes_on_with_the_same_bits(
+    program: Path, data: Path, tmp_path: Path
+) -> None:
+    command = [str(program), str(data), "--devices", "cpu,cpu", "--epochs", "40", "--initial", str(data / "initial")]
+    subprocess.run([*command, "--final", str(tmp_path / "undisturbed")], check=True, timeout=120)
+    command += ["--checkpoint", str(tmp_path / "kept"), "--final", str(tmp_path / "final")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("kept/snapshot-*")) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        first.send_signal(signal.SIGTERM)
+        printed, _ = first.communicate(timeout=60)
+    assert first.returncode == 128 + signal.SIGTERM
+    assert "stopped after" in printed
+    subprocess.run(command, check=True, timeout=120)
+    assert values_of(tmp_path / "final") == values_of(tmp_path / "undisturbed")
 
 
 def train_on_servers(servers: str, *command: str) -> list[str]:
