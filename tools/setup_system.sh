@@ -26,6 +26,8 @@ gcc_is_new() { [ "$("${CXX:-g++}" -dumpversion 2>/dev/null | cut -d. -f1)" -ge 1
 
 has_catch2() { ls /usr/include/catch2 /usr/local/include/catch2 "${CMAKE_PREFIX_PATH:-/nowhere}/include/catch2" 2>/dev/null | grep -q .; }
 
+has_zlib() { echo '#include <zlib.h>' | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1; }
+
 needed=
 wanted=
 gcc_is_new || needed="$needed g++"
@@ -39,6 +41,7 @@ if [ -z "$python" ]; then
 elif ! complete_python "$python"; then
   needed="$needed $python-venv $python-dev"
 fi
+has_zlib || needed="$needed zlib1g-dev"
 has_catch2 || wanted="$wanted catch2"
 command -v ccache >/dev/null || wanted="$wanted ccache"
 

@@ -40,6 +40,13 @@ net::FileDescriptor open_file(const std::filesystem::path& path, int flags) {
   return net::FileDescriptor(fd);
 }
 
+// Adds the section to what came before, empties it, and returns its checksum.
+uint32_t end_of(FileSum& sum, FileSum& section) noexcept {
+  const auto ended = std::exchange(section, {});
+  sum = {sum.bytes + ended.bytes, crc32_combine(sum.crc32, ended.crc32, ended.bytes)};
+  return ended.crc32;
+}
+
 }  // namespace
 
 FileWriter::FileWriter(std::filesystem::path path)
@@ -53,17 +60,21 @@ void FileWriter::write(const void* data, size_t bytes) {
     const ssize_t written = ::write(fd_.get(), next, std::min(bytes, kPieceBytes));
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) fail("write", path_, kWriteRemedy);
-    sum_.crc32 = crc32(next, static_cast<size_t>(written), sum_.crc32);
-    sum_.bytes += static_cast<uint64_t>(written);
+    section_.crc32 = crc32(next, static_cast<size_t>(written), section_.crc32);
+    section_.bytes += static_cast<uint64_t>(written);
     next += written;
     bytes -= static_cast<size_t>(written);
-    if (sum_.bytes - flushed_ < kFlushBytes) continue;
+    const uint64_t so_far = sum_.bytes + section_.bytes;
+    if (so_far - flushed_ < kFlushBytes) continue;
     if (::fdatasync(fd_.get()) != 0) fail("flush", path_, kWriteRemedy);
-    flushed_ = sum_.bytes;
+    flushed_ = so_far;
   }
 }
 
+uint32_t FileWriter::end_section() noexcept { return end_of(sum_, section_); }
+
 FileSum FileWriter::finish() {
+  end_of(sum_, section_);
   if (::fsync(fd_.get()) != 0) fail("flush", path_, kWriteRemedy);
   fd_ = {};
   return sum_;
@@ -88,11 +99,20 @@ void FileReader::read(void* data, size_t bytes) {
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) fail("read", path_, kReadRemedy);
     if (got == 0) throw CheckpointError("'" + path_.string() + "' ends early; load another snapshot");
-    sum_.crc32 = crc32(next, static_cast<size_t>(got), sum_.crc32);
-    sum_.bytes += static_cast<uint64_t>(got);
+    section_.crc32 = crc32(next, static_cast<size_t>(got), section_.crc32);
+    section_.bytes += static_cast<uint64_t>(got);
     next += got;
     bytes -= static_cast<size_t>(got);
   }
+}
+
+uint32_t FileReader::end_section() noexcept { return end_of(sum_, section_); }
+
+FileSum FileReader::sum() const noexcept {
+  auto whole = sum_;
+  auto section = section_;
+  end_of(whole, section);
+  return whole;
 }
 
 std::string FileReader::read_text(size_t bytes) {

@@ -24,14 +24,17 @@ class FileWriter {
   explicit FileWriter(std::filesystem::path path);
 
   void write(const void* data, size_t bytes);
+  /// The checksum of what was written since the last call.
+  uint32_t end_section() noexcept;
   /// Waits until everything is on the disk.
   FileSum finish();
 
  private:
   std::filesystem::path path_;
   net::FileDescriptor fd_;
-  FileSum sum_;
-  uint64_t flushed_ = 0;  // of its bytes
+  FileSum sum_;           // but for the section
+  FileSum section_;       // since end_section()
+  uint64_t flushed_ = 0;  // of the file's bytes
 };
 
 /// A regular file. Owned by one thread. Throws CheckpointError where the system refuses or the file ends early.
@@ -40,18 +43,21 @@ class FileReader {
   explicit FileReader(std::filesystem::path path);
 
   uint64_t size() const noexcept { return size_; }  ///< of the file
-  uint64_t rest() const noexcept { return size_ - sum_.bytes; }
+  uint64_t rest() const noexcept { return size_ - sum_.bytes - section_.bytes; }
   void read(void* data, size_t bytes);
   /// `bytes` of them, which must not be more than the rest.
   std::string read_text(size_t bytes);
+  /// The checksum of what was read since the last call.
+  uint32_t end_section() noexcept;
   /// Of what was read.
-  const FileSum& sum() const noexcept { return sum_; }
+  FileSum sum() const noexcept;
 
  private:
   std::filesystem::path path_;
   net::FileDescriptor fd_;
   uint64_t size_ = 0;
-  FileSum sum_;
+  FileSum sum_;      // but for the section
+  FileSum section_;  // since end_section()
 };
 
 /// Waits until the names in a folder are on the disk. Throws CheckpointError.

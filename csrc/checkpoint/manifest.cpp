@@ -13,7 +13,7 @@ namespace muster::checkpoint {
 
 namespace {
 
-// 2 million shards; a longer one was not written here.
+// About a million tensors; a longer one was not written here.
 constexpr uint64_t kMaxManifestBytes = uint64_t{1} << 27;
 
 std::string hex_of(uint32_t value) {
@@ -92,7 +92,75 @@ void read_members(JsonReader& json, Metadata& metadata, const Read& read) {
   });
 }
 
-void read_inner(JsonReader& json, Metadata& metadata, std::vector<Shard>& shards) {
+Piece read_piece(JsonReader& json, const TensorEntry& of, const std::vector<Shard>& shards) {
+  Piece piece;
+  piece.name = of.name;
+  int seen = 0;
+  json.read_object([&](const std::string& key) {
+    if (key == "name") {
+      piece.name = json.read_string();
+      return;
+    }
+    ++seen;
+    if (key == "shard") {
+      const auto shard = json.read_integer();
+      if (shard < 0 || static_cast<size_t>(shard) >= shards.size()) json.fail("a piece in a file that is not listed");
+      piece.shard = static_cast<size_t>(shard);
+    } else if (key == "begin") {
+      piece.begin = json.read_integer();
+    } else if (key == "count") {
+      piece.count = json.read_integer();
+    } else if (key == "crc32") {
+      piece.crc32 = read_crc32(json);
+    } else {
+      json.fail("a piece has an unknown property '" + key + "'");
+    }
+  });
+  if (seen != 4) json.fail("a piece lacks its file, place or checksum");
+  return piece;
+}
+
+// Elements of a shape; fails where they cannot be counted.
+int64_t elements_of(JsonReader& json, const std::vector<int64_t>& shape) {
+  int64_t count = 1;
+  for (const int64_t size : shape) {
+    if (size < 0 || __builtin_mul_overflow(count, size, &count)) json.fail("a shape that no tensor has");
+  }
+  return count;
+}
+
+TensorEntry read_entry(JsonReader& json, const std::vector<Shard>& shards) {
+  TensorEntry entry;
+  int seen = 0;
+  json.read_object([&](const std::string& key) {
+    ++seen;
+    if (key == "name") {
+      entry.name = json.read_string();
+    } else if (key == "dtype") {
+      entry.dtype = json.read_string();
+    } else if (key == "shape") {
+      json.read_array([&] { entry.shape.push_back(json.read_integer()); });
+    } else if (key == "pieces" && seen == 4) {
+      json.read_array([&] { entry.pieces.push_back(read_piece(json, entry, shards)); });
+    } else {
+      json.fail("a tensor has an unknown property '" + key + "', or one out of order");
+    }
+  });
+  if (seen != 4) json.fail("a tensor lacks its name, dtype, shape or pieces");
+  int64_t next = 0;
+  for (const auto& piece : entry.pieces) {
+    if (piece.begin != next || piece.count < 0 || __builtin_add_overflow(next, piece.count, &next)) {
+      json.fail("the pieces of '" + entry.name + "' overlap or leave a gap");
+    }
+  }
+  if (next != elements_of(json, entry.shape) || entry.pieces.empty()) {
+    json.fail("the pieces of '" + entry.name + "' do not fill its shape");
+  }
+  return entry;
+}
+
+void read_inner(JsonReader& json, Manifest& manifest) {
+  auto& [metadata, shards, tensors] = manifest;
   int64_t version = 0;
   json.read_object([&](const std::string& key) {
     if (key == "version") {
@@ -110,6 +178,8 @@ void read_inner(JsonReader& json, Metadata& metadata, std::vector<Shard>& shards
       read_members(json, metadata, [&] { return read_double(json); });
     } else if (key == "shards") {
       json.read_array([&] { shards.push_back(read_shard(json)); });
+    } else if (key == "tensors") {
+      json.read_array([&] { tensors.push_back(read_entry(json, shards)); });
     } else {
       json.fail("an unknown property '" + key + "'");
     }
@@ -119,29 +189,48 @@ void read_inner(JsonReader& json, Metadata& metadata, std::vector<Shard>& shards
 
 }  // namespace
 
-std::string manifest_of(const Metadata& metadata, const std::vector<Shard>& shards) {
+std::string manifest_of(const Manifest& manifest) {
+  const auto& metadata = manifest.metadata;
   std::string text = "{\"version\":" + std::to_string(kVersion);
   text += ",\"strings\":" + members<std::string>(metadata, [](const std::string& value) { return json_string(value); });
   text += ",\"int64s\":" + members<int64_t>(metadata, [](int64_t value) { return std::to_string(value); });
   text += ",\"doubles\":" + members<double>(metadata, [](double value) { return json_string(decimal(value)); });
   text += ",\"shards\":[";
-  for (const auto& shard : shards) {
+  for (const auto& shard : manifest.shards) {
     if (text.back() != '[') text += ',';
     text += "{\"file\":" + json_string(shard.file) + ",\"bytes\":" + std::to_string(shard.sum.bytes) + ",\"crc32\":\"" +
             hex_of(shard.sum.crc32) + "\"}";
+  }
+  text += "],\"tensors\":[";
+  for (const auto& tensor : manifest.tensors) {
+    if (text.back() != '[') text += ',';
+    text += "{\"name\":" + json_string(tensor.name) + ",\"dtype\":" + json_string(tensor.dtype) + ",\"shape\":[";
+    for (size_t d = 0; d < tensor.shape.size(); ++d) {
+      if (d > 0) text += ',';
+      text += std::to_string(tensor.shape[d]);
+    }
+    text += "],\"pieces\":[";
+    for (const auto& piece : tensor.pieces) {
+      if (text.back() != '[') text += ',';
+      text += "{\"shard\":" + std::to_string(piece.shard);
+      if (piece.name != tensor.name) text += ",\"name\":" + json_string(piece.name);
+      text += ",\"begin\":" + std::to_string(piece.begin) + ",\"count\":" + std::to_string(piece.count) +
+              ",\"crc32\":\"" + hex_of(piece.crc32) + "\"}";
+    }
+    text += "]}";
   }
   text += "]}";
   return "{\"crc32\":\"" + hex_of(crc32(text.data(), text.size())) + "\",\"manifest\":" + text + "}\n";
 }
 
-std::vector<Shard> read_manifest(const std::filesystem::path& path, Metadata& metadata) {
+Manifest read_manifest(const std::filesystem::path& path) {
   FileReader file(path);
   if (file.size() > kMaxManifestBytes) {
     throw CheckpointError("'" + path.string() + "' is too long for a manifest; load another snapshot");
   }
   const auto text = file.read_text(file.size());
   JsonReader json(text, path.string());
-  std::vector<Shard> shards;
+  Manifest manifest;
   std::optional<uint32_t> expected;
   bool has_manifest = false;
   json.read_object([&](const std::string& key) {
@@ -149,7 +238,7 @@ std::vector<Shard> read_manifest(const std::filesystem::path& path, Metadata& me
       expected = read_crc32(json);
     } else if (key == "manifest" && expected) {
       const size_t begin = json.position();
-      read_inner(json, metadata, shards);
+      read_inner(json, manifest);
       if (crc32(text.data() + begin, json.position() - begin) != *expected) json.fail("its checksum differs");
       has_manifest = true;
     } else {
@@ -158,7 +247,7 @@ std::vector<Shard> read_manifest(const std::filesystem::path& path, Metadata& me
   });
   json.read_end();
   if (!has_manifest) json.fail("it holds no manifest");
-  return shards;
+  return manifest;
 }
 
 }  // namespace muster::checkpoint

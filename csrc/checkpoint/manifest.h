@@ -1,4 +1,5 @@
-// What a snapshot's manifest.json says: its metadata, and its files with their checksums. snapshot.h has the format.
+// What a snapshot's manifest.json says: its metadata, its files and its tensors, with their checksums. snapshot.h has
+// the format.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@
 namespace muster::checkpoint {
 
 /// Of the manifest; read_manifest refuses others.
-inline constexpr int64_t kVersion = 1;
+inline constexpr int64_t kVersion = 2;
 
 using Metadata = std::map<std::string, std::variant<std::string, int64_t, double>>;
 
@@ -23,11 +24,35 @@ struct Shard {
   FileSum sum;
 };
 
-/// The text. Throws InvalidArgument for what is not UTF-8.
-std::string manifest_of(const Metadata& metadata, const std::vector<Shard>& shards);
+/// A run of a tensor's elements, in row-major order: a tensor of a file, which holds these alone.
+struct Piece {
+  size_t shard = 0;   ///< index among the manifest's
+  std::string name;   ///< of the tensor in that file
+  int64_t begin = 0;  ///< its first element's place among the whole's
+  int64_t count = 0;
+  uint32_t crc32 = 0;  ///< of its bytes
+};
 
-/// Sets `metadata`, and returns the shards in their order. Throws CheckpointError, naming the file, if it is damaged or
-/// of another version.
-std::vector<Shard> read_manifest(const std::filesystem::path& path, Metadata& metadata);
+/// A tensor, wherever its pieces are.
+struct TensorEntry {
+  std::string name;
+  std::string dtype;           ///< as safetensors names it
+  std::vector<int64_t> shape;  ///< of the whole
+  std::vector<Piece> pieces;   ///< one behind the other, all elements once
+};
+
+/// A value.
+struct Manifest {
+  Metadata metadata;
+  std::vector<Shard> shards;
+  std::vector<TensorEntry> tensors;
+};
+
+/// The text. Throws InvalidArgument for what is not UTF-8.
+std::string manifest_of(const Manifest& manifest);
+
+/// Throws CheckpointError, naming the file, if it is damaged or of another version, and where pieces do not cover their
+/// tensor.
+Manifest read_manifest(const std::filesystem::path& path);
 
 }  // namespace muster::checkpoint

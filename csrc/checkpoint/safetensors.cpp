@@ -155,8 +155,7 @@ std::string header_of(const std::vector<Entry>& entries) {
   std::string header = "{";
   for (const auto& entry : entries) {
     if (header.size() > 1) header += ',';
-    header +=
-        json_string(entry.name) + R"(:{"dtype":")" + std::string(name_of(entry.dtype).value_or("")) + R"(","shape":[)";
+    header += json_string(entry.name) + R"(:{"dtype":")" + dtype_name(entry.dtype) + R"(","shape":[)";
     for (size_t d = 0; d < entry.sizes.size(); ++d) {
       if (d > 0) header += ',';
       header += std::to_string(entry.sizes[d]);
@@ -178,7 +177,9 @@ void check_storable(const std::string& name, const at::Tensor& tensor) {
   }
 }
 
-FileSum write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors) {
+std::string dtype_name(at::ScalarType dtype) { return std::string(name_of(dtype).value_or("")); }
+
+TensorSums write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors) {
   const auto entries = lay_out(tensors);
   const std::string header = header_of(entries);
   if (header.size() > kMaxHeaderBytes) {
@@ -189,14 +190,18 @@ FileSum write_safetensors(const std::filesystem::path& path, const NamedTensors&
   const uint64_t length = header.size();
   file.write(&length, sizeof(length));
   file.write(header.data(), header.size());
+  file.end_section();
+  TensorSums sums;
   for (const auto& entry : entries) {
     const auto tensor = in_plain_memory(tensors.at(entry.name)).contiguous();
     file.write(tensor.const_data_ptr(), tensor.nbytes());
+    sums.crc32s.emplace(entry.name, file.end_section());
   }
-  return file.finish();
+  sums.file = file.finish();
+  return sums;
 }
 
-NamedTensors read_safetensors(const std::filesystem::path& path, FileSum& sum) {
+NamedTensors read_safetensors(const std::filesystem::path& path, TensorSums& sums) {
   FileReader file(path);
   uint64_t length = 0;
   if (file.size() >= kLengthBytes) file.read(&length, sizeof(length));
@@ -209,13 +214,15 @@ NamedTensors read_safetensors(const std::filesystem::path& path, FileSum& sum) {
     throw CheckpointError("'" + path.string() + "' is no safetensors file; load another snapshot");
   }
   JsonReader json(header, path.string());
+  file.end_section();
   NamedTensors tensors;
   for (auto& entry : read_header(json, file.rest())) {
     auto tensor = at::empty(entry.sizes, entry.dtype);
     file.read(tensor.mutable_data_ptr(), tensor.nbytes());
+    sums.crc32s.insert_or_assign(entry.name, file.end_section());
     tensors.emplace(std::move(entry.name), std::move(tensor));
   }
-  sum = file.sum();
+  sums.file = file.sum();
   return tensors;
 }
 

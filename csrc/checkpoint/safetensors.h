@@ -23,12 +23,21 @@ inline constexpr uint64_t kMaxHeaderBytes = 100'000'000;
 /// bool, the integers, float8 (e4m3fn, e5m2), float16, bfloat16, float32 and float64, or named "__metadata__".
 void check_storable(const std::string& name, const at::Tensor& tensor);
 
+/// The format's name of a dtype that check_storable lets pass: "F32".
+std::string dtype_name(at::ScalarType dtype);
+
+/// The checksums of a file and of the bytes of each of its tensors.
+struct TensorSums {
+  FileSum file;
+  std::map<std::string, uint32_t> crc32s;
+};
+
 /// Writes a file that did not exist, and flushes it to the disk. Throws as check_storable, and CheckpointError where
 /// the system refuses.
-FileSum write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors);
+TensorSums write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors);
 
 /// All tensors of a file, contiguous, on the CPU. Throws CheckpointError for a file that is damaged, before anything
-/// is allocated that the file could not fill. Sets `sum` to that of the whole file.
-NamedTensors read_safetensors(const std::filesystem::path& path, FileSum& sum);
+/// is allocated that the file could not fill. Sets `sums`.
+NamedTensors read_safetensors(const std::filesystem::path& path, TensorSums& sums);
 
 }  // namespace muster::checkpoint

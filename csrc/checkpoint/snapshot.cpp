@@ -1,5 +1,6 @@
 #include "checkpoint/snapshot.h"
 
+#include <ATen/ops/cat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -121,17 +122,22 @@ class ShardWriter {
     bytes_ += more;
   }
 
-  std::vector<Shard> finish() {
+  Manifest finish() {
     flush();
-    return std::move(shards_);
+    return std::move(manifest_);
   }
 
  private:
   void flush() {
     if (tensors_.empty()) return;
-    const auto name = "shard-" + padded(static_cast<int64_t>(shards_.size()), 5) + ".safetensors";
-    shards_.push_back(
-        {name, written(folder_ / name, try_again_, [&] { return write_safetensors(folder_ / name, tensors_); })});
+    const size_t shard = manifest_.shards.size();
+    const auto name = "shard-" + padded(static_cast<int64_t>(shard), 5) + ".safetensors";
+    const auto sums = written(folder_ / name, try_again_, [&] { return write_safetensors(folder_ / name, tensors_); });
+    manifest_.shards.push_back({name, sums.file});
+    for (const auto& [tensor_name, tensor] : tensors_) {
+      const Piece whole{shard, tensor_name, 0, tensor.numel(), sums.crc32s.at(tensor_name)};
+      manifest_.tensors.push_back({tensor_name, dtype_name(tensor.scalar_type()), tensor.sizes().vec(), {whole}});
+    }
     tensors_.clear();
     bytes_ = 0;
   }
@@ -141,14 +147,16 @@ class ShardWriter {
   const TryAgain& try_again_;
   NamedTensors tensors_;
   uint64_t bytes_ = 0;  // of tensors_
-  std::vector<Shard> shards_;
+  Manifest manifest_;
 };
 
 void write_into(const fs::path& folder, const Metadata& metadata, const NextTensors& next,
                 const SnapshotOptions& options) {
   ShardWriter shards(folder, options);
   for (auto tensors = next(); !tensors.empty(); tensors = next()) shards.add(std::move(tensors));
-  const auto manifest = manifest_of(metadata, shards.finish());
+  auto contents = shards.finish();
+  contents.metadata = metadata;
+  const auto manifest = manifest_of(contents);
   written(folder / kManifest, options.try_again, [&] {
     FileWriter file(folder / kManifest);
     file.write(manifest.data(), manifest.size());
@@ -192,8 +200,7 @@ bool is_good(const fs::path& snapshot) {
     if (known_good().paths.contains(fs::absolute(snapshot))) return true;
   }
   try {
-    Metadata metadata;
-    for (const auto& shard : read_manifest(snapshot / kManifest, metadata)) {
+    for (const auto& shard : read_manifest(snapshot / kManifest).shards) {
       if (sum_of(snapshot / shard.file) != shard.sum) return false;
     }
     note_good(snapshot, true);
@@ -269,40 +276,90 @@ fs::path write_snapshot(const fs::path& folder, const Snapshot& snapshot, const 
 }
 
 SnapshotReader::SnapshotReader(fs::path folder)
-    : folder_(std::move(folder)), shards_(read_manifest(folder_ / kManifest, metadata_)) {}
+    : folder_(std::move(folder)), manifest_(read_manifest(folder_ / kManifest)) {
+  note_pieces();
+}
+
+void SnapshotReader::note_pieces() {
+  pieces_.resize(manifest_.shards.size());
+  std::set<std::string> names;
+  for (const auto& entry : manifest_.tensors) {
+    if (!names.insert(entry.name).second) {
+      throw CheckpointError("'" + (folder_ / kManifest).string() + "' is damaged: it has two tensors '" + entry.name +
+                            "'; load another snapshot");
+    }
+    for (const auto& piece : entry.pieces) {
+      if (!pieces_[piece.shard].emplace(piece.name, Place{&entry, &piece}).second) {
+        fail(piece.shard, "it has two pieces '" + piece.name + "'");
+      }
+    }
+  }
+}
+
+void SnapshotReader::fail(size_t shard, const std::string& what) const {
+  throw CheckpointError("'" + (folder_ / manifest_.shards[shard].file).string() + "' is damaged: " + what +
+                        "; load another snapshot");
+}
+
+void SnapshotReader::check(size_t shard, const NamedTensors& tensors, const TensorSums& sums) const {
+  const auto& pieces = pieces_[shard];
+  for (const auto& [name, tensor] : tensors) {
+    const auto found = pieces.find(name);
+    if (found == pieces.end()) fail(shard, "the manifest does not know its tensor '" + name + "'");
+    const auto& [entry, piece] = found->second;
+    if (sums.crc32s.at(name) != piece->crc32) fail(shard, "tensor '" + name + "' has another checksum");
+    const bool is_whole = entry->pieces.size() == 1;
+    if (dtype_name(tensor.scalar_type()) != entry->dtype || tensor.numel() != piece->count ||
+        (is_whole && tensor.sizes() != at::IntArrayRef(entry->shape))) {
+      fail(shard, "tensor '" + name + "' is not what the manifest says");
+    }
+  }
+  if (tensors.size() != pieces.size()) fail(shard, "it lacks tensors");
+  if (sums.file != manifest_.shards[shard].sum) fail(shard, "its size or checksum is not that of the manifest");
+}
 
 uint64_t SnapshotReader::bytes() const noexcept {
   uint64_t bytes = 0;
-  for (const auto& shard : shards_) bytes += shard.sum.bytes;
+  for (const auto& shard : manifest_.shards) bytes += shard.sum.bytes;
   return bytes;
 }
 
 uint64_t SnapshotReader::bytes_read() const noexcept {
   uint64_t bytes = 0;
-  for (size_t i = 0; i < next_; ++i) bytes += shards_[i].sum.bytes;
+  for (size_t i = 0; i < next_; ++i) bytes += manifest_.shards[i].sum.bytes;
   return bytes;
 }
 
 std::optional<NamedTensors> SnapshotReader::next() {
-  if (next_ == shards_.size()) {
+  if (next_ == manifest_.shards.size()) {
     note_good(folder_, true);
     return std::nullopt;
   }
-  const auto& shard = shards_[next_++];
-  FileSum sum;
-  auto tensors = read_safetensors(folder_ / shard.file, sum);
-  if (sum == shard.sum) return tensors;
-  throw CheckpointError("'" + (folder_ / shard.file).string() +
-                        "' is damaged: its size or checksum is not that of the manifest; load another snapshot");
+  const size_t shard = next_++;
+  TensorSums sums;
+  auto tensors = read_safetensors(folder_ / manifest_.shards[shard].file, sums);
+  check(shard, tensors, sums);
+  return tensors;
 }
 
 Snapshot SnapshotReader::rest() {
-  Snapshot snapshot{{}, metadata_};
-  while (auto tensors = next()) {
-    snapshot.tensors.merge(*tensors);
-    if (tensors->empty()) continue;
-    throw CheckpointError("'" + folder_.string() + "' is damaged: two shards hold tensor '" + tensors->begin()->first +
-                          "'; load another snapshot");
+  Snapshot snapshot{{}, metadata()};
+  std::map<const Piece*, at::Tensor> pieces;  // of tensors that have several
+  for (size_t shard = next_; auto tensors = next(); ++shard) {
+    for (auto& [name, tensor] : *tensors) {
+      const auto& [entry, piece] = pieces_[shard].at(name);
+      if (entry->pieces.size() == 1) {
+        snapshot.tensors.emplace(entry->name, std::move(tensor));
+      } else {
+        pieces.emplace(piece, tensor.flatten());
+      }
+    }
+  }
+  for (const auto& entry : manifest_.tensors) {
+    if (entry.pieces.size() == 1) continue;
+    std::vector<at::Tensor> parts;
+    for (const auto& piece : entry.pieces) parts.push_back(std::move(pieces.extract(&piece).mapped()));
+    snapshot.tensors.emplace(entry.name, at::cat(parts).view(entry.shape));
   }
   return snapshot;
 }
@@ -333,9 +390,7 @@ std::vector<SnapshotInfo> list_snapshots(const fs::path& folder) {
   std::vector<SnapshotInfo> good;
   for (const auto& [number, path] : found) {
     try {
-      Metadata metadata;
-      read_manifest(path / kManifest, metadata);
-      good.push_back({path, std::move(metadata)});
+      good.push_back({path, read_manifest(path / kManifest).metadata});
     } catch (const CheckpointError& error) {
       log(LogLevel::warning, "snapshot '" + path.string() + "' is passed over: " + error.what());
     }

@@ -4,15 +4,19 @@
 //   FOLDER/snapshot-0000000007/shard-00000.safetensors ...
 //
 // The manifest, {"crc32": "<8 hex digits>", "manifest": {...}}, holds the checksum (CRC-32) of its own inner object as
-// it stands there, and of every shard. Inside: "version" (kVersion); "strings", "int64s" and "doubles", the metadata by
-// type (doubles as the shortest decimals that read back as the same value, in strings: JSON has no infinities);
-// "shards", each with "file", "bytes" and "crc32". Numbers of snapshots grow: the highest is the newest.
+// it stands there, of every shard and of every tensor. Inside: "version" (kVersion); "strings", "int64s" and "doubles",
+// the metadata by type (doubles as the shortest decimals that read back as the same value, in strings: JSON has no
+// infinities); "shards", each with "file", "bytes" and "crc32"; "tensors", each with "name", "dtype", "shape" and
+// "pieces", one behind the other: "shard" (index), "name" (in that file, where it is another one), "begin" and "count"
+// (elements, in row-major order) and "crc32". Numbers of snapshots grow: the highest is the newest.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "checkpoint/manifest.h"
@@ -54,21 +58,33 @@ class SnapshotReader {
   /// Reads the manifest in a snapshot's folder. Throws CheckpointError, naming the file, if it is damaged or of another
   /// version.
   explicit SnapshotReader(std::filesystem::path folder);
+  SnapshotReader(const SnapshotReader&) = delete;
+  SnapshotReader& operator=(const SnapshotReader&) = delete;
 
-  const Metadata& metadata() const noexcept { return metadata_; }
+  const Metadata& metadata() const noexcept { return manifest_.metadata; }
   uint64_t bytes() const noexcept;       ///< of all files
   uint64_t bytes_read() const noexcept;  ///< of those that were given
 
-  /// The tensors of the next file, whose checksum is right; nothing after the last. Throws CheckpointError, naming the
-  /// file, if it is damaged: what came before is then not to be used either.
+  /// The tensors of the next file, by their names there: what the manifest says of them, and its checksum, are right.
+  /// Nothing after the last. Throws CheckpointError, naming the file and where it is known the tensor, if it is
+  /// damaged: what came before is then not to be used either.
   std::optional<NamedTensors> next();
-  /// All that next() would give, together.
+  /// All that next() would give, put together from their pieces.
   Snapshot rest();
 
  private:
+  struct Place {
+    const TensorEntry* entry;
+    const Piece* piece;
+  };
+
+  void note_pieces();
+  void check(size_t shard, const NamedTensors& tensors, const TensorSums& sums) const;
+  [[noreturn]] void fail(size_t shard, const std::string& what) const;
+
   std::filesystem::path folder_;
-  Metadata metadata_;
-  std::vector<Shard> shards_;
+  Manifest manifest_;
+  std::vector<std::map<std::string, Place>> pieces_;  // by shard and name there
   size_t next_ = 0;
 };
 

@@ -63,13 +63,18 @@ def test_the_manifest_is_json_with_checksums_of_zlib(tmp_path: Path) -> None:
     inner = text[text.index(b'"manifest":') + 11 : text.rindex(b"}")]
     assert int(outer["crc32"], 16) == zlib.crc32(inner)
     manifest = outer["manifest"]
-    assert manifest["version"] == 1
+    assert manifest["version"] == 2
     assert manifest["strings"] == {"text": metadata["text"]}
     assert manifest["int64s"] == {"count": metadata["count"]}
     assert {key: float(value) for key, value in manifest["doubles"].items()} == {
         key: value for key, value in metadata.items() if isinstance(value, float)
     }
     assert len(manifest["shards"]) == 2
+    for number, entry in enumerate(manifest["tensors"]):
+        data = (folder / manifest["shards"][number]["file"]).read_bytes()[-40:]
+        (piece,) = entry["pieces"]
+        assert (entry["name"], entry["dtype"], entry["shape"]) == ("ab"[number], "F32", [10])
+        assert piece == {"shard": number, "begin": 0, "count": 10, "crc32": f"{zlib.crc32(data):08x}"}
     for shard in manifest["shards"]:
         data = (folder / shard["file"]).read_bytes()
         assert (len(data), zlib.crc32(data)) == (shard["bytes"], int(shard["crc32"], 16))

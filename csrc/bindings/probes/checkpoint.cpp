@@ -29,8 +29,8 @@ void bind_checkpoint(py::module_& parent) {
   m.def(
       "read_safetensors",
       [](const std::filesystem::path& path) {
-        checkpoint::FileSum sum;
-        return checkpoint::read_safetensors(path, sum);
+        checkpoint::TensorSums sums;
+        return checkpoint::read_safetensors(path, sums);
       },
       "path"_a, Release());
 }

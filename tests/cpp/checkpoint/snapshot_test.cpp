@@ -3,6 +3,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/rand.h>
 #include <ATen/ops/zeros.h>
 #include <sys/resource.h>
@@ -62,8 +63,8 @@ std::string file_of(const std::string& header, const std::string& data, uint64_t
 std::string file_of(const std::string& header, const std::string& data) { return file_of(header, data, header.size()); }
 
 NamedTensors read(const fs::path& path) {
-  FileSum sum;
-  return read_safetensors(path, sum);
+  TensorSums sums;
+  return read_safetensors(path, sums);
 }
 
 Snapshot numbered(int64_t number, int64_t elements = 1000) {
@@ -466,9 +467,71 @@ TEST_CASE("another version is named", "[checkpoint]") {
   const testing::Folder folder;
   const auto path = write_snapshot(folder.path, numbered(1), {}) / "manifest.json";
   auto text = contents(path);
-  text.replace(text.find("\"version\":1"), 11, "\"version\":2");
+  text.replace(text.find("\"version\":2"), 11, "\"version\":3");
   replace(path, text);
-  CHECK_THROWS_WITH(read_snapshot(path.parent_path()), ContainsSubstring("version is 2"));
+  CHECK_THROWS_WITH(read_snapshot(path.parent_path()), ContainsSubstring("version is 3"));
+}
+
+TEST_CASE("tensors are put together from pieces, whichever file has them", "[checkpoint]") {
+  const testing::Folder folder;
+  const auto whole = at::arange(12, at::kFloat).view({3, 4});
+  const auto flat = whole.flatten();
+  const auto path =
+      write_snapshot(folder.path, {{{"a", flat.slice(0, 0, 5)}, {"b", flat.slice(0, 5)}, {"c", at::ones({2})}}, {}},
+                     {.shard_bytes = 36});
+  auto manifest = read_manifest(path / "manifest.json");
+  REQUIRE(manifest.shards.size() == 2);
+  auto [first, second, other] = std::tuple(manifest.tensors[0], manifest.tensors[1], manifest.tensors[2]);
+  auto piece = second.pieces[0];
+  piece.begin = 5;
+  const auto written = [&](const TensorEntry& entry) {
+    manifest.tensors = {entry, other};
+    replace(path / "manifest.json", manifest_of(manifest));
+  };
+  TensorEntry entry{"whole", "F32", {3, 4}, {first.pieces[0], piece}};
+  written(entry);
+  const auto read = read_snapshot(path).tensors;
+  CHECK(read.size() == 2);
+  CHECK(read.at("whole").equal(whole));
+  SECTION("a gap") {
+    entry.pieces[1].begin = 6;
+    written(entry);
+    CHECK_THROWS_WITH(read_snapshot(path), ContainsSubstring("the pieces of 'whole' overlap or leave a gap"));
+  }
+  SECTION("too few") {
+    entry.pieces.pop_back();
+    written(entry);
+    CHECK_THROWS_WITH(read_snapshot(path), ContainsSubstring("do not fill its shape"));
+  }
+  SECTION("a shape that is too large") {
+    entry.shape = {int64_t{1} << 40, int64_t{1} << 40};
+    written(entry);
+    CHECK_THROWS_WITH(read_snapshot(path), ContainsSubstring("a shape that no tensor has"));
+  }
+  SECTION("one that is not there") {
+    entry.pieces[1].name = "d";
+    written(entry);
+    CHECK_THROWS_WITH(read_snapshot(path), ContainsSubstring("does not know its tensor 'b'"));
+  }
+  SECTION("another dtype") {
+    entry.dtype = "I32";
+    written(entry);
+    CHECK_THROWS_WITH(read_snapshot(path), ContainsSubstring("is not what the manifest says"));
+  }
+  SECTION("twice") {
+    manifest.tensors = {entry, entry};
+    replace(path / "manifest.json", manifest_of(manifest));
+    CHECK_THROWS_WITH(read_snapshot(path), ContainsSubstring("two tensors 'whole'"));
+  }
+}
+
+TEST_CASE("a tensor whose bytes have changed is named", "[checkpoint]") {
+  const testing::Folder folder;
+  const auto path = write_snapshot(folder.path, {{{"a", at::zeros({3})}, {"b", at::zeros({3})}}, {}}, {});
+  auto text = contents(path / "shard-00000.safetensors");
+  text.back() = '\1';
+  replace(path / "shard-00000.safetensors", text);
+  CHECK_THROWS_WITH(read_snapshot(path), ContainsSubstring("tensor 'b' has another checksum"));
 }
 
 TEST_CASE("a writer does not hold up its caller, and copies are of the time of the call", "[checkpoint]") {
