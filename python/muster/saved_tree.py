@@ -32,7 +32,7 @@ def decode(document: str, tensors: Mapping[str, Tensor]) -> Any:
     """The value. Raises CheckpointError for what encode() does not give."""
     try:
         return _built(json.loads(document), tensors)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"this is no document of a checkpoint ({error!r}); load another one") from error
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,54 +21,14 @@ from muster.options import StrategyOptions
 from muster.precision import LossScale, LossScaler
 from muster.prepared_optimizer import PreparedOptimizer
 from muster.preparing import Preparation
-from muster.replicated import Replicated
+from muster.saved_layout import FORMAT, check_content, check_format, compare_generators, compare_module, compare_names
 from muster.sharded_embedding import ShardedEmbedding
 from muster.stepping import Stepping
+from muster.writing import Writing
 
-__all__ = ["Saving", "Writing"]
+__all__ = ["Saving"]
 
-_FORMAT = 1
-_POLL = 0.002  # seconds between two looks at whether a checkpoint is written
-
-
-class Writing:
-    """Checkpoints on their way to the disk. It knows nothing of its strategy, which it outlives."""
-
-    def __init__(self) -> None:
-        self._writer: _C.SnapshotWriter | None = None
-        self._made_with: tuple[Path, int | None] | None = None
-        """The folder and `keep` of the writer."""
-        self._pid = os.getpid()
-
-    def write(
-        self, folder: Path, keep: int | None, tensors: dict[str, Tensor], metadata: dict[str, str | int | float]
-    ) -> None:
-        """Copies the tensors and begins to write, once the last checkpoint is written. Raises CheckpointError where
-        that went wrong, or the folder cannot be used."""
-        self.finish()
-        made_with = (folder.absolute(), keep)
-        if self._writer is None or self._made_with != made_with:
-            self._writer = None  # which lets the folder go
-            self._writer, self._made_with = _C.SnapshotWriter(made_with[0], keep), made_with
-        self._writer.write_copy(tensors, metadata)
-
-    def finish(self) -> None:
-        """Waits until the last checkpoint is written; raises CheckpointError, once, where it could not be. Ctrl-C ends
-        the wait, and not the writing."""
-        if self._writer is None:
-            return
-        while not self._writer.is_done:
-            time.sleep(_POLL)
-        self._writer.wait()
-
-    def end(self) -> None:
-        """As finish(), and lets the folder go. No-op in a fork of the process."""
-        if os.getpid() != self._pid:
-            return
-        try:
-            self.finish()
-        finally:
-            self._writer = None
+_T = TypeVar("_T")
 
 
 class Saving:
@@ -97,66 +56,94 @@ class Saving:
     def save(self, folder: str | os.PathLike[str], keep: int | None, state: Mapping[str, Any]) -> None:
         """As `Strategy.save`."""
         self._check_callable("save")
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise InvalidArgument(f"keep={keep!r}: it must be an int >= 1, or None, which keeps all checkpoints")
         if self._has_servers and self._core.rank != 0:
             return
-        content = self._content(state)
-        error: Error | None = None
-        if self._core.rank == 0:
-            try:
-                document, tensors = saved_tree.encode(content)
-                metadata: dict[str, str | int | float] = {
-                    "muster.format": _FORMAT,
-                    "muster.version": _C.__version__,
-                    "torch.version": torch.__version__,
-                    "steps": self._core.steps,
-                    "content": document,
-                }
-                self.writing.write(Path(folder), keep, tensors, metadata)
-            except Error as raised:
-                error = raised
-        self._tell_all(error, "save", alone=self._has_servers)
+
+        def given() -> dict[str, Any]:
+            if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+                raise InvalidArgument(f"keep={keep!r}: it must be an int >= 1, or None, which keeps all checkpoints")
+            return {
+                name: {"object": value.state_dict()}
+                if callable(getattr(value, "state_dict", None))
+                else {"value": value}
+                for name, value in state.items()
+            }
+
+        def write() -> None:
+            content = {**self._content(), "state": described}
+            if self._core.rank != 0:
+                return
+            document, tensors = saved_tree.encode(content)
+            metadata: dict[str, str | int | float] = {
+                "muster.format": FORMAT,
+                "muster.version": _C.__version__,
+                "torch.version": torch.__version__,
+                "steps": self._core.steps,
+                "content": document,
+            }
+            self.writing.write(Path(folder), keep, tensors, metadata)
+
+        # Code of users comes before the first collective: where it raises on one rank, no other is left waiting.
+        described = self._together("save", given, alone=self._has_servers)
+        self._together("save", write, alone=self._has_servers)
 
     def load(self, folder: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[str, Any] | None:
         """As `Strategy.load`."""
         self._check_callable("load")
-        for name, given in state.items():
-            if not callable(getattr(given, "load_state_dict", None)):
-                raise InvalidArgument(
-                    f"{name}= is a {type(given).__name__} without load_state_dict(); values that were saved are in "
-                    "what load() returns: leave it out"
-                )
-        found: tuple[dict[str, Tensor], dict[str, str | int | float]] | None = None
-        error: Error | None = None
         joins = self._core.joins
-        if joins or self._core.rank == 0:
-            try:
-                self.writing.finish()
-                found = _C.read_newest_snapshot(Path(folder))
-                if found is not None:
-                    _check_format(found[1], folder)
-            except Error as raised:
-                error = raised
-        self._tell_all(error, "load", alone=joins)
-        sent: dict[str, Any] | None = None
-        if found is not None:
-            sent = {"content": found[1]["content"], "tensors": found[0]}
-        if self._core.num_workers > 1 and not joins:
+        alone = joins or self._core.num_workers == 1
+
+        def read() -> tuple[dict[str, Tensor], str] | None:
+            for name, given in state.items():
+                if not callable(getattr(given, "load_state_dict", None)):
+                    raise InvalidArgument(
+                        f"{name}= is a {type(given).__name__} without load_state_dict(); values that were saved are "
+                        "in what load() returns: leave it out"
+                    )
+            return self._read(Path(folder)) if joins or self._core.rank == 0 else None
+
+        def compared() -> dict[str, Any]:
+            saved: dict[str, Any] = saved_tree.decode(sent["content"], sent["tensors"])
+            _compare_state(saved["state"], state)
+            if not joins:
+                self._compare(saved)
+            return saved
+
+        def take() -> None:
+            for name, given in state.items():
+                given.load_state_dict(saved["state"][name]["object"])
+            if not joins:  # else it has them from the servers, later ones
+                self._take(saved)
+
+        found = self._together("load", read, alone=alone)
+        sent: Any = None if found is None else {"tensors": found[0], "content": found[1]}
+        if not alone:
             sent = self._collectives.broadcast(sent, 0)
         if sent is None:
             return None
-        saved = saved_tree.decode(sent["content"], sent["tensors"])
-        _compare_state(saved["state"], state)
-        if not joins:  # else it has them from the servers, later ones
-            self._compare(saved)
-            self._take(saved)
-        for name, given in state.items():
-            given.load_state_dict(saved["state"][name]["object"])
+        saved = self._together("load", compared, alone=alone)
+        self._together("load", take, alone=alone)
         return {name: value["value"] for name, value in saved["state"].items() if "value" in value}
+
+    def _read(self, folder: Path) -> tuple[dict[str, Tensor], str] | None:
+        """The tensors and the document of the newest checkpoint."""
+        self.writing.finish()
+        found = _C.read_newest_snapshot(folder)
+        if found is None:
+            return None
+        tensors, metadata = found
+        check_format(metadata, folder)
+        document = str(metadata.get("content"))
+        try:
+            check_content(saved_tree.decode(document, tensors))
+        except CheckpointError as error:
+            raise CheckpointError(f"the newest good checkpoint in '{folder}' cannot be loaded: {error}") from error
+        return tensors, document
 
     def _check_callable(self, what: str) -> None:
         self._preparation.check_open()
+        if not self.writing.is_of_this_process:
+            raise InvalidArgument(f"{what}() was called in a fork of the strategy's process; call it in that one")
         if self._collectives.is_in_step:
             raise InvalidArgument(f"{what}() was called inside a step; call it between steps, on every rank")
         if self._core.open_sets():
@@ -171,7 +158,7 @@ class Saving:
 
     # --- what a checkpoint holds ---
 
-    def _content(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _content(self) -> dict[str, Any]:
         core = self._core
         for replicated in self._preparation.modules:
             for name, module in replicated.module.named_modules():
@@ -196,12 +183,6 @@ class Saving:
             "loss_scales": self._loss_scales(),
             "loaders": [_state_of_loader(loader) for loader in self._preparation.loaders],
             "generators": generators,
-            "state": {
-                name: {"object": given.state_dict()}
-                if callable(getattr(given, "state_dict", None))
-                else {"value": given}
-                for name, given in state.items()
-            },
         }
 
     def _state_of(self, prepared: PreparedOptimizer) -> dict[str, Any]:
@@ -239,14 +220,29 @@ class Saving:
             for number in sets.numbers()
         ]
 
-    def _tell_all(self, error: Error | None, what: str, *, alone: bool) -> None:
-        """Raises what went wrong at the chief; on every rank, and collective, unless it acts alone."""
+    def _together(self, what: str, act: Callable[[], _T], *, alone: bool) -> _T:
+        """What `act` gives, which every rank calls; where it raises on any, all raise. Collective, unless `alone`."""
+        error: BaseException | None = None
+        try:
+            result = act()
+        except BaseException as raised:
+            error = raised
         if self._core.num_workers > 1 and not alone:
-            told = self._core.exchange_texts("" if error is None else str(error))[0]
-            if told and error is None:
-                raise CheckpointError(f"{what}() failed on rank 0: {told}")
+            mine = "" if error is None else f"{type(error).__name__}\n{_text_of(error)}"
+            try:
+                told = self._core.exchange_texts(mine)
+            except Error:
+                if error is None:
+                    raise
+                told = []
+            for rank, text in enumerate(told):
+                if text and error is None:
+                    kind, _, words = text.partition("\n")
+                    shown = LayoutMismatch if kind == LayoutMismatch.__name__ else CheckpointError
+                    raise shown(f"{what}() failed on rank {rank}: {words}")
         if error is not None:
             raise error
+        return result
 
     # --- reading ---
 
@@ -265,15 +261,12 @@ class Saving:
                     "that saved it had prepared, in the same order, before load()"
                 )
         for number, (module, tensors) in enumerate(zip(modules, saved["modules"], strict=True)):
-            _compare_module(module, tensors, f"module {number}")
+            compare_module(module, tensors, f"module {number}")
         for number, (optimizer, theirs) in enumerate(zip(optimizers, saved["optimizers"], strict=True)):
             self._compare_optimizer(optimizer, theirs, f"optimizer {number}")
         for number, (loader, theirs) in enumerate(zip(loaders, saved["loaders"], strict=True)):
-            if loader.has_place and len(theirs["generators"]) != loader.num_generators:
-                raise LayoutMismatch(
-                    f"loader {number} has {loader.num_generators} generators of its own, and the checkpoint states of "
-                    f"{len(theirs['generators'])}; give it the generators that it had"
-                )
+            if loader.has_place:
+                compare_generators(loader.generators, theirs["generators"], f"loader {number}")
 
     def _compare_optimizer(self, prepared: PreparedOptimizer, saved: dict[str, Any], what: str) -> None:
         name = type(prepared.optimizer).__name__
@@ -287,7 +280,9 @@ class Saving:
         for number, (group, theirs) in enumerate(zip(prepared.optimizer.param_groups, saved["groups"], strict=True)):
             ours = names[first : first + len(group["params"])]
             first += len(ours)
-            _compare_names(ours, theirs["params"], f"group {number} of {what}")
+            compare_names(ours, theirs["params"], f"group {number} of {what}")
+        if unknown := next((name for name in saved["state"] if name not in names), None):
+            raise LayoutMismatch(f"the checkpoint has state of '{unknown}' in {what}, which lacks it; build that one")
 
     def _take(self, saved: dict[str, Any]) -> None:
         for module, tensors in zip(self._preparation.modules, saved["modules"], strict=True):
@@ -317,17 +312,9 @@ class Saving:
         }
 
 
-def _check_format(metadata: Mapping[str, str | int | float], folder: str | os.PathLike[str]) -> None:
-    found = metadata.get("muster.format")
-    if found is None:
-        raise CheckpointError(
-            f"what is in '{folder}' are no checkpoints of a strategy; give the folder that save() wrote"
-        )
-    if found != _FORMAT:
-        raise CheckpointError(
-            f"the checkpoints in '{folder}' are of format {found}, and this Muster reads {_FORMAT}; load them with the "
-            f"version that wrote them ({metadata.get('muster.version')})"
-        )
+def _text_of(error: BaseException) -> str:
+    text = str(error)
+    return text if isinstance(error, Error) else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _state_of_loader(loader: Loader[Any]) -> dict[str, Any]:
@@ -346,31 +333,6 @@ def _take_place(loader: Loader[Any], saved: dict[str, Any]) -> None:
             saved["epoch"],
             saved["batches"],
         )
-
-
-def _compare_module(module: Replicated[Any], saved: Mapping[str, Any], what: str) -> None:
-    ours = module.state_dict()
-    _compare_names(ours, saved, what)
-    for name, value in ours.items():
-        theirs = saved[name]
-        if isinstance(value, Tensor) and isinstance(theirs, Tensor) and value.shape != theirs.shape:
-            raise LayoutMismatch(
-                f"'{name}' of {what} has shape {tuple(value.shape)}, and in the checkpoint {tuple(theirs.shape)}; "
-                "build the model that was saved"
-            )
-
-
-def _compare_names(ours: Iterable[str], saved: Iterable[str], what: str) -> None:
-    """Whatever their order."""
-    here, there = dict.fromkeys(ours), dict.fromkeys(saved)
-    for name in here:
-        if name not in there:
-            raise LayoutMismatch(f"the checkpoint lacks '{name}' of {what}; build the model that was saved")
-    for name in there:
-        if name not in here:
-            raise LayoutMismatch(
-                f"the checkpoint has '{name}' in {what}, which lacks it; build the model that was saved"
-            )
 
 
 def _compare_state(saved: Mapping[str, Any], asked: Iterable[str]) -> None:

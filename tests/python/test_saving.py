@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import muster
-from muster.saving import Writing
+from muster.writing import Writing
 from support.ranks import run_ranks
 from support.servers import Servers, alone, on_servers
 
