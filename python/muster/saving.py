@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 from collections import Counter
@@ -104,16 +106,28 @@ class Saving:
 
         def compared() -> dict[str, Any]:
             saved: dict[str, Any] = saved_tree.decode(sent["content"], sent["tensors"])
-            _compare_state(saved["state"], state)
-            if not joins:
-                self._compare(saved)
+            try:
+                _compare_state(saved["state"], state)
+                if not joins:
+                    self._compare(saved)
+            except LayoutMismatch as error:
+                raise LayoutMismatch(f"'{_place_of(sent['content'], Path(folder))}': {error}") from error
             return saved
 
         def take() -> None:
-            for name, given in state.items():
-                given.load_state_dict(saved["state"][name]["object"])
-            if not joins:  # else it has them from the servers, later ones
-                self._take(saved)
+            def take_objects() -> None:
+                for name, given in state.items():
+                    given.load_state_dict(saved["state"][name]["object"])
+
+            if joins:  # it has the rest from the servers, later ones
+                take_objects()
+                return
+            try:
+                self._take_optimizers(saved, take_objects)
+            except Exception as error:
+                error.add_note(f"while '{_place_of(sent['content'], Path(folder))}' was loaded")
+                raise
+            self._take(saved)
 
         found = self._together("load", read, alone=alone)
         sent: Any = None if found is None else {"tensors": found[0], "content": found[1]}
@@ -137,7 +151,7 @@ class Saving:
         try:
             check_content(saved_tree.decode(document, tensors))
         except CheckpointError as error:
-            raise CheckpointError(f"the newest good checkpoint in '{folder}' cannot be loaded: {error}") from error
+            raise CheckpointError(f"'{_place_of(document, folder)}' cannot be loaded: {error}") from error
         return tensors, document
 
     def _check_callable(self, what: str) -> None:
@@ -284,11 +298,22 @@ class Saving:
         if unknown := next((name for name in saved["state"] if name not in names), None):
             raise LayoutMismatch(f"the checkpoint has state of '{unknown}' in {what}, which lacks it; build that one")
 
+    def _take_optimizers(self, saved: dict[str, Any], then: Callable[[], None]) -> None:
+        """Loads them, and calls `then`. Where that or torch raises, they are as they were."""
+        optimizers = self._preparation.optimizers
+        before = [(each.optimizer, each.optimizer.state, each.optimizer.param_groups) for each in optimizers]
+        try:
+            for prepared, theirs in zip(optimizers, saved["optimizers"], strict=True):
+                prepared.optimizer.load_state_dict(self._with_numbers(prepared, theirs))
+            then()
+        except BaseException:
+            for optimizer, state, groups in before:
+                optimizer.state, optimizer.param_groups = state, groups
+            raise
+
     def _take(self, saved: dict[str, Any]) -> None:
         for module, tensors in zip(self._preparation.modules, saved["modules"], strict=True):
             module.load_state_dict(tensors)
-        for prepared, theirs in zip(self._preparation.optimizers, saved["optimizers"], strict=True):
-            prepared.optimizer.load_state_dict(self._with_numbers(prepared, theirs))
         for loader, theirs in zip(self._preparation.loaders, saved["loaders"], strict=True):
             _take_place(loader, theirs)
         for scale in saved["loss_scales"]:
@@ -310,6 +335,15 @@ class Saving:
                 {**group, "params": sorted(numbers[name] for name in group["params"])} for group in saved["groups"]
             ],
         }
+
+
+def _place_of(document: str, folder: Path) -> Path:
+    """The checkpoint that has this document, for messages; the folder where this rank cannot tell."""
+    for path in sorted(folder.glob("snapshot-*/manifest.json"), reverse=True):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            if json.loads(path.read_text())["manifest"]["strings"]["content"] == document:
+                return path
+    return folder
 
 
 def _text_of(error: BaseException) -> str:
