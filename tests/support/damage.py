@@ -123,7 +123,8 @@ NESTED = "[" * 100_000
 WRONG: list[Any] = [
     None, True, -1, 0, 1, 7, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63), 10**400, 1e308, 0.5, "", "x", "é\ud800",
     "/", [], [[]], {}, {"tensor": "none"}, {"tensor": 3}, {"tensor": "generators"}, {"tuple": 5}, {"dict": []},
-    {"items": {}}, {"items": [[[], 1]]}, {"counter": 1}, {"float": []}, {"float": "nan"}, {"a": 1, "b": 2}, {"object": None},
+    {"items": {}}, {"items": [[[], 1]]},
+    {"counter": 1}, {"float": []}, {"float": "nan"}, {"a": 1, "b": 2}, {"object": None},
 ]  # fmt: skip
 
 
