@@ -10,7 +10,9 @@ import pytest
 
 from support.killed_jobs import Kills, with_seed
 
-LAYOUTS = ["mirrored", "workers", "sharded-1", "sharded-2", "sharded-3", "divided-2", "dealt-2"]
+LAYOUTS = ["mirrored", "workers", "sharded-2", "divided-2", "dealt-2"]
+"""Of the short tests: replicas in a process, workers, and workers with so many servers; batches that are each worker's
+own, divided over the live, or dealt."""
 POINTS = int(os.environ.get("MUSTER_KILLS", "26"))
 """Kills of each layout in the long test."""
 SEED = int(os.environ.get("MUSTER_KILLS_SEED", "1"))
@@ -38,7 +40,7 @@ def test_a_worker_that_is_killed_comes_again_and_no_sample_is_lost(layout: str, 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "sharded-1", "sharded-3"])
 def test_jobs_that_are_killed_at_many_points(layout: str, tmp_path: Path) -> None:
     killed(layout, tmp_path, POINTS, 2, SEED + 1)
 
@@ -51,5 +53,20 @@ def test_workers_that_are_killed_at_many_points_come_again(layout: str, tmp_path
         kills = Kills(layout, tmp_path, SEED)
         for number in range(max(1, POINTS // 4)):
             kills.joining(f"joining-{number}", number % 2)
+
+    with_seed(SEED, act)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("layout", ["workers", "sharded-1", "sharded-2", "sharded-3"])
+def test_launched_jobs_that_are_killed_end_with_the_same_bits(layout: str, tmp_path: Path) -> None:
+    def act() -> None:
+        kills = Kills(layout, tmp_path, SEED)
+        # The launcher, what starts the workers, a worker or all of them, servers, and everything.
+        for victim in ("muster run", "muster.agent", "worker.py", "muster serve", ""):
+            if "serve" not in victim or layout != "workers":
+                kills.launched(f"launched-{victim}", victim)
+        print(f"{layout}: {kills.points} kills of a launched job, which left {dict(kills.found)}")
 
     with_seed(SEED, act)

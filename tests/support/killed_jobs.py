@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +19,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import muster
 from muster import _C, saved_tree
-from support.commands import wait_until
+from support.commands import Command, wait_until
 from support.ranks import Ranks, process_context
 from support.servers import Servers, on_servers
 
@@ -24,6 +27,7 @@ SAMPLES, EPOCHS, EVERY = 80, 3, 5
 DATA = TensorDataset(
     torch.arange(8.0 * SAMPLES).view(SAMPLES, 8).sin(), torch.arange(SAMPLES) % 3, torch.arange(SAMPLES)
 )
+TESTS = str(Path(__file__).parents[1])
 JOINED, AGAIN = "joined", "again"
 """A life in which a worker dies, which the others wait for before the last epoch, and the file that says it came."""
 WORKERS = {"mirrored": 1}
@@ -46,7 +50,7 @@ class Notes:
 
 def notes_of(folder: Path, life: str) -> list[list[list[str]]]:
     """By rank, the words of each line."""
-    return [[line.split() for line in path.read_text().splitlines()] for path in sorted(folder.glob(f"{life}.*"))]
+    return [[line.split() for line in path.read_text().splitlines()] for path in sorted(folder.glob(f"{life}.?"))]
 
 
 def build_strategy(layout: str, addresses: list[str]) -> muster.Strategy:
@@ -100,6 +104,13 @@ def train(layout: str, folder: Path, notes_folder: Path, life: str, addresses: l
         result = [value.detach().numpy().copy() for value in values]
         notes.add("ends", strategy.steps)
     return result
+
+
+def main() -> None:
+    """A worker that `muster run` starts."""
+    layout, folder, notes, life = sys.argv[1:]
+    values = train(layout, Path(folder), Path(notes), life, [])
+    torch.save([torch.from_numpy(value) for value in values], f"{notes}/{life}-{os.environ['RANK']}.pt")
 
 
 def _host(number: int, pipe: Any) -> None:
@@ -246,6 +257,36 @@ class Kills:
             check_samples(notes, "last")
         else:
             assert all(same(each, self.expected) for each in results)
+
+    def launched(self, name: str, victim: str) -> None:
+        """As `chain`, of `muster run`: the processes with this word in their commands are killed, first of all, and
+        nothing else may be left before the job is started again."""
+        (notes := self._folder / name / "notes").mkdir(parents=True)
+        folder = self._folder / name / "saved"
+        script = self._folder / "worker.py"
+        script.write_text("from support.killed_jobs import main\nmain()\n")
+        layout = ["--workers", 2, "--servers", num_servers(self.layout)]
+        variables = {"PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])}
+        with Command("run", *layout, script, self.layout, folder, notes, "killed", **variables) as job:
+            lines = self._dice.randrange(1, SAMPLES)
+            path = notes / "killed.0"
+            wait_until(lambda: path.exists() and len(path.read_text().splitlines()) > lines, "it has begun")
+            for process in job.processes(victim):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            wait_until(lambda: job.processes() == [], "all processes end", 60)
+        saved = last_saved(notes, "killed")
+        check_folder(folder, saved)
+        with Command("run", *layout, script, self.layout, folder, notes, "last", **variables) as job:
+            returncode, _, err = job.end(120)
+            assert returncode == 0, err
+        for rank in range(2):
+            values = [tensor.numpy() for tensor in torch.load(notes / f"last-{rank}.pt")]
+            assert same(values, self.expected)
+        (begun,) = {line[1] for lines in notes_of(notes, "last") for line in lines if line[0] == "begins"}
+        assert int(begun) >= saved - EVERY
+        self.found["no checkpoint" if begun == "0" else "a checkpoint"] += 1
+        self.points += 1
 
     def _wait(self, folder: Path, kills: int) -> None:
         """Until a life is to be killed: any time, or one at which a checkpoint is being written."""
