@@ -3,6 +3,7 @@ one that nothing happened to."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -21,8 +22,10 @@ SEED = int(os.environ.get("MUSTER_KILLS_SEED", "1"))
 def killed(layout: str, folder: Path, points: int, per_chain: int, seed: int) -> None:
     def act() -> None:
         kills = Kills(layout, folder, seed)
-        while kills.points < points:
-            kills.chain(f"chain-{kills.points}", min(per_chain, points - kills.points))
+        for number in itertools.count():
+            if kills.points == points:
+                break
+            kills.chain(f"chain-{number}", min(per_chain, points - kills.points))
         print(f"{layout}: {kills.points} kills, which left {dict(kills.found)}")
 
     with_seed(seed, act)
@@ -53,6 +56,7 @@ def test_workers_that_are_killed_at_many_points_come_again(layout: str, tmp_path
         kills = Kills(layout, tmp_path, SEED)
         for number in range(max(1, POINTS // 4)):
             kills.joining(f"joining-{number}", number % 2)
+        print(f"{layout}: {kills.points} workers that came again")
 
     with_seed(SEED, act)
 
@@ -64,9 +68,9 @@ def test_launched_jobs_that_are_killed_end_with_the_same_bits(layout: str, tmp_p
     def act() -> None:
         kills = Kills(layout, tmp_path, SEED)
         # The launcher, what starts the workers, a worker or all of them, servers, and everything.
-        for victim in ("muster run", "muster.agent", "worker.py", "muster serve", ""):
+        for victim in ("muster run", "muster.agent", "-u /", "muster serve", ""):
             if "serve" not in victim or layout != "workers":
-                kills.launched(f"launched-{victim}", victim)
+                kills.launched(f"launched-{kills.points}", victim)
         print(f"{layout}: {kills.points} kills of a launched job, which left {dict(kills.found)}")
 
     with_seed(SEED, act)
