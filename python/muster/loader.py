@@ -183,9 +183,9 @@ class Loader(Generic[BatchT_co]):
         return self._sharded or self._host.passes is None
 
     @property
-    def num_generators(self) -> int:
-        """How many generators the user gave to the loader and its sampler."""
-        return len(self._generators)
+    def generators(self) -> list[torch.Generator]:
+        """Those that the user gave to the loader and its sampler."""
+        return self._generators
 
     def _check_has_place(self) -> None:
         if not self.has_place:

@@ -7,7 +7,7 @@ optimizer's groups. Its class may be unknown (None).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +15,9 @@ from torch import Tensor
 from muster import _C
 from muster.errors import LayoutMismatch
 from muster.prepared_optimizer import PreparedOptimizer
+from muster.saved_layout import compare_names
 
-__all__ = ["compare", "compare_names", "state_of", "with_numbers"]
+__all__ = ["compare", "state_of", "with_numbers"]
 
 _DECOUPLED = "decoupled_weight_decay"  # what tells AdamW from Adam
 
@@ -53,6 +54,8 @@ def compare(core: _C.StrategyCore, prepared: PreparedOptimizer, saved: Mapping[s
         count = len(group["params"])
         compare_names(names[first : first + count], other["params"], f"group {number} of {what}")
         first += count
+    if unknown := next((name for name in saved["state"] if name not in names), None):
+        raise LayoutMismatch(f"the checkpoint has state of '{unknown}' in {what}, which lacks it; build that one")
 
 
 def with_numbers(core: _C.StrategyCore, prepared: PreparedOptimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,19 +69,6 @@ def with_numbers(core: _C.StrategyCore, prepared: PreparedOptimizer, saved: Mapp
         "state": {numbers[name]: values for name, values in saved["state"].items()},
         "param_groups": [{**group, "params": sorted(numbers[name] for name in group["params"])} for group in groups],
     }
-
-
-def compare_names(ours: Iterable[str], saved: Iterable[str], what: str) -> None:
-    """Whatever their order. Raises LayoutMismatch."""
-    here, there = dict.fromkeys(ours), dict.fromkeys(saved)
-    for name in here:
-        if name not in there:
-            raise LayoutMismatch(f"the checkpoint lacks '{name}' of {what}; build the model that was saved")
-    for name in there:
-        if name not in here:
-            raise LayoutMismatch(
-                f"the checkpoint has '{name}' in {what}, which lacks it; build the model that was saved"
-            )
 
 
 def _names_of(core: _C.StrategyCore, prepared: PreparedOptimizer) -> list[str]:

@@ -32,7 +32,7 @@ def decode(document: str, tensors: Mapping[str, Tensor]) -> Any:
     """The value. Raises CheckpointError for what encode() does not give."""
     try:
         return _built(json.loads(document), tensors)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"this is no document of a checkpoint ({error!r}); load another one") from error
 
 
@@ -43,6 +43,10 @@ def _described(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
         name = path
         while name in tensors:  # a key with a slash
             name += "'"
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgument(f"{name!r} is no text that a file can have as a name; give the key another") from None
         tensors[name] = value.detach().cpu()
         return {"tensor": name}
     if value is None or isinstance(value, (bool, str)):

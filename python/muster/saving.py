@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,61 +21,21 @@ from muster.loader_host import LoaderHost
 from muster.options import StrategyOptions
 from muster.precision import LossScale, LossScaler
 from muster.preparing import Preparation
-from muster.replicated import Replicated
-from muster.saved_optimizer import compare_names
+from muster.saved_layout import (
+    FORMAT,
+    check_content,
+    check_format,
+    compare_generators,
+    compare_module,
+    with_all_parts,
+)
 from muster.sharded_embedding import ShardedEmbedding
 from muster.stepping import Stepping
+from muster.writing import Writing
 
-__all__ = ["Saving", "Writing"]
+__all__ = ["Saving"]
 
 _T = TypeVar("_T")
-_FORMAT = 1
-_ABSENT: dict[str, Any] = {
-    **dict.fromkeys(("strategy", "modules", "optimizers", "loss_scales", "loaders", "generators")),
-    "state": {},
-}
-"""What load() leaves as it is in the program. A checkpoint that was converted from other files lacks most."""
-_POLL = 0.002  # seconds between two looks at whether a checkpoint is written
-
-
-class Writing:
-    """Checkpoints on their way to the disk. It knows nothing of its strategy, which it outlives."""
-
-    def __init__(self) -> None:
-        self._writer: _C.SnapshotWriter | None = None
-        self._made_with: tuple[Path, int | None] | None = None
-        """The folder and `keep` of the writer."""
-        self._pid = os.getpid()
-
-    def write(
-        self, folder: Path, keep: int | None, tensors: dict[str, Tensor], metadata: dict[str, str | int | float]
-    ) -> None:
-        """Copies the tensors and begins to write, once the last checkpoint is written. Raises CheckpointError where
-        that went wrong, or the folder cannot be used."""
-        self.finish()
-        made_with = (folder.absolute(), keep)
-        if self._writer is None or self._made_with != made_with:
-            self._writer = None  # which lets the folder go
-            self._writer, self._made_with = _C.SnapshotWriter(made_with[0], keep), made_with
-        self._writer.write_copy(tensors, metadata)
-
-    def finish(self) -> None:
-        """Waits until the last checkpoint is written; raises CheckpointError, once, where it could not be. Ctrl-C ends
-        the wait, and not the writing."""
-        if self._writer is None:
-            return
-        while not self._writer.is_done:
-            time.sleep(_POLL)
-        self._writer.wait()
-
-    def end(self) -> None:
-        """As finish(), and lets the folder go. No-op in a fork of the process."""
-        if os.getpid() != self._pid:
-            return
-        try:
-            self.finish()
-        finally:
-            self._writer = None
 
 
 class Saving:
@@ -102,26 +63,36 @@ class Saving:
     def save(self, folder: str | os.PathLike[str], keep: int | None, state: Mapping[str, Any]) -> None:
         """As `Strategy.save`."""
         self._check_callable("save")
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise InvalidArgument(f"keep={keep!r}: it must be an int >= 1, or None, which keeps all checkpoints")
         if self._has_servers and self._core.rank != 0:
             return
-        content = self._content(state)
-        error: Error | None = None
-        if self._core.rank == 0:
-            try:
-                document, tensors = saved_tree.encode(content)
-                metadata: dict[str, str | int | float] = {
-                    "muster.format": _FORMAT,
-                    "muster.version": _C.__version__,
-                    "torch.version": torch.__version__,
-                    "steps": self._core.steps,
-                    "content": document,
-                }
-                self.writing.write(Path(folder), keep, tensors, metadata)
-            except Error as raised:
-                error = raised
-        self._tell_all(error, "save", alone=self._has_servers)
+
+        def given() -> dict[str, Any]:
+            if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+                raise InvalidArgument(f"keep={keep!r}: it must be an int >= 1, or None, which keeps all checkpoints")
+            return {
+                name: {"object": value.state_dict()}
+                if callable(getattr(value, "state_dict", None))
+                else {"value": value}
+                for name, value in state.items()
+            }
+
+        def write() -> None:
+            content = {**self._content(), "state": described}
+            if self._core.rank != 0:
+                return
+            document, tensors = saved_tree.encode(content)
+            metadata: dict[str, str | int | float] = {
+                "muster.format": FORMAT,
+                "muster.version": _C.__version__,
+                "torch.version": torch.__version__,
+                "steps": self._core.steps,
+                "content": document,
+            }
+            self.writing.write(Path(folder), keep, tensors, metadata)
+
+        # Code of users comes before the first collective: where it raises on one rank, no other is left waiting.
+        described = self._together("save", given, alone=self._has_servers)
+        self._together("save", write, alone=self._has_servers)
 
     def load(self, folder: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[str, Any] | None:
         """As `Strategy.load`."""
@@ -130,42 +101,72 @@ class Saving:
             raise InvalidArgument(
                 "parameter servers hold values and state from the first step on; load() before it, in a new job"
             )
-        for name, given in state.items():
-            if not callable(getattr(given, "load_state_dict", None)):
-                raise InvalidArgument(
-                    f"{name}= is a {type(given).__name__} without load_state_dict(); values that were saved are in "
-                    "what load() returns: leave it out"
-                )
-        found: tuple[dict[str, Tensor], dict[str, str | int | float]] | None = None
-        error: Error | None = None
         joins = self._core.joins
-        if joins or self._core.rank == 0:
+        alone = joins or self._core.num_workers == 1
+
+        def read() -> tuple[dict[str, Tensor], str] | None:
+            for name, given in state.items():
+                if not callable(getattr(given, "load_state_dict", None)):
+                    raise InvalidArgument(
+                        f"{name}= is a {type(given).__name__} without load_state_dict(); values that were saved are "
+                        "in what load() returns: leave it out"
+                    )
+            return self._read(Path(folder)) if joins or self._core.rank == 0 else None
+
+        def compared() -> dict[str, Any]:
+            saved: dict[str, Any] = with_all_parts(saved_tree.decode(sent["content"], sent["tensors"]))
             try:
-                self.writing.finish()
-                found = _C.read_newest_snapshot(Path(folder))
-                if found is not None:
-                    _check_format(found[1], folder)
-            except Error as raised:
-                error = raised
-        self._tell_all(error, "load", alone=joins)
-        sent: dict[str, Any] | None = None
-        if found is not None:
-            sent = {"content": found[1]["content"], "tensors": found[0]}
-        if self._core.num_workers > 1 and not joins:
+                _compare_state(saved["state"], state)
+                if not joins:
+                    self._compare(saved)
+            except LayoutMismatch as error:
+                raise LayoutMismatch(f"'{_place_of(sent['content'], Path(folder))}': {error}") from error
+            return saved
+
+        def take() -> None:
+            def take_objects() -> None:
+                for name, given in state.items():
+                    given.load_state_dict(_state_of_object(saved["state"][name]))
+
+            if joins:  # it has the rest from the servers, later ones
+                take_objects()
+                return
+            try:
+                self._take_optimizers(saved, take_objects)
+            except Exception as error:
+                error.add_note(f"while '{_place_of(sent['content'], Path(folder))}' was loaded")
+                raise
+            self._take(saved)
+
+        found = self._together("load", read, alone=alone)
+        sent: Any = None if found is None else {"tensors": found[0], "content": found[1]}
+        if not alone:
             sent = self._collectives.broadcast(sent, 0)
         if sent is None:
             return None
-        saved = {**_ABSENT, **saved_tree.decode(sent["content"], sent["tensors"])}
-        _compare_state(saved["state"], state)
-        if not joins:  # else it has them from the servers, later ones
-            self._compare(saved)
-            self._take(saved)
-        for name, given in state.items():
-            given.load_state_dict(_state_of_object(saved["state"][name]))
+        saved = self._together("load", compared, alone=alone)
+        self._together("load", take, alone=alone)
         return {name: kept["value"] for name, kept in saved["state"].items() if "value" in kept and name not in state}
+
+    def _read(self, folder: Path) -> tuple[dict[str, Tensor], str] | None:
+        """The tensors and the document of the newest checkpoint."""
+        self.writing.finish()
+        found = _C.read_newest_snapshot(folder)
+        if found is None:
+            return None
+        tensors, metadata = found
+        check_format(metadata, folder)
+        document = str(metadata.get("content"))
+        try:
+            check_content(with_all_parts(saved_tree.decode(document, tensors)))
+        except CheckpointError as error:
+            raise CheckpointError(f"'{_place_of(document, folder)}' cannot be loaded: {error}") from error
+        return tensors, document
 
     def _check_callable(self, what: str) -> None:
         self._preparation.check_open()
+        if not self.writing.is_of_this_process:
+            raise InvalidArgument(f"{what}() was called in a fork of the strategy's process; call it in that one")
         if self._collectives.is_in_step:
             raise InvalidArgument(f"{what}() was called inside a step; call it between steps, on every rank")
         if self._core.open_sets():
@@ -180,7 +181,7 @@ class Saving:
 
     # --- what a checkpoint holds ---
 
-    def _content(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _content(self) -> dict[str, Any]:
         core = self._core
         for replicated in self._preparation.modules:
             for name, module in replicated.module.named_modules():
@@ -205,12 +206,6 @@ class Saving:
             "loss_scales": self._loss_scales(),
             "loaders": [_state_of_loader(loader) for loader in self._preparation.loaders],
             "generators": generators,
-            "state": {
-                name: {"object": given.state_dict()}
-                if callable(getattr(given, "state_dict", None))
-                else {"value": given}
-                for name, given in state.items()
-            },
         }
 
     def _loss_scales(self) -> list[dict[str, Any]]:
@@ -226,14 +221,29 @@ class Saving:
             for number in sets.numbers()
         ]
 
-    def _tell_all(self, error: Error | None, what: str, *, alone: bool) -> None:
-        """Raises what went wrong at the chief; on every rank, and collective, unless it acts alone."""
+    def _together(self, what: str, act: Callable[[], _T], *, alone: bool) -> _T:
+        """What `act` gives, which every rank calls; where it raises on any, all raise. Collective, unless `alone`."""
+        error: BaseException | None = None
+        try:
+            result = act()
+        except BaseException as raised:
+            error = raised
         if self._core.num_workers > 1 and not alone:
-            told = self._core.exchange_texts("" if error is None else str(error))[0]
-            if told and error is None:
-                raise CheckpointError(f"{what}() failed on rank 0: {told}")
+            mine = "" if error is None else f"{type(error).__name__}\n{_text_of(error)}"
+            try:
+                told = self._core.exchange_texts(mine)
+            except Error:
+                if error is None:
+                    raise
+                told = []
+            for rank, text in enumerate(told):
+                if text and error is None:
+                    kind, _, words = text.partition("\n")
+                    shown = LayoutMismatch if kind == LayoutMismatch.__name__ else CheckpointError
+                    raise shown(f"{what}() failed on rank {rank}: {words}")
         if error is not None:
             raise error
+        return result
 
     # --- reading ---
 
@@ -252,21 +262,29 @@ class Saving:
                     "that saved it had prepared, in the same order, before load()"
                 )
         for number, (module, tensors) in enumerate(_pairs(modules, saved["modules"])):
-            _compare_module(module, tensors, f"module {number}")
+            compare_module(module, tensors, f"module {number}")
         for number, (optimizer, theirs) in enumerate(_pairs(optimizers, saved["optimizers"])):
             saved_optimizer.compare(self._core, optimizer, theirs, f"optimizer {number}")
         for number, (loader, theirs) in enumerate(_pairs(loaders, saved["loaders"])):
-            if loader.has_place and len(theirs["generators"]) != loader.num_generators:
-                raise LayoutMismatch(
-                    f"loader {number} has {loader.num_generators} generators of its own, and the checkpoint states of "
-                    f"{len(theirs['generators'])}; give it the generators that it had"
-                )
+            if loader.has_place:
+                compare_generators(loader.generators, theirs["generators"], f"loader {number}")
+
+    def _take_optimizers(self, saved: dict[str, Any], then: Callable[[], None]) -> None:
+        """Loads them, and calls `then`. Where that or torch raises, they are as they were."""
+        optimizers = self._preparation.optimizers
+        before = [(each.optimizer, each.optimizer.state, each.optimizer.param_groups) for each in optimizers]
+        try:
+            for prepared, theirs in _pairs(optimizers, saved["optimizers"]):
+                prepared.optimizer.load_state_dict(saved_optimizer.with_numbers(self._core, prepared, theirs))
+            then()
+        except BaseException:
+            for optimizer, state, groups in before:
+                optimizer.state, optimizer.param_groups = state, groups
+            raise
 
     def _take(self, saved: dict[str, Any]) -> None:
         for module, tensors in _pairs(self._preparation.modules, saved["modules"]):
             module.load_state_dict(tensors)
-        for prepared, theirs in _pairs(self._preparation.optimizers, saved["optimizers"]):
-            prepared.optimizer.load_state_dict(saved_optimizer.with_numbers(self._core, prepared, theirs))
         for loader, theirs in _pairs(self._preparation.loaders, saved["loaders"]):
             _take_place(loader, theirs)
         for scale in saved["loss_scales"] or ():
@@ -282,17 +300,18 @@ class Saving:
             torch.random.set_rng_state(generators[self._core.rank].clone())  # torch takes no view
 
 
-def _check_format(metadata: Mapping[str, str | int | float], folder: str | os.PathLike[str]) -> None:
-    found = metadata.get("muster.format")
-    if found is None:
-        raise CheckpointError(
-            f"what is in '{folder}' are no checkpoints of a strategy; give the folder that save() wrote"
-        )
-    if found != _FORMAT:
-        raise CheckpointError(
-            f"the checkpoints in '{folder}' are of format {found}, and this Muster reads {_FORMAT}; load them with the "
-            f"version that wrote them ({metadata.get('muster.version')})"
-        )
+def _place_of(document: str, folder: Path) -> Path:
+    """The checkpoint that has this document, for messages; the folder where this rank cannot tell."""
+    for path in sorted(folder.glob("snapshot-*/manifest.json"), reverse=True):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            if json.loads(path.read_text())["manifest"]["strings"]["content"] == document:
+                return path
+    return folder
+
+
+def _text_of(error: BaseException) -> str:
+    text = str(error)
+    return text if isinstance(error, Error) else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _state_of_loader(loader: Loader[Any]) -> dict[str, Any]:
@@ -315,18 +334,6 @@ def _take_place(loader: Loader[Any], saved: dict[str, Any]) -> None:
 
 def _pairs(ours: Sequence[_T], saved: Sequence[Any] | None) -> Iterator[tuple[_T, Any]]:
     return iter(()) if saved is None else zip(ours, saved, strict=True)
-
-
-def _compare_module(module: Replicated[Any], saved: Mapping[str, Any], what: str) -> None:
-    ours = module.state_dict()
-    compare_names(ours, saved, what)
-    for name, value in ours.items():
-        theirs = saved[name]
-        if isinstance(value, Tensor) and isinstance(theirs, Tensor) and value.shape != theirs.shape:
-            raise LayoutMismatch(
-                f"'{name}' of {what} has shape {tuple(value.shape)}, and in the checkpoint {tuple(theirs.shape)}; "
-                "build the model that was saved"
-            )
 
 
 def _state_of_object(kept: Mapping[str, Any]) -> Any:

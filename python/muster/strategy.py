@@ -229,7 +229,8 @@ class Strategy:
         load() and close() wait for it. A checkpoint is there whole or not at all. `keep`: how many of the newest stay
         (None: all). A folder belongs to one job at a time. Raises CheckpointError where this checkpoint or the last
         could not be written, InvalidArgument for an open window, for `state` that cannot be stored, and for tables that
-        are on parameter servers alone.
+        are on parameter servers alone; what one rank raises, a state_dict() of `state` included, is a CheckpointError
+        on the others.
         """
         self._saving.save(folder, keep, state)
 
@@ -241,8 +242,8 @@ class Strategy:
         Collective, after prepare(); the chief reads. The strategy and the number of replicas may be others than those
         that saved. With parameter servers before the first step; a worker that joins a running job loads `state` alone,
         from its own disk. Each damaged checkpoint is named in a warning, and the one before it loaded. Raises
-        CheckpointError where all are damaged, and LayoutMismatch, before anything is loaded, where other objects are
-        prepared than were saved.
+        CheckpointError where all are damaged, and on every rank LayoutMismatch, before anything is loaded, where other
+        objects are prepared than were saved.
         """
         return self._saving.load(folder, state)
 

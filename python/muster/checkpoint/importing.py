@@ -81,20 +81,15 @@ def convert(order: Order) -> tuple[Path, list[str]]:
 
 
 def _state_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """As named objects and values of a checkpoint, and what cannot be.
-
-    A dict may be the state of an object, which load() gives that object, or a value, which it returns: both, but for
-    one with tensors, which is not to be there twice.
-    """
+    """As named values of a checkpoint, and what cannot be."""
     state, notes = {}, []
     for name, value in values.items():
         try:
-            _, tensors = saved_tree.encode({name: value})
+            saved_tree.encode({name: value})
         except InvalidArgument as error:
             notes.append(f"'{name}' is left out: {error}")
             continue
-        kinds = ["value"] if not isinstance(value, Mapping) else ["object"] if tensors else ["object", "value"]
-        state[name] = dict.fromkeys(kinds, value)
+        state[name] = {"value": value}
     return state, notes
 
 

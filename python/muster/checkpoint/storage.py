@@ -37,7 +37,7 @@ from muster.checkpoint import reading
 from muster.checkpoint.converting import torch_value
 from muster.checkpoint.reading import Checkpoint
 from muster.errors import CheckpointError, InvalidArgument
-from muster.saving import Writing
+from muster.writing import Writing
 
 __all__ = ["StorageReader", "StorageWriter"]
 

@@ -1,0 +1,193 @@
+"""What a checkpoint must hold, and how it is compared with what is prepared, before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.errors import CheckpointError, LayoutMismatch
+from muster.replicated import Replicated
+
+__all__ = [
+    "FORMAT",
+    "check_content",
+    "check_format",
+    "compare_generators",
+    "compare_module",
+    "compare_names",
+    "with_all_parts",
+]
+
+FORMAT = 1
+
+
+def check_format(metadata: Mapping[str, str | int | float], folder: str | os.PathLike[str]) -> None:
+    """Raises CheckpointError for what `save` of this version does not write."""
+    found = metadata.get("muster.format")
+    if found is None:
+        raise CheckpointError(
+            f"what is in '{folder}' are no checkpoints of a strategy; give the folder that save() wrote"
+        )
+    if found != FORMAT:
+        raise CheckpointError(
+            f"the checkpoints in '{folder}' are of format {found}, and this Muster reads {FORMAT}; load them with the "
+            f"version that wrote them ({metadata.get('muster.version')})"
+        )
+
+
+def _is_below(limit: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and 0 <= value < limit
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_generator_state(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.uint8 and value.dim() == 1
+
+
+def _are_states_of_generators(value: Any) -> bool:
+    if not (isinstance(value, Tensor) and value.dtype == torch.uint8 and value.dim() == 2):
+        return False
+    try:
+        for state in value:
+            torch.Generator().set_state(state.clone())  # torch takes no view
+    except RuntimeError:
+        return False
+    return True
+
+
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, str) and value.isdecimal() and len(value) <= 20 and int(value) < 1 << 64
+
+
+def _is_name_or_none(value: Any) -> bool:
+    return value is None or _is_text(value)
+
+
+def _is_name_or_position(value: Any) -> bool:
+    return _is_text(value) or _COUNT(value)
+
+
+def _is_saved_object(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) == 1 and next(iter(value)) in ("object", "value")
+
+
+class _Every:
+    """A dict of any keys, whose values have one form."""
+
+    def __init__(self, form: Any) -> None:
+        self.form = form
+
+
+_COUNT = _is_below(1 << 62)
+_CONTENT = {
+    "strategy": {
+        "steps": _COUNT,
+        "calls": _COUNT,
+        "seed": _is_seed,
+        "workers": _COUNT,
+        "replicas": _COUNT,
+    },
+    "modules": [dict],
+    "optimizers": [{"name": _is_name_or_none, "groups": [{"params": [_is_name_or_position]}], "state": _Every(dict)}],
+    "loss_scales": [{"optimizers": [_COUNT], "scale": {"scale": _is_number, "_growth_tracker": _COUNT}}],
+    "loaders": [{"epoch": _COUNT, "batches": _COUNT, "generators": [_is_generator_state]}],
+    "generators": _are_states_of_generators,
+    "state": _Every(_is_saved_object),
+}
+"""The form of what `save` writes: dicts have these members at least, lists have items of one form."""
+
+
+def with_all_parts(saved: Any) -> Any:
+    """What was read, with None for the parts that it lacks: load() leaves those as they are in the program.
+
+    A checkpoint that was converted from other files lacks most.
+    """
+    return {**dict.fromkeys(_CONTENT), "state": {}, **saved} if isinstance(saved, dict) else saved
+
+
+def check_content(saved: Any) -> None:
+    """Raises CheckpointError, naming the place, for what is not of the form that `save` writes."""
+    form = _CONTENT
+    if isinstance(saved, dict):
+        form = {part: each for part, each in _CONTENT.items() if saved.get(part) is not None}
+    place = _misfit(saved, form, "")
+    if place is not None:
+        raise CheckpointError(f"'{place}' is not what a checkpoint has there; load another one")
+    known = range(len(saved["optimizers"] or ()))
+    if any(number not in known for scale in saved["loss_scales"] or () for number in scale["optimizers"]):
+        raise CheckpointError("'loss_scales' names an optimizer that is not in the checkpoint; load another one")
+
+
+def _misfit(value: Any, form: Any, path: str) -> str | None:
+    """The first place that has another form; None where there is none."""
+    if isinstance(form, (dict, _Every)):
+        if not isinstance(value, dict):
+            return path or "the document"
+        forms = dict.fromkeys(value, form.form) if isinstance(form, _Every) else form
+        pairs = [(f"{path}/{key}" if path else str(key), value.get(key), each) for key, each in forms.items()]
+    elif isinstance(form, list):
+        if not isinstance(value, list):
+            return path
+        pairs = [(f"{path}/{i}", item, form[0]) for i, item in enumerate(value)]
+    else:
+        fits = isinstance(value, form) if isinstance(form, type) else form(value)
+        return None if fits else path
+    return next((found for each in pairs if (found := _misfit(each[1], each[2], each[0])) is not None), None)
+
+
+def compare_module(module: Replicated[Any], saved: Mapping[str, Any], what: str) -> None:
+    """Raises LayoutMismatch where names or shapes of its state differ."""
+    ours = module.state_dict()
+    compare_names(ours, saved, what)
+    for name, value in ours.items():
+        theirs = saved[name]
+        if not isinstance(value, Tensor):
+            continue
+        if not isinstance(theirs, Tensor):
+            raise LayoutMismatch(f"'{name}' of {what} is no tensor in the checkpoint; build the model that was saved")
+        if value.shape != theirs.shape:
+            raise LayoutMismatch(
+                f"'{name}' of {what} has shape {tuple(value.shape)}, and in the checkpoint {tuple(theirs.shape)}; "
+                "build the model that was saved"
+            )
+
+
+def compare_names(ours: Iterable[str], saved: Iterable[str], what: str) -> None:
+    """Raises LayoutMismatch for a name that one of them lacks, whatever their order."""
+    here, there = dict.fromkeys(ours), dict.fromkeys(saved)
+    for name in here:
+        if name not in there:
+            raise LayoutMismatch(f"the checkpoint lacks '{name}' of {what}; build the model that was saved")
+    for name in there:
+        if name not in here:
+            raise LayoutMismatch(
+                f"the checkpoint has '{name}' in {what}, which lacks it; build the model that was saved"
+            )
+
+
+def compare_generators(ours: list[torch.Generator], saved: list[Tensor], what: str) -> None:
+    """Raises LayoutMismatch where states cannot be those of our generators."""
+    if len(ours) != len(saved):
+        raise LayoutMismatch(
+            f"{what} has {len(ours)} generators of its own, and the checkpoint states of {len(saved)}; give it the "
+            "generators that it had"
+        )
+    for generator, state in zip(ours, saved, strict=True):
+        try:
+            torch.Generator(generator.device).set_state(state)
+        except RuntimeError as error:
+            raise LayoutMismatch(
+                f"the checkpoint's state of a generator of {what} is none of one on {generator.device}; give it the "
+                "generators that it had"
+            ) from error

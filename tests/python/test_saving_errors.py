@@ -1,0 +1,278 @@
+"""What goes wrong while a checkpoint is written or read in one process: it is said, once, and training goes on."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import muster
+from muster.writing import Writing
+from support.saving import NAMES, Job, mirrored, same
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """No file grows beyond 4 KB, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("how", ["save", "load", "close"])
+def test_what_went_wrong_with_the_last_checkpoint_is_said_at_the_next_call_once(how: str, tmp_path: Path) -> None:
+    strategy = mirrored()
+    Job(strategy)
+    big = {"big": torch.zeros(10_000)}
+    strategy.save(tmp_path, number=1)
+    strategy.load(tmp_path)
+    with small_files():
+        strategy.save(tmp_path, number=2, **big)
+        with pytest.raises(muster.CheckpointError, match=r"shard-00000"):
+            {"save": lambda: strategy.save(tmp_path), "load": lambda: strategy.load(tmp_path), "close": strategy.close}[
+                how
+            ]()
+    if how != "close":
+        found = strategy.load(tmp_path)
+        assert found is not None and found["number"] == 1
+        (tmp_path / f".partial-{NAMES['newest']}").mkdir()  # as a disk that was full may leave it
+        strategy.save(tmp_path, number=3, **big)
+    strategy.close()
+    with mirrored() as strategy:
+        Job(strategy)
+        found = strategy.load(tmp_path)
+        assert found is not None and found["number"] == (1 if how == "close" else 3)
+    assert not [*tmp_path.glob(".partial-snapshot-*")]
+
+
+def test_one_job_writes_to_a_folder_and_another_once_it_is_closed(tmp_path: Path) -> None:
+    with mirrored() as first:
+        first.save(tmp_path)
+        first.save(tmp_path, keep=1)
+        with mirrored() as second, pytest.raises(muster.CheckpointError, match="another process uses the folder"):
+            second.save(tmp_path)
+        first.save(tmp_path / "other")
+        first.load(tmp_path)
+    with mirrored() as third:
+        third.save(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["folder", "content"])
+def test_a_folder_that_is_removed_while_the_job_trains_is_missed_once_and_made_again(what: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with mirrored() as strategy:
+        job = Job(strategy)
+        strategy.save(folder, number=1)
+        strategy.load(folder)
+        shutil.rmtree(folder)
+        if what == "content":
+            folder.mkdir()
+        job.train(1)
+        strategy.save(folder, number=2)
+        with pytest.raises(muster.CheckpointError, match="is gone, or what was in it"):
+            strategy.save(folder, number=3)
+        job.train(2)
+        strategy.save(folder, number=4)
+        assert strategy.load(folder) == {"number": 4} and strategy.steps == 2
+        with mirrored() as second, pytest.raises(muster.CheckpointError, match="another process uses the folder"):
+            second.save(folder)
+
+
+def as_nobody(act: Callable[[], object]) -> None:
+    """In a fork, which has no rights of root; it fails where `act` raises."""
+
+    def child() -> None:
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        act()
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """Which everybody may enter and write to."""
+    folder = Path("/tmp") / f"muster-test-{os.getpid()}"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_a_folder_without_permissions_is_named_and_used_once_it_has_them(open_folder: Path) -> None:
+    folder = open_folder / "checkpoints"
+
+    def act() -> None:
+        with mirrored() as strategy:
+            job = Job(strategy)
+            strategy.save(folder, number=1)
+            strategy.load(folder)
+            for mode in (0o500, 0o000):
+                folder.chmod(mode)
+                job.train(strategy.steps + 1)
+                strategy.save(folder)
+                with pytest.raises(muster.CheckpointError, match=f"{folder}.*Permission denied"):
+                    strategy.save(folder)
+                if mode == 0:
+                    with pytest.raises(muster.CheckpointError, match=f"{folder}.*Permission denied"):
+                        strategy.load(folder)
+                folder.chmod(0o700)
+            assert strategy.load(folder) == {"number": 1}
+            strategy.save(folder, number=2)
+            assert strategy.load(folder) == {"number": 2}
+            folder.chmod(0o000)
+        with mirrored() as strategy:
+            Job(strategy)
+            with pytest.raises(muster.CheckpointError, match=f"{folder}.*Permission denied"):
+                strategy.save(folder)
+            folder.chmod(0o700)
+
+    as_nobody(act)
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with mirrored() as strategy:
+        Job(strategy)
+        assert strategy.load(tmp_path / "nowhere") is None
+        file = tmp_path / "file"
+        for call, folder in ((strategy.load, file), (strategy.save, file), (strategy.save, file / "below")):
+            with pytest.raises(muster.CheckpointError, match=f"'{folder}.*directory"):
+                call(folder)
+
+
+def test_ctrl_c_ends_the_wait_for_a_checkpoint_and_not_its_writing(tmp_path: Path) -> None:
+    with mirrored() as strategy:
+        job = Job(strategy)
+        big = {"big": torch.zeros(50_000_000)}
+        interrupted = False
+        while not interrupted:
+            strategy.save(tmp_path, number=1, **big)
+            sent = threading.Timer(0.02, os.kill, [os.getpid(), signal.SIGINT])
+            sent.start()
+            try:
+                strategy.save(tmp_path, number=2)
+                time.sleep(1)  # it was written too soon
+            except KeyboardInterrupt:
+                interrupted = not strategy._saving.writing._writer.is_done  # type: ignore[union-attr]
+        job.train(1)
+        found = strategy.load(tmp_path)
+        assert found is not None and found["number"] == 1
+        job.train(1)
+        strategy.save(tmp_path, number=3)
+    with mirrored() as strategy:
+        Job(strategy)
+        assert strategy.load(tmp_path) == {"number": 3}
+
+
+def test_a_thread_saves_while_the_one_that_steps_waits_for_it(tmp_path: Path) -> None:
+    with mirrored() as strategy:
+        job = Job(strategy).train(3)
+
+        def in_thread(act: Callable[[], object]) -> None:
+            thread = threading.Thread(target=act)
+            thread.start()
+            thread.join()
+
+        in_thread(lambda: strategy.save(tmp_path, schedule=job.schedule))
+        expected = job.values()
+        job.train(5)
+        in_thread(lambda: strategy.load(tmp_path, schedule=job.schedule))
+        assert strategy.steps == 3 and same(job.values(), expected)
+
+
+def test_a_thread_cannot_save_while_another_steps(tmp_path: Path) -> None:
+    with mirrored() as strategy:
+        job = Job(strategy)
+        inside, go_on = threading.Event(), threading.Event()
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            assert go_on.wait(20)
+            return job.model(x).sum()
+
+        thread = threading.Thread(target=strategy.step, args=(loss, torch.rand(4, 8)))
+        thread.start()
+        assert inside.wait(20)
+        try:
+            for call in (strategy.save, strategy.load):
+                with pytest.raises(muster.InvalidArgument, match="window is open"):
+                    call(tmp_path)
+        finally:
+            go_on.set()
+            thread.join()
+        strategy.save(tmp_path)
+
+
+def test_a_fork_of_the_process_neither_waits_nor_writes(tmp_path: Path) -> None:
+    def child() -> None:
+        strategy._saving.writing.end()
+        strategy._saving.writing = Writing()
+        gc.collect()
+
+    def misuse() -> None:
+        for call in (strategy.save, strategy.load):
+            with pytest.raises(muster.InvalidArgument, match="in a fork of the strategy's process"):
+                call(tmp_path)
+
+    with mirrored() as strategy:
+        Job(strategy)
+        strategy.save(tmp_path, big=torch.zeros(20_000_000))
+        for act in (misuse, child):
+            process = multiprocessing.get_context("fork").Process(target=act)
+            process.start()
+            process.join(20)
+            assert process.exitcode == 0
+        assert set(strategy.load(tmp_path) or {}) == {"big"}
+
+
+def test_what_a_killed_job_has_forked_does_not_keep_its_folder(tmp_path: Path) -> None:
+    """Workers of a DataLoader, say, which live some seconds longer."""
+    context = multiprocessing.get_context("fork")
+    theirs, ours = context.Pipe()
+
+    def job() -> None:
+        with mirrored() as strategy:
+            Job(strategy)
+            strategy.save(tmp_path)
+            strategy.load(tmp_path)
+            if os.fork() == 0:
+                ours.send(os.getpid())
+                time.sleep(60)
+                os._exit(0)
+            time.sleep(60)
+
+    process = context.Process(target=job)
+    process.start()
+    child = theirs.recv()
+    try:
+        process.kill()
+        process.join()
+        os.kill(child, 0)
+        with mirrored() as strategy:
+            Job(strategy)
+            assert strategy.load(tmp_path) == {}
+            strategy.save(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
