@@ -3,13 +3,14 @@
 
 #include <cstdint>
 #include <filesystem>
-
-#include "net/unix_socket.h"
+#include <memory>
 
 namespace muster::checkpoint {
 
-/// Holds a lock (flock(2)) on a file in the folder for as long as it lives; the system drops it with the process. Where
-/// a file system has no such locks, the number alone tells writers apart.
+class UnforkedFile;
+
+/// Holds a lock (flock(2)) on a file in the folder for as long as it lives; the system drops it with the process, whose
+/// forks have no part in it. Where a file system has no such locks, the number alone tells writers apart.
 class FolderClaim {
  public:
   /// Makes the folder, and counts the life in it, on the disk before this returns. Throws CheckpointError where another
@@ -24,7 +25,7 @@ class FolderClaim {
 
  private:
   const std::filesystem::path folder_;
-  net::FileDescriptor lock_;
+  std::shared_ptr<const UnforkedFile> lock_;
   uint64_t life_ = 0;
 };
 

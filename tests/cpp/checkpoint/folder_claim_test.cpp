@@ -1,8 +1,12 @@
 #include "checkpoint/folder_claim.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
 #include <filesystem>
 #include <fstream>
-#include <optional>
+#include <memory>
 
 #include "cpp/catch.h"
 #include "muster/error.h"
@@ -14,12 +18,12 @@ using checkpoint::FolderClaim;
 TEST_CASE("a folder has one owner at a time, whose lives are counted", "[checkpoint]") {
   const testing::Folder folder;
   const auto path = folder.path / "deep" / "er";
-  std::optional<FolderClaim> claim(path);
+  auto claim = std::make_unique<FolderClaim>(path);
   CHECK(claim->life() == 1);
   CHECK_THROWS_WITH(FolderClaim(path), ContainsSubstring("another process uses the folder"));
   CHECK_NOTHROW(claim->check());
   claim.reset();
-  claim.emplace(path);
+  claim = std::make_unique<FolderClaim>(path);
   CHECK(claim->life() == 2);
 
   // Where the file system has no locks another owner is told by its number.
@@ -31,4 +35,18 @@ TEST_CASE("a folder has one owner at a time, whose lives are counted", "[checkpo
   std::filesystem::rename(folder.path / "away", path);
   std::ofstream(path / "life") << "three\n";
   CHECK_THROWS_WITH(FolderClaim(path), ContainsSubstring("is damaged"));
+}
+
+TEST_CASE("what a process has forked does not hold its folder", "[checkpoint]") {
+  const testing::Folder folder;
+  auto claim = std::make_unique<FolderClaim>(folder.path);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::pause();
+    ::_exit(0);
+  }
+  claim.reset();  // as the system does where the process dies
+  CHECK_NOTHROW(FolderClaim(folder.path));
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
 }
