@@ -40,11 +40,19 @@ TEST_CASE("a folder has one owner at a time, whose lives are counted", "[checkpo
 TEST_CASE("what a process has forked does not hold its folder", "[checkpoint]") {
   const testing::Folder folder;
   auto claim = std::make_unique<FolderClaim>(folder.path);
+  int ends[2];
+  REQUIRE(::pipe(ends) == 0);
   const pid_t child = ::fork();
   if (child == 0) {
+    while (::write(ends[1], "", 1) != 1) {
+    }
     ::pause();
     ::_exit(0);
   }
+  char byte;
+  REQUIRE(::read(ends[0], &byte, 1) == 1);  // the child runs
+  ::close(ends[0]);
+  ::close(ends[1]);
   claim.reset();  // as the system does where the process dies
   CHECK_NOTHROW(FolderClaim(folder.path));
   ::kill(child, SIGKILL);
