@@ -164,7 +164,7 @@ void Saving::save(const fs::path& folder, const SavedState& state, const SaveOpt
       whole["generators"] = states;
       if (is_chief()) write(folder, whole, options);
     }
-  } catch (const Error& problem) {
+  } catch (const std::exception& problem) {
     error = problem.what();
     raised = std::current_exception();
   }
@@ -270,7 +270,7 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
   if (joins || is_chief()) {
     try {
       found = read(folder);
-    } catch (const Error& problem) {
+    } catch (const std::exception& problem) {
       error = problem.what();
       raised = std::current_exception();
     }
