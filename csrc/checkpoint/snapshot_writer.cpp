@@ -28,7 +28,7 @@ SnapshotWriter::~SnapshotWriter() {
 void SnapshotWriter::write(Snapshot snapshot) {
   for (const auto& [name, tensor] : snapshot.tensors) check_storable(name, tensor);
   wait();
-  if (!claim_) claim_.emplace(folder_);
+  if (!claim_) claim_ = std::make_unique<FolderClaim>(folder_);
   {
     const std::lock_guard lock(mutex_);
     running_ = true;

@@ -5,8 +5,8 @@
 
 #include <exception>
 #include <filesystem>
+#include <memory>
 #include <mutex>
-#include <optional>
 #include <thread>
 
 #include "checkpoint/folder_claim.h"
@@ -45,7 +45,7 @@ class SnapshotWriter {
   const std::filesystem::path folder_;
   const SnapshotOptions options_;
   const pid_t made_by_;
-  std::optional<FolderClaim> claim_;
+  std::unique_ptr<FolderClaim> claim_;
   NamedTensors copies_;
   std::thread thread_;
   mutable std::mutex mutex_;

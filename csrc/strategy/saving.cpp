@@ -88,9 +88,9 @@ const SavedValue* part_of(const Dict& saved, const std::string& key) {
 }
 
 const List& list_of(const Dict& saved, const std::string& key) {
-  static const List kNone;
+  static const List none;
   const auto* const part = part_of(saved, key);
-  return part == nullptr ? kNone : part->get<List>();
+  return part == nullptr ? none : part->get<List>();
 }
 
 int64_t integer(const Dict& dict, const std::string& key) { return member(dict, key).get<int64_t>(); }
