@@ -12,13 +12,21 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python" / "muster"
 
 # torch and the standard library have no public way to these.
 FOREIGN = {
-    "_backward_hooks", "_buffers", "_call_impl", "_dynamo", "_execution_engine", "_exit", "_fields", "_indices",
-    "_load_from_state_dict", "_make", "_modules", "_opt_called", "_optimizer_step_post_hooks",
+    "_backward_hooks", "_buffers", "_call_impl", "_dynamo", "_execution_engine", "_exit", "_fields", "_get_layout",
+    "_indices", "_load_from_state_dict", "_make", "_modules", "_opt_called", "_optimizer_step_post_hooks",
     "_optimizer_step_pre_hooks", "_parameters", "_post_accumulate_grad_hooks", "_save_to_state_dict", "_values",
-    "_version", "_wrapped_by_lr_sched",
+    "_typed_storage", "_untyped_storage", "_version", "_wrapped_by_lr_sched",
 }  # fmt: skip
-# Measurements look at what users do not see.
-EXCEPTIONS = {"benchmarks/after_backward.py": {"_core"}, "benchmarks/allreduce.py": {"_comm"}}
+EXCEPTIONS = {
+    # Measurements look at what users do not see.
+    "benchmarks/after_backward.py": {"_core"},
+    "benchmarks/allreduce.py": {"_comm"},
+    # Single snapshots and files, which strategies do not ask for.
+    "checkpoint/converting.py": {"_checkpoint"},
+    "checkpoint/importing.py": {"_checkpoint"},
+    "checkpoint/reading.py": {"_checkpoint"},
+    "checkpoint/libtorch.py": {"_C"},  # torch's own, whose reader of archives is nowhere else
+}
 
 
 def files() -> list[str]:
@@ -70,7 +78,7 @@ def imported(text: str) -> Iterator[str]:
             if package == "muster":
                 # The longest beginning that is a file, or has stubs: the rest is a name in it.
                 known = ["/".join(parts[:length]) for length in range(len(parts), 0, -1)]
-                paths = [f"{path}.{suffix}" for path in known for suffix in ("py", "pyi")]
+                paths = [f"{path}{end}" for path in known for end in (".py", ".pyi", "/__init__.py")]
                 yield next((path for path in paths if (PACKAGE / path).exists()), "__init__.py")
 
 
