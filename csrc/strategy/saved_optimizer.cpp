@@ -229,17 +229,19 @@ void compare_names(const std::vector<std::string>& ours, const std::vector<std::
   }
 }
 
+int index_of(const ParameterRegistry& registry, const at::Tensor& parameter) {
+  const int index = registry.find(parameter);
+  if (index >= 0) return index;
+  throw InvalidArgument("an optimizer has a parameter of shape " + c10::str(parameter.sizes()) +
+                        " that is in no prepared module; prepare() the module, and build the optimizer from the "
+                        "prepared module's parameters()");
+}
+
 std::vector<std::string> parameter_names(const Optimizer& optimizer, const ParameterRegistry& registry) {
   std::map<std::string, int> taken;
   std::vector<std::string> names;
   for (const auto& parameter : parameters_of(optimizer)) {
-    const int index = registry.find(parameter);
-    if (index < 0) {
-      throw InvalidArgument("an optimizer has a parameter of shape " + c10::str(parameter.sizes()) +
-                            " that is in no prepared module; prepare() the module, and build the optimizer from the "
-                            "prepared module's parameters()");
-    }
-    auto name = registry.name(static_cast<size_t>(index));
+    auto name = registry.name(static_cast<size_t>(index_of(registry, parameter)));
     const int count = ++taken[name];
     if (count > 1) name += '#' + std::to_string(count);
     names.push_back(std::move(name));
@@ -283,8 +285,7 @@ Dict save_optimizer(Optimizer& optimizer, const std::vector<std::string>& names,
   if (is_known) return result;
   throw InvalidArgument(
       "save() keeps the state of SGD, Adagrad, Adam, AdamW and RMSprop, and this is another optimizer; use one of "
-      "those, "
-      "or save this one's state with torch::save and name it in a file of your own");
+      "those, or save this one's state with torch::save and name it in a file of your own");
 }
 
 void check_optimizer(const Optimizer& optimizer, const std::vector<std::string>& names, const Dict& given,

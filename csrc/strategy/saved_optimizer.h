@@ -13,6 +13,9 @@
 
 namespace muster::detail {
 
+/// The number of an optimizer's parameter. Throws InvalidArgument for one of no prepared module.
+int index_of(const ParameterRegistry& registry, const at::Tensor& parameter);
+
 /// The names of an optimizer's parameters in the order of its groups. Those of several modules may be called alike: the
 /// second is then "name#2". Throws InvalidArgument for a parameter of no prepared module.
 std::vector<std::string> parameter_names(const torch::optim::Optimizer& optimizer, const ParameterRegistry& registry);

@@ -137,11 +137,21 @@ void Saving::check_tables() const {
   }
 }
 
-void Saving::tell_all(const std::optional<std::string>& error, const char* what, bool is_alone) {
-  if (is_alone || strategy_.core->session().topology().num_workers == 1) return;
-  const auto told = exchange_texts(strategy_.workers(), error.value_or("")).front();
-  if (told.empty() || error) return;
-  throw CheckpointError(std::string(what) + "() failed on rank 0: " + told);
+void Saving::together(const char* what, bool is_alone, const std::function<void()>& act) {
+  std::string error;
+  std::exception_ptr raised;
+  try {
+    act();
+  } catch (const std::exception& problem) {
+    error = problem.what();
+    raised = std::current_exception();
+  }
+  std::string told;
+  if (!is_alone && strategy_.core->session().topology().num_workers > 1) {
+    told = exchange_texts(strategy_.workers(), error).front();
+  }
+  if (raised) std::rethrow_exception(raised);
+  if (!told.empty()) throw CheckpointError(std::string(what) + "() failed on rank 0: " + told);
 }
 
 // --- writing -------------------------------------------------------------------------------------------------------
@@ -155,21 +165,13 @@ void Saving::save(const fs::path& folder, const SavedState& state, const SaveOpt
   if (is_alone && !is_chief()) return;
   const bool is_divided = strategy_.core->session().options().shard_optimizer;
   const auto states = generators();
-  std::optional<std::string> error;
-  std::exception_ptr raised;
-  try {
+  together("save", is_alone, [&] {
     check_tables();
-    if (is_chief() || is_divided) {
-      auto whole = content(state);
-      whole["generators"] = states;
-      if (is_chief()) write(folder, whole, options);
-    }
-  } catch (const std::exception& problem) {
-    error = problem.what();
-    raised = std::current_exception();
-  }
-  tell_all(error, "save", is_alone);
-  if (raised) std::rethrow_exception(raised);
+    if (!is_chief() && !is_divided) return;
+    auto whole = content(state);
+    whole["generators"] = states;
+    if (is_chief()) write(folder, whole, options);
+  });
 }
 
 // Of each worker, a row; of the chief alone where it saves alone.
@@ -265,18 +267,9 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
   }
   const bool joins = strategy_.core->session().groups().joins();
   std::optional<checkpoint::SavedTree> found;
-  std::optional<std::string> error;
-  std::exception_ptr raised;
-  if (joins || is_chief()) {
-    try {
-      found = read(folder);
-    } catch (const std::exception& problem) {
-      error = problem.what();
-      raised = std::current_exception();
-    }
-  }
-  tell_all(error, "load", joins);
-  if (raised) std::rethrow_exception(raised);
+  together("load", joins, [&] {
+    if (joins || is_chief()) found = read(folder);
+  });
   if (!joins) found = broadcast(std::move(found));
   if (!found) return std::nullopt;
   try {

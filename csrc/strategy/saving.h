@@ -3,6 +3,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -35,8 +36,8 @@ class Saving {
 
   void check_callable(const char* what) const;
   void check_tables() const;
-  /// Throws `error` on the chief, and on the other workers what it says, unless the chief acts alone.
-  void tell_all(const std::optional<std::string>& error, const char* what, bool is_alone);
+  /// Calls `act`, and where the chief's throws, throws on all workers, unless it acts alone.
+  void together(const char* what, bool is_alone, const std::function<void()>& act);
 
   Dict content(const SavedState& state);
   at::Tensor generators();

@@ -66,11 +66,7 @@ std::vector<OptimizerSets::Member> Strategy::State::members_of(const std::vector
     member.is_flat = core->session().options().fuse && detail::flat_state_of(optimizer) != nullptr;
     for (const auto& parameter : detail::parameters_of(optimizer)) {
       has_parameters = true;
-      member.parameters.push_back(registry.find(parameter));
-      if (member.parameters.back() >= 0) continue;
-      throw InvalidArgument("an optimizer has a parameter of shape " + c10::str(parameter.sizes()) +
-                            " that is in no prepared module; prepare() the module, and build the optimizer from the "
-                            "prepared module's parameters()");
+      member.parameters.push_back(detail::index_of(registry, parameter));
     }
   }
   if (!has_parameters) throw InvalidArgument("no module with parameters is prepared; prepare() one before step()");

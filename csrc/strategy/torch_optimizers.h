@@ -8,8 +8,6 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
-#include <memory>
-
 namespace muster::detail {
 
 // field(name, value) for each option of a group: double, bool, or a pair of doubles in a std::tuple.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muster import _C
 from muster.errors import CheckpointError, LayoutMismatch
 from muster.replicated import Replicated
 
@@ -19,10 +20,17 @@ __all__ = [
     "compare_generators",
     "compare_module",
     "compare_names",
+    "metadata_of",
     "with_all_parts",
 ]
 
 FORMAT = 1
+
+
+def metadata_of(document: str, others: Mapping[str, str | int | float]) -> dict[str, str | int | float]:
+    """That of a snapshot with this document: `others`, and who wrote it."""
+    versions = {"muster.version": _C.__version__, "torch.version": torch.__version__}
+    return {**others, **versions, "content": document}
 
 
 def check_format(metadata: Mapping[str, str | int | float], folder: str | os.PathLike[str]) -> None:

@@ -17,7 +17,7 @@ from muster.errors import LayoutMismatch
 from muster.prepared_optimizer import PreparedOptimizer
 from muster.saved_layout import compare_names
 
-__all__ = ["compare", "state_of", "with_numbers"]
+__all__ = ["compare", "has_numbers", "state_of", "with_numbers"]
 
 _DECOUPLED = "decoupled_weight_decay"  # what tells AdamW from Adam
 
@@ -46,7 +46,7 @@ def compare(core: _C.StrategyCore, prepared: PreparedOptimizer, saved: Mapping[s
     ours, theirs = optimizer.param_groups, saved["groups"]
     if len(ours) != len(theirs):
         raise LayoutMismatch(f"{what} has {len(ours)} groups, and in the checkpoint {len(theirs)}")
-    if _has_numbers(saved):
+    if has_numbers(saved):
         _compare_numbers(ours, saved, what)
         return
     names, first = _names_of(core, prepared), 0
@@ -62,7 +62,7 @@ def with_numbers(core: _C.StrategyCore, prepared: PreparedOptimizer, saved: Mapp
     """What the prepared optimizer's load_state_dict() takes."""
     # Names that torch keeps beside belong to the order in which parameters were: the optimizer has its own.
     groups = [{key: value for key, value in group.items() if key != "param_names"} for group in saved["groups"]]
-    if _has_numbers(saved):
+    if has_numbers(saved):
         return {"state": dict(saved["state"]), "param_groups": groups}
     numbers = {name: number for number, name in enumerate(_names_of(core, prepared))}
     return {
@@ -82,7 +82,8 @@ def _names_of(core: _C.StrategyCore, prepared: PreparedOptimizer) -> list[str]:
     return names
 
 
-def _has_numbers(saved: Mapping[str, Any]) -> bool:
+def has_numbers(saved: Mapping[str, Any]) -> bool:
+    """Whether parameters are known by their order alone."""
     return any(isinstance(parameter, int) for group in saved["groups"] for parameter in group["params"])
 
 

@@ -27,6 +27,7 @@ from muster.saved_layout import (
     check_format,
     compare_generators,
     compare_module,
+    metadata_of,
     with_all_parts,
 )
 from muster.sharded_embedding import ShardedEmbedding
@@ -81,13 +82,7 @@ class Saving:
             if self._core.rank != 0:
                 return
             document, tensors = saved_tree.encode(content)
-            metadata: dict[str, str | int | float] = {
-                "muster.format": FORMAT,
-                "muster.version": _C.__version__,
-                "torch.version": torch.__version__,
-                "steps": self._core.steps,
-                "content": document,
-            }
+            metadata = metadata_of(document, {"muster.format": FORMAT, "steps": self._core.steps})
             self.writing.write(Path(folder), keep, tensors, metadata)
 
         # Code of users comes before the first collective: where it raises on one rank, no other is left waiting.

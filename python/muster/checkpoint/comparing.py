@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from muster.checkpoint.describing import dtype_of, value_text
-from muster.checkpoint.reading import Checkpoint, has_numbers, with_numbers
+from muster.checkpoint.reading import Checkpoint, with_numbers
+from muster.saved_optimizer import has_numbers
 
 __all__ = ["Comparison", "compare"]
 

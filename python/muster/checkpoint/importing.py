@@ -23,10 +23,9 @@ from muster.checkpoint.foreign import Found, found_in
 from muster.checkpoint.libtorch import read_archive
 from muster.checkpoint.zips import check_zip
 from muster.errors import CheckpointError, Error, InvalidArgument
+from muster.saved_layout import FORMAT, metadata_of
 
 __all__ = ["Order", "convert"]
-
-_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,8 @@ def convert(order: Order) -> tuple[Path, list[str]]:
             "state": state,
         }
     )
-    metadata: dict[str, str | int | float] = {
-        "muster.format": _FORMAT,
-        "muster.version": _C.__version__,
-        "torch.version": torch.__version__,
-        "converted.from": ", ".join(Path(source).name for source in order.sources),
-        "content": document,
-    }
+    names = ", ".join(Path(source).name for source in order.sources)
+    metadata = metadata_of(document, {"muster.format": FORMAT, "converted.from": names})
     return Path(_C._checkpoint.write_snapshot(Path(order.target), tensors, metadata)), notes
 
 

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from muster import _C, saved_tree
 from muster.errors import CheckpointError, InvalidArgument
+from muster.saved_layout import FORMAT
 
 __all__ = [
+    "DCP_FORMAT",
     "Checkpoint",
     "Metadata",
     "NoCheckpoint",
     "folders_in",
-    "has_numbers",
     "model_state",
     "numbered",
     "optimizer_state",
@@ -32,7 +33,8 @@ __all__ = [
 Metadata = dict[str, str | int | float]
 
 _NAME = re.compile(r"snapshot-(\d+)")
-_FORMAT, _DCP_FORMAT = 1, 1
+DCP_FORMAT = 1
+"""Of what StorageWriter writes."""
 
 
 class NoCheckpoint(CheckpointError):
@@ -66,12 +68,12 @@ class Checkpoint:
     @property
     def is_of_strategy(self) -> bool:
         """Whether `parts` can be asked for."""
-        return self.metadata.get("muster.format") == _FORMAT
+        return self.metadata.get("muster.format") == FORMAT
 
     @property
     def is_known(self) -> bool:
         """Whether `document` can be asked for."""
-        return self.is_of_strategy or self.metadata.get("dcp.format") == _DCP_FORMAT
+        return self.is_of_strategy or self.metadata.get("dcp.format") == DCP_FORMAT
 
     def parts(self) -> dict[str, Any]:
         """What a strategy saved, by part; a part may be absent. Raises CheckpointError where none did, and where the
@@ -172,11 +174,6 @@ def with_numbers(saved: Mapping[str, Any]) -> dict[str, Any]:
         "state": {numbers[name]: values for name, values in saved["state"].items()},
         "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["groups"]],
     }
-
-
-def has_numbers(saved: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's parameters are known by their order alone."""
-    return any(isinstance(name, int) for group in saved["groups"] for name in group["params"])
 
 
 def _one(parts: Mapping[str, Any], what: str, number: int, path: str | os.PathLike[str]) -> Any:

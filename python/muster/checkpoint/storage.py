@@ -32,16 +32,15 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from muster import _C, saved_tree
+from muster import saved_tree
 from muster.checkpoint import reading
 from muster.checkpoint.converting import torch_value
-from muster.checkpoint.reading import Checkpoint
+from muster.checkpoint.reading import DCP_FORMAT, Checkpoint
 from muster.errors import CheckpointError, InvalidArgument
+from muster.saved_layout import metadata_of
 from muster.writing import Writing
 
 __all__ = ["StorageReader", "StorageWriter"]
-
-_FORMAT = 1
 
 
 class StorageReader(storage.StorageReader):
@@ -177,12 +176,7 @@ class StorageWriter(storage.StorageWriter):
             whole.copy_(value)
         document, tensors = saved_tree.encode({"values": values, "paths": metadata.planner_data})
         writing = Writing()
-        about: dict[str, str | int | float] = {
-            "dcp.format": _FORMAT,
-            "muster.version": _C.__version__,
-            "torch.version": torch.__version__,
-            "content": document,
-        }
+        about = metadata_of(document, {"dcp.format": DCP_FORMAT})
         writing.write(Path(self.checkpoint_id), self._keep, tensors, about)
         writing.end()
 
@@ -201,7 +195,7 @@ def _flat(checkpoint: Checkpoint, *, numbers: bool) -> tuple[dict[str, Any], dic
     """The values by keys, and for each key the way to it in the nested value that was saved."""
     if "dcp.format" not in checkpoint.metadata:
         return flatten_state_dict(torch_value(checkpoint.parts(), numbers=numbers))
-    if checkpoint.metadata["dcp.format"] != _FORMAT:
+    if checkpoint.metadata["dcp.format"] != DCP_FORMAT:
         raise CheckpointError(f"'{checkpoint.folder}' was written by a later Muster; read it with that version")
     document = checkpoint.document()
     return document["values"], document["paths"]
