@@ -1,9 +1,12 @@
-"""A whole window on a GPU: what the host and the device are asked for, and its time against torch's own loop.
+"""A whole window on a GPU: what the host and the device are asked for, and its time against torch's own loop, against
+DDP of one process over NCCL, and against a graph's replay.
 
-`launches`: kernels, copies and fills of a window of k micro-batches less those of the k forward and backward passes
-alone; they are bounded by (k + 2) x buckets + 5.
+`launches`: kernels, copies and fills of a window of k micro-batches less those of the forward and backward passes of
+its replicas alone; they are bounded by (k + 2) x buckets + 5. `enqueue_ms`: the host's time for a window, with a device
+that has nothing to do.
 
     python benchmarks/gpu_step.py                  prints JSON
+    python benchmarks/gpu_step.py --dry            small, on the CPU, where nothing is launched: shows that it runs
 """
 
 from __future__ import annotations
@@ -11,30 +14,92 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from gpu_kernels import ROUNDS, by_host
-from gpu_trace import trace
+from gpu_kernels import DEVICE, DRY, by_host, synchronize
+from gpu_trace import Trace, trace
 from torch import Tensor, nn
 
 import muster
 from muster._C import _FlatLayout
-from muster.benchmarks.rounds import quartiles, ratio, take_turns
+from muster.benchmarks.rounds import Column, quartiles, ratio, take_turns
 
+ROUNDS, REPEATS = (2, 1) if DRY else (7, 5)
 BUCKET_BYTES = 8 << 20
 FIRST_BUCKET_BYTES = 1 << 20
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "4 tensors, 17 M": lambda: nn.Sequential(nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 2048)),
-    "100 tensors, 13 M": lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(50))),
-    "1,000 tensors, 8 M": lambda: nn.Sequential(*(nn.Linear(128, 128) for _ in range(500))),
+ROWS = 4 if DRY else 64
+SHRINK = 16 if DRY else 1
+
+
+class Attention(nn.Module):
+    """An encoder of a transformer over sequences of 32."""
+
+    def __init__(self, width: int = 512 // SHRINK, layers: int = 6) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def convolutions(width: int = 64 // SHRINK, layers: int = 30) -> nn.Module:
+    """Convolutions each with batch norm, whose buffers are 90."""
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        parts += [nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+    return nn.Sequential(*parts)
+
+
+def linear(width: int, count: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width // SHRINK, width // SHRINK) for _ in range(count)))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "4 tensors, 33 M": (lambda: linear(4096, 2), (4096 // SHRINK,)),
+    "100 tensors, 13 M": (lambda: linear(512, 50), (512 // SHRINK,)),
+    "1,000 tensors, 8 M": (lambda: linear(128, 500), (128 // SHRINK,)),
+    "transformer, 19 M": (Attention, (32, 512 // SHRINK)),
+    "batch norm, 1 M": (convolutions, (64 // SHRINK, 14, 14)),
 }
+"""Each with the shape of a row of its data, which is that of its output too."""
 
 
-def data_of(module: nn.Module, rows: int = 64) -> tuple[Tensor, Tensor]:
-    parameters = [p for p in module.parameters() if p.dim() == 2]
-    return torch.randn(rows, parameters[0].size(1)).cuda(), torch.randn(rows, parameters[-1].size(0)).cuda()
+@dataclass
+class Case:
+    """What is measured."""
+
+    model: str
+    k: int = 1
+    replicas: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        options = "".join(f", {name}={value}" for name, value in self.options.items())
+        return f"{self.model}, {self.k} micro-batches, {self.replicas} replicas{options}"
+
+
+CASES = [
+    *(Case(model) for model in MODELS),
+    Case("100 tensors, 13 M", k=4),
+    Case("100 tensors, 13 M", replicas=2),
+    Case("100 tensors, 13 M", options={"keep_gradients": True}),
+    Case("batch norm, 1 M", replicas=2),
+    Case("transformer, 19 M", replicas=2),
+    Case("transformer, 19 M", options={"precision": "bf16"}),
+    Case("transformer, 19 M", options={"precision": "fp16"}),
+]
+
+
+def made(model: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """The model, and a batch with what its output should be."""
+    torch.manual_seed(0)
+    build, shape = MODELS[model]
+    return build().to(DEVICE), *(torch.randn(ROWS, *shape, device=DEVICE) for _ in range(2))
 
 
 def buckets_of(module: nn.Module) -> int:
@@ -45,84 +110,127 @@ def buckets_of(module: nn.Module) -> int:
 
 
 class Window:
-    """A window of `k` micro-batches of a fresh model, by Muster."""
+    """A window of a case, by Muster."""
 
-    def __init__(self, strategy: muster.Strategy, build: Callable[[], nn.Module], k: int) -> None:
-        torch.manual_seed(0)
-        self.module = build().cuda()
+    def __init__(self, strategy: muster.Strategy, case: Case) -> None:
+        self.module, *self.batch = made(case.model)
         self.strategy = strategy
         self.model, _ = strategy.prepare(self.module, torch.optim.AdamW(self.module.parameters(), lr=1e-3))
-        self.batch = data_of(self.module)
-        self.k = k
+        self.k = case.k
 
     def __call__(self) -> None:
         for _ in range(self.k):
             self.strategy.step(lambda x, y: F.mse_loss(self.model(x), y), *self.batch)
 
 
-def bare_passes(build: Callable[[], nn.Module], k: int) -> Callable[[], None]:
-    """Forward and backward alone."""
-    module = build().cuda()
-    x, y = data_of(module)
+def autocast(case: Case) -> Any:
+    """As the precision of the case has it; torch's autocast for one pass."""
+    chosen = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(case.options.get("precision", ""))
+    return torch.autocast(DEVICE, chosen, enabled=chosen is not None)
+
+
+def bare_passes(case: Case) -> Column:
+    """Forward and backward alone, of each replica."""
+    module, x, y = made(case.model)
+    parts = list(zip(x.chunk(case.replicas), y.chunk(case.replicas), strict=True))
 
     def run() -> None:
-        for _ in range(k):
-            F.mse_loss(module(x), y).backward()
-            for parameter in module.parameters():
-                parameter.grad = None
+        for _ in range(case.k):
+            for x, y in parts:
+                with autocast(case):
+                    loss = F.mse_loss(module(x), y)
+                loss.backward()
+                for parameter in module.parameters():
+                    parameter.grad = None
 
     return run
 
 
-def torch_window(build: Callable[[], nn.Module], k: int) -> Callable[[], None]:
-    """What the loop is without Muster: fused AdamW, a norm and clipping."""
-    module = build().cuda()
-    x, y = data_of(module)
+def torch_window(case: Case, wrap: Callable[[nn.Module], nn.Module] = lambda module: module) -> Column:
+    """What the loop is without Muster: fused AdamW, a norm and clipping, and a scaler for fp16."""
+    module, x, y = made(case.model)
+    model = wrap(module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler(DEVICE, enabled=case.options.get("precision") == "fp16")
 
     def run() -> None:
         optimizer.zero_grad()
-        for _ in range(k):
-            (F.mse_loss(module(x), y) / k).backward()
+        for _ in range(case.k):
+            with autocast(case):
+                loss = F.mse_loss(model(x), y) / case.k
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=True)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
 
     return run
 
 
-def measure(name: str, k: int) -> dict[str, Any]:
-    build = MODELS[name]
-    options: dict[str, Any] = {"accumulate": k, "clip_norm": 1.0, "bucket_bytes": BUCKET_BYTES}
-    with muster.MirroredStrategy(["cuda:0"], **options) as strategy:
-        window = Window(strategy, build, k)
-        passes = bare_passes(build, k)
+def with_ddp(module: nn.Module) -> nn.Module:
+    """As DDP has it where one process is alone."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if DRY else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    return nn.parallel.DistributedDataParallel(module)
+
+
+def enqueue_ms(columns: dict[str, Column]) -> dict[str, list[float]]:
+    """The host's time for each, by quartiles."""
+
+    def clock(run: Column, repeats: int) -> float:
+        total = 0.0
+        for _ in range(repeats):
+            synchronize()
+            began = time.perf_counter()
+            run()
+            total += time.perf_counter() - began
+        synchronize()
+        return 1e3 * total / repeats
+
+    return {name: quartiles(values) for name, values in take_turns(columns, ROUNDS, clock, REPEATS).items()}
+
+
+def traced(run: Column) -> Trace:
+    """Of a dry run nothing, since nothing is launched."""
+    return Trace([], [], 0, []) if DRY else trace(run)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    options = {"accumulate": case.k, "clip_norm": 1.0, "bucket_bytes": BUCKET_BYTES, **case.options}
+    devices = [f"cpu:{i}" for i in range(case.replicas)] if DRY else ["cuda:0"] * case.replicas
+    with muster.MirroredStrategy(devices, **options) as strategy:
+        window = Window(strategy, case)
+        passes = bare_passes(case)
         for _ in range(4):
             window()
             passes()
-        whole, alone = trace(window), trace(passes)
+        whole, alone = traced(window), traced(passes)
         buckets = buckets_of(window.module)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        window()
-        enqueued = (time.perf_counter() - began) * 1e3
-        times = take_turns({"torch": torch_window(build, k), "muster": window, "passes": passes}, ROUNDS, by_host, 10)
+        columns: dict[str, Column] = {"muster": window, "torch": torch_window(case), "passes": passes}
+        if case.k == 1 and case.replicas == 1:
+            columns["ddp"] = torch_window(case, with_ddp)
+        enqueued = enqueue_ms(columns)
+        times = take_turns(columns, ROUNDS, by_host, REPEATS)
     return {
-        "model": name,
-        "micro-batches": k,
+        "case": str(case),
         "buckets": buckets,
         "launches": whole.launches - alone.launches,
-        "most launches": (k + 2) * buckets + 5,
+        "most launches": (case.k + 2) * buckets + 5,
         "launches of the passes": alone.launches,
         "host syncs": len(whole.waits) + len(whole.pageable_copies),
-        "enqueue_ms": round(enqueued, 3),
+        "enqueue_ms": enqueued,
         "ms": {column: quartiles(values) for column, values in times.items()},
-        "torch over muster": ratio(times["torch"], times["muster"]),
+        **{f"{name} over muster": ratio(times[name], times["muster"]) for name in ("torch", "ddp") if name in times},
     }
 
 
 def main() -> None:
-    """Measures every model and prints it."""
-    print(json.dumps([measure(name, k) for name in MODELS for k in (1, 4)]))
+    """Measures every case and prints it."""
+    if DRY:
+        torch.set_num_threads(1)
+    print(json.dumps([measure(case) for case in (CASES[-4:] if DRY else CASES)]))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ Groups groups_in_process(const std::vector<c10::Device>& devices, comm::Millisec
   groups.workers = comm::make_staged(groups.workers, device);
   groups.control = comm::make_local(replicas, timeout);
   const bool shares_device = has_repeated(devices);  // which NCCL refuses
+  const bool is_alone = replicas == 1 && (device.is_cpu() || !uses_nccl_alone());
   const auto make = [&](const std::string& name) -> std::vector<comm::CommunicatorPtr> {
-    if (replicas == 1) return {comm::make_single(device)};
+    if (is_alone) return {comm::make_single(device)};
     if (device.is_cpu()) return comm::make_local(replicas, timeout);
     const auto options = with_control(comm::make_local(replicas, timeout), timeout);
     if (shares_device) return comm::make_device_local(devices, options);
@@ -44,7 +45,7 @@ Groups groups_in_process(const std::vector<c10::Device>& devices, comm::Millisec
   };
   groups.gradients = make("gradients");
   groups.step = make("step");
-  groups.backend = replicas == 1   ? "nothing: there is one replica"
+  groups.backend = is_alone        ? "nothing: there is one replica"
                    : shares_device ? "the memory of this process's devices"
                                    : "NCCL";
   return groups;

@@ -4,6 +4,11 @@
 
 namespace muster {
 
+bool& uses_nccl_alone() noexcept {
+  static bool is_wanted = false;
+  return is_wanted;
+}
+
 std::vector<comm::NcclOptions> with_control(const std::vector<comm::CommunicatorPtr>& control,
                                             comm::Milliseconds timeout) {
   std::vector<comm::NcclOptions> options;
@@ -20,15 +25,16 @@ void use_nccl(Groups& groups, const net::StorePtr& store, const Topology& topolo
               comm::Milliseconds timeout) {
   groups.workers = comm::make_staged(groups.workers, topology.devices.front());
   groups.control = make_control("control");
+  const bool is_alone = topology.num_replicas == 1 && !uses_nccl_alone();
   const auto make = [&](const std::string& name) -> std::vector<comm::CommunicatorPtr> {
-    if (topology.num_replicas == 1) return {comm::make_single(topology.devices.front())};
+    if (is_alone) return {comm::make_single(topology.devices.front())};
     c10d::PrefixStore prefixed("nccl_" + name, store);
     return comm::make_nccl(prefixed, topology.first_replica, topology.num_replicas, topology.devices,
                            with_control(make_control(name + "_control"), timeout));
   };
   groups.gradients = make("gradients");
   groups.step = make("step");
-  groups.backend = topology.num_replicas == 1 ? "nothing: there is one replica" : "NCCL";
+  groups.backend = is_alone ? "nothing: there is one replica" : "NCCL";
   groups.overlap = true;
 }
 

@@ -11,6 +11,10 @@
 
 namespace muster {
 
+/// Whether one replica communicates over NCCL too, where it has nobody to communicate with: for tests and benchmarks
+/// of that path on a machine with one GPU. False at first; read when groups are made.
+bool& uses_nccl_alone() noexcept;
+
 /// The options of an NCCL group whose rank i agrees over `control[i]`.
 std::vector<comm::NcclOptions> with_control(const std::vector<comm::CommunicatorPtr>& control,
                                             comm::Milliseconds timeout);

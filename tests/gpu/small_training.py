@@ -16,11 +16,34 @@ BATCH = 61
 FEATURES = 24
 
 
-def net(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(
+class Attention(nn.Module):
+    """The features as a sequence of six, two layers of attention over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.down = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.layers(self.up(x.unflatten(1, (6, 4)))).mean(1))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(
         nn.Linear(FEATURES, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.LayerNorm(48), nn.Linear(48, 5)
-    ).to(dtype)
+    ),
+    "batch norm": lambda: nn.Sequential(
+        nn.Linear(FEATURES, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 48), nn.BatchNorm1d(48), nn.Linear(48, 5)
+    ),
+    "attention": Attention,
+}
+
+
+def net(model: str = "linear") -> nn.Module:
+    torch.manual_seed(3)
+    return MODELS[model]()
 
 
 def batches(count: int, device: torch.device | str) -> list[tuple[Tensor, Tensor]]:
@@ -62,9 +85,11 @@ def flat(module: nn.Module) -> Tensor:
 class Training:
     """A model, its optimizer and a step, prepared by a strategy."""
 
-    def __init__(self, strategy: muster.Strategy, device: torch.device, optimizer: str = "adamw") -> None:
+    def __init__(
+        self, strategy: muster.Strategy, device: torch.device, optimizer: str = "adamw", model: str = "linear"
+    ) -> None:
         self.strategy = strategy
-        self.module = net().to(device)
+        self.module = net(model).to(device)
         self.optimizer = OPTIMIZERS[optimizer](self.module.parameters())
         self.model, self.optimizer = strategy.prepare(self.module, self.optimizer)
 
@@ -75,26 +100,40 @@ class Training:
         return F.cross_entropy(self.model(x), y)
 
 
-def train(devices: list[str], data: list[tuple[Tensor, Tensor]], optimizer: str = "adamw", **options: Any) -> Trained:
+def train(
+    devices: list[str],
+    data: list[tuple[Tensor, Tensor]],
+    optimizer: str = "adamw",
+    model: str = "linear",
+    **options: Any,
+) -> Trained:
     """Every batch once, on the replicas of one process."""
     with muster.MirroredStrategy(devices, seed=1, threads_per_replica=1, **options) as strategy:
-        return train_with(strategy, torch.device(devices[0]), data, optimizer)
+        return train_with(strategy, torch.device(devices[0]), data, optimizer, model)
 
 
 def train_with(
-    strategy: muster.Strategy, device: torch.device, data: list[tuple[Tensor, Tensor]], optimizer: str = "adamw"
+    strategy: muster.Strategy,
+    device: torch.device,
+    data: list[tuple[Tensor, Tensor]],
+    optimizer: str = "adamw",
+    model: str = "linear",
 ) -> Trained:
     """Every batch once; losses are read at the end."""
-    training = Training(strategy, device, optimizer)
+    training = Training(strategy, device, optimizer, model)
     results = [training.step(x, y) for x, y in data]
     return Trained(flat(training.module), torch.stack([r.loss.double().cpu() for r in results]), results)
 
 
 def train_with_torch(
-    device: torch.device, data: list[tuple[Tensor, Tensor]], optimizer: str = "adamw", clip_norm: float | None = None
+    device: torch.device,
+    data: list[tuple[Tensor, Tensor]],
+    optimizer: str = "adamw",
+    clip_norm: float | None = None,
+    model: str = "linear",
 ) -> Trained:
     """The loop as it is written without Muster."""
-    module = net().to(device)
+    module = net(model).to(device)
     chosen = OPTIMIZERS[optimizer](module.parameters())
     losses = []
     for x, y in data:

@@ -21,15 +21,18 @@ CASES: list[dict[str, Any]] = [
     {"precision": "fp16", "clip_norm": 1.0},
     {"accumulate": 3},
     {"keep_gradients": True},
+    {"model": "batch norm"},
+    {"model": "attention", "precision": "bf16"},
 ]
 
 
 @pytest.fixture(params=[(case, replicas) for replicas in (1, 2) for case in CASES], ids=str)
 def training(request: pytest.FixtureRequest, gpu: torch.device) -> Iterator[Training]:
     """A training that has taken its first windows."""
-    options, replicas = request.param
+    case, replicas = request.param
+    options = {name: value for name, value in case.items() if name != "model"}
     with muster.MirroredStrategy(virtual(gpu, replicas), **options) as strategy:
-        made = Training(strategy, gpu)
+        made = Training(strategy, gpu, model=case.get("model", "linear"))
         for _ in range(WARM_STEPS):
             made.step(*batches(2, gpu)[0])
         torch.cuda.synchronize()

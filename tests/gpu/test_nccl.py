@@ -1,8 +1,13 @@
-"""NCCL: one rank in every run; two ranks of one GPU where MUSTER_TEST_NCCL names a library that can."""
+"""NCCL: one rank, which communicates with itself, and two ranks that share the GPU.
+
+NCCL refuses two ranks on one GPU of one host. The ranks of these tests say that each is on a host of its own
+(NCCL_HOSTID), and NCCL takes them for two machines that talk over loopback. That shows what it does, not how fast.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -12,23 +17,26 @@ from small_training import Training, batches, flat, train, train_with, virtual
 import muster
 from support.ranks import run_ranks
 
-LIBRARY = os.environ.get("MUSTER_TEST_NCCL", "")
 STEPS = 12
 
 
-@pytest.fixture
-def two_ranks(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes started from here on can be two ranks of one GPU."""
-    if not LIBRARY:
-        pytest.skip("two ranks of one GPU need NCCL 2.30.3 or newer: set MUSTER_TEST_NCCL=PATH/libnccl.so.2")
-    assert os.path.exists(LIBRARY), f"MUSTER_TEST_NCCL={LIBRARY} does not exist"
-    monkeypatch.setenv("LD_PRELOAD", LIBRARY)
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+@pytest.fixture(autouse=True)
+def needs_a_gpu(gpu: torch.device) -> None:
+    """Each test's processes use it, and what runs before them in this one."""
+
+
+def on_a_host_of_its_own() -> None:
+    """What a rank's process does first."""
+    os.environ["NCCL_HOSTID"] = f"rank{os.environ['RANK']}"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_IB_DISABLE"] = "1"
+    os.environ["NCCL_MNNVL_ENABLE"] = "0"
+    torch.cuda.set_device(0)
 
 
 def job(**options: Any) -> muster.MultiWorkerMirroredStrategy:
     """The strategy of a rank whose device is the only GPU."""
-    torch.cuda.set_device(0)
+    on_a_host_of_its_own()
     return muster.MultiWorkerMirroredStrategy.from_env(["cuda:0"], timeout=60.0, seed=1, **options)
 
 
@@ -39,23 +47,26 @@ def numbers(trained: Any) -> tuple[list[float], list[float]]:
 # --- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def _train_alone(options: dict[str, Any]) -> tuple[list[float], list[float]]:
+def _train_alone(over_nccl: bool, options: dict[str, Any]) -> tuple[list[float], list[float]]:
+    muster._C._comm.set_nccl_alone(over_nccl)
     with muster.MultiWorkerMirroredStrategy.from_env(timeout=60.0, seed=1, **options) as strategy:
         assert strategy.device == torch.device("cuda", 0)
-        assert "nccl" in strategy.explain().lower()
+        assert ("NCCL" in strategy.explain()) == over_nccl
         return numbers(train_with(strategy, strategy.device, batches(STEPS, "cuda:0")))
 
 
+@pytest.mark.parametrize("over_nccl", [False, True])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"precision": "fp16", "clip_norm": 1.0}], ids=str)
-def test_one_rank_learns_as_a_mirrored_replica(gpu: torch.device, options: dict[str, Any]) -> None:
+def test_one_rank_learns_as_a_mirrored_replica(gpu: torch.device, over_nccl: bool, options: dict[str, Any]) -> None:
     expected = train(virtual(gpu, 1), batches(STEPS, gpu), **options)
-    ((losses, parameters),) = run_ranks(1, _train_alone, options, timeout=100)
+    ((losses, parameters),) = run_ranks(1, _train_alone, over_nccl, options, timeout=100)
     assert losses == expected.losses.tolist()
     assert parameters == expected.parameters.tolist()
 
 
-def _capture_alone() -> tuple[list[float], list[float]]:
+def _capture(resets: bool) -> tuple[list[float], list[float]]:
     """Parameters after steps, and after as many of which the last are replays."""
+    muster._C._comm.set_nccl_alone(True)
     left = []
     data = batches(STEPS + 1, "cuda:0")[:-1]
     for captured in (False, True):
@@ -79,18 +90,19 @@ def _capture_alone() -> tuple[list[float], list[float]]:
                     y.copy_(batch[1])
                     graph.replay()
                 torch.cuda.synchronize()
-                graph.reset()
+                if resets:
+                    graph.reset()
             left.append(flat(training.module).tolist())
     return left[0], left[1]
 
 
-def test_one_rank_captures_its_step(gpu: torch.device) -> None:
-    ((taken, replayed),) = run_ranks(1, _capture_alone, timeout=100)
+def test_one_rank_captures_its_step() -> None:
+    ((taken, replayed),) = run_ranks(1, _capture, True, timeout=100)
     assert taken == replayed
 
 
 def _communicator(rank: int, size: int, store: Any) -> Any:
-    torch.cuda.set_device(0)
+    on_a_host_of_its_own()
     return muster._C._comm.make_nccl(store, rank, size, torch.device("cuda", 0), timeout=60.0, arena_bytes=1 << 22)
 
 
@@ -121,7 +133,7 @@ def _use_alone() -> None:
         c.all_reduce(window).wait()
 
 
-def test_one_rank_starts_registers_captures_and_aborts(gpu: torch.device) -> None:
+def test_one_rank_starts_registers_captures_and_aborts() -> None:
     run_ranks(1, _use_alone, timeout=100)
 
 
@@ -161,7 +173,6 @@ def _collectives() -> None:
     c.barrier().wait()
 
 
-@pytest.mark.usefixtures("two_ranks")
 def test_collectives_of_two_ranks() -> None:
     run_ranks(2, _collectives, timeout=100)
 
@@ -172,7 +183,6 @@ def _train_together(options: dict[str, Any]) -> tuple[list[float], list[float]]:
         return numbers(train_with(strategy, strategy.device, [(x, y) for x, y in parts]))
 
 
-@pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"precision": "fp16", "clip_norm": 1.0}], ids=str)
 def test_two_ranks_learn_as_two_virtual_replicas(gpu: torch.device, options: dict[str, Any]) -> None:
     first, second = run_ranks(2, _train_together, options, timeout=100)
@@ -182,6 +192,20 @@ def test_two_ranks_learn_as_two_virtual_replicas(gpu: torch.device, options: dic
     # While a window is open, a loss is this worker's.
     closed = slice(options.get("accumulate", 1) - 1, None, options.get("accumulate", 1))
     torch.testing.assert_close(torch.tensor(first[0])[closed], expected.losses.float()[closed], rtol=1e-4, atol=1e-5)
+
+
+def test_two_ranks_capture_their_step() -> None:
+    first, second = run_ranks(2, _capture, True, timeout=100)
+    assert first == second
+    assert first[0] == first[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_strategy_closes_while_a_graph_of_it_lives(ranks: int) -> None:
+    began = time.perf_counter()
+    for taken, replayed in run_ranks(ranks, _capture, False, timeout=100):
+        assert taken == replayed
+    assert time.perf_counter() - began < 60
 
 
 def _abort_one() -> str:
@@ -198,7 +222,6 @@ def _abort_one() -> str:
     return str(caught.value)
 
 
-@pytest.mark.usefixtures("two_ranks")
 def test_an_abort_ends_both_ranks() -> None:
     own, _ = run_ranks(2, _abort_one, timeout=100)
     assert "rank 0 gives up" in own

@@ -55,6 +55,38 @@ def test_a_replica_learns_as_torch_does(device: torch.device, optimizer: str, cl
         assert_close(found, expected, 1e-5)
 
 
+@pytest.mark.parametrize("model", ["batch norm", "attention"])
+def test_models_learn_as_torch_has_them(device: torch.device, model: str) -> None:
+    data = batches(STEPS, device)
+    assert_close(train(virtual(device, 1), data, model=model), train_with_torch(device, data, model=model), 1e-4)
+
+
+@pytest.mark.parametrize("model", ["batch norm", "attention"])
+def test_models_repeat_bit_for_bit_on_two_replicas(device: torch.device, model: str) -> None:
+    data = batches(STEPS, device)
+    first = train(virtual(device, 2), data, model=model)
+    assert_equal(train(virtual(device, 2), data, model=model), first)
+    assert first.losses[-3:].mean() < 0.9 * first.losses[:3].mean()
+
+
+def test_batch_norms_buffers_are_the_means_of_the_replicas(device: torch.device) -> None:
+    x, y = batches(3, device)[0]
+    x, y = x[:60], y[:60]
+    with muster.MirroredStrategy(virtual(device, 2)) as strategy:
+        training = Training(strategy, device, model="batch norm")
+        training.step(x, y)
+        found = {name: buffer.clone() for name, buffer in training.module.named_buffers()}
+    expected = []
+    for half in (x[:30], x[30:]):
+        module = net("batch norm").to(device)
+        module(half)
+        expected.append(dict(module.named_buffers()))
+    assert found
+    for name, buffer in found.items():
+        one, other = (buffers[name].double() for buffers in expected)
+        torch.testing.assert_close(buffer.double(), (one + other) / 2, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"accumulate": 2}])
 def test_the_gpu_learns_as_the_cpu_does(device: torch.device, options: dict[str, Any]) -> None:
     on_cpu = train(["cpu:0", "cpu:1"], batches(STEPS, "cpu"), **options)
@@ -96,6 +128,33 @@ def test_an_infinite_gradient_changes_nothing_but_the_scale(device: torch.device
         after = training.step(x2, y2)
         assert not after.skipped
         assert not torch.equal(flat(training.module), before)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_loss_scale_follows_torchs_scaler(gpu: torch.device, replicas: int) -> None:
+    data = batches(STEPS, gpu)[:-1]
+    broken = {3, 4, 11}
+    module = net().to(gpu)
+    optimizer = OPTIMIZERS["adamw"](module.parameters())
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**16, growth_interval=3)
+    expected = []
+    for i, (x, y) in enumerate(data):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = F.cross_entropy(module(x * (torch.inf if i in broken else 1.0)), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        expected.append(scaler.get_scale())
+
+    scale = muster.LossScale(init=2.0**16, growth_interval=3)
+    with muster.MirroredStrategy(virtual(gpu, replicas), precision="fp16", loss_scale=scale) as strategy:
+        training = Training(strategy, gpu)
+        found = [
+            float(training.step(x * (torch.inf if i in broken else 1.0), y).loss_scale) for i, (x, y) in enumerate(data)
+        ]
+    assert found == expected
+    assert len(set(found)) > 2
 
 
 def test_results_stay_on_the_device(device: torch.device) -> None:

@@ -6,6 +6,7 @@
 #include "comm/c10d/communicator.h"
 #include "comm/nccl/nccl.h"
 #include "comm/shared/host_mesh.h"
+#include "job/nccl_groups.h"
 #include "muster/cluster.h"
 #include "net/rendezvous.h"
 
@@ -135,6 +136,7 @@ void bind_comm(py::module_& parent) {
       },
       py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("timeout") = 600.0,
       py::arg("arena_bytes") = 0, Release());
+  m.def("set_nccl_alone", [](bool is_wanted) { uses_nccl_alone() = is_wanted; }, py::arg("is_wanted"));
 }
 
 }  // namespace muster

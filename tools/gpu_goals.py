@@ -1,0 +1,45 @@
+"""What must hold on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def goals(stages: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each goal beside what the stages that ran found; `found` is a median."""
+    listed: list[dict[str, Any]] = []
+
+    def at_least(what: str, found: float, least: float) -> None:
+        listed.append({"goal": what, "found": found, "at least": least, "holds": found >= least})
+
+    def at_most(what: str, found: float, most: float) -> None:
+        listed.append({"goal": what, "found": found, "at most": most, "holds": found <= most})
+
+    def found_by(stage: str) -> Any:
+        return stages.get(stage, {}).get("found")
+
+    if kernels := found_by("kernels"):
+        adamw = kernels["steps"][0]
+        at_least("flat AdamW over its streams alone", adamw["streams over muster"][1], 0.92)
+        at_least("torch's fused AdamW over flat AdamW", adamw["torch over muster"][1], 1.3)
+        for case in kernels["pack"]:
+            if case["bytes a tensor"] >= 1 << 16 and not case["accumulate"]:
+                what = f"pack of {case['bytes a tensor'] >> 10} KB {case['dtype']} tensors over a copy"
+                at_least(what, case["copy over muster"][1], 0.85)
+        for case in kernels["after all-reduce"]:
+            what = f"torch's time after the all-reduce over Muster's, {case['tensors']} tensors"
+            what += f", {case['parameters'] // 10**6} M parameters"
+            at_least(what, case["torch over muster"][1], 1.5)
+    for case in found_by("steps") or ():
+        at_most(f"launches of a window: {case['case']}", case["launches"], case["most launches"])
+        at_most(f"host syncs of a window: {case['case']}", case["host syncs"], 0)
+        if "ddp" in case["enqueue_ms"]:
+            share = round(case["enqueue_ms"]["muster"][1] / case["enqueue_ms"]["ddp"][1], 3)
+            at_most(f"enqueueing a window over DDP's: {case['case']}", share, 1.0)
+    if memory := found_by("memory"):
+        for way in ("muster", "muster over nccl"):
+            most = max(memory["peak_mb"][way]) / max(memory["peak_mb"]["ddp"])
+            at_most(f"peak memory over DDP's: {way}", round(most, 3), 1.0)
+        for what, grown in memory["growth_mb"].items():
+            at_most(f"megabytes that memory grew by: {what}", grown, 2)
+    return listed
