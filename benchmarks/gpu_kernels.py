@@ -104,14 +104,14 @@ def by_call(run: Column, repeats: int = 200) -> float:
 def step(
     library: ctypes.CDLL | None,
     algorithm: str = "adam",
-    parameters: int = 300_000_000,
+    parameters: int = 307_200_000,
     tensors: int = 300,
     dtype: torch.dtype = torch.float32,
     low: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """One step of so many parameters, which writes copies in `low` too; ratios are of bandwidths, over the fastest of
     the bare kernels. `library` has those of AdamW in fp32."""
-    n = parameters // SHRINK // tensors
+    n = parameters // SHRINK // tensors // 64 * 64  # as buckets align their slots
     count = n * tensors
     states = STATES[algorithm]
     gradient, parameter = (torch.randn(count, device=DEVICE, dtype=dtype) for _ in range(2))

@@ -2,7 +2,7 @@
 DDP of one process over NCCL, and against a graph's replay.
 
 `launches`: kernels, copies and fills of a window of k micro-batches less those of the forward and backward passes of
-its replicas alone; they are bounded by (k + 2) x buckets + 5. `enqueue_ms`: the host's time for a window, with a device
+its replicas alone; they are bounded by (k x replicas + 2) x buckets + 5. `enqueue_ms`: the host's time for a window, with a device
 that has nothing to do.
 
     python benchmarks/gpu_step.py                  prints JSON
@@ -215,7 +215,7 @@ def measure(case: Case) -> dict[str, Any]:
         "case": str(case),
         "buckets": buckets,
         "launches": whole.launches - alone.launches,
-        "most launches": (case.k + 2) * buckets + 5,
+        "most launches": (case.k * case.replicas + 2) * buckets + 5,
         "launches of the passes": alone.launches,
         "host syncs": len(whole.waits) + len(whole.pageable_copies),
         "enqueue_ms": enqueued,
