@@ -24,9 +24,9 @@ if ! cmp -s requirements-cuda.txt "$torch/.installed"; then
   cp requirements-cuda.txt "$torch/.installed"
 fi
 
-# Release (-O3), or each file by itself, costs minutes and shows nothing more: nothing of this build runs. A shared library
+# Release (-O3), each file by itself, or more kinds of GPU, cost minutes and show nothing more: nothing of this build runs. A shared library
 # links with symbols missing, unless told otherwise; the Python module misses Python's in any case.
-cmake -S . -B "$build" -G Ninja -DMUSTER_CUDA=ON -DMUSTER_WERROR=ON -DMUSTER_PYTHON=ON \
+cmake -S . -B "$build" -G Ninja -DMUSTER_CUDA=ON -DMUSTER_WERROR=ON -DMUSTER_PYTHON=ON -DCMAKE_CUDA_ARCHITECTURES=90-real \
   -DPython_EXECUTABLE="$(cd "$venv" && pwd)/bin/python" -DMusterTorch_ROOT="$(cd "$torch" && pwd)/torch" \
   -DMUSTER_UNITY_FILES=100 -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DCMAKE_SHARED_LINKER_FLAGS=-Wl,-z,defs >"$build.log" 2>&1 ||
   { cat "$build.log"; exit 1; }

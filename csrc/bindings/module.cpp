@@ -21,4 +21,5 @@ PYBIND11_MODULE(_C, m) {
   muster::bind_server_probe(m);
   muster::bind_raw_workers_probe(m);
   muster::bind_kernels(m);
+  muster::bind_reduce_steps(m);
 }

@@ -10,7 +10,8 @@
 
 namespace muster {
 
-/// Bytes in a device's memory that are replaced by those of the host. Owned by one thread.
+/// Bytes in a device's memory that are replaced by those of the host. Memory for them, on both sides, is that of the
+/// most that there were, rounded up to a power of two, and is not given back. Owned by one thread.
 class DeviceBytes {
  public:
   DeviceBytes() = default;
@@ -28,8 +29,10 @@ class DeviceBytes {
     StreamPoint copied;
   };
 
+  Staging& staging_for(size_t bytes, c10::Device device);
+
   at::Tensor memory_;
-  std::vector<Staging> staging_;
+  std::vector<Staging> staging_;  // smallest first
 };
 
 /// Elements (trivially copyable, with ==) in a device's memory that follow those of the host. Owned by one thread.

@@ -2,6 +2,10 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <mutex>
+#include <set>
+
+#include "device/kernel_status.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "muster/error.h"
 
@@ -35,10 +39,28 @@ c10::Device parse_device(const std::string& name) {
     throw InvalidArgument("device '" + name + "' is not there: this process sees " +
                           std::to_string(num_cuda_devices()) + " CUDA device(s)");
   }
+  check_code(device);
   return device;
 }
 
 }  // namespace
+
+void check_code(c10::Device device) {
+  static std::mutex mutex;
+  static std::set<c10::DeviceIndex> checked;
+  const std::lock_guard lock(mutex);
+  if (checked.contains(device.index())) return;
+  const OnDevice scope(device);
+  int capability = 0;
+  const auto status = kernels::cuda::check_code(capability);
+  if (status.code == kernels::cuda::Status::Code::not_built) {
+    throw NotBuilt("device '" + device.str() + "' has compute capability " + std::to_string(capability / 10) + "." +
+                   std::to_string(capability % 10) + ", for which this build of muster has no code (" + status.problem +
+                   "); rebuild it with -DCMAKE_CUDA_ARCHITECTURES=" + std::to_string(capability));
+  }
+  check_kernel(status, "looking for a device's code");
+  checked.insert(device.index());
+}
 
 std::vector<c10::Device> parse_devices(const std::vector<std::string>& names) {
   std::vector<c10::Device> devices;

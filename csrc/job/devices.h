@@ -10,6 +10,9 @@
 
 namespace muster {
 
+/// Throws NotBuilt where this build's kernels have no code for a CUDA device. Looks once at each.
+void check_code(c10::Device device);
+
 /// A device a name, all on the CPU or all on CUDA; no name: one on the CPU. CUDA devices have an index. Throws
 /// InvalidArgument for a name that does not parse or a device that is not there, NotBuilt for one that this build
 /// cannot use.

@@ -10,6 +10,8 @@ constexpr Status kNotBuilt{Status::Code::not_built, "this build of muster has no
 
 bool is_built() noexcept { return false; }
 
+Status check_code(int&) noexcept { return kNotBuilt; }
+
 bool is_capturing(Stream) noexcept { return false; }
 
 Status pack(const PackPlan&, const void* const*, void*, bool, double, const double*, Stream) noexcept {

@@ -36,7 +36,7 @@ Stepper::Stepper(Session& session, ParameterSets& sets)
       replicas_(session),
       errors_(session, sets),
       updates_(session, sets, errors_),
-      skip_limit_(session.options().max_skipped) {}
+      skip_limit_(session.options().max_skipped, session.topology().devices.front()) {}
 
 StepResult Stepper::step(const StepCall& call) {
   const auto pass = session_.enter_alone("step");

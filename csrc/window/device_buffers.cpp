@@ -10,6 +10,8 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/accumulate.h>
 
+#include <algorithm>
+
 #include "core/plain_memory.h"
 
 namespace muster {
@@ -27,30 +29,63 @@ DeviceBuffers::Tensors averaged_of(const DeviceBuffers::Tensors& buffers) {
   return selected;
 }
 
-// End to end; undefined for none.
-at::Tensor joined(const DeviceBuffers::Tensors& buffers, at::ScalarType dtype) {
-  DeviceBuffers::Tensors flat;
-  for (const auto& buffer : buffers) flat.push_back(as_real(buffer).reshape({-1}).to(dtype));
-  return flat.empty() ? at::Tensor() : at::cat(flat);
+// By dtype, in the order of the first of each: a run is converted at once, so that the number of launches does not
+// depend on that of buffers.
+std::vector<DeviceBuffers::Tensors> runs_of(const DeviceBuffers::Tensors& buffers) {
+  std::vector<DeviceBuffers::Tensors> runs;
+  for (const auto& buffer : buffers) {
+    const auto is_alike = [&](const DeviceBuffers::Tensors& run) {
+      return run.front().scalar_type() == buffer.scalar_type();
+    };
+    const auto run = std::find_if(runs.begin(), runs.end(), is_alike);
+    (run == runs.end() ? runs.emplace_back() : *run).push_back(buffer);
+  }
+  return runs;
 }
 
-void divide_up(const at::Tensor& values, const DeviceBuffers::Tensors& buffers) {
-  DeviceBuffers::Tensors written;
-  DeviceBuffers::Tensors parts;
-  int64_t offset = 0;
-  for (const auto& buffer : buffers) {
-    auto sizes = buffer.sizes().vec();
-    if (buffer.is_complex()) sizes.push_back(2);
-    const int64_t count = c10::multiply_integers(sizes);
-    // An expanded one cannot be written, here or by anybody.
-    if (at::has_internal_overlap(buffer) != at::MemOverlap::Yes) {
-      const auto part = values.narrow(0, offset, count).view(sizes);
-      written.push_back(buffer);
-      parts.push_back(buffer.is_complex() ? at::view_as_complex(part.clone()) : part);
-    }
-    offset += count;
+at::Tensor flat(const at::Tensor& values) { return values.is_contiguous() ? values.view({-1}) : values.reshape({-1}); }
+
+// End to end, run by run; undefined for none. Memory of its own.
+at::Tensor joined(const DeviceBuffers::Tensors& buffers, at::ScalarType dtype) {
+  DeviceBuffers::Tensors converted;
+  for (const auto& run : runs_of(buffers)) {
+    DeviceBuffers::Tensors parts;
+    for (const auto& buffer : run) parts.push_back(flat(as_real(buffer)));
+    converted.push_back(at::cat(parts).to(dtype));
   }
-  if (!written.empty()) at::_foreach_copy_(written, parts);
+  if (converted.empty()) return {};
+  return converted.size() == 1 ? converted.front() : at::cat(converted);
+}
+
+// Replaces the buffers by values that lie as joined() leaves them.
+void divide_up(const at::Tensor& values, const DeviceBuffers::Tensors& buffers) {
+  int64_t offset = 0;
+  for (const auto& run : runs_of(buffers)) {
+    int64_t length = 0;
+    for (const auto& buffer : run) length += buffer.numel() * (buffer.is_complex() ? 2 : 1);
+    const auto own = values.narrow(0, offset, length).to(c10::toRealValueType(run.front().scalar_type()));
+    offset += length;
+    // torch writes those that lie alike in a few launches.
+    DeviceBuffers::Tensors written;
+    DeviceBuffers::Tensors parts;
+    int64_t start = 0;
+    for (const auto& buffer : run) {
+      auto sizes = buffer.sizes().vec();
+      if (buffer.is_complex()) sizes.push_back(2);
+      const int64_t count = c10::multiply_integers(sizes);
+      const auto part = own.narrow(0, start, count).view(sizes);
+      start += count;
+      // An expanded one cannot be written, here or by anybody.
+      if (at::has_internal_overlap(buffer) == at::MemOverlap::Yes) continue;
+      if (buffer.is_contiguous() && !is_lazy(buffer)) {
+        written.push_back(as_real(buffer));
+        parts.push_back(part);
+      } else {
+        buffer.copy_(buffer.is_complex() ? at::view_as_complex(part.clone()) : part);
+      }
+    }
+    if (!written.empty()) at::_foreach_copy_(written, parts);
+  }
 }
 
 }  // namespace
@@ -73,14 +108,14 @@ void DeviceBuffers::add_written(const Tensors& buffers, double* written) const {
 void DeviceBuffers::reduce(comm::Communicator& replicas, const Tensors& buffers, const double* written,
                            const at::Tensor& weight, Buffers policy) {
   works_.clear();
-  const auto values = joined(averaged_of(buffers), at::kDouble);
-  if (values.defined()) {
-    const bool comparable = noted_.defined() && noted_.numel() == values.numel();
-    const auto changed = comparable ? values.ne(noted_).to(at::kDouble) : at::ones_like(values);
+  values_ = joined(averaged_of(buffers), at::kDouble);
+  if (values_.defined()) {
+    const bool comparable = noted_.defined() && noted_.numel() == values_.numel();
+    const auto changed = comparable ? values_.ne(noted_).to(at::kDouble) : at::ones_like(values_);
     const auto share = policy == Buffers::mean ? weight
                        : replicas.rank() == 0  ? at::ones_like(weight)
                                                : at::zeros_like(weight);
-    sums_ = at::cat({at::where(share.gt(0), values * share, at::zeros_like(values)), changed});
+    sums_ = at::cat({at::where(share.gt(0), values_ * share, at::zeros_like(values_)), changed});
     works_.push_back(replicas.all_reduce(sums_, ReduceOp::sum));
   }
   written_.clear();
@@ -102,11 +137,11 @@ void DeviceBuffers::merge(const Tensors& buffers, const at::Tensor& total_weight
   const auto floating = averaged_of(buffers);
   const auto has_weight = total_weight.gt(0);
   if (!floating.empty()) {
-    const auto values = joined(floating, at::kDouble);
-    const int64_t n = values.numel();
+    const int64_t n = values_.numel();
     const auto sums = sums_.narrow(0, 0, n);
     const auto mean = policy == Buffers::chief ? sums : sums / total_weight;
-    divide_up(at::where(sums_.narrow(0, n, n).gt(0).logical_and(has_weight), mean, values), floating);
+    divide_up(at::where(sums_.narrow(0, n, n).gt(0).logical_and(has_weight), mean, values_), floating);
+    values_.reset();
   }
   if (!written_.empty()) divide_up(at::where(has_weight, integers_, joined(written_, at::kLong)), written_);
   note(buffers);

@@ -44,7 +44,8 @@ class DeviceBuffers {
     int64_t version;
   };
 
-  at::Tensor noted_;                 // floating and complex buffers, end to end, fp64
+  at::Tensor noted_;                 // floating and complex buffers, end to end by dtype, fp64: when the window began
+  at::Tensor values_;                // and at its end, until merge()
   std::vector<Noted> noted_others_;  // by buffer
   Tensors written_;                  // buffers of integers and bools that a replica wrote
   at::Tensor sums_;                  // over replicas: values times weight, then counts of writers by element

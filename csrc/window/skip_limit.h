@@ -12,8 +12,8 @@ namespace muster {
 /// Owned by the thread that steps.
 class SkipLimit {
  public:
-  /// `max_skipped`: windows in a row that end training.
-  explicit SkipLimit(int max_skipped) : max_skipped_(max_skipped) {}
+  /// `max_skipped`: windows in a row that end training. `device`: that of the first replica.
+  SkipLimit(int max_skipped, c10::Device device) : max_skipped_(max_skipped), watch_(device) {}
 
   /// A window was closed, which was not dropped; `step` is its number. On a device those count whose end it has passed.
   void note(const WindowSums& sums, int64_t step);

@@ -3,9 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <string>
+#include <vector>
 
 #include "device/device.h"
 #include "window/device_numbers.h"
@@ -16,6 +18,12 @@ namespace muster {
 /// device has passed. A dropped window neither counts nor ends the row. Owned by the thread that steps.
 class SkipWatch {
  public:
+  /// Windows under way that have memory from the start; more take theirs when they come.
+  static constexpr size_t kWindows = 64;
+
+  /// `device`: that of the reports.
+  explicit SkipWatch(c10::Device device);
+
   /// Adds a window that was closed. `step` and `non_finite_at` go into NonFinite's message if it was skipped.
   void note(const DeviceReport& report, int64_t step, std::string non_finite_at);
 
@@ -28,15 +36,21 @@ class SkipWatch {
   const std::string& non_finite_at() const noexcept { return non_finite_at_; }
 
  private:
-  struct Window {
-    at::Tensor flags;  // skipped, dropped
+  struct Flags {
+    at::Tensor memory;  // skipped, dropped; on the host
     StreamPoint copied;
+  };
+  struct Window {
+    Flags flags;
     int64_t step;
     std::string non_finite_at;
   };
 
+  void add_memory();
+
+  c10::Device device_;
   std::deque<Window> windows_;
-  at::Tensor free_;  // host memory for a window's flags
+  std::vector<Flags> free_;
   int in_a_row_ = 0;
   int64_t step_ = 0;
   std::string non_finite_at_;

@@ -268,7 +268,7 @@ def windows() -> list[Window]:
     window = some_window(300)
     infinite = replace(window, partials=torch.cat([window.partials, torch.tensor([math.inf]).double()]))
     return [
-        *(some_window(n) for n in (0, 1, 255, 256, 257, 5000)),
+        *(some_window(n) for n in (0, 1, 255, 256, 257, 5000, 100_003)),
         replace(window, scale=None),
         tail_with(window, 7, 1.0),
         infinite,
@@ -465,6 +465,148 @@ def test_optimizers_follow_torch(device: torch.device, algorithm: str) -> None:
             kernels.make_scalars(divisor=3.0).to(device), stream=stream_of(device)
         )
     torch.testing.assert_close(parameter, expected.detach(), rtol=1e-9, atol=1e-12)
+
+
+# --- reduction and step in one launch ---------------------------------------------------------------------------------
+
+TILE: int = kernels.TILE
+TAIL_FIELDS = 8
+LOW = [None, torch.bfloat16, torch.float16]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one parameter lies."""
+
+    n: int
+    gradient: int
+    parameter: int
+    kind: int  # of LOW
+    partial: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.n // TILE)
+
+
+def places_of(sizes: Sequence[int]) -> tuple[list[Place], int, list[int], int]:
+    """And how many elements gradients, parameters of each kind and partials have."""
+    places: list[Place] = []
+    gradients, parameters, partials = 0, [0, 0, 0], 0
+    for p, n in enumerate(sizes):
+        kind = (0, 1, 0, 2)[p % 4]
+        # Two of them start off a vector's boundary.
+        gradients = -(-gradients // 16) * 16 + (2 if p == 6 else 0)
+        parameters[kind] = -(-parameters[kind] // 16) * 16 + (1 if p in (4, 5) else 0)
+        place = Place(n, gradients, parameters[kind], kind, partials)
+        places.append(place)
+        gradients += n
+        parameters[kind] += n
+        partials += place.tiles
+    return places, gradients, parameters, partials
+
+
+def reduce_and_step(
+    device: torch.device,
+    algorithm: str,
+    dtype: torch.dtype,
+    count: int,
+    keep: bool,
+    infinite: bool = False,
+    rows: list[list[float]] | None = None,
+    clip_norm: float = 0.7,
+) -> dict[str, list[Tensor]]:
+    """What virtual ranks hold after three windows, of which the second may not be finite."""
+    places, num_gradients, num_parameters, num_partials = places_of([*SIZES[:10], 20_001, 3, 9000])
+    rows = ROWS[algorithm] if rows is None else rows
+    masters = [numbers(place.n, dtype, 11 * p).to(device) for p, place in enumerate(places)]
+    states = [[numbers(m.numel(), dtype, s + i).abs().to(device) for s in range(3)] for i, m in enumerate(masters)]
+    ranks: list[tuple[Any, ...]] = []
+    runs: list[list[tuple[Any, ...]]] = []
+    own: list[Tensor] = []
+    for r in range(count):
+        gradients = torch.zeros(num_gradients, dtype=dtype, device=device)
+        parameters = [
+            numbers(max(n, 1), dtype, kind).to(dtype if LOW[kind] is None else LOW[kind]).to(device)
+            for kind, n in enumerate(num_parameters)
+        ]
+        partials = torch.zeros(num_partials, dtype=torch.float64, device=device)
+        tail, tail_sum = (torch.zeros(TAIL_FIELDS + len(places), dtype=torch.float64, device=device) for _ in range(2))
+        steps = torch.full((len(places),), 4.0, device=device)
+        scalars = kernels.make_scalars(unit=4.0).to(device)
+        scale = kernels.make_loss_scale(64.0, 0).to(device)
+        ranks.append((gradients, parameters, partials, tail, tail_sum, steps, scalars, scale))
+        runs.append([])
+        for p, place in enumerate(places):
+            share = (r + p) % count
+            first = place.tiles * share // count * TILE
+            last = min(place.tiles * (share + 1) // count * TILE, place.n)
+            if first >= last:
+                continue
+            master = None if place.kind == 0 else masters[p][first:last]
+            place_of_run = (place.gradient + first, place.parameter + first, place.kind, last - first)
+            tile = place.partial + first // TILE
+            runs[-1].append((*place_of_run, tile, p, p % len(rows), master, [s[first:last] for s in states[p]]))
+            own.append(gradients[place.gradient + first : place.gradient + last])
+    options = (clip_norm, 1.0, 2.0, 0.5, 2)
+    together = kernels.ReduceSteps(algorithm, ranks, runs, rows, TAIL_FIELDS, options, blocks=4)
+    for window in range(3):
+        for r, (gradients, _, _, tail, *_) in enumerate(ranks):
+            gradients.copy_(numbers(num_gradients, dtype, 100 * window + r))
+            if infinite and window == 1 and r == count - 1:
+                gradients[places[3].gradient] = math.inf
+            fields = [3.0 + r, 1.5 * r, 1, 0, 0, 0, 1, 0]
+            used = [0.0 if window == 1 and p == 5 else 1.0 for p in range(len(places))]
+            tail.copy_(torch.tensor(fields + used, dtype=torch.float64))
+        together.run(keep, stream=stream_of(device))
+    parameters_of = [[rank[1][kind] for rank in ranks] for kind in range(3)]
+    found = {
+        "parameters": parameters_of[0],
+        "bf16": parameters_of[1],
+        "f16": parameters_of[2],
+        "partials": [rank[2] for rank in ranks],
+        "tails": [rank[4] for rank in ranks],
+        "steps": [rank[5] for rank in ranks],
+        "scalars": [torch.tensor(list(kernels.read_scalars(rank[6]).values()), dtype=torch.float64) for rank in ranks],
+        "scales": [torch.tensor(kernels.read_loss_scale(rank[7]), dtype=torch.float64) for rank in ranks],
+        "masters": masters,
+        "states": [state for each in states for state in each],
+        "gradients": own,
+    }
+    return {name: [tensor.cpu() for tensor in tensors] for name, tensors in found.items()}
+
+
+@pytest.mark.parametrize("algorithm", list(ROWS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_reduction_and_step_of_virtual_ranks(
+    device: torch.device, algorithm: str, dtype: torch.dtype, count: int
+) -> None:
+    for keep, infinite in ((False, False), (True, True)):
+        found = reduce_and_step(device, algorithm, dtype, count, keep, infinite)
+        for name, expected in reduce_and_step(CPU, algorithm, dtype, count, keep, infinite).items():
+            for one, other in zip(found[name], expected, strict=True):
+                assert_same_bits(one, other)
+        for name in ("parameters", "bf16", "f16", "partials", "tails", "steps", "scalars", "scales"):
+            for one in found[name]:
+                assert_same_bits(one, found[name][0])
+
+
+def test_ranks_step_by_what_their_formula_says(device: torch.device) -> None:
+    plain = [[0.1, 0.0, 0.0, 0.0, 0, 0]]
+    before = numbers(places_of([*SIZES[:10], 20_001, 3, 9000])[2][0], torch.float64, 0)
+    after = reduce_and_step(device, "sgd", torch.float64, 2, False, rows=plain, clip_norm=0.0)["parameters"][0]
+    places, num_gradients, *_ = places_of([*SIZES[:10], 20_001, 3, 9000])
+    scale = 64.0
+    for window in range(3):
+        total = sum(numbers(num_gradients, torch.float64, 100 * window + r) for r in range(2))
+        assert isinstance(total, Tensor)
+        for p, place in enumerate(places):
+            if place.kind == 0 and not (window == 1 and p == 5):
+                step = total[place.gradient : place.gradient + place.n] / (7 / 4 * scale)
+                before[place.parameter : place.parameter + place.n] -= 0.1 * step
+        scale *= 2 if window == 1 else 1
+    torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
 
 
 def test_a_wrong_table_is_refused() -> None:

@@ -59,8 +59,14 @@ struct Options {
   uint32_t seed = 0;             ///< of the schedule; 0: in order
   double limit_s = 20;           ///< how long a block may spin without anything moving
   unsigned multiprocessors = 2;  ///< of the device that is played
+  unsigned resident = 3;         ///< blocks of any kernel on each of them
+  int capability = 90;           ///< of the device
+  bool has_code = true;          ///< whether the build that is played has kernels for it
 };
 inline Options options;
+
+/// Of the calling thread's last launch.
+inline thread_local size_t parameter_bytes = 0;
 
 struct Index {
   unsigned x = 0;
@@ -558,6 +564,19 @@ inline bool is_captured(Stream) noexcept { return false; }
 inline Status count_multiprocessors(unsigned& count) noexcept {
   count = emulation::options.multiprocessors;
   return {};
+}
+
+template <class... Parameters>
+Status count_resident(void (*)(Parameters...), unsigned, unsigned& count) noexcept {
+  count = emulation::options.resident;
+  return {};
+}
+
+template <class... Parameters>
+Status find_code(void (*)(Parameters...), int& capability) noexcept {
+  capability = emulation::options.capability;
+  if (emulation::options.has_code) return {};
+  return {Status::Code::not_built, "emulation: no kernel image is available"};
 }
 
 }  // namespace muster::kernels::cuda

@@ -2,7 +2,6 @@
 #include <ATen/ops/from_blob.h>
 #include <pybind11/stl.h>
 
-#include <cstring>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -12,6 +11,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/optimizer.h"
+#include "bindings/probes/kernel_arguments.h"
 #include "device/kernel_dtype.h"
 #include "device/kernel_status.h"
 #include "device/segments.h"
@@ -25,56 +25,6 @@ namespace py = pybind11;
 namespace cuda = kernels::cuda;
 using at::Tensor;
 using kernels::DType;
-using OptionalTensor = std::optional<Tensor>;
-
-cuda::Stream stream_of(uintptr_t handle) { return reinterpret_cast<cuda::Stream>(handle); }
-
-/// Data of a contiguous tensor of `device`.
-void* data_of(const Tensor& tensor, c10::Device device) {
-  if (tensor.device() != device) {
-    throw InvalidArgument("a tensor of " + tensor.device().str() + " came with one of " + device.str() +
-                          "; move all of them to one device");
-  }
-  if (!tensor.is_contiguous()) throw InvalidArgument("a tensor is not contiguous; call contiguous() on it");
-  return tensor.data_ptr();
-}
-
-template <class T>
-T* data_as(const Tensor& tensor, c10::Device device, int64_t count, c10::ScalarType dtype) {
-  void* data = data_of(tensor, device);
-  if (tensor.scalar_type() != dtype || tensor.numel() < count) {
-    throw InvalidArgument(std::string("a tensor needs at least ") + std::to_string(count) + " elements of " +
-                          c10::toString(dtype) + ", not " + std::to_string(tensor.numel()) + " of " +
-                          c10::toString(tensor.scalar_type()));
-  }
-  return static_cast<T*>(data);
-}
-
-template <class T>
-T* optional_data_as(const OptionalTensor& tensor, c10::Device device, int64_t count, c10::ScalarType dtype) {
-  return tensor ? data_as<T>(*tensor, device, count, dtype) : nullptr;
-}
-
-/// A struct in a tensor of bytes.
-template <class T>
-Tensor bytes_of(const T& value) {
-  Tensor bytes = at::empty({sizeof(T)}, c10::kByte);
-  memcpy(bytes.data_ptr(), &value, sizeof(T));
-  return bytes;
-}
-
-template <class T>
-T from_bytes(const Tensor& bytes) {
-  const Tensor on_host = bytes.cpu();
-  T value;
-  memcpy(&value, data_as<T>(on_host, c10::kCPU, sizeof(T), c10::kByte), sizeof(T));
-  return value;
-}
-
-template <class T>
-T* struct_in(const Tensor& bytes, c10::Device device) {
-  return data_as<T>(bytes, device, sizeof(T), c10::kByte);
-}
 
 // --- pack ------------------------------------------------------------------------------------------------------------
 
@@ -268,11 +218,6 @@ class Steps {
 };
 
 // --- the end of a window ---------------------------------------------------------------------------------------------
-
-kernels::WindowOptions window_options(const std::tuple<double, double, double, double, int32_t>& options) {
-  const auto& [clip_norm, loss_scale, growth, backoff, interval] = options;
-  return {clip_norm, loss_scale, growth, backoff, interval};
-}
 
 /// WindowReport and the metrics after it.
 kernels::WindowReport* report_in(const OptionalTensor& report, c10::Device device, uint32_t num_slots) {

@@ -35,6 +35,10 @@ struct [[nodiscard]] Status {
 /// Whether this build can launch anything.
 bool is_built() noexcept;
 
+/// Ok where this build has code for the current device, whose compute capability is found (90 for 9.0); not_built where
+/// it has none.
+Status check_code(int& capability) noexcept;
+
 /// Whether what is enqueued on the stream is captured into a graph.
 bool is_capturing(Stream stream) noexcept;
 
@@ -178,6 +182,8 @@ struct PeerSegment {
   uint32_t index;         ///< of the parameter, in steps and used
   uint32_t group;         ///< index into the hyperparameters
   DType parameter_dtype;  ///< the accumulation dtype; bf16 or f16 with a master
+
+  bool operator==(const PeerSegment&) const = default;
 };
 
 /// What reduce_step reads and writes in one rank's memory. Buffers lie on 16 bytes.

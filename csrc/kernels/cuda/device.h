@@ -41,8 +41,12 @@ MUSTER_DEVICE void spin_pause() { __nanosleep(20); }
 
 MUSTER_DEVICE void check_access(const void*, size_t) {}
 
+/// Of a call that was made just now. CUDA keeps an error until somebody asks for the last one: torch would take it for
+/// its own kernel's.
 inline Status status_of(cudaError_t error) noexcept {
-  return error == cudaSuccess ? Status{} : Status{Status::Code::failed, cudaGetErrorString(error)};
+  if (error == cudaSuccess) return {};
+  static_cast<void>(cudaGetLastError());
+  return {Status::Code::failed, cudaGetErrorString(error)};
 }
 
 inline bool is_captured(Stream stream) noexcept {
@@ -58,6 +62,36 @@ inline Status count_multiprocessors(unsigned& count) noexcept {
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device);
   count = static_cast<unsigned>(value);
   return status_of(error);
+}
+
+/// Blocks of the kernel that run on one multiprocessor of the current device at the same time.
+template <class... Parameters>
+Status count_resident(void (*kernel)(Parameters...), unsigned threads, unsigned& count) noexcept {
+  int value = 0;
+  const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&value, reinterpret_cast<const void*>(kernel),
+                                                                          static_cast<int>(threads), 0);
+  count = static_cast<unsigned>(value);
+  return status_of(error);
+}
+
+/// Whether this build has code of the kernel for the current device, and the device's capability (90 for 9.0).
+template <class... Parameters>
+Status find_code(void (*kernel)(Parameters...), int& capability) noexcept {
+  int device = 0;
+  int major = 0;
+  int minor = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (error != cudaSuccess) return status_of(error);
+  capability = 10 * major + minor;
+  cudaFuncAttributes attributes;
+  error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+  Status status = status_of(error);
+  const bool is_missing = error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
+                          error == cudaErrorUnsupportedPtxVersion;
+  if (is_missing) status.code = Status::Code::not_built;
+  return status;
 }
 
 }  // namespace muster::kernels::cuda
@@ -97,6 +131,7 @@ Status launch(void (*kernel)(Parameters...), Shape shape, Stream stream,
   return status_of(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers));
 #else
   static_cast<void>(stream);
+  emulation::parameter_bytes = (sizeof(Parameters) + ... + 0);
   const char* problem =
       emulation::run_grid(shape.blocks, shape.threads, shape.cooperative, [&] { kernel(arguments...); });
   return problem == nullptr ? Status{} : Status{Status::Code::failed, problem};
@@ -112,6 +147,16 @@ Status launch_over(uint64_t units, unsigned per_multiprocessor, void (*kernel)(P
   if (const Status status = count_multiprocessors(blocks); !status.ok()) return status;
   blocks *= per_multiprocessor;
   return launch(kernel, {units < blocks ? static_cast<unsigned>(units) : blocks, threads}, stream, arguments...);
+}
+
+/// Launches over `units` of work that blocks share evenly, in at most so many waves: the last one is as full as the
+/// others, so that no multiprocessor is idle before the end.
+template <class... Parameters>
+Status launch_waves(uint64_t units, unsigned waves, void (*kernel)(Parameters...), unsigned threads, Stream stream,
+                    const std::type_identity_t<Parameters>&... arguments) noexcept {
+  unsigned resident = 0;
+  if (const Status status = count_resident(kernel, threads, resident); !status.ok()) return status;
+  return launch_over(units, waves * (resident == 0 ? 1 : resident), kernel, threads, stream, arguments...);
 }
 
 // --- memory --------------------------------------------------------------------------------------------------------

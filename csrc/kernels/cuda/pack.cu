@@ -5,8 +5,7 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 
-struct Arguments {
-  const void* sources[kMaxPackSources];
+struct Packing {
   const PackSlot* slots;
   const Chunk* chunks;
   void* bucket;
@@ -16,7 +15,16 @@ struct Arguments {
   uint32_t first_slot;
   uint32_t num_sources;
 };
-static_assert(sizeof(Arguments) <= 32764, "what CUDA 12.1 takes as parameters");
+
+/// What a launch passes, which costs time by its size.
+template <uint32_t kCapacity>
+struct Arguments {
+  const void* sources[kCapacity];
+  Packing packing;
+};
+static_assert(sizeof(Arguments<kMaxPackSources>) <= 32764, "what CUDA 12.1 takes as parameters");
+constexpr uint32_t kFewSources = 64;
+constexpr uint32_t kManySources = 512;
 
 template <bool kAccumulate, class Source, class Destination, class T>
 MUSTER_DEVICE void pack_one(Source source, Destination& destination, T factor) {
@@ -77,20 +85,21 @@ MUSTER_DEVICE void pack_slot(const void* source, Destination* destination, uint6
   pack_chunk<kAccumulate>(static_cast<const Source*>(source) + first, destination + first, n, static_cast<T>(factor));
 }
 
-template <bool kAccumulate, class Destination>
-MUSTER_KERNEL void __launch_bounds__(kThreads, 4) pack_kernel(MUSTER_GRID_CONSTANT(Arguments) arguments) {
-  const double gate = arguments.gate == nullptr ? 1.0 : *arguments.gate;
+template <bool kAccumulate, class Destination, uint32_t kCapacity>
+MUSTER_KERNEL void __launch_bounds__(kThreads, 4) pack_kernel(MUSTER_GRID_CONSTANT(Arguments<kCapacity>) arguments) {
+  const Packing& packing = arguments.packing;
+  const double gate = packing.gate == nullptr ? 1.0 : *packing.gate;
   const bool is_open = MUSTER_MUTATE(pack_ignores_its_gate, gate != 0, true);
-  const double factor = MUSTER_MUTATE(pack_ignores_its_share, arguments.factor * gate, arguments.factor);
-  for (uint32_t c = blockIdx.x; c < arguments.num_chunks; c += gridDim.x) {
-    const Chunk chunk = arguments.chunks[c];
-    const uint32_t item = chunk.item - arguments.first_slot;
-    if (item >= arguments.num_sources) continue;  // another launch's
-    const PackSlot slot = arguments.slots[chunk.item];
+  const double factor = MUSTER_MUTATE(pack_ignores_its_share, packing.factor * gate, packing.factor);
+  for (uint32_t c = blockIdx.x; c < packing.num_chunks; c += gridDim.x) {
+    const Chunk chunk = packing.chunks[c];
+    const uint32_t item = chunk.item - packing.first_slot;
+    if (item >= packing.num_sources) continue;  // another launch's
+    const PackSlot slot = packing.slots[chunk.item];
     const uint64_t first = uint64_t{chunk.index} * kTile;
     const uint32_t n = static_cast<uint32_t>(slot.n - first < kTile ? slot.n - first : kTile);
     const void* source = is_open ? arguments.sources[item] : nullptr;
-    Destination* destination = static_cast<Destination*>(arguments.bucket) + slot.offset;
+    Destination* destination = static_cast<Destination*>(packing.bucket) + slot.offset;
     if (source == nullptr) {
       if (!kAccumulate) write_zeros(destination + first, n);
     } else if constexpr (sizeof(Destination) == sizeof(double)) {
@@ -105,39 +114,47 @@ MUSTER_KERNEL void __launch_bounds__(kThreads, 4) pack_kernel(MUSTER_GRID_CONSTA
   }
 }
 
+template <class Destination, uint32_t kCapacity>
+Status launch_pack(const Packing& packing, const void* const* sources, bool accumulate, Stream stream) noexcept {
+  Arguments<kCapacity> arguments;
+  arguments.packing = packing;
+  for (uint32_t i = 0; i < packing.num_sources; ++i) arguments.sources[i] = sources[i];
+  return launch_over(
+      packing.num_chunks, 8,
+      accumulate ? pack_kernel<true, Destination, kCapacity> : pack_kernel<false, Destination, kCapacity>, kThreads,
+      stream, arguments);
+}
+
 template <class Destination>
-Status pack_into(bool accumulate, const Arguments& arguments, Stream stream) noexcept {
-  return launch_over(arguments.num_chunks, 8,
-                     accumulate ? pack_kernel<true, Destination> : pack_kernel<false, Destination>, kThreads, stream,
-                     arguments);
+Status pack_into(const Packing& packing, const void* const* sources, bool accumulate, Stream stream) noexcept {
+  if (packing.num_sources <= kFewSources) {
+    return launch_pack<Destination, kFewSources>(packing, sources, accumulate, stream);
+  }
+  if (packing.num_sources <= kManySources) {
+    return launch_pack<Destination, kManySources>(packing, sources, accumulate, stream);
+  }
+  return launch_pack<Destination, kMaxPackSources>(packing, sources, accumulate, stream);
 }
 
 }  // namespace
 
 Status pack(const PackPlan& plan, const void* const* sources, void* bucket, bool accumulate, double factor,
             const double* gate, Stream stream) noexcept {
-  Arguments arguments;
-  arguments.slots = plan.slots;
-  arguments.chunks = plan.chunks;
-  arguments.num_chunks = plan.num_chunks;
-  arguments.bucket = bucket;
-  arguments.factor = factor;
-  arguments.gate = gate;
+  Packing packing{plan.slots, plan.chunks, bucket, factor, gate, plan.num_chunks, 0, 0};
   for (uint32_t first = 0; first < plan.num_slots; first += kMaxPackSources) {
     const uint32_t left = plan.num_slots - first;
-    arguments.first_slot = first;
-    arguments.num_sources = left < kMaxPackSources ? left : kMaxPackSources;
-    for (uint32_t i = 0; i < arguments.num_sources; ++i) arguments.sources[i] = sources[first + i];
+    packing.first_slot = first;
+    packing.num_sources = left < kMaxPackSources ? left : kMaxPackSources;
     Status status;
     switch (plan.bucket_dtype) {
       case DType::f32:
-        status = pack_into<float>(accumulate, arguments, stream);
+        status = pack_into<float>(packing, sources + first, accumulate, stream);
         break;
       case DType::f64:
-        status = pack_into<double>(accumulate, arguments, stream);
+        status = pack_into<double>(packing, sources + first, accumulate, stream);
         break;
       case DType::bf16:
-        status = pack_into<BFloat16>(accumulate, arguments, stream);
+        status = pack_into<BFloat16>(packing, sources + first, accumulate, stream);
         break;
       default:
         status = {Status::Code::invalid, "a bucket is f32, f64 or bf16"};

@@ -55,9 +55,9 @@ template <class Optimizer>
 Status step(const StepPlan& plan, const typename Optimizer::Group* groups, Stream stream) noexcept {
   switch (plan.dtype) {
     case DType::f32:
-      return launch_over(plan.num_chunks, 6, step_kernel<Optimizer, float>, kStepThreads, stream, plan, groups);
+      return launch_waves(plan.num_chunks, 2, step_kernel<Optimizer, float>, kStepThreads, stream, plan, groups);
     case DType::f64:
-      return launch_over(plan.num_chunks, 6, step_kernel<Optimizer, double>, kStepThreads, stream, plan, groups);
+      return launch_waves(plan.num_chunks, 2, step_kernel<Optimizer, double>, kStepThreads, stream, plan, groups);
     default:
       return {Status::Code::invalid, "an optimizer steps in f32 or f64"};
   }
@@ -66,6 +66,8 @@ Status step(const StepPlan& plan, const typename Optimizer::Group* groups, Strea
 }  // namespace
 
 bool is_built() noexcept { return true; }
+
+Status check_code(int& capability) noexcept { return find_code(step_kernel<Sgd, float>, capability); }
 
 bool is_capturing(Stream stream) noexcept { return is_captured(stream); }
 

@@ -60,8 +60,17 @@ MUSTER_DEVICE double add_partials(const double* partials, uint64_t count, double
   MUSTER_SHARED int32_t tops[kWindowThreads];
   MUSTER_SHARED double specials[kWindowThreads];
   const unsigned lane = threadIdx.x;
+  constexpr uint64_t kAhead = 8;  // loads in flight: an addition depends on the one before
   NormSum own;
-  for (uint64_t i = lane; i < count; i += kWindowThreads) add_partial(own, partials[i], norm_type);
+  uint64_t i = lane;
+  for (; i + (kAhead - 1) * kWindowThreads < count; i += kAhead * kWindowThreads) {
+    double ahead[kAhead];
+    MUSTER_UNROLL
+    for (uint64_t a = 0; a < kAhead; ++a) ahead[a] = partials[i + a * kWindowThreads];
+    MUSTER_UNROLL
+    for (uint64_t a = 0; a < kAhead; ++a) add_partial(own, ahead[a], norm_type);
+  }
+  for (; i < count; i += kWindowThreads) add_partial(own, partials[i], norm_type);
   const auto share = [&] {
     for (int i = 0; i < NormSum::kDigits; ++i) digits[lane][i] = own.digits[i];
     tops[lane] = own.top;

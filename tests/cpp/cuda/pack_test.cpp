@@ -107,6 +107,33 @@ TEST_CASE("pack takes more tensors than one launch's parameters hold", "[cuda]")
   CHECK(first_difference(packed, expected) == -1);
 }
 
+TEST_CASE("pack passes the parameters of few tensors, of many, or of as many as a launch holds", "[cuda]") {
+  const struct {
+    size_t tensors;
+    size_t bytes;  // of pointers, and at most 128 of the rest
+  } cases[] = {{1, 64 * 8},
+               {2, 64 * 8},
+               {63, 64 * 8},
+               {64, 64 * 8},
+               {65, 512 * 8},
+               {511, 512 * 8},
+               {512, 512 * 8},
+               {513, kMaxPackSources * 8},
+               {kMaxPackSources, kMaxPackSources * 8},
+               {kMaxPackSources + 3, 64 * 8}};  // the last launch's
+  for (const auto& one : cases) {
+    CAPTURE(one.tensors);
+    const Bucket bucket(std::vector<size_t>(one.tensors, 3), {DType::f32, DType::bf16}, 9);
+    Buffer<float> expected(bucket.n), packed(bucket.n);
+    bucket.pack_on_cpu(expected, false, 0.3);
+    check_ok(pack(bucket.plan(DType::f32), bucket.sources.data(), packed.data(), false, 0.3, nullptr, nullptr));
+    CHECK(first_difference(packed, expected) == -1);
+    CHECK(packed.is_intact());
+    CHECK(emulation::parameter_bytes > one.bytes);
+    CHECK(emulation::parameter_bytes <= one.bytes + 128);
+  }
+}
+
 TEST_CASE("pack multiplies by its gate, and takes every source for null where that is 0", "[cuda]") {
   Bucket bucket(odd_sizes(20), {DType::f32, DType::bf16, DType::f16}, 8);
   Bucket closed = bucket;

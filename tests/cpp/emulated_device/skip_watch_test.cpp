@@ -8,6 +8,7 @@
 #include "cpp/catch.h"
 #include "cpp/emulated_device/device_job.h"
 #include "muster/error.h"
+#include "support/operators.h"
 
 using namespace muster;
 using namespace muster::testing;
@@ -26,7 +27,7 @@ DeviceReport report_of(End end) {
 }  // namespace
 
 TEST_CASE("windows skipped in a row are counted, and the last of them is known", "[window]") {
-  SkipWatch watch;
+  SkipWatch watch(c10::kCPU);
   watch.note(report_of(End::skipped), 1, "parameter 'a'");
   CHECK(watch.in_a_row() == 0);  // nobody looked
   watch.look();
@@ -39,6 +40,23 @@ TEST_CASE("windows skipped in a row are counted, and the last of them is known",
   CHECK(watch.step() == 3);
   CHECK(watch.non_finite_at() == "parameter 'a'");
   watch.note(report_of(End::stepped), 4, {});
+  watch.look();
+  CHECK(watch.in_a_row() == 0);
+}
+
+TEST_CASE("a window allocates nothing while the device sleeps", "[window]") {
+  SkipWatch watch(c10::kCPU);
+  const auto skipped = report_of(End::skipped), stepped = report_of(End::stepped);
+  const OperatorCount count;
+  for (int64_t step = 0; step < int64_t{SkipWatch::kWindows}; ++step)
+    watch.note(step % 3 == 0 ? stepped : skipped, step, {});
+  CHECK(count.by_name().contains("aten::copy_"));
+  CHECK_FALSE(count.by_name().contains("aten::empty"));
+  // More are as right, if not as quick.
+  for (int i = 0; i < 100; ++i) watch.note(skipped, 1000 + i, {});
+  watch.look();
+  CHECK(watch.in_a_row() == 100);
+  watch.note(stepped, 2000, {});
   watch.look();
   CHECK(watch.in_a_row() == 0);
 }

@@ -17,7 +17,7 @@ WindowSums skipped_at(const std::string& where) {
 }  // namespace
 
 TEST_CASE("windows that are skipped in a row end training at the limit, and say where", "[window]") {
-  SkipLimit limit(2);
+  SkipLimit limit(2, c10::kCPU);
   limit.note(skipped_at(""), 1);
   CHECK(limit.searches());
   limit.check();
@@ -31,13 +31,13 @@ TEST_CASE("windows that are skipped in a row end training at the limit, and say 
 }
 
 TEST_CASE("a limit of one always searches, and no skipped window passes none", "[window]") {
-  SkipLimit limit(1);
+  SkipLimit limit(1, c10::kCPU);
   limit.note(WindowSums(), 1);
   CHECK(limit.searches());
   limit.check();
   limit.note(skipped_at(""), 2);
   CHECK_THROWS_AS(limit.check(), NonFinite);
-  SkipLimit none(0);
+  SkipLimit none(0, c10::kCPU);
   none.note(WindowSums(), 1);
   none.check();
 }
