@@ -10,7 +10,9 @@
 #include <nccl.h>
 #include <nvtx3/nvToolsExt.h>
 
+#include <cstdlib>
 #include <cstring>
+#include <string>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "comm/nccl/communicator.h"
@@ -48,6 +50,13 @@ Status start(Comm* comm, int size, const UniqueId& id, int rank) {
   return ncclCommInitRankConfig(reinterpret_cast<ncclComm_t*>(comm), size, unique, rank, &config);
 }
 
+// The parent is not blocking: its async_error says when the child is there.
+Status split(Comm comm, int rank, Comm* child) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 1;
+  return ncclCommSplit(comm_of(comm), /*color=*/0, rank, reinterpret_cast<ncclComm_t*>(child), &config);
+}
+
 // Looked up by name, since the NCCL that is loaded may be newer or older than the header: windows came with 2.27. In
 // that library itself: Python's extension modules are not in the global scope.
 void find_windows(NcclApi& api) {
@@ -74,6 +83,7 @@ NcclApi nccl_api() {
   NcclApi api;
   api.get_unique_id = [](UniqueId* id) { return ncclGetUniqueId(reinterpret_cast<ncclUniqueId*>(id->data())); };
   api.start = start;
+  api.split = split;
   api.async_error = [](Comm comm, Status* status) {
     ncclResult_t result = ncclSuccess;
     const ncclResult_t asked = ncclCommGetAsyncError(comm_of(comm), &result);
@@ -118,8 +128,26 @@ void check(cudaError_t error, const char* what) {
                   ". An earlier kernel may be at fault: run with CUDA_LAUNCH_BLOCKING=1 to find it");
 }
 
+// NCCL takes processes whose NCCL_HOSTID differs for hosts, and shares a GPU where it is told to.
+std::string identity(int device) {
+  if (const char* const shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE"); shares && std::string(shares) == "1") {
+    return "";
+  }
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  const char* const host = std::getenv("NCCL_HOSTID");
+  std::string text = (host == nullptr ? std::string() : std::string(host)) + " GPU-";
+  for (const char byte : properties.uuid.bytes) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    text += kDigits[static_cast<unsigned char>(byte) / 16];
+    text += kDigits[static_cast<unsigned char>(byte) % 16];
+  }
+  return text;
+}
+
 DeviceApi device_api() {
   DeviceApi api;
+  api.identity = identity;
   api.exchange_device = [](int device) {
     const int previous = c10::cuda::current_device();
     if (device != previous) c10::cuda::set_device(static_cast<c10::DeviceIndex>(device));

@@ -32,13 +32,15 @@ enum class Reduction : int { sum = 0, max = 2, min = 3 };
 using UniqueId = std::array<char, 128>;
 
 /// NCCL, with sizes in bytes where no arithmetic is done. Calls on a communicator are made on its device, and may
-/// return kInProgress: then nothing else may be asked of it until async_error says otherwise.
+/// return kInProgress: then nothing else may be asked of it until async_error says otherwise. What comes from `split`
+/// does not: its calls block until they are through, or until it is aborted.
 struct NcclApi {
   template <class... Arguments>
   using Call = std::function<Status(Arguments...)>;
 
   Call<UniqueId*> get_unique_id;
   Call<Comm*, int /*size*/, const UniqueId&, int /*rank*/> start;  ///< with blocking = 0
+  Call<Comm, int /*rank*/, Comm*> split;  ///< all ranks, with blocking = 1; empty where there are no such
   Call<Comm, Status*> async_error;
   Call<Comm> finalize;
   Call<Comm> destroy;
@@ -69,6 +71,7 @@ struct NcclApi {
 /// Everything but destruction throws CommError with CUDA's text.
 struct DeviceApi {
   std::function<int(int)> exchange_device;      ///< returns what was current
+  std::function<std::string(int)> identity;     ///< of a device, as NCCL tells GPUs apart; empty: it may be shared
   std::function<Stream(int)> current_stream;    ///< the calling thread's, of a device
   std::function<bool(Stream)> is_capturing;     ///< into a graph
   std::function<void()> permit_during_capture;  ///< the calling thread may query events while others capture

@@ -102,6 +102,7 @@ class NcclCommunicator final : public Communicator {
              NcclWork::Joins joins = NcclWork::Joins::stream, std::vector<at::Tensor> outputs = {});
   void run_among(const Roll& roll, const Request& request, std::vector<at::Tensor> tensors, Encode encode);
   void check_device(const at::Tensor& tensor) const;
+  void check_host_may_wait(const std::string& what) const;
   Roll agree(Request request);
   Roll gather_cards(const Request& request);
   Roll gather_cards_on_device(const Request& request);
@@ -130,6 +131,18 @@ void NcclCommunicator::check_device(const at::Tensor& tensor) const {
   if (!tensor.defined() || tensor.device() == device()) return;
   throw InvalidArgument("rank " + std::to_string(rank()) + " communicates tensors on " + device().str() +
                         "; got one on " + tensor.device().str() + ", move it first");
+}
+
+// What is captured runs when its graph does, so that the host would wait until the timeout.
+void NcclCommunicator::check_host_may_wait(const std::string& what) const {
+  const Clique& clique = launcher_->clique();
+  const DeviceApi& api = clique.device();
+  const int index = clique.options().devices[static_cast<size_t>(local_)];
+  const DeviceScope scope(api, index);
+  if (!api.is_capturing(api.current_stream(index))) return;
+  throw InvalidArgument(what +
+                        " waits on the host for the device, which no CUDA graph can capture; call it before or "
+                        "after the capture");
 }
 
 // --- agreement -----------------------------------------------------------------------------------------------------
@@ -175,6 +188,7 @@ Roll NcclCommunicator::gather_cards(const Request& request) {
 }
 
 Roll NcclCommunicator::gather_cards_on_device(const Request& request) {
+  check_host_may_wait(describe(request) + " in a group without a control group");
   const at::Tensor mine = card_of(request).to(device());
   const at::Tensor all = at::empty({size(), mine.numel()}, mine.options());
   Work work = issue(
@@ -344,6 +358,7 @@ Work NcclCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor
 
 Work NcclCommunicator::barrier() {
   const Request request;
+  check_host_may_wait("barrier()");
   const Roll roll = agree(request);
   if (!roll.is_everyone()) return Work();  // those present have heard of each other, which is the barrier
   const at::Tensor token = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device()));
@@ -405,14 +420,49 @@ void check_arguments(int first_rank, int size, const std::vector<c10::Device>& d
   }
 }
 
+constexpr int64_t kIdentityBytes = 256;
+
+// Collective over the control groups, where there are any: what NCCL says of a GPU that two ranks have is not how to
+// mend it, and comes late.
+void check_devices_differ(const DeviceApi& device, int first_rank, const std::vector<int>& devices,
+                          const std::vector<NcclOptions>& options, Milliseconds timeout) {
+  std::vector<std::string> identities;
+  for (const int index : devices) identities.push_back(device.identity(index).substr(0, kIdentityBytes));
+  if (options[0].control) {
+    std::vector<Work> works;  // all of them first: each awaits the others
+    for (size_t i = 0; i < identities.size(); ++i) {
+      const at::Tensor card = at::zeros({kIdentityBytes}, at::kByte);
+      std::copy(identities[i].begin(), identities[i].end(), card.data_ptr<uint8_t>());
+      works.push_back(options[i].control->all_gather(card));
+    }
+    for (Work& work : works) work.wait(timeout);
+    identities.clear();
+    for (const at::Tensor& card : works[0].outputs()) {
+      const auto* const bytes = card.const_data_ptr<uint8_t>();
+      identities.emplace_back(bytes, std::find(bytes, bytes + card.numel(), uint8_t{0}));
+    }
+    first_rank = 0;
+  }
+  for (auto second = identities.begin(); second != identities.end(); ++second) {
+    const auto first = std::find(identities.begin(), second, *second);
+    if (first == second || second->empty()) continue;
+    const auto name = [&](auto rank) { return std::to_string(first_rank + (rank - identities.begin())); };
+    throw InvalidArgument("ranks " + name(first) + " and " + name(second) + " are on the same GPU (" + *second +
+                          "), which NCCL refuses; give each worker a GPU of its own (its device, or "
+                          "CUDA_VISIBLE_DEVICES), start fewer workers, or put several replicas of a GPU into one "
+                          "process with MirroredStrategy");
+  }
+}
+
 }  // namespace
 
 std::vector<CommunicatorPtr> make_communicators(const NcclApi& nccl, const DeviceApi& device, c10d::Store& store,
                                                 int first_rank, int size, const std::vector<c10::Device>& devices,
                                                 const std::vector<NcclOptions>& options) {
   check_arguments(first_rank, size, devices, options);
-  Clique::Options clique_options{first_rank, size, {}, options[0].timeout};
+  Clique::Options clique_options{first_rank, size, {}, options[0].timeout, options[0].blocking};
   for (const c10::Device& d : devices) clique_options.devices.push_back(d.has_index() ? d.index() : 0);
+  check_devices_differ(device, first_rank, clique_options.devices, options, options[0].timeout);
   const UniqueId id = share_id(nccl, store, first_rank, options[0].timeout);
   const auto launcher =
       std::make_shared<Launcher>(std::make_shared<Clique>(nccl, device, id, std::move(clique_options)));
