@@ -454,6 +454,7 @@ NcclApi FakeNccl::nccl() {
   api.allocate = [this](void** data, size_t bytes) -> Status {
     const std::lock_guard lock(mutex_);
     note("allocate " + std::to_string(bytes));
+    if (failures_.erase("allocate") > 0) return 1;
     *data = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     return *data == nullptr ? 1 : kSuccess;
   };
@@ -560,6 +561,10 @@ DeviceApi FakeNccl::device() {
   };
   api.query = [flag_of](Event event) { return flag_of(event)->get(); };
   api.synchronize = [] {};
+  api.release_cached = [this] {
+    const std::lock_guard lock(mutex_);
+    note("release_cached");
+  };
   api.with_stream = [](Stream stream, int, std::function<void()> function) {
     static_cast<FakeStream*>(stream)->push(std::move(function));
   };

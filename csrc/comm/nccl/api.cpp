@@ -2,6 +2,7 @@
 #include "comm/nccl/api.h"
 
 #include <c10/core/ScalarType.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -79,6 +80,30 @@ std::string describe(Status status, Comm comm) {
   return last != nullptr && *last != '\0' ? text + " (" + last + ")" : text;
 }
 
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // told here; torch's next check need not find it
+  throw CommError(std::string(what) + " failed: " + cudaGetErrorString(error) +
+                  ". An earlier kernel may be at fault: run with CUDA_LAUNCH_BLOCKING=1 to find it");
+}
+
+// NCCL takes processes whose NCCL_HOSTID differs for hosts, and shares a GPU where it is told to.
+std::string identity(int device) {
+  if (const char* const shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE"); shares && std::string(shares) == "1") {
+    return "";
+  }
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  const char* const host = std::getenv("NCCL_HOSTID");
+  std::string text = (host == nullptr ? std::string() : std::string(host)) + " GPU-";
+  for (const char byte : properties.uuid.bytes) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    text += kDigits[static_cast<unsigned char>(byte) / 16];
+    text += kDigits[static_cast<unsigned char>(byte) % 16];
+  }
+  return text;
+}
+
 NcclApi nccl_api() {
   NcclApi api;
   api.get_unique_id = [](UniqueId* id) { return ncclGetUniqueId(reinterpret_cast<ncclUniqueId*>(id->data())); };
@@ -119,30 +144,6 @@ NcclApi nccl_api() {
   };
   api.describe = describe;
   return api;
-}
-
-void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // told here; torch's next check need not find it
-  throw CommError(std::string(what) + " failed: " + cudaGetErrorString(error) +
-                  ". An earlier kernel may be at fault: run with CUDA_LAUNCH_BLOCKING=1 to find it");
-}
-
-// NCCL takes processes whose NCCL_HOSTID differs for hosts, and shares a GPU where it is told to.
-std::string identity(int device) {
-  if (const char* const shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE"); shares && std::string(shares) == "1") {
-    return "";
-  }
-  cudaDeviceProp properties{};
-  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
-  const char* const host = std::getenv("NCCL_HOSTID");
-  std::string text = (host == nullptr ? std::string() : std::string(host)) + " GPU-";
-  for (const char byte : properties.uuid.bytes) {
-    constexpr char kDigits[] = "0123456789abcdef";
-    text += kDigits[static_cast<unsigned char>(byte) / 16];
-    text += kDigits[static_cast<unsigned char>(byte) % 16];
-  }
-  return text;
 }
 
 DeviceApi device_api() {
@@ -196,6 +197,7 @@ DeviceApi device_api() {
     return true;
   };
   api.synchronize = [] { check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); };
+  api.release_cached = [] { c10::cuda::CUDACachingAllocator::emptyCache(); };
   api.with_stream = [](Stream stream, int device, const std::function<void()>& function) {
     const c10::cuda::CUDAStreamGuard guard(
         c10::cuda::getStreamFromExternal(stream_of(stream), static_cast<c10::DeviceIndex>(device)));
@@ -246,7 +248,8 @@ std::vector<CommunicatorPtr> make_device_local(const std::vector<c10::Device>& d
   for (const c10::Device& device : devices) own.push_back(nccl::with_index(device));
   std::vector<int> ordinals;
   for (const c10::Device& device : own) ordinals.push_back(device.index());
-  const nccl::DeviceApi device = nccl::device_api();
+  nccl::DeviceApi device = nccl::device_api();
+  device.identity = nullptr;
   const auto store = c10::make_intrusive<c10d::HashStore>();
   return nccl::make_communicators(nccl::make_in_process_api(device, c10::kCUDA, ordinals), device, *store, 0,
                                   static_cast<int>(own.size()), own, options);

@@ -161,7 +161,11 @@ std::exception_ptr Clique::make_calls(const std::string& what, const Each& each)
     }
   }
   // A group that was opened is closed, whatever happened within.
-  note(nccl_.group_end(), nullptr);
+  try {
+    note(nccl_.group_end(), nullptr);
+  } catch (...) {
+    if (!error) error = std::current_exception();
+  }
   const std::lock_guard lock(mutex_);
   under_way_.reset();
   return failure_ ? failure_ : error;

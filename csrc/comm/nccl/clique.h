@@ -47,8 +47,8 @@ class Clique {
     int size = 1;
     std::vector<int> devices;  ///< one per rank of this process
     Milliseconds timeout{600'000};
-    bool blocking = false;            ///< where NcclApi::split is there
-    Milliseconds graph_limit{5'000};  ///< of the end, where a CUDA graph may hold calls
+    bool blocking = false;             ///< where NcclApi::split is there
+    Milliseconds graph_limit{10'000};  ///< of the end, where a CUDA graph may hold calls
   };
 
   /// Collective over the group. Throws Timeout or CommError.

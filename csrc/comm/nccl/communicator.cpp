@@ -9,6 +9,7 @@
 
 #include "comm/nccl/arena.h"
 #include "comm/nccl/launcher.h"
+#include "comm/nccl/members.h"
 #include "comm/nccl/roll.h"
 #include "comm/nccl/unique_id.h"
 #include "comm/nccl/work.h"
@@ -395,66 +396,9 @@ void NcclCommunicator::abort(const std::string& reason) noexcept {
   if (control_) control_->abort(reason);
 }
 
-// --- making --------------------------------------------------------------------------------------------------------
-
-void check_arguments(int first_rank, int size, const std::vector<c10::Device>& devices,
-                     const std::vector<NcclOptions>& options) {
-  const int ranks = static_cast<int>(devices.size());
-  if (ranks < 1 || first_rank < 0 || first_rank + ranks > size || options.size() != devices.size()) {
-    throw InvalidArgument("an NCCL group of " + std::to_string(size) + " ranks has no ranks " +
-                          std::to_string(first_rank) + " to " + std::to_string(first_rank + ranks - 1) +
-                          " with as many options (" + std::to_string(options.size()) +
-                          "); give each rank of the process a device and options");
-  }
-  for (int i = 0; i < ranks; ++i) {
-    const CommunicatorPtr& control = options[static_cast<size_t>(i)].control;
-    if (!control && options[0].check) {
-      throw InvalidArgument("NcclOptions::check compares requests over NcclOptions::control; give a control group");
-    }
-    if (control && (control->rank() != first_rank + i || control->size() != size || !control->device().is_cpu())) {
-      throw InvalidArgument("the control group of rank " + std::to_string(first_rank + i) + " of " +
-                            std::to_string(size) + " is a group on " + control->device().str() + ", seen from rank " +
-                            std::to_string(control->rank()) + " of " + std::to_string(control->size()) +
-                            "; give that rank's handle of a group on the host over the same ranks");
-    }
-  }
-}
-
-constexpr int64_t kIdentityBytes = 256;
-
-// Collective over the control groups, where there are any: what NCCL says of a GPU that two ranks have is not how to
-// mend it, and comes late.
-void check_devices_differ(const DeviceApi& device, int first_rank, const std::vector<int>& devices,
-                          const std::vector<NcclOptions>& options, Milliseconds timeout) {
-  std::vector<std::string> identities;
-  for (const int index : devices) identities.push_back(device.identity(index).substr(0, kIdentityBytes));
-  if (options[0].control) {
-    std::vector<Work> works;  // all of them first: each awaits the others
-    for (size_t i = 0; i < identities.size(); ++i) {
-      const at::Tensor card = at::zeros({kIdentityBytes}, at::kByte);
-      std::copy(identities[i].begin(), identities[i].end(), card.data_ptr<uint8_t>());
-      works.push_back(options[i].control->all_gather(card));
-    }
-    for (Work& work : works) work.wait(timeout);
-    identities.clear();
-    for (const at::Tensor& card : works[0].outputs()) {
-      const auto* const bytes = card.const_data_ptr<uint8_t>();
-      identities.emplace_back(bytes, std::find(bytes, bytes + card.numel(), uint8_t{0}));
-    }
-    first_rank = 0;
-  }
-  for (auto second = identities.begin(); second != identities.end(); ++second) {
-    const auto first = std::find(identities.begin(), second, *second);
-    if (first == second || second->empty()) continue;
-    const auto name = [&](auto rank) { return std::to_string(first_rank + (rank - identities.begin())); };
-    throw InvalidArgument("ranks " + name(first) + " and " + name(second) + " are on the same GPU (" + *second +
-                          "), which NCCL refuses; give each worker a GPU of its own (its device, or "
-                          "CUDA_VISIBLE_DEVICES), start fewer workers, or put several replicas of a GPU into one "
-                          "process with MirroredStrategy");
-  }
-}
-
 }  // namespace
+
+// --- making --------------------------------------------------------------------------------------------------------
 
 std::vector<CommunicatorPtr> make_communicators(const NcclApi& nccl, const DeviceApi& device, c10d::Store& store,
                                                 int first_rank, int size, const std::vector<c10::Device>& devices,
@@ -462,7 +406,7 @@ std::vector<CommunicatorPtr> make_communicators(const NcclApi& nccl, const Devic
   check_arguments(first_rank, size, devices, options);
   Clique::Options clique_options{first_rank, size, {}, options[0].timeout, options[0].blocking};
   for (const c10::Device& d : devices) clique_options.devices.push_back(d.has_index() ? d.index() : 0);
-  check_devices_differ(device, first_rank, clique_options.devices, options, options[0].timeout);
+  check_devices_differ(device, first_rank, clique_options.devices, options);
   const UniqueId id = share_id(nccl, store, first_rank, options[0].timeout);
   const auto launcher =
       std::make_shared<Launcher>(std::make_shared<Clique>(nccl, device, id, std::move(clique_options)));
