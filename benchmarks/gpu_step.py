@@ -2,8 +2,8 @@
 DDP of one process over NCCL, and against a graph's replay.
 
 `launches`: kernels, copies and fills of a window of k micro-batches less those of the forward and backward passes of
-its replicas alone; they are bounded by (k x replicas + 2) x buckets + 5. `enqueue_ms`: the host's time for a window, with a device
-that has nothing to do.
+its replicas alone; they are bounded by (k x replicas + 2) x buckets + 5. `enqueue_ms`: the host's time for a window,
+with a device that has nothing to do.
 
     python benchmarks/gpu_step.py                  prints JSON
     python benchmarks/gpu_step.py --dry            small, on the CPU, where nothing is launched: shows that it runs

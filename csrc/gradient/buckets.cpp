@@ -1,5 +1,6 @@
 #include "gradient/buckets.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/zeros.h>
@@ -13,6 +14,24 @@
 namespace muster {
 
 namespace {
+
+constexpr int64_t kAlignment = 256;  // of buckets, in bytes
+
+int64_t align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+c10::ScalarType travelling_dtype(const BucketSpec& bucket, const std::optional<at::ScalarType>& wire) {
+  return wire && bucket.dtype == at::kFloat ? *wire : bucket.dtype;
+}
+
+int64_t travelling_bytes(const BucketSpec& bucket, const std::optional<at::ScalarType>& wire) {
+  return bucket.numel * static_cast<int64_t>(c10::elementSize(travelling_dtype(bucket, wire)));
+}
+
+// Elements from `begin`, in bytes, on. No view of `bytes`: it counts its own versions.
+at::Tensor part_of(const at::Tensor& bytes, int64_t begin, int64_t numel, c10::ScalarType dtype) {
+  const auto offset = (bytes.storage_offset() + begin) / static_cast<int64_t>(c10::elementSize(dtype));
+  return at::empty({0}, bytes.options().dtype(dtype)).set_(bytes.storage(), offset, {numel}, {1});
+}
 
 // A complex parameter lies in its bucket as real and imaginary parts.
 ParameterSpec spec_of(const NamedParameter& parameter) {
@@ -58,31 +77,51 @@ Buckets::Buckets(std::vector<NamedParameter> parameters)
   for (size_t p = 0; p < parameters_.size(); ++p) layout_index_[p] = parameters_[p].has_rows ? -1 : 0;
 }
 
-void Buckets::lay_out(const std::vector<int>& order, int64_t bucket_bytes, int64_t first_bucket_bytes,
+bool Buckets::lay_out(const std::vector<int>& order, int64_t bucket_bytes, int64_t first_bucket_bytes,
                       int64_t last_bucket_bytes) {
   std::vector<ParameterSpec> specs;
   for (size_t p = 0; p < parameters_.size(); ++p) {
     if (!holds(p)) continue;
-    layout_index_[p] = static_cast<int>(specs.size());
+    layout_index_[p] = static_cast<int>(specs.size());  // as before, if the layout is
     specs.push_back(spec_of(parameters_[p]));
   }
   std::vector<int> layout_order;
   for (int p : order) {
     if (holds(static_cast<size_t>(p))) layout_order.push_back(layout_index_[static_cast<size_t>(p)]);
   }
-  layout_ = FlatLayout(std::move(specs), std::move(layout_order), bucket_bytes, first_bucket_bytes, last_bucket_bytes);
+  FlatLayout layout(std::move(specs), std::move(layout_order), bucket_bytes, first_bucket_bytes, last_bucket_bytes);
+  if (layout.digest() == layout_.digest()) return false;
+  layout_ = std::move(layout);
+  buckets_.clear();
+  for (auto& view : views_) view.reset();
+  return true;
+}
+
+void Buckets::take_memory(comm::Communicator& communicator, const std::optional<at::ScalarType>& wire) {
+  int64_t bytes = 0;
+  for (const auto& spec : layout_.buckets()) bytes += align(travelling_bytes(spec, wire));
+  if (memory_.defined() && memory_.numel() >= bytes) {
+    memory_.zero_();
+    return;
+  }
+  memory_.reset();  // there may be no room for both
+  // Another layout may divide the same parameters into more buckets, of one parameter at the most.
+  memory_ = communicator.allocate(bytes + kAlignment * static_cast<int64_t>(layout_.parameters().size()), at::kByte);
 }
 
 void Buckets::allocate(comm::Communicator& communicator, const std::optional<at::ScalarType>& wire) {
   buckets_.clear();
+  take_memory(communicator, wire);
+  int64_t begin = 0;
   for (const auto& spec : layout_.buckets()) {
     Bucket bucket;
-    const auto allocate = [&](at::ScalarType dtype) { return communicator.allocate(spec.numel, dtype); };
+    auto travelling = part_of(memory_, begin, spec.numel, travelling_dtype(spec, wire));
+    begin += align(travelling_bytes(spec, wire));
     if (wire && spec.dtype == at::kFloat) {
-      bucket.wire = allocate(*wire);
-      bucket.sums = at::zeros({spec.numel}, bucket.wire.options().dtype(spec.dtype));
+      bucket.sums = at::zeros({spec.numel}, travelling.options().dtype(spec.dtype));
+      bucket.wire = std::move(travelling);
     } else {
-      bucket.sums = allocate(spec.dtype);
+      bucket.sums = std::move(travelling);
     }
     buckets_.push_back(std::move(bucket));
   }
@@ -92,8 +131,8 @@ void Buckets::allocate(comm::Communicator& communicator, const std::optional<at:
     if (!holds(p)) continue;
     held.push_back(static_cast<int>(p));
     const auto& sizes = layout_.parameters()[static_cast<size_t>(layout_index_[p])].sizes;
-    const auto view =
-        buckets_[static_cast<size_t>(slot(p).bucket)].sums.as_strided(sizes, slot(p).strides, slot(p).offset);
+    const auto& sums = buckets_[static_cast<size_t>(slot(p).bucket)].sums;
+    const auto view = sums.as_strided(sizes, slot(p).strides, sums.storage_offset() + slot(p).offset);
     // As `.grad` no view of real numbers, which torch.compile cannot repeat.
     views_[p] = parameters_[p].tensor.is_complex() ? at::view_as_complex(view).variable_data() : view;
   }

@@ -48,12 +48,14 @@ class Buckets {
   /// Local, until the next lay_out(): no bucket has room for the parameter from there on.
   void leave_out(size_t parameter) { layout_index_[parameter] = -1; }
 
-  /// Local. Takes a layout, whose memory allocate() gives. `order` is of parameters; empty: reverse
-  /// registration order. Throws InvalidArgument as FlatLayout does.
-  void lay_out(const std::vector<int>& order, int64_t bucket_bytes, int64_t first_bucket_bytes,
+  /// Local. Takes a layout, whose memory allocate() gives, and lets go of every view of the one before. `order` is of
+  /// parameters; empty: reverse registration order. False, and nothing has changed, where the layout is the one in use.
+  /// Throws InvalidArgument as FlatLayout does.
+  bool lay_out(const std::vector<int>& order, int64_t bucket_bytes, int64_t first_bucket_bytes,
                int64_t last_bucket_bytes);
 
-  /// Collective: memory for the layout. `wire`: what fp32 buckets travel in; empty: fp32.
+  /// Collective: memory for the layout. `wire`: what fp32 buckets travel in; empty: fp32. What travels lies in one
+  /// allocation of the communicator, which the next layout takes over where it is large enough.
   void allocate(comm::Communicator& communicator, const std::optional<at::ScalarType>& wire);
 
   size_t size() const noexcept { return buckets_.size(); }
@@ -76,9 +78,12 @@ class Buckets {
   at::Tensor arranged(size_t parameter, const at::Tensor& gradient) const;
 
  private:
+  void take_memory(comm::Communicator& communicator, const std::optional<at::ScalarType>& wire);
+
   std::vector<NamedParameter> parameters_;
   std::vector<int> layout_index_;  // by parameter: its index in layout_, or -1
   FlatLayout layout_;
+  at::Tensor memory_;  // bytes, which what travels lies in
   std::vector<Bucket> buckets_;
   std::vector<at::Tensor> views_;  // by parameter
 };

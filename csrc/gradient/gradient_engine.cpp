@@ -107,14 +107,15 @@ void GradientEngine::make_hooks() {
 GradientEngine::~GradientEngine() = default;
 
 void GradientEngine::lay_out(const std::vector<int>& order) {
+  if (!buckets_.lay_out(order, options_.bucket_bytes, options_.first_bucket_bytes, options_.last_bucket_bytes)) return;
+  if (reductions_) clear_gradients();  // which may be views of the buckets
   bucket_states_.clear();
   reductions_.reset();
-  buckets_.lay_out(order, options_.bucket_bytes, options_.first_bucket_bytes, options_.last_bucket_bytes);
+  device_pack_.reset();
 }
 
 void GradientEngine::allocate_buckets() {
   check_layouts_agree(control(), buckets_.layout());
-  device_pack_.reset();
   buckets_.allocate(*communicator_, options_.wire);
   if (is_streamed(communicator_->device())) {
     device_pack_ = std::make_unique<DevicePack>(buckets_, communicator_->device());

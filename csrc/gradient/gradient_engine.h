@@ -98,8 +98,9 @@ class GradientEngine {
   GradientEngine(const GradientEngine&) = delete;
   GradientEngine& operator=(const GradientEngine&) = delete;
 
-  /// Opens a window, before its first micro-batch. Collective when buckets are not allocated yet (the first window and
-  /// the one after learn_order): throws LayoutMismatch naming a parameter if the layouts of the ranks differ.
+  /// Opens a window, before its first micro-batch. Collective when buckets are not allocated yet (the first window, and
+  /// the one after an order was learned that differs from the guess): throws LayoutMismatch naming a parameter if the
+  /// layouts of the ranks differ.
   void open_window();
 
   /// Opens a micro-batch, right before its backward; local. A gradient that arrives during a step before begin() means
@@ -142,7 +143,8 @@ class GradientEngine {
   const at::Tensor& sparse_sum(size_t parameter) const noexcept { return states_[parameter].sparse; }
 
   /// Collective, after wait() of the first window: rank 0's gradient order becomes the layout's, and parameters whose
-  /// gradients were only sparse leave it. Takes effect at the next begin(). No-op once learned.
+  /// gradients were only sparse leave it. Takes effect at the next open_window(), where the order differs from the one
+  /// in use. No-op once learned.
   void learn_order(const double* counts);
 
   /// The first parameter whose local gradient was not finite in this window, or -1; see MicroBatch::locate_non_finite.

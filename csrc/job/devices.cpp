@@ -81,8 +81,12 @@ std::vector<std::string> all_cuda_devices() {
 }
 
 std::vector<std::string> device_of_worker(const Cluster& cluster) {
-  if (num_cuda_devices() == 0) return {};
-  return {"cuda:" + std::to_string(cluster.local_rank)};
+  return device_of_worker(cluster.local_rank, num_cuda_devices());
+}
+
+std::vector<std::string> device_of_worker(int local_rank, int num_visible) {
+  if (num_visible == 0) return {};
+  return {"cuda:" + std::to_string(num_visible == 1 ? 0 : local_rank)};
 }
 
 }  // namespace muster

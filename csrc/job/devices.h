@@ -21,7 +21,10 @@ std::vector<c10::Device> parse_devices(const std::vector<std::string>& names);
 /// The names of all CUDA devices; none where this build has no CUDA.
 std::vector<std::string> all_cuda_devices();
 
-/// The name of the CUDA device of the worker's local rank; none where there is no CUDA.
+/// The name of the CUDA device of the worker's local rank, or of the only one where its process sees one; none where
+/// there is no CUDA.
 std::vector<std::string> device_of_worker(const Cluster& cluster);
+/// Likewise, of a process that sees so many.
+std::vector<std::string> device_of_worker(int local_rank, int num_visible);
 
 }  // namespace muster

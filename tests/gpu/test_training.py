@@ -57,8 +57,8 @@ def test_a_replica_learns_as_torch_does(device: torch.device, optimizer: str, cl
 
 @pytest.mark.parametrize("model", ["batch norm", "attention"])
 def test_models_learn_as_torch_has_them(device: torch.device, model: str) -> None:
-    # By SGD: some of their gradients are 0 but for rounding (of what a norm or a softmax takes away), which Adam divides
-    # by themselves.
+    # By SGD: some of their gradients are 0 but for rounding, since a norm or a softmax takes them away, and Adam makes
+    # steps of such.
     data = batches(STEPS, device)
     found = train(virtual(device, 1), data, "sgd", model)
     assert_close(found, train_with_torch(device, data, "sgd", model=model), 1e-4)

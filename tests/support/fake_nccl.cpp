@@ -19,6 +19,7 @@ using namespace comm::nccl;
 
 namespace {
 
+constexpr Status kInternalError = 3;
 constexpr Status kInvalidUsage = 5;
 
 char host_stream_tag = 0;
@@ -151,7 +152,12 @@ struct FakeNccl::FakeComm {
   int rank = 0;
   int size = 0;
   int polls_left = 0;
+  std::string awaited;  // the group that is complete before it has started, or has split
+  Comm* child = nullptr;
+  Comm made_child = nullptr;
   bool is_started = false;
+  bool is_blocking = false;
+  bool is_finalizing = false;
   bool is_aborted = false;
   bool is_over = false;
   uint64_t issued = 0;
@@ -192,6 +198,16 @@ void FakeNccl::hang(int rank) {
 void FakeNccl::hold_streams(bool held) {
   const std::lock_guard lock(mutex_);
   is_held_ = held;
+  changed_.notify_all();
+}
+void FakeNccl::hold_groups(bool held) {
+  const std::lock_guard lock(mutex_);
+  are_groups_held_ = held;
+  changed_.notify_all();
+}
+void FakeNccl::hold_graphs(bool held) {
+  const std::lock_guard lock(mutex_);
+  are_graphs_held_ = held;
   changed_.notify_all();
 }
 std::vector<std::string> FakeNccl::log() {
@@ -241,6 +257,7 @@ Status FakeNccl::enqueue(const char* name, Comm handle, Operation operation) {
   auto& comm = *static_cast<FakeComm*>(handle);
   operation.name = name;
   comm.grouped.push_back(std::move(operation));
+  if (comm.is_blocking) return kSuccess;
   comm.polls_left = polls;
   return kInProgress;
 }
@@ -339,6 +356,7 @@ NcclApi FakeNccl::nccl() {
     comm->rank = rank;
     comm->size = size;
     comm->polls_left = polls;
+    comm->awaited = comm->id;
     *out = comm.get();
     groups_[comm->id].push_back(comm.get());
     comms_.push_back(std::move(comm));
@@ -346,6 +364,26 @@ NcclApi FakeNccl::nccl() {
     ++group_calls;
     return kInProgress;
   };
+  if (has_split) {
+    api.split = [this](Comm handle, int rank, Comm* out) -> Status {
+      const std::lock_guard lock(mutex_);
+      if (const Status status = begin("split", handle); status != kSuccess) return status;
+      auto& parent = *static_cast<FakeComm*>(handle);
+      auto comm = std::make_shared<FakeComm>();
+      comm->id = parent.id + "'s child";
+      comm->rank = rank;
+      comm->size = parent.size;
+      comm->is_started = comm->is_blocking = true;
+      groups_[comm->id].push_back(comm.get());
+      parent.awaited = comm->id;
+      parent.is_started = false;
+      parent.polls_left = polls;
+      parent.child = out;
+      parent.made_child = comm.get();
+      comms_.push_back(std::move(comm));
+      return kInProgress;
+    };
+  }
   api.async_error = [this](Comm handle, Status* status) -> Status {
     const std::lock_guard lock(mutex_);
     auto& comm = *static_cast<FakeComm*>(handle);
@@ -354,18 +392,26 @@ NcclApi FakeNccl::nccl() {
     if (const auto found = async_errors_.find(comm.rank); found != async_errors_.end()) *status = found->second;
     if (*status != kSuccess) return kSuccess;
     if (comm.polls_left > 0) --comm.polls_left;
-    if (!comm.is_started) comm.is_started = groups_[comm.id].size() == static_cast<size_t>(comm.size);
-    if (comm.polls_left > 0 || !comm.is_started || hanging_.count(comm.rank) > 0) {
+    if (!comm.is_started) comm.is_started = groups_[comm.awaited].size() == static_cast<size_t>(comm.size);
+    const bool is_held = comm.is_finalizing && are_graphs_held_;
+    if (comm.polls_left > 0 || !comm.is_started || hanging_.count(comm.rank) > 0 || is_held) {
       *status = kInProgress;
     } else {
+      if (comm.child != nullptr) *std::exchange(comm.child, nullptr) = comm.made_child;
       flush(comm);
     }
     return kSuccess;
   };
   api.finalize = [this](Comm handle) -> Status {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     const Status status = begin("finalize", handle);
-    static_cast<FakeComm*>(handle)->polls_left = polls;
+    auto& comm = *static_cast<FakeComm*>(handle);
+    comm.is_finalizing = true;
+    if (comm.is_blocking) {
+      changed_.wait(lock, [&] { return !are_graphs_held_; });
+      return status;
+    }
+    comm.polls_left = polls;
     return status == kSuccess ? kInProgress : status;
   };
   api.destroy = [this](Comm handle) -> Status {
@@ -375,12 +421,13 @@ NcclApi FakeNccl::nccl() {
     return status;
   };
   api.abort = [this](Comm handle) -> Status {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     auto& comm = *static_cast<FakeComm*>(handle);
     note("abort " + std::to_string(comm.rank));
     comm.is_aborted = true;
     comm.grouped.clear();
     changed_.notify_all();
+    changed_.wait(lock, [&] { return !are_graphs_held_; });
     return kSuccess;
   };
   api.group_start = []() -> Status {
@@ -388,16 +435,26 @@ NcclApi FakeNccl::nccl() {
     return kSuccess;
   };
   api.group_end = [this]() -> Status {
-    const std::lock_guard lock(mutex_);
-    if (--group_depth == 0) {
-      note("group " + std::to_string(group_calls));
-      group_comms.clear();
+    std::unique_lock lock(mutex_);
+    if (--group_depth > 0) return kInProgress;
+    note("group " + std::to_string(group_calls));
+    Status status = kSuccess;
+    for (const Comm handle : std::exchange(group_comms, {})) {
+      auto& comm = *static_cast<FakeComm*>(handle);
+      if (!comm.is_blocking) {
+        status = kInProgress;
+        continue;
+      }
+      changed_.wait(lock, [&] { return !are_groups_held_ || comm.is_aborted; });
+      if (comm.is_aborted) return kInternalError;
+      flush(comm);
     }
-    return kInProgress;
+    return status;
   };
   api.allocate = [this](void** data, size_t bytes) -> Status {
     const std::lock_guard lock(mutex_);
     note("allocate " + std::to_string(bytes));
+    if (failures_.erase("allocate") > 0) return 1;
     *data = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     return *data == nullptr ? 1 : kSuccess;
   };
@@ -412,7 +469,9 @@ NcclApi FakeNccl::nccl() {
       const std::lock_guard lock(mutex_);
       *window = data;
       const Status status = begin("register", handle);
-      static_cast<FakeComm*>(handle)->polls_left = polls;
+      auto& comm = *static_cast<FakeComm*>(handle);
+      if (comm.is_blocking) return status;
+      comm.polls_left = polls;
       return status == kSuccess ? kInProgress : status;
     };
     api.deregister_window = [this](Comm handle, Window) -> Status {
@@ -447,6 +506,7 @@ NcclApi FakeNccl::nccl() {
 DeviceApi FakeNccl::device() {
   DeviceApi api;
   api.exchange_device = [](int) { return 0; };
+  api.identity = [](int) { return std::string(); };
   api.current_stream = [](int) { return own_stream != nullptr ? own_stream : host_stream(); };
   api.is_capturing = [this](Stream) {
     const std::lock_guard lock(mutex_);
@@ -501,6 +561,10 @@ DeviceApi FakeNccl::device() {
   };
   api.query = [flag_of](Event event) { return flag_of(event)->get(); };
   api.synchronize = [] {};
+  api.release_cached = [this] {
+    const std::lock_guard lock(mutex_);
+    note("release_cached");
+  };
   api.with_stream = [](Stream stream, int, std::function<void()> function) {
     static_cast<FakeStream*>(stream)->push(std::move(function));
   };
@@ -555,6 +619,7 @@ std::string run_together(const NcclApi& nccl, const DeviceApi& device, int size,
   for (const comm::CommunicatorPtr& control : comm::make_local(size, Seconds(60))) {
     options.emplace_back().timeout = timeout;
     options.back().control = control;
+    options.back().blocking = false;
   }
   const std::vector<c10::Device> devices(static_cast<size_t>(size), c10::Device(c10::kCPU));
   const auto handles = make_communicators(nccl, device, *store, 0, size, devices, options);

@@ -29,6 +29,7 @@ class FakeNccl {
   /// How often a communicator says that it is in progress after each call.
   int polls = 3;
   bool has_windows = true;
+  bool has_split = true;
   /// While true, the calling threads' current streams are being captured.
   bool is_capturing = false;
 
@@ -44,6 +45,10 @@ class FakeNccl {
   void join_stream();
   /// Streams run nothing while held.
   void hold_streams(bool held);
+  /// Groups of blocking communicators do not end while held, unless those are aborted.
+  void hold_groups(bool held);
+  /// While held, CUDA graphs hold calls of every communicator: none of them ends.
+  void hold_graphs(bool held);
 
   /// What was called, in order: "start 0", "group 2" (a group of two calls), "all_reduce 1", "abort 0", "free", ... and
   /// of the device: "copy 0 1" (to device 0 from device 1), "tree_sum 3" (of three sources).
@@ -82,6 +87,8 @@ class FakeNccl {
   int live_events_ = 0;
   int live_streams_ = 0;
   bool is_held_ = false;
+  bool are_groups_held_ = false;
+  bool are_graphs_held_ = false;
 };
 
 /// Every rank a clique of its own, over a control group, comparing requests.

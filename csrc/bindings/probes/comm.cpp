@@ -128,14 +128,16 @@ void bind_comm(py::module_& parent) {
       py::arg("group"), py::arg("replicas"), py::arg("check") = false, py::arg("timeout") = 600.0, Release());
   m.def(
       "make_nccl",
-      [](const net::StorePtr& store, int rank, int size, c10::Device device, double timeout, size_t arena_bytes) {
+      [](const net::StorePtr& store, int rank, int size, c10::Device device, double timeout, size_t arena_bytes,
+         bool blocking) {
         comm::NcclOptions options;
         options.timeout = to_ms(timeout);
         options.arena_bytes = arena_bytes;
+        options.blocking = blocking;
         return comm::make_nccl(*store, rank, size, device, options);
       },
       py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("timeout") = 600.0,
-      py::arg("arena_bytes") = 0, Release());
+      py::arg("arena_bytes") = 0, py::arg("blocking") = comm::NcclOptions().blocking, Release());
   m.def("set_nccl_alone", [](bool is_wanted) { uses_nccl_alone() = is_wanted; }, py::arg("is_wanted"));
 }
 

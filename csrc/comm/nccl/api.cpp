@@ -2,6 +2,7 @@
 #include "comm/nccl/api.h"
 
 #include <c10/core/ScalarType.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -10,7 +11,9 @@
 #include <nccl.h>
 #include <nvtx3/nvToolsExt.h>
 
+#include <cstdlib>
 #include <cstring>
+#include <string>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "comm/nccl/communicator.h"
@@ -48,6 +51,13 @@ Status start(Comm* comm, int size, const UniqueId& id, int rank) {
   return ncclCommInitRankConfig(reinterpret_cast<ncclComm_t*>(comm), size, unique, rank, &config);
 }
 
+// The parent is not blocking: its async_error says when the child is there.
+Status split(Comm comm, int rank, Comm* child) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 1;
+  return ncclCommSplit(comm_of(comm), /*color=*/0, rank, reinterpret_cast<ncclComm_t*>(child), &config);
+}
+
 // Looked up by name, since the NCCL that is loaded may be newer or older than the header: windows came with 2.27. In
 // that library itself: Python's extension modules are not in the global scope.
 void find_windows(NcclApi& api) {
@@ -70,10 +80,35 @@ std::string describe(Status status, Comm comm) {
   return last != nullptr && *last != '\0' ? text + " (" + last + ")" : text;
 }
 
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // told here; torch's next check need not find it
+  throw CommError(std::string(what) + " failed: " + cudaGetErrorString(error) +
+                  ". An earlier kernel may be at fault: run with CUDA_LAUNCH_BLOCKING=1 to find it");
+}
+
+// NCCL takes processes whose NCCL_HOSTID differs for hosts, and shares a GPU where it is told to.
+std::string identity(int device) {
+  if (const char* const shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE"); shares && std::string(shares) == "1") {
+    return "";
+  }
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  const char* const host = std::getenv("NCCL_HOSTID");
+  std::string text = (host == nullptr ? std::string() : std::string(host)) + " GPU-";
+  for (const char byte : properties.uuid.bytes) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    text += kDigits[static_cast<unsigned char>(byte) / 16];
+    text += kDigits[static_cast<unsigned char>(byte) % 16];
+  }
+  return text;
+}
+
 NcclApi nccl_api() {
   NcclApi api;
   api.get_unique_id = [](UniqueId* id) { return ncclGetUniqueId(reinterpret_cast<ncclUniqueId*>(id->data())); };
   api.start = start;
+  api.split = split;
   api.async_error = [](Comm comm, Status* status) {
     ncclResult_t result = ncclSuccess;
     const ncclResult_t asked = ncclCommGetAsyncError(comm_of(comm), &result);
@@ -111,15 +146,9 @@ NcclApi nccl_api() {
   return api;
 }
 
-void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // told here; torch's next check need not find it
-  throw CommError(std::string(what) + " failed: " + cudaGetErrorString(error) +
-                  ". An earlier kernel may be at fault: run with CUDA_LAUNCH_BLOCKING=1 to find it");
-}
-
 DeviceApi device_api() {
   DeviceApi api;
+  api.identity = identity;
   api.exchange_device = [](int device) {
     const int previous = c10::cuda::current_device();
     if (device != previous) c10::cuda::set_device(static_cast<c10::DeviceIndex>(device));
@@ -168,6 +197,7 @@ DeviceApi device_api() {
     return true;
   };
   api.synchronize = [] { check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); };
+  api.release_cached = [] { c10::cuda::CUDACachingAllocator::emptyCache(); };
   api.with_stream = [](Stream stream, int device, const std::function<void()>& function) {
     const c10::cuda::CUDAStreamGuard guard(
         c10::cuda::getStreamFromExternal(stream_of(stream), static_cast<c10::DeviceIndex>(device)));
@@ -218,7 +248,8 @@ std::vector<CommunicatorPtr> make_device_local(const std::vector<c10::Device>& d
   for (const c10::Device& device : devices) own.push_back(nccl::with_index(device));
   std::vector<int> ordinals;
   for (const c10::Device& device : own) ordinals.push_back(device.index());
-  const nccl::DeviceApi device = nccl::device_api();
+  nccl::DeviceApi device = nccl::device_api();
+  device.identity = nullptr;
   const auto store = c10::make_intrusive<c10d::HashStore>();
   return nccl::make_communicators(nccl::make_in_process_api(device, c10::kCUDA, ordinals), device, *store, 0,
                                   static_cast<int>(own.size()), own, options);

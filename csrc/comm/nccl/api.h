@@ -32,13 +32,15 @@ enum class Reduction : int { sum = 0, max = 2, min = 3 };
 using UniqueId = std::array<char, 128>;
 
 /// NCCL, with sizes in bytes where no arithmetic is done. Calls on a communicator are made on its device, and may
-/// return kInProgress: then nothing else may be asked of it until async_error says otherwise.
+/// return kInProgress: then nothing else may be asked of it until async_error says otherwise. What comes from `split`
+/// does not: its calls block until they are through, or until it is aborted.
 struct NcclApi {
   template <class... Arguments>
   using Call = std::function<Status(Arguments...)>;
 
   Call<UniqueId*> get_unique_id;
   Call<Comm*, int /*size*/, const UniqueId&, int /*rank*/> start;  ///< with blocking = 0
+  Call<Comm, int /*rank*/, Comm*> split;  ///< all ranks, with blocking = 1; empty where there are no such
   Call<Comm, Status*> async_error;
   Call<Comm> finalize;
   Call<Comm> destroy;
@@ -68,7 +70,9 @@ struct NcclApi {
 /// CUDA: streams and events of the device that is current, unless said otherwise, and what is enqueued on them.
 /// Everything but destruction throws CommError with CUDA's text.
 struct DeviceApi {
-  std::function<int(int)> exchange_device;      ///< returns what was current
+  std::function<int(int)> exchange_device;  ///< returns what was current
+  /// As NCCL tells GPUs apart; of one that ranks may share it is empty. Null where they may share any.
+  std::function<std::string(int)> identity;
   std::function<Stream(int)> current_stream;    ///< the calling thread's, of a device
   std::function<bool(Stream)> is_capturing;     ///< into a graph
   std::function<void()> permit_during_capture;  ///< the calling thread may query events while others capture
@@ -80,6 +84,7 @@ struct DeviceApi {
   std::function<void(Stream, Event)> stream_wait;
   std::function<bool(Event)> query;  ///< whether the stream has passed it
   std::function<void()> synchronize;
+  std::function<void()> release_cached;  ///< gives back memory of the device that torch keeps and nobody uses
   /// What torch enqueues in `function` goes to the stream, which is one of the device; both are current meanwhile. The
   /// function owns what it uses: it may run as late as the stream gets there.
   std::function<void(Stream, int /*device*/, std::function<void()>)> with_stream;

@@ -21,7 +21,11 @@ struct Arena::Piece {
   Piece(std::shared_ptr<Clique> the_clique, int its_local, size_t its_bytes)
       : clique(std::move(the_clique)), local(its_local), bytes(its_bytes) {
     const DeviceScope scope(clique->device(), clique->options().devices[static_cast<size_t>(local)]);
-    const Status status = clique->nccl().allocate(&data, bytes);
+    Status status = clique->nccl().allocate(&data, bytes);
+    if (status != kSuccess) {
+      clique->device().release_cached();
+      status = clique->nccl().allocate(&data, bytes);
+    }
     if (status != kSuccess) {
       throw CommError("NCCL could not allocate " + std::to_string(bytes) + " bytes at rank " +
                       std::to_string(clique->options().first_rank + local) + ": " +

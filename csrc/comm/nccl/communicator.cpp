@@ -9,6 +9,7 @@
 
 #include "comm/nccl/arena.h"
 #include "comm/nccl/launcher.h"
+#include "comm/nccl/members.h"
 #include "comm/nccl/roll.h"
 #include "comm/nccl/unique_id.h"
 #include "comm/nccl/work.h"
@@ -102,6 +103,7 @@ class NcclCommunicator final : public Communicator {
              NcclWork::Joins joins = NcclWork::Joins::stream, std::vector<at::Tensor> outputs = {});
   void run_among(const Roll& roll, const Request& request, std::vector<at::Tensor> tensors, Encode encode);
   void check_device(const at::Tensor& tensor) const;
+  void check_host_may_wait(const std::string& what) const;
   Roll agree(Request request);
   Roll gather_cards(const Request& request);
   Roll gather_cards_on_device(const Request& request);
@@ -130,6 +132,18 @@ void NcclCommunicator::check_device(const at::Tensor& tensor) const {
   if (!tensor.defined() || tensor.device() == device()) return;
   throw InvalidArgument("rank " + std::to_string(rank()) + " communicates tensors on " + device().str() +
                         "; got one on " + tensor.device().str() + ", move it first");
+}
+
+// What is captured runs when its graph does, so that the host would wait until the timeout.
+void NcclCommunicator::check_host_may_wait(const std::string& what) const {
+  const Clique& clique = launcher_->clique();
+  const DeviceApi& api = clique.device();
+  const int index = clique.options().devices[static_cast<size_t>(local_)];
+  const DeviceScope scope(api, index);
+  if (!api.is_capturing(api.current_stream(index))) return;
+  throw InvalidArgument(what +
+                        " waits on the host for the device, which no CUDA graph can capture; call it before or "
+                        "after the capture");
 }
 
 // --- agreement -----------------------------------------------------------------------------------------------------
@@ -175,6 +189,7 @@ Roll NcclCommunicator::gather_cards(const Request& request) {
 }
 
 Roll NcclCommunicator::gather_cards_on_device(const Request& request) {
+  check_host_may_wait(describe(request) + " in a group without a control group");
   const at::Tensor mine = card_of(request).to(device());
   const at::Tensor all = at::empty({size(), mine.numel()}, mine.options());
   Work work = issue(
@@ -344,6 +359,7 @@ Work NcclCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor
 
 Work NcclCommunicator::barrier() {
   const Request request;
+  check_host_may_wait("barrier()");
   const Roll roll = agree(request);
   if (!roll.is_everyone()) return Work();  // those present have heard of each other, which is the barrier
   const at::Tensor token = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device()));
@@ -380,39 +396,17 @@ void NcclCommunicator::abort(const std::string& reason) noexcept {
   if (control_) control_->abort(reason);
 }
 
-// --- making --------------------------------------------------------------------------------------------------------
-
-void check_arguments(int first_rank, int size, const std::vector<c10::Device>& devices,
-                     const std::vector<NcclOptions>& options) {
-  const int ranks = static_cast<int>(devices.size());
-  if (ranks < 1 || first_rank < 0 || first_rank + ranks > size || options.size() != devices.size()) {
-    throw InvalidArgument("an NCCL group of " + std::to_string(size) + " ranks has no ranks " +
-                          std::to_string(first_rank) + " to " + std::to_string(first_rank + ranks - 1) +
-                          " with as many options (" + std::to_string(options.size()) +
-                          "); give each rank of the process a device and options");
-  }
-  for (int i = 0; i < ranks; ++i) {
-    const CommunicatorPtr& control = options[static_cast<size_t>(i)].control;
-    if (!control && options[0].check) {
-      throw InvalidArgument("NcclOptions::check compares requests over NcclOptions::control; give a control group");
-    }
-    if (control && (control->rank() != first_rank + i || control->size() != size || !control->device().is_cpu())) {
-      throw InvalidArgument("the control group of rank " + std::to_string(first_rank + i) + " of " +
-                            std::to_string(size) + " is a group on " + control->device().str() + ", seen from rank " +
-                            std::to_string(control->rank()) + " of " + std::to_string(control->size()) +
-                            "; give that rank's handle of a group on the host over the same ranks");
-    }
-  }
-}
-
 }  // namespace
+
+// --- making --------------------------------------------------------------------------------------------------------
 
 std::vector<CommunicatorPtr> make_communicators(const NcclApi& nccl, const DeviceApi& device, c10d::Store& store,
                                                 int first_rank, int size, const std::vector<c10::Device>& devices,
                                                 const std::vector<NcclOptions>& options) {
   check_arguments(first_rank, size, devices, options);
-  Clique::Options clique_options{first_rank, size, {}, options[0].timeout};
+  Clique::Options clique_options{first_rank, size, {}, options[0].timeout, options[0].blocking};
   for (const c10::Device& d : devices) clique_options.devices.push_back(d.has_index() ? d.index() : 0);
+  check_devices_differ(device, first_rank, clique_options.devices, options);
   const UniqueId id = share_id(nccl, store, first_rank, options[0].timeout);
   const auto launcher =
       std::make_shared<Launcher>(std::make_shared<Clique>(nccl, device, id, std::move(clique_options)));

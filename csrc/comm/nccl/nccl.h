@@ -23,6 +23,9 @@ struct NcclOptions {
   /// disagreement is LayoutMismatch; without it, only disagreement between the ranks of one process is found, and
   /// that between processes shows as an error of NCCL, as Timeout, or not at all.
   bool check = false;
+  /// Operations go to communicators of NCCL's blocking kind, which launch them in the thread that calls; a thread of
+  /// the group ends calls that take longer than `timeout`. False: NCCL makes a thread for every operation.
+  bool blocking = true;
 };
 
 /// Whether this build has NCCL.
@@ -42,14 +45,16 @@ bool has_nccl() noexcept;
 /// - Scopes need NcclOptions::control. An operation in a scope waits on the host until its peers have issued theirs or
 ///   ended the scope; where a rank is absent, those present exchange their tensors directly and add along the tree.
 ///   begin_scope and end_scope cost what they cost in the control group: nothing on the device.
+/// - In a capture barrier, and all_gather without a control group, are InvalidArgument. Graphs are reset before the
+///   group's end: NCCL keeps a communicator while one holds operations of it.
 /// - After an error or an abort no operation of this process's ranks can be used.
 CommunicatorPtr make_nccl(c10d::Store& store, int rank, int size, c10::Device device, const NcclOptions& options);
 
 /// The same for a process with several ranks, `first_rank` and those after it, each on its own device; element i is the
 /// handle of rank `first_rank` + i, for a thread of its own. One thread launches each operation for all of them at once
 /// after all have issued it, so that no order of the ranks' threads can deadlock; Work::wait waits on the host for that
-/// launch. `options[i]` belongs to element i; timeout, arena_bytes and check are those of element 0. Not capturable.
-/// Ranks of one process that disagree get LayoutMismatch.
+/// launch. `options[i]` belongs to element i; timeout, arena_bytes, check and blocking are those of element 0. Not
+/// capturable. Ranks of one process that disagree get LayoutMismatch.
 std::vector<CommunicatorPtr> make_nccl(c10d::Store& store, int first_rank, int size,
                                        const std::vector<c10::Device>& devices,
                                        const std::vector<NcclOptions>& options);

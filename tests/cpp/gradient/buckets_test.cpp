@@ -51,6 +51,33 @@ TEST_CASE("a bucket's order is that of its gradients", "[gradient]") {
   CHECK(buckets[0].parameters == std::vector<int>{1, 0, 2});
 }
 
+TEST_CASE("what travels lies in one allocation, which the next layout takes over", "[gradient]") {
+  Buckets buckets({{"a", at::zeros({40})}, {"b", at::zeros({4}, at::kDouble)}, {"c", at::zeros({40})}});
+  const auto storage = [&](size_t p) { return buckets.view(p).storage().unsafeGetStorageImpl(); };
+  CHECK(buckets.lay_out({}, 1, 1, 0));
+  CHECK_FALSE(buckets.lay_out({2, 1, 0}, 1, 1, 0));  // the same
+  buckets.allocate(*comm::make_single(), std::nullopt);
+  const auto* const memory = storage(0);
+  CHECK_FALSE(buckets.lay_out({}, 1, 1, 0));
+  for (size_t p = 0; p < 3; ++p) {
+    CHECK(storage(p) == memory);
+    CHECK(reinterpret_cast<uintptr_t>(buckets.view(p).const_data_ptr()) % 64 == 0);
+    buckets.view(p).fill_(static_cast<double>(p + 1));
+  }
+  for (size_t p = 0; p < 3; ++p) CHECK(buckets.view(p).eq(static_cast<double>(p + 1)).all().item<bool>());
+  const auto version = buckets.view(0)._version();
+  buckets.view(1).fill_(7);
+  CHECK(buckets.view(0)._version() == version);
+
+  CHECK(buckets.lay_out({0, 1, 2}, 1, 1, 0));
+  CHECK_FALSE(buckets.view(0).defined());
+  buckets.allocate(*comm::make_single(), std::nullopt);
+  for (size_t p = 0; p < 3; ++p) {
+    CHECK(storage(p) == memory);
+    CHECK(buckets.view(p).count_nonzero().item<int64_t>() == 0);
+  }
+}
+
 TEST_CASE("sums travel in the dtype of the wire, where they are fp32", "[gradient]") {
   Buckets buckets({{"a", at::zeros({4})}, {"b", at::zeros({4}, at::kDouble)}});
   buckets.lay_out({}, 1 << 20, 1 << 20, 0);

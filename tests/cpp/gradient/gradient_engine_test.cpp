@@ -7,6 +7,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <thread>
 
 #include "core/replica_context.h"
@@ -17,6 +18,39 @@ namespace {
 
 constexpr int kStrategy = 0;  // its address is the identity of the strategy under test
 constexpr auto kTimeout = comm::Milliseconds(20'000);
+
+/// A group of one that notes what is allocated in it, and whether what was allocated before is still there.
+class NotingCommunicator final : public comm::Communicator {
+ public:
+  NotingCommunicator() : Communicator({}) {}
+
+  at::Tensor allocate(int64_t numel, at::ScalarType dtype) override {
+    were_alive.push_back(is_alive());
+    auto tensor = single_->allocate(numel, dtype);
+    last_ = tensor.storage().getWeakStorageImpl();
+    return tensor;
+  }
+  comm::Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool receive) override {
+    return single_->all_reduce(tensor, op, tag, receive);
+  }
+  comm::Work broadcast(const at::Tensor& tensor, int source) override { return single_->broadcast(tensor, source); }
+  comm::Work all_gather(const at::Tensor& input) override { return single_->all_gather(input); }
+  comm::Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) override {
+    return single_->reduce_scatter(output, input, op);
+  }
+  comm::Work barrier() override { return single_->barrier(); }
+  void begin_scope(uint64_t scope) override { single_->begin_scope(scope); }
+  void end_scope(comm::ScopeEnd end, const std::string& reason) override { single_->end_scope(end, reason); }
+  void abort(const std::string& reason) noexcept override { single_->abort(reason); }
+
+  std::vector<bool> were_alive;  ///< by allocation: whether the one before was still there
+
+ private:
+  bool is_alive() const { return last_ && !last_->expired(); }
+
+  const comm::CommunicatorPtr single_ = comm::make_single();
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> last_;
+};
 
 /// A replica with three leaves and an engine over them.
 struct Replica {
@@ -81,6 +115,26 @@ TEST_CASE("the first window launches after backward, later ones while it runs", 
   replica.micro_batch(loss);
   CHECK(replica.launches_before_flush == before + 3);
   CHECK(replica.sum(2) == 12);
+}
+
+TEST_CASE("the learned order takes no memory beside what the guess has", "[gradient]") {
+  const auto group = std::make_shared<NotingCommunicator>();
+  Replica replica(group);
+  const auto& [a, b, c] = replica.leaves;
+  const bool is_as_guessed = GENERATE(true, false);
+  // Backward ends with what the loss began with.
+  const auto loss = [&] { return is_as_guessed ? ((a.exp() * b).exp() * c).sum() : ((c.exp() * b).exp() * a).sum(); };
+  replica.micro_batch(loss);
+  const auto* const guessed = replica.engine->slot(0).const_data_ptr();
+  const auto sums = std::vector<double>{replica.sum(0), replica.sum(1), replica.sum(2)};
+  replica.engine->learn_order(replica.counts.data());
+  for (int window = 0; window < 2; ++window) {
+    replica.micro_batch(loss);
+    CHECK(sums == std::vector<double>{replica.sum(0), replica.sum(1), replica.sum(2)});
+  }
+  CHECK(group->were_alive == std::vector<bool>{false});
+  CHECK((replica.engine->slot(0).const_data_ptr() == guessed) == is_as_guessed);
+  CHECK((replica.engine->layout().order() == std::vector<int>{2, 1, 0}) == is_as_guessed);
 }
 
 TEST_CASE("micro-batches add up and are reduced once", "[gradient]") {

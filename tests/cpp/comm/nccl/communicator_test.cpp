@@ -30,6 +30,7 @@ NcclOptions options_of(Milliseconds timeout, CommunicatorPtr control = nullptr) 
   NcclOptions options;
   options.timeout = timeout;
   options.control = std::move(control);
+  options.blocking = false;
   return options;
 }
 
@@ -121,6 +122,51 @@ TEST_CASE("arguments that no group can be made of", "[nccl]") {
   CHECK(fake.log().empty());
 }
 
+TEST_CASE("two ranks on one GPU are refused on every rank, unless NCCL takes it for two or is told to share",
+          "[nccl]") {
+  FakeNccl fake;
+  const std::string kind = GENERATE("same", "two", "shared");
+  const auto control = make_local(3, 30s);
+  const auto store = make_store();
+  CHECK(run_threads(3, [&](int rank) {
+          nccl::DeviceApi api = fake.device();
+          api.identity = [&](int) {
+            if (kind == "shared") return std::string();
+            return std::string(kind == "two" || rank == 1 ? "host " + std::to_string(rank) : "") + " GPU-7";
+          };
+          const auto make = [&] {
+            nccl::make_communicators(fake.nccl(), api, *store, rank, 3, {kHost},
+                                     {options_of(30s, control[static_cast<size_t>(rank)])});
+          };
+          if (kind != "same") {
+            make();
+            return;
+          }
+          const std::string text = message_of<InvalidArgument>(make);
+          MUSTER_CHECK(contains(text, "ranks 0 and 2 are on the same GPU ( GPU-7)"));
+          MUSTER_CHECK(contains(text, "CUDA_VISIBLE_DEVICES"));
+        }) == "");
+  CHECK(fake.count("start 0") == (kind == "same" ? 0 : 1));
+}
+
+TEST_CASE("two ranks of one process on one GPU are refused", "[nccl]") {
+  FakeNccl fake;
+  nccl::DeviceApi api = fake.device();
+  api.identity = [](int) { return std::string("GPU-7"); };
+  const bool has_control = GENERATE(false, true);
+  std::vector<NcclOptions> options;
+  for (const auto& control : make_local(4, 30s)) options.push_back(options_of(30s, has_control ? control : nullptr));
+  const auto store = make_store();
+  CHECK(run_threads(2, [&](int process) {
+          const auto first = static_cast<size_t>(2 * process);
+          const std::string text = message_of<InvalidArgument>([&] {
+            nccl::make_communicators(fake.nccl(), api, *store, 2 * process, 4, {kHost, kHost},
+                                     {options[first], options[first + 1]});
+          });
+          MUSTER_CHECK(contains(text, has_control || process == 0 ? "ranks 0 and 1" : "ranks 2 and 3"));
+        }) == "");
+}
+
 TEST_CASE("the normal end: tensors, deregister, finalize, destroy, free", "[nccl]") {
   FakeNccl fake;
   at::Tensor tensor;
@@ -174,6 +220,15 @@ TEST_CASE("allocations share one registered piece of the size asked for", "[nccl
   const at::Tensor larger = c->allocate(5000, at::kFloat);
   CHECK(fake.count("register 0") == 2);
   CHECK(c->allocate(0, at::kFloat).numel() == 0);
+}
+
+TEST_CASE("memory that torch keeps is given back where NCCL finds none", "[nccl]") {
+  FakeNccl fake;
+  const CommunicatorPtr c = make_alone(fake);
+  fake.fail_next("allocate", 1);
+  CHECK(c->allocate(1000, at::kFloat).numel() == 1000);
+  CHECK(fake.count("allocate 4096") == 2);
+  CHECK(fake.count("release_cached") == 1);
 }
 
 TEST_CASE("an NCCL without windows", "[nccl]") {
@@ -343,7 +398,8 @@ TEST_CASE("while a stream is captured no event is asked about", "[nccl]") {
   work.wait();
   CHECK(work.done());
   const auto together = make_together(fake, 2);
-  CHECK(contains(message_of<InvalidArgument>([&] { together[0]->barrier(); }), "one process per GPU"));
+  CHECK(contains(message_of<InvalidArgument>([&] { together[0]->all_reduce(tensor, ReduceOp::sum); }),
+                 "one process per GPU"));
 }
 
 TEST_CASE("broadcast and reduce_scatter among the ranks that are present", "[nccl]") {
