@@ -112,8 +112,10 @@ class ReduceSteps {
     const auto& [gradient, parameter, kind, n, partial, index, group, master, states] = run;
     const auto& gradients = std::get<0>(ranks_[r]);
     const auto& parameters = std::get<1>(ranks_[r]);
-    const bool fits = kind < parameters.size() && parameters[kind] &&
-                      parameter + n <= static_cast<uint64_t>(parameters[kind]->numel()) &&
+    const OptionalTensor none;
+    const auto& among = kind < parameters.size() ? parameters[kind] : none;
+    if (!among) throw InvalidArgument("a run is of a parameter's tensor that its rank does not have");
+    const bool fits = parameter + n <= static_cast<uint64_t>(among->numel()) &&
                       gradient + n <= static_cast<uint64_t>(gradients.numel()) &&
                       partial + kernels::num_tiles(n) <= step_.num_partials && index < step_.num_parameters;
     if (!fits || group >= num_groups || states.size() > 3 || (kind != 0) != master.has_value()) {
@@ -129,7 +131,7 @@ class ReduceSteps {
     segment.partial = partial;
     segment.index = index;
     segment.group = group;
-    segment.parameter_dtype = kernel_dtype(parameters[kind]->scalar_type());
+    segment.parameter_dtype = kernel_dtype(among->scalar_type());
     return segment;
   }
 
