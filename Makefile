@@ -12,7 +12,7 @@ CPP_FILES = $(shell find csrc tests/cpp tests/programs tests/support examples/cp
 PY_FILES = python tests/python tests/differential tests/gpu tests/support examples/python benchmarks tools setup.py
 CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DMUSTER_TESTS=ON
 
-.PHONY: cuda gpu-check train test test-long test-sanitize fuzz lint format dist bench clean package
+.PHONY: cuda dev gpu-check train test test-long test-sanitize fuzz lint lint-only format dist bench clean package
 .DELETE_ON_ERROR:
 
 train: package
@@ -34,7 +34,7 @@ cuda: $(STAMPS)/dev
 # Needs neither the environment nor a network: GPU_PYTHON's torch and the system's tools (docs/gpu.md).
 GPU_PYTHON ?= python3
 gpu-check:
-	$(GPU_PYTHON) tools/gpu_check.py --torch $(VENV)/cuda/torch --build $(BUILD)-gpu --jobs $(JOBS)
+	$(GPU_PYTHON) tools/gpu_check.py --torch $(VENV)/cuda/torch --build $(BUILD)-gpu --jobs $(JOBS) $(GPU_CHECK)
 
 test-long: test
 	$(BUILD)/muster_tests "[long]"
@@ -56,7 +56,10 @@ fuzz: package $(STAMPS)/dev
 
 # clang-tidy reads a compile database of its own: it knows neither gcc's precompiled headers nor ccache, and no build
 # with CUDA, which comm/nccl/api.cpp needs.
-lint: package $(STAMPS)/dev
+lint: package dev lint-only
+
+# On what `make package dev` left.
+lint-only:
 	clang-format --dry-run -Werror $(CPP_FILES)
 	ruff check $(wildcard $(PY_FILES))
 	ruff format --check $(wildcard $(PY_FILES))
@@ -95,6 +98,8 @@ $(BUILD)/build.ninja: $(STAMPS)/train
 $(STAMPS)/train: requirements-train.txt | $(STAMPS)/venv
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	touch $@
+
+dev: $(STAMPS)/dev
 
 $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/train
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile -r $<

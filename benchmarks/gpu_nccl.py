@@ -3,8 +3,8 @@
 Two ranks of one GPU are two hosts to NCCL (NCCL_HOSTID) and talk over loopback: what their device takes says nothing,
 what the calling thread takes does.
 
-- `post_us`: of the calling thread for an all-reduce of 1 MB, from its call until it returns. `threads`: how many the
-  process has made by 100 of them.
+- `post_us`: of the calling thread for an all-reduce of 1 MB, from its call until it returns. `threads`: how many were
+  made meanwhile, by 100 of them. `blocking`: NCCL's calls return when they are through (the default of Muster).
 - `window_ms`: of the calling thread for a window, by Muster over NCCL and by DDP, for ranks that are alone.
 
     python benchmarks/gpu_nccl.py                  prints JSON
@@ -42,18 +42,19 @@ def last_thread() -> int:
     return numbers[0]
 
 
-def communicator(rank: int, size: int, port: int) -> Any:
+def communicator(rank: int, size: int, port: int, blocking: bool) -> Any:
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0)
     if DRY:
         return muster._C._comm.make_local(1)[0]
     torch.cuda.set_device(0)
-    return muster._C._comm.make_nccl(store, rank, size, torch.device("cuda", 0), timeout=60.0, arena_bytes=1 << 22)
+    options = {"timeout": 60.0, "arena_bytes": 1 << 22, "blocking": blocking}
+    return muster._C._comm.make_nccl(store, rank, size, torch.device("cuda", 0), **options)
 
 
-def collectives(rank: int, size: int, port: int) -> dict[str, Any]:
+def collectives(rank: int, size: int, port: int, blocking: bool) -> dict[str, Any]:
     """Of one rank."""
     os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_MNNVL_ENABLE="0")
-    comm = communicator(rank, size, port)
+    comm = communicator(rank, size, port, blocking)
     values = comm.allocate(1 << 18, torch.float32)
     for _ in range(10):
         comm.all_reduce(values).wait()
@@ -70,14 +71,14 @@ def collectives(rank: int, size: int, port: int) -> dict[str, Any]:
             torch.cuda.synchronize()
     made = last_thread() - before - 1
     comm.barrier().wait()
-    return {"ranks": size, "post_us": round(statistics.median(taken), 1), "threads": made}
+    return {"ranks": size, "blocking": blocking, "post_us": round(statistics.median(taken), 1), "threads": made}
 
 
-def of_ranks(size: int) -> dict[str, Any]:
+def of_ranks(size: int, blocking: bool) -> dict[str, Any]:
     """The slower of the ranks."""
     (port,) = free_ports(1)
     with multiprocessing.get_context("spawn").Pool(size) as pool:
-        found = pool.starmap(collectives, [(rank, size, port) for rank in range(size)], chunksize=1)
+        found = pool.starmap(collectives, [(rank, size, port, blocking) for rank in range(size)], chunksize=1)
     return max(found, key=lambda of: of["post_us"])
 
 
@@ -99,7 +100,9 @@ def windows() -> dict[str, Any]:
 
 def main() -> None:
     """Measures everything and prints it."""
-    result = {"collectives": [of_ranks(size) for size in ((1,) if DRY else (1, 2))]}
+    result: dict[str, Any] = {
+        "collectives": [of_ranks(size, blocking) for size in ((1,) if DRY else (1, 2)) for blocking in (True, False)]
+    }
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         result["window_ms"] = pool.apply(windows)
     print(json.dumps(result))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,8 @@ METRICS = {
     "launch__waves_per_multiprocessor": "waves",
     "launch__grid_size": "blocks",
 }
+NAME = re.compile(r"\w+_kernel(?:<[^(]*>)?")
+"""Of a kernel, without its namespaces and parameters."""
 
 
 def run_kernels() -> None:
@@ -51,7 +54,7 @@ def read(text: str) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     launches: dict[str, str] = {}
     for row in csv.DictReader(io.StringIO("\n".join(rows))):
-        name, launch = row["Kernel Name"].split("(")[0], row["ID"]
+        name, launch = NAME.findall(row["Kernel Name"])[-1], row["ID"]
         if launches.get(name) != launch:
             launches[name], found[name] = launch, {"kernel": name}
         value = row["Metric Value"].replace(",", "")
@@ -69,7 +72,8 @@ def main() -> None:
         print(json.dumps({"left out": "ncu was not found"}))
         return
     watched = [sys.executable, __file__, "--kernels"]
-    command = ["ncu", "--csv", "--metrics", ",".join(METRICS), "--kernel-name", "regex:muster|_kernel", "--", *watched]
+    ours = "regex:^(pack|grad_stats|finish_window|step|tree_sum)_kernel"
+    command = ["ncu", "--csv", "--metrics", ",".join(METRICS), "--kernel-name", ours, "--", *watched]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"ncu ended with {done.returncode}: {done.stdout[-2000:]} {done.stderr[-2000:]}")

@@ -103,8 +103,9 @@ CommunicatorPtr make_single(c10::Device device = c10::Device(c10::kCPU));
 CommunicatorPtr make_refusing(int rank, int size, const std::string& reason);
 
 /// `host`, whose tensors are on the host, for tensors on `device` as well: those are copied there and back, and their
-/// operations have ended when they return. For what is small or rare.
-CommunicatorPtr make_staged(CommunicatorPtr host, c10::Device device);
+/// operations have ended when they return. For what is small or rare. What is broadcast may be large: it goes over
+/// `direct`, a group of the same ranks for tensors on `device`, where there is one.
+CommunicatorPtr make_staged(CommunicatorPtr host, c10::Device device, CommunicatorPtr direct = nullptr);
 
 /// A group whose ranks are threads of this process; element r is rank r's handle.
 std::vector<CommunicatorPtr> make_local(int size, Milliseconds timeout);

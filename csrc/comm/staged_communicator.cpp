@@ -10,8 +10,10 @@ namespace {
 
 class StagedCommunicator final : public Communicator {
  public:
-  StagedCommunicator(CommunicatorPtr host, c10::Device device)
-      : Communicator({.rank = host->rank(), .size = host->size(), .device = device}), host_(std::move(host)) {}
+  StagedCommunicator(CommunicatorPtr host, c10::Device device, CommunicatorPtr direct)
+      : Communicator({.rank = host->rank(), .size = host->size(), .device = device}),
+        host_(std::move(host)),
+        direct_(std::move(direct)) {}
 
   at::Tensor allocate(int64_t numel, at::ScalarType dtype) override { return host_->allocate(numel, dtype); }
 
@@ -19,6 +21,7 @@ class StagedCommunicator final : public Communicator {
     return in_place(tensor, [&](const at::Tensor& copy) { return host_->all_reduce(copy, op, tag, receive); });
   }
   Work broadcast(const at::Tensor& tensor, int source) override {
+    if (direct_ && tensor.device() == device()) return direct_->broadcast(tensor, source);
     return in_place(tensor, [&](const at::Tensor& copy) { return host_->broadcast(copy, source); });
   }
   Work all_gather(const at::Tensor& input) override {
@@ -53,12 +56,13 @@ class StagedCommunicator final : public Communicator {
   }
 
   const CommunicatorPtr host_;
+  const CommunicatorPtr direct_;  // null: there is none
 };
 
 }  // namespace
 
-CommunicatorPtr make_staged(CommunicatorPtr host, c10::Device device) {
-  return std::make_shared<StagedCommunicator>(std::move(host), device);
+CommunicatorPtr make_staged(CommunicatorPtr host, c10::Device device, CommunicatorPtr direct) {
+  return std::make_shared<StagedCommunicator>(std::move(host), device, std::move(direct));
 }
 
 }  // namespace muster::comm

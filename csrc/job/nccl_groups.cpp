@@ -23,7 +23,6 @@ std::vector<comm::NcclOptions> with_control(const std::vector<comm::Communicator
 void use_nccl(Groups& groups, const net::StorePtr& store, const Topology& topology,
               const std::function<std::vector<comm::CommunicatorPtr>(const std::string& name)>& make_control,
               comm::Milliseconds timeout) {
-  groups.workers = comm::make_staged(groups.workers, topology.devices.front());
   groups.control = make_control("control");
   const bool is_alone = topology.num_replicas == 1 && !uses_nccl_alone();
   const auto make = [&](const std::string& name) -> std::vector<comm::CommunicatorPtr> {
@@ -34,6 +33,9 @@ void use_nccl(Groups& groups, const net::StorePtr& store, const Topology& topolo
   };
   groups.gradients = make("gradients");
   groups.step = make("step");
+  const bool one_each = topology.num_replicas == topology.num_workers;  // so that both groups have the same ranks
+  groups.workers = comm::make_staged(groups.workers, topology.devices.front(),
+                                     one_each && !is_alone ? groups.gradients.front() : nullptr);
   groups.backend = is_alone ? "nothing: there is one replica" : "NCCL";
   groups.overlap = true;
 }

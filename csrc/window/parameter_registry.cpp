@@ -14,6 +14,7 @@
 #include "embedding/row_source.h"
 #include "muster/error.h"
 #include "window/memory_check.h"
+#include "window/packed_copy.h"
 
 namespace muster {
 
@@ -177,7 +178,7 @@ void ParameterRegistry::share_with_replicas(size_t p) {
   const auto& leaf = parameters_[0][p];
   for (size_t r = 1; r < parameters_.size(); ++r) {
     if (devices_[r] != devices_[0]) {
-      copy_to_replica(r, p);
+      copy_to_replica(r, {p});
       continue;
     }
     auto& replica = parameters_[r][p];
@@ -186,28 +187,41 @@ void ParameterRegistry::share_with_replicas(size_t p) {
   }
 }
 
-void ParameterRegistry::copy_to_replica(size_t r, size_t p) {
+// False where the replica has other sizes or strides, or lies elsewhere: then it is copied here.
+bool ParameterRegistry::awaits_copy(size_t r, size_t p) {
   const auto& leaf = parameters_[0][p];
-  auto& replica = parameters_[r][p];
-  const bool fits = replica.sizes() == leaf.sizes() && replica.strides() == leaf.strides() &&
-                    replica.scalar_type() == leaf.scalar_type() && replica.device() == devices_[r];
-  if (fits) {
-    replica.detach().copy_(leaf.detach(), /*non_blocking=*/true);
-  } else {
-    replica.set_data(leaf.detach().to(devices_[r], /*non_blocking=*/true, /*copy=*/true));
-  }
   if (copied_versions_.size() <= r) copied_versions_.resize(r + 1);
   if (copied_versions_[r].size() <= p) copied_versions_[r].resize(p + 1);
   copied_versions_[r][p] = leaf._version();
+  if (is_alike(r, p)) return true;
+  parameters_[r][p].set_data(leaf.detach().to(devices_[r], /*non_blocking=*/true, /*copy=*/true));
+  return false;
+}
+
+void ParameterRegistry::copy_to_replica(size_t r, const std::vector<size_t>& parameters) {
+  std::vector<at::Tensor> from;
+  std::vector<at::Tensor> to;
+  for (const size_t p : parameters) {
+    if (!awaits_copy(r, p)) continue;
+    from.push_back(parameters_[0][p]);
+    to.push_back(parameters_[r][p]);
+  }
+  copy_packed(from, to);
+}
+
+bool ParameterRegistry::is_alike(size_t r, size_t p) const {
+  const auto& leaf = parameters_[0][p];
+  const auto& replica = parameters_[r][p];
+  return replica.sizes() == leaf.sizes() && replica.strides() == leaf.strides() &&
+         replica.scalar_type() == leaf.scalar_type() && replica.device() == devices_[r];
 }
 
 bool ParameterRegistry::follows(size_t r, size_t p) const {
   const auto& leaf = parameters_[0][p];
   const auto& replica = parameters_[r][p];
-  const bool is_alike = replica.sizes() == leaf.sizes() && replica.strides() == leaf.strides() &&
-                        replica.scalar_type() == leaf.scalar_type() && replica.device() == devices_[r];
-  if (devices_[r] == devices_[0]) return is_alike && replica.const_data_ptr() == leaf.const_data_ptr();
-  return is_alike && copied_versions_[r][p] == leaf._version();
+  if (!is_alike(r, p)) return false;
+  if (devices_[r] == devices_[0]) return replica.const_data_ptr() == leaf.const_data_ptr();
+  return copied_versions_[r][p] == leaf._version();
 }
 
 void ParameterRegistry::set_buffers(int module, size_t local_replica, const std::vector<at::Tensor>& buffers) {
@@ -235,14 +249,15 @@ std::vector<int> ParameterRegistry::parameters_of(int module) const {
 
 void ParameterRegistry::follow_moves(bool copies_all) {
   if (parameters_.size() < 2) return;
+  const at::NoGradGuard no_grad;
+  std::vector<std::vector<size_t>> to_copy(parameters_.size());
   for (size_t p = 0; p < names_.size(); ++p) {
     const auto& leaf = parameters_[0][p];
     for (size_t r = 1; r < parameters_.size(); ++r) {
       const bool is_copy = devices_[r] != devices_[0];
       if (follows(r, p) && !(is_copy && copies_all)) continue;
-      const at::NoGradGuard no_grad;
       if (is_copy) {
-        copy_to_replica(r, p);
+        to_copy[r].push_back(p);
         continue;
       }
       share_with_replicas(p);
@@ -254,6 +269,7 @@ void ParameterRegistry::follow_moves(bool copies_all) {
       }
     }
   }
+  for (size_t r = 1; r < parameters_.size(); ++r) copy_to_replica(r, to_copy[r]);
 }
 
 void ParameterRegistry::note_agreed(size_t p) {

@@ -78,7 +78,9 @@ class ParameterRegistry {
 
  private:
   void share_with_replicas(size_t parameter);
-  void copy_to_replica(size_t local_replica, size_t parameter);
+  bool awaits_copy(size_t local_replica, size_t parameter);
+  void copy_to_replica(size_t local_replica, const std::vector<size_t>& parameters);
+  bool is_alike(size_t local_replica, size_t parameter) const;
   bool follows(size_t local_replica, size_t parameter) const;
   void check_local(const ModuleTensors& module) const;
 

@@ -313,7 +313,7 @@ class MirroredStrategy(Strategy):
 
 class MultiWorkerMirroredStrategy(Strategy):
     """A process per worker, each with a replica for each of its devices. None given: cuda:<local rank> where this build
-    has CUDA and there are devices, else one CPU replica.
+    has CUDA and there are devices (the only one where the process sees no other), else one CPU replica.
 
     Without `process_group` the workers must be on one host and reduce through its memory; with one (any
     torch.distributed.ProcessGroup), gradients go through it, in its own order of additions. On CUDA gradients go

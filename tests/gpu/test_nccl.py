@@ -208,6 +208,26 @@ def test_a_strategy_closes_while_a_graph_of_it_lives(ranks: int) -> None:
     assert time.perf_counter() - began < 60
 
 
+def _prepare_different_models() -> list[float]:
+    """What a rank has after prepare() of its own initial values, whose memory layouts, types and sizes differ."""
+    with job() as strategy:
+        torch.manual_seed(strategy.rank)
+        module = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last),
+            torch.nn.BatchNorm2d(8),
+            torch.nn.Linear(300, 700, dtype=torch.bfloat16),
+        ).cuda()
+        module[1].num_batches_tracked.fill_(strategy.rank + 5)
+        strategy.prepare(module)
+        return [float(t.double().sum()) for t in (*module.parameters(), *module.buffers())]
+
+
+def test_ranks_begin_with_the_first_ones_parameters() -> None:
+    first, second = run_ranks(2, _prepare_different_models, timeout=100)
+    assert first == second
+    assert first[-1] == 5
+
+
 def _abort_one() -> str:
     rank, size, store = _store()
     c = _communicator(rank, size, store)

@@ -139,7 +139,7 @@ def test_the_loss_scale_follows_torchs_scaler(gpu: torch.device, replicas: int) 
     broken = {3, 4, 11}
     module = net().to(gpu)
     optimizer = OPTIMIZERS["adamw"](module.parameters())
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**16, growth_interval=3)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=3)
     expected = []
     for i, (x, y) in enumerate(data):
         optimizer.zero_grad()
@@ -150,7 +150,7 @@ def test_the_loss_scale_follows_torchs_scaler(gpu: torch.device, replicas: int) 
         scaler.update()
         expected.append(scaler.get_scale())
 
-    scale = muster.LossScale(init=2.0**16, interval=3)
+    scale = muster.LossScale(init=2.0**10, interval=3)
     with muster.MirroredStrategy(virtual(gpu, replicas), precision="fp16", loss_scale=scale) as strategy:
         training = Training(strategy, gpu)
         found = [
