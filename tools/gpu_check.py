@@ -63,10 +63,16 @@ def run_stages(stages: Sequence[Stage], surroundings: Surroundings, budget: floa
     result: dict[str, Any] = {"benchmark": "gpu", "date": today, "dry": surroundings.is_dry}
     result |= {**machine(surroundings), "stages": {}, "goals": []}
     passed = True
+
+    def keep(stage: Stage, found: dict[str, Any]) -> None:
+        result["stages"][stage.name] = found
+        result["goals"] = [] if surroundings.is_dry else goals(result["stages"])
+        file.write_text(json.dumps(result, indent=1) + "\n")
+
     for stage in stages:
         left = budget - (time.perf_counter() - began)
         if left < stage.least_seconds:
-            result["stages"][stage.name] = {"left out": f"{left:.0f} s were left; it needs {stage.least_seconds}"}
+            keep(stage, {"left out": f"{left:.0f} s were left; it needs {stage.least_seconds}"})
             print(f"gpu-check: {stage.name} is left out: {left:.0f} s of the budget are left", flush=True)
             continue
         print(f"gpu-check: {stage.name}", flush=True)
@@ -77,9 +83,7 @@ def run_stages(stages: Sequence[Stage], surroundings: Surroundings, budget: floa
         except Exception as error:
             found = {"passed": False, "error": f"{type(error).__name__}: {error}"}
         found["seconds"] = round(time.perf_counter() - start, 1)
-        result["stages"][stage.name] = found
-        result["goals"] = [] if surroundings.is_dry else goals(result["stages"])
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        keep(stage, found)
         print(f"  {summary(found)}", flush=True)
         passed &= bool(found["passed"])
         if not found["passed"] and stage.ends_the_run:
