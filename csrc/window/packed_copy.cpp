@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kLargeBytes = size_t{2} << 20;  // such a tensor travels by itself
 constexpr size_t kPieceBytes = size_t{32} << 20;
 
-at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().as_strided({tensor.numel()}, {1}); }
+at::Tensor flattened(const at::Tensor& tensor) { return tensor.detach().as_strided({tensor.numel()}, {1}); }
 
 /// Small tensors of one dtype.
 struct Piece {
@@ -23,8 +23,8 @@ struct Piece {
   size_t bytes = 0;
 
   void add(const at::Tensor& source, const at::Tensor& target) {
-    from.push_back(flat(source));
-    to.push_back(flat(target));
+    from.push_back(flattened(source));
+    to.push_back(flattened(target));
     sizes.push_back(source.numel());
     bytes += source.nbytes();
   }
