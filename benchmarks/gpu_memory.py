@@ -53,11 +53,17 @@ def deep() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(DEVICE)
 
 
+def batch_for(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Of a model whose layers are as wide as its first one."""
+    width = next(module.parameters()).shape[-1]
+    return torch.randn(64, width, device=DEVICE), torch.randn(64, width, device=DEVICE)
+
+
 def muster_step(module: nn.Module, over_nccl: bool) -> Step:
     muster._C._comm.set_nccl_alone(over_nccl)
     strategy = muster.MirroredStrategy(["cpu:0" if DRY else "cuda:0"], clip_norm=1.0)
     model, _ = strategy.prepare(module, torch.optim.AdamW(module.parameters()))
-    x, y = (torch.randn(64, WIDTH, device=DEVICE) for _ in range(2))
+    x, y = batch_for(module)
     return lambda: strategy.step(lambda x, y: loss_of(model, x, y), x, y)
 
 
@@ -66,7 +72,7 @@ def torch_step(module: nn.Module, wraps: bool) -> Step:
         dist.init_process_group("gloo" if DRY else "nccl", store=dist.HashStore(), rank=0, world_size=1)
     model = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True) if wraps else module
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    x, y = (torch.randn(64, WIDTH, device=DEVICE) for _ in range(2))
+    x, y = batch_for(module)
 
     def run() -> None:
         optimizer.zero_grad()
@@ -99,11 +105,8 @@ def peaks(way: str) -> list[float]:
 
 def growth_of_dense() -> dict[str, float]:
     """Over many steps of a small model."""
-    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(DEVICE)
-    strategy = muster.MirroredStrategy(["cpu:0" if DRY else "cuda:0"], clip_norm=1.0)
-    model, _ = strategy.prepare(module, torch.optim.AdamW(module.parameters()))
-    x, y = (torch.randn(64, 64, device=DEVICE) for _ in range(2))
-    return growth("dense", lambda step: strategy.step(lambda x, y: loss_of(model, x, y), x, y))
+    step = muster_step(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(DEVICE), over_nccl=False)
+    return growth("dense", lambda number: step())
 
 
 def growth_of_sparse() -> dict[str, float]:

@@ -42,6 +42,11 @@ def last_thread() -> int:
     return numbers[0]
 
 
+def host_of_its_own(rank: int) -> None:
+    """What a rank does first that shares its GPU with others: NCCL takes it for a host, reached by loopback."""
+    os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_MNNVL_ENABLE="0")
+
+
 def communicator(rank: int, size: int, port: int, blocking: bool) -> Any:
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0)
     if DRY:
@@ -53,7 +58,7 @@ def communicator(rank: int, size: int, port: int, blocking: bool) -> Any:
 
 def collectives(rank: int, size: int, port: int, blocking: bool) -> dict[str, Any]:
     """Of one rank."""
-    os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_MNNVL_ENABLE="0")
+    host_of_its_own(rank)
     comm = communicator(rank, size, port, blocking)
     values = comm.allocate(1 << 18, torch.float32)
     for _ in range(10):

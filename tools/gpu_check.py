@@ -41,7 +41,7 @@ def machine(surroundings: Surroundings) -> dict[str, Any]:
     }
 
 
-def result_file(out: Path, gpu: dict[str, Any] | None, today: str) -> Path:
+def result_file(out: Path, today: str, gpu: dict[str, Any] | None) -> Path:
     """Named by the day and the GPU, so that results of two GPUs do not overwrite each other."""
     short = re.sub(r"nvidia|geforce|\d+gb|hbm\d?e?|[^a-z0-9]", "", gpu["name"].lower()) if gpu else "dry"
     return out / f"gpu-{today}-{short}.json"
@@ -55,11 +55,12 @@ def chosen_stages(only: Sequence[str], skip: Sequence[str]) -> list[Stage]:
     return [stage for stage in STAGES if (not only or stage.name in only) and stage.name not in skip]
 
 
-def run_stages(stages: Sequence[Stage], surroundings: Surroundings, budget: float, file: Path) -> bool:
-    """Runs them, and writes the file after each; whether all passed and all goals hold. A stage for which less of the
+def run_stages(stages: Sequence[Stage], surroundings: Surroundings, budget: float) -> bool:
+    """Runs them, and writes the result after each; whether all passed and all goals hold. A stage for which less of the
     budget (seconds) is left than it needs is left out, which is no failure."""
     began = time.perf_counter()
     today = datetime.date.today().isoformat()
+    file = result_file(surroundings.out, today, surroundings.gpu)
     result: dict[str, Any] = {"benchmark": "gpu", "date": today, "dry": surroundings.is_dry}
     result |= {**machine(surroundings), "stages": {}, "goals": []}
     passed = True
@@ -132,8 +133,7 @@ def main() -> int:
         print("gpu-check: there is no GPU; it is built and nothing runs")
         surroundings.deadline = time.monotonic() + 3600
         return 0 if all(stage.run(surroundings)["passed"] for stage in stages) else 1
-    file = result_file(surroundings.out, surroundings.gpu, datetime.date.today().isoformat())
-    return 0 if run_stages(stages, surroundings, options.budget, file) else 1
+    return 0 if run_stages(stages, surroundings, options.budget) else 1
 
 
 if __name__ == "__main__":

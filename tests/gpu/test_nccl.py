@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_nccl import host_of_its_own
 from small_training import Training, batches, flat, train, train_with, virtual
 
 import muster
@@ -25,18 +26,15 @@ def needs_a_gpu(gpu: torch.device) -> None:
     """Each test's processes use it, and what runs before them in this one."""
 
 
-def on_a_host_of_its_own() -> None:
+def take_the_gpu() -> None:
     """What a rank's process does first."""
-    os.environ["NCCL_HOSTID"] = f"rank{os.environ['RANK']}"
-    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    os.environ["NCCL_IB_DISABLE"] = "1"
-    os.environ["NCCL_MNNVL_ENABLE"] = "0"
+    host_of_its_own(int(os.environ["RANK"]))
     torch.cuda.set_device(0)
 
 
 def job(**options: Any) -> muster.MultiWorkerMirroredStrategy:
     """The strategy of a rank whose device is the only GPU."""
-    on_a_host_of_its_own()
+    take_the_gpu()
     return muster.MultiWorkerMirroredStrategy.from_env(["cuda:0"], timeout=60.0, seed=1, **options)
 
 
@@ -102,7 +100,7 @@ def test_one_rank_captures_its_step() -> None:
 
 
 def _communicator(rank: int, size: int, store: Any) -> Any:
-    on_a_host_of_its_own()
+    take_the_gpu()
     return muster._C._comm.make_nccl(store, rank, size, torch.device("cuda", 0), timeout=60.0, arena_bytes=1 << 22)
 
 

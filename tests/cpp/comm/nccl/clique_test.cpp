@@ -12,6 +12,7 @@
 
 #include "comm/nccl/communicator.h"
 #include "cpp/catch.h"
+#include "support/eventually.h"
 #include "support/fake_nccl.h"
 #include "support/run_ranks.h"
 
@@ -32,15 +33,6 @@ std::vector<CommunicatorPtr> make(FakeNccl& fake, int ranks, Milliseconds timeou
   return nccl::make_communicators(fake.nccl(), fake.device(), *store, 0, ranks,
                                   std::vector<c10::Device>(size, c10::Device(c10::kCPU)),
                                   std::vector<NcclOptions>(size, options));
-}
-
-bool eventually(const std::function<bool()>& condition) {
-  const auto deadline = std::chrono::steady_clock::now() + 20s;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(1ms);
-  }
-  return true;
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "comm/nccl/launcher.h"
 #include "core/wait_hook.h"
 #include "cpp/catch.h"
+#include "support/eventually.h"
 #include "support/fake_nccl.h"
 #include "support/run_ranks.h"
 
@@ -58,15 +59,6 @@ std::string run_apart(FakeNccl& fake, int size, Milliseconds timeout, const Body
     const auto own = nccl::make_communicators(fake.nccl(), fake.device(), *store, rank, size, {kHost}, {options});
     body(*own[0]);
   });
-}
-
-bool eventually(const std::function<bool()>& condition) {
-  const auto deadline = std::chrono::steady_clock::now() + 20s;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(1ms);
-  }
-  return true;
 }
 
 size_t position(const std::vector<std::string>& log, const std::string& entry) {
