@@ -1,8 +1,8 @@
 #include "data/read_ahead.h"
 
-#include <ATen/Parallel.h>
-
 #include <utility>
+
+#include "core/intra_op_threads.h"
 
 namespace muster::detail {
 
@@ -54,7 +54,7 @@ ReadAhead::Batch ReadAhead::take() {
 }
 
 void ReadAhead::serve(size_t thread) {
-  at::set_num_threads(1);
+  set_intra_op_threads(1);
   std::unique_lock lock(mutex_);
   for (;;) {
     given_.wait(lock, [&] { return stopping_ || claimed_ < entries_.size(); });

@@ -1,6 +1,5 @@
 #include "strategy/replica_pool.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
 #include <unistd.h>
@@ -11,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "core/intra_op_threads.h"
 #include "core/log.h"
 #include "core/wait_hook.h"
 #include "muster/error.h"
@@ -37,7 +37,7 @@ void ReplicaPool::start() {
 }
 
 void ReplicaPool::serve(int local_replica) {
-  at::set_num_threads(threads_per_replica_);
+  set_intra_op_threads(threads_per_replica_);
   uint64_t seen = 0;
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -161,14 +161,6 @@ void ReplicaPool::release() noexcept {
     stopping_ = true;
   }
   work_.notify_all();
-}
-
-IntraOpThreads::IntraOpThreads(int threads) : previous_(at::get_num_threads()) {
-  if (previous_ != threads) at::set_num_threads(threads);
-}
-
-IntraOpThreads::~IntraOpThreads() {
-  if (at::get_num_threads() != previous_) at::set_num_threads(previous_);
 }
 
 }  // namespace muster

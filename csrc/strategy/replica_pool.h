@@ -69,16 +69,4 @@ class ReplicaPool {
   std::vector<std::thread> threads_;
 };
 
-/// While it lives, the calling thread uses this many intra-op threads.
-class IntraOpThreads {
- public:
-  explicit IntraOpThreads(int threads);
-  ~IntraOpThreads();
-  IntraOpThreads(const IntraOpThreads&) = delete;
-  IntraOpThreads& operator=(const IntraOpThreads&) = delete;
-
- private:
-  int previous_;
-};
-
 }  // namespace muster

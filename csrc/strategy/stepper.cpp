@@ -6,6 +6,7 @@
 #include <limits>
 #include <memory>
 
+#include "core/intra_op_threads.h"
 #include "device/kernel_status.h"
 #include "muster/error.h"
 #include "strategy/untouched_gradients.h"

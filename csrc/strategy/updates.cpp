@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/text_exchange.h"
+#include "core/intra_op_threads.h"
 #include "core/log.h"
 #include "core/wait_hook.h"
 #include "muster/error.h"

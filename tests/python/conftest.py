@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,14 @@ from support.ranks import hear_interrupts
 def interrupts() -> None:
     """Ctrl-C raises, wherever the tests were started."""
     hear_interrupts()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_children() -> Iterator[None]:
+    """What a test that failed has left running does not keep pytest from ending."""
+    yield
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 @pytest.fixture(scope="session")

@@ -264,8 +264,11 @@ def test_what_a_killed_job_has_forked_does_not_keep_its_folder(tmp_path: Path) -
 
     process = context.Process(target=job)
     process.start()
-    child = theirs.recv()
+    ours.close()
+    child = 0
     try:
+        assert theirs.poll(60), "the job has not saved and loaded"
+        child = theirs.recv()
         process.kill()
         process.join()
         os.kill(child, 0)
@@ -274,4 +277,6 @@ def test_what_a_killed_job_has_forked_does_not_keep_its_folder(tmp_path: Path) -
             assert strategy.load(tmp_path) == {}
             strategy.save(tmp_path)
     finally:
-        os.kill(child, signal.SIGKILL)
+        process.kill()
+        if child:
+            os.kill(child, signal.SIGKILL)
