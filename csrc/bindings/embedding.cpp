@@ -6,6 +6,8 @@
 #include "bindings/embedding.h"
 #include "bindings/interruptible.h"
 #include "embedding/row_source.h"
+#include "strategy/registration.h"
+#include "strategy/strategy_core.h"
 
 namespace muster {
 namespace {
@@ -20,11 +22,11 @@ std::vector<int64_t> call(const Partitioner& partitioner, const std::vector<int6
   return partitioner(shape, dtype);
 }
 
-void fill_rows(const at::Tensor& values, const std::string& kind, double scale, uint64_t seed) {
+void fill_rows(const at::Tensor& values, const std::string& kind, double scale, uint64_t seed, int64_t first) {
   if (values.dim() != 2 || values.scalar_type() != at::kFloat || !values.is_cpu() || !values.is_contiguous()) {
     throw InvalidArgument("rows are filled in a contiguous float32 matrix on the CPU");
   }
-  row_initialiser(kind, scale, seed).fill_rows(values);
+  row_initialiser(kind, scale, seed).fill_rows(values, first);
 }
 
 std::optional<std::pair<at::Tensor, at::Tensor>> pull(const at::Tensor& weight, const at::Tensor& ids) {
@@ -40,10 +42,28 @@ RowInitialiser row_initialiser(const std::string& kind, double scale, uint64_t s
 }
 
 void bind_embedding(py::module_& m) {
-  m.def("fill_rows", &fill_rows, "values"_a, "kind"_a, "scale"_a, "seed"_a, py::call_guard<py::gil_scoped_release>());
+  m.def("fill_rows", &fill_rows, "values"_a, "kind"_a, "scale"_a, "seed"_a, "first"_a = 0,
+        py::call_guard<py::gil_scoped_release>());
   m.def("make_row_stub", &make_row_stub, "num_rows"_a, "dim"_a);
   m.def("is_row_stub", &is_row_stub, "weight"_a);
   m.def("pull_rows", &pull, "weight"_a, "ids"_a, py::call_guard<Interruptible>());
+  m.def(
+      "table_contents",
+      [](StrategyCore& core, int parameter) {
+        const auto pass = core.session().enter();
+        auto found = core.sets().table_contents(parameter);
+        const auto seed = core.session().registry().rows_of(static_cast<size_t>(parameter))->initialiser.seed;
+        return std::tuple(std::move(found.rows), std::move(found.values), std::move(found.states), found.steps, seed);
+      },
+      "core"_a, "parameter"_a, py::call_guard<Interruptible>());
+  m.def(
+      "begin_with",
+      [](StrategyCore& core, int parameter, const std::string& kind, double scale, uint64_t seed,
+         const at::Tensor& rows, const at::Tensor& values, const at::Tensor& states, uint64_t steps) {
+        begin_with(core.session(), parameter, row_initialiser(kind, scale, seed), {rows, values, states, steps});
+      },
+      "core"_a, "parameter"_a, "kind"_a, "scale"_a, "seed"_a, "rows"_a, "values"_a, "states"_a, "steps"_a,
+      py::call_guard<py::gil_scoped_release>());
   m.def("whole_rows", &whole_rows, "weight"_a, py::call_guard<Interruptible>());
   py::class_<FixedShards>(m, "FixedShards",
                           "So many shards, or one a row where there are fewer rows. Their sizes differ by at most one, "

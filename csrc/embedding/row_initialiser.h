@@ -4,8 +4,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <span>
 
+#include "embedding/table_contents.h"
 #include "muster/row_placement.h"
 
 namespace muster {
@@ -39,6 +41,8 @@ struct EmbeddingRows {
   RowInitialiser initialiser;
   RowPlacement placement = RowPlacement::modulo;
   bool row_wise_adagrad = false;
+  /// Of a stub: what servers begin with, of a checkpoint; null: all rows are the initialiser's.
+  std::shared_ptr<const TableContents> contents = nullptr;
 };
 
 /// Of an embedding whose seed is known.

@@ -1,5 +1,7 @@
 #include "strategy/parameter_sets.h"
 
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -85,6 +87,7 @@ void ParameterSets::connect_servers(int set, const FlatOptimizer& optimizer, con
         "every step, or use another strategy");
   }
   at(set).connect_servers(optimizer, parameters, groups);
+  session_.registry().drop_table_contents();
 }
 
 ParameterSet* ParameterSets::served() const noexcept {
@@ -122,6 +125,19 @@ std::vector<std::vector<at::Tensor>> ParameterSets::state_on_servers(const std::
     }
   }
   return values;
+}
+
+TableContents ParameterSets::table_contents(int parameter) const {
+  if (auto* const set = served()) {
+    const auto& trained = set->trainable();
+    const auto found = std::find(trained.begin(), trained.end(), parameter);
+    if (found != trained.end()) return set->servers()->contents(static_cast<size_t>(found - trained.begin()));
+  }
+  const auto& registry = session_.registry();
+  const auto* const rows = registry.rows_of(static_cast<size_t>(parameter));
+  if (rows->contents) return *rows->contents;
+  const int64_t dim = registry.parameter(0, static_cast<size_t>(parameter)).size(1);
+  return {at::empty({0}, at::kLong), at::empty({0, dim}, at::kFloat), at::empty({0, 0}, at::kFloat)};
 }
 
 void ParameterSets::leave_memory() noexcept {

@@ -48,6 +48,10 @@ class ParameterSets {
   std::vector<std::vector<at::Tensor>> state_on_servers(const std::vector<int>& parameters,
                                                         std::span<const server::Part> parts, bool to_stay) const;
 
+  /// Of an embedding's weight of the registry whose rows servers alone have, or will have: what they keep, or will
+  /// begin with.
+  TableContents table_contents(int parameter) const;
+
   /// See ParameterSet::leave_memory; what it throws is logged.
   void leave_memory() noexcept;
   /// Ends all sets, when no replica runs. Rows that servers hold come back before.

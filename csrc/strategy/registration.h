@@ -19,6 +19,12 @@ int add_module(Session& session, ModuleTensors module);
 /// where there are no servers.
 void note_rows(Session& session, const at::Tensor& weight, EmbeddingRows rows);
 
+/// Lets servers begin with rows of a checkpoint, whose `initialiser` gives all others. `parameter`: of the registry, a
+/// weight whose rows are not here. To be called on every rank before the first step, with the same initialiser; the
+/// chief's `contents` count. Throws LayoutMismatch for tensors of other shapes or dtypes than the table's, or rows that
+/// do not ascend or are outside of it.
+void begin_with(Session& session, int parameter, const RowInitialiser& initialiser, TableContents contents);
+
 /// Throws InvalidArgument for parameters of the registry that only a flat optimizer steps as they ask: row-wise
 /// Adagrad.
 void check_need_no_flat(const Session& session, const std::vector<int>& parameters);

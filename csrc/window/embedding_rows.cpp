@@ -49,8 +49,8 @@ class RowsOnServers::Source : public RowSource {
   size_t table_;
 };
 
-void RowsOnServers::add(const at::Tensor& weight, size_t position) {
-  tables_.push_back({weight, position, 0, !is_row_stub(weight), nullptr});
+void RowsOnServers::add(const at::Tensor& weight, size_t position, const EmbeddingRows& rows) {
+  tables_.push_back({weight, position, &rows, 0, !is_row_stub(weight), nullptr});
 }
 
 void RowsOnServers::give(const FlatOptimizer& optimizer) {
@@ -62,7 +62,10 @@ void RowsOnServers::give(const FlatOptimizer& optimizer) {
     const auto position = tables_[t].position;
     const auto& steps = optimizer.state().entry(position).step;
     if (steps.defined()) client_.rows().write_steps(table, static_cast<uint64_t>(steps.item<float>()));
-    if (!tables_[t].was_here) continue;
+    if (!tables_[t].was_here) {
+      if (const auto& contents = tables_[t].rows->contents) give_contents(table, *contents);
+      continue;
+    }
     const int64_t block = std::max<int64_t>(kBlockElements / spec.dim, 1);
     for (int64_t begin = 0; begin < spec.num_rows; begin += block) {
       const int64_t count = std::min(block, spec.num_rows - begin);
@@ -87,9 +90,17 @@ void RowsOnServers::give(const FlatOptimizer& optimizer) {
   }
 }
 
+void RowsOnServers::give_contents(uint32_t table, const TableContents& contents) {
+  auto states = contents.states;
+  if (states.size(1) == 0) states = at::zeros({states.size(0), client_.rows().state_width(table)}, at::kFloat);
+  client_.rows().write(table, span_of<int64_t>(contents.rows), span_of<float>(contents.values), span_of<float>(states));
+  client_.rows().write_steps(table, contents.steps);
+}
+
 void RowsOnServers::leave() {
   for (size_t t = 0; t < tables_.size(); ++t) {
     auto& table = tables_[t];
+    table.rows = nullptr;
     if (table.was_here) table.weight.set_data(make_row_stub(plan_.tables[t].num_rows, plan_.tables[t].dim));
     table.version = table.weight._version();
     table.source = std::make_shared<Source>(*this, t);
@@ -119,6 +130,17 @@ void RowsOnServers::push(uint64_t step, size_t t, const at::Tensor& sums) {
   const auto rows = sums._indices().view({-1}).contiguous();
   const auto values = sums._values().contiguous();
   client_.rows().push(step, table, span_of<int64_t>(rows), span_of<float>(values));
+}
+
+TableContents RowsOnServers::contents(size_t t) {
+  const auto table = static_cast<uint32_t>(t);
+  const auto kept = std::make_shared<server::TableRows>(client_.rows().fetch(table, at_least_));
+  const auto count = static_cast<int64_t>(kept->rows.size());
+  const auto tensor = [&](auto& values, at::IntArrayRef sizes, at::ScalarType dtype) {
+    return at::from_blob(values.data(), sizes, [kept](void*) {}, dtype);
+  };
+  return {tensor(kept->rows, {count}, at::kLong), tensor(kept->values, {count, plan_.tables[t].dim}, at::kFloat),
+          tensor(kept->states, {count, client_.rows().state_width(table)}, at::kFloat), kept->steps};
 }
 
 std::vector<at::Tensor> RowsOnServers::fetch(size_t table, std::span<const Part> parts) {

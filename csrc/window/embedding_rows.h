@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "embedding/row_initialiser.h"
 #include "server/protocol/plan.h"
 #include "server/worker/client.h"
 #include "window/server_values.h"
@@ -22,8 +23,8 @@ class RowsOnServers {
  public:
   RowsOnServers(server::ServerClient& client, const server::Plan& plan) : client_(client), plan_(plan) {}
 
-  /// Adds the plan's next table, which has `position` in the optimizer.
-  void add(const at::Tensor& weight, size_t position);
+  /// Adds the plan's next table, which has `position` in the optimizer. `rows` outlives give().
+  void add(const at::Tensor& weight, size_t position, const EmbeddingRows& rows);
   size_t size() const noexcept { return tables_.size(); }
 
   /// Sends the chief's rows, in blocks: only rows whose value or optimizer state differs from the initialiser's.
@@ -46,6 +47,9 @@ class RowsOnServers {
   /// This worker's sums of a table's rows for `step`: coalesced COO, fp32; undefined where there are none.
   void push(uint64_t step, size_t table, const at::Tensor& sums);
 
+  /// The rows that servers keep.
+  TableContents contents(size_t table);
+
   /// Parts of a whole table (Part::steps: 0-dim fp32), in their order; undefined where there is none. Servers send it
   /// once, however many they are.
   std::vector<at::Tensor> fetch(size_t table, std::span<const server::Part> parts);
@@ -56,11 +60,13 @@ class RowsOnServers {
   struct Table {
     at::Tensor weight;
     size_t position;
-    int64_t version;  // of the weight, as the stub that it is
+    const EmbeddingRows* rows;  // until leave()
+    int64_t version;            // of the weight, as the stub that it is
     bool was_here;
     std::shared_ptr<Source> source;
   };
 
+  void give_contents(uint32_t table, const TableContents& contents);
   bool has(size_t table, server::Part part) const;
   at::Tensor whole(size_t table, server::Part part, server::TableRows& touched) const;
 

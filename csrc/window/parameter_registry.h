@@ -50,6 +50,10 @@ class ParameterRegistry {
   void note_rows(size_t parameter, const EmbeddingRows& rows) { rows_[parameter] = rows; }
   /// What note_rows() recorded; null for a parameter that is no embedding's weight.
   const EmbeddingRows* rows_of(size_t parameter) const noexcept;
+  /// Once servers have begun with them.
+  void drop_table_contents() noexcept {
+    for (auto& [parameter, rows] : rows_) rows.contents = nullptr;
+  }
 
   /// Parameters of one module, ascending.
   std::vector<int> parameters_of(int module) const;

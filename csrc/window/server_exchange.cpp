@@ -94,7 +94,7 @@ ServerExchange::ServerExchange(const ServerJob& job, int rank, int workers, cons
     const bool is_table = given.rows[p] != nullptr;
     places_.push_back({is_table, is_table ? rows_.size() : values_.size()});
     if (is_table) {
-      rows_.add(given.tensors[p], given.position[p]);
+      rows_.add(given.tensors[p], given.position[p], *given.rows[p]);
     } else {
       values_.add(given.tensors[p], given.position[p]);
     }
@@ -261,6 +261,11 @@ void ServerExchange::finish(const server::Apply& apply, bool changes) {
   batches_.clear();
   if (is_synchronous() && changes) values_.adopt();
   refresh();
+}
+
+TableContents ServerExchange::contents(size_t parameter) {
+  const at::NoGradGuard no_grad;
+  return rows_.contents(places_[parameter].index);
 }
 
 std::vector<std::vector<at::Tensor>> ServerExchange::fetch(std::span<const Part> parts, bool to_stay) {

@@ -102,6 +102,9 @@ class ServerExchange {
   /// travel once for all parts.
   std::vector<std::vector<at::Tensor>> fetch(std::span<const server::Part> parts, bool to_stay = false);
 
+  /// The rows that servers keep of a parameter of which has_rows() is true.
+  TableContents contents(size_t parameter);
+
   /// Gives weights all their rows again, but not weights that had none here to begin with. Never throws: where servers
   /// are gone, stubs stay.
   void bring_rows_back() noexcept { rows_.bring_back(); }

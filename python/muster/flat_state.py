@@ -14,6 +14,7 @@ from torch import Tensor
 from muster import _C
 from muster.errors import InvalidArgument
 from muster.exact_loads import ExactLoads
+from muster.sharded_embedding import rows_are_left_out
 
 __all__ = ["DTYPES", "Algorithm", "Elsewhere", "FlatGroups", "FlatState", "FlatStep", "SteppedOptimizer"]
 
@@ -104,6 +105,16 @@ class FlatState:
         else:
             self._flat = core.make_flat(algorithm.name, list(zip(indices, groups, strict=True)), self._groups())
         self.follow()
+
+    @property
+    def state_names(self) -> list[str]:
+        """Of state tensors, but for copies of low-precision parameters."""
+        return list(self._flat.state_names)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether there is a step count."""
+        return self._algorithm.counts_steps
 
     @property
     def is_on_servers(self) -> bool:
@@ -215,7 +226,7 @@ class FlatState:
     def whole(self, packed: dict[str, Any]) -> dict[str, Any]:
         """Collective with shards. A state_dict with what other ranks or parameter servers hold."""
         if self.is_on_servers:
-            packed["state"] = self._on_servers()
+            packed["state"] = self._on_servers(to_stay=rows_are_left_out())
         elif self.is_sharded:
             assert self.core is not None
             packed["state"] = {

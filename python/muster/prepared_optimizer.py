@@ -150,6 +150,12 @@ class PreparedOptimizer:
             if name != "params" and (number := _number(value)) is not None
         ]
 
+    def kinds_of_state(self) -> tuple[list[str], bool]:
+        """Of this flat optimizer, once it has stepped: names of a parameter's state tensors, and whether it counts
+        steps."""
+        state = self._state()
+        return state.state_names, state.counts_steps
+
     def check_state(self) -> None:
         """Raises InvalidArgument where parameter servers hold the state and user code replaced it."""
         if self._flat is not None and (state := optim.state_of(self._flat)) is not None:

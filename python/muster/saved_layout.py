@@ -90,6 +90,14 @@ def _is_saved_object(value: Any) -> bool:
     return isinstance(value, dict) and len(value) == 1 and next(iter(value)) in ("object", "value")
 
 
+def _is_place(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _COUNT(value[0]) and _is_text(value[1])
+
+
+def _is_tensor_of(dtype: torch.dtype, dims: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Tensor) and value.dtype == dtype and value.dim() == dims
+
+
 class _Every:
     """A dict of any keys, whose values have one form."""
 
@@ -108,6 +116,22 @@ _CONTENT = {
     },
     "modules": [dict],
     "optimizers": [{"name": _is_name_or_none, "groups": [{"params": [_is_name_or_position]}], "state": _Every(dict)}],
+    "tables": [
+        {
+            "places": [_is_place],
+            "num_rows": _COUNT,
+            "dim": _COUNT,
+            "init": lambda value: value in ("normal", "uniform"),
+            "scale": _is_number,
+            "seed": _is_seed,
+            "optimizer": lambda value: value is None or _COUNT(value),
+            "parameter": _is_name_or_none,
+            "rows": _is_tensor_of(torch.int64, 1),
+            "values": _is_tensor_of(torch.float32, 2),
+            "step": lambda value: value is None or _is_tensor_of(torch.float32, 0)(value),
+            "state": _Every(_is_tensor_of(torch.float32, 2)),
+        }
+    ],
     "loss_scales": [{"optimizers": [_COUNT], "scale": {"scale": _is_number, "_growth_tracker": _COUNT}}],
     "loaders": [{"epoch": _COUNT, "batches": _COUNT, "generators": [_is_generator_state]}],
     "generators": _are_states_of_generators,
@@ -135,6 +159,28 @@ def check_content(saved: Any) -> None:
     known = range(len(saved["optimizers"] or ()))
     if any(number not in known for scale in saved["loss_scales"] or () for number in scale["optimizers"]):
         raise CheckpointError("'loss_scales' names an optimizer that is not in the checkpoint; load another one")
+    place = _contradiction(saved)
+    if place is not None:
+        raise CheckpointError(f"'{place}' contradicts the rest of the checkpoint; load another one")
+
+
+def _contradiction(saved: Mapping[str, Any]) -> str | None:
+    """The first place of tables that others, or modules and optimizers, contradict; None where there is none."""
+    modules, optimizers = saved["modules"] or (), saved["optimizers"] or ()
+    for number, table in enumerate(saved["tables"] or ()):
+        rows, path = table["rows"], f"tables/{number}"
+        if not table["places"] or any(place[0] >= len(modules) for place in table["places"]):
+            return f"{path}/places"
+        if table["optimizer"] is not None and (table["optimizer"] >= len(optimizers) or table["parameter"] is None):
+            return f"{path}/optimizer"
+        is_inside = len(rows) == 0 or (int(rows[0]) >= 0 and int(rows[-1]) < table["num_rows"])
+        if not is_inside or not bool((rows[1:] > rows[:-1]).all()):
+            return f"{path}/rows"
+        if table["values"].shape != (len(rows), table["dim"]):
+            return f"{path}/values"
+        if any(len(columns) != len(rows) for columns in table["state"].values()):
+            return f"{path}/state"
+    return None
 
 
 def _misfit(value: Any, form: Any, path: str) -> str | None:

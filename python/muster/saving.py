@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,13 +31,24 @@ from muster.saved_layout import (
     metadata_of,
     with_all_parts,
 )
-from muster.sharded_embedding import ShardedEmbedding
+from muster.saved_tables import SavedTables, for_others
+from muster.sharded_embedding import leaving_rows_out
 from muster.stepping import Stepping
 from muster.writing import Writing
 
 __all__ = ["Saving"]
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint that was read."""
+
+    tensors: dict[str, Tensor]
+    document: str
+    content: dict[str, Any] | None = None
+    """The document's value: what the checkpoint holds, by part; None where another rank decoded it."""
 
 
 class Saving:
@@ -58,6 +70,7 @@ class Saving:
         self._preparation = preparation
         self._stepping = stepping
         self._collectives = collectives
+        self._tables = SavedTables(core)
         self.writing = Writing()
         """What ends with the strategy."""
 
@@ -99,7 +112,7 @@ class Saving:
         joins = self._core.joins
         alone = joins or self._core.num_workers == 1
 
-        def read() -> tuple[dict[str, Tensor], str] | None:
+        def read() -> _Found | None:
             for name, given in state.items():
                 if not callable(getattr(given, "load_state_dict", None)):
                     raise InvalidArgument(
@@ -109,13 +122,14 @@ class Saving:
             return self._read(Path(folder)) if joins or self._core.rank == 0 else None
 
         def compared() -> dict[str, Any]:
-            saved: dict[str, Any] = with_all_parts(saved_tree.decode(sent["content"], sent["tensors"]))
+            saved = checkpoint.content or with_all_parts(saved_tree.decode(checkpoint.document, checkpoint.tensors))
             try:
                 _compare_state(saved["state"], state)
                 if not joins:
+                    saved["tables"] = self._tables.place(saved, self._preparation.modules)
                     self._compare(saved)
             except LayoutMismatch as error:
-                raise LayoutMismatch(f"'{_place_of(sent['content'], Path(folder))}': {error}") from error
+                raise LayoutMismatch(f"'{_place_of(checkpoint.document, Path(folder))}': {error}") from error
             return saved
 
         def take() -> None:
@@ -129,22 +143,22 @@ class Saving:
             try:
                 self._take_optimizers(saved, take_objects)
             except Exception as error:
-                error.add_note(f"while '{_place_of(sent['content'], Path(folder))}' was loaded")
+                error.add_note(f"while '{_place_of(checkpoint.document, Path(folder))}' was loaded")
                 raise
             self._take(saved)
 
         found = self._together("load", read, alone=alone)
-        sent: Any = None if found is None else {"tensors": found[0], "content": found[1]}
         if not alone:
-            sent = self._collectives.broadcast(sent, 0)
-        if sent is None:
+            found = self._tell(found)
+        if found is None:
             return None
+        checkpoint = found
         saved = self._together("load", compared, alone=alone)
         self._together("load", take, alone=alone)
         return {name: kept["value"] for name, kept in saved["state"].items() if "value" in kept and name not in state}
 
-    def _read(self, folder: Path) -> tuple[dict[str, Tensor], str] | None:
-        """The tensors and the document of the newest checkpoint."""
+    def _read(self, folder: Path) -> _Found | None:
+        """The newest checkpoint."""
         self.writing.finish()
         found = _C.read_newest_snapshot(folder)
         if found is None:
@@ -153,10 +167,22 @@ class Saving:
         check_format(metadata, folder)
         document = str(metadata.get("content"))
         try:
-            check_content(with_all_parts(saved_tree.decode(document, tensors)))
+            content: dict[str, Any] = with_all_parts(saved_tree.decode(document, tensors))
+            check_content(content)
         except CheckpointError as error:
             raise CheckpointError(f"'{_place_of(document, folder)}' cannot be loaded: {error}") from error
-        return tensors, document
+        return _Found(tensors, document, content)
+
+    def _tell(self, found: _Found | None) -> _Found | None:
+        """What the chief found. Collective."""
+        theirs = None
+        if found is not None and found.content is not None:
+            tables = found.content["tables"] or ()
+            theirs = (found.document, for_others(found.tensors, tables, self._preparation.modules))
+        told: Any = self._collectives.broadcast(theirs, 0)
+        if found is not None or told is None:
+            return found
+        return _Found(tensors=told[1], document=told[0])
 
     def _check_callable(self, what: str) -> None:
         self._preparation.check_open()
@@ -178,16 +204,14 @@ class Saving:
 
     def _content(self) -> dict[str, Any]:
         core = self._core
-        for replicated in self._preparation.modules:
-            for name, module in replicated.module.named_modules():
-                if isinstance(module, ShardedEmbedding) and module.on_servers:
-                    raise InvalidArgument(
-                        f"the rows of '{name}' are on parameter servers alone (on_servers=True), and a checkpoint of "
-                        "the workers would lack them; the servers' snapshots keep them"
-                    )
+        modules, optimizers = self._preparation.modules, self._preparation.optimizers
         generators = torch.random.get_rng_state().unsqueeze(0)
         if core.num_workers > 1 and not self._has_servers:
             generators = self._collectives.gather(generators)
+        with leaving_rows_out():
+            states = [replicated.state_dict() for replicated in modules]
+            saved_optimizers = [saved_optimizer.state_of(core, optimizer) for optimizer in optimizers]
+        tables = self._tables.state(modules, optimizers)
         return {
             "strategy": {
                 "steps": core.steps,
@@ -196,8 +220,9 @@ class Saving:
                 "workers": core.num_workers,
                 "replicas": core.num_replicas,
             },
-            "modules": [replicated.state_dict() for replicated in self._preparation.modules],
-            "optimizers": [saved_optimizer.state_of(core, optimizer) for optimizer in self._preparation.optimizers],
+            "modules": states,
+            "optimizers": saved_optimizers,
+            **({"tables": tables} if tables else {}),
             "loss_scales": self._loss_scales(),
             "loaders": [_state_of_loader(loader) for loader in self._preparation.loaders],
             "generators": generators,
@@ -256,8 +281,9 @@ class Saving:
                     f"the checkpoint is of {len(theirs)} {what}, and {len(ours)} are prepared; prepare() what the job "
                     "that saved it had prepared, in the same order, before load()"
                 )
-        for number, (module, tensors) in enumerate(_pairs(modules, saved["modules"])):
-            compare_module(module, tensors, f"module {number}")
+        with leaving_rows_out():
+            for number, (module, tensors) in enumerate(_pairs(modules, saved["modules"])):
+                compare_module(module, tensors, f"module {number}")
         for number, (optimizer, theirs) in enumerate(_pairs(optimizers, saved["optimizers"])):
             saved_optimizer.compare(self._core, optimizer, theirs, f"optimizer {number}")
         for number, (loader, theirs) in enumerate(_pairs(loaders, saved["loaders"])):
@@ -278,8 +304,10 @@ class Saving:
             raise
 
     def _take(self, saved: dict[str, Any]) -> None:
-        for module, tensors in _pairs(self._preparation.modules, saved["modules"]):
-            module.load_state_dict(tensors)
+        with leaving_rows_out():
+            for module, tensors in _pairs(self._preparation.modules, saved["modules"]):
+                module.load_state_dict(tensors)
+        self._tables.take(saved["tables"])
         for loader, theirs in _pairs(self._preparation.loaders, saved["loaders"]):
             _take_place(loader, theirs)
         for scale in saved["loss_scales"] or ():

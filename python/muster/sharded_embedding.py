@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
@@ -13,7 +16,24 @@ from torch import Tensor, nn
 from muster import _C
 from muster.errors import InvalidArgument
 
-__all__ = ["ShardedEmbedding"]
+__all__ = ["ShardedEmbedding", "leaving_rows_out", "rows_are_left_out"]
+
+_rows_are_left_out: ContextVar[bool] = ContextVar("rows_are_left_out", default=False)
+
+
+@contextmanager
+def leaving_rows_out() -> Iterator[None]:
+    """Here `state_dict` and `load_state_dict`, of optimizers too, pass over weights with ``on_servers``."""
+    token = _rows_are_left_out.set(True)
+    try:
+        yield
+    finally:
+        _rows_are_left_out.reset(token)
+
+
+def rows_are_left_out() -> bool:
+    """Whether the caller is in `leaving_rows_out`."""
+    return _rows_are_left_out.get()
 
 
 class ShardedEmbedding(nn.Module):
@@ -115,12 +135,16 @@ class ShardedEmbedding(nn.Module):
         return F.embedding_bag(ids, rows, offsets, mode=self.mode, sparse=True, per_sample_weights=per_sample_weights)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self.on_servers and rows_are_left_out():
+            return
         super()._save_to_state_dict(destination, prefix, keep_vars)
         rows = _C.whole_rows(self.weight)
         if rows is not self.weight:
             destination[prefix + "weight"] = rows
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.on_servers and rows_are_left_out():
+            return
         if prefix + "weight" in state_dict and _C.is_row_stub(self.weight):
             raise InvalidArgument(
                 f"the rows of '{prefix}weight' are on parameter servers; load before the first step, without on_servers"

@@ -228,9 +228,8 @@ class Strategy:
         others need not call it.) Returns when everything is copied: a thread writes meanwhile, and the next save(),
         load() and close() wait for it. A checkpoint is there whole or not at all. `keep`: how many of the newest stay
         (None: all). A folder belongs to one job at a time. Raises CheckpointError where this checkpoint or the last
-        could not be written, InvalidArgument for an open window, for `state` that cannot be stored, and for tables that
-        are on parameter servers alone; what one rank raises, a state_dict() of `state` included, is a CheckpointError
-        on the others.
+        could not be written, InvalidArgument for an open window and for `state` that cannot be stored; what one
+        rank raises, a state_dict() of `state` included, is a CheckpointError on the others.
         """
         self._saving.save(folder, keep, state)
 

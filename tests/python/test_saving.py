@@ -286,14 +286,6 @@ def test_a_step_function_cannot_save(tmp_path: Path) -> None:
             strategy.step(inside, *DATA[:8])
 
 
-def test_a_table_on_servers_alone_is_refused(tmp_path: Path) -> None:
-    with alone() as strategy:
-        table = muster.ShardedEmbedding(30, 4, mode="sum", on_servers=True)
-        strategy.prepare(nn.Sequential(table, nn.Linear(4, 1)))
-        with pytest.raises(muster.InvalidArgument, match="rows of '0' are on parameter servers alone"):
-            strategy.save(tmp_path)
-
-
 def test_what_servers_have_stepped_is_not_loaded_over(tmp_path: Path) -> None:
     with alone() as strategy:
         job = Job(strategy)

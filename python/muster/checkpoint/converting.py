@@ -20,6 +20,7 @@ from muster import _C
 from muster.checkpoint import reading
 from muster.checkpoint.importing import Order
 from muster.errors import CheckpointError, InvalidArgument
+from muster.saved_tables import with_dense_weights
 
 __all__ = ["from_others", "is_checkpoint", "to_safetensors", "to_torch", "torch_value"]
 
@@ -57,6 +58,7 @@ def torch_value(parts: Mapping[str, Any], *, numbers: bool = True) -> dict[str, 
     """What plain torch takes: "model" and "optimizer", state_dicts, or lists of them where there are several; "steps";
     and what the user named. Without `numbers` optimizers have names of parameters."""
     value: dict[str, Any] = {}
+    parts = with_dense_weights(parts)
     modules = [dict(module) for module in parts.get("modules") or ()]
     optimizers = [
         reading.with_numbers(each) if numbers else {"state": each["state"], "param_groups": each["groups"]}

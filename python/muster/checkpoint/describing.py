@@ -47,6 +47,7 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
         "strategy": parts.get("strategy"),
         "modules": [_module(module) for module in parts.get("modules") or ()],
         "optimizers": [_optimizer(optimizer) for optimizer in parts.get("optimizers") or ()],
+        "tables": [_table(table) for table in parts.get("tables") or ()],
         "loss_scales": [
             {"optimizers": each["optimizers"], **_plain(each["scale"])} for each in parts.get("loss_scales") or ()
         ],
@@ -97,6 +98,11 @@ def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"    {name} = {value_text(value)}"
     for number, optimizer in enumerate(found["optimizers"]):
         yield from _optimizer_lines(f"optimizer {number}", optimizer)
+    for number, table in enumerate(found["tables"]):
+        rows = f"{table['rows']:,} of {table['num_rows']:,} rows of {table['dim']} values"
+        yield from _tensor_lines(f"table {number}", table["tensors"])
+        places = ", ".join(f"'{name}' of module {module}" for module, name in table["places"])
+        yield f"    {places}: {rows}, others as {table['init']} {table['scale']:g} of seed {table['seed']}"
     for each in found["loss_scales"]:
         of = " and ".join(map(str, each["optimizers"]))
         yield _line("loss scale", f"of optimizer {of}: {_options(each, skip='optimizers')}")
@@ -138,6 +144,12 @@ def _module(module: Mapping[str, Any]) -> dict[str, Any]:
         "tensors": _tensors(module),
         "values": {name: _plain(value) for name, value in module.items() if not isinstance(value, Tensor)},
     }
+
+
+def _table(table: Mapping[str, Any]) -> dict[str, Any]:
+    known = ("places", "num_rows", "dim", "init", "scale", "seed", "optimizer", "parameter")
+    tensors = {"rows": table["rows"], "values": table["values"], **table["state"]}
+    return {**{key: table[key] for key in known}, "rows": len(table["rows"]), "tensors": _tensors(tensors)}
 
 
 def _optimizer(optimizer: Mapping[str, Any]) -> dict[str, Any]:

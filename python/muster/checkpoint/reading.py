@@ -15,6 +15,7 @@ from torch import Tensor
 from muster import _C, saved_tree
 from muster.errors import CheckpointError, InvalidArgument
 from muster.saved_layout import FORMAT
+from muster.saved_tables import with_dense_weights
 
 __all__ = [
     "DCP_FORMAT",
@@ -152,7 +153,7 @@ def model_state(path: str | os.PathLike[str], module: int = 0) -> dict[str, Tens
     `module`: which of the prepared modules, counted from 0. Raises CheckpointError where there is no good checkpoint,
     InvalidArgument where it holds no such module.
     """
-    return dict(_one(read(path).parts(), "modules", module, path))
+    return dict(_one(with_dense_weights(read(path).parts()), "modules", module, path))
 
 
 def optimizer_state(path: str | os.PathLike[str], optimizer: int = 0) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def optimizer_state(path: str | os.PathLike[str], optimizer: int = 0) -> dict[st
     `optimizer`: which of the prepared optimizers, counted from 0. Raises CheckpointError where there is no good
     checkpoint, InvalidArgument where it holds no such optimizer.
     """
-    return with_numbers(_one(read(path).parts(), "optimizers", optimizer, path))
+    return with_numbers(_one(with_dense_weights(read(path).parts()), "optimizers", optimizer, path))
 
 
 def with_numbers(saved: Mapping[str, Any]) -> dict[str, Any]:
