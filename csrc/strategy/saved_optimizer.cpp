@@ -13,6 +13,7 @@
 
 #include "muster/error.h"
 #include "optimizer/flat_state.h"
+#include "strategy/saved_parts.h"
 #include "strategy/torch_optimizers.h"
 
 namespace muster::detail {
@@ -207,12 +208,6 @@ void take_masters(OptimizerState& state, const std::vector<std::string>& names, 
 }
 
 }  // namespace
-
-const SavedValue& member(const Dict& dict, const std::string& key) {
-  const auto found = dict.find(key);
-  if (found != dict.end()) return found->second;
-  throw CheckpointError("a checkpoint lacks '" + key + "'; load another one");
-}
 
 void compare_names(const std::vector<std::string>& ours, const std::vector<std::string>& saved,
                    const std::string& what) {

@@ -37,9 +37,6 @@ void check_optimizer(const torch::optim::Optimizer& optimizer, const std::vector
 OtherOptions load_optimizer(torch::optim::Optimizer& optimizer, const std::vector<std::string>& names,
                             const SavedValue::Dict& saved);
 
-/// A member of a dict that was read. Throws CheckpointError where it is not there.
-const SavedValue& member(const SavedValue::Dict& dict, const std::string& key);
-
 /// Throws LayoutMismatch naming the first of `ours` that is not in `saved`, or the other way round.
 void compare_names(const std::vector<std::string>& ours, const std::vector<std::string>& saved,
                    const std::string& what);

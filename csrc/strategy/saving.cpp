@@ -17,6 +17,7 @@
 #include "muster/error.h"
 #include "muster/sharded_embedding.h"
 #include "strategy/collectives.h"
+#include "strategy/saved_parts.h"
 #include "strategy/strategy_state.h"
 
 namespace muster {
@@ -25,18 +26,27 @@ namespace {
 
 namespace fs = std::filesystem;
 using detail::compare_names;
+using detail::integer;
+using detail::list_of;
 using detail::member;
+using detail::part_of;
 using List = SavedValue::List;
 using Dict = SavedValue::Dict;
 
 constexpr int64_t kFormat = 1;
 
-// What state_dict() has in Python: parameters and buffers by name. Rows that servers hold are not fetched.
+std::string weight_of(const std::string& embedding) { return embedding.empty() ? "weight" : embedding + ".weight"; }
+
+// What state_dict() has in Python: parameters and buffers by name, without weights that servers alone hold. Rows that
+// servers hold are not fetched.
 std::map<std::string, at::Tensor> tensors_of(const torch::nn::Module& module) {
   std::map<std::string, at::Tensor> tensors;
   for (const auto& parameter : module.named_parameters()) tensors[parameter.key()] = parameter.value();
   for (const auto& buffer : module.named_buffers()) {
     if (buffer.value().defined()) tensors[buffer.key()] = buffer.value();
+  }
+  for (const auto& submodule : module.named_modules()) {
+    if (is_on_servers(*submodule.value())) tensors.erase(weight_of(submodule.key()));
   }
   return tensors;
 }
@@ -51,8 +61,8 @@ Dict state_of(const torch::nn::Module& module) {
   auto tensors = tensors_of(module);
   for (const auto& submodule : module.named_modules()) {
     const auto* const embedding = submodule.value()->as<ShardedEmbeddingImpl>();
-    if (embedding == nullptr) continue;
-    tensors[submodule.key().empty() ? "weight" : submodule.key() + ".weight"] = embedding->whole_weight();
+    if (embedding == nullptr || embedding->options().on_servers) continue;
+    tensors[weight_of(submodule.key())] = embedding->whole_weight();
   }
   return {tensors.begin(), tensors.end()};
 }
@@ -80,20 +90,6 @@ uint64_t seed_of(const std::string& text) {
     return seed;
   throw CheckpointError("a checkpoint has the seed '" + text + "', which is none; load another one");
 }
-
-// Null where the checkpoint lacks it, as one that was made of another format's file: then load leaves it as it is.
-const SavedValue* part_of(const Dict& saved, const std::string& key) {
-  const auto found = saved.find(key);
-  return found == saved.end() || found->second.is_null() ? nullptr : &found->second;
-}
-
-const List& list_of(const Dict& saved, const std::string& key) {
-  static const List none;
-  const auto* const part = part_of(saved, key);
-  return part == nullptr ? none : part->get<List>();
-}
-
-int64_t integer(const Dict& dict, const std::string& key) { return member(dict, key).get<int64_t>(); }
 
 // Of a snapshot's metadata.
 template <class T>
@@ -125,18 +121,6 @@ void Saving::check_callable(const char* what) const {
       "(), or call it after a step whose result has `stepped`");
 }
 
-void Saving::check_tables() const {
-  for (const auto& module : strategy_.modules) {
-    for (const auto& submodule : module.replicas().front()->named_modules()) {
-      const auto* const embedding = submodule.value()->as<ShardedEmbeddingImpl>();
-      if (embedding == nullptr || !embedding->options().on_servers) continue;
-      throw InvalidArgument("the rows of '" + submodule.key() +
-                            "' are on parameter servers alone (on_servers), and a checkpoint of the workers would lack "
-                            "them; the servers' snapshots keep them");
-    }
-  }
-}
-
 void Saving::together(const char* what, bool is_alone, const std::function<void()>& act) {
   std::string error;
   std::exception_ptr raised;
@@ -166,7 +150,6 @@ void Saving::save(const fs::path& folder, const SavedState& state, const SaveOpt
   const bool is_divided = strategy_.core->session().options().shard_optimizer;
   const auto states = generators();
   together("save", is_alone, [&] {
-    check_tables();
     if (!is_chief() && !is_divided) return;
     auto whole = content(state);
     whole["generators"] = states;
@@ -197,18 +180,21 @@ Dict Saving::content(const SavedState& state) {
     const auto names = detail::parameter_names(optimizer, core.session().registry());
     optimizers.emplace_back(detail::save_optimizer(optimizer, names, other_options_[i], core.session().workers()));
   }
+  auto tables = tables_.state();
   Dict named;
   for (const auto& [name, value] : state) named.emplace(name, Dict{{"value", value}});
-  return {{"strategy", Dict{{"steps", core.stepper().steps()},
-                            {"calls", core.session().streams().calls()},
-                            {"seed", std::to_string(core.session().streams().seed())},
-                            {"workers", core.session().topology().num_workers},
-                            {"replicas", core.session().topology().num_replicas}}},
-          {"modules", std::move(modules)},
-          {"optimizers", std::move(optimizers)},
-          {"loss_scales", loss_scales()},
-          {"loaders", loaders()},
-          {"state", std::move(named)}};
+  Dict content{{"strategy", Dict{{"steps", core.stepper().steps()},
+                                 {"calls", core.session().streams().calls()},
+                                 {"seed", std::to_string(core.session().streams().seed())},
+                                 {"workers", core.session().topology().num_workers},
+                                 {"replicas", core.session().topology().num_replicas}}},
+               {"modules", std::move(modules)},
+               {"optimizers", std::move(optimizers)},
+               {"loss_scales", loss_scales()},
+               {"loaders", loaders()},
+               {"state", std::move(named)}};
+  if (!tables.empty()) content["tables"] = std::move(tables);
+  return content;
 }
 
 List Saving::loss_scales() const {
@@ -273,8 +259,9 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
   if (!joins) found = broadcast(std::move(found));
   if (!found) return std::nullopt;
   try {
-    const auto saved = checkpoint::decode_tree(*found, folder.string()).get<Dict>();
+    auto saved = checkpoint::decode_tree(*found, folder.string()).get<Dict>();
     if (!joins) {  // else it has them from the servers, later ones
+      tables_.place(saved);
       check(saved);
       take(saved);
     }
@@ -320,7 +307,7 @@ std::optional<checkpoint::SavedTree> Saving::broadcast(std::optional<checkpoint:
   Leaves tensors;
   List names;
   if (found) {
-    for (const auto& [name, tensor] : found->tensors) {
+    for (const auto& [name, tensor] : tables_.for_others(*found).tensors) {
       names.emplace_back(name);
       tensors.push_back(tensor);
     }
@@ -330,6 +317,7 @@ std::optional<checkpoint::SavedTree> Saving::broadcast(std::optional<checkpoint:
   if (text.empty()) return std::nullopt;
   const auto told = checkpoint::decode_tree({text, {}}, "what rank 0 sent").get<List>();
   tensors = broadcast_over_workers(workers, tensors, 0);
+  if (found) return found;
   checkpoint::SavedTree tree{told.at(0).get<std::string>(), {}};
   const auto& all = told.at(1).get<List>();
   for (size_t i = 0; i < all.size(); ++i) tree.tensors.emplace(all[i].get<std::string>(), tensors.at(i));
@@ -373,6 +361,7 @@ void Saving::take(const Dict& saved) {
   for (size_t i = 0; i < modules.size(); ++i) {
     take_module(*strategy_.modules[i].replicas().front(), modules[i].get<Dict>());
   }
+  tables_.take();
   auto& core = *strategy_.core;
   const auto& optimizers = list_of(saved, "optimizers");
   other_options_.assign(optimizers.size(), {});

@@ -13,6 +13,7 @@
 #include "checkpoint/snapshot_writer.h"
 #include "muster/strategy.h"
 #include "strategy/saved_optimizer.h"
+#include "strategy/saved_tables.h"
 
 namespace muster {
 
@@ -20,7 +21,7 @@ namespace muster {
 /// without them, since those that died may not come back. Owned by the thread that prepares and steps.
 class Saving {
  public:
-  explicit Saving(Strategy::State& strategy) : strategy_(strategy) {}
+  explicit Saving(Strategy::State& strategy) : strategy_(strategy), tables_(strategy) {}
 
   /// As Strategy::save and load.
   void save(const std::filesystem::path& folder, const SavedState& state, const SaveOptions& options);
@@ -35,7 +36,6 @@ class Saving {
   using Dict = SavedValue::Dict;
 
   void check_callable(const char* what) const;
-  void check_tables() const;
   /// Calls `act`, and where the chief's throws, throws on all workers, unless it acts alone.
   void together(const char* what, bool is_alone, const std::function<void()>& act);
 
@@ -56,6 +56,7 @@ class Saving {
   bool is_chief() const;
 
   Strategy::State& strategy_;
+  SavedTables tables_;
   std::unique_ptr<checkpoint::SnapshotWriter> writer_;
   std::pair<std::filesystem::path, std::optional<int>> made_with_;  // the folder and `keep` of the writer
   std::vector<detail::OtherOptions> other_options_;                 // by optimizer, as the last checkpoint had them

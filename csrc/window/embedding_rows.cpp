@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <utility>
 
 #include "embedding/row_source.h"
 
@@ -49,8 +50,8 @@ class RowsOnServers::Source : public RowSource {
   size_t table_;
 };
 
-void RowsOnServers::add(const at::Tensor& weight, size_t position, const EmbeddingRows& rows) {
-  tables_.push_back({weight, position, &rows, 0, !is_row_stub(weight), nullptr});
+void RowsOnServers::add(const at::Tensor& weight, size_t position, std::shared_ptr<const TableContents> contents) {
+  tables_.push_back({weight, position, std::move(contents), 0, !is_row_stub(weight), nullptr});
 }
 
 void RowsOnServers::give(const FlatOptimizer& optimizer) {
@@ -63,7 +64,7 @@ void RowsOnServers::give(const FlatOptimizer& optimizer) {
     const auto& steps = optimizer.state().entry(position).step;
     if (steps.defined()) client_.rows().write_steps(table, static_cast<uint64_t>(steps.item<float>()));
     if (!tables_[t].was_here) {
-      if (const auto& contents = tables_[t].rows->contents) give_contents(table, *contents);
+      if (tables_[t].contents) give_contents(table, *tables_[t].contents);
       continue;
     }
     const int64_t block = std::max<int64_t>(kBlockElements / spec.dim, 1);
@@ -100,7 +101,7 @@ void RowsOnServers::give_contents(uint32_t table, const TableContents& contents)
 void RowsOnServers::leave() {
   for (size_t t = 0; t < tables_.size(); ++t) {
     auto& table = tables_[t];
-    table.rows = nullptr;
+    table.contents = nullptr;
     if (table.was_here) table.weight.set_data(make_row_stub(plan_.tables[t].num_rows, plan_.tables[t].dim));
     table.version = table.weight._version();
     table.source = std::make_shared<Source>(*this, t);

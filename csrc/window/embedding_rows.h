@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "embedding/row_initialiser.h"
+#include "embedding/table_contents.h"
 #include "server/protocol/plan.h"
 #include "server/worker/client.h"
 #include "window/server_values.h"
@@ -23,8 +23,9 @@ class RowsOnServers {
  public:
   RowsOnServers(server::ServerClient& client, const server::Plan& plan) : client_(client), plan_(plan) {}
 
-  /// Adds the plan's next table, which has `position` in the optimizer. `rows` outlives give().
-  void add(const at::Tensor& weight, size_t position, const EmbeddingRows& rows);
+  /// Adds the plan's next table, which has `position` in the optimizer. `contents`: what a stub is to begin with; null:
+  /// all rows are the initialiser's.
+  void add(const at::Tensor& weight, size_t position, std::shared_ptr<const TableContents> contents = nullptr);
   size_t size() const noexcept { return tables_.size(); }
 
   /// Sends the chief's rows, in blocks: only rows whose value or optimizer state differs from the initialiser's.
@@ -60,8 +61,8 @@ class RowsOnServers {
   struct Table {
     at::Tensor weight;
     size_t position;
-    const EmbeddingRows* rows;  // until leave()
-    int64_t version;            // of the weight, as the stub that it is
+    std::shared_ptr<const TableContents> contents;  // until leave()
+    int64_t version;                                // of the weight, as the stub that it is
     bool was_here;
     std::shared_ptr<Source> source;
   };

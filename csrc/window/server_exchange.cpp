@@ -94,7 +94,7 @@ ServerExchange::ServerExchange(const ServerJob& job, int rank, int workers, cons
     const bool is_table = given.rows[p] != nullptr;
     places_.push_back({is_table, is_table ? rows_.size() : values_.size()});
     if (is_table) {
-      rows_.add(given.tensors[p], given.position[p], *given.rows[p]);
+      rows_.add(given.tensors[p], given.position[p], given.rows[p]->contents);
     } else {
       values_.add(given.tensors[p], given.position[p]);
     }
