@@ -1,5 +1,6 @@
 // The C++ twin of test_saving_in_cpp.py's program: goes on from the newest checkpoint, makes some steps, and saves.
-// Usage: resuming FOLDER STEPS PRECISION [REPLICAS]; without REPLICAS it is one of several workers.
+// Usage: resuming FOLDER STEPS PRECISION [REPLICAS]; without REPLICAS it is one of several workers. PRECISION "rows": a
+// table on a parameter server instead.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/sin.h>
 #include <torch/data/datasets/base.h>
@@ -21,6 +22,8 @@
 #include "muster/mirrored.h"
 #include "muster/multi_worker.h"
 #include "muster/optim.h"
+#include "muster/parameter_server.h"
+#include "muster/sharded_embedding.h"
 
 namespace {
 
@@ -76,10 +79,39 @@ void train(muster::Strategy& strategy, const std::string& folder, int64_t steps)
   strategy.close();
 }
 
+struct Clicks : torch::nn::Module {
+  Clicks()
+      : table(register_module(
+            "table", muster::ShardedEmbedding(60, 4,
+                                              muster::ShardedEmbeddingOptions{
+                                                  .mode = muster::Reduction::sum, .scale = 0.3, .on_servers = true}))),
+        read(register_module("read", nn::Linear(4, 1))) {}
+  muster::ShardedEmbedding table;
+  nn::Linear read;
+};
+
+void train_rows(const std::string& folder, int64_t steps) {
+  muster::ParameterServerStrategy strategy(muster::Cluster{}, {}, {.threads_per_replica = 1});
+  auto model = strategy.prepare([] { return Clicks(); });
+  muster::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(64.0));
+  strategy.prepare(optimizer);
+  if (!strategy.load(folder)) throw muster::CheckpointError("there is no checkpoint in " + folder);
+  const int64_t end = strategy.steps() + steps;
+  while (strategy.steps() < end) {
+    const auto ids = (at::arange(8) * (3 + strategy.steps())).remainder(20).view({4, 2});
+    strategy.step([&](const at::Tensor& x) { return model->read(model->table(x)).square().mean(); }, ids);
+  }
+  strategy.save(folder);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   try {
+    if (std::string(argv[3]) == "rows") {
+      train_rows(argv[1], std::atoi(argv[2]));
+      return 0;
+    }
     const auto strategy = make_strategy(argc, argv);
     train(*strategy, argv[1], std::atoi(argv[2]));
     return 0;

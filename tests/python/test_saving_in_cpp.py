@@ -66,6 +66,44 @@ def test_a_run_that_changes_its_language_ends_with_the_same_bits(
         assert torch.equal(ours, theirs)
 
 
+class Clicks(nn.Module):
+    """A table beside a dense part."""
+
+    def __init__(self, *, on_servers: bool) -> None:
+        super().__init__()
+        self.table = muster.ShardedEmbedding(60, 4, mode="sum", scale=0.3, seed=2**63 + 1, on_servers=on_servers)
+        self.read = nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.read(self.table(ids))
+        return result
+
+
+def train_rows(strategy: muster.Strategy, folder: Path, until: int, *, on_servers: bool) -> list[Tensor]:
+    torch.manual_seed(3)
+    module = Clicks(on_servers=on_servers)
+    model, _ = strategy.prepare(module, muster.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0, amsgrad=True))
+    strategy.load(folder)
+    while strategy.steps < until:
+        ids = (torch.arange(8) * (3 + strategy.steps) % 20).view(4, 2)
+        strategy.step(lambda x: model(x).square().mean(), ids)
+    strategy.save(folder)
+    return [tensor.clone() for tensor in module.state_dict().values()]
+
+
+def test_a_table_that_changes_its_language_ends_with_the_same_bits(programs: Path, tmp_path: Path) -> None:
+    with muster.MirroredStrategy(["cpu"], threads_per_replica=1) as strategy:
+        expected = train_rows(strategy, tmp_path / "undisturbed", 9, on_servers=False)
+    folder = tmp_path / "hops"
+    for until in (3, 9):
+        with muster.ParameterServerStrategy(muster.Cluster(0, 1, ""), threads_per_replica=1) as strategy:
+            actual = train_rows(strategy, folder, until, on_servers=True)
+        if until == 3:
+            go_on(programs / "resuming", folder, 3, "rows")
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def content_of(folder: Path) -> Any:
     found = _C.read_newest_snapshot(folder)
     assert found is not None
