@@ -254,6 +254,19 @@ void ServerCore::resume(Session& session, const Resume& request) {
   reply(session, Done{});
 }
 
+// Server 0 says after which step who joins comes in. Where it lost its newest snapshot, and all who knew of later steps
+// are gone, it would decide those again.
+void ServerCore::check_not_ahead(const Session& session, const Join& request) {
+  const auto shard = this->shard();
+  if (index_ == 0 || request.returns || shard == nullptr || !shard->plan().is_synchronous()) return;
+  const uint64_t made = made_by(*shard).second;
+  if (made <= request.step) return;
+  throw CheckpointError(name_of_worker(session.rank) + " came in after step " + std::to_string(request.step) +
+                        ", and this parameter server has made step " + std::to_string(made) +
+                        ": parameter server 0 has lost what came between, and the workers that knew of it are gone; "
+                        "start all workers again, which go on from a step that all servers have");
+}
+
 void ServerCore::join(Session& session, const Join& request, Time deadline) {
   check_step(request.step);
   Joined joined{request.step};
@@ -290,6 +303,7 @@ void ServerCore::join(Session& session, const Join& request, Time deadline) {
     changed_.notify_all();
   }
   if (const auto shard = this->shard()) shard->wake();
+  check_not_ahead(session, request);
   reply(session, joined);
 }
 

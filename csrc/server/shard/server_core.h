@@ -90,6 +90,7 @@ class ServerCore {
   void greet(Session& session, const Hello& hello);
   void configure(Session& session, const Configure& request);
   void await_job(const Session& session, const Configure& request);
+  void check_not_ahead(const Session& session, const Join& request);
   void inquire(Session& session);
   void start(Session& session);
   void resume(Session& session, const Resume& request);
