@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "bindings/bindings.h"
@@ -33,10 +34,10 @@ void bind_saving(py::module_& m) {
   m.def(
       "read_newest_snapshot",
       [](const std::filesystem::path& folder)
-          -> std::optional<std::pair<checkpoint::NamedTensors, checkpoint::Metadata>> {
+          -> std::optional<std::tuple<checkpoint::NamedTensors, checkpoint::Metadata, std::filesystem::path>> {
         auto snapshot = checkpoint::read_newest_snapshot(folder);
         if (!snapshot) return std::nullopt;
-        return std::pair(std::move(snapshot->tensors), std::move(snapshot->metadata));
+        return std::tuple(std::move(snapshot->tensors), std::move(snapshot->metadata), std::move(snapshot->folder));
       },
       "folder"_a, Release());
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <set>
@@ -35,13 +36,15 @@ std::string padded(int64_t number, size_t digits) {
 
 // --- folders -------------------------------------------------------------------------------------------------------
 
+std::string name_of(int64_t number) { return std::string(kPrefix) + padded(number, kDigits); }
+
+// Nothing for a name that name_of does not give.
 std::optional<int64_t> number_of(const fs::path& folder) {
   const auto name = folder.filename().string();
   if (!name.starts_with(kPrefix)) return std::nullopt;
   int64_t number = 0;
-  const char* const end = name.data() + name.size();
-  const auto [stop, error] = std::from_chars(name.data() + kPrefix.size(), end, number);
-  if (error != std::errc() || stop != end || number < 0) return std::nullopt;
+  std::from_chars(name.data() + kPrefix.size(), name.data() + name.size(), number);
+  if (number < 1 || name != name_of(number)) return std::nullopt;
   return number;
 }
 
@@ -72,6 +75,15 @@ std::map<int64_t, fs::path> snapshots_in(const fs::path& folder) {
     if (const auto number = number_of(entry.path())) found.emplace(*number, entry.path());
   }
   return found;
+}
+
+// Throws CheckpointError where there is no number left.
+std::string next_name(const std::map<int64_t, fs::path>& earlier) {
+  if (earlier.empty()) return name_of(1);
+  const auto& [number, newest] = *earlier.rbegin();
+  if (number < std::numeric_limits<int64_t>::max()) return name_of(number + 1);
+  throw CheckpointError("no number is left behind that of '" + newest.string() +
+                        "'; move it away, or rename it to a lower number, or write to another folder");
 }
 
 // Those of snapshots alone: the folder may have files of others.
@@ -249,9 +261,7 @@ fs::path write_snapshot(const fs::path& folder, const Metadata& metadata, const 
   return in_folder(folder, [&] {
     make_folder(folder);
     remove_leftovers(folder);
-    const auto earlier = snapshots_in(folder);
-    const auto number = earlier.empty() ? 1 : earlier.rbegin()->first + 1;
-    const auto name = std::string(kPrefix) + padded(number, kDigits);
+    const auto name = next_name(snapshots_in(folder));
     const auto partial = folder / (std::string(kPartialPrefix) + name);
     fs::create_directory(partial);
     try {
@@ -398,9 +408,9 @@ std::vector<SnapshotInfo> list_snapshots(const fs::path& folder) {
   return good;
 }
 
-std::optional<Snapshot> read_newest_snapshot(const fs::path& folder) {
-  std::optional<Snapshot> newest;
-  read_newest_snapshot(folder, [&](SnapshotReader& reader) { newest = reader.rest(); });
+std::optional<StoredSnapshot> read_newest_snapshot(const fs::path& folder) {
+  std::optional<StoredSnapshot> newest;
+  read_newest_snapshot(folder, [&](SnapshotReader& reader) { newest = {reader.rest(), reader.folder()}; });
   return newest;
 }
 

@@ -31,6 +31,11 @@ struct Snapshot {
   Metadata metadata;
 };
 
+/// One that was read.
+struct StoredSnapshot : Snapshot {
+  std::filesystem::path folder;  ///< its own
+};
+
 struct SnapshotOptions {
   std::optional<int> keep = {};              ///< how many of the newest good ones stay; empty: all
   uint64_t shard_bytes = uint64_t{1} << 30;  ///< tensors go to one file up to this; a larger one has its own
@@ -61,6 +66,7 @@ class SnapshotReader {
   SnapshotReader(const SnapshotReader&) = delete;
   SnapshotReader& operator=(const SnapshotReader&) = delete;
 
+  const std::filesystem::path& folder() const noexcept { return folder_; }  ///< the snapshot's
   const Metadata& metadata() const noexcept { return manifest_.metadata; }
   uint64_t bytes() const noexcept;       ///< of all files
   uint64_t bytes_read() const noexcept;  ///< of those that were given
@@ -105,7 +111,7 @@ void remove_snapshot(const std::filesystem::path& snapshot);
 
 /// The newest good snapshot; nothing where there is none at all, or no folder. Each damaged one is named in a warning
 /// and passed over; throws CheckpointError if that leaves none.
-std::optional<Snapshot> read_newest_snapshot(const std::filesystem::path& folder);
+std::optional<StoredSnapshot> read_newest_snapshot(const std::filesystem::path& folder);
 
 /// The same file by file: calls `read` with a reader of the newest snapshot, and where that throws CheckpointError, of
 /// the one before, to begin anew. False: there is no snapshot at all.

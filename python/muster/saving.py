@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -99,7 +97,7 @@ class Saving:
         joins = self._core.joins
         alone = joins or self._core.num_workers == 1
 
-        def read() -> tuple[dict[str, Tensor], str] | None:
+        def read() -> tuple[dict[str, Tensor], str, str] | None:
             for name, given in state.items():
                 if not callable(getattr(given, "load_state_dict", None)):
                     raise InvalidArgument(
@@ -115,7 +113,7 @@ class Saving:
                 if not joins:
                     self._compare(saved)
             except LayoutMismatch as error:
-                raise LayoutMismatch(f"'{_place_of(sent['content'], Path(folder))}': {error}") from error
+                raise LayoutMismatch(f"'{Path(folder, sent['name'])}': {error}") from error
             return saved
 
         def take() -> None:
@@ -129,12 +127,12 @@ class Saving:
             try:
                 self._take_optimizers(saved, take_objects)
             except Exception as error:
-                error.add_note(f"while '{_place_of(sent['content'], Path(folder))}' was loaded")
+                error.add_note(f"while '{Path(folder, sent['name'])}' was loaded")
                 raise
             self._take(saved)
 
         found = self._together("load", read, alone=alone)
-        sent: Any = None if found is None else {"tensors": found[0], "content": found[1]}
+        sent: Any = None if found is None else {"tensors": found[0], "content": found[1], "name": found[2]}
         if not alone:
             sent = self._collectives.broadcast(sent, 0)
         if sent is None:
@@ -143,20 +141,20 @@ class Saving:
         self._together("load", take, alone=alone)
         return {name: kept["value"] for name, kept in saved["state"].items() if "value" in kept and name not in state}
 
-    def _read(self, folder: Path) -> tuple[dict[str, Tensor], str] | None:
-        """The tensors and the document of the newest checkpoint."""
+    def _read(self, folder: Path) -> tuple[dict[str, Tensor], str, str] | None:
+        """The tensors, the document and the folder's name of the newest checkpoint."""
         self.writing.finish()
         found = _C.read_newest_snapshot(folder)
         if found is None:
             return None
-        tensors, metadata = found
+        tensors, metadata, place = found
         check_format(metadata, folder)
         document = str(metadata.get("content"))
         try:
             check_content(with_all_parts(saved_tree.decode(document, tensors)))
         except CheckpointError as error:
-            raise CheckpointError(f"'{_place_of(document, folder)}' cannot be loaded: {error}") from error
-        return tensors, document
+            raise CheckpointError(f"'{place}' cannot be loaded: {error}") from error
+        return tensors, document, place.name
 
     def _check_callable(self, what: str) -> None:
         self._preparation.check_open()
@@ -293,15 +291,6 @@ class Saving:
             self._core.go_on_after(strategy["steps"], strategy["calls"], seed)
         if generators is not None and len(generators) == self._core.num_workers:
             torch.random.set_rng_state(generators[self._core.rank].clone())  # torch takes no view
-
-
-def _place_of(document: str, folder: Path) -> Path:
-    """The checkpoint that has this document, for messages; the folder where this rank cannot tell."""
-    for path in sorted(folder.glob("snapshot-*/manifest.json"), reverse=True):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            if json.loads(path.read_text())["manifest"]["strings"]["content"] == document:
-                return path
-    return folder
 
 
 def _text_of(error: BaseException) -> str:
