@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <utility>
+#include <vector>
 
 #include "checkpoint/crc32.h"
 #include "muster/error.h"
@@ -35,9 +37,23 @@ constexpr const char* kReadRemedy = "check the path, its permissions and its dis
 net::FileDescriptor open_file(const std::filesystem::path& path, int flags) {
   int fd;
   do {
-    fd = ::open(path.c_str(), flags | O_CLOEXEC, 0666);
+    fd = ::open(path.c_str(), flags | O_CLOEXEC, S_IRUSR | S_IWUSR);
   } while (fd < 0 && errno == EINTR);
   return net::FileDescriptor(fd);
+}
+
+bool is_folder(const std::filesystem::path& path) {
+  struct stat status{};
+  return ::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+}
+
+void make_one(const std::filesystem::path& folder, mode_t mode) {
+  if (::mkdir(folder.c_str(), mode) == 0) return;
+  if (errno == EEXIST) {
+    if (is_folder(folder)) return;  // another process was faster
+    errno = ENOTDIR;
+  }
+  fail("make the folder", folder, kWriteRemedy);
 }
 
 // Adds the section to what came before, empties it, and returns its checksum.
@@ -52,6 +68,7 @@ uint32_t end_of(FileSum& sum, FileSum& section) noexcept {
 FileWriter::FileWriter(std::filesystem::path path)
     : path_(std::move(path)), fd_(open_file(path_, O_WRONLY | O_CREAT | O_EXCL)) {
   if (!fd_) fail("create", path_, kWriteRemedy);
+  share_as(path_.parent_path(), fd_.get());
 }
 
 void FileWriter::write(const void* data, size_t bytes) {
@@ -119,6 +136,36 @@ std::string FileReader::read_text(size_t bytes) {
   std::string text(bytes, '\0');
   read(text.data(), bytes);
   return text;
+}
+
+// A folder whose name a crash could take away holds nothing durable.
+void make_folder(const std::filesystem::path& folder) {
+  std::vector<std::filesystem::path> missing;
+  struct stat status{};
+  for (auto next = folder; !is_folder(next); next = next.parent_path()) {
+    if (next.empty() || (next != folder && ::stat(next.c_str(), &status) == 0)) break;  // what is in a file's place
+    if (next.has_filename() && next.filename() != ".") missing.push_back(next);
+  }
+  // The last one in the path is to be private; those above it are everybody's business.
+  for (auto it = missing.rbegin(); it != missing.rend(); ++it) {
+    make_one(*it, std::next(it) == missing.rend() ? S_IRWXU : S_IRWXU | S_IRWXG | S_IRWXO);
+    flush_folder(it->has_parent_path() ? it->parent_path() : ".");
+  }
+}
+
+void make_folder_in(const std::filesystem::path& parent, const std::string& name) {
+  const auto path = parent / name;
+  if (::mkdir(path.c_str(), S_IRWXU) != 0) fail("make the folder", path, kWriteRemedy);
+  if (const auto made = open_file(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW)) share_as(parent, made.get());
+}
+
+void share_as(const std::filesystem::path& folder, int file) noexcept {
+  struct stat around{};
+  struct stat made{};
+  if (::stat(folder.empty() ? "." : folder.c_str(), &around) != 0 || ::fstat(file, &made) != 0) return;
+  if ((around.st_mode & S_ISGID) == 0) return;
+  const mode_t rights = around.st_mode & (S_ISDIR(made.st_mode) ? S_IRWXG : S_IRGRP | S_IWGRP);
+  ::fchmod(file, (made.st_mode & ALLPERMS) | rights);  // some file systems keep no modes
 }
 
 void flush_folder(const std::filesystem::path& folder) {

@@ -18,7 +18,20 @@ struct FileSum {
   bool operator==(const FileSum&) const = default;
 };
 
-/// A file that did not exist before. Owned by one thread. Throws CheckpointError where the system refuses.
+/// Makes a folder that only its owner may enter (mode 0700), and where they are missing the folders above it, with the
+/// modes that the umask leaves. One that is there stays as it is. All are on the disk before this returns. Throws
+/// CheckpointError where the system refuses.
+void make_folder(const std::filesystem::path& folder);
+
+/// Makes a folder that was not there in another one: its owner's, and its group's where that one is shared.
+void make_folder_in(const std::filesystem::path& parent, const std::string& name);
+
+/// Gives a file that this process has made, which is its owner's alone, to its group too, where `folder`, in which it
+/// is, has the set-group-ID bit: with the rights that the group has there. Others get none.
+void share_as(const std::filesystem::path& folder, int file) noexcept;
+
+/// A file that did not exist before: its owner's, and its group's where its folder is shared (see share_as). Owned by
+/// one thread. Throws CheckpointError where the system refuses.
 class FileWriter {
  public:
   explicit FileWriter(std::filesystem::path path);

@@ -112,6 +112,7 @@ class UnforkedFile {
 UnforkedFile::UnforkedFile(const fs::path& path) {
   const std::lock_guard lock(open_files().mutex);
   fd_ = net::FileDescriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  if (fd_) share_as(path.parent_path(), fd_.get());
   if (fd_) open_files().numbers.insert(fd_.get());
 }
 
@@ -123,7 +124,7 @@ UnforkedFile::~UnforkedFile() {
 
 FolderClaim::FolderClaim(fs::path folder) : folder_(std::move(folder)) {
   with_folder(folder_, [&] {
-    fs::create_directories(folder_);
+    make_folder(folder_);
     const auto path = folder_ / kLock;
     lock_ = std::make_shared<UnforkedFile>(path);
     if (lock_->get() < 0) throw fs::filesystem_error("open", path, std::error_code(errno, std::generic_category()));

@@ -59,15 +59,6 @@ auto in_folder(const fs::path& folder, const Call& call) {
   }
 }
 
-// A folder whose name a crash could take away holds nothing durable.
-void make_folder(const fs::path& folder) {
-  if (folder.empty() || fs::is_directory(folder)) return;
-  const auto parent = folder.parent_path();
-  make_folder(parent);
-  fs::create_directory(folder);
-  flush_folder(parent.empty() ? "." : parent);
-}
-
 // By number, ascending.
 std::map<int64_t, fs::path> snapshots_in(const fs::path& folder) {
   std::map<int64_t, fs::path> found;
@@ -263,7 +254,7 @@ fs::path write_snapshot(const fs::path& folder, const Metadata& metadata, const 
     remove_leftovers(folder);
     const auto name = next_name(snapshots_in(folder));
     const auto partial = folder / (std::string(kPartialPrefix) + name);
-    fs::create_directory(partial);
+    make_folder_in(folder, partial.filename());
     try {
       write_into(partial, metadata, next, options);
       fs::rename(partial, folder / name);
