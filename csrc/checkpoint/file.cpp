@@ -65,10 +65,11 @@ uint32_t end_of(FileSum& sum, FileSum& section) noexcept {
 
 }  // namespace
 
-FileWriter::FileWriter(std::filesystem::path path)
+FileWriter::FileWriter(std::filesystem::path path, bool hashes)
     : path_(std::move(path)), fd_(open_file(path_, O_WRONLY | O_CREAT | O_EXCL)) {
   if (!fd_) fail("create", path_, kWriteRemedy);
   share_as(path_.parent_path(), fd_.get());
+  if (hashes) hash_.emplace();
 }
 
 void FileWriter::write(const void* data, size_t bytes) {
@@ -79,6 +80,7 @@ void FileWriter::write(const void* data, size_t bytes) {
     if (written < 0) fail("write", path_, kWriteRemedy);
     section_.crc32 = crc32(next, static_cast<size_t>(written), section_.crc32);
     section_.bytes += static_cast<uint64_t>(written);
+    if (hash_) hash_->add(next, static_cast<size_t>(written));
     next += written;
     bytes -= static_cast<size_t>(written);
     const uint64_t so_far = sum_.bytes + section_.bytes;
@@ -94,11 +96,12 @@ FileSum FileWriter::finish() {
   end_of(sum_, section_);
   if (::fsync(fd_.get()) != 0) fail("flush", path_, kWriteRemedy);
   fd_ = {};
+  if (hash_) sum_.sha256 = hash_->digest();
   return sum_;
 }
 
 // Opening what is no file must not wait for it.
-FileReader::FileReader(std::filesystem::path path)
+FileReader::FileReader(std::filesystem::path path, bool hashes)
     : path_(std::move(path)), fd_(open_file(path_, O_RDONLY | O_NONBLOCK)) {
   if (!fd_) fail("open", path_, kReadRemedy);
   struct stat status{};
@@ -107,6 +110,7 @@ FileReader::FileReader(std::filesystem::path path)
     throw CheckpointError("'" + path_.string() + "' is not a regular file; load another snapshot");
   }
   size_ = static_cast<uint64_t>(status.st_size);
+  if (hashes) hash_.emplace();
 }
 
 void FileReader::read(void* data, size_t bytes) {
@@ -118,6 +122,7 @@ void FileReader::read(void* data, size_t bytes) {
     if (got == 0) throw CheckpointError("'" + path_.string() + "' ends early; load another snapshot");
     section_.crc32 = crc32(next, static_cast<size_t>(got), section_.crc32);
     section_.bytes += static_cast<uint64_t>(got);
+    if (hash_) hash_->add(next, static_cast<size_t>(got));
     next += got;
     bytes -= static_cast<size_t>(got);
   }
@@ -125,10 +130,11 @@ void FileReader::read(void* data, size_t bytes) {
 
 uint32_t FileReader::end_section() noexcept { return end_of(sum_, section_); }
 
-FileSum FileReader::sum() const noexcept {
+FileSum FileReader::sum() const {
   auto whole = sum_;
   auto section = section_;
   end_of(whole, section);
+  if (hash_) whole.sha256 = hash_->digest();
   return whole;
 }
 

@@ -518,14 +518,14 @@ TEST_CASE("tensors are put together from pieces, whichever file has them", "[che
   const auto path =
       write_snapshot(folder.path, {{{"a", flat.slice(0, 0, 5)}, {"b", flat.slice(0, 5)}, {"c", at::ones({2})}}, {}},
                      {.shard_bytes = 36});
-  auto manifest = read_manifest(path / "manifest.json");
+  auto manifest = read_manifest(path / "manifest.json", {});
   REQUIRE(manifest.shards.size() == 2);
   auto [first, second, other] = std::tuple(manifest.tensors[0], manifest.tensors[1], manifest.tensors[2]);
   auto piece = second.pieces[0];
   piece.begin = 5;
   const auto written = [&](const TensorEntry& entry) {
     manifest.tensors = {entry, other};
-    replace(path / "manifest.json", manifest_of(manifest));
+    replace(path / "manifest.json", manifest_of(manifest, {}));
   };
   TensorEntry entry{"whole", "F32", {3, 4}, {first.pieces[0], piece}};
   written(entry);
@@ -559,7 +559,7 @@ TEST_CASE("tensors are put together from pieces, whichever file has them", "[che
   }
   SECTION("twice") {
     manifest.tensors = {entry, entry};
-    replace(path / "manifest.json", manifest_of(manifest));
+    replace(path / "manifest.json", manifest_of(manifest, {}));
     CHECK_THROWS_WITH(read_snapshot(path), ContainsSubstring("two tensors 'whole'"));
   }
 }
