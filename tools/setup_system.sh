@@ -28,6 +28,8 @@ has_catch2() { ls /usr/include/catch2 /usr/local/include/catch2 "${CMAKE_PREFIX_
 
 has_zlib() { echo '#include <zlib.h>' | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1; }
 
+has_openssl() { echo '#include <openssl/evp.h>' | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1; }
+
 needed=
 wanted=
 gcc_is_new || needed="$needed g++"
@@ -42,6 +44,7 @@ elif ! complete_python "$python"; then
   needed="$needed $python-venv $python-dev"
 fi
 has_zlib || needed="$needed zlib1g-dev"
+has_openssl || wanted="$wanted libssl-dev"
 has_catch2 || wanted="$wanted catch2"
 command -v ccache >/dev/null || wanted="$wanted ccache"
 

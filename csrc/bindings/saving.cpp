@@ -4,10 +4,14 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "checkpoint/sha256.h"
 #include "checkpoint/snapshot_writer.h"
+#include "muster/error.h"
+#include "net/job_secret.h"
 
 namespace muster {
 
@@ -33,10 +37,22 @@ void bind_saving(py::module_& m) {
   m.def(
       "read_newest_snapshot",
       [](const std::filesystem::path& folder)
-          -> std::optional<std::pair<checkpoint::NamedTensors, checkpoint::Metadata>> {
+          -> std::optional<std::tuple<checkpoint::NamedTensors, checkpoint::Metadata, std::filesystem::path>> {
         auto snapshot = checkpoint::read_newest_snapshot(folder);
         if (!snapshot) return std::nullopt;
-        return std::pair(std::move(snapshot->tensors), std::move(snapshot->metadata));
+        return std::tuple(std::move(snapshot->tensors), std::move(snapshot->metadata), std::move(snapshot->folder));
+      },
+      "folder"_a, Release());
+  m.def("has_sha256", &checkpoint::has_sha256);
+  m.def(
+      "sign_snapshot",
+      [](const std::filesystem::path& folder) {
+        const auto secret = net::job_secret();
+        if (!secret) {
+          throw InvalidArgument(
+              "no job secret is set to sign with; MUSTER_SECRET_FILE=FILE names the file that has it");
+        }
+        checkpoint::sign_snapshot(folder, *secret);
       },
       "folder"_a, Release());
 }

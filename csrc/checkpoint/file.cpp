@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <utility>
+#include <vector>
 
 #include "checkpoint/crc32.h"
 #include "muster/error.h"
@@ -35,9 +37,23 @@ constexpr const char* kReadRemedy = "check the path, its permissions and its dis
 net::FileDescriptor open_file(const std::filesystem::path& path, int flags) {
   int fd;
   do {
-    fd = ::open(path.c_str(), flags | O_CLOEXEC, 0666);
+    fd = ::open(path.c_str(), flags | O_CLOEXEC, S_IRUSR | S_IWUSR);
   } while (fd < 0 && errno == EINTR);
   return net::FileDescriptor(fd);
+}
+
+bool is_folder(const std::filesystem::path& path) {
+  struct stat status{};
+  return ::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+}
+
+void make_one(const std::filesystem::path& folder, mode_t mode) {
+  if (::mkdir(folder.c_str(), mode) == 0) return;
+  if (errno == EEXIST) {
+    if (is_folder(folder)) return;  // another process was faster
+    errno = ENOTDIR;
+  }
+  fail("make the folder", folder, kWriteRemedy);
 }
 
 // Adds the section to what came before, empties it, and returns its checksum.
@@ -49,9 +65,11 @@ uint32_t end_of(FileSum& sum, FileSum& section) noexcept {
 
 }  // namespace
 
-FileWriter::FileWriter(std::filesystem::path path)
+FileWriter::FileWriter(std::filesystem::path path, bool hashes)
     : path_(std::move(path)), fd_(open_file(path_, O_WRONLY | O_CREAT | O_EXCL)) {
   if (!fd_) fail("create", path_, kWriteRemedy);
+  share_as(path_.parent_path(), fd_.get());
+  if (hashes) hash_.emplace();
 }
 
 void FileWriter::write(const void* data, size_t bytes) {
@@ -62,6 +80,7 @@ void FileWriter::write(const void* data, size_t bytes) {
     if (written < 0) fail("write", path_, kWriteRemedy);
     section_.crc32 = crc32(next, static_cast<size_t>(written), section_.crc32);
     section_.bytes += static_cast<uint64_t>(written);
+    if (hash_) hash_->add(next, static_cast<size_t>(written));
     next += written;
     bytes -= static_cast<size_t>(written);
     const uint64_t so_far = sum_.bytes + section_.bytes;
@@ -77,11 +96,12 @@ FileSum FileWriter::finish() {
   end_of(sum_, section_);
   if (::fsync(fd_.get()) != 0) fail("flush", path_, kWriteRemedy);
   fd_ = {};
+  if (hash_) sum_.sha256 = hash_->digest();
   return sum_;
 }
 
 // Opening what is no file must not wait for it.
-FileReader::FileReader(std::filesystem::path path)
+FileReader::FileReader(std::filesystem::path path, bool hashes)
     : path_(std::move(path)), fd_(open_file(path_, O_RDONLY | O_NONBLOCK)) {
   if (!fd_) fail("open", path_, kReadRemedy);
   struct stat status{};
@@ -90,6 +110,7 @@ FileReader::FileReader(std::filesystem::path path)
     throw CheckpointError("'" + path_.string() + "' is not a regular file; load another snapshot");
   }
   size_ = static_cast<uint64_t>(status.st_size);
+  if (hashes) hash_.emplace();
 }
 
 void FileReader::read(void* data, size_t bytes) {
@@ -101,6 +122,7 @@ void FileReader::read(void* data, size_t bytes) {
     if (got == 0) throw CheckpointError("'" + path_.string() + "' ends early; load another snapshot");
     section_.crc32 = crc32(next, static_cast<size_t>(got), section_.crc32);
     section_.bytes += static_cast<uint64_t>(got);
+    if (hash_) hash_->add(next, static_cast<size_t>(got));
     next += got;
     bytes -= static_cast<size_t>(got);
   }
@@ -108,10 +130,11 @@ void FileReader::read(void* data, size_t bytes) {
 
 uint32_t FileReader::end_section() noexcept { return end_of(sum_, section_); }
 
-FileSum FileReader::sum() const noexcept {
+FileSum FileReader::sum() const {
   auto whole = sum_;
   auto section = section_;
   end_of(whole, section);
+  if (hash_) whole.sha256 = hash_->digest();
   return whole;
 }
 
@@ -119,6 +142,36 @@ std::string FileReader::read_text(size_t bytes) {
   std::string text(bytes, '\0');
   read(text.data(), bytes);
   return text;
+}
+
+// A folder whose name a crash could take away holds nothing durable.
+void make_folder(const std::filesystem::path& folder) {
+  std::vector<std::filesystem::path> missing;
+  struct stat status{};
+  for (auto next = folder; !is_folder(next); next = next.parent_path()) {
+    if (next.empty() || (next != folder && ::stat(next.c_str(), &status) == 0)) break;  // what is in a file's place
+    if (next.has_filename() && next.filename() != ".") missing.push_back(next);
+  }
+  // The last one in the path is to be private; those above it are everybody's business.
+  for (auto it = missing.rbegin(); it != missing.rend(); ++it) {
+    make_one(*it, std::next(it) == missing.rend() ? S_IRWXU : S_IRWXU | S_IRWXG | S_IRWXO);
+    flush_folder(it->has_parent_path() ? it->parent_path() : ".");
+  }
+}
+
+void make_folder_in(const std::filesystem::path& parent, const std::string& name) {
+  const auto path = parent / name;
+  if (::mkdir(path.c_str(), S_IRWXU) != 0) fail("make the folder", path, kWriteRemedy);
+  if (const auto made = open_file(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW)) share_as(parent, made.get());
+}
+
+void share_as(const std::filesystem::path& folder, int file) noexcept {
+  struct stat around{};
+  struct stat made{};
+  if (::stat(folder.empty() ? "." : folder.c_str(), &around) != 0 || ::fstat(file, &made) != 0) return;
+  if ((around.st_mode & S_ISGID) == 0) return;
+  const mode_t rights = around.st_mode & (S_ISDIR(made.st_mode) ? S_IRWXG : S_IRGRP | S_IWGRP);
+  ::fchmod(file, (made.st_mode & ALLPERMS) | rights);  // some file systems keep no modes
 }
 
 void flush_folder(const std::filesystem::path& folder) {

@@ -4,8 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 
+#include "checkpoint/sha256.h"
 #include "net/unix_socket.h"
 
 namespace muster::checkpoint {
@@ -14,14 +16,29 @@ namespace muster::checkpoint {
 struct FileSum {
   uint64_t bytes = 0;
   uint32_t crc32 = 0;
+  std::string sha256 = {};  ///< hexadecimal; empty where it was not asked for
 
   bool operator==(const FileSum&) const = default;
 };
 
-/// A file that did not exist before. Owned by one thread. Throws CheckpointError where the system refuses.
+/// Makes a folder that only its owner may enter (mode 0700), and where they are missing the folders above it, with the
+/// modes that the umask leaves. One that is there stays as it is. All are on the disk before this returns. Throws
+/// CheckpointError where the system refuses.
+void make_folder(const std::filesystem::path& folder);
+
+/// Makes a folder that was not there in another one: its owner's, and its group's where that one is shared.
+void make_folder_in(const std::filesystem::path& parent, const std::string& name);
+
+/// Gives a file that this process has made, which is its owner's alone, to its group too, where `folder`, in which it
+/// is, has the set-group-ID bit: with the rights that the group has there. Others get none.
+void share_as(const std::filesystem::path& folder, int file) noexcept;
+
+/// A file that did not exist before: its owner's, and its group's where its folder is shared (see share_as). Owned by
+/// one thread. Throws CheckpointError where the system refuses.
 class FileWriter {
  public:
-  explicit FileWriter(std::filesystem::path path);
+  /// `hashes`: whether its sum has the SHA-256.
+  explicit FileWriter(std::filesystem::path path, bool hashes = false);
 
   void write(const void* data, size_t bytes);
   /// The checksum of what was written since the last call.
@@ -32,15 +49,16 @@ class FileWriter {
  private:
   std::filesystem::path path_;
   net::FileDescriptor fd_;
-  FileSum sum_;           // but for the section
-  FileSum section_;       // since end_section()
+  FileSum sum_;      // but for the section
+  FileSum section_;  // since end_section()
+  std::optional<Sha256> hash_;
   uint64_t flushed_ = 0;  // of the file's bytes
 };
 
 /// A regular file. Owned by one thread. Throws CheckpointError where the system refuses or the file ends early.
 class FileReader {
  public:
-  explicit FileReader(std::filesystem::path path);
+  explicit FileReader(std::filesystem::path path, bool hashes = false);  ///< `hashes`: as of a FileWriter
 
   uint64_t size() const noexcept { return size_; }  ///< of the file
   uint64_t rest() const noexcept { return size_ - sum_.bytes - section_.bytes; }
@@ -50,7 +68,7 @@ class FileReader {
   /// The checksum of what was read since the last call.
   uint32_t end_section() noexcept;
   /// Of what was read.
-  FileSum sum() const noexcept;
+  FileSum sum() const;
 
  private:
   std::filesystem::path path_;
@@ -58,6 +76,7 @@ class FileReader {
   uint64_t size_ = 0;
   FileSum sum_;      // but for the section
   FileSum section_;  // since end_section()
+  std::optional<Sha256> hash_;
 };
 
 /// Waits until the names in a folder are on the disk. Throws CheckpointError.

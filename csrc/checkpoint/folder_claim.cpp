@@ -5,9 +5,13 @@
 #include <sys/file.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <chrono>
 #include <mutex>
+#include <optional>
+#include <ratio>
 #include <set>
 #include <string>
 #include <system_error>
@@ -26,17 +30,41 @@ namespace fs = std::filesystem;
 constexpr const char* kLock = "lock";
 constexpr const char* kLife = "life";
 constexpr const char* kNextLife = ".partial-life";
-constexpr size_t kMaxDigits = 20;
+// Incarnations of workers have 32 bits for it.
+constexpr uint64_t kMaxLife = (uint64_t{1} << 32) - 1;
+constexpr size_t kMaxDigits = 10;
 
-uint64_t read_life(const fs::path& path) {
-  if (!fs::exists(path)) return 0;
+// Nothing where there is no file.
+std::optional<uint64_t> read_life(const fs::path& path) {
+  if (!fs::exists(path)) return std::nullopt;
   FileReader file(path);
   const auto text = file.size() <= kMaxDigits + 1 ? file.read_text(file.size()) : std::string();
   uint64_t life = 0;
   const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), life);
-  if (error == std::errc() && std::string(stop, text.data() + text.size()) == "\n") return life;
-  throw CheckpointError("'" + path.string() + "' is damaged: it holds no number; write into it one that is greater " +
-                        "than any number of a life in the logs of this folder's servers");
+  if (error == std::errc() && life < kMaxLife && std::string(stop, text.data() + text.size()) == "\n") return life;
+  throw CheckpointError("'" + path.string() + "' is damaged: it holds no number below " + std::to_string(kMaxLife) +
+                        "; write into it one that is greater than any number of a life in the logs of this folder's " +
+                        "servers, or end all of the job's processes and remove it");
+}
+
+// Of a folder that nobody has claimed, or that has been emptied since: whoever knew it before must not take its new
+// owner for the old one. Quarters of a second since 2026, which last until 2060: no process starts more often.
+uint64_t first_life() {
+  using namespace std::chrono;
+  using Quarters = duration<int64_t, std::ratio<1, 4>>;
+  const auto since = system_clock::now() - sys_days(year(2026) / January / 1);
+  return static_cast<uint64_t>(std::clamp<int64_t>(duration_cast<Quarters>(since).count(), 1, kMaxLife / 2));
+}
+
+// The system's errors as ours.
+template <class Call>
+void with_folder(const fs::path& folder, const Call& call) {
+  try {
+    call();
+  } catch (const fs::filesystem_error& error) {
+    throw CheckpointError("cannot use the folder '" + folder.string() + "': " + error.code().message() +
+                          "; check its permissions and the space on its disk");
+  }
 }
 
 // The descriptors of this process's UnforkedFiles. A fork would have them open, too, and a lock is held until all who
@@ -84,6 +112,7 @@ class UnforkedFile {
 UnforkedFile::UnforkedFile(const fs::path& path) {
   const std::lock_guard lock(open_files().mutex);
   fd_ = net::FileDescriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  if (fd_) share_as(path.parent_path(), fd_.get());
   if (fd_) open_files().numbers.insert(fd_.get());
 }
 
@@ -94,8 +123,8 @@ UnforkedFile::~UnforkedFile() {
 }
 
 FolderClaim::FolderClaim(fs::path folder) : folder_(std::move(folder)) {
-  try {
-    fs::create_directories(folder_);
+  with_folder(folder_, [&] {
+    make_folder(folder_);
     const auto path = folder_ / kLock;
     lock_ = std::make_shared<UnforkedFile>(path);
     if (lock_->get() < 0) throw fs::filesystem_error("open", path, std::error_code(errno, std::generic_category()));
@@ -103,7 +132,8 @@ FolderClaim::FolderClaim(fs::path folder) : folder_(std::move(folder)) {
       throw CheckpointError("another process uses the folder '" + folder_.string() +
                             "'; end that one, or give each server, or job, a folder of its own");
     }
-    life_ = read_life(folder_ / kLife) + 1;
+    const auto last = read_life(folder_ / kLife);
+    life_ = last ? *last + 1 : first_life();
     const std::string text = std::to_string(life_) + '\n';
     fs::remove(folder_ / kNextLife);
     FileWriter file(folder_ / kNextLife);
@@ -111,19 +141,19 @@ FolderClaim::FolderClaim(fs::path folder) : folder_(std::move(folder)) {
     file.finish();
     fs::rename(folder_ / kNextLife, folder_ / kLife);
     flush_folder(folder_);
-  } catch (const fs::filesystem_error& error) {
-    throw CheckpointError("cannot use the folder '" + folder_.string() + "': " + error.code().message() +
-                          "; check its permissions and the space on its disk");
-  }
+  });
 }
 
 void FolderClaim::check() const {
-  if (!fs::exists(folder_ / kLife)) {
-    throw CheckpointError("the folder '" + folder_.string() + "' is gone, or what was in it; bring it back");
-  }
-  if (read_life(folder_ / kLife) == life_) return;
-  throw CheckpointError("another process has begun to use the folder '" + folder_.string() +
-                        "', and this one writes nothing there any more; end one of them");
+  with_folder(folder_, [&] {
+    const auto life = read_life(folder_ / kLife);
+    if (!life) {
+      throw CheckpointError("the folder '" + folder_.string() + "' is gone, or what was in it; bring it back");
+    }
+    if (*life == life_) return;
+    throw CheckpointError("another process has begun to use the folder '" + folder_.string() +
+                          "', and this one writes nothing there any more; end one of them");
+  });
 }
 
 }  // namespace muster::checkpoint

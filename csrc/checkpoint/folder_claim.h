@@ -18,9 +18,10 @@ class FolderClaim {
   explicit FolderClaim(std::filesystem::path folder);
 
   const std::filesystem::path& folder() const noexcept { return folder_; }
-  /// Of this claim: one more than that of the last one, from 1.
+  /// Of this claim, below 2^32: one more than that of the last one. In a folder that has none it begins with the clock,
+  /// so that it is greater than what the folder had before it was removed.
   uint64_t life() const noexcept { return life_; }
-  /// Throws CheckpointError where somebody else has claimed the folder since, or it is gone.
+  /// Throws CheckpointError where somebody else has claimed the folder since, it is gone, or the system refuses.
   void check() const;
 
  private:

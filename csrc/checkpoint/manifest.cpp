@@ -7,6 +7,7 @@
 
 #include "checkpoint/crc32.h"
 #include "checkpoint/json.h"
+#include "checkpoint/sha256.h"
 #include "muster/error.h"
 
 namespace muster::checkpoint {
@@ -48,6 +49,31 @@ uint32_t read_crc32(JsonReader& json) {
   return value;
 }
 
+// Hexadecimal, of 32 bytes.
+std::string read_digest(JsonReader& json) {
+  auto text = json.read_string();
+  if (text.size() != 64 || text.find_first_not_of("0123456789abcdef") != std::string::npos) {
+    json.fail("expected a digest of 64 hexadecimal digits");
+  }
+  return text;
+}
+
+// Keyed with what the secret gives for this alone: nothing that is signed elsewhere passes for a manifest.
+std::string signature_of(std::string_view inner, const net::JobSecret& secret) {
+  return hex_of_digest(hmac_sha256(hmac_sha256(secret, "muster snapshot manifest"), inner));
+}
+
+void check_signature(const std::filesystem::path& path, const std::string& found, const std::string& expected) {
+  if (found == expected) return;
+  const std::string folder = path.parent_path().string();
+  throw CheckpointError(
+      "'" + path.string() + "' " +
+      (found.empty() ? "has no signature, and a job secret is set (MUSTER_SECRET_FILE)"
+                     : "was signed with another job secret than that of MUSTER_SECRET_FILE, or changed by somebody who "
+                       "does not know it; give the secret that it was written with") +
+      "; if you trust what is there, take it with `muster checkpoint sign " + folder + "`");
+}
+
 double read_double(JsonReader& json) {
   const auto text = json.read_string();
   double value = 0;
@@ -77,6 +103,9 @@ Shard read_shard(JsonReader& json) {
       shard.sum.bytes = static_cast<uint64_t>(json.read_integer());
     } else if (key == "crc32") {
       shard.sum.crc32 = read_crc32(json);
+    } else if (key == "sha256") {
+      shard.sum.sha256 = read_digest(json);
+      --seen;
     } else {
       json.fail("a shard has an unknown property '" + key + "'");
     }
@@ -189,7 +218,7 @@ void read_inner(JsonReader& json, Manifest& manifest) {
 
 }  // namespace
 
-std::string manifest_of(const Manifest& manifest) {
+std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSecret>& secret) {
   const auto& metadata = manifest.metadata;
   std::string text = "{\"version\":" + std::to_string(kVersion);
   text += ",\"strings\":" + members<std::string>(metadata, [](const std::string& value) { return json_string(value); });
@@ -199,7 +228,9 @@ std::string manifest_of(const Manifest& manifest) {
   for (const auto& shard : manifest.shards) {
     if (text.back() != '[') text += ',';
     text += "{\"file\":" + json_string(shard.file) + ",\"bytes\":" + std::to_string(shard.sum.bytes) + ",\"crc32\":\"" +
-            hex_of(shard.sum.crc32) + "\"}";
+            hex_of(shard.sum.crc32) + '"';
+    if (!shard.sum.sha256.empty()) text += ",\"sha256\":\"" + shard.sum.sha256 + '"';
+    text += '}';
   }
   text += "],\"tensors\":[";
   for (const auto& tensor : manifest.tensors) {
@@ -220,10 +251,11 @@ std::string manifest_of(const Manifest& manifest) {
     text += "]}";
   }
   text += "]}";
-  return "{\"crc32\":\"" + hex_of(crc32(text.data(), text.size())) + "\",\"manifest\":" + text + "}\n";
+  const auto signature = secret ? "\"hmac\":\"" + signature_of(text, *secret) + "\"," : std::string();
+  return "{\"crc32\":\"" + hex_of(crc32(text.data(), text.size())) + "\"," + signature + "\"manifest\":" + text + "}\n";
 }
 
-Manifest read_manifest(const std::filesystem::path& path) {
+Manifest read_manifest(const std::filesystem::path& path, const std::optional<net::JobSecret>& secret) {
   FileReader file(path);
   if (file.size() > kMaxManifestBytes) {
     throw CheckpointError("'" + path.string() + "' is too long for a manifest; load another snapshot");
@@ -232,21 +264,29 @@ Manifest read_manifest(const std::filesystem::path& path) {
   JsonReader json(text, path.string());
   Manifest manifest;
   std::optional<uint32_t> expected;
-  bool has_manifest = false;
+  std::string signature;
+  std::string_view inner;
   json.read_object([&](const std::string& key) {
     if (key == "crc32") {
       expected = read_crc32(json);
+    } else if (key == "hmac" && inner.empty()) {
+      signature = read_digest(json);
     } else if (key == "manifest" && expected) {
       const size_t begin = json.position();
       read_inner(json, manifest);
-      if (crc32(text.data() + begin, json.position() - begin) != *expected) json.fail("its checksum differs");
-      has_manifest = true;
+      inner = std::string_view(text).substr(begin, json.position() - begin);
+      if (crc32(inner.data(), inner.size()) != *expected) json.fail("its checksum differs");
     } else {
       json.fail("an unknown property '" + key + "'");
     }
   });
   json.read_end();
-  if (!has_manifest) json.fail("it holds no manifest");
+  if (inner.empty()) json.fail("it holds no manifest");
+  if (!secret) return manifest;
+  check_signature(path, signature, signature_of(inner, *secret));
+  for (const auto& shard : manifest.shards) {
+    if (shard.sum.sha256.empty()) json.fail("it is signed, and has no SHA-256 of '" + shard.file + "'");
+  }
   return manifest;
 }
 

@@ -5,11 +5,13 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
 
 #include "checkpoint/file.h"
+#include "net/job_secret.h"
 
 namespace muster::checkpoint {
 
@@ -48,11 +50,13 @@ struct Manifest {
   std::vector<TensorEntry> tensors;
 };
 
-/// The text. Throws InvalidArgument for what is not UTF-8.
-std::string manifest_of(const Manifest& manifest);
+/// The text, signed with `secret` where there is one. Throws InvalidArgument for what is not UTF-8, NotBuilt where this
+/// build cannot sign.
+std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSecret>& secret);
 
-/// Throws CheckpointError, naming the file, if it is damaged or of another version, and where pieces do not cover their
-/// tensor.
-Manifest read_manifest(const std::filesystem::path& path);
+/// Throws CheckpointError, naming the file, if it is damaged or of another version, where pieces do not cover their
+/// tensor, and where `secret` is given and the manifest is not signed with it; then NotBuilt where this build cannot
+/// tell.
+Manifest read_manifest(const std::filesystem::path& path, const std::optional<net::JobSecret>& secret);
 
 }  // namespace muster::checkpoint

@@ -179,14 +179,14 @@ void check_storable(const std::string& name, const at::Tensor& tensor) {
 
 std::string dtype_name(at::ScalarType dtype) { return std::string(name_of(dtype).value_or("")); }
 
-TensorSums write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors) {
+TensorSums write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors, bool hashes) {
   const auto entries = lay_out(tensors);
   const std::string header = header_of(entries);
   if (header.size() > kMaxHeaderBytes) {
     throw InvalidArgument("the names of " + std::to_string(entries.size()) +
                           " tensors do not fit into one file's header; write them as fewer tensors");
   }
-  FileWriter file(path);
+  FileWriter file(path, hashes);
   const uint64_t length = header.size();
   file.write(&length, sizeof(length));
   file.write(header.data(), header.size());
@@ -201,8 +201,8 @@ TensorSums write_safetensors(const std::filesystem::path& path, const NamedTenso
   return sums;
 }
 
-NamedTensors read_safetensors(const std::filesystem::path& path, TensorSums& sums) {
-  FileReader file(path);
+NamedTensors read_safetensors(const std::filesystem::path& path, TensorSums& sums, bool hashes) {
+  FileReader file(path, hashes);
   uint64_t length = 0;
   if (file.size() >= kLengthBytes) file.read(&length, sizeof(length));
   if (file.size() < kLengthBytes || length > file.rest() || length > kMaxHeaderBytes) {

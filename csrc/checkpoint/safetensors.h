@@ -32,12 +32,12 @@ struct TensorSums {
   std::map<std::string, uint32_t> crc32s;
 };
 
-/// Writes a file that did not exist, and flushes it to the disk. Throws as check_storable, and CheckpointError where
-/// the system refuses.
-TensorSums write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors);
+/// Writes a file that did not exist, and flushes it to the disk. `hashes`: as of a FileWriter. Throws as
+/// check_storable, and CheckpointError where the system refuses.
+TensorSums write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors, bool hashes = false);
 
 /// All tensors of a file, contiguous, on the CPU. Throws CheckpointError for a file that is damaged, before anything
 /// is allocated that the file could not fill. Sets `sums`.
-NamedTensors read_safetensors(const std::filesystem::path& path, TensorSums& sums);
+NamedTensors read_safetensors(const std::filesystem::path& path, TensorSums& sums, bool hashes = false);
 
 }  // namespace muster::checkpoint

@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
 #include <map>
 #include <mutex>
 #include <set>
@@ -13,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "checkpoint/sha256.h"
+#include "checkpoint/snapshot_names.h"
 #include "core/log.h"
 #include "muster/error.h"
 
@@ -22,28 +23,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::string_view kPrefix = "snapshot-";
 constexpr std::string_view kPartialPrefix = ".partial-";  // of a snapshot that is being written, before its name
 constexpr std::string_view kRemovedPrefix = ".removed-";  // likewise, of one that is being removed
 constexpr const char* kManifest = "manifest.json";
-constexpr size_t kDigits = 10;
-
-std::string padded(int64_t number, size_t digits) {
-  const auto text = std::to_string(number);
-  return std::string(digits - std::min(digits, text.size()), '0') + text;
-}
+constexpr const char* kPartialManifest = ".partial-manifest.json";
 
 // --- folders -------------------------------------------------------------------------------------------------------
-
-std::optional<int64_t> number_of(const fs::path& folder) {
-  const auto name = folder.filename().string();
-  if (!name.starts_with(kPrefix)) return std::nullopt;
-  int64_t number = 0;
-  const char* const end = name.data() + name.size();
-  const auto [stop, error] = std::from_chars(name.data() + kPrefix.size(), end, number);
-  if (error != std::errc() || stop != end || number < 0) return std::nullopt;
-  return number;
-}
 
 // The system's errors as ours.
 template <class Call>
@@ -56,31 +41,13 @@ auto in_folder(const fs::path& folder, const Call& call) {
   }
 }
 
-// A folder whose name a crash could take away holds nothing durable.
-void make_folder(const fs::path& folder) {
-  if (folder.empty() || fs::is_directory(folder)) return;
-  const auto parent = folder.parent_path();
-  make_folder(parent);
-  fs::create_directory(folder);
-  flush_folder(parent.empty() ? "." : parent);
-}
-
-// By number, ascending.
-std::map<int64_t, fs::path> snapshots_in(const fs::path& folder) {
-  std::map<int64_t, fs::path> found;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    if (const auto number = number_of(entry.path())) found.emplace(*number, entry.path());
-  }
-  return found;
-}
-
 // Those of snapshots alone: the folder may have files of others.
 void remove_leftovers(const fs::path& folder) {
   std::vector<fs::path> leftovers;
   for (const auto& entry : fs::directory_iterator(folder)) {
     const std::string name = entry.path().filename();
     for (const auto prefix : {kPartialPrefix, kRemovedPrefix}) {
-      if (name.starts_with(std::string(prefix) + std::string(kPrefix))) leftovers.push_back(entry.path());
+      if (name.starts_with(std::string(prefix) + std::string(kSnapshotPrefix))) leftovers.push_back(entry.path());
     }
   }
   for (const auto& leftover : leftovers) fs::remove_all(leftover);
@@ -108,7 +75,10 @@ auto written(const fs::path& path, const TryAgain& try_again, const Write& write
 class ShardWriter {
  public:
   ShardWriter(fs::path folder, const SnapshotOptions& options)
-      : folder_(std::move(folder)), shard_bytes_(options.shard_bytes), try_again_(options.try_again) {}
+      : folder_(std::move(folder)),
+        shard_bytes_(options.shard_bytes),
+        hashes_(options.secret.has_value()),
+        try_again_(options.try_again) {}
 
   void add(NamedTensors tensors) {
     uint64_t more = 0;
@@ -132,7 +102,8 @@ class ShardWriter {
     if (tensors_.empty()) return;
     const size_t shard = manifest_.shards.size();
     const auto name = "shard-" + padded(static_cast<int64_t>(shard), 5) + ".safetensors";
-    const auto sums = written(folder_ / name, try_again_, [&] { return write_safetensors(folder_ / name, tensors_); });
+    const auto sums =
+        written(folder_ / name, try_again_, [&] { return write_safetensors(folder_ / name, tensors_, hashes_); });
     manifest_.shards.push_back({name, sums.file});
     for (const auto& [tensor_name, tensor] : tensors_) {
       const Piece whole{shard, tensor_name, 0, tensor.numel(), sums.crc32s.at(tensor_name)};
@@ -144,6 +115,7 @@ class ShardWriter {
 
   const fs::path folder_;
   const uint64_t shard_bytes_;
+  const bool hashes_;
   const TryAgain& try_again_;
   NamedTensors tensors_;
   uint64_t bytes_ = 0;  // of tensors_
@@ -156,7 +128,7 @@ void write_into(const fs::path& folder, const Metadata& metadata, const NextTens
   for (auto tensors = next(); !tensors.empty(); tensors = next()) shards.add(std::move(tensors));
   auto contents = shards.finish();
   contents.metadata = metadata;
-  const auto manifest = manifest_of(contents);
+  const auto manifest = manifest_of(contents, options.secret);
   written(folder / kManifest, options.try_again, [&] {
     FileWriter file(folder / kManifest);
     file.write(manifest.data(), manifest.size());
@@ -186,22 +158,31 @@ void note_good(const fs::path& snapshot, bool is_good) {
   }
 }
 
-FileSum sum_of(const fs::path& path) {
-  FileReader file(path);
+FileSum sum_of(const fs::path& path, bool hashes) {
+  FileReader file(path, hashes);
   std::vector<std::byte> buffer(size_t{1} << 20);
   while (file.rest() > 0) file.read(buffer.data(), std::min<uint64_t>(file.rest(), buffer.size()));
   return file.sum();
 }
 
+// Whether a file is to be read with its SHA-256. A build without OpenSSL does with the CRC-32: with a secret it has
+// not come so far.
+bool has_hash(const Shard& shard) { return !shard.sum.sha256.empty() && has_sha256(); }
+
+bool is_same(const FileSum& found, const FileSum& expected) {
+  return found.bytes == expected.bytes && found.crc32 == expected.crc32 &&
+         (found.sha256.empty() || found.sha256 == expected.sha256);
+}
+
 // Reads it to its end where this process has not yet.
-bool is_good(const fs::path& snapshot) {
+bool is_good(const fs::path& snapshot, const std::optional<net::JobSecret>& secret) {
   {
     const std::lock_guard lock(known_good().mutex);
     if (known_good().paths.contains(fs::absolute(snapshot))) return true;
   }
   try {
-    for (const auto& shard : read_manifest(snapshot / kManifest).shards) {
-      if (sum_of(snapshot / shard.file) != shard.sum) return false;
+    for (const auto& shard : read_manifest(snapshot / kManifest, secret).shards) {
+      if (!is_same(sum_of(snapshot / shard.file, has_hash(shard)), shard.sum)) return false;
     }
     note_good(snapshot, true);
     return true;
@@ -211,6 +192,29 @@ bool is_good(const fs::path& snapshot) {
 }
 
 }  // namespace
+
+void sign_snapshot(const fs::path& snapshot, const net::JobSecret& secret) {
+  auto manifest = read_manifest(snapshot / kManifest, std::nullopt);
+  for (auto& shard : manifest.shards) {
+    auto sum = sum_of(snapshot / shard.file, true);
+    if (!is_same({sum.bytes, sum.crc32, shard.sum.sha256.empty() ? "" : sum.sha256}, shard.sum)) {
+      throw CheckpointError("'" + (snapshot / shard.file).string() +
+                            "' is damaged: its size or checksum is not that of the manifest; load another snapshot");
+    }
+    shard.sum = std::move(sum);
+  }
+  const auto text = manifest_of(manifest, secret);
+  in_folder(snapshot, [&] {
+    const auto partial = snapshot / kPartialManifest;
+    fs::remove(partial);
+    FileWriter file(partial);
+    file.write(text.data(), text.size());
+    file.finish();
+    fs::rename(partial, snapshot / kManifest);
+    flush_folder(snapshot);
+    return true;
+  });
+}
 
 // Renamed first: a snapshot that is being removed is not there.
 void remove_snapshot(const fs::path& snapshot) {
@@ -226,14 +230,19 @@ void remove_snapshot(const fs::path& snapshot) {
 
 namespace {
 
+[[noreturn]] void fail_without_good(const fs::path& folder) {
+  throw CheckpointError("no snapshot in '" + folder.string() +
+                        "' is good; the warnings say what is wrong with each. Move them away to begin anew");
+}
+
 // The newest good ones stay, as many as `keep` says, and what is newer than the oldest of them.
-void remove_surplus(const fs::path& folder, int64_t keep) {
+void remove_surplus(const fs::path& folder, int64_t keep, const std::optional<net::JobSecret>& secret) {
   const auto found = snapshots_in(folder);
   int64_t kept = 0;
   for (auto it = found.rbegin(); it != found.rend(); ++it) {
     if (kept == keep) {
       remove_snapshot(it->second);
-    } else if (is_good(it->second)) {
+    } else if (is_good(it->second, secret)) {
       ++kept;
     }
   }
@@ -249,11 +258,9 @@ fs::path write_snapshot(const fs::path& folder, const Metadata& metadata, const 
   return in_folder(folder, [&] {
     make_folder(folder);
     remove_leftovers(folder);
-    const auto earlier = snapshots_in(folder);
-    const auto number = earlier.empty() ? 1 : earlier.rbegin()->first + 1;
-    const auto name = std::string(kPrefix) + padded(number, kDigits);
+    const auto name = next_name(snapshots_in(folder));
     const auto partial = folder / (std::string(kPartialPrefix) + name);
-    fs::create_directory(partial);
+    make_folder_in(folder, partial.filename());
     try {
       write_into(partial, metadata, next, options);
       fs::rename(partial, folder / name);
@@ -264,7 +271,7 @@ fs::path write_snapshot(const fs::path& folder, const Metadata& metadata, const 
     }
     flush_folder(folder);
     note_good(folder / name, true);
-    if (options.keep) remove_surplus(folder, *options.keep);
+    if (options.keep) remove_surplus(folder, *options.keep, options.secret);
     return folder / name;
   });
 }
@@ -275,8 +282,8 @@ fs::path write_snapshot(const fs::path& folder, const Snapshot& snapshot, const 
   return write_snapshot(folder, snapshot.metadata, next, options);
 }
 
-SnapshotReader::SnapshotReader(fs::path folder)
-    : folder_(std::move(folder)), manifest_(read_manifest(folder_ / kManifest)) {
+SnapshotReader::SnapshotReader(fs::path folder, const std::optional<net::JobSecret>& secret)
+    : folder_(std::move(folder)), manifest_(read_manifest(folder_ / kManifest, secret)) {
   note_pieces();
 }
 
@@ -315,7 +322,7 @@ void SnapshotReader::check(size_t shard, const NamedTensors& tensors, const Tens
     }
   }
   if (tensors.size() != pieces.size()) fail(shard, "it lacks tensors");
-  if (sums.file != manifest_.shards[shard].sum) fail(shard, "its size or checksum is not that of the manifest");
+  if (!is_same(sums.file, manifest_.shards[shard].sum)) fail(shard, "its size or checksum is not that of the manifest");
 }
 
 uint64_t SnapshotReader::bytes() const noexcept {
@@ -337,7 +344,7 @@ std::optional<NamedTensors> SnapshotReader::next() {
   }
   const size_t shard = next_++;
   TensorSums sums;
-  auto tensors = read_safetensors(folder_ / manifest_.shards[shard].file, sums);
+  auto tensors = read_safetensors(folder_ / manifest_.shards[shard].file, sums, has_hash(manifest_.shards[shard]));
   check(shard, tensors, sums);
   return tensors;
 }
@@ -380,27 +387,28 @@ bool read_newest_snapshot(const fs::path& folder, const std::function<void(Snaps
     }
   }
   if (found.empty()) return false;
-  throw CheckpointError("no snapshot in '" + folder.string() +
-                        "' is good; the warnings say what is wrong with each. Move them away to begin anew");
+  fail_without_good(folder);
 }
 
 std::vector<SnapshotInfo> list_snapshots(const fs::path& folder) {
   const auto found =
       in_folder(folder, [&] { return fs::exists(folder) ? snapshots_in(folder) : std::map<int64_t, fs::path>(); });
   std::vector<SnapshotInfo> good;
+  const auto secret = net::job_secret();
   for (const auto& [number, path] : found) {
     try {
-      good.push_back({path, read_manifest(path / kManifest).metadata});
+      good.push_back({path, read_manifest(path / kManifest, secret).metadata});
     } catch (const CheckpointError& error) {
       log(LogLevel::warning, "snapshot '" + path.string() + "' is passed over: " + error.what());
     }
   }
+  if (good.empty() && !found.empty()) fail_without_good(folder);
   return good;
 }
 
-std::optional<Snapshot> read_newest_snapshot(const fs::path& folder) {
-  std::optional<Snapshot> newest;
-  read_newest_snapshot(folder, [&](SnapshotReader& reader) { newest = reader.rest(); });
+std::optional<StoredSnapshot> read_newest_snapshot(const fs::path& folder) {
+  std::optional<StoredSnapshot> newest;
+  read_newest_snapshot(folder, [&](SnapshotReader& reader) { newest = {reader.rest(), reader.folder()}; });
   return newest;
 }
 

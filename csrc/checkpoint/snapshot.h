@@ -4,11 +4,13 @@
 //   FOLDER/snapshot-0000000007/shard-00000.safetensors ...
 //
 // The manifest, {"crc32": "<8 hex digits>", "manifest": {...}}, holds the checksum (CRC-32) of its own inner object as
-// it stands there, of every shard and of every tensor. Inside: "version" (kVersion); "strings", "int64s" and "doubles",
-// the metadata by type (doubles as the shortest decimals that read back as the same value, in strings: JSON has no
-// infinities); "shards", each with "file", "bytes" and "crc32"; "tensors", each with "name", "dtype", "shape" and
-// "pieces", one behind the other: "shard" (index), "name" (in that file, where it is another one), "begin" and "count"
-// (elements, in row-major order) and "crc32". Numbers of snapshots grow: the highest is the newest.
+// it stands there, of every shard and of every tensor. Where the job has a secret, "hmac" stands before "manifest": 64
+// hex digits, HMAC-SHA-256 of the inner object as it stands there, keyed with HMAC-SHA-256(secret, "muster snapshot
+// manifest"); and each shard has its "sha256", 64 hex digits. Inside: "version" (kVersion); "strings", "int64s" and
+// "doubles", the metadata by type (doubles as the shortest decimals that read back as the same value, in strings: JSON
+// has no infinities); "shards", each with "file", "bytes" and "crc32"; "tensors", each with "name", "dtype", "shape"
+// and "pieces", one behind the other: "shard" (index), "name" (in that file, where it is another one), "begin" and
+// "count" (elements, in row-major order) and "crc32". Numbers of snapshots grow: the highest is the newest.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +24,7 @@
 #include "checkpoint/manifest.h"
 #include "checkpoint/safetensors.h"
 #include "muster/error.h"
+#include "net/job_secret.h"
 
 namespace muster::checkpoint {
 
@@ -31,11 +34,17 @@ struct Snapshot {
   Metadata metadata;
 };
 
+/// One that was read.
+struct StoredSnapshot : Snapshot {
+  std::filesystem::path folder;  ///< its own
+};
+
 struct SnapshotOptions {
   std::optional<int> keep = {};              ///< how many of the newest good ones stay; empty: all
   uint64_t shard_bytes = uint64_t{1} << 30;  ///< tensors go to one file up to this; a larger one has its own
   /// Asked where a file could not be written, which says why: true once it is to be tried again, false to give up.
   std::function<bool(const Error& error)> try_again = {};
+  std::optional<net::JobSecret> secret = net::job_secret();  ///< signs it
 };
 
 /// Writes a snapshot with the next number, then removes those that need not stay, and what dead writers left. Returns
@@ -55,12 +64,14 @@ std::filesystem::path write_snapshot(const std::filesystem::path& folder, const 
 /// A snapshot's tensors, file by file, in the order they were written. Owned by one thread.
 class SnapshotReader {
  public:
-  /// Reads the manifest in a snapshot's folder. Throws CheckpointError, naming the file, if it is damaged or of another
-  /// version.
-  explicit SnapshotReader(std::filesystem::path folder);
+  /// Reads the manifest in a snapshot's folder. Throws CheckpointError, naming the file, if it is damaged, of another
+  /// version, or not signed with the secret, where there is one.
+  explicit SnapshotReader(std::filesystem::path folder,
+                          const std::optional<net::JobSecret>& secret = net::job_secret());
   SnapshotReader(const SnapshotReader&) = delete;
   SnapshotReader& operator=(const SnapshotReader&) = delete;
 
+  const std::filesystem::path& folder() const noexcept { return folder_; }  ///< the snapshot's
   const Metadata& metadata() const noexcept { return manifest_.metadata; }
   uint64_t bytes() const noexcept;       ///< of all files
   uint64_t bytes_read() const noexcept;  ///< of those that were given
@@ -96,16 +107,21 @@ struct SnapshotInfo {
   std::filesystem::path folder;
   Metadata metadata;
 };
-/// Those in a folder whose manifests are good, by number, ascending; none where there is no folder. The others are
-/// named in warnings.
+/// Those in a folder whose manifests are good, and signed where there is a job secret, by number, ascending; none where
+/// there is no folder. The others are named in warnings; throws CheckpointError if that leaves none.
 std::vector<SnapshotInfo> list_snapshots(const std::filesystem::path& folder);
+
+/// Signs a snapshot, whoever wrote it and whether or not it is signed: the caller trusts what it holds. Throws
+/// CheckpointError, naming the file, if anything of it is damaged, or the system refuses; it then is as it was. Throws
+/// NotBuilt where this build cannot sign.
+void sign_snapshot(const std::filesystem::path& snapshot, const net::JobSecret& secret);
 
 /// Removes a snapshot at once: it is there whole or not at all. Throws CheckpointError where the system refuses.
 void remove_snapshot(const std::filesystem::path& snapshot);
 
 /// The newest good snapshot; nothing where there is none at all, or no folder. Each damaged one is named in a warning
 /// and passed over; throws CheckpointError if that leaves none.
-std::optional<Snapshot> read_newest_snapshot(const std::filesystem::path& folder);
+std::optional<StoredSnapshot> read_newest_snapshot(const std::filesystem::path& folder);
 
 /// The same file by file: calls `read` with a reader of the newest snapshot, and where that throws CheckpointError, of
 /// the one before, to begin anew. False: there is no snapshot at all.

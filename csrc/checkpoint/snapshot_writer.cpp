@@ -4,9 +4,11 @@
 #include <ATen/ops/empty.h>
 #include <unistd.h>
 
+#include <system_error>
 #include <utility>
 
 #include "core/log.h"
+#include "muster/error.h"
 
 namespace muster::checkpoint {
 
@@ -35,10 +37,11 @@ void SnapshotWriter::write(Snapshot snapshot) {
   }
   try {
     thread_ = std::thread([this, snapshot = std::move(snapshot)] { run(snapshot); });
-  } catch (...) {
+  } catch (const std::system_error& error) {
     const std::lock_guard lock(mutex_);
     running_ = false;
-    throw;
+    throw CheckpointError("cannot make the thread that writes to the folder '" + folder_.string() +
+                          "': " + error.code().message() + "; allow more threads (ulimit -u, or the container's pids)");
   }
 }
 

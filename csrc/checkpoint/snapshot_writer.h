@@ -27,7 +27,7 @@ class SnapshotWriter {
 
   /// Begins a snapshot of tensors that are handed over: until done() nobody may write them. Waits for the one before,
   /// and throws what went wrong with that; then `snapshot` is not written. Tensors that cannot be stored are an
-  /// InvalidArgument here, a folder that cannot be claimed a CheckpointError.
+  /// InvalidArgument here, a folder that cannot be claimed, or a thread that cannot be made, a CheckpointError.
   void write(Snapshot snapshot);
 
   /// The same of copies, made before it returns, in memory that is used again by the next copy.

@@ -252,14 +252,15 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
         "parameter servers hold values and state from the first step on; load() before it, in a new job");
   }
   const bool joins = strategy_.core->session().groups().joins();
-  std::optional<checkpoint::SavedTree> found;
+  std::optional<Found> found;
   together("load", joins, [&] {
     if (joins || is_chief()) found = read(folder);
   });
   if (!joins) found = broadcast(std::move(found));
   if (!found) return std::nullopt;
+  const auto place = (folder / found->name).string();
   try {
-    auto saved = checkpoint::decode_tree(*found, folder.string()).get<Dict>();
+    auto saved = checkpoint::decode_tree(found->tree, place).get<Dict>();
     if (!joins) {  // else it has them from the servers, later ones
       tables_.place(saved);
       check(saved);
@@ -272,15 +273,14 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
       if (held.size() == 1) state.emplace(name, held.begin()->second);  // of an object of Python's, its state_dict
     }
     return state;
-  } catch (const LayoutMismatch&) {
-    throw;
+  } catch (const LayoutMismatch& problem) {
+    throw LayoutMismatch("'" + place + "': " + problem.what());
   } catch (const InvalidArgument& problem) {
-    throw CheckpointError("what is in '" + folder.string() + "' is no checkpoint of a strategy (" + problem.what() +
-                          "); load another one");
+    throw CheckpointError("'" + place + "' is no checkpoint of a strategy (" + problem.what() + "); load another one");
   }
 }
 
-std::optional<checkpoint::SavedTree> Saving::read(const fs::path& folder) {
+std::optional<Saving::Found> Saving::read(const fs::path& folder) {
   if (writer_) writer_->wait();
   auto snapshot = checkpoint::read_newest_snapshot(folder);
   if (!snapshot) return std::nullopt;
@@ -296,32 +296,32 @@ std::optional<checkpoint::SavedTree> Saving::read(const fs::path& folder) {
                           ", and this Muster reads " + std::to_string(kFormat) +
                           "; load them with the version that wrote them (" + (by != nullptr ? *by : "unknown") + ")");
   }
-  return checkpoint::SavedTree{*document, std::move(snapshot->tensors)};
+  return Found{{*document, std::move(snapshot->tensors)}, snapshot->folder.filename().string()};
 }
 
 // Collective, but where there is one worker: the chief's.
-std::optional<checkpoint::SavedTree> Saving::broadcast(std::optional<checkpoint::SavedTree> found) {
+std::optional<Saving::Found> Saving::broadcast(std::optional<Found> found) {
   if (strategy_.core->session().topology().num_workers == 1) return found;
   auto& workers = strategy_.workers();
   std::string text;
   Leaves tensors;
   List names;
   if (found) {
-    for (const auto& [name, tensor] : tables_.for_others(*found).tensors) {
+    for (const auto& [name, tensor] : tables_.for_others(found->tree).tensors) {
       names.emplace_back(name);
       tensors.push_back(tensor);
     }
-    text = checkpoint::encode_tree(List{found->document, names}).document;
+    text = checkpoint::encode_tree(List{found->tree.document, names, found->name}).document;
   }
   text = exchange_texts(workers, text).front();
   if (text.empty()) return std::nullopt;
   const auto told = checkpoint::decode_tree({text, {}}, "what rank 0 sent").get<List>();
   tensors = broadcast_over_workers(workers, tensors, 0);
   if (found) return found;
-  checkpoint::SavedTree tree{told.at(0).get<std::string>(), {}};
+  Found sent{{told.at(0).get<std::string>(), {}}, told.at(2).get<std::string>()};
   const auto& all = told.at(1).get<List>();
-  for (size_t i = 0; i < all.size(); ++i) tree.tensors.emplace(all[i].get<std::string>(), tensors.at(i));
-  return tree;
+  for (size_t i = 0; i < all.size(); ++i) sent.tree.tensors.emplace(all[i].get<std::string>(), tensors.at(i));
+  return sent;
 }
 
 // Throws LayoutMismatch before anything is loaded where the checkpoint is of other objects.

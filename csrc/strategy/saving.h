@@ -45,8 +45,13 @@ class Saving {
   SavedValue::List loaders() const;
   void write(const std::filesystem::path& folder, const Dict& content, const SaveOptions& options);
 
-  std::optional<checkpoint::SavedTree> read(const std::filesystem::path& folder);
-  std::optional<checkpoint::SavedTree> broadcast(std::optional<checkpoint::SavedTree> found);
+  /// What was read, and the name of its checkpoint's folder.
+  struct Found {
+    checkpoint::SavedTree tree;
+    std::string name;
+  };
+  std::optional<Found> read(const std::filesystem::path& folder);
+  std::optional<Found> broadcast(std::optional<Found> found);
   void check(const Dict& saved) const;
   void take(const Dict& saved);
   void take_generators(const at::Tensor& states) const;

@@ -1,5 +1,6 @@
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn
 
@@ -29,7 +30,9 @@ class SnapshotWriter:
 
 def read_newest_snapshot(
     folder: os.PathLike[str],
-) -> tuple[dict[str, torch.Tensor], dict[str, str | int | float]] | None: ...
+) -> tuple[dict[str, torch.Tensor], dict[str, str | int | float], Path] | None: ...
+def has_sha256() -> bool: ...
+def sign_snapshot(folder: os.PathLike[str]) -> None: ...
 
 class Cluster:
     def __init__(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,6 +45,8 @@ class _Found:
 
     tensors: dict[str, Tensor]
     document: str
+    name: str
+    """Of its folder."""
     content: dict[str, Any] | None = None
     """The document's value: what the checkpoint holds, by part; None where another rank decoded it."""
 
@@ -129,7 +129,7 @@ class Saving:
                     saved["tables"] = self._tables.place(saved, self._preparation.modules)
                     self._compare(saved)
             except LayoutMismatch as error:
-                raise LayoutMismatch(f"'{_place_of(checkpoint.document, Path(folder))}': {error}") from error
+                raise LayoutMismatch(f"'{Path(folder, checkpoint.name)}': {error}") from error
             return saved
 
         def take() -> None:
@@ -143,7 +143,7 @@ class Saving:
             try:
                 self._take_optimizers(saved, take_objects)
             except Exception as error:
-                error.add_note(f"while '{_place_of(checkpoint.document, Path(folder))}' was loaded")
+                error.add_note(f"while '{Path(folder, checkpoint.name)}' was loaded")
                 raise
             self._take(saved)
 
@@ -163,26 +163,24 @@ class Saving:
         found = _C.read_newest_snapshot(folder)
         if found is None:
             return None
-        tensors, metadata = found
+        tensors, metadata, place = found
         check_format(metadata, folder)
         document = str(metadata.get("content"))
         try:
             content: dict[str, Any] = with_all_parts(saved_tree.decode(document, tensors))
             check_content(content)
         except CheckpointError as error:
-            raise CheckpointError(f"'{_place_of(document, folder)}' cannot be loaded: {error}") from error
-        return _Found(tensors, document, content)
+            raise CheckpointError(f"'{place}' cannot be loaded: {error}") from error
+        return _Found(tensors, document, place.name, content)
 
     def _tell(self, found: _Found | None) -> _Found | None:
         """What the chief found. Collective."""
         theirs = None
         if found is not None and found.content is not None:
             tables = found.content["tables"] or ()
-            theirs = (found.document, for_others(found.tensors, tables, self._preparation.modules))
+            theirs = (for_others(found.tensors, tables, self._preparation.modules), found.document, found.name)
         told: Any = self._collectives.broadcast(theirs, 0)
-        if found is not None or told is None:
-            return found
-        return _Found(tensors=told[1], document=told[0])
+        return found if found is not None or told is None else _Found(*told)
 
     def _check_callable(self, what: str) -> None:
         self._preparation.check_open()
@@ -321,15 +319,6 @@ class Saving:
             self._core.go_on_after(strategy["steps"], strategy["calls"], seed)
         if generators is not None and len(generators) == self._core.num_workers:
             torch.random.set_rng_state(generators[self._core.rank].clone())  # torch takes no view
-
-
-def _place_of(document: str, folder: Path) -> Path:
-    """The checkpoint that has this document, for messages; the folder where this rank cannot tell."""
-    for path in sorted(folder.glob("snapshot-*/manifest.json"), reverse=True):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            if json.loads(path.read_text())["manifest"]["strings"]["content"] == document:
-                return path
-    return folder
 
 
 def _text_of(error: BaseException) -> str:

@@ -44,8 +44,6 @@ def serve(
         # Under `muster run`, which outlives the workers, a signal to all of its processes is for the workers.
         signal.signal(number, signal.SIG_IGN if until_stdin_ends else lambda number, _: signals.append(number))
     try:
-        if snapshots is not None:
-            snapshots.mkdir(parents=True, exist_ok=True)
         where = address or (_server.free_address() if port is None else f"localhost:{port}")
         logging.basicConfig(format=f"muster serve, {where}: %(message)s")
         logging.getLogger("muster").setLevel(logging.INFO)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
 
 from muster import _C
-from muster.errors import CheckpointError, Error
+from muster.errors import CheckpointError
 
 __all__ = ["Writing"]
 
@@ -42,8 +40,7 @@ class Writing:
         if self._writer is None or self._made_with != made_with:
             self._writer = None  # which lets the folder go
             self._writer, self._made_with = _C.SnapshotWriter(made_with[0], keep), made_with
-        with _as_checkpoint_error(made_with[0]):
-            self._writer.write_copy(tensors, metadata)
+        self._writer.write_copy(tensors, metadata)
 
     def finish(self) -> None:
         """Waits until the last checkpoint is written; raises CheckpointError, once, where it could not be. Ctrl-C ends
@@ -54,8 +51,7 @@ class Writing:
             time.sleep(_POLL)
         folder, _ = self._made_with
         try:
-            with _as_checkpoint_error(folder):
-                self._writer.wait()
+            self._writer.wait()
         except CheckpointError:
             if _is_gone(folder / "life"):
                 self._writer = None  # the lock went with it: the next checkpoint makes the folder anew and claims it
@@ -69,19 +65,6 @@ class Writing:
             self.finish()
         finally:
             self._writer = None
-
-
-@contextlib.contextmanager
-def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    """What the system refused, in words that say which folder."""
-    try:
-        yield
-    except Error:
-        raise
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"cannot write to the folder '{folder}': {error}; check its permissions and the space on its disk"
-        ) from error
 
 
 def _is_gone(path: Path) -> bool:

@@ -64,6 +64,13 @@ def test_good_checkpoints_are_said_to_be_good(runs: Path) -> None:
     assert run("verify", runs / "2")[1] == lines[1] + "\n" == run("verify", number(runs, 2))[1]
 
 
+def test_folders_of_other_names_are_no_checkpoints(runs: Path) -> None:
+    for name in ("7", "00000000007", "0000000000", "٠٠٠٠٠٠٠٠٠٧", f"{1 << 63}"):
+        (runs / f"snapshot-{name}").mkdir()
+    assert run("verify", runs)[0] == 0
+    assert [folder.name[-1] for folder in checkpoint.reading.folders_in(runs)] == ["1", "2", "3"]
+
+
 @pytest.mark.parametrize("file", ["manifest.json", "shard-00000.safetensors"])
 @pytest.mark.parametrize("damage", [flip, Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:-3])])
 def test_a_damaged_file_is_named(file: str, damage: Any, runs: Path) -> None:

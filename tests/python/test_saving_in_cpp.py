@@ -107,7 +107,7 @@ def test_a_table_that_changes_its_language_ends_with_the_same_bits(programs: Pat
 def content_of(folder: Path) -> Any:
     found = _C.read_newest_snapshot(folder)
     assert found is not None
-    tensors, metadata = found
+    tensors, metadata, _ = found
     return saved_tree.decode(str(metadata["content"]), tensors)
 
 

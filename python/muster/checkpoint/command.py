@@ -10,6 +10,7 @@ from typing import Annotated, ParamSpec
 
 import typer
 
+from muster import _C
 from muster.checkpoint import converting, reading
 from muster.checkpoint.comparing import compare
 from muster.checkpoint.describing import described, lines_of, size_text
@@ -152,7 +153,19 @@ def convert(
     typer.echo(written)
 
 
+def sign(
+    path: Annotated[
+        Path, typer.Argument(help="The folder that save() wrote to (all its checkpoints), or one: FOLDER/7.")
+    ],
+) -> None:
+    """Signs checkpoints with the job secret of MUSTER_SECRET_FILE, whoever wrote them: you trust what they hold."""
+    for folder in reading.folders_in(path):
+        _C.sign_snapshot(folder)
+        typer.echo(f"{folder}: signed")
+
+
 app.command()(_said(verify))
+app.command()(_said(sign))
 app.command()(_said(show))
 app.command()(_said(diff, NONE))
 app.command()(_said(convert))

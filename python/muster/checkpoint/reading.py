@@ -33,7 +33,7 @@ __all__ = [
 
 Metadata = dict[str, str | int | float]
 
-_NAME = re.compile(r"snapshot-(\d+)")
+_NAME = re.compile(r"snapshot-([0-9]{10,19})")
 DCP_FORMAT = 1
 """Of what StorageWriter writes."""
 
@@ -186,8 +186,10 @@ def _one(parts: Mapping[str, Any], what: str, number: int, path: str | os.PathLi
 
 
 def _number_of(folder: Path) -> int | None:
+    """None for a name that `numbered` does not give."""
     match = _NAME.fullmatch(folder.name)
-    return None if match is None else int(match[1])
+    number = 0 if match is None else int(match[1])
+    return number if 0 < number < 1 << 63 and folder.name == numbered(number) else None
 
 
 def _some(numbers: list[str]) -> str:

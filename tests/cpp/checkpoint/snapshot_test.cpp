@@ -26,6 +26,7 @@
 #include "cpp/catch.h"
 #include "muster/error.h"
 #include "support/folder.h"
+#include "support/run_ranks.h"
 
 using namespace muster;
 using namespace muster::checkpoint;
@@ -301,6 +302,44 @@ TEST_CASE("what a dead writer left is never taken, and removed by the next", "[c
         std::vector<std::string>{".partial-of-mine", "snapshot-0000000001", "snapshot-0000000002", "snapshot-of-mine"});
 }
 
+TEST_CASE("names that no writer gives are not snapshots", "[checkpoint]") {
+  const testing::Folder folder;
+  const Warnings warnings;
+  for (int64_t n = 1; n <= 3; ++n) write_snapshot(folder.path, numbered(n), {});
+  const std::vector<std::string> others = {"snapshot-3",
+                                           "snapshot-03",
+                                           "snapshot-00000000003",
+                                           "snapshot-00000000099",
+                                           "snapshot-0000000000",
+                                           "snapshot-000000000x",
+                                           "snapshot-",
+                                           "snapshot-+000000009",
+                                           "snapshot-9223372036854775808",
+                                           "snapshot--1",
+                                           "snapshot-0000000009 ",
+                                           "snapshot-99999999999999999999999"};
+  for (const auto& name : others) fs::create_directory(folder.path / name);
+  CHECK(number_in(*read_newest_snapshot(folder.path)) == 3);
+  CHECK(list_snapshots(folder.path).size() == 3);
+  CHECK(write_snapshot(folder.path, numbered(4), {.keep = 1}).filename() == "snapshot-0000000004");
+  CHECK(names_in(folder.path).size() == others.size() + 1);
+  CHECK(warnings.texts.empty());
+}
+
+TEST_CASE("numbers grow wider than their zeros, and behind the last one nothing is written", "[checkpoint]") {
+  const testing::Folder folder;
+  fs::rename(write_snapshot(folder.path, numbered(1), {}), folder.path / "snapshot-9999999999");
+  CHECK(write_snapshot(folder.path, numbered(2), {}).filename() == "snapshot-10000000000");
+  CHECK(number_in(*read_newest_snapshot(folder.path)) == 2);
+  const auto last = folder.path / "snapshot-9223372036854775807";
+  fs::rename(folder.path / "snapshot-10000000000", last);
+  CHECK(number_in(*read_newest_snapshot(folder.path)) == 2);
+  const auto message = testing::message_of<CheckpointError>([&] { write_snapshot(folder.path, numbered(3), {}); });
+  CHECK_THAT(message, ContainsSubstring("'" + last.string() + "'"));
+  CHECK_THAT(message, ContainsSubstring("move it away"));
+  CHECK(number_in(*read_newest_snapshot(folder.path)) == 2);
+}
+
 TEST_CASE("a writer that is killed leaves good snapshots alone", "[checkpoint]") {
   const testing::Folder folder;
   const Warnings warnings;
@@ -479,14 +518,14 @@ TEST_CASE("tensors are put together from pieces, whichever file has them", "[che
   const auto path =
       write_snapshot(folder.path, {{{"a", flat.slice(0, 0, 5)}, {"b", flat.slice(0, 5)}, {"c", at::ones({2})}}, {}},
                      {.shard_bytes = 36});
-  auto manifest = read_manifest(path / "manifest.json");
+  auto manifest = read_manifest(path / "manifest.json", {});
   REQUIRE(manifest.shards.size() == 2);
   auto [first, second, other] = std::tuple(manifest.tensors[0], manifest.tensors[1], manifest.tensors[2]);
   auto piece = second.pieces[0];
   piece.begin = 5;
   const auto written = [&](const TensorEntry& entry) {
     manifest.tensors = {entry, other};
-    replace(path / "manifest.json", manifest_of(manifest));
+    replace(path / "manifest.json", manifest_of(manifest, {}));
   };
   TensorEntry entry{"whole", "F32", {3, 4}, {first.pieces[0], piece}};
   written(entry);
@@ -520,7 +559,7 @@ TEST_CASE("tensors are put together from pieces, whichever file has them", "[che
   }
   SECTION("twice") {
     manifest.tensors = {entry, entry};
-    replace(path / "manifest.json", manifest_of(manifest));
+    replace(path / "manifest.json", manifest_of(manifest, {}));
     CHECK_THROWS_WITH(read_snapshot(path), ContainsSubstring("two tensors 'whole'"));
   }
 }
@@ -602,6 +641,27 @@ TEST_CASE("what a writer could not do reaches its caller once", "[checkpoint]") 
     CHECK(number_in(*read_newest_snapshot(folder.path)) == 1);
     CHECK(std::filesystem::exists(folder.path / "snapshot-0000000001"));
     CHECK(names_in(folder.path).size() == 3);  // and what claims the folder
+  }
+  SECTION("no thread") {
+    fs::permissions(folder.path, fs::perms::all);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      try {
+        const struct rlimit none{};
+        if (::setrlimit(RLIMIT_NPROC, &none) != 0 || (::getuid() == 0 && ::setuid(65534) != 0)) ::_exit(2);
+        SnapshotWriter writer(folder.path, {});
+        writer.write(numbered(1));
+      } catch (const CheckpointError& error) {
+        ::_exit(std::string(error.what()).find(folder.path) == std::string::npos ? 3 : 0);
+      } catch (...) {
+        ::_exit(4);
+      }
+      ::_exit(5);
+    }
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    REQUIRE(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 0);
   }
   SECTION("a tensor that cannot be stored") {
     SnapshotWriter writer(folder.path, {});

@@ -302,6 +302,8 @@ TEST_CASE("a checkpoint of another model changes nothing", "[saving]") {
   SECTION("fewer optimizers") {
     other.prepare([] { return nn::Linear(2, 1); });
     CHECK_THROWS_AS(other.load(folder.path), LayoutMismatch);
+    CHECK_THROWS_WITH(other.load(folder.path),
+                      ContainsSubstring("snapshot-0000000001': the checkpoint is of 1 optimizers"));
   }
   SECTION("other names") {
     auto model = other.prepare([] { return nn::Sequential(nn::Linear(2, 1)); });

@@ -1,0 +1,24 @@
+// What the folders of snapshots, and their files, are called.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <string_view>
+
+namespace muster::checkpoint {
+
+inline constexpr std::string_view kSnapshotPrefix = "snapshot-";
+
+/// With zeros before it.
+std::string padded(int64_t number, size_t digits);
+
+/// The snapshots in a folder by number, ascending. Folders of names that no writer gives are none. Throws
+/// std::filesystem::filesystem_error.
+std::map<int64_t, std::filesystem::path> snapshots_in(const std::filesystem::path& folder);
+
+/// That of the snapshot after those. Throws CheckpointError where there is no number left.
+std::string next_name(const std::map<int64_t, std::filesystem::path>& earlier);
+
+}  // namespace muster::checkpoint
