@@ -170,6 +170,27 @@ class Saving:
                 "it after a step whose result.stepped is true"
             )
 
+    def told_by_chief(self, what: str, act: Callable[[], bool]) -> bool:
+        """What `act` gives on the chief, which every rank calls; where it raises on any, all raise. Collective; with
+        parameter servers local, and False on the others."""
+        self._check_callable(what)
+        mine = self._together(what, act, alone=self._has_servers)
+        if self._has_servers:
+            return mine and self._core.rank == 0
+        return self.number_of_chief(int(mine)) == 1
+
+    def number_of_chief(self, number: int) -> int:
+        """The chief's `number`. Collective."""
+        if self._core.num_workers == 1:
+            return number
+        (told,) = self._core.broadcast([torch.tensor(number)], 0)
+        return int(told)
+
+    @property
+    def saves_alone(self) -> bool:
+        """Whether no other worker saves with this one."""
+        return self._has_servers or self._core.num_workers == 1
+
     @property
     def _has_servers(self) -> bool:
         return self._host.passes is not None
