@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster import _C
+from muster import _C, random_states
 from muster.errors import CheckpointError, LayoutMismatch
 from muster.replicated import Replicated
 
@@ -111,6 +111,7 @@ _CONTENT = {
     "loss_scales": [{"optimizers": [_COUNT], "scale": {"scale": _is_number, "_growth_tracker": _COUNT}}],
     "loaders": [{"epoch": _COUNT, "batches": _COUNT, "generators": [_is_generator_state]}],
     "generators": _are_states_of_generators,
+    "random": random_states.is_of_form,
     "state": _Every(_is_saved_object),
 }
 """The form of what `save` writes: dicts have these members at least, lists have items of one form."""

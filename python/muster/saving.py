@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from muster import _C, saved_optimizer, saved_tree
+from muster import _C, random_states, saved_optimizer, saved_tree
 from muster.collectives import Collectives
 from muster.errors import CheckpointError, Error, InvalidArgument, LayoutMismatch
 from muster.loader import Loader
@@ -206,9 +206,10 @@ class Saving:
                         f"the rows of '{name}' are on parameter servers alone (on_servers=True), and a checkpoint of "
                         "the workers would lack them; the servers' snapshots keep them"
                     )
-        generators = torch.random.get_rng_state().unsqueeze(0)
+        states = random_states.states_here(core.devices)
         if core.num_workers > 1 and not self._has_servers:
-            generators = self._collectives.gather(generators)
+            states = self._collectives.gather(states)
+        generators, cuda = states.pop("torch"), states["cuda"]
         return {
             "strategy": {
                 "steps": core.steps,
@@ -222,6 +223,7 @@ class Saving:
             "loss_scales": self._loss_scales(),
             "loaders": [_state_of_loader(loader) for loader in self._preparation.loaders],
             "generators": generators,
+            "random": {**states, "cuda": cuda if cuda.any() else None},
         }
 
     def _loss_scales(self) -> list[dict[str, Any]]:
@@ -312,8 +314,13 @@ class Saving:
             # Servers give joiners the seed that the job began with.
             seed = None if self._has_servers else int(strategy["seed"])
             self._core.go_on_after(strategy["steps"], strategy["calls"], seed)
-        if generators is not None and len(generators) == self._core.num_workers:
-            torch.random.set_rng_state(generators[self._core.rank].clone())  # torch takes no view
+        core, others = self._core, saved["random"]
+        if generators is not None and len(generators) == core.num_workers:
+            torch.random.set_rng_state(generators[core.rank].clone())  # torch takes no view
+        if others is not None and len(others["python"]) == core.num_workers:
+            as_many = others["cuda"] is not None and len(others["cuda"]) == core.num_replicas
+            others = {**others, "cuda": others["cuda"] if as_many else None}
+            random_states.restore(others, core.rank, core.first_replica, core.devices)
 
 
 def _place_of(document: str, folder: Path) -> Path:
