@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from muster import _C, random_states, saved_optimizer, saved_tree
+from muster import _C, random_states, saved_loaders, saved_optimizer, saved_tree
 from muster.collectives import Collectives
 from muster.errors import CheckpointError, Error, InvalidArgument, LayoutMismatch
-from muster.loader import Loader
 from muster.loader_host import LoaderHost
 from muster.options import StrategyOptions
 from muster.precision import LossScale, LossScaler
@@ -27,6 +25,7 @@ from muster.saved_layout import (
     check_format,
     compare_generators,
     compare_module,
+    compare_streams,
     metadata_of,
     with_all_parts,
 )
@@ -67,18 +66,22 @@ class Saving:
         if self._has_servers and self._core.rank != 0:
             return
 
-        def given() -> dict[str, Any]:
+        def given() -> tuple[dict[str, Any], list[dict[str, Any]], str]:
             if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                 raise InvalidArgument(f"keep={keep!r}: it must be an int >= 1, or None, which keeps all checkpoints")
-            return {
+            described = {
                 name: {"object": value.state_dict()}
                 if callable(getattr(value, "state_dict", None))
                 else {"value": value}
                 for name, value in state.items()
             }
+            loaders, own = saved_loaders.states_of(self._preparation.loaders)
+            return described, loaders, own
 
         def write() -> None:
-            content = {**self._content(), "state": described}
+            if not self.saves_alone:
+                saved_loaders.note_ranks(self._core, self._preparation.loaders, loaders, own)
+            content = {**self._content(), "loaders": loaders, "state": described}
             if self._core.rank != 0:
                 return
             document, tensors = saved_tree.encode(content)
@@ -86,7 +89,7 @@ class Saving:
             self.writing.write(Path(folder), keep, tensors, metadata)
 
         # Code of users comes before the first collective: where it raises on one rank, no other is left waiting.
-        described = self._together("save", given, alone=self._has_servers)
+        described, loaders, own = self._together("save", given, alone=self._has_servers)
         self._together("save", write, alone=self._has_servers)
 
     def load(self, folder: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -221,7 +224,6 @@ class Saving:
             "modules": [replicated.state_dict() for replicated in self._preparation.modules],
             "optimizers": [saved_optimizer.state_of(core, optimizer) for optimizer in self._preparation.optimizers],
             "loss_scales": self._loss_scales(),
-            "loaders": [_state_of_loader(loader) for loader in self._preparation.loaders],
             "generators": generators,
             "random": {**states, "cuda": cuda if cuda.any() else None},
         }
@@ -285,7 +287,9 @@ class Saving:
             saved_optimizer.compare(self._core, optimizer, theirs, f"optimizer {number}")
         for number, (loader, theirs) in enumerate(_pairs(loaders, saved["loaders"])):
             if loader.has_place:
-                compare_generators(loader.generators, theirs["generators"], f"loader {number}")
+                place = saved_loaders.of_this_rank(self._core, loader, theirs)
+                compare_generators(loader.generators, place["generators"], f"loader {number}")
+                compare_streams(loader, place, f"loader {number}")
 
     def _take_optimizers(self, saved: dict[str, Any], then: Callable[[], None]) -> None:
         """Loads them, and calls `then`. Where that or torch raises, they are as they were."""
@@ -304,7 +308,7 @@ class Saving:
         for module, tensors in _pairs(self._preparation.modules, saved["modules"]):
             module.load_state_dict(tensors)
         for loader, theirs in _pairs(self._preparation.loaders, saved["loaders"]):
-            _take_place(loader, theirs)
+            saved_loaders.take_place(loader, saved_loaders.of_this_rank(self._core, loader, theirs))
         for scale in saved["loss_scales"] or ():
             optimizers = [self._preparation.optimizers[position].optimizer for position in scale["optimizers"]]
             number = self._stepping.sets.set_of(optimizers)
@@ -335,24 +339,6 @@ def _place_of(document: str, folder: Path) -> Path:
 def _text_of(error: BaseException) -> str:
     text = str(error)
     return text if isinstance(error, Error) else f"{type(error).__name__}: {text}".removesuffix(": ")
-
-
-def _state_of_loader(loader: Loader[Any]) -> dict[str, Any]:
-    """Batches that parameter servers deal or divide have no place in one worker: their epoch begins anew."""
-    return loader.state_dict() if loader.has_place else {"epoch": loader.epoch, "batches": 0, "generators": []}
-
-
-def _take_place(loader: Loader[Any], saved: dict[str, Any]) -> None:
-    if loader.has_place:
-        loader.load_state_dict(saved)
-        return
-    loader.epoch = saved["epoch"]
-    if saved["batches"] > 0:
-        logging.getLogger("muster").warning(
-            "parameter servers divide the batches, so that epoch %d begins anew: its first %d batches come once more",
-            saved["epoch"],
-            saved["batches"],
-        )
 
 
 def _pairs(ours: Sequence[_T], saved: Sequence[Any] | None) -> Iterator[tuple[_T, Any]]:
