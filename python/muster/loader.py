@@ -189,8 +189,8 @@ class Loader(Generic[BatchT_co]):
             generator.set_state(saved)
 
     def streams_in(self, state: Mapping[str, Any]) -> StreamStates | None:
-        """The states of readers in what `state_dict` gave; None where none are needed. Raises InvalidArgument for those
-        of another number of readers in the middle of an epoch."""
+        """The states of readers in `state`, which `state_dict` gave; None where none are needed. Raises InvalidArgument
+        for those of another number of readers in the middle of an epoch."""
         saved = state.get("streams")
         if not self._has_states or saved is None:
             return None

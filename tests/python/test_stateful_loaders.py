@@ -186,7 +186,7 @@ def test_every_sample_comes_once_across_kills(
 ) -> None:
     job = make_job(shape, two_workers)
     expected = job(read, tmp_path / "never", kind, workers, -1, 2)
-    first = job(read, tmp_path, kind, workers, 7, 2)
+    first = job(read, tmp_path, kind, workers, 9, 2)
     second = job(read, tmp_path, kind, workers, 9, 2)
     third = job(read, tmp_path, kind, workers, -1, 2)
     for rank in range(len(expected)):
