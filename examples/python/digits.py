@@ -110,7 +110,8 @@ def main(
         DataLoader(train_data, batch_size=batch_size, shuffle=True),
         DataLoader(test_data, batch_size=256),
     )
-    kept = strategy.load(checkpoint) if checkpoint is not None else None
+    checkpoints = muster.Checkpoints(strategy, checkpoint, keep=2)
+    kept = checkpoints.load()
     first = 0 if kept is None else kept["batch"]
 
     def train_step(x: Tensor, y: Tensor) -> Tensor:
@@ -118,10 +119,6 @@ def main(
 
     def count_correct(x: Tensor, y: Tensor) -> dict[str, Tensor | int]:
         return {"correct": (model(x).argmax(1) == y).sum(), "seen": len(y)}
-
-    def keep(batch: int) -> None:
-        if checkpoint is not None:
-            strategy.save(checkpoint, keep=2, batch=batch)
 
     progress = Progress(
         TextColumn("epoch {task.fields[epoch]}"),
@@ -144,15 +141,14 @@ def main(
                     continue
                 result = strategy.step(train_step, x, y)
                 progress.update(bar, advance=1, epoch=epoch + 1, loss=result.loss.item())
-                if strategy.stopping:
-                    keep(batch + 1)
+                if checkpoints.after_step(result, batch=batch + 1):
                     progress.console.print(f"stopped in epoch {epoch + 1} after {batch + 1} batches")
                     strategy.close()
                     sys.exit(128 + signal.SIGTERM)
             first = 0
             # With a staleness other workers did a part of them.
             progress.update(bar, completed=(epoch + 1) * len(loader))
-            keep(0)
+            checkpoints.save(batch=0)
     seconds = time.perf_counter() - started
 
     model.eval()

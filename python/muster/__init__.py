@@ -26,6 +26,7 @@ from muster.parameter_server import ParameterServerStrategy
 from muster.per_replica import PerReplica
 from muster.precision import LossScale, LossScaler
 from muster.replicated import Replicated
+from muster.saving_policy import Checkpoints
 from muster.sharded_embedding import ShardedEmbedding
 from muster.step import Loss, StepResult
 from muster.strategy import (
@@ -38,6 +39,7 @@ from muster.strategy import (
 __all__ = [
     "AuthError",
     "CheckpointError",
+    "Checkpoints",
     "Cluster",
     "CommError",
     "Error",

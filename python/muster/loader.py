@@ -46,8 +46,7 @@ does not rewind it. Reading and collating draw from the ambient generators, in D
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -60,14 +59,15 @@ from muster.errors import InvalidArgument
 from muster.fields import yielded
 from muster.loader_checks import check
 from muster.loader_host import LoaderHost
+from muster.loader_pass import Pass, ReadAhead, Reads
 from muster.position import Position
 from muster.reader import Deal, Ended, Parts, Skipped, Task, WorkerStart, as_is, reader_of
+from muster.stream_states import ReadBatch, ReaderState, StreamStates, is_stateful_loader
 from muster.streams import epoch_seed, stream_seed
 from muster.tasks import DealtBatches, SharedBatches, Tasks, generators_of, is_read_by_index
 
 __all__ = ["Loader"]
 
-T = TypeVar("T")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 
 _END = object()
@@ -123,6 +123,10 @@ class Loader(Generic[BatchT_co]):
         self._generators = generators_of(loader)
         self._generator_states: list[Tensor] = []  # as of when the pass under way was begun
         self._to_skip = 0  # batches of the next pass
+        self._has_states = is_stateful_loader(loader) and isinstance(loader.dataset, IterableDataset)
+        self._streams = StreamStates(self._num_readers)
+        self._loaded: StreamStates | None = None  # of the next pass
+        self._resume: list[tuple[int, ReaderState | None]] = []
         self.progress = _C.LoaderProgress()
         """How far it is, as the strategy knows it."""
         # 0 where the user's sampler decides.
@@ -145,18 +149,24 @@ class Loader(Generic[BatchT_co]):
         self._epoch = epoch
         self._under_way = False
         self._to_skip = 0
+        self._loaded = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is, for `load_state_dict` of a loader of the same data in a job that is started again.
 
-        Equal on all ranks, plain numbers, and the states of generators that the user gave to the loader or its sampler.
+        Equal on all ranks (but of a sharded loader), plain numbers, and the states of generators that the user gave to
+        the loader or its sampler. Of a StatefulDataLoader of an iterable data set also the states of that and of its
+        iterators, as of the last batch that was yielded of each reader.
         A batch counts from when it was yielded, so call this after its step. Local. Raises InvalidArgument where
         parameter servers divide or deal the batches, which are those of no one worker.
         """
         self._check_has_place()
         generators = self._generator_states if self._under_way else self._states_of_generators()
         skipped = self._position.num_yielded if self._under_way else self._to_skip
-        return {"epoch": self._epoch, "batches": skipped, "generators": list(generators)}
+        state = {"epoch": self._epoch, "batches": skipped, "generators": list(generators)}
+        if self._has_states:
+            state["streams"] = (self._streams if self._under_way else self._next_streams()).state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next pass go on after the batches that `state` counts, with the order that they had.
@@ -173,9 +183,25 @@ class Loader(Generic[BatchT_co]):
                 f"this is no state of a loader with {len(self._generators)} generators of its own; pass what "
                 "state_dict() gave of the same loader"
             )
-        self.epoch, self._to_skip = cast(int, epoch), cast(int, batches)
+        streams = self.streams_in(state)
+        self.epoch, self._to_skip, self._loaded = cast(int, epoch), cast(int, batches), streams
         for generator, saved in zip(self._generators, generators, strict=True):
             generator.set_state(saved)
+
+    def streams_in(self, state: Mapping[str, Any]) -> StreamStates | None:
+        """The states of readers in `state`, which `state_dict` gave; None where none are needed. Raises InvalidArgument
+        for those of another number of readers in the middle of an epoch."""
+        saved = state.get("streams")
+        if not self._has_states or saved is None:
+            return None
+        if state.get("batches") == 0 and isinstance(saved, list) and len(saved) != self._num_readers:
+            return None
+        return StreamStates.loaded(saved, self._num_readers)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether its batches are this worker's own."""
+        return self._sharded
 
     @property
     def has_place(self) -> bool:
@@ -186,6 +212,19 @@ class Loader(Generic[BatchT_co]):
     def generators(self) -> list[torch.Generator]:
         """Those that the user gave to the loader and its sampler."""
         return self._generators
+
+    @property
+    def _num_readers(self) -> int:
+        return max(1, self._loader.num_workers)
+
+    def _next_streams(self) -> StreamStates:
+        """Of the next pass: a data set of this process goes on with what it is now."""
+        if self._loaded is not None:
+            return self._loaded
+        streams = StreamStates(self._num_readers)
+        if self._has_states and self._loader.num_workers == 0 and self._iterations > 0:
+            streams.begin(ReaderState.of(self._loader.dataset, None, 0))
+        return streams
 
     def _check_has_place(self) -> None:
         if not self.has_place:
@@ -225,12 +264,37 @@ class Loader(Generic[BatchT_co]):
             self._epoch += 1
         self._under_way = True
         self._generator_states = self._states_of_generators()
+        self._streams = self._next_streams()
+        self._resume = [] if self._loaded is None else self._loaded.to_resume()
+        self._loaded = None
         self._tasks.num_skipped, self._to_skip = self._to_skip, 0
         self._position = Position(self._tasks.num_skipped)
         self.progress.at_end = False
-        seed = epoch_seed(self._host.seed, self._index, self._epoch)
+        epoch, position = self._epoch, self._position
+        seed = epoch_seed(self._host.seed, self._index, epoch)
         batches = self._begin_pass(seed)
-        return _Pass(self, self._position, batches, self._results(self._epoch, seed, batches))
+        # Data that is read by index passes over batches itself, and so do readers that have states.
+        is_stream = isinstance(self._loader.dataset, IterableDataset) and not self._resume
+        return Pass(
+            Reads(
+                position=position,
+                streams=self._streams,
+                batches=batches,
+                num_readers=self._num_readers,
+                to_skip=position.num_yielded if is_stream else 0,
+                is_sharded=self._sharded,
+                begin=lambda: self._results(epoch, seed, batches),
+                note_end=lambda at_end: self._note_end(position, at_end),
+                finish=lambda: self._finished(position),
+                any_has_more=self._host.any_has_more,
+                refusal=self._refusal,
+                assembled=self._assembled,
+            )
+        )
+
+    def _note_end(self, position: Position, at_end: bool) -> None:
+        if self._position is position:
+            self.progress.at_end = at_end
 
     def _begin_pass(self, seed: int) -> DealtBatches | SharedBatches | None:
         """None where this worker has its parts of the batches for itself."""
@@ -261,9 +325,9 @@ class Loader(Generic[BatchT_co]):
 
     def _results(
         self, epoch: int, seed: int, batches: DealtBatches | SharedBatches | None
-    ) -> Iterator[Parts | Ended | Skipped]:
+    ) -> Iterator[Parts | ReadBatch | Ended | Skipped]:
         self._iterations += 1
-        self._tasks.current = Task(self._iterations, epoch, seed)
+        self._tasks.current = Task(self._iterations, epoch, seed, resume=self._resume)
         self._tasks.batches = batches
         if not self._loader.persistent_workers:
             return iter(self._new_loader(seed))
@@ -286,6 +350,7 @@ class Loader(Generic[BatchT_co]):
             batched=user.batch_sampler is not None,
             batch_size=user.batch_size,
             drop_last=user.drop_last,
+            snapshot_every=getattr(user, "snapshot_every_n_steps", 1) if self._has_states else 0,
         )
         return DataLoader(
             reader,
@@ -309,20 +374,20 @@ class Loader(Generic[BatchT_co]):
             self._epoch += 1
             self._under_way = False
 
-    def _assembled(self, parts: Parts | None) -> _Batch:
+    def _assembled(self, parts: Parts | None) -> ReadAhead:
         """The batch of these parts on their devices; of empty ones for None."""
         values, counts = self._empty_parts() if parts is None else parts
         if self._sharded and self._empty is _END:
             self._empty = emptied(values[0], -1 if counts[0] is None else counts[0])
         placed = [place(value, device) for value, device in zip(values, self._host.devices, strict=True)]
         known = [count for count in counts if count is not None]
-        return _Batch(yielded(placed, known), known if len(known) == len(counts) else None)
+        return ReadAhead(yielded(placed, known), known if len(known) == len(counts) else None)
 
     def _empty_parts(self) -> Parts:
         num_local = self._deal.num_local
         return [self._empty] * num_local, [0] * num_local
 
-    def _refusal(self, *, needs_empty: bool) -> InvalidArgument | None:
+    def _refusal(self, needs_empty: bool) -> InvalidArgument | None:
         """Collective. An error for every worker if one needs an empty part and never had a batch to model it on."""
         missing = needs_empty and self._empty is _END
         if not self._host.any_has_more(missing):
@@ -331,107 +396,6 @@ class Loader(Generic[BatchT_co]):
             f"{'this' if missing else 'another'} worker's loader (sharded=True) has never had a batch to model its "
             "empty parts on while others have data; give every worker at least one batch in its first epoch"
         )
-
-
-@dataclass(frozen=True)
-class _Batch:
-    value: Any
-    part_rows: list[int] | None
-    number: int | None = None  # what its pass knows it by
-
-
-class _Pass(Iterator[Any]):
-    """One pass over a loader, with one batch read ahead.
-
-    The loader does not hold it, so that leaving a loop early ends the DataLoader's worker processes at once.
-    """
-
-    def __init__(
-        self,
-        loader: Loader[Any],
-        position: Position,
-        batches: DealtBatches | SharedBatches | None,
-        results: Iterator[Parts | Ended | Skipped],
-    ) -> None:
-        self._loader = loader
-        self._position = position
-        self._batches = batches
-        self._of_job = None if batches is None else batches.of_job
-        self._hold = None if self._of_job is None else self._of_job.hold()
-        self._results = results
-        self._epoch = loader._epoch
-        self._ended: set[int] = set()
-        self._begun = False
-        self._ahead: _Batch | Exception | None = None
-
-    def __next__(self) -> Any:
-        self._note_end(False)
-        of_job = self._of_job
-        if of_job is not None:
-            of_job.done()
-        if not self._begun:
-            self._begun = True
-            self._ahead = self._read(first=True)
-        while self._ahead is None and of_job is not None and of_job.wait_for_more():
-            seed = epoch_seed(self._loader._host.seed, self._loader._index, self._epoch)
-            self._results = self._loader._results(self._epoch, seed, self._batches)
-            self._ahead = self._read()
-        batch = self._ahead
-        if batch is None:
-            self._loader._finished(self._position)
-            if self._batches is not None:
-                self._batches.end()
-            raise StopIteration
-        if isinstance(batch, Exception):
-            self._ahead = None
-            raise batch
-        if of_job is not None and batch.number is not None:
-            of_job.yielded(batch.number)
-        self._ahead = self._read()
-        self._position.yielded(batch.value, batch.part_rows)
-        self._note_end(self._ahead is None)
-        return batch.value
-
-    def _note_end(self, at_end: bool) -> None:
-        if self._loader._position is self._position:
-            self._loader.progress.at_end = at_end
-
-    def _read(self, *, first: bool = False) -> _Batch | Exception | None:
-        """The next batch, what went wrong in reading it, or None at the end. An error waits until it is asked for."""
-        loader = self._loader
-        parts = _attempted(self._next_parts)
-        more = parts is not None
-        refusal = None
-        if loader._sharded:
-            more = loader._host.any_has_more(more)
-            refusal = loader._refusal(needs_empty=parts is None) if more and first else None
-        number = None if self._batches is None or parts is None else self._batches.was_read()
-        if isinstance(parts, Exception):
-            if self._of_job is not None and number is not None:
-                self._of_job.lost(number)
-            return parts
-        if refusal is not None or not more:
-            return refusal
-        return _attempted(lambda: replace(loader._assembled(parts), number=number))
-
-    def _next_parts(self) -> Parts | None:
-        num_streams = max(1, self._loader._loader.num_workers)
-        while len(self._ended) < num_streams:
-            result = next(self._results, None)
-            if result is None:
-                break
-            if isinstance(result, Ended):
-                self._ended.add(result.worker)
-            elif not isinstance(result, Skipped):
-                return result
-        return None
-
-
-def _attempted(function: Callable[[], T]) -> T | Exception:
-    try:
-        return function()
-    except Exception as error:
-        return error
 
 
 def _is_count(value: object) -> bool:

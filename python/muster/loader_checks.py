@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.utils.data import DataLoader, DistributedSampler
 
 from muster.errors import InvalidArgument
+from muster.stream_states import is_stateful_loader
 from muster.tasks import samplers_of
 
 __all__ = ["check"]
-
-_STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader"
 
 
 def check(loader: object, *, sharded: bool, alone: bool) -> None:
@@ -20,8 +17,8 @@ def check(loader: object, *, sharded: bool, alone: bool) -> None:
         raise InvalidArgument(
             f"a {type(loader).__name__} cannot be prepared as a loader; wrap the data in a torch.utils.data.DataLoader"
         )
-    # The state of a torchdata StatefulDataLoader is that of the passes which it makes itself; Loader has its own.
-    if type(loader).__iter__ is not DataLoader.__iter__ and not _is_stateful(loader):
+    # A torchdata StatefulDataLoader's state is that of passes which it makes itself; Loader has its own.
+    if type(loader).__iter__ is not DataLoader.__iter__ and not is_stateful_loader(loader):
         raise InvalidArgument(
             f"{type(loader).__name__} iterates in a way of its own, which would be lost when its batch sampler is cut "
             "into parts; pass a plain torch.utils.data.DataLoader with the same data set, sampler and collate function"
@@ -36,7 +33,3 @@ def check(loader: object, *, sharded: bool, alone: bool) -> None:
             "in_order=False lets each worker see the batches in another order, but all take parts of the same batch; "
             "leave in_order out, or use prepare_loader(loader, sharded=True)"
         )
-
-
-def _is_stateful(loader: DataLoader[Any]) -> bool:
-    return any(f"{base.__module__}.{base.__qualname__}" == _STATEFUL for base in type(loader).__mro__)

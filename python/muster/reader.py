@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from muster.batch import emptied, part_sizes, rows, split
 from muster.errors import InvalidArgument
+from muster.stream_states import ReadBatch, ReaderState
 from muster.streams import AgreedStream, stream_seed
 
 __all__ = [
@@ -83,6 +83,8 @@ class Task:
     capacities: tuple[float, ...] = ()
     is_skipped: bool = False
     """Of a stream: its samples are passed over."""
+    resume: Sequence[tuple[int, ReaderState | None]] = ()
+    """Of a stream with states, in the first task of each reader: the batches that are passed over, and its state."""
 
 
 @dataclass(frozen=True)
@@ -129,37 +131,65 @@ class ReadyReader(Dataset[Parts]):
         return _divided(self._convert(self.dataset[task.index]), self._deal, task.capacities)
 
 
-class StreamReader(Dataset[Parts | Ended | Skipped]):
+class StreamReader(Dataset[Parts | ReadBatch | Ended | Skipped]):
     """Reads an iterable data set: from the global batch's samples, j goes to part j modulo the number of parts;
     with capacities, parts are contiguous.
 
     The data set's iteration runs under an AgreedStream of the epoch, so that a shuffle inside it agrees on all ranks
     whatever the collate function draws; its ``set_epoch``, if it has one, is called first. With `batch_size` None its
-    items are batches already and are divided by their rows.
+    items are batches already and are divided by their rows. With `snapshot_every` other than 0, batches come with the
+    states of the data set and its iterator, each time after so many.
     """
 
     def __init__(
-        self, dataset: Any, collate: Callable[[Any], Any], deal: Deal, batch_size: int | None, drop_last: bool
+        self,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        deal: Deal,
+        batch_size: int | None,
+        drop_last: bool,
+        snapshot_every: int = 0,
     ) -> None:
         self.dataset = dataset
         self._collate = collate
         self._deal = deal
         self._batch_size = batch_size
         self._drop_last = drop_last
+        self._snapshot_every = snapshot_every
         self._iteration = -1
+        self._num_read = 0
+        self._to_skip: list[bool] = []
+        """Of a pass that goes on: the batches that are passed over, and whether each is to be read for that."""
         self._iterator: Iterator[Any] = iter(())
         self._stream = AgreedStream(0)
 
-    def __getitem__(self, task: Task) -> Parts | Ended | Skipped:
+    def __getitem__(self, task: Task) -> Parts | ReadBatch | Ended | Skipped:
         if task.iteration != self._iteration:
             self._start(task)
+        is_skipped = task.is_skipped
+        if self._to_skip:
+            is_skipped = True
+            if not self._to_skip.pop():
+                return Skipped()
+        size = self._batch_size or 1
         with self._stream:
-            samples = list(islice(self._iterator, self._batch_size or 1))
-        if not samples or (self._drop_last and len(samples) < (self._batch_size or 1)):
+            samples = _next_of(self._iterator, size)
+        if not samples or (self._drop_last and len(samples) < size):
             self._iterator = iter(())
             return Ended(_worker_id())
-        if task.is_skipped:
+        self._num_read += 1
+        if is_skipped:
             return Skipped()
+        parts = self._parts(samples, task)
+        if self._snapshot_every == 0:
+            return parts
+        is_due = self._num_read % self._snapshot_every == 0
+        state = None
+        if is_due or len(samples) < size:
+            state = ReaderState.of(self.dataset, self._iterator, self._num_read, ended=len(samples) < size)
+        return ReadBatch(parts, _worker_id(), state)
+
+    def _parts(self, samples: list[Any], task: Task) -> Parts:
         if self._batch_size is None:
             return _divided(self._collate(samples[0]), self._deal, task.capacities)
         if task.capacities:
@@ -173,11 +203,15 @@ class StreamReader(Dataset[Parts | Ended | Skipped]):
     def _start(self, task: Task) -> None:
         self._iteration = task.iteration
         self._stream = AgreedStream(stream_seed(task.seed, _worker_id(), 0))
+        num_skipped, state = task.resume[_worker_id()] if task.resume else (0, None)
+        self._num_read = 0 if state is None else state.read
+        self._to_skip = [False] * min(self._num_read, num_skipped)
+        self._to_skip = [True] * (num_skipped - len(self._to_skip)) + self._to_skip  # from the end
         with self._stream:
             set_epoch = getattr(self.dataset, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(task.epoch)
-            self._iterator = iter(self.dataset)
+            self._iterator = iter(self.dataset) if state is None else state.iterate(self.dataset)
 
 
 class WorkerStart:
@@ -207,11 +241,20 @@ def reader_of(
     batched: bool,
     batch_size: int | None,
     drop_last: bool,
+    snapshot_every: int = 0,
 ) -> IndexReader | ReadyReader | StreamReader:
     """The reader for a data set: iterable, or by index in batches, or by index of ready batches."""
     if isinstance(dataset, IterableDataset):
-        return StreamReader(dataset, collate, deal, batch_size, drop_last)
+        return StreamReader(dataset, collate, deal, batch_size, drop_last, snapshot_every)
     return IndexReader(dataset, collate, deal) if batched else ReadyReader(dataset, collate, deal)
+
+
+def _next_of(iterator: Iterator[Any], number: int) -> list[Any]:
+    """Fewer at the end. A data set may be its own iterator, and begin anew whenever iter() is called, so it is not."""
+    taken: list[Any] = []
+    while len(taken) < number and (item := next(iterator, _END)) is not _END:
+        taken.append(item)
+    return taken
 
 
 def _worker_id() -> int:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster import _C
-from muster.errors import CheckpointError, LayoutMismatch
+from muster import _C, random_states
+from muster.errors import CheckpointError, InvalidArgument, LayoutMismatch
+from muster.loader import Loader
 from muster.replicated import Replicated
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "compare_generators",
     "compare_module",
     "compare_names",
+    "compare_streams",
     "metadata_of",
     "with_all_parts",
 ]
@@ -86,6 +88,18 @@ def _is_name_or_position(value: Any) -> bool:
     return _is_text(value) or _COUNT(value)
 
 
+def _are_of_ranks(value: Any) -> bool:
+    """Of a sharded loader, if it has them."""
+    return value is None or (
+        isinstance(value, list)
+        and all(isinstance(each, dict) and _are_generator_states(each.get("generators")) for each in value)
+    )
+
+
+def _are_generator_states(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_generator_state, value))
+
+
 def _is_saved_object(value: Any) -> bool:
     return isinstance(value, dict) and len(value) == 1 and next(iter(value)) in ("object", "value")
 
@@ -133,8 +147,9 @@ _CONTENT = {
         }
     ],
     "loss_scales": [{"optimizers": [_COUNT], "scale": {"scale": _is_number, "_growth_tracker": _COUNT}}],
-    "loaders": [{"epoch": _COUNT, "batches": _COUNT, "generators": [_is_generator_state]}],
+    "loaders": [{"epoch": _COUNT, "batches": _COUNT, "generators": [_is_generator_state], "ranks": _are_of_ranks}],
     "generators": _are_states_of_generators,
+    "random": random_states.is_of_form,
     "state": _Every(_is_saved_object),
 }
 """The form of what `save` writes: dicts have these members at least, lists have items of one form."""
@@ -245,3 +260,11 @@ def compare_generators(ours: list[torch.Generator], saved: list[Tensor], what: s
                 f"the checkpoint's state of a generator of {what} is none of one on {generator.device}; give it the "
                 "generators that it had"
             ) from error
+
+
+def compare_streams(loader: Loader[Any], saved: Mapping[str, Any], what: str) -> None:
+    """Raises LayoutMismatch where readers of our loader cannot go on with the states of the saved one's."""
+    try:
+        loader.streams_in(saved)
+    except InvalidArgument as error:
+        raise LayoutMismatch(f"{what}: {error}") from error

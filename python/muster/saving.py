@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from muster import _C, saved_optimizer, saved_tree
+from muster import _C, random_states, saved_loaders, saved_optimizer, saved_tree
 from muster.collectives import Collectives
 from muster.errors import CheckpointError, Error, InvalidArgument, LayoutMismatch
-from muster.loader import Loader
 from muster.loader_host import LoaderHost
 from muster.options import StrategyOptions
 from muster.precision import LossScale, LossScaler
@@ -26,6 +24,7 @@ from muster.saved_layout import (
     check_format,
     compare_generators,
     compare_module,
+    compare_streams,
     metadata_of,
     with_all_parts,
 )
@@ -80,18 +79,22 @@ class Saving:
         if self._has_servers and self._core.rank != 0:
             return
 
-        def given() -> dict[str, Any]:
+        def given() -> tuple[dict[str, Any], list[dict[str, Any]], str]:
             if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                 raise InvalidArgument(f"keep={keep!r}: it must be an int >= 1, or None, which keeps all checkpoints")
-            return {
+            described = {
                 name: {"object": value.state_dict()}
                 if callable(getattr(value, "state_dict", None))
                 else {"value": value}
                 for name, value in state.items()
             }
+            loaders, own = saved_loaders.states_of(self._preparation.loaders)
+            return described, loaders, own
 
         def write() -> None:
-            content = {**self._content(), "state": described}
+            if not self.saves_alone:
+                saved_loaders.note_ranks(self._core, self._preparation.loaders, loaders, own)
+            content = {**self._content(), "loaders": loaders, "state": described}
             if self._core.rank != 0:
                 return
             document, tensors = saved_tree.encode(content)
@@ -99,7 +102,7 @@ class Saving:
             self.writing.write(Path(folder), keep, tensors, metadata)
 
         # Code of users comes before the first collective: where it raises on one rank, no other is left waiting.
-        described = self._together("save", given, alone=self._has_servers)
+        described, loaders, own = self._together("save", given, alone=self._has_servers)
         self._together("save", write, alone=self._has_servers)
 
     def load(self, folder: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -188,11 +191,37 @@ class Saving:
             raise InvalidArgument(f"{what}() was called in a fork of the strategy's process; call it in that one")
         if self._collectives.is_in_step:
             raise InvalidArgument(f"{what}() was called inside a step; call it between steps, on every rank")
-        if self._core.open_sets():
+        if self.has_open_window:
             raise InvalidArgument(
                 f"a window is open, whose gradients a checkpoint does not hold; call flush() before {what}(), or call "
                 "it after a step whose result.stepped is true"
             )
+
+    def told_by_chief(self, what: str, act: Callable[[], bool]) -> bool:
+        """What `act` gives on the chief, which every rank calls; where it raises on any, all raise. Collective; with
+        parameter servers local, and False on the others."""
+        self._check_callable(what)
+        mine = self._together(what, act, alone=self._has_servers)
+        if self._has_servers:
+            return mine and self._core.rank == 0
+        return self.number_of_chief(int(mine)) == 1
+
+    def number_of_chief(self, number: int) -> int:
+        """The chief's `number`. Collective."""
+        if self._core.num_workers == 1:
+            return number
+        (told,) = self._core.broadcast([torch.tensor(number)], 0)
+        return int(told)
+
+    @property
+    def saves_alone(self) -> bool:
+        """Whether no other worker saves with this one."""
+        return self._has_servers or self._core.num_workers == 1
+
+    @property
+    def has_open_window(self) -> bool:
+        """Whether there are gradients that a checkpoint would not hold."""
+        return bool(self._core.open_sets())
 
     @property
     def _has_servers(self) -> bool:
@@ -203,9 +232,10 @@ class Saving:
     def _content(self) -> dict[str, Any]:
         core = self._core
         modules, optimizers = self._preparation.modules, self._preparation.optimizers
-        generators = torch.random.get_rng_state().unsqueeze(0)
+        random = random_states.states_here(core.devices)
         if core.num_workers > 1 and not self._has_servers:
-            generators = self._collectives.gather(generators)
+            random = self._collectives.gather(random)
+        generators, cuda = random.pop("torch"), random["cuda"]
         with leaving_rows_out():
             states = [replicated.state_dict() for replicated in modules]
             saved_optimizers = [saved_optimizer.state_of(core, optimizer) for optimizer in optimizers]
@@ -222,8 +252,8 @@ class Saving:
             "optimizers": saved_optimizers,
             **({"tables": tables} if tables else {}),
             "loss_scales": self._loss_scales(),
-            "loaders": [_state_of_loader(loader) for loader in self._preparation.loaders],
             "generators": generators,
+            "random": {**random, "cuda": cuda if cuda.any() else None},
         }
 
     def _loss_scales(self) -> list[dict[str, Any]]:
@@ -286,7 +316,9 @@ class Saving:
             saved_optimizer.compare(self._core, optimizer, theirs, f"optimizer {number}")
         for number, (loader, theirs) in enumerate(_pairs(loaders, saved["loaders"])):
             if loader.has_place:
-                compare_generators(loader.generators, theirs["generators"], f"loader {number}")
+                place = saved_loaders.of_this_rank(self._core, loader, theirs)
+                compare_generators(loader.generators, place["generators"], f"loader {number}")
+                compare_streams(loader, place, f"loader {number}")
 
     def _take_optimizers(self, saved: dict[str, Any], then: Callable[[], None]) -> None:
         """Loads them, and calls `then`. Where that or torch raises, they are as they were."""
@@ -307,7 +339,7 @@ class Saving:
                 module.load_state_dict(tensors)
         self._tables.take(saved["tables"])
         for loader, theirs in _pairs(self._preparation.loaders, saved["loaders"]):
-            _take_place(loader, theirs)
+            saved_loaders.take_place(loader, saved_loaders.of_this_rank(self._core, loader, theirs))
         for scale in saved["loss_scales"] or ():
             optimizers = [self._preparation.optimizers[position].optimizer for position in scale["optimizers"]]
             number = self._stepping.sets.set_of(optimizers)
@@ -317,31 +349,18 @@ class Saving:
             # Servers give joiners the seed that the job began with.
             seed = None if self._has_servers else int(strategy["seed"])
             self._core.go_on_after(strategy["steps"], strategy["calls"], seed)
-        if generators is not None and len(generators) == self._core.num_workers:
-            torch.random.set_rng_state(generators[self._core.rank].clone())  # torch takes no view
+        core, others = self._core, saved["random"]
+        if generators is not None and len(generators) == core.num_workers:
+            torch.random.set_rng_state(generators[core.rank].clone())  # torch takes no view
+        if others is not None and len(others["python"]) == core.num_workers:
+            as_many = others["cuda"] is not None and len(others["cuda"]) == core.num_replicas
+            others = {**others, "cuda": others["cuda"] if as_many else None}
+            random_states.restore(others, core.rank, core.first_replica, core.devices)
 
 
 def _text_of(error: BaseException) -> str:
     text = str(error)
     return text if isinstance(error, Error) else f"{type(error).__name__}: {text}".removesuffix(": ")
-
-
-def _state_of_loader(loader: Loader[Any]) -> dict[str, Any]:
-    """Batches that parameter servers deal or divide have no place in one worker: their epoch begins anew."""
-    return loader.state_dict() if loader.has_place else {"epoch": loader.epoch, "batches": 0, "generators": []}
-
-
-def _take_place(loader: Loader[Any], saved: dict[str, Any]) -> None:
-    if loader.has_place:
-        loader.load_state_dict(saved)
-        return
-    loader.epoch = saved["epoch"]
-    if saved["batches"] > 0:
-        logging.getLogger("muster").warning(
-            "parameter servers divide the batches, so that epoch %d begins anew: its first %d batches come once more",
-            saved["epoch"],
-            saved["batches"],
-        )
 
 
 def _pairs(ours: Sequence[_T], saved: Sequence[Any] | None) -> Iterator[tuple[_T, Any]]:

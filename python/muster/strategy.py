@@ -251,8 +251,9 @@ class Strategy:
         self._core.stop()
 
     def explain(self) -> str:
-        """In plain words: who takes part, and what was chosen and why."""
-        return self._core.explain(type(self).__name__)
+        """In plain words: who takes part, and what was chosen and why; where this process writes checkpoints, when the
+        last one was written, where and how large, or that one is being written, and what went wrong with the last."""
+        return self._core.explain(type(self).__name__) + self._saving.writing.explain()
 
     def close(self) -> None:
         """Ends the replica threads and leaves the job; prepared modules and optimizers are free again.

@@ -136,8 +136,11 @@ class Tasks:
 
     def __iter__(self) -> Iterator[Task]:
         if isinstance(self._loader.dataset, IterableDataset):
-            skipped = repeat(replace(self.current, is_skipped=True), self.num_skipped)
-            return chain(skipped, map(self._balanced, repeat(self.current)))
+            task = self.current
+            others = replace(task, resume=())  # states are large
+            firsts = [task] * len(task.resume)
+            skipped = repeat(replace(others, is_skipped=True), 0 if firsts else self.num_skipped)
+            return chain(skipped, map(self._balanced, chain(firsts, repeat(others))))
         if self.batches is not None:
             return (replace(self._balanced(self.current), index=index) for index in self.batches.to_read())
         return self._cut(self.current, self._indices(self.current, self.num_skipped))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +15,23 @@ from muster import _C
 from muster.errors import CheckpointError
 
 __all__ = ["Writing"]
+
+
+class _Begun(NamedTuple):
+    """A checkpoint whose writing has begun: in which folder, its tensors' bytes, and when by the monotonic clock."""
+
+    folder: Path
+    size: int
+    at: float
+
+
+class _Written(NamedTuple):
+    """A checkpoint that is there: its own folder, its tensors' bytes, and when it was written."""
+
+    folder: Path
+    size: int
+    at: float
+
 
 _POLL = 0.002  # seconds between two looks at whether a checkpoint is written
 
@@ -24,6 +44,14 @@ class Writing:
         self._made_with: tuple[Path, int | None] | None = None
         """The folder and `keep` of the writer."""
         self._pid = os.getpid()
+        self._begun: _Begun | None = None
+        """The last one."""
+        self._written: _Written | None = None
+        """The last one that was."""
+        self._failure = ""
+        """Of the last one, where it went wrong."""
+        self._untold: CheckpointError | None = None
+        """The same, until it was raised."""
 
     @property
     def is_of_this_process(self) -> bool:
@@ -40,7 +68,13 @@ class Writing:
         if self._writer is None or self._made_with != made_with:
             self._writer = None  # which lets the folder go
             self._writer, self._made_with = _C.SnapshotWriter(made_with[0], keep), made_with
-        self._writer.write_copy(tensors, metadata)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        try:
+            self._writer.write_copy(tensors, metadata)
+        except CheckpointError as error:
+            self._failure = str(error)
+            raise
+        self._begun = _Begun(made_with[0], size, time.monotonic())
 
     def finish(self) -> None:
         """Waits until the last checkpoint is written; raises CheckpointError, once, where it could not be. Ctrl-C ends
@@ -49,13 +83,51 @@ class Writing:
             return
         while not self._writer.is_done:
             time.sleep(_POLL)
-        folder, _ = self._made_with
+        self._settle()
+        error, self._untold = self._untold, None
+        if error is None:
+            return
+        if _is_gone(self._made_with[0] / "life"):
+            self._writer = None  # the lock went with it: the next checkpoint makes the folder anew and claims it
+        raise error
+
+    def explain(self) -> str:
+        """In words: the last checkpoint, or that one is being written, and what went wrong; empty where none was."""
+        from muster.checkpoint.describing import size_text  # which knows this package
+
+        if not self.is_of_this_process:
+            return ""
+        lines = []
+        if self._writer is not None and self._begun is not None and not self._writer.is_done:
+            folder, size, began = self._begun
+            lines.append(
+                f"one of {size_text(size)} is being written to '{folder}' for {time.monotonic() - began:.1f} s"
+            )
+        else:
+            self._settle()
+        if self._failure:
+            lines.append(f"the last one could not be written: {self._failure}")
+        if self._written is not None:
+            folder, size, at = self._written
+            when = datetime.fromtimestamp(at).astimezone().isoformat(" ", "seconds")
+            which = "the one before" if lines else "the last one"
+            lines.append(f"{which}, '{folder}' ({size_text(size)}), was written at {when}")
+        return f"checkpoints: {'; '.join(lines)}\n" if lines else ""
+
+    def _settle(self) -> None:
+        """Notes what became of the one that was begun last, which is done."""
+        if self._writer is None or self._begun is None:
+            return
+        (folder, size, _), self._begun = self._begun, None
         try:
             self._writer.wait()
-        except CheckpointError:
-            if _is_gone(folder / "life"):
-                self._writer = None  # the lock went with it: the next checkpoint makes the folder anew and claims it
-            raise
+        except CheckpointError as error:
+            self._failure, self._untold = str(error), error
+            return
+        self._failure = ""
+        with contextlib.suppress(OSError, ValueError):  # it may be taken away at any time
+            newest = max(folder.glob("snapshot-*"))
+            self._written = _Written(newest, size, (newest / "manifest.json").stat().st_mtime)
 
     def end(self) -> None:
         """As finish(), and lets the folder go. No-op in a fork of the process."""

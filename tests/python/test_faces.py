@@ -26,7 +26,9 @@ STRATEGIES: dict[type, Any] = {
 # A module's methods take what the module's own take.
 FORWARDED = ("Replicated.", "PerReplica.")
 # Whose keywords are names that the caller chooses.
-NAMING = {"Strategy.save", "Strategy.load"}
+NAMING = {"Strategy.save", "Strategy.load"} | {
+    f"Checkpoints{method}" for method in ("", ".after_step", ".save", ".best")
+}
 
 
 def callables() -> Iterator[tuple[str, Callable[..., Any], str]]:

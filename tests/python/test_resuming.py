@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import muster
 from muster import saved_tree
@@ -21,9 +23,9 @@ STEPS_PER_EPOCH = 13
 
 
 def program() -> dict[str, Any]:
-    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(block, str(PAGE), "exec"), names)
+    exec(compile("\n".join(blocks), str(PAGE), "exec"), names)
     return names
 
 
@@ -38,17 +40,38 @@ def strategy_of(kind: str) -> muster.Strategy:
 Parameters = list[np.ndarray[Any, Any]]
 
 
-def train(kind: str, folder: Path, stop_after: int | None) -> Parameters | None:
-    """One job: the final parameters, or None when it was stopped."""
+class Killed(Exception):
+    """Ends a job where it is."""
+
+
+def interrupt(strategy: muster.Strategy, after: int | None, how: str) -> None:
+    """Asks the job to stop in the step after which `after` were made, or kills it in the next one."""
+    step = strategy.step
+
+    def interrupted(*args: Any) -> muster.StepResult:
+        if strategy.steps + 1 == after and how == "stop":
+            strategy.stop()
+        if strategy.steps == after:
+            raise Killed
+        return step(*args)
+
+    strategy.step = interrupted  # type: ignore[method-assign]
+
+
+def train(kind: str, folder: Path, stop_after: int | None, how: str) -> Parameters | None:
+    """One job: the final parameters, or None when it was interrupted."""
     with strategy_of(kind) as strategy:
-        model = program()["train"](strategy, folder, stop_after=stop_after)
+        interrupt(strategy, stop_after, how)
+        model = None
+        with contextlib.suppress(Killed):
+            model = program()["train"](strategy, folder)
         return None if model is None else [parameter.detach().numpy().copy() for parameter in model.parameters()]
 
 
-def train_as(kind: str, folder: Path, stop_after: int | None = None) -> Parameters | None:
+def train_as(kind: str, folder: Path, stop_after: int | None = None, how: str = "stop") -> Parameters | None:
     if kind == "mirrored":
-        return train(kind, folder, stop_after)
-    first, second = run_ranks(2, train, kind, folder, stop_after)
+        return train(kind, folder, stop_after, how)
+    first, second = run_ranks(2, train, kind, folder, stop_after, how)
     assert same(first, second)
     return first
 
@@ -82,6 +105,26 @@ def test_a_resumed_job_ends_with_the_bits_of_an_uninterrupted_one(
 ) -> None:
     assert train_as(before, tmp_path, stop_after) is None
     assert same(train_as(after, tmp_path), uninterrupted)
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "multi_worker"])
+def test_a_job_that_was_killed_goes_on_from_its_last_checkpoint(
+    kind: str, uninterrupted: Parameters, tmp_path: Path
+) -> None:
+    assert train_as(kind, tmp_path, STEPS_PER_EPOCH + 4, "kill") is None
+    snapshot = muster._C.read_newest_snapshot(tmp_path)
+    assert snapshot is not None and snapshot[1]["steps"] == 15
+    assert same(train_as(kind, tmp_path), uninterrupted)
+
+
+def test_the_best_of_the_page_is_kept_and_loaded(tmp_path: Path) -> None:
+    page = program()
+    with strategy_of("mirrored") as strategy:
+        model, loader = strategy.prepare(torch.nn.Linear(16, 4), DataLoader(page["data"], batch_size=50))
+        checkpoints = muster.Checkpoints(strategy, tmp_path, mode="max")
+        assert page["evaluate"](strategy, checkpoints, model, loader)
+        assert not page["evaluate"](strategy, checkpoints, model, loader)
+        assert 0 <= page["load_the_best"](strategy, tmp_path) <= 1
 
 
 def terminated(folder: Path) -> bool:

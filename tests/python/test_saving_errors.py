@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -280,3 +282,53 @@ def test_what_a_killed_job_has_forked_does_not_keep_its_folder(tmp_path: Path) -
         process.kill()
         if child:
             os.kill(child, signal.SIGKILL)
+
+
+# --- what explain() says ----------------------------------------------------------------------------------------------
+def checkpoints_line(strategy: muster.Strategy) -> str:
+    lines = [line for line in strategy.explain().splitlines() if line.startswith("checkpoints: ")]
+    assert len(lines) <= 1
+    return lines[0] if lines else ""
+
+
+def finished(strategy: muster.Strategy) -> str:
+    """What it says once nothing is being written."""
+    while "being written" in (line := checkpoints_line(strategy)):
+        time.sleep(0.002)
+    return line
+
+
+def test_explain_tells_of_the_last_checkpoint_and_of_what_went_wrong(tmp_path: Path) -> None:
+    with mirrored() as strategy:
+        assert checkpoints_line(strategy) == ""
+        strategy.save(tmp_path, big=torch.zeros(10_000))
+        folder = tmp_path / NAMES["older"]
+        assert re.fullmatch(
+            rf"checkpoints: the last one, '{folder}' \([\d.]+ kB\), was written at \d{{4}}-\d\d-\d\d .*",
+            finished(strategy),
+        )
+        with small_files():
+            strategy.save(tmp_path, big=torch.zeros(10_000))
+            line = finished(strategy)
+            assert line.startswith("checkpoints: the last one could not be written: ") and "shard-00000" in line
+            assert f"; the one before, '{folder}' (" in line
+            with pytest.raises(muster.CheckpointError, match=r"shard-00000"):  # explain() has not taken it
+                strategy.save(tmp_path)
+            assert "could not be written" in finished(strategy)
+        strategy.save(tmp_path)
+        assert finished(strategy).startswith(f"checkpoints: the last one, '{tmp_path}")
+        (tmp_path / "file").touch()
+        with pytest.raises(muster.CheckpointError):
+            strategy.save(tmp_path / "file")
+        assert str(tmp_path / "file") in finished(strategy)
+    assert "the last one could not be written" in checkpoints_line(strategy)
+
+
+def test_explain_says_that_a_checkpoint_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mirrored() as strategy:
+        strategy.save(tmp_path, big=torch.zeros(10_000))
+        with monkeypatch.context() as patch:
+            patch.setattr(strategy._saving.writing, "_writer", SimpleNamespace(is_done=False))
+            line = checkpoints_line(strategy)
+        assert re.fullmatch(rf"checkpoints: one of [\d.]+ kB is being written to '{tmp_path}' for \d+\.\d s", line)
+        assert "was written" in finished(strategy)

@@ -56,6 +56,7 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
             for each in parts.get("loaders") or ()
         ],
         "generators": None if generators is None else len(generators),
+        "random": sorted(name for name, states in (parts.get("random") or {}).items() if states is not None),
         "state": {
             name: {
                 "kind": "object" if "object" in each else "value",
@@ -112,7 +113,8 @@ def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
             f"loader {number}", f"epoch {loader['epoch']}, {_count(loader['batches'], 'batch', 'batches')} in{own}"
         )
     if found["generators"] is not None:
-        yield _line("generators", f"torch's default one of {_count(found['generators'], 'worker')}")
+        others = f", and those of {', '.join(found['random'])}" if found["random"] else ""
+        yield _line("generators", f"torch's default one of {_count(found['generators'], 'worker')}{others}")
     for name, each in found["state"].items():
         what = "object" if each["kind"] == "object" else "value"
         yield _line(f"{what} '{name}'", value_text(each["value"]))

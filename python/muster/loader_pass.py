@@ -1,0 +1,137 @@
+"""One pass over a prepared loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from muster.errors import InvalidArgument
+from muster.position import Position
+from muster.reader import Ended, Parts, Skipped
+from muster.stream_states import ReadBatch, StreamStates
+from muster.tasks import DealtBatches, SharedBatches
+
+__all__ = ["Pass", "ReadAhead", "Reads"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class ReadAhead:
+    """A batch that the loop gets next."""
+
+    value: Any
+    part_rows: list[int] | None
+    number: int | None = None  # what its pass knows it by
+    read: ReadBatch | None = None  # of a loader whose readers have states
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a pass needs of its loader."""
+
+    position: Position
+    streams: StreamStates
+    batches: DealtBatches | SharedBatches | None
+    num_readers: int
+    to_skip: int
+    """Batches of a stream that come and are passed over."""
+    is_sharded: bool
+    begin: Callable[[], Iterator[Parts | ReadBatch | Ended | Skipped]]
+    """Reads from the beginning of `batches`; called again where other workers' come to them."""
+    note_end: Callable[[bool], None]
+    """Whether the batch that is yielded is the last."""
+    finish: Callable[[], None]
+    any_has_more: Callable[[bool], bool]
+    """As of LoaderHost."""
+    refusal: Callable[[bool], InvalidArgument | None]
+    """Collective: an error where a worker needs an empty part, which is given, and has none to model it on."""
+    assembled: Callable[[Parts | None], ReadAhead]
+    """The batch of parts; an empty one of None."""
+
+
+class Pass(Iterator[Any]):
+    """One pass over a loader, with one batch read ahead.
+
+    The loader does not hold it, so that leaving a loop early ends the DataLoader's worker processes at once.
+    """
+
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
+        self._of_job = None if reads.batches is None else reads.batches.of_job
+        self._hold = None if self._of_job is None else self._of_job.hold()
+        self._results = reads.begin()
+        self._ended: set[int] = set()
+        self._to_skip = reads.to_skip
+        self._begun = False
+        self._ahead: ReadAhead | Exception | None = None
+
+    def __next__(self) -> Any:
+        self._reads.note_end(False)
+        of_job = self._of_job
+        if of_job is not None:
+            of_job.done()
+        if not self._begun:
+            self._begun = True
+            self._ahead = self._read(first=True)
+        while self._ahead is None and of_job is not None and of_job.wait_for_more():
+            self._results = self._reads.begin()
+            self._ahead = self._read()
+        batch = self._ahead
+        if batch is None:
+            self._reads.finish()
+            if self._reads.batches is not None:
+                self._reads.batches.end()
+            raise StopIteration
+        if isinstance(batch, Exception):
+            self._ahead = None
+            raise batch
+        if of_job is not None and batch.number is not None:
+            of_job.yielded(batch.number)
+        self._ahead = self._read()
+        self._reads.position.yielded(batch.value, batch.part_rows)
+        if batch.read is not None:
+            self._reads.streams.yielded(batch.read)
+        self._reads.note_end(self._ahead is None)
+        return batch.value
+
+    def _read(self, *, first: bool = False) -> ReadAhead | Exception | None:
+        """The next batch, what went wrong in reading it, or None at the end. An error waits until it is asked for."""
+        reads = self._reads
+        found = _attempted(self._next_parts)
+        read = found if isinstance(found, ReadBatch) else None
+        parts = found.parts if isinstance(found, ReadBatch) else found
+        more = parts is not None
+        refusal = None
+        if reads.is_sharded:
+            more = reads.any_has_more(more)
+            refusal = reads.refusal(parts is None) if more and first else None
+        number = None if reads.batches is None or parts is None else reads.batches.was_read()
+        if isinstance(parts, Exception):
+            if self._of_job is not None and number is not None:
+                self._of_job.lost(number)
+            return parts
+        if refusal is not None or not more:
+            return refusal
+        return _attempted(lambda: replace(reads.assembled(parts), number=number, read=read))
+
+    def _next_parts(self) -> Parts | ReadBatch | None:
+        while len(self._ended) < self._reads.num_readers:
+            result = next(self._results, None)
+            if result is None:
+                break
+            if isinstance(result, Ended):
+                self._ended.add(result.worker)
+            elif isinstance(result, Skipped) or self._to_skip > 0:
+                self._to_skip -= 1  # a batch too, where a reader that was to pass over one was at its end
+            else:
+                return result
+        return None
+
+
+def _attempted(function: Callable[[], _T]) -> _T | Exception:
+    try:
+        return function()
+    except Exception as error:
+        return error

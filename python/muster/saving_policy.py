@@ -1,0 +1,243 @@
+"""Checkpoints: when a training loop saves, and what it keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterable
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from muster import saved_tree
+from muster.errors import InvalidArgument
+from muster.saving import Saving
+from muster.step import StepResult
+from muster.strategy import Strategy
+
+__all__ = ["Checkpoints"]
+
+_BEST = "best"
+"""The folder of the best checkpoints in that of the others, and the name of their metric."""
+
+
+class Checkpoints:
+    """The checkpoints of a training loop: `load` before it, `after_step` after each step, and `best` after each
+    evaluation. All ranks make the same calls; externally synchronised.
+
+    Every checkpoint is one of `Strategy.save`. What `after_step` and `save` write is in the folder itself, what `best`
+    writes in its folder ``best``.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        folder: str | os.PathLike[str] | None,
+        *,
+        every: int | None = None,
+        every_seconds: float | None = None,
+        keep: int | None = None,
+        mode: Literal["min", "max"] = "min",
+        best_keep: int | None = 1,
+        **state: Any,
+    ) -> None:
+        """Of `strategy`, in `folder` (None: nothing is saved or loaded), the same on every rank.
+
+        `after_step` saves once `every` further steps were made, or `every_seconds` have passed since the last
+        checkpoint, whichever comes first; with neither, only where the job stops. The `keep` newest stay (None: all).
+
+        `mode` says which metric `best` prefers, the least or the greatest; of those that were the best when they came,
+        the `best_keep` newest stay (None: all). `state` are objects that have `state_dict` and `load_state_dict`, which
+        are saved and loaded by their names. Raises InvalidArgument for anything else.
+        """
+        _check_count("every", every, "None, which leaves the number of steps out of it")
+        _check_count("keep", keep, "None, which keeps all checkpoints")
+        _check_count("best_keep", best_keep, "None, which keeps all checkpoints")
+        if every_seconds is not None and not _is_duration(every_seconds):
+            raise InvalidArgument(f"every_seconds={every_seconds!r}: it must be a number of seconds above 0, or None")
+        if mode not in ("min", "max"):
+            raise InvalidArgument(f"mode={mode!r}: it must be 'min' or 'max', whichever metric is better")
+        for name, given in state.items():
+            if not all(callable(getattr(given, method, None)) for method in ("state_dict", "load_state_dict")):
+                raise InvalidArgument(
+                    f"{name}= is a {type(given).__name__} without state_dict() and load_state_dict(); give values to "
+                    f"after_step(result, {name}=...), as they are then: load() returns them"
+                )
+        _check_names(state, ())
+        self._strategy = strategy
+        self._folder = None if folder is None else Path(folder)
+        self._every = every
+        self._keep = keep
+        self._mode = mode
+        self._best_keep = best_keep
+        self._state = state
+        saving = strategy._saving
+        self._clock = None if every_seconds is None else _Clock(saving, float(every_seconds))
+        self._steps_seen: int | None = None
+        self._is_due = False
+        self._saved_at: int | None = None
+        """The strategy's steps when it was saved last."""
+
+    def load(self) -> dict[str, Any] | None:
+        """As `Strategy.load` of the folder, with the objects of `state`: the values that were saved by name, or None
+        where there is no checkpoint. Collective, after prepare()."""
+        if self._folder is None:
+            return None
+        found = self._strategy._saving.load(self._folder, self._state)
+        self._start_over()
+        if found is not None:
+            self._saved_at = self._strategy.steps
+        return found
+
+    def after_step(self, result: StepResult | None, **values: Any) -> bool:
+        """Saves where that is due, and where `strategy.stopping` has turned true; returns whether it has, so that the
+        loop is left. `result` is what the step, or flush(), returned. Collective where it saves.
+
+        `values` are numbers, strings, tensors, and tuples, lists and dicts of them, which are saved by their names, and
+        which `load` returns. A checkpoint is made after a step that leaves no window open: later, where one is.
+        """
+        if result is not None and not isinstance(result, StepResult):
+            raise InvalidArgument(
+                f"after_step() was given a {type(result).__name__}; give it what strategy.step() or flush() returned"
+            )
+        is_stopping = self._strategy.stopping
+        if result is not None and result.stepped:
+            self._note_step(result.step)
+        if not (self._is_due or is_stopping) or self._strategy._saving.has_open_window:
+            return False
+        if self._is_due or self._saved_at != self._strategy.steps:
+            self.save(**values)
+        return is_stopping
+
+    def save(self, **values: Any) -> None:
+        """Saves now, with `values` as of `after_step`. Collective, with no window open."""
+        _check_names(values, self._state)
+        if self._folder is not None:
+            self._strategy._saving.save(self._folder, self._keep, {**self._state, **values})
+        self._saved_at = self._strategy.steps
+        self._start_over()
+
+    def best(self, metric: float | Tensor, **values: Any) -> bool:
+        """Saves into the folder's folder ``best`` where `metric` is better than that of the checkpoint there, whichever
+        job made it, or none is there; returns whether it is. NaN is not better than anything.
+
+        `metric` is a number, or a tensor of one, of which the chief's decides; `values` are as of `after_step`.
+        Collective, with no window open; waits for a checkpoint that is being written. With parameter servers the chief
+        acts alone, and others get False. Raises InvalidArgument where the other `mode` was used in this folder.
+        """
+        saving, folder = self._strategy._saving, self._folder
+
+        def is_better() -> bool:
+            value = _number_of(metric)
+            _check_names(values, self._state)
+            if folder is None or self._strategy.rank != 0 or math.isnan(value):
+                return False
+            saving.writing.finish()
+            kept = _metric_in(folder / _BEST)
+            if kept is None:
+                return True
+            if kept["mode"] != self._mode:
+                raise InvalidArgument(
+                    f"what is in '{folder / _BEST}' is the best by mode={kept['mode']!r}, and mode={self._mode!r} was "
+                    "given; give that mode, or another folder"
+                )
+            before = kept["metric"]
+            return bool(value < before if self._mode == "min" else value > before)
+
+        found = saving.told_by_chief("best", is_better)
+        if found and folder is not None:
+            described = {_BEST: {"metric": _number_of(metric), "mode": self._mode}}
+            saving.save(folder / _BEST, self._best_keep, {**self._state, **values, **described})
+        return found
+
+    def _note_step(self, steps: int) -> None:
+        seen = steps - 1 if self._steps_seen is None else self._steps_seen
+        self._steps_seen = steps
+        if self._every is not None and steps // self._every != seen // self._every:
+            self._is_due = True
+        if not self._is_due and self._clock is not None and self._folder is not None:
+            self._is_due = self._clock.is_over()
+
+    def _start_over(self) -> None:
+        self._is_due = False
+        if self._clock is not None:
+            self._clock.start_over()
+
+
+class _Clock:
+    """Whether a time has passed, as the chief's clock says, on all ranks after the same step.
+
+    They ask it together, and it says after how many steps to ask next: after half of what is left, as long as the
+    steps were lately. So they ask a few times for each halving, and not after each step.
+    """
+
+    def __init__(self, saving: Saving, seconds: float) -> None:
+        self._saving = saving
+        self._seconds = seconds
+        self._longest = 1
+        """Steps between two questions so far: the next ones are at most twice as many, since first steps are slow."""
+        self.start_over()
+
+    def start_over(self) -> None:
+        """The time begins."""
+        self._began = self._asked = time.monotonic()
+        self._steps = 0
+        self._ask_at = 1  # the chief alone knows the pace
+
+    def is_over(self) -> bool:
+        """After each step, until it is true. Collective where it asks."""
+        self._steps += 1
+        if not self._saving.saves_alone and self._steps < self._ask_at:
+            return False
+        now = time.monotonic()
+        left = self._seconds - (now - self._began)
+        if self._saving.saves_alone:
+            return left <= 0
+        self._longest = max(self._longest, self._steps)
+        # In steps as long as those since the last question.
+        half = left / 2 * self._steps / max(now - self._asked, 1e-6)
+        self._asked, self._steps = now, 0
+        self._ask_at = self._saving.number_of_chief(0 if left <= 0 else max(1, min(2 * self._longest, int(half))))
+        return self._ask_at == 0
+
+
+def _check_count(name: str, count: int | None, otherwise: str) -> None:
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise InvalidArgument(f"{name}={count!r}: it must be an int >= 1, or {otherwise}")
+
+
+def _is_duration(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+
+
+def _check_names(names: Iterable[str], taken: Iterable[str]) -> None:
+    for name in names:
+        if name == _BEST:
+            raise InvalidArgument(f"{name}= is what best() calls its metric in a checkpoint; give it another name")
+        if name in taken:
+            raise InvalidArgument(f"{name}= is an object that Checkpoints() was given; give the value another name")
+
+
+def _number_of(metric: Any) -> float:
+    is_one = isinstance(metric, Tensor) and metric.numel() == 1 and not metric.is_complex()
+    if not is_one and (isinstance(metric, bool) or not isinstance(metric, Real)):
+        found = f"a tensor of shape {tuple(metric.shape)}" if isinstance(metric, Tensor) else repr(metric)
+        raise InvalidArgument(f"best() was given {found}; give it one real number, strategy.reduce()d over all ranks")
+    return float(metric)
+
+
+def _metric_in(folder: Path) -> dict[str, Any] | None:
+    """What best() wrote to the newest checkpoint there."""
+    for path in sorted(folder.glob("snapshot-*/manifest.json"), reverse=True):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            document = json.loads(json.loads(path.read_text())["manifest"]["strings"]["content"])
+            node = document["dict"]["state"]["dict"][_BEST]["dict"]["value"]
+            found: dict[str, Any] = saved_tree.decode(json.dumps(node), {})
+            if isinstance(found["metric"], float) and found["mode"] in ("min", "max"):
+                return found
+    return None
