@@ -239,6 +239,7 @@ void ServerCore::resume(Session& session, const Resume& request) {
       log(LogLevel::warning, "parameter server " + std::to_string(index_) + " goes back to its snapshot of step " +
                                  std::to_string(request.step) + ": not all servers have what came after");
     }
+    snapshots_.remove_after(request.step);
     shard->drop_all();
     shard->commands().open(request.step);
     cuts_.go_on_after(request.step);

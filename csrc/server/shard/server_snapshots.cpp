@@ -1,6 +1,7 @@
 #include "server/shard/server_snapshots.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "core/log.h"
 #include "muster/error.h"
@@ -71,6 +72,13 @@ ServerSnapshots::ServerSnapshots(std::unique_ptr<SnapshotStore> store) : store_(
       throw CheckpointError("snapshot '" + entry.name + "' in " + store_->where() + ": " + error.what());
     }
   }
+  // A newer one of an earlier step: the job went back, and what is of later steps did not happen.
+  uint64_t least = std::numeric_limits<uint64_t>::max();
+  for (auto kept = kept_.end(); kept != kept_.begin();) {
+    --kept;
+    least = std::min(least, kept->step);
+    if (kept->step > least) kept = kept_.erase(kept);
+  }
 }
 
 std::vector<uint64_t> ServerSnapshots::steps() const {
@@ -134,15 +142,17 @@ void ServerSnapshots::read(uint64_t step, const Restore& restore) {
   }
   if (!wanted) throw CheckpointError("this parameter server has no snapshot of step " + std::to_string(step));
   read_one(*wanted, restore);
-  // Later ones are of what did not happen.
+}
+
+void ServerSnapshots::remove_after(uint64_t step) {
+  if (!store_) return;
   const Lock writing(store_mutex_);
-  Lock lock(mutex_);
-  while (kept_.back().name != wanted->name) {
-    const auto name = kept_.back().name;
-    kept_.pop_back();
-    lock.unlock();
-    store_->remove(name);
-    lock.lock();
+  {
+    const Lock lock(mutex_);
+    std::erase_if(kept_, [&](const Kept& kept) { return kept.step > step; });
+  }
+  for (const auto& entry : store_->list()) {
+    if (step_of(entry.metadata) > step) store_->remove(entry.name);
   }
 }
 

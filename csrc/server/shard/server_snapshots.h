@@ -38,8 +38,10 @@ class ServerSnapshots {
   /// is damaged, it is named in a warning, and `restore` begins anew with the one before. False where there is none at
   /// all; throws CheckpointError where none is good.
   bool read_newest(const Restore& restore);
-  /// The same of that of a step, the only one that will do. Later ones go.
+  /// The same of that of a step, the only one that will do.
   void read(uint64_t step, const Restore& restore);
+  /// Removes those of later steps, which did not happen, damaged ones too.
+  void remove_after(uint64_t step);
   /// Bytes that are read, and of how many, while one is.
   std::pair<uint64_t, uint64_t> progress() const;
 
