@@ -25,7 +25,8 @@ test: package cuda $(STAMPS)/dev
 	$(BUILD)/muster_device_tests
 	$(BUILD)/muster_cuda_mutants "[mutants]"
 	tools/sanitized.sh thread $(BUILD)/muster_cuda_race_mutants "[mutants]"
-	$(PYTHON) -m pytest
+	@# Two at once, each with files of its own: most tests wait for other processes.
+	$(PYTHON) -m pytest -n 2 --dist loadfile
 
 # Compiles and links the CUDA side where nvcc is found; nothing of it runs. A GPU is `make gpu-check`'s business.
 cuda: $(STAMPS)/dev
