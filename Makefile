@@ -55,8 +55,7 @@ FUZZ_SECONDS ?= 300
 fuzz: package $(STAMPS)/dev
 	tools/fuzz.sh $(PYTHON) $(BUILD) $(FUZZ_SECONDS)
 
-# clang-tidy reads a compile database of its own: it knows neither gcc's precompiled headers nor ccache, and no build
-# with CUDA, which comm/nccl/api.cpp needs.
+# clang-tidy reads a compile database of its own: it knows neither gcc's precompiled headers nor ccache.
 lint: package dev lint-only
 
 # On what `make package dev` left.

@@ -4,9 +4,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <string_view>
+#include <utility>
 
 #include "muster/error.h"
 #include "net/unix_socket.h"
@@ -38,24 +41,24 @@ std::optional<JobSecret> job_secret() {
   if ((status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
     fail(path, "others than its owner have rights to it; take them away (chmod 600), or make a new secret");
   }
-  std::string text(kMostBytes + 1, '\0');
+  char buffer[kMostBytes + 1];
   size_t length = 0;
-  while (length < text.size()) {
-    const ssize_t got = ::read(file.get(), text.data() + length, text.size() - length);
+  while (length < sizeof(buffer)) {
+    const ssize_t got = ::read(file.get(), buffer + length, sizeof(buffer) - length);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) fail(path, std::strerror(errno) + std::string("; check its disk"));
     if (got == 0) break;
     length += static_cast<size_t>(got);
   }
   if (length > kMostBytes) fail(path, "it is longer than " + std::to_string(kMostBytes) + " bytes; name another file");
-  text.resize(length);
-  text.erase(text.find_last_not_of(kSpace) + 1);
-  text.erase(0, text.find_first_not_of(kSpace));
+  std::string_view text(buffer, length);
+  text = text.substr(0, text.find_last_not_of(kSpace) + 1);
+  text.remove_prefix(std::min(text.find_first_not_of(kSpace), text.size()));
   if (text.size() < kLeastBytes) {
     fail(path, "a secret has at least " + std::to_string(kLeastBytes) +
                    " bytes; make one: (umask 077; head -c 32 /dev/urandom | base64 > FILE)");
   }
-  return text;
+  return std::optional<JobSecret>(std::in_place, text);
 }
 
 }  // namespace muster::net

@@ -89,7 +89,7 @@ void check_table(const Dict& table, size_t number) {
   }
 }
 
-at::Tensor whole_of(const at::Tensor& rows, const at::Tensor& values, at::Tensor whole) {
+at::Tensor whole_of(const at::Tensor& rows, const at::Tensor& values, const at::Tensor& whole) {
   return whole.index_copy_(0, rows, values);
 }
 

@@ -3,7 +3,9 @@
 #include <signal.h>
 #include <sys/wait.h>
 
+#include <fstream>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -112,6 +114,66 @@ TEST_CASE("no update of a synchronous job is lost or doubled", "[server]") {
   run(0, {.workers = true, .count = 4}, 4);
   run(0, {.servers = true, .count = 4}, 5);
   run(0, {.connections = true, .count = 4}, 6);
+}
+
+TEST_CASE("a server process that stands still for 20 s costs no worker", "[server][.][long]") {
+  const uint32_t staleness = GENERATE(0U, kAnyStaleness);
+  CAPTURE(staleness);
+  TracedJob job(2, staleness);
+  job.plan.heartbeat_ms = 5'000;  // as a strategy's, and how long a server may be gone
+  job.patience = milliseconds(5'000);
+  job.steps = 3'000;
+  std::vector<pid_t> servers;
+  for (uint32_t s = 0; s < kTracedServers; ++s) servers.push_back(job.fork_server(s));
+  std::vector<pid_t> workers;
+  for (uint32_t w = 0; w < 2; ++w) workers.push_back(job.fork_worker(w, static_cast<int>(w)));
+  for (int i = 0; job.board->lives[0].acked < 20 && i < 3000; ++i) std::this_thread::sleep_for(milliseconds(10));
+  const pid_t victim = servers[GENERATE(0U, 1U)];
+  ::kill(victim, SIGSTOP);
+  const uint64_t before = job.board->lives[0].acked;
+  std::this_thread::sleep_for(milliseconds(20'000));
+  CHECK(job.board->lives[0].acked <= before + 2);  // it was needed
+  ::kill(victim, SIGCONT);
+  for (const pid_t worker : workers) CHECK(end_of(worker) == 0);
+  const auto counts = job.read_counts();
+  for (size_t life = 0; life < 2; ++life) {
+    for (const float count : counts[life]) CHECK(count == static_cast<float>(job.steps));
+  }
+  job.board->servers_down = 1;
+  for (const pid_t server : servers) end_of(server);
+}
+
+TEST_CASE("servers need no more memory however often a worker is started again", "[server][.][long]") {
+  TracedJob job(2, kAnyStaleness);
+  std::vector<pid_t> servers;
+  for (uint32_t s = 0; s < kTracedServers; ++s) servers.push_back(job.fork_server(s));
+  int lives = 0;
+  const pid_t chief = job.fork_worker(0, lives++);
+  const auto pages = [&] {
+    uint64_t all = 0;
+    for (const pid_t server : servers) {
+      uint64_t size = 0, resident = 0;
+      std::ifstream("/proc/" + std::to_string(server) + "/statm") >> size >> resident;
+      all += resident;
+    }
+    return all;
+  };
+  constexpr int kRestarts = 390;
+  uint64_t early = 0;
+  for (int restart = 0; restart < kRestarts; ++restart) {
+    const int life = lives++;
+    const pid_t worker = job.fork_worker(1, life);
+    for (int i = 0; job.board->lives[life].acked == 0 && i < 3000; ++i) std::this_thread::sleep_for(milliseconds(1));
+    REQUIRE(job.board->lives[life].acked > 0);
+    ::kill(worker, SIGKILL);
+    end_of(worker);
+    if (restart == kRestarts / 4) early = pages();
+  }
+  CHECK(static_cast<double>(pages()) < static_cast<double>(early) * 1.05);
+  job.board->stop = 1;
+  CHECK(end_of(chief) == 0);
+  job.board->servers_down = 1;
+  for (const pid_t server : servers) end_of(server);
 }
 
 TEST_CASE("two hundred kills of workers and servers, and cut connections", "[server][.][long]") {
