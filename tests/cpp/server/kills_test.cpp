@@ -120,8 +120,8 @@ TEST_CASE("a server process that stands still for 20 s costs no worker", "[serve
   const uint32_t staleness = GENERATE(0U, kAnyStaleness);
   CAPTURE(staleness);
   TracedJob job(2, staleness);
-  job.plan.heartbeat_ms = 5'000;  // as a strategy's, and how long a server may be gone
-  job.patience = milliseconds(5'000);
+  job.plan.heartbeat_ms = 5'000;  // as a strategy's
+  job.patience = milliseconds(30'000);
   job.steps = 3'000;
   std::vector<pid_t> servers;
   for (uint32_t s = 0; s < kTracedServers; ++s) servers.push_back(job.fork_server(s));
