@@ -86,8 +86,7 @@ class SavedTables:
         if saved["modules"] is None:
             return []
         tables = {tuple(place): table for table in saved["tables"] or () for place in table["places"]}
-        placed = []
-        kept = []
+        placed: list[tuple[ShardedEmbedding, dict[str, Any]]] = []
         for embedding, places in _on_servers([replicated.module for replicated in modules]):
             table = tables.get(tuple(places[0]))
             if table is None:
@@ -101,9 +100,8 @@ class SavedTables:
                     f"checkpoint {(table['num_rows'], table['dim'])}; build the model that was saved"
                 )
             placed.append((embedding, table))
-            kept.append(table)
         for table in saved["tables"] or ():
-            if not any(table is each for each in kept):
+            if not any(table is each for _, each in placed):
                 _make_dense(saved, table)
         return placed
 
