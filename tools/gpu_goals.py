@@ -37,6 +37,12 @@ def goals(stages: dict[str, Any]) -> list[dict[str, Any]]:
         if "ddp" in case["enqueue_ms"]:
             share = round(case["enqueue_ms"]["muster"][1] / case["enqueue_ms"]["ddp"][1], 3)
             at_most(f"enqueueing a window over DDP's: {case['case']}", share, 1.0)
+    if data := found_by("data"):
+        times, peaks = data["window_ms"], data["peak_mb"]
+        share = round(times["loader"][1] / times["resident"][1], 3)
+        at_most("a window with a loader's batches over one batch again", share, 1.05)
+        more = round((peaks["loader"] - peaks["in order"]) / data["mb"], 2)
+        at_most("batches of a loader in the device's memory beyond those of copies in order", more, 1.5)
     if memory := found_by("memory"):
         for way in ("muster", "muster over nccl"):
             most = max(memory["peak_mb"][way]) / max(memory["peak_mb"]["ddp"])

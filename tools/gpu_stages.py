@@ -231,6 +231,12 @@ def capture(surroundings: Surroundings) -> dict[str, Any]:
     return run_tests(surroundings, "capture", dry="replays")
 
 
+def data(surroundings: Surroundings) -> dict[str, Any]:
+    tests = run_tests(surroundings, "data", dry="whole and 1")
+    costs = run_benchmark(surroundings, "gpu_data")
+    return {**tests, "passed": tests["passed"] and costs["passed"], "found": costs.get("found")}
+
+
 def nccl(surroundings: Surroundings) -> dict[str, Any]:
     tests = run_tests(surroundings, "nccl", dry="rank")
     costs = run_benchmark(surroundings, "gpu_nccl")
@@ -285,6 +291,7 @@ STAGES = [
     Stage("training", training, 20),
     Stage("host_syncs", host_syncs, 40),
     Stage("capture", capture, 12),
+    Stage("data", data, 30),
     Stage("nccl", nccl, 110),
     Stage("kernels", kernels, 20),
     Stage("steps", steps, 90),

@@ -41,6 +41,8 @@ void bind_passes(py::module_& m) {
              return std::tuple(part.batch, part.begin, part.end);
            })
       .def_property_readonly("oldest_position", &SharedPass::oldest_position)
+      .def("skip", &SharedPass::skip, "batches"_a)
+      .def("num_trained", &SharedPass::num_trained)
       .def("end", &SharedPass::end);
 }
 

@@ -1,7 +1,10 @@
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
 #include <filesystem>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -12,6 +15,7 @@
 #include "checkpoint/snapshot_writer.h"
 #include "muster/error.h"
 #include "net/job_secret.h"
+#include "strategy/saving_schedule.h"
 
 namespace muster {
 
@@ -43,6 +47,19 @@ void bind_saving(py::module_& m) {
         return std::tuple(std::move(snapshot->tensors), std::move(snapshot->metadata), std::move(snapshot->folder));
       },
       "folder"_a, Release());
+  py::class_<SavingSchedule>(m, "SavingSchedule")
+      .def(py::init([](std::optional<int64_t> every, std::optional<double> seconds, std::function<double()> now,
+                       std::function<int64_t(int64_t)> number_of_chief) {
+             return std::make_unique<SavingSchedule>(
+                 SavingSchedule::Options{.every = every,
+                                         .seconds = seconds,
+                                         .now = std::move(now),
+                                         .number_of_chief = std::move(number_of_chief)});
+           }),
+           "every"_a, "seconds"_a, "now"_a, "number_of_chief"_a)
+      .def("note_step", &SavingSchedule::note_step, "steps"_a)
+      .def_property_readonly("is_due", &SavingSchedule::is_due)
+      .def("start_over", &SavingSchedule::start_over);
   m.def("has_sha256", &checkpoint::has_sha256);
   m.def(
       "sign_snapshot",

@@ -115,7 +115,9 @@ class Encoder {
 
 class Decoder {
  public:
-  Decoder(const SavedTree& tree, const std::string& source) : json_(tree.document, source), tensors_(tree.tensors) {}
+  /// Without `tensors` there is nothing in their place.
+  Decoder(const std::string& document, const NamedTensors* tensors, const std::string& source)
+      : json_(document, source), tensors_(tensors) {}
 
   SavedValue read_all() {
     auto value = read();
@@ -175,8 +177,10 @@ class Decoder {
 
   SavedValue read_kind(const std::string& kind) {
     if (kind == "tensor") {
-      const auto found = tensors_.find(json_.read_string());
-      if (found == tensors_.end()) json_.fail("a tensor that is in no file");
+      const auto name = json_.read_string();
+      if (tensors_ == nullptr) return {};
+      const auto found = tensors_->find(name);
+      if (found == tensors_->end()) json_.fail("a tensor that is in no file");
       return found->second;
     }
     if (kind == "float") return read_special();
@@ -220,7 +224,7 @@ class Decoder {
   }
 
   JsonReader json_;
-  const NamedTensors& tensors_;
+  const NamedTensors* tensors_;
   int depth_ = 0;
 };
 
@@ -234,6 +238,12 @@ SavedTree encode_tree(const SavedValue& value) {
   return tree;
 }
 
-SavedValue decode_tree(const SavedTree& tree, const std::string& source) { return Decoder(tree, source).read_all(); }
+SavedValue decode_tree(const SavedTree& tree, const std::string& source) {
+  return Decoder(tree.document, &tree.tensors, source).read_all();
+}
+
+SavedValue decode_outline(const std::string& document, const std::string& source) {
+  return Decoder(document, nullptr, source).read_all();
+}
 
 }  // namespace muster::checkpoint

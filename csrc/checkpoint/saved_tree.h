@@ -23,4 +23,7 @@ SavedTree encode_tree(const SavedValue& value);
 /// The value. Throws CheckpointError, naming `source`, for what encode_tree does not give.
 SavedValue decode_tree(const SavedTree& tree, const std::string& source);
 
+/// The value of a document alone, with nothing in place of tensors. Throws as decode_tree.
+SavedValue decode_outline(const std::string& document, const std::string& source);
+
 }  // namespace muster::checkpoint

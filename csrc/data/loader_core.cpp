@@ -39,7 +39,10 @@ std::vector<size_t> shuffled(size_t n, uint64_t seed) {
 
 }  // namespace
 
-LoaderState state_of(const LoaderPlace& place) { return {place.epoch, place.running ? place.yielded : place.to_skip}; }
+LoaderState state_of(const LoaderPlace& place) {
+  if (!place.running) return {place.epoch, place.to_skip};
+  return {place.epoch, place.shared ? place.shared->num_trained() : place.yielded};
+}
 
 void take_state(LoaderPlace& place, const LoaderState& state) {
   if (state.epoch < 0 || state.batches < 0) {
@@ -198,7 +201,7 @@ LoaderCore::LoaderCore(std::shared_ptr<LoaderHost> host, const LoaderOptions& op
                : Deal{topology.num_replicas, topology.first_replica, topology.local_replicas()};
   s.progress = std::make_shared<LoaderProgress>();
   s.progress->usual_rows = static_cast<double>(options.batch_size) / s.deal.parts;
-  s.place->is_known = options.sharded || s.job.division == Division::all_workers;
+  s.place->is_known = !s.is_dealt();
   s.index = s.host->add(s.progress, s.place);
   if (!options.sharded) {
     const std::string of_index = std::to_string(s.samples) + " samples in " + std::to_string(s.batches()) + " batches";
@@ -230,8 +233,8 @@ void LoaderCore::load_state(const LoaderState& state) {
 void LoaderCore::check_place() const {
   if (state_->place->is_known) return;
   throw InvalidArgument(
-      "parameter servers know which batches were trained on, and a loader does not; begin the epoch anew, or prepare "
-      "it with LoaderOptions::sharded and data of this worker's own");
+      "parameter servers deal the batches, and know which were trained on; begin the epoch anew, or prepare it with "
+      "LoaderOptions::sharded and data of this worker's own");
 }
 
 std::optional<int64_t> LoaderCore::size() const noexcept {
@@ -244,7 +247,7 @@ std::shared_ptr<void> LoaderCore::begin() {
   s.end();
   s.progress->at_end = false;
   s.progress->pass = nullptr;
-  s.shared = nullptr;
+  s.shared = s.place->shared = nullptr;
   if (const auto left = std::exchange(s.dealt, nullptr)) left->leave();
   s.host->leave_passes();
   auto& place = *s.place;
@@ -258,7 +261,8 @@ std::shared_ptr<void> LoaderCore::begin() {
   s.next = s.is_stream ? s.pass_over_stream(place.yielded) : std::min(place.yielded, s.batches());
   if (s.is_shared()) {
     s.shared = s.host->share(s.index, place.epoch, s.sizes_in_turn());
-    s.progress->pass = s.shared;
+    s.shared->skip(place.yielded);
+    s.progress->pass = place.shared = s.shared;
   }
   auto hold = s.progress->pass ? s.progress->pass->hold() : nullptr;
   s.reads = std::make_unique<ReadAhead>(

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "data/pass.h"
+#include "data/shared_pass.h"
 #include "muster/loader.h"
 
 namespace muster::detail {
@@ -20,11 +21,12 @@ struct LoaderProgress {
 
 /// How far a C++ loader is; what Python's is in is Python's. Owned by the thread that iterates.
 struct LoaderPlace {
-  bool is_known = true;  ///< false where servers deal the batches or live workers divide them
+  bool is_known = true;  ///< false where servers deal the batches
   int64_t epoch = 0;     ///< as Loader::epoch
   bool running = false;  ///< a pass that counts as an epoch has begun and not ended
-  int64_t yielded = 0;   ///< batches of the pass under way, with those that it passed over
-  int64_t to_skip = 0;   ///< batches that the next pass passes over
+  int64_t yielded = 0;   ///< batches of the pass under way, with those that it passed over; where there is no:
+  std::shared_ptr<SharedPass> shared = {};  ///< the pass under way, where live workers divide its batches
+  int64_t to_skip = 0;                      ///< batches that the next pass passes over
 };
 
 /// As Loader::state and load_state.

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "core/log.h"
 #include "muster/batch.h"
 #include "muster/error.h"
 
@@ -33,13 +34,42 @@ std::optional<SharedPiece> SharedPass::take_batch() {
   if (!samples) return std::nullopt;
   ++taken_;
   const int64_t begin = std::exchange(position_, position_ + *samples);
+  begins_.push_back(begin);
   return SharedPiece{begin, position_};
+}
+
+void SharedPass::skip(int64_t batches) {
+  while (taken_ < batches && take_batch()) {
+  }
+}
+
+std::vector<SharedPiece> SharedPass::left() const {
+  std::vector<SharedPiece> pieces(again_.begin(), again_.end());
+  pieces.insert(pieces.end(), promised_.begin(), promised_.end());
+  const std::lock_guard lock(mutex_);
+  for (const auto& [number, piece] : asked_) pieces.push_back(piece);
+  return pieces;
+}
+
+int64_t SharedPass::num_trained() const {
+  int64_t oldest = position_;
+  int64_t samples = 0;
+  for (const auto& piece : left()) {
+    oldest = std::min(oldest, piece.begin);
+    samples += piece.end - piece.begin;
+  }
+  if (oldest == position_) return taken_;
+  const auto first = std::upper_bound(begins_.begin(), begins_.end(), oldest) - 1;  // the batch that it is of
+  if (const int64_t again = position_ - *first - samples; again > 0) {
+    log(LogLevel::warning, "workers that died left samples of epoch " + std::to_string(pass_.epoch) + " undone: " +
+                               std::to_string(again) + " behind them come once more where a job goes on from here");
+  }
+  return taken_ - (begins_.end() - first);
 }
 
 void SharedPass::go_on(const PassStanding& others, const std::vector<uint32_t>& members) {
   was_left_by_others_ = others.is_left;
-  while (taken_ < others.taken && take_batch()) {
-  }
+  skip(others.taken);
   for (const auto* pieces : {&others.again, &others.asked, &others.open}) {
     for (const auto& piece : *pieces) {
       if (0 <= piece.begin && piece.begin <= piece.end && piece.end <= position_) continue;
@@ -97,12 +127,9 @@ int64_t SharedPass::oldest_position() const {
   const auto see = [&oldest](const auto& pieces) {
     for (const auto& piece : pieces) oldest = std::min(oldest, piece.begin);
   };
-  see(again_);
-  see(promised_);
+  see(left());
   see(open_);
   if (current_) oldest = std::min(oldest, current_->begin);
-  const std::lock_guard lock(mutex_);
-  for (const auto& [number, piece] : asked_) oldest = std::min(oldest, piece.begin);
   return oldest;
 }
 
@@ -136,6 +163,8 @@ void SharedPass::return_parts_of_lost(const std::vector<uint32_t>& members) {
     }
   }
   open_.clear();
+  const int64_t oldest = oldest_position();
+  while (begins_.size() > 1 && begins_[1] <= oldest) begins_.pop_front();
 }
 
 }  // namespace muster::detail

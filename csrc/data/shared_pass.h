@@ -34,6 +34,13 @@ class SharedPass final : public LoaderPass {
 
   SharedPass(std::shared_ptr<Members> members, uint32_t rank, server::PassId pass, NextBatch next_batch);
 
+  /// Begins behind so many batches of the order, where no more of it was asked for.
+  void skip(int64_t batches);
+  /// Batches of the order, from its beginning on, of which every sample was yielded on its worker, of those that live:
+  /// what a job that is started again is to skip(). Where dead workers left some undone, a warning says how many
+  /// samples behind those batches were trained on, and would come once more.
+  int64_t num_trained() const;
+
   /// Goes on where another worker's pass was in a window that was closed since, of the parts of `members`. Throws
   /// InvalidArgument for a pass over other data.
   void go_on(const PassStanding& others, const std::vector<uint32_t>& members);
@@ -59,6 +66,8 @@ class SharedPass final : public LoaderPass {
 
  private:
   std::optional<SharedPiece> take_batch();
+  /// What nobody has yielded of what was taken.
+  std::vector<SharedPiece> left() const;
   /// Of the open window.
   void return_parts_of_lost(const std::vector<uint32_t>& members);
 
@@ -68,6 +77,8 @@ class SharedPass final : public LoaderPass {
   const NextBatch next_batch_;
   int64_t taken_ = 0;     // batches
   int64_t position_ = 0;  // behind them
+  std::deque<int64_t>
+      begins_;  // positions of the last batches that were taken, from one before the oldest that is left
   std::deque<SharedPiece> again_;
   std::deque<SharedPiece> promised_;      // asked for by others before this worker joined them, and not by this one
   int64_t last_ = -1;                     // number that was given

@@ -15,4 +15,9 @@ struct TableContents {
   uint64_t steps = 0;  ///< that the optimizer counts, of all rows
 };
 
+/// Whether `rows` are int64 [n], contiguous, ascending and of a table of so many rows.
+bool are_rows_of(const at::Tensor& rows, int64_t num_rows);
+/// Whether `values` are fp32 [n, anything], contiguous, one row for each of `rows`.
+bool are_of_rows(const at::Tensor& values, const at::Tensor& rows);
+
 }  // namespace muster

@@ -2,16 +2,14 @@
 
 #include <ATen/ops/scalar_tensor.h>
 
-#include <algorithm>
-#include <functional>
 #include <memory>
-#include <span>
 #include <string>
 #include <utility>
 
 #include "comm/peer_memory.h"
 #include "device/kernel_status.h"
 #include "embedding/row_source.h"
+#include "embedding/table_contents.h"
 #include "muster/error.h"
 
 namespace muster {
@@ -75,15 +73,9 @@ void begin_with(Session& session, int parameter, const RowInitialiser& initialis
   const auto p = static_cast<size_t>(parameter);
   const auto& weight = registry.parameter(0, p);
   const auto& [rows, values, states, steps] = contents;
-  const auto is_matrix = [&](const at::Tensor& tensor) {
-    return tensor.scalar_type() == at::kFloat && tensor.dim() == 2 && tensor.size(0) == rows.numel() &&
-           tensor.is_contiguous();
-  };
-  const bool fits = rows.scalar_type() == at::kLong && rows.dim() == 1 && rows.is_contiguous() && is_matrix(values) &&
-                    is_matrix(states) && values.size(1) == weight.size(1);
-  const std::span numbers(rows.const_data_ptr<int64_t>(), fits ? static_cast<size_t>(rows.numel()) : 0);
-  const bool ascend = std::adjacent_find(numbers.begin(), numbers.end(), std::greater_equal<>()) == numbers.end();
-  if (!fits || !ascend || (!numbers.empty() && (numbers.front() < 0 || numbers.back() >= weight.size(0)))) {
+  const bool fits = are_rows_of(rows, weight.size(0)) && are_of_rows(values, rows) && are_of_rows(states, rows) &&
+                    values.size(1) == weight.size(1);
+  if (!fits) {
     throw LayoutMismatch("the rows of '" + registry.name(p) + "' in the checkpoint are not of a table of " +
                          std::to_string(weight.size(0)) + " rows of " + std::to_string(weight.size(1)) +
                          " values; build the model that was saved");

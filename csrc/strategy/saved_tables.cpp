@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <charconv>
 #include <optional>
-#include <span>
 
 #include "core/memory_limit.h"
 #include "muster/error.h"
@@ -73,19 +72,11 @@ void check_table(const Dict& table, size_t number) {
                           "' contradicts the rest of the checkpoint; load another one");
   };
   const auto& rows = tensor(table, "rows");
-  const auto is_matrix = [&](const at::Tensor& values) {
-    return values.scalar_type() == at::kFloat && values.dim() == 2 && values.size(0) == rows.size(0);
-  };
-  if (rows.scalar_type() != at::kLong || rows.dim() != 1 || !rows.is_contiguous()) fail("rows");
-  const std::span numbers(rows.const_data_ptr<int64_t>(), static_cast<size_t>(rows.numel()));
-  const bool ascend = std::adjacent_find(numbers.begin(), numbers.end(), std::greater_equal<>()) == numbers.end();
-  if (!ascend || (!numbers.empty() && (numbers.front() < 0 || numbers.back() >= integer(table, "num_rows")))) {
-    fail("rows");
-  }
+  if (!are_rows_of(rows, integer(table, "num_rows"))) fail("rows");
   const auto& values = tensor(table, "values");
-  if (!is_matrix(values) || values.size(1) != integer(table, "dim")) fail("values");
+  if (!are_of_rows(values, rows) || values.size(1) != integer(table, "dim")) fail("values");
   for (const auto& [kind, columns] : states_of(table)) {
-    if (!is_matrix(columns)) fail("state/" + kind);
+    if (!are_of_rows(columns, rows)) fail("state/" + kind);
   }
 }
 

@@ -14,6 +14,7 @@
 #include "checkpoint/snapshot.h"
 #include "comm/text_exchange.h"
 #include "core/log.h"
+#include "job/job_agreement.h"
 #include "muster/error.h"
 #include "muster/sharded_embedding.h"
 #include "strategy/collectives.h"
@@ -107,6 +108,27 @@ bool Saving::has_servers() const {
 
 bool Saving::is_chief() const { return strategy_.core->session().topology().rank == 0; }
 
+bool Saving::told_by_chief(const char* what, const std::function<bool()>& act) {
+  check_callable(what);
+  bool mine = false;
+  together(what, has_servers(), [&] { mine = act(); });
+  if (has_servers()) return mine && is_chief();
+  return number_of_chief(mine ? 1 : 0) == 1;
+}
+
+int64_t Saving::number_of_chief(int64_t number) {
+  if (strategy_.core->session().topology().num_workers == 1) return number;
+  return broadcast_number(strategy_.workers(), number);
+}
+
+bool Saving::saves_alone() const { return has_servers() || strategy_.core->session().topology().num_workers == 1; }
+
+bool Saving::has_open_window() const { return !strategy_.core->sets().open().empty(); }
+
+void Saving::finish() {
+  if (writer_) writer_->wait();
+}
+
 void Saving::end() {
   if (!writer_) return;
   const auto writer = std::exchange(writer_, nullptr);
@@ -115,7 +137,7 @@ void Saving::end() {
 
 void Saving::check_callable(const char* what) const {
   strategy_.core->session().check_callable();
-  if (strategy_.core->sets().open().empty()) return;
+  if (!has_open_window()) return;
   throw InvalidArgument(
       std::string("a window is open, whose gradients a checkpoint does not hold; call flush() before ") + what +
       "(), or call it after a step whose result has `stepped`");
@@ -130,12 +152,15 @@ void Saving::together(const char* what, bool is_alone, const std::function<void(
     error = problem.what();
     raised = std::current_exception();
   }
-  std::string told;
+  std::vector<std::string> told;
   if (!is_alone && strategy_.core->session().topology().num_workers > 1) {
-    told = exchange_texts(strategy_.workers(), error).front();
+    told = exchange_texts(strategy_.workers(), error);
   }
   if (raised) std::rethrow_exception(raised);
-  if (!told.empty()) throw CheckpointError(std::string(what) + "() failed on rank 0: " + told);
+  for (size_t rank = 0; rank < told.size(); ++rank) {
+    if (told[rank].empty()) continue;
+    throw CheckpointError(std::string(what) + "() failed on rank " + std::to_string(rank) + ": " + told[rank]);
+  }
 }
 
 // --- writing -------------------------------------------------------------------------------------------------------
@@ -165,7 +190,7 @@ at::Tensor Saving::generators() {
     const std::lock_guard lock(generator.mutex());
     state = generator.get_state().unsqueeze(0);
   }
-  if (has_servers() || strategy_.core->session().topology().num_workers == 1) return state;
+  if (saves_alone()) return state;
   return gather_over_workers(strategy_.workers(), {{{state}, 1}}).front();
 }
 
@@ -215,7 +240,7 @@ List Saving::loss_scales() const {
   return scales;
 }
 
-// Batches that parameter servers deal or divide have no place in one worker: their epoch begins anew.
+// Batches that parameter servers deal have no place in one worker: their epoch begins anew.
 List Saving::loaders() const {
   List saved;
   for (const auto& place : strategy_.loaders.places()) {
@@ -378,7 +403,7 @@ void Saving::take(const Dict& saved) {
     const LoaderState state{integer(theirs, "epoch"), integer(theirs, "batches")};
     take_state(place, place.is_known ? state : LoaderState{.epoch = state.epoch});
     if (place.is_known || state.batches == 0) continue;
-    log(LogLevel::warning, "parameter servers divide the batches, so that epoch " + std::to_string(state.epoch) +
+    log(LogLevel::warning, "parameter servers deal the batches, so that epoch " + std::to_string(state.epoch) +
                                " begins anew: its first " + std::to_string(state.batches) + " batches come once more");
   }
   for (const auto& scale : list_of(saved, "loss_scales")) take_loss_scale(scale.get<Dict>());

@@ -27,6 +27,18 @@ class Saving {
   void save(const std::filesystem::path& folder, const SavedState& state, const SaveOptions& options);
   std::optional<SavedState> load(const std::filesystem::path& folder);
 
+  /// What `act` gives on the chief, which every rank calls; where it throws on any, all throw. Collective; with
+  /// parameter servers local, and false on the others.
+  bool told_by_chief(const char* what, const std::function<bool()>& act);
+  /// The chief's `number`. Collective.
+  int64_t number_of_chief(int64_t number);
+  /// Whether no other worker saves with this one.
+  bool saves_alone() const;
+  /// Whether there are gradients that a checkpoint would not hold.
+  bool has_open_window() const;
+
+  /// Waits for what is being written; throws CheckpointError where it could not be.
+  void finish();
   /// Waits for what is being written and lets the folder go; throws CheckpointError where it could not be written.
   void end();
   /// The same; what went wrong is logged.
@@ -36,7 +48,7 @@ class Saving {
   using Dict = SavedValue::Dict;
 
   void check_callable(const char* what) const;
-  /// Calls `act`, and where the chief's throws, throws on all workers, unless it acts alone.
+  /// Calls `act`, and where that throws on any worker, throws on all, unless the chief acts alone.
   void together(const char* what, bool is_alone, const std::function<void()>& act);
 
   Dict content(const SavedState& state);

@@ -10,7 +10,7 @@
 // servers that MUSTER_SERVERS names (as `muster serve` prints them), or on one that the chief hosts.
 //
 // With --checkpoint FOLDER the state is kept after every epoch and on SIGTERM, after which the exit code is 143
-// (128 + 15), and the same command goes on from there; not with a parameter server.
+// (128 + 15), and the same command goes on from there; not with --staleness.
 //
 // The folder holds train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte,
 // not compressed. Pixels are divided by the largest value in the training images (16 for scikit-learn's digits, 255 for
@@ -115,8 +115,8 @@ Arguments parse(int argc, char** argv) {
   if (arguments.parameter_server && (arguments.multi_worker || !arguments.devices.empty())) {
     throw std::invalid_argument("--parameter-server is a strategy of its own, with one CPU replica a worker");
   }
-  if (arguments.parameter_server && !arguments.checkpoint.empty()) {
-    throw std::invalid_argument("--checkpoint: let `muster serve --snapshots` keep what is on parameter servers");
+  if (arguments.server_options.staleness != 0 && !arguments.checkpoint.empty()) {
+    throw std::invalid_argument("--checkpoint keeps a step that all workers made together; leave out --staleness");
   }
   return arguments;
 }
@@ -263,13 +263,10 @@ int run(const Arguments& arguments) {
       strategy->prepare_loader(train, {.batch_size = arguments.batch_size, .shuffle = arguments.shuffle, .workers = 1});
   if (strategy->is_chief()) std::cout << strategy->explain();
 
-  if (!arguments.checkpoint.empty()) strategy->load(arguments.checkpoint);
-  const auto keep = [&] {
-    if (!arguments.checkpoint.empty()) strategy->save(arguments.checkpoint, {}, {.keep = 2});
-  };
-  const auto finished = [&] {
-    return strategy->stopping() || (arguments.steps >= 0 && strategy->steps() >= arguments.steps);
-  };
+  muster::Checkpoints checkpoints(*strategy, arguments.checkpoint, {.keep = 2});
+  checkpoints.load();
+  bool stopping = false;
+  const auto finished = [&] { return stopping || (arguments.steps >= 0 && strategy->steps() >= arguments.steps); };
   while (loader.epoch() < arguments.epochs && !finished()) {
     const auto epoch = loader.epoch();
     muster::StepResult result;
@@ -279,6 +276,7 @@ int run(const Arguments& arguments) {
             return torch::nn::functional::cross_entropy(model->forward(part.data), part.target);
           },
           batch);
+      stopping = checkpoints.after_step(result);
       if (finished()) break;
     }
     // A worker that steps on its own may have come too late for a batch of this epoch.
@@ -286,10 +284,9 @@ int run(const Arguments& arguments) {
       std::cout << "epoch " << epoch << ", step " << strategy->steps() << ": loss " << result.loss.item<double>()
                 << '\n';
     }
-    if (!finished()) keep();
+    if (!finished()) checkpoints.save();
   }
-  if (strategy->stopping()) {
-    keep();
+  if (stopping) {
     if (strategy->is_chief()) std::cout << "stopped after " << strategy->steps() << " steps\n";
     strategy->close();
     return 128 + SIGTERM;

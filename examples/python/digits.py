@@ -135,10 +135,7 @@ def main(
         bar = progress.add_task("", total=total, completed=strategy.steps, epoch=loader.epoch + 1, loss=0.0)
         while loader.epoch < epochs:
             epoch = loader.epoch
-            # A loader whose batches servers divide begins its epoch anew: what was trained on is passed over here.
-            for batch, (x, y) in enumerate(loader, 0 if parameter_server else first):
-                if batch < first:
-                    continue
+            for batch, (x, y) in enumerate(loader, first):
                 result = strategy.step(train_step, x, y)
                 progress.update(bar, advance=1, epoch=epoch + 1, loss=result.loss.item())
                 if checkpoints.after_step(result, batch=batch + 1):

@@ -28,8 +28,10 @@ __all__ = [
     "digest",
     "emptied",
     "is_column",
+    "mapped",
     "members",
     "part_sizes",
+    "pinned",
     "place",
     "rebuilt",
     "rows",
@@ -140,32 +142,35 @@ def emptied(part: T, num_rows: int) -> T:
             return leaf.narrow(0, 0, 0).clone() if splittable and leaf.size(0) == num_rows else leaf
         return leaf[:0] if is_column(leaf) and len(leaf) == num_rows else leaf
 
-    return _mapped(empty, part, column_is_leaf=True)  # type: ignore[no-any-return]
+    return mapped(empty, part, column_is_leaf=True)  # type: ignore[no-any-return]
 
 
-def place(part: T, device: torch.device) -> T:
+def place(part: T, device: torch.device, copy: Callable[[Tensor], Tensor] | None = None) -> T:
     """The part with its tensors on `device` and starting on 64 bytes; the same object when nothing had to change.
 
-    Copies to an accelerator are stream-ordered. Objects that are no structure are moved by their ``to(device)``, if
-    they have one and `device` is not the CPU, and else left alone.
+    `copy` brings strided tensors from the host to a CUDA device; without it they are copied in the order of the current
+    stream, as all others are. Objects that are no structure are moved by their ``to(device)``, if they have one and
+    `device` is not the CPU, and else left alone.
     """
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             if leaf.device.type == device.type == "cpu":
                 return aligned(leaf)
-            return aligned(_pinned(leaf, device).to(device, non_blocking=True))
+            if leaf.device.type != "cpu" or device.type != "cuda" or leaf.layout != torch.strided or leaf.is_nested:
+                return aligned(leaf.to(device, non_blocking=True))
+            return pinned(leaf).to(device, non_blocking=True) if copy is None else copy(leaf)
         if device.type != "cpu" and not isinstance(leaf, _WHOLE) and callable(getattr(leaf, "to", None)):
             return leaf.to(device)
         return leaf
 
-    return _mapped(moved, part)  # type: ignore[no-any-return]
+    return mapped(moved, part)  # type: ignore[no-any-return]
 
 
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory that a copy to `device` need not wait for."""
-    copies_from_host = tensor.device.type == "cpu" and device.type == "cuda" and tensor.layout == torch.strided
-    return tensor.pin_memory() if copies_from_host and not tensor.is_pinned() else tensor
+def pinned(tensor: Tensor) -> Tensor:
+    """The tensor in memory that a copy to a CUDA device need not wait for; itself where it is, or cannot be."""
+    can_be = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested
+    return tensor.pin_memory() if can_be and not tensor.is_pinned() else tensor
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -254,7 +259,7 @@ def _only_part(value: Any, path: str) -> Any:
             return _parts_of(leaf, path, 1)[0]
         return aligned(leaf) if isinstance(leaf, Tensor) else leaf
 
-    return _mapped(only, value)
+    return mapped(only, value)
 
 
 def _parts_of(value: PerReplica[Any], path: str, num_parts: int) -> tuple[Any, ...]:
@@ -340,12 +345,15 @@ def rebuilt(node: Any, values: Sequence[Any]) -> Any:
     return type(node)(values)
 
 
-def _mapped(function: Callable[[Any], Any], node: Any, *, column_is_leaf: bool = False) -> Any:
-    """The structure with `function` applied to its leaves; the same object when no leaf changed."""
+def mapped(function: Callable[[Any], Any], node: Any, *, column_is_leaf: bool = False) -> Any:
+    """The structure `node` with `function` applied to its leaves; the same object when no leaf changed.
+
+    With `column_is_leaf` a column (`is_column`) is a leaf, too.
+    """
     found = None if column_is_leaf and is_column(node) else members(node)
     if found is None:
         return function(node)
-    mapped = [_mapped(function, member, column_is_leaf=column_is_leaf) for _, member in found]
-    if all(after is before for after, (_, before) in zip(mapped, found, strict=True)):
+    values = [mapped(function, member, column_is_leaf=column_is_leaf) for _, member in found]
+    if all(after is before for after, (_, before) in zip(values, found, strict=True)):
         return node
-    return rebuilt(node, mapped)
+    return rebuilt(node, values)

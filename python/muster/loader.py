@@ -10,7 +10,9 @@ What holds for every kind of data:
 - With one local replica the loop gets its part itself, on its device. With several, an outer tuple or list (which
   becomes a tuple; a named tuple stays one) or mapping has a PerReplica in each field, and anything else is one
   PerReplica of the parts: custom objects, columns, and lists that hold one item per sample.
-- Every tensor of a part starts on 64 bytes.
+- Every tensor of a part starts on 64 bytes. On CUDA devices a part is copied from pinned memory, while the device works
+  on the batch before. `pin_memory=True` need not be asked for: with DataLoader workers all batches that they have read
+  wait in pinned memory (`num_workers` times `prefetch_factor`, which bounds it).
 
 By kind:
 
@@ -47,6 +49,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -55,13 +59,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from muster import _C
 from muster.batch import emptied, place
+from muster.copies import CopyStreams
 from muster.errors import InvalidArgument
 from muster.fields import yielded
 from muster.loader_checks import check
 from muster.loader_host import LoaderHost
 from muster.loader_pass import Pass, ReadAhead, Reads
 from muster.position import Position
-from muster.reader import Deal, Ended, Parts, Skipped, Task, WorkerStart, as_is, reader_of
+from muster.reader import Deal, Ended, Parts, Pinnable, Skipped, Task, WorkerStart, as_is, reader_of
 from muster.stream_states import ReadBatch, ReaderState, StreamStates, is_stateful_loader
 from muster.streams import epoch_seed, stream_seed
 from muster.tasks import DealtBatches, SharedBatches, Tasks, generators_of, is_read_by_index
@@ -120,6 +125,7 @@ class Loader(Generic[BatchT_co]):
         self._persistent: DataLoader[Any] | None = None
         self._tasks = Tasks(loader, self._deal, host)
         self._empty: Any = _END
+        self._copies = CopyStreams()
         self._generators = generators_of(loader)
         self._generator_states: list[Tensor] = []  # as of when the pass under way was begun
         self._to_skip = 0  # batches of the next pass
@@ -157,12 +163,14 @@ class Loader(Generic[BatchT_co]):
         Equal on all ranks (but of a sharded loader), plain numbers, and the states of generators that the user gave to
         the loader or its sampler. Of a StatefulDataLoader of an iterable data set also the states of that and of its
         iterators, as of the last batch that was yielded of each reader.
-        A batch counts from when it was yielded, so call this after its step. Local. Raises InvalidArgument where
-        parameter servers divide or deal the batches, which are those of no one worker.
+        A batch counts from when it was yielded, so call this after its step. Of batches that live workers divide, one
+        of which a worker that died left something undone counts as not trained on, and what comes behind it: a warning
+        says so. Local. Raises InvalidArgument where parameter servers deal the batches, which are those of no one
+        worker.
         """
         self._check_has_place()
         generators = self._generator_states if self._under_way else self._states_of_generators()
-        skipped = self._position.num_yielded if self._under_way else self._to_skip
+        skipped = self._num_trained() if self._under_way else self._to_skip
         state = {"epoch": self._epoch, "batches": skipped, "generators": list(generators)}
         if self._has_states:
             state["streams"] = (self._streams if self._under_way else self._next_streams()).state_dict()
@@ -206,12 +214,17 @@ class Loader(Generic[BatchT_co]):
     @property
     def has_place(self) -> bool:
         """Whether this worker knows which batches of a pass were trained on, so that `state_dict` can say it."""
-        return self._sharded or self._host.passes is None
+        return self._sharded or self._host.passes is None or not self._host.passes.are_dealt
 
     @property
     def generators(self) -> list[torch.Generator]:
         """Those that the user gave to the loader and its sampler."""
         return self._generators
+
+    @property
+    def _pins_memory(self) -> bool:
+        """Whether batches wait in memory that CUDA devices copy from by themselves."""
+        return self._loader.pin_memory or any(device.type == "cuda" for device in self._host.devices)
 
     @property
     def _num_readers(self) -> int:
@@ -226,11 +239,16 @@ class Loader(Generic[BatchT_co]):
             streams.begin(ReaderState.of(self._loader.dataset, None, 0))
         return streams
 
+    def _num_trained(self) -> int:
+        """Batches of the pass under way, from its beginning on."""
+        shared = self.progress.last_pass
+        return shared.num_trained() if isinstance(shared, _C.SharedPass) else self._position.num_yielded
+
     def _check_has_place(self) -> None:
         if not self.has_place:
             raise InvalidArgument(
-                "parameter servers know which batches were trained on, and a loader does not; begin the epoch anew, or "
-                "use prepare_loader(loader, sharded=True) with data of this worker's own"
+                "parameter servers deal the batches, and know which were trained on; begin the epoch anew, or use "
+                "prepare_loader(loader, sharded=True) with data of this worker's own"
             )
 
     def _states_of_generators(self) -> list[Tensor]:
@@ -316,6 +334,7 @@ class Loader(Generic[BatchT_co]):
         draw = weakref.WeakMethod(batches.draw)  # else it would keep the data, and itself, through the pass
         shared = passes.share(self._index, self._epoch, lambda: None if (drawn := draw()) is None else drawn())
         batches.belong_to(shared)
+        shared.skip(self._position.num_yielded)
         self.progress.last_pass = shared
         return batches
 
@@ -329,11 +348,13 @@ class Loader(Generic[BatchT_co]):
         self._iterations += 1
         self._tasks.current = Task(self._iterations, epoch, seed, resume=self._resume)
         self._tasks.batches = batches
-        if not self._loader.persistent_workers:
-            return iter(self._new_loader(seed))
-        if self._persistent is None:
-            self._persistent = self._new_loader(seed)
-        return iter(self._persistent)
+        if self._loader.persistent_workers:
+            if self._persistent is None:
+                self._persistent = self._new_loader(seed)
+            results = iter(self._persistent)
+        else:
+            results = iter(self._new_loader(seed))
+        return map(attrgetter("result"), results) if self._pins_memory else results
 
     def _new_loader(self, seed: int) -> DataLoader[Any]:
         user = self._loader
@@ -357,8 +378,8 @@ class Loader(Generic[BatchT_co]):
             batch_size=None,
             sampler=self._tasks,
             num_workers=user.num_workers,
-            collate_fn=as_is,
-            pin_memory=user.pin_memory,
+            collate_fn=partial(Pinnable, pins_objects=user.pin_memory) if self._pins_memory else as_is,
+            pin_memory=self._pins_memory,
             timeout=user.timeout,
             worker_init_fn=WorkerStart(user.worker_init_fn),
             multiprocessing_context=user.multiprocessing_context,
@@ -379,9 +400,18 @@ class Loader(Generic[BatchT_co]):
         values, counts = self._empty_parts() if parts is None else parts
         if self._sharded and self._empty is _END:
             self._empty = emptied(values[0], -1 if counts[0] is None else counts[0])
-        placed = [place(value, device) for value, device in zip(values, self._host.devices, strict=True)]
+        devices = self._host.devices
+        arrivals = self._copies.begin(devices)
+        placed = [
+            place(value, device, None if arrival is None else arrival.copy)
+            for value, device, arrival in zip(values, devices, arrivals, strict=True)
+        ]
         known = [count for count in counts if count is not None]
-        return ReadAhead(yielded(placed, known), known if len(known) == len(counts) else None)
+        return ReadAhead(
+            yielded(placed, known),
+            known if len(known) == len(counts) else None,
+            arrivals=[arrival for arrival in arrivals if arrival is not None],
+        )
 
     def _empty_parts(self) -> Parts:
         num_local = self._deal.num_local

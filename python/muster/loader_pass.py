@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from muster.copies import Arrival
 from muster.errors import InvalidArgument
 from muster.position import Position
 from muster.reader import Ended, Parts, Skipped
@@ -25,6 +26,7 @@ class ReadAhead:
     part_rows: list[int] | None
     number: int | None = None  # what its pass knows it by
     read: ReadBatch | None = None  # of a loader whose readers have states
+    arrivals: Sequence[Arrival] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Pass(Iterator[Any]):
         if batch.read is not None:
             self._reads.streams.yielded(batch.read)
         self._reads.note_end(self._ahead is None)
+        for arrival in batch.arrivals:
+            arrival.join()
         return batch.value
 
     def _read(self, *, first: bool = False) -> ReadAhead | Exception | None:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from muster.batch import emptied, part_sizes, rows, split
+from muster.batch import emptied, mapped, part_sizes, pinned, rows, split
 from muster.errors import InvalidArgument
 from muster.stream_states import ReadBatch, ReaderState
 from muster.streams import AgreedStream, stream_seed
@@ -24,6 +25,7 @@ __all__ = [
     "Ended",
     "IndexReader",
     "Parts",
+    "Pinnable",
     "ReadyReader",
     "Skipped",
     "StreamReader",
@@ -212,6 +214,35 @@ class StreamReader(Dataset[Parts | ReadBatch | Ended | Skipped]):
             if callable(set_epoch):
                 set_epoch(task.epoch)
             self._iterator = iter(self.dataset) if state is None else state.iterate(self.dataset)
+
+
+@dataclass(frozen=True)
+class Pinnable:
+    """What a reader gave, for a DataLoader that pins memory: torch's own walk would make lists of its tuples."""
+
+    result: Parts | ReadBatch | Ended | Skipped
+    pins_objects: bool
+    """Whether objects that are no structure, and have `pin_memory`, are asked for it, as torch does."""
+
+    def pin_memory(self) -> Pinnable:
+        """The same with its parts in pinned memory. Called by the DataLoader: of workers, in a thread of its own."""
+        result = self.result
+        if isinstance(result, ReadBatch):
+            return Pinnable(result._replace(parts=self._pinned(result.parts)), self.pins_objects)
+        if isinstance(result, (Ended, Skipped)):
+            return self
+        return Pinnable(self._pinned(result), self.pins_objects)
+
+    def _pinned(self, parts: Parts) -> Parts:
+        values, counts = parts
+        return [mapped(self._pin, value) for value in values], counts
+
+    def _pin(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return pinned(leaf)
+        if self.pins_objects and callable(getattr(leaf, "pin_memory", None)):
+            return leaf.pin_memory()
+        return leaf
 
 
 class WorkerStart:

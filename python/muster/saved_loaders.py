@@ -52,12 +52,12 @@ def take_place(loader: Loader[Any], saved: Mapping[str, Any]) -> None:
     loader.epoch = saved["epoch"]
     if saved["batches"] > 0:
         logging.getLogger("muster").warning(
-            "parameter servers divide the batches, so that epoch %d begins anew: its first %d batches come once more",
+            "parameter servers deal the batches, so that epoch %d begins anew: its first %d batches come once more",
             saved["epoch"],
             saved["batches"],
         )
 
 
 def _state_of(loader: Loader[Any]) -> dict[str, Any]:
-    """Batches that parameter servers deal or divide have no place in one worker: their epoch begins anew."""
+    """Batches that parameter servers deal have no place in one worker: their epoch begins anew."""
     return loader.state_dict() if loader.has_place else {"epoch": loader.epoch, "batches": 0, "generators": []}

@@ -7,14 +7,16 @@ import json
 import math
 import os
 import time
+import weakref
 from collections.abc import Iterable
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
-from muster import saved_tree
+from muster import _C, saved_tree
 from muster.errors import InvalidArgument
 from muster.saving import Saving
 from muster.step import StepResult
@@ -71,15 +73,18 @@ class Checkpoints:
         _check_names(state, ())
         self._strategy = strategy
         self._folder = None if folder is None else Path(folder)
-        self._every = every
         self._keep = keep
         self._mode = mode
         self._best_keep = best_keep
         self._state = state
-        saving = strategy._saving
-        self._clock = None if every_seconds is None else _Clock(saving, float(every_seconds))
-        self._steps_seen: int | None = None
-        self._is_due = False
+        # C++ holds what it is given, out of sight of the garbage collector.
+        number_of_chief = partial(_number_of_chief, weakref.ref(strategy._saving))
+        self._schedule = _C.SavingSchedule(
+            every=every,
+            seconds=None if folder is None or every_seconds is None else float(every_seconds),
+            now=lambda: time.monotonic(),
+            number_of_chief=None if strategy._saving.saves_alone else number_of_chief,
+        )
         self._saved_at: int | None = None
         """The strategy's steps when it was saved last."""
 
@@ -89,7 +94,7 @@ class Checkpoints:
         if self._folder is None:
             return None
         found = self._strategy._saving.load(self._folder, self._state)
-        self._start_over()
+        self._schedule.start_over()
         if found is not None:
             self._saved_at = self._strategy.steps
         return found
@@ -107,10 +112,11 @@ class Checkpoints:
             )
         is_stopping = self._strategy.stopping
         if result is not None and result.stepped:
-            self._note_step(result.step)
-        if not (self._is_due or is_stopping) or self._strategy._saving.has_open_window:
+            self._schedule.note_step(result.step)
+        is_due = self._schedule.is_due
+        if not (is_due or is_stopping) or self._strategy._saving.has_open_window:
             return False
-        if self._is_due or self._saved_at != self._strategy.steps:
+        if is_due or self._saved_at != self._strategy.steps:
             self.save(**values)
         return is_stopping
 
@@ -120,7 +126,7 @@ class Checkpoints:
         if self._folder is not None:
             self._strategy._saving.save(self._folder, self._keep, {**self._state, **values})
         self._saved_at = self._strategy.steps
-        self._start_over()
+        self._schedule.start_over()
 
     def best(self, metric: float | Tensor, **values: Any) -> bool:
         """Saves into the folder's folder ``best`` where `metric` is better than that of the checkpoint there, whichever
@@ -155,55 +161,11 @@ class Checkpoints:
             saving.save(folder / _BEST, self._best_keep, {**self._state, **values, **described})
         return found
 
-    def _note_step(self, steps: int) -> None:
-        seen = steps - 1 if self._steps_seen is None else self._steps_seen
-        self._steps_seen = steps
-        if self._every is not None and steps // self._every != seen // self._every:
-            self._is_due = True
-        if not self._is_due and self._clock is not None and self._folder is not None:
-            self._is_due = self._clock.is_over()
 
-    def _start_over(self) -> None:
-        self._is_due = False
-        if self._clock is not None:
-            self._clock.start_over()
-
-
-class _Clock:
-    """Whether a time has passed, as the chief's clock says, on all ranks after the same step.
-
-    They ask it together, and it says after how many steps to ask next: after half of what is left, as long as the
-    steps were lately. So they ask a few times for each halving, and not after each step.
-    """
-
-    def __init__(self, saving: Saving, seconds: float) -> None:
-        self._saving = saving
-        self._seconds = seconds
-        self._longest = 1
-        """Steps between two questions so far: the next ones are at most twice as many, since first steps are slow."""
-        self.start_over()
-
-    def start_over(self) -> None:
-        """The time begins."""
-        self._began = self._asked = time.monotonic()
-        self._steps = 0
-        self._ask_at = 1  # the chief alone knows the pace
-
-    def is_over(self) -> bool:
-        """After each step, until it is true. Collective where it asks."""
-        self._steps += 1
-        if not self._saving.saves_alone and self._steps < self._ask_at:
-            return False
-        now = time.monotonic()
-        left = self._seconds - (now - self._began)
-        if self._saving.saves_alone:
-            return left <= 0
-        self._longest = max(self._longest, self._steps)
-        # In steps as long as those since the last question.
-        half = left / 2 * self._steps / max(now - self._asked, 1e-6)
-        self._asked, self._steps = now, 0
-        self._ask_at = self._saving.number_of_chief(0 if left <= 0 else max(1, min(2 * self._longest, int(half))))
-        return self._ask_at == 0
+def _number_of_chief(saving: weakref.ref[Saving], number: int) -> int:
+    alive = saving()
+    assert alive is not None  # its strategy steps
+    return alive.number_of_chief(number)
 
 
 def _check_count(name: str, count: int | None, otherwise: str) -> None:

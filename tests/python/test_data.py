@@ -31,12 +31,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from muster.batch import part_sizes
 from muster.errors import InvalidArgument
 from muster.loader import Loader
 from muster.loader_host import LoaderHost
 from muster.per_replica import PerReplica
+from muster.reader import Ended, Pinnable
+from muster.stream_states import ReadBatch, ReaderState
 from muster.streams import AgreedStream, epoch_seed, stream_seed
 
 
@@ -1105,3 +1108,51 @@ def test_a_stateful_loader_is_divided_like_its_data() -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     jobs = [Job(local=2).prepare(lambda make=make: make(Numbers(23), 4))[0] for make in (stateful, DataLoader)]
     assert _values(jobs[0]) == _values(jobs[1])
+
+
+# --- pinned memory ----------------------------------------------------------------------------------------------------
+
+
+class Pinned(NamedTuple):
+    """A structure that torch's own walk keeps, in one that it makes a list of."""
+
+    values: tuple[Tensor, str]
+
+
+class OwnBatch:
+    """An object that knows how to be pinned."""
+
+    def pin_memory(self) -> str:
+        return "pinned"
+
+
+@pytest.mark.parametrize("pins_objects", [False, True])
+def test_pinning_keeps_structures(monkeypatch: pytest.MonkeyPatch, pins_objects: bool) -> None:
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: False)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor + 100)
+    own = OwnBatch()
+    parts = ([Pinned((torch.tensor([1]), "a")), own, torch.eye(2).to_sparse()], [3, 1, 2])
+    state = ReaderState(1, {"buffer": torch.tensor([5])}, own, ended=False)
+    for result in (parts, ReadBatch(parts, 0, state)):
+        pinned = pin_memory(Pinnable(result, pins_objects)).result
+        values, counts = pinned.parts if isinstance(pinned, ReadBatch) else pinned
+        assert type(values[0]) is Pinned
+        assert values[0].values == (torch.tensor([101]), "a")
+        assert values[1] == "pinned" if pins_objects else values[1] is own
+        assert values[2] is parts[0][2]
+        assert counts == [3, 1, 2]
+    assert pinned.state is state
+    ended = Pinnable(Ended(0), pins_objects)
+    assert pin_memory(ended) is ended
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_that_is_to_pin_yields_what_another_does(num_workers: int) -> None:
+    """Without a GPU nothing is pinned; tests/gpu/test_data.py has one."""
+    values = [(torch.full((3,), i), str(i)) for i in range(5)]
+    plain, pinning = (
+        list(Job().prepare(lambda: DataLoader(values, 2, pin_memory=asked, num_workers=num_workers))[0])  # noqa: B023
+        for asked in (False, True)
+    )
+    assert str(pinning) == str(plain)

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--dry"]
 STAGES = ["preflight", "build", "bits", "training", "host_syncs", "capture"]
-STAGES += ["nccl", "kernels", "steps", "memory", "profiles", "sanitizers"]
+STAGES += ["data", "nccl", "kernels", "steps", "memory", "profiles", "sanitizers"]
 
 
 def run(out: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:

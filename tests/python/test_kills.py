@@ -63,7 +63,7 @@ def test_workers_that_are_killed_at_many_points_come_again(layout: str, tmp_path
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("layout", ["workers", "sharded-1", "sharded-2", "sharded-3"])
+@pytest.mark.parametrize("layout", ["workers", "divided-2", "sharded-1", "sharded-2", "sharded-3"])
 def test_launched_jobs_that_are_killed_end_with_the_same_bits(layout: str, tmp_path: Path) -> None:
     def act() -> None:
         kills = Kills(layout, tmp_path, SEED)

@@ -202,8 +202,9 @@ class Loader {
   void set_epoch(int64_t epoch) { core_->set_epoch(epoch); }
 
   /// Where the loop is: a batch counts from when it was yielded, so call this after its step. Equal on all ranks.
-  /// Local. Throws InvalidArgument where parameter servers divide or deal the batches, which are those of no one
-  /// worker.
+  /// Local. Of batches that live workers divide, one of which a worker that died left something undone counts as not
+  /// trained on, and what comes behind it: a warning says so. Throws InvalidArgument where parameter servers deal the
+  /// batches, which are those of no one worker.
   LoaderState state() const { return core_->state(); }
   /// Makes the next pass go on after the batches that `state` counts, with the order that they had. Of data that is
   /// read by index those are not read again, of a stream they are read and dropped. Load the same on all ranks. Throws

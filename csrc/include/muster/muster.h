@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include "muster/balance.h"
+#include "muster/checkpoints.h"
 #include "muster/cluster.h"
 #include "muster/error.h"
 #include "muster/loader.h"

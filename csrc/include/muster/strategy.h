@@ -271,6 +271,7 @@ class Strategy {
 
  private:
   friend std::shared_ptr<detail::LoaderHost> detail::host_of(Strategy& strategy);
+  friend class Checkpoints;
 
   using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
 

@@ -74,6 +74,46 @@ TEST_CASE("members divide batches of uneven sizes, and what one of them left com
   CHECK_FALSE(pass.wait_for_more());
 }
 
+TEST_CASE("a shared pass knows how many of its batches were trained on, and begins behind so many", "[data]") {
+  const auto members = std::make_shared<Two>();
+  SharedPass pass(members, 0, {0, 0}, batches({4, 3, 2, 5}));
+  const auto hold = pass.hold();
+  const auto step = [](SharedPass& of, const std::vector<uint32_t>& took_part) {
+    of.begin_step();
+    of.end_step(WindowEnd::closed, took_part);
+  };
+  CHECK(pass.num_trained() == 0);
+  get(pass);
+  const auto ahead = pass.next().value();
+  step(pass, {0, 1});
+  CHECK(pass.num_trained() == 1);  // the one that is read ahead is not
+  pass.yielded(ahead);
+  step(pass, {0});  // rank 1 has left sample 6 undone
+  CHECK(pass.num_trained() == 1);
+  members->live = {0};
+  const auto again = pass.next().value();
+  CHECK(pass.part_of(again).begin == 6);
+  const auto behind = pass.next().value();
+  CHECK(pass.num_trained() == 1);
+  pass.yielded(again);
+  step(pass, {0});
+  CHECK(pass.num_trained() == 2);
+  pass.yielded(behind);
+  step(pass, {0});
+  CHECK(pass.num_trained() == 3);
+
+  SharedPass next(members, 0, {0, 0}, batches({4, 3, 2, 5}));
+  next.skip(3);
+  CHECK(next.num_trained() == 3);
+  CHECK(get(next) == Range{9, 14});
+  CHECK(next.num_trained() == 4);
+  CHECK(get(next) == std::nullopt);
+  SharedPass past(members, 0, {0, 0}, batches({4, 3}));
+  past.skip(9);
+  CHECK(past.num_trained() == 2);
+  CHECK(get(past) == std::nullopt);
+}
+
 TEST_CASE("a worker that joins a shared pass reads what the others go on with", "[data]") {
   const auto members = std::make_shared<Two>();
   SharedPass stayed(members, 0, {0, 5}, batches({4, 4, 3, 5}));

@@ -20,13 +20,12 @@
 
 #include "checkpoint/snapshot.h"
 #include "cpp/catch.h"
+#include "cpp/strategy/saved_jobs.h"
 #include "muster/mirrored.h"
 #include "muster/optim.h"
 #include "muster/strategy.h"
-#include "strategy/strategy_core.h"
 #include "support/folder.h"
 #include "support/run_ranks.h"
-#include "support/topology.h"
 
 using namespace muster;
 using namespace muster::testing;
@@ -109,47 +108,6 @@ Train trained_by(const Options& options) {
     return train<Optimizer>(strategy, folder, options, stop_after);
   };
 }
-
-std::vector<std::string> cpus(int n) { return std::vector<std::string>(static_cast<size_t>(n), "cpu"); }
-
-class Worker : public Strategy {
- public:
-  explicit Worker(std::shared_ptr<StrategyCore> core) : Strategy(std::move(core), "Worker") {}
-};
-
-// Runs body at each of two workers.
-void run_workers(const std::function<void(Strategy& strategy)>& body, const StrategyOptions& options = {}) {
-  constexpr int n = 2;
-  const auto gradients = comm::make_local(n, Seconds(60));
-  const auto step = comm::make_local(n, Seconds(60));
-  const auto workers = comm::make_local(n, Seconds(60));
-  const auto problem = run_threads(n, [&](int rank) {
-    const auto r = static_cast<size_t>(rank);
-    Groups groups;
-    groups.gradients = {gradients[r]};
-    groups.step = {step[r]};
-    groups.workers = workers[r];
-    Worker worker(std::make_shared<StrategyCore>(one_replica_each(rank, n), groups, options,
-                                                 std::make_shared<ReplicaPool>(1, 1), 7));
-    body(worker);
-  });
-  CHECK(problem.empty());
-}
-
-// A model and an optimizer, stepped once.
-struct Small {
-  explicit Small(Strategy& strategy, int64_t outputs = 1, double lr = 0.1)
-      : model(strategy.prepare([outputs] { return nn::Linear(2, outputs); })),
-        optimizer(model->parameters(), torch::optim::AdamWOptions(lr)) {
-    strategy.prepare(optimizer);
-  }
-  void step(Strategy& strategy) {
-    strategy.step([&](const at::Tensor& x) { return model->forward(x).sum(); }, at::ones({2, 2}));
-  }
-
-  Replicated<nn::LinearImpl> model;
-  muster::optim::AdamW optimizer;
-};
 
 }  // namespace
 

@@ -1,0 +1,182 @@
+#include "muster/checkpoints.h"
+
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include "checkpoint/saved_tree.h"
+#include "checkpoint/snapshot.h"
+#include "core/log.h"
+#include "muster/error.h"
+#include "strategy/saved_parts.h"
+#include "strategy/saving_schedule.h"
+#include "strategy/strategy_state.h"
+
+namespace muster {
+
+namespace {
+
+namespace fs = std::filesystem;
+using Mode = CheckpointsOptions::Mode;
+
+// The folder of the best checkpoints in that of the others, and the name of their metric.
+constexpr const char* kBest = "best";
+
+std::string text_of(Mode mode) { return mode == Mode::min ? "min" : "max"; }
+
+void check_count(const char* name, const std::optional<int>& count) {
+  if (!count || *count >= 1) return;
+  throw InvalidArgument(std::string(name) + "=" + std::to_string(*count) + ": it must be at least 1, or empty");
+}
+
+using Metric = std::pair<double, std::string>;  // and its mode
+
+// What best() wrote to the checkpoint of this metadata.
+std::optional<Metric> metric_of(const checkpoint::Metadata& metadata, const fs::path& folder) {
+  const auto content = metadata.find("content");
+  if (content == metadata.end() || !std::holds_alternative<std::string>(content->second)) return std::nullopt;
+  try {
+    const auto whole = checkpoint::decode_outline(std::get<std::string>(content->second), folder.string());
+    const auto& state = detail::member(whole.get<SavedValue::Dict>(), "state").get<SavedValue::Dict>();
+    const auto found = state.find(kBest);
+    if (found == state.end()) return std::nullopt;
+    const auto& best = detail::member(found->second.get<SavedValue::Dict>(), "value").get<SavedValue::Dict>();
+    Metric metric{detail::member(best, "metric").get<double>(), detail::member(best, "mode").get<std::string>()};
+    if (metric.second == text_of(Mode::min) || metric.second == text_of(Mode::max)) return metric;
+    return std::nullopt;
+  } catch (const Error&) {
+    return std::nullopt;  // another program's
+  }
+}
+
+// None too where warnings say of each what is wrong with it.
+std::vector<checkpoint::SnapshotInfo> good_manifests_in(const fs::path& folder) {
+  try {
+    return checkpoint::list_snapshots(folder);
+  } catch (const CheckpointError&) {
+    return {};
+  }
+}
+
+// Whether all of a checkpoint is good, and signed where there is a secret; a warning says why it is not.
+bool is_good(const fs::path& snapshot) {
+  try {
+    checkpoint::SnapshotReader reader(snapshot);
+    while (reader.next()) {
+    }
+    return true;
+  } catch (const CheckpointError& error) {
+    log(LogLevel::warning, "snapshot '" + snapshot.string() + "' is passed over: " + error.what());
+    return false;
+  }
+}
+
+}  // namespace
+
+struct Checkpoints::State {
+  State(Strategy& the_strategy, Saving& its_saving, const fs::path& its_folder, const CheckpointsOptions& its_options)
+      : strategy(the_strategy),
+        saving(its_saving),
+        folder(its_folder),
+        options(its_options),
+        schedule({.every = options.every,
+                  .seconds = options.every_seconds,
+                  .is_timed = !folder.empty(),
+                  .number_of_chief = saving.saves_alone() ? std::function<int64_t(int64_t)>()
+                                                          : [this](int64_t n) { return saving.number_of_chief(n); }}) {
+    check_count("keep", options.keep);
+    check_count("best_keep", options.best_keep);
+  }
+
+  bool is_better(double metric) {
+    if (folder.empty() || !strategy.is_chief() || std::isnan(metric)) return false;
+    const auto kept = kept_best();
+    if (!kept) return true;
+    const auto& [value, mode] = *kept;
+    if (mode != text_of(options.mode)) {
+      throw InvalidArgument("what is in '" + (folder / kBest).string() + "' is the best by mode " + mode +
+                            ", and mode " + text_of(options.mode) + " was given; give that mode, or another folder");
+    }
+    return options.mode == Mode::min ? metric < value : metric > value;
+  }
+
+  // Of the newest good checkpoint that best() wrote, in whichever job. One that cannot be loaded is not the best.
+  std::optional<Metric> kept_best() {
+    auto written = std::exchange(written_best, std::nullopt);
+    saving.finish();
+    const auto snapshots = good_manifests_in(folder / kBest);
+    for (auto snapshot = snapshots.rbegin(); snapshot != snapshots.rend(); ++snapshot) {
+      const auto metric = metric_of(snapshot->metadata, snapshot->folder);
+      if (!metric) continue;
+      const bool is_own = metric == written;
+      if (!is_own && snapshot->folder != known_best && !is_good(snapshot->folder)) continue;
+      known_best = snapshot->folder;
+      return metric;
+    }
+    return std::nullopt;
+  }
+
+  Strategy& strategy;
+  Saving& saving;
+  const fs::path folder;
+  const CheckpointsOptions options;
+  SavingSchedule schedule;
+  std::optional<int64_t> saved_at;     // the strategy's steps when it was saved last
+  std::optional<Metric> written_best;  // by this job, and not looked at since
+  fs::path known_best;                 // a checkpoint all of which is good
+};
+
+Checkpoints::Checkpoints(Strategy& strategy, const fs::path& folder, const CheckpointsOptions& options)
+    : state_(std::make_unique<State>(strategy, strategy.state_->saving, folder, options)) {}
+
+Checkpoints::~Checkpoints() = default;
+
+std::optional<SavedState> Checkpoints::load() {
+  if (state_->folder.empty()) return std::nullopt;
+  auto found = state_->strategy.load(state_->folder);
+  state_->schedule.start_over();
+  if (!found) return std::nullopt;
+  state_->saved_at = state_->strategy.steps();
+  return found;
+}
+
+bool Checkpoints::after_step(const StepResult& result, const SavedState& values) {
+  if (result.stepped) state_->schedule.note_step(result.step);
+  return after_step(std::nullopt, values);
+}
+
+bool Checkpoints::after_step(const std::optional<StepResult>& flushed, const SavedState& values) {
+  if (flushed) return after_step(*flushed, values);
+  const bool is_stopping = state_->strategy.stopping();
+  const bool is_due = state_->schedule.is_due();
+  if (!(is_due || is_stopping) || state_->saving.has_open_window()) return false;
+  if (is_due || state_->saved_at != state_->strategy.steps()) save(values);
+  return is_stopping;
+}
+
+void Checkpoints::save(const SavedState& values) {
+  if (values.contains(kBest)) {
+    throw InvalidArgument("'best' is what best() calls its metric in a checkpoint; give the value another name");
+  }
+  if (!state_->folder.empty()) state_->strategy.save(state_->folder, values, {.keep = state_->options.keep});
+  state_->saved_at = state_->strategy.steps();
+  state_->schedule.start_over();
+}
+
+bool Checkpoints::best(double metric, const SavedState& values) {
+  const bool is_best = state_->saving.told_by_chief("best", [&] {
+    if (values.contains(kBest)) {
+      throw InvalidArgument("'best' is what best() calls its metric in a checkpoint; give the value another name");
+    }
+    return state_->is_better(metric);
+  });
+  if (!is_best || state_->folder.empty()) return is_best;
+  auto described = values;
+  const auto mode = text_of(state_->options.mode);
+  described[kBest] = SavedValue::Dict{{"metric", metric}, {"mode", mode}};
+  if (state_->strategy.is_chief()) state_->written_best = Metric{metric, mode};
+  state_->strategy.save(state_->folder / kBest, described, {.keep = state_->options.best_keep});
+  return is_best;
+}
+
+}  // namespace muster
