@@ -171,7 +171,7 @@ void FlatOptimizer::step_from_grad(const FlatGroups& groups) {
   step(std::move(gradients), groups, scalars, /*keep=*/false);
 }
 
-void FlatOptimizer::gather_parameters(comm::Communicator& ranks) {
+void FlatOptimizer::gather_parameters(comm::Communicator& ranks, bool enqueues) {
   if (shard().size == 1) return;
   const at::NoGradGuard no_grad;
   const auto all_runs = state_.runs_of_ranks();
@@ -186,7 +186,11 @@ void FlatOptimizer::gather_parameters(comm::Communicator& ranks) {
       memories.push_back(elements_of(values, {0, values.numel()}));
       for (size_t r = 0; r < runs.size(); ++r) runs[r].push_back(all_runs[r][p]);
     }
-    exchange_runs(memories, runs, ranks);
+    if (enqueues) {
+      broadcast_runs(memories, runs, ranks);
+    } else {
+      exchange_runs(memories, runs, ranks);
+    }
   }
 }
 

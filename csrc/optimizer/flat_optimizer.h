@@ -138,7 +138,8 @@ class FlatOptimizer {
   void step_from_grad(const FlatGroups& groups);
 
   /// Collective over the shard's ranks, after step on all: every rank gets the parameters that others stepped.
-  void gather_parameters(comm::Communicator& ranks);
+  /// `enqueues`: the ranks' operations are enqueued on the device (NCCL's are), and the host is not to wait.
+  void gather_parameters(comm::Communicator& ranks, bool enqueues = false);
 
  private:
   friend class StepPlan;

@@ -1,9 +1,11 @@
 #include "optimizer/shards.h"
 
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <cstring>
+#include <optional>
 #include <utility>
 
 #include "kernels/kernels.h"
@@ -13,6 +15,8 @@ namespace muster {
 namespace {
 
 constexpr int64_t kPieceBytes = 4 << 20;
+constexpr size_t kLargeBytes = size_t{2} << 20;  // such a run travels from where it is
+constexpr size_t kPackBytes = size_t{32} << 20;
 
 // Copies elements [first, last) of a rank's runs, laid end to end, from or to `piece`.
 template <class Copy>
@@ -32,6 +36,24 @@ int64_t total(const std::vector<Run>& runs) {
   for (const auto& run : runs) sum += run.count;
   return sum;
 }
+
+/// Small runs of one rank that travel as one.
+struct PackedRuns {
+  int source = 0;
+  std::vector<at::Tensor> values = {};
+  std::vector<int64_t> sizes = {};
+  int64_t numel = 0;
+  size_t bytes = 0;
+  at::Tensor travelling = {};
+  comm::Work work = {};
+
+  void add(const at::Tensor& run) {
+    values.push_back(run);
+    sizes.push_back(run.numel());
+    numel += run.numel();
+    bytes += run.nbytes();
+  }
+};
 
 }  // namespace
 
@@ -78,6 +100,46 @@ void exchange_runs(const std::vector<at::Tensor>& memories, const std::vector<st
       });
     }
   }
+}
+
+void broadcast_runs(const std::vector<at::Tensor>& memories, const std::vector<std::vector<Run>>& runs,
+                    comm::Communicator& ranks) {
+  if (memories.empty() || ranks.size() == 1) return;
+  std::vector<comm::Work> in_place;
+  std::optional<PackedRuns> under_way;
+  const auto arrive = [&] {
+    if (!under_way) return;
+    under_way->work.wait();
+    if (under_way->source != ranks.rank()) {
+      at::_foreach_copy_(under_way->values, under_way->travelling.split_with_sizes(under_way->sizes));
+    }
+    under_way.reset();
+  };
+  const auto send = [&](PackedRuns pack) {
+    if (pack.values.empty()) return;
+    pack.travelling =
+        pack.source == ranks.rank() ? at::cat(pack.values) : at::empty({pack.numel}, memories.front().options());
+    pack.work = ranks.broadcast(pack.travelling, pack.source);
+    arrive();  // the one before
+    under_way = std::move(pack);
+  };
+  for (int source = 0; source < ranks.size(); ++source) {
+    PackedRuns pack{.source = source};
+    for (size_t i = 0; i < memories.size(); ++i) {
+      const auto& run = runs[static_cast<size_t>(source)][i];
+      if (run.count == 0) continue;
+      const auto values = memories[i].narrow(0, run.begin, run.count);
+      if (values.nbytes() >= kLargeBytes) {
+        in_place.push_back(ranks.broadcast(values, source));
+        continue;
+      }
+      pack.add(values);
+      if (pack.bytes >= kPackBytes) send(std::exchange(pack, {.source = source}));
+    }
+    send(std::move(pack));
+  }
+  arrive();
+  for (auto& work : in_place) work.wait();
 }
 
 }  // namespace muster

@@ -27,4 +27,9 @@ std::vector<Run> runs_of(const std::vector<int64_t>& numels, const Shard& shard)
 void exchange_runs(const std::vector<at::Tensor>& memories, const std::vector<std::vector<Run>>& runs,
                    comm::Communicator& ranks);
 
+/// Likewise, for ranks whose operations are enqueued on a device: a run travels in place or, where it is small, packed
+/// with others, and the host waits for nothing. Two packs of 32 MiB and a bit are in memory at once.
+void broadcast_runs(const std::vector<at::Tensor>& memories, const std::vector<std::vector<Run>>& runs,
+                    comm::Communicator& ranks);
+
 }  // namespace muster

@@ -405,21 +405,6 @@ TEST_CASE("a step of which no share ran changes nothing", "[optimizer]") {
   CHECK(flat.state().step_counts().front() == 1);
 }
 
-TEST_CASE("runs cover every element once", "[optimizer]") {
-  const std::vector<int64_t> numels{10, 0, 4096, 5000, 1, 12288};
-  for (int ranks = 1; ranks <= 9; ++ranks) {
-    std::vector<int64_t> covered(numels.size(), 0);
-    for (int r = 0; r < ranks; ++r) {
-      const auto runs = runs_of(numels, {r, ranks});
-      for (size_t i = 0; i < numels.size(); ++i) {
-        if (runs[i].count > 0) CHECK(runs[i].begin == covered[i]);
-        covered[i] += runs[i].count;
-      }
-    }
-    CHECK(covered == numels);
-  }
-}
-
 TEST_CASE("state follows a parameter that changes its memory order or dtype", "[optimizer]") {
   const auto list = std::vector<at::Tensor>{at::arange(24).view({1, 2, 3, 4}).to(at::kFloat).requires_grad_()};
   const auto other = std::vector<at::Tensor>{list[0].detach().clone().requires_grad_()};
