@@ -35,16 +35,16 @@ Groups groups_in_process(const std::vector<c10::Device>& devices, comm::Millisec
   groups.control = comm::make_local(replicas, timeout);
   const bool shares_device = has_repeated(devices);  // which NCCL refuses
   const bool is_alone = replicas == 1 && (device.is_cpu() || !uses_nccl_alone());
-  const auto make = [&](const std::string& name) -> std::vector<comm::CommunicatorPtr> {
+  const auto make = [&](const std::string& name, int max_ctas) -> std::vector<comm::CommunicatorPtr> {
     if (is_alone) return {comm::make_single(device)};
     if (device.is_cpu()) return comm::make_local(replicas, timeout);
-    const auto options = with_control(comm::make_local(replicas, timeout), timeout);
+    const auto options = with_control(comm::make_local(replicas, timeout), timeout, max_ctas);
     if (shares_device) return comm::make_device_local(devices, options);
     c10d::PrefixStore prefixed(name, c10::make_intrusive<c10d::HashStore>());
     return comm::make_nccl(prefixed, 0, replicas, devices, options);
   };
-  groups.gradients = make("gradients");
-  groups.step = make("step");
+  groups.gradients = make("gradients", 0);
+  groups.step = make("step", kStepCtas);
   groups.backend = is_alone        ? "nothing: there is one replica"
                    : shares_device ? "the memory of this process's devices"
                                    : "NCCL";

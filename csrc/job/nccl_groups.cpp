@@ -10,12 +10,13 @@ bool& uses_nccl_alone() noexcept {
 }
 
 std::vector<comm::NcclOptions> with_control(const std::vector<comm::CommunicatorPtr>& control,
-                                            comm::Milliseconds timeout) {
+                                            comm::Milliseconds timeout, int max_ctas) {
   std::vector<comm::NcclOptions> options;
   for (const auto& handle : control) {
     options.emplace_back();
     options.back().timeout = timeout;
     options.back().control = handle;
+    options.back().max_ctas = max_ctas;
   }
   return options;
 }
@@ -25,14 +26,14 @@ void use_nccl(Groups& groups, const net::StorePtr& store, const Topology& topolo
               comm::Milliseconds timeout) {
   groups.control = make_control("control");
   const bool is_alone = topology.num_replicas == 1 && !uses_nccl_alone();
-  const auto make = [&](const std::string& name) -> std::vector<comm::CommunicatorPtr> {
+  const auto make = [&](const std::string& name, int max_ctas) -> std::vector<comm::CommunicatorPtr> {
     if (is_alone) return {comm::make_single(topology.devices.front())};
     c10d::PrefixStore prefixed("nccl_" + name, store);
     return comm::make_nccl(prefixed, topology.first_replica, topology.num_replicas, topology.devices,
-                           with_control(make_control(name + "_control"), timeout));
+                           with_control(make_control(name + "_control"), timeout, max_ctas));
   };
-  groups.gradients = make("gradients");
-  groups.step = make("step");
+  groups.gradients = make("gradients", 0);
+  groups.step = make("step", kStepCtas);
   const bool one_each = topology.num_replicas == topology.num_workers;  // so that both groups have the same ranks
   groups.workers = comm::make_staged(groups.workers, topology.devices.front(),
                                      one_each && !is_alone ? groups.gradients.front() : nullptr);

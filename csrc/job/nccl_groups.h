@@ -15,9 +15,12 @@ namespace muster {
 /// of that path on a machine with one GPU. False at first; read when groups are made.
 bool& uses_nccl_alone() noexcept;
 
+/// NcclOptions::max_ctas of the group for collectives inside a step: few programs have any, and most are small.
+inline constexpr int kStepCtas = 4;
+
 /// The options of an NCCL group whose rank i agrees over `control[i]`.
 std::vector<comm::NcclOptions> with_control(const std::vector<comm::CommunicatorPtr>& control,
-                                            comm::Milliseconds timeout);
+                                            comm::Milliseconds timeout, int max_ctas);
 
 /// Sets gradients and step to NCCL, control to a group on the host, and stages `workers`. Collective over replicas.
 /// `make_control(name)` gives a group on the host over all replicas, a handle a local one.

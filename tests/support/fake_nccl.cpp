@@ -214,6 +214,11 @@ std::vector<std::string> FakeNccl::log() {
   const std::lock_guard lock(mutex_);
   return log_;
 }
+std::vector<int> FakeNccl::max_ctas() {
+  const std::lock_guard lock(mutex_);
+  return ctas_;
+}
+
 int FakeNccl::count(const std::string& entry) {
   const std::lock_guard lock(mutex_);
   return static_cast<int>(std::count(log_.begin(), log_.end(), entry));
@@ -349,9 +354,10 @@ NcclApi FakeNccl::nccl() {
     std::copy(text.begin(), text.end(), id->begin());
     return kSuccess;
   };
-  api.start = [this](Comm* out, int size, const UniqueId& id, int rank) -> Status {
+  api.start = [this](Comm* out, int size, const UniqueId& id, int rank, int max_ctas) -> Status {
     const std::lock_guard lock(mutex_);
     auto comm = std::make_shared<FakeComm>();
+    ctas_.push_back(max_ctas);
     comm->id = id.data();
     comm->rank = rank;
     comm->size = size;
@@ -365,8 +371,9 @@ NcclApi FakeNccl::nccl() {
     return kInProgress;
   };
   if (has_split) {
-    api.split = [this](Comm handle, int rank, Comm* out) -> Status {
+    api.split = [this](Comm handle, int rank, Comm* out, int max_ctas) -> Status {
       const std::lock_guard lock(mutex_);
+      ctas_.push_back(max_ctas);
       if (const Status status = begin("split", handle); status != kSuccess) return status;
       auto& parent = *static_cast<FakeComm*>(handle);
       auto comm = std::make_shared<FakeComm>();
@@ -506,6 +513,7 @@ NcclApi FakeNccl::nccl() {
 DeviceApi FakeNccl::device() {
   DeviceApi api;
   api.exchange_device = [](int) { return 0; };
+  api.restore_device = [](int) {};
   api.identity = [](int) { return std::string(); };
   api.current_stream = [](int) { return own_stream != nullptr ? own_stream : host_stream(); };
   api.is_capturing = [this](Stream) {

@@ -54,6 +54,8 @@ class FakeNccl {
   /// of the device: "copy 0 1" (to device 0 from device 1), "tree_sum 3" (of three sources).
   std::vector<std::string> log();
   int count(const std::string& entry);
+  /// What each start and split was given as max_ctas, in order.
+  std::vector<int> max_ctas();
   int live_events();
   int live_streams();
 
@@ -76,6 +78,7 @@ class FakeNccl {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::string> log_;
+  std::vector<int> ctas_;
   std::map<std::string, comm::nccl::Status> failures_;
   std::map<int, comm::nccl::Status> async_errors_;
   std::set<int> hanging_;

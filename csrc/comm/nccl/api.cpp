@@ -43,18 +43,23 @@ cudaEvent_t event_of(Event event) { return static_cast<cudaEvent_t>(event); }
 ncclDataType_t type_of(DataType type) { return static_cast<ncclDataType_t>(type); }
 ncclRedOp_t nccl_op_of(Reduction reduction) { return static_cast<ncclRedOp_t>(reduction); }
 
-Status start(Comm* comm, int size, const UniqueId& id, int rank) {
+ncclConfig_t config_of(bool blocking, int max_ctas) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = blocking ? 1 : 0;
+  if (max_ctas > 0) config.maxCTAs = max_ctas;
+  return config;
+}
+
+Status start(Comm* comm, int size, const UniqueId& id, int rank, int max_ctas) {
   ncclUniqueId unique{};
   std::memcpy(&unique, id.data(), sizeof(unique));
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.blocking = 0;
+  ncclConfig_t config = config_of(/*blocking=*/false, max_ctas);
   return ncclCommInitRankConfig(reinterpret_cast<ncclComm_t*>(comm), size, unique, rank, &config);
 }
 
 // The parent is not blocking: its async_error says when the child is there.
-Status split(Comm comm, int rank, Comm* child) {
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.blocking = 1;
+Status split(Comm comm, int rank, Comm* child, int max_ctas) {
+  ncclConfig_t config = config_of(/*blocking=*/true, max_ctas);
   return ncclCommSplit(comm_of(comm), /*color=*/0, rank, reinterpret_cast<ncclComm_t*>(child), &config);
 }
 
@@ -153,6 +158,9 @@ DeviceApi device_api() {
     const int previous = c10::cuda::current_device();
     if (device != previous) c10::cuda::set_device(static_cast<c10::DeviceIndex>(device));
     return previous;
+  };
+  api.restore_device = [](int device) {
+    check(c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(device)), "cudaSetDevice");
   };
   api.current_stream = [](int device) -> Stream {
     return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();

@@ -39,8 +39,10 @@ struct NcclApi {
   using Call = std::function<Status(Arguments...)>;
 
   Call<UniqueId*> get_unique_id;
-  Call<Comm*, int /*size*/, const UniqueId&, int /*rank*/> start;  ///< with blocking = 0
-  Call<Comm, int /*rank*/, Comm*> split;  ///< all ranks, with blocking = 1; empty where there are no such
+  /// With blocking = 0; max_ctas: see NcclOptions.
+  Call<Comm*, int /*size*/, const UniqueId&, int /*rank*/, int /*max_ctas*/> start;
+  /// All ranks, with blocking = 1; empty where there are no such.
+  Call<Comm, int /*rank*/, Comm*, int /*max_ctas*/> split;
   Call<Comm, Status*> async_error;
   Call<Comm> finalize;
   Call<Comm> destroy;
@@ -71,6 +73,8 @@ struct NcclApi {
 /// Everything but destruction throws CommError with CUDA's text.
 struct DeviceApi {
   std::function<int(int)> exchange_device;  ///< returns what was current
+  /// Makes it current once it is used: a process has a context on those of its devices alone.
+  std::function<void(int)> restore_device;
   /// As NCCL tells GPUs apart; of one that ranks may share it is empty. Null where they may share any.
   std::function<std::string(int)> identity;
   std::function<Stream(int)> current_stream;    ///< the calling thread's, of a device
@@ -104,7 +108,7 @@ class DeviceScope {
   DeviceScope(const DeviceApi& api, int device) : api_(api), previous_(api.exchange_device(device)) {}
   ~DeviceScope() {
     try {
-      api_.exchange_device(previous_);
+      api_.restore_device(previous_);
     } catch (const std::exception& error) {  // whatever is called next fails too, and throws
       log(LogLevel::debug, std::string("the current CUDA device could not be restored: ") + error.what());
     }

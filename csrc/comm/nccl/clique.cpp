@@ -81,10 +81,12 @@ Clique::Clique(const NcclApi& nccl, const DeviceApi& device, const UniqueId& id,
       comms_(options_.devices.size()),
       children_(options_.devices.size()) {
   try {
+    const bool splits = options_.blocking && nccl_.split;
+    const int max_ctas = splits ? 1 : options_.max_ctas;  // of what does nothing but split
     call("ncclCommInitRankConfig", [&](int local, Comm) {
-      return nccl_.start(&comms_[static_cast<size_t>(local)], options_.size, id, options_.first_rank + local);
+      return nccl_.start(&comms_[static_cast<size_t>(local)], options_.size, id, options_.first_rank + local, max_ctas);
     });
-    if (options_.blocking && nccl_.split) split();
+    if (splits) split();
   } catch (...) {
     fail(std::current_exception());
     throw;
@@ -119,7 +121,7 @@ std::exception_ptr Clique::late(const std::string& what) const {
 
 void Clique::split() {
   call("ncclCommSplit", [&](int local, Comm comm) {
-    return nccl_.split(comm, options_.first_rank + local, &children_[static_cast<size_t>(local)]);
+    return nccl_.split(comm, options_.first_rank + local, &children_[static_cast<size_t>(local)], options_.max_ctas);
   });
   std::vector<Comm> parents;
   {

@@ -404,7 +404,7 @@ std::vector<CommunicatorPtr> make_communicators(const NcclApi& nccl, const Devic
                                                 int first_rank, int size, const std::vector<c10::Device>& devices,
                                                 const std::vector<NcclOptions>& options) {
   check_arguments(first_rank, size, devices, options);
-  Clique::Options clique_options{first_rank, size, {}, options[0].timeout, options[0].blocking};
+  Clique::Options clique_options{first_rank, size, {}, options[0].timeout, options[0].blocking, options[0].max_ctas};
   for (const c10::Device& d : devices) clique_options.devices.push_back(d.has_index() ? d.index() : 0);
   check_devices_differ(device, first_rank, clique_options.devices, options);
   const UniqueId id = share_id(nccl, store, first_rank, options[0].timeout);

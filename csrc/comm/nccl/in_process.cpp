@@ -318,7 +318,7 @@ NcclApi make_in_process_api(const DeviceApi& device, c10::DeviceType type, const
     id->fill('\0');
     return kSuccess;
   };
-  api.start = [group](Comm* comm, int size, const UniqueId&, int rank) { return group->start(comm, size, rank); };
+  api.start = [group](Comm* comm, int size, const UniqueId&, int rank, int) { return group->start(comm, size, rank); };
   api.async_error = [](Comm, Status* status) {
     *status = kSuccess;
     return kSuccess;

@@ -24,8 +24,10 @@ namespace {
 
 using namespace std::chrono_literals;
 
-std::vector<CommunicatorPtr> make(FakeNccl& fake, int ranks, Milliseconds timeout, bool blocking = true) {
+std::vector<CommunicatorPtr> make(FakeNccl& fake, int ranks, Milliseconds timeout, bool blocking = true,
+                                  int max_ctas = 0) {
   NcclOptions options;
+  options.max_ctas = max_ctas;
   options.timeout = timeout;
   options.blocking = blocking;
   const auto store = c10::make_intrusive<c10d::HashStore>();
@@ -55,6 +57,14 @@ TEST_CASE("a blocking group is split off, and its operations are launched when t
   CHECK(fake.count("abort 0") == 0);
   CHECK(std::find(log.begin(), log.end(), "deregister 0") < std::find(log.begin(), log.end(), "finalize 0"));
   CHECK(fake.count("free") == 1);
+}
+
+TEST_CASE("what is only split takes little of a device's memory", "[nccl]") {
+  FakeNccl fake;
+  make(fake, 1, 30s, /*blocking=*/true);
+  make(fake, 1, 30s, /*blocking=*/true, /*max_ctas=*/4);
+  make(fake, 1, 30s, /*blocking=*/false, /*max_ctas=*/4);
+  CHECK(fake.max_ctas() == std::vector<int>{1, 0, 1, 4, 4});
 }
 
 TEST_CASE("ranks of one process reduce over blocking communicators, or others where NCCL has none", "[nccl]") {

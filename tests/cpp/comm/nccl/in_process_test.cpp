@@ -78,7 +78,7 @@ struct Table {
   explicit Table(size_t size) : comms(size) {
     api = make_in_process_api(fake.device(), c10::kCPU, std::vector<int>(size, 0));
     for (size_t r = 0; r < size; ++r) {
-      CHECK(api.start(&comms[r], static_cast<int>(size), {}, static_cast<int>(r)) == kSuccess);
+      CHECK(api.start(&comms[r], static_cast<int>(size), {}, static_cast<int>(r), 0) == kSuccess);
     }
   }
 
@@ -217,8 +217,8 @@ TEST_CASE("calls that do not fit together are an error, and nothing runs", "[ncc
   CHECK(table.error_of([] {}) == "");
   CHECK(table.fake.log().empty());
   Comm other = nullptr;
-  CHECK(api.start(&other, 3, {}, 0) != kSuccess);
-  CHECK(api.start(&other, 2, {}, 2) != kSuccess);
+  CHECK(api.start(&other, 3, {}, 0, 0) != kSuccess);
+  CHECK(api.start(&other, 2, {}, 2, 0) != kSuccess);
   table.fake.device().destroy_stream(stream);
 }
 
