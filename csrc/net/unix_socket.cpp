@@ -149,7 +149,9 @@ FileDescriptor connect_to(const std::string& name, int type, Deadline deadline) 
   const auto [address, length] = abstract_address(name);
   while (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
     if (errno == EINTR) continue;
-    if (errno == EAGAIN && std::chrono::steady_clock::now() < deadline) {
+    if (errno == EAGAIN) {
+      if (std::chrono::steady_clock::now() >= deadline)
+        throw Timeout("the process at '" + name + "' takes no connections; look at its log");
       WaitHook::call();
       std::this_thread::sleep_for(kBetweenCalls);
       continue;

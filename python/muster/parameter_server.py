@@ -28,7 +28,8 @@ class ParameterServerStrategy(Strategy):
     and the others go on. With another `staleness` each step is one worker's, which may be so many steps ahead of the
     slowest live one (None: any number): loss, metrics, buffers and norm are its own, and collectives inside a step see
     it alone. A server that stays away for `patience` seconds is PeerLost; started again with its snapshots before that,
-    it is as if nothing had happened. While it reads its snapshot it is not away.
+    it is as if nothing had happened. While it reads its snapshot it is not away; one that says nothing though its
+    process listens (it was stopped, say) has 30 s, or `patience` if that is more.
 
     `log_bytes` bounds what a worker keeps of what it pushed, for a server that starts again (None: 256 MiB or eight
     steps, whichever is more, and at most an eighth of the memory); where it is full, the worker waits for a snapshot.

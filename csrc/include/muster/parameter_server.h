@@ -19,7 +19,8 @@ struct ServerOptions {
   /// the worker waits for a snapshot. Empty: 256 MiB or eight steps, whichever is more, and at most an eighth of the
   /// memory.
   std::optional<int64_t> log_bytes = {};
-  /// Seconds that a server may be gone; while it reads its snapshot it is not.
+  /// Seconds that a server may be gone; while it reads its snapshot it is not. One that says nothing though its process
+  /// listens (it was stopped, say, or its machine pauses) has 30 s, or these if that is more.
   double patience = 5;
   /// Seconds without a sign of life after which a worker, or a server, counts as dead.
   double heartbeat = 5;

@@ -14,6 +14,8 @@ namespace muster::server {
 
 /// How long a server may be gone, unless something else is said.
 inline constexpr std::chrono::milliseconds kPatience{5'000};
+/// How long at least one may say nothing whose process listens at its address.
+inline constexpr std::chrono::milliseconds kStandstillPatience{30'000};
 
 struct ClientConfig {
   std::vector<std::string> servers;  ///< abstract Unix names, in the order of all workers

@@ -1,27 +1,29 @@
 #include "core/wait_hook.h"
+#include "server/worker/absence.h"
 #include "server/worker/client.h"
 
 namespace muster::server {
 
 std::optional<Standing> inquire(const std::string& name, std::chrono::milliseconds patience,
                                 Surroundings& surroundings) {
-  auto deadline = surroundings.now() + patience;
+  Absence absence(surroundings.now(), patience);
   for (;;) {
     net::Frame frame;
     bool is_answered = false;
     try {
+      const auto deadline = surroundings.now() + patience;
       const auto channel = surroundings.connect(name, nullptr, deadline);
       channel->send(Inquire::kType, encode(Inquire{}), {}, deadline);
       is_answered = channel->receive(frame, deadline);
+      if (!is_answered) absence.note_gone(surroundings.now());
+    } catch (const Timeout&) {
+      absence.note_silent(surroundings.now());
     } catch (const CommError&) {
-      is_answered = false;
+      absence.note_gone(surroundings.now());
     }
-    if (is_answered && frame.type == Busy::kType) {
-      deadline = surroundings.now() + patience;
-    } else if (is_answered) {
-      return Link::expect<Standing>(frame);
-    }
-    if (surroundings.now() > deadline) return std::nullopt;
+    if (is_answered && frame.type != Busy::kType) return Link::expect<Standing>(frame);
+    if (is_answered) absence.note_busy(surroundings.now());
+    if (absence.is_over(surroundings.now())) return std::nullopt;
     WaitHook::call();
     surroundings.sleep(kBetweenTries);
   }

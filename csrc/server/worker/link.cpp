@@ -48,7 +48,7 @@ void Link::break_with(const std::string& what) {
   }
   if (why.empty()) throw LinkBroken(what);
   log(LogLevel::debug, "server '" + config_.name + "' gives no sign of life: " + why);
-  throw LinkBroken(what + "; " + why);
+  throw LinkSilent(what + "; " + why);
 }
 
 bool Link::is_own() const noexcept { return ::getpid() == process_; }
@@ -109,6 +109,9 @@ uint64_t Link::connect(uint64_t incarnation, const std::shared_ptr<net::Arena>& 
   } catch (const LinkBusy&) {
     close_lanes({});
     throw;
+  } catch (const Timeout& error) {
+    close_lanes({});
+    throw LinkSilent(error.what());
   } catch (const CommError& error) {
     break_with(error.what());
   }

@@ -34,6 +34,13 @@ class LinkBusy : public LinkBroken {
   using LinkBroken::LinkBroken;
 };
 
+/// The server's process listens at its address and gives no answer within the heartbeat's time, or the Pulse has ended
+/// the link: it may stand still.
+class LinkSilent : public LinkBroken {
+ public:
+  using LinkBroken::LinkBroken;
+};
+
 /// Lane 0 carries requests that are answered one by one; the others chunks, many under way. Its Pulse breaks the link
 /// when the server gives no sign of life. Owned by one thread, but for the one that ticks the pulse. A forked child may
 /// only destroy it, which leaves the connections to its parent.

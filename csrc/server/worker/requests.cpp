@@ -8,6 +8,7 @@
 #include "core/wait_hook.h"
 #include "muster/error.h"
 #include "server/protocol/address.h"
+#include "server/worker/absence.h"
 #include "server/worker/resume_point.h"
 
 namespace muster::server {
@@ -136,9 +137,10 @@ void Requests::lose(size_t server, const std::string& why) {
 
 void Requests::connect(size_t server, bool is_first) {
   auto& link = *links_[server];
-  auto deadline = config_.surroundings->now() + config_.patience;
+  const auto now = [this] { return config_.surroundings->now(); };
+  Absence absence(now(), config_.patience);
   // Members of a job that was killed give no signs of life soon.
-  const auto free_by = config_.surroundings->now() + milliseconds(config_.plan.heartbeat_ms) + config_.patience;
+  const auto free_by = now() + milliseconds(config_.plan.heartbeat_ms) + config_.patience;
   const uint64_t life = link.life();
   std::string why = "nobody listens there";
   for (;;) {
@@ -159,15 +161,19 @@ void Requests::connect(size_t server, bool is_first) {
       return;
     } catch (const Occupied& occupied) {
       if (!is_first) throw Fenced("another job has ended this worker's: " + std::string(occupied.what()));
-      if (config_.surroundings->now() > free_by) throw;
-      deadline = free_by + config_.patience;
+      if (now() > free_by) throw;
+      absence.note_busy(free_by);
     } catch (const LinkBusy& busy) {
-      deadline = config_.surroundings->now() + config_.patience;
+      absence.note_busy(now());
       why = busy.what();
+    } catch (const LinkSilent& silent) {
+      absence.note_silent(now());
+      why = silent.what();
     } catch (const LinkBroken& error) {
+      absence.note_gone(now());
       why = error.what();
     }
-    if (config_.surroundings->now() > deadline) lose(server, why);
+    if (absence.is_over(now())) lose(server, why);
     config_.surroundings->sleep(kBetweenTries);
     WaitHook::call();
   }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cpp/catch.h"
+#include "server/worker/client_config.h"
 #include "support/traced_job.h"
 
 using namespace muster;
@@ -116,24 +117,25 @@ TEST_CASE("no update of a synchronous job is lost or doubled", "[server]") {
   run(0, {.connections = true, .count = 4}, 6);
 }
 
-TEST_CASE("a server process that stands still for 20 s costs no worker", "[server][.][long]") {
-  const uint32_t staleness = GENERATE(0U, kAnyStaleness);
-  CAPTURE(staleness);
+namespace {
+
+// Workers with this heartbeat and patience train, while a server stands still for so long.
+void stop_one(uint32_t staleness, size_t stopped, milliseconds heartbeat, milliseconds patience, milliseconds pause) {
+  CAPTURE(staleness, stopped);
   TracedJob job(2, staleness);
-  job.plan.heartbeat_ms = 5'000;  // as a strategy's
-  job.patience = milliseconds(30'000);
+  job.plan.heartbeat_ms = static_cast<uint32_t>(heartbeat.count());
+  job.patience = patience;
   job.steps = 3'000;
   std::vector<pid_t> servers;
   for (uint32_t s = 0; s < kTracedServers; ++s) servers.push_back(job.fork_server(s));
   std::vector<pid_t> workers;
   for (uint32_t w = 0; w < 2; ++w) workers.push_back(job.fork_worker(w, static_cast<int>(w)));
   for (int i = 0; job.board->lives[0].acked < 20 && i < 3000; ++i) std::this_thread::sleep_for(milliseconds(10));
-  const pid_t victim = servers[GENERATE(0U, 1U)];
-  ::kill(victim, SIGSTOP);
+  ::kill(servers[stopped], SIGSTOP);
   const uint64_t before = job.board->lives[0].acked;
-  std::this_thread::sleep_for(milliseconds(20'000));
+  std::this_thread::sleep_for(pause);
   CHECK(job.board->lives[0].acked <= before + 2);  // it was needed
-  ::kill(victim, SIGCONT);
+  ::kill(servers[stopped], SIGCONT);
   for (const pid_t worker : workers) CHECK(end_of(worker) == 0);
   const auto counts = job.read_counts();
   for (size_t life = 0; life < 2; ++life) {
@@ -141,6 +143,37 @@ TEST_CASE("a server process that stands still for 20 s costs no worker", "[serve
   }
   job.board->servers_down = 1;
   for (const pid_t server : servers) end_of(server);
+}
+
+}  // namespace
+
+TEST_CASE("a server process that stands still for longer than the patience costs no worker", "[server]") {
+  stop_one(0, GENERATE(0U, 1U), milliseconds(400), milliseconds(100), milliseconds(2'000));
+}
+
+TEST_CASE("a server process that is killed while it stands still is missed after the patience", "[server]") {
+  TracedJob job(2, 0);
+  job.plan.heartbeat_ms = 400;
+  job.patience = milliseconds(100);
+  job.steps = 3'000;
+  std::vector<pid_t> servers;
+  for (uint32_t s = 0; s < kTracedServers; ++s) servers.push_back(job.fork_server(s));
+  std::vector<pid_t> workers;
+  for (uint32_t w = 0; w < 2; ++w) workers.push_back(job.fork_worker(w, static_cast<int>(w)));
+  for (int i = 0; job.board->lives[0].acked < 20 && i < 3000; ++i) std::this_thread::sleep_for(milliseconds(10));
+  ::kill(servers[1], SIGSTOP);
+  std::this_thread::sleep_for(milliseconds(1'500));
+  ::kill(servers[1], SIGKILL);
+  const auto killed = std::chrono::steady_clock::now();
+  for (const pid_t worker : workers) CHECK(end_of(worker) != 0);
+  CHECK(std::chrono::steady_clock::now() - killed < milliseconds(10'000));
+  job.board->servers_down = 1;
+  for (const pid_t server : servers) end_of(server);
+}
+
+TEST_CASE("a server process that stands still for 20 s costs no worker", "[server][.][long]") {
+  const uint32_t staleness = GENERATE(0U, kAnyStaleness);
+  stop_one(staleness, GENERATE(0U, 1U), milliseconds(5'000), server::kPatience, milliseconds(20'000));
 }
 
 TEST_CASE("servers need no more memory however often a worker is started again", "[server][.][long]") {
