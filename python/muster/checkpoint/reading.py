@@ -24,6 +24,7 @@ __all__ = [
     "NoCheckpoint",
     "folders_in",
     "model_state",
+    "module_in",
     "next_in",
     "numbered",
     "numbered_in",
@@ -175,7 +176,12 @@ def model_state(path: str | os.PathLike[str], module: int = 0) -> dict[str, Tens
     `module`: which of the prepared modules, counted from 0. Raises CheckpointError where there is no good checkpoint,
     InvalidArgument where it holds no such module.
     """
-    return dict(_one(with_dense_weights(read(path).parts()), "modules", module, path))
+    return module_in(read(path).parts(), module, path)
+
+
+def module_in(parts: Mapping[str, Any], module: int, path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """As `model_state`, of the parts of a checkpoint that was read from `path`."""
+    return dict(_one(with_dense_weights(parts), "modules", module, path))
 
 
 def optimizer_state(path: str | os.PathLike[str], optimizer: int = 0) -> dict[str, Any]:
