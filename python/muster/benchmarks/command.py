@@ -33,7 +33,7 @@ SHORT = {
     "scaling_efficiency": ["--rounds", "3"],
     "after_backward": ["--rounds", "8"],
     "hooks": ["--rounds", "50"],
-    "checkpoints": ["--width", "512", "--rows", "16", "--rounds", "5", "--loops", "3"],
+    "checkpoints": ["--width", "512", "--steps", "20", "--rounds", "5", "--loops", "3"],
 }
 """Options of the short set; it takes less than 5 minutes on two cores."""
 
