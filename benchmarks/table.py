@@ -1,4 +1,4 @@
-"""Puts the newest result of each benchmark into README.md, between its markers."""
+"""Puts the newest result of each benchmark into README.md or a page of docs/, between its markers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 from muster.benchmarks.tables import TABLES
 
-__all__ = ["MARKED", "TABLES", "updated"]
+__all__ = ["MARKED", "PAGES", "TABLES", "updated"]
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "checkpoints.md"]
 MARKED = re.compile(r"(<!-- (\w+): .*? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -32,5 +33,5 @@ def updated(text: str) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(updated(readme.read_text()))
+    for page in PAGES:
+        page.write_text(updated(page.read_text()))

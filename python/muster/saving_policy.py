@@ -8,7 +8,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -17,7 +17,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from muster import _C, saved_tree
-from muster.errors import InvalidArgument
+from muster.checkpoint import reading
+from muster.errors import CheckpointError, InvalidArgument
 from muster.saving import Saving
 from muster.step import StepResult
 from muster.strategy import Strategy
@@ -87,6 +88,8 @@ class Checkpoints:
         )
         self._saved_at: int | None = None
         """The strategy's steps when it was saved last."""
+        self._known: dict[tuple[Path, tuple[int, ...] | None], dict[str, Any] | None] = {}
+        """By checkpoints that best() looked at last, and the files of their manifests: what it has written there."""
 
     def load(self) -> dict[str, Any] | None:
         """As `Strategy.load` of the folder, with the objects of `state`: the values that were saved by name, or None
@@ -144,7 +147,7 @@ class Checkpoints:
             if folder is None or self._strategy.rank != 0 or math.isnan(value):
                 return False
             saving.writing.finish()
-            kept = _metric_in(folder / _BEST)
+            kept = self._best_in(folder / _BEST)
             if kept is None:
                 return True
             if kept["mode"] != self._mode:
@@ -160,6 +163,29 @@ class Checkpoints:
             described = {_BEST: {"metric": _number_of(metric), "mode": self._mode}}
             saving.save(folder / _BEST, self._best_keep, {**self._state, **values, **described})
         return found
+
+    def _best_in(self, folder: Path) -> dict[str, Any] | None:
+        """What best() wrote to the newest good checkpoint there that has a metric."""
+        known, self._known = self._known, {}
+        for path in reversed(reading.numbered_in(folder)):
+            key = path, _file_of(path)
+            found = known[key] if key in known else self._read_metric(path)
+            self._known[key] = found
+            if found is not None:
+                return found
+        return None
+
+    def _read_metric(self, path: Path) -> dict[str, Any] | None:
+        """What is written in a checkpoint counts where all of it is good, and signed where there is a secret: one that
+        cannot be loaded is not the best."""
+        metadata = self._strategy._saving.writing.metadata_of(path)
+        if metadata is None:
+            try:
+                metadata = reading.read_folder(path).metadata
+            except CheckpointError as error:
+                reading.pass_over(path, error)
+                return None
+        return _metric_in(metadata)
 
 
 def _number_of_chief(saving: weakref.ref[Saving], number: int) -> int:
@@ -193,13 +219,19 @@ def _number_of(metric: Any) -> float:
     return float(metric)
 
 
-def _metric_in(folder: Path) -> dict[str, Any] | None:
-    """What best() wrote to the newest checkpoint there."""
-    for path in sorted(folder.glob("snapshot-*/manifest.json"), reverse=True):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            document = json.loads(json.loads(path.read_text())["manifest"]["strings"]["content"])
-            node = document["dict"]["state"]["dict"][_BEST]["dict"]["value"]
-            found: dict[str, Any] = saved_tree.decode(json.dumps(node), {})
-            if isinstance(found["metric"], float) and found["mode"] in ("min", "max"):
-                return found
+def _metric_in(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What best() wrote to the checkpoint of this metadata."""
+    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+        node = json.loads(metadata["content"])["dict"]["state"]["dict"][_BEST]["dict"]["value"]
+        found: dict[str, Any] = saved_tree.decode(json.dumps(node), {})
+        if isinstance(found["metric"], float) and found["mode"] in ("min", "max"):
+            return found
+    return None
+
+
+def _file_of(checkpoint: Path) -> tuple[int, ...] | None:
+    """What tells the file of its manifest from another one; None where there is none."""
+    with contextlib.suppress(OSError):
+        found = (checkpoint / "manifest.json").stat()
+        return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
     return None

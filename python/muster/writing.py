@@ -17,20 +17,26 @@ from muster.errors import CheckpointError
 __all__ = ["Writing"]
 
 
+_Metadata = dict[str, str | int | float]
+
+
 class _Begun(NamedTuple):
-    """A checkpoint whose writing has begun: in which folder, its tensors' bytes, and when by the monotonic clock."""
+    """A checkpoint whose writing has begun: its own folder, its tensors' bytes, when by the monotonic clock, and its
+    metadata."""
 
     folder: Path
     size: int
     at: float
+    metadata: _Metadata
 
 
 class _Written(NamedTuple):
-    """A checkpoint that is there: its own folder, its tensors' bytes, and when it was written."""
+    """A checkpoint that is there: its own folder, its tensors' bytes, when it was written, and its metadata."""
 
     folder: Path
     size: int
     at: float
+    metadata: _Metadata
 
 
 _POLL = 0.002  # seconds between two looks at whether a checkpoint is written
@@ -48,6 +54,8 @@ class Writing:
         """The last one."""
         self._written: _Written | None = None
         """The last one that was."""
+        self._newest: dict[Path, _Written] = {}
+        """The last one that was written to each folder."""
         self._failure = ""
         """Of the last one, where it went wrong."""
         self._untold: CheckpointError | None = None
@@ -58,23 +66,26 @@ class Writing:
         """False in a fork, where no thread writes."""
         return os.getpid() == self._pid
 
-    def write(
-        self, folder: Path, keep: int | None, tensors: dict[str, Tensor], metadata: dict[str, str | int | float]
-    ) -> None:
+    def write(self, folder: Path, keep: int | None, tensors: dict[str, Tensor], metadata: _Metadata) -> None:
         """Copies the tensors and begins to write, once the last checkpoint is written. Raises CheckpointError where
         that went wrong, or the folder cannot be used."""
+        from muster.checkpoint import reading  # which knows this package
+
         self.finish()
         made_with = (folder.absolute(), keep)
         if self._writer is None or self._made_with != made_with:
             self._writer = None  # which lets the folder go
             self._writer, self._made_with = _C.SnapshotWriter(made_with[0], keep), made_with
         size = sum(tensor.nbytes for tensor in tensors.values())
+        place = made_with[0]
+        with contextlib.suppress(OSError):  # the writer says what is wrong with it
+            place = reading.next_in(place)
         try:
             self._writer.write_copy(tensors, metadata)
         except CheckpointError as error:
             self._failure = str(error)
             raise
-        self._begun = _Begun(made_with[0], size, time.monotonic())
+        self._begun = _Begun(place, size, time.monotonic(), metadata)
 
     def finish(self) -> None:
         """Waits until the last checkpoint is written; raises CheckpointError, once, where it could not be. Ctrl-C ends
@@ -99,16 +110,16 @@ class Writing:
             return ""
         lines = []
         if self._writer is not None and self._begun is not None and not self._writer.is_done:
-            folder, size, began = self._begun
+            folder, size, began, _ = self._begun
             lines.append(
-                f"one of {size_text(size)} is being written to '{folder}' for {time.monotonic() - began:.1f} s"
+                f"one of {size_text(size)} is being written to '{folder.parent}' for {time.monotonic() - began:.1f} s"
             )
         else:
             self._settle()
         if self._failure:
             lines.append(f"the last one could not be written: {self._failure}")
         if self._written is not None:
-            folder, size, at = self._written
+            folder, size, at, _ = self._written
             when = datetime.fromtimestamp(at).astimezone().isoformat(" ", "seconds")
             which = "the one before" if lines else "the last one"
             lines.append(f"{which}, '{folder}' ({size_text(size)}), was written at {when}")
@@ -118,16 +129,24 @@ class Writing:
         """Notes what became of the one that was begun last, which is done."""
         if self._writer is None or self._begun is None:
             return
-        (folder, size, _), self._begun = self._begun, None
+        (folder, size, _, metadata), self._begun = self._begun, None
         try:
             self._writer.wait()
         except CheckpointError as error:
             self._failure, self._untold = str(error), error
             return
         self._failure = ""
-        with contextlib.suppress(OSError, ValueError):  # it may be taken away at any time
-            newest = max(folder.glob("snapshot-*"))
-            self._written = _Written(newest, size, (newest / "manifest.json").stat().st_mtime)
+        with contextlib.suppress(OSError):  # it may be taken away at any time
+            self._written = self._newest[folder.parent] = _Written(folder, size, _time_of(folder), metadata)
+
+    def metadata_of(self, checkpoint: Path) -> _Metadata | None:
+        """The metadata of the checkpoint in that folder, where it is the last one that this process wrote there."""
+        written = self._newest.get(checkpoint.absolute().parent)
+        if written is None or written.folder != checkpoint.absolute():
+            return None
+        with contextlib.suppress(OSError):
+            return written.metadata if _time_of(checkpoint) == written.at else None
+        return None
 
     def end(self) -> None:
         """As finish(), and lets the folder go. No-op in a fork of the process."""
@@ -137,6 +156,10 @@ class Writing:
             self.finish()
         finally:
             self._writer = None
+
+
+def _time_of(checkpoint: Path) -> float:
+    return (checkpoint / "manifest.json").stat().st_mtime
 
 
 def _is_gone(path: Path) -> bool:

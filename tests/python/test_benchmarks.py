@@ -135,6 +135,26 @@ def test_memory(tmp_path: Path) -> None:
     assert len(others) == 5
 
 
+def test_checkpoints(tmp_path: Path) -> None:
+    options = ("--width", "8", "--rows", "2", "--steps", "4", "--rounds", "3", "--loops", "3")
+    result = result_of(tmp_path / "results", "checkpoints", *options, "--disk", str(tmp_path))
+    assert result["bytes"] >= 12 * 24 * 8**2  # parameters and two moments of 4 bytes
+    tasks = {task["task"]: task["columns"] for task in result["tasks"]}
+    assert tasks.keys() == {
+        "save: blocks",
+        "save: writes",
+        "save: until it is on the disk",
+        "read all tensors",
+        "load into the model and AdamW",
+        "4 steps",
+    }
+    for columns in tasks.values():
+        assert len(columns) > 1
+        assert all(are_quartiles(column[kind]) for column in columns.values() for kind in ("ms", "ours over it"))
+    assert all(map(are_quartiles, result["a save's shares of the steps"].values()))
+    assert [folder.name for folder in tmp_path.iterdir()] == ["results"]  # it has removed what it wrote
+
+
 def test_what_is_not_there_is_refused_in_words() -> None:
     done = bench("step_overhead", "--models", "25 M")
     assert done.returncode == 2

@@ -21,6 +21,7 @@ EXCEPTIONS = {
     # Measurements look at what users do not see.
     "benchmarks/after_backward.py": {"_core"},
     "benchmarks/allreduce.py": {"_comm"},
+    "benchmarks/checkpoints.py": {"_saving"},
     # Single snapshots and files, which strategies do not ask for.
     "checkpoint/converting.py": {"_checkpoint"},
     "checkpoint/importing.py": {"_checkpoint"},

@@ -324,6 +324,20 @@ def test_explain_tells_of_the_last_checkpoint_and_of_what_went_wrong(tmp_path: P
     assert "the last one could not be written" in checkpoints_line(strategy)
 
 
+def test_explain_names_what_was_written_here_and_no_other_folder(tmp_path: Path) -> None:
+    with mirrored() as strategy:
+        (tmp_path / "snapshot-of-others").mkdir()
+        (tmp_path / "snapshot-of-others" / "manifest.json").touch()
+        strategy.save(tmp_path)
+        written = tmp_path / NAMES["older"]
+        assert f"the last one, '{written}' (" in finished(strategy)
+        strategy.save(tmp_path)
+        while not strategy._saving.writing._writer.is_done:  # type: ignore[union-attr]
+            time.sleep(0.002)
+        shutil.copytree(written, tmp_path / "snapshot-0000000009")
+        assert f"the last one, '{tmp_path / NAMES['newest']}' (" in finished(strategy)
+
+
 def test_explain_says_that_a_checkpoint_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with mirrored() as strategy:
         strategy.save(tmp_path, big=torch.zeros(10_000))

@@ -16,6 +16,7 @@ from torch import nn
 
 import muster
 from muster import saving_policy
+from muster.checkpoint import reading
 from support.jobs import Launcher, WorkerPool, make_job
 from support.saving import mirrored
 from support.servers import Servers, on_servers
@@ -248,6 +249,52 @@ def test_what_could_not_be_written_is_not_the_best(tmp_path: Path) -> None:
         (tmp_path / "best").unlink()
         assert checkpoints.best(0.2)
         assert steps_in(strategy, tmp_path / "best") == [0]
+
+
+def save_bests(folder: Path, *metrics: float) -> list[bool]:
+    """What best() said of each in a job of its own, which keeps two."""
+    with mirrored() as strategy:
+        Loop(strategy)
+        checkpoints = muster.Checkpoints(strategy, folder, best_keep=2)
+        return [checkpoints.best(metric) for metric in metrics]
+
+
+def promise(manifest: Path, metric: float) -> None:
+    """Has it claim another metric, as whoever knows nothing of its checksum would."""
+    text = manifest.read_text()
+    assert text.count("0.25") == 1
+    manifest.write_text(text.replace("0.25", str(metric)))
+
+
+def test_what_is_damaged_is_not_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert save_bests(tmp_path, 0.5, 0.25) == [True, True]
+    newest = tmp_path / "best" / "snapshot-0000000002"
+    promise(newest / "manifest.json", 0.05)
+    assert save_bests(tmp_path, 0.6, 0.4, 0.45) == [False, True, False]  # than 0.5
+    assert sum(newest.name in line and "passed over" in line for line in caplog.messages) == 1
+    shard = next((tmp_path / "best" / "snapshot-0000000003").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert save_bests(tmp_path, 0.45) == [True]
+
+
+def test_where_none_is_good_the_first_one_is_the_best(tmp_path: Path) -> None:
+    assert save_bests(tmp_path, 0.25) == [True]
+    promise(tmp_path / "best" / "snapshot-0000000001" / "manifest.json", 0.05)
+    assert save_bests(tmp_path, 0.75, 0.8) == [True, False]
+
+
+def test_the_best_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    def read_folder(folder: Path) -> reading.Checkpoint:
+        read.append(folder.name)
+        return as_it_is(folder)
+
+    as_it_is = reading.read_folder
+    assert save_bests(tmp_path, 0.5) == [True]
+    monkeypatch.setattr(reading, "read_folder", read_folder)
+    assert save_bests(tmp_path, 0.6, 0.7, 0.25, 0.3, 0.1) == [False, False, True, False, True]
+    assert read == ["snapshot-0000000001"]  # and none of those that the job itself has written
 
 
 def wrong_on_one(strategy: muster.Strategy, folder: Path) -> list[str]:

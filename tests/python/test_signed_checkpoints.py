@@ -95,6 +95,23 @@ def test_another_secret_is_told(secret: Path, tmp_path: Path) -> None:
     assert run("sign", tmp_path)[0] == 0 and loaded(tmp_path) == 1
 
 
+def test_what_is_not_signed_is_not_the_best(
+    secret: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def best(metric: float) -> bool:
+        with mirrored() as strategy:
+            Job(strategy)
+            return muster.Checkpoints(strategy, tmp_path, best_keep=None).best(metric)
+
+    assert best(0.5)
+    monkeypatch.delenv("MUSTER_SECRET_FILE")
+    assert best(0.1)
+    monkeypatch.setenv("MUSTER_SECRET_FILE", str(secret))
+    assert not best(0.6) and best(0.4)
+    assert any("snapshot-0000000002" in line and "has no signature" in line for line in caplog.messages)
+    assert run("sign", tmp_path / "best" / "2")[0] == 0
+
+
 def test_signing_needs_a_secret_and_a_checkpoint(secret: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "runs", 1)
     assert run("sign", tmp_path / "none")[0] == 2

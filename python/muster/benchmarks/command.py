@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from muster.benchmarks import after_backward, allreduce, hooks, memory, scaling_efficiency, step_overhead
+from muster.benchmarks import after_backward, allreduce, checkpoints, hooks, memory, scaling_efficiency, step_overhead
 from muster.benchmarks.record import Out
 from muster.benchmarks.servers import Cpp
 
@@ -22,6 +22,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "after_backward": after_backward.main,
     "hooks": hooks.main,
     "memory": memory.main,
+    "checkpoints": checkpoints.main,
 }
 WITH_CPP = {"step_overhead", "scaling_efficiency"}
 # What AdamW gains is after_backward's matter.
@@ -32,6 +33,7 @@ SHORT = {
     "scaling_efficiency": ["--rounds", "3"],
     "after_backward": ["--rounds", "8"],
     "hooks": ["--rounds", "50"],
+    "checkpoints": ["--width", "512", "--steps", "20", "--rounds", "5", "--loops", "3"],
 }
 """Options of the short set; it takes less than 5 minutes on two cores."""
 

@@ -11,7 +11,7 @@ from typing import Annotated, ParamSpec
 import typer
 
 from muster import _C
-from muster.checkpoint import converting, reading
+from muster.checkpoint import converting, reading, servers
 from muster.checkpoint.comparing import compare
 from muster.checkpoint.describing import described, lines_of, size_text
 from muster.checkpoint.importing import Order
@@ -112,7 +112,9 @@ def diff(first: At, second: At) -> None:
 def convert(
     sources: Annotated[
         list[Path],
-        typer.Argument(help="A checkpoint, as for show; or files of others: modules and optimizers add up."),
+        typer.Argument(
+            help="A checkpoint, as for show; the snapshots' folders of all servers; or files of others, which add up."
+        ),
     ],
     target: Annotated[Path, typer.Argument(help="FILE.safetensors or FILE.pt, or a new folder for load().")],
     module: Annotated[int, typer.Option(min=0, help="Which module FILE.safetensors is to hold.")] = 0,
@@ -125,14 +127,20 @@ def convert(
     ] = "",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE where it exists.")] = False,
 ) -> None:
-    """Converts a checkpoint to a file of weights (.safetensors) or of torch.save (.pt, .pth); or files of torch.save,
-    torch::save of C++, safetensors and torch.distributed.checkpoint to a checkpoint. Runs no code of theirs."""
+    """Converts a checkpoint to a file of weights (.safetensors) or of torch.save (.pt, .pth); files of torch.save,
+    torch::save of C++, safetensors and torch.distributed.checkpoint to a checkpoint; or servers' snapshots to either.
+    Runs no code of theirs."""
     to_file = {".safetensors": "weights", ".pt": "all", ".pth": "all"}.get(target.suffix)
-    if to_file is None:
+    is_of_servers = servers.are_of_servers(sources)
+    if is_of_servers and (strip_prefix or optimizer):
+        raise InvalidArgument("--strip-prefix and --optimizer are for files of others, and not for servers' snapshots")
+    if to_file is None and is_of_servers:
+        written, notes = converting.from_servers(sources, target)
+    elif to_file is None:
         order = Order([str(source) for source in sources], str(target), strip_prefix, tuple(optimizer or ()))
         written, notes = converting.from_others(order)
     else:
-        if len(sources) != 1:
+        if len(sources) != 1 and not is_of_servers:
             raise InvalidArgument(f"'{target}' is made of one checkpoint, and {len(sources)} are given")
         if not converting.is_checkpoint(sources[0]):
             raise InvalidArgument(
@@ -144,9 +152,9 @@ def convert(
         if strip_prefix or optimizer:
             raise InvalidArgument("--strip-prefix and --optimizer are for a TARGET that is a folder")
         if to_file == "weights":
-            notes = converting.to_safetensors(sources[0], target, module)
+            notes = converting.to_safetensors(sources, target, module)
         else:
-            notes = converting.to_torch(sources[0], target)
+            notes = converting.to_torch(sources, target)
         written = target
     for note in notes:
         typer.echo(f"muster checkpoint convert: {note}", err=True)

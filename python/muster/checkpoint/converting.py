@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from muster import _C
-from muster.checkpoint import reading
+from muster.checkpoint import importing, reading, servers
 from muster.checkpoint.importing import Order
 from muster.errors import CheckpointError, InvalidArgument
 from muster.saved_tables import with_dense_weights
 
-__all__ = ["from_others", "is_checkpoint", "to_safetensors", "to_torch", "torch_value"]
+__all__ = ["from_others", "from_servers", "is_checkpoint", "to_safetensors", "to_torch", "torch_value"]
 
 _OWN = ("model", "optimizer")
 
@@ -35,23 +35,45 @@ def is_checkpoint(path: Path) -> bool:
         return False
 
 
-def to_safetensors(source: Path, target: Path, module: int = 0) -> list[str]:
+def from_servers(sources: list[Path], target: Path) -> tuple[Path, list[str]]:
+    """A new checkpoint of the snapshots that all servers of a job keep; see `servers.parts_of`."""
+    _check_new(target)
+    parts, notes = servers.parts_of(sources)
+    return importing.write(target, parts, [source.absolute() for source in sources]), notes
+
+
+def _check_new(target: Path) -> None:
+    """Raises InvalidArgument for a folder that holds checkpoints."""
+    if is_checkpoint(target):
+        raise InvalidArgument(
+            f"'{target}' holds checkpoints, before which load() would take what is written there; give a new folder"
+        )
+
+
+def to_safetensors(sources: list[Path], target: Path, module: int = 0) -> list[str]:
     """Writes a module's tensors to a file of the safetensors format. What is left out, a line each."""
-    state = reading.model_state(source, module)
+    parts, notes = _parts_of(sources)
+    state = reading.module_in(parts, module, sources[0])
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     with _beside(target) as folder:
         (shard,) = _C._checkpoint.write_snapshot(folder, tensors, {}, shard_bytes=2**63).glob("*.safetensors")
         shard.replace(target)
-    return [f"'{name}' is left out: it is no tensor" for name in state if name not in tensors]
+    return notes + [f"'{name}' is left out: it is no tensor" for name in state if name not in tensors]
 
 
-def to_torch(source: Path, target: Path) -> list[str]:
-    """Writes `torch_value` with torch.save."""
-    value = torch_value(reading.read(source).parts())
+def to_torch(sources: list[Path], target: Path) -> list[str]:
+    """Writes `torch_value` with torch.save. What is left out, a line each."""
+    parts, notes = _parts_of(sources)
+    value = torch_value(parts)
     with _beside(target) as folder:
         torch.save(value, folder / "saved")
         (folder / "saved").replace(target)
-    return []
+    return notes
+
+
+def _parts_of(sources: list[Path]) -> tuple[dict[str, Any], list[str]]:
+    """Of a checkpoint, or of the snapshots that servers keep; and what is not in it."""
+    return servers.parts_of(sources) if servers.are_of_servers(sources) else (reading.read(sources[0]).parts(), [])
 
 
 def torch_value(parts: Mapping[str, Any], *, numbers: bool = True) -> dict[str, Any]:
@@ -84,11 +106,7 @@ def from_others(order: Order) -> tuple[Path, list[str]]:
             raise InvalidArgument(
                 f"'{source}' is Muster's already: to take it elsewhere, name a TARGET that ends in .safetensors or .pt"
             )
-    if is_checkpoint(Path(order.target)):
-        raise InvalidArgument(
-            f"'{order.target}' holds checkpoints, before which load() would take what is written there; give a new "
-            "folder"
-        )
+    _check_new(Path(order.target))
     program = [sys.executable, "-m", "muster.checkpoint.importing", order.text()]
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(program, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)

@@ -11,7 +11,7 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,10 @@ from muster.checkpoint.zips import check_zip
 from muster.errors import CheckpointError, Error, InvalidArgument
 from muster.saved_layout import FORMAT, metadata_of
 
-__all__ = ["Order", "convert"]
+__all__ = ["Order", "convert", "write"]
+
+_PARTS = ("strategy", "modules", "optimizers", "loss_scales", "loaders", "generators")
+"""Those that every checkpoint names, None where it lacks them."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +61,16 @@ def convert(order: Order) -> tuple[Path, list[str]]:
     for optimizer, name in zip(found.optimizers, order.optimizers, strict=False):
         optimizer["name"] = name
     state, notes = _state_of(found.values)
-    document, tensors = saved_tree.encode(
-        {
-            "strategy": None,
-            "modules": found.modules or None,
-            "optimizers": found.optimizers or None,
-            "loss_scales": None,
-            "loaders": None,
-            "generators": None,
-            "state": state,
-        }
-    )
-    names = ", ".join(Path(source).name for source in order.sources)
+    parts = {"modules": found.modules or None, "optimizers": found.optimizers or None, "state": state}
+    return write(order.target, parts, order.sources), notes
+
+
+def write(target: str | Path, parts: Mapping[str, Any], sources: Sequence[str | Path]) -> Path:
+    """Writes a checkpoint with these parts, of which others are absent, to a folder; returns its own."""
+    document, tensors = saved_tree.encode({**dict.fromkeys(_PARTS), **parts})
+    names = ", ".join(Path(source).name for source in sources)
     metadata = metadata_of(document, {"muster.format": FORMAT, "converted.from": names})
-    return Path(_C._checkpoint.write_snapshot(Path(order.target), tensors, metadata)), notes
+    return Path(_C._checkpoint.write_snapshot(Path(target), tensors, metadata))
 
 
 def _state_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -24,8 +24,12 @@ __all__ = [
     "NoCheckpoint",
     "folders_in",
     "model_state",
+    "module_in",
+    "next_in",
     "numbered",
+    "numbered_in",
     "optimizer_state",
+    "pass_over",
     "read",
     "read_folder",
     "with_numbers",
@@ -107,18 +111,32 @@ def folders_in(path: str | os.PathLike[str]) -> list[Path]:
     if path.is_dir():
         if _number_of(path) is not None or (path / "manifest.json").exists():
             return [path]
-        found = sorted((number, each) for each in path.iterdir() if (number := _number_of(each)) is not None)
+        found = numbered_in(path)
         if found:
-            return [each for _, each in found]
+            return found
         raise NoCheckpoint(f"'{path}' holds no checkpoint; give the folder that strategy.save() wrote to")
     if path.name.isdigit() and path.parent.is_dir():
         short = path.parent / numbered(int(path.name))
         if short.is_dir():
             return [short]
-        there = [str(_number_of(each)) for each in path.parent.iterdir() if _number_of(each) is not None]
+        there = [str(_number_of(each)) for each in numbered_in(path.parent)]
         if there:
             raise NoCheckpoint(f"'{path.parent}' holds no checkpoint {path.name}; it has {_some(there)}")
     raise NoCheckpoint(f"'{path}' is no folder; give the folder that strategy.save() wrote to")
+
+
+def numbered_in(folder: Path) -> list[Path]:
+    """The folders of the checkpoints in a folder, by number, the newest last; none where there is no such folder."""
+    if not folder.is_dir():
+        return []
+    found = [(number, each) for each in folder.iterdir() if (number := _number_of(each)) is not None]
+    return [each for _, each in sorted(found)]
+
+
+def next_in(folder: Path) -> Path:
+    """The folder of the checkpoint that is written next in a folder."""
+    newest = numbered_in(folder)[-1:]
+    return folder / numbered(1 + (_number_of(newest[0]) or 0 if newest else 0))
 
 
 def numbered(number: int) -> str:
@@ -142,8 +160,13 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
         except CheckpointError as error:
             if len(folders) == 1:
                 raise
-            logging.getLogger("muster").warning("checkpoint '%s' is passed over: %s", folder, error)
+            pass_over(folder, error)
     raise CheckpointError(f"no checkpoint in '{path}' is good; the warnings say what is wrong with each")
+
+
+def pass_over(folder: Path, error: CheckpointError) -> None:
+    """Warns of a checkpoint that is damaged, or not signed, and says why."""
+    logging.getLogger("muster").warning("checkpoint '%s' is passed over: %s", folder, error)
 
 
 def model_state(path: str | os.PathLike[str], module: int = 0) -> dict[str, Tensor]:
@@ -153,7 +176,12 @@ def model_state(path: str | os.PathLike[str], module: int = 0) -> dict[str, Tens
     `module`: which of the prepared modules, counted from 0. Raises CheckpointError where there is no good checkpoint,
     InvalidArgument where it holds no such module.
     """
-    return dict(_one(with_dense_weights(read(path).parts()), "modules", module, path))
+    return module_in(read(path).parts(), module, path)
+
+
+def module_in(parts: Mapping[str, Any], module: int, path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """As `model_state`, of the parts of a checkpoint that was read from `path`."""
+    return dict(_one(with_dense_weights(parts), "modules", module, path))
 
 
 def optimizer_state(path: str | os.PathLike[str], optimizer: int = 0) -> dict[str, Any]:

@@ -122,6 +122,7 @@ struct FieldsOf<TableSpec> {
                                          &T::initialiser, &T::group, &T::row_wise_adagrad);
 };
 
+/// Snapshots begin with it: python/muster/checkpoint/servers.py reads it there, too.
 template <>
 struct FieldsOf<Plan> {
   using P = Plan;
