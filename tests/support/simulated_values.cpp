@@ -118,7 +118,7 @@ std::optional<std::pair<uint64_t, uint64_t>> World::counts_of(size_t element) co
   const auto& life = *lives_[element];
   if (life.first == Life::kNobody) return {{0, 0}};
   if (life.has_left) return {{life.acked - life.first, life.acked - life.first}};
-  const uint64_t durable = was_damaged_ ? life.durable.all : life.durable.newest;
+  const uint64_t durable = damages_ > 0 ? life.durable.all : life.durable.newest;
   const uint64_t least = have_servers_died_ ? durable : life.acked;
   return {{std::max(least, life.first) - life.first, life.begun - life.first}};
 }
@@ -150,7 +150,7 @@ void World::check_batches(const Values& values) {
   std::set<uint64_t> may_differ;
   for (const auto& life : lives_) {
     if (life->job != job_ || life->has_left || life->batches.empty()) continue;
-    uint64_t sure = was_damaged_ ? life->durable.all : life->durable.newest;
+    uint64_t sure = damages_ > 0 ? life->durable.all : life->durable.newest;
     uint64_t last = life->batches.rbegin()->first;
     if (!have_servers_died_) {
       const auto made = [&](const auto& of_parameter) { return static_cast<uint64_t>(-of_parameter[life->number]); };

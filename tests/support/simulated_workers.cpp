@@ -124,17 +124,30 @@ void World::work(Life& life, bool joins) {
   const uint64_t step = client.join();
   life.first = life.begun = life.acked = step;
   say("life " + std::to_string(life.number) + " comes in after step " + std::to_string(step));
-  if (plan_.is_synchronous() && !joins) {
-    const auto [known, is_new] = since_.try_emplace(life.job, step);
-    if (is_new) {  // later steps did not happen
-      members_.erase(members_.upper_bound(step), members_.end());
-      values_.erase(values_.upper_bound(step), values_.end());
-    }
-  }
+  if (plan_.is_synchronous()) note_start(life, step);
   setup_.deals && !plan_.is_synchronous() ? train_on_batches(life, client) : train(life, client);
   client.leave();
   life.has_left = true;
   say("life " + std::to_string(life.number) + " leaves after step " + std::to_string(life.acked));
+}
+
+// Later steps did not happen: where a job begins, and where all who knew of them are gone when somebody joins it, the
+// servers' snapshots say where it goes on. That may be before steps that workers have made, and not before those that
+// one of them was told are durable: in the newest snapshots of all servers or, where one of these was damaged, in all.
+// Another damage may be to the snapshot that a server went back to.
+void World::note_start(const Life& life, uint64_t step) {
+  if (life.job != job_) return;  // it is ending
+  const auto knows_later = [&](const auto& other) {
+    return !other->is_over && other->job == life.job && other->decided > step;
+  };
+  const bool is_first = begun_.insert(life.job).second;
+  if (!is_first && (!life.joins || std::any_of(lives_.begin(), lives_.end(), knows_later))) return;
+  for (const auto& other : lives_) {
+    const uint64_t durable = damages_ == 0 ? other->durable.newest : damages_ == 1 ? other->durable.all : 0;
+    if (durable > step) fail("the job goes on before step " + std::to_string(durable) + ", which was durable");
+  }
+  members_.erase(members_.upper_bound(step), members_.end());
+  values_.erase(values_.upper_bound(step), values_.end());
 }
 
 void World::train(Life& life, ServerClient& client) {
@@ -202,6 +215,7 @@ void World::make_step(Life& life, ServerClient& client, uint64_t step, std::opti
   command.members = {life.rank};
   if (plan_.is_synchronous()) {
     command.members = client.commit(step, {1}).members;
+    life.decided = step;
     note_members(life, step, command.members);
     client.sum(step, command.members);
   }
@@ -282,10 +296,11 @@ void World::look_after_job() {
     return start_job();
   }
   bool has_failed = false;
-  bool has_left = false;
+  bool has_left = false;  // once its last step was durable: the job needs nobody any more
   for (const auto& life : lives_) {
     if (life->job != job_ || !life->is_over) continue;
-    has_left = has_left || life->has_left;
+    // Who joined after the last step waits for nothing: it cannot push again what a server lacks.
+    has_left = has_left || (life->has_left && (!life->joins || life->acked > life->first));
     if (life->error.empty() || life->error == "killed") continue;
     look_at_error(*life);
     has_failed = true;

@@ -184,7 +184,7 @@ bool World::damage_newest(size_t s) {
   // Who has left cannot push again.
   const bool has_left = std::any_of(lives_.begin(), lives_.end(), [](const auto& life) { return life->has_left; });
   if (kept.size() < 2 || has_left) return false;
-  was_damaged_ = true;
+  ++damages_;
   say("the newest snapshot of server " + std::to_string(s) + " is damaged");
   kept.back().is_damaged = true;
   return true;

@@ -61,6 +61,7 @@ struct Life {
   // What it did:
   uint64_t first = kNobody;  ///< the step before its first
   uint64_t begun = 0;
+  uint64_t decided = 0;  ///< the last step whose decision it knows
   uint64_t acked = 0;
   server::Durable durable;
   bool has_left = false;
@@ -199,6 +200,8 @@ class World final : public Waiting, public server::Timekeeper, public std::enabl
   server::ClientConfig config_of(Life& life, bool joins);
   void work(Life& life, bool joins);
   void begin_values(ServerClient& client);
+  /// It goes on after `step`.
+  void note_start(const Life& life, uint64_t step);
   void rest(Life& life);
   void train(Life& life, ServerClient& client);
   void train_on_batches(Life& life, ServerClient& client);
@@ -253,13 +256,13 @@ class World final : public Waiting, public server::Timekeeper, public std::enabl
   uint64_t reads_ = 0;  // of the values at the end
   uint64_t connections_ = 0;
   bool ends_ = false;
-  bool is_quiet_ = false;     // nothing dies any more
-  bool was_damaged_ = false;  // a snapshot
+  bool is_quiet_ = false;  // nothing dies any more
+  uint64_t damages_ = 0;   // of snapshots
   bool have_servers_died_ = false;
   std::vector<Time> starts_;                           // by rank: when it is started again
   Time begins_again_{};                                // when all are
   std::map<uint64_t, std::vector<uint32_t>> members_;  // by step
-  std::map<uint64_t, uint64_t> since_;                 // by job: the step that it went on after
+  std::set<uint64_t> begun_;                           // jobs into which somebody has come
   std::map<uint64_t, Values> values_;                  // by step, as workers read them
   std::vector<Partition> partitions_;
   std::optional<Kill> kill_;

@@ -38,8 +38,8 @@ TEST_CASE("no update is lost or doubled, and nobody waits for ever, on simulated
 }
 
 TEST_CASE("simulated days that once ended badly end well", "[server][simulation]") {
-  for (const uint64_t seed :
-       {21372, 52441, 61999, 65854, 71702, 71905, 74749, 76603, 87126, 90466, 92357, 100104, 100105, 111644}) {
+  for (const uint64_t seed : {21372,  52441,  61999,  65854,  71702,  71905,  74749,  76603,  87126,  90466, 92357,
+                              100104, 100105, 111644, 174214, 181041, 199197, 258665, 263813, 342737, 344236}) {
     CHECK(simulate({seed, /*prints=*/false, /*is_rich=*/false}) == "");
   }
   for (const uint64_t seed : {738}) CHECK(simulate({seed, /*prints=*/false, /*is_rich=*/true}) == "");
