@@ -31,7 +31,7 @@ World::Values World::values_in(ServerClient& client, const std::vector<std::byte
     const auto& chunk = client.chunks()[c];
     for (const auto& piece : chunk.pieces) {
       auto& of_piece = values.parameters.emplace_back();
-      for (int64_t e = 0; e < piece.run.count; ++e) {
+      for (int64_t e = 0; e < kElements; ++e) {
         if (chunk.dtype == at::kDouble) {
           std::memcpy(&of_piece.emplace_back(), landing[c] + (piece.offset + e) * 8, 8);
         } else {

@@ -93,14 +93,15 @@ struct JobSetup {
   uint32_t workers = 1;
   uint32_t staleness = 0;
   uint64_t steps = 0;
-  bool replaces = false;  ///< the launcher replaces one worker that dies, else all are started again
+  bool is_spread = false;  ///< see SimulationOptions
+  bool replaces = false;   ///< the launcher replaces one worker that dies, else all are started again
   /// Momentum, a table, and reads in every step, whose values are looked at; else updates are counted at the end.
   bool is_thorough = false;
   bool deals = false;              ///< with staleness: `steps` batches of a pass, each of a step
   bool joins_with_others = false;  ///< workers that join have other hyperparameters
 };
 
-inline constexpr int64_t kElements = 64;  ///< of each parameter
+inline constexpr int64_t kElements = 64;  ///< of each parameter, those that are looked at
 inline constexpr int64_t kDim = 2;        ///< of the table
 inline constexpr int64_t kRows = 4'096;   ///< likewise; the first ones are for workers and steps, then batches
 
