@@ -129,6 +129,7 @@ void World::work(Life& life, bool joins) {
   say("life " + std::to_string(life.number) + " comes in after step " + std::to_string(step));
   if (plan_.is_synchronous()) note_start(life, step);
   setup_.deals && !plan_.is_synchronous() ? train_on_batches(life, client) : train(life, client);
+  life.leaves = true;
   client.leave();
   life.has_left = true;
   say("life " + std::to_string(life.number) + " leaves after step " + std::to_string(life.acked));

@@ -64,6 +64,7 @@ struct Life {
   uint64_t decided = 0;  ///< the last step whose decision it knows
   uint64_t acked = 0;
   server::Durable durable;
+  bool leaves = false;  ///< it began to
   bool has_left = false;
   bool joins = false;
   std::map<uint64_t, uint64_t> batches;  ///< by step
@@ -140,7 +141,7 @@ class World final : public Waiting, public server::Timekeeper, public std::enabl
   void stand_still(size_t s, milliseconds for_how_long);
   /// A worker cannot reach a server, or any. `cuts`: connections end; else what is sent waits.
   void cut_off(uint32_t rank, std::optional<size_t> server, milliseconds for_how_long, bool cuts);
-  /// Where snapshots have been damaged, and not those of workers that left.
+  /// False, and nothing is damaged, where it has no other one, or a worker leaves.
   bool damage_newest(size_t s);
   /// Dies of it when it comes.
   void expect(const Kill& kill) { kill_ = kill; }
