@@ -31,7 +31,7 @@ World::Values World::values_in(ServerClient& client, const std::vector<std::byte
     const auto& chunk = client.chunks()[c];
     for (const auto& piece : chunk.pieces) {
       auto& of_piece = values.parameters.emplace_back();
-      for (int64_t e = 0; e < piece.run.count; ++e) {
+      for (int64_t e = 0; e < kElements; ++e) {
         if (chunk.dtype == at::kDouble) {
           std::memcpy(&of_piece.emplace_back(), landing[c] + (piece.offset + e) * 8, 8);
         } else {
@@ -118,7 +118,7 @@ std::optional<std::pair<uint64_t, uint64_t>> World::counts_of(size_t element) co
   const auto& life = *lives_[element];
   if (life.first == Life::kNobody) return {{0, 0}};
   if (life.has_left) return {{life.acked - life.first, life.acked - life.first}};
-  const uint64_t durable = was_damaged_ ? life.durable.all : life.durable.newest;
+  const uint64_t durable = damages_ > 0 ? life.durable.all : life.durable.newest;
   const uint64_t least = have_servers_died_ ? durable : life.acked;
   return {{std::max(least, life.first) - life.first, life.begun - life.first}};
 }
@@ -150,7 +150,7 @@ void World::check_batches(const Values& values) {
   std::set<uint64_t> may_differ;
   for (const auto& life : lives_) {
     if (life->job != job_ || life->has_left || life->batches.empty()) continue;
-    uint64_t sure = was_damaged_ ? life->durable.all : life->durable.newest;
+    uint64_t sure = damages_ > 0 ? life->durable.all : life->durable.newest;
     uint64_t last = life->batches.rbegin()->first;
     if (!have_servers_died_) {
       const auto made = [&](const auto& of_parameter) { return static_cast<uint64_t>(-of_parameter[life->number]); };

@@ -17,6 +17,9 @@ constexpr milliseconds kPatience{2'000};
 constexpr milliseconds kLauncher{300};    // until it starts all again
 constexpr milliseconds kErrorsBy{5'000};  // after a death
 
+// Of a parameter that fills half a chunk of fp32, at whose edges servers' shares are cut.
+constexpr int64_t kTile = 4'096;
+
 std::string text_of(const std::vector<uint32_t>& ranks) {
   std::string text;
   for (const uint32_t rank : ranks) text += (text.empty() ? "" : ",") + std::to_string(rank);
@@ -38,7 +41,7 @@ Plan plan_of(const JobSetup& setup) {
   Plan plan;
   for (int p = 0; p < 4; ++p) {
     const auto dtype = setup.is_thorough && p % 2 == 1 ? at::kDouble : at::kFloat;
-    plan.parameters.push_back({"p" + std::to_string(p), {kElements}, {1}, dtype});
+    plan.parameters.push_back({"p" + std::to_string(p), {setup.is_spread ? kTile : kElements}, {1}, dtype});
   }
   plan.group_of.resize(plan.parameters.size());
   if (setup.is_thorough) {
@@ -124,17 +127,31 @@ void World::work(Life& life, bool joins) {
   const uint64_t step = client.join();
   life.first = life.begun = life.acked = step;
   say("life " + std::to_string(life.number) + " comes in after step " + std::to_string(step));
-  if (plan_.is_synchronous() && !joins) {
-    const auto [known, is_new] = since_.try_emplace(life.job, step);
-    if (is_new) {  // later steps did not happen
-      members_.erase(members_.upper_bound(step), members_.end());
-      values_.erase(values_.upper_bound(step), values_.end());
-    }
-  }
+  if (plan_.is_synchronous()) note_start(life, step);
   setup_.deals && !plan_.is_synchronous() ? train_on_batches(life, client) : train(life, client);
+  life.leaves = true;
   client.leave();
   life.has_left = true;
   say("life " + std::to_string(life.number) + " leaves after step " + std::to_string(life.acked));
+}
+
+// Later steps did not happen: where a job begins, and where all who knew of them are gone when somebody joins it, the
+// servers' snapshots say where it goes on. That may be before steps that workers have made, and not before those that
+// one of them was told are durable: in the newest snapshots of all servers or, where one of these was damaged, in all.
+// Another damage may be to the snapshot that a server went back to.
+void World::note_start(const Life& life, uint64_t step) {
+  if (life.job != job_) return;  // it is ending
+  const auto knows_later = [&](const auto& other) {
+    return !other->is_over && other->job == life.job && other->decided > step;
+  };
+  const bool is_first = begun_.insert(life.job).second;
+  if (!is_first && (!life.joins || std::any_of(lives_.begin(), lives_.end(), knows_later))) return;
+  for (const auto& other : lives_) {
+    const uint64_t durable = damages_ == 0 ? other->durable.newest : damages_ == 1 ? other->durable.all : 0;
+    if (durable > step) fail("the job goes on before step " + std::to_string(durable) + ", which was durable");
+  }
+  members_.erase(members_.upper_bound(step), members_.end());
+  values_.erase(values_.upper_bound(step), values_.end());
 }
 
 void World::train(Life& life, ServerClient& client) {
@@ -202,6 +219,7 @@ void World::make_step(Life& life, ServerClient& client, uint64_t step, std::opti
   command.members = {life.rank};
   if (plan_.is_synchronous()) {
     command.members = client.commit(step, {1}).members;
+    life.decided = step;
     note_members(life, step, command.members);
     client.sum(step, command.members);
   }
@@ -282,10 +300,11 @@ void World::look_after_job() {
     return start_job();
   }
   bool has_failed = false;
-  bool has_left = false;
+  bool has_left = false;  // once its last step was durable: the job needs nobody any more
   for (const auto& life : lives_) {
     if (life->job != job_ || !life->is_over) continue;
-    has_left = has_left || life->has_left;
+    // Who joined after the last step waits for nothing: it cannot push again what a server lacks.
+    has_left = has_left || (life->has_left && (!life->joins || life->acked > life->first));
     if (life->error.empty() || life->error == "killed") continue;
     look_at_error(*life);
     has_failed = true;

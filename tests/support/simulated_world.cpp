@@ -181,10 +181,10 @@ const World::Partition* World::partition(uint32_t rank, size_t server) const {
 
 bool World::damage_newest(size_t s) {
   auto& kept = servers_[s]->disk.kept;
-  // Who has left cannot push again.
-  const bool has_left = std::any_of(lives_.begin(), lives_.end(), [](const auto& life) { return life->has_left; });
-  if (kept.size() < 2 || has_left) return false;
-  was_damaged_ = true;
+  // Who has left a server, perhaps before it has left all, cannot push again what is in the newest snapshot alone.
+  const bool leaves = std::any_of(lives_.begin(), lives_.end(), [](const auto& life) { return life->leaves; });
+  if (kept.size() < 2 || leaves) return false;
+  ++damages_;
   say("the newest snapshot of server " + std::to_string(s) + " is damaged");
   kept.back().is_damaged = true;
   return true;

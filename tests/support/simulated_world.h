@@ -61,8 +61,10 @@ struct Life {
   // What it did:
   uint64_t first = kNobody;  ///< the step before its first
   uint64_t begun = 0;
+  uint64_t decided = 0;  ///< the last step whose decision it knows
   uint64_t acked = 0;
   server::Durable durable;
+  bool leaves = false;  ///< it began to
   bool has_left = false;
   bool joins = false;
   std::map<uint64_t, uint64_t> batches;  ///< by step
@@ -92,14 +94,15 @@ struct JobSetup {
   uint32_t workers = 1;
   uint32_t staleness = 0;
   uint64_t steps = 0;
-  bool replaces = false;  ///< the launcher replaces one worker that dies, else all are started again
+  bool is_spread = false;  ///< see SimulationOptions
+  bool replaces = false;   ///< the launcher replaces one worker that dies, else all are started again
   /// Momentum, a table, and reads in every step, whose values are looked at; else updates are counted at the end.
   bool is_thorough = false;
   bool deals = false;              ///< with staleness: `steps` batches of a pass, each of a step
   bool joins_with_others = false;  ///< workers that join have other hyperparameters
 };
 
-inline constexpr int64_t kElements = 64;  ///< of each parameter
+inline constexpr int64_t kElements = 64;  ///< of each parameter, those that are looked at
 inline constexpr int64_t kDim = 2;        ///< of the table
 inline constexpr int64_t kRows = 4'096;   ///< likewise; the first ones are for workers and steps, then batches
 
@@ -138,7 +141,7 @@ class World final : public Waiting, public server::Timekeeper, public std::enabl
   void stand_still(size_t s, milliseconds for_how_long);
   /// A worker cannot reach a server, or any. `cuts`: connections end; else what is sent waits.
   void cut_off(uint32_t rank, std::optional<size_t> server, milliseconds for_how_long, bool cuts);
-  /// Where snapshots have been damaged, and not those of workers that left.
+  /// False, and nothing is damaged, where it has no other one, or a worker leaves.
   bool damage_newest(size_t s);
   /// Dies of it when it comes.
   void expect(const Kill& kill) { kill_ = kill; }
@@ -199,6 +202,8 @@ class World final : public Waiting, public server::Timekeeper, public std::enabl
   server::ClientConfig config_of(Life& life, bool joins);
   void work(Life& life, bool joins);
   void begin_values(ServerClient& client);
+  /// It goes on after `step`.
+  void note_start(const Life& life, uint64_t step);
   void rest(Life& life);
   void train(Life& life, ServerClient& client);
   void train_on_batches(Life& life, ServerClient& client);
@@ -253,13 +258,13 @@ class World final : public Waiting, public server::Timekeeper, public std::enabl
   uint64_t reads_ = 0;  // of the values at the end
   uint64_t connections_ = 0;
   bool ends_ = false;
-  bool is_quiet_ = false;     // nothing dies any more
-  bool was_damaged_ = false;  // a snapshot
+  bool is_quiet_ = false;  // nothing dies any more
+  uint64_t damages_ = 0;   // of snapshots
   bool have_servers_died_ = false;
   std::vector<Time> starts_;                           // by rank: when it is started again
   Time begins_again_{};                                // when all are
   std::map<uint64_t, std::vector<uint32_t>> members_;  // by step
-  std::map<uint64_t, uint64_t> since_;                 // by job: the step that it went on after
+  std::set<uint64_t> begun_;                           // jobs into which somebody has come
   std::map<uint64_t, Values> values_;                  // by step, as workers read them
   std::vector<Partition> partitions_;
   std::optional<Kill> kill_;

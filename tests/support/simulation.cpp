@@ -16,7 +16,8 @@ using Time = World::Time;
 // What happens to a job, from its seed.
 class BadDay {
  public:
-  BadDay(World& world, bool is_rich) : world_(world), is_rich_(is_rich), at_(world.begin()) {
+  BadDay(World& world, const SimulationOptions& options)
+      : world_(world), is_rich_(options.is_rich), at_(world.begin()) {
     setup_.servers = static_cast<uint32_t>(1 + world_.pick(3));
     setup_.workers = static_cast<uint32_t>(1 + world_.pick(3));
     setup_.staleness = world_.chance(60)   ? 0
@@ -26,8 +27,9 @@ class BadDay {
     faults_ = world_.pick(5);
     at_ += milliseconds(world_.pick(1'500));
     setup_.steps = 4 + world_.pick(24);
-    setup_.is_thorough = setup_.joins_with_others = is_rich;
-    setup_.deals = is_rich && setup_.staleness != 0 && world_.chance(50);
+    setup_.is_spread = options.is_spread;
+    setup_.is_thorough = setup_.joins_with_others = is_rich_;
+    setup_.deals = is_rich_ && setup_.staleness != 0 && world_.chance(50);
   }
 
   void run() {
@@ -109,8 +111,7 @@ std::string in_world(uint64_t seed, bool prints, const F& run) {
 }  // namespace
 
 std::string simulate(const SimulationOptions& options) {
-  const auto failure =
-      in_world(options.seed, options.prints, [&](World& world) { BadDay(world, options.is_rich).run(); });
+  const auto failure = in_world(options.seed, options.prints, [&](World& world) { BadDay(world, options).run(); });
   return failure.empty() ? failure : "seed " + std::to_string(options.seed) + ": " + failure;
 }
 

@@ -243,12 +243,17 @@ void ServerCore::resume(Session& session, const Resume& request) {
     shard->drop_all();
     shard->commands().open(request.step);
     cuts_.go_on_after(request.step);
+    {
+      const Lock lock(mutex_);
+      quorum_.begin_at(request.step);  // which the snapshot is to know
+    }
     const auto kept = snapshots_.steps();
-    if (std::find(kept.begin(), kept.end(), request.step) == kept.end()) snapshot();
+    if (std::find(kept.begin(), kept.end(), request.step) == kept.end()) {
+      snapshot(kOnce, /*even_if_kept=*/false, request.step);
+    }
   }
   {
     const Lock lock(mutex_);
-    if (shard->plan().is_synchronous()) quorum_.begin_at(request.step);
     job_.is_settled = true;
     changed_.notify_all();
   }

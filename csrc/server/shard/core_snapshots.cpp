@@ -87,7 +87,13 @@ void ServerCore::keep_snapshot() noexcept {
   cuts_.note_written();
 }
 
-void ServerCore::snapshot(const ServerSnapshots::Pause& pause, bool even_if_kept) {
+// A server that owns nothing makes no steps: what it keeps is as new as what it was told, or has kept.
+uint64_t ServerCore::step_to_keep(Shard& shard) const {
+  const uint64_t begun = std::max(made_by(shard).second, shard.commands().commanded());
+  return shard.members().empty() ? std::max(begun, snapshots_.durable().newest) : begun;
+}
+
+void ServerCore::snapshot(const ServerSnapshots::Pause& pause, bool even_if_kept, uint64_t at_least) {
   const auto shard = this->shard();
   {
     const Lock lock(mutex_);
@@ -101,7 +107,7 @@ void ServerCore::snapshot(const ServerSnapshots::Pause& pause, bool even_if_kept
   }
   const auto deadline = time_.now() + kGather;
   for (;;) {
-    const uint64_t step = std::max(made_by(*shard).second, shard->commands().commanded());
+    const uint64_t step = std::max(step_to_keep(*shard), at_least);
     if (!even_if_kept && !snapshots_.steps().empty() && snapshots_.durable().newest == step) return;
     if (const auto gathered = cuts_.gather(shard->members(), step, deadline)) return write_cut(shard, *gathered, pause);
     if (time_.now() >= deadline) {

@@ -149,7 +149,10 @@ class ServerCore {
   /// Takes up a snapshot; with_members: also who took part, and the job.
   void take(const ServerSnapshots::Source& source, bool with_members);
   Saved saved_now(Shard& shard) const;
-  void snapshot(const ServerSnapshots::Pause& pause, bool even_if_kept = false);
+  /// The step that a snapshot of now is of.
+  uint64_t step_to_keep(Shard& shard) const;
+  /// `at_least`: all servers hold what came of this step.
+  void snapshot(const ServerSnapshots::Pause& pause, bool even_if_kept = false, uint64_t at_least = 0);
   void write_cut(const std::shared_ptr<Shard>& shard, CutCollector::Cut& cut, const ServerSnapshots::Pause& pause);
 
   Timekeeper& time_;

@@ -80,6 +80,28 @@ struct MeanwhileTime : Timekeeper {
   std::function<void()> meanwhile;
 };
 
+// Passes where somebody waits.
+struct PassingTime : Timekeeper {
+  Time now() const override { return now_; }
+  bool wait(std::unique_lock<std::mutex>& /*lock*/, std::condition_variable& /*changed*/, Time deadline) override {
+    now_ = deadline;
+    return false;
+  }
+
+ private:
+  Time now_{std::chrono::hours(1)};
+};
+
+// Of two servers, of which the first one owns nothing.
+Plan plan_of_another_server() {
+  Plan plan;
+  plan.parameters = {{"weight", {64}, {1}, at::kFloat}};
+  plan.group_of = {0};
+  plan.groups = std::vector<kernels::SgdGroup>(1);
+  plan.servers = 2;
+  return plan;
+}
+
 }  // namespace
 
 TEST_CASE("a start whose chief was replaced meanwhile is none", "[server]") {
@@ -120,4 +142,59 @@ TEST_CASE("who waits to come into a job does not come into the next one", "[serv
   CHECK_THROWS_AS(worker.get<Done>(Start{}), Fenced);
   CHECK(chief.get<Joined>(Join{}).step == 0);
   CHECK(chief.get<Standing>(Inquire{}).present == std::vector<uint32_t>{0});
+}
+
+TEST_CASE("a server without a part of the model keeps snapshots of the steps that the job goes on from", "[server]") {
+  SimulatedDisk disk;
+  PassingTime time;
+  const auto start = [&] {
+    auto core = std::make_unique<ServerCore>(std::make_unique<DiskStore>(disk, [](bool) {}),
+                                             std::chrono::milliseconds(1'000), time);
+    core->restore();
+    return core;
+  };
+  const auto steps = [&] {
+    std::vector<int64_t> steps;
+    for (const auto& kept : disk.kept) steps.push_back(std::get<int64_t>(kept.metadata.at("step")));
+    return steps;
+  };
+  const Plan plan = plan_of_another_server();
+  REQUIRE(cut_chunks(plan).front().server == 1);
+  {
+    const auto core = start();
+    Caller chief(*core);
+    chief.begin(kChief, plan, 1);
+    chief.get<Done>(Start{});
+    chief.get<Joined>(Join{});
+    Apply command;
+    command.step = 5;
+    command.members = {kChief};
+    command.groups = plan.groups;
+    command.cut.is_due = true;
+    chief.get<Applied>(command);
+    core->keep_snapshot();
+    CHECK(steps() == std::vector<int64_t>{0, 5});
+  }
+  {
+    const auto core = start();
+    Caller chief(*core);
+    chief.get<Welcome>(Hello{kChief, 0, 0});
+    CHECK_FALSE(chief.get<Configured>(Configure{0, plan, 2}).is_settled);
+    chief.get<Done>(Resume{6, {}});
+    CHECK(steps() == std::vector<int64_t>{0, 5, 6});
+    core->snapshot();
+    CHECK(steps() == std::vector<int64_t>{0, 5, 6});
+  }
+  {
+    const auto core = start();
+    core->snapshot();
+    CHECK(steps() == std::vector<int64_t>{0, 5, 6});
+    // The step was decided, though nobody is left who took part in it.
+    Caller joiner(*core);
+    joiner.get<Welcome>(Hello{1, 0, 0});
+    joiner.get<Configured>(Configure{.server = 0, .plan = plan, .job = 2, .coming = Configure::Coming::joins});
+    CHECK(joiner.get<Joined>(Join{}).step == 6);
+  }
+  disk.kept.back().is_damaged = true;
+  CHECK_NOTHROW(start());
 }
