@@ -48,7 +48,7 @@ TEST_CASE("every nth step is saved, the newest stay, and the job goes on from th
     MUSTER_CHECK(!checkpoints.load());
     for (int i = 0; i < 10; ++i) MUSTER_CHECK(!checkpoints.after_step(small.step(strategy), {{"number", i}}));
     strategy.close();
-    MUSTER_CHECK(steps_in(folder.path) == Steps{6, 9});
+    MUSTER_CHECK((steps_in(folder.path) == Steps{6, 9}));
   });
   MirroredStrategy next(cpus(1));
   Small small(next);
@@ -74,7 +74,7 @@ TEST_CASE("a checkpoint waits until no window is open", "[saving]") {
         MUSTER_CHECK(!checkpoints.after_step(strategy.flush()));
         MUSTER_CHECK(!checkpoints.after_step(std::nullopt));
         strategy.close();
-        MUSTER_CHECK(steps_in(folder.path) == Steps{1, 2, 3});
+        MUSTER_CHECK((steps_in(folder.path) == Steps{1, 2, 3}));
       },
       options);
 }
@@ -107,9 +107,9 @@ TEST_CASE("the best is kept and known to the next job, and the chief's metric de
       }
       return found;
     };
-    MUSTER_CHECK(bests({kNan, 0.5, 0.75, 0.25, 0.25}, {.best_keep = 2}) ==
-                 std::vector<bool>{false, true, false, true, false});
-    MUSTER_CHECK(bests({0.3, 0.125}, {.every = 1, .keep = 1}) == std::vector<bool>{false, true});
+    MUSTER_CHECK(
+        (bests({kNan, 0.5, 0.75, 0.25, 0.25}, {.best_keep = 2}) == std::vector<bool>{false, true, false, true, false}));
+    MUSTER_CHECK((bests({0.3, 0.125}, {.every = 1, .keep = 1}) == std::vector<bool>{false, true}));
     const auto state = strategy.load(folder.path / "best");
     MUSTER_CHECK(state && state->at("epoch").get<int64_t>() == 7);
     MUSTER_CHECK(strategy.steps() == 7);
