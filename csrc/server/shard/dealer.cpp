@@ -88,6 +88,7 @@ void Dealer::take_out(Pass& pass, uint64_t batch) {
 
 void Dealer::put_right(uint32_t rank, const std::vector<BatchId>& held, const std::vector<BatchId>& finished) {
   take_back(rank);
+  last_.erase(rank);  // an answer that it does not hold did not come, and its batch is to be dealt again
   const auto pass_of_batch = [&](const BatchId& batch) -> Pass* {
     const std::pair key(batch.loader, batch.epoch);
     const bool has_room = passes_.size() < kMaxPasses && newest_.size() < kMaxLoaders && batch.batch < kMaxStep;

@@ -48,7 +48,7 @@ TEST_CASE("every nth step is saved, the newest stay, and the job goes on from th
     MUSTER_CHECK(!checkpoints.load());
     for (int i = 0; i < 10; ++i) MUSTER_CHECK(!checkpoints.after_step(small.step(strategy), {{"number", i}}));
     strategy.close();
-    MUSTER_CHECK((steps_in(folder.path) == Steps{6, 9}));
+    MUSTER_CHECK((!strategy.is_chief() || steps_in(folder.path) == Steps{6, 9}));  // it waits for what it writes
   });
   MirroredStrategy next(cpus(1));
   Small small(next);
@@ -74,7 +74,7 @@ TEST_CASE("a checkpoint waits until no window is open", "[saving]") {
         MUSTER_CHECK(!checkpoints.after_step(strategy.flush()));
         MUSTER_CHECK(!checkpoints.after_step(std::nullopt));
         strategy.close();
-        MUSTER_CHECK((steps_in(folder.path) == Steps{1, 2, 3}));
+        MUSTER_CHECK((!strategy.is_chief() || steps_in(folder.path) == Steps{1, 2, 3}));
       },
       options);
 }
@@ -89,7 +89,7 @@ TEST_CASE("where the job stops it saves once, and all ranks leave", "[saving]") 
     MUSTER_CHECK(checkpoints.after_step(small.step(strategy)));
     MUSTER_CHECK(checkpoints.after_step(std::nullopt));  // it has saved after this step
     strategy.close();
-    MUSTER_CHECK(steps_in(folder.path) == Steps{2});
+    MUSTER_CHECK((!strategy.is_chief() || steps_in(folder.path) == Steps{2}));
   });
 }
 
@@ -123,7 +123,7 @@ TEST_CASE("the best is kept and known to the next job, and the chief's metric de
     }
     MUSTER_CHECK(error.find("is the best by mode min, and mode max was given") != std::string::npos);
     strategy.close();
-    MUSTER_CHECK(steps_in(folder.path / "best") == Steps{7});
+    MUSTER_CHECK((!strategy.is_chief() || steps_in(folder.path / "best") == Steps{7}));
   });
 }
 
@@ -140,7 +140,7 @@ TEST_CASE("a best checkpoint that is damaged is not the best", "[saving]") {
   }
   const auto spoil = [&](const char* name) {
     const auto path = folder.path / "best" / name / damaged;
-    std::filesystem::resize_file(path, std::filesystem::file_size(path) - 1);
+    std::filesystem::resize_file(path, std::filesystem::file_size(path) / 2);
   };
   MirroredStrategy strategy(cpus(1));
   Small small(strategy);

@@ -54,6 +54,23 @@ TEST_CASE("a repeated request is answered as before", "[server]") {
   CHECK(is_batch(a.ask(), 2));
 }
 
+TEST_CASE("a batch whose worker comes back without it is dealt to one worker", "[server]") {
+  Dealer dealer;
+  Asker a{dealer, 0};
+  Asker b{dealer, 1};
+  CHECK(is_batch(a.ask(), 0));  // an answer that is lost
+  dealer.put_right(0, {}, {});
+  --a.request;
+  SECTION("to the one that asks again") {
+    CHECK(is_batch(a.ask(), 0));
+    CHECK(is_batch(b.ask(), 1));
+  }
+  SECTION("or to another") {
+    CHECK(is_batch(b.ask(), 0));
+    CHECK(is_batch(a.ask(), 1));
+  }
+}
+
 TEST_CASE("what a worker leaves unfinished is dealt again, before the rest", "[server]") {
   Dealer dealer;
   Asker a{dealer, 0};
