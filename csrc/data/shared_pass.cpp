@@ -48,6 +48,7 @@ std::vector<SharedPiece> SharedPass::left() const {
   pieces.insert(pieces.end(), promised_.begin(), promised_.end());
   const std::lock_guard lock(mutex_);
   for (const auto& [number, piece] : asked_) pieces.push_back(piece);
+  if (current_) pieces.push_back(*current_);
   return pieces;
 }
 
@@ -129,7 +130,6 @@ int64_t SharedPass::oldest_position() const {
   };
   see(left());
   see(open_);
-  if (current_) oldest = std::min(oldest, current_->begin);
   return oldest;
 }
 

@@ -36,9 +36,9 @@ class SharedPass final : public LoaderPass {
 
   /// Begins behind so many batches of the order, where no more of it was asked for.
   void skip(int64_t batches);
-  /// Batches of the order, from its beginning on, of which every sample was yielded on its worker, of those that live:
-  /// what a job that is started again is to skip(). Where dead workers left some undone, a warning says how many
-  /// samples behind those batches were trained on, and would come once more.
+  /// Batches of the order, from its beginning on, of which every sample went into a step of a worker that lives: what a
+  /// job that is started again is to skip(). Where dead workers left some undone, a warning says how many samples
+  /// behind those batches were trained on, and would come once more.
   int64_t num_trained() const;
 
   /// Goes on where another worker's pass was in a window that was closed since, of the parts of `members`. Throws
@@ -66,7 +66,7 @@ class SharedPass final : public LoaderPass {
 
  private:
   std::optional<SharedPiece> take_batch();
-  /// What nobody has yielded of what was taken.
+  /// What went into no step of what was taken, but for what was lost.
   std::vector<SharedPiece> left() const;
   /// Of the open window.
   void return_parts_of_lost(const std::vector<uint32_t>& members);

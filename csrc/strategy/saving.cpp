@@ -154,7 +154,11 @@ void Saving::together(const char* what, bool is_alone, const std::function<void(
   }
   std::vector<std::string> told;
   if (!is_alone && strategy_.core->session().topology().num_workers > 1) {
-    told = exchange_texts(strategy_.workers(), error);
+    try {
+      told = exchange_texts(strategy_.workers(), error);
+    } catch (const Error&) {
+      if (!raised) throw;  // else it says less
+    }
   }
   if (raised) std::rethrow_exception(raised);
   for (size_t rank = 0; rank < told.size(); ++rank) {

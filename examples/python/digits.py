@@ -112,7 +112,7 @@ def main(
     )
     checkpoints = muster.Checkpoints(strategy, checkpoint, keep=2)
     kept = checkpoints.load()
-    first = 0 if kept is None else kept["batch"]
+    first = 0 if kept is None else kept.get("batch", 0)  # for what is printed; the example in C++ does not save it
 
     def train_step(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y)

@@ -163,10 +163,10 @@ class Loader(Generic[BatchT_co]):
         Equal on all ranks (but of a sharded loader), plain numbers, and the states of generators that the user gave to
         the loader or its sampler. Of a StatefulDataLoader of an iterable data set also the states of that and of its
         iterators, as of the last batch that was yielded of each reader.
-        A batch counts from when it was yielded, so call this after its step. Of batches that live workers divide, one
-        of which a worker that died left something undone counts as not trained on, and what comes behind it: a warning
-        says so. Local. Raises InvalidArgument where parameter servers deal the batches, which are those of no one
-        worker.
+        A batch counts from when it was yielded, so call this after its step; of batches that live workers divide it
+        counts from its step. Of those, one of which a worker that died left something undone counts as not trained on,
+        and what comes behind it: a warning says so. Local. Raises InvalidArgument where parameter servers deal the
+        batches, which are those of no one worker.
         """
         self._check_has_place()
         generators = self._generator_states if self._under_way else self._states_of_generators()

@@ -30,6 +30,14 @@ class ReadAhead:
 
 
 @dataclass(frozen=True)
+class Failed:
+    """In place of a batch that could not be read: raised when that is asked for."""
+
+    error: Exception
+    number: int | None = None  # as of a ReadAhead
+
+
+@dataclass(frozen=True)
 class Reads:
     """What a pass needs of its loader."""
 
@@ -67,7 +75,7 @@ class Pass(Iterator[Any]):
         self._ended: set[int] = set()
         self._to_skip = reads.to_skip
         self._begun = False
-        self._ahead: ReadAhead | Exception | None = None
+        self._ahead: ReadAhead | Failed | None = None
 
     def __next__(self) -> Any:
         self._reads.note_end(False)
@@ -86,9 +94,11 @@ class Pass(Iterator[Any]):
             if self._reads.batches is not None:
                 self._reads.batches.end()
             raise StopIteration
-        if isinstance(batch, Exception):
+        if isinstance(batch, Failed):
             self._ahead = None
-            raise batch
+            if of_job is not None and batch.number is not None:
+                of_job.lost(batch.number)
+            raise batch.error
         if of_job is not None and batch.number is not None:
             of_job.yielded(batch.number)
         self._ahead = self._read()
@@ -100,7 +110,7 @@ class Pass(Iterator[Any]):
             arrival.join()
         return batch.value
 
-    def _read(self, *, first: bool = False) -> ReadAhead | Exception | None:
+    def _read(self, *, first: bool = False) -> ReadAhead | Failed | None:
         """The next batch, what went wrong in reading it, or None at the end. An error waits until it is asked for."""
         reads = self._reads
         found = _attempted(self._next_parts)
@@ -113,12 +123,11 @@ class Pass(Iterator[Any]):
             refusal = reads.refusal(parts is None) if more and first else None
         number = None if reads.batches is None or parts is None else reads.batches.was_read()
         if isinstance(parts, Exception):
-            if self._of_job is not None and number is not None:
-                self._of_job.lost(number)
-            return parts
+            return Failed(parts, number)
         if refusal is not None or not more:
-            return refusal
-        return _attempted(lambda: replace(reads.assembled(parts), number=number, read=read))
+            return None if refusal is None else Failed(refusal)
+        batch = _attempted(lambda: replace(reads.assembled(parts), number=number, read=read))
+        return Failed(batch, number) if isinstance(batch, Exception) else batch
 
     def _next_parts(self) -> Parts | ReadBatch | None:
         while len(self._ended) < self._reads.num_readers:

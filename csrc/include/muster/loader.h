@@ -201,7 +201,8 @@ class Loader {
   int64_t epoch() const noexcept { return core_->epoch(); }
   void set_epoch(int64_t epoch) { core_->set_epoch(epoch); }
 
-  /// Where the loop is: a batch counts from when it was yielded, so call this after its step. Equal on all ranks.
+  /// Where the loop is: a batch counts from when it was yielded (of those that live workers divide, from its step), so
+  /// call this after its step. Equal on all ranks.
   /// Local. Of batches that live workers divide, one of which a worker that died left something undone counts as not
   /// trained on, and what comes behind it: a warning says so. Throws InvalidArgument where parameter servers deal the
   /// batches, which are those of no one worker.

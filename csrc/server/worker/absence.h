@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <optional>
+#include <utility>
 
 #include "server/worker/client_config.h"
 
@@ -15,29 +15,31 @@ class Absence {
  public:
   using TimePoint = std::chrono::steady_clock::time_point;
 
-  Absence(TimePoint begin, std::chrono::milliseconds patience) : patience_(patience), deadline_(begin + patience) {}
+  Absence(TimePoint begin, std::chrono::milliseconds patience)
+      : patience_(patience), begin_(begin), deadline_(begin + patience) {}
 
   /// Nobody listens at its address, or the connection ended.
   void note_gone(TimePoint now) {
-    if (silent_since_) deadline_ = std::min(deadline_, now + patience_);
-    silent_since_.reset();
+    if (std::exchange(was_silent_, false)) deadline_ = std::min(deadline_, now + patience_);
   }
   /// Its process listens there, and gave no answer in time: it may stand still.
-  void note_silent(TimePoint now) {
-    if (!silent_since_) silent_since_ = now;
-    deadline_ = std::max(deadline_, *silent_since_ + std::max(patience_, kStandstillPatience));
+  void note_silent() {
+    was_silent_ = true;
+    deadline_ = std::max(deadline_, begin_ + std::max(patience_, kStandstillPatience));
   }
   /// It has something else to do until `until`, and answers then.
   void note_busy(TimePoint until) {
-    silent_since_.reset();
+    was_silent_ = false;
+    begin_ = until;
     deadline_ = until + patience_;
   }
   bool is_over(TimePoint now) const { return now > deadline_; }
 
  private:
   std::chrono::milliseconds patience_;
+  TimePoint begin_;  // of the absence
   TimePoint deadline_;
-  std::optional<TimePoint> silent_since_;  // where the last try found it so
+  bool was_silent_ = false;  // at the last try
 };
 
 }  // namespace muster::server

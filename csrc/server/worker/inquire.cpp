@@ -17,7 +17,7 @@ std::optional<Standing> inquire(const std::string& name, std::chrono::millisecon
       is_answered = channel->receive(frame, deadline);
       if (!is_answered) absence.note_gone(surroundings.now());
     } catch (const Timeout&) {
-      absence.note_silent(surroundings.now());
+      absence.note_silent();
     } catch (const CommError&) {
       absence.note_gone(surroundings.now());
     }

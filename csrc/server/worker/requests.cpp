@@ -167,7 +167,7 @@ void Requests::connect(size_t server, bool is_first) {
       absence.note_busy(now());
       why = busy.what();
     } catch (const LinkSilent& silent) {
-      absence.note_silent(now());
+      absence.note_silent();
       why = silent.what();
     } catch (const LinkBroken& error) {
       absence.note_gone(now());

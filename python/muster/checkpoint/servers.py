@@ -167,20 +167,22 @@ def _newest_of_all(sources: Sequence[Path]) -> list[Checkpoint]:
     rest = [_good_ones(source) for source in sources]
     found = [next(each, None) for each in rest]
     while True:
-        steps = []
-        for source, snapshot in zip(sources, found, strict=True):
+        steps = {}
+        for number, (source, snapshot) in enumerate(zip(sources, found, strict=True)):
             if snapshot is None:
                 raise CheckpointError(
                     f"'{source}' has no good snapshot of a step that the other servers have; give the folders as the "
                     "servers left them"
                 )
-            steps.append(_step_of(snapshot))
-        least = min(steps)
-        if max(steps) == least:
+            step = _step_of(snapshot)
+            if len(snapshot.tensors) > 1:  # a server that owns nothing may be behind
+                steps[number] = step
+        least = min(steps.values(), default=0)
+        newer = [number for number, step in steps.items() if step > least]
+        if not newer:
             return [snapshot for snapshot in found if snapshot is not None]
-        for number, step in enumerate(steps):
-            if step > least:
-                found[number] = next(rest[number], None)
+        for number in newer:
+            found[number] = next(rest[number], None)
 
 
 def _good_ones(source: Path) -> Iterator[Checkpoint]:

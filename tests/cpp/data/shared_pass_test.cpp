@@ -106,6 +106,8 @@ TEST_CASE("a shared pass knows how many of its batches were trained on, and begi
   next.skip(3);
   CHECK(next.num_trained() == 3);
   CHECK(get(next) == Range{9, 14});
+  CHECK(next.num_trained() == 3);
+  step(next, {0});
   CHECK(next.num_trained() == 4);
   CHECK(get(next) == std::nullopt);
   SharedPass past(members, 0, {0, 0}, batches({4, 3}));
