@@ -125,7 +125,7 @@ void stop_one(uint32_t staleness, size_t stopped, milliseconds heartbeat, millis
   TracedJob job(2, staleness);
   job.plan.heartbeat_ms = static_cast<uint32_t>(heartbeat.count());
   job.patience = patience;
-  job.steps = 3'000;
+  job.steps = 300;
   std::vector<pid_t> servers;
   for (uint32_t s = 0; s < kTracedServers; ++s) servers.push_back(job.fork_server(s));
   std::vector<pid_t> workers;
