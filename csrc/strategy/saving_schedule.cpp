@@ -52,7 +52,7 @@ bool SavingSchedule::is_over() {
   const auto& number_of_chief = options_.number_of_chief;
   if (number_of_chief && since_asked_ < ask_at_) return false;
   const double now = options_.now();
-  const double left = *options_.seconds - (now - began_);
+  const double left = options_.seconds.value_or(0) - (now - began_);
   if (!number_of_chief) return left <= 0;
   longest_ = std::max(longest_, since_asked_);
   // In steps as long as those since the last question; the first steps of a job are slow, hence at most twice as many.
