@@ -37,6 +37,7 @@ void bind_saving(py::module_& m) {
           },
           "tensors"_a, "metadata"_a, Release())
       .def_property_readonly("is_done", &SnapshotWriter::done)
+      .def_property_readonly("written", &SnapshotWriter::written)
       .def("wait", &SnapshotWriter::wait, Release());
   m.def(
       "read_newest_snapshot",

@@ -67,6 +67,11 @@ bool SnapshotWriter::done() const {
   return !running_;
 }
 
+std::filesystem::path SnapshotWriter::written() const {
+  const std::lock_guard lock(mutex_);
+  return written_;
+}
+
 void SnapshotWriter::wait() {
   if (thread_.joinable()) thread_.join();
   std::exception_ptr error;
@@ -81,7 +86,9 @@ void SnapshotWriter::run(const Snapshot& snapshot) noexcept {
   std::exception_ptr error;
   try {
     claim_->check();
-    write_snapshot(folder_, snapshot, options_);
+    const auto written = write_snapshot(folder_, snapshot, options_);
+    const std::lock_guard lock(mutex_);
+    written_ = written;
   } catch (...) {
     error = std::current_exception();
   }

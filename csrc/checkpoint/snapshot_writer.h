@@ -15,7 +15,7 @@
 namespace muster::checkpoint {
 
 /// Writes one snapshot after another, each on a thread of its own; errors reach the caller at the next wait() or
-/// write(). Externally synchronised, but for done(), which is thread-safe.
+/// write(). Externally synchronised, but for what says otherwise.
 class SnapshotWriter {
  public:
   /// See write_snapshot; the folder need not exist. The first snapshot claims it, until this object goes.
@@ -33,8 +33,11 @@ class SnapshotWriter {
   /// The same of copies, made before it returns, in memory that is used again by the next copy.
   void write_copy(const Snapshot& snapshot);
 
-  /// Whether everything that was begun is on the disk, or failed. Does not block.
+  /// Whether everything that was begun is on the disk, or failed. Does not block. Thread-safe.
   bool done() const;
+
+  /// The folder of the last snapshot that is on the disk; empty before the first. Thread-safe.
+  std::filesystem::path written() const;
 
   /// Waits for what was begun, and throws what went wrong with it, once.
   void wait();
@@ -49,8 +52,9 @@ class SnapshotWriter {
   NamedTensors copies_;
   std::thread thread_;
   mutable std::mutex mutex_;
-  bool running_ = false;      // guarded by mutex_
-  std::exception_ptr error_;  // guarded by mutex_
+  bool running_ = false;           // guarded by mutex_
+  std::filesystem::path written_;  // guarded by mutex_
+  std::exception_ptr error_;       // guarded by mutex_
 };
 
 }  // namespace muster::checkpoint

@@ -66,8 +66,7 @@ struct LoaderCore::State {
   std::shared_ptr<void> current;
   int64_t next = 0;  // the batch to be read next, where there is no pass
   // Of the pass under way, at most one of them; `progress` has the same one.
-  std::shared_ptr<DealtPass> dealt;
-  std::shared_ptr<SharedPass> shared;
+  std::shared_ptr<DealtPass> dealt;  // a shared one is in `place`
   ReadAhead::Batch ahead;
   bool more_ahead = false;
   std::unique_ptr<ReadAhead> reads;
@@ -111,7 +110,7 @@ struct LoaderCore::State {
   }
 
   ReadTask shared_task_of(const std::vector<size_t>& order, int64_t number) const {
-    const auto part = shared->part_of(number);
+    const auto part = place->shared->part_of(number);
     ReadTask task;
     task.parts.emplace_back(order.begin() + part.begin, order.begin() + part.end);
     if (part.begin == part.end) task.model = order[static_cast<size_t>(part.batch)];
@@ -162,7 +161,7 @@ struct LoaderCore::State {
   void end() {
     ended = true;
     reads.reset();
-    if (shared) shared->end();
+    if (place->shared) place->shared->end();
   }
 };
 
@@ -247,7 +246,7 @@ std::shared_ptr<void> LoaderCore::begin() {
   s.end();
   s.progress->at_end = false;
   s.progress->pass = nullptr;
-  s.shared = s.place->shared = nullptr;
+  s.place->shared = nullptr;
   if (const auto left = std::exchange(s.dealt, nullptr)) left->leave();
   s.host->leave_passes();
   auto& place = *s.place;
@@ -260,14 +259,14 @@ std::shared_ptr<void> LoaderCore::begin() {
   place.yielded = std::exchange(place.to_skip, 0);
   s.next = s.is_stream ? s.pass_over_stream(place.yielded) : std::min(place.yielded, s.batches());
   if (s.is_shared()) {
-    s.shared = s.host->share(s.index, place.epoch, s.sizes_in_turn());
-    s.shared->skip(place.yielded);
-    s.progress->pass = place.shared = s.shared;
+    place.shared = s.host->share(s.index, place.epoch, s.sizes_in_turn());
+    place.shared->skip(place.yielded);
+    s.progress->pass = place.shared;
   }
   auto hold = s.progress->pass ? s.progress->pass->hold() : nullptr;
   s.reads = std::make_unique<ReadAhead>(
       static_cast<size_t>(s.options.workers), [&s, order = s.order_of_pass()](size_t thread, int64_t number) {
-        return s.read(thread, s.shared ? s.shared_task_of(order, number) : s.task_of(order, number));
+        return s.read(thread, s.place->shared ? s.shared_task_of(order, number) : s.task_of(order, number));
       });
   s.ended = false;
   s.look_ahead();

@@ -21,12 +21,12 @@ struct LoaderProgress {
 
 /// How far a C++ loader is; what Python's is in is Python's. Owned by the thread that iterates.
 struct LoaderPlace {
-  bool is_known = true;  ///< false where servers deal the batches
-  int64_t epoch = 0;     ///< as Loader::epoch
-  bool running = false;  ///< a pass that counts as an epoch has begun and not ended
-  int64_t yielded = 0;   ///< batches of the pass under way, with those that it passed over; where there is no:
-  std::shared_ptr<SharedPass> shared = {};  ///< the pass under way, where live workers divide its batches
+  bool is_known = true;                     ///< false where servers deal the batches
+  int64_t epoch = 0;                        ///< as Loader::epoch
+  bool running = false;                     ///< a pass that counts as an epoch has begun and not ended
+  int64_t yielded = 0;                      ///< batches of the pass under way, with those that it passed over
   int64_t to_skip = 0;                      ///< batches that the next pass passes over
+  std::shared_ptr<SharedPass> shared = {};  ///< the pass under way, which knows it better: live workers divide it
 };
 
 /// As Loader::state and load_state.

@@ -29,6 +29,11 @@ void check_count(const char* name, const std::optional<int>& count) {
   throw InvalidArgument(std::string(name) + "=" + std::to_string(*count) + ": it must be at least 1, or empty");
 }
 
+void check_names(const SavedState& values) {
+  if (!values.contains(kBest)) return;
+  throw InvalidArgument("'best' is what best() calls its metric in a checkpoint; give the value another name");
+}
+
 using Metric = std::pair<double, std::string>;  // and its mode
 
 // What best() wrote to the checkpoint of this metadata.
@@ -58,8 +63,9 @@ std::vector<checkpoint::SnapshotInfo> good_manifests_in(const fs::path& folder) 
   }
 }
 
-// Whether all of a checkpoint is good, and signed where there is a secret; a warning says why it is not.
-bool is_good(const fs::path& snapshot) {
+// Reads all of a checkpoint, tensors included; a warning says what is wrong with one that is damaged, or not signed
+// where there is a secret.
+bool can_be_loaded(const fs::path& snapshot) {
   try {
     checkpoint::SnapshotReader reader(snapshot);
     while (reader.next()) {
@@ -81,9 +87,9 @@ struct Checkpoints::State {
         options(its_options),
         schedule({.every = options.every,
                   .seconds = options.every_seconds,
-                  .is_timed = !folder.empty(),
-                  .number_of_chief = saving.saves_alone() ? std::function<int64_t(int64_t)>()
-                                                          : [this](int64_t n) { return saving.number_of_chief(n); }}) {
+                  .number_of_chief = folder.empty() || saving.saves_alone()
+                                         ? std::function<int64_t(int64_t)>()
+                                         : [this](int64_t n) { return saving.number_of_chief(n); }}) {
     check_count("keep", options.keep);
     check_count("best_keep", options.best_keep);
   }
@@ -109,7 +115,7 @@ struct Checkpoints::State {
       const auto metric = metric_of(snapshot->metadata, snapshot->folder);
       if (!metric) continue;
       const bool is_own = metric == written;
-      if (!is_own && snapshot->folder != known_best && !is_good(snapshot->folder)) continue;
+      if (!is_own && snapshot->folder != known_best && !can_be_loaded(snapshot->folder)) continue;
       known_best = snapshot->folder;
       return metric;
     }
@@ -155,9 +161,7 @@ bool Checkpoints::after_step(const std::optional<StepResult>& flushed, const Sav
 }
 
 void Checkpoints::save(const SavedState& values) {
-  if (values.contains(kBest)) {
-    throw InvalidArgument("'best' is what best() calls its metric in a checkpoint; give the value another name");
-  }
+  check_names(values);
   if (!state_->folder.empty()) state_->strategy.save(state_->folder, values, {.keep = state_->options.keep});
   state_->saved_at = state_->strategy.steps();
   state_->schedule.start_over();
@@ -165,9 +169,7 @@ void Checkpoints::save(const SavedState& values) {
 
 bool Checkpoints::best(double metric, const SavedState& values) {
   const bool is_best = state_->saving.told_by_chief("best", [&] {
-    if (values.contains(kBest)) {
-      throw InvalidArgument("'best' is what best() calls its metric in a checkpoint; give the value another name");
-    }
+    check_names(values);
     return state_->is_better(metric);
   });
   if (!is_best || state_->folder.empty()) return is_best;

@@ -36,12 +36,12 @@ void SavingSchedule::note_step(int64_t steps) {
   const int64_t seen = steps_seen_.value_or(steps - 1);
   steps_seen_ = steps;
   if (options_.every && steps / *options_.every != seen / *options_.every) is_due_ = true;
-  if (!is_due_ && has_clock()) is_due_ = is_over();
+  if (!is_due_ && options_.seconds) is_due_ = is_over();
 }
 
 void SavingSchedule::start_over() {
   is_due_ = false;
-  if (!has_clock()) return;
+  if (!options_.seconds) return;
   began_ = asked_ = options_.now();
   since_asked_ = 0;
   ask_at_ = 1;  // the chief alone knows the pace

@@ -19,7 +19,6 @@ class SavingSchedule {
   struct Options {
     std::optional<int64_t> every = {};    ///< steps, at least 1
     std::optional<double> seconds = {};   ///< above 0
-    bool is_timed = true;                 ///< false: `seconds` do not count, since nothing is saved
     std::function<double()> now = clock;  ///< seconds of a clock that runs steadily
     /// The chief's number; collective over the workers that save together. Empty where no other saves with this one.
     std::function<int64_t(int64_t)> number_of_chief = {};
@@ -36,7 +35,6 @@ class SavingSchedule {
 
  private:
   static double clock();
-  bool has_clock() const { return options_.is_timed && options_.seconds; }
   bool is_over();
 
   const Options options_;

@@ -21,7 +21,7 @@ _Metadata = dict[str, str | int | float]
 
 
 class _Begun(NamedTuple):
-    """A checkpoint whose writing has begun: its own folder, its tensors' bytes, when by the monotonic clock, and its
+    """A checkpoint whose writing has begun: in which folder, its tensors' bytes, when by the monotonic clock, and its
     metadata."""
 
     folder: Path
@@ -69,23 +69,18 @@ class Writing:
     def write(self, folder: Path, keep: int | None, tensors: dict[str, Tensor], metadata: _Metadata) -> None:
         """Copies the tensors and begins to write, once the last checkpoint is written. Raises CheckpointError where
         that went wrong, or the folder cannot be used."""
-        from muster.checkpoint import reading  # which knows this package
-
         self.finish()
         made_with = (folder.absolute(), keep)
         if self._writer is None or self._made_with != made_with:
             self._writer = None  # which lets the folder go
             self._writer, self._made_with = _C.SnapshotWriter(made_with[0], keep), made_with
         size = sum(tensor.nbytes for tensor in tensors.values())
-        place = made_with[0]
-        with contextlib.suppress(OSError):  # the writer says what is wrong with it
-            place = reading.next_in(place)
         try:
             self._writer.write_copy(tensors, metadata)
         except CheckpointError as error:
             self._failure = str(error)
             raise
-        self._begun = _Begun(place, size, time.monotonic(), metadata)
+        self._begun = _Begun(made_with[0], size, time.monotonic(), metadata)
 
     def finish(self) -> None:
         """Waits until the last checkpoint is written; raises CheckpointError, once, where it could not be. Ctrl-C ends
@@ -112,7 +107,7 @@ class Writing:
         if self._writer is not None and self._begun is not None and not self._writer.is_done:
             folder, size, began, _ = self._begun
             lines.append(
-                f"one of {size_text(size)} is being written to '{folder.parent}' for {time.monotonic() - began:.1f} s"
+                f"one of {size_text(size)} is being written to '{folder}' for {time.monotonic() - began:.1f} s"
             )
         else:
             self._settle()
@@ -137,7 +132,8 @@ class Writing:
             return
         self._failure = ""
         with contextlib.suppress(OSError):  # it may be taken away at any time
-            self._written = self._newest[folder.parent] = _Written(folder, size, _time_of(folder), metadata)
+            own = self._writer.written
+            self._written = self._newest[folder] = _Written(own, size, _time_of(own), metadata)
 
     def metadata_of(self, checkpoint: Path) -> _Metadata | None:
         """The metadata of the checkpoint in that folder, where it is the last one that this process wrote there."""

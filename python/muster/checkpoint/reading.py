@@ -25,7 +25,6 @@ __all__ = [
     "folders_in",
     "model_state",
     "module_in",
-    "next_in",
     "numbered",
     "numbered_in",
     "optimizer_state",
@@ -131,12 +130,6 @@ def numbered_in(folder: Path) -> list[Path]:
         return []
     found = [(number, each) for each in folder.iterdir() if (number := _number_of(each)) is not None]
     return [each for _, each in sorted(found)]
-
-
-def next_in(folder: Path) -> Path:
-    """The folder of the checkpoint that is written next in a folder."""
-    newest = numbered_in(folder)[-1:]
-    return folder / numbered(1 + (_number_of(newest[0]) or 0 if newest else 0))
 
 
 def numbered(number: int) -> str:

@@ -119,6 +119,23 @@ TEST_CASE("no update of a synchronous job is lost or doubled", "[server]") {
 
 namespace {
 
+// The servers and two workers of a job, which have made some steps.
+struct TrainingProcesses {
+  explicit TrainingProcesses(TracedJob& the_job) : job(the_job) {
+    for (uint32_t s = 0; s < kTracedServers; ++s) servers.push_back(job.fork_server(s));
+    for (uint32_t w = 0; w < 2; ++w) workers.push_back(job.fork_worker(w, static_cast<int>(w)));
+    for (int i = 0; job.board->lives[0].acked < 20 && i < 3000; ++i) std::this_thread::sleep_for(milliseconds(10));
+  }
+  void end_servers() const {
+    job.board->servers_down = 1;
+    for (const pid_t server : servers) end_of(server);
+  }
+
+  TracedJob& job;
+  std::vector<pid_t> servers;
+  std::vector<pid_t> workers;
+};
+
 // Workers with this heartbeat and patience train, while a server stands still for so long.
 void stop_one(uint32_t staleness, size_t stopped, milliseconds heartbeat, milliseconds patience, milliseconds pause) {
   CAPTURE(staleness, stopped);
@@ -126,23 +143,18 @@ void stop_one(uint32_t staleness, size_t stopped, milliseconds heartbeat, millis
   job.plan.heartbeat_ms = static_cast<uint32_t>(heartbeat.count());
   job.patience = patience;
   job.steps = 300;
-  std::vector<pid_t> servers;
-  for (uint32_t s = 0; s < kTracedServers; ++s) servers.push_back(job.fork_server(s));
-  std::vector<pid_t> workers;
-  for (uint32_t w = 0; w < 2; ++w) workers.push_back(job.fork_worker(w, static_cast<int>(w)));
-  for (int i = 0; job.board->lives[0].acked < 20 && i < 3000; ++i) std::this_thread::sleep_for(milliseconds(10));
-  ::kill(servers[stopped], SIGSTOP);
+  const TrainingProcesses processes(job);
+  ::kill(processes.servers[stopped], SIGSTOP);
   const uint64_t before = job.board->lives[0].acked;
   std::this_thread::sleep_for(pause);
   CHECK(job.board->lives[0].acked <= before + 2);  // it was needed
-  ::kill(servers[stopped], SIGCONT);
-  for (const pid_t worker : workers) CHECK(end_of(worker) == 0);
+  ::kill(processes.servers[stopped], SIGCONT);
+  for (const pid_t worker : processes.workers) CHECK(end_of(worker) == 0);
   const auto counts = job.read_counts();
   for (size_t life = 0; life < 2; ++life) {
     for (const float count : counts[life]) CHECK(count == static_cast<float>(job.steps));
   }
-  job.board->servers_down = 1;
-  for (const pid_t server : servers) end_of(server);
+  processes.end_servers();
 }
 
 }  // namespace
@@ -156,19 +168,14 @@ TEST_CASE("a server process that is killed while it stands still is missed after
   job.plan.heartbeat_ms = 400;
   job.patience = milliseconds(100);
   job.steps = 3'000;
-  std::vector<pid_t> servers;
-  for (uint32_t s = 0; s < kTracedServers; ++s) servers.push_back(job.fork_server(s));
-  std::vector<pid_t> workers;
-  for (uint32_t w = 0; w < 2; ++w) workers.push_back(job.fork_worker(w, static_cast<int>(w)));
-  for (int i = 0; job.board->lives[0].acked < 20 && i < 3000; ++i) std::this_thread::sleep_for(milliseconds(10));
-  ::kill(servers[1], SIGSTOP);
+  const TrainingProcesses processes(job);
+  ::kill(processes.servers[1], SIGSTOP);
   std::this_thread::sleep_for(milliseconds(1'500));
-  ::kill(servers[1], SIGKILL);
+  ::kill(processes.servers[1], SIGKILL);
   const auto killed = std::chrono::steady_clock::now();
-  for (const pid_t worker : workers) CHECK(end_of(worker) != 0);
+  for (const pid_t worker : processes.workers) CHECK(end_of(worker) != 0);
   CHECK(std::chrono::steady_clock::now() - killed < milliseconds(10'000));
-  job.board->servers_down = 1;
-  for (const pid_t server : servers) end_of(server);
+  processes.end_servers();
 }
 
 TEST_CASE("a server process that stands still for 20 s costs no worker", "[server][.][long]") {
