@@ -106,3 +106,12 @@ function(muster_use_openmp target source)
   set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS -fopenmp SKIP_PRECOMPILE_HEADERS ON)
   target_link_libraries(${target} PRIVATE "${library}")
 endfunction()
+
+# Declares the option `name` for what is built AUTO (where it can be), ON (or fails) or OFF.
+function(muster_auto_option name meaning)
+  set(${name} AUTO CACHE STRING "${meaning}: AUTO (where what it needs is found), ON or OFF")
+  set_property(CACHE ${name} PROPERTY STRINGS AUTO ON OFF)
+  if(NOT ${name} MATCHES "^(AUTO|ON|OFF)$")
+    message(FATAL_ERROR "${name} is '${${name}}'; give AUTO, ON or OFF.")
+  endif()
+endfunction()

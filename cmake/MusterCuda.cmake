@@ -3,11 +3,7 @@
 #
 # Needs find_package(MusterTorch) before. Sets MUSTER_HAS_CUDA and MUSTER_HAS_NCCL.
 
-set(MUSTER_CUDA AUTO CACHE STRING "The CUDA side: AUTO (where nvcc and a CUDA build of torch are found), ON or OFF")
-set_property(CACHE MUSTER_CUDA PROPERTY STRINGS AUTO ON OFF)
-if(NOT MUSTER_CUDA MATCHES "^(AUTO|ON|OFF)$")
-  message(FATAL_ERROR "MUSTER_CUDA is '${MUSTER_CUDA}'; give AUTO, ON or OFF.")
-endif()
+muster_auto_option(MUSTER_CUDA "The CUDA side, by nvcc and a CUDA build of torch")
 
 set(MUSTER_HAS_CUDA OFF)
 set(MUSTER_HAS_NCCL OFF)

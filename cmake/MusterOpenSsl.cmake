@@ -3,11 +3,7 @@
 #
 # Sets MUSTER_HAS_OPENSSL and MUSTER_OPENSSL_LIBRARIES.
 
-set(MUSTER_OPENSSL AUTO CACHE STRING "Signed checkpoints, by OpenSSL: AUTO (where it is found), ON or OFF")
-set_property(CACHE MUSTER_OPENSSL PROPERTY STRINGS AUTO ON OFF)
-if(NOT MUSTER_OPENSSL MATCHES "^(AUTO|ON|OFF)$")
-  message(FATAL_ERROR "MUSTER_OPENSSL is '${MUSTER_OPENSSL}'; give AUTO, ON or OFF.")
-endif()
+muster_auto_option(MUSTER_OPENSSL "Signed checkpoints, by OpenSSL")
 
 set(MUSTER_HAS_OPENSSL OFF)
 set(MUSTER_OPENSSL_LIBRARIES)

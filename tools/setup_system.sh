@@ -30,6 +30,8 @@ has_zlib() { echo '#include <zlib.h>' | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&
 
 has_openssl() { echo '#include <openssl/evp.h>' | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1; }
 
+has_libdeflate() { echo '#include <libdeflate.h>' | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1; }
+
 needed=
 wanted=
 gcc_is_new || needed="$needed g++"
@@ -45,6 +47,7 @@ elif ! complete_python "$python"; then
 fi
 has_zlib || needed="$needed zlib1g-dev"
 has_openssl || wanted="$wanted libssl-dev"
+has_libdeflate || wanted="$wanted libdeflate-dev"
 has_catch2 || wanted="$wanted catch2"
 command -v ccache >/dev/null || wanted="$wanted ccache"
 

@@ -5,9 +5,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <iterator>
+#include <mutex>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -54,6 +59,38 @@ void make_one(const std::filesystem::path& folder, mode_t mode) {
     errno = ENOTDIR;
   }
   fail("make the folder", folder, kWriteRemedy);
+}
+
+// Below this a thread more takes longer to make than it saves.
+constexpr uint64_t kBytesOfThread = uint64_t{16} << 20;
+constexpr unsigned kMostThreads = 8;
+
+// Calls `read` with each number below `count`, in threads that are worth `bytes`; one of them is this one. Rethrows the
+// first error, after which no other number is begun.
+template <class Read>
+void in_threads(uint64_t bytes, size_t count, const Read& read) {
+  std::atomic<size_t> next = 0;
+  std::mutex mutex;
+  std::exception_ptr error;
+  const auto work = [&] {
+    try {
+      for (size_t i = next++; i < count; i = next++) read(i);
+    } catch (...) {
+      next = count;
+      const std::lock_guard lock(mutex);
+      if (!error) error = std::current_exception();
+    }
+  };
+  const auto wanted =
+      std::min<uint64_t>(std::min(std::thread::hardware_concurrency(), kMostThreads), bytes / kBytesOfThread);
+  std::vector<std::jthread> others;
+  try {
+    while (others.size() + 1 < wanted) others.emplace_back(work);
+  } catch (const std::system_error&) {  // no more threads to be had: those that are there do it
+  }
+  work();
+  others.clear();
+  if (error) std::rethrow_exception(error);
 }
 
 // Adds the section to what came before, empties it, and returns its checksum.
@@ -113,19 +150,68 @@ FileReader::FileReader(std::filesystem::path path, bool hashes)
   if (hashes) hash_.emplace();
 }
 
-void FileReader::read(void* data, size_t bytes) {
-  auto* next = static_cast<std::byte*>(data);
+uint32_t FileReader::read_at(uint64_t position, std::byte* data, size_t bytes, uint32_t before) {
   while (bytes > 0) {
-    const ssize_t got = ::read(fd_.get(), next, std::min(bytes, kPieceBytes));
+    const ssize_t got = ::pread(fd_.get(), data, std::min(bytes, kPieceBytes), static_cast<off_t>(position));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) fail("read", path_, kReadRemedy);
     if (got == 0) throw CheckpointError("'" + path_.string() + "' ends early; load another snapshot");
-    section_.crc32 = crc32(next, static_cast<size_t>(got), section_.crc32);
-    section_.bytes += static_cast<uint64_t>(got);
-    if (hash_) hash_->add(next, static_cast<size_t>(got));
-    next += got;
+    before = crc32(data, static_cast<size_t>(got), before);
+    position += static_cast<uint64_t>(got);
+    data += got;
     bytes -= static_cast<size_t>(got);
   }
+  return before;
+}
+
+void FileReader::read(void* data, size_t bytes) {
+  auto* next = static_cast<std::byte*>(data);
+  while (bytes > 0) {
+    const size_t piece = std::min(bytes, kPieceBytes);
+    section_.crc32 = read_at(position(), next, piece, section_.crc32);
+    section_.bytes += piece;
+    if (hash_) hash_->add(next, piece);
+    next += piece;
+    bytes -= piece;
+  }
+}
+
+std::vector<uint32_t> FileReader::read_sections(std::span<const Section> sections) {
+  end_section();
+  struct Piece {
+    size_t section;
+    uint64_t position;
+    std::byte* data;
+    size_t bytes;
+    uint32_t crc32;
+  };
+  std::vector<Piece> pieces;
+  uint64_t next = position();
+  for (size_t s = 0; s < sections.size(); ++s) {
+    auto* const data = static_cast<std::byte*>(sections[s].data);
+    for (size_t done = 0; done < sections[s].bytes; done += pieces.back().bytes) {
+      pieces.push_back({s, next + done, data + done, std::min(sections[s].bytes - done, kPieceBytes), 0});
+    }
+    next += sections[s].bytes;
+  }
+  if (hash_) {
+    for (auto& piece : pieces) {
+      piece.crc32 = read_at(piece.position, piece.data, piece.bytes, 0);
+      hash_->add(piece.data, piece.bytes);
+    }
+  } else {
+    in_threads(next - position(), pieces.size(),
+               [&](size_t i) { pieces[i].crc32 = read_at(pieces[i].position, pieces[i].data, pieces[i].bytes, 0); });
+  }
+  std::vector<uint32_t> sums(sections.size(), 0);
+  for (const auto& piece : pieces) {
+    sums[piece.section] = crc32_combine(sums[piece.section], piece.crc32, piece.bytes);
+  }
+  for (size_t s = 0; s < sections.size(); ++s) {
+    section_ = {.bytes = sections[s].bytes, .crc32 = sums[s]};
+    end_section();
+  }
+  return sums;
 }
 
 uint32_t FileReader::end_section() noexcept { return end_of(sum_, section_); }

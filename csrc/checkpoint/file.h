@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "checkpoint/sha256.h"
 #include "net/unix_socket.h"
@@ -55,14 +57,23 @@ class FileWriter {
   uint64_t flushed_ = 0;  // of the file's bytes
 };
 
+/// Memory that a part of a file is read into.
+struct Section {
+  void* data = nullptr;
+  size_t bytes = 0;
+};
+
 /// A regular file. Owned by one thread. Throws CheckpointError where the system refuses or the file ends early.
 class FileReader {
  public:
   explicit FileReader(std::filesystem::path path, bool hashes = false);  ///< `hashes`: as of a FileWriter
 
   uint64_t size() const noexcept { return size_; }  ///< of the file
-  uint64_t rest() const noexcept { return size_ - sum_.bytes - section_.bytes; }
+  uint64_t rest() const noexcept { return size_ - position(); }
   void read(void* data, size_t bytes);
+  /// Reads what follows into one section after another, and returns the checksum of each. Where they are large and no
+  /// SHA-256 is asked for, which knows one order only, by a thread for each core that this process may use, 8 at most.
+  std::vector<uint32_t> read_sections(std::span<const Section> sections);
   /// `bytes` of them, which must not be more than the rest.
   std::string read_text(size_t bytes);
   /// The checksum of what was read since the last call.
@@ -71,6 +82,10 @@ class FileReader {
   FileSum sum() const;
 
  private:
+  uint64_t position() const noexcept { return sum_.bytes + section_.bytes; }
+  // Reads what is at `position` of the file, and returns the checksum of it and of what gave `before`. Thread-safe.
+  uint32_t read_at(uint64_t position, std::byte* data, size_t bytes, uint32_t before);
+
   std::filesystem::path path_;
   net::FileDescriptor fd_;
   uint64_t size_ = 0;

@@ -215,13 +215,16 @@ NamedTensors read_safetensors(const std::filesystem::path& path, TensorSums& sum
   }
   JsonReader json(header, path.string());
   file.end_section();
+  const auto entries = read_header(json, file.rest());
   NamedTensors tensors;
-  for (auto& entry : read_header(json, file.rest())) {
-    auto tensor = at::empty(entry.sizes, entry.dtype);
-    file.read(tensor.mutable_data_ptr(), tensor.nbytes());
-    sums.crc32s.insert_or_assign(entry.name, file.end_section());
-    tensors.emplace(std::move(entry.name), std::move(tensor));
+  std::vector<Section> sections;
+  for (const auto& entry : entries) {
+    const auto tensor = at::empty(entry.sizes, entry.dtype);
+    sections.push_back({tensor.mutable_data_ptr(), tensor.nbytes()});
+    tensors.emplace(entry.name, tensor);
   }
+  const auto crc32s = file.read_sections(sections);
+  for (size_t i = 0; i < entries.size(); ++i) sums.crc32s.insert_or_assign(entries[i].name, crc32s[i]);
   sums.file = file.sum();
   return tensors;
 }

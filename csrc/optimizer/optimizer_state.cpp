@@ -109,7 +109,7 @@ void OptimizerState::follow(StateEntry& entry) {
     state.copy_(old);
   }
   entry.master_version = -1;
-  entry.master = is_low(entry.dtype) ? empty_state(entry) : at::Tensor();
+  entry.master = is_low(entry.dtype) ? zero_state(entry) : at::Tensor();
   std::fill(std::begin(entry.common), std::end(entry.common), nullptr);
 }
 
@@ -120,10 +120,15 @@ at::TensorOptions OptimizerState::device_options(at::ScalarType dtype) const {
 at::Tensor OptimizerState::empty_state(const StateEntry& entry) const {
   const auto& tensor = entry.parameter.tensor;
   const auto options = device_options(accumulation_dtype(tensor.scalar_type()));
-  if (entry.parameter.is_row_wise) return at::zeros({tensor.size(0), 1}, options);
-  if (shard_.size > 1) return entry.run.count > 0 ? at::zeros({entry.run.count}, options) : at::Tensor();
-  if (!entry.is_dense) return at::zeros(tensor.sizes(), options);
-  return at::empty_strided(tensor.sizes(), tensor.strides(), options).zero_();
+  if (entry.parameter.is_row_wise) return at::empty({tensor.size(0), 1}, options);
+  if (shard_.size > 1) return entry.run.count > 0 ? at::empty({entry.run.count}, options) : at::Tensor();
+  if (!entry.is_dense) return at::empty(tensor.sizes(), options);
+  return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+}
+
+at::Tensor OptimizerState::zero_state(const StateEntry& entry) const {
+  auto state = empty_state(entry);
+  return state.defined() ? state.zero_() : state;
 }
 
 // This shard's part of a tensor of the parameter's sizes, shaped as empty_state.
@@ -135,7 +140,7 @@ at::Tensor OptimizerState::own_part(const StateEntry& entry, const at::Tensor& w
 }
 
 void OptimizerState::allocate(StateEntry& entry, size_t num_states) {
-  for (size_t s = entry.num_states; s < num_states; ++s) entry.states[s] = empty_state(entry);
+  for (size_t s = entry.num_states; s < num_states; ++s) entry.states[s] = zero_state(entry);
   entry.num_states = std::max(entry.num_states, num_states);
 }
 
@@ -201,9 +206,11 @@ void OptimizerState::set(size_t parameter, size_t which, const at::Tensor& whole
   const bool is_part = shard_.size > 1 && whole.sizes() == at::IntArrayRef({entry.run.count});
   if (!is_part) check_sizes(entry, values, sizes);
   follow(entry);
-  allocate(entry, which + 1);
-  auto& state = entry.states[which];
-  if (state.defined()) state = empty_state(entry).copy_(is_part ? values : own_part(entry, values));
+  allocate(entry, which);
+  auto state = empty_state(entry);  // others may hold the tensor that was there
+  if (state.defined()) state.copy_(is_part ? values : own_part(entry, values));
+  entry.states[which] = std::move(state);
+  entry.num_states = std::max(entry.num_states, which + 1);
   entry.common[which] = nullptr;
   entry.started = true;
 }
@@ -221,9 +228,9 @@ void OptimizerState::set_master(size_t parameter, const at::Tensor& whole) {
   if (whole.defined() && !is_part) check_sizes(entry, whole, entry.parameter.tensor.sizes());
   follow(entry);
   if (!entry.master.defined()) return;
-  entry.master = empty_state(entry);
   entry.common[StateEntry::kMaster] = nullptr;
   entry.master_version = -1;
+  entry.master = whole.defined() ? empty_state(entry) : zero_state(entry);
   if (!whole.defined()) return;
   entry.master.copy_(is_part ? whole : own_part(entry, whole));
   entry.master_version = static_cast<int64_t>(entry.parameter.tensor._version());

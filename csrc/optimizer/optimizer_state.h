@@ -131,7 +131,7 @@ class OptimizerState {
   /// Before a step of this process alone: a parameter's state is in memory of its own.
   void leave_common(size_t parameter);
 
-  /// Zeros, shaped as a parameter's state.
+  /// Uninitialised memory, shaped as a parameter's state.
   at::Tensor empty_state(size_t parameter) const { return empty_state(entry(parameter)); }
 
  private:
@@ -148,6 +148,7 @@ class OptimizerState {
   void note_started(size_t parameter);
   at::TensorOptions device_options(at::ScalarType dtype) const;
   at::Tensor empty_state(const StateEntry& entry) const;
+  at::Tensor zero_state(const StateEntry& entry) const;
   at::Tensor own_part(const StateEntry& entry, const at::Tensor& whole) const;
   std::vector<Move> moves_to_common(const std::vector<size_t>& parameters, const std::vector<size_t>& num_states,
                                     int64_t& bytes) const;

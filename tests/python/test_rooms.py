@@ -42,6 +42,8 @@ OUTSIDE = {
     "nccl.h": re.compile(r"^comm/nccl/api\.cpp$"),
     "nvtx3/": re.compile(r"^comm/nccl/api\.cpp$"),
     "openssl/": re.compile(r"^net/tls[^/]*$|^checkpoint/sha256\.cpp$"),
+    "libdeflate.h": re.compile(r"^checkpoint/crc32\.cpp$"),
+    "zlib.h": re.compile(r"^checkpoint/crc32_(by_zlib|combine)\.cpp$"),
     "pybind11/": re.compile(r"^bindings/"),
     "Python.h": re.compile(r"^bindings/"),
     "torch/extension.h": re.compile(r"^bindings/"),

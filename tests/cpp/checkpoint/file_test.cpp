@@ -1,0 +1,97 @@
+#include "checkpoint/file.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "checkpoint/crc32.h"
+#include "cpp/catch.h"
+#include "muster/error.h"
+#include "support/folder.h"
+
+using namespace muster;
+using namespace muster::checkpoint;
+using muster::testing::Folder;
+
+namespace {
+
+// Of several pieces and threads' worth, none of which begins where another section's does.
+constexpr size_t kSizes[] = {0, 7, size_t{33} << 20, 1, (size_t{17} << 20) + 5};
+
+std::vector<std::byte> some_bytes(size_t count) {
+  std::vector<std::byte> bytes(count);
+  uint32_t state = 1;
+  for (auto& byte : bytes) {
+    state = state * 1664525 + 1013904223;
+    byte = static_cast<std::byte>(state >> 24);
+  }
+  return bytes;
+}
+
+size_t whole_size() { return std::accumulate(std::begin(kSizes), std::end(kSizes), size_t{0}); }
+
+// Memory for sections of kSizes.
+struct Memory {
+  Memory() {
+    for (const size_t size : kSizes) sections.push_back({parts.emplace_back(size).data(), size});
+  }
+
+  std::vector<std::vector<std::byte>> parts;
+  std::vector<Section> sections;
+};
+
+}  // namespace
+
+TEST_CASE("a CRC-32 is that of zlib, in parts as well", "[checkpoint]") {
+  const std::string digits = "123456789";
+  CHECK(crc32(digits.data(), digits.size()) == 0xcbf43926);  // the check value of CRC-32/ISO-HDLC
+  const uint32_t first = crc32(digits.data(), 4);
+  CHECK(crc32(digits.data() + 4, 5, first) == 0xcbf43926);
+  CHECK(crc32_combine(first, crc32(digits.data() + 4, 5), 5) == 0xcbf43926);
+  CHECK(crc32(nullptr, 0) == 0);
+}
+
+TEST_CASE("sections are read by several threads as by one", "[checkpoint]") {
+  const bool hashes = GENERATE(false, true) && has_sha256();
+  const Folder folder;
+  const auto path = folder.path / "file";
+  const std::string header = "header";
+  const auto written = some_bytes(whole_size());
+  FileSum expected;
+  {
+    FileWriter file(path, hashes);
+    file.write(header.data(), header.size());
+    file.write(written.data(), written.size());
+    expected = file.finish();
+  }
+  FileReader file(path, hashes);
+  CHECK(file.read_text(header.size()) == header);
+  Memory memory;
+  const auto sums = file.read_sections(memory.sections);
+  size_t begin = 0;
+  for (size_t s = 0; s < memory.parts.size(); ++s) {
+    CHECK(std::equal(memory.parts[s].begin(), memory.parts[s].end(),
+                     written.begin() + static_cast<std::ptrdiff_t>(begin)));
+    CHECK(sums[s] == crc32(written.data() + begin, kSizes[s]));
+    begin += kSizes[s];
+  }
+  CHECK(file.sum() == expected);
+  CHECK(file.rest() == 0);
+}
+
+TEST_CASE("a file that ends within a section is an error, whichever thread sees it", "[checkpoint]") {
+  const Folder folder;
+  const auto path = folder.path / "file";
+  const auto written = some_bytes(whole_size());
+  {
+    FileWriter file(path);
+    file.write(written.data(), written.size());
+    file.finish();
+  }
+  FileReader file(path);
+  std::filesystem::resize_file(path, whole_size() - 1);
+  Memory memory;
+  CHECK_THROWS_WITH(file.read_sections(memory.sections), ContainsSubstring("ends early"));
+}
