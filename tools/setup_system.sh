@@ -48,6 +48,7 @@ fi
 has_zlib || needed="$needed zlib1g-dev"
 has_openssl || wanted="$wanted libssl-dev"
 has_libdeflate || wanted="$wanted libdeflate-dev"
+command -v ip >/dev/null || wanted="$wanted iproute2"
 has_catch2 || wanted="$wanted catch2"
 command -v ccache >/dev/null || wanted="$wanted ccache"
 

@@ -20,7 +20,7 @@ class ExchangeCommunicator final : public Communicator {
 
   at::Tensor allocate(int64_t numel, at::ScalarType dtype) override {
     exchange_->check();
-    return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device()));
+    return exchange_->transport().allocate(numel, dtype);
   }
   Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool) override {
     check_device(tensor);
@@ -57,6 +57,10 @@ class ExchangeCommunicator final : public Communicator {
 };
 
 }  // namespace
+
+at::Tensor Transport::allocate(int64_t numel, at::ScalarType dtype) {
+  return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device()));
+}
 
 CommunicatorPtr make_exchange_communicator(std::shared_ptr<Transport> transport, bool check, Milliseconds timeout) {
   return std::make_shared<ExchangeCommunicator>(std::make_shared<Exchange>(std::move(transport), check, timeout));

@@ -23,6 +23,8 @@ class Transport {
   /// The worker that rank `rank` lives in.
   virtual int worker_of(int rank) const noexcept = 0;
 
+  /// Zeroed memory for a tensor that will be communicated, where that is fastest; collective where it is shared.
+  virtual at::Tensor allocate(int64_t numel, at::ScalarType dtype);
   /// In place; fp32, fp64, int32, int64 and uint8.
   virtual Work all_reduce(const at::Tensor& tensor, ReduceOp op) = 0;
   virtual Work broadcast(const at::Tensor& tensor, int source) = 0;

@@ -28,6 +28,23 @@ Groups groups_on_host(const Cluster& cluster, Topology& topology, comm::Millisec
 Groups groups_over(const comm::ProcessGroupPtr& process_group, const Cluster& cluster, Topology& topology,
                    comm::Milliseconds timeout);
 
+/// The hosts of a cluster's workers, and process groups between these, over all workers: each for collectives that
+/// follow one another.
+struct SeveralHosts {
+  std::vector<std::string> hosts;   ///< by worker: host_identity() of its process
+  comm::ProcessGroupPtr workers;    ///< outside of steps
+  comm::ProcessGroupPtr step;       ///< that user code issues inside a step
+  comm::ProcessGroupPtr gradients;  ///< on their way to be summed
+  comm::ProcessGroupPtr results;    ///< on their way back
+};
+
+/// Collective over the cluster, before there are groups: every worker's `text`, by rank.
+std::vector<std::string> tell_workers(const Cluster& cluster, const std::string& text, comm::Milliseconds timeout);
+
+/// Collective over the cluster: as groups_on_host, whose bits they give, where the workers are on several hosts.
+Groups groups_over_hosts(const SeveralHosts& several, const Cluster& cluster, Topology& topology,
+                         comm::Milliseconds timeout);
+
 /// Collective over the cluster, unless its servers already serve a job on which other workers train: the groups then
 /// join it (Groups::joins). `options`: the words of in_words, to which those of the servers are added; throws
 /// InvalidArgument where ranks differ in them.

@@ -62,7 +62,8 @@ std::shared_ptr<StrategyCore> make_mirrored(const std::vector<std::string>& devi
 
 std::shared_ptr<StrategyCore> make_multi_worker(const Cluster& cluster, const std::vector<std::string>& devices,
                                                 const StrategyOptions& options, ReplicaThreads threads,
-                                                const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
+                                                const comm::ProcessGroupPtr& process_group,
+                                                const std::optional<SeveralHosts>& several) {
   options.validate();
   cluster.validate();
   Topology topology;
@@ -70,8 +71,10 @@ std::shared_ptr<StrategyCore> make_multi_worker(const Cluster& cluster, const st
   topology.rank = cluster.rank;
   topology.local_rank = cluster.local_rank;
   topology.devices = parse_devices(devices.empty() ? device_of_worker(cluster) : devices);
-  Groups groups = process_group ? groups_over(process_group, cluster, topology, timeout_of(options))
-                                : groups_on_host(cluster, topology, timeout_of(options));
+  const auto timeout = timeout_of(options);
+  Groups groups = process_group ? groups_over(process_group, cluster, topology, timeout)
+                  : several     ? groups_over_hosts(*several, cluster, topology, timeout)
+                                : groups_on_host(cluster, topology, timeout);
   compare_options(in_words(options), *groups.workers);
   return assemble(std::move(topology), std::move(groups), options, threads);
 }

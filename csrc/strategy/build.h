@@ -2,19 +2,17 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "comm/communicator.h"
+#include "job/make_groups.h"
 #include "muster/balance.h"
 #include "muster/cluster.h"
 #include "muster/options.h"
 #include "muster/parameter_server.h"
 #include "strategy/strategy_core.h"
-
-namespace c10d {
-class ProcessGroup;
-}
 
 namespace muster {
 
@@ -28,12 +26,14 @@ std::shared_ptr<StrategyCore> make_mirrored(const std::vector<std::string>& devi
                                             Balance balance, ReplicaThreads threads);
 
 /// Collective over the cluster. One process a worker, each with a replica a device; no device: cuda:<local rank>, where
-/// this build has CUDA and there are devices, else one CPU replica. Without `process_group` the workers must be on one
-/// host. On CUDA, NCCL carries the gradients, and what the hosts have to tell one another goes as it does on the CPU.
+/// this build has CUDA and there are devices, else one CPU replica. Workers are on one host without `process_group` and
+/// without `several`, of which at most one is given. On CUDA, NCCL carries the gradients, and what the hosts have to
+/// tell one another goes as it does on the CPU.
 /// Throws InvalidArgument where ranks disagree about options or the size of the world.
 std::shared_ptr<StrategyCore> make_multi_worker(const Cluster& cluster, const std::vector<std::string>& devices,
                                                 const StrategyOptions& options, ReplicaThreads threads,
-                                                const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
+                                                const comm::ProcessGroupPtr& process_group,
+                                                const std::optional<SeveralHosts>& several = {});
 
 /// Collective over the cluster, unless it names servers on which other workers train: it then joins their job. One
 /// process a worker, each with a CPU replica. Without servers in the cluster the chief hosts one. Throws

@@ -11,13 +11,15 @@ from typing import Any
 import torch.distributed as dist
 
 from muster import _C
+from muster.errors import CommError
+from muster.gloo_interface import gloo_reaches, host_and_port
 
 __all__ = ["DefaultGroup"]
 
 
 class DefaultGroup:
     """The default group (Gloo) of a job's workers, where the program has made none: metrics, samplers and whoever else
-    asks torch.distributed then see the ranks of the job. The strategy itself does not use it."""
+    asks torch.distributed then see the ranks of the job. On one host the strategy itself does not use it."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -33,26 +35,39 @@ class DefaultGroup:
         names = core.exchange_texts("" if dist.is_initialized() else uuid.uuid4().hex)
         if not all(names):
             return None
-        host, _, port = cluster.address.rpartition(":")
+        try:
+            return cls.make(cluster, names[0], timeout)
+        except CommError as error:
+            logging.getLogger("muster").warning(
+                "%s; libraries that ask torch.distributed take each worker for the only one: call "
+                "torch.distributed.init_process_group() before the strategy is made",
+                error,
+            )
+            return None
+
+    @classmethod
+    def make(cls, cluster: _C.Cluster, name: str, timeout: float) -> DefaultGroup:
+        """Collective over workers; `name` is the job's own, and no worker has a default group. Raises CommError where the
+        group cannot be made. Gloo listens on the interface by which this host reaches the rendezvous, unless the
+        environment (GLOO_SOCKET_IFNAME) names another."""
+        host, port = host_and_port(cluster.address)
         patience = timedelta(seconds=timeout)
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
-                host.strip("[]"), int(port), timeout=patience, wait_for_workers=False
+                host, port, timeout=patience, wait_for_workers=False
             )
-            dist.init_process_group(
-                "gloo",
-                store=dist.distributed_c10d.PrefixStore(f"muster/torch.distributed/{names[0]}", store),
-                rank=core.rank,
-                world_size=core.num_workers,
-                timeout=patience,
-            )
+            with gloo_reaches(cluster.address):
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.distributed_c10d.PrefixStore(f"muster/torch.distributed/{name}", store),
+                    rank=cluster.rank,
+                    world_size=cluster.num_workers,
+                    timeout=patience,
+                )
         except (RuntimeError, ValueError) as error:
-            logging.getLogger("muster").warning(
-                "torch.distributed could not be initialised for this job (%s), so that libraries which ask it take "
-                "each worker for the only one; call torch.distributed.init_process_group() before the strategy is made",
-                str(error).partition("\n")[0],
-            )
-            return None
+            raise CommError(
+                f"torch.distributed could not be initialised for this job ({str(error).partition(chr(10))[0]})"
+            ) from error
         return cls(dist.group.WORLD)
 
     def end(self, process: int) -> None:

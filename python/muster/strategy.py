@@ -30,6 +30,7 @@ from muster.preparing import Preparation
 from muster.replica_threads import ReplicaThreads
 from muster.replicated import Replicated
 from muster.saving import Saving
+from muster.several_hosts import SeveralHosts
 from muster.step import StepResult
 from muster.stepping import Stepping
 
@@ -315,12 +316,14 @@ class MultiWorkerMirroredStrategy(Strategy):
     """A process per worker, each with a replica for each of its devices. None given: cuda:<local rank> where this build
     has CUDA and there are devices (the only one where the process sees no other), else one CPU replica.
 
-    Without `process_group` the workers must be on one host and reduce through its memory; with one (any
-    torch.distributed.ProcessGroup), gradients go through it, in its own order of additions. On CUDA gradients go
-    through NCCL, and a process group, which must serve CPU tensors, carries what the workers tell one another.
+    Workers of one host reduce through its memory. Between hosts gradients go through process groups (Gloo) that the
+    strategy makes beside the default group of torch.distributed, with the same bits as on one host. With
+    `process_group` (any torch.distributed.ProcessGroup) everything goes through that one, in its own order of
+    additions. On CUDA gradients go through NCCL; on several hosts that needs a process group, which must serve CPU
+    tensors, for what the workers tell one another.
 
     Where the program has no default group of torch.distributed, the strategy makes one (Gloo) of the workers until it
-    is closed, for libraries that ask torch.distributed which rank they are. The strategy itself does not use it.
+    is closed, also for libraries that ask torch.distributed which rank they are.
     """
 
     @with_options(Options)
@@ -335,16 +338,25 @@ class MultiWorkerMirroredStrategy(Strategy):
         """A worker of the job that `cluster` describes, with a replica for each of `devices`; it talks to the others
         through `process_group` where one is given. Collective."""
         chosen = options_of(options)
-        super().__init__(_C.make_multi_worker(cluster, device_names(devices), asdict(chosen), process_group), chosen)
-        self._default_group = DefaultGroup.of(cluster, self._core, chosen.timeout)
-        if self._default_group is not None:
-            weakref.finalize(self, self._default_group.end, os.getpid())
+        several = SeveralHosts.of(cluster, chosen.timeout) if process_group is None else None
+        try:
+            core = _C.make_multi_worker(
+                cluster, device_names(devices), asdict(chosen), process_group, several and several.parts
+            )
+        except BaseException:
+            if several is not None:
+                several.leave()
+            raise
+        super().__init__(core, chosen)
+        self._groups = several or DefaultGroup.of(cluster, self._core, chosen.timeout)
+        if self._groups is not None:
+            weakref.finalize(self, self._groups.end, os.getpid())
 
     def close(self) -> None:
         """As of every strategy. Takes the default group of torch.distributed away where the strategy has made it."""
         super().close()
-        if self._default_group is not None:
-            self._default_group.leave()
+        if self._groups is not None:
+            self._groups.leave()
 
     @classmethod
     @with_options(Options)

@@ -1,5 +1,8 @@
 #include "support/local_process_group.h"
 
+#include <ATen/ops/tensor.h>
+
+#include <numeric>
 #include <thread>
 
 namespace muster::testing {
@@ -66,6 +69,25 @@ class LocalBackend final : public c10d::Backend {
       for (size_t r = 0; r < results.size(); ++r) results[r].copy_(parts[r]);
     });
   }
+  // Everybody sees everything, and takes what is meant for it.
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& sizes_out,
+                                               std::vector<int64_t>& sizes_in, const c10d::AllToAllOptions&) override {
+    comm::Work sizes = communicator_->all_gather(at::tensor(sizes_in));
+    comm::Work data = communicator_->all_gather(input);
+    return c10::make_intrusive<LocalWork>(data, [this, sizes, data, output, sizes_out]() mutable {
+      sizes.wait();
+      const auto all_sizes = sizes.outputs();
+      const auto parts = data.outputs();
+      int64_t place = 0;
+      for (size_t r = 0; r < parts.size(); ++r) {
+        const auto* const theirs = all_sizes[r].const_data_ptr<int64_t>();
+        const int64_t begin = std::accumulate(theirs, theirs + getRank(), int64_t{0});
+        if (theirs[getRank()] != sizes_out[r]) throw std::runtime_error("ranks disagree about sizes of all_to_all");
+        output.narrow(0, place, sizes_out[r]).copy_(parts[r].narrow(0, begin, sizes_out[r]));
+        place += sizes_out[r];
+      }
+    });
+  }
 
  private:
   const comm::CommunicatorPtr communicator_;
@@ -102,6 +124,50 @@ std::string Hierarchical::run(int size, const Body& body, comm::Milliseconds tim
     std::vector<comm::CommunicatorPtr> handles =
         comm::make_hierarchical(make_process_group(workers[static_cast<size_t>(worker)]), replicas, options);
     const std::string failures = run_threads(replicas, [&](int r) { body(*handles[static_cast<size_t>(r)]); });
+    if (!failures.empty()) throw CheckFailed(failures);
+  });
+}
+
+std::string OverHosts::run(int size, const Body& body, comm::Milliseconds timeout) {
+  const OverHostsPlan plan{.host_of_worker = size > 2 ? std::vector<int>{0, 1, 0} : std::vector<int>{0, 1},
+                           .replicas_of_worker = {}};
+  return run_over_hosts(plan, size, body, timeout, /*check=*/true);
+}
+
+std::string run_over_hosts(OverHostsPlan plan, int size, const Body& body, comm::Milliseconds timeout, bool check) {
+  const int workers = std::min(static_cast<int>(plan.host_of_worker.size()), size);
+  plan.host_of_worker.resize(static_cast<size_t>(workers));
+  if (plan.replicas_of_worker.empty()) {
+    for (int w = 0; w < workers; ++w) plan.replicas_of_worker.push_back(size / workers + (w < size % workers ? 1 : 0));
+  }
+  const comm::HostsLayout layout(plan.replicas_of_worker, plan.host_of_worker);
+  const auto exchange = comm::make_local(workers, Seconds(60));
+  const auto results = comm::make_local(workers, Seconds(60));
+  std::vector<std::vector<comm::CommunicatorPtr>> up;
+  std::vector<std::vector<comm::CommunicatorPtr>> down;
+  for (int host = 0; host < layout.num_hosts(); ++host) {
+    const auto ranks = static_cast<int>(layout.ranks_of_host(host).size());
+    up.push_back(comm::make_local(ranks, Seconds(60)));
+    down.push_back(comm::make_local(ranks, Seconds(60)));
+  }
+  return run_threads(workers, [&](int worker) {
+    const auto host = static_cast<size_t>(layout.host_of_worker(worker));
+    const auto group = make_process_group(exchange[static_cast<size_t>(worker)]);
+    comm::HostsParts parts{
+        .exchange = group,
+        .results = plan.has_one_group ? group : make_process_group(results[static_cast<size_t>(worker)]),
+        .up = {},
+        .down = {},
+        .lost = {}};
+    const auto& ranks = layout.ranks_of_host(static_cast<int>(host));
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      if (layout.worker_of(ranks[i]) != worker) continue;
+      parts.up.push_back(up[host][i]);
+      parts.down.push_back(down[host][i]);
+    }
+    const auto handles = comm::make_over_hosts(layout, worker, std::move(parts), check, timeout);
+    const std::string failures =
+        run_threads(static_cast<int>(handles.size()), [&](int r) { body(*handles[static_cast<size_t>(r)]); });
     if (!failures.empty()) throw CheckFailed(failures);
   });
 }

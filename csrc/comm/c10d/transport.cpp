@@ -147,6 +147,18 @@ Work C10dTransport::gather(const std::vector<at::Tensor>& outputs, const at::Ten
   });
 }
 
+Work C10dTransport::all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& sizes_out,
+                               const std::vector<int64_t>& sizes_in) {
+  return issue("all_to_all", [&] {
+    at::Tensor into = output;
+    at::Tensor from = input;
+    std::vector<int64_t> out = sizes_out;
+    std::vector<int64_t> in = sizes_in;
+    // Of the backend: the group's has another name in each version of torch.
+    return group_->getBackend(device_.type())->alltoall_base(into, from, out, in);
+  });
+}
+
 void C10dTransport::abort(const std::string& reason) noexcept {
   const std::lock_guard lock(abortion_->mutex);
   if (abortion_->requested.load()) return;

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "comm/c10d/communicator.h"
 #include "comm/transport.h"
@@ -22,6 +23,10 @@ class C10dTransport final : public Transport {
   Work all_reduce(const at::Tensor& tensor, ReduceOp op) override;
   Work broadcast(const at::Tensor& tensor, int source) override;
   Work gather(const std::vector<at::Tensor>& outputs, const at::Tensor& input) override;
+  /// Rank r has sizes_in[r] elements of `input`, one rank's after the other's, and sizes_out[r] of `output` are from
+  /// it.
+  Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& sizes_out,
+                  const std::vector<int64_t>& sizes_in);
   void abort(const std::string& reason) noexcept override;
 
   /// Shared with the works under way.

@@ -239,7 +239,7 @@ void Group::call_wait_hook() {
     WaitHook::call();
   } catch (...) {
     fail(FailureKind::aborted, -1,
-         "rank " + std::to_string(rank_) + " was interrupted while it waited for " + describe_wait());
+         "rank " + std::to_string(space_->name_of(rank_)) + " was interrupted while it waited for " + describe_wait());
     throw;
   }
 }
@@ -277,8 +277,8 @@ bool Group::check_lost() {
   if (!lost) return false;
   if (advance()) return true;
   fail(FailureKind::lost, lost->worker,
-       "worker " + std::to_string(lost->worker) + " " + lost->how + " while rank " + std::to_string(rank_) +
-           " waited for " + describe_wait() +
+       "worker " + std::to_string(lost->worker) + " " + lost->how + " while rank " +
+           std::to_string(space_->name_of(rank_)) + " waited for " + describe_wait() +
            ". Look at that worker's log; start the job again from the last checkpoint");
   return true;
 }
@@ -293,8 +293,8 @@ void Group::time_out(Milliseconds timeout) {
     }
   }
   fail(FailureKind::timeout, -1,
-       "rank " + std::to_string(rank_) + " waited " + std::to_string(timeout.count()) + " ms for " + describe_wait() +
-           "; late: " + (late.empty() ? "unknown" : late) +
+       "rank " + std::to_string(space_->name_of(rank_)) + " waited " + std::to_string(timeout.count()) + " ms for " +
+           describe_wait() + "; late: " + (late.empty() ? "unknown" : late) +
            ". Look at what the late ranks are doing; if they are only slow, raise `timeout`");
 }
 
@@ -312,8 +312,9 @@ std::string Group::describe_wait() const {
 
 std::string Group::describe_peer(int rank) const {
   const int worker = space_->worker_of(rank);
-  std::string text = "rank " + std::to_string(rank);
-  if (worker != rank) text += " (worker " + std::to_string(worker) + ")";
+  const int name = space_->name_of(rank);
+  std::string text = "rank " + std::to_string(name);
+  if (worker != name) text += " (worker " + std::to_string(worker) + ")";
   return text;
 }
 
@@ -421,7 +422,7 @@ void Group::close() noexcept {
   if (getpid() != owner_process_) return;  // a forked child's copy
   if (!failure_) {
     fail_with(std::make_exception_ptr(
-        CommError("rank " + std::to_string(rank_) +
+        CommError("rank " + std::to_string(space_->name_of(rank_)) +
                   " closed its communicator with this operation under way; wait for it first")));
   }
   mine().left.store(1);

@@ -50,7 +50,8 @@ class HostSpace final : public SharedSpace {
   }
 
   ControlBlock& control() noexcept override { return *reinterpret_cast<ControlBlock*>(control_.data()); }
-  int worker_of(int rank) const noexcept override { return mesh_->worker_of(rank); }
+  int worker_of(int rank) const noexcept override { return mesh_->name_of_worker(mesh_->worker_of(rank)); }
+  int name_of(int rank) const noexcept override { return mesh_->name_of_replica(rank); }
 
   // The tensor keeps its arena alone alive, neither the group nor the mesh.
   at::Tensor allocate(int rank, int64_t numel, at::ScalarType dtype) override {

@@ -70,7 +70,7 @@ void HostMesh::meet(c10d::Store& store) {
   std::vector<std::string> keys, who;
   for (int w = 0; w < num_workers(); ++w) {
     keys.push_back(key(w));
-    who.push_back("worker " + std::to_string(w));
+    who.push_back("worker " + std::to_string(name_of_worker(w)));
   }
   std::vector<Endpoint> endpoints;
   std::string all;
@@ -83,9 +83,10 @@ void HostMesh::meet(c10d::Store& store) {
   for (int w = 0; w < num_workers(); ++w) {
     if (endpoints[static_cast<size_t>(w)].host != endpoints[0].host) {
       throw InvalidArgument(
-          "workers 0 and " + std::to_string(w) +
-          " are on different hosts (or in containers with networks of their own). CPU workers on more than one host "
-          "need process_group=: pass a torch.distributed process group (gloo or mpi) that spans them");
+          "workers " + std::to_string(name_of_worker(0)) + " and " + std::to_string(name_of_worker(w)) +
+          " are on different hosts (or in containers with networks of their own). Give a process group that spans them "
+          "and serves CPU tensors (gloo or mpi; process_group= in Python, where MultiWorkerMirroredStrategy makes "
+          "one)");
     }
     first_replica_.push_back(first_replica_.back() + endpoints[static_cast<size_t>(w)].replicas);
   }
@@ -100,8 +101,9 @@ void HostMesh::meet(c10d::Store& store) {
     net::UnixSocket socket = net::UnixSocket::connect(endpoints[static_cast<size_t>(w)].socket, deadline);
     const net::PeerCredentials credentials = socket.credentials();
     if (credentials.uid != geteuid()) {
-      throw AuthError("worker " + std::to_string(w) + " runs as user " + std::to_string(credentials.uid) +
-                      ", this one as " + std::to_string(geteuid()) + "; run all workers of a host as one user");
+      throw AuthError("worker " + std::to_string(name_of_worker(w)) + " runs as user " +
+                      std::to_string(credentials.uid) + ", this one as " + std::to_string(geteuid()) +
+                      "; run all workers of a host as one user");
     }
     socket.send(kHello + std::to_string(job_) + " " + std::to_string(rank()), {}, deadline);
     admit(w, std::move(socket), credentials);
@@ -192,7 +194,7 @@ std::optional<shared::LostWorker> HostMesh::find_lost() {
   receive_all();
   for (int w = 0; w < num_workers(); ++w) {
     if (peers_[static_cast<size_t>(w)].is_lost)
-      return shared::LostWorker{w, "ended (it was killed, crashed or exited)"};
+      return shared::LostWorker{name_of_worker(w), "ended (it was killed, crashed or exited)"};
   }
   return std::nullopt;
 }
@@ -213,15 +215,15 @@ net::Message HostMesh::receive_from(int worker, const std::string& kind, net::De
       for (int w = 0; w < num_workers(); ++w) {
         const Peer& other = peers_[static_cast<size_t>(w)];
         if (!other.is_lost && !(w == worker && other.has_left)) continue;
-        throw PeerLost(w, "worker " + std::to_string(w) +
-                              (other.is_lost ? " ended (it was killed, crashed or exited)"
-                                             : " left: it closed its strategy, maybe after an error") +
-                              " while " + kind +
-                              " was being set up. Look at that worker's log and start the job again");
+        throw PeerLost(name_of_worker(w), "worker " + std::to_string(name_of_worker(w)) +
+                                              (other.is_lost ? " ended (it was killed, crashed or exited)"
+                                                             : " left: it closed its strategy, maybe after an error") +
+                                              " while " + kind +
+                                              " was being set up. Look at that worker's log and start the job again");
       }
     }
     if (Clock::now() >= deadline) {
-      throw Timeout("worker " + std::to_string(worker) + " did not set up " + kind + " within " +
+      throw Timeout("worker " + std::to_string(name_of_worker(worker)) + " did not set up " + kind + " within " +
                     std::to_string(options_.timeout.count()) + " ms; look at its log");
     }
     WaitHook::call();

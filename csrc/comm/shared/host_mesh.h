@@ -28,6 +28,10 @@ class HostMesh : public std::enable_shared_from_this<HostMesh> {
     int num_workers = 1;
     int replicas = 1;  ///< that live in this worker; may differ between workers
     Milliseconds timeout{600'000};
+    /// What workers and replicas are called in messages and errors: their numbers in the job, where that has others on
+    /// other hosts. Empty: as they are numbered here.
+    std::vector<int> worker_names = {};
+    std::vector<int> replica_names = {};
   };
 
   /// Collective over workers; `store` is theirs alone. Throws InvalidArgument when a worker is on another host (or in
@@ -43,6 +47,8 @@ class HostMesh : public std::enable_shared_from_this<HostMesh> {
   /// Index of the first replica of `worker`; for num_workers(), the number of all replicas.
   int first_replica(int worker) const { return first_replica_.at(static_cast<size_t>(worker)); }
   int worker_of(int replica) const noexcept;
+  int name_of_worker(int worker) const { return named(worker, options_.worker_names); }
+  int name_of_replica(int replica) const { return named(replica, options_.replica_names); }
   Milliseconds timeout() const noexcept { return options_.timeout; }
 
   /// Collective over workers, in the same order on each. A group over all replicas of the job; returns the handles of
@@ -68,6 +74,9 @@ class HostMesh : public std::enable_shared_from_this<HostMesh> {
   };
 
   explicit HostMesh(const Options& options) : options_(options) {}
+  static int named(int number, const std::vector<int>& names) {
+    return names.empty() ? number : names.at(static_cast<size_t>(number));
+  }
   void meet(c10d::Store& store);
   void link(const std::vector<std::string>& names);
   void admit(int worker, net::UnixSocket socket, const net::PeerCredentials& credentials);

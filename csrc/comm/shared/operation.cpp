@@ -147,7 +147,8 @@ bool Group::fail_unmatched(Operation& op, int peer, PeerState state) {
     fail_alone(op, failed_in_scope(space_->worker_of(peer), peer, describe_peer(peer), what, reason));
   } else {
     const std::string text = describe_peer(peer) + " did not take part in " + what + ", which rank " +
-                             std::to_string(rank_) + " issued as number " + std::to_string(count_of(op.key)) +
+                             std::to_string(space_->name_of(rank_)) + " issued as number " +
+                             std::to_string(count_of(op.key)) +
                              "; all ranks must issue the same collectives in the same order";
     if (op.header.request.scope == 0) {
       fail(FailureKind::mismatch, -1, text);
@@ -168,7 +169,7 @@ void Group::fail_alone(Operation& op, std::exception_ptr error) {
 void Group::fail_left(const Operation& op, int peer) {
   const int worker = space_->worker_of(peer);
   fail(FailureKind::lost, worker,
-       describe_peer(peer) + " left while rank " + std::to_string(rank_) + " waited for it in " +
+       describe_peer(peer) + " left while rank " + std::to_string(space_->name_of(rank_)) + " waited for it in " +
            describe(op.header.request) +
            ": it closed its strategy after an error, which its log shows, or after fewer steps than this one. All "
            "workers "

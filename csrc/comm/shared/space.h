@@ -40,8 +40,9 @@ class SharedSpace {
 
   virtual ControlBlock& control() noexcept = 0;
 
-  /// The worker that rank `rank` lives in.
+  /// For messages and errors: the worker that rank `rank` lives in, and what the rank is called.
   virtual int worker_of(int rank) const noexcept = 0;
+  virtual int name_of(int rank) const noexcept { return rank; }
 
   /// Zeroed, 64-byte aligned memory in rank `rank`'s part of the space; kept by the tensor. Throws CommError when
   /// there is no memory left.

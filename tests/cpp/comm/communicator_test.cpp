@@ -71,9 +71,9 @@ void use_until_it_ends(Communicator& c) {
 
 }  // namespace
 
-#define COMMUNICATOR_TEST(name)                                                                               \
-  TEMPLATE_TEST_CASE(name, "[comm]", Local, Host, HostWithReplicas, C10d, Hierarchical, Nccl, NcclOneProcess, \
-                     DeviceLocal)
+#define COMMUNICATOR_TEST(name)                                                                          \
+  TEMPLATE_TEST_CASE(name, "[comm]", Local, Host, HostWithReplicas, C10d, Hierarchical, OverHosts, Nccl, \
+                     NcclOneProcess, DeviceLocal)
 // What a process group cannot promise: word of an ending reaches its peers by their deadlines alone.
 #define SHARED_MEMORY_TEST(name) TEMPLATE_TEST_CASE(name, "[comm]", Local, Host, HostWithReplicas)
 

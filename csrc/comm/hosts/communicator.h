@@ -1,0 +1,42 @@
+// Communicators over the replicas of several hosts: the memory of each host, and process groups between them.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "comm/c10d/communicator.h"
+#include "comm/communicator.h"
+#include "comm/hosts/layout.h"
+#include "muster/error.h"
+
+namespace muster::comm {
+
+/// Word of workers that are lost, among hosts: the ones beside a worker know that it ended, the others only that
+/// something did. Thread-safe.
+class LostWorkers {
+ public:
+  virtual ~LostWorkers() = default;
+  virtual void tell(const PeerLost& lost) noexcept = 0;
+  /// What was told first, waiting so long for it.
+  virtual std::optional<PeerLost> ask(Milliseconds patience) noexcept = 0;
+};
+
+/// What replicas of one worker communicate through. Process groups are over all workers, serve CPU tensors, know
+/// all-to-all with sizes that differ (Gloo and MPI do) and carry nothing else.
+struct HostsParts {
+  ProcessGroupPtr exchange;           ///< of what hosts have summed
+  ProcessGroupPtr results;            ///< the same one, or another, so that they do not wait for the next exchange
+  std::vector<CommunicatorPtr> up;    ///< of each local replica; over the ranks of this host, which see one memory
+  std::vector<CommunicatorPtr> down;  ///< likewise
+  std::shared_ptr<LostWorkers> lost;  ///< null: nobody tells
+};
+
+/// One handle a local replica of `worker`. Sums follow the tree over all ranks, to the last bit, wherever the ranks
+/// are. Every host sends and receives each element of a sum twice less 2 / hosts, whatever the number of its ranks
+/// (more where its ranks are no whole part of the tree), over one process for each stripe of the layout. What a process
+/// group says of a connection that ended becomes PeerLost, with the worker where one is told of, else with rank -1.
+std::vector<CommunicatorPtr> make_over_hosts(const HostsLayout& layout, int worker, HostsParts parts, bool check,
+                                             Milliseconds timeout);
+
+}  // namespace muster::comm

@@ -1,0 +1,133 @@
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <thread>
+#include <utility>
+
+#include "comm/hosts/communicator.h"
+#include "job/job_agreement.h"
+#include "job/make_groups.h"
+#include "muster/error.h"
+
+namespace muster {
+
+namespace {
+
+// Numbers hosts from 0 on, in the order of their first workers.
+std::vector<int> number_hosts(const std::vector<std::string>& hosts) {
+  std::map<std::string, int> numbers;
+  std::vector<int> numbered;
+  for (const auto& host : hosts) numbered.push_back(numbers.emplace(host, numbers.size()).first->second);
+  return numbered;
+}
+
+class LostInStore final : public comm::LostWorkers {
+ public:
+  explicit LostInStore(net::StorePtr store) : store_(std::move(store)) {}
+
+  void tell(const PeerLost& lost) noexcept override {
+    try {
+      const std::string text = std::to_string(lost.rank()) + " " + lost.what();
+      store_->compareSet(kKey, std::vector<uint8_t>(), std::vector<uint8_t>(text.begin(), text.end()));
+    } catch (const std::exception&) {  // the store went with its host: who waits learns of that alone
+    }
+  }
+  std::optional<PeerLost> ask(comm::Milliseconds patience) noexcept override {
+    try {
+      const auto deadline = std::chrono::steady_clock::now() + patience;
+      while (!store_->check({kKey})) {
+        if (std::chrono::steady_clock::now() >= deadline) return std::nullopt;
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      }
+      const auto bytes = store_->get(kKey);
+      const std::string text(bytes.begin(), bytes.end());
+      const size_t space = text.find(' ');
+      return PeerLost(std::stoi(text.substr(0, space)), text.substr(space + 1));
+    } catch (const std::exception&) {
+      return std::nullopt;
+    }
+  }
+
+ private:
+  static constexpr const char* kKey = "lost";
+  const net::StorePtr store_;
+};
+
+// The workers of this one's host, with `replicas` ranks each, and what they meet in.
+class Host {
+ public:
+  Host(const net::StorePtr& store, const std::string& name, const comm::HostsLayout& layout, const Topology& topology,
+       int replicas, comm::Milliseconds timeout)
+      : layout_(layout), rank_(topology.rank), timeout_(timeout), lost_(std::make_shared<LostInStore>(store)) {
+    const int host = layout.host_of_worker(rank_);
+    const auto& workers = layout.workers_of_host(host);
+    const auto place = std::find(workers.begin(), workers.end(), rank_) - workers.begin();
+    c10d::PrefixStore prefixed(name + "/" + std::to_string(host), store);
+    mesh_ = comm::HostMesh::connect(prefixed, {.rank = static_cast<int>(place),
+                                               .num_workers = static_cast<int>(workers.size()),
+                                               .replicas = replicas,
+                                               .timeout = timeout,
+                                               .worker_names = workers,
+                                               .replica_names = layout.ranks_of_host(host)});
+  }
+
+  std::vector<comm::CommunicatorPtr> make_group(const std::string& name, const comm::ProcessGroupPtr& exchange,
+                                                const comm::ProcessGroupPtr& results) {
+    return comm::make_over_hosts(layout_, rank_,
+                                 {.exchange = exchange,
+                                  .results = results,
+                                  .up = mesh_->make_group(name),
+                                  .down = mesh_->make_group(name + "_back"),
+                                  .lost = lost_},
+                                 /*check=*/false, timeout_);
+  }
+
+ private:
+  const comm::HostsLayout layout_;
+  const int rank_;
+  const comm::Milliseconds timeout_;
+  const std::shared_ptr<comm::LostWorkers> lost_;
+  std::shared_ptr<comm::HostMesh> mesh_;
+};
+
+}  // namespace
+
+std::vector<std::string> tell_workers(const Cluster& cluster, const std::string& text, comm::Milliseconds timeout) {
+  const auto store = net::open_store(cluster, timeout);
+  std::vector<std::string> keys;
+  std::vector<std::string> who;
+  for (int worker = 0; worker < cluster.num_workers; ++worker) {
+    keys.push_back("told/" + std::to_string(worker));
+    who.push_back("worker " + std::to_string(worker));
+  }
+  net::set_text(*store, keys[static_cast<size_t>(cluster.rank)], text);
+  return net::get_texts(*store, keys, who, timeout);
+}
+
+Groups groups_over_hosts(const SeveralHosts& several, const Cluster& cluster, Topology& topology,
+                         comm::Milliseconds timeout) {
+  if (topology.devices.front().is_cuda()) {
+    throw InvalidArgument(
+        "GPUs on several hosts need process_group=: pass a torch.distributed process group that serves CPU tensors "
+        "(gloo), for what the workers tell one another; gradients go through NCCL");
+  }
+  const auto store = net::open_store(cluster, timeout);
+  const auto host_of_worker = number_hosts(several.hosts);
+  const comm::HostsLayout of_workers(std::vector<int>(several.hosts.size(), 1), host_of_worker);
+  Host workers(store, "workers", of_workers, topology, 1, timeout);
+  Groups groups;
+  groups.workers = workers.make_group("workers", several.workers, several.workers).front();
+  groups.backend = "memory that the processes of a host share, and between " + std::to_string(of_workers.num_hosts()) +
+                   " hosts a process group (" + several.gradients->getBackendName() + "), of which " +
+                   std::to_string(of_workers.num_stripes()) + " workers a host carry a part each";
+  place_replicas(topology, *groups.workers);
+  const comm::HostsLayout layout(topology.replicas_of_worker, host_of_worker);
+  Host replicas(store, "replicas", layout, topology, topology.local_replicas(), timeout);
+  groups.gradients = replicas.make_group("gradients", several.gradients, several.results);
+  groups.step = replicas.make_group("step", several.step, several.step);
+  return groups;
+}
+
+}  // namespace muster

@@ -1,0 +1,112 @@
+"""Workers on several hosts: who is where, and the process groups of torch.distributed between them."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from muster import _C
+from muster.default_group import DefaultGroup
+from muster.errors import CommError, InvalidArgument
+from muster.gloo_interface import gloo_reaches
+
+__all__ = ["SeveralHosts"]
+
+_GROUPS = ("workers", "step", "gradients", "results")
+
+
+class _Worker(NamedTuple):
+    """What a worker tells the others before there are groups."""
+
+    host: str
+    """What tells its host, or its container, from others."""
+    job: str
+    """A name of its own for each job: the store may be that of an earlier one. That of rank 0 counts."""
+    default: str
+    """Its rank and size in the default group of torch.distributed; "none" where the program has made none."""
+
+
+class SeveralHosts:
+    """What a job whose workers are on several hosts communicates through between these: groups beside the default group
+    of torch.distributed, which is the program's or, where it has none, made here (Gloo)."""
+
+    def __init__(self, hosts: list[str], address: str, default: DefaultGroup | None, timeout: float) -> None:
+        """Collective. `hosts`: by worker, what tells hosts apart. `address`: of the rendezvous. `default`: the default
+        group, where it was made here. `timeout`: seconds that an operation of a group may take."""
+        self.default_group = default
+        if default is None:  # where the program's listens others do
+            self._groups = [_new_group(timeout) for _ in _GROUPS]
+        else:
+            with gloo_reaches(address):
+                self._groups = [_new_group(timeout) for _ in _GROUPS]
+        self.parts = _C.SeveralHosts(hosts, **dict(zip(_GROUPS, self._groups, strict=True)))
+        """What the C++ side takes."""
+
+    @classmethod
+    def of(cls, cluster: _C.Cluster, timeout: float) -> SeveralHosts | None:
+        """Collective over the cluster. None where all workers are on one host."""
+        if cluster.num_workers == 1:
+            return None
+        mine = _Worker(_C.host_identity(), os.urandom(8).hex(), _rank_in_default_group())
+        workers = [_Worker(*text.split()) for text in _C.tell_workers(cluster, " ".join(mine), timeout)]
+        hosts = [worker.host for worker in workers]
+        if len(set(hosts)) == 1:
+            return None
+        if not dist.is_available():
+            raise InvalidArgument(
+                "the workers are on several hosts, and this torch was built without torch.distributed, whose process "
+                "groups they need; install one with it"
+            )
+        if all(worker.default == "none" for worker in workers):
+            default = DefaultGroup.make(cluster, workers[0].job, timeout)
+            return cls(hosts, cluster.address, default, timeout)
+        for rank, worker in enumerate(workers):
+            if worker.default != f"{rank}/{len(workers)}":
+                raise InvalidArgument(
+                    f"worker {rank} of {len(workers)} has {_in_words(worker.default)}, and workers on several hosts "
+                    "reach one another through that group: initialise torch.distributed on all of them, with the ranks "
+                    "of the job, or on none; or pass process_group="
+                )
+        return cls(hosts, cluster.address, None, timeout)
+
+    def leave(self) -> None:
+        """Takes the groups away, and the default group where it was made here. Idempotent."""
+        groups, self._groups = self._groups, []
+        if dist.is_initialized():
+            for group in groups:
+                dist.destroy_process_group(group)
+        if self.default_group is not None:
+            self.default_group.leave()
+
+    def end(self, process: int) -> None:
+        """When the strategy that `process` made is gone: as leave(), but for forked processes."""
+        if os.getpid() == process:
+            self.leave()
+
+
+def _rank_in_default_group() -> str:
+    if not dist.is_available() or not dist.is_initialized():
+        return "none"
+    return f"{dist.get_rank()}/{dist.get_world_size()}"
+
+
+def _in_words(default: str) -> str:
+    if default == "none":
+        return "no default group of torch.distributed, and others have one"
+    rank, _, size = default.partition("/")
+    return f"rank {rank} of {size} in the default group of torch.distributed"
+
+
+def _new_group(timeout: float) -> Any:
+    backend = "gloo" if dist.is_gloo_available() else None  # None: that of the default group
+    try:
+        return dist.new_group(backend=backend, timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise CommError(
+            f"the workers are on several hosts, and a process group between them could not be made: "
+            f"{str(error).partition(chr(10))[0]}; check that the hosts reach one another on all ports, and name the "
+            "network interface in GLOO_SOCKET_IFNAME"
+        ) from error
