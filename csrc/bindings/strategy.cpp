@@ -413,19 +413,6 @@ void bind_strategy(py::module_& m) {
     core->session().failures().set_handlers(describe_error, capture_error);
     return ended_without_gil(std::move(core));
   });
-  py::class_<SeveralHosts>(m, "SeveralHosts")
-      .def(py::init([](std::vector<std::string> hosts, const comm::ProcessGroupPtr& workers,
-                       const comm::ProcessGroupPtr& step, const comm::ProcessGroupPtr& gradients,
-                       const comm::ProcessGroupPtr& results) {
-             return SeveralHosts{std::move(hosts), workers, step, gradients, results};
-           }),
-           py::arg("hosts"), py::kw_only(), py::arg("workers"), py::arg("step"), py::arg("gradients"),
-           py::arg("results"));
-  m.def("host_identity", net::host_identity);
-  m.def("tell_workers", [](const Cluster& cluster, const std::string& text, double timeout) {
-    const Interruptible interruptible;
-    return tell_workers(cluster, text, comm::Milliseconds(static_cast<int64_t>(1e3 * timeout)));
-  });
   m.def("make_multi_worker",
         [](const Cluster& cluster, const std::vector<std::string>& devices, const py::dict& options,
            const comm::ProcessGroupPtr& process_group, const std::optional<SeveralHosts>& several) {

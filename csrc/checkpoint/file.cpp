@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "checkpoint/crc32.h"
+#include "core/log.h"
 #include "muster/error.h"
 
 namespace muster::checkpoint {
@@ -86,7 +87,8 @@ void in_threads(uint64_t bytes, size_t count, const Read& read) {
   std::vector<std::jthread> others;
   try {
     while (others.size() + 1 < wanted) others.emplace_back(work);
-  } catch (const std::system_error&) {  // no more threads to be had: those that are there do it
+  } catch (const std::system_error& error) {  // those that are there do it
+    log(LogLevel::info, std::string("a file is read by fewer threads than there are cores: ") + error.what());
   }
   work();
   others.clear();
@@ -197,7 +199,7 @@ std::vector<uint32_t> FileReader::read_sections(std::span<const Section> section
   if (hash_) {
     for (auto& piece : pieces) {
       piece.crc32 = read_at(piece.position, piece.data, piece.bytes, 0);
-      hash_->add(piece.data, piece.bytes);
+      if (hash_) hash_->add(piece.data, piece.bytes);
     }
   } else {
     in_threads(next - position(), pieces.size(),

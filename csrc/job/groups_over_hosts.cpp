@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "comm/hosts/communicator.h"
+#include "core/log.h"
 #include "job/job_agreement.h"
 #include "job/make_groups.h"
 #include "muster/error.h"
@@ -31,7 +32,8 @@ class LostInStore final : public comm::LostWorkers {
     try {
       const std::string text = std::to_string(lost.rank()) + " " + lost.what();
       store_->compareSet(kKey, std::vector<uint8_t>(), std::vector<uint8_t>(text.begin(), text.end()));
-    } catch (const std::exception&) {  // the store went with its host: who waits learns of that alone
+    } catch (const std::exception& error) {
+      log(LogLevel::info, std::string("other hosts were not told which worker ended: ") + error.what());
     }
   }
   std::optional<PeerLost> ask(comm::Milliseconds patience) noexcept override {

@@ -47,8 +47,8 @@ class DefaultGroup:
 
     @classmethod
     def make(cls, cluster: _C.Cluster, name: str, timeout: float) -> DefaultGroup:
-        """Collective over workers; `name` is the job's own, and no worker has a default group. Raises CommError where the
-        group cannot be made. Gloo listens on the interface by which this host reaches the rendezvous, unless the
+        """Collective over workers; `name` is the job's own, and no worker has a default group. Raises CommError where
+        the group cannot be made. Gloo listens on the interface by which this host reaches the rendezvous, unless the
         environment (GLOO_SOCKET_IFNAME) names another."""
         host, port = host_and_port(cluster.address)
         patience = timedelta(seconds=timeout)

@@ -341,7 +341,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         several = SeveralHosts.of(cluster, chosen.timeout) if process_group is None else None
         try:
             core = _C.make_multi_worker(
-                cluster, device_names(devices), asdict(chosen), process_group, several and several.parts
+                cluster, device_names(devices), asdict(chosen), process_group, several.parts if several else None
             )
         except BaseException:
             if several is not None:

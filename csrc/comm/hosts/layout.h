@@ -1,6 +1,7 @@
 // Who carries what between the hosts of a job, and the parts of the tree of sums that a host has for itself.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 

@@ -49,7 +49,7 @@ class OverHosts;
 
 /// A job under way. Each stage is begun once what the one before had begun is done.
 struct Stages final : Work::Impl {
-  enum Stage { kRead, kExchange, kReturn, kWrite, kTake, kNumStages };
+  enum Stage { reading, exchanging, returning, writing, taking, num_stages };
 
   bool advance() override;
   void wait(Milliseconds timeout) override;
@@ -133,7 +133,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
       for (run(); !is_done(stages); run()) {
         Stages& front = *under_way_.front();
         const auto left = std::max(Milliseconds(0), std::chrono::ceil<Milliseconds>(deadline - Clock::now()));
-        const bool is_across = front.begun == Stages::kExchange + 1 || front.begun == Stages::kReturn + 1;
+        const bool is_across = front.begun == Stages::exchanging + 1 || front.begun == Stages::returning + 1;
         if (!is_across) {
           front.current.wait(left);
           continue;
@@ -162,7 +162,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
             .host = layout().host_of_worker(crossing_->worker),
             .stripe = leads() ? layout().stripe_of(crossing_->worker) : -1};
   }
-  bool is_done(const Stages& stages) const noexcept { return next_[Stages::kTake] > stages.number; }
+  bool is_done(const Stages& stages) const noexcept { return next_[Stages::taking] > stages.number; }
 
   // Jobs over `most` elements of a one-dimensional tensor each. The last one's Work.
   template <class Make>
@@ -189,7 +189,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
   void run() {
     for (bool has_moved = true; has_moved;) {
       has_moved = false;
-      for (int stage = 0; stage < Stages::kNumStages; ++stage) {
+      for (int stage = 0; stage < Stages::num_stages; ++stage) {
         for (auto next = due(stage); next != nullptr && may_begin(*next, stage); next = due(stage)) {
           begin(*next, stage);
           has_moved = true;
@@ -201,21 +201,22 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
   // The job whose turn it is at a stage; null where there is none yet.
   std::shared_ptr<Stages> due(int stage) const {
     const uint64_t number = next_[static_cast<size_t>(stage)];
-    return number < added_ ? under_way_[number - next_[Stages::kTake]] : nullptr;
+    return number < added_ ? under_way_[number - next_[Stages::taking]] : nullptr;
   }
 
   bool may_begin(Stages& stages, int stage) {
     if (stages.begun != stage || !stages.current.done()) return false;
-    if (stage == Stages::kRead) return !stages.uses_scratch || !scratch_user_ || next_[Stages::kTake] > *scratch_user_;
+    if (stage == Stages::reading)
+      return !stages.uses_scratch || !scratch_user_ || next_[Stages::taking] > *scratch_user_;
     // In one group everything has one order.
-    return stage != Stages::kExchange || !has_one_group() || next_[Stages::kReturn] == stages.number;
+    return stage != Stages::exchanging || !has_one_group() || next_[Stages::returning] == stages.number;
   }
 
   void begin(Stages& stages, int stage) {
     Job& job = *stages.job;
     stages.current = Work();
     switch (stage) {
-      case Stages::kRead:
+      case Stages::reading:
         if (stages.uses_scratch) scratch_user_ = stages.number;
         job.fill();
         stages.current = up_->peer_memory()->visit(job.memory(), 0, [&stages, this](void* const* data) {
@@ -223,14 +224,14 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
           stages.job->read(data);
         });
         break;
-      case Stages::kExchange:
+      case Stages::exchanging:
         if (leads()) stages.current = send(*crossing_->exchange, job.received, job.sent);
         break;
-      case Stages::kReturn:
+      case Stages::returning:
         job.work();
         if (leads() && job.has_return()) stages.current = send(*crossing_->results, job.returned_to_us, job.returned);
         break;
-      case Stages::kWrite:
+      case Stages::writing:
         job.write(stages.memory.data());
         stages.current = down_->barrier();
         break;
@@ -238,7 +239,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
         job.take();
     }
     ++stages.begun;
-    if (stage == Stages::kTake) under_way_.pop_front();  // `stages` lives on: run() holds it
+    if (stage == Stages::taking) under_way_.pop_front();  // `stages` lives on: run() holds it
     ++next_[static_cast<size_t>(stage)];
   }
 
@@ -280,7 +281,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
   at::Tensor scratch_;
   std::deque<std::shared_ptr<Stages>> under_way_;  // the first is the next one to be taken
   uint64_t added_ = 0;
-  std::array<uint64_t, Stages::kNumStages> next_{};  // the number of the job that is next at each stage
+  std::array<uint64_t, Stages::num_stages> next_{};  // the number of the job that is next at each stage
   std::optional<uint64_t> scratch_user_;             // the last one
 };
 

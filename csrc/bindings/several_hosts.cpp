@@ -1,0 +1,26 @@
+#include "bindings/bindings.h"
+#include "bindings/interruptible.h"
+#include "job/make_groups.h"
+#include "net/unix_socket.h"
+
+namespace muster {
+
+namespace py = pybind11;
+
+void bind_several_hosts(py::module_& m) {
+  py::class_<SeveralHosts>(m, "SeveralHosts")
+      .def(py::init([](std::vector<std::string> hosts, const comm::ProcessGroupPtr& workers,
+                       const comm::ProcessGroupPtr& step, const comm::ProcessGroupPtr& gradients,
+                       const comm::ProcessGroupPtr& results) {
+             return SeveralHosts{std::move(hosts), workers, step, gradients, results};
+           }),
+           py::arg("hosts"), py::kw_only(), py::arg("workers"), py::arg("step"), py::arg("gradients"),
+           py::arg("results"));
+  m.def("host_identity", net::host_identity);
+  m.def("tell_workers", [](const Cluster& cluster, const std::string& text, double timeout) {
+    const Interruptible interruptible;
+    return tell_workers(cluster, text, comm::Milliseconds(static_cast<int64_t>(1e3 * timeout)));
+  });
+}
+
+}  // namespace muster
