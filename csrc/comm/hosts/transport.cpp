@@ -21,7 +21,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using hosts::Job;
 
-constexpr int64_t kScratchBytes = int64_t{4} << 20;
+constexpr int64_t kScratchBytes = int64_t{4} << 20;  // of a piece
+constexpr size_t kScratches = 4;                     // pieces under way at once
 constexpr int64_t kRowAlignment = 64;
 constexpr std::chrono::microseconds kPause{20};  // between looks at what comes from other hosts
 constexpr Milliseconds kHookInterval{50};
@@ -57,8 +58,8 @@ struct Stages final : Work::Impl {
   std::shared_ptr<OverHosts> owner;
   std::unique_ptr<Job> job;
   uint64_t number = 0;
-  bool uses_scratch = false;
-  int begun = 0;  // stages
+  std::optional<uint64_t> before;  // the number of the job that has had its scratch memory
+  int begun = 0;                   // stages
   Work current;
   std::vector<void*> memory;  // of this host's ranks
 };
@@ -71,7 +72,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
   OverHosts(std::shared_ptr<const Crossing> crossing, int rank, CommunicatorPtr up, CommunicatorPtr down)
       : crossing_(std::move(crossing)), rank_(rank), up_(std::move(up)), down_(std::move(down)) {
     if (up_->peer_memory() == nullptr) throw InvalidArgument("the ranks of a host need memory that they share");
-    scratch_ = up_->allocate(kScratchBytes, at::kByte);
+    for (auto& scratch : scratches_) scratch.memory = up_->allocate(kScratchBytes, at::kByte);
   }
 
   int rank() const noexcept override { return rank_; }
@@ -90,14 +91,14 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
     const int64_t most = kScratchBytes / static_cast<int64_t>(tensor.element_size());
     return in_pieces(tensor, most, !is_seen, [&](const at::Tensor& piece) {
       if (is_seen) return hosts::reduce(carrying(), piece, reduction);
-      const auto bytes = scratch_.narrow(0, 0, static_cast<int64_t>(piece.nbytes()));
+      const auto bytes = scratch(static_cast<int64_t>(piece.nbytes()));
       return hosts::reduce(carrying(), piece, reduction, bytes.view(piece.scalar_type()));
     });
   }
 
   Work broadcast(const at::Tensor& tensor, int source) override {
     return in_pieces(tensor.view(at::kByte), kScratchBytes, true, [&](const at::Tensor& piece) {
-      return hosts::broadcast(carrying(), scratch_.narrow(0, 0, piece.numel()), piece, source);
+      return hosts::broadcast(carrying(), scratch(piece.numel()), piece, source);
     });
   }
 
@@ -108,7 +109,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
       std::vector<at::Tensor> parts;
       for (const auto& output : outputs) parts.push_back(output.view(at::kByte).narrow(0, begin, piece.numel()));
       begin += piece.numel();
-      return hosts::gather(carrying(), scratch_.narrow(0, 0, size() * piece.numel()), piece, std::move(parts));
+      return hosts::gather(carrying(), scratch(size() * piece.numel()), piece, std::move(parts));
     });
   }
 
@@ -174,12 +175,15 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
     return work;
   }
 
+  // Of the next job that uses some.
+  at::Tensor scratch(int64_t bytes) const { return scratches_[scratch_jobs_ % kScratches].memory.narrow(0, 0, bytes); }
+
   Work add(std::unique_ptr<Job> job, bool uses_scratch) {
     auto stages = std::make_shared<Stages>();
     stages->owner = shared_from_this();
     stages->job = std::move(job);
     stages->number = added_++;
-    stages->uses_scratch = uses_scratch;
+    if (uses_scratch) stages->before = std::exchange(scratches_[scratch_jobs_++ % kScratches].user, stages->number);
     under_way_.push_back(stages);
     advance(*stages);
     return Work(std::move(stages));
@@ -206,8 +210,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
 
   bool may_begin(Stages& stages, int stage) {
     if (stages.begun != stage || !stages.current.done()) return false;
-    if (stage == Stages::reading)
-      return !stages.uses_scratch || !scratch_user_ || next_[Stages::taking] > *scratch_user_;
+    if (stage == Stages::reading) return !stages.before || next_[Stages::taking] > *stages.before;
     // In one group everything has one order.
     return stage != Stages::exchanging || !has_one_group() || next_[Stages::returning] == stages.number;
   }
@@ -217,7 +220,6 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
     stages.current = Work();
     switch (stage) {
       case Stages::reading:
-        if (stages.uses_scratch) scratch_user_ = stages.number;
         job.fill();
         stages.current = up_->peer_memory()->visit(job.memory(), 0, [&stages, this](void* const* data) {
           stages.memory.assign(data, data + up_->size());
@@ -278,11 +280,15 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
   const int rank_;
   const CommunicatorPtr up_;
   const CommunicatorPtr down_;
-  at::Tensor scratch_;
+  struct Scratch {
+    at::Tensor memory;
+    std::optional<uint64_t> user;  // the number of the last job that has it
+  };
+  std::array<Scratch, kScratches> scratches_;
+  uint64_t scratch_jobs_ = 0;
   std::deque<std::shared_ptr<Stages>> under_way_;  // the first is the next one to be taken
   uint64_t added_ = 0;
   std::array<uint64_t, Stages::num_stages> next_{};  // the number of the job that is next at each stage
-  std::optional<uint64_t> scratch_user_;             // the last one
 };
 
 bool Stages::advance() { return owner->advance(*this); }
