@@ -45,6 +45,9 @@ class PeerMemory {
   virtual void begin_stores() = 0;
   virtual void end_stores() noexcept = 0;
 
+  /// Ends the group as Communicator::abort() does, with this error on every rank: PeerLost and Timeout stay what they
+  /// are. Thread-safe, idempotent, does not block.
+  virtual void end(const Error& error) noexcept = 0;
   /// Whether something ended the group. Thread-safe, does not block.
   virtual bool has_ended() const noexcept = 0;
   /// Of a group that has ended: whether a rank had begun stores of which this rank cannot say that all of them were

@@ -46,17 +46,17 @@ class DefaultGroup:
             return None
 
     @classmethod
-    def make(cls, cluster: _C.Cluster, name: str, timeout: float) -> DefaultGroup:
-        """Collective over workers; `name` is the job's own, and no worker has a default group. Raises CommError where
-        the group cannot be made. Gloo listens on the interface by which this host reaches the rendezvous, unless the
-        environment (GLOO_SOCKET_IFNAME) names another."""
+    def make(cls, cluster: _C.Cluster, name: str, timeout: float, *, of_several_hosts: bool = False) -> DefaultGroup:
+        """Collective over workers; `name` is the job's own, no worker has a default group, and `of_several_hosts` says
+        whether they are on several hosts. Raises CommError where the group cannot be made. Gloo listens on the interface
+        by which this host reaches the rendezvous, unless the environment (GLOO_SOCKET_IFNAME) names another."""
         host, port = host_and_port(cluster.address)
         patience = timedelta(seconds=timeout)
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 host, port, timeout=patience, wait_for_workers=False
             )
-            with gloo_reaches(cluster.address):
+            with gloo_reaches(cluster.address, from_other_hosts=of_several_hosts):
                 dist.init_process_group(
                     "gloo",
                     store=dist.distributed_c10d.PrefixStore(f"muster/torch.distributed/{name}", store),

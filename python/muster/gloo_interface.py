@@ -9,6 +9,8 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from muster.errors import CommError
+
 __all__ = ["gloo_reaches", "host_and_port"]
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -22,10 +24,17 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 @contextmanager
-def gloo_reaches(address: str) -> Iterator[None]:
+def gloo_reaches(address: str, *, from_other_hosts: bool = False) -> Iterator[None]:
     """Process groups that are made within listen on the interface by which this host reaches `address` (host:port),
-    unless the environment (GLOO_SOCKET_IFNAME) names another."""
+    unless the environment (GLOO_SOCKET_IFNAME) names another; for an IPv6 address, on Gloo's own choice. Raises
+    CommError where they are to be reached `from_other_hosts` and that interface is the loopback: the name of rank 0's
+    host often is 127.0.1.1 there."""
     interface = None if _VARIABLE in os.environ else _interface_to(*host_and_port(address))
+    if from_other_hosts and interface == "lo":
+        raise CommError(
+            f"{address} leads to this host's loopback interface, where workers on other hosts do not reach it; set "
+            "MASTER_ADDR to an address of rank 0's host on their network, or GLOO_SOCKET_IFNAME to the interface"
+        )
     if interface is None:
         yield
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -37,11 +38,16 @@ class SeveralHosts:
         """Collective. `hosts`: by worker, what tells hosts apart. `address`: of the rendezvous. `default`: the default
         group, where it was made here. `timeout`: seconds that an operation of a group may take."""
         self.default_group = default
-        if default is None:  # where the program's listens others do
-            self._groups = [_new_group(timeout) for _ in _GROUPS]
-        else:
-            with gloo_reaches(address):
-                self._groups = [_new_group(timeout) for _ in _GROUPS]
+        self._groups: list[Any] = []
+        self._beside = dist.group.WORLD
+        try:
+            # Where the program's default group listens, these do.
+            with gloo_reaches(address, from_other_hosts=True) if default is not None else nullcontext():
+                for _ in _GROUPS:
+                    self._groups.append(_new_group(timeout))
+        except BaseException:
+            self.leave()
+            raise
         self.parts = _C.SeveralHosts(hosts, **dict(zip(_GROUPS, self._groups, strict=True)))
         """What the C++ side takes."""
 
@@ -61,7 +67,7 @@ class SeveralHosts:
                 "groups they need; install one with it"
             )
         if all(worker.default == "none" for worker in workers):
-            default = DefaultGroup.make(cluster, workers[0].job, timeout)
+            default = DefaultGroup.make(cluster, workers[0].job, timeout, of_several_hosts=True)
             return cls(hosts, cluster.address, default, timeout)
         for rank, worker in enumerate(workers):
             if worker.default != f"{rank}/{len(workers)}":
@@ -75,7 +81,8 @@ class SeveralHosts:
     def leave(self) -> None:
         """Takes the groups away, and the default group where it was made here. Idempotent."""
         groups, self._groups = self._groups, []
-        if dist.is_initialized():
+        # They went with the default group, where that one is gone.
+        if dist.is_initialized() and dist.group.WORLD is self._beside:
             for group in groups:
                 dist.destroy_process_group(group)
         if self.default_group is not None:

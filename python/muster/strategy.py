@@ -343,11 +343,11 @@ class MultiWorkerMirroredStrategy(Strategy):
             core = _C.make_multi_worker(
                 cluster, device_names(devices), asdict(chosen), process_group, several.parts if several else None
             )
+            super().__init__(core, chosen)
         except BaseException:
             if several is not None:
                 several.leave()
             raise
-        super().__init__(core, chosen)
         self._groups = several or DefaultGroup.of(cluster, self._core, chosen.timeout)
         if self._groups is not None:
             weakref.finalize(self, self._groups.end, os.getpid())

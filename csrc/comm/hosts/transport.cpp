@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <deque>
-#include <functional>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string_view>
@@ -121,15 +121,17 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
   }
 
   bool advance(const Stages& stages) {
-    return guarded([&] {
-      run();
-      return is_done(stages);
-    });
+    return is_done(stages) || guarded([&] {
+             check_hosts_groups();
+             run();
+             return is_done(stages);
+           });
   }
 
   void wait(const Stages& stages, Milliseconds timeout) {
     const auto deadline = Clock::now() + timeout;
     auto last_hook = Clock::now();
+    if (is_done(stages)) return;
     guarded([&] {
       for (run(); !is_done(stages); run()) {
         Stages& front = *under_way_.front();
@@ -139,6 +141,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
           front.current.wait(left);
           continue;
         }
+        check_hosts_groups();
         if (left.count() == 0) {
           throw Timeout("nothing came from another host within " + std::to_string(timeout.count()) +
                         " ms. Look at the network between the hosts and at what the workers there are doing; if they "
@@ -179,6 +182,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
   at::Tensor scratch(int64_t bytes) const { return scratches_[scratch_jobs_ % kScratches].memory.narrow(0, 0, bytes); }
 
   Work add(std::unique_ptr<Job> job, bool uses_scratch) {
+    if (failure_) std::rethrow_exception(failure_);
     auto stages = std::make_shared<Stages>();
     stages->owner = shared_from_this();
     stages->job = std::move(job);
@@ -249,31 +253,60 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
     return transport.all_to_all(to.data(), from.data(), to.sizes(), from.sizes());
   }
 
-  // What fails between hosts must not leave this host's other replicas waiting.
+  // Throws what ended one of the host's groups: a rank that waits for other hosts does not look at them otherwise.
+  void check_hosts_groups() {
+    for (auto* const group : {up_.get(), down_.get()}) {
+      if (!group->peer_memory()->has_ended()) continue;
+      group->peer_memory()->begin_stores();
+      group->peer_memory()->end_stores();  // not reached
+    }
+  }
+
+  // What a process group says of a connection that ended is PeerLost.
+  template <class F>
+  bool with_word_of_lost(const F& call) {
+    try {
+      return call();
+    } catch (const PeerLost& lost) {
+      if (crossing_->lost) crossing_->lost->tell(lost);
+      throw;
+    } catch (const Timeout&) {
+      throw;
+    } catch (const CommError& error) {
+      const bool is_of_host = up_->peer_memory()->has_ended() || down_->peer_memory()->has_ended();
+      if (is_of_host || !is_of_connection(error.what())) throw;
+      if (auto told = crossing_->lost ? crossing_->lost->ask(kPatienceForWord) : std::nullopt) {
+        throw PeerLost(*std::move(told));
+      }
+      throw PeerLost(-1, std::string("a worker on another host ended, or its host cannot be reached any more (") +
+                             error.what() + "). Look at the logs there; start the job again from the last checkpoint");
+    }
+  }
+
+  // What fails between hosts must not leave this host's other ranks waiting, nor this transport and what it holds to
+  // the jobs that it will not finish.
   template <class F>
   bool guarded(const F& call) {
+    if (failure_) std::rethrow_exception(failure_);
     try {
-      try {
-        return call();
-      } catch (const PeerLost& lost) {
-        if (crossing_->lost) crossing_->lost->tell(lost);
-        throw;
-      } catch (const Timeout&) {
-        throw;
-      } catch (const CommError& error) {
-        const bool is_lost = is_of_connection(error.what());
-        auto told = crossing_->lost ? crossing_->lost->ask(is_lost ? kPatienceForWord : Milliseconds(0)) : std::nullopt;
-        if (told) throw PeerLost(*std::move(told));
-        if (!is_lost) throw;
-        throw PeerLost(-1, std::string("a worker on another host ended, or its host cannot be reached any more (") +
-                               error.what() +
-                               "). Look at the logs there; start the job again from the last checkpoint");
-      }
+      return with_word_of_lost(call);
     } catch (const Error& error) {
-      up_->abort(error.what());
-      down_->abort(error.what());
+      up_->peer_memory()->end(error);
+      down_->peer_memory()->end(error);
+      give_up(error.what());
+      throw;
+    } catch (...) {
+      abort("a wait for other hosts was interrupted");
+      give_up("a wait for other hosts was interrupted");
       throw;
     }
+  }
+
+  void give_up(const std::string& reason) noexcept {
+    failure_ = std::current_exception();
+    crossing_->exchange->abort(reason);
+    crossing_->results->abort(reason);
+    under_way_.clear();
   }
 
   const std::shared_ptr<const Crossing> crossing_;
@@ -287,6 +320,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
   std::array<Scratch, kScratches> scratches_;
   uint64_t scratch_jobs_ = 0;
   std::deque<std::shared_ptr<Stages>> under_way_;  // the first is the next one to be taken
+  std::exception_ptr failure_;
   uint64_t added_ = 0;
   std::array<uint64_t, Stages::num_stages> next_{};  // the number of the job that is next at each stage
 };

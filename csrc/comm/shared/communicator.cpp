@@ -57,6 +57,7 @@ class SharedCommunicator final : public Communicator, public PeerMemory {
 
   void begin_stores() override { group_->begin_stores(); }
   void end_stores() noexcept override { group_->end_stores(); }
+  void end(const Error& error) noexcept override { group_->end(error); }
   bool has_ended() const noexcept override { return group_->has_ended(); }
   bool may_have_stores() const noexcept override { return group_->may_have_stores(); }
 

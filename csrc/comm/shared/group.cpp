@@ -418,6 +418,15 @@ void Group::adopt_failure() {
 
 void Group::abort(const std::string& reason) noexcept { publish_failure(FailureKind::aborted, -1, reason); }
 
+void Group::end(const Error& error) noexcept {
+  if (const auto* const lost = dynamic_cast<const PeerLost*>(&error)) {
+    publish_failure(FailureKind::lost, lost->rank(), error.what());
+  } else {
+    const bool is_late = dynamic_cast<const Timeout*>(&error) != nullptr;
+    publish_failure(is_late ? FailureKind::timeout : FailureKind::aborted, -1, error.what());
+  }
+}
+
 void Group::close() noexcept {
   if (getpid() != owner_process_) return;  // a forked child's copy
   if (!failure_) {

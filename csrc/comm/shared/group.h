@@ -92,6 +92,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void end_stores() noexcept { ++stores_ended_; }
   bool may_have_stores() noexcept;
   void abort(const std::string& reason) noexcept;
+  void end(const Error& error) noexcept;
   /// Leaves in good order; what is still under way fails.
   void close() noexcept;
 

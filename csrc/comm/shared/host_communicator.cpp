@@ -103,7 +103,8 @@ net::Mapping HostMesh::share_memory(size_t bytes) {
   if (rank() != 0) {
     const net::Message message = receive_from(0, kind, deadline);
     if (message.descriptors.size() != 1) {
-      throw CommError("worker 0 sent no shared memory; run one version of Muster on all workers");
+      throw CommError("worker " + std::to_string(name_of_worker(0)) +
+                      " sent no shared memory; run one version of Muster on all workers");
     }
     return net::Mapping(message.descriptors.front().get(), bytes);
   }
@@ -129,7 +130,8 @@ std::vector<CommunicatorPtr> HostMesh::make_group(const std::string& name) {
     received[0] = receive_from(0, kind, deadline);
     std::vector<net::FileDescriptor>& descriptors = received[0].descriptors;
     if (descriptors.empty()) {
-      throw CommError("worker 0 sent no control block for " + kind + "; run one version of Muster on all workers");
+      throw CommError("worker " + std::to_string(name_of_worker(0)) + " sent no control block for " + kind +
+                      "; run one version of Muster on all workers");
     }
     control = std::move(descriptors.front());
     descriptors.erase(descriptors.begin());
@@ -147,8 +149,9 @@ std::vector<CommunicatorPtr> HostMesh::make_group(const std::string& name) {
     net::Message& message = received[static_cast<size_t>(w)];
     if (w != 0) message = receive_from(w, kind, deadline);
     if (static_cast<int>(message.descriptors.size()) != first_replica(w + 1) - first_replica(w)) {
-      throw CommError("worker " + std::to_string(w) + " offered " + std::to_string(message.descriptors.size()) +
-                      " arenas for " + kind + "; run one version of Muster on all workers");
+      throw CommError("worker " + std::to_string(name_of_worker(w)) + " offered " +
+                      std::to_string(message.descriptors.size()) + " arenas for " + kind +
+                      "; run one version of Muster on all workers");
     }
     for (size_t i = 0; i < message.descriptors.size(); ++i) {
       space->map_arena(first_replica(w) + static_cast<int>(i), message.descriptors[i].get());
