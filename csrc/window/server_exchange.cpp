@@ -121,11 +121,12 @@ ServerExchange::~ServerExchange() {
 void ServerExchange::connect(const ServerParameters& given, bool is_chief) {
   const at::NoGradGuard no_grad;
   if (is_chief && !client_.is_started()) {
-    for (const auto part : {Part::parameter, Part::state0, Part::state1, Part::state2, Part::master, Part::steps}) {
-      values_.give(*given.optimizer, part);
-    }
-    rows_.give(*given.optimizer);
-    client_.start();
+    client_.start([&] {
+      for (const auto part : {Part::parameter, Part::state0, Part::state1, Part::state2, Part::master, Part::steps}) {
+        values_.give(*given.optimizer, part);
+      }
+      rows_.give(*given.optimizer);
+    });
   }
   step_ = client_.join();
   since_ = step_;

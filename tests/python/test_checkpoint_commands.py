@@ -162,7 +162,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(runs: Path, caplog: 
 
 def test_snapshots_of_servers_and_of_others_are_said_to_be_such(tmp_path: Path) -> None:
     tensors = {"a": torch.ones(3, dtype=torch.bfloat16)}
-    write(tmp_path / "server", tensors, {"kind": "muster parameter server", "layout": 2, "step": 5})
+    write(tmp_path / "server", tensors, {"kind": "muster parameter server", "layout": 3, "step": 5})
     write(tmp_path / "else", tensors, {})
     write(tmp_path / "later", tensors, {"muster.format": 99, "muster.version": "9", "content": "later's"})
     for name, words in {"server": "parameter server", "else": "something else", "later": "format 99"}.items():

@@ -123,19 +123,20 @@ Worker::Worker(ClientConfig config) : plan(config.plan), rank(config.rank), clie
   }
 }
 
-uint64_t Worker::join() {
-  if (rank == 0 && !client.is_started()) {
-    for (uint32_t c = 0; c < client.chunks().size(); ++c) {
-      const auto& chunk = client.chunks()[c];
-      const auto values = at::zeros({chunk.numel}, chunk.dtype);
-      for (const auto& piece : chunk.pieces) {
-        const auto initial = initial_values(plan, static_cast<size_t>(piece.parameter));
-        values.narrow(0, piece.offset, piece.run.count).copy_(initial.narrow(0, piece.run.begin, piece.run.count));
-      }
-      client.write(c, Part::parameter, {at_element(values, 0), values.nbytes()});
+void Worker::write() {
+  for (uint32_t c = 0; c < client.chunks().size(); ++c) {
+    const auto& chunk = client.chunks()[c];
+    const auto values = at::zeros({chunk.numel}, chunk.dtype);
+    for (const auto& piece : chunk.pieces) {
+      const auto initial = initial_values(plan, static_cast<size_t>(piece.parameter));
+      values.narrow(0, piece.offset, piece.run.count).copy_(initial.narrow(0, piece.run.begin, piece.run.count));
     }
-    client.start();
+    client.write(c, Part::parameter, {at_element(values, 0), values.nbytes()});
   }
+}
+
+uint64_t Worker::join() {
+  if (rank == 0 && !client.is_started()) client.start([this] { write(); });
   return client.join();
 }
 

@@ -46,6 +46,8 @@ double weight_of(uint32_t rank);
 struct Worker {
   explicit Worker(server::ClientConfig config);
 
+  /// The chief's, of initial values.
+  void write();
   /// The chief writes the values where the servers have none; then joins.
   uint64_t join();
   /// All that a step needs; tables have no rows.

@@ -109,11 +109,12 @@ ClientConfig World::config_of(Life& life, bool joins) {
 }
 
 void World::begin_values(ServerClient& client) {
-  for (uint32_t c = 0; c < client.chunks().size(); ++c) {
-    const std::vector<std::byte> zeros(client.part_bytes(c, Part::parameter));
-    client.write(c, Part::parameter, zeros);
-  }
-  client.start();
+  client.start([&] {
+    for (uint32_t c = 0; c < client.chunks().size(); ++c) {
+      const std::vector<std::byte> zeros(client.part_bytes(c, Part::parameter));
+      client.write(c, Part::parameter, zeros);
+    }
+  });
 }
 
 void World::work(Life& life, bool joins) {

@@ -124,11 +124,12 @@ void TracedJob::work(uint32_t rank, int life) const {
   if (surroundings) config.surroundings = surroundings(rank);
   ServerClient client(config);
   if (rank == 0 && !client.is_started()) {
-    for (uint32_t c = 0; c < client.chunks().size(); ++c) {
-      const std::vector<std::byte> zeros(client.part_bytes(c, Part::parameter));
-      client.write(c, Part::parameter, zeros);
-    }
-    client.start();
+    client.start([&] {
+      for (uint32_t c = 0; c < client.chunks().size(); ++c) {
+        const std::vector<std::byte> zeros(client.part_bytes(c, Part::parameter));
+        client.write(c, Part::parameter, zeros);
+      }
+    });
   }
   std::vector<std::byte*> landing;
   for (uint32_t c = 0; c < client.chunks().size(); ++c) {

@@ -17,14 +17,16 @@ using Release = py::call_guard<py::gil_scoped_release>;
 class Probe {
  public:
   Probe(server::ClientConfig config, int64_t numel) : config_(complete(std::move(config), numel)), client_(config_) {
-    const bool fills = config_.rank == 0 && !client_.is_started();
     for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
       const uint64_t bytes = client_.part_bytes(c, Part::parameter);
       gradients_.push_back(std::make_shared<std::vector<std::byte>>(bytes));
       landing_.push_back(client_.allocate(bytes));
-      if (fills) client_.write(c, Part::parameter, *gradients_.back());
     }
-    if (fills) client_.start();
+    if (config_.rank == 0 && !client_.is_started()) {
+      client_.start([&] {
+        for (uint32_t c = 0; c < gradients_.size(); ++c) client_.write(c, Part::parameter, *gradients_[c]);
+      });
+    }
     step_ = client_.join();
   }
 

@@ -80,7 +80,7 @@ void ServerCore::inquire(Session& session) {
 }
 
 std::vector<uint32_t> ServerCore::begin_job(const Session& session, const Configure& request) {
-  job_ = {request.job, request.facts, session.token, /*is_settled=*/!started_};
+  job_ = {request.job, request.facts, session.token, /*is_told=*/!started_, /*is_settled=*/!started_};
   dealer_ = Dealer();
   const auto fenced = quorum_.begin_anew(rules_of(request.plan), time_.now());
   close_channels(fenced);
@@ -96,11 +96,11 @@ bool ServerCore::is_untouched(const std::shared_ptr<Shard>& shard) const {
 
 void ServerCore::take_up_job(const Session& session, const Configure& request) {
   if (request.job > job_.id) {
-    job_ = {request.job, request.facts, session.token, true};
+    job_ = {request.job, request.facts, session.token};
     dealer_ = Dealer();
     quorum_.members().forget_joined();
   }
-  job_.is_settled = true;
+  job_.is_told = job_.is_settled = true;
   shard_->commands().open(kMaxStep);
   changed_.notify_all();
 }
@@ -147,7 +147,7 @@ void ServerCore::configure(Session& session, const Configure& request) {
     session.job = request.job;
     check_job(session);
     if (!shard_) {
-      job_ = {request.job, request.facts, session.token, true};
+      job_ = {request.job, request.facts, session.token};
       index_ = request.server;
       shard_ = make_shard(request.plan, index_);
       quorum_.configure(rules_of(request.plan), time_.now());
@@ -198,8 +198,8 @@ void ServerCore::begin_writing() {
 void ServerCore::start(Session& session) {
   {
     const Lock lock(mutex_);
-    if (started_) return reply(session, Done{});
-    is_filled_ = true;
+    if (started_ && job_.is_settled) return reply(session, Done{});
+    is_filled_ = job_.is_told = true;
   }
   snapshot(kOnce, /*even_if_kept=*/true);
   {
@@ -215,19 +215,24 @@ void ServerCore::start(Session& session) {
 void ServerCore::resume(Session& session, const Resume& request) {
   check_step(request.step);
   auto shard = this->shard();
+  const auto stands_there = [&] {
+    const auto [least, greatest] = made_by(*shard);
+    return shard->members().empty() || (least == request.step && greatest == request.step);
+  };
+  const bool is_synchronous = shard->plan().is_synchronous();
   {
     const Lock lock(mutex_);
-    if (job_.is_settled) return reply(session, Done{});
+    if (job_.is_settled && (!is_synchronous || stands_there())) return reply(session, Done{});
+    if (job_.is_settled && !quorum_.members().present(Time::min()).empty()) {
+      throw CheckpointError("the job goes on after another step than " + std::to_string(request.step) +
+                            " here, and workers take part in it; start all workers again");
+    }
   }
-  if (shard->plan().is_synchronous()) {
+  if (is_synchronous) {
     for (const auto& command : request.command) {
       check_members(command.members);
       if (command.step == request.step) shard->settle(command);
     }
-    const auto stands_there = [&] {
-      const auto [least, greatest] = made_by(*shard);
-      return shard->members().empty() || (least == request.step && greatest == request.step);
-    };
     if (!request.command.empty()) {
       if (stands_there()) return reply(session, Done{});
       throw CheckpointError("this parameter server has not all parts of step " + std::to_string(request.step));
@@ -246,6 +251,7 @@ void ServerCore::resume(Session& session, const Resume& request) {
     {
       const Lock lock(mutex_);
       quorum_.begin_at(request.step);  // which the snapshot is to know
+      job_.is_told = true;             // likewise
     }
     const auto kept = snapshots_.steps();
     if (std::find(kept.begin(), kept.end(), request.step) == kept.end()) {
@@ -254,7 +260,7 @@ void ServerCore::resume(Session& session, const Resume& request) {
   }
   {
     const Lock lock(mutex_);
-    job_.is_settled = true;
+    job_.is_told = job_.is_settled = true;
     changed_.notify_all();
   }
   reply(session, Done{});

@@ -41,6 +41,7 @@ Saved ServerCore::saved_now(Shard& shard) const {
   saved.configured.job = job_.id;
   saved.configured.facts = job_.facts;
   saved.token = job_.token;
+  saved.is_told = job_.is_told;
   saved.quorum = quorum_.record();
   saved.batches = dealer_.record();
   return saved;
@@ -145,7 +146,7 @@ void ServerCore::take(const ServerSnapshots::Source& source, bool with_members) 
   if (!with_members) return;
   const auto now = time_.now();
   index_ = saved.configured.server;
-  job_ = {saved.configured.job, saved.configured.facts, saved.token, true};
+  job_ = {saved.configured.job, saved.configured.facts, saved.token, saved.is_told, saved.is_told};
   quorum_.configure(rules_of(saved.configured.plan), now);
   quorum_.restore(saved.quorum, now);
   dealer_.restore(saved.batches);

@@ -244,8 +244,8 @@ void Quorum::restore(const Record& record, Time now) {
   if (record.clocks.size() != count || record.excused.size() != count || record.rests.size() != count) {
     throw CheckpointError("a snapshot's list of workers is damaged; use an older snapshot");
   }
-  // All that were awaited had come when a step was decided.
-  members_.restore(record.members, /*awaits_all=*/record.decision.step == 0, now);
+  // All that were awaited had come when their job decided a step.
+  members_.restore(record.members, /*awaits_all=*/record.decision.step == 0 || count == 0, now);
   paces_.clear();
   decided_ = std::make_shared<Decision>(record.decision);
   for (size_t i = 0; i < count; ++i) {

@@ -16,7 +16,8 @@ namespace muster::server {
 /// A value.
 struct Saved {
   Configure configured;
-  std::string token;  ///< of the job
+  std::string token;    ///< of the job
+  bool is_told = true;  ///< likewise: false where it began after another one, and nobody said yet where it goes on
   Quorum::Record quorum;
   std::vector<Image::Facts> images;  ///< by chunk of the server, then by table and stripe
   Dealer::Record batches;
@@ -25,6 +26,7 @@ struct Saved {
   static void visit(M& m, W& w) {
     visit_value(m.configured, w);
     w.text(m.token, kMaxToken);
+    w.number(m.is_told);
     Quorum::Record::visit(m.quorum, w);
     w.list(m.images, kMaxNumbers + kMaxTables * RowStripes::kMost,
            [](W& wire, auto& image) { Image::Facts::visit(image, wire); });

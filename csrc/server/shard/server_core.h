@@ -173,7 +173,8 @@ class ServerCore {
     uint64_t id = 0;
     std::string facts;
     std::string token;
-    bool is_settled = true;  // false: it began after another one, and nobody said yet where it goes on
+    bool is_told = true;     // false: it began after another one, and nobody said yet where it goes on
+    bool is_settled = true;  // that is in a snapshot, too
   } job_;
   bool is_filled_ = false;  // with initial values
   bool started_ = false;    // which are durable

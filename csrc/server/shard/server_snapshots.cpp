@@ -18,7 +18,7 @@ constexpr const char* kKindValue = "muster parameter server";
 constexpr const char* kLayout = "layout";
 constexpr const char* kStep = "step";
 constexpr const char* kLife = "life";
-constexpr int64_t kLayoutVersion = 2;
+constexpr int64_t kLayoutVersion = 3;
 constexpr size_t kKeep = 2;
 
 template <class T>

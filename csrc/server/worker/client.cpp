@@ -57,22 +57,17 @@ void ServerClient::write(uint32_t chunk, Part part, Bytes values) {
   });
 }
 
-// Workers come in by server 0: nobody does before all servers have the values in snapshots. Where the start ends
-// before, the job that begins next writes them again.
-void ServerClient::start() {
-  std::vector<size_t> others(requests_.num_servers(), 1);
-  others.front() = 0;
-  requests_.ask_all(others, [&](size_t s, size_t) {
-    requests_.link(s).send_chunk(
-        0, Start::kType, encode(Start{}), {}, {}, [](const net::Frame& answer) { Link::expect<Done>(answer); },
-        requests_.between());
+// Nobody comes in before all servers have the values in snapshots. Where the start ends before, the job that begins
+// next writes them again.
+void ServerClient::start(const std::function<void()>& write) {
+  requests_.begin([&] {
+    write();
+    requests_.tell_all(Start{});
   });
-  requests_.call<Done>(0, Start{});
-  requests_.note_started();
 }
 
 uint64_t ServerClient::join() {
-  if (config_.rank == kChief) requests_.resume();
+  if (config_.rank == kChief && !config_.joins) requests_.resume();
   const auto joined = requests_.call<Joined>(0, Join{});
   requests_.note_join_step(joined.step);
   passes_at_join_ = joined.passes;

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -40,7 +41,9 @@ class ServerClient {
   /// Whether the servers hold values already; else the chief writes them, and starts.
   bool is_started() const noexcept { return requests_.is_started(); }
   void write(uint32_t chunk, Part part, Bytes values);
-  void start();
+  /// The chief's, where they hold none: `write` writes all there are, and is called again where a server started again
+  /// before it had them in a snapshot.
+  void start(const std::function<void()>& write);
   /// Waits for start. Returns the step after which this worker comes in. The chief of a job that began after another
   /// one on these servers says where it goes on; throws CheckpointError where they have no step in common.
   uint64_t join();

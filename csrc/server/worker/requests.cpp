@@ -15,6 +15,15 @@ namespace muster::server {
 
 using std::chrono::milliseconds;
 
+namespace {
+
+// A server started again while the chief told all servers with what the job begins.
+struct StartedAgain final : PeerLost {
+  using PeerLost::PeerLost;
+};
+
+}  // namespace
+
 Requests::Requests(const ClientConfig& config, Replay& replay, std::shared_ptr<net::Arena> memory)
     : config_(config), replay_(replay), memory_(std::move(memory)), healing_(config.servers.size()) {
   for (const auto& name : config_.servers) {
@@ -52,26 +61,57 @@ void Requests::check_started() const {
                         " its folder of snapshots, or move the folders of all servers away to begin anew");
 }
 
+// Server 0 is told last: what it remembers of the job's beginning after it started again, all others have on disk.
+void Requests::begin(const std::function<void()>& tell) {
+  const auto deadline = limit();
+  for (bool is_repeated = false;; is_repeated = true) {
+    try {
+      for (size_t s = 0; s < links_.size(); ++s) {
+        if (links_[s]->is_broken()) connect(s, /*is_first=*/false);
+      }
+      if (is_repeated && configured_.front().started && configured_.front().is_settled) {
+        for (const auto& link : links_) link->disconnect();  // others are told when this worker returns to them
+      } else {
+        tell();
+      }
+      break;
+    } catch (const StartedAgain&) {
+      if (config_.surroundings->now() > deadline) throw;
+    }
+  }
+  is_started_ = is_running_ = true;
+}
+
 void Requests::resume() {
+  if (is_running_) return;
+  begin([this] {
+    check_started();
+    for (size_t s = 0; s < links_.size(); ++s) {
+      if (!configured_[s].started) lose(s, "it started again without what it was given");
+    }
+    settle();
+  });
+}
+
+void Requests::settle() {
   const auto is_settled = [](const Configured& server) { return server.is_settled; };
   if (std::all_of(configured_.begin(), configured_.end(), is_settled)) return;
-  const auto tell = [&](const Resume& request) { call_all<Done>(request); };
-  if (!config_.plan.is_synchronous()) return tell(Resume{});
+  if (!config_.plan.is_synchronous()) return tell_all(Resume{});
   const auto goes_on = [&](uint64_t step) {
     log(LogLevel::info, "the job goes on after step " + std::to_string(step) + ", on all parameter servers");
   };
   const ResumePoint point(configured_);
   if (const auto newest = point.newest()) {
     try {
-      if (!newest->command.empty()) tell(*newest);
-      tell(Resume{newest->step, {}});
+      if (!newest->command.empty()) call_all<Done>(*newest);
+      tell_all(Resume{newest->step, {}});
       return goes_on(newest->step);
     } catch (const CheckpointError&) {
       log(LogLevel::info, "not all parameter servers have step " + std::to_string(newest->step));
     }
   }
   if (const auto common = point.common()) {
-    tell(Resume{*common, {}});
+    tell_all(Resume{*common, {}});
     return goes_on(*common);
   }
   std::string text;
@@ -148,16 +188,11 @@ void Requests::connect(size_t server, bool is_first) {
       incarnation_ = link.connect(incarnation_, memory_);
       Configure configure{static_cast<uint32_t>(server), config_.plan, config_.job, config_.facts};
       using Coming = Configure::Coming;
-      configure.coming = has_joined_ ? Coming::returns : config_.joins ? Coming::joins : Coming::begins;
+      configure.coming = is_running_ ? Coming::returns : config_.joins ? Coming::joins : Coming::begins;
       link.send(configure);
       const auto configured = link.receive<Configured>(between());
-      if (is_first) {
-        configured_[server] = configured;
-      } else if (!configured.started && (is_started_ || link.life() != life)) {
-        lose(server, "it started again without what it was given");
-      } else if (!configured.is_settled && link.life() != life) {
-        lose(server, "it started again while the job began, and does not know where that goes on");
-      }
+      if (!is_running_) configured_[server] = configured;
+      if (!is_first) check_lives(server, link.life() != life, configured);
       return;
     } catch (const Occupied& occupied) {
       if (!is_first) throw Fenced("another job has ended this worker's: " + std::string(occupied.what()));
@@ -177,6 +212,15 @@ void Requests::connect(size_t server, bool is_first) {
     config_.surroundings->sleep(kBetweenTries);
     WaitHook::call();
   }
+}
+
+// Before the job runs its chief tells a server again what it has forgotten, and the others wait for that.
+void Requests::check_lives(size_t server, bool has_started_again, const Configured& configured) {
+  if (!configured.started && (is_running_ || config_.joins)) {
+    lose(server, "it started again without what it was given");
+  }
+  if (!has_started_again || is_running_ || config_.joins || config_.rank != kChief) return;
+  throw StartedAgain(-1, name_of(server) + " started again while the job began; start all workers again");
 }
 
 void Requests::recover(size_t server) {

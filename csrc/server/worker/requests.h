@@ -38,13 +38,21 @@ class Requests {
   uint64_t incarnation() const noexcept { return incarnation_; }
   /// Whether all servers hold values already.
   bool is_started() const noexcept { return is_started_; }
+  /// The chief's: `tell` tells all servers with what the job begins, and is called again where one of them, which may
+  /// have forgotten it, started again meanwhile.
+  void begin(const std::function<void()>& tell);
   /// The chief's: where the job began after another one, tells all servers where it goes on. Throws CheckpointError
-  /// where they have no step in common.
+  /// where they have no step in common. No-op after begin().
   void resume();
-  void note_started() noexcept { is_started_ = true; }
-  /// After which step this worker came in; servers that it connects to again are told, and of the last decision, once
-  /// it has joined all.
-  void note_join_step(uint64_t step) noexcept { joined_at_ = step; }
+  /// Done of all servers. Workers come in by server 0, which is told when all others have answered.
+  template <class Message>
+  void tell_all(const Message& message);
+  /// Server 0 said after which step this worker comes in; servers that it connects to again are told, and of the last
+  /// decision, once it has joined all.
+  void note_join_step(uint64_t step) noexcept {
+    joined_at_ = step;
+    is_running_ = true;
+  }
   void note_joined() noexcept { is_started_ = has_joined_ = true; }
   void note_decision(const Decision& decision) { last_decision_ = decision; }
   /// Of the last decision, where that is the step's.
@@ -87,8 +95,10 @@ class Requests {
 
  private:
   void connect(size_t server, bool is_first);
+  void check_lives(size_t server, bool has_started_again, const Configured& configured);
   [[noreturn]] void lose(size_t server, const std::string& why);
   void check_started() const;
+  void settle();
   void check_snapshots();
   std::string name_of(size_t server) const;
   void recover(size_t server);
@@ -112,10 +122,11 @@ class Requests {
   uint64_t incarnation_ = 0;
   uint64_t joined_at_ = 0;
   bool is_started_ = false;
+  bool is_running_ = false;  // the job: all servers know what it began with
   bool has_joined_ = false;
   bool has_lost_one_ = false;  // a server, which is not waited for again
   std::optional<Decision> last_decision_;
-  std::vector<Configured> configured_;  // by server, of the first connection
+  std::vector<Configured> configured_;  // by server, of the last connection before the job ran
   BatchBook batches_;
 };
 
@@ -190,6 +201,18 @@ std::vector<Answer> Requests::call_all(const Message& message, const std::functi
     if (meanwhile) meanwhile();
     return receive_all<Answer>(message, sent);
   });
+}
+
+template <class Message>
+void Requests::tell_all(const Message& message) {
+  std::vector<size_t> others(links_.size(), 1);
+  others.front() = 0;
+  ask_all(others, [&](size_t s, size_t) {
+    links_[s]->send_chunk(
+        0, Message::kType, encode(message), {}, {}, [](const net::Frame& answer) { Link::expect<Done>(answer); },
+        between());
+  });
+  call<Done>(0, message);
 }
 
 // Near the log's bound servers are asked for snapshots; at it the worker waits for them.

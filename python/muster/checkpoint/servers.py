@@ -28,7 +28,7 @@ __all__ = ["are_of_servers", "parts_of"]
 _Pieces = dict[str, dict[int, Tensor]]
 
 _KIND = "muster parameter server"
-_LAYOUT = 2
+_LAYOUT = 3
 """Of the snapshots that are read here; servers write it into the manifest."""
 _GROUP_BYTES = {0: 43, 1: 34, 2: 33}
 """Of a group's hyperparameters, by the optimizer's kind: Adam, SGD, Adagrad."""

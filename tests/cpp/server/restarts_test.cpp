@@ -164,6 +164,63 @@ TEST_CASE("a server that comes back awaits a worker that was replaced since its 
   CHECK(failures == "");
 }
 
+TEST_CASE("a server that starts again while the chief writes is written again", "[server]") {
+  const uint32_t victim = GENERATE(0U, 1U);
+  const bool has_begun_before = GENERATE(false, true);
+  CAPTURE(victim, has_begun_before);
+  Cluster cluster(2);
+  const auto plan = plan_for(2, 2);
+  if (has_begun_before) {
+    Worker chief(cluster.config(0, plan));
+    chief.client.start([&] { chief.write(); });
+  }
+  Meeting meeting(2);
+  int writes = 0;
+  const auto failures = testing::run_threads(2, [&](int rank) {
+    Worker worker(cluster.config(static_cast<uint32_t>(rank), plan, 2));
+    meeting.wait();
+    if (rank == 0) {
+      worker.client.start([&] {
+        worker.write();
+        if (writes++ == 0) cluster.restart(victim);
+      });
+    }
+    MUSTER_CHECK(worker.join() == 0);
+    for (uint64_t step = 1; step <= 3; ++step) worker.step(step);
+    MUSTER_CHECK(bit_equal(worker.parameters(3), reference(plan, 2, 3)));
+    worker.client.leave();
+  });
+  CHECK(failures == "");
+  CHECK(writes == 2);
+}
+
+TEST_CASE("a server that starts again while a job begins is told again where it goes on", "[server]") {
+  const uint32_t victim = GENERATE(0U, 1U);
+  const uint32_t staleness = GENERATE(0U, kAnyStaleness);
+  CAPTURE(victim, staleness);
+  Cluster cluster(2);
+  const auto plan = plan_for(2, 2, staleness);
+  Meeting meeting(2);
+  const auto failures = testing::run_threads(2, [&](int rank) {
+    const auto run = [&](uint64_t job, bool restarts) {
+      Worker worker(cluster.config(static_cast<uint32_t>(rank), plan, job));
+      meeting.wait();
+      if (restarts && rank == 0) cluster.restart(victim);
+      const uint64_t since = worker.join();
+      if (staleness == 0) MUSTER_CHECK(since == (job - 1) * 5);
+      for (uint64_t step = since + 1; step <= since + 5; ++step) {
+        staleness == 0 ? worker.step(step) : worker.step_alone(step);
+      }
+      if (staleness == 0) MUSTER_CHECK(bit_equal(worker.parameters(5 * job), reference(plan, 2, 5 * job)));
+      worker.client.leave();
+      meeting.wait();
+    };
+    run(1, false);
+    run(2, true);
+  });
+  CHECK(failures == "");
+}
+
 TEST_CASE("one server without its folder is named, and nothing is written over", "[server]") {
   Cluster cluster(2);
   const auto plan = plan_for(2, 1);

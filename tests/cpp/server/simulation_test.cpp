@@ -51,7 +51,7 @@ TEST_CASE("simulated days that once ended badly end well", "[server][simulation]
                               100104, 100105, 111644, 174214, 181041, 199197, 258665, 263813, 342737, 344236}) {
     CHECK(simulate(SimulationOptions{.seed = seed}) == "");
   }
-  for (const uint64_t seed : {5300}) CHECK(simulate(SimulationOptions{.seed = seed, .is_spread = true}) == "");
+  for (const uint64_t seed : {5300, 202921}) CHECK(simulate(SimulationOptions{.seed = seed, .is_spread = true}) == "");
   for (const uint64_t seed : {157, 738}) CHECK(simulate(SimulationOptions{.seed = seed, .is_rich = true}) == "");
 }
 

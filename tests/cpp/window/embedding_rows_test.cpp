@@ -35,8 +35,7 @@ struct Table {
   void connect() {
     rows.add(weight, 0);
     const FlatOptimizer optimizer({{"table", before, 0}}, descent());
-    rows.give(optimizer);
-    client.start();
+    client.start([&] { rows.give(optimizer); });
     client.join();
     rows.read_after(0);
     rows.leave();
@@ -110,8 +109,7 @@ TEST_CASE("all states of a table travel at once", "[window]") {
   rows.add(initial_rows(kRows), 0);
   const std::vector<int64_t> touched = {1, 4};
   const std::vector<float> values(4, 7), states = {1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6};
-  client.rows().write(0, touched, values, states);
-  client.start();
+  client.start([&] { client.rows().write(0, touched, values, states); });
   client.join();
   rows.read_after(0);
   // Of many, so that a few signs of life among them do not count.

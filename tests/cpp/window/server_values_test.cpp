@@ -31,9 +31,10 @@ struct Held {
     values.add(turned, 0);
     values.add(gaps, 1);
     values.land();
-    values.give(optimizer, server::Part::parameter);
-    values.give(optimizer, server::Part::state0);
-    client.start();
+    client.start([&] {
+      values.give(optimizer, server::Part::parameter);
+      values.give(optimizer, server::Part::state0);
+    });
     client.join();
   }
   void read() {

@@ -57,6 +57,21 @@ TEST_CASE("a synchronous step goes on once every live member has committed", "[s
   CHECK_THROWS_AS(commit(quorum, 1, b, 2, {1}), LayoutMismatch);
 }
 
+TEST_CASE("a job that goes on awaits all of its own after a restart, where nobody had come yet", "[server]") {
+  Quorum quorum = make(2, 0);
+  quorum.begin_at(5);
+  Quorum again = make(2, 0);
+  again.restore(quorum.record(), kStart);
+  const auto a = add(again, 0);
+  commit(again, 0, a, 6, {1}, after(101));
+  CHECK_FALSE(again.decision(0, 6));
+  CHECK(again.missing(0, 6) == "worker 1");
+  const auto b = add(again, 1, after(101));
+  commit(again, 1, b, 6, {2}, after(101));
+  REQUIRE(again.decision(0, 6));
+  CHECK(again.decision(0, 6)->members == std::vector<uint32_t>{0, 1});
+}
+
 TEST_CASE("a decision has each record once, and says whose it is", "[server]") {
   Quorum quorum = make(3, 0);
   const std::string shown[] = {"a", "b", "a"};

@@ -144,6 +144,45 @@ TEST_CASE("who waits to come into a job does not come into the next one", "[serv
   CHECK(chief.get<Standing>(Inquire{}).present == std::vector<uint32_t>{0});
 }
 
+TEST_CASE("a server that starts again before its job was told where it goes on waits for that", "[server]") {
+  SimulatedDisk disk;
+  PassingTime time;
+  const auto start = [&] {
+    auto core = std::make_unique<ServerCore>(std::make_unique<DiskStore>(disk, [](bool) {}),
+                                             std::chrono::milliseconds(1'000), time);
+    core->restore();
+    return core;
+  };
+  auto plan = small_plan(1, 2, std::vector<kernels::SgdGroup>(2));
+  plan.staleness = kAnyStaleness;
+  {
+    const auto core = start();
+    Caller chief(*core);
+    chief.begin_and_write(plan, 1);
+    chief.get<Done>(Start{});
+    chief.get<Welcome>(Hello{kChief, 0, 0});
+    CHECK_FALSE(chief.get<Configured>(Configure{0, plan, 2}).is_settled);
+    core->snapshot();
+  }
+  {
+    const auto core = start();
+    Caller chief(*core);
+    CHECK_FALSE(chief.get<Standing>(Inquire{}).started);
+    chief.get<Welcome>(Hello{kChief, 0, 0});
+    const auto configured = chief.get<Configured>(Configure{0, plan, 2});
+    CHECK(configured.started);
+    CHECK(configured.is_untouched);
+    CHECK_FALSE(configured.is_settled);
+    CHECK_THROWS_AS(chief.get<Joined>(Join{}), Timeout);
+    chief.get<Done>(Resume{});
+    CHECK(chief.get<Joined>(Join{}).step == 0);
+    core->snapshot();
+  }
+  const auto core = start();
+  Caller chief(*core);
+  CHECK(chief.get<Standing>(Inquire{}).started);
+}
+
 TEST_CASE("a server without a part of the model keeps snapshots of the steps that the job goes on from", "[server]") {
   SimulatedDisk disk;
   PassingTime time;

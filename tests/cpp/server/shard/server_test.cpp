@@ -154,7 +154,7 @@ TEST_CASE("optimizer state can be read and written", "[server]") {
       if (exists[c]) copy.client.write(c, part, {to[c], client.part_bytes(c, part)});
     }
   }
-  copy.client.start();
+  copy.client.start([] {});
   CHECK(copy.join() == 0);
   copy.shift = 3;
   worker.step(4);

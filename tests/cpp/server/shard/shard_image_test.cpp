@@ -285,8 +285,7 @@ TEST_CASE("a server takes up the snapshot before one whose last file is damaged"
     std::vector<int64_t> rows(kRows);
     std::iota(rows.begin(), rows.end(), 0);
     const std::vector<float> values(rows.size() * 64, 2), states(rows.size() * 128, 3);
-    client.rows().write(0, rows, values, states);
-    client.start();
+    client.start([&] { client.rows().write(0, rows, values, states); });
     older = rows_of_server().values;
     client.join();
     for (uint32_t c = 0; c < client.chunks().size(); ++c) {

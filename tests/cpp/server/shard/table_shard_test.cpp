@@ -179,7 +179,7 @@ struct TableWorker {
       : plan(plan), rank(rank), client(patient(config_of(names, rank, plan, shares))) {}
 
   uint64_t join() {
-    if (rank == 0 && !client.is_started()) client.start();
+    if (rank == 0 && !client.is_started()) client.start([] {});
     return client.join();
   }
 
