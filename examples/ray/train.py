@@ -1,11 +1,11 @@
-"""Runs a training script, unchanged, in the workers of Ray Train, with parameter servers as Ray actors where it needs them.
+"""Runs a training script, unchanged, in the workers of Ray Train, with parameter servers as actors if it needs them.
 
 python examples/ray/train.py --workers 2 examples/python/digits.py --multi-worker
 python examples/ray/train.py --workers 2 --servers 1 --snapshots snapshots examples/python/digits.py --parameter-server
 
-What follows the script is the script's. With --max-failures N all workers are started again, up to N times, after one has
-failed; a script that keeps checkpoints then goes on from its last one. A server that dies is started again from its
-snapshots, at its address, and workers wait for it. Servers and workers are on the node where this command runs.
+What follows the script is the script's. With --max-failures N all workers are started again, up to N times, after one
+has failed; a script that keeps checkpoints then goes on from its last one. A server that dies is started again from its
+snapshots, at its address. Servers, and workers that have some, are on the node where this command runs.
 
 Needs: pip install "ray[train]"
 """
@@ -28,14 +28,12 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from muster._C import _server
-
 TAKEOVER = 30.0
 """Seconds within which a server that was killed has let go of its address and its snapshots."""
 
 
 class Server:
-    """An actor that keeps `muster serve` running as its child. Either ends with the other, and Ray starts both again."""
+    """An actor whose child is `muster serve`. Either ends with the other, and Ray starts both again."""
 
     def __init__(self, address: str, snapshots: Path) -> None:
         deadline = time.monotonic() + TAKEOVER
@@ -80,7 +78,7 @@ def train(job: dict[str, Any]) -> None:
     `job` has the script, its arguments, and variables of the environment.
     """
     os.environ.update(job["environment"])
-    # Ray's process group has its store at MASTER_ADDR and MASTER_PORT, as torchrun's agent has: nobody is to make another.
+    # Ray's process group has a store at MASTER_ADDR and MASTER_PORT, as torchrun's agent has: rank 0 makes none.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     os.chdir(job["folder"])
     sys.argv = [job["script"], *job["arguments"]]
@@ -103,7 +101,9 @@ def main(
     storage: Annotated[str, typer.Option(help="Where Ray Train keeps its own files.")] = "~/ray_results",
 ) -> None:
     """Trains, on the cluster that RAY_ADDRESS names, or on one of this host."""
-    ray.init(log_to_driver=True)
+    from muster._C import _server  # imports torch, which actors that are no workers do without
+
+    ray.init()
     node = ray.get_runtime_context().get_node_id()
     name = uuid.uuid4().hex
     addresses = [_server.free_address() for _ in range(servers)]
