@@ -130,8 +130,9 @@ def test_a_job_of_slurm_that_is_asked_to_end_saves_is_queued_again_and_goes_on(
     assert printed(output.read_text()) == parameters
 
 
-def test_muster_run(tmp_path: Path, parameters: str) -> None:
-    [command] = commands("muster run")
+@pytest.mark.parametrize("section", ["muster run", "Cores, memory nodes, GPUs"])
+def test_muster_run(section: str, tmp_path: Path, parameters: str) -> None:
+    [command] = commands(section)
     with shell(command, tmp_path) as job:
         returncode, out, err = job.end(120)
     assert returncode == 0, err
