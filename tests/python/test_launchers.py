@@ -130,7 +130,7 @@ def test_a_job_of_slurm_that_is_asked_to_end_saves_is_queued_again_and_goes_on(
     assert printed(output.read_text()) == parameters
 
 
-@pytest.mark.parametrize("section", ["muster run", "Cores, memory nodes, GPUs"])
+@pytest.mark.parametrize("section", [pytest.param("muster run", marks=pytest.mark.long), "Cores, memory nodes, GPUs"])
 def test_muster_run(section: str, tmp_path: Path, parameters: str) -> None:
     [command] = commands(section)
     with shell(command, tmp_path) as job:
