@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <iterator>
 #include <numeric>
+#include <set>
 #include <sstream>
 #include <vector>
 
@@ -18,10 +19,16 @@ namespace muster {
 
 namespace {
 
-int usable_cores() {
+// The numbers of the cores that this process may use, as words; none where the system does not say.
+std::string usable_cores() {
   cpu_set_t cores;
   CPU_ZERO(&cores);
-  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? std::max(CPU_COUNT(&cores), 1) : 1;
+  std::string numbers;
+  if (sched_getaffinity(0, sizeof cores, &cores) != 0) return numbers;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &cores)) numbers += std::to_string(core) + " ";
+  }
+  return numbers;
 }
 
 std::string host_name() {
@@ -118,13 +125,24 @@ void place_replicas(Topology& topology, comm::Communicator& workers) {
   topology.num_replicas = std::accumulate(first, topology.replicas_of_worker.end(), 0);
 }
 
+int threads_of_replica(const std::vector<std::string>& hosts, const std::vector<std::string>& cores,
+                       const std::vector<int>& replicas) {
+  int beside_chief = 0;
+  std::set<std::string> together;
+  for (size_t r = 0; r < hosts.size(); ++r) {
+    if (hosts[r] != hosts[0]) continue;
+    beside_chief += replicas[r];
+    std::istringstream words(cores[r]);
+    together.insert(std::istream_iterator<std::string>(words), {});
+  }
+  return std::max(static_cast<int>(together.size()) / beside_chief, 1);
+}
+
 int agree_on_threads(const StrategyOptions& options, const Topology& topology, comm::Communicator& workers) {
   const auto hosts = exchange_texts(workers, host_name());
-  int beside_chief = 0;
-  for (size_t r = 0; r < hosts.size(); ++r) {
-    if (hosts[r] == hosts[0]) beside_chief += topology.replicas_of_worker[r];
-  }
-  const int threads = options.threads_per_replica.value_or(std::max(usable_cores() / beside_chief, 1));
+  const auto cores = exchange_texts(workers, usable_cores());
+  const int threads =
+      options.threads_per_replica.value_or(threads_of_replica(hosts, cores, topology.replicas_of_worker));
   return static_cast<int>(broadcast_number(workers, threads));
 }
 

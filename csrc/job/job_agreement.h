@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "comm/communicator.h"
 #include "job/topology.h"
@@ -29,8 +30,13 @@ int64_t broadcast_number(comm::Communicator& workers, int64_t number);
 /// devices each worker has.
 void place_replicas(Topology& topology, comm::Communicator& workers);
 
-/// Collective over workers: intra-op threads of a replica. The chief's option, or its usable cores over the replicas on
-/// its host.
+/// Intra-op threads of a replica: the cores that the workers on rank 0's host may use together, over the replicas
+/// there, so that workers which are bound to cores of their own have as many as workers which share all. By rank: its
+/// host, its cores as words, how many replicas it has.
+int threads_of_replica(const std::vector<std::string>& hosts, const std::vector<std::string>& cores,
+                       const std::vector<int>& replicas);
+
+/// Collective over workers: the chief's option, or threads_of_replica.
 int agree_on_threads(const StrategyOptions& options, const Topology& topology, comm::Communicator& workers);
 
 /// Collective over workers: the chief's option, or the seed of its default generator.

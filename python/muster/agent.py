@@ -1,8 +1,9 @@
 """torchrun's agent of one host, as a process of `muster run` that ends with its parent and with the workers' exit code.
 
-python -m muster.agent PARENT TOLD WORKERS MAX_RESTARTS script|module|program PROGRAM [ARGUMENT...]
+python -m muster.agent PARENT TOLD WORKERS MAX_RESTARTS BIND script|module|program PROGRAM [ARGUMENT...]
 
-PARENT is the process id of `muster run`, and TOLD the end of a pipe from it, in which it says that workers may begin.
+BIND is none, or what muster/binding.py takes; PARENT is the process id of `muster run`, and TOLD the end of a pipe from
+it, in which it says that workers may begin.
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from muster import binding
 from muster.serve import LOOK
 
 KINDS = {"script": [], "module": ["--module"], "program": ["--no-python"]}
+PYTHON = {"script": [sys.executable, "-u"], "module": [sys.executable, "-u", "-m"], "program": []}
+"""How torchrun starts them."""
 
 
-def main(parent: str, told: str, workers: str, max_restarts: str, kind: str, program: str, *arguments: str) -> int:
+def main(
+    parent: str, told: str, workers: str, max_restarts: str, bind: str, kind: str, program: str, *arguments: str
+) -> int:
+    if bind != "none":
+        command = [sys.executable, binding.__file__, bind, *PYTHON[kind], program, *arguments]
+        kind, program, arguments = "program", command[0], tuple(command[1:])
     # Until torch's handlers take over, with the first worker.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)

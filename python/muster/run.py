@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -141,6 +141,12 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often all workers are started again after one has failed.")
     ] = 0,
+    bind: Annotated[
+        Literal["none", "numa", "cores"],
+        typer.Option(
+            help="Give each worker the cores of its memory node, or cores of its own, and one GPU if there are any."
+        ),
+    ] = "none",
 ) -> None:
     """Runs a training script, or a program, with parameter servers on this host; ends with the workers' exit code."""
     kind = _kind(program, module, no_python)
@@ -153,7 +159,7 @@ def run(
     try:
         for index, address in enumerate(_free_addresses(servers)):
             running.append(Server(address, snapshots and snapshots / f"server-{index}"))
-        command = [str(workers), str(max_restarts), kind, program, *(arguments or [])]
+        command = [str(workers), str(max_restarts), bind, kind, program, *(arguments or [])]
         code = _train(command, running, signals)
     except PeerLost as error:
         _say(str(error))

@@ -34,7 +34,13 @@ def serve(
     until_deserted: Annotated[
         bool, typer.Option("--until-deserted", help="End once all workers that joined have left or died.")
     ] = False,
-    until_stdin_ends: Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)] = False,
+    until_stdin_ends: Annotated[
+        bool,
+        typer.Option(
+            "--until-stdin-ends",
+            help="End once standard input ends, as a child that its parent ends or leaves; signals are ignored.",
+        ),
+    ] = False,
 ) -> None:
     """Serves parameters until SIGINT or SIGTERM; prints the address that MUSTER_SERVERS names."""
     if port is not None and address is not None:

@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from support import dockerfile
+
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = (ROOT / "VERSION").read_text().strip()
+IMAGE = dockerfile.stages(ROOT / "deploy" / "Dockerfile")
 QUICK_BUILD = "-DMUSTER_UNITY_FILES=100 '-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG'"
 """scikit-build-core's CMAKE_ARGS: what the wheel holds does not depend on it, its build is faster."""
 
@@ -56,8 +59,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later
         archive.extractall(folder / "source")
     (source,) = (folder / "source").iterdir()
-    run(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", folder, source, cwd=folder)
-    (wheel,) = folder.glob("*.whl")
+    (make_wheel,) = (command for _, command in IMAGE[0] if " wheel " in command)  # as the image's first stage does
+    words = {"python": sys.executable, "/source": str(source), "/wheels": str(folder / "wheels")}
+    run(*(words.get(word, word) for word in make_wheel.split()), cwd=folder)
+    (wheel,) = (folder / "wheels").glob("*.whl")
 
     dependencies = folder / "dependencies"
     dependencies.mkdir()
@@ -118,6 +123,19 @@ def test_the_command_says_its_version(installed: Installed) -> None:
 def test_the_command_says_where_the_cmake_package_is(installed: Installed) -> None:
     folder = Path(run(installed.bin / "muster", "--cmake-dir", cwd=installed.elsewhere))
     assert (folder / "musterConfig.cmake").is_file()
+
+
+@pytest.mark.skipif(bool(dockerfile.why_not()), reason=dockerfile.why_not())
+def test_the_image_trains(installed: Installed, tmp_path: Path) -> None:
+    """Its steps on a copy of this system, where the packages are already: tools, the wheel, a user, training."""
+    made_elsewhere = {"COPY . /source", next(f"RUN {command}" for _, command in IMAGE[0] if " wheel " in command)}
+    tools = [step for step in IMAGE[0] if " ".join(step) not in made_elsewhere]
+    dockerfile.run(tools, tmp_path, tmp_path / "build", installed.bin)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "wheels").symlink_to(installed.wheel.parent)
+    output = dockerfile.run(IMAGE[1], tmp_path, tmp_path / "image", installed.bin, "--epochs 1")
+    assert "Processing /wheels/torch_muster" in output
+    assert "parameters: " in output
 
 
 def configure(installed: Installed, build: Path, *options: str, fails: bool = False) -> str:

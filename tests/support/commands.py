@@ -1,4 +1,4 @@
-"""The muster command as real processes, and what they leave behind."""
+"""Commands as real processes, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 MARK = "MUSTER_TEST_MARK"
 
 
-class Command:
-    """`muster ARGUMENT...`, whose descendants are known by a variable of the environment; they end with the context."""
+class Processes:
+    """A command, whose descendants are known by a variable of the environment; they end with the context."""
 
-    def __init__(self, *arguments: object, **variables: str) -> None:
+    def __init__(self, command: Sequence[object], folder: Path | None = None, **variables: str) -> None:
         self._mark = f"{MARK}={uuid.uuid4()}"
         name, _, value = self._mark.partition("=")
         environment = {name: value for name, value in os.environ.items() if name != "MUSTER_SERVERS"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "muster", *map(str, arguments)],
+            list(map(str, command)),
+            cwd=folder,
             env={**environment, name: value, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def __enter__(self) -> Command:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -50,8 +52,9 @@ class Command:
         out, err = self.process.communicate(timeout=timeout)
         return self.process.returncode, out, err
 
-    def processes(self, word: str = "") -> list[int]:
-        """Itself and its descendants, as far as they live and have the word in their command line."""
+    def processes(self, word: str = "", variable: str = "") -> list[int]:
+        """Itself and its descendants, as far as they live, have the word in their command line, and the variable
+        ("NAME=value") in their environment."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -60,9 +63,17 @@ class Command:
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
-            if state != "Z" and self._mark.encode() in environment and word in command:
+            wanted = {self._mark.encode(), variable.encode()} - {b""}
+            if state != "Z" and wanted <= set(environment) and word in command:
                 found.append(int(folder.name))
         return found
+
+
+class Command(Processes):
+    """`muster ARGUMENT...`."""
+
+    def __init__(self, *arguments: object, **variables: str) -> None:
+        super().__init__([sys.executable, "-m", "muster", *arguments], **variables)
 
 
 def wait_until(holds: Callable[[], object], what: str, timeout: float = 60) -> None:

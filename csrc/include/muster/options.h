@@ -46,7 +46,8 @@ struct StrategyOptions {
   /// Seed of the replicas' random streams and of shuffling; empty: the chief's torch.initial_seed().
   std::optional<uint64_t> seed = std::nullopt;
   Buffers buffers = Buffers::mean;
-  /// Intra-op threads of each replica; empty: the chief's usable cores over the replicas on its host, at least 1.
+  /// Intra-op threads of each replica; empty: the cores that workers of the chief's host may use together,
+  /// over the replicas there, at least 1.
   std::optional<int> threads_per_replica = std::nullopt;
   /// Upper bound of a bucket in bytes, counted in fp32; empty: chosen from what `prepare` measures; see `explain`.
   std::optional<int64_t> bucket_bytes = std::nullopt;
