@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,14 +18,6 @@ from support.jobs import WorkerPool
 
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
           torch.float64]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def three_workers() -> Iterator[WorkerPool]:
-    """Three processes that stay for the module."""
-    pool = WorkerPool(3)
-    yield pool
-    pool.close()
 
 
 def job(body: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muster.errors import InvalidArgument
+from muster.horovod.exceptions import HorovodInternalError
 
 __all__ = ["Reductions", "named"]
 
@@ -56,15 +58,18 @@ class Reductions:
         self._group_of = {parameter: number for number, group in enumerate(groups) for parameter in group}
         self._begin = begin
         self._passes = passes
-        self.restart()
+        self._came: Counter[Tensor] = Counter()
+        self._under_way: dict[int, Callable[[], None]] = {}
         for parameter in self._group_of:
             parameter.register_post_accumulate_grad_hook(self._gradient_came)  # type: ignore[no-untyped-call]
 
     def restart(self, passes: int | None = None) -> None:
-        """Counts `passes` anew (None: as many as before); forgets what is under way."""
+        """Counts `passes` anew (None: as many as before), when what is under way has ended, well or not."""
         self._passes = self._passes if passes is None else passes
-        self._came: Counter[Tensor] = Counter()
-        self._under_way: dict[int, Callable[[], None]] = {}
+        self._came.clear()
+        while self._under_way:
+            with contextlib.suppress(HorovodInternalError):
+                self._under_way.popitem()[1]()
 
     def _gradient_came(self, parameter: Tensor) -> None:
         number = self._group_of[parameter]
@@ -83,8 +88,8 @@ class Reductions:
             if number not in self._under_way:
                 self._reduce(number)
         try:
-            for wait in self._under_way.values():
-                wait()
+            while self._under_way:
+                self._under_way.pop(next(iter(self._under_way)))()
         finally:
             self.restart()
 

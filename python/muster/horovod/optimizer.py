@@ -163,7 +163,7 @@ class _Reducing(Optimizer):
         self._reductions.restart(passes)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As of every optimizer; forgets what is under way."""
+        """As of every optimizer; passes are counted anew."""
         self._reductions.restart()
         self._is_synchronized = False
         super().load_state_dict(state_dict)
