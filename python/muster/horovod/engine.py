@@ -71,17 +71,16 @@ class Engine:
         """When to warn and to fail."""
         self.on_ready: Callable[[Request], Any] | None = None
         """What becomes of requests that are not collective operations: called on the engine's thread, on every rank."""
-        self._transport = transport
         self._negotiation = Negotiation(len(self.members))
-        self._codec = Codec()
-        self._executor = Executor(transport, self.rank, len(self.members))
         self._condition = threading.Condition()
         self._queue: list[Pending] = []  # guarded by _condition, as what follows
         self._pending: dict[str, Pending] = {}
         self._numbers: dict[str, itertools.count[int]] = {}
         self._is_ending = False
         self._error: HorovodInternalError | None = None
-        self._thread = threading.Thread(target=self._serve, name="muster.horovod", daemon=True)
+        self._abort: Callable[[str], None] | None = transport.abort
+        # Who leaves drops the transport, by which peers know: the thread alone keeps it.
+        self._thread = threading.Thread(target=self._serve, args=(transport,), name="muster.horovod", daemon=True)
         self._thread.start()
 
     @property
@@ -128,7 +127,7 @@ class Engine:
                 warn_at = now + self.stalls.warn_after
                 self._warn(pending.request, now - begun)
             if now - begun >= self.stalls.fail_after:
-                self._transport.abort(f"{pending.request.key} waited {now - begun:.0f} s for other ranks")
+                self._end_waits(f"{pending.request.key} waited {now - begun:.0f} s for other ranks")
         if pending.error is not None:
             raise pending.error
         return pending.result
@@ -141,21 +140,30 @@ class Engine:
             self._condition.notify_all()
         self._thread.join(GRACE if is_idle else 0.1)
         if self._thread.is_alive():
-            self._transport.abort(reason)
+            self._end_waits(reason)
             self._thread.join(GRACE)
+        self._abort = None
         self._fail(HorovodInternalError(reason))
 
-    def _serve(self) -> None:
+    def _end_waits(self, reason: str) -> None:
+        abort = self._abort
+        if abort is not None:
+            abort(reason)
+
+    def _serve(self, transport: Transport) -> None:
         torch.set_grad_enabled(False)  # of this thread
+        codec = Codec()
+        executor = Executor(transport, self.rank, self.size)
         pause = 0.0
         try:
             while (new := self._next(pause)) is not None:
-                messages = self._transport.exchange(self._codec.encode([pending.request for pending in new]))
-                ready = self._negotiation.add(self._codec.decode(messages))
-                self._finish(ready)
+                messages = transport.exchange(codec.encode([pending.request for pending in new]))
+                ready = self._negotiation.add(codec.decode(messages))
+                self._finish(ready, executor)
                 pause = 0.0 if ready or new else min(pause + LONGEST_PAUSE / 16, LONGEST_PAUSE)
         except Exception as error:
             self._fail(_as_internal(error))
+            transport.abort(f"rank {self.members[self.rank]} failed: {type(error).__name__}: {error}")
 
     def _next(self, pause: float) -> list[Pending] | None:
         """What was submitted since the last round, once there is reason for another; None at the end."""
@@ -169,7 +177,7 @@ class Engine:
             taken, self._queue = self._queue, []
             return taken
 
-    def _finish(self, ready: Sequence[Ready]) -> None:
+    def _finish(self, ready: Sequence[Ready], executor: Executor) -> None:
         operations: list[tuple[Operation, Pending | None]] = []
         for item in ready:
             request = item.request
@@ -185,7 +193,7 @@ class Engine:
                 nothing = [None] * len(request.shapes)
                 given = (pending.inputs, pending.outputs) if pending is not None else (nothing, nothing)
                 operations.append((Operation(item, *given), pending))
-        self._executor.run([operation for operation, _ in operations])
+        executor.run([operation for operation, _ in operations])
         for operation, pending in operations:
             self._conclude(pending, operation.result)
 
@@ -219,5 +227,5 @@ def _as_internal(error: Exception) -> HorovodInternalError:
     text = str(error).partition("\n")[0]
     hint = "" if isinstance(error, InvalidArgument) else "; look at what the other ranks printed"
     internal = HorovodInternalError(f"communication with the other ranks failed: {type(error).__name__}: {text}{hint}")
-    internal.__cause__ = error
+    internal.__cause__ = error.with_traceback(None)  # whose frames would keep the transport
     return internal

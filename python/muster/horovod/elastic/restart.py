@@ -40,6 +40,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                 state.restore()
                 skip_sync = False
             except HostsUpdatedInterrupt as interrupt:
+                state.save()
                 skip_sync = interrupt.skip_sync
             shutdown()
             init()
