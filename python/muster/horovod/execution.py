@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,6 @@ from muster.horovod.requests import ADASUM, AVERAGE, PRODUCT, SUM, Request
 from muster.horovod.transport import Transport
 
 __all__ = ["Executor", "Operation", "split_rows"]
-
-MAX_BUFFER = 16 << 20
-"""Bytes that small tensors are gathered in, to be reduced at once."""
 
 
 @dataclass
@@ -38,7 +34,7 @@ class Operation:
 
 
 class Executor:
-    """Does operations over `transport`, the same in the same order on all ranks."""
+    """Does operations over `transport`, the same in the same order on all ranks, in a thread without gradients."""
 
     def __init__(self, transport: Transport, rank: int, size: int) -> None:
         """This is `rank` of `size`."""
@@ -46,9 +42,6 @@ class Executor:
         self._rank = rank
         self._size = size
         self._buffer: Tensor | None = None
-        wanted = os.environ.get("HOROVOD_FUSION_THRESHOLD", "")
-        # Never 0, which to Horovod means: each tensor by itself.
-        self._capacity = max(min(int(wanted), MAX_BUFFER) if wanted else MAX_BUFFER, 4096) // 8 * 8
 
     def run(self, operations: Sequence[Operation]) -> None:
         """Sets each operation's result. Operations that can be reduced together are."""
@@ -79,43 +72,26 @@ class Executor:
     def _all_reduce(self, operations: Sequence[Operation]) -> None:
         request = operations[0].request
         dtype = _dtype(request.dtypes[0])
+        sources, targets, finals = [], [], []
+        for operation in operations:
+            for given, output, shape in zip(operation.inputs, operation.outputs, operation.request.shapes, strict=True):
+                source = torch.zeros(shape, dtype=dtype) if given is None else given.cpu()
+                is_direct = output is not None and output.is_cpu and output.is_contiguous()
+                target = output if is_direct and output is not None else torch.empty(shape, dtype=dtype)
+                sources.append(source.reshape(-1))
+                targets.append(target.view(-1))
+                finals.append(output if is_direct else (target, output, given))
         window = self._window(dtype)
-        pieces: list[tuple[Tensor, int, int]] = []  # where, from which element of the window on, how many
-        filled = 0
-
-        def flush() -> None:
-            nonlocal filled
-            self._reduce(window[:filled], request)
-            for target, start, count in pieces:
-                target.copy_(window[start : start + count])
-            pieces.clear()
-            filled = 0
-
+        for batch in _batches(sources, targets, window.numel()):
+            sizes = [source.numel() for source, _ in batch]
+            together = window[: sum(sizes)]
+            torch.cat([source for source, _ in batch], out=together)
+            self._reduce(together, request)
+            for (_, target), part in zip(batch, torch.split(together, sizes), strict=True):
+                target.copy_(part)
+        results = iter([_stored(*final) if isinstance(final, tuple) else final for final in finals])
         for operation in operations:
-            operation.result = []
-            for index, (given, output) in enumerate(zip(operation.inputs, operation.outputs, strict=True)):
-                shape = operation.request.shapes[index]
-                source = torch.zeros(shape, dtype=dtype) if given is None else given.detach().cpu().contiguous()
-                is_direct = output is not None and output.is_contiguous() and output.device.type == "cpu"
-                target = output.detach() if is_direct and output is not None else torch.empty(shape, dtype=dtype)
-                values, results = source.view(-1), target.view(-1)
-                start = 0
-                while start < len(values):
-                    count = min(len(values) - start, len(window) - filled)
-                    window[filled : filled + count].copy_(values[start : start + count])
-                    pieces.append((results[start : start + count], filled, count))
-                    filled += count
-                    start += count
-                    if filled == len(window):
-                        flush()
-                operation.result.append((target, output, is_direct))
-        if filled:
-            flush()
-        for operation in operations:
-            operation.result = [
-                output if is_direct else _stored(target, output, given)
-                for (target, output, is_direct), given in zip(operation.result, operation.inputs, strict=True)
-            ]
+            operation.result = [next(results) for _ in operation.inputs]
 
     def _reduce(self, tensor: Tensor, request: Request) -> None:
         """In place, of contiguous values in host memory."""
@@ -176,8 +152,27 @@ class Executor:
 
     def _window(self, dtype: torch.dtype) -> Tensor:
         if self._buffer is None:
-            self._buffer = self._transport.allocate(self._capacity)
+            self._buffer = self._transport.allocate()
         return self._buffer.view(dtype)
+
+
+def _batches(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], capacity: int
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Parts of `sources` with the same parts of `targets`, in batches of at most `capacity` elements."""
+    batch: list[tuple[Tensor, Tensor]] = []
+    room = capacity
+    for source, target in zip(sources, targets, strict=True):
+        while source.numel() > room:
+            batch.append((source[:room], target[:room]))
+            source, target = source[room:], target[room:]
+            yield batch
+            batch, room = [], capacity
+        if size := source.numel():
+            batch.append((source, target))
+            room -= size
+    if batch:
+        yield batch
 
 
 def split_rows(rows: int, size: int) -> list[int]:
@@ -195,13 +190,13 @@ def _copy(given: Tensor | None, request: Request, index: int) -> Tensor:
     """A contiguous copy in host memory, with which a transport may do what it will."""
     if given is None:
         return torch.zeros(request.shapes[index], dtype=_dtype(request.dtypes[index]))
-    return given.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return given.cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _stored(tensor: Tensor, output: Tensor | None, given: Tensor | None) -> Tensor:
     """`tensor` where it is to be: in `output`, else on the device of what this rank has given."""
     if output is not None:
-        output.detach().copy_(tensor)
+        output.copy_(tensor)
         return output
     return tensor if given is None else tensor.to(given.device)
 

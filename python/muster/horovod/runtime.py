@@ -20,6 +20,7 @@ from muster.horovod.world import (
     check_ranks,
     find_cluster,
     group_over,
+    meeting_at_store,
     open_store,
     patience,
     places,
@@ -132,14 +133,11 @@ class Runtime:
         if self.size == 1:
             return _alone()
         group = self._over_group("set/0", self.sets[0])
-        address = _C._server.free_address() if self.rank == 0 else ""
-        heard = [json.loads(message) for message in group.exchange(json.dumps([this_machine(), address]).encode())]
-        if any(machine != heard[0][0] for machine, _ in heard):
+        if len(set(group.exchange(this_machine().encode()))) > 1:
             return group
         communicator, why = None, ""
         try:
-            here = _C.Cluster(self.rank, self.size, heard[0][1], cluster.local_rank)
-            mesh = _C._comm.HostMesh(here, timeout=min(self._stalls.fail_after, patience()))
+            mesh = _C._comm.HostMesh(meeting_at_store(cluster), timeout=min(self._stalls.fail_after, patience()))
             (communicator,) = mesh.make_group("muster.horovod")
         except Error as error:
             why = str(error)

@@ -17,6 +17,9 @@ __all__ = ["GroupTransport", "HostTransport", "Transport"]
 FRAME = 1024
 """Bytes of a message between ranks that travel at once, with its length."""
 _HEADER = 8
+GROUP_BUFFER = 16 << 20
+HOST_BUFFER = 1 << 20
+"""Bytes. What ranks of a host have copied there is in a cache when they add it."""
 _REDUCTIONS = {SUM: dist.ReduceOp.SUM, MIN: dist.ReduceOp.MIN, MAX: dist.ReduceOp.MAX}
 _NAMES = {SUM: "sum", MIN: "min", MAX: "max"}
 _WIDER = {
@@ -34,8 +37,8 @@ class Transport(Protocol):
     def exchange(self, message: bytes) -> list[bytes]:
         """Every rank's `message`, by rank."""
 
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Memory (uint8) of `num_bytes` that it reduces fastest."""
+    def allocate(self) -> Tensor:
+        """Memory (uint8) in which tensors are reduced together: of the size, and where, that is fastest."""
 
     def all_reduce(self, tensor: Tensor, op: int) -> None:
         """In place: `tensor` becomes its reduction by `op` (SUM, MIN or MAX) over ranks. Low-precision dtypes are
@@ -74,8 +77,8 @@ class GroupTransport:
             frames = [frame + tail for frame, tail in zip(frames, tails, strict=True)]
         return [frame[_HEADER:length] for frame, length in zip(frames, lengths, strict=True)]
 
-    def allocate(self, num_bytes: int) -> Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+    def allocate(self) -> Tensor:
+        return torch.zeros(GROUP_BUFFER, dtype=torch.uint8, device=self._device)
 
     def all_reduce(self, tensor: Tensor, op: int) -> None:
         wider = _WIDER.get(tensor.dtype)
@@ -138,8 +141,8 @@ class HostTransport:
         work.wait()
         return [part.numpy().tobytes() for part in work.outputs()]
 
-    def allocate(self, num_bytes: int) -> Tensor:
-        memory: Tensor = self._communicator.allocate(num_bytes, torch.uint8)
+    def allocate(self) -> Tensor:
+        memory: Tensor = self._communicator.allocate(HOST_BUFFER, torch.uint8)
         return memory
 
     def all_reduce(self, tensor: Tensor, op: int) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "check_ranks",
     "find_cluster",
     "group_over",
+    "meeting_at_store",
     "open_store",
     "patience",
     "places",
@@ -31,6 +32,8 @@ __all__ = [
     "this_machine",
 ]
 
+OCCUPIED = 10.0
+"""Seconds that whoever has rank 0's port has to answer as a store does."""
 _stores: dict[tuple[str, int], Any] = {}
 """Stores of this process by address and rank: who hosts one hosts it until the process ends."""
 
@@ -149,22 +152,37 @@ def open_store(cluster: _C.Cluster, generation: int) -> Any:
     return dist.distributed_c10d.PrefixStore(f"muster/horovod/{restart}/{generation}", _stores[key])
 
 
+def meeting_at_store(cluster: _C.Cluster) -> _C.Cluster:
+    """`cluster`, in which rank 0 hosts no store besides that of open_store()."""
+    host, _, port = cluster.address.rpartition(":")
+    return _C._cluster_from_environment(
+        {
+            "RANK": str(cluster.rank),
+            "WORLD_SIZE": str(cluster.num_workers),
+            "LOCAL_RANK": str(cluster.local_rank),
+            "MASTER_ADDR": host.strip("[]"),
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+    )
+
+
 def _connect(cluster: _C.Cluster) -> Any:
     host, _, port = cluster.address.rpartition(":")
 
-    def make(is_master: bool) -> Any:
+    def make(is_master: bool, seconds: float) -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            host.strip("[]"), int(port), is_master=is_master, timeout=timedelta(seconds=patience()),
+            host.strip("[]"), int(port), is_master=is_master, timeout=timedelta(seconds=seconds),
             wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip
 
     try:
         if cluster.rank == 0 and not cluster.store_is_hosted:
             try:
-                return make(True)
+                return make(True, patience())
             except dist.DistNetworkError:
-                return make(False)  # a strategy of this process, or a default group, has it
-        return make(False)
+                return make(False, OCCUPIED)  # a strategy of this process, or a default group, has it
+        return make(False, patience())
     except dist.DistError as error:
         raise Timeout(
             f"rank {cluster.rank} cannot reach rank 0 at {cluster.address}: {str(error).splitlines()[0]}; start rank "
