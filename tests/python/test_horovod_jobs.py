@@ -399,6 +399,25 @@ def torchrun(*arguments: str, cwd: Path, **variables: str) -> subprocess.Complet
     )  # fmt: skip
 
 
+def test_the_example_is_the_same_on_two_workers() -> None:
+    example = "examples/migrations/horovod_digits.py"
+    assert "import muster.horovod as hvd  # import horovod.torch as hvd\n" in (ROOT / example).read_text()
+    commands = [
+        [sys.executable, example, "--epochs", "3", "--batch-size", "64"],
+        [sys.executable, "-m", "muster", "run", "--workers", "2", "--servers", "0", example, "--epochs", "3"],
+    ]
+    running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in commands]
+    alone, workers = (
+        [line.split() for line in process.communicate(timeout=150)[0].splitlines()] for process in running
+    )
+    assert [process.returncode for process in running] == [0, 0]
+    assert len(alone) == len(workers) == 3
+    for one, two in zip(alone, workers, strict=True):
+        assert float(one[4].strip(",")) == pytest.approx(float(two[4].strip(",")), rel=1e-3)
+        assert float(one[6]) == pytest.approx(float(two[6]), abs=0.005)
+    assert float(alone[-1][6]) > 0.5
+
+
 @pytest.mark.long
 def test_a_job_that_torchrun_restarts_goes_on_from_its_commit(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RESTARTED)

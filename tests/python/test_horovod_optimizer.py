@@ -187,13 +187,15 @@ class Branches(nn.Module):
 
 
 def unused() -> None:
-    model = Branches()
-    before = [layer.weight.detach().clone() for layer in model.layers]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
-    model.layers[hvd.rank()](torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    for layer, start, change in zip(model.layers, before, (0.5, 0.5, 0.0), strict=True):
-        assert torch.allclose(layer.weight, start - change)
+    for groups in (None, 1):
+        model = Branches()
+        before = [layer.weight.detach().clone() for layer in model.layers]
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), groups=groups)
+        model.layers[hvd.rank()](torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        for layer, start, change in zip(model.layers, before, (0.5, 0.5, 0.0), strict=True):
+            assert torch.allclose(layer.weight, start - change)
 
 
 def test_parameters_that_some_ranks_leave_out(two_workers: WorkerPool) -> None:
