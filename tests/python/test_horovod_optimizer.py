@@ -103,12 +103,22 @@ def test_steps_are_those_of_the_whole_batch(two_workers: WorkerPool) -> None:
 def while_backward_runs() -> bool:
     model = net()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    begun: list[bool] = []
-    model[0].register_full_backward_hook(lambda *_: begun.append(raised(optimizer.zero_grad) != "nothing"))
+    begun: list[str] = []
+
+    def look(*_: Any) -> None:
+        if hvd.rank() == 0:
+            begun.append(raised(optimizer.zero_grad))
+            begun.append(raised(hvd.allreduce_async, torch.zeros(3), name="2.bias"))
+            hvd.barrier()
+
+    model[0].register_full_backward_hook(look)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    model(x).sum().backward()
+    loss = model(x).sum()
+    if hvd.rank() == 1:
+        hvd.barrier()
+    loss.backward()
     optimizer.step()
-    return begun == [True]
+    return hvd.rank() == 1 or ("zero_grad()" in begun[0] and "under way" in begun[1])
 
 
 def test_gradients_are_reduced_while_backward_runs(two_workers: WorkerPool) -> None:

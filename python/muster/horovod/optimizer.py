@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -152,8 +151,7 @@ class _Reducing(Optimizer):
     ) -> None:
         self._should_synchronize = True
         self._is_synchronized = False
-        is_alone = running().size == 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
-        self._takes_part = reduction.process_set.included() and not is_alone
+        self._takes_part = reduction.process_set.included() and running().size > 1
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         together = _groups(trained, parameters, groups, reduction.process_set) if self._takes_part else []
         self._reductions = Reductions(parameters, together, passes, reduction.begin)
