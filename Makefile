@@ -9,7 +9,7 @@ STAMPS := $(VENV)/.stamps
 # The environment's tools first: cmake, ninja, ruff, clang-format.
 export PATH := $(BIN):$(PATH)
 CPP_FILES = $(shell find csrc tests/cpp tests/programs tests/support examples/cpp benchmarks/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h.in')
-PY_FILES = python tests/python tests/differential tests/gpu tests/support examples/python examples/ray benchmarks tools setup.py
+PY_FILES = python tests/python tests/differential tests/gpu tests/support examples/python examples/migrations examples/ray benchmarks tools setup.py
 CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DMUSTER_TESTS=ON
 
 .PHONY: cuda dev gpu-check train test test-long test-sanitize fuzz lint lint-only format dist bench clean package

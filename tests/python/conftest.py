@@ -36,6 +36,14 @@ def two_workers() -> Iterator[WorkerPool]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def three_workers() -> Iterator[WorkerPool]:
+    """Three processes that stay for the session."""
+    pool = WorkerPool(3)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(params=["mirrored-1", "mirrored-2", "mirrored-3", "workers-2", "workers-2x2"])
 def job(request: pytest.FixtureRequest, two_workers: WorkerPool) -> Launcher:
     """Every shape of job."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import muster
+import muster.horovod
 from muster import options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,14 +27,14 @@ STRATEGIES: dict[type, Any] = {
 # A module's methods take what the module's own take.
 FORWARDED = ("Replicated.", "PerReplica.")
 # Whose keywords are names that the caller chooses.
-NAMING = {"Strategy.save", "Strategy.load"} | {
+NAMING = {"Strategy.save", "Strategy.load", "ObjectState", "TorchState"} | {
     f"Checkpoints{method}" for method in ("", ".after_step", ".save", ".best")
 }
 
 
 def callables() -> Iterator[tuple[str, Callable[..., Any], str]]:
     """Every public function, constructor and method that is written in Python: name, itself, its text."""
-    for module in (muster, muster.optim):
+    for module in (muster, muster.optim, muster.horovod, muster.horovod.elastic):
         for name in module.__all__:
             value = getattr(module, name)
             if isinstance(value, type) and value.__module__.startswith("muster") and "_C" not in value.__module__:
@@ -62,7 +63,7 @@ def parameters_of(name: str) -> list[inspect.Parameter]:
 
 def is_torchs(function: Any) -> bool:
     """Whether it takes what a class of torch's does, which says what that is."""
-    return isinstance(function, type) and issubclass(function, torch.optim.Optimizer)
+    return isinstance(function, type) and issubclass(function, (torch.optim.Optimizer, torch.nn.SyncBatchNorm))
 
 
 def sentences_of_header(path: str, struct: str) -> dict[str, str]:

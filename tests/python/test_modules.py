@@ -27,6 +27,9 @@ EXCEPTIONS = {
     "checkpoint/importing.py": {"_checkpoint"},
     "checkpoint/reading.py": {"_checkpoint"},
     "checkpoint/libtorch.py": {"_C"},  # torch's own, whose reader of archives is nowhere else
+    # Collectives among processes of one host, and where those meet, which strategies do not ask for.
+    "horovod/runtime.py": {"_comm"},
+    "horovod/world.py": {"_cluster_from_environment"},
     "saving_policy.py": {"_saving"},  # what a strategy's save() and load() call, and policies besides
 }
 

@@ -1,0 +1,143 @@
+"""What a training function goes on from, after a failure."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muster.horovod.functions import broadcast_object
+from muster.horovod.runtime import running
+
+__all__ = ["ObjectState", "State"]
+
+KEPT = "commit.pt"
+"""The file of the last commit, in the folder MUSTER_COMMITS."""
+
+
+class State:
+    """What commit() keeps, restore() brings back and sync() makes equal on all ranks. Derive from it for state of other
+    kinds."""
+
+    def __init__(self, bcast_object: Callable[..., Any] = broadcast_object, get_rank: Callable[[], int] | None = None):
+        """`bcast_object` sends an object of rank 0 to all; `get_rank` says which rank this is. Both as in Horovod."""
+        self._bcast_object = bcast_object
+        self._get_rank = get_rank or (lambda: running().rank)
+        self._reset_callbacks: list[Callable[[], None]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Has `callbacks` called after ranks have met again, before the state is synchronized."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Ranks have met again."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Keeps the state as it is: in memory, and on rank 0 in the folder MUSTER_COMMITS, where that is set."""
+        self.save()
+        self.check_host_updates()
+        folder = os.environ.get("MUSTER_COMMITS")
+        if folder and self._get_rank() == 0:
+            _write(Path(folder), {"job": _job(), "state": self.kept()})
+
+    def check_host_updates(self) -> None:
+        """Without effect: nobody tells of hosts that come and go."""
+
+    def load_kept(self) -> None:
+        """Goes on from the commit in the folder MUSTER_COMMITS, where this process is rank 0 of a job that its launcher
+        has started again (TORCHELASTIC_RESTART_COUNT), and an earlier life of the job has written one."""
+        folder = os.environ.get("MUSTER_COMMITS")
+        is_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        if not folder or not is_restarted or self._get_rank() != 0:
+            return
+        path = Path(folder) / KEPT
+        if path.exists():
+            read = torch.load(path, map_location="cpu", weights_only=False)
+            if read["job"] == _job():
+                self.keep(read["state"])
+                self.restore()
+
+    def kept(self) -> Any:
+        """What save() has kept, to be pickled; for commits that outlive the process."""
+        raise NotImplementedError
+
+    def keep(self, state: Any) -> None:
+        """Takes `state`, of kept(), for what save() has kept."""
+        raise NotImplementedError
+
+    def save(self) -> None:
+        """Keeps the state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Goes back to what save() kept last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Makes the state that of rank 0, and keeps it. Collective."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Called after ranks have met again, before callbacks."""
+
+
+class ObjectState(State):
+    """Python objects by name, which are its attributes."""
+
+    def __init__(
+        self,
+        bcast_object: Callable[..., Any] = broadcast_object,
+        get_rank: Callable[[], int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """The objects `kwargs`; `bcast_object` and `get_rank` as of State."""
+        super().__init__(bcast_object, get_rank)
+        self._saved_state = copy.deepcopy(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+
+    def save(self) -> None:
+        """Keeps copies of the objects."""
+        self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
+
+    def restore(self) -> None:
+        """Sets the attributes to copies of what was kept."""
+        for name, value in self._saved_state.items():
+            setattr(self, name, copy.deepcopy(value))
+
+    def sync(self) -> None:
+        """Makes the objects those that rank 0 has kept. Collective."""
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._saved_state)
+            ObjectState.restore(self)
+
+    def kept(self) -> Any:
+        """As of State."""
+        return self._saved_state
+
+    def keep(self, state: Any) -> None:
+        """As of State: `state` of kept()."""
+        self._saved_state = {name: state.get(name, value) for name, value in self._saved_state.items()}
+
+
+def _job() -> str:
+    """What tells jobs apart that share a folder."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _write(folder: Path, commit: Any) -> None:
+    """Whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+        torch.save(commit, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, folder / KEPT)
