@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from muster.benchmarks import command
-from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.models import DIGITS, MLP, SMALL_TENSORS, TRANSFORMER
 from muster.benchmarks.tables import Table
+from muster.free_ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 

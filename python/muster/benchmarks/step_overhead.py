@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
-from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.loops import BareThreads, MakeOptimizer, on_threads, ordinary, parts_of, with_muster
 from muster.benchmarks.models import MLP, SMALL_TENSORS, TINY, TRANSFORMER, Model
 from muster.benchmarks.record import Out, known, need_gloo, publish, record
@@ -46,6 +45,7 @@ from muster.benchmarks.rounds import interleave, lasting, quartiles, ratio
 from muster.benchmarks.servers import Cpp, CppServer, PythonServer, Server, Step, cpp_folder, end, turn
 from muster.benchmarks.tables import BASE, OVER_SLOWER
 from muster.benchmarks.tables import step_overhead as table
+from muster.free_ports import free_ports
 
 __all__ = ["main"]
 
