@@ -82,61 +82,49 @@ class _OfMany:
         self._carried = carried
         self._as_views = as_views
         size = sum(parameter.numel() for parameter in carried) + len(carried)
-        self.parameter = nn.Parameter(carried[0].detach().new_zeros(size))
-        self._all_used = carried[0].detach().new_ones(len(carried))
-        self._zeros: dict[int, Tensor] = {}
-        self._loaded: list[Tensor] = []  # before used ones
-        self._flat = self.parameter.detach()
-        self._views: list[Tensor] = []  # of the flat gradient, that parameters have as gradients
+        self._flat = carried[0].detach().new_zeros(size)
+        *self._views, self._used = unflattened(self._flat, [*carried, self._flat.new_zeros(len(carried))])
+        self.parameter = nn.Parameter(torch.zeros_like(self._flat))
+        self._gradients: list[Tensor | None] = []  # loaded ones
         self._is_in_place = False
 
     def load(self) -> None:
         gradients = [parameter.grad for parameter in self._carried]
-        self._is_in_place = bool(self._views) and all(map(operator.is_, gradients, self._views))
-        if self._is_in_place:
-            self._flat[-len(gradients) :] = 1
-        else:
-            used = self._all_used
-            absent = [number for number, gradient in enumerate(gradients) if gradient is None]
-            if absent:
-                used = used.clone()
-                used[absent] = 0
-            self._flatten(
-                [self._zero(n) if gradient is None else gradient for n, gradient in enumerate(gradients)], used
-            )
+        self._gradients = gradients
+        self._is_in_place = all(map(operator.is_, gradients, self._views))
+        self._used.fill_(1)
+        if not self._is_in_place:
+            for number in _absent(gradients):
+                self._views[number].zero_()
+                self._used[number] = 0
+            _copy(self._views, gradients)
         self.parameter.grad = self._flat
 
     def load_zeros(self) -> None:
-        self._is_in_place = False
-        self._flatten([self._zero(number) for number in range(len(self._carried))], torch.zeros_like(self._all_used))
-        self.parameter.grad = self._flat
+        self.parameter.grad = torch.zeros_like(self._flat)
 
     def unload(self) -> None:
-        self.parameter.grad = None
+        gradients, self._gradients, self.parameter.grad = self._gradients, [], None
         if self._is_in_place:
             return
-        *views, used = unflattened(self._flat, [*self._loaded, self._all_used])
-        gradients = [parameter.grad for parameter in self._carried if parameter.grad is not None]
-        is_used = (used != 0).tolist()
+        absent = _absent(gradients)
+        unused = {number for number in absent if not self._used[number]} if absent else set()
         if self._as_views:
-            for parameter, view, known in zip(self._carried, views, is_used, strict=True):
-                if known:
+            for number, (parameter, view) in enumerate(zip(self._carried, self._views, strict=True)):
+                if number not in unused:
                     parameter.grad = view
-            self._views = views if all(is_used) else []
-        elif len(gradients) == len(self._carried):
-            torch._foreach_copy_(gradients, views)
-        else:
-            for parameter, view, known in zip(self._carried, views, is_used, strict=True):
-                if parameter.grad is not None:
-                    parameter.grad.copy_(view)
-                elif known:
-                    parameter.grad = view.clone()
+            return
+        for number in set(absent) - unused:
+            self._carried[number].grad = self._views[number].clone()
+        _copy(gradients, self._views)
 
-    def _flatten(self, gradients: list[Tensor], used: Tensor) -> None:
-        self._loaded = gradients
-        self._flat = flattened([*gradients, used])
 
-    def _zero(self, number: int) -> Tensor:
-        if number not in self._zeros:
-            self._zeros[number] = torch.zeros_like(self._carried[number])
-        return self._zeros[number]
+def _absent(gradients: Sequence[Tensor | None]) -> list[int]:
+    return [number for number, gradient in enumerate(gradients) if gradient is None]
+
+
+def _copy(to: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
+    """Where there is something on both sides."""
+    pairs = [(a, b) for a, b in zip(to, values, strict=True) if a is not None and b is not None]
+    if pairs:
+        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])

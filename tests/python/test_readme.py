@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text()
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
-    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.md"))),
+    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 MIRRORED = 'strategy = muster.MirroredStrategy(["cpu:0", "cpu:1"])'
 WORKERS = "# strategy = muster.MultiWorkerMirroredStrategy.from_env()"
@@ -74,7 +74,10 @@ def test_the_blocks_of_a_page_run_as_one_program(page: str, tmp_path: Path) -> N
     parts = blocks(page, "python")
     if parts:
         (tmp_path / "page.py").write_text("\n".join(parts))
-        run(sys.executable, "page.py", cwd=tmp_path)
+        (command,) = re.findall(r"`(torchrun [^`]* page\.py)`", (ROOT / page).read_text()) or [
+            f"{sys.executable} page.py"
+        ]
+        run(*command.split(), cwd=tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES)
