@@ -184,7 +184,7 @@ class Reducer:
         if not is_reached:
             return
         # Where outputs do not tell, one backward may end several times: after each reentrant checkpoint.
-        self._is_expected = self._num_proven is None and not self._is_joining()
+        self._is_expected = False
         self.average()
         if self._num_proven is not None:
             self._num_proven += 1
@@ -239,6 +239,7 @@ class Reducer:
 
     def _remove_autograd_hooks(self) -> None:
         _remove(self._handles)
+        self._accumulators, self._num_proven = [], None
 
 
 def _is_executed(node: Any) -> bool:

@@ -14,7 +14,7 @@ import io
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -913,6 +913,96 @@ def a_backward_that_raises_leaves_it_usable(parallel: Any) -> None:
     assert_equal(gradients(module), expected)
 
 
+class Pair(NamedTuple):
+    a: Tensor
+    b: Tensor
+
+
+class Odd(nn.Module):
+    """Takes keywords, returns a named tuple with a part that needs no gradient, and has a layer without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.empty = nn.Linear(4, 2), nn.Linear(4, 0)
+
+    def forward(self, x: Tensor, *, scale: float) -> Pair:
+        fresh = torch.ones(2, requires_grad=True)
+        return Pair(self.layer(x) * scale * fresh + self.empty(x).sum(), x.detach())
+
+
+@promise
+def inputs_and_outputs_may_be_odd(parallel: Any) -> None:
+    x = parts()
+    module = built(Odd)
+    ddp = parallel(module)
+    for _ in range(4):
+        expected = mean_gradients(module, lambda m, n: m(x[n], scale=2.0).a.square().mean())
+        ddp.zero_grad()
+        output = ddp(x[rank()], scale=2.0)
+        assert type(output) is Pair
+        assert not output.b.requires_grad
+        output.a.square().mean().backward()
+        assert_equal(gradients(module), expected)
+
+
+@promise
+def outputs_may_be_changed_in_place(parallel: Any) -> None:
+    x = parts()
+    module = built(lambda: nn.Linear(4, 2))
+    ddp = parallel(module, find_unused_parameters=True)
+    for _ in range(4):
+        expected = mean_gradients(module, lambda m, n: (m(x[n]) * 3 + 1).square().mean())
+        ddp.zero_grad()
+        output = ddp(x[rank()])
+        output *= 3
+        output += 1
+        output.square().mean().backward()
+        assert_equal(gradients(module), expected)
+
+
+@promise
+def ranks_may_infer_on_their_own(parallel: Any) -> None:
+    x = parts()
+    module = built(lambda: nn.Linear(4, 2))
+    ddp = parallel(module)
+    ddp.eval()
+    with torch.no_grad():
+        for _ in range(1 + rank()):
+            torch.testing.assert_close(ddp(x[0]), module(x[0]))
+    ddp.train()
+    expected = mean_gradients(module, lambda m, n: m(x[n]).square().mean())
+    ddp(x[rank()]).square().mean().backward()
+    assert_equal(gradients(module), expected)
+
+
+@promise
+def the_module_itself_stays_local(parallel: Any) -> None:
+    x = parts()
+    module = built(lambda: nn.Linear(4, 2))
+    local = copy.deepcopy(module)
+    ddp = parallel(module)
+    for _ in range(2):
+        ddp(x[rank()]).sum().backward()
+        ddp.zero_grad()
+    module(x[rank()]).square().mean().backward()
+    local(x[rank()]).square().mean().backward()
+    assert_equal(gradients(module), gradients(local))
+
+
+@promise
+def hooks_of_reduction_can_be_removed(parallel: Any) -> None:
+    x = parts()
+    module = built(lambda: nn.Linear(4, 2))
+    ddp = parallel(module)
+    for _ in range(4):
+        ddp(x[rank()]).sum().backward()
+    ddp._check_reducer_finalized()
+    ddp._remove_autograd_hooks()
+    ddp.zero_grad()
+    ddp(x[rank()]).sum().backward()
+    torch.testing.assert_close(module.weight.grad[0], x[rank()].sum(0))
+
+
 # --- Muster's alone ---------------------------------------------------------------------------------------------------
 
 
@@ -992,6 +1082,33 @@ def a_penalty_may_come_late(parallel: Any) -> None:
                 loss = (slope.square().sum(1) - 1).square().mean()
             loss.backward()
         assert_equal(gradients(module), gradients(alone), rtol=1e-4, atol=1e-6)
+
+
+class Sidelong(nn.Module):
+    """Many layers, of which one has the loss, which no output leads to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 1) for _ in range(80))
+        self.loss: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = self.layers[2](x).square().mean()
+        return self.layers[0](x)
+
+
+@ours
+def a_loss_of_few_parameters_may_come_sidelong(parallel: Any) -> None:
+    x = parts()
+    module = built(Sidelong)
+    ddp = parallel(module)
+    for _ in range(5):
+        module.loss = None
+        expected = mean_gradients(module, lambda m, n: [m(x[n]), m.loss][1])
+        ddp.zero_grad()
+        ddp(x[rank()])
+        module.loss.backward()
+        assert_equal(gradients(module), expected)
 
 
 @ours
