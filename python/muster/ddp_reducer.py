@@ -123,6 +123,8 @@ class Reducer:
                 self.hooked.run_without_gradients()
                 return
             self._average_dense(lambda carrier: carrier.load_zeros())
+            for carrier in self._carriers:
+                carrier.parameter.grad = None
             for parameter in self._sparse:
                 dist.all_reduce(_no_rows(parameter), group=self._group)
 
@@ -184,7 +186,7 @@ class Reducer:
         if not is_reached:
             return
         # Where outputs do not tell, one backward may end several times: after each reentrant checkpoint.
-        self._is_expected = False
+        self._is_expected = self._num_proven is None and not self._is_joining()
         self.average()
         if self._num_proven is not None:
             self._num_proven += 1

@@ -1111,6 +1111,26 @@ def a_loss_of_few_parameters_may_come_sidelong(parallel: Any) -> None:
         assert_equal(gradients(module), expected)
 
 
+class CheckpointedSidelong(Checkpointed):
+    def forward(self, x: Tensor) -> None:
+        self.loss = super().forward(x).square().mean()
+
+
+@ours
+def a_recomputed_loss_may_come_sidelong(parallel: Any) -> None:
+    # Gradients of the two checkpoints arrive in backwards of their own.
+    x = parts()
+    module = built(lambda: CheckpointedSidelong(use_reentrant=True))
+    ddp = parallel(module)
+    for _ in range(5):
+        module.loss = None
+        expected = mean_gradients(module, lambda m, n: [m(x[n]), m.loss][1])
+        ddp.zero_grad()
+        ddp(x[rank()])
+        module.loss.backward()
+        assert_equal(gradients(module), expected)
+
+
 @ours
 def what_it_cannot_do_names_what_to_do(parallel: Any) -> None:
     from torch.nn.parallel.distributed import _MixedPrecision
