@@ -32,8 +32,8 @@ class Reducer:
     A hook on the forward's outputs runs in the outermost graph task, so that its callback comes when all of backward is
     done, reentrant checkpoints included. Hooks on parameters say whether gradients arrived at all (torch.autograd.grad
     leaves none), and stand in where they arrive by another way than outputs: in a gradient penalty, or where a loss was
-    kept elsewhere. They cost a thousand small parameters a hundredth of their step: once some backwards have come
-    through outputs alone, only a few parameters stay watched, and the graph is asked about the others.
+    kept elsewhere. Each is a call into Python: once some backwards have come through outputs alone, only a few
+    parameters stay watched, and the graph is asked about the others.
     """
 
     def __init__(
