@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import muster
-from muster.benchmarks.free_ports import free_ports
+from muster.free_ports import free_ports
 
 DRY = "--dry" in sys.argv
 CALLS = 100

@@ -30,9 +30,9 @@ import typer
 from torch.distributed import rpc
 
 from muster import _C
-from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.record import Out, record, write
 from muster.benchmarks.rounds import Column, quartiles, ratio, take_turns
+from muster.free_ports import free_ports
 
 server: Any = _C._server
 

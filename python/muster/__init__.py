@@ -8,6 +8,7 @@ from muster import _C as _C
 from muster import _random, checkpoint, optim
 from muster._build_info import version as __version__
 from muster._C import Cluster, FixedShards, MaxSize, MinSize
+from muster.distributed_data_parallel import DistributedDataParallel
 from muster.errors import (
     AuthError,
     CheckpointError,
@@ -42,6 +43,7 @@ __all__ = [
     "Checkpoints",
     "Cluster",
     "CommError",
+    "DistributedDataParallel",
     "Error",
     "FixedShards",
     "InvalidArgument",

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from muster.benchmarks import command
-from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.models import DIGITS, MLP, SMALL_TENSORS, TRANSFORMER
 from muster.benchmarks.tables import Table
+from muster.free_ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,6 +85,9 @@ def test_step_overhead(tmp_path: Path, cpp: Path) -> None:
         if case["replicas"] == "2 processes":
             assert are_quartiles(case["muster over the slower process"])
             assert case["muster over the slower process"][1] <= case["columns"]["muster"]["ratio"][1]
+        if (case["replicas"], case["language"]) == ("2 processes", "Python"):
+            assert {"muster's DDP", "muster's DDP tuned"} <= case["columns"].keys()
+            assert are_quartiles(case["best DDP over muster's best DDP"])
 
 
 @pytest.mark.timeout(900)

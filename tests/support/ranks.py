@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from muster.benchmarks.free_ports import free_ports
+from muster.free_ports import free_ports
 
 
 def free_port() -> int:

@@ -23,10 +23,10 @@ import typer
 
 import muster
 from muster import _C
-from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.record import Out, known, need_gloo, publish, record
 from muster.benchmarks.rounds import by_clock, quartiles, ratio, take_turns
 from muster.benchmarks.tables import allreduce as table
+from muster.free_ports import free_ports
 
 __all__ = ["main"]
 

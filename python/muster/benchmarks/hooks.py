@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
-from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.record import Out, need_gloo, publish, record
 from muster.benchmarks.rounds import fixed, interleave, quartiles
 from muster.benchmarks.tables import hooks as table
+from muster.free_ports import free_ports
 
 __all__ = ["main"]
 

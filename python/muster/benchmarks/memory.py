@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
-from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.models import mlp
 from muster.benchmarks.record import Out, publish, record
 from muster.benchmarks.servers import Step
 from muster.benchmarks.tables import memory as table
+from muster.free_ports import free_ports
 
 __all__ = ["main"]
 

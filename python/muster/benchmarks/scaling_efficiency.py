@@ -23,13 +23,13 @@ import typer
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
-from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.loops import BareThreads, Batch, on_threads, ordinary, parts_of, with_muster, without_step
 from muster.benchmarks.models import DIGITS, TINY, TRANSFORMER, Model
 from muster.benchmarks.record import Out, known, need_gloo, publish, record
 from muster.benchmarks.rounds import fixed, interleave, ratio
 from muster.benchmarks.servers import Cpp, CppServer, PythonServer, Server, Step, cpp_folder, end, turn
 from muster.benchmarks.tables import scaling_efficiency as table
+from muster.free_ports import free_ports
 
 __all__ = ["main"]
 

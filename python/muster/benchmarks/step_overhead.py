@@ -13,6 +13,9 @@ machines' work shares them, say, processes that average wait for the slower one 
 given over that of the slower process without communication. What communicates must learn the same: parameters are
 compared after a few steps, and those of a column's ranks at the end.
 
+Columns of DDP, torch's and Muster's, run the same loop, with backward by hand; the faster one of torch's is also given
+over the faster one of Muster's.
+
 Threads without communication have a model and an optimizer each, and step without averaging. Replicas of one process
 share their parameters, which exist and are stepped once: they may be faster than that.
 
@@ -38,14 +41,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
-from muster.benchmarks.free_ports import free_ports
 from muster.benchmarks.loops import BareThreads, MakeOptimizer, on_threads, ordinary, parts_of, with_muster
 from muster.benchmarks.models import MLP, SMALL_TENSORS, TINY, TRANSFORMER, Model
 from muster.benchmarks.record import Out, known, need_gloo, publish, record
 from muster.benchmarks.rounds import interleave, lasting, quartiles, ratio
 from muster.benchmarks.servers import Cpp, CppServer, PythonServer, Server, Step, cpp_folder, end, turn
-from muster.benchmarks.tables import BASE, OVER_SLOWER
+from muster.benchmarks.tables import BASE, OVER_DROP_IN, OVER_SLOWER
 from muster.benchmarks.tables import step_overhead as table
+from muster.free_ports import free_ports
 
 __all__ = ["main"]
 
@@ -54,7 +57,9 @@ TIMED_STEPS = 3
 MUSTER = "muster"
 DDP = "DDP"
 TUNED = {f"DDP tuned, {megabytes} MB buckets": megabytes for megabytes in (1, 25, 100)}
-COMMUNICATING = (MUSTER, DDP, *TUNED)
+DROP_IN = "muster's DDP"
+DROP_IN_TUNED = "muster's DDP tuned"
+COMMUNICATING = (MUSTER, DDP, *TUNED, DROP_IN, DROP_IN_TUNED)
 KEEPS_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
@@ -123,9 +128,11 @@ def worker(rank: int, name: str, column: str, gloo: int, rendezvous: int) -> Ite
             strategy = muster.MultiWorkerMirroredStrategy(cluster, threads_per_replica=1, seed=0)
             step = with_muster(case.model, module, optimizer, batch, stack.enter_context(strategy))
         else:
-            megabytes = TUNED.get(column)
-            tuned: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb": megabytes}
-            ddp = DistributedDataParallel(module, process_group=groups[number], **(tuned if megabytes else {}))
+            tuned: dict[str, Any] = {}
+            if column in TUNED or column == DROP_IN_TUNED:
+                tuned = {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb": TUNED.get(column)}
+            wrapper = muster.DistributedDataParallel if column.startswith(DROP_IN) else DistributedDataParallel
+            ddp = wrapper(module, process_group=groups[number], **tuned)
             step = ordinary(case.model, module, optimizer, batch, ddp)
         for _ in range(AGREED_STEPS):
             step()
@@ -240,6 +247,9 @@ def measure(name: str, seconds: float, least: int, cpp: Path | None) -> Iterator
             "columns": {column: summary(per_round, means[BASE]) for column, per_round in means.items()},
         }
         if job.replicas == PROCESSES:
+            if DROP_IN in means:
+                theirs, ours = (fastest(means, names) for names in ((DDP, *TUNED), (DROP_IN, DROP_IN_TUNED)))
+                case[OVER_DROP_IN] = ratio(medians(theirs), medians(ours))
             case[OVER_SLOWER] = ratio(medians(means[MUSTER]), medians(over_processes(max, rounds[BASE])))
         yield case
 
@@ -251,6 +261,11 @@ def over_processes(one_of: Callable[[list[float]], float], rounds: Sequence[list
 
 def medians(rounds: Sequence[list[float]]) -> list[float]:
     return [statistics.median(steps) for steps in rounds]
+
+
+def fastest(rounds: Mapping[str, Sequence[list[float]]], names: Sequence[str]) -> Sequence[list[float]]:
+    """The rounds of that column of `names` whose median step is the shortest."""
+    return min((rounds[name] for name in names), key=lambda column: statistics.median(medians(column)))
 
 
 def summary(rounds: Sequence[list[float]], base: Sequence[list[float]]) -> dict[str, Any]:

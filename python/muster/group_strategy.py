@@ -1,0 +1,105 @@
+"""A strategy between the ranks of a process group of torch.distributed, made without any variables of a launcher."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import weakref
+from collections.abc import MutableMapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from muster import _C
+from muster.errors import LayoutMismatch
+from muster.free_ports import free_ports
+from muster.strategy import MultiWorkerMirroredStrategy
+
+__all__ = ["GroupStrategy", "compare", "host"]
+
+T = TypeVar("T")
+
+_MOST_ON_A_HOST = 256
+"""Ranks of one host that its memory brings together."""
+_known: MutableMapping[Any, dict[torch.device, GroupStrategy]] = weakref.WeakKeyDictionary()
+
+
+class GroupStrategy(MultiWorkerMirroredStrategy):
+    """Averages gradients between the ranks of a process group, each with one device.
+
+    Ranks of one host reduce through its memory, others through the group itself. The group serves to agree on that, and
+    on where they meet. There is one such strategy a group and device; it lives as long as the group.
+    """
+
+    way = ""
+    """What gradients go through, in words."""
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup, device: torch.device) -> GroupStrategy:
+        """Collective, the first time: that of `group` and `device`."""
+        of_group = _known.setdefault(group, {})
+        if device not in of_group:
+            of_group[device] = cls._met(group, device)
+        return of_group[device]
+
+    @classmethod
+    def _met(cls, group: dist.ProcessGroup, device: torch.device) -> GroupStrategy:
+        rank, size = group.rank(), group.size()
+        everyones = _gather((host(), _address() if rank == 0 else "", os.geteuid()), group)
+        hosts = [(host, user) for host, _, user in everyones]
+        is_one_host = len(set(hosts)) == 1 and size <= _MOST_ON_A_HOST
+        port = everyones[0][1].rpartition(":")[2]
+        cluster = _C.Cluster(
+            rank, size, f"127.0.0.1:{port}" if is_one_host else everyones[0][1], hosts[:rank].count(hosts[rank])
+        )
+        made = cls(cluster, [device], process_group=None if is_one_host else group, timeout=_timeout(group, device))
+        made.way = "memory of this host" if is_one_host else f"the process group ({group.name()})"
+        return made
+
+    def add(self, module: nn.Module) -> int:
+        """Collective: prepares `module`; its number."""
+        self.prepare(module)
+        return self._preparation.module_numbers[-1]
+
+    def average(self, number: int) -> None:
+        """Collective: the `.grad` of that module's parameters becomes its mean over ranks; it stays None where it is
+        None on all."""
+        self._core.average_gradients(number)
+
+
+def compare(lines: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Collective over `group`: raises LayoutMismatch, on all of its ranks, naming the first of `lines` that differs."""
+    first, *others = _gather(list(lines), group)
+    for rank, theirs in enumerate(others, 1):
+        for a, b in itertools.zip_longest(first, theirs, fillvalue="nothing"):
+            if a != b:
+                raise LayoutMismatch(
+                    f"the models of the ranks differ: rank 0 has {a}, rank {rank} has {b}; build the same model on "
+                    "every rank"
+                )
+
+
+def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
+    everyones = [mine] * group.size()
+    if group.size() > 1:
+        dist.all_gather_object(everyones, mine, group=group)
+    return everyones
+
+
+def host() -> str:
+    """What processes that can share memory have in common: one kernel, and one network to find each other in."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+
+
+def _address() -> str:
+    """Where rank 0 can be reached, at a port that is free."""
+    return f"{socket.getfqdn()}:{free_ports(1)[0]}"
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> float:
+    """The group's own, in seconds."""
+    return float(group._get_backend(device).options._timeout.total_seconds())
