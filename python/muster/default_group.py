@@ -48,8 +48,9 @@ class DefaultGroup:
     @classmethod
     def make(cls, cluster: _C.Cluster, name: str, timeout: float, *, of_several_hosts: bool = False) -> DefaultGroup:
         """Collective over workers; `name` is the job's own, no worker has a default group, and `of_several_hosts` says
-        whether they are on several hosts. Raises CommError where the group cannot be made. Gloo listens on the interface
-        by which this host reaches the rendezvous, unless the environment (GLOO_SOCKET_IFNAME) names another."""
+        whether they are on several hosts. Raises CommError where the group cannot be made. Gloo listens on the
+        interface by which this host reaches the rendezvous, unless the environment (GLOO_SOCKET_IFNAME) names another.
+        """
         host, port = host_and_port(cluster.address)
         patience = timedelta(seconds=timeout)
         try:
