@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.benchmarks.free_ports import free_ports
+from muster.free_ports import free_ports
 from support.commands import Processes, wait_until
 from support.slurm import Slurm, missing
 

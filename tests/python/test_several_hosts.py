@@ -119,6 +119,7 @@ def test_hosts_of_three_and_one_worker_train_as_one_and_notice_a_link_that_is_do
     expected = [trained.parameters for trained in train_mirrored(4, CONFIGS)]
     # The first host holds the bridge: the link of another one is cut by that one's own rank 0.
     results: list[Any] = three_hosts.run([1, 1, 1, 0], _train_in_the_programs_group)
+    three_hosts.connect()
     for trained, is_kept, refused, (kind, text, seconds) in results:
         assert all(map(np.array_equal, trained, expected))
         assert is_kept

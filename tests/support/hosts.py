@@ -66,6 +66,11 @@ class Hosts:
             _ip("-n", name, "link", "set", ours, "name", "eth0")
             _ip("-n", name, "addr", "add", f"{_address(i)}/24", "dev", "eth0")
             _ip("-n", bridge, "link", "set", theirs, "up")
+        self.connect()
+
+    def connect(self) -> None:
+        """Brings up links that went down."""
+        for name in self._names:
             _ip("-n", name, "link", "set", "eth0", "up")
 
     def remove(self) -> None:

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 from types import TracebackType
 
-from muster.benchmarks.free_ports import free_ports
+from muster.free_ports import free_ports
 from support.commands import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
