@@ -9,6 +9,7 @@
 
 #include "core/plain_memory.h"
 #include "muster/error.h"
+#include "strategy/sigterm.h"
 
 namespace muster {
 
@@ -45,6 +46,7 @@ void average_gradients(Session& session, int module) {
         "backward by hand needs one replica per process; write the step as a function that returns the "
         "loss and call strategy.step(fn, ...)");
   }
+  SigtermWatch::note_step();
   if (topology.num_workers == 1) return;
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> parameters;

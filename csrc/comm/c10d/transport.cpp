@@ -111,7 +111,9 @@ C10dTransport::C10dTransport(ProcessGroupPtr group, c10::Device device)
 
 template <class F>
 Work C10dTransport::issue(const char* what, const F& call) {
-  const std::string where = std::string(what) + " at rank " + std::to_string(rank_);
+  std::string where(what);
+  where += " at rank ";
+  where += std::to_string(rank_);
   c10::intrusive_ptr<c10d::Work> work;
   try {
     work = call();
