@@ -9,6 +9,7 @@ where there are GPUs. LOCAL_RANK and LOCAL_WORLD_SIZE say which worker this is.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -65,12 +66,15 @@ def gpus() -> dict[str, str]:
     found: dict[str, str] = {}
     if (command := shutil.which("nvidia-smi")) is not None:
         query = [command, "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"]
-        for line in subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines():
+        told = subprocess.run(query, capture_output=True, text=True, check=False)
+        for line in told.stdout.splitlines() if told.returncode == 0 else ():
             index, uuid, bus = (field.strip() for field in line.split(","))
             found[index] = found[uuid] = bus
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name for name in found if name.startswith("GPU-")] if chosen is None else chosen.split(",")
-    return {name.strip(): found.get(name.strip(), "") for name in names if name.strip()}
+    # As CUDA reads it: what follows a name that is none, -1 by custom, is not seen.
+    named = itertools.takewhile(lambda name: name and name != "-1", (name.strip() for name in names))
+    return {name: found.get(name, "") for name in named}
 
 
 def node_of(bus: str, system: Path = SYSTEM) -> int:

@@ -70,7 +70,7 @@ class _OfOne:
         self.parameter.grad = None
 
     def unload(self) -> None:
-        if self._carried.grad is None:
+        if self._carried.grad is not self.parameter.grad:  # there was none, or a sparse one
             self._carried.grad = self.parameter.grad
         self.parameter.grad = None
 

@@ -69,6 +69,8 @@ class DistributedDataParallel(TorchDDP):
         """As torch's: `hook` is called with `state` and each bucket of gradients, as flat tensors, at the end of
         backward, and its future holds what they become."""
         self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+        if getattr(hook, "__module__", "").endswith("ddp_zero_hook"):
+            self._refuse("a hook that overlaps ZeroRedundancyOptimizer with backward", "call its step() after backward")
         self._use_hook(state, hook, hook.__qualname__)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:

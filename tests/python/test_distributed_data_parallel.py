@@ -12,6 +12,9 @@ import gc
 import inspect
 import io
 import itertools
+import signal
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -1192,6 +1195,36 @@ def a_group_has_one_strategy(parallel: Any) -> None:
     assert first.reducer.meet() is second.reducer.meet()
 
 
+class Rows(nn.Module):
+    """Its gradient is sparse, and it does not look like an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(200, 100))  # more than what travels with others
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return nn.functional.embedding(rows, self.weight, sparse=True)
+
+
+@ours
+def a_sparse_gradient_that_nobody_expects_is_averaged(parallel: Any) -> None:
+    ddp = parallel(Rows())
+    ddp(torch.tensor([dist.get_rank()])).sum().backward()
+    gradient = ddp.module.weight.grad
+    assert torch.equal(gradient.to_dense()[:3, 0], torch.tensor([0.5, 0.5, 0.0]))
+
+
+@ours
+def a_hook_that_waits_for_a_reducer_of_torchs_is_refused(parallel: Any) -> None:
+    def hook(state: Any, bucket: Any) -> Any:
+        raise AssertionError
+
+    hook.__annotations__.clear()
+    hook.__module__ = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
+    with pytest.raises(muster.InvalidArgument, match="call its step\\(\\) after backward"):
+        parallel(built(Net)).register_comm_hook(None, hook)
+
+
 def run(implementation: str, name: str) -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -1216,3 +1249,25 @@ def test_both_keep_it(two_ranks: WorkerPool, implementation: str, name: str) -> 
 @pytest.mark.parametrize("name", OURS)
 def test_ours_keeps_it(two_ranks: WorkerPool, name: str) -> None:
     two_ranks.call(run, "muster", name, timeout=60)
+
+
+ENDS_BY_SIGTERM = """
+import torch, torch.distributed as dist, muster
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = muster.DistributedDataParallel(torch.nn.Linear(4, 1))
+for step in range(1_000_000_000):
+    model(torch.ones(2, 4)).sum().backward()
+    if step == 3:
+        print("trains", flush=True)
+"""
+
+
+def test_sigterm_ends_a_script_as_with_torchs() -> None:
+    with subprocess.Popen([sys.executable, "-c", ENDS_BY_SIGTERM], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "trains\n"
+            process.terminate()
+            assert process.wait(30) == -signal.SIGTERM
+        finally:
+            process.kill()

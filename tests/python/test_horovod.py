@@ -321,6 +321,10 @@ def exchanged() -> None:
     assert hvd.alltoall(rows, splits=counts)[1].dtype == torch.int32
     nothing, zeros = hvd.alltoall(torch.zeros(0, 4), splits=[0] * n)
     assert nothing.shape == (0, 4) and zeros.tolist() == [0] * n
+    # Rank 0 sends nothing and gets nothing.
+    own = torch.full((2 if r == n - 1 else 0, 4), float(r))
+    kept, _ = hvd.alltoall(own, splits=[0] * (n - 1) + [len(own)])
+    assert torch.equal(kept, own)
     assert "equally" in raised(hvd.alltoall, torch.zeros(n + 1))
     assert "rows" in raised(hvd.alltoall, torch.zeros(n), splits=[n + 1] + [0] * (n - 1))
     assert "rows" in raised(hvd.alltoall, torch.zeros(n), splits=[n])

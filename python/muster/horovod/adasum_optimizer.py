@@ -52,3 +52,6 @@ class AdasumDeltas(Optimizer):
             for parameter, start, (handle, ctx) in zip(trained, before, under_way, strict=True):
                 parameter.copy_(start + self._compression.decompress(synchronize(handle), ctx))
         return loss
+
+    # torch wraps a step() without this mark when a state is loaded: hooks, which are the base's, would run twice.
+    step.hooked = True  # type: ignore[attr-defined]

@@ -193,6 +193,9 @@ class _Reducing(Optimizer):
         self._is_synchronized = False
         return super().step(closure)
 
+    # torch wraps a step() without this mark when a state is loaded: hooks, which are the base's, would run twice.
+    step.hooked = True  # type: ignore[attr-defined]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of the optimizer. Raises AssertionError while gradients are being reduced."""
         self._reductions.check_is_idle()

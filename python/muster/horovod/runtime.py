@@ -48,6 +48,7 @@ class Runtime:
         """Of this process."""
         self.size: int = cluster.num_workers
         """Processes of the job."""
+        self._address = cluster.address
         for ranks in sets:
             check_ranks(ranks, self.size)
             if len(ranks) == self.size:
@@ -126,7 +127,8 @@ class Runtime:
     def _over_group(self, name: str, ranks: Sequence[int]) -> GroupTransport:
         assert self._store is not None
         store = dist.distributed_c10d.PrefixStore(name, self._store)
-        return GroupTransport(group_over(store, ranks.index(self.rank), len(ranks), self._stalls.fail_after))
+        place = ranks.index(self.rank)
+        return GroupTransport(group_over(store, place, len(ranks), self._stalls.fail_after, self._address))
 
     def _transport_of_all(self, cluster: _C.Cluster) -> Transport:
         """Through common memory where all processes are on one machine."""
@@ -137,7 +139,7 @@ class Runtime:
             return group
         communicator, why = None, ""
         try:
-            mesh = _C._comm.HostMesh(meeting_at_store(cluster), timeout=min(self._stalls.fail_after, patience()))
+            mesh = _C._comm.HostMesh(meeting_at_store(cluster), timeout=self._stalls.fail_after)
             (communicator,) = mesh.make_group("muster.horovod")
         except Error as error:
             why = str(error)

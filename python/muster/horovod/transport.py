@@ -3,6 +3,7 @@ processes of one host share. One thread uses a transport."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -110,8 +111,8 @@ class GroupTransport:
     def all_to_all(self, tensor: Tensor, splits: Sequence[Sequence[int]]) -> Tensor:
         received = [sent[self._rank] for sent in splits]
         output = tensor.new_empty([sum(received), *tensor.shape[1:]])
-        row = tensor[0:1].numel() if len(tensor) else output[0:1].numel()
-        if row == 0:
+        row = math.prod(tensor.shape[1:])
+        if row == 0:  # on all ranks: one that has no rows takes part
             return output
         width = row * tensor.element_size()
         sizes = [count * width for count in received], [count * width for count in splits[self._rank]]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from muster import _C
 from muster.errors import InvalidArgument, Timeout
+from muster.gloo_interface import gloo_reaches
 
 __all__ = [
     "Place",
@@ -94,7 +97,8 @@ def _of_horovodrun() -> _C.Cluster | None:
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     elif "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ and "HOROVOD_GLOO_RENDEZVOUS_PORT" in os.environ:
-        address = _meet_at_horovodrun(rank)
+        server = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+        address = _meet_at_horovodrun(rank, *server)
     else:
         raise InvalidArgument(
             "HOROVOD_RANK is set, but neither HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT nor MASTER_ADDR and MASTER_PORT, "
@@ -103,9 +107,10 @@ def _of_horovodrun() -> _C.Cluster | None:
     return _C.Cluster(rank, size, address, local_rank)
 
 
-def _meet_at_horovodrun(rank: int) -> str:
-    """Rank 0's address: it leaves it with horovodrun's server, which keeps values by HTTP."""
-    host, port = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+@functools.cache
+def _meet_at_horovodrun(rank: int, host: str, port: int) -> str:
+    """Rank 0's address, the same at every start of this process: rank 0 leaves it with horovodrun's server, which keeps
+    values by HTTP."""
     url = f"http://{host}:{port}/muster/address"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline = time.monotonic() + patience()
@@ -190,11 +195,13 @@ def _connect(cluster: _C.Cluster) -> Any:
         ) from error
 
 
-def group_over(store: Any, rank: int, size: int, timeout: float) -> Any:
-    """A Gloo group of `size` processes that meet at `store`; what waits `timeout` seconds in it fails."""
+def group_over(store: Any, rank: int, size: int, timeout: float, address: str = "") -> Any:
+    """A Gloo group of `size` processes that meet at `store`; what waits `timeout` seconds in it fails. It listens on
+    the interface by which this host reaches `address` (host:port; "": on Gloo's own choice), unless one is named."""
     if "HOROVOD_GLOO_IFACE" in os.environ:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", os.environ["HOROVOD_GLOO_IFACE"])
-    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+    with gloo_reaches(address) if address else nullcontext():
+        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
 
 
 def this_host() -> str:
