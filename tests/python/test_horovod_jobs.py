@@ -74,10 +74,12 @@ def test_horovodruns_variables_and_server(two_workers: WorkerPool) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Values)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     meet = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_port)}
-    assert two_workers.call(by_variables, {**HOROVODRUN, **meet}) == [(3, 0, 0), (3, 1, 1)]
+    for _ in range(2):  # the same processes begin again
+        assert two_workers.call(by_variables, {**HOROVODRUN, **meet}) == [(3, 0, 0), (3, 1, 1)]
     assert list(Values.values) == ["/muster/address"]
     server.shutdown()
     server.server_close()
+    meet["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(free_port())
     for text in two_workers.call(raised, by_variables, {**HOROVODRUN, **meet}):
         assert text.startswith("InvalidArgument: no server of horovodrun answers")
         assert "MASTER_ADDR" in text
