@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -211,8 +210,7 @@ def this_host() -> str:
 
 def this_machine() -> str:
     """What is equal for processes that may share memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{this_host()} {socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    return f"{this_host()} {_C.host_identity()}"
 
 
 def places(hosts: Sequence[str], local_ranks: Sequence[int]) -> list[Place]:
