@@ -180,6 +180,14 @@ void FileReader::read(void* data, size_t bytes) {
 
 std::vector<uint32_t> FileReader::read_sections(std::span<const Section> sections) {
   end_section();
+  std::vector<uint32_t> sums;
+  if (hash_) {
+    for (const auto& section : sections) {
+      read(section.data, section.bytes);
+      sums.push_back(end_section());
+    }
+    return sums;
+  }
   struct Piece {
     size_t section;
     uint64_t position;
@@ -196,16 +204,9 @@ std::vector<uint32_t> FileReader::read_sections(std::span<const Section> section
     }
     next += sections[s].bytes;
   }
-  if (hash_) {
-    for (auto& piece : pieces) {
-      piece.crc32 = read_at(piece.position, piece.data, piece.bytes, 0);
-      if (hash_) hash_->add(piece.data, piece.bytes);
-    }
-  } else {
-    in_threads(next - position(), pieces.size(),
-               [&](size_t i) { pieces[i].crc32 = read_at(pieces[i].position, pieces[i].data, pieces[i].bytes, 0); });
-  }
-  std::vector<uint32_t> sums(sections.size(), 0);
+  in_threads(next - position(), pieces.size(),
+             [&](size_t i) { pieces[i].crc32 = read_at(pieces[i].position, pieces[i].data, pieces[i].bytes, 0); });
+  sums.assign(sections.size(), 0);
   for (const auto& piece : pieces) {
     sums[piece.section] = crc32_combine(sums[piece.section], piece.crc32, piece.bytes);
   }
