@@ -18,7 +18,7 @@ constexpr milliseconds kLauncher{300};    // until it starts all again
 constexpr milliseconds kErrorsBy{5'000};  // after a death
 
 // Of a parameter that fills half a chunk of fp32, at whose edges servers' shares are cut.
-constexpr int64_t kTile = 4'096;
+constexpr int64_t kSpreadTile = 4'096;
 
 std::string text_of(const std::vector<uint32_t>& ranks) {
   std::string text;
@@ -41,7 +41,7 @@ Plan plan_of(const JobSetup& setup) {
   Plan plan;
   for (int p = 0; p < 4; ++p) {
     const auto dtype = setup.is_thorough && p % 2 == 1 ? at::kDouble : at::kFloat;
-    plan.parameters.push_back({"p" + std::to_string(p), {setup.is_spread ? kTile : kElements}, {1}, dtype});
+    plan.parameters.push_back({"p" + std::to_string(p), {setup.is_spread ? kSpreadTile : kElements}, {1}, dtype});
   }
   plan.group_of.resize(plan.parameters.size());
   if (setup.is_thorough) {

@@ -4,8 +4,6 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,11 +11,13 @@
 #include <cstring>
 #include <numeric>
 #include <random>
+#include <set>
 #include <thread>
 
 #include "muster/error.h"
 #include "server/shard/server.h"
 #include "server/worker/client.h"
+#include "support/connections.h"
 #include "support/servers.h"
 
 namespace muster::testing {
@@ -27,7 +27,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr int64_t kDim = 3;
+constexpr int64_t kTracedDim = 3;
 
 Plan traced_plan(uint32_t workers, uint32_t staleness) {
   Plan plan;
@@ -35,7 +35,7 @@ Plan traced_plan(uint32_t workers, uint32_t staleness) {
     plan.parameters.push_back({"counts" + std::to_string(p), {12'000 + p * 4096}, {1}, at::kFloat});
   }
   plan.group_of.resize(plan.parameters.size());
-  plan.tables = {{"rows", kTracedWidth, kDim, RowPlacement::modulo, {RowInitialiser::Kind::normal, 0, 0}, 0}};
+  plan.tables = {{"rows", kTracedWidth, kTracedDim, RowPlacement::modulo, {RowInitialiser::Kind::normal, 0, 0}, 0}};
   plan.groups = std::vector<kernels::SgdGroup>{{1, 0, 0, 0, false, false}};
   plan.servers = kTracedServers;
   plan.workers = workers;
@@ -52,18 +52,16 @@ Board* new_board() {
   return new (memory) Board();
 }
 
-// Cuts a connection now and then, in whatever it is doing.
-void cut_connections(unsigned seed, const std::atomic<bool>& ends) {
+// Cuts a connection now and then, in whatever it is doing; not one of `inherited`, which another process uses too.
+void cut_connections(unsigned seed, const std::set<int>& inherited, const std::atomic<bool>& ends) {
   std::minstd_rand random(seed);
   while (!ends) {
     std::this_thread::sleep_for(milliseconds(20 + random() % 200));
-    std::vector<int> sockets;
-    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-      const int fd = std::atoi(entry.path().filename().c_str());
-      struct stat status{};
-      if (::fstat(fd, &status) == 0 && S_ISSOCK(status.st_mode)) sockets.push_back(fd);
+    std::vector<int> own;
+    for (const int connection : connections()) {
+      if (!inherited.contains(connection)) own.push_back(connection);
     }
-    if (!sockets.empty()) ::shutdown(sockets[random() % sockets.size()], SHUT_RDWR);
+    if (!own.empty()) cut(own[random() % own.size()]);
   }
 }
 
@@ -158,7 +156,7 @@ void TracedJob::work(uint32_t rank, int life) const {
       const Bytes bytes = std::as_bytes(std::span(*gradient));
       client.push(step, c, {&bytes, 1}, gradient);
     }
-    client.rows().push(step, 0, traces, std::vector<float>(traces.size() * kDim, 1));
+    client.rows().push(step, 0, traces, std::vector<float>(traces.size() * kTracedDim, 1));
     client.flush();
     Apply command;
     command.step = step;
@@ -186,8 +184,8 @@ pid_t TracedJob::fork_worker(uint32_t rank, int life) const {
   return fork_process([&] {
     int status = 0;
     std::atomic<bool> ends{false};
-    std::thread cutter([&] {
-      if (cuts) cut_connections(static_cast<unsigned>(life + 1), ends);
+    std::thread cutter([&, inherited = connections()] {
+      if (cuts) cut_connections(static_cast<unsigned>(life + 1), inherited, ends);
     });
     try {
       work(rank, life);
@@ -227,9 +225,9 @@ std::vector<std::vector<float>> TracedJob::read_counts() const {
   }
   std::vector<int64_t> rows(kTracedWidth);
   std::iota(rows.begin(), rows.end(), 0);
-  std::vector<float> values(rows.size() * kDim);
+  std::vector<float> values(rows.size() * kTracedDim);
   client.rows().pull(0, 0, rows, values);
-  for (size_t i = 0; i < values.size(); ++i) counts[i / kDim].push_back(-values[i]);
+  for (size_t i = 0; i < values.size(); ++i) counts[i / kTracedDim].push_back(-values[i]);
   return counts;
 }
 

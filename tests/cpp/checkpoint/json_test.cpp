@@ -11,7 +11,7 @@ using namespace muster::checkpoint;
 
 namespace {
 
-std::string decoded(const std::string& text) {
+std::string decoded_string(const std::string& text) {
   JsonReader json(text, "a test");
   auto value = json.read_string();
   json.read_end();
@@ -31,9 +31,9 @@ TEST_CASE("strings come back as they were written", "[checkpoint]") {
   std::string all;
   for (int c = 0; c < 0x80; ++c) all += static_cast<char>(c);
   for (const std::string& text : {std::string(), all, std::string("é ‐ \U0001F600 \uFFFF")}) {
-    CHECK(decoded(json_string(text)) == text);
+    CHECK(decoded_string(json_string(text)) == text);
   }
-  CHECK(decoded(R"( "\u00e9\ud83d\ude00\/\b" )") == "é\U0001F600/\b");
+  CHECK(decoded_string(R"( "\u00e9\ud83d\ude00\/\b" )") == "é\U0001F600/\b");
   CHECK_THROWS_AS(json_string("\xff"), InvalidArgument);
 }
 
@@ -43,9 +43,9 @@ TEST_CASE("a string that is none is refused", "[checkpoint]") {
                                 "\"\\ud800\\u0041\"", "\"\\udc00\"", "\"\n\"", "\"\xff\"", "\"\xc0\x80\"",
                                 "\"\xed\xa0\x80\"", "\"\xf4\x90\x80\x80\"", "\"\xe2\x82", "\"a\" b"}) {
     INFO(text);
-    CHECK_THROWS_AS(decoded(text), CheckpointError);
+    CHECK_THROWS_AS(decoded_string(text), CheckpointError);
   }
-  CHECK_THROWS_AS(decoded(std::string("\"\\\0\"", 4)), CheckpointError);
+  CHECK_THROWS_AS(decoded_string(std::string("\"\\\0\"", 4)), CheckpointError);
 }
 
 TEST_CASE("integers are those of 64 bits", "[checkpoint]") {

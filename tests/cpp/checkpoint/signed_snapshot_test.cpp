@@ -12,6 +12,7 @@
 #include "checkpoint/snapshot.h"
 #include "core/log.h"
 #include "cpp/catch.h"
+#include "cpp/checkpoint/texts.h"
 #include "muster/error.h"
 #include "net/job_secret.h"
 #include "support/folder.h"
@@ -21,6 +22,9 @@ using namespace muster;
 using namespace muster::checkpoint;
 using testing::message_of;
 namespace fs = std::filesystem;
+
+using testing::contents;
+using testing::replace;
 
 namespace {
 
@@ -46,22 +50,12 @@ struct SecretFile {
   testing::Folder folder;
 };
 
-Snapshot numbered(int64_t number) { return {{{"x", at::full({100}, number)}}, {{"number", number}}}; }
+Snapshot signed_number(int64_t number) { return {{{"x", at::full({100}, number)}}, {{"number", number}}}; }
 
-int64_t number_in(const Snapshot& snapshot) { return std::get<int64_t>(snapshot.metadata.at("number")); }
-
-std::string contents(const fs::path& path) {
-  std::ostringstream text;
-  text << std::ifstream(path, std::ios::binary).rdbuf();
-  return text.str();
-}
-
-void replace(const fs::path& path, const std::string& text) {
-  std::ofstream(path, std::ios::binary | std::ios::trunc) << text;
-}
+int64_t number_of(const Snapshot& snapshot) { return std::get<int64_t>(snapshot.metadata.at("number")); }
 
 fs::path write(const fs::path& folder, int64_t number, const std::optional<net::JobSecret>& secret) {
-  return write_snapshot(folder, numbered(number), {.secret = secret});
+  return write_snapshot(folder, signed_number(number), {.secret = secret});
 }
 
 std::string error_of(const fs::path& snapshot, const std::optional<net::JobSecret>& secret) {
@@ -104,12 +98,12 @@ TEST_CASE("a snapshot is read with the secret that signed it, and by those who h
     const std::string digest(64, '0');
     forge(path, "\"}],\"tensors\"", "\",\"sha256\":\"" + digest + "\"}],\"tensors\"");
     forge(path, ",\"manifest\"", ",\"hmac\":\"" + digest + "\",\"manifest\"");
-    CHECK(number_in(SnapshotReader(path, {}).rest()) == 1);
+    CHECK(number_of(SnapshotReader(path, {}).rest()) == 1);
     return;
   }
   const auto path = write(folder.path, 1, kSecret);
-  CHECK(number_in(SnapshotReader(path, kSecret).rest()) == 1);
-  CHECK(number_in(SnapshotReader(path, {}).rest()) == 1);
+  CHECK(number_of(SnapshotReader(path, kSecret).rest()) == 1);
+  CHECK(number_of(SnapshotReader(path, {}).rest()) == 1);
   const auto message = error_of(path, kOther);
   CHECK_THAT(message,
              ContainsSubstring("'" + (path / "manifest.json").string() + "' was signed with another job secret"));
@@ -126,13 +120,13 @@ TEST_CASE("what somebody without the secret changes is refused", "[checkpoint]")
   const auto path = write(folder.path, 1, kSecret);
   SECTION("the metadata") {
     forge(path, "\"number\":1", "\"number\":2");
-    CHECK(number_in(SnapshotReader(path, {}).rest()) == 2);
+    CHECK(number_of(SnapshotReader(path, {}).rest()) == 2);
     CHECK_THAT(error_of(path, kSecret), ContainsSubstring("changed by somebody who does not know it"));
   }
   SECTION("the signature is taken off") {
     auto text = contents(path / "manifest.json");
     replace(path / "manifest.json", text.erase(text.find("\"hmac\""), 64 + 10));
-    CHECK(number_in(SnapshotReader(path, {}).rest()) == 1);
+    CHECK(number_of(SnapshotReader(path, {}).rest()) == 1);
     CHECK_THAT(error_of(path, kSecret), ContainsSubstring("has no signature"));
   }
   SECTION("the digest is taken off") {
@@ -167,7 +161,7 @@ TEST_CASE("a digest is 64 digits", "[checkpoint]") {
 
 TEST_CASE("a snapshot that is trusted is signed in its place", "[checkpoint]") {
   const testing::Folder folder;
-  const auto path = write_snapshot(folder.path, {numbered(1).tensors, {{"number", int64_t{1}}, {"d", 0.1}}},
+  const auto path = write_snapshot(folder.path, {signed_number(1).tensors, {{"number", int64_t{1}}, {"d", 0.1}}},
                                    {.shard_bytes = 1, .secret = std::nullopt});
   if (!has_sha256()) {
     CHECK_THROWS_AS(sign_snapshot(path, kSecret), NotBuilt);
@@ -194,20 +188,20 @@ TEST_CASE("of several, those that are not signed are passed over by name, and do
   if (!has_sha256()) return;
   const testing::Folder folder;
   const SecretFile file(kSecret + "\n");
-  const auto first = write_snapshot(folder.path, numbered(1), {});
+  const auto first = write_snapshot(folder.path, signed_number(1), {});
   write(folder.path, 2, kOther);
   const auto third = write(folder.path, 3, {});
   {
     const Quiet log;
     const auto found = read_newest_snapshot(folder.path);
     REQUIRE(found);
-    CHECK((number_in(*found) == 1 && found->folder == first));
+    CHECK((number_of(*found) == 1 && found->folder == first));
     CHECK_THAT(log.text, ContainsSubstring("snapshot-0000000002' is passed over"));
     CHECK_THAT(log.text, ContainsSubstring("snapshot-0000000003' is passed over"));
     CHECK(list_snapshots(folder.path).size() == 1);
   }
   sign_snapshot(third, kSecret);
-  CHECK(number_in(*read_newest_snapshot(folder.path)) == 3);
+  CHECK(number_of(*read_newest_snapshot(folder.path)) == 3);
 }
 
 TEST_CASE("where none is signed, nothing begins anew", "[checkpoint]") {

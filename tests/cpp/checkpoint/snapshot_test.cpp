@@ -24,6 +24,7 @@
 #include "checkpoint/snapshot_writer.h"
 #include "core/log.h"
 #include "cpp/catch.h"
+#include "cpp/checkpoint/texts.h"
 #include "muster/error.h"
 #include "support/folder.h"
 #include "support/run_ranks.h"
@@ -31,6 +32,9 @@
 using namespace muster;
 using namespace muster::checkpoint;
 namespace fs = std::filesystem;
+
+using testing::contents;
+using testing::replace;
 
 namespace {
 
@@ -43,17 +47,6 @@ struct Warnings {
   ~Warnings() { set_log_sink({}); }
   std::vector<std::string> texts;
 };
-
-std::string contents(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
-
-void replace(const fs::path& path, const std::string& text) {
-  std::ofstream(path, std::ios::binary | std::ios::trunc) << text;
-}
 
 // A safetensors file of this header and data.
 std::string file_of(const std::string& header, const std::string& data, uint64_t length) {

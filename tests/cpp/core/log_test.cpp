@@ -14,9 +14,14 @@
 namespace muster {
 namespace {
 
-/// Restores the default sink and no rank.
+/// The default sink and no rank, before and after.
 struct Restore {
-  ~Restore() {
+  Restore() { reset(); }
+  ~Restore() { reset(); }
+  Restore(const Restore&) = delete;
+  Restore& operator=(const Restore&) = delete;
+
+  static void reset() {
     set_log_sink({});
     set_log_rank(-1, 0);
   }

@@ -23,7 +23,7 @@ using muster::detail::WindowEnd;
 
 namespace {
 
-struct Counting : torch::data::datasets::StatefulDataset<Counting, at::Tensor> {
+struct CountingPositions : torch::data::datasets::StatefulDataset<CountingPositions, at::Tensor> {
   std::optional<at::Tensor> get_batch(size_t) override { return std::nullopt; }
   void reset() override {}
   std::optional<size_t> size() const override { return std::nullopt; }
@@ -337,8 +337,8 @@ TEST_CASE("what cannot be dealt is refused", "[loader][server]") {
   StrategyOptions options;
   options.threads_per_replica = 1;
   ParameterServerStrategy strategy(Cluster{}, {.staleness = 1}, options);
-  CHECK_THROWS_WITH(strategy.prepare_loader(Counting()), ContainsSubstring("by number"));
-  CHECK_NOTHROW(strategy.prepare_loader(Counting(), {.sharded = true}));
+  CHECK_THROWS_WITH(strategy.prepare_loader(CountingPositions()), ContainsSubstring("by number"));
+  CHECK_NOTHROW(strategy.prepare_loader(CountingPositions(), {.sharded = true}));
 
   auto loader = strategy.prepare_loader(Numbers(), kLoading);
   CHECK_THROWS_AS(loader.begin(), InvalidArgument);

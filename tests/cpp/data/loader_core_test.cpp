@@ -24,8 +24,8 @@ namespace {
 using Example = torch::data::Example<>;
 
 // Sample i is ({i, 2 i}, i).
-struct Numbers : torch::data::datasets::Dataset<Numbers> {
-  explicit Numbers(size_t n) : n(n) {}
+struct FirstNumbers : torch::data::datasets::Dataset<FirstNumbers> {
+  explicit FirstNumbers(size_t n) : n(n) {}
   Example get(size_t index) override {
     if (index == broken) throw std::out_of_range("sample " + std::to_string(index) + " is broken");
     const auto i = static_cast<double>(index);
@@ -37,7 +37,7 @@ struct Numbers : torch::data::datasets::Dataset<Numbers> {
   size_t broken = std::numeric_limits<size_t>::max();
 };
 
-auto stacked(size_t n) { return Numbers(n).map(torch::data::transforms::Stack<>()); }
+auto stacked(size_t n) { return FirstNumbers(n).map(torch::data::transforms::Stack<>()); }
 
 // 0, 1, ..., count - 1, in batches of tensors.
 struct Counting : torch::data::datasets::StatefulDataset<Counting, at::Tensor> {
@@ -169,7 +169,7 @@ TEST_CASE("threads that read ahead change nothing that is yielded", "[loader]") 
 
 TEST_CASE("an error in reading is raised where the batch is asked for", "[loader]") {
   MirroredStrategy strategy(cpus(2));
-  Numbers data(12);
+  FirstNumbers data(12);
   data.broken = 9;
   for (int workers : {0, 2}) {
     auto loader =
@@ -193,7 +193,7 @@ TEST_CASE("a stream is dealt sample by sample while parts are equal", "[loader]"
 
 TEST_CASE("samples that are not collated are parts of their own", "[loader]") {
   MirroredStrategy strategy(cpus(2));
-  auto loader = strategy.prepare_loader(Numbers(5), {.batch_size = 5, .sharded = true});
+  auto loader = strategy.prepare_loader(FirstNumbers(5), {.batch_size = 5, .sharded = true});
   for (auto& batch : loader) {
     CHECK(batch.rows() == std::vector<int64_t>{3, 2});
     CHECK(batch[1][0].target.item<int64_t>() == 3);

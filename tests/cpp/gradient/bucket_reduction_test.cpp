@@ -51,8 +51,8 @@ struct On {
 };
 
 template <class R>
-struct Replica {
-  explicit Replica(Communicator& c, std::optional<at::ScalarType> wire = std::nullopt)
+struct BucketReplica {
+  explicit BucketReplica(Communicator& c, std::optional<at::ScalarType> wire = std::nullopt)
       : communicator(c),
         buckets({{"large", at::zeros({kReducedLarge})}, {"small", at::zeros({2, kReducedSmall / 2})}}) {
     buckets.lay_out({}, /*bucket_bytes=*/1, 1, 0);
@@ -108,7 +108,7 @@ struct Replica {
 TEMPLATE_TEST_CASE("a reduction gives each window's sums", "[gradient]", (On<All, Local>), (On<All, Host>),
                    (On<Owners, Local>), (On<Owners, Host>)) {
   CHECK(TestType::Backend::run(3, [](Communicator& c) {
-          Replica<typename TestType::Reduction> replica(c);
+          BucketReplica<typename TestType::Reduction> replica(c);
           for (const double scale : {1.0, 4.0, -0.5}) {
             replica.window(scale, /*may_offer=*/false);
             MUSTER_CHECK(replica.has_sums(scale));
@@ -119,7 +119,7 @@ TEMPLATE_TEST_CASE("a reduction gives each window's sums", "[gradient]", (On<All
 TEMPLATE_TEST_CASE("a reduction that is offered gradients gives the same sums", "[gradient]", (On<All, Local>),
                    (On<All, Host>), (On<Owners, Local>), (On<Owners, Host>)) {
   CHECK(TestType::Backend::run(2, [](Communicator& c) {
-          Replica<typename TestType::Reduction> replica(c);
+          BucketReplica<typename TestType::Reduction> replica(c);
           for (const double scale : {1.0, 4.0, -0.5}) {
             replica.window(scale, /*may_offer=*/true);
             MUSTER_CHECK(replica.has_sums(scale));
@@ -130,7 +130,7 @@ TEMPLATE_TEST_CASE("a reduction that is offered gradients gives the same sums", 
 TEMPLATE_TEST_CASE("a reduction gives sums of what travels in less precision", "[gradient]", (On<All, Local>),
                    (On<All, Host>), (On<Owners, Local>), (On<Owners, Host>)) {
   CHECK(TestType::Backend::run(2, [](Communicator& c) {
-          Replica<typename TestType::Reduction> replica(c, at::kBFloat16);
+          BucketReplica<typename TestType::Reduction> replica(c, at::kBFloat16);
           for (const double scale : {1.0, 4.0}) {
             replica.window(scale, /*may_offer=*/true);
             MUSTER_CHECK(replica.has_sums(scale));
@@ -142,7 +142,7 @@ TEMPLATE_TEST_CASE("a reduction gives sums of what travels in less precision", "
 TEMPLATE_TEST_CASE("an offered gradient that is taken back leaves no trace", "[gradient]", (On<All, Local>),
                    (On<Owners, Local>)) {
   CHECK(TestType::Backend::run(2, [](Communicator& c) {
-          Replica<typename TestType::Reduction> replica(c);
+          BucketReplica<typename TestType::Reduction> replica(c);
           auto& reduction = *replica.reduction;
           reduction.open_window();
           const auto gradient = at::full({kReducedLarge}, 7.0);
@@ -160,10 +160,10 @@ TEMPLATE_TEST_CASE("an offered gradient that is taken back leaves no trace", "[g
 
 TEST_CASE("peers read what a rank changes of its sums where each owns some", "[gradient]") {
   CHECK(Local::run(2, [](Communicator& c) {
-          Replica<All> all(c);
+          BucketReplica<All> all(c);
           all.window(1, false);
           MUSTER_CHECK(!all.reduction->note_changed(0, all.sum(0)));
-          Replica<Owners> owners(c);
+          BucketReplica<Owners> owners(c);
           owners.window(1, false);
           auto& reduction = dynamic_cast<OwnerReduction&>(*owners.reduction);
           const auto norm_of = [&] {
@@ -183,7 +183,7 @@ TEST_CASE("peers read what a rank changes of its sums where each owns some", "[g
 
 TEST_CASE("a rank that does not receive contributes all the same", "[gradient]") {
   CHECK(Local::run(2, [](Communicator& c) {
-          Replica<All> replica(c);
+          BucketReplica<All> replica(c);
           replica.reduction = std::make_unique<AllReduction>(c, replica.buckets, /*receive=*/c.rank() == 0);
           replica.window(2, false);
           MUSTER_CHECK(c.rank() != 0 || replica.has_sums(2));

@@ -23,24 +23,24 @@ using comm::Communicator;
 using comm::CommunicatorPtr;
 using namespace testing;
 
-constexpr int kStrategy = 0;
+constexpr int kOwnersStrategy = 0;
 constexpr int64_t kLarge = 5 * static_cast<int64_t>(kernels::kTile);
 constexpr int64_t kSmall = 3;
 constexpr size_t kLeast = kLarge * sizeof(float);
 
 CommunicatorPtr borrowed(Communicator& communicator) { return {CommunicatorPtr(), &communicator}; }
 
-struct Replica {
-  explicit Replica(Communicator& communicator)
+struct OwnersReplica {
+  explicit OwnersReplica(Communicator& communicator)
       : communicator(communicator),
         large(at::ones({kLarge}).set_requires_grad(true)),
         small(at::ones({kSmall}).set_requires_grad(true)) {
     GradientEngineOptions options;
     options.least_lent_bytes = kLeast;
     options.bucket_bytes = options.first_bucket_bytes = 1;  // one a parameter
-    options.strategy = &kStrategy;
+    options.strategy = &kOwnersStrategy;
     options.replica = communicator.rank();
-    context->strategy = &kStrategy;
+    context->strategy = &kOwnersStrategy;
     context->replica = communicator.rank();
     engine = std::make_unique<GradientEngine>(
         std::vector<NamedParameter>{{"large", large}, {"small", small}, {"empty", empty}}, borrowed(communicator),
@@ -123,7 +123,7 @@ struct Replica {
 
 TEMPLATE_TEST_CASE("peers read large gradients in place", "[gradient]", Local, Host, HostWithReplicas) {
   CHECK(TestType::run(4, [](Communicator& c) {
-          Replica replica(c);
+          OwnersReplica replica(c);
           for (int window = 0; window < 3; ++window) {
             replica.window(1);
             MUSTER_CHECK(replica.has_sums(1));
@@ -135,9 +135,9 @@ TEMPLATE_TEST_CASE("peers read large gradients in place", "[gradient]", Local, H
 
 TEMPLATE_TEST_CASE("a gradient whose memory somebody else has takes no sum", "[gradient]", Local, Host) {
   CHECK(TestType::run(2, [](Communicator& c) {
-          Replica replica(c);
+          OwnersReplica replica(c);
           for (int window = 0; window < 3; ++window) {
-            replica.window(1, Replica::Sharing::gradient);
+            replica.window(1, OwnersReplica::Sharing::gradient);
             MUSTER_CHECK(replica.has_sums(1));
             MUSTER_CHECK(!replica.has_packed());
             MUSTER_CHECK(!replica.has_sum_in_place());
@@ -148,7 +148,7 @@ TEMPLATE_TEST_CASE("a gradient whose memory somebody else has takes no sum", "[g
 
 TEMPLATE_TEST_CASE("a lent gradient to which another one comes is taken back", "[gradient]", Local, Host) {
   CHECK(TestType::run(2, [](Communicator& c) {
-          Replica replica(c);
+          OwnersReplica replica(c);
           replica.window(1);
           for (int window = 0; window < 2; ++window) {
             replica.window(2);  // lent with the first, since one was learned

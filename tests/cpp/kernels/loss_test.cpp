@@ -11,9 +11,6 @@ using namespace muster::kernels::testing;
 
 namespace {
 
-const double kNaN = std::numeric_limits<double>::quiet_NaN();
-const double kInfinity = std::numeric_limits<double>::infinity();
-
 /// A replica of a window with two metric slots; its weights are in units of 4, its seeds scaled by 8.
 struct Replica {
   float loss = 3;

@@ -7,13 +7,13 @@
 #include <vector>
 
 #include "cpp/catch.h"
+#include "cpp/kernels/support.h"
 
 using namespace muster::kernels;
+using namespace muster::kernels::testing;
 
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr double kLeast = std::numeric_limits<double>::denorm_min();
 constexpr double kGreatest = std::numeric_limits<double>::max();
 

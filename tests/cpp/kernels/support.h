@@ -18,6 +18,8 @@
 
 namespace muster::kernels::testing {
 
+inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
+inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 /// Around the widths of vectors, pieces and tiles.
 inline constexpr size_t kSizes[] = {0, 1, 15, 31, 33, 1023, 1025, 4095, 4096, 4097, 10007};
 /// More than passes through a cache.

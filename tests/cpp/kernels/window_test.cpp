@@ -32,9 +32,6 @@ struct Window {
   }
 };
 
-const double kNaN = std::numeric_limits<double>::quiet_NaN();
-const double kInfinity = std::numeric_limits<double>::infinity();
-
 }  // namespace
 
 TEST_CASE("finish_window rounds the sum of the partials once", "[kernels]") {

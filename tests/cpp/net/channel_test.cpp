@@ -16,6 +16,7 @@
 
 #include "core/wait_hook.h"
 #include "cpp/catch.h"
+#include "cpp/net/deadlines.h"
 #include "muster/error.h"
 #include "support/memory_channel.h"
 #include "support/run_ranks.h"
@@ -23,9 +24,9 @@
 using namespace muster;
 using namespace muster::net;
 
-namespace {
+using testing::in;
 
-Deadline in(int ms) { return std::chrono::steady_clock::now() + std::chrono::milliseconds(ms); }
+namespace {
 
 constexpr size_t kShared = size_t{64} << 20;
 

@@ -9,14 +9,15 @@
 #include <thread>
 
 #include "cpp/catch.h"
+#include "cpp/net/deadlines.h"
 #include "muster/error.h"
 
 using namespace muster;
 using namespace muster::net;
 
-namespace {
+using testing::in;
 
-Deadline in(int ms) { return std::chrono::steady_clock::now() + std::chrono::milliseconds(ms); }
+namespace {
 
 struct Pair {
   UnixSocket caller;

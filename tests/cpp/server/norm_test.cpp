@@ -20,13 +20,13 @@ using namespace muster::server;
 
 namespace {
 
-constexpr uint32_t kWorkers = 2;
+constexpr uint32_t kNormWorkers = 2;
 constexpr uint32_t kSkipped = 3;
 
 // Dense parameters, and tables: one of many stripes, one of rows longer than a tile, of which the last has none in a
 // step.
 Plan mixed_plan(uint32_t servers, RowPlacement placement, double norm_type) {
-  auto plan = testing::small_plan(servers, kWorkers, std::vector<kernels::SgdGroup>(2));
+  auto plan = testing::small_plan(servers, kNormWorkers, std::vector<kernels::SgdGroup>(2));
   plan.tables = {{"small", 10'000'000, 5, placement, {}, 0},
                  {"long", 50, static_cast<int64_t>(kernels::kTile) + 7, placement, {}, 0},
                  {"unused", 10, 3, placement, {}, 0}};
@@ -69,7 +69,7 @@ at::Tensor sum_of_rows(const TableSpec& table) {
 }
 
 kernels::StepScalars scalars_of(double norm_type, const auto& fill) {
-  const double tail[kernels::kTailFields] = {3, 0, kWorkers, 0, 0, 0, kWorkers, 0};
+  const double tail[kernels::kTailFields] = {3, 0, kNormWorkers, 0, 0, 0, kNormWorkers, 0};
   kernels::WindowOptions options{};
   options.loss_scale = 1;
   options.norm_type = norm_type;
@@ -82,7 +82,7 @@ kernels::StepScalars scalars_of(double norm_type, const auto& fill) {
 kernels::StepScalars local_norm(const Plan& plan, bool skips) {
   std::vector<at::Tensor> sums;
   for (uint32_t p = 0; p < plan.parameters.size(); ++p) {
-    if (!skips || p != kSkipped) sums.push_back(testing::sum_of(plan, p, kWorkers, 1));
+    if (!skips || p != kSkipped) sums.push_back(testing::sum_of(plan, p, kNormWorkers, 1));
   }
   for (const auto& table : plan.tables) {
     if (table.name != "unused") sums.push_back(sum_of_rows(table));
@@ -94,8 +94,8 @@ kernels::StepScalars local_norm(const Plan& plan, bool skips) {
 
 kernels::NormSum norm_of_job(const Plan& plan, bool skips) {
   const testing::Servers running(testing::server_names(plan.servers));
-  std::vector<kernels::NormSum> sums(kWorkers);
-  const std::string failures = testing::run_threads(kWorkers, [&](int index) {
+  std::vector<kernels::NormSum> sums(kNormWorkers);
+  const std::string failures = testing::run_threads(kNormWorkers, [&](int index) {
     const auto rank = static_cast<uint32_t>(index);
     testing::Worker worker(testing::config_of(running.names, rank, plan));
     if (skips) worker.skipped_parameter = kSkipped;

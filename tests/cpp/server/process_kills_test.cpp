@@ -301,7 +301,7 @@ class Launcher {
   std::string failure_;
 };
 
-struct Row {
+struct ProcessRow {
   uint16_t request;
   Moment moment;
   uint64_t occurrence;
@@ -310,8 +310,8 @@ struct Row {
   bool is_of_chief = false;
 };
 
-std::vector<Row> rows() {
-  std::vector<Row> rows;
+std::vector<ProcessRow> process_rows() {
+  std::vector<ProcessRow> rows;
   for (const Moment moment : {Moment::sent, Moment::answered}) {
     rows.push_back({Configure::kType, moment, 1});
     rows.push_back({Write::kType, moment, 2, {0, 1}, false, true});
@@ -334,7 +334,7 @@ std::vector<Row> rows() {
 std::vector<ProcessKill> cases_of(bool has_all) {
   constexpr Victim kVictims[] = {Victim::worker, Victim::chief, Victim::server_0, Victim::server_1, Victim::all};
   std::vector<ProcessKill> cases;
-  for (const auto& row : rows()) {
+  for (const auto& row : process_rows()) {
     for (const Victim victim : kVictims) {
       for (const uint32_t server : row.servers) {
         for (const bool is_synchronous : {true, false}) {

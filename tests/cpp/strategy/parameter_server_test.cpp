@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "cpp/catch.h"
+#include "cpp/strategy/workers.h"
 #include "muster/error.h"
 #include "muster/mirrored.h"
 #include "muster/optim.h"
@@ -27,11 +28,6 @@ using namespace muster::testing;
 namespace {
 
 constexpr comm::Milliseconds kTimeout = Seconds(60);
-
-class Worker : public Strategy {
- public:
-  explicit Worker(std::shared_ptr<StrategyCore> core) : Strategy(std::move(core), "Worker") {}
-};
 
 struct Net : torch::nn::Module {
   Net()
@@ -129,7 +125,7 @@ std::vector<Values> train_workers(int n, const std::vector<std::string>& servers
     if (!servers.empty()) groups.servers = ServerJob{.channels = servers, .staleness = 0, .embedded = nullptr};
     StrategyOptions options;
     options.clip_norm = 0.4;
-    Worker worker(std::make_shared<StrategyCore>(topology, groups, options, std::make_shared<ReplicaPool>(1, 1), 7));
+    OneWorker worker(std::make_shared<StrategyCore>(topology, groups, options, std::make_shared<ReplicaPool>(1, 1), 7));
     values[r] = train(worker);
   });
   CHECK(failures.empty());

@@ -12,6 +12,7 @@
 
 #include "comm/communicator.h"
 #include "cpp/catch.h"
+#include "cpp/strategy/workers.h"
 #include "muster/optim.h"
 #include "muster/strategy.h"
 #include "strategy/strategy_core.h"
@@ -19,13 +20,6 @@
 #include "support/topology.h"
 
 namespace muster::testing {
-
-inline std::vector<std::string> cpus(int n) { return std::vector<std::string>(static_cast<size_t>(n), "cpu"); }
-
-class Worker : public Strategy {
- public:
-  explicit Worker(std::shared_ptr<StrategyCore> core) : Strategy(std::move(core), "Worker") {}
-};
 
 // Runs body at each of two workers.
 inline void run_workers(const std::function<void(Strategy& strategy)>& body, const StrategyOptions& options = {}) {
@@ -39,8 +33,8 @@ inline void run_workers(const std::function<void(Strategy& strategy)>& body, con
     groups.gradients = {gradients[r]};
     groups.step = {step[r]};
     groups.workers = workers[r];
-    Worker worker(std::make_shared<StrategyCore>(testing::one_replica_each(rank, n), groups, options,
-                                                 std::make_shared<ReplicaPool>(1, 1), 7));
+    OneWorker worker(std::make_shared<StrategyCore>(testing::one_replica_each(rank, n), groups, options,
+                                                    std::make_shared<ReplicaPool>(1, 1), 7));
     body(worker);
   });
   CHECK(problem.empty());

@@ -29,8 +29,8 @@ enum class Rows : uint8_t { dense, on_servers };
 constexpr int64_t kRows = 60;
 constexpr int64_t kDim = 4;
 
-struct Clicks : torch::nn::Module {
-  Clicks(Rows rows, bool is_row_wise)
+struct SavedClicks : torch::nn::Module {
+  SavedClicks(Rows rows, bool is_row_wise)
       : table(register_module("table", ShardedEmbedding(kRows, kDim,
                                                         ShardedEmbeddingOptions{.mode = Reduction::sum,
                                                                                 .scale = 0.3,
@@ -72,7 +72,7 @@ Job on_servers(const std::string& optimizer, Rows rows) {
 // Goes on from the newest checkpoint in `from`, where there is a folder, until `steps`; saves to `to`.
 Values train(const Job& job, int64_t steps, const std::filesystem::path& from, const std::filesystem::path& to) {
   auto& strategy = *job.strategy;
-  auto net = strategy.prepare([&] { return Clicks(job.rows, job.optimizer == "row-wise"); });
+  auto net = strategy.prepare([&] { return SavedClicks(job.rows, job.optimizer == "row-wise"); });
   auto optimizer = optimizer_of(job.optimizer, net->parameters());
   strategy.prepare(*optimizer);
   if (!from.empty()) REQUIRE(strategy.load(from));
@@ -114,7 +114,7 @@ TEST_CASE("rows that were loaded and not stepped yet are saved again", "[saving]
   train(on_servers("Adam", Rows::on_servers), 3, {}, folder.path / "first");
   {
     const auto job = on_servers("Adam", Rows::on_servers);
-    auto net = job.strategy->prepare([&] { return Clicks(job.rows, false); });
+    auto net = job.strategy->prepare([&] { return SavedClicks(job.rows, false); });
     auto optimizer = optimizer_of(job.optimizer, net->parameters());
     job.strategy->prepare(*optimizer);
     REQUIRE(job.strategy->load(folder.path / "first"));

@@ -22,6 +22,7 @@
 #include <thread>
 
 #include "cpp/catch.h"
+#include "cpp/strategy/workers.h"
 #include "muster/mirrored.h"
 
 using namespace muster;
@@ -39,8 +40,6 @@ struct Net : torch::nn::Module {
   torch::nn::Linear first;
   torch::nn::Linear last;
 };
-
-std::vector<std::string> cpus(int n) { return std::vector<std::string>(static_cast<size_t>(n), "cpu"); }
 
 at::Tensor inputs(int64_t rows) { return at::linspace(-1, 1, rows * 3, at::kDouble).pow(2).view({rows, 3}); }
 

@@ -13,6 +13,7 @@
 #include <atomic>
 
 #include "cpp/catch.h"
+#include "cpp/strategy/workers.h"
 #include "muster/mirrored.h"
 
 using namespace muster;
@@ -26,8 +27,6 @@ struct Plain : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) { return linear(x); }
   torch::nn::Linear linear;
 };
-
-std::vector<std::string> cpus(int n) { return std::vector<std::string>(static_cast<size_t>(n), "cpu"); }
 
 // The module each local replica sees.
 template <class M>

@@ -12,6 +12,7 @@
 #include <torch/optim/sgd.h>
 
 #include "cpp/catch.h"
+#include "cpp/strategy/workers.h"
 #include "muster/mirrored.h"
 #include "muster/multi_worker.h"
 #include "muster/optim.h"
@@ -29,11 +30,6 @@ namespace {
 
 constexpr comm::Milliseconds kTimeout = Seconds(60);
 
-class Worker : public Strategy {
- public:
-  explicit Worker(std::shared_ptr<StrategyCore> core) : Strategy(std::move(core), "Worker") {}
-};
-
 using Body = std::function<void(Strategy& strategy)>;
 
 // Runs body at each of `n` workers with one replica each.
@@ -49,7 +45,7 @@ std::string run_workers(int n, const Body& body, const StrategyOptions& options 
     groups.gradients = {gradients[r]};
     groups.step = {step[r]};
     groups.workers = workers[r];
-    Worker worker(std::make_shared<StrategyCore>(topology, groups, options, std::make_shared<ReplicaPool>(1, 1), 7));
+    OneWorker worker(std::make_shared<StrategyCore>(topology, groups, options, std::make_shared<ReplicaPool>(1, 1), 7));
     body(worker);
   });
 }

@@ -11,7 +11,7 @@ namespace {
 
 const Quorum::Time kStart{};
 
-Quorum::Time after(int ms) { return kStart + milliseconds(ms); }
+Quorum::Time at_ms(int ms) { return kStart + milliseconds(ms); }
 
 Quorum::Rules rules(uint32_t workers, uint32_t staleness) {
   return {{workers, milliseconds(100), milliseconds(1000)}, staleness, milliseconds(1'000'000)};
@@ -63,11 +63,11 @@ TEST_CASE("a job that goes on awaits all of its own after a restart, where nobod
   Quorum again = make(2, 0);
   again.restore(quorum.record(), kStart);
   const auto a = add(again, 0);
-  commit(again, 0, a, 6, {1}, after(101));
+  commit(again, 0, a, 6, {1}, at_ms(101));
   CHECK_FALSE(again.decision(0, 6));
   CHECK(again.missing(0, 6) == "worker 1");
-  const auto b = add(again, 1, after(101));
-  commit(again, 1, b, 6, {2}, after(101));
+  const auto b = add(again, 1, at_ms(101));
+  commit(again, 1, b, 6, {2}, at_ms(101));
   REQUIRE(again.decision(0, 6));
   CHECK(again.decision(0, 6)->members == std::vector<uint32_t>{0, 1});
 }
@@ -95,23 +95,23 @@ TEST_CASE("the silent leave the quorum, the rest go on", "[server]") {
   const auto c = add(quorum, 2);
   commit(quorum, 0, a, 1, {1});
   commit(quorum, 2, c, 1, {4});
-  quorum.members().touch(0, a, after(90));
-  quorum.members().touch(1, b, after(90));
-  CHECK(quorum.expire(after(100)).empty());
-  CHECK(quorum.expire(after(101)) == std::vector<uint32_t>{2});
-  CHECK_THROWS_AS(quorum.members().touch(2, c, after(102)), Fenced);
+  quorum.members().touch(0, a, at_ms(90));
+  quorum.members().touch(1, b, at_ms(90));
+  CHECK(quorum.expire(at_ms(100)).empty());
+  CHECK(quorum.expire(at_ms(101)) == std::vector<uint32_t>{2});
+  CHECK_THROWS_AS(quorum.members().touch(2, c, at_ms(102)), Fenced);
   CHECK_FALSE(quorum.decision(0, 1));
   commit(quorum, 1, b, 1, {2});
   REQUIRE(quorum.decision(0, 1));
   CHECK(quorum.decision(0, 1)->members == std::vector<uint32_t>{0, 1});
   CHECK(quorum.decision(0, 1)->numbers == std::vector<double>{3});
 
-  const auto again = add(quorum, 2, after(110));
+  const auto again = add(quorum, 2, at_ms(110));
   CHECK(again > c);
   CHECK(quorum.step_of_joiner() == 1);
-  CHECK_FALSE(quorum.members().may_push(2, 1, after(110)));
-  CHECK(quorum.members().may_push(2, 2, after(110)));
-  quorum.leave(0, a, after(110));
+  CHECK_FALSE(quorum.members().may_push(2, 1, at_ms(110)));
+  CHECK(quorum.members().may_push(2, 2, at_ms(110)));
+  quorum.leave(0, a, at_ms(110));
   commit(quorum, 1, b, 2, {2});
   CHECK_FALSE(quorum.decision(1, 2));
   commit(quorum, 2, again, 2, {5});
@@ -122,13 +122,13 @@ TEST_CASE("a server that stood still takes nobody for silent", "[server]") {
   Quorum quorum = make(2, 0);
   const auto a = add(quorum, 0);
   add(quorum, 1);
-  CHECK(quorum.expire(after(5'100), milliseconds(5'000)).empty());
-  quorum.members().touch(0, a, after(5'101));
-  CHECK(quorum.expire(after(5'101)) == std::vector<uint32_t>{1});  // it was silent before and after
+  CHECK(quorum.expire(at_ms(5'100), milliseconds(5'000)).empty());
+  quorum.members().touch(0, a, at_ms(5'101));
+  CHECK(quorum.expire(at_ms(5'101)) == std::vector<uint32_t>{1});  // it was silent before and after
   // A sign that was looked at first.
-  quorum.members().touch(0, a, after(9'000));
-  CHECK(quorum.expire(after(9'000), milliseconds(3'899)).empty());
-  CHECK(quorum.expire(after(9'101)) == std::vector<uint32_t>{0});
+  quorum.members().touch(0, a, at_ms(9'000));
+  CHECK(quorum.expire(at_ms(9'000), milliseconds(3'899)).empty());
+  CHECK(quorum.expire(at_ms(9'101)) == std::vector<uint32_t>{0});
 }
 
 TEST_CASE("who rests holds nobody back, and goes on beside the slowest", "[server]") {
@@ -173,42 +173,42 @@ TEST_CASE("who rests holds nobody back, and goes on beside the slowest", "[serve
 TEST_CASE("who was never seen is awaited for longer, but not for ever", "[server]") {
   Quorum quorum = make(2, 0);
   const auto a = add(quorum, 0);
-  quorum.members().touch(0, a, after(950));
-  CHECK(quorum.expire(after(1000)).empty());
+  quorum.members().touch(0, a, at_ms(950));
+  CHECK(quorum.expire(at_ms(1000)).empty());
   commit(quorum, 0, a, 1, {});
   CHECK_FALSE(quorum.decision(0, 1));
-  CHECK(quorum.expire(after(1001)) == std::vector<uint32_t>{1});
+  CHECK(quorum.expire(at_ms(1001)) == std::vector<uint32_t>{1});
   CHECK(quorum.decision(0, 1));
 }
 
 TEST_CASE("who came and never joined is awaited no longer than a member", "[server]") {
   Quorum quorum = make(2, 0);
   const auto a = quorum.greet(0, 0, 0, kStart);
-  CHECK(quorum.expire(after(100)).empty());
+  CHECK(quorum.expire(at_ms(100)).empty());
   CHECK_FALSE(quorum.members().is_gone(0));
-  CHECK(quorum.expire(after(101)) == std::vector<uint32_t>{0});
+  CHECK(quorum.expire(at_ms(101)) == std::vector<uint32_t>{0});
   CHECK(quorum.members().is_gone(0));
   CHECK_FALSE(quorum.members().is_gone(1));
-  CHECK_THROWS_AS(quorum.join(0, a, 0, after(102)), Fenced);
+  CHECK_THROWS_AS(quorum.join(0, a, 0, at_ms(102)), Fenced);
 
-  quorum.greet(0, 0, 0, after(103));
+  quorum.greet(0, 0, 0, at_ms(103));
   CHECK_FALSE(quorum.members().is_gone(0));
-  add(quorum, 1, after(103));
-  quorum.begin_anew(rules(2, 0), after(104));
+  add(quorum, 1, at_ms(103));
+  quorum.begin_anew(rules(2, 0), at_ms(104));
   CHECK_FALSE(quorum.members().is_gone(1));
-  CHECK(quorum.expire(after(205)).empty());
-  quorum.greet(1, 0, 0, after(206));
-  CHECK(quorum.expire(after(307)) == std::vector<uint32_t>{1});
+  CHECK(quorum.expire(at_ms(205)).empty());
+  quorum.greet(1, 0, 0, at_ms(206));
+  CHECK(quorum.expire(at_ms(307)) == std::vector<uint32_t>{1});
 }
 
 TEST_CASE("a new incarnation fences the old one, whose commit is forgotten", "[server]") {
   Quorum quorum = make(2, 0);
   const auto a = add(quorum, 0), b = add(quorum, 1);
   commit(quorum, 0, a, 1, {1});
-  const auto again = quorum.greet(0, 0, 0, after(1));
+  const auto again = quorum.greet(0, 0, 0, at_ms(1));
   CHECK_THROWS_AS(commit(quorum, 0, a, 1, {1}), Fenced);
-  CHECK_THROWS_AS(quorum.greet(0, a, 0, after(1)), Fenced);
-  quorum.join(0, again, quorum.step_of_joiner(), after(1));
+  CHECK_THROWS_AS(quorum.greet(0, a, 0, at_ms(1)), Fenced);
+  quorum.join(0, again, quorum.step_of_joiner(), at_ms(1));
   commit(quorum, 1, b, 1, {2});
   CHECK_FALSE(quorum.decision(1, 1));
   commit(quorum, 0, again, 1, {8});
@@ -222,17 +222,17 @@ TEST_CASE("a job that begins anew fences the one before and awaits all of its ow
   commit(quorum, 1, b, 1, {2});
   commit(quorum, 1, b, 2, {2});
   CHECK(quorum.members().has_joined(1));
-  const auto early = quorum.greet(0, 0, 0, after(1));
+  const auto early = quorum.greet(0, 0, 0, at_ms(1));
   CHECK_FALSE(quorum.members().has_joined(0));
-  CHECK(quorum.begin_anew(rules(3, 0), after(1)) == std::vector<uint32_t>{1});
-  CHECK_THROWS_AS(quorum.members().touch(1, b, after(1)), Fenced);
+  CHECK(quorum.begin_anew(rules(3, 0), at_ms(1)) == std::vector<uint32_t>{1});
+  CHECK_THROWS_AS(quorum.members().touch(1, b, at_ms(1)), Fenced);
   CHECK_FALSE(quorum.members().has_joined(1));
   CHECK(quorum.members().workers() == 3);
   CHECK(quorum.members().live() == std::vector<uint32_t>{0, 1, 2});
-  quorum.join(0, early, quorum.step_of_joiner(), after(1));
+  quorum.join(0, early, quorum.step_of_joiner(), at_ms(1));
   commit(quorum, 0, early, 3, {4});
   CHECK_FALSE(quorum.decision(0, 3));
-  const auto c = add(quorum, 1, after(2)), d = add(quorum, 2, after(2));
+  const auto c = add(quorum, 1, at_ms(2)), d = add(quorum, 2, at_ms(2));
   commit(quorum, 1, c, 3, {8});
   commit(quorum, 2, d, 3, {16});
   CHECK(quorum.decision(0, 3)->numbers == std::vector<double>{28});
@@ -251,10 +251,10 @@ TEST_CASE("nobody runs more than k steps ahead of the slowest live worker", "[se
   CHECK(quorum.decision(0, 4));
   commit(quorum, 0, a, 5, {});
   CHECK_FALSE(quorum.decision(0, 5));
-  quorum.members().touch(0, a, after(200));
-  CHECK(quorum.expire(after(200)) == std::vector<uint32_t>{1});
+  quorum.members().touch(0, a, at_ms(200));
+  CHECK(quorum.expire(at_ms(200)) == std::vector<uint32_t>{1});
   CHECK(quorum.decision(0, 5));
-  add(quorum, 1, after(200));
+  add(quorum, 1, at_ms(200));
   CHECK(quorum.progress(0).slowest == 5);  // comes in beside the slowest
 
   Quorum any = make(2, kAnyStaleness);
@@ -274,49 +274,49 @@ TEST_CASE("members survive a snapshot, and tell what it forgot", "[server]") {
   const auto second = *quorum.decision(0, 2);
 
   Quorum restored = make(2, 0);
-  restored.restore(record, after(500));
+  restored.restore(record, at_ms(500));
   CHECK(restored.decision(0, 1)->numbers == std::vector<double>{3});
-  restored.members().touch(0, a, after(500));
-  commit(restored, 1, b, 2, {4}, after(500));
+  restored.members().touch(0, a, at_ms(500));
+  commit(restored, 1, b, 2, {4}, at_ms(500));
   CHECK_FALSE(restored.decision(1, 2));
-  restored.recall(second, after(500));
+  restored.recall(second, at_ms(500));
   CHECK(*restored.decision(1, 2) == second);
-  CHECK(restored.expire(after(601)) == std::vector<uint32_t>{0, 1});
+  CHECK(restored.expire(at_ms(601)) == std::vector<uint32_t>{0, 1});
 }
 
 TEST_CASE("a server that started again decides nothing before those whom it forgot had time to come", "[server]") {
   Quorum quorum = make(2, 0);
   quorum.restore({}, kStart);  // nobody had joined yet
-  const auto greet = [&](uint32_t rank) { return quorum.greet(rank, 7, 0, after(1)); };
+  const auto greet = [&](uint32_t rank) { return quorum.greet(rank, 7, 0, at_ms(1)); };
   const auto comes_back = [&](uint32_t rank) {
-    quorum.join(rank, 7, 0, after(1));
+    quorum.join(rank, 7, 0, at_ms(1));
     quorum.members().note_return(rank, 7, 5);
-    quorum.try_to_decide(after(1));
+    quorum.try_to_decide(at_ms(1));
   };
   greet(0);
-  CHECK(quorum.members().may_push(1, 3, after(1)));
+  CHECK(quorum.members().may_push(1, 3, at_ms(1)));
   comes_back(0);
-  commit(quorum, 0, 7, 6, {1}, after(1));
+  commit(quorum, 0, 7, 6, {1}, at_ms(1));
   CHECK_FALSE(quorum.decision(0, 6));
-  CHECK_FALSE(quorum.members().may_push(0, 4, after(1)));  // it does not keep it any more
-  CHECK(quorum.members().may_push(0, 5, after(1)));
+  CHECK_FALSE(quorum.members().may_push(0, 4, at_ms(1)));  // it does not keep it any more
+  CHECK(quorum.members().may_push(0, 5, at_ms(1)));
 
   SECTION("until the time is over") {
-    quorum.members().touch(0, 7, after(100));
-    quorum.expire(after(100));
-    quorum.try_to_decide(after(100));
+    quorum.members().touch(0, 7, at_ms(100));
+    quorum.expire(at_ms(100));
+    quorum.try_to_decide(at_ms(100));
     CHECK_FALSE(quorum.decision(0, 6));  // a rank below `workers` is awaited for longer
   }
   SECTION("until all are back whom a decision names") {
     Decision last;
     last.step = 5;
     last.members = last.next_members = {0, 1};
-    quorum.recall(last, after(1));
+    quorum.recall(last, at_ms(1));
     greet(1);
     CHECK_FALSE(quorum.decision(0, 6));
     comes_back(1);
-    CHECK_FALSE(quorum.members().awaits_unknown(after(1)));
-    commit(quorum, 1, 7, 6, {2}, after(2));
+    CHECK_FALSE(quorum.members().awaits_unknown(at_ms(1)));
+    commit(quorum, 1, 7, 6, {2}, at_ms(2));
     REQUIRE(quorum.decision(0, 6));
     CHECK(quorum.decision(0, 6)->members == std::vector<uint32_t>{0, 1});
   }
@@ -327,8 +327,8 @@ TEST_CASE("what is decided is not before a worker that is back came in", "[serve
   quorum.restore(
       {.members = {{0}, {7}, {0}, {1}}, .clocks = {10}, .excused = {0}, .rests = {0}, .decision = {.step = 10}},
       kStart);  // a snapshot of the job before
-  quorum.greet(1, 8, 0, after(1));
-  quorum.join(1, 8, 11, after(1));
+  quorum.greet(1, 8, 0, at_ms(1));
+  quorum.join(1, 8, 11, at_ms(1));
   quorum.recall(11);
   CHECK(quorum.step_of_joiner() == 11);
   quorum.recall(9);

@@ -41,8 +41,8 @@ Plan mixed_plan(const FlatGroups& groups, uint32_t staleness = 0) {
   return plan;
 }
 
-FlatGroups sgd() { return std::vector<kernels::SgdGroup>(2, {.5, 0, 0, 0, false, false}); }
-FlatGroups adam() { return std::vector<kernels::AdamGroup>(2, {.01, .9, .99, 1e-8, 0, false, false, false}); }
+FlatGroups two_of_sgd() { return std::vector<kernels::SgdGroup>(2, {.5, 0, 0, 0, false, false}); }
+FlatGroups two_of_adam() { return std::vector<kernels::AdamGroup>(2, {.01, .9, .99, 1e-8, 0, false, false, false}); }
 
 std::shared_ptr<server::Shard> shard_of(const Plan& plan) {
   return std::make_shared<server::Shard>(plan, 0, [](std::optional<uint32_t>, uint64_t) { return true; }, real_time());
@@ -125,7 +125,7 @@ bool same(const Whole& a, const Whole& b) {
 }  // namespace
 
 TEST_CASE("a shard comes back as it was when its image began, whatever is stepped meanwhile", "[server]") {
-  const auto groups = GENERATE(sgd(), adam());
+  const auto groups = GENERATE(two_of_sgd(), two_of_adam());
   const uint32_t staleness = GENERATE(0U, kAnyStaleness);
   const auto plan = mixed_plan(groups, staleness);
   const auto shard = shard_of(plan);
@@ -164,7 +164,7 @@ TEST_CASE("a shard comes back as it was when its image began, whatever is steppe
 }
 
 TEST_CASE("a shard does not come back from less than its image, or from another", "[server]") {
-  const auto plan = mixed_plan(adam());
+  const auto plan = mixed_plan(two_of_adam());
   const auto shard = shard_of(plan);
   make_step(*shard, 1);
   const Whole whole = image_of(shard);
@@ -203,7 +203,7 @@ TEST_CASE("a shard does not come back from less than its image, or from another"
 
 // A server's images are not all of one step where workers step on their own.
 TEST_CASE("chunks and stripes that come back from different steps make each step once", "[server]") {
-  const auto plan = mixed_plan(sgd(), kAnyStaleness);
+  const auto plan = mixed_plan(two_of_sgd(), kAnyStaleness);
   const auto shard = shard_of(plan);
   std::vector<std::vector<Image::Facts>> facts;            // by step
   std::vector<std::vector<std::vector<NamedTensors>>> of;  // by step and member
@@ -238,7 +238,7 @@ TEST_CASE("chunks and stripes that come back from different steps make each step
 }
 
 TEST_CASE("who is at one stripe of a table keeps nobody from the others", "[server]") {
-  const auto plan = mixed_plan(sgd());
+  const auto plan = mixed_plan(two_of_sgd());
   const auto shard = shard_of(plan);
   make_step(*shard, 1);
   const auto stripes = stripes_of(plan.tables[0], plan);
@@ -257,7 +257,7 @@ TEST_CASE("who is at one stripe of a table keeps nobody from the others", "[serv
 }
 
 TEST_CASE("an image that is left at any point leaves the shard as it is", "[server]") {
-  const auto shard = shard_of(mixed_plan(adam()));
+  const auto shard = shard_of(mixed_plan(two_of_adam()));
   make_step(*shard, 1);
   const Whole expected = image_of(shard);
   for (size_t taken = 0; taken < expected.parts.size(); ++taken) {
@@ -268,7 +268,7 @@ TEST_CASE("an image that is left at any point leaves the shard as it is", "[serv
 }
 
 TEST_CASE("a server takes up the snapshot before one whose last file is damaged", "[server]") {
-  const auto plan = mixed_plan(adam());
+  const auto plan = mixed_plan(two_of_adam());
   const testing::Folder folder;
   const auto names = testing::server_names(1);
   const ServerConfig config{names[0], folder.path, std::chrono::milliseconds(1'000'000)};

@@ -1,13 +1,11 @@
 #include "server/shard/table_shard.h"
 
-#include <sys/socket.h>
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <barrier>
 #include <cmath>
 #include <cstring>
-#include <filesystem>
 #include <map>
 #include <numeric>
 #include <set>
@@ -20,6 +18,7 @@
 #include "net/unix_socket.h"
 #include "server/shard/server.h"
 #include "server/worker/client.h"
+#include "support/connections.h"
 #include "support/folder.h"
 #include "support/run_ranks.h"
 #include "support/servers.h"
@@ -225,14 +224,8 @@ void check_same(TableWorker& worker, const Reference& expected, uint64_t step) {
   }
 }
 
-// Sockets of this process, but for those that listen.
 void cut_all_connections() {
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    const int fd = std::atoi(entry.path().filename().c_str());
-    int listens = 0;
-    socklen_t size = sizeof(listens);
-    if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) == 0 && listens == 0) ::shutdown(fd, SHUT_RDWR);
-  }
+  for (const int connection : testing::connections()) testing::cut(connection);
 }
 
 }  // namespace

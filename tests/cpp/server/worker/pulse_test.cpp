@@ -16,10 +16,10 @@ using testing::VirtualTime;
 
 namespace {
 
-constexpr milliseconds kHeartbeat{5'000};
+constexpr milliseconds kBeat{5'000};
 
-struct Beating {
-  explicit Beating(bool listens = true, milliseconds heartbeat = kHeartbeat)
+struct BeatingOnce {
+  explicit BeatingOnce(bool listens = true, milliseconds heartbeat = kBeat)
       : pulse({"server", 3, heartbeat}, *time, [this](const std::string& why) {
           ends.push_back(why);
           ended = time->passed();
@@ -28,7 +28,7 @@ struct Beating {
     if (listens) listen();
     time->start(pulse);
   }
-  ~Beating() { time->stop(pulse); }
+  ~BeatingOnce() { time->stop(pulse); }
 
   void listen() {
     time->listen("server", [this](net::Channel& channel, const net::Frame& frame) { serve(channel, frame); });
@@ -70,7 +70,7 @@ struct Beating {
 
 TEST_CASE("a pulse beats at once, and then at a fifth of the heartbeat's time", "[server]") {
   const auto heartbeat = GENERATE(milliseconds(5'000), milliseconds(1'000), milliseconds(100));
-  Beating beating(true, heartbeat);
+  BeatingOnce beating(true, heartbeat);
   beating.time->sleep(milliseconds(1));
   CHECK(beating.greetings == 1);
   CHECK(beating.beats == 1);
@@ -82,7 +82,7 @@ TEST_CASE("a pulse beats at once, and then at a fifth of the heartbeat's time", 
 }
 
 TEST_CASE("a pulse knows what is durable, and passes on the wish for a snapshot", "[server]") {
-  Beating beating;
+  BeatingOnce beating;
   beating.time->sleep(milliseconds(600));
   CHECK(beating.wishes == 0);
   beating.durable = 9;
@@ -97,37 +97,37 @@ TEST_CASE("a pulse knows what is durable, and passes on the wish for a snapshot"
 }
 
 TEST_CASE("a server that gives no answer for the heartbeat's time is silent, not before", "[server]") {
-  Beating beating;
+  BeatingOnce beating;
   beating.time->sleep(milliseconds(2'000));
   beating.is_silent = true;
   const auto begin = beating.time->passed();
   const auto unanswered = [&] { return beating.ended - begin; };
-  beating.time->sleep(kHeartbeat - milliseconds(1));
+  beating.time->sleep(kBeat - milliseconds(1));
   CHECK(beating.ends.empty());
   beating.time->sleep(milliseconds(502));
   REQUIRE(beating.ends.size() >= 1);
-  CHECK(unanswered() >= kHeartbeat);
-  CHECK(unanswered() <= kHeartbeat + milliseconds(500));
+  CHECK(unanswered() >= kBeat);
+  CHECK(unanswered() <= kBeat + milliseconds(500));
 
   beating.is_silent = false;
-  beating.time->sleep(kHeartbeat);
+  beating.time->sleep(kBeat);
   const auto ends = beating.ends.size();
   CHECK(beating.greetings == 2);
-  beating.time->sleep(kHeartbeat * 3);
+  beating.time->sleep(kBeat * 3);
   CHECK(beating.ends.size() == ends);
 }
 
 TEST_CASE("a server that accepts and never greets is silent after the heartbeat's time", "[server]") {
-  Beating beating;
+  BeatingOnce beating;
   beating.is_silent = true;
-  beating.time->sleep(kHeartbeat - milliseconds(1));
+  beating.time->sleep(kBeat - milliseconds(1));
   CHECK(beating.ends.empty());
   beating.time->sleep(milliseconds(1));
   CHECK(beating.ends.size() == 1);
 }
 
 TEST_CASE("a server that cannot be reached is silent after the heartbeat's time, and a welcome counts", "[server]") {
-  Beating beating(/*listens=*/false);
+  BeatingOnce beating(/*listens=*/false);
   beating.time->sleep(milliseconds(4'000));
   beating.pulse.note_welcome(42);
   beating.time->sleep(milliseconds(4'900));
@@ -137,7 +137,7 @@ TEST_CASE("a server that cannot be reached is silent after the heartbeat's time,
 }
 
 TEST_CASE("a connection that ends is the server's end at once, and made again", "[server]") {
-  Beating beating;
+  BeatingOnce beating;
   beating.time->sleep(milliseconds(1'100));
   beating.time->end("server");
   beating.time->sleep(milliseconds(60));
@@ -149,10 +149,10 @@ TEST_CASE("a connection that ends is the server's end at once, and made again", 
 }
 
 TEST_CASE("a refused greeting is no sign of life, a refused beat is one", "[server]") {
-  Beating beating;
+  BeatingOnce beating;
   beating.refuses_hello = GENERATE(false, true);
   beating.refuses_beats = !beating.refuses_hello;
-  beating.time->sleep(kHeartbeat - milliseconds(100));
+  beating.time->sleep(kBeat - milliseconds(100));
   CHECK(beating.ends.empty());
   beating.time->sleep(milliseconds(200));
   CHECK(beating.ends.empty() == beating.refuses_beats);
@@ -161,7 +161,7 @@ TEST_CASE("a refused greeting is no sign of life, a refused beat is one", "[serv
 TEST_CASE("who stood still takes the answers that came meanwhile before it looks at the clock", "[server]") {
   const auto time = std::make_shared<VirtualTime>();
   int ends = 0;
-  Pulse pulse({"server", 0, kHeartbeat}, *time, [&](const std::string&) { ++ends; });
+  Pulse pulse({"server", 0, kBeat}, *time, [&](const std::string&) { ++ends; });
   pulse.note_welcome(1);
   time->listen("server", [&](net::Channel& channel, const net::Frame& frame) {
     if (frame.type == Hello::kType) return channel.send(Welcome::kType, encode(Welcome{7, 1}), {}, time->now());
@@ -169,7 +169,7 @@ TEST_CASE("who stood still takes the answers that came meanwhile before it looks
   });
   for (int i = 0; i < 10; ++i) {
     pulse.tick(time->now());
-    time->sleep(kHeartbeat * 2);
+    time->sleep(kBeat * 2);
   }
   CHECK(ends == 0);
 }

@@ -6,7 +6,7 @@ using namespace muster::server;
 
 namespace {
 
-Configured server(uint64_t made, uint64_t begun, std::vector<uint64_t> cuts, uint64_t command = 0) {
+Configured configured(uint64_t made, uint64_t begun, std::vector<uint64_t> cuts, uint64_t command = 0) {
   Configured configured;
   configured.started = configured.owns = true;
   configured.made = made;
@@ -19,33 +19,33 @@ Configured server(uint64_t made, uint64_t begun, std::vector<uint64_t> cuts, uin
 }  // namespace
 
 TEST_CASE("a job goes on after the newest step where no server is more than it behind", "[server]") {
-  const std::vector<Configured> equal = {server(7, 7, {}), server(7, 7, {4}), Configured{}};
+  const std::vector<Configured> equal = {configured(7, 7, {}), configured(7, 7, {4}), Configured{}};
   REQUIRE(ResumePoint(equal).newest());
   CHECK(ResumePoint(equal).newest()->step == 7);
   CHECK(ResumePoint(equal).newest()->command.empty());
 
-  const std::vector<Configured> behind = {server(7, 7, {}, 7), server(6, 6, {}, 6)};
+  const std::vector<Configured> behind = {configured(7, 7, {}, 7), configured(6, 6, {}, 6)};
   REQUIRE(ResumePoint(behind).newest());
   CHECK(ResumePoint(behind).newest()->command.front().step == 7);
 
   // It was said to one, and made by none.
-  const std::vector<Configured> said = {server(6, 6, {}, 7), server(6, 6, {}, 6)};
+  const std::vector<Configured> said = {configured(6, 6, {}, 7), configured(6, 6, {}, 6)};
   REQUIRE(ResumePoint(said).newest());
   CHECK(ResumePoint(said).newest()->step == 7);
 
-  const std::vector<Configured> without_command = {server(7, 7, {}), server(6, 6, {})};
+  const std::vector<Configured> without_command = {configured(7, 7, {}), configured(6, 6, {})};
   CHECK_FALSE(ResumePoint(without_command).newest());
-  const std::vector<Configured> far = {server(8, 8, {}, 8), server(6, 6, {}, 6)};
+  const std::vector<Configured> far = {configured(8, 8, {}, 8), configured(6, 6, {}, 6)};
   CHECK_FALSE(ResumePoint(far).newest());
 }
 
 TEST_CASE("a job goes back to the greatest step that every server can go on from", "[server]") {
-  const std::vector<Configured> cut = {server(20, 20, {10, 15, 20}), server(15, 15, {10, 15}),
-                                       server(31, 32, {10, 15})};
+  const std::vector<Configured> cut = {configured(20, 20, {10, 15, 20}), configured(15, 15, {10, 15}),
+                                       configured(31, 32, {10, 15})};
   CHECK(ResumePoint(cut).common() == 15);
-  const std::vector<Configured> alive = {server(17, 17, {10}), server(12, 17, {10, 17})};
+  const std::vector<Configured> alive = {configured(17, 17, {10}), configured(12, 17, {10, 17})};
   CHECK(ResumePoint(alive).common() == 17);
-  const std::vector<Configured> none = {server(17, 17, {10}), server(4, 5, {3})};
+  const std::vector<Configured> none = {configured(17, 17, {10}), configured(4, 5, {3})};
   CHECK_FALSE(ResumePoint(none).common());
   CHECK(ResumePoint(none).in_words(0) == "step 10, 17");
   CHECK(ResumePoint(none).in_words(1) == "step 3");
