@@ -23,6 +23,7 @@ CONTENTS = """
 :glob:
 
 docs/concepts
+docs/cpp
 docs/launching
 docs/several_hosts
 docs/parameter_servers
