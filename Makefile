@@ -9,10 +9,10 @@ STAMPS := $(VENV)/.stamps
 # The environment's tools first: cmake, ninja, ruff, clang-format.
 export PATH := $(BIN):$(PATH)
 CPP_FILES = $(shell find csrc tests/cpp tests/programs tests/support examples/cpp benchmarks/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h.in')
-PY_FILES = python tests/python tests/differential tests/gpu tests/support examples/python examples/migrations examples/ray benchmarks tools setup.py
+PY_FILES = python tests/python tests/differential tests/gpu tests/support examples/python examples/migrations examples/ray benchmarks docs tools setup.py
 CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DMUSTER_TESTS=ON
 
-.PHONY: cuda dev gpu-check train test test-long test-sanitize fuzz lint lint-only format dist bench clean package
+.PHONY: cuda dev docs docs-only gpu-check train test test-long test-sanitize fuzz lint lint-only format dist bench clean package
 .DELETE_ON_ERROR:
 
 train: package
@@ -67,7 +67,20 @@ lint-only:
 	mypy --python-executable $(PYTHON)
 	MYPYPATH=python $(PYTHON) -m mypy.stubtest --allowlist tools/stubtest_allowlist.txt muster._C muster._build_info
 	$(CMAKE) -B $(BUILD)-lint -DMUSTER_PYTHON=ON -DMUSTER_CCACHE= -DMUSTER_OPENMP=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DMUSTER_UNITY_FILES=100 >/dev/null
+	@# Where doxygen could not be installed the rest of the lint is still worth having.
+	@if command -v doxygen >/dev/null; then $(MAKE) --no-print-directory docs-only; else echo "No doxygen: the site is not built"; fi
 	tools/clang_tidy.sh $(BUILD)-lint $(JOBS)
+
+# The site, in build/docs/html. Warnings are errors.
+docs: package dev docs-only
+
+# On what `make package dev` left.
+docs-only: export MUSTER_DOXYGEN = $(abspath $(BUILD))/docs/doxygen
+docs-only:
+	@command -v doxygen >/dev/null || { echo "The reference of C++ needs doxygen: sudo apt-get install doxygen" >&2; exit 1; }
+	mkdir -p $(MUSTER_DOXYGEN)
+	doxygen docs/Doxyfile
+	$(PYTHON) -m sphinx --quiet --fail-on-warning --fresh-env -c docs -d $(BUILD)/docs/doctrees . $(BUILD)/docs/html
 
 format: $(STAMPS)/dev
 	clang-format -i $(CPP_FILES)

@@ -308,6 +308,9 @@ int main(int argc, char** argv) {
   } catch (const std::invalid_argument& error) {
     std::cerr << "digits: " << error.what() << '\n' << kUsage;
     return 2;
+  } catch (const muster::CommError& error) {  // a worker or a server is gone, or late
+    std::cerr << "digits: " << error.what() << "\nStart all workers again: --checkpoint goes on from the last epoch\n";
+    return 1;
   } catch (const std::exception& error) {
     std::cerr << "digits: " << error.what() << '\n';
     return 1;

@@ -41,5 +41,5 @@ def listed(sentences: Mapping[str, str]) -> str:
 
 def lists_fields(cls: ClassT) -> ClassT:
     """Decorator: the docstring of a class ends with the sentences of its fields."""
-    cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{listed(sentences_of(cls))}"
+    cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\nFields:\n\n{listed(sentences_of(cls))}"
     return cls

@@ -69,6 +69,14 @@ def test_the_cpp_quick_start_is_the_example_that_the_packaging_test_builds() -> 
     assert program == (ROOT / "examples" / "cpp" / "quick_start.cpp").read_text()
 
 
+@pytest.mark.parametrize(("language", "source"), [("cpp", "digits.cpp"), ("cmake", "CMakeLists.txt")])
+def test_the_pieces_of_the_guide_are_those_of_the_example_that_other_tests_run(language: str, source: str) -> None:
+    whole = (ROOT / "examples" / "cpp" / source).read_text()
+    pieces = blocks("docs/cpp.md", language)
+    assert pieces
+    assert [piece for piece in pieces if piece not in whole] == []
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ("README.md", "CONTRIBUTING.md")])
 def test_the_blocks_of_a_page_run_as_one_program(page: str, tmp_path: Path) -> None:
     parts = blocks(page, "python")

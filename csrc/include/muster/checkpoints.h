@@ -20,6 +20,7 @@ struct CheckpointsOptions {
   /// saves only where the job stops.
   std::optional<double> every_seconds = {};
   std::optional<int> keep = {};  ///< how many of the newest stay, at least 1; empty: all
+  /// Which of two metrics is better.
   enum class Mode { min, max };
   Mode mode = Mode::min;             ///< which metric Checkpoints::best prefers, the least or the greatest
   std::optional<int> best_keep = 1;  ///< of those that were the best when they came, as `keep`
@@ -53,6 +54,7 @@ class Checkpoints {
   /// left. `result` is what the step, or flush(), returned; `values` are saved with it, and load() returns them. A
   /// checkpoint is made after a step that leaves no window open: later, where one is. Collective where it saves.
   bool after_step(const StepResult& result, const SavedState& values = {});
+  /// The same after flush().
   bool after_step(const std::optional<StepResult>& flushed, const SavedState& values = {});
 
   /// Saves now. Collective, with no window open.

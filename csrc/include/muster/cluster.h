@@ -11,8 +11,8 @@ namespace muster {
 
 /// A value: this worker's rank among `num_workers` and where they meet.
 struct Cluster {
-  int rank = 0;
-  int num_workers = 1;
+  int rank = 0;         ///< this worker's index
+  int num_workers = 1;  ///< processes of the job
   /// "host:port" of the rendezvous store ("[host]:port" for an IPv6 literal); empty in a world of one.
   std::string address;
   /// Index among the workers of this host.
@@ -30,6 +30,7 @@ struct Cluster {
   /// begin only once nobody trains there any more.
   std::string job = "";
 
+  /// Whether all members are equal.
   bool operator==(const Cluster&) const = default;
 
   /// Looks up an environment variable; tests pass their own. An empty value counts as unset.
@@ -44,6 +45,7 @@ struct Cluster {
   /// one line. Servers are MUSTER_SERVERS ("host:port,host:port,..."), whatever the launcher. Throws InvalidArgument
   /// where variables contradict each other, are incomplete or malformed, or no address follows.
   static Cluster from_env();
+  /// The same, from variables that `environment` looks up.
   static Cluster from_env(const Environment& environment);
 
   /// Throws InvalidArgument unless 0 <= rank < num_workers, 0 <= local_rank, and an address of the form "host:port"

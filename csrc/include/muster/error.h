@@ -32,11 +32,12 @@ class CommError : public Error {
   using Error::Error;
 };
 
-/// A peer died or left. `rank()` is the worker that was lost.
+/// A peer died or left.
 class PeerLost : public CommError {
  public:
+  /// Says that worker `rank` was lost.
   PeerLost(int rank, const std::string& message) : CommError(message), rank_(rank) {}
-  int rank() const noexcept { return rank_; }
+  int rank() const noexcept { return rank_; }  ///< the worker that was lost
 
  private:
   int rank_;
@@ -51,6 +52,7 @@ class Timeout : public CommError {
 /// Another replica's step raised. The window is dropped everywhere and the strategy stays usable.
 class RemoteError : public Error {
  public:
+  /// Says what replica `replica` of worker `rank` raised.
   RemoteError(int rank, int replica, std::string type, std::string text, const std::string& message)
       : Error(message), rank_(rank), replica_(replica), type_(std::move(type)), text_(std::move(text)) {}
   int rank() const noexcept { return rank_; }                 ///< the worker whose step raised

@@ -44,6 +44,7 @@ struct LoaderState {
   int64_t epoch = 0;    ///< as Loader::epoch
   int64_t batches = 0;  ///< of the pass under way, that were yielded
 
+  /// Whether both are equal.
   bool operator==(const LoaderState&) const = default;
 };
 
@@ -157,6 +158,7 @@ class Loader {
  public:
   /// What the data set gives for one part.
   using Batch = typename Unwrap<Returned>::type;
+  /// A global batch: this worker's parts.
   using value_type = PerReplica<Batch>;
 
   /// Made by Strategy::prepare_loader.
@@ -168,6 +170,7 @@ class Loader {
     reader_->deal = core_->deal();
   }
 
+  /// An input iterator over global batches.
   class Iterator {
    public:
     using iterator_category = std::input_iterator_tag;
@@ -194,11 +197,13 @@ class Loader {
 
   /// Starts an epoch and reads its first batch.
   Iterator begin() { return Iterator(this, core_->begin()); }
+  /// The end of the epoch.
   Iterator end() { return {}; }
 
   /// Counts from 0: that of the pass under way and, once it has run to its end, of the next one. A pass that was left
-  /// early counts when the next begins. Setting it makes the next pass that epoch; throws InvalidArgument if negative.
+  /// early counts when the next begins.
   int64_t epoch() const noexcept { return core_->epoch(); }
+  /// Makes the next pass that epoch. Throws InvalidArgument if negative.
   void set_epoch(int64_t epoch) { core_->set_epoch(epoch); }
 
   /// Where the loop is: a batch counts from when it was yielded (of those that live workers divide, from its step), so

@@ -12,9 +12,10 @@ namespace muster {
 
 /// What a LossScaler learns; equal to GradScaler's `_scale` and `_growth_tracker`.
 struct LossScalerState {
-  double scale = 0;
-  int growth_tracker = 0;
+  double scale = 0;        ///< what the next loss is multiplied by
+  int growth_tracker = 0;  ///< finite steps since it last changed
 
+  /// Whether both are equal.
   bool operator==(const LossScalerState&) const = default;
 };
 
@@ -44,7 +45,9 @@ class LossScaler {
   /// InvalidArgument if no optimizer was unscaled.
   void update();
 
+  /// What the next loss is multiplied by.
   double scale() const { return state_.scale; }
+  /// To save and to give to load_state().
   const LossScalerState& state() const { return state_; }
   /// Throws InvalidArgument unless the scale is positive and the tracker not negative.
   void load_state(const LossScalerState& state);

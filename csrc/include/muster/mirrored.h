@@ -16,6 +16,7 @@ namespace muster {
 /// there, or an option out of range, NotBuilt for a device that this build cannot use.
 class MirroredStrategy : public Strategy {
  public:
+  /// A replica for each of `devices`, which share batches as `balance` says.
   explicit MirroredStrategy(const std::vector<std::string>& devices = {}, const StrategyOptions& options = {},
                             Balance balance = Balance::equal);
 };

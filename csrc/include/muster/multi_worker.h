@@ -16,11 +16,11 @@ class ProcessGroup;
 
 namespace muster {
 
-/// A process a worker, each with a replica a device ("cuda:0", "cpu", "cpu:0", ...; none: cuda:<local rank> where this
-/// build has CUDA and there are devices, the only one where the process sees no other, else one CPU replica). On CUDA
-/// gradients go through NCCL. Collective over the cluster: returns when all workers are there. Throws InvalidArgument
-/// where ranks disagree about options or the size of the world, or share a GPU, Timeout naming the ranks that did not
-/// come.
+/// A process a worker, each with a replica a device ("cuda:0", "cpu", "cpu:0", ...; none: `cuda:<local rank>` where
+/// this build has CUDA and there are devices, the only one where the process sees no other, else one CPU replica). On
+/// CUDA gradients go through NCCL. Collective over the cluster: returns when all workers are there. Throws
+/// InvalidArgument where ranks disagree about options or the size of the world, or share a GPU, Timeout naming the
+/// ranks that did not come.
 class MultiWorkerMirroredStrategy : public Strategy {
  public:
   /// All workers are on one host.

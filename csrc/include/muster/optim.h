@@ -30,7 +30,9 @@ class Flat : public Base {
 
   /// From `.grad`, without a strategy or after a backward by hand.
   at::Tensor step(typename Base::LossClosure closure = nullptr) override;
+  /// Base's format: with shard_optimizer this worker's share, with parameter servers what they hold.
   void save(torch::serialize::OutputArchive& archive) const override;
+  /// From Base's format. Throws InvalidArgument while parameter servers hold the state.
   void load(torch::serialize::InputArchive& archive) override;
 
  private:

@@ -49,6 +49,7 @@ struct ServerOptions {
 /// ranks disagree about.
 class ParameterServerStrategy : public Strategy {
  public:
+  /// A worker of the job that `cluster` describes.
   explicit ParameterServerStrategy(const Cluster& cluster = Cluster::from_env(),
                                    const ServerOptions& server_options = {}, const StrategyOptions& options = {});
 };

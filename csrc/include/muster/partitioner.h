@@ -17,7 +17,9 @@ namespace muster {
 /// So many shards, or one a row where there are fewer rows.
 class FixedShards {
  public:
+  /// Throws InvalidArgument for a number that is not positive.
   explicit FixedShards(int64_t num_shards);
+  /// Rows of every shard of a tensor of `sizes` and `dtype`.
   std::vector<int64_t> operator()(at::IntArrayRef sizes, at::ScalarType dtype) const;
 
  private:
@@ -28,7 +30,9 @@ class FixedShards {
 /// up as in TensorFlow, so that a shard may be smaller by what the rounding takes.
 class MinSize {
  public:
+  /// Throws InvalidArgument for a number that is not positive.
   explicit MinSize(int64_t min_shard_bytes = 256 << 10, int64_t max_shards = 1);
+  /// Rows of every shard of a tensor of `sizes` and `dtype`.
   std::vector<int64_t> operator()(at::IntArrayRef sizes, at::ScalarType dtype) const;
 
  private:
@@ -40,7 +44,9 @@ class MinSize {
 /// where one row is larger.
 class MaxSize {
  public:
+  /// Throws InvalidArgument for a number that is not positive.
   explicit MaxSize(int64_t max_shard_bytes, std::optional<int64_t> max_shards = std::nullopt);
+  /// Rows of every shard of a tensor of `sizes` and `dtype`.
   std::vector<int64_t> operator()(at::IntArrayRef sizes, at::ScalarType dtype) const;
 
  private:

@@ -37,10 +37,15 @@ class PerReplica {
     }
   }
 
+  /// Replicas of this worker.
   size_t size() const noexcept { return parts_.size(); }
+  /// The part of a replica of this worker. Throws std::out_of_range.
   const T& operator[](size_t local_replica) const { return parts_.at(local_replica); }
+  /// Iterates over the parts.
   auto begin() const noexcept { return parts_.begin(); }
+  /// The end of the parts.
   auto end() const noexcept { return parts_.end(); }
+  /// All parts, in replica order.
   const std::vector<T>& parts() const noexcept { return parts_; }
 
   /// Samples each part stands for; empty where the parts' types are to tell.

@@ -26,6 +26,7 @@ struct LossScale {
 /// of a strategy and of LossScaler do.
 class Autocast {
  public:
+  /// Begins, for operators on `device`.
   explicit Autocast(Precision precision, c10::DeviceType device = c10::DeviceType::CPU);
   ~Autocast();
   Autocast(const Autocast&) = delete;

@@ -24,9 +24,11 @@ size_t current_or_first(const StrategyCore& core);
 template <std::derived_from<torch::nn::Module> M>
 class Replicated {
  public:
+  /// Made by Strategy::prepare.
   Replicated(std::vector<std::shared_ptr<M>> replicas, std::shared_ptr<const StrategyCore> core)
       : replicas_(std::move(replicas)), core_(std::move(core)) {}
 
+  /// The current replica's module, or outside a step replica 0's.
   M* operator->() const { return replicas_[detail::current_or_first(*core_)].get(); }
 
   /// The current replica's; see operator->.
@@ -34,6 +36,7 @@ class Replicated {
 
   /// Replica 0's: the one whose parameters optimizers hold, and the one to save.
   M& module() const { return *replicas_.front(); }
+  /// The owner of module().
   const std::shared_ptr<M>& ptr() const noexcept { return replicas_.front(); }
 
  private:

@@ -25,18 +25,25 @@ namespace muster {
 /// A value; copies share tensors.
 class SavedValue {
  public:
+  /// Values in order.
   using List = std::vector<SavedValue>;
+  /// Values by name.
   using Dict = std::map<std::string, SavedValue>;
-  /// What Python programs save beside; C++ programs hand it on.
+  /// A Python program's tuple; C++ programs hand it on.
   struct Tuple {
-    List items;
+    List items;  ///< what it holds
   };
+  /// A Python program's dict with integers among its keys; C++ programs hand it on.
   struct Pairs {
-    std::vector<std::pair<std::variant<int64_t, std::string>, SavedValue>> items;
+    std::vector<std::pair<std::variant<int64_t, std::string>, SavedValue>> items;  ///< in the dict's order
     bool is_counter = false;  ///< a collections.Counter; else a dict with integers among its keys
   };
 
   SavedValue() = default;
+  /// @name Conversions
+  /// @{
+
+  /// Implicit from anything that it may hold.
   SavedValue(bool value) : value_(value) {}  // NOLINT(google-explicit-constructor): so the next ones
   template <std::integral T>
     requires(!std::same_as<T, bool>)
@@ -50,7 +57,9 @@ class SavedValue {
   SavedValue(Dict value) : value_(std::move(value)) {}           // NOLINT
   SavedValue(Tuple value) : value_(std::move(value)) {}          // NOLINT
   SavedValue(Pairs value) : value_(std::move(value)) {}          // NOLINT
+  /// @}
 
+  /// Whether it holds nothing.
   bool is_null() const noexcept { return holds<std::monostate>(); }
   /// T: bool, int64_t, double, std::string, at::Tensor, List, Dict, Tuple or Pairs.
   template <class T>

@@ -22,8 +22,8 @@ enum class RowInit : uint8_t { normal, uniform };
 /// A value.
 struct ShardedEmbeddingOptions {
   std::optional<Reduction> mode = {};  ///< of bags; empty: one row an id
-  RowInit init = RowInit::normal;  ///< normal: of mean 0 and standard deviation `scale`; uniform: in (-scale, scale)
-  double scale = 1;
+  RowInit init = RowInit::normal;     ///< normal: of mean 0 and standard deviation `scale`; uniform: in (-scale, scale)
+  double scale = 1;                   ///< of `init`
   std::optional<uint64_t> seed = {};  ///< a row's first values follow from (seed, row) alone; empty: drawn from torch
   bool on_servers = false;            ///< `weight` takes no memory here: for ParameterServerStrategy alone
   RowPlacement placement = RowPlacement::modulo;  ///< of rows, under ParameterServerStrategy
@@ -51,7 +51,9 @@ class ShardedEmbeddingImpl : public torch::nn::Cloneable<ShardedEmbeddingImpl> {
 
   /// Gives `weight` its first values again.
   void reset() override;
+  /// As of torch::nn::Module.
   void pretty_print(std::ostream& stream) const override;
+  /// As of torch::nn::Module, with all rows where they are on servers.
   void save(torch::serialize::OutputArchive& archive) const override;
 
   /// Without a mode: ids of any shape, int64 or int32, to the shape with `dim` behind it. With one: ids [bags, ids a
@@ -64,7 +66,9 @@ class ShardedEmbeddingImpl : public torch::nn::Cloneable<ShardedEmbeddingImpl> {
   /// `weight`, or a copy of all rows where they are on servers.
   at::Tensor whole_weight() const;
 
+  /// Rows.
   int64_t num_embeddings() const noexcept { return num_embeddings_; }
+  /// Elements of a row.
   int64_t dim() const noexcept { return dim_; }
   const ShardedEmbeddingOptions& options() const noexcept { return options_; }  ///< with the seed that was drawn
 

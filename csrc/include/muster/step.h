@@ -21,7 +21,7 @@ enum class Reduction { mean, sum };
 /// The result of a step function: a 0-dim floating `value` to differentiate, and what belongs to it. Implicit from a
 /// Tensor.
 struct Loss {
-  at::Tensor value;
+  at::Tensor value;  ///< 0-dim and floating
   /// Samples (or tokens, ...) that `value` is a mean over: 0-dim. Empty: size(0) of the part's first tensor. On CUDA it
   /// is not read on the host: one that is negative or not finite drops the window, whose weight is then NaN.
   std::optional<at::Tensor> weight = std::nullopt;
@@ -29,9 +29,10 @@ struct Loss {
   std::map<std::string, at::Tensor> metrics = {};
   /// Anything; StepResult::output carries it, detached from nothing.
   c10::IValue output = {};
-  Reduction reduction = Reduction::mean;
+  Reduction reduction = Reduction::mean;  ///< whether `value` is a mean or a sum
 
   Loss() = default;
+  /// The mean over the part's samples.
   Loss(at::Tensor loss) : value(std::move(loss)) {}  // NOLINT(google-explicit-constructor)
 };
 
@@ -46,6 +47,7 @@ struct StepResult {
   /// Mean loss (sum, for Reduction::sum) of the window so far: over all workers once it is closed, this worker's
   /// before.
   at::Tensor loss;
+  /// Loss::metrics by name: their means over the window so far, by weight.
   std::map<std::string, at::Tensor> metrics;
   /// Sum of the weights of the window so far.
   at::Tensor weight;

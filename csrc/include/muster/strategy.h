@@ -108,11 +108,17 @@ class Strategy {
   Strategy(const Strategy&) = delete;
   Strategy& operator=(const Strategy&) = delete;
 
-  int num_replicas() const;  ///< of the whole job
+  /// Replicas of the whole job.
+  int num_replicas() const;
+  /// Processes of the job.
   int num_workers() const;
+  /// This process's index among the workers.
   int rank() const;
+  /// This process's index among the workers of its host.
   int local_rank() const;
+  /// Whether this is rank 0.
   bool is_chief() const { return rank() == 0; }
+  /// Replicas of this process.
   int num_local_replicas() const;
 
   /// The current replica's; outside a step, local replica 0's.
@@ -123,8 +129,9 @@ class Strategy {
   /// Windows closed so far.
   int64_t steps() const;
 
-  /// Asks all ranks to end training: `stopping` turns true on all of them at the same window's end. SIGTERM does too.
+  /// Asks all ranks to end training, as SIGTERM does.
   void stop() noexcept;
+  /// True on all ranks from the same window's end on, after stop() or SIGTERM anywhere.
   bool stopping() const;
 
   /// Prepares a module: `factory` is called once for each local replica, in this thread. Further replicas' draws from
@@ -147,6 +154,7 @@ class Strategy {
     return adopt<M>(std::move(module), [](M& first) { return std::dynamic_pointer_cast<M>(clone(first)); });
   }
 
+  /// The module that a ModuleHolder holds (`Net model;` of TORCH_MODULE), as above.
   template <detail::ModuleHolder H>
   auto prepare(const H& holder) {
     return prepare(std::shared_ptr<typename H::ContainedType>(holder.ptr()));
@@ -213,6 +221,8 @@ class Strategy {
       return PerReplica<R>(std::move(results), std::move(info.rows));
     }
   }
+
+  /// A batch from elsewhere, divided as by `step`.
   template <class F, class B>
     requires(!detail::IsPerReplica<B>::value)
   auto run(F&& fn, const B& batch) {
@@ -225,20 +235,27 @@ class Strategy {
   /// of integers is fp64. Throws LayoutMismatch if they differ, InvalidArgument if nobody has a value.
   at::Tensor reduce(const at::Tensor& value, ReduceOp op = ReduceOp::mean,
                     const std::optional<at::Tensor>& weight = std::nullopt);
+  /// The same of each tensor, in one exchange.
   std::vector<at::Tensor> reduce(const std::vector<at::Tensor>& values, ReduceOp op = ReduceOp::mean,
                                  const std::optional<at::Tensor>& weight = std::nullopt);
+  /// The same of all replicas' parts, outside a step.
   at::Tensor reduce(const PerReplica<at::Tensor>& value, ReduceOp op = ReduceOp::mean);
+  /// The same of each tensor of all replicas' parts.
   std::vector<at::Tensor> reduce(const PerReplica<std::vector<at::Tensor>>& values, ReduceOp op = ReduceOp::mean);
 
   /// Like reduce: concatenated along dimension 0 in replica order (0-dim tensors are stacked); size(0) may differ.
   at::Tensor gather(const at::Tensor& value);
+  /// The same of each tensor, in one exchange.
   std::vector<at::Tensor> gather(const std::vector<at::Tensor>& values);
+  /// The same of all replicas' parts, outside a step.
   at::Tensor gather(const PerReplica<at::Tensor>& value);
+  /// The same of each tensor of all replicas' parts.
   std::vector<at::Tensor> gather(const PerReplica<std::vector<at::Tensor>>& values);
 
   /// The value of `source`: a replica inside a step (gradients flow back to it), a rank outside, where only the
   /// source's argument counts.
   at::Tensor broadcast(const at::Tensor& value, int source = 0);
+  /// The same of each tensor, in one exchange.
   std::vector<at::Tensor> broadcast(const std::vector<at::Tensor>& values, int source = 0);
 
   /// Collective. Waits for all workers.
