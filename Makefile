@@ -10,6 +10,7 @@ STAMPS := $(VENV)/.stamps
 export PATH := $(BIN):$(PATH)
 CPP_FILES = $(shell find csrc tests/cpp tests/programs tests/support examples/cpp benchmarks/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h.in')
 PY_FILES = python tests/python tests/differential tests/gpu tests/support examples/python examples/migrations examples/ray benchmarks docs tools setup.py
+TIMED = tools/timed.sh
 CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DMUSTER_TESTS=ON
 
 .PHONY: cuda dev docs docs-only gpu-check train test test-long test-sanitize fuzz lint lint-only format dist bench clean package
@@ -19,18 +20,18 @@ train: package
 	$(PYTHON) examples/python/digits.py
 
 test: package cuda $(STAMPS)/dev
-	cmake --build $(BUILD) -j $(JOBS) --target all muster_tests
-	$(BUILD)/muster_tests
-	$(BUILD)/muster_cuda_tests
-	$(BUILD)/muster_device_tests
-	$(BUILD)/muster_cuda_mutants "[mutants]"
-	tools/sanitized.sh thread $(BUILD)/muster_cuda_race_mutants "[mutants]"
+	$(TIMED) "C++ tests, compiled" cmake --build $(BUILD) -j $(JOBS) --target all muster_tests
+	$(TIMED) "C++ tests" $(BUILD)/muster_tests
+	$(TIMED) "tests of the CUDA side, emulated" $(BUILD)/muster_cuda_tests
+	$(TIMED) "tests of a device, emulated" $(BUILD)/muster_device_tests
+	$(TIMED) "mutants of kernels" $(BUILD)/muster_cuda_mutants "[mutants]"
+	$(TIMED) "mutants of kernels that race" tools/sanitized.sh thread $(BUILD)/muster_cuda_race_mutants "[mutants]"
 	@# Two at once, each with files of its own: most tests wait for other processes.
-	$(PYTHON) -m pytest -n 2 --dist loadfile
+	$(TIMED) "Python tests" $(PYTHON) -m pytest -n 2 --dist loadfile
 
 # Compiles and links the CUDA side where nvcc is found; nothing of it runs. A GPU is `make gpu-check`'s business.
 cuda: $(STAMPS)/dev
-	tools/build_cuda.sh $(VENV) $(BUILD)-cuda $(JOBS)
+	$(TIMED) "CUDA side, compiled" tools/build_cuda.sh $(VENV) $(BUILD)-cuda $(JOBS)
 
 # Needs neither the environment nor a network: GPU_PYTHON's torch and the system's tools (docs/gpu.md).
 GPU_PYTHON ?= python3
@@ -69,7 +70,7 @@ lint-only:
 	$(CMAKE) -B $(BUILD)-lint -DMUSTER_PYTHON=ON -DMUSTER_CCACHE= -DMUSTER_OPENMP=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DMUSTER_UNITY_FILES=100 >/dev/null
 	@# Where doxygen could not be installed the rest of the lint is still worth having.
 	@if command -v doxygen >/dev/null; then $(MAKE) --no-print-directory docs-only; else echo "No doxygen: the site is not built"; fi
-	tools/clang_tidy.sh $(BUILD)-lint $(JOBS)
+	$(TIMED) "clang-tidy, beside the tests in CI" tools/clang_tidy.sh $(BUILD)-lint $(JOBS)
 
 # The site, in build/docs/html. Warnings are errors.
 docs: package dev docs-only
@@ -100,7 +101,7 @@ clean:
 
 # --- set-up: each step leaves a stamp, so doing it again costs seconds ------------------------------------------------
 package: $(BUILD)/build.ninja
-	cmake --build $(BUILD) -j $(JOBS) --target muster _C
+	$(TIMED) "library, compiled" cmake --build $(BUILD) -j $(JOBS) --target muster _C
 	$(PYTHON) tools/link_package.py $(BUILD)
 
 $(BUILD)/build.ninja: $(STAMPS)/train

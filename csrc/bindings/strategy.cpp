@@ -11,7 +11,6 @@
 #include "comm/text_exchange.h"
 #include "muster/batch.h"
 #include "muster/cluster.h"
-#include "strategy/backward_by_hand.h"
 #include "strategy/build.h"
 #include "strategy/collectives.h"
 #include "strategy/explain.h"
@@ -208,8 +207,18 @@ void bind_core_class(py::module_& m) {
       .def("parameters_of", [](StrategyCore& c, int module) { return c.session().registry().parameters_of(module); })
       .def("name_of", [](StrategyCore& c, size_t parameter) { return c.session().registry().name(parameter); })
       .def(
-          "average_gradients", [](StrategyCore& c, int module) { average_gradients(c.session(), module); },
-          py::call_guard<Interruptible>());
+          "average_gradients", [](StrategyCore& c, int module) { c.gradient_average().average_module(module); },
+          py::call_guard<Interruptible>())
+      .def(
+          "average_gradients_of",
+          [](StrategyCore& c, const std::vector<at::Tensor>& parameters) { c.gradient_average().average(parameters); },
+          py::arg("parameters"), py::call_guard<Interruptible>())
+      .def(
+          "add_no_gradients_of",
+          [](StrategyCore& c, const std::vector<at::Tensor>& parameters) {
+            c.gradient_average().add_nothing(parameters);
+          },
+          py::arg("parameters"), py::call_guard<Interruptible>());
   core.def("step",
            [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, int set, bool loader_ended,
               const py::object& optimizers, const py::object& before_update, const py::object& update_from_grad,

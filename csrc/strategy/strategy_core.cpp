@@ -13,7 +13,8 @@ StrategyCore::StrategyCore(Topology topology, Groups groups, StrategyOptions opt
                            uint64_t seed)
     : session_(std::move(topology), std::move(groups), options, std::move(pool), seed),
       sets_(session_),
-      stepper_(session_, sets_) {}
+      stepper_(session_, sets_),
+      gradient_average_(session_) {}
 
 StrategyCore::~StrategyCore() {
   leave_ = nullptr;  // nobody is left to tell

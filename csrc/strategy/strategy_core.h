@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "strategy/backward_by_hand.h"
 #include "strategy/parameter_sets.h"
 #include "strategy/session.h"
 #include "strategy/sigterm.h"
@@ -31,6 +32,7 @@ class StrategyCore {
   const ParameterSets& sets() const noexcept { return sets_; }
   Stepper& stepper() noexcept { return stepper_; }
   const Stepper& stepper() const noexcept { return stepper_; }
+  GradientAverage& gradient_average() noexcept { return gradient_average_; }
 
   /// As ParameterSets::state_on_servers, until the end of what on_leaving() was given. Throws InvalidArgument after it.
   std::vector<std::vector<at::Tensor>> state_on_servers(const std::vector<int>& parameters,
@@ -58,6 +60,7 @@ class StrategyCore {
   Session session_;
   ParameterSets sets_;
   Stepper stepper_;
+  GradientAverage gradient_average_;
   SigtermWatch sigterm_;
   std::function<void()> leave_;
   std::atomic<bool> is_leaving_{false};

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._C import Future
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from muster.carriers import flattened, unflattened
 from muster.errors import InvalidArgument
 
 __all__ = ["GradBucket", "HookedBuckets"]
@@ -122,3 +122,13 @@ def _waited_for(future: Any, bucket: GradBucket) -> Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.numel() != bucket.buffer().numel():
         raise InvalidArgument("a communication hook's future must hold one tensor of the size of the bucket's buffer")
     return tensor
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor of all elements of these, which have one dtype."""
+    return cast(Tensor, _flatten_dense_tensors(list(tensors)))  # type: ignore[no-untyped-call]
+
+
+def unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `flat` in the shapes of those that it was made of, or others `like` them."""
+    return list(_unflatten_dense_tensors(flat, list(like)))  # type: ignore[no-untyped-call]

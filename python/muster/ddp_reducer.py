@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch._C import _current_graph_task_id, _will_engine_execute_node
 from torch.utils._pytree import tree_leaves
 
-from muster.carriers import Carrier, carriers_of
 from muster.comm_hooks import HookedBuckets
 from muster.errors import InvalidArgument
 from muster.group_strategy import GroupStrategy
@@ -42,27 +41,24 @@ class Reducer:
         expects_sparse: Sequence[bool],
         group: dist.ProcessGroup,
         *,
-        as_views: bool,
         buckets: Sequence[Sequence[int]],
         is_joining: Callable[[], bool],
     ) -> None:
-        """Of `parameters`, whose gradients are sparse where `expects_sparse` says so, over `group`. `as_views`: as of
-        `carriers_of`. `buckets` are those that hooks get, of numbers of parameters. `is_joining`: whether ranks may run
-        out of inputs, so that each forward has one reduction."""
+        """Of `parameters`, whose gradients are sparse where `expects_sparse` says so, over `group`. `buckets` are those
+        that hooks get, of numbers of parameters. `is_joining`: whether ranks may run out of inputs, so that each
+        forward has one reduction."""
         self.parameters = list(parameters)
         """Those whose gradients are averaged."""
         self._group = group
         self._device = parameters[0].device
         self._sparse = [p for p, sparse in zip(parameters, expects_sparse, strict=True) if sparse]
-        dense = [p for p, sparse in zip(parameters, expects_sparse, strict=True) if not sparse]
-        self._carriers: list[Carrier] = carriers_of(dense, as_views)
+        self._dense = [p for p, sparse in zip(parameters, expects_sparse, strict=True) if not sparse]
         self._is_joining = is_joining
         self.hooked = HookedBuckets([[parameters[number] for number in bucket] for bucket in buckets], self._sparse)
         """Communication hooks, and their buckets."""
         self.num_averages = 0
         """How often gradients were averaged."""
         self._strategy: GroupStrategy | None = None
-        self._number = -1
         self._joined: tuple[Any, bool] | None = None
         self._futures: list[Any] = []
         self._is_expected = False  # the last forward was synchronised
@@ -77,10 +73,7 @@ class Reducer:
     def meet(self) -> GroupStrategy:
         """Collective, the first time: the strategy that averages."""
         if self._strategy is None:
-            strategy = GroupStrategy.over(self._group, self._device)
-            if self._carriers:
-                self._number = strategy.add(nn.ParameterList([carrier.parameter for carrier in self._carriers]))
-            self._strategy = strategy
+            self._strategy = GroupStrategy.over(self._group, self._device)
         return self._strategy
 
     def watch(self, output: Any) -> None:
@@ -105,9 +98,7 @@ class Reducer:
             if self.hooked.has_hook:
                 self.hooked.run()
             else:
-                self._average_dense(lambda carrier: carrier.load())
-                for carrier in self._carriers:
-                    carrier.unload()
+                self.meet().average(self._dense)
                 self._average_sparse()
                 if factor != 1:
                     torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
@@ -122,18 +113,9 @@ class Reducer:
             if self.hooked.has_hook:
                 self.hooked.run_without_gradients()
                 return
-            self._average_dense(lambda carrier: carrier.load_zeros())
-            for carrier in self._carriers:
-                carrier.parameter.grad = None
+            self.meet().add_nothing(self._dense)
             for parameter in self._sparse:
                 dist.all_reduce(_no_rows(parameter), group=self._group)
-
-    def _average_dense(self, load: Callable[[Carrier], None]) -> None:
-        strategy = self.meet()
-        if self._carriers:
-            for carrier in self._carriers:
-                load(carrier)
-            strategy.average(self._number)
 
     def _average_sparse(self) -> None:
         for parameter in self._sparse:

@@ -43,7 +43,7 @@ class DistributedDataParallel(TorchDDP):
       no buckets.
     - `find_unused_parameters`, `static_graph`, `skip_all_reduce_unused_params`: accepted; unused parameters, reentrant
       backward and changing graphs need no option, and a parameter that no rank uses keeps its `.grad`.
-    - `gradient_as_bucket_view`: gradients of small parameters become views of one tensor, which saves a copy.
+    - `gradient_as_bucket_view`: nothing to do; gradients keep the memory that backward gave them.
     - `batched_grad_copy`: accepted; small gradients are always copied together.
     - `mixed_precision`: InvalidArgument; use torch.autocast.
     """
@@ -116,7 +116,6 @@ class DistributedDataParallel(TorchDDP):
             parameters,
             expect_sparse_gradient,
             self.process_group,
-            as_views=self.gradient_as_bucket_view,
             buckets=list(reversed(buckets)),
             is_joining=_Joining(self),
         )

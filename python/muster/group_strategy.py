@@ -59,15 +59,14 @@ class GroupStrategy(MultiWorkerMirroredStrategy):
         made.way = "memory of this host" if is_one_host else f"the process group ({group.name()})"
         return made
 
-    def add(self, module: nn.Module) -> int:
-        """Collective: prepares `module`; its number."""
-        self.prepare(module)
-        return self._preparation.module_numbers[-1]
-
-    def average(self, number: int) -> None:
-        """Collective: the `.grad` of that module's parameters becomes its mean over ranks; it stays None where it is
+    def average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Collective: the dense `.grad` of each of `parameters` becomes its mean over ranks; it stays None where it is
         None on all."""
-        self._core.average_gradients(number)
+        self._core.average_gradients_of(parameters)
+
+    def add_nothing(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Collective: the part in average() of a rank that has no gradients of `parameters`."""
+        self._core.add_no_gradients_of(parameters)
 
 
 def compare(lines: Sequence[str], group: dist.ProcessGroup) -> None:

@@ -55,23 +55,8 @@ def values_of(path: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the C++ examples are, built as an outside project."""
-    build = tmp_path_factory.mktemp("examples")
-    where = subprocess.run([sys.executable, "-m", "muster", "--cmake-dir"], capture_output=True, text=True, check=True)
-    configure = ["cmake", "-G", "Ninja", "-S", str(ROOT / "examples/cpp"), "-B", str(build)]
-    for command in (
-        [*configure, f"-Dmuster_ROOT={where.stdout.strip()}", "-DCMAKE_BUILD_TYPE=Release"],
-        ["cmake", "--build", str(build), "--target", "digits", "click_through"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return build
-
-
-@pytest.fixture(scope="module")
-def program(examples: Path) -> Path:
-    return examples / "digits"
+def program(programs: Path) -> Path:
+    return programs / "examples" / "digits"
 
 
 @pytest.fixture(scope="module")
@@ -206,9 +191,9 @@ def test_cpp_workers_that_step_on_their_own_learn(program: Path, data: Path) -> 
     assert float(chief.rpartition("test accuracy: ")[2]) >= 0.95
 
 
-def test_the_click_model_learns_the_same_bits_from_the_same_impressions(examples: Path) -> None:
+def test_the_click_model_learns_the_same_bits_from_the_same_impressions(programs: Path) -> None:
     options = ["--rows", "3000", "--impressions", "20000", "--epochs", "2", "--batch-size", "500", "--least", "0.7"]
-    cpp = [str(examples / "click_through"), *options]
+    cpp = [str(programs / "examples" / "click_through"), *options]
     python = [sys.executable, str(ROOT / "examples/python/click_through.py"), *options]
     printed = []
     for command in (cpp, python):

@@ -47,9 +47,9 @@ def equal(some: list[Tensor], others: list[Tensor]) -> bool:
 class Job:
     """A worker's strategy, model and optimizer, some steps on."""
 
-    def __init__(self, *, steps: int = STEPS_BEFORE) -> None:
+    def __init__(self, *, steps: int = STEPS_BEFORE, timeout: float = 2.0) -> None:
         torch.manual_seed(0)
-        self.strategy = muster.MultiWorkerMirroredStrategy.from_env(timeout=2.0, threads_per_replica=1)
+        self.strategy = muster.MultiWorkerMirroredStrategy.from_env(timeout=timeout, threads_per_replica=1)
         self.module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8))
         self.model, self.optimizer = self.strategy.prepare(
             self.module, torch.optim.AdamW(self.module.parameters(), lr=1e-2)
@@ -133,7 +133,7 @@ def test_parameters_are_whole_where_nobody_had_begun_to_step() -> None:
 
 
 def with_a_peer_that_dies_before_the_first_step() -> tuple[Any, ...] | None:
-    job = Job(steps=0)
+    job = Job(steps=0, timeout=120.0)  # the other process may be slow to reach the step in which it dies
     if job.strategy.rank == 1:
         before_stepping(job.strategy, lambda: os._exit(0))
     before = values_of(list(job.module.parameters()))

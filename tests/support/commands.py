@@ -76,7 +76,7 @@ class Command(Processes):
         super().__init__([sys.executable, "-m", "muster", *arguments], **variables)
 
 
-def wait_until(holds: Callable[[], object], what: str, timeout: float = 60) -> None:
+def wait_until(holds: Callable[[], object], what: str, timeout: float = 240) -> None:
     """Polls until `holds()`; AssertionError at the timeout."""
     deadline = time.monotonic() + timeout
     while not holds():

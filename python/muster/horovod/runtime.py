@@ -20,6 +20,7 @@ from muster.horovod.world import (
     check_ranks,
     find_cluster,
     group_over,
+    identity_of_job,
     meeting_at_store,
     open_store,
     patience,
@@ -55,6 +56,8 @@ class Runtime:
                 raise InvalidArgument(f"a process set of ranks {list(ranks)} is the global one; use global_process_set")
         self._stalls = Stalls(*stall_seconds())
         self._store = open_store(cluster, generation) if self.size > 1 else None
+        self.job = identity_of_job(cluster)
+        """As of identity_of_job()."""
         self._mutex = threading.Lock()
         self.sets: dict[int, list[int]] = {0: list(range(self.size))}
         """The job's ranks in each process set."""

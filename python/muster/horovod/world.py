@@ -8,6 +8,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -154,6 +155,16 @@ def open_store(cluster: _C.Cluster, generation: int) -> Any:
         _stores[key] = _connect(cluster)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.distributed_c10d.PrefixStore(f"muster/horovod/{restart}/{generation}", _stores[key])
+
+
+def identity_of_job(cluster: _C.Cluster) -> str:
+    """What all lives of a job have in common, and no other job has, where its launcher's agent hosts the store, which
+    stays while processes are started again; "" elsewhere. After open_store()."""
+    store = _stores.get((cluster.address, cluster.rank))
+    if store is None or not cluster.store_is_hosted:
+        return ""
+    identity: bytes = store.compare_set("muster/horovod/job", "", uuid.uuid4().hex)
+    return identity.decode()
 
 
 def meeting_at_store(cluster: _C.Cluster) -> _C.Cluster:

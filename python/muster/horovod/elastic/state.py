@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -52,18 +53,24 @@ class State:
         """Without effect: nobody tells of hosts that come and go."""
 
     def load_kept(self) -> None:
-        """Goes on from the commit in the folder MUSTER_COMMITS, where this process is rank 0 of a job that its launcher
-        has started again (TORCHELASTIC_RESTART_COUNT), and an earlier life of the job has written one."""
+        """Goes on from the commit in the folder MUSTER_COMMITS, where this process is rank 0 and an earlier life of
+        this job has written it. Of lives tell torchrun's store and, where it has none of its own,
+        TORCHELASTIC_RESTART_COUNT."""
         folder = os.environ.get("MUSTER_COMMITS")
-        is_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        if not folder or not is_restarted or self._get_rank() != 0:
+        if not folder or self._get_rank() != 0:
             return
         path = Path(folder) / KEPT
-        if path.exists():
-            read = torch.load(path, map_location="cpu", weights_only=False)
-            if read["job"] == _job():
-                self.keep(read["state"])
-                self.restore()
+        is_first_life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
+        if not running().job and is_first_life:
+            path.unlink(missing_ok=True)  # another job's: a later life of this one could not tell
+        if not path.exists():
+            return
+        read = torch.load(path, map_location="cpu", weights_only=False)
+        if read["job"] == _job():
+            self.keep(read["state"])
+            self.restore()
+        elif not is_first_life:
+            warnings.warn(f"{path} is another job's commit: training begins anew", stacklevel=2)
 
     def kept(self) -> Any:
         """What save() has kept, to be pickled; for commits that outlive the process."""
@@ -130,7 +137,7 @@ class ObjectState(State):
 
 def _job() -> str:
     """What tells jobs apart that share a folder."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return running().job or os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def _write(folder: Path, commit: Any) -> None:
