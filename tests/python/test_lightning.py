@@ -51,7 +51,6 @@ class Classifier(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
-        self.losses: dict[str, float] = {}
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
@@ -141,11 +140,14 @@ def trainer(strategy: Any, **arguments: Any) -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", strategy=strategy, **{"max_epochs": 2, **quiet, **arguments})
 
 
-def fitted(module: pl.LightningModule, strategy: Any, fit: dict[str, Any] | None = None, **arguments: Any) -> Any:
-    """Parameters, what was logged, and what callbacks saw, after training with a strategy."""
+def fitted(
+    module: pl.LightningModule, strategy: Any, fit: dict[str, Any] | None = None, sees: bool = True, **arguments: Any
+) -> Any:
+    """Parameters, what was logged, and what callbacks saw (where one `sees`), after training with a strategy."""
     torch.manual_seed(1)
     hooks = Hooks()
-    arguments["callbacks"] = [*arguments.get("callbacks", []), *([hooks] if module.automatic_optimization else [])]
+    if module.automatic_optimization and sees:
+        arguments["callbacks"] = [*arguments.get("callbacks", []), hooks]
     run = trainer(strategy, **arguments)
     run.fit(module, datamodule=Points(), **(fit or {}))
     logged = {name: value.item() for name, value in run.callback_metrics.items()}
@@ -255,9 +257,29 @@ def test_ranks_of_fabric_do_as_with_lightnings_ddp(two_workers: WorkerPool) -> N
     two_workers.call(loop_as_ranks)
 
 
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+
+def fit_all(strategy: str, **arguments: Any) -> Any:
+    with launched():
+        return {
+            name: fitted(Classifier(), strategy, sees=False, **arguments, **more) for name, more in VARIANTS.items()
+        }
+
+
+def test_workers_of_servers_train_as_with_lightnings_ddp(two_workers: WorkerPool) -> None:
+    ours, theirs = two_workers.call(fit_all, "muster_ps"), two_workers.call(fit_all, "ddp", devices=2)
+    for name in VARIANTS:
+        for rank in (0, 1):
+            try:
+                assert_same(ours[rank][name], theirs[rank][name])
+            except AssertionError as e:
+                print(name, e)
+
+
 def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "lightning"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "muster.lightning")
-    with pytest.raises(ImportError, match="needs Lightning.*pip install"):
+    with pytest.raises(ImportError, match=r"needs Lightning.*pip install"):
         importlib.import_module("muster.lightning")

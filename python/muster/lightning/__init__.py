@@ -11,10 +11,14 @@ except ImportError as error:
     ) from error
 
 from muster.lightning.ddp import DDPStrategy, FabricDDPStrategy
+from muster.lightning.mirrored import MirroredStrategy
+from muster.lightning.parameter_server import ParameterServerStrategy
 
-__all__ = ["DDPStrategy", "FabricDDPStrategy"]
+__all__ = ["DDPStrategy", "FabricDDPStrategy", "MirroredStrategy", "ParameterServerStrategy"]
 
 StrategyRegistry.register("muster_ddp", DDPStrategy, "A process a rank; Muster averages gradients", override=True)
+StrategyRegistry.register("muster_mirrored", MirroredStrategy, "Several replicas in one process", override=True)
+StrategyRegistry.register("muster_ps", ParameterServerStrategy, "Workers, and servers that step", override=True)
 STRATEGY_REGISTRY.register(
     "muster_ddp", FabricDDPStrategy, StrategyRegistry["muster_ddp"]["description"], override=True
 )

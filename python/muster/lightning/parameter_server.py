@@ -1,0 +1,346 @@
+"""Workers whose parameters are stepped by servers, for Lightning's Trainer."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as lightnings_rank_zero_only
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from muster import _C
+from muster.errors import InvalidArgument, NonFinite
+from muster.lightning.replica_steps import ReplicaSteps, check_module
+from muster.parameter_server import ParameterServerStrategy as Servers
+from muster.step import StepResult
+
+__all__ = ["ParameterServerStrategy"]
+
+T = TypeVar("T")
+
+_SEE_GRADIENTS = (
+    "backward", "configure_gradient_clipping", "on_after_backward", "on_before_backward", "on_before_optimizer_step",
+    "on_before_zero_grad", "optimizer_step", "optimizer_zero_grad",
+)  # fmt: skip
+_REDUCTIONS = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max": "max"}
+
+
+class ParameterServerStrategy(ParallelStrategy):
+    """A `muster.ParameterServerStrategy` over the workers and servers that ``muster run`` starts. For the Trainer.
+
+    One training step is forward, backward and the push to the servers, which step. The Trainer's accumulation and
+    clipping become options of the strategy; hooks that would see gradients are refused.
+    """
+
+    strategy_name = "muster_ps"
+
+    def __init__(
+        self, staleness: int | None = 0, *, server_options: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """`staleness`, and `server_options` (``patience``, ``heartbeat``, ``log_bytes``, ``seed``, ``buffers``,
+        ``timeout``, ...): as of `muster.ParameterServerStrategy`. `kwargs` are those of Lightning's ``Strategy``."""
+        self._cluster = _C.Cluster.from_env()
+        super().__init__(cluster_environment=_Job(self._cluster), **kwargs)
+        given = dict(server_options or {})
+        for name in sorted(given.keys() & _OF_TRAINER.keys()):
+            raise InvalidArgument(f"server_options has {name!r}; give it as Trainer({_OF_TRAINER[name]})")
+        self._options = {"staleness": staleness, **given}
+        self.num_nodes = 1
+        """What the Trainer's `num_nodes` says."""
+        self._muster: Servers | None = None
+        self._steps: ReplicaSteps | None = None
+        self._accumulate = 1
+        self._last: StepResult | None = None
+        self._metrics: list[tuple[Metric, Any, Any]] = []
+
+    # --- the job ------------------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The CPU: workers have CPU replicas."""
+        return torch.device("cpu")
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: the Trainer gives each worker its share of the samples."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """What the Trainer makes samplers with."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tells Lightning who is rank 0."""
+        for decorator in (rank_zero_only, lightnings_rank_zero_only):
+            cast(Any, decorator).rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """As Lightning's; joins the job."""
+        if not isinstance(self.accelerator, CPUAccelerator):
+            raise InvalidArgument("muster_ps has CPU replicas; use Trainer(accelerator='cpu')")
+        if len(self.parallel_devices or ()) not in (0, 1, self.world_size) or self.num_nodes != 1:
+            raise InvalidArgument(
+                f"the Trainer has {len(self.parallel_devices or ())} devices on {self.num_nodes} nodes, and the job "
+                f"{self.world_size} workers; leave devices and num_nodes out, and start workers with muster run "
+                "--workers"
+            )
+        super().setup_environment()
+        if self._muster is None:
+            module = self.lightning_module
+            assert module is not None
+            self._accumulate = module.trainer.accumulate_grad_batches
+            self._muster = Servers(self._cluster, **self._options, **_options_of(module.trainer))
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """As Lightning's, for `trainer`; prepares module and optimizer."""
+        module, fits = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            check_module(module, self.precision_plugin, self.strategy_name)
+            _check_hooks(trainer)
+            if self._layer_sync is not None:
+                self.model = self._layer_sync.apply(module)
+        super().setup(trainer)
+        self._last = None
+        if fits:
+            if len(self.optimizers) != 1:
+                raise InvalidArgument(
+                    f"configure_optimizers gave {len(self.optimizers)} optimizers, and servers step one; give its "
+                    "parameters groups of their own, or use strategy='muster_ddp'"
+                )
+            self._steps = ReplicaSteps(self._job, module, self.precision_plugin)
+            self._job.prepare(self.optimizers[0])
+        else:
+            self._job.prepare(module)
+        self._connect_metrics(module)
+
+    def _connect_metrics(self, module: pl.LightningModule) -> None:
+        """Lets metrics meet through the strategy: they know torch's process groups alone, of which there is none."""
+        for metric in (part for part in module.modules() if isinstance(part, Metric)):
+            self._metrics.append((metric, metric.dist_sync_fn, metric.distributed_available_fn))
+            metric.dist_sync_fn = self._gather_all
+            metric.distributed_available_fn = lambda: self.world_size > 1
+
+    def _gather_all(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        _refuse_groups(group)
+        rows = tensor if tensor.dim() else tensor.reshape(1)
+        sizes = self._job.gather(torch.tensor([len(rows)])).tolist()
+        parts = self._job.gather(rows).split(sizes)
+        return [part if tensor.dim() else part[0] for part in parts]
+
+    @property
+    def _job(self) -> Servers:
+        assert self._muster is not None
+        return self._muster
+
+    def model_to_device(self) -> None:
+        """As Lightning's."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def teardown(self) -> None:
+        """As Lightning's; leaves the job."""
+        if self._muster is not None:
+            muster, self._muster, self._steps = self._muster, None, None
+            muster.close()
+            for metric, sync, is_available in self._metrics:
+                metric.dist_sync_fn, metric.distributed_available_fn = sync, is_available
+            self._metrics.clear()
+            if self._layer_sync is not None and self.lightning_module is not None:
+                self.model = self._layer_sync.revert(self.lightning_module)
+        super().teardown()
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, backward and, at a window's end, the servers' step; returns this worker's loss."""
+        assert self._steps is not None
+        batch, *rest = (*args, *kwargs.values())
+        outcome = self._steps.step(batch, rest, self._scale(), 1.0)
+        if outcome is None:
+            raise InvalidArgument("training_step returned None, and other workers wait; return a loss that is 0")
+        self._last = outcome.result
+        return outcome.output
+
+    def _scale(self) -> float:
+        """What losses are multiplied by: Lightning divides by all of a window's micro-batches, also where an epoch's
+        last window has fewer."""
+        if self._accumulate == 1:
+            return 1.0
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.num_training_batches == float("inf"):
+            raise InvalidArgument(
+                "accumulate_grad_batches over data of unknown length: the last window's size is not known; use "
+                "limit_train_batches, or strategy='muster_ddp'"
+            )
+        first = trainer.fit_loop.epoch_loop.batch_idx // self._accumulate * self._accumulate
+        return min(int(trainer.num_training_batches) - first, self._accumulate) / self._accumulate
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Nothing to do: the step has differentiated."""
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs the `closure`, which steps; closes a window that the end of an epoch left short."""
+        output = closure()
+        if self._last is not None and not self._last.stepped:
+            flushed = self._job.flush()
+            if flushed is not None and bool(flushed.skipped):
+                raise NonFinite("a gradient is not finite, so that nothing was stepped; lower the learning rate")
+        return output
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """The servers' newest parameters are in the module."""
+        if self._last is not None and self._muster is not None:
+            self._muster.run(lambda: None)
+
+    def on_validation_start(self) -> None:
+        """Validation sees the newest parameters."""
+        self._read()
+
+    def on_train_end(self) -> None:
+        """Whatever follows sees the last ones."""
+        self._read()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's, with the newest parameters."""
+        self._read()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """The servers'; the chief alone, which saves, asks for it."""
+        return super().optimizer_state(optimizer) if self.is_global_zero else {}
+
+    # --- collectives --------------------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The reduction of a tensor over workers by `reduce_op`; `group` must be that of all."""
+        _refuse_groups(group)
+        if not isinstance(tensor, Tensor):
+            return tensor
+        name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
+        if name not in _REDUCTIONS:
+            raise InvalidArgument(f"reduce_op={reduce_op!r}: muster_ps has {', '.join(_REDUCTIONS)}")
+        if _REDUCTIONS[name] == "mean" and not tensor.is_floating_point():
+            tensor = tensor.to(torch.get_default_dtype())
+        return self._job.reduce(tensor, _REDUCTIONS[name])  # type: ignore[arg-type]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether `decision` is true on `all` workers, or on any."""
+        return bool(self._job.reduce(bool(decision), "min" if all else "max"))
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all workers; `name` is for people."""
+        if self._muster is not None:
+            self._muster.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object of worker `src`, which is pickled."""
+        if self._muster is None or self.world_size == 1:
+            return obj
+        text = base64.b64encode(pickle.dumps(obj)).decode() if self.global_rank == src else ""
+        sent: T = pickle.loads(base64.b64decode(self._muster.broadcast(text, src)))
+        return sent
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """All workers' tensors of one shape, stacked; differentiable inside a step, whether or not `sync_grads`.
+        `group` must be that of all."""
+        _refuse_groups(group)
+        gathered: Tensor = self._job.gather(tensor.unsqueeze(0))
+        return gathered
+
+
+class _Job(ClusterEnvironment):
+    """The job's workers, as Lightning asks for them."""
+
+    def __init__(self, cluster: _C.Cluster) -> None:
+        self._cluster = cluster
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return self._cluster.address.rpartition(":")[0]
+
+    @property
+    def main_port(self) -> int:
+        return int(self._cluster.address.rpartition(":")[2])
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._cluster.num_workers
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return self._cluster.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return self._cluster.local_rank
+
+    def node_rank(self) -> int:
+        return 0
+
+
+_OF_TRAINER = {
+    "accumulate": "accumulate_grad_batches=...",
+    "clip_norm": "gradient_clip_val=...",
+    "clip_value": "gradient_clip_val=..., gradient_clip_algorithm='value'",
+    "precision": "precision=...",
+    "loss_scale": "precision=...",
+    "staleness": "strategy=muster.lightning.ParameterServerStrategy(staleness)",
+}
+
+
+def _options_of(trainer: pl.Trainer) -> dict[str, Any]:
+    by_value = str(trainer.gradient_clip_algorithm or "norm").rpartition(".")[2].lower() == "value"
+    clip = trainer.gradient_clip_val or None
+    return {"accumulate": trainer.accumulate_grad_batches, "clip_value" if by_value else "clip_norm": clip}
+
+
+def _check_hooks(trainer: pl.Trainer) -> None:
+    """Raises InvalidArgument where something wants to see gradients, which are on servers."""
+    callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+            raise InvalidArgument(
+                "GradientAccumulationScheduler changes what servers were told; use accumulate_grad_batches, or "
+                "strategy='muster_ddp'"
+            )
+    for owner, parent in [(trainer.lightning_module, pl.LightningModule), *((c, pl.Callback) for c in callbacks)]:
+        for name in _SEE_GRADIENTS:
+            if hasattr(parent, name) and is_overridden(name, owner, parent):
+                raise InvalidArgument(
+                    f"{type(owner).__name__}.{name} would run where no gradients are: with muster_ps servers clip and "
+                    "step; take it out, or use strategy='muster_ddp'"
+                )
+
+
+def _refuse_groups(group: Any) -> None:
+    if group is not None and group is not getattr(torch.distributed.group, "WORLD", None):
+        raise InvalidArgument("muster_ps has one group, of all workers; leave group out")
