@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from muster import strategy as strategies
+from muster.errors import InvalidArgument
 from muster.lightning.replica_steps import ReplicaSteps, check_module
 
 __all__ = ["MirroredStrategy"]
 
 
 class MirroredStrategy(SingleDeviceStrategy):
-    """A `muster.MirroredStrategy` with a replica for each of the Trainer's devices. For the Trainer.
+    """A `muster.MirroredStrategy` with a replica for each of the Trainer's devices, which are one device: the CPU, say.
+    For the Trainer.
 
     A training step divides its batch among the replicas, and gives the gradient of the whole batch to Lightning, which
     clips, accumulates and steps as it does on a single device. Validation, testing and prediction run on replica 0.
@@ -48,7 +50,6 @@ class MirroredStrategy(SingleDeviceStrategy):
         self._layer_sync: LayerSync | None = None
         self._muster: strategies.MirroredStrategy | None = None
         self._steps: ReplicaSteps | None = None
-        self._prepared: Any = None
         self._parameters: list[nn.Parameter] = []
 
     @property
@@ -63,12 +64,16 @@ class MirroredStrategy(SingleDeviceStrategy):
             return
         module = trainer.lightning_module
         check_module(module, self.precision_plugin, self.strategy_name)
+        if len(set(self.parallel_devices or ())) > 1:
+            raise InvalidArgument(
+                f"Lightning steps the parameters of one device, and replicas are on {len(set(self.parallel_devices or ()))}; "
+                "use strategy='muster_ddp' for several GPUs"
+            )
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(module)
         super().setup(trainer)
         self._muster = strategies.MirroredStrategy(self.parallel_devices, balance=self._balance, **self._options)
         self._steps = ReplicaSteps(self._muster, module, self.precision_plugin)
-        self._prepared = self._muster.prepare(module)
         self._parameters = list(module.parameters())
         self._muster.prepare(_GradientsAlone(self._parameters))
 
@@ -80,8 +85,6 @@ class MirroredStrategy(SingleDeviceStrategy):
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        if len(set(self._muster.devices)) > 1:
-            self._copy_parameters()
         try:
             outcome = self._steps.step(batch, rest)
             gradients = [parameter.grad for parameter in self._parameters]
@@ -94,19 +97,11 @@ class MirroredStrategy(SingleDeviceStrategy):
         loss = _MeanLoss.apply(outcome.result.loss, anchor, self._parameters, gradients)  # type: ignore[no-untyped-call]
         return outcome.with_loss(loss)
 
-    def _copy_parameters(self) -> None:
-        """To the replicas of other devices, since Lightning stepped, or loaded, those of replica 0."""
-        assert self._muster is not None
-        first, *others = self._muster.run(lambda: list(self._prepared.parameters()))
-        with torch.no_grad():
-            for other in others:
-                torch._foreach_copy_(other, first)
-
     def teardown(self) -> None:
         """As Lightning's; ends the replicas."""
         if self._muster is not None:
             self._muster.close()
-            self._muster = self._steps = self._prepared = None
+            self._muster = self._steps = None
             self._parameters = []
             if self._layer_sync is not None and self.lightning_module is not None:
                 self.model = self._layer_sync.revert(self.lightning_module)
