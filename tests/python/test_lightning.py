@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -24,6 +26,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import muster.lightning
 from support.jobs import WorkerPool, plain
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # --- modules ----------------------------------------------------------------------------------------------------------
 
@@ -361,9 +365,7 @@ class Odd(Classifier):
             return loss * float("inf")
         elif self.kind == "shape":
             return self.net(batch[0])
-        elif self.kind == "half" and is_first:
-            return None
-        elif self.kind == "none":
+        elif (self.kind == "half" and is_first) or self.kind == "none":
             return None
         return loss
 
@@ -404,6 +406,63 @@ def test_replicas_may_skip_a_batch_and_write_what_nobody_counts() -> None:
 
     with pytest.warns(UserWarning, match=r"wrote self\.last: each replica has its own"):
         trainer("muster_mirrored", devices=2, max_epochs=1).fit(Odd("attribute"), Points())
+
+
+def stepped(strategy: Any, *, by_hand: bool = False, batch_size: int = 4, **arguments: Any) -> Any:
+    """A loop of Fabric's over Muster's steps, or over backward and steps by hand."""
+    fabric = lightning.Fabric(accelerator="cpu", strategy=strategy, **arguments)
+    fabric.launch()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+    model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters()))
+    loader = fabric.setup_dataloaders(DataLoader(Points().data, batch_size=batch_size, drop_last=True))
+    for x, y in loader:
+        if by_hand:
+            optimizer.zero_grad()
+            fabric.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+        else:
+            fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y, optimizers=optimizer)
+    state = fabric.strategy.get_module_state_dict(model._forward_module)
+    with torch.no_grad():
+        outputs = model(Points().data.tensors[0])
+    fabric.strategy.teardown()
+    return plain({"parameters": state, "outputs": outputs})
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_replicas_of_fabric_do_as_a_single_device(precision: Any) -> None:
+    theirs = stepped("auto", devices=1, by_hand=True, precision=precision)
+    for devices, by_hand in ((2, False), (1, True)):
+        ours = stepped("muster_mirrored", devices=devices, by_hand=by_hand, precision=precision)
+        assert_same(ours, theirs, tolerance("bf16" if precision == "bf16-mixed" else ""))
+    with pytest.raises(muster.InvalidArgument, match=r"call strategy\.step"):
+        stepped("muster_mirrored", devices=2, by_hand=True, precision=precision)
+
+
+def test_what_replicas_of_fabric_cannot_do_is_an_error_that_names_what_to_do(tmp_path: Path) -> None:
+    fabric = lightning.Fabric(accelerator="cpu", strategy="muster_mirrored", devices=2)
+    batch = Points().data[:4]
+    lit = fabric.setup(Classifier())
+    with pytest.raises(muster.InvalidArgument, match="write a forward that does what they do"):
+        lit.training_step(batch, 0)
+    module = nn.Linear(6, 2)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch)
+    with pytest.raises(muster.InvalidArgument, match="clip_norm"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    with pytest.raises(muster.InvalidArgument, match="was called after strategy"):
+        optimizer.step()
+
+    fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    before = plain(module.state_dict())
+    fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch)
+    fabric.load(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    assert_same(plain(module.state_dict()), before)
+
+    half = lightning.Fabric(accelerator="cpu", strategy="muster_mirrored", precision="bf16-true")
+    with pytest.raises(muster.InvalidArgument, match="muster_options"):
+        half.setup(nn.Linear(2, 2))
 
 
 # --- servers ----------------------------------------------------------------------------------------------------------
@@ -472,6 +531,16 @@ def test_workers_of_servers_measure_and_go_on_as_with_lightnings_ddp(two_workers
     assert_same(ours, theirs, 1e-6)
 
 
+def step_by_fabric(strategy: str, **arguments: Any) -> Any:
+    with launched():
+        return stepped(strategy, batch_size=2, **arguments)
+
+
+def test_workers_of_servers_step_in_a_loop_of_fabric(two_workers: WorkerPool) -> None:
+    ours = two_workers.call(step_by_fabric, "muster_ps")
+    assert_same(ours, two_workers.call(step_by_fabric, "ddp", devices=2, by_hand=True), 1e-6)
+
+
 def refuse_on_servers() -> None:
     with launched():
         for module, arguments, message in [
@@ -490,6 +559,30 @@ def refuse_on_servers() -> None:
 
 def test_what_servers_cannot_do_is_an_error_that_names_what_to_do(two_workers: WorkerPool) -> None:
     two_workers.call(refuse_on_servers)
+
+
+@pytest.mark.long
+def test_the_example_prints_what_lightnings_strategies_print() -> None:
+    example = "examples/migrations/lightning_digits.py"
+    ranks = ["--batch-size", "32", "--epochs", "2"]
+    commands = [
+        [[sys.executable, example, "--epochs", "2"],
+         [sys.executable, example, "--epochs", "2", "--strategy", "muster_mirrored", "--devices", "2"]],
+        [[sys.executable, example, *ranks, "--strategy", "ddp", "--devices", "2"],
+         [sys.executable, example, *ranks, "--strategy", "muster_ddp", "--devices", "2"],
+         [sys.executable, "-m", "muster", "run", "--workers", "2", "--servers", "1", example, *ranks, "--strategy",
+          "muster_ps"]],
+    ]  # fmt: skip
+    for alike in commands:
+        found = []
+        for command in alike:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+            assert done.returncode == 0, done.stdout + done.stderr
+            (line,) = re.findall(r"loss ([\d.]+), accuracy ([\d.]+)", done.stdout)
+            found.append([float(number) for number in line])
+        for other in found[1:]:
+            assert other == pytest.approx(found[0], abs=1e-3)
+        assert found[0][0] < 2
 
 
 def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,23 @@ except ImportError as error:
     ) from error
 
 from muster.lightning.ddp import DDPStrategy, FabricDDPStrategy
+from muster.lightning.fabric import FabricMirroredStrategy, FabricParameterServerStrategy
 from muster.lightning.mirrored import MirroredStrategy
 from muster.lightning.parameter_server import ParameterServerStrategy
 
-__all__ = ["DDPStrategy", "FabricDDPStrategy", "MirroredStrategy", "ParameterServerStrategy"]
+__all__ = [
+    "DDPStrategy",
+    "FabricDDPStrategy",
+    "FabricMirroredStrategy",
+    "FabricParameterServerStrategy",
+    "MirroredStrategy",
+    "ParameterServerStrategy",
+]
 
-StrategyRegistry.register("muster_ddp", DDPStrategy, "A process a rank; Muster averages gradients", override=True)
-StrategyRegistry.register("muster_mirrored", MirroredStrategy, "Several replicas in one process", override=True)
-StrategyRegistry.register("muster_ps", ParameterServerStrategy, "Workers, and servers that step", override=True)
-STRATEGY_REGISTRY.register(
-    "muster_ddp", FabricDDPStrategy, StrategyRegistry["muster_ddp"]["description"], override=True
-)
+for _name, _of_trainer, _of_fabric, _description in (
+    ("muster_ddp", DDPStrategy, FabricDDPStrategy, "A process a rank; Muster averages gradients"),
+    ("muster_mirrored", MirroredStrategy, FabricMirroredStrategy, "Several replicas in one process"),
+    ("muster_ps", ParameterServerStrategy, FabricParameterServerStrategy, "Workers, and servers that step"),
+):
+    StrategyRegistry.register(_name, _of_trainer, _description, override=True)
+    STRATEGY_REGISTRY.register(_name, _of_fabric, _description, override=True)

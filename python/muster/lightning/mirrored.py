@@ -66,8 +66,8 @@ class MirroredStrategy(SingleDeviceStrategy):
         check_module(module, self.precision_plugin, self.strategy_name)
         if len(set(self.parallel_devices or ())) > 1:
             raise InvalidArgument(
-                f"Lightning steps the parameters of one device, and replicas are on {len(set(self.parallel_devices or ()))}; "
-                "use strategy='muster_ddp' for several GPUs"
+                f"Lightning steps the parameters of one device, and replicas would be on {self.parallel_devices}; use "
+                "strategy='muster_ddp' for several GPUs"
             )
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(module)

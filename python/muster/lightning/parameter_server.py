@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_only as lightnings_rank_zero_only
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from muster import _C
 from muster.errors import InvalidArgument, NonFinite
 from muster.lightning.replica_steps import ReplicaSteps, check_module
+from muster.lightning.workers import Job, Workers
 from muster.parameter_server import ParameterServerStrategy as Servers
 from muster.step import StepResult
 
 __all__ = ["ParameterServerStrategy"]
 
-T = TypeVar("T")
-
 _SEE_GRADIENTS = (
     "backward", "configure_gradient_clipping", "on_after_backward", "on_before_backward", "on_before_optimizer_step",
     "on_before_zero_grad", "optimizer_step", "optimizer_zero_grad",
 )  # fmt: skip
-_REDUCTIONS = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max": "max"}
 
 
-class ParameterServerStrategy(ParallelStrategy):
+class ParameterServerStrategy(Workers, ParallelStrategy):
     """A `muster.ParameterServerStrategy` over the workers and servers that ``muster run`` starts. For the Trainer.
 
     One training step is forward, backward and the push to the servers, which step. The Trainer's accumulation and
@@ -53,18 +45,16 @@ class ParameterServerStrategy(ParallelStrategy):
         """`staleness`, and `server_options` (``patience``, ``heartbeat``, ``log_bytes``, ``seed``, ``buffers``,
         ``timeout``, ...): as of `muster.ParameterServerStrategy`. `kwargs` are those of Lightning's ``Strategy``."""
         self._cluster = _C.Cluster.from_env()
-        super().__init__(cluster_environment=_Job(self._cluster), **kwargs)
+        super().__init__(cluster_environment=Job(self._cluster), **kwargs)
         given = dict(server_options or {})
         for name in sorted(given.keys() & _OF_TRAINER.keys()):
             raise InvalidArgument(f"server_options has {name!r}; give it as Trainer({_OF_TRAINER[name]})")
         self._options = {"staleness": staleness, **given}
         self.num_nodes = 1
         """What the Trainer's `num_nodes` says."""
-        self._muster: Servers | None = None
         self._steps: ReplicaSteps | None = None
         self._accumulate = 1
         self._last: StepResult | None = None
-        self._metrics: list[tuple[Metric, Any, Any]] = []
 
     # --- the job ------------------------------------------------------------------------------------------------------
 
@@ -85,8 +75,7 @@ class ParameterServerStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tells Lightning who is rank 0."""
-        for decorator in (rank_zero_only, lightnings_rank_zero_only):
-            cast(Any, decorator).rank = self.global_rank
+        self.tell_rank()
 
     def setup_environment(self) -> None:
         """As Lightning's; joins the job."""
@@ -125,26 +114,7 @@ class ParameterServerStrategy(ParallelStrategy):
             self._job.prepare(self.optimizers[0])
         else:
             self._job.prepare(module)
-        self._connect_metrics(module)
-
-    def _connect_metrics(self, module: pl.LightningModule) -> None:
-        """Lets metrics meet through the strategy: they know torch's process groups alone, of which there is none."""
-        for metric in (part for part in module.modules() if isinstance(part, Metric)):
-            self._metrics.append((metric, metric.dist_sync_fn, metric.distributed_available_fn))
-            metric.dist_sync_fn = self._gather_all
-            metric.distributed_available_fn = lambda: self.world_size > 1
-
-    def _gather_all(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        _refuse_groups(group)
-        rows = tensor if tensor.dim() else tensor.reshape(1)
-        sizes = self._job.gather(torch.tensor([len(rows)])).tolist()
-        parts = self._job.gather(rows).split(sizes)
-        return [part if tensor.dim() else part[0] for part in parts]
-
-    @property
-    def _job(self) -> Servers:
-        assert self._muster is not None
-        return self._muster
+        self.connect_metrics(module)
 
     def model_to_device(self) -> None:
         """As Lightning's."""
@@ -156,9 +126,7 @@ class ParameterServerStrategy(ParallelStrategy):
         if self._muster is not None:
             muster, self._muster, self._steps = self._muster, None, None
             muster.close()
-            for metric, sync, is_available in self._metrics:
-                metric.dist_sync_fn, metric.distributed_available_fn = sync, is_available
-            self._metrics.clear()
+            self.disconnect_metrics()
             if self._layer_sync is not None and self.lightning_module is not None:
                 self.model = self._layer_sync.revert(self.lightning_module)
         super().teardown()
@@ -227,85 +195,6 @@ class ParameterServerStrategy(ParallelStrategy):
         """The servers'; the chief alone, which saves, asks for it."""
         return super().optimizer_state(optimizer) if self.is_global_zero else {}
 
-    # --- collectives --------------------------------------------------------------------------------------------------
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The reduction of a tensor over workers by `reduce_op`; `group` must be that of all."""
-        _refuse_groups(group)
-        if not isinstance(tensor, Tensor):
-            return tensor
-        name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
-        if name not in _REDUCTIONS:
-            raise InvalidArgument(f"reduce_op={reduce_op!r}: muster_ps has {', '.join(_REDUCTIONS)}")
-        if _REDUCTIONS[name] == "mean" and not tensor.is_floating_point():
-            tensor = tensor.to(torch.get_default_dtype())
-        return self._job.reduce(tensor, _REDUCTIONS[name])  # type: ignore[arg-type]
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether `decision` is true on `all` workers, or on any."""
-        return bool(self._job.reduce(bool(decision), "min" if all else "max"))
-
-    def barrier(self, name: str | None = None) -> None:
-        """Waits for all workers; `name` is for people."""
-        if self._muster is not None:
-            self._muster.barrier()
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object of worker `src`, which is pickled."""
-        if self._muster is None or self.world_size == 1:
-            return obj
-        text = base64.b64encode(pickle.dumps(obj)).decode() if self.global_rank == src else ""
-        sent: T = pickle.loads(base64.b64decode(self._muster.broadcast(text, src)))
-        return sent
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """All workers' tensors of one shape, stacked; differentiable inside a step, whether or not `sync_grads`.
-        `group` must be that of all."""
-        _refuse_groups(group)
-        gathered: Tensor = self._job.gather(tensor.unsqueeze(0))
-        return gathered
-
-
-class _Job(ClusterEnvironment):
-    """The job's workers, as Lightning asks for them."""
-
-    def __init__(self, cluster: _C.Cluster) -> None:
-        self._cluster = cluster
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return self._cluster.address.rpartition(":")[0]
-
-    @property
-    def main_port(self) -> int:
-        return int(self._cluster.address.rpartition(":")[2])
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return self._cluster.num_workers
-
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    def global_rank(self) -> int:
-        return self._cluster.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    def local_rank(self) -> int:
-        return self._cluster.local_rank
-
-    def node_rank(self) -> int:
-        return 0
-
 
 _OF_TRAINER = {
     "accumulate": "accumulate_grad_batches=...",
@@ -339,8 +228,3 @@ def _check_hooks(trainer: pl.Trainer) -> None:
                     f"{type(owner).__name__}.{name} would run where no gradients are: with muster_ps servers clip and "
                     "step; take it out, or use strategy='muster_ddp'"
                 )
-
-
-def _refuse_groups(group: Any) -> None:
-    if group is not None and group is not getattr(torch.distributed.group, "WORLD", None):
-        raise InvalidArgument("muster_ps has one group, of all workers; leave group out")
