@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.precision.precision import Precision
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
@@ -116,11 +118,13 @@ class FabricMirroredStrategy(_Stepping, SingleDeviceStrategy):
         *,
         parallel_devices: Sequence[torch.device] | None = None,
         muster_options: dict[str, Any] | None = None,
-        **kwargs: Any,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
     ) -> None:
         """`parallel_devices`: a replica for each; None: Fabric's. `muster_options` are those of
-        `muster.MirroredStrategy`, `kwargs` those of Fabric's ``Strategy``."""
-        super().__init__(**kwargs)
+        `muster.MirroredStrategy`; `accelerator`, `checkpoint_io` and `precision` those of Fabric's ``Strategy``."""
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision=precision)
         self.parallel_devices = None if parallel_devices is None else list(parallel_devices)
         """The devices of the replicas. Fabric sets them where none were given."""
         self._options = dict(muster_options or {})
@@ -137,10 +141,23 @@ class FabricMirroredStrategy(_Stepping, SingleDeviceStrategy):
 class FabricParameterServerStrategy(Workers, _Stepping, ParallelStrategy):
     """A `muster.ParameterServerStrategy` over the workers and servers that ``muster run`` starts."""
 
-    def __init__(self, *, muster_options: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """`muster_options` are those of `muster.ParameterServerStrategy`, `kwargs` those of Fabric's ``Strategy``."""
+    def __init__(
+        self,
+        *,
+        muster_options: dict[str, Any] | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        """`muster_options` are those of `muster.ParameterServerStrategy`; `accelerator`, `checkpoint_io` and
+        `precision` those of Fabric's ``Strategy``."""
         self._cluster = _C.Cluster.from_env()
-        super().__init__(cluster_environment=Job(self._cluster), **kwargs)
+        super().__init__(
+            cluster_environment=Job(self._cluster),
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+        )
         self._options = dict(muster_options or {})
 
     @property

@@ -7,7 +7,10 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.accelerators.accelerator import Accelerator
 from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.plugins.precision.precision import Precision
 from lightning.pytorch.strategies.single_device import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -38,11 +41,14 @@ class MirroredStrategy(SingleDeviceStrategy):
         seed: int | None = None,
         threads_per_replica: int | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
-        **kwargs: Any,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
     ) -> None:
         """`balance`, `buffers`, `seed` and `threads_per_replica` are those of `muster.MirroredStrategy`.
-        `parallel_devices`: a replica for each; None: the Trainer's. `kwargs` are those of Lightning's ``Strategy``."""
-        super().__init__(**kwargs)
+        `parallel_devices`: a replica for each; None: the Trainer's. `accelerator`, `checkpoint_io` and
+        `precision_plugin` are those of Lightning's ``Strategy``."""
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.parallel_devices = None if parallel_devices is None else list(parallel_devices)
         """The devices of the replicas. The Trainer sets them where none were given."""
         self._balance: Literal["equal", "auto"] = balance

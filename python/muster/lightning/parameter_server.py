@@ -7,8 +7,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.accelerators.accelerator import Accelerator
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -40,12 +43,24 @@ class ParameterServerStrategy(Workers, ParallelStrategy):
     strategy_name = "muster_ps"
 
     def __init__(
-        self, staleness: int | None = 0, *, server_options: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        staleness: int | None = 0,
+        *,
+        server_options: dict[str, Any] | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
     ) -> None:
         """`staleness`, and `server_options` (``patience``, ``heartbeat``, ``log_bytes``, ``seed``, ``buffers``,
-        ``timeout``, ...): as of `muster.ParameterServerStrategy`. `kwargs` are those of Lightning's ``Strategy``."""
+        ``timeout``, ...): as of `muster.ParameterServerStrategy`. `accelerator`, `checkpoint_io` and `precision_plugin`
+        are those of Lightning's ``Strategy``."""
         self._cluster = _C.Cluster.from_env()
-        super().__init__(cluster_environment=Job(self._cluster), **kwargs)
+        super().__init__(
+            cluster_environment=Job(self._cluster),
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
         given = dict(server_options or {})
         for name in sorted(given.keys() & _OF_TRAINER.keys()):
             raise InvalidArgument(f"server_options has {name!r}; give it as Trainer({_OF_TRAINER[name]})")
