@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
 import muster.lightning
@@ -174,7 +175,7 @@ VARIANTS: dict[str, Any] = {
     "fp64": {"precision": "64-true", "max_epochs": 1},
     "clipped by norm": {"gradient_clip_val": 0.1, "max_epochs": 1},
     "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "max_epochs": 1},
-    "accumulated": {"accumulate_grad_batches": 2},
+    "accumulated": {"accumulate_grad_batches": 2, "val_check_interval": 1},
 }
 
 # --- a process a rank -------------------------------------------------------------------------------------------------
@@ -398,6 +399,24 @@ def test_replicas_of_several_devices_are_refused() -> None:
         trainer(strategy).fit(Classifier(), Points())
 
 
+class Boss(Callback):
+    """Gives a module what drives it, in the middle of training."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        module.boss = trainer
+
+
+class Employed(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.boss is self.trainer
+        assert self.trainer.global_step == batch_idx
+        return super().training_step(batch, batch_idx)
+
+
+def test_replicas_have_one_trainer() -> None:
+    trainer("muster_mirrored", devices=2, max_epochs=1, callbacks=[Boss()]).fit(Employed(), Points())
+
+
 def test_replicas_may_skip_a_batch_and_write_what_nobody_counts() -> None:
     module = Odd("none")
     before = plain(module.state_dict())
@@ -539,6 +558,37 @@ def step_by_fabric(strategy: str, **arguments: Any) -> Any:
 def test_workers_of_servers_step_in_a_loop_of_fabric(two_workers: WorkerPool) -> None:
     ours = two_workers.call(step_by_fabric, "muster_ps")
     assert_same(ours, two_workers.call(step_by_fabric, "ddp", devices=2, by_hand=True), 1e-6)
+
+
+class OfBothRanks:
+    """Batches of what both ranks' samplers give in the first epoch."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first, second = (list(DistributedSampler(Points().data, 2, rank, seed=0)) for rank in (0, 1))
+        return iter([first[at : at + 4] + second[at : at + 4] for at in range(0, 8, 4)])
+
+
+class Batched(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(nn.BatchNorm1d(2))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_normalised(**arguments: Any) -> Any:
+    with launched():
+        return fitted(Batched(), "muster_ps", sees=False, max_epochs=1, limit_train_batches=2, sync_batchnorm=True,
+                      limit_val_batches=0, **arguments)["parameters"]  # fmt: skip
+
+
+def test_workers_of_servers_normalise_over_the_whole_batch(two_workers: WorkerPool) -> None:
+    ours = two_workers.call(fit_normalised)
+    whole = Batched()
+    trainer("auto", devices=1, max_epochs=1).fit(whole, DataLoader(Points().data, batch_sampler=OfBothRanks()))
+    for found in ours:
+        assert_same(found, plain(whole.state_dict()), 1e-5)
 
 
 def refuse_on_servers() -> None:
