@@ -26,6 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
 import muster.lightning
+from muster import attributes
 from support.jobs import WorkerPool, plain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -399,22 +400,25 @@ def test_replicas_of_several_devices_are_refused() -> None:
         trainer(strategy).fit(Classifier(), Points())
 
 
-class Boss(Callback):
-    """Gives a module what drives it, in the middle of training."""
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        module.boss = trainer
-
-
 class Employed(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        assert self.boss is self.trainer
         assert self.trainer.global_step == batch_idx
         return super().training_step(batch, batch_idx)
 
 
-def test_replicas_have_one_trainer() -> None:
-    trainer("muster_mirrored", devices=2, max_epochs=1, callbacks=[Boss()]).fit(Employed(), Points())
+class Driver:
+    pass
+
+
+def test_what_drives_modules_is_one_for_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer("muster_mirrored", devices=2, max_epochs=1).fit(Employed(), Points())
+
+    assert pl.Trainer in attributes.SHARED_TYPES
+    monkeypatch.setattr(attributes, "SHARED_TYPES", [Driver])
+    with muster.MirroredStrategy(["cpu", "cpu"]) as strategy:
+        model = strategy.prepare(nn.Linear(2, 2))
+        model.module.driver = driver = Driver()
+        assert list(strategy.run(lambda: model.driver is driver)) == [True, True]
 
 
 def test_replicas_may_skip_a_batch_and_write_what_nobody_counts() -> None:
