@@ -28,6 +28,7 @@ from torchmetrics.classification import MulticlassAccuracy
 import muster.lightning
 from muster import attributes
 from support.jobs import WorkerPool, plain
+from support.servers import Servers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -615,6 +616,14 @@ def test_what_servers_cannot_do_is_an_error_that_names_what_to_do(two_workers: W
     two_workers.call(refuse_on_servers)
 
 
+def test_servers_train_one_model_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = Servers(1)
+    monkeypatch.setenv("MUSTER_SERVERS", servers.addresses[0])
+    trainer("muster_ps", max_epochs=1).fit(Classifier(), Points())
+    with pytest.raises(muster.InvalidArgument, match="start a job for each fit"):
+        trainer("muster_ps", max_epochs=1).fit(Classifier(), Points())
+
+
 @pytest.mark.long
 def test_the_example_prints_what_lightnings_strategies_print() -> None:
     example = "examples/migrations/lightning_digits.py"
@@ -637,6 +646,12 @@ def test_the_example_prints_what_lightnings_strategies_print() -> None:
         for other in found[1:]:
             assert other == pytest.approx(found[0], abs=1e-3)
         assert found[0][0] < 2
+
+
+def test_muster_itself_does_without_lightning() -> None:
+    package = ROOT / "python" / "muster"
+    others = [path for path in package.rglob("*.py") if (package / "lightning") not in path.parents]
+    assert [path.name for path in others if re.search(r"(import|from) (muster\.)?lightning", path.read_text())] == []
 
 
 def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,9 @@ _SEE_GRADIENTS = (
     "on_before_zero_grad", "optimizer_step", "optimizer_zero_grad",
 )  # fmt: skip
 
+_have_trained: set[tuple[str, ...]] = set()
+"""Servers of their own processes, on which this process has trained."""
+
 
 class ParameterServerStrategy(Workers, ParallelStrategy):
     """A `muster.ParameterServerStrategy` over the workers and servers that ``muster run`` starts. For the Trainer.
@@ -113,6 +116,12 @@ class ParameterServerStrategy(Workers, ParallelStrategy):
         """As Lightning's, for `trainer`; prepares module and optimizer."""
         module, fits = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING
         if fits:
+            if self._cluster.servers in _have_trained:
+                raise InvalidArgument(
+                    "the servers hold what this process has trained before, and a second fit would go on from that; "
+                    "start a job for each fit, or muster run --servers 0, where each fit has a server in the chief's "
+                    "process"
+                )
             check_module(module, self.precision_plugin, self.strategy_name)
             _check_hooks(trainer)
             if self._layer_sync is not None:
@@ -152,6 +161,8 @@ class ParameterServerStrategy(Workers, ParallelStrategy):
         """Forward, backward and, at a window's end, the servers' step; returns this worker's loss."""
         assert self._steps is not None
         batch, *rest = (*args, *kwargs.values())
+        if self._cluster.servers:
+            _have_trained.add(self._cluster.servers)
         outcome = self._steps.step(batch, rest, self._scale(), 1.0)
         if outcome is None:
             raise InvalidArgument("training_step returned None, and other workers wait; return a loss that is 0")
