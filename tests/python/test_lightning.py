@@ -135,6 +135,16 @@ class Hooks(Callback):
         self.seen["step"].append((trainer.global_step, len(batch[0]), trainer.optimizers[0].param_groups[0]["lr"]))
 
 
+class Losses(Callback):
+    """What training_step gave, as other callbacks get it."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
 # --- fitting ----------------------------------------------------------------------------------------------------------
 
 
@@ -153,13 +163,21 @@ def fitted(
 ) -> Any:
     """Parameters, what was logged, and what callbacks saw (where one `sees`), after training with a strategy."""
     torch.manual_seed(1)
-    hooks = Hooks()
-    if module.automatic_optimization and sees:
-        arguments["callbacks"] = [*arguments.get("callbacks", []), hooks]
+    hooks, losses = Hooks(), Losses()
+    if module.automatic_optimization:
+        arguments["callbacks"] = [*arguments.get("callbacks", []), losses, *([hooks] if sees else [])]
     run = trainer(strategy, **arguments)
     run.fit(module, datamodule=Points(), **(fit or {}))
     logged = {name: value.item() for name, value in run.callback_metrics.items()}
-    return plain({"parameters": module.state_dict(), "logged": logged, "seen": hooks.seen, "steps": run.global_step})
+    return plain(
+        {
+            "parameters": module.state_dict(),
+            "logged": logged,
+            "seen": hooks.seen,
+            "losses": losses.seen,
+            "steps": run.global_step,
+        }
+    )
 
 
 def assert_same(ours: Any, theirs: Any, tolerance: float = 0.0) -> None:

@@ -99,8 +99,8 @@ class MirroredStrategy(SingleDeviceStrategy):
                 parameter.grad = gradient
         if outcome is None:
             return None
-        anchor = outcome.result.loss.new_zeros((), requires_grad=True)
-        loss = _MeanLoss.apply(outcome.result.loss, anchor, self._parameters, gradients)  # type: ignore[no-untyped-call]
+        anchor = outcome.loss.new_zeros((), requires_grad=True)
+        loss = _MeanLoss.apply(outcome.loss, anchor, self._parameters, gradients)  # type: ignore[no-untyped-call]
         return outcome.with_loss(loss)
 
     def teardown(self) -> None:

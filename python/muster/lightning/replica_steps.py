@@ -36,8 +36,10 @@ class Outcome:
     """What one step over replicas gave."""
 
     result: StepResult
+    loss: Tensor
+    """This process's: the mean over its replicas."""
     output: Any
-    """What Lightning takes for training_step's: the mean loss, or a dict with it."""
+    """What Lightning takes for training_step's: the loss, or a dict with it."""
 
     def with_loss(self, loss: Tensor) -> Any:
         """The output, with another tensor for its loss."""
@@ -123,7 +125,9 @@ class ReplicaSteps:
         own = [parts[number] for number in sorted(parts)]
         for logged in _merged(own):
             self._module.log(**logged)
-        return Outcome(result, _joined([part.output for part in own], result.loss))
+        outputs = [part.output for part in own]
+        loss = result.loss if self._is_divided else _loss_of(outputs[0]).detach()
+        return Outcome(result, loss, _joined(outputs, loss))
 
     def _written(self) -> dict[str, tuple[Any, int]]:
         """Attributes that the module's code may write, as they are: the object, and how many items it holds."""
@@ -192,7 +196,7 @@ def _loss_of(output: Any) -> Tensor:
 
 
 def _joined(outputs: Sequence[Any], loss: Tensor) -> Any:
-    """One output of training_step: the mean loss, and of each other value of a dict all replicas'."""
+    """One output of training_step: `loss`, and of each other value of a dict all replicas'."""
     if not isinstance(outputs[0], Mapping):
         return loss
     others = [name for name in outputs[0] if name != "loss"]
