@@ -230,7 +230,7 @@ def fit_as_ranks() -> None:
 
 
 def test_ranks_train_as_with_lightnings_ddp(two_workers: WorkerPool) -> None:
-    two_workers.call(fit_as_ranks)
+    two_workers.call(fit_as_ranks, timeout=200)
 
 
 def stopped_and_resumed(strategy: Any, folder: str, checkpoint: str | None = None, **arguments: Any) -> Any:
@@ -256,7 +256,7 @@ def resume_as_ranks(folder: str) -> None:
 
 
 def test_ranks_go_on_from_lightnings_checkpoints(two_workers: WorkerPool, tmp_path: Path) -> None:
-    two_workers.call(resume_as_ranks, str(tmp_path))
+    two_workers.call(resume_as_ranks, str(tmp_path), timeout=200)
 
 
 def looped(strategy: str, **arguments: Any) -> Any:
@@ -285,7 +285,7 @@ def loop_as_ranks() -> None:
 
 
 def test_ranks_of_fabric_do_as_with_lightnings_ddp(two_workers: WorkerPool) -> None:
-    two_workers.call(loop_as_ranks)
+    two_workers.call(loop_as_ranks, timeout=200)
 
 
 # --- replicas of one process ------------------------------------------------------------------------------------------
@@ -384,6 +384,8 @@ class Odd(Classifier):
             self.last = loss.detach()
         elif self.kind == "infinite":
             return loss * float("inf")
+        elif self.kind == "gather":
+            self.all_gather(loss)
         elif self.kind == "shape":
             return self.net(batch[0])
         elif (self.kind == "half" and is_first) or self.kind == "none":
@@ -399,6 +401,7 @@ REFUSED = {
     "names": "log the same names",
     "function": "use 'mean', 'sum', 'min' or 'max'",
     "infinite": "not finite.*detect_anomaly",
+    "gather": r"strategy\.muster\.gather",
     "shape": "return the loss as a tensor of one element",
     "half": "None on some replicas.*return a loss that is 0",
 }
@@ -423,6 +426,27 @@ class Employed(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         assert self.trainer.global_step == batch_idx
         return super().training_step(batch, batch_idx)
+
+
+class Contrasted(Classifier):
+    """Its loss is of all samples together: of the parts', of the ranks', or of one device's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        strategy = self.trainer.strategy
+        outputs = self.net(batch[0])
+        if isinstance(strategy, muster.lightning.MirroredStrategy):
+            outputs = strategy.muster.gather(outputs)
+        elif self.trainer.world_size > 1:
+            outputs = torch.cat([self.all_gather(outputs, sync_grads=is_own).flatten(0, 1) for is_own in (True, False)])
+        return outputs.logsumexp(0).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_replicas_may_compare_all_samples() -> None:
+    ours = fitted(Contrasted(), "muster_mirrored", devices=2, limit_train_batches=5)
+    assert_same(ours, fitted(Contrasted(), "auto", devices=1, limit_train_batches=5), 1e-5)
 
 
 class Driver:
@@ -518,7 +542,7 @@ def fit_all(strategy: str, **arguments: Any) -> Any:
 
 
 def test_workers_of_servers_train_as_with_lightnings_ddp(two_workers: WorkerPool) -> None:
-    ours, theirs = two_workers.call(fit_all, "muster_ps"), two_workers.call(fit_all, "ddp", devices=2)
+    ours, theirs = two_workers.call(fit_all, "muster_ps"), two_workers.call(fit_all, "ddp", devices=2, timeout=200)
     for name in VARIANTS:
         for rank in (0, 1):
             assert_same(ours[rank][name], theirs[rank][name], tolerance(name))
@@ -555,6 +579,7 @@ class Clipped(Classifier):
 
 def fit_and_measure(strategy: str, folder: str, **arguments: Any) -> Any:
     with launched():
+        contrasted = fitted(Contrasted(), strategy, sees=False, max_epochs=1, limit_train_batches=2, **arguments)
         module = Measured()
         run = trainer(strategy, max_epochs=1, **arguments)
         run.fit(module, datamodule=Points())
@@ -562,12 +587,20 @@ def fit_and_measure(strategy: str, folder: str, **arguments: Any) -> Any:
         (after_validate,) = run.validate(module, datamodule=Points(), verbose=False)
         predicted = run.predict(module, datamodule=Points())
         resumed = stopped_and_resumed(strategy, folder, sees=False, **arguments)
-    return plain({"fit": after_fit, "validate": after_validate, "predicted": predicted, "resumed": resumed})
+    return plain(
+        {
+            "fit": after_fit,
+            "validate": after_validate,
+            "predicted": predicted,
+            "resumed": resumed,
+            "contrasted": contrasted,
+        }
+    )
 
 
 def test_workers_of_servers_measure_and_go_on_as_with_lightnings_ddp(two_workers: WorkerPool, tmp_path: Path) -> None:
-    ours = two_workers.call(fit_and_measure, "muster_ps", str(tmp_path / "ours"))
-    theirs = two_workers.call(fit_and_measure, "ddp", str(tmp_path / "theirs"), devices=2)
+    ours = two_workers.call(fit_and_measure, "muster_ps", str(tmp_path / "ours"), timeout=200)
+    theirs = two_workers.call(fit_and_measure, "ddp", str(tmp_path / "theirs"), devices=2, timeout=200)
     assert theirs[0]["fit"]["from 1"] == 1
     assert theirs[0]["fit"]["mean"] == 0.5
     assert_same(ours, theirs, 1e-6)
@@ -579,8 +612,8 @@ def step_by_fabric(strategy: str, **arguments: Any) -> Any:
 
 
 def test_workers_of_servers_step_in_a_loop_of_fabric(two_workers: WorkerPool) -> None:
-    ours = two_workers.call(step_by_fabric, "muster_ps")
-    assert_same(ours, two_workers.call(step_by_fabric, "ddp", devices=2, by_hand=True), 1e-6)
+    ours = two_workers.call(step_by_fabric, "muster_ps", timeout=200)
+    assert_same(ours, two_workers.call(step_by_fabric, "ddp", devices=2, by_hand=True), 1e-6, timeout=200)
 
 
 class OfBothRanks:
@@ -607,7 +640,7 @@ def fit_normalised(**arguments: Any) -> Any:
 
 
 def test_workers_of_servers_normalise_over_the_whole_batch(two_workers: WorkerPool) -> None:
-    ours = two_workers.call(fit_normalised)
+    ours = two_workers.call(fit_normalised, timeout=200)
     whole = Batched()
     trainer("auto", devices=1, max_epochs=1).fit(whole, DataLoader(Points().data, batch_sampler=OfBothRanks()))
     for found in ours:
@@ -631,7 +664,7 @@ def refuse_on_servers() -> None:
 
 
 def test_what_servers_cannot_do_is_an_error_that_names_what_to_do(two_workers: WorkerPool) -> None:
-    two_workers.call(refuse_on_servers)
+    two_workers.call(refuse_on_servers, timeout=200)
 
 
 def test_servers_train_one_model_a_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,11 +57,18 @@ class MirroredStrategy(SingleDeviceStrategy):
         self._muster: strategies.MirroredStrategy | None = None
         self._steps: ReplicaSteps | None = None
         self._parameters: list[nn.Parameter] = []
+        self._is_divided = False  # a batch is, by the step that runs
 
     @property
     def root_device(self) -> torch.device:
         """Replica 0's, where everything but training steps runs."""
         return self.parallel_devices[0] if self.parallel_devices else super().root_device
+
+    @property
+    def muster(self) -> strategies.MirroredStrategy:
+        """Muster's strategy itself, while the Trainer fits."""
+        assert self._muster is not None
+        return self._muster
 
     def setup(self, trainer: pl.Trainer) -> None:
         """As Lightning's, for `trainer`; where it fits, replicas are made."""
@@ -85,16 +92,17 @@ class MirroredStrategy(SingleDeviceStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One step over the replicas. Its loss is the mean, whose backward adds the mean gradients to ``.grad``."""
-        assert self._muster is not None
         assert self._steps is not None
         batch, *rest = (*args, *kwargs.values())
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
+        self._is_divided = len(self.muster.devices) > 1
         try:
             outcome = self._steps.step(batch, rest)
             gradients = [parameter.grad for parameter in self._parameters]
         finally:
+            self._is_divided = False
             for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient
         if outcome is None:
@@ -102,6 +110,23 @@ class MirroredStrategy(SingleDeviceStrategy):
         anchor = outcome.loss.new_zeros((), requires_grad=True)
         loss = _MeanLoss.apply(outcome.loss, anchor, self._parameters, gradients)  # type: ignore[no-untyped-call]
         return outcome.with_loss(loss)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The tensor, since there is one process; refused in a step, where a replica has its part of it."""
+        self._refuse_in_step("all_gather", "gather(x) joins the parts along dimension 0")
+        return super().all_gather(tensor, group, sync_grads)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `all_gather`."""
+        self._refuse_in_step("reduce", "reduce(x, 'sum') adds the replicas' values")
+        return super().reduce(tensor, *args, **kwargs)
+
+    def _refuse_in_step(self, what: str, instead: str) -> None:
+        if self._is_divided:
+            raise InvalidArgument(
+                f"{what} is between processes, and this one's replicas each have a part of the batch; in training_step "
+                f"self.trainer.strategy.muster.{instead}, differentiably"
+            )
 
     def teardown(self) -> None:
         """As Lightning's; ends the replicas."""

@@ -28,7 +28,10 @@ __all__ = ["Outcome", "ReplicaSteps", "check_module"]
 SHARED_TYPES.append(pl.Trainer)
 
 _LOG = inspect.signature(pl.LightningModule.log)
-_ALSO_NAMED = {"avg": "mean", torch.mean: "mean", torch.sum: "sum", sum: "sum", max: "max", min: "min"}
+_ALSO_NAMED = {
+    "avg": "mean", torch.mean: "mean", torch.sum: "sum", sum: "sum", torch.max: "max", max: "max", torch.min: "min",
+    min: "min",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -135,10 +135,10 @@ class Workers:
         return sent
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """All workers' tensors of one shape, stacked; differentiable inside a step, whether or not `sync_grads`.
-        `group` must be that of all."""
+        """All workers' tensors of one shape, stacked; inside a step differentiable, with `sync_grads`. `group` must be
+        that of all."""
         _refuse_groups(group)
-        gathered: Tensor = self._job.gather(tensor.unsqueeze(0))
+        gathered: Tensor = self._job.gather((tensor if sync_grads else tensor.detach()).unsqueeze(0))
         return gathered
 
 
