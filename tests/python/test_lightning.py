@@ -542,7 +542,8 @@ def fit_all(strategy: str, **arguments: Any) -> Any:
 
 
 def test_workers_of_servers_train_as_with_lightnings_ddp(two_workers: WorkerPool) -> None:
-    ours, theirs = two_workers.call(fit_all, "muster_ps"), two_workers.call(fit_all, "ddp", devices=2, timeout=200)
+    ours = two_workers.call(fit_all, "muster_ps", timeout=200)
+    theirs = two_workers.call(fit_all, "ddp", devices=2, timeout=200)
     for name in VARIANTS:
         for rank in (0, 1):
             assert_same(ours[rank][name], theirs[rank][name], tolerance(name))
@@ -613,7 +614,7 @@ def step_by_fabric(strategy: str, **arguments: Any) -> Any:
 
 def test_workers_of_servers_step_in_a_loop_of_fabric(two_workers: WorkerPool) -> None:
     ours = two_workers.call(step_by_fabric, "muster_ps", timeout=200)
-    assert_same(ours, two_workers.call(step_by_fabric, "ddp", devices=2, by_hand=True), 1e-6, timeout=200)
+    assert_same(ours, two_workers.call(step_by_fabric, "ddp", devices=2, by_hand=True, timeout=200), 1e-6)
 
 
 class OfBothRanks:
