@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from muster.errors import InvalidArgument
 
-__all__ = ["FOLLOWED_OTHERWISE", "HOOK_TABLES", "compiled_alike", "follow", "own_hook"]
+__all__ = ["FOLLOWED_OTHERWISE", "HOOK_TABLES", "SHARED_TYPES", "compiled_alike", "follow", "own_hook"]
 
 HOOK_TABLES = frozenset({
     "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks",
     "_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
 })  # fmt: skip
 FOLLOWED_OTHERWISE = frozenset({"_parameters", "_modules", "_buffers", "training"})
+SHARED_TYPES: list[type] = []
+"""Types of objects that drive modules, and are one for all replicas: neither looked into nor copied."""
 
 
 def follow(
@@ -99,6 +101,8 @@ def _own_attribute(first: nn.Module, other: nn.Module, name: str, current: Any, 
 def _own(value: Any, current: Any, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
+    if isinstance(value, tuple(SHARED_TYPES)):
+        return value
     try:
         own = copy.deepcopy(value, memo)
     except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -173,7 +174,8 @@ class Reducer:
         if self._num_proven is not None:
             self._num_proven += 1
             if self._num_proven == _PROVING_BACKWARDS:
-                self._accumulators = [torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters]
+                with _unfrozen(self.parameters):
+                    self._accumulators = [torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters]
                 self._watch_parameters(self.parameters[:: len(self.parameters) // _SENTINELS + 1])
 
     def _watch_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -184,9 +186,10 @@ class Reducer:
             if (reducer := this()) is not None:
                 reducer._on_parameter()
 
-        self._handles.extend(
-            cast(Any, parameter).register_post_accumulate_grad_hook(on_parameter) for parameter in parameters
-        )
+        with _unfrozen(parameters):
+            self._handles.extend(
+                cast(Any, parameter).register_post_accumulate_grad_hook(on_parameter) for parameter in parameters
+            )
 
     def _distrust_outputs(self) -> None:
         if self._num_proven is not None and self._accumulators:
@@ -224,6 +227,19 @@ class Reducer:
     def _remove_autograd_hooks(self) -> None:
         _remove(self._handles)
         self._accumulators, self._num_proven = [], None
+
+
+@contextlib.contextmanager
+def _unfrozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within it hooks can be given to parameters, and nodes asked of them, that are frozen for a while."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_()
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _is_executed(node: Any) -> bool:

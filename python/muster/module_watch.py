@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from muster import _C
-from muster.attributes import FOLLOWED_OTHERWISE, HOOK_TABLES, follow, own_hook
+from muster.attributes import FOLLOWED_OTHERWISE, HOOK_TABLES, SHARED_TYPES, follow, own_hook
 from muster.errors import InvalidArgument
 
 __all__ = ["ModuleWatch"]
@@ -58,7 +58,7 @@ class ModuleWatch:
             self._state = _C.ModuleState(
                 list(replicas[0].modules()),
                 [*replicas[0].parameters(), *replicas[0].buffers()],
-                leaf_types,
+                (*leaf_types, *SHARED_TYPES),
                 list(FOLLOWED_OTHERWISE),
             )
             self._follow_hooks_before_prepare()

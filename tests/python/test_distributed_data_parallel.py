@@ -276,6 +276,23 @@ def frozen_parameters_stay_alone(parallel: Any) -> None:
 
 
 @promise
+def parameters_may_be_frozen_for_a_while(parallel: Any) -> None:
+    x = parts()
+    module = built(Net)
+    ddp = parallel(module, find_unused_parameters=True)
+    halves = [[module.first, module.norm], [module.wide, module.last]]
+    for turn in range(10):
+        trained, frozen = halves[turn % 2], halves[1 - turn % 2]
+        for part, is_trained in ((p, p in trained) for p in [*trained, *frozen]):
+            part.requires_grad_(is_trained)
+        ddp.zero_grad()
+        expected = mean_gradients(module, lambda m, n: m(x[n]).square().mean())
+        ddp(x[rank()]).square().mean().backward()
+        assert_equal(gradients(module), expected)
+        assert all((p.grad is None) == (not p.requires_grad) for p in module.parameters())
+
+
+@promise
 def shared_parameters_are_averaged_once(parallel: Any) -> None:
     def tied() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

@@ -16,6 +16,7 @@ import torch
 
 import muster
 import muster.horovod
+import muster.lightning
 from muster import options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,16 +35,27 @@ NAMING = {"Strategy.save", "Strategy.load", "ObjectState", "TorchState"} | {
 
 def callables() -> Iterator[tuple[str, Callable[..., Any], str]]:
     """Every public function, constructor and method that is written in Python: name, itself, its text."""
-    for module in (muster, muster.optim, muster.horovod, muster.horovod.elastic):
-        for name in module.__all__:
-            value = getattr(module, name)
+    for module in (muster, muster.optim, muster.horovod, muster.horovod.elastic, muster.lightning):
+        for exported in module.__all__:
+            value = getattr(module, exported)
+            name = f"lightning.{exported}" if module is muster.lightning else exported
             if isinstance(value, type) and value.__module__.startswith("muster") and "_C" not in value.__module__:
-                yield name, value, f"{value.__doc__} {value.__init__.__doc__}"
+                if not is_lightnings(value.__init__):
+                    yield name, value, f"{value.__doc__} {value.__init__.__doc__}"
                 for attribute, member in vars(value).items():
-                    if attribute[0] != "_" and callable(getattr(value, attribute)):
+                    if (
+                        attribute[0] != "_"
+                        and callable(getattr(value, attribute))
+                        and not any(is_lightnings(getattr(base, attribute, None)) for base in value.__mro__[1:])
+                    ):
                         yield f"{name}.{attribute}", getattr(value, attribute), str(inspect.getdoc(member))
             elif inspect.isfunction(value):
                 yield name, value, str(value.__doc__)
+
+
+def is_lightnings(function: Any) -> bool:
+    """Whether Lightning says what a function, or what overrides it, takes."""
+    return str(getattr(function, "__module__", "")).startswith("lightning.")
 
 
 def has_signature(function: Callable[..., Any]) -> bool:

@@ -1,0 +1,241 @@
+"""Replicas of one process, and workers with parameter servers, for Lightning's Fabric."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.precision.precision import Precision
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
+from lightning.fabric.wrappers import _FabricOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from muster import _C
+from muster import strategy as strategies
+from muster.errors import InvalidArgument
+from muster.lightning.workers import Job, Workers
+from muster.parameter_server import ParameterServerStrategy
+from muster.per_replica import PerReplica
+from muster.step import StepResult
+from muster.strategy import Strategy
+
+__all__ = ["FabricMirroredStrategy", "FabricParameterServerStrategy"]
+
+_PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16"}
+
+
+class _Stepping(FabricStrategy, ABC):
+    """What Fabric calls, over a strategy whose step is forward, backward and update together.
+
+    ``fabric.strategy.step(fn, *batch)`` takes the place of forward, ``fabric.backward`` and ``optimizer.step``. A loop
+    may have those where a mirrored strategy has one replica; else Muster refuses them.
+    """
+
+    _strategy: Strategy | None = None
+
+    @abstractmethod
+    def _made(self, precision: Literal["fp32", "bf16", "fp16"]) -> Strategy:
+        """The strategy, with this precision."""
+
+    @property
+    def muster(self) -> Strategy:
+        """Muster's strategy itself."""
+        if self._strategy is None:
+            name = self.precision.precision
+            if name not in _PRECISIONS:
+                raise InvalidArgument(
+                    f"precision '{name}': use {' or '.join(_PRECISIONS)}; for fp16, whose losses steps scale, give the "
+                    "strategy muster_options={'precision': 'fp16'}"
+                )
+            self._strategy = self._made(_PRECISIONS[name])  # type: ignore[arg-type]
+            self.precision = _StepsPrecision(self._strategy, self.precision)
+        return self._strategy
+
+    def step(
+        self, fn: Callable[..., Any], *args: Any, optimizers: Optimizer | Sequence[Optimizer] | None = None
+    ) -> StepResult:
+        """As `muster.Strategy.step`: `fn` on each replica's part of `args`, backward, and the update of `optimizers`,
+        which are Fabric's or torch's (None: of all)."""
+        if isinstance(optimizers, (list, tuple)):
+            optimizers = [_optimizer_of(optimizer) for optimizer in optimizers]
+        elif optimizers is not None:
+            optimizers = _optimizer_of(optimizers)
+        return self.muster.step(fn, *args, optimizers=optimizers)
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> PerReplica[Any]:
+        """As `muster.Strategy.run`: `fn` on each replica's part of `args`, without gradients."""
+        return self.muster.run(fn, *args)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Prepares `module`."""
+        return _CurrentReplica(self.muster.prepare(module))
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Prepares `optimizer`."""
+        prepared: Optimizer = self.muster.prepare(optimizer)
+        return prepared
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The state of replica 0's, with the newest parameters."""
+        self.muster.run(lambda: None)
+        return super().get_module_state_dict(module.module if isinstance(module, _CurrentReplica) else module)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """`module` loads `state_dict`, as `strict` as torch's."""
+        own = module.module if isinstance(module, _CurrentReplica) else module
+        super().load_module_state_dict(own, state_dict, strict)
+
+    def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
+        """As Fabric's, of gradients of backward by hand."""
+        _check_gradients(optimizer, "clip_norm")
+        return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """As Fabric's, of gradients of backward by hand."""
+        _check_gradients(optimizer, "clip_value")
+        super().clip_gradients_value(module, optimizer, clip_val)
+
+    def teardown(self) -> None:
+        """As Fabric's; leaves the job."""
+        if self._strategy is not None:
+            self._strategy.close()
+        super().teardown()
+
+
+class FabricMirroredStrategy(_Stepping, SingleDeviceStrategy):
+    """A `muster.MirroredStrategy` with a replica for each of Fabric's devices."""
+
+    def __init__(
+        self,
+        *,
+        parallel_devices: Sequence[torch.device] | None = None,
+        muster_options: dict[str, Any] | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        """`parallel_devices`: a replica for each; None: Fabric's. `muster_options` are those of
+        `muster.MirroredStrategy`; `accelerator`, `checkpoint_io` and `precision` those of Fabric's ``Strategy``."""
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision=precision)
+        self.parallel_devices = None if parallel_devices is None else list(parallel_devices)
+        """The devices of the replicas. Fabric sets them where none were given."""
+        self._options = dict(muster_options or {})
+
+    @property
+    def root_device(self) -> torch.device:
+        """Replica 0's."""
+        return self.parallel_devices[0] if self.parallel_devices else super().root_device
+
+    def _made(self, precision: Literal["fp32", "bf16", "fp16"]) -> Strategy:
+        return strategies.MirroredStrategy(self.parallel_devices, **{"precision": precision, **self._options})
+
+
+class FabricParameterServerStrategy(Workers, _Stepping, ParallelStrategy):
+    """A `muster.ParameterServerStrategy` over the workers and servers that ``muster run`` starts."""
+
+    def __init__(
+        self,
+        *,
+        muster_options: dict[str, Any] | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        """`muster_options` are those of `muster.ParameterServerStrategy`; `accelerator`, `checkpoint_io` and
+        `precision` those of Fabric's ``Strategy``."""
+        self._cluster = _C.Cluster.from_env()
+        super().__init__(
+            cluster_environment=Job(self._cluster),
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+        )
+        self._options = dict(muster_options or {})
+
+    @property
+    def root_device(self) -> torch.device:
+        """The CPU: workers have CPU replicas."""
+        return torch.device("cpu")
+
+    def setup_environment(self) -> None:
+        """As Fabric's; joins the job."""
+        self.tell_rank()
+        super().setup_environment()
+        assert self.muster is self._muster
+
+    def _made(self, precision: Literal["fp32", "bf16", "fp16"]) -> Strategy:
+        self._muster = ParameterServerStrategy(self._cluster, **{"precision": precision, **self._options})
+        return self._muster
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Prepares `module`, and lets its metrics meet."""
+        self.connect_metrics(module)
+        return super().setup_module(module)
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """As Fabric's, of `module`."""
+        module.to(self.root_device)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As `reduce`, of `tensor` over `group` by `reduce_op`."""
+        return self.reduce(tensor, group, reduce_op)
+
+
+class _StepsPrecision(Precision):
+    """The precision of a strategy's steps, for code outside them."""
+
+    def __init__(self, strategy: Strategy, given: Precision) -> None:
+        self._strategy = strategy
+        self._given = given
+
+    def convert_input(self, data: Any) -> Any:
+        return self._given.convert_input(data)
+
+    def convert_output(self, data: Any) -> Any:
+        return self._given.convert_output(data)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self._strategy.autocast()
+
+
+class _CurrentReplica(nn.Module):
+    """A prepared module, as a module of torch's class: the current replica's in a step, else replica 0's."""
+
+    def __init__(self, prepared: Any) -> None:
+        super().__init__()
+        self._prepared = (prepared,)  # which torch is not to take for a part of this one
+
+    @property
+    def module(self) -> nn.Module:
+        module: nn.Module = self._prepared[0].module
+        return module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Fabric calls other methods by a forward that it gives to replica 0's module.
+        if "forward" in vars(self.module):
+            raise InvalidArgument(
+                "training_step and methods of mark_forward_method() cannot be called on every replica; write a forward "
+                "that does what they do, or use strategy='muster_ddp'"
+            )
+        return self._prepared[0](*args, **kwargs)
+
+
+def _optimizer_of(optimizer: Any) -> Optimizer:
+    found: Optimizer = optimizer.optimizer if isinstance(optimizer, _FabricOptimizer) else optimizer
+    return found
+
+
+def _check_gradients(optimizer: Optimizer, option: str) -> None:
+    if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
+        raise InvalidArgument(
+            "there are no gradients to clip: fabric.strategy.step() has stepped; give the strategy "
+            f"muster_options={{'{option}': ...}}"
+        )

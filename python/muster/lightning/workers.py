@@ -1,0 +1,147 @@
+"""What Lightning asks of workers that a strategy with parameter servers brings together."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as lightnings_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from muster import _C
+from muster.errors import InvalidArgument
+from muster.parameter_server import ParameterServerStrategy
+
+__all__ = ["Job", "Workers"]
+
+T = TypeVar("T")
+
+_REDUCTIONS = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max": "max"}
+
+
+class Job(ClusterEnvironment):
+    """The job's workers, as Lightning asks for them."""
+
+    def __init__(self, cluster: _C.Cluster) -> None:
+        self._cluster = cluster
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return self._cluster.address.rpartition(":")[0]
+
+    @property
+    def main_port(self) -> int:
+        return int(self._cluster.address.rpartition(":")[2])
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._cluster.num_workers
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return self._cluster.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return self._cluster.local_rank
+
+    def node_rank(self) -> int:
+        return 0
+
+
+class Workers:
+    """Collectives between workers, under the names that strategies of the Trainer and of Fabric both have."""
+
+    _cluster: _C.Cluster
+    _muster: ParameterServerStrategy | None = None
+    _metrics: Sequence[tuple[Metric, Any, Any]] = ()
+
+    @property
+    def _job(self) -> ParameterServerStrategy:
+        assert self._muster is not None
+        return self._muster
+
+    def tell_rank(self) -> None:
+        """Tells Lightning who is rank 0."""
+        for decorator in (rank_zero_only, lightnings_rank_zero_only):
+            cast(Any, decorator).rank = self._cluster.rank
+
+    def connect_metrics(self, module: nn.Module) -> None:
+        """Lets metrics in `module` meet through the strategy: they know torch's process groups alone, of which there is
+        none."""
+        metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        self._metrics = [(metric, metric.dist_sync_fn, metric.distributed_available_fn) for metric in metrics]
+        for metric in metrics:
+            metric.dist_sync_fn = self._gather_all
+            metric.distributed_available_fn = lambda: self._cluster.num_workers > 1
+
+    def disconnect_metrics(self) -> None:
+        """Metrics are as they were."""
+        for metric, sync, is_available in self._metrics:
+            metric.dist_sync_fn, metric.distributed_available_fn = sync, is_available
+        self._metrics = ()
+
+    def _gather_all(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        _refuse_groups(group)
+        rows = tensor if tensor.dim() else tensor.reshape(1)
+        sizes = self._job.gather(torch.tensor([len(rows)])).tolist()
+        parts = self._job.gather(rows).split(sizes)
+        return [part if tensor.dim() else part[0] for part in parts]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The reduction of a tensor over workers by `reduce_op`; `group` must be that of all."""
+        _refuse_groups(group)
+        if not isinstance(tensor, Tensor):
+            return tensor
+        name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
+        if name not in _REDUCTIONS:
+            raise InvalidArgument(f"reduce_op={reduce_op!r}: muster_ps has {', '.join(_REDUCTIONS)}")
+        if _REDUCTIONS[name] == "mean" and not tensor.is_floating_point():
+            tensor = tensor.to(torch.get_default_dtype())
+        return self._job.reduce(tensor, _REDUCTIONS[name])  # type: ignore[arg-type]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether `decision` is true on `all` workers, or on any."""
+        return bool(self._job.reduce(bool(decision), "min" if all else "max"))
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all workers; `name` is for people."""
+        if self._muster is not None:
+            self._muster.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object of worker `src`, which is pickled."""
+        if self._muster is None or self._cluster.num_workers == 1:
+            return obj
+        text = base64.b64encode(pickle.dumps(obj)).decode() if self._cluster.rank == src else ""
+        sent: T = pickle.loads(base64.b64decode(self._muster.broadcast(text, src)))
+        return sent
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """All workers' tensors of one shape, stacked; inside a step differentiable, with `sync_grads`. `group` must be
+        that of all."""
+        _refuse_groups(group)
+        gathered: Tensor = self._job.gather((tensor if sync_grads else tensor.detach()).unsqueeze(0))
+        return gathered
+
+
+def _refuse_groups(group: Any) -> None:
+    if group is not None and group is not getattr(torch.distributed.group, "WORLD", None):
+        raise InvalidArgument("muster_ps has one group, of all workers; leave group out")

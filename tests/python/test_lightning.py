@@ -1,0 +1,714 @@
+"""Lightning's Trainer and Fabric with Muster's strategies do what they do with Lightning's own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from torchmetrics.classification import MulticlassAccuracy
+
+import muster.lightning
+from muster import attributes
+from support.jobs import WorkerPool, plain
+from support.servers import Servers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+class Points(pl.LightningDataModule):
+    """Points, and on which side of a plane they lie; 21 of them, so that ranks' batches are uneven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(21, 6, generator=generator)
+        self.data = TensorDataset(x, (x.sum(1) > 0).long())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=4)
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=4)
+
+
+class Classifier(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+class Alternating(Classifier):
+    """Two optimizers by hand, each over a half of the net; the other half may be frozen meanwhile."""
+
+    def __init__(self, toggles: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.toggles = toggles
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            if self.toggles:
+                self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(optimizer, 0.1)
+            optimizer.step()
+            if self.toggles:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.Adam(self.net[2].parameters())
+
+
+class Accumulating(Classifier):
+    """Two micro-batches an update, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, ends = self.optimizers(), batch_idx % 2 == 1
+        with optimizer.toggle_model(sync_grad=ends):
+            self.manual_backward(self.loss(batch) / 2)
+            if ends:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class Hooks(Callback):
+    """What callbacks see, in their order."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Any]] = {"loss": [], "norm": [], "step": []}
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        self.seen["loss"].append(float(loss))
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.seen["norm"].append(float(nn.utils.get_total_norm(p.grad for p in module.parameters())))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen["step"].append((trainer.global_step, len(batch[0]), trainer.optimizers[0].param_groups[0]["lr"]))
+
+
+class Losses(Callback):
+    """What training_step gave, as other callbacks get it."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+# --- fitting ----------------------------------------------------------------------------------------------------------
+
+
+def trainer(strategy: Any, **arguments: Any) -> pl.Trainer:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(accelerator="cpu", strategy=strategy, **{"max_epochs": 2, **quiet, **arguments})
+
+
+def fitted(
+    module: pl.LightningModule, strategy: Any, fit: dict[str, Any] | None = None, sees: bool = True, **arguments: Any
+) -> Any:
+    """Parameters, what was logged, and what callbacks saw (where one `sees`), after training with a strategy."""
+    torch.manual_seed(1)
+    hooks, losses = Hooks(), Losses()
+    if module.automatic_optimization:
+        arguments["callbacks"] = [*arguments.get("callbacks", []), losses, *([hooks] if sees else [])]
+    run = trainer(strategy, **arguments)
+    run.fit(module, datamodule=Points(), **(fit or {}))
+    logged = {name: value.item() for name, value in run.callback_metrics.items()}
+    return plain(
+        {
+            "parameters": module.state_dict(),
+            "logged": logged,
+            "seen": hooks.seen,
+            "losses": losses.seen,
+            "steps": run.global_step,
+        }
+    )
+
+
+def assert_same(ours: Any, theirs: Any, tolerance: float = 0.0) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def tolerance(variant: str) -> float:
+    """What other orders of adding, and other optimizers, may differ by."""
+    return 1e-2 if variant == "bf16" else 1e-6
+
+
+VARIANTS: dict[str, Any] = {
+    "plain": {},
+    "bf16": {"precision": "bf16-mixed", "max_epochs": 1},
+    "fp64": {"precision": "64-true", "max_epochs": 1},
+    "clipped by norm": {"gradient_clip_val": 0.1, "max_epochs": 1},
+    "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "max_epochs": 1},
+    "accumulated": {"accumulate_grad_batches": 2, "val_check_interval": 1},
+}
+
+# --- a process a rank -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """As by torchrun, with the variables that a job's processes have."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    warnings.simplefilter("ignore")
+    try:
+        yield
+    finally:
+        del os.environ["TORCHELASTIC_RUN_ID"]
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def fit_as_ranks() -> None:
+    with launched():
+        for name, arguments in VARIANTS.items():
+            ours, theirs = (fitted(Classifier(), s, devices=2, **arguments) for s in ("muster_ddp", "ddp"))
+            assert ours["steps"] > 0, name
+            assert_same(ours, theirs)
+        # Where halves are frozen in turn, torch's wrapper raises.
+        theirs = fitted(Alternating(False), "ddp", devices=2)
+        assert_same(fitted(Alternating(False), "muster_ddp", devices=2), theirs)
+        assert_same(fitted(Alternating(True), "muster_ddp", devices=2), theirs)
+        theirs = fitted(Accumulating(), "ddp", devices=2)
+        for strategy in ("muster_ddp", muster.lightning.DDPStrategy(static_graph=True)):
+            assert_same(fitted(Accumulating(), strategy, devices=2), theirs)
+
+
+def test_ranks_train_as_with_lightnings_ddp(two_workers: WorkerPool) -> None:
+    two_workers.call(fit_as_ranks, timeout=200)
+
+
+def stopped_and_resumed(strategy: Any, folder: str, checkpoint: str | None = None, **arguments: Any) -> Any:
+    """Early stopping ends the first training; the second one goes on from its checkpoint, or another one."""
+    saving = ModelCheckpoint(folder, filename="best", monitor="val", save_last=True)
+    early = EarlyStopping("val", patience=0, min_delta=1e9)
+    first = fitted(
+        Classifier(), strategy, callbacks=[saving, early], enable_checkpointing=True, max_epochs=5, **arguments
+    )
+    second = fitted(
+        Classifier(), strategy, {"ckpt_path": checkpoint or f"{folder}/last.ckpt"}, max_epochs=3, **arguments
+    )
+    return {"first": first, "second": second, "best": saving.best_model_score.item()}
+
+
+def resume_as_ranks(folder: str) -> None:
+    with launched():
+        theirs = stopped_and_resumed("ddp", f"{folder}/theirs", devices=2)
+        assert theirs["first"]["steps"] == 6  # of two epochs
+        assert theirs["second"]["steps"] == 9
+        ours = stopped_and_resumed("muster_ddp", f"{folder}/ours", f"{folder}/theirs/last.ckpt", devices=2)
+        assert_same(ours, theirs)
+
+
+def test_ranks_go_on_from_lightnings_checkpoints(two_workers: WorkerPool, tmp_path: Path) -> None:
+    two_workers.call(resume_as_ranks, str(tmp_path), timeout=200)
+
+
+def looped(strategy: str, **arguments: Any) -> Any:
+    """A loop of Fabric's."""
+    fabric = lightning.Fabric(accelerator="cpu", strategy=strategy, **arguments)
+    fabric.launch()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+    model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters()))
+    loader = fabric.setup_dataloaders(DataLoader(Points().data, batch_size=2, shuffle=True))
+    for number, (x, y) in enumerate(loader):
+        with fabric.no_backward_sync(model, enabled=number % 2 == 0):
+            fabric.backward(F.cross_entropy(model(x), y))
+        if number % 2 == 1:
+            fabric.clip_gradients(model, optimizer, max_norm=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert isinstance(fabric.strategy, muster.lightning.FabricDDPStrategy) == (strategy == "muster_ddp")
+    return plain(module.state_dict())
+
+
+def loop_as_ranks() -> None:
+    with launched():
+        for arguments in ({}, {"precision": "bf16-mixed"}):
+            assert_same(*(looped(strategy, devices=2, **arguments) for strategy in ("muster_ddp", "ddp")))
+
+
+def test_ranks_of_fabric_do_as_with_lightnings_ddp(two_workers: WorkerPool) -> None:
+    two_workers.call(loop_as_ranks, timeout=200)
+
+
+# --- replicas of one process ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_replicas_train_as_a_single_device(variant: str) -> None:
+    ours = fitted(Classifier(), "muster_mirrored", devices=2, **VARIANTS[variant])
+    theirs = fitted(Classifier(), "auto", devices=1, **VARIANTS[variant])
+    assert ours["steps"] > 0
+    assert_same(ours, theirs, tolerance(variant))
+
+
+def test_one_replica_trains_as_a_single_device_to_the_last_bit() -> None:
+    ours = fitted(Classifier(), muster.lightning.MirroredStrategy(), devices=1)
+    assert_same(ours, fitted(Classifier(), "auto", devices=1))
+
+
+def test_replicas_stop_and_go_on_as_a_single_device(tmp_path: Path) -> None:
+    theirs = stopped_and_resumed("auto", str(tmp_path / "theirs"), devices=1)
+    ours = stopped_and_resumed("muster_mirrored", str(tmp_path / "ours"), devices=3)
+    assert theirs["second"]["steps"] > theirs["first"]["steps"]
+    assert_same(ours, theirs, 1e-6)
+
+
+class Normalised(Classifier):
+    """With a hook that must see a gradient once, an optimizer that calls a closure, and more in its logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(nn.BatchNorm1d(2))
+        self.net[0].weight.register_hook(lambda gradient: gradient * 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self.net(x)
+        right = (logits.argmax(1) == y).sum()
+        self.log_dict({"right": right, "highest": logits.max()}, reduce_fx="max")
+        self.log("size", len(x), reduce_fx="sum")
+        self.log("accuracy", right / len(x), batch_size=len(x))
+        return {"loss": F.cross_entropy(logits, y), "right": right}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+
+class Sums(Callback):
+    """Collects what training_step returned."""
+
+    def __init__(self) -> None:
+        self.right: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        right = outputs["right"]
+        self.right.append(sum(map(int, right)) if isinstance(right, muster.PerReplica) else int(right))
+
+
+def test_replicas_normalise_log_and_return_together() -> None:
+    both = []
+    for strategy, devices in (("muster_mirrored", 2), ("auto", 1)):
+        sums = Sums()
+        module = Normalised()
+        found = fitted(module, strategy, devices=devices, sees=False, callbacks=[sums], sync_batchnorm=devices == 2,
+                       limit_train_batches=4)  # fmt: skip
+        # The most of a part's is not the most of the batch.
+        del found["logged"]["right"]
+        both.append({**found, "right": sums.right})
+        assert not isinstance(module.net[3], nn.SyncBatchNorm)
+    assert_same(*both, 1e-4)
+
+
+class Odd(Classifier):
+    """Does in training_step what `kind` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.seen: list[int] = []
+        self.accuracy = MulticlassAccuracy(2)
+        self.automatic_optimization = kind != "manual"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        is_first = batch[0][0, 0] == Points().data.tensors[0][batch_idx * 4, 0]
+        loss = self.loss(batch)
+        if self.kind == "list":
+            self.seen.append(len(batch[0]))
+        elif self.kind == "metric":
+            self.accuracy(self.net(batch[0]), batch[1])
+        elif self.kind == "logged metric":
+            self.log("accuracy", self.accuracy)
+        elif self.kind == "names":
+            self.log(f"from {is_first}", loss)
+        elif self.kind == "function":
+            self.log("loss", loss, reduce_fx=torch.median)
+        elif self.kind == "attribute":
+            self.last = loss.detach()
+        elif self.kind == "infinite":
+            return loss * float("inf")
+        elif self.kind == "gather":
+            self.all_gather(loss)
+        elif self.kind == "shape":
+            return self.net(batch[0])
+        elif (self.kind == "half" and is_first) or self.kind == "none":
+            return None
+        return loss
+
+
+REFUSED = {
+    "manual": "use strategy='muster_ddp'",
+    "list": r"wrote to self\.seen.*on_train_batch_end",
+    "metric": "updated the metric 'accuracy'.*muster_ddp",
+    "logged metric": "a metric of its own.*log a tensor instead",
+    "names": "log the same names",
+    "function": "use 'mean', 'sum', 'min' or 'max'",
+    "infinite": "not finite.*detect_anomaly",
+    "gather": r"strategy\.muster\.gather",
+    "shape": "return the loss as a tensor of one element",
+    "half": "None on some replicas.*return a loss that is 0",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_replicas_cannot_do_is_an_error_that_names_what_to_do(kind: str) -> None:
+    module = Odd(kind)
+    before = plain(module.state_dict())
+    with pytest.raises(muster.Error, match=REFUSED[kind]):
+        trainer("muster_mirrored", devices=2).fit(module, DataLoader(Points().data, batch_size=4))
+    assert_same(plain(module.state_dict()), before)
+
+
+def test_replicas_of_several_devices_are_refused() -> None:
+    strategy = muster.lightning.MirroredStrategy(parallel_devices=[torch.device("cpu", 0), torch.device("cpu", 1)])
+    with pytest.raises(muster.InvalidArgument, match="use strategy='muster_ddp' for several GPUs"):
+        trainer(strategy).fit(Classifier(), Points())
+
+
+class Employed(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.trainer.global_step == batch_idx
+        return super().training_step(batch, batch_idx)
+
+
+class Contrasted(Classifier):
+    """Its loss is of all samples together: of the parts', of the ranks', or of one device's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        strategy = self.trainer.strategy
+        outputs = self.net(batch[0])
+        if isinstance(strategy, muster.lightning.MirroredStrategy):
+            outputs = strategy.muster.gather(outputs)
+        elif self.trainer.world_size > 1:
+            outputs = torch.cat([self.all_gather(outputs, sync_grads=is_own).flatten(0, 1) for is_own in (True, False)])
+        return outputs.logsumexp(0).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_replicas_may_compare_all_samples() -> None:
+    ours = fitted(Contrasted(), "muster_mirrored", devices=2, limit_train_batches=5)
+    assert_same(ours, fitted(Contrasted(), "auto", devices=1, limit_train_batches=5), 1e-5)
+
+
+class Driver:
+    pass
+
+
+def test_what_drives_modules_is_one_for_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer("muster_mirrored", devices=2, max_epochs=1).fit(Employed(), Points())
+
+    assert pl.Trainer in attributes.SHARED_TYPES
+    monkeypatch.setattr(attributes, "SHARED_TYPES", [Driver])
+    with muster.MirroredStrategy(["cpu", "cpu"]) as strategy:
+        model = strategy.prepare(nn.Linear(2, 2))
+        model.module.driver = driver = Driver()
+        assert list(strategy.run(lambda: model.driver is driver)) == [True, True]
+
+
+def test_replicas_may_skip_a_batch_and_write_what_nobody_counts() -> None:
+    module = Odd("none")
+    before = plain(module.state_dict())
+    trainer("muster_mirrored", devices=2, max_epochs=1).fit(module, DataLoader(Points().data, batch_size=4))
+    assert_same(plain(module.state_dict()), before)
+
+    with pytest.warns(UserWarning, match=r"wrote self\.last: each replica has its own"):
+        trainer("muster_mirrored", devices=2, max_epochs=1).fit(Odd("attribute"), Points())
+
+
+def stepped(strategy: Any, *, by_hand: bool = False, batch_size: int = 4, **arguments: Any) -> Any:
+    """A loop of Fabric's over Muster's steps, or over backward and steps by hand."""
+    fabric = lightning.Fabric(accelerator="cpu", strategy=strategy, **arguments)
+    fabric.launch()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+    model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters()))
+    loader = fabric.setup_dataloaders(DataLoader(Points().data, batch_size=batch_size, drop_last=True))
+    for x, y in loader:
+        if by_hand:
+            optimizer.zero_grad()
+            fabric.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+        else:
+            fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y, optimizers=optimizer)
+    state = fabric.strategy.get_module_state_dict(model._forward_module)
+    with torch.no_grad():
+        outputs = model(Points().data.tensors[0])
+    fabric.strategy.teardown()
+    return plain({"parameters": state, "outputs": outputs})
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_replicas_of_fabric_do_as_a_single_device(precision: Any) -> None:
+    theirs = stepped("auto", devices=1, by_hand=True, precision=precision)
+    for devices, by_hand in ((2, False), (1, True)):
+        ours = stepped("muster_mirrored", devices=devices, by_hand=by_hand, precision=precision)
+        assert_same(ours, theirs, tolerance("bf16" if precision == "bf16-mixed" else ""))
+    with pytest.raises(muster.InvalidArgument, match=r"call strategy\.step"):
+        stepped("muster_mirrored", devices=2, by_hand=True, precision=precision)
+
+
+def test_what_replicas_of_fabric_cannot_do_is_an_error_that_names_what_to_do(tmp_path: Path) -> None:
+    fabric = lightning.Fabric(accelerator="cpu", strategy="muster_mirrored", devices=2)
+    batch = Points().data[:4]
+    lit = fabric.setup(Classifier())
+    with pytest.raises(muster.InvalidArgument, match="write a forward that does what they do"):
+        lit.training_step(batch, 0)
+    module = nn.Linear(6, 2)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch)
+    with pytest.raises(muster.InvalidArgument, match="clip_norm"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    with pytest.raises(muster.InvalidArgument, match="was called after strategy"):
+        optimizer.step()
+
+    fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    before = plain(module.state_dict())
+    fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch)
+    fabric.load(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    assert_same(plain(module.state_dict()), before)
+
+    half = lightning.Fabric(accelerator="cpu", strategy="muster_mirrored", precision="bf16-true")
+    with pytest.raises(muster.InvalidArgument, match="muster_options"):
+        half.setup(nn.Linear(2, 2))
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+
+def fit_all(strategy: str, **arguments: Any) -> Any:
+    with launched():
+        return {
+            name: fitted(Classifier(), strategy, sees=False, **arguments, **more) for name, more in VARIANTS.items()
+        }
+
+
+def test_workers_of_servers_train_as_with_lightnings_ddp(two_workers: WorkerPool) -> None:
+    ours = two_workers.call(fit_all, "muster_ps", timeout=200)
+    theirs = two_workers.call(fit_all, "ddp", devices=2, timeout=200)
+    for name in VARIANTS:
+        for rank in (0, 1):
+            assert_same(ours[rank][name], theirs[rank][name], tolerance(name))
+
+
+class Measured(Classifier):
+    """With a metric over all workers' samples, and values that workers exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(2, average="micro")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.accuracy(self.net(batch[0]), batch[1])
+        self.log("accuracy", self.accuracy)
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        ranks = self.all_gather(torch.tensor([self.global_rank]))
+        strategy = self.trainer.strategy
+        self.log("ranks", ranks.sum().float())
+        self.log("most", strategy.reduce(torch.tensor(self.global_rank), reduce_op="max").float())
+        self.log("mean", strategy.reduce(torch.tensor(float(self.global_rank))))
+        self.log("all", float(strategy.reduce_boolean_decision(self.global_rank == 0)))
+        self.log("any", float(strategy.reduce_boolean_decision(self.global_rank == 0, all=False)))
+        self.log("from 1", float(strategy.broadcast({"rank": self.global_rank}, 1)["rank"]))
+        strategy.barrier()
+
+
+class Clipped(Classifier):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def fit_and_measure(strategy: str, folder: str, **arguments: Any) -> Any:
+    with launched():
+        contrasted = fitted(Contrasted(), strategy, sees=False, max_epochs=1, limit_train_batches=2, **arguments)
+        module = Measured()
+        run = trainer(strategy, max_epochs=1, **arguments)
+        run.fit(module, datamodule=Points())
+        after_fit = {name: value.item() for name, value in run.callback_metrics.items()}
+        (after_validate,) = run.validate(module, datamodule=Points(), verbose=False)
+        predicted = run.predict(module, datamodule=Points())
+        resumed = stopped_and_resumed(strategy, folder, sees=False, **arguments)
+    return plain(
+        {
+            "fit": after_fit,
+            "validate": after_validate,
+            "predicted": predicted,
+            "resumed": resumed,
+            "contrasted": contrasted,
+        }
+    )
+
+
+def test_workers_of_servers_measure_and_go_on_as_with_lightnings_ddp(two_workers: WorkerPool, tmp_path: Path) -> None:
+    ours = two_workers.call(fit_and_measure, "muster_ps", str(tmp_path / "ours"), timeout=200)
+    theirs = two_workers.call(fit_and_measure, "ddp", str(tmp_path / "theirs"), devices=2, timeout=200)
+    assert theirs[0]["fit"]["from 1"] == 1
+    assert theirs[0]["fit"]["mean"] == 0.5
+    assert_same(ours, theirs, 1e-6)
+
+
+def step_by_fabric(strategy: str, **arguments: Any) -> Any:
+    with launched():
+        return stepped(strategy, batch_size=2, **arguments)
+
+
+def test_workers_of_servers_step_in_a_loop_of_fabric(two_workers: WorkerPool) -> None:
+    ours = two_workers.call(step_by_fabric, "muster_ps", timeout=200)
+    assert_same(ours, two_workers.call(step_by_fabric, "ddp", devices=2, by_hand=True, timeout=200), 1e-6)
+
+
+class OfBothRanks:
+    """Batches of what both ranks' samplers give in the first epoch."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first, second = (list(DistributedSampler(Points().data, 2, rank, seed=0)) for rank in (0, 1))
+        return iter([first[at : at + 4] + second[at : at + 4] for at in range(0, 8, 4)])
+
+
+class Batched(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(nn.BatchNorm1d(2))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_normalised(**arguments: Any) -> Any:
+    with launched():
+        return fitted(Batched(), "muster_ps", sees=False, max_epochs=1, limit_train_batches=2, sync_batchnorm=True,
+                      limit_val_batches=0, **arguments)["parameters"]  # fmt: skip
+
+
+def test_workers_of_servers_normalise_over_the_whole_batch(two_workers: WorkerPool) -> None:
+    ours = two_workers.call(fit_normalised, timeout=200)
+    whole = Batched()
+    trainer("auto", devices=1, max_epochs=1).fit(whole, DataLoader(Points().data, batch_sampler=OfBothRanks()))
+    for found in ours:
+        assert_same(found, plain(whole.state_dict()), 1e-5)
+
+
+def refuse_on_servers() -> None:
+    with launched():
+        for module, arguments, message in [
+            (Clipped(), {}, "configure_gradient_clipping would run where no gradients are.*muster_ddp"),
+            (Classifier(), {"callbacks": [Hooks()]}, "on_before_backward would run where no gradients are"),
+            (Classifier(), {"callbacks": [GradientAccumulationScheduler({1: 2})]}, "use accumulate_grad_batches"),
+            (Alternating(False), {}, "automatic_optimization=False"),
+            (Classifier(), {"devices": 3}, "start workers with muster run --workers"),
+            (Odd("none"), {}, "return a loss that is 0"),
+        ]:
+            with pytest.raises(muster.InvalidArgument, match=message):
+                trainer("muster_ps", **arguments).fit(module, datamodule=Points())
+        with pytest.raises(muster.InvalidArgument, match="gradient_clip_val"):
+            muster.lightning.ParameterServerStrategy(server_options={"clip_norm": 1.0})
+
+
+def test_what_servers_cannot_do_is_an_error_that_names_what_to_do(two_workers: WorkerPool) -> None:
+    two_workers.call(refuse_on_servers, timeout=200)
+
+
+def test_servers_train_one_model_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = Servers(1)
+    monkeypatch.setenv("MUSTER_SERVERS", servers.addresses[0])
+    trainer("muster_ps", max_epochs=1).fit(Classifier(), Points())
+    with pytest.raises(muster.InvalidArgument, match="start a job for each fit"):
+        trainer("muster_ps", max_epochs=1).fit(Classifier(), Points())
+
+
+@pytest.mark.long
+def test_the_example_prints_what_lightnings_strategies_print() -> None:
+    example = "examples/migrations/lightning_digits.py"
+    ranks = ["--batch-size", "32", "--epochs", "2"]
+    commands = [
+        [[sys.executable, example, "--epochs", "2"],
+         [sys.executable, example, "--epochs", "2", "--strategy", "muster_mirrored", "--devices", "2"]],
+        [[sys.executable, example, *ranks, "--strategy", "ddp", "--devices", "2"],
+         [sys.executable, example, *ranks, "--strategy", "muster_ddp", "--devices", "2"],
+         [sys.executable, "-m", "muster", "run", "--workers", "2", "--servers", "1", example, *ranks, "--strategy",
+          "muster_ps"]],
+    ]  # fmt: skip
+    for alike in commands:
+        found = []
+        for command in alike:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+            assert done.returncode == 0, done.stdout + done.stderr
+            (line,) = re.findall(r"loss ([\d.]+), accuracy ([\d.]+)", done.stdout)
+            found.append([float(number) for number in line])
+        for other in found[1:]:
+            assert other == pytest.approx(found[0], abs=1e-3)
+        assert found[0][0] < 2
+
+
+def test_muster_itself_does_without_lightning() -> None:
+    package = ROOT / "python" / "muster"
+    others = [path for path in package.rglob("*.py") if (package / "lightning") not in path.parents]
+    assert [path.name for path in others if re.search(r"(import|from) (muster\.)?lightning", path.read_text())] == []
+
+
+def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "muster.lightning")
+    with pytest.raises(ImportError, match=r"needs Lightning.*pip install"):
+        importlib.import_module("muster.lightning")
