@@ -13,6 +13,7 @@ PYBIND11_MODULE(_C, m) {
   muster::bind_optimizer(m);
   muster::bind_module_state(m);
   muster::bind_several_hosts(m);
+  muster::bind_gradients(m);
   muster::bind_strategy(m);
   muster::bind_optimizer_sets(m);
   muster::bind_loaders(m);

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id, _will_engine_execute_node
+from torch._C import _current_graph_task_id
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_leaves
 
+from muster import _C
 from muster.comm_hooks import HookedBuckets
 from muster.errors import InvalidArgument
 from muster.group_strategy import GroupStrategy
 
 __all__ = ["Reducer"]
 
-_PROVING_BACKWARDS = 3
-"""In which every parameter is watched, to see that gradients come through the outputs."""
-_SENTINELS = 64
-"""Parameters that stay watched after that."""
-
 
 class Reducer:
     """Averages gradients at the end of each backward that reached parameters through a synchronised forward.
 
     A hook on the forward's outputs runs in the outermost graph task, so that its callback comes when all of backward is
-    done, reentrant checkpoints included. Hooks on parameters say whether gradients arrived at all (torch.autograd.grad
-    leaves none), and stand in where they arrive by another way than outputs: in a gradient penalty, or where a loss was
-    kept elsewhere. Each is a call into Python: once some backwards have come through outputs alone, only a few
-    parameters stay watched, and the graph is asked about the others.
+    done, reentrant checkpoints included. Hooks on parameters, in C++, say whether gradients arrived at all
+    (torch.autograd.grad leaves none), and stand in where they arrive by another way than outputs: in a gradient
+    penalty, or where a loss was kept elsewhere.
     """
 
     def __init__(
@@ -64,12 +61,11 @@ class Reducer:
         self._futures: list[Any] = []
         self._is_expected = False  # the last forward was synchronised
         self._queued_in: int | None = None  # the graph task at whose end gradients are looked at
-        self._is_reached = False  # in that task, parameters got gradients
-        self._handles: list[Any] = []
-        self._accumulators: list[Any] = []  # once few parameters are watched
-        self._num_proven: int | None = 0  # backwards that came through outputs; None once one did not
-        self._watch_parameters(self.parameters)
-        weakref.finalize(self, _remove, self._handles)
+        self._is_nested = False  # that task may be a reentrant checkpoint's
+        this = weakref.ref(self)
+        self._arrivals: _C.GradientArrivals | None = _C.GradientArrivals(
+            self.parameters, lambda: _call(this, Reducer._on_parameter)
+        )
 
     def meet(self) -> GroupStrategy:
         """Collective, the first time: the strategy that averages."""
@@ -79,18 +75,16 @@ class Reducer:
 
     def watch(self, output: Any) -> None:
         """After a synchronised forward, which returned `output`."""
-        self._is_expected = True
-        self._queued_in, self._is_reached = None, False
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        for tensor in tensors:
-            if tensor.grad_fn is not None:
+        self._expect(True)
+        self._queued_in = None
+        self._take_arrivals()
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(self._on_output)  # type: ignore[no-untyped-call]
-        if not tensors or any(tensor.grad_fn is None for tensor in tensors):
-            self._distrust_outputs()
 
     def rest(self) -> None:
         """After a forward that is not synchronised."""
-        self._is_expected = False
+        self._expect(False)
 
     def average(self) -> None:
         """Collective: replaces each gradient by its mean over ranks."""
@@ -147,55 +141,33 @@ class Reducer:
         task = _current_graph_task_id()
         if self._queued_in == task or (self._is_joining() and not self._is_expected):
             return
-        self._is_reached = any(map(_is_executed, self._accumulators))
-        self._queue(task)
+        self._take_arrivals()
+        self._queue(task, is_nested=False)
 
     def _on_parameter(self) -> None:
-        if self._is_reached:
-            return
         if self._queued_in is None:
-            if not self._is_expected:
-                return
-            self._distrust_outputs()
-            self._queue(_current_graph_task_id())
-        self._is_reached = True
+            self._queue(_current_graph_task_id(), _may_be_nested())
 
-    def _queue(self, task: int) -> None:
-        self._queued_in = task
+    def _queue(self, task: int, is_nested: bool) -> None:
+        self._queued_in, self._is_nested = task, is_nested
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        is_reached, self._is_reached, self._queued_in = self._is_reached, False, None
-        if not is_reached:
+        self._queued_in = None
+        if not self._take_arrivals():
+            self._expect(self._is_expected)
             return
-        # Where outputs do not tell, one backward may end several times: after each reentrant checkpoint.
-        self._is_expected = self._num_proven is None and not self._is_joining()
+        # A backward that no output tells of may end several times: after each reentrant checkpoint.
+        self._expect(self._is_nested and not self._is_joining())
         self.average()
-        if self._num_proven is not None:
-            self._num_proven += 1
-            if self._num_proven == _PROVING_BACKWARDS:
-                with _unfrozen(self.parameters):
-                    self._accumulators = [torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters]
-                self._watch_parameters(self.parameters[:: len(self.parameters) // _SENTINELS + 1])
 
-    def _watch_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
-        _remove(self._handles)
-        this = weakref.ref(self)
+    def _expect(self, is_expected: bool) -> None:
+        self._is_expected = is_expected
+        if self._arrivals is not None:
+            self._arrivals.announce(is_expected)
 
-        def on_parameter(_: Tensor) -> None:
-            if (reducer := this()) is not None:
-                reducer._on_parameter()
-
-        with _unfrozen(parameters):
-            self._handles.extend(
-                cast(Any, parameter).register_post_accumulate_grad_hook(on_parameter) for parameter in parameters
-            )
-
-    def _distrust_outputs(self) -> None:
-        if self._num_proven is not None and self._accumulators:
-            self._accumulators = []
-            self._watch_parameters(self.parameters)
-        self._num_proven = None
+    def _take_arrivals(self) -> bool:
+        return self._arrivals is not None and self._arrivals.take()
 
     # --- torch's names ------------------------------------------------------------------------------------------------
 
@@ -225,28 +197,22 @@ class Reducer:
         pass
 
     def _remove_autograd_hooks(self) -> None:
-        _remove(self._handles)
-        self._accumulators, self._num_proven = [], None
+        self._arrivals = None
 
 
-@contextlib.contextmanager
-def _unfrozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within it hooks can be given to parameters, and nodes asked of them, that are frozen for a while."""
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_()
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+def _call(reducer: weakref.ref[Reducer], method: Callable[[Reducer], None]) -> None:
+    if (there := reducer()) is not None:
+        method(there)
 
 
-def _is_executed(node: Any) -> bool:
-    try:
-        return _will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf whose gradient torch.autograd.grad returns
-        return False
+def _may_be_nested() -> bool:
+    """Whether this thread runs a backward within another one. Of a device's thread nobody knows."""
+    frame: FrameType | None = sys._getframe()
+    backwards = 0
+    while frame is not None:
+        backwards += frame.f_code is _engine_run_backward.__code__
+        frame = frame.f_back
+    return backwards != 1
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -265,9 +231,3 @@ def _no_rows(parameter: nn.Parameter) -> Tensor:
     return torch.sparse_coo_tensor(
         torch.empty((1, 0), dtype=torch.long), parameter.detach().new_empty((0, *parameter.shape[1:])), parameter.shape
     ).coalesce()
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()

@@ -1084,7 +1084,7 @@ def parameters_may_be_unused_without_a_word(parallel: Any) -> None:
 
 @ours
 def a_penalty_may_come_late(parallel: Any) -> None:
-    # Once backwards have come through outputs, few parameters are watched; a penalty's reaches them otherwise.
+    # A penalty's gradients reach parameters by another way than outputs.
     x = parts()
 
     def deep() -> nn.Module:
@@ -1129,6 +1129,44 @@ def a_loss_of_few_parameters_may_come_sidelong(parallel: Any) -> None:
         ddp(x[rank()])
         module.loss.backward()
         assert_equal(gradients(module), expected)
+
+
+@ours
+def a_loss_may_go_sidelong_late(parallel: Any) -> None:
+    x = parts()
+    module = built(Sidelong)
+    ddp = parallel(module)
+    for number in range(7):
+        module.loss = None
+        ddp.zero_grad()
+        if number < 4:
+            ddp(x[rank()]).square().mean().backward()
+            continue
+        expected = mean_gradients(module, lambda m, n: [m(x[n]), m.loss][1])
+        ddp.zero_grad()
+        ddp(x[rank()])
+        module.loss.backward()
+        assert_equal(gradients(module), expected)
+
+
+@ours
+def the_module_itself_stays_local_where_outputs_tell_nothing(parallel: Any) -> None:
+    x = parts()
+    module = built(Sidelong)
+    ddp = parallel(module)
+    for _ in range(2):
+        ddp(x[rank()])
+        module.loss.backward()
+    if rank() == 0:  # the other rank does not wait
+        ddp.zero_grad()
+        module(x[0])
+        module.loss.backward()
+        module.loss = None
+        local = copy.deepcopy(module)
+        local.zero_grad()
+        local(x[0])
+        local.loss.backward()
+        assert_equal(gradients(module), gradients(local))
 
 
 class CheckpointedSidelong(Checkpointed):
