@@ -16,6 +16,7 @@ import torch
 
 import muster
 import muster.horovod
+import muster.huggingface
 from muster import options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ NAMING = {"Strategy.save", "Strategy.load", "ObjectState", "TorchState"} | {
 
 def callables() -> Iterator[tuple[str, Callable[..., Any], str]]:
     """Every public function, constructor and method that is written in Python: name, itself, its text."""
-    for module in (muster, muster.optim, muster.horovod, muster.horovod.elastic):
+    for module in (muster, muster.optim, muster.horovod, muster.horovod.elastic, muster.huggingface):
         for name in module.__all__:
             value = getattr(module, name)
             if isinstance(value, type) and value.__module__.startswith("muster") and "_C" not in value.__module__:
