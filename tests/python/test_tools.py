@@ -300,7 +300,11 @@ def qat(way: Alone, folder: Path) -> Any:
         model.apply(quantization.disable_observer)
         train_alike()
         raw = way.raw(model)
-        results.append({name: buffer.float() for name, buffer in raw.named_buffers()})
+        ranges = {
+            name: buffer for name, buffer in raw.named_buffers() if name.endswith(("min_val", "max_val", "scale"))
+        }
+        assert ranges
+        results.append(ranges)
         results.append({name: parameter.detach().clone() for name, parameter in raw.named_parameters()})
         results.append(convert(copy.deepcopy(raw).eval())(X))
     return results
@@ -510,4 +514,4 @@ def test_the_tool_works(kind: str, name: str, two_workers: WorkerPool) -> None:
         else make_job(kind, two_workers)(under_strategy, name)
     )
     for result in results:
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=2e-2 if name == "qat" else 1e-5)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=5e-2 if name == "qat" else 1e-5)
