@@ -6,13 +6,22 @@ import copy
 import functools
 from collections.abc import MutableMapping, MutableSequence, MutableSet, Sequence
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import _inject_new_class, _inject_property, is_parametrized
 
 from muster.errors import InvalidArgument
 
-__all__ = ["FOLLOWED_OTHERWISE", "HOOK_TABLES", "SHARED_TYPES", "compiled_alike", "follow", "own_hook"]
+__all__ = [
+    "FOLLOWED_OTHERWISE",
+    "HOOK_TABLES",
+    "SHARED_TYPES",
+    "compiled_alike",
+    "follow",
+    "own_hook",
+    "parametrized_apart",
+]
 
 HOOK_TABLES = frozenset({
     "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks",
@@ -118,6 +127,17 @@ def compiled_alike(first: nn.Module, other: nn.Module) -> None:
         value = one.__dict__.get("_compiled_call_impl")
         if value is not None:
             copied.__dict__["_compiled_call_impl"] = _compiled(one, copied, value)
+
+
+def parametrized_apart(first: nn.Module, other: nn.Module) -> None:
+    """Gives the parametrized submodules of `other`, a copy of `first`, classes of their own. Copies share torch's
+    class, which names one module for all of them: `parametrize.cached` would give each the tensors of another."""
+    for one, copied in zip(first.modules(), other.modules(), strict=True):
+        if is_parametrized(copied) and type(copied) is type(one):
+            copied.__class__ = type(copied).__bases__[0]
+            _inject_new_class(copied)
+            for name in cast(Any, copied).parametrizations:
+                _inject_property(copied, name)
 
 
 # Module.compile binds what it makes to the module.

@@ -64,13 +64,18 @@ class ModuleWatch:
             self._follow_hooks_before_prepare()
         self.note()
 
-    def follow_first_replica(self) -> None:
-        """Raises InvalidArgument naming a parameter or submodule that was replaced."""
+    def check_members(self) -> None:
+        """Raises InvalidArgument naming a parameter or submodule that was replaced, or where there are several replicas
+        added."""
         # Thousands of members in every step: in C.
         if not all(map(operator.is_, map(dict.get, self._tables, self._names), self._members)):
             self._refuse()
         if len(self._replicas) > 1 and sum(map(len, self._own_tables)) != len(self._members):
             self._refuse_added()
+
+    def follow_first_replica(self) -> None:
+        """Lets the others take over what changed in replica 0's module since `note`; raises as `check_members`."""
+        self.check_members()
         for first, *others in self._modules:
             for other in others:
                 if other.training != first.training:

@@ -71,6 +71,9 @@ class Preparation:
         """As `Strategy.prepare`."""
         for given in objects:
             self._check_preparable(given)
+        # A module is copied with the parts that it shares with prepared ones.
+        for watch in self._watches:
+            watch.check_members()
         prepared: dict[int, Any] = {}
         # Optimizers look their parameters up, so modules come first.
         for position, given in enumerate(objects):

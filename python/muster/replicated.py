@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from muster import _C
-from muster.attributes import compiled_alike
+from muster.attributes import compiled_alike, parametrized_apart
 from muster.by_hand import ByHand
 from muster.errors import InvalidArgument
 
@@ -40,6 +40,7 @@ def replicate(module: nn.Module, replicas: int, prepared: Sequence[Replicated[An
         ) from error
     for other in copies:
         compiled_alike(module, other)
+        parametrized_apart(module, other)
     return [module, *copies]
 
 
@@ -110,6 +111,9 @@ def keep_to_replica(module: nn.Module, core: _C.StrategyCore, local: int) -> Non
         is_compiled = not isinstance(part.__dict__.get("_compiled_call_impl"), (_OwnCalls, type(None)))
         if is_watched and not is_compiled and "_orig_mod" not in part._modules:
             part.__dict__["_compiled_call_impl"] = _OwnCalls(part, core, local)
+            # torch.jit.script cannot read torch's own annotation of that attribute.
+            ignored = getattr(part, "__jit_ignored_attributes__", [])
+            part.__dict__["__jit_ignored_attributes__"] = sorted({*ignored, "_compiled_call_impl"})
 
 
 class Replicated(Generic[ModuleT]):

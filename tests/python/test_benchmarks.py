@@ -132,6 +132,14 @@ def test_memory(tmp_path: Path) -> None:
     assert len(others) == 5
 
 
+def test_host_memory(tmp_path: Path) -> None:
+    ours = "muster, two workers: MultiWorkerMirroredStrategy"
+    result = result_of(tmp_path, "host_memory", "--width", "64", "--layers", "1", "--rows", "1", "--ways", ours)
+    assert list(result["ways"]) == ["DDP, two workers", ours]
+    for way, adds in zip(result["ways"].values(), (2 * 12, 2 * 4 + 8), strict=True):  # gradients and two moments
+        assert way["peak"] - way["before"] > adds * result["parameters"]
+
+
 def test_checkpoints(tmp_path: Path) -> None:
     options = ("--width", "8", "--rows", "2", "--steps", "4", "--rounds", "3", "--loops", "3")
     result = result_of(tmp_path / "results", "checkpoints", *options, "--disk", str(tmp_path))

@@ -16,6 +16,7 @@ import torch
 
 import muster
 import muster.horovod
+import muster.huggingface
 import muster.lightning
 from muster import options
 
@@ -35,7 +36,7 @@ NAMING = {"Strategy.save", "Strategy.load", "ObjectState", "TorchState"} | {
 
 def callables() -> Iterator[tuple[str, Callable[..., Any], str]]:
     """Every public function, constructor and method that is written in Python: name, itself, its text."""
-    for module in (muster, muster.optim, muster.horovod, muster.horovod.elastic, muster.lightning):
+    for module in (muster, muster.optim, muster.horovod, muster.horovod.elastic, muster.huggingface, muster.lightning):
         for exported in module.__all__:
             value = getattr(module, exported)
             name = f"lightning.{exported}" if module is muster.lightning else exported

@@ -528,3 +528,11 @@ def test_a_module_that_holds_a_computed_tensor_has_copies(job: Launcher) -> None
         assert mask.sum() == 8
         for name, expected in module.named_parameters():
             np.testing.assert_allclose(parameters[name], expected.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_prepare_names_what_was_added_to_a_prepared_module() -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        inner = strategy.prepare(nn.Sequential(nn.Linear(2, 2)))
+        inner.module.append(nn.Linear(2, 2))
+        with pytest.raises(muster.InvalidArgument, match=r"submodule '1' was added since prepare\(\)"):
+            strategy.prepare(nn.Sequential(inner.module, nn.ReLU()))

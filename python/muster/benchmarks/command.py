@@ -9,7 +9,16 @@ from pathlib import Path
 
 import typer
 
-from muster.benchmarks import after_backward, allreduce, checkpoints, hooks, memory, scaling_efficiency, step_overhead
+from muster.benchmarks import (
+    after_backward,
+    allreduce,
+    checkpoints,
+    hooks,
+    host_memory,
+    memory,
+    scaling_efficiency,
+    step_overhead,
+)
 from muster.benchmarks.record import Out
 from muster.benchmarks.servers import Cpp
 
@@ -22,6 +31,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "after_backward": after_backward.main,
     "hooks": hooks.main,
     "memory": memory.main,
+    "host_memory": host_memory.main,
     "checkpoints": checkpoints.main,
 }
 WITH_CPP = {"step_overhead", "scaling_efficiency"}

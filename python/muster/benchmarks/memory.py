@@ -31,7 +31,7 @@ from muster.benchmarks.servers import Step
 from muster.benchmarks.tables import memory as table
 from muster.free_ports import free_ports
 
-__all__ = ["main"]
+__all__ = ["Meter", "Place", "main", "resident"]
 
 STEPS = 3
 ROWS = 8
@@ -115,10 +115,10 @@ WAYS = {
 
 
 class Meter:
-    """What this process holds beyond what it held when this was made."""
+    """What this process holds beyond `before`: by default what it held when this was made."""
 
-    def __init__(self) -> None:
-        self._before = _bytes("status", "VmRSS")
+    def __init__(self, before: int | None = None) -> None:
+        self._before = resident("status", "VmRSS") if before is None else before
 
     def reset(self) -> None:
         """Forgets the peak."""
@@ -127,11 +127,12 @@ class Meter:
     def peak(self) -> int:
         """Of its own memory since reset(), and its part of the memory that it shares. What is shared must not have
         changed since: the kernel knows the peak of the sum alone."""
-        own = _bytes("status", "VmHWM") - _bytes("status", "RssShmem") - self._before
-        return own + _bytes("smaps_rollup", "Pss_Shmem")
+        own = resident("status", "VmHWM") - resident("status", "RssShmem") - self._before
+        return own + resident("smaps_rollup", "Pss_Shmem")
 
 
-def _bytes(file: str, name: str) -> int:
+def resident(file: str, name: str) -> int:
+    """Bytes of this process, as a file of /proc/self counts them."""
     found = re.search(rf"^{name}:\s+(\d+) kB$", Path(f"/proc/self/{file}").read_text(), re.MULTILINE)
     assert found, name
     return 1024 * int(found[1])

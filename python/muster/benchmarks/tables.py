@@ -137,6 +137,24 @@ def memory(result: Result) -> Table:
     return Table(["training", "bytes added per parameter"], rows, caption, texts=1)
 
 
+def host_memory(result: Result) -> Table:
+    """A row a way to train; the first one is what others are compared with."""
+    parameters, base = result["parameters"], next(iter(result["ways"].values()))["peak"]
+    rows = []
+    for name, way in result["ways"].items():
+        added = way["peak"] - way["before"]
+        cells = [f"{bytes_ / 2**20:,.0f} MB" for bytes_ in (way["before"], added, way["peak"])]
+        rows.append([name, *cells, f"{added / parameters:.1f}", f"{way['peak'] / base:.2f}"])
+    header = ["training", "before it", "added", "in all", "bytes added per parameter", "in all, over DDP"]
+    caption = (
+        f"What a host holds while a transformer encoder of {parameters / 1e6:.0f} M parameters trains with AdamW on "
+        f"{result['rows']} samples of {result['tokens']} words a replica: before it, with Python, torch and the model; "
+        "and at the peak from the second step on, activations included. Memory that several processes see counts once. "
+        f"{where(result)}"
+    )
+    return Table(header, rows, caption, texts=1)
+
+
 def hooks(result: Result) -> Table:
     """One row: backward without hooks, and what each column adds."""
     added = result["added ns"]
@@ -235,6 +253,7 @@ TABLES: dict[str, Callable[[Result], Table]] = {
     "scaling_efficiency": scaling_efficiency,
     "allreduce": allreduce,
     "memory": memory,
+    "host_memory": host_memory,
     "hooks": hooks,
     "parameter_server": parameter_server,
     "checkpoints": checkpoints,
