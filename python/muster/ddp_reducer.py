@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -207,7 +207,7 @@ def _call(reducer: weakref.ref[Reducer], method: Callable[[Reducer], None]) -> N
 
 def _may_be_nested() -> bool:
     """Whether this thread runs a backward within another one. Of a device's thread nobody knows."""
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = inspect.currentframe()
     backwards = 0
     while frame is not None:
         backwards += frame.f_code is _engine_run_backward.__code__
