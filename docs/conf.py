@@ -83,9 +83,9 @@ def check_that_all_is_there(app: Sphinx) -> None:
     public = ET.parse(DOXYGEN_XML / "namespacemuster.xml").getroot()[0]
     names = [inner.text for inner in public.iter("innerclass") if inner.get("prot") == "public"]
     names += [f"muster::{member.findtext('name')}" for member in public.iter("memberdef")]
-    absent = [name for name in muster.__all__ if name not in python and f"muster.{name}" not in python]
+    public_names = [name for name in muster.__all__ if name != "__version__"]
+    absent = [name for name in public_names if name not in python and f"muster.{name}" not in python]
     absent += [name for name in names if name and name.count("::") == 1 and name not in cpp]
-    absent.remove("__version__")
     if absent:
         logger = logging.getLogger(__name__)
         logger.warning("docs/reference says nothing of %s: name each in python.md or cpp.md", ", ".join(absent))
@@ -99,7 +99,7 @@ def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
 
 def begin_with_readme(app: Sphinx, error: Exception | None) -> None:
     """A visitor of the folder gets the first page."""
-    if error is None:
+    if error is None and app.builder.format == "html":
         shutil.copy(Path(app.outdir) / "README.html", Path(app.outdir) / "index.html")
 
 

@@ -51,9 +51,10 @@ has_libdeflate || wanted="$wanted libdeflate-dev"
 command -v ip >/dev/null || wanted="$wanted iproute2"
 has_catch2 || wanted="$wanted catch2"
 command -v ccache >/dev/null || wanted="$wanted ccache"
-command -v doxygen >/dev/null || wanted="$wanted doxygen"
-# For tests of launchers: in a container. To a person's machine, through sudo, come no daemons; those tests are skipped there.
+# For the site and for tests of launchers: in a container. To a person's machine, through sudo, comes none of it, least of all daemons;
+# those tests are skipped there.
 if [ "$(id -u)" = 0 ]; then
+  command -v doxygen >/dev/null || wanted="$wanted doxygen"
   command -v mpirun >/dev/null || wanted="$wanted openmpi-bin"
   for package in munge:munged slurmctld:slurmctld slurmd:slurmd slurm-client:srun; do
     PATH="$PATH:/usr/sbin" command -v "${package#*:}" >/dev/null || wanted="$wanted ${package%:*}"

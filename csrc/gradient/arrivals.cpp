@@ -1,56 +1,75 @@
 #include "gradient/arrivals.h"
 
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
+#include <mutex>
 #include <utility>
 
 #include "muster/error.h"
 
 namespace muster {
 
+// What hooks write. They stay on autograd's nodes, which may be calling them while whoever watched lets go.
 struct GradientArrivals::Noted {
-  explicit Noted(std::function<void()> first) : first(std::move(first)) {}
+  explicit Noted(std::function<void()> call) : first(std::move(call)) {}
 
   void note() {
     has_come.store(true);
-    if (announces.load(std::memory_order_relaxed) && announces.exchange(false)) first();
+    if (!announces.load(std::memory_order_relaxed) || !announces.exchange(false)) return;
+    std::unique_lock lock(mutex);
+    const auto call = first;
+    lock.unlock();
+    if (call) call();
   }
 
-  const std::function<void()> first;
+  void end() {
+    announces.store(false);
+    std::unique_lock lock(mutex);
+    const auto last = std::exchange(first, {});
+    lock.unlock();  // its end may wait for the thread that holds Python
+  }
+
   std::atomic<bool> has_come{false};
   std::atomic<bool> announces{false};
+  std::mutex mutex;
+  std::function<void()> first;  // guarded by mutex; empty once nobody watches
 };
 
-// Removes itself from the accumulator, which it keeps alive: another one would not have it.
-struct GradientArrivals::Hook {
-  Hook(const at::Tensor& parameter, const std::shared_ptr<Noted>& noted)
-      : accumulator(torch::autograd::impl::grad_accumulator(parameter)) {
-    if (!accumulator) throw InvalidArgument("a parameter that requires no gradient gets none");
-    key = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+struct GradientArrivals::Watched {
+  at::Tensor parameter;
+  // Kept alive: another one would not have the hook.
+  decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) accumulator;
+
+  void hook(const std::shared_ptr<Noted>& noted) {
+    auto current = torch::autograd::impl::grad_accumulator(parameter);
+    if (!current) throw InvalidArgument("a parameter that requires no gradient gets none");
+    current->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
         [noted](const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>&) {
           noted->note();
           return outputs;
         }));
+    accumulator = std::move(current);
   }
-  ~Hook() { accumulator->del_post_hook(key); }
-  Hook(const Hook&) = delete;
-  Hook& operator=(const Hook&) = delete;
-
-  decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) accumulator;
-  uintptr_t key = 0;
 };
 
-GradientArrivals::GradientArrivals(const std::vector<at::Tensor>& parameters, std::function<void()> first)
+GradientArrivals::GradientArrivals(std::vector<at::Tensor> parameters, std::function<void()> first)
     : noted_(std::make_shared<Noted>(std::move(first))) {
-  hooks_.reserve(parameters.size());
-  for (const auto& parameter : parameters) hooks_.push_back(std::make_unique<Hook>(parameter, noted_));
+  watched_.reserve(parameters.size());
+  for (auto& parameter : parameters) watched_.push_back({std::move(parameter), nullptr});
+  for (auto& watched : watched_) watched.hook(noted_);
 }
 
-GradientArrivals::~GradientArrivals() = default;
+GradientArrivals::~GradientArrivals() { noted_->end(); }
+
+void GradientArrivals::renew() {
+  for (auto& watched : watched_) {
+    const bool is_hooked = torch::autograd::impl::try_get_grad_accumulator(watched.parameter) == watched.accumulator;
+    if (!is_hooked && watched.parameter.requires_grad()) watched.hook(noted_);
+  }
+}
 
 void GradientArrivals::announce(bool next) noexcept { noted_->announces.store(next); }
 

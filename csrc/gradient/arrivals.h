@@ -12,13 +12,15 @@ namespace muster {
 /// Watches parameters while it lives. Autograd's threads note what comes; everything else is externally synchronised.
 class GradientArrivals {
  public:
-  /// `parameters` require gradients; they may be frozen later. `first` is called by the thread that brings a gradient,
-  /// and must not throw.
-  GradientArrivals(const std::vector<at::Tensor>& parameters, std::function<void()> first);
+  /// `parameters` require gradients; they may be frozen later. `first` is called by the thread that brings a gradient;
+  /// what it throws ends that backward.
+  GradientArrivals(std::vector<at::Tensor> parameters, std::function<void()> first);
   ~GradientArrivals();
   GradientArrivals(const GradientArrivals&) = delete;
   GradientArrivals& operator=(const GradientArrivals&) = delete;
 
+  /// Watches parameters that were given another dtype or device, too: autograd has forgotten what it knew of them.
+  void renew();
   /// Whether the next gradient that comes calls `first`, once.
   void announce(bool next) noexcept;
   /// Whether one has come since this was asked last.
@@ -26,10 +28,10 @@ class GradientArrivals {
 
  private:
   struct Noted;
-  struct Hook;
+  struct Watched;
 
-  const std::shared_ptr<Noted> noted_;  // hooks that still run may outlive this object
-  std::vector<std::unique_ptr<Hook>> hooks_;
+  const std::shared_ptr<Noted> noted_;
+  std::vector<Watched> watched_;
 };
 
 }  // namespace muster

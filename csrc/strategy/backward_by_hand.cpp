@@ -4,7 +4,6 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/zeros.h>
-#include <c10/util/accumulate.h>
 
 #include <cstddef>
 
@@ -34,10 +33,11 @@ std::vector<int64_t> real_sizes(const at::Tensor& parameter) {
 
 int64_t real_numel(const at::Tensor& parameter) { return parameter.numel() * (parameter.is_complex() ? 2 : 1); }
 
-// Whether a kernel may go through its memory; a call into torch costs more than the work on a small one.
-bool is_small_and_plain(const at::Tensor& gradient) {
-  return gradient.layout() == at::kStrided && gradient.is_cpu() && gradient.numel() < kSmall &&
-         !gradient.is_complex() && !is_lazy(gradient) && gradient.is_contiguous();
+// Whether a kernel may copy it from or to `sums`; a call into torch costs more than the work on a small one.
+bool is_small_and_plain(const at::Tensor& gradient, const at::Tensor& sums) {
+  return gradient.layout() == at::kStrided && gradient.is_cpu() && sums.is_cpu() && gradient.numel() < kSmall &&
+         !gradient.is_complex() && accumulation_dtype(gradient.scalar_type()) == sums.scalar_type() &&
+         !is_lazy(gradient) && gradient.is_contiguous();
 }
 
 template <class T>
@@ -45,31 +45,37 @@ void divide(const void* sums, void* means, int64_t n, T divisor) {
   for (int64_t i = 0; i < n; ++i) static_cast<T*>(means)[i] = static_cast<const T*>(sums)[i] / divisor;
 }
 
-// What small and plain gradients need, and what is left to torch.
-struct Copies {
-  std::vector<kernels::PackItem> small;
-  std::vector<at::Tensor> to, from;
-
+/// Gradients and the places of their sums: kernels copy what is small and plain, torch the rest at once.
+class Copies {
+ public:
   void add(const at::Tensor& parameter, const at::Tensor& gradient, const at::Tensor& sums, int64_t offset) {
     const int64_t n = real_numel(parameter);
-    auto* const destination = static_cast<std::byte*>(sums.mutable_data_ptr()) + offset * sums.itemsize();
-    if (gradient.defined() && !is_small_and_plain(gradient)) {
-      to.push_back(sums.narrow(0, offset, n).view(real_sizes(parameter)));
-      from.push_back(as_real(gradient.to_dense()));
-    } else if (gradient.defined()) {
-      small.push_back(
-          {gradient.const_data_ptr(), kernel_dtype(gradient.scalar_type()), destination, static_cast<size_t>(n)});
-    } else if (sums.is_cpu()) {
-      small.push_back({nullptr, kernel_dtype(sums.scalar_type()), destination, static_cast<size_t>(n)});
-    } else {
-      sums.narrow(0, offset, n).zero_();
+    const bool is_small = !gradient.defined() || is_small_and_plain(gradient, sums);
+    if (!is_small || !sums.is_cpu()) {
+      const auto to = sums.narrow(0, offset, n);
+      if (!gradient.defined()) {
+        to.zero_();
+        return;
+      }
+      to_.push_back(to.view(real_sizes(parameter)));
+      from_.push_back(as_real(gradient.to_dense()));
+      return;
     }
+    const void* const source = gradient.defined() ? gradient.const_data_ptr() : nullptr;
+    const auto dtype = gradient.defined() ? gradient.scalar_type() : sums.scalar_type();
+    small_.push_back({source, kernel_dtype(dtype),
+                      static_cast<std::byte*>(sums.mutable_data_ptr()) + offset * sums.itemsize(),
+                      static_cast<size_t>(n)});
   }
 
   void run() const {
-    kernels::pack(small.data(), small.size(), /*accumulate=*/false);
-    if (!to.empty()) at::_foreach_copy_(to, from);
+    kernels::pack(small_.data(), small_.size(), /*accumulate=*/false);
+    if (!to_.empty()) at::_foreach_copy_(to_, from_);
   }
+
+ private:
+  std::vector<kernels::PackItem> small_;
+  std::vector<at::Tensor> to_, from_;
 };
 
 // Whether a worker has a gradient of each.
@@ -80,28 +86,55 @@ at::Tensor presence(const std::vector<at::Tensor>& parameters, bool has_gradient
   return present;
 }
 
-void take_mean(const at::Tensor& parameter, const at::Tensor& sums, int64_t offset, int64_t workers) {
-  auto& gradient = parameter.mutable_grad();
-  const int64_t n = real_numel(parameter);
-  if (gradient.defined() && is_small_and_plain(gradient) && gradient.scalar_type() == sums.scalar_type()) {
-    const auto* const from = static_cast<const std::byte*>(sums.const_data_ptr()) + offset * sums.itemsize();
-    if (sums.scalar_type() == at::kDouble) return divide(from, gradient.mutable_data_ptr(), n, double(workers));
-    return divide(from, gradient.mutable_data_ptr(), n, static_cast<float>(workers));
+/// The way back, divided.
+class Means {
+ public:
+  Means(const at::Tensor& sums, int64_t divisor) : sums_(sums), divisor_(divisor) {
+    if (!sums_.is_cpu()) sums_.div_(divisor_);  // one kernel for all
   }
-  const auto sum = sums.narrow(0, offset, n).view(real_sizes(parameter));
-  const bool is_strided = gradient.defined() && gradient.layout() == at::kStrided;
-  if (is_strided && !is_lazy(gradient) && gradient.scalar_type() == sum.scalar_type()) {
-    at::div_out(gradient, sum, at::Scalar(workers));
-    return;
+
+  void add(const at::Tensor& parameter, int64_t offset) {
+    auto& gradient = parameter.mutable_grad();
+    const int64_t n = real_numel(parameter);
+    const bool is_strided = gradient.defined() && gradient.layout() == at::kStrided;
+    if (is_strided && gradient.scalar_type() == sums_.scalar_type() && is_small_and_plain(gradient, sums_)) {
+      divide_small(gradient, offset, n);
+      return;
+    }
+    const auto sum = sums_.narrow(0, offset, n).view(real_sizes(parameter));
+    if (is_strided && sums_.is_cpu() && !is_lazy(gradient) && gradient.scalar_type() == sum.scalar_type()) {
+      at::div_out(gradient, sum, at::Scalar(divisor_));
+      return;
+    }
+    auto mean = sums_.is_cpu() ? at::div(sum, at::Scalar(divisor_)) : sum;
+    if (parameter.is_complex()) mean = at::view_as_complex(mean);
+    if (is_strided) {
+      to_.push_back(gradient);
+      from_.push_back(mean);
+    } else {
+      gradient = mean.to(parameter.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+    }
   }
-  auto mean = at::div(sum, at::Scalar(workers));
-  if (parameter.is_complex()) mean = at::view_as_complex(mean);
-  if (is_strided) {
-    gradient.copy_(mean);
-  } else {
-    gradient = mean.to(parameter.scalar_type());
+
+  void run() const {
+    if (!to_.empty()) at::_foreach_copy_(to_, from_);
   }
-}
+
+ private:
+  void divide_small(const at::Tensor& gradient, int64_t offset, int64_t n) const {
+    const auto* const from = static_cast<const std::byte*>(sums_.const_data_ptr()) + offset * sums_.itemsize();
+    if (sums_.scalar_type() == at::kDouble) {
+      divide(from, gradient.mutable_data_ptr(), n, static_cast<double>(divisor_));
+    } else {
+      divide(from, gradient.mutable_data_ptr(), n, static_cast<float>(divisor_));
+    }
+    gradient.unsafeGetTensorImpl()->bump_version();
+  }
+
+  const at::Tensor& sums_;
+  const int64_t divisor_;
+  std::vector<at::Tensor> to_, from_;
+};
 
 }  // namespace
 
@@ -124,7 +157,10 @@ void GradientAverage::check() const {
 
 at::Tensor GradientAverage::buffer(int64_t numel, at::ScalarType dtype) {
   auto& memory = buffers_[dtype == at::kDouble ? 1 : 0];
-  if (!memory.defined() || memory.numel() < numel) memory = session_.groups().gradients[0]->allocate(numel, dtype);
+  if (!memory.defined() || memory.numel() < numel) {
+    memory.reset();  // before there is another
+    memory = session_.groups().gradients[0]->allocate(numel, dtype);
+  }
   return memory.narrow(0, 0, numel);
 }
 
@@ -139,7 +175,6 @@ void GradientAverage::reduce(const std::vector<at::Tensor>& parameters, bool has
   const auto present = presence(parameters, has_gradients);
   auto present_anywhere = groups.control_of(0)->all_reduce(present, ReduceOp::sum);
   for (const auto dtype : kDtypes) {
-    std::vector<at::Tensor> travelling;
     int64_t numel = 0;
     for (const auto& parameter : parameters) {
       if (travels_in(parameter) == dtype) numel += real_numel(parameter);
@@ -157,18 +192,25 @@ void GradientAverage::reduce(const std::vector<at::Tensor>& parameters, bool has
     groups.gradients[0]->all_reduce(sums, ReduceOp::sum).wait();
     present_anywhere.wait();
     if (!has_gradients) continue;
+    Means means(sums, workers);
     offset = 0;
     for (size_t p = 0; p < parameters.size(); ++p) {
       if (travels_in(parameters[p]) != dtype) continue;
-      if (present.const_data_ptr<double>()[p] != 0) take_mean(parameters[p], sums, offset, workers);
+      if (present.const_data_ptr<double>()[p] != 0) means.add(parameters[p], offset);
       offset += real_numel(parameters[p]);
     }
+    means.run();
   }
+  present_anywhere.wait();  // where there was nothing to send, too
 }
 
 void GradientAverage::average(const std::vector<at::Tensor>& parameters) { reduce(parameters, true); }
 
 void GradientAverage::add_nothing(const std::vector<at::Tensor>& parameters) { reduce(parameters, false); }
+
+void GradientAverage::release() noexcept {
+  for (auto& memory : buffers_) memory.reset();
+}
 
 void GradientAverage::average_module(int module) {
   std::vector<at::Tensor> parameters;

@@ -26,6 +26,8 @@ class GradientAverage {
   void add_nothing(const std::vector<at::Tensor>& parameters);
   /// Those of a prepared module that are trainable.
   void average_module(int module);
+  /// Lets go of memory of the group.
+  void release() noexcept;
 
  private:
   void check() const;

@@ -35,6 +35,7 @@ void StrategyCore::let_go() {
   }
   const bool had_servers = sets_.has_servers();
   sets_.end();
+  gradient_average_.release();
   auto& groups = session_.groups();
   groups.gradients.clear();
   groups.step.clear();

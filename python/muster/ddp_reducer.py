@@ -68,13 +68,16 @@ class Reducer:
         )
 
     def meet(self) -> GroupStrategy:
-        """Collective, the first time: the strategy that averages."""
-        if self._strategy is None:
-            self._strategy = GroupStrategy.over(self._group, self._device)
+        """Collective, the first time, and where the parameters have moved: the strategy that averages."""
+        device = self.parameters[0].device
+        if self._strategy is None or self._device != device:
+            self._strategy, self._device = GroupStrategy.over(self._group, device), device
         return self._strategy
 
     def watch(self, output: Any) -> None:
         """After a synchronised forward, which returned `output`."""
+        if self._arrivals is not None:
+            self._arrivals.renew()
         self._expect(True)
         self._queued_in = None
         self._take_arrivals()
@@ -145,8 +148,10 @@ class Reducer:
         self._queue(task, is_nested=False)
 
     def _on_parameter(self) -> None:
-        if self._queued_in is None:
-            self._queue(_current_graph_task_id(), _may_be_nested())
+        task, is_nested = _current_graph_task_id(), _may_be_nested()
+        # A backward that raised has left its number.
+        if self._queued_in is None or (self._queued_in != task and not is_nested):
+            self._queue(task, is_nested)
 
     def _queue(self, task: int, is_nested: bool) -> None:
         self._queued_in, self._is_nested = task, is_nested

@@ -1169,6 +1169,35 @@ def the_module_itself_stays_local_where_outputs_tell_nothing(parallel: Any) -> N
         assert_equal(gradients(module), gradients(local))
 
 
+@ours
+def it_may_be_cast_after_it_is_wrapped(parallel: Any) -> None:
+    x = parts()
+    module = built(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 300)))
+    ddp = parallel(module)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        ddp.to(dtype)
+        ddp.zero_grad()
+        expected = mean_gradients(module, lambda m, n: m(x[n].to(dtype)).square().mean())  # noqa: B023
+        ddp.zero_grad()
+        ddp(x[rank()].to(dtype)).square().mean().backward()
+        assert_equal(gradients(module), expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-3)
+
+
+@ours
+def gradients_may_have_dtypes_of_their_own(parallel: Any) -> None:
+    module = built(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)))
+    module[0].weight.grad_dtype = torch.float64
+    module[1].double().weight.grad_dtype = torch.float32
+    ddp = parallel(module)
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0 + rank(), dtype=parameter.grad_dtype)
+    ddp.reducer.average()
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == parameter.grad_dtype
+        assert torch.equal(parameter.grad, torch.full_like(parameter.grad, 1.5))
+
+
 class CheckpointedSidelong(Checkpointed):
     def forward(self, x: Tensor) -> None:
         x = torch.tanh(self.first(x))

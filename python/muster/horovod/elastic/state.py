@@ -19,6 +19,8 @@ __all__ = ["ObjectState", "State"]
 
 KEPT = "commit.pt"
 """The file of the last commit, in the folder MUSTER_COMMITS."""
+_looked_at: set[tuple[Path, str, int]] = set()
+"""Files of commits that this process has looked at, in which life of which job: what is in one later is that job's."""
 
 
 class State:
@@ -60,16 +62,17 @@ class State:
         if not folder or self._get_rank() != 0:
             return
         path = Path(folder) / KEPT
-        is_first_life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
-        if not running().job and is_first_life:
-            path.unlink(missing_ok=True)  # another job's: a later life of this one could not tell
+        life = path, _job(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if not running().job and life[2] == 0 and life not in _looked_at and path.exists():
+            path.replace(path.with_suffix(".old"))  # another job's: a later life of this one could not tell
+        _looked_at.add(life)
         if not path.exists():
             return
         read = torch.load(path, map_location="cpu", weights_only=False)
         if read["job"] == _job():
             self.keep(read["state"])
             self.restore()
-        elif not is_first_life:
+        else:
             warnings.warn(f"{path} is another job's commit: training begins anew", stacklevel=2)
 
     def kept(self) -> Any:
