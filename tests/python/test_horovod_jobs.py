@@ -14,11 +14,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_horovod import job, raised
 from torch import nn
 
+import muster
 import muster.horovod as hvd
 from muster.horovod import HorovodInternalError, world
+from muster.horovod.world import identity_of_job
 from support.jobs import WorkerPool
 from support.ranks import Ranks, environment, free_port
 
@@ -392,6 +395,21 @@ def train(state):
 
 train(state)
 """
+
+
+def test_lives_of_one_job_are_told_from_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
+    for store in (dist.TCPStore("127.0.0.1", 0, is_master=True), dist.TCPStore("127.0.0.1", 0, is_master=True)):
+        variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        variables |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        variables |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        jobs.append([identity_of_job(muster.Cluster.from_env()) for _ in range(2)])
+    assert all(first == again != "" for first, again in jobs)
+    assert jobs[0] != jobs[1]
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert identity_of_job(muster.Cluster.from_env()) == ""
 
 
 def torchrun(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:

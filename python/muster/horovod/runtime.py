@@ -55,7 +55,7 @@ class Runtime:
             if len(ranks) == self.size:
                 raise InvalidArgument(f"a process set of ranks {list(ranks)} is the global one; use global_process_set")
         self._stalls = Stalls(*stall_seconds())
-        self._store = open_store(cluster, generation) if self.size > 1 or cluster.store_is_hosted else None
+        self._store = open_store(cluster, generation) if self.size > 1 else None
         self.job = identity_of_job(cluster)
         """As of identity_of_job()."""
         self._mutex = threading.Lock()

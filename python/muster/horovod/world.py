@@ -158,11 +158,19 @@ def open_store(cluster: _C.Cluster, generation: int) -> Any:
 
 
 def identity_of_job(cluster: _C.Cluster) -> str:
-    """What all lives of a job have in common, and no other job has, where its launcher's agent hosts the store, which
-    stays while processes are started again; "" elsewhere. After open_store()."""
-    store = _stores.get((cluster.address, cluster.rank))
-    if store is None or not cluster.store_is_hosted:
+    """What all lives of a job have in common, and no other job has, where torchrun's agent hosts a store, which stays
+    while processes are started again; "" elsewhere. After open_store()."""
+    if cluster.launcher != "torchrun" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
+    store = _stores.get((cluster.address, cluster.rank))
+    if store is None:  # of a process that is alone, as others of the job's lives may not be
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if cluster.num_workers > 1 or host is None or port is None:
+            return ""
+        try:
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=patience()))  # type: ignore[attr-defined]
+        except dist.DistError:
+            return ""
     identity: bytes = store.compare_set("muster/horovod/job", "", uuid.uuid4().hex)
     return identity.decode()
 
