@@ -113,6 +113,8 @@ def scaled() -> None:
     assert hvd.allreduce(flags, op=hvd.Min).tolist() == [False, False]
     assert "bool has no average" in raised(hvd.allreduce, flags)
     assert "complex64" in raised(hvd.allreduce, torch.zeros(2, dtype=torch.complex64))
+    assert "float8_e5m2" in raised(hvd.allreduce, torch.zeros(2, dtype=torch.float8_e5m2))
+    assert "give a string" in raised(hvd.allreduce, torch.zeros(2), name=3)
     assert "finite" in raised(hvd.allreduce, x, prescale_factor=float("inf"))
 
 

@@ -26,6 +26,13 @@ __all__ = [
 Average, Sum, Adasum, Min, Max, Product = AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT
 
 
+_REDUCED = frozenset({
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
+})  # fmt: skip
+"""What can be added up."""
+
+
 def chosen_op(op: int | None, average: bool | None) -> int:
     """`op`, or what the deprecated `average` says; Average where neither is given. Raises ValueError for both."""
     if average is not None:
@@ -283,8 +290,9 @@ def _reduce(
             raise NotImplementedError(f"Adasum pairs ranks, which {size} cannot be; start a power of 2 of them")
     where: Sequence[Tensor | None] = [None] * len(tensors) if outputs is None else outputs
     return _begin(
-        "allreduce", tensors, where, name, process_set, finish, op=chosen, prescale=prescale, postscale=postscale
-    )
+        "allreduce", tensors, where, name, process_set, finish,
+        op=chosen, prescale=float(prescale), postscale=float(postscale),
+    )  # fmt: skip
 
 
 def _scatter(
@@ -295,7 +303,7 @@ def _scatter(
         raise InvalidArgument(f"reducescatter(op={op!r}): it is Average or Sum")
     return _begin(
         "reducescatter", tensors, [None] * len(tensors), name, process_set, finish,
-        op=op, prescale=prescale, postscale=postscale,
+        op=op, prescale=float(prescale), postscale=float(postscale),
     )  # fmt: skip
 
 
@@ -311,11 +319,15 @@ def _begin(
     finish: Callable[[Any], Any], **fields: Any,
 ) -> int:  # fmt: skip
     engine = engine_of(process_set)
+    if name is not None and not isinstance(name, str):
+        raise InvalidArgument(f"{kind} of the name {name!r}: give a string, the same on every rank")
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_complex() or tensor.is_quantized:
             raise InvalidArgument(
                 f"{kind} '{name}' of a {tensor.layout} tensor of {tensor.dtype}; give a dense one of real numbers"
             )
+        if kind in ("allreduce", "reducescatter") and tensor.dtype not in _REDUCED:
+            raise InvalidArgument(f"{kind} '{name}' of {tensor.dtype}, which nobody adds up; convert it before")
     scales = fields.get("prescale", 1.0) != 1.0 or fields.get("postscale", 1.0) != 1.0 or fields.get("op") == AVERAGE
     if scales and any(tensor.dtype == torch.bool for tensor in tensors):
         raise InvalidArgument(f"{kind} '{name}': a bool has no average, and no factors; convert it to a number first")
