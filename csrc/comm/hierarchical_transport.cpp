@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <deque>
+#include <exception>
 #include <functional>
+#include <string>
 
 #include "comm/c10d/transport.h"
 
@@ -135,20 +137,32 @@ class Hierarchical final : public Transport, public std::enable_shared_from_this
     }
   }
 
-  // What fails across must not leave this process's other replicas waiting.
+  // What fails across must not leave this process's other replicas waiting, nor this transport to the chains that it
+  // will not finish.
   template <class F>
   bool guarded(const F& call) {
+    if (failure_) std::rethrow_exception(failure_);
     try {
       return call();
     } catch (const Error& error) {
-      up_->abort(error.what());
-      down_->abort(error.what());
+      give_up(error.what());
+      throw;
+    } catch (...) {
+      give_up("a wait for other workers was interrupted");
       throw;
     }
   }
 
+  void give_up(const std::string& reason) noexcept {
+    failure_ = std::current_exception();
+    up_->abort(reason);
+    down_->abort(reason);
+    under_way_.clear();
+  }
+
   // The way up goes out at once; the rest follows as the chain is advanced.
   Work start(const Chain::Step& up, const Chain::Step& across, const Chain::Step& down, const Chain::Step& last = {}) {
+    if (failure_) std::rethrow_exception(failure_);
     auto chain = std::make_shared<Chain>();
     chain->owner = shared_from_this();
     chain->number = started_++;
@@ -166,6 +180,7 @@ class Hierarchical final : public Transport, public std::enable_shared_from_this
   const CommunicatorPtr up_;
   const CommunicatorPtr down_;
   std::deque<std::shared_ptr<Chain>> under_way_;
+  std::exception_ptr failure_;
   uint64_t started_ = 0;
 };
 

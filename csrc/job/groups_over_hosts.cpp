@@ -2,7 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
+#include <future>
 #include <map>
+#include <optional>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -29,31 +33,48 @@ class LostInStore final : public comm::LostWorkers {
   explicit LostInStore(net::StorePtr store) : store_(std::move(store)) {}
 
   void tell(const PeerLost& lost) noexcept override {
-    try {
-      const std::string text = std::to_string(lost.rank()) + " " + lost.what();
-      store_->compareSet(kKey, std::vector<uint8_t>(), std::vector<uint8_t>(text.begin(), text.end()));
-    } catch (const std::exception& error) {
-      log(LogLevel::info, std::string("other hosts were not told which worker ended: ") + error.what());
-    }
+    within(kPatienceToTell, [store = store_, text = std::to_string(lost.rank()) + " " + lost.what()] {
+      store->compareSet(kKey, std::vector<uint8_t>(), std::vector<uint8_t>(text.begin(), text.end()));
+      return std::optional<PeerLost>();
+    });
   }
   std::optional<PeerLost> ask(comm::Milliseconds patience) noexcept override {
-    try {
-      const auto deadline = std::chrono::steady_clock::now() + patience;
-      while (!store_->check({kKey})) {
-        if (std::chrono::steady_clock::now() >= deadline) return std::nullopt;
+    return within(patience, [store = store_, deadline = std::chrono::steady_clock::now() + patience] {
+      while (!store->check({kKey})) {
+        if (std::chrono::steady_clock::now() >= deadline) return std::optional<PeerLost>();
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
       }
-      const auto bytes = store_->get(kKey);
+      const auto bytes = store->get(kKey);
       const std::string text(bytes.begin(), bytes.end());
       const size_t space = text.find(' ');
-      return PeerLost(std::stoi(text.substr(0, space)), text.substr(space + 1));
-    } catch (const std::exception&) {
-      return std::nullopt;
-    }
+      return std::optional(PeerLost(std::stoi(text.substr(0, space)), text.substr(space + 1)));
+    });
   }
 
  private:
   static constexpr const char* kKey = "lost";
+  static constexpr comm::Milliseconds kPatienceToTell{1000};
+
+  // A store whose host is silent does not answer, ever: the thread that asks it is left to itself then.
+  template <class F>
+  static std::optional<PeerLost> within(comm::Milliseconds patience, F call) noexcept {
+    try {
+      std::promise<std::optional<PeerLost>> answer;
+      auto given = answer.get_future();
+      std::thread([answer = std::move(answer), call = std::move(call)]() mutable {
+        try {
+          answer.set_value(call());
+        } catch (...) {
+          answer.set_exception(std::current_exception());
+        }
+      }).detach();
+      if (given.wait_for(patience + kPatienceToTell) == std::future_status::ready) return given.get();
+    } catch (const std::exception& error) {
+      log(LogLevel::info, std::string("other hosts cannot be told of lost workers: ") + error.what());
+    }
+    return std::nullopt;
+  }
+
   const net::StorePtr store_;
 };
 

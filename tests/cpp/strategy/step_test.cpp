@@ -26,6 +26,7 @@
 #include "muster/mirrored.h"
 
 using namespace muster;
+using testing::cpus;
 
 namespace {
 

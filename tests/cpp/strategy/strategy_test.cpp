@@ -17,6 +17,7 @@
 #include "muster/mirrored.h"
 
 using namespace muster;
+using testing::cpus;
 
 namespace {
 
