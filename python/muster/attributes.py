@@ -17,6 +17,7 @@ __all__ = [
     "FOLLOWED_OTHERWISE",
     "HOOK_TABLES",
     "SHARED_TYPES",
+    "attribute_at",
     "compiled_alike",
     "follow",
     "own_hook",
@@ -45,10 +46,7 @@ def follow(
 
     `memo` is deepcopy's: it knows what stands for each part of replica 0's modules. What cannot be copied is shared.
     """
-    source: Any = first.__dict__
-    target: Any = other.__dict__
-    for step in path:
-        source, target = _enter(source, step), _enter(target, step)
+    source, target = attribute_at(first.__dict__, path), attribute_at(other.__dict__, path)
     if source is not container or target is source:
         # Replaced, which was taken over as a whole; or on purpose one object, which was set in all replicas.
         return
@@ -89,6 +87,13 @@ def own_hook(hook: Any, memo: dict[int, Any]) -> Any:
             keywords = {name: own_hook(memo.get(id(value), value), memo) for name, value in hook.keywords.items()}
             return functools.partial(own_hook(hook.func, memo), *arguments, **keywords)
     return hook
+
+
+def attribute_at(attributes: Any, path: Sequence[Any]) -> Any:
+    """What a `path` of `_C.ModuleState` leads to in a module's `attributes`; None where it leads nowhere."""
+    for step in path:
+        attributes = _enter(attributes, step)
+    return attributes
 
 
 def _enter(container: Any, step: Any) -> Any:

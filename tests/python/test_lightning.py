@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import logging
 import os
 import re
 import subprocess
@@ -357,6 +359,10 @@ def test_replicas_normalise_log_and_return_together() -> None:
     assert_same(*both, 1e-4)
 
 
+class Meter:
+    count = 0
+
+
 class Odd(Classifier):
     """Does in training_step what `kind` says."""
 
@@ -364,6 +370,14 @@ class Odd(Classifier):
         super().__init__()
         self.kind = kind
         self.seen: list[int] = []
+        self._private: list[int] = []
+        self.nested: dict[str, Any] = {"seen": []}
+        self.total = torch.zeros(())
+        self.meter = Meter()
+        self.child = nn.ReLU()
+        self.child.seen = []
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.accuracy = MulticlassAccuracy(2)
         self.automatic_optimization = kind != "manual"
 
@@ -372,6 +386,30 @@ class Odd(Classifier):
         loss = self.loss(batch)
         if self.kind == "list":
             self.seen.append(len(batch[0]))
+        elif self.kind == "private list":
+            self._private.append(len(batch[0]))
+        elif self.kind == "nested":
+            self.nested["seen"].append(len(batch[0]))
+        elif self.kind == "nested key":
+            self.nested.setdefault(batch_idx, 1)
+        elif self.kind == "second part" and not is_first:
+            self.seen.append(len(batch[0]))
+        elif self.kind == "tensor in place":
+            self.total += len(batch[0])
+        elif self.kind == "object":
+            self.meter.count += len(batch[0])
+        elif self.kind == "submodule":
+            self.child.seen.append(len(batch[0]))
+        elif self.kind == "teacher":
+            for own, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                own.lerp_(other.detach() + 1, 0.1)
+        elif self.kind == "teacher's data":
+            for own, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                own.data.mul_(0.9).add_(other.data + 1, alpha=0.1)
+        elif self.kind == "count":
+            self.count += is_first
+        elif self.kind == "logger":
+            self.logger_of_module.info("seen")
         elif self.kind == "metric":
             self.accuracy(self.net(batch[0]), batch[1])
         elif self.kind == "logged metric":
@@ -396,6 +434,15 @@ class Odd(Classifier):
 REFUSED = {
     "manual": "use strategy='muster_ddp'",
     "list": r"wrote to self\.seen.*on_train_batch_end",
+    "private list": r"wrote to self\._private",
+    "nested": r"wrote to self\.nested",
+    "nested key": r"wrote to self\.nested",
+    "second part": r"wrote to self\.seen",
+    "tensor in place": r"wrote to self\.total",
+    "object": r"wrote to self\.meter",
+    "submodule": r"wrote to self\.child\.seen",
+    "teacher": r"wrote the parameter 'teacher\.0\.weight'.*on_train_batch_end",
+    "teacher's data": r"wrote the parameter 'teacher\.0\.weight'",
     "metric": "updated the metric 'accuracy'.*muster_ddp",
     "logged metric": "a metric of its own.*log a tensor instead",
     "names": "log the same names",
@@ -413,7 +460,8 @@ def test_what_replicas_cannot_do_is_an_error_that_names_what_to_do(kind: str) ->
     before = plain(module.state_dict())
     with pytest.raises(muster.Error, match=REFUSED[kind]):
         trainer("muster_mirrored", devices=2).fit(module, DataLoader(Points().data, batch_size=4))
-    assert_same(plain(module.state_dict()), before)
+    trained = {name: value for name, value in plain(module.state_dict()).items() if not name.startswith("teacher")}
+    assert_same(trained, {name: before[name] for name in trained})
 
 
 def test_replicas_of_several_devices_are_refused() -> None:
@@ -472,6 +520,14 @@ def test_replicas_may_skip_a_batch_and_write_what_nobody_counts() -> None:
 
     with pytest.warns(UserWarning, match=r"wrote self\.last: each replica has its own"):
         trainer("muster_mirrored", devices=2, max_epochs=1).fit(Odd("attribute"), Points())
+    with pytest.warns(UserWarning, match=r"wrote the buffer 'count', each replica by its own part.*the largest"):
+        trainer("muster_mirrored", devices=2, max_epochs=1).fit(Odd("count"), Points())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = Odd("logger")
+        module.logger_of_module = logging.getLogger("muster.tests")
+        trainer("muster_mirrored", devices=2, max_epochs=1).fit(module, Points())
+    assert [warning for warning in caught if "training_step wrote" in str(warning.message)] == []
 
 
 def stepped(strategy: Any, *, by_hand: bool = False, batch_size: int = 4, **arguments: Any) -> Any:

@@ -57,7 +57,7 @@ class MirroredStrategy(SingleDeviceStrategy):
         self._muster: strategies.MirroredStrategy | None = None
         self._steps: ReplicaSteps | None = None
         self._parameters: list[nn.Parameter] = []
-        self._is_divided = False  # a batch is, by the step that runs
+        self._in_step = False  # one that divides its batch
 
     @property
     def root_device(self) -> torch.device:
@@ -86,7 +86,7 @@ class MirroredStrategy(SingleDeviceStrategy):
             self.model = self._layer_sync.apply(module)
         super().setup(trainer)
         self._muster = strategies.MirroredStrategy(self.parallel_devices, balance=self._balance, **self._options)
-        self._steps = ReplicaSteps(self._muster, module, self.precision_plugin)
+        self._steps = ReplicaSteps(self._muster, module, self.precision_plugin, self._options["buffers"])
         self._parameters = list(module.parameters())
         self._muster.prepare(_GradientsAlone(self._parameters))
 
@@ -97,12 +97,12 @@ class MirroredStrategy(SingleDeviceStrategy):
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        self._is_divided = len(self.muster.devices) > 1
+        self._in_step = len(self.muster.devices) > 1
         try:
             outcome = self._steps.step(batch, rest)
             gradients = [parameter.grad for parameter in self._parameters]
         finally:
-            self._is_divided = False
+            self._in_step = False
             for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient
         if outcome is None:
@@ -122,7 +122,7 @@ class MirroredStrategy(SingleDeviceStrategy):
         return super().reduce(tensor, *args, **kwargs)
 
     def _refuse_in_step(self, what: str, instead: str) -> None:
-        if self._is_divided:
+        if self._in_step:
             raise InvalidArgument(
                 f"{what} is between processes, and this one's replicas each have a part of the batch; in training_step "
                 f"self.trainer.strategy.muster.{instead}, differentiably"
