@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import MutableMapping, MutableSequence, MutableSet, Sequence
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ __all__ = [
     "follow",
     "own_hook",
     "parametrized_apart",
+    "share_within",
 ]
 
 HOOK_TABLES = frozenset({
@@ -117,6 +118,7 @@ def _own(value: Any, current: Any, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     if isinstance(value, tuple(SHARED_TYPES)):
         return value
+    share_within(value, memo)
     try:
         own = copy.deepcopy(value, memo)
     except Exception:
@@ -124,6 +126,26 @@ def _own(value: Any, current: Any, memo: dict[int, Any]) -> Any:
     if isinstance(own, Tensor) and isinstance(current, Tensor) and own.device != current.device:
         return own.to(current.device)
     return own
+
+
+def share_within(value: Any, memo: dict[int, Any]) -> None:
+    """Lets deepcopy, whose `memo` it is, keep what `value` refers to and is one for all replicas."""
+    shared, seen, rest = tuple(SHARED_TYPES), set[int](), [value] if SHARED_TYPES else []
+    while rest:
+        item = rest.pop()
+        if id(item) in seen or id(item) in memo or isinstance(item, (Tensor, type, ModuleType, FunctionType)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, shared):
+            memo[id(item)] = item
+        elif isinstance(item, dict):
+            rest += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            rest += item
+        elif isinstance(item, MethodType):
+            rest.append(item.__self__)
+        elif isinstance(attributes := getattr(item, "__dict__", None), dict):
+            rest += attributes.values()
 
 
 def compiled_alike(first: nn.Module, other: nn.Module) -> None:

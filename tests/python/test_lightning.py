@@ -7,8 +7,10 @@ import importlib
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +23,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -78,7 +89,11 @@ class Classifier(pl.LightningModule):
         return self.net(batch[0])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        # torch's AdamW squares in the parameters' type, where float16 has no such small numbers.
+        is_half = self.dtype == torch.float16
+        optimizer = (
+            torch.optim.SGD(self.parameters(), lr=0.1) if is_half else torch.optim.AdamW(self.parameters(), lr=1e-2)
+        )
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
@@ -173,7 +188,10 @@ def fitted(
     logged = {name: value.item() for name, value in run.callback_metrics.items()}
     return plain(
         {
-            "parameters": module.state_dict(),
+            "parameters": {
+                name: value.float() if value.element_size() == 2 else value
+                for name, value in module.state_dict().items()
+            },
             "logged": logged,
             "seen": hooks.seen,
             "losses": losses.seen,
@@ -188,12 +206,14 @@ def assert_same(ours: Any, theirs: Any, tolerance: float = 0.0) -> None:
 
 def tolerance(variant: str) -> float:
     """What other orders of adding, and other optimizers, may differ by."""
-    return 1e-2 if variant == "bf16" else 1e-6
+    return 1e-2 if "16" in variant else 1e-6
 
 
 VARIANTS: dict[str, Any] = {
     "plain": {},
     "bf16": {"precision": "bf16-mixed", "max_epochs": 1},
+    "bf16-true": {"precision": "bf16-true", "max_epochs": 1, "limit_train_batches": 2},
+    "16-true": {"precision": "16-true", "max_epochs": 1, "limit_train_batches": 2},
     "fp64": {"precision": "64-true", "max_epochs": 1},
     "clipped by norm": {"gradient_clip_val": 0.1, "max_epochs": 1},
     "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "max_epochs": 1},
@@ -207,13 +227,14 @@ VARIANTS: dict[str, Any] = {
 def launched() -> Iterator[None]:
     """As by torchrun, with the variables that a job's processes have."""
     os.environ["TORCHELASTIC_RUN_ID"] = "none"
-    warnings.simplefilter("ignore")
-    try:
-        yield
-    finally:
-        del os.environ["TORCHELASTIC_RUN_ID"]
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            del os.environ["TORCHELASTIC_RUN_ID"]
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def fit_as_ranks() -> None:
@@ -334,6 +355,20 @@ class Normalised(Classifier):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
 
+class Weighed(Classifier):
+    """Logs with the usual number of samples of a batch, as many modules do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("weighed", loss, on_step=False, on_epoch=True, batch_size=4)
+        return loss
+
+
+def test_replicas_may_log_with_one_size_of_a_batch() -> None:
+    ours = fitted(Weighed(), "muster_mirrored", devices=3)  # of 2, 1 and 1 samples
+    assert_same(ours, fitted(Weighed(), "auto", devices=1), 1e-6)
+
+
 class Sums(Callback):
     """Collects what training_step returned."""
 
@@ -422,6 +457,14 @@ class Odd(Classifier):
             self.last = loss.detach()
         elif self.kind == "infinite":
             return loss * float("inf")
+        elif self.kind == "half, in a collective":
+            if is_first:
+                return None
+            self.trainer.strategy.muster.gather(loss.reshape(1))
+        elif self.kind == "raises" and not is_first:
+            raise KeyError("of the user's")
+        elif self.kind == "interrupted" and not is_first:
+            raise KeyboardInterrupt
         elif self.kind == "gather":
             self.all_gather(loss)
         elif self.kind == "shape":
@@ -429,6 +472,9 @@ class Odd(Classifier):
         elif (self.kind == "half" and is_first) or self.kind == "none":
             return None
         return loss
+
+    def configure_optimizers(self) -> Any:
+        return None if self.kind == "no optimizer" else super().configure_optimizers()
 
 
 REFUSED = {
@@ -450,6 +496,7 @@ REFUSED = {
     "infinite": "not finite.*detect_anomaly",
     "gather": r"strategy\.muster\.gather",
     "shape": "return the loss as a tensor of one element",
+    "half, in a collective": "None on some replicas",
     "half": "None on some replicas.*return a loss that is 0",
 }
 
@@ -470,9 +517,61 @@ def test_replicas_of_several_devices_are_refused() -> None:
         trainer(strategy).fit(Classifier(), Points())
 
 
+def test_replicas_of_a_compiled_module_are_refused() -> None:
+    with pytest.raises(muster.InvalidArgument, match=r"self\.net\.compile\(\).*muster_ddp"):
+        trainer("muster_mirrored", devices=2).fit(torch.compile(Classifier(), backend="eager"), Points())
+
+
+def test_a_fit_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer("muster_mirrored", devices=2, max_epochs=1).fit(Classifier(), Points())
+    before = threading.active_count()
+
+    class Misconfigured(Batched):
+        def configure_optimizers(self) -> Any:
+            raise KeyError("of the user's")
+
+    module: Any = Misconfigured()
+    with pytest.raises(KeyError, match="of the user's"):
+        trainer("muster_mirrored", devices=2, sync_batchnorm=True).fit(module, Points())
+    assert not isinstance(module.net[3], nn.SyncBatchNorm)
+
+    module, run = Odd("raises"), trainer("muster_mirrored", devices=2, max_epochs=1)
+    with pytest.raises(KeyError, match="of the user's"):
+        run.fit(module, Points())
+    with pytest.raises(muster.InvalidArgument, match="only while the Trainer fits"):
+        _ = run.strategy.muster
+    module.kind = "interrupted"
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit):
+            trainer("muster_mirrored", devices=2).fit(module, Points())
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    module.kind = "plain"
+    run = trainer("muster_mirrored", devices=2, max_epochs=1)
+    run.fit(module, Points())
+    assert run.global_step == 6
+    assert threading.active_count() == before
+
+    def fail(strategy: Any) -> None:
+        close(strategy)
+        raise OSError("of closing")
+
+    close = muster.MirroredStrategy.close
+    monkeypatch.setattr(muster.MirroredStrategy, "close", fail)
+    module = Batched()
+    with pytest.raises(OSError, match="of closing"):
+        trainer("muster_mirrored", devices=2, max_epochs=1, sync_batchnorm=True).fit(module, Points())
+    assert not isinstance(module.net[3], nn.SyncBatchNorm)
+
+
 class Employed(Classifier):
+    def setup(self, stage: str) -> None:
+        self.held = {"trainer": self.trainer, "fit": self.trainer.fit}
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         assert self.trainer.global_step == batch_idx
+        assert self.held["trainer"] is self.held["fit"].__self__ is self.trainer
         return super().training_step(batch, batch_idx)
 
 
@@ -509,7 +608,11 @@ def test_what_drives_modules_is_one_for_all_replicas(monkeypatch: pytest.MonkeyP
     with muster.MirroredStrategy(["cpu", "cpu"]) as strategy:
         model = strategy.prepare(nn.Linear(2, 2))
         model.module.driver = driver = Driver()
-        assert list(strategy.run(lambda: model.driver is driver)) == [True, True]
+        model.module.held = {"drivers": [driver], "meter": Meter()}
+        model.module.held["meter"].driver = driver
+        found = strategy.run(lambda: (model.driver, model.held["drivers"][0], model.held["meter"].driver))
+        assert all(one is driver for of_replica in found for one in of_replica)
+        assert len({id(meter) for meter in strategy.run(lambda: model.held["meter"])}) == 2
 
 
 def test_replicas_may_skip_a_batch_and_write_what_nobody_counts() -> None:
@@ -530,26 +633,35 @@ def test_replicas_may_skip_a_batch_and_write_what_nobody_counts() -> None:
     assert [warning for warning in caught if "training_step wrote" in str(warning.message)] == []
 
 
+@contextmanager
+def fabric_over(strategy: Any, **arguments: Any) -> Iterator[lightning.Fabric]:
+    """A Fabric whose strategy ends with it."""
+    fabric = lightning.Fabric(accelerator="cpu", strategy=strategy, **arguments)
+    try:
+        yield fabric
+    finally:
+        fabric.strategy.teardown()
+
+
 def stepped(strategy: Any, *, by_hand: bool = False, batch_size: int = 4, **arguments: Any) -> Any:
     """A loop of Fabric's over Muster's steps, or over backward and steps by hand."""
-    fabric = lightning.Fabric(accelerator="cpu", strategy=strategy, **arguments)
-    fabric.launch()
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
-    model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters()))
-    loader = fabric.setup_dataloaders(DataLoader(Points().data, batch_size=batch_size, drop_last=True))
-    for x, y in loader:
-        if by_hand:
-            optimizer.zero_grad()
-            fabric.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-        else:
-            fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y, optimizers=optimizer)
-    state = fabric.strategy.get_module_state_dict(model._forward_module)
-    with torch.no_grad():
-        outputs = model(Points().data.tensors[0])
-    fabric.strategy.teardown()
-    return plain({"parameters": state, "outputs": outputs})
+    with fabric_over(strategy, **arguments) as fabric:
+        fabric.launch()
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+        model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters()))
+        loader = fabric.setup_dataloaders(DataLoader(Points().data, batch_size=batch_size, drop_last=True))
+        for x, y in loader:
+            if by_hand:
+                optimizer.zero_grad()
+                fabric.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+            else:
+                fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y, optimizers=optimizer)
+        state = fabric.strategy.get_module_state_dict(model._forward_module)
+        with torch.no_grad():
+            outputs = model(Points().data.tensors[0])
+        return plain({"parameters": state, "outputs": outputs})
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -563,28 +675,37 @@ def test_replicas_of_fabric_do_as_a_single_device(precision: Any) -> None:
 
 
 def test_what_replicas_of_fabric_cannot_do_is_an_error_that_names_what_to_do(tmp_path: Path) -> None:
-    fabric = lightning.Fabric(accelerator="cpu", strategy="muster_mirrored", devices=2)
-    batch = Points().data[:4]
-    lit = fabric.setup(Classifier())
-    with pytest.raises(muster.InvalidArgument, match="write a forward that does what they do"):
-        lit.training_step(batch, 0)
-    module = nn.Linear(6, 2)
-    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
-    fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch)
-    with pytest.raises(muster.InvalidArgument, match="clip_norm"):
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
-    with pytest.raises(muster.InvalidArgument, match="was called after strategy"):
-        optimizer.step()
+    with fabric_over("muster_mirrored", devices=2) as fabric:
+        batch = Points().data[:4]
+        lit = fabric.setup(Classifier())
+        with pytest.raises(muster.InvalidArgument, match="write a forward that does what they do"):
+            lit.training_step(batch, 0)
+        module = nn.Linear(6, 2)
+        model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+        fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch)
+        with pytest.raises(muster.InvalidArgument, match="clip_norm"):
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        with pytest.raises(muster.InvalidArgument, match="was called after strategy"):
+            optimizer.step()
 
-    fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
-    before = plain(module.state_dict())
-    fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch)
-    fabric.load(tmp_path / "saved", {"model": model, "optimizer": optimizer})
-    assert_same(plain(module.state_dict()), before)
+        fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+        before = plain(module.state_dict())
+        fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch)
+        fabric.load(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+        assert_same(plain(module.state_dict()), before)
 
     half = lightning.Fabric(accelerator="cpu", strategy="muster_mirrored", precision="bf16-true")
     with pytest.raises(muster.InvalidArgument, match="muster_options"):
         half.setup(nn.Linear(2, 2))
+
+
+def test_a_replica_of_fabric_may_have_a_forward_of_its_own() -> None:
+    module = nn.Linear(6, 2)
+    whole = module.forward
+    module.forward = lambda x: whole(x) * 2
+    x = Points().data.tensors[0]
+    with fabric_over("muster_mirrored", devices=1) as fabric, torch.no_grad():
+        assert_same(fabric.setup(module)(x), whole(x) * 2)
 
 
 # --- servers ----------------------------------------------------------------------------------------------------------
@@ -629,6 +750,21 @@ class Measured(Classifier):
         strategy.barrier()
 
 
+class Unfreezing(BaseFinetuning):
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
+        self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+class EndedEarly(Classifier):
+    """Ends its first epoch in the middle of a window of two micro-batches."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if self.current_epoch == 0 and batch_idx == 1 else None
+
+
 class Clipped(Classifier):
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -637,6 +773,13 @@ class Clipped(Classifier):
 def fit_and_measure(strategy: str, folder: str, **arguments: Any) -> Any:
     with launched():
         contrasted = fitted(Contrasted(), strategy, sees=False, max_epochs=1, limit_train_batches=2, **arguments)
+        ended = fitted(EndedEarly(), strategy, sees=False, accumulate_grad_batches=2, **arguments)
+        taught = fitted(Odd("teacher"), strategy, sees=False, max_epochs=1, **arguments)
+        averaging = {"swa": StochasticWeightAveraging(1e-2, swa_epoch_start=1), "ema": EMAWeightAveraging(decay=0.5)}
+        averaged = {
+            name: fitted(Classifier(), strategy, sees=False, callbacks=[callback], limit_val_batches=0, **arguments)
+            for name, callback in averaging.items()
+        }
         module = Measured()
         run = trainer(strategy, max_epochs=1, **arguments)
         run.fit(module, datamodule=Points())
@@ -651,6 +794,9 @@ def fit_and_measure(strategy: str, folder: str, **arguments: Any) -> Any:
             "predicted": predicted,
             "resumed": resumed,
             "contrasted": contrasted,
+            "ended": ended,
+            "taught": taught,
+            "averaged": averaged,
         }
     )
 
@@ -713,6 +859,14 @@ def refuse_on_servers() -> None:
             (Alternating(False), {}, "automatic_optimization=False"),
             (Classifier(), {"devices": 3}, "start workers with muster run --workers"),
             (Odd("none"), {}, "return a loss that is 0"),
+            (Odd("no optimizer"), {}, "gave 0 optimizers"),
+            (
+                Batched(),
+                {"callbacks": [StochasticWeightAveraging(1e-2)]},
+                "StochasticWeightAveraging runs steps of Batch",
+            ),
+            (Classifier(), {"callbacks": [LearningRateFinder()]}, "LearningRateFinder takes steps back"),
+            (Classifier(), {"callbacks": [Unfreezing()]}, "Unfreezing adds parameters"),
         ]:
             with pytest.raises(muster.InvalidArgument, match=message):
                 trainer("muster_ps", **arguments).fit(module, datamodule=Points())
@@ -725,11 +879,19 @@ def test_what_servers_cannot_do_is_an_error_that_names_what_to_do(two_workers: W
 
 
 def test_servers_train_one_model_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    servers = Servers(1)
-    monkeypatch.setenv("MUSTER_SERVERS", servers.addresses[0])
-    trainer("muster_ps", max_epochs=1).fit(Classifier(), Points())
+    first, second = Servers(1), Servers(1)
+    monkeypatch.setenv("MUSTER_SERVERS", first.addresses[0])
+    skipping = Odd("none")
+    before = plain(skipping.state_dict())
+    trainer("muster_ps", max_epochs=1).fit(skipping, Points())  # which a worker alone may do
+    assert_same(plain(skipping.state_dict()), before)
     with pytest.raises(muster.InvalidArgument, match="start a job for each fit"):
-        trainer("muster_ps", max_epochs=1).fit(Classifier(), Points())
+        trainer("muster_ps", max_epochs=1).fit(Odd("plain"), Points())
+
+    monkeypatch.setenv("MUSTER_SERVERS", second.addresses[0])
+    found = fitted(Classifier(), muster.lightning.ParameterServerStrategy(staleness=2), sees=False, max_epochs=4)
+    assert found["steps"] == 24
+    assert sum(found["losses"][-6:]) < sum(found["losses"][:6])
 
 
 @pytest.mark.long

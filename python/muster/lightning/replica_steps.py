@@ -162,13 +162,18 @@ class ReplicaSteps:
                 rank_zero_warn(message)
 
 
-def check_module(module: pl.LightningModule, precision: Precision, name: str) -> None:
-    """Raises InvalidArgument for a module that cannot be trained by steps over replicas of strategy `name`, and for a
-    precision that they do not have."""
+def check_module(module: pl.LightningModule, precision: Precision, name: str, num_replicas: int) -> None:
+    """Raises InvalidArgument for a module that cannot be trained by steps over replicas of strategy `name`,
+    `num_replicas` in a process, and for a precision that they do not have."""
     if not module.automatic_optimization:
         raise InvalidArgument(
             f"automatic_optimization=False calls backward within training_step, and with {name} one step is forward, "
             "backward and update together; use strategy='muster_ddp', whose manual optimization is Lightning's"
+        )
+    if getattr(module, "_compiler_ctx", None) is not None and num_replicas > 1:
+        raise InvalidArgument(
+            "torch.compile(module) compiled training_step of one module, and each replica has its own; compile what it "
+            "calls (self.net.compile(), in the module's __init__), or use strategy='muster_ddp'"
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise InvalidArgument(
