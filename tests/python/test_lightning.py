@@ -97,6 +97,13 @@ class Classifier(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
+class Descending(Classifier):
+    """With steps in proportion to gradients."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class Alternating(Classifier):
     """Two optimizers by hand, each over a half of the net; the other half may be frozen meanwhile."""
 
@@ -575,7 +582,7 @@ class Employed(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-class Contrasted(Classifier):
+class Contrasted(Descending):
     """Its loss is of all samples together: of the parts', of the ranks', or of one device's."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -586,9 +593,6 @@ class Contrasted(Classifier):
         elif self.trainer.world_size > 1:
             outputs = torch.cat([self.all_gather(outputs, sync_grads=is_own).flatten(0, 1) for is_own in (True, False)])
         return outputs.logsumexp(0).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_replicas_may_compare_all_samples() -> None:
@@ -758,11 +762,29 @@ class Unfreezing(BaseFinetuning):
         self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
 
 
-class EndedEarly(Classifier):
+class EndedEarly(Descending):
     """Ends its first epoch in the middle of a window of two micro-batches."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         return -1 if self.current_epoch == 0 and batch_idx == 1 else None
+
+
+class Saving(Callback):
+    """Saves after the first micro-batch of a window."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0 and batch_idx == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def resumed_in_a_window(strategy: Any, path: str, **arguments: Any) -> Any:
+    fitted(Descending(), strategy, sees=False, max_epochs=1, accumulate_grad_batches=2, callbacks=[Saving(path)],
+           **arguments)  # fmt: skip
+    return fitted(Descending(), strategy, {"ckpt_path": path}, sees=False, max_epochs=1, accumulate_grad_batches=2,
+                  **arguments)["parameters"]  # fmt: skip
 
 
 class Clipped(Classifier):
@@ -774,6 +796,7 @@ def fit_and_measure(strategy: str, folder: str, **arguments: Any) -> Any:
     with launched():
         contrasted = fitted(Contrasted(), strategy, sees=False, max_epochs=1, limit_train_batches=2, **arguments)
         ended = fitted(EndedEarly(), strategy, sees=False, accumulate_grad_batches=2, **arguments)
+        in_window = resumed_in_a_window(strategy, f"{folder}/in_window", **arguments)
         taught = fitted(Odd("teacher"), strategy, sees=False, max_epochs=1, **arguments)
         averaging = {"swa": StochasticWeightAveraging(1e-2, swa_epoch_start=1), "ema": EMAWeightAveraging(decay=0.5)}
         averaged = {
@@ -795,6 +818,7 @@ def fit_and_measure(strategy: str, folder: str, **arguments: Any) -> Any:
             "resumed": resumed,
             "contrasted": contrasted,
             "ended": ended,
+            "in_window": in_window,
             "taught": taught,
             "averaged": averaged,
         }
@@ -827,13 +851,10 @@ class OfBothRanks:
         return iter([first[at : at + 4] + second[at : at + 4] for at in range(0, 8, 4)])
 
 
-class Batched(Classifier):
+class Batched(Descending):
     def __init__(self) -> None:
         super().__init__()
         self.net.append(nn.BatchNorm1d(2))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit_normalised(**arguments: Any) -> Any:
