@@ -452,6 +452,7 @@ class Odd(Classifier):
             self.count += is_first
         elif self.kind == "logger":
             self.logger_of_module.info("seen")
+            assert self.hparams == {}
         elif self.kind == "metric":
             self.accuracy(self.net(batch[0]), batch[1])
         elif self.kind == "logged metric":
@@ -633,6 +634,7 @@ def test_replicas_may_skip_a_batch_and_write_what_nobody_counts() -> None:
         warnings.simplefilter("always")
         module = Odd("logger")
         module.logger_of_module = logging.getLogger("muster.tests")
+        module.net = torch.compile(module.net, backend="eager")  # whose context counts
         trainer("muster_mirrored", devices=2, max_epochs=1).fit(module, Points())
     assert [warning for warning in caught if "training_step wrote" in str(warning.message)] == []
 
@@ -764,6 +766,9 @@ class Unfreezing(BaseFinetuning):
 
 class EndedEarly(Descending):
     """Ends its first epoch in the middle of a window of two micro-batches."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        assert len(optimizer.param_groups) == 1
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         return -1 if self.current_epoch == 0 and batch_idx == 1 else None

@@ -156,7 +156,8 @@ class ReplicaSteps:
     def _check_writes(self, numbers: Sequence[int]) -> None:
         if not self._is_divided:
             return
-        for message in refuse_what_one_replica_keeps([self._writes[number] for number in numbers], self._buffers):
+        had_part = [self._writes[number] for number in numbers]
+        for message in refuse_what_one_replica_keeps(had_part, [*self._writes.values()], self._buffers):
             if message not in self._warned:
                 self._warned.add(message)
                 rank_zero_warn(message)

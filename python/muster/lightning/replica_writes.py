@@ -22,8 +22,8 @@ __all__ = ["ReplicaWrites", "refuse_what_one_replica_keeps"]
 _NUM_COMPARED = 4
 """Steps in which parameters are compared by value, since writes through ``.data`` leave no other trace."""
 
-_NOT_USERS = FOLLOWED_OTHERWISE | vars(pl.LightningModule()).keys()
-"""Attributes that torch and Lightning write."""
+_NOT_USERS = FOLLOWED_OTHERWISE | vars(pl.LightningModule()).keys() | {"_hparams", "dynamo_ctx"}
+"""Attributes that torch, with what torch.compile makes of a module, and Lightning write."""
 
 
 @dataclass
@@ -110,27 +110,30 @@ class ReplicaWrites:
         self.written.contents.append((f"{self._prefixes[number]}{path[0]}", number, path, value))
 
 
-def refuse_what_one_replica_keeps(replicas: Sequence[ReplicaWrites], buffers: str) -> list[str]:
+def refuse_what_one_replica_keeps(
+    replicas: Sequence[ReplicaWrites], everyone: Sequence[ReplicaWrites], buffers: str
+) -> list[str]:
     """Raises InvalidArgument for what a step wrote that would be of one part of the batch, or was written once for each
-    part. Returns warnings of what may be so. `buffers`: the strategy's option."""
-    for at, replica in enumerate(replicas):
-        other = replicas[at - 1]
+    part. Returns warnings of what may be so. `replicas`: those that had a part, of `everyone` who has had one in a
+    step; `buffers`: the strategy's option."""
+    for replica in replicas:
         for name in replica.written.metrics:
             raise InvalidArgument(
-                f"training_step updated the metric '{name}', of which each of {len(replicas)} replicas has its own, "
+                f"training_step updated the metric '{name}', of which each of {len(everyone)} replicas has its own, "
                 "with its part of the batch; log a tensor instead, update the metric in on_train_batch_end, or use "
                 "strategy='muster_ddp'"
             )
         for name in replica.written.parameters:
             raise InvalidArgument(
-                f"training_step wrote the parameter '{name}', and runs once for each of {len(replicas)} replicas; "
+                f"training_step wrote the parameter '{name}', and runs once for each of {len(everyone)} replicas; "
                 "write it in on_train_batch_end, which runs once for a batch, or use strategy='muster_ddp'"
             )
         for name, number, path, value in replica.written.contents:
+            others = (other.modules[number] for other in everyone if other is not replica)
             # What cannot be copied is one object for all replicas: a logger, say.
-            if len(replicas) == 1 or attribute_at(vars(other.modules[number]), path) is not value:
+            if any(attribute_at(vars(other), path) is not value for other in others):
                 raise InvalidArgument(
-                    f"training_step wrote to {name}, of which each of {len(replicas)} replicas has its own, with its "
+                    f"training_step wrote to {name}, of which each of {len(everyone)} replicas has its own, with its "
                     "part of the batch; return it in training_step's dict, and collect what on_train_batch_end gets, "
                     "or use strategy='muster_ddp'"
                 )
