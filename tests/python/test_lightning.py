@@ -405,6 +405,13 @@ class Meter:
     count = 0
 
 
+class Shared(Meter):
+    """One object for all replicas."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
 class Odd(Classifier):
     """Does in training_step what `kind` says."""
 
@@ -416,6 +423,7 @@ class Odd(Classifier):
         self.nested: dict[str, Any] = {"seen": []}
         self.total = torch.zeros(())
         self.meter = Meter()
+        self.shared = Shared()
         self.child = nn.ReLU()
         self.child.seen = []
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
@@ -452,6 +460,7 @@ class Odd(Classifier):
             self.count += is_first
         elif self.kind == "logger":
             self.logger_of_module.info("seen")
+            self.shared.count += 1
             assert self.hparams == {}
         elif self.kind == "metric":
             self.accuracy(self.net(batch[0]), batch[1])
@@ -635,7 +644,7 @@ def test_replicas_may_skip_a_batch_and_write_what_nobody_counts() -> None:
         module = Odd("logger")
         module.logger_of_module = logging.getLogger("muster.tests")
         module.net = torch.compile(module.net, backend="eager")  # whose context counts
-        trainer("muster_mirrored", devices=2, max_epochs=1).fit(module, Points())
+        trainer("muster_mirrored", devices=2, max_epochs=1, limit_val_batches=0).fit(module, Points())
     assert [warning for warning in caught if "training_step wrote" in str(warning.message)] == []
 
 

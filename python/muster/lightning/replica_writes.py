@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from logging import Logger
 from typing import Any
 
 import lightning.pytorch as pl
@@ -57,7 +58,7 @@ class ReplicaWrites:
         self._parameters = list(module.named_parameters())
         self._places = list(_places_of_counts(parts))
         known = [*module.parameters(), *module.buffers()]
-        self._state = _C.ModuleState(self.modules, known, (Metric, *SHARED_TYPES), list(_NOT_USERS))
+        self._state = _C.ModuleState(self.modules, known, (Metric, Logger, *SHARED_TYPES), list(_NOT_USERS))
         self._num_steps = 0
 
     def begin(self) -> None:
