@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import MutableMapping, MutableSequence, MutableSet, Sequence
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ __all__ = [
     "FOLLOWED_OTHERWISE",
     "HOOK_TABLES",
     "SHARED_TYPES",
+    "attribute_at",
     "compiled_alike",
     "follow",
     "own_hook",
     "parametrized_apart",
+    "share_within",
 ]
 
 HOOK_TABLES = frozenset({
@@ -45,10 +47,7 @@ def follow(
 
     `memo` is deepcopy's: it knows what stands for each part of replica 0's modules. What cannot be copied is shared.
     """
-    source: Any = first.__dict__
-    target: Any = other.__dict__
-    for step in path:
-        source, target = _enter(source, step), _enter(target, step)
+    source, target = attribute_at(first.__dict__, path), attribute_at(other.__dict__, path)
     if source is not container or target is source:
         # Replaced, which was taken over as a whole; or on purpose one object, which was set in all replicas.
         return
@@ -91,6 +90,13 @@ def own_hook(hook: Any, memo: dict[int, Any]) -> Any:
     return hook
 
 
+def attribute_at(attributes: Any, path: Sequence[Any]) -> Any:
+    """What a `path` of `_C.ModuleState` leads to in a module's `attributes`; None where it leads nowhere."""
+    for step in path:
+        attributes = _enter(attributes, step)
+    return attributes
+
+
 def _enter(container: Any, step: Any) -> Any:
     try:
         return container.__dict__ if step is ... else container[step]
@@ -112,6 +118,7 @@ def _own(value: Any, current: Any, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     if isinstance(value, tuple(SHARED_TYPES)):
         return value
+    share_within(value, memo)
     try:
         own = copy.deepcopy(value, memo)
     except Exception:
@@ -119,6 +126,26 @@ def _own(value: Any, current: Any, memo: dict[int, Any]) -> Any:
     if isinstance(own, Tensor) and isinstance(current, Tensor) and own.device != current.device:
         return own.to(current.device)
     return own
+
+
+def share_within(value: Any, memo: dict[int, Any]) -> None:
+    """Lets deepcopy, whose `memo` it is, keep what `value` refers to and is one for all replicas."""
+    shared, seen, rest = tuple(SHARED_TYPES), set[int](), [value] if SHARED_TYPES else []
+    while rest:
+        item = rest.pop()
+        if id(item) in seen or id(item) in memo or isinstance(item, (Tensor, type, ModuleType, FunctionType)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, shared):
+            memo[id(item)] = item
+        elif isinstance(item, dict):
+            rest += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            rest += item
+        elif isinstance(item, MethodType):
+            rest.append(item.__self__)
+        elif isinstance(attributes := getattr(item, "__dict__", None), dict):
+            rest += attributes.values()
 
 
 def compiled_alike(first: nn.Module, other: nn.Module) -> None:

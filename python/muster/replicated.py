@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from muster import _C
-from muster.attributes import compiled_alike, parametrized_apart
+from muster.attributes import compiled_alike, parametrized_apart, share_within
 from muster.by_hand import ByHand
 from muster.errors import InvalidArgument
 
@@ -31,6 +31,8 @@ def replicate(module: nn.Module, replicas: int, prepared: Sequence[Replicated[An
     """`module` itself and copies of it, one per local replica, which share with the copies of `prepared` modules
     whatever `module` shares with those. Raises InvalidArgument where a copy cannot be made."""
     known = [{**counterparts(prepared, replica), **_computed(module)} for replica in range(1, replicas)]
+    for memo in known:
+        share_within(module, memo)
     try:
         copies = _copies_of(module, known)
     except Exception as error:

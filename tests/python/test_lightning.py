@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import logging
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +23,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -76,8 +89,19 @@ class Classifier(pl.LightningModule):
         return self.net(batch[0])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        # torch's AdamW squares in the parameters' type, where float16 has no such small numbers.
+        is_half = self.dtype == torch.float16
+        optimizer = (
+            torch.optim.SGD(self.parameters(), lr=0.1) if is_half else torch.optim.AdamW(self.parameters(), lr=1e-2)
+        )
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+class Descending(Classifier):
+    """With steps in proportion to gradients."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Alternating(Classifier):
@@ -171,7 +195,10 @@ def fitted(
     logged = {name: value.item() for name, value in run.callback_metrics.items()}
     return plain(
         {
-            "parameters": module.state_dict(),
+            "parameters": {
+                name: value.float() if value.element_size() == 2 else value
+                for name, value in module.state_dict().items()
+            },
             "logged": logged,
             "seen": hooks.seen,
             "losses": losses.seen,
@@ -186,12 +213,14 @@ def assert_same(ours: Any, theirs: Any, tolerance: float = 0.0) -> None:
 
 def tolerance(variant: str) -> float:
     """What other orders of adding, and other optimizers, may differ by."""
-    return 1e-2 if variant == "bf16" else 1e-6
+    return 1e-2 if "16" in variant else 1e-6
 
 
 VARIANTS: dict[str, Any] = {
     "plain": {},
     "bf16": {"precision": "bf16-mixed", "max_epochs": 1},
+    "bf16-true": {"precision": "bf16-true", "max_epochs": 1, "limit_train_batches": 2},
+    "16-true": {"precision": "16-true", "max_epochs": 1, "limit_train_batches": 2},
     "fp64": {"precision": "64-true", "max_epochs": 1},
     "clipped by norm": {"gradient_clip_val": 0.1, "max_epochs": 1},
     "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "max_epochs": 1},
@@ -205,13 +234,14 @@ VARIANTS: dict[str, Any] = {
 def launched() -> Iterator[None]:
     """As by torchrun, with the variables that a job's processes have."""
     os.environ["TORCHELASTIC_RUN_ID"] = "none"
-    warnings.simplefilter("ignore")
-    try:
-        yield
-    finally:
-        del os.environ["TORCHELASTIC_RUN_ID"]
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            del os.environ["TORCHELASTIC_RUN_ID"]
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def fit_as_ranks() -> None:
@@ -332,6 +362,20 @@ class Normalised(Classifier):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
 
+class Weighed(Classifier):
+    """Logs with the usual number of samples of a batch, as many modules do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("weighed", loss, on_step=False, on_epoch=True, batch_size=4)
+        return loss
+
+
+def test_replicas_may_log_with_one_size_of_a_batch() -> None:
+    ours = fitted(Weighed(), "muster_mirrored", devices=3)  # of 2, 1 and 1 samples
+    assert_same(ours, fitted(Weighed(), "auto", devices=1), 1e-6)
+
+
 class Sums(Callback):
     """Collects what training_step returned."""
 
@@ -357,6 +401,17 @@ def test_replicas_normalise_log_and_return_together() -> None:
     assert_same(*both, 1e-4)
 
 
+class Meter:
+    count = 0
+
+
+class Shared(Meter):
+    """One object for all replicas."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
 class Odd(Classifier):
     """Does in training_step what `kind` says."""
 
@@ -364,6 +419,15 @@ class Odd(Classifier):
         super().__init__()
         self.kind = kind
         self.seen: list[int] = []
+        self._private: list[int] = []
+        self.nested: dict[str, Any] = {"seen": []}
+        self.total = torch.zeros(())
+        self.meter = Meter()
+        self.shared = Shared()
+        self.child = nn.ReLU()
+        self.child.seen = []
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.accuracy = MulticlassAccuracy(2)
         self.automatic_optimization = kind != "manual"
 
@@ -372,6 +436,32 @@ class Odd(Classifier):
         loss = self.loss(batch)
         if self.kind == "list":
             self.seen.append(len(batch[0]))
+        elif self.kind == "private list":
+            self._private.append(len(batch[0]))
+        elif self.kind == "nested":
+            self.nested["seen"].append(len(batch[0]))
+        elif self.kind == "nested key":
+            self.nested.setdefault(batch_idx, 1)
+        elif self.kind == "second part" and not is_first:
+            self.seen.append(len(batch[0]))
+        elif self.kind == "tensor in place":
+            self.total += len(batch[0])
+        elif self.kind == "object":
+            self.meter.count += len(batch[0])
+        elif self.kind == "submodule":
+            self.child.seen.append(len(batch[0]))
+        elif self.kind == "teacher":
+            for own, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                own.lerp_(other.detach() + 1, 0.1)
+        elif self.kind == "teacher's data":
+            for own, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                own.data.mul_(0.9).add_(other.data + 1, alpha=0.1)
+        elif self.kind == "count":
+            self.count += is_first
+        elif self.kind == "logger":
+            self.logger_of_module.info("seen")
+            self.shared.count += 1
+            assert self.hparams == {}
         elif self.kind == "metric":
             self.accuracy(self.net(batch[0]), batch[1])
         elif self.kind == "logged metric":
@@ -384,6 +474,14 @@ class Odd(Classifier):
             self.last = loss.detach()
         elif self.kind == "infinite":
             return loss * float("inf")
+        elif self.kind == "half, in a collective":
+            if is_first:
+                return None
+            self.trainer.strategy.muster.gather(loss.reshape(1))
+        elif self.kind == "raises" and not is_first:
+            raise KeyError("of the user's")
+        elif self.kind == "interrupted" and not is_first:
+            raise KeyboardInterrupt
         elif self.kind == "gather":
             self.all_gather(loss)
         elif self.kind == "shape":
@@ -392,10 +490,22 @@ class Odd(Classifier):
             return None
         return loss
 
+    def configure_optimizers(self) -> Any:
+        return None if self.kind == "no optimizer" else super().configure_optimizers()
+
 
 REFUSED = {
     "manual": "use strategy='muster_ddp'",
     "list": r"wrote to self\.seen.*on_train_batch_end",
+    "private list": r"wrote to self\._private",
+    "nested": r"wrote to self\.nested",
+    "nested key": r"wrote to self\.nested",
+    "second part": r"wrote to self\.seen",
+    "tensor in place": r"wrote to self\.total",
+    "object": r"wrote to self\.meter",
+    "submodule": r"wrote to self\.child\.seen",
+    "teacher": r"wrote the parameter 'teacher\.0\.weight'.*on_train_batch_end",
+    "teacher's data": r"wrote the parameter 'teacher\.0\.weight'",
     "metric": "updated the metric 'accuracy'.*muster_ddp",
     "logged metric": "a metric of its own.*log a tensor instead",
     "names": "log the same names",
@@ -403,6 +513,7 @@ REFUSED = {
     "infinite": "not finite.*detect_anomaly",
     "gather": r"strategy\.muster\.gather",
     "shape": "return the loss as a tensor of one element",
+    "half, in a collective": "None on some replicas",
     "half": "None on some replicas.*return a loss that is 0",
 }
 
@@ -413,7 +524,8 @@ def test_what_replicas_cannot_do_is_an_error_that_names_what_to_do(kind: str) ->
     before = plain(module.state_dict())
     with pytest.raises(muster.Error, match=REFUSED[kind]):
         trainer("muster_mirrored", devices=2).fit(module, DataLoader(Points().data, batch_size=4))
-    assert_same(plain(module.state_dict()), before)
+    trained = {name: value for name, value in plain(module.state_dict()).items() if not name.startswith("teacher")}
+    assert_same(trained, {name: before[name] for name in trained})
 
 
 def test_replicas_of_several_devices_are_refused() -> None:
@@ -422,13 +534,65 @@ def test_replicas_of_several_devices_are_refused() -> None:
         trainer(strategy).fit(Classifier(), Points())
 
 
+def test_replicas_of_a_compiled_module_are_refused() -> None:
+    with pytest.raises(muster.InvalidArgument, match=r"self\.net\.compile\(\).*muster_ddp"):
+        trainer("muster_mirrored", devices=2).fit(torch.compile(Classifier(), backend="eager"), Points())
+
+
+def test_a_fit_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer("muster_mirrored", devices=2, max_epochs=1).fit(Classifier(), Points())
+    before = threading.active_count()
+
+    class Misconfigured(Batched):
+        def configure_optimizers(self) -> Any:
+            raise KeyError("of the user's")
+
+    module: Any = Misconfigured()
+    with pytest.raises(KeyError, match="of the user's"):
+        trainer("muster_mirrored", devices=2, sync_batchnorm=True).fit(module, Points())
+    assert not isinstance(module.net[3], nn.SyncBatchNorm)
+
+    module, run = Odd("raises"), trainer("muster_mirrored", devices=2, max_epochs=1)
+    with pytest.raises(KeyError, match="of the user's"):
+        run.fit(module, Points())
+    with pytest.raises(muster.InvalidArgument, match="only while the Trainer fits"):
+        _ = run.strategy.muster
+    module.kind = "interrupted"
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit):
+            trainer("muster_mirrored", devices=2).fit(module, Points())
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    module.kind = "plain"
+    run = trainer("muster_mirrored", devices=2, max_epochs=1)
+    run.fit(module, Points())
+    assert run.global_step == 6
+    assert threading.active_count() == before
+
+    def fail(strategy: Any) -> None:
+        close(strategy)
+        raise OSError("of closing")
+
+    close = muster.MirroredStrategy.close
+    monkeypatch.setattr(muster.MirroredStrategy, "close", fail)
+    module = Batched()
+    with pytest.raises(OSError, match="of closing"):
+        trainer("muster_mirrored", devices=2, max_epochs=1, sync_batchnorm=True).fit(module, Points())
+    assert not isinstance(module.net[3], nn.SyncBatchNorm)
+
+
 class Employed(Classifier):
+    def setup(self, stage: str) -> None:
+        self.held = {"trainer": self.trainer, "fit": self.trainer.fit}
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         assert self.trainer.global_step == batch_idx
+        assert self.held["trainer"] is self.held["fit"].__self__ is self.trainer
         return super().training_step(batch, batch_idx)
 
 
-class Contrasted(Classifier):
+class Contrasted(Descending):
     """Its loss is of all samples together: of the parts', of the ranks', or of one device's."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -439,9 +603,6 @@ class Contrasted(Classifier):
         elif self.trainer.world_size > 1:
             outputs = torch.cat([self.all_gather(outputs, sync_grads=is_own).flatten(0, 1) for is_own in (True, False)])
         return outputs.logsumexp(0).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_replicas_may_compare_all_samples() -> None:
@@ -461,7 +622,11 @@ def test_what_drives_modules_is_one_for_all_replicas(monkeypatch: pytest.MonkeyP
     with muster.MirroredStrategy(["cpu", "cpu"]) as strategy:
         model = strategy.prepare(nn.Linear(2, 2))
         model.module.driver = driver = Driver()
-        assert list(strategy.run(lambda: model.driver is driver)) == [True, True]
+        model.module.held = {"drivers": [driver], "meter": Meter()}
+        model.module.held["meter"].driver = driver
+        found = strategy.run(lambda: (model.driver, model.held["drivers"][0], model.held["meter"].driver))
+        assert all(one is driver for of_replica in found for one in of_replica)
+        assert len({id(meter) for meter in strategy.run(lambda: model.held["meter"])}) == 2
 
 
 def test_replicas_may_skip_a_batch_and_write_what_nobody_counts() -> None:
@@ -472,28 +637,46 @@ def test_replicas_may_skip_a_batch_and_write_what_nobody_counts() -> None:
 
     with pytest.warns(UserWarning, match=r"wrote self\.last: each replica has its own"):
         trainer("muster_mirrored", devices=2, max_epochs=1).fit(Odd("attribute"), Points())
+    with pytest.warns(UserWarning, match=r"wrote the buffer 'count', each replica by its own part.*the largest"):
+        trainer("muster_mirrored", devices=2, max_epochs=1).fit(Odd("count"), Points())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = Odd("logger")
+        module.logger_of_module = logging.getLogger("muster.tests")
+        module.net = torch.compile(module.net, backend="eager")  # whose context counts
+        trainer("muster_mirrored", devices=2, max_epochs=1, limit_val_batches=0).fit(module, Points())
+    assert [warning for warning in caught if "training_step wrote" in str(warning.message)] == []
+
+
+@contextmanager
+def fabric_over(strategy: Any, **arguments: Any) -> Iterator[lightning.Fabric]:
+    """A Fabric whose strategy ends with it."""
+    fabric = lightning.Fabric(accelerator="cpu", strategy=strategy, **arguments)
+    try:
+        yield fabric
+    finally:
+        fabric.strategy.teardown()
 
 
 def stepped(strategy: Any, *, by_hand: bool = False, batch_size: int = 4, **arguments: Any) -> Any:
     """A loop of Fabric's over Muster's steps, or over backward and steps by hand."""
-    fabric = lightning.Fabric(accelerator="cpu", strategy=strategy, **arguments)
-    fabric.launch()
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
-    model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters()))
-    loader = fabric.setup_dataloaders(DataLoader(Points().data, batch_size=batch_size, drop_last=True))
-    for x, y in loader:
-        if by_hand:
-            optimizer.zero_grad()
-            fabric.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-        else:
-            fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y, optimizers=optimizer)
-    state = fabric.strategy.get_module_state_dict(model._forward_module)
-    with torch.no_grad():
-        outputs = model(Points().data.tensors[0])
-    fabric.strategy.teardown()
-    return plain({"parameters": state, "outputs": outputs})
+    with fabric_over(strategy, **arguments) as fabric:
+        fabric.launch()
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+        model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters()))
+        loader = fabric.setup_dataloaders(DataLoader(Points().data, batch_size=batch_size, drop_last=True))
+        for x, y in loader:
+            if by_hand:
+                optimizer.zero_grad()
+                fabric.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+            else:
+                fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y, optimizers=optimizer)
+        state = fabric.strategy.get_module_state_dict(model._forward_module)
+        with torch.no_grad():
+            outputs = model(Points().data.tensors[0])
+        return plain({"parameters": state, "outputs": outputs})
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -507,28 +690,37 @@ def test_replicas_of_fabric_do_as_a_single_device(precision: Any) -> None:
 
 
 def test_what_replicas_of_fabric_cannot_do_is_an_error_that_names_what_to_do(tmp_path: Path) -> None:
-    fabric = lightning.Fabric(accelerator="cpu", strategy="muster_mirrored", devices=2)
-    batch = Points().data[:4]
-    lit = fabric.setup(Classifier())
-    with pytest.raises(muster.InvalidArgument, match="write a forward that does what they do"):
-        lit.training_step(batch, 0)
-    module = nn.Linear(6, 2)
-    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
-    fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch)
-    with pytest.raises(muster.InvalidArgument, match="clip_norm"):
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
-    with pytest.raises(muster.InvalidArgument, match="was called after strategy"):
-        optimizer.step()
+    with fabric_over("muster_mirrored", devices=2) as fabric:
+        batch = Points().data[:4]
+        lit = fabric.setup(Classifier())
+        with pytest.raises(muster.InvalidArgument, match="write a forward that does what they do"):
+            lit.training_step(batch, 0)
+        module = nn.Linear(6, 2)
+        model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+        fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch)
+        with pytest.raises(muster.InvalidArgument, match="clip_norm"):
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        with pytest.raises(muster.InvalidArgument, match="was called after strategy"):
+            optimizer.step()
 
-    fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
-    before = plain(module.state_dict())
-    fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch)
-    fabric.load(tmp_path / "saved", {"model": model, "optimizer": optimizer})
-    assert_same(plain(module.state_dict()), before)
+        fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+        before = plain(module.state_dict())
+        fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch)
+        fabric.load(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+        assert_same(plain(module.state_dict()), before)
 
     half = lightning.Fabric(accelerator="cpu", strategy="muster_mirrored", precision="bf16-true")
     with pytest.raises(muster.InvalidArgument, match="muster_options"):
         half.setup(nn.Linear(2, 2))
+
+
+def test_a_replica_of_fabric_may_have_a_forward_of_its_own() -> None:
+    module = nn.Linear(6, 2)
+    whole = module.forward
+    module.forward = lambda x: whole(x) * 2
+    x = Points().data.tensors[0]
+    with fabric_over("muster_mirrored", devices=1) as fabric, torch.no_grad():
+        assert_same(fabric.setup(module)(x), whole(x) * 2)
 
 
 # --- servers ----------------------------------------------------------------------------------------------------------
@@ -573,6 +765,42 @@ class Measured(Classifier):
         strategy.barrier()
 
 
+class Unfreezing(BaseFinetuning):
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
+        self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+class EndedEarly(Descending):
+    """Ends its first epoch in the middle of a window of two micro-batches."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        assert len(optimizer.param_groups) == 1
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if self.current_epoch == 0 and batch_idx == 1 else None
+
+
+class Saving(Callback):
+    """Saves after the first micro-batch of a window."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0 and batch_idx == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def resumed_in_a_window(strategy: Any, path: str, **arguments: Any) -> Any:
+    fitted(Descending(), strategy, sees=False, max_epochs=1, accumulate_grad_batches=2, callbacks=[Saving(path)],
+           **arguments)  # fmt: skip
+    return fitted(Descending(), strategy, {"ckpt_path": path}, sees=False, max_epochs=1, accumulate_grad_batches=2,
+                  **arguments)["parameters"]  # fmt: skip
+
+
 class Clipped(Classifier):
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -581,6 +809,14 @@ class Clipped(Classifier):
 def fit_and_measure(strategy: str, folder: str, **arguments: Any) -> Any:
     with launched():
         contrasted = fitted(Contrasted(), strategy, sees=False, max_epochs=1, limit_train_batches=2, **arguments)
+        ended = fitted(EndedEarly(), strategy, sees=False, accumulate_grad_batches=2, **arguments)
+        in_window = resumed_in_a_window(strategy, f"{folder}/in_window", **arguments)
+        taught = fitted(Odd("teacher"), strategy, sees=False, max_epochs=1, **arguments)
+        averaging = {"swa": StochasticWeightAveraging(1e-2, swa_epoch_start=1), "ema": EMAWeightAveraging(decay=0.5)}
+        averaged = {
+            name: fitted(Classifier(), strategy, sees=False, callbacks=[callback], limit_val_batches=0, **arguments)
+            for name, callback in averaging.items()
+        }
         module = Measured()
         run = trainer(strategy, max_epochs=1, **arguments)
         run.fit(module, datamodule=Points())
@@ -595,6 +831,10 @@ def fit_and_measure(strategy: str, folder: str, **arguments: Any) -> Any:
             "predicted": predicted,
             "resumed": resumed,
             "contrasted": contrasted,
+            "ended": ended,
+            "in_window": in_window,
+            "taught": taught,
+            "averaged": averaged,
         }
     )
 
@@ -625,13 +865,10 @@ class OfBothRanks:
         return iter([first[at : at + 4] + second[at : at + 4] for at in range(0, 8, 4)])
 
 
-class Batched(Classifier):
+class Batched(Descending):
     def __init__(self) -> None:
         super().__init__()
         self.net.append(nn.BatchNorm1d(2))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit_normalised(**arguments: Any) -> Any:
@@ -657,6 +894,14 @@ def refuse_on_servers() -> None:
             (Alternating(False), {}, "automatic_optimization=False"),
             (Classifier(), {"devices": 3}, "start workers with muster run --workers"),
             (Odd("none"), {}, "return a loss that is 0"),
+            (Odd("no optimizer"), {}, "gave 0 optimizers"),
+            (
+                Batched(),
+                {"callbacks": [StochasticWeightAveraging(1e-2)]},
+                "StochasticWeightAveraging runs steps of Batch",
+            ),
+            (Classifier(), {"callbacks": [LearningRateFinder()]}, "LearningRateFinder takes steps back"),
+            (Classifier(), {"callbacks": [Unfreezing()]}, "Unfreezing adds parameters"),
         ]:
             with pytest.raises(muster.InvalidArgument, match=message):
                 trainer("muster_ps", **arguments).fit(module, datamodule=Points())
@@ -669,11 +914,19 @@ def test_what_servers_cannot_do_is_an_error_that_names_what_to_do(two_workers: W
 
 
 def test_servers_train_one_model_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    servers = Servers(1)
-    monkeypatch.setenv("MUSTER_SERVERS", servers.addresses[0])
-    trainer("muster_ps", max_epochs=1).fit(Classifier(), Points())
+    first, second = Servers(1), Servers(1)
+    monkeypatch.setenv("MUSTER_SERVERS", first.addresses[0])
+    skipping = Odd("none")
+    before = plain(skipping.state_dict())
+    trainer("muster_ps", max_epochs=1).fit(skipping, Points())  # which a worker alone may do
+    assert_same(plain(skipping.state_dict()), before)
     with pytest.raises(muster.InvalidArgument, match="start a job for each fit"):
-        trainer("muster_ps", max_epochs=1).fit(Classifier(), Points())
+        trainer("muster_ps", max_epochs=1).fit(Odd("plain"), Points())
+
+    monkeypatch.setenv("MUSTER_SERVERS", second.addresses[0])
+    found = fitted(Classifier(), muster.lightning.ParameterServerStrategy(staleness=2), sees=False, max_epochs=4)
+    assert found["steps"] == 24
+    assert sum(found["losses"][-6:]) < sum(found["losses"][:6])
 
 
 @pytest.mark.long

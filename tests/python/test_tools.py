@@ -285,9 +285,14 @@ def graph_mode() -> Any:
     return quantize_fx.prepare_qat_fx(built().train(), quantization.get_default_qat_qconfig_mapping("x86"), (X,))
 
 
+ROUNDED = "rounded to int8"
+"""Results that are another of few values where a parameter lies at a boundary, and parameters differ by rounding."""
+
+
 @program
 def qat(way: Alone, folder: Path) -> Any:
-    results = []
+    results: list[Any] = []
+    rounded: list[Tensor] = []
     for module, convert in ((eager_mode(), quantization.convert), (graph_mode(), quantize_fx.convert_fx)):
         model, optimizer = way.prepare(module, torch.optim.SGD(module.parameters(), lr=0.01))
 
@@ -306,8 +311,8 @@ def qat(way: Alone, folder: Path) -> Any:
         assert ranges
         results.append(ranges)
         results.append({name: parameter.detach().clone() for name, parameter in raw.named_parameters()})
-        results.append(convert(copy.deepcopy(raw).eval())(X))
-    return results
+        rounded.append(convert(copy.deepcopy(raw).eval())(X))
+    return {"results": results, ROUNDED: rounded}
 
 
 class Symmetric(nn.Module):
@@ -514,4 +519,6 @@ def test_the_tool_works(kind: str, name: str, two_workers: WorkerPool) -> None:
         else make_job(kind, two_workers)(under_strategy, name)
     )
     for result in results:
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=5e-2 if name == "qat" else 1e-5)
+        ours, theirs = (dict(r) if isinstance(r, dict) else {"results": r} for r in (result, expected))
+        torch.testing.assert_close(ours.pop(ROUNDED, None), theirs.pop(ROUNDED, None), rtol=0, atol=5e-2)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -47,7 +47,10 @@ class _Stepping(FabricStrategy, ABC):
 
     @property
     def muster(self) -> Strategy:
-        """Muster's strategy itself."""
+        """Muster's strategy itself, which is made where it is first asked for."""
+        return self._join()
+
+    def _join(self) -> Strategy:
         if self._strategy is None:
             name = self.precision.precision
             if name not in _PRECISIONS:
@@ -76,7 +79,8 @@ class _Stepping(FabricStrategy, ABC):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Prepares `module`."""
-        return _CurrentReplica(self.muster.prepare(module))
+        has_own_forward = "forward" in vars(module)
+        return _CurrentReplica(self.muster.prepare(module), has_own_forward)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Prepares `optimizer`."""
@@ -105,9 +109,11 @@ class _Stepping(FabricStrategy, ABC):
 
     def teardown(self) -> None:
         """As Fabric's; leaves the job."""
-        if self._strategy is not None:
-            self._strategy.close()
-        super().teardown()
+        try:
+            if self._strategy is not None:
+                self._strategy.close()
+        finally:
+            super().teardown()
 
 
 class FabricMirroredStrategy(_Stepping, SingleDeviceStrategy):
@@ -167,9 +173,9 @@ class FabricParameterServerStrategy(Workers, _Stepping, ParallelStrategy):
 
     def setup_environment(self) -> None:
         """As Fabric's; joins the job."""
-        self.tell_rank()
+        self.tell_lightning_the_rank()
         super().setup_environment()
-        assert self.muster is self._muster
+        self._join()
 
     def _made(self, precision: Literal["fp32", "bf16", "fp16"]) -> Strategy:
         self._muster = ParameterServerStrategy(self._cluster, **{"precision": precision, **self._options})
@@ -209,8 +215,10 @@ class _StepsPrecision(Precision):
 class _CurrentReplica(nn.Module):
     """A prepared module, as a module of torch's class: the current replica's in a step, else replica 0's."""
 
-    def __init__(self, prepared: Any) -> None:
+    def __init__(self, prepared: Any, has_own_forward: bool) -> None:
+        """`prepared`: the module, which may have had a forward of its own, beside its class's, before Fabric."""
         super().__init__()
+        self._own_forward = vars(prepared.module).get("forward") if has_own_forward else None
         self._prepared = (prepared,)  # which torch is not to take for a part of this one
 
     @property
@@ -220,7 +228,7 @@ class _CurrentReplica(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Fabric calls other methods by a forward that it gives to replica 0's module.
-        if "forward" in vars(self.module):
+        if vars(self.module).get("forward") is not self._own_forward:
             raise InvalidArgument(
                 "training_step and methods of mark_forward_method() cannot be called on every replica; write a forward "
                 "that does what they do, or use strategy='muster_ddp'"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.accelerators.accelerator import Accelerator
-from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision.precision import Precision
 from lightning.pytorch.strategies.single_device import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 
 from muster import strategy as strategies
 from muster.errors import InvalidArgument
+from muster.lightning.layers import ConvertedLayers
 from muster.lightning.replica_steps import ReplicaSteps, check_module
 
 __all__ = ["MirroredStrategy"]
 
 
-class MirroredStrategy(SingleDeviceStrategy):
+class MirroredStrategy(ConvertedLayers, SingleDeviceStrategy):
     """A `muster.MirroredStrategy` with a replica for each of the Trainer's devices, which are one device: the CPU, say.
     For the Trainer.
 
@@ -53,11 +54,10 @@ class MirroredStrategy(SingleDeviceStrategy):
         """The devices of the replicas. The Trainer sets them where none were given."""
         self._balance: Literal["equal", "auto"] = balance
         self._options: dict[str, Any] = {"buffers": buffers, "seed": seed, "threads_per_replica": threads_per_replica}
-        self._layer_sync: LayerSync | None = None
         self._muster: strategies.MirroredStrategy | None = None
         self._steps: ReplicaSteps | None = None
         self._parameters: list[nn.Parameter] = []
-        self._is_divided = False  # a batch is, by the step that runs
+        self._in_step = False  # one that divides its batch
 
     @property
     def root_device(self) -> torch.device:
@@ -67,7 +67,11 @@ class MirroredStrategy(SingleDeviceStrategy):
     @property
     def muster(self) -> strategies.MirroredStrategy:
         """Muster's strategy itself, while the Trainer fits."""
-        assert self._muster is not None
+        if self._muster is None:
+            raise InvalidArgument(
+                "there are replicas only while the Trainer fits; use strategy.muster in training_step, or in hooks "
+                "between on_fit_start and on_fit_end"
+            )
         return self._muster
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -76,17 +80,16 @@ class MirroredStrategy(SingleDeviceStrategy):
             super().setup(trainer)
             return
         module = trainer.lightning_module
-        check_module(module, self.precision_plugin, self.strategy_name)
+        check_module(module, self.precision_plugin, self.strategy_name, len(self.parallel_devices or (None,)))
         if len(set(self.parallel_devices or ())) > 1:
             raise InvalidArgument(
                 f"Lightning steps the parameters of one device, and replicas would be on {self.parallel_devices}; use "
                 "strategy='muster_ddp' for several GPUs"
             )
-        if self._layer_sync is not None:
-            self.model = self._layer_sync.apply(module)
+        self.convert_layers(module)
         super().setup(trainer)
         self._muster = strategies.MirroredStrategy(self.parallel_devices, balance=self._balance, **self._options)
-        self._steps = ReplicaSteps(self._muster, module, self.precision_plugin)
+        self._steps = ReplicaSteps(self._muster, module, self.precision_plugin, self._options["buffers"])
         self._parameters = list(module.parameters())
         self._muster.prepare(_GradientsAlone(self._parameters))
 
@@ -97,12 +100,12 @@ class MirroredStrategy(SingleDeviceStrategy):
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        self._is_divided = len(self.muster.devices) > 1
+        self._in_step = len(self.muster.devices) > 1
         try:
             outcome = self._steps.step(batch, rest)
             gradients = [parameter.grad for parameter in self._parameters]
         finally:
-            self._is_divided = False
+            self._in_step = False
             for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient
         if outcome is None:
@@ -122,7 +125,7 @@ class MirroredStrategy(SingleDeviceStrategy):
         return super().reduce(tensor, *args, **kwargs)
 
     def _refuse_in_step(self, what: str, instead: str) -> None:
-        if self._is_divided:
+        if self._in_step:
             raise InvalidArgument(
                 f"{what} is between processes, and this one's replicas each have a part of the batch; in training_step "
                 f"self.trainer.strategy.muster.{instead}, differentiably"
@@ -130,13 +133,13 @@ class MirroredStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         """As Lightning's; ends the replicas."""
-        if self._muster is not None:
-            self._muster.close()
-            self._muster = self._steps = None
-            self._parameters = []
-            if self._layer_sync is not None and self.lightning_module is not None:
-                self.model = self._layer_sync.revert(self.lightning_module)
-        super().teardown()
+        muster, self._muster, self._steps = self._muster, None, None
+        self._parameters = []
+        with ExitStack() as ending:  # each in its turn, whatever the others raise
+            ending.callback(super().teardown)
+            ending.callback(self.revert_layers)
+            if muster is not None:
+                ending.callback(muster.close)
 
 
 class _GradientsAlone(Optimizer):

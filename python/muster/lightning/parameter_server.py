@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,16 +11,24 @@ import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.accelerators.accelerator import Accelerator
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins.precision.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from muster import _C
 from muster.errors import InvalidArgument, NonFinite
+from muster.lightning.layers import ConvertedLayers
 from muster.lightning.replica_steps import ReplicaSteps, check_module
 from muster.lightning.workers import Job, Workers
 from muster.parameter_server import ParameterServerStrategy as Servers
@@ -29,14 +38,25 @@ __all__ = ["ParameterServerStrategy"]
 
 _SEE_GRADIENTS = (
     "backward", "configure_gradient_clipping", "on_after_backward", "on_before_backward", "on_before_optimizer_step",
-    "on_before_zero_grad", "optimizer_step", "optimizer_zero_grad",
+    "optimizer_step",
 )  # fmt: skip
 
-_have_trained: set[tuple[str, ...]] = set()
-"""Servers of their own processes, on which this process has trained."""
+_TRAIN_OTHERWISE = {
+    BaseFinetuning: "adds parameters to the optimizer",
+    BatchSizeFinder: "takes steps back",
+    LearningRateFinder: "takes steps back",
+    StochasticWeightAveraging: "runs steps of BatchNorm layers that step nothing",
+}
+
+_hold_parameters: set[tuple[str, ...]] = set()
+"""Servers of their own processes, to which a fit of this process gave its parameters, stepped or not."""
 
 
-class ParameterServerStrategy(Workers, ParallelStrategy):
+class _Dropped(Exception):
+    """A window is given up."""
+
+
+class ParameterServerStrategy(Workers, ConvertedLayers, ParallelStrategy):
     """A `muster.ParameterServerStrategy` over the workers and servers that ``muster run`` starts. For the Trainer.
 
     One training step is forward, backward and the push to the servers, which step. The Trainer's accumulation and
@@ -73,6 +93,8 @@ class ParameterServerStrategy(Workers, ParallelStrategy):
         self._steps: ReplicaSteps | None = None
         self._accumulate = 1
         self._last: StepResult | None = None
+        self._window_from: int | None = None
+        """Number of the first batch of the window that is open; None where none is."""
 
     # --- the job ------------------------------------------------------------------------------------------------------
 
@@ -93,7 +115,7 @@ class ParameterServerStrategy(Workers, ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tells Lightning who is rank 0."""
-        self.tell_rank()
+        self.tell_lightning_the_rank()
 
     def setup_environment(self) -> None:
         """As Lightning's; joins the job."""
@@ -116,23 +138,23 @@ class ParameterServerStrategy(Workers, ParallelStrategy):
         """As Lightning's, for `trainer`; prepares module and optimizer."""
         module, fits = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING
         if fits:
-            if self._cluster.servers in _have_trained:
+            if self._cluster.servers in _hold_parameters:
                 raise InvalidArgument(
-                    "the servers hold what this process has trained before, and a second fit would go on from that; "
+                    "the servers hold the parameters of this process's fit before, and another would go on from them; "
                     "start a job for each fit, or muster run --servers 0, where each fit has a server in the chief's "
                     "process"
                 )
-            check_module(module, self.precision_plugin, self.strategy_name)
+            check_module(module, self.precision_plugin, self.strategy_name, 1)
             _check_hooks(trainer)
-            if self._layer_sync is not None:
-                self.model = self._layer_sync.apply(module)
+            self.convert_layers(module)
         super().setup(trainer)
-        self._last = None
+        self._last, self._window_from = None, None
         if fits:
-            if len(self.optimizers) != 1:
+            num_optimizers = len(_optimizers_over(module, self.optimizers))
+            if num_optimizers != 1 or len(self.optimizers) != 1:
                 raise InvalidArgument(
-                    f"configure_optimizers gave {len(self.optimizers)} optimizers, and servers step one; give its "
-                    "parameters groups of their own, or use strategy='muster_ddp'"
+                    f"configure_optimizers gave {num_optimizers} optimizers of the module's parameters, and servers "
+                    "step one; give it groups of parameters, or use strategy='muster_ddp'"
                 )
             self._steps = ReplicaSteps(self._job, module, self.precision_plugin)
             self._job.prepare(self.optimizers[0])
@@ -147,13 +169,13 @@ class ParameterServerStrategy(Workers, ParallelStrategy):
 
     def teardown(self) -> None:
         """As Lightning's; leaves the job."""
-        if self._muster is not None:
-            muster, self._muster, self._steps = self._muster, None, None
-            muster.close()
-            self.disconnect_metrics()
-            if self._layer_sync is not None and self.lightning_module is not None:
-                self.model = self._layer_sync.revert(self.lightning_module)
-        super().teardown()
+        muster, self._muster, self._steps = self._muster, None, None
+        with ExitStack() as ending:  # each in its turn, whatever the others raise
+            ending.callback(super().teardown)
+            ending.callback(self.revert_layers)
+            ending.callback(self.disconnect_metrics)
+            if muster is not None:
+                ending.callback(muster.close)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -161,28 +183,56 @@ class ParameterServerStrategy(Workers, ParallelStrategy):
         """Forward, backward and, at a window's end, the servers' step; returns this worker's loss."""
         assert self._steps is not None
         batch, *rest = (*args, *kwargs.values())
+        self._begin_window()
         if self._cluster.servers:
-            _have_trained.add(self._cluster.servers)
+            _hold_parameters.add(self._cluster.servers)
         outcome = self._steps.step(batch, rest, self._scale(), 1.0)
         if outcome is None:
-            raise InvalidArgument("training_step returned None, and other workers wait; return a loss that is 0")
+            if self.world_size == 1 and self._window_from is None:
+                return None
+            raise InvalidArgument(
+                "training_step returned None, and other workers, or the micro-batches before it, wait; return a loss "
+                "that is 0"
+            )
         self._last = outcome.result
+        if outcome.result.stepped:
+            self._window_from = None
+        elif self._window_from is None:
+            self._window_from = self._batch_idx
         return outcome.output
 
+    @property
+    def _batch_idx(self) -> int:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.fit_loop.epoch_loop.batch_idx
+
+    def _begin_window(self) -> None:
+        """Drops what is left of a window where Lightning begins one: it does so where an epoch was ended early."""
+        if self._window_from is None or self._batch_idx % self._accumulate != 0:
+            return
+
+        def give_up() -> Tensor:
+            raise _Dropped
+
+        with suppress(_Dropped):
+            self._job.step(give_up)
+        self._window_from = None
+
     def _scale(self) -> float:
-        """What losses are multiplied by: Lightning divides by all of a window's micro-batches, also where an epoch's
-        last window has fewer."""
+        """What losses are multiplied by: Lightning divides by all of a window's micro-batches, also where it has fewer,
+        as an epoch's last one, and the first one after a checkpoint."""
         if self._accumulate == 1:
             return 1.0
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if trainer.num_training_batches == float("inf"):
+        num_batches = self.lightning_module.trainer.num_training_batches
+        if num_batches == float("inf"):
             raise InvalidArgument(
                 "accumulate_grad_batches over data of unknown length: the last window's size is not known; use "
                 "limit_train_batches, or strategy='muster_ddp'"
             )
-        first = trainer.fit_loop.epoch_loop.batch_idx // self._accumulate * self._accumulate
-        return min(int(trainer.num_training_batches) - first, self._accumulate) / self._accumulate
+        begin = self._batch_idx if self._window_from is None else self._window_from
+        end = min(int(num_batches), (begin // self._accumulate + 1) * self._accumulate)
+        return (end - begin) / self._accumulate
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Nothing to do: the step has differentiated."""
@@ -191,7 +241,8 @@ class ParameterServerStrategy(Workers, ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the `closure`, which steps; closes a window that the end of an epoch left short."""
         output = closure()
-        if self._last is not None and not self._last.stepped:
+        if self._window_from is not None:
+            self._window_from = None
             flushed = self._job.flush()
             if flushed is not None and bool(flushed.skipped):
                 raise NonFinite("a gradient is not finite, so that nothing was stepped; lower the learning rate")
@@ -238,15 +289,28 @@ def _options_of(trainer: pl.Trainer) -> dict[str, Any]:
     return {"accumulate": trainer.accumulate_grad_batches, "clip_value" if by_value else "clip_norm": clip}
 
 
+def _optimizers_over(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Those that have parameters of `module`: where there is none Lightning makes one of a tensor of its own."""
+    own = set(module.parameters())
+    return [o for o in optimizers if any(not own.isdisjoint(group["params"]) for group in o.param_groups)]
+
+
 def _check_hooks(trainer: pl.Trainer) -> None:
     """Raises InvalidArgument where something wants to see gradients, which are on servers."""
     callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    is_normalised = any(isinstance(part, _BatchNorm) for part in trainer.lightning_module.modules())
     for callback in callbacks:
         if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
             raise InvalidArgument(
                 "GradientAccumulationScheduler changes what servers were told; use accumulate_grad_batches, or "
                 "strategy='muster_ddp'"
             )
+        for kind, what in _TRAIN_OTHERWISE.items():
+            if isinstance(callback, kind) and (kind is not StochasticWeightAveraging or is_normalised):
+                raise InvalidArgument(
+                    f"{type(callback).__name__} {what}, which servers do not know; take it out, or use "
+                    "strategy='muster_ddp'"
+                )
     for owner, parent in [(trainer.lightning_module, pl.LightningModule), *((c, pl.Callback) for c in callbacks)]:
         for name in _SEE_GRADIENTS:
             if hasattr(parent, name) and is_overridden(name, owner, parent):

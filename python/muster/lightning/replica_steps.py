@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from muster.attributes import SHARED_TYPES
 from muster.batch import rows
 from muster.errors import InvalidArgument, NonFinite
+from muster.lightning.replica_writes import ReplicaWrites, refuse_what_one_replica_keeps
 from muster.per_replica import PerReplica
 from muster.step import Loss, StepResult
 from muster.strategy import Strategy
@@ -28,7 +29,7 @@ __all__ = ["Outcome", "ReplicaSteps", "check_module"]
 SHARED_TYPES.append(pl.Trainer)
 
 _LOG = inspect.signature(pl.LightningModule.log)
-_ALSO_NAMED = {
+_NAMES_OF_FUNCTIONS = {
     "avg": "mean", torch.mean: "mean", torch.sum: "sum", sum: "sum", torch.max: "max", max: "max", torch.min: "min",
     min: "min",
 }  # fmt: skip
@@ -56,6 +57,8 @@ class _Part:
     num_rows: int
     logged: list[dict[str, Any]] = field(default_factory=list)
     output: Any = None
+    has_skipped: bool = False
+    """Whether training_step returned None: ``output`` is None also where it was given up."""
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """In the place of ``LightningModule.log``, which keeps what replicas would overwrite for one another."""
@@ -73,16 +76,21 @@ class ReplicaSteps:
     """Runs ``training_step`` of a prepared LightningModule. What it logs is put together, and logged, when all replicas
     are done. Owned by the thread that trains."""
 
-    def __init__(self, strategy: Strategy, module: pl.LightningModule, precision: Precision) -> None:
-        """`module` is prepared by `strategy`."""
+    def __init__(
+        self, strategy: Strategy, module: pl.LightningModule, precision: Precision, buffers: str = "mean"
+    ) -> None:
+        """`module` is prepared by `strategy`, whose option `buffers` is, and steps are of `precision`."""
         self._strategy = strategy
         self._module = module
         self._prepared = strategy.prepare(module)
         self._prepared.trainer = module.trainer  # copies of a LightningModule have none
-        self._autocast = precision.train_step_context if isinstance(precision, MixedPrecision) else nullcontext
-        self._outside = nullcontext if isinstance(precision, MixedPrecision) else precision.train_step_context
-        self._metrics = {name: m for name, m in module.named_modules() if isinstance(m, Metric)}
-        self._has_warned = False
+        is_autocast = isinstance(precision, MixedPrecision)
+        # Autocast is each thread's own; default dtypes are the process's, and set once.
+        self._in_replica = precision.train_step_context if is_autocast else nullcontext
+        self._around_step = nullcontext if is_autocast else precision.train_step_context
+        self._buffers = buffers
+        self._writes: dict[int, ReplicaWrites] = {}
+        self._warned: set[str] = set()
 
     @property
     def _is_divided(self) -> bool:
@@ -95,31 +103,31 @@ class ReplicaSteps:
         Raises InvalidArgument for what would be of one replica alone, and NonFinite for gradients that are not.
         """
         parts: dict[int, _Part] = {}
-        before = self._written() if self._is_divided else {}
-        counts = {name: metric.update_count for name, metric in self._metrics.items()}
 
         def call(part: Any) -> Loss:
             own = parts[self._strategy.replica] = _Part(rows(part) or 1)
             self._prepared.log = own.log
             try:
-                with self._autocast():
+                with self._in_replica(), self._watched():
                     own.output = self._prepared.training_step(part, *rest)
             finally:
                 del self._prepared.log
+            own.has_skipped = own.output is None
             return Loss(_loss_of(own.output) * scale, weight=weight)
 
         try:
-            with self._outside():
+            with self._around_step():
                 result = self._strategy.step(call, batch)
         except _NoLoss:
-            if any(part.output is not None for part in parts.values()):
+            if not all(part.has_skipped for part in parts.values()):
                 raise InvalidArgument(
                     "training_step returned None on some replicas and a loss on others; skip a batch for all of its "
                     "parts, or return a loss that is 0 (of 0 * output, say)"
                 ) from None
+            result = None
+        self._check_writes(sorted(parts))
+        if result is None:
             return None
-        if self._is_divided:
-            self._refuse_what_one_replica_keeps(before, counts)
         if bool(result.skipped):
             raise NonFinite(
                 "a gradient is not finite, so that nothing was stepped; lower the learning rate, or find where it "
@@ -132,44 +140,41 @@ class ReplicaSteps:
         loss = result.loss if self._is_divided else _loss_of(outputs[0]).detach()
         return Outcome(result, loss, _joined(outputs, loss))
 
-    def _written(self) -> dict[str, tuple[Any, int]]:
-        """Attributes that the module's code may write, as they are: the object, and how many items it holds."""
-        own = {name: value for name, value in vars(self._module).items() if not name.startswith("_")}
-        return {
-            name: (value, len(value) if isinstance(value, (list, dict, set)) else -1) for name, value in own.items()
-        }
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Notes what the current replica writes meanwhile, where there are several."""
+        if not self._is_divided:
+            yield
+            return
+        number = self._strategy.replica
+        if number not in self._writes:
+            self._writes[number] = ReplicaWrites(next(self._prepared.modules()))
+        self._writes[number].begin()
+        yield
+        self._writes[number].end()
 
-    def _refuse_what_one_replica_keeps(self, before: Mapping[str, tuple[Any, int]], counts: Mapping[str, int]) -> None:
-        for name, metric in self._metrics.items():
-            if metric.update_count != counts[name]:
-                raise InvalidArgument(
-                    f"training_step updated the metric '{name}', of which each of {len(self._strategy.devices)} "
-                    "replicas has its own, with its part of the batch; log a tensor instead, update the metric in "
-                    "on_train_batch_end, or use strategy='muster_ddp'"
-                )
-        for name, (value, length) in self._written().items():
-            old, old_length = before.get(name, (None, -1))
-            if value is old and length != old_length:
-                raise InvalidArgument(
-                    f"training_step wrote to self.{name}, of which each of {len(self._strategy.devices)} replicas has "
-                    "its own, with its part of the batch; return it in training_step's dict, and collect what "
-                    "on_train_batch_end gets, or use strategy='muster_ddp'"
-                )
-            if value is not old and not self._has_warned:
-                self._has_warned = True
-                rank_zero_warn(
-                    f"training_step wrote self.{name}: each replica has its own, and outside of the step it is that of "
-                    "replica 0, of its part of the batch"
-                )
+    def _check_writes(self, numbers: Sequence[int]) -> None:
+        if not self._is_divided:
+            return
+        had_part = [self._writes[number] for number in numbers]
+        for message in refuse_what_one_replica_keeps(had_part, [*self._writes.values()], self._buffers):
+            if message not in self._warned:
+                self._warned.add(message)
+                rank_zero_warn(message)
 
 
-def check_module(module: pl.LightningModule, precision: Precision, name: str) -> None:
-    """Raises InvalidArgument for a module that cannot be trained by steps over replicas of strategy `name`, and for a
-    precision that they do not have."""
+def check_module(module: pl.LightningModule, precision: Precision, name: str, num_replicas: int) -> None:
+    """Raises InvalidArgument for a module that cannot be trained by steps over replicas of strategy `name`,
+    `num_replicas` in a process, and for a precision that they do not have."""
     if not module.automatic_optimization:
         raise InvalidArgument(
             f"automatic_optimization=False calls backward within training_step, and with {name} one step is forward, "
             "backward and update together; use strategy='muster_ddp', whose manual optimization is Lightning's"
+        )
+    if getattr(module, "_compiler_ctx", None) is not None and num_replicas > 1:
+        raise InvalidArgument(
+            "torch.compile(module) compiled training_step of one module, and each replica has its own; compile what it "
+            "calls (self.net.compile(), in the module's __init__), or use strategy='muster_ddp'"
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise InvalidArgument(
@@ -224,7 +229,7 @@ def _merged(parts: Sequence[_Part]) -> list[dict[str, Any]]:
 
 def _merged_call(calls: Sequence[dict[str, Any]], parts: Sequence[_Part]) -> dict[str, Any]:
     name, given = calls[0]["name"], calls[0].get("reduce_fx", "mean")
-    reduction = given if isinstance(given, str) and given not in _ALSO_NAMED else _ALSO_NAMED.get(given)
+    reduction = _NAMES_OF_FUNCTIONS.get(given, given if isinstance(given, str) else None)
     if reduction not in ("mean", "sum", "min", "max"):
         raise InvalidArgument(
             f"self.log('{name}', reduce_fx={given!r}): there is no way to put the values of several replicas together; "
@@ -236,14 +241,20 @@ def _merged_call(calls: Sequence[dict[str, Any]], parts: Sequence[_Part]) -> dic
             "tensor instead, update the metric in on_train_batch_end, or use strategy='muster_ddp'"
         )
     values = torch.stack([torch.as_tensor(call["value"], dtype=torch.get_default_dtype()) for call in calls])
-    sizes = [call.get("batch_size") or part.num_rows for call, part in zip(calls, parts, strict=True)]
-    merged = {**calls[0], "value": _REDUCED[reduction](values, values.new_tensor(sizes))}
-    if "batch_size" in merged and merged["batch_size"] is not None:
+    num_rows, given_sizes = [part.num_rows for part in parts], [call.get("batch_size") for call in calls]
+    # One number for all parts that is not a part's own is of the whole batch.
+    is_of_batch = given_sizes[0] is not None and len(set(given_sizes)) == 1 and given_sizes != num_rows
+    sizes = [
+        size if is_of_batch or not given_size else given_size
+        for size, given_size in zip(num_rows, given_sizes, strict=True)
+    ]
+    merged = {**calls[0], "value": _OVER_REPLICAS[reduction](values, values.new_tensor(sizes))}
+    if given_sizes[0] is not None and not is_of_batch:
         merged["batch_size"] = sum(sizes)
     return merged
 
 
-_REDUCED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_OVER_REPLICAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": lambda values, sizes: (values * sizes).sum() / sizes.sum(),
     "sum": lambda values, _: values.sum(),
     "min": lambda values, _: values.min(),

@@ -22,7 +22,7 @@ __all__ = ["Job", "Workers"]
 
 T = TypeVar("T")
 
-_REDUCTIONS = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max": "max"}
+_NAMES_OF_OPS = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max": "max"}
 
 
 class Job(ClusterEnvironment):
@@ -75,10 +75,14 @@ class Workers:
 
     @property
     def _job(self) -> ParameterServerStrategy:
-        assert self._muster is not None
+        if self._muster is None:
+            raise InvalidArgument(
+                "workers meet only while the Trainer, or Fabric's launch(), has joined the job; call this in a hook of "
+                "fit, validate, test or predict"
+            )
         return self._muster
 
-    def tell_rank(self) -> None:
+    def tell_lightning_the_rank(self) -> None:
         """Tells Lightning who is rank 0."""
         for decorator in (rank_zero_only, lightnings_rank_zero_only):
             cast(Any, decorator).rank = self._cluster.rank
@@ -111,11 +115,11 @@ class Workers:
         if not isinstance(tensor, Tensor):
             return tensor
         name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
-        if name not in _REDUCTIONS:
-            raise InvalidArgument(f"reduce_op={reduce_op!r}: muster_ps has {', '.join(_REDUCTIONS)}")
-        if _REDUCTIONS[name] == "mean" and not tensor.is_floating_point():
+        if name not in _NAMES_OF_OPS:
+            raise InvalidArgument(f"reduce_op={reduce_op!r}: muster_ps has {', '.join(_NAMES_OF_OPS)}")
+        if _NAMES_OF_OPS[name] == "mean" and not tensor.is_floating_point():
             tensor = tensor.to(torch.get_default_dtype())
-        return self._job.reduce(tensor, _REDUCTIONS[name])  # type: ignore[arg-type]
+        return self._job.reduce(tensor, _NAMES_OF_OPS[name])  # type: ignore[arg-type]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether `decision` is true on `all` workers, or on any."""
