@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from typing import Annotated, Any
 
 import torch
@@ -22,11 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
-from muster.benchmarks.memory import Meter, Place, resident
+from muster.benchmarks.memory import Meter, Place, Ready, in_processes, resident
 from muster.benchmarks.record import Out, known, need_gloo, publish, record
 from muster.benchmarks.servers import Step
 from muster.benchmarks.tables import host_memory as table
-from muster.free_ports import free_ports
 
 __all__ = ["main"]
 
@@ -34,8 +31,6 @@ STEPS = 3
 WORDS = 30_522  # of BERT's vocabulary
 TOKENS = 64
 Batch = tuple[Tensor, Tensor]
-Ready = tuple[Step, Callable[[], object]]
-"""A step, and a barrier of all processes."""
 
 
 class Encoder(nn.Module):
@@ -131,12 +126,7 @@ def measure_process(way: str, width: int, layers: int, rows: int, place: Place) 
 
 def measure(way: str, width: int, layers: int, rows: int) -> tuple[int, int]:
     """Bytes over all processes, before and at the peak."""
-    workers, _ = WAYS[way]
-    (port,) = free_ports(1)
-    places = [Place(rank, workers, port) for rank in range(workers)]
-    one = partial(measure_process, way, width, layers, rows)
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        found = list(pool.map(one, places))
+    found = in_processes(WAYS[way][0], partial(measure_process, way, width, layers, rows))
     return sum(before for before, _ in found), sum(peak for _, peak in found)
 
 

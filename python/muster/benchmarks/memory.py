@@ -13,9 +13,10 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,9 @@ from muster.benchmarks.servers import Step
 from muster.benchmarks.tables import memory as table
 from muster.free_ports import free_ports
 
-__all__ = ["Meter", "Place", "main", "resident"]
+__all__ = ["Meter", "Place", "Ready", "in_processes", "main", "resident"]
+
+T = TypeVar("T")
 
 STEPS = 3
 ROWS = 8
@@ -158,13 +161,17 @@ def measure_process(way: str, width: int, place: Place) -> int:
     return added
 
 
-def measure(way: str, width: int) -> float:
-    """Bytes per parameter, over all processes."""
-    workers, _ = WAYS[way]
+def in_processes(workers: int, measure: Callable[[Place], T]) -> list[T]:
+    """What `measure` returns in each of so many processes of its own, which meet."""
     (port,) = free_ports(1)
     places = [Place(rank, workers, port) for rank in range(workers)]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        added = sum(pool.map(measure_process, [way] * workers, [width] * workers, places))
+        return list(pool.map(measure, places))
+
+
+def measure(way: str, width: int) -> float:
+    """Bytes per parameter, over all processes."""
+    added = sum(in_processes(WAYS[way][0], partial(measure_process, way, width)))
     return added / sum(parameter.numel() for parameter in mlp(width).parameters())
 
 
