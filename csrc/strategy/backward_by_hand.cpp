@@ -33,6 +33,12 @@ std::vector<int64_t> real_sizes(const at::Tensor& parameter) {
 
 int64_t real_numel(const at::Tensor& parameter) { return parameter.numel() * (parameter.is_complex() ? 2 : 1); }
 
+/// Where a parameter's gradient travels.
+struct GradientSlot {
+  size_t parameter;
+  int64_t offset;  // elements
+};
+
 // Whether a kernel may copy it from or to `sums`; a call into torch costs more than the work on a small one.
 bool is_small_and_plain(const at::Tensor& gradient, const at::Tensor& sums) {
   return gradient.layout() == at::kStrided && gradient.is_cpu() && sums.is_cpu() && gradient.numel() < kSmall &&
@@ -175,29 +181,26 @@ void GradientAverage::reduce(const std::vector<at::Tensor>& parameters, bool has
   const auto present = presence(parameters, has_gradients);
   auto present_anywhere = groups.control_of(0)->all_reduce(present, ReduceOp::sum);
   for (const auto dtype : kDtypes) {
+    std::vector<GradientSlot> slots;
     int64_t numel = 0;
-    for (const auto& parameter : parameters) {
-      if (travels_in(parameter) == dtype) numel += real_numel(parameter);
+    for (size_t p = 0; p < parameters.size(); ++p) {
+      if (travels_in(parameters[p]) != dtype) continue;
+      slots.push_back({p, numel});
+      numel += real_numel(parameters[p]);
     }
     if (numel == 0) continue;
     const auto sums = buffer(numel, dtype);
     Copies copies;
-    int64_t offset = 0;
-    for (const auto& parameter : parameters) {
-      if (travels_in(parameter) != dtype) continue;
-      copies.add(parameter, has_gradients ? parameter.grad() : at::Tensor(), sums, offset);
-      offset += real_numel(parameter);
+    for (const auto& [p, offset] : slots) {
+      copies.add(parameters[p], has_gradients ? parameters[p].grad() : at::Tensor(), sums, offset);
     }
     copies.run();
     groups.gradients[0]->all_reduce(sums, ReduceOp::sum).wait();
     present_anywhere.wait();
     if (!has_gradients) continue;
     Means means(sums, workers);
-    offset = 0;
-    for (size_t p = 0; p < parameters.size(); ++p) {
-      if (travels_in(parameters[p]) != dtype) continue;
+    for (const auto& [p, offset] : slots) {
       if (present.const_data_ptr<double>()[p] != 0) means.add(parameters[p], offset);
-      offset += real_numel(parameters[p]);
     }
     means.run();
   }
