@@ -158,7 +158,7 @@ int64_t elements_of(JsonReader& json, const std::vector<int64_t>& shape) {
   return count;
 }
 
-TensorEntry read_entry(JsonReader& json, const std::vector<Shard>& shards) {
+TensorEntry read_entry(JsonReader& json, const std::vector<Shard>& shards, Pieces pieces) {
   TensorEntry entry;
   int seen = 0;
   json.read_object([&](const std::string& key) {
@@ -176,19 +176,21 @@ TensorEntry read_entry(JsonReader& json, const std::vector<Shard>& shards) {
     }
   });
   if (seen != 4) json.fail("a tensor lacks its name, dtype, shape or pieces");
+  const auto all = elements_of(json, entry.shape);
   int64_t next = 0;
   for (const auto& piece : entry.pieces) {
-    if (piece.begin != next || piece.count < 0 || __builtin_add_overflow(next, piece.count, &next)) {
+    const bool is_next = pieces == Pieces::all ? piece.begin == next : piece.begin >= next;
+    if (!is_next || piece.count < 0 || __builtin_add_overflow(piece.begin, piece.count, &next)) {
       json.fail("the pieces of '" + entry.name + "' overlap or leave a gap");
     }
   }
-  if (next != elements_of(json, entry.shape) || entry.pieces.empty()) {
+  if ((pieces == Pieces::all ? next != all : next > all) || entry.pieces.empty()) {
     json.fail("the pieces of '" + entry.name + "' do not fill its shape");
   }
   return entry;
 }
 
-void read_inner(JsonReader& json, Manifest& manifest) {
+void read_inner(JsonReader& json, Manifest& manifest, Pieces pieces) {
   auto& [metadata, shards, tensors] = manifest;
   int64_t version = 0;
   json.read_object([&](const std::string& key) {
@@ -208,7 +210,7 @@ void read_inner(JsonReader& json, Manifest& manifest) {
     } else if (key == "shards") {
       json.read_array([&] { shards.push_back(read_shard(json)); });
     } else if (key == "tensors") {
-      json.read_array([&] { tensors.push_back(read_entry(json, shards)); });
+      json.read_array([&] { tensors.push_back(read_entry(json, shards, pieces)); });
     } else {
       json.fail("an unknown property '" + key + "'");
     }
@@ -255,7 +257,7 @@ std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSe
   return "{\"crc32\":\"" + hex_of(crc32(text.data(), text.size())) + "\"," + signature + "\"manifest\":" + text + "}\n";
 }
 
-Manifest read_manifest(const std::filesystem::path& path, const std::optional<net::JobSecret>& secret) {
+Manifest read_manifest(const std::filesystem::path& path, const std::optional<net::JobSecret>& secret, Pieces pieces) {
   FileReader file(path);
   if (file.size() > kMaxManifestBytes) {
     throw CheckpointError("'" + path.string() + "' is too long for a manifest; load another snapshot");
@@ -273,7 +275,7 @@ Manifest read_manifest(const std::filesystem::path& path, const std::optional<ne
       signature = read_digest(json);
     } else if (key == "manifest" && expected) {
       const size_t begin = json.position();
-      read_inner(json, manifest);
+      read_inner(json, manifest, pieces);
       inner = std::string_view(text).substr(begin, json.position() - begin);
       if (crc32(inner.data(), inner.size()) != *expected) json.fail("its checksum differs");
     } else {

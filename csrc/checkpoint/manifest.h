@@ -54,9 +54,13 @@ struct Manifest {
 /// build cannot sign.
 std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSecret>& secret);
 
+/// Whether the pieces of each tensor are all of it, or those of one writer among several, ascending.
+enum class Pieces { all, some };
+
 /// Throws CheckpointError, naming the file, if it is damaged or of another version, where pieces do not cover their
 /// tensor, and where `secret` is given and the manifest is not signed with it; then NotBuilt where this build cannot
 /// tell.
-Manifest read_manifest(const std::filesystem::path& path, const std::optional<net::JobSecret>& secret);
+Manifest read_manifest(const std::filesystem::path& path, const std::optional<net::JobSecret>& secret,
+                       Pieces pieces = Pieces::all);
 
 }  // namespace muster::checkpoint

@@ -4,15 +4,16 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
-#include <mutex>
 #include <set>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
-#include "checkpoint/sha256.h"
+#include "checkpoint/draft.h"
+#include "checkpoint/shard_writer.h"
+#include "checkpoint/snapshot_folder.h"
 #include "checkpoint/snapshot_names.h"
 #include "core/log.h"
 #include "muster/error.h"
@@ -23,173 +24,14 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::string_view kPartialPrefix = ".partial-";  // of a snapshot that is being written, before its name
-constexpr std::string_view kRemovedPrefix = ".removed-";  // likewise, of one that is being removed
-constexpr const char* kManifest = "manifest.json";
 constexpr const char* kPartialManifest = ".partial-manifest.json";
 
-// --- folders -------------------------------------------------------------------------------------------------------
-
-// The system's errors as ours.
-template <class Call>
-auto in_folder(const fs::path& folder, const Call& call) {
-  try {
-    return call();
-  } catch (const fs::filesystem_error& error) {
-    throw CheckpointError("cannot use the folder '" + folder.string() + "' for snapshots: " + error.code().message() +
-                          "; check its permissions and the space on its disk");
-  }
+[[noreturn]] void fail_without_good(const fs::path& folder) {
+  throw CheckpointError("no snapshot in '" + folder.string() +
+                        "' is good; the warnings say what is wrong with each. Move them away to begin anew");
 }
 
-// Those of snapshots alone: the folder may have files of others.
-void remove_leftovers(const fs::path& folder) {
-  std::vector<fs::path> leftovers;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    const std::string name = entry.path().filename();
-    for (const auto prefix : {kPartialPrefix, kRemovedPrefix}) {
-      if (name.starts_with(std::string(prefix) + std::string(kSnapshotPrefix))) leftovers.push_back(entry.path());
-    }
-  }
-  for (const auto& leftover : leftovers) fs::remove_all(leftover);
-}
-
-// --- shards --------------------------------------------------------------------------------------------------------
-
-using TryAgain = std::function<bool(const Error&)>;
-
-// What `write` gives, which is called again as often as the caller says.
-template <class Write>
-auto written(const fs::path& path, const TryAgain& try_again, const Write& write) {
-  for (;;) {
-    try {
-      return write();
-    } catch (const CheckpointError& error) {
-      if (!try_again || !try_again(error)) throw;
-      std::error_code ignored;  // what is there does not hinder it, or does again
-      fs::remove(path, ignored);
-    }
-  }
-}
-
-// Tensors that wait for their file.
-class ShardWriter {
- public:
-  ShardWriter(fs::path folder, const SnapshotOptions& options)
-      : folder_(std::move(folder)),
-        shard_bytes_(options.shard_bytes),
-        hashes_(options.secret.has_value()),
-        try_again_(options.try_again) {}
-
-  void add(NamedTensors tensors) {
-    uint64_t more = 0;
-    for (const auto& [name, tensor] : tensors) {
-      check_storable(name, tensor);
-      more += tensor.nbytes();
-    }
-    if (bytes_ + more > shard_bytes_) flush();
-    tensors_.merge(tensors);
-    if (!tensors.empty()) throw InvalidArgument("a snapshot was given two tensors '" + tensors.begin()->first + "'");
-    bytes_ += more;
-  }
-
-  Manifest finish() {
-    flush();
-    return std::move(manifest_);
-  }
-
- private:
-  void flush() {
-    if (tensors_.empty()) return;
-    const size_t shard = manifest_.shards.size();
-    const auto name = "shard-" + padded(static_cast<int64_t>(shard), 5) + ".safetensors";
-    const auto sums =
-        written(folder_ / name, try_again_, [&] { return write_safetensors(folder_ / name, tensors_, hashes_); });
-    manifest_.shards.push_back({name, sums.file});
-    for (const auto& [tensor_name, tensor] : tensors_) {
-      const Piece whole{shard, tensor_name, 0, tensor.numel(), sums.crc32s.at(tensor_name)};
-      manifest_.tensors.push_back({tensor_name, dtype_name(tensor.scalar_type()), tensor.sizes().vec(), {whole}});
-    }
-    tensors_.clear();
-    bytes_ = 0;
-  }
-
-  const fs::path folder_;
-  const uint64_t shard_bytes_;
-  const bool hashes_;
-  const TryAgain& try_again_;
-  NamedTensors tensors_;
-  uint64_t bytes_ = 0;  // of tensors_
-  Manifest manifest_;
-};
-
-void write_into(const fs::path& folder, const Metadata& metadata, const NextTensors& next,
-                const SnapshotOptions& options) {
-  ShardWriter shards(folder, options);
-  for (auto tensors = next(); !tensors.empty(); tensors = next()) shards.add(std::move(tensors));
-  auto contents = shards.finish();
-  contents.metadata = metadata;
-  const auto manifest = manifest_of(contents, options.secret);
-  written(folder / kManifest, options.try_again, [&] {
-    FileWriter file(folder / kManifest);
-    file.write(manifest.data(), manifest.size());
-    file.finish();
-    flush_folder(folder);
-    return true;
-  });
-}
-
-// Snapshots that this process wrote, or has read whole.
-struct KnownGood {
-  std::mutex mutex;
-  std::set<fs::path> paths;  // guarded by mutex
-};
-
-KnownGood& known_good() {
-  static KnownGood known;
-  return known;
-}
-
-void note_good(const fs::path& snapshot, bool is_good) {
-  const std::lock_guard lock(known_good().mutex);
-  if (is_good) {
-    known_good().paths.insert(fs::absolute(snapshot));
-  } else {
-    known_good().paths.erase(fs::absolute(snapshot));
-  }
-}
-
-FileSum sum_of(const fs::path& path, bool hashes) {
-  FileReader file(path, hashes);
-  std::vector<std::byte> buffer(size_t{1} << 20);
-  while (file.rest() > 0) file.read(buffer.data(), std::min<uint64_t>(file.rest(), buffer.size()));
-  return file.sum();
-}
-
-// Whether a file is to be read with its SHA-256. A build without OpenSSL does with the CRC-32: with a secret it has
-// not come so far.
-bool has_hash(const Shard& shard) { return !shard.sum.sha256.empty() && has_sha256(); }
-
-bool is_same(const FileSum& found, const FileSum& expected) {
-  return found.bytes == expected.bytes && found.crc32 == expected.crc32 &&
-         (found.sha256.empty() || found.sha256 == expected.sha256);
-}
-
-// Reads it to its end where this process has not yet.
-bool is_good(const fs::path& snapshot, const std::optional<net::JobSecret>& secret) {
-  {
-    const std::lock_guard lock(known_good().mutex);
-    if (known_good().paths.contains(fs::absolute(snapshot))) return true;
-  }
-  try {
-    for (const auto& shard : read_manifest(snapshot / kManifest, secret).shards) {
-      if (!is_same(sum_of(snapshot / shard.file, has_hash(shard)), shard.sum)) return false;
-    }
-    note_good(snapshot, true);
-    return true;
-  } catch (const CheckpointError&) {
-    return false;
-  }
-}
+Run whole_run(const NamedTensors::value_type& named) { return Run::whole(named.first, named.second); }
 
 }  // namespace
 
@@ -216,63 +58,31 @@ void sign_snapshot(const fs::path& snapshot, const net::JobSecret& secret) {
   });
 }
 
-// Renamed first: a snapshot that is being removed is not there.
-void remove_snapshot(const fs::path& snapshot) {
-  in_folder(snapshot, [&] {
-    const auto aside = snapshot.parent_path() / (std::string(kRemovedPrefix) + snapshot.filename().string());
-    fs::remove_all(aside);
-    fs::rename(snapshot, aside);
-    fs::remove_all(aside);
-    return true;
-  });
-  note_good(snapshot, false);
+void check_keep(const std::optional<int>& keep) {
+  if (!keep || *keep >= 1) return;
+  throw InvalidArgument("keep=" + std::to_string(*keep) + " would keep no snapshot; give at least 1");
 }
-
-namespace {
-
-[[noreturn]] void fail_without_good(const fs::path& folder) {
-  throw CheckpointError("no snapshot in '" + folder.string() +
-                        "' is good; the warnings say what is wrong with each. Move them away to begin anew");
-}
-
-// The newest good ones stay, as many as `keep` says, and what is newer than the oldest of them.
-void remove_surplus(const fs::path& folder, int64_t keep, const std::optional<net::JobSecret>& secret) {
-  const auto found = snapshots_in(folder);
-  int64_t kept = 0;
-  for (auto it = found.rbegin(); it != found.rend(); ++it) {
-    if (kept == keep) {
-      remove_snapshot(it->second);
-    } else if (is_good(it->second, secret)) {
-      ++kept;
-    }
-  }
-}
-
-}  // namespace
 
 fs::path write_snapshot(const fs::path& folder, const Metadata& metadata, const NextTensors& next,
                         const SnapshotOptions& options) {
-  if (options.keep && *options.keep < 1) {
-    throw InvalidArgument("keep=" + std::to_string(*options.keep) + " would keep no snapshot; give at least 1");
-  }
+  check_keep(options.keep);
   return in_folder(folder, [&] {
-    make_folder(folder);
-    remove_leftovers(folder);
-    const auto name = next_name(snapshots_in(folder));
-    const auto partial = folder / (std::string(kPartialPrefix) + name);
-    make_folder_in(folder, partial.filename());
+    const auto begun = begin_snapshot(folder);
     try {
-      write_into(partial, metadata, next, options);
-      fs::rename(partial, folder / name);
+      ShardWriter shards(begun, "shard-", options);
+      for (auto tensors = next(); !tensors.empty(); tensors = next()) {
+        std::vector<Run> runs;
+        std::ranges::transform(std::exchange(tensors, {}), std::back_inserter(runs), whole_run);
+        shards.add(std::move(runs));
+      }
+      auto manifest = shards.finish();
+      manifest.metadata = metadata;
+      write_manifest(begun / kManifest, manifest, options);
+      return end_snapshot(begun, options.keep, options.secret);
     } catch (...) {
-      std::error_code ignored;  // the next writer removes what is left
-      fs::remove_all(partial, ignored);
+      drop_draft(begun);
       throw;
     }
-    flush_folder(folder);
-    note_good(folder / name, true);
-    if (options.keep) remove_surplus(folder, *options.keep, options.secret);
-    return folder / name;
   });
 }
 

@@ -47,6 +47,9 @@ struct SnapshotOptions {
   std::optional<net::JobSecret> secret = net::job_secret();  ///< signs it
 };
 
+/// Throws InvalidArgument for a number below 1.
+void check_keep(const std::optional<int>& keep);
+
 /// Writes a snapshot with the next number, then removes those that need not stay, and what dead writers left. Returns
 /// its folder. A folder has one writer at a time. Blocks until all is on the disk. Throws InvalidArgument for tensors
 /// that cannot be stored (check_storable) and text that is not UTF-8, CheckpointError where the system refuses; what

@@ -1,0 +1,156 @@
+#include "checkpoint/draft.h"
+
+#include <algorithm>
+#include <system_error>
+#include <utility>
+
+#include "checkpoint/snapshot_folder.h"
+#include "core/log.h"
+#include "muster/error.h"
+
+namespace muster::checkpoint {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr uint64_t kMaxReason = uint64_t{1} << 16;  // bytes
+
+fs::path part_manifest(const fs::path& draft, const std::string& writer) { return draft / (writer + ".part.json"); }
+fs::path reason_file(const fs::path& draft, const std::string& writer) { return draft / (writer + ".failed"); }
+
+void check_writer(const std::string& writer) {
+  const auto is_usual = [](unsigned char c) { return std::isalnum(c) != 0 || c == '-'; };
+  if (!writer.empty() && std::ranges::all_of(writer, is_usual) && writer.front() != '-') return;
+  throw InvalidArgument("'" + writer + "' is no name of a writer: letters, digits and hyphens, with no hyphen first");
+}
+
+void check_there(const fs::path& draft) {
+  if (fs::is_directory(draft)) return;
+  throw CheckpointError("the folder '" + draft.string() +
+                        "' of a snapshot that was being written is gone: another process writes to '" +
+                        draft.parent_path().string() + "', or somebody removed it");
+}
+
+// Tensors of all parts by name; the pieces' shards are the whole's.
+class MergedTensors {
+ public:
+  void add(const std::string& writer, TensorEntry entry, size_t first_shard) {
+    for (auto& piece : entry.pieces) piece.shard += first_shard;
+    auto [found, is_new] = tensors_.try_emplace(entry.name, entry);
+    if (is_new) return;
+    auto& known = found->second;
+    if (known.dtype != entry.dtype || known.shape != entry.shape) {
+      throw CheckpointError("tensor '" + entry.name + "' has another dtype or shape in the part of " + writer +
+                            " than in those before");
+    }
+    std::ranges::move(entry.pieces, std::back_inserter(known.pieces));
+  }
+
+  std::vector<TensorEntry> whole() {
+    std::vector<TensorEntry> entries;
+    for (auto& [name, entry] : tensors_) {
+      std::ranges::sort(entry.pieces, {}, &Piece::begin);
+      if (const auto gap = first_gap(entry)) {
+        throw CheckpointError("the parts of tensor '" + name + "' " + (gap->second ? "overlap" : "leave a gap") +
+                              " at element " + std::to_string(gap->first));
+      }
+      entries.push_back(std::move(entry));
+    }
+    return entries;
+  }
+
+ private:
+  // The element where pieces leave a gap, or overlap (true).
+  static std::optional<std::pair<int64_t, bool>> first_gap(const TensorEntry& entry) {
+    int64_t next = 0;
+    for (const auto& piece : entry.pieces) {
+      if (piece.begin != next) return std::pair(std::min(piece.begin, next), piece.begin < next);
+      next += piece.count;
+    }
+    const auto all = c10::multiply_integers(entry.shape);
+    if (next != all) return std::pair(next, next > all);
+    return std::nullopt;
+  }
+
+  std::map<std::string, TensorEntry> tensors_;
+};
+
+Manifest merged(const fs::path& draft, const std::vector<std::string>& writers,
+                const std::optional<net::JobSecret>& secret) {
+  Manifest whole;
+  MergedTensors tensors;
+  for (const auto& writer : writers) {
+    auto part = read_manifest(part_manifest(draft, writer), secret, Pieces::some);
+    const size_t first_shard = whole.shards.size();
+    std::ranges::move(part.shards, std::back_inserter(whole.shards));
+    for (auto& entry : part.tensors) tensors.add(writer, std::move(entry), first_shard);
+  }
+  whole.tensors = tensors.whole();
+  return whole;
+}
+
+}  // namespace
+
+fs::path begin_draft(const fs::path& folder) {
+  return in_folder(folder, [&] { return begin_snapshot(folder); });
+}
+
+void drop_draft(const fs::path& draft) noexcept {
+  std::error_code ignored;  // the next writer removes what is left
+  fs::remove_all(draft, ignored);
+}
+
+void write_part(const fs::path& draft, const std::string& writer, const NextRuns& next,
+                const SnapshotOptions& options) {
+  check_writer(writer);
+  in_folder(draft, [&] {
+    check_there(draft);
+    ShardWriter shards(draft, writer + "-", options);
+    for (auto runs = next(); !runs.empty(); runs = next()) shards.add(runs);
+    const auto unfinished = draft / ("." + writer + ".part.json");
+    write_manifest(unfinished, shards.finish(), options);
+    fs::rename(unfinished, part_manifest(draft, writer));
+    flush_folder(draft);
+    return true;
+  });
+}
+
+void fail_part(const fs::path& draft, const std::string& writer, const std::string& reason) noexcept {
+  try {
+    const auto unfinished = draft / ("." + writer + ".failed");
+    FileWriter file(unfinished);
+    file.write(reason.data(), std::min<size_t>(reason.size(), kMaxReason));
+    file.finish();
+    fs::rename(unfinished, reason_file(draft, writer));
+  } catch (const std::exception& error) {
+    log(LogLevel::warning, "others that write to '" + draft.string() + "' wait in vain for " + writer +
+                               ", which cannot tell them so: " + error.what());
+  }
+}
+
+bool has_part(const fs::path& draft, const std::string& writer) {
+  return in_folder(draft, [&] {
+    if (fs::exists(part_manifest(draft, writer))) return true;
+    if (fs::exists(reason_file(draft, writer))) {
+      FileReader file(reason_file(draft, writer));
+      throw CheckpointError(writer + " could not write its part: " + file.read_text(std::min(file.size(), kMaxReason)));
+    }
+    check_there(draft);
+    return false;
+  });
+}
+
+fs::path finish_draft(const fs::path& draft, const std::vector<std::string>& writers, const Metadata& metadata,
+                      const SnapshotOptions& options) {
+  check_keep(options.keep);
+  return in_folder(draft, [&] {
+    auto whole = merged(draft, writers, options.secret);
+    whole.metadata = metadata;
+    write_manifest(draft / kManifest, whole, options);
+    for (const auto& writer : writers) fs::remove(part_manifest(draft, writer));
+    return end_snapshot(draft, options.keep, options.secret);
+  });
+}
+
+}  // namespace muster::checkpoint

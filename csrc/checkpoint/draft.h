@@ -1,0 +1,50 @@
+// A snapshot that several processes write, servers and workers say: a folder that is no snapshot yet, in which each
+// writes files of its own and last a manifest of them, and one of them makes it the snapshot once all have.
+//
+//   FOLDER/.partial-snapshot-0000000007/worker-1-00000.safetensors ...
+//   FOLDER/.partial-snapshot-0000000007/worker-1.part.json
+//
+// A part's manifest is as a snapshot's (snapshot.h), its metadata empty, but its pieces need not be all of a tensor.
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "checkpoint/shard_writer.h"
+#include "checkpoint/snapshot.h"
+
+namespace muster::checkpoint {
+
+/// Begins a draft in a folder that this process has claimed (FolderClaim), and removes what dead writers left. Returns
+/// the draft's path, for all writers. Throws CheckpointError where the system refuses.
+std::filesystem::path begin_draft(const std::filesystem::path& folder);
+
+/// Removes a draft that will be no snapshot. Never throws.
+void drop_draft(const std::filesystem::path& draft) noexcept;
+
+/// Gives some runs at a time, which lie in one file, and nothing after the last.
+using NextRuns = std::function<std::vector<Run>()>;
+
+/// Writes what one writer has: letters, digits and hyphens name it, and no other one of the draft. Blocks until all is
+/// on the disk; then the part is there. Throws InvalidArgument as write_snapshot and for such a name, CheckpointError
+/// where the system refuses, or the draft is gone.
+void write_part(const std::filesystem::path& draft, const std::string& writer, const NextRuns& next,
+                const SnapshotOptions& options);
+
+/// Says instead why there will be no part of this writer. Never throws: where the disk refuses, nobody is told.
+void fail_part(const std::filesystem::path& draft, const std::string& writer, const std::string& reason) noexcept;
+
+/// Whether a writer's part is there. Throws CheckpointError naming the writer, with its reason, where it has failed,
+/// and where the draft is gone.
+bool has_part(const std::filesystem::path& draft, const std::string& writer);
+
+/// Makes the draft, of which all parts are there, the newest snapshot of its folder; then removes those that need not
+/// stay. Returns its folder. Throws CheckpointError for a part that is damaged or missing, naming it, for tensors that
+/// have other dtypes or shapes in two parts, and where parts overlap or leave a gap, naming the tensor; then there is
+/// no such snapshot.
+std::filesystem::path finish_draft(const std::filesystem::path& draft, const std::vector<std::string>& writers,
+                                   const Metadata& metadata, const SnapshotOptions& options);
+
+}  // namespace muster::checkpoint

@@ -1,0 +1,133 @@
+#include "checkpoint/snapshot_folder.h"
+
+#include <algorithm>
+#include <mutex>
+#include <set>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <vector>
+
+#include "checkpoint/sha256.h"
+#include "checkpoint/snapshot.h"
+#include "checkpoint/snapshot_names.h"
+
+namespace muster::checkpoint {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kPartialPrefix = ".partial-";  // of a snapshot that is being written, before its name
+constexpr std::string_view kRemovedPrefix = ".removed-";  // likewise, of one that is being removed
+
+// Those of snapshots alone: the folder may have files of others.
+void remove_leftovers(const fs::path& folder) {
+  std::vector<fs::path> leftovers;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename();
+    for (const auto prefix : {kPartialPrefix, kRemovedPrefix}) {
+      if (name.starts_with(std::string(prefix) + std::string(kSnapshotPrefix))) leftovers.push_back(entry.path());
+    }
+  }
+  for (const auto& leftover : leftovers) fs::remove_all(leftover);
+}
+
+// Snapshots that this process wrote, or has read whole.
+struct KnownGood {
+  std::mutex mutex;
+  std::set<fs::path> paths;  // guarded by mutex
+};
+
+KnownGood& known_good() {
+  static KnownGood known;
+  return known;
+}
+
+// Reads it to its end where this process has not yet.
+bool is_good(const fs::path& snapshot, const std::optional<net::JobSecret>& secret) {
+  {
+    const std::lock_guard lock(known_good().mutex);
+    if (known_good().paths.contains(fs::absolute(snapshot))) return true;
+  }
+  try {
+    for (const auto& shard : read_manifest(snapshot / kManifest, secret).shards) {
+      if (!is_same(sum_of(snapshot / shard.file, has_hash(shard)), shard.sum)) return false;
+    }
+    note_good(snapshot, true);
+    return true;
+  } catch (const CheckpointError&) {
+    return false;
+  }
+}
+
+// The newest good ones stay, as many as `keep` says, and what is newer than the oldest of them.
+void remove_surplus(const fs::path& folder, int64_t keep, const std::optional<net::JobSecret>& secret) {
+  const auto found = snapshots_in(folder);
+  int64_t kept = 0;
+  for (auto it = found.rbegin(); it != found.rend(); ++it) {
+    if (kept == keep) {
+      remove_snapshot(it->second);
+    } else if (is_good(it->second, secret)) {
+      ++kept;
+    }
+  }
+}
+
+}  // namespace
+
+fs::path begin_snapshot(const fs::path& folder) {
+  make_folder(folder);
+  remove_leftovers(folder);
+  const auto begun = std::string(kPartialPrefix) + next_name(snapshots_in(folder));
+  make_folder_in(folder, begun);
+  return folder / begun;
+}
+
+fs::path end_snapshot(const fs::path& begun, const std::optional<int>& keep,
+                      const std::optional<net::JobSecret>& secret) {
+  const auto folder = begun.parent_path();
+  const auto snapshot = folder / begun.filename().string().substr(kPartialPrefix.size());
+  fs::rename(begun, snapshot);
+  flush_folder(folder);
+  note_good(snapshot, true);
+  if (keep) remove_surplus(folder, *keep, secret);
+  return snapshot;
+}
+
+// Renamed first: a snapshot that is being removed is not there.
+void remove_snapshot(const fs::path& snapshot) {
+  in_folder(snapshot, [&] {
+    const auto aside = snapshot.parent_path() / (std::string(kRemovedPrefix) + snapshot.filename().string());
+    fs::remove_all(aside);
+    fs::rename(snapshot, aside);
+    fs::remove_all(aside);
+    return true;
+  });
+  note_good(snapshot, false);
+}
+
+void note_good(const fs::path& snapshot, bool is_good) {
+  const std::lock_guard lock(known_good().mutex);
+  if (is_good) {
+    known_good().paths.insert(fs::absolute(snapshot));
+  } else {
+    known_good().paths.erase(fs::absolute(snapshot));
+  }
+}
+
+FileSum sum_of(const fs::path& path, bool hashes) {
+  FileReader file(path, hashes);
+  std::vector<std::byte> buffer(size_t{1} << 20);
+  while (file.rest() > 0) file.read(buffer.data(), std::min<uint64_t>(file.rest(), buffer.size()));
+  return file.sum();
+}
+
+bool has_hash(const Shard& shard) { return !shard.sum.sha256.empty() && has_sha256(); }
+
+bool is_same(const FileSum& found, const FileSum& expected) {
+  return found.bytes == expected.bytes && found.crc32 == expected.crc32 &&
+         (found.sha256.empty() || found.sha256 == expected.sha256);
+}
+
+}  // namespace muster::checkpoint

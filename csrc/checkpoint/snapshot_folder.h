@@ -1,0 +1,48 @@
+// What is done to a folder of snapshots around their files: a snapshot is begun, becomes one, or is removed, at once.
+#pragma once
+
+#include <filesystem>
+#include <optional>
+
+#include "checkpoint/manifest.h"
+#include "muster/error.h"
+#include "net/job_secret.h"
+
+namespace muster::checkpoint {
+
+inline constexpr const char* kManifest = "manifest.json";
+
+/// What `call` gives; the system's errors are CheckpointError, naming the folder.
+template <class Call>
+auto in_folder(const std::filesystem::path& folder, const Call& call) {
+  try {
+    return call();
+  } catch (const std::filesystem::filesystem_error& error) {
+    throw CheckpointError("cannot use the folder '" + folder.string() + "' for snapshots: " + error.code().message() +
+                          "; check its permissions and the space on its disk");
+  }
+}
+
+/// Makes the folder of the snapshot with the next number, which is no snapshot yet, and removes what dead writers left.
+/// Returns its path. Throws std::filesystem::filesystem_error, CheckpointError.
+std::filesystem::path begin_snapshot(const std::filesystem::path& folder);
+
+/// Makes such a folder, once it is whole, the snapshot; then removes those of its folder that need not stay. Returns
+/// the snapshot's path. Throws as begin_snapshot.
+std::filesystem::path end_snapshot(const std::filesystem::path& begun, const std::optional<int>& keep,
+                                   const std::optional<net::JobSecret>& secret);
+
+/// Remembers whether a snapshot, which this process wrote or has read whole, is good. Thread-safe.
+void note_good(const std::filesystem::path& snapshot, bool is_good);
+
+/// The sum of a file, which is read to its end. Throws CheckpointError.
+FileSum sum_of(const std::filesystem::path& path, bool hashes);
+
+/// Whether a file is to be read with its SHA-256. A build without OpenSSL does with the CRC-32: with a secret it has
+/// not come so far.
+bool has_hash(const Shard& shard);
+
+/// Whether what was read of a file is what its manifest expects.
+bool is_same(const FileSum& found, const FileSum& expected);
+
+}  // namespace muster::checkpoint
