@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "checkpoint/saved_tree.h"
 #include "checkpoint/sha256.h"
 #include "checkpoint/snapshot_writer.h"
 #include "muster/error.h"
@@ -43,8 +44,9 @@ void bind_saving(py::module_& m) {
       "read_newest_snapshot",
       [](const std::filesystem::path& folder)
           -> std::optional<std::tuple<checkpoint::NamedTensors, checkpoint::Metadata, std::filesystem::path>> {
-        auto snapshot = checkpoint::read_newest_snapshot(folder);
+        auto snapshot = checkpoint::read_newest_snapshot(folder, checkpoint::Memory::of_file);
         if (!snapshot) return std::nullopt;
+        checkpoint::copy_small_parts(snapshot->tensors);
         return std::tuple(std::move(snapshot->tensors), std::move(snapshot->metadata), std::move(snapshot->folder));
       },
       "folder"_a, Release());

@@ -1,6 +1,7 @@
 #include "checkpoint/file.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -95,6 +96,21 @@ void in_threads(uint64_t bytes, size_t count, const Read& read) {
   if (error) std::rethrow_exception(error);
 }
 
+// Of a file that is mapped: where its disk refuses, or it is shorter by now, this is an error instead of a signal.
+void bring_in(std::byte* data, size_t bytes, const std::filesystem::path& path) {
+  static const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<uintptr_t>(data) / page * page;
+  const auto end = reinterpret_cast<uintptr_t>(data) + bytes;
+  while (::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_READ) != 0) {
+    if (errno == EINTR || errno == EAGAIN) continue;
+    if (errno != EFAULT) fail("read", path, kReadRemedy);
+    throw CheckpointError("'" + path.string() + "' ends early, or its disk does not give it; load another snapshot");
+  }
+}
+
+// Whether the system can bring in what is mapped (Linux 5.14).
+bool can_bring_in(std::byte* data) { return ::madvise(data, 1, MADV_POPULATE_READ) == 0 || errno != EINVAL; }
+
 // Adds the section to what came before, empties it, and returns its checksum.
 uint32_t end_of(FileSum& sum, FileSum& section) noexcept {
   const auto ended = std::exchange(section, {});
@@ -153,6 +169,10 @@ FileReader::FileReader(std::filesystem::path path, bool hashes)
 }
 
 uint32_t FileReader::read_at(uint64_t position, std::byte* data, size_t bytes, uint32_t before) {
+  if (is_mapped_) {
+    bring_in(data, bytes, path_);
+    return crc32(data, bytes, before);
+  }
   while (bytes > 0) {
     const ssize_t got = ::pread(fd_.get(), data, std::min(bytes, kPieceBytes), static_cast<off_t>(position));
     if (got < 0 && errno == EINTR) continue;
@@ -215,6 +235,27 @@ std::vector<uint32_t> FileReader::read_sections(std::span<const Section> section
     end_section();
   }
   return sums;
+}
+
+std::shared_ptr<std::byte> FileReader::map_sections(std::span<const size_t> sizes, std::vector<uint32_t>& crc32s) {
+  end_section();
+  const auto first = position();
+  if (first == size_) return nullptr;
+  void* const found = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd_.get(), 0);
+  if (found == MAP_FAILED) return nullptr;
+  std::shared_ptr<std::byte> map(static_cast<std::byte*>(found),
+                                 [size = size_](std::byte* begin) { ::munmap(begin, size); });
+  if (!can_bring_in(map.get())) return nullptr;
+  std::vector<Section> sections;
+  auto* next = map.get() + first;
+  for (const size_t bytes : sizes) {
+    sections.push_back({next, bytes});
+    next += bytes;
+  }
+  is_mapped_ = true;
+  crc32s = read_sections(sections);
+  is_mapped_ = false;
+  return {map, map.get() + first};
 }
 
 uint32_t FileReader::end_section() noexcept { return end_of(sum_, section_); }

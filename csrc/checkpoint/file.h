@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -74,6 +75,13 @@ class FileReader {
   /// Reads what follows into one section after another, and returns the checksum of each. Where they are large and no
   /// SHA-256 is asked for, which knows one order only, by a thread for each core that this process may use, 8 at most.
   std::vector<uint32_t> read_sections(std::span<const Section> sections);
+
+  /// The rest of the file as the system has it in memory, where it is then read from: no memory is needed for it, and
+  /// what is written there stays in this process. Null where the system cannot. It stays until the last one lets go,
+  /// also where the file is removed; of one that is cut short meanwhile SIGBUS tells, so that what is to stay for long
+  /// is to be copied. Sets `crc32s` to the checksum of each of the sections, whose sizes follow one another. Throws as
+  /// read_sections, which it is in all else.
+  std::shared_ptr<std::byte> map_sections(std::span<const size_t> sizes, std::vector<uint32_t>& crc32s);
   /// `bytes` of them, which must not be more than the rest.
   std::string read_text(size_t bytes);
   /// The checksum of what was read since the last call.
@@ -83,14 +91,16 @@ class FileReader {
 
  private:
   uint64_t position() const noexcept { return sum_.bytes + section_.bytes; }
-  // Reads what is at `position` of the file, and returns the checksum of it and of what gave `before`. Thread-safe.
+  // Reads what is at `position` of the file, which is there already where it is mapped, and returns the checksum of it
+  // and of what gave `before`. Thread-safe.
   uint32_t read_at(uint64_t position, std::byte* data, size_t bytes, uint32_t before);
 
   std::filesystem::path path_;
   net::FileDescriptor fd_;
   uint64_t size_ = 0;
-  FileSum sum_;      // but for the section
-  FileSum section_;  // since end_section()
+  bool is_mapped_ = false;  // sections are the file itself
+  FileSum sum_;             // but for the section
+  FileSum section_;         // since end_section()
   std::optional<Sha256> hash_;
 };
 

@@ -1,9 +1,11 @@
 #include "checkpoint/safetensors.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <bit>
+#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <optional>
@@ -167,6 +169,34 @@ std::string header_of(const std::vector<Entry>& entries) {
   return header;
 }
 
+NamedTensors copied(FileReader& file, const std::vector<Entry>& entries, std::vector<uint32_t>& crc32s) {
+  NamedTensors tensors;
+  std::vector<Section> sections;
+  for (const auto& entry : entries) {
+    const auto tensor = at::empty(entry.sizes, entry.dtype);
+    sections.push_back({tensor.mutable_data_ptr(), tensor.nbytes()});
+    tensors.emplace(entry.name, tensor);
+  }
+  crc32s = file.read_sections(sections);
+  return tensors;
+}
+
+// None where the system cannot.
+NamedTensors mapped(FileReader& file, const std::vector<Entry>& entries, std::vector<uint32_t>& crc32s) {
+  std::vector<size_t> sizes;
+  for (const auto& entry : entries) sizes.push_back(static_cast<size_t>(entry.end - entry.begin));
+  const auto map = file.map_sections(sizes, crc32s);
+  NamedTensors tensors;
+  if (!map) return tensors;
+  for (const auto& entry : entries) {
+    auto* const data = map.get() + entry.begin;
+    auto tensor = at::from_blob(data, entry.sizes, [map](void*) {}, entry.dtype);
+    const bool is_aligned = reinterpret_cast<uintptr_t>(data) % c10::elementSize(entry.dtype) == 0;
+    tensors.emplace(entry.name, is_aligned ? std::move(tensor) : tensor.clone());
+  }
+  return tensors;
+}
+
 }  // namespace
 
 void check_storable(const std::string& name, const at::Tensor& tensor) {
@@ -201,7 +231,7 @@ TensorSums write_safetensors(const std::filesystem::path& path, const NamedTenso
   return sums;
 }
 
-NamedTensors read_safetensors(const std::filesystem::path& path, TensorSums& sums, bool hashes) {
+NamedTensors read_safetensors(const std::filesystem::path& path, TensorSums& sums, bool hashes, Memory memory) {
   FileReader file(path, hashes);
   uint64_t length = 0;
   if (file.size() >= kLengthBytes) file.read(&length, sizeof(length));
@@ -216,14 +246,9 @@ NamedTensors read_safetensors(const std::filesystem::path& path, TensorSums& sum
   JsonReader json(header, path.string());
   file.end_section();
   const auto entries = read_header(json, file.rest());
-  NamedTensors tensors;
-  std::vector<Section> sections;
-  for (const auto& entry : entries) {
-    const auto tensor = at::empty(entry.sizes, entry.dtype);
-    sections.push_back({tensor.mutable_data_ptr(), tensor.nbytes()});
-    tensors.emplace(entry.name, tensor);
-  }
-  const auto crc32s = file.read_sections(sections);
+  std::vector<uint32_t> crc32s;
+  auto tensors = memory == Memory::of_file ? mapped(file, entries, crc32s) : NamedTensors();
+  if (tensors.size() != entries.size()) tensors = copied(file, entries, crc32s);
   for (size_t i = 0; i < entries.size(); ++i) sums.crc32s.insert_or_assign(entries[i].name, crc32s[i]);
   sums.file = file.sum();
   return tensors;

@@ -36,8 +36,13 @@ struct TensorSums {
 /// check_storable, and CheckpointError where the system refuses.
 TensorSums write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors, bool hashes = false);
 
+/// Where tensors are that were read: in memory of their own, or in that of their file (FileReader::map_sections), all
+/// together until the last one goes.
+enum class Memory { own, of_file };
+
 /// All tensors of a file, contiguous, on the CPU. Throws CheckpointError for a file that is damaged, before anything
 /// is allocated that the file could not fill. Sets `sums`.
-NamedTensors read_safetensors(const std::filesystem::path& path, TensorSums& sums, bool hashes = false);
+NamedTensors read_safetensors(const std::filesystem::path& path, TensorSums& sums, bool hashes = false,
+                              Memory memory = Memory::own);
 
 }  // namespace muster::checkpoint

@@ -1,8 +1,10 @@
 #include "checkpoint/saved_tree.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <limits>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 
@@ -236,6 +238,14 @@ SavedTree encode_tree(const SavedValue& value) {
   tree.document = encoder.write(value, "");
   tree.tensors = encoder.take_tensors();
   return tree;
+}
+
+void copy_small_parts(NamedTensors& tensors) {
+  constexpr std::string_view kLarge[] = {"modules/", "optimizers/", "tables/"};
+  for (auto& [name, tensor] : tensors) {
+    const auto is_in = [&name = name](std::string_view part) { return name.starts_with(part); };
+    if (std::ranges::none_of(kLarge, is_in)) tensor = tensor.clone();
+  }
 }
 
 SavedValue decode_tree(const SavedTree& tree, const std::string& source) {

@@ -92,8 +92,8 @@ fs::path write_snapshot(const fs::path& folder, const Snapshot& snapshot, const 
   return write_snapshot(folder, snapshot.metadata, next, options);
 }
 
-SnapshotReader::SnapshotReader(fs::path folder, const std::optional<net::JobSecret>& secret)
-    : folder_(std::move(folder)), manifest_(read_manifest(folder_ / kManifest, secret)) {
+SnapshotReader::SnapshotReader(fs::path folder, const std::optional<net::JobSecret>& secret, Memory memory)
+    : folder_(std::move(folder)), manifest_(read_manifest(folder_ / kManifest, secret)), memory_(memory) {
   note_pieces();
 }
 
@@ -154,7 +154,8 @@ std::optional<NamedTensors> SnapshotReader::next() {
   }
   const size_t shard = next_++;
   TensorSums sums;
-  auto tensors = read_safetensors(folder_ / manifest_.shards[shard].file, sums, has_hash(manifest_.shards[shard]));
+  auto tensors =
+      read_safetensors(folder_ / manifest_.shards[shard].file, sums, has_hash(manifest_.shards[shard]), memory_);
   check(shard, tensors, sums);
   return tensors;
 }
@@ -181,14 +182,16 @@ Snapshot SnapshotReader::rest() {
   return snapshot;
 }
 
-Snapshot read_snapshot(const fs::path& folder) { return SnapshotReader(folder).rest(); }
+Snapshot read_snapshot(const fs::path& folder, Memory memory) {
+  return SnapshotReader(folder, net::job_secret(), memory).rest();
+}
 
-bool read_newest_snapshot(const fs::path& folder, const std::function<void(SnapshotReader&)>& read) {
+bool read_newest_snapshot(const fs::path& folder, const std::function<void(SnapshotReader&)>& read, Memory memory) {
   const auto found =
       in_folder(folder, [&] { return fs::exists(folder) ? snapshots_in(folder) : std::map<int64_t, fs::path>(); });
   for (auto it = found.rbegin(); it != found.rend(); ++it) {
     try {
-      SnapshotReader reader(it->second);
+      SnapshotReader reader(it->second, net::job_secret(), memory);
       read(reader);
       return true;
     } catch (const CheckpointError& error) {
@@ -216,9 +219,10 @@ std::vector<SnapshotInfo> list_snapshots(const fs::path& folder) {
   return good;
 }
 
-std::optional<StoredSnapshot> read_newest_snapshot(const fs::path& folder) {
+std::optional<StoredSnapshot> read_newest_snapshot(const fs::path& folder, Memory memory) {
   std::optional<StoredSnapshot> newest;
-  read_newest_snapshot(folder, [&](SnapshotReader& reader) { newest = {reader.rest(), reader.folder()}; });
+  const auto read = [&](SnapshotReader& reader) { newest = {reader.rest(), reader.folder()}; };
+  read_newest_snapshot(folder, read, memory);
   return newest;
 }
 

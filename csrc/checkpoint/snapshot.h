@@ -69,8 +69,8 @@ class SnapshotReader {
  public:
   /// Reads the manifest in a snapshot's folder. Throws CheckpointError, naming the file, if it is damaged, of another
   /// version, or not signed with the secret, where there is one.
-  explicit SnapshotReader(std::filesystem::path folder,
-                          const std::optional<net::JobSecret>& secret = net::job_secret());
+  explicit SnapshotReader(std::filesystem::path folder, const std::optional<net::JobSecret>& secret = net::job_secret(),
+                          Memory memory = Memory::own);
   SnapshotReader(const SnapshotReader&) = delete;
   SnapshotReader& operator=(const SnapshotReader&) = delete;
 
@@ -98,12 +98,13 @@ class SnapshotReader {
 
   std::filesystem::path folder_;
   Manifest manifest_;
+  Memory memory_;
   std::vector<std::map<std::string, Place>> pieces_;  // by shard and name there
   size_t next_ = 0;
 };
 
 /// One snapshot's folder. Throws CheckpointError, naming the file, if anything of it is damaged or of another version.
-Snapshot read_snapshot(const std::filesystem::path& folder);
+Snapshot read_snapshot(const std::filesystem::path& folder, Memory memory = Memory::own);
 
 /// A snapshot of which the manifest alone was read.
 struct SnapshotInfo {
@@ -124,10 +125,11 @@ void remove_snapshot(const std::filesystem::path& snapshot);
 
 /// The newest good snapshot; nothing where there is none at all, or no folder. Each damaged one is named in a warning
 /// and passed over; throws CheckpointError if that leaves none.
-std::optional<StoredSnapshot> read_newest_snapshot(const std::filesystem::path& folder);
+std::optional<StoredSnapshot> read_newest_snapshot(const std::filesystem::path& folder, Memory memory = Memory::own);
 
 /// The same file by file: calls `read` with a reader of the newest snapshot, and where that throws CheckpointError, of
 /// the one before, to begin anew. False: there is no snapshot at all.
-bool read_newest_snapshot(const std::filesystem::path& folder, const std::function<void(SnapshotReader&)>& read);
+bool read_newest_snapshot(const std::filesystem::path& folder, const std::function<void(SnapshotReader&)>& read,
+                          Memory memory = Memory::own);
 
 }  // namespace muster::checkpoint

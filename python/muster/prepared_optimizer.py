@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from numbers import Real
 from typing import Any, cast
@@ -161,6 +161,15 @@ class PreparedOptimizer:
         if self._flat is not None and (state := optim.state_of(self._flat)) is not None:
             state.follow()
 
+    def load(self, packed: dict[str, Any]) -> None:
+        """Loads a state_dict, and keeps none of its tensors."""
+        state = None if self._flat is None else optim.state_of(self._flat)
+        if state is None:
+            packed = {**packed, "state": {number: _copied(values) for number, values in packed["state"].items()}}
+        self.optimizer.load_state_dict(packed)
+        if state is not None:
+            state.follow()
+
     def publish(self) -> None:
         """After the core stepped this flat optimizer: its new state stands in the optimizer's."""
         self._state().publish()
@@ -256,6 +265,10 @@ def _number(value: Any) -> Any:
         numbers = tuple(map(_number, value))
         return None if None in numbers else numbers
     return value if isinstance(value, Real) else None
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def _words(parameter: Sequence[str] | None) -> str:

@@ -326,7 +326,7 @@ class Saving:
         before = [(each.optimizer, each.optimizer.state, each.optimizer.param_groups) for each in optimizers]
         try:
             for prepared, theirs in _pairs(optimizers, saved["optimizers"]):
-                prepared.optimizer.load_state_dict(saved_optimizer.with_numbers(self._core, prepared, theirs))
+                prepared.load(saved_optimizer.with_numbers(self._core, prepared, theirs))
             then()
         except BaseException:
             for optimizer, state, groups in before:

@@ -313,3 +313,25 @@ def test_parameters_that_come_in_another_order_keep_their_state(tmp_path: Path) 
         assert optimizer.param_groups[0]["param_names"] == ["bias", "weight"]
         for name, parameter in model.named_parameters():
             assert torch.equal(optimizer.state[parameter]["exp_avg"], expected[name])
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_load_leaves_nothing_mapped(fuse: bool, tmp_path: Path) -> None:
+    """What is kept of a checkpoint is in memory of its own, whatever becomes of its files."""
+
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count(str(tmp_path))
+
+    average = build()
+    with mirrored(fuse=fuse) as strategy:
+        job = Job(strategy, torch.optim.AdamW)
+        job.train(3)
+        strategy.save(tmp_path, average=average, value=torch.arange(1000))
+        assert strategy.load(tmp_path, average=average) is not None and maps() == 0  # once the optimizer has stepped
+        expected = job.train(6).values()
+    with mirrored(fuse=fuse) as strategy:
+        job = Job(strategy, torch.optim.AdamW)
+        found = strategy.load(tmp_path, average=average)
+        assert maps() == 0
+        assert found is not None and torch.equal(found["value"], torch.arange(1000))
+        assert same(job.train(6).values(), expected)

@@ -22,7 +22,7 @@ void bind_checkpoint(py::module_& parent) {
   m.def(
       "read_snapshot",
       [](const std::filesystem::path& folder) {
-        auto snapshot = checkpoint::read_snapshot(folder);
+        auto snapshot = checkpoint::read_snapshot(folder, checkpoint::Memory::of_file);
         return std::pair(std::move(snapshot.tensors), std::move(snapshot.metadata));
       },
       "folder"_a, Release());

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <memory>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -33,8 +34,8 @@ std::vector<std::byte> some_bytes(size_t count) {
 size_t whole_size() { return std::accumulate(std::begin(kSizes), std::end(kSizes), size_t{0}); }
 
 // Memory for sections of kSizes.
-struct Memory {
-  Memory() {
+struct Sections {
+  Sections() {
     for (const size_t size : kSizes) sections.push_back({parts.emplace_back(size).data(), size});
   }
 
@@ -68,7 +69,7 @@ TEST_CASE("sections are read by several threads as by one", "[checkpoint]") {
   }
   FileReader file(path, hashes);
   CHECK(file.read_text(header.size()) == header);
-  Memory memory;
+  Sections memory;
   const auto sums = file.read_sections(memory.sections);
   size_t begin = 0;
   for (size_t s = 0; s < memory.parts.size(); ++s) {
@@ -79,6 +80,52 @@ TEST_CASE("sections are read by several threads as by one", "[checkpoint]") {
   }
   CHECK(file.sum() == expected);
   CHECK(file.rest() == 0);
+}
+
+TEST_CASE("a file that is mapped gives what one gives that is read", "[checkpoint]") {
+  const bool hashes = GENERATE(false, true) && has_sha256();
+  const Folder folder;
+  const auto path = folder.path / "file";
+  const auto written = some_bytes(whole_size());
+  FileSum expected;
+  {
+    FileWriter file(path, hashes);
+    file.write("header", 6);
+    file.write(written.data(), written.size());
+    expected = file.finish();
+  }
+  std::shared_ptr<std::byte> map;
+  {
+    FileReader file(path, hashes);
+    file.read_text(6);
+    std::vector<uint32_t> sums;
+    map = file.map_sections(kSizes, sums);
+    REQUIRE(map != nullptr);
+    size_t begin = 0;
+    for (size_t s = 0; s < std::size(kSizes); ++s) {
+      CHECK(sums.at(s) == crc32(written.data() + begin, kSizes[s]));
+      begin += kSizes[s];
+    }
+    CHECK(file.sum() == expected);
+    CHECK(file.rest() == 0);
+  }
+  *map = ~*map;  // which the file does not see
+  FileReader again(path);
+  again.read_text(6);
+  std::byte first;
+  again.read(&first, 1);
+  CHECK(first == written.front());
+  std::filesystem::remove(path);
+  CHECK(std::equal(written.begin() + 1, written.end(), map.get() + 1));
+}
+
+TEST_CASE("of an empty rest nothing is mapped", "[checkpoint]") {
+  const Folder folder;
+  const auto path = folder.path / "file";
+  FileWriter(path).finish();
+  FileReader file(path);
+  std::vector<uint32_t> sums;
+  CHECK(file.map_sections({}, sums) == nullptr);
 }
 
 TEST_CASE("a file that ends within a section is an error, whichever thread sees it", "[checkpoint]") {
@@ -92,6 +139,10 @@ TEST_CASE("a file that ends within a section is an error, whichever thread sees 
   }
   FileReader file(path);
   std::filesystem::resize_file(path, whole_size() - 1);
-  Memory memory;
+  Sections memory;
   CHECK_THROWS_WITH(file.read_sections(memory.sections), ContainsSubstring("ends early"));
+  FileReader mapped(path);
+  std::filesystem::resize_file(path, whole_size() - (size_t{1} << 20));
+  std::vector<uint32_t> sums;
+  CHECK_THROWS_WITH(mapped.map_sections(kSizes, sums), ContainsSubstring("ends early"));
 }
