@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import os
 import socket
@@ -16,6 +17,8 @@ from torch import nn
 from muster import _C
 from muster.errors import LayoutMismatch
 from muster.free_ports import free_ports
+from muster.gloo_interface import own_address_to
+from muster.several_hosts import SeveralHosts
 from muster.strategy import MultiWorkerMirroredStrategy
 
 __all__ = ["GroupStrategy", "compare", "host"]
@@ -30,7 +33,8 @@ _known: MutableMapping[Any, dict[torch.device, GroupStrategy]] = weakref.WeakKey
 class GroupStrategy(MultiWorkerMirroredStrategy):
     """Averages gradients between the ranks of a process group, each with one device.
 
-    Ranks of one host reduce through its memory, others through the group itself. The group serves to agree on that, and
+    Ranks of one host reduce through its memory; between hosts that have several each, sums of a host travel, through
+    process groups beside the group; all others reduce through the group itself. The group serves to agree on that, and
     on where they meet. There is one such strategy a group and device; it lives as long as the group.
     """
 
@@ -49,14 +53,23 @@ class GroupStrategy(MultiWorkerMirroredStrategy):
     def _met(cls, group: dist.ProcessGroup, device: torch.device) -> GroupStrategy:
         rank, size = group.rank(), group.size()
         everyones = _gather((host(), _address() if rank == 0 else "", os.geteuid()), group)
-        hosts = [(host, user) for host, _, user in everyones]
-        is_one_host = len(set(hosts)) == 1 and size <= _MOST_ON_A_HOST
-        port = everyones[0][1].rpartition(":")[2]
-        cluster = _C.Cluster(
-            rank, size, f"127.0.0.1:{port}" if is_one_host else everyones[0][1], hosts[:rank].count(hosts[rank])
-        )
-        made = cls(cluster, [device], process_group=None if is_one_host else group, timeout=_timeout(group, device))
-        made.way = "memory of this host" if is_one_host else f"the process group ({group.name()})"
+        hosts = [f"{host} {user}" for host, _, user in everyones]
+        address = everyones[0][1]
+        num_hosts = len(set(hosts))
+        most = max(map(hosts.count, hosts))
+        timeout = _timeout(group, device)
+        between: Any = group
+        way = f"the process group ({group.name()})"
+        if most <= _MOST_ON_A_HOST and num_hosts == 1:
+            address = f"127.0.0.1:{address.rpartition(':')[2]}"
+            between = None
+            way = "memory of this host"
+        elif 1 < most <= _MOST_ON_A_HOST and device.type == "cpu":
+            between = SeveralHosts(hosts, address, None, timeout, dist.get_process_group_ranks(group))
+            way = f"memory of each host, and process groups between {num_hosts} hosts"
+        cluster = _C.Cluster(rank, size, address, hosts[:rank].count(hosts[rank]))
+        made = cls(cluster, [device], process_group=between, timeout=timeout)
+        made.way = way
         return made
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -94,8 +107,17 @@ def host() -> str:
 
 
 def _address() -> str:
-    """Where rank 0 can be reached, at a port that is free."""
-    return f"{socket.getfqdn()}:{free_ports(1)[0]}"
+    """Where other ranks reach this one, at a port that is free."""
+    port = free_ports(1)[0]
+    master = os.environ.get("MASTER_ADDR", "")
+    own = own_address_to(master, port) if master else None
+    if own is None:
+        name = socket.getfqdn()
+    elif ipaddress.ip_address(own).is_loopback:  # it is this host, under a name that others know
+        name = master
+    else:
+        name = own
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> float:

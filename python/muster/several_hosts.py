@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -34,17 +35,25 @@ class SeveralHosts:
     """What a job whose workers are on several hosts communicates through between these: groups beside the default group
     of torch.distributed, which is the program's or, where it has none, made here (Gloo)."""
 
-    def __init__(self, hosts: list[str], address: str, default: DefaultGroup | None, timeout: float) -> None:
-        """Collective. `hosts`: by worker, what tells hosts apart. `address`: of the rendezvous. `default`: the default
-        group, where it was made here. `timeout`: seconds that an operation of a group may take."""
+    def __init__(
+        self,
+        hosts: list[str],
+        address: str,
+        default: DefaultGroup | None,
+        timeout: float,
+        ranks: list[int] | None = None,
+    ) -> None:
+        """Collective over the workers. `hosts`: by worker, what tells hosts apart. `address`: of the rendezvous.
+        `default`: the default group, where it was made here. `timeout`: seconds that an operation of a group may take.
+        `ranks`: the workers' ranks in the default group, ascending, where they are not all of it."""
         self.default_group = default
         self._groups: list[Any] = []
-        self._beside = dist.group.WORLD
+        self._beside = weakref.ref(dist.group.WORLD)
         try:
             # Where the program's default group listens, these do.
             with gloo_reaches(address, from_other_hosts=True) if default is not None else nullcontext():
                 for _ in _GROUPS:
-                    self._groups.append(_new_group(timeout))
+                    self._groups.append(_new_group(timeout, ranks))
         except BaseException:
             self.leave()
             raise
@@ -82,7 +91,7 @@ class SeveralHosts:
         """Takes the groups away, and the default group where it was made here. Idempotent."""
         groups, self._groups = self._groups, []
         # They went with the default group, where that one is gone.
-        if dist.is_initialized() and dist.group.WORLD is self._beside:
+        if dist.is_initialized() and dist.group.WORLD is self._beside():
             for group in groups:
                 dist.destroy_process_group(group)
         if self.default_group is not None:
@@ -107,10 +116,10 @@ def _in_words(default: str) -> str:
     return f"rank {rank} of {size} in the default group of torch.distributed"
 
 
-def _new_group(timeout: float) -> Any:
+def _new_group(timeout: float, ranks: list[int] | None) -> Any:
     backend = "gloo" if dist.is_gloo_available() else None  # None: that of the default group
     try:
-        return dist.new_group(backend=backend, timeout=timedelta(seconds=timeout))
+        return dist.new_group(ranks, timedelta(seconds=timeout), backend, use_local_synchronization=ranks is not None)
     except RuntimeError as error:
         raise CommError(
             f"the workers are on several hosts, and a process group between them could not be made: "

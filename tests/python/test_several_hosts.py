@@ -132,3 +132,53 @@ def test_three_hosts_with_a_worker_each_train_as_one(three_hosts: Hosts) -> None
     expected = [trained.parameters for trained in train_mirrored(3, CONFIGS)]
     for trained in three_hosts.run([0, 1, 2], _train):
         assert all(map(np.array_equal, trained, expected))
+
+
+def _average_by_the_drop_in() -> tuple[list[np.ndarray], str, np.ndarray | None, str]:
+    """Means over all four ranks, and over the last three, with the ways that they took."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    rank = int(os.environ["RANK"])
+    place = f"tcp://{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1000}"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=4)
+
+    def averaged(group: dist.ProcessGroup | None) -> tuple[list[np.ndarray], str]:
+        model = muster.DistributedDataParallel(_Products(), process_group=group)
+        way = str(model._get_ddp_logging_data()["reduced_through"])
+        gradients = []
+        for step in range(2):
+            model(_factor(rank, step)).backward()
+            gradients.append(model.module.weight.grad.numpy().copy())
+            model.zero_grad(set_to_none=bool(step))
+        return gradients, way
+
+    of_all, way = averaged(None)
+    three = dist.new_group([1, 2, 3])
+    of_three, way_of_three = averaged(three) if rank else ([None], "")
+    dist.destroy_process_group()
+    return of_all, way, of_three[0], way_of_three
+
+
+class _Products(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(70_001))
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        return (self.weight * factor).sum()
+
+
+def _factor(rank: int, step: int) -> torch.Tensor:
+    return torch.rand(70_001, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def test_the_drop_in_sums_on_each_host_and_gives_the_bits_of_one(three_hosts: Hosts) -> None:
+    results: list[Any] = three_hosts.run([0, 1, 1, 0], _average_by_the_drop_in)
+    for rank, (of_all, way, of_three, way_of_three) in enumerate(results):
+        assert way == "memory of each host, and process groups between 2 hosts"
+        for step, mean in enumerate(of_all):
+            a, b, c, d = (_factor(r, step) for r in range(4))
+            assert np.array_equal(mean, (((a + b) + (c + d)) / 4).numpy())
+        if rank:
+            _, b, c, d = (_factor(r, 0) for r in range(4))
+            assert way_of_three == way
+            assert np.array_equal(of_three, (((b + c) + d) / 3).numpy())
