@@ -136,13 +136,8 @@ class Preparation:
             raise InvalidArgument(
                 f"prepare() takes modules, module factories, optimizers and loaders; it got a {type(given).__name__}"
             )
-        if isinstance(given, torch.jit.ScriptModule):
-            raise InvalidArgument(
-                f"a {type(given).__name__} cannot be prepared: torch gives scripted modules no hooks; prepare the "
-                "module that it was made from"
-            )
         if isinstance(given, nn.Module):
-            _check_initialised(given)
+            _check_module(given)
         owner = _prepared_by.get(_raw(given)) if isinstance(given, (nn.Module, Optimizer, DataLoader)) else None
         if self._is_another_open_strategy(owner):
             raise InvalidArgument(
@@ -172,6 +167,7 @@ class Preparation:
             modules = [given() for _ in range(self._core.local_replicas)]
             if not all(isinstance(module, nn.Module) for module in modules):
                 raise InvalidArgument(f"the factory returned a {type(modules[0]).__name__}; it must build a module")
+            _check_module(modules[0])
             if len({id(module) for module in modules}) < len(modules):
                 raise InvalidArgument("the factory returned one module twice; it must build another one in each call")
         for module, device in zip(modules, self._devices, strict=True):
@@ -256,7 +252,15 @@ def _move_state(optimizer: Optimizer) -> None:
                 values[name] = value.to(parameter.device)
 
 
-def _check_initialised(module: nn.Module) -> None:
+def _check_module(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            kind = f"a {type(part).__name__}"
+            what = f"'{name}' of this {type(module).__name__}, {kind}," if name else kind
+            raise InvalidArgument(
+                f"{what} cannot be prepared: torch gives scripted modules no hooks; prepare the module that it was "
+                "made from"
+            )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise InvalidArgument(

@@ -130,6 +130,10 @@ def test_bad_objects_are_refused_before_any_work() -> None:
             strategy.prepare(module, 3)
         with pytest.raises(muster.InvalidArgument, match=r"RecursiveScriptModule cannot be prepared.*made from"):
             strategy.prepare(torch.jit.script(build()))
+        with pytest.raises(muster.InvalidArgument, match=r"'1' of this Sequential, a RecursiveScriptModule, cannot be"):
+            strategy.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.jit.script(build())))
+        with pytest.raises(muster.InvalidArgument, match=r"a RecursiveScriptModule cannot be prepared"):
+            strategy.prepare(lambda: torch.jit.script(build()))
         with pytest.raises(muster.InvalidArgument, match="factory returned a int"):
             strategy.prepare(lambda: 3)
         with pytest.raises(muster.InvalidArgument, match="factory returned one module twice"):
