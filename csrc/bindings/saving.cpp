@@ -46,7 +46,7 @@ void bind_saving(py::module_& m) {
           -> std::optional<std::tuple<checkpoint::NamedTensors, checkpoint::Metadata, std::filesystem::path>> {
         auto snapshot = checkpoint::read_newest_snapshot(folder, checkpoint::Memory::of_file);
         if (!snapshot) return std::nullopt;
-        checkpoint::copy_small_parts(snapshot->tensors);
+        checkpoint::copy_what_is_kept(snapshot->tensors);
         return std::tuple(std::move(snapshot->tensors), std::move(snapshot->metadata), std::move(snapshot->folder));
       },
       "folder"_a, Release());

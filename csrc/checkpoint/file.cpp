@@ -1,8 +1,10 @@
 #include "checkpoint/file.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -96,6 +98,21 @@ void in_threads(uint64_t bytes, size_t count, const Read& read) {
   if (error) std::rethrow_exception(error);
 }
 
+// Sets a flag for as long as it lives.
+class Flag {
+ public:
+  explicit Flag(bool& flag) : flag_(flag) { flag_ = true; }
+  ~Flag() { flag_ = false; }
+  Flag(const Flag&) = delete;
+  Flag& operator=(const Flag&) = delete;
+
+ private:
+  bool& flag_;
+};
+
+// What the system refuses to map, or to bring in, for other reasons than the file itself.
+struct CannotMap {};
+
 // Of a file that is mapped: where its disk refuses, or it is shorter by now, this is an error instead of a signal.
 void bring_in(std::byte* data, size_t bytes, const std::filesystem::path& path) {
   static const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
@@ -103,13 +120,19 @@ void bring_in(std::byte* data, size_t bytes, const std::filesystem::path& path) 
   const auto end = reinterpret_cast<uintptr_t>(data) + bytes;
   while (::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_READ) != 0) {
     if (errno == EINTR || errno == EAGAIN) continue;
-    if (errno != EFAULT) fail("read", path, kReadRemedy);
+    if (errno != EFAULT && errno != EHWPOISON) throw CannotMap();  // before Linux 5.14, say
     throw CheckpointError("'" + path.string() + "' ends early, or its disk does not give it; load another snapshot");
   }
 }
 
-// Whether the system can bring in what is mapped (Linux 5.14).
-bool can_bring_in(std::byte* data) { return ::madvise(data, 1, MADV_POPULATE_READ) == 0 || errno != EINVAL; }
+// Whether a file is on a disk of this host: on others a file that is removed takes its memory with it.
+bool is_local(int file) {
+  struct statfs system{};
+  if (::fstatfs(file, &system) != 0) return false;
+  constexpr decltype(system.f_type) kLocal[] = {EXT4_SUPER_MAGIC, XFS_SUPER_MAGIC,       BTRFS_SUPER_MAGIC,
+                                                TMPFS_MAGIC,      OVERLAYFS_SUPER_MAGIC, F2FS_SUPER_MAGIC};
+  return std::ranges::find(kLocal, system.f_type) != std::end(kLocal);
+}
 
 // Adds the section to what came before, empties it, and returns its checksum.
 uint32_t end_of(FileSum& sum, FileSum& section) noexcept {
@@ -240,21 +263,23 @@ std::vector<uint32_t> FileReader::read_sections(std::span<const Section> section
 std::shared_ptr<std::byte> FileReader::map_sections(std::span<const size_t> sizes, std::vector<uint32_t>& crc32s) {
   end_section();
   const auto first = position();
-  if (first == size_) return nullptr;
+  if (first == size_ || hash_ || !is_local(fd_.get())) return nullptr;
   void* const found = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd_.get(), 0);
   if (found == MAP_FAILED) return nullptr;
   std::shared_ptr<std::byte> map(static_cast<std::byte*>(found),
                                  [size = size_](std::byte* begin) { ::munmap(begin, size); });
-  if (!can_bring_in(map.get())) return nullptr;
   std::vector<Section> sections;
   auto* next = map.get() + first;
   for (const size_t bytes : sizes) {
     sections.push_back({next, bytes});
     next += bytes;
   }
-  is_mapped_ = true;
-  crc32s = read_sections(sections);
-  is_mapped_ = false;
+  try {
+    const Flag mapped(is_mapped_);
+    crc32s = read_sections(sections);
+  } catch (const CannotMap&) {  // none of the sections has been added to the sum
+    return nullptr;
+  }
   return {map, map.get() + first};
 }
 

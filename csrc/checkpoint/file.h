@@ -77,10 +77,11 @@ class FileReader {
   std::vector<uint32_t> read_sections(std::span<const Section> sections);
 
   /// The rest of the file as the system has it in memory, where it is then read from: no memory is needed for it, and
-  /// what is written there stays in this process. Null where the system cannot. It stays until the last one lets go,
-  /// also where the file is removed; of one that is cut short meanwhile SIGBUS tells, so that what is to stay for long
-  /// is to be copied. Sets `crc32s` to the checksum of each of the sections, whose sizes follow one another. Throws as
-  /// read_sections, which it is in all else.
+  /// what is written there stays in this process. It stays until the last one lets go, also where the file is removed;
+  /// but it follows a file that somebody writes to, and SIGBUS tells of one that is cut short, so that what is to stay
+  /// is to be copied. Null, with nothing read, where the file is on a network, with a SHA-256, which is to hold for
+  /// what is used, and where the system cannot. Sets `crc32s` to the checksum of each of the sections, whose sizes
+  /// follow one another. Throws as read_sections, which it is in all else.
   std::shared_ptr<std::byte> map_sections(std::span<const size_t> sizes, std::vector<uint32_t>& crc32s);
   /// `bytes` of them, which must not be more than the rest.
   std::string read_text(size_t bytes);

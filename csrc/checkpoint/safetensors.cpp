@@ -181,13 +181,13 @@ NamedTensors copied(FileReader& file, const std::vector<Entry>& entries, std::ve
   return tensors;
 }
 
-// None where the system cannot.
-NamedTensors mapped(FileReader& file, const std::vector<Entry>& entries, std::vector<uint32_t>& crc32s) {
+// Nothing where they cannot be.
+std::optional<NamedTensors> mapped(FileReader& file, const std::vector<Entry>& entries, std::vector<uint32_t>& crc32s) {
   std::vector<size_t> sizes;
   for (const auto& entry : entries) sizes.push_back(static_cast<size_t>(entry.end - entry.begin));
   const auto map = file.map_sections(sizes, crc32s);
+  if (!map) return std::nullopt;
   NamedTensors tensors;
-  if (!map) return tensors;
   for (const auto& entry : entries) {
     auto* const data = map.get() + entry.begin;
     auto tensor = at::from_blob(data, entry.sizes, [map](void*) {}, entry.dtype);
@@ -247,8 +247,9 @@ NamedTensors read_safetensors(const std::filesystem::path& path, TensorSums& sum
   file.end_section();
   const auto entries = read_header(json, file.rest());
   std::vector<uint32_t> crc32s;
-  auto tensors = memory == Memory::of_file ? mapped(file, entries, crc32s) : NamedTensors();
-  if (tensors.size() != entries.size()) tensors = copied(file, entries, crc32s);
+  std::optional<NamedTensors> found;
+  if (memory == Memory::of_file) found = mapped(file, entries, crc32s);
+  auto tensors = found ? std::move(*found) : copied(file, entries, crc32s);
   for (size_t i = 0; i < entries.size(); ++i) sums.crc32s.insert_or_assign(entries[i].name, crc32s[i]);
   sums.file = file.sum();
   return tensors;

@@ -240,7 +240,7 @@ SavedTree encode_tree(const SavedValue& value) {
   return tree;
 }
 
-void copy_small_parts(NamedTensors& tensors) {
+void copy_what_is_kept(NamedTensors& tensors) {
   constexpr std::string_view kLarge[] = {"modules/", "optimizers/", "tables/"};
   for (auto& [name, tensor] : tensors) {
     const auto is_in = [&name = name](std::string_view part) { return name.starts_with(part); };

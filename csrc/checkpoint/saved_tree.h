@@ -20,9 +20,9 @@ struct SavedTree {
 /// InvalidArgument, naming the place, for a tensor that cannot be stored, and for text that is not UTF-8.
 SavedTree encode_tree(const SavedValue& value);
 
-/// Copies what load() hands on, or the program keeps: all tensors of a checkpoint but those of its modules, optimizers and
-/// tables, by their places in the document.
-void copy_small_parts(NamedTensors& tensors);
+/// Copies all tensors of a checkpoint but those of its modules, optimizers and tables, by their places in the document:
+/// what load() hands on, and the program keeps.
+void copy_what_is_kept(NamedTensors& tensors);
 
 /// The value. Throws CheckpointError, naming `source`, for what encode_tree does not give.
 SavedValue decode_tree(const SavedTree& tree, const std::string& source);

@@ -136,7 +136,7 @@ Groups groups_over_hosts(const SeveralHosts& several, const Cluster& cluster, To
         "GPUs on several hosts need process_group=: pass a torch.distributed process group that serves CPU tensors "
         "(gloo), for what the workers tell one another; gradients go through NCCL");
   }
-  const auto store = net::open_store(cluster, timeout);
+  const auto store = several.store ? several.store : net::open_store(cluster, timeout);
   const auto host_of_worker = number_hosts(several.hosts);
   const comm::HostsLayout of_workers(std::vector<int>(several.hosts.size(), 1), host_of_worker);
   Host workers(store, "workers", of_workers, topology, 1, timeout);

@@ -313,7 +313,7 @@ std::optional<Saving::Found> Saving::read(const fs::path& folder) {
   if (writer_) writer_->wait();
   auto snapshot = checkpoint::read_newest_snapshot(folder, checkpoint::Memory::of_file);
   if (!snapshot) return std::nullopt;
-  checkpoint::copy_small_parts(snapshot->tensors);
+  checkpoint::copy_what_is_kept(snapshot->tensors);
   const auto* const format = found_in<int64_t>(snapshot->metadata, "muster.format");
   const auto* const document = found_in<std::string>(snapshot->metadata, "content");
   if (format == nullptr || document == nullptr) {

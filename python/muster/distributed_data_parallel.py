@@ -31,8 +31,9 @@ class DistributedDataParallel(TorchDDP):
     """A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass: the same arguments, the
     same training loop, the same results within rounding.
 
-    Ranks meet through the process group. Where all are on one host, gradients are averaged in its memory, else over the
-    group. A gradient is averaged when all of backward has ended.
+    Ranks meet through the process group. Gradients are averaged in the memory of the host where all are on one; on the
+    CPU of hosts that have several ranks each, in each host's memory and then between them; else over the group. A
+    gradient is averaged when all of backward has ended.
 
     What arguments mean here:
 

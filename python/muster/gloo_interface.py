@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from muster.errors import CommError
 
-__all__ = ["gloo_reaches", "host_and_port", "own_address_to"]
+__all__ = ["gloo_reaches", "host_and_port"]
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -45,21 +45,14 @@ def gloo_reaches(address: str, *, from_other_hosts: bool = False) -> Iterator[No
         os.environ.pop(_VARIABLE, None)
 
 
-def own_address_to(host: str, port: int) -> str | None:
-    """This host's address by which packets leave to another one; None where none is known. Nothing is sent."""
-    try:
-        with _towards(host, port) as probe:
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
 def _interface_to(host: str, port: int) -> str | None:
     """The interface by which packets leave; None where it is not known, and for IPv6. Nothing is sent."""
     try:
-        with _towards(host, port) as probe:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
             own = probe.getsockname()[0]
-            if probe.family != socket.AF_INET:
+            if family != socket.AF_INET:
                 return None
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", name.encode()[:15])
@@ -72,15 +65,3 @@ def _interface_to(host: str, port: int) -> str | None:
     except OSError:
         pass
     return None
-
-
-def _towards(host: str, port: int) -> socket.socket:
-    """A socket whose own address is that which packets to `host` leave from."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    probe = socket.socket(family, kind)
-    try:
-        probe.connect(address)
-    except OSError:
-        probe.close()
-        raise
-    return probe

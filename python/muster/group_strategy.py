@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
 import os
 import socket
 import weakref
 from collections.abc import MutableMapping, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from muster import _C
-from muster.errors import LayoutMismatch
+from muster.errors import CommError, LayoutMismatch
 from muster.free_ports import free_ports
-from muster.gloo_interface import own_address_to
-from muster.several_hosts import SeveralHosts
-from muster.strategy import MultiWorkerMirroredStrategy
+from muster.options import device_names, options_of
+from muster.several_hosts import HostsOfGroup
+from muster.strategy import MultiWorkerMirroredStrategy, Strategy
 
 __all__ = ["GroupStrategy", "compare", "host"]
 
@@ -49,26 +49,43 @@ class GroupStrategy(MultiWorkerMirroredStrategy):
             of_group[device] = cls._met(group, device)
         return of_group[device]
 
+    def __init__(
+        self,
+        cluster: _C.Cluster,
+        device: torch.device,
+        between: HostsOfGroup | dist.ProcessGroup | None,
+        timeout: float,
+    ) -> None:
+        """`between`: what ranks that are not on one host reach one another through. Collective."""
+        hosts = between.parts if isinstance(between, HostsOfGroup) else None
+        group = between if hosts is None else None
+        chosen = options_of({"timeout": timeout})
+        core = _C.make_multi_worker(cluster, device_names([device]), asdict(chosen), group, hosts)
+        Strategy.__init__(self, core, chosen)
+        self._groups = None
+
     @classmethod
     def _met(cls, group: dist.ProcessGroup, device: torch.device) -> GroupStrategy:
         rank, size = group.rank(), group.size()
-        everyones = _gather((host(), _address() if rank == 0 else "", os.geteuid()), group)
-        hosts = [f"{host} {user}" for host, _, user in everyones]
-        address = everyones[0][1]
-        num_hosts = len(set(hosts))
-        most = max(map(hosts.count, hosts))
+        told = (host(), _address() if rank == 0 else "", os.geteuid(), os.urandom(8).hex())
+        everyones = _gather(told, group)
+        hosts = [f"{host} {user}" for host, _, user, _ in everyones]
+        address, name = everyones[0][1], everyones[0][3]
         timeout = _timeout(group, device)
-        between: Any = group
+        most = max(map(hosts.count, hosts))
+        between: HostsOfGroup | dist.ProcessGroup | None = group
         way = f"the process group ({group.name()})"
-        if most <= _MOST_ON_A_HOST and num_hosts == 1:
-            address = f"127.0.0.1:{address.rpartition(':')[2]}"
-            between = None
+        if most <= _MOST_ON_A_HOST and len(set(hosts)) == 1:
+            between, address = None, f"127.0.0.1:{address.rpartition(':')[2]}"
             way = "memory of this host"
         elif 1 < most <= _MOST_ON_A_HOST and device.type == "cpu":
-            between = SeveralHosts(hosts, address, None, timeout, dist.get_process_group_ranks(group))
-            way = f"memory of each host, and process groups between {num_hosts} hosts"
-        cluster = _C.Cluster(rank, size, address, hosts[:rank].count(hosts[rank]))
-        made = cls(cluster, [device], process_group=between, timeout=timeout)
+            found, problem = _hosts_of(group, hosts, name, timeout)
+            if found is None:
+                way += f", since {problem}"
+            else:
+                between = found
+                way = f"memory of each host, and process groups between {len(set(hosts))} hosts"
+        made = cls(_C.Cluster(rank, size, address, hosts[:rank].count(hosts[rank])), device, between, timeout)
         made.way = way
         return made
 
@@ -106,18 +123,20 @@ def host() -> str:
     return _C.host_identity()
 
 
+def _hosts_of(group: dist.ProcessGroup, hosts: list[str], name: str, timeout: float) -> tuple[HostsOfGroup | None, str]:
+    """Collective: what goes between the hosts of a group; None, and why, where any rank cannot have it."""
+    found, problem = None, ""
+    try:
+        found = HostsOfGroup(hosts, group, name, timeout)
+    except CommError as error:
+        problem = f"on rank {group.rank()} {error}"
+    problems = list(filter(None, _gather(problem, group)))
+    return (None, problems[0]) if problems else (found, "")
+
+
 def _address() -> str:
-    """Where other ranks reach this one, at a port that is free."""
-    port = free_ports(1)[0]
-    master = os.environ.get("MASTER_ADDR", "")
-    own = own_address_to(master, port) if master else None
-    if own is None:
-        name = socket.getfqdn()
-    elif ipaddress.ip_address(own).is_loopback:  # it is this host, under a name that others know
-        name = master
-    else:
-        name = own
-    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+    """Where rank 0 can be reached, at a port that is free."""
+    return f"{socket.getfqdn()}:{free_ports(1)[0]}"
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from numbers import Real
 from typing import Any, cast
@@ -13,12 +13,14 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_leaves
 
 from muster import _C, optim, structure
 from muster.by_hand import ByHand
 from muster.errors import InvalidArgument, LayoutMismatch
-from muster.flat_state import FlatGroups, FlatState, FlatStep
+from muster.flat_state import Elsewhere, FlatGroups, FlatState, FlatStep
 from muster.options import StrategyOptions
+from muster.saved_tree import copied
 
 __all__ = ["PreparedOptimizer"]
 
@@ -163,12 +165,14 @@ class PreparedOptimizer:
 
     def load(self, packed: dict[str, Any]) -> None:
         """Loads a state_dict, and keeps none of its tensors."""
-        state = None if self._flat is None else optim.state_of(self._flat)
-        if state is None:
-            packed = {**packed, "state": {number: _copied(values) for number, values in packed["state"].items()}}
-        self.optimizer.load_state_dict(packed)
-        if state is not None:
-            state.follow()
+        self.optimizer.load_state_dict({**packed, "param_groups": copied(packed["param_groups"])})
+        if isinstance(self.optimizer.state, Elsewhere):
+            return
+        # Those of a flat optimizer that has stepped are copies already.
+        given = {id(leaf) for leaf in tree_leaves(packed["state"])}
+        for values in self.optimizer.state.values():
+            if isinstance(values, dict) and any(id(leaf) in given for leaf in tree_leaves(values)):
+                values.update(copied(dict(values)))
 
     def publish(self) -> None:
         """After the core stepped this flat optimizer: its new state stands in the optimizer's."""
@@ -265,10 +269,6 @@ def _number(value: Any) -> Any:
         numbers = tuple(map(_number, value))
         return None if None in numbers else numbers
     return value if isinstance(value, Real) else None
-
-
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def _words(parameter: Sequence[str] | None) -> str:

@@ -6,14 +6,17 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from muster.errors import CheckpointError, InvalidArgument
 
-__all__ = ["decode", "encode"]
+__all__ = ["copied", "decode", "encode"]
+
+_T = TypeVar("_T")
 
 
 def encode(value: object) -> tuple[str, dict[str, Tensor]]:
@@ -34,6 +37,11 @@ def decode(document: str, tensors: Mapping[str, Tensor]) -> Any:
         return _built(json.loads(document), tensors)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"this is no document of a checkpoint ({error!r}); load another one") from error
+
+
+def copied(value: _T) -> _T:
+    """The value with copies of its tensors, which may lie in the memory of their file."""
+    return cast(_T, tree_map_only(Tensor, Tensor.clone, value))
 
 
 def _described(value: object, path: str, tensors: dict[str, Tensor]) -> Any:

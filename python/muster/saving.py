@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from muster import _C, random_states, saved_loaders, saved_optimizer, saved_tree
 from muster.collectives import Collectives
@@ -336,7 +336,7 @@ class Saving:
     def _take(self, saved: dict[str, Any]) -> None:
         with leaving_rows_out():
             for module, tensors in _pairs(self._preparation.modules, saved["modules"]):
-                module.load_state_dict(tensors)
+                module.load_state_dict(_to_load(module.module, tensors))
         self._tables.take(saved["tables"])
         for loader, theirs in _pairs(self._preparation.loaders, saved["loaders"]):
             saved_loaders.take_place(loader, saved_loaders.of_this_rank(self._core, loader, theirs))
@@ -356,6 +356,15 @@ class Saving:
             as_many = others["cuda"] is not None and len(others["cuda"]) == core.num_replicas
             others = {**others, "cuda": others["cuda"] if as_many else None}
             random_states.restore(others, core.rank, core.first_replica, core.devices)
+
+
+def _to_load(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """With copies of all but what is written into parameters and buffers: a module may keep its extra state."""
+    written = {
+        name
+        for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    }
+    return {name: value if name in written else saved_tree.copied(value) for name, value in tensors.items()}
 
 
 def _text_of(error: BaseException) -> str:

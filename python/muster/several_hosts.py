@@ -8,14 +8,17 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore as _PrefixStore
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from muster import _C
 from muster.default_group import DefaultGroup
 from muster.errors import CommError, InvalidArgument
 from muster.gloo_interface import gloo_reaches
 
-__all__ = ["SeveralHosts"]
+__all__ = ["HostsOfGroup", "SeveralHosts"]
 
 _GROUPS = ("workers", "step", "gradients", "results")
 
@@ -35,17 +38,9 @@ class SeveralHosts:
     """What a job whose workers are on several hosts communicates through between these: groups beside the default group
     of torch.distributed, which is the program's or, where it has none, made here (Gloo)."""
 
-    def __init__(
-        self,
-        hosts: list[str],
-        address: str,
-        default: DefaultGroup | None,
-        timeout: float,
-        ranks: list[int] | None = None,
-    ) -> None:
-        """Collective over the workers. `hosts`: by worker, what tells hosts apart. `address`: of the rendezvous.
-        `default`: the default group, where it was made here. `timeout`: seconds that an operation of a group may take.
-        `ranks`: the workers' ranks in the default group, ascending, where they are not all of it."""
+    def __init__(self, hosts: list[str], address: str, default: DefaultGroup | None, timeout: float) -> None:
+        """Collective. `hosts`: by worker, what tells hosts apart. `address`: of the rendezvous. `default`: the default
+        group, where it was made here. `timeout`: seconds that an operation of a group may take."""
         self.default_group = default
         self._groups: list[Any] = []
         self._beside = weakref.ref(dist.group.WORLD)
@@ -53,7 +48,7 @@ class SeveralHosts:
             # Where the program's default group listens, these do.
             with gloo_reaches(address, from_other_hosts=True) if default is not None else nullcontext():
                 for _ in _GROUPS:
-                    self._groups.append(_new_group(timeout, ranks))
+                    self._groups.append(_new_group(timeout))
         except BaseException:
             self.leave()
             raise
@@ -103,6 +98,33 @@ class SeveralHosts:
             self.leave()
 
 
+class HostsOfGroup:
+    """The same between the ranks of a process group that the program has made: in the group's order, met through its
+    store, and unknown to torch.distributed, which counts and names the groups that it knows of."""
+
+    def __init__(self, hosts: list[str], group: dist.ProcessGroup, name: str, timeout: float) -> None:
+        """Collective. `hosts`: by rank of `group`, what tells hosts apart. `name`: one that nothing else in the store
+        has. `timeout`: seconds that an operation may take. Raises CommError where no groups can be made."""
+        try:
+            store = _PrefixStore(f"muster/{name}", _get_process_group_store(group))
+            groups = {each: _gloo_group(_PrefixStore(each, store), group, timeout) for each in _GROUPS}
+        except Exception as error:  # of a group without a store, a torch without Gloo, hosts that do not connect
+            reason = str(error).partition("\n")[0]
+            raise CommError(f"no process group between hosts can be made: {reason}") from error
+        self.parts = _C.SeveralHosts(hosts, **groups, store=_PrefixStore("meeting", store))
+        """What the C++ side takes."""
+
+
+def _gloo_group(store: Any, beside: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+    """Of the ranks of `beside`, in their order."""
+    rank, size = beside.rank(), beside.size()
+    made = dist.ProcessGroup(store, rank, size)
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
+    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return made
+
+
 def _rank_in_default_group() -> str:
     if not dist.is_available() or not dist.is_initialized():
         return "none"
@@ -116,10 +138,10 @@ def _in_words(default: str) -> str:
     return f"rank {rank} of {size} in the default group of torch.distributed"
 
 
-def _new_group(timeout: float, ranks: list[int] | None) -> Any:
+def _new_group(timeout: float) -> Any:
     backend = "gloo" if dist.is_gloo_available() else None  # None: that of the default group
     try:
-        return dist.new_group(ranks, timedelta(seconds=timeout), backend, use_local_synchronization=ranks is not None)
+        return dist.new_group(backend=backend, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         raise CommError(
             f"the workers are on several hosts, and a process group between them could not be made: "

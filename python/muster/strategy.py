@@ -338,10 +338,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         """A worker of the job that `cluster` describes, with a replica for each of `devices`; it talks to the others
         through `process_group` where one is given. Collective."""
         chosen = options_of(options)
-        if isinstance(process_group, SeveralHosts):  # of a subclass, which knows where its workers are
-            several, process_group = process_group, None
-        else:
-            several = SeveralHosts.of(cluster, chosen.timeout) if process_group is None else None
+        several = SeveralHosts.of(cluster, chosen.timeout) if process_group is None else None
         try:
             core = _C.make_multi_worker(
                 cluster, device_names(devices), asdict(chosen), process_group, several.parts if several else None

@@ -315,23 +315,60 @@ def test_parameters_that_come_in_another_order_keep_their_state(tmp_path: Path) 
             assert torch.equal(optimizer.state[parameter]["exp_avg"], expected[name])
 
 
+class Keeping(nn.Linear):
+    """Keeps a tensor beside its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.kept: Tensor = torch.arange(300)
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        return {"kept": self.kept}
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        self.kept = state["kept"]
+
+
+def _count_maps(folder: Path) -> int:
+    return Path("/proc/self/maps").read_text().count(str(folder))
+
+
 @pytest.mark.parametrize("fuse", [True, False])
 def test_a_load_leaves_nothing_mapped(fuse: bool, tmp_path: Path) -> None:
     """What is kept of a checkpoint is in memory of its own, whatever becomes of its files."""
-
-    def maps() -> int:
-        return Path("/proc/self/maps").read_text().count(str(tmp_path))
-
-    average = build()
+    average, keeping = build(), Keeping()
     with mirrored(fuse=fuse) as strategy:
         job = Job(strategy, torch.optim.AdamW)
+        strategy.prepare(keeping)
         job.train(3)
         strategy.save(tmp_path, average=average, value=torch.arange(1000))
-        assert strategy.load(tmp_path, average=average) is not None and maps() == 0  # once the optimizer has stepped
+        assert strategy.load(tmp_path, average=average) is not None  # once the optimizer has stepped
+        assert _count_maps(tmp_path) == 0
         expected = job.train(6).values()
+    keeping = Keeping()
+    keeping.kept = torch.arange(2)
     with mirrored(fuse=fuse) as strategy:
         job = Job(strategy, torch.optim.AdamW)
+        strategy.prepare(keeping)
         found = strategy.load(tmp_path, average=average)
-        assert maps() == 0
+        assert _count_maps(tmp_path) == 0
         assert found is not None and torch.equal(found["value"], torch.arange(1000))
+        assert torch.equal(keeping.kept, torch.arange(300))
         assert same(job.train(6).values(), expected)
+    kept = muster.checkpoint.model_state(tmp_path), muster.checkpoint.optimizer_state(tmp_path)
+    assert _count_maps(tmp_path) == 0 and all(kept)
+
+
+def test_what_is_signed_is_not_read_where_others_may_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not muster._C.has_sha256():
+        pytest.skip("this build cannot sign")
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("a secret of this test")
+    monkeypatch.setenv("MUSTER_SECRET_FILE", str(secret))
+    with mirrored() as strategy:
+        Job(strategy)
+        strategy.save(tmp_path / "runs")
+    snapshot = next((tmp_path / "runs").glob("snapshot-*"))
+    tensors, _ = muster._C._checkpoint.read_snapshot(snapshot)
+    assert tensors and _count_maps(snapshot) == 0

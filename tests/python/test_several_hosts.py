@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import time
@@ -134,28 +135,35 @@ def test_three_hosts_with_a_worker_each_train_as_one(three_hosts: Hosts) -> None
         assert all(map(np.array_equal, trained, expected))
 
 
-def _average_by_the_drop_in() -> tuple[list[np.ndarray], str, np.ndarray | None, str]:
-    """Means over all four ranks, and over the last three, with the ways that they took."""
+def _average_by_the_drop_in() -> dict[str, tuple[str, list[np.ndarray]]]:
+    """What became of gradients over several groups: by what way, and their means in two steps."""
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     rank = int(os.environ["RANK"])
-    place = f"tcp://{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1000}"
+    place = f"tcp://{os.environ.pop('MASTER_ADDR')}:{int(os.environ['MASTER_PORT']) + 1000}"
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=4)
+    found = {}
 
-    def averaged(group: dist.ProcessGroup | None) -> tuple[list[np.ndarray], str]:
+    def average(name: str, group: dist.ProcessGroup | None) -> None:
         model = muster.DistributedDataParallel(_Products(), process_group=group)
-        way = str(model._get_ddp_logging_data()["reduced_through"])
         gradients = []
         for step in range(2):
             model(_factor(rank, step)).backward()
             gradients.append(model.module.weight.grad.numpy().copy())
             model.zero_grad(set_to_none=bool(step))
-        return gradients, way
+        found[name] = str(model._get_ddp_logging_data()["reduced_through"]), gradients
 
-    of_all, way = averaged(None)
-    three = dist.new_group([1, 2, 3])
-    of_three, way_of_three = averaged(three) if rank else ([None], "")
+    average("all", None)
+    if rank == 1:  # others need not know as many groups
+        dist.new_group([1], use_local_synchronization=True)
+    for name in ("three", "three again"):
+        three = dist.new_group([1, 2, 3])
+        if rank:
+            average(name, three)
+            dist.destroy_process_group(three)
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        average("backwards", dist.new_group([3, 2, 1, 0], sort_ranks=False))
     dist.destroy_process_group()
-    return of_all, way, of_three[0], way_of_three
+    return found
 
 
 class _Products(torch.nn.Module):
@@ -173,12 +181,11 @@ def _factor(rank: int, step: int) -> torch.Tensor:
 
 def test_the_drop_in_sums_on_each_host_and_gives_the_bits_of_one(three_hosts: Hosts) -> None:
     results: list[Any] = three_hosts.run([0, 1, 1, 0], _average_by_the_drop_in)
-    for rank, (of_all, way, of_three, way_of_three) in enumerate(results):
-        assert way == "memory of each host, and process groups between 2 hosts"
-        for step, mean in enumerate(of_all):
-            a, b, c, d = (_factor(r, step) for r in range(4))
-            assert np.array_equal(mean, (((a + b) + (c + d)) / 4).numpy())
-        if rank:
-            _, b, c, d = (_factor(r, 0) for r in range(4))
-            assert way_of_three == way
-            assert np.array_equal(of_three, (((b + c) + d) / 3).numpy())
+    for found in results:
+        for name, (way, means) in found.items():
+            assert way == "memory of each host, and process groups between 2 hosts"
+            for step, mean in enumerate(means):
+                a, b, c, d = (_factor(r, step) for r in range(4))
+                of_all, of_three = ((a + b) + (c + d)) / 4, ((b + c) + d) / 3
+                assert np.array_equal(mean, (of_three if name.startswith("three") else of_all).numpy()), name
+    assert all(found.keys() >= {"all", "three", "three again"} for found in results[1:])

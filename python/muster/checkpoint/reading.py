@@ -16,6 +16,7 @@ from muster import _C, saved_tree
 from muster.errors import CheckpointError, InvalidArgument
 from muster.saved_layout import FORMAT
 from muster.saved_tables import with_dense_weights
+from muster.saved_tree import copied
 
 __all__ = [
     "DCP_FORMAT",
@@ -174,7 +175,7 @@ def model_state(path: str | os.PathLike[str], module: int = 0) -> dict[str, Tens
 
 def module_in(parts: Mapping[str, Any], module: int, path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """As `model_state`, of the parts of a checkpoint that was read from `path`."""
-    return dict(_one(with_dense_weights(parts), "modules", module, path))
+    return copied(dict(_one(with_dense_weights(parts), "modules", module, path)))
 
 
 def optimizer_state(path: str | os.PathLike[str], optimizer: int = 0) -> dict[str, Any]:
@@ -185,7 +186,7 @@ def optimizer_state(path: str | os.PathLike[str], optimizer: int = 0) -> dict[st
     `optimizer`: which of the prepared optimizers, counted from 0. Raises CheckpointError where there is no good
     checkpoint, InvalidArgument where it holds no such optimizer.
     """
-    return with_numbers(_one(with_dense_weights(read(path).parts()), "optimizers", optimizer, path))
+    return copied(with_numbers(_one(with_dense_weights(read(path).parts()), "optimizers", optimizer, path)))
 
 
 def with_numbers(saved: Mapping[str, Any]) -> dict[str, Any]:
