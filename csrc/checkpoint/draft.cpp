@@ -1,10 +1,12 @@
 #include "checkpoint/draft.h"
 
 #include <algorithm>
-#include <system_error>
+#include <iterator>
+#include <map>
+#include <optional>
+#include <string_view>
 #include <utility>
 
-#include "checkpoint/snapshot_folder.h"
 #include "core/log.h"
 #include "muster/error.h"
 
@@ -19,8 +21,13 @@ constexpr uint64_t kMaxReason = uint64_t{1} << 16;  // bytes
 fs::path part_manifest(const fs::path& draft, const std::string& writer) { return draft / (writer + ".part.json"); }
 fs::path reason_file(const fs::path& draft, const std::string& writer) { return draft / (writer + ".failed"); }
 
+Metadata labels_of(const fs::path& draft, const std::string& writer) {
+  return {{"draft", draft.filename().string()}, {"writer", writer}};
+}
+
 void check_writer(const std::string& writer) {
-  const auto is_usual = [](unsigned char c) { return std::isalnum(c) != 0 || c == '-'; };
+  static constexpr std::string_view kUsual = "-0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
+  const auto is_usual = [](char c) { return kUsual.find(c) != std::string_view::npos; };
   if (!writer.empty() && std::ranges::all_of(writer, is_usual) && writer.front() != '-') return;
   throw InvalidArgument("'" + writer + "' is no name of a writer: letters, digits and hyphens, with no hyphen first");
 }
@@ -82,6 +89,10 @@ Manifest merged(const fs::path& draft, const std::vector<std::string>& writers,
   MergedTensors tensors;
   for (const auto& writer : writers) {
     auto part = read_manifest(part_manifest(draft, writer), secret, Pieces::some);
+    if (part.metadata != labels_of(draft, writer)) {
+      throw CheckpointError("'" + part_manifest(draft, writer).string() +
+                            "' is the part of another snapshot or writer");
+    }
     const size_t first_shard = whole.shards.size();
     std::ranges::move(part.shards, std::back_inserter(whole.shards));
     for (auto& entry : part.tensors) tensors.add(writer, std::move(entry), first_shard);
@@ -96,11 +107,6 @@ fs::path begin_draft(const fs::path& folder) {
   return in_folder(folder, [&] { return begin_snapshot(folder); });
 }
 
-void drop_draft(const fs::path& draft) noexcept {
-  std::error_code ignored;  // the next writer removes what is left
-  fs::remove_all(draft, ignored);
-}
-
 void write_part(const fs::path& draft, const std::string& writer, const NextRuns& next,
                 const SnapshotOptions& options) {
   check_writer(writer);
@@ -108,8 +114,10 @@ void write_part(const fs::path& draft, const std::string& writer, const NextRuns
     check_there(draft);
     ShardWriter shards(draft, writer + "-", options);
     for (auto runs = next(); !runs.empty(); runs = next()) shards.add(runs);
+    auto part = shards.finish();
+    part.metadata = labels_of(draft, writer);
     const auto unfinished = draft / ("." + writer + ".part.json");
-    write_manifest(unfinished, shards.finish(), options);
+    write_manifest(unfinished, part, options, Pieces::some);
     fs::rename(unfinished, part_manifest(draft, writer));
     flush_folder(draft);
     return true;

@@ -1,10 +1,12 @@
 // A snapshot that several processes write, servers and workers say: a folder that is no snapshot yet, in which each
 // writes files of its own and last a manifest of them, and one of them makes it the snapshot once all have.
 //
-//   FOLDER/.partial-snapshot-0000000007/worker-1-00000.safetensors ...
-//   FOLDER/.partial-snapshot-0000000007/worker-1.part.json
+//   FOLDER/.partial-snapshot-0000000007-1234567/worker-1-00000.safetensors ...
+//   FOLDER/.partial-snapshot-0000000007-1234567/worker-1.part.json
 //
-// A part's manifest is as a snapshot's (snapshot.h), its metadata empty, but its pieces need not be all of a tensor.
+// The last number is random: what was begun before and given up is another draft. A part's manifest is as a snapshot's
+// (snapshot.h), but its pieces need not be all of a tensor, it is signed as a part, and its metadata has the folder's
+// name ("draft") and the writer's ("writer").
 #pragma once
 
 #include <filesystem>
@@ -14,15 +16,13 @@
 
 #include "checkpoint/shard_writer.h"
 #include "checkpoint/snapshot.h"
+#include "checkpoint/snapshot_folder.h"
 
 namespace muster::checkpoint {
 
 /// Begins a draft in a folder that this process has claimed (FolderClaim), and removes what dead writers left. Returns
 /// the draft's path, for all writers. Throws CheckpointError where the system refuses.
 std::filesystem::path begin_draft(const std::filesystem::path& folder);
-
-/// Removes a draft that will be no snapshot. Never throws.
-void drop_draft(const std::filesystem::path& draft) noexcept;
 
 /// Gives some runs at a time, which lie in one file, and nothing after the last.
 using NextRuns = std::function<std::vector<Run>()>;

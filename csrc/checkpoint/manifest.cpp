@@ -59,8 +59,9 @@ std::string read_digest(JsonReader& json) {
 }
 
 // Keyed with what the secret gives for this alone: nothing that is signed elsewhere passes for a manifest.
-std::string signature_of(std::string_view inner, const net::JobSecret& secret) {
-  return hex_of_digest(hmac_sha256(hmac_sha256(secret, "muster snapshot manifest"), inner));
+std::string signature_of(std::string_view inner, const net::JobSecret& secret, Pieces pieces) {
+  const char* const label = pieces == Pieces::all ? "muster snapshot manifest" : "muster snapshot part";
+  return hex_of_digest(hmac_sha256(hmac_sha256(secret, label), inner));
 }
 
 void check_signature(const std::filesystem::path& path, const std::string& found, const std::string& expected) {
@@ -220,7 +221,7 @@ void read_inner(JsonReader& json, Manifest& manifest, Pieces pieces) {
 
 }  // namespace
 
-std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSecret>& secret) {
+std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSecret>& secret, Pieces pieces) {
   const auto& metadata = manifest.metadata;
   std::string text = "{\"version\":" + std::to_string(kVersion);
   text += ",\"strings\":" + members<std::string>(metadata, [](const std::string& value) { return json_string(value); });
@@ -253,7 +254,7 @@ std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSe
     text += "]}";
   }
   text += "]}";
-  const auto signature = secret ? "\"hmac\":\"" + signature_of(text, *secret) + "\"," : std::string();
+  const auto signature = secret ? "\"hmac\":\"" + signature_of(text, *secret, pieces) + "\"," : std::string();
   return "{\"crc32\":\"" + hex_of(crc32(text.data(), text.size())) + "\"," + signature + "\"manifest\":" + text + "}\n";
 }
 
@@ -285,7 +286,7 @@ Manifest read_manifest(const std::filesystem::path& path, const std::optional<ne
   json.read_end();
   if (inner.empty()) json.fail("it holds no manifest");
   if (!secret) return manifest;
-  check_signature(path, signature, signature_of(inner, *secret));
+  check_signature(path, signature, signature_of(inner, *secret, pieces));
   for (const auto& shard : manifest.shards) {
     if (shard.sum.sha256.empty()) json.fail("it is signed, and has no SHA-256 of '" + shard.file + "'");
   }

@@ -50,12 +50,14 @@ struct Manifest {
   std::vector<TensorEntry> tensors;
 };
 
+/// Whether the pieces of each tensor are all of it, or those of one writer among several, ascending. One is not signed
+/// as the other.
+enum class Pieces { all, some };
+
 /// The text, signed with `secret` where there is one. Throws InvalidArgument for what is not UTF-8, NotBuilt where this
 /// build cannot sign.
-std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSecret>& secret);
-
-/// Whether the pieces of each tensor are all of it, or those of one writer among several, ascending.
-enum class Pieces { all, some };
+std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSecret>& secret,
+                        Pieces pieces = Pieces::all);
 
 /// Throws CheckpointError, naming the file, if it is damaged or of another version, where pieces do not cover their
 /// tensor, and where `secret` is given and the manifest is not signed with it; then NotBuilt where this build cannot

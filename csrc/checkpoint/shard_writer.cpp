@@ -38,6 +38,7 @@ ShardWriter::ShardWriter(fs::path folder, std::string prefix, const SnapshotOpti
     : folder_(std::move(folder)), prefix_(std::move(prefix)), options_(options) {}
 
 void ShardWriter::add(std::vector<Run> runs) {
+  std::erase_if(runs, [](const Run& run) { return run.elements.numel() == 0 && !run.is_whole(); });
   uint64_t more = 0;
   for (const auto& run : runs) {
     check_storable(run.name, run.elements);
@@ -67,6 +68,11 @@ void ShardWriter::flush() {
     if (entry.dtype != dtype || entry.shape != run.shape) {
       throw InvalidArgument("a snapshot was given runs of '" + run.name + "' with other dtypes or shapes");
     }
+    for (const auto& piece : entry.pieces) {
+      if (run.begin < piece.begin + piece.count && piece.begin < run.begin + run.elements.numel()) {
+        throw InvalidArgument("a snapshot was given elements of '" + run.name + "' twice");
+      }
+    }
     entry.pieces.push_back({shards_.size(), name, run.begin, run.elements.numel(), sums.crc32s.at(name)});
   }
   shards_.push_back({path.filename(), sums.file});
@@ -84,8 +90,8 @@ Manifest ShardWriter::finish() {
   return manifest;
 }
 
-void write_manifest(const fs::path& path, const Manifest& manifest, const SnapshotOptions& options) {
-  const auto text = manifest_of(manifest, options.secret);
+void write_manifest(const fs::path& path, const Manifest& manifest, const SnapshotOptions& options, Pieces pieces) {
+  const auto text = manifest_of(manifest, options.secret, pieces);
   written(path, options, [&] {
     FileWriter file(path);
     file.write(text.data(), text.size());

@@ -35,8 +35,9 @@ class ShardWriter {
   /// Writes into `folder`, files named "<prefix>00000.safetensors" and so on. `options` outlives this.
   ShardWriter(std::filesystem::path folder, std::string prefix, const SnapshotOptions& options);
 
-  /// What is given at once lies in one file, which up to options.shard_bytes are gathered for. Throws InvalidArgument
-  /// for what cannot be stored, and elements that come twice; CheckpointError where the system refuses.
+  /// What is given at once lies in one file, which up to options.shard_bytes are gathered for. Empty runs of tensors
+  /// that have elements are left out. Throws InvalidArgument for what cannot be stored, and elements that come twice;
+  /// CheckpointError where the system refuses.
   void add(std::vector<Run> runs);
 
   /// The files, and what is in them, once all are on the disk. Pieces of a tensor are in the order of their elements;
@@ -55,7 +56,8 @@ class ShardWriter {
   std::map<std::string, TensorEntry> tensors_;
 };
 
-/// Writes a manifest's text into a file that did not exist, and flushes it and its folder.
-void write_manifest(const std::filesystem::path& path, const Manifest& manifest, const SnapshotOptions& options);
+/// Writes a manifest's text into a file that did not exist, and flushes it and its folder. `pieces`: as manifest_of.
+void write_manifest(const std::filesystem::path& path, const Manifest& manifest, const SnapshotOptions& options,
+                    Pieces pieces = Pieces::all);
 
 }  // namespace muster::checkpoint

@@ -1,7 +1,6 @@
 #include "checkpoint/snapshot.h"
 
 #include <ATen/ops/cat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <iterator>
@@ -11,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/draft.h"
 #include "checkpoint/shard_writer.h"
 #include "checkpoint/snapshot_folder.h"
 #include "checkpoint/snapshot_names.h"

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <random>
 #include <set>
 #include <string>
 #include <string_view>
@@ -11,6 +12,7 @@
 #include "checkpoint/sha256.h"
 #include "checkpoint/snapshot.h"
 #include "checkpoint/snapshot_names.h"
+#include "core/log.h"
 
 namespace muster::checkpoint {
 
@@ -30,7 +32,12 @@ void remove_leftovers(const fs::path& folder) {
       if (name.starts_with(std::string(prefix) + std::string(kSnapshotPrefix))) leftovers.push_back(entry.path());
     }
   }
-  for (const auto& leftover : leftovers) fs::remove_all(leftover);
+  for (const auto& leftover : leftovers) {
+    std::error_code error;
+    fs::remove_all(leftover, error);
+    if (!error) continue;
+    log(LogLevel::warning, "what a writer left in '" + folder.string() + "' cannot be removed: " + error.message());
+  }
 }
 
 // Snapshots that this process wrote, or has read whole.
@@ -76,10 +83,12 @@ void remove_surplus(const fs::path& folder, int64_t keep, const std::optional<ne
 
 }  // namespace
 
+// With a random end: what was begun before and given up may still be written to.
 fs::path begin_snapshot(const fs::path& folder) {
   make_folder(folder);
   remove_leftovers(folder);
-  const auto begun = std::string(kPartialPrefix) + next_name(snapshots_in(folder));
+  std::random_device random;
+  const auto begun = std::string(kPartialPrefix) + next_name(snapshots_in(folder)) + '-' + std::to_string(random());
   make_folder_in(folder, begun);
   return folder / begun;
 }
@@ -87,11 +96,16 @@ fs::path begin_snapshot(const fs::path& folder) {
 fs::path end_snapshot(const fs::path& begun, const std::optional<int>& keep,
                       const std::optional<net::JobSecret>& secret) {
   const auto folder = begun.parent_path();
-  const auto snapshot = folder / begun.filename().string().substr(kPartialPrefix.size());
+  const auto name = begun.filename().string();
+  const auto snapshot = folder / name.substr(kPartialPrefix.size(), name.rfind('-') - kPartialPrefix.size());
   fs::rename(begun, snapshot);
   flush_folder(folder);
   note_good(snapshot, true);
-  if (keep) remove_surplus(folder, *keep, secret);
+  try {
+    if (keep) remove_surplus(folder, *keep, secret);
+  } catch (const std::exception& error) {  // the new one is there
+    log(LogLevel::warning, "old snapshots in '" + folder.string() + "' stay: " + error.what());
+  }
   return snapshot;
 }
 
@@ -114,6 +128,11 @@ void note_good(const fs::path& snapshot, bool is_good) {
   } else {
     known_good().paths.erase(fs::absolute(snapshot));
   }
+}
+
+void drop_draft(const fs::path& draft) noexcept {
+  std::error_code ignored;  // the next writer removes what is left
+  fs::remove_all(draft, ignored);
 }
 
 FileSum sum_of(const fs::path& path, bool hashes) {

@@ -28,9 +28,12 @@ auto in_folder(const std::filesystem::path& folder, const Call& call) {
 std::filesystem::path begin_snapshot(const std::filesystem::path& folder);
 
 /// Makes such a folder, once it is whole, the snapshot; then removes those of its folder that need not stay. Returns
-/// the snapshot's path. Throws as begin_snapshot.
+/// the snapshot's path. Of old ones that cannot be removed a warning tells. Throws as begin_snapshot.
 std::filesystem::path end_snapshot(const std::filesystem::path& begun, const std::optional<int>& keep,
                                    const std::optional<net::JobSecret>& secret);
+
+/// Removes what was begun and will be no snapshot. Never throws.
+void drop_draft(const std::filesystem::path& draft) noexcept;
 
 /// Remembers whether a snapshot, which this process wrote or has read whole, is good. Thread-safe.
 void note_good(const std::filesystem::path& snapshot, bool is_good);
