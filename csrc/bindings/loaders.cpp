@@ -38,7 +38,7 @@ void bind_passes(py::module_& m) {
       .def("part_of",
            [](const SharedPass& pass, int64_t number) {
              const auto part = pass.part_of(number);
-             return std::tuple(part.batch, part.begin, part.end);
+             return std::tuple(part.batch, part.begin, part.sizes);
            })
       .def_property_readonly("oldest_position", &SharedPass::oldest_position)
       .def("skip", &SharedPass::skip, "batches"_a)

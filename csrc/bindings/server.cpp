@@ -2,7 +2,10 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "bindings/bindings.h"
+#include "muster/parameter_server.h"
 #include "server/protocol/address.h"
 
 namespace muster {
@@ -11,6 +14,12 @@ namespace py = pybind11;
 
 void bind_server(py::module_& parent) {
   using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<ServerOptions>(parent, "ServerOptions")
+      .def(
+          py::init([](std::optional<int> staleness, std::optional<int64_t> log_bytes, double patience, double heartbeat,
+                      bool takeover) { return ServerOptions{staleness, log_bytes, patience, heartbeat, takeover}; }),
+          py::kw_only(), py::arg("staleness"), py::arg("log_bytes"), py::arg("patience"), py::arg("heartbeat"),
+          py::arg("takeover"));
   py::module_ m = parent.def_submodule("_server", "Parameter servers.");
   m.def("channel_name", &server::channel_name, py::arg("address"));
   m.def("free_address", &server::free_address);

@@ -409,12 +409,6 @@ void bind_strategy(py::module_& m) {
   m.def("part_sizes", [](int64_t n, const std::vector<double>& capacities) {
     return detail::part_sizes(n, static_cast<int>(capacities.size()), capacities);
   });
-  py::class_<ServerOptions>(m, "ServerOptions")
-      .def(
-          py::init([](std::optional<int> staleness, std::optional<int64_t> log_bytes, double patience, double heartbeat,
-                      bool takeover) { return ServerOptions{staleness, log_bytes, patience, heartbeat, takeover}; }),
-          py::kw_only(), py::arg("staleness"), py::arg("log_bytes"), py::arg("patience"), py::arg("heartbeat"),
-          py::arg("takeover"));
   m.def("make_mirrored", [](const std::vector<std::string>& devices, const py::dict& options, bool balances) {
     const auto parsed = options_of(options);
     const py::gil_scoped_release release;
@@ -431,10 +425,11 @@ void bind_strategy(py::module_& m) {
           core->session().failures().set_handlers(describe_error, capture_error);
           return ended_without_gil(std::move(core));
         });
-  m.def("make_parameter_server", [](const Cluster& cluster, const ServerOptions& servers, const py::dict& options) {
+  m.def("make_parameter_server", [](const Cluster& cluster, const std::vector<std::string>& devices,
+                                    const ServerOptions& servers, const py::dict& options) {
     const auto parsed = options_of(options);
     const Interruptible interruptible;
-    auto core = make_parameter_server(cluster, servers, parsed, ReplicaThreads::foreign);
+    auto core = make_parameter_server(cluster, devices, servers, parsed, ReplicaThreads::foreign);
     core->session().failures().set_handlers(describe_error, capture_error);
     return ended_without_gil(std::move(core));
   });

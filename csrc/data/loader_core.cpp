@@ -112,8 +112,12 @@ struct LoaderCore::State {
   ReadTask shared_task_of(const std::vector<size_t>& order, int64_t number) const {
     const auto part = place->shared->part_of(number);
     ReadTask task;
-    task.parts.emplace_back(order.begin() + part.begin, order.begin() + part.end);
-    if (part.begin == part.end) task.model = order[static_cast<size_t>(part.batch)];
+    auto next = order.begin() + part.begin;
+    for (const int64_t size : part.sizes) {
+      task.parts.emplace_back(next, next + size);
+      if (size == 0) task.model = order[static_cast<size_t>(part.batch)];
+      next += size;
+    }
     return task;
   }
 

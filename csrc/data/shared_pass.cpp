@@ -11,22 +11,32 @@
 
 namespace muster::detail {
 
-namespace {
+SharedPass::SharedPass(std::shared_ptr<Members> members, uint32_t rank, server::PassId pass, NextBatch next_batch,
+                       std::vector<int> replicas_of_worker)
+    : members_(std::move(members)),
+      rank_(rank),
+      replicas_of_worker_(std::move(replicas_of_worker)),
+      pass_(pass),
+      next_batch_(std::move(next_batch)) {}
 
-// Without members; empty for a rank that is none.
-SharedPiece part_of_rank(const SharedPiece& shared, uint32_t rank) {
-  const auto found = std::lower_bound(shared.members.begin(), shared.members.end(), rank);
-  if (found == shared.members.end() || *found != rank) return {shared.end, shared.end};
-  const auto sizes = part_sizes(shared.end - shared.begin, static_cast<int>(shared.members.size()));
-  const auto own = sizes.begin() + (found - shared.members.begin());
-  const int64_t begin = std::accumulate(sizes.begin(), own, shared.begin);
-  return {begin, begin + *own};
+int SharedPass::replicas_of(uint32_t rank) const {
+  return replicas_of_worker_.empty() ? 1 : replicas_of_worker_.at(rank);
 }
 
-}  // namespace
-
-SharedPass::SharedPass(std::shared_ptr<Members> members, uint32_t rank, server::PassId pass, NextBatch next_batch)
-    : members_(std::move(members)), rank_(rank), pass_(pass), next_batch_(std::move(next_batch)) {}
+SharedPass::Part SharedPass::part_of_rank(const SharedPiece& shared, uint32_t rank) const {
+  int parts = 0;
+  int first = -1;
+  for (const uint32_t member : shared.members) {
+    if (member == rank) first = parts;
+    parts += replicas_of(member);
+  }
+  const int own = replicas_of(rank);
+  if (first < 0) return {shared.begin, shared.end, shared.end, std::vector<int64_t>(static_cast<size_t>(own), 0)};
+  const auto sizes = part_sizes(shared.end - shared.begin, parts);
+  const auto mine = sizes.begin() + first;
+  const int64_t begin = std::accumulate(sizes.begin(), mine, shared.begin);
+  return {shared.begin, begin, std::accumulate(mine, mine + own, begin), {mine, mine + own}};
+}
 
 std::optional<SharedPiece> SharedPass::take_batch() {
   if (was_left_by_others_) return std::nullopt;
@@ -118,9 +128,7 @@ std::optional<int64_t> SharedPass::next() {
 
 SharedPass::Part SharedPass::part_of(int64_t number) const {
   const std::lock_guard lock(mutex_);
-  const auto& shared = asked_.at(number);
-  const auto own = part_of_rank(shared, rank_);
-  return {shared.begin, own.begin, own.end};
+  return part_of_rank(asked_.at(number), rank_);
 }
 
 int64_t SharedPass::oldest_position() const {
@@ -159,7 +167,7 @@ void SharedPass::return_parts_of_lost(const std::vector<uint32_t>& members) {
     for (const uint32_t rank : shared.members) {
       if (std::binary_search(members.begin(), members.end(), rank)) continue;
       const auto part = part_of_rank(shared, rank);
-      if (part.begin < part.end) again_.push_back(part);
+      if (part.begin < part.end) again_.push_back({part.begin, part.end});
     }
   }
   open_.clear();

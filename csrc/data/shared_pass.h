@@ -16,9 +16,9 @@
 
 namespace muster::detail {
 
-/// A pass over batches that are divided over the workers which are expected in the next step when a batch is asked for.
-/// What a worker had of a batch when it died is divided again, as a batch of its own, over the others: equal on all of
-/// them, since they ask for as many batches between any two steps.
+/// A pass over batches that are divided over the replicas of the workers which are expected in the next step when a
+/// batch is asked for. What a worker had of a batch when it died is divided again, as a batch of its own, over the
+/// others: equal on all of them, since they ask for as many batches between any two steps.
 class SharedPass final : public LoaderPass {
  public:
   /// The number of samples of the batch that follows in the pass's order; empty at its end. Called by next() and
@@ -29,10 +29,13 @@ class SharedPass final : public LoaderPass {
   struct Part {
     int64_t batch = 0;  ///< the first position of what is divided
     int64_t begin = 0;
-    int64_t end = 0;  ///< `begin` where the part is empty
+    int64_t end = 0;             ///< `begin` where the part is empty
+    std::vector<int64_t> sizes;  ///< of what each local replica gets of it, in order
   };
 
-  SharedPass(std::shared_ptr<Members> members, uint32_t rank, server::PassId pass, NextBatch next_batch);
+  /// `replicas_of_worker`: by rank; empty: each has one.
+  SharedPass(std::shared_ptr<Members> members, uint32_t rank, server::PassId pass, NextBatch next_batch,
+             std::vector<int> replicas_of_worker = {});
 
   /// Begins behind so many batches of the order, where no more of it was asked for.
   void skip(int64_t batches);
@@ -65,6 +68,9 @@ class SharedPass final : public LoaderPass {
   void end_step(WindowEnd window, const std::vector<uint32_t>& members) override;
 
  private:
+  int replicas_of(uint32_t rank) const;
+  /// Of a rank that is no member: empty.
+  Part part_of_rank(const SharedPiece& shared, uint32_t rank) const;
   std::optional<SharedPiece> take_batch();
   /// What went into no step of what was taken, but for what was lost.
   std::vector<SharedPiece> left() const;
@@ -73,6 +79,7 @@ class SharedPass final : public LoaderPass {
 
   const std::shared_ptr<Members> members_;
   const uint32_t rank_;
+  const std::vector<int> replicas_of_worker_;
   const server::PassId pass_;
   const NextBatch next_batch_;
   int64_t taken_ = 0;     // batches

@@ -8,7 +8,7 @@
 
 namespace muster {
 
-/// Where the rows are. Called by one thread at a time.
+/// Where the rows are. Thread-safe among the replicas of a step.
 class RowSource {
  public:
   virtual ~RowSource() = default;

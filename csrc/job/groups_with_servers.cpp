@@ -83,20 +83,34 @@ server::Standing standing_of(const Cluster& cluster, const ServerJob& job) {
   return standing;
 }
 
-void join_job(Groups& groups, ServerJob& job, const server::Standing& standing, const Topology& topology,
+// As the workers that met at the job's start.
+void place_as_before(Topology& topology, const JobFacts& facts) {
+  topology.replicas_of_worker.assign(facts.replicas_of_worker.begin(), facts.replicas_of_worker.end());
+  const int known = topology.replicas_of_worker.at(static_cast<size_t>(topology.rank));
+  if (known != topology.local_replicas()) {
+    throw InvalidArgument("rank " + std::to_string(topology.rank) + " had " + std::to_string(known) +
+                          " replicas when the running job began, and has " + std::to_string(topology.local_replicas()) +
+                          "; give it as many devices");
+  }
+  topology.first_replica = topology.first_replica_of(topology.rank);
+  topology.num_replicas = topology.first_replica_of(topology.num_workers);
+}
+
+void join_job(Groups& groups, ServerJob& job, const server::Standing& standing, Topology& topology,
               const std::string& options) {
   job.joins = true;
   job.id = standing.job;
   job.token = standing.token;
   job.facts = server::decode<JobFacts>(standing.facts);
   compare_options(job.facts.options, topology.rank, options);
+  place_as_before(topology, job.facts);
   groups.prepare = comm::make_single();
-  groups.workers = comm::make_refusing(
-      topology.rank, topology.num_workers,
+  const auto reason =
       "rank " + std::to_string(topology.rank) +
-          " joined a running job of parameter servers, where workers that met at its start alone have collectives; "
-          "leave reduce, gather, broadcast and barrier out, or start all workers again");
-  if (job.staleness == 0) groups.step = {groups.workers};
+      " joined a running job of parameter servers, where workers that met at its start alone have collectives; leave "
+      "reduce, gather, broadcast and barrier out, or start all workers again";
+  groups.workers = comm::make_refusing(topology.rank, topology.num_workers, reason);
+  if (job.staleness == 0) groups.step = refusing_replicas(topology, reason);
   log(LogLevel::info, "rank " + std::to_string(topology.rank) + " joins the job that is running");
 }
 
@@ -109,13 +123,25 @@ std::string in_words(const Cluster& cluster, const ServerOptions& server_options
 
 }  // namespace
 
-Groups groups_with_servers(const Cluster& cluster, const ServerOptions& server_options, const Topology& topology,
+std::vector<comm::CommunicatorPtr> refusing_replicas(const Topology& topology, const std::string& reason) {
+  std::vector<comm::CommunicatorPtr> replicas;
+  for (int r = 0; r < topology.local_replicas(); ++r) {
+    replicas.push_back(comm::make_refusing(topology.first_replica + r, topology.num_replicas, reason));
+  }
+  return replicas;
+}
+
+Groups groups_with_servers(const Cluster& cluster, const ServerOptions& server_options, Topology& topology,
                            const std::string& options, comm::Milliseconds timeout) {
   const bool steps_together = server_options.staleness == 0;
   const auto words = options + in_words(cluster, server_options);
+  const int local = topology.local_replicas();
+  const auto make_here = [&] {
+    return local == 1 ? std::vector{comm::make_single()} : comm::make_local(local, timeout);
+  };
   Groups groups;
-  groups.gradients = {comm::make_single()};
-  groups.step = {comm::make_single()};
+  groups.gradients = make_here();
+  groups.step = make_here();
   groups.workers = comm::make_single();
   auto& job = groups.servers.emplace(servers_of(cluster, server_options));
   const auto standing = cluster.servers.empty() ? server::Standing() : standing_of(cluster, job);
@@ -123,12 +149,21 @@ Groups groups_with_servers(const Cluster& cluster, const ServerOptions& server_o
     join_job(groups, job, standing, topology, words);
   } else {
     if (cluster.num_workers > 1) {
-      const auto mesh = connect_workers(net::open_store(cluster, timeout), "workers", topology, 1, timeout);
-      groups.workers = mesh->make_group("workers").front();
+      const auto store = net::open_store(cluster, timeout);
+      const auto workers = connect_workers(store, "workers", topology, 1, timeout);
+      groups.workers = workers->make_group("workers").front();
       compare_options(words, *groups.workers);
-      if (steps_together) groups.step = mesh->make_group("step");
+      place_replicas(topology, *groups.workers);
+      if (steps_together) {
+        const bool one_each = topology.num_replicas == topology.num_workers;
+        const auto replicas = one_each ? workers : connect_workers(store, "replicas", topology, local, timeout);
+        groups.step = replicas->make_group("step");
+      }
+    } else {
+      place_replicas(topology, *groups.workers);
     }
     job.facts.options = words;
+    job.facts.replicas_of_worker.assign(topology.replicas_of_worker.begin(), topology.replicas_of_worker.end());
     begin_job(job, cluster, *groups.workers);
   }
   const size_t count = job.channels.size();

@@ -47,10 +47,14 @@ Groups groups_over_hosts(const SeveralHosts& several, const Cluster& cluster, To
                          comm::Milliseconds timeout);
 
 /// Collective over the cluster, unless its servers already serve a job on which other workers train: the groups then
-/// join it (Groups::joins). `options`: the words of in_words, to which those of the servers are added; throws
-/// InvalidArgument where ranks differ in them.
-Groups groups_with_servers(const Cluster& cluster, const ServerOptions& server_options, const Topology& topology,
+/// join it (Groups::joins). Needs the topology's workers and devices, and places its replicas. `options`: the words of
+/// in_words, to which those of the servers are added; throws InvalidArgument where ranks differ in them, or the worker
+/// that this one replaces had another number of replicas.
+Groups groups_with_servers(const Cluster& cluster, const ServerOptions& server_options, Topology& topology,
                            const std::string& options, comm::Milliseconds timeout);
+
+/// What the local replicas have in the place of a group with other workers'.
+std::vector<comm::CommunicatorPtr> refusing_replicas(const Topology& topology, const std::string& reason);
 
 /// Collective over the cluster: the mesh of its workers, each with `replicas` ranks. `prefix` is the meeting's in the
 /// store, one a mesh.

@@ -3,6 +3,7 @@
 
 #include <c10/core/Device.h>
 
+#include <numeric>
 #include <optional>
 #include <string>
 #include <vector>
@@ -24,6 +25,10 @@ struct Topology {
   std::vector<c10::Device> devices;        ///< by local replica
 
   int local_replicas() const noexcept { return static_cast<int>(devices.size()); }
+  /// Job-wide index of a worker's first replica.
+  int first_replica_of(int worker) const {
+    return std::accumulate(replicas_of_worker.begin(), replicas_of_worker.begin() + worker, 0);
+  }
 };
 
 /// One handle a local replica in the first three; `workers` has one rank a process.
@@ -34,7 +39,7 @@ struct Groups {
   comm::CommunicatorPtr workers;                 ///< collectives outside a step
   comm::CommunicatorPtr prepare;                 ///< what workers agree on beforehand; null: `workers`
   std::string backend;                           ///< what gradients are reduced through, in words
-  std::optional<ServerJob> servers;              ///< that hold the parameters; `gradients` is then this process alone
+  std::optional<ServerJob> servers;              ///< that hold the parameters; `gradients` is then within this process
   std::optional<LinkSpeed> link;                 ///< of gradients, where it was measured
   BucketSizes buckets;
   comm::Communicator& to_prepare() const { return prepare ? *prepare : *workers; }

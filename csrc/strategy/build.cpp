@@ -45,6 +45,16 @@ void check_servers_can(const StrategyOptions& options) {
   refuse(options.wire != Wire::exact, "wire: gradients travel as they are accumulated; leave it out");
 }
 
+void check_are_cpus(const std::vector<std::string>& devices) {
+  for (const auto& device : devices) {
+    if (device.starts_with("cpu")) continue;
+    throw InvalidArgument(
+        "device '" + device +
+        "': workers of parameter servers have their replicas on the CPU; write \"cpu\", once for each, "
+        "or use MultiWorkerMirroredStrategy");
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<StrategyCore> make_mirrored(const std::vector<std::string>& devices, const StrategyOptions& options,
@@ -79,18 +89,19 @@ std::shared_ptr<StrategyCore> make_multi_worker(const Cluster& cluster, const st
   return assemble(std::move(topology), std::move(groups), options, threads);
 }
 
-std::shared_ptr<StrategyCore> make_parameter_server(const Cluster& cluster, const ServerOptions& server_options,
-                                                    const StrategyOptions& options, ReplicaThreads threads) {
+std::shared_ptr<StrategyCore> make_parameter_server(const Cluster& cluster, const std::vector<std::string>& devices,
+                                                    const ServerOptions& server_options, const StrategyOptions& options,
+                                                    ReplicaThreads threads) {
   options.validate();
   server_options.validate();
   cluster.validate();
   check_servers_can(options);
+  check_are_cpus(devices);
   Topology topology;
-  topology.num_workers = topology.num_replicas = cluster.num_workers;
-  topology.rank = topology.first_replica = cluster.rank;
+  topology.num_workers = cluster.num_workers;
+  topology.rank = cluster.rank;
   topology.local_rank = cluster.local_rank;
-  topology.replicas_of_worker.assign(static_cast<size_t>(cluster.num_workers), 1);
-  topology.devices = {c10::Device(c10::kCPU)};
+  topology.devices = parse_devices(devices);
   auto groups = groups_with_servers(cluster, server_options, topology, in_words(options), timeout_of(options));
   return assemble(std::move(topology), std::move(groups), options, threads);
 }

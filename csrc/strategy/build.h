@@ -36,9 +36,11 @@ std::shared_ptr<StrategyCore> make_multi_worker(const Cluster& cluster, const st
                                                 const std::optional<SeveralHosts>& several = {});
 
 /// Collective over the cluster, unless it names servers on which other workers train: it then joins their job. One
-/// process a worker, each with a CPU replica. Without servers in the cluster the chief hosts one. Throws
-/// InvalidArgument for options that servers cannot honour, and as make_multi_worker.
-std::shared_ptr<StrategyCore> make_parameter_server(const Cluster& cluster, const ServerOptions& server_options,
-                                                    const StrategyOptions& options, ReplicaThreads threads);
+/// process a worker, each with a replica a device, all on the CPU; no device: one. Without servers in the cluster the
+/// chief hosts one. Throws InvalidArgument for devices that are no CPUs and options that servers cannot honour, and as
+/// make_multi_worker.
+std::shared_ptr<StrategyCore> make_parameter_server(const Cluster& cluster, const std::vector<std::string>& devices,
+                                                    const ServerOptions& server_options, const StrategyOptions& options,
+                                                    ReplicaThreads threads);
 
 }  // namespace muster

@@ -50,7 +50,9 @@ std::string explain(Session& session, const std::string& name) {
   out << '\n';
   const bool steps_together = !groups.deals_batches();
   out << "gradients: " << (steps_together ? "summed over replicas through " : "each worker's own, through ")
-      << groups.backend << ", in buckets of up to " << in_bytes(groups.buckets.usual);
+      << groups.backend;
+  if (groups.servers && topology.local_replicas() > 1) out << ", where this worker pushes those of its replicas as one";
+  out << ", in buckets of up to " << in_bytes(groups.buckets.usual);
   if (options.bucket_bytes) {
     out << ", as bucket_bytes says";
   } else if (groups.link) {

@@ -104,8 +104,9 @@ std::shared_ptr<detail::DealtPass> Loaders::deal(int loader, int64_t epoch, int6
 std::shared_ptr<detail::SharedPass> Loaders::share(int loader, int64_t epoch,
                                                    detail::SharedPass::NextBatch next_batch) {
   const auto id = pass_id(loader, epoch);
-  const auto rank = static_cast<uint32_t>(core_->session().topology().rank);
-  auto pass = std::make_shared<detail::SharedPass>(members_, rank, id, std::move(next_batch));
+  const auto& topology = core_->session().topology();
+  auto pass = std::make_shared<detail::SharedPass>(members_, static_cast<uint32_t>(topology.rank), id,
+                                                   std::move(next_batch), topology.replicas_of_worker);
   shared_[id.loader] = pass;
   if (!core_->session().groups().joins()) return pass;
   connect();

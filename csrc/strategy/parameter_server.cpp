@@ -29,7 +29,11 @@ void ServerOptions::validate() const {
 
 ParameterServerStrategy::ParameterServerStrategy(const Cluster& cluster, const ServerOptions& server_options,
                                                  const StrategyOptions& options)
-    : Strategy(make_parameter_server(cluster, server_options, options, ReplicaThreads::own),
+    : ParameterServerStrategy(cluster, {}, server_options, options) {}
+
+ParameterServerStrategy::ParameterServerStrategy(const Cluster& cluster, const std::vector<std::string>& devices,
+                                                 const ServerOptions& server_options, const StrategyOptions& options)
+    : Strategy(make_parameter_server(cluster, devices, server_options, options, ReplicaThreads::own),
                "ParameterServerStrategy") {}
 
 }  // namespace muster

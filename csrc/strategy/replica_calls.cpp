@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "device/kernel_status.h"
+#include "job/make_groups.h"
 #include "muster/error.h"
 #include "muster/precision.h"
 #include "strategy/casts.h"
@@ -200,10 +201,10 @@ comm::Communicator& ReplicaCalls::step_group(const std::vector<at::Tensor>& valu
 
 void ReplicaCalls::refuse_collectives() {
   if (std::exchange(refuses_collectives_, true)) return;
-  session_.groups().step = {comm::make_refusing(
-      session_.topology().rank, session_.topology().num_workers,
+  session_.groups().step = refusing_replicas(
+      session_.topology(),
       "a worker of this job is gone, and collectives inside a step are between all that met at its start; leave them "
-      "out, or start all workers again")};
+      "out, or start all workers again");
 }
 
 }  // namespace muster

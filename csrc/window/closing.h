@@ -36,17 +36,28 @@ inline double weight_on_host(const ReplicaPart& part) {
   return weight;
 }
 
-/// Collective over `replicas`, before weights are known: the mean of what they say of the samples in a usual part (not
-/// above 0: nothing), which is a good guess of the unit. Empty where nobody knows.
-inline std::optional<double> guess_unit(comm::Communicator& replicas, double rows) {
-  const auto parts = at::zeros({2}, at::kDouble);
+/// What a replica says of the samples in a usual part (not above 0: nothing), to be summed over replicas for unit_of().
+inline at::Tensor usual_part(double rows) {
+  const auto part = at::zeros({2}, at::kDouble);
   if (rows > 0) {
-    parts.data_ptr<double>()[0] = rows;
-    parts.data_ptr<double>()[1] = 1;
+    part.data_ptr<double>()[0] = rows;
+    part.data_ptr<double>()[1] = 1;
   }
-  replicas.all_reduce(parts, ReduceOp::sum).wait();
-  const double* sums = parts.const_data_ptr<double>();
+  return part;
+}
+
+/// Before weights are known: the mean of what replicas say, which is a good guess of the unit. Empty where nobody
+/// knows.
+inline std::optional<double> unit_of(const at::Tensor& usual_parts) {
+  const double* sums = usual_parts.const_data_ptr<double>();
   return sums[1] > 0 ? std::optional(sums[0] / sums[1]) : std::nullopt;
+}
+
+/// Collective over `replicas`: the guess from what all of them say.
+inline std::optional<double> guess_unit(comm::Communicator& replicas, double rows) {
+  const auto parts = usual_part(rows);
+  replicas.all_reduce(parts, ReduceOp::sum).wait();
+  return unit_of(parts);
 }
 
 /// A replica's tail, with the fields that do not depend on the end, and room for `num_extra` numbers.

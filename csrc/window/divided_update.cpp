@@ -15,7 +15,7 @@ constexpr int64_t kAloneElements = 1 << 17;
 }  // namespace
 
 bool divides_steps(const Topology& topology, const Groups& groups, const StrategyOptions& options) {
-  return options.fuse && !options.shard_optimizer && topology.num_replicas > 1 &&
+  return options.fuse && !options.shard_optimizer && topology.num_replicas > 1 && !groups.servers &&
          !is_streamed(topology.devices.front()) && OwnerReduction::is_possible(*groups.gradients.front());
 }
 

@@ -30,7 +30,7 @@ int64_t width_of(const server::TableSpec& spec, Part part) {
 
 }  // namespace
 
-// Asked by the embedding's forward, in a step.
+// Asked by the forward of any replica's embedding, in a step.
 class RowsOnServers::Source : public RowSource {
  public:
   Source(RowsOnServers& rows, size_t table) : rows_(rows), table_(table) {}
@@ -38,12 +38,16 @@ class RowsOnServers::Source : public RowSource {
   at::Tensor pull(const at::Tensor& rows) override {
     const auto numbers = rows.contiguous();
     auto values = at::empty({numbers.numel(), rows_.plan_.tables[table_].dim}, at::kFloat);
+    const std::lock_guard lock(rows_.in_step_);
     rows_.client_.rows().pull(static_cast<uint32_t>(table_), rows_.at_least_, span_of<int64_t>(numbers),
                               span_of<float>(values));
     return values;
   }
 
-  at::Tensor whole() override { return rows_.fetch(table_, kParameter)[0]; }
+  at::Tensor whole() override {
+    const std::lock_guard lock(rows_.in_step_);
+    return rows_.fetch(table_, kParameter)[0];
+  }
 
  private:
   RowsOnServers& rows_;

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -17,11 +18,13 @@
 namespace muster {
 
 /// An embedding's weight becomes a stub, whose row source asks the servers. Tables are numbered as in the servers'
-/// plan. Owned by the thread that steps, but for pulls, which replicas make in a step; what reaches a server throws as
-/// ServerClient. Client and plan outlive this.
+/// plan. Owned by the thread that steps, but for row sources, which replicas ask in a step; what reaches a server
+/// throws as ServerClient. Client, its mutex and plan outlive this.
 class RowsOnServers {
  public:
-  RowsOnServers(server::ServerClient& client, const server::Plan& plan) : client_(client), plan_(plan) {}
+  /// `in_step`: held while a row source uses the client.
+  RowsOnServers(server::ServerClient& client, std::mutex& in_step, const server::Plan& plan)
+      : client_(client), in_step_(in_step), plan_(plan) {}
 
   /// Adds the plan's next table, which has `position` in the optimizer. `contents`: what a stub is to begin with; null:
   /// all rows are the initialiser's.
@@ -72,6 +75,7 @@ class RowsOnServers {
   at::Tensor whole(size_t table, server::Part part, server::TableRows& touched) const;
 
   server::ServerClient& client_;
+  std::mutex& in_step_;
   const server::Plan& plan_;
   std::vector<Table> tables_;
   uint64_t at_least_ = 0;

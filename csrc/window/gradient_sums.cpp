@@ -71,8 +71,8 @@ void GradientSums::build(const std::vector<int>& parameters, const Deliver& deli
     options.control = groups_.control_of(r);
     if (deliver) {
       options.keeps_sparse_slots = true;
-      options.make_reduction = [deliver](const Buckets& buckets) {
-        return std::make_unique<ServerPush>(buckets, deliver);
+      options.make_reduction = [deliver, group = groups_.gradients[r]](const Buckets& buckets) {
+        return std::make_unique<ServerPush>(*group, buckets, deliver);
       };
     }
     options.strategy = strategy_;

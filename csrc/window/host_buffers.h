@@ -31,6 +31,8 @@ class HostBuffers {
   at::Tensor integers_of(size_t replica) const;
   /// The same after their reduction, for merge().
   void set_integers(size_t replica, at::Tensor integers) { integers_[replica] = std::move(integers); }
+  /// What set_integers() was given.
+  const at::Tensor& reduced_integers(size_t replica) const noexcept { return integers_[replica]; }
 
   /// Gives every replica what the tail and replica 0's set_integers() say, averages divided by `divisor`. Buffers that
   /// nobody wrote stay as they are, unless `adopts`.

@@ -46,6 +46,10 @@ class HostNumbers {
   std::string metric_text(size_t replica) const;
   /// All replicas' metrics, in their order, for finish(). Texts are kept by the replica that received them.
   void set_metric_texts(size_t replica, std::vector<std::string> texts);
+  /// Those; none before, in a window.
+  const std::vector<std::string>& metric_texts(size_t replica) const noexcept {
+    return replicas_[replica].metric_texts;
+  }
 
   /// Takes over the window's unit, before anything else of its end.
   void take_unit() noexcept { scalars_.unit = replicas_.front().unit; }

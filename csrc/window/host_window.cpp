@@ -9,15 +9,21 @@
 
 namespace muster {
 
+double buffer_share(const comm::Communicator& replicas, const WindowContext& context, size_t r,
+                    const HostNumbers& numbers) {
+  if (context.options.buffers != Buffers::chief) return numbers.weight(r);
+  return replicas.rank() == 0 ? 1.0 : 0.0;
+}
+
 ClosedWindow close_on_host(comm::Communicator& replicas, const WindowContext& context, size_t r, const Closing& closing,
-                           HostNumbers& numbers, HostBuffers& buffers) {
+                           double share, HostNumbers& numbers, HostBuffers& buffers) {
   auto& engine = context.sums.engine(r);
   const bool to_owners = context.sums.go_to_owners();
   const bool chief_only = context.options.buffers == Buffers::chief;
   const auto& failure = closing.failure;
   const auto tail = new_tail(context, static_cast<int>(r), closing, numbers.losses(r), buffers.num_doubles(r));
   if (!failure) numbers.fill(tail, r);
-  buffers.fill(tail, r, chief_only ? (replicas.rank() == 0 ? 1.0 : 0.0) : numbers.weight(r));
+  buffers.fill(tail, r, share);
   const auto integers = buffers.integers_of(r);
   // Who has the tail's sum knows then that the statistics of all owners are there.
   if (to_owners) engine.wait();
@@ -61,7 +67,9 @@ void HostWindow::weigh(int local_replica, double rows) {
 
 ClosedWindow HostWindow::close(int local_replica, const Closing& closing) {
   const auto r = static_cast<size_t>(local_replica);
-  auto closed = close_on_host(*context_.groups.gradients[r], context_, r, closing, numbers_, buffers_);
+  auto& replicas = *context_.groups.gradients[r];
+  const double share = buffer_share(replicas, context_, r, numbers_);
+  auto closed = close_on_host(replicas, context_, r, closing, share, numbers_, buffers_);
   if (closed.tail[Tail::failures] > 0) return closed;
   auto& engine = context_.sums.engine(r);
   engine.reduce_sparse(closed.tail.counts());

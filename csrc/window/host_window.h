@@ -12,10 +12,14 @@
 
 namespace muster {
 
-/// Collective over `replicas`: sums the tail, and tells failures or metrics and integer buffers. Waits for the engine's
-/// buckets.
+/// What this replica's averaged buffers weigh in the tail where `replicas` agree on them.
+double buffer_share(const comm::Communicator& replicas, const WindowContext& context, size_t local_replica,
+                    const HostNumbers& numbers);
+
+/// Collective over `replicas`: sums the tail, with averaged buffers times `share`, and tells failures or metrics and
+/// integer buffers. Waits for the engine's buckets.
 ClosedWindow close_on_host(comm::Communicator& replicas, const WindowContext& context, size_t local_replica,
-                           const Closing& closing, HostNumbers& numbers, HostBuffers& buffers);
+                           const Closing& closing, double share, HostNumbers& numbers, HostBuffers& buffers);
 
 /// Merges buffers as the tail says; see HostBuffers::merge.
 void merge_host_buffers(const WindowContext& context, const Tail& tail, bool adopts, HostBuffers& buffers);

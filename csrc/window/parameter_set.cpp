@@ -74,7 +74,7 @@ void ParameterSet::build_engines() {
   }
   GradientSums::Deliver deliver;
   if (servers_ != nullptr) {
-    deliver = [this](size_t p, const at::Tensor& sum) { servers_->exchange()->take(p, sum); };
+    deliver = [this](size_t p, const at::Tensor& sum) { servers_->take(p, sum); };
   }
   sums_.build(parameters_, deliver);
 }

@@ -87,7 +87,7 @@ ServerExchange::ServerExchange(const ServerJob& job, int rank, int workers, cons
       groups_(given.groups),
       client_(client_of(job, rank, plan_)),
       values_(client_),
-      rows_(client_, plan_),
+      rows_(client_, in_step_, plan_),
       chunks_of_(plan_.parameters.size()),
       sums_(plan_.parameters.size()) {
   for (size_t p = 0; p < given.tensors.size(); ++p) {
@@ -152,6 +152,7 @@ void ServerExchange::open() {
 }
 
 void ServerExchange::take(size_t parameter, const at::Tensor& sums) {
+  const std::lock_guard lock(in_step_);
   is_open_ = true;
   const size_t p = places_[parameter].index;
   sums_[p] = sums;

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -18,9 +19,9 @@
 
 namespace muster {
 
-/// Owned by the thread that steps; take() is called by autograd's hooks while that thread waits for them. Functions
-/// that reach a server throw PeerLost naming a server that is gone, server::Fenced when this worker no longer counts,
-/// and Timeout; a window that was cut short by an error cannot be taken up again.
+/// Owned by the thread that steps; in a step take() is called by one of its replicas, and row sources by all of them,
+/// while that thread waits. Functions that reach a server throw PeerLost naming a server that is gone, server::Fenced
+/// when this worker no longer counts, and Timeout; a window that was cut short by an error cannot be taken up again.
 ///
 /// Rows of an embedding's weight are on the servers alone: the weight becomes a stub whose row source asks them.
 class ServerExchange {
@@ -127,6 +128,7 @@ class ServerExchange {
   const bool joins_;
   std::vector<Place> places_;  // by parameter
   FlatGroups groups_;          // of the last step
+  std::mutex in_step_;  // held by replicas that use the client in a step; none of them waits for another meanwhile
   server::ServerClient client_;
   ServerValues values_;
   RowsOnServers rows_;

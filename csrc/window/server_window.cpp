@@ -5,9 +5,13 @@
 #include <ATen/ops/maximum.h>
 
 #include <algorithm>
+#include <exception>
 
+#include "comm/peer_memory.h"
+#include "core/wait_hook.h"
 #include "muster/error.h"
 #include "optimizer/gradient_norm.h"
+#include "server/protocol/plan.h"
 #include "server/protocol/wire.h"
 #include "window/host_norm.h"
 #include "window/host_window.h"
@@ -17,20 +21,21 @@ namespace muster {
 namespace {
 
 constexpr size_t kMaxIntegers = size_t{1} << 16;
+constexpr size_t kMaxReplicas = 1024;  // of a worker
 
 /// What a worker shows the others at a window's end, besides the tail.
 struct Record {
-  std::string failure;  // "type\ntext"
-  std::string metrics;
-  std::vector<int64_t> integers;  // of integer buffers
-  double buffer_share = 0;        // that its floating buffers have in the tail
-  bool fresh = false;             // its buffers are no one else's
+  std::vector<std::string> failures;  // "type\ntext" or empty, by replica of the worker; none where none failed
+  std::string metrics;                // of all its replicas, in order
+  std::vector<int64_t> integers;      // of integer buffers
+  double buffer_share = 0;            // that its floating buffers have in the tail
+  bool fresh = false;                 // its buffers are no one else's
   bool watches = false;
   std::string report;  // JoinReport, encoded; empty unless asked for
 
   template <class M, class W>
   static void visit(M& m, W& w) {
-    w.text(m.failure, server::kMaxText);
+    w.list(m.failures, kMaxReplicas, [](W& wire, auto& text) { wire.text(text, server::kMaxText); });
     w.text(m.metrics, server::kMaxText);
     w.numbers(m.integers, kMaxIntegers);
     w.number(m.buffer_share);
@@ -86,69 +91,112 @@ void ServerWindow::open() {
   buffers_.open();
 }
 
+// Replica 0 calls this in the place of all. What goes wrong there ends the others' wait for it, and what ends the
+// others, its own.
+template <class F>
+void ServerWindow::speak(const F& call) {
+  auto& replicas = *context_.groups.gradients.front();
+  if (replicas.size() == 1) return call();
+  const WaitHook hook([&replicas] {
+    if (replicas.peer_memory() == nullptr || !replicas.peer_memory()->has_ended()) return;
+    throw CommError("the other replicas of this worker no longer wait for what it heard from the parameter servers");
+  });
+  try {
+    call();
+  } catch (const std::exception& error) {
+    replicas.abort(std::string("replica 0 of this worker, which speaks to the parameter servers for all, failed: ") +
+                   error.what());
+    throw;
+  }
+}
+
+void ServerWindow::take(size_t parameter, const at::Tensor& sums) {
+  speak([&] { exchange_->take(parameter, sums); });
+}
+
 void ServerWindow::weigh(int local_replica, double rows) {
   if (numbers_.has_unit()) return;
   const auto r = static_cast<size_t>(local_replica);
-  auto& replicas = exchange_->is_synchronous() ? *context_.groups.workers : *context_.groups.control_of(r);
-  if (const auto unit = guess_unit(replicas, rows)) numbers_.set_unit(r, *unit);
+  auto& here = *context_.groups.control_of(r);
+  auto& workers = *context_.groups.workers;
+  const auto parts = usual_part(rows);
+  here.all_reduce(parts, ReduceOp::sum).wait();
+  if (exchange_->is_synchronous() && workers.size() > 1) {
+    if (r == 0) speak([&] { workers.all_reduce(parts, ReduceOp::sum).wait(); });
+    here.broadcast(parts, 0).wait();
+  }
+  if (const auto unit = unit_of(parts)) numbers_.set_unit(r, *unit);
 }
 
 // A window that failed here pushes no rows: it changes nothing.
-void ServerWindow::push_rows(const Failure& failure) {
+void ServerWindow::push_rows(bool has_failed) {
   for (size_t p = 0; p < context_.sums.trainable().size(); ++p) {
     if (!exchange_->has_rows(p)) continue;
-    exchange_->take_rows(p, failure ? at::Tensor() : context_.sums.engine(0).sparse_sum(p));
+    exchange_->take_rows(p, has_failed ? at::Tensor() : context_.sums.engine(0).sparse_sum(p));
   }
 }
 
 ClosedWindow ServerWindow::close(int local_replica, const Closing& closing) {
   const auto r = static_cast<size_t>(local_replica);
-  push_rows(closing.failure);
-  auto closed = exchange_->is_synchronous()
-                    ? close_together(closing)
-                    : close_on_host(*context_.groups.gradients[r], context_, r, closing, numbers_, buffers_);
+  auto& replicas = *context_.groups.gradients[r];
+  auto& engine = context_.sums.engine(r);
+  auto closed = close_on_host(replicas, context_, r, closing, share_of(r), numbers_, buffers_);
+  const bool has_failed = closed.tail[Tail::failures] > 0;
+  if (!has_failed && replicas.size() > 1) engine.reduce_sparse(closed.tail.counts());
+  const bool steps_together = exchange_->is_synchronous();
+  if (r == 0) {
+    speak([&] {
+      push_rows(has_failed);
+      if (steps_together) agree(closed);
+    });
+  }
+  if (steps_together && replicas.size() > 1) replicas.broadcast(closed.tail.tensor, 0).wait();
   if (closed.tail[Tail::failures] > 0) {
-    const auto workers_before = static_cast<size_t>(context_.topology.first_replica);
-    if (!exchange_->is_synchronous()) closed.failures.insert(closed.failures.begin(), workers_before, "");
+    const auto replicas_before = static_cast<size_t>(context_.topology.first_replica);
+    if (!steps_together) closed.failures.insert(closed.failures.begin(), replicas_before, "");
     return closed;
   }
-  if (closed.tail[Tail::weight] > 0) context_.sums.engine(r).learn_order(closed.tail.counts());
+  if (closed.tail[Tail::weight] > 0) engine.learn_order(closed.tail.counts());
   return closed;
 }
 
-// The weight of this worker's floating buffers in the tail's sums.
-double ServerWindow::buffer_share() const {
+// The weight of a replica's averaged buffers in the tail's sums: of the chief's alone, those of the first replica of
+// the first worker that is expected.
+double ServerWindow::share_of(size_t r) const {
   if (joining_.state() == Joining::State::listening) return 0.0;
-  if (context_.options.buffers != Buffers::chief) return numbers_.weight(0);
-  return static_cast<int>(exchange_->expected().front()) == context_.topology.rank ? 1.0 : 0.0;
+  const bool is_chief =
+      !exchange_->is_synchronous() || static_cast<int>(exchange_->expected().front()) == context_.topology.rank;
+  if (context_.options.buffers == Buffers::chief && !is_chief) return 0.0;
+  return buffer_share(*context_.groups.gradients[r], context_, r, numbers_);
 }
 
-ClosedWindow ServerWindow::close_together(const Closing& closing) {
-  const auto& failure = closing.failure;
-  const double share = buffer_share();
-  const auto tail = new_tail(context_, 0, closing, numbers_.losses(0), buffers_.num_doubles(0));
-  if (!failure) numbers_.fill(tail, 0);
-  buffers_.fill(tail, 0, share);
-  const auto integers = buffers_.integers_of(0);
+// Shows the others what this worker's replicas have together, and takes theirs in.
+void ServerWindow::agree(ClosedWindow& closed) {
+  const auto& tail = closed.tail;
+  const auto& integers = buffers_.reduced_integers(0);
   Record mine;
-  mine.failure = text_of(failure).substr(0, server::kMaxText);
-  mine.metrics = failure ? std::string() : numbers_.metric_text(0);
+  for (const auto& text : closed.failures) {
+    mine.failures.push_back(text.substr(0, server::kMaxText / closed.failures.size()));
+  }
+  for (const auto& text : numbers_.metric_texts(0)) mine.metrics += text;
   if (static_cast<size_t>(integers.numel()) > kMaxIntegers || mine.metrics.size() > server::kMaxText) {
     throw InvalidArgument("a window has more than " + std::to_string(kMaxIntegers) +
                           " elements of integer buffers, or more metrics than fit into 64 KiB, which workers of "
                           "parameter servers cannot show each other");
   }
   mine.integers.assign(integers.const_data_ptr<int64_t>(), integers.const_data_ptr<int64_t>() + integers.numel());
-  mine.buffer_share = share;
-  mine.fresh = joining_.state() == Joining::State::listening;
+  const bool is_listening = joining_.state() == Joining::State::listening;
+  mine.buffer_share = context_.options.buffers == Buffers::chief || is_listening ? share_of(0) : tail[Tail::weight];
+  mine.fresh = is_listening;
   mine.watches = joining_.watches();
   mine.report = joining_.tell(exchange_->since(), numbers_.unit(0), numbers_.scale().get());
-  return hear(tail, integers, exchange_->agree(tail.tensor, server::encode(mine)));
+  closed.failures = hear(tail, integers, exchange_->agree(tail.tensor, server::encode(mine)));
 }
 
-ClosedWindow ServerWindow::hear(const Tail& tail, at::Tensor integers, const Records& records) {
+std::vector<std::string> ServerWindow::hear(const Tail& tail, at::Tensor integers, const Records& records) {
+  const auto& topology = context_.topology;
   const bool chief_only = context_.options.buffers == Buffers::chief;
-  ClosedWindow closed{tail, std::vector<std::string>(static_cast<size_t>(context_.topology.num_replicas))};
+  std::vector<std::string> failures(static_cast<size_t>(topology.num_replicas));
   std::vector<std::string> metrics;
   double shares = 0;
   bool has_integers = false;
@@ -158,7 +206,8 @@ ClosedWindow ServerWindow::hear(const Tail& tail, at::Tensor integers, const Rec
     shares += record.buffer_share;
     if (record.watches) exchange_->leave_out(rank);
     joining_.hear(record.watches, record.report);
-    closed.failures.at(rank) = std::move(record.failure);
+    auto first = static_cast<size_t>(topology.first_replica_of(static_cast<int>(rank)));
+    for (auto& text : record.failures) failures.at(first++) = std::move(text);
     if (!record.metrics.empty()) metrics.push_back(std::move(record.metrics));
     const auto theirs =
         at::from_blob(record.integers.data(), {static_cast<int64_t>(record.integers.size())}, at::kLong);
@@ -173,14 +222,13 @@ ClosedWindow ServerWindow::hear(const Tail& tail, at::Tensor integers, const Rec
   // A chief that died leaves no values.
   if (chief_only && shares == 0) std::fill_n(tail.written(), tail.num_buffers, 0.0);
   adopts_ = joining_.state() == Joining::State::listening && shares > 0;
-  buffers_.set_integers(0, integers);
   numbers_.set_metric_texts(0, std::move(metrics));
   if (const auto* report = joining_.heard()) {
     numbers_.set_unit(0, report->unit);
     numbers_.scale().set(
         {.scale = static_cast<float>(report->loss_scale), .growth_tracker = static_cast<int>(report->growth_tracker)});
   }
-  return closed;
+  return failures;
 }
 
 void ServerWindow::check_dense(const Tail& tail) {

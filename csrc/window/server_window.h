@@ -17,8 +17,9 @@
 
 namespace muster {
 
-/// One replica a worker. Where workers step together they agree on the tail through the servers, over the workers that
-/// are there; where each steps on its own, a window is this worker's alone. Windows are fused.
+/// What a worker's replicas have they add among themselves first; its first replica then speaks to the servers for all.
+/// Where workers step together they agree on the tail through the servers, over the workers that are there; where each
+/// steps on its own, a window is this worker's alone. Windows are fused.
 class ServerWindow : public Window {
  public:
   ServerWindow(const WindowContext& context, const ServerJob& job);
@@ -30,6 +31,9 @@ class ServerWindow : public Window {
   /// Connects, for `optimizer`, whose parameter i has registry index `parameters[i]`: from here on servers step. See
   /// ServerExchange. After GradientSums::build. Throws InvalidArgument if the optimizer lacks a parameter to train.
   void connect(const FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
+
+  /// Replica 0's thread, or autograd's in its backward. ServerExchange::take.
+  void take(size_t parameter, const at::Tensor& sums);
 
   void open() override;
   void weigh(int local_replica, double rows) override;
@@ -45,10 +49,13 @@ class ServerWindow : public Window {
  private:
   using Records = std::vector<std::pair<uint32_t, std::string>>;
 
-  double buffer_share() const;
-  void push_rows(const Failure& failure);
-  ClosedWindow close_together(const Closing& closing);
-  ClosedWindow hear(const Tail& tail, at::Tensor integers, const Records& records);
+  template <class F>
+  void speak(const F& call);
+  double share_of(size_t local_replica) const;
+  void push_rows(bool has_failed);
+  void agree(ClosedWindow& closed);
+  /// Returns all failures, by replica of the job.
+  std::vector<std::string> hear(const Tail& tail, at::Tensor integers, const Records& records);
   void check_dense(const Tail& tail);
   bool is_used(const Tail& tail, size_t parameter) const;
 

@@ -98,9 +98,6 @@ Arguments parse(int argc, char** argv) {
   if (arguments.multi_worker && arguments.parameter_server) {
     throw std::invalid_argument("--multi-worker and --parameter-server are two strategies; choose one");
   }
-  if (arguments.parameter_server && !arguments.devices.empty()) {
-    throw std::invalid_argument("--parameter-server has one CPU replica a worker; leave out --devices");
-  }
   return arguments;
 }
 
@@ -294,7 +291,8 @@ uint64_t digest(const ClickModel& model) {
 
 std::unique_ptr<muster::Strategy> make_strategy(const Arguments& arguments) {
   if (arguments.parameter_server) {
-    return std::make_unique<muster::ParameterServerStrategy>(muster::Cluster::from_env(), arguments.server_options);
+    return std::make_unique<muster::ParameterServerStrategy>(muster::Cluster::from_env(), arguments.devices,
+                                                             arguments.server_options, muster::StrategyOptions());
   }
   if (arguments.multi_worker) {
     return std::make_unique<muster::MultiWorkerMirroredStrategy>(muster::Cluster::from_env(), arguments.devices);

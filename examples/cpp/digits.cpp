@@ -50,7 +50,7 @@ struct Arguments {
 };
 
 constexpr const char* kUsage =
-    "usage: digits <folder> [--devices cpu:0,cpu:1,... | --multi-worker | --parameter-server [--staleness n|none]]\n"
+    "usage: digits <folder> [--devices cpu:0,cpu:1,...] [--multi-worker | --parameter-server [--staleness n|none]]\n"
     "              [--epochs n] [--steps n] [--batch-size n]\n"
     "              [--optimizer sgd|adagrad|adamw] [--accumulate k] [--clip norm] [--precision fp32|bf16|fp16]\n"
     "              [--seed n] [--no-shuffle]\n"
@@ -112,8 +112,8 @@ Arguments parse(int argc, char** argv) {
     }
   }
   if (arguments.folder.empty()) throw std::invalid_argument("no folder given");
-  if (arguments.parameter_server && (arguments.multi_worker || !arguments.devices.empty())) {
-    throw std::invalid_argument("--parameter-server is a strategy of its own, with one CPU replica a worker");
+  if (arguments.parameter_server && arguments.multi_worker) {
+    throw std::invalid_argument("--multi-worker and --parameter-server are two strategies; choose one");
   }
   if (arguments.server_options.staleness != 0 && !arguments.checkpoint.empty()) {
     throw std::invalid_argument("--checkpoint keeps a step that all workers made together; leave out --staleness");
@@ -213,8 +213,8 @@ void save_weights(const torch::nn::Module& module, const std::string& path) {
 
 std::unique_ptr<muster::Strategy> make_strategy(const Arguments& arguments) {
   if (arguments.parameter_server) {
-    return std::make_unique<muster::ParameterServerStrategy>(muster::Cluster::from_env(), arguments.server_options,
-                                                             arguments.options);
+    return std::make_unique<muster::ParameterServerStrategy>(muster::Cluster::from_env(), arguments.devices,
+                                                             arguments.server_options, arguments.options);
   }
   if (!arguments.multi_worker) {
     return std::make_unique<muster::MirroredStrategy>(arguments.devices, arguments.options);

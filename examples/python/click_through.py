@@ -218,14 +218,14 @@ def make_strategy(
     """The one that the options name."""
     if multi_worker and parameter_server:
         raise typer.BadParameter("--multi-worker and --parameter-server are two strategies; choose one")
-    if parameter_server and devices:
-        raise typer.BadParameter("--parameter-server has one CPU replica a worker; leave out --devices")
     if multi_worker:
         return muster.MultiWorkerMirroredStrategy.from_env(devices)
     if staleness != "none" and not staleness.isdecimal():
         raise typer.BadParameter(f"--staleness {staleness}: it must be a number of steps, or none")
     if parameter_server:
-        return muster.ParameterServerStrategy.from_env(staleness=None if staleness == "none" else int(staleness))
+        return muster.ParameterServerStrategy.from_env(
+            devices, staleness=None if staleness == "none" else int(staleness)
+        )
     return muster.MirroredStrategy(devices or ["cpu:0", "cpu:1"])
 
 

@@ -327,7 +327,7 @@ class Loader(Generic[BatchT_co]):
             whole = list(all_batches)
             dealt = passes.deal(self._index, self._epoch, len(whole))
             self.progress.last_pass = dealt
-            return DealtBatches(dealt, whole, are_ready=self._loader.batch_sampler is None)
+            return DealtBatches(dealt, whole, self._deal, are_ready=self._loader.batch_sampler is None)
         if not is_read_by_index(self._loader):
             return None
         batches = SharedBatches(all_batches)

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Self, Unpack
 
+import torch
 from torch import Tensor
 
 from muster import _C
 from muster.errors import InvalidArgument
-from muster.options import CommonOptions, options_of, with_options
+from muster.options import CommonOptions, device_names, options_of, with_options
 from muster.strategy import Strategy
 
 __all__ = ["ParameterServerStrategy"]
 
 
 class ParameterServerStrategy(Strategy):
-    """A process per worker, each with one CPU replica; parameters and optimizer state live on parameter servers.
+    """A process per worker, each with a CPU replica for each of its devices (none given: one); parameters and optimizer
+    state live on parameter servers. Gradients of a worker's replicas are added in its process, and pushed once: for
+    servers, and in everything said of workers here, they are one.
 
     The servers are those of the cluster (``MUSTER_SERVERS``, ``muster serve``, ``muster run``), on this host so far;
     without any the chief hosts one in its process until all workers have left. The optimizer is one of AdamW, Adam, SGD
     and Adagrad. The first step connects: where the servers hold values already, of a job that was started again, all
     workers go on from them.
 
-    `staleness` 0 is synchronous: each step is made of all workers' parts, with the bits of MultiWorkerMirroredStrategy,
-    and collectives inside a step work as there. A worker that dies no longer counts after 5 s without a sign of life,
-    and the others go on. With another `staleness` each step is one worker's, which may be so many steps ahead of the
-    slowest live one (None: any number): loss, metrics, buffers and norm are its own, and collectives inside a step see
-    it alone. A server that stays away for `patience` seconds is PeerLost; started again with its snapshots before that,
-    it is as if nothing had happened. While it reads its snapshot it is not away; one that says nothing though its
+    `staleness` 0 is synchronous: each step is made of all workers' parts, with the bits of MultiWorkerMirroredStrategy
+    (with several replicas a worker, where all workers have the same power of two; else sums are added in another
+    order), and collectives inside a step work as there. A worker that dies no longer counts after 5 s without a sign of
+    life, and the others go on. With another `staleness` each step is one worker's, which may be so many steps ahead of
+    the slowest live one (None: any number): loss, metrics, buffers and norm are its own, and collectives inside a step
+    see it alone. A server that stays away for `patience` seconds is PeerLost; started again with its snapshots before
+    that, it is as if nothing had happened. While it reads its snapshot it is not away; one that says nothing though its
     process listens (it was stopped, say) has 30 s, or `patience` if that is more.
 
     `log_bytes` bounds what a worker keeps of what it pushed, for a server that starts again (None: 256 MiB or eight
@@ -44,6 +49,7 @@ class ParameterServerStrategy(Strategy):
     def __init__(
         self,
         cluster: _C.Cluster,
+        devices: Sequence[str | torch.device] | None = None,
         *,
         staleness: int | None = 0,
         log_bytes: int | None = None,
@@ -52,7 +58,8 @@ class ParameterServerStrategy(Strategy):
         takeover: bool = False,
         **options: Unpack[CommonOptions],
     ) -> None:
-        """A worker of the job that `cluster` describes, at most `staleness` steps ahead of the others."""
+        """A worker of the job that `cluster` describes, with a replica for each of `devices` (``["cpu"] * 4``, say), at
+        most `staleness` steps ahead of the others. A worker that comes back has as many replicas as before."""
         chosen = options_of(options)
         for name, count in (("staleness", staleness), ("log_bytes", log_bytes)):
             if not (count is None or (isinstance(count, int) and not isinstance(count, bool))):
@@ -60,7 +67,7 @@ class ParameterServerStrategy(Strategy):
         servers = _C.ServerOptions(
             staleness=staleness, log_bytes=log_bytes, patience=patience, heartbeat=heartbeat, takeover=takeover
         )
-        super().__init__(_C.make_parameter_server(cluster, servers, asdict(chosen)), chosen)
+        super().__init__(_C.make_parameter_server(cluster, device_names(devices), servers, asdict(chosen)), chosen)
         self._staleness = staleness
 
     @property
@@ -85,6 +92,7 @@ class ParameterServerStrategy(Strategy):
     @with_options(CommonOptions)
     def from_env(
         cls,
+        devices: Sequence[str | torch.device] | None = None,
         *,
         staleness: int | None = 0,
         log_bytes: int | None = None,
@@ -94,9 +102,10 @@ class ParameterServerStrategy(Strategy):
         **options: Unpack[CommonOptions],
     ) -> Self:
         """The job that torchrun's, Slurm's or Open MPI's variables and MUSTER_SERVERS describe; a world of one without
-        a launcher. `staleness`, `log_bytes`, `patience`, `heartbeat` and `takeover` as of the class."""
+        a launcher. `devices`, `staleness`, `log_bytes`, `patience`, `heartbeat` and `takeover` as of the class."""
         return cls(
             _C.Cluster.from_env(),
+            devices,
             staleness=staleness,
             log_bytes=log_bytes,
             patience=patience,

@@ -58,10 +58,10 @@ class ShardedEmbedding(nn.Module):
     Under ``ParameterServerStrategy`` rows are divided over the servers from the first step on: the module pulls
     those that its ids name, each once, and the step pushes their gradients. ``weight`` is then a stub of NaN
     without memory, ``state_dict()`` and copies fetch all rows, and ``close()`` brings them back; call the module
-    from the thread that steps. Rows that were never used take no memory on servers. What moves every row at every
-    step is refused there. With ``on_servers=True`` ``weight`` takes no memory here from the beginning, for that
-    strategy alone. ``placement`` says which server has a row: ``"modulo"`` (row number modulo servers) spreads rows
-    that are used often, wherever they are; ``"range"`` gives each server a contiguous range.
+    from the thread that steps, in a step from any replica. Rows that were never used take no memory on servers. What
+    moves every row at every step is refused there. With ``on_servers=True`` ``weight`` takes no memory here from the
+    beginning, for that strategy alone. ``placement`` says which server has a row: ``"modulo"`` (row number modulo
+    servers) spreads rows that are used often, wherever they are; ``"range"`` gives each server a contiguous range.
 
     First values are ``init="normal"`` of mean 0 and standard deviation ``scale``, or ``"uniform"`` in
     ``(-scale, scale)``. Those of a row follow from ``(seed, row)`` alone; ``seed=None`` draws one from torch's default

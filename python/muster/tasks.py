@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, count, repeat
+from itertools import accumulate, chain, count, pairwise, repeat
 from typing import Any, Protocol
 
 import torch
@@ -40,10 +40,12 @@ class Capacities(Protocol):
 class DealtBatches:
     """The batches that servers deal to this worker in one pass, whole. Owned by the thread that iterates."""
 
-    def __init__(self, dealt: _C.DealtPass, batches: Sequence[Any], *, are_ready: bool) -> None:
-        """`batches`: all of the pass. `are_ready`: each is one item, that is read as a batch."""
+    def __init__(self, dealt: _C.DealtPass, batches: Sequence[Any], deal: Deal, *, are_ready: bool) -> None:
+        """`batches`: all of the pass, of which `deal` gives each replica its part. `are_ready`: each is one item, that
+        is read as a batch."""
         self.of_job: _C.LoaderPass = dealt
         self._batches = batches
+        self._deal = deal
         self._are_ready = are_ready
         self._asked: deque[int] = deque()
 
@@ -52,7 +54,7 @@ class DealtBatches:
         while (number := self.of_job.next()) is not None:
             self._asked.append(number)
             batch = self._batches[number]
-            yield batch if self._are_ready else Deal(1, 0, 1).cut(batch)
+            yield batch if self._are_ready else self._deal.cut(batch)
 
     def was_read(self) -> int:
         """The number of the batch that was read next."""
@@ -99,16 +101,17 @@ class SharedBatches:
         return self._shared
 
     def to_read(self) -> Iterator[Any]:
-        """The indices of tasks: this worker's part, and a sample to model an empty one on."""
+        """The indices of tasks: the parts of this worker's replicas, and a sample to model an empty one on."""
         while (number := self.of_job.next()) is not None:
             self._asked.append(number)
-            batch, begin, end = self.of_job.part_of(number)
+            batch, begin, sizes = self.of_job.part_of(number)
             drawn = bisect_right(self._positions, batch) - 1
             indices, start = self._drawn[drawn], self._positions[drawn]
-            part = indices[begin - start : end - start]
-            model = None if begin < end else indices[batch - start : batch - start + 1]
+            ends = list(accumulate(sizes, initial=begin - start))
+            parts = [indices[first:end] for first, end in pairwise(ends)]
+            model = indices[batch - start : batch - start + 1] if 0 in sizes else None
             self._forget_before(self.of_job.oldest_position)
-            yield [part], model
+            yield parts, model
 
     def was_read(self) -> int:
         """The number of the batch that was read next."""

@@ -169,13 +169,16 @@ def train_on_servers(servers: str, *command: str) -> list[str]:
     return printed
 
 
-@pytest.mark.parametrize("is_embedded", [False, True])
-def test_cpp_workers_of_a_parameter_server_give_the_same_bits(program: Path, data: Path, is_embedded: bool) -> None:
-    expected = train_in_python(data, 2, "adamw", 2, {"clip_norm": 0.5})
-    final = data / f"final-servers-{is_embedded}"
+@pytest.mark.parametrize(("is_embedded", "replicas"), [(False, 1), (True, 1), (False, 2)])
+def test_cpp_workers_of_a_parameter_server_give_the_same_bits(
+    program: Path, data: Path, is_embedded: bool, replicas: int
+) -> None:
+    expected = train_in_python(data, 2 * replicas, "adamw", 2, {"clip_norm": 0.5})
+    final = data / f"final-servers-{is_embedded}-{replicas}"
     command = [
         str(program), str(data), "--steps", str(STEPS), "--batch-size", "61", "--optimizer", "adamw",
         "--accumulate", "2", "--clip", "0.5", "--initial", str(data / "initial"), "--final", str(final),
+        "--devices", ",".join(["cpu"] * replicas),
     ]  # fmt: skip
     if is_embedded:
         train_on_servers("", *command)

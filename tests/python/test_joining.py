@@ -268,10 +268,11 @@ def test_a_joiner_sees_the_rows_of_an_embedding_as_all_do(tmp_path: Path) -> Non
 
 
 # --- synchronous jobs -------------------------------------------------------------------------------------------------
-def _shares(addresses: list[str], victim: int, accumulate: int, folder: Path) -> Run:
+def _shares(addresses: list[str], victim: int, accumulate: int, replicas: int, folder: Path) -> Run:
     """One dies in the second epoch, and is started again, with a learning rate that must not count."""
     first_life = is_first_life(folder)
-    with on_servers(addresses, threads_per_replica=1, accumulate=accumulate) as strategy:
+    devices = ["cpu"] * replicas
+    with on_servers(addresses, devices=devices, threads_per_replica=1, accumulate=accumulate) as strategy:
         module, model, loader = training(strategy, RATE if first_life else 64.0)
         seen: list[list[int]] = []
         for epoch in range(EPOCHS):
@@ -281,16 +282,17 @@ def _shares(addresses: list[str], victim: int, accumulate: int, folder: Path) ->
                     die()
                 time.sleep(0.05)
                 strategy.step(lambda x: muster.Loss(model(x).sum(), reduction="sum"), x)
-                seen[-1] += [int(v) for v in x[:, 0]]
+                parts = x if isinstance(x, muster.PerReplica) else [x]
+                seen[-1] += [int(v) for part in parts for v in part[:, 0]]
         return Run(strategy.joins, seen, module.weight.flatten().tolist())
 
 
-@pytest.mark.parametrize(("victim", "accumulate"), [(1, 1), (0, 1), (2, 2)])
+@pytest.mark.parametrize(("victim", "accumulate", "replicas"), [(1, 1, 1), (0, 1, 1), (2, 2, 1), (1, 2, 2)])
 def test_a_worker_that_is_started_again_has_its_share_of_a_synchronous_pass(
-    victim: int, accumulate: int, tmp_path: Path
+    victim: int, accumulate: int, replicas: int, tmp_path: Path
 ) -> None:
     servers = Servers(2)
-    ranks = Ranks(3, _shares, servers.addresses, victim, accumulate, tmp_path)
+    ranks = Ranks(3, _shares, servers.addresses, victim, accumulate, replicas, tmp_path)
     ranks.restart(victim)
     runs = ranks.results()
     joiner = runs[victim]
@@ -325,11 +327,16 @@ def _normalises(addresses: list[str], options: dict[str, Any], victim: int, fold
         return seen
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("buffers", ["mean", "chief"])
-def test_a_joiner_takes_over_statistics_scale_and_steps(buffers: str, victim: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("buffers", "victim", "replicas"),
+    [("mean", 0, 1), ("mean", 1, 1), ("chief", 0, 1), ("chief", 1, 1), ("mean", 1, 2), ("chief", 0, 2)],
+)
+def test_a_joiner_takes_over_statistics_scale_and_steps(
+    buffers: str, victim: int, replicas: int, tmp_path: Path
+) -> None:
     servers = Servers(1)
     options = {"buffers": buffers, "precision": "fp16", "loss_scale": muster.LossScale(init=16.0, interval=3)}
+    options["devices"] = ["cpu"] * replicas
     ranks = Ranks(2, _normalises, servers.addresses, options, victim, tmp_path)
     ranks.restart(victim)
     runs = ranks.results()
@@ -347,7 +354,7 @@ def test_a_joiner_takes_over_statistics_scale_and_steps(buffers: str, victim: in
 def test_a_cpp_worker_joins_python_ones_in_the_middle_of_a_pass(programs: Path, tmp_path: Path) -> None:
     servers = Servers(2)
     victim = 1
-    ranks = Ranks(3, _shares, servers.addresses, victim, 1, tmp_path)
+    ranks = Ranks(3, _shares, servers.addresses, victim, 1, 1, tmp_path)
     variables = ranks.variables(victim)
     ranks.processes[victim].join(60)
     done = subprocess.run(

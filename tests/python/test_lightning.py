@@ -907,6 +907,10 @@ def refuse_on_servers() -> None:
                 trainer("muster_ps", **arguments).fit(module, datamodule=Points())
         with pytest.raises(muster.InvalidArgument, match="gradient_clip_val"):
             muster.lightning.ParameterServerStrategy(server_options={"clip_norm": 1.0})
+        with pytest.raises(muster.InvalidArgument, match="server_options has 'devices'"):
+            muster.lightning.ParameterServerStrategy(server_options={"devices": ["cpu"] * 2})
+        with pytest.raises(muster.InvalidArgument, match="muster_options has 'devices'"):
+            muster.lightning.FabricParameterServerStrategy(muster_options={"devices": ["cpu"] * 2})
 
 
 def test_what_servers_cannot_do_is_an_error_that_names_what_to_do(two_workers: WorkerPool) -> None:

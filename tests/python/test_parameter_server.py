@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,16 +70,18 @@ PLAIN = [
 ]
 
 
-def _train_both(addresses: list[list[str]]) -> list[str]:
-    """Where a worker's trainings on servers differ from those of MultiWorkerMirroredStrategy."""
+def _train_both(addresses: list[list[str]], replicas: int) -> list[str]:
+    """Where trainings on servers of a worker of so many replicas differ from those of MultiWorkerMirroredStrategy."""
+    devices = ["cpu"] * replicas
     differences = []
     rounds = [(config, {}, train) for config in PLAIN]
     rounds += [(config, options, partial(train_precise, options=options)) for config, options in PRECISE]  # type: ignore[misc]
-    for (config, options, run), servers in zip(rounds, addresses, strict=True):
+    for (given, options, run), servers in zip(rounds, addresses, strict=True):
+        config = replace(given, steps=50 if replicas == 1 else 12)
         options = {**config.options(), **options}
-        with muster.MultiWorkerMirroredStrategy.from_env(["cpu"], **options) as strategy:
+        with muster.MultiWorkerMirroredStrategy.from_env(devices, **options) as strategy:
             expected = run(strategy, config)
-        with on_servers(servers, **options) as strategy:
+        with on_servers(servers, devices=devices, **options) as strategy:
             actual = run(strategy, config)
         assert np.isfinite(expected.parameters).all()
         if not np.array_equal(actual.parameters, expected.parameters):
@@ -90,12 +93,14 @@ def _train_both(addresses: list[list[str]]) -> list[str]:
     return differences
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(2, 0), (2, 2), (3, 1), (3, 3)])
-def test_a_synchronous_job_gives_the_bits_of_worker_processes(workers: int, servers: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "servers", "replicas"), [(2, 0, 1), (2, 2, 1), (3, 1, 1), (3, 3, 1), (2, 2, 2), (1, 1, 4)]
+)
+def test_a_synchronous_job_gives_the_bits_of_worker_processes(workers: int, servers: int, replicas: int) -> None:
     rounds = len(PLAIN) + len(PRECISE)
     started = [Servers(servers) for _ in range(rounds)]
     addresses = [group.addresses for group in started]
-    for differences in run_ranks(workers, _train_both, addresses, timeout=400):
+    for differences in run_ranks(workers, _train_both, addresses, replicas, timeout=400):
         assert differences == []
 
 
@@ -509,26 +514,29 @@ def test_a_server_that_dies_is_named_and_one_that_returns_with_its_snapshots_is_
             assert seconds < 10
 
 
-def test_an_interrupt_ends_the_wait_for_another_worker() -> None:
-    assert run_ranks(2, _is_interrupted) == ["interrupted", "waited"]
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_interrupt_ends_the_wait_for_another_worker(replicas: int, tmp_path: Path) -> None:
+    servers = Servers(1)
+    assert run_ranks(2, _is_interrupted, servers.addresses, replicas, tmp_path) == ["interrupted", "waited"]
 
 
-def _is_interrupted() -> str:
+def _is_interrupted(addresses: list[str], replicas: int, folder: Path) -> str:
     module = small()
-    with muster.ParameterServerStrategy.from_env(seed=3, timeout=60.0) as strategy:
+    with on_servers(addresses, devices=["cpu"] * replicas, seed=3, timeout=60.0) as strategy:
         model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
         strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch())
+        started = time.monotonic()
         if strategy.rank == 1:
-            time.sleep(3)
+            while not (folder / "closed").exists() and time.monotonic() - started < 50:
+                time.sleep(0.05)
             return "waited"
         threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
-        started = time.monotonic()
-        try:
+        with pytest.raises(KeyboardInterrupt):
             strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch())
-        except KeyboardInterrupt:
-            assert time.monotonic() - started < 2
-            return "interrupted"
-        return "not interrupted"
+        assert time.monotonic() - started < (2 if replicas == 1 else 10)
+    (folder / "closed").touch()
+    assert time.monotonic() - started < 40  # close() waited neither for the other worker nor for the timeout
+    return "interrupted"
 
 
 # --- workers that step on their own -----------------------------------------------------------------------------------

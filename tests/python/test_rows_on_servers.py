@@ -78,7 +78,7 @@ def train(strategy: muster.Strategy, optimizer: str, on_servers: bool = False) -
     for step in range(12):
         ids, bags, clicks = part_of(strategy, impressions(step))
         if step == 4 or (step == 5 and strategy.rank > 0):  # one table is used by nobody, then by one worker
-            result = strategy.step(lambda x: model.module.ids(x).square().sum(), ids)
+            result = strategy.step(lambda x: model.ids(x).square().sum(), ids)
         else:
             result = strategy.step(partial(loss, model), ids, bags, clicks)
         losses += [float(result.loss), float(result.grad_norm or 0)]
@@ -88,13 +88,14 @@ def train(strategy: muster.Strategy, optimizer: str, on_servers: bool = False) -
     return values
 
 
-def _train_both(addresses: list[list[str]]) -> list[str]:
+def _train_both(addresses: list[list[str]], replicas: int) -> list[str]:
+    devices = ["cpu"] * replicas
     differences = []
     for (optimizer, options), servers in zip(OPTIONS, addresses, strict=True):
         options = {"seed": 3, "threads_per_replica": 1, "timeout": 60.0, **options}
-        with muster.MultiWorkerMirroredStrategy.from_env(["cpu"], **options) as strategy:
+        with muster.MultiWorkerMirroredStrategy.from_env(devices, **options) as strategy:
             expected = train(strategy, optimizer)
-        with on_servers(servers, **options) as strategy:
+        with on_servers(servers, devices=devices, **options) as strategy:
             actual = train(strategy, optimizer)
         assert len(expected) == len(actual)
         for number, (theirs, ours) in enumerate(zip(expected, actual, strict=True)):
@@ -104,10 +105,10 @@ def _train_both(addresses: list[list[str]]) -> list[str]:
     return differences
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(2, 0), (2, 3), (3, 1)])
-def test_a_synchronous_job_gives_the_bits_of_worker_processes(workers: int, servers: int) -> None:
+@pytest.mark.parametrize(("workers", "servers", "replicas"), [(2, 0, 1), (2, 3, 1), (3, 1, 1), (2, 2, 2)])
+def test_a_synchronous_job_gives_the_bits_of_worker_processes(workers: int, servers: int, replicas: int) -> None:
     started = [Servers(servers) for _ in OPTIONS]
-    for differences in run_ranks(workers, _train_both, [group.addresses for group in started]):
+    for differences in run_ranks(workers, _train_both, [group.addresses for group in started], replicas):
         assert differences == []
 
 

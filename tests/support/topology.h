@@ -5,14 +5,19 @@
 
 namespace muster::testing {
 
-/// Worker `rank` of `n` with one CPU replica each.
-inline Topology one_replica_each(int rank, int n) {
+/// Worker `rank` of `n` with as many CPU replicas each.
+inline Topology replicas_each(int rank, int n, int replicas) {
   Topology topology;
-  topology.num_workers = topology.num_replicas = n;
-  topology.rank = topology.local_rank = topology.first_replica = rank;
-  topology.replicas_of_worker.assign(static_cast<size_t>(n), 1);
-  topology.devices = {c10::Device(c10::kCPU)};
+  topology.num_workers = n;
+  topology.num_replicas = n * replicas;
+  topology.rank = topology.local_rank = rank;
+  topology.first_replica = rank * replicas;
+  topology.replicas_of_worker.assign(static_cast<size_t>(n), replicas);
+  topology.devices.assign(static_cast<size_t>(replicas), c10::Device(c10::kCPU));
   return topology;
 }
+
+/// Worker `rank` of `n` with one CPU replica each.
+inline Topology one_replica_each(int rank, int n) { return replicas_each(rank, n, 1); }
 
 }  // namespace muster::testing

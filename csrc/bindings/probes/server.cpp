@@ -3,12 +3,14 @@
 #include <chrono>
 
 #include "bindings/bindings.h"
+#include "server/shard/server.h"
 #include "server/worker/client.h"
 
 namespace muster {
 namespace {
 
 namespace py = pybind11;
+using py::literals::operator""_a;
 using server::Part;
 using server::ServerClient;
 using Release = py::call_guard<py::gil_scoped_release>;
@@ -97,6 +99,13 @@ class Probe {
 
 void bind_server_probe(py::module_& parent) {
   py::module_ m = parent.attr("_server");
+  m.def(
+      "stats",
+      [](const server::ParameterServer& running) {
+        const auto stats = running.stats();
+        return py::dict("requests"_a = stats.requests, "pushes"_a = stats.pushes, "connections"_a = stats.connections);
+      },
+      "What a server has had so far: requests, pushes that it held, and connections that are open.", py::arg("server"));
   py::class_<Probe, Owned<Probe>>(m, "Probe")
       .def(py::init([](std::vector<std::string> servers, int64_t numel, uint32_t rank, uint32_t workers,
                        std::optional<uint32_t> staleness, bool shares_memory, uint32_t lanes, uint64_t chunk_bytes,

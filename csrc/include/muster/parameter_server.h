@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "muster/cluster.h"
 #include "muster/options.h"
@@ -32,15 +34,18 @@ struct ServerOptions {
   void validate() const;
 };
 
-/// A process a worker, each with one CPU replica; parameters and optimizer state live on parameter servers, which step.
-/// The servers are those of the cluster (`MUSTER_SERVERS`, `muster serve`), on this host so far; without any the chief
-/// hosts one in its process until all workers have left. The optimizer is one of muster::optim. Connects at the first
-/// step: where servers hold values already (a job that was started again), all workers go on from them.
+/// A process a worker, each with one CPU replica or several; parameters and optimizer state live on parameter servers,
+/// which step. Gradients of a worker's replicas are added in its process, and pushed once: for servers, and in
+/// everything said of workers here, they are one. The servers are those of the cluster (`MUSTER_SERVERS`, `muster
+/// serve`), on this host so far; without any the chief hosts one in its process until all workers have left. The
+/// optimizer is one of muster::optim. Connects at the first step: where servers hold values already (a job that was
+/// started again), all workers go on from them.
 ///
-/// Synchronous, it gives the bits of MultiWorkerMirroredStrategy, and collectives inside a step work as there. A worker
-/// that dies no longer counts after 5 s without a sign of life, and the others go on. Else a step is one worker's: its
-/// loss, metrics, buffers and norm are its own, and collectives inside a step see it alone. A server that stays away
-/// for 5 s is PeerLost; started again with its snapshots before that, it is as if nothing had happened.
+/// Synchronous, it gives the bits of MultiWorkerMirroredStrategy (with several replicas a worker, where all workers
+/// have the same power of two; else sums are added in another order), and collectives inside a step work as there. A
+/// worker that dies no longer counts after 5 s without a sign of life, and the others go on. Else a step is one
+/// worker's: its loss, metrics, buffers and norm are its own, and collectives inside a step see it alone. A server that
+/// stays away for 5 s is PeerLost; started again with its snapshots before that, it is as if nothing had happened.
 ///
 /// Parameters must not be written between steps, and sparse gradients are refused but for a ShardedEmbedding's.
 /// Constructing is collective over the cluster, unless the cluster names servers and other workers train there: it then
@@ -52,6 +57,11 @@ class ParameterServerStrategy : public Strategy {
   /// A worker of the job that `cluster` describes.
   explicit ParameterServerStrategy(const Cluster& cluster = Cluster::from_env(),
                                    const ServerOptions& server_options = {}, const StrategyOptions& options = {});
+
+  /// Likewise, with a replica for each of `devices` ("cpu", "cpu:0", "cpu:1", ..., which may repeat; none: one). A
+  /// worker that comes back has as many as before. Throws InvalidArgument for devices that are no CPUs.
+  ParameterServerStrategy(const Cluster& cluster, const std::vector<std::string>& devices,
+                          const ServerOptions& server_options, const StrategyOptions& options);
 };
 
 }  // namespace muster

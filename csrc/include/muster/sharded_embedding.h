@@ -42,8 +42,8 @@ struct ShardedEmbeddingOptions {
 /// Under ParameterServerStrategy rows are divided over the servers from the first step on: the module pulls those that
 /// its ids name, each once, and in the step pushes their gradients. `weight` is then a stub of NaN without memory,
 /// save() fetches all rows, and close() brings them back, but for `on_servers`; forward belongs to the thread that
-/// steps. Rows that were never used take no memory on servers. What moves every row at every step (momentum and, but
-/// for Adam and AdamW, weight decay) is refused there.
+/// steps, and in a step to each replica's. Rows that were never used take no memory on servers. What moves every row at
+/// every step (momentum and, but for Adam and AdamW, weight decay) is refused there.
 class ShardedEmbeddingImpl : public torch::nn::Cloneable<ShardedEmbeddingImpl> {
  public:
   /// Throws InvalidArgument unless both sizes are positive and `scale` is finite and not negative.

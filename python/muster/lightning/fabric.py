@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from muster import _C
 from muster import strategy as strategies
 from muster.errors import InvalidArgument
-from muster.lightning.workers import Job, Workers
+from muster.lightning.workers import Job, Workers, check_has_one_replica
 from muster.parameter_server import ParameterServerStrategy
 from muster.per_replica import PerReplica
 from muster.step import StepResult
@@ -165,6 +165,7 @@ class FabricParameterServerStrategy(Workers, _Stepping, ParallelStrategy):
             precision=precision,
         )
         self._options = dict(muster_options or {})
+        check_has_one_replica(self._options, "muster_options")
 
     @property
     def root_device(self) -> torch.device:

@@ -30,7 +30,7 @@ from muster import _C
 from muster.errors import InvalidArgument, NonFinite
 from muster.lightning.layers import ConvertedLayers
 from muster.lightning.replica_steps import ReplicaSteps, check_module
-from muster.lightning.workers import Job, Workers
+from muster.lightning.workers import Job, Workers, check_has_one_replica
 from muster.parameter_server import ParameterServerStrategy as Servers
 from muster.step import StepResult
 
@@ -87,6 +87,7 @@ class ParameterServerStrategy(Workers, ConvertedLayers, ParallelStrategy):
         given = dict(server_options or {})
         for name in sorted(given.keys() & _OF_TRAINER.keys()):
             raise InvalidArgument(f"server_options has {name!r}; give it as Trainer({_OF_TRAINER[name]})")
+        check_has_one_replica(given, "server_options")
         self._options = {"staleness": staleness, **given}
         self.num_nodes = 1
         """What the Trainer's `num_nodes` says."""

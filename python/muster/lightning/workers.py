@@ -18,11 +18,20 @@ from muster import _C
 from muster.errors import InvalidArgument
 from muster.parameter_server import ParameterServerStrategy
 
-__all__ = ["Job", "Workers"]
+__all__ = ["Job", "Workers", "check_has_one_replica"]
 
 T = TypeVar("T")
 
 _NAMES_OF_OPS = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max": "max"}
+
+
+def check_has_one_replica(options: dict[str, Any], name: str) -> None:
+    """Refuses `devices` in a worker's options, which the user gave as `name`."""
+    if "devices" in options:
+        raise InvalidArgument(
+            f"{name} has 'devices', and Lightning's loops train one replica a worker; leave it out, and start more "
+            "workers"
+        )
 
 
 class Job(ClusterEnvironment):

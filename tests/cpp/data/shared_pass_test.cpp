@@ -1,6 +1,7 @@
 // Batches that live workers divide: the pass by itself, and loaders of workers that step together.
 #include "data/shared_pass.h"
 
+#include <array>
 #include <chrono>
 #include <thread>
 #include <utility>
@@ -72,6 +73,42 @@ TEST_CASE("members divide batches of uneven sizes, and what one of them left com
   CHECK(get(pass) == Range{7, 8});
   CHECK(get(pass) == std::nullopt);
   CHECK_FALSE(pass.wait_for_more());
+}
+
+TEST_CASE("each replica of the members has a part, and what a worker of several left is divided anew", "[data]") {
+  const auto members = std::make_shared<Two>();
+  members->live = {0, 1, 2};
+  const std::vector<int> replicas{2, 1, 2};
+  SharedPass pass(members, 0, {0, 0}, batches({12, 3}), replicas);
+  SharedPass other(members, 2, {0, 0}, batches({12, 3}), replicas);
+  const auto holds = std::array{pass.hold(), other.hold()};
+  const auto next_of = [](SharedPass& of) {
+    const auto number = of.next().value();
+    const auto part = of.part_of(number);
+    of.yielded(number);
+    return part;
+  };
+  const auto first = next_of(pass);
+  CHECK(first.batch == 0);
+  CHECK((first.begin == 0 && first.end == 6));
+  CHECK(first.sizes == std::vector<int64_t>{3, 3});
+  const auto last = next_of(other);
+  CHECK((last.begin == 8 && last.end == 12));
+  CHECK(last.sizes == std::vector<int64_t>{2, 2});
+  pass.begin_step();
+  members->live = {0, 1};
+  pass.end_step(WindowEnd::closed, {0, 1});
+  pass.done();
+  const auto again = next_of(pass);
+  CHECK((again.batch == 8 && again.begin == 8 && again.end == 11));
+  CHECK(again.sizes == std::vector<int64_t>{2, 1});
+  members->live = {1};
+  pass.begin_step();
+  pass.end_step(WindowEnd::closed, {0, 1});
+  pass.done();
+  const auto none = next_of(pass);
+  CHECK(none.begin == none.end);
+  CHECK(none.sizes == std::vector<int64_t>{0, 0});
 }
 
 TEST_CASE("a shared pass knows how many of its batches were trained on, and begins behind so many", "[data]") {

@@ -42,8 +42,15 @@ struct Net : torch::nn::Module {
   torch::nn::Linear last;
 };
 
-at::Tensor batch_of(int rank, int step) {
-  return at::sin(at::arange((3 + rank) * 6) * 1.1 + rank + step * 0.2).view({3 + rank, 6});
+at::Tensor batch_of(int replica, int step) {
+  return at::sin(at::arange((3 + replica) * 6) * 1.1 + replica + step * 0.2).view({3 + replica, 6});
+}
+
+// What make(replica) gives each of this worker's replicas.
+PerReplica<at::Tensor> for_each_replica(Strategy& strategy, const std::function<at::Tensor(int)>& make) {
+  std::vector<at::Tensor> parts;
+  for (int r = 0; r < strategy.num_local_replicas(); ++r) parts.push_back(make(strategy.replica() + r));
+  return PerReplica<at::Tensor>(std::move(parts));
 }
 
 using Values = std::vector<at::Tensor>;
@@ -53,8 +60,8 @@ Values train(Strategy& strategy, int steps) {
   optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.02));
   strategy.prepare(optimizer);
   for (int step = 0; step < steps; ++step) {
-    const auto result = strategy.step([&](const at::Tensor& x) { return net->forward(x).square().mean(); },
-                                      batch_of(strategy.rank(), step));
+    const auto batch = for_each_replica(strategy, [&](int replica) { return batch_of(replica, step); });
+    const auto result = strategy.step([&](const at::Tensor& x) { return net->forward(x).square().mean(); }, batch);
     MUSTER_CHECK(result.stepped);
     static_cast<torch::optim::AdamWOptions&>(optimizer.param_groups()[0].options()).lr(0.02 / (step + 1));
   }
@@ -92,14 +99,9 @@ Values train_rows(Strategy& strategy, bool is_row_wise) {
   strategy.prepare(*optimizer);
   const auto loss = [&](const at::Tensor& ids) { return net->forward(ids).square().mean(); };
   for (int step = 0; step < 8; ++step) {
-    const auto ids = [&](int replica) {
-      return (at::arange(12) * (3 + step) + 5 * replica).remainder(60).view({4, 3});
-    };
-    if (strategy.num_local_replicas() > 1) {
-      strategy.step(loss, PerReplica<at::Tensor>({ids(0), ids(1)}));
-    } else {
-      strategy.step(loss, ids(strategy.rank()));
-    }
+    strategy.step(loss, for_each_replica(strategy, [&](int replica) {
+                    return (at::arange(12) * (3 + step) + 5 * replica).remainder(60).view({4, 3});
+                  }));
   }
   std::stringstream stream;
   torch::save(net->table, stream);
@@ -108,24 +110,30 @@ Values train_rows(Strategy& strategy, bool is_row_wise) {
   return {whole->weight, net->read->weight.detach().clone(), net->read->bias.detach().clone()};
 }
 
-// Each worker is a thread; `servers`: none reduces among the workers.
+// Each worker is a thread, of so many replicas; `servers`: none reduces among the workers.
 std::vector<Values> train_workers(int n, const std::vector<std::string>& servers,
-                                  const std::function<Values(Strategy&)>& train) {
-  const auto gradients = comm::make_local(n, kTimeout);
-  const auto step = comm::make_local(n, kTimeout);
+                                  const std::function<Values(Strategy&)>& train, int replicas = 1) {
+  const auto gradients = comm::make_local(n * replicas, kTimeout);
+  const auto step = comm::make_local(n * replicas, kTimeout);
   const auto workers = comm::make_local(n, kTimeout);
   std::vector<Values> values(static_cast<size_t>(n));
   const auto failures = run_threads(n, [&](int rank) {
     const auto r = static_cast<size_t>(rank);
-    const auto topology = one_replica_each(rank, n);
+    const auto topology = replicas_each(rank, n, replicas);
+    const auto own = [&](const std::vector<comm::CommunicatorPtr>& all) {
+      const auto first = all.begin() + topology.first_replica;
+      return std::vector(first, first + replicas);
+    };
     Groups groups;
-    groups.gradients = {servers.empty() ? gradients[r] : comm::make_single()};
-    groups.step = {step[r]};
+    groups.gradients = servers.empty() ? own(gradients) : comm::make_local(replicas, kTimeout);
+    groups.step = own(step);
     groups.workers = workers[r];
     if (!servers.empty()) groups.servers = ServerJob{.channels = servers, .staleness = 0, .embedded = nullptr};
     StrategyOptions options;
     options.clip_norm = 0.4;
-    OneWorker worker(std::make_shared<StrategyCore>(topology, groups, options, std::make_shared<ReplicaPool>(1, 1), 7));
+    auto pool = std::make_shared<ReplicaPool>(replicas, 1);
+    pool->start();
+    OneWorker worker(std::make_shared<StrategyCore>(topology, groups, options, std::move(pool), 7));
     values[r] = train(worker);
   });
   CHECK(failures.empty());
@@ -141,6 +149,35 @@ TEST_CASE("C++ workers of parameter servers get the bits of workers that reduce 
   const Servers servers(server_names(2));
   const auto actual = train_workers(3, servers.names, body);
   for (const auto& values : actual) CHECK(bit_equal(values, expected.front()));
+}
+
+TEST_CASE("C++ workers of several replicas get the bits of as many workers and of one process", "[strategy][server]") {
+  StrategyOptions options;
+  options.clip_norm = 0.4;
+  const bool has_rows = GENERATE(false, true);
+  const auto body = [&](Strategy& strategy) { return has_rows ? train_rows(strategy, false) : train(strategy, 12); };
+  MirroredStrategy mirrored({"cpu", "cpu", "cpu", "cpu"}, options);
+  const auto expected = body(mirrored);
+  for (const int workers : {1, 2, 4}) {
+    CAPTURE(workers, has_rows);
+    const Servers servers(server_names(2));
+    for (const auto& values : train_workers(workers, servers.names, body, 4 / workers)) {
+      CHECK(bit_equal(values, expected));
+    }
+  }
+}
+
+TEST_CASE("a C++ worker of several replicas steps on its own as one process does", "[strategy][server]") {
+  const std::vector<std::string> devices{"cpu", "cpu"};
+  StrategyOptions options;
+  options.threads_per_replica = 1;
+  options.clip_norm = 0.4;
+  MirroredStrategy mirrored(devices, options);
+  const auto expected = train(mirrored, 5);
+  const std::optional<int> staleness = GENERATE(std::optional<int>(3), std::optional<int>());
+  ParameterServerStrategy strategy(Cluster{}, devices, {.staleness = staleness}, options);
+  CHECK(bit_equal(train(strategy, 5), expected));
+  CHECK_THROWS_WITH(ParameterServerStrategy(Cluster{}, {"cuda:0"}, {}, {}), ContainsSubstring("on the CPU"));
 }
 
 TEST_CASE("rows of C++ embeddings on servers get the bits of rows in one process", "[strategy][server]") {

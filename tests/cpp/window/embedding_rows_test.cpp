@@ -5,6 +5,7 @@
 #include <ATen/ops/tensor.h>
 
 #include <array>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <vector>
@@ -27,7 +28,7 @@ struct Table {
         plan(plan_of({}, {{.name = "table", .num_rows = kRows, .dim = 2, .initialiser = some_rows().initialiser}},
                      descent())),
         client(config_of(server.servers.names, 0, plan)),
-        rows(client, plan) {
+        rows(client, in_step, plan) {
     weight[3].fill_(9);
     before = weight.clone();
   }
@@ -46,6 +47,7 @@ struct Table {
   OneServer server;
   server::Plan plan;
   server::ServerClient client;
+  std::mutex in_step;
   RowsOnServers rows;
 };
 
@@ -105,7 +107,8 @@ TEST_CASE("all states of a table travel at once", "[window]") {
   const OneServer server;
   const auto plan = plan_of({}, {{.name = "table", .num_rows = kRows, .dim = 2}}, adam);
   server::ServerClient client(config_of(server.servers.names, 0, plan));
-  RowsOnServers rows(client, plan);
+  std::mutex in_step;
+  RowsOnServers rows(client, in_step, plan);
   rows.add(initial_rows(kRows), 0);
   const std::vector<int64_t> touched = {1, 4};
   const std::vector<float> values(4, 7), states = {1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6};
