@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import muster
+from muster import _C
 from muster.checkpoint import comparing, reading
 from muster.writing import Writing
 from support.ranks import run_ranks
@@ -76,7 +77,14 @@ def saved(folder: Path, sharded: bool, low: bool) -> list[bytes]:
     with worker(shard_optimizer=sharded) as strategy:
         job = Wide(strategy, low=low).train(2)
         extra = {"average": torch.full((1000,), float(strategy.rank)), "name": "kept"}
+        gathered = _C.StrategyCore.whole_state
+
+        def gather_nothing(*args: Any) -> None:
+            assert gathered(*args) is None
+
+        _C.StrategyCore.whole_state = gather_nothing  # type: ignore[assignment, method-assign]
         strategy.save(folder / "together", keep=2, **extra)
+        _C.StrategyCore.whole_state = gathered  # type: ignore[method-assign]
         strategy.save(folder / f"alone-{strategy.rank}", **extra)
         return job.bits()
 

@@ -36,7 +36,7 @@ NamedTensors alike() {
           {"z/empty", at::empty({0})}};
 }
 
-const at::Tensor& divided() {
+const at::Tensor& scattered() {
   static const at::Tensor tensor = at::arange(1000, at::kFloat).view({10, 100});
   return tensor;
 }
@@ -47,14 +47,14 @@ JointContent content_of(int rank, int ranks) {
   const int64_t parts = ranks - 1;
   const int64_t begin = rank == 0 ? 0 : 1000 * (rank - 1) / parts;
   const int64_t end = rank == 0 ? 0 : 1000 * rank / parts;
-  content.divided.push_back({"divided", {10, 100}, begin, divided().flatten().slice(0, begin, end)});
+  content.divided.push_back({"divided", {10, 100}, begin, scattered().flatten().slice(0, begin, end)});
   if (rank == 0) content.chiefs = {{"own", at::ones({5})}};
   return content;
 }
 
 Snapshot whole() {
   auto tensors = alike();
-  tensors["divided"] = divided();
+  tensors["divided"] = scattered();
   tensors["own"] = at::ones({5});
   return {std::move(tensors), {{"steps", int64_t{3}}}};
 }
