@@ -46,13 +46,13 @@ fs::path lock_file(const fs::path& draft, const std::string& writer) { return dr
 
 // What a rank has seen, in words.
 struct Looked {
-  std::string layout;  // empty where it does not see what the chief has begun
+  std::string digest;  // of what all ranks should have alike; empty where it does not see what the chief has begun
   bool has_lock = false;
   uint64_t chiefs_bytes = 0;
 
   explicit Looked(const std::string& text) {
     std::istringstream words(text);
-    words >> layout >> has_lock >> chiefs_bytes;
+    words >> digest >> has_lock >> chiefs_bytes;
   }
 };
 
@@ -62,13 +62,23 @@ uint64_t bytes_of(const NamedTensors& tensors) {
   return bytes;
 }
 
-// Of what share_of depends on, and of dtypes.
-uint64_t layout_of(const NamedTensors& alike) {
+// Of some elements: those of a tensor that one rank alone has written, an average in place of a weight, say, differ.
+uint64_t sample_of(const at::Tensor& tensor, uint64_t hash) {
+  constexpr int64_t kSamples = 64;
+  if (tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) return hash;
+  const auto memory = tensor.as_strided({tensor.numel()}, {1});
+  const auto step = std::max<int64_t>(tensor.numel() / kSamples, 1);
+  const auto some = memory.slice(0, 0, tensor.numel(), step).contiguous().cpu();
+  return stable_hash({static_cast<const char*>(some.const_data_ptr()), some.nbytes()}, hash);
+}
+
+// Of what share_of depends on, of dtypes, and of some values.
+uint64_t digest_of(const NamedTensors& alike) {
   uint64_t hash = stable_hash("");
   for (const auto& [name, tensor] : alike) {
     std::string text = name + '\0' + dtype_name(tensor.scalar_type()) + (tensor.is_contiguous() ? " " : " with gaps ");
     for (const auto size : tensor.sizes()) text += std::to_string(size) + ' ';
-    hash = stable_hash(text, hash);
+    hash = sample_of(tensor, stable_hash(text, hash));
   }
   return hash;
 }
@@ -284,7 +294,7 @@ std::string JointSnapshot::look(const std::vector<std::string>& announced, Joint
     lock_ = std::make_shared<const UnforkedFile>(lock_file(draft_, name()));
   }
   const bool has_lock = lock_ && ::flock(lock_->get(), LOCK_EX | LOCK_NB) == 0;
-  return std::to_string(layout_of(content_.alike)) + (has_lock ? " 1 " : " 0 ") +
+  return std::to_string(digest_of(content_.alike)) + (has_lock ? " 1 " : " 0 ") +
          std::to_string(bytes_of(content_.chiefs));
 }
 
@@ -294,7 +304,7 @@ bool JointSnapshot::copy(const std::vector<std::string>& looked) {
   bool is_joint = true;
   for (size_t rank = 0; rank < looked.size(); ++rank) {
     const Looked its(looked[rank]);
-    is_joint = is_joint && its.layout == chief.layout;
+    is_joint = is_joint && its.digest == chief.digest;
     // Some file systems keep locks from other hosts.
     has_lock_.push_back(is_chief() && its.has_lock && !is_unlocked(lock_file(draft_, name_of(rank, token_))));
   }

@@ -47,7 +47,8 @@ class JointSnapshot {
   std::string look(const std::vector<std::string>& announced, JointContent content);
 
   /// Copies what this rank writes into the writer's memory. False, and nothing is begun any more, where a rank does not
-  /// see it, or has other tensors than the chief in `alike`: then the chief is to write all of it. Equal on all ranks.
+  /// see it, or has other tensors than the chief in `alike` (by names, layouts, and some of the values): then the chief
+  /// is to write all of it. Equal on all ranks.
   bool copy(const std::vector<std::string>& looked);
 
   /// Writes on the writer's thread, on the chief until the snapshot is there with `metadata`, which others' is not

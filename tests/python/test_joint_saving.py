@@ -222,6 +222,21 @@ def saved_and_explained(folder: Path) -> list[str]:
         return [*texts, str(strategy.load(folder))]
 
 
+def saved_with_a_weight_of_its_own(folder: Path) -> None:
+    with worker() as strategy:
+        job = Wide(strategy).train(1)
+        if strategy.is_chief:
+            with torch.no_grad():
+                job.model.module.middle.weight.fill_(2)
+        strategy.save(folder)
+
+
+def test_what_the_chief_alone_wrote_into_a_weight_is_saved(tmp_path: Path) -> None:
+    run_ranks(2, saved_with_a_weight_of_its_own, tmp_path)
+    weight = muster.checkpoint.model_state(tmp_path)["middle.weight"]
+    assert torch.equal(weight, torch.full((500, WIDTH), 2.0))
+
+
 def test_the_chief_alone_says_what_was_written_and_its_values_are_kept(tmp_path: Path) -> None:
     chief, other = run_ranks(2, saved_and_explained, tmp_path)
     assert f"the last one, '{tmp_path / 'snapshot-0000000001'}' (" in chief[0]
