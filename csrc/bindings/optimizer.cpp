@@ -7,6 +7,7 @@
 #include "bindings/bindings.h"
 #include "muster/error.h"
 #include "optimizer/gradient_norm.h"
+#include "strategy/divided_tensors.h"
 
 namespace muster {
 
@@ -121,6 +122,7 @@ void bind_optimizer(py::module_& m) {
                        size_t which) { return defined(flat.state().tensor(parameter, which)); })
       .def("step_count", [](const FlatOptimizer& flat, size_t p) { return flat.state().entry(p).step; })
       .def("master", [](const FlatOptimizer& flat, size_t p) { return defined(flat.state().entry(p).master); })
+      .def("own_run", [](const FlatOptimizer& flat, size_t p, size_t which) { return own_run(flat.state(), p, which); })
       .def("has_started", [](const FlatOptimizer& flat, size_t p) { return flat.state().entry(p).started; })
       .def("num_states", [](const FlatOptimizer& flat, size_t p) { return flat.state().entry(p).num_states; })
       .def("set_state", [](FlatOptimizer& flat, size_t p, size_t which,

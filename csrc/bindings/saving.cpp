@@ -4,13 +4,16 @@
 
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
+#include "checkpoint/joint_snapshot.h"
 #include "checkpoint/saved_tree.h"
 #include "checkpoint/sha256.h"
 #include "checkpoint/snapshot_writer.h"
@@ -40,6 +43,30 @@ void bind_saving(py::module_& m) {
       .def_property_readonly("is_done", &SnapshotWriter::done)
       .def_property_readonly("written", &SnapshotWriter::written)
       .def("wait", &SnapshotWriter::wait, Release());
+  using checkpoint::JointSnapshot;
+  using checkpoint::Run;
+  py::class_<Run>(m, "Run").def_property_readonly(
+      "whole_bytes", [](const Run& run) { return c10::multiply_integers(run.shape) * run.elements.element_size(); });
+  py::class_<JointSnapshot>(m, "JointSnapshot")
+      .def(py::init<SnapshotWriter&, int, int>(), "writer"_a, "rank"_a, "ranks"_a, py::keep_alive<1, 2>())
+      .def("announce", &JointSnapshot::announce, Release())
+      .def(
+          "look",
+          [](JointSnapshot& joint, const std::vector<std::string>& announced, checkpoint::NamedTensors chiefs,
+             checkpoint::NamedTensors alike, std::map<std::string, Run> divided) {
+            std::vector<Run> runs;
+            for (auto& [name, run] : divided) runs.push_back({name, run.shape, run.begin, run.elements});
+            return joint.look(announced, {std::move(chiefs), std::move(alike), std::move(runs)});
+          },
+          "announced"_a, "chiefs"_a, "alike"_a, "divided"_a, Release())
+      .def("copy", &JointSnapshot::copy, "looked"_a, Release())
+      .def(
+          "start",
+          [](JointSnapshot& joint, const checkpoint::Metadata& metadata, double patience) {
+            joint.start(metadata, to_ms(patience));
+          },
+          "metadata"_a, "patience"_a, Release())
+      .def("close", &JointSnapshot::close, Release());
   m.def(
       "read_newest_snapshot",
       [](const std::filesystem::path& folder)

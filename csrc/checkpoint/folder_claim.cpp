@@ -1,25 +1,20 @@
 #include "checkpoint/folder_claim.h"
 
-#include <fcntl.h>
-#include <pthread.h>
 #include <sys/file.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <chrono>
-#include <mutex>
 #include <optional>
 #include <ratio>
-#include <set>
 #include <string>
 #include <system_error>
 #include <utility>
 
 #include "checkpoint/file.h"
+#include "checkpoint/unforked_file.h"
 #include "muster/error.h"
-#include "net/unix_socket.h"
 
 namespace muster::checkpoint {
 
@@ -67,60 +62,7 @@ void with_folder(const fs::path& folder, const Call& call) {
   }
 }
 
-// The descriptors of this process's UnforkedFiles. A fork would have them open, too, and a lock is held until all who
-// have it open are gone: a worker of a data loader that outlives a killed process by seconds would keep the folder from
-// the job that is started next.
-struct OpenFiles {
-  std::mutex mutex;
-  std::set<int> numbers;  // guarded by mutex
-};
-
-OpenFiles& open_files() {
-  static OpenFiles instance;
-  static std::once_flag once;
-  std::call_once(once, [] {
-    ::pthread_atfork([] { instance.mutex.lock(); }, [] { instance.mutex.unlock(); },
-                     [] {
-                       const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
-                       // The numbers stay taken: their owners close them.
-                       for (const int number : instance.numbers) ::dup3(nothing, number, O_CLOEXEC);
-                       ::close(nothing);
-                       instance.numbers.clear();
-                       instance.mutex.unlock();
-                     });
-  });
-  return instance;
-}
-
 }  // namespace
-
-/// A file that is open, and has been closed in whatever this process has forked since.
-class UnforkedFile {
- public:
-  /// Makes the file where it is not there. get() is -1 where the system refuses; errno says why.
-  explicit UnforkedFile(const std::filesystem::path& path);
-  ~UnforkedFile();
-  UnforkedFile(const UnforkedFile&) = delete;
-  UnforkedFile& operator=(const UnforkedFile&) = delete;
-
-  int get() const noexcept { return fd_.get(); }
-
- private:
-  net::FileDescriptor fd_;
-};
-
-UnforkedFile::UnforkedFile(const fs::path& path) {
-  const std::lock_guard lock(open_files().mutex);
-  fd_ = net::FileDescriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-  if (fd_) share_as(path.parent_path(), fd_.get());
-  if (fd_) open_files().numbers.insert(fd_.get());
-}
-
-UnforkedFile::~UnforkedFile() {
-  const std::lock_guard lock(open_files().mutex);
-  open_files().numbers.erase(fd_.get());
-  fd_ = {};
-}
 
 FolderClaim::FolderClaim(fs::path folder) : folder_(std::move(folder)) {
   with_folder(folder_, [&] {

@@ -20,6 +20,9 @@ struct SavedTree {
 /// InvalidArgument, naming the place, for a tensor that cannot be stored, and for text that is not UTF-8.
 SavedTree encode_tree(const SavedValue& value);
 
+/// The same with tensors on the device where they are, whether or not a file can hold them.
+SavedTree encode_tree_in_place(const SavedValue& value);
+
 /// Copies all tensors of a checkpoint but those of its modules, optimizers and tables, by their places in the document:
 /// what load() hands on, and the program keeps.
 void copy_what_is_kept(NamedTensors& tensors);

@@ -81,7 +81,8 @@ Dict state_of_torchs(const Optimizer& optimizer, const at::Tensor& parameter) {
 // The state of a flat optimizer, wherever it is.
 class WholeState {
  public:
-  WholeState(FlatState& state, comm::Communicator& workers) : state_(state), workers_(workers) {
+  WholeState(FlatState& state, comm::Communicator& workers, DividedTensors* divided)
+      : state_(state), workers_(workers), divided_(divided) {
     if (!state.from_servers) {
       counts_ = state.flat.state().step_counts();
       return;
@@ -119,11 +120,15 @@ class WholeState {
 
   at::Tensor here(size_t parameter, size_t which) const {
     const auto& state = state_.flat.state();
+    if (divided_ != nullptr) {
+      if (auto own = own_run(state, parameter, which)) return divided_->stand_in(std::move(*own));
+    }
     return state.shard().size > 1 ? state.whole(parameter, which, workers_) : state.tensor(parameter, which);
   }
 
   FlatState& state_;
   comm::Communicator& workers_;
+  DividedTensors* const divided_;
   std::vector<std::vector<at::Tensor>> on_servers_;
   std::vector<float> counts_;
 };
@@ -245,7 +250,7 @@ std::vector<std::string> parameter_names(const Optimizer& optimizer, const Param
 }
 
 Dict save_optimizer(Optimizer& optimizer, const std::vector<std::string>& names, const OtherOptions& others,
-                    comm::Communicator& workers) {
+                    comm::Communicator& workers, DividedTensors* divided) {
   Dict result;
   const bool is_known = visit_torch_optimizer(optimizer, [&](auto known) {
     using Kind = decltype(known);
@@ -255,7 +260,7 @@ Dict save_optimizer(Optimizer& optimizer, const std::vector<std::string>& names,
     std::optional<WholeState> whole;
     if (flat != nullptr && *flat) {
       follow_state(**flat, optimizer);
-      whole.emplace(**flat, workers);
+      whole.emplace(**flat, workers, divided);
     }
     List groups;
     Dict state;

@@ -9,6 +9,7 @@
 
 #include "comm/communicator.h"
 #include "muster/saved_value.h"
+#include "strategy/divided_tensors.h"
 #include "window/parameter_registry.h"
 
 namespace muster::detail {
@@ -24,9 +25,10 @@ std::vector<std::string> parameter_names(const torch::optim::Optimizer& optimize
 using OtherOptions = std::vector<SavedValue::Dict>;
 
 /// {"name", "groups": [{options, "params": names}], "state": {name: {...}}}. Collective over `workers` where the state
-/// is divided over them. Throws InvalidArgument for an optimizer that is none of visit_torch_optimizer's.
+/// is divided over them, but for tensors that get a stand-in in `divided`, where that is not null. Throws
+/// InvalidArgument for an optimizer that is none of visit_torch_optimizer's.
 SavedValue::Dict save_optimizer(torch::optim::Optimizer& optimizer, const std::vector<std::string>& names,
-                                const OtherOptions& others, comm::Communicator& workers);
+                                const OtherOptions& others, comm::Communicator& workers, DividedTensors* divided);
 
 /// Throws LayoutMismatch where `saved` is of another optimizer, of other parameters or groups, or asks for what C++ has
 /// not. `what` names the optimizer in messages.

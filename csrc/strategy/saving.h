@@ -6,19 +6,22 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "checkpoint/saved_tree.h"
 #include "checkpoint/snapshot_writer.h"
 #include "muster/strategy.h"
+#include "strategy/divided_tensors.h"
 #include "strategy/saved_optimizer.h"
 #include "strategy/saved_tables.h"
 
 namespace muster {
 
-/// The checkpoints of one strategy. The chief writes and reads, and tells the others; with parameter servers it writes
-/// without them, since those that died may not come back. Owned by the thread that prepares and steps.
+/// The checkpoints of one strategy. Workers write together, each a part, where all of them see the chief's folder; else
+/// the chief writes. It reads and tells the others. With parameter servers it writes without them, since those that
+/// died may not come back. Owned by the thread that prepares and steps.
 class Saving {
  public:
   explicit Saving(Strategy::State& strategy) : strategy_(strategy), tables_(strategy) {}
@@ -50,12 +53,19 @@ class Saving {
   void check_callable(const char* what) const;
   /// Calls `act`, and where that throws on any worker, throws on all, unless the chief acts alone.
   void together(const char* what, bool is_alone, const std::function<void()>& act);
+  /// The same; what `act` gives on all workers, by rank.
+  std::vector<std::string> told_by_all(const char* what, bool is_alone, const std::function<std::string()>& act);
 
-  Dict content(const SavedState& state);
+  void save_alone(const std::filesystem::path& folder, const SavedState& state, const SaveOptions& options);
+  void save_with_others(const std::filesystem::path& folder, const SavedState& state, const SaveOptions& options);
+  /// Collective where state is divided over workers, and `divided` is null or does not take all of it.
+  Dict content(const SavedState& state, const at::Tensor& generators, DividedTensors* divided);
+  std::set<std::string> names_of_alike(const checkpoint::NamedTensors& tensors) const;
   at::Tensor generators();
   SavedValue::List loss_scales() const;
   SavedValue::List loaders() const;
-  void write(const std::filesystem::path& folder, const Dict& content, const SaveOptions& options);
+  checkpoint::Metadata metadata(std::string document) const;
+  checkpoint::SnapshotWriter& writer_to(const std::filesystem::path& folder, const SaveOptions& options);
 
   /// What was read, and the name of its checkpoint's folder.
   struct Found {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -16,7 +18,7 @@ from muster.errors import InvalidArgument
 from muster.exact_loads import ExactLoads
 from muster.sharded_embedding import rows_are_left_out
 
-__all__ = ["DTYPES", "Algorithm", "Elsewhere", "FlatGroups", "FlatState", "FlatStep", "SteppedOptimizer"]
+__all__ = ["DTYPES", "Algorithm", "Elsewhere", "FlatGroups", "FlatState", "FlatStep", "SteppedOptimizer", "giving_runs"]
 
 FlatGroups = tuple[str, list[list[float]]]
 """An algorithm and its hyperparameters by group."""
@@ -30,6 +32,19 @@ DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 _MASTER = "master"
 """State key of the fp32 copy of a low-precision parameter."""
 _MASTER_NUMBER = 3
+
+_gives_runs: ContextVar[bool] = ContextVar("gives_runs", default=False)
+
+
+@contextmanager
+def giving_runs() -> Iterator[None]:
+    """Here `state_dict` of an optimizer whose state is divided over workers has this one's runs of tensors, and no
+    other worker is asked for the rest."""
+    token = _gives_runs.set(True)
+    try:
+        yield
+    finally:
+        _gives_runs.reset(token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +239,8 @@ class FlatState:
                     values[name] = tensor
 
     def whole(self, packed: dict[str, Any]) -> dict[str, Any]:
-        """Collective with shards. A state_dict with what other ranks or parameter servers hold."""
+        """Collective with shards. A state_dict with what other ranks or parameter servers hold; in `giving_runs` of
+        the former this rank's runs alone, where elements are in the order of rows."""
         if self.is_on_servers:
             packed["state"] = self._on_servers(to_stay=rows_are_left_out())
         elif self.is_sharded:
@@ -235,7 +251,8 @@ class FlatState:
             }
             for position in filter(self._flat.has_started, range(len(self._parameters))):
                 for which, name in self._names():
-                    tensor = self.core.whole_state(self._flat, position, which)
+                    run = self._flat.own_run(position, which) if _gives_runs.get() else None
+                    tensor = self.core.whole_state(self._flat, position, which) if run is None else run
                     if tensor is not None:
                         packed["state"][position][name] = tensor
         return packed

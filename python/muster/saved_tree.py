@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from muster import _C
 from muster.errors import CheckpointError, InvalidArgument
 
-__all__ = ["copied", "decode", "encode"]
+__all__ = ["copied", "decode", "encode", "encode_in_place"]
 
 _T = TypeVar("_T")
 
@@ -27,7 +28,13 @@ def encode(value: object) -> tuple[str, dict[str, Tensor]]:
     [[key, count], ...]}`` and ``{"float": "nan"}`` (or "inf", "-inf"). Raises InvalidArgument naming the place of
     anything else.
     """
-    tensors: dict[str, Tensor] = {}
+    document, tensors = encode_in_place(value)
+    return document, {name: tensor.cpu() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+
+
+def encode_in_place(value: object) -> tuple[str, dict[str, Tensor | _C.Run]]:
+    """As encode(), with tensors on the device where they are, and runs of tensors in their place."""
+    tensors: dict[str, Tensor | _C.Run] = {}
     return json.dumps(_described(value, "", tensors), allow_nan=False), tensors
 
 
@@ -44,9 +51,9 @@ def copied(value: _T) -> _T:
     return cast(_T, tree_map_only(Tensor, Tensor.clone, value))
 
 
-def _described(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        if value.layout != torch.strided:
+def _described(value: object, path: str, tensors: dict[str, Tensor | _C.Run]) -> Any:
+    if isinstance(value, (Tensor, _C.Run)):
+        if isinstance(value, Tensor) and value.layout != torch.strided:
             raise InvalidArgument(f"'{path}' is a sparse tensor, which a checkpoint does not hold; make it dense")
         name = path
         while name in tensors:  # a key with a slash
@@ -55,7 +62,7 @@ def _described(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
             name.encode()
         except UnicodeEncodeError:
             raise InvalidArgument(f"{name!r} is no text that a file can have as a name; give the key another") from None
-        tensors[name] = value.detach().cpu()
+        tensors[name] = value.detach() if isinstance(value, Tensor) else value
         return {"tensor": name}
     if value is None or isinstance(value, (bool, str)):
         return value

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from muster import _C, random_states, saved_loaders, saved_optimizer, saved_tree
 from muster.collectives import Collectives
-from muster.errors import CheckpointError, Error, InvalidArgument, LayoutMismatch
+from muster.errors import CheckpointError, InvalidArgument, LayoutMismatch
+from muster.flat_state import giving_runs
 from muster.loader_host import LoaderHost
 from muster.options import StrategyOptions
 from muster.precision import LossScale, LossScaler
@@ -31,6 +32,7 @@ from muster.saved_layout import (
 from muster.saved_tables import SavedTables, for_others
 from muster.sharded_embedding import leaving_rows_out
 from muster.stepping import Stepping
+from muster.telling import together, told_by_all
 from muster.writing import Writing
 
 __all__ = ["Saving"]
@@ -51,8 +53,9 @@ class _Found:
 
 
 class Saving:
-    """The checkpoints of one strategy. The chief writes and reads, and tells the others; with parameter servers it
-    writes without them, since those that died may not come back. Owned by the thread that steps."""
+    """The checkpoints of one strategy. Workers write together, each a part, where all of them see the chief's folder;
+    else the chief writes. It reads and tells the others. With parameter servers it writes without them, since those
+    that died may not come back. Owned by the thread that steps."""
 
     def __init__(
         self,
@@ -91,19 +94,83 @@ class Saving:
             loaders, own = saved_loaders.states_of(self._preparation.loaders)
             return described, loaders, own
 
-        def write() -> None:
-            if not self.saves_alone:
-                saved_loaders.note_ranks(self._core, self._preparation.loaders, loaders, own)
-            content = {**self._content(), "loaders": loaders, "state": described}
-            if self._core.rank != 0:
-                return
-            document, tensors = saved_tree.encode(content)
-            metadata = metadata_of(document, {"muster.format": FORMAT, "steps": self._core.steps})
-            self.writing.write(Path(folder), keep, tensors, metadata)
-
         # Code of users comes before the first collective: where it raises on one rank, no other is left waiting.
         described, loaders, own = self._together("save", given, alone=self._has_servers)
-        self._together("save", write, alone=self._has_servers)
+        if self.saves_alone:
+            content = {**self._content(self._random()), "loaders": loaders, "state": described}
+            document, tensors = saved_tree.encode(content)
+            self.writing.write(Path(folder), keep, tensors, self._metadata(document))
+        else:
+            self._save_with_others(Path(folder), keep, {"loaders": loaders, "state": described}, own)
+
+    def _save_with_others(self, folder: Path, keep: int | None, given: dict[str, Any], own: str) -> None:
+        """Collective. `given` is what user code gave, and `own` what other ranks are to know of this one's loaders."""
+        core = self._core
+        joint: _C.JointSnapshot | None = None
+        document, size = "", 0
+
+        def announce() -> str:
+            nonlocal joint
+            joint, text = self.writing.announce(folder, keep, core.rank, core.num_workers)
+            return text
+
+        def look() -> str:
+            nonlocal document, size
+            assert joint is not None
+            with giving_runs():
+                content = {**self._content(random), **given}
+            if core.rank != 0:
+                content = {part: content[part] for part in ("modules", "optimizers")}
+            document, tensors = saved_tree.encode_in_place(content)
+            divided = {name: run for name, run in tensors.items() if isinstance(run, _C.Run)}
+            whole = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+            alike = self._alike(whole)
+            chiefs = {name: tensor for name, tensor in whole.items() if name not in alike}
+            size = sum(tensor.nbytes for tensor in whole.values()) + sum(run.whole_bytes for run in divided.values())
+            return joint.look(announced, chiefs, alike, divided)
+
+        def copy() -> bool:
+            assert joint is not None
+            return joint.copy(looked)
+
+        def write_alone() -> None:
+            content = {**self._content(random), **given}
+            if core.rank == 0:
+                document, tensors = saved_tree.encode(content)
+                self.writing.write(folder, keep, tensors, self._metadata(document))
+
+        try:
+            announced = told_by_all(core, "save", announce)
+            random = self._random()
+            saved_loaders.note_ranks(core, self._preparation.loaders, given["loaders"], own)
+            looked = told_by_all(core, "save", look)
+            if together(core, "save", copy):
+                assert joint is not None
+                self.writing.start(joint, size, self._metadata(document), self._options.timeout)
+                return
+        finally:
+            if joint is not None:
+                joint.close()
+        together(core, "save", write_alone)
+
+    def _alike(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those that are the same on all ranks: parameters, and what is kept of them by optimizers that do the same
+        everywhere."""
+        modules, optimizers = self._preparation.modules, self._preparation.optimizers
+        names = {
+            f"modules/{number}/{name}"
+            for number, replicated in enumerate(modules)
+            for name, _ in replicated.module.named_parameters(remove_duplicate=False)
+        }
+        known = tuple(
+            f"optimizers/{number}/state/"
+            for number, prepared in enumerate(optimizers)
+            if prepared.is_flat or type(prepared.optimizer).__module__.startswith("torch.optim.")
+        )
+        return {name: tensor for name, tensor in tensors.items() if name in names or name.startswith(known)}
+
+    def _metadata(self, document: str) -> dict[str, str | int | float]:
+        return metadata_of(document, {"muster.format": FORMAT, "steps": self._core.steps})
 
     def load(self, folder: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[str, Any] | None:
         """As `Strategy.load`."""
@@ -122,6 +189,7 @@ class Saving:
                         f"{name}= is a {type(given).__name__} without load_state_dict(); values that were saved are "
                         "in what load() returns: leave it out"
                     )
+            self.writing.finish()
             return self._read(Path(folder)) if joins or self._core.rank == 0 else None
 
         def compared() -> dict[str, Any]:
@@ -162,7 +230,6 @@ class Saving:
 
     def _read(self, folder: Path) -> _Found | None:
         """The newest checkpoint."""
-        self.writing.finish()
         found = _C.read_newest_snapshot(folder)
         if found is None:
             return None
@@ -229,13 +296,18 @@ class Saving:
 
     # --- what a checkpoint holds ---
 
-    def _content(self) -> dict[str, Any]:
+    def _random(self) -> dict[str, Tensor]:
+        """The states of generators, of all workers that save together. Collective where there are several."""
+        random = random_states.states_here(self._core.devices)
+        if self.saves_alone:
+            return random
+        gathered: dict[str, Tensor] = self._collectives.gather(random)
+        return gathered
+
+    def _content(self, random: Mapping[str, Tensor]) -> dict[str, Any]:
         core = self._core
         modules, optimizers = self._preparation.modules, self._preparation.optimizers
-        random = random_states.states_here(core.devices)
-        if core.num_workers > 1 and not self._has_servers:
-            random = self._collectives.gather(random)
-        generators, cuda = random.pop("torch"), random["cuda"]
+        others, cuda = {name: states for name, states in random.items() if name != "torch"}, random["cuda"]
         with leaving_rows_out():
             states = [replicated.state_dict() for replicated in modules]
             saved_optimizers = [saved_optimizer.state_of(core, optimizer) for optimizer in optimizers]
@@ -252,8 +324,8 @@ class Saving:
             "optimizers": saved_optimizers,
             **({"tables": tables} if tables else {}),
             "loss_scales": self._loss_scales(),
-            "generators": generators,
-            "random": {**random, "cuda": cuda if cuda.any() else None},
+            "generators": random["torch"],
+            "random": {**others, "cuda": cuda if cuda.any() else None},
         }
 
     def _loss_scales(self) -> list[dict[str, Any]]:
@@ -269,29 +341,9 @@ class Saving:
             for number in sets.numbers()
         ]
 
-    def _together(self, what: str, act: Callable[[], _T], *, alone: bool) -> _T:
-        """What `act` gives, which every rank calls; where it raises on any, all raise. Collective, unless `alone`."""
-        error: BaseException | None = None
-        try:
-            result = act()
-        except BaseException as raised:
-            error = raised
-        if self._core.num_workers > 1 and not alone:
-            mine = "" if error is None else f"{type(error).__name__}\n{_text_of(error)}"
-            try:
-                told = self._core.exchange_texts(mine)
-            except Error:
-                if error is None:
-                    raise
-                told = []
-            for rank, text in enumerate(told):
-                if text and error is None:
-                    kind, _, words = text.partition("\n")
-                    shown = LayoutMismatch if kind == LayoutMismatch.__name__ else CheckpointError
-                    raise shown(f"{what}() failed on rank {rank}: {words}")
-        if error is not None:
-            raise error
-        return result
+    def _together(self, what: str, act: Callable[[], _T], *, alone: bool = False) -> _T:
+        """As `telling.together`, unless `alone`."""
+        return act() if alone else together(self._core, what, act)
 
     # --- reading ---
 
@@ -365,11 +417,6 @@ def _to_load(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
         for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     }
     return {name: value if name in written else saved_tree.copied(value) for name, value in tensors.items()}
-
-
-def _text_of(error: BaseException) -> str:
-    text = str(error)
-    return text if isinstance(error, Error) else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _pairs(ours: Sequence[_T], saved: Sequence[Any] | None) -> Iterator[tuple[_T, Any]]:

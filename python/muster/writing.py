@@ -69,18 +69,46 @@ class Writing:
     def write(self, folder: Path, keep: int | None, tensors: dict[str, Tensor], metadata: _Metadata) -> None:
         """Copies the tensors and begins to write, once the last checkpoint is written. Raises CheckpointError where
         that went wrong, or the folder cannot be used."""
+        writer = self._writer_to(folder, keep)
+        try:
+            writer.write_copy(tensors, metadata)
+        except CheckpointError as error:
+            self._failure = str(error)
+            raise
+        self._note_begun(sum(tensor.nbytes for tensor in tensors.values()), metadata)
+
+    def announce(self, folder: Path, keep: int | None, rank: int, ranks: int) -> tuple[_C.JointSnapshot, str]:
+        """Begins a checkpoint that all ranks write, once the last one is written, and what the others are to be told
+        of it. Raises CheckpointError where that went wrong, or the folder cannot be used."""
+        joint = _C.JointSnapshot(self._writer_to(folder, keep), rank, ranks)
+        try:
+            return joint, joint.announce()
+        except CheckpointError as error:
+            self._failure = str(error)
+            self._let_go_of_gone()
+            raise
+
+    def start(self, joint: _C.JointSnapshot, size: int, metadata: _Metadata, patience: float) -> None:
+        """Begins to write this rank's part of a checkpoint of `size` bytes; its copies are made. The chief waits for
+        others from which something comes in `patience` seconds."""
+        joint.start(metadata, patience)
+        self._note_begun(size, metadata)
+
+    def _writer_to(self, folder: Path, keep: int | None) -> _C.SnapshotWriter:
         self.finish()
         made_with = (folder.absolute(), keep)
         if self._writer is None or self._made_with != made_with:
             self._writer = None  # which lets the folder go
             self._writer, self._made_with = _C.SnapshotWriter(made_with[0], keep), made_with
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        try:
-            self._writer.write_copy(tensors, metadata)
-        except CheckpointError as error:
-            self._failure = str(error)
-            raise
-        self._begun = _Begun(made_with[0], size, time.monotonic(), metadata)
+        return self._writer
+
+    def _note_begun(self, size: int, metadata: _Metadata) -> None:
+        assert self._made_with is not None
+        self._begun = _Begun(self._made_with[0], size, time.monotonic(), metadata)
+
+    def _let_go_of_gone(self) -> None:
+        if self._made_with is not None and _is_gone(self._made_with[0] / "life"):
+            self._writer = None  # the lock went with it: the next checkpoint makes the folder anew and claims it
 
     def finish(self) -> None:
         """Waits until the last checkpoint is written; raises CheckpointError, once, where it could not be. Ctrl-C ends
@@ -93,8 +121,7 @@ class Writing:
         error, self._untold = self._untold, None
         if error is None:
             return
-        if _is_gone(self._made_with[0] / "life"):
-            self._writer = None  # the lock went with it: the next checkpoint makes the folder anew and claims it
+        self._let_go_of_gone()
         raise error
 
     def explain(self) -> str:
@@ -131,8 +158,10 @@ class Writing:
             self._failure, self._untold = str(error), error
             return
         self._failure = ""
+        own = self._writer.written
+        if own == Path():  # the chief's, of which this rank wrote a part
+            return
         with contextlib.suppress(OSError):  # it may be taken away at any time
-            own = self._writer.written
             self._written = self._newest[folder] = _Written(own, size, _time_of(own), metadata)
 
     def metadata_of(self, checkpoint: Path) -> _Metadata | None:

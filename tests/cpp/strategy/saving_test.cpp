@@ -16,6 +16,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <fstream>
 
 #include "checkpoint/snapshot.h"
@@ -32,6 +33,7 @@ using namespace muster::testing;
 
 namespace {
 
+namespace fs = std::filesystem;
 namespace nn = torch::nn;
 using Example = torch::data::Example<>;
 
@@ -109,6 +111,16 @@ Train trained_by(const Options& options) {
   };
 }
 
+constexpr int64_t kOutputs = 40'000;  // a weight of 320 kB, which both write
+
+// Whether a worker wrote files of the newest checkpoint.
+bool has_written(int rank, const fs::path& folder) {
+  const auto prefix = "worker-" + std::to_string(rank) + '-';
+  return std::ranges::any_of(fs::directory_iterator(folder), [&](const fs::directory_entry& entry) {
+    return entry.path().filename().string().starts_with(prefix);
+  });
+}
+
 }  // namespace
 
 TEST_CASE("a run that was stopped goes on with the same bits", "[saving]") {
@@ -137,7 +149,7 @@ TEST_CASE("a run that was stopped goes on with the same bits", "[saving]") {
 
 TEST_CASE("workers go on with the same bits, with state that is divided and into a strategy of one", "[saving]") {
   StrategyOptions options;
-  options.shard_optimizer = GENERATE(false, true);
+  options.shard_optimizer = true;  // workers that are threads have no memory in common for state that each has whole
   options.fuse = options.shard_optimizer;  // workers that are threads have no common memory to step into
   const auto train = trained_by<muster::optim::AdamW>(torch::optim::AdamWOptions(1e-2));
   const Folder folder;
@@ -344,4 +356,36 @@ TEST_CASE("a damaged checkpoint is passed over for the one before", "[saving]") 
   CHECK(next.load(folder.path));
   CHECK(next.steps() == 1);
   CHECK(equal(copies(again.model->parameters()), expected));
+}
+
+TEST_CASE("workers that see one folder write a checkpoint together", "[saving]") {
+  const testing::Folder folder;
+  StrategyOptions options;
+  options.shard_optimizer = true;  // workers that are threads have no memory in common for state that each has whole
+  const auto alone = [&](int rank) { return folder.path / ("alone-" + std::to_string(rank)); };
+  run_workers(
+      [&](Strategy& strategy) {
+        Small small(strategy, kOutputs);
+        small.step(strategy);
+        const SavedState state{{"rank", strategy.rank()}};
+        for (int time = 0; time < 2; ++time) strategy.save(folder.path / "together", state, {.keep = 1});
+        strategy.save(alone(strategy.rank()), state);
+        strategy.close();
+      },
+      options);
+  const auto together = checkpoint::read_newest_snapshot(folder.path / "together");
+  const auto of_one = checkpoint::read_newest_snapshot(alone(0));
+  REQUIRE(together);
+  REQUIRE(of_one);
+  CHECK(together->folder.filename() == "snapshot-0000000002");
+  for (int rank = 0; rank < 2; ++rank) CHECK(has_written(rank, together->folder));
+  CHECK_FALSE(has_written(0, of_one->folder));
+  CHECK_FALSE(fs::exists(alone(1)));
+  CHECK((together->metadata == of_one->metadata));
+  CHECK(together->tensors.size() == of_one->tensors.size());
+  for (const auto& [name, tensor] : together->tensors) CHECK(tensor.equal(of_one->tensors.at(name)));
+  auto strategy = MirroredStrategy({"cpu"});
+  Small small(strategy, kOutputs);
+  CHECK(strategy.load(folder.path / "together")->at("rank").get<int64_t>() == 0);
+  CHECK(strategy.steps() == 1);
 }

@@ -1,0 +1,351 @@
+#include "checkpoint/joint_snapshot.h"
+
+#include <sys/file.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <exception>
+#include <iterator>
+#include <random>
+#include <sstream>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "checkpoint/file.h"
+#include "checkpoint/snapshot_folder.h"
+#include "core/flat_layout.h"
+#include "muster/error.h"
+
+namespace muster::checkpoint {
+
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+using Milliseconds = std::chrono::milliseconds;
+
+constexpr int64_t kLeastCut = int64_t{1} << 18;  // bytes of a tensor that several ranks write
+constexpr int64_t kCutElements = 1024;           // cuts are at multiples of so many
+constexpr std::chrono::milliseconds kPoll{5};
+
+// Another one in each snapshot: what a rank still writes of an earlier one, or of a job that is dead, is no part of it.
+std::string random_token() {
+  char text[9];
+  std::snprintf(text, sizeof(text), "%08x", std::random_device()());
+  return text;
+}
+
+std::string name_of(size_t rank, const std::string& token) { return "worker-" + std::to_string(rank) + '-' + token; }
+
+// What others look for.
+fs::path token_file(const fs::path& draft, const std::string& token) { return draft / (".token-" + token); }
+
+fs::path lock_file(const fs::path& draft, const std::string& writer) { return draft / (writer + ".lock"); }
+
+// What a rank has seen, in words.
+struct Looked {
+  std::string digest;  // of what all ranks should have alike; empty where it does not see what the chief has begun
+  bool has_lock = false;
+  uint64_t chiefs_bytes = 0;
+
+  explicit Looked(const std::string& text) {
+    std::istringstream words(text);
+    words >> digest >> has_lock >> chiefs_bytes;
+  }
+};
+
+uint64_t bytes_of(const NamedTensors& tensors) {
+  uint64_t bytes = 0;
+  for (const auto& [name, tensor] : tensors) bytes += tensor.nbytes();
+  return bytes;
+}
+
+// Of some elements: those of a tensor that one rank alone has written, an average in place of a weight, say, differ.
+uint64_t sample_of(const at::Tensor& tensor, uint64_t hash) {
+  constexpr int64_t kSamples = 64;
+  if (tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) return hash;
+  const auto memory = tensor.as_strided({tensor.numel()}, {1});
+  const auto step = std::max<int64_t>(tensor.numel() / kSamples, 1);
+  const auto some = memory.slice(0, 0, tensor.numel(), step).contiguous().cpu();
+  return stable_hash({static_cast<const char*>(some.const_data_ptr()), some.nbytes()}, hash);
+}
+
+// Of what share_of depends on, of dtypes, and of some values.
+uint64_t digest_of(const NamedTensors& alike) {
+  uint64_t hash = stable_hash("");
+  for (const auto& [name, tensor] : alike) {
+    std::string text = name + '\0' + dtype_name(tensor.scalar_type()) + (tensor.is_contiguous() ? " " : " with gaps ");
+    for (const auto size : tensor.sizes()) text += std::to_string(size) + ' ';
+    hash = sample_of(tensor, stable_hash(text, hash));
+  }
+  return hash;
+}
+
+// What can be stored once it is on the CPU.
+void check_dtype(const std::string& name, const at::Tensor& tensor) {
+  check_storable(name, at::empty({0}, tensor.scalar_type()));
+}
+
+// Names that a client of a file server remembers as absent are asked for anew.
+void refresh(const fs::path& folder) {
+  std::error_code error;
+  for (auto entry = fs::directory_iterator(folder, error); !error && entry != fs::directory_iterator();
+       entry.increment(error)) {
+  }
+}
+
+bool sees(const fs::path& draft, const fs::path& file) {
+  std::error_code error;
+  if (fs::exists(file, error)) return true;
+  refresh(draft.parent_path());
+  refresh(draft);
+  return fs::exists(file, error);
+}
+
+// Bytes that a rank has written so far.
+uint64_t bytes_in(const fs::path& draft, const std::string& writer) {
+  uint64_t bytes = 0;
+  std::error_code error;
+  for (auto entry = fs::directory_iterator(draft, error); !error && entry != fs::directory_iterator();
+       entry.increment(error)) {
+    if (!entry->path().filename().string().starts_with(writer + "-")) continue;
+    std::error_code gone;
+    const auto size = fs::file_size(entry->path(), gone);
+    if (!gone) bytes += size;
+  }
+  return bytes;
+}
+
+// Room for the reason on a disk that is full.
+void remove_part(const fs::path& draft, const std::string& writer) noexcept {
+  std::error_code error;
+  for (auto entry = fs::directory_iterator(draft, error); !error && entry != fs::directory_iterator();
+       entry.increment(error)) {
+    std::error_code ignored;
+    if (entry->path().filename().string().starts_with(writer + "-")) fs::remove(entry->path(), ignored);
+  }
+}
+
+// A rank whose part the chief waits for.
+struct Awaited {
+  std::string writer;
+  bool has_lock = false;
+  uint64_t bytes = 0;
+  Clock::time_point moved = Clock::now();
+
+  // Whether it has written its part. Throws CheckpointError where it will not.
+  bool is_done(const fs::path& draft, Milliseconds patience) {
+    if (has_part(draft, writer)) return true;
+    if (has_lock && is_unlocked(lock_file(draft, writer))) {
+      refresh(draft);
+      if (has_part(draft, writer)) return true;
+      throw CheckpointError(writer + " died before it had written its part");
+    }
+    const auto now = Clock::now();
+    if (const auto written = bytes_in(draft, writer); written != std::exchange(bytes, written)) moved = now;
+    if (now - moved < patience) return false;
+    throw CheckpointError(writer + " has written nothing of its part for " + std::to_string(patience.count() / 1000) +
+                          " s (the strategy's timeout); look at its log, and at its disk");
+  }
+};
+
+// Waits until every one of them has written its part or will not; the first failure, or null.
+std::exception_ptr await_parts(const fs::path& draft, std::vector<Awaited> awaited, Milliseconds patience) {
+  std::exception_ptr failure;
+  const auto is_settled = [&](Awaited& rank) {
+    try {
+      return rank.is_done(draft, patience);
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+      return true;
+    }
+  };
+  for (;;) {
+    std::erase_if(awaited, is_settled);
+    if (awaited.empty()) return failure;
+    std::this_thread::sleep_for(kPoll);
+  }
+}
+
+NextRuns one_by_one(const std::vector<Run>& runs) {
+  return [&runs, next = size_t{0}]() mutable {
+    return next == runs.size() ? std::vector<Run>() : std::vector<Run>{runs[next++]};
+  };
+}
+
+// What a rank's thread does.
+struct PartTask {
+  fs::path draft;
+  std::string token;
+  std::string writer;
+  std::vector<Run> runs;
+  SnapshotOptions options;
+  std::shared_ptr<const UnforkedFile> lock;
+
+  void write() const {
+    try {
+      write_part(draft, writer, one_by_one(runs), options);
+    } catch (const std::exception& error) {
+      remove_part(draft, writer);
+      fail_part(draft, writer, error.what());
+      throw;
+    }
+  }
+
+  // The chief's: returns the snapshot's folder.
+  fs::path write_and_finish(const std::vector<bool>& has_lock, const Metadata& metadata, Milliseconds patience) const {
+    std::vector<std::string> writers;
+    std::vector<Awaited> others;
+    for (size_t rank = 0; rank < has_lock.size(); ++rank) {
+      writers.push_back(name_of(rank, token));
+      if (rank > 0) others.push_back({writers.back(), has_lock[rank]});
+    }
+    std::exception_ptr failure;
+    try {
+      write_part(draft, writer, one_by_one(runs), options);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    // Others' files stay until they are done with them, so that none of them hears of this failure as its own.
+    for (auto& other : others) other.moved = Clock::now();
+    const auto theirs = await_parts(draft, std::move(others), patience);
+    try {
+      if (failure) std::rethrow_exception(failure);
+      if (theirs) std::rethrow_exception(theirs);
+      in_folder(draft, [&] {
+        for (const auto& each : writers) fs::remove(lock_file(draft, each));
+        return true;
+      });
+      return finish_draft(draft, writers, metadata, options);
+    } catch (...) {
+      drop_draft(draft);
+      throw;
+    }
+  }
+};
+
+}  // namespace
+
+std::vector<Run> share_of(const NamedTensors& alike, int rank, int ranks, uint64_t chiefs_bytes) {
+  const auto all = static_cast<int64_t>(bytes_of(alike));
+  const auto besides = static_cast<int64_t>(chiefs_bytes);
+  const int64_t of_chief = std::clamp<int64_t>((all + besides) / ranks - besides, 0, all);
+  // The first byte of a rank's share.
+  const auto bound = [&](int of) -> int64_t {
+    if (of == 0) return 0;
+    if (of == ranks) return all;
+    return of_chief + (all - of_chief) / (ranks - 1) * (of - 1);
+  };
+  std::vector<Run> runs;
+  int64_t place = 0;
+  for (const auto& [name, tensor] : alike) {
+    const auto bytes = static_cast<int64_t>(tensor.nbytes());
+    if (bytes < kLeastCut || !tensor.is_contiguous()) {
+      const bool is_last = rank == ranks - 1;
+      if (bound(rank) <= place && (place < bound(rank + 1) || is_last)) runs.push_back(Run::whole(name, tensor));
+    } else {
+      const auto element_at = [&](int64_t byte) -> int64_t {
+        if (byte >= place + bytes) return tensor.numel();
+        return std::max<int64_t>(byte - place, 0) / tensor.element_size() / kCutElements * kCutElements;
+      };
+      const auto begin = element_at(bound(rank));
+      const auto end = rank == ranks - 1 ? tensor.numel() : element_at(bound(rank + 1));
+      if (begin < end) runs.push_back({name, tensor.sizes().vec(), begin, tensor.view({-1}).slice(0, begin, end)});
+    }
+    place += bytes;
+  }
+  return runs;
+}
+
+JointSnapshot::~JointSnapshot() { close(); }
+
+void JointSnapshot::close() noexcept {
+  if (!is_started_ && is_chief() && !draft_.empty()) drop_draft(draft_);
+  draft_.clear();
+  lock_ = nullptr;
+}
+
+std::string JointSnapshot::announce() {
+  if (!is_chief()) {
+    writer_.wait();
+    return "";
+  }
+  writer_.claim();
+  token_ = random_token();
+  draft_ = begin_draft(writer_.folder());
+  FileWriter(token_file(draft_, token_)).finish();
+  return draft_.filename().string() + '\n' + token_;
+}
+
+std::string JointSnapshot::look(const std::vector<std::string>& announced, JointContent content) {
+  if (!is_chief()) content.chiefs.clear();
+  for (const auto* const tensors : {&content.chiefs, &content.alike}) {
+    for (const auto& [name, tensor] : *tensors) check_dtype(name, tensor);
+  }
+  for (const auto& run : content.divided) check_dtype(run.name, run.elements);
+  content_ = std::move(content);
+  if (!is_chief()) {
+    const auto end = announced.front().find('\n');
+    draft_ = writer_.folder() / announced.front().substr(0, end);
+    token_ = announced.front().substr(end + 1);
+    if (!sees(draft_, token_file(draft_, token_))) return "";
+    lock_ = std::make_shared<const UnforkedFile>(lock_file(draft_, name()));
+  }
+  const bool has_lock = lock_ && ::flock(lock_->get(), LOCK_EX | LOCK_NB) == 0;
+  return std::to_string(digest_of(content_.alike)) + (has_lock ? " 1 " : " 0 ") +
+         std::to_string(bytes_of(content_.chiefs));
+}
+
+bool JointSnapshot::copy(const std::vector<std::string>& looked) {
+  const Looked chief(looked.front());
+  has_lock_.clear();
+  bool is_joint = true;
+  for (size_t rank = 0; rank < looked.size(); ++rank) {
+    const Looked its(looked[rank]);
+    is_joint = is_joint && its.digest == chief.digest;
+    // Some file systems keep locks from other hosts.
+    has_lock_.push_back(is_chief() && its.has_lock && !is_unlocked(lock_file(draft_, name_of(rank, token_))));
+  }
+  if (!is_joint) {
+    close();
+    return false;
+  }
+  std::vector<Run> runs;
+  if (is_chief()) {
+    std::error_code ignored;  // it does no harm
+    fs::remove(token_file(draft_, token_), ignored);
+    for (const auto& [name, tensor] : content_.chiefs) runs.push_back(Run::whole(name, tensor));
+  }
+  std::ranges::move(share_of(content_.alike, rank_, ranks_, chief.chiefs_bytes), std::back_inserter(runs));
+  const auto has_elements = [](const Run& run) { return run.elements.numel() > 0; };
+  std::ranges::copy_if(content_.divided, std::back_inserter(runs), has_elements);
+  runs_ = writer_.copied(runs);
+  content_ = {};
+  return true;
+}
+
+std::string JointSnapshot::name() const { return name_of(static_cast<size_t>(rank_), token_); }
+
+void JointSnapshot::start(const Metadata& metadata, Milliseconds patience) {
+  PartTask task{draft_, token_, name(), std::exchange(runs_, {}), writer_.options(), std::exchange(lock_, nullptr)};
+  try {
+    if (is_chief()) {
+      writer_.begin([task, has_lock = has_lock_, metadata, patience] {
+        return task.write_and_finish(has_lock, metadata, patience);
+      });
+    } else {
+      writer_.begin([task] {
+        task.write();
+        return fs::path();
+      });
+    }
+    is_started_ = true;
+  } catch (const CheckpointError& error) {
+    if (!is_chief()) fail_part(draft_, task.writer, error.what());
+    throw;
+  }
+}
+
+}  // namespace muster::checkpoint

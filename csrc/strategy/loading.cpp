@@ -1,0 +1,221 @@
+// Saving::load.
+#include <ATen/Context.h>
+
+#include <charconv>
+#include <mutex>
+#include <utility>
+
+#include "checkpoint/saved_tree.h"
+#include "checkpoint/snapshot.h"
+#include "comm/text_exchange.h"
+#include "core/log.h"
+#include "muster/error.h"
+#include "strategy/collectives.h"
+#include "strategy/saved_modules.h"
+#include "strategy/saved_parts.h"
+#include "strategy/saving.h"
+#include "strategy/strategy_state.h"
+
+namespace muster {
+
+namespace {
+
+namespace fs = std::filesystem;
+using detail::integer;
+using detail::kFormat;
+using detail::list_of;
+using detail::member;
+using detail::part_of;
+using List = SavedValue::List;
+using Dict = SavedValue::Dict;
+
+uint64_t seed_of(const std::string& text) {
+  uint64_t seed = 0;
+  const char* const end = text.data() + text.size();
+  if (const auto [stop, error] = std::from_chars(text.data(), end, seed); error == std::errc() && stop == end)
+    return seed;
+  throw CheckpointError("a checkpoint has the seed '" + text + "', which is none; load another one");
+}
+
+// Of a snapshot's metadata.
+template <class T>
+const T* found_in(const checkpoint::Metadata& metadata, const std::string& key) {
+  const auto found = metadata.find(key);
+  return found == metadata.end() ? nullptr : std::get_if<T>(&found->second);
+}
+
+}  // namespace
+
+std::optional<SavedState> Saving::load(const fs::path& folder) {
+  check_callable("load");
+  if (strategy_.core->sets().has_servers()) {
+    throw InvalidArgument(
+        "parameter servers hold values and state from the first step on; load() before it, in a new job");
+  }
+  const bool joins = strategy_.core->session().groups().joins();
+  std::optional<Found> found;
+  together("load", joins, [&] {
+    finish();
+    if (joins || is_chief()) found = read(folder);
+  });
+  if (!joins) found = broadcast(std::move(found));
+  if (!found) return std::nullopt;
+  const auto place = (folder / found->name).string();
+  try {
+    auto saved = checkpoint::decode_tree(found->tree, place).get<Dict>();
+    if (!joins) {  // else it has them from the servers, later ones
+      tables_.place(saved);
+      check(saved);
+      take(saved);
+    }
+    SavedState state;
+    const auto* const named = part_of(saved, "state");
+    for (const auto& [name, value] : named == nullptr ? Dict() : named->get<Dict>()) {
+      const auto& held = value.get<Dict>();
+      if (held.size() == 1) state.emplace(name, held.begin()->second);  // of an object of Python's, its state_dict
+    }
+    return state;
+  } catch (const LayoutMismatch& problem) {
+    throw LayoutMismatch("'" + place + "': " + problem.what());
+  } catch (const InvalidArgument& problem) {
+    throw CheckpointError("'" + place + "' is no checkpoint of a strategy (" + problem.what() + "); load another one");
+  }
+}
+
+std::optional<Saving::Found> Saving::read(const fs::path& folder) {
+  auto snapshot = checkpoint::read_newest_snapshot(folder, checkpoint::Memory::of_file);
+  if (!snapshot) return std::nullopt;
+  checkpoint::copy_what_is_kept(snapshot->tensors);
+  const auto* const format = found_in<int64_t>(snapshot->metadata, "muster.format");
+  const auto* const document = found_in<std::string>(snapshot->metadata, "content");
+  if (format == nullptr || document == nullptr) {
+    throw CheckpointError("what is in '" + folder.string() +
+                          "' are no checkpoints of a strategy; give the folder that save() wrote");
+  }
+  if (*format != kFormat) {
+    const auto* const by = found_in<std::string>(snapshot->metadata, "muster.version");
+    throw CheckpointError("the checkpoints in '" + folder.string() + "' are of format " + std::to_string(*format) +
+                          ", and this Muster reads " + std::to_string(kFormat) +
+                          "; load them with the version that wrote them (" + (by != nullptr ? *by : "unknown") + ")");
+  }
+  return Found{{*document, std::move(snapshot->tensors)}, snapshot->folder.filename().string()};
+}
+
+// Collective, but where there is one worker: the chief's.
+std::optional<Saving::Found> Saving::broadcast(std::optional<Found> found) {
+  if (strategy_.core->session().topology().num_workers == 1) return found;
+  auto& workers = strategy_.workers();
+  std::string text;
+  Leaves tensors;
+  List names;
+  if (found) {
+    for (const auto& [name, tensor] : tables_.for_others(found->tree).tensors) {
+      names.emplace_back(name);
+      tensors.push_back(tensor);
+    }
+    text = checkpoint::encode_tree(List{found->tree.document, names, found->name}).document;
+  }
+  text = exchange_texts(workers, text).front();
+  if (text.empty()) return std::nullopt;
+  const auto told = checkpoint::decode_tree({text, {}}, "what rank 0 sent").get<List>();
+  tensors = broadcast_over_workers(workers, tensors, 0);
+  if (found) return found;
+  Found sent{{told.at(0).get<std::string>(), {}}, told.at(2).get<std::string>()};
+  const auto& all = told.at(1).get<List>();
+  for (size_t i = 0; i < all.size(); ++i) sent.tree.tensors.emplace(all[i].get<std::string>(), tensors.at(i));
+  return sent;
+}
+
+// Throws LayoutMismatch before anything is loaded where the checkpoint is of other objects.
+void Saving::check(const Dict& saved) const {
+  const auto& modules = list_of(saved, "modules");
+  const auto& optimizers = list_of(saved, "optimizers");
+  const auto& loaders = list_of(saved, "loaders");
+  const auto compare = [&](size_t ours, size_t theirs, const std::string& what) {
+    if (ours == theirs || part_of(saved, what) == nullptr) return;
+    throw LayoutMismatch("the checkpoint is of " + std::to_string(theirs) + " " + what + ", and " +
+                         std::to_string(ours) +
+                         " are prepared; prepare() what the job that saved it had prepared, in the same order, before "
+                         "load()");
+  };
+  compare(strategy_.modules.size(), modules.size(), "modules");
+  compare(strategy_.optimizers.size(), optimizers.size(), "optimizers");
+  compare(strategy_.loaders.places().size(), loaders.size(), "loaders");
+  for (size_t i = 0; i < modules.size(); ++i) {
+    detail::check_module(*strategy_.modules[i].replicas().front(), modules[i].get<Dict>(),
+                         "module " + std::to_string(i));
+  }
+  for (size_t i = 0; i < optimizers.size(); ++i) {
+    const auto& optimizer = *strategy_.optimizers[i];
+    detail::check_optimizer(optimizer, detail::parameter_names(optimizer, strategy_.core->session().registry()),
+                            optimizers[i].get<Dict>(), "optimizer " + std::to_string(i));
+  }
+  for (size_t i = 0; i < loaders.size(); ++i) {
+    const auto& generators = member(loaders[i].get<Dict>(), "generators").get<List>();
+    if (generators.empty() || !strategy_.loaders.places()[i]->is_known) continue;
+    throw LayoutMismatch("loader " + std::to_string(i) + " was saved with the states of " +
+                         std::to_string(generators.size()) +
+                         " generators of its own, which a loader has not in C++; go on in Python");
+  }
+}
+
+void Saving::take(const Dict& saved) {
+  const auto& modules = list_of(saved, "modules");
+  for (size_t i = 0; i < modules.size(); ++i) {
+    detail::take_module(*strategy_.modules[i].replicas().front(), modules[i].get<Dict>());
+  }
+  tables_.take();
+  auto& core = *strategy_.core;
+  const auto& optimizers = list_of(saved, "optimizers");
+  other_options_.assign(optimizers.size(), {});
+  for (size_t i = 0; i < optimizers.size(); ++i) {
+    auto& optimizer = *strategy_.optimizers[i];
+    if (detail::flat_state_of(optimizer) != nullptr) strategy_.bind_flat(optimizer);
+    const auto names = detail::parameter_names(optimizer, core.session().registry());
+    other_options_[i] = detail::load_optimizer(optimizer, names, optimizers[i].get<Dict>());
+  }
+  const auto& loaders = list_of(saved, "loaders");
+  for (size_t i = 0; i < loaders.size(); ++i) {
+    const auto& theirs = loaders[i].get<Dict>();
+    auto& place = *strategy_.loaders.places()[i];
+    const LoaderState state{integer(theirs, "epoch"), integer(theirs, "batches")};
+    take_state(place, place.is_known ? state : LoaderState{.epoch = state.epoch});
+    if (place.is_known || state.batches == 0) continue;
+    log(LogLevel::warning, "parameter servers deal the batches, so that epoch " + std::to_string(state.epoch) +
+                               " begins anew: its first " + std::to_string(state.batches) + " batches come once more");
+  }
+  for (const auto& scale : list_of(saved, "loss_scales")) take_loss_scale(scale.get<Dict>());
+  if (const auto* const part = part_of(saved, "strategy")) {
+    const auto& job = part->get<Dict>();
+    // Servers give joiners the seed that the job began with.
+    std::optional<uint64_t> seed;
+    if (!has_servers()) seed = seed_of(member(job, "seed").get<std::string>());
+    core.stepper().go_on_after(integer(job, "steps"), static_cast<uint64_t>(integer(job, "calls")), seed);
+  }
+  if (const auto* const states = part_of(saved, "generators")) take_generators(states->get<at::Tensor>());
+}
+
+void Saving::take_loss_scale(const Dict& saved) {
+  if (!strategy_.core->session().options().loss_scale) return;
+  std::vector<int> positions;
+  for (const auto& position : member(saved, "optimizers").get<List>()) {
+    positions.push_back(static_cast<int>(position.get<int64_t>()));
+  }
+  auto choice = strategy_.choice_of(std::move(positions));
+  const auto chosen = choice.optimizers;
+  const int set = strategy_.sets.set_of(std::move(choice), [&] { return strategy_.members_of(chosen); });
+  const auto& scale = member(saved, "scale").get<Dict>();
+  strategy_.core->sets().at(set).window().loss_scale().set(
+      {static_cast<float>(member(scale, "scale").get<double>()), static_cast<int>(integer(scale, "_growth_tracker"))});
+}
+
+// Where as many workers go on: each its own.
+void Saving::take_generators(const at::Tensor& states) const {
+  const auto& topology = strategy_.core->session().topology();
+  if (states.size(0) != topology.num_workers) return;
+  auto generator = at::globalContext().defaultGenerator(c10::Device(c10::kCPU));
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(states[topology.rank].clone());  // torch takes no view
+}
+
+}  // namespace muster
