@@ -45,6 +45,8 @@ std::string fraction_of(double value) {
 
 class Encoder {
  public:
+  explicit Encoder(bool in_place) : in_place_(in_place) {}
+
   std::string write(const SavedValue& value, const std::string& path) {
     return value.visit([&](const auto& held) { return text_of(held, path); });
   }
@@ -67,9 +69,13 @@ class Encoder {
     if (tensor.defined() && tensor.layout() != at::kStrided) {
       throw InvalidArgument("'" + path + "' is a sparse tensor, which a checkpoint does not hold; make it dense");
     }
-    const auto stored = tensor.defined() ? tensor.detach().cpu() : tensor;
-    check_storable(name, stored);
-    tensors_.emplace(name, stored);
+    if (in_place_ && tensor.defined()) {
+      tensors_.emplace(name, tensor.detach());
+    } else {
+      const auto stored = tensor.defined() ? tensor.detach().cpu() : tensor;
+      check_storable(name, stored);
+      tensors_.emplace(name, stored);
+    }
     return "{\"tensor\":" + json_string(name) + '}';
   }
 
@@ -110,6 +116,7 @@ class Encoder {
     return path.empty() ? key : path + '/' + key;
   }
 
+  const bool in_place_;
   NamedTensors tensors_;
 };
 
@@ -230,13 +237,20 @@ class Decoder {
 
 }  // namespace
 
-SavedTree encode_tree(const SavedValue& value) {
+namespace {
+
+SavedTree encoded_by(Encoder encoder, const SavedValue& value) {
   SavedTree tree;
-  Encoder encoder;
   tree.document = encoder.write(value, "");
   tree.tensors = encoder.take_tensors();
   return tree;
 }
+
+}  // namespace
+
+SavedTree encode_tree(const SavedValue& value) { return encoded_by(Encoder(/*in_place=*/false), value); }
+
+SavedTree encode_tree_in_place(const SavedValue& value) { return encoded_by(Encoder(/*in_place=*/true), value); }
 
 SavedValue decode_tree(const SavedTree& tree, const std::string& source) {
   return Decoder(tree.document, &tree.tensors, source).read_all();

@@ -20,6 +20,9 @@ struct SavedTree {
 /// InvalidArgument, naming the place, for a tensor that cannot be stored, and for text that is not UTF-8.
 SavedTree encode_tree(const SavedValue& value);
 
+/// The same with tensors on the device where they are, whether or not a file can hold them.
+SavedTree encode_tree_in_place(const SavedValue& value);
+
 /// The value. Throws CheckpointError, naming `source`, for what encode_tree does not give.
 SavedValue decode_tree(const SavedTree& tree, const std::string& source);
 

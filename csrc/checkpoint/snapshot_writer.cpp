@@ -27,39 +27,64 @@ SnapshotWriter::~SnapshotWriter() {
   }
 }
 
+void SnapshotWriter::claim() {
+  wait();
+  if (!claim_) claim_ = std::make_unique<FolderClaim>(folder_);
+  claim_->check();
+}
+
 void SnapshotWriter::write(Snapshot snapshot) {
   for (const auto& [name, tensor] : snapshot.tensors) check_storable(name, tensor);
   wait();
   if (!claim_) claim_ = std::make_unique<FolderClaim>(folder_);
+  begin([this, snapshot = std::move(snapshot)] {
+    claim_->check();
+    return write_snapshot(folder_, snapshot, options_);
+  });
+}
+
+void SnapshotWriter::write_copy(const Snapshot& snapshot) {
+  std::vector<Run> runs;
+  for (const auto& [name, tensor] : snapshot.tensors) {
+    check_storable(name, tensor);
+    runs.push_back(Run::whole(name, tensor));
+  }
+  wait();
+  Snapshot copy{{}, snapshot.metadata};
+  for (auto& run : copied(runs)) copy.tensors.emplace(run.name, std::move(run.elements));
+  write(std::move(copy));
+}
+
+std::vector<Run> SnapshotWriter::copied(const std::vector<Run>& runs) {
+  const at::NoGradGuard no_grad;
+  NamedTensors copies;
+  std::vector<Run> result;
+  for (const auto& run : runs) {
+    auto& copy = copies_[run.name];
+    if (!copy.defined() || copy.scalar_type() != run.elements.scalar_type() || copy.sizes() != run.elements.sizes()) {
+      copy = at::empty(run.elements.sizes(), run.elements.scalar_type());
+    }
+    copy.copy_(run.elements);
+    copies.emplace(run.name, copy);
+    result.push_back({run.name, run.shape, run.begin, copy});
+  }
+  copies_ = std::move(copies);
+  return result;
+}
+
+void SnapshotWriter::begin(std::function<std::filesystem::path()> write) {
   {
     const std::lock_guard lock(mutex_);
     running_ = true;
   }
   try {
-    thread_ = std::thread([this, snapshot = std::move(snapshot)] { run(snapshot); });
+    thread_ = std::thread([this, write = std::move(write)] { run(write); });
   } catch (const std::system_error& error) {
     const std::lock_guard lock(mutex_);
     running_ = false;
     throw CheckpointError("cannot make the thread that writes to the folder '" + folder_.string() +
                           "': " + error.code().message() + "; allow more threads (ulimit -u, or the container's pids)");
   }
-}
-
-void SnapshotWriter::write_copy(const Snapshot& snapshot) {
-  for (const auto& [name, tensor] : snapshot.tensors) check_storable(name, tensor);
-  wait();
-  const at::NoGradGuard no_grad;
-  NamedTensors copies;
-  for (const auto& [name, tensor] : snapshot.tensors) {
-    auto& copy = copies_[name];
-    if (!copy.defined() || copy.scalar_type() != tensor.scalar_type() || copy.sizes() != tensor.sizes()) {
-      copy = at::empty(tensor.sizes(), tensor.scalar_type());
-    }
-    copy.copy_(tensor);
-    copies.emplace(name, copy);
-  }
-  copies_ = copies;
-  write({std::move(copies), snapshot.metadata});
 }
 
 bool SnapshotWriter::done() const {
@@ -82,13 +107,12 @@ void SnapshotWriter::wait() {
   if (error) std::rethrow_exception(error);
 }
 
-void SnapshotWriter::run(const Snapshot& snapshot) noexcept {
+void SnapshotWriter::run(const std::function<std::filesystem::path()>& write) noexcept {
   std::exception_ptr error;
   try {
-    claim_->check();
-    const auto written = write_snapshot(folder_, snapshot, options_);
+    auto written = write();
     const std::lock_guard lock(mutex_);
-    written_ = written;
+    if (!written.empty()) written_ = std::move(written);
   } catch (...) {
     error = std::current_exception();
   }

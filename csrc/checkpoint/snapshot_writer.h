@@ -5,11 +5,14 @@
 
 #include <exception>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "checkpoint/folder_claim.h"
+#include "checkpoint/shard_writer.h"
 #include "checkpoint/snapshot.h"
 
 namespace muster::checkpoint {
@@ -25,6 +28,9 @@ class SnapshotWriter {
   SnapshotWriter(const SnapshotWriter&) = delete;
   SnapshotWriter& operator=(const SnapshotWriter&) = delete;
 
+  const std::filesystem::path& folder() const noexcept { return folder_; }
+  const SnapshotOptions& options() const noexcept { return options_; }
+
   /// Begins a snapshot of tensors that are handed over: until done() nobody may write them. Waits for the one before,
   /// and throws what went wrong with that; then `snapshot` is not written. Tensors that cannot be stored are an
   /// InvalidArgument here, a folder that cannot be claimed, or a thread that cannot be made, a CheckpointError.
@@ -32,6 +38,18 @@ class SnapshotWriter {
 
   /// The same of copies, made before it returns, in memory that is used again by the next copy.
   void write_copy(const Snapshot& snapshot);
+
+  /// What write() does first: waits for the snapshot before and throws what went wrong with that, and claims the
+  /// folder. Throws CheckpointError where it cannot be, or somebody else has claimed it since.
+  void claim();
+
+  /// Copies of runs in the memory of write_copy's, on the CPU wherever the runs are, which come once each by name.
+  /// Nothing may be being written.
+  std::vector<Run> copied(const std::vector<Run>& runs);
+
+  /// Begins, where nothing is being written, a call of `write` on the thread: what it returns is written(), where it is
+  /// not empty, and what it throws is thrown as by write(). Throws CheckpointError where no thread can be made.
+  void begin(std::function<std::filesystem::path()> write);
 
   /// Whether everything that was begun is on the disk, or failed. Does not block. Thread-safe.
   bool done() const;
@@ -43,13 +61,13 @@ class SnapshotWriter {
   void wait();
 
  private:
-  void run(const Snapshot& snapshot) noexcept;
+  void run(const std::function<std::filesystem::path()>& write) noexcept;
 
   const std::filesystem::path folder_;
   const SnapshotOptions options_;
   const pid_t made_by_;
   std::unique_ptr<FolderClaim> claim_;
-  NamedTensors copies_;
+  NamedTensors copies_;  // by the runs' names
   std::thread thread_;
   mutable std::mutex mutex_;
   bool running_ = false;           // guarded by mutex_

@@ -8,6 +8,9 @@
 
 namespace muster::detail {
 
+/// Of what save() writes; load() refuses others.
+inline constexpr int64_t kFormat = 1;
+
 /// Throws CheckpointError where it is not there.
 const SavedValue& member(const SavedValue::Dict& dict, const std::string& key);
 

@@ -2,7 +2,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
-#include <muster/version.h>
 
 #include <algorithm>
 #include <charconv>
@@ -28,13 +27,12 @@ namespace {
 namespace fs = std::filesystem;
 using detail::compare_names;
 using detail::integer;
+using detail::kFormat;
 using detail::list_of;
 using detail::member;
 using detail::part_of;
 using List = SavedValue::List;
 using Dict = SavedValue::Dict;
-
-constexpr int64_t kFormat = 1;
 
 std::string weight_of(const std::string& embedding) { return embedding.empty() ? "weight" : embedding + ".weight"; }
 
@@ -180,9 +178,10 @@ void Saving::save(const fs::path& folder, const SavedState& state, const SaveOpt
   const auto states = generators();
   together("save", is_alone, [&] {
     if (!is_chief() && !is_divided) return;
+    const auto cut = begin_cut(folder, options);
     auto whole = content(state);
     whole["generators"] = states;
-    if (is_chief()) write(folder, whole, options);
+    if (is_chief()) write(folder, std::move(whole), options, cut.get());
   });
 }
 
@@ -252,24 +251,6 @@ List Saving::loaders() const {
     saved.emplace_back(Dict{{"epoch", state.epoch}, {"batches", state.batches}, {"generators", List()}});
   }
   return saved;
-}
-
-void Saving::write(const fs::path& folder, const Dict& content, const SaveOptions& options) {
-  if (writer_) writer_->wait();
-  auto tree = checkpoint::encode_tree(content);
-  const auto made_with = std::pair(fs::absolute(folder), options.keep);
-  if (!writer_ || made_with_ != made_with) {
-    writer_ = nullptr;  // which lets the folder go
-    writer_ = std::make_unique<checkpoint::SnapshotWriter>(made_with.first,
-                                                           checkpoint::SnapshotOptions{.keep = options.keep});
-    made_with_ = made_with;
-  }
-  writer_->write_copy({std::move(tree.tensors),
-                       {{"muster.format", kFormat},
-                        {"muster.version", std::string(version())},
-                        {"torch.version", std::string(built_with_torch())},
-                        {"steps", strategy_.core->stepper().steps()},
-                        {"content", std::move(tree.document)}}});
 }
 
 // --- reading -------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@
 #include "checkpoint/saved_tree.h"
 #include "checkpoint/snapshot_writer.h"
 #include "muster/strategy.h"
+#include "strategy/cut_writing.h"
 #include "strategy/saved_optimizer.h"
 #include "strategy/saved_tables.h"
 
@@ -37,6 +38,8 @@ class Saving {
   /// Whether there are gradients that a checkpoint would not hold.
   bool has_open_window() const;
 
+  /// Waits until nothing is being written; what went wrong is for the next finish().
+  void wait() const;
   /// Waits for what is being written; throws CheckpointError where it could not be.
   void finish();
   /// Waits for what is being written and lets the folder go; throws CheckpointError where it could not be written.
@@ -55,7 +58,11 @@ class Saving {
   at::Tensor generators();
   SavedValue::List loss_scales() const;
   SavedValue::List loaders() const;
-  void write(const std::filesystem::path& folder, const Dict& content, const SaveOptions& options);
+  checkpoint::SnapshotWriter& writer_of(const std::filesystem::path& folder, const SaveOptions& options);
+  /// Null where servers hold nothing: their parts of a checkpoint in that folder.
+  std::unique_ptr<CutWriting> begin_cut(const std::filesystem::path& folder, const SaveOptions& options);
+  /// `cut`: null, or with whom servers write.
+  void write(const std::filesystem::path& folder, Dict content, const SaveOptions& options, CutWriting* cut);
 
   /// What was read, and the name of its checkpoint's folder.
   struct Found {

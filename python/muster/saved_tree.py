@@ -17,7 +17,8 @@ __all__ = ["decode", "encode"]
 
 
 def encode(value: object) -> tuple[str, dict[str, Tensor]]:
-    """The document of a value, and its tensors, on the CPU and not copied where they are there already.
+    """The document of a value, and its tensors, on the CPU and not copied where they are there already, or without
+    values on the meta device, where they stand for others.
 
     What JSON has no word for is an object of one member: ``{"tensor": name}``, ``{"tuple": [...]}``,
     ``{"dict": {...}}``, ``{"items": [[key, value], ...]}`` of a dict with integers among its keys, ``{"counter":
@@ -47,7 +48,7 @@ def _described(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
             name.encode()
         except UnicodeEncodeError:
             raise InvalidArgument(f"{name!r} is no text that a file can have as a name; give the key another") from None
-        tensors[name] = value.detach().cpu()
+        tensors[name] = value.detach() if value.is_meta else value.detach().cpu()
         return {"tensor": name}
     if value is None or isinstance(value, (bool, str)):
         return value

@@ -18,6 +18,7 @@ from muster.loader_host import LoaderHost
 from muster.options import StrategyOptions
 from muster.precision import LossScale, LossScaler
 from muster.preparing import Preparation
+from muster.replicated import Replicated
 from muster.saved_layout import (
     FORMAT,
     check_content,
@@ -94,12 +95,14 @@ class Saving:
         def write() -> None:
             if not self.saves_alone:
                 saved_loaders.note_ranks(self._core, self._preparation.loaders, loaders, own)
-            content = {**self._content(), "loaders": loaders, "state": described}
-            if self._core.rank != 0:
+            if self._core.has_servers:
+                with self.writing.with_servers(Path(folder), keep, self._core) as cut:
+                    tensors, metadata = self._encoded({**self._content(cut), "loaders": loaders, "state": described})
+                    self.writing.write_rest(cut, Path(folder), keep, tensors, metadata)
                 return
-            document, tensors = saved_tree.encode(content)
-            metadata = metadata_of(document, {"muster.format": FORMAT, "steps": self._core.steps})
-            self.writing.write(Path(folder), keep, tensors, metadata)
+            content = {**self._content(), "loaders": loaders, "state": described}
+            if self._core.rank == 0:
+                self.writing.write(Path(folder), keep, *self._encoded(content))
 
         # Code of users comes before the first collective: where it raises on one rank, no other is left waiting.
         described, loaders, own = self._together("save", given, alone=self._has_servers)
@@ -229,7 +232,12 @@ class Saving:
 
     # --- what a checkpoint holds ---
 
-    def _content(self) -> dict[str, Any]:
+    def _encoded(self, content: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str | int | float]]:
+        document, tensors = saved_tree.encode(content)
+        return tensors, metadata_of(document, {"muster.format": FORMAT, "steps": self._core.steps})
+
+    def _content(self, cut: _C.CutWriting | None = None) -> dict[str, Any]:
+        """`cut`: with whom parameter servers write what they hold; stand-ins are here in its place."""
         core = self._core
         modules, optimizers = self._preparation.modules, self._preparation.optimizers
         random = random_states.states_here(core.devices)
@@ -238,6 +246,8 @@ class Saving:
         generators, cuda = random.pop("torch"), random["cuda"]
         with leaving_rows_out():
             states = [replicated.state_dict() for replicated in modules]
+            if cut is not None:
+                _leave_to_servers(cut, core, modules, states)
             saved_optimizers = [saved_optimizer.state_of(core, optimizer) for optimizer in optimizers]
         tables = self._tables.state(modules, optimizers)
         return {
@@ -380,3 +390,17 @@ def _compare_state(saved: Mapping[str, Any], asked: Iterable[str]) -> None:
                 f"the checkpoint holds no state of an object {name}=; it has {', '.join(saved) or 'none'}: give load() "
                 "the names that save() was given"
             )
+
+
+def _leave_to_servers(
+    cut: _C.CutWriting,
+    core: _C.StrategyCore,
+    modules: Sequence[Replicated[Any]],
+    states: Sequence[dict[str, Any]],
+) -> None:
+    """Puts stand-ins in the place of what servers write of modules' `states`."""
+    for replicated, state in zip(modules, states, strict=True):
+        for name, parameter in replicated.module.named_parameters(remove_duplicate=False):
+            stand_in = cut.stand_in(core.find(parameter)) if name in state else None
+            if stand_in is not None:
+                state[name] = stand_in

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -69,26 +70,66 @@ class Writing:
     def write(self, folder: Path, keep: int | None, tensors: dict[str, Tensor], metadata: _Metadata) -> None:
         """Copies the tensors and begins to write, once the last checkpoint is written. Raises CheckpointError where
         that went wrong, or the folder cannot be used."""
+        with self._noted(folder, keep, tensors, metadata) as writer:
+            writer.write_copy(tensors, metadata)
+
+    @contextlib.contextmanager
+    def with_servers(self, folder: Path, keep: int | None, core: _C.StrategyCore) -> Iterator[_C.CutWriting]:
+        """Here parameter servers have begun to write their parts of a checkpoint, and stand-ins for these come from the
+        core. Raises as write(). What was not given to write_rest() at the end is given up."""
+        with self._noted_failure():
+            cut = _C.CutWriting(self._writer_of(folder, keep), core)
+        try:
+            yield cut
+        finally:
+            cut.close()
+
+    def write_rest(
+        self,
+        cut: _C.CutWriting,
+        folder: Path,
+        keep: int | None,
+        tensors: dict[str, Tensor],
+        metadata: _Metadata,
+    ) -> None:
+        """Copies the tensors but for stand-ins and begins to write them, in with_servers()."""
+        with self._noted(folder, keep, tensors, metadata):
+            cut.start(tensors, metadata)
+
+    def _writer_of(self, folder: Path, keep: int | None) -> _C.SnapshotWriter:
+        """Waits for the last checkpoint."""
         self.finish()
         made_with = (folder.absolute(), keep)
         if self._writer is None or self._made_with != made_with:
             self._writer = None  # which lets the folder go
             self._writer, self._made_with = _C.SnapshotWriter(made_with[0], keep), made_with
-        size = sum(tensor.nbytes for tensor in tensors.values())
+        return self._writer
+
+    @contextlib.contextmanager
+    def _noted_failure(self) -> Iterator[None]:
         try:
-            self._writer.write_copy(tensors, metadata)
+            yield
         except CheckpointError as error:
             self._failure = str(error)
             raise
-        self._begun = _Begun(made_with[0], size, time.monotonic(), metadata)
+
+    @contextlib.contextmanager
+    def _noted(
+        self, folder: Path, keep: int | None, tensors: dict[str, Tensor], metadata: _Metadata
+    ) -> Iterator[_C.SnapshotWriter]:
+        """Here a checkpoint is begun, by the writer that this gives."""
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        writer = self._writer_of(folder, keep)
+        with self._noted_failure():
+            yield writer
+        self._begun = _Begun(folder.absolute(), size, time.monotonic(), metadata)
 
     def finish(self) -> None:
         """Waits until the last checkpoint is written; raises CheckpointError, once, where it could not be. Ctrl-C ends
         the wait, and not the writing."""
         if self._writer is None or self._made_with is None:
             return
-        while not self._writer.is_done:
-            time.sleep(_POLL)
+        self.wait()
         self._settle()
         error, self._untold = self._untold, None
         if error is None:
@@ -96,6 +137,11 @@ class Writing:
         if _is_gone(self._made_with[0] / "life"):
             self._writer = None  # the lock went with it: the next checkpoint makes the folder anew and claims it
         raise error
+
+    def wait(self) -> None:
+        """Waits until nothing is being written; what went wrong is for the next finish()."""
+        while self.is_of_this_process and self._writer is not None and not self._writer.is_done:
+            time.sleep(_POLL)
 
     def explain(self) -> str:
         """In words: the last checkpoint, or that one is being written, and what went wrong; empty where none was."""
