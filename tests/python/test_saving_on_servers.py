@@ -106,7 +106,9 @@ def test_what_servers_write_and_what_the_chief_does(
         strategy.save(tmp_path)
         assert "checkpoints: the last one" in strategy.explain() or "being written" in strategy.explain()
     assert {name.split("-")[0] for name in files_of(tmp_path)} == {"chief", "manifest.json", "server"}
-    assert sum(file.stat().st_size for file in tmp_path.glob("snapshot-*2/chief-*")) < 300_000  # the second name
+    if optimizer is not torch.optim.Adagrad:  # which gives the weight of a table state before the first step
+        # The second name of what several have.
+        assert sum(file.stat().st_size for file in tmp_path.glob("snapshot-*2/chief-*")) < 300_000
     assert_same(dict(checkpoint.model_state(tmp_path)), dict(model))
     saved = checkpoint.optimizer_state(tmp_path)["state"]
     assert saved.keys() == state["state"].keys()
@@ -179,7 +181,9 @@ def test_a_server_that_cannot_write_or_dies_fails_the_save_alone(tmp_path: Path)
             _limit(server, 10_000)
             strategy.save(runs)
             job.train(range(2, 3))
-            with pytest.raises(muster.CheckpointError, match=r"server-1-\d+ could not write its part: .*File too large"):
+            with pytest.raises(
+                muster.CheckpointError, match=r"server-1-\d+ could not write its part: .*File too large"
+            ):
                 strategy.save(runs)
             assert "could not be written: parameter server " in strategy.explain()
             _limit(server, resource.RLIM_INFINITY)
