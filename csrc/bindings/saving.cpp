@@ -13,13 +13,16 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/interruptible.h"
 #include "checkpoint/joint_snapshot.h"
 #include "checkpoint/saved_tree.h"
 #include "checkpoint/sha256.h"
 #include "checkpoint/snapshot_writer.h"
 #include "muster/error.h"
 #include "net/job_secret.h"
+#include "strategy/cut_writing.h"
 #include "strategy/saving_schedule.h"
+#include "strategy/strategy_core.h"
 
 namespace muster {
 
@@ -67,6 +70,26 @@ void bind_saving(py::module_& m) {
           },
           "metadata"_a, "patience"_a, Release())
       .def("close", &JointSnapshot::close, Release());
+  py::class_<CutWriting>(m, "CutWriting")
+      .def(py::init([](SnapshotWriter& writer, const std::shared_ptr<StrategyCore>& core) {
+             const auto pass = core->session().enter();
+             return std::make_unique<CutWriting>(writer, core->sets());
+           }),
+           "writer"_a, "core"_a, py::call_guard<Interruptible>(), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def(
+          "stand_in",
+          [](CutWriting& cut, int parameter) -> std::optional<at::Tensor> {
+            auto tensor = cut.stand_in(parameter);
+            return tensor.defined() ? std::optional(std::move(tensor)) : std::nullopt;
+          },
+          "parameter"_a)
+      .def(
+          "start",
+          [](CutWriting& cut, checkpoint::NamedTensors tensors, checkpoint::Metadata metadata) {
+            cut.start({std::move(tensors), std::move(metadata)});
+          },
+          "tensors"_a, "metadata"_a, Release())
+      .def("close", &CutWriting::close, Release());
   m.def(
       "read_newest_snapshot",
       [](const std::filesystem::path& folder)

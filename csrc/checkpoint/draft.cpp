@@ -4,6 +4,7 @@
 #include <iterator>
 #include <map>
 #include <optional>
+#include <set>
 #include <string_view>
 #include <utility>
 
@@ -54,7 +55,16 @@ class MergedTensors {
     std::ranges::move(entry.pieces, std::back_inserter(known.pieces));
   }
 
-  std::vector<TensorEntry> whole() {
+  // Each of `names` by its second one.
+  std::vector<TensorEntry> whole(const std::map<std::string, std::string>& names) {
+    for (const auto& [name, other] : names) {
+      auto found = tensors_.extract(name);
+      if (found.empty()) throw CheckpointError("no part has tensor '" + name + "', which is '" + other + "'");
+      found.key() = found.mapped().name = other;
+      if (!tensors_.insert(std::move(found)).inserted) {
+        throw CheckpointError("parts have two tensors '" + other + "'");
+      }
+    }
     std::vector<TensorEntry> entries;
     for (auto& [name, entry] : tensors_) {
       std::ranges::sort(entry.pieces, {}, &Piece::begin);
@@ -84,7 +94,7 @@ class MergedTensors {
 };
 
 Manifest merged(const fs::path& draft, const std::vector<std::string>& writers,
-                const std::optional<net::JobSecret>& secret) {
+                const std::map<std::string, std::string>& names, const std::optional<net::JobSecret>& secret) {
   Manifest whole;
   MergedTensors tensors;
   for (const auto& writer : writers) {
@@ -97,8 +107,18 @@ Manifest merged(const fs::path& draft, const std::vector<std::string>& writers,
     std::ranges::move(part.shards, std::back_inserter(whole.shards));
     for (auto& entry : part.tensors) tensors.add(writer, std::move(entry), first_shard);
   }
-  whole.tensors = tensors.whole();
+  whole.tensors = tensors.whole(names);
   return whole;
+}
+
+void remove_others(const fs::path& draft, const Manifest& whole) {
+  std::set<std::string> known;
+  for (const auto& shard : whole.shards) known.insert(shard.file);
+  std::vector<fs::path> others;
+  for (const auto& entry : fs::directory_iterator(draft)) {
+    if (!known.contains(entry.path().filename().string())) others.push_back(entry.path());
+  }
+  for (const auto& other : others) fs::remove_all(other);
 }
 
 }  // namespace
@@ -150,13 +170,13 @@ bool has_part(const fs::path& draft, const std::string& writer) {
 }
 
 fs::path finish_draft(const fs::path& draft, const std::vector<std::string>& writers, const Metadata& metadata,
-                      const SnapshotOptions& options) {
+                      const SnapshotOptions& options, const std::map<std::string, std::string>& names) {
   check_keep(options.keep);
   return in_folder(draft, [&] {
-    auto whole = merged(draft, writers, options.secret);
+    auto whole = merged(draft, writers, names, options.secret);
     whole.metadata = metadata;
+    remove_others(draft, whole);
     write_manifest(draft / kManifest, whole, options);
-    for (const auto& writer : writers) fs::remove(part_manifest(draft, writer));
     return end_snapshot(draft, options.keep, options.secret);
   });
 }

@@ -11,7 +11,9 @@
 
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "checkpoint/shard_writer.h"
@@ -19,6 +21,9 @@
 #include "checkpoint/snapshot_folder.h"
 
 namespace muster::checkpoint {
+
+/// What the name of a draft's folder begins with.
+inline constexpr std::string_view kDraftPrefix = ".partial-snapshot-";
 
 /// Begins a draft in a folder that this process has claimed (FolderClaim), and removes what dead writers left. Returns
 /// the draft's path, for all writers. Throws CheckpointError where the system refuses.
@@ -43,8 +48,10 @@ bool has_part(const std::filesystem::path& draft, const std::string& writer);
 /// Makes the draft, of which all parts are there, the newest snapshot of its folder; then removes those that need not
 /// stay. Returns its folder. Throws CheckpointError for a part that is damaged or missing, naming it, for tensors that
 /// have other dtypes or shapes in two parts, and where parts overlap or leave a gap, naming the tensor; then there is
-/// no such snapshot.
+/// no such snapshot. Whatever else is in the draft goes. `names`: tensors of parts that have other names in the
+/// snapshot; one of them that is in no part is a CheckpointError too.
 std::filesystem::path finish_draft(const std::filesystem::path& draft, const std::vector<std::string>& writers,
-                                   const Metadata& metadata, const SnapshotOptions& options);
+                                   const Metadata& metadata, const SnapshotOptions& options,
+                                   const std::map<std::string, std::string>& names = {});
 
 }  // namespace muster::checkpoint

@@ -125,6 +125,12 @@ void RowTable::check_spans(size_t rows, size_t values, size_t states) const {
                         std::to_string(states) + "; give all of each row");
 }
 
+void RowTable::check_range(int64_t first, size_t count) const {
+  if (first >= 0 && first <= size() && static_cast<int64_t>(count) <= size() - first) return;
+  throw InvalidArgument("the table holds " + std::to_string(size()) + " rows, not " + std::to_string(first) + " + " +
+                        std::to_string(count));
+}
+
 RowTable::Row RowTable::at(int64_t place) const noexcept {
   const int64_t rows = int64_t{1} << slab_bits_;
   float* const data = slabs_[static_cast<size_t>(place >> slab_bits_)].data();
@@ -143,9 +149,10 @@ RowTable::Row RowTable::insert(int64_t row) {
   if (place == before) {
     initialiser_.fill(row, {found.values, static_cast<size_t>(dim_)});
     std::fill_n(found.state, state_width_, 0.0F);
-  } else if (image_) {
-    image_->save(place, found.values, found.state);
+    return found;
   }
+  if (image_) image_->save(place, found.values, found.state);
+  if (cut_) cut_->save(row, place, found.values, found.state);
   return found;
 }
 
@@ -213,10 +220,7 @@ void RowTable::push(std::span<const int64_t> rows, std::span<const float> gradie
 void RowTable::export_rows(int64_t first, std::span<int64_t> rows, std::span<float> values,
                            std::span<float> states) const {
   check_spans(rows.size(), values.size(), states.size());
-  if (first < 0 || first > size() || static_cast<int64_t>(rows.size()) > size() - first) {
-    throw InvalidArgument("the table holds " + std::to_string(size()) + " rows, not " + std::to_string(first) + " + " +
-                          std::to_string(rows.size()));
-  }
+  check_range(first, rows.size());
   const auto dim = static_cast<size_t>(dim_);
   const auto width = static_cast<size_t>(state_width_);
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -256,6 +260,33 @@ void RowTable::copy_image_block(std::span<int64_t> rows, std::span<float> values
   }
   export_rows(image_->next(), rows, values, states);
   image_->finish_block(values, states);
+}
+
+int64_t RowTable::begin_cut() {
+  if (cut_) throw InvalidArgument("a table has one cut at a time; end the one that was begun");
+  cut_ = std::make_unique<RowCut>(size(), dim_, state_width_);
+  return size();
+}
+
+void RowTable::export_numbers(int64_t first, std::span<int64_t> rows) const {
+  check_range(first, rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) rows[i] = index_.row_at(first + static_cast<int64_t>(i));
+}
+
+void RowTable::copy_cut(std::span<const int64_t> rows, std::span<float> values, std::span<float> states) {
+  check_spans(rows.size(), values.size(), states.size());
+  const auto dim = static_cast<size_t>(dim_);
+  const auto width = static_cast<size_t>(state_width_);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const int64_t place = cut_ ? index_.find(rows[i]) : -1;
+    if (place < 0) throw InvalidArgument("row " + std::to_string(rows[i]) + " is in no cut; begin one, of its rows");
+    const Row row = at(place);
+    const auto to = values.subspan(i * dim, dim);
+    const auto state = states.subspan(i * width, width);
+    copy(to, row.values);
+    copy(state, row.state);
+    cut_->finish(rows[i], to, state);
+  }
 }
 
 }  // namespace muster

@@ -7,6 +7,7 @@
 #include <variant>
 #include <vector>
 
+#include "embedding/row_cut.h"
 #include "embedding/row_index.h"
 #include "embedding/row_initialiser.h"
 #include "embedding/row_undo.h"
@@ -26,10 +27,11 @@ using RowOptimizer =
 /// not the row's). What would move every row is refused: momentum, and but for Adam, weight decay.
 ///
 /// An image of the rows as they are at one moment can be copied block by block, while pushes and imports go on between
-/// blocks: what they change before it is copied is kept aside, row by row.
+/// blocks: what they change before it is copied is kept aside, row by row. A cut is another image, copied in the order
+/// of row numbers; both may be under way.
 ///
 /// Externally synchronised; pull, export_rows and the sizes may be called by several threads at once, and beside them
-/// by one copy_image_block, while nobody pushes, imports, or begins or ends an image.
+/// by one copy_image_block and one copy_cut, while nobody pushes, imports, or begins or ends an image or a cut.
 class RowTable {
  public:
   /// Rows are numbered in [0, num_rows), whichever of them this server has. Throws InvalidArgument for sizes that are
@@ -76,6 +78,18 @@ class RowTable {
   /// Forgets the image, whether all of it was copied or not.
   void end_image() noexcept { image_.reset(); }
 
+  /// Begins a cut of all rows that take memory, and returns how many they are. Throws InvalidArgument where one was
+  /// begun that did not end.
+  int64_t begin_cut();
+  /// Numbers of rows [first, first + rows.size()) in the order of their first push. Throws InvalidArgument where they
+  /// are not so many.
+  void export_numbers(int64_t first, std::span<int64_t> rows) const;
+  /// Rows of the cut as they were when it began: values (dim each) and states (state_width each). `rows` ascend, over
+  /// all calls, too. Throws InvalidArgument for spans that do not fit, and rows that take no memory.
+  void copy_cut(std::span<const int64_t> rows, std::span<float> values, std::span<float> states);
+  /// Forgets the cut, whether all of it was copied or not.
+  void end_cut() noexcept { cut_.reset(); }
+
  private:
   class Slab;
   struct Row {
@@ -85,6 +99,7 @@ class RowTable {
 
   void check_rows(std::span<const int64_t> rows) const;
   void check_spans(size_t rows, size_t values, size_t states) const;
+  void check_range(int64_t first, size_t count) const;
   Row at(int64_t place) const noexcept;
   /// Where a row is to be changed; inserts it where it takes no memory yet.
   Row insert(int64_t row);
@@ -98,6 +113,7 @@ class RowTable {
   RowIndex index_;
   std::vector<Slab> slabs_;
   std::unique_ptr<RowUndo> image_;  // in blocks of a slab; null: none is under way
+  std::unique_ptr<RowCut> cut_;     // likewise
 };
 
 }  // namespace muster

@@ -127,6 +127,14 @@ std::vector<std::vector<at::Tensor>> ParameterSets::state_on_servers(const std::
   return values;
 }
 
+at::Tensor ParameterSets::stand_in(int parameter) const {
+  auto* const set = served();
+  if (set == nullptr) return {};
+  const auto& trained = set->trainable();
+  const auto found = std::find(trained.begin(), trained.end(), parameter);
+  return found == trained.end() ? at::Tensor() : set->servers()->stand_in(static_cast<size_t>(found - trained.begin()));
+}
+
 TableContents ParameterSets::table_contents(int parameter) const {
   if (auto* const set = served()) {
     const auto& trained = set->trainable();

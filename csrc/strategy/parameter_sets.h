@@ -48,6 +48,9 @@ class ParameterSets {
   std::vector<std::vector<at::Tensor>> state_on_servers(const std::vector<int>& parameters,
                                                         std::span<const server::Part> parts, bool to_stay) const;
 
+  /// See ServerExchange::stand_in; of a parameter of the registry.
+  at::Tensor stand_in(int parameter) const;
+
   /// Of an embedding's weight of the registry whose rows servers alone have, or will have: what they keep, or will
   /// begin with.
   TableContents table_contents(int parameter) const;

@@ -194,7 +194,9 @@ Dict SavedTables::state_of(const Embedding& embedding) const {
   const int64_t width = rows.row_wise_adagrad ? 1 : embedding.weight.size(1);
   Dict state;
   for (int64_t k = 0; (k + 1) * width <= contents.states.size(1); ++k) {
-    state[kinds.names.at(static_cast<size_t>(k))] = contents.states.narrow(1, k * width, width).contiguous();
+    const auto columns = contents.states.narrow(1, k * width, width);
+    // A stand-in is known by its place.
+    state[kinds.names.at(static_cast<size_t>(k))] = columns.is_meta() ? columns : columns.contiguous();
   }
   if (kinds.count_steps) table["step"] = at::scalar_tensor(static_cast<double>(contents.steps), at::kFloat);
   table["state"] = std::move(state);

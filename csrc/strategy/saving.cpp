@@ -125,11 +125,6 @@ void Saving::save(const fs::path& folder, const SavedState& state, const SaveOpt
   }
 }
 
-void Saving::save_alone(const fs::path& folder, const SavedState& state, const SaveOptions& options) {
-  auto tree = checkpoint::encode_tree(content(state, generators(), nullptr));
-  writer_to(folder, options).write_copy({std::move(tree.tensors), metadata(std::move(tree.document))});
-}
-
 void Saving::save_with_others(const fs::path& folder, const SavedState& state, const SaveOptions& options) {
   const auto& topology = strategy_.core->session().topology();
   std::optional<checkpoint::JointSnapshot> joint;

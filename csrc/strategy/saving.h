@@ -13,6 +13,7 @@
 #include "checkpoint/saved_tree.h"
 #include "checkpoint/snapshot_writer.h"
 #include "muster/strategy.h"
+#include "strategy/cut_writing.h"
 #include "strategy/divided_tensors.h"
 #include "strategy/saved_optimizer.h"
 #include "strategy/saved_tables.h"
@@ -40,6 +41,8 @@ class Saving {
   /// Whether there are gradients that a checkpoint would not hold.
   bool has_open_window() const;
 
+  /// Waits until nothing is being written; what went wrong is for the next finish().
+  void wait() const;
   /// Waits for what is being written; throws CheckpointError where it could not be.
   void finish();
   /// Waits for what is being written and lets the folder go; throws CheckpointError where it could not be written.

@@ -134,12 +134,14 @@ Strategy::Strategy(std::shared_ptr<StrategyCore> core, std::string name)
     : state_(std::make_shared<State>(std::move(core), std::move(name))) {}
 
 Strategy::~Strategy() {
+  state_->saving.wait();  // parameter servers may end with the job
   state_->core->close();
   state_->release();
   state_->saving.leave();
 }
 
 void Strategy::close() {
+  state_->saving.wait();  // parameter servers may end with the job
   state_->core->close();
   state_->release();
   state_->saving.end();

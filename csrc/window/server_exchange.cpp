@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <exception>
+#include <random>
 #include <span>
 #include <utility>
+#include <variant>
 
 #include "core/flat_layout.h"
 #include "core/log.h"
@@ -96,6 +98,9 @@ ServerExchange::ServerExchange(const ServerJob& job, int rank, int workers, cons
     if (is_table) {
       rows_.add(given.tensors[p], given.position[p], given.rows[p]->contents);
     } else {
+      const bool has_state = std::holds_alternative<std::vector<kernels::AdagradGroup>>(plan_.groups) &&
+                             given.optimizer->state().entry(given.position[p]).started;
+      if (has_state) begun_.push_back(static_cast<uint32_t>(values_.size()));
       values_.add(given.tensors[p], given.position[p]);
     }
   }
@@ -265,15 +270,42 @@ void ServerExchange::finish(const server::Apply& apply, bool changes) {
   refresh();
 }
 
+const ServerCut& ServerExchange::begin_cut(const std::filesystem::path& draft) {
+  server::WritePart request{newest(), std::random_device()(), draft.string()};
+  for (uint32_t p = 0; p < values_.size(); ++p) {
+    if (!values_.is_row_major(p) || c10::multiply_integers(plan_.parameters[p].sizes) == 0) request.left.push_back(p);
+  }
+  request.begun = begun_;
+  for (uint32_t t = 0; t < rows_.size(); ++t) {
+    if (!rows_.was_here(t)) request.tables.push_back(t);
+  }
+  cut_ = std::make_unique<ServerCut>(plan_, request, client_.write_parts(request));
+  return *cut_;
+}
+
+at::Tensor ServerExchange::stand_in(size_t parameter) const {
+  const auto [is_table, index] = places_[parameter];
+  return cut_ == nullptr || is_table ? at::Tensor() : cut_->part(index, Part::parameter);
+}
+
 TableContents ServerExchange::contents(size_t parameter) {
   const at::NoGradGuard no_grad;
+  const size_t table = places_[parameter].index;
+  if (cut_ && !rows_.was_here(table)) return cut_->contents(table);
   return rows_.contents(places_[parameter].index);
 }
 
 std::vector<std::vector<at::Tensor>> ServerExchange::fetch(std::span<const Part> parts, bool to_stay) {
   const at::NoGradGuard no_grad;
   std::vector<std::vector<at::Tensor>> whole;
-  for (const auto part : parts) whole.push_back(values_.fetch(part, newest()));
+  std::vector<bool> wanted;
+  for (size_t p = 0; cut_ && p < values_.size(); ++p) wanted.push_back(cut_->is_left(p));
+  for (const auto part : parts) {
+    auto& of_part = whole.emplace_back(values_.fetch(part, newest(), wanted));
+    for (size_t p = 0; p < wanted.size(); ++p) {
+      if (!wanted[p]) of_part[p] = cut_->part(p, part);
+    }
+  }
   std::vector<std::vector<at::Tensor>> found(parts.size(), std::vector<at::Tensor>(places_.size()));
   for (size_t p = 0; p < places_.size(); ++p) {
     const auto [is_table, index] = places_[p];

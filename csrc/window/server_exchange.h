@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -15,6 +16,7 @@
 #include "optimizer/flat_optimizer.h"
 #include "server/worker/client.h"
 #include "window/embedding_rows.h"
+#include "window/server_cut.h"
 #include "window/server_values.h"
 
 namespace muster {
@@ -103,6 +105,15 @@ class ServerExchange {
   /// travel once for all parts.
   std::vector<std::vector<at::Tensor>> fetch(std::span<const server::Part> parts, bool to_stay = false);
 
+  /// Has servers write what they hold, as it is after the last step, into a checkpoint's draft, while steps go on;
+  /// where workers step on their own, as it is when they come to it. Until end_cut() stand-ins come from fetch() and
+  /// contents() for what they write: parameters in row-major order with their state, and tables whose weights had no
+  /// rows here. Returns once all have begun.
+  const ServerCut& begin_cut(const std::filesystem::path& draft);
+  void end_cut() noexcept { cut_.reset(); }
+  /// What stands for a parameter's values, until end_cut(); undefined where servers do not write them.
+  at::Tensor stand_in(size_t parameter) const;
+
   /// The rows that servers keep of a parameter of which has_rows() is true.
   TableContents contents(size_t parameter);
 
@@ -126,8 +137,10 @@ class ServerExchange {
   const server::Plan plan_;
   const uint32_t rank_;
   const bool joins_;
-  std::vector<Place> places_;  // by parameter
-  FlatGroups groups_;          // of the last step
+  std::vector<Place> places_;    // by parameter
+  std::vector<uint32_t> begun_;  // parameters of the plan whose state was there before the first step
+  std::unique_ptr<ServerCut> cut_;
+  FlatGroups groups_;   // of the last step
   std::mutex in_step_;  // held by replicas that use the client in a step; none of them waits for another meanwhile
   server::ServerClient client_;
   ServerValues values_;

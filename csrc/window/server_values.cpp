@@ -12,6 +12,7 @@
 
 #include "core/ownership.h"
 #include "server/protocol/chunk_parts.h"
+#include "window/server_cut.h"
 
 namespace muster {
 
@@ -127,13 +128,20 @@ ServerValues::Trace ServerValues::trace_of(const at::Tensor& parameter) {
   return trace;
 }
 
-std::vector<at::Tensor> ServerValues::fetch(Part part, uint64_t at_least) {
+bool ServerValues::is_row_major(size_t parameter) const {
+  return muster::is_row_major(parameters_[parameter].tensor.sizes(), parameters_[parameter].strides);
+}
+
+std::vector<at::Tensor> ServerValues::fetch(Part part, uint64_t at_least, const std::vector<bool>& wanted) {
+  const auto wants = [&](int parameter) { return wanted.empty() || wanted[static_cast<size_t>(parameter)]; };
   std::vector<at::Tensor> values;
   std::vector<std::byte*> places;
   for (uint32_t c = 0; c < client_.chunks().size(); ++c) {
     const auto& chunk = client_.chunks()[c];
-    values.push_back(at::empty({server::numel_of(chunk, part)}, server::dtype_of(chunk, part)));
-    places.push_back(first_byte_of(values.back()));
+    const bool is_wanted = std::ranges::any_of(chunk.pieces, wants, &server::Piece::parameter);
+    values.push_back(is_wanted ? at::empty({server::numel_of(chunk, part)}, server::dtype_of(chunk, part))
+                               : at::Tensor());
+    places.push_back(is_wanted ? first_byte_of(values.back()) : nullptr);
   }
   const auto exists = client_.read(part, at_least, places);
   std::vector<at::Tensor> whole(parameters_.size());
@@ -142,6 +150,7 @@ std::vector<at::Tensor> ServerValues::fetch(Part part, uint64_t at_least) {
     const auto& chunk = client_.chunks()[c];
     for (size_t i = 0; i < chunk.pieces.size(); ++i) {
       const auto p = static_cast<size_t>(chunk.pieces[i].parameter);
+      if (!wants(chunk.pieces[i].parameter)) continue;
       const auto [offset, count] = server::place_of(chunk, i, part);
       const auto piece = values[c].narrow(0, offset, count);
       if (part == Part::steps) {

@@ -58,8 +58,12 @@ class ServerValues {
   /// through `.data`, a sample tells.
   bool was_written(size_t parameter) const;
 
-  /// A part of every parameter, of its sizes (Part::steps: 0-dim fp32); undefined where there is none.
-  std::vector<at::Tensor> fetch(server::Part part, uint64_t at_least);
+  /// A part of parameters, of their sizes (Part::steps: 0-dim fp32); undefined where there is none.
+  /// `wanted`: false by parameter that stays undefined; empty: all are wanted.
+  std::vector<at::Tensor> fetch(server::Part part, uint64_t at_least, const std::vector<bool>& wanted = {});
+
+  /// Whether servers have the elements of a parameter in row-major order.
+  bool is_row_major(size_t parameter) const;
 
  private:
   struct Trace {

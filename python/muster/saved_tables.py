@@ -74,7 +74,11 @@ class SavedTables:
         return table | {
             "step": torch.tensor(float(steps)) if counts_steps else None,
             # Of kinds that the optimizer's options leave out there are no columns.
-            "state": {kind: each.contiguous() for kind, each in zip(kinds, columns, strict=False)},
+            "state": {
+                # A stand-in is known by its place.
+                kind: each if each.is_meta else each.contiguous()
+                for kind, each in zip(kinds, columns, strict=False)
+            },
         }
 
     def place(

@@ -19,6 +19,7 @@ from muster.loader_host import LoaderHost
 from muster.options import StrategyOptions
 from muster.precision import LossScale, LossScaler
 from muster.preparing import Preparation
+from muster.replicated import Replicated
 from muster.saved_layout import (
     FORMAT,
     check_content,
@@ -96,7 +97,12 @@ class Saving:
 
         # Code of users comes before the first collective: where it raises on one rank, no other is left waiting.
         described, loaders, own = self._together("save", given, alone=self._has_servers)
-        if self.saves_alone:
+        if self._core.has_servers:
+            with self.writing.with_servers(Path(folder), keep, self._core) as cut:
+                content = {**self._content(self._random(), cut), "loaders": loaders, "state": described}
+                document, own_tensors = saved_tree.encode_in_place(content)
+                self.writing.write_rest(cut, own_tensors, self._metadata(document))
+        elif self.saves_alone:
             content = {**self._content(self._random()), "loaders": loaders, "state": described}
             document, tensors = saved_tree.encode(content)
             self.writing.write(Path(folder), keep, tensors, self._metadata(document))
@@ -304,12 +310,16 @@ class Saving:
         gathered: dict[str, Tensor] = self._collectives.gather(random)
         return gathered
 
-    def _content(self, random: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _content(self, random: Mapping[str, Tensor], cut: _C.CutWriting | None = None) -> dict[str, Any]:
+        """`random`: of _random(). `cut`: with whom parameter servers write what they hold; stand-ins are here in its
+        place."""
         core = self._core
         modules, optimizers = self._preparation.modules, self._preparation.optimizers
         others, cuda = {name: states for name, states in random.items() if name != "torch"}, random["cuda"]
         with leaving_rows_out():
             states = [replicated.state_dict() for replicated in modules]
+            if cut is not None:
+                _leave_to_servers(cut, core, modules, states)
             saved_optimizers = [saved_optimizer.state_of(core, optimizer) for optimizer in optimizers]
         tables = self._tables.state(modules, optimizers)
         return {
@@ -436,3 +446,17 @@ def _compare_state(saved: Mapping[str, Any], asked: Iterable[str]) -> None:
                 f"the checkpoint holds no state of an object {name}=; it has {', '.join(saved) or 'none'}: give load() "
                 "the names that save() was given"
             )
+
+
+def _leave_to_servers(
+    cut: _C.CutWriting,
+    core: _C.StrategyCore,
+    modules: Sequence[Replicated[Any]],
+    states: Sequence[dict[str, Any]],
+) -> None:
+    """Puts stand-ins in the place of what servers write of modules' `states`."""
+    for replicated, state in zip(modules, states, strict=True):
+        for name, parameter in replicated.module.named_parameters(remove_duplicate=False):
+            stand_in = cut.stand_in(core.find(parameter)) if name in state else None
+            if stand_in is not None:
+                state[name] = stand_in

@@ -264,6 +264,7 @@ class Strategy:
         on. Inside a step function, a hook or a signal handler that came during a call it is InvalidArgument: stop()
         there.
         """
+        self._saving.writing.wait()  # parameter servers may end with the job
         self._core.close()
         self._threads.join()
         self._passes.end_workers()

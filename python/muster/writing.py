@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -70,11 +71,8 @@ class Writing:
         """Copies the tensors and begins to write, once the last checkpoint is written. Raises CheckpointError where
         that went wrong, or the folder cannot be used."""
         writer = self._writer_to(folder, keep)
-        try:
+        with self._noted_failure():
             writer.write_copy(tensors, metadata)
-        except CheckpointError as error:
-            self._failure = str(error)
-            raise
         self._note_begun(sum(tensor.nbytes for tensor in tensors.values()), metadata)
 
     def announce(self, folder: Path, keep: int | None, rank: int, ranks: int) -> tuple[_C.JointSnapshot, str]:
@@ -82,9 +80,9 @@ class Writing:
         of it. Raises CheckpointError where that went wrong, or the folder cannot be used."""
         joint = _C.JointSnapshot(self._writer_to(folder, keep), rank, ranks)
         try:
-            return joint, joint.announce()
-        except CheckpointError as error:
-            self._failure = str(error)
+            with self._noted_failure():
+                return joint, joint.announce()
+        except CheckpointError:
             self._let_go_of_gone()
             raise
 
@@ -94,7 +92,27 @@ class Writing:
         joint.start(metadata, patience)
         self._note_begun(size, metadata)
 
+    @contextlib.contextmanager
+    def with_servers(self, folder: Path, keep: int | None, core: _C.StrategyCore) -> Iterator[_C.CutWriting]:
+        """Here parameter servers have begun to write their parts of a checkpoint, and stand-ins for these come from the
+        core. Raises as write(). What was not given to write_rest() at the end is given up."""
+        writer = self._writer_to(folder, keep)
+        with self._noted_failure():
+            cut = _C.CutWriting(writer, core)
+        try:
+            yield cut
+        finally:
+            cut.close()
+
+    def write_rest(self, cut: _C.CutWriting, tensors: Mapping[str, Tensor | _C.Run], metadata: _Metadata) -> None:
+        """Copies the tensors but for stand-ins and begins to write them, in with_servers()."""
+        rest = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+        with self._noted_failure():
+            cut.start(rest, metadata)
+        self._note_begun(sum(tensor.nbytes for tensor in rest.values()), metadata)
+
     def _writer_to(self, folder: Path, keep: int | None) -> _C.SnapshotWriter:
+        """Waits for the last checkpoint."""
         self.finish()
         made_with = (folder.absolute(), keep)
         if self._writer is None or self._made_with != made_with:
@@ -110,19 +128,31 @@ class Writing:
         if self._made_with is not None and _is_gone(self._made_with[0] / "life"):
             self._writer = None  # the lock went with it: the next checkpoint makes the folder anew and claims it
 
+    @contextlib.contextmanager
+    def _noted_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self._failure = str(error)
+            raise
+
     def finish(self) -> None:
         """Waits until the last checkpoint is written; raises CheckpointError, once, where it could not be. Ctrl-C ends
         the wait, and not the writing."""
         if self._writer is None or self._made_with is None:
             return
-        while not self._writer.is_done:
-            time.sleep(_POLL)
+        self.wait()
         self._settle()
         error, self._untold = self._untold, None
         if error is None:
             return
         self._let_go_of_gone()
         raise error
+
+    def wait(self) -> None:
+        """Waits until nothing is being written; what went wrong is for the next finish()."""
+        while self.is_of_this_process and self._writer is not None and not self._writer.is_done:
+            time.sleep(_POLL)
 
     def explain(self) -> str:
         """In words: the last checkpoint, or that one is being written, and what went wrong; empty where none was."""

@@ -59,6 +59,7 @@ constexpr Named kNames[] = {
     {WriteRows::kType, "WriteRows"},
     {WriteRowSteps::kType, "WriteRowSteps"},
     {FetchRows::kType, "FetchRows", at_least<FetchRows>},
+    {WritePart::kType, "WritePart", of_step<WritePart>},
     {Inquire::kType, "Inquire"},
 };
 

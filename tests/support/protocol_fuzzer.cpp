@@ -95,6 +95,10 @@ void try_message(uint16_t type, std::string_view bytes) {
       return try_as<FetchRows>(bytes);
     case FetchedRows::kType:
       return try_as<FetchedRows>(bytes);
+    case WritePart::kType:
+      return try_as<WritePart>(bytes);
+    case WritesPart::kType:
+      return try_as<WritesPart>(bytes);
     default:
       return try_as<Quorum::Record>(bytes);
   }

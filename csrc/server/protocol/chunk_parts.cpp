@@ -2,6 +2,11 @@
 
 namespace muster::server {
 
+const char* name_of(Part part) {
+  constexpr const char* kNames[] = {"parameter", "state0", "state1", "state2", "master", "steps"};
+  return kNames[static_cast<size_t>(part)];
+}
+
 PartPlace place_of(const Chunk& chunk, size_t piece, Part part) {
   if (part == Part::steps) return {static_cast<int64_t>(piece), 1};
   return {chunk.pieces[piece].offset, chunk.pieces[piece].run.count};

@@ -18,6 +18,9 @@ struct PartPlace {
   int64_t numel;
 };
 
+/// "parameter", "state0", ...: of names in files.
+const char* name_of(Part part);
+
 PartPlace place_of(const Chunk& chunk, size_t piece, Part part);
 at::ScalarType dtype_of(const Chunk& chunk, Part part);
 int64_t numel_of(const Chunk& chunk, Part part);

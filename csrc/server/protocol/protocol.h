@@ -7,6 +7,7 @@
 #include "muster/error.h"
 #include "net/channel.h"
 #include "server/protocol/messages/batches.h"
+#include "server/protocol/messages/parts.h"
 #include "server/protocol/messages/rows.h"
 #include "server/protocol/messages/session.h"
 #include "server/protocol/messages/steps.h"

@@ -17,12 +17,6 @@ namespace muster::server {
 namespace {
 
 constexpr Part kParts[] = {Part::parameter, Part::state0, Part::state1, Part::state2, Part::master, Part::steps};
-constexpr const char* kPartNames[] = {"parameter", "state0", "state1", "state2", "master", "steps"};
-
-std::string name_of(const Plan& plan, const Piece& piece, Part part) {
-  return std::string(kPartNames[static_cast<size_t>(part)]) + "/" +
-         plan.parameters[static_cast<size_t>(piece.parameter)].name + "/" + std::to_string(piece.run.begin);
-}
 
 class ChunkImage final : public Image {
  public:
@@ -36,6 +30,11 @@ class ChunkImage final : public Image {
 
 }  // namespace
 
+std::string name_in_image(const Plan& plan, const Piece& piece, Part part) {
+  return std::string(name_of(part)) + "/" + plan.parameters[static_cast<size_t>(piece.parameter)].name + "/" +
+         std::to_string(piece.run.begin);
+}
+
 std::unique_ptr<Image> HeldChunk::begin_image() {
   checkpoint::NamedTensors tensors;
   for (size_t i = 0; i < pieces_.size(); ++i) {
@@ -43,7 +42,7 @@ std::unique_ptr<Image> HeldChunk::begin_image() {
     for (const auto part : kParts) {
       const auto tensor = part_of(i, part);
       if (!tensor.defined()) continue;
-      tensors[name_of(plan_, piece, part)] = tensor.clone();
+      tensors[name_in_image(plan_, piece, part)] = tensor.clone();
     }
   }
   return std::make_unique<ChunkImage>(facts_of_steps(), std::move(tensors));
@@ -51,11 +50,11 @@ std::unique_ptr<Image> HeldChunk::begin_image() {
 
 bool HeldChunk::restore(const Image::Facts& facts, const checkpoint::NamedTensors& tensors) {
   const at::NoGradGuard no_grad;
-  if (!tensors.contains(name_of(plan_, chunk_.pieces.front(), Part::parameter))) return false;
+  if (!tensors.contains(name_in_image(plan_, chunk_.pieces.front(), Part::parameter))) return false;
   const auto lock = this->lock();
   for (size_t i = 0; i < pieces_.size(); ++i) {
     for (const auto part : kParts) {
-      const std::string name = name_of(plan_, chunk_.pieces[i], part);
+      const std::string name = name_in_image(plan_, chunk_.pieces[i], part);
       const auto found = tensors.find(name);
       if (found == tensors.end()) {
         const bool is_needed =

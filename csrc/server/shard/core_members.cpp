@@ -91,7 +91,7 @@ std::vector<uint32_t> ServerCore::begin_job(const Session& session, const Config
 
 // What the chief wrote nobody has trained here. Other servers may know better.
 bool ServerCore::is_untouched(const std::shared_ptr<Shard>& shard) const {
-  return !had_members_ && shard != nullptr && made_by(*shard).second == 0;
+  return !members_.had_any && shard != nullptr && made_by(*shard).second == 0;
 }
 
 void ServerCore::take_up_job(const Session& session, const Configure& request) {
@@ -311,7 +311,7 @@ void ServerCore::join(Session& session, const Join& request, Time deadline) {
       quorum_.members().note_return(session.rank, session.incarnation, request.first);
       quorum_.try_to_decide(now);
     }
-    had_members_ = true;
+    members_.had_any = true;
     changed_.notify_all();
   }
   if (const auto shard = this->shard()) shard->wake();

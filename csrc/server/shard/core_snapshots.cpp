@@ -150,8 +150,8 @@ void ServerCore::take(const ServerSnapshots::Source& source, bool with_members) 
   quorum_.configure(rules_of(saved.configured.plan), now);
   quorum_.restore(saved.quorum, now);
   dealer_.restore(saved.batches);
-  had_members_ = !saved.quorum.members.ranks.empty();
-  awaited_unknown_ = true;
+  members_.had_any = !saved.quorum.members.ranks.empty();
+  members_.awaited_unknown = true;
 }
 
 }  // namespace muster::server

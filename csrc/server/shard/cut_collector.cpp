@@ -22,17 +22,17 @@ std::vector<std::unique_ptr<Image>> lose(CutCollector::Cut* cut) {
 CutCollector::CutCollector(std::chrono::milliseconds every, Timekeeper& time)
     : time_(time), every_(every), begun_(time.now()), ended_(begun_) {}
 
-void CutCollector::arm(const std::vector<HeldSums*>& members, const std::shared_ptr<Cut>& cut) {
+void CutCollector::arm(const std::vector<HeldSums*>& members, const std::shared_ptr<Cut>& cut, Take take) {
   cut->images.resize(members.size());
   cut->missing = members.size();
   for (size_t i = 0; i < members.size(); ++i) {
     auto* const member = members[i];
-    const bool is_in_time = member->when_made(cut->step, [this, cut, i, member] {
+    const bool is_in_time = member->when_made(cut->step, [this, cut, i, member, take] {
       {
         const Lock lock(mutex_);
         if (cut->is_lost) return;
       }
-      auto image = member->begin_image();
+      auto image = (member->*take)();
       const Lock lock(mutex_);
       if (cut->is_lost) return;
       cut->images[i] = std::move(image);
@@ -56,7 +56,7 @@ void CutCollector::begin(const std::vector<HeldSums*>& members, uint64_t step, u
   }
   cut->step = step;
   cut->keep = keep;
-  arm(members, cut);
+  arm(members, cut, &HeldSums::begin_image);
   std::vector<std::unique_ptr<Image>> lost;
   const Lock lock(mutex_);
   if (cut->is_lost || stops_) {
@@ -69,10 +69,10 @@ void CutCollector::begin(const std::vector<HeldSums*>& members, uint64_t step, u
 }
 
 std::shared_ptr<CutCollector::Cut> CutCollector::gather(const std::vector<HeldSums*>& members, uint64_t step,
-                                                        Time deadline) {
+                                                        Time deadline, Take take) {
   const auto cut = std::make_shared<Cut>();
   cut->step = step;
-  arm(members, cut);
+  arm(members, cut, take);
   std::vector<std::unique_ptr<Image>> lost;
   Lock lock(mutex_);
   cut->keep = keep_;

@@ -34,7 +34,9 @@ class CutCollector {
   /// when it has made the step. To be called before anybody makes the step.
   void begin(const std::vector<HeldSums*>& members, uint64_t step, uint64_t keep);
   /// The same for who waits: null where it is not whole at the deadline, or a member has passed the step.
-  std::shared_ptr<Cut> gather(const std::vector<HeldSums*>& members, uint64_t step, Time deadline);
+  using Take = std::unique_ptr<Image> (HeldSums::*)();
+  std::shared_ptr<Cut> gather(const std::vector<HeldSums*>& members, uint64_t step, Time deadline,
+                              Take take = &HeldSums::begin_image);
 
   /// A shard is there. Where steps are made together no snapshot is due by the time.
   void begin_with(bool are_together);
@@ -63,7 +65,7 @@ class CutCollector {
  private:
   using Lock = std::unique_lock<std::mutex>;
 
-  void arm(const std::vector<HeldSums*>& members, const std::shared_ptr<Cut>& cut);
+  void arm(const std::vector<HeldSums*>& members, const std::shared_ptr<Cut>& cut, Take take);
   bool due(Time now) const;
   Time next_look(Time now) const;
 

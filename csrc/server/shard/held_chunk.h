@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "optimizer/flat_optimizer.h"
@@ -14,6 +15,9 @@
 #include "server/shard/held_sums.h"
 
 namespace muster::server {
+
+/// What an image calls a piece's part: "master/NAME/FIRST ELEMENT".
+std::string name_in_image(const Plan& plan, const Piece& piece, Part part);
 
 /// Thread-safe.
 class HeldChunk final : public HeldSums {

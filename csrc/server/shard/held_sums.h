@@ -57,6 +57,9 @@ class HeldSums : public Pushes {
 
   /// Begins an image of all that is held but for pushes, as it is. Needs lock(); the image does not.
   virtual std::unique_ptr<Image> begin_image() = 0;
+  /// The same for a checkpoint, beside an image that is under way. Of a stripe, whose rows are copied in the order of
+  /// their numbers (HeldTable::copy_cut), it gives no tensors.
+  virtual std::unique_ptr<Image> begin_cut() { return begin_image(); }
   /// Takes what `tensors` have of an image of it: those that the image gave, in their order, in this call or in
   /// several. Returns whether all came. Throws CheckpointError for another shape or dtype than the plan's.
   virtual bool restore(const Image::Facts& facts, const checkpoint::NamedTensors& tensors) = 0;

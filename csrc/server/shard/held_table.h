@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <shared_mutex>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -24,7 +25,13 @@ class HeldTable final : public HeldSums {
   /// The image's rows come block by block, each copied under rows_mutex, which steps wait for no longer than that.
   /// Waits for the end of an image that is under way.
   std::unique_ptr<Image> begin_image() override;
+  std::unique_ptr<Image> begin_cut() override;
   bool restore(const Image::Facts& facts, const checkpoint::NamedTensors& tensors) override;
+
+  /// The numbers of `count` rows that it had first, in no order; steps wait for a slice of them at a time.
+  std::vector<int64_t> first_rows(uint64_t count);
+  /// RowTable::copy_cut.
+  void copy_cut(std::span<const int64_t> numbers, std::span<float> values, std::span<float> states);
 
   const TableSpec& spec;
   const uint32_t stripe;

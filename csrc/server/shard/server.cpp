@@ -30,6 +30,9 @@ ParameterServer::ParameterServer(ServerConfig config)
   watch_thread_ = std::thread([this] { watch(); });
   try {
     core_.restore();
+    part_thread_ = std::thread([this] {
+      while (core_.wait_for_part()) core_.keep_part();
+    });
     if (config_.snapshots.empty()) return;
     snapshot_thread_ = std::thread([this] {
       while (core_.wait_for_snapshot()) core_.keep_snapshot();
@@ -50,6 +53,7 @@ void ParameterServer::end() {
   core_.stop();
   watch_thread_.join();
   if (snapshot_thread_.joinable()) snapshot_thread_.join();
+  if (part_thread_.joinable()) part_thread_.join();
   for (const auto& connection : connections_) connection->thread.join();
 }
 

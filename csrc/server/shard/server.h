@@ -20,7 +20,8 @@ struct ServerConfig {
   std::chrono::milliseconds snapshot_every{30'000};
 };
 
-/// Thread-safe. One thread accepts connections and watches members, one writes snapshots, and each connection has one;
+/// Thread-safe. One thread accepts connections and watches members, one writes snapshots,
+/// one parts of checkpoints, and each connection has one;
 /// all end with the object. docs/threading.md has its locks.
 class ParameterServer {
  public:
@@ -69,6 +70,7 @@ class ParameterServer {
 
   std::thread watch_thread_;
   std::thread snapshot_thread_;
+  std::thread part_thread_;
 };
 
 }  // namespace muster::server

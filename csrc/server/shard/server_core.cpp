@@ -41,6 +41,7 @@ void ServerCore::stop() {
   }
   if (const auto shard = this->shard()) shard->stop();
   cuts_.stop();
+  parts_.stop();
 }
 
 void ServerCore::attach(Session& session) {
@@ -56,7 +57,7 @@ void ServerCore::detach(Session& session) {
 
 bool ServerCore::is_deserted() const {
   const Lock lock(mutex_);
-  return started_ && had_members_ && quorum_.members().live().empty();
+  return started_ && members_.had_any && quorum_.members().live().empty();
 }
 
 ServerCore::Stats ServerCore::stats() const {
@@ -103,7 +104,7 @@ void ServerCore::expire(Time::duration since_last) {
     const auto now = time_.now();
     dead = quorum_.expire(now, since_last);
     const bool awaits = quorum_.members().awaits_unknown(now);
-    const bool is_over = std::exchange(awaited_unknown_, awaits) && !awaits;
+    const bool is_over = std::exchange(members_.awaited_unknown, awaits) && !awaits;
     if (dead.empty() && !is_over) return;
     quorum_.try_to_decide(now);
     shard = shard_;
@@ -176,6 +177,8 @@ void ServerCore::dispatch(Session& session, net::Frame& frame) {
       return sum(session, *shard, decode<Sum>(frame.message), deadline);
     case Apply::kType:
       return apply(session, *shard, decode<Apply>(frame.message), deadline);
+    case WritePart::kType:
+      return write_part(session, decode<WritePart>(frame.message));
     case Deal::kType:
       return deal(session, decode<Deal>(frame.message), deadline);
     case Beat::kType:

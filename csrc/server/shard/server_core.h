@@ -19,6 +19,7 @@
 #include "server/protocol/protocol.h"
 #include "server/shard/cut_collector.h"
 #include "server/shard/dealer.h"
+#include "server/shard/part_writer.h"
 #include "server/shard/quorum.h"
 #include "server/shard/saved.h"
 #include "server/shard/server_snapshots.h"
@@ -67,6 +68,11 @@ class ServerCore {
   /// CheckpointError.
   void snapshot() { snapshot(kOnce); }
 
+  /// Waits until a part of a checkpoint is to be written; false once stopped.
+  bool wait_for_part() { return parts_.wait(); }
+  /// Writes it. Never throws: the chief is told in the checkpoint's draft.
+  void keep_part() noexcept { parts_.write(); }
+
   /// True once workers have joined and all of them have left or died.
   bool is_deserted() const;
 
@@ -106,6 +112,7 @@ class ServerCore {
   void deal(Session& session, const Deal& request, Time deadline);
   void sum(Session& session, Shard& shard, const Sum& request, Time deadline);
   void apply(Session& session, Shard& shard, const Apply& request, Time deadline);
+  void write_part(Session& session, const WritePart& request);
   /// What the others step by in a synchronous step, where one of them came in before this worker; else null.
   std::shared_ptr<const Apply> await_seniors(const Session& session, Shard& shard, const Apply& request, Time deadline);
   /// False where the frame is about something else than rows.
@@ -142,6 +149,7 @@ class ServerCore {
 
   std::shared_ptr<Shard> make_shard(const Plan& plan, uint32_t server);
   std::shared_ptr<Shard> shard() const;
+  uint32_t index_of_server() const;
   Durable durable(const Session& session, Shard& shard) const;
   bool is_safe(const Session& session, Shard& shard, uint64_t last) const;
   /// The least and the greatest step that a chunk or table has made.
@@ -160,6 +168,7 @@ class ServerCore {
   ServerSnapshots snapshots_;
   const uint64_t life_;
   CutCollector cuts_;
+  PartWriter parts_;
   std::atomic<bool> is_restored_{false};
 
   mutable std::mutex mutex_;
@@ -178,8 +187,10 @@ class ServerCore {
   } job_;
   bool is_filled_ = false;  // with initial values
   bool started_ = false;    // which are durable
-  bool had_members_ = false;
-  bool awaited_unknown_ = false;  // when expire() looked last
+  struct {
+    bool had_any = false;
+    bool awaited_unknown = false;  // when expire() looked last
+  } members_;
   bool stopping_ = false;
   std::list<Session*> sessions_;
   Stats stats_;

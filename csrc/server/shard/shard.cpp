@@ -153,11 +153,11 @@ void Shard::stop() {
   wake();
 }
 
-std::vector<std::unique_ptr<Image>> Shard::begin_images() const {
+std::vector<std::unique_ptr<Image>> Shard::begin_images(Take take) const {
   std::vector<std::unique_ptr<Image>> images;
   for (auto* const own : members_) {
     const auto lock = own->lock();
-    images.push_back(own->begin_image());
+    images.push_back((own->*take)());
   }
   return images;
 }

@@ -86,7 +86,8 @@ class Shard {
   /// Its chunks, then the stripes of its tables.
   const std::vector<HeldSums*>& members() const noexcept { return members_; }
   /// Of members(), each as it is when its turn comes.
-  std::vector<std::unique_ptr<Image>> begin_images() const;
+  using Take = std::unique_ptr<Image> (HeldSums::*)();
+  std::vector<std::unique_ptr<Image>> begin_images(Take take = &HeldSums::begin_image) const;
 
  private:
   HeldChunk& chunk(uint32_t index) const;

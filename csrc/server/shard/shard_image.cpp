@@ -8,6 +8,13 @@
 
 namespace muster::server {
 
+uint64_t file_bytes_of(const std::vector<std::unique_ptr<Image>>& images) {
+  constexpr uint64_t kMost = uint64_t{256} << 20, kLeast = uint64_t{16} << 20, kFiles = 64;
+  uint64_t bytes = 0;
+  for (const auto& image : images) bytes += image->row_bytes();
+  return std::clamp(bytes / kFiles, kLeast, kMost);
+}
+
 ShardImage::ShardImage(std::shared_ptr<const Shard> shard, std::vector<std::unique_ptr<Image>> images)
     : shard_(std::move(shard)), images_(std::move(images)) {}
 
@@ -17,13 +24,6 @@ std::vector<Image::Facts> ShardImage::facts() const {
   std::vector<Image::Facts> facts;
   for (const auto& image : images_) facts.push_back(image->facts);
   return facts;
-}
-
-uint64_t ShardImage::file_bytes() const {
-  constexpr uint64_t kMost = uint64_t{256} << 20, kLeast = uint64_t{16} << 20, kFiles = 64;
-  uint64_t bytes = 0;
-  for (const auto& image : images_) bytes += image->row_bytes();
-  return std::clamp(bytes / kFiles, kLeast, kMost);
 }
 
 checkpoint::NamedTensors ShardImage::next() {

@@ -12,6 +12,10 @@
 
 namespace muster::server {
 
+/// Bytes that a file of what images hold gathers: some megabytes, but few files of a large server. So much of it is in
+/// memory twice.
+uint64_t file_bytes_of(const std::vector<std::unique_ptr<Image>>& images);
+
 /// Images of a shard's chunks and tables, one after the other. Owned by one thread.
 class ShardImage {
  public:
@@ -21,9 +25,8 @@ class ShardImage {
 
   std::vector<Image::Facts> facts() const;
 
-  /// Bytes that a snapshot's file gathers: some megabytes, but few files of a large server. So much of it is in memory
-  /// twice.
-  uint64_t file_bytes() const;
+  /// See file_bytes_of.
+  uint64_t file_bytes() const { return file_bytes_of(images_); }
 
   /// The next tensors; none after the last. An image ends once all of it was given.
   checkpoint::NamedTensors next();

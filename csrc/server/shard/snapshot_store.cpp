@@ -37,7 +37,7 @@ class SnapshotFolder final : public SnapshotStore {
 
   void remove(const std::string& name) override { checkpoint::remove_snapshot(claim_.folder() / name); }
 
-  std::string where() const override { return "'" + claim_.folder().string() + "'"; }
+  std::string where() const override { return '\'' + claim_.folder().string() + '\''; }
 
  private:
   bool is_own(const std::function<bool(const Error&)>& try_again) const {

@@ -39,6 +39,10 @@ const at::Tensor& tensor_of(const checkpoint::NamedTensors& tensors, const std::
   return found->second;
 }
 
+uint64_t row_bytes_of(const HeldTable& table, const Image::Facts& facts) {
+  return facts.rows * static_cast<uint64_t>(table.spec.dim + table.rows.state_width()) * sizeof(float);
+}
+
 class TableImage final : public Image {
  public:
   TableImage(HeldTable& table, Facts facts) : Image(std::move(facts)), table_(table) {}
@@ -49,9 +53,7 @@ class TableImage final : public Image {
     table_.image_ended.notify_all();
   }
 
-  uint64_t row_bytes() const override {
-    return facts.rows * static_cast<uint64_t>(table_.spec.dim + table_.rows.state_width()) * sizeof(float);
-  }
+  uint64_t row_bytes() const override { return row_bytes_of(table_, facts); }
 
   checkpoint::NamedTensors next() override {
     const int64_t count = rows_of_block();
@@ -81,6 +83,23 @@ class TableImage final : public Image {
   uint64_t first_ = 0;
 };
 
+// Its rows are read from the stripe.
+class StripeCut final : public Image {
+ public:
+  StripeCut(HeldTable& table, Facts facts) : Image(std::move(facts)), table_(table) {}
+
+  ~StripeCut() override {
+    const std::unique_lock ending(table_.rows_mutex);
+    table_.rows.end_cut();
+  }
+
+  uint64_t row_bytes() const override { return row_bytes_of(table_, facts); }
+  checkpoint::NamedTensors next() override { return {}; }
+
+ private:
+  HeldTable& table_;
+};
+
 }  // namespace
 
 std::unique_ptr<Image> HeldTable::begin_image() {
@@ -90,6 +109,30 @@ std::unique_ptr<Image> HeldTable::begin_image() {
   image_ended.wait(beginning, [&] { return !rows.has_image(); });
   facts.rows = static_cast<uint64_t>(rows.begin_image());
   return std::make_unique<TableImage>(*this, std::move(facts));
+}
+
+std::unique_ptr<Image> HeldTable::begin_cut() {
+  auto facts = facts_of_steps();
+  facts.counted = counted;
+  const std::unique_lock beginning(rows_mutex);
+  facts.rows = static_cast<uint64_t>(rows.begin_cut());
+  return std::make_unique<StripeCut>(*this, std::move(facts));
+}
+
+std::vector<int64_t> HeldTable::first_rows(uint64_t count) {
+  constexpr size_t kSlice = size_t{1} << 16;
+  std::vector<int64_t> numbers(count);
+  for (size_t first = 0; first < count; first += kSlice) {
+    const std::shared_lock reading(rows_mutex);
+    rows.export_numbers(static_cast<int64_t>(first),
+                        std::span(numbers).subspan(first, std::min(kSlice, count - first)));
+  }
+  return numbers;
+}
+
+void HeldTable::copy_cut(std::span<const int64_t> numbers, std::span<float> values, std::span<float> states) {
+  const std::shared_lock reading(rows_mutex);
+  rows.copy_cut(numbers, values, states);
 }
 
 bool HeldTable::restore(const Image::Facts& facts, const checkpoint::NamedTensors& tensors) {

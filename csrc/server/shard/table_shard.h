@@ -63,6 +63,10 @@ class TableShard {
 
   /// Stripes, by table.
   std::vector<HeldSums*> members() const;
+  uint32_t num_stripes(uint32_t table) const { return this->table(table).division.count(); }
+  HeldTable& stripe(uint32_t table, uint32_t stripe) const { return *this->table(table).stripes.at(stripe); }
+  /// Which stripe of its table a row is in.
+  uint32_t stripe_of(uint32_t table, int64_t row) const { return this->table(table).division.of(row); }
   /// The table of one of members().
   const TableSpec& spec_of(size_t member) const;
 

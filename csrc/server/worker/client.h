@@ -85,6 +85,9 @@ class ServerClient {
   std::vector<bool> read(Part part, uint64_t at_least, const std::vector<std::byte*>& to);
   uint64_t part_bytes(uint32_t chunk, Part part) const;
 
+  /// The chief's: has all servers write their parts of a checkpoint; returns once all have begun. By server.
+  std::vector<WritesPart> write_parts(const WritePart& request) { return requests_.call_all<WritesPart>(request); }
+
   /// Up to which step all servers have this worker's pushes in snapshots.
   Durable durable() const noexcept { return requests_.durable(); }
 

@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <fstream>
+#include <map>
 #include <string>
 #include <thread>
 #include <vector>
@@ -77,6 +78,27 @@ TEST_CASE("a run that is all of a tensor has its shape", "[checkpoint]") {
   write_part(draft, "worker-0", once({run_of(0, 12)}), {});
   const auto path = finish_draft(draft, {"worker-0"}, {}, {});
   CHECK(read_snapshot(path).tensors.at("divided").equal(divided()));
+}
+
+TEST_CASE("tensors of parts have other names in the snapshot, and what else is in the draft goes", "[checkpoint]") {
+  const testing::Folder folder;
+  const auto draft = begin_draft(folder.path);
+  write_both(draft);
+  std::ofstream(draft / "rows") << "of somebody";
+  fs::create_directory(draft / "folder");
+  const auto refusal = [&](const std::map<std::string, std::string>& names) {
+    return message_of<CheckpointError>([&] { finish_draft(draft, kBoth, {}, {}, names); });
+  };
+  CHECK(refusal({{"lost", "found"}}).find("no part has tensor 'lost', which is 'found'") != std::string::npos);
+  CHECK(refusal({{"own", "divided"}}).find("parts have two tensors 'divided'") != std::string::npos);
+  const auto path = finish_draft(draft, kBoth, {}, {}, {{"divided", "a/whole"}, {"own", "its"}});
+  const auto back = read_snapshot(path);
+  CHECK(back.tensors.size() == 3);
+  CHECK(back.tensors.at("a/whole").equal(divided()));
+  CHECK(back.tensors.contains("its"));
+  for (const auto& entry : fs::directory_iterator(path)) {
+    CHECK((entry.path().extension() == ".safetensors" || entry.path().filename() == kManifest));
+  }
 }
 
 TEST_CASE("parts that are not one snapshot are refused, and the one before stays", "[checkpoint]") {

@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <numeric>
 #include <random>
 #include <set>
+#include <span>
 
 #include "cpp/catch.h"
 #include "cpp/kernels/support.h"
@@ -416,6 +418,58 @@ TEST_CASE("an image has the rows of the moment it began, whatever changes betwee
     CHECK(table.image_block_rows() == 0);
     table.end_image();
   }
+}
+
+TEST_CASE("a cut has the rows of the moment it began in their order, beside an image", "[server]") {
+  constexpr int64_t kRows = 1 << 20;
+  constexpr int64_t kDim = 20;
+  const RowOptimizer optimizer = GENERATE(RowOptimizer(sgd()), RowOptimizer(adam(true)), kRowwise);
+  RowTable table(kRows, kDim, with_seed(9), optimizer);
+  std::mt19937_64 random(5);
+  int64_t step = 0;
+  const auto push = [&](const Rows& rows) {
+    table.push(rows, random_values(rows.size() * static_cast<size_t>(kDim), random), optimizer, ++step, kPlain);
+  };
+  for (int i = 0; i < 3; ++i) push(some_rows(kRows, 3'000, random));  // which do not ascend over the pushes
+  const Copied before = exported(table);
+  CHECK(table.begin_cut() == table.size());
+  table.begin_image();
+  CHECK_THROWS_AS(table.begin_cut(), InvalidArgument);
+  Rows rows(before.rows.size());
+  table.export_numbers(0, rows);
+  CHECK(rows == before.rows);
+  std::sort(rows.begin(), rows.end());
+  std::map<int64_t, size_t> place;
+  for (size_t i = 0; i < before.rows.size(); ++i) place[before.rows[i]] = i;
+
+  Copied image;
+  const auto width = static_cast<size_t>(table.state_width());
+  constexpr size_t kAtOnce = 500;
+  bool is_same = true;
+  for (size_t begin = 0; begin < rows.size(); begin += kAtOnce) {
+    Rows changed = some_rows(kRows, 50, random);
+    for (int old = 0; old < 300; ++old) changed.push_back(rows[random() % rows.size()]);
+    std::sort(changed.begin(), changed.end());
+    changed.erase(std::unique(changed.begin(), changed.end()), changed.end());
+    push(changed);
+    const auto block = std::span(rows).subspan(begin, std::min(kAtOnce, rows.size() - begin));
+    Values values(block.size() * kDim), states(block.size() * width);
+    table.copy_cut(block, values, states);
+    for (size_t i = 0; i < block.size(); ++i) {
+      const size_t p = place.at(block[i]);
+      is_same = is_same && same_bits(&values[i * kDim], &before.values[p * kDim], kDim) &&
+                (width == 0 || same_bits(&states[i * width], &before.states[p * width], width));
+    }
+    append_block(table, image);
+  }
+  CHECK(is_same);
+  while (append_block(table, image)) continue;
+  CHECK(image == before);
+  table.end_image();
+  table.end_cut();
+  Values values(kDim), states(width);
+  CHECK_THROWS_AS(table.copy_cut(std::span(rows).first(1), values, states), InvalidArgument);
+  CHECK_THROWS_AS(table.export_numbers(table.size(), std::span(rows).first(1)), InvalidArgument);
 }
 
 TEST_CASE("an image may be left before its end, and one of no rows has no block", "[server]") {

@@ -72,7 +72,8 @@ std::vector<Sample> requests() {
           sample(PullRows{0, 0, true, 4096}),
           sample(WriteRows{0}),
           sample(WriteRowSteps{0, 1}),
-          sample(FetchRows{0, 0, 0, 0})};
+          sample(FetchRows{0, 0, 0, 0}),
+          sample(WritePart{0, 1, "/tmp/.partial-snapshot-0000000000", {0}, {0}, {0}})};
 }
 
 std::string mutated(std::string bytes, std::minstd_rand& random) {

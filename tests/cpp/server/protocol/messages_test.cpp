@@ -135,6 +135,11 @@ TEST_CASE("every message has the bytes that it always had", "[server]") {
   CHECK(bytes_of(WriteRowSteps{1, 2}) == "010000000200000000000000");
   CHECK(bytes_of(FetchRows{1, 4, 2, 3}) == "010000000400000002000000000000000300000000000000");
   CHECK(bytes_of(FetchedRows{1, 2}) == "01000000000000000200000000000000");
+  CHECK(bytes_of(WritePart{1, 2, "/d", {3}, {4, 5}, {6}}) ==
+        "01000000000000000200000000000000020000002f64010000000300000002000000040000000500000001000000"
+        "06000000");
+  CHECK(bytes_of(WritesPart{{{1, 2, 0.5}}, {{3, 4}}}) ==
+        "010000000100000002000000000000e03f0100000003000000000000000400000000000000");
 }
 
 TEST_CASE("every list and text of a message has a bound", "[server]") {
@@ -162,6 +167,12 @@ TEST_CASE("every list and text of a message has a bound", "[server]") {
   check_bound<Apply>(zeros(8), kMaxWorkers);
   check_bound<Deal>(zeros(29), kMaxNumbers);
   check_bound<Recalled>("", kMaxNumbers);
+  check_bound<WritePart>(zeros(16), kMaxPath);
+  check_bound<WritePart>(zeros(20), kMaxParameters);
+  check_bound<WritePart>(zeros(24), kMaxParameters);
+  check_bound<WritePart>(zeros(28), kMaxTables);
+  check_bound<WritesPart>("", kMaxNumbers);
+  check_bound<WritesPart>(zeros(4), kMaxTables);
 }
 
 TEST_CASE("a norm that no partials add up to is refused", "[server]") {

@@ -1,0 +1,250 @@
+// Checkpoints that servers write with the chief.
+#include "server/shard/shard_part.h"
+
+#include <ATen/ops/cat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "checkpoint/draft.h"
+#include "checkpoint/part_claim.h"
+#include "checkpoint/snapshot.h"
+#include "cpp/catch.h"
+#include "muster/error.h"
+#include "support/folder.h"
+#include "support/servers.h"
+
+using namespace muster;
+using namespace muster::server;
+using namespace muster::testing;
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr int64_t kRows = 30'000;
+
+// Chunks, and tables: one of several blocks and stripes, a small one, one that nobody touches.
+Plan saved_plan(uint32_t servers, uint32_t staleness, RowPlacement placement) {
+  Plan plan = small_plan(servers, 1, std::vector<kernels::AdamGroup>(2, {.01, .9, .99, 1e-8, 0, false, false, false}));
+  plan.tables = {{"large", kRows, 64, placement, {RowInitialiser::Kind::normal, 1, 3}, 0},
+                 {"small", 100, 3, placement, {RowInitialiser::Kind::normal, 1, 4}, 1},
+                 {"untouched", 100, 3, placement, {}, 0}};
+  plan.staleness = staleness;
+  return plan;
+}
+
+// The first step touches most rows of the tables, later ones few, and one that is new.
+void push_rows(Worker& worker, uint64_t step) {
+  for (uint32_t t = 0; t < 3; ++t) {
+    const auto& spec = worker.plan.tables[t];
+    std::vector<int64_t> rows;
+    const int64_t end = t == 2 ? 0 : spec.num_rows - 80 + static_cast<int64_t>(step);
+    const auto stride = static_cast<int64_t>(step == 1 ? 1 : 37 + step);
+    for (int64_t row = 0; row < end; row += stride) rows.push_back(row);
+    if (end > 0 && rows.back() < end - 1) rows.push_back(end - 1);
+    std::vector<float> gradients(rows.size() * static_cast<size_t>(spec.dim));
+    for (size_t i = 0; i < gradients.size(); ++i) gradients[i] = std::sin(static_cast<float>(i + step));
+    worker.client.rows().push(step, t, rows, gradients);
+  }
+}
+
+void make_step(Worker& worker, uint64_t step) {
+  worker.push_chunks(step);
+  push_rows(worker, step);
+  worker.client.flush();
+  Apply command;
+  command.step = step;
+  command.members = {0};
+  command.groups = worker.plan.groups;
+  if (worker.plan.is_synchronous()) {
+    command.members = worker.client.commit(step, {1}).members;
+    worker.client.apply(command);
+  } else {
+    worker.client.apply(command);
+    worker.client.commit(step, {});
+  }
+}
+
+void await_part(const fs::path& draft, const std::string& writer) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (!checkpoint::has_part_of_living(draft, writer)) {
+    REQUIRE(std::chrono::steady_clock::now() < deadline);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+std::vector<std::string> writers_of(const Plan& plan, uint64_t id = 1) {
+  std::vector<std::string> writers;
+  for (uint32_t s = 0; s < plan.servers; ++s) writers.push_back(writer_of_server(s, id));
+  return writers;
+}
+
+WritePart request_of(uint64_t step, const fs::path& draft, uint64_t id = 1) {
+  return {step, id, draft.string(), {}, {}, {0, 1, 2}};
+}
+
+void check_rows(const checkpoint::NamedTensors& tensors, const TableSpec& spec, const TableRows& expected) {
+  CAPTURE(spec.name);
+  const auto& rows = tensors.at(name_of_rows(spec));
+  REQUIRE(rows.numel() == static_cast<int64_t>(expected.rows.size()));
+  const auto same = [](const at::Tensor& tensor, const float* values) {
+    return std::equal(values, values + tensor.numel(), tensor.const_data_ptr<float>());
+  };
+  CHECK(std::equal(expected.rows.begin(), expected.rows.end(), rows.const_data_ptr<int64_t>()));
+  CHECK(same(tensors.at(name_of_row_values(spec)), expected.values.data()));
+  const auto states = at::cat({tensors.at(name_of_row_states(spec, 0)), tensors.at(name_of_row_states(spec, 1))}, 1);
+  CHECK(states.sizes() == at::IntArrayRef({rows.numel(), 2 * spec.dim}));
+  CHECK(same(states.contiguous(), expected.states.data()));
+}
+
+}  // namespace
+
+TEST_CASE("servers write what stood after a step, whatever is stepped meanwhile", "[server][saving]") {
+  const uint32_t servers = GENERATE(1U, 2U, 3U);
+  const uint32_t staleness = GENERATE(0U, kAnyStaleness);
+  const auto placement = servers == 2 ? RowPlacement::range : RowPlacement::modulo;
+  const auto plan = saved_plan(servers, staleness, placement);
+  const Servers running(server_names(servers));
+  Worker worker(config_of(running.names, 0, plan));
+  worker.join();
+  make_step(worker, 1);
+  make_step(worker, 2);
+  const uint64_t at_least = plan.is_synchronous() ? 2 : 0;
+  const auto parameters = worker.parameters(at_least);
+  std::vector<TableRows> tables;
+  for (uint32_t t = 0; t < 3; ++t) tables.push_back(worker.client.rows().fetch(t, at_least));
+
+  const Folder folder;
+  const auto draft = checkpoint::begin_draft(folder.path);
+  const auto answers = worker.client.write_parts(request_of(at_least, draft));
+  for (uint64_t step = 3; step < 6; ++step) make_step(worker, step);
+  CHECK_FALSE(bit_equal(worker.parameters(plan.is_synchronous() ? 5 : 0), parameters));
+  const auto again = worker.client.write_parts(request_of(at_least, draft));
+  CHECK((again.front().tables == answers.front().tables));
+  for (const auto& writer : writers_of(plan)) await_part(draft, writer);
+  const auto saved = checkpoint::finish_draft(draft, writers_of(plan), {}, {}, {{"rows/small", "else/where"}});
+
+  auto tensors = checkpoint::read_snapshot(saved).tensors;
+  tensors["rows/small"] = tensors.at("else/where");
+  for (size_t p = 0; p < parameters.size(); ++p) {
+    if (parameters[p].numel() == 0) continue;  // no server has it
+    CAPTURE(plan.parameters[p].name);
+    const auto& saved_one = tensors.at(name_in_part(plan.parameters[p], Part::parameter));
+    CHECK(saved_one.sizes() == at::IntArrayRef(plan.parameters[p].sizes));
+    CHECK(bit_equal({saved_one}, {parameters[p]}));
+    CHECK(tensors.contains(name_in_part(plan.parameters[p], Part::state1)));
+  }
+  for (size_t t = 0; t < 3; ++t) check_rows(tensors, plan.tables[t], tables[t]);
+  for (const auto& entry : fs::directory_iterator(saved)) CHECK(entry.path().filename().string().front() != '.');
+  // Another one, while nothing of the first is left.
+  const auto next = checkpoint::begin_draft(folder.path);
+  worker.client.write_parts(request_of(plan.is_synchronous() ? 5 : 0, next, 2));
+  for (const auto& writer : writers_of(plan, 2)) await_part(next, writer);
+  checkpoint::finish_draft(next, writers_of(plan, 2), {}, {});
+}
+
+TEST_CASE("parameters that are left, and state of what was never stepped, are in no part", "[server][saving]") {
+  const auto plan = saved_plan(1, 0, RowPlacement::modulo);
+  const Servers running(server_names(1));
+  Worker worker(config_of(running.names, 0, plan));
+  worker.join();
+  const Folder folder;
+  const auto draft = checkpoint::begin_draft(folder.path);
+  const auto answer = worker.client.write_parts({0, 1, draft.string(), {0}, {1}, {}}).front();
+  CHECK(std::ranges::all_of(answer.parameters, [](const PartOfParameter& part) {
+    return part.steps == 0 && (part.states & 3) == 0;  // there is none before a step, though it would count
+  }));
+  await_part(draft, "server-0-1");
+  const auto tensors = checkpoint::read_snapshot(checkpoint::finish_draft(draft, {"server-0-1"}, {}, {})).tensors;
+  CHECK_FALSE(tensors.contains(name_in_part(plan.parameters[0], Part::parameter)));
+  CHECK(tensors.contains(name_in_part(plan.parameters[1], Part::parameter)));
+  CHECK_FALSE(tensors.contains(name_in_part(plan.parameters[1], Part::state0)));
+  CHECK_FALSE(tensors.contains(name_of_rows(plan.tables[0])));
+}
+
+TEST_CASE("a server writes no part where it should not", "[server][saving]") {
+  const auto plan = saved_plan(1, 0, RowPlacement::modulo);
+  const Servers running(server_names(1));
+  Worker worker(config_of(running.names, 0, plan));
+  worker.join();
+  const Folder folder;
+  const auto draft = checkpoint::begin_draft(folder.path);
+  const auto ask = [&](const WritePart& request) { worker.client.write_parts(request); };
+  const auto with_draft = [&](const std::string& path) { return WritePart{0, 1, path, {}, {}, {}}; };
+  CHECK_THROWS_AS(ask(with_draft("")), InvalidArgument);
+  CHECK_THROWS_AS(ask(with_draft(".partial-snapshot-0000000001")), InvalidArgument);
+  CHECK_THROWS_AS(ask(with_draft(folder.path.string())), InvalidArgument);
+  CHECK_THROWS_AS(ask(with_draft(draft.string() + std::string("\0", 1))), InvalidArgument);
+  CHECK_THROWS_AS(ask(with_draft((folder.path / ".partial-snapshot-0000000002").string())), InvalidArgument);
+  fs::create_directory_symlink(folder.path, folder.path / ".partial-snapshot-0000000003");
+  CHECK_THROWS_AS(ask(with_draft((folder.path / ".partial-snapshot-0000000003").string())), InvalidArgument);
+  if (::geteuid() == 0) {
+    const auto others = folder.path / ".partial-snapshot-0000000004";
+    fs::create_directory(others);
+    REQUIRE(::chown(others.c_str(), 1, 1) == 0);
+    CHECK_THROWS_WITH(ask(with_draft(others.string())), ContainsSubstring("is another user's folder"));
+  }
+  for (const auto& numbers : {std::vector<uint32_t>{1, 0}, std::vector<uint32_t>{0, 0}, std::vector<uint32_t>{99}}) {
+    CHECK_THROWS_AS(ask({0, 1, draft.string(), numbers, {}, {}}), InvalidArgument);
+    CHECK_THROWS_AS(ask({0, 1, draft.string(), {}, numbers, {}}), InvalidArgument);
+    CHECK_THROWS_AS(ask({0, 1, draft.string(), {}, {}, numbers}), InvalidArgument);
+  }
+  for (const auto& entry : fs::directory_iterator(draft)) CHECK(entry.path().filename().string().front() == '.');
+  // What was refused holds nothing up.
+  ask(with_draft(draft.string()));
+  await_part(draft, "server-0-1");
+  make_step(worker, 1);
+  CHECK_THROWS_AS(ask({0, 2, draft.string(), {}, {}, {}}), CheckpointError);  // step 0 is past
+}
+
+TEST_CASE("a part of a draft that is gone is given up, and the next one written", "[server][saving]") {
+  const auto plan = saved_plan(2, 0, RowPlacement::modulo);
+  Servers running(server_names(2));
+  Worker worker(config_of(running.names, 0, plan));
+  worker.join();
+  make_step(worker, 1);
+  const Folder folder;
+  const auto first = checkpoint::begin_draft(folder.path);
+  worker.client.write_parts(request_of(1, first));
+  checkpoint::drop_draft(first);
+  const auto second = checkpoint::begin_draft(folder.path);
+  REQUIRE(second == first);
+  make_step(worker, 2);
+  // What is left of the first one does no harm.
+  std::ofstream(second / "server-0-1.part.json") << "not this one's";
+  worker.client.write_parts(request_of(2, second, 2));
+  for (const auto& writer : writers_of(plan, 2)) await_part(second, writer);
+  const auto tensors = checkpoint::read_snapshot(checkpoint::finish_draft(second, writers_of(plan, 2), {}, {})).tensors;
+  check_rows(tensors, plan.tables[0], worker.client.rows().fetch(0, 2));
+}
+
+TEST_CASE("a server that could not write, or is gone, is named", "[server][saving]") {
+  const auto plan = saved_plan(2, 0, RowPlacement::modulo);
+  Servers running(server_names(2));
+  Worker worker(config_of(running.names, 0, plan));
+  worker.join();
+  make_step(worker, 1);
+  const Folder folder;
+  const auto draft = checkpoint::begin_draft(folder.path);
+  fs::create_directory(draft / "rows-0-of-server-1-1");  // which cannot become its file
+  worker.client.write_parts(request_of(1, draft));
+  CHECK_THROWS_WITH(await_part(draft, "server-1-1"), ContainsSubstring("server-1-1 could not write its part"));
+  CHECK_THROWS_AS(await_part(draft, "server-0-1"), CheckpointError);  // it cannot do without
+  checkpoint::drop_draft(draft);
+  make_step(worker, 2);
+
+  const auto other = checkpoint::begin_draft(folder.path);
+  {
+    const checkpoint::PartClaim claim(other, "server-0-1");
+  }
+  CHECK_THROWS_WITH(checkpoint::has_part_of_living(other, "server-0-1"), ContainsSubstring("server-0-1 ended before"));
+  const checkpoint::PartClaim held(other, "server-0-1");
+  CHECK_FALSE(checkpoint::has_part_of_living(other, "server-0-1"));
+}

@@ -1,0 +1,210 @@
+"""Checkpoints that parameter servers write with the chief."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import muster
+from muster import _C, checkpoint
+from support.commands import Processes, wait_until
+from support.ranks import run_ranks
+from support.servers import Servers, alone, on_servers
+
+ROWS, DIM = 20_000, 16
+
+
+class Mixed(nn.Module):
+    """What servers write in pieces, what they cannot write, and what they do not have."""
+
+    def __init__(self, *, rows_on_servers: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.table = muster.ShardedEmbedding(ROWS, DIM, mode="sum", seed=5, scale=0.1, on_servers=rows_on_servers)
+        self.wide = nn.Linear(DIM, 3000)  # of several chunks
+        self.low = nn.Parameter(torch.randn(3000).bfloat16())
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.pointwise = nn.Conv2d(4, 2, 1).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(3000)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(9))
+        self.alias = self.wide
+
+    def forward(self, ids: Tensor, images: Tensor) -> Tensor:
+        hidden = self.norm(self.wide(self.table(ids))) * self.low.float()
+        result: Tensor = hidden.mean(1) + self.pointwise(self.conv(images)).mean((1, 2, 3)) + self.frozen.sum()
+        return result
+
+
+class Job:
+    """The model and its optimizer, prepared."""
+
+    def __init__(
+        self,
+        strategy: muster.Strategy,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        *,
+        rows_on_servers: bool = True,
+    ) -> None:
+        self.strategy = strategy
+        self.module = Mixed(rows_on_servers=rows_on_servers)
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        given = {"lr": 0.001, "weight_decay": 0.0}
+        self.model, self.optimizer = strategy.prepare(self.module, optimizer(trained, **given))
+
+    def train(self, steps: range) -> Job:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            ids = torch.randint(0, ROWS, (64, 20), generator=generator)
+            images = torch.randn(64, 3, 4, 4, generator=generator)
+            wanted = torch.randn(64, generator=generator)
+            mine = [part.chunk(self.strategy.num_workers)[self.strategy.rank] for part in (ids, images, wanted)]
+            self.strategy.step(lambda i, x, y: F.mse_loss(self.model(i, x), y), *mine)
+        return self
+
+    def values(self) -> dict[str, Tensor]:
+        """Copies of parameters, buffers and state."""
+        values = dict(self.module.state_dict())
+        for number, state in self.optimizer.state_dict()["state"].items():
+            values |= {f"{number}.{name}": torch.as_tensor(value) for name, value in state.items()}
+        return {name: value.detach().clone().float() for name, value in values.items()}
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
+
+
+def files_of(folder: Path) -> list[str]:
+    (newest,) = sorted(folder.glob("snapshot-*"))[-1:]
+    return sorted(file.name for file in newest.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "staleness"), [(torch.optim.AdamW, 0), (torch.optim.Adagrad, 2), (torch.optim.SGD, 0)]
+)
+def test_what_servers_write_and_what_the_chief_does(
+    optimizer: type[torch.optim.Optimizer], staleness: int, tmp_path: Path
+) -> None:
+    with alone(staleness=staleness) as strategy:
+        job = Job(strategy, optimizer).train(range(3))
+        expected = job.values()
+        strategy.save(tmp_path, extra=torch.arange(3))
+        assert "being written" in strategy.explain() or "was written" in strategy.explain()
+        job.train(range(3, 5))
+        model, state = job.module.state_dict(), job.optimizer.state_dict()
+        strategy.save(tmp_path)
+        assert "checkpoints: the last one" in strategy.explain() or "being written" in strategy.explain()
+    assert {name.split("-")[0] for name in files_of(tmp_path)} == {"chief", "manifest.json", "server"}
+    if optimizer is not torch.optim.Adagrad:  # which gives the weight of a table state before the first step
+        # The second name of what several have.
+        assert sum(file.stat().st_size for file in tmp_path.glob("snapshot-*2/chief-*")) < 300_000
+    assert_same(dict(checkpoint.model_state(tmp_path)), dict(model))
+    saved = checkpoint.optimizer_state(tmp_path)["state"]
+    assert saved.keys() == state["state"].keys()
+    for number, values in state["state"].items():
+        assert_same(dict(saved[number]), dict(values))
+    (tmp_path / "snapshot-0000000002" / "manifest.json").unlink()
+    assert_same(_mirrored(tmp_path, optimizer), expected)
+
+
+def _save(servers: list[str], folder: str) -> list[dict[str, Any]]:
+    with on_servers(servers, seed=3, threads_per_replica=1, timeout=60.0) as strategy:
+        job = Job(strategy).train(range(3))
+        now = job.values() if strategy.rank == 0 else {}
+        strategy.barrier()
+        strategy.save(folder)
+        after = job.train(range(3, 6)).values()  # while servers write
+        return [{name: value.numpy() for name, value in values.items()} for values in (now, after)]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_steps_go_on_while_servers_write(number: int, tmp_path: Path) -> None:
+    servers = Servers(number)
+    now, after = run_ranks(2, _save, servers.addresses, str(tmp_path))[0]
+    assert any((now[name] != after[name]).any() for name in now)
+    others = Servers(4 - number)
+    with on_servers(others.addresses, seed=3, threads_per_replica=1) as strategy:
+        job = Job(strategy)
+        assert strategy.load(tmp_path) == {}
+        strategy.step(lambda i, x: job.model(i, x).sum() * 0, torch.tensor([[0], [1]]), torch.zeros(2, 3, 4, 4))
+        there = job.module.table(torch.arange(ROWS)[:, None])
+        assert torch.equal(there, torch.as_tensor(now["table.weight"]))
+    assert_same(_mirrored(tmp_path), now)
+
+
+def _mirrored(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> dict[str, Tensor]:
+    with muster.MirroredStrategy(["cpu"], threads_per_replica=1) as strategy:
+        job = Job(strategy, optimizer, rows_on_servers=False)
+        strategy.load(folder)
+        return job.values()
+
+
+# A server that a write beyond its limit of a file's size kills once it got SIGUSR1; it fails before.
+SERVE = """
+import signal
+from muster.cli import app
+signal.signal(signal.SIGUSR1, lambda *_: signal.signal(signal.SIGXFSZ, signal.SIG_DFL))
+app()
+"""
+
+
+def _limit(server: int, size: int) -> None:
+    resource.prlimit(server, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def _ignores(process: int, number: int) -> bool:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    (mask,) = [line.split()[1] for line in lines if line.startswith("SigIgn")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def test_a_server_that_cannot_write_or_dies_fails_the_save_alone(tmp_path: Path) -> None:
+    address, runs = _C._server.free_address(), tmp_path / "runs"
+    command = [sys.executable, "-c", SERVE, "serve", "--address", address, "--snapshots", tmp_path / "server"]
+    own = Servers(1)
+    with Processes(command) as first:
+        assert first.line() == address
+        server = first.process.pid
+        with on_servers([*own.addresses, address], seed=3, threads_per_replica=1, patience=120.0) as strategy:
+            job = Job(strategy).train(range(2))
+            _limit(server, 10_000)
+            strategy.save(runs)
+            job.train(range(2, 3))
+            with pytest.raises(
+                muster.CheckpointError, match=r"server-1-\d+ could not write its part: .*File too large"
+            ):
+                strategy.save(runs)
+            assert "could not be written: parameter server " in strategy.explain()
+            _limit(server, resource.RLIM_INFINITY)
+            strategy.save(runs)
+            job.train(range(3, 4))
+            strategy.save(runs)  # raises where the last one was not written
+
+            first.process.send_signal(signal.SIGUSR1)
+            wait_until(lambda: not _ignores(server, signal.SIGXFSZ), "the signal is heard")
+            resource.prlimit(server, resource.RLIMIT_CORE, (0, 0))
+            _limit(server, 10_000)
+            strategy.save(runs)
+            assert first.process.wait(timeout=60) == -signal.SIGXFSZ
+            with Processes(command) as second:
+                assert second.line() == address
+                job.train(range(4, 5))
+                with pytest.raises(muster.CheckpointError, match=r"server-1-\d+ ended before"):
+                    strategy.save(runs)
+                expected = job.values()
+                strategy.save(runs)
+                job.train(range(5, 6))
+                strategy.close()
+    assert [folder.name for folder in sorted(runs.glob("*snapshot-*"))] == [f"snapshot-{n:010}" for n in (1, 2, 3)]
+    assert_same(_mirrored(runs), expected)
