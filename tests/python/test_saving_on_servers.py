@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import muster
-from muster import _C, checkpoint
-from support.commands import Processes
+from muster import checkpoint
 from support.ranks import run_ranks
 from support.servers import Servers, alone, on_servers
 
@@ -147,32 +144,3 @@ def _mirrored(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim
         job = Job(strategy, optimizer, rows_on_servers=False)
         strategy.load(folder)
         return job.values()
-
-
-def _limit(server: int, size: int) -> None:
-    resource.prlimit(server, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
-def test_a_server_that_cannot_write_fails_the_save_alone(tmp_path: Path) -> None:
-    address, runs = _C._server.free_address(), tmp_path / "runs"
-    command = [sys.executable, "-m", "muster", "serve", "--address", address]
-    own = Servers(1)
-    with Processes(command) as first:
-        assert first.line() == address
-        server = first.process.pid
-        with on_servers([*own.addresses, address], seed=3, threads_per_replica=1, patience=15.0) as strategy:
-            job = Job(strategy).train(range(2))
-            _limit(server, 10_000)
-            strategy.save(runs)
-            job.train(range(2, 3))
-            with pytest.raises(
-                muster.CheckpointError, match=r"server-1-\d+ could not write its part: .*File too large"
-            ):
-                strategy.save(runs)
-            assert "could not be written: parameter server " in strategy.explain()
-            _limit(server, resource.RLIM_INFINITY)
-            expected = job.values()
-            strategy.save(runs)
-            job.train(range(3, 4))
-    assert [folder.name for folder in runs.glob("*snapshot-*")] == ["snapshot-0000000001"]
-    assert_same(_mirrored(runs), expected)
