@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import muster
-from muster import _C, checkpoint
-from support.commands import Processes, wait_until
+from muster import checkpoint
 from support.ranks import run_ranks
 from support.servers import Servers, alone, on_servers
 
@@ -148,63 +144,3 @@ def _mirrored(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim
         job = Job(strategy, optimizer, rows_on_servers=False)
         strategy.load(folder)
         return job.values()
-
-
-# A server that a write beyond its limit of a file's size kills once it got SIGUSR1; it fails before.
-SERVE = """
-import signal
-from muster.cli import app
-signal.signal(signal.SIGUSR1, lambda *_: signal.signal(signal.SIGXFSZ, signal.SIG_DFL))
-app()
-"""
-
-
-def _limit(server: int, size: int) -> None:
-    resource.prlimit(server, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
-def _ignores(process: int, number: int) -> bool:
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    (mask,) = [line.split()[1] for line in lines if line.startswith("SigIgn")]
-    return bool(int(mask, 16) >> (number - 1) & 1)
-
-
-def test_a_server_that_cannot_write_or_dies_fails_the_save_alone(tmp_path: Path) -> None:
-    address, runs = _C._server.free_address(), tmp_path / "runs"
-    command = [sys.executable, "-c", SERVE, "serve", "--address", address, "--snapshots", tmp_path / "server"]
-    own = Servers(1)
-    with Processes(command) as first:
-        assert first.line() == address
-        server = first.process.pid
-        with on_servers([*own.addresses, address], seed=3, threads_per_replica=1, patience=120.0) as strategy:
-            job = Job(strategy).train(range(2))
-            _limit(server, 10_000)
-            strategy.save(runs)
-            job.train(range(2, 3))
-            with pytest.raises(
-                muster.CheckpointError, match=r"server-1-\d+ could not write its part: .*File too large"
-            ):
-                strategy.save(runs)
-            assert "could not be written: parameter server " in strategy.explain()
-            _limit(server, resource.RLIM_INFINITY)
-            strategy.save(runs)
-            job.train(range(3, 4))
-            strategy.save(runs)  # raises where the last one was not written
-
-            first.process.send_signal(signal.SIGUSR1)
-            wait_until(lambda: not _ignores(server, signal.SIGXFSZ), "the signal is heard")
-            resource.prlimit(server, resource.RLIMIT_CORE, (0, 0))
-            _limit(server, 10_000)
-            strategy.save(runs)
-            assert first.process.wait(timeout=60) == -signal.SIGXFSZ
-            with Processes(command) as second:
-                assert second.line() == address
-                job.train(range(4, 5))
-                with pytest.raises(muster.CheckpointError, match=r"server-1-\d+ ended before"):
-                    strategy.save(runs)
-                expected = job.values()
-                strategy.save(runs)
-                job.train(range(5, 6))
-                strategy.close()
-    assert [folder.name for folder in sorted(runs.glob("*snapshot-*"))] == [f"snapshot-{n:010}" for n in (1, 2, 3)]
-    assert_same(_mirrored(runs), expected)
