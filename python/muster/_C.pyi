@@ -429,7 +429,15 @@ def make_mirrored(devices: Sequence[str], options: dict[str, Any], balances: boo
 
 class SeveralHosts:
     def __init__(
-        self, hosts: Sequence[str], *, workers: Any, step: Any, gradients: Any, results: Any, store: Any = None
+        self,
+        hosts: Sequence[str],
+        *,
+        workers: Any,
+        workers_results: Any,
+        step: Any,
+        gradients: Any,
+        results: Any,
+        store: Any = None,
     ) -> None: ...
 
 def host_identity() -> str: ...

@@ -20,7 +20,7 @@ from muster.gloo_interface import gloo_reaches
 
 __all__ = ["HostsOfGroup", "SeveralHosts"]
 
-_GROUPS = ("workers", "step", "gradients", "results")
+_GROUPS = ("workers", "workers_results", "step", "gradients", "results")
 
 
 class _Worker(NamedTuple):
