@@ -1,5 +1,9 @@
 #include "core/heap.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdint>
 #include <cstdlib>
 #include <string_view>
 
@@ -40,6 +44,21 @@ bool tune_heap() {
 bool keep_freed_memory() {
   static const bool keeps = tune_heap();
   return keeps;
+}
+
+void return_freed_memory() {
+#ifdef __GLIBC__
+  if (keep_freed_memory()) malloc_trim(0);
+#endif
+}
+
+void return_shared_pages(void* data, size_t bytes) noexcept {
+#ifdef MADV_REMOVE
+  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+  if (begin < end) ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_REMOVE);  // refused for private memory
+#endif
 }
 
 }  // namespace muster

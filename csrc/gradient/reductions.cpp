@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/heap.h"
 #include "gradient/all_reduction.h"
 
 namespace muster {
@@ -16,7 +17,11 @@ Reductions::Reductions(comm::CommunicatorPtr communicator, const Buckets& bucket
   std::vector<size_t> bytes;
   for (size_t p = 0; p < buckets.parameters().size(); ++p) {
     const size_t size = buckets.parameters()[p].tensor.nbytes();
-    if (buckets.holds(p) && size >= least_lent_bytes) bytes.push_back(size);
+    if (!buckets.holds(p) || size < least_lent_bytes) continue;
+    bytes.push_back(size);
+    // Where such gradients are read where they come, their places in buckets stay unused.
+    const auto& place = buckets.view(p);
+    return_shared_pages(place.mutable_data_ptr(), place.nbytes());
   }
   memory_ = std::make_unique<GradientMemory>(std::move(communicator), bytes);
 }

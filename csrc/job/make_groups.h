@@ -31,12 +31,13 @@ Groups groups_over(const comm::ProcessGroupPtr& process_group, const Cluster& cl
 /// The hosts of a cluster's workers, and process groups between these, over all workers: each for collectives that
 /// follow one another.
 struct SeveralHosts {
-  std::vector<std::string> hosts;   ///< by worker: the same text where processes share memory
-  comm::ProcessGroupPtr workers;    ///< outside of steps
-  comm::ProcessGroupPtr step;       ///< that user code issues inside a step
-  comm::ProcessGroupPtr gradients;  ///< on their way to be summed
-  comm::ProcessGroupPtr results;    ///< on their way back
-  net::StorePtr store = {};         ///< that the workers meet through, for this alone; null: that of the cluster
+  std::vector<std::string> hosts;         ///< by worker: the same text where processes share memory
+  comm::ProcessGroupPtr workers;          ///< outside of steps
+  comm::ProcessGroupPtr workers_results;  ///< outside of steps, of sums on their way back
+  comm::ProcessGroupPtr step;             ///< that user code issues inside a step
+  comm::ProcessGroupPtr gradients;        ///< on their way to be summed
+  comm::ProcessGroupPtr results;          ///< on their way back
+  net::StorePtr store = {};               ///< that the workers meet through, for this alone; null: the cluster's
 };
 
 /// Collective over the cluster, before there are groups: every worker's `text`, by rank.

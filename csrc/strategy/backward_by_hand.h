@@ -35,7 +35,8 @@ class GradientAverage {
   at::Tensor buffer(int64_t numel, at::ScalarType dtype);
 
   Session& session_;
-  at::Tensor buffers_[2];  // of fp32 and of fp64, where the group reduces fastest; all models of the strategy use them
+  // Of fp32 and of fp64, where the group reduces fastest: room for the pieces under way. All models use them.
+  at::Tensor buffers_[2];
 };
 
 }  // namespace muster

@@ -6,7 +6,11 @@
 #include <ATen/ops/minimum.h>
 
 #include <algorithm>
+#include <bit>
+#include <deque>
+#include <numeric>
 #include <sstream>
+#include <utility>
 
 #include "comm/text_exchange.h"
 #include "core/plain_memory.h"
@@ -37,83 +41,89 @@ std::string header_of(const Leaves& values) {
   return out.str();
 }
 
-Leaves empty_like_header(const std::string& header) {
+Leaves empty_like_header(const std::string& header, c10::Device device = c10::Device(c10::kCPU)) {
   Leaves leaves;
   std::istringstream in(header);
   int dtype = 0;
   for (int64_t dim = 0; in >> dtype >> dim;) {
     std::vector<int64_t> sizes(static_cast<size_t>(dim));
     for (auto& size : sizes) in >> size;
-    leaves.push_back(at::empty(sizes, static_cast<at::ScalarType>(dtype)));
+    leaves.push_back(at::empty(sizes, at::TensorOptions(device).dtype(static_cast<at::ScalarType>(dtype))));
   }
   return leaves;
 }
 
-std::string in_words(const std::string& header) {
+std::string in_words(const Leaves& values) {
   std::string words;
-  for (const auto& leaf : empty_like_header(header)) {
+  for (const auto& leaf : values) {
     words += (words.empty() ? "" : ", ") + std::string(c10::toString(leaf.scalar_type())) + c10::str(leaf.sizes());
   }
   return "(" + words + ")";
 }
 
-// Every contribution of every worker, in replica order: values travel as they are, so that each rank adds them itself
-// along the tree. Collectives outside a step carry few bytes.
-struct Gathered {
-  std::vector<Leaves> values;
+// What workers say of their contributions before these travel, in replica order.
+struct Headers {
   std::vector<double> weights;
+  std::vector<std::pair<int, Leaves>> shapes;  // the worker, and its leaves without memory
+
+  size_t num_leaves() const { return shapes.front().second.size(); }
 };
 
-Gathered gather_contributions(comm::Communicator& workers, const std::vector<Contribution>& mine,
-                              bool rows_may_differ) {
+Headers exchange_headers(comm::Communicator& workers, const std::vector<Contribution>& mine, bool rows_may_differ) {
   std::ostringstream text;
   text << std::hexfloat;
   for (const auto& contribution : mine) {
     text << contribution.weight << '\n' << contribution.values.size() << '\n' << header_of(contribution.values);
   }
-  const auto headers = exchange_texts(workers, text.str());
-  Gathered gathered;
-  std::vector<std::pair<size_t, std::string>> shapes;  // worker, header
-  for (size_t worker = 0; worker < headers.size(); ++worker) {
-    std::istringstream in(headers[worker]);
+  const auto texts = exchange_texts(workers, text.str());
+  Headers headers;
+  for (size_t worker = 0; worker < texts.size(); ++worker) {
+    std::istringstream in(texts[worker]);
     std::string line;
     while (std::getline(in, line)) {
-      gathered.weights.push_back(std::strtod(line.c_str(), nullptr));
+      headers.weights.push_back(std::strtod(line.c_str(), nullptr));
       std::getline(in, line);
       std::string header;
       for (auto leaves = std::stoul(line); leaves > 0; --leaves) {
         std::getline(in, line);
         header += line + '\n';
       }
-      shapes.emplace_back(worker, header);
+      headers.shapes.emplace_back(static_cast<int>(worker), empty_like_header(header, c10::kMeta));
     }
   }
+  const auto& shapes = headers.shapes;
   if (shapes.empty()) throw InvalidArgument("no replica has a value to reduce or gather; every part was empty");
-  const auto comparable = [&](const std::string& header) {
-    if (!rows_may_differ) return header;
-    auto leaves = empty_like_header(header);
+  const auto comparable = [&](Leaves leaves) {
     for (auto& leaf : leaves) {
-      if (leaf.dim() > 0) leaf = leaf.narrow(0, 0, 0);
+      if (rows_may_differ && leaf.dim() > 0) leaf = leaf.narrow(0, 0, 0);
     }
     return header_of(leaves);
   };
-  for (const auto& [worker, header] : shapes) {
-    if (comparable(header) == comparable(shapes.front().second)) continue;
+  for (const auto& [worker, leaves] : shapes) {
+    if (comparable(leaves) == comparable(shapes.front().second)) continue;
     throw LayoutMismatch("the values differ between ranks: rank " + std::to_string(shapes.front().first) + " has " +
                          in_words(shapes.front().second) + ", rank " + std::to_string(worker) + " has " +
-                         in_words(header) + "; pass the same structure, shapes and dtypes everywhere");
+                         in_words(leaves) + "; pass the same structure, shapes and dtypes everywhere");
   }
+  return headers;
+}
+
+at::Tensor on_host(const at::Tensor& leaf) { return in_plain_memory(leaf.detach().cpu()).contiguous(); }
+
+// One leaf of every contribution of every worker, in replica order: values travel as they are.
+Leaves gather_leaf(comm::Communicator& workers, const std::vector<Contribution>& mine, const Headers& headers,
+                   size_t index) {
+  Leaves gathered;
   size_t own = 0;
-  for (const auto& [worker, header] : shapes) {
-    auto leaves = static_cast<int>(worker) == workers.rank() ? mine[own++].values : empty_like_header(header);
-    for (auto& leaf : leaves) {
-      leaf = in_plain_memory(leaf.detach().cpu()).contiguous();
-      if (workers.size() > 1 && leaf.numel() > 0) {
-        if (static_cast<int>(worker) == workers.rank()) leaf = leaf.clone();
-        workers.broadcast(as_real(leaf), static_cast<int>(worker)).wait();
-      }
+  for (const auto& [worker, leaves] : headers.shapes) {
+    const bool is_mine = worker == workers.rank();
+    auto leaf = is_mine ? on_host(mine[own++].values[index])
+                        : at::empty(leaves[index].sizes(), leaves[index].options().device(at::kCPU));
+    if (workers.size() > 1 && leaf.numel() > 0) {
+      if (is_mine) leaf = leaf.clone();
+      workers.broadcast(as_real(leaf), worker).wait();
     }
-    gathered.values.push_back(std::move(leaves));
+    gathered.push_back(std::move(leaf));
   }
   return gathered;
 }
@@ -139,24 +149,77 @@ at::Tensor reduce_along_tree(std::vector<at::Tensor> level, ReduceOp op) {
   return level.front();
 }
 
+// Whether each worker's contributions are a whole part of the tree of sums.
+bool are_subtrees(const Headers& headers, int num_workers) {
+  std::vector<size_t> counts(static_cast<size_t>(num_workers), 0);
+  for (const auto& shape : headers.shapes) ++counts[static_cast<size_t>(shape.first)];
+  return std::has_single_bit(counts.front()) &&
+         std::all_of(counts.begin(), counts.end(), [&](size_t count) { return count == counts.front(); });
+}
+
+// A dtype of which a communicator's sums have the bits of sums along the tree by torch.
+bool is_summed_alike(at::ScalarType dtype) {
+  const auto real = c10::toRealValueType(dtype);
+  return real == at::kFloat || real == at::kDouble || real == at::kInt || real == at::kLong;
+}
+
+// What of `term`, of weight `weight`, is added up.
+at::Tensor weighted(const at::Tensor& term, ReduceOp op, double weight) {
+  return op == ReduceOp::mean ? averageable({term}).front() * weight : term;
+}
+
+// The sum over all workers of what each has added up of its own terms, or its mean, by pieces: while some are under way
+// this worker adds up the next.
+at::Tensor sum_over_workers(comm::Communicator& workers, const Leaves& terms, const std::vector<double>& weights,
+                            ReduceOp op, double total) {
+  constexpr int64_t kPiece = 1 << 20;  // elements
+  constexpr size_t kUnderWay = 8;      // pieces
+  const auto summed = weighted(terms.front().view({-1}).narrow(0, 0, 0), op, 1).options();
+  const at::Tensor result = at::empty(terms.front().sizes(), summed);
+  std::deque<std::pair<comm::Work, at::Tensor>> under_way;
+  const auto take = [&] {
+    auto [work, piece] = std::move(under_way.front());
+    under_way.pop_front();
+    work.wait();
+    if (op == ReduceOp::mean) piece.div_(total);
+  };
+  for (int64_t begin = 0; begin < result.numel(); begin += kPiece) {
+    const int64_t size = std::min(kPiece, result.numel() - begin);
+    const auto part = [&](const at::Tensor& whole) { return whole.view({-1}).narrow(0, begin, size); };
+    Leaves level;
+    for (size_t i = 0; i < terms.size(); ++i) level.push_back(weighted(part(terms[i]), op, weights[i]));
+    if (under_way.size() == kUnderWay) take();
+    const at::Tensor piece = part(result);
+    piece.copy_(reduce_along_tree(std::move(level), ReduceOp::sum));
+    under_way.emplace_back(workers.all_reduce(as_real(piece).view({-1}), ReduceOp::sum), piece);
+  }
+  while (!under_way.empty()) take();
+  return result;
+}
+
 }  // namespace
 
 Leaves reduce_over_workers(comm::Communicator& workers, const std::vector<Contribution>& mine, ReduceOp op) {
   const at::NoGradGuard no_grad;
   for (const auto& contribution : mine) check_order(contribution.values, op);
-  auto gathered = gather_contributions(workers, mine, /*rows_may_differ=*/false);
-  double total = 0;
-  for (double weight : gathered.weights) total += weight;
+  const auto headers = exchange_headers(workers, mine, /*rows_may_differ=*/false);
+  const double total = std::accumulate(headers.weights.begin(), headers.weights.end(), 0.0);
+  const bool adds_up = op == ReduceOp::sum || op == ReduceOp::mean;
+  const bool sums_travel = workers.size() > 1 && adds_up && are_subtrees(headers, workers.size());
   Leaves results;
-  for (size_t leaf = 0; leaf < gathered.values.front().size(); ++leaf) {
-    std::vector<at::Tensor> terms;
-    for (size_t i = 0; i < gathered.values.size(); ++i) {
-      auto value = gathered.values[i][leaf];
-      if (op == ReduceOp::mean) {
-        value = averageable({value}).front() * gathered.weights[i];
+  for (size_t leaf = 0; leaf < headers.num_leaves(); ++leaf) {
+    if (sums_travel && is_summed_alike(mine.front().values[leaf].scalar_type())) {
+      Leaves terms;
+      std::vector<double> weights;
+      for (const auto& contribution : mine) {
+        terms.push_back(on_host(contribution.values[leaf]));
+        weights.push_back(contribution.weight);
       }
-      terms.push_back(std::move(value));
+      results.push_back(sum_over_workers(workers, terms, weights, op, total));
+      continue;
     }
+    auto terms = gather_leaf(workers, mine, headers, leaf);
+    for (size_t i = 0; i < terms.size(); ++i) terms[i] = weighted(terms[i], op, headers.weights[i]);
     auto result = reduce_along_tree(std::move(terms), op);
     results.push_back(op == ReduceOp::mean ? result / total : result);
   }
@@ -165,12 +228,12 @@ Leaves reduce_over_workers(comm::Communicator& workers, const std::vector<Contri
 
 Leaves gather_over_workers(comm::Communicator& workers, const std::vector<Contribution>& mine) {
   const at::NoGradGuard no_grad;
-  const auto gathered = gather_contributions(workers, mine, /*rows_may_differ=*/true);
+  const auto headers = exchange_headers(workers, mine, /*rows_may_differ=*/true);
   Leaves results;
-  for (size_t leaf = 0; leaf < gathered.values.front().size(); ++leaf) {
-    std::vector<at::Tensor> parts;
-    for (const auto& values : gathered.values) {
-      parts.push_back(values[leaf].dim() == 0 ? values[leaf].unsqueeze(0) : values[leaf]);
+  for (size_t leaf = 0; leaf < headers.num_leaves(); ++leaf) {
+    auto parts = gather_leaf(workers, mine, headers, leaf);
+    for (auto& part : parts) {
+      if (part.dim() == 0) part = part.unsqueeze(0);
     }
     results.push_back(at::cat(parts));
   }

@@ -63,7 +63,12 @@ std::string explain(Session& session, const std::string& name) {
     }
     out << ": " << in_words(*groups.link);
   }
-  if (options.wire == Wire::bf16 && topology.num_replicas > 1) out << "; fp32 ones travel as bf16";
+  if (options.wire == Wire::bf16 && topology.num_replicas > 1) {
+    const auto& group = *groups.gradients.front();
+    const bool is_widened = group.device().is_cpu() && group.peer_memory() == nullptr;
+    out << (is_widened ? "; fp32 ones are rounded to bf16, and travel as fp32 through process groups"
+                       : "; fp32 ones travel as bf16");
+  }
   out << (groups.overlap ? "; they are reduced while backward runs" : "; they are reduced after backward") << '\n';
   out << "optimizers: ";
   if (groups.servers) {

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "comm/peer_memory.h"
+#include "core/heap.h"
 #include "optimizer/own_memory.h"
 
 namespace muster {
@@ -32,6 +33,7 @@ void DividedUpdate::place_in_shared_memory(const Tail& tail) {
     auto home = std::make_unique<ParameterHome>(trained, context_.groups.gradients);
     if (home_) home_->leave();
     home_ = std::move(home);
+    return_freed_memory();  // where the parameters were
     return;
   }
   home_->bring_back([&](size_t p) -> std::vector<Run> {

@@ -13,12 +13,11 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._pytree import tree_leaves
 
 from muster import _C, optim, structure
 from muster.by_hand import ByHand
 from muster.errors import InvalidArgument, LayoutMismatch
-from muster.flat_state import Elsewhere, FlatGroups, FlatState, FlatStep
+from muster.flat_state import FlatGroups, FlatState, FlatStep
 from muster.options import StrategyOptions
 from muster.saved_tree import copied
 
@@ -164,15 +163,11 @@ class PreparedOptimizer:
             state.follow()
 
     def load(self, packed: dict[str, Any]) -> None:
-        """Loads a state_dict, and keeps none of its tensors."""
-        self.optimizer.load_state_dict({**packed, "param_groups": copied(packed["param_groups"])})
-        if isinstance(self.optimizer.state, Elsewhere):
-            return
-        # Those of a flat optimizer that has stepped are copies already.
-        given = {id(leaf) for leaf in tree_leaves(packed["state"])}
-        for values in self.optimizer.state.values():
-            if isinstance(values, dict) and any(id(leaf) in given for leaf in tree_leaves(values)):
-                values.update(copied(dict(values)))
+        """Loads a state_dict, and keeps none of the tensors that it has of parameters."""
+        is_bound = self._flat is not None and optim.state_of(self._flat) is not None
+        # A flat optimizer that is bound copies them itself.
+        state = packed["state"] if is_bound else copied(packed["state"])
+        self.optimizer.load_state_dict({"state": state, "param_groups": copied(packed["param_groups"])})
 
     def publish(self) -> None:
         """After the core stepped this flat optimizer: its new state stands in the optimizer's."""

@@ -20,7 +20,7 @@ from muster.gloo_interface import gloo_reaches
 
 __all__ = ["HostsOfGroup", "SeveralHosts"]
 
-_GROUPS = ("workers", "step", "gradients", "results")
+_GROUPS = ("workers", "workers_results", "step", "gradients", "results")
 
 
 class _Worker(NamedTuple):
@@ -120,8 +120,9 @@ def _gloo_group(store: Any, beside: dist.ProcessGroup, timeout: float) -> dist.P
     rank, size = beside.rank(), beside.size()
     made = dist.ProcessGroup(store, rank, size)
     backend = dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
-    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    gloo = dist.ProcessGroup.BackendType.GLOO
+    made._register_backend(torch.device("cpu"), gloo, backend)
+    made._set_default_backend(gloo)
     return made
 
 

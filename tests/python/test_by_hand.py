@@ -226,3 +226,62 @@ def test_outputs_may_be_structures_of_which_only_some_are_used(worker_job: Launc
                 assert (a is None) == (b is None)
                 if a is not None:
                     np.testing.assert_allclose(a, b.numpy(), rtol=1e-9, atol=1e-12)
+
+
+class Large(nn.Module):
+    """Parameters of many kinds, most of them larger than what travels at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.ones(3, 100_003))
+        self.small = nn.Parameter(torch.ones(7))
+        self.permuted = nn.Parameter(torch.ones(64, 80, 6, 8).contiguous(memory_format=torch.channels_last))
+        self.fp64 = nn.Parameter(torch.ones(90_001, dtype=torch.float64))
+        self.bf16 = nn.Parameter(torch.ones(200_001, dtype=torch.bfloat16))
+        self.complex_values = nn.Parameter(torch.ones(90_001, dtype=torch.complex64))
+        self.of_rank_1 = nn.Parameter(torch.ones(150_000))
+        self.unused = nn.Parameter(torch.ones(150_000))
+        self.rows = nn.Embedding(5_000, 40, sparse=True)
+
+    def forward(self, rank: int) -> Tensor:
+        terms = []
+        for name, parameter in self.named_parameters(recurse=False):
+            if name == "unused" or (name == "of_rank_1" and rank != 1):
+                continue
+            factor = torch.arange(parameter.numel()).remainder(5).add(rank).to(parameter.dtype).view_as(parameter)
+            terms.append((factor * parameter).sum().real.float())
+        return torch.stack([*terms, self.rows(torch.tensor([3, 4_999 - rank])).sum()]).sum()
+
+
+def wide(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.to_dense().to(torch.promote_types(gradient.dtype, torch.float32))
+
+
+def of_large(strategy: muster.Strategy) -> Any:
+    module = Large()
+    model = strategy.prepare(module)
+    results = []
+    for _ in range(2):
+        model(strategy.rank).backward()
+        results.append({name: wide(parameter.grad) for name, parameter in module.named_parameters()})
+        layout = module.permuted.grad.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
+        module.zero_grad()
+    return results, layout
+
+
+def test_gradients_larger_than_what_travels_at_once_become_their_means(worker_job: Launcher) -> None:
+    expected: dict[str, Tensor | None] = {}
+    for rank in range(2):
+        module = Large()
+        module(rank).backward()
+        for name, parameter in module.named_parameters():
+            before, gradient = expected.get(name), wide(parameter.grad)
+            expected[name] = before if gradient is None else gradient / 2 if before is None else before + gradient / 2
+    for results, layout in worker_job(of_large):
+        assert layout
+        for actual in results:
+            assert actual.keys() == expected.keys()
+            for name, whole in expected.items():
+                assert (actual[name] is None) == (whole is None), name
+                if whole is not None:
+                    assert torch.equal(torch.as_tensor(actual[name]), whole), name

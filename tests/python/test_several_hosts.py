@@ -43,6 +43,38 @@ def _train() -> list[np.ndarray]:
     return results
 
 
+def _terms(ranks: int) -> list[torch.Tensor]:
+    """Of each rank: more than travels at once, and the order of additions shows in their sum."""
+    whole = torch.arange(2_500_003, dtype=torch.float32)
+    return [whole.mul(1 + 0.1 * rank).sin().mul(10.0 ** (rank % 3)) for rank in range(ranks)]
+
+
+def _reduces_along_the_tree(strategy: muster.Strategy) -> bool:
+    own = _terms(strategy.num_workers)[strategy.rank]
+    kept = own.clone()
+    double, complex_values = own[:1000].double(), torch.complex(own[:9], own[9:18])
+    sums = strategy.reduce([own, double, complex_values], "sum")
+    mean = strategy.reduce(own, "mean", weight=torch.tensor(strategy.rank + 1))
+    level = _terms(strategy.num_workers)
+    total = strategy.num_workers * (strategy.num_workers + 1) / 2
+    expected = _tree(level)
+    return (
+        torch.equal(own, kept)
+        and torch.equal(sums[0], expected)
+        and torch.equal(sums[1], _tree([term[:1000].double() for term in level]))
+        and torch.equal(sums[2], _tree([torch.complex(term[:9], term[9:18]) for term in level]))
+        and torch.equal(mean, _tree([term * (rank + 1.0) for rank, term in enumerate(level)]) / total)
+        and torch.equal(strategy.reduce(own.short(), "max"), torch.stack(level).short().amax(0))
+        and torch.equal(strategy.reduce(own.bfloat16(), "sum"), _tree([term.bfloat16() for term in level]))
+    )
+
+
+def _tree(level: list[torch.Tensor]) -> torch.Tensor:
+    while len(level) > 1:
+        level = [sum(level[i + 1 : i + 2], level[i]) for i in range(0, len(level), 2)]
+    return level[0]
+
+
 def _sees_the_job(strategy: muster.Strategy) -> bool:
     value = torch.tensor(1.0)
     dist.all_reduce(value)
@@ -77,7 +109,7 @@ def _step_until_somebody_is_lost(rank_that_dies: int = -1, interface: str = "") 
 def _train_and_lose_rank_3() -> tuple[list[np.ndarray], bool, bool, tuple[str, str, float]]:
     trained = _train()
     with muster.MultiWorkerMirroredStrategy.from_env() as strategy:
-        within = _sees_the_job(strategy)
+        within = _sees_the_job(strategy) and _reduces_along_the_tree(strategy)
         assert (
             "between 2 hosts a process group (gloo), of which 2 workers a host carry a part each" in strategy.explain()
         )
@@ -129,10 +161,18 @@ def test_hosts_of_three_and_one_worker_train_as_one_and_notice_a_link_that_is_do
         assert seconds < 4 * SECONDS
 
 
+def _train_and_reduce() -> tuple[list[np.ndarray], bool]:
+    trained = _train()
+    with muster.MultiWorkerMirroredStrategy.from_env(wire="bf16") as strategy:
+        assert "fp32 ones are rounded to bf16, and travel as fp32 through process groups" in strategy.explain()
+        return trained, _reduces_along_the_tree(strategy)
+
+
 def test_three_hosts_with_a_worker_each_train_as_one(three_hosts: Hosts) -> None:
     expected = [trained.parameters for trained in train_mirrored(3, CONFIGS)]
-    for trained in three_hosts.run([0, 1, 2], _train):
+    for trained, reduces in three_hosts.run([0, 1, 2], _train_and_reduce):
         assert all(map(np.array_equal, trained, expected))
+        assert reduces
 
 
 def _average_by_the_drop_in() -> dict[str, tuple[str, list[np.ndarray]]]:
@@ -189,3 +229,19 @@ def test_the_drop_in_sums_on_each_host_and_gives_the_bits_of_one(three_hosts: Ho
                 of_all, of_three = ((a + b) + (c + d)) / 4, ((b + c) + d) / 3
                 assert np.array_equal(mean, (of_three if name.startswith("three") else of_all).numpy()), name
     assert all(found.keys() >= {"all", "three", "three again"} for found in results[1:])
+
+
+def _average_by_hand() -> tuple[torch.Tensor, bool]:
+    with muster.MultiWorkerMirroredStrategy.from_env() as strategy:
+        model = strategy.prepare(torch.nn.Linear(2_000, 1_100, bias=False))
+        weight = next(model.parameters())
+        factor = torch.arange(weight.numel()).remainder(7).add(strategy.rank).float().view_as(weight)
+        (model(torch.eye(2_000)).T * factor).sum().backward()
+        return weight.grad, _reduces_along_the_tree(strategy)
+
+
+def test_two_hosts_with_a_worker_each_reduce_and_average_in_pieces(three_hosts: Hosts) -> None:
+    for gradient, reduces in three_hosts.run([1, 2], _average_by_hand):
+        expected = torch.arange(gradient.numel()).remainder(7).float().add(0.5).view_as(gradient)
+        assert torch.equal(gradient, expected)
+        assert reduces

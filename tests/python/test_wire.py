@@ -123,6 +123,7 @@ def over_gloo() -> Any:
             muster.Cluster.from_env(), process_group=dist.group.WORLD, seed=3, wire=wire
         ) as strategy:
             parameters, _ = train_net(strategy)
+            assert ("travel as fp32 through process groups" in strategy.explain()) == (wire is not None)
             results.append(torch.cat([parameter.flatten() for parameter in parameters]).numpy())
     dist.destroy_process_group()
     return results

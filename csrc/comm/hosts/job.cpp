@@ -64,13 +64,11 @@ class Reduce final : public Striped {
     const Stretch stripe = stripe_of(memory_.numel());
     for (int host = 0; host < num_hosts(); ++host) stretches_.push_back(part_of(stripe, host, num_hosts()));
     const auto bytes = [&](int from, int to) { return num_terms(from) * stretch(to).size() * size_; };
-    sent = parcels([&](int host) { return bytes(carrying_.host, host); });
     received = parcels([&](int host) { return bytes(host, carrying_.host); });
-    returned = parcels([&](int) { return own().size() * size_; });
-    returned_to_us = parcels([&](int host) { return stretch(host).size() * size_; });
-    if (!carries()) return;
-    terms_ = memory_of(bytes(carrying_.host, carrying_.host));
-    result_ = memory_of(own().size() * size_);
+    returned = parcels_at([&](int) { return own(); });
+    returned_to_us = parcels_at([&](int host) { return stretch(host); });
+    // What is sent has gone when the results come.
+    sent = ranks_here() == 1 ? returned_to_us : parcels([&](int host) { return bytes(carrying_.host, host); });
   }
 
   at::Tensor memory() const override { return memory_; }
@@ -78,42 +76,50 @@ class Reduce final : public Striped {
     if (values_.defined()) memory_.copy_(values_);
   }
   void read(void* const* data) override {
-    if (!carries()) return;
+    if (!carries() || sent.is_in_place()) return;
     const auto& ranks = layout().ranks_of_host(carrying_.host);
     for (int host = 0; host < num_hosts(); ++host) {
-      const Stretch part = stretch(host);
-      std::byte* term = is_here(host) ? bytes_of(terms_) : sent.of_host(host);
+      if (is_here(host)) continue;
+      std::byte* term = sent.of_host(host);
       for (const auto& subtree : layout().subtrees(carrying_.host)) {
         std::vector<const void*> sources;
         for (size_t i = 0; i < ranks.size(); ++i) {
           if (ranks[i] < subtree.front() || ranks[i] > subtree.back()) continue;
-          sources.push_back(static_cast<const std::byte*>(data[i]) + part.begin * size_);
+          sources.push_back(place(data[i], stretch(host)));
         }
-        add_up(sources, term, part.size());
-        term += part.size() * size_;
+        add_up(sources, {term}, stretch(host).size());
+        term += stretch(host).size() * size_;
       }
     }
   }
   bool has_return() const noexcept override { return true; }
-  void work() override {
+  // Nobody else reads or writes this part of what this host's ranks have.
+  void work(void* const* data) override {
     if (!carries()) return;
     std::vector<const void*> sources(static_cast<size_t>(layout().num_ranks()), nullptr);
+    std::vector<void*> results;
+    const auto& ranks = layout().ranks_of_host(carrying_.host);
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      sources[static_cast<size_t>(ranks[i])] = place(data[i], own());
+      results.push_back(place(data[i], own()));
+    }
     for (int host = 0; host < num_hosts(); ++host) {
-      const std::byte* term = is_here(host) ? bytes_of(terms_) : received.of_host(host);
+      if (is_here(host)) continue;
+      const std::byte* term = received.of_host(host);
       for (const auto& subtree : layout().subtrees(host)) {
         sources[static_cast<size_t>(subtree.front())] = term;
         term += own().size() * size_;
       }
     }
-    add_up(sources, bytes_of(result_), own().size());
-    copy_to_others(returned, bytes_of(result_), own().size() * size_);
+    add_up(sources, results, own().size());
+    if (!returned.is_in_place()) copy_to_others(returned, results.front(), own().size() * size_);
   }
   void write(void* const* data) override {
-    for (size_t i = 0; carries() && i < ranks_here(); ++i) {
-      for (int host = 0; host < num_hosts(); ++host) {
-        const Stretch part = stretch(host);
-        copy_bytes(static_cast<std::byte*>(data[i]) + part.begin * size_,
-                   is_here(host) ? bytes_of(result_) : returned_to_us.of_host(host), part.size() * size_);
+    const auto& ranks = layout().ranks_of_host(carrying_.host);
+    for (int host = 0; carries() && host < num_hosts(); ++host) {
+      for (size_t i = 0; !is_here(host) && i < ranks.size(); ++i) {
+        if (ranks[i] == carrying_.rank && returned_to_us.is_in_place()) continue;
+        copy_bytes(place(data[i], stretch(host)), returned_to_us.of_host(host), stretch(host).size() * size_);
       }
     }
   }
@@ -125,10 +131,21 @@ class Reduce final : public Striped {
   const Stretch& stretch(int host) const { return stretches_.at(static_cast<size_t>(host)); }
   const Stretch& own() const { return stretch(carrying_.host); }
   int64_t num_terms(int host) const { return static_cast<int64_t>(layout().subtrees(host).size()); }
-  void add_up(const std::vector<const void*>& sources, void* sum, int64_t count) const {
+  std::byte* place(void* data, const Stretch& part) const { return static_cast<std::byte*>(data) + part.begin * size_; }
+  // `part(host)` of the memory, in elements, for each of the other hosts.
+  template <class Part>
+  Parcels parcels_at(const Part& part) const {
+    std::vector<Stretch> places(static_cast<size_t>(num_hosts()));
+    for (int host = 0; carries() && host < num_hosts(); ++host) {
+      const Stretch elements = is_here(host) ? Stretch{} : part(host);
+      places[static_cast<size_t>(host)] = {elements.begin * size_, elements.end * size_};
+    }
+    return {layout(), carrying_.stripe, memory_.view(at::kByte), places};
+  }
+  void add_up(const std::vector<const void*>& sources, const std::vector<void*>& sums, int64_t count) const {
     if (count == 0) return;
-    kernels::tree_reduce(dtype_, reduction_, sources.data(), static_cast<int>(sources.size()), &sum, 1,
-                         static_cast<size_t>(count));
+    kernels::tree_reduce(dtype_, reduction_, sources.data(), static_cast<int>(sources.size()), sums.data(),
+                         static_cast<int>(sums.size()), static_cast<size_t>(count));
   }
 
   const at::Tensor memory_;
@@ -137,8 +154,6 @@ class Reduce final : public Striped {
   const kernels::Reduction reduction_;
   const int64_t size_;              // of an element
   std::vector<Stretch> stretches_;  // by the host whose carrier adds it up
-  at::Tensor terms_;                // of this host, for itself
-  at::Tensor result_;
 };
 
 class Broadcast final : public Striped {
@@ -238,8 +253,8 @@ class Gather final : public Striped {
 
 }  // namespace
 
-Parcels::Parcels(const HostsLayout& layout, int stripe, const std::vector<int64_t>& bytes)
-    : sizes_(static_cast<size_t>(layout.num_workers()), 0), offsets_(bytes.size(), 0) {
+Parcels::Parcels(const HostsLayout& layout, int stripe, const std::vector<int64_t>& bytes, at::Tensor memory)
+    : data_(std::move(memory)), sizes_(static_cast<size_t>(layout.num_workers()), 0), offsets_(bytes.size(), 0) {
   int64_t total = 0;
   for (int worker = 0; stripe >= 0 && worker < layout.num_workers(); ++worker) {
     if (layout.stripe_of(worker) != stripe) continue;
@@ -248,7 +263,25 @@ Parcels::Parcels(const HostsLayout& layout, int stripe, const std::vector<int64_
     sizes_[static_cast<size_t>(worker)] = bytes[host];
     total += bytes[host];
   }
-  data_ = memory_of(total);
+  if (!data_.defined()) data_ = memory_of(total);
+}
+
+Parcels::Parcels(const HostsLayout& layout, int stripe, const at::Tensor& memory, const std::vector<Stretch>& places) {
+  std::vector<int64_t> bytes;
+  for (const auto& place : places) bytes.push_back(place.size());
+  Stretch whole;
+  for (int worker = 0; stripe >= 0 && worker < layout.num_workers(); ++worker) {
+    if (layout.stripe_of(worker) != stripe) continue;
+    const auto& place = places[static_cast<size_t>(layout.host_of_worker(worker))];
+    if (place.size() == 0) continue;
+    if (whole.size() > 0 && place.begin != whole.end) {
+      *this = Parcels(layout, stripe, bytes);
+      return;
+    }
+    whole = {whole.size() > 0 ? whole.begin : place.begin, place.end};
+  }
+  *this = Parcels(layout, stripe, bytes, memory.narrow(0, whole.begin, whole.size()));
+  is_in_place_ = true;
 }
 
 std::byte* Parcels::of_host(int host) const { return bytes_of(data_) + offsets_.at(static_cast<size_t>(host)); }

@@ -19,10 +19,14 @@ namespace muster::comm::hosts {
 class Parcels {
  public:
   Parcels() = default;
-  /// `bytes`: by host.
-  Parcels(const HostsLayout& layout, int stripe, const std::vector<int64_t>& bytes);
+  /// `bytes`: by host. In `memory` (uint8) of so many in all, or in memory of their own.
+  Parcels(const HostsLayout& layout, int stripe, const std::vector<int64_t>& bytes, at::Tensor memory = {});
+  /// `places`: by host, stretches of `memory` (uint8). The parcels are these themselves where they lie there one after
+  /// another, by worker, as of two hosts they do; else memory of their own, of the same sizes.
+  Parcels(const HostsLayout& layout, int stripe, const at::Tensor& memory, const std::vector<Stretch>& places);
 
   std::byte* of_host(int host) const;
+  bool is_in_place() const noexcept { return is_in_place_; }
   const at::Tensor& data() const noexcept { return data_; }              ///< uint8
   const std::vector<int64_t>& sizes() const noexcept { return sizes_; }  ///< by worker
 
@@ -30,6 +34,7 @@ class Parcels {
   at::Tensor data_;
   std::vector<int64_t> sizes_;
   std::vector<int64_t> offsets_;  // by host
+  bool is_in_place_ = false;
 };
 
 /// What this rank does in a collective, but for waiting and sending. Its stripe is that of its worker; ranks that carry
@@ -46,7 +51,7 @@ class Job {
   virtual void read(void* const* data) = 0;
   /// From what came, what is sent in return. Without a return nothing is.
   virtual bool has_return() const noexcept { return false; }
-  virtual void work() {}
+  virtual void work(void* const* /*data*/) {}
   /// Writes what came into the memory of this host's ranks.
   virtual void write(void* const* data) = 0;
   /// Hands the result to the caller, where the memory is not the caller's.
@@ -65,7 +70,8 @@ struct Carrying {
 };
 
 /// All ranks' `values` (one-dimensional) are summed, or what `reduction` says, in place. `values` lie in memory that
-/// the host's ranks see; with `into` they are copied from there and back.
+/// the host's ranks see; with `into` they are copied from there and back. Of what is sent and what comes as much as
+/// can be is part of that memory itself.
 std::unique_ptr<Job> reduce(const Carrying& carrying, const at::Tensor& values, kernels::Reduction reduction,
                             const at::Tensor& into = {});
 /// `bytes` (uint8) become those of rank `source`; `scratch`, of as many, is memory that the host's ranks see.

@@ -87,7 +87,8 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
                            : op == ReduceOp::max ? kernels::Reduction::max
                                                  : kernels::Reduction::sum;
     // Pieces are alike on all ranks, wherever each has its tensor.
-    const bool is_seen = up_->peer_memory()->address_of(tensor.const_data_ptr(), tensor.nbytes()).has_value();
+    const bool is_seen =
+        is_alone() || up_->peer_memory()->address_of(tensor.const_data_ptr(), tensor.nbytes()).has_value();
     const int64_t most = kScratchBytes / static_cast<int64_t>(tensor.element_size());
     return in_pieces(tensor, most, !is_seen, [&](const at::Tensor& piece) {
       if (is_seen) return hosts::reduce(carrying(), piece, reduction);
@@ -159,6 +160,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
  private:
   const HostsLayout& layout() const noexcept { return crossing_->layout; }
   bool leads() const { return layout().first_rank(crossing_->worker) == rank_; }
+  bool is_alone() const noexcept { return up_->size() == 1; }  // on its host: all its memory is seen
   bool has_one_group() const noexcept { return crossing_->exchange == crossing_->results; }
   hosts::Carrying carrying() const {
     return {.layout = layout(),
@@ -225,6 +227,11 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
     switch (stage) {
       case Stages::reading:
         job.fill();
+        if (is_alone()) {
+          stages.memory = {job.memory().mutable_data_ptr()};
+          job.read(stages.memory.data());
+          break;
+        }
         stages.current = up_->peer_memory()->visit(job.memory(), 0, [&stages, this](void* const* data) {
           stages.memory.assign(data, data + up_->size());
           stages.job->read(data);
@@ -234,12 +241,12 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
         if (leads()) stages.current = send(*crossing_->exchange, job.received, job.sent);
         break;
       case Stages::returning:
-        job.work();
+        job.work(stages.memory.data());
         if (leads() && job.has_return()) stages.current = send(*crossing_->results, job.returned_to_us, job.returned);
         break;
       case Stages::writing:
         job.write(stages.memory.data());
-        stages.current = down_->barrier();
+        if (!is_alone()) stages.current = down_->barrier();
         break;
       default:
         job.take();

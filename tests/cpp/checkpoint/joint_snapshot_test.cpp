@@ -1,5 +1,6 @@
 #include "checkpoint/joint_snapshot.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>

@@ -86,7 +86,7 @@ Values train(const Job& job, int64_t steps, const std::filesystem::path& from, c
   return values;
 }
 
-void check_equal(const Values& ours, const Values& theirs) {
+void check_same_values(const Values& ours, const Values& theirs) {
   REQUIRE(ours.size() == theirs.size());
   for (size_t i = 0; i < ours.size(); ++i) CHECK(ours[i].equal(theirs[i]));
 }
@@ -100,9 +100,9 @@ TEST_CASE("rows on servers go on from a checkpoint, as rows and as a dense weigh
   train(on_servers(optimizer, Rows::on_servers), 3, {}, folder.path / "rows");
   train(mirrored(optimizer), 3, {}, folder.path / "dense");
   for (const char* const saved : {"rows", "dense"}) {
-    check_equal(train(on_servers(optimizer, Rows::on_servers), 6, folder.path / saved, {}), expected);
-    check_equal(train(on_servers(optimizer, Rows::dense), 6, folder.path / saved, {}), expected);
-    check_equal(train(mirrored(optimizer), 6, folder.path / saved, {}), expected);
+    check_same_values(train(on_servers(optimizer, Rows::on_servers), 6, folder.path / saved, {}), expected);
+    check_same_values(train(on_servers(optimizer, Rows::dense), 6, folder.path / saved, {}), expected);
+    check_same_values(train(mirrored(optimizer), 6, folder.path / saved, {}), expected);
   }
   const auto snapshot = checkpoint::read_newest_snapshot(folder.path / "rows");
   REQUIRE(snapshot);
