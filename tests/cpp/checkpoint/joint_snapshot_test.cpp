@@ -199,13 +199,17 @@ TEST_CASE("ranks that do not see the chief's folder, or have other tensors, writ
   SECTION("another tensor") {
     Job job({folder.path, folder.path});
     std::vector<JointContent> contents{content_of(0, 2), content_of(1, 2)};
-    const auto what = GENERATE("name", "shape", "dtype", "gaps", "values");
+    const auto what = GENERATE("name", "shape", "dtype", "gaps", "values", "an element");
     auto& tensors = contents[1].alike;
     if (what == std::string("name")) tensors["more"] = at::zeros({1});
     if (what == std::string("shape")) tensors["a/large"] = at::zeros({300'002});
     if (what == std::string("dtype")) tensors["a/large"] = at::zeros({300'001}, at::kInt);
     if (what == std::string("gaps")) tensors["b/gaps"] = tensors["b/gaps"].contiguous();
     if (what == std::string("values")) tensors["b/gaps"] = tensors["b/gaps"] + 1;
+    if (what == std::string("an element")) {
+      tensors["a/large"] = tensors["a/large"].clone();
+      tensors["a/large"][123'457] += 1;
+    }
     CHECK_FALSE(job.copy(contents));
   }
   CHECK(names_in(folder.path) == std::vector<std::string>{"life", "lock"});
