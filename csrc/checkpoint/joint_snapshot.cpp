@@ -1,10 +1,13 @@
 #include "checkpoint/joint_snapshot.h"
 
 #include <sys/file.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <iterator>
 #include <random>
@@ -62,23 +65,39 @@ uint64_t bytes_of(const NamedTensors& tensors) {
   return bytes;
 }
 
-// Of some elements: those of a tensor that one rank alone has written, an average in place of a weight, say, differ.
-uint64_t sample_of(const at::Tensor& tensor, uint64_t hash) {
-  constexpr int64_t kSamples = 64;
-  if (tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) return hash;
-  const auto memory = tensor.as_strided({tensor.numel()}, {1});
-  const auto step = std::max<int64_t>(tensor.numel() / kSamples, 1);
-  const auto some = memory.slice(0, 0, tensor.numel(), step).contiguous().cpu();
-  return stable_hash({static_cast<const char*>(some.const_data_ptr()), some.nbytes()}, hash);
+// Of every bit, by its place up to 4 KB: a tensor that one rank alone has written, if only in a row, differs.
+uint64_t digest_of_bits(const at::Tensor& tensor, uint64_t hash) {
+  const auto bits =
+      tensor.is_non_overlapping_and_dense() ? tensor.as_strided({tensor.numel()}, {1}) : tensor.contiguous().view({-1});
+  if (!bits.is_cpu()) {
+    const auto sum = bits.view(at::kByte).sum(at::kLong).item<int64_t>();
+    return stable_hash({reinterpret_cast<const char*>(&sum), sizeof(sum)}, hash);
+  }
+  constexpr size_t kBlock = 4096;
+  const auto* next = static_cast<const char*>(bits.const_data_ptr());
+  for (size_t rest = bits.nbytes(); rest > 0;) {
+    const size_t size = std::min(rest, kBlock);
+    uint64_t sum = 0;
+    size_t place = 0;
+    for (uint64_t word = 0; place + sizeof(word) <= size; place += sizeof(word)) {
+      std::memcpy(&word, next + place, sizeof(word));
+      sum += word;
+    }
+    for (; place < size; ++place) sum += static_cast<unsigned char>(next[place]);
+    hash = (std::rotl(hash, 23) ^ sum) * 0x9e3779b97f4a7c15U;
+    next += size;
+    rest -= size;
+  }
+  return hash;
 }
 
-// Of what share_of depends on, of dtypes, and of some values.
+// Of what share_of depends on, of dtypes, and of all values.
 uint64_t digest_of(const NamedTensors& alike) {
   uint64_t hash = stable_hash("");
   for (const auto& [name, tensor] : alike) {
     std::string text = name + '\0' + dtype_name(tensor.scalar_type()) + (tensor.is_contiguous() ? " " : " with gaps ");
     for (const auto size : tensor.sizes()) text += std::to_string(size) + ' ';
-    hash = sample_of(tensor, stable_hash(text, hash));
+    hash = digest_of_bits(tensor, stable_hash(text, hash));
   }
   return hash;
 }
@@ -259,9 +278,13 @@ std::vector<Run> share_of(const NamedTensors& alike, int rank, int ranks, uint64
   return runs;
 }
 
+JointSnapshot::JointSnapshot(SnapshotWriter& writer, int rank, int ranks)
+    : writer_(writer), rank_(rank), ranks_(ranks), made_by_(::getpid()) {}
+
 JointSnapshot::~JointSnapshot() { close(); }
 
 void JointSnapshot::close() noexcept {
+  if (::getpid() != made_by_) return;
   if (!is_started_ && is_chief() && !draft_.empty()) drop_draft(draft_);
   draft_.clear();
   lock_ = nullptr;
@@ -292,6 +315,7 @@ std::string JointSnapshot::look(const std::vector<std::string>& announced, Joint
     token_ = announced.front().substr(end + 1);
     if (!sees(draft_, token_file(draft_, token_))) return "";
     lock_ = std::make_shared<const UnforkedFile>(lock_file(draft_, name()));
+    if (lock_->get() < 0) return "";  // where it may not write
   }
   const bool has_lock = lock_ && ::flock(lock_->get(), LOCK_EX | LOCK_NB) == 0;
   return std::to_string(digest_of(content_.alike)) + (has_lock ? " 1 " : " 0 ") +

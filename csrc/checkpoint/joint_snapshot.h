@@ -2,6 +2,8 @@
 // (draft.h), which the chief, rank 0, makes whole.
 #pragma once
 
+#include <sys/types.h>
+
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
@@ -32,7 +34,7 @@ std::vector<Run> share_of(const NamedTensors& alike, int rank, int ranks, uint64
 class JointSnapshot {
  public:
   /// `writer`, which outlives this, has the folder as this rank sees it.
-  JointSnapshot(SnapshotWriter& writer, int rank, int ranks) : writer_(writer), rank_(rank), ranks_(ranks) {}
+  JointSnapshot(SnapshotWriter& writer, int rank, int ranks);
   /// As close().
   ~JointSnapshot();
   JointSnapshot(const JointSnapshot&) = delete;
@@ -47,8 +49,8 @@ class JointSnapshot {
   std::string look(const std::vector<std::string>& announced, JointContent content);
 
   /// Copies what this rank writes into the writer's memory. False, and nothing is begun any more, where a rank does not
-  /// see it, or has other tensors than the chief in `alike` (by names, layouts, and some of the values): then the chief
-  /// is to write all of it. Equal on all ranks.
+  /// see it or may not write there, or has other tensors than the chief in `alike`, by names, layouts or any of the
+  /// values: then the chief is to write all of it. Equal on all ranks.
   bool copy(const std::vector<std::string>& looked);
 
   /// Writes on the writer's thread, on the chief until the snapshot is there with `metadata`, which others' is not
@@ -66,6 +68,7 @@ class JointSnapshot {
   SnapshotWriter& writer_;
   const int rank_;
   const int ranks_;
+  const pid_t made_by_;
   JointContent content_;
   std::vector<Run> runs_;  // copies
   std::filesystem::path draft_;

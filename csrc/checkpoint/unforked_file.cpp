@@ -25,14 +25,16 @@ struct OpenFiles {
 };
 
 OpenFiles& open_files() {
-  static OpenFiles instance;
+  static auto& instance = *new OpenFiles;  // there as long as static objects that hold files
   static std::once_flag once;
   std::call_once(once, [] {
     ::pthread_atfork([] { instance.mutex.lock(); }, [] { instance.mutex.unlock(); },
                      [] {
                        const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
                        // The numbers stay taken: their owners close them.
-                       for (const int number : instance.numbers) ::dup3(nothing, number, O_CLOEXEC);
+                       for (const int number : instance.numbers) {
+                         if (nothing < 0 || ::dup3(nothing, number, O_CLOEXEC) < 0) ::close(number);
+                       }
                        ::close(nothing);
                        instance.numbers.clear();
                        instance.mutex.unlock();

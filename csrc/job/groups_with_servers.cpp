@@ -136,8 +136,9 @@ Groups groups_with_servers(const Cluster& cluster, const ServerOptions& server_o
   const bool steps_together = server_options.staleness == 0;
   const auto words = options + in_words(cluster, server_options);
   const int local = topology.local_replicas();
+  // Replicas wait for the one that hears the servers, which have the timeout to say what they wait for themselves.
   const auto make_here = [&] {
-    return local == 1 ? std::vector{comm::make_single()} : comm::make_local(local, timeout);
+    return local == 1 ? std::vector{comm::make_single()} : comm::make_local(local, 2 * timeout);
   };
   Groups groups;
   groups.gradients = make_here();

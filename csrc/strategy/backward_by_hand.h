@@ -35,8 +35,7 @@ class GradientAverage {
   at::Tensor buffer(int64_t numel, at::ScalarType dtype);
 
   Session& session_;
-  // Of fp32 and of fp64, where the group reduces fastest: room for the pieces under way. All models use them.
-  at::Tensor buffers_[2];
+  at::Tensor buffers_[2];  // of fp32 and of fp64, where the group reduces fastest; all models of the strategy use them
 };
 
 }  // namespace muster

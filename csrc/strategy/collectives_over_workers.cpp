@@ -119,8 +119,8 @@ Leaves gather_leaf(comm::Communicator& workers, const std::vector<Contribution>&
     const bool is_mine = worker == workers.rank();
     auto leaf = is_mine ? on_host(mine[own++].values[index])
                         : at::empty(leaves[index].sizes(), leaves[index].options().device(at::kCPU));
+    if (is_mine && leaf.is_alias_of(mine[own - 1].values[index])) leaf = leaf.clone();  // the caller may write it
     if (workers.size() > 1 && leaf.numel() > 0) {
-      if (is_mine) leaf = leaf.clone();
       workers.broadcast(as_real(leaf), worker).wait();
     }
     gathered.push_back(std::move(leaf));
@@ -157,7 +157,8 @@ bool are_subtrees(const Headers& headers, int num_workers) {
          std::all_of(counts.begin(), counts.end(), [&](size_t count) { return count == counts.front(); });
 }
 
-// A dtype of which a communicator's sums have the bits of sums along the tree by torch.
+// A dtype of which a communicator that adds along the tree gives the bits of torch's sums along it. (A process group
+// that the program has given adds in an order of its own, of gradients as well.)
 bool is_summed_alike(at::ScalarType dtype) {
   const auto real = c10::toRealValueType(dtype);
   return real == at::kFloat || real == at::kDouble || real == at::kInt || real == at::kLong;

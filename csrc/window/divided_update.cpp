@@ -31,9 +31,10 @@ void DividedUpdate::place_in_shared_memory(const Tail& tail) {
   for (const int p : sums.trainable()) trained.push_back(context_.registry.parameter(0, static_cast<size_t>(p)));
   if (!home_ || !home_->fits(trained)) {
     auto home = std::make_unique<ParameterHome>(trained, context_.groups.gradients);
+    const bool is_first = home_ == nullptr;
     if (home_) home_->leave();
     home_ = std::move(home);
-    return_freed_memory();  // where the parameters were
+    if (is_first) return_freed_memory();  // where the parameters were
     return;
   }
   home_->bring_back([&](size_t p) -> std::vector<Run> {

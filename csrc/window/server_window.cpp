@@ -45,6 +45,13 @@ struct Record {
   }
 };
 
+// As many bytes of UTF-8, or less: characters stay whole.
+std::string beginning_of(const std::string& text, size_t most) {
+  size_t end = std::min(text.size(), most);
+  while (end > 0 && end < text.size() && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
+  return text.substr(0, end);
+}
+
 }  // namespace
 
 ServerWindow::ServerWindow(const WindowContext& context, const ServerJob& job)
@@ -175,8 +182,10 @@ void ServerWindow::agree(ClosedWindow& closed) {
   const auto& tail = closed.tail;
   const auto& integers = buffers_.reduced_integers(0);
   Record mine;
+  const auto has_failed = [](const std::string& text) { return !text.empty(); };
+  const auto failed = static_cast<size_t>(std::ranges::count_if(closed.failures, has_failed));
   for (const auto& text : closed.failures) {
-    mine.failures.push_back(text.substr(0, server::kMaxText / closed.failures.size()));
+    mine.failures.push_back(beginning_of(text, server::kMaxText / std::max(failed, size_t{1})));
   }
   for (const auto& text : numbers_.metric_texts(0)) mine.metrics += text;
   if (static_cast<size_t>(integers.numel()) > kMaxIntegers || mine.metrics.size() > server::kMaxText) {

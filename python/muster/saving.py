@@ -74,12 +74,24 @@ class Saving:
         self._stepping = stepping
         self._collectives = collectives
         self._tables = SavedTables(core)
+        self._is_saving = False
         self.writing = Writing()
         """What ends with the strategy."""
 
     def save(self, folder: str | os.PathLike[str], keep: int | None, state: Mapping[str, Any]) -> None:
         """As `Strategy.save`."""
         self._check_callable("save")
+        if self._is_saving:
+            raise InvalidArgument(
+                "save() was called inside save(), by a signal handler, say; save after the step (strategy.stopping)"
+            )
+        self._is_saving = True
+        try:
+            self._save(folder, keep, state)
+        finally:
+            self._is_saving = False
+
+    def _save(self, folder: str | os.PathLike[str], keep: int | None, state: Mapping[str, Any]) -> None:
         if self._has_servers and self._core.rank != 0:
             return
 

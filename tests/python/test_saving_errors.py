@@ -346,3 +346,19 @@ def test_explain_says_that_a_checkpoint_is_being_written(tmp_path: Path, monkeyp
             line = checkpoints_line(strategy)
         assert re.fullmatch(rf"checkpoints: one of [\d.]+ kB is being written to '{tmp_path}' for \d+\.\d s", line)
         assert "was written" in finished(strategy)
+
+
+def test_a_save_within_a_save_is_refused(tmp_path: Path) -> None:
+    class Saves:
+        """Its state is asked for in the middle of a save, where a signal handler may run."""
+
+        def state_dict(self) -> dict[str, int]:
+            strategy.save(tmp_path / "inner")
+            return {}
+
+    with mirrored() as strategy:
+        job = Job(strategy)
+        with pytest.raises(muster.InvalidArgument, match=r"save\(\) was called inside save\(\)"):
+            strategy.save(tmp_path / "outer", saves=Saves())
+        strategy.save(tmp_path / "outer", schedule=job.schedule)
+    assert not (tmp_path / "inner").exists() and list((tmp_path / "outer").glob("snapshot-*"))

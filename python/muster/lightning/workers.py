@@ -27,7 +27,7 @@ _NAMES_OF_OPS = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max
 
 def check_has_one_replica(options: dict[str, Any], name: str) -> None:
     """Refuses `devices` in a worker's options, which the user gave as `name`."""
-    if "devices" in options:
+    if len(options.get("devices") or ()) > 1:
         raise InvalidArgument(
             f"{name} has 'devices', and Lightning's loops train one replica a worker; leave it out, and start more "
             "workers"
