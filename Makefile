@@ -27,7 +27,7 @@ test: package cuda $(STAMPS)/dev
 	$(TIMED) "mutants of kernels" $(BUILD)/muster_cuda_mutants "[mutants]"
 	$(TIMED) "mutants of kernels that race" tools/sanitized.sh thread $(BUILD)/muster_cuda_race_mutants "[mutants]"
 	@# Two at once, each with files of its own: most tests wait for other processes.
-	$(TIMED) "Python tests" $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(TIMED) "Python tests" $(PYTHON) -m pytest -n 2 --dist loadfile
 
 # Compiles and links the CUDA side where nvcc is found; nothing of it runs. A GPU is `make gpu-check`'s business.
 cuda: $(STAMPS)/dev

@@ -36,8 +36,8 @@ void check_writer(const std::string& writer) {
 void check_there(const fs::path& draft) {
   if (fs::is_directory(draft)) return;
   throw CheckpointError("the folder '" + draft.string() +
-                        "' of a snapshot that was being written is gone: another process writes to '" +
-                        draft.parent_path().string() + "', or somebody removed it");
+                        "' of a snapshot that was being written is gone: who began it gave it up, as its log says, " +
+                        "another process writes to '" + draft.parent_path().string() + "', or somebody removed it");
 }
 
 // Tensors of all parts by name; the pieces' shards are the whole's.

@@ -123,28 +123,33 @@ bool sees(const fs::path& draft, const fs::path& file) {
   return fs::exists(file, error);
 }
 
-// Bytes that a rank has written so far.
-uint64_t bytes_in(const fs::path& draft, const std::string& writer) {
-  uint64_t bytes = 0;
+// Calls `act` with each file of tensors that a rank has in a draft.
+template <class Act>
+void for_files_of(const fs::path& draft, const std::string& writer, const Act& act) {
   std::error_code error;
   for (auto entry = fs::directory_iterator(draft, error); !error && entry != fs::directory_iterator();
        entry.increment(error)) {
-    if (!entry->path().filename().string().starts_with(writer + "-")) continue;
-    std::error_code gone;
-    const auto size = fs::file_size(entry->path(), gone);
-    if (!gone) bytes += size;
+    if (entry->path().filename().string().starts_with(writer + "-")) act(entry->path());
   }
+}
+
+// Bytes that a rank has written so far.
+uint64_t bytes_in(const fs::path& draft, const std::string& writer) {
+  uint64_t bytes = 0;
+  for_files_of(draft, writer, [&](const fs::path& file) {
+    std::error_code gone;
+    const auto size = fs::file_size(file, gone);
+    if (!gone) bytes += size;
+  });
   return bytes;
 }
 
 // Room for the reason on a disk that is full.
 void remove_part(const fs::path& draft, const std::string& writer) noexcept {
-  std::error_code error;
-  for (auto entry = fs::directory_iterator(draft, error); !error && entry != fs::directory_iterator();
-       entry.increment(error)) {
+  for_files_of(draft, writer, [](const fs::path& file) {
     std::error_code ignored;
-    if (entry->path().filename().string().starts_with(writer + "-")) fs::remove(entry->path(), ignored);
-  }
+    fs::remove(file, ignored);
+  });
 }
 
 // A rank whose part the chief waits for.

@@ -43,13 +43,10 @@ void sign_snapshot(const fs::path& snapshot, const net::JobSecret& secret) {
     }
     shard.sum = std::move(sum);
   }
-  const auto text = manifest_of(manifest, secret);
   in_folder(snapshot, [&] {
     const auto partial = snapshot / kPartialManifest;
     fs::remove(partial);
-    FileWriter file(partial);
-    file.write(text.data(), text.size());
-    file.finish();
+    write_manifest(partial, manifest, {.secret = secret});
     fs::rename(partial, snapshot / kManifest);
     flush_folder(snapshot);
     return true;

@@ -1,6 +1,6 @@
 // A sealed memfd, mapped. Nothing of it is left once its processes are gone, and since it can neither shrink nor grow
-// and memory is reserved before use, no access to it can fail (but for what return_shared_pages() gave back, which is as
-// other memory of a process).
+// and memory is reserved before use, no access to it can fail (but for what return_shared_pages() gave back, which is
+// as other memory of a process).
 #pragma once
 
 #include <cstddef>

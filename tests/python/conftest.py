@@ -15,26 +15,6 @@ from filelock import FileLock
 from support.jobs import Launcher, WorkerPool, make_job
 from support.ranks import hear_interrupts
 
-_FIRST = (
-    "test_packaging",
-    "test_gpu_check",
-    "test_examples",
-    "test_cpp_equality",
-    "test_readme",
-    "test_benchmarks",
-    "test_launchers",
-    "test_bit_equality",
-    "test_clipping",
-    "test_differential",
-)
-"""Modules that take long, the longest first."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with modules that take long: of several processes, one would end alone with them."""
-    order = {name: place for place, name in enumerate(_FIRST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
-
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts() -> None:

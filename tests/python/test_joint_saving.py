@@ -4,10 +4,7 @@ and what goes wrong with a part is said where it went wrong, and on the chief.""
 from __future__ import annotations
 
 import os
-import resource
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from muster import _C
 from muster.checkpoint import comparing, reading
 from muster.writing import Writing
 from support.ranks import run_ranks
-from support.saving import Job
+from support.saving import Job, small_files
 
 WIDTH = 300
 """Of a layer whose weight, of 600 kB, several ranks write."""
@@ -122,19 +119,6 @@ def test_what_ranks_write_together_is_what_the_chief_writes_alone(
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
-@contextmanager
-def small_files() -> Iterator[None]:
-    """No file grows beyond 4 KB, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def said(act: Any) -> str:
     try:
         act()

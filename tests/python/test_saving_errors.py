@@ -6,13 +6,11 @@ import gc
 import multiprocessing
 import os
 import re
-import resource
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,20 +19,7 @@ import torch
 
 import muster
 from muster.writing import Writing
-from support.saving import NAMES, Job, mirrored, same
-
-
-@contextmanager
-def small_files() -> Iterator[None]:
-    """No file grows beyond 4 KB, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+from support.saving import NAMES, Job, mirrored, same, small_files
 
 
 @pytest.mark.parametrize("how", ["save", "load", "close"])

@@ -1,8 +1,11 @@
-"""A small job whose checkpoints tests write, damage and read."""
+"""A small job whose checkpoints tests write, damage and read, and a disk that is full."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +77,16 @@ def loaded(folder: Path) -> tuple[int, list[Tensor]]:
         job = Job(strategy)
         strategy.load(folder, schedule=job.schedule)
         return strategy.steps, job.values()
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """No file grows beyond 4 KB, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
