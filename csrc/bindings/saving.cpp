@@ -73,9 +73,10 @@ void bind_saving(py::module_& m) {
   py::class_<CutWriting>(m, "CutWriting")
       .def(py::init([](SnapshotWriter& writer, const std::shared_ptr<StrategyCore>& core) {
              const auto pass = core->session().enter();
-             return std::make_unique<CutWriting>(writer, core->sets());
+             return std::make_unique<CutWriting>(writer, *core);
            }),
            "writer"_a, "core"_a, py::call_guard<Interruptible>(), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def_property_readonly("is_begun", &CutWriting::is_begun)
       .def(
           "stand_in",
           [](CutWriting& cut, int parameter) -> std::optional<at::Tensor> {

@@ -6,6 +6,7 @@
 #include <optional>
 #include <set>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "core/log.h"
@@ -145,7 +146,13 @@ void write_part(const fs::path& draft, const std::string& writer, const NextRuns
 }
 
 void fail_part(const fs::path& draft, const std::string& writer, const std::string& reason) noexcept {
+  std::error_code error;
+  if (!fs::exists(draft, error)) return;  // nobody waits
   try {
+    for_files_of(draft, writer, [](const fs::path& file) {
+      std::error_code ignored;
+      fs::remove(file, ignored);
+    });
     const auto unfinished = draft / ("." + writer + ".failed");
     FileWriter file(unfinished);
     file.write(reason.data(), std::min<size_t>(reason.size(), kMaxReason));

@@ -14,6 +14,7 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <vector>
 
 #include "checkpoint/shard_writer.h"
@@ -38,7 +39,19 @@ using NextRuns = std::function<std::vector<Run>()>;
 void write_part(const std::filesystem::path& draft, const std::string& writer, const NextRuns& next,
                 const SnapshotOptions& options);
 
-/// Says instead why there will be no part of this writer. Never throws: where the disk refuses, nobody is told.
+/// Calls `act` with each file of a draft whose name begins with the writer's and a hyphen.
+template <class Act>
+void for_files_of(const std::filesystem::path& draft, const std::string& writer, const Act& act) {
+  std::error_code error;
+  for (auto entry = std::filesystem::directory_iterator(draft, error);
+       !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    if (entry->path().filename().string().starts_with(writer + "-")) act(entry->path());
+  }
+}
+
+/// Says instead why there will be no part of this writer, whose files it removes: a disk that is full has room then.
+/// Never throws: where the disk refuses all the same, nobody is told,
+/// as where the draft is gone.
 void fail_part(const std::filesystem::path& draft, const std::string& writer, const std::string& reason) noexcept;
 
 /// Whether a writer's part is there. Throws CheckpointError naming the writer, with its reason, where it has failed,

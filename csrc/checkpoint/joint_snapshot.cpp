@@ -1,6 +1,5 @@
 #include "checkpoint/joint_snapshot.h"
 
-#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,12 +25,10 @@ namespace muster::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
-using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
 constexpr int64_t kLeastCut = int64_t{1} << 18;  // bytes of a tensor that several ranks write
 constexpr int64_t kCutElements = 1024;           // cuts are at multiples of so many
-constexpr std::chrono::milliseconds kPoll{5};
 
 // Another one in each snapshot: what a rank still writes of an earlier one, or of a job that is dead, is no part of it.
 std::string random_token() {
@@ -44,8 +41,6 @@ std::string name_of(size_t rank, const std::string& token) { return "worker-" + 
 
 // What others look for.
 fs::path token_file(const fs::path& draft, const std::string& token) { return draft / (".token-" + token); }
-
-fs::path lock_file(const fs::path& draft, const std::string& writer) { return draft / (writer + ".lock"); }
 
 // What a rank has seen, in words.
 struct Looked {
@@ -107,92 +102,6 @@ void check_dtype(const std::string& name, const at::Tensor& tensor) {
   check_storable(name, at::empty({0}, tensor.scalar_type()));
 }
 
-// Names that a client of a file server remembers as absent are asked for anew.
-void refresh(const fs::path& folder) {
-  std::error_code error;
-  for (auto entry = fs::directory_iterator(folder, error); !error && entry != fs::directory_iterator();
-       entry.increment(error)) {
-  }
-}
-
-bool sees(const fs::path& draft, const fs::path& file) {
-  std::error_code error;
-  if (fs::exists(file, error)) return true;
-  refresh(draft.parent_path());
-  refresh(draft);
-  return fs::exists(file, error);
-}
-
-// Calls `act` with each file of tensors that a rank has in a draft.
-template <class Act>
-void for_files_of(const fs::path& draft, const std::string& writer, const Act& act) {
-  std::error_code error;
-  for (auto entry = fs::directory_iterator(draft, error); !error && entry != fs::directory_iterator();
-       entry.increment(error)) {
-    if (entry->path().filename().string().starts_with(writer + "-")) act(entry->path());
-  }
-}
-
-// Bytes that a rank has written so far.
-uint64_t bytes_in(const fs::path& draft, const std::string& writer) {
-  uint64_t bytes = 0;
-  for_files_of(draft, writer, [&](const fs::path& file) {
-    std::error_code gone;
-    const auto size = fs::file_size(file, gone);
-    if (!gone) bytes += size;
-  });
-  return bytes;
-}
-
-// Room for the reason on a disk that is full.
-void remove_part(const fs::path& draft, const std::string& writer) noexcept {
-  for_files_of(draft, writer, [](const fs::path& file) {
-    std::error_code ignored;
-    fs::remove(file, ignored);
-  });
-}
-
-// A rank whose part the chief waits for.
-struct Awaited {
-  std::string writer;
-  bool has_lock = false;
-  uint64_t bytes = 0;
-  Clock::time_point moved = Clock::now();
-
-  // Whether it has written its part. Throws CheckpointError where it will not.
-  bool is_done(const fs::path& draft, Milliseconds patience) {
-    if (has_part(draft, writer)) return true;
-    if (has_lock && is_unlocked(lock_file(draft, writer))) {
-      refresh(draft);
-      if (has_part(draft, writer)) return true;
-      throw CheckpointError(writer + " died before it had written its part");
-    }
-    const auto now = Clock::now();
-    if (const auto written = bytes_in(draft, writer); written != std::exchange(bytes, written)) moved = now;
-    if (now - moved < patience) return false;
-    throw CheckpointError(writer + " has written nothing of its part for " + std::to_string(patience.count() / 1000) +
-                          " s (the strategy's timeout); look at its log, and at its disk");
-  }
-};
-
-// Waits until every one of them has written its part or will not; the first failure, or null.
-std::exception_ptr await_parts(const fs::path& draft, std::vector<Awaited> awaited, Milliseconds patience) {
-  std::exception_ptr failure;
-  const auto is_settled = [&](Awaited& rank) {
-    try {
-      return rank.is_done(draft, patience);
-    } catch (...) {
-      if (!failure) failure = std::current_exception();
-      return true;
-    }
-  };
-  for (;;) {
-    std::erase_if(awaited, is_settled);
-    if (awaited.empty()) return failure;
-    std::this_thread::sleep_for(kPoll);
-  }
-}
-
 NextRuns one_by_one(const std::vector<Run>& runs) {
   return [&runs, next = size_t{0}]() mutable {
     return next == runs.size() ? std::vector<Run>() : std::vector<Run>{runs[next++]};
@@ -206,13 +115,12 @@ struct PartTask {
   std::string writer;
   std::vector<Run> runs;
   SnapshotOptions options;
-  std::shared_ptr<const UnforkedFile> lock;
+  std::shared_ptr<const PartLock> lock;
 
   void write() const {
     try {
       write_part(draft, writer, one_by_one(runs), options);
     } catch (const std::exception& error) {
-      remove_part(draft, writer);
       fail_part(draft, writer, error.what());
       throw;
     }
@@ -221,7 +129,7 @@ struct PartTask {
   // The chief's: returns the snapshot's folder.
   fs::path write_and_finish(const std::vector<bool>& has_lock, const Metadata& metadata, Milliseconds patience) const {
     std::vector<std::string> writers;
-    std::vector<Awaited> others;
+    std::vector<AwaitedPart> others;
     for (size_t rank = 0; rank < has_lock.size(); ++rank) {
       writers.push_back(name_of(rank, token));
       if (rank > 0) others.push_back({writers.back(), has_lock[rank]});
@@ -233,15 +141,10 @@ struct PartTask {
       failure = std::current_exception();
     }
     // Others' files stay until they are done with them, so that none of them hears of this failure as its own.
-    for (auto& other : others) other.moved = Clock::now();
     const auto theirs = await_parts(draft, std::move(others), patience);
     try {
       if (failure) std::rethrow_exception(failure);
       if (theirs) std::rethrow_exception(theirs);
-      in_folder(draft, [&] {
-        for (const auto& each : writers) fs::remove(lock_file(draft, each));
-        return true;
-      });
       return finish_draft(draft, writers, metadata, options);
     } catch (...) {
       drop_draft(draft);
@@ -319,10 +222,10 @@ std::string JointSnapshot::look(const std::vector<std::string>& announced, Joint
     draft_ = writer_.folder() / announced.front().substr(0, end);
     token_ = announced.front().substr(end + 1);
     if (!sees(draft_, token_file(draft_, token_))) return "";
-    lock_ = std::make_shared<const UnforkedFile>(lock_file(draft_, name()));
-    if (lock_->get() < 0) return "";  // where it may not write
+    lock_ = std::make_shared<const PartLock>(draft_, name());
+    if (!lock_->has_file()) return "";  // where it may not write
   }
-  const bool has_lock = lock_ && ::flock(lock_->get(), LOCK_EX | LOCK_NB) == 0;
+  const bool has_lock = lock_ && lock_->is_held();
   return std::to_string(digest_of(content_.alike)) + (has_lock ? " 1 " : " 0 ") +
          std::to_string(bytes_of(content_.chiefs));
 }
@@ -335,7 +238,7 @@ bool JointSnapshot::copy(const std::vector<std::string>& looked) {
     const Looked its(looked[rank]);
     is_joint = is_joint && its.digest == chief.digest;
     // Some file systems keep locks from other hosts.
-    has_lock_.push_back(is_chief() && its.has_lock && !is_unlocked(lock_file(draft_, name_of(rank, token_))));
+    has_lock_.push_back(is_chief() && its.has_lock && !is_unlocked(draft_, name_of(rank, token_)));
   }
   if (!is_joint) {
     close();

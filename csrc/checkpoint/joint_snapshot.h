@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/awaited_part.h"
 #include "checkpoint/draft.h"
 #include "checkpoint/snapshot_writer.h"
-#include "checkpoint/unforked_file.h"
 
 namespace muster::checkpoint {
 
@@ -74,7 +74,7 @@ class JointSnapshot {
   std::filesystem::path draft_;
   std::string token_;           // of this snapshot
   std::vector<bool> has_lock_;  // by rank: whether the chief sees the lock that it holds for as long as it lives
-  std::shared_ptr<const UnforkedFile> lock_;
+  std::shared_ptr<const PartLock> lock_;
   bool is_started_ = false;
 };
 

@@ -1,14 +1,13 @@
 #include "strategy/cut_writing.h"
 
 #include <chrono>
+#include <exception>
 #include <map>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "checkpoint/draft.h"
-#include "checkpoint/part_claim.h"
 #include "checkpoint/safetensors.h"
 #include "muster/error.h"
 
@@ -18,31 +17,29 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kChiefsPart = "chief";
-constexpr std::chrono::milliseconds kLook{5};  // between two looks at whether a server's part is there
-
 struct Parts {
   std::vector<checkpoint::Run> own;
   std::vector<std::string> writers;  // others
   std::map<std::string, std::string> names;
 };
 
-void await_server(const fs::path& draft, size_t server, const std::string& writer) {
+void await_servers(const fs::path& draft, const std::vector<std::string>& writers, std::chrono::milliseconds patience) {
+  std::vector<checkpoint::AwaitedPart> awaited;
+  for (const auto& writer : writers) awaited.push_back({writer, true});
   try {
-    while (!checkpoint::has_part_of_living(draft, writer)) std::this_thread::sleep_for(kLook);
+    if (const auto failure = checkpoint::await_parts(draft, awaited, patience)) std::rethrow_exception(failure);
   } catch (const CheckpointError& error) {
-    throw CheckpointError("parameter server " + std::to_string(server) + ": " + error.what() +
-                          "; the next save is tried anew");
+    throw CheckpointError(std::string("of the parameter servers, ") + error.what() + "; the next save is tried anew");
   }
 }
 
 fs::path write_draft(const fs::path& draft, Parts parts, const checkpoint::Metadata& metadata,
-                     const checkpoint::SnapshotOptions& options) {
+                     const checkpoint::SnapshotOptions& options, std::chrono::milliseconds patience) {
   try {
     const auto next = [&] { return std::exchange(parts.own, {}); };
-    checkpoint::write_part(draft, kChiefsPart, next, options);
-    for (size_t s = 0; s < parts.writers.size(); ++s) await_server(draft, s, parts.writers[s]);
-    parts.writers.emplace_back(kChiefsPart);
+    checkpoint::write_part(draft, server::kChiefsPart, next, options);
+    await_servers(draft, parts.writers, patience);
+    parts.writers.emplace_back(server::kChiefsPart);
     return checkpoint::finish_draft(draft, parts.writers, metadata, options, parts.names);
   } catch (...) {
     checkpoint::drop_draft(draft);
@@ -52,11 +49,15 @@ fs::path write_draft(const fs::path& draft, Parts parts, const checkpoint::Metad
 
 }  // namespace
 
-CutWriting::CutWriting(checkpoint::SnapshotWriter& writer, ParameterSets& sets) : writer_(writer), sets_(sets) {
+CutWriting::CutWriting(checkpoint::SnapshotWriter& writer, StrategyCore& core) : writer_(writer), core_(core) {
   writer_.claim();
   draft_ = checkpoint::begin_draft(writer_.folder());
   try {
-    cut_ = &sets_.servers().begin_cut(draft_);
+    lock_ = std::make_shared<const checkpoint::PartLock>(draft_, server::kChiefsPart);
+    cut_ = core_.sets().servers().begin_cut(draft_);
+    if (cut_->refusal().empty()) return;
+    cut_ = nullptr;
+    checkpoint::drop_draft(draft_);
   } catch (...) {
     checkpoint::drop_draft(draft_);
     throw;
@@ -64,7 +65,7 @@ CutWriting::CutWriting(checkpoint::SnapshotWriter& writer, ParameterSets& sets) 
 }
 
 at::Tensor CutWriting::stand_in(int parameter) {
-  auto tensor = sets_.stand_in(parameter);
+  auto tensor = core_.sets().stand_in(parameter);
   return tensor.defined() && given_.insert(parameter).second ? tensor : at::Tensor();
 }
 
@@ -84,15 +85,20 @@ void CutWriting::start(const checkpoint::Snapshot& snapshot) {
   parts.own = writer_.copied(own);
   for (const auto& run : parts.own) checkpoint::check_storable(run.name, run.elements);
   parts.writers = cut_->writers();
-  writer_.begin([this_draft = draft_, parts = std::move(parts), metadata = snapshot.metadata,
-                 options = writer_.options()] { return write_draft(this_draft, parts, metadata, options); });
+  const std::chrono::duration<double> timeout(core_.session().options().timeout);
+  writer_.begin([this_draft = draft_, its_lock = lock_, parts = std::move(parts), metadata = snapshot.metadata,
+                 options = writer_.options(),
+                 patience = std::chrono::duration_cast<std::chrono::milliseconds>(timeout)] {
+    return write_draft(this_draft, parts, metadata, options, patience);
+  });
   is_started_ = true;
 }
 
 void CutWriting::close() noexcept {
   if (std::exchange(cut_, nullptr) == nullptr) return;
-  sets_.servers().end_cut();
+  core_.sets().servers().end_cut();
   if (!is_started_) checkpoint::drop_draft(draft_);
+  lock_ = nullptr;
 }
 
 }  // namespace muster

@@ -60,6 +60,8 @@ class Saving {
   std::vector<std::string> told_by_all(const char* what, bool is_alone, const std::function<std::string()>& act);
 
   void save_alone(const std::filesystem::path& folder, const SavedState& state, const SaveOptions& options);
+  /// False where servers cannot write to the writer's folder.
+  bool save_with_servers(checkpoint::SnapshotWriter& writer, const SavedState& state);
   void save_with_others(const std::filesystem::path& folder, const SavedState& state, const SaveOptions& options);
   /// Collective where state is divided over workers, and `divided` is null or does not take all of it.
   Dict content(const SavedState& state, const at::Tensor& generators, DividedTensors* divided);

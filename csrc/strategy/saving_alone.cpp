@@ -38,17 +38,19 @@ void Saving::wait() const {
 
 void Saving::save_alone(const std::filesystem::path& folder, const SavedState& state, const SaveOptions& options) {
   auto& writer = writer_to(folder, options);
-  auto& sets = strategy_.core->sets();
-  if (!sets.has_servers()) {
-    auto tree = checkpoint::encode_tree(content(state, generators(), nullptr));
-    writer.write_copy({std::move(tree.tensors), metadata(std::move(tree.document))});
-    return;
-  }
-  CutWriting cut(writer, sets);
+  if (strategy_.core->sets().has_servers() && save_with_servers(writer, state)) return;
+  auto tree = checkpoint::encode_tree(content(state, generators(), nullptr));
+  writer.write_copy({std::move(tree.tensors), metadata(std::move(tree.document))});
+}
+
+bool Saving::save_with_servers(checkpoint::SnapshotWriter& writer, const SavedState& state) {
+  CutWriting cut(writer, *strategy_.core);
+  if (!cut.is_begun()) return false;
   auto whole = content(state, generators(), nullptr);
   put_stand_ins(whole, strategy_.modules, strategy_.core->session().registry(), cut);
   auto tree = checkpoint::encode_tree_in_place(whole);
   cut.start({std::move(tree.tensors), metadata(std::move(tree.document))});
+  return true;
 }
 
 }  // namespace muster

@@ -17,6 +17,11 @@ using server::Part;
 ServerCut::ServerCut(const server::Plan& plan, const server::WritePart& request,
                      const std::vector<server::WritesPart>& answers)
     : plan_(plan), request_(request) {
+  for (size_t s = 0; s < answers.size(); ++s) {
+    if (answers[s].refusal.empty()) continue;
+    refusal_ = "parameter server " + std::to_string(s) + ": " + answers[s].refusal;
+    return;
+  }
   std::map<uint32_t, uint8_t> states;
   for (const auto& answer : answers) {
     for (const auto& part : answer.parameters) {

@@ -21,8 +21,12 @@ namespace muster {
 class ServerCut {
  public:
   /// `answers`: to `request`, by server. Throws CheckpointError where they contradict each other: a parameter may be
-  /// stepped for the first time meanwhile, where steps are not made together.
+  /// stepped for the first time meanwhile, where steps are not made together. Where a server refuses there is
+  /// refusal() alone.
   ServerCut(const server::Plan& plan, const server::WritePart& request, const std::vector<server::WritesPart>& answers);
+
+  /// Why there will be no parts, naming a server; empty where there will.
+  const std::string& refusal() const noexcept { return refusal_; }
 
   /// Whose parts there will be.
   std::vector<std::string> writers() const;
@@ -54,6 +58,7 @@ class ServerCut {
 
   const server::Plan& plan_;
   const server::WritePart request_;
+  std::string refusal_;
   std::map<uint32_t, Known> parameters_;
   std::map<uint32_t, TableContents> tables_;
   std::map<const void*, Named> names_;  // by the stand-in's storage

@@ -270,7 +270,7 @@ void ServerExchange::finish(const server::Apply& apply, bool changes) {
   refresh();
 }
 
-const ServerCut& ServerExchange::begin_cut(const std::filesystem::path& draft) {
+std::shared_ptr<const ServerCut> ServerExchange::begin_cut(const std::filesystem::path& draft) {
   server::WritePart request{newest(), std::random_device()(), draft.string()};
   for (uint32_t p = 0; p < values_.size(); ++p) {
     if (!values_.is_row_major(p) || c10::multiply_integers(plan_.parameters[p].sizes) == 0) request.left.push_back(p);
@@ -279,8 +279,15 @@ const ServerCut& ServerExchange::begin_cut(const std::filesystem::path& draft) {
   for (uint32_t t = 0; t < rows_.size(); ++t) {
     if (!rows_.was_here(t)) request.tables.push_back(t);
   }
-  cut_ = std::make_unique<ServerCut>(plan_, request, client_.write_parts(request));
-  return *cut_;
+  auto cut = std::make_shared<const ServerCut>(plan_, request, client_.write_parts(request));
+  if (cut->refusal().empty()) {
+    cut_ = cut;
+  } else if (std::exchange(refusal_, cut->refusal()) != refusal_) {
+    log(LogLevel::warning, refusal_ +
+                               "; so the chief alone writes checkpoints, and fetches for that what servers hold: for "
+                               "these to write it, let them run as its user and see its folder at the same path");
+  }
+  return cut;
 }
 
 at::Tensor ServerExchange::stand_in(size_t parameter) const {

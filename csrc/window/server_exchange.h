@@ -108,8 +108,8 @@ class ServerExchange {
   /// Has servers write what they hold, as it is after the last step, into a checkpoint's draft, while steps go on;
   /// where workers step on their own, as it is when they come to it. Until end_cut() stand-ins come from fetch() and
   /// contents() for what they write: parameters in row-major order with their state, and tables whose weights had no
-  /// rows here. Returns once all have begun.
-  const ServerCut& begin_cut(const std::filesystem::path& draft);
+  /// rows here. Returns once all have begun, or one refuses; then there is no need of end_cut().
+  std::shared_ptr<const ServerCut> begin_cut(const std::filesystem::path& draft);
   void end_cut() noexcept { cut_.reset(); }
   /// What stands for a parameter's values, until end_cut(); undefined where servers do not write them.
   at::Tensor stand_in(size_t parameter) const;
@@ -139,9 +139,10 @@ class ServerExchange {
   const bool joins_;
   std::vector<Place> places_;    // by parameter
   std::vector<uint32_t> begun_;  // parameters of the plan whose state was there before the first step
-  std::unique_ptr<ServerCut> cut_;
-  FlatGroups groups_;   // of the last step
-  std::mutex in_step_;  // held by replicas that use the client in a step; none of them waits for another meanwhile
+  std::shared_ptr<const ServerCut> cut_;
+  std::string refusal_;  // of begin_cut(), that was logged last
+  FlatGroups groups_;    // of the last step
+  std::mutex in_step_;   // held by replicas that use the client in a step; none of them waits for another meanwhile
   server::ServerClient client_;
   ServerValues values_;
   RowsOnServers rows_;

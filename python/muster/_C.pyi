@@ -57,6 +57,8 @@ class JointSnapshot:
 
 class CutWriting:
     def __init__(self, writer: SnapshotWriter, core: StrategyCore) -> None: ...
+    @property
+    def is_begun(self) -> bool: ...
     def stand_in(self, parameter: int) -> torch.Tensor | None: ...
     def start(self, tensors: _Tensors, metadata: _Metadata) -> None: ...
     def close(self) -> None: ...
@@ -145,11 +147,7 @@ class _ReplicaScope:
 
 class _FlatLayout:
     def __init__(
-        self,
-        parameters: list[tuple[str, torch.Tensor]],
-        order: list[int],
-        bucket_bytes: int,
-        first_bucket_bytes: int,
+        self, parameters: list[tuple[str, torch.Tensor]], order: list[int], bucket_bytes: int, first_bucket_bytes: int
     ) -> None: ...
     @property
     def digest(self) -> int: ...
@@ -220,11 +218,7 @@ class ServerPart:
 
 class ModuleState:
     def __init__(
-        self,
-        modules: list[Any],
-        known: list[Any],
-        leaf_types: tuple[type, ...],
-        skipped: list[str],
+        self, modules: list[Any], known: list[Any], leaf_types: tuple[type, ...], skipped: list[str]
     ) -> None: ...
     def note(self) -> None: ...
     def changes(self) -> list[tuple[int, tuple[Any, ...], list[Any] | None, list[Any] | None, Any]]: ...

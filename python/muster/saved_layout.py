@@ -21,8 +21,10 @@ __all__ = [
     "compare_generators",
     "compare_module",
     "compare_names",
+    "compare_state",
     "compare_streams",
     "metadata_of",
+    "state_of_object",
     "with_all_parts",
 ]
 
@@ -268,3 +270,19 @@ def compare_streams(loader: Loader[Any], saved: Mapping[str, Any], what: str) ->
         loader.streams_in(saved)
     except InvalidArgument as error:
         raise LayoutMismatch(f"{what}: {error}") from error
+
+
+def state_of_object(kept: Mapping[str, Any]) -> Any:
+    """None where it is a value that no object gave. In C++ what an object gave is a dict like any other."""
+    value = kept.get("value")
+    return kept.get("object", value if isinstance(value, dict) else None)
+
+
+def compare_state(saved: Mapping[str, Any], asked: Iterable[str]) -> None:
+    """Raises LayoutMismatch where there is no state of an object that was given to load()."""
+    for name in asked:
+        if state_of_object(saved.get(name, {})) is None:
+            raise LayoutMismatch(
+                f"the checkpoint holds no state of an object {name}=; it has {', '.join(saved) or 'none'}: give load() "
+                "the names that save() was given"
+            )

@@ -20,7 +20,7 @@ from muster.prepared_optimizer import PreparedOptimizer
 from muster.replicated import Replicated
 from muster.sharded_embedding import ShardedEmbedding
 
-__all__ = ["SavedTables", "for_others", "with_dense_weights"]
+__all__ = ["SavedTables", "for_others", "leave_to_servers", "with_dense_weights"]
 
 _BLOCK = 1 << 20
 """Elements that are compared at once."""
@@ -252,3 +252,17 @@ def _make_dense(saved: dict[str, Any], table: Mapping[str, Any]) -> None:
     of = optimizers[table["optimizer"]]
     optimizers[table["optimizer"]] = {**of, "state": {**of["state"], table["parameter"]: values}}
     saved["optimizers"] = optimizers
+
+
+def leave_to_servers(
+    cut: _C.CutWriting,
+    core: _C.StrategyCore,
+    modules: Sequence[Replicated[Any]],
+    states: Sequence[dict[str, Any]],
+) -> None:
+    """Puts stand-ins in the place of what servers write of modules' `states`."""
+    for replicated, state in zip(modules, states, strict=True):
+        for name, parameter in replicated.module.named_parameters(remove_duplicate=False):
+            stand_in = cut.stand_in(core.find(parameter)) if name in state else None
+            if stand_in is not None:
+                state[name] = stand_in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,18 +19,19 @@ from muster.loader_host import LoaderHost
 from muster.options import StrategyOptions
 from muster.precision import LossScale, LossScaler
 from muster.preparing import Preparation
-from muster.replicated import Replicated
 from muster.saved_layout import (
     FORMAT,
     check_content,
     check_format,
     compare_generators,
     compare_module,
+    compare_state,
     compare_streams,
     metadata_of,
+    state_of_object,
     with_all_parts,
 )
-from muster.saved_tables import SavedTables, for_others
+from muster.saved_tables import SavedTables, for_others, leave_to_servers
 from muster.sharded_embedding import leaving_rows_out
 from muster.stepping import Stepping
 from muster.telling import together, told_by_all
@@ -109,17 +110,21 @@ class Saving:
 
         # Code of users comes before the first collective: where it raises on one rank, no other is left waiting.
         described, loaders, own = self._together("save", given, alone=self._has_servers)
-        if self._core.has_servers:
-            with self.writing.with_servers(Path(folder), keep, self._core) as cut:
-                content = {**self._content(self._random(), cut), "loaders": loaders, "state": described}
-                document, own_tensors = saved_tree.encode_in_place(content)
-                self.writing.write_rest(cut, own_tensors, self._metadata(document))
-        elif self.saves_alone:
-            content = {**self._content(self._random()), "loaders": loaders, "state": described}
-            document, tensors = saved_tree.encode(content)
+        content = {"loaders": loaders, "state": described}
+        if not self.saves_alone:
+            self._save_with_others(Path(folder), keep, content, own)
+        elif not (self._core.has_servers and self._save_with_servers(Path(folder), keep, content)):
+            document, tensors = saved_tree.encode({**self._content(self._random()), **content})
             self.writing.write(Path(folder), keep, tensors, self._metadata(document))
-        else:
-            self._save_with_others(Path(folder), keep, {"loaders": loaders, "state": described}, own)
+
+    def _save_with_servers(self, folder: Path, keep: int | None, given: Mapping[str, Any]) -> bool:
+        """False where servers cannot write to the folder."""
+        with self.writing.with_servers(folder, keep, self._core) as cut:
+            if cut is not None:
+                content = {**self._content(self._random(), cut), **given}
+                document, tensors = saved_tree.encode_in_place(content)
+                self.writing.write_rest(cut, tensors, self._metadata(document))
+            return cut is not None
 
     def _save_with_others(self, folder: Path, keep: int | None, given: dict[str, Any], own: str) -> None:
         """Collective. `given` is what user code gave, and `own` what other ranks are to know of this one's loaders."""
@@ -213,7 +218,7 @@ class Saving:
         def compared() -> dict[str, Any]:
             saved = checkpoint.content or with_all_parts(saved_tree.decode(checkpoint.document, checkpoint.tensors))
             try:
-                _compare_state(saved["state"], state)
+                compare_state(saved["state"], state)
                 if not joins:
                     saved["tables"] = self._tables.place(saved, self._preparation.modules)
                     self._compare(saved)
@@ -224,7 +229,7 @@ class Saving:
         def take() -> None:
             def take_objects() -> None:
                 for name, given in state.items():
-                    given.load_state_dict(_state_of_object(saved["state"][name]))
+                    given.load_state_dict(state_of_object(saved["state"][name]))
 
             if joins:  # it has the rest from the servers, later ones
                 take_objects()
@@ -331,7 +336,7 @@ class Saving:
         with leaving_rows_out():
             states = [replicated.state_dict() for replicated in modules]
             if cut is not None:
-                _leave_to_servers(cut, core, modules, states)
+                leave_to_servers(cut, core, modules, states)
             saved_optimizers = [saved_optimizer.state_of(core, optimizer) for optimizer in optimizers]
         tables = self._tables.state(modules, optimizers)
         return {
@@ -443,32 +448,3 @@ def _to_load(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pairs(ours: Sequence[_T], saved: Sequence[Any] | None) -> Iterator[tuple[_T, Any]]:
     return iter(()) if saved is None else zip(ours, saved, strict=True)
-
-
-def _state_of_object(kept: Mapping[str, Any]) -> Any:
-    """None where it is a value that no object gave. In C++ what an object gave is a dict like any other."""
-    value = kept.get("value")
-    return kept.get("object", value if isinstance(value, dict) else None)
-
-
-def _compare_state(saved: Mapping[str, Any], asked: Iterable[str]) -> None:
-    for name in asked:
-        if _state_of_object(saved.get(name, {})) is None:
-            raise LayoutMismatch(
-                f"the checkpoint holds no state of an object {name}=; it has {', '.join(saved) or 'none'}: give load() "
-                "the names that save() was given"
-            )
-
-
-def _leave_to_servers(
-    cut: _C.CutWriting,
-    core: _C.StrategyCore,
-    modules: Sequence[Replicated[Any]],
-    states: Sequence[dict[str, Any]],
-) -> None:
-    """Puts stand-ins in the place of what servers write of modules' `states`."""
-    for replicated, state in zip(modules, states, strict=True):
-        for name, parameter in replicated.module.named_parameters(remove_duplicate=False):
-            stand_in = cut.stand_in(core.find(parameter)) if name in state else None
-            if stand_in is not None:
-                state[name] = stand_in

@@ -93,14 +93,19 @@ class Writing:
         self._note_begun(size, metadata)
 
     @contextlib.contextmanager
-    def with_servers(self, folder: Path, keep: int | None, core: _C.StrategyCore) -> Iterator[_C.CutWriting]:
+    def with_servers(self, folder: Path, keep: int | None, core: _C.StrategyCore) -> Iterator[_C.CutWriting | None]:
         """Here parameter servers have begun to write their parts of a checkpoint, and stand-ins for these come from the
-        core. Raises as write(). What was not given to write_rest() at the end is given up."""
+        core; None where they cannot write to that folder. Raises as write(). What was not given to write_rest() at the
+        end is given up."""
         writer = self._writer_to(folder, keep)
-        with self._noted_failure():
-            cut = _C.CutWriting(writer, core)
         try:
-            yield cut
+            with self._noted_failure():
+                cut = _C.CutWriting(writer, core)
+        except CheckpointError:
+            self._let_go_of_gone()
+            raise
+        try:
+            yield cut if cut.is_begun else None
         finally:
             cut.close()
 

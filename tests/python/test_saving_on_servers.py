@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import muster
-from muster import checkpoint
+from muster import _C, checkpoint
+from support.commands import Processes, wait_until
 from support.ranks import run_ranks
 from support.servers import Servers, alone, on_servers
 
@@ -144,3 +153,129 @@ def _mirrored(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim
         job = Job(strategy, optimizer, rows_on_servers=False)
         strategy.load(folder)
         return job.values()
+
+
+# A server that a write beyond its limit of a file's size kills once it got SIGUSR1; it fails before.
+SERVE = """
+import signal
+import subprocess
+from muster.cli import app
+signal.signal(signal.SIGUSR1, lambda *_: signal.signal(signal.SIGXFSZ, signal.SIG_DFL))
+app()
+"""
+
+
+def _limit(server: int, size: int) -> None:
+    resource.prlimit(server, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def _ignores(process: int, number: int) -> bool:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    (mask,) = [line.split()[1] for line in lines if line.startswith("SigIgn")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def _save_in_two_tries(strategy: muster.Strategy, folder: Path) -> str | None:
+    """Why the save before was not written."""
+    try:
+        strategy.save(folder)
+    except muster.CheckpointError as error:
+        strategy.save(folder)
+        return str(error)
+    return None
+
+
+def test_a_server_that_cannot_write_or_dies_fails_the_save_alone(tmp_path: Path) -> None:
+    address, runs = _C._server.free_address(), tmp_path / "runs"
+    command = [sys.executable, "-c", SERVE, "serve", "--address", address, "--snapshots", tmp_path / "server"]
+    own = Servers(1)
+    with Processes(command) as first:
+        assert first.line() == address
+        server = first.process.pid
+        with on_servers([*own.addresses, address], seed=3, threads_per_replica=1, patience=20.0) as strategy:
+            job = Job(strategy).train(range(2))
+            _limit(server, 10_000)
+            strategy.save(runs)
+            job.train(range(2, 3))
+            with pytest.raises(
+                muster.CheckpointError, match=r"server-1-\d+ could not write its part: .*File too large"
+            ):
+                strategy.save(runs)
+            assert "could not be written: of the parameter servers, server-" in strategy.explain()
+            _limit(server, resource.RLIM_INFINITY)
+            strategy.save(runs)
+            job.train(range(3, 4))
+            strategy.save(runs)  # raises where the last one was not written
+            wait_until(lambda: "being written" not in strategy.explain(), "it is on the disk")
+
+            first.process.send_signal(signal.SIGUSR1)
+            wait_until(lambda: not _ignores(server, signal.SIGXFSZ), "the signal is heard")
+            resource.prlimit(server, resource.RLIMIT_CORE, (0, 0))
+            with ExitStack() as running:
+
+                def start_anew() -> str:
+                    assert first.process.wait(timeout=60) == -signal.SIGXFSZ
+                    return running.enter_context(Processes(command)).line()
+
+                with ThreadPoolExecutor() as threads:
+                    begun = threads.submit(start_anew)
+                    _limit(server, 10_000)
+                    strategy.save(runs)  # waits for the server where it died before it had answered all
+                    assert begun.result() == address
+                job.train(range(4, 5))
+                why_not = _save_in_two_tries(strategy, runs)
+                # But for a server that died before it had begun.
+                assert why_not is None or re.search(r"server-1-\d+ died before it had written its part", why_not)
+                expected = job.values()
+                job.train(range(5, 6))
+                strategy.close()
+    assert all(folder.name.startswith("snapshot-") for folder in runs.iterdir() if folder.is_dir())
+    assert_same(_mirrored(runs), expected)
+
+
+def test_servers_are_asked_one_after_the_other(tmp_path: Path) -> None:
+    """One that hears of a checkpoint late is no dead one."""
+    addresses = [_C._server.free_address() for _ in range(2)]
+    command = [sys.executable, "-m", "muster", "serve", "--address"]
+    with Processes([*command, addresses[0]]) as first, Processes([*command, addresses[1]]) as second:
+        assert [first.line(), second.line()] == addresses
+        late = second.process
+        with on_servers(addresses, seed=3, threads_per_replica=1) as strategy:
+            job = Job(strategy).train(range(2))
+            expected = job.values()
+            late.send_signal(signal.SIGSTOP)
+            with ThreadPoolExecutor() as threads:
+                threads.submit(lambda: (time.sleep(0.5), late.send_signal(signal.SIGCONT)))
+                strategy.save(tmp_path)
+            job.train(range(2, 3))
+    assert_same(_mirrored(tmp_path), expected)
+
+
+def _can_hide_folders() -> bool:
+    """Whether this user can give a process a view of folders of its own."""
+    return subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
+
+
+def test_the_chief_writes_alone_where_a_server_does_not_see_the_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not _can_hide_folders():
+        pytest.skip("needs the right to mount")
+    addresses, runs = [_C._server.free_address() for _ in range(2)], tmp_path / "runs"
+    runs.mkdir()
+    serve = [sys.executable, "-m", "muster", "serve", "--address"]
+    hides = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{runs}" && exec "$@"', "sh"]
+    with Processes([*serve, addresses[0]]) as first, Processes([*hides, *serve, addresses[1]]) as second:
+        assert [first.line(), second.line()] == addresses
+        with on_servers(addresses, seed=3, threads_per_replica=1) as strategy:
+            job = Job(strategy).train(range(2))
+            for steps in (range(2, 3), range(3, 4)):
+                expected = job.values()
+                strategy.save(runs)
+                job.train(steps)
+    assert [file.split("-")[0] for file in files_of(runs)] == ["manifest.json", "shard"]
+    (told,) = [record.message for record in caplog.records if "the chief alone writes" in record.message]
+    assert "parameter server 1: " in told
+    assert "is not seen there" in told
+    assert not list(runs.glob(".partial*"))
+    assert_same(_mirrored(runs), expected)

@@ -1,4 +1,7 @@
 // A server's part of a checkpoint that the chief saves.
+#include <cerrno>
+#include <filesystem>
+#include <system_error>
 #include <utility>
 
 #include "server/shard/server_core.h"
@@ -14,7 +17,8 @@ constexpr std::chrono::seconds kStepIsMade{10};  // for a step that is being mad
 
 void ServerCore::write_part(Session& session, const WritePart& request) {
   check_step(request.step);
-  check_draft(request.draft);
+  const auto refuse = [&](std::string why) { reply(session, WritesPart{.refusal = std::move(why)}); };
+  if (auto why = reason_not_to_write(request.draft); !why.empty()) return refuse(std::move(why));
   if (session.rank != kChief) throw InvalidArgument("the chief saves, and no other worker; save from rank 0");
   {
     const Lock lock(mutex_);
@@ -22,6 +26,12 @@ void ServerCore::write_part(Session& session, const WritePart& request) {
   }
   const std::lock_guard asking(parts_.asking());
   if (const auto answer = parts_.find(request.id)) return reply(session, *answer);
+  auto lock = std::make_unique<checkpoint::PartLock>(request.draft, writer_of_server(index_of_server(), request.id));
+  if (!lock->is_held()) {
+    return refuse("no file can be made and locked there in '" +
+                  std::filesystem::path(request.draft).parent_path().string() +
+                  "': " + std::error_code(errno, std::generic_category()).message());
+  }
   const auto shard = this->shard();
   std::vector<std::unique_ptr<Image>> images;
   if (shard->plan().is_synchronous()) {
@@ -36,7 +46,7 @@ void ServerCore::write_part(Session& session, const WritePart& request) {
   }
   auto part = std::make_unique<ShardPart>(shard, index_of_server(), request, std::move(images));
   const auto answer = part->answer();
-  parts_.begin(std::move(part));
+  parts_.begin(std::move(part), std::move(lock));
   reply(session, answer);
 }
 

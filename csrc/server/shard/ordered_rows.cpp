@@ -252,7 +252,7 @@ std::unique_ptr<OrderedRows> rows_of_cut(const Shard& shard, uint32_t table, con
 }
 
 void write_rows(const fs::path& path, OrderedRows& rows, int64_t at_once) {
-  const auto unfinished = path.parent_path() / ("." + path.filename().string());
+  const fs::path unfinished = path.string() + ".unfinished";
   checkpoint::FileWriter file(unfinished);
   std::vector<std::byte> records;
   for (auto block = rows.next(at_once); block.count() > 0; block = rows.next(at_once)) {

@@ -5,6 +5,7 @@
 
 #include <exception>
 #include <filesystem>
+#include <system_error>
 #include <utility>
 
 #include "checkpoint/draft.h"
@@ -13,18 +14,20 @@
 
 namespace muster::server {
 
-void check_draft(const std::string& draft) {
+std::string reason_not_to_write(const std::string& draft) {
   const std::filesystem::path path(draft);
-  const auto fail = [&](const std::string& why) {
-    throw InvalidArgument("'" + draft + "' " + why +
-                          ", so that this parameter server does not write a checkpoint's part there; run servers and "
-                          "workers as one user, on one host, and see the same folders");
-  };
-  if (draft.find('\0') != std::string::npos || !path.is_absolute()) fail("is no absolute path");
-  if (!path.filename().string().starts_with(checkpoint::kDraftPrefix)) fail("is no draft of a checkpoint");
+  const bool is_path = draft.find('\0') == std::string::npos && path.is_absolute();
+  if (!is_path || !path.filename().string().starts_with(checkpoint::kDraftPrefix)) {
+    throw InvalidArgument("'" + draft + "' is not the absolute path of a checkpoint's draft");
+  }
   struct stat status{};
-  if (::lstat(draft.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) fail("is no folder here");
-  if (status.st_uid != ::geteuid()) fail("is another user's folder");
+  const std::string folder = "the folder '" + path.parent_path().string() + "' ";
+  if (!checkpoint::sees(path, path) || ::lstat(draft.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) {
+    return folder + "of the checkpoint is not seen there";
+  }
+  if (status.st_uid != ::geteuid()) return folder + "is of another user than the server";
+  if (checkpoint::is_unlocked(path, kChiefsPart)) return "locks (flock) of " + folder + "are not seen there";
+  return "";
 }
 
 std::optional<WritesPart> PartWriter::find(uint64_t id) {
@@ -33,7 +36,7 @@ std::optional<WritesPart> PartWriter::find(uint64_t id) {
   gives_up_ = true;
   if (part_) {
     const auto unwritten = std::exchange(part_, nullptr);
-    const auto claim = std::exchange(claim_, nullptr);
+    const auto its_lock = std::exchange(lock_, nullptr);
     lock.unlock();  // images end under locks of their own
   } else {
     changed_.wait(lock, [&] { return !is_writing_; });
@@ -41,8 +44,7 @@ std::optional<WritesPart> PartWriter::find(uint64_t id) {
   return std::nullopt;
 }
 
-void PartWriter::begin(std::unique_ptr<ShardPart> part) {
-  auto claim = std::make_unique<checkpoint::PartClaim>(part->draft(), part->writer());
+void PartWriter::begin(std::unique_ptr<ShardPart> part, std::unique_ptr<checkpoint::PartLock> its_lock) {
   const Lock lock(mutex_);
   if (is_writing_ || part_ || stops_) {
     throw CheckpointError("this parameter server writes another checkpoint's part, or ends; save again");
@@ -50,7 +52,7 @@ void PartWriter::begin(std::unique_ptr<ShardPart> part) {
   id_ = part->id();
   answer_ = part->answer();
   part_ = std::move(part);
-  claim_ = std::move(claim);
+  lock_ = std::move(its_lock);
   gives_up_ = false;
   changed_.notify_all();
 }
@@ -68,22 +70,25 @@ void PartWriter::check() const {
 
 void PartWriter::write() noexcept {
   std::unique_ptr<ShardPart> part;
-  std::unique_ptr<checkpoint::PartClaim> claim;
+  std::unique_ptr<checkpoint::PartLock> its_lock;
   {
     const Lock lock(mutex_);
     part = std::exchange(part_, nullptr);
-    claim = std::exchange(claim_, nullptr);
+    its_lock = std::exchange(lock_, nullptr);
     if (!part) return;
     is_writing_ = true;
   }
   try {
     part->write([this] { check(); });
   } catch (const std::exception& error) {
-    log(LogLevel::warning, "the part of a checkpoint could not be written: " + std::string(error.what()));
+    std::error_code ignored;
+    const bool is_wanted = std::filesystem::exists(part->draft(), ignored);
+    log(is_wanted ? LogLevel::warning : LogLevel::info,
+        "the part of a checkpoint could not be written: " + std::string(error.what()));
     checkpoint::fail_part(part->draft(), part->writer(), error.what());
   }
   part = nullptr;
-  claim = nullptr;
+  its_lock = nullptr;
   const Lock lock(mutex_);
   is_writing_ = false;
   changed_.notify_all();

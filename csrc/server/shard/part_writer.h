@@ -8,14 +8,15 @@
 #include <optional>
 #include <string>
 
-#include "checkpoint/part_claim.h"
+#include "checkpoint/awaited_part.h"
 #include "server/protocol/protocol.h"
 #include "server/shard/shard_part.h"
 
 namespace muster::server {
 
-/// Throws InvalidArgument unless `draft` is the absolute path of a draft's folder, of this process's user.
-void check_draft(const std::string& draft);
+/// Why this process cannot write to a draft: it does not see the folder, or the chief's lock there, or the folder is
+/// another user's; empty where it can. Throws InvalidArgument unless `draft` is an absolute path that can be a draft's.
+std::string reason_not_to_write(const std::string& draft);
 
 /// Thread-safe. One part is written at a time.
 class PartWriter {
@@ -25,8 +26,9 @@ class PartWriter {
   /// The answer where the last part is of the draft with that id; else gives that part up, where it is not written yet,
   /// and waits for that.
   std::optional<WritesPart> find(uint64_t id);
-  /// Has wait() hand a part out. Throws CheckpointError where its claim cannot be had, or another one came first.
-  void begin(std::unique_ptr<ShardPart> part);
+  /// Has wait() hand a part out; `its_lock` is held until it is written. Throws CheckpointError where another one came
+  /// first.
+  void begin(std::unique_ptr<ShardPart> part, std::unique_ptr<checkpoint::PartLock> its_lock);
 
   /// Waits until there is one to write; false once stopped.
   bool wait();
@@ -46,8 +48,8 @@ class PartWriter {
   // Guarded by mutex_:
   std::optional<uint64_t> id_;  // of the last part's draft
   WritesPart answer_;
-  std::unique_ptr<ShardPart> part_;  // that waits for write()
-  std::unique_ptr<checkpoint::PartClaim> claim_;
+  std::unique_ptr<ShardPart> part_;             // that waits for write()
+  std::unique_ptr<checkpoint::PartLock> lock_;  // of the part
   bool is_writing_ = false;
   bool gives_up_ = false;
   bool stops_ = false;

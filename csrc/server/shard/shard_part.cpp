@@ -10,8 +10,8 @@
 #include <thread>
 #include <utility>
 
+#include "checkpoint/awaited_part.h"
 #include "checkpoint/draft.h"
-#include "checkpoint/part_claim.h"
 #include "muster/error.h"
 #include "server/protocol/chunk_parts.h"
 #include "server/shard/held_chunk.h"
@@ -152,17 +152,20 @@ std::unique_ptr<OrderedRows> ShardPart::own_rows(uint32_t table) const {
 }
 
 fs::path ShardPart::file_of(uint32_t table, uint32_t server) const {
-  return draft_ / ("rows-" + std::to_string(table) + "-of-" + writer_of(server));
+  return draft_ / (writer_of(server) + "-rows-" + std::to_string(table));
 }
 
 void ShardPart::await_file(uint32_t table, uint32_t server, const std::function<void()>& check) const {
   for (;;) {
     check();
-    const bool lives = checkpoint::is_claimed(draft_, writer_of(server));
-    if (fs::exists(file_of(table, server))) return;
-    if (!lives) {
-      checkpoint::has_part_of_living(draft_, writer_of(server));  // says why not
-    }
+    const auto writer = writer_of(server);
+    // Whoever waits for the parts gives up a draft one of whose writers has not begun, died, or is stopped.
+    const bool is_awaited = !checkpoint::is_unlocked(draft_, kChiefsPart);
+    const bool is_left = checkpoint::is_unlocked(draft_, writer);
+    if (checkpoint::sees(draft_, file_of(table, server))) return;
+    checkpoint::has_part(draft_, writer);  // throws what it says
+    if (!is_awaited) throw CheckpointError("the chief ended before it had made the checkpoint");
+    if (is_left) throw CheckpointError(writer + " died before it had written its part");
     std::this_thread::sleep_for(kLook);
   }
 }

@@ -62,6 +62,15 @@ TEST_CASE("stand-ins have the dtypes and sizes of what they stand for, and are k
   CHECK_THROWS(cut.contents(1));
 }
 
+TEST_CASE("a server that refuses is named", "[window][saving]") {
+  const auto plan = plan_of_two();
+  const server::WritePart request{5, 7, "/draft", {}, {}, {0, 1}};
+  const server::WritesPart first{{{0, 3, 1}}, {{10, 4}, {1, 1}}};
+  const ServerCut cut(plan, request, {first, {.refusal = "the folder is not seen"}});
+  CHECK(cut.refusal() == "parameter server 1: the folder is not seen");
+  CHECK(ServerCut(plan, request, {first, first}).refusal().empty());
+}
+
 TEST_CASE("servers that contradict each other are refused", "[window][saving]") {
   const auto plan = plan_of_two();
   const server::WritePart request{5, 7, "/draft", {}, {}, {0, 1}};

@@ -13,10 +13,12 @@
 namespace muster::server {
 
 inline constexpr size_t kMaxPath = 4096;
+inline constexpr const char* kChiefsPart = "chief";  ///< how the chief is called as a writer of a draft
 
 /// The chief's: the server writes its part of what stands after `step`, while steps go on, or where steps are not made
 /// together of what it has when it comes to each chunk and stripe. Asked again of the draft whose part it writes, or
-/// has written, a server answers as before; a part of another draft is given up. The answer is WritesPart.
+/// has written, a server answers as before; a part of another draft is given up. The answer is WritesPart. Who asks
+/// holds the lock (checkpoint::PartLock) of writer `chief` for as long as it waits for parts.
 struct WritePart {
   static constexpr uint16_t kType = 40;
   uint64_t step = 0;
@@ -53,14 +55,18 @@ struct PartOfTable {
   bool operator==(const PartOfTable&) const = default;
 };
 
-/// The part is begun: what it is of will not change.
+/// The part is begun: what it is of will not change. Or it is not, and `refusal` says why the server cannot write
+/// there, as on another host that does not see the folder; the rest is empty then.
 struct WritesPart {
   static constexpr uint16_t kType = 41;
-  std::vector<PartOfParameter> parameters;  ///< of which the server has a piece; of several chunks where they differ
-  std::vector<PartOfTable> tables;          ///< all of the plan
+  std::vector<PartOfParameter> parameters =
+      {};                                ///< of which the server has a piece; of several chunks, where they differ
+  std::vector<PartOfTable> tables = {};  ///< all of the plan
+  std::string refusal = {};
 
   static constexpr auto kFields =
-      fields(bounded(&WritesPart::parameters, kMaxNumbers), bounded(&WritesPart::tables, kMaxTables));
+      fields(bounded(&WritesPart::parameters, kMaxNumbers), bounded(&WritesPart::tables, kMaxTables),
+             bounded(&WritesPart::refusal, kMaxPath));
 };
 
 }  // namespace muster::server

@@ -7,14 +7,16 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <exception>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "checkpoint/awaited_part.h"
 #include "checkpoint/draft.h"
-#include "checkpoint/part_claim.h"
 #include "checkpoint/snapshot.h"
 #include "cpp/catch.h"
 #include "muster/error.h"
@@ -73,11 +75,8 @@ void make_step(Worker& worker, uint64_t step) {
 }
 
 void await_part(const fs::path& draft, const std::string& writer) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  while (!checkpoint::has_part_of_living(draft, writer)) {
-    REQUIRE(std::chrono::steady_clock::now() < deadline);
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  const auto failure = checkpoint::await_parts(draft, {{writer, true}}, std::chrono::seconds(60));
+  if (failure) std::rethrow_exception(failure);
 }
 
 std::vector<std::string> writers_of(const Plan& plan, uint64_t id = 1) {
@@ -176,27 +175,33 @@ TEST_CASE("a server writes no part where it should not", "[server][saving]") {
   worker.join();
   const Folder folder;
   const auto draft = checkpoint::begin_draft(folder.path);
-  const auto ask = [&](const WritePart& request) { worker.client.write_parts(request); };
+  const auto ask = [&](const WritePart& request) { return worker.client.write_parts(request).front().refusal; };
   const auto with_draft = [&](const std::string& path) { return WritePart{0, 1, path, {}, {}, {}}; };
   CHECK_THROWS_AS(ask(with_draft("")), InvalidArgument);
   CHECK_THROWS_AS(ask(with_draft(".partial-snapshot-0000000001")), InvalidArgument);
   CHECK_THROWS_AS(ask(with_draft(folder.path.string())), InvalidArgument);
   CHECK_THROWS_AS(ask(with_draft(draft.string() + std::string("\0", 1))), InvalidArgument);
-  CHECK_THROWS_AS(ask(with_draft((folder.path / ".partial-snapshot-0000000002").string())), InvalidArgument);
+  CHECK_THAT(ask(with_draft((folder.path / ".partial-snapshot-0000000002").string())),
+             ContainsSubstring("is not seen there"));
   fs::create_directory_symlink(folder.path, folder.path / ".partial-snapshot-0000000003");
-  CHECK_THROWS_AS(ask(with_draft((folder.path / ".partial-snapshot-0000000003").string())), InvalidArgument);
+  CHECK_THAT(ask(with_draft((folder.path / ".partial-snapshot-0000000003").string())),
+             ContainsSubstring("is not seen there"));
   if (::geteuid() == 0) {
     const auto others = folder.path / ".partial-snapshot-0000000004";
     fs::create_directory(others);
     REQUIRE(::chown(others.c_str(), 1, 1) == 0);
-    CHECK_THROWS_WITH(ask(with_draft(others.string())), ContainsSubstring("is another user's folder"));
+    CHECK_THAT(ask(with_draft(others.string())), ContainsSubstring("is of another user than the server"));
   }
+  const auto unlocked = folder.path / ".partial-snapshot-0000000005";
+  fs::create_directory(unlocked);
+  std::ofstream(unlocked / "chief.lock").flush();  // as where a lock does not reach from host to host
+  CHECK_THAT(ask(with_draft(unlocked.string())), ContainsSubstring("locks (flock)"));
   for (const auto& numbers : {std::vector<uint32_t>{1, 0}, std::vector<uint32_t>{0, 0}, std::vector<uint32_t>{99}}) {
     CHECK_THROWS_AS(ask({0, 1, draft.string(), numbers, {}, {}}), InvalidArgument);
     CHECK_THROWS_AS(ask({0, 1, draft.string(), {}, numbers, {}}), InvalidArgument);
     CHECK_THROWS_AS(ask({0, 1, draft.string(), {}, {}, numbers}), InvalidArgument);
   }
-  for (const auto& entry : fs::directory_iterator(draft)) CHECK(entry.path().filename().string().front() == '.');
+  for (const auto& entry : fs::directory_iterator(draft)) CHECK(entry.path().extension() == ".lock");
   // What was refused holds nothing up.
   ask(with_draft(draft.string()));
   await_part(draft, "server-0-1");
@@ -215,7 +220,6 @@ TEST_CASE("a part of a draft that is gone is given up, and the next one written"
   worker.client.write_parts(request_of(1, first));
   checkpoint::drop_draft(first);
   const auto second = checkpoint::begin_draft(folder.path);
-  REQUIRE(second == first);
   make_step(worker, 2);
   // What is left of the first one does no harm.
   std::ofstream(second / "server-0-1.part.json") << "not this one's";
@@ -233,18 +237,30 @@ TEST_CASE("a server that could not write, or is gone, is named", "[server][savin
   make_step(worker, 1);
   const Folder folder;
   const auto draft = checkpoint::begin_draft(folder.path);
-  fs::create_directory(draft / "rows-0-of-server-1-1");  // which cannot become its file
+  fs::create_directory(draft / "server-1-1-rows-0.unfinished");  // where its file cannot be
   worker.client.write_parts(request_of(1, draft));
   CHECK_THROWS_WITH(await_part(draft, "server-1-1"), ContainsSubstring("server-1-1 could not write its part"));
   CHECK_THROWS_AS(await_part(draft, "server-0-1"), CheckpointError);  // it cannot do without
   checkpoint::drop_draft(draft);
   make_step(worker, 2);
+}
 
-  const auto other = checkpoint::begin_draft(folder.path);
-  {
-    const checkpoint::PartClaim claim(other, "server-0-1");
-  }
-  CHECK_THROWS_WITH(checkpoint::has_part_of_living(other, "server-0-1"), ContainsSubstring("server-0-1 ended before"));
-  const checkpoint::PartClaim held(other, "server-0-1");
-  CHECK_FALSE(checkpoint::has_part_of_living(other, "server-0-1"));
+TEST_CASE("a server waits for one that has not begun, as long as the chief waits", "[server][saving]") {
+  const auto plan = saved_plan(2, 0, RowPlacement::modulo);
+  Servers running(server_names(2));
+  Worker worker(config_of(running.names, 0, plan));
+  worker.join();
+  make_step(worker, 1);
+  const Folder folder;
+  const auto draft = checkpoint::begin_draft(folder.path);
+  auto lock = std::make_unique<const checkpoint::PartLock>(draft, kChiefsPart);
+  REQUIRE(lock->is_held());
+  fs::create_directory(draft / ".server-1-1.lock");  // where its lock is made
+  const auto answers = worker.client.write_parts(request_of(1, draft));
+  CHECK(answers[0].refusal.empty());
+  CHECK_THAT(answers[1].refusal, ContainsSubstring("no file can be made and locked there"));
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  CHECK_FALSE(checkpoint::has_part(draft, "server-0-1"));
+  lock = nullptr;
+  CHECK_THROWS_WITH(await_part(draft, "server-0-1"), ContainsSubstring("the chief ended"));
 }

@@ -1,0 +1,107 @@
+#include "checkpoint/awaited_part.h"
+
+#include <sys/file.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <numeric>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "checkpoint/draft.h"
+#include "muster/error.h"
+
+namespace muster::checkpoint {
+
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::milliseconds kPoll{5};
+
+fs::path lock_file(const fs::path& draft, const std::string& writer) { return draft / (writer + ".lock"); }
+
+// Names that a client of a file server remembers as absent are asked for anew.
+void refresh(const fs::path& folder) {
+  std::error_code error;
+  for (auto entry = fs::directory_iterator(folder, error); !error && entry != fs::directory_iterator();
+       entry.increment(error)) {
+  }
+}
+
+// What a writer's files of a draft have so far.
+uint64_t bytes_in(const fs::path& draft, const std::string& writer) {
+  uint64_t bytes = 0;
+  for_files_of(draft, writer, [&](const fs::path& file) {
+    std::error_code gone;
+    const auto size = fs::file_size(file, gone);
+    if (!gone) bytes += size;
+  });
+  return bytes;
+}
+
+// Throws CheckpointError where there will be none.
+bool is_written(const fs::path& draft, const AwaitedPart& part) {
+  if (has_part(draft, part.writer)) return true;
+  if (!part.has_lock || !is_unlocked(draft, part.writer)) return false;
+  refresh(draft);
+  if (has_part(draft, part.writer)) return true;
+  throw CheckpointError(part.writer + " died before it had written its part");
+}
+
+}  // namespace
+
+PartLock::PartLock(const fs::path& draft, const std::string& writer) : file_(draft / ('.' + writer + ".lock")) {
+  if (file_.get() < 0) return;
+  is_held_ = ::flock(file_.get(), LOCK_EX | LOCK_NB) == 0;
+  // Nobody sees it unlocked before.
+  has_file_ = std::rename((draft / ('.' + writer + ".lock")).c_str(), lock_file(draft, writer).c_str()) == 0;
+}
+
+bool is_unlocked(const fs::path& draft, const std::string& writer) noexcept {
+  return is_unlocked(lock_file(draft, writer));
+}
+
+bool sees(const fs::path& draft, const fs::path& file) {
+  std::error_code error;
+  if (fs::exists(file, error)) return true;
+  refresh(draft.parent_path());
+  refresh(draft);
+  return fs::exists(file, error);
+}
+
+std::exception_ptr await_parts(const fs::path& draft, std::vector<AwaitedPart> awaited,
+                               std::chrono::milliseconds patience) {
+  std::exception_ptr failure;
+  const auto is_settled = [&](const AwaitedPart& part) {
+    try {
+      return is_written(draft, part);
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+      return true;
+    }
+  };
+  uint64_t bytes = 0;
+  auto moved = Clock::now();
+  for (;;) {
+    if (std::erase_if(awaited, is_settled) > 0) moved = Clock::now();
+    if (awaited.empty()) return failure;
+    const auto add = [&](uint64_t sum, const AwaitedPart& part) { return sum + bytes_in(draft, part.writer); };
+    const auto now = Clock::now();
+    if (const auto written = std::accumulate(awaited.begin(), awaited.end(), uint64_t{0}, add);
+        written != std::exchange(bytes, written)) {
+      moved = now;
+    }
+    if (now - moved >= patience) {
+      if (failure) return failure;
+      return std::make_exception_ptr(CheckpointError(awaited.front().writer + " has written nothing of its part for " +
+                                                     std::to_string(patience.count() / 1000) +
+                                                     " s (the strategy's timeout); look at its log, and at its disk"));
+    }
+    std::this_thread::sleep_for(kPoll);
+  }
+}
+
+}  // namespace muster::checkpoint

@@ -1,0 +1,49 @@
+// The wait for parts of a draft (draft.h) that others write: who waits sees whether a writer still lives by its lock.
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "checkpoint/unforked_file.h"
+
+namespace muster::checkpoint {
+
+/// A lock (flock(2)) on a file of the draft, held by a writer until it has written its part, or has said why it will
+/// not. The system drops it with the process.
+class PartLock {
+ public:
+  /// Makes the writer's file, and locks it.
+  PartLock(const std::filesystem::path& draft, const std::string& writer);
+
+  /// Whether the file could be made; errno says why not.
+  bool has_file() const noexcept { return has_file_; }
+  /// Whether others see that this process lives; not on file systems without locks.
+  bool is_held() const noexcept { return has_file_ && is_held_; }
+
+ private:
+  UnforkedFile file_;
+  bool has_file_ = false;
+  bool is_held_ = false;
+};
+
+/// Whether a writer has a file of PartLock, and nobody holds the lock.
+bool is_unlocked(const std::filesystem::path& draft, const std::string& writer) noexcept;
+
+/// Whether a file of a draft is there, also for a client of a file server that remembers that it was not.
+bool sees(const std::filesystem::path& draft, const std::filesystem::path& file);
+
+/// A writer whose part is waited for.
+struct AwaitedPart {
+  std::string writer;
+  bool has_lock = false;  ///< PartLock::is_held() there, and seen here
+};
+
+/// Waits until every one of them has written its part or will not: because it says so, has died, or nothing came of any
+/// of them for `patience`. Returns the first CheckpointError, or null.
+std::exception_ptr await_parts(const std::filesystem::path& draft, std::vector<AwaitedPart> awaited,
+                               std::chrono::milliseconds patience);
+
+}  // namespace muster::checkpoint
