@@ -288,7 +288,7 @@ void bind_core_class(py::module_& m) {
       .def("awaits_servers", [](const StrategyCore& c, int set) { return c.sets().awaits_servers(set); })
       .def(
           "connect_servers",
-          [](StrategyCore& c, int set, const FlatOptimizer& flat, const std::vector<int>& parameters,
+          [](StrategyCore& c, int set, FlatOptimizer& flat, const std::vector<int>& parameters,
              const std::string& algorithm, const std::vector<std::vector<double>>& groups) {
             const auto pass = c.session().enter();
             c.sets().connect_servers(set, flat, parameters, flat_groups(algorithm, groups));

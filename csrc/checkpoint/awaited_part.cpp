@@ -64,6 +64,10 @@ bool is_unlocked(const fs::path& draft, const std::string& writer) noexcept {
   return is_unlocked(lock_file(draft, writer));
 }
 
+bool is_locked(const fs::path& draft, const std::string& writer) {
+  return sees(draft, lock_file(draft, writer)) && !is_unlocked(draft, writer);
+}
+
 bool sees(const fs::path& draft, const fs::path& file) {
   std::error_code error;
   if (fs::exists(file, error)) return true;

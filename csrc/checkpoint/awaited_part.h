@@ -31,6 +31,8 @@ class PartLock {
 
 /// Whether a writer has a file of PartLock, and nobody holds the lock.
 bool is_unlocked(const std::filesystem::path& draft, const std::string& writer) noexcept;
+/// Whether it has one, and somebody does.
+bool is_locked(const std::filesystem::path& draft, const std::string& writer);
 
 /// Whether a file of a draft is there, also for a client of a file server that remembers that it was not.
 bool sees(const std::filesystem::path& draft, const std::filesystem::path& file);

@@ -147,7 +147,8 @@ void write_part(const fs::path& draft, const std::string& writer, const NextRuns
 
 void fail_part(const fs::path& draft, const std::string& writer, const std::string& reason) noexcept {
   std::error_code error;
-  if (!fs::exists(draft, error)) return;  // nobody waits
+  if (!fs::exists(draft, error)) return;                        // nobody waits
+  if (fs::exists(part_manifest(draft, writer), error)) return;  // it is there: others may have seen that
   try {
     for_files_of(draft, writer, [](const fs::path& file) {
       std::error_code ignored;

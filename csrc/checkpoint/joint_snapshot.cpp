@@ -97,11 +97,6 @@ uint64_t digest_of(const NamedTensors& alike) {
   return hash;
 }
 
-// What can be stored once it is on the CPU.
-void check_dtype(const std::string& name, const at::Tensor& tensor) {
-  check_storable(name, at::empty({0}, tensor.scalar_type()));
-}
-
 NextRuns one_by_one(const std::vector<Run>& runs) {
   return [&runs, next = size_t{0}]() mutable {
     return next == runs.size() ? std::vector<Run>() : std::vector<Run>{runs[next++]};
@@ -213,9 +208,9 @@ std::string JointSnapshot::announce() {
 std::string JointSnapshot::look(const std::vector<std::string>& announced, JointContent content) {
   if (!is_chief()) content.chiefs.clear();
   for (const auto* const tensors : {&content.chiefs, &content.alike}) {
-    for (const auto& [name, tensor] : *tensors) check_dtype(name, tensor);
+    for (const auto& [name, tensor] : *tensors) check_copy_storable(name, tensor);
   }
-  for (const auto& run : content.divided) check_dtype(run.name, run.elements);
+  for (const auto& run : content.divided) check_copy_storable(run.name, run.elements);
   content_ = std::move(content);
   if (!is_chief()) {
     const auto end = announced.front().find('\n');

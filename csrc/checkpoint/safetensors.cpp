@@ -197,13 +197,22 @@ std::optional<NamedTensors> mapped(FileReader& file, const std::vector<Entry>& e
   return tensors;
 }
 
+[[noreturn]] void refuse_tensor(const std::string& name) {
+  throw InvalidArgument("a snapshot cannot hold '" + name +
+                        "': it stores strided tensors on the CPU, of real dtypes, under any name but __metadata__");
+}
+
 }  // namespace
 
 void check_storable(const std::string& name, const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.is_cpu() || tensor.layout() != at::kStrided || name == kMetadata ||
+  if (!tensor.defined() || !tensor.is_cpu()) refuse_tensor(name);
+  check_copy_storable(name, tensor);
+}
+
+void check_copy_storable(const std::string& name, const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_meta() || tensor.layout() != at::kStrided || name == kMetadata ||
       !name_of(tensor.scalar_type()) || tensor.dim() > static_cast<int64_t>(kMaxDimensions)) {
-    throw InvalidArgument("a snapshot cannot hold '" + name +
-                          "': it stores strided tensors on the CPU, of real dtypes, under any name but __metadata__");
+    refuse_tensor(name);
   }
 }
 

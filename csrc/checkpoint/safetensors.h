@@ -22,6 +22,8 @@ inline constexpr uint64_t kMaxHeaderBytes = 100'000'000;
 /// Throws InvalidArgument for a tensor that a file cannot hold: not on the CPU, not strided, of another dtype than
 /// bool, the integers, float8 (e4m3fn, e5m2), float16, bfloat16, float32 and float64, or named "__metadata__".
 void check_storable(const std::string& name, const at::Tensor& tensor);
+/// The same of a tensor on any device that has memory, of which a copy on the CPU is stored.
+void check_copy_storable(const std::string& name, const at::Tensor& tensor);
 
 /// The format's name of a dtype that check_storable lets pass: "F32".
 std::string dtype_name(at::ScalarType dtype);

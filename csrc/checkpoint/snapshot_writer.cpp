@@ -88,6 +88,7 @@ void SnapshotWriter::begin(std::function<std::filesystem::path()> write) {
 }
 
 bool SnapshotWriter::done() const {
+  if (::getpid() != made_by_) return true;
   const std::lock_guard lock(mutex_);
   return !running_;
 }

@@ -51,7 +51,8 @@ class SnapshotWriter {
   /// not empty, and what it throws is thrown as by write(). Throws CheckpointError where no thread can be made.
   void begin(std::function<std::filesystem::path()> write);
 
-  /// Whether everything that was begun is on the disk, or failed. Does not block. Thread-safe.
+  /// Whether everything that was begun is on the disk, or failed; true in a fork, where nobody writes. Does not block.
+  /// Thread-safe.
   bool done() const;
 
   /// The folder of the last snapshot that is on the disk; empty before the first. Thread-safe.

@@ -1,5 +1,7 @@
 #include "strategy/cut_writing.h"
 
+#include <unistd.h>
+
 #include <chrono>
 #include <exception>
 #include <map>
@@ -23,11 +25,15 @@ struct Parts {
   std::map<std::string, std::string> names;
 };
 
-void await_servers(const fs::path& draft, const std::vector<std::string>& writers, std::chrono::milliseconds patience) {
+// Throws `failure` first, where it is not null.
+void await_servers(const fs::path& draft, const std::vector<std::string>& writers, std::chrono::milliseconds patience,
+                   const std::exception_ptr& failure) {
   std::vector<checkpoint::AwaitedPart> awaited;
   for (const auto& writer : writers) awaited.push_back({writer, true});
+  const auto theirs = checkpoint::await_parts(draft, awaited, patience);
+  if (failure) std::rethrow_exception(failure);
   try {
-    if (const auto failure = checkpoint::await_parts(draft, awaited, patience)) std::rethrow_exception(failure);
+    if (theirs) std::rethrow_exception(theirs);
   } catch (const CheckpointError& error) {
     throw CheckpointError(std::string("of the parameter servers, ") + error.what() + "; the next save is tried anew");
   }
@@ -35,10 +41,16 @@ void await_servers(const fs::path& draft, const std::vector<std::string>& writer
 
 fs::path write_draft(const fs::path& draft, Parts parts, const checkpoint::Metadata& metadata,
                      const checkpoint::SnapshotOptions& options, std::chrono::milliseconds patience) {
+  std::exception_ptr failure;
   try {
     const auto next = [&] { return std::exchange(parts.own, {}); };
     checkpoint::write_part(draft, server::kChiefsPart, next, options);
-    await_servers(draft, parts.writers, patience);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  try {
+    // Also after a failure: a server that still writes would keep the draft from being removed.
+    await_servers(draft, parts.writers, patience, failure);
     parts.writers.emplace_back(server::kChiefsPart);
     return checkpoint::finish_draft(draft, parts.writers, metadata, options, parts.names);
   } catch (...) {
@@ -49,15 +61,20 @@ fs::path write_draft(const fs::path& draft, Parts parts, const checkpoint::Metad
 
 }  // namespace
 
-CutWriting::CutWriting(checkpoint::SnapshotWriter& writer, StrategyCore& core) : writer_(writer), core_(core) {
+CutWriting::CutWriting(checkpoint::SnapshotWriter& writer, StrategyCore& core)
+    : writer_(writer), core_(core), made_by_(::getpid()), pass_(core.session().enter()) {
   writer_.claim();
+  if (core_.sets().servers().has_refused(writer_.folder())) {
+    pass_.reset();
+    return;
+  }
   draft_ = checkpoint::begin_draft(writer_.folder());
   try {
     lock_ = std::make_shared<const checkpoint::PartLock>(draft_, server::kChiefsPart);
     cut_ = core_.sets().servers().begin_cut(draft_);
-    if (cut_->refusal().empty()) return;
-    cut_ = nullptr;
+    if (cut_) return;
     checkpoint::drop_draft(draft_);
+    pass_.reset();
   } catch (...) {
     checkpoint::drop_draft(draft_);
     throw;
@@ -79,11 +96,10 @@ void CutWriting::start(const checkpoint::Snapshot& snapshot) {
       }
       continue;
     }
-    if (tensor.is_meta()) checkpoint::check_storable(name, tensor);  // refuses it
+    checkpoint::check_copy_storable(name, tensor);
     own.push_back(checkpoint::Run::whole(name, tensor));
   }
   parts.own = writer_.copied(own);
-  for (const auto& run : parts.own) checkpoint::check_storable(run.name, run.elements);
   parts.writers = cut_->writers();
   const std::chrono::duration<double> timeout(core_.session().options().timeout);
   writer_.begin([this_draft = draft_, its_lock = lock_, parts = std::move(parts), metadata = snapshot.metadata,
@@ -95,10 +111,11 @@ void CutWriting::start(const checkpoint::Snapshot& snapshot) {
 }
 
 void CutWriting::close() noexcept {
-  if (std::exchange(cut_, nullptr) == nullptr) return;
+  if (::getpid() != made_by_ || std::exchange(cut_, nullptr) == nullptr) return;
   core_.sets().servers().end_cut();
   if (!is_started_) checkpoint::drop_draft(draft_);
   lock_ = nullptr;
+  pass_.reset();
 }
 
 }  // namespace muster

@@ -2,18 +2,22 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <sys/types.h>
 
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <set>
 
 #include "checkpoint/awaited_part.h"
 #include "checkpoint/snapshot_writer.h"
+#include "strategy/call_gate.h"
 #include "strategy/strategy_core.h"
 
 namespace muster {
 
-/// From the request to the servers on, until the writer's thread waits for their parts. Owned by the thread that steps.
+/// From the request to the servers on, until the writer's thread waits for their parts. Owned by the thread that steps,
+/// which is in a call of the strategy until close(): nobody else ends it meanwhile.
 class CutWriting {
  public:
   /// Waits for the writer's last snapshot, begins a draft in its folder, and has all servers begin their parts; both
@@ -37,12 +41,14 @@ class CutWriting {
   /// or from which nothing came for the strategy's `timeout`. Throws InvalidArgument for tensors that cannot be stored.
   void start(const checkpoint::Snapshot& snapshot);
 
-  /// Ends the stand-ins; what was not started is given up.
+  /// Ends the stand-ins; what was not started is given up. Idempotent.
   void close() noexcept;
 
  private:
   checkpoint::SnapshotWriter& writer_;
   StrategyCore& core_;
+  const pid_t made_by_;
+  std::optional<CallGate::Pass> pass_;
   std::filesystem::path draft_;
   std::shared_ptr<const checkpoint::PartLock> lock_;
   std::set<int> given_;  // parameters of stand_in()

@@ -78,7 +78,7 @@ bool ParameterSets::awaits_servers(int set) const {
   return of_set.server_window() != nullptr && of_set.servers() == nullptr;
 }
 
-void ParameterSets::connect_servers(int set, const FlatOptimizer& optimizer, const std::vector<int>& parameters,
+void ParameterSets::connect_servers(int set, FlatOptimizer& optimizer, const std::vector<int>& parameters,
                                     const FlatGroups& groups) {
   session_.check_callable();
   if (has_servers()) {

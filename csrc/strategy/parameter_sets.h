@@ -34,8 +34,7 @@ class ParameterSets {
   /// Whether the set's parameters live on servers that connect_servers() is to connect.
   bool awaits_servers(int set) const;
   /// See ParameterSet::connect_servers. Throws InvalidArgument for a second set: servers hold one.
-  void connect_servers(int set, const FlatOptimizer& optimizer, const std::vector<int>& parameters,
-                       const FlatGroups& groups);
+  void connect_servers(int set, FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
   /// Whether servers hold parameters and their state.
   bool has_servers() const noexcept { return served() != nullptr; }
   /// Throws InvalidArgument without has_servers().

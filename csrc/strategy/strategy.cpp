@@ -108,7 +108,10 @@ Strategy::State::State(std::shared_ptr<StrategyCore> strategy_core, std::string 
       sets(core),
       loaders(core, [this] { set_of({}); }),
       saving(*this) {
-  core->on_leaving([this] { leave_servers(); });
+  core->on_leaving([this] {
+    if (core->sets().has_servers()) saving.wait();  // servers that write may end with the job
+    leave_servers();
+  });
 }
 
 Strategy::State::~State() {
@@ -134,14 +137,12 @@ Strategy::Strategy(std::shared_ptr<StrategyCore> core, std::string name)
     : state_(std::make_shared<State>(std::move(core), std::move(name))) {}
 
 Strategy::~Strategy() {
-  state_->saving.wait();  // parameter servers may end with the job
   state_->core->close();
   state_->release();
   state_->saving.leave();
 }
 
 void Strategy::close() {
-  state_->saving.wait();  // parameter servers may end with the job
   state_->core->close();
   state_->release();
   state_->saving.end();

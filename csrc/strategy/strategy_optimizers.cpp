@@ -44,8 +44,8 @@ int Strategy::State::set_of(const StepOptions& options) {
   for (auto* optimizer : stepping) bind_flat(*optimizer);
   if (core->sets().awaits_servers(set) && sets.is_fused(set)) {
     auto& first = *stepping.front();
-    const auto& flat = **detail::flat_state_of(first);
-    detail::follow_state(**detail::flat_state_of(first), first);
+    auto& flat = **detail::flat_state_of(first);
+    detail::follow_state(flat, first);
     core->sets().connect_servers(set, flat.flat, flat.indices, detail::groups_of(first));
     serve(first);
     StepCall update;

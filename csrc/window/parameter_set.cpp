@@ -59,7 +59,7 @@ ParameterSet::ParameterSet(ParameterRegistry& registry, const Topology& topology
   }
 }
 
-void ParameterSet::connect_servers(const FlatOptimizer& optimizer, const std::vector<int>& parameters,
+void ParameterSet::connect_servers(FlatOptimizer& optimizer, const std::vector<int>& parameters,
                                    const FlatGroups& groups) {
   if (servers_ == nullptr) throw InvalidArgument("this strategy has no parameter servers; use ParameterServerStrategy");
   build_engines();

@@ -43,7 +43,7 @@ class ParameterSet {
   void set_ignored(bool ignored) noexcept { sums_.set_ignored(ignored); }
 
   /// See ServerWindow::connect, which comes before the first window. Throws InvalidArgument without servers.
-  void connect_servers(const FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
+  void connect_servers(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
   /// The exchange with the servers that hold the parameters; null unless connected to some.
   ServerExchange* servers() noexcept { return servers_ == nullptr ? nullptr : servers_->exchange(); }
   /// The window's end, where parameters live on servers, connected or not; else null.

@@ -36,6 +36,7 @@ class ServerCut {
   /// What stands for a part of a parameter that is not left (Part::steps: the count, 0-dim fp32); undefined where there
   /// is none.
   at::Tensor part(size_t parameter, server::Part part) const;
+  bool has_table(size_t table) const { return tables_.contains(static_cast<uint32_t>(table)); }
   /// What stands for the rows of a table that servers write, and their values and states.
   TableContents contents(size_t table) const;
 

@@ -100,7 +100,7 @@ ServerExchange::ServerExchange(const ServerJob& job, int rank, int workers, cons
     } else {
       const bool has_state = std::holds_alternative<std::vector<kernels::AdagradGroup>>(plan_.groups) &&
                              given.optimizer->state().entry(given.position[p]).started;
-      if (has_state) begun_.push_back(static_cast<uint32_t>(values_.size()));
+      if (has_state) saving_.begun.push_back(static_cast<uint32_t>(values_.size()));
       values_.add(given.tensors[p], given.position[p]);
     }
   }
@@ -273,32 +273,31 @@ void ServerExchange::finish(const server::Apply& apply, bool changes) {
 std::shared_ptr<const ServerCut> ServerExchange::begin_cut(const std::filesystem::path& draft) {
   server::WritePart request{newest(), std::random_device()(), draft.string()};
   for (uint32_t p = 0; p < values_.size(); ++p) {
-    if (!values_.is_row_major(p) || c10::multiply_integers(plan_.parameters[p].sizes) == 0) request.left.push_back(p);
+    const bool is_empty = c10::multiply_integers(plan_.parameters[p].sizes) == 0;
+    if (!values_.is_row_major(p) || is_empty || values_.was_written(p)) request.left.push_back(p);
   }
-  request.begun = begun_;
+  request.begun = saving_.begun;
   for (uint32_t t = 0; t < rows_.size(); ++t) {
-    if (!rows_.was_here(t)) request.tables.push_back(t);
+    if (!rows_.was_here(t) && !rows_.was_written(t)) request.tables.push_back(t);
   }
   auto cut = std::make_shared<const ServerCut>(plan_, request, client_.write_parts(request));
-  if (cut->refusal().empty()) {
-    cut_ = cut;
-  } else if (std::exchange(refusal_, cut->refusal()) != refusal_) {
-    log(LogLevel::warning, refusal_ +
-                               "; so the chief alone writes checkpoints, and fetches for that what servers hold: for "
-                               "these to write it, let them run as its user and see its folder at the same path");
-  }
-  return cut;
+  if (cut->refusal().empty()) return saving_.cut = std::move(cut);
+  saving_.refused = draft.parent_path();
+  log(LogLevel::warning, cut->refusal() +
+                             "; so the chief alone writes checkpoints there, and fetches for that what servers hold: "
+                             "for these to write it, let them run as its user and see its folder at the same path");
+  return nullptr;
 }
 
 at::Tensor ServerExchange::stand_in(size_t parameter) const {
   const auto [is_table, index] = places_[parameter];
-  return cut_ == nullptr || is_table ? at::Tensor() : cut_->part(index, Part::parameter);
+  return saving_.cut == nullptr || is_table ? at::Tensor() : saving_.cut->part(index, Part::parameter);
 }
 
 TableContents ServerExchange::contents(size_t parameter) {
   const at::NoGradGuard no_grad;
   const size_t table = places_[parameter].index;
-  if (cut_ && !rows_.was_here(table)) return cut_->contents(table);
+  if (saving_.cut && saving_.cut->has_table(table)) return saving_.cut->contents(table);
   return rows_.contents(places_[parameter].index);
 }
 
@@ -306,11 +305,11 @@ std::vector<std::vector<at::Tensor>> ServerExchange::fetch(std::span<const Part>
   const at::NoGradGuard no_grad;
   std::vector<std::vector<at::Tensor>> whole;
   std::vector<bool> wanted;
-  for (size_t p = 0; cut_ && p < values_.size(); ++p) wanted.push_back(cut_->is_left(p));
+  for (size_t p = 0; saving_.cut && p < values_.size(); ++p) wanted.push_back(saving_.cut->is_left(p));
   for (const auto part : parts) {
     auto& of_part = whole.emplace_back(values_.fetch(part, newest(), wanted));
     for (size_t p = 0; p < wanted.size(); ++p) {
-      if (!wanted[p]) of_part[p] = cut_->part(p, part);
+      if (!wanted[p]) of_part[p] = saving_.cut->part(p, part);
     }
   }
   std::vector<std::vector<at::Tensor>> found(parts.size(), std::vector<at::Tensor>(places_.size()));

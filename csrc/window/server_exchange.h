@@ -107,10 +107,12 @@ class ServerExchange {
 
   /// Has servers write what they hold, as it is after the last step, into a checkpoint's draft, while steps go on;
   /// where workers step on their own, as it is when they come to it. Until end_cut() stand-ins come from fetch() and
-  /// contents() for what they write: parameters in row-major order with their state, and tables whose weights had no
-  /// rows here. Returns once all have begun, or one refuses; then there is no need of end_cut().
+  /// contents() for what they write: parameters in row-major order that nobody else wrote since, with their state, and
+  /// tables whose weights had no rows here. Returns once all have begun; null where one refuses, as the log says.
   std::shared_ptr<const ServerCut> begin_cut(const std::filesystem::path& draft);
-  void end_cut() noexcept { cut_.reset(); }
+  /// Whether a server refused to write to this folder; it is not asked again.
+  bool has_refused(const std::filesystem::path& folder) const { return folder == saving_.refused; }
+  void end_cut() noexcept { saving_.cut.reset(); }
   /// What stands for a parameter's values, until end_cut(); undefined where servers do not write them.
   at::Tensor stand_in(size_t parameter) const;
 
@@ -137,12 +139,14 @@ class ServerExchange {
   const server::Plan plan_;
   const uint32_t rank_;
   const bool joins_;
-  std::vector<Place> places_;    // by parameter
-  std::vector<uint32_t> begun_;  // parameters of the plan whose state was there before the first step
-  std::shared_ptr<const ServerCut> cut_;
-  std::string refusal_;  // of begin_cut(), that was logged last
-  FlatGroups groups_;    // of the last step
-  std::mutex in_step_;   // held by replicas that use the client in a step; none of them waits for another meanwhile
+  std::vector<Place> places_;  // by parameter
+  struct {
+    std::vector<uint32_t> begun;  // parameters of the plan whose state was there before the first step
+    std::shared_ptr<const ServerCut> cut;
+    std::filesystem::path refused;  // the last folder that a server did not see
+  } saving_;
+  FlatGroups groups_;   // of the last step
+  std::mutex in_step_;  // held by replicas that use the client in a step; none of them waits for another meanwhile
   server::ServerClient client_;
   ServerValues values_;
   RowsOnServers rows_;

@@ -9,6 +9,7 @@
 
 #include "comm/peer_memory.h"
 #include "core/wait_hook.h"
+#include "embedding/row_source.h"
 #include "muster/error.h"
 #include "optimizer/gradient_norm.h"
 #include "server/protocol/plan.h"
@@ -60,12 +61,12 @@ ServerWindow::ServerWindow(const WindowContext& context, const ServerJob& job)
       numbers_(context.topology.devices.size(), context.options),
       buffers_(context.registry, context.topology.devices.size()) {}
 
-void ServerWindow::connect(const FlatOptimizer& optimizer, const std::vector<int>& parameters,
-                           const FlatGroups& groups) {
+void ServerWindow::connect(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups) {
   const auto& registry = context_.registry;
   ServerParameters given;
   given.optimizer = &optimizer;
   given.groups = groups;
+  std::vector<size_t> without_rows;  // here, by position
   for (const int index : context_.sums.trainable()) {
     const auto found = std::find(parameters.begin(), parameters.end(), index);
     const auto p = static_cast<size_t>(index);
@@ -79,6 +80,7 @@ void ServerWindow::connect(const FlatOptimizer& optimizer, const std::vector<int
     given.position.push_back(static_cast<size_t>(found - parameters.begin()));
     given.group_of.push_back(optimizer.group(given.position.back()));
     given.rows.push_back(registry.rows_of(p));
+    if (is_row_stub(given.tensors.back())) without_rows.push_back(given.position.back());
     const auto dtype = given.tensors.back().scalar_type();
     if (given.rows.back() != nullptr && dtype != at::kFloat) {
       throw InvalidArgument("embedding '" + registry.name(p) + "' has dtype " + c10::toString(dtype) +
@@ -87,6 +89,8 @@ void ServerWindow::connect(const FlatOptimizer& optimizer, const std::vector<int
   }
   exchange_ = std::make_unique<ServerExchange>(job_, context_.topology.rank, context_.topology.num_workers,
                                                context_.options, given);
+  // Rows have their state on servers alone: torch's Adagrad makes one for all of a weight when it is built.
+  for (const size_t position : without_rows) optimizer.state().reset(position);
   if (!context_.groups.joins() || !exchange_->is_synchronous()) return;
   joining_.begin();
   numbers_.note_unit();  // the others tell it

@@ -30,7 +30,7 @@ class ServerWindow : public Window {
 
   /// Connects, for `optimizer`, whose parameter i has registry index `parameters[i]`: from here on servers step. See
   /// ServerExchange. After GradientSums::build. Throws InvalidArgument if the optimizer lacks a parameter to train.
-  void connect(const FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
+  void connect(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
 
   /// Replica 0's thread, or autograd's in its backward. ServerExchange::take.
   void take(size_t parameter, const at::Tensor& sums);

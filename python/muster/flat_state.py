@@ -174,6 +174,7 @@ class FlatState:
             "parameter servers hold the optimizer's state from the first step on; state_dict() brings a copy, and "
             "load_state_dict() and edits come before the first step or after close()"
         )
+        self._watch = _C.DictWatch()  # the other one keeps what it has seen
 
     def step_from_grad(self) -> None:
         """Steps from `.grad`."""

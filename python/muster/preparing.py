@@ -64,8 +64,6 @@ class Preparation:
         self.optimizers: list[PreparedOptimizer] = []
         self._passes = passes
         self._loaders: list[Loader[Any]] = []
-        this = weakref.ref(self)
-        core.on_leaving(lambda: None if (preparation := this()) is None else preparation.leave())
 
     def prepare(self, objects: tuple[Any, ...]) -> Any:
         """As `Strategy.prepare`."""

@@ -254,6 +254,15 @@ def _make_dense(saved: dict[str, Any], table: Mapping[str, Any]) -> None:
     saved["optimizers"] = optimizers
 
 
+def _is_same_memory(value: object, parameter: Tensor) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.dtype == parameter.dtype
+        and (value.data_ptr(), value.shape, value.stride())
+        == (parameter.data_ptr(), parameter.shape, parameter.stride())
+    )
+
+
 def leave_to_servers(
     cut: _C.CutWriting,
     core: _C.StrategyCore,
@@ -263,6 +272,8 @@ def leave_to_servers(
     """Puts stand-ins in the place of what servers write of modules' `states`."""
     for replicated, state in zip(modules, states, strict=True):
         for name, parameter in replicated.module.named_parameters(remove_duplicate=False):
-            stand_in = cut.stand_in(core.find(parameter)) if name in state else None
+            # What a hook of the module's made of it is the chief's.
+            is_it = _is_same_memory(state.get(name), parameter)
+            stand_in = cut.stand_in(core.find(parameter)) if is_it else None
             if stand_in is not None:
                 state[name] = stand_in

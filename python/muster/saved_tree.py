@@ -21,8 +21,7 @@ _T = TypeVar("_T")
 
 
 def encode(value: object) -> tuple[str, dict[str, Tensor]]:
-    """The document of a value, and its tensors, on the CPU and not copied where they are there already, or without
-    values on the meta device, where they stand for others.
+    """The document of a value, and its tensors, on the CPU and not copied where they are there already.
 
     What JSON has no word for is an object of one member: ``{"tensor": name}``, ``{"tuple": [...]}``,
     ``{"dict": {...}}``, ``{"items": [[key, value], ...]}`` of a dict with integers among its keys, ``{"counter":

@@ -61,6 +61,7 @@ class Strategy:
         self._threads = ReplicaThreads(core)
         self._stepping = Stepping(core, options, host, self._preparation, self._passes, self._threads, by_hand)
         self._saving = Saving(core, options, host, self._preparation, self._stepping, self._collectives)
+        core.on_leaving(lambda: None if (strategy := this()) is None else strategy._leave())
         weakref.finalize(self, self._threads.end, os.getpid())
         weakref.finalize(self, self._saving.writing.end)
 
@@ -225,9 +226,10 @@ class Strategy:
         """Writes a checkpoint: everything prepared, where training is, and `state`: objects that have `state_dict` and
         `load_state_dict`, tensors, numbers, strings, and tuples, lists and dicts of them.
 
-        Collective, between steps; the chief writes, to its `folder`. (With parameter servers the chief acts alone, and
-        others need not call it.) Returns when everything is copied: a thread writes meanwhile, and the next save(),
-        load() and close() wait for it. A checkpoint is there whole or not at all. `keep`: how many of the newest stay
+        Collective, between steps; all ranks write together where they see the chief's `folder`, else the chief alone.
+        (With parameter servers the chief acts alone, and others need not call it; the servers write what they hold,
+        where they see the folder.) Returns when everything is copied: threads write meanwhile, and the next save(),
+        load() and close() wait for them. A checkpoint is there whole or not at all. `keep`: how many of the newest stay
         (None: all). A folder belongs to one job at a time. Raises CheckpointError where this checkpoint or the last
         could not be written, InvalidArgument for an open window and for `state` that cannot be stored; what one
         rank raises, a state_dict() of `state` included, is a CheckpointError on the others.
@@ -264,11 +266,16 @@ class Strategy:
         on. Inside a step function, a hook or a signal handler that came during a call it is InvalidArgument: stop()
         there.
         """
-        self._saving.writing.wait()  # parameter servers may end with the job
         self._core.close()
         self._threads.join()
         self._passes.end_workers()
         self._saving.writing.end()
+
+    def _leave(self) -> None:
+        """When it closes, before servers are left."""
+        if self._core.has_servers:
+            self._saving.writing.wait()  # servers that write may end with the job
+        self._preparation.leave()
 
     def _connect(self) -> None:
         self._stepping.connect_servers()

@@ -269,6 +269,7 @@ void write_rows(const fs::path& path, OrderedRows& rows, int64_t at_once) {
     }
     file.write(records.data(), records.size());
   }
+  file.finish();
   fs::rename(unfinished, path);
 }
 

@@ -26,7 +26,7 @@ std::string reason_not_to_write(const std::string& draft) {
     return folder + "of the checkpoint is not seen there";
   }
   if (status.st_uid != ::geteuid()) return folder + "is of another user than the server";
-  if (checkpoint::is_unlocked(path, kChiefsPart)) return "locks (flock) of " + folder + "are not seen there";
+  if (!checkpoint::is_locked(path, kChiefsPart)) return "locks (flock) in " + folder + "are not seen there";
   return "";
 }
 

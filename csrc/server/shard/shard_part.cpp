@@ -101,10 +101,12 @@ void ShardPart::describe_tables() {
     PartOfTable part;
     auto& rows_of = rows_of_.emplace_back();
     for (uint32_t s = 0; s < shard_->tables().num_stripes(t); ++s) {
-      const auto& facts = images_[next++]->facts;
+      const auto& facts = images_[next]->facts;
       rows_of.push_back(facts.rows);
       part.rows += facts.rows;
       part.steps = s == 0 ? facts.counted : std::min(part.steps, facts.counted);
+      if (!std::ranges::binary_search(request_.tables, t)) images_[next] = nullptr;  // and what it would keep
+      ++next;
     }
     answer_.tables.push_back(part);
   }
@@ -159,12 +161,12 @@ void ShardPart::await_file(uint32_t table, uint32_t server, const std::function<
   for (;;) {
     check();
     const auto writer = writer_of(server);
-    // Whoever waits for the parts gives up a draft one of whose writers has not begun, died, or is stopped.
-    const bool is_awaited = !checkpoint::is_unlocked(draft_, kChiefsPart);
+    // Whoever waits for the parts gives up a draft one of whose writers does not begin, dies, or is stopped.
+    const bool is_awaited = checkpoint::is_locked(draft_, kChiefsPart);
     const bool is_left = checkpoint::is_unlocked(draft_, writer);
     if (checkpoint::sees(draft_, file_of(table, server))) return;
     checkpoint::has_part(draft_, writer);  // throws what it says
-    if (!is_awaited) throw CheckpointError("the chief ended before it had made the checkpoint");
+    if (!is_awaited) throw CheckpointError("the chief gave the checkpoint up, or ended");
     if (is_left) throw CheckpointError(writer + " died before it had written its part");
     std::this_thread::sleep_for(kLook);
   }

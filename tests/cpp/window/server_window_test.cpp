@@ -84,6 +84,6 @@ TEST_CASE("rows of a dense parameter are refused, and the next window goes on", 
 
 TEST_CASE("one optimizer steps all parameters on servers", "[window]") {
   Hosted set(0);
-  const FlatOptimizer other({{"w", set.w, 0}}, descent());
+  FlatOptimizer other({{"w", set.w, 0}}, descent());
   CHECK_THROWS_AS(set.window.connect(other, {0}, descent()), InvalidArgument);
 }

@@ -138,8 +138,8 @@ TEST_CASE("every message has the bytes that it always had", "[server]") {
   CHECK(bytes_of(WritePart{1, 2, "/d", {3}, {4, 5}, {6}}) ==
         "01000000000000000200000000000000020000002f64010000000300000002000000040000000500000001000000"
         "06000000");
-  CHECK(bytes_of(WritesPart{{{1, 2, 0.5}}, {{3, 4}}}) ==
-        "010000000100000002000000000000e03f0100000003000000000000000400000000000000");
+  CHECK(bytes_of(WritesPart{{{1, 2, 0.5}}, {{3, 4}}, "no"}) ==
+        "010000000100000002000000000000e03f0100000003000000000000000400000000000000020000006e6f");
 }
 
 TEST_CASE("every list and text of a message has a bound", "[server]") {

@@ -79,6 +79,17 @@ void await_part(const fs::path& draft, const std::string& writer) {
   if (failure) std::rethrow_exception(failure);
 }
 
+// With the lock of the chief that waits for the parts.
+struct Draft {
+  explicit Draft(const fs::path& folder)
+      : path(checkpoint::begin_draft(folder)), lock(std::make_unique<checkpoint::PartLock>(path, kChiefsPart)) {
+    REQUIRE(lock->is_held());
+  }
+
+  const fs::path path;
+  std::unique_ptr<checkpoint::PartLock> lock;
+};
+
 std::vector<std::string> writers_of(const Plan& plan, uint64_t id = 1) {
   std::vector<std::string> writers;
   for (uint32_t s = 0; s < plan.servers; ++s) writers.push_back(writer_of_server(s, id));
@@ -121,7 +132,8 @@ TEST_CASE("servers write what stood after a step, whatever is stepped meanwhile"
   for (uint32_t t = 0; t < 3; ++t) tables.push_back(worker.client.rows().fetch(t, at_least));
 
   const Folder folder;
-  const auto draft = checkpoint::begin_draft(folder.path);
+  const Draft its_draft(folder.path);
+  const auto& draft = its_draft.path;
   const auto answers = worker.client.write_parts(request_of(at_least, draft));
   for (uint64_t step = 3; step < 6; ++step) make_step(worker, step);
   CHECK_FALSE(bit_equal(worker.parameters(plan.is_synchronous() ? 5 : 0), parameters));
@@ -143,7 +155,8 @@ TEST_CASE("servers write what stood after a step, whatever is stepped meanwhile"
   for (size_t t = 0; t < 3; ++t) check_rows(tensors, plan.tables[t], tables[t]);
   for (const auto& entry : fs::directory_iterator(saved)) CHECK(entry.path().filename().string().front() != '.');
   // Another one, while nothing of the first is left.
-  const auto next = checkpoint::begin_draft(folder.path);
+  const Draft its_next(folder.path);
+  const auto& next = its_next.path;
   worker.client.write_parts(request_of(plan.is_synchronous() ? 5 : 0, next, 2));
   for (const auto& writer : writers_of(plan, 2)) await_part(next, writer);
   checkpoint::finish_draft(next, writers_of(plan, 2), {}, {});
@@ -155,7 +168,8 @@ TEST_CASE("parameters that are left, and state of what was never stepped, are in
   Worker worker(config_of(running.names, 0, plan));
   worker.join();
   const Folder folder;
-  const auto draft = checkpoint::begin_draft(folder.path);
+  const Draft its_draft(folder.path);
+  const auto& draft = its_draft.path;
   const auto answer = worker.client.write_parts({0, 1, draft.string(), {0}, {1}, {}}).front();
   CHECK(std::ranges::all_of(answer.parameters, [](const PartOfParameter& part) {
     return part.steps == 0 && (part.states & 3) == 0;  // there is none before a step, though it would count
@@ -174,7 +188,8 @@ TEST_CASE("a server writes no part where it should not", "[server][saving]") {
   Worker worker(config_of(running.names, 0, plan));
   worker.join();
   const Folder folder;
-  const auto draft = checkpoint::begin_draft(folder.path);
+  const Draft its_draft(folder.path);
+  const auto& draft = its_draft.path;
   const auto ask = [&](const WritePart& request) { return worker.client.write_parts(request).front().refusal; };
   const auto with_draft = [&](const std::string& path) { return WritePart{0, 1, path, {}, {}, {}}; };
   CHECK_THROWS_AS(ask(with_draft("")), InvalidArgument);
@@ -216,10 +231,12 @@ TEST_CASE("a part of a draft that is gone is given up, and the next one written"
   worker.join();
   make_step(worker, 1);
   const Folder folder;
-  const auto first = checkpoint::begin_draft(folder.path);
+  const Draft its_first(folder.path);
+  const auto& first = its_first.path;
   worker.client.write_parts(request_of(1, first));
   checkpoint::drop_draft(first);
-  const auto second = checkpoint::begin_draft(folder.path);
+  const Draft its_second(folder.path);
+  const auto& second = its_second.path;
   make_step(worker, 2);
   // What is left of the first one does no harm.
   std::ofstream(second / "server-0-1.part.json") << "not this one's";
@@ -236,7 +253,8 @@ TEST_CASE("a server that could not write, or is gone, is named", "[server][savin
   worker.join();
   make_step(worker, 1);
   const Folder folder;
-  const auto draft = checkpoint::begin_draft(folder.path);
+  const Draft its_draft(folder.path);
+  const auto& draft = its_draft.path;
   fs::create_directory(draft / "server-1-1-rows-0.unfinished");  // where its file cannot be
   worker.client.write_parts(request_of(1, draft));
   CHECK_THROWS_WITH(await_part(draft, "server-1-1"), ContainsSubstring("server-1-1 could not write its part"));
@@ -252,15 +270,14 @@ TEST_CASE("a server waits for one that has not begun, as long as the chief waits
   worker.join();
   make_step(worker, 1);
   const Folder folder;
-  const auto draft = checkpoint::begin_draft(folder.path);
-  auto lock = std::make_unique<const checkpoint::PartLock>(draft, kChiefsPart);
-  REQUIRE(lock->is_held());
+  Draft begun(folder.path);
+  const auto& draft = begun.path;
   fs::create_directory(draft / ".server-1-1.lock");  // where its lock is made
   const auto answers = worker.client.write_parts(request_of(1, draft));
   CHECK(answers[0].refusal.empty());
   CHECK_THAT(answers[1].refusal, ContainsSubstring("no file can be made and locked there"));
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   CHECK_FALSE(checkpoint::has_part(draft, "server-0-1"));
-  lock = nullptr;
-  CHECK_THROWS_WITH(await_part(draft, "server-0-1"), ContainsSubstring("the chief ended"));
+  begun.lock = nullptr;
+  CHECK_THROWS_WITH(await_part(draft, "server-0-1"), ContainsSubstring("the chief gave the checkpoint up"));
 }
