@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from functools import partial
 from typing import Any
 
@@ -329,6 +331,22 @@ def test_state_that_servers_cannot_begin_with_is_refused() -> None:
     assert module.ids.weight.shape == (ROWS, DIM)
     with alone() as strategy, pytest.raises(muster.InvalidArgument, match=r"initial_accumulator_value=0\.5"):
         step(strategy, strategy.prepare(module, optimizer)[0])
+
+
+def test_dense_state_of_rows_goes_with_the_first_step() -> None:
+    """Which torch's Adagrad makes when it is built, as large as the table."""
+    module = Clicks(on_servers=True)
+    optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
+    made = weakref.ref(optimizer.state[module.ids.weight]["sum"])
+    with alone() as strategy:
+        model, optimizer = strategy.prepare(module, optimizer)
+        step(strategy, model)
+        gc.collect()
+        assert made() is None
+        names = [name for name, _ in module.named_parameters()]
+        state = optimizer.state_dict()["state"][names.index("ids.weight")]
+        assert state["sum"].shape == (ROWS, DIM)
+        assert (state["sum"] != 0).any()
 
 
 def test_rows_are_fp32() -> None:
