@@ -279,13 +279,15 @@ void RowTable::copy_cut(std::span<const int64_t> rows, std::span<float> values, 
   const auto width = static_cast<size_t>(state_width_);
   for (size_t i = 0; i < rows.size(); ++i) {
     const int64_t place = cut_ ? index_.find(rows[i]) : -1;
-    if (place < 0) throw InvalidArgument("row " + std::to_string(rows[i]) + " is in no cut; begin one, of its rows");
+    if (!cut_ || !cut_->has(place)) {
+      throw InvalidArgument("row " + std::to_string(rows[i]) + " is in no cut; begin one, of its rows");
+    }
     const Row row = at(place);
     const auto to = values.subspan(i * dim, dim);
     const auto state = states.subspan(i * width, width);
     copy(to, row.values);
     copy(state, row.state);
-    cut_->finish(rows[i], to, state);
+    cut_->finish(rows[i], place, to, state);
   }
 }
 
