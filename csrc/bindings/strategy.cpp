@@ -8,6 +8,7 @@
 #include "bindings/interruptible.h"
 #include "bindings/optimizer.h"
 #include "bindings/options.h"
+#include "bindings/thread_interrupt.h"
 #include "comm/text_exchange.h"
 #include "muster/batch.h"
 #include "muster/cluster.h"
@@ -376,11 +377,11 @@ void bind_core_class(py::module_& m) {
           py::call_guard<Interruptible>())
       .def(
           "broadcast",
-          [](StrategyCore& c, const Leaves& values, int source) {
+          [](StrategyCore& c, const Leaves& values, int source, bool to_others) {
             const auto pass = c.session().enter();
-            return broadcast_over_workers(c.session().workers(), values, source);
+            return (to_others ? send_over_workers : broadcast_over_workers)(c.session().workers(), values, source);
           },
-          py::call_guard<Interruptible>())
+          py::arg("values"), py::arg("source"), py::arg("to_others") = false, py::call_guard<Interruptible>())
       .def(
           "exchange_texts",
           [](StrategyCore& c, const std::string& text) {
@@ -433,12 +434,8 @@ void bind_strategy(py::module_& m) {
     core->session().failures().set_handlers(describe_error, capture_error);
     return ended_without_gil(std::move(core));
   });
-  m.def(
-      "interrupt_thread",
-      [](unsigned long identity, const py::object& exception) {
-        return PyThreadState_SetAsyncExc(identity, exception.is_none() ? nullptr : exception.ptr());
-      },
-      "Raises `exception` in the Python thread of this identity at its next bytecode; None withdraws one.");
+  m.def("interrupt_thread", &interrupt_thread,
+        "Raises `exception` in the Python thread of this identity at its next bytecode; None withdraws one.");
 }
 
 }  // namespace muster

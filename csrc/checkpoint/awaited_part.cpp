@@ -3,6 +3,7 @@
 #include <sys/file.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <numeric>
 #include <system_error>
@@ -51,13 +52,26 @@ bool is_written(const fs::path& draft, const AwaitedPart& part) {
   throw CheckpointError(part.writer + " died before it had written its part");
 }
 
+std::string silence_of(const std::vector<AwaitedPart>& awaited, std::chrono::milliseconds patience) {
+  std::string text = awaited.front().writer;
+  for (size_t i = 1; i < awaited.size(); ++i) text += " and " + awaited[i].writer;
+  const bool is_one = awaited.size() == 1;
+  text += is_one ? " has written nothing of its part for " : " have written nothing of their parts for ";
+  text += std::to_string(patience.count() / 1000) + " s (the strategy's timeout); look at ";
+  return text + (is_one ? "its log, and at its disk" : "their logs, and at their disks");
+}
+
 }  // namespace
 
 PartLock::PartLock(const fs::path& draft, const std::string& writer) : file_(draft / ('.' + writer + ".lock")) {
-  if (file_.get() < 0) return;
-  is_held_ = ::flock(file_.get(), LOCK_EX | LOCK_NB) == 0;
+  const auto check = [&](bool is_done) {
+    if (!is_done && !error_) error_ = {errno, std::generic_category()};
+    return is_done;
+  };
+  if (!check(file_.get() >= 0)) return;
+  is_held_ = check(::flock(file_.get(), LOCK_EX | LOCK_NB) == 0);
   // Nobody sees it unlocked before.
-  has_file_ = std::rename((draft / ('.' + writer + ".lock")).c_str(), lock_file(draft, writer).c_str()) == 0;
+  has_file_ = check(std::rename((draft / ('.' + writer + ".lock")).c_str(), lock_file(draft, writer).c_str()) == 0);
 }
 
 bool is_unlocked(const fs::path& draft, const std::string& writer) noexcept {
@@ -100,9 +114,7 @@ std::exception_ptr await_parts(const fs::path& draft, std::vector<AwaitedPart> a
     }
     if (now - moved >= patience) {
       if (failure) return failure;
-      return std::make_exception_ptr(CheckpointError(awaited.front().writer + " has written nothing of its part for " +
-                                                     std::to_string(patience.count() / 1000) +
-                                                     " s (the strategy's timeout); look at its log, and at its disk"));
+      return std::make_exception_ptr(CheckpointError(silence_of(awaited, patience)));
     }
     std::this_thread::sleep_for(kPoll);
   }

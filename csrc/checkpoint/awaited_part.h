@@ -5,6 +5,7 @@
 #include <exception>
 #include <filesystem>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "checkpoint/unforked_file.h"
@@ -18,8 +19,10 @@ class PartLock {
   /// Makes the writer's file, and locks it.
   PartLock(const std::filesystem::path& draft, const std::string& writer);
 
-  /// Whether the file could be made; errno says why not.
+  /// Whether the file could be made.
   bool has_file() const noexcept { return has_file_; }
+  /// Why it is not held.
+  const std::error_code& error() const noexcept { return error_; }
   /// Whether others see that this process lives; not on file systems without locks.
   bool is_held() const noexcept { return has_file_ && is_held_; }
 
@@ -27,6 +30,7 @@ class PartLock {
   UnforkedFile file_;
   bool has_file_ = false;
   bool is_held_ = false;
+  std::error_code error_;
 };
 
 /// Whether a writer has a file of PartLock, and nobody holds the lock.

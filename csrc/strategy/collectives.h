@@ -49,5 +49,7 @@ Leaves gather_over_workers(comm::Communicator& workers, const std::vector<Contri
 
 /// Outside a step; collective over workers. The leaves of worker `source`; the values of others are ignored.
 Leaves broadcast_over_workers(comm::Communicator& workers, const Leaves& mine, int source);
+/// The same; none at `source`, which takes no memory for them but for those that are not contiguous.
+Leaves send_over_workers(comm::Communicator& workers, const Leaves& mine, int source);
 
 }  // namespace muster

@@ -241,20 +241,35 @@ Leaves gather_over_workers(comm::Communicator& workers, const std::vector<Contri
   return beside(results, mine, workers);
 }
 
-Leaves broadcast_over_workers(comm::Communicator& workers, const Leaves& mine, int source) {
+namespace {
+
+Leaves leaves_of_source(comm::Communicator& workers, const Leaves& mine, int source, bool source_has_them) {
   if (source < 0 || source >= workers.size()) {
     throw InvalidArgument("source rank " + std::to_string(source) + " does not exist; there are " +
                           std::to_string(workers.size()));
   }
   const at::NoGradGuard no_grad;
   const auto headers = exchange_texts(workers, workers.rank() == source ? header_of(mine) : std::string());
-  Leaves results = workers.rank() == source ? mine : empty_like_header(headers[static_cast<size_t>(source)]);
-  for (size_t i = 0; i < results.size(); ++i) {
-    auto leaf = results[i].detach().clone(at::MemoryFormat::Contiguous);
+  const bool is_source = workers.rank() == source;
+  Leaves results;
+  for (const auto& each : is_source ? mine : empty_like_header(headers[static_cast<size_t>(source)])) {
+    const bool only_sends = is_source && source_has_them;
+    const auto leaf = only_sends ? each.detach().contiguous() : each.detach().clone(at::MemoryFormat::Contiguous);
     if (leaf.numel() > 0) workers.broadcast(as_real(leaf), source).wait();
-    results[i] = i < mine.size() ? leaf.to(mine[i].device()) : leaf;
+    if (only_sends) continue;
+    results.push_back(results.size() < mine.size() ? leaf.to(mine[results.size()].device()) : leaf);
   }
   return results;
+}
+
+}  // namespace
+
+Leaves broadcast_over_workers(comm::Communicator& workers, const Leaves& mine, int source) {
+  return leaves_of_source(workers, mine, source, /*source_has_them=*/false);
+}
+
+Leaves send_over_workers(comm::Communicator& workers, const Leaves& mine, int source) {
+  return leaves_of_source(workers, mine, source, /*source_has_them=*/true);
 }
 
 }  // namespace muster

@@ -118,7 +118,7 @@ std::optional<Saving::Found> Saving::broadcast(std::optional<Found> found) {
   text = exchange_texts(workers, text).front();
   if (text.empty()) return std::nullopt;
   const auto told = checkpoint::decode_tree({text, {}}, "what rank 0 sent").get<List>();
-  tensors = broadcast_over_workers(workers, tensors, 0);
+  tensors = send_over_workers(workers, tensors, 0);
   if (found) return found;
   Found sent{{told.at(0).get<std::string>(), {}}, told.at(2).get<std::string>()};
   const auto& all = told.at(1).get<List>();
@@ -193,6 +193,7 @@ void Saving::take(const Dict& saved) {
     core.stepper().go_on_after(integer(job, "steps"), static_cast<uint64_t>(integer(job, "calls")), seed);
   }
   if (const auto* const states = part_of(saved, "generators")) take_generators(states->get<at::Tensor>());
+  if (const auto* const states = part_of(saved, "random")) random_ = *states;
 }
 
 void Saving::take_loss_scale(const Dict& saved) {

@@ -173,7 +173,7 @@ void broadcast_optimizer(Optimizer& optimizer, const ParameterRegistry& registry
         "the chief's optimizer has state of a kind that cannot be sent to other workers; use SGD, "
         "Adagrad, Adam, AdamW or RMSprop of torch::optim, or prepare it before its first step");
   }
-  tensors = broadcast_over_workers(workers, tensors, 0);
+  tensors = send_over_workers(workers, tensors, 0);
   if (!is_chief) take_over(optimizer, kind, description, tensors);
 }
 

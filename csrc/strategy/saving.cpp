@@ -215,6 +215,7 @@ Dict Saving::content(const SavedState& state, const at::Tensor& generators, Divi
                {"generators", generators},
                {"state", std::move(named)}};
   if (!tables.empty()) content["tables"] = std::move(tables);
+  if (random_) content["random"] = *random_;
   return content;
 }
 

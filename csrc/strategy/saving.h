@@ -92,6 +92,7 @@ class Saving {
   std::unique_ptr<checkpoint::SnapshotWriter> writer_;
   std::pair<std::filesystem::path, std::optional<int>> made_with_;  // the folder and `keep` of the writer
   std::vector<detail::OtherOptions> other_options_;                 // by optimizer, as the last checkpoint had them
+  std::optional<SavedValue> random_;  // of the checkpoint that was loaded: generators of Python's, for the next one
 };
 
 }  // namespace muster

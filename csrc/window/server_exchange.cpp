@@ -282,7 +282,7 @@ std::shared_ptr<const ServerCut> ServerExchange::begin_cut(const std::filesystem
   }
   auto cut = std::make_shared<const ServerCut>(plan_, request, client_.write_parts(request));
   if (cut->refusal().empty()) return saving_.cut = std::move(cut);
-  saving_.refused = draft.parent_path();
+  saving_.refused.insert(draft.parent_path());
   log(LogLevel::warning, cut->refusal() +
                              "; so the chief alone writes checkpoints there, and fetches for that what servers hold: "
                              "for these to write it, let them run as its user and see its folder at the same path");

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -111,7 +112,9 @@ class ServerExchange {
   /// tables whose weights had no rows here. Returns once all have begun; null where one refuses, as the log says.
   std::shared_ptr<const ServerCut> begin_cut(const std::filesystem::path& draft);
   /// Whether a server refused to write to this folder; it is not asked again.
-  bool has_refused(const std::filesystem::path& folder) const { return folder == saving_.refused; }
+  bool has_refused(const std::filesystem::path& folder) const {
+    return saving_.refused.contains((folder / "draft").parent_path());
+  }
   void end_cut() noexcept { saving_.cut.reset(); }
   /// What stands for a parameter's values, until end_cut(); undefined where servers do not write them.
   at::Tensor stand_in(size_t parameter) const;
@@ -143,7 +146,7 @@ class ServerExchange {
   struct {
     std::vector<uint32_t> begun;  // parameters of the plan whose state was there before the first step
     std::shared_ptr<const ServerCut> cut;
-    std::filesystem::path refused;  // the last folder that a server did not see
+    std::set<std::filesystem::path> refused;  // folders that a server cannot write to
   } saving_;
   FlatGroups groups_;   // of the last step
   std::mutex in_step_;  // held by replicas that use the client in a step; none of them waits for another meanwhile

@@ -80,6 +80,14 @@ class Collectives:
         description = self._core.exchange_texts(description)[source]
         return structure.decode(description, self._core.broadcast(leaves, source))
 
+    def send(self, value: Any) -> Any:
+        """The chief's value, outside a step, on the others. None on the chief, which takes no memory for it."""
+        description, leaves = structure.encode(value, texts=True)
+        self._release_passes()
+        description = self._core.exchange_texts(description)[0]
+        sent = self._core.broadcast(leaves, 0, to_others=True)
+        return None if self._core.rank == 0 else structure.decode(description, sent)
+
     def barrier(self) -> None:
         """As `Strategy.barrier`."""
         if self.is_in_step:

@@ -60,6 +60,9 @@ class ReplicaThreads:
         """After the core was closed: waits until the threads have ended."""
         for thread in self.threads:
             thread.join()
+        if self._was_interrupted:
+            self._was_interrupted = False
+            self._raise_in_replicas(None)  # one that ended before it had heard of it
         self.threads = []
 
     def end(self, process: int) -> None:

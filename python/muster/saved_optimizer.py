@@ -12,14 +12,19 @@ from typing import Any
 
 from torch import Tensor
 
-from muster import _C
+from muster import _C, optim
 from muster.errors import LayoutMismatch
 from muster.prepared_optimizer import PreparedOptimizer
 from muster.saved_layout import compare_names
 
-__all__ = ["compare", "has_numbers", "state_of", "with_numbers"]
+__all__ = ["compare", "has_numbers", "has_own_form", "state_of", "with_numbers"]
 
 _DECOUPLED = "decoupled_weight_decay"  # what tells AdamW from Adam
+
+
+def has_own_form(prepared: PreparedOptimizer) -> bool:
+    """Whether its class makes something of its own of torch.optim's state_dict()."""
+    return type(prepared.optimizer).state_dict is not optim.AdamW.state_dict
 
 
 def state_of(core: _C.StrategyCore, prepared: PreparedOptimizer) -> dict[str, Any]:

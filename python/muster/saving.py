@@ -56,8 +56,8 @@ class _Found:
 
 class Saving:
     """The checkpoints of one strategy. Workers write together, each a part, where all of them see the chief's folder;
-    else the chief writes. It reads and tells the others. With parameter servers it writes without them, since those
-    that died may not come back. Owned by the thread that steps."""
+    else the chief writes. It reads and tells the others. With parameter servers it writes with these, and without the
+    other workers, since those that died may not come back. Owned by the thread that steps."""
 
     def __init__(
         self,
@@ -118,7 +118,9 @@ class Saving:
             self.writing.write(Path(folder), keep, tensors, self._metadata(document))
 
     def _save_with_servers(self, folder: Path, keep: int | None, given: Mapping[str, Any]) -> bool:
-        """False where servers cannot write to the folder."""
+        """False where servers cannot write to the folder, or an optimizer has a form of its own."""
+        if any(map(saved_optimizer.has_own_form, self._preparation.optimizers)):
+            return False
         with self.writing.with_servers(folder, keep, self._core) as cut:
             if cut is not None:
                 content = {**self._content(self._random(), cut), **given}
@@ -272,7 +274,7 @@ class Saving:
         if found is not None and found.content is not None:
             tables = found.content["tables"] or ()
             theirs = (for_others(found.tensors, tables, self._preparation.modules), found.document, found.name)
-        told: Any = self._collectives.broadcast(theirs, 0)
+        told: Any = self._collectives.send(theirs)
         return found if found is not None or told is None else _Found(*told)
 
     def _check_callable(self, what: str) -> None:
@@ -292,16 +294,13 @@ class Saving:
         parameter servers local, and False on the others."""
         self._check_callable(what)
         mine = self._together(what, act, alone=self._has_servers)
-        if self._has_servers:
-            return mine and self._core.rank == 0
-        return self.number_of_chief(int(mine)) == 1
+        return (mine and self._core.rank == 0) if self._has_servers else self.number_of_chief(int(mine)) == 1
 
     def number_of_chief(self, number: int) -> int:
         """The chief's `number`. Collective."""
         if self._core.num_workers == 1:
             return number
-        (told,) = self._core.broadcast([torch.tensor(number)], 0)
-        return int(told)
+        return int(self._core.broadcast([torch.tensor(number)], 0)[0])
 
     @property
     def saves_alone(self) -> bool:

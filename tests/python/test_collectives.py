@@ -120,6 +120,19 @@ def broadcasting(strategy: muster.Strategy, source: int) -> Any:
     return sent, list(in_replicas)
 
 
+def sending(strategy: muster.Strategy) -> Any:
+    value = {"name": "chief", "turned": torch.arange(6.0).view(2, 3).t()} if strategy.rank == 0 else None
+    sent = strategy._collectives.send(value)
+    assert strategy._collectives.send(None) is None
+    return None if sent is None else {"name": sent["name"], "turned": sent["turned"].tolist()}
+
+
+def test_what_the_chief_sends_comes_to_the_others(job: Launcher) -> None:
+    chiefs, *others = job(sending)
+    assert chiefs is None
+    assert all(sent == {"name": "chief", "turned": [[0, 3], [1, 4], [2, 5]]} for sent in others)
+
+
 @pytest.mark.parametrize("source", [0, 1])
 def test_broadcast_gives_every_rank_the_sources_value(job: Launcher, source: int) -> None:
     if source >= max(job.workers, 1):

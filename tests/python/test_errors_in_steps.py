@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -269,6 +271,40 @@ def test_ctrl_c_stops_a_step_within_a_second_and_the_strategy_stays_usable(repli
             for _ in range(3):
                 assert strategy.step(lambda x: model(x).mean(), x).stepped
         assert strategy.steps == 6
+
+
+TRACED = """
+import os, signal, sys, threading, time
+import torch, muster
+
+module = torch.nn.Linear(4, 1)
+with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def step(x):
+        while True:
+            time.sleep(0.01)
+
+    try:
+        strategy.step(step, torch.ones(8, 4))
+    except KeyboardInterrupt:
+        print("interrupted")
+    if sys.argv[1] == "goes on":
+        strategy.step(lambda x: model(x).mean(), torch.ones(8, 4))
+sys.setprofile(lambda *_: None)
+(lambda: None)()
+sys.setprofile(None)
+print("traced")
+"""
+
+
+@pytest.mark.parametrize("then", ["goes on", "ends"])
+def test_what_is_traced_after_an_interrupt_ends(then: str) -> None:
+    """CPython 3.11 stays in the first call as long as an exception is raised in a thread that does not come to it."""
+    command = [sys.executable, "-c", TRACED, then]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["interrupted", "traced"]
 
 
 def test_after_an_interrupt_the_strategy_waits_for_a_replica_that_hears_nothing() -> None:

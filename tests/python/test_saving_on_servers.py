@@ -214,6 +214,28 @@ def test_what_a_module_makes_of_its_values_is_saved(tmp_path: Path) -> None:
         assert all(map(torch.equal, other.parameters(), expected))
 
 
+class Halved(muster.optim.AdamW):
+    """Stores its averages as bf16."""
+
+    def state_dict(self) -> dict[str, Any]:
+        packed = super().state_dict()
+        for values in packed["state"].values():
+            values["exp_avg"] = values["exp_avg"].bfloat16()
+        return packed
+
+
+def test_an_optimizer_with_a_form_of_its_own_is_saved_as_it_says(tmp_path: Path) -> None:
+    module = nn.Linear(4, 3)
+    with alone() as strategy:
+        model, optimizer = strategy.prepare(module, Halved(module.parameters(), lr=0.1))
+        strategy.step(lambda x: model(x).sum(), torch.ones(2, 4))
+        strategy.save(tmp_path)
+        expected = optimizer.state_dict()["state"]
+    for number, values in checkpoint.optimizer_state(tmp_path)["state"].items():
+        assert values["exp_avg"].dtype == torch.bfloat16
+        assert_same(dict(values), expected[number])
+
+
 def test_a_save_during_which_another_thread_ends_the_strategy(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as threads:
         strategy = alone()

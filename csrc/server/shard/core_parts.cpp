@@ -1,6 +1,8 @@
 // A server's part of a checkpoint that the chief saves.
+#include <algorithm>
 #include <cerrno>
 #include <filesystem>
+#include <iterator>
 #include <system_error>
 #include <utility>
 
@@ -12,6 +14,12 @@ namespace muster::server {
 namespace {
 
 constexpr std::chrono::seconds kStepIsMade{10};  // for a step that is being made
+
+// What may be otherwise at the next save.
+bool passes(const std::error_code& error) {
+  constexpr int kPass[] = {EMFILE, ENFILE, ENOMEM, ENOSPC, EDQUOT, EIO, ESTALE, ENOENT};
+  return std::ranges::find(kPass, error.value()) != std::end(kPass);
+}
 
 }  // namespace
 
@@ -28,9 +36,10 @@ void ServerCore::write_part(Session& session, const WritePart& request) {
   if (const auto answer = parts_.find(request.id)) return reply(session, *answer);
   auto lock = std::make_unique<checkpoint::PartLock>(request.draft, writer_of_server(index_of_server(), request.id));
   if (!lock->is_held()) {
-    return refuse("no file can be made and locked there in '" +
-                  std::filesystem::path(request.draft).parent_path().string() +
-                  "': " + std::error_code(errno, std::generic_category()).message());
+    const auto folder = std::filesystem::path(request.draft).parent_path().string();
+    const auto why = "no file can be made and locked there in '" + folder + "': " + lock->error().message();
+    if (passes(lock->error())) throw CheckpointError(why + "; save again");
+    return refuse(why);
   }
   const auto shard = this->shard();
   std::vector<std::unique_ptr<Image>> images;

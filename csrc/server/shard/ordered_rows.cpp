@@ -251,7 +251,7 @@ std::unique_ptr<OrderedRows> rows_of_cut(const Shard& shard, uint32_t table, con
   return std::make_unique<RowsOfCut>(shard, table, rows_of);
 }
 
-void write_rows(const fs::path& path, OrderedRows& rows, int64_t at_once) {
+void write_rows(const fs::path& path, OrderedRows& rows, int64_t at_once, const std::function<void()>& check) {
   const fs::path unfinished = path.string() + ".unfinished";
   checkpoint::FileWriter file(unfinished);
   std::vector<std::byte> records;
@@ -268,6 +268,7 @@ void write_rows(const fs::path& path, OrderedRows& rows, int64_t at_once) {
       }
     }
     file.write(records.data(), records.size());
+    check();
   }
   file.finish();
   fs::rename(unfinished, path);

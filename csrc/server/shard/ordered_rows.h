@@ -47,7 +47,8 @@ std::unique_ptr<OrderedRows> rows_of_cut(const Shard& shard, uint32_t table, con
 
 /// Writes rows into a file that did not exist, as records: number, values, states. It is there once all are. Throws
 /// CheckpointError where the system refuses.
-void write_rows(const std::filesystem::path& path, OrderedRows& rows, int64_t at_once);
+void write_rows(const std::filesystem::path& path, OrderedRows& rows, int64_t at_once,
+                const std::function<void()>& check);
 
 /// A part of the rows of files that write_rows made, `files[i]` by server i: about as many for each of `files.size()`
 /// parts, in their order. Rows have `dim` values and `width` floats of state. Throws CheckpointError where the system

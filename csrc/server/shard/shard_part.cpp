@@ -25,7 +25,9 @@ namespace fs = std::filesystem;
 using checkpoint::Run;
 
 constexpr Part kStates[] = {Part::state0, Part::state1, Part::state2, Part::master};
-constexpr std::chrono::milliseconds kLook{5};  // between two looks at what others have written
+constexpr std::chrono::milliseconds kLook{5};      // between two looks at what others have written
+constexpr int kLooksAnew = 100;                    // after so many a file server is asked anew
+constexpr std::chrono::milliseconds kWanted{250};  // between two looks at whether the chief still waits
 
 void check_numbers(const std::vector<uint32_t>& numbers, size_t below) {
   const bool ascend = std::ranges::adjacent_find(numbers, std::greater_equal<>()) == numbers.end();
@@ -158,16 +160,17 @@ fs::path ShardPart::file_of(uint32_t table, uint32_t server) const {
 }
 
 void ShardPart::await_file(uint32_t table, uint32_t server, const std::function<void()>& check) const {
-  for (;;) {
+  const auto file = file_of(table, server);
+  const auto writer = writer_of(server);
+  for (int look = 0;; ++look) {
+    // Ends the wait for one that does not begin, dies, or is stopped: the chief gives the draft up then.
     check();
-    const auto writer = writer_of(server);
-    // Whoever waits for the parts gives up a draft one of whose writers does not begin, dies, or is stopped.
-    const bool is_awaited = checkpoint::is_locked(draft_, kChiefsPart);
     const bool is_left = checkpoint::is_unlocked(draft_, writer);
-    if (checkpoint::sees(draft_, file_of(table, server))) return;
+    if (look % kLooksAnew == 0 ? checkpoint::sees(draft_, file) : fs::exists(file)) return;
     checkpoint::has_part(draft_, writer);  // throws what it says
-    if (!is_awaited) throw CheckpointError("the chief gave the checkpoint up, or ended");
-    if (is_left) throw CheckpointError(writer + " died before it had written its part");
+    if (is_left && !checkpoint::sees(draft_, file)) {
+      throw CheckpointError(writer + " died before it had written its part");
+    }
     std::this_thread::sleep_for(kLook);
   }
 }
@@ -179,13 +182,23 @@ int64_t ShardPart::rows_at_once(uint32_t table) const {
   return static_cast<int64_t>(std::max<uint64_t>(file_bytes_ / kBlocksOfAFile / row_bytes, 1));
 }
 
-void ShardPart::write(const std::function<void()>& check) {
+void ShardPart::write(const std::function<void()>& is_to_go_on) {
+  auto looked = std::chrono::steady_clock::time_point::min();
+  const auto check = [&] {
+    is_to_go_on();
+    const auto now = std::chrono::steady_clock::now();
+    if (looked + kWanted > now) return;
+    looked = now;
+    if (!checkpoint::is_locked(draft_, kChiefsPart)) {
+      throw CheckpointError("the chief gave the checkpoint up, or ended");
+    }
+  };
   const auto& plan = shard_->plan();
   const bool is_alone = plan.servers == 1;
   if (!is_alone) {
     for (const uint32_t t : request_.tables) {
       check();
-      write_rows(file_of(t, server_), *own_rows(t), rows_at_once(t));
+      write_rows(file_of(t, server_), *own_rows(t), rows_at_once(t), check);
     }
     images_.clear();
   }

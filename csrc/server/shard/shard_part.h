@@ -42,9 +42,9 @@ class ShardPart {
   uint64_t id() const noexcept { return request_.id; }
   const WritesPart& answer() const noexcept { return answer_; }
 
-  /// Blocks until the part is on the disk. `check` is called often, and ends it by what it throws. Throws
-  /// CheckpointError where the system refuses, the draft is gone, or another server could not write.
-  void write(const std::function<void()>& check);
+  /// Blocks until the part is on the disk. `is_to_go_on` is called often, and ends it by what it throws. Throws
+  /// CheckpointError where the system refuses, the chief does not wait any more, or another server could not write.
+  void write(const std::function<void()>& is_to_go_on);
 
  private:
   std::string writer_of(uint32_t server) const { return writer_of_server(server, request_.id); }
