@@ -111,7 +111,7 @@ class Flag {
 };
 
 // What the system refuses to map, or to bring in, for other reasons than the file itself.
-struct CannotMap {};
+struct CannotMap : std::exception {};
 
 // Of a file that is mapped: where its disk refuses, or it is shorter by now, this is an error instead of a signal.
 void bring_in(std::byte* data, size_t bytes, const std::filesystem::path& path) {

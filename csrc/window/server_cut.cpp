@@ -41,7 +41,7 @@ ServerCut::ServerCut(const server::Plan& plan, const server::WritePart& request,
   add_tables(answers);
 }
 
-at::Tensor ServerCut::stand_in(std::vector<int64_t> sizes, at::ScalarType dtype, Named named) {
+at::Tensor ServerCut::stand_in(at::IntArrayRef sizes, at::ScalarType dtype, Named named) {
   auto tensor = at::empty(sizes, at::TensorOptions(dtype).device(at::kMeta));
   names_.emplace(tensor.storage().unsafeGetStorageImpl(), std::move(named));
   return tensor;

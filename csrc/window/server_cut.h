@@ -53,7 +53,7 @@ class ServerCut {
     const server::TableSpec* states_of = nullptr;  // not null: the states of its rows, one kind beside the other
   };
 
-  at::Tensor stand_in(std::vector<int64_t> sizes, at::ScalarType dtype, Named named);
+  at::Tensor stand_in(at::IntArrayRef sizes, at::ScalarType dtype, Named named);
   void add_parameter(const ParameterSpec& spec, const server::PartOfParameter& part);
   void add_tables(const std::vector<server::WritesPart>& answers);
 

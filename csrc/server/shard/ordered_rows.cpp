@@ -188,7 +188,7 @@ class MergedRows final : public OrderedRows {
     const auto low = first_of(part);
     const auto high = first_of(part + 1);
     for (auto& source : sources_) {
-      const auto first = source.lower_bound(*low);
+      const auto first = source.lower_bound(low.value_or(std::numeric_limits<int64_t>::min()));
       const auto last = high ? source.lower_bound(*high) : source.count();
       total_ += source.count();
       begin_ += first;
