@@ -72,7 +72,6 @@ void bind_saving(py::module_& m) {
       .def("close", &JointSnapshot::close, Release());
   py::class_<CutWriting>(m, "CutWriting")
       .def(py::init([](SnapshotWriter& writer, const std::shared_ptr<StrategyCore>& core) {
-             const auto pass = core->session().enter();
              return std::make_unique<CutWriting>(writer, *core);
            }),
            "writer"_a, "core"_a, py::call_guard<Interruptible>(), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())

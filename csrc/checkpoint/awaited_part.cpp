@@ -10,7 +10,6 @@
 #include <thread>
 #include <utility>
 
-#include "checkpoint/draft.h"
 #include "muster/error.h"
 
 namespace muster::checkpoint {
@@ -117,6 +116,27 @@ std::exception_ptr await_parts(const fs::path& draft, std::vector<AwaitedPart> a
       return std::make_exception_ptr(CheckpointError(silence_of(awaited, patience)));
     }
     std::this_thread::sleep_for(kPoll);
+  }
+}
+
+fs::path write_and_finish(const fs::path& draft, const std::string& writer, const NextRuns& next,
+                          const std::function<std::exception_ptr()>& await_others,
+                          const std::vector<std::string>& writers, const Metadata& metadata,
+                          const SnapshotOptions& options, const std::map<std::string, std::string>& names) {
+  std::exception_ptr failure;
+  try {
+    write_part(draft, writer, next, options);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  const auto theirs = await_others();
+  try {
+    if (failure) std::rethrow_exception(failure);
+    if (theirs) std::rethrow_exception(theirs);
+    return finish_draft(draft, writers, metadata, options, names);
+  } catch (...) {
+    drop_draft(draft);
+    throw;
   }
 }
 

@@ -4,10 +4,13 @@
 #include <chrono>
 #include <exception>
 #include <filesystem>
+#include <functional>
+#include <map>
 #include <string>
 #include <system_error>
 #include <vector>
 
+#include "checkpoint/draft.h"
 #include "checkpoint/unforked_file.h"
 
 namespace muster::checkpoint {
@@ -51,5 +54,15 @@ struct AwaitedPart {
 /// of them for `patience`. Returns the first CheckpointError, or null.
 std::exception_ptr await_parts(const std::filesystem::path& draft, std::vector<AwaitedPart> awaited,
                                std::chrono::milliseconds patience);
+
+/// What who waits does: writes the part of `writer`, waits by `await_others`, which returns their failure or null, and
+/// makes the draft the snapshot of all `writers` (finish_draft). Waits also where its own part failed: others' files
+/// stay until they are done with them, so that none of them hears of that as its own. Returns the snapshot's folder;
+/// else drops the draft and throws the own failure, theirs, or as finish_draft.
+std::filesystem::path write_and_finish(const std::filesystem::path& draft, const std::string& writer,
+                                       const NextRuns& next, const std::function<std::exception_ptr()>& await_others,
+                                       const std::vector<std::string>& writers, const Metadata& metadata,
+                                       const SnapshotOptions& options,
+                                       const std::map<std::string, std::string>& names = {});
 
 }  // namespace muster::checkpoint

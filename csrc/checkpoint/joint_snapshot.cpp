@@ -129,22 +129,8 @@ struct PartTask {
       writers.push_back(name_of(rank, token));
       if (rank > 0) others.push_back({writers.back(), has_lock[rank]});
     }
-    std::exception_ptr failure;
-    try {
-      write_part(draft, writer, one_by_one(runs), options);
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    // Others' files stay until they are done with them, so that none of them hears of this failure as its own.
-    const auto theirs = await_parts(draft, std::move(others), patience);
-    try {
-      if (failure) std::rethrow_exception(failure);
-      if (theirs) std::rethrow_exception(theirs);
-      return finish_draft(draft, writers, metadata, options);
-    } catch (...) {
-      drop_draft(draft);
-      throw;
-    }
+    const auto await_others = [&] { return await_parts(draft, others, patience); };
+    return checkpoint::write_and_finish(draft, writer, one_by_one(runs), await_others, writers, metadata, options);
   }
 };
 

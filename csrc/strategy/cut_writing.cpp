@@ -25,38 +25,29 @@ struct Parts {
   std::map<std::string, std::string> names;
 };
 
-// Throws `failure` first, where it is not null.
-void await_servers(const fs::path& draft, const std::vector<std::string>& writers, std::chrono::milliseconds patience,
-                   const std::exception_ptr& failure) {
+std::exception_ptr await_servers(const fs::path& draft, const std::vector<std::string>& writers,
+                                 std::chrono::milliseconds patience) {
   std::vector<checkpoint::AwaitedPart> awaited;
   for (const auto& writer : writers) awaited.push_back({writer, true});
-  const auto theirs = checkpoint::await_parts(draft, awaited, patience);
-  if (failure) std::rethrow_exception(failure);
+  const auto failure = checkpoint::await_parts(draft, awaited, patience);
+  if (!failure) return nullptr;
   try {
-    if (theirs) std::rethrow_exception(theirs);
+    std::rethrow_exception(failure);
   } catch (const CheckpointError& error) {
-    throw CheckpointError(std::string("of the parameter servers, ") + error.what() + "; the next save is tried anew");
+    return std::make_exception_ptr(
+        CheckpointError(std::string("of the parameter servers, ") + error.what() + "; the next save is tried anew"));
+  } catch (...) {
+    return failure;
   }
 }
 
 fs::path write_draft(const fs::path& draft, Parts parts, const checkpoint::Metadata& metadata,
                      const checkpoint::SnapshotOptions& options, std::chrono::milliseconds patience) {
-  std::exception_ptr failure;
-  try {
-    const auto next = [&] { return std::exchange(parts.own, {}); };
-    checkpoint::write_part(draft, server::kChiefsPart, next, options);
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  try {
-    // Also after a failure: a server that still writes would keep the draft from being removed.
-    await_servers(draft, parts.writers, patience, failure);
-    parts.writers.emplace_back(server::kChiefsPart);
-    return checkpoint::finish_draft(draft, parts.writers, metadata, options, parts.names);
-  } catch (...) {
-    checkpoint::drop_draft(draft);
-    throw;
-  }
+  const auto next = [&] { return std::exchange(parts.own, {}); };
+  const auto await_others = [&, servers = parts.writers] { return await_servers(draft, servers, patience); };
+  parts.writers.emplace_back(server::kChiefsPart);
+  return checkpoint::write_and_finish(draft, server::kChiefsPart, next, await_others, parts.writers, metadata, options,
+                                      parts.names);
 }
 
 }  // namespace

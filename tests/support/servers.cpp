@@ -7,6 +7,7 @@
 #include <ATen/ops/sin.h>
 #include <ATen/ops/zeros.h>
 
+#include <cmath>
 #include <cstring>
 
 #include "device/kernel_dtype.h"
@@ -87,6 +88,17 @@ ClientConfig config_of(const std::vector<std::string>& names, uint32_t rank, con
   config.shares_memory = shares_memory;
   config.log_bytes = 0;
   return config;
+}
+
+PushedRows pushed_rows(const TableSpec& table, uint64_t step) {
+  PushedRows pushed;
+  const int64_t end = table.num_rows - 80 + static_cast<int64_t>(step);
+  const auto stride = static_cast<int64_t>(step == 1 ? 1 : 37 + step);
+  for (int64_t row = 0; row < end; row += stride) pushed.rows.push_back(row);
+  if (pushed.rows.back() < end - 1) pushed.rows.push_back(end - 1);
+  pushed.gradients.resize(pushed.rows.size() * static_cast<size_t>(table.dim));
+  for (size_t i = 0; i < pushed.gradients.size(); ++i) pushed.gradients[i] = std::sin(static_cast<float>(i + step));
+  return pushed;
 }
 
 at::Tensor initial_values(const Plan& plan, size_t p) {

@@ -34,6 +34,14 @@ struct Servers {
 server::ClientConfig config_of(const std::vector<std::string>& names, uint32_t rank, const server::Plan& plan,
                                bool shares_memory = true);
 
+/// What somebody pushes of a table in a step: rows, ascending, and the gradient of each. The first step touches most of
+/// them, later ones few, and one that is new.
+struct PushedRows {
+  std::vector<int64_t> rows;
+  std::vector<float> gradients;
+};
+PushedRows pushed_rows(const server::TableSpec& table, uint64_t step);
+
 /// Parameter p's values before the first step, in its dtype, contiguous.
 at::Tensor initial_values(const server::Plan& plan, size_t parameter);
 /// What `rank` adds to the gradient of parameter p in a step, in the accumulation dtype: of weight_of(rank) samples.

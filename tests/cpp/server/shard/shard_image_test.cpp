@@ -70,14 +70,7 @@ void make_step(server::Shard& shard, uint64_t step) {
     shard.hold(0, 1, {step, chunk}, *gradients, gradients);
   }
   for (uint32_t t = 0; t < 3; ++t) {
-    const auto& spec = plan.tables[t];
-    std::vector<int64_t> rows;
-    const int64_t end = t == 2 ? 0 : spec.num_rows - 80 + static_cast<int64_t>(step);
-    const auto stride = static_cast<int64_t>(step == 1 ? 1 : 37 + step);
-    for (int64_t row = 0; row < end; row += stride) rows.push_back(row);
-    if (end > 0 && rows.back() < end - 1) rows.push_back(end - 1);
-    std::vector<float> gradients(rows.size() * static_cast<size_t>(spec.dim));
-    for (size_t i = 0; i < gradients.size(); ++i) gradients[i] = std::sin(static_cast<float>(i + step));
+    auto [rows, gradients] = t == 2 ? PushedRows() : pushed_rows(plan.tables[t], step);
     const auto owner = std::make_shared<std::vector<float>>(std::move(gradients));
     shard.tables().hold(0, 1, {step, t, 0, 1}, by_stripe(plan, t, std::move(rows)), bytes_of(*owner), owner);
   }

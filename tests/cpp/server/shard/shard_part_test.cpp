@@ -42,17 +42,10 @@ Plan saved_plan(uint32_t servers, uint32_t staleness, RowPlacement placement) {
   return plan;
 }
 
-// The first step touches most rows of the tables, later ones few, and one that is new.
+// Nobody pushes to the last table.
 void push_rows(Worker& worker, uint64_t step) {
   for (uint32_t t = 0; t < 3; ++t) {
-    const auto& spec = worker.plan.tables[t];
-    std::vector<int64_t> rows;
-    const int64_t end = t == 2 ? 0 : spec.num_rows - 80 + static_cast<int64_t>(step);
-    const auto stride = static_cast<int64_t>(step == 1 ? 1 : 37 + step);
-    for (int64_t row = 0; row < end; row += stride) rows.push_back(row);
-    if (end > 0 && rows.back() < end - 1) rows.push_back(end - 1);
-    std::vector<float> gradients(rows.size() * static_cast<size_t>(spec.dim));
-    for (size_t i = 0; i < gradients.size(); ++i) gradients[i] = std::sin(static_cast<float>(i + step));
+    const auto [rows, gradients] = t == 2 ? PushedRows() : pushed_rows(worker.plan.tables[t], step);
     worker.client.rows().push(step, t, rows, gradients);
   }
 }
@@ -88,6 +81,19 @@ struct Draft {
 
   const fs::path path;
   std::unique_ptr<checkpoint::PartLock> lock;
+};
+
+// A worker of two servers that has made a step, and a folder.
+struct TwoServers {
+  TwoServers() {
+    worker.join();
+    make_step(worker, 1);
+  }
+
+  const Plan plan = saved_plan(2, 0, RowPlacement::modulo);
+  Servers running{server_names(2)};
+  Worker worker{config_of(running.names, 0, plan)};
+  const Folder folder;
 };
 
 std::vector<std::string> writers_of(const Plan& plan, uint64_t id = 1) {
@@ -225,35 +231,28 @@ TEST_CASE("a server writes no part where it should not", "[server][saving]") {
 }
 
 TEST_CASE("a part of a draft that is gone is given up, and the next one written", "[server][saving]") {
-  const auto plan = saved_plan(2, 0, RowPlacement::modulo);
-  Servers running(server_names(2));
-  Worker worker(config_of(running.names, 0, plan));
-  worker.join();
-  make_step(worker, 1);
-  const Folder folder;
-  const Draft its_first(folder.path);
+  TwoServers two;
+  auto& worker = two.worker;
+  const Draft its_first(two.folder.path);
   const auto& first = its_first.path;
   worker.client.write_parts(request_of(1, first));
   checkpoint::drop_draft(first);
-  const Draft its_second(folder.path);
+  const Draft its_second(two.folder.path);
   const auto& second = its_second.path;
   make_step(worker, 2);
   // What is left of the first one does no harm.
   std::ofstream(second / "server-0-1.part.json") << "not this one's";
   worker.client.write_parts(request_of(2, second, 2));
-  for (const auto& writer : writers_of(plan, 2)) await_part(second, writer);
-  const auto tensors = checkpoint::read_snapshot(checkpoint::finish_draft(second, writers_of(plan, 2), {}, {})).tensors;
-  check_rows(tensors, plan.tables[0], worker.client.rows().fetch(0, 2));
+  for (const auto& writer : writers_of(two.plan, 2)) await_part(second, writer);
+  const auto tensors =
+      checkpoint::read_snapshot(checkpoint::finish_draft(second, writers_of(two.plan, 2), {}, {})).tensors;
+  check_rows(tensors, two.plan.tables[0], worker.client.rows().fetch(0, 2));
 }
 
 TEST_CASE("a server that could not write, or is gone, is named", "[server][saving]") {
-  const auto plan = saved_plan(2, 0, RowPlacement::modulo);
-  Servers running(server_names(2));
-  Worker worker(config_of(running.names, 0, plan));
-  worker.join();
-  make_step(worker, 1);
-  const Folder folder;
-  const Draft its_draft(folder.path);
+  TwoServers two;
+  auto& worker = two.worker;
+  const Draft its_draft(two.folder.path);
   const auto& draft = its_draft.path;
   fs::create_directory(draft / "server-1-1-rows-0.unfinished");  // where its file cannot be
   worker.client.write_parts(request_of(1, draft));
@@ -264,13 +263,9 @@ TEST_CASE("a server that could not write, or is gone, is named", "[server][savin
 }
 
 TEST_CASE("a server waits for one that has not begun, as long as the chief waits", "[server][saving]") {
-  const auto plan = saved_plan(2, 0, RowPlacement::modulo);
-  Servers running(server_names(2));
-  Worker worker(config_of(running.names, 0, plan));
-  worker.join();
-  make_step(worker, 1);
-  const Folder folder;
-  Draft begun(folder.path);
+  TwoServers two;
+  auto& worker = two.worker;
+  Draft begun(two.folder.path);
   const auto& draft = begun.path;
   fs::create_directory(draft / ".server-1-1.lock");  // where its lock is made
   const auto answers = worker.client.write_parts(request_of(1, draft));
