@@ -29,7 +29,7 @@ std::exception_ptr await_servers(const fs::path& draft, const std::vector<std::s
                                  std::chrono::milliseconds patience) {
   std::vector<checkpoint::AwaitedPart> awaited;
   for (const auto& writer : writers) awaited.push_back({writer, true});
-  const auto failure = checkpoint::await_parts(draft, awaited, patience);
+  auto failure = checkpoint::await_parts(draft, awaited, patience);
   if (!failure) return nullptr;
   try {
     std::rethrow_exception(failure);
