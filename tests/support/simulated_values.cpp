@@ -25,6 +25,14 @@ int64_t row_of_batch(uint64_t job, uint64_t batch) {
   return 2 * kElements + static_cast<int64_t>(job * kElements + batch) % (kRows - 2 * kElements);
 }
 
+std::vector<std::byte*> landing_of(const ServerClient& client, std::vector<std::vector<std::byte>>& memory) {
+  std::vector<std::byte*> landing;
+  for (uint32_t c = 0; c < client.chunks().size(); ++c) {
+    landing.push_back(memory.emplace_back(client.part_bytes(c, Part::parameter)).data());
+  }
+  return landing;
+}
+
 World::Values World::values_in(ServerClient& client, const std::vector<std::byte*>& landing, uint64_t at_least) {
   Values values;
   for (uint32_t c = 0; c < client.chunks().size(); ++c) {
@@ -72,10 +80,7 @@ World::Values World::read_values() {
     if (!client.is_started()) return fail("the servers hold no values");
     client.join();
     std::vector<std::vector<std::byte>> memory;
-    std::vector<std::byte*> to;
-    for (uint32_t c = 0; c < client.chunks().size(); ++c) {
-      to.push_back(memory.emplace_back(client.part_bytes(c, Part::parameter)).data());
-    }
+    const auto to = landing_of(client, memory);
     client.read(Part::parameter, 0, to);
     values = values_in(client, to, 0);
     client.leave();

@@ -128,7 +128,11 @@ void World::work(Life& life, bool joins) {
   const uint64_t step = client.join();
   life.first = life.begun = life.acked = step;
   say("life " + std::to_string(life.number) + " comes in after step " + std::to_string(step));
-  if (plan_.is_synchronous()) note_start(life, step);
+  if (plan_.is_synchronous()) {
+    note_start(life, step);
+    std::vector<std::vector<std::byte>> memory;
+    client.read(Part::parameter, joins ? step : 0, landing_of(client, memory));
+  }
   setup_.deals && !plan_.is_synchronous() ? train_on_batches(life, client) : train(life, client);
   life.leaves = true;
   client.leave();
@@ -226,9 +230,7 @@ void World::make_step(Life& life, ServerClient& client, uint64_t step, std::opti
   }
   std::vector<std::vector<std::byte>> memory;
   std::vector<std::byte*> landing;
-  for (uint32_t c = 0; setup_.is_thorough && c < client.chunks().size(); ++c) {
-    landing.push_back(memory.emplace_back(client.part_bytes(c, Part::parameter)).data());
-  }
+  if (setup_.is_thorough) landing = landing_of(client, memory);
   if (setup_.is_thorough && plan_.is_synchronous() && step % 2 == 1) {
     client.apply_and_read(command, landing);
   } else {

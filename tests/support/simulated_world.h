@@ -113,6 +113,8 @@ int64_t row_of_step(uint64_t step);
 int64_t row_of_batch(uint64_t job, uint64_t batch);
 /// The optimizer's of a worker that is there from the beginning, or of one that joins.
 FlatGroups groups_of(const JobSetup& setup, bool joins);
+/// Where all parameters are read to, in `memory`.
+std::vector<std::byte*> landing_of(const ServerClient& client, std::vector<std::vector<std::byte>>& memory);
 
 class World final : public Waiting, public server::Timekeeper, public std::enable_shared_from_this<World> {
  public:

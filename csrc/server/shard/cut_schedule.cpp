@@ -9,7 +9,11 @@ void CutSchedule::configure(std::chrono::milliseconds every, Time now) {
   begun_ = ended_ = now;
 }
 
-void CutSchedule::begin_at(uint64_t step) { last_ = complete_ = before_ = step; }
+void CutSchedule::begin_at(uint64_t step) {
+  const uint64_t before = complete_ < step ? complete_ : before_;
+  before_ = before < step ? before : 0;
+  last_ = complete_ = step;
+}
 
 void CutSchedule::note_complete(uint64_t step, Time now) {
   if (step <= complete_) return;

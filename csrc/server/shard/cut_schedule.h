@@ -16,7 +16,7 @@ class CutSchedule {
 
   /// A cut is due `every` so often.
   void configure(std::chrono::milliseconds every, Time now);
-  /// All servers hold what came of `step`.
+  /// All servers hold what came of `step`, and nothing of later ones.
   void begin_at(uint64_t step);
 
   /// A cut is wanted sooner; it comes when as much time has passed since the last one was complete as that took.

@@ -154,18 +154,23 @@ std::shared_ptr<const Apply> Pushes::wait_for_steps(Lock& lock, uint64_t at_leas
   wait(lock, deadline, "a step to be applied", [&] {
     if (steps_ >= at_least) return true;
     command = rules_.command_of(at_least);
-    return command != nullptr;
+    return command != nullptr || (rules_.is_synchronous && is_stuck());
   });
-  return steps_ >= at_least ? nullptr : command;
+  if (steps_ >= at_least) return nullptr;
+  if (command == nullptr) refuse_to_go_on(at_least);
+  return command;
+}
+
+void Pushes::refuse_to_go_on(uint64_t last) const {
+  const std::string first = std::to_string(steps_ + 1);
+  const std::string lost = last > steps_ + 1 ? "steps " + first + " to " + std::to_string(last) : "step " + first;
+  throw CheckpointError("this parameter server goes on after step " + std::to_string(steps_) +
+                        ", and nobody has the parts of " + lost + " any more. " + kStartAgain);
 }
 
 bool Pushes::wait_for_pushes(Lock& lock, uint64_t step, const std::vector<uint32_t>& members, Deadline deadline) {
-  wait(lock, deadline, "the step before", [&] { return steps_ + 1 >= step || !rules_.may_push({}, steps_ + 1); });
-  if (steps_ + 1 < step) {
-    throw CheckpointError("this parameter server goes on after step " + std::to_string(steps_) +
-                          ", and nobody has the parts of steps " + std::to_string(steps_ + 1) + " to " +
-                          std::to_string(step - 1) + " any more. " + kStartAgain);
-  }
+  wait(lock, deadline, "the step before", [&] { return steps_ + 1 >= step || is_stuck(); });
+  if (steps_ + 1 < step) refuse_to_go_on(step - 1);
   std::vector<uint32_t> missing;
   std::vector<uint32_t> lost;
   wait(lock, deadline, "pushes of step " + std::to_string(step) + " from workers " + text_of(members), [&] {

@@ -106,7 +106,7 @@ class Pushes {
   bool has_all(uint64_t step, const std::vector<uint32_t>& ranks) const;
 
   /// Until `at_least` steps are made: then returns null. A command that would make them is returned instead, for the
-  /// caller to help. Throws Timeout at the deadline.
+  /// caller to help. Throws as wait_for_pushes does.
   std::shared_ptr<const Apply> wait_for_steps(Lock& lock, uint64_t at_least, Deadline deadline);
   /// Until the step before is made, and every member's push is there. False: the step is made already. Throws
   /// CheckpointError where one can never come, since nobody who lives has it; Timeout at the deadline.
@@ -157,6 +157,10 @@ class Pushes {
 
   void wait(Lock& lock, Deadline deadline, const std::string& what, const std::function<bool()>& ready);
   bool is_applied(uint32_t rank, uint64_t incarnation, uint64_t step) const;
+  /// Of steps that are made together: nobody is left who could bring the next one.
+  bool is_stuck() const { return !rules_.may_push({}, steps_ + 1); }
+  /// Throws CheckpointError for the steps up to `last`, which this server lacks.
+  [[noreturn]] void refuse_to_go_on(uint64_t last) const;
 
   Steps& rules_;
   std::mutex mutex_;

@@ -24,6 +24,7 @@ class Noted final : public HeldSums {
  public:
   using HeldSums::facts_of_steps;
   using HeldSums::HeldSums;
+  using HeldSums::lock_after;
 
   std::unique_ptr<Image> begin_image() override { return nullptr; }
   bool restore(const Image::Facts&, const checkpoint::NamedTensors&) override { return true; }
@@ -105,6 +106,18 @@ TEST_CASE("a step that was left is made where everything is there", "[server]") 
   CHECK(sums.settle(command(1, {0})));
   CHECK(sums.settle(command(1, {0})));
   CHECK_FALSE(sums.settle(command(3, {0})));
+  CHECK(sums.calls == "add 1;step 1;");
+}
+
+// A worker that comes in after a step was decided reads what it made, and those who decided it may be gone.
+TEST_CASE("who waits for a step that nobody can bring is told so at once", "[server]") {
+  Rules rules(true);
+  Noted sums(rules.steps);
+  CHECK_THROWS_WITH(sums.lock_after(1, soon()), Catch::Matchers::Contains("nobody has the parts of step 1 any more"));
+  push(sums, 0, 1);
+  CHECK_THROWS_AS(sums.lock_after(1, soon()), CheckpointError);  // nobody says what it is made of
+  rules.steps.note_command(command(1, {0}));
+  CHECK(sums.lock_after(1, soon()));
   CHECK(sums.calls == "add 1;step 1;");
 }
 
