@@ -298,8 +298,6 @@ void ServerCore::join(Session& session, const Join& request, Time deadline) {
     if (!has_begun()) {
       throw PeerLost(kChief, "the chief left before it had sent the initial values; look at its log");
     }
-    // A job that is started again begins its passes anew.
-    if (!request.returns && quorum_.members().live().empty()) dealer_ = Dealer();
     if (index_ == 0 && !request.returns) joined = {quorum_.step_of_joiner(), dealer_.newest()};
     const auto now = time_.now();
     quorum_.join(session.rank, session.incarnation, joined.step, now);
