@@ -15,6 +15,9 @@ struct PassHold {
   std::shared_ptr<void> hold;
 };
 
+// Of a PassProgress: epoch, batches, next, undone.
+using PassTuple = std::tuple<uint64_t, uint64_t, uint64_t, std::vector<uint64_t>>;
+
 void bind_passes(py::module_& m) {
   using detail::DealtPass;
   using detail::LoaderPass;
@@ -88,6 +91,26 @@ void bind_loaders(py::module_& m) {
           },
           py::arg("loader"), py::arg("epoch"), py::arg("next_batch"))
       .def("leave_passes", &Loaders::leave_passes, py::call_guard<Interruptible>())
+      .def(
+          "passes_of",
+          [](Loaders& l, int loader, int64_t epoch) {
+            std::vector<PassTuple> passes;
+            for (const auto& pass : l.passes_of(loader, epoch)) {
+              passes.emplace_back(pass.epoch, pass.batches, pass.next, pass.undone);
+            }
+            return passes;
+          },
+          py::arg("loader"), py::arg("epoch"), py::call_guard<Interruptible>())
+      .def(
+          "go_on",
+          [](Loaders& l, int loader, const std::vector<PassTuple>& passes) {
+            std::vector<server::PassProgress> all;
+            for (const auto& [epoch, batches, next, undone] : passes) {
+              all.push_back({static_cast<uint32_t>(loader), epoch, batches, next, undone});
+            }
+            l.go_on(loader, all);
+          },
+          py::arg("loader"), py::arg("passes"))
       .def("joined", [](Loaders& l, const py::bytes& standings) { l.joined(standings); })
       .def("end_step", &Loaders::end_step, py::call_guard<py::gil_scoped_release>());
 }

@@ -168,7 +168,7 @@ void bind_core_class(py::module_& m) {
       .def_property_readonly("steps", [](const StrategyCore& c) { return c.stepper().steps(); })
       .def_property_readonly("calls", [](StrategyCore& c) { return c.session().streams().calls(); })
       .def("go_on_after", [](StrategyCore& c, int64_t steps, uint64_t calls,
-                             std::optional<uint64_t> seed) { c.stepper().go_on_after(steps, calls, seed); })
+                             uint64_t seed) { c.stepper().go_on_after(steps, calls, seed); })
       .def_property_readonly("stopping", [](const StrategyCore& c) { return c.stepper().stopping(); })
       .def_property_readonly("closed", [](const StrategyCore& c) { return c.session().closed(); })
       .def_property_readonly("joins", [](const StrategyCore& c) { return c.session().groups().joins(); })

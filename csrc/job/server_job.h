@@ -8,6 +8,7 @@
 
 #include "job/job_facts.h"
 #include "muster/parameter_server.h"
+#include "server/protocol/messages/batches.h"
 
 namespace muster {
 
@@ -17,12 +18,13 @@ class ParameterServer;
 
 /// A value; copies share the server that this process hosts.
 struct ServerJob {
-  std::vector<std::string> channels;  ///< by server: abstract Unix names
-  uint64_t id = 0;                    ///< greater than that of any job before on these servers
-  std::string token = {};             ///< see server::Hello
-  JobFacts facts = {};                ///< but for row seeds, unless it joins
-  bool joins = false;                 ///< this worker came to a job that others had begun
-  uint32_t staleness = 0;             ///< 0: synchronous; server::kAnyStaleness: asynchronous
+  std::vector<std::string> channels;              ///< by server: abstract Unix names
+  uint64_t id = 0;                                ///< greater than that of any job before on these servers
+  std::string token = {};                         ///< see server::Hello
+  JobFacts facts = {};                            ///< but for row seeds, unless it joins
+  bool joins = false;                             ///< this worker came to a job that others had begun
+  uint32_t staleness = 0;                         ///< 0: synchronous; server::kAnyStaleness: asynchronous
+  std::vector<server::PassProgress> passes = {};  ///< from a checkpoint, for the chief to start with
   ServerOptions options = {};
   std::shared_ptr<server::ParameterServer> embedded;  ///< where this process hosts one
 };

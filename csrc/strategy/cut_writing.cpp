@@ -55,10 +55,6 @@ fs::path write_draft(const fs::path& draft, Parts parts, const checkpoint::Metad
 CutWriting::CutWriting(checkpoint::SnapshotWriter& writer, StrategyCore& core)
     : writer_(writer), core_(core), made_by_(::getpid()), pass_(core.session().enter()) {
   writer_.claim();
-  if (core_.sets().servers().has_refused(writer_.folder())) {
-    pass_.reset();
-    return;
-  }
   draft_ = checkpoint::begin_draft(writer_.folder());
   try {
     lock_ = std::make_shared<const checkpoint::PartLock>(draft_, server::kChiefsPart);

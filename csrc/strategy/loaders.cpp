@@ -147,6 +147,27 @@ std::string Loaders::standings() const {
   return server::encode(standings);
 }
 
+std::vector<server::PassProgress> Loaders::passes_of(int loader, int64_t epoch) {
+  const auto pass = core_->session().enter();
+  auto passes = core_->sets().has_servers() ? core_->sets().servers().passes() : served().passes;
+  const auto [id, first] = pass_id(loader, epoch);
+  std::erase_if(passes, [id = id, first = first](const auto& each) { return each.loader != id || each.epoch < first; });
+  return passes;
+}
+
+void Loaders::go_on(int loader, const std::vector<server::PassProgress>& passes) {
+  const auto id = static_cast<uint32_t>(loader);
+  auto& all = served().passes;
+  std::erase_if(all, [&](const auto& each) { return each.loader == id; });
+  all.insert(all.end(), passes.begin(), passes.end());
+}
+
+ServerJob& Loaders::served() {
+  auto& servers = core_->session().groups().servers;
+  if (!servers) throw InvalidArgument("no parameter servers deal the batches of this job");
+  return *servers;
+}
+
 bool Loaders::has_ended() const {
   return std::any_of(loaders_.begin(), loaders_.end(), [](const auto& loader) {
     const auto progress = loader.lock();

@@ -40,6 +40,11 @@ class Loaders final : public detail::LoaderHost {
   /// Of all C++ loaders that were prepared, by number.
   const std::vector<std::shared_ptr<detail::LoaderPlace>>& places() const noexcept { return places_; }
 
+  /// How far the passes over the `loader`-th loader are that servers deal of, from that epoch on.
+  std::vector<server::PassProgress> passes_of(int loader, int64_t epoch);
+  /// Before servers are connected: they go on where those passes are, which must be of that loader.
+  void go_on(int loader, const std::vector<server::PassProgress>& passes);
+
   /// Whether a loader that steps draw from yielded its last batch and was not advanced since.
   bool has_ended() const;
 
@@ -50,6 +55,7 @@ class Loaders final : public detail::LoaderHost {
  private:
   void connect() const;
   std::string standings() const;
+  ServerJob& served();
 
   const std::shared_ptr<StrategyCore> core_;
   const std::function<void()> connect_;

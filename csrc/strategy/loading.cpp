@@ -13,6 +13,7 @@
 #include "strategy/collectives.h"
 #include "strategy/saved_modules.h"
 #include "strategy/saved_parts.h"
+#include "strategy/saved_passes.h"
 #include "strategy/saving.h"
 #include "strategy/strategy_state.h"
 
@@ -152,7 +153,7 @@ void Saving::check(const Dict& saved) const {
   }
   for (size_t i = 0; i < loaders.size(); ++i) {
     const auto& generators = member(loaders[i].get<Dict>(), "generators").get<List>();
-    if (generators.empty() || !strategy_.loaders.places()[i]->is_known) continue;
+    if (generators.empty()) continue;
     throw LayoutMismatch("loader " + std::to_string(i) + " was saved with the states of " +
                          std::to_string(generators.size()) +
                          " generators of its own, which a loader has not in C++; go on in Python");
@@ -178,19 +179,18 @@ void Saving::take(const Dict& saved) {
   for (size_t i = 0; i < loaders.size(); ++i) {
     const auto& theirs = loaders[i].get<Dict>();
     auto& place = *strategy_.loaders.places()[i];
-    const LoaderState state{integer(theirs, "epoch"), integer(theirs, "batches")};
-    take_state(place, place.is_known ? state : LoaderState{.epoch = state.epoch});
-    if (place.is_known || state.batches == 0) continue;
-    log(LogLevel::warning, "parameter servers deal the batches, so that epoch " + std::to_string(state.epoch) +
-                               " begins anew: its first " + std::to_string(state.batches) + " batches come once more");
+    if (place.is_known) {
+      take_state(place, detail::place_in(theirs));
+    } else {
+      take_state(place, {.epoch = integer(theirs, "epoch")});
+      strategy_.loaders.go_on(static_cast<int>(i), detail::passes_in(theirs, static_cast<uint32_t>(i)));
+    }
   }
   for (const auto& scale : list_of(saved, "loss_scales")) take_loss_scale(scale.get<Dict>());
   if (const auto* const part = part_of(saved, "strategy")) {
     const auto& job = part->get<Dict>();
-    // Servers give joiners the seed that the job began with.
-    std::optional<uint64_t> seed;
-    if (!has_servers()) seed = seed_of(member(job, "seed").get<std::string>());
-    core.stepper().go_on_after(integer(job, "steps"), static_cast<uint64_t>(integer(job, "calls")), seed);
+    core.stepper().go_on_after(integer(job, "steps"), static_cast<uint64_t>(integer(job, "calls")),
+                               seed_of(member(job, "seed").get<std::string>()));
   }
   if (const auto* const states = part_of(saved, "generators")) take_generators(states->get<at::Tensor>());
   if (const auto* const states = part_of(saved, "random")) random_ = *states;

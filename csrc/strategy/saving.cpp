@@ -18,6 +18,7 @@
 #include "strategy/divided_tensors.h"
 #include "strategy/saved_modules.h"
 #include "strategy/saved_parts.h"
+#include "strategy/saved_passes.h"
 #include "strategy/strategy_state.h"
 
 namespace muster {
@@ -237,12 +238,17 @@ List Saving::loss_scales() const {
   return scales;
 }
 
-// Batches that parameter servers deal have no place in one worker: their epoch begins anew.
 List Saving::loaders() const {
   List saved;
-  for (const auto& place : strategy_.loaders.places()) {
-    const auto state = place->is_known ? state_of(*place) : LoaderState{.epoch = place->epoch};
-    saved.emplace_back(Dict{{"epoch", state.epoch}, {"batches", state.batches}, {"generators", List()}});
+  const auto& places = strategy_.loaders.places();
+  for (size_t i = 0; i < places.size(); ++i) {
+    if (places[i]->is_known) {
+      const auto state = state_of(*places[i]);
+      saved.emplace_back(Dict{{"epoch", state.epoch}, {"batches", state.batches}, {"generators", List()}});
+    } else {
+      const auto passes = strategy_.loaders.passes_of(static_cast<int>(i), places[i]->epoch);
+      saved.emplace_back(detail::saved_loader(places[i]->epoch, passes));
+    }
   }
   return saved;
 }

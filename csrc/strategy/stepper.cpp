@@ -202,13 +202,14 @@ StepResult Stepper::end_window(ParameterSet& set, const StepCall& call) {
   return result;
 }
 
-void Stepper::go_on_after(int64_t steps, uint64_t calls, std::optional<uint64_t> seed) {
+void Stepper::go_on_after(int64_t steps, uint64_t calls, uint64_t seed) {
   const auto pass = session_.enter_alone("load");
   session_.check_callable();
   if (!sets_.open().empty()) throw InvalidArgument("a window is open: call flush() before load()");
   steps_ = steps;
   session_.streams().follow(calls);
-  if (seed) session_.streams().take_seed(*seed);
+  session_.streams().take_seed(seed);
+  if (session_.groups().servers) session_.groups().servers->facts.seed = seed;  // which they give to joiners
 }
 
 // A call without user function or data that closes the set's open window.

@@ -110,7 +110,7 @@ ServerExchange::ServerExchange(const ServerJob& job, int rank, int workers, cons
   }
   missing_.resize(client_.chunks().size());
   for (int r = 0; r < workers; ++r) decision_.next_members.push_back(static_cast<uint32_t>(r));
-  connect(given, rank == server::kChief);
+  connect(given, job, rank == server::kChief);
 }
 
 ServerExchange::~ServerExchange() {
@@ -123,15 +123,16 @@ ServerExchange::~ServerExchange() {
   }
 }
 
-void ServerExchange::connect(const ServerParameters& given, bool is_chief) {
+void ServerExchange::connect(const ServerParameters& given, const ServerJob& job, bool is_chief) {
   const at::NoGradGuard no_grad;
   if (is_chief && !client_.is_started()) {
-    client_.start([&] {
+    const auto write = [&] {
       for (const auto part : {Part::parameter, Part::state0, Part::state1, Part::state2, Part::master, Part::steps}) {
         values_.give(*given.optimizer, part);
       }
       rows_.give(*given.optimizer);
-    });
+    };
+    client_.start(write, job.passes);
   }
   step_ = client_.join();
   since_ = step_;
@@ -271,6 +272,7 @@ void ServerExchange::finish(const server::Apply& apply, bool changes) {
 }
 
 std::shared_ptr<const ServerCut> ServerExchange::begin_cut(const std::filesystem::path& draft) {
+  if (saving_.refused.contains(draft.parent_path())) return nullptr;
   server::WritePart request{newest(), std::random_device()(), draft.string()};
   for (uint32_t p = 0; p < values_.size(); ++p) {
     const bool is_empty = c10::multiply_integers(plan_.parameters[p].sizes) == 0;

@@ -98,6 +98,9 @@ class ServerExchange {
   server::Dealt deal(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
   void end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
 
+  /// How far the passes are that batches were dealt of.
+  std::vector<server::PassProgress> passes() { return client_.passes(); }
+
   /// Brings the newest values here. No-op in a synchronous job, where every step brings them.
   void refresh();
 
@@ -109,12 +112,9 @@ class ServerExchange {
   /// Has servers write what they hold, as it is after the last step, into a checkpoint's draft, while steps go on;
   /// where workers step on their own, as it is when they come to it. Until end_cut() stand-ins come from fetch() and
   /// contents() for what they write: parameters in row-major order that nobody else wrote since, with their state, and
-  /// tables whose weights had no rows here. Returns once all have begun; null where one refuses, as the log says.
+  /// tables whose weights had no rows here. Returns once all have begun; null where one refuses, as the log says: it is
+  /// not asked again about that folder.
   std::shared_ptr<const ServerCut> begin_cut(const std::filesystem::path& draft);
-  /// Whether a server refused to write to this folder; it is not asked again.
-  bool has_refused(const std::filesystem::path& folder) const {
-    return saving_.refused.contains((folder / "draft").parent_path());
-  }
   void end_cut() noexcept { saving_.cut.reset(); }
   /// What stands for a parameter's values, until end_cut(); undefined where servers do not write them.
   at::Tensor stand_in(size_t parameter) const;
@@ -132,7 +132,7 @@ class ServerExchange {
     bool is_table;
     size_t index;
   };
-  void connect(const ServerParameters& given, bool is_chief);
+  void connect(const ServerParameters& given, const ServerJob& job, bool is_chief);
   void push(uint32_t chunk);
   server::Apply command(const kernels::StepScalars& scalars) const;
   void finish(const server::Apply& apply, bool changes);

@@ -169,9 +169,8 @@ class Loader(Generic[BatchT_co]):
         batches, which are those of no one worker.
         """
         self._check_has_place()
-        generators = self._generator_states if self._under_way else self._states_of_generators()
         skipped = self._num_trained() if self._under_way else self._to_skip
-        state = {"epoch": self._epoch, "batches": skipped, "generators": list(generators)}
+        state = {"epoch": self._epoch, "batches": skipped, "generators": self.generator_states}
         if self._has_states:
             state["streams"] = (self._streams if self._under_way else self._next_streams()).state_dict()
         return state
@@ -217,9 +216,19 @@ class Loader(Generic[BatchT_co]):
         return self._sharded or self._host.passes is None or not self._host.passes.are_dealt
 
     @property
+    def dealt(self) -> tuple[_C.Loaders, int] | None:
+        """Where servers deal the batches: who knows the passes, and this loader's number there."""
+        return None if self.has_place else (cast(_C.Loaders, self._host.passes), self._index)
+
+    @property
     def generators(self) -> list[torch.Generator]:
         """Those that the user gave to the loader and its sampler."""
         return self._generators
+
+    @property
+    def generator_states(self) -> list[Tensor]:
+        """Theirs, as of the beginning of the pass under way or, between passes, of now."""
+        return list(self._generator_states) if self._under_way else self._states_of_generators()
 
     @property
     def _pins_memory(self) -> bool:

@@ -121,7 +121,7 @@ class Pass(Iterator[Any]):
         if reads.is_sharded:
             more = reads.any_has_more(more)
             refusal = reads.refusal(parts is None) if more and first else None
-        number = None if reads.batches is None or parts is None else reads.batches.was_read()
+        number = None if reads.batches is None or parts is None else reads.batches.numbers.of(parts)
         if isinstance(parts, Exception):
             return Failed(parts, number)
         if refusal is not None or not more:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -98,6 +99,21 @@ def _are_of_ranks(value: Any) -> bool:
     )
 
 
+def _are_passes(value: Any) -> bool:
+    """Of a loader whose batches servers deal: the batches below "next" are trained on, but for those undone."""
+    return value is None or (isinstance(value, list) and all(map(_is_pass, value)))
+
+
+def _is_pass(value: Any) -> bool:
+    if not (isinstance(value, dict) and all(_COUNT(value.get(key)) for key in ("epoch", "batches", "next"))):
+        return False
+    undone = value.get("undone")
+    if not (isinstance(undone, list) and all(map(_COUNT, undone))):
+        return False
+    ascends = all(first < second for first, second in itertools.pairwise([*undone, value["next"]]))
+    return ascends and (value["batches"] == 0 or value["next"] <= value["batches"])
+
+
 def _are_generator_states(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_generator_state, value))
 
@@ -149,7 +165,15 @@ _CONTENT = {
         }
     ],
     "loss_scales": [{"optimizers": [_COUNT], "scale": {"scale": _is_number, "_growth_tracker": _COUNT}}],
-    "loaders": [{"epoch": _COUNT, "batches": _COUNT, "generators": [_is_generator_state], "ranks": _are_of_ranks}],
+    "loaders": [
+        {
+            "epoch": _COUNT,
+            "batches": _COUNT,
+            "generators": [_is_generator_state],
+            "ranks": _are_of_ranks,
+            "passes": _are_passes,
+        }
+    ],
     "generators": _are_states_of_generators,
     "random": random_states.is_of_form,
     "state": _Every(_is_saved_object),

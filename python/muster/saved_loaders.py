@@ -46,18 +46,42 @@ def of_this_rank(core: _C.StrategyCore, loader: Loader[Any], saved: Mapping[str,
 
 def take_place(loader: Loader[Any], saved: Mapping[str, Any]) -> None:
     """The loader goes on there."""
-    if loader.has_place:
-        loader.load_state_dict(saved)
+    epoch, batches, passes = saved["epoch"], saved["batches"], saved.get("passes", ())
+    if loader.dealt is None:
+        loader.load_state_dict({**saved, "batches": _batches_in_order(epoch, passes) if passes else batches})
         return
-    loader.epoch = saved["epoch"]
-    if saved["batches"] > 0:
-        logging.getLogger("muster").warning(
-            "parameter servers deal the batches, so that epoch %d begins anew: its first %d batches come once more",
-            saved["epoch"],
-            saved["batches"],
-        )
+    loader.epoch = epoch
+    for generator, state in zip(loader.generators, saved["generators"], strict=True):
+        generator.set_state(state)
+    known = [(each["epoch"], each["batches"], each["next"], each["undone"]) for each in passes]
+    servers, number = loader.dealt
+    servers.go_on(number, known if batches == 0 else [(epoch, 0, batches, [])])
+
+
+def _batches_in_order(epoch: int, passes: Sequence[Mapping[str, Any]]) -> int:
+    """Those of the epoch up to the first that is undone, for a worker that has its batches for itself."""
+    for each in passes:
+        if each["epoch"] == epoch:
+            first: int = min(each["undone"], default=each["next"])
+            again = each["next"] - first - len(each["undone"])
+            if again > 0:
+                logging.getLogger("muster").warning(
+                    "epoch %d goes on with batch %d: parameter servers had dealt its batches, and %d that were trained "
+                    "on come once more",
+                    epoch,
+                    first,
+                    again,
+                )
+            return first
+    return 0
 
 
 def _state_of(loader: Loader[Any]) -> dict[str, Any]:
-    """Batches that parameter servers deal have no place in one worker: their epoch begins anew."""
-    return loader.state_dict() if loader.has_place else {"epoch": loader.epoch, "batches": 0, "generators": []}
+    if loader.dealt is None:
+        return loader.state_dict()
+    servers, number = loader.dealt
+    passes = [
+        {"epoch": epoch, "batches": batches, "next": following, "undone": undone}
+        for epoch, batches, following, undone in servers.passes_of(number, loader.epoch)
+    ]
+    return {"epoch": loader.epoch, "batches": 0, "generators": loader.generator_states, "passes": passes}

@@ -393,9 +393,9 @@ class Saving:
         for number, (optimizer, theirs) in enumerate(_pairs(optimizers, saved["optimizers"])):
             saved_optimizer.compare(self._core, optimizer, theirs, f"optimizer {number}")
         for number, (loader, theirs) in enumerate(_pairs(loaders, saved["loaders"])):
+            place = saved_loaders.of_this_rank(self._core, loader, theirs)
+            compare_generators(loader.generators, place["generators"], f"loader {number}")
             if loader.has_place:
-                place = saved_loaders.of_this_rank(self._core, loader, theirs)
-                compare_generators(loader.generators, place["generators"], f"loader {number}")
                 compare_streams(loader, place, f"loader {number}")
 
     def _take_optimizers(self, saved: dict[str, Any], then: Callable[[], None]) -> None:
@@ -424,9 +424,7 @@ class Saving:
             LossScaler(self._core, number, self._options.loss_scale or LossScale()).load_state_dict(scale["scale"])
         strategy, generators = saved["strategy"], saved["generators"]
         if strategy is not None:
-            # Servers give joiners the seed that the job began with.
-            seed = None if self._has_servers else int(strategy["seed"])
-            self._core.go_on_after(strategy["steps"], strategy["calls"], seed)
+            self._core.go_on_after(strategy["steps"], strategy["calls"], int(strategy["seed"]))
         core, others = self._core, saved["random"]
         if generators is not None and len(generators) == core.num_workers:
             torch.random.set_rng_state(generators[core.rank].clone())  # torch takes no view

@@ -37,6 +37,29 @@ class Capacities(Protocol):
         """By replica, what parts of batches that are asked for next follow (`muster.batch.part_sizes`)."""
 
 
+class _Numbers:
+    """Of the batches of a pass that are being read, in their order."""
+
+    def __init__(self) -> None:
+        self._asked: deque[int] = deque()
+        self._failure: Exception | None = None
+
+    def ask(self, of_job: _C.LoaderPass) -> int | None:
+        """Of the batch that is to be read next."""
+        try:
+            number = of_job.next()
+        except Exception as error:
+            self._failure = error
+            raise
+        if number is not None:
+            self._asked.append(number)
+        return number
+
+    def of(self, read: object) -> int | None:
+        """Of what was read next, or went wrong; None where `ask` raised that."""
+        return None if read is self._failure else self._asked.popleft()
+
+
 class DealtBatches:
     """The batches that servers deal to this worker in one pass, whole. Owned by the thread that iterates."""
 
@@ -47,18 +70,13 @@ class DealtBatches:
         self._batches = batches
         self._deal = deal
         self._are_ready = are_ready
-        self._asked: deque[int] = deque()
+        self.numbers = _Numbers()
 
     def to_read(self) -> Iterator[Any]:
         """The indices of tasks, as long as servers deal some."""
-        while (number := self.of_job.next()) is not None:
-            self._asked.append(number)
+        while (number := self.numbers.ask(self.of_job)) is not None:
             batch = self._batches[number]
             yield batch if self._are_ready else self._deal.cut(batch)
-
-    def was_read(self) -> int:
-        """The number of the batch that was read next."""
-        return self._asked.popleft()
 
     def end(self) -> None:
         """The loop came to the end of the pass, which servers know."""
@@ -76,7 +94,7 @@ class SharedBatches:
         self._positions: list[int] = []
         """Where those begin."""
         self._end = 0
-        self._asked: deque[int] = deque()
+        self.numbers = _Numbers()
         self._shared: _C.SharedPass | None = None
 
     def draw(self) -> int | None:
@@ -102,8 +120,7 @@ class SharedBatches:
 
     def to_read(self) -> Iterator[Any]:
         """The indices of tasks: the parts of this worker's replicas, and a sample to model an empty one on."""
-        while (number := self.of_job.next()) is not None:
-            self._asked.append(number)
+        while (number := self.numbers.ask(self.of_job)) is not None:
             batch, begin, sizes = self.of_job.part_of(number)
             drawn = bisect_right(self._positions, batch) - 1
             indices, start = self._drawn[drawn], self._positions[drawn]
@@ -112,10 +129,6 @@ class SharedBatches:
             model = indices[batch - start : batch - start + 1] if 0 in sizes else None
             self._forget_before(self.of_job.oldest_position)
             yield parts, model
-
-    def was_read(self) -> int:
-        """The number of the batch that was read next."""
-        return self._asked.popleft()
 
     def end(self) -> None:
         """The loop came to the end of the pass."""

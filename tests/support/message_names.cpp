@@ -54,6 +54,7 @@ constexpr Named kNames[] = {
     {Recall::kType, "Recall"},
     {Leave::kType, "Leave"},
     {Deal::kType, "Deal", of_batches},
+    {AskPasses::kType, "AskPasses"},
     {PushRows::kType, "PushRows", of_step<PushRows>},
     {PullRows::kType, "PullRows", at_least<PullRows>},
     {WriteRows::kType, "WriteRows"},

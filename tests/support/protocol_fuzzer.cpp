@@ -99,6 +99,10 @@ void try_message(uint16_t type, std::string_view bytes) {
       return try_as<WritePart>(bytes);
     case WritesPart::kType:
       return try_as<WritesPart>(bytes);
+    case Start::kType:
+      return try_as<Start>(bytes);
+    case Passes::kType:
+      return try_as<Passes>(bytes);
     default:
       return try_as<Quorum::Record>(bytes);
   }

@@ -195,10 +195,11 @@ void ServerCore::begin_writing() {
 }
 
 // Nobody has the initial values but the chief: they are durable before anybody steps.
-void ServerCore::start(Session& session) {
+void ServerCore::start(Session& session, const Start& request) {
   {
     const Lock lock(mutex_);
     if (started_ && job_.is_settled) return reply(session, Done{});
+    if (index_ == 0) dealer_.go_on(request.passes);
     is_filled_ = job_.is_told = true;
   }
   snapshot(kOnce, /*even_if_kept=*/true);

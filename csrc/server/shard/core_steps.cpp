@@ -158,13 +158,27 @@ std::shared_ptr<const Apply> ServerCore::await_seniors(const Session& session, S
   return shard.commands().command_of(request.step);
 }
 
+// Who comes back after a restart says what it was dealt.
+void ServerCore::await_all_back(Lock& lock, Time deadline) {
+  time_.wait_until(lock, changed_, deadline,
+                   [&] { return stopping_ || !quorum_.members().awaits_unknown(time_.now()); });
+}
+
+void ServerCore::tell_passes(Session& session, Time deadline) {
+  Passes passes;
+  {
+    Lock lock(mutex_);
+    await_all_back(lock, deadline);
+    passes.passes = dealer_.progress();
+  }
+  reply(session, passes);
+}
+
 void ServerCore::deal(Session& session, const Deal& request, Time deadline) {
   Dealt dealt;
   {
     Lock lock(mutex_);
-    // Who comes back after a restart says what it was dealt.
-    time_.wait_until(lock, changed_, deadline,
-                     [&] { return stopping_ || !quorum_.members().awaits_unknown(time_.now()); });
+    await_all_back(lock, deadline);
     quorum_.members().check_member(session.rank, session.incarnation);
     dealt = dealer_.deal(session.rank, session.incarnation, request);
     quorum_.note_rests(session.rank, session.incarnation, dealt.state != Dealt::State::dealt);

@@ -1,6 +1,7 @@
 #include "server/shard/dealer.h"
 
 #include <algorithm>
+#include <functional>
 #include <string>
 
 #include "muster/error.h"
@@ -28,11 +29,13 @@ Dealer::Pass& Dealer::pass_of(const Deal& request) {
     newest = std::max(newest, request.epoch);
     found = passes_.emplace(key, Pass{request.batches, 0, {}, {}}).first;
   }
-  if (found->second.batches == 0) found->second.batches = request.batches;
-  if (found->second.batches == request.batches) return found->second;
+  auto& pass = found->second;
+  if (pass.batches == 0 && pass.next <= request.batches) pass.batches = request.batches;
+  if (pass.batches == request.batches) return pass;
   throw LayoutMismatch("a worker's loader " + std::to_string(request.loader) + " has " +
-                       std::to_string(request.batches) + " batches, another's " +
-                       std::to_string(found->second.batches) + "; give all workers the same data");
+                       std::to_string(request.batches) + " batches, another's, or that of the checkpoint, " +
+                       (pass.batches == 0 ? "at least " + std::to_string(pass.next) : std::to_string(pass.batches)) +
+                       "; give all workers the same data, in batches of the same size");
 }
 
 Dealt Dealer::deal(uint32_t rank, uint64_t incarnation, const Deal& request) {
@@ -113,6 +116,31 @@ std::vector<PassId> Dealer::newest() const {
   std::vector<PassId> newest;
   for (const auto& [loader, epoch] : newest_) newest.push_back({loader, epoch});
   return newest;
+}
+
+std::vector<PassProgress> Dealer::progress() const {
+  std::vector<PassProgress> all;
+  for (const auto& [key, pass] : passes_) {
+    auto undone = pass.returned;
+    for (const auto& [batch, rank] : pass.held) undone.insert(batch);
+    all.push_back({key.first, key.second, pass.batches, pass.next, {undone.begin(), undone.end()}});
+  }
+  return all;
+}
+
+void Dealer::go_on(const std::vector<PassProgress>& passes) {
+  Dealer begun;
+  for (const auto& pass : passes) {
+    const auto& undone = pass.undone;
+    const bool ascends = std::adjacent_find(undone.begin(), undone.end(), std::greater_equal<>()) == undone.end();
+    const bool is_within = (undone.empty() || undone.back() < pass.next) &&
+                           (pass.batches == 0 || pass.next <= pass.batches) && pass.next <= kMaxStep;
+    if (!ascends || !is_within) throw InvalidArgument("no pass over a loader can be as far as one that is to go on");
+    begun.passes_[{pass.loader, pass.epoch}] = {pass.batches, pass.next, {undone.begin(), undone.end()}, {}};
+    auto& newest = begun.newest_[pass.loader];
+    newest = std::max(newest, pass.epoch);
+  }
+  *this = std::move(begun);
 }
 
 Dealer::Record Dealer::record() const {

@@ -15,8 +15,6 @@ namespace muster::server {
 /// left, or ended its pass early is dealt before others. Server 0's business. Externally synchronised.
 class Dealer {
  public:
-  static constexpr size_t kMaxPasses = 256;
-
   /// Also notes what the request says is finished. Repeating a worker's last request gives the last answer. Throws
   /// LayoutMismatch where workers count different batches, InvalidArgument where too many passes are under way, or
   /// there are too many loaders.
@@ -34,6 +32,11 @@ class Dealer {
 
   /// Of each loader that was dealt from, the pass of the greatest epoch: a worker that joins leaves out those before.
   std::vector<PassId> newest() const;
+
+  /// How far all passes are, for a job that goes on with them; and in that one, in which nothing was dealt yet. Throws
+  /// InvalidArgument for what no pass can be.
+  std::vector<PassProgress> progress() const;
+  void go_on(const std::vector<PassProgress>& passes);
 
   /// For a snapshot, and back.
   struct Record {

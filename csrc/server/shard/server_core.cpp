@@ -161,8 +161,7 @@ void ServerCore::dispatch(Session& session, net::Frame& frame) {
     case Read::kType:
       return read(session, *shard, decode<Read>(frame.message), deadline);
     case Start::kType:
-      decode<Start>(frame.message);
-      return start(session);
+      return start(session, decode<Start>(frame.message));
     case Resume::kType:
       return resume(session, decode<Resume>(frame.message));
     case Join::kType:
@@ -181,6 +180,9 @@ void ServerCore::dispatch(Session& session, net::Frame& frame) {
       return write_part(session, decode<WritePart>(frame.message));
     case Deal::kType:
       return deal(session, decode<Deal>(frame.message), deadline);
+    case AskPasses::kType:
+      decode<AskPasses>(frame.message);
+      return tell_passes(session, deadline);
     case Beat::kType:
       return beat(session, *shard, decode<Beat>(frame.message));
     case Recall::kType:

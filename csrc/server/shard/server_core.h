@@ -98,7 +98,7 @@ class ServerCore {
   void await_job(const Session& session, const Configure& request);
   void check_not_ahead(const Session& session, const Join& request);
   void inquire(Session& session);
-  void start(Session& session);
+  void start(Session& session, const Start& request);
   void resume(Session& session, const Resume& request);
   void join(Session& session, const Join& request, Time deadline);
   void beat(Session& session, Shard& shard, const Beat& request);
@@ -110,6 +110,7 @@ class ServerCore {
   void commit(Session& session, const Commit& request, Time deadline);
   void recall(Session& session, const Decision& decision);
   void deal(Session& session, const Deal& request, Time deadline);
+  void tell_passes(Session& session, Time deadline);
   void sum(Session& session, Shard& shard, const Sum& request, Time deadline);
   void apply(Session& session, Shard& shard, const Apply& request, Time deadline);
   void write_part(Session& session, const WritePart& request);
@@ -136,6 +137,7 @@ class ServerCore {
   Quorum::Rules rules_of(const Plan& plan) const;
 
   // With mutex_:
+  void await_all_back(Lock& lock, Time deadline);
   /// Ends the job before, and returns whom that fences.
   std::vector<uint32_t> begin_job(const Session& session, const Configure& request);
   bool is_untouched(const std::shared_ptr<Shard>& shard) const;

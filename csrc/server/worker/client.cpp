@@ -59,10 +59,10 @@ void ServerClient::write(uint32_t chunk, Part part, Bytes values) {
 
 // Nobody comes in before all servers have the values in snapshots. Where the start ends before, the job that begins
 // next writes them again.
-void ServerClient::start(const std::function<void()>& write) {
+void ServerClient::start(const std::function<void()>& write, const std::vector<PassProgress>& passes) {
   requests_.begin([&] {
     write();
-    requests_.tell_all(Start{});
+    requests_.tell_all(Start{passes});
   });
 }
 
@@ -113,6 +113,8 @@ Decision ServerClient::commit(uint64_t step, std::vector<double> numbers, std::s
   requests_.note_decision(decision);
   return decision;
 }
+
+std::vector<PassProgress> ServerClient::passes() { return requests_.call<Passes>(0, AskPasses{}).passes; }
 
 Dealt ServerClient::deal(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished) {
   return ask_dealer({++deals_, loader, epoch, batches, false, std::move(finished)});

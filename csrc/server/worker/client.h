@@ -42,8 +42,8 @@ class ServerClient {
   bool is_started() const noexcept { return requests_.is_started(); }
   void write(uint32_t chunk, Part part, Bytes values);
   /// The chief's, where they hold none: `write` writes all there are, and is called again where a server started again
-  /// before it had them in a snapshot.
-  void start(const std::function<void()>& write);
+  /// before it had them in a snapshot. `passes` go on where they are.
+  void start(const std::function<void()>& write, const std::vector<PassProgress>& passes = {});
   /// Waits for start. Returns the step after which this worker comes in. The chief of a job that began after another
   /// one on these servers says where it goes on; throws CheckpointError where they have no step in common.
   uint64_t join();
@@ -71,6 +71,9 @@ class ServerClient {
   Dealt deal(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
   /// Leaves a pass: others get what this worker was dealt and has not finished.
   void end_pass(uint32_t loader, uint64_t epoch, uint64_t batches, std::vector<uint64_t> finished);
+
+  /// How far the passes are that batches were dealt of.
+  std::vector<PassProgress> passes();
 
   /// The norm of the sums over `members`, of all chunks and tables. Its bits do not depend on who has what.
   kernels::NormSum sum(uint64_t step, const std::vector<uint32_t>& members);

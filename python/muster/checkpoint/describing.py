@@ -52,7 +52,7 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
             {"optimizers": each["optimizers"], **_plain(each["scale"])} for each in parts.get("loss_scales") or ()
         ],
         "loaders": [
-            {"epoch": each["epoch"], "batches": each["batches"], "generators": len(each["generators"])}
+            {"epoch": each["epoch"], "batches": _num_trained(each), "generators": len(each["generators"])}
             for each in parts.get("loaders") or ()
         ],
         "generators": None if generators is None else len(generators),
@@ -139,6 +139,13 @@ def value_text(value: object) -> str:
     """One line of it."""
     text = repr(value)
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
+
+
+def _num_trained(loader: Mapping[str, Any]) -> int:
+    """Batches of its epoch that steps had, of one whose batches servers dealt also those out of order."""
+    passes = [each for each in loader.get("passes") or () if each["epoch"] == loader["epoch"]]
+    batches: int = loader["batches"] + sum(each["next"] - len(each["undone"]) for each in passes)
+    return batches
 
 
 def _module(module: Mapping[str, Any]) -> dict[str, Any]:

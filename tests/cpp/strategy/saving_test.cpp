@@ -24,7 +24,9 @@
 #include "cpp/strategy/saved_jobs.h"
 #include "muster/mirrored.h"
 #include "muster/optim.h"
+#include "muster/parameter_server.h"
 #include "muster/strategy.h"
+#include "strategy/saved_passes.h"
 #include "support/folder.h"
 #include "support/run_ranks.h"
 
@@ -175,6 +177,44 @@ TEST_CASE("workers go on with the same bits, with state that is divided and into
     MirroredStrategy strategy(cpus(2));
     CHECK(equal(train(strategy, folder.path / "chief", {}), expected));
   }
+}
+
+TEST_CASE("an epoch that servers deal goes on, and under other strategies", "[saving]") {
+  const auto train = trained_by<muster::optim::AdamW>(torch::optim::AdamWOptions(1e-2));
+  const auto run = [&](bool is_dealt, const fs::path& folder, std::optional<int64_t> stop_after) {
+    if (is_dealt) {
+      ParameterServerStrategy strategy(Cluster{}, {.staleness = 1});
+      return train(strategy, folder, stop_after);
+    }
+    MirroredStrategy strategy(cpus(1));
+    return train(strategy, folder, stop_after);
+  };
+  const auto [first, second] = GENERATE(std::pair(true, true), std::pair(true, false), std::pair(false, true));
+  const int64_t stop_after = GENERATE(3, 5);  // 5: at an epoch's last batch
+  torch::manual_seed(3);
+  const auto expected = run(false, Folder().path / "none", {});
+  const Folder folder;
+  torch::manual_seed(3);
+  run(first, folder.path, stop_after);
+  torch::manual_seed(99);
+  CHECK(equal(run(second, folder.path, {}), expected));
+}
+
+TEST_CASE("where a loader goes on is what can be", "[saving]") {
+  const std::vector<server::PassProgress> passes{{4, 2, 10, 6, {1, 5}}, {4, 3, 10, 2, {}}};
+  const auto saved = muster::detail::saved_loader(2, passes);
+  CHECK((muster::detail::passes_in(saved, 4) == passes));
+  CHECK((muster::detail::place_in(saved) == LoaderState{2, 1}));  // what is behind it comes once more
+  CHECK((muster::detail::place_in(muster::detail::saved_loader(3, passes)) == LoaderState{3, 2}));
+  CHECK((muster::detail::place_in(muster::detail::saved_loader(5, passes)) == LoaderState{5, 0}));
+  auto of_one_worker = muster::detail::saved_loader(2, {});
+  of_one_worker.insert_or_assign("batches", int64_t{7});
+  CHECK((muster::detail::passes_in(of_one_worker, 1) == std::vector<server::PassProgress>{{1, 2, 0, 7, {}}}));
+  for (const auto& wrong : {server::PassProgress{4, 2, 10, 6, {6}}, server::PassProgress{4, 2, 10, 6, {1, 1}}}) {
+    CHECK_THROWS_AS(muster::detail::passes_in(muster::detail::saved_loader(2, {wrong}), 4), InvalidArgument);
+  }
+  of_one_worker.insert_or_assign("batches", int64_t{-1});
+  CHECK_THROWS_AS(muster::detail::place_in(of_one_worker), InvalidArgument);
 }
 
 TEST_CASE("low-precision parameters go on from their fp32 copies", "[saving]") {

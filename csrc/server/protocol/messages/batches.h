@@ -13,6 +13,7 @@ namespace muster::server {
 
 inline constexpr size_t kMaxBatches = size_t{1} << 16;
 inline constexpr size_t kMaxLoaders = 4096;
+inline constexpr size_t kMaxPasses = 256;
 
 /// A pass over the job's `loader`-th prepared loader.
 struct PassId {
@@ -64,6 +65,33 @@ struct Dealt {
 template <>
 struct LastOf<Dealt::State> {
   static constexpr auto kValue = Dealt::State::ended;
+};
+
+/// How far a pass is: the batches below `next` are finished, but for those `undone`.
+struct PassProgress {
+  uint32_t loader = 0;
+  uint64_t epoch = 0;
+  uint64_t batches = 0;  ///< of the pass; 0: not known
+  uint64_t next = 0;
+  std::vector<uint64_t> undone = {};  ///< ascending
+
+  static constexpr auto kFields = fields(&PassProgress::loader, &PassProgress::epoch, &PassProgress::batches,
+                                         &PassProgress::next, bounded(&PassProgress::undone, kMaxNumbers));
+
+  bool operator==(const PassProgress&) const = default;
+};
+
+/// Asks server 0 for the passes that it knows. What is in no step yet counts as undone.
+struct AskPasses {
+  static constexpr uint16_t kType = 42;
+  static constexpr auto kFields = fields();
+};
+
+struct Passes {
+  static constexpr uint16_t kType = 43;
+  std::vector<PassProgress> passes;
+
+  static constexpr auto kFields = fields(bounded(&Passes::passes, kMaxPasses));
 };
 
 }  // namespace muster::server

@@ -143,10 +143,12 @@ struct Standing {
                                          bounded(&Standing::facts, kMaxRecord), bounded(&Standing::token, kMaxToken));
 };
 
-/// All initial values are written.
+/// All initial values are written, and server 0 deals on in `passes`.
 struct Start {
   static constexpr uint16_t kType = 9;
-  static constexpr auto kFields = fields();
+  std::vector<PassProgress> passes = {};
+
+  static constexpr auto kFields = fields(bounded(&Start::passes, kMaxPasses));
 };
 
 /// Waits for Start, and makes the worker a member. `step`: what server 0 answered; to server 0 itself, 0.

@@ -94,7 +94,8 @@ TEST_CASE("every message has the bytes that it always had", "[server]") {
   CHECK(bytes_of(Write{1, Part::master}) == "0100000004");
   CHECK(bytes_of(Read{1, Part::state1, 2, true, 3}) == "01000000020200000000000000010300000000000000");
   CHECK(bytes_of(Values{1, 2}) == "010000000200000000000000");
-  CHECK(bytes_of(Start{}) == "");
+  CHECK(bytes_of(Start{{{1, 2, 3, 4, {5}}}}) ==
+        "0100000001000000020000000000000003000000000000000400000000000000010000000500000000000000");
   CHECK(bytes_of(Join{1, true, 2, {{3, 4, 5}}, {}}) ==
         "01000000000000000102000000000000000100000003000000040000000000000005000000000000000000"
         "0000");
@@ -123,6 +124,9 @@ TEST_CASE("every message has the bytes that it always had", "[server]") {
   CHECK(bytes_of(Deal{1, 2, 3, 4, true, {5}}) ==
         "0100000000000000020000000300000000000000040000000000000001010000000500000000000000");
   CHECK(bytes_of(Dealt{Dealt::State::none, 1}) == "010100000000000000");
+  CHECK(bytes_of(AskPasses{}) == "");
+  CHECK(bytes_of(Passes{{{1, 2, 3, 4, {}}}}) ==
+        "010000000100000002000000000000000300000000000000040000000000000000000000");
   CHECK(bytes_of(Applied{1, {2, 3}}) == "010000000000000002000000000000000300000000000000");
   CHECK(bytes_of(Beat{true}) == "01");
   CHECK(bytes_of(Beaten{{1, 2}, "t", 3}) == "01000000000000000200000000000000010000007403000000");

@@ -106,16 +106,52 @@ TEST_CASE("dealt batches survive a restart", "[server]") {
   CHECK_THROWS_AS(again.restore(damaged), CheckpointError);
 }
 
+TEST_CASE("a job that goes on deals what was undone, and then the rest", "[server]") {
+  Dealer dealer;
+  Asker a{dealer, 0};
+  Asker b{dealer, 1};
+  CHECK(dealer.progress().empty());
+  CHECK(is_batch(a.ask(), 0));
+  CHECK(is_batch(b.ask(), 1));
+  dealer.finish(1, {{7, 0, 1}});
+  const std::vector<PassProgress> expected{{7, 0, 3, 2, {0}}};
+  CHECK((dealer.progress() == expected));
+
+  Dealer next;
+  next.go_on(dealer.progress());
+  CHECK((next.progress() == expected));
+  CHECK((next.newest() == std::vector<PassId>{{7, 0}}));
+  Asker c{next, 1};
+  CHECK(is_batch(c.ask(), 0));
+  CHECK(is_batch(c.ask({0}), 2));
+  CHECK(c.ask({2}).state == Dealt::State::ended);
+  next.go_on(next.progress());  // of a pass that is over
+  CHECK(c.ask().state == Dealt::State::ended);
+
+  next.go_on({{7, 0, 0, 2, {}}});  // where another strategy had it
+  CHECK(is_batch(c.ask(), 2));
+  next.go_on({{7, 0, 0, 4, {}}});
+  Asker d{next, 4};
+  CHECK_THROWS_WITH(d.ask(), ContainsSubstring("at least 4"));
+}
+
+TEST_CASE("a job does not go on where no pass can be", "[server]") {
+  Dealer dealer;
+  const PassProgress wrong[] = {{7, 0, 3, 4, {}}, {7, 0, 3, 2, {2}}, {7, 0, 3, 2, {1, 0}}, {7, 0, 3, 2, {1, 1}}};
+  for (const auto& pass : wrong) CHECK_THROWS_AS(dealer.go_on({pass}), InvalidArgument);
+  CHECK(dealer.progress().empty());
+}
+
 TEST_CASE("the newest pass of each loader is known, also once it is over", "[server]") {
   Dealer dealer;
   CHECK(dealer.newest().empty());
   uint64_t request = 0;
   for (const uint64_t epoch : {0, 2, 1}) dealer.deal(0, 1, {++request, 7, epoch, 1, false, {}});
-  for (uint64_t epoch = 0; epoch < Dealer::kMaxPasses; ++epoch) {
+  for (uint64_t epoch = 0; epoch < kMaxPasses; ++epoch) {
     dealer.deal(0, 1, {++request, 9, epoch, 0, false, {}});
   }
   dealer.deal(0, 1, {++request, 3, 5, 1, false, {}});
-  const std::vector<PassId> newest{{3, 5}, {7, 2}, {9, Dealer::kMaxPasses - 1}};
+  const std::vector<PassId> newest{{3, 5}, {7, 2}, {9, kMaxPasses - 1}};
   CHECK((dealer.newest() == newest));
   Dealer again;
   again.restore(decode<Dealer::Record>(encode(dealer.record())));
@@ -126,7 +162,7 @@ TEST_CASE("workers must count the same batches, and passes are bounded", "[serve
   Dealer dealer;
   dealer.deal(0, 1, {1, 0, 0, 10, false, {}});
   CHECK_THROWS_AS(dealer.deal(1, 1, {1, 0, 0, 11, false, {}}), LayoutMismatch);
-  for (uint64_t epoch = 1; epoch < Dealer::kMaxPasses; ++epoch) dealer.deal(0, 1, {epoch + 1, 0, epoch, 10, false, {}});
+  for (uint64_t epoch = 1; epoch < kMaxPasses; ++epoch) dealer.deal(0, 1, {epoch + 1, 0, epoch, 10, false, {}});
   CHECK_THROWS_AS(dealer.deal(0, 1, {1000, 0, 1000, 10, false, {}}), InvalidArgument);
   // Those that ended make room.
   dealer.take_back(0);

@@ -1,0 +1,22 @@
+// Passes over a loader that parameter servers deal, in a checkpoint.
+#pragma once
+
+#include <vector>
+
+#include "muster/loader.h"
+#include "muster/saved_value.h"
+#include "server/protocol/messages/batches.h"
+
+namespace muster::detail {
+
+/// What a checkpoint has of a loader whose batches servers deal: that it is in `epoch`, and how far its passes are.
+SavedValue::Dict saved_loader(int64_t epoch, const std::vector<server::PassProgress>& passes);
+
+/// How far the passes are of the job's `loader`-th loader, for servers that deal on. Throws as integer().
+std::vector<server::PassProgress> passes_in(const SavedValue::Dict& saved, uint32_t loader);
+
+/// Where this worker goes on in a loader whose batches it has for itself. Batches that servers had dealt out of order
+/// come once more, as a warning says. Throws as integer().
+LoaderState place_in(const SavedValue::Dict& saved);
+
+}  // namespace muster::detail
