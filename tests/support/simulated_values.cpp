@@ -212,7 +212,7 @@ World::Hyperparameters World::hyperparameters_in(uint64_t step, const std::vecto
   Hyperparameters may;
   for (const auto* const taker : takers) {
     if (taker->acked >= step && taker->first > senior) continue;
-    (taker->joins ? may.joiners : may.firsts) = true;
+    (is_late(*taker) ? may.joiners : may.firsts) = true;
   }
   return may;
 }

@@ -28,11 +28,11 @@ std::string text_of(const std::vector<uint32_t>& ranks) {
 
 }  // namespace
 
-FlatGroups groups_of(const JobSetup& setup, bool joins) {
+FlatGroups groups_of(const JobSetup& setup, bool is_late) {
   std::vector<kernels::SgdGroup> groups(setup.is_thorough ? 2 : 1, {1, 0, 0, 0, false, false});
   if (setup.is_thorough && setup.staleness == 0) {
     groups.front() = {0.5, 0.875, 0, 0.25, false, false};
-    if (joins && setup.joins_with_others) groups.front().lr = 0.25;
+    if (is_late && setup.joins_with_others) groups.front().lr = 0.25;
   }
   return groups;
 }
@@ -47,7 +47,7 @@ Plan plan_of(const JobSetup& setup) {
   if (setup.is_thorough) {
     plan.tables = {{"rows", kRows, kDim, RowPlacement::modulo, {RowInitialiser::Kind::normal, 0, 0}, 1}};
   }
-  plan.groups = groups_of(setup, /*joins=*/false);
+  plan.groups = groups_of(setup, /*is_late=*/false);
   plan.servers = setup.servers;
   plan.workers = setup.workers;
   plan.staleness = setup.staleness;
@@ -149,7 +149,7 @@ void World::note_start(const Life& life, uint64_t step) {
   const auto knows_later = [&](const auto& other) {
     return !other->is_over && other->job == life.job && other->decided > step;
   };
-  const bool is_first = begun_.insert(life.job).second;
+  const bool is_first = begun_.emplace(life.job, step).second;
   if (!is_first && (!life.joins || std::any_of(lives_.begin(), lives_.end(), knows_later))) return;
   for (const auto& other : lives_) {
     const uint64_t durable = damages_ == 0 ? other->durable.newest : damages_ == 1 ? other->durable.all : 0;
@@ -157,6 +157,12 @@ void World::note_start(const Life& life, uint64_t step) {
   }
   members_.erase(members_.upper_bound(step), members_.end());
   values_.erase(values_.upper_bound(step), values_.end());
+}
+
+// Schedules of one that joins before the job's first step are where those of the others are.
+bool World::is_late(const Life& life) const {
+  const auto begun = begun_.find(life.job);
+  return life.joins && begun != begun_.end() && life.first > begun->second;
 }
 
 void World::train(Life& life, ServerClient& client) {
@@ -219,7 +225,7 @@ void World::make_step(Life& life, ServerClient& client, uint64_t step, std::opti
   client.flush();
   Apply command;
   command.step = step;
-  command.groups = groups_of(setup_, life.joins);
+  command.groups = groups_of(setup_, is_late(life));
   if (batch) command.batches = {{0, 0, *batch}};
   command.members = {life.rank};
   if (plan_.is_synchronous()) {

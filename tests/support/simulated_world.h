@@ -111,8 +111,8 @@ server::Plan plan_of(const JobSetup& setup);
 double gradient_of(uint32_t rank, uint64_t step, int parameter, int64_t element);
 int64_t row_of_step(uint64_t step);
 int64_t row_of_batch(uint64_t job, uint64_t batch);
-/// The optimizer's of a worker that is there from the beginning, or of one that joins.
-FlatGroups groups_of(const JobSetup& setup, bool joins);
+/// The optimizer's of a worker that is there from the beginning, or of one that joins after steps were made.
+FlatGroups groups_of(const JobSetup& setup, bool is_late);
 /// Where all parameters are read to, in `memory`.
 std::vector<std::byte*> landing_of(const ServerClient& client, std::vector<std::vector<std::byte>>& memory);
 
@@ -206,6 +206,7 @@ class World final : public Waiting, public server::Timekeeper, public std::enabl
   void begin_values(ServerClient& client);
   /// It goes on after `step`.
   void note_start(const Life& life, uint64_t step);
+  bool is_late(const Life& life) const;
   void rest(Life& life);
   void train(Life& life, ServerClient& client);
   void train_on_batches(Life& life, ServerClient& client);
@@ -266,7 +267,7 @@ class World final : public Waiting, public server::Timekeeper, public std::enabl
   std::vector<Time> starts_;                           // by rank: when it is started again
   Time begins_again_{};                                // when all are
   std::map<uint64_t, std::vector<uint32_t>> members_;  // by step
-  std::set<uint64_t> begun_;                           // jobs into which somebody has come
+  std::map<uint64_t, uint64_t> begun_;                 // by job: the step after which somebody came into it first
   std::map<uint64_t, Values> values_;                  // by step, as workers read them
   std::vector<Partition> partitions_;
   std::optional<Kill> kill_;

@@ -52,7 +52,7 @@ TEST_CASE("simulated days that once ended badly end well", "[server][simulation]
     CHECK(simulate(SimulationOptions{.seed = seed}) == "");
   }
   for (const uint64_t seed : {5300, 202921}) CHECK(simulate(SimulationOptions{.seed = seed, .is_spread = true}) == "");
-  for (const uint64_t seed : {157, 738, 760471})
+  for (const uint64_t seed : {110, 157, 738, 760471})
     CHECK(simulate(SimulationOptions{.seed = seed, .is_rich = true}) == "");
 }
 
