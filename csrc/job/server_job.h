@@ -24,7 +24,8 @@ struct ServerJob {
   JobFacts facts = {};                            ///< but for row seeds, unless it joins
   bool joins = false;                             ///< this worker came to a job that others had begun
   uint32_t staleness = 0;                         ///< 0: synchronous; server::kAnyStaleness: asynchronous
-  std::vector<server::PassProgress> passes = {};  ///< from a checkpoint, for the chief to start with
+  bool is_loaded = false;                         ///< the model's values are a checkpoint's
+  std::vector<server::PassProgress> passes = {};  ///< from that, for the chief to start with
   ServerOptions options = {};
   std::shared_ptr<server::ParameterServer> embedded;  ///< where this process hosts one
 };

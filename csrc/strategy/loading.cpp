@@ -191,6 +191,9 @@ void Saving::take(const Dict& saved) {
     const auto& job = part->get<Dict>();
     core.stepper().go_on_after(integer(job, "steps"), static_cast<uint64_t>(integer(job, "calls")),
                                seed_of(member(job, "seed").get<std::string>()));
+  } else {
+    const auto& streams = core.session().streams();
+    core.stepper().go_on_after(core.stepper().steps(), streams.calls(), streams.seed());
   }
   if (const auto* const states = part_of(saved, "generators")) take_generators(states->get<at::Tensor>());
   if (const auto* const states = part_of(saved, "random")) random_ = *states;

@@ -137,7 +137,8 @@ void Saving::save_with_others(const fs::path& folder, const SavedState& state, c
   std::string document;
   const auto looked = told_by_all("save", false, [&] {
     DividedTensors divided;
-    auto tree = checkpoint::encode_tree_in_place(content(is_chief() ? state : SavedState(), states, &divided));
+    auto tree =
+        checkpoint::encode_tree_in_place(content(is_chief() ? state : SavedState(), loaders(), states, &divided));
     document = std::move(tree.document);
     return joint->look(announced, joint_content(tree.tensors, divided, names_of_alike(tree.tensors)));
   });
@@ -150,7 +151,7 @@ void Saving::save_with_others(const fs::path& folder, const SavedState& state, c
   }
   together("save", false, [&] {
     if (!is_chief() && !strategy_.core->session().options().shard_optimizer) return;
-    const auto whole = content(state, states, nullptr);
+    const auto whole = content(state, loaders(), states, nullptr);
     if (!is_chief()) return;
     auto tree = checkpoint::encode_tree(whole);
     writer_->write_copy({std::move(tree.tensors), metadata(std::move(tree.document))});
@@ -187,7 +188,8 @@ at::Tensor Saving::generators() {
   return gather_over_workers(strategy_.workers(), {{{state}, 1}}).front();
 }
 
-Dict Saving::content(const SavedState& state, const at::Tensor& generators, DividedTensors* divided) {
+Dict Saving::content(const SavedState& state, const List& places, const at::Tensor& generators,
+                     DividedTensors* divided) {
   auto& core = *strategy_.core;
   List modules;
   for (const auto& module : strategy_.modules) {
@@ -212,7 +214,7 @@ Dict Saving::content(const SavedState& state, const at::Tensor& generators, Divi
                {"modules", std::move(modules)},
                {"optimizers", std::move(optimizers)},
                {"loss_scales", loss_scales()},
-               {"loaders", loaders()},
+               {"loaders", places},
                {"generators", generators},
                {"state", std::move(named)}};
   if (!tables.empty()) content["tables"] = std::move(tables);

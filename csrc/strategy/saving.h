@@ -61,10 +61,11 @@ class Saving {
 
   void save_alone(const std::filesystem::path& folder, const SavedState& state, const SaveOptions& options);
   /// False where servers cannot write to the writer's folder.
-  bool save_with_servers(checkpoint::SnapshotWriter& writer, const SavedState& state);
+  bool save_with_servers(checkpoint::SnapshotWriter& writer, const SavedState& state, const SavedValue::List& places);
   void save_with_others(const std::filesystem::path& folder, const SavedState& state, const SaveOptions& options);
   /// Collective where state is divided over workers, and `divided` is null or does not take all of it.
-  Dict content(const SavedState& state, const at::Tensor& generators, DividedTensors* divided);
+  Dict content(const SavedState& state, const SavedValue::List& places, const at::Tensor& generators,
+               DividedTensors* divided);
   std::set<std::string> names_of_alike(const checkpoint::NamedTensors& tensors) const;
   at::Tensor generators();
   SavedValue::List loss_scales() const;

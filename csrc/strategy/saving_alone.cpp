@@ -38,15 +38,18 @@ void Saving::wait() const {
 
 void Saving::save_alone(const std::filesystem::path& folder, const SavedState& state, const SaveOptions& options) {
   auto& writer = writer_to(folder, options);
-  if (strategy_.core->sets().has_servers() && save_with_servers(writer, state)) return;
-  auto tree = checkpoint::encode_tree(content(state, generators(), nullptr));
+  // First: a batch of a step that is made meanwhile comes once more, and is not lost.
+  const auto places = loaders();
+  if (strategy_.core->sets().has_servers() && save_with_servers(writer, state, places)) return;
+  auto tree = checkpoint::encode_tree(content(state, places, generators(), nullptr));
   writer.write_copy({std::move(tree.tensors), metadata(std::move(tree.document))});
 }
 
-bool Saving::save_with_servers(checkpoint::SnapshotWriter& writer, const SavedState& state) {
+bool Saving::save_with_servers(checkpoint::SnapshotWriter& writer, const SavedState& state,
+                               const SavedValue::List& places) {
   CutWriting cut(writer, *strategy_.core);
   if (!cut.is_begun()) return false;
-  auto whole = content(state, generators(), nullptr);
+  auto whole = content(state, places, generators(), nullptr);
   put_stand_ins(whole, strategy_.modules, strategy_.core->session().registry(), cut);
   auto tree = checkpoint::encode_tree_in_place(whole);
   cut.start({std::move(tree.tensors), metadata(std::move(tree.document))});

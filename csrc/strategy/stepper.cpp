@@ -209,7 +209,10 @@ void Stepper::go_on_after(int64_t steps, uint64_t calls, uint64_t seed) {
   steps_ = steps;
   session_.streams().follow(calls);
   session_.streams().take_seed(seed);
-  if (auto& servers = session_.groups().servers) servers->facts.seed = seed;  // which they give to joiners
+  if (auto& servers = session_.groups().servers) {
+    servers->facts.seed = seed;  // which they give to joiners
+    servers->is_loaded = true;
+  }
 }
 
 // A call without user function or data that closes the set's open window.

@@ -422,10 +422,10 @@ class Saving:
             optimizers = [self._preparation.optimizers[position].optimizer for position in scale["optimizers"]]
             number = self._stepping.sets.set_of(optimizers)
             LossScaler(self._core, number, self._options.loss_scale or LossScale()).load_state_dict(scale["scale"])
-        strategy, generators = saved["strategy"], saved["generators"]
-        if strategy is not None:
-            self._core.go_on_after(strategy["steps"], strategy["calls"], int(strategy["seed"]))
-        core, others = self._core, saved["random"]
+        core, strategy, generators, others = self._core, saved["strategy"], saved["generators"], saved["random"]
+        if strategy is None:
+            strategy = {"steps": core.steps, "calls": core.calls, "seed": self._host.seed}
+        core.go_on_after(strategy["steps"], strategy["calls"], int(strategy["seed"]))
         if generators is not None and len(generators) == core.num_workers:
             torch.random.set_rng_state(generators[core.rank].clone())  # torch takes no view
         if others is not None and len(others["python"]) == core.num_workers:

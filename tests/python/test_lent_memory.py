@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
@@ -13,12 +14,8 @@ from support.jobs import Launcher
 ROWS, WIDTH = 150_000, 64
 
 
-def shared_over_parameters(strategy: muster.Strategy) -> float:
-    """What this process's arenas hold, over what its parameters do."""
-    module = nn.Embedding(ROWS, WIDTH)
-    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    for _ in range(3):
-        strategy.step(lambda x: model(x).mean(), torch.arange(4))
+def arena_bytes() -> int:
+    """Of the memory that this process shares with others of its host."""
     held = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -26,7 +23,18 @@ def shared_over_parameters(strategy: muster.Strategy) -> float:
                 held += os.stat(f"/proc/self/fd/{name}").st_blocks * 512
         except FileNotFoundError:  # of listdir itself
             continue
-    return held / (4 * ROWS * WIDTH)
+    return held
+
+
+def shared_over_parameters(strategy: muster.Strategy) -> float:
+    """What this process's arenas hold for the job, over what its parameters do."""
+    gc.collect()
+    before = arena_bytes()  # of tensors that live on in this process after their job
+    module = nn.Embedding(ROWS, WIDTH)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for _ in range(3):
+        strategy.step(lambda x: model(x).mean(), torch.arange(4))
+    return (arena_bytes() - before) / (4 * ROWS * WIDTH)
 
 
 def test_a_gradient_that_peers_read_where_it_comes_has_no_place_in_a_bucket(worker_job: Launcher) -> None:

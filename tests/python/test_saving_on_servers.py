@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import muster
-from muster import _C, checkpoint
+from muster import _C, CheckpointError, checkpoint
 from support.commands import Processes, wait_until
 from support.ranks import run_ranks
 from support.servers import Servers, alone, on_servers
@@ -145,6 +145,25 @@ def test_steps_go_on_while_servers_write(number: int, tmp_path: Path) -> None:
         there = job.module.table(torch.arange(ROWS)[:, None])
         assert torch.equal(there, torch.as_tensor(now["table.weight"]))
     assert_same(_mirrored(tmp_path), now)
+
+
+def test_a_checkpoint_is_not_passed_over_for_what_servers_hold(tmp_path: Path) -> None:
+    servers = Servers(1, tmp_path / "snapshots")
+    options: dict[str, Any] = {"seed": 3, "threads_per_replica": 1, "timeout": 60.0}
+    with on_servers(servers.addresses, **options) as strategy:
+        job = Job(strategy).train(range(2))
+        strategy.save(tmp_path / "checkpoints")
+        held = job.train(range(2, 3)).values()
+    with on_servers(servers.addresses, **options) as strategy:
+        job = Job(strategy)
+        strategy.load(tmp_path / "checkpoints")
+        with pytest.raises(CheckpointError, match="servers hold values that an earlier job trained"):
+            job.train(range(2, 3))
+    with on_servers(servers.addresses, **options) as strategy:
+        job = Job(strategy)
+        assert strategy.load(tmp_path / "none") is None
+        strategy.step(lambda i, x: job.model(i, x).sum() * 0, torch.tensor([[0], [1]]), torch.zeros(2, 3, 4, 4))
+        assert (job.values()["wide.weight"] - held["wide.weight"]).abs().max() < 0.01  # a step of AdamW's moments
 
 
 def _mirrored(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> dict[str, Tensor]:
