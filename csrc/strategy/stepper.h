@@ -46,8 +46,8 @@ class Stepper {
 
   /// Windows that were closed and not dropped.
   int64_t steps() const noexcept { return steps_; }
-  /// Goes on after as many windows, and calls of step, run and flush, as a job before this one has made, with its seed
-  /// where one is given. Throws InvalidArgument in a call, and where a window is open.
+  /// The model's values are a checkpoint's. Goes on after as many windows, and calls of step, run and flush, as a job
+  /// before this one has made, with its seed. Throws InvalidArgument in a call, and where a window is open.
   void go_on_after(int64_t steps, uint64_t calls, uint64_t seed);
   /// Whether the last gradients came from a step, which has applied them.
   bool gradients_are_applied() const noexcept { return gradients_are_applied_; }

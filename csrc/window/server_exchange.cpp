@@ -125,11 +125,6 @@ ServerExchange::~ServerExchange() {
 
 void ServerExchange::connect(const ServerParameters& given, const ServerJob& job, bool is_chief) {
   const at::NoGradGuard no_grad;
-  if (is_chief && client_.is_started() && job.is_loaded) {
-    throw CheckpointError(
-        "load() read a checkpoint, and the parameter servers hold values that an earlier job trained, which would be "
-        "gone on from instead; start servers without their old snapshots (move the folders away), or leave load() out");
-  }
   if (is_chief && !client_.is_started()) {
     const auto write = [&] {
       for (const auto part : {Part::parameter, Part::state0, Part::state1, Part::state2, Part::master, Part::steps}) {
@@ -138,6 +133,10 @@ void ServerExchange::connect(const ServerParameters& given, const ServerJob& job
       rows_.give(*given.optimizer);
     };
     client_.start(write, job.passes);
+  } else if (is_chief && job.is_loaded) {
+    throw CheckpointError(
+        "load() read a checkpoint, and the parameter servers hold values that an earlier job trained, which would be "
+        "gone on from instead; start servers without their old snapshots (move the folders away), or leave load() out");
   }
   step_ = client_.join();
   since_ = step_;

@@ -46,7 +46,7 @@ def of_this_rank(core: _C.StrategyCore, loader: Loader[Any], saved: Mapping[str,
 
 def take_place(loader: Loader[Any], saved: Mapping[str, Any]) -> None:
     """The loader goes on there."""
-    epoch, batches, passes = saved["epoch"], saved["batches"], saved.get("passes", ())
+    epoch, batches, passes = saved["epoch"], saved["batches"], saved.get("passes") or ()
     if loader.dealt is None:
         loader.load_state_dict({**saved, "batches": _batches_in_order(epoch, passes) if passes else batches})
         return

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <ranges>
 
 #include "optimizer/flat_optimizer.h"
 #include "support/simulated_world.h"
@@ -148,16 +149,22 @@ void World::check_counts(const Values& values) {
   }
 }
 
-// Each batch of the last job's pass once, but for that of a worker's last step, which one server may have made and
-// another not when it died. Where servers died, too, any step may be one that is not in all their snapshots.
+// Each batch of the last job's pass once, but for those of steps of a worker that died which one server has made and
+// another not. Where servers died, too, any step may be one that is not in all their snapshots.
 void World::check_batches(const Values& values) {
   std::set<uint64_t> may_differ;
   for (const auto& life : lives_) {
     if (life->job != job_ || life->has_left || life->batches.empty()) continue;
-    const uint64_t durable = damages_ > 0 ? life->durable.all : life->durable.newest;
-    const uint64_t sure = have_servers_died_ ? durable : life->acked;
+    uint64_t sure = damages_ > 0 ? life->durable.all : life->durable.newest;
+    uint64_t last = life->batches.rbegin()->first;
+    if (!have_servers_died_) {
+      const auto made = [&](const auto& of_parameter) { return static_cast<uint64_t>(-of_parameter[life->number]); };
+      const auto [least, most] = std::ranges::minmax(values.parameters | std::views::transform(made));
+      sure = life->first + least;
+      last = life->first + most;
+    }
     for (const auto& [step, batch] : life->batches) {
-      if (step > sure) may_differ.insert(batch);
+      if (step > sure && step <= last) may_differ.insert(batch);
     }
   }
   for (uint64_t batch = 0; batch < setup_.steps; ++batch) {
