@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -191,7 +192,7 @@ def check_samples(notes: Path, *lives: str, deaths: int = 0) -> None:
     done: Counter[tuple[int, int]] = Counter()
     taken: set[tuple[int, int]] = set()
     for lines in ranks:
-        for words, after in zip(lines, [*lines[1:], ["none"]], strict=True):
+        for words, after in itertools.pairwise([*lines, ["ends here"]]):
             if words[0] not in ("takes", "took"):
                 continue
             batch = [(int(words[1]), int(index)) for index in words[2:]]
