@@ -26,6 +26,12 @@ at::Tensor count_in(const at::Tensor& counts, size_t parameter) {
 
 }  // namespace
 
+at::Tensor StateEntry::current(size_t which) const {
+  if (which != kMaster || !master.defined() || !was_written()) return tensor(which);
+  const auto whole = parameter.tensor.detach();
+  return (master.sizes() == whole.sizes() ? whole : elements_of(whole, run)).to(master.scalar_type());
+}
+
 void StateEntry::refresh_master(const Run& from) const {
   const auto& tensor = parameter.tensor;
   if (!is_dense) {
@@ -264,7 +270,7 @@ std::vector<std::vector<Run>> OptimizerState::runs_of_ranks() const {
 at::Tensor OptimizerState::whole(size_t parameter, size_t which, comm::Communicator& ranks) const {
   const auto& entry = entries_.at(parameter);
   if (which == StateEntry::kMaster ? !is_low(entry.dtype) : which >= entry.num_states) return {};
-  const auto& own = entry.tensor(which);
+  const auto own = entry.current(which);
   if (shard_.size == 1) return own.clone();
   const auto& tensor = entry.parameter.tensor;
   const auto whole =

@@ -14,7 +14,7 @@ std::optional<checkpoint::Run> own_run(const OptimizerState& state, size_t param
   const bool is_low = entry.dtype == at::kBFloat16 || entry.dtype == at::kHalf;
   const bool is_there = which == StateEntry::kMaster ? is_low : which < entry.num_states;
   if (!is_there || state.shard().size == 1 || whole.numel() == 0 || !whole.is_contiguous()) return std::nullopt;
-  auto elements = entry.tensor(which);
+  auto elements = entry.current(which);
   if (!elements.defined()) {
     elements = at::empty({0}, at::TensorOptions(accumulation_dtype(entry.dtype)).device(state.device()));
   }

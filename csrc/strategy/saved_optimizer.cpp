@@ -123,7 +123,7 @@ class WholeState {
     if (divided_ != nullptr) {
       if (auto own = own_run(state, parameter, which)) return divided_->stand_in(std::move(*own));
     }
-    return state.shard().size > 1 ? state.whole(parameter, which, workers_) : state.tensor(parameter, which);
+    return state.shard().size > 1 ? state.whole(parameter, which, workers_) : state.entry(parameter).current(which);
   }
 
   FlatState& state_;

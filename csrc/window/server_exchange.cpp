@@ -70,6 +70,7 @@ server::ClientConfig client_of(const ServerJob& job, int rank, const server::Pla
   config.token = job.token;
   config.takes_over = job.options.takeover;
   config.joins = job.joins;
+  config.begins_anew = job.is_loaded;
   config.patience = std::chrono::milliseconds(static_cast<int64_t>(job.options.patience * 1000));
   config.log_bytes = log_bytes_of(job.options, plan);
   auto facts = job.facts;
@@ -133,10 +134,6 @@ void ServerExchange::connect(const ServerParameters& given, const ServerJob& job
       rows_.give(*given.optimizer);
     };
     client_.start(write, job.passes);
-  } else if (is_chief && job.is_loaded) {
-    throw CheckpointError(
-        "load() read a checkpoint, and the parameter servers hold values that an earlier job trained, which would be "
-        "gone on from instead; start servers without their old snapshots (move the folders away), or leave load() out");
   }
   step_ = client_.join();
   since_ = step_;

@@ -8,8 +8,7 @@ All end with the same parameters, bit for bit. With --staleness the workers of a
 no two runs are alike.
 
 With --checkpoint FOLDER the state is kept after every epoch and on SIGTERM, after which the exit code is 143 (128 +
-15), and the same command goes on from there. Where parameters live on servers, start new ones for that, without old
-snapshots.
+15), and the same command goes on from there, also where parameters live on servers.
 """
 
 from __future__ import annotations

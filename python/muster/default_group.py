@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -14,7 +15,7 @@ from muster import _C
 from muster.errors import CommError
 from muster.gloo_interface import gloo_reaches, host_and_port
 
-__all__ = ["DefaultGroup"]
+__all__ = ["DefaultGroup", "leave_with"]
 
 
 class DefaultGroup:
@@ -71,12 +72,31 @@ class DefaultGroup:
             ) from error
         return cls(dist.group.WORLD)
 
-    def end(self, process: int) -> None:
-        """When the strategy that `process` made is gone: as leave(), but for forked processes."""
-        if os.getpid() == process:
-            self.leave()
-
     def leave(self) -> None:
         """Takes the default group away, unless the program has put another in its place. Idempotent."""
-        if dist.is_initialized() and dist.group.WORLD is self._group:
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized() and dist.group.WORLD is group:
             dist.destroy_process_group()
+
+
+class Groups(Protocol):
+    """Process groups that a strategy has made."""
+
+    def leave(self) -> None:
+        """Takes them away. Idempotent."""
+
+
+def leave_with(owner: object, groups: Groups) -> None:
+    """`groups` are left once `owner` is gone. A forked process in which that is collected keeps them: a group's end
+    waits for its threads, which are the parent's."""
+    weakref.finalize(owner, _leave_or_keep, groups, os.getpid())
+
+
+_OF_PARENTS: list[Groups] = []
+
+
+def _leave_or_keep(groups: Groups, process: int) -> None:
+    if os.getpid() == process:
+        groups.leave()
+    else:
+        _OF_PARENTS.append(groups)

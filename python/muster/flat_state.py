@@ -256,6 +256,13 @@ class FlatState:
                     tensor = self.core.whole_state(self._flat, position, which) if run is None else run
                     if tensor is not None:
                         packed["state"][position][name] = tensor
+        else:
+            for position, values in packed["state"].items():
+                parameter = self._parameters[position]
+                master = values.get(_MASTER)
+                # Written since the last step, which is what the next one begins with.
+                if master is not None and not master.to(parameter.dtype).equal(parameter):
+                    packed["state"][position] = {**values, _MASTER: parameter.detach().to(master.dtype)}
         return packed
 
     def _on_servers(self, *, to_stay: bool = False) -> dict[int, dict[str, Any]]:

@@ -43,6 +43,8 @@ class SeveralHosts:
         group, where it was made here. `timeout`: seconds that an operation of a group may take."""
         self.default_group = default
         self._groups: list[Any] = []
+        self.parts: _C.SeveralHosts | None = None
+        """What the C++ side takes; None once they are left."""
         self._beside = weakref.ref(dist.group.WORLD)
         try:
             # Where the program's default group listens, these do.
@@ -53,7 +55,6 @@ class SeveralHosts:
             self.leave()
             raise
         self.parts = _C.SeveralHosts(hosts, **dict(zip(_GROUPS, self._groups, strict=True)))
-        """What the C++ side takes."""
 
     @classmethod
     def of(cls, cluster: _C.Cluster, timeout: float) -> SeveralHosts | None:
@@ -85,17 +86,13 @@ class SeveralHosts:
     def leave(self) -> None:
         """Takes the groups away, and the default group where it was made here. Idempotent."""
         groups, self._groups = self._groups, []
+        self.parts = None
         # They went with the default group, where that one is gone.
         if dist.is_initialized() and dist.group.WORLD is self._beside():
             for group in groups:
                 dist.destroy_process_group(group)
         if self.default_group is not None:
             self.default_group.leave()
-
-    def end(self, process: int) -> None:
-        """When the strategy that `process` made is gone: as leave(), but for forked processes."""
-        if os.getpid() == process:
-            self.leave()
 
 
 class HostsOfGroup:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -107,3 +109,29 @@ def _without_a_network() -> bool:
 
 def test_a_job_goes_on_where_no_default_group_can_be_made() -> None:
     assert run_ranks(2, _without_a_network) == [False, False]
+
+
+def _forked_after(kind: str) -> int:
+    """The exit status of a child in which strategies of its parent are collected."""
+    gc.disable()
+    group = None
+    if kind == "given":
+        dist.init_process_group("gloo")
+        group = dist.group.WORLD
+    strategy = muster.MultiWorkerMirroredStrategy.from_env(["cpu"], process_group=group)
+    strategy.cycle = strategy  # type: ignore[attr-defined]
+    if kind == "closed":
+        strategy.close()
+    del strategy, group
+    if kind == "given":
+        dist.destroy_process_group()
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("kind", ["closed", "left open", "given"])
+def test_a_forked_process_outlives_groups_of_strategies_that_are_gone(kind: str) -> None:
+    assert run_ranks(2, _forked_after, kind) == [0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections import Counter
@@ -313,6 +314,48 @@ def test_parameters_that_come_in_another_order_keep_their_state(tmp_path: Path) 
         assert optimizer.param_groups[0]["param_names"] == ["bias", "weight"]
         for name, parameter in model.named_parameters():
             assert torch.equal(optimizer.state[parameter]["exp_avg"], expected[name])
+
+
+def _goes_on_from_a_written_parameter(folder: Path, way: str, is_sharded: bool) -> bool:
+    """Of low precision: whether a job that loads a checkpoint steps it as the one that has saved it."""
+
+    def job() -> tuple[muster.Strategy, Any, Any]:
+        torch.manual_seed(0)
+        strategy = muster.MultiWorkerMirroredStrategy.from_env(
+            ["cpu"], threads_per_replica=1, shard_optimizer=is_sharded
+        )
+        model = nn.Linear(8, 6).to(torch.bfloat16)
+        return strategy, *strategy.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    def step(strategy: muster.Strategy, model: Any) -> None:
+        strategy.step(lambda x: model(x).float().square().sum(), DATA.tensors[0][:8].bfloat16())
+
+    strategy, model, optimizer = job()
+    with strategy:
+        step(strategy, model)
+        with torch.no_grad():
+            model.weight.fill_(0.3)
+        strategy.save(folder)
+        saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        step(strategy, model)
+        expected = model.weight.detach().clone()
+    strategy, model, optimizer = job()
+    with strategy:
+        if way == "save":
+            strategy.load(folder)
+        else:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        step(strategy, model)
+        return torch.equal(model.weight, expected)
+
+
+@pytest.mark.parametrize("way", ["save", "state_dict"])
+@pytest.mark.parametrize(("workers", "is_sharded"), [(1, False), (2, False), (2, True)])
+def test_a_parameter_of_low_precision_that_was_written_is_saved_as_it_is(
+    workers: int, is_sharded: bool, way: str, tmp_path: Path
+) -> None:
+    assert run_ranks(workers, _goes_on_from_a_written_parameter, tmp_path, way, is_sharded) == [True] * workers
 
 
 class Keeping(nn.Linear):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import muster
-from muster import _C, CheckpointError, checkpoint
+from muster import _C, checkpoint
 from support.commands import Processes, wait_until
 from support.ranks import run_ranks
 from support.servers import Servers, alone, on_servers
@@ -147,18 +147,25 @@ def test_steps_go_on_while_servers_write(number: int, tmp_path: Path) -> None:
     assert_same(_mirrored(tmp_path), now)
 
 
-def test_a_checkpoint_is_not_passed_over_for_what_servers_hold(tmp_path: Path) -> None:
-    servers = Servers(1, tmp_path / "snapshots")
-    options: dict[str, Any] = {"seed": 3, "threads_per_replica": 1, "timeout": 60.0}
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_checkpoint_takes_the_place_of_what_servers_hold(staleness: int, tmp_path: Path) -> None:
+    servers = Servers(2, tmp_path / "snapshots")
+    options: dict[str, Any] = {
+        "seed": 3, "threads_per_replica": 1, "timeout": 60.0, "staleness": staleness
+    }  # fmt: skip
     with on_servers(servers.addresses, **options) as strategy:
         job = Job(strategy).train(range(2))
         strategy.save(tmp_path / "checkpoints")
-        held = job.train(range(2, 3)).values()
-    with on_servers(servers.addresses, **options) as strategy:
-        job = Job(strategy)
-        strategy.load(tmp_path / "checkpoints")
-        with pytest.raises(CheckpointError, match="servers hold values that an earlier job trained"):
-            job.train(range(2, 3))
+        expected = job.train(range(2, 4)).values()
+        held = job.train(range(4, 5)).values()
+    for _ in range(2):
+        with on_servers(servers.addresses, **options) as strategy:
+            job = Job(strategy)
+            strategy.load(tmp_path / "checkpoints")
+            values = job.train(range(2, 4)).values()
+            assert strategy.steps == 4
+            assert_same(values, expected)
+            held = job.train(range(4, 5)).values()
     with on_servers(servers.addresses, **options) as strategy:
         job = Job(strategy)
         assert strategy.load(tmp_path / "none") is None

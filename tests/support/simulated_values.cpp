@@ -121,7 +121,7 @@ std::optional<std::pair<uint64_t, uint64_t>> World::counts_of(size_t element) co
   }
   if (element >= lives_.size()) return std::nullopt;
   const auto& life = *lives_[element];
-  if (life.first == Life::kNobody) return {{0, 0}};
+  if (life.first == Life::kNobody || (setup_.begins_anew && life.job != job_)) return {{0, 0}};
   if (life.has_left) return {{life.acked - life.first, life.acked - life.first}};
   const uint64_t durable = damages_ > 0 ? life.durable.all : life.durable.newest;
   const uint64_t least = have_servers_died_ ? durable : life.acked;

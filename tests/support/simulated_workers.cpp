@@ -123,6 +123,7 @@ void World::work(Life& life, bool joins) {
   for (const auto& chunk : cut_chunks(plan_)) step_bytes += static_cast<uint64_t>(chunk.gradient_bytes());
   config.log_bytes = (2 + pick(8)) * step_bytes;
   config.patience = kPatience;
+  config.begins_anew = setup_.begins_anew && life.job > 1;
   ServerClient client(config);
   if (life.rank == 0 && !client.is_started()) begin_values(client);
   const uint64_t step = client.join();
@@ -140,18 +141,20 @@ void World::work(Life& life, bool joins) {
   say("life " + std::to_string(life.number) + " leaves after step " + std::to_string(life.acked));
 }
 
-// Later steps did not happen: where a job begins, and where all who knew of them are gone when somebody joins it, the
-// servers' snapshots say where it goes on. That may be before steps that workers have made, and not before those that
-// one of them was told are durable: in the newest snapshots of all servers or, where one of these was damaged, in all.
-// Another damage may be to the snapshot that a server went back to.
+// Later steps did not happen: where a job begins, and where all who knew of them are gone, or cut off from server 0,
+// when somebody joins it, the servers' snapshots say where it goes on. That may be before steps that workers have made,
+// and not before those that one of them was told are durable: in the newest snapshots of all servers or, where one of
+// these was damaged, in all. Another damage may be to the snapshot that a server went back to.
 void World::note_start(const Life& life, uint64_t step) {
   if (life.job != job_) return;  // it is ending
   const auto knows_later = [&](const auto& other) {
-    return !other->is_over && other->job == life.job && other->decided > step;
+    return !other->is_over && other->job == life.job && other->decided > step && partition(other->rank, 0) == nullptr;
   };
   const bool is_first = begun_.emplace(life.job, step).second;
   if (!is_first && (!life.joins || std::any_of(lives_.begin(), lives_.end(), knows_later))) return;
+  if (is_first && setup_.begins_anew && step > 0) fail("the job goes on from what an earlier one trained");
   for (const auto& other : lives_) {
+    if (setup_.begins_anew && other->job != life.job) continue;
     const uint64_t durable = damages_ == 0 ? other->durable.newest : damages_ == 1 ? other->durable.all : 0;
     if (durable > step) fail("the job goes on before step " + std::to_string(durable) + ", which was durable");
   }

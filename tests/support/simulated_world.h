@@ -94,8 +94,9 @@ struct JobSetup {
   uint32_t workers = 1;
   uint32_t staleness = 0;
   uint64_t steps = 0;
-  bool is_spread = false;  ///< see SimulationOptions
-  bool replaces = false;   ///< the launcher replaces one worker that dies, else all are started again
+  bool is_spread = false;    ///< see SimulationOptions
+  bool begins_anew = false;  ///< likewise
+  bool replaces = false;     ///< the launcher replaces one worker that dies, else all are started again
   /// Momentum, a table, and reads in every step, whose values are looked at; else updates are counted at the end.
   bool is_thorough = false;
   bool deals = false;              ///< with staleness: `steps` batches of a pass, each of a step

@@ -28,6 +28,7 @@ class BadDay {
     at_ += milliseconds(world_.pick(1'500));
     setup_.steps = 4 + world_.pick(24);
     setup_.is_spread = options.is_spread;
+    setup_.begins_anew = options.begins_anew;
     setup_.is_thorough = setup_.joins_with_others = is_rich_;
     setup_.deals = is_rich_ && setup_.staleness != 0 && world_.chance(50);
   }

@@ -13,6 +13,7 @@ struct SimulationOptions {
   /// Also partitions, a table, momentum, values that are read in every step, dealt batches, and workers that join with
   /// hyperparameters of their own.
   bool is_rich = false;
+  bool begins_anew = false;  ///< where all workers are started again, their job has values of its own
   bool is_spread = false;  ///< every server has a part of the parameters, in several chunks; else the last one has all
 };
 

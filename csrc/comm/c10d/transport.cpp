@@ -1,5 +1,7 @@
 #include "comm/c10d/transport.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <thread>
 
@@ -107,7 +109,16 @@ c10d::ReduceOp translate(ReduceOp op) {
 }  // namespace
 
 C10dTransport::C10dTransport(ProcessGroupPtr group, c10::Device device)
-    : group_(std::move(group)), device_(device), rank_(group_->getRank()), size_(group_->getSize()) {}
+    : process_(::getpid()),
+      group_(std::move(group)),
+      device_(device),
+      rank_(group_->getRank()),
+      size_(group_->getSize()) {}
+
+// A group's end waits for its threads, which a forked child does not have.
+C10dTransport::~C10dTransport() {
+  if (::getpid() != process_) group_.release();
+}
 
 template <class F>
 Work C10dTransport::issue(const char* what, const F& call) {

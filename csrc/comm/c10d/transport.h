@@ -1,6 +1,8 @@
 // The transport over a c10d::ProcessGroup.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -15,6 +17,7 @@ namespace muster::comm {
 class C10dTransport final : public Transport {
  public:
   C10dTransport(ProcessGroupPtr group, c10::Device device);
+  ~C10dTransport() override;
 
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return size_; }
@@ -40,7 +43,8 @@ class C10dTransport final : public Transport {
   template <class F>
   Work issue(const char* what, const F& call);
 
-  const ProcessGroupPtr group_;
+  const pid_t process_;
+  ProcessGroupPtr group_;
   const c10::Device device_;
   const int rank_;
   const int size_;

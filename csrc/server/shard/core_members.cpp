@@ -89,6 +89,19 @@ std::vector<uint32_t> ServerCore::begin_job(const Session& session, const Config
   return fenced;
 }
 
+ServerCore::Former ServerCore::give_up(const Configure& request) {
+  log(LogLevel::warning, "parameter server " + std::to_string(index_) + " gives up what it held after step " +
+                             std::to_string(made_by(*shard_).second) +
+                             ", which an earlier job trained: the job that begins has loaded a checkpoint");
+  Former former{std::exchange(shard_, make_shard(request.plan, index_)), {}};
+  former.images = cuts_.begin_with(shard_->members(), shard_->plan().is_synchronous(), /*is_anew=*/true);
+  snapshots_.begin_anew();
+  quorum_.begin_at(0);
+  is_filled_ = started_ = members_.had_any = false;
+  gave_up_ = true;
+  return former;
+}
+
 // What the chief wrote nobody has trained here. Other servers may know better.
 bool ServerCore::is_untouched(const std::shared_ptr<Shard>& shard) const {
   return !members_.had_any && shard != nullptr && made_by(*shard).second == 0;
@@ -142,6 +155,7 @@ void ServerCore::configure(Session& session, const Configure& request) {
   Configured configured;
   std::shared_ptr<Shard> shard = this->shard();
   std::vector<std::pair<uint32_t, uint64_t>> fenced;  // and their incarnations
+  Former former;
   {
     const Lock lock(mutex_);
     session.job = request.job;
@@ -150,6 +164,7 @@ void ServerCore::configure(Session& session, const Configure& request) {
       job_ = {request.job, request.facts, session.token};
       index_ = request.server;
       shard_ = make_shard(request.plan, index_);
+      former.images = cuts_.begin_with(shard_->members(), shard_->plan().is_synchronous(), /*is_anew=*/true);
       quorum_.configure(rules_of(request.plan), time_.now());
     } else if (const std::string difference = shard_->plan().describe_difference(request.plan); !difference.empty()) {
       throw LayoutMismatch(
@@ -161,7 +176,15 @@ void ServerCore::configure(Session& session, const Configure& request) {
     }
     if (request.coming == Configure::Coming::returns) {
       take_up_job(session, request);
-    } else if (request.coming == Configure::Coming::begins && request.job > job_.id) {
+    } else if (request.coming != Configure::Coming::joins && request.job > job_.id) {
+      const bool is_anew = request.coming == Configure::Coming::begins_anew;
+      if (gave_up_ && !is_anew) {
+        throw CheckpointError(
+            "an earlier job loaded a checkpoint, and ended before the parameter servers had it; load it again, or "
+            "start "
+            "the servers again to go on from what their snapshots hold");
+      }
+      if (is_anew && started_) former = give_up(request);
       for (const uint32_t rank : begin_job(session, request)) {
         fenced.emplace_back(rank, quorum_.members().incarnation(rank));
       }
@@ -171,6 +194,7 @@ void ServerCore::configure(Session& session, const Configure& request) {
     configured.is_untouched = is_untouched(shard);
     configured.is_settled = job_.is_settled;
   }
+  if (former.shard) former.shard->stop();
   for (const auto& [rank, incarnation] : fenced) shard->drop_pushes(rank, incarnation);
   if (!fenced.empty()) shard->wake();
   configured.owns = !shard->members().empty();
@@ -207,6 +231,7 @@ void ServerCore::start(Session& session, const Start& request) {
     const Lock lock(mutex_);
     quorum_.members().check(session.rank, session.incarnation);  // another chief may write meanwhile
     started_ = job_.is_settled = true;
+    gave_up_ = false;
     shard_->commands().open(0);
     changed_.notify_all();
   }
@@ -286,15 +311,16 @@ void ServerCore::join(Session& session, const Join& request, Time deadline) {
   {
     Lock lock(mutex_);
     // Who comes back after a restart of server 0 says which step was decided last.
-    const auto may_come_in = [&] {
-      return index_ != 0 || request.returns || !quorum_.members().awaits_unknown(time_.now());
-    };
+    // A snapshot may have it as a member whose answer did not come.
+    if (!request.returns) quorum_.members().note_return(session.rank, session.incarnation, 0);
+    const auto may_come_in = [&] { return index_ != 0 || request.returns || is_up_to_date(); };
     const auto has_begun = [&] { return started_ && job_.is_settled; };
     const bool is_over = time_.wait_until(lock, changed_, deadline, [&] {
       check_job(session);
       return stopping_ || (has_begun() ? may_come_in() : quorum_.members().is_gone(kChief));
     });
     if (stopping_) throw CommError("the parameter server ends; start it again, or end the job");
+    if (!is_over && has_begun()) throw Timeout(lacks_return());
     if (!is_over) throw Timeout("the chief did not send the initial values in time; look at its log");
     if (!has_begun()) {
       throw PeerLost(kChief, "the chief left before it had sent the initial values; look at its log");

@@ -59,7 +59,10 @@ void ServerCore::write_cut(const std::shared_ptr<Shard>& shard, CutCollector::Cu
     saved.quorum.decision = Decision{.step = cut.step};
   }
   auto first = tensor_of(saved);
-  const auto next = [&] { return first.empty() ? image.next() : std::exchange(first, {}); };
+  const auto next = [&] {
+    check_current(shard);
+    return first.empty() ? image.next() : std::exchange(first, {});
+  };
   snapshots_.write({saved.images, next, image.file_bytes()}, cut.step, cut.keep, pause);
   const Lock lock(mutex_);
   ++stats_.snapshots;
@@ -67,16 +70,17 @@ void ServerCore::write_cut(const std::shared_ptr<Shard>& shard, CutCollector::Cu
 }
 
 void ServerCore::keep_snapshot() noexcept {
-  const auto pause = [this](uint32_t failures) {
+  const auto shard = this->shard();  // before the cut, which is of this one or of one that took its place
+  const auto pause = [&](uint32_t failures) {
     {
       const Lock lock(mutex_);
       changed_.notify_all();
     }
-    return cuts_.pause(failures);
+    return cuts_.pause(failures) && shard == this->shard();
   };
   try {
     if (const auto cut = cuts_.take()) {
-      write_cut(this->shard(), *cut, pause);
+      write_cut(shard, *cut, pause);
     } else {
       snapshot(pause);
     }
@@ -134,6 +138,7 @@ void ServerCore::take(const ServerSnapshots::Source& source, bool with_members) 
     if (!restorer) {
       saved = saved_in(tensors);
       shard = make_shard(saved.configured.plan, saved.configured.server);
+      const auto lost = cuts_.begin_with(shard->members(), shard->plan().is_synchronous(), /*is_anew=*/false);
       restorer.emplace(*shard, saved.images);
     }
     restorer->take(tensors);

@@ -158,10 +158,22 @@ std::shared_ptr<const Apply> ServerCore::await_seniors(const Session& session, S
   return shard.commands().command_of(request.step);
 }
 
-// Who comes back after a restart says what it was dealt.
+// Who comes back after a restart says what it was dealt, and which step was decided last.
+bool ServerCore::is_up_to_date() const {
+  const auto& members = quorum_.members();
+  return !members.awaits_unknown(time_.now()) && !members.awaits_return();
+}
+
 void ServerCore::await_all_back(Lock& lock, Time deadline) {
-  time_.wait_until(lock, changed_, deadline,
-                   [&] { return stopping_ || !quorum_.members().awaits_unknown(time_.now()); });
+  time_.wait_until(lock, changed_, deadline, [&] { return stopping_ || is_up_to_date(); });
+  if (!stopping_ && !is_up_to_date()) throw Timeout(lacks_return());
+}
+
+std::string ServerCore::lacks_return() const {
+  const auto rank = quorum_.members().awaits_return();
+  return "parameter server 0 started again, and " + (rank ? name_of_worker(*rank) : "a worker") +
+         ", which knows what it has forgotten, has not called anything of its strategy since; look at its log, and "
+         "raise timeout if it does something else for so long";
 }
 
 void ServerCore::tell_passes(Session& session, Time deadline) {

@@ -50,7 +50,7 @@ void CutCollector::begin(const std::vector<HeldSums*>& members, uint64_t step, u
   const auto cut = std::make_shared<Cut>();
   {
     const Lock lock(mutex_);
-    if (begun_step_ >= step) return;
+    if (&members != members_ || begun_step_ >= step) return;
     begun_step_ = step;
     keep_ = std::max(keep_, keep);
   }
@@ -59,7 +59,7 @@ void CutCollector::begin(const std::vector<HeldSums*>& members, uint64_t step, u
   arm(members, cut, &HeldSums::begin_image);
   std::vector<std::unique_ptr<Image>> lost;
   const Lock lock(mutex_);
-  if (cut->is_lost || stops_) {
+  if (cut->is_lost || stops_ || &members != members_) {
     lost = lose(cut.get());
     return;
   }
@@ -85,13 +85,15 @@ std::shared_ptr<CutCollector::Cut> CutCollector::gather(const std::vector<HeldSu
   return cut->missing == 0 && !cut->is_lost ? cut : nullptr;
 }
 
-void CutCollector::begin_with(bool are_together) {
-  std::vector<std::unique_ptr<Image>> lost;
+std::vector<std::unique_ptr<Image>> CutCollector::begin_with(const std::vector<HeldSums*>& members, bool are_together,
+                                                             bool is_anew) {
   const Lock lock(mutex_);
+  members_ = &members;
   only_cuts_ = are_together;
   begun_step_ = 0;
-  lost = lose(std::exchange(cut_, nullptr).get());
+  if (is_anew) keep_ = went_on_after_ = 0;
   changed_.notify_all();
+  return lose(std::exchange(cut_, nullptr).get());
 }
 
 void CutCollector::go_on_after(uint64_t step) {

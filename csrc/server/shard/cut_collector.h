@@ -31,15 +31,18 @@ class CutCollector {
   };
 
   /// Begins one of a step, unless it is under way: it takes the place of one that is older. Each member gives its image
-  /// when it has made the step. To be called before anybody makes the step.
+  /// when it has made the step. To be called before anybody makes the step. No-op for other members than begin_with's.
   void begin(const std::vector<HeldSums*>& members, uint64_t step, uint64_t keep);
   /// The same for who waits: null where it is not whole at the deadline, or a member has passed the step.
   using Take = std::unique_ptr<Image> (HeldSums::*)();
   std::shared_ptr<Cut> gather(const std::vector<HeldSums*>& members, uint64_t step, Time deadline,
                               Take take = &HeldSums::begin_image);
 
-  /// A shard is there. Where steps are made together no snapshot is due by the time.
-  void begin_with(bool are_together);
+  /// A shard of these members is there, which must outlive it or what is gathered of them, and goes on from a snapshot
+  /// or, `is_anew`, from nothing. Where steps are made together no snapshot is due by the time. Returns what was
+  /// gathered and is given up: it is to be destroyed where no lock is held.
+  [[nodiscard]] std::vector<std::unique_ptr<Image>> begin_with(const std::vector<HeldSums*>& members, bool are_together,
+                                                               bool is_anew);
   /// All servers go on after `step`, and have it in snapshots. What was gathered is given up.
   void go_on_after(uint64_t step);
   /// One is wanted soon: when as much time has passed since the last one as that took.
@@ -75,6 +78,7 @@ class CutCollector {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   // Guarded by mutex_:
+  const std::vector<HeldSums*>* members_ = nullptr;  // of the shard, to be compared alone
   std::shared_ptr<Cut> cut_;
   uint64_t begun_step_ = 0;  // of the last cut that was begun
   uint64_t keep_ = 0;        // see server::Cut

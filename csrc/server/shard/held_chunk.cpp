@@ -53,7 +53,7 @@ at::Tensor HeldChunk::part_of(size_t piece, Part part) const {
     case Part::state2:
       return optimizer_->state().tensor(piece, static_cast<size_t>(part) - static_cast<size_t>(Part::state0));
     case Part::master:
-      return optimizer_->state().entry(piece).master;
+      return optimizer_->state().entry(piece).current(StateEntry::kMaster);
     case Part::steps:
       return optimizer_->state().entry(piece).step.view({1});
   }

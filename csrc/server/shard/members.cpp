@@ -112,8 +112,16 @@ void Members::note_return(uint32_t rank, uint64_t incarnation, uint64_t first) {
   auto& member = known(rank, incarnation);
   member.first = std::max(member.joined_at + 1, first);
   member.returned = true;
+  member.is_of_snapshot = false;
   const auto is_back = [&](uint32_t other) { return members_.at(other).returned; };
   if (!expected_.empty() && std::all_of(expected_.begin(), expected_.end(), is_back)) unknown_until_ = {};
+}
+
+std::optional<uint32_t> Members::awaits_return() const noexcept {
+  for (const auto& [rank, member] : members_) {
+    if (member.live && member.is_of_snapshot) return rank;
+  }
+  return std::nullopt;
 }
 
 void Members::await(const std::vector<uint32_t>& ranks, Time now) {
@@ -251,7 +259,7 @@ void Members::restore(const Record& record, bool awaits_all, Time now) {
     member.first = member.joined_at + 1;
     member.live = record.live[i] != 0;
     member.dead = !member.live;
-    member.joined = true;
+    member.joined = member.is_of_snapshot = true;
     member.give_sign(now);
   }
 }

@@ -27,10 +27,8 @@ class Members {
     Milliseconds timeout{600'000};  ///< for awaited ranks that never came
   };
 
-  /// Nobody is awaited before.
-  void configure(const Rules& rules, Time now);
-
-  /// A job that begins anew: fences all members, whose ranks it returns, and awaits ranks below `rules.workers`.
+  /// A job begins: fences all members of the one before, whose ranks it returns, and awaits ranks below
+  /// `rules.workers`. Nobody is awaited before the first one.
   std::vector<uint32_t> begin_anew(const Rules& rules, Time now);
   /// Those that have joined belong to a job that is over.
   void forget_joined();
@@ -45,7 +43,7 @@ class Members {
   /// Makes it a member whose first step is `step` + 1. No-op for a member, and for one that has left in good order.
   /// Throws Fenced as greet does.
   void join(uint32_t rank, uint64_t incarnation, uint64_t step, Time now);
-  /// It is back, and has what it pushed from the step `first` on.
+  /// It is back, and has what it pushed from the step `first` on; or it joins, and has pushed nothing.
   void note_return(uint32_t rank, uint64_t incarnation, uint64_t first);
   /// Ranks that others expect, and that a restart made this server forget, have a heartbeat's time to show up. Once all
   /// of them are back, nobody unknown is awaited any more. Others that never came are not awaited.
@@ -81,6 +79,9 @@ class Members {
   bool may_push(std::optional<uint32_t> rank, uint64_t step, Time now) const;
   /// Whether workers that this server forgot when it started again may still show up.
   bool awaits_unknown(Time now) const noexcept { return now < unknown_until_; }
+  /// A live member of a snapshot that has not come back since: it may be busy with something else for long, and knows
+  /// what came after the snapshot. Nothing where there is none. See note_return.
+  std::optional<uint32_t> awaits_return() const noexcept;
 
   /// Whether one of `ranks` that came in before this worker is live, and may still say what `step` is made by.
   bool has_senior(uint32_t rank, const std::vector<uint32_t>& ranks, uint64_t step) const;
@@ -113,10 +114,11 @@ class Members {
     uint64_t first = 0;  // it can push steps from here on
     Time seen{};
     bool live = false;
-    bool came = false;      // gave a sign of life
-    bool joined = false;    // else awaited
-    bool returned = false;  // see note_return
-    bool dead = false;      // this incarnation was declared dead, or left
+    bool came = false;            // gave a sign of life
+    bool joined = false;          // else awaited
+    bool returned = false;        // see note_return
+    bool is_of_snapshot = false;  // see awaits_return
+    bool dead = false;            // this incarnation was declared dead, or left
     bool left = false;
 
     void give_sign(Time now) {
@@ -125,6 +127,7 @@ class Members {
     }
   };
 
+  void configure(const Rules& rules, Time now);
   const Member& known(uint32_t rank, uint64_t incarnation) const;
   Member& known(uint32_t rank, uint64_t incarnation);
   const Member* find(uint32_t rank) const noexcept;

@@ -12,7 +12,7 @@ namespace muster::server {
 
 void Quorum::configure(const Rules& rules, Time now) {
   rules_ = rules;
-  members_.configure(rules.members, now);
+  members_.begin_anew(rules.members, now);
   cuts_.configure(rules.cut_every, now);
 }
 

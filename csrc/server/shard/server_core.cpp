@@ -74,12 +74,16 @@ std::shared_ptr<Shard> ServerCore::shard() const {
 }
 
 std::shared_ptr<Shard> ServerCore::make_shard(const Plan& plan, uint32_t server) {
-  cuts_.begin_with(plan.is_synchronous());
   const auto may_push = [this](std::optional<uint32_t> rank, uint64_t step) {
     const Lock lock(mutex_);
     return quorum_.members().may_push(rank, step, time_.now());
   };
   return std::make_shared<Shard>(plan, server, may_push, time_);
+}
+
+void ServerCore::check_current(const std::shared_ptr<Shard>& shard) const {
+  const Lock lock(mutex_);
+  if (shard != shard_) throw CheckpointError("it was of a job that is over");
 }
 
 Quorum::Rules ServerCore::rules_of(const Plan& plan) const {

@@ -137,10 +137,20 @@ class ServerCore {
   Quorum::Rules rules_of(const Plan& plan) const;
 
   // With mutex_:
+  /// Of server 0: whether no worker is awaited that knows more than this server, which started again.
+  bool is_up_to_date() const;
   void await_all_back(Lock& lock, Time deadline);
+  std::string lacks_return() const;
   /// Ends the job before, and returns whom that fences.
   std::vector<uint32_t> begin_job(const Session& session, const Configure& request);
   bool is_untouched(const std::shared_ptr<Shard>& shard) const;
+  /// What an earlier job trained, and images of that.
+  struct Former {
+    std::shared_ptr<Shard> shard;
+    std::vector<std::unique_ptr<Image>> images;
+  };
+  /// Gives up what there is, for values that the chief will write: to be destroyed without mutex_.
+  Former give_up(const Configure& request);
   /// A worker came to a job that goes on, and that this server may have forgotten.
   void take_up_job(const Session& session, const Configure& request);
   void close_channels(const std::vector<uint32_t>& ranks);
@@ -150,6 +160,8 @@ class ServerCore {
   std::vector<uint32_t> present() const;
 
   std::shared_ptr<Shard> make_shard(const Plan& plan, uint32_t server);
+  /// Throws CheckpointError for one that another took the place of.
+  void check_current(const std::shared_ptr<Shard>& shard) const;
   std::shared_ptr<Shard> shard() const;
   uint32_t index_of_server() const;
   Durable durable(const Session& session, Shard& shard) const;
@@ -189,6 +201,7 @@ class ServerCore {
   } job_;
   bool is_filled_ = false;  // with initial values
   bool started_ = false;    // which are durable
+  bool gave_up_ = false;    // what there was, for values that are not there yet
   struct {
     bool had_any = false;
     bool awaited_unknown = false;  // when expire() looked last

@@ -18,6 +18,7 @@ constexpr const char* kKindValue = "muster parameter server";
 constexpr const char* kLayout = "layout";
 constexpr const char* kStep = "step";
 constexpr const char* kLife = "life";
+constexpr const char* kIsFirst = "first";  // where it is one of a job: what was written before is of another
 constexpr int64_t kLayoutVersion = 3;
 constexpr size_t kKeep = 2;
 
@@ -66,6 +67,9 @@ std::map<uint32_t, std::pair<uint64_t, uint64_t>> all_applied(const std::vector<
 ServerSnapshots::ServerSnapshots(std::unique_ptr<SnapshotStore> store) : store_(std::move(store)) {
   if (!store_) return;
   for (const auto& entry : store_->list()) {
+    if (entry.metadata.contains(kIsFirst)) {
+      for (auto& kept : std::exchange(kept_, {})) former_.push_back(std::move(kept.name));
+    }
     try {
       kept_.push_back({entry.name, step_of(entry.metadata), {}});
     } catch (const CheckpointError& error) {
@@ -152,8 +156,17 @@ void ServerSnapshots::remove_after(uint64_t step) {
     std::erase_if(kept_, [&](const Kept& kept) { return kept.step > step; });
   }
   for (const auto& entry : store_->list()) {
-    if (step_of(entry.metadata) > step) store_->remove(entry.name);
+    if (step_of(entry.metadata) <= step) continue;
+    store_->remove(entry.name);
+    const Lock lock(mutex_);
+    std::erase(former_, entry.name);
   }
+}
+
+void ServerSnapshots::begin_anew() {
+  const Lock lock(mutex_);
+  for (auto& kept : std::exchange(kept_, {})) former_.push_back(std::move(kept.name));
+  ++jobs_;
 }
 
 std::pair<uint64_t, uint64_t> ServerSnapshots::progress() const {
@@ -163,10 +176,16 @@ std::pair<uint64_t, uint64_t> ServerSnapshots::progress() const {
 
 void ServerSnapshots::write(const Content& content, uint64_t step, uint64_t keep, const Pause& pause) {
   const Lock writing(store_mutex_);
-  const checkpoint::Metadata metadata = {{kKind, std::string(kKindValue)},
-                                         {kLayout, kLayoutVersion},
-                                         {kStep, static_cast<int64_t>(step)},
-                                         {kLife, static_cast<int64_t>(store_->life())}};
+  checkpoint::Metadata metadata = {{kKind, std::string(kKindValue)},
+                                   {kLayout, kLayoutVersion},
+                                   {kStep, static_cast<int64_t>(step)},
+                                   {kLife, static_cast<int64_t>(store_->life())}};
+  uint64_t job = 0;
+  {
+    const Lock lock(mutex_);
+    if (kept_.empty()) metadata[kIsFirst] = int64_t{1};
+    job = jobs_;
+  }
   const auto note_failure = [&](const Error& error) {
     const Lock lock(mutex_);
     trouble_ = {error.what(), trouble_.failures + 1};
@@ -179,13 +198,28 @@ void ServerSnapshots::write(const Content& content, uint64_t step, uint64_t keep
     log(LogLevel::error, std::string("a snapshot cannot be written, and is tried again: ") + error.what());
     return pause(failures);
   };
-  auto name = store_->write(metadata, content.next, options);
+  note_written({store_->write(metadata, content.next, options), step, all_applied(content.images)}, job);
+  remove_surplus(keep);
+}
+
+void ServerSnapshots::note_written(Kept written, uint64_t job) {
+  std::vector<std::string> former;
   {
     const Lock lock(mutex_);
-    kept_.push_back({std::move(name), step, all_applied(content.images)});
     trouble_ = {};
+    if (job != jobs_) return former_.push_back(std::move(written.name));  // another began anew meanwhile
+    kept_.push_back(std::move(written));
+    former.swap(former_);
   }
-  remove_surplus(keep);
+  for (const auto& name : former) remove(name);
+}
+
+void ServerSnapshots::remove(const std::string& name) {
+  try {
+    store_->remove(name);
+  } catch (const CheckpointError& error) {
+    log(LogLevel::warning, "snapshot '" + name + "' is not needed any more, and stays: " + error.what());
+  }
 }
 
 void ServerSnapshots::remove_surplus(uint64_t keep) {
@@ -197,11 +231,7 @@ void ServerSnapshots::remove_surplus(uint64_t keep) {
       oldest = kept_.front().name;
       kept_.erase(kept_.begin());
     }
-    try {
-      store_->remove(oldest);
-    } catch (const CheckpointError& error) {
-      log(LogLevel::warning, "snapshot '" + oldest + "' is not needed any more, and stays: " + error.what());
-    }
+    remove(oldest);
   }
 }
 

@@ -42,6 +42,9 @@ class ServerSnapshots {
   void read(uint64_t step, const Restore& restore);
   /// Removes those of later steps, which did not happen, damaged ones too.
   void remove_after(uint64_t step);
+  /// What there is belongs to a job that is over: none counts as kept any more, and the next one that is written takes
+  /// the place of all of them, also for who opens the store then. Until then they are what a restart finds.
+  void begin_anew();
   /// Bytes that are read, and of how many, while one is.
   std::pair<uint64_t, uint64_t> progress() const;
 
@@ -76,13 +79,18 @@ class ServerSnapshots {
   };
 
   void read_one(const Kept& kept, const Restore& restore);
+  /// In the job that was the `job`-th to begin anew when its writing began.
+  void note_written(Kept written, uint64_t job);
+  void remove(const std::string& name);
   void remove_surplus(uint64_t keep);
 
   const std::unique_ptr<SnapshotStore> store_;
   std::mutex store_mutex_;
   mutable std::mutex mutex_;
   // Guarded by mutex_:
-  std::vector<Kept> kept_;  // ascending
+  std::vector<Kept> kept_;           // ascending
+  std::vector<std::string> former_;  // names of those that the next one takes the place of
+  uint64_t jobs_ = 0;                // that began anew
   Trouble trouble_;
   std::pair<uint64_t, uint64_t> progress_;
 };

@@ -26,6 +26,7 @@ struct ClientConfig {
   std::string token = {};                    ///< see Hello
   bool takes_over = false;                   ///< likewise
   bool joins = false;                        ///< the job runs already
+  bool begins_anew = false;                  ///< what an earlier job trained is given up: the chief writes other values
   uint32_t lanes = 2;                        ///< connections to each server for chunks
   bool shares_memory = true;                 ///< large payloads stay in memory that servers map; else they travel
   uint64_t log_bytes = uint64_t{256} << 20;  ///< of pushes that are kept until they are durable, at most

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "core/log.h"
@@ -72,15 +73,19 @@ void Link::disconnect() noexcept {
 }
 
 std::shared_ptr<net::Channel> Link::greet(uint32_t lane, uint64_t& incarnation,
-                                          const std::shared_ptr<net::Arena>& memory) {
+                                          const std::shared_ptr<net::Arena>& memory,
+                                          const std::function<void()>& between) {
   const auto deadline = in(config_.heartbeat);
   const std::shared_ptr<net::Channel> channel = config_.surroundings->connect(config_.name, memory, deadline);
   channel->send(Hello::kType, encode(Hello{config_.rank, lane, incarnation, config_.token, config_.takes_over}), {},
                 deadline);
-  while (!channel->wait_input(std::min(deadline, in(kSlice))) && config_.surroundings->now() < deadline)
-    WaitHook::call();
+  bool has_come = false;
+  const auto comes = [&] { return has_come = channel->wait_input(std::min(deadline, in(kSlice))); };
+  while (!comes() && config_.surroundings->now() < deadline) between();
+  // It may have come while `between` was busy for longer.
+  const auto patience = has_come ? std::max(deadline, in(kSlice)) : deadline;
   net::Frame frame;
-  if (!channel->receive(frame, deadline)) throw CommError("server '" + config_.name + "' ended the connection");
+  if (!channel->receive(frame, patience)) throw CommError("server '" + config_.name + "' ended the connection");
   if (frame.type == Busy::kType) {
     const auto busy = decode<Busy>(frame.message);
     const auto percent = busy.total > 0 ? 100 * busy.done / busy.total : 0;
@@ -92,12 +97,22 @@ std::shared_ptr<net::Channel> Link::greet(uint32_t lane, uint64_t& incarnation,
   return channel;
 }
 
-uint64_t Link::connect(uint64_t incarnation, const std::shared_ptr<net::Arena>& memory) {
+uint64_t Link::connect(uint64_t incarnation, const std::shared_ptr<net::Arena>& memory,
+                       const std::function<void()>& between) {
   disconnect();
   ++connects_;
+  std::exception_ptr of_between;
+  const auto noting_errors = [&] {
+    try {
+      between();
+    } catch (...) {
+      of_between = std::current_exception();
+      throw;
+    }
+  };
   try {
     for (uint32_t lane = 0; lane < lanes_.size(); ++lane) {
-      lanes_[lane].channel = greet(lane, incarnation, memory);
+      lanes_[lane].channel = greet(lane, incarnation, memory, noting_errors);
       const std::lock_guard lock(mutex_);
       open_.push_back(lanes_[lane].channel);
     }
@@ -111,8 +126,10 @@ uint64_t Link::connect(uint64_t incarnation, const std::shared_ptr<net::Arena>& 
     throw;
   } catch (const Timeout& error) {
     close_lanes({});
+    if (of_between) throw;
     throw LinkSilent(error.what());
   } catch (const CommError& error) {
+    if (of_between) std::rethrow_exception(of_between);
     break_with(error.what());
   }
   pulse_.note_welcome(incarnation);

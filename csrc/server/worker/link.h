@@ -64,8 +64,10 @@ class Link {
   const std::string& name() const noexcept { return config_.name; }
 
   /// Connects all lanes as `incarnation` (0: asks for one), which shares `memory`; returns the incarnation. Throws
-  /// LinkBroken where that fails, what the server answers otherwise. Waits call the thread's WaitHook.
-  uint64_t connect(uint64_t incarnation, const std::shared_ptr<net::Arena>& memory);
+  /// LinkBroken where that fails, what the server answers otherwise. Calls `between` every 50 ms or so, and throws what
+  /// it throws.
+  uint64_t connect(uint64_t incarnation, const std::shared_ptr<net::Arena>& memory,
+                   const std::function<void()>& between);
   /// Begins to send signs of life. Once, after connect().
   void keep_alive();
   /// Forgets what is under way, and closes.
@@ -133,7 +135,8 @@ class Link {
   net::Frame receive(size_t lane, std::span<std::byte> to, const std::function<void()>& between);
   bool has_input(const net::Channel* channel);
   void take_answer(Lane& lane, size_t index, const std::function<void()>& between);
-  std::shared_ptr<net::Channel> greet(uint32_t lane, uint64_t& incarnation, const std::shared_ptr<net::Arena>& memory);
+  std::shared_ptr<net::Channel> greet(uint32_t lane, uint64_t& incarnation, const std::shared_ptr<net::Arena>& memory,
+                                      const std::function<void()>& between);
   net::Deadline in(std::chrono::milliseconds duration) const { return config_.surroundings->now() + duration; }
   bool is_own() const noexcept;  // not a forked child's copy
   void close_lanes(const std::string& why) noexcept;

@@ -155,10 +155,18 @@ void Requests::wait_a_slice(Clock::time_point deadline) {
     throw Timeout("the parameter servers did not answer within the timeout; look at their logs and the other workers'");
   }
   WaitHook::call();
-  heal();
 }
 
 std::function<void()> Requests::between() {
+  return [this, deadline = limit()] {
+    wait_a_slice(deadline);
+    heal();
+  };
+}
+
+// Others wait at server 0 until it knows that this worker is back: nothing else is done meanwhile.
+std::function<void()> Requests::between_returning(size_t server) {
+  if (server != 0) return between();
   return [this, deadline = limit()] { wait_a_slice(deadline); };
 }
 
@@ -183,14 +191,13 @@ void Requests::connect(size_t server, bool is_first) {
   const auto free_by = now() + milliseconds(config_.plan.heartbeat_ms) + config_.patience;
   const uint64_t life = link.life();
   std::string why = "nobody listens there";
+  // Whoever asks server 0 next has to push again what it lacks.
+  const auto done = std::shared_ptr<void>(nullptr, [this](void*) {
+    if (std::exchange(is_first_told_, false)) links_.front()->disconnect();
+  });
   for (;;) {
     try {
-      incarnation_ = link.connect(incarnation_, memory_);
-      Configure configure{static_cast<uint32_t>(server), config_.plan, config_.job, config_.facts};
-      using Coming = Configure::Coming;
-      configure.coming = is_running_ ? Coming::returns : config_.joins ? Coming::joins : Coming::begins;
-      link.send(configure);
-      const auto configured = link.receive<Configured>(between());
+      const auto configured = try_to_connect(server);
       if (!is_running_) configured_[server] = configured;
       if (!is_first) check_lives(server, link.life() != life, configured);
       return;
@@ -211,7 +218,58 @@ void Requests::connect(size_t server, bool is_first) {
     if (absence.is_over(now())) lose(server, why);
     config_.surroundings->sleep(kBetweenTries);
     WaitHook::call();
+    if (server != 0) return_to_first();
   }
+}
+
+Configured Requests::try_to_connect(size_t server) {
+  auto& link = *links_[server];
+  incarnation_ = link.connect(incarnation_, memory_, [&] {
+    WaitHook::call();
+    if (server != 0) return_to_first();
+  });
+  Configure configure{static_cast<uint32_t>(server), config_.plan, config_.job, config_.facts};
+  using Coming = Configure::Coming;
+  configure.coming = is_running_           ? Coming::returns
+                     : config_.joins       ? Coming::joins
+                     : config_.begins_anew ? Coming::begins_anew
+                                           : Coming::begins;
+  link.send(configure);
+  return link.receive<Configured>(between_returning(server));
+}
+
+// Another server may be away, or stand still, for longer than server 0, started again, waits for those whom its
+// snapshot does not know. What that one lacks is pushed later: others may have to bring something before this worker
+// can go on.
+void Requests::return_to_first() {
+  if (!has_joined_ || healing_.front() || !links_.front()->has_ended()) return;
+  healing_.front() = true;
+  const auto done = std::shared_ptr<void>(nullptr, [&](void*) { healing_.front() = false; });
+  try {
+    if (try_to_connect(0).started) {
+      join_again(0);
+      is_first_told_ = true;
+    } else {
+      links_.front()->disconnect();  // who asks it next says so
+    }
+  } catch (const LinkBroken&) {
+    return;  // it is tried again
+  }
+}
+
+void Requests::join_again(size_t server) {
+  auto& link = *links_[server];
+  if (server == 0 && last_decision_) {
+    link.send(*last_decision_);
+    link.receive<Done>(between_returning(server));
+  }
+  Join join{joined_at_, /*returns=*/true, replay_.log().first_step()};
+  if (server == 0) {
+    join.held = batches_.held();
+    join.finished = batches_.finished();
+  }
+  link.send(join);
+  link.receive<Joined>(between_returning(server));
 }
 
 // Before the job runs its chief tells a server again what it has forgotten, and the others wait for that.
@@ -231,19 +289,8 @@ void Requests::recover(size_t server) {
     try {
       connect(server, /*is_first=*/false);
       if (has_joined_) {
-        auto& link = *links_[server];
-        if (server == 0 && last_decision_) {
-          link.send(*last_decision_);
-          link.receive<Done>(between());
-        }
-        Join join{joined_at_, /*returns=*/true, replay_.log().first_step()};
-        if (server == 0) {
-          join.held = batches_.held();
-          join.finished = batches_.finished();
-        }
-        link.send(join);
-        link.receive<Joined>(between());
-        replay_.resend(server, link, joined_at_, [this] { return between(); });
+        join_again(server);
+        replay_.resend(server, *links_[server], joined_at_, [this] { return between(); });
       }
       return;
     } catch (const LinkBroken& error) {

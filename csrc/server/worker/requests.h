@@ -95,6 +95,11 @@ class Requests {
 
  private:
   void connect(size_t server, bool is_first);
+  Configured try_to_connect(size_t server);
+  void join_again(size_t server);
+  /// Tells server 0, started again, that this worker is there, once.
+  void return_to_first();
+  std::function<void()> between_returning(size_t server);
   void check_lives(size_t server, bool has_started_again, const Configured& configured);
   [[noreturn]] void lose(size_t server, const std::string& why);
   void check_started() const;
@@ -124,7 +129,8 @@ class Requests {
   bool is_started_ = false;
   bool is_running_ = false;  // the job: all servers know what it began with
   bool has_joined_ = false;
-  bool has_lost_one_ = false;  // a server, which is not waited for again
+  bool is_first_told_ = false;  // see return_to_first
+  bool has_lost_one_ = false;   // a server, which is not waited for again
   std::optional<Decision> last_decision_;
   std::vector<Configured> configured_;  // by server, of the last connection before the job ran
   BatchBook batches_;
@@ -226,6 +232,7 @@ auto Requests::wait_for_log(const F& take) {
     if (auto* const taken = take()) return taken;
     config_.surroundings->sleep(kBetweenTries);
     wait_a_slice(deadline);
+    heal();
     check_snapshots();
     replay_.log().release(durable().newest);
   }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "checkpoint/snapshot.h"
+#include "core/wait_hook.h"
 #include "cpp/catch.h"
 #include "muster/error.h"
 #include "server/shard/server.h"
@@ -164,6 +165,39 @@ TEST_CASE("a server that comes back awaits a worker that was replaced since its 
   CHECK(failures == "");
 }
 
+TEST_CASE("who joins once server 0 started again waits for those who know what it forgot", "[server]") {
+  Cluster cluster(2);
+  const auto plan = plan_for(2, 2);
+  Meeting meeting(2);
+  const auto failures = testing::run_threads(2, [&](int rank) {
+    auto worker = std::make_unique<Worker>(cluster.config(static_cast<uint32_t>(rank), plan));
+    worker->join();
+    for (uint64_t step = 1; step <= 5; ++step) worker->step(step);
+    meeting.wait();
+    if (rank == 0) cluster.running[0]->snapshot();
+    meeting.wait();
+    if (rank == 1) worker.reset();
+    if (rank == 0) {
+      for (uint64_t step = 6; step <= 8; ++step) worker->step(step);
+      cluster.restart(0);
+    }
+    meeting.wait();
+    uint64_t step = 8;
+    if (rank == 0) {  // computes for longer than the heartbeat's time
+      std::this_thread::sleep_for(milliseconds(plan.heartbeat_ms) * 3 / 2);
+    } else {
+      auto config = cluster.config(1, plan);
+      config.joins = true;
+      worker = std::make_unique<Worker>(std::move(config));
+      step = worker->join();
+      MUSTER_CHECK(step == 8 || step == 9);  // the other makes one alone, if it is the first
+    }
+    while (step < 12) worker->step(++step);
+    worker->client.leave();
+  });
+  CHECK(failures == "");
+}
+
 TEST_CASE("a server that starts again while the chief writes is written again", "[server]") {
   const uint32_t victim = GENERATE(0U, 1U);
   const bool has_begun_before = GENERATE(false, true);
@@ -240,7 +274,7 @@ TEST_CASE("one server without its folder is named, and nothing is written over",
                                                             ContainsSubstring("holds nothing") &&
                                                             ContainsSubstring("goes on after step 5"));
   Link link({cluster.names[0], 3});
-  link.connect(1, nullptr);
+  link.connect(1, nullptr, WaitHook::call);
   const std::vector<std::byte> zeros(16);
   const Bytes payload(zeros);
   link.send(Write{0, Part::parameter}, {&payload, 1});
@@ -383,6 +417,79 @@ TEST_CASE("a job whose processes were all killed goes on from one step of all se
   CHECK(failures == "");
 }
 
+TEST_CASE("a job that begins anew takes the place of what an earlier one trained, on servers that live or come back",
+          "[server]") {
+  const uint32_t staleness = GENERATE(0U, kAnyStaleness);
+  const bool restarts = GENERATE(false, true);
+  CAPTURE(staleness, restarts);
+  Cluster cluster(2);
+  const auto plan = plan_for(2, 1, staleness);
+  const auto train = [&](uint64_t job, bool begins_anew, uint64_t steps) {
+    auto config = cluster.config(0, plan, job);
+    config.begins_anew = begins_anew;
+    Worker worker(std::move(config));
+    const uint64_t first = worker.join();
+    for (uint64_t step = first + 1; step <= first + steps; ++step)
+      staleness == 0 ? worker.step(step) : worker.step_alone(step);
+    const auto values = worker.parameters(staleness == 0 ? first + steps : 0);
+    worker.client.leave();
+    return std::pair(first, values);
+  };
+  const auto restart_all = [&] {
+    for (const uint32_t s : {0U, 1U}) cluster.restart(s);
+  };
+  const auto begun = train(1, false, 0).second;
+  const auto once = train(2, false, 3);
+  const auto old = cluster.snapshots(1);
+  std::filesystem::copy(old.back(), cluster.folder.path / "old", std::filesystem::copy_options::recursive);
+  if (restarts) restart_all();
+
+  const auto again = train(3, true, 0);
+  CHECK(again.first == 0);
+  CHECK(bit_equal(again.second, begun));
+  for (const auto& path : old) CHECK_FALSE(std::filesystem::exists(path));
+
+  // As where the server had died before it removed what is of the earlier job.
+  cluster.kill(1);
+  std::filesystem::rename(cluster.folder.path / "old", old.back());
+  if (restarts) cluster.restart(0);
+  cluster.start(1);
+  const auto same = train(4, false, 3);
+  CHECK(same.first == 0);
+  CHECK(bit_equal(same.second, once.second));
+  CHECK_FALSE(std::filesystem::exists(old.back()));
+}
+
+TEST_CASE("what an earlier job trained is not lost to one that ends before its values are there", "[server]") {
+  Cluster cluster(1);
+  const auto plan = plan_for(1, 1);
+  const auto config_for = [&](uint64_t job, bool begins_anew) {
+    auto config = cluster.config(0, plan, job);
+    config.begins_anew = begins_anew;
+    return config;
+  };
+  {
+    Worker worker(config_for(1, false));
+    worker.join();
+    for (uint64_t step = 1; step <= 3; ++step) worker.step(step);
+    worker.client.leave();
+  }
+  CHECK_FALSE(Worker(config_for(2, true)).client.is_started());
+  CHECK_THROWS_WITH(Worker(config_for(3, false)), ContainsSubstring("load it again, or start the servers again"));
+  SECTION("the servers start again") {
+    cluster.restart(0);
+    Worker worker(config_for(4, false));
+    CHECK(worker.join() == 3);
+    CHECK(bit_equal(worker.parameters(3), reference(plan, 1, 3)));
+  }
+  SECTION("the checkpoint is loaded again") {
+    Worker worker(config_for(4, true));
+    CHECK(worker.join() == 0);
+    worker.step(1);
+    CHECK(bit_equal(worker.parameters(1), reference(plan, 1, 1)));
+  }
+}
+
 TEST_CASE("servers without a step in common are named, with what each has", "[server]") {
   Cluster cluster(2);
   const auto plan = plan_for(2, 1);
@@ -519,7 +626,7 @@ TEST_CASE("who has not joined takes no part", "[server]") {
   worker.join();
   worker.step(1);
   Link link({cluster.names[0], 7});
-  link.connect(99, nullptr);
+  link.connect(99, nullptr, WaitHook::call);
   Apply apply;
   apply.step = 2;
   apply.members = {0};

@@ -46,9 +46,14 @@ TEST_CASE("bad days end as well where every server has a part of the parameters"
   run_days("MUSTER_SPREAD_", 2'000, {.is_spread = true});
 }
 
+// MUSTER_ANEW_SEED and so on about these.
+TEST_CASE("on bad days, too, a job that has loaded a checkpoint has its values alone", "[server][simulation]") {
+  run_days("MUSTER_ANEW_", 1'000, {.begins_anew = true, .is_spread = true});
+}
+
 TEST_CASE("simulated days that once ended badly end well", "[server][simulation]") {
-  for (const uint64_t seed : {21372,  52441,  61999,  65854,  71702,  71905,  74749,  76603,  87126,  90466, 92357,
-                              100104, 100105, 111644, 174214, 181041, 199197, 258665, 263813, 342737, 344236}) {
+  for (const uint64_t seed : {21372,  52441,  61999,  65854,  71702,  71905,  74749,  76603,  87126,  90466,  92357,
+                              100104, 100105, 111644, 174214, 181041, 199197, 258665, 263813, 342737, 344236, 785702}) {
     CHECK(simulate(SimulationOptions{.seed = seed}) == "");
   }
   for (const uint64_t seed : {5300, 202921}) CHECK(simulate(SimulationOptions{.seed = seed, .is_spread = true}) == "");

@@ -78,7 +78,12 @@ struct Done {
 /// server forgot that it began. One that joins waits until the server knows of the job, and where it goes on.
 struct Configure {
   static constexpr uint16_t kType = 5;
-  enum class Coming : uint8_t { begins, joins, returns };
+  enum class Coming : uint8_t {
+    begins,      ///< a job, which goes on from what the servers hold
+    joins,       ///< a job that runs
+    returns,     ///< to the job in which it takes part
+    begins_anew  ///< a job, with values of its own: what an earlier one left is given up
+  };
   uint32_t server = 0;  ///< which one this is
   Plan plan;
   uint64_t job = 0;
@@ -90,7 +95,7 @@ struct Configure {
 };
 template <>
 struct LastOf<Configure::Coming> {
-  static constexpr auto kValue = Configure::Coming::returns;
+  static constexpr auto kValue = Configure::Coming::begins_anew;
 };
 
 /// What the server holds.

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "core/log.h"
+#include "core/wait_hook.h"
 #include "cpp/catch.h"
 #include "kernels/kernels.h"
 #include "muster/error.h"
@@ -245,7 +246,7 @@ TEST_CASE("a job goes on after one that was killed between a decision and its st
     command.members = {0, 1};
     command.groups = plan.groups;
     Link to_one({running.names[1], 0});
-    to_one.connect(worker.client.incarnation(), nullptr);
+    to_one.connect(worker.client.incarnation(), nullptr, WaitHook::call);
     to_one.send(command);
     MUSTER_CHECK(to_one.receive<Applied>([] {}).step == 3);
   });

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/wait_hook.h"
 #include "cpp/catch.h"
 #include "muster/error.h"
 #include "net/unix_socket.h"
@@ -97,7 +98,7 @@ std::string new_name() { return "muster-test-" + net::random_name(); }
 
 std::unique_ptr<Link> connected(const std::string& name, milliseconds heartbeat) {
   auto link = std::make_unique<Link>(Link::Config{.name = name, .rank = 0, .lanes = 1, .heartbeat = heartbeat});
-  link->connect(0, nullptr);
+  link->connect(0, nullptr, WaitHook::call);
   link->keep_alive();
   return link;
 }

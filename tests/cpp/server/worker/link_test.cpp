@@ -50,7 +50,7 @@ struct Room {
 TEST_CASE("a link lives as long as its server gives signs of life", "[server]") {
   Room room;
   Link link(room.config());
-  CHECK(link.connect(0, nullptr) == 42);
+  CHECK(link.connect(0, nullptr, WaitHook::call) == 42);
   CHECK(link.life() == 7);
   link.keep_alive();
   link.send(Start{});
@@ -84,7 +84,7 @@ TEST_CASE("a link lives as long as its server gives signs of life", "[server]") 
     CHECK(link.is_broken());
     room.is_silent = false;
     room.answers = true;
-    CHECK(link.connect(42, nullptr) == 42);
+    CHECK(link.connect(42, nullptr, WaitHook::call) == 42);
     link.send(Start{});
     link.receive<Done>([] {});
     room.time->sleep(kHeartbeat * 3);
@@ -104,7 +104,7 @@ TEST_CASE("a server that does not greet breaks a link's connect after the heartb
   Link link(room.config());
   int calls = 0;
   const WaitHook hook([&] { ++calls; });
-  CHECK_THROWS_AS(link.connect(0, nullptr), LinkBroken);
+  CHECK_THROWS_AS(link.connect(0, nullptr, WaitHook::call), LinkBroken);
   CHECK(room.time->passed() == kHeartbeat);
   CHECK(calls >= 90);
 }
@@ -112,7 +112,7 @@ TEST_CASE("a server that does not greet breaks a link's connect after the heartb
 TEST_CASE("what a WaitHook throws ends the wait for a server that does not read, and breaks the link", "[server]") {
   Room room;
   Link link(room.config());
-  link.connect(0, nullptr);
+  link.connect(0, nullptr, WaitHook::call);
   room.time->listen("server", nullptr);
   int calls = 0;
   const WaitHook hook([&] {
