@@ -52,8 +52,8 @@ struct StateEntry {
   }
   /// Whether user code wrote the parameter since the master copy was equal to it.
   bool was_written() const { return master_version != static_cast<int64_t>(parameter.tensor._version()); }
-  /// tensor(which) as the next step begins with it, to be kept elsewhere: where the parameter was written since the last
-  /// one, its values in place of the master copy.
+  /// tensor(which) as the next step begins with it, to be kept elsewhere: where the parameter was written since the
+  /// last one, its values in place of the master copy.
   at::Tensor current(size_t which) const;
   /// Takes over the parameter's values in `run` into the master copy.
   void refresh_master(const Run& run) const;

@@ -97,8 +97,8 @@ ServerCore::Former ServerCore::give_up(const Configure& request) {
   former.images = cuts_.begin_with(shard_->members(), shard_->plan().is_synchronous(), /*is_anew=*/true);
   snapshots_.begin_anew();
   quorum_.begin_at(0);
-  is_filled_ = started_ = members_.had_any = false;
-  gave_up_ = true;
+  values_.are_there = started_ = members_.had_any = false;
+  values_.gave_up = true;
   return former;
 }
 
@@ -178,7 +178,7 @@ void ServerCore::configure(Session& session, const Configure& request) {
       take_up_job(session, request);
     } else if (request.coming != Configure::Coming::joins && request.job > job_.id) {
       const bool is_anew = request.coming == Configure::Coming::begins_anew;
-      if (gave_up_ && !is_anew) {
+      if (values_.gave_up && !is_anew) {
         throw CheckpointError(
             "an earlier job loaded a checkpoint, and ended before the parameter servers had it; load it again, or "
             "start "
@@ -215,7 +215,7 @@ void ServerCore::begin_writing() {
         "this parameter server holds trained values, which no worker may write over; move its folder "
         "away to begin anew");
   }
-  is_filled_ = started_ = false;
+  values_.are_there = started_ = false;
 }
 
 // Nobody has the initial values but the chief: they are durable before anybody steps.
@@ -224,14 +224,14 @@ void ServerCore::start(Session& session, const Start& request) {
     const Lock lock(mutex_);
     if (started_ && job_.is_settled) return reply(session, Done{});
     if (index_ == 0) dealer_.go_on(request.passes);
-    is_filled_ = job_.is_told = true;
+    values_.are_there = job_.is_told = true;
   }
   snapshot(kOnce, /*even_if_kept=*/true);
   {
     const Lock lock(mutex_);
     quorum_.members().check(session.rank, session.incarnation);  // another chief may write meanwhile
     started_ = job_.is_settled = true;
-    gave_up_ = false;
+    values_.gave_up = false;
     shard_->commands().open(0);
     changed_.notify_all();
   }

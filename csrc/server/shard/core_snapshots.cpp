@@ -102,7 +102,7 @@ void ServerCore::snapshot(const ServerSnapshots::Pause& pause, bool even_if_kept
   const auto shard = this->shard();
   {
     const Lock lock(mutex_);
-    if (!is_filled_ || !snapshots_.are_kept()) return;
+    if (!values_.are_there || !snapshots_.are_kept()) return;
   }
   if (!shard->plan().is_synchronous()) {
     CutCollector::Cut cut;
@@ -147,7 +147,7 @@ void ServerCore::take(const ServerSnapshots::Source& source, bool with_members) 
   restorer->finish();
   const Lock lock(mutex_);
   shard_ = std::move(shard);
-  is_filled_ = started_ = true;
+  values_.are_there = started_ = true;
   if (!with_members) return;
   const auto now = time_.now();
   index_ = saved.configured.server;

@@ -199,9 +199,11 @@ class ServerCore {
     bool is_told = true;     // false: it began after another one, and nobody said yet where it goes on
     bool is_settled = true;  // that is in a snapshot, too
   } job_;
-  bool is_filled_ = false;  // with initial values
-  bool started_ = false;    // which are durable
-  bool gave_up_ = false;    // what there was, for values that are not there yet
+  struct {
+    bool are_there = false;  // initial ones, or later ones
+    bool gave_up = false;    // those of an earlier job, for others that are not durable yet
+  } values_;
+  bool started_ = false;  // values are there, and durable
   struct {
     bool had_any = false;
     bool awaited_unknown = false;  // when expire() looked last
