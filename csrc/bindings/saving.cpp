@@ -21,6 +21,7 @@
 #include "muster/error.h"
 #include "net/job_secret.h"
 #include "strategy/cut_writing.h"
+#include "strategy/gathered_snapshot.h"
 #include "strategy/saving_schedule.h"
 #include "strategy/strategy_core.h"
 
@@ -51,7 +52,11 @@ void bind_saving(py::module_& m) {
   py::class_<Run>(m, "Run").def_property_readonly(
       "whole_bytes", [](const Run& run) { return c10::multiply_integers(run.shape) * run.elements.element_size(); });
   py::class_<JointSnapshot>(m, "JointSnapshot")
-      .def(py::init<SnapshotWriter&, int, int>(), "writer"_a, "rank"_a, "ranks"_a, py::keep_alive<1, 2>())
+      .def(py::init([](SnapshotWriter& writer, const std::shared_ptr<StrategyCore>& core) {
+             const auto& session = core->session();
+             return std::make_unique<JointSnapshot>(writer, session.topology().rank, session.groups().store);
+           }),
+           "writer"_a, "core"_a, py::keep_alive<1, 2>())
       .def("announce", &JointSnapshot::announce, Release())
       .def(
           "look",
@@ -92,14 +97,15 @@ void bind_saving(py::module_& m) {
       .def("close", &CutWriting::close, Release());
   m.def(
       "read_newest_snapshot",
-      [](const std::filesystem::path& folder)
+      [](const std::filesystem::path& folder, const std::shared_ptr<StrategyCore>& core)
           -> std::optional<std::tuple<checkpoint::NamedTensors, checkpoint::Metadata, std::filesystem::path>> {
-        auto snapshot = checkpoint::read_newest_snapshot(folder, checkpoint::Memory::of_file);
+        auto snapshot = core ? read_newest_snapshot(core->session().workers(), folder)
+                             : checkpoint::read_newest_snapshot(folder, checkpoint::Memory::of_file);
         if (!snapshot) return std::nullopt;
         checkpoint::copy_what_is_kept(snapshot->tensors);
         return std::tuple(std::move(snapshot->tensors), std::move(snapshot->metadata), std::move(snapshot->folder));
       },
-      "folder"_a, Release());
+      "folder"_a, "core"_a = std::shared_ptr<StrategyCore>(), py::call_guard<Interruptible>());
   py::class_<SavingSchedule>(m, "SavingSchedule")
       .def(py::init([](std::optional<int64_t> every, std::optional<double> seconds, std::function<double()> now,
                        std::function<int64_t(int64_t)> number_of_chief) {

@@ -32,9 +32,10 @@ void refresh(const fs::path& folder) {
 }
 
 // What a writer's files of a draft have so far.
-uint64_t bytes_in(const fs::path& draft, const std::string& writer) {
+uint64_t bytes_in(const fs::path& draft, const AwaitedPart& part) {
+  if (part.progress) return part.progress();
   uint64_t bytes = 0;
-  for_files_of(draft, writer, [&](const fs::path& file) {
+  for_files_of(draft, part.writer, [&](const fs::path& file) {
     std::error_code gone;
     const auto size = fs::file_size(file, gone);
     if (!gone) bytes += size;
@@ -44,6 +45,7 @@ uint64_t bytes_in(const fs::path& draft, const std::string& writer) {
 
 // Throws CheckpointError where there will be none.
 bool is_written(const fs::path& draft, const AwaitedPart& part) {
+  if (part.is_there) return part.is_there();
   if (has_part(draft, part.writer)) return true;
   if (!part.has_lock || !is_unlocked(draft, part.writer)) return false;
   refresh(draft);
@@ -81,6 +83,8 @@ bool is_locked(const fs::path& draft, const std::string& writer) {
   return sees(draft, lock_file(draft, writer)) && !is_unlocked(draft, writer);
 }
 
+bool has_lock_file(const fs::path& draft, const std::string& writer) { return sees(draft, lock_file(draft, writer)); }
+
 bool sees(const fs::path& draft, const fs::path& file) {
   std::error_code error;
   if (fs::exists(file, error)) return true;
@@ -105,7 +109,7 @@ std::exception_ptr await_parts(const fs::path& draft, std::vector<AwaitedPart> a
   for (;;) {
     if (std::erase_if(awaited, is_settled) > 0) moved = Clock::now();
     if (awaited.empty()) return failure;
-    const auto add = [&](uint64_t sum, const AwaitedPart& part) { return sum + bytes_in(draft, part.writer); };
+    const auto add = [&](uint64_t sum, const AwaitedPart& part) { return sum + bytes_in(draft, part); };
     const auto now = Clock::now();
     if (const auto written = std::accumulate(awaited.begin(), awaited.end(), uint64_t{0}, add);
         written != std::exchange(bytes, written)) {
@@ -122,7 +126,8 @@ std::exception_ptr await_parts(const fs::path& draft, std::vector<AwaitedPart> a
 fs::path write_and_finish(const fs::path& draft, const std::string& writer, const NextRuns& next,
                           const std::function<std::exception_ptr()>& await_others,
                           const std::vector<std::string>& writers, const Metadata& metadata,
-                          const SnapshotOptions& options, const std::map<std::string, std::string>& names) {
+                          const SnapshotOptions& options, const std::map<std::string, std::string>& names,
+                          const std::map<std::string, std::string>& hosts) {
   std::exception_ptr failure;
   try {
     write_part(draft, writer, next, options);
@@ -133,7 +138,7 @@ fs::path write_and_finish(const fs::path& draft, const std::string& writer, cons
   try {
     if (failure) std::rethrow_exception(failure);
     if (theirs) std::rethrow_exception(theirs);
-    return finish_draft(draft, writers, metadata, options, names);
+    return finish_draft(draft, writers, metadata, options, names, hosts);
   } catch (...) {
     drop_draft(draft);
     throw;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <exception>
 #include <filesystem>
 #include <functional>
@@ -41,6 +42,9 @@ bool is_unlocked(const std::filesystem::path& draft, const std::string& writer) 
 /// Whether it has one, and somebody does.
 bool is_locked(const std::filesystem::path& draft, const std::string& writer);
 
+/// Whether it has one.
+bool has_lock_file(const std::filesystem::path& draft, const std::string& writer);
+
 /// Whether a file of a draft is there, also for a client of a file server that remembers that it was not.
 bool sees(const std::filesystem::path& draft, const std::filesystem::path& file);
 
@@ -48,6 +52,9 @@ bool sees(const std::filesystem::path& draft, const std::filesystem::path& file)
 struct AwaitedPart {
   std::string writer;
   bool has_lock = false;  ///< PartLock::is_held() there, and seen here
+  /// Of a part that is not written into the draft: as has_part(), and a number that grows as it is being written.
+  std::function<bool()> is_there = {};
+  std::function<uint64_t()> progress = {};
 };
 
 /// Waits until every one of them has written its part or will not: because it says so, has died, or nothing came of any
@@ -56,13 +63,15 @@ std::exception_ptr await_parts(const std::filesystem::path& draft, std::vector<A
                                std::chrono::milliseconds patience);
 
 /// What who waits does: writes the part of `writer`, waits by `await_others`, which returns their failure or null, and
-/// makes the draft the snapshot of all `writers` (finish_draft). Waits also where its own part failed: others' files
-/// stay until they are done with them, so that none of them hears of that as its own. Returns the snapshot's folder;
-/// else drops the draft and throws the own failure, theirs, or as finish_draft.
+/// makes the draft the snapshot of all `writers` (finish_draft, also for `names` and `hosts`, which may come
+/// meanwhile). Waits also where its own part failed: others' files stay until they are done with them, so that none of
+/// them hears of that as its own. Returns the snapshot's folder; else drops the draft and throws the own failure,
+/// theirs, or as finish_draft.
 std::filesystem::path write_and_finish(const std::filesystem::path& draft, const std::string& writer,
                                        const NextRuns& next, const std::function<std::exception_ptr()>& await_others,
                                        const std::vector<std::string>& writers, const Metadata& metadata,
                                        const SnapshotOptions& options,
-                                       const std::map<std::string, std::string>& names = {});
+                                       const std::map<std::string, std::string>& names = {},
+                                       const std::map<std::string, std::string>& hosts = {});
 
 }  // namespace muster::checkpoint

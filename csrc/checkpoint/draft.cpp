@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 
 constexpr uint64_t kMaxReason = uint64_t{1} << 16;  // bytes
 
-fs::path part_manifest(const fs::path& draft, const std::string& writer) { return draft / (writer + ".part.json"); }
+fs::path part_manifest(const fs::path& draft, const std::string& writer) { return draft / (writer + kPartSuffix); }
 fs::path reason_file(const fs::path& draft, const std::string& writer) { return draft / (writer + ".failed"); }
 
 Metadata labels_of(const fs::path& draft, const std::string& writer) {
@@ -95,7 +95,8 @@ class MergedTensors {
 };
 
 Manifest merged(const fs::path& draft, const std::vector<std::string>& writers,
-                const std::map<std::string, std::string>& names, const std::optional<net::JobSecret>& secret) {
+                const std::map<std::string, std::string>& names, const std::map<std::string, std::string>& hosts,
+                const std::optional<net::JobSecret>& secret) {
   Manifest whole;
   MergedTensors tensors;
   for (const auto& writer : writers) {
@@ -104,6 +105,8 @@ Manifest merged(const fs::path& draft, const std::vector<std::string>& writers,
       throw CheckpointError("'" + part_manifest(draft, writer).string() +
                             "' is the part of another snapshot or writer");
     }
+    const auto host = hosts.find(writer);
+    for (auto& shard : part.shards) shard.host = host == hosts.end() ? "" : host->second;
     const size_t first_shard = whole.shards.size();
     std::ranges::move(part.shards, std::back_inserter(whole.shards));
     for (auto& entry : part.tensors) tensors.add(writer, std::move(entry), first_shard);
@@ -112,9 +115,7 @@ Manifest merged(const fs::path& draft, const std::vector<std::string>& writers,
   return whole;
 }
 
-void remove_others(const fs::path& draft, const Manifest& whole) {
-  std::set<std::string> known;
-  for (const auto& shard : whole.shards) known.insert(shard.file);
+void remove_others(const fs::path& draft, const std::set<std::string>& known) {
   std::vector<fs::path> others;
   for (const auto& entry : fs::directory_iterator(draft)) {
     if (!known.contains(entry.path().filename().string())) others.push_back(entry.path());
@@ -137,7 +138,7 @@ void write_part(const fs::path& draft, const std::string& writer, const NextRuns
     for (auto runs = next(); !runs.empty(); runs = next()) shards.add(runs);
     auto part = shards.finish();
     part.metadata = labels_of(draft, writer);
-    const auto unfinished = draft / ("." + writer + ".part.json");
+    const auto unfinished = draft / ('.' + writer + kPartSuffix);
     write_manifest(unfinished, part, options, Pieces::some);
     fs::rename(unfinished, part_manifest(draft, writer));
     flush_folder(draft);
@@ -178,14 +179,45 @@ bool has_part(const fs::path& draft, const std::string& writer) {
 }
 
 fs::path finish_draft(const fs::path& draft, const std::vector<std::string>& writers, const Metadata& metadata,
-                      const SnapshotOptions& options, const std::map<std::string, std::string>& names) {
+                      const SnapshotOptions& options, const std::map<std::string, std::string>& names,
+                      const std::map<std::string, std::string>& hosts) {
   check_keep(options.keep);
   return in_folder(draft, [&] {
-    auto whole = merged(draft, writers, names, options.secret);
+    auto whole = merged(draft, writers, names, hosts, options.secret);
     whole.metadata = metadata;
-    remove_others(draft, whole);
+    std::set<std::string> known;
+    for (const auto& shard : whole.shards) known.insert(shard.file);
+    remove_others(draft, known);
     write_manifest(draft / kManifest, whole, options);
     return end_snapshot(draft, options.keep, options.secret);
+  });
+}
+
+std::string part_text(const fs::path& draft, const std::string& writer) {
+  return manifest_text(part_manifest(draft, writer));
+}
+
+void take_part(const fs::path& draft, const std::string& writer, const std::string& text) {
+  in_folder(draft, [&] {
+    FileWriter file(part_manifest(draft, writer));
+    file.write(text.data(), text.size());
+    file.finish();
+    return true;
+  });
+}
+
+fs::path place_parts(const fs::path& draft, const std::vector<std::string>& writers) {
+  return in_folder(draft, [&] {
+    std::set<std::string> known;
+    for (const auto& writer : writers) {
+      known.insert(part_manifest(draft, writer).filename());
+      for_files_of(draft, writer, [&](const fs::path& file) { known.insert(file.filename()); });
+    }
+    remove_others(draft, known);
+    flush_folder(draft);
+    auto placed = end_snapshot(draft, {}, {});
+    note_good(placed, false);  // it is no snapshot
+    return placed;
   });
 }
 

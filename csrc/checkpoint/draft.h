@@ -62,9 +62,21 @@ bool has_part(const std::filesystem::path& draft, const std::string& writer);
 /// stay. Returns its folder. Throws CheckpointError for a part that is damaged or missing, naming it, for tensors that
 /// have other dtypes or shapes in two parts, and where parts overlap or leave a gap, naming the tensor; then there is
 /// no such snapshot. Whatever else is in the draft goes. `names`: tensors of parts that have other names in the
-/// snapshot; one of them that is in no part is a CheckpointError too.
+/// snapshot; one of them that is in no part is a CheckpointError too. `hosts`: by writer, that on whose disk the files
+/// of its part are (take_part); others are in the draft.
 std::filesystem::path finish_draft(const std::filesystem::path& draft, const std::vector<std::string>& writers,
                                    const Metadata& metadata, const SnapshotOptions& options,
-                                   const std::map<std::string, std::string>& names = {});
+                                   const std::map<std::string, std::string>& names = {},
+                                   const std::map<std::string, std::string>& hosts = {});
+
+/// The manifest of a part that is there. Throws CheckpointError.
+std::string part_text(const std::filesystem::path& draft, const std::string& writer);
+/// Makes a part be there whose files are elsewhere, by its part_text. Throws CheckpointError where the system refuses.
+void take_part(const std::filesystem::path& draft, const std::string& writer, const std::string& text);
+
+/// Gives parts, which are there, the place that their files have in the snapshot where the draft becomes one on another
+/// host: a folder of its name, with the parts' manifests in the place of the whole's. All is on the disk when it
+/// returns that folder. Throws CheckpointError where the system refuses.
+std::filesystem::path place_parts(const std::filesystem::path& draft, const std::vector<std::string>& writers);
 
 }  // namespace muster::checkpoint

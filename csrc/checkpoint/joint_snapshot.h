@@ -1,5 +1,12 @@
-// A snapshot that the ranks of a job write together, into a folder that all of them see: each a part of its own
-// (draft.h), which the chief, rank 0, makes whole.
+// A snapshot that the ranks of a job write together, each a part of its own (draft.h), which the chief, rank 0, makes
+// whole. Those that see its folder write there. Others have a folder on their own host, which ranks of that host share,
+// and write only what the chief's host does not have:
+//
+//   the chief's host:  FOLDER/snapshot-0000000007/manifest.json worker-0-... worker-1-...
+//   another one:       FOLDER/snapshot-0000000007/worker-2-....part.json worker-2-... worker-3-...
+//
+// The files of the second are listed in the manifest, with their host: copied into one folder, they are a snapshot as
+// any other. They are on the disk, under these names, before the chief makes its own folder the snapshot.
 #pragma once
 
 #include <sys/types.h>
@@ -7,12 +14,14 @@
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "checkpoint/awaited_part.h"
 #include "checkpoint/draft.h"
+#include "checkpoint/parts_elsewhere.h"
 #include "checkpoint/snapshot_writer.h"
 
 namespace muster::checkpoint {
@@ -31,26 +40,32 @@ std::vector<Run> share_of(const NamedTensors& alike, int rank, int ranks, uint64
 
 /// One snapshot, on one rank. Its calls are local; in between every rank is told what each call gave on all of them,
 /// by rank: announce, look, copy, and once all ranks have copied, start. Owned by one thread.
+///
+/// Ranks on other hosts than the chief's tell it through `store` when they have written; without one they write
+/// nothing, and there is no joint snapshot of tensors that are divided.
 class JointSnapshot {
  public:
   /// `writer`, which outlives this, has the folder as this rank sees it.
-  JointSnapshot(SnapshotWriter& writer, int rank, int ranks);
+  JointSnapshot(SnapshotWriter& writer, int rank, net::StorePtr store = {});
   /// As close().
   ~JointSnapshot();
   JointSnapshot(const JointSnapshot&) = delete;
   JointSnapshot& operator=(const JointSnapshot&) = delete;
 
   /// Waits for the snapshot before, and throws what went wrong with it. On the chief claims the folder, and begins the
-  /// snapshot, of which the text says how others find it. Throws CheckpointError.
+  /// snapshot, of which the text says how others find it. Others' says how far the numbers in their folder go. Throws
+  /// CheckpointError.
   std::string announce();
 
-  /// Whether this rank sees what the chief has begun, and what it will write, in words for copy(). Throws
-  /// InvalidArgument for tensors that cannot be stored.
+  /// Whether this rank sees what the chief has begun, and what it will write, in words for copy(). Where it does not,
+  /// and has elements of its own, it begins the same in its own folder. Throws InvalidArgument for tensors that cannot
+  /// be stored.
   std::string look(const std::vector<std::string>& announced, JointContent content);
 
-  /// Copies what this rank writes into the writer's memory. False, and nothing is begun any more, where a rank does not
-  /// see it or may not write there, or has other tensors than the chief in `alike`, by names, layouts or any of the
-  /// values: then the chief is to write all of it. Equal on all ranks.
+  /// Copies what this rank writes into the writer's memory. False, and nothing is begun any more, where a rank may not
+  /// write where it is to, or has other tensors than the chief in `alike`, by names, layouts or any of the values: then
+  /// the chief is to write all of it. Equal on all ranks. On another host its first rank claims the folder, and removes
+  /// from it what the chief's has no longer; throws CheckpointError.
   bool copy(const std::vector<std::string>& looked);
 
   /// Writes on the writer's thread, on the chief until the snapshot is there with `metadata`, which others' is not
@@ -62,18 +77,43 @@ class JointSnapshot {
   void close() noexcept;
 
  private:
+  /// Where a rank's part is: with the chief's, in a folder of its own host, or nowhere, as it has none.
+  enum class Place { home, away, nowhere };
+  /// What the chief has told, with what is known of all hosts.
+  struct Announced {
+    std::string draft;   ///< the name that the chief's folder of it has until all have looked
+    std::string agreed;  ///< and the one that it has on all hosts then: its number is above all that are in use
+    int64_t oldest = 0;  ///< the number of the oldest snapshot that `keep` leaves; 0: all stay
+  };
+  /// A rank's words of look().
+  struct Looked {
+    explicit Looked(const std::string& text);
+    std::string digest;  ///< of what all ranks should have alike; empty where it may not write
+    bool has_lock = false;
+    uint64_t chiefs_bytes = 0;
+    Place place = Place::home;
+  };
+
   bool is_chief() const noexcept { return rank_ == 0; }
   std::string name() const;  // of this rank as a writer of the draft
+  void find_place(const std::vector<std::string>& announced);
+  void lead(const std::vector<Looked>& looked);
+  void lead_host(const std::vector<Looked>& looked);
+  void note_others(const std::vector<Looked>& looked, const std::function<bool(size_t)>& is_noted);
 
   SnapshotWriter& writer_;
   const int rank_;
-  const int ranks_;
+  const net::StorePtr store_;
   const pid_t made_by_;
   JointContent content_;
   std::vector<Run> runs_;  // copies
   std::filesystem::path draft_;
-  std::string token_;           // of this snapshot
-  std::vector<bool> has_lock_;  // by rank: whether the chief sees the lock that it holds for as long as it lives
+  bool is_draft_own_ = false;  // so that it is to be removed here
+  std::string token_;          // of this snapshot
+  Announced announced_;
+  Place place_ = Place::home;
+  std::vector<AwaitedPart> others_;   // for whom the owner of the draft waits
+  std::vector<std::string> distant_;  // of other hosts, for whom the chief waits
   std::shared_ptr<const PartLock> lock_;
   bool is_started_ = false;
 };

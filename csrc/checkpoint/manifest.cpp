@@ -107,6 +107,9 @@ Shard read_shard(JsonReader& json) {
     } else if (key == "sha256") {
       shard.sum.sha256 = read_digest(json);
       --seen;
+    } else if (key == "host") {
+      shard.host = json.read_string();
+      --seen;
     } else {
       json.fail("a shard has an unknown property '" + key + "'");
     }
@@ -233,6 +236,7 @@ std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSe
     text += "{\"file\":" + json_string(shard.file) + ",\"bytes\":" + std::to_string(shard.sum.bytes) + ",\"crc32\":\"" +
             hex_of(shard.sum.crc32) + '"';
     if (!shard.sum.sha256.empty()) text += ",\"sha256\":\"" + shard.sum.sha256 + '"';
+    if (!shard.host.empty()) text += ",\"host\":" + json_string(shard.host);
     text += '}';
   }
   text += "],\"tensors\":[";
@@ -258,12 +262,18 @@ std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSe
   return "{\"crc32\":\"" + hex_of(crc32(text.data(), text.size())) + "\"," + signature + "\"manifest\":" + text + "}\n";
 }
 
-Manifest read_manifest(const std::filesystem::path& path, const std::optional<net::JobSecret>& secret, Pieces pieces) {
+std::string manifest_text(const std::filesystem::path& path) {
   FileReader file(path);
-  if (file.size() > kMaxManifestBytes) {
-    throw CheckpointError("'" + path.string() + "' is too long for a manifest; load another snapshot");
-  }
-  const auto text = file.read_text(file.size());
+  if (file.size() <= kMaxManifestBytes) return file.read_text(file.size());
+  throw CheckpointError("'" + path.string() + "' is too long for a manifest; load another snapshot");
+}
+
+Manifest read_manifest(const std::filesystem::path& path, const std::optional<net::JobSecret>& secret, Pieces pieces) {
+  return parse_manifest(manifest_text(path), path, secret, pieces);
+}
+
+Manifest parse_manifest(const std::string& text, const std::filesystem::path& path,
+                        const std::optional<net::JobSecret>& secret, Pieces pieces) {
   JsonReader json(text, path.string());
   Manifest manifest;
   std::optional<uint32_t> expected;

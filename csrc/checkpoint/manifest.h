@@ -24,6 +24,7 @@ using Metadata = std::map<std::string, std::variant<std::string, int64_t, double
 struct Shard {
   std::string file;  ///< its name in the snapshot's folder
   FileSum sum;
+  std::string host = {};  ///< the name of that on whose disk it was written; empty: the manifest's own
 };
 
 /// A run of a tensor's elements, in row-major order: a tensor of a file, which holds these alone.
@@ -59,9 +60,16 @@ enum class Pieces { all, some };
 std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSecret>& secret,
                         Pieces pieces = Pieces::all);
 
-/// Throws CheckpointError, naming the file, if it is damaged or of another version, where pieces do not cover their
-/// tensor, and where `secret` is given and the manifest is not signed with it; then NotBuilt where this build cannot
-/// tell.
+/// A manifest's file, to be parsed. Throws CheckpointError, naming the file, where it cannot be read, or is too long.
+std::string manifest_text(const std::filesystem::path& path);
+
+/// Of the text of the file at `path`. Throws CheckpointError, naming the file, if it is damaged or of another version,
+/// where pieces do not cover their tensor, and where `secret` is given and the manifest is not signed with it; then
+/// NotBuilt where this build cannot tell.
+Manifest parse_manifest(const std::string& text, const std::filesystem::path& path,
+                        const std::optional<net::JobSecret>& secret, Pieces pieces = Pieces::all);
+
+/// Both.
 Manifest read_manifest(const std::filesystem::path& path, const std::optional<net::JobSecret>& secret,
                        Pieces pieces = Pieces::all);
 

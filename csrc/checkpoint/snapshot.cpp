@@ -24,9 +24,24 @@ namespace fs = std::filesystem;
 
 constexpr const char* kPartialManifest = ".partial-manifest.json";
 
-[[noreturn]] void fail_without_good(const fs::path& folder) {
-  throw CheckpointError("no snapshot in '" + folder.string() +
-                        "' is good; the warnings say what is wrong with each. Move them away to begin anew");
+Manifest read_own_manifest(const fs::path& snapshot, const std::optional<net::JobSecret>& secret) {
+  std::error_code ignored;
+  const auto is_part = [](const fs::path& file) { return file.filename().string().ends_with(kPartSuffix); };
+  if (!fs::exists(snapshot / kManifest, ignored) &&
+      std::ranges::any_of(fs::directory_iterator(snapshot, ignored), is_part)) {
+    throw CheckpointError("'" + snapshot.string() +
+                          "' is one host's part of a snapshot, whose manifest is on another host; copy the folders of "
+                          "all hosts that wrote it into one");
+  }
+  return read_manifest(snapshot / kManifest, secret);
+}
+
+// A file that is not here is asked for where it was written.
+void check_is_here(const fs::path& file, const Shard& shard) {
+  std::error_code ignored;
+  if (shard.host.empty() || fs::exists(file, ignored)) return;
+  throw CheckpointError("'" + file.string() + "' is not here: it was written on host '" + shard.host +
+                        "'; copy what that host has in its folder into this one, or load on the hosts that wrote it");
 }
 
 Run whole_run(const NamedTensors::value_type& named) { return Run::whole(named.first, named.second); }
@@ -36,6 +51,7 @@ Run whole_run(const NamedTensors::value_type& named) { return Run::whole(named.f
 void sign_snapshot(const fs::path& snapshot, const net::JobSecret& secret) {
   auto manifest = read_manifest(snapshot / kManifest, std::nullopt);
   for (auto& shard : manifest.shards) {
+    check_is_here(snapshot / shard.file, shard);
     auto sum = sum_of(snapshot / shard.file, true);
     if (!is_same({sum.bytes, sum.crc32, shard.sum.sha256.empty() ? "" : sum.sha256}, shard.sum)) {
       throw CheckpointError("'" + (snapshot / shard.file).string() +
@@ -51,6 +67,11 @@ void sign_snapshot(const fs::path& snapshot, const net::JobSecret& secret) {
     flush_folder(snapshot);
     return true;
   });
+}
+
+void fail_without_good(const fs::path& folder) {
+  throw CheckpointError("no snapshot in '" + folder.string() +
+                        "' is good; the warnings say what is wrong with each. Move them away to begin anew");
 }
 
 void check_keep(const std::optional<int>& keep) {
@@ -88,7 +109,10 @@ fs::path write_snapshot(const fs::path& folder, const Snapshot& snapshot, const 
 }
 
 SnapshotReader::SnapshotReader(fs::path folder, const std::optional<net::JobSecret>& secret, Memory memory)
-    : folder_(std::move(folder)), manifest_(read_manifest(folder_ / kManifest, secret)), memory_(memory) {
+    : SnapshotReader(folder, read_own_manifest(folder, secret), memory) {}
+
+SnapshotReader::SnapshotReader(fs::path folder, Manifest manifest, Memory memory)
+    : folder_(std::move(folder)), manifest_(std::move(manifest)), memory_(memory) {
   note_pieces();
 }
 
@@ -148,11 +172,24 @@ std::optional<NamedTensors> SnapshotReader::next() {
     return std::nullopt;
   }
   const size_t shard = next_++;
+  if (auto given = given_.extract(shard)) return std::move(given.mapped());
+  return read(shard);
+}
+
+NamedTensors SnapshotReader::read(size_t shard) const {
+  const auto& expected = manifest_.shards[shard];
+  const auto file = folder_ / expected.file;
+  check_is_here(file, expected);
   TensorSums sums;
-  auto tensors =
-      read_safetensors(folder_ / manifest_.shards[shard].file, sums, has_hash(manifest_.shards[shard]), memory_);
+  auto tensors = read_safetensors(file, sums, has_hash(expected), memory_);
   check(shard, tensors, sums);
   return tensors;
+}
+
+std::vector<std::string> SnapshotReader::names_in(size_t shard) const {
+  std::vector<std::string> names;
+  for (const auto& [name, place] : pieces_[shard]) names.push_back(name);
+  return names;
 }
 
 Snapshot SnapshotReader::rest() {
@@ -179,6 +216,16 @@ Snapshot SnapshotReader::rest() {
 
 Snapshot read_snapshot(const fs::path& folder, Memory memory) {
   return SnapshotReader(folder, net::job_secret(), memory).rest();
+}
+
+Metadata check_snapshot(const fs::path& folder) {
+  const SnapshotReader reader(folder, net::job_secret(), Memory::of_file);
+  std::error_code ignored;
+  for (size_t shard = 0; shard < reader.shards().size(); ++shard) {
+    const auto& [file, sum, host] = reader.shards()[shard];
+    if (host.empty() || fs::exists(folder / file, ignored)) reader.read(shard);
+  }
+  return reader.metadata();
 }
 
 bool read_newest_snapshot(const fs::path& folder, const std::function<void(SnapshotReader&)>& read, Memory memory) {

@@ -6,11 +6,14 @@
 // The manifest, {"crc32": "<8 hex digits>", "manifest": {...}}, holds the checksum (CRC-32) of its own inner object as
 // it stands there, of every shard and of every tensor. Where the job has a secret, "hmac" stands before "manifest": 64
 // hex digits, HMAC-SHA-256 of the inner object as it stands there, keyed with HMAC-SHA-256(secret, "muster snapshot
-// manifest"); and each shard has its "sha256", 64 hex digits. Inside: "version" (kVersion); "strings", "int64s" and
-// "doubles", the metadata by type (doubles as the shortest decimals that read back as the same value, in strings: JSON
-// has no infinities); "shards", each with "file", "bytes" and "crc32"; "tensors", each with "name", "dtype", "shape"
-// and "pieces", one behind the other: "shard" (index), "name" (in that file, where it is another one), "begin" and
-// "count" (elements, in row-major order) and "crc32". Numbers of snapshots grow: the highest is the newest.
+// manifest"); and each shard has its "sha256", 64 hex digits. Where ranks on several hosts wrote a snapshot together
+// (joint_snapshot.h), a file that is on another host's disk has the "host", its name, and is there under this one's
+// path, beside a manifest of the part, "<writer>.part.json"; it is read wherever the files are in one folder. Inside:
+// "version" (kVersion); "strings", "int64s" and "doubles", the metadata by type (doubles as the shortest decimals that
+// read back as the same value, in strings: JSON has no infinities); "shards", each with "file", "bytes" and "crc32";
+// "tensors", each with "name", "dtype", "shape" and "pieces", one behind the other: "shard" (index), "name" (in that
+// file, where it is another one), "begin" and "count" (elements, in row-major order) and "crc32". Numbers of snapshots
+// grow: the highest is the newest.
 #pragma once
 
 #include <cstdint>
@@ -74,8 +77,12 @@ class SnapshotReader {
   SnapshotReader(const SnapshotReader&) = delete;
   SnapshotReader& operator=(const SnapshotReader&) = delete;
 
+  /// The same of a manifest that was parsed, of which some files may be in another folder.
+  SnapshotReader(std::filesystem::path folder, Manifest manifest, Memory memory);
+
   const std::filesystem::path& folder() const noexcept { return folder_; }  ///< the snapshot's
   const Metadata& metadata() const noexcept { return manifest_.metadata; }
+  const std::vector<Shard>& shards() const noexcept { return manifest_.shards; }
   uint64_t bytes() const noexcept;       ///< of all files
   uint64_t bytes_read() const noexcept;  ///< of those that were given
 
@@ -85,6 +92,13 @@ class SnapshotReader {
   std::optional<NamedTensors> next();
   /// All that next() would give, put together from their pieces.
   Snapshot rest();
+
+  /// The tensors of one file, as next() gives them. Throws as next().
+  NamedTensors read(size_t shard) const;
+  /// Their names, in the order of NamedTensors.
+  std::vector<std::string> names_in(size_t shard) const;
+  /// What next() gives instead of reading that file: what read() gave elsewhere.
+  void give(size_t shard, NamedTensors tensors) { given_.insert_or_assign(shard, std::move(tensors)); }
 
  private:
   struct Place {
@@ -100,6 +114,7 @@ class SnapshotReader {
   Manifest manifest_;
   Memory memory_;
   std::vector<std::map<std::string, Place>> pieces_;  // by shard and name there
+  std::map<size_t, NamedTensors> given_;              // by shard
   size_t next_ = 0;
 };
 
@@ -115,10 +130,17 @@ struct SnapshotInfo {
 /// there is no folder. The others are named in warnings; throws CheckpointError if that leaves none.
 std::vector<SnapshotInfo> list_snapshots(const std::filesystem::path& folder);
 
+/// The metadata of a snapshot of which all files are good that are here, those that other hosts have left out. Throws
+/// as read_snapshot.
+Metadata check_snapshot(const std::filesystem::path& folder);
+
 /// Signs a snapshot, whoever wrote it and whether or not it is signed: the caller trusts what it holds. Throws
 /// CheckpointError, naming the file, if anything of it is damaged, or the system refuses; it then is as it was. Throws
 /// NotBuilt where this build cannot sign.
 void sign_snapshot(const std::filesystem::path& snapshot, const net::JobSecret& secret);
+
+/// Throws the CheckpointError of a folder in which no snapshot is good, as warnings have said of each.
+[[noreturn]] void fail_without_good(const std::filesystem::path& folder);
 
 /// Removes a snapshot at once: it is there whole or not at all. Throws CheckpointError where the system refuses.
 void remove_snapshot(const std::filesystem::path& snapshot);

@@ -23,23 +23,6 @@ namespace fs = std::filesystem;
 constexpr std::string_view kPartialPrefix = ".partial-";  // of a snapshot that is being written, before its name
 constexpr std::string_view kRemovedPrefix = ".removed-";  // likewise, of one that is being removed
 
-// Those of snapshots alone: the folder may have files of others.
-void remove_leftovers(const fs::path& folder) {
-  std::vector<fs::path> leftovers;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    const std::string name = entry.path().filename();
-    for (const auto prefix : {kPartialPrefix, kRemovedPrefix}) {
-      if (name.starts_with(std::string(prefix) + std::string(kSnapshotPrefix))) leftovers.push_back(entry.path());
-    }
-  }
-  for (const auto& leftover : leftovers) {
-    std::error_code error;
-    fs::remove_all(leftover, error);
-    if (!error) continue;
-    log(LogLevel::warning, "what a writer left in '" + folder.string() + "' cannot be removed: " + error.message());
-  }
-}
-
 // Snapshots that this process wrote, or has read whole.
 struct KnownGood {
   std::mutex mutex;
@@ -82,6 +65,24 @@ void remove_surplus(const fs::path& folder, int64_t keep, const std::optional<ne
 }
 
 }  // namespace
+
+// Those of snapshots alone: the folder may have files of others.
+void remove_leftovers(const fs::path& folder, const std::string& but) {
+  std::vector<fs::path> leftovers;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename();
+    for (const auto prefix : {kPartialPrefix, kRemovedPrefix}) {
+      const bool is_left = name.starts_with(std::string(prefix) + std::string(kSnapshotPrefix)) && name != but;
+      if (is_left) leftovers.push_back(entry.path());
+    }
+  }
+  for (const auto& leftover : leftovers) {
+    std::error_code error;
+    fs::remove_all(leftover, error);
+    if (!error) continue;
+    log(LogLevel::warning, "what a writer left in '" + folder.string() + "' cannot be removed: " + error.message());
+  }
+}
 
 // With a random end: what was begun before and given up may still be written to.
 fs::path begin_snapshot(const fs::path& folder) {

@@ -11,6 +11,8 @@
 namespace muster::checkpoint {
 
 inline constexpr const char* kManifest = "manifest.json";
+/// What the name of a part's manifest ends with, after its writer's.
+inline constexpr const char* kPartSuffix = ".part.json";
 
 /// What `call` gives; the system's errors are CheckpointError, naming the folder.
 template <class Call>
@@ -22,6 +24,10 @@ auto in_folder(const std::filesystem::path& folder, const Call& call) {
                           "; check its permissions and the space on its disk");
   }
 }
+
+/// Removes what dead writers of snapshots left in a folder, but for what is called `but`. What cannot be removed is
+/// named in warnings.
+void remove_leftovers(const std::filesystem::path& folder, const std::string& but = {});
 
 /// Makes the folder of the snapshot with the next number, which is no snapshot yet, and removes what dead writers left.
 /// Returns its path. Throws std::filesystem::filesystem_error, CheckpointError.

@@ -15,8 +15,6 @@ namespace fs = std::filesystem;
 
 constexpr size_t kDigits = 10;
 
-std::string name_of(int64_t number) { return std::string(kSnapshotPrefix) + padded(number, kDigits); }
-
 // Nothing for a name that name_of does not give.
 std::optional<int64_t> number_of(const fs::path& folder) {
   const auto name = folder.filename().string();
@@ -33,6 +31,8 @@ std::string padded(int64_t number, size_t digits) {
   const auto text = std::to_string(number);
   return std::string(digits - std::min(digits, text.size()), '0') + text;
 }
+
+std::string name_of(int64_t number) { return std::string(kSnapshotPrefix) + padded(number, kDigits); }
 
 std::map<int64_t, fs::path> snapshots_in(const fs::path& folder) {
   std::map<int64_t, fs::path> found;

@@ -14,6 +14,9 @@ inline constexpr std::string_view kSnapshotPrefix = "snapshot-";
 /// With zeros before it.
 std::string padded(int64_t number, size_t digits);
 
+/// That of a snapshot.
+std::string name_of(int64_t number);
+
 /// The snapshots in a folder by number, ascending. Folders of names that no writer gives are none. Throws
 /// std::filesystem::filesystem_error.
 std::map<int64_t, std::filesystem::path> snapshots_in(const std::filesystem::path& folder);

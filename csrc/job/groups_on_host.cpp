@@ -17,6 +17,7 @@ Groups groups_on_host(const Cluster& cluster, Topology& topology, comm::Millisec
   const auto store = net::open_store(cluster, timeout);
   const auto workers = connect_workers(store, "workers", topology, 1, timeout);
   Groups groups;
+  groups.store = store;
   groups.workers = workers->make_group("workers").front();
   groups.backend = "memory that the processes of this host share";
   place_replicas(topology, *groups.workers);

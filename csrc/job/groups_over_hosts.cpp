@@ -141,6 +141,7 @@ Groups groups_over_hosts(const SeveralHosts& several, const Cluster& cluster, To
   const comm::HostsLayout of_workers(std::vector<int>(several.hosts.size(), 1), host_of_worker);
   Host workers(store, "workers", of_workers, topology, 1, timeout);
   Groups groups;
+  groups.store = store;
   groups.workers = workers.make_group("workers", several.workers, several.workers_results).front();
   groups.backend = "memory that the processes of a host share, and between " + std::to_string(of_workers.num_hosts()) +
                    " hosts a process group (" + several.gradients->getBackendName() + "), of which " +

@@ -11,6 +11,7 @@
 #include "comm/communicator.h"
 #include "job/bucket_sizes.h"
 #include "job/server_job.h"
+#include "net/rendezvous.h"
 
 namespace muster {
 
@@ -38,6 +39,7 @@ struct Groups {
   std::vector<comm::CommunicatorPtr> control;    ///< tensors on the host; empty where those of gradients are there
   comm::CommunicatorPtr workers;                 ///< collectives outside a step
   comm::CommunicatorPtr prepare;                 ///< what workers agree on beforehand; null: `workers`
+  net::StorePtr store = {};                      ///< that the workers meet through; null where none is known
   std::string backend;                           ///< what gradients are reduced through, in words
   std::optional<ServerJob> servers;              ///< that hold the parameters; `gradients` is then within this process
   std::optional<LinkSpeed> link;                 ///< of gradients, where it was measured

@@ -63,13 +63,11 @@ std::vector<checkpoint::SnapshotInfo> good_manifests_in(const fs::path& folder) 
   }
 }
 
-// Reads all of a checkpoint, tensors included; a warning says what is wrong with one that is damaged, or not signed
-// where there is a secret.
+// Reads all of a checkpoint that is on this host, tensors included; a warning says what is wrong with one that is
+// damaged, or not signed where there is a secret.
 bool can_be_loaded(const fs::path& snapshot) {
   try {
-    checkpoint::SnapshotReader reader(snapshot);
-    while (reader.next()) {
-    }
+    checkpoint::check_snapshot(snapshot);
     return true;
   } catch (const CheckpointError& error) {
     log(LogLevel::warning, "snapshot '" + snapshot.string() + "' is passed over: " + error.what());

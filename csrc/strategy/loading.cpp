@@ -11,6 +11,7 @@
 #include "core/log.h"
 #include "muster/error.h"
 #include "strategy/collectives.h"
+#include "strategy/gathered_snapshot.h"
 #include "strategy/saved_modules.h"
 #include "strategy/saved_parts.h"
 #include "strategy/saved_passes.h"
@@ -40,7 +41,7 @@ uint64_t seed_of(const std::string& text) {
 
 // Of a snapshot's metadata.
 template <class T>
-const T* found_in(const checkpoint::Metadata& metadata, const std::string& key) {
+const T* value_in(const checkpoint::Metadata& metadata, const std::string& key) {
   const auto found = metadata.find(key);
   return found == metadata.end() ? nullptr : std::get_if<T>(&found->second);
 }
@@ -55,9 +56,12 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
   }
   const bool joins = strategy_.core->session().groups().joins();
   std::optional<Found> found;
+  const bool is_alone = joins || strategy_.core->session().topology().num_workers == 1;
+  together("load", joins, [&] { finish(); });
+  auto snapshot = is_alone ? checkpoint::read_newest_snapshot(folder, checkpoint::Memory::of_file)
+                           : read_newest_snapshot(strategy_.workers(), folder);
   together("load", joins, [&] {
-    finish();
-    if (joins || is_chief()) found = read(folder);
+    if (snapshot) found = found_in(std::move(*snapshot), folder);
   });
   if (!joins) found = broadcast(std::move(found));
   if (!found) return std::nullopt;
@@ -83,23 +87,21 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
   }
 }
 
-std::optional<Saving::Found> Saving::read(const fs::path& folder) {
-  auto snapshot = checkpoint::read_newest_snapshot(folder, checkpoint::Memory::of_file);
-  if (!snapshot) return std::nullopt;
-  checkpoint::copy_what_is_kept(snapshot->tensors);
-  const auto* const format = found_in<int64_t>(snapshot->metadata, "muster.format");
-  const auto* const document = found_in<std::string>(snapshot->metadata, "content");
+Saving::Found Saving::found_in(checkpoint::StoredSnapshot snapshot, const fs::path& folder) {
+  checkpoint::copy_what_is_kept(snapshot.tensors);
+  const auto* const format = value_in<int64_t>(snapshot.metadata, "muster.format");
+  const auto* const document = value_in<std::string>(snapshot.metadata, "content");
   if (format == nullptr || document == nullptr) {
     throw CheckpointError("what is in '" + folder.string() +
                           "' are no checkpoints of a strategy; give the folder that save() wrote");
   }
   if (*format != kFormat) {
-    const auto* const by = found_in<std::string>(snapshot->metadata, "muster.version");
+    const auto* const by = value_in<std::string>(snapshot.metadata, "muster.version");
     throw CheckpointError("the checkpoints in '" + folder.string() + "' are of format " + std::to_string(*format) +
                           ", and this Muster reads " + std::to_string(kFormat) +
                           "; load them with the version that wrote them (" + (by != nullptr ? *by : "unknown") + ")");
   }
-  return Found{{*document, std::move(snapshot->tensors)}, snapshot->folder.filename().string()};
+  return {{*document, std::move(snapshot.tensors)}, snapshot.folder.filename().string()};
 }
 
 // Collective, but where there is one worker: the chief's.

@@ -5,13 +5,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <exception>
 #include <map>
 #include <utility>
 
 #include "checkpoint/joint_snapshot.h"
 #include "checkpoint/saved_tree.h"
-#include "comm/text_exchange.h"
 #include "job/job_agreement.h"
 #include "muster/error.h"
 #include "strategy/collectives.h"
@@ -20,6 +18,7 @@
 #include "strategy/saved_parts.h"
 #include "strategy/saved_passes.h"
 #include "strategy/strategy_state.h"
+#include "strategy/telling.h"
 
 namespace muster {
 
@@ -28,10 +27,6 @@ namespace {
 namespace fs = std::filesystem;
 using List = SavedValue::List;
 using Dict = SavedValue::Dict;
-
-// What texts begin with that workers tell each other.
-constexpr const char* kDone = "=";
-constexpr const char* kFailed = "!";
 
 }  // namespace
 
@@ -85,32 +80,8 @@ void Saving::together(const char* what, bool is_alone, const std::function<void(
 }
 
 std::vector<std::string> Saving::told_by_all(const char* what, bool is_alone, const std::function<std::string()>& act) {
-  std::string mine;
-  std::exception_ptr raised;
-  try {
-    mine = kDone + act();
-  } catch (const std::exception& problem) {
-    mine = kFailed + std::string(problem.what());
-    raised = std::current_exception();
-  }
-  std::vector<std::string> told;
-  if (!is_alone && strategy_.core->session().topology().num_workers > 1) {
-    try {
-      told = exchange_texts(strategy_.workers(), mine);
-    } catch (const Error&) {
-      if (!raised) throw;  // else it says less
-    }
-  } else {
-    told = {mine};
-  }
-  if (raised) std::rethrow_exception(raised);
-  for (size_t rank = 0; rank < told.size(); ++rank) {
-    const bool has_failed = told[rank].starts_with(kFailed);
-    told[rank].erase(0, 1);
-    if (!has_failed) continue;
-    throw CheckpointError(std::string(what) + "() failed on rank " + std::to_string(rank) + ": " + told[rank]);
-  }
-  return told;
+  if (is_alone || strategy_.core->session().topology().num_workers == 1) return {act()};
+  return muster::told_by_all(strategy_.workers(), what, act);
 }
 
 void Saving::save(const fs::path& folder, const SavedState& state, const SaveOptions& options) {
@@ -130,7 +101,7 @@ void Saving::save_with_others(const fs::path& folder, const SavedState& state, c
   const auto& topology = strategy_.core->session().topology();
   std::optional<checkpoint::JointSnapshot> joint;
   const auto announced = told_by_all("save", false, [&] {
-    joint.emplace(writer_to(folder, options), topology.rank, topology.num_workers);
+    joint.emplace(writer_to(folder, options), topology.rank, strategy_.core->session().groups().store);
     return joint->announce();
   });
   const auto states = generators();

@@ -20,9 +20,10 @@
 
 namespace muster {
 
-/// The checkpoints of one strategy. Workers write together, each a part, where all of them see the chief's folder; else
-/// the chief writes. It reads and tells the others. With parameter servers it writes without them, since those that
-/// died may not come back. Owned by the thread that prepares and steps.
+/// The checkpoints of one strategy. Workers write together, each a part, in the chief's folder where they see it, and
+/// else what they alone have in that of their host. The chief reads, and is given what it has not, and tells the
+/// others. With parameter servers it writes without them, since those that died may not come back. Owned by the thread
+/// that prepares and steps.
 class Saving {
  public:
   explicit Saving(Strategy::State& strategy) : strategy_(strategy), tables_(strategy) {}
@@ -78,7 +79,7 @@ class Saving {
     checkpoint::SavedTree tree;
     std::string name;
   };
-  std::optional<Found> read(const std::filesystem::path& folder);
+  static Found found_in(checkpoint::StoredSnapshot snapshot, const std::filesystem::path& folder);
   std::optional<Found> broadcast(std::optional<Found> found);
   void check(const Dict& saved) const;
   void take(const Dict& saved);

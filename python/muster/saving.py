@@ -55,9 +55,10 @@ class _Found:
 
 
 class Saving:
-    """The checkpoints of one strategy. Workers write together, each a part, where all of them see the chief's folder;
-    else the chief writes. It reads and tells the others. With parameter servers it writes with these, and without the
-    other workers, since those that died may not come back. Owned by the thread that steps."""
+    """The checkpoints of one strategy. Workers write together, each a part, in the chief's folder where they see it,
+    and else what they alone have in that of their host. The chief reads, is given what it has not, and tells others.
+    With parameter servers it writes with these, and without the other workers, since those that died may not come back.
+    Owned by the thread that steps."""
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class Saving:
 
         def announce() -> str:
             nonlocal joint
-            joint, text = self.writing.announce(folder, keep, core.rank, core.num_workers)
+            joint, text = self.writing.announce(folder, keep, core)
             return text
 
         def look() -> str:
@@ -156,7 +157,7 @@ class Saving:
 
         def copy() -> bool:
             assert joint is not None
-            return joint.copy(looked)
+            return self.writing.copy(joint, looked)
 
         def write_alone() -> None:
             content = {**self._content(random), **given}
@@ -207,7 +208,7 @@ class Saving:
         joins = self._core.joins
         alone = joins or self._core.num_workers == 1
 
-        def read() -> _Found | None:
+        def prepare() -> None:
             for name, given in state.items():
                 if not callable(getattr(given, "load_state_dict", None)):
                     raise InvalidArgument(
@@ -215,7 +216,6 @@ class Saving:
                         "in what load() returns: leave it out"
                     )
             self.writing.finish()
-            return self._read(Path(folder)) if joins or self._core.rank == 0 else None
 
         def compared() -> dict[str, Any]:
             saved = checkpoint.content or with_all_parts(saved_tree.decode(checkpoint.document, checkpoint.tensors))
@@ -243,7 +243,9 @@ class Saving:
                 raise
             self._take(saved)
 
-        found = self._together("load", read, alone=alone)
+        self._together("load", prepare, alone=alone)
+        snapshot = _C.read_newest_snapshot(Path(folder), None if alone else self._core)
+        found = self._together("load", lambda: snapshot and _found_in(*snapshot), alone=alone)
         if not alone:
             found = self._tell(found)
         if found is None:
@@ -252,21 +254,6 @@ class Saving:
         saved = self._together("load", compared, alone=alone)
         self._together("load", take, alone=alone)
         return {name: kept["value"] for name, kept in saved["state"].items() if "value" in kept and name not in state}
-
-    def _read(self, folder: Path) -> _Found | None:
-        """The newest checkpoint."""
-        found = _C.read_newest_snapshot(folder)
-        if found is None:
-            return None
-        tensors, metadata, place = found
-        check_format(metadata, folder)
-        document = str(metadata.get("content"))
-        try:
-            content: dict[str, Any] = with_all_parts(saved_tree.decode(document, tensors))
-            check_content(content)
-        except CheckpointError as error:
-            raise CheckpointError(f"'{place}' cannot be loaded: {error}") from error
-        return _Found(tensors, document, place.name, content)
 
     def _tell(self, found: _Found | None) -> _Found | None:
         """What the chief found. Collective."""
@@ -432,6 +419,18 @@ class Saving:
             as_many = others["cuda"] is not None and len(others["cuda"]) == core.num_replicas
             others = {**others, "cuda": others["cuda"] if as_many else None}
             random_states.restore(others, core.rank, core.first_replica, core.devices)
+
+
+def _found_in(tensors: dict[str, Tensor], metadata: dict[str, str | int | float], place: Path) -> _Found:
+    """Raises CheckpointError where a snapshot is none of a strategy, or is damaged."""
+    check_format(metadata, place.parent)
+    document = str(metadata.get("content"))
+    try:
+        content: dict[str, Any] = with_all_parts(saved_tree.decode(document, tensors))
+        check_content(content)
+    except CheckpointError as error:
+        raise CheckpointError(f"'{place}' cannot be loaded: {error}") from error
+    return _Found(tensors, document, place.name, content)
 
 
 def _to_load(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:

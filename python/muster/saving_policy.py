@@ -176,12 +176,12 @@ class Checkpoints:
         return None
 
     def _read_metric(self, path: Path) -> dict[str, Any] | None:
-        """What is written in a checkpoint counts where all of it is good, and signed where there is a secret: one that
-        cannot be loaded is not the best."""
+        """What is written in a checkpoint counts where all of it that is on this host is good, and signed where there
+        is a secret: one that cannot be loaded is not the best."""
         metadata = self._strategy._saving.writing.metadata_of(path)
         if metadata is None:
             try:
-                metadata = reading.read_folder(path).metadata
+                metadata = reading.check_folder(path)
             except CheckpointError as error:
                 reading.pass_over(path, error)
                 return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -75,13 +75,22 @@ class Writing:
             writer.write_copy(tensors, metadata)
         self._note_begun(sum(tensor.nbytes for tensor in tensors.values()), metadata)
 
-    def announce(self, folder: Path, keep: int | None, rank: int, ranks: int) -> tuple[_C.JointSnapshot, str]:
-        """Begins a checkpoint that all ranks write, once the last one is written, and what the others are to be told
-        of it. Raises CheckpointError where that went wrong, or the folder cannot be used."""
-        joint = _C.JointSnapshot(self._writer_to(folder, keep), rank, ranks)
+    def announce(self, folder: Path, keep: int | None, core: _C.StrategyCore) -> tuple[_C.JointSnapshot, str]:
+        """Begins a checkpoint that all ranks of `core` write, once the last one is written, and what the others are to
+        be told of it. Raises CheckpointError where that went wrong, or the folder cannot be used."""
+        joint = _C.JointSnapshot(self._writer_to(folder, keep), core)
         try:
             with self._noted_failure():
                 return joint, joint.announce()
+        except CheckpointError:
+            self._let_go_of_gone()
+            raise
+
+    def copy(self, joint: _C.JointSnapshot, looked: Sequence[str]) -> bool:
+        """Copies this rank's part. False where the chief is to write alone. Raises CheckpointError where the folder of
+        this rank's host cannot be used."""
+        try:
+            return joint.copy(looked)
         except CheckpointError:
             self._let_go_of_gone()
             raise

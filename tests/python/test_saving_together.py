@@ -182,8 +182,8 @@ def loaded_from_folders_of_their_own(folder: Path) -> tuple[dict[str, Any] | Non
         return found, strategy.steps
 
 
-def test_the_chiefs_folder_decides_whether_there_is_a_checkpoint(tmp_path: Path) -> None:
-    assert run_ranks(2, loaded_from_folders_of_their_own, tmp_path) == [(None, 1), (None, 1)]
+def test_a_checkpoint_that_another_host_than_the_chiefs_has_is_loaded(tmp_path: Path) -> None:
+    assert run_ranks(2, loaded_from_folders_of_their_own, tmp_path) == [({}, 2), ({}, 2)]
 
 
 def errors_on_servers(folder: Path, addresses: list[str]) -> list[str]:

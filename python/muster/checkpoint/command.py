@@ -59,17 +59,24 @@ def verify(
         Path, typer.Argument(help="The folder that save() wrote to (all its checkpoints), or one: FOLDER/7.")
     ],
 ) -> None:
-    """Reads and checks every file of every checkpoint: 0 if all are good, 1 if one is damaged, 2 if there is none."""
+    """Reads and checks every file of every checkpoint: 0 if all are good, 1 if one is damaged, or parts of it are on
+    other hosts, 2 if there is none."""
     damaged = 0
     folders = reading.folders_in(path)
     for folder in folders:
         try:
+            if missing := reading.elsewhere(folder):
+                reading.check_folder(folder)
+                hosts = "; ".join(f"on host '{host}': {', '.join(files)}" for host, files in sorted(missing.items()))
+                typer.echo(f"{folder}: NOT ALL HERE, and what is here is good; {hosts}")
+                damaged += 1
+                continue
             typer.echo(f"{folder}: good, {_verified(folder)}")
         except CheckpointError as error:
             damaged += 1
             typer.echo(f"{folder}: DAMAGED: {error}")
     if damaged:
-        typer.echo(f"{damaged} of {len(folders)} damaged", err=True)
+        typer.echo(f"{damaged} of {len(folders)} damaged or not all here", err=True)
         raise typer.Exit(DAMAGED)
 
 

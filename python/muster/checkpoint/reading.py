@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import re
@@ -23,6 +25,8 @@ __all__ = [
     "Checkpoint",
     "Metadata",
     "NoCheckpoint",
+    "check_folder",
+    "elsewhere",
     "folders_in",
     "model_state",
     "module_in",
@@ -142,6 +146,23 @@ def read_folder(folder: Path) -> Checkpoint:
     """Reads one checkpoint and checks all of it. Raises CheckpointError naming the file that is damaged."""
     tensors, metadata = _C._checkpoint.read_snapshot(folder)
     return Checkpoint(folder, tensors, metadata)
+
+
+def check_folder(folder: Path) -> Metadata:
+    """As read_folder, of the files that are here: those that other hosts have may be missing (see `elsewhere`)."""
+    metadata: Metadata = _C._checkpoint.check_snapshot(folder)
+    return metadata
+
+
+def elsewhere(folder: Path) -> dict[str, list[str]]:
+    """The files of a checkpoint that are not here, by the host that wrote them; none where its manifest cannot be
+    read."""
+    missing: dict[str, list[str]] = {}
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        for shard in json.loads((folder / "manifest.json").read_bytes())["manifest"]["shards"]:
+            if "host" in shard and not (folder / shard["file"]).exists():
+                missing.setdefault(shard["host"], []).append(shard["file"])
+    return missing
 
 
 def read(path: str | os.PathLike[str]) -> Checkpoint:

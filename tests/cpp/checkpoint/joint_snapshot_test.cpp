@@ -1,130 +1,16 @@
 #include "checkpoint/joint_snapshot.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
-#include <chrono>
-#include <fstream>
-#include <memory>
-#include <numeric>
 #include <string>
 #include <vector>
 
 #include "cpp/catch.h"
+#include "cpp/checkpoint/joint_job.h"
 #include "support/folder.h"
-#include "support/run_ranks.h"
 
 using namespace muster;
-using namespace muster::checkpoint;
-namespace fs = std::filesystem;
-
-using std::chrono::milliseconds;
-using testing::message_of;
-
-namespace {
-
-// Two tensors that are cut, and others that are not.
-NamedTensors alike() {
-  return {{"a/large", at::arange(300'001, at::kFloat)},
-          {"a/scalar", at::full({}, 7.0)},
-          {"b/empty", at::empty({0, 3})},
-          {"b/gaps", at::arange(600'000, at::kFloat).view({600, 1000}).t()},
-          {"c/rows", at::arange(400'000, at::kDouble).view({1000, 400})},
-          {"z/empty", at::empty({0})}};
-}
-
-const at::Tensor& scattered() {
-  static const at::Tensor tensor = at::arange(1000, at::kFloat).view({10, 100});
-  return tensor;
-}
-
-// What rank r of n has: of the divided tensor the part that begins at 1000 r / n, but rank 0 nothing.
-JointContent content_of(int rank, int ranks) {
-  JointContent content{.alike = alike()};
-  const int64_t parts = ranks - 1;
-  const int64_t begin = rank == 0 ? 0 : 1000 * (rank - 1) / parts;
-  const int64_t end = rank == 0 ? 0 : 1000 * rank / parts;
-  content.divided.push_back({"divided", {10, 100}, begin, scattered().flatten().slice(0, begin, end)});
-  if (rank == 0) content.chiefs = {{"own", at::ones({5})}};
-  return content;
-}
-
-Snapshot whole() {
-  auto tensors = alike();
-  tensors["divided"] = scattered();
-  tensors["own"] = at::ones({5});
-  return {std::move(tensors), {{"steps", int64_t{3}}}};
-}
-
-bool are_equal(const Snapshot& a, const Snapshot& b) {
-  return a.metadata == b.metadata && std::ranges::equal(a.tensors, b.tensors, [](const auto& x, const auto& y) {
-           return x.first == y.first && x.second.scalar_type() == y.second.scalar_type() &&
-                  x.second.sizes() == y.second.sizes() && x.second.equal(y.second);
-         });
-}
-
-// The ranks of a job in one thread: what they tell each other is handed on.
-struct Job {
-  Job(const std::vector<fs::path>& folders, const SnapshotOptions& options = {}) {
-    for (const auto& folder : folders) writers.push_back(std::make_unique<SnapshotWriter>(folder, options));
-  }
-
-  int size() const { return static_cast<int>(writers.size()); }
-
-  // Whether all copied.
-  bool copy(const std::vector<JointContent>& contents) {
-    joints.clear();
-    announced.clear();
-    for (int r = 0; r < size(); ++r) {
-      joints.push_back(std::make_unique<JointSnapshot>(*writers[static_cast<size_t>(r)], r, size()));
-    }
-    for (const auto& joint : joints) announced.push_back(joint->announce());
-    std::vector<std::string> looked;
-    for (size_t r = 0; r < joints.size(); ++r) looked.push_back(joints[r]->look(announced, contents[r]));
-    std::vector<bool> are_joint;
-    for (const auto& joint : joints) are_joint.push_back(joint->copy(looked));
-    for (const bool is_joint : are_joint) CHECK(is_joint == are_joint.front());
-    return are_joint.front();
-  }
-
-  bool copy() {
-    std::vector<JointContent> contents;
-    for (int r = 0; r < size(); ++r) contents.push_back(content_of(r, size()));
-    return copy(contents);
-  }
-
-  void start(int rank, milliseconds patience = milliseconds(60'000)) {
-    joints[static_cast<size_t>(rank)]->start(rank == 0 ? whole().metadata : Metadata(), patience);
-  }
-
-  std::string error_of(int rank) {
-    return message_of<CheckpointError>([&] { writers[static_cast<size_t>(rank)]->wait(); });
-  }
-
-  // Of a rank's first file.
-  fs::path file_of(int rank, const fs::path& folder) const {
-    const auto end = announced.front().find('\n');
-    return folder / announced.front().substr(0, end) /
-           ("worker-" + std::to_string(rank) + '-' + announced.front().substr(end + 1) + "-00000.safetensors");
-  }
-
-  std::vector<std::unique_ptr<SnapshotWriter>> writers;
-  std::vector<std::unique_ptr<JointSnapshot>> joints;
-  std::vector<std::string> announced;
-};
-
-std::vector<std::string> names_in(const fs::path& folder) {
-  std::vector<std::string> names;
-  for (const auto& entry : fs::directory_iterator(folder)) names.push_back(entry.path().filename());
-  std::ranges::sort(names);
-  return names;
-}
-
-}  // namespace
+using namespace muster::testing;
 
 TEST_CASE("each element of tensors that all ranks have is written by one of them", "[checkpoint]") {
   const auto tensors = alike();
@@ -161,8 +47,7 @@ TEST_CASE("what ranks write together is what one writes alone", "[checkpoint]") 
   Job job(std::vector<fs::path>(GENERATE(size_t{2}, size_t{3}), folder.path), options);
   for (int time = 1; time <= 2; ++time) {
     REQUIRE(job.copy());
-    for (int rank = job.size() - 1; rank >= 0; --rank) job.start(rank);
-    for (const auto& writer : job.writers) writer->wait();
+    job.write_all();
     CHECK(job.writers.front()->written() == folder.path / ("snapshot-000000000" + std::to_string(time)));
   }
   CHECK(job.writers.back()->written().empty());
@@ -184,8 +69,7 @@ TEST_CASE("ranks copy what they write, and no more", "[checkpoint]") {
   for (auto& content : contents) content.alike["a/large"] = at::zeros({300'001});
   REQUIRE(job.copy(contents));
   for (auto& content : contents) content.alike["a/large"].fill_(1);
-  for (int rank = 0; rank < 2; ++rank) job.start(rank);
-  for (const auto& writer : job.writers) writer->wait();
+  job.write_all();
   CHECK(read_snapshot(job.writers.front()->written()).tensors.at("a/large").equal(at::zeros({300'001})));
 }
 
@@ -232,8 +116,7 @@ TEST_CASE("a rank that cannot write says so, and the chief names it; then the jo
   for (const auto& writer : job.writers) writer->wait();  // all else went well
   CHECK(names_in(folder.path) == std::vector<std::string>{"life", "lock"});
   REQUIRE(job.copy());
-  for (int rank = 0; rank < 3; ++rank) job.start(rank);
-  for (const auto& writer : job.writers) writer->wait();
+  job.write_all();
   CHECK(are_equal(read_snapshot(job.writers.front()->written()), whole()));
 }
 
@@ -264,8 +147,7 @@ TEST_CASE("a rank that still writes for another snapshot than this one fails", "
   REQUIRE(job.copy());
   late->start({}, milliseconds(60'000));
   CHECK_THROWS_WITH(dead.writers[1]->wait(), ContainsSubstring("is gone"));
-  for (int rank = 0; rank < 2; ++rank) job.start(rank);
-  for (const auto& writer : job.writers) writer->wait();
+  job.write_all();
   CHECK(are_equal(read_snapshot(job.writers.front()->written()), whole()));
 }
 
@@ -280,7 +162,7 @@ TEST_CASE("a snapshot that the ranks gave up leaves nothing", "[checkpoint]") {
 TEST_CASE("what cannot be stored is refused before anything is copied", "[checkpoint]") {
   const testing::Folder folder;
   SnapshotWriter writer(folder.path, {});
-  JointSnapshot joint(writer, 0, 2);
+  JointSnapshot joint(writer, 0);
   const auto announced = joint.announce();
   const auto complex = at::zeros({2}, at::kComplexFloat);
   CHECK_THROWS_AS(joint.look({announced, ""}, {.chiefs = {{"a", complex}}}), InvalidArgument);

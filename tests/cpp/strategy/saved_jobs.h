@@ -21,8 +21,9 @@
 
 namespace muster::testing {
 
-// Runs body at each of two workers.
-inline void run_workers(const std::function<void(Strategy& strategy)>& body, const StrategyOptions& options = {}) {
+// Runs body at each of two workers, which met in `store`.
+inline void run_workers(const std::function<void(Strategy& strategy)>& body, const StrategyOptions& options = {},
+                        const net::StorePtr& store = {}) {
   constexpr int n = 2;
   const auto gradients = comm::make_local(n, testing::Seconds(60));
   const auto step = comm::make_local(n, testing::Seconds(60));
@@ -33,6 +34,7 @@ inline void run_workers(const std::function<void(Strategy& strategy)>& body, con
     groups.gradients = {gradients[r]};
     groups.step = {step[r]};
     groups.workers = workers[r];
+    groups.store = store;
     OneWorker worker(std::make_shared<StrategyCore>(testing::one_replica_each(rank, n), groups, options,
                                                     std::make_shared<ReplicaPool>(1, 1), 7));
     body(worker);

@@ -15,6 +15,7 @@
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/utils.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <algorithm>
 #include <fstream>
@@ -396,6 +397,49 @@ TEST_CASE("a damaged checkpoint is passed over for the one before", "[saving]") 
   CHECK(next.load(folder.path));
   CHECK(next.steps() == 1);
   CHECK(equal(copies(again.model->parameters()), expected));
+}
+
+TEST_CASE("workers that see no common folder save in their own, and load what they have together", "[saving]") {
+  const testing::Folder folder;
+  StrategyOptions options;
+  options.shard_optimizer = true;
+  const auto own = [&](int rank) { return folder.path / std::to_string(rank); };
+  const std::string newest = "snapshot-0000000002";
+  const auto run = [&](const std::function<void(Strategy&, Small&)>& body) {
+    run_workers(
+        [&](Strategy& strategy) {
+          Small small(strategy, kOutputs);
+          body(strategy, small);
+          strategy.close();
+        },
+        options, c10::make_intrusive<c10d::HashStore>());
+  };
+  std::vector<std::vector<at::Tensor>> values(3);
+  run([&](Strategy& strategy, Small& small) {
+    for (size_t time = 0; time < 2; ++time) {
+      small.step(strategy);
+      strategy.save(own(strategy.rank()), {{"time", static_cast<int64_t>(time)}});
+      if (strategy.is_chief()) values[time] = copies(small.model->parameters());
+    }
+    small.step(strategy);
+    if (strategy.is_chief()) values[2] = copies(small.model->parameters());
+  });
+  CHECK(has_written(1, own(1) / newest));
+  CHECK_FALSE(has_written(1, own(0) / newest));
+  CHECK_FALSE(fs::exists(own(1) / newest / "manifest.json"));
+  // Its state shows in the next step.
+  run([&](Strategy& strategy, Small& small) {
+    MUSTER_CHECK(strategy.load(own(strategy.rank()))->at("time").get<int64_t>() == 1);
+    small.step(strategy);
+    MUSTER_CHECK(equal(copies(small.model->parameters()), values[2]));
+  });
+  fs::remove_all(own(1) / newest);
+  run([&](Strategy& strategy, Small& small) {
+    MUSTER_CHECK(strategy.load(own(strategy.rank()))->at("time").get<int64_t>() == 0);
+    MUSTER_CHECK(equal(copies(small.model->parameters()), values[0]));
+    small.step(strategy);
+    MUSTER_CHECK(equal(copies(small.model->parameters()), values[1]));
+  });
 }
 
 TEST_CASE("workers that see one folder write a checkpoint together", "[saving]") {

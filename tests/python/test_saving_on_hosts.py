@@ -1,0 +1,210 @@
+"""Checkpoints of workers on hosts that share no file system: folders of their own here. Each host has a part, and the
+chief's says which."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import muster
+from muster import checkpoint
+from muster.checkpoint import reading
+from muster.writing import Writing
+from support.commands import wait_until
+from support.hosts import hosts, why_no_hosts
+from support.ranks import run_ranks
+
+FIRST, SECOND, THIRD = (reading.numbered(number) for number in (1, 2, 3))
+
+
+class Job:
+    """A model and its optimizer, whose state is divided over the workers, and a folder of this worker's host."""
+
+    def __init__(self, strategy: muster.Strategy, folder: Path) -> None:
+        self.strategy = strategy
+        self.folder = folder
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.Linear(300, 500), nn.Linear(500, 3))
+        self.user = torch.optim.AdamW(module.parameters(), lr=0.01)
+        self.model, _ = strategy.prepare(module, self.user)
+
+    def train(self, until: int) -> Job:
+        while self.strategy.steps < until:
+            self.strategy.step(lambda x: self.model(x).square().mean(), torch.arange(64.0).view(8, 8) / 64)
+        return self
+
+    def save(self) -> Job:
+        self.strategy.save(self.folder, keep=2, note=self.strategy.steps)
+        return self
+
+    def bits(self) -> list[bytes]:
+        state = self.user.state_dict()["state"]
+        moments = [state[number][name] for number in sorted(state) for name in sorted(state[number])]
+        tensors: list[Tensor] = [*self.model.state_dict().values(), *moments]
+        return [tensor.detach().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+def job_on(folder: Path, places: Sequence[int], **options: Any) -> Job:
+    """Of this worker; `places`: the hosts by rank."""
+    options = {"shard_optimizer": True, "threads_per_replica": 1, "timeout": 60.0, **options}
+    strategy = muster.MultiWorkerMirroredStrategy.from_env(seed=1, **options)
+    return Job(strategy, folder / f"host-{places[strategy.rank]}")
+
+
+def saved(folder: Path, places: Sequence[int]) -> list[list[bytes]]:
+    job = job_on(folder, places)
+    with job.strategy:
+        return [job.train(steps).save().bits() for steps in (1, 2)]
+
+
+def loaded(folder: Path, places: Sequence[int], **options: Any) -> tuple[list[bytes], int]:
+    job = job_on(folder, places, **options)
+    with job.strategy:
+        found = job.strategy.load(job.folder)
+        assert found is None or found == {"note": job.strategy.steps}
+        return job.bits(), job.strategy.steps
+
+
+def loaded_and_said(folder: Path, places: Sequence[int]) -> tuple[list[bytes], int, list[str]]:
+    """And what the log warns of."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("muster").addHandler(handler)
+    return *loaded(folder, places), warnings
+
+
+def loaded_by_one(folder: Path) -> tuple[list[bytes], int]:
+    with muster.MirroredStrategy(["cpu"], threads_per_replica=1) as strategy:
+        job = Job(strategy, folder)
+        strategy.load(folder)
+        return job.bits(), strategy.steps
+
+
+@pytest.mark.parametrize("places", [(0, 1), (0, 0, 1, 1)])
+def test_each_host_has_a_part_and_load_gathers_them(places: tuple[int, ...], tmp_path: Path) -> None:
+    older, newest = run_ranks(len(places), saved, tmp_path, places)[0]
+    chiefs, other = (tmp_path / f"host-{host}" for host in (0, 1))
+    assert not (other / SECOND / "manifest.json").exists()
+    written = {file.name.split("-")[1] for file in (other / SECOND).glob("*.safetensors")}
+    assert written == {str(rank) for rank, host in enumerate(places) if host == 1}
+    with pytest.raises(muster.CheckpointError, match="was written on host '"):
+        reading.read_folder(chiefs / SECOND)
+    # Also where another host has the chief, or the world is another one.
+    for others in (places, places[::-1], (0, 1, 1)):
+        assert run_ranks(len(others), loaded, tmp_path, others) == [(newest, 2)] * len(others)
+    # And with all of it in one folder.
+    together = tmp_path / "together"
+    for host in (other, chiefs):
+        shutil.copytree(host, together, dirs_exist_ok=True)
+    assert loaded_by_one(together) == (newest, 2)
+    assert checkpoint.model_state(together)
+    # A file of the other host is damaged, and then gone.
+    part = next((other / SECOND).glob(f"worker-{places.index(1)}-*.safetensors"))
+    part.write_bytes(part.read_bytes()[:-1] + bytes([part.read_bytes()[-1] ^ 1]))
+    chief, *others = run_ranks(len(places), loaded_and_said, tmp_path, places)
+    assert chief[:2] == (older, 1) and others == [(older, 1, [])] * len(others)
+    (said,) = chief[2]
+    assert f"'{chiefs / SECOND}' is passed over: on rank {places.index(1)}, '{part}' is damaged" in said
+    shutil.rmtree(other / SECOND)
+    chief, *others = run_ranks(len(places), loaded_and_said, tmp_path, places)
+    assert chief[:2] == (older, 1) and others == [(older, 1, [])] * len(others)
+    (said,) = chief[2]
+    assert "no rank has its file 'worker-" in said and ", which was written on host '" in said
+
+
+def saved_and_loaded(folder: Path, places: Sequence[int]) -> bool:
+    job = job_on(folder, places)
+    with job.strategy:
+        bits = [job.train(steps).save().bits() for steps in (1, 2)][-1]
+        job.train(3)
+        return job.strategy.load(job.folder) == {"note": 2} and job.bits() == bits
+
+
+def test_hosts_on_a_network_of_their_own(tmp_path: Path) -> None:
+    if reason := why_no_hosts():
+        pytest.skip(reason)
+    with hosts(2) as made:
+        assert made.run([0, 1], saved_and_loaded, tmp_path, (0, 1)) == [True, True]
+    assert (tmp_path / "host-1" / SECOND).exists()
+
+
+def saved_over_a_group(folder: Path, places: Sequence[int]) -> list[bytes]:
+    torch.distributed.init_process_group("gloo")
+    job = job_on(folder, places, process_group=torch.distributed.group.WORLD)
+    with job.strategy:
+        bits = job.train(1).save().bits()
+    torch.distributed.destroy_process_group()
+    return bits
+
+
+def test_hosts_that_reach_one_another_by_a_process_group(tmp_path: Path) -> None:
+    bits = run_ranks(2, saved_over_a_group, tmp_path, (0, 1))[0]
+    assert (tmp_path / "host-1" / FIRST).exists()
+    assert run_ranks(2, loaded, tmp_path, (0, 1)) == [(bits, 1)] * 2
+
+
+def killed_before_it_is_one(folder: Path, places: Sequence[int]) -> None:
+    job = job_on(folder, places)
+    with job.strategy:
+        job.train(1).save()
+        assert job.strategy.load(job.folder) == {"note": 1}
+        if job.strategy.is_chief:
+
+            def killed(*_: object) -> None:
+                wait_until(lambda: [*folder.glob(f"host-1/{SECOND}/*.part.json")], "the other host's part is there")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            Writing.start = killed  # type: ignore[assignment, method-assign]
+        job.train(2).save()
+        job.strategy._saving.writing.finish()
+        os._exit(0)  # the chief is dead
+
+
+def went_on(folder: Path, places: Sequence[int]) -> int:
+    job = job_on(folder, places)
+    with job.strategy:
+        assert job.strategy.load(job.folder) == {"note": 1}
+        job.train(2).save()
+        return job.strategy.steps
+
+
+def test_a_chief_that_is_killed_before_its_part_is_there_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    run_ranks(2, killed_before_it_is_one, tmp_path, (0, 1), timeout=100)
+    assert (tmp_path / "host-1" / SECOND).exists() and not (tmp_path / "host-0" / SECOND).exists()
+    assert run_ranks(2, went_on, tmp_path, (0, 1)) == [2, 2]
+    assert [path.name for path in reading.folders_in(tmp_path / "host-0")] == [FIRST, THIRD]
+    _, steps = run_ranks(2, loaded, tmp_path, (0, 1))[0]
+    assert steps == 2
+
+
+def saved_whole(folder: Path, places: Sequence[int]) -> list[bytes]:
+    job = job_on(folder, places, shard_optimizer=False)
+    with job.strategy:
+        return job.train(1).save().bits()
+
+
+def test_what_all_workers_have_is_on_the_chiefs_host_alone(tmp_path: Path) -> None:
+    bits, _ = run_ranks(2, saved_whole, tmp_path, (0, 1))
+    assert not (tmp_path / "host-1").exists()
+    assert loaded_by_one(tmp_path / "host-0") == (bits, 1)
+
+
+def kept_the_best(folder: Path, places: Sequence[int], metric: float) -> bool:
+    job = job_on(folder, places)
+    with job.strategy:
+        return muster.Checkpoints(job.strategy, job.folder).best(metric)
+
+
+def test_the_best_of_another_job_counts_where_parts_are_on_other_hosts(tmp_path: Path) -> None:
+    for metric, is_best in ((1.0, True), (2.0, False), (0.5, True)):
+        assert run_ranks(2, kept_the_best, tmp_path, (0, 1), metric) == [is_best] * 2
