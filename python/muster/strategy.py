@@ -226,13 +226,14 @@ class Strategy:
         """Writes a checkpoint: everything prepared, where training is, and `state`: objects that have `state_dict` and
         `load_state_dict`, tensors, numbers, strings, and tuples, lists and dicts of them.
 
-        Collective, between steps; all ranks write together where they see the chief's `folder`, else the chief alone.
-        (With parameter servers the chief acts alone, and others need not call it; the servers write what they hold,
-        where they see the folder.) Returns when everything is copied: threads write meanwhile, and the next save(),
-        load() and close() wait for them. A checkpoint is there whole or not at all. `keep`: how many of the newest stay
-        (None: all). A folder belongs to one job at a time. Raises CheckpointError where this checkpoint or the last
-        could not be written, InvalidArgument for an open window and for `state` that cannot be stored; what one
-        rank raises, a state_dict() of `state` included, is a CheckpointError on the others.
+        Collective, between steps; all ranks write together where they see the chief's `folder`; on other hosts they
+        write what they alone have (state that is divided) into that of their own. (With parameter servers the chief
+        acts alone, and others need not call it; the servers write what they hold, where they see the folder.) Returns
+        when everything is copied: threads write meanwhile, and the next save(), load() and close() wait for them. A
+        checkpoint is there whole or not at all. `keep`: how many of the newest stay (None: all). A folder belongs to
+        one job at a time. Raises CheckpointError where this checkpoint or the last could not be written,
+        InvalidArgument for an open window and for `state` that cannot be stored; what one rank raises, a state_dict()
+        of `state` included, is a CheckpointError on the others.
         """
         self._saving.save(folder, keep, state)
 
@@ -241,11 +242,11 @@ class Strategy:
         names that `save` was given, load it. Returns the values that were saved by name, and None where there is no
         checkpoint.
 
-        Collective, after prepare(); the chief reads. The strategy and the number of replicas may be others than those
-        that saved. With parameter servers before the first step; a worker that joins a running job loads `state` alone,
-        from its own disk. Each damaged checkpoint is named in a warning, and the one before it loaded. Raises
-        CheckpointError where all are damaged, and on every rank LayoutMismatch, before anything is loaded, where other
-        objects are prepared than were saved.
+        Collective, after prepare(); the chief reads, and is given what other workers' hosts have alone. The strategy
+        and the number of replicas may be others than those that saved. With parameter servers before the first step; a
+        worker that joins a running job loads `state` alone, from its own disk. Each damaged checkpoint is named in a
+        warning, and the one before it loaded. Raises CheckpointError where all are damaged, and on every rank
+        LayoutMismatch, before anything is loaded, where other objects are prepared than were saved.
         """
         return self._saving.load(folder, state)
 

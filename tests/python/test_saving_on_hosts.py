@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import muster
 from muster import checkpoint
 from muster.checkpoint import reading
+from muster.cli import app
 from muster.writing import Writing
 from support.commands import wait_until
 from support.hosts import hosts, why_no_hosts
@@ -99,6 +101,9 @@ def test_each_host_has_a_part_and_load_gathers_them(places: tuple[int, ...], tmp
     assert written == {str(rank) for rank, host in enumerate(places) if host == 1}
     with pytest.raises(muster.CheckpointError, match="was written on host '"):
         reading.read_folder(chiefs / SECOND)
+    done = CliRunner().invoke(app, ["checkpoint", "verify", str(chiefs / SECOND)])
+    assert done.exit_code == 1 and "NOT ALL HERE, and what is here is good; on host '" in done.stdout
+    assert done.stdout.count("worker-") == len(written)
     # Also where another host has the chief, or the world is another one.
     for others in (places, places[::-1], (0, 1, 1)):
         assert run_ranks(len(others), loaded, tmp_path, others) == [(newest, 2)] * len(others)
@@ -107,6 +112,7 @@ def test_each_host_has_a_part_and_load_gathers_them(places: tuple[int, ...], tmp
     for host in (other, chiefs):
         shutil.copytree(host, together, dirs_exist_ok=True)
     assert loaded_by_one(together) == (newest, 2)
+    assert CliRunner().invoke(app, ["checkpoint", "verify", str(together)]).exit_code == 0
     assert checkpoint.model_state(together)
     # A file of the other host is damaged, and then gone.
     part = next((other / SECOND).glob(f"worker-{places.index(1)}-*.safetensors"))

@@ -261,15 +261,15 @@ class Strategy {
   /// Collective. Waits for all workers.
   void barrier();
 
-  /// Writes a checkpoint of everything prepared, of where training is and of `state` into `folder`: the chief copies
-  /// and returns, and a thread writes. What goes wrong there is thrown, once, by the next save, load or close, which
+  /// Writes a checkpoint of everything prepared, of where training is and of `state` into `folder`: each rank copies
+  /// a part and returns; a thread writes. What fails there is thrown, once, by the next save, load or close, which
   /// wait for it. A checkpoint is there whole or not at all. Collective, between steps with no window open; with
   /// parameter servers the chief alone saves. Throws InvalidArgument for what cannot be saved and with a window open,
   /// CheckpointError for a folder that cannot be used; on all workers.
   void save(const std::filesystem::path& folder, const SavedState& state = {}, const SaveOptions& options = {});
 
   /// Goes on from the newest good checkpoint in `folder`, of any strategy, in C++ or Python; returns the `state` that
-  /// was saved, empty where there is none. The chief alone needs the folder. Prepare what was prepared then, in the
+  /// was saved, empty where there is none. Hosts need what they alone wrote. Prepare what was prepared then, in the
   /// same order, before; with parameter servers load before the first step. Collective, but in a worker that joins a
   /// running job, whose state the servers have. Throws LayoutMismatch naming the first difference, before anything is
   /// loaded, and CheckpointError where no checkpoint is good.
