@@ -57,7 +57,7 @@ void bind_saving(py::module_& m) {
              return std::make_unique<JointSnapshot>(writer, session.topology().rank, session.groups().store);
            }),
            "writer"_a, "core"_a, py::keep_alive<1, 2>())
-      .def("announce", &JointSnapshot::announce, Release())
+      .def("announce", &JointSnapshot::announce, "run"_a, Release())
       .def(
           "look",
           [](JointSnapshot& joint, const std::vector<std::string>& announced, checkpoint::NamedTensors chiefs,
@@ -106,6 +106,13 @@ void bind_saving(py::module_& m) {
         return std::tuple(std::move(snapshot->tensors), std::move(snapshot->metadata), std::move(snapshot->folder));
       },
       "folder"_a, "core"_a = std::shared_ptr<StrategyCore>(), py::call_guard<Interruptible>());
+  m.def(
+      "kept_metric",
+      [](const std::filesystem::path& folder, const std::shared_ptr<StrategyCore>& core) {
+        const auto found = kept_metric(core->session().workers(), folder);
+        return found ? std::optional(std::pair(found->value, found->mode)) : std::nullopt;
+      },
+      "folder"_a, "core"_a, py::call_guard<Interruptible>());
   py::class_<SavingSchedule>(m, "SavingSchedule")
       .def(py::init([](std::optional<int64_t> every, std::optional<double> seconds, std::function<double()> now,
                        std::function<int64_t(int64_t)> number_of_chief) {

@@ -31,16 +31,8 @@ void refresh(const fs::path& folder) {
   }
 }
 
-// What a writer's files of a draft have so far.
 uint64_t bytes_in(const fs::path& draft, const AwaitedPart& part) {
-  if (part.progress) return part.progress();
-  uint64_t bytes = 0;
-  for_files_of(draft, part.writer, [&](const fs::path& file) {
-    std::error_code gone;
-    const auto size = fs::file_size(file, gone);
-    if (!gone) bytes += size;
-  });
-  return bytes;
+  return part.progress ? part.progress() : written_by(draft, part.writer);
 }
 
 // Throws CheckpointError where there will be none.

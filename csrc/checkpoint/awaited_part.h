@@ -52,7 +52,7 @@ bool sees(const std::filesystem::path& draft, const std::filesystem::path& file)
 struct AwaitedPart {
   std::string writer;
   bool has_lock = false;  ///< PartLock::is_held() there, and seen here
-  /// Of a part that is not written into the draft: as has_part(), and a number that grows as it is being written.
+  /// Of what is not written into the draft: as has_part(), and the bytes that are written of it.
   std::function<bool()> is_there = {};
   std::function<uint64_t()> progress = {};
 };

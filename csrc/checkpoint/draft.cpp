@@ -9,6 +9,7 @@
 #include <system_error>
 #include <utility>
 
+#include "checkpoint/snapshot_names.h"
 #include "core/log.h"
 #include "muster/error.h"
 
@@ -101,7 +102,11 @@ Manifest merged(const fs::path& draft, const std::vector<std::string>& writers,
   MergedTensors tensors;
   for (const auto& writer : writers) {
     auto part = read_manifest(part_manifest(draft, writer), secret, Pieces::some);
-    if (part.metadata != labels_of(draft, writer)) {
+    const auto has = [&](const auto& label) {
+      const auto found = part.metadata.find(label.first);
+      return found != part.metadata.end() && found->second == label.second;
+    };
+    if (!std::ranges::all_of(labels_of(draft, writer), has)) {
       throw CheckpointError("'" + part_manifest(draft, writer).string() +
                             "' is the part of another snapshot or writer");
     }
@@ -113,6 +118,22 @@ Manifest merged(const fs::path& draft, const std::vector<std::string>& writers,
   }
   whole.tensors = tensors.whole(names);
   return whole;
+}
+
+bool is_manifest_of_part(const fs::path& file) { return file.filename().string().ends_with(kPartSuffix); }
+
+// Whether a folder has nothing but parts of a run.
+bool has_parts_of(const fs::path& folder, const std::string& run, const std::optional<net::JobSecret>& secret) {
+  if (fs::exists(folder / kManifest)) return false;
+  size_t parts = 0;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (!is_manifest_of_part(entry.path())) continue;
+    const auto labels = read_manifest(entry.path(), secret, Pieces::some).metadata;
+    const auto found = labels.find(kRunLabel);
+    if (found == labels.end() || found->second != Metadata::mapped_type(run)) return false;
+    ++parts;
+  }
+  return parts > 0;
 }
 
 void remove_others(const fs::path& draft, const std::set<std::string>& known) {
@@ -129,8 +150,18 @@ fs::path begin_draft(const fs::path& folder) {
   return in_folder(folder, [&] { return begin_snapshot(folder); });
 }
 
-void write_part(const fs::path& draft, const std::string& writer, const NextRuns& next,
-                const SnapshotOptions& options) {
+uint64_t written_by(const fs::path& draft, const std::string& writer) {
+  uint64_t bytes = 0;
+  for_files_of(draft, writer, [&](const fs::path& file) {
+    std::error_code gone;
+    const auto size = fs::file_size(file, gone);
+    if (!gone) bytes += size;
+  });
+  return bytes;
+}
+
+void write_part(const fs::path& draft, const std::string& writer, const NextRuns& next, const SnapshotOptions& options,
+                const Metadata& labels) {
   check_writer(writer);
   in_folder(draft, [&] {
     check_there(draft);
@@ -138,6 +169,7 @@ void write_part(const fs::path& draft, const std::string& writer, const NextRuns
     for (auto runs = next(); !runs.empty(); runs = next()) shards.add(runs);
     auto part = shards.finish();
     part.metadata = labels_of(draft, writer);
+    for (const auto& [label, value] : labels) part.metadata.insert_or_assign(label, value);
     const auto unfinished = draft / ('.' + writer + kPartSuffix);
     write_manifest(unfinished, part, options, Pieces::some);
     fs::rename(unfinished, part_manifest(draft, writer));
@@ -219,6 +251,23 @@ fs::path place_parts(const fs::path& draft, const std::vector<std::string>& writ
     note_good(placed, false);  // it is no snapshot
     return placed;
   });
+}
+
+void remove_placed_parts(const fs::path& folder, int64_t first, const std::string& run,
+                         const std::optional<net::JobSecret>& secret) noexcept {
+  if (run.empty()) return;
+  try {
+    for (const auto& [number, path] : snapshots_in(folder)) {
+      if (number >= first) return;
+      try {
+        if (has_parts_of(path, run, secret)) remove_snapshot(path);
+      } catch (const std::exception& error) {
+        log(LogLevel::warning, "'" + path.string() + "' stays, which is older than what is kept: " + error.what());
+      }
+    }
+  } catch (const std::exception& error) {
+    log(LogLevel::warning, "old parts in '" + folder.string() + "' stay: " + error.what());
+  }
 }
 
 }  // namespace muster::checkpoint

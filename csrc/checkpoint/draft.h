@@ -9,9 +9,11 @@
 // name ("draft") and the writer's ("writer").
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -35,9 +37,9 @@ using NextRuns = std::function<std::vector<Run>()>;
 
 /// Writes what one writer has: letters, digits and hyphens name it, and no other one of the draft. Blocks until all is
 /// on the disk; then the part is there. Throws InvalidArgument as write_snapshot and for such a name, CheckpointError
-/// where the system refuses, or the draft is gone.
+/// where the system refuses, or the draft is gone. `labels`: of its metadata, those that are other ones, or are added.
 void write_part(const std::filesystem::path& draft, const std::string& writer, const NextRuns& next,
-                const SnapshotOptions& options);
+                const SnapshotOptions& options, const Metadata& labels = {});
 
 /// Calls `act` with each file of a draft whose name begins with the writer's and a hyphen.
 template <class Act>
@@ -48,6 +50,9 @@ void for_files_of(const std::filesystem::path& draft, const std::string& writer,
     if (entry->path().filename().string().starts_with(writer + "-")) act(entry->path());
   }
 }
+
+/// The bytes that they have so far.
+uint64_t written_by(const std::filesystem::path& draft, const std::string& writer);
 
 /// Says instead why there will be no part of this writer, whose files it removes: a disk that is full has room then.
 /// Never throws: where the disk refuses all the same, nobody is told,
@@ -78,5 +83,11 @@ void take_part(const std::filesystem::path& draft, const std::string& writer, co
 /// host: a folder of its name, with the parts' manifests in the place of the whole's. All is on the disk when it
 /// returns that folder. Throws CheckpointError where the system refuses.
 std::filesystem::path place_parts(const std::filesystem::path& draft, const std::vector<std::string>& writers);
+
+/// Removes what place_parts has made in a folder of numbers below `first`, where all parts have the label "run" with
+/// this value; none for an empty one. Snapshots, and parts of other runs, stay. What cannot be read, or removed, is
+/// named in warnings.
+void remove_placed_parts(const std::filesystem::path& folder, int64_t first, const std::string& run,
+                         const std::optional<net::JobSecret>& secret) noexcept;
 
 }  // namespace muster::checkpoint

@@ -1,11 +1,13 @@
 #include "checkpoint/folder_claim.h"
 
 #include <sys/file.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <chrono>
+#include <exception>
 #include <optional>
 #include <ratio>
 #include <string>
@@ -96,6 +98,16 @@ void FolderClaim::check() const {
     throw CheckpointError("another process has begun to use the folder '" + folder_.string() +
                           "', and this one writes nothing there any more; end one of them");
   });
+}
+
+std::string mark_of_claim(const fs::path& folder) noexcept {
+  try {
+    struct ::stat file{};
+    if (::stat((folder / kLock).c_str(), &file) != 0 || is_unlocked(folder / kLock)) return "";
+    return std::to_string(file.st_ino) + '.' + std::to_string(read_life(folder / kLife).value_or(0));
+  } catch (const std::exception&) {  // who claims it then says why
+    return "";
+  }
 }
 
 }  // namespace muster::checkpoint

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <string>
 
 namespace muster::checkpoint {
 
@@ -29,5 +30,8 @@ class FolderClaim {
   std::shared_ptr<const UnforkedFile> lock_;
   uint64_t life_ = 0;
 };
+
+/// What tells a claim of a folder from others, without spaces; empty where nobody holds it, or that is not to be told.
+std::string mark_of_claim(const std::filesystem::path& folder) noexcept;
 
 }  // namespace muster::checkpoint

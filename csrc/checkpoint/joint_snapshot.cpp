@@ -11,14 +11,17 @@
 #include <exception>
 #include <iterator>
 #include <limits>
-#include <map>
+#include <mutex>
+#include <optional>
 #include <random>
+#include <set>
 #include <sstream>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include "checkpoint/file.h"
+#include "checkpoint/folder_claim.h"
+#include "checkpoint/parts_elsewhere.h"
 #include "checkpoint/snapshot_folder.h"
 #include "checkpoint/snapshot_names.h"
 #include "core/flat_layout.h"
@@ -34,6 +37,12 @@ using Milliseconds = std::chrono::milliseconds;
 
 constexpr int64_t kLeastCut = int64_t{1} << 18;  // bytes of a tensor that several ranks write
 constexpr int64_t kCutElements = 1024;           // cuts are at multiples of so many
+// What the name of a draft ends with on another host than the chief's: it is never the chief's own.
+constexpr const char* kAway = "away";
+constexpr const char* kNoClaim = "-";
+constexpr const char* kStale =
+    "it is the chief's own folder, of which this host's file system does not show what the chief has written; mount it "
+    "with the options lookupcache=none and actimeo=0";
 
 // Another one in each snapshot: what a rank still writes of an earlier one, or of a job that is dead, is no part of it.
 std::string random_token() {
@@ -57,16 +66,42 @@ int64_t newest_in(const fs::path& folder) {
   }
 }
 
-// That of the oldest one, where as many are there as are to stay.
+// That of the oldest one that is to stay before there is another; parts of a snapshot are none.
 int64_t oldest_kept(const fs::path& folder, const std::optional<int>& keep) {
-  const auto found = in_folder(folder, [&] { return snapshots_in(folder); });
-  return keep && std::ssize(found) >= *keep ? found.begin()->first : 0;
+  if (!keep) return 0;
+  return in_folder(folder, [&] {
+    const auto found = snapshots_in(folder);
+    int count = 0;
+    for (auto it = found.rbegin(); it != found.rend(); ++it) {
+      if (fs::exists(it->second / kManifest) && ++count == *keep) return it->first;
+    }
+    return int64_t{0};
+  });
+}
+
+// Folders of which a warning has said where what is saved there is written.
+bool is_warned_of(const fs::path& folder) {
+  static std::mutex mutex;
+  static std::set<fs::path> folders;
+  const std::lock_guard lock(mutex);
+  return !folders.insert(fs::absolute(folder)).second;
 }
 
 int64_t number_in(const std::string& text) {
   int64_t number = 0;
   std::from_chars(text.data(), text.data() + text.size(), number);
   return number;
+}
+
+// False where it is there already. Throws CheckpointError.
+bool has_made_folder(const fs::path& path) {
+  try {
+    make_folder_in(path.parent_path(), path.filename());
+    return true;
+  } catch (const CheckpointError&) {
+    if (!sees(path.parent_path(), path)) throw;
+    return false;
+  }
 }
 
 uint64_t bytes_of(const NamedTensors& tensors) {
@@ -112,107 +147,6 @@ uint64_t digest_of(const NamedTensors& alike) {
   return hash;
 }
 
-NextRuns one_by_one(const std::vector<Run>& runs) {
-  return [&runs, next = size_t{0}]() mutable {
-    return next == runs.size() ? std::vector<Run>() : std::vector<Run>{runs[next++]};
-  };
-}
-
-// What a rank's thread does.
-struct PartTask {
-  fs::path draft;
-  std::string writer;
-  std::vector<Run> runs;
-  SnapshotOptions options;
-  std::shared_ptr<const PartLock> lock;
-  net::StorePtr store;               // where it is on another host than the chief's
-  std::vector<AwaitedPart> others;   // who write to the same draft
-  std::vector<std::string> distant;  // who write on other hosts
-
-  NextRuns next_runs() const {
-    auto next = one_by_one(runs);
-    if (!store) return next;
-    return [next, word = WordOfPart(store, writer), count = uint64_t{0}]() mutable {
-      word.tell_progress(++count);
-      return next();
-    };
-  }
-
-  void write() const {
-    try {
-      write_part(draft, writer, next_runs(), options);
-    } catch (const std::exception& error) {
-      fail_part(draft, writer, error.what());
-      throw;
-    }
-  }
-
-  std::vector<std::string> writers() const {
-    std::vector<std::string> names{writer};
-    for (const auto& other : others) names.push_back(other.writer);
-    return names;
-  }
-
-  // The chief's: returns the snapshot's folder.
-  fs::path write_and_finish(const Metadata& metadata, Milliseconds patience, const net::StorePtr& words) const {
-    auto names = writers();
-    auto awaited = others;
-    std::map<std::string, std::string> hosts;
-    for (const auto& name : distant) {
-      names.push_back(name);
-      awaited.push_back(WordOfPart(words, name).awaited(draft, hosts));
-    }
-    const auto await_others = [&] { return await_parts(draft, awaited, patience); };
-    const auto snapshot =
-        checkpoint::write_and_finish(draft, writer, next_runs(), await_others, names, metadata, options, {}, hosts);
-    for (const auto& name : distant) WordOfPart(words, name).forget();
-    return snapshot;
-  }
-
-  // That of a host's first rank: it tells the chief of all of them.
-  void write_and_place(Milliseconds patience) const {
-    try {
-      std::exception_ptr failure;
-      try {
-        write_part(draft, writer, next_runs(), options);
-      } catch (...) {
-        failure = std::current_exception();
-      }
-      const auto theirs = await_parts(draft, others, patience);  // also then: see checkpoint::write_and_finish
-      if (failure) std::rethrow_exception(failure);
-      if (theirs) {
-        tell_of(theirs);
-        return;
-      }
-      std::map<std::string, std::string> texts;
-      for (const auto& name : writers()) texts.emplace(name, part_text(draft, name));
-      place_parts(draft, writers());
-      for (const auto& [name, text] : texts) WordOfPart(store, name).tell_part(text);
-    } catch (...) {
-      tell_of(std::current_exception());
-      throw;
-    }
-  }
-
-  // Why there will be no parts of this host; never throws.
-  void tell_of(const std::exception_ptr& failure) const {
-    drop_draft(draft);
-    try {
-      std::rethrow_exception(failure);
-    } catch (const std::exception& error) {
-      tell_failure(error.what());
-    }
-  }
-
-  void tell_failure(const std::string& reason) const noexcept {
-    try {
-      for (const auto& name : writers()) WordOfPart(store, name).tell_failure(reason);
-    } catch (const std::exception& error) {
-      log(LogLevel::warning, std::string("the chief waits in vain for a checkpoint's part: ") + error.what());
-    }
-  }
-};
-
 }  // namespace
 
 std::vector<Run> share_of(const NamedTensors& alike, int rank, int ranks, uint64_t chiefs_bytes) {
@@ -249,8 +183,13 @@ std::vector<Run> share_of(const NamedTensors& alike, int rank, int ranks, uint64
 JointSnapshot::Looked::Looked(const std::string& text) {
   int number = 0;
   std::istringstream words(text);
-  words >> digest >> has_lock >> chiefs_bytes >> number;
+  words >> digest >> has_lock >> chiefs_bytes >> number >> has_made >> has_claim >> claim;
   place = static_cast<Place>(number);
+  std::getline(words >> std::ws, host);
+}
+
+bool JointSnapshot::Looked::leads() const {
+  return place == Place::away && (has_claim || (has_made && claim == kNoClaim));
 }
 
 JointSnapshot::JointSnapshot(SnapshotWriter& writer, int rank, net::StorePtr store)
@@ -266,7 +205,7 @@ void JointSnapshot::close() noexcept {
   lock_ = nullptr;
 }
 
-std::string JointSnapshot::announce() {
+std::string JointSnapshot::announce(const std::string& run) {
   if (!is_chief()) {
     writer_.wait();
     return std::to_string(newest_in(writer_.folder()));
@@ -277,7 +216,7 @@ std::string JointSnapshot::announce() {
   is_draft_own_ = true;
   FileWriter(token_file(draft_, token_)).finish();
   return draft_.filename().string() + '\n' + token_ + '\n' +
-         std::to_string(oldest_kept(writer_.folder(), writer_.options().keep));
+         std::to_string(oldest_kept(writer_.folder(), writer_.options().keep)) + '\n' + run;
 }
 
 std::string JointSnapshot::look(const std::vector<std::string>& announced, JointContent content) {
@@ -287,47 +226,98 @@ std::string JointSnapshot::look(const std::vector<std::string>& announced, Joint
   }
   for (const auto& run : content.divided) check_copy_storable(run.name, run.elements);
   content_ = std::move(content);
-  find_place(announced);
-  if (!is_chief() && place_ != Place::nowhere) {
-    if (place_ == Place::away && !store_) return "";
-    lock_ = std::make_shared<const PartLock>(draft_, name());
-    if (!lock_->has_file()) return "";  // where it may not write
-  }
+  read_announced(announced);
+  if (!is_chief() && !can_write()) return "";
   const bool has_lock = lock_ && lock_->is_held();
-  return std::to_string(digest_of(content_.alike)) + (has_lock ? " 1 " : " 0 ") +
-         std::to_string(bytes_of(content_.chiefs)) + ' ' + std::to_string(static_cast<int>(place_));
+  const auto claim = place_ == Place::away ? mark_of_claim(writer_.folder()) : std::string();
+  std::ostringstream text;
+  text << digest_of(content_.alike) << ' ' << has_lock << ' ' << bytes_of(content_.chiefs) << ' '
+       << static_cast<int>(place_) << ' ' << has_made_ << ' ' << writer_.has_claim() << ' '
+       << (claim.empty() ? kNoClaim : claim) << ' ' << host_name();
+  return text.str();
 }
 
-void JointSnapshot::find_place(const std::vector<std::string>& announced) {
+void JointSnapshot::read_announced(const std::vector<std::string>& announced) {
   std::istringstream lines(announced.front());
   std::string oldest;
   std::getline(lines, announced_.draft);
   std::getline(lines, token_);
   std::getline(lines, oldest);
+  std::getline(lines, announced_.run);
   announced_.oldest = number_in(oldest);
   const auto first = kDraftPrefix.size();
   const auto random = announced_.draft.rfind('-');
-  auto number = number_in(announced_.draft.substr(first, random - first));
-  for (size_t rank = 1; rank < announced.size(); ++rank) number = std::max(number, number_in(announced[rank]) + 1);
-  announced_.agreed = std::string(kDraftPrefix) + padded(number, random - first) + announced_.draft.substr(random);
-  if (is_chief()) return;
+  announced_.number = number_in(announced_.draft.substr(first, random - first));
+  for (size_t rank = 1; rank < announced.size(); ++rank) {
+    announced_.number = std::max(announced_.number, number_in(announced[rank]) + 1);
+  }
+  announced_.agreed =
+      std::string(kDraftPrefix) + padded(announced_.number, random - first) + announced_.draft.substr(random);
+}
+
+// Where it has nothing to write it can.
+bool JointSnapshot::can_write() {
   draft_ = writer_.folder() / announced_.draft;
-  if (sees(draft_, token_file(draft_, token_))) return;
-  place_ = content_.divided.empty() ? Place::nowhere : Place::away;
-  if (place_ == Place::nowhere || !store_) return;
-  draft_ = writer_.folder() / announced_.agreed;
-  is_draft_own_ = true;
+  if (!sees(draft_, token_file(draft_, token_))) {
+    if (content_.divided.empty()) {
+      place_ = Place::nowhere;
+      return true;
+    }
+    place_ = Place::away;
+    if (!begin_away()) return false;
+  }
+  lock_ = std::make_shared<const PartLock>(draft_, name());
+  return lock_->has_file();
+}
+
+bool JointSnapshot::begin_away() {
+  const auto fail = [&](const std::string& reason) {
+    if (is_warned_of(writer_.folder())) return false;
+    log(LogLevel::warning, "this rank does not write its part of checkpoints into '" + writer_.folder().string() +
+                               "' of its host, and the chief writes all of them: " + reason);
+    return false;
+  };
+  if (!store_) return false;
   try {
     make_folder(writer_.folder());
-    if (!fs::exists(draft_)) make_folder_in(writer_.folder(), announced_.agreed);
-  } catch (const std::exception&) {  // another rank of this host has made it meanwhile, or look() finds that it may not
+    if (writer_.has_claim()) writer_.claim();  // somebody else may have taken it over
+    draft_ = writer_.folder() / (announced_.agreed + kAway);
+    is_draft_own_ = true;
+    has_made_ = has_made_folder(draft_);
+    if (has_made_ || writer_.has_claim()) words_ = client_for_thread(store_);  // it may lead
+  } catch (const std::exception& error) {
+    return fail(error.what());
   }
+  return is_chiefs_folder() ? fail(kStale) : true;
+}
+
+// Its own draft is in another folder there.
+bool JointSnapshot::is_chiefs_folder() const {
+  const auto& folder = writer_.folder();
+  return sees(folder, folder / announced_.draft) || sees(folder, folder / announced_.agreed);
+}
+
+// The first rank of a host claims its folder, and keeps it.
+bool JointSnapshot::is_claimed_by_others(const std::vector<Looked>& looked) const {
+  const auto is_of_others = [&](const Looked& its) {
+    if (its.place != Place::away || its.claim == kNoClaim) return false;
+    const auto has_it = [&](const Looked& other) { return other.has_claim && other.claim == its.claim; };
+    return std::ranges::none_of(looked, has_it);
+  };
+  const auto found = std::ranges::find_if(looked, is_of_others);
+  if (found == looked.end()) return false;
+  if (is_chief()) {
+    log(LogLevel::warning, "another process uses the folder '" + writer_.folder().string() + "' on host '" +
+                               found->host + "', so that the chief writes all of this checkpoint; end that one");
+  }
+  return true;
 }
 
 bool JointSnapshot::copy(const std::vector<std::string>& texts) {
   const std::vector<Looked> looked(texts.begin(), texts.end());
   const auto is_as_chief = [&](const Looked& its) { return its.digest == looked.front().digest; };
-  if (!std::ranges::all_of(looked, is_as_chief)) {
+  if (!std::ranges::all_of(looked, is_as_chief) || is_claimed_by_others(looked)) {
+    writer_.number_from(announced_.number);
     close();
     return false;
   }
@@ -364,25 +354,34 @@ void JointSnapshot::lead(const std::vector<Looked>& looked) {
   if (agreed != draft_) in_folder(draft_, [&] { return fs::rename(draft_, agreed), true; });
   draft_ = agreed;
   note_others(looked, [](size_t) { return true; });
+  if (elsewhere_.empty()) return;
+  words_ = client_for_thread(store_);
+  if (!is_warned_of(writer_.folder())) warn_of_hosts(looked);
+}
+
+void JointSnapshot::warn_of_hosts(const std::vector<Looked>& looked) const {
+  std::set<std::string> hosts;
+  for (const auto& its : looked) {
+    if (its.place == Place::away) hosts.insert("'" + its.host + "'");
+  }
+  std::string names;
+  for (const auto& host : hosts) names += (names.empty() ? "" : ", ") + host;
+  log(LogLevel::warning, "checkpoints in '" + writer_.folder().string() + "' have parts on the disks of other hosts (" +
+                             names +
+                             "): one that is lost, or a pod whose disk goes with it, takes its part of all of " +
+                             "them with it. Give a folder on a file system that all hosts share, or a volume that " +
+                             "outlives the pod, or copy the hosts' folders together");
 }
 
 void JointSnapshot::lead_host(const std::vector<Looked>& looked) {
-  const auto is_of_host = [&](size_t rank) {
-    return looked[rank].place == Place::away && has_lock_file(draft_, name_of(rank, token_));
-  };
-  is_draft_own_ = true;
-  for (size_t rank = 0; rank < static_cast<size_t>(rank_); ++rank) is_draft_own_ = is_draft_own_ && !is_of_host(rank);
+  is_draft_own_ = looked[static_cast<size_t>(rank_)].leads();
   if (!is_draft_own_) return;
-  note_others(looked, is_of_host);
+  if (is_chiefs_folder()) throw CheckpointError("'" + writer_.folder().string() + "': " + kStale);
+  note_others(looked, [&](size_t rank) {
+    return looked[rank].place == Place::away && has_lock_file(draft_, name_of(rank, token_));
+  });
   writer_.claim();
-  remove_leftovers(writer_.folder(), announced_.agreed);
-  try {
-    for (const auto& [number, path] : snapshots_in(writer_.folder())) {
-      if (number < announced_.oldest) remove_snapshot(path);
-    }
-  } catch (const std::exception& error) {
-    log(LogLevel::warning, "old snapshots in '" + writer_.folder().string() + "' stay: " + error.what());
-  }
+  remove_leftovers(writer_.folder(), draft_.filename());
 }
 
 // Some file systems keep locks from other hosts: who waits may not see what the other one says that it has.
@@ -394,7 +393,8 @@ void JointSnapshot::note_others(const std::vector<Looked>& looked, const std::fu
       const bool has_lock = looked[rank].has_lock && !is_unlocked(draft_, name);
       others_.push_back({std::move(name), has_lock});
     } else {
-      distant_.push_back(std::move(name));
+      if (looked[rank].leads()) leaders_.push_back(name);
+      elsewhere_.push_back(std::move(name));
     }
   }
 }
@@ -404,17 +404,21 @@ std::string JointSnapshot::name() const { return name_of(static_cast<size_t>(ran
 void JointSnapshot::start(const Metadata& metadata, Milliseconds patience) {
   if (place_ == Place::nowhere) return;
   const bool is_away = place_ == Place::away;
-  PartTask task{draft_,
-                name(),
-                std::exchange(runs_, {}),
-                writer_.options(),
-                std::exchange(lock_, nullptr),
-                is_away ? store_ : nullptr,
-                others_,
-                distant_};
+  PartTask task{.draft = draft_,
+                .writer = name(),
+                .runs = std::exchange(runs_, {}),
+                .options = writer_.options(),
+                .lock = std::exchange(lock_, nullptr),
+                .others = others_,
+                .store = words_,
+                .leaders = leaders_,
+                .elsewhere = elsewhere_,
+                .oldest = announced_.oldest,
+                .run = announced_.run};
+  if (is_away) task.labels = {{"draft", announced_.agreed}, {kRunLabel, announced_.run}};
   try {
-    writer_.begin([task, metadata, patience, words = store_, is_chief = is_chief(), leads = is_draft_own_] {
-      if (is_chief) return task.write_and_finish(metadata, patience, words);
+    writer_.begin([task, metadata, patience, is_chief = is_chief(), leads = is_draft_own_] {
+      if (is_chief) return task.write_and_finish(metadata, patience);
       if (leads) {
         task.write_and_place(patience);
       } else {

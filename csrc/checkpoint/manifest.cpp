@@ -1,5 +1,6 @@
 #include "checkpoint/manifest.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <functional>
@@ -109,6 +110,7 @@ Shard read_shard(JsonReader& json) {
       --seen;
     } else if (key == "host") {
       shard.host = json.read_string();
+      if (!is_host_name(shard.host)) json.fail("what is no name of a host");
       --seen;
     } else {
       json.fail("a shard has an unknown property '" + key + "'");
@@ -223,6 +225,12 @@ void read_inner(JsonReader& json, Manifest& manifest, Pieces pieces) {
 }
 
 }  // namespace
+
+bool is_host_name(const std::string& text) {
+  constexpr size_t kMostCharacters = 255;
+  return !text.empty() && text.size() <= kMostCharacters &&
+         std::ranges::all_of(text, [](char c) { return c >= ' ' && c <= '~'; });
+}
 
 std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSecret>& secret, Pieces pieces) {
   const auto& metadata = manifest.metadata;

@@ -27,6 +27,9 @@ struct Shard {
   std::string host = {};  ///< the name of that on whose disk it was written; empty: the manifest's own
 };
 
+/// Whether a text may be a host's name: printable ASCII, 1 to 255 characters.
+bool is_host_name(const std::string& text);
+
 /// A run of a tensor's elements, in row-major order: a tensor of a file, which holds these alone.
 struct Piece {
   size_t shard = 0;   ///< index among the manifest's
@@ -64,8 +67,8 @@ std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSe
 std::string manifest_text(const std::filesystem::path& path);
 
 /// Of the text of the file at `path`. Throws CheckpointError, naming the file, if it is damaged or of another version,
-/// where pieces do not cover their tensor, and where `secret` is given and the manifest is not signed with it; then
-/// NotBuilt where this build cannot tell.
+/// where pieces do not cover their tensor, what is no host's name, and where `secret` is given and the manifest is not
+/// signed with it; then NotBuilt where this build cannot tell.
 Manifest parse_manifest(const std::string& text, const std::filesystem::path& path,
                         const std::optional<net::JobSecret>& secret, Pieces pieces = Pieces::all);
 

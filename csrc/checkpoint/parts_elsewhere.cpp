@@ -2,8 +2,10 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
-#include <memory>
+#include <sstream>
+#include <system_error>
 #include <utility>
 
 #include "muster/error.h"
@@ -14,12 +16,15 @@ namespace {
 
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
 
-constexpr std::chrono::milliseconds kPause{20};  // between two questions of one writer's part
-constexpr size_t kMostBytes = size_t{1} << 20;   // of a value in the store
-constexpr const char* kPart = "part";
+constexpr milliseconds kFirstPause{5};          // between two questions of one host's word; it doubles
+constexpr milliseconds kMostPause{200};         // up to this, which is also that between two words of progress
+constexpr size_t kMostBytes = size_t{1} << 20;  // of a value in the store
+constexpr const char* kParts = "parts";
 constexpr const char* kProgress = "progress";
 constexpr const char* kFailure = "failure";
+constexpr const char* kGivenUp = "given-up";
 
 // What is asked less often than its answer is wanted.
 template <class Value>
@@ -28,7 +33,8 @@ class Paced {
   template <class Ask>
   Value get(const Ask& ask) {
     if (const auto now = Clock::now(); now >= next_) {
-      next_ = now + kPause;
+      next_ = now + pause_;
+      pause_ = std::min(2 * pause_, kMostPause);
       value_ = ask();
     }
     return value_;
@@ -36,85 +42,167 @@ class Paced {
 
  private:
   Clock::time_point next_;
+  milliseconds pause_ = kFirstPause;
   Value value_{};
 };
 
 template <class Call>
-auto in_store(const std::string& writer, const Call& call) {
+auto in_store(const std::string& leader, const Call& call) {
   try {
     return call();
   } catch (const std::exception& error) {
-    throw CheckpointError("of the part of " + writer + ", which is on another host than the chief's, nothing can be " +
-                          "told: " + error.what());
+    throw CheckpointError("of the parts of " + leader +
+                          "'s host, which is another one than the chief's, nothing can be " + "told: " + error.what());
   }
+}
+
+std::string key_of(const std::string& writer, size_t piece) {
+  return std::string(kParts) + '/' + writer + '/' + std::to_string(piece);
+}
+
+// Calls `act` with each writer that was told of, and the number of pieces of its manifest; returns the host.
+template <class Act>
+std::string read_told(const std::string& told, const Act& act) {
+  std::istringstream lines(told);
+  std::string host;
+  std::getline(lines, host);
+  std::string writer;
+  for (size_t pieces = 0; lines >> writer >> pieces;) act(writer, pieces);
+  return host;
 }
 
 }  // namespace
 
 std::string host_name() {
   char name[256] = {};
-  if (::gethostname(name, sizeof(name) - 1) != 0 || name[0] == '\0') return "unknown";
+  if (::gethostname(name, sizeof(name) - 1) != 0 || !is_host_name(name)) return "unknown";
   return name;
 }
 
-WordOfPart::WordOfPart(net::StorePtr store, std::string writer)
-    : store_(std::move(store)), writer_(std::move(writer)) {}
-
-void WordOfPart::tell(const std::string& what, const std::string& text) const {
-  in_store(writer_, [&] { net::set_text(*store_, key(what), text); });
+net::StorePtr client_for_thread(const net::StorePtr& store) {
+  try {
+    return store->clone();
+  } catch (const std::exception& error) {
+    throw CheckpointError(std::string("the store that the job met in has no client for another thread: ") +
+                          error.what());
+  }
 }
 
-std::string WordOfPart::asked(const std::string& what) const {
-  return in_store(writer_, [&] {
+WordOfHost::WordOfHost(net::StorePtr store, std::string leader)
+    : store_(std::move(store)), leader_(std::move(leader)) {}
+
+void WordOfHost::tell(const std::string& what, const std::string& text) const {
+  in_store(leader_, [&] { net::set_text(*store_, key(what), text); });
+}
+
+std::string WordOfHost::asked(const std::string& what) const {
+  return in_store(leader_, [&] {
     if (!store_->check({key(what)})) return std::string();
     const auto bytes = store_->get(key(what));
     return std::string(bytes.begin(), bytes.end());
   });
 }
 
-void WordOfPart::tell_progress(uint64_t runs) const { tell(kProgress, std::to_string(runs)); }
+void WordOfHost::tell_progress(uint64_t bytes) const { tell(kProgress, std::to_string(bytes)); }
 
-void WordOfPart::tell_failure(const std::string& reason) const { tell(kFailure, reason.substr(0, kMostBytes)); }
-
-// In values that every store takes; the number of them comes last.
-void WordOfPart::tell_part(const std::string& manifest) const {
-  size_t count = 0;
-  for (size_t at = 0; at < manifest.size(); at += kMostBytes) {
-    tell(kPart + std::to_string(count++), manifest.substr(at, kMostBytes));
-  }
-  tell(kPart, std::to_string(count) + ' ' + host_name());
+void WordOfHost::tell_failure(const std::string& reason) const {
+  tell(kFailure, ("on host '" + host_name() + "', " + reason).substr(0, kMostBytes));
+  forget_where_given_up();
 }
 
-AwaitedPart WordOfPart::awaited(const fs::path& draft, std::map<std::string, std::string>& hosts) const {
-  const auto is_there = [*this, &draft, &hosts] {
-    if (const auto reason = asked(kFailure); !reason.empty()) {
-      throw CheckpointError(writer_ + " could not write its part: " + reason);
+// In values that every store takes; the list of them comes last.
+void WordOfHost::tell_parts(const std::map<std::string, std::string>& manifests) const {
+  std::string told = host_name();
+  for (const auto& [writer, manifest] : manifests) {
+    size_t pieces = 0;
+    for (size_t at = 0; at < manifest.size(); at += kMostBytes) {
+      tell(key_of(writer, pieces++), manifest.substr(at, kMostBytes));
     }
-    const auto told = asked(kPart);
-    if (told.empty()) return false;
-    const auto space = told.find(' ');
-    std::string manifest;
-    for (size_t i = 0; i < std::stoul(told.substr(0, space)); ++i) manifest += asked(kPart + std::to_string(i));
-    hosts[writer_] = told.substr(space + 1);
-    take_part(draft, writer_, manifest);
-    return true;
+    told += '\n' + writer + ' ' + std::to_string(pieces);
+  }
+  tell(kParts, told);
+  forget_where_given_up();
+}
+
+void WordOfHost::take(const std::string& told, const fs::path& draft, std::map<std::string, std::string>& hosts) const {
+  std::map<std::string, std::string> manifests;
+  const auto host = read_told(told, [&](const std::string& writer, size_t pieces) {
+    for (size_t i = 0; i < pieces; ++i) manifests[writer] += asked(key_of(writer, i));
+  });
+  if (!is_host_name(host)) throw CheckpointError(leader_ + " told what is no name of a host as that of its own");
+  for (const auto& [writer, manifest] : manifests) {
+    take_part(draft, writer, manifest);
+    hosts[writer] = host;
+  }
+}
+
+AwaitedPart WordOfHost::awaited(const fs::path& draft, std::map<std::string, std::string>& hosts) const {
+  const auto is_there = [*this, &draft, &hosts] {
+    if (const auto reason = asked(kFailure); !reason.empty()) throw CheckpointError(reason);
+    const auto told = asked(kParts);
+    if (!told.empty()) take(told, draft, hosts);
+    return !told.empty();
   };
   const auto progress = [*this] {
-    const auto runs = asked(kProgress);
-    return runs.empty() ? uint64_t{0} : std::stoull(runs);
+    const auto bytes = asked(kProgress);
+    return bytes.empty() ? uint64_t{0} : std::stoull(bytes);
   };
-  return {.writer = writer_,
+  return {.writer = leader_,
           .is_there = [is_there, paced = Paced<bool>()]() mutable { return paced.get(is_there); },
           .progress = [progress, paced = Paced<uint64_t>()]() mutable { return paced.get(progress); }};
 }
 
-void WordOfPart::forget() const noexcept {
+void WordOfHost::forget() const noexcept {
   try {
-    const auto told = asked(kPart);
-    const auto count = told.empty() ? 0 : std::stoul(told.substr(0, told.find(' ')));
-    for (size_t i = 0; i < count; ++i) store_->deleteKey(key(kPart + std::to_string(i)));
-    for (const auto* const what : {kPart, kProgress, kFailure}) store_->deleteKey(key(what));
+    read_told(asked(kParts), [&](const std::string& writer, size_t pieces) {
+      for (size_t i = 0; i < pieces; ++i) store_->deleteKey(key(key_of(writer, i)));
+    });
+    for (const auto* const what : {kParts, kProgress, kFailure, kGivenUp}) store_->deleteKey(key(what));
   } catch (const std::exception&) {  // some stores cannot: they are as large as what was told
+  }
+}
+
+// Whichever of the two is done last sees what the other one has done, and removes both.
+void WordOfHost::give_up() const noexcept {
+  try {
+    tell(kGivenUp, "1");
+    if (!asked(kParts).empty() || !asked(kFailure).empty()) forget();
+  } catch (const std::exception&) {  // the store is gone, and all that is in it
+  }
+}
+
+void WordOfHost::forget_where_given_up() const {
+  if (!asked(kGivenUp).empty()) forget();
+}
+
+ProgressTeller::ProgressTeller(WordOfHost word, std::function<uint64_t()> bytes)
+    : word_(std::move(word)), bytes_(std::move(bytes)) {
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (const std::system_error& error) {
+    throw CheckpointError("cannot make the thread that tells the chief how a checkpoint's part gets on: " +
+                          error.code().message() + "; allow more threads (ulimit -u, or the container's pids)");
+  }
+}
+
+ProgressTeller::~ProgressTeller() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_over_ = true;
+  }
+  ends_.notify_all();
+  thread_.join();
+}
+
+void ProgressTeller::run() noexcept {
+  uint64_t told = 0;
+  try {
+    for (;;) {
+      if (const auto bytes = bytes_(); bytes != told) word_.tell_progress(told = bytes);
+      std::unique_lock lock(mutex_);
+      if (ends_.wait_for(lock, kMostPause, [&] { return is_over_; })) return;
+    }
+  } catch (const std::exception&) {  // who tells of the parts at the end meets the same, and says so
   }
 }
 

@@ -83,7 +83,7 @@ fs::path write_snapshot(const fs::path& folder, const Metadata& metadata, const 
                         const SnapshotOptions& options) {
   check_keep(options.keep);
   return in_folder(folder, [&] {
-    const auto begun = begin_snapshot(folder);
+    const auto begun = begin_snapshot(folder, options.least);
     try {
       ShardWriter shards(begun, "shard-", options);
       for (auto tensors = next(); !tensors.empty(); tensors = next()) {
@@ -218,14 +218,19 @@ Snapshot read_snapshot(const fs::path& folder, Memory memory) {
   return SnapshotReader(folder, net::job_secret(), memory).rest();
 }
 
-Metadata check_snapshot(const fs::path& folder) {
+CheckedSnapshot check_snapshot(const fs::path& folder) {
   const SnapshotReader reader(folder, net::job_secret(), Memory::of_file);
+  CheckedSnapshot checked{reader.metadata(), {}};
   std::error_code ignored;
   for (size_t shard = 0; shard < reader.shards().size(); ++shard) {
     const auto& [file, sum, host] = reader.shards()[shard];
-    if (host.empty() || fs::exists(folder / file, ignored)) reader.read(shard);
+    if (host.empty() || fs::exists(folder / file, ignored)) {
+      reader.read(shard);
+    } else {
+      checked.elsewhere[host].push_back(file);
+    }
   }
-  return reader.metadata();
+  return checked;
 }
 
 bool read_newest_snapshot(const fs::path& folder, const std::function<void(SnapshotReader&)>& read, Memory memory) {

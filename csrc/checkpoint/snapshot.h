@@ -48,6 +48,7 @@ struct SnapshotOptions {
   /// Asked where a file could not be written, which says why: true once it is to be tried again, false to give up.
   std::function<bool(const Error& error)> try_again = {};
   std::optional<net::JobSecret> secret = net::job_secret();  ///< signs it
+  int64_t least = 1;                                         ///< of the numbers that it may have
 };
 
 /// Throws InvalidArgument for a number below 1.
@@ -130,9 +131,13 @@ struct SnapshotInfo {
 /// there is no folder. The others are named in warnings; throws CheckpointError if that leaves none.
 std::vector<SnapshotInfo> list_snapshots(const std::filesystem::path& folder);
 
-/// The metadata of a snapshot of which all files are good that are here, those that other hosts have left out. Throws
-/// as read_snapshot.
-Metadata check_snapshot(const std::filesystem::path& folder);
+/// A snapshot of which all files are good that are here.
+struct CheckedSnapshot {
+  Metadata metadata;
+  std::map<std::string, std::vector<std::string>> elsewhere;  ///< files that are not, by the host that wrote them
+};
+/// Reads them. Throws as read_snapshot.
+CheckedSnapshot check_snapshot(const std::filesystem::path& folder);
 
 /// Signs a snapshot, whoever wrote it and whether or not it is signed: the caller trusts what it holds. Throws
 /// CheckpointError, naming the file, if anything of it is damaged, or the system refuses; it then is as it was. Throws

@@ -36,10 +36,7 @@ KnownGood& known_good() {
 
 // Reads it to its end where this process has not yet.
 bool is_good(const fs::path& snapshot, const std::optional<net::JobSecret>& secret) {
-  {
-    const std::lock_guard lock(known_good().mutex);
-    if (known_good().paths.contains(fs::absolute(snapshot))) return true;
-  }
+  if (is_known_good(snapshot)) return true;
   try {
     for (const auto& shard : read_manifest(snapshot / kManifest, secret).shards) {
       if (!is_same(sum_of(snapshot / shard.file, has_hash(shard)), shard.sum)) return false;
@@ -85,11 +82,12 @@ void remove_leftovers(const fs::path& folder, const std::string& but) {
 }
 
 // With a random end: what was begun before and given up may still be written to.
-fs::path begin_snapshot(const fs::path& folder) {
+fs::path begin_snapshot(const fs::path& folder, int64_t least) {
   make_folder(folder);
   remove_leftovers(folder);
   std::random_device random;
-  const auto begun = std::string(kPartialPrefix) + next_name(snapshots_in(folder)) + '-' + std::to_string(random());
+  const auto begun =
+      std::string(kPartialPrefix) + next_name(snapshots_in(folder), least) + '-' + std::to_string(random());
   make_folder_in(folder, begun);
   return folder / begun;
 }
@@ -120,6 +118,11 @@ void remove_snapshot(const fs::path& snapshot) {
     return true;
   });
   note_good(snapshot, false);
+}
+
+bool is_known_good(const fs::path& snapshot) {
+  const std::lock_guard lock(known_good().mutex);
+  return known_good().paths.contains(fs::absolute(snapshot));
 }
 
 void note_good(const fs::path& snapshot, bool is_good) {

@@ -1,6 +1,7 @@
 // What is done to a folder of snapshots around their files: a snapshot is begun, becomes one, or is removed, at once.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <optional>
 
@@ -13,6 +14,8 @@ namespace muster::checkpoint {
 inline constexpr const char* kManifest = "manifest.json";
 /// What the name of a part's manifest ends with, after its writer's.
 inline constexpr const char* kPartSuffix = ".part.json";
+/// The label of a part that says of which run it is (see JointSnapshot).
+inline constexpr const char* kRunLabel = "run";
 
 /// What `call` gives; the system's errors are CheckpointError, naming the folder.
 template <class Call>
@@ -29,9 +32,9 @@ auto in_folder(const std::filesystem::path& folder, const Call& call) {
 /// named in warnings.
 void remove_leftovers(const std::filesystem::path& folder, const std::string& but = {});
 
-/// Makes the folder of the snapshot with the next number, which is no snapshot yet, and removes what dead writers left.
-/// Returns its path. Throws std::filesystem::filesystem_error, CheckpointError.
-std::filesystem::path begin_snapshot(const std::filesystem::path& folder);
+/// Makes the folder of the snapshot with the next number, from `least` on, which is no snapshot yet, and removes what
+/// dead writers left. Returns its path. Throws std::filesystem::filesystem_error, CheckpointError.
+std::filesystem::path begin_snapshot(const std::filesystem::path& folder, int64_t least = 1);
 
 /// Makes such a folder, once it is whole, the snapshot; then removes those of its folder that need not stay. Returns
 /// the snapshot's path. Of old ones that cannot be removed a warning tells. Throws as begin_snapshot.
@@ -43,6 +46,8 @@ void drop_draft(const std::filesystem::path& draft) noexcept;
 
 /// Remembers whether a snapshot, which this process wrote or has read whole, is good. Thread-safe.
 void note_good(const std::filesystem::path& snapshot, bool is_good);
+/// Whether it does. Thread-safe.
+bool is_known_good(const std::filesystem::path& snapshot);
 
 /// The sum of a file, which is read to its end. Throws CheckpointError.
 FileSum sum_of(const std::filesystem::path& path, bool hashes);

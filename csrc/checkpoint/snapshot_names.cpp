@@ -42,10 +42,10 @@ std::map<int64_t, fs::path> snapshots_in(const fs::path& folder) {
   return found;
 }
 
-std::string next_name(const std::map<int64_t, fs::path>& earlier) {
-  if (earlier.empty()) return name_of(1);
+std::string next_name(const std::map<int64_t, fs::path>& earlier, int64_t least) {
+  if (earlier.empty()) return name_of(least);
   const auto& [number, newest] = *earlier.rbegin();
-  if (number < std::numeric_limits<int64_t>::max()) return name_of(number + 1);
+  if (number < std::numeric_limits<int64_t>::max()) return name_of(std::max(number + 1, least));
   throw CheckpointError("no number is left behind that of '" + newest.string() +
                         "'; move it away, or rename it to a lower number, or write to another folder");
 }

@@ -21,7 +21,7 @@ std::string name_of(int64_t number);
 /// std::filesystem::filesystem_error.
 std::map<int64_t, std::filesystem::path> snapshots_in(const std::filesystem::path& folder);
 
-/// That of the snapshot after those. Throws CheckpointError where there is no number left.
-std::string next_name(const std::map<int64_t, std::filesystem::path>& earlier);
+/// That of the snapshot after those, from the number `least` on. Throws CheckpointError where there is no number left.
+std::string next_name(const std::map<int64_t, std::filesystem::path>& earlier, int64_t least);
 
 }  // namespace muster::checkpoint

@@ -37,9 +37,11 @@ void SnapshotWriter::write(Snapshot snapshot) {
   for (const auto& [name, tensor] : snapshot.tensors) check_storable(name, tensor);
   wait();
   if (!claim_) claim_ = std::make_unique<FolderClaim>(folder_);
-  begin([this, snapshot = std::move(snapshot)] {
+  auto options = options_;
+  options.least = std::exchange(least_, 1);
+  begin([this, options = std::move(options), snapshot = std::move(snapshot)] {
     claim_->check();
-    return write_snapshot(folder_, snapshot, options_);
+    return write_snapshot(folder_, snapshot, options);
   });
 }
 

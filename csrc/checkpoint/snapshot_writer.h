@@ -42,6 +42,11 @@ class SnapshotWriter {
   /// What write() does first: waits for the snapshot before and throws what went wrong with that, and claims the
   /// folder. Throws CheckpointError where it cannot be, or somebody else has claimed it since.
   void claim();
+  /// Whether the folder was claimed here.
+  bool has_claim() const noexcept { return claim_ != nullptr; }
+
+  /// The next snapshot of write() has at least this number.
+  void number_from(int64_t least) noexcept { least_ = least; }
 
   /// Copies of runs in the memory of write_copy's, on the CPU wherever the runs are, which come once each by name.
   /// Nothing may be being written.
@@ -68,6 +73,7 @@ class SnapshotWriter {
   const SnapshotOptions options_;
   const pid_t made_by_;
   std::unique_ptr<FolderClaim> claim_;
+  int64_t least_ = 1;
   NamedTensors copies_;  // by the runs' names
   std::thread thread_;
   mutable std::mutex mutex_;

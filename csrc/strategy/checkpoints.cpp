@@ -4,11 +4,10 @@
 #include <string>
 #include <utility>
 
-#include "checkpoint/saved_tree.h"
 #include "checkpoint/snapshot.h"
 #include "core/log.h"
 #include "muster/error.h"
-#include "strategy/saved_parts.h"
+#include "strategy/kept_metric.h"
 #include "strategy/saving_schedule.h"
 #include "strategy/strategy_state.h"
 
@@ -18,9 +17,6 @@ namespace {
 
 namespace fs = std::filesystem;
 using Mode = CheckpointsOptions::Mode;
-
-// The folder of the best checkpoints in that of the others, and the name of their metric.
-constexpr const char* kBest = "best";
 
 std::string text_of(Mode mode) { return mode == Mode::min ? "min" : "max"; }
 
@@ -34,26 +30,6 @@ void check_names(const SavedState& values) {
   throw InvalidArgument("'best' is what best() calls its metric in a checkpoint; give the value another name");
 }
 
-using Metric = std::pair<double, std::string>;  // and its mode
-
-// What best() wrote to the checkpoint of this metadata.
-std::optional<Metric> metric_of(const checkpoint::Metadata& metadata, const fs::path& folder) {
-  const auto content = metadata.find("content");
-  if (content == metadata.end() || !std::holds_alternative<std::string>(content->second)) return std::nullopt;
-  try {
-    const auto whole = checkpoint::decode_outline(std::get<std::string>(content->second), folder.string());
-    const auto& state = detail::member(whole.get<SavedValue::Dict>(), "state").get<SavedValue::Dict>();
-    const auto found = state.find(kBest);
-    if (found == state.end()) return std::nullopt;
-    const auto& best = detail::member(found->second.get<SavedValue::Dict>(), "value").get<SavedValue::Dict>();
-    Metric metric{detail::member(best, "metric").get<double>(), detail::member(best, "mode").get<std::string>()};
-    if (metric.second == text_of(Mode::min) || metric.second == text_of(Mode::max)) return metric;
-    return std::nullopt;
-  } catch (const Error&) {
-    return std::nullopt;  // another program's
-  }
-}
-
 // None too where warnings say of each what is wrong with it.
 std::vector<checkpoint::SnapshotInfo> good_manifests_in(const fs::path& folder) {
   try {
@@ -63,11 +39,11 @@ std::vector<checkpoint::SnapshotInfo> good_manifests_in(const fs::path& folder) 
   }
 }
 
-// Reads all of a checkpoint that is on this host, tensors included; a warning says what is wrong with one that is
-// damaged, or not signed where there is a secret.
+// Reads all of a checkpoint, tensors included; a warning says what is wrong with one that is damaged, not all here, or
+// not signed where there is a secret.
 bool can_be_loaded(const fs::path& snapshot) {
   try {
-    checkpoint::check_snapshot(snapshot);
+    if (!checkpoint::check_snapshot(snapshot).elsewhere.empty()) checkpoint::read_snapshot(snapshot);  // which throws
     return true;
   } catch (const CheckpointError& error) {
     log(LogLevel::warning, "snapshot '" + snapshot.string() + "' is passed over: " + error.what());
@@ -92,9 +68,10 @@ struct Checkpoints::State {
     check_count("best_keep", options.best_keep);
   }
 
-  bool is_better(double metric) {
+  // `others`: what is kept, where workers look for it together.
+  bool is_better(double metric, const std::optional<KeptMetric>& others) {
     if (folder.empty() || !strategy.is_chief() || std::isnan(metric)) return false;
-    const auto kept = kept_best();
+    const auto kept = saving.saves_alone() ? kept_best() : others;
     if (!kept) return true;
     const auto& [value, mode] = *kept;
     if (mode != text_of(options.mode)) {
@@ -105,12 +82,12 @@ struct Checkpoints::State {
   }
 
   // Of the newest good checkpoint that best() wrote, in whichever job. One that cannot be loaded is not the best.
-  std::optional<Metric> kept_best() {
+  std::optional<KeptMetric> kept_best() {
     auto written = std::exchange(written_best, std::nullopt);
     saving.finish();
     const auto snapshots = good_manifests_in(folder / kBest);
     for (auto snapshot = snapshots.rbegin(); snapshot != snapshots.rend(); ++snapshot) {
-      const auto metric = metric_of(snapshot->metadata, snapshot->folder);
+      const auto metric = metric_in(snapshot->metadata, snapshot->folder);
       if (!metric) continue;
       const bool is_own = metric == written;
       if (!is_own && snapshot->folder != known_best && !can_be_loaded(snapshot->folder)) continue;
@@ -125,9 +102,9 @@ struct Checkpoints::State {
   const fs::path folder;
   const CheckpointsOptions options;
   SavingSchedule schedule;
-  std::optional<int64_t> saved_at;     // the strategy's steps when it was saved last
-  std::optional<Metric> written_best;  // by this job, and not looked at since
-  fs::path known_best;                 // a checkpoint all of which is good
+  std::optional<int64_t> saved_at;         // the strategy's steps when it was saved last
+  std::optional<KeptMetric> written_best;  // by this job, and not looked at since
+  fs::path known_best;                     // a checkpoint all of which is good
 };
 
 Checkpoints::Checkpoints(Strategy& strategy, const fs::path& folder, const CheckpointsOptions& options)
@@ -166,15 +143,18 @@ void Checkpoints::save(const SavedState& values) {
 }
 
 bool Checkpoints::best(double metric, const SavedState& values) {
-  const bool is_best = state_->saving.told_by_chief("best", [&] {
+  auto& saving = state_->saving;
+  std::optional<KeptMetric> kept;
+  if (!saving.saves_alone() && !state_->folder.empty()) kept = saving.kept_metric(state_->folder / kBest);
+  const bool is_best = saving.told_by_chief("best", [&] {
     check_names(values);
-    return state_->is_better(metric);
+    return state_->is_better(metric, kept);
   });
   if (!is_best || state_->folder.empty()) return is_best;
   auto described = values;
   const auto mode = text_of(state_->options.mode);
   described[kBest] = SavedValue::Dict{{"metric", metric}, {"mode", mode}};
-  if (state_->strategy.is_chief()) state_->written_best = Metric{metric, mode};
+  if (state_->strategy.is_chief()) state_->written_best = KeptMetric{metric, mode};
   state_->strategy.save(state_->folder / kBest, described, {.keep = state_->options.best_keep});
   return is_best;
 }

@@ -1,13 +1,12 @@
 #include "strategy/gathered_snapshot.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <sstream>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -16,6 +15,7 @@
 #include "core/log.h"
 #include "muster/error.h"
 #include "strategy/collectives.h"
+#include "strategy/offered_snapshots.h"
 #include "strategy/telling.h"
 
 namespace muster {
@@ -37,46 +37,93 @@ std::string usable(const std::function<std::string()>& act) {
   }
 }
 
-// One snapshot, on one of the workers.
+// One snapshot, on one of the workers. All its functions but those of one worker's are collective.
 class GatheredSnapshot {
  public:
-  GatheredSnapshot(comm::Communicator& workers, fs::path snapshot)
-      : workers_(workers), snapshot_(std::move(snapshot)) {}
+  GatheredSnapshot(comm::Communicator& workers, const fs::path& folder, const OfferedSnapshot& offered)
+      : workers_(workers), snapshot_(folder / checkpoint::name_of(offered.number)), with_manifest_(offered.rank) {}
 
-  // Whether all of it is good on some worker; else the chief's log says why not. `with_manifest`: the worker that has
-  // its manifest. Collective.
-  bool is_good(int with_manifest) {
+  // Whether it has a manifest that is good; else the chief's log says why not.
+  bool open() {
     const auto manifests = told([&] {
-      return rank() == with_manifest ? checkpoint::manifest_text(snapshot_ / checkpoint::kManifest) : std::string();
+      return rank() == with_manifest_ ? checkpoint::manifest_text(snapshot_ / checkpoint::kManifest) : std::string();
     });
     if (!manifests) return false;
-    const auto& text = (*manifests)[static_cast<size_t>(with_manifest)];
-    const auto there = told([&] {
-      reader_ = std::make_unique<SnapshotReader>(
-          snapshot_, checkpoint::parse_manifest(text, snapshot_ / checkpoint::kManifest, net::job_secret()),
-          checkpoint::Memory::of_file);
-      std::string files;
-      for (const auto& shard : reader_->shards()) {
-        std::error_code ignored;
-        files += fs::exists(snapshot_ / shard.file, ignored) ? '1' : '0';
-      }
-      return files;
-    });
-    if (!there) return false;
-    for (size_t shard = 0; shard < reader_->shards().size(); ++shard) {
-      const auto has_it = [&](const std::string& files) { return files.at(shard) == '1'; };
-      const auto owner = std::ranges::find_if(*there, has_it) - there->begin();
-      if (owner == std::ssize(*there)) return pass_over_without(shard);
-      owners_.push_back(static_cast<int>(owner));
-    }
+    const auto& text = (*manifests)[static_cast<size_t>(with_manifest_)];
     return told([&] {
-             for (const auto shard : shards_of(rank())) tensors_.emplace(shard, reader_->read(shard));
+             reader_ = std::make_unique<SnapshotReader>(
+                 snapshot_, checkpoint::parse_manifest(text, snapshot_ / checkpoint::kManifest, net::job_secret()),
+                 checkpoint::Memory::of_file);
              return std::string();
            })
         .has_value();
   }
 
-  // The whole on the chief, once it is good. Collective.
+  const checkpoint::Metadata& metadata() const { return reader_->metadata(); }  // of what is open
+
+  // Whether there are all files, in the sizes that they had.
+  bool is_there() {
+    const auto there = told([&] {
+      std::string files;
+      for (const auto& [file, sum, host] : reader_->shards()) {
+        std::error_code error;
+        const auto bytes = fs::file_size(snapshot_ / file, error);
+        files += !error && bytes == sum.bytes ? '1' : '0';
+      }
+      return files;
+    });
+    if (!there) return false;
+    owners_.assign(reader_->shards().size(), {});
+    for (size_t shard = 0; shard < owners_.size(); ++shard) {
+      for (size_t worker = 0; worker < there->size(); ++worker) {
+        if ((*there)[worker].at(shard) == '1') owners_[shard].push_back(static_cast<int>(worker));
+      }
+      if (owners_[shard].empty()) return pass_over_without(shard);
+      // The manifest's own host has its own files, where the chief's has others of the same names and sizes.
+      const auto own = std::ranges::find(owners_[shard], with_manifest_);
+      const bool is_own = reader_->shards()[shard].host.empty() && own != owners_[shard].end();
+      if (is_own && owners_[shard].front() != 0) std::rotate(owners_[shard].begin(), own, own + 1);
+    }
+    return true;
+  }
+
+  // Whether each of them, which are there, is good on some worker: the first one's is tried first. `keep`: what is read
+  // stays in memory, for gather().
+  bool is_good(bool keep) {
+    std::vector<int> read(owners_.size(), -1);  // by whom, by shard
+    std::map<size_t, std::string> reasons;      // of the first one that could not, by shard
+    for (;;) {
+      const auto problems = told_by_all(workers_, "load", [&] {
+        for (size_t shard = 0; shard < owners_.size(); ++shard) {
+          const auto owner = owners_[shard].front();
+          if (owner != rank() || std::exchange(read[shard], owner) == owner) continue;
+          try {
+            auto tensors = reader_->read(shard);
+            if (keep) tensors_.emplace(shard, std::move(tensors));
+          } catch (const CheckpointError& error) {
+            return std::to_string(shard) + ' ' + error.what();
+          }
+        }
+        return std::string();
+      });
+      bool has_problem = false;
+      for (size_t worker = 0; worker < problems.size(); ++worker) {
+        if (problems[worker].empty()) continue;
+        has_problem = true;
+        const auto space = problems[worker].find(' ');
+        const auto shard = std::stoul(problems[worker].substr(0, space));
+        const auto& reason = reasons.emplace(shard, said_by(worker, problems[worker].substr(space + 1))).first->second;
+        auto& owners = owners_.at(shard);
+        owners.erase(owners.begin());
+        if (!owners.empty()) continue;
+        pass_over(reason);
+        return false;
+      }
+      if (!has_problem) return true;
+    }
+  }
+
+  // The whole on the chief, once it is good.
   std::optional<checkpoint::StoredSnapshot> gather() {
     for (int owner = 0; owner < workers_.size(); ++owner) {
       const auto shards = shards_of(owner);
@@ -108,27 +155,31 @@ class GatheredSnapshot {
   std::vector<size_t> shards_of(int owner) const {
     std::vector<size_t> shards;
     for (size_t shard = 0; shard < owners_.size(); ++shard) {
-      if (owners_[shard] == owner) shards.push_back(shard);
+      if (owners_[shard].front() == owner) shards.push_back(shard);
     }
     return shards;
   }
 
-  // By rank; nothing where the snapshot is damaged on any. Collective.
+  // By rank; nothing where the snapshot is damaged on any.
   std::optional<std::vector<std::string>> told(const std::function<std::string()>& act) {
     auto texts = told_by_all(workers_, "load", [&] { return usable(act); });
     for (size_t worker = 0; worker < texts.size(); ++worker) {
       const bool is_unusable = texts[worker].front() == kUnusable;
       texts[worker].erase(0, 1);
       if (!is_unusable) continue;
-      pass_over((worker == 0 ? "" : "on rank " + std::to_string(worker) + ", ") + texts[worker]);
+      pass_over(said_by(worker, texts[worker]));
       return std::nullopt;
     }
     return texts;
   }
 
+  static std::string said_by(size_t worker, const std::string& reason) {
+    return (worker == 0 ? "" : "on rank " + std::to_string(worker) + ", ") + reason;
+  }
+
   bool pass_over_without(size_t shard) const {
     const auto& [file, sum, host] = reader_->shards()[shard];
-    pass_over("no rank has its file '" + file + "'" +
+    pass_over("no rank has its file '" + file + "' of " + std::to_string(sum.bytes) + " bytes" +
               (host.empty() ? "" : ", which was written on host '" + host + "'"));
     return false;
   }
@@ -141,58 +192,41 @@ class GatheredSnapshot {
 
   comm::Communicator& workers_;
   const fs::path snapshot_;
+  const int with_manifest_;
   std::unique_ptr<SnapshotReader> reader_;
-  std::vector<int> owners_;                             // by shard: the first worker that has the file
+  std::vector<std::vector<int>> owners_;                // by shard: who has the file, in the order they are tried
   std::map<size_t, checkpoint::NamedTensors> tensors_;  // of this worker's shards
 };
-
-// The numbers of the snapshots in a folder, those with a manifest after a '+'. Where others than the chief may not
-// look, they have none.
-std::string listed(const fs::path& folder, bool is_chief) {
-  std::string text;
-  try {
-    checkpoint::in_folder(folder, [&] {
-      if (!fs::exists(folder)) return false;
-      for (const auto& [number, path] : checkpoint::snapshots_in(folder)) {
-        text += (fs::exists(path / checkpoint::kManifest) ? " + " : " - ") + std::to_string(number);
-      }
-      return true;
-    });
-  } catch (const CheckpointError&) {
-    if (is_chief) throw;
-  }
-  return text;
-}
 
 }  // namespace
 
 std::optional<checkpoint::StoredSnapshot> read_newest_snapshot(comm::Communicator& workers, const fs::path& folder) {
+  const auto offered = offered_snapshots(workers, folder);
   const bool is_chief = workers.rank() == 0;
-  std::map<int64_t, int> with_manifest;  // by number: its first worker
-  std::set<int64_t> parts;
-  const auto lists = told_by_all(workers, "load", [&] { return listed(folder, is_chief); });
-  for (size_t worker = 0; worker < lists.size(); ++worker) {
-    std::istringstream words(lists[worker]);
-    int64_t number = 0;
-    for (char sign = 0; words >> sign >> number;) {
-      if (sign == '+') {
-        with_manifest.emplace(number, static_cast<int>(worker));
-      } else {
-        parts.insert(number);
-      }
+  for (const auto& snapshot : offered.in_order) {
+    GatheredSnapshot gathered(workers, folder, snapshot);
+    if (!gathered.open() || !gathered.is_there() || !gathered.is_good(true)) continue;
+    if (is_chief) {
+      note_known_good(folder, snapshot);
+      warn_of_newer(folder, offered, &snapshot);
     }
+    return gathered.gather();
   }
-  for (const auto number : parts) {
-    if (with_manifest.contains(number) || !is_chief) continue;
-    log(LogLevel::warning, "of '" + (folder / checkpoint::name_of(number)).string() +
-                               "' hosts have parts that are no snapshot without the " +
-                               "manifest, which no rank has: it was not finished, or the chief's host was another one");
+  if (is_chief) warn_of_newer(folder, offered, nullptr);
+  if (!offered.in_order.empty()) checkpoint::fail_without_good(folder);
+  return std::nullopt;
+}
+
+std::optional<KeptMetric> kept_metric(comm::Communicator& workers, const fs::path& folder) {
+  const auto offered = offered_snapshots(workers, folder);
+  for (const auto& snapshot : offered.in_order) {
+    GatheredSnapshot gathered(workers, folder, snapshot);
+    if (!gathered.open()) continue;
+    const auto metric = metric_in(gathered.metadata(), folder);
+    if (!metric || !gathered.is_there() || !(snapshot.is_known_good || gathered.is_good(false))) continue;
+    if (workers.rank() == 0) note_known_good(folder, snapshot);
+    return metric;
   }
-  for (auto found = with_manifest.rbegin(); found != with_manifest.rend(); ++found) {
-    GatheredSnapshot snapshot(workers, folder / checkpoint::name_of(found->first));
-    if (snapshot.is_good(found->second)) return snapshot.gather();
-  }
-  if (!with_manifest.empty()) checkpoint::fail_without_good(folder);
   return std::nullopt;
 }
 

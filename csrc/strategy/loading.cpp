@@ -87,6 +87,12 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
   }
 }
 
+std::optional<KeptMetric> Saving::kept_metric(const fs::path& folder) {
+  check_callable("best");
+  together("best", false, [&] { finish(); });
+  return muster::kept_metric(strategy_.workers(), folder);
+}
+
 Saving::Found Saving::found_in(checkpoint::StoredSnapshot snapshot, const fs::path& folder) {
   checkpoint::copy_what_is_kept(snapshot.tensors);
   const auto* const format = value_in<int64_t>(snapshot.metadata, "muster.format");
@@ -101,6 +107,8 @@ Saving::Found Saving::found_in(checkpoint::StoredSnapshot snapshot, const fs::pa
                           ", and this Muster reads " + std::to_string(kFormat) +
                           "; load them with the version that wrote them (" + (by != nullptr ? *by : "unknown") + ")");
   }
+  const auto* const run = value_in<std::string>(snapshot.metadata, "muster.run");
+  run_ = run == nullptr ? "" : *run;
   return {{*document, std::move(snapshot.tensors)}, snapshot.folder.filename().string()};
 }
 

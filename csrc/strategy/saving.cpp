@@ -5,7 +5,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iomanip>
 #include <map>
+#include <random>
+#include <sstream>
 #include <utility>
 
 #include "checkpoint/joint_snapshot.h"
@@ -102,7 +105,7 @@ void Saving::save_with_others(const fs::path& folder, const SavedState& state, c
   std::optional<checkpoint::JointSnapshot> joint;
   const auto announced = told_by_all("save", false, [&] {
     joint.emplace(writer_to(folder, options), topology.rank, strategy_.core->session().groups().store);
-    return joint->announce();
+    return joint->announce(run());
   });
   const auto states = generators();
   std::string document;
@@ -238,12 +241,18 @@ checkpoint::SnapshotWriter& Saving::writer_to(const fs::path& folder, const Save
   return *writer_;
 }
 
-checkpoint::Metadata Saving::metadata(std::string document) const {
-  return {{"muster.format", detail::kFormat},
-          {"muster.version", std::string(version())},
-          {"torch.version", std::string(built_with_torch())},
-          {"steps", strategy_.core->stepper().steps()},
-          {"content", std::move(document)}};
+const std::string& Saving::run() {
+  if (!run_.empty()) return run_;
+  std::random_device random;
+  std::ostringstream text;
+  for (int i = 0; i < 2; ++i) text << std::hex << std::setw(8) << std::setfill('0') << random();
+  return run_ = text.str();
+}
+
+checkpoint::Metadata Saving::metadata(std::string document) {
+  return {{"muster.format", detail::kFormat},           {"muster.run", run()},
+          {"muster.version", std::string(version())},   {"torch.version", std::string(built_with_torch())},
+          {"steps", strategy_.core->stepper().steps()}, {"content", std::move(document)}};
 }
 
 }  // namespace muster

@@ -15,6 +15,7 @@
 #include "muster/strategy.h"
 #include "strategy/cut_writing.h"
 #include "strategy/divided_tensors.h"
+#include "strategy/kept_metric.h"
 #include "strategy/saved_optimizer.h"
 #include "strategy/saved_tables.h"
 
@@ -41,6 +42,10 @@ class Saving {
   bool saves_alone() const;
   /// Whether there are gradients that a checkpoint would not hold.
   bool has_open_window() const;
+
+  /// What Checkpoints::best wrote to the checkpoint that load() would take from a folder; waits as finish().
+  /// Collective.
+  std::optional<KeptMetric> kept_metric(const std::filesystem::path& folder);
 
   /// Waits until nothing is being written; what went wrong is for the next finish().
   void wait() const;
@@ -71,7 +76,9 @@ class Saving {
   at::Tensor generators();
   SavedValue::List loss_scales() const;
   SavedValue::List loaders() const;
-  checkpoint::Metadata metadata(std::string document) const;
+  checkpoint::Metadata metadata(std::string document);
+  /// What tells what it saves from what others do: that of the checkpoint that was loaded.
+  const std::string& run();
   checkpoint::SnapshotWriter& writer_to(const std::filesystem::path& folder, const SaveOptions& options);
 
   /// What was read, and the name of its checkpoint's folder.
@@ -79,7 +86,7 @@ class Saving {
     checkpoint::SavedTree tree;
     std::string name;
   };
-  static Found found_in(checkpoint::StoredSnapshot snapshot, const std::filesystem::path& folder);
+  Found found_in(checkpoint::StoredSnapshot snapshot, const std::filesystem::path& folder);
   std::optional<Found> broadcast(std::optional<Found> found);
   void check(const Dict& saved) const;
   void take(const Dict& saved);
@@ -93,7 +100,8 @@ class Saving {
   SavedTables tables_;
   std::unique_ptr<checkpoint::SnapshotWriter> writer_;
   std::pair<std::filesystem::path, std::optional<int>> made_with_;  // the folder and `keep` of the writer
-  std::vector<detail::OtherOptions> other_options_;                 // by optimizer, as the last checkpoint had them
+  std::string run_;
+  std::vector<detail::OtherOptions> other_options_;  // by optimizer, as the last checkpoint had them
   std::optional<SavedValue> random_;  // of the checkpoint that was loaded: generators of Python's, for the next one
 };
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,16 +13,15 @@ from torch import Tensor, nn
 
 from muster import _C, random_states, saved_loaders, saved_optimizer, saved_tree
 from muster.collectives import Collectives
-from muster.errors import CheckpointError, InvalidArgument, LayoutMismatch
+from muster.errors import InvalidArgument, LayoutMismatch
 from muster.flat_state import giving_runs
+from muster.found_checkpoint import Found, found_in
 from muster.loader_host import LoaderHost
 from muster.options import StrategyOptions
 from muster.precision import LossScale, LossScaler
 from muster.preparing import Preparation
 from muster.saved_layout import (
     FORMAT,
-    check_content,
-    check_format,
     compare_generators,
     compare_module,
     compare_state,
@@ -40,18 +39,6 @@ from muster.writing import Writing
 __all__ = ["Saving"]
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A checkpoint that was read."""
-
-    tensors: dict[str, Tensor]
-    document: str
-    name: str
-    """Of its folder."""
-    content: dict[str, Any] | None = None
-    """The document's value: what the checkpoint holds, by part; None where another rank decoded it."""
 
 
 class Saving:
@@ -77,6 +64,8 @@ class Saving:
         self._collectives = collectives
         self._tables = SavedTables(core)
         self._is_saving = False
+        self._run = secrets.token_hex(8)
+        """What tells its checkpoints from other jobs': that of the one that was loaded."""
         self.writing = Writing()
         """What ends with the strategy."""
 
@@ -137,7 +126,7 @@ class Saving:
 
         def announce() -> str:
             nonlocal joint
-            joint, text = self.writing.announce(folder, keep, core)
+            joint, text = self.writing.announce(folder, keep, core, self._run)
             return text
 
         def look() -> str:
@@ -196,7 +185,7 @@ class Saving:
         return {name: tensor for name, tensor in tensors.items() if name in names or name.startswith(known)}
 
     def _metadata(self, document: str) -> dict[str, str | int | float]:
-        return metadata_of(document, {"muster.format": FORMAT, "steps": self._core.steps})
+        return metadata_of(document, {"muster.format": FORMAT, "muster.run": self._run, "steps": self._core.steps})
 
     def load(self, folder: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[str, Any] | None:
         """As `Strategy.load`."""
@@ -245,24 +234,24 @@ class Saving:
 
         self._together("load", prepare, alone=alone)
         snapshot = _C.read_newest_snapshot(Path(folder), None if alone else self._core)
-        found = self._together("load", lambda: snapshot and _found_in(*snapshot), alone=alone)
+        found = self._together("load", lambda: snapshot and found_in(*snapshot), alone=alone)
         if not alone:
             found = self._tell(found)
         if found is None:
             return None
-        checkpoint = found
+        checkpoint, self._run = found, found.run or self._run
         saved = self._together("load", compared, alone=alone)
         self._together("load", take, alone=alone)
         return {name: kept["value"] for name, kept in saved["state"].items() if "value" in kept and name not in state}
 
-    def _tell(self, found: _Found | None) -> _Found | None:
+    def _tell(self, found: Found | None) -> Found | None:
         """What the chief found. Collective."""
         theirs = None
         if found is not None and found.content is not None:
             tables = found.content["tables"] or ()
             theirs = (for_others(found.tensors, tables, self._preparation.modules), found.document, found.name)
         told: Any = self._collectives.send(theirs)
-        return found if found is not None or told is None else _Found(*told)
+        return found if found is not None or told is None else Found(*told)
 
     def _check_callable(self, what: str) -> None:
         self._preparation.check_open()
@@ -282,6 +271,13 @@ class Saving:
         self._check_callable(what)
         mine = self._together(what, act, alone=self._has_servers)
         return (mine and self._core.rank == 0) if self._has_servers else self.number_of_chief(int(mine)) == 1
+
+    def kept_metric(self, folder: Path) -> tuple[float, str] | None:
+        """The metric and mode that best() wrote to the checkpoint that load() would take from a folder, once nothing is
+        being written. Collective, of several workers that save together."""
+        self._check_callable("best")
+        self._together("best", self.writing.finish)
+        return _C.kept_metric(folder, self._core)
 
     def number_of_chief(self, number: int) -> int:
         """The chief's `number`. Collective."""
@@ -419,18 +415,6 @@ class Saving:
             as_many = others["cuda"] is not None and len(others["cuda"]) == core.num_replicas
             others = {**others, "cuda": others["cuda"] if as_many else None}
             random_states.restore(others, core.rank, core.first_replica, core.devices)
-
-
-def _found_in(tensors: dict[str, Tensor], metadata: dict[str, str | int | float], place: Path) -> _Found:
-    """Raises CheckpointError where a snapshot is none of a strategy, or is damaged."""
-    check_format(metadata, place.parent)
-    document = str(metadata.get("content"))
-    try:
-        content: dict[str, Any] = with_all_parts(saved_tree.decode(document, tensors))
-        check_content(content)
-    except CheckpointError as error:
-        raise CheckpointError(f"'{place}' cannot be loaded: {error}") from error
-    return _Found(tensors, document, place.name, content)
 
 
 def _to_load(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Checkpoints:
         )
         self._saved_at: int | None = None
         """The strategy's steps when it was saved last."""
-        self._known: dict[tuple[Path, tuple[int, ...] | None], dict[str, Any] | None] = {}
+        self._known: dict[tuple[Path, tuple[int, ...] | None], tuple[float, str] | None] = {}
         """By checkpoints that best() looked at last, and the files of their manifests: what it has written there."""
 
     def load(self) -> dict[str, Any] | None:
@@ -140,22 +140,25 @@ class Checkpoints:
         acts alone, and others get False. Raises InvalidArgument where the other `mode` was used in this folder.
         """
         saving, folder = self._strategy._saving, self._folder
+        told = None if folder is None or saving.saves_alone else saving.kept_metric(folder / _BEST)
 
         def is_better() -> bool:
             value = _number_of(metric)
             _check_names(values, self._state)
             if folder is None or self._strategy.rank != 0 or math.isnan(value):
                 return False
-            saving.writing.finish()
-            kept = self._best_in(folder / _BEST)
+            kept = told
+            if saving.saves_alone:
+                saving.writing.finish()
+                kept = self._best_in(folder / _BEST)
             if kept is None:
                 return True
-            if kept["mode"] != self._mode:
+            before, mode = kept
+            if mode != self._mode:
                 raise InvalidArgument(
-                    f"what is in '{folder / _BEST}' is the best by mode={kept['mode']!r}, and mode={self._mode!r} was "
-                    "given; give that mode, or another folder"
+                    f"what is in '{folder / _BEST}' is the best by mode={mode!r}, and mode={self._mode!r} was given; "
+                    "give that mode, or another folder"
                 )
-            before = kept["metric"]
             return bool(value < before if self._mode == "min" else value > before)
 
         found = saving.told_by_chief("best", is_better)
@@ -164,8 +167,8 @@ class Checkpoints:
             saving.save(folder / _BEST, self._best_keep, {**self._state, **values, **described})
         return found
 
-    def _best_in(self, folder: Path) -> dict[str, Any] | None:
-        """What best() wrote to the newest good checkpoint there that has a metric."""
+    def _best_in(self, folder: Path) -> tuple[float, str] | None:
+        """The metric and mode that best() wrote to the newest good checkpoint there that has them."""
         known, self._known = self._known, {}
         for path in reversed(reading.numbered_in(folder)):
             key = path, _file_of(path)
@@ -175,13 +178,13 @@ class Checkpoints:
                 return found
         return None
 
-    def _read_metric(self, path: Path) -> dict[str, Any] | None:
-        """What is written in a checkpoint counts where all of it that is on this host is good, and signed where there
-        is a secret: one that cannot be loaded is not the best."""
+    def _read_metric(self, path: Path) -> tuple[float, str] | None:
+        """What is written in a checkpoint counts where all of it is good, and signed where there is a secret: one that
+        cannot be loaded is not the best."""
         metadata = self._strategy._saving.writing.metadata_of(path)
         if metadata is None:
             try:
-                metadata = reading.check_folder(path)
+                metadata = reading.read_folder(path).metadata
             except CheckpointError as error:
                 reading.pass_over(path, error)
                 return None
@@ -219,13 +222,13 @@ def _number_of(metric: Any) -> float:
     return float(metric)
 
 
-def _metric_in(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+def _metric_in(metadata: Mapping[str, Any]) -> tuple[float, str] | None:
     """What best() wrote to the checkpoint of this metadata."""
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         node = json.loads(metadata["content"])["dict"]["state"]["dict"][_BEST]["dict"]["value"]
         found: dict[str, Any] = saved_tree.decode(json.dumps(node), {})
         if isinstance(found["metric"], float) and found["mode"] in ("min", "max"):
-            return found
+            return found["metric"], found["mode"]
     return None
 
 

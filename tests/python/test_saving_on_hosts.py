@@ -4,6 +4,7 @@ chief's says which."""
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import signal
@@ -208,9 +209,110 @@ def test_what_all_workers_have_is_on_the_chiefs_host_alone(tmp_path: Path) -> No
 def kept_the_best(folder: Path, places: Sequence[int], metric: float) -> bool:
     job = job_on(folder, places)
     with job.strategy:
-        return muster.Checkpoints(job.strategy, job.folder).best(metric)
+        checkpoints = muster.Checkpoints(job.strategy, job.folder, keep=2)
+        checkpoints.load()
+        job.train(job.strategy.steps + 1)
+        checkpoints.save()
+        return checkpoints.best(metric if job.strategy.is_chief else math.nan)
 
 
-def test_the_best_of_another_job_counts_where_parts_are_on_other_hosts(tmp_path: Path) -> None:
-    for metric, is_best in ((1.0, True), (2.0, False), (0.5, True)):
-        assert run_ranks(2, kept_the_best, tmp_path, (0, 1), metric) == [is_best] * 2
+def best_loaded(folder: Path, places: Sequence[int]) -> float:
+    job = job_on(folder, places)
+    with job.strategy:
+        found = job.strategy.load(job.folder / "best")
+        assert found is not None
+        return float(found["best"]["metric"])
+
+
+def test_the_best_counts_whichever_host_has_the_chief(tmp_path: Path) -> None:
+    moves = [
+        ((0, 1), 1.0, True),
+        ((0, 1), 2.0, False),
+        ((1, 0), 1.5, False),
+        ((1, 0), 0.5, True),
+        ((0, 1), 0.75, False),
+    ]
+    for places, metric, is_best in moves:
+        assert run_ranks(2, kept_the_best, tmp_path, places, metric) == [is_best] * 2
+    for places in ((0, 1), (1, 0)):
+        assert run_ranks(2, best_loaded, tmp_path, places) == [0.5] * 2
+    # What cannot be loaded is not the best.
+    shutil.rmtree(tmp_path / "host-0" / "best" / SECOND)
+    assert run_ranks(2, kept_the_best, tmp_path, (1, 0), 3.0) == [True] * 2
+    assert run_ranks(2, best_loaded, tmp_path, (0, 1)) == [3.0] * 2
+
+
+def kept_bests(folder: Path, places: Sequence[int]) -> list[bool]:
+    """Of three in one job."""
+    job = job_on(folder, places)
+    with job.strategy:
+        checkpoints = muster.Checkpoints(job.strategy, job.folder)
+        return [checkpoints.best(metric) for metric in (3.0, 4.0, 2.0)]
+
+
+def test_a_job_knows_the_best_that_it_has_written(tmp_path: Path) -> None:
+    assert run_ranks(2, kept_bests, tmp_path, (0, 1)) == [[True, False, True]] * 2
+
+
+def went_on_from(folder: Path, places: Sequence[int], steps: int, sharded: bool = True) -> list[list[bytes]]:
+    """The bits that were loaded, and those saved after another step."""
+    job = job_on(folder, places, shard_optimizer=sharded)
+    with job.strategy:
+        assert job.strategy.load(job.folder) == {"note": steps}
+        return [job.bits(), job.train(steps + 1).save().bits()]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_the_chief_moves_between_hosts(sharded: bool, tmp_path: Path) -> None:
+    if sharded:
+        bits, steps = run_ranks(2, saved, tmp_path, (0, 1))[0][-1], 2
+    else:
+        bits, steps = run_ranks(2, saved_whole, tmp_path, (0, 1))[0], 1
+    for places in ((1, 0), (0, 1), (1, 0), (1, 0)):
+        found, after = run_ranks(2, went_on_from, tmp_path, places, steps, sharded)[0]
+        assert found == bits
+        bits, steps = after, steps + 1
+    assert run_ranks(2, loaded, tmp_path, (0, 1)) == [(bits, steps)] * 2
+
+
+def saved_often(folder: Path, places: Sequence[int]) -> list[bytes]:
+    """Alone on a host, of another job."""
+    job = job_on(folder, places)
+    with job.strategy:
+        for steps in range(1, 8):
+            job.train(steps).strategy.save(job.folder, note=steps)
+        return job.bits()
+
+
+def test_what_another_job_left_on_a_host_is_named_and_stays(tmp_path: Path) -> None:
+    bits = run_ranks(2, saved, tmp_path, (0, 2))[0]
+    run_ranks(1, saved_often, tmp_path, (1,))
+    shutil.copytree(tmp_path / "host-2", tmp_path / "host-1", dirs_exist_ok=True, ignore=shutil.ignore_patterns("l*"))
+    names = [numbered.name for numbered in reading.numbered_in(tmp_path / "host-1")]
+    # In the folder of the second, which is another job's checkpoint of that number, is the part of the chief's.
+    chief, *others = run_ranks(2, loaded_and_said, tmp_path, (0, 1))
+    assert chief[:2] == (bits[-1], 2) and others == [(bits[-1], 2, [])]
+    (said,) = chief[2]
+    assert "snapshot-0000000007' on host '" in said and "of 7 steps, is passed over for 'snapshot-0000000002'" in said
+    assert "it is of another run than what the chief's host has" in said
+    bits = run_ranks(2, went_on_from, tmp_path, (0, 1), 2)[0]
+    assert (tmp_path / "host-0" / reading.numbered(8) / "manifest.json").exists()
+    assert run_ranks(2, loaded, tmp_path, (0, 1)) == [(bits[-1], 3)] * 2
+    assert [each.name for each in reading.numbered_in(tmp_path / "host-1")] == [*names, reading.numbered(8)]
+
+
+@pytest.mark.parametrize("end", [b"", b"?"])
+def test_a_file_that_is_damaged_on_one_host_is_read_on_another(end: bytes, tmp_path: Path) -> None:
+    _, newest = run_ranks(2, saved, tmp_path, (0, 1))[0]
+    for part in (tmp_path / "host-1" / SECOND).glob("*.safetensors"):
+        (tmp_path / "host-0" / SECOND / part.name).write_bytes(part.read_bytes()[:-1] + end)
+    assert run_ranks(2, loaded, tmp_path, (0, 1)) == [(newest, 2)] * 2
+
+
+def test_what_is_no_manifest_is_damaged(tmp_path: Path) -> None:
+    for text in ("[" * 200_000, '{"crc32":"00000000","manifest":{"shards":' + "[" * 200_000):
+        folder = tmp_path / FIRST
+        folder.mkdir(exist_ok=True)
+        (folder / "manifest.json").write_text(text)
+        done = CliRunner().invoke(app, ["checkpoint", "verify", str(folder)])
+        assert done.exit_code == 1 and f"{folder}: DAMAGED: " in done.stdout

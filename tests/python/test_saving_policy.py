@@ -286,13 +286,13 @@ def test_where_none_is_good_the_first_one_is_the_best(tmp_path: Path) -> None:
 def test_the_best_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
 
-    def check_folder(folder: Path) -> reading.Metadata:
+    def read_folder(folder: Path) -> reading.Checkpoint:
         read.append(folder.name)
         return as_it_is(folder)
 
-    as_it_is = reading.check_folder
+    as_it_is = reading.read_folder
     assert save_bests(tmp_path, 0.5) == [True]
-    monkeypatch.setattr(reading, "check_folder", check_folder)
+    monkeypatch.setattr(reading, "read_folder", read_folder)
     assert save_bests(tmp_path, 0.6, 0.7, 0.25, 0.3, 0.1) == [False, False, True, False, True]
     assert read == ["snapshot-0000000001"]  # and none of those that the job itself has written
 

@@ -26,7 +26,13 @@ void bind_checkpoint(py::module_& parent) {
         return std::pair(std::move(snapshot.tensors), std::move(snapshot.metadata));
       },
       "folder"_a, Release());
-  m.def("check_snapshot", &checkpoint::check_snapshot, "folder"_a, Release());
+  m.def(
+      "check_snapshot",
+      [](const std::filesystem::path& folder) {
+        auto checked = checkpoint::check_snapshot(folder);
+        return std::pair(std::move(checked.metadata), std::move(checked.elsewhere));
+      },
+      "folder"_a, Release());
   m.def(
       "read_safetensors",
       [](const std::filesystem::path& path) {

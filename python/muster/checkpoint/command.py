@@ -65,19 +65,25 @@ def verify(
     folders = reading.folders_in(path)
     for folder in folders:
         try:
-            if missing := reading.elsewhere(folder):
-                reading.check_folder(folder)
-                hosts = "; ".join(f"on host '{host}': {', '.join(files)}" for host, files in sorted(missing.items()))
-                typer.echo(f"{folder}: NOT ALL HERE, and what is here is good; {hosts}")
-                damaged += 1
-                continue
             typer.echo(f"{folder}: good, {_verified(folder)}")
         except CheckpointError as error:
             damaged += 1
-            typer.echo(f"{folder}: DAMAGED: {error}")
+            typer.echo(f"{folder}: {_problem(folder, error)}")
     if damaged:
         typer.echo(f"{damaged} of {len(folders)} damaged or not all here", err=True)
         raise typer.Exit(DAMAGED)
+
+
+def _problem(folder: Path, error: CheckpointError) -> str:
+    """What is wrong with one that cannot be read, or where the rest of it is."""
+    try:
+        missing = reading.check_folder(folder)[1]
+    except CheckpointError as damage:
+        return f"DAMAGED: {damage}"
+    if not missing:
+        return f"DAMAGED: {error}"
+    hosts = "; ".join(f"on host '{host}': {', '.join(files)}" for host, files in sorted(missing.items()))
+    return f"NOT ALL HERE, and what is here is good; {hosts}"
 
 
 def _verified(folder: Path) -> str:

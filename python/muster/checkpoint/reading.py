@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import re
@@ -26,7 +24,6 @@ __all__ = [
     "Metadata",
     "NoCheckpoint",
     "check_folder",
-    "elsewhere",
     "folders_in",
     "model_state",
     "module_in",
@@ -148,21 +145,10 @@ def read_folder(folder: Path) -> Checkpoint:
     return Checkpoint(folder, tensors, metadata)
 
 
-def check_folder(folder: Path) -> Metadata:
-    """As read_folder, of the files that are here: those that other hosts have may be missing (see `elsewhere`)."""
-    metadata: Metadata = _C._checkpoint.check_snapshot(folder)
-    return metadata
-
-
-def elsewhere(folder: Path) -> dict[str, list[str]]:
-    """The files of a checkpoint that are not here, by the host that wrote them; none where its manifest cannot be
-    read."""
-    missing: dict[str, list[str]] = {}
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        for shard in json.loads((folder / "manifest.json").read_bytes())["manifest"]["shards"]:
-            if "host" in shard and not (folder / shard["file"]).exists():
-                missing.setdefault(shard["host"], []).append(shard["file"])
-    return missing
+def check_folder(folder: Path) -> tuple[Metadata, dict[str, list[str]]]:
+    """As read_folder, of the files that are here, and those that are not, by the host that wrote them."""
+    found: tuple[Metadata, dict[str, list[str]]] = _C._checkpoint.check_snapshot(folder)
+    return found
 
 
 def read(path: str | os.PathLike[str]) -> Checkpoint:

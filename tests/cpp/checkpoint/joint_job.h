@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -74,14 +75,15 @@ struct Job {
 
   int size() const { return static_cast<int>(writers.size()); }
 
-  // Whether all copied.
-  bool copy(const std::vector<JointContent>& contents) {
+  // Whether all copied; `meanwhile` is called once the chief has begun.
+  bool copy(const std::vector<JointContent>& contents, const std::function<void()>& meanwhile = {}) {
     joints.clear();
     announced.clear();
     for (int r = 0; r < size(); ++r) {
       joints.push_back(std::make_unique<JointSnapshot>(*writers[static_cast<size_t>(r)], r, store));
     }
-    for (const auto& joint : joints) announced.push_back(joint->announce());
+    for (const auto& joint : joints) announced.push_back(joint->announce(run));
+    if (meanwhile) meanwhile();
     std::vector<std::string> looked;
     for (size_t r = 0; r < joints.size(); ++r) looked.push_back(joints[r]->look(announced, contents[r]));
     std::vector<bool> are_joint;
@@ -90,10 +92,10 @@ struct Job {
     return are_joint.front();
   }
 
-  bool copy() {
+  bool copy(const std::function<void()>& meanwhile = {}) {
     std::vector<JointContent> contents;
     for (int r = 0; r < size(); ++r) contents.push_back(content_of(r, size()));
-    return copy(contents);
+    return copy(contents, meanwhile);
   }
 
   void start(int rank, milliseconds patience = milliseconds(60'000)) {
@@ -110,14 +112,18 @@ struct Job {
     return message_of<CheckpointError>([&] { writers[static_cast<size_t>(rank)]->wait(); });
   }
 
+  // The name of the draft on the chief's host until all have looked.
+  std::string draft() const { return announced.front().substr(0, announced.front().find('\n')); }
+
   // Of a rank's first file.
-  fs::path file_of(int rank, const fs::path& folder) const {
+  fs::path file_of(int rank, const fs::path& folder, const std::string& end_of_draft = "") const {
     const auto end = announced.front().find('\n');
-    return folder / announced.front().substr(0, end) /
+    return folder / (draft() + end_of_draft) /
            ("worker-" + std::to_string(rank) + '-' + announced.front().substr(end + 1, 8) + "-00000.safetensors");
   }
 
   net::StorePtr store;
+  std::string run = "1a";
   std::vector<std::unique_ptr<SnapshotWriter>> writers;
   std::vector<std::unique_ptr<JointSnapshot>> joints;
   std::vector<std::string> announced;

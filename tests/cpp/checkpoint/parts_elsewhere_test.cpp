@@ -2,10 +2,17 @@
 #include "checkpoint/parts_elsewhere.h"
 
 #include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <map>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
+#include "checkpoint/manifest.h"
+#include "core/log.h"
 #include "cpp/catch.h"
 #include "cpp/checkpoint/joint_job.h"
 #include "support/folder.h"
@@ -25,9 +32,30 @@ struct TwoHosts {
     job.write_all();
   }
 
+  // Of what the ranks have told.
+  int64_t num_keys() const { return job.store->getNumKeys(); }
+
   const testing::Folder chiefs;
   const testing::Folder other;
   Job job;
+};
+
+struct Said {
+  Said() {
+    set_log_sink([this](LogLevel, const std::string& message) {
+      const std::lock_guard lock(mutex);
+      texts.push_back(message);
+    });
+  }
+  ~Said() { set_log_sink({}); }
+
+  std::ptrdiff_t count(const std::string& words) {
+    const std::lock_guard lock(mutex);
+    return std::ranges::count_if(texts, [&](const std::string& text) { return text.find(words) != std::string::npos; });
+  }
+
+  std::mutex mutex;
+  std::vector<std::string> texts;
 };
 
 const std::string kFirst = "snapshot-0000000001";
@@ -88,7 +116,7 @@ TEST_CASE("a host whose part cannot be written is named, and leaves nothing", "[
   TwoHosts hosts;
   const int failing = GENERATE(2, 3);
   REQUIRE(hosts.job.copy());
-  fs::create_directories(hosts.job.file_of(failing, hosts.other.path));
+  fs::create_directories(hosts.job.file_of(failing, hosts.other.path, "away"));
   for (int rank = 0; rank < 4; ++rank) hosts.job.start(rank);
   const auto chiefs = hosts.job.error_of(0);
   CHECK(chiefs.find("worker-" + std::to_string(failing) + "-") != std::string::npos);
@@ -97,7 +125,9 @@ TEST_CASE("a host whose part cannot be written is named, and leaves nothing", "[
   for (const auto& writer : hosts.job.writers) writer->wait();
   CHECK(names_in(hosts.chiefs.path) == std::vector<std::string>{"life", "lock"});
   CHECK(names_in(hosts.other.path) == std::vector<std::string>{"life", "lock"});
+  CHECK(hosts.num_keys() == 0);
   hosts.save();
+  CHECK(hosts.num_keys() == 0);
   fs::copy(hosts.other.path / kFirst, hosts.chiefs.path / kFirst, fs::copy_options::recursive);
   CHECK(are_equal(read_snapshot(hosts.chiefs.path / kFirst), whole()));
 }
@@ -109,7 +139,7 @@ TEST_CASE("the chief waits for another host as long as that gets on", "[checkpoi
   hosts.job.start(0, milliseconds(200));
   const auto chiefs = hosts.job.error_of(0);
   CHECK(chiefs.find("worker-2-") != std::string::npos);
-  CHECK(chiefs.find("have written nothing of their parts") != std::string::npos);
+  CHECK(chiefs.find("has written nothing of its part") != std::string::npos);
   CHECK(names_in(hosts.chiefs.path) == std::vector<std::string>{"life", "lock"});
 }
 
@@ -127,9 +157,117 @@ TEST_CASE("parts of a snapshot that the chief did not finish are none, and its n
   CHECK(hosts.job.writers[0]->written().filename() == "snapshot-0000000003");
 }
 
-TEST_CASE("hosts remove what the chief has no longer, once the next snapshot is begun", "[checkpoint]") {
+TEST_CASE("hosts remove what the chief has no longer, once there is another", "[checkpoint]") {
   TwoHosts hosts({.keep = 1});
-  for (int time = 0; time < 3; ++time) hosts.save();
+  for (int time = 0; time < 2; ++time) hosts.save();
+  CHECK(names_in(hosts.other.path) == std::vector<std::string>{"life", "lock", kFirst, kSecond});
+  REQUIRE(hosts.job.copy());
+  CHECK(fs::exists(hosts.other.path / kFirst));
+  hosts.job.write_all();
   CHECK(names_in(hosts.chiefs.path) == std::vector<std::string>{"life", "lock", "snapshot-0000000003"});
   CHECK(names_in(hosts.other.path) == std::vector<std::string>{"life", "lock", kSecond, "snapshot-0000000003"});
+}
+
+TEST_CASE("hosts keep snapshots of their own, and parts of other runs", "[checkpoint]") {
+  TwoHosts hosts({.keep = 1});
+  hosts.save();
+  hosts.job.run = "2b";
+  write_snapshot(hosts.other.path, whole(), {});
+  for (int time = 0; time < 3; ++time) hosts.save();
+  const std::vector<std::string> expected{
+      "life", "lock", kFirst, kSecond, "snapshot-0000000004", "snapshot-0000000005"};
+  CHECK(names_in(hosts.other.path) == expected);  // and nothing of the third
+  CHECK(names_in(hosts.chiefs.path) == std::vector<std::string>{"life", "lock", "snapshot-0000000005"});
+  CHECK(fs::exists(hosts.other.path / kSecond / "manifest.json"));
+}
+
+TEST_CASE("where another process uses the folder of a host the chief writes alone, above all numbers", "[checkpoint]") {
+  TwoHosts hosts;
+  for (int number = 0; number < 4; ++number) write_snapshot(hosts.other.path, whole(), {});
+  Said said;
+  {
+    SnapshotWriter another(hosts.other.path, {});
+    another.claim();
+    CHECK_FALSE(hosts.job.copy());
+    CHECK(said.count("another process uses the folder '" + hosts.chiefs.path.string() + "' on host '" + host_name()) ==
+          1);
+    hosts.job.writers[0]->write_copy(whole());
+    hosts.job.writers[0]->wait();
+    CHECK(hosts.job.writers[0]->written().filename() == "snapshot-0000000005");
+  }
+  for (const auto& name : names_in(hosts.other.path)) CHECK_FALSE(name.starts_with("."));
+  for (int time = 0; time < 2; ++time) hosts.save();
+  CHECK(hosts.job.writers[0]->written().filename() == "snapshot-0000000007");
+}
+
+TEST_CASE("who sees the chief's folder as it was does not write there", "[checkpoint]") {
+  const testing::Folder folder;
+  Job job({folder.path, folder.path, folder.path}, {}, c10::make_intrusive<c10d::HashStore>());
+  Said said;
+  CHECK_FALSE(job.copy([&] {
+    for (const auto& entry : fs::directory_iterator(folder.path / job.draft())) fs::remove(entry.path());
+  }));
+  CHECK(said.count("mount it with the options") == 1);  // once in a process
+  CHECK(names_in(folder.path) == std::vector<std::string>{"life", "lock"});
+}
+
+TEST_CASE("the chief's log says once that other hosts have parts", "[checkpoint]") {
+  TwoHosts hosts;
+  Said said;
+  for (int time = 0; time < 2; ++time) hosts.save();
+  CHECK(said.count("have parts on the disks of other hosts ('" + host_name() + "')") == 1);
+}
+
+TEST_CASE("the chief is told how many bytes a host has written, and then where the parts are", "[checkpoint]") {
+  const testing::Folder folder;
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const WordOfHost word(store, "worker-2-1234abcd");
+  std::map<std::string, std::string> hosts;
+  const auto awaited = word.awaited(folder.path, hosts);
+  CHECK(awaited.progress() == 0);
+  std::ofstream(folder.path / "worker-3-1234abcd-00000.safetensors") << std::string(1000, 'x');
+  {
+    const ProgressTeller teller(WordOfHost(client_for_thread(store), "worker-2-1234abcd"),
+                                [&] { return written_by(folder.path, "worker-3-1234abcd"); });
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    while (awaited.progress() != 1000 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+    CHECK(awaited.progress() == 1000);
+  }
+  CHECK(hosts.empty());
+  const std::string manifest((size_t{1} << 20) + 5, 'm');  // in two pieces
+  word.tell_parts({{"worker-2-1234abcd", "short"}, {"worker-3-1234abcd", manifest}});
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!awaited.is_there() && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+  CHECK(hosts ==
+        std::map<std::string, std::string>{{"worker-2-1234abcd", host_name()}, {"worker-3-1234abcd", host_name()}});
+  CHECK(part_text(folder.path, "worker-3-1234abcd") == manifest);
+  word.forget();
+  CHECK(store->getNumKeys() == 0);
+}
+
+TEST_CASE("what a host tells of a snapshot that the chief has given up is removed", "[checkpoint]") {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const WordOfHost word(store, "worker-2-1234abcd");
+  const bool is_told_first = GENERATE(true, false);
+  if (!is_told_first) word.give_up();
+  word.tell_progress(7);
+  if (GENERATE(true, false)) {
+    word.tell_parts({{"worker-2-1234abcd", "text"}});
+  } else {
+    word.tell_failure("no space");
+  }
+  if (is_told_first) word.give_up();
+  CHECK(store->getNumKeys() == 0);
+}
+
+TEST_CASE("a manifest's hosts have names that can be printed", "[checkpoint]") {
+  const auto read = [](const std::string& host) {
+    const Manifest manifest{{}, {{"worker-1-00000.safetensors", {}, host}}, {}};
+    return parse_manifest(manifest_of(manifest, {}), "manifest.json", {}).shards.front().host;
+  };
+  for (const auto& host : {std::string("node-b"), std::string("~ !"), std::string(255, 'h')}) CHECK(read(host) == host);
+  for (const auto& host :
+       {std::string("a\x1b[2J"), std::string("a\nb"), std::string("\xc3\xa9"), std::string(256, 'h')}) {
+    CHECK_THROWS_WITH(read(host), ContainsSubstring("what is no name of a host"));
+  }
 }
