@@ -57,7 +57,7 @@ void bind_saving(py::module_& m) {
              return std::make_unique<JointSnapshot>(writer, session.topology().rank, session.groups().store);
            }),
            "writer"_a, "core"_a, py::keep_alive<1, 2>())
-      .def("announce", &JointSnapshot::announce, "run"_a, Release())
+      .def("announce", &JointSnapshot::announce, "lineage"_a, Release())
       .def(
           "look",
           [](JointSnapshot& joint, const std::vector<std::string>& announced, checkpoint::NamedTensors chiefs,

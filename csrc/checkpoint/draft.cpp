@@ -122,15 +122,15 @@ Manifest merged(const fs::path& draft, const std::vector<std::string>& writers,
 
 bool is_manifest_of_part(const fs::path& file) { return file.filename().string().ends_with(kPartSuffix); }
 
-// Whether a folder has nothing but parts of a run.
-bool has_parts_of(const fs::path& folder, const std::string& run, const std::optional<net::JobSecret>& secret) {
+// Whether a folder has nothing but parts of a lineage.
+bool has_parts_of(const fs::path& folder, const std::string& lineage, const std::optional<net::JobSecret>& secret) {
   if (fs::exists(folder / kManifest)) return false;
   size_t parts = 0;
   for (const auto& entry : fs::directory_iterator(folder)) {
     if (!is_manifest_of_part(entry.path())) continue;
     const auto labels = read_manifest(entry.path(), secret, Pieces::some).metadata;
-    const auto found = labels.find(kRunLabel);
-    if (found == labels.end() || found->second != Metadata::mapped_type(run)) return false;
+    const auto found = labels.find(kLineageLabel);
+    if (found == labels.end() || found->second != Metadata::mapped_type(lineage)) return false;
     ++parts;
   }
   return parts > 0;
@@ -253,14 +253,14 @@ fs::path place_parts(const fs::path& draft, const std::vector<std::string>& writ
   });
 }
 
-void remove_placed_parts(const fs::path& folder, int64_t first, const std::string& run,
+void remove_placed_parts(const fs::path& folder, int64_t first, const std::string& lineage,
                          const std::optional<net::JobSecret>& secret) noexcept {
-  if (run.empty()) return;
+  if (lineage.empty()) return;
   try {
     for (const auto& [number, path] : snapshots_in(folder)) {
       if (number >= first) return;
       try {
-        if (has_parts_of(path, run, secret)) remove_snapshot(path);
+        if (has_parts_of(path, lineage, secret)) remove_snapshot(path);
       } catch (const std::exception& error) {
         log(LogLevel::warning, "'" + path.string() + "' stays, which is older than what is kept: " + error.what());
       }

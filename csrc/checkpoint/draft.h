@@ -84,10 +84,10 @@ void take_part(const std::filesystem::path& draft, const std::string& writer, co
 /// returns that folder. Throws CheckpointError where the system refuses.
 std::filesystem::path place_parts(const std::filesystem::path& draft, const std::vector<std::string>& writers);
 
-/// Removes what place_parts has made in a folder of numbers below `first`, where all parts have the label "run" with
-/// this value; none for an empty one. Snapshots, and parts of other runs, stay. What cannot be read, or removed, is
-/// named in warnings.
-void remove_placed_parts(const std::filesystem::path& folder, int64_t first, const std::string& run,
+/// Removes what place_parts has made in a folder of numbers below `first`, where all parts have the label "lineage"
+/// with this value; none for an empty one. Snapshots, and parts of other lineages, stay. What cannot be read, or
+/// removed, is named in warnings.
+void remove_placed_parts(const std::filesystem::path& folder, int64_t first, const std::string& lineage,
                          const std::optional<net::JobSecret>& secret) noexcept;
 
 }  // namespace muster::checkpoint

@@ -205,7 +205,7 @@ void JointSnapshot::close() noexcept {
   lock_ = nullptr;
 }
 
-std::string JointSnapshot::announce(const std::string& run) {
+std::string JointSnapshot::announce(const std::string& lineage) {
   if (!is_chief()) {
     writer_.wait();
     return std::to_string(newest_in(writer_.folder()));
@@ -216,7 +216,7 @@ std::string JointSnapshot::announce(const std::string& run) {
   is_draft_own_ = true;
   FileWriter(token_file(draft_, token_)).finish();
   return draft_.filename().string() + '\n' + token_ + '\n' +
-         std::to_string(oldest_kept(writer_.folder(), writer_.options().keep)) + '\n' + run;
+         std::to_string(oldest_kept(writer_.folder(), writer_.options().keep)) + '\n' + lineage;
 }
 
 std::string JointSnapshot::look(const std::vector<std::string>& announced, JointContent content) {
@@ -243,7 +243,7 @@ void JointSnapshot::read_announced(const std::vector<std::string>& announced) {
   std::getline(lines, announced_.draft);
   std::getline(lines, token_);
   std::getline(lines, oldest);
-  std::getline(lines, announced_.run);
+  std::getline(lines, announced_.lineage);
   announced_.oldest = number_in(oldest);
   const auto first = kDraftPrefix.size();
   const auto random = announced_.draft.rfind('-');
@@ -414,8 +414,8 @@ void JointSnapshot::start(const Metadata& metadata, Milliseconds patience) {
                 .leaders = leaders_,
                 .elsewhere = elsewhere_,
                 .oldest = announced_.oldest,
-                .run = announced_.run};
-  if (is_away) task.labels = {{"draft", announced_.agreed}, {kRunLabel, announced_.run}};
+                .lineage = announced_.lineage};
+  if (is_away) task.labels = {{"draft", announced_.agreed}, {kLineageLabel, announced_.lineage}};
   try {
     writer_.begin([task, metadata, patience, is_chief = is_chief(), leads = is_draft_own_] {
       if (is_chief) return task.write_and_finish(metadata, patience);

@@ -7,8 +7,8 @@
 //
 // The files of the second are listed in the manifest, with their host: copied into one folder, they are a snapshot as
 // any other. They are on the disk, under these names, before the chief makes its own folder the snapshot. A part that
-// is older than what the chief keeps goes once that has a newer one, where it is of the same run: that of a job, and of
-// all that went on from what it saved.
+// is older than what the chief keeps goes once that has a newer one, where it is of the same lineage: that of a job,
+// and of all that went on from what it saved.
 #pragma once
 
 #include <sys/types.h>
@@ -55,9 +55,9 @@ class JointSnapshot {
   JointSnapshot& operator=(const JointSnapshot&) = delete;
 
   /// Waits for the snapshot before, and throws what went wrong with it. On the chief claims the folder, and begins the
-  /// snapshot, of which the text says how others find it, and its `run`, a word, which others' is not looked at.
+  /// snapshot, of which the text says how others find it, and its `lineage`, a word, which others' is not looked at.
   /// Others' text says how far the numbers in their folder go. Throws CheckpointError.
-  std::string announce(const std::string& run = {});
+  std::string announce(const std::string& lineage = {});
 
   /// Whether this rank sees what the chief has begun, and what it will write, in words for copy(). Where it does not,
   /// and has elements of its own, it begins the same in its own folder; not where another process uses that, or it is
@@ -89,7 +89,7 @@ class JointSnapshot {
     std::string agreed;  ///< and the one that it has on all hosts then: its number is above all that are in use
     int64_t number = 1;
     int64_t oldest = 0;  ///< the number of the oldest snapshot that `keep` leaves; 0: all stay
-    std::string run;
+    std::string lineage;
   };
   /// A rank's words of look().
   struct Looked {

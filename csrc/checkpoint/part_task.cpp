@@ -84,7 +84,7 @@ void PartTask::write_and_place(std::chrono::milliseconds patience) const {
     tell_failure(error.what());
     throw;
   }
-  if (is_placed) remove_placed_parts(draft.parent_path(), oldest, run, options.secret);
+  if (is_placed) remove_placed_parts(draft.parent_path(), oldest, lineage, options.secret);
 }
 
 // False where another writer of the host has failed, which says so itself.

@@ -28,7 +28,7 @@ struct PartTask {
   std::vector<std::string> leaders = {};    // of these, as the chief knows them
   std::vector<std::string> elsewhere = {};  // all who write there
   int64_t oldest = 0;                       // the first number that such a host keeps
-  std::string run = {};
+  std::string lineage = {};
 
   /// That of who waits for nobody.
   void write() const;

@@ -14,8 +14,8 @@ namespace muster::checkpoint {
 inline constexpr const char* kManifest = "manifest.json";
 /// What the name of a part's manifest ends with, after its writer's.
 inline constexpr const char* kPartSuffix = ".part.json";
-/// The label of a part that says of which run it is (see JointSnapshot).
-inline constexpr const char* kRunLabel = "run";
+/// The label of a part that says of which lineage it is (see JointSnapshot).
+inline constexpr const char* kLineageLabel = "lineage";
 
 /// What `call` gives; the system's errors are CheckpointError, naming the folder.
 template <class Call>

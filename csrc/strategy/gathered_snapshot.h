@@ -1,10 +1,10 @@
 // The newest checkpoint of a job whose workers may be on hosts that have each a part of it.
 //
-// Which one that is: folders that no job has written to together may have the same numbers. Those of one run, that is
-// of a job and of all that went on from what it saved ("muster.run" in their metadata), are ordered by their numbers.
-// Those of the run of the chief's newest come first, of which its host may have a part alone, then those of the run of
-// which any has made the most steps. Of a snapshot that is newer by its number, or its steps, and is not taken since it
-// is of another run, or all of it is nowhere, the chief's log names the folder and the host.
+// Which one that is: folders that no job has written to together may have the same numbers. Those of one lineage, that
+// is of a job and of all that went on from what it saved ("muster.lineage" in their metadata), are ordered by their
+// numbers. Those of the lineage of the chief's newest come first, of which its host may have a part alone, then those
+// of the lineage of which any has made the most steps. Of a snapshot that is newer by its number, or its steps, and is
+// not taken since it is of another lineage, or all of it is nowhere, the chief's log names the folder and the host.
 #pragma once
 
 #include <filesystem>

@@ -107,8 +107,8 @@ Saving::Found Saving::found_in(checkpoint::StoredSnapshot snapshot, const fs::pa
                           ", and this Muster reads " + std::to_string(kFormat) +
                           "; load them with the version that wrote them (" + (by != nullptr ? *by : "unknown") + ")");
   }
-  const auto* const run = value_in<std::string>(snapshot.metadata, "muster.run");
-  run_ = run == nullptr ? "" : *run;
+  const auto* const lineage = value_in<std::string>(snapshot.metadata, "muster.lineage");
+  lineage_ = lineage == nullptr ? "" : *lineage;
   return {{*document, std::move(snapshot.tensors)}, snapshot.folder.filename().string()};
 }
 

@@ -123,7 +123,7 @@ void read_listed(const std::string& text, int rank, OfferedSnapshots& offered) {
   }
 }
 
-// What a manifest says, "index steps run token"; nothing where it cannot be read, which is said where it is tried.
+// What a manifest says, "index steps lineage token"; nothing where it cannot be read, which is said where it is tried.
 std::string described(const fs::path& folder, const OfferedSnapshot& snapshot, size_t index) {
   try {
     const auto manifest = checkpoint::read_manifest(
@@ -133,9 +133,9 @@ std::string described(const fs::path& folder, const OfferedSnapshot& snapshot, s
       return it == manifest.metadata.end() ? checkpoint::Metadata::mapped_type() : it->second;
     };
     const auto steps = found("steps");
-    const auto run = found("muster.run");
+    const auto lineage = found("muster.lineage");
     const auto* const number = std::get_if<int64_t>(&steps);
-    const auto* const word = std::get_if<std::string>(&run);
+    const auto* const word = std::get_if<std::string>(&lineage);
     std::string token = kNone;
     for (const auto& shard : manifest.shards) {
       if (!shard.host.empty()) token = token_in(shard.file);
@@ -151,18 +151,18 @@ void read_described(const std::string& text, OfferedSnapshots& offered) {
   std::istringstream lines(text);
   size_t index = 0;
   int64_t steps = 0;
-  std::string run;
+  std::string lineage;
   std::string token;
-  while (lines >> index >> steps >> run >> token) {
+  while (lines >> index >> steps >> lineage >> token) {
     auto& snapshot = offered.in_order.at(index);
     snapshot.steps = steps;
-    snapshot.run = text_of_word(run);
+    snapshot.lineage = text_of_word(lineage);
     snapshot.token = text_of_word(token);
   }
 }
 
 // That of the newest of which the chief's host has something; none where it has nothing, or that cannot be read.
-std::optional<std::string> run_of_chief(const OfferedSnapshots& offered) {
+std::optional<std::string> lineage_of_chief(const OfferedSnapshots& offered) {
   const OfferedSnapshot* newest = nullptr;
   for (const auto& snapshot : offered.in_order) {
     const auto parts = offered.parts.find({snapshot.number, snapshot.token});
@@ -170,21 +170,21 @@ std::optional<std::string> run_of_chief(const OfferedSnapshots& offered) {
     if (snapshot.steps < 0 || (snapshot.rank > 0 && !has_part)) continue;
     if (newest == nullptr || snapshot.number > newest->number) newest = &snapshot;
   }
-  return newest == nullptr ? std::nullopt : std::optional(newest->run);
+  return newest == nullptr ? std::nullopt : std::optional(newest->lineage);
 }
 
 void put_in_order(OfferedSnapshots& offered) {
-  const auto of_chief = run_of_chief(offered);
-  std::map<std::string, int64_t> steps;  // the most of each run
+  const auto of_chief = lineage_of_chief(offered);
+  std::map<std::string, int64_t> steps;  // the most of each lineage
   for (const auto& snapshot : offered.in_order) {
-    auto& most = steps.emplace(snapshot.run, -1).first->second;
+    auto& most = steps.emplace(snapshot.lineage, -1).first->second;
     most = std::max(most, snapshot.steps);
   }
   const auto place = [&](const OfferedSnapshot& snapshot) {
     // What the chief cannot read is tried where its number says.
-    const bool is_chiefs = snapshot.run == of_chief || (snapshot.rank == 0 && snapshot.steps < 0);
-    return std::tuple(!is_chiefs, is_chiefs ? 0 : -steps.at(snapshot.run), is_chiefs ? std::string() : snapshot.run,
-                      -snapshot.number, -snapshot.steps, snapshot.rank);
+    const bool is_chiefs = snapshot.lineage == of_chief || (snapshot.rank == 0 && snapshot.steps < 0);
+    return std::tuple(!is_chiefs, is_chiefs ? 0 : -steps.at(snapshot.lineage),
+                      is_chiefs ? std::string() : snapshot.lineage, -snapshot.number, -snapshot.steps, snapshot.rank);
   };
   std::ranges::stable_sort(offered.in_order, {}, place);
 }
@@ -221,16 +221,17 @@ void warn_of_newer(const fs::path& folder, const OfferedSnapshots& offered, cons
     return "'" + (folder / checkpoint::name_of(number)).string() + "' on host '" +
            offered.hosts.at(static_cast<size_t>(rank)) + "' (rank " + std::to_string(rank) + ")";
   };
-  std::set<std::string> runs;
+  std::set<std::string> lineages;
   for (const auto& snapshot : offered.in_order) {
-    if (taken == nullptr || snapshot.rank == 0 || snapshot.run == taken->run) continue;
+    if (taken == nullptr || snapshot.rank == 0 || snapshot.lineage == taken->lineage) continue;
     if (snapshot.number < taken->number && snapshot.steps <= taken->steps) continue;
-    if (!runs.insert(snapshot.run).second) continue;
-    log(LogLevel::warning, place_of(snapshot.number, snapshot.rank) + ", of " + std::to_string(snapshot.steps) +
-                               " steps, is passed over for '" + checkpoint::name_of(taken->number) + "', of " +
-                               std::to_string(taken->steps) +
-                               " steps: it is of another run than what the chief's host has. Move it away; or, to go "
-                               "on from it, move away what the chief's host has");
+    if (!lineages.insert(snapshot.lineage).second) continue;
+    log(LogLevel::warning,
+        place_of(snapshot.number, snapshot.rank) + ", of " + std::to_string(snapshot.steps) +
+            " steps, is passed over for '" + checkpoint::name_of(taken->number) + "', of " +
+            std::to_string(taken->steps) +
+            " steps: it is of another lineage than what the chief's host has. Move it away; or, to go "
+            "on from it, move away what the chief's host has");
   }
   for (const auto& [part, ranks] : offered.parts) {
     const auto& [number, token] = part;

@@ -19,7 +19,7 @@ struct OfferedSnapshot {
   std::string sum;             ///< tells its manifest from others of this number
   int rank = 0;                ///< the first one that has it
   int64_t steps = -1;          ///< that were made; -1 where it is not known
-  std::string run = {};        ///< empty where it is not known
+  std::string lineage = {};    ///< empty where it is not known
   std::string token = {};      ///< in the names of parts that are on other hosts than the manifest; empty: none
   bool is_known_good = false;  ///< to the chief
 };

@@ -105,7 +105,7 @@ void Saving::save_with_others(const fs::path& folder, const SavedState& state, c
   std::optional<checkpoint::JointSnapshot> joint;
   const auto announced = told_by_all("save", false, [&] {
     joint.emplace(writer_to(folder, options), topology.rank, strategy_.core->session().groups().store);
-    return joint->announce(run());
+    return joint->announce(lineage());
   });
   const auto states = generators();
   std::string document;
@@ -241,16 +241,16 @@ checkpoint::SnapshotWriter& Saving::writer_to(const fs::path& folder, const Save
   return *writer_;
 }
 
-const std::string& Saving::run() {
-  if (!run_.empty()) return run_;
+const std::string& Saving::lineage() {
+  if (!lineage_.empty()) return lineage_;
   std::random_device random;
   std::ostringstream text;
   for (int i = 0; i < 2; ++i) text << std::hex << std::setw(8) << std::setfill('0') << random();
-  return run_ = text.str();
+  return lineage_ = text.str();
 }
 
 checkpoint::Metadata Saving::metadata(std::string document) {
-  return {{"muster.format", detail::kFormat},           {"muster.run", run()},
+  return {{"muster.format", detail::kFormat},           {"muster.lineage", lineage()},
           {"muster.version", std::string(version())},   {"torch.version", std::string(built_with_torch())},
           {"steps", strategy_.core->stepper().steps()}, {"content", std::move(document)}};
 }

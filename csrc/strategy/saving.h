@@ -78,7 +78,7 @@ class Saving {
   SavedValue::List loaders() const;
   checkpoint::Metadata metadata(std::string document);
   /// What tells what it saves from what others do: that of the checkpoint that was loaded.
-  const std::string& run();
+  const std::string& lineage();
   checkpoint::SnapshotWriter& writer_to(const std::filesystem::path& folder, const SaveOptions& options);
 
   /// What was read, and the name of its checkpoint's folder.
@@ -100,7 +100,7 @@ class Saving {
   SavedTables tables_;
   std::unique_ptr<checkpoint::SnapshotWriter> writer_;
   std::pair<std::filesystem::path, std::optional<int>> made_with_;  // the folder and `keep` of the writer
-  std::string run_;
+  std::string lineage_;
   std::vector<detail::OtherOptions> other_options_;  // by optimizer, as the last checkpoint had them
   std::optional<SavedValue> random_;  // of the checkpoint that was loaded: generators of Python's, for the next one
 };

@@ -25,7 +25,7 @@ class Found:
     """Of its folder."""
     content: dict[str, Any] | None = None
     """The document's value: what the checkpoint holds, by part; None where another rank decoded it."""
-    run: str = ""
+    lineage: str = ""
     """What it has in common with those that it goes on from; the chief's alone."""
 
 
@@ -38,4 +38,4 @@ def found_in(tensors: dict[str, Tensor], metadata: dict[str, str | int | float],
         check_content(content)
     except CheckpointError as error:
         raise CheckpointError(f"'{place}' cannot be loaded: {error}") from error
-    return Found(tensors, document, place.name, content, str(metadata.get("muster.run", "")))
+    return Found(tensors, document, place.name, content, str(metadata.get("muster.lineage", "")))

@@ -64,7 +64,7 @@ class Saving:
         self._collectives = collectives
         self._tables = SavedTables(core)
         self._is_saving = False
-        self._run = secrets.token_hex(8)
+        self._lineage = secrets.token_hex(8)
         """What tells its checkpoints from other jobs': that of the one that was loaded."""
         self.writing = Writing()
         """What ends with the strategy."""
@@ -126,7 +126,7 @@ class Saving:
 
         def announce() -> str:
             nonlocal joint
-            joint, text = self.writing.announce(folder, keep, core, self._run)
+            joint, text = self.writing.announce(folder, keep, core, self._lineage)
             return text
 
         def look() -> str:
@@ -185,7 +185,9 @@ class Saving:
         return {name: tensor for name, tensor in tensors.items() if name in names or name.startswith(known)}
 
     def _metadata(self, document: str) -> dict[str, str | int | float]:
-        return metadata_of(document, {"muster.format": FORMAT, "muster.run": self._run, "steps": self._core.steps})
+        return metadata_of(
+            document, {"muster.format": FORMAT, "muster.lineage": self._lineage, "steps": self._core.steps}
+        )
 
     def load(self, folder: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[str, Any] | None:
         """As `Strategy.load`."""
@@ -239,7 +241,7 @@ class Saving:
             found = self._tell(found)
         if found is None:
             return None
-        checkpoint, self._run = found, found.run or self._run
+        checkpoint, self._lineage = found, found.lineage or self._lineage
         saved = self._together("load", compared, alone=alone)
         self._together("load", take, alone=alone)
         return {name: kept["value"] for name, kept in saved["state"].items() if "value" in kept and name not in state}

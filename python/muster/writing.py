@@ -75,13 +75,15 @@ class Writing:
             writer.write_copy(tensors, metadata)
         self._note_begun(sum(tensor.nbytes for tensor in tensors.values()), metadata)
 
-    def announce(self, folder: Path, keep: int | None, core: _C.StrategyCore, run: str) -> tuple[_C.JointSnapshot, str]:
-        """Begins a checkpoint of `run` that all ranks of `core` write, once the last one is written, and what others
+    def announce(
+        self, folder: Path, keep: int | None, core: _C.StrategyCore, lineage: str
+    ) -> tuple[_C.JointSnapshot, str]:
+        """Begins a checkpoint of `lineage` that all ranks of `core` write, once the last one is written, and what they
         are to be told. Raises CheckpointError where that went wrong, or the folder cannot be used."""
         joint = _C.JointSnapshot(self._writer_to(folder, keep), core)
         try:
             with self._noted_failure():
-                return joint, joint.announce(run)
+                return joint, joint.announce(lineage)
         except CheckpointError:
             self._let_go_of_gone()
             raise

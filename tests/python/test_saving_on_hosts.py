@@ -302,7 +302,7 @@ def test_what_another_job_left_on_a_host_is_named_and_stays(tmp_path: Path) -> N
     assert chief[:2] == (bits[-1], 2) and others == [(bits[-1], 2, [])]
     (said,) = chief[2]
     assert "snapshot-0000000007' on host '" in said and "of 7 steps, is passed over for 'snapshot-0000000002'" in said
-    assert "it is of another run than what the chief's host has" in said
+    assert "it is of another lineage than what the chief's host has" in said
     bits = run_ranks(2, went_on_from, tmp_path, (0, 1), 2)[0]
     assert (tmp_path / "host-0" / reading.numbered(8) / "manifest.json").exists()
     assert run_ranks(2, loaded, tmp_path, (0, 1)) == [(bits[-1], 3)] * 2

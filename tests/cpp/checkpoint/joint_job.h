@@ -82,7 +82,7 @@ struct Job {
     for (int r = 0; r < size(); ++r) {
       joints.push_back(std::make_unique<JointSnapshot>(*writers[static_cast<size_t>(r)], r, store));
     }
-    for (const auto& joint : joints) announced.push_back(joint->announce(run));
+    for (const auto& joint : joints) announced.push_back(joint->announce(lineage));
     if (meanwhile) meanwhile();
     std::vector<std::string> looked;
     for (size_t r = 0; r < joints.size(); ++r) looked.push_back(joints[r]->look(announced, contents[r]));
@@ -123,7 +123,7 @@ struct Job {
   }
 
   net::StorePtr store;
-  std::string run = "1a";
+  std::string lineage = "1a";
   std::vector<std::unique_ptr<SnapshotWriter>> writers;
   std::vector<std::unique_ptr<JointSnapshot>> joints;
   std::vector<std::string> announced;

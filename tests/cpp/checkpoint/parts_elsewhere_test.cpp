@@ -168,10 +168,10 @@ TEST_CASE("hosts remove what the chief has no longer, once there is another", "[
   CHECK(names_in(hosts.other.path) == std::vector<std::string>{"life", "lock", kSecond, "snapshot-0000000003"});
 }
 
-TEST_CASE("hosts keep snapshots of their own, and parts of other runs", "[checkpoint]") {
+TEST_CASE("hosts keep snapshots of their own, and parts of other lineages", "[checkpoint]") {
   TwoHosts hosts({.keep = 1});
   hosts.save();
-  hosts.job.run = "2b";
+  hosts.job.lineage = "2b";
   write_snapshot(hosts.other.path, whole(), {});
   for (int time = 0; time < 3; ++time) hosts.save();
   const std::vector<std::string> expected{

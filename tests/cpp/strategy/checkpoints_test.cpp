@@ -189,3 +189,26 @@ TEST_CASE("without a folder it says only when the job stops; nonsense is refused
   CHECK_THROWS_AS(Checkpoints(strategy, "folder", {.keep = 0}), InvalidArgument);
   CHECK_THROWS_AS(Checkpoints(strategy, "folder", {.best_keep = -1}), InvalidArgument);
 }
+
+TEST_CASE("a job that goes on from a checkpoint is of its lineage, and another one is not", "[saving]") {
+  const Folder folder;
+  const auto lineage_after = [&](bool loads) {
+    MirroredStrategy strategy(cpus(1));
+    Small small(strategy);
+    if (loads) strategy.load(folder.path);
+    for (int time = 0; time < 2; ++time) strategy.save(folder.path);
+    strategy.close();
+    std::vector<std::string> found;
+    for (const auto& info : checkpoint::list_snapshots(folder.path)) {
+      found.push_back(std::get<std::string>(info.metadata.at("muster.lineage")));
+    }
+    CHECK(found.end()[-2] == found.back());
+    return found.back();
+  };
+  const auto first = lineage_after(false);
+  CHECK(first.size() == 16);
+  CHECK(lineage_after(true) == first);
+  const auto other = lineage_after(false);
+  CHECK(other != first);
+  CHECK(lineage_after(true) == other);
+}
