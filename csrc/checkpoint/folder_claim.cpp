@@ -1,5 +1,6 @@
 #include "checkpoint/folder_claim.h"
 
+#include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 
@@ -102,8 +103,14 @@ void FolderClaim::check() const {
 
 std::string mark_of_claim(const fs::path& folder) noexcept {
   try {
+    const net::FileDescriptor lock(::open((folder / kLock).c_str(), O_RDONLY | O_CLOEXEC));
     struct ::stat file{};
-    if (::stat((folder / kLock).c_str(), &file) != 0 || is_unlocked(folder / kLock)) return "";
+    if (!lock || ::fstat(lock.get(), &file) != 0) return "";
+    if (::flock(lock.get(), LOCK_SH | LOCK_NB) == 0) {
+      ::flock(lock.get(), LOCK_UN);  // also where a fork has the file open from here on
+      return "";
+    }
+    if (errno != EWOULDBLOCK) return "";  // there are no locks
     return std::to_string(file.st_ino) + '.' + std::to_string(read_life(folder / kLife).value_or(0));
   } catch (const std::exception&) {  // who claims it then says why
     return "";

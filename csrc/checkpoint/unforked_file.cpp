@@ -60,9 +60,7 @@ UnforkedFile::~UnforkedFile() {
 
 bool is_unlocked(const fs::path& path) noexcept {
   const net::FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!file || ::flock(file.get(), LOCK_SH | LOCK_NB) != 0) return false;
-  ::flock(file.get(), LOCK_UN);  // also where a fork has the file open from here on
-  return true;
+  return file && ::flock(file.get(), LOCK_SH | LOCK_NB) == 0;
 }
 
 }  // namespace muster::checkpoint
