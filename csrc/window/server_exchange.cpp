@@ -134,6 +134,10 @@ void ServerExchange::connect(const ServerParameters& given, const ServerJob& job
       rows_.give(*given.optimizer);
     };
     client_.start(write, job.passes);
+  } else if (is_chief && job.is_loaded) {
+    throw CheckpointError(
+        "load() read a checkpoint on the chief, and another worker that has loaded none began the job with what the "
+        "parameter servers hold; call load() on all workers");
   }
   step_ = client_.join();
   since_ = step_;

@@ -24,6 +24,7 @@ class DefaultGroup:
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self._process = os.getpid()
 
     @classmethod
     def of(cls, cluster: _C.Cluster, core: _C.StrategyCore, timeout: float) -> DefaultGroup | None:
@@ -73,7 +74,10 @@ class DefaultGroup:
         return cls(dist.group.WORLD)
 
     def leave(self) -> None:
-        """Takes the default group away, unless the program has put another in its place. Idempotent."""
+        """Takes the default group away, unless the program has put another in its place. Idempotent; no-op in a forked
+        process."""
+        if os.getpid() != self._process:
+            return
         group, self._group = self._group, None
         if group is not None and dist.is_initialized() and dist.group.WORLD is group:
             dist.destroy_process_group()

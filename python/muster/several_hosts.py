@@ -42,6 +42,7 @@ class SeveralHosts:
         """Collective. `hosts`: by worker, what tells hosts apart. `address`: of the rendezvous. `default`: the default
         group, where it was made here. `timeout`: seconds that an operation of a group may take."""
         self.default_group = default
+        self._process = os.getpid()
         self._groups: list[Any] = []
         self.parts: _C.SeveralHosts | None = None
         """What the C++ side takes; None once they are left."""
@@ -84,7 +85,9 @@ class SeveralHosts:
         return cls(hosts, cluster.address, None, timeout)
 
     def leave(self) -> None:
-        """Takes the groups away, and the default group where it was made here. Idempotent."""
+        """Takes the groups away, and the default group where it was made here. Idempotent; no-op in a forked process."""
+        if os.getpid() != self._process:
+            return
         groups, self._groups = self._groups, []
         self.parts = None
         # They went with the default group, where that one is gone.

@@ -89,16 +89,38 @@ std::vector<uint32_t> ServerCore::begin_job(const Session& session, const Config
   return fenced;
 }
 
-ServerCore::Former ServerCore::give_up(const Configure& request) {
-  log(LogLevel::warning, "parameter server " + std::to_string(index_) + " gives up what it held after step " +
-                             std::to_string(made_by(*shard_).second) +
-                             ", which an earlier job trained: the job that begins has loaded a checkpoint");
-  Former former{std::exchange(shard_, make_shard(request.plan, index_)), {}};
-  former.images = cuts_.begin_with(shard_->members(), shard_->plan().is_synchronous(), /*is_anew=*/true);
+ServerCore::Former::~Former() {
+  if (shard) shard->stop();
+}
+
+ServerCore::Former ServerCore::replace_shard(const Plan& plan) {
+  Former former;
+  former.shard = std::exchange(shard_, make_shard(plan, index_));
+  former.images = cuts_.begin_with(shard_->members(), plan.is_synchronous(), /*is_anew=*/true);
   snapshots_.begin_anew();
+  return former;
+}
+
+ServerCore::Former ServerCore::give_up(const Configure& request) {
+  index_ = request.server;
+  auto former = replace_shard(request.plan);
   quorum_.begin_at(0);
+  values_.gave_up = values_.gave_up || started_;
+  values_.origin = 0;
   values_.are_there = started_ = members_.had_any = false;
-  values_.gave_up = true;
+  return former;
+}
+
+// It may have written more than this one has: rows, and the optimizer's state.
+ServerCore::Former ServerCore::take_over_values() {
+  if (started_ && !is_untouched(shard_)) {
+    throw InvalidArgument(
+        "this parameter server holds trained values, which no worker may write over; move its folder "
+        "away to begin anew");
+  }
+  Former former;
+  if (values_.origin != 0 && values_.origin != job_.id) former = replace_shard(shard_->plan());
+  values_.origin = job_.id;
   return former;
 }
 
@@ -153,19 +175,26 @@ void ServerCore::configure(Session& session, const Configure& request) {
   if (request.server >= request.plan.servers) throw InvalidArgument("a server's index is not below their number");
   if (request.coming == Configure::Coming::joins) await_job(session, request);
   Configured configured;
-  std::shared_ptr<Shard> shard = this->shard();
+  std::shared_ptr<Shard> shard;
   std::vector<std::pair<uint32_t, uint64_t>> fenced;  // and their incarnations
   Former former;
+  bool gives_up = false;
   {
     const Lock lock(mutex_);
     session.job = request.job;
     check_job(session);
+    using Coming = Configure::Coming;
+    const bool is_anew = request.coming == Coming::begins_anew;
+    const bool begins = (request.coming == Coming::begins || is_anew) && shard_ != nullptr && request.job > job_.id;
     if (!shard_) {
       job_ = {request.job, request.facts, session.token};
       index_ = request.server;
       shard_ = make_shard(request.plan, index_);
       former.images = cuts_.begin_with(shard_->members(), shard_->plan().is_synchronous(), /*is_anew=*/true);
       quorum_.configure(rules_of(request.plan), time_.now());
+    } else if (begins && is_anew) {
+      gives_up = started_;
+      former = give_up(request);
     } else if (const std::string difference = shard_->plan().describe_difference(request.plan); !difference.empty()) {
       throw LayoutMismatch(
           name_of_worker(session.rank) +
@@ -174,17 +203,13 @@ void ServerCore::configure(Session& session, const Configure& request) {
       throw InvalidArgument("this is server " + std::to_string(index_) + ", not " + std::to_string(request.server) +
                             "; give all workers the servers in one order");
     }
-    if (request.coming == Configure::Coming::returns) {
-      take_up_job(session, request);
-    } else if (request.coming != Configure::Coming::joins && request.job > job_.id) {
-      const bool is_anew = request.coming == Configure::Coming::begins_anew;
+    if (request.coming == Coming::returns) take_up_job(session, request);
+    if (begins) {
       if (values_.gave_up && !is_anew) {
         throw CheckpointError(
-            "an earlier job loaded a checkpoint, and ended before the parameter servers had it; load it again, or "
-            "start "
-            "the servers again to go on from what their snapshots hold");
+            "an earlier job loaded a checkpoint, and ended before the parameter servers had its values; load it again, "
+            "or, where the servers keep snapshots, start them again to go on from what these hold");
       }
-      if (is_anew && started_) former = give_up(request);
       for (const uint32_t rank : begin_job(session, request)) {
         fenced.emplace_back(rank, quorum_.members().incarnation(rank));
       }
@@ -193,8 +218,13 @@ void ServerCore::configure(Session& session, const Configure& request) {
     configured.started = started_;
     configured.is_untouched = is_untouched(shard);
     configured.is_settled = job_.is_settled;
+    configured.origin = values_.origin;
   }
-  if (former.shard) former.shard->stop();
+  if (gives_up) {
+    log(LogLevel::warning, "parameter server " + std::to_string(request.server) + " gives up what it held after step " +
+                               std::to_string(made_by(*former.shard).second) +
+                               ": the job that begins has loaded a checkpoint");
+  }
   for (const auto& [rank, incarnation] : fenced) shard->drop_pushes(rank, incarnation);
   if (!fenced.empty()) shard->wake();
   configured.owns = !shard->members().empty();
@@ -208,28 +238,31 @@ void ServerCore::configure(Session& session, const Configure& request) {
   reply(session, configured);
 }
 
-void ServerCore::begin_writing() {
+std::shared_ptr<Shard> ServerCore::begin_writing(const Session& session) {
+  Former former;
   const Lock lock(mutex_);
-  if (started_ && !is_untouched(shard_)) {
-    throw InvalidArgument(
-        "this parameter server holds trained values, which no worker may write over; move its folder "
-        "away to begin anew");
-  }
+  check_job(session);
+  former = take_over_values();
   values_.are_there = started_ = false;
+  return shard_;
 }
 
 // Nobody has the initial values but the chief: they are durable before anybody steps.
 void ServerCore::start(Session& session, const Start& request) {
+  Former former;
   {
     const Lock lock(mutex_);
+    check_job(session);
     if (started_ && job_.is_settled) return reply(session, Done{});
+    former = take_over_values();
     if (index_ == 0) dealer_.go_on(request.passes);
     values_.are_there = job_.is_told = true;
   }
   snapshot(kOnce, /*even_if_kept=*/true);
   {
     const Lock lock(mutex_);
-    quorum_.members().check(session.rank, session.incarnation);  // another chief may write meanwhile
+    check_job(session);                                          // another chief may write meanwhile
+    quorum_.members().check(session.rank, session.incarnation);  // likewise
     started_ = job_.is_settled = true;
     values_.gave_up = false;
     shard_->commands().open(0);

@@ -43,19 +43,18 @@ bool ServerCore::answer_rows(Session& session, Shard& shard, net::Frame& frame, 
       pull_rows(session, tables, decode<PullRows>(frame.message), frame.payload, deadline);
       return true;
     case WriteRows::kType: {
-      begin_writing();
       const auto request = decode<WriteRows>(frame.message);
-      const size_t value_bytes = tables.value_bytes(request.table);
-      const RowPayload payload(frame.payload, value_bytes + tables.state_bytes(request.table));
+      const auto written = begin_writing(session);
+      const size_t value_bytes = written->tables().value_bytes(request.table);
+      const RowPayload payload(frame.payload, value_bytes + written->tables().state_bytes(request.table));
       const size_t values = payload.rows.size() * value_bytes;
-      tables.write(request.table, payload.rows, payload.rest.first(values), payload.rest.subspan(values));
+      written->tables().write(request.table, payload.rows, payload.rest.first(values), payload.rest.subspan(values));
       reply(session, Done{});
       return true;
     }
     case WriteRowSteps::kType: {
-      begin_writing();
       const auto request = decode<WriteRowSteps>(frame.message);
-      tables.write_steps(request.table, request.steps);
+      begin_writing(session)->tables().write_steps(request.table, request.steps);
       reply(session, Done{});
       return true;
     }

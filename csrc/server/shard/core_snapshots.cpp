@@ -41,6 +41,7 @@ Saved ServerCore::saved_now(Shard& shard) const {
   saved.configured.job = job_.id;
   saved.configured.facts = job_.facts;
   saved.token = job_.token;
+  saved.origin = values_.origin;
   saved.is_told = job_.is_told;
   saved.quorum = quorum_.record();
   saved.batches = dealer_.record();
@@ -138,16 +139,18 @@ void ServerCore::take(const ServerSnapshots::Source& source, bool with_members) 
     if (!restorer) {
       saved = saved_in(tensors);
       shard = make_shard(saved.configured.plan, saved.configured.server);
-      const auto lost = cuts_.begin_with(shard->members(), shard->plan().is_synchronous(), /*is_anew=*/false);
       restorer.emplace(*shard, saved.images);
     }
     restorer->take(tensors);
   });
   if (!restorer) throw CheckpointError("it is empty; use an older snapshot");
   restorer->finish();
+  std::vector<std::unique_ptr<Image>> lost;
   const Lock lock(mutex_);
+  lost = cuts_.begin_with(shard->members(), shard->plan().is_synchronous(), /*is_anew=*/false);
   shard_ = std::move(shard);
   values_.are_there = started_ = true;
+  values_.origin = saved.origin;
   if (!with_members) return;
   const auto now = time_.now();
   index_ = saved.configured.server;

@@ -26,10 +26,9 @@ void ServerCore::check_members(const std::vector<uint32_t>& members) {
   if (!is_valid) throw InvalidArgument("a step's members are not ascending ranks");
 }
 
-void ServerCore::write(Session& session, Shard& shard, net::Frame& frame) {
+void ServerCore::write(Session& session, net::Frame& frame) {
   const auto request = decode<Write>(frame.message);
-  begin_writing();
-  shard.write(request.chunk, request.part, frame.payload);
+  begin_writing(session)->write(request.chunk, request.part, frame.payload);
   reply(session, Done{});
 }
 
@@ -172,8 +171,8 @@ void ServerCore::await_all_back(Lock& lock, Time deadline) {
 std::string ServerCore::lacks_return() const {
   const auto rank = quorum_.members().awaits_return();
   return "parameter server 0 started again, and " + (rank ? name_of_worker(*rank) : "a worker") +
-         ", which knows what it has forgotten, has not called anything of its strategy since; look at its log, and "
-         "raise timeout if it does something else for so long";
+         ", which knows what it has forgotten, has not called anything of its strategy since; look at its log. Raise "
+         "timeout if it does something else for so long, and do not have it wait for this worker there";
 }
 
 void ServerCore::tell_passes(Session& session, Time deadline) {

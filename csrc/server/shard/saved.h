@@ -17,7 +17,8 @@ namespace muster::server {
 struct Saved {
   Configure configured;
   std::string token;    ///< of the job
-  bool is_told = true;  ///< likewise: false where it began after another one, and nobody said yet where it goes on
+  uint64_t origin = 0;  ///< see Configured
+  bool is_told = true;  ///< of the job: false where it began after another one, and nobody said yet where it goes on
   Quorum::Record quorum;
   std::vector<Image::Facts> images;  ///< by chunk of the server, then by table and stripe
   Dealer::Record batches;
@@ -26,6 +27,7 @@ struct Saved {
   static void visit(M& m, W& w) {
     visit_value(m.configured, w);
     w.text(m.token, kMaxToken);
+    w.number(m.origin);
     w.number(m.is_told);
     Quorum::Record::visit(m.quorum, w);
     w.list(m.images, kMaxNumbers + kMaxTables * RowStripes::kMost,

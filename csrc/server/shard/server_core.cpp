@@ -161,7 +161,7 @@ void ServerCore::dispatch(Session& session, net::Frame& frame) {
   const auto deadline = time_.now() + milliseconds(shard->plan().timeout_ms);
   switch (frame.type) {
     case Write::kType:
-      return write(session, *shard, frame);
+      return write(session, frame);
     case Read::kType:
       return read(session, *shard, decode<Read>(frame.message), deadline);
     case Start::kType:

@@ -103,7 +103,7 @@ class ServerCore {
   void join(Session& session, const Join& request, Time deadline);
   void beat(Session& session, Shard& shard, const Beat& request);
   void leave(Session& session, Shard& shard);
-  void write(Session& session, Shard& shard, net::Frame& frame);
+  void write(Session& session, net::Frame& frame);
   void read(Session& session, Shard& shard, const Read& request, Time deadline);
   void send_values(Session& session, Shard& shard, const Read& request, Time deadline);
   void hold(Session& session, Shard& shard, const Push& request, net::Frame& frame);
@@ -132,8 +132,8 @@ class ServerCore {
   std::vector<uint32_t> note_push(const Shard& shard, uint64_t step, bool is_fresh);
   static void check_members(const std::vector<uint32_t>& members);
   static void check_step(uint64_t step);
-  /// Throws InvalidArgument for values that were trained.
-  void begin_writing();
+  /// What the chief of the session's job writes to. Throws InvalidArgument for values that were trained.
+  std::shared_ptr<Shard> begin_writing(const Session& session);
   Quorum::Rules rules_of(const Plan& plan) const;
 
   // With mutex_:
@@ -144,13 +144,21 @@ class ServerCore {
   /// Ends the job before, and returns whom that fences.
   std::vector<uint32_t> begin_job(const Session& session, const Configure& request);
   bool is_untouched(const std::shared_ptr<Shard>& shard) const;
-  /// What an earlier job trained, and images of that.
+  /// What was held for an earlier job, and images of that: to be destroyed without mutex_.
   struct Former {
+    Former() = default;
+    Former(Former&&) = default;
+    Former& operator=(Former&&) = default;
+    ~Former();
+
     std::shared_ptr<Shard> shard;
     std::vector<std::unique_ptr<Image>> images;
   };
-  /// Gives up what there is, for values that the chief will write: to be destroyed without mutex_.
+  Former replace_shard(const Plan& plan);
+  /// Gives up what there is, for values that the chief will write.
   Former give_up(const Configure& request);
+  /// The chief of this job writes: what that of an earlier one wrote, and nobody trained, is given up.
+  Former take_over_values();
   /// A worker came to a job that goes on, and that this server may have forgotten.
   void take_up_job(const Session& session, const Configure& request);
   void close_channels(const std::vector<uint32_t>& ranks);
@@ -201,6 +209,7 @@ class ServerCore {
   } job_;
   struct {
     bool are_there = false;  // initial ones, or later ones
+    uint64_t origin = 0;     // see Configured
     bool gave_up = false;    // those of an earlier job, for others that are not durable yet
   } values_;
   bool started_ = false;  // values are there, and durable

@@ -19,7 +19,7 @@ constexpr const char* kLayout = "layout";
 constexpr const char* kStep = "step";
 constexpr const char* kLife = "life";
 constexpr const char* kIsFirst = "first";  // where it is one of a job: what was written before is of another
-constexpr int64_t kLayoutVersion = 3;
+constexpr int64_t kLayoutVersion = 4;
 constexpr size_t kKeep = 2;
 
 template <class T>
@@ -211,15 +211,19 @@ void ServerSnapshots::note_written(Kept written, uint64_t job) {
     kept_.push_back(std::move(written));
     former.swap(former_);
   }
-  for (const auto& name : former) remove(name);
+  std::erase_if(former, [&](const std::string& name) { return remove(name); });
+  const Lock lock(mutex_);
+  former_.insert(former_.end(), former.begin(), former.end());
 }
 
-void ServerSnapshots::remove(const std::string& name) {
+bool ServerSnapshots::remove(const std::string& name) {
   try {
     store_->remove(name);
   } catch (const CheckpointError& error) {
     log(LogLevel::warning, "snapshot '" + name + "' is not needed any more, and stays: " + error.what());
+    return false;
   }
+  return true;
 }
 
 void ServerSnapshots::remove_surplus(uint64_t keep) {
@@ -227,6 +231,7 @@ void ServerSnapshots::remove_surplus(uint64_t keep) {
     std::string oldest;
     {
       const Lock lock(mutex_);
+      if (!former_.empty()) return;  // the first one says that these are former
       if (kept_.size() <= kKeep || (kept_[0].step >= keep && kept_[0].step != kept_[1].step)) return;
       oldest = kept_.front().name;
       kept_.erase(kept_.begin());

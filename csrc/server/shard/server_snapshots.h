@@ -81,7 +81,8 @@ class ServerSnapshots {
   void read_one(const Kept& kept, const Restore& restore);
   /// In the job that was the `job`-th to begin anew when its writing began.
   void note_written(Kept written, uint64_t job);
-  void remove(const std::string& name);
+  /// False, and a warning, where it stays.
+  bool remove(const std::string& name);
   void remove_surplus(uint64_t keep);
 
   const std::unique_ptr<SnapshotStore> store_;

@@ -53,12 +53,23 @@ void Requests::check_started() const {
   const auto is_started = [](const Configured& server) { return server.started; };
   const auto started = std::find_if(configured_.begin(), configured_.end(), is_started);
   const auto empty = std::find_if_not(configured_.begin(), configured_.end(), is_started);
-  if (started == configured_.end() || empty == configured_.end()) return;
+  if (started == configured_.end()) return;
+  if (empty == configured_.end()) return check_origins();
   const auto e = static_cast<size_t>(empty - configured_.begin());
   const auto s = static_cast<size_t>(started - configured_.begin());
   throw CheckpointError(name_of(e) + " holds nothing, and " + name_of(s) + " goes on after step " +
                         std::to_string(started->made) + "; give server " + std::to_string(e) +
                         " its folder of snapshots, or move the folders of all servers away to begin anew");
+}
+
+// A job that loaded a checkpoint may have ended before all servers had it.
+void Requests::check_origins() const {
+  for (size_t s = 1; s < configured_.size(); ++s) {
+    if (configured_[s].origin == configured_.front().origin) continue;
+    throw CheckpointError(name_of(0) + " and " + name_of(s) +
+                          " hold what came of the values of different jobs, as where one loaded a checkpoint and ended "
+                          "before all servers had it; load it again, or give all servers the folders of one job");
+  }
 }
 
 // Server 0 is told last: what it remembers of the job's beginning after it started again, all others have on disk.

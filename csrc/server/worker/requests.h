@@ -103,6 +103,7 @@ class Requests {
   void check_lives(size_t server, bool has_started_again, const Configured& configured);
   [[noreturn]] void lose(size_t server, const std::string& why);
   void check_started() const;
+  void check_origins() const;
   void settle();
   void check_snapshots();
   std::string name_of(size_t server) const;

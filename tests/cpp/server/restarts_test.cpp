@@ -475,7 +475,7 @@ TEST_CASE("what an earlier job trained is not lost to one that ends before its v
     worker.client.leave();
   }
   CHECK_FALSE(Worker(config_for(2, true)).client.is_started());
-  CHECK_THROWS_WITH(Worker(config_for(3, false)), ContainsSubstring("load it again, or start the servers again"));
+  CHECK_THROWS_WITH(Worker(config_for(3, false)), ContainsSubstring("load it again, or, where the servers keep snapshots"));
   SECTION("the servers start again") {
     cluster.restart(0);
     Worker worker(config_for(4, false));
@@ -488,6 +488,65 @@ TEST_CASE("what an earlier job trained is not lost to one that ends before its v
     worker.step(1);
     CHECK(bit_equal(worker.parameters(1), reference(plan, 1, 1)));
   }
+}
+
+TEST_CASE("servers whose values began with different jobs are no job's", "[server]") {
+  const uint32_t staleness = GENERATE(0U, kAnyStaleness);
+  CAPTURE(staleness);
+  Cluster cluster(2);
+  const auto plan = plan_for(2, 1, staleness);
+  const auto config_for = [&](uint64_t job, bool begins_anew) {
+    auto config = cluster.config(0, plan, job);
+    config.begins_anew = begins_anew;
+    return config;
+  };
+  {
+    Worker worker(config_for(1, false));
+    worker.join();
+    staleness == 0 ? worker.step(1) : worker.step_alone(1);
+    worker.client.leave();
+  }
+  // As where the job that begins anew had died before server 0 had its values.
+  cluster.kill(0);
+  std::filesystem::copy(cluster.path(0), cluster.folder.path / "old", std::filesystem::copy_options::recursive);
+  cluster.start(0);
+  Worker(config_for(2, true)).join();
+  cluster.kill(0);
+  std::filesystem::remove_all(cluster.path(0));
+  std::filesystem::rename(cluster.folder.path / "old", cluster.path(0));
+  cluster.start(0);
+  cluster.restart(1);
+  const auto join = [&](uint64_t job, bool begins_anew) { return Worker(config_for(job, begins_anew)).join(); };
+  CHECK_THROWS_WITH(join(3, false), ContainsSubstring("came of the values of different jobs"));
+  CHECK(join(4, true) == 0);
+}
+
+TEST_CASE("what a chief wrote that ended before its job began is not beneath the next one's values", "[server]") {
+  Cluster cluster(1);
+  const auto plan = plan_for(1, 1);
+  const bool starts = GENERATE(false, true);
+  CAPTURE(starts);
+  {
+    Worker chief(cluster.config(0, plan, 1));
+    const auto write_state = [&] {
+      for (uint32_t c = 0; c < chief.client.chunks().size(); ++c) {
+        const std::vector<std::byte> ones(chief.client.part_bytes(c, Part::state0), std::byte{0x3c});
+        chief.client.write(c, Part::state0, ones);
+      }
+    };
+    if (starts) {
+      chief.client.start([&] {
+        chief.write();
+        write_state();
+      });
+    } else {
+      write_state();
+    }
+  }
+  Worker worker(cluster.config(0, plan, 2));
+  CHECK(worker.join() == 0);
+  worker.step(1);
+  CHECK(bit_equal(worker.parameters(1), reference(plan, 1, 1)));
 }
 
 TEST_CASE("servers without a step in common are named, with what each has", "[server]") {

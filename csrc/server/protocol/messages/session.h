@@ -107,15 +107,15 @@ struct Configured {
   bool is_settled = true;      ///< false: the job began after another one, and waits for Resume
   uint64_t made = 0;           ///< the last step that all its chunks and tables have made
   uint64_t begun = 0;          ///< the last one that any of them has made
+  uint64_t origin = 0;         ///< the job whose chief wrote the values that these came from; 0: none did
   std::vector<uint64_t> cuts;  ///< steps whose snapshots it can go back to, ascending; of a synchronous job
   /// Of a synchronous job: the command of the newest step that was begun, or none.
   std::vector<Apply> command = {};
 
   static constexpr auto kFields =
       fields(&Configured::started, &Configured::is_untouched, &Configured::owns, &Configured::is_settled,
-             &Configured::made, &Configured::begun,
-
-             bounded(&Configured::cuts, kMaxCuts), bounded(&Configured::command, size_t{1}));
+             &Configured::made, &Configured::begun, &Configured::origin, bounded(&Configured::cuts, kMaxCuts),
+             bounded(&Configured::command, size_t{1}));
 };
 
 /// The chief's, to all servers of a job that began after another one: it goes on after `step`. With the step's
