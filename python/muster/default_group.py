@@ -74,8 +74,7 @@ class DefaultGroup:
         return cls(dist.group.WORLD)
 
     def leave(self) -> None:
-        """Takes the default group away, unless the program has put another in its place. Idempotent; no-op in a forked
-        process."""
+        """Takes the default group away, unless the program has put another there. Idempotent; no-op in a fork."""
         if os.getpid() != self._process:
             return
         group, self._group = self._group, None

@@ -85,7 +85,7 @@ class SeveralHosts:
         return cls(hosts, cluster.address, None, timeout)
 
     def leave(self) -> None:
-        """Takes the groups away, and the default group where it was made here. Idempotent; no-op in a forked process."""
+        """Takes the groups away, and the default group where it was made here. Idempotent; no-op in a fork."""
         if os.getpid() != self._process:
             return
         groups, self._groups = self._groups, []

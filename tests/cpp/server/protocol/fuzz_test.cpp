@@ -143,11 +143,12 @@ void limit_memory(uint64_t bytes) {
 void fuzz_decoders(std::chrono::steady_clock::time_point end, unsigned seed) {
   std::minstd_rand random(seed);
   auto samples = requests();
-  for (const auto& more : {sample(Welcome{1, 2}), sample(Refusal{Refusal::Kind::fenced, "text"}), sample(Values{1, 2}),
-                           sample(Partials{{{1, 2, 3, 4}, 5, 6}}), sample(Recalled{{1, 2}}), sample(Dealt{}),
-                           sample(Passes{{{1, 2, 3, 4, {0, 1}}}}), sample(Standing{true, 1, {0, 2}, "facts", "token"}),
-                           sample(Configured{true, true, true, true, 1, 2, 4, {3}, {}}), sample(Beaten{{1, 2}, "text", 3}),
-                           sample(Busy{1, 2}), sample(Joined{1, {{0, 2}}}), sample(FetchedRows{2, 1})}) {
+  for (const auto& more :
+       {sample(Welcome{1, 2}), sample(Refusal{Refusal::Kind::fenced, "text"}), sample(Values{1, 2}),
+        sample(Partials{{{1, 2, 3, 4}, 5, 6}}), sample(Recalled{{1, 2}}), sample(Dealt{}),
+        sample(Passes{{{1, 2, 3, 4, {0, 1}}}}), sample(Standing{true, 1, {0, 2}, "facts", "token"}),
+        sample(Configured{true, true, true, true, 1, 2, 4, {3}, {}}), sample(Beaten{{1, 2}, "text", 3}),
+        sample(Busy{1, 2}), sample(Joined{1, {{0, 2}}}), sample(FetchedRows{2, 1})}) {
     samples.push_back(more);
   }
   for (int round = 0; round % 1024 != 0 || std::chrono::steady_clock::now() < end; ++round) {
