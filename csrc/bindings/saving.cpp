@@ -99,16 +99,22 @@ void bind_saving(py::module_& m) {
       "read_newest_snapshot",
       [](const std::filesystem::path& folder, const std::shared_ptr<StrategyCore>& core)
           -> std::optional<std::tuple<checkpoint::NamedTensors, checkpoint::Metadata, std::filesystem::path>> {
-        auto snapshot = core ? read_newest_snapshot(core->session().workers(), folder)
-                             : checkpoint::read_newest_snapshot(folder, checkpoint::Memory::of_file);
+        std::optional<checkpoint::StoredSnapshot> snapshot;
+        if (core) {
+          const auto pass = core->session().enter();
+          snapshot = read_newest_snapshot(core->session().workers(), folder);
+        } else {
+          snapshot = checkpoint::read_newest_snapshot(folder, checkpoint::Memory::of_file);
+          if (snapshot) checkpoint::copy_what_is_kept(snapshot->tensors);
+        }
         if (!snapshot) return std::nullopt;
-        checkpoint::copy_what_is_kept(snapshot->tensors);
         return std::tuple(std::move(snapshot->tensors), std::move(snapshot->metadata), std::move(snapshot->folder));
       },
       "folder"_a, "core"_a = std::shared_ptr<StrategyCore>(), py::call_guard<Interruptible>());
   m.def(
       "kept_metric",
       [](const std::filesystem::path& folder, const std::shared_ptr<StrategyCore>& core) {
+        const auto pass = core->session().enter();
         const auto found = kept_metric(core->session().workers(), folder);
         return found ? std::optional(std::pair(found->value, found->mode)) : std::nullopt;
       },

@@ -66,14 +66,14 @@ int64_t newest_in(const fs::path& folder) {
   }
 }
 
-// That of the oldest one that is to stay before there is another; parts of a snapshot are none.
+// That of the oldest one that is to stay before there is another: as many are known to be good from it on.
 int64_t oldest_kept(const fs::path& folder, const std::optional<int>& keep) {
   if (!keep) return 0;
   return in_folder(folder, [&] {
     const auto found = snapshots_in(folder);
     int count = 0;
     for (auto it = found.rbegin(); it != found.rend(); ++it) {
-      if (fs::exists(it->second / kManifest) && ++count == *keep) return it->first;
+      if (is_known_good(it->second) && ++count == *keep) return it->first;
     }
     return int64_t{0};
   });
@@ -277,9 +277,10 @@ bool JointSnapshot::begin_away() {
                                "' of its host, and the chief writes all of them: " + reason);
     return false;
   };
-  if (!store_) return false;
+  std::error_code ignored;  // what cannot be seen is not there
+  // A host keeps parts where its folder was made for them: another host's disk may go with its container.
+  if (!store_ || !fs::is_directory(writer_.folder(), ignored)) return false;
   try {
-    make_folder(writer_.folder());
     if (writer_.has_claim()) writer_.claim();  // somebody else may have taken it over
     draft_ = writer_.folder() / (announced_.agreed + kAway);
     is_draft_own_ = true;

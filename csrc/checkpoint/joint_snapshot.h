@@ -60,9 +60,9 @@ class JointSnapshot {
   std::string announce(const std::string& lineage = {});
 
   /// Whether this rank sees what the chief has begun, and what it will write, in words for copy(). Where it does not,
-  /// and has elements of its own, it begins the same in its own folder; not where another process uses that, or it is
-  /// the chief's, of which this rank's file system shows what was: the log says so once. Throws InvalidArgument for
-  /// tensors that cannot be stored.
+  /// and has elements of its own, it begins the same in its own folder, where that is there; not where another process
+  /// uses that, or it is the chief's, of which this rank's file system shows what was: the log says so once. Throws
+  /// InvalidArgument for tensors that cannot be stored.
   std::string look(const std::vector<std::string>& announced, JointContent content);
 
   /// Copies what this rank writes into the writer's memory. False, and nothing is begun any more, where a rank may not

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "checkpoint/snapshot.h"
+#include "checkpoint/snapshot_folder.h"
 #include "core/log.h"
 #include "muster/error.h"
 #include "strategy/kept_metric.h"
@@ -44,6 +45,7 @@ std::vector<checkpoint::SnapshotInfo> good_manifests_in(const fs::path& folder) 
 bool can_be_loaded(const fs::path& snapshot) {
   try {
     if (!checkpoint::check_snapshot(snapshot).elsewhere.empty()) checkpoint::read_snapshot(snapshot);  // which throws
+    checkpoint::note_good(snapshot, true);
     return true;
   } catch (const CheckpointError& error) {
     log(LogLevel::warning, "snapshot '" + snapshot.string() + "' is passed over: " + error.what());

@@ -1,15 +1,20 @@
 #include "strategy/gathered_snapshot.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <sstream>
 #include <string>
 #include <system_error>
 #include <utility>
 #include <vector>
 
+#include "checkpoint/parts_elsewhere.h"
+#include "checkpoint/saved_tree.h"
 #include "checkpoint/snapshot_folder.h"
 #include "checkpoint/snapshot_names.h"
 #include "core/log.h"
@@ -35,6 +40,13 @@ std::string usable(const std::function<std::string()>& act) {
   } catch (const CheckpointError& error) {
     return kUnusable + std::string(error.what());
   }
+}
+
+// Where a snapshot's folder is: the same for the ranks of a host that see one.
+std::string place_of(const fs::path& snapshot) {
+  struct stat status{};
+  if (::stat(snapshot.c_str(), &status) != 0) return "";  // which has no file
+  return checkpoint::host_name() + ' ' + std::to_string(status.st_dev) + ' ' + std::to_string(status.st_ino);
 }
 
 // One snapshot, on one of the workers. All its functions but those of one worker's are collective.
@@ -70,13 +82,16 @@ class GatheredSnapshot {
         const auto bytes = fs::file_size(snapshot_ / file, error);
         files += !error && bytes == sum.bytes ? '1' : '0';
       }
-      return files;
+      return files + place_of(snapshot_);
     });
     if (!there) return false;
     owners_.assign(reader_->shards().size(), {});
     for (size_t shard = 0; shard < owners_.size(); ++shard) {
+      std::set<std::string> places;  // a file that several ranks see is read by the first
       for (size_t worker = 0; worker < there->size(); ++worker) {
-        if ((*there)[worker].at(shard) == '1') owners_[shard].push_back(static_cast<int>(worker));
+        const auto& text = (*there)[worker];
+        if (text.at(shard) != '1' || !places.insert(text.substr(owners_.size())).second) continue;
+        owners_[shard].push_back(static_cast<int>(worker));
       }
       if (owners_[shard].empty()) return pass_over_without(shard);
       // The manifest's own host has its own files, where the chief's has others of the same names and sizes.
@@ -143,7 +158,10 @@ class GatheredSnapshot {
     }
     std::optional<checkpoint::StoredSnapshot> whole;
     told_by_all(workers_, "load", [&] {
-      if (rank() == 0) whole = {reader_->rest(), snapshot_};
+      if (rank() == 0) {
+        whole = {reader_->rest(), snapshot_};
+        checkpoint::copy_what_is_kept(whole->tensors);
+      }
       return std::string();
     });
     return whole;
@@ -204,15 +222,16 @@ std::optional<checkpoint::StoredSnapshot> read_newest_snapshot(comm::Communicato
   const auto offered = offered_snapshots(workers, folder);
   const bool is_chief = workers.rank() == 0;
   for (const auto& snapshot : offered.in_order) {
+    if (snapshot.is_foreign) continue;
     GatheredSnapshot gathered(workers, folder, snapshot);
     if (!gathered.open() || !gathered.is_there() || !gathered.is_good(true)) continue;
     if (is_chief) {
       note_known_good(folder, snapshot);
-      warn_of_newer(folder, offered, &snapshot);
+      warn_of_other_hosts(folder, offered, &snapshot);
     }
     return gathered.gather();
   }
-  if (is_chief) warn_of_newer(folder, offered, nullptr);
+  if (is_chief) warn_of_other_hosts(folder, offered, nullptr);
   if (!offered.in_order.empty()) checkpoint::fail_without_good(folder);
   return std::nullopt;
 }
@@ -220,6 +239,7 @@ std::optional<checkpoint::StoredSnapshot> read_newest_snapshot(comm::Communicato
 std::optional<KeptMetric> kept_metric(comm::Communicator& workers, const fs::path& folder) {
   const auto offered = offered_snapshots(workers, folder);
   for (const auto& snapshot : offered.in_order) {
+    if (snapshot.is_foreign) continue;
     GatheredSnapshot gathered(workers, folder, snapshot);
     if (!gathered.open()) continue;
     const auto metric = metric_in(gathered.metadata(), folder);

@@ -2,8 +2,9 @@
 //
 // Which one that is: folders that no job has written to together may have the same numbers. Those of one lineage, that
 // is of a job and of all that went on from what it saved ("muster.lineage" in their metadata), are ordered by their
-// numbers. Those of the lineage of the chief's newest come first, of which its host may have a part alone, then those
-// of the lineage of which any has made the most steps. Of a snapshot that is newer by its number, or its steps, and is
+// numbers. Those of the lineage of the chief's newest come first, of which its host may have a part alone, then what
+// else its host has; those of other lineages on other hosts, the one first of which any has made the most steps, are
+// taken only where the chief's host has none. Of a snapshot that is newer by its number, or its steps, and is
 // not taken since it is of another lineage, or all of it is nowhere, the chief's log names the folder and the host.
 #pragma once
 
@@ -20,7 +21,8 @@ namespace muster {
 /// the chief's own files first. On the chief; others get nothing, and give it what it has not. A snapshot that is
 /// damaged, or lacks a file, is named in the chief's log, with the file and the host that wrote it, and passed over for
 /// the next; before all of one is known to be good, nothing of it is sent. None where nobody has any. Throws
-/// CheckpointError on all where no snapshot is good, or the chief cannot use the folder. Collective.
+/// CheckpointError on all where no snapshot is good, or the chief cannot use the folder. What the program keeps is
+/// copied (checkpoint::copy_what_is_kept). Collective.
 std::optional<checkpoint::StoredSnapshot> read_newest_snapshot(comm::Communicator& workers,
                                                                const std::filesystem::path& folder);
 

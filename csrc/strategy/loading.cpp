@@ -61,6 +61,7 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
   auto snapshot = is_alone ? checkpoint::read_newest_snapshot(folder, checkpoint::Memory::of_file)
                            : read_newest_snapshot(strategy_.workers(), folder);
   together("load", joins, [&] {
+    if (snapshot && is_alone) checkpoint::copy_what_is_kept(snapshot->tensors);
     if (snapshot) found = found_in(std::move(*snapshot), folder);
   });
   if (!joins) found = broadcast(std::move(found));
@@ -94,7 +95,6 @@ std::optional<KeptMetric> Saving::kept_metric(const fs::path& folder) {
 }
 
 Saving::Found Saving::found_in(checkpoint::StoredSnapshot snapshot, const fs::path& folder) {
-  checkpoint::copy_what_is_kept(snapshot.tensors);
   const auto* const format = value_in<int64_t>(snapshot.metadata, "muster.format");
   const auto* const document = value_in<std::string>(snapshot.metadata, "content");
   if (format == nullptr || document == nullptr) {

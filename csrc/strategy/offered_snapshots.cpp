@@ -69,30 +69,35 @@ std::string token_in(const std::string& file) {
   return word_or_none(file.substr(token + 1, file.find_first_of("-.", token + 1) - token - 1));
 }
 
-std::string token_of_parts(const fs::path& snapshot) {
+// Nothing where there are no parts.
+std::optional<std::string> token_of_parts(const fs::path& snapshot) {
   std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(snapshot, ignored)) {
-    const auto name = entry.path().filename().string();
+  for (fs::directory_iterator entry(snapshot, ignored), end; entry != end; entry.increment(ignored)) {
+    const auto name = entry->path().filename().string();
     if (name.ends_with(checkpoint::kPartSuffix)) return token_in(name);
   }
-  return kNone;
+  return std::nullopt;
 }
 
-// Of one worker: its host, and its snapshots: "+ number sum 1" where this process knows that it is good, and 0; and
-// "- number token" of parts without their manifest.
+// Of one worker: its host, and its snapshots: "+ number sum 1" where this process knows that it is good, and 0, which
+// those have too that have neither a manifest nor parts, or cannot be looked into; and "- number token" of parts
+// without their manifest.
 std::string listed(const fs::path& folder, bool is_chief) {
   std::string text = checkpoint::host_name() + '\n';
   try {
     checkpoint::in_folder(folder, [&] {
       if (!fs::exists(folder)) return false;
       for (const auto& [number, path] : checkpoint::snapshots_in(folder)) {
-        if (fs::exists(path / checkpoint::kManifest)) {
-          const auto sum = sum_in(path / checkpoint::kManifest);
-          const bool is_known = checkpoint::is_known_good(path) || is_good_on_hosts(path, sum);
-          text += "+ " + std::to_string(number) + ' ' + sum + (is_known ? " 1\n" : " 0\n");
-        } else {
-          text += "- " + std::to_string(number) + ' ' + token_of_parts(path) + '\n';
+        std::error_code error;
+        const bool has_manifest = fs::exists(path / checkpoint::kManifest, error) || error;
+        const auto token = has_manifest ? std::nullopt : token_of_parts(path);
+        if (token) {
+          text += "- " + std::to_string(number) + ' ' + *token + '\n';
+          continue;
         }
+        const auto sum = sum_in(path / checkpoint::kManifest);
+        const bool is_known = sum != kNoSum && (checkpoint::is_known_good(path) || is_good_on_hosts(path, sum));
+        text += "+ " + std::to_string(number) + ' ' + sum + (is_known ? " 1\n" : " 0\n");
       }
       return true;
     });
@@ -156,7 +161,7 @@ void read_described(const std::string& text, OfferedSnapshots& offered) {
   while (lines >> index >> steps >> lineage >> token) {
     auto& snapshot = offered.in_order.at(index);
     snapshot.steps = steps;
-    snapshot.lineage = text_of_word(lineage);
+    snapshot.lineage = lineage == kNone ? '@' + std::to_string(snapshot.rank) : lineage;
     snapshot.token = text_of_word(token);
   }
 }
@@ -175,6 +180,12 @@ std::optional<std::string> lineage_of_chief(const OfferedSnapshots& offered) {
 
 void put_in_order(OfferedSnapshots& offered) {
   const auto of_chief = lineage_of_chief(offered);
+  const auto is_on_chief = [](const OfferedSnapshot& snapshot) { return snapshot.rank == 0; };
+  if (of_chief || std::ranges::any_of(offered.in_order, is_on_chief)) {
+    for (auto& snapshot : offered.in_order) {
+      snapshot.is_foreign = snapshot.rank > 0 && !snapshot.lineage.empty() && snapshot.lineage != of_chief;
+    }
+  }
   std::map<std::string, int64_t> steps;  // the most of each lineage
   for (const auto& snapshot : offered.in_order) {
     auto& most = steps.emplace(snapshot.lineage, -1).first->second;
@@ -216,22 +227,28 @@ void note_known_good(const fs::path& folder, const OfferedSnapshot& snapshot) {
   good_on_hosts().snapshots.emplace(fs::absolute(folder / checkpoint::name_of(snapshot.number)), snapshot.sum);
 }
 
-void warn_of_newer(const fs::path& folder, const OfferedSnapshots& offered, const OfferedSnapshot* taken) {
+void warn_of_other_hosts(const fs::path& folder, const OfferedSnapshots& offered, const OfferedSnapshot* taken) {
   const auto place_of = [&](int64_t number, int rank) {
     return "'" + (folder / checkpoint::name_of(number)).string() + "' on host '" +
            offered.hosts.at(static_cast<size_t>(rank)) + "' (rank " + std::to_string(rank) + ")";
   };
+  const auto said_of = [&](const OfferedSnapshot& snapshot) {
+    return place_of(snapshot.number, snapshot.rank) + ", of " + std::to_string(snapshot.steps) + " steps, ";
+  };
+  if (taken != nullptr && taken->rank > 0) {
+    log(LogLevel::warning, said_of(*taken) + "is loaded: its manifest is on that host, and not on the chief's");
+  }
   std::set<std::string> lineages;
   for (const auto& snapshot : offered.in_order) {
-    if (taken == nullptr || snapshot.rank == 0 || snapshot.lineage == taken->lineage) continue;
-    if (snapshot.number < taken->number && snapshot.steps <= taken->steps) continue;
+    if (snapshot.rank == 0 || (taken == nullptr ? !snapshot.is_foreign : snapshot.lineage == taken->lineage)) continue;
+    if (taken != nullptr && snapshot.number < taken->number && snapshot.steps <= taken->steps) continue;
     if (!lineages.insert(snapshot.lineage).second) continue;
-    log(LogLevel::warning,
-        place_of(snapshot.number, snapshot.rank) + ", of " + std::to_string(snapshot.steps) +
-            " steps, is passed over for '" + checkpoint::name_of(taken->number) + "', of " +
-            std::to_string(taken->steps) +
-            " steps: it is of another lineage than what the chief's host has. Move it away; or, to go "
-            "on from it, move away what the chief's host has");
+    const auto instead = taken == nullptr ? std::string()
+                                          : " for '" + checkpoint::name_of(taken->number) + "', of " +
+                                                std::to_string(taken->steps) + " steps";
+    log(LogLevel::warning, said_of(snapshot) + "is passed over" + instead +
+                               ": it is of another lineage than what the chief's host has. Move it away; or, to go "
+                               "on from it, move away what the chief's host has");
   }
   for (const auto& [part, ranks] : offered.parts) {
     const auto& [number, token] = part;

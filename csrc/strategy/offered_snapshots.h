@@ -19,9 +19,10 @@ struct OfferedSnapshot {
   std::string sum;             ///< tells its manifest from others of this number
   int rank = 0;                ///< the first one that has it
   int64_t steps = -1;          ///< that were made; -1 where it is not known
-  std::string lineage = {};    ///< empty where it is not known
+  std::string lineage = {};    ///< where its manifest has none, its host's own; empty where it is not known
   std::string token = {};      ///< in the names of parts that are on other hosts than the manifest; empty: none
   bool is_known_good = false;  ///< to the chief
+  bool is_foreign = false;     ///< of another lineage than what the chief's host has, and not there: never taken
 };
 
 /// Equal on all workers. A value.
@@ -39,8 +40,9 @@ OfferedSnapshots offered_snapshots(comm::Communicator& workers, const std::files
 /// Remembers that all of a snapshot is good on the hosts, on the chief.
 void note_known_good(const std::filesystem::path& folder, const OfferedSnapshot& snapshot);
 
-/// Names in warnings what other hosts than the chief's have that is newer than what is taken (null: nothing is), which
-/// is one of `offered`.
-void warn_of_newer(const std::filesystem::path& folder, const OfferedSnapshots& offered, const OfferedSnapshot* taken);
+/// Names in warnings the host that has what is taken (null: nothing is), one of `offered`, where it is not the chief's,
+/// and what such hosts have that is newer.
+void warn_of_other_hosts(const std::filesystem::path& folder, const OfferedSnapshots& offered,
+                         const OfferedSnapshot* taken);
 
 }  // namespace muster

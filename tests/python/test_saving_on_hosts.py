@@ -60,7 +60,9 @@ def job_on(folder: Path, places: Sequence[int], **options: Any) -> Job:
     """Of this worker; `places`: the hosts by rank."""
     options = {"shard_optimizer": True, "threads_per_replica": 1, "timeout": 60.0, **options}
     strategy = muster.MultiWorkerMirroredStrategy.from_env(seed=1, **options)
-    return Job(strategy, folder / f"host-{places[strategy.rank]}")
+    own = folder / f"host-{places[strategy.rank]}"
+    (own / "best").mkdir(parents=True, exist_ok=True)  # else the host keeps none
+    return Job(strategy, own)
 
 
 def saved(folder: Path, places: Sequence[int]) -> list[list[bytes]]:
@@ -202,8 +204,21 @@ def saved_whole(folder: Path, places: Sequence[int]) -> list[bytes]:
 
 def test_what_all_workers_have_is_on_the_chiefs_host_alone(tmp_path: Path) -> None:
     bits, _ = run_ranks(2, saved_whole, tmp_path, (0, 1))
-    assert not (tmp_path / "host-1").exists()
+    assert not reading.numbered_in(tmp_path / "host-1")
     assert loaded_by_one(tmp_path / "host-0") == (bits, 1)
+
+
+def saved_without_a_folder(folder: Path, places: Sequence[int]) -> list[bytes]:
+    job = job_on(folder, places)
+    with job.strategy:
+        job.folder /= "runs"
+        return job.train(1).save().bits()
+
+
+def test_a_host_without_the_folder_keeps_nothing(tmp_path: Path) -> None:
+    bits, _ = run_ranks(2, saved_without_a_folder, tmp_path, (0, 1))
+    assert not (tmp_path / "host-1" / "runs").exists()
+    assert loaded_by_one(tmp_path / "host-0" / "runs") == (bits, 1)
 
 
 def kept_the_best(folder: Path, places: Sequence[int], metric: float) -> bool:
@@ -280,14 +295,20 @@ def test_the_chief_moves_between_hosts(sharded: bool, tmp_path: Path) -> None:
         found, after = run_ranks(2, went_on_from, tmp_path, places, steps, sharded)[0]
         assert found == bits
         bits, steps = after, steps + 1
-    assert run_ranks(2, loaded, tmp_path, (0, 1)) == [(bits, steps)] * 2
+    chief, *others = run_ranks(2, loaded_and_said, tmp_path, (0, 1))
+    assert chief[:2] == (bits, steps) and others == [(bits, steps, [])]
+    newest = tmp_path / "host-0" / reading.numbered_in(tmp_path / "host-1")[-1].name
+    (said,) = chief[2]
+    assert f"'{newest}' on host '" in said and f"(rank 1), of {steps} steps, is loaded: its manifest is on" in said
 
 
-def saved_often(folder: Path, places: Sequence[int]) -> list[bytes]:
+def saved_often(folder: Path, places: Sequence[int], times: int = 7, has_lineage: bool = True) -> list[bytes]:
     """Alone on a host, of another job."""
     job = job_on(folder, places)
     with job.strategy:
-        for steps in range(1, 8):
+        if not has_lineage:
+            job.strategy._saving._lineage = ""
+        for steps in range(1, times + 1):
             job.train(steps).strategy.save(job.folder, note=steps)
         return job.bits()
 
@@ -307,6 +328,39 @@ def test_what_another_job_left_on_a_host_is_named_and_stays(tmp_path: Path) -> N
     assert (tmp_path / "host-0" / reading.numbered(8) / "manifest.json").exists()
     assert run_ranks(2, loaded, tmp_path, (0, 1)) == [(bits[-1], 3)] * 2
     assert [each.name for each in reading.numbered_in(tmp_path / "host-1")] == [*names, reading.numbered(8)]
+
+
+def refused(folder: Path, places: Sequence[int]) -> str:
+    job = job_on(folder, places)
+    with job.strategy, pytest.raises(muster.CheckpointError) as caught:
+        job.strategy.load(job.folder)
+    return str(caught.value)
+
+
+def test_another_jobs_checkpoint_is_not_taken_where_none_of_the_chiefs_is_good(tmp_path: Path) -> None:
+    run_ranks(2, saved, tmp_path, (0, 1))
+    bits = run_ranks(1, saved_often, tmp_path, (2,))[0]
+    for error in run_ranks(2, refused, tmp_path, (0, 2)):
+        assert f"{tmp_path}/host-" in error
+    assert run_ranks(2, loaded, tmp_path, (3, 2)) == [(bits, 7)] * 2  # the chief's host has none
+
+
+def judged(folder: Path, places: Sequence[int], metric: float) -> bool:
+    job = job_on(folder, places)
+    with job.strategy:
+        return muster.Checkpoints(job.train(1).strategy, job.folder).best(metric)
+
+
+def test_another_jobs_best_does_not_count_where_none_of_the_chiefs_is_good(tmp_path: Path) -> None:
+    assert run_ranks(2, judged, tmp_path, (0, 1), 1.0) == [True] * 2
+    assert run_ranks(1, judged, tmp_path, (2,), 0.5) == [True]
+    assert run_ranks(2, judged, tmp_path, (0, 2), 0.75) == [True] * 2
+
+
+def test_checkpoints_of_no_lineage_are_of_their_hosts_own(tmp_path: Path) -> None:
+    bits = run_ranks(1, saved_often, tmp_path, (0,), 2, False)[0]
+    run_ranks(1, saved_often, tmp_path, (1,), 7, False)
+    assert run_ranks(2, loaded, tmp_path, (0, 1)) == [(bits, 2)] * 2
 
 
 @pytest.mark.parametrize("is_shorter", [True, False])

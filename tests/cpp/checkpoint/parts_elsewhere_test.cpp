@@ -168,6 +168,29 @@ TEST_CASE("hosts remove what the chief has no longer, once there is another", "[
   CHECK(names_in(hosts.other.path) == std::vector<std::string>{"life", "lock", kSecond, "snapshot-0000000003"});
 }
 
+TEST_CASE("hosts keep parts of the last good snapshot beside a newer one that is damaged", "[checkpoint]") {
+  TwoHosts hosts({.keep = 1});
+  hosts.save();
+  fs::create_directory(hosts.chiefs.path / kSecond);
+  std::ofstream(hosts.chiefs.path / kSecond / "manifest.json") << "damaged";
+  REQUIRE(hosts.job.copy());
+  for (int rank = 1; rank < 4; ++rank) hosts.job.start(rank);
+  for (int rank = 1; rank < 4; ++rank) hosts.job.writers[static_cast<size_t>(rank)]->wait();
+  hosts.job.joints[0] = nullptr;  // as a chief that is dead
+  CHECK(names_in(hosts.other.path) == std::vector<std::string>{"life", "lock", kFirst, "snapshot-0000000003"});
+}
+
+TEST_CASE("a host whose folder is not there has no parts, and does not make it", "[checkpoint]") {
+  TwoHosts hosts;
+  fs::remove_all(hosts.other.path);
+  CHECK_FALSE(hosts.job.copy());
+  CHECK_FALSE(fs::exists(hosts.other.path));
+  CHECK(names_in(hosts.chiefs.path) == std::vector<std::string>{"life", "lock"});
+  fs::create_directory(hosts.other.path);
+  hosts.save();
+  CHECK(fs::exists(hosts.other.path / kFirst));
+}
+
 TEST_CASE("hosts keep snapshots of their own, and parts of other lineages", "[checkpoint]") {
   TwoHosts hosts({.keep = 1});
   hosts.save();

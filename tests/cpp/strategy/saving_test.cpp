@@ -414,6 +414,7 @@ TEST_CASE("workers that see no common folder save in their own, and load what th
         },
         options, c10::make_intrusive<c10d::HashStore>());
   };
+  for (const int rank : {0, 1}) fs::create_directory(own(rank));
   std::vector<std::vector<at::Tensor>> values(3);
   run([&](Strategy& strategy, Small& small) {
     for (size_t time = 0; time < 2; ++time) {
@@ -439,6 +440,21 @@ TEST_CASE("workers that see no common folder save in their own, and load what th
     MUSTER_CHECK(equal(copies(small.model->parameters()), values[0]));
     small.step(strategy);
     MUSTER_CHECK(equal(copies(small.model->parameters()), values[1]));
+  });
+}
+
+TEST_CASE("a folder of no files, or that cannot be looked into, is a damaged checkpoint of a worker", "[saving]") {
+  const testing::Folder folder;
+  const auto own = [&](int rank) { return folder.path / std::to_string(rank); };
+  const std::string name = "snapshot-0000000002";
+  const int damaged = GENERATE(0, 1);
+  fs::create_directories(own(damaged) / name);
+  if (GENERATE(true, false)) fs::create_symlink("manifest.json", own(damaged) / name / "manifest.json");  // for ever
+  run_workers([&](Strategy& strategy) {
+    const Small small(strategy);
+    const auto error = message_of<CheckpointError>([&] { strategy.load(own(strategy.rank())); });
+    MUSTER_CHECK(error.find("'" + own(strategy.rank()).string()) != std::string::npos);
+    strategy.close();
   });
 }
 
