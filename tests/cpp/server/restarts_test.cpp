@@ -475,7 +475,8 @@ TEST_CASE("what an earlier job trained is not lost to one that ends before its v
     worker.client.leave();
   }
   CHECK_FALSE(Worker(config_for(2, true)).client.is_started());
-  CHECK_THROWS_WITH(Worker(config_for(3, false)), ContainsSubstring("load it again, or, where the servers keep snapshots"));
+  CHECK_THROWS_WITH(Worker(config_for(3, false)),
+                    ContainsSubstring("load it again, or, where the servers keep snapshots"));
   SECTION("the servers start again") {
     cluster.restart(0);
     Worker worker(config_for(4, false));
