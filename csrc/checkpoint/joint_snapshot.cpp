@@ -51,7 +51,9 @@ std::string random_token() {
   return text;
 }
 
-std::string name_of(size_t rank, const std::string& token) { return "worker-" + std::to_string(rank) + '-' + token; }
+std::string name_of_writer(size_t rank, const std::string& token) {
+  return "worker-" + std::to_string(rank) + '-' + token;
+}
 
 // What others look for.
 fs::path token_file(const fs::path& draft, const std::string& token) { return draft / (".token-" + token); }
@@ -379,7 +381,7 @@ void JointSnapshot::lead_host(const std::vector<Looked>& looked) {
   if (!is_draft_own_) return;
   if (is_chiefs_folder()) throw CheckpointError("'" + writer_.folder().string() + "': " + kStale);
   note_others(looked, [&](size_t rank) {
-    return looked[rank].place == Place::away && has_lock_file(draft_, name_of(rank, token_));
+    return looked[rank].place == Place::away && has_lock_file(draft_, name_of_writer(rank, token_));
   });
   writer_.claim();
   remove_leftovers(writer_.folder(), draft_.filename());
@@ -389,7 +391,7 @@ void JointSnapshot::lead_host(const std::vector<Looked>& looked) {
 void JointSnapshot::note_others(const std::vector<Looked>& looked, const std::function<bool(size_t)>& is_noted) {
   for (size_t rank = 0; rank < looked.size(); ++rank) {
     if (rank == static_cast<size_t>(rank_) || looked[rank].place == Place::nowhere || !is_noted(rank)) continue;
-    auto name = name_of(rank, token_);
+    auto name = name_of_writer(rank, token_);
     if (looked[rank].place == place_) {
       const bool has_lock = looked[rank].has_lock && !is_unlocked(draft_, name);
       others_.push_back({std::move(name), has_lock});
@@ -400,7 +402,7 @@ void JointSnapshot::note_others(const std::vector<Looked>& looked, const std::fu
   }
 }
 
-std::string JointSnapshot::name() const { return name_of(static_cast<size_t>(rank_), token_); }
+std::string JointSnapshot::name() const { return name_of_writer(static_cast<size_t>(rank_), token_); }
 
 void JointSnapshot::start(const Metadata& metadata, Milliseconds patience) {
   if (place_ == Place::nowhere) return;

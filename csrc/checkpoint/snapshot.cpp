@@ -108,7 +108,7 @@ fs::path write_snapshot(const fs::path& folder, const Snapshot& snapshot, const 
   return write_snapshot(folder, snapshot.metadata, next, options);
 }
 
-SnapshotReader::SnapshotReader(fs::path folder, const std::optional<net::JobSecret>& secret, Memory memory)
+SnapshotReader::SnapshotReader(const fs::path& folder, const std::optional<net::JobSecret>& secret, Memory memory)
     : SnapshotReader(folder, read_own_manifest(folder, secret), memory) {}
 
 SnapshotReader::SnapshotReader(fs::path folder, Manifest manifest, Memory memory)

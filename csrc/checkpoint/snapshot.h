@@ -73,8 +73,8 @@ class SnapshotReader {
  public:
   /// Reads the manifest in a snapshot's folder. Throws CheckpointError, naming the file, if it is damaged, of another
   /// version, or not signed with the secret, where there is one.
-  explicit SnapshotReader(std::filesystem::path folder, const std::optional<net::JobSecret>& secret = net::job_secret(),
-                          Memory memory = Memory::own);
+  explicit SnapshotReader(const std::filesystem::path& folder,
+                          const std::optional<net::JobSecret>& secret = net::job_secret(), Memory memory = Memory::own);
   SnapshotReader(const SnapshotReader&) = delete;
   SnapshotReader& operator=(const SnapshotReader&) = delete;
 

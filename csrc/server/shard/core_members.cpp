@@ -84,7 +84,11 @@ std::vector<uint32_t> ServerCore::begin_job(const Session& session, const Config
   dealer_ = Dealer();
   const auto fenced = quorum_.begin_anew(rules_of(request.plan), time_.now());
   close_channels(fenced);
-  if (started_) shard_->commands().close();
+  if (started_) {
+    shard_->commands().close();
+  } else {
+    values_.are_there = false;  // an earlier chief's, of which nobody heard
+  }
   changed_.notify_all();
   return fenced;
 }
@@ -192,9 +196,8 @@ void ServerCore::configure(Session& session, const Configure& request) {
       shard_ = make_shard(request.plan, index_);
       former.images = cuts_.begin_with(shard_->members(), shard_->plan().is_synchronous(), /*is_anew=*/true);
       quorum_.configure(rules_of(request.plan), time_.now());
-    } else if (begins && is_anew) {
-      gives_up = started_;
-      former = give_up(request);
+    } else if (begins && is_anew && !started_) {
+      former = give_up(request);  // of another model, perhaps
     } else if (const std::string difference = shard_->plan().describe_difference(request.plan); !difference.empty()) {
       throw LayoutMismatch(
           name_of_worker(session.rank) +
@@ -202,6 +205,9 @@ void ServerCore::configure(Session& session, const Configure& request) {
     } else if (request.server != index_) {
       throw InvalidArgument("this is server " + std::to_string(index_) + ", not " + std::to_string(request.server) +
                             "; give all workers the servers in one order");
+    } else if (begins && is_anew) {
+      former = give_up(request);
+      gives_up = true;
     }
     if (request.coming == Coming::returns) take_up_job(session, request);
     if (begins) {
@@ -225,6 +231,9 @@ void ServerCore::configure(Session& session, const Configure& request) {
                                std::to_string(made_by(*former.shard).second) +
                                ": the job that begins has loaded a checkpoint");
   }
+  {
+    const Former gone = std::move(former);
+  }  // before the worker is waited for
   for (const auto& [rank, incarnation] : fenced) shard->drop_pushes(rank, incarnation);
   if (!fenced.empty()) shard->wake();
   configured.owns = !shard->members().empty();
@@ -247,13 +256,21 @@ std::shared_ptr<Shard> ServerCore::begin_writing(const Session& session) {
   return shard_;
 }
 
+// A chief that was replaced while it began may not have heard of it.
+void ServerCore::check_origin(const Session& session) const {
+  check_job(session);
+  if (shard_->chunks().empty() || values_.origin == job_.id) return;
+  throw Fenced(name_of_worker(session.rank) +
+               " starts a job that another one has ended, which began meanwhile; start its workers again");
+}
+
 // Nobody has the initial values but the chief: they are durable before anybody steps.
 void ServerCore::start(Session& session, const Start& request) {
   Former former;
   {
     const Lock lock(mutex_);
-    check_job(session);
-    if (started_ && job_.is_settled) return reply(session, Done{});
+    check_origin(session);
+    if (started_ && job_.is_settled && values_.origin == job_.id) return reply(session, Done{});
     former = take_over_values();
     if (index_ == 0) dealer_.go_on(request.passes);
     values_.are_there = job_.is_told = true;
@@ -261,8 +278,8 @@ void ServerCore::start(Session& session, const Start& request) {
   snapshot(kOnce, /*even_if_kept=*/true);
   {
     const Lock lock(mutex_);
-    check_job(session);                                          // another chief may write meanwhile
-    quorum_.members().check(session.rank, session.incarnation);  // likewise
+    check_origin(session);  // another chief may write meanwhile
+    quorum_.members().check(session.rank, session.incarnation);
     started_ = job_.is_settled = true;
     values_.gave_up = false;
     shard_->commands().open(0);

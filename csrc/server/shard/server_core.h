@@ -163,8 +163,10 @@ class ServerCore {
   void take_up_job(const Session& session, const Configure& request);
   void close_channels(const std::vector<uint32_t>& ranks);
   void check_free(const Hello& hello) const;
-  /// Throws Fenced for a connection of a job that another one has ended.
+  /// Throw Fenced for a connection of a job that another one has ended, and for a chief whose values are not this
+  /// job's.
   void check_job(const Session& session) const;
+  void check_origin(const Session& session) const;
   std::vector<uint32_t> present() const;
 
   std::shared_ptr<Shard> make_shard(const Plan& plan, uint32_t server);

@@ -219,11 +219,16 @@ void ServerSnapshots::note_written(Kept written, uint64_t job) {
 bool ServerSnapshots::remove(const std::string& name) {
   try {
     store_->remove(name);
+    return true;
   } catch (const CheckpointError& error) {
     log(LogLevel::warning, "snapshot '" + name + "' is not needed any more, and stays: " + error.what());
+  }
+  try {
+    const auto left = store_->list();
+    return std::none_of(left.begin(), left.end(), [&](const auto& entry) { return entry.name == name; });
+  } catch (const CheckpointError&) {
     return false;
   }
-  return true;
 }
 
 void ServerSnapshots::remove_surplus(uint64_t keep) {
@@ -231,10 +236,12 @@ void ServerSnapshots::remove_surplus(uint64_t keep) {
     std::string oldest;
     {
       const Lock lock(mutex_);
-      if (!former_.empty()) return;  // the first one says that these are former
-      if (kept_.size() <= kKeep || (kept_[0].step >= keep && kept_[0].step != kept_[1].step)) return;
-      oldest = kept_.front().name;
-      kept_.erase(kept_.begin());
+      // The first one stays as long as former ones do: it says that they are.
+      const size_t first = former_.empty() ? 0 : 1;
+      if (kept_.size() <= kKeep + first) return;
+      if (kept_[first].step >= keep && kept_[first].step != kept_[first + 1].step) return;
+      oldest = kept_[first].name;
+      kept_.erase(kept_.begin() + static_cast<std::ptrdiff_t>(first));
     }
     remove(oldest);
   }

@@ -60,10 +60,12 @@ void ServerClient::write(uint32_t chunk, Part part, Bytes values) {
 // Nobody comes in before all servers have the values in snapshots. Where the start ends before, the job that begins
 // next writes them again.
 void ServerClient::start(const std::function<void()>& write, const std::vector<PassProgress>& passes) {
-  requests_.begin([&] {
-    write();
-    requests_.tell_all(Start{passes});
-  });
+  requests_.begin(
+      [&] {
+        write();
+        requests_.tell_all(Start{passes});
+      },
+      /*gives_values=*/true);
 }
 
 uint64_t ServerClient::join() {

@@ -73,14 +73,16 @@ void Requests::check_origins() const {
 }
 
 // Server 0 is told last: what it remembers of the job's beginning after it started again, all others have on disk.
-void Requests::begin(const std::function<void()>& tell) {
+void Requests::begin(const std::function<void()>& tell, bool gives_values) {
   const auto deadline = limit();
   for (bool is_repeated = false;; is_repeated = true) {
     try {
       for (size_t s = 0; s < links_.size(); ++s) {
         if (links_[s]->is_broken()) connect(s, /*is_first=*/false);
       }
-      if (is_repeated && configured_.front().started && configured_.front().is_settled) {
+      const auto& first = configured_.front();
+      const bool is_told = first.started && first.is_settled && (!gives_values || first.origin == config_.job);
+      if (is_repeated && is_told) {
         for (const auto& link : links_) link->disconnect();  // others are told when this worker returns to them
       } else {
         tell();
@@ -95,13 +97,15 @@ void Requests::begin(const std::function<void()>& tell) {
 
 void Requests::resume() {
   if (is_running_) return;
-  begin([this] {
-    check_started();
-    for (size_t s = 0; s < links_.size(); ++s) {
-      if (!configured_[s].started) lose(s, "it started again without what it was given");
-    }
-    settle();
-  });
+  begin(
+      [this] {
+        check_started();
+        for (size_t s = 0; s < links_.size(); ++s) {
+          if (!configured_[s].started) lose(s, "it started again without what it was given");
+        }
+        settle();
+      },
+      /*gives_values=*/false);
 }
 
 void Requests::settle() {

@@ -39,8 +39,8 @@ class Requests {
   /// Whether all servers hold values already.
   bool is_started() const noexcept { return is_started_; }
   /// The chief's: `tell` tells all servers with what the job begins, and is called again where one of them, which may
-  /// have forgotten it, started again meanwhile.
-  void begin(const std::function<void()>& tell);
+  /// have forgotten it, started again meanwhile. `gives_values`: by values of its own.
+  void begin(const std::function<void()>& tell, bool gives_values);
   /// The chief's: where the job began after another one, tells all servers where it goes on. Throws CheckpointError
   /// where they have no step in common. No-op after begin().
   void resume();

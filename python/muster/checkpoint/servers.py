@@ -28,7 +28,8 @@ __all__ = ["are_of_servers", "parts_of"]
 _Pieces = dict[str, dict[int, Tensor]]
 
 _KIND = "muster parameter server"
-_LAYOUT = 3
+_LAYOUT = 4
+_FIRST = "first"
 """Of the snapshots that are read here; servers write it into the manifest."""
 _GROUP_BYTES = {0: 43, 1: 34, 2: 33}
 """Of a group's hyperparameters, by the optimizer's kind: Adam, SGD, Adagrad."""
@@ -186,12 +187,16 @@ def _newest_of_all(sources: Sequence[Path]) -> list[Checkpoint]:
 
 
 def _good_ones(source: Path) -> Iterator[Checkpoint]:
-    """The newest first; each damaged one is named in a warning."""
+    """The newest first; each damaged one is named in a warning. None from before a job that began anew."""
     for folder in reversed(reading.folders_in(source)):
         try:
-            yield reading.read_folder(folder)
+            snapshot = reading.read_folder(folder)
         except CheckpointError as error:
             reading.pass_over(folder, error)
+            continue
+        yield snapshot
+        if _FIRST in snapshot.metadata:
+            return
 
 
 def _step_of(snapshot: Checkpoint) -> int:
