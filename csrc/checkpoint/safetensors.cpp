@@ -43,7 +43,7 @@ constexpr std::string_view kMetadata = "__metadata__";
 constexpr size_t kLengthBytes = 8;
 constexpr size_t kMaxDimensions = 64;
 
-std::optional<std::string_view> name_of(at::ScalarType dtype) {
+std::optional<std::string_view> name_of_dtype(at::ScalarType dtype) {
   for (const auto& [name, type] : kDTypes) {
     if (type == dtype) return name;
   }
@@ -211,12 +211,12 @@ void check_storable(const std::string& name, const at::Tensor& tensor) {
 
 void check_copy_storable(const std::string& name, const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_meta() || tensor.layout() != at::kStrided || name == kMetadata ||
-      !name_of(tensor.scalar_type()) || tensor.dim() > static_cast<int64_t>(kMaxDimensions)) {
+      !name_of_dtype(tensor.scalar_type()) || tensor.dim() > static_cast<int64_t>(kMaxDimensions)) {
     refuse_tensor(name);
   }
 }
 
-std::string dtype_name(at::ScalarType dtype) { return std::string(name_of(dtype).value_or("")); }
+std::string dtype_name(at::ScalarType dtype) { return std::string(name_of_dtype(dtype).value_or("")); }
 
 TensorSums write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors, bool hashes) {
   const auto entries = lay_out(tensors);

@@ -156,7 +156,7 @@ TEST_CASE("every list and text of a message has a bound", "[server]") {
   check_bound<Standing>(zeros(13), kMaxRecord);
   check_bound<Standing>(zeros(17), kMaxToken);
   check_bound<Configured>(zeros(28), kMaxCuts);
-  check_bound<Configured>(zeros(24), 1);
+  check_bound<Configured>(zeros(32), 1);
   check_bound<Resume>(zeros(8), 1);
   check_bound<Join>(zeros(17), kMaxBatches);
   check_bound<Join>(zeros(21), kMaxBatches);
