@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-import weakref
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,7 +14,7 @@ from muster import _C
 from muster.errors import CommError
 from muster.gloo_interface import gloo_reaches, host_and_port
 
-__all__ = ["DefaultGroup", "leave_with"]
+__all__ = ["DefaultGroup", "are_of_parent"]
 
 
 class DefaultGroup:
@@ -75,31 +74,20 @@ class DefaultGroup:
 
     def leave(self) -> None:
         """Takes the default group away, unless the program has put another there. Idempotent; no-op in a fork."""
-        if os.getpid() != self._process:
+        if are_of_parent(self, self._process):
             return
         group, self._group = self._group, None
         if group is not None and dist.is_initialized() and dist.group.WORLD is group:
             dist.destroy_process_group()
 
 
-class Groups(Protocol):
-    """Process groups that a strategy has made."""
-
-    def leave(self) -> None:
-        """Takes them away. Idempotent."""
+_OF_PARENTS: list[object] = []
 
 
-def leave_with(owner: object, groups: Groups) -> None:
-    """`groups` are left once `owner` is gone. A forked process in which that is collected keeps them: a group's end
-    waits for its threads, which are the parent's."""
-    weakref.finalize(owner, _leave_or_keep, groups, os.getpid())
-
-
-_OF_PARENTS: list[Groups] = []
-
-
-def _leave_or_keep(groups: Groups, process: int) -> None:
+def are_of_parent(groups: object, process: int) -> bool:
+    """Whether `process`, which made `groups`, is another than this one, which was forked from it. They are kept then: a
+    group's end waits for its threads, which are the parent's."""
     if os.getpid() == process:
-        groups.leave()
-    else:
-        _OF_PARENTS.append(groups)
+        return False
+    _OF_PARENTS.append(groups)
+    return True

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore as _PrefixStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from muster import _C
-from muster.default_group import DefaultGroup
+from muster.default_group import DefaultGroup, are_of_parent
 from muster.errors import CommError, InvalidArgument
 from muster.gloo_interface import gloo_reaches
 
@@ -86,7 +86,7 @@ class SeveralHosts:
 
     def leave(self) -> None:
         """Takes the groups away, and the default group where it was made here. Idempotent; no-op in a fork."""
-        if os.getpid() != self._process:
+        if are_of_parent(self, self._process):
             return
         groups, self._groups = self._groups, []
         self.parts = None

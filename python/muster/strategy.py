@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from muster import _C, _random
 from muster.by_hand import ByHand
 from muster.collectives import Collectives
-from muster.default_group import DefaultGroup, leave_with
+from muster.default_group import DefaultGroup
 from muster.errors import InvalidArgument
 from muster.loader import Loader
 from muster.loader_host import LoaderHost
@@ -359,7 +359,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             raise
         self._groups = several or DefaultGroup.of(cluster, self._core, chosen.timeout)
         if self._groups is not None:
-            leave_with(self, self._groups)
+            weakref.finalize(self, self._groups.leave)
 
     def close(self) -> None:
         """As of every strategy. Takes the default group of torch.distributed away where the strategy has made it."""

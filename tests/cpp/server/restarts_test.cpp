@@ -68,10 +68,11 @@ struct Cluster {
     kill(s);
     start(s);
   }
-  ClientConfig config(uint32_t rank, const Plan& plan, uint64_t job = 1) const {
+  ClientConfig config(uint32_t rank, const Plan& plan, uint64_t job = 1, bool begins_anew = false) const {
     auto config = testing::config_of(names, rank, plan);
     config.log_bytes = kBigLog;
     config.job = job;
+    config.begins_anew = begins_anew;
     return config;
   }
   std::vector<std::filesystem::path> snapshots(uint32_t s) const {
@@ -112,6 +113,17 @@ class Meeting {
   std::atomic<int> arrived_{0};
 };
 
+// A worker of a job of two, of whose fifth step server 0 has taken a snapshot.
+std::unique_ptr<Worker> after_a_snapshot(Cluster& cluster, const Plan& plan, uint32_t rank, Meeting& meeting) {
+  auto worker = std::make_unique<Worker>(cluster.config(rank, plan));
+  worker->join();
+  for (uint64_t step = 1; step <= 5; ++step) worker->step(step);
+  meeting.wait();
+  if (rank == 0) cluster.running[0]->snapshot();
+  meeting.wait();
+  return worker;
+}
+
 }  // namespace
 
 TEST_CASE("a server that comes back awaits workers that its snapshot does not know", "[server]") {
@@ -142,12 +154,7 @@ TEST_CASE("a server that comes back awaits a worker that was replaced since its 
   const auto plan = plan_for(1, 2);
   Meeting meeting(2);
   const auto failures = testing::run_threads(2, [&](int rank) {
-    auto worker = std::make_unique<Worker>(cluster.config(static_cast<uint32_t>(rank), plan));
-    worker->join();
-    for (uint64_t step = 1; step <= 5; ++step) worker->step(step);
-    meeting.wait();
-    if (rank == 0) cluster.running[0]->snapshot();
-    meeting.wait();
+    auto worker = after_a_snapshot(cluster, plan, static_cast<uint32_t>(rank), meeting);
     if (rank == 1) {
       worker = std::make_unique<Worker>(cluster.config(1, plan));
       MUSTER_CHECK(worker->join() == 5);
@@ -170,12 +177,7 @@ TEST_CASE("who joins once server 0 started again waits for those who know what i
   const auto plan = plan_for(2, 2);
   Meeting meeting(2);
   const auto failures = testing::run_threads(2, [&](int rank) {
-    auto worker = std::make_unique<Worker>(cluster.config(static_cast<uint32_t>(rank), plan));
-    worker->join();
-    for (uint64_t step = 1; step <= 5; ++step) worker->step(step);
-    meeting.wait();
-    if (rank == 0) cluster.running[0]->snapshot();
-    meeting.wait();
+    auto worker = after_a_snapshot(cluster, plan, static_cast<uint32_t>(rank), meeting);
     if (rank == 1) worker.reset();
     if (rank == 0) {
       for (uint64_t step = 6; step <= 8; ++step) worker->step(step);
@@ -425,9 +427,7 @@ TEST_CASE("a job that begins anew takes the place of what an earlier one trained
   Cluster cluster(2);
   const auto plan = plan_for(2, 1, staleness);
   const auto train = [&](uint64_t job, bool begins_anew, uint64_t steps) {
-    auto config = cluster.config(0, plan, job);
-    config.begins_anew = begins_anew;
-    Worker worker(std::move(config));
+    Worker worker(cluster.config(0, plan, job, begins_anew));
     const uint64_t first = worker.join();
     for (uint64_t step = first + 1; step <= first + steps; ++step)
       staleness == 0 ? worker.step(step) : worker.step_alone(step);
@@ -463,28 +463,23 @@ TEST_CASE("a job that begins anew takes the place of what an earlier one trained
 TEST_CASE("what an earlier job trained is not lost to one that ends before its values are there", "[server]") {
   Cluster cluster(1);
   const auto plan = plan_for(1, 1);
-  const auto config_for = [&](uint64_t job, bool begins_anew) {
-    auto config = cluster.config(0, plan, job);
-    config.begins_anew = begins_anew;
-    return config;
-  };
   {
-    Worker worker(config_for(1, false));
+    Worker worker(cluster.config(0, plan, 1, false));
     worker.join();
     for (uint64_t step = 1; step <= 3; ++step) worker.step(step);
     worker.client.leave();
   }
-  CHECK_FALSE(Worker(config_for(2, true)).client.is_started());
-  CHECK_THROWS_WITH(Worker(config_for(3, false)),
+  CHECK_FALSE(Worker(cluster.config(0, plan, 2, true)).client.is_started());
+  CHECK_THROWS_WITH(Worker(cluster.config(0, plan, 3, false)),
                     ContainsSubstring("load it again, or, where the servers keep snapshots"));
   SECTION("the servers start again") {
     cluster.restart(0);
-    Worker worker(config_for(4, false));
+    Worker worker(cluster.config(0, plan, 4, false));
     CHECK(worker.join() == 3);
     CHECK(bit_equal(worker.parameters(3), reference(plan, 1, 3)));
   }
   SECTION("the checkpoint is loaded again") {
-    Worker worker(config_for(4, true));
+    Worker worker(cluster.config(0, plan, 4, true));
     CHECK(worker.join() == 0);
     worker.step(1);
     CHECK(bit_equal(worker.parameters(1), reference(plan, 1, 1)));
@@ -496,13 +491,8 @@ TEST_CASE("servers whose values began with different jobs are no job's", "[serve
   CAPTURE(staleness);
   Cluster cluster(2);
   const auto plan = plan_for(2, 1, staleness);
-  const auto config_for = [&](uint64_t job, bool begins_anew) {
-    auto config = cluster.config(0, plan, job);
-    config.begins_anew = begins_anew;
-    return config;
-  };
   {
-    Worker worker(config_for(1, false));
+    Worker worker(cluster.config(0, plan, 1, false));
     worker.join();
     staleness == 0 ? worker.step(1) : worker.step_alone(1);
     worker.client.leave();
@@ -511,13 +501,15 @@ TEST_CASE("servers whose values began with different jobs are no job's", "[serve
   cluster.kill(0);
   std::filesystem::copy(cluster.path(0), cluster.folder.path / "old", std::filesystem::copy_options::recursive);
   cluster.start(0);
-  Worker(config_for(2, true)).join();
+  Worker(cluster.config(0, plan, 2, true)).join();
   cluster.kill(0);
   std::filesystem::remove_all(cluster.path(0));
   std::filesystem::rename(cluster.folder.path / "old", cluster.path(0));
   cluster.start(0);
   cluster.restart(1);
-  const auto join = [&](uint64_t job, bool begins_anew) { return Worker(config_for(job, begins_anew)).join(); };
+  const auto join = [&](uint64_t job, bool begins_anew) {
+    return Worker(cluster.config(0, plan, job, begins_anew)).join();
+  };
   CHECK_THROWS_WITH(join(3, false), ContainsSubstring("came of the values of different jobs"));
   CHECK(join(4, true) == 0);
 }
