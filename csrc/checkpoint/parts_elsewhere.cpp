@@ -158,7 +158,8 @@ void WordOfHost::forget() const noexcept {
       for (size_t i = 0; i < pieces; ++i) store_->deleteKey(key(key_of(writer, i)));
     });
     for (const auto* const what : {kParts, kProgress, kFailure, kGivenUp}) store_->deleteKey(key(what));
-  } catch (const std::exception&) {  // some stores cannot: they are as large as what was told
+  } catch (const std::exception&) {
+    return;  // some stores cannot: they are as large as what was told
   }
 }
 
@@ -167,7 +168,8 @@ void WordOfHost::give_up() const noexcept {
   try {
     tell(kGivenUp, "1");
     if (!asked(kParts).empty() || !asked(kFailure).empty()) forget();
-  } catch (const std::exception&) {  // the store is gone, and all that is in it
+  } catch (const std::exception&) {
+    return;  // the store is gone, and all that is in it
   }
 }
 
@@ -202,7 +204,8 @@ void ProgressTeller::run() noexcept {
       std::unique_lock lock(mutex_);
       if (ends_.wait_for(lock, kMostPause, [&] { return is_over_; })) return;
     }
-  } catch (const std::exception&) {  // who tells of the parts at the end meets the same, and says so
+  } catch (const std::exception&) {
+    return;  // who tells of the parts at the end meets the same, and says so
   }
 }
 
