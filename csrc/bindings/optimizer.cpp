@@ -102,6 +102,7 @@ void bind_optimizer(py::module_& m) {
       .def(py::init<>())
       .def("note", &DictWatch::note)
       .def("sees", &DictWatch::sees);
+  m.def("current_master", &current_master);
   m.def(
       "make_flat",
       [](const std::string& algorithm, const std::vector<std::pair<at::Tensor, uint32_t>>& parameters,

@@ -207,11 +207,12 @@ void note_loss(const LossTerms& terms, const StepScalars* scalars, const LossSca
 // --- optimizer steps -----------------------------------------------------------------------------------------------
 
 /// A run of one parameter's elements. All pointers are to n elements of the accumulation dtype (f32 or f64), unless
-/// said otherwise; none overlaps another.
+/// said otherwise; none overlaps another. Elements of `low` that are not `parameter` rounded were written since the
+/// last step, which then begins with them; they receive the rounded result.
 struct StepSegment {
   void* gradient;      ///< the sum over replicas
   void* parameter;     ///< the parameter, or the master copy of a low-precision one
-  void* low;           ///< n elements of `low_dtype` that receive the rounded parameter, or null
+  void* low;           ///< n elements of `low_dtype`, or null: the parameter, whose master copy is `parameter`
   void* state[3];      ///< by optimizer; see there
   const float* step;   ///< the parameter's step count, this step included; null: it is the first
   const double* used;  ///< how many replicas had a gradient: where 0, nothing changes; null: used

@@ -66,6 +66,14 @@ MUSTER_HOST_DEVICE void close_scalars(double sum, const double* tail, double los
   if (!dropped) scalars->unit = next_unit(scalars->unit, weight / tail[kContributions]);
 }
 
+/// What a step begins with where a parameter of low precision has `wide` as its master copy: a copy that does not round
+/// to the parameter is older than it, and the parameter counts.
+template <class Low, class T>
+MUSTER_HOST_DEVICE T current_master(T wide, Low low) noexcept {
+  const bool is_current = narrow<Low>(static_cast<float>(wide)).bits == low.bits;
+  return is_current ? wide : static_cast<T>(widen(low));
+}
+
 /// See loss_scale_update.
 MUSTER_HOST_DEVICE void advance_scale(LossScaleState* scale, bool finite, double growth, double backoff,
                                       int32_t interval) noexcept {

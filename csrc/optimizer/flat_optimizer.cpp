@@ -63,10 +63,8 @@ void StepPlan::add_segments(size_t p, const DividedStep& divided) {
     segments_.front().add_rows(entry, divided.shares.front().gradients[p], groups_);
     return;
   }
-  const bool refreshes = entry.master.defined() && entry.was_written();
   for (size_t s = 0; s < segments_.size(); ++s) {
     const auto& share = divided.shares[s];
-    if (refreshes) entry.refresh_master(share.runs[p]);
     segments_[s].add(entry, share.runs[p], memory, share.gradients[p], groups_);
   }
 }
@@ -87,7 +85,9 @@ void StepPlan::finish() {
   const at::NoGradGuard no_grad;
   const OnDevice on_device(optimizer_.state_.device());
   for (auto& [p, values] : packed_) optimizer_.state_.entry(p).parameter.tensor.copy_(values);
-  for (const size_t p : counted_.parameters) optimizer_.state_.entry(p).note_written();
+  for (const size_t p : counted_.parameters) {
+    optimizer_.state_.entry(p).parameter.tensor.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 FlatOptimizer::FlatOptimizer(std::vector<FlatParameter> parameters, const FlatGroups& groups, const Shard& shard)

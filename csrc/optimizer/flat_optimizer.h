@@ -78,8 +78,8 @@ class StepPlan {
   std::vector<std::pair<size_t, at::Tensor>> packed_;  // parameters with gaps in their memory, and their values
 };
 
-/// Steps parameters by their gradients' sums; see OptimizerState for what it keeps of them. A low-precision parameter
-/// that user code wrote since the last step is taken over into its fp32 master copy, which is what steps.
+/// Steps parameters by their gradients' sums; see OptimizerState for what it keeps of them. What steps of a
+/// low-precision parameter is its fp32 master copy, as current_master.
 ///
 /// Sparse rows: each touched row is stepped like a parameter of its own with the parameter's step count; untouched rows
 /// keep parameter and state (Adam: as torch.optim.SparseAdam). With momentum or, but for Adam, weight decay, a step

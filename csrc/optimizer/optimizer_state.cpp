@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -27,23 +28,16 @@ at::Tensor count_in(const at::Tensor& counts, size_t parameter) {
 }  // namespace
 
 at::Tensor StateEntry::current(size_t which) const {
-  if (which != kMaster || !master.defined() || !was_written()) return tensor(which);
-  const auto whole = parameter.tensor.detach();
-  return (master.sizes() == whole.sizes() ? whole : elements_of(whole, run)).to(master.scalar_type());
+  if (which != kMaster || !master.defined()) return tensor(which);
+  const auto& whole = parameter.tensor;
+  return current_master(master, master.sizes() == whole.sizes() ? whole : elements_of(whole, run));
 }
 
-void StateEntry::refresh_master(const Run& from) const {
-  const auto& tensor = parameter.tensor;
-  if (!is_dense) {
-    master.copy_(tensor);
-    return;
-  }
-  elements_of(master, {from.begin - run.begin, from.count}).copy_(elements_of(tensor, from));
-}
-
-void StateEntry::note_written() {
-  parameter.tensor.unsafeGetTensorImpl()->bump_version();
-  master_version = static_cast<int64_t>(parameter.tensor._version());
+at::Tensor current_master(const at::Tensor& master, const at::Tensor& parameter) {
+  const at::NoGradGuard no_grad;
+  // By their bits, as the steps (step_math.h): a parameter that is -0 is not +0.
+  const auto is_current = master.to(parameter.scalar_type()).view(at::kShort) == parameter.detach().view(at::kShort);
+  return at::where(is_current, master, parameter.detach().to(master.scalar_type()));
 }
 
 OptimizerState::OptimizerState(std::vector<FlatParameter> parameters, const FlatGroups& groups, const Shard& shard)
@@ -114,7 +108,6 @@ void OptimizerState::follow(StateEntry& entry) {
     const auto old = std::exchange(state, empty_state(entry));
     state.copy_(old);
   }
-  entry.master_version = -1;
   entry.master = is_low(entry.dtype) ? zero_state(entry) : at::Tensor();
   std::fill(std::begin(entry.common), std::end(entry.common), nullptr);
 }
@@ -235,11 +228,8 @@ void OptimizerState::set_master(size_t parameter, const at::Tensor& whole) {
   follow(entry);
   if (!entry.master.defined()) return;
   entry.common[StateEntry::kMaster] = nullptr;
-  entry.master_version = -1;
   entry.master = whole.defined() ? empty_state(entry) : zero_state(entry);
-  if (!whole.defined()) return;
-  entry.master.copy_(is_part ? whole : own_part(entry, whole));
-  entry.master_version = static_cast<int64_t>(entry.parameter.tensor._version());
+  if (whole.defined()) entry.master.copy_(is_part ? whole : own_part(entry, whole));
 }
 
 void OptimizerState::reset(size_t parameter) {

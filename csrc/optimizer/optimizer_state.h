@@ -33,10 +33,9 @@ struct StateEntry {
   Run run;                       ///< elements that this shard owns, in memory order
   bool is_dense = true;          ///< its memory has neither gaps nor overlaps
   at::Tensor states[kStates];
-  at::Tensor master;            ///< fp32, of a low-precision parameter
-  at::Tensor step;              ///< steps taken: 0-dim fp32, on the parameters' device
-  int64_t master_version = -1;  ///< of the parameter when the master copy was last equal to it
-  size_t num_states = 0;        ///< equal on all ranks, also where this one owns nothing of them
+  at::Tensor master;      ///< fp32, of a low-precision parameter
+  at::Tensor step;        ///< steps taken: 0-dim fp32, on the parameters' device
+  size_t num_states = 0;  ///< equal on all ranks, also where this one owns nothing of them
   /// Where all processes see states[s], and the master copy at kMaster; null where they do not. See is_common.
   const void* common[kStates + 1] = {};
   bool started = false;  ///< took a step, or was given state
@@ -50,16 +49,14 @@ struct StateEntry {
   bool is_common(size_t which) const {
     return common[which] != nullptr && common[which] == tensor(which).const_data_ptr();
   }
-  /// Whether user code wrote the parameter since the master copy was equal to it.
-  bool was_written() const { return master_version != static_cast<int64_t>(parameter.tensor._version()); }
-  /// tensor(which) as the next step begins with it, to be kept elsewhere: where the parameter was written since the
-  /// last one, its values in place of the master copy.
+  /// tensor(which) as the next step begins with it, to be kept elsewhere; see current_master.
   at::Tensor current(size_t which) const;
-  /// Takes over the parameter's values in `run` into the master copy.
-  void refresh_master(const Run& run) const;
-  /// After a step wrote the parameter: bumps its version counter.
-  void note_written();
 };
+
+/// The fp32 `master` of a low-precision `parameter` of its sizes, as a step begins with it: elements that do not round
+/// to the parameter's are older than it, and are its own there. Whatever wrote the parameter, its version counter does
+/// not matter: a write through `.data` leaves that alone, and one of the values that are there takes no bits away.
+at::Tensor current_master(const at::Tensor& master, const at::Tensor& parameter);
 
 /// State is kept in the accumulation dtype (fp32 but for fp64 parameters) and in the parameter's memory order; bf16 and
 /// fp16 parameters have an fp32 master copy. With a Shard of several ranks this rank keeps the state of its share of

@@ -12,6 +12,7 @@
 #include "muster/error.h"
 #include "strategy/collectives.h"
 #include "strategy/gathered_snapshot.h"
+#include "strategy/saved_dtypes.h"
 #include "strategy/saved_modules.h"
 #include "strategy/saved_parts.h"
 #include "strategy/saved_passes.h"
@@ -171,19 +172,28 @@ void Saving::check(const Dict& saved) const {
 }
 
 void Saving::take(const Dict& saved) {
-  const auto& modules = list_of(saved, "modules");
-  for (size_t i = 0; i < modules.size(); ++i) {
-    detail::take_module(*strategy_.modules[i].replicas().front(), modules[i].get<Dict>());
-  }
-  tables_.take();
   auto& core = *strategy_.core;
-  const auto& optimizers = list_of(saved, "optimizers");
-  other_options_.assign(optimizers.size(), {});
-  for (size_t i = 0; i < optimizers.size(); ++i) {
+  std::vector<const torch::nn::Module*> prepared;
+  std::vector<Dict> modules;
+  for (const auto& module : list_of(saved, "modules")) {
+    prepared.push_back(strategy_.modules[modules.size()].replicas().front().get());
+    modules.push_back(module.get<Dict>());
+  }
+  std::vector<detail::OptimizerToLoad> optimizers;
+  const auto& saved_optimizers = list_of(saved, "optimizers");
+  for (size_t i = 0; i < saved_optimizers.size(); ++i) {
     auto& optimizer = *strategy_.optimizers[i];
     if (detail::flat_state_of(optimizer) != nullptr) strategy_.bind_flat(optimizer);
-    const auto names = detail::parameter_names(optimizer, core.session().registry());
-    other_options_[i] = detail::load_optimizer(optimizer, names, optimizers[i].get<Dict>());
+    auto names = detail::parameter_names(optimizer, core.session().registry());
+    auto state = detail::with_names(saved_optimizers[i].get<Dict>(), names);
+    optimizers.push_back({optimizer, std::move(names), std::move(state)});
+  }
+  detail::follow_dtypes(prepared, modules, optimizers);
+  for (size_t i = 0; i < modules.size(); ++i) detail::take_module(*prepared[i], modules[i]);
+  tables_.take();
+  other_options_.clear();
+  for (const auto& [optimizer, names, state] : optimizers) {
+    other_options_.push_back(detail::load_optimizer(optimizer, names, state));
   }
   const auto& loaders = list_of(saved, "loaders");
   for (size_t i = 0; i < loaders.size(); ++i) {

@@ -24,7 +24,6 @@ using torch::optim::Optimizer;
 using Dict = SavedValue::Dict;
 using List = SavedValue::List;
 
-constexpr const char* kMaster = "master";  // the fp32 copy of a low-precision parameter
 constexpr const char* kSteps = "step";
 
 // --- values --------------------------------------------------------------------------------------------------------
@@ -152,7 +151,8 @@ std::string name_at(const std::vector<std::string>& names, int64_t position) {
                        "; build the one that was saved");
 }
 
-// With names where it has positions in the order of the groups, as what was made of another format's file.
+}  // namespace
+
 Dict with_names(const Dict& saved, const std::vector<std::string>& names) {
   List groups;
   for (const auto& group : member(saved, "groups").get<List>()) {
@@ -177,6 +177,8 @@ Dict with_names(const Dict& saved, const std::vector<std::string>& names) {
   }
   return {{"name", member(saved, "name")}, {"groups", std::move(groups)}, {"state", std::move(state)}};
 }
+
+namespace {
 
 // One element a parameter's, one a row, or one in all.
 bool fits(const at::Tensor& state, const at::Tensor& parameter) {
@@ -343,8 +345,7 @@ void check_optimizer(const Optimizer& optimizer, const std::vector<std::string>&
   }
 }
 
-OtherOptions load_optimizer(Optimizer& optimizer, const std::vector<std::string>& names, const Dict& given) {
-  const auto saved = with_names(given, names);
+OtherOptions load_optimizer(Optimizer& optimizer, const std::vector<std::string>& names, const Dict& saved) {
   OtherOptions others;
   const auto& groups = member(saved, "groups").get<List>();
   const auto& state = member(saved, "state").get<Dict>();

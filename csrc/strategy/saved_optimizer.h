@@ -24,6 +24,9 @@ std::vector<std::string> parameter_names(const torch::optim::Optimizer& optimize
 /// Options by group that C++ has no use for, as Python's schedulers leave some there.
 using OtherOptions = std::vector<SavedValue::Dict>;
 
+/// The key in a parameter's state of the fp32 copy of one of low precision.
+inline constexpr const char* kMaster = "master";
+
 /// {"name", "groups": [{options, "params": names}], "state": {name: {...}}}. Collective over `workers` where the state
 /// is divided over them, but for tensors that get a stand-in in `divided`, where that is not null. Throws
 /// InvalidArgument for an optimizer that is none of visit_torch_optimizer's.
@@ -35,7 +38,12 @@ SavedValue::Dict save_optimizer(torch::optim::Optimizer& optimizer, const std::v
 void check_optimizer(const torch::optim::Optimizer& optimizer, const std::vector<std::string>& names,
                      const SavedValue::Dict& saved, const std::string& what);
 
+/// `saved` with names where it has positions in the order of the groups, as what was made of another format's file.
+/// Throws LayoutMismatch for a position that there is not.
+SavedValue::Dict with_names(const SavedValue::Dict& saved, const std::vector<std::string>& names);
+
 /// After check_optimizer and, for a flat optimizer, once its FlatState is there: takes over options and state.
+/// `saved` is with names.
 OtherOptions load_optimizer(torch::optim::Optimizer& optimizer, const std::vector<std::string>& names,
                             const SavedValue::Dict& saved);
 

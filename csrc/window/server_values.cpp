@@ -30,12 +30,8 @@ at::Tensor part_of(const at::Tensor& parameter, const FlatOptimizer& optimizer, 
       return parameter;
     case Part::steps:
       return optimizer.state().entry(position).step;
-    case Part::master: {
-      const auto& master = optimizer.state().entry(position).master;
-      // A master copy that no longer rounds to the parameter is stale: send the parameter.
-      const bool is_stale = master.defined() && !master.to(parameter.scalar_type()).equal(parameter);
-      return is_stale ? parameter.detach().to(master.scalar_type()) : master;
-    }
+    case Part::master:
+      return optimizer.state().entry(position).current(StateEntry::kMaster);
     default:
       return optimizer.state().tensor(position, static_cast<size_t>(part) - static_cast<size_t>(Part::state0));
   }

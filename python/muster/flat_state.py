@@ -18,7 +18,18 @@ from muster.errors import InvalidArgument
 from muster.exact_loads import ExactLoads
 from muster.sharded_embedding import rows_are_left_out
 
-__all__ = ["DTYPES", "Algorithm", "Elsewhere", "FlatGroups", "FlatState", "FlatStep", "SteppedOptimizer", "giving_runs"]
+__all__ = [
+    "DTYPES",
+    "LOW",
+    "MASTER",
+    "Algorithm",
+    "Elsewhere",
+    "FlatGroups",
+    "FlatState",
+    "FlatStep",
+    "SteppedOptimizer",
+    "giving_runs",
+]
 
 FlatGroups = tuple[str, list[list[float]]]
 """An algorithm and its hyperparameters by group."""
@@ -29,7 +40,10 @@ FlatStep = tuple[_C.FlatOptimizer, list[int], str, list[list[float]]]
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 """Of parameters that a flat optimizer steps."""
 
-_MASTER = "master"
+LOW = {torch.bfloat16, torch.float16}
+"""Those of low precision."""
+
+MASTER = "master"
 """State key of the fp32 copy of a low-precision parameter."""
 _MASTER_NUMBER = 3
 
@@ -259,10 +273,9 @@ class FlatState:
         else:
             for position, values in packed["state"].items():
                 parameter = self._parameters[position]
-                master = values.get(_MASTER)
-                # Written since the last step, which is what the next one begins with.
-                if master is not None and not master.to(parameter.dtype).equal(parameter):
-                    packed["state"][position] = {**values, _MASTER: parameter.detach().to(master.dtype)}
+                master = values.get(MASTER)
+                if master is not None:
+                    packed["state"][position] = {**values, MASTER: _C.current_master(master, parameter)}
         return packed
 
     def _on_servers(self, *, to_stay: bool = False) -> dict[int, dict[str, Any]]:
@@ -270,7 +283,7 @@ class FlatState:
         assert self.core is not None
         part = _C.ServerPart
         states = zip(self._flat.state_names, (part.state0, part.state1, part.state2), strict=False)
-        named = [*states, (_MASTER, part.master)]
+        named = [*states, (MASTER, part.master)]
         # Together: a table of rows travels once.
         steps, *tensors = self.core.state_on_servers(
             self.indices, [part.steps, *(which for _, which in named)], to_stay
@@ -291,7 +304,7 @@ class FlatState:
         return {position: values for position, values in state.items() if values}
 
     def _names(self) -> list[tuple[int, str]]:
-        return [*enumerate(self._flat.state_names), (_MASTER_NUMBER, _MASTER)]
+        return [*enumerate(self._flat.state_names), (_MASTER_NUMBER, MASTER)]
 
     def _groups(self) -> list[list[float]]:
         return [self._algorithm.row(group) for group in self._optimizer.param_groups]
@@ -335,8 +348,8 @@ class FlatState:
                 given = torch.zeros_like(self._parameters[position], dtype=held.dtype)  # type: ignore[union-attr]
             flat.set_state(position, which, given.to_dense() if given.is_sparse else given)
             changed = True
-        if values.get(_MASTER) is not flat.master(position):
-            flat.set_master(position, values.get(_MASTER))
+        if values.get(MASTER) is not flat.master(position):
+            flat.set_master(position, values.get(MASTER))
             changed = True
         if self._algorithm.counts_steps:
             count = values.get("step")
@@ -378,7 +391,7 @@ class FlatState:
                 values[name] = tensor
         master = self._flat.master(position)
         if master is not None:
-            values[_MASTER] = master
+            values[MASTER] = master
         return values
 
 

@@ -10,14 +10,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from muster import _C, optim
 from muster.errors import LayoutMismatch
+from muster.flat_state import LOW, MASTER
 from muster.prepared_optimizer import PreparedOptimizer
 from muster.saved_layout import compare_names
 
-__all__ = ["compare", "has_numbers", "has_own_form", "state_of", "with_numbers"]
+__all__ = ["compare", "follow_dtypes", "has_numbers", "has_own_form", "state_of", "with_numbers"]
 
 _DECOUPLED = "decoupled_weight_decay"  # what tells AdamW from Adam
 
@@ -74,6 +75,34 @@ def with_numbers(core: _C.StrategyCore, prepared: PreparedOptimizer, saved: Mapp
         "state": {numbers[name]: values for name, values in saved["state"].items()},
         "param_groups": [{**group, "params": sorted(numbers[name] for name in group["params"])} for group in groups],
     }
+
+
+def follow_dtypes(
+    core: _C.StrategyCore,
+    modules: Sequence[nn.Module],
+    optimizers: Sequence[PreparedOptimizer],
+    saved: Mapping[str, Any],
+) -> None:
+    """Lets `saved` keep the bits that a change of dtype would take from parameters. One of low precision whose fp32
+    master copy is there is taken from that one; one that becomes of low precision has what was saved for its master
+    copy."""
+    places: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
+    for module, tensors in zip(modules, saved["modules"], strict=True):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if isinstance(tensors.get(name), Tensor):
+                places.setdefault(parameter, []).append((tensors, name))
+    for prepared, theirs in zip(optimizers, saved["optimizers"], strict=True):
+        parameters = [parameter for group in prepared.optimizer.param_groups for parameter in group["params"]]
+        keys = range(len(parameters)) if has_numbers(theirs) else _names_of(core, prepared)
+        for key, parameter in zip(keys, parameters, strict=True):
+            values, here = theirs["state"].get(key), places.get(parameter, [])
+            if values is None or not here or here[0][0][here[0][1]].dtype == parameter.dtype:
+                continue
+            widest = values.pop(MASTER, here[0][0][here[0][1]])
+            for tensors, name in here:
+                tensors[name] = widest
+            if prepared.is_flat and parameter.dtype in LOW and widest.dtype not in LOW:
+                values[MASTER] = widest
 
 
 def _names_of(core: _C.StrategyCore, prepared: PreparedOptimizer) -> list[str]:

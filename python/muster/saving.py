@@ -227,6 +227,9 @@ class Saving:
             if joins:  # it has the rest from the servers, later ones
                 take_objects()
                 return
+            if saved["modules"] is not None and saved["optimizers"] is not None:
+                modules = [module.module for module in self._preparation.modules]
+                saved_optimizer.follow_dtypes(self._core, modules, self._preparation.optimizers, saved)
             try:
                 self._take_optimizers(saved, take_objects)
             except Exception as error:

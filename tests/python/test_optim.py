@@ -269,6 +269,48 @@ def test_low_precision_parameters_have_a_master_copy(strategy: muster.MirroredSt
     assert max(parameter.abs().max().item() for parameter in low.parameters()) < 1e-3
 
 
+def clamp(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.data.clamp_(-0.01, 0.01)
+
+
+def replace_all(parameters: list[nn.Parameter]) -> None:
+    torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(parameters) / 2, parameters)
+
+
+def swap_and_back(parameters: list[nn.Parameter]) -> None:
+    """As for an evaluation with averaged weights."""
+    kept = [parameter.data.clone() for parameter in parameters]
+    for parameter, other in zip(parameters, kept, strict=True):
+        parameter.data.fill_(1.0)
+        parameter.data.copy_(other)
+
+
+@pytest.mark.parametrize("write", [clamp, replace_all, swap_and_back])
+def test_what_is_written_past_the_version_counter_counts(
+    strategy: muster.MirroredStrategy, write: Callable[[list[nn.Parameter]], None]
+) -> None:
+    """Of a parameter of low precision, whose master copy it is not."""
+    low, full = net(torch.bfloat16), net(torch.bfloat16).float()
+    gradients = [[g.bfloat16() for g in step] for step in recorded_gradients(full, 6)]
+    optimizer = make("adamw", low, lr=1e-2)
+    model, _ = strategy.prepare(low, optimizer)
+    train(strategy, model, gradients[:3])
+    before = [parameter.detach().clone() for parameter in low.parameters()]
+    with muster.MirroredStrategy() as second:
+        reference, _ = second.prepare(full, make("adamw", full, lr=1e-2))
+        train(second, reference, [[g.float() for g in step] for step in gradients[:3]])
+        write(list(low.parameters()))
+        saved = copy.deepcopy(optimizer.state_dict()["state"])
+        for number, (own, old, other) in enumerate(zip(low.parameters(), before, full.parameters(), strict=True)):
+            other.data.copy_(torch.where(own == old, other, own.float()))
+            assert torch.equal(saved[number]["master"], other)
+        train(strategy, model, gradients[3:])
+        train(second, reference, [[g.float() for g in step] for step in gradients[3:]])
+    for own, other in zip(low.parameters(), full.parameters(), strict=True):
+        assert torch.equal(own, other.to(own.dtype))
+
+
 def test_clipping_and_kept_gradients(strategy: muster.MirroredStrategy) -> None:
     ours, theirs = net(), net()
     gradients = recorded_gradients(ours, 5)

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -356,6 +356,35 @@ def test_a_parameter_of_low_precision_that_was_written_is_saved_as_it_is(
     workers: int, is_sharded: bool, way: str, tmp_path: Path
 ) -> None:
     assert run_ranks(workers, _goes_on_from_a_written_parameter, tmp_path, way, is_sharded) == [True] * workers
+
+
+@pytest.mark.parametrize("loaded", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_change_of_dtype_takes_no_bits_away(saved: torch.dtype, loaded: torch.dtype, tmp_path: Path) -> None:
+    def job(dtype: torch.dtype) -> tuple[muster.Strategy, Any, Any]:
+        torch.manual_seed(0)
+        strategy = muster.MirroredStrategy(["cpu"])
+        model = nn.Linear(8, 6).to(dtype)
+        return strategy, *strategy.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    def widest(model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
+        state = optimizer.state_dict()["state"][0]
+        assert ("master" in state) == (model.weight.dtype in (torch.bfloat16, torch.float16))
+        return cast(Tensor, state.get("master", model.weight.detach())).clone()
+
+    strategy, model, optimizer = job(saved)
+    with strategy:
+        for _ in range(3):
+            strategy.step(lambda x: model(x).float().square().sum(), DATA.tensors[0][:8].to(saved))
+        strategy.save(tmp_path)
+        expected = widest(model, optimizer)
+    strategy, model, optimizer = job(loaded)
+    with strategy:
+        strategy.load(tmp_path)
+        assert torch.equal(widest(model, optimizer), expected.to(widest(model, optimizer).dtype))
+        assert torch.equal(model.weight, expected.to(loaded))
+        strategy.step(lambda x: model(x).float().square().sum() * 0, DATA.tensors[0][:8].to(loaded))
+        assert torch.allclose(widest(model, optimizer), expected.to(widest(model, optimizer).dtype), atol=0.01)
 
 
 class Keeping(nn.Linear):

@@ -31,7 +31,9 @@
   X(factors_not_awaited)            \
   X(step_misaligned_load)           \
   X(step_short_tail)                \
+  X(step_reads_the_copy_alone)      \
   X(peer_short_tail)                \
+  X(peers_read_the_copy_alone)      \
   X(peer_barrier_awaited_by_few)    \
   X(peer_no_closing_barrier)        \
   X(reduce_step_no_middle_barrier)  \

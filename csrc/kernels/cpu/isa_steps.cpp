@@ -23,6 +23,18 @@ void narrow_all(S* out, const T* in, size_t n) noexcept {
   for (size_t i = 0; i < n; ++i) out[i] = narrow<S>(static_cast<float>(in[i]));
 }
 
+template <class S, class T>
+void take_written(T* master, const S* low, size_t n) noexcept {
+#pragma GCC ivdep
+  for (size_t i = 0; i < n; ++i) master[i] = current_master(master[i], low[i]);
+}
+
+/// Calls with this type of low precision.
+template <class F>
+MUSTER_HOST_DEVICE void with_low(DType dtype, const F& function) noexcept {
+  dtype == DType::bf16 ? function(BFloat16{}) : function(Half{});
+}
+
 // 1 / divisor where multiplying by it gives the bits of the division, else 0: powers of two well inside T's range.
 template <class T>
 T exact_inverse(T divisor) noexcept {
@@ -97,13 +109,16 @@ MUSTER_HOST_DEVICE void step_segment(const StepSegment& segment, const StepScala
     for (int s = 0; s < 3; ++s) {
       if (segment.state[s] != nullptr) piece.state[s] = static_cast<T*>(segment.state[s]) + begin;
     }
-    update(piece);
-    if (segment.low == nullptr) continue;
-    if (segment.low_dtype == DType::bf16) {
-      narrow_all(static_cast<BFloat16*>(segment.low) + begin, parameter, n);
-    } else {
-      narrow_all(static_cast<Half*>(segment.low) + begin, parameter, n);
+    if (segment.low == nullptr) {
+      update(piece);
+      continue;
     }
+    with_low(segment.low_dtype, [&](auto kind) {
+      auto* const low = static_cast<decltype(kind)*>(segment.low) + begin;
+      take_written(parameter, low, n);
+      update(piece);
+      narrow_all(low, parameter, n);
+    });
   }
 }
 

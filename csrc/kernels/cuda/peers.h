@@ -198,30 +198,38 @@ MUSTER_DEVICE void reduce_all(const PeerStep& a, const Place& place) {
   }
 }
 
-/// To every rank: the parameter itself, or, beside the own master, its copy of low precision.
+/// Read from this rank and stored to every one: the parameter, or, beside the master copy of this rank, the one of low
+/// precision.
 template <class T>
-struct StoreToPeers {
+struct PeersParameter {
   const PeerStep& a;
+  int rank;
   T* master;  // the chunk's first element, or null
   uint64_t first;
   DType dtype;
 
+  MUSTER_MEMBER T* parameter_of(int r) const { return static_cast<T*>(a.step.buffers[r].parameters) + first; }
+  MUSTER_MEMBER void* low_of(int r) const { return a.step.buffers[r].low[dtype == DType::bf16 ? 0 : 1]; }
+
   template <int kN>
   MUSTER_MEMBER bool is_aligned() const {
-    return first % kN == 0;
+    return first % kN == 0 && cuda::is_aligned<T, kN>(master != nullptr ? master : parameter_of(rank));
+  }
+
+  template <int kN>
+  MUSTER_MEMBER Pack<T, kN> load(uint32_t i) const {
+    if (master == nullptr) return cuda::load<kN>(parameter_of(rank) + i);
+    if (MUSTER_MUTATE(peers_read_the_copy_alone, false, true)) return cuda::load<kN>(master + i);
+    return load_master<kN>(master + i, dtype, low_of(rank), first + i);
   }
 
   template <int kN>
   MUSTER_MEMBER void store(uint32_t i, const Pack<T, kN>& values) const {
     if (master != nullptr) {
       cuda::store(master + i, values);
-      for (int r = 0; r < a.peers.size; ++r) {
-        store_low(dtype, a.step.buffers[r].low[dtype == DType::bf16 ? 0 : 1], first + i, values);
-      }
+      for (int r = 0; r < a.peers.size; ++r) store_low(dtype, low_of(r), first + i, values);
     } else {
-      for (int r = 0; r < a.peers.size; ++r) {
-        cuda::store(static_cast<T*>(a.step.buffers[r].parameters) + first + i, values);
-      }
+      for (int r = 0; r < a.peers.size; ++r) cuda::store(parameter_of(r) + i, values);
     }
   }
 };
@@ -248,12 +256,11 @@ MUSTER_DEVICE void step_tiles(const PeerStep& a, const Place& place, const StepS
     ChunkElements<T> elements;
     elements.n = extent.n;
     elements.gradient = static_cast<T*>(own.gradients) + segment.gradient + extent.first;
-    elements.parameter = master != nullptr ? master : static_cast<const T*>(own.parameters) + first;
     for (int k = 0; k < 3; ++k) {
       elements.state[k] = segment.state[k] == nullptr ? nullptr : static_cast<T*>(segment.state[k]) + extent.first;
     }
     step_chunk<Optimizer>(elements, factors, a.step.keep_gradient,
-                          StoreToPeers<T>{a, master, first, segment.parameter_dtype});
+                          PeersParameter<T>{a, place.rank, master, first, segment.parameter_dtype});
   }
 }
 

@@ -131,21 +131,20 @@ MUSTER_DEVICE void share_factors(SegmentFactors<Optimizer, T>& shared, const Ste
 
 // --- one chunk -----------------------------------------------------------------------------------------------------
 
-/// Where a chunk's elements lie. `publish` is what stores the stepped parameters, see step_chunk.
+/// Where a chunk's elements lie but for those of the parameter, see step_chunk.
 template <class T>
 struct ChunkElements {
   T* gradient;
-  const T* parameter;
   T* state[3];
   uint32_t n;
 };
 
 /// Everything is read before anything is written: pointers may alias for all that the compiler knows.
-template <int kN, class T, class Update, class Publish>
+template <int kN, class T, class Update, class Parameter>
 MUSTER_DEVICE void step_pack(const ChunkElements<T>& e, uint32_t i, T divisor, const Clipping<T>& clipping,
-                             bool keep_gradient, const Update& update, const Publish& publish) {
+                             bool keep_gradient, const Update& update, const Parameter& parameter) {
   Pack<T, kN> g = load<kN>(e.gradient + i);
-  Pack<T, kN> p = load<kN>(e.parameter + i);
+  Pack<T, kN> p = parameter.template load<kN>(i);
   Pack<T, kN> s[3]{};
   MUSTER_UNROLL
   for (int k = 0; k < Update::kStates; ++k) s[k] = load<kN>(e.state[k] + i);
@@ -157,41 +156,57 @@ MUSTER_DEVICE void step_pack(const ChunkElements<T>& e, uint32_t i, T divisor, c
   if (keep_gradient) store(e.gradient + i, g);
   MUSTER_UNROLL
   for (int k = 0; k < Update::kStates; ++k) store(e.state[k] + i, s[k]);
-  publish.store(i, p);
+  parameter.store(i, p);
 }
 
-template <class T, class Update, class Publish>
+template <class T, class Update, class Parameter>
 MUSTER_DEVICE void step_elements(const ChunkElements<T>& e, T divisor, const Clipping<T>& clipping, bool keep_gradient,
-                                 const Update& update, const Publish& publish) {
+                                 const Update& update, const Parameter& parameter) {
   constexpr int kN = static_cast<int>(kVectorBytes / sizeof(T));
-  bool is_vector = is_aligned<T, kN>(e.gradient) && is_aligned<T, kN>(e.parameter) && publish.template is_aligned<kN>();
+  bool is_vector = is_aligned<T, kN>(e.gradient) && parameter.template is_aligned<kN>();
   for (int k = 0; k < Update::kStates; ++k) {
     is_vector = is_vector && MUSTER_MUTATE(step_misaligned_load, (is_aligned<T, kN>(e.state[k])), true);
   }
   const uint32_t whole = is_vector ? e.n / kN * kN : 0;
   for (uint32_t i = threadIdx.x * kN; i < whole; i += kStepThreads * kN) {
-    step_pack<kN>(e, i, divisor, clipping, keep_gradient, update, publish);
+    step_pack<kN>(e, i, divisor, clipping, keep_gradient, update, parameter);
   }
   const uint32_t end = MUSTER_MUTATE(step_short_tail, e.n, e.n % kN == 0 ? e.n : e.n - 1);
   for (uint32_t i = whole + threadIdx.x; i < end; i += kStepThreads) {
-    step_pack<1>(e, i, divisor, clipping, keep_gradient, update, publish);
+    step_pack<1>(e, i, divisor, clipping, keep_gradient, update, parameter);
   }
 }
 
-/// By the whole block. publish.store(i, pack) stores the stepped elements from i on, publish.is_aligned<kN>() says
-/// whether it can take packs of kN.
-template <class Optimizer, class T, class Publish>
+/// By the whole block. parameter.load<kN>(i) is what the elements from i on are stepped from, parameter.store(i, pack)
+/// stores them stepped, parameter.is_aligned<kN>() says whether it has packs of kN.
+template <class Optimizer, class T, class Parameter>
 MUSTER_DEVICE void step_chunk(const ChunkElements<T>& e, const SegmentFactors<Optimizer, T>& factors,
-                              bool keep_gradient, const Publish& publish) {
+                              bool keep_gradient, const Parameter& parameter) {
   const T divisor = factors.divisor;
   if (factors.is_changed) {
     const Clipping<T> clipping = factors.clipping;
     Optimizer::template choose<T>(factors.optimizer, [&](const auto& update) {
-      step_elements(e, divisor, clipping, keep_gradient, update, publish);
+      step_elements(e, divisor, clipping, keep_gradient, update, parameter);
     });
   } else if (keep_gradient) {
     for (uint32_t i = threadIdx.x; i < e.n; i += kStepThreads) e.gradient[i] = e.gradient[i] / divisor;
   }
+}
+
+/// `master` from `i` on, but for elements that the parameter of low precision is newer in.
+template <int kN, class Low, class T>
+MUSTER_DEVICE Pack<T, kN> load_master(const T* master, const Low* low) {
+  Pack<T, kN> values = load<kN>(master);
+  const Pack<Low, kN> rounded = load<kN>(low);
+  MUSTER_UNROLL
+  for (int j = 0; j < kN; ++j) values.v[j] = current_master(values.v[j], rounded.v[j]);
+  return values;
+}
+
+template <int kN, class T>
+MUSTER_DEVICE Pack<T, kN> load_master(const T* master, DType dtype, const void* low, uint64_t i) {
+  return dtype == DType::bf16 ? load_master<kN>(master, static_cast<const BFloat16*>(low) + i)
+                              : load_master<kN>(master, static_cast<const Half*>(low) + i);
 }
 
 /// Rounds a pack to a low-precision copy.

@@ -3,21 +3,28 @@
 namespace muster::kernels::cuda {
 namespace {
 
-/// The parameter, and its copy of low precision where there is one.
+/// The parameter, or its master copy with it.
 template <class T>
-struct StoreLocally {
-  T* parameter;
+struct LocalParameter {
+  T* wide;
   void* low;  // the chunk's first element, or null
   DType low_dtype;
 
   template <int kN>
   MUSTER_MEMBER bool is_aligned() const {
-    return low == nullptr || cuda::is_aligned<BFloat16, kN>(static_cast<const BFloat16*>(low));
+    return cuda::is_aligned<T, kN>(wide) &&
+           (low == nullptr || cuda::is_aligned<BFloat16, kN>(static_cast<const BFloat16*>(low)));
+  }
+
+  template <int kN>
+  MUSTER_MEMBER Pack<T, kN> load(uint32_t i) const {
+    if (MUSTER_MUTATE(step_reads_the_copy_alone, low == nullptr, true)) return cuda::load<kN>(wide + i);
+    return load_master<kN>(wide + i, low_dtype, low, i);
   }
 
   template <int kN>
   MUSTER_MEMBER void store(uint32_t i, const Pack<T, kN>& values) const {
-    cuda::store(parameter + i, values);
+    cuda::store(wide + i, values);
     if (low != nullptr) store_low(low_dtype, low, i, values);
   }
 };
@@ -40,14 +47,13 @@ MUSTER_KERNEL void __launch_bounds__(kStepThreads, sizeof(T) == sizeof(float) ? 
     ChunkElements<T> elements;
     elements.n = static_cast<uint32_t>(segment.n - first < kTile ? segment.n - first : kTile);
     elements.gradient = static_cast<T*>(segment.gradient) + first;
-    elements.parameter = static_cast<T*>(segment.parameter) + first;
     for (int k = 0; k < 3; ++k) {
       elements.state[k] = segment.state[k] == nullptr ? nullptr : static_cast<T*>(segment.state[k]) + first;
     }
-    const StoreLocally<T> publish{static_cast<T*>(segment.parameter) + first,
-                                  segment.low == nullptr ? nullptr : static_cast<uint16_t*>(segment.low) + first,
-                                  segment.low_dtype};
-    step_chunk<Optimizer>(elements, factors, plan.keep_gradient, publish);
+    const LocalParameter<T> parameter{static_cast<T*>(segment.parameter) + first,
+                                      segment.low == nullptr ? nullptr : static_cast<uint16_t*>(segment.low) + first,
+                                      segment.low_dtype};
+    step_chunk<Optimizer>(elements, factors, plan.keep_gradient, parameter);
   }
 }
 

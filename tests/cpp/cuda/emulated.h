@@ -81,6 +81,15 @@ class Buffer {
   T* data_ = nullptr;
 };
 
+/// `low` from its start on: `master` rounded, but for every third element, which somebody has written.
+template <class Low, class T>
+void write_thirds(const Buffer<T>& master, Low* low) {
+  for (size_t i = 0; i < master.size(); ++i) {
+    const auto value = static_cast<float>(master[i]);
+    low[i] = narrow<Low>(i % 3 == 1 ? value / 3 : value);
+  }
+}
+
 // --- equality --------------------------------------------------------------------------------------------------------
 
 /// The same bits, or both NaN.

@@ -115,7 +115,7 @@ struct Outputs {
   std::vector<Buffer<Half>> f16;
   std::vector<Buffer<double>> partials, tail_sums;
 
-  Outputs(int ranks, const Plan& plan) {
+  Outputs(int ranks, const Plan& plan, const State<T>& state) {
     for (int r = 0; r < ranks; ++r) {
       parameters.emplace_back(plan.parameters[0]);
       Values(6).fill(parameters.back());
@@ -123,6 +123,11 @@ struct Outputs {
       f16.emplace_back(plan.parameters[2]);
       partials.emplace_back(plan.partials);
       tail_sums.emplace_back(kTail);
+      for (size_t p = 0; p < kCount; ++p) {
+        const size_t first = plan.places[p].parameter;
+        if (Plan::kind(p) == 1) write_thirds(state.masters[p], bf16.back().data() + first);
+        if (Plan::kind(p) == 2) write_thirds(state.masters[p], f16.back().data() + first);
+      }
     }
   }
 
@@ -253,7 +258,7 @@ void compare_steps(DType dtype, const Setting& setting) {
   const WindowOptions options{0.7, 1, 2.1, 0.7, 2};
   Inputs<T> inputs(setting.rounds, setting.ranks, plan, setting.bad_round);
   State<T> expected_state, state;
-  Outputs<T> expected(1, plan), out(setting.ranks, plan);
+  Outputs<T> expected(1, plan, expected_state), out(setting.ranks, plan, state);
 
   Buffer<T> mean(plan.gradients);
   for (int round = 0; round < setting.rounds; ++round) {

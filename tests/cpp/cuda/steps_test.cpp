@@ -22,6 +22,11 @@ struct Parameters {
       low.emplace_back(sizes[i], offset(8));
       random.fill(gradients[i]);
       random.fill(values[i]);
+      if (is_bf16(i)) {
+        write_thirds(values[i], reinterpret_cast<BFloat16*>(low[i].data()));
+      } else {
+        write_thirds(values[i], reinterpret_cast<Half*>(low[i].data()));
+      }
       for (auto& state : states) {
         random.fill(state[i]);
         for (T& value : state[i]) value = std::abs(value);
@@ -43,7 +48,7 @@ struct Parameters {
       segment.used = i % 13 == 1 ? nullptr : &used[i];
       segment.n = sizes[i];
       segment.group = i % num_groups;
-      segment.low_dtype = i % 8 < 4 ? DType::bf16 : DType::f16;
+      segment.low_dtype = is_bf16(i) ? DType::bf16 : DType::f16;
       list.push_back(segment);
     }
     return list;
@@ -62,11 +67,13 @@ struct Parameters {
   }
 
  private:
+  static bool is_bf16(size_t i) { return i % 8 < 4; }
+
   void compare_low(size_t i, const Parameters& other) const {
     long difference = -1;
     for (size_t k = 0; k < sizes[i] && difference < 0; ++k) {
       const uint16_t a = low[i][k], b = other.low[i][k];
-      const bool is_equal = i % 8 < 4 ? is_same(BFloat16{a}, BFloat16{b}) : is_same(Half{a}, Half{b});
+      const bool is_equal = is_bf16(i) ? is_same(BFloat16{a}, BFloat16{b}) : is_same(Half{a}, Half{b});
       if (!is_equal) difference = static_cast<long>(k);
     }
     CHECK(difference == -1);

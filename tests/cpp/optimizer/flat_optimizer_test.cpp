@@ -426,6 +426,40 @@ TEST_CASE("state follows a parameter that changes its memory order or dtype", "[
   CHECK(moved.state().tensor(0, 0).scalar_type() == at::kDouble);
 }
 
+TEST_CASE("what was written into a parameter of low precision counts, and the master copy for the rest",
+          "[optimizer]") {
+  const auto dtype = GENERATE(at::kBFloat16, at::kHalf);
+  const bool has_gaps = GENERATE(false, true);
+  const auto values = at::linspace(-1, 1, 600).to(dtype);
+  const auto low = (has_gaps ? at::zeros({600, 2}, dtype).select(1, 0) : at::zeros({600}, dtype)).copy_(values);
+  const std::vector<at::Tensor> list{low.detach().requires_grad_()};
+  const std::vector<at::Tensor> full{values.to(at::kFloat).requires_grad_()};
+  FlatOptimizer ours(flat_parameters(list), adam());
+  FlatOptimizer theirs(flat_parameters(full), adam());
+  const auto step = [&](int number) {
+    write_gradients(list, number);
+    full[0].mutable_grad() = list[0].grad().to(at::kFloat).contiguous();
+    ours.step_from_grad(adam());
+    theirs.step_from_grad(adam());
+    CHECK(list[0].equal(full[0].to(dtype)));
+  };
+  step(0);
+  step(1);
+  const auto version = list[0]._version();
+  const auto written = list[0].variable_data().narrow(0, 100, 50);  // as `.data`: its version is its own
+  written.mul_(-3);
+  full[0].variable_data().narrow(0, 100, 50).copy_(written);
+  REQUIRE(list[0]._version() == version);
+  CHECK(ours.state().entry(0).current(StateEntry::kMaster).equal(full[0]));
+  step(2);
+  // Other values, and back: bits that only the master copy has stay.
+  const auto before = list[0].detach().clone();
+  const at::NoGradGuard no_grad;
+  list[0].fill_(0.5);
+  list[0].copy_(before);
+  step(3);
+}
+
 TEST_CASE("what a flat optimizer cannot step is refused", "[optimizer]") {
   CHECK_THROWS_AS(FlatOptimizer(flat_parameters({at::zeros({2}, at::kLong)}), adam()), InvalidArgument);
   const auto list = parameters();

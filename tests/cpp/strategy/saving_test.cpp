@@ -219,17 +219,23 @@ TEST_CASE("where a loader goes on is what can be", "[saving]") {
 }
 
 TEST_CASE("low-precision parameters go on from their fp32 copies", "[saving]") {
-  const auto run = [](Strategy& strategy, const std::filesystem::path& folder, bool stops) {
-    auto model = strategy.prepare([] {
+  const auto run = [](Strategy& strategy, const std::filesystem::path& folder, bool stops,
+                      at::ScalarType dtype = at::kBFloat16) {
+    auto model = strategy.prepare([&] {
       auto linear = std::make_shared<nn::LinearImpl>(4, 2);
-      linear->to(at::kBFloat16);
+      linear->to(dtype);
       return linear;
     });
     muster::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-4));
     strategy.prepare(optimizer);
     strategy.load(folder);
     while (strategy.steps() < 8) {
-      const auto x = (at::arange(8, at::kFloat).view({2, 4}) / 7 + strategy.steps()).to(at::kBFloat16);
+      if (dtype == at::kFloat) {  // as it was loaded
+        strategy.save(folder);
+        strategy.close();
+        break;
+      }
+      const auto x = (at::arange(8, at::kFloat).view({2, 4}) / 7 + strategy.steps()).to(dtype);
       strategy.step([&](const at::Tensor& part) { return model->forward(part).square().mean(); }, x);
       if (stops && strategy.steps() == 4) {
         strategy.save(folder);
@@ -248,6 +254,12 @@ TEST_CASE("low-precision parameters go on from their fp32 copies", "[saving]") {
   run(first, folder.path, true);
   MirroredStrategy second(cpus(1));
   CHECK(equal(run(second, folder.path, false), expected));
+
+  MirroredStrategy wide(cpus(1));
+  const auto masters = run(wide, folder.path, false, at::kFloat);
+  CHECK_FALSE(masters[0].to(at::kBFloat16).to(at::kFloat).equal(masters[0]));
+  MirroredStrategy third(cpus(1));
+  CHECK(equal(run(third, folder.path, false), expected));
 }
 
 TEST_CASE("a stream goes on after the batches that were trained on", "[saving]") {
