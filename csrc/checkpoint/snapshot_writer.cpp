@@ -1,6 +1,5 @@
 #include "checkpoint/snapshot_writer.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <unistd.h>
 
@@ -8,6 +7,7 @@
 #include <utility>
 
 #include "core/log.h"
+#include "device/host_copy.h"
 #include "muster/error.h"
 
 namespace muster::checkpoint {
@@ -58,18 +58,19 @@ void SnapshotWriter::write_copy(const Snapshot& snapshot) {
 }
 
 std::vector<Run> SnapshotWriter::copied(const std::vector<Run>& runs) {
-  const at::NoGradGuard no_grad;
   NamedTensors copies;
   std::vector<Run> result;
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
   for (const auto& run : runs) {
     auto& copy = copies_[run.name];
     if (!copy.defined() || copy.scalar_type() != run.elements.scalar_type() || copy.sizes() != run.elements.sizes()) {
       copy = at::empty(run.elements.sizes(), run.elements.scalar_type());
     }
-    copy.copy_(run.elements);
+    pairs.emplace_back(copy, run.elements);
     copies.emplace(run.name, copy);
     result.push_back({run.name, run.shape, run.begin, copy});
   }
+  copy_all(pairs);
   copies_ = std::move(copies);
   return result;
 }

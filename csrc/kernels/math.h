@@ -39,11 +39,13 @@ MUSTER_HOST_DEVICE float widen(BFloat16 value) noexcept {
   return bits_as<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
-// The exponent is moved by a multiplication, which also normalises subnormals; infinities and NaN are mended after it.
+// Normal halves move their exponent, subnormal ones are the distance from 2^-14 that their bits are above it: no
+// operand is subnormal, which a processor may take for 0. Infinities and NaN are mended after it.
 MUSTER_HOST_DEVICE float widen(Half value) noexcept {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
-  const uint32_t finite = bits_as<uint32_t>(bits_as<float>(magnitude) * bits_as<float>(0x77800000u));  // * 2^112
+  const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(magnitude + 0x38800000u) - bits_as<float>(0x38800000u));
+  const uint32_t finite = magnitude < 0x00800000u ? subnormal : magnitude + 0x38000000u;
   const uint32_t special = magnitude | 0x7f800000u;
   return bits_as<float>(sign | (magnitude >= 0x0f800000u ? special : finite));
 }

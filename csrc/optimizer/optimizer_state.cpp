@@ -12,6 +12,7 @@
 
 #include "core/flat_layout.h"
 #include "device/device.h"
+#include "device/host_copy.h"
 #include "muster/error.h"
 
 namespace muster {
@@ -35,9 +36,12 @@ at::Tensor StateEntry::current(size_t which) const {
 
 at::Tensor current_master(const at::Tensor& master, const at::Tensor& parameter) {
   const at::NoGradGuard no_grad;
+  const auto values = parameter.detach();
+  if (!is_low(values.scalar_type())) return values.to(master.scalar_type());
   // By their bits, as the steps (step_math.h): a parameter that is -0 is not +0.
-  const auto is_current = master.to(parameter.scalar_type()).view(at::kShort) == parameter.detach().view(at::kShort);
-  return at::where(is_current, master, parameter.detach().to(master.scalar_type()));
+  const auto is_current = master.to(values.scalar_type()).view(at::kShort) == values.view(at::kShort);
+  if (is_current.all().item<bool>()) return master;
+  return at::where(is_current, master, values.to(master.scalar_type()));
 }
 
 OptimizerState::OptimizerState(std::vector<FlatParameter> parameters, const FlatGroups& groups, const Shard& shard)
@@ -207,7 +211,7 @@ void OptimizerState::set(size_t parameter, size_t which, const at::Tensor& whole
   follow(entry);
   allocate(entry, which);
   auto state = empty_state(entry);  // others may hold the tensor that was there
-  if (state.defined()) state.copy_(is_part ? values : own_part(entry, values));
+  if (state.defined()) copy_all({{state, is_part ? values : own_part(entry, values)}});
   entry.states[which] = std::move(state);
   entry.num_states = std::max(entry.num_states, which + 1);
   entry.common[which] = nullptr;

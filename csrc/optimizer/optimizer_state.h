@@ -56,6 +56,7 @@ struct StateEntry {
 /// The fp32 `master` of a low-precision `parameter` of its sizes, as a step begins with it: elements that do not round
 /// to the parameter's are older than it, and are its own there. Whatever wrote the parameter, its version counter does
 /// not matter: a write through `.data` leaves that alone, and one of the values that are there takes no bits away.
+/// `master` itself where it is all current; of a parameter that is of low precision no more, that one's values.
 at::Tensor current_master(const at::Tensor& master, const at::Tensor& parameter);
 
 /// State is kept in the accumulation dtype (fp32 but for fp64 parameters) and in the parameter's memory order; bf16 and

@@ -3,6 +3,7 @@
 #include <map>
 #include <utility>
 
+#include "optimizer/optimizer_state.h"
 #include "strategy/saved_optimizer.h"
 #include "strategy/saved_parts.h"
 
@@ -18,13 +19,19 @@ bool is_low(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at
 
 void follow_dtypes(const std::vector<const torch::nn::Module*>& modules, std::vector<Dict>& saved_modules,
                    std::vector<OptimizerToLoad>& optimizers) {
-  std::map<const void*, std::vector<SavedValue*>> saved_values;  // by parameter, which may have several names
+  struct Saved {
+    at::Tensor values;
+    std::vector<SavedValue*> places;  // it may have several names
+    bool is_widened = false;          // by the first optimizer that has it
+  };
+  std::map<const void*, Saved> saved_values;  // by parameter
   for (size_t i = 0; i < modules.size(); ++i) {
     for (const auto& parameter : modules[i]->named_parameters()) {
       const auto found = saved_modules[i].find(parameter.key());  // rows of a table are elsewhere
-      if (found != saved_modules[i].end()) {
-        saved_values[parameter.value().unsafeGetTensorImpl()].push_back(&found->second);
-      }
+      if (found == saved_modules[i].end()) continue;
+      auto& saved = saved_values[parameter.value().unsafeGetTensorImpl()];
+      saved.values = found->second.get<at::Tensor>();
+      saved.places.push_back(&found->second);
     }
   }
   for (auto& [optimizer, names, saved] : optimizers) {
@@ -32,18 +39,20 @@ void follow_dtypes(const std::vector<const torch::nn::Module*>& modules, std::ve
     size_t position = 0;
     for (const auto& group : optimizer.param_groups()) {
       for (const auto& parameter : group.params()) {
-        const auto found = state.find(names[position++]);
-        const auto values = saved_values.find(parameter.unsafeGetTensorImpl());
-        if (found == state.end() || values == saved_values.end()) continue;
-        const auto theirs = values->second.front()->get<at::Tensor>();
-        if (theirs.scalar_type() == parameter.scalar_type()) continue;
-        auto own = found->second.get<Dict>();
+        const auto& name = names[position++];
+        const auto found = saved_values.find(parameter.unsafeGetTensorImpl());
+        if (found == saved_values.end() || found->second.values.scalar_type() == parameter.scalar_type()) continue;
+        auto& [theirs, places, is_widened] = found->second;
+        auto own = state.contains(name) ? state.at(name).get<Dict>() : Dict();
         const auto master = own.find(kMaster);
-        const auto widest = master == own.end() ? theirs : master->second.get<at::Tensor>();
-        for (auto* const value : values->second) *value = widest;
+        const auto widest = master == own.end() ? theirs : current_master(master->second.get<at::Tensor>(), theirs);
+        if (!std::exchange(is_widened, true)) {
+          for (auto* const place : places) *place = widest;
+        }
         if (!is_low(parameter.scalar_type()) || is_low(widest.scalar_type())) continue;
+        if (!state.contains(name) && !may_have_master_alone(optimizer)) continue;
         own.insert_or_assign(kMaster, widest);
-        found->second = std::move(own);
+        state.insert_or_assign(name, std::move(own));
       }
     }
     saved.insert_or_assign("state", std::move(state));

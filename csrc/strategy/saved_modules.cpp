@@ -1,9 +1,11 @@
 #include "strategy/saved_modules.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include <map>
+#include <set>
+#include <utility>
+#include <vector>
 
+#include "device/host_copy.h"
 #include "muster/error.h"
 #include "muster/sharded_embedding.h"
 #include "strategy/saved_optimizer.h"
@@ -67,8 +69,13 @@ void check_module(const torch::nn::Module& module, const Dict& saved, const std:
 }
 
 void take_module(const torch::nn::Module& module, const Dict& saved) {
-  const at::NoGradGuard no_grad;
-  for (const auto& [name, tensor] : tensors_of(module)) at::Tensor(tensor).copy_(saved.at(name).get<at::Tensor>());
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  std::set<const void*> taken;  // one tensor may have several names
+  for (const auto& [name, tensor] : tensors_of(module)) {
+    if (taken.insert(tensor.unsafeGetTensorImpl()).second)
+      copies.emplace_back(tensor, saved.at(name).get<at::Tensor>());
+  }
+  copy_all(copies);
 }
 
 }  // namespace muster::detail

@@ -204,13 +204,15 @@ std::unique_ptr<torch::optim::OptimizerParamState> param_state_of(const Dict& sa
   return has_any ? std::move(state) : nullptr;
 }
 
-void take_masters(OptimizerState& state, const std::vector<std::string>& names, const Dict& saved) {
+void take_masters(OptimizerState& state, const std::vector<std::string>& names, const Dict& saved, bool may_be_alone) {
   for (size_t p = 0; p < names.size(); ++p) {
     const auto found = saved.find(names[p]);
     if (found == saved.end()) continue;
     const auto& values = found->second.get<Dict>();
     const auto master = values.find(kMaster);
-    if (master != values.end()) state.set_master(p, master->second.get<at::Tensor>());
+    if (master == values.end()) continue;
+    state.set_master(p, master->second.get<at::Tensor>());
+    if (may_be_alone && !state.entry(p).started) state.set_step_count(p, 0);
   }
 }
 
@@ -345,6 +347,10 @@ void check_optimizer(const Optimizer& optimizer, const std::vector<std::string>&
   }
 }
 
+bool may_have_master_alone(const Optimizer& optimizer) {
+  return dynamic_cast<const torch::optim::SGD*>(&optimizer) != nullptr;
+}
+
 OtherOptions load_optimizer(Optimizer& optimizer, const std::vector<std::string>& names, const Dict& saved) {
   OtherOptions others;
   const auto& groups = member(saved, "groups").get<List>();
@@ -370,7 +376,7 @@ OtherOptions load_optimizer(Optimizer& optimizer, const std::vector<std::string>
   });
   if (auto* const flat = flat_state_of(optimizer)) {
     follow_state(**flat, optimizer);
-    take_masters((*flat)->flat.state(), names, state);
+    take_masters((*flat)->flat.state(), names, state, may_have_master_alone(optimizer));
   }
   return others;
 }

@@ -225,9 +225,8 @@ uint64_t Agreement::hash_of(const Place& place) const {
     add_values(registry_->parameter(0, parameter), hash);
     return hash.value();
   }
-  const auto& state = steps_[static_cast<size_t>(place.optimizer)].flat->state();
-  for (size_t which = 0; which < state.names().size(); ++which) add_values(state.tensor(parameter, which), hash);
-  add_values(state.tensor(parameter, StateEntry::kMaster), hash);
+  const auto& entry = steps_[static_cast<size_t>(place.optimizer)].flat->state().entry(parameter);
+  for (size_t which = 0; which <= StateEntry::kMaster; ++which) add_values(entry.current(which), hash);
   return hash.value();
 }
 

@@ -1,6 +1,5 @@
 #include "window/server_values.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -11,6 +10,7 @@
 #include <utility>
 
 #include "core/ownership.h"
+#include "device/host_copy.h"
 #include "server/protocol/chunk_parts.h"
 #include "window/server_cut.h"
 
@@ -84,17 +84,15 @@ void ServerValues::adopt() {
                         : at::empty_strided(parameter.sizes(), strides, parameter.options().requires_grad(false)));
   }
   const auto& chunks = client_.chunks();
-  at::parallel_for(0, static_cast<int64_t>(chunks.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) {
-      const auto& chunk = chunks[static_cast<size_t>(c)];
-      const auto size = static_cast<int64_t>(c10::elementSize(chunk.dtype));
-      for (const auto& piece : chunk.pieces) {
-        std::memcpy(first_byte_of(dense[static_cast<size_t>(piece.parameter)]) + piece.run.begin * size,
-                    landing_[static_cast<size_t>(c)] + piece.offset * size,
-                    static_cast<size_t>(piece.run.count * size));
-      }
+  std::vector<HostCopy> copies;
+  for (size_t c = 0; c < chunks.size(); ++c) {
+    const auto size = static_cast<int64_t>(c10::elementSize(chunks[c].dtype));
+    for (const auto& piece : chunks[c].pieces) {
+      copies.push_back({first_byte_of(dense[static_cast<size_t>(piece.parameter)]) + piece.run.begin * size,
+                        landing_[c] + piece.offset * size, static_cast<size_t>(piece.run.count * size)});
     }
-  });
+  }
+  copy_all(copies);
   for (size_t p = 0; p < parameters_.size(); ++p) {
     auto& [parameter, strides, position, trace] = parameters_[p];
     if (!parameter.is_non_overlapping_and_dense()) {

@@ -271,11 +271,7 @@ class FlatState:
                     if tensor is not None:
                         packed["state"][position][name] = tensor
         else:
-            for position, values in packed["state"].items():
-                parameter = self._parameters[position]
-                master = values.get(MASTER)
-                if master is not None:
-                    packed["state"][position] = {**values, MASTER: _C.current_master(master, parameter)}
+            packed["state"] = with_current_masters(packed["state"], self._parameters)
         return packed
 
     def _on_servers(self, *, to_stay: bool = False) -> dict[int, dict[str, Any]]:
@@ -293,7 +289,8 @@ class FlatState:
         for position, step in enumerate(steps):
             had_state = self._flat.has_started(position)
             if step is None:  # frozen when the servers took the others
-                state[position] = self._values(position) if had_state else {}
+                values = {position: self._values(position)} if had_state else {}
+                state |= with_current_masters(values, self._parameters)
             elif step > 0 or (had_state and self._algorithm.begins_with_state):
                 state[position] = {"step": step} if self._algorithm.counts_steps else {}
                 there.add(position)
@@ -325,7 +322,8 @@ class FlatState:
 
     def _is_ours(self, values: Mapping[str, Any]) -> bool:
         # Where no step is counted, None stands for what a shard has nothing of.
-        names = ("step", *self._flat.state_names)
+        masters = () if self.counts_steps else (MASTER,)  # else they come with the count
+        names = ("step", *self._flat.state_names, *masters)
         return any(values.get(name) is not None or (name in values and self.is_sharded) for name in names)
 
     def _has_nothing(self, position: int) -> bool:
@@ -359,7 +357,8 @@ class FlatState:
                 flat.set_step_count(position, float(count))
                 changed = True
         elif changed:
-            flat.set_step_count(position, 1.0)  # SGD counts no steps: with a buffer, the first one is past.
+            # SGD counts no steps: with a buffer, the first one is past.
+            flat.set_step_count(position, 1.0 if flat.num_states(position) else 0.0)
         return changed
 
     def _refuse(self, position: int, name: str) -> NoReturn:
@@ -376,8 +375,11 @@ class FlatState:
 
     def _show(self, positions: Sequence[int]) -> None:
         for position in positions:
-            if values := self._values(position):
+            values = self._values(position)
+            if values:
                 self._optimizer.state.setdefault(self._parameters[position], {}).update(values)
+            if MASTER not in values and (known := self._optimizer.state.get(self._parameters[position])):
+                known.pop(MASTER, None)  # of when the parameter was of low precision
 
     def _values(self, position: int) -> dict[str, Any]:
         """What is held here, as `state` has it."""
@@ -393,6 +395,19 @@ class FlatState:
         if master is not None:
             values[MASTER] = master
         return values
+
+
+def with_current_masters(state: Mapping[int, dict[str, Any]], parameters: Sequence[Tensor]) -> dict[int, Any]:
+    """`state` by the positions of `parameters`, with master copies as the next step begins with them."""
+    current = {}
+    for position, values in state.items():
+        parameter, master = parameters[position], values.get(MASTER)
+        if master is not None:
+            values = {name: value for name, value in values.items() if name != MASTER}
+            if parameter.dtype in LOW:
+                values[MASTER] = _C.current_master(master, parameter)
+        current[position] = values
+    return current
 
 
 class Elsewhere(defaultdict[Any, Any]):

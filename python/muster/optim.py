@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from muster import _C
 from muster.errors import InvalidArgument
 from muster.exact_loads import ExactLoads
-from muster.flat_state import DTYPES, Algorithm, Elsewhere, FlatState
+from muster.flat_state import DTYPES, Algorithm, Elsewhere, FlatState, with_current_masters
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW"]
 
@@ -32,6 +32,11 @@ class _Flat(Optimizer):
     def _exact(self) -> ExactLoads:
         # Made on demand: __init__ runs in no copy, and not where a torch.optim one becomes flat.
         return cast(ExactLoads, vars(self).setdefault("_exact_loads", ExactLoads()))
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether it has a number of steps as state of each parameter."""
+        return self._algorithm.counts_steps
 
     def parameters_by_position(self) -> list[Tensor]:
         """The parameters in the order of the groups."""
@@ -67,7 +72,10 @@ class _Flat(Optimizer):
         packed = super().state_dict()
         if self._exact:
             packed["state"] = {number: self._exact.of(values) for number, values in packed["state"].items()}
-        return packed if self._flat is None else self._flat.whole(packed)
+        if self._flat is None:
+            packed["state"] = with_current_masters(packed["state"], self.parameters_by_position())
+            return packed
+        return self._flat.whole(packed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """From torch.optim's format."""

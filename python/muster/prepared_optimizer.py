@@ -66,6 +66,10 @@ class PreparedOptimizer:
         """Whether it can step from the reduced sums."""
         return self._flat is not None
 
+    def keeps_master(self, *, has_state: bool) -> bool:
+        """Whether it takes over the fp32 copy of a parameter of low precision, of which it has other state or none."""
+        return self._flat is not None and (has_state or not self._flat.counts_steps)
+
     def indices(self) -> Iterator[int]:
         """The numbers of its parameters in the core, in the order of its groups. Raises InvalidArgument at one of no
         prepared module."""

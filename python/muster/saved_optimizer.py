@@ -86,23 +86,27 @@ def follow_dtypes(
     """Lets `saved` keep the bits that a change of dtype would take from parameters. One of low precision whose fp32
     master copy is there is taken from that one; one that becomes of low precision has what was saved for its master
     copy."""
-    places: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
+    saved_values: dict[nn.Parameter, Tensor] = {}
+    places: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}  # until the first optimizer has widened them
     for module, tensors in zip(modules, saved["modules"], strict=True):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if isinstance(tensors.get(name), Tensor):
+                saved_values[parameter] = tensors[name]
                 places.setdefault(parameter, []).append((tensors, name))
     for prepared, theirs in zip(optimizers, saved["optimizers"], strict=True):
         parameters = [parameter for group in prepared.optimizer.param_groups for parameter in group["params"]]
         keys = range(len(parameters)) if has_numbers(theirs) else _names_of(core, prepared)
         for key, parameter in zip(keys, parameters, strict=True):
-            values, here = theirs["state"].get(key), places.get(parameter, [])
-            if values is None or not here or here[0][0][here[0][1]].dtype == parameter.dtype:
+            widest = saved_values.get(parameter)
+            if widest is None or widest.dtype == parameter.dtype:
                 continue
-            widest = values.pop(MASTER, here[0][0][here[0][1]])
-            for tensors, name in here:
+            values = theirs["state"].get(key, {})
+            if (master := values.pop(MASTER, None)) is not None:
+                widest = _C.current_master(master, widest)
+            for tensors, name in places.pop(parameter, ()):
                 tensors[name] = widest
-            if prepared.is_flat and parameter.dtype in LOW and widest.dtype not in LOW:
-                values[MASTER] = widest
+            if parameter.dtype in LOW and widest.dtype not in LOW and prepared.keeps_master(has_state=bool(values)):
+                theirs["state"][key] = {**values, MASTER: widest}
 
 
 def _names_of(core: _C.StrategyCore, prepared: PreparedOptimizer) -> list[str]:

@@ -44,9 +44,16 @@ class Job:
     """One worker, and servers that keep snapshots."""
 
     def __init__(
-        self, folder: Path, number: int = 2, *, on_servers: bool = True, lr: float = 0.01, **options: Any
+        self,
+        folder: Path,
+        number: int = 2,
+        *,
+        on_servers: bool = True,
+        lr: float = 0.01,
+        servers: Servers | None = None,
+        **options: Any,
     ) -> None:
-        self.servers = Servers(number, folder)
+        self.servers = servers or Servers(number, folder)
         self.folders = [folder / str(server) for server in range(number)]
         cluster = muster.Cluster(0, 1, "", 0, self.servers.addresses)
         self.strategy = muster.ParameterServerStrategy(cluster, seed=3, threads_per_replica=1, **options)
@@ -162,6 +169,25 @@ def test_what_is_not_of_all_servers_of_one_job_is_refused(tmp_path: Path) -> Non
         )
     code, error = convert(zero, one, tmp_path / "runs")
     assert code == 1 and f"'{one}' has no good snapshot of a step that the other servers have" in error
+
+
+def test_servers_of_which_one_began_anew_are_refused(tmp_path: Path) -> None:
+    """They have a step of the same number, with values of two jobs."""
+    job = Job(tmp_path / "kept")
+    job.train(1)
+    job.strategy.save(tmp_path / "saved")
+    job.train(1)
+    job.snapshot()
+    job.strategy.close()
+    before = Path(shutil.copytree(job.folders[1], tmp_path / "before"))
+    again = Job(tmp_path / "kept", servers=job.servers)
+    again.strategy.load(tmp_path / "saved")
+    again.train(2)
+    zero, one = again.end()
+    assert reading.read(before).metadata["step"] == reading.read(zero).metadata["step"] == 2
+    code, error = convert(zero, before, tmp_path / "runs")
+    assert code == 1 and f"'{zero}' and '{before}' hold values of two jobs" in error
+    assert convert(zero, one, tmp_path / "runs")[0] == 0
 
 
 def test_servers_that_step_alone_are_taken_as_they_are_and_that_is_said(tmp_path: Path) -> None:

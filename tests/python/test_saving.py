@@ -337,6 +337,7 @@ def _goes_on_from_a_written_parameter(folder: Path, way: str, is_sharded: bool) 
             model.weight.fill_(0.3)
         strategy.save(folder)
         saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        assert saved[1]["state"][0]["master"].equal(model.weight.float())
         step(strategy, model)
         expected = model.weight.detach().clone()
     strategy, model, optimizer = job()
@@ -346,6 +347,7 @@ def _goes_on_from_a_written_parameter(folder: Path, way: str, is_sharded: bool) 
         else:
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
+        assert optimizer.state_dict()["state"][0]["master"].equal(model.weight.float())
         step(strategy, model)
         return torch.equal(model.weight, expected)
 
@@ -358,33 +360,118 @@ def test_a_parameter_of_low_precision_that_was_written_is_saved_as_it_is(
     assert run_ranks(workers, _goes_on_from_a_written_parameter, tmp_path, way, is_sharded) == [True] * workers
 
 
+LOW = (torch.bfloat16, torch.float16)
+
+
+class Precise:
+    """A job of one replica in a dtype."""
+
+    def __init__(self, dtype: torch.dtype, kind: str = "AdamW") -> None:
+        torch.manual_seed(0)
+        self.strategy = muster.MirroredStrategy(["cpu"])
+        self.dtype = dtype
+        module = nn.Linear(8, 6).to(dtype)
+        optimizer = {
+            "AdamW": lambda: torch.optim.AdamW(module.parameters(), lr=0.01),
+            "SGD": lambda: torch.optim.SGD(module.parameters(), lr=0.01),
+            "momentum": lambda: torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9, dampening=0.1),
+        }[kind]()
+        self.model, self.optimizer = self.strategy.prepare(module, optimizer)
+
+    def step(self, **options: Any) -> None:
+        self.optimizer.param_groups[0].update(options)
+        self.strategy.step(lambda x: self.model(x).float().square().sum(), DATA.tensors[0][:8].to(self.dtype))
+
+    def widest(self) -> Tensor:
+        """The weight, with what its master copy has beyond it."""
+        master = self.optimizer.state_dict()["state"].get(0, {}).get("master")
+        assert (master is not None) == (self.dtype in LOW)
+        return cast(Tensor, self.model.weight.detach() if master is None else master).clone()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "momentum"])
 @pytest.mark.parametrize("loaded", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_change_of_dtype_takes_no_bits_away(saved: torch.dtype, loaded: torch.dtype, tmp_path: Path) -> None:
-    def job(dtype: torch.dtype) -> tuple[muster.Strategy, Any, Any]:
+def test_a_change_of_dtype_takes_no_bits_away(
+    saved: torch.dtype, loaded: torch.dtype, kind: str, tmp_path: Path
+) -> None:
+    first = Precise(saved, kind)
+    with first.strategy:
+        for _ in range(3):
+            first.step()
+        first.strategy.save(tmp_path)
+        expected = first.widest().to(torch.float64 if loaded == torch.float64 else torch.float32)
+    second = Precise(loaded, kind)
+    with second.strategy:
+        second.strategy.load(tmp_path)
+        assert torch.equal(second.widest(), expected)
+        second.step(lr=0.0)
+        assert torch.equal(second.widest(), expected)
+        assert torch.equal(second.model.weight, expected.to(loaded))
+
+
+@pytest.mark.parametrize("loaded", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_was_written_before_the_first_step_after_a_load_is_saved(loaded: torch.dtype, tmp_path: Path) -> None:
+    first = Precise(torch.bfloat16)
+    with first.strategy:
+        first.step()
+        first.strategy.save(tmp_path)
+    second = Precise(torch.bfloat16)
+    with second.strategy:
+        second.strategy.load(tmp_path)
+        second.model.weight.data.fill_(0.5)
+        second.strategy.save(tmp_path)
+    third = Precise(loaded)
+    with third.strategy:
+        third.strategy.load(tmp_path)
+        assert torch.equal(third.widest(), torch.full((6, 8), 0.5))
+        assert torch.equal(third.model.weight, torch.full((6, 8), 0.5, dtype=loaded))
+
+
+def test_a_parameter_that_is_of_low_precision_no_more_has_no_master_copy(tmp_path: Path) -> None:
+    job = Precise(torch.bfloat16)
+    with job.strategy:
+        job.step()
+        job.model.float()
+        job.dtype = torch.float32
+        assert torch.equal(job.widest(), job.model.weight)
+        job.strategy.save(tmp_path)
+        job.step()
+        assert torch.equal(job.widest(), job.model.weight)
+    low, wide = Precise(torch.bfloat16), Precise(torch.float32)
+    with low.strategy, wide.strategy:
+        low.step()
+        wide.optimizer.load_state_dict(low.optimizer.state_dict())
+        wide.step()
+        assert torch.equal(wide.widest(), wide.model.weight)
+
+
+def test_two_optimizers_of_a_parameter_follow_its_dtype(tmp_path: Path) -> None:
+    def job(dtype: torch.dtype) -> tuple[muster.Strategy, Any, list[torch.optim.Optimizer]]:
         torch.manual_seed(0)
         strategy = muster.MirroredStrategy(["cpu"])
-        model = nn.Linear(8, 6).to(dtype)
-        return strategy, *strategy.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        module = nn.Linear(8, 6).to(dtype)
+        optimizers = [torch.optim.AdamW(module.parameters(), lr=lr) for lr in (0.01, 0.001)]
+        model, *prepared = strategy.prepare(module, *optimizers)
+        return strategy, model, prepared
 
-    def widest(model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
-        state = optimizer.state_dict()["state"][0]
-        assert ("master" in state) == (model.weight.dtype in (torch.bfloat16, torch.float16))
-        return cast(Tensor, state.get("master", model.weight.detach())).clone()
+    def step(strategy: muster.Strategy, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        data = DATA.tensors[0][:8].to(model.weight.dtype)
+        strategy.step(lambda x: model(x).float().square().sum(), data, optimizers=[optimizer])
 
-    strategy, model, optimizer = job(saved)
+    strategy, model, optimizers = job(torch.bfloat16)
     with strategy:
-        for _ in range(3):
-            strategy.step(lambda x: model(x).float().square().sum(), DATA.tensors[0][:8].to(saved))
+        for optimizer in optimizers:
+            step(strategy, model, optimizer)
         strategy.save(tmp_path)
-        expected = widest(model, optimizer)
-    strategy, model, optimizer = job(loaded)
+        rounded = model.weight.detach().clone()
+    strategy, model, optimizers = job(torch.float32)
     with strategy:
         strategy.load(tmp_path)
-        assert torch.equal(widest(model, optimizer), expected.to(widest(model, optimizer).dtype))
-        assert torch.equal(model.weight, expected.to(loaded))
-        strategy.step(lambda x: model(x).float().square().sum() * 0, DATA.tensors[0][:8].to(loaded))
-        assert torch.allclose(widest(model, optimizer), expected.to(widest(model, optimizer).dtype), atol=0.01)
+        assert torch.equal(model.weight.bfloat16(), rounded)
+        for optimizer in optimizers:
+            step(strategy, model, optimizer)
+            assert "master" not in optimizer.state_dict()["state"][0]
 
 
 class Keeping(nn.Linear):

@@ -14,11 +14,9 @@
 
 namespace muster::testing {
 
-/// For one thread, which is the worker. While that waits, servers answer what has come, and time goes on to the next
-/// pulse or deadline.
-class VirtualTime final : public server::Surroundings,
-                          public Waiting,
-                          public std::enable_shared_from_this<VirtualTime> {
+/// For one thread, which is the worker; outlives its channels. While that waits, servers answer what has come, and time
+/// goes on to the next pulse or deadline.
+class VirtualTime final : public server::Surroundings, public Waiting {
  public:
   /// What a server does with a frame, which has at most 200 KiB; must not wait.
   using Serve = std::function<void(net::Channel& channel, const net::Frame& frame)>;

@@ -64,7 +64,7 @@ void ServerCore::write_cut(const std::shared_ptr<Shard>& shard, CutCollector::Cu
     check_current(shard);
     return first.empty() ? image.next() : std::exchange(first, {});
   };
-  snapshots_.write({saved.images, next, image.file_bytes()}, cut.step, cut.keep, pause);
+  snapshots_.write({saved.images, next, image.file_bytes(), saved.origin}, cut.step, cut.keep, pause);
   const Lock lock(mutex_);
   ++stats_.snapshots;
   changed_.notify_all();

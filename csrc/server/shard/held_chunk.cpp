@@ -30,12 +30,9 @@ std::byte* data_of(const at::Tensor& tensor) { return static_cast<std::byte*>(te
 HeldChunk::HeldChunk(const Plan& plan, uint32_t index, Chunk chunk, Steps& rules)
     : HeldSums(rules), plan_(plan), index_(index), chunk_(std::move(chunk)) {
   memory_ = at::zeros({chunk_.numel}, chunk_.dtype);
-  // No views: they would share a version counter, by which the optimizer knows who wrote a parameter.
-  const auto size = static_cast<int64_t>(c10::elementSize(chunk_.dtype));
   std::vector<FlatParameter> parameters;
   for (const auto& piece : chunk_.pieces) {
-    pieces_.push_back(
-        at::from_blob(data_of(memory_) + piece.offset * size, {piece.run.count}, at::TensorOptions(chunk_.dtype)));
+    pieces_.push_back(memory_.narrow(0, piece.offset, piece.run.count));
     const auto p = static_cast<size_t>(piece.parameter);
     parameters.push_back({plan_.parameters[p].name, pieces_.back(), plan_.group_of[p]});
   }

@@ -19,6 +19,7 @@ constexpr const char* kLayout = "layout";
 constexpr const char* kStep = "step";
 constexpr const char* kLife = "life";
 constexpr const char* kIsFirst = "first";  // where it is one of a job: what was written before is of another
+constexpr const char* kOrigin = "origin";  // see Content: a number of 64 bits, as text
 constexpr int64_t kLayoutVersion = 4;
 constexpr size_t kKeep = 2;
 
@@ -179,7 +180,8 @@ void ServerSnapshots::write(const Content& content, uint64_t step, uint64_t keep
   checkpoint::Metadata metadata = {{kKind, std::string(kKindValue)},
                                    {kLayout, kLayoutVersion},
                                    {kStep, static_cast<int64_t>(step)},
-                                   {kLife, static_cast<int64_t>(store_->life())}};
+                                   {kLife, static_cast<int64_t>(store_->life())},
+                                   {kOrigin, std::to_string(content.origin)}};
   uint64_t job = 0;
   {
     const Lock lock(mutex_);

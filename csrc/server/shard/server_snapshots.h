@@ -52,6 +52,7 @@ class ServerSnapshots {
     std::vector<Image::Facts> images;  ///< of all chunks and tables
     checkpoint::NextTensors next;
     uint64_t file_bytes = 0;  ///< see checkpoint::SnapshotOptions::shard_bytes
+    uint64_t origin = 0;      ///< see Configured; for who puts several servers' together without them
   };
   /// Writes one of `step`, 0 where steps are not made together, and removes those that nobody needs any more: `keep` as
   /// in Cut. Where it cannot be written that is tried again as long as `pause`, which waits longer each time, returns

@@ -29,8 +29,11 @@ _Pieces = dict[str, dict[int, Tensor]]
 
 _KIND = "muster parameter server"
 _LAYOUT = 4
-_FIRST = "first"
 """Of the snapshots that are read here; servers write it into the manifest."""
+_FIRST = "first"
+"""In the manifest of the first snapshot of a job that began anew: those before are another one's."""
+_ORIGIN = "origin"
+"""In every manifest: which job's chief gave the values from which these came."""
 _GROUP_BYTES = {0: 43, 1: 34, 2: 33}
 """Of a group's hyperparameters, by the optimizer's kind: Adam, SGD, Adagrad."""
 _INITS = ("normal", "uniform")
@@ -144,6 +147,7 @@ def parts_of(sources: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
             f"the job had {first.servers} servers, and folders of {', '.join(map(str, there))} are given; give that of "
             "each once"
         )
+    _check_origins(sources, found)
     pieces = [_by_name(each) for each in found]
     try:
         module = {each.name: each.from_memory(_whole(each, pieces)) for each in first.parameters}
@@ -184,6 +188,21 @@ def _newest_of_all(sources: Sequence[Path]) -> list[Checkpoint]:
             return [snapshot for snapshot in found if snapshot is not None]
         for number in newer:
             found[number] = next(rest[number], None)
+
+
+def _check_origins(sources: Sequence[Path], found: Sequence[Checkpoint]) -> None:
+    origins = {
+        snapshot.metadata.get(_ORIGIN): source
+        for source, snapshot in zip(sources, found, strict=True)
+        if len(snapshot.tensors) > 1  # else there are no values
+    }
+    if len(origins) > 1:
+        one, other, *_ = origins.values()
+        raise CheckpointError(
+            f"'{one}' and '{other}' hold values of two jobs: one began anew with a checkpoint, and died before all "
+            "servers had kept its values, or one folder is a copy from before; convert that checkpoint, or give folders "
+            "of one time"
+        )
 
 
 def _good_ones(source: Path) -> Iterator[Checkpoint]:

@@ -101,7 +101,7 @@ struct Parameter {
 template <class T>
 Parameter<T> draw_parameter(size_t n, std::mt19937_64& random, bool special, DType low_dtype = DType::bf16) {
   Parameter<T> parameter(n + 1);
-  parameter.low.resize(n + 2, 0xabcd);
+  for (auto& low : parameter.low) low = static_cast<uint16_t>(random());  // subnormal, infinite and NaN ones among them
   for (size_t i = 0; i <= n; ++i) {
     parameter.gradient[i] = special ? draw_special<T>(random) : draw<T>(random);
     parameter.value[i] = special ? draw_special<T>(random) : draw<T>(random);

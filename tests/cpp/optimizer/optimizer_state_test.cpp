@@ -55,6 +55,18 @@ TEST_CASE("a parameter's state is replaced, and dropped", "[optimizer]") {
   CHECK(state.step_counts() == std::vector<float>{0, 0});
 }
 
+TEST_CASE("a master copy is what does not round to the parameter, and of a wide one nothing", "[optimizer]") {
+  const auto master = at::tensor({1.001F, 2.002F, -0.0F, 4.0F}).view({4, 1});
+  auto low = master.to(at::kBFloat16);
+  CHECK(current_master(master, low).is_same(master));
+  low[1] = 3;
+  low[2] = 0;
+  const auto expected = at::tensor({1.001F, 3.0F, 0.0F, 4.0F}).view({4, 1});
+  CHECK(current_master(master, low).view(at::kInt).equal(expected.view(at::kInt)));
+  const auto wide = at::tensor({5.0, 6.0, 7.0, 8.0}, at::kDouble).view({4, 1});
+  CHECK(current_master(master, wide).equal(wide.to(at::kFloat)));
+}
+
 TEST_CASE("state moves to common memory once, the owner's values with it, and back", "[optimizer]") {
   auto state = state_of({at::ones({100}), at::ones({0}), at::ones({3})});
   state.set(0, 0, at::arange(100));

@@ -219,15 +219,21 @@ TEST_CASE("where a loader goes on is what can be", "[saving]") {
 }
 
 TEST_CASE("low-precision parameters go on from their fp32 copies", "[saving]") {
-  const auto run = [](Strategy& strategy, const std::filesystem::path& folder, bool stops,
-                      at::ScalarType dtype = at::kBFloat16) {
+  const bool counts_steps = GENERATE(true, false);
+  const auto run = [&](Strategy& strategy, const std::filesystem::path& folder, bool stops,
+                       at::ScalarType dtype = at::kBFloat16) {
     auto model = strategy.prepare([&] {
       auto linear = std::make_shared<nn::LinearImpl>(4, 2);
       linear->to(dtype);
       return linear;
     });
-    muster::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-4));
-    strategy.prepare(optimizer);
+    std::unique_ptr<torch::optim::Optimizer> optimizer;
+    if (counts_steps) {
+      optimizer = std::make_unique<muster::optim::AdamW>(model->parameters(), torch::optim::AdamWOptions(1e-4));
+    } else {
+      optimizer = std::make_unique<muster::optim::SGD>(model->parameters(), torch::optim::SGDOptions(1e-4));
+    }
+    strategy.prepare(*optimizer);
     strategy.load(folder);
     while (strategy.steps() < 8) {
       if (dtype == at::kFloat) {  // as it was loaded
