@@ -200,8 +200,8 @@ def _check_origins(sources: Sequence[Path], found: Sequence[Checkpoint]) -> None
         one, other, *_ = origins.values()
         raise CheckpointError(
             f"'{one}' and '{other}' hold values of two jobs: one began anew with a checkpoint, and died before all "
-            "servers had kept its values, or one folder is a copy from before; convert that checkpoint, or give folders "
-            "of one time"
+            "servers had kept its values, or one folder is a copy from before; convert that checkpoint, or give "
+            "folders of one time"
         )
 
 
