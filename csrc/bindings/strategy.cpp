@@ -16,6 +16,7 @@
 #include "strategy/collectives.h"
 #include "strategy/explain.h"
 #include "strategy/registration.h"
+#include "strategy/sigterm.h"
 
 namespace muster {
 namespace {
@@ -426,6 +427,7 @@ void bind_strategy(py::module_& m) {
           core->session().failures().set_handlers(describe_error, capture_error);
           return ended_without_gil(std::move(core));
         });
+  m.def("let_sigterm_end", &SigtermWatch::note_step);
   m.def("make_parameter_server", [](const Cluster& cluster, const std::vector<std::string>& devices,
                                     const ServerOptions& servers, const py::dict& options) {
     const auto parsed = options_of(options);

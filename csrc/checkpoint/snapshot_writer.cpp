@@ -1,6 +1,7 @@
 #include "checkpoint/snapshot_writer.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
 #include <unistd.h>
 
 #include <system_error>
@@ -58,6 +59,7 @@ void SnapshotWriter::write_copy(const Snapshot& snapshot) {
 }
 
 std::vector<Run> SnapshotWriter::copied(const std::vector<Run>& runs) {
+  const c10::InferenceMode normal(false);  // the next save writes them again, outside of a caller's inference mode
   NamedTensors copies;
   std::vector<Run> result;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;

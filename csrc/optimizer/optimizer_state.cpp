@@ -89,11 +89,13 @@ void OptimizerState::check_row_wise(const FlatParameter& parameter, const FlatGr
   rowwise_group_of(groups, parameter.group);
 }
 
-void OptimizerState::follow(size_t parameter) { follow(entries_.at(parameter)); }
+void OptimizerState::follow(size_t parameter) {
+  if (follow(entries_.at(parameter)) && entries_[parameter].started) note_started(parameter);
+}
 
-void OptimizerState::follow(StateEntry& entry) {
+bool OptimizerState::follow(StateEntry& entry) {
   const auto& tensor = entry.parameter.tensor;
-  if (entry.dtype == tensor.scalar_type() && entry.strides == tensor.strides()) return;
+  if (entry.dtype == tensor.scalar_type() && entry.strides == tensor.strides()) return false;
   if (entry.parameter.is_row_wise && entry.num_states > 0) {
     throw InvalidArgument("parameter '" + entry.parameter.name +
                           "' was moved or converted after a row-wise step; do that before prepare()");
@@ -114,6 +116,7 @@ void OptimizerState::follow(StateEntry& entry) {
   }
   entry.master = is_low(entry.dtype) ? zero_state(entry) : at::Tensor();
   std::fill(std::begin(entry.common), std::end(entry.common), nullptr);
+  return true;
 }
 
 at::TensorOptions OptimizerState::device_options(at::ScalarType dtype) const {

@@ -144,7 +144,7 @@ class OptimizerState {
 
   void check_row_wise(const FlatParameter& parameter, const FlatGroups& groups) const;
   void check_sizes(const StateEntry& entry, const at::Tensor& whole, at::IntArrayRef sizes) const;
-  void follow(StateEntry& entry);
+  bool follow(StateEntry& entry);  // whether it has other tensors now
   void allocate(StateEntry& entry, size_t num_states);
   void note_started(size_t parameter);
   at::TensorOptions device_options(at::ScalarType dtype) const;

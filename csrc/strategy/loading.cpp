@@ -1,5 +1,7 @@
 // Saving::load.
 #include <ATen/Context.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <charconv>
 #include <mutex>
@@ -50,6 +52,8 @@ const T* value_in(const checkpoint::Metadata& metadata, const std::string& key) 
 }  // namespace
 
 std::optional<SavedState> Saving::load(const fs::path& folder) {
+  const c10::InferenceMode normal(false);  // steps write what it makes, outside of a caller's inference mode
+  const at::NoGradGuard no_grad;
   check_callable("load");
   if (strategy_.core->sets().has_servers()) {
     throw InvalidArgument(

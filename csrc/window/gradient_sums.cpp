@@ -23,6 +23,7 @@ bool GradientSums::is_stale(const std::vector<int>& parameters) const {
     if (next == trainable_.size() || trainable_[next] != p) return true;
     const auto& slot = engines_.front()->slot(next);
     if (!specs[next].tensor.is_same(parameter) || !engines_.front()->watches(next)) return true;
+    if (parameter.strides() != at::IntArrayRef(strides_[next])) return true;  // a step reads sums in its memory order
     if (slot.defined() && (slot.sizes() != parameter.sizes() || slot.is_complex() != parameter.is_complex() ||
                            c10::toRealValueType(slot.scalar_type()) !=
                                accumulation_dtype(c10::toRealValueType(parameter.scalar_type())))) {
@@ -36,9 +37,11 @@ bool GradientSums::is_stale(const std::vector<int>& parameters) const {
 void GradientSums::build(const std::vector<int>& parameters, const Deliver& deliver) {
   const auto num_replicas = topology_.devices.size();
   trainable_.clear();
+  strides_.clear();
   for (int p : parameters) {
     if (registry_.parameter(0, static_cast<size_t>(p)).requires_grad()) {
       trainable_.push_back(p);
+      strides_.push_back(registry_.parameter(0, static_cast<size_t>(p)).strides().vec());
       continue;
     }
     // A parameter that was frozen keeps no gradient for the optimizer to step from again.

@@ -82,7 +82,8 @@ class GradientSums {
   const StrategyOptions& options_;
   const void* strategy_;
   std::vector<int> trainable_;
-  std::vector<int> trainable_index_;  // by registry index
+  std::vector<std::vector<int64_t>> strides_;  // of those, in replica 0
+  std::vector<int> trainable_index_;           // by registry index
   std::vector<std::unique_ptr<GradientEngine>> engines_;
   bool to_owners_ = false;
 };

@@ -69,8 +69,8 @@ void ParameterSet::connect_servers(FlatOptimizer& optimizer, const std::vector<i
 void ParameterSet::build_engines() {
   if (servers() != nullptr) {
     throw InvalidArgument(
-        "the parameters to train, or their dtypes, changed after the first step, which parameter servers cannot "
-        "follow; freeze, unfreeze and add_param_group before it");
+        "the parameters to train, their dtypes or their memory order changed after the first step, which parameter "
+        "servers cannot follow; freeze, unfreeze, add_param_group and convert before it");
   }
   GradientSums::Deliver deliver;
   if (servers_ != nullptr) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -80,12 +80,15 @@ class HookedBuckets:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._hook, self._state = hook, state
 
-    def run(self) -> None:
+    def run(self, used: Collection[nn.Parameter] | None) -> None:
         """Calls the hook with all buckets, then waits for its futures, and puts what they hold into gradients. A
-        parameter without a gradient counts as zeros, and gets the result."""
+        parameter without a gradient counts as zeros, and gets the result, where it is among `used` or those are None.
+        """
         for bucket, value in self._run(lambda parameters: [_gradient_of(parameter) for parameter in parameters]):
             values = [value] if value.is_sparse else unflattened(value, bucket.parameters())
             for parameter, own in zip(bucket.parameters(), values, strict=True):
+                if used is not None and parameter not in used:
+                    continue
                 if parameter.grad is None or own.is_sparse:
                     parameter.grad = own.to(parameter.dtype).clone()
                 else:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._C import _current_graph_task_id
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import unserializable_hook
 
 from muster import _C
 from muster.comm_hooks import HookedBuckets
@@ -41,10 +42,13 @@ class Reducer:
         *,
         buckets: Sequence[Sequence[int]],
         is_joining: Callable[[], bool],
+        finds_unused: bool,
     ) -> None:
         """Of `parameters`, whose gradients are sparse where `expects_sparse` says so, over `group`. `buckets` are those
         that hooks get, of numbers of parameters. `is_joining`: whether ranks may run out of inputs, so that each
-        forward has one reduction."""
+        forward has one reduction. `finds_unused`: parameters without a gradient on all ranks keep what they have, also
+        where a hook says what becomes of gradients."""
+        self._finds_unused = finds_unused
         self.parameters = list(parameters)
         """Those whose gradients are averaged."""
         self._group = group
@@ -94,7 +98,7 @@ class Reducer:
         with torch.no_grad():
             factor = self._factor()
             if self.hooked.has_hook:
-                self.hooked.run()
+                self.hooked.run(self._used_by_any([p.grad is not None for p in self.parameters]))
             else:
                 self.meet().average(self._dense)
                 self._average_sparse()
@@ -109,11 +113,20 @@ class Reducer:
         """Collective: the part in average() of a rank that has no more inputs."""
         with torch.no_grad():
             if self.hooked.has_hook:
+                self._used_by_any([False] * len(self.parameters))
                 self.hooked.run_without_gradients()
                 return
             self.meet().add_nothing(self._dense)
             for parameter in self._sparse:
                 dist.all_reduce(_no_rows(parameter), group=self._group)
+
+    def _used_by_any(self, used: Sequence[bool]) -> set[nn.Parameter] | None:
+        """Collective: the parameters that a rank has a gradient of; None where nobody asks."""
+        if not self._finds_unused:
+            return None
+        counts = torch.tensor(used, dtype=torch.int32, device=self._device)
+        dist.all_reduce(counts, group=self._group)
+        return {parameter for parameter, count in zip(self.parameters, counts.tolist(), strict=True) if count > 0}
 
     def _average_sparse(self) -> None:
         for parameter in self._sparse:
@@ -140,6 +153,7 @@ class Reducer:
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
+    @unserializable_hook  # which saving an output does not warn of
     def _on_output(self, gradient: Tensor) -> None:
         task = _current_graph_task_id()
         if self._queued_in == task or (self._is_joining() and not self._is_expected):
@@ -178,6 +192,10 @@ class Reducer:
 
     def prepare_for_forward(self) -> None:
         """Before a synchronised forward: nothing to do."""
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """The next backward is synchronised, as one from `outputs` or, where there are none, from anywhere."""
+        self.watch(outputs)
 
     def _rebuild_buckets(self) -> bool:
         return False

@@ -90,7 +90,11 @@ class DistributedDataParallel(TorchDDP):
         parameters, expects_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         if self._compares_ranks:
             names = {parameter: name for name, parameter in self.module.named_parameters()}
-            compare([f"parameter '{names[p]}' {list(p.shape)} {p.dtype}" for p in parameters], self.process_group)
+            compare(
+                [f"parameter '{names[p]}' {list(p.shape)} {p.dtype}" for p in parameters],
+                self.process_group,
+                parameters[0].device,
+            )
         return parameters, expects_sparse
 
     def _ddp_init_helper(
@@ -119,6 +123,7 @@ class DistributedDataParallel(TorchDDP):
             self.process_group,
             buckets=list(reversed(buckets)),
             is_joining=_Joining(self),
+            finds_unused=self.find_unused_parameters,
         )
         self.logger = Logger(self)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]

@@ -81,6 +81,9 @@ class SteppedOptimizer(Protocol):
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
 
+    def groups_by_position(self) -> list[int]:
+        """By the parameters' positions, the number of the group that each is in."""
+
     def parameters_by_position(self) -> list[Tensor]:
         """The parameters in the order of the groups."""
 
@@ -127,12 +130,12 @@ class FlatState:
             )
         if previous is not None:
             previous.make_whole()
-        groups = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        self._group_of = optimizer.groups_by_position()
         if core is None:
-            pairs = list(zip(self._parameters, groups, strict=True))
+            pairs = list(zip(self._parameters, self._group_of, strict=True))
             self._flat = _C.make_flat(algorithm.name, pairs, self._groups())
         else:
-            self._flat = core.make_flat(algorithm.name, list(zip(indices, groups, strict=True)), self._groups())
+            self._flat = core.make_flat(algorithm.name, list(zip(indices, self._group_of, strict=True)), self._groups())
         self.follow()
 
     @property
@@ -155,9 +158,18 @@ class FlatState:
         """Whether other ranks hold a part of the state."""
         return self._flat.is_sharded
 
-    def has(self, parameters: list[Tensor]) -> bool:
-        """Whether these are the parameters, in this order."""
-        return len(parameters) == len(self._parameters) and all(map(operator.is_, parameters, self._parameters))
+    def is_of(self, core: _C.StrategyCore, indices: list[int]) -> bool:
+        """Whether `core` steps it, with parameters of these numbers, in the groups that the optimizer has now."""
+        return self.core is core and self.indices == indices and self._group_of == self._optimizer.groups_by_position()
+
+    def has_all(self) -> bool:
+        """Whether the optimizer has the same parameters as when this was made, in the same groups."""
+        parameters = self._optimizer.parameters_by_position()
+        return (
+            len(parameters) == len(self._parameters)
+            and all(map(operator.is_, parameters, self._parameters))
+            and self._group_of == self._optimizer.groups_by_position()
+        )
 
     def flat_step(self) -> FlatStep:
         """What the core steps in the next call, after follow(): workers compare it."""
@@ -217,7 +229,7 @@ class FlatState:
 
     def for_step_by_hand(self) -> FlatState:
         """This, or where the optimizer has other parameters since what steps those."""
-        if self.is_sharded or self.has(self._optimizer.parameters_by_position()):
+        if self.is_sharded or self.has_all():
             return self
         return FlatState(self._optimizer, self._algorithm, self._exact, None, [], previous=self)
 

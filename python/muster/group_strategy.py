@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -63,12 +64,13 @@ class GroupStrategy(MultiWorkerMirroredStrategy):
         core = _C.make_multi_worker(cluster, device_names([device]), asdict(chosen), group, hosts)
         Strategy.__init__(self, core, chosen)
         self._groups = None
+        _C.let_sigterm_end()  # there is no `stopping` here
 
     @classmethod
     def _met(cls, group: dist.ProcessGroup, device: torch.device) -> GroupStrategy:
         rank, size = group.rank(), group.size()
         told = (host(), _address() if rank == 0 else "", os.geteuid(), os.urandom(8).hex())
-        everyones = _gather(told, group)
+        everyones = _gather(told, group, device)
         hosts = [f"{host} {user}" for host, _, user, _ in everyones]
         address, name = everyones[0][1], everyones[0][3]
         timeout = _timeout(group, device)
@@ -99,9 +101,10 @@ class GroupStrategy(MultiWorkerMirroredStrategy):
         self._core.add_no_gradients_of(parameters)
 
 
-def compare(lines: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Collective over `group`: raises LayoutMismatch, on all of its ranks, naming the first of `lines` that differs."""
-    first, *others = _gather(list(lines), group)
+def compare(lines: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Collective over `group`, whose ranks each have a `device`: raises LayoutMismatch, on all of its ranks, naming the
+    first of `lines` that differs."""
+    first, *others = _gather(list(lines), group, device)
     for rank, theirs in enumerate(others, 1):
         for a, b in itertools.zip_longest(first, theirs, fillvalue="nothing"):
             if a != b:
@@ -111,10 +114,12 @@ def compare(lines: Sequence[str], group: dist.ProcessGroup) -> None:
                 )
 
 
-def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
+def _gather(mine: T, group: dist.ProcessGroup, device: torch.device) -> list[T]:
     everyones = [mine] * group.size()
     if group.size() > 1:
-        dist.all_gather_object(everyones, mine, group=group)
+        # What an NCCL group sends goes by way of the current device, which a script need not have set.
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            dist.all_gather_object(everyones, mine, group=group)
     return everyones
 
 
@@ -130,7 +135,7 @@ def _hosts_of(group: dist.ProcessGroup, hosts: list[str], name: str, timeout: fl
         found = HostsOfGroup(hosts, group, name, timeout)
     except CommError as error:
         problem = f"on rank {group.rank()} {error}"
-    problems = list(filter(None, _gather(problem, group)))
+    problems = list(filter(None, _gather(problem, group, torch.device("cpu"))))
     return (None, problems[0]) if problems else (found, "")
 
 

@@ -87,10 +87,16 @@ class ModuleWatch:
             self.adopt_buffers(local)
         for at, (noted, version) in enumerate(self._versions):
             first, *others = (places[at][2] for places in self._buffers)
-            if first is not noted or first._version != version:
-                with torch.no_grad():
-                    for other in others:
+            if first is noted and first._version == version:
+                continue
+            for local, other in enumerate(others, 1):
+                if (other.shape, other.dtype) == (first.shape, first.dtype):
+                    with torch.no_grad():
                         other.copy_(first)
+                else:
+                    _replace(self._replicas[local], other, first.detach().to(other.device, copy=True))
+        for local in range(1, len(self._replicas)):
+            self.adopt_buffers(local)
 
     def _follow_attributes(self) -> None:
         changes = self._state.changes()
@@ -158,8 +164,21 @@ class ModuleWatch:
             self._state.note()
 
 
+def _replace(module: nn.Module, buffer: Tensor, by: Tensor) -> None:
+    """Wherever the buffer is registered."""
+    for owner in module.modules():
+        for name, known in owner._buffers.items():
+            if known is buffer:
+                owner._buffers[name] = by
+
+
 def _places_of_buffers(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    # Each tensor once, in the order of Module.buffers().
+    # Each tensor once, in the order of Module.buffers(). One that was made in inference mode does not count how often
+    # it is written, and cannot be written outside: a copy takes its place.
+    for buffer in module.buffers():
+        if buffer.is_inference():
+            with torch.inference_mode(False):
+                _replace(module, buffer, buffer.clone())
     places: dict[int, tuple[dict[str, Any], str, Tensor]] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():

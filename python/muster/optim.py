@@ -38,6 +38,10 @@ class _Flat(Optimizer):
         """Whether it has a number of steps as state of each parameter."""
         return self._algorithm.counts_steps
 
+    def groups_by_position(self) -> list[int]:
+        """By the parameters' positions, the number of the group that each is in."""
+        return [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+
     def parameters_by_position(self) -> list[Tensor]:
         """The parameters in the order of the groups."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -215,7 +219,7 @@ def bind(optimizer: _Flat, core: _C.StrategyCore, indices: list[int]) -> None:
     """Lets `core` step the optimizer, whose parameters have these numbers there, when they are known or have
     changed."""
     state = optimizer._flat
-    if state is None or state.indices != indices or state.core is not core:
+    if state is None or not state.is_of(core, indices):
         optimizer._flat = FlatState(optimizer, optimizer._algorithm, optimizer._exact, core, indices, state)
 
 

@@ -248,7 +248,9 @@ class Strategy:
         warning, and the one before it loaded. Raises CheckpointError where all are damaged, and on every rank
         LayoutMismatch, before anything is loaded, where other objects are prepared than were saved.
         """
-        return self._saving.load(folder, state)
+        # Steps write what it makes, outside of a caller's inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._saving.load(folder, state)
 
     def stop(self) -> None:
         """Asks all ranks to stop: `stopping` turns True everywhere at the same window's end."""

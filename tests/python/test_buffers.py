@@ -197,3 +197,79 @@ def test_all_strategies_share_the_cores_alike(worker_job: Launcher) -> None:
     with muster.MirroredStrategy(["cpu"] * 2) as strategy:
         expected = strategy._core.threads_per_replica
     assert {known for _, _, known in worker_job(threads, threads_per_replica=None)} == {expected}
+
+
+class Scaled(nn.Module):
+    """By a buffer that programs replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.read = nn.Linear(4, 1)
+        self.register_buffer("scale", torch.tensor([2]))
+        self.register_buffer("alias", self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.read((x * self.scale).to(self.read.weight.dtype))
+        return result
+
+
+@pytest.mark.parametrize(
+    "scale", [torch.tensor([2.5]), torch.tensor([2.5], dtype=torch.float64), torch.tensor(3), torch.ones(1, 4)]
+)
+def test_a_buffer_is_replaced_by_one_of_another_kind(scale: Tensor) -> None:
+    def train(step: Any, module: nn.Module) -> list[Tensor]:
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+        for number in range(3):
+            if number == 1:
+                module.scale = module.alias = scale.clone()
+            step(x)
+        return [parameter.detach().clone() for parameter in module.parameters()]
+
+    def by_torch(x: Tensor) -> None:
+        optimizer.zero_grad()
+        module(x).float().square().mean().backward()
+        optimizer.step()
+
+    module = Scaled()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.double() if scale.dtype == torch.float64 else None
+    expected = train(by_torch, module)
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        own = Scaled()
+        own.double() if scale.dtype == torch.float64 else None
+        model, _ = strategy.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1))
+        found = train(lambda x: strategy.step(lambda x: model(x).float().square().mean(), x), own)
+        torch.testing.assert_close(found, expected)
+        everywhere = strategy.run(lambda x: (model.scale.clone(), model.scale is model.alias), torch.zeros(2, 4))
+        for value, is_shared in everywhere:
+            assert is_shared
+            assert torch.equal(value, scale) and value.dtype == scale.dtype
+
+
+class Counts(nn.Module):
+    """Makes a buffer anew in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(4, 1)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        result: Tensor = self.read(x)
+        return result
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_buffer_that_inference_mode_made_is_one_as_any_other(replicas: int) -> None:
+    module = Counts()
+    with muster.MirroredStrategy(["cpu"] * replicas) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for _ in range(2):
+            with torch.inference_mode():
+                model(torch.ones(2, 4))
+                strategy.run(lambda x: model(x), torch.ones(4, 4))
+            strategy.step(lambda x: model(x).mean(), torch.ones(4, 4))
+        assert not module.count.is_inference()
+        assert float(module.count) == 6

@@ -15,6 +15,7 @@ import itertools
 import signal
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -602,6 +603,48 @@ def hooks_of_torch_run_unchanged(parallel: Any) -> None:
             ddp.zero_grad()
             ddp(x[rank()]).square().mean().backward()
             assert_equal(gradients(module), expected, rtol=tolerance, atol=tolerance)
+
+
+@promise
+def a_hook_leaves_what_nobody_used_alone(parallel: Any) -> None:
+    """As gradients of None, which an optimizer passes by, also where the one of an earlier backward is there."""
+    x = parts()
+    module = built(Branches)
+    ddp = parallel(module, find_unused_parameters=True)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
+    for branch in ((0, 1), (0, 0), (1, 1), (0, 0)):
+        before = [parameter.detach().clone() for parameter in module.of_rank[1 - branch[0]].parameters()]
+        expected = mean_gradients(module, lambda m, n, branch=branch: m(x[n], branch[n]).square().mean())
+        optimizer.zero_grad()
+        ddp(x[rank()], branch[rank()]).square().mean().backward()
+        assert_equal(gradients(module), expected)
+        optimizer.step()
+        if branch[0] == branch[1]:
+            assert_equal(list(module.of_rank[1 - branch[0]].parameters()), before)
+        assert module.unused.weight.grad is None
+
+
+@promise
+def a_backward_is_announced_by_hand(parallel: Any) -> None:
+    """As by Accelerate's trigger_sync_in_backward and Lightning's manual optimization."""
+    x = parts()
+    module = built(Net)
+    ddp = parallel(module)
+    expected = mean_gradients(module, lambda m, n: m(x[n]).square().mean())
+    with ddp.no_sync():
+        loss = ddp(x[rank()]).square().mean()
+    ddp.reducer.prepare_for_backward([])
+    loss.backward()
+    assert_equal(gradients(module), expected)
+
+
+@promise
+def an_output_is_saved_without_a_word(parallel: Any) -> None:
+    output = parallel(built(Net))(parts()[rank()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(output, io.BytesIO())
 
 
 @promise
@@ -1323,21 +1366,27 @@ def test_ours_keeps_it(two_ranks: WorkerPool, name: str) -> None:
 
 
 ENDS_BY_SIGTERM = """
-import torch, torch.distributed as dist, muster
+import sys, torch, torch.distributed as dist, muster
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = muster.DistributedDataParallel(torch.nn.Linear(4, 1))
+trains = sys.argv[1] == "trains"
 for step in range(1_000_000_000):
-    model(torch.ones(2, 4)).sum().backward()
+    with torch.set_grad_enabled(trains):
+        loss = model(torch.ones(2, 4)).sum()
+    if trains:
+        loss.backward()
     if step == 3:
-        print("trains", flush=True)
+        print("goes on", flush=True)
 """
 
 
-def test_sigterm_ends_a_script_as_with_torchs() -> None:
-    with subprocess.Popen([sys.executable, "-c", ENDS_BY_SIGTERM], stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize("kind", ["trains", "evaluates"])
+def test_sigterm_ends_a_script_as_with_torchs(kind: str) -> None:
+    command = [sys.executable, "-c", ENDS_BY_SIGTERM, kind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            assert process.stdout.readline() == "trains\n"
+            assert process.stdout.readline() == "goes on\n"
             process.terminate()
             assert process.wait(30) == -signal.SIGTERM
         finally:

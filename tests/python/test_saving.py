@@ -446,6 +446,24 @@ def test_a_parameter_that_is_of_low_precision_no_more_has_no_master_copy(tmp_pat
         assert torch.equal(wide.widest(), wide.model.weight)
 
 
+def test_a_job_saves_and_loads_in_inference_mode_and_outside(tmp_path: Path) -> None:
+    job, other = Precise(torch.bfloat16), Precise(torch.bfloat16)
+    with job.strategy, other.strategy:
+        for _ in range(2):
+            job.step()
+            with torch.inference_mode():
+                job.strategy.save(tmp_path / "inside")
+            job.step()
+            job.strategy.save(tmp_path / "outside")
+        expected = job.widest()
+        job.strategy.close()
+        with torch.inference_mode():
+            other.strategy.load(tmp_path / "outside")
+        assert torch.equal(other.widest(), expected)
+        other.step()
+        copy.deepcopy(other.optimizer.state_dict()["state"][0]["exp_avg"]).add_(1)  # no inference tensor
+
+
 def test_two_optimizers_of_a_parameter_follow_its_dtype(tmp_path: Path) -> None:
     def job(dtype: torch.dtype) -> tuple[muster.Strategy, Any, list[torch.optim.Optimizer]]:
         torch.manual_seed(0)

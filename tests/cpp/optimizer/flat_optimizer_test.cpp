@@ -222,6 +222,40 @@ TEST_CASE("a model and its flat optimizer go to another strategy, and on without
   CHECK_FALSE(module->weight.equal(before));
 }
 
+TEST_CASE("between steps parameters may change their memory order and their groups", "[optimizer]") {
+  const bool keeps = GENERATE(false, true);
+  const auto x = at::linspace(-1, 1, 32).view({8, 4});
+  const auto change = [](torch::nn::LinearImpl& module, torch::optim::Optimizer& optimizer, int step) {
+    if (step == 2) module.weight.set_data(module.weight.detach().t().contiguous().t());
+    if (step != 4) return;
+    auto& groups = optimizer.param_groups();
+    groups.front().params().pop_back();
+    groups.emplace_back(std::vector<at::Tensor>{module.bias}, std::make_unique<torch::optim::SGDOptions>(0.0));
+  };
+  torch::nn::LinearImpl theirs(4, 4);
+  auto ours = std::make_shared<torch::nn::LinearImpl>(4, 4);
+  ours->weight.set_data(theirs.weight.detach().clone());
+  ours->bias.set_data(theirs.bias.detach().clone());
+  const torch::optim::SGDOptions options = torch::optim::SGDOptions(0.1).momentum(0.9);
+  torch::optim::SGD reference(theirs.parameters(), options);
+  optim::SGD optimizer(ours->parameters(), options);
+  StrategyOptions kept;
+  kept.keep_gradients = keeps;
+  MirroredStrategy strategy({"cpu:0", "cpu:1"}, kept);
+  auto model = strategy.prepare(ours);
+  strategy.prepare(optimizer);
+  for (int step = 0; step < 7; ++step) {
+    change(theirs, reference, step);
+    change(model.module(), optimizer, step);
+    reference.zero_grad();
+    theirs.forward(x).square().mean().backward();
+    reference.step();
+    CHECK(strategy.step([&](const at::Tensor& part) { return model->forward(part).square().mean(); }, x).stepped);
+    CHECK(model.module().weight.allclose(theirs.weight, 1e-5, 1e-6));
+    CHECK(model.module().bias.allclose(theirs.bias, 1e-5, 1e-6));
+  }
+}
+
 TEST_CASE("an optimizer that evaluates the loss itself is refused", "[optimizer]") {
   MirroredStrategy strategy;
   auto model = strategy.prepare([] { return torch::nn::Linear(3, 2); });
