@@ -37,12 +37,17 @@ void copy_all(const std::vector<HostCopy>& copies) {
     all_bytes += bytes;
   }
   const auto copy = kernels::copy_for(all_bytes);
-  at::parallel_for(0, static_cast<int64_t>(pieces.size()), 1, [&](int64_t begin, int64_t end) {
+  const auto copy_some = [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       const auto& [to, from, bytes] = pieces[static_cast<size_t>(p)];
       copy(to, from, bytes);
     }
-  });
+  };
+  const auto count = static_cast<int64_t>(pieces.size());
+  // Little takes one thread no time, and in a forked child there are no others: as torch's own copies, which are
+  // divided from a size on, too.
+  if (all_bytes <= kPieceBytes) return copy_some(0, count);
+  at::parallel_for(0, count, 1, copy_some);
 }
 
 void copy_all(const std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {

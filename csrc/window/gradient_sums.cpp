@@ -23,7 +23,8 @@ bool GradientSums::is_stale(const std::vector<int>& parameters) const {
     if (next == trainable_.size() || trainable_[next] != p) return true;
     const auto& slot = engines_.front()->slot(next);
     if (!specs[next].tensor.is_same(parameter) || !engines_.front()->watches(next)) return true;
-    if (parameter.strides() != at::IntArrayRef(strides_[next])) return true;  // a step reads sums in its memory order
+    // A step reads sums in the parameter's memory order. Rows have none: servers make a stub of their weight.
+    if (!specs[next].has_rows && parameter.strides() != at::IntArrayRef(strides_[next])) return true;
     if (slot.defined() && (slot.sizes() != parameter.sizes() || slot.is_complex() != parameter.is_complex() ||
                            c10::toRealValueType(slot.scalar_type()) !=
                                accumulation_dtype(c10::toRealValueType(parameter.scalar_type())))) {

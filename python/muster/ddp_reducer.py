@@ -153,7 +153,7 @@ class Reducer:
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
-    @unserializable_hook  # which saving an output does not warn of
+    @unserializable_hook  # type: ignore[untyped-decorator]  # saving an output does not warn of it
     def _on_output(self, gradient: Tensor) -> None:
         task = _current_graph_task_id()
         if self._queued_in == task or (self._is_joining() and not self._is_expected):

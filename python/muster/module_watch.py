@@ -175,10 +175,9 @@ def _replace(module: nn.Module, buffer: Tensor, by: Tensor) -> None:
 def _places_of_buffers(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
     # Each tensor once, in the order of Module.buffers(). One that was made in inference mode does not count how often
     # it is written, and cannot be written outside: a copy takes its place.
-    for buffer in module.buffers():
-        if buffer.is_inference():
-            with torch.inference_mode(False):
-                _replace(module, buffer, buffer.clone())
+    for made in [buffer for buffer in module.buffers() if buffer.is_inference()]:
+        with torch.inference_mode(False):
+            _replace(module, made, made.clone())
     places: dict[int, tuple[dict[str, Any], str, Tensor]] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():

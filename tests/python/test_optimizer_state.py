@@ -262,6 +262,7 @@ def test_low_precision_state_is_loaded_as_it_was_saved(strategy: muster.Mirrored
     alone = make(kind, other)
     with muster.MirroredStrategy(["cpu"]) as second:
         second.prepare(other, alone)
+        other.load_state_dict(module.state_dict())
         alone.load_state_dict(saved)
         for number, values in alone.state_dict()["state"].items():
             for name, value in values.items():
