@@ -3,9 +3,9 @@
 #include <map>
 #include <utility>
 
+#include "optimizer/flat_state.h"
 #include "optimizer/optimizer_state.h"
 #include "strategy/saved_optimizer.h"
-#include "strategy/saved_parts.h"
 
 namespace muster::detail {
 
@@ -36,24 +36,22 @@ void follow_dtypes(const std::vector<const torch::nn::Module*>& modules, std::ve
   }
   for (auto& [optimizer, names, saved] : optimizers) {
     auto state = saved.at("state").get<Dict>();
-    size_t position = 0;
-    for (const auto& group : optimizer.param_groups()) {
-      for (const auto& parameter : group.params()) {
-        const auto& name = names[position++];
-        const auto found = saved_values.find(parameter.unsafeGetTensorImpl());
-        if (found == saved_values.end() || found->second.values.scalar_type() == parameter.scalar_type()) continue;
-        auto& [theirs, places, is_widened] = found->second;
-        auto own = state.contains(name) ? state.at(name).get<Dict>() : Dict();
-        const auto master = own.find(kMaster);
-        const auto widest = master == own.end() ? theirs : current_master(master->second.get<at::Tensor>(), theirs);
-        if (!std::exchange(is_widened, true)) {
-          for (auto* const place : places) *place = widest;
-        }
-        if (!is_low(parameter.scalar_type()) || is_low(widest.scalar_type())) continue;
-        if (!state.contains(name) && !may_have_master_alone(optimizer)) continue;
-        own.insert_or_assign(kMaster, widest);
-        state.insert_or_assign(name, std::move(own));
+    const auto parameters = parameters_of(optimizer);
+    for (size_t p = 0; p < parameters.size(); ++p) {
+      const auto dtype = parameters[p].scalar_type();
+      const auto found = saved_values.find(parameters[p].unsafeGetTensorImpl());
+      if (found == saved_values.end() || found->second.values.scalar_type() == dtype) continue;
+      auto& [theirs, places, is_widened] = found->second;
+      auto own = state.contains(names[p]) ? state.at(names[p]).get<Dict>() : Dict();
+      const auto master = own.find(kMaster);
+      const auto widest = master == own.end() ? theirs : current_master(master->second.get<at::Tensor>(), theirs);
+      if (!std::exchange(is_widened, true)) {
+        for (auto* const place : places) *place = widest;
       }
+      if (!is_low(dtype) || is_low(widest.scalar_type())) continue;
+      if (!state.contains(names[p]) && !may_have_master_alone(optimizer)) continue;
+      own.insert_or_assign(kMaster, widest);
+      state.insert_or_assign(names[p], std::move(own));
     }
     saved.insert_or_assign("state", std::move(state));
   }

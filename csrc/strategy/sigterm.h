@@ -26,9 +26,8 @@ class SigtermWatch {
   static void note_look() noexcept;
 
   /// A step begins after a window was closed, gradients of a backward by hand are averaged, or there is a strategy that
-  /// has no `stopping`. Where nobody has looked
-  /// at `stopping` since the first watch, SIGTERM has its default action until somebody does, and one that was received
-  /// ends the process.
+  /// has no `stopping`. Where nobody has looked at `stopping` since the first watch, SIGTERM has its default action
+  /// until somebody does, and one that was received ends the process.
   static void note_step() noexcept;
 
  private:

@@ -9,6 +9,21 @@
 
 namespace muster {
 
+namespace {
+
+// Whether each of the optimizer's parameters, which are the state's, is in the group that it was made for.
+bool are_in_groups(const OptimizerState& state, const torch::optim::Optimizer& optimizer) {
+  size_t position = 0;
+  for (uint32_t number = 0; number < optimizer.param_groups().size(); ++number) {
+    for (size_t i = 0; i < optimizer.param_groups()[number].params().size(); ++i) {
+      if (state.entry(position++).parameter.group != number) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
 OptimizerSets::Choice Strategy::State::choice_of(std::vector<int> positions) const {
   OptimizerSets::Choice choice;
   choice.is_whatever_is_prepared = positions.empty();
@@ -111,24 +126,9 @@ void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
     throw InvalidArgument("shard_optimizer needs flat optimizers: muster::optim::AdamW, Adam, SGD or Adagrad");
   }
   std::vector<c10::TensorImpl*> parameters;
-  std::vector<int> indices;
-  std::vector<std::pair<int, uint32_t>> grouped;
-  uint32_t number = 0;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const auto& parameter : group.params()) {
-      parameters.push_back(parameter.unsafeGetTensorImpl());
-      indices.push_back(core->session().registry().find(parameter));
-      grouped.emplace_back(indices.back(), number);
-    }
-    ++number;
-  }
-  const auto are_in_groups = [&] {
-    for (size_t p = 0; p < grouped.size(); ++p) {
-      if ((*flat)->flat.state().entry(p).parameter.group != grouped[p].second) return false;
-    }
-    return true;
-  };
-  if (*flat && (*flat)->parameters == parameters && (*flat)->owner.lock() == core && are_in_groups()) {
+  for (const auto& parameter : detail::parameters_of(optimizer)) parameters.push_back(parameter.unsafeGetTensorImpl());
+  const bool is_same = *flat && (*flat)->parameters == parameters && (*flat)->owner.lock() == core;
+  if (is_same && are_in_groups((*flat)->flat.state(), optimizer)) {
     if ((*flat)->from_servers) detail::follow_state(**flat, optimizer);
     return;
   }
@@ -144,6 +144,16 @@ void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
           "the optimizer's state was divided over the workers of another strategy, and here is a part of it; clear its "
           "state() to start anew");
     }
+  }
+  std::vector<int> indices;
+  std::vector<std::pair<int, uint32_t>> grouped;
+  uint32_t number = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) {
+      indices.push_back(core->session().registry().find(parameter));
+      grouped.emplace_back(indices.back(), number);
+    }
+    ++number;
   }
   *flat = std::make_shared<detail::FlatState>(
       detail::FlatState{std::move(parameters), std::move(indices),

@@ -85,6 +85,7 @@ class ModuleWatch:
             self._follow_tensor_hooks()
         for local in range(len(self._replicas)):
             self.adopt_buffers(local)
+        replaced: set[int] = set()
         for at, (noted, version) in enumerate(self._versions):
             first, *others = (places[at][2] for places in self._buffers)
             if first is noted and first._version == version:
@@ -95,7 +96,8 @@ class ModuleWatch:
                         other.copy_(first)
                 else:
                     _replace(self._replicas[local], other, first.detach().to(other.device, copy=True))
-        for local in range(1, len(self._replicas)):
+                    replaced.add(local)
+        for local in replaced:
             self.adopt_buffers(local)
 
     def _follow_attributes(self) -> None:
