@@ -23,16 +23,6 @@ int64_t slot_bytes(const ParameterSpec& parameter) {
   return (element_count(parameter.sizes) * element_bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t dim = sizes.size(); dim-- > 0;) {
-    strides[dim] = stride;
-    stride *= std::max<int64_t>(sizes[dim], 1);
-  }
-  return strides;
-}
-
 std::string text_of(const std::vector<int64_t>& numbers) {
   std::ostringstream out;
   out << '[';
@@ -110,10 +100,11 @@ class Writer {
 uint64_t digest_of(const FlatLayout& layout) {
   Writer writer;
   writer.number(static_cast<int64_t>(layout.parameters().size()));
-  for (const ParameterSpec& parameter : layout.parameters()) {
+  for (size_t p = 0; p < layout.parameters().size(); ++p) {
+    const ParameterSpec& parameter = layout.parameters()[p];
     writer.text(parameter.name);
     writer.numbers(parameter.sizes);
-    writer.numbers(parameter.strides);
+    writer.numbers(layout.slots()[p].strides);
     writer.text(c10::toString(parameter.dtype));
   }
   writer.numbers(layout.order());
@@ -147,6 +138,17 @@ bool is_dense(const std::vector<int64_t>& sizes, const std::vector<int64_t>& str
     expected *= size;
   }
   return true;
+}
+
+std::vector<int64_t> slot_strides(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+  if (is_dense(sizes, strides)) return strides;
+  std::vector<int64_t> contiguous(sizes.size());
+  int64_t stride = 1;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    contiguous[dim] = stride;
+    stride *= std::max<int64_t>(sizes[dim], 1);
+  }
+  return contiguous;
 }
 
 uint64_t stable_hash(std::string_view bytes, uint64_t seed) noexcept {
@@ -205,9 +207,8 @@ FlatLayout::FlatLayout(std::vector<ParameterSpec> parameters, std::vector<int> o
       drafts.push_back({{dtype, 0, {}}, drafts.empty() ? first_bucket_bytes : bucket_bytes, 0});
     }
     Draft& draft = drafts[static_cast<size_t>(current)];
-    slots_[static_cast<size_t>(index)] = {
-        current, draft.spec.numel, numel,
-        is_dense(parameter.sizes, parameter.strides) ? parameter.strides : contiguous_strides(parameter.sizes)};
+    slots_[static_cast<size_t>(index)] = {current, draft.spec.numel, numel,
+                                          slot_strides(parameter.sizes, parameter.strides)};
     draft.spec.numel += padded;
     draft.spec.parameters.push_back(index);
     draft.last_position = position;
@@ -236,7 +237,11 @@ std::string FlatLayout::describe_difference(const FlatLayout& here, const FlatLa
     }
     if (a.sizes != b.sizes) return differs(a.name, "shape", text_of(a.sizes), text_of(b.sizes));
     if (a.dtype != b.dtype) return differs(a.name, "dtype", c10::toString(a.dtype), c10::toString(b.dtype));
-    if (a.strides != b.strides) return differs(a.name, "strides", text_of(a.strides), text_of(b.strides));
+    const auto& our_strides = here.slots()[i].strides;
+    const auto& their_strides = there.slots()[i].strides;
+    if (our_strides != their_strides) {
+      return differs(a.name, "strides", text_of(our_strides), text_of(their_strides));
+    }
   }
   if (ours.size() != theirs.size()) {
     const std::string& extra = (ours.size() > common ? ours : theirs)[common].name;

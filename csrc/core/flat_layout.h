@@ -61,7 +61,7 @@ class FlatLayout {
   const std::vector<BucketSpec>& buckets() const noexcept { return buckets_; }  ///< in launch order
   const std::vector<int>& order() const noexcept { return order_; }
 
-  /// 64-bit hash over names, shapes, strides, dtypes, order and buckets: equal on two ranks exactly when their
+  /// 64-bit hash over names, shapes, slots' strides, dtypes, order and buckets: equal on two ranks exactly when their
   /// layouts agree (up to hash collisions). Independent of machine and build.
   uint64_t digest() const noexcept { return digest_; }
 
@@ -84,6 +84,9 @@ c10::ScalarType accumulation_dtype(c10::ScalarType dtype);
 
 /// True if a tensor of these sizes and strides covers its memory without gaps or overlap, in any order of dimensions.
 bool is_dense(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
+
+/// Strides of the slot of a parameter of these sizes and strides: see Slot.
+std::vector<int64_t> slot_strides(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
 /// 64-bit FNV-1a; a stable digest for names and texts that ranks compare.
 uint64_t stable_hash(std::string_view bytes, uint64_t seed = 0xcbf29ce484222325ULL) noexcept;

@@ -36,9 +36,7 @@ at::Tensor part_of(const at::Tensor& bytes, int64_t begin, int64_t numel, c10::S
 // A complex parameter lies in its bucket as real and imaginary parts.
 ParameterSpec spec_of(const NamedParameter& parameter) {
   const auto tensor = as_real(parameter.tensor.detach());
-  const bool has_gaps = !tensor.is_non_overlapping_and_dense();  // then sums lie in rows, as other ranks' do
-  auto strides = has_gaps ? c10::TensorType::contiguousStridesOf(tensor.sizes()) : tensor.strides().vec();
-  return {parameter.name, tensor.sizes().vec(), std::move(strides), tensor.scalar_type()};
+  return {parameter.name, tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()};
 }
 
 // Strides of dimensions of size 1 carry no meaning and differ between equal layouts.

@@ -19,14 +19,14 @@ namespace muster {
 
 namespace {
 
-bool is_low(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
-
 // A storage of its own, so that whoever saves or copies one does not take all.
 at::Tensor count_in(const at::Tensor& counts, size_t parameter) {
   return at::from_blob(counts.mutable_data_ptr<float>() + parameter, {}, [counts](void*) {}, counts.options());
 }
 
 }  // namespace
+
+bool has_master(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
 at::Tensor StateEntry::current(size_t which) const {
   if (which != kMaster || !master.defined()) return tensor(which);
@@ -37,7 +37,7 @@ at::Tensor StateEntry::current(size_t which) const {
 at::Tensor current_master(const at::Tensor& master, const at::Tensor& parameter) {
   const at::NoGradGuard no_grad;
   const auto values = parameter.detach();
-  if (!is_low(values.scalar_type())) return values.to(master.scalar_type());
+  if (!has_master(values.scalar_type())) return values.to(master.scalar_type());
   // By their bits, as the steps (step_math.h): a parameter that is -0 is not +0.
   const auto is_current = master.to(values.scalar_type()).view(at::kShort) == values.view(at::kShort);
   if (is_current.all().item<bool>()) return master;
@@ -54,7 +54,7 @@ OptimizerState::OptimizerState(std::vector<FlatParameter> parameters, const Flat
   for (auto& parameter : parameters) {
     const auto& tensor = parameter.tensor;
     const auto dtype = tensor.scalar_type();
-    if (!is_served || tensor.device() != device_ || !(dtype == at::kFloat || dtype == at::kDouble || is_low(dtype))) {
+    if (!is_served || tensor.device() != device_ || !(dtype == at::kFloat || dtype == at::kDouble || has_master(dtype))) {
       throw InvalidArgument("parameter '" + parameter.name + "' (" + c10::toString(dtype) + " on " +
                             tensor.device().str() + ", the first one on " + device_.str() +
                             ") cannot be stepped by a flat optimizer; pass fuse=False");
@@ -114,7 +114,7 @@ bool OptimizerState::follow(StateEntry& entry) {
     const auto old = std::exchange(state, empty_state(entry));
     state.copy_(old);
   }
-  entry.master = is_low(entry.dtype) ? zero_state(entry) : at::Tensor();
+  entry.master = has_master(entry.dtype) ? zero_state(entry) : at::Tensor();
   std::fill(std::begin(entry.common), std::end(entry.common), nullptr);
   return true;
 }
@@ -266,7 +266,7 @@ std::vector<std::vector<Run>> OptimizerState::runs_of_ranks() const {
 
 at::Tensor OptimizerState::whole(size_t parameter, size_t which, comm::Communicator& ranks) const {
   const auto& entry = entries_.at(parameter);
-  if (which == StateEntry::kMaster ? !is_low(entry.dtype) : which >= entry.num_states) return {};
+  if (which == StateEntry::kMaster ? !has_master(entry.dtype) : which >= entry.num_states) return {};
   const auto own = entry.current(which);
   if (shard_.size == 1) return own.clone();
   const auto& tensor = entry.parameter.tensor;

@@ -53,6 +53,9 @@ struct StateEntry {
   at::Tensor current(size_t which) const;
 };
 
+/// Whether a parameter of this dtype is of low precision (bf16, fp16), and so has a master copy.
+bool has_master(at::ScalarType dtype);
+
 /// The fp32 `master` of a low-precision `parameter` of its sizes, as a step begins with it: elements that do not round
 /// to the parameter's are older than it, and are its own there. Whatever wrote the parameter, its version counter does
 /// not matter: a write through `.data` leaves that alone, and one of the values that are there takes no bits away.

@@ -11,8 +11,7 @@ namespace muster {
 std::optional<checkpoint::Run> own_run(const OptimizerState& state, size_t parameter, size_t which) {
   const auto& entry = state.entry(parameter);
   const auto& whole = entry.parameter.tensor;
-  const bool is_low = entry.dtype == at::kBFloat16 || entry.dtype == at::kHalf;
-  const bool is_there = which == StateEntry::kMaster ? is_low : which < entry.num_states;
+  const bool is_there = which == StateEntry::kMaster ? has_master(entry.dtype) : which < entry.num_states;
   if (!is_there || state.shard().size == 1 || whole.numel() == 0 || !whole.is_contiguous()) return std::nullopt;
   auto elements = entry.current(which);
   if (!elements.defined()) {

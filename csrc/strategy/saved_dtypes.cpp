@@ -13,8 +13,6 @@ namespace {
 
 using Dict = SavedValue::Dict;
 
-bool is_low(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
-
 }  // namespace
 
 void follow_dtypes(const std::vector<const torch::nn::Module*>& modules, std::vector<Dict>& saved_modules,
@@ -48,7 +46,7 @@ void follow_dtypes(const std::vector<const torch::nn::Module*>& modules, std::ve
       if (!std::exchange(is_widened, true)) {
         for (auto* const place : places) *place = widest;
       }
-      if (!is_low(dtype) || is_low(widest.scalar_type())) continue;
+      if (!has_master(dtype) || has_master(widest.scalar_type())) continue;
       if (!state.contains(names[p]) && !may_have_master_alone(optimizer)) continue;
       own.insert_or_assign(kMaster, widest);
       state.insert_or_assign(names[p], std::move(own));

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/flat_layout.h"
 #include "core/ownership.h"
 #include "device/host_copy.h"
 #include "server/protocol/chunk_parts.h"
@@ -38,9 +39,7 @@ at::Tensor part_of(const at::Tensor& parameter, const FlatOptimizer& optimizer, 
 }
 
 void ServerValues::add(const at::Tensor& parameter, size_t position) {
-  const bool is_dense = parameter.is_non_overlapping_and_dense();
-  auto strides = is_dense ? parameter.strides().vec() : c10::TensorType::contiguousStridesOf(parameter.sizes());
-  parameters_.push_back({parameter, std::move(strides), position, {}});
+  parameters_.push_back({parameter, slot_strides(parameter.sizes().vec(), parameter.strides().vec()), position, {}});
 }
 
 void ServerValues::land() {

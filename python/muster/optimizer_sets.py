@@ -35,8 +35,8 @@ class OptimizerSets:
         else:
             given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
             chosen = sorted(self._position_of(optimizer) for optimizer in given)
-        look = [number for position in chosen for number in self._optimizers[position].look()]
-        return self._sets.set_of(chosen, look, partial(self._members_of, chosen))
+        groups = [group for position in chosen for group in self._optimizers[position].parameters()]
+        return self._sets.set_of(chosen, groups, partial(self._members_of, chosen))
 
     def optimizers_of(self, set_number: int) -> list[PreparedOptimizer]:
         """The optimizers that a set was last used with, in the order in which they were prepared."""

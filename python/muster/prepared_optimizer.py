@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from numbers import Real
 from typing import Any, cast
 
@@ -73,8 +73,7 @@ class PreparedOptimizer:
     def indices(self) -> Iterator[int]:
         """The numbers of its parameters in the core, in the order of its groups. Raises InvalidArgument at one of no
         prepared module."""
-        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        for number, parameter in enumerate(parameters):
+        for number, parameter in enumerate(chain.from_iterable(self.parameters())):
             index = self._core.find(parameter)
             if index < 0:
                 raise InvalidArgument(
@@ -84,10 +83,9 @@ class PreparedOptimizer:
                 )
             yield index
 
-    def look(self) -> list[int]:
-        """Changes when a group is added; cheap enough to look at in every step."""
-        groups = self.optimizer.param_groups
-        return [len(groups), *(len(group["params"]) for group in groups)]
+    def parameters(self) -> list[list[Tensor]]:
+        """By group."""
+        return [group["params"] for group in self.optimizer.param_groups]
 
     def bind(self, indices: list[int]) -> None:
         """Tells a flat optimizer the numbers of its parameters, when they are known or have changed."""

@@ -25,6 +25,7 @@ def test_free_ports_are_those_that_the_system_hands_out_to_nobody() -> None:
     found = free_ports(20)
     assert len(set(found)) == 20
     assert handed_out < 11_000 or max(found) < handed_out
+    assert not set(found) & set(range(20_000, 30_000)), "where jobs meet whose launcher names no port"
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:

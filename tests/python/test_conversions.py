@@ -61,10 +61,28 @@ def split_group(_: Net, optimizer: torch.optim.Optimizer) -> None:
     optimizer.add_param_group({"params": parameters[-1:], "lr": 0.0})
 
 
-CHANGES = [to_channels_last, turn, open_gaps, to_double, split_group]
+def swap_between_groups(_: Net, optimizer: torch.optim.Optimizer) -> None:
+    one, other = (group["params"] for group in optimizer.param_groups)
+    one[0], other[0] = other[0], one[0]
+
+
+def reverse_group(_: Net, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"].reverse()
+
+
+CHANGES = [to_channels_last, turn, open_gaps, to_double, split_group, swap_between_groups, reverse_group]
+
+
+def halves(net: nn.Module) -> list[dict[str, Any]]:
+    """Two groups of as many parameters each."""
+    parameters = list(net.parameters())
+    middle = len(parameters) // 2
+    return [{"params": parameters[:middle]}, {"params": parameters[middle:], "lr": 0.02}]
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
-    "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=0.05),
+    "sgd": lambda net: torch.optim.SGD(halves(net), lr=0.1, momentum=0.9),
+    "adamw": lambda net: torch.optim.AdamW(halves(net), lr=0.05),
 }
 
 

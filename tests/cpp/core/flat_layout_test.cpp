@@ -228,6 +228,9 @@ TEST_CASE("differences are described", "[flat_layout]") {
         "parameter 'fc.weight' has dtype Float here and Double there");
   CHECK(difference({a}, {{"fc.weight", {3, 4}, {1, 3}, ScalarType::Float}}) ==
         "parameter 'fc.weight' has strides [4, 1] here and [1, 3] there");
+  const ParameterSpec columns{"fc.weight", {3, 4}, {8, 1}, ScalarType::Float};  // of a wider matrix
+  CHECK(difference({a}, {columns}).empty());
+  CHECK(layout_of({a}).digest() == layout_of({columns}).digest());
   CHECK(difference({a}, {a, spec("x", {1})}) ==
         "there are 1 parameters here and 2 there; the first without a counterpart is 'x'");
   const std::vector<ParameterSpec> two = {a, spec("x", {1})};
