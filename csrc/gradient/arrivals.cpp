@@ -8,8 +8,6 @@
 #include <mutex>
 #include <utility>
 
-#include "muster/error.h"
-
 namespace muster {
 
 // What hooks write. They stay on autograd's nodes, which may be calling them while whoever watched lets go.
@@ -45,7 +43,6 @@ struct GradientArrivals::Watched {
 
   void hook(const std::shared_ptr<Noted>& noted) {
     auto current = torch::autograd::impl::grad_accumulator(parameter);
-    if (!current) throw InvalidArgument("a parameter that requires no gradient gets none");
     current->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
         [noted](const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>&) {
           noted->note();
@@ -59,15 +56,16 @@ GradientArrivals::GradientArrivals(std::vector<at::Tensor> parameters, std::func
     : noted_(std::make_shared<Noted>(std::move(first))) {
   watched_.reserve(parameters.size());
   for (auto& parameter : parameters) watched_.push_back({std::move(parameter), nullptr});
-  for (auto& watched : watched_) watched.hook(noted_);
+  renew();
 }
 
 GradientArrivals::~GradientArrivals() { noted_->end(); }
 
 void GradientArrivals::renew() {
   for (auto& watched : watched_) {
-    const bool is_hooked = torch::autograd::impl::try_get_grad_accumulator(watched.parameter) == watched.accumulator;
-    if (!is_hooked && watched.parameter.requires_grad()) watched.hook(noted_);
+    if (!watched.parameter.requires_grad()) continue;
+    const auto current = torch::autograd::impl::try_get_grad_accumulator(watched.parameter);
+    if (!current || current != watched.accumulator) watched.hook(noted_);
   }
 }
 

@@ -50,7 +50,10 @@ void begin_job(ServerJob& job, const Cluster& cluster, comm::Communicator& worke
   std::string name;
   if (cluster.rank == 0) {
     name = "muster-server-" + net::random_name();
-    job.embedded = std::make_shared<server::ParameterServer>(server::ServerConfig{.name = name});
+    job.embedded = std::shared_ptr<server::ParameterServer>(new server::ParameterServer({.name = name}),
+                                                            [](const server::ParameterServer* server) {
+                                                              if (server->is_own()) delete server;
+                                                            });
   }
   job.channels = {exchange_texts(workers, name).front()};
 }

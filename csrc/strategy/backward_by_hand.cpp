@@ -12,6 +12,7 @@
 #include "kernels/kernels.h"
 #include "muster/error.h"
 #include "strategy/sigterm.h"
+#include "window/loss_scale.h"
 
 namespace muster {
 
@@ -150,7 +151,7 @@ void GradientAverage::check() const {
     throw InvalidArgument(
         "backward() by hand does not reach parameter servers; return the loss from strategy.step(fn, ...)");
   }
-  if (options.precision == Precision::fp16 || options.loss_scale) {
+  if (loss_scale_rule(options)) {
     throw InvalidArgument(
         "backward() by hand does not know the loss scale; return the loss from strategy.step(fn, ...)");
   }

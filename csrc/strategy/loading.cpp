@@ -20,6 +20,7 @@
 #include "strategy/saved_passes.h"
 #include "strategy/saving.h"
 #include "strategy/strategy_state.h"
+#include "window/loss_scale.h"
 
 namespace muster {
 
@@ -224,7 +225,7 @@ void Saving::take(const Dict& saved) {
 }
 
 void Saving::take_loss_scale(const Dict& saved) {
-  if (!strategy_.core->session().options().loss_scale) return;
+  if (!loss_scale_rule(strategy_.core->session().options())) return;
   std::vector<int> positions;
   for (const auto& position : member(saved, "optimizers").get<List>()) {
     positions.push_back(static_cast<int>(position.get<int64_t>()));

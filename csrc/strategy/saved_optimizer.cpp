@@ -82,6 +82,7 @@ class WholeState {
  public:
   WholeState(FlatState& state, comm::Communicator& workers, DividedTensors* divided)
       : state_(state), workers_(workers), divided_(divided) {
+    for (auto* const parameter : state.parameters) positions_.emplace(parameter, positions_.size());
     if (!state.from_servers) {
       counts_ = state.flat.state().step_counts();
       return;
@@ -94,7 +95,11 @@ class WholeState {
     for (const auto& count : on_servers_.back()) counts_.push_back(count.defined() ? count.item<float>() : 0);
   }
 
-  Dict of(size_t parameter, bool counts_steps, bool begins_with_state) const {
+  // Whether it is stepped; one that a group was given since is not yet.
+  bool has(const at::Tensor& parameter) const { return positions_.contains(parameter.unsafeGetTensorImpl()); }
+
+  Dict of(const at::Tensor& tensor, bool counts_steps, bool begins_with_state) const {
+    const auto parameter = positions_.at(tensor.unsafeGetTensorImpl());  // groups may have another order since
     const auto& entry = state_.flat.state().entry(parameter);
     // Not there where it was frozen when the servers took the others.
     const bool is_on_servers = state_.from_servers && on_servers_.back()[parameter].defined();
@@ -128,6 +133,7 @@ class WholeState {
   FlatState& state_;
   comm::Communicator& workers_;
   DividedTensors* const divided_;
+  std::map<const void*, size_t> positions_;
   std::vector<std::vector<at::Tensor>> on_servers_;
   std::vector<float> counts_;
 };
@@ -276,8 +282,8 @@ Dict save_optimizer(Optimizer& optimizer, const std::vector<std::string>& names,
       List own;
       for (const auto& parameter : group.params()) {
         own.emplace_back(names[position]);
-        auto values = whole ? whole->of(position, kCountsSteps, kBeginsWithState)
-                            : state_of_torchs<typename Kind::ParamState>(optimizer, parameter);
+        auto values = whole && whole->has(parameter) ? whole->of(parameter, kCountsSteps, kBeginsWithState)
+                                                     : state_of_torchs<typename Kind::ParamState>(optimizer, parameter);
         if (!values.empty()) state.emplace(names[position], std::move(values));
         ++position;
       }

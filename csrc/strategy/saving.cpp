@@ -22,6 +22,7 @@
 #include "strategy/saved_passes.h"
 #include "strategy/strategy_state.h"
 #include "strategy/telling.h"
+#include "window/loss_scale.h"
 
 namespace muster {
 
@@ -197,18 +198,18 @@ Dict Saving::content(const SavedState& state, const List& places, const at::Tens
 }
 
 List Saving::loss_scales() const {
-  const auto& options = strategy_.core->session().options().loss_scale;
+  const auto rule = loss_scale_rule(strategy_.core->session().options());
   List scales;
-  if (!options) return scales;
+  if (!rule) return scales;
   for (const int set : strategy_.sets.numbers()) {
     List optimizers;
     for (const int position : strategy_.sets.optimizers_of(set)) optimizers.emplace_back(position);
     const auto state = strategy_.core->sets().at(set).window().loss_scale().get();
     scales.emplace_back(Dict{{"optimizers", std::move(optimizers)},
                              {"scale", Dict{{"scale", state.scale},
-                                            {"growth_factor", options->growth},
-                                            {"backoff_factor", options->backoff},
-                                            {"growth_interval", options->interval},
+                                            {"growth_factor", rule->growth},
+                                            {"backoff_factor", rule->backoff},
+                                            {"growth_interval", rule->interval},
                                             {"_growth_tracker", state.growth_tracker}}}});
   }
   return scales;

@@ -143,7 +143,7 @@ Strategy::~Strategy() {
 }
 
 void Strategy::close() {
-  state_->core->close();
+  state_->core->close([] {});  // a program that is interrupted ends
   state_->release();
   state_->saving.end();
 }

@@ -3,8 +3,11 @@
 #include <c10/util/ScopeExit.h>
 
 #include <chrono>
+#include <optional>
+#include <string>
 #include <thread>
 
+#include "core/log.h"
 #include "server/shard/server.h"
 
 namespace muster {
@@ -22,18 +25,19 @@ StrategyCore::~StrategyCore() {
 }
 
 void StrategyCore::close(const std::function<void()>& poll) {
-  session_.close([this] { let_go(); }, poll);
+  session_.close([&] { let_go(poll); }, poll);
 }
 
-// Nobody is in a call, and no replica in a step.
-void StrategyCore::let_go() {
+// Nobody is in a call, and no replica in a step. Where something throws, the next close() goes on from there.
+void StrategyCore::let_go(const std::function<void()>& poll) {
   sigterm_.end();
   if (leave_) {
     is_leaving_ = true;
     const auto end = c10::make_scope_exit([this] { is_leaving_ = false; });
     leave_();
+    leave_ = nullptr;
   }
-  const bool had_servers = sets_.has_servers();
+  awaits_leavers_ = awaits_leavers_ || sets_.has_servers();
   sets_.end();
   gradient_average_.release();
   auto& groups = session_.groups();
@@ -43,16 +47,27 @@ void StrategyCore::let_go() {
   groups.workers.reset();
   groups.prepare.reset();
   // After the groups: a worker that waits in one of them for this one would never leave the server.
-  if (had_servers) wait_for_leavers();
-  if (groups.servers) groups.servers->embedded.reset();
+  if (!groups.servers) return;
+  if (awaits_leavers_ && groups.servers->embedded) wait_for_leavers(*groups.servers->embedded, poll);
+  groups.servers->embedded.reset();
 }
 
-// Other workers may need the server that this process hosts.
-void StrategyCore::wait_for_leavers() const {
-  const auto& servers = session_.groups().servers;
-  const auto embedded = servers ? servers->embedded : nullptr;
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(session_.options().timeout);
-  while (embedded && !embedded->is_deserted() && std::chrono::steady_clock::now() < deadline) {
+// Other workers may train on the server that this process hosts for as long as they like. Where nobody can interrupt
+// the wait, it ends after the timeout.
+void StrategyCore::wait_for_leavers(const server::ParameterServer& embedded, const std::function<void()>& poll) const {
+  using Clock = std::chrono::steady_clock;
+  auto deadline = std::optional(Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                                   std::chrono::duration<double>(session_.options().timeout)));
+  while (embedded.is_own() && !embedded.is_deserted()) {
+    if (poll) poll();
+    if (deadline && Clock::now() >= *deadline) {
+      log(LogLevel::warning,
+          "other workers have not left the parameter server that this process hosts" +
+              std::string(poll ? ", and it waits for them; close() their strategies, or interrupt it"
+                               : ", which ends now; close() strategies, so that they are waited for"));
+      if (!poll) return;
+      deadline.reset();
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
 }

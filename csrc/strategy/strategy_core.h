@@ -45,8 +45,10 @@ class StrategyCore {
   bool is_leaving() const noexcept { return is_leaving_; }
 
   /// Orderly end; later calls throw InvalidArgument. Idempotent and thread-safe. Waits for calls of other threads, and
-  /// for replicas that an interrupted call left behind: nothing that they use is freed. `poll` is called about ten
-  /// times a second while it waits; if it throws, the strategy stays closed to calls, and the next close() goes on.
+  /// for replicas that an interrupted call left behind: nothing that they use is freed. `poll` is called ten
+  /// times a second or more while it waits; if it throws, the strategy stays closed to calls, and the next close() goes
+  /// on. Where this process hosts a parameter server, it waits until all workers have left that; without `poll` for
+  /// the timeout at most.
   /// Throws InvalidArgument inside a call of this strategy: in a step function, a hook, a signal handler.
   void close(const std::function<void()>& poll = {});
 
@@ -54,8 +56,8 @@ class StrategyCore {
   void leave() noexcept { session_.leave(); }
 
  private:
-  void let_go();
-  void wait_for_leavers() const;
+  void let_go(const std::function<void()>& poll);
+  void wait_for_leavers(const server::ParameterServer& embedded, const std::function<void()>& poll) const;
 
   Session session_;
   ParameterSets sets_;
@@ -64,6 +66,7 @@ class StrategyCore {
   SigtermWatch sigterm_;
   std::function<void()> leave_;
   std::atomic<bool> is_leaving_{false};
+  bool awaits_leavers_ = false;
 };
 
 }  // namespace muster

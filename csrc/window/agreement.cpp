@@ -101,8 +101,8 @@ std::vector<std::string> lines_of(const std::string& text) {
 }  // namespace
 
 Agreement::Agreement(const ParameterRegistry& registry, std::vector<OptimizerStep> steps,
-                     const std::vector<int>& written, bool shares_state)
-    : registry_(&registry), steps_(std::move(steps)), shares_state_(shares_state) {
+                     const kernels::LossScaleState& scale, const std::vector<int>& written, bool shares_state)
+    : registry_(&registry), steps_(std::move(steps)), scale_(scale), shares_state_(shares_state) {
   for (const int p : written) written_.push_back({-1, p});
   look_at_steps();
 }
@@ -117,6 +117,8 @@ OptimizerState::Standing Agreement::standing(const OptimizerStep& step, size_t p
 void Agreement::look_at_steps() {
   if (steps_.empty()) return;
   Hash hash;
+  hash.add(static_cast<double>(scale_.scale));
+  hash.add(static_cast<uint64_t>(scale_.growth_tracker));
   for (size_t s = 0; s < steps_.size(); ++s) {
     const auto& step = steps_[s];
     for (const auto& line : step.hyperparameters) hash.add(stable_hash(line));
@@ -136,6 +138,7 @@ void Agreement::look_at_steps() {
 std::string Agreement::describe() const {
   std::ostringstream out;
   out << std::setprecision(17);
+  out << "loss scale " << scale_.scale << " after " << scale_.growth_tracker << " finite steps\n";
   for (size_t s = 0; s < steps_.size(); ++s) {
     const auto& step = steps_[s];
     const auto whose = steps_.size() == 1 ? std::string() : " of optimizer " + std::to_string(s);

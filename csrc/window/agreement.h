@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "kernels/kernels.h"
 #include "optimizer/flat_optimizer.h"
 #include "window/parameter_registry.h"
 
@@ -24,13 +25,14 @@ struct OptimizerStep {
 class Agreement {
  public:
   Agreement() = default;
-  /// `written`: parameters (registry indices, ascending) that user code wrote or replaced since the last step.
-  /// `shares_state`: each worker steps its part of optimizer state for all workers.
-  Agreement(const ParameterRegistry& registry, std::vector<OptimizerStep> steps, const std::vector<int>& written,
-            bool shares_state);
+  /// `scale`: what this worker's gradients are multiplied by. `written`: parameters (registry indices, ascending) that
+  /// user code wrote or replaced since the last step. `shares_state`: each worker steps its part of optimizer state for
+  /// all workers.
+  Agreement(const ParameterRegistry& registry, std::vector<OptimizerStep> steps, const kernels::LossScaleState& scale,
+            const std::vector<int>& written, bool shares_state);
 
-  /// A digest of the hyperparameters and, for flat optimizers, of groups, counts of steps and where state lies: equal
-  /// on workers where these are equal. Below 2^52, so that it is exact in fp64. 0 without optimizers.
+  /// A digest of the loss scale, the hyperparameters and, for flat optimizers, of groups, counts of steps and where
+  /// state lies: equal on workers where these are equal. Below 2^52, so that it is exact in fp64. 0 without optimizers.
   double digest() const noexcept { return digest_; }
   /// Whether user code wrote parameters here, or loaded state, that other workers may have with other values.
   bool has_writes() const noexcept { return !written_.empty(); }
@@ -62,6 +64,7 @@ class Agreement {
 
   const ParameterRegistry* registry_ = nullptr;
   std::vector<OptimizerStep> steps_;
+  kernels::LossScaleState scale_{.scale = 1, .growth_tracker = 0};
   bool shares_state_ = false;
   std::vector<Place> written_;
   double digest_ = 0;

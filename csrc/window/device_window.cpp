@@ -58,10 +58,7 @@ DeviceWindow::DeviceWindow(const WindowContext& context) : context_(context), sc
     // Replicas on one device share what kernels read there.
     const auto beside = static_cast<size_t>(std::find(devices.begin(), devices.end(), device) - devices.begin());
     const OnDevice scope(device);
-    scalars_.push_back(beside < r
-                           ? scalars_[beside]
-                           : std::make_shared<DeviceScalars>(
-                                 device, kernels::LossScaleState{.scale = scale_.on_host(), .growth_tracker = 0}));
+    scalars_.push_back(beside < r ? scalars_[beside] : std::make_shared<DeviceScalars>(device, scale_.on_host()));
     replicas_.push_back({std::make_unique<DeviceNumbers>(device, scalars_.back()), {}, {}, {}});
   }
 }
@@ -209,7 +206,8 @@ void DeviceWindow::finish(const Tail& tail, bool fused, WindowSums& sums) {
   const auto& first = *replicas_.front().numbers;
   const OnDevice scope(first.device());
   report_ = first.new_report();
-  enqueue_norm(tail, first.tail(), scale_.on_host(), scale_.rule() ? scalars_.front()->scale() : nullptr, report_);
+  enqueue_norm(tail, first.tail(), scale_.on_host().scale, scale_.rule() ? scalars_.front()->scale() : nullptr,
+               report_);
   // A step makes means only of what it reads: not of other ranks' shards, nor of rows that it reads as a dense copy.
   if (fused && options.keep_gradients && (options.shard_optimizer || context_.sums.has_sparse(tail))) {
     enqueue_means(tail, /*clips=*/false);

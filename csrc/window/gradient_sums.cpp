@@ -35,6 +35,16 @@ bool GradientSums::is_stale(const std::vector<int>& parameters) const {
   return next != trainable_.size();
 }
 
+int GradientSums::first_untrained(const std::vector<int>& parameters) const {
+  for (const int p : parameters) {
+    if (trainable_index_[static_cast<size_t>(p)] < 0 &&
+        registry_.parameter(0, static_cast<size_t>(p)).requires_grad()) {
+      return p;
+    }
+  }
+  return -1;
+}
+
 void GradientSums::build(const std::vector<int>& parameters, const Deliver& deliver) {
   const auto num_replicas = topology_.devices.size();
   trainable_.clear();

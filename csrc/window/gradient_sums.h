@@ -35,6 +35,9 @@ class GradientSums {
   /// Whether the engines are not those of `parameters` (registry indices, ascending) as they are.
   bool is_stale(const std::vector<int>& parameters) const;
 
+  /// The first of `parameters` that requires gradients, and did not when the engines were made; -1 where there is none.
+  int first_untrained(const std::vector<int>& parameters) const;
+
   /// Null: gradients are reduced here.
   using Deliver = ServerPush::Take;
   /// Makes engines for those of `parameters` that require gradients. Throws InvalidArgument if none does.

@@ -35,7 +35,7 @@ NotedPart HostNumbers::note(const ReplicaPart& part) {
     }
   }
   const double share = contributes && is_mean ? weight / replica.unit : 1.0;
-  const double seed = contributes ? (part.crosses ? share : 1.0) * static_cast<double>(scale_.on_host()) : 0.0;
+  const double seed = contributes ? (part.crosses ? share : 1.0) * static_cast<double>(scale_.on_host().scale) : 0.0;
   return {.seed = at::scalar_tensor(seed, loss.value.options().requires_grad(false)),
           .contributes = contributes,
           .factor = part.crosses ? 1.0 : share};
@@ -81,7 +81,7 @@ void HostNumbers::read(const Tail& tail, WindowSums& sums) {
 
 double HostNumbers::divisor(const Tail& tail) const {
   const bool is_sum = tail[Tail::sum_losses] > 0;
-  return (is_sum ? 1.0 : tail[Tail::weight] / scalars_.unit) * static_cast<double>(scale_.on_host());
+  return (is_sum ? 1.0 : tail[Tail::weight] / scalars_.unit) * static_cast<double>(scale_.on_host().scale);
 }
 
 void HostNumbers::end(const Tail& tail, bool finite) {

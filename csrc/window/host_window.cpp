@@ -90,7 +90,7 @@ void HostWindow::finish(const Tail& tail, bool fused, WindowSums& sums) {
   const double divisor = numbers_.divisor(tail);
   auto& scalars = numbers_.scalars();
   if (fused) {
-    take_host_norm(context_, tail, numbers_.scale().on_host(), scalars);
+    take_host_norm(context_, tail, numbers_.scale().on_host().scale, scalars);
     sums.grad_norm = scalars.norm;
     sums.finite = scalars.finite != 0;
     if (sums.finite && makes_means_first(tail)) {

@@ -8,12 +8,16 @@
 
 namespace muster {
 
+/// By what rule windows change the loss scale; empty: losses are not scaled.
+inline std::optional<LossScale> loss_scale_rule(const StrategyOptions& options) {
+  return !options.loss_scale && options.precision == Precision::fp16 ? LossScale() : options.loss_scale;
+}
+
 /// The factor of the seeds of backward, so that gradients of low precision neither vanish nor overflow, and the rule by
 /// which windows change it. Owned by the stepping thread; replica threads read it in a step.
 class WindowScale {
  public:
-  explicit WindowScale(const StrategyOptions& options) : rule_(options.loss_scale) {
-    if (!rule_ && options.precision == Precision::fp16) rule_ = LossScale();
+  explicit WindowScale(const StrategyOptions& options) : rule_(loss_scale_rule(options)) {
     if (rule_) state_.scale = static_cast<float>(rule_->init);
   }
   virtual ~WindowScale() = default;
@@ -24,8 +28,8 @@ class WindowScale {
   virtual kernels::LossScaleState get() const { return state_; }
   virtual void set(const kernels::LossScaleState& state) { state_ = state; }
 
-  /// The scale that the host knows: the current one, unless devices change it.
-  float on_host() const noexcept { return state_.scale; }
+  /// What the host knows: the current scale or, where devices change it, the one that was set last.
+  const kernels::LossScaleState& on_host() const noexcept { return state_; }
 
   /// Empty: the scale stays as it is.
   const std::optional<LossScale>& rule() const noexcept { return rule_; }

@@ -108,6 +108,10 @@ void ParameterSet::open_micro_batch(bool last, bool fused) {
     window_->open();
     replicas_.assign(replicas_.size(), {});
     told_.raised = false;
+  } else if (const int p = sums_.first_untrained(parameters_); p >= 0) {
+    throw InvalidArgument("parameter '" + registry_.name(static_cast<size_t>(p)) +
+                          "' was unfrozen within a window of several micro-batches, whose first ones have no gradient "
+                          "of it; unfreeze it between windows: after a step that says `stepped`, or flush()");
   }
   last_ = last;
   if (divided_) divided_->bring_back();
@@ -133,7 +137,7 @@ void ParameterSet::find_written() {
 }
 
 void ParameterSet::agree_on(std::vector<OptimizerStep> steps) {
-  agreement_.emplace(registry_, std::move(steps), written_, divided_ != nullptr);
+  agreement_.emplace(registry_, std::move(steps), window_->loss_scale().on_host(), written_, divided_ != nullptr);
 }
 
 void ParameterSet::open_window(int local_replica, double rows) {

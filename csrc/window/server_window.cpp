@@ -267,7 +267,7 @@ void ServerWindow::finish(const Tail& tail, bool /*fused*/, WindowSums& sums) {
   check_dense(tail);
   numbers_.read(tail, sums);
   auto& scalars = numbers_.scalars();
-  const auto loss_scale = numbers_.scale().on_host();
+  const auto loss_scale = numbers_.scale().on_host().scale;
   if (exchange_->is_synchronous()) {
     finish_norm(exchange_->norm_sum(), tail.data(), window_options(context_.options, loss_scale), scalars);
   } else {

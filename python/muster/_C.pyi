@@ -349,7 +349,7 @@ class OptimizerSets:
     def set_of(
         self,
         optimizers: Sequence[int],
-        groups: Sequence[Sequence[Tensor]],
+        groups: Sequence[Sequence[torch.Tensor]],
         resolve: Callable[[], Sequence[tuple[Sequence[int], bool]]],
     ) -> int: ...
     def numbers(self) -> list[int]: ...

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
 from muster import _C
+from muster.backward_watch import BackwardWatch
 from muster.errors import InvalidArgument
 
 __all__ = ["ByHand"]
@@ -18,14 +25,39 @@ class ByHand:
         self._accumulate = accumulate
         self.gradients_are_applied = False
         """Whether a step has applied the gradients, and no backward by hand has written others since."""
+        self._parameters: dict[int, Sequence[nn.Parameter]] = {}
+        self._watches: dict[int, BackwardWatch] = {}
+        """Of modules through which there was a forward by hand."""
 
     @property
     def current_local_replica(self) -> int:
         """The local replica whose step this thread is in; -1 outside a step."""
         return self._core.current_local_replica
 
-    def average_gradients(self, module: int) -> None:
-        """Collective, after a backward by hand through the outputs of this prepared module."""
+    def add_module(self, module: int, parameters: Sequence[nn.Parameter]) -> None:
+        """A module was prepared, with this number."""
+        self._parameters[module] = parameters
+
+    def watch(self, module: int, output: Any) -> None:
+        """After a forward by hand through this module: where backward brings its parameters gradients, their mean over
+        the workers is taken."""
+        if module not in self._watches:
+            this = weakref.ref(self)
+
+            def ended() -> None:
+                if (there := this()) is not None:
+                    there._average(module)
+
+            self._watches[module] = BackwardWatch(self._parameters[module], ended)
+        self._watches[module].watch(output)
+
+    def rest(self, module: int | None = None) -> None:
+        """After a forward that backward averages nothing of. None: before steps, whose backward is the strategy's."""
+        for number, watch in self._watches.items():
+            if module is None or number == module:
+                watch.rest()
+
+    def _average(self, module: int) -> None:
         if self._core.closed:
             return  # torch's alone
         if self._accumulate > 1:

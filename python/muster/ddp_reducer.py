@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id
-from torch.autograd.graph import _engine_run_backward
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import unserializable_hook
 
-from muster import _C
+from muster.backward_watch import BackwardWatch
 from muster.comm_hooks import HookedBuckets
 from muster.errors import InvalidArgument
 from muster.group_strategy import GroupStrategy
@@ -26,13 +19,7 @@ __all__ = ["Reducer"]
 
 
 class Reducer:
-    """Averages gradients at the end of each backward that reached parameters through a synchronised forward.
-
-    A hook on the forward's outputs runs in the outermost graph task, so that its callback comes when all of backward is
-    done, reentrant checkpoints included. Hooks on parameters, in C++, say whether gradients arrived at all
-    (torch.autograd.grad leaves none), and stand in where they arrive by another way than outputs: in a gradient
-    penalty, or where a loss was kept elsewhere.
-    """
+    """Averages gradients at the end of each backward that reached parameters through a synchronised forward."""
 
     def __init__(
         self,
@@ -55,7 +42,6 @@ class Reducer:
         self._device = parameters[0].device
         self._sparse = [p for p, sparse in zip(parameters, expects_sparse, strict=True) if sparse]
         self._dense = [p for p, sparse in zip(parameters, expects_sparse, strict=True) if not sparse]
-        self._is_joining = is_joining
         self.hooked = HookedBuckets([[parameters[number] for number in bucket] for bucket in buckets], self._sparse)
         """Communication hooks, and their buckets."""
         self.num_averages = 0
@@ -63,12 +49,9 @@ class Reducer:
         self._strategy: GroupStrategy | None = None
         self._joined: tuple[Any, bool] | None = None
         self._futures: list[Any] = []
-        self._is_expected = False  # the last forward was synchronised
-        self._queued_in: int | None = None  # the graph task at whose end gradients are looked at
-        self._is_nested = False  # that task may be a reentrant checkpoint's
-        this = weakref.ref(self)
-        self._arrivals: _C.GradientArrivals | None = _C.GradientArrivals(
-            self.parameters, lambda: _call(this, Reducer._on_parameter)
+        average = weakref.WeakMethod(self.average)
+        self._watch = BackwardWatch(
+            self.parameters, lambda: None if (there := average()) is None else there(), is_joining
         )
 
     def meet(self) -> GroupStrategy:
@@ -80,18 +63,11 @@ class Reducer:
 
     def watch(self, output: Any) -> None:
         """After a synchronised forward, which returned `output`."""
-        if self._arrivals is not None:
-            self._arrivals.renew()
-        self._expect(True)
-        self._queued_in = None
-        self._take_arrivals()
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(self._on_output)  # type: ignore[no-untyped-call]
+        self._watch.watch(output)
 
     def rest(self) -> None:
         """After a forward that is not synchronised."""
-        self._expect(False)
+        self._watch.rest()
 
     def average(self) -> None:
         """Collective: replaces each gradient by its mean over ranks."""
@@ -151,43 +127,6 @@ class Reducer:
         (present,) = work.get_future().value()
         return 1.0 if divide_by_initial else self._group.size() / float(present)
 
-    # --- hooks --------------------------------------------------------------------------------------------------------
-
-    @unserializable_hook  # type: ignore[untyped-decorator]  # saving an output does not warn of it
-    def _on_output(self, gradient: Tensor) -> None:
-        task = _current_graph_task_id()
-        if self._queued_in == task or (self._is_joining() and not self._is_expected):
-            return
-        self._take_arrivals()
-        self._queue(task, is_nested=False)
-
-    def _on_parameter(self) -> None:
-        task, is_nested = _current_graph_task_id(), _may_be_nested()
-        # A backward that raised has left its number.
-        if self._queued_in is None or (self._queued_in != task and not is_nested):
-            self._queue(task, is_nested)
-
-    def _queue(self, task: int, is_nested: bool) -> None:
-        self._queued_in, self._is_nested = task, is_nested
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-    def _end(self) -> None:
-        self._queued_in = None
-        if not self._take_arrivals():
-            self._expect(self._is_expected)
-            return
-        # A backward that no output tells of may end several times: after each reentrant checkpoint.
-        self._expect(self._is_nested and not self._is_joining())
-        self.average()
-
-    def _expect(self, is_expected: bool) -> None:
-        self._is_expected = is_expected
-        if self._arrivals is not None:
-            self._arrivals.announce(is_expected)
-
-    def _take_arrivals(self) -> bool:
-        return self._arrivals is not None and self._arrivals.take()
-
     # --- torch's names ------------------------------------------------------------------------------------------------
 
     def prepare_for_forward(self) -> None:
@@ -210,7 +149,7 @@ class Reducer:
         pass
 
     def _check_reducer_finalized(self) -> None:
-        if self._queued_in is not None:
+        if self._watch.is_queued:
             raise RuntimeError("a backward ended before its gradients were averaged")
 
     def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
@@ -220,34 +159,7 @@ class Reducer:
         pass
 
     def _remove_autograd_hooks(self) -> None:
-        self._arrivals = None
-
-
-def _call(reducer: weakref.ref[Reducer], method: Callable[[Reducer], None]) -> None:
-    if (there := reducer()) is not None:
-        method(there)
-
-
-def _may_be_nested() -> bool:
-    """Whether this thread runs a backward within another one. Of a device's thread nobody knows."""
-    frame: FrameType | None = inspect.currentframe()
-    backwards = 0
-    while frame is not None:
-        backwards += frame.f_code is _engine_run_backward.__code__
-        frame = frame.f_back
-    return backwards != 1
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those in tuples, lists, dicts, what torch's pytree knows, dataclasses, and attributes of other objects."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from tensors_in(getattr(leaf, field.name, None))
-        elif not isinstance(leaf, (nn.Module, type, str, int, float)) and hasattr(leaf, "__dict__"):
-            yield from (held for held in tree_leaves(vars(leaf)) if isinstance(held, Tensor))
+        self._watch.end()
 
 
 def _no_rows(parameter: nn.Parameter) -> Tensor:

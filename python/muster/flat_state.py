@@ -87,8 +87,8 @@ class SteppedOptimizer(Protocol):
     def parameters_by_position(self) -> list[Tensor]:
         """The parameters in the order of the groups."""
 
-    def state_by_position(self) -> dict[int, Mapping[str, Any]]:
-        """`state` by the parameters' positions."""
+    def state_at(self, parameters: Sequence[Tensor]) -> dict[int, Mapping[str, Any]]:
+        """`state` by the positions of `parameters`."""
 
 
 class FlatState:
@@ -243,14 +243,17 @@ class FlatState:
             )
         if not self.is_on_servers:
             return
-        parameters = self._optimizer.parameters_by_position()
         # Not with what is left of the servers' if this fails.
         self._optimizer.state = Elsewhere(
             "the parameter servers were gone when the strategy closed, and the optimizer's state with them; "
             "load_state_dict() a saved one, or set optimizer.state to an empty defaultdict(dict) to start anew"
         )
+        self._optimizer.state = self.from_servers()
+
+    def from_servers(self) -> defaultdict[Tensor, Any]:
+        """What `state` would be, where parameter servers hold it."""
         held = self._on_servers(to_stay=True)
-        self._optimizer.state = defaultdict(dict, {parameters[position]: values for position, values in held.items()})
+        return defaultdict(dict, {self._parameters[position]: values for position, values in held.items()})
 
     def make_whole(self) -> None:
         """Collective with shards. `state` becomes that of all ranks."""
@@ -268,23 +271,33 @@ class FlatState:
     def whole(self, packed: dict[str, Any]) -> dict[str, Any]:
         """Collective with shards. A state_dict with what other ranks or parameter servers hold; in `giving_runs` of
         the former this rank's runs alone, where elements are in the order of rows."""
+        now = self._optimizer.parameters_by_position()
         if self.is_on_servers:
-            packed["state"] = self._on_servers(to_stay=rows_are_left_out())
+            held = self._on_servers(to_stay=rows_are_left_out())
+            packed["state"] = {place: held[own] for own, place in self._places_in(now) if own in held}
         elif self.is_sharded:
             assert self.core is not None
             packed["state"] = {
                 position: {name: value for name, value in values.items() if value is not None}
                 for position, values in packed["state"].items()
             }
-            for position in filter(self._flat.has_started, range(len(self._parameters))):
+            for own, place in self._places_in(now):
+                if not self._flat.has_started(own):
+                    continue
                 for which, name in self._names():
-                    run = self._flat.own_run(position, which) if _gives_runs.get() else None
-                    tensor = self.core.whole_state(self._flat, position, which) if run is None else run
+                    run = self._flat.own_run(own, which) if _gives_runs.get() else None
+                    tensor = self.core.whole_state(self._flat, own, which) if run is None else run
                     if tensor is not None:
-                        packed["state"][position][name] = tensor
+                        packed["state"][place][name] = tensor
         else:
-            packed["state"] = with_current_masters(packed["state"], self._parameters)
+            packed["state"] = with_current_masters(packed["state"], now)
         return packed
+
+    def _places_in(self, parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """The position here, and the place in `parameters`, of those that are in both: since the last step groups may
+        have been given others, or another order."""
+        places = {parameter: place for place, parameter in enumerate(parameters)}
+        return [(own, places[parameter]) for own, parameter in enumerate(self._parameters) if parameter in places]
 
     def _on_servers(self, *, to_stay: bool = False) -> dict[int, dict[str, Any]]:
         """`to_stay`: but of rows that workers have no memory for."""
@@ -319,7 +332,7 @@ class FlatState:
         return [self._algorithm.row(group) for group in self._optimizer.param_groups]
 
     def _take_over(self) -> None:
-        state = self._optimizer.state_by_position()
+        state = self._optimizer.state_at(self._parameters)
         changed = []
         for position in range(len(self._parameters)):
             values = state.get(position)
@@ -423,7 +436,7 @@ def with_current_masters(state: Mapping[int, dict[str, Any]], parameters: Sequen
 
 
 class Elsewhere(defaultdict[Any, Any]):
-    """An optimizer's `state` that is not here: empty, and it refuses to be looked into and written, saying why."""
+    """An optimizer's `state` that is not here: it refuses to be looked into, written and copied, saying why."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(dict)
@@ -433,10 +446,5 @@ class Elsewhere(defaultdict[Any, Any]):
         raise InvalidArgument(self.reason)
 
     __missing__ = __contains__ = __setitem__ = __delitem__ = __ior__ = _refuse
-    get = clear = pop = popitem = setdefault = update = _refuse
-
-    def __copy__(self) -> defaultdict[Any, Any]:  # type: ignore[override]
-        return defaultdict(dict)
-
-    def __reduce__(self) -> Any:
-        return defaultdict, (dict,)
+    __iter__ = __len__ = __reversed__ = __reduce__ = __copy__ = _refuse
+    get = keys = items = values = copy = clear = pop = popitem = setdefault = update = _refuse

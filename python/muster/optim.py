@@ -7,7 +7,8 @@ without a strategy, they are torch.optim's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,16 @@ class _Flat(Optimizer):
         return cast(ExactLoads, vars(self).setdefault("_exact_loads", ExactLoads()))
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler asks whether step() unscales gradients and skips what is not finite. Torch's does with fused=True,
+        and sets it on the object; here GradScaler does both itself."""
+        return False
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, _: bool) -> None:
+        pass
+
+    @property
     def counts_steps(self) -> bool:
         """Whether it has a number of steps as state of each parameter."""
         return self._algorithm.counts_steps
@@ -46,11 +57,11 @@ class _Flat(Optimizer):
         """The parameters in the order of the groups."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def state_by_position(self) -> dict[int, Mapping[str, Any]]:
-        """`state` by the parameters' positions."""
+    def state_at(self, parameters: Sequence[Tensor]) -> dict[int, Mapping[str, Any]]:
+        """`state` by the positions of `parameters`."""
         return {
             position: self._exact.of(values)
-            for position, parameter in enumerate(self.parameters_by_position())
+            for position, parameter in enumerate(parameters)
             if (values := self.state.get(parameter)) is not None
         }
 
@@ -73,13 +84,32 @@ class _Flat(Optimizer):
             self._flat.follow()
         elif isinstance(self.state, Elsewhere):
             raise InvalidArgument(self.state.reason)
-        packed = super().state_dict()
+        packed = self._packed()
         if self._exact:
             packed["state"] = {number: self._exact.of(values) for number, values in packed["state"].items()}
         if self._flat is None:
             packed["state"] = with_current_masters(packed["state"], self.parameters_by_position())
             return packed
         return self._flat.whole(packed)
+
+    def _packed(self) -> dict[str, Any]:
+        """Torch's state_dict, of what stands in `state`."""
+        if not isinstance(self.state, Elsewhere):
+            return super().state_dict()
+        elsewhere, self.state = self.state, defaultdict(dict)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = elsewhere
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, and in pickles: with what parameter servers hold."""
+        kept = super().__getstate__()
+        if isinstance(self.state, Elsewhere):
+            if self._flat is None or not self._flat.is_on_servers:
+                raise InvalidArgument(self.state.reason)
+            kept["state"] = self._flat.from_servers()
+        return kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """From torch.optim's format."""
@@ -165,10 +195,10 @@ class Adagrad(_Flat, torch.optim.Adagrad):
                 self._hidden.append((weight, weight.data))
                 weight.data = weight.data[:0]
 
-    def state_by_position(self) -> dict[int, Mapping[str, Any]]:
+    def state_at(self, parameters: Sequence[Tensor]) -> dict[int, Mapping[str, Any]]:
         """`state`; what starts anew, or came with a group that was added later, starts as the constructor's."""
         initial = self.defaults["initial_accumulator_value"]
-        for parameter in self.parameters_by_position():
+        for parameter in parameters:
             if _C.is_row_stub(parameter):
                 if initial != 0:
                     raise InvalidArgument(
@@ -176,7 +206,7 @@ class Adagrad(_Flat, torch.optim.Adagrad):
                     )
             elif initial != 0 and not isinstance(self.state, Elsewhere) and not self.state.get(parameter):
                 self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.full_like(parameter, initial)}
-        return super().state_by_position()
+        return super().state_at(parameters)
 
 
 functools.update_wrapper(Adagrad.__init__, torch.optim.Adagrad.__init__)

@@ -14,7 +14,15 @@ from muster.errors import InvalidArgument
 from muster.precision import LossScale
 from muster.texts import listed, lists_fields, sentences_of
 
-__all__ = ["CommonOptions", "Options", "StrategyOptions", "device_names", "options_of", "with_options"]
+__all__ = [
+    "CommonOptions",
+    "Options",
+    "StrategyOptions",
+    "device_names",
+    "loss_scale_rule",
+    "options_of",
+    "with_options",
+]
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -113,6 +121,11 @@ def with_options(options: type[Any]) -> Callable[[FunctionT], FunctionT]:
         return function
 
     return decorate
+
+
+def loss_scale_rule(options: StrategyOptions) -> LossScale | None:
+    """By what rule steps change the loss scale; None: losses are not scaled."""
+    return LossScale() if options.loss_scale is None and options.precision == "fp16" else options.loss_scale
 
 
 def options_of(given: Mapping[str, Any]) -> StrategyOptions:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from muster import _C
+from muster.errors import InvalidArgument
 from muster.texts import lists_fields
 
 __all__ = ["LossScale", "LossScaler", "autocast"]
@@ -41,29 +42,39 @@ class LossScale:
 class LossScaler:
     """The loss scale of a set of optimizers. Its state has the format of torch.amp.GradScaler's."""
 
-    def __init__(self, core: _C.StrategyCore, set_number: int, options: LossScale) -> None:
-        """As `Strategy.loss_scaler` makes it: of the set `set_number` of the strategy of `core`, which scales as
-        `options` say."""
+    def __init__(self, core: _C.StrategyCore, set_number: int, rule: LossScale | None) -> None:
+        """As `Strategy.loss_scaler` makes it: of the set `set_number` of the strategy of `core`, which changes the
+        scale by `rule` (None: losses are not scaled)."""
         self._core = core
         self._set = set_number
-        self._options = options
+        self._rule = rule
 
     def get_scale(self) -> float:
         """What losses are multiplied by; 1.0 where they are not scaled."""
         return self._core.loss_scale(self._set)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Equal on all ranks."""
+        """Equal on all ranks; empty where losses are not scaled, as that of a GradScaler that is not enabled."""
+        if self._rule is None:
+            return {}
         scale, tracker = self._core.loss_scale(self._set)
         return {
             "scale": scale,
-            "growth_factor": self._options.growth,
-            "backoff_factor": self._options.backoff,
-            "growth_interval": self._options.interval,
+            "growth_factor": self._rule.growth,
+            "backoff_factor": self._rule.backoff,
+            "growth_interval": self._rule.interval,
             "_growth_tracker": tracker,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The scale and its tracker from `state`, of a GradScaler too; factors and interval stay those of the options.
-        Load the same on all ranks."""
+        Load the same on all ranks. No-op where losses are not scaled; raises InvalidArgument where they are, and
+        `state` is of a job in which they were not."""
+        if self._rule is None:
+            return
+        if not state:
+            raise InvalidArgument(
+                "the state of the loss scale is empty: it is of steps that scaled no losses; load one of steps that "
+                "did, or none"
+            )
         self._core.set_loss_scale(self._set, float(state["scale"]), int(state["_growth_tracker"]))

@@ -248,6 +248,8 @@ class PreparedOptimizer:
             agree, self._agree = self._agree, None
             if agree is not None:
                 agree(None)
+        elif args[1:] or kwargs.get("closure") is not None:
+            return  # a closure writes the gradients that it steps from
         elif not self._core.closed and self._by_hand.gradients_are_applied:
             raise InvalidArgument(
                 f"{type(optimizer).__name__}.step() was called after strategy.step, which has applied the gradients "

@@ -192,6 +192,7 @@ class Preparation:
                 keep_to_replica(module, self._core, local)
         for parameter in modules[0].parameters():
             _parameters_prepared_by[parameter] = weakref.ref(self)
+        self._by_hand.add_module(number, list(modules[0].parameters()))
         made: Replicated[Any] = Replicated(modules, weakref.ref(self._by_hand), number)
         self._modules.append((modules[0], made))
         self.module_numbers.append(number)

@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from muster import _C
 from muster.attributes import compiled_alike, parametrized_apart, share_within
@@ -198,7 +197,10 @@ class Replicated(Generic[ModuleT]):
         by_hand = self._by_hand_()
         output = self._current()(*args, **kwargs)
         if by_hand is not None and torch.is_grad_enabled() and by_hand.current_local_replica < 0:
-            self._watch_backward(by_hand, output)
+            if self._syncing_:
+                by_hand.watch(self._number_, output)
+            else:
+                by_hand.rest(self._number_)
         return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -214,28 +216,6 @@ class Replicated(Generic[ModuleT]):
             yield
         finally:
             object.__setattr__(self, "_syncing_", previous)
-
-    # Backward by hand: a hook on the outputs runs in the outermost graph task, so that its callback comes when all of
-    # backward is done; parameters' hooks would come too early under reentrant checkpointing.
-    def _watch_backward(self, by_hand: ByHand, output: Any) -> None:
-        syncing = self._syncing_
-        queued = False
-
-        def finished() -> None:
-            nonlocal queued
-            queued = False
-            by_hand.average_gradients(self._number_)
-
-        def on_gradient(gradient: Tensor) -> Tensor:
-            nonlocal queued
-            if syncing and not queued:
-                queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(finished)
-            return gradient
-
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Replica 0's module loads it; the others follow, in parameters and buffers."""

@@ -17,8 +17,8 @@ from muster.errors import InvalidArgument, LayoutMismatch
 from muster.flat_state import giving_runs
 from muster.found_checkpoint import Found, found_in
 from muster.loader_host import LoaderHost
-from muster.options import StrategyOptions
-from muster.precision import LossScale, LossScaler
+from muster.options import StrategyOptions, loss_scale_rule
+from muster.precision import LossScaler
 from muster.preparing import Preparation
 from muster.saved_layout import (
     FORMAT,
@@ -343,14 +343,15 @@ class Saving:
         }
 
     def _loss_scales(self) -> list[dict[str, Any]]:
-        if self._options.loss_scale is None and self._options.precision != "fp16":
+        rule = loss_scale_rule(self._options)
+        if rule is None:
             return []
         sets = self._stepping.sets
         positions = {id(prepared): position for position, prepared in enumerate(self._preparation.optimizers)}
         return [
             {
                 "optimizers": [positions[id(prepared)] for prepared in sets.optimizers_of(number)],
-                "scale": LossScaler(self._core, number, self._options.loss_scale or LossScale()).state_dict(),
+                "scale": LossScaler(self._core, number, rule).state_dict(),
             }
             for number in sets.numbers()
         ]
@@ -409,7 +410,7 @@ class Saving:
         for scale in saved["loss_scales"] or ():
             optimizers = [self._preparation.optimizers[position].optimizer for position in scale["optimizers"]]
             number = self._stepping.sets.set_of(optimizers)
-            LossScaler(self._core, number, self._options.loss_scale or LossScale()).load_state_dict(scale["scale"])
+            LossScaler(self._core, number, loss_scale_rule(self._options)).load_state_dict(scale["scale"])
         core, strategy, generators, others = self._core, saved["strategy"], saved["generators"], saved["random"]
         if strategy is None:
             strategy = {"steps": core.steps, "calls": core.calls, "seed": self._host.seed}

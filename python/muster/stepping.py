@@ -73,6 +73,7 @@ class Stepping:
         self._note_hooks(set_number)
         parts, rows = self._passes.divide(args, steps=True)
         self._compare_first_batches(parts)
+        self._by_hand.rest()
         outputs: list[Any] = [None] * len(parts)
         updates = self._core.num_updates(set_number)
 

@@ -22,10 +22,10 @@ from muster.default_group import DefaultGroup
 from muster.errors import InvalidArgument
 from muster.loader import Loader
 from muster.loader_host import LoaderHost
-from muster.options import Options, StrategyOptions, device_names, options_of, with_options
+from muster.options import Options, StrategyOptions, device_names, loss_scale_rule, options_of, with_options
 from muster.passes import Passes, WeakHost
 from muster.per_replica import PerReplica
-from muster.precision import LossScale, LossScaler, autocast
+from muster.precision import LossScaler, autocast
 from muster.preparing import Preparation
 from muster.replica_threads import ReplicaThreads
 from muster.replicated import Replicated
@@ -189,7 +189,7 @@ class Strategy:
 
     def loss_scaler(self, optimizers: Optimizer | Sequence[Optimizer] | None = None) -> LossScaler:
         """The loss scale of the steps of these optimizers (None: all prepared), to look at, save and restore."""
-        return LossScaler(self._core, self._stepping.sets.set_of(optimizers), self._options.loss_scale or LossScale())
+        return LossScaler(self._core, self._stepping.sets.set_of(optimizers), loss_scale_rule(self._options))
 
     def flush(self) -> StepResult | None:
         """Closes the open window, or drops it with drop_incomplete; None when none is open. Collective."""

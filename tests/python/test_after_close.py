@@ -192,7 +192,7 @@ def test_state_on_servers_cannot_be_edited(edit: str) -> None:
             EDITS[edit](optimizer)
             train(strategy, model, 1)
         optimizer.state = state
-        assert copy.deepcopy(optimizer).state == {}
+        assert len(copy.deepcopy(optimizer).state) == len(list(module.parameters()))
         train(strategy, model, 1)
     assert_as_in_torch(module, optimizer, "adamw", 3)
 

@@ -226,3 +226,90 @@ def test_outputs_may_be_structures_of_which_only_some_are_used(worker_job: Launc
                 assert (a is None) == (b is None)
                 if a is not None:
                     np.testing.assert_allclose(a, b.numpy(), rtol=1e-9, atol=1e-12)
+
+
+def looked_into(strategy: muster.Strategy) -> Any:
+    """Gradients of inputs, on the chief alone; then a backward on all."""
+    module = build()
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = mine(strategy, batches()[0])
+    if strategy.is_chief:
+        pixels = x.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(module(pixels).sum(), pixels)
+        (of_inputs,) = torch.autograd.grad(model(pixels).sum(), pixels)
+        assert torch.equal(of_inputs, expected)
+        model.requires_grad_(False)
+        model(pixels).sum().backward()
+        assert pixels.grad is not None and torch.equal(pixels.grad, expected)
+        model.requires_grad_(True)
+        model(x)  # whose backward never comes
+    strategy.step(lambda x: 0 * model(x).square().mean(), x)
+    model(x).square().mean().backward()
+    return gradients(module)
+
+
+def test_gradients_of_inputs_concern_one_worker_alone(worker_job: Launcher) -> None:
+    with muster.MirroredStrategy(["cpu"]) as strategy:
+        expected = looked_into(strategy)
+    for actual in worker_job(looked_into, timeout=20):
+        for a, b in zip(actual, expected, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                np.testing.assert_allclose(a, b.numpy(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "options"), [(2, {}), (1, {"accumulate": 2}), (1, {"precision": "fp16"}), (2, {"precision": "bf16"})]
+)
+def test_gradients_of_inputs_come_where_a_backward_by_hand_is_refused(replicas: int, options: dict[str, Any]) -> None:
+    with muster.MirroredStrategy(["cpu"] * replicas, **options) as strategy:
+        module = build()
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        pixels = batches()[0].requires_grad_()
+        (of_inputs,) = torch.autograd.grad(model(pixels).sum(), pixels)
+        assert of_inputs.shape == pixels.shape
+
+
+def penalised(strategy: muster.Strategy) -> Any:
+    module = build()
+    model = strategy.prepare(module)
+    x = mine(strategy, batches()[0]).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    slope.square().sum(1).mean().backward()
+    return gradients(module)
+
+
+def test_a_penalty_of_gradients_is_averaged(worker_job: Launcher) -> None:
+    with muster.MirroredStrategy(["cpu"]) as strategy:
+        expected = penalised(strategy)
+    assert any(gradient is not None and gradient.any() for gradient in expected)
+    for actual in worker_job(penalised):
+        for a, b in zip(actual, expected, strict=True):
+            if a is not None and b is not None:
+                np.testing.assert_allclose(a, b.numpy(), rtol=1e-9, atol=1e-12)
+
+
+def test_a_step_by_hand_with_a_closure_follows_one_of_the_strategy() -> None:
+    def stepped(by_strategy: bool) -> list[Tensor]:
+        module = build()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        x = batches()[0]
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = module(x).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        if by_strategy:
+            with muster.MirroredStrategy() as strategy:
+                model, _ = strategy.prepare(module, optimizer)
+                strategy.step(lambda x: model(x).square().mean(), x)
+                optimizer.step(closure)
+        else:
+            for _ in range(2):
+                optimizer.step(closure)
+        return list(module.parameters())
+
+    for a, b in zip(stepped(True), stepped(False), strict=True):
+        torch.testing.assert_close(a, b)

@@ -517,3 +517,30 @@ def frozen_on_one_rank(strategy: muster.Strategy) -> str:
     with pytest.raises(muster.LayoutMismatch) as caught:
         strategy.step(lambda x: model(x).square().mean(), torch.ones(3, 4))
     return str(caught.value)
+
+
+def unfrozen_in_a_window(strategy: muster.Strategy) -> Any:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    module[0].requires_grad_(False)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = part_of(strategy, torch.ones(4, 3))
+
+    def step() -> muster.StepResult:
+        return strategy.step(lambda x: model(x).square().mean(), x)
+
+    assert not step().stepped
+    model[0].requires_grad_(True)
+    with pytest.raises(muster.InvalidArgument, match=r"'0\.weight' was unfrozen within a window"):
+        step()
+    model[0].requires_grad_(False)
+    assert step().stepped
+    model[0].requires_grad_(True)
+    before = module[0].weight.detach().clone()
+    assert not step().stepped
+    assert step().stepped
+    return bool((module[0].weight != before).any())
+
+
+def test_a_parameter_that_is_unfrozen_in_a_window_is_refused(wide_job: Launcher) -> None:
+    assert all(wide_job(unfrozen_in_a_window, accumulate=2))

@@ -139,6 +139,36 @@ def test_state_dict_goes_both_ways(strategy: muster.MirroredStrategy, name: str)
                 torch.testing.assert_close(optimizer.state_dict()["state"][key][name_], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_gradscaler_unscales_and_skips(cls: Any, fused: bool | None, closes: bool) -> None:
+    ours, theirs = net(), net()
+    x = torch.ones(4, 1, 8, 8)
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, factor: float) -> None:
+        optimizer.zero_grad()
+        scaler.scale(module(x).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    reference = cls(theirs.parameters(), lr=0.01, fused=fused)
+    theirs(x).square().mean().backward()
+    reference.step()
+    with muster.MirroredStrategy() as strategy:
+        model, optimizer = strategy.prepare(ours, cls(ours.parameters(), lr=0.01, fused=fused))
+        strategy.step(lambda x: model(x).square().mean(), x)
+        if closes:
+            strategy.close()
+        scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+        for factor in (1.0, float("inf"), 1.0):
+            step(model, optimizer, scalers[0], factor)
+            step(theirs, reference, scalers[1], factor)
+    assert scalers[0].state_dict() == scalers[1].state_dict()
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+
+
 def test_state_from_before_prepare_is_kept(strategy: muster.MirroredStrategy) -> None:
     ours, theirs = net(), net()
     gradients = recorded_gradients(ours, 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,49 @@ def test_the_scale_is_restored() -> None:
         model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
         strategy.loss_scaler().load_state_dict(scaler.state_dict())
         assert strategy.step(lambda x: model(x).mean(), torch.ones(2, 2)).loss_scale.item() == 1024
+
+
+def test_where_losses_are_not_scaled_the_state_is_that_of_a_gradscaler_that_is_not_enabled(tmp_path: Path) -> None:
+    def job(**options: Any) -> tuple[muster.Strategy, Any]:
+        strategy = muster.MirroredStrategy(**options)
+        module = nn.Linear(2, 1)
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        return strategy, model
+
+    strategy, model = job(precision="fp16")
+    with strategy:
+        strategy.step(lambda x: model(x).mean(), torch.ones(2, 2))
+        scaled = strategy.loss_scaler().state_dict()
+        strategy.save(tmp_path)
+        with pytest.raises(muster.InvalidArgument, match="scaled no losses"):
+            strategy.loss_scaler().load_state_dict({})
+    strategy, model = job()
+    with strategy:
+        assert strategy.loss_scaler().state_dict() == torch.amp.GradScaler("cpu", enabled=False).state_dict() == {}
+        strategy.load(tmp_path)
+        strategy.loss_scaler().load_state_dict(scaled)
+        assert strategy.step(lambda x: model(x).mean(), torch.ones(2, 2)).loss_scale == 1
+
+
+def scaled_apart(strategy: muster.Strategy) -> list[str]:
+    module = nn.Linear(2, 1)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = torch.ones(2, 2)
+    if strategy.is_chief:
+        strategy.loss_scaler().load_state_dict({"scale": 512.0, "_growth_tracker": 0})
+    before = module.weight.detach().clone()
+    with pytest.raises(muster.LayoutMismatch) as raised:
+        strategy.step(lambda x: model(x).mean(), x)
+    assert torch.equal(module.weight, before)
+    strategy.loss_scaler().load_state_dict({"scale": 512.0, "_growth_tracker": 0})
+    return [str(raised.value), *(str(strategy.step(lambda x: model(x).mean(), x).loss_scale.item()) for _ in range(2))]
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_scale_that_one_rank_loads_alone_is_named(worker_job: Launcher, fuse: bool) -> None:
+    for message, *scales in worker_job(scaled_apart, precision="fp16", fuse=fuse):
+        assert "rank 0 has loss scale 512 after 0 finite steps, rank 1 has loss scale 65536" in message
+        assert scales == ["512.0", "512.0"]
 
 
 def test_a_loop_inside_autocast_sees_updated_parameters() -> None:

@@ -1,5 +1,7 @@
 #include "server/shard/server.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <system_error>
 #include <utility>
@@ -25,6 +27,7 @@ std::unique_ptr<SnapshotStore> store_of(const ServerConfig& config) {
 
 ParameterServer::ParameterServer(ServerConfig config)
     : config_(std::move(config)),
+      process_(::getpid()),
       listener_(net::listen_on_host(config_.name)),
       core_(store_of(config_), config_.snapshot_every, time_) {
   watch_thread_ = std::thread([this] { watch(); });
@@ -44,6 +47,8 @@ ParameterServer::ParameterServer(ServerConfig config)
 }
 
 ParameterServer::~ParameterServer() { end(); }
+
+bool ParameterServer::is_own() const noexcept { return ::getpid() == process_; }
 
 void ParameterServer::end() {
   {

@@ -1,6 +1,8 @@
 // A parameter server: listens, and serves each connection on a thread of its own.
 #pragma once
 
+#include <sys/types.h>
+
 #include <chrono>
 #include <filesystem>
 #include <list>
@@ -34,6 +36,8 @@ class ParameterServer {
   ParameterServer(const ParameterServer&) = delete;
   ParameterServer& operator=(const ParameterServer&) = delete;
 
+  /// Whether this process made it: a forked child's copy has no threads, and must not be asked or destroyed.
+  bool is_own() const noexcept;
   bool is_deserted() const { return core_.is_deserted(); }
   void snapshot() { core_.snapshot(); }
   using Stats = ServerCore::Stats;
@@ -59,6 +63,7 @@ class ParameterServer {
   void end();
 
   const ServerConfig config_;
+  const pid_t process_;
   std::unique_ptr<net::ChannelListener> listener_;
   Timekeeper time_;
   ServerCore core_;

@@ -40,7 +40,9 @@ void Link::refuse(uint16_t type) {
 }
 
 void Link::break_with(const std::string& what) {
-  if (!is_own()) throw LinkBroken("a forked child has no connections to its parent's servers");
+  if (!is_own()) {
+    throw CommError("a forked child has no connections to the parameter servers of its parent; ask them in the parent");
+  }
   close_lanes({});
   std::string why;
   {

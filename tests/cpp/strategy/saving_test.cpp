@@ -19,6 +19,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <limits>
 
 #include "checkpoint/snapshot.h"
 #include "cpp/catch.h"
@@ -218,6 +219,26 @@ TEST_CASE("where a loader goes on is what can be", "[saving]") {
   CHECK_THROWS_AS(muster::detail::place_in(of_one_worker), InvalidArgument);
 }
 
+TEST_CASE("the loss scale of fp16 goes on, whether options name it or not", "[saving]") {
+  StrategyOptions options;
+  options.precision = Precision::fp16;
+  if (GENERATE(false, true)) options.loss_scale = LossScale();
+  const Folder folder;
+  const auto scale_after = [&](const StrategyOptions& chosen) {
+    MirroredStrategy strategy(cpus(1), chosen);
+    Small job(strategy);
+    const bool goes_on = strategy.load(folder.path).has_value();
+    const double factor = goes_on ? 1.0 / 16 : std::numeric_limits<double>::infinity();
+    const auto result =
+        strategy.step([&](const at::Tensor& x) { return job.model->forward(x).sum() * factor; }, at::ones({2, 2}));
+    if (!goes_on) strategy.save(folder.path);
+    return result.loss_scale.item<double>();
+  };
+  CHECK(scale_after(options) == 32768);
+  CHECK(scale_after(options) == 32768);
+  CHECK(scale_after({}) == 1);
+}
+
 TEST_CASE("low-precision parameters go on from their fp32 copies", "[saving]") {
   const bool counts_steps = GENERATE(true, false);
   const auto run = [&](Strategy& strategy, const std::filesystem::path& folder, bool stops,
@@ -266,6 +287,51 @@ TEST_CASE("low-precision parameters go on from their fp32 copies", "[saving]") {
   CHECK_FALSE(masters[0].to(at::kBFloat16).to(at::kFloat).equal(masters[0]));
   MirroredStrategy third(cpus(1));
   CHECK(equal(run(third, folder.path, false), expected));
+}
+
+TEST_CASE("optimizer state is saved with its parameter where groups have another order since the last step",
+          "[saving]") {
+  const bool on_servers = GENERATE(false, true);
+  const auto make = [&]() -> std::unique_ptr<Strategy> {
+    if (on_servers) return std::make_unique<ParameterServerStrategy>(Cluster{});
+    return std::make_unique<MirroredStrategy>(cpus(1));
+  };
+  struct Job {
+    explicit Job(Strategy& strategy)
+        : model(strategy.prepare([] { return nn::Sequential(nn::Linear(3, 3), nn::Linear(3, 3)).ptr(); })),
+          optimizer({group(0), group(1)}, torch::optim::AdamWOptions(0.1)) {
+      strategy.prepare(optimizer);
+    }
+    torch::optim::OptimizerParamGroup group(size_t layer) {
+      return {model.module().children()[layer]->parameters(), std::make_unique<torch::optim::AdamWOptions>(0.1)};
+    }
+    void step(Strategy& strategy) {
+      strategy.step([&](const at::Tensor& x) { return model->forward(x).square().mean(); },
+                    at::arange(12, at::kFloat).view({4, 3}));
+    }
+    Replicated<nn::SequentialImpl> model;
+    muster::optim::AdamW optimizer;
+  };
+  const Folder folder;
+  std::vector<at::Tensor> expected;
+  for (const bool is_reversed : {false, true}) {
+    torch::manual_seed(0);
+    const auto first = make();
+    Job job(*first);
+    job.step(*first);
+    if (is_reversed) std::reverse(job.optimizer.param_groups().begin(), job.optimizer.param_groups().end());
+    const auto path = folder.path / (is_reversed ? "reversed" : "plain");
+    first->save(path);
+    first->close();
+    MirroredStrategy second(cpus(1));
+    Job next(second);
+    if (is_reversed) std::reverse(next.optimizer.param_groups().begin(), next.optimizer.param_groups().end());
+    CHECK(second.load(path));
+    next.step(second);
+    const auto parameters = copies(next.model.module().parameters());
+    if (is_reversed) CHECK(equal(parameters, expected));
+    expected = parameters;
+  }
 }
 
 TEST_CASE("a stream goes on after the batches that were trained on", "[saving]") {

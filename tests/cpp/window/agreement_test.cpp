@@ -34,13 +34,15 @@ struct Stepping {
   }
 
   Agreement agreement(double lr = 0.1, const std::vector<int>& written = {}, bool shares_state = true) {
-    return {job.registry, {{.flat = &optimizer, .parameters = {0, 1}, .groups = adam(lr)}}, written, shares_state};
+    return {
+        job.registry, {{.flat = &optimizer, .parameters = {0, 1}, .groups = adam(lr)}}, scale, written, shares_state};
   }
 
   at::Tensor a;
   at::Tensor b;
   OneReplica job;
   FlatOptimizer optimizer;
+  kernels::LossScaleState scale{.scale = 1, .growth_tracker = 0};
 };
 
 std::string on_two(const std::function<void(Stepping& worker, comm::Communicator& group, int rank)>& body) {
@@ -64,6 +66,10 @@ TEST_CASE("a digest tells hyperparameters and counts of steps apart, and is exac
   CHECK(digest != other.agreement(0.2).digest());
   other.optimizer.state().set_step_count(1, 3);
   CHECK(digest != other.agreement().digest());
+  one.scale.scale = 2;
+  CHECK(digest != one.agreement().digest());
+  one.scale = {.scale = 1, .growth_tracker = 1};
+  CHECK(digest != one.agreement().digest());
   CHECK(Agreement().digest() == 0);
 }
 
@@ -72,6 +78,9 @@ TEST_CASE("workers that differ hear of the first difference", "[window]") {
           const auto agreement = worker.agreement(rank == 0 ? 0.5 : 0.25);
           const auto message = message_of<LayoutMismatch>([&] { agreement.throw_difference(group); });
           MUSTER_CHECK(contains(message, "rank 0 has lr 0.5 in group 0, rank 1 has lr 0.25 in group 0"));
+          worker.scale.scale = rank == 0 ? 512 : 65536;
+          const auto scaled = message_of<LayoutMismatch>([&] { worker.agreement().throw_difference(group); });
+          MUSTER_CHECK(contains(scaled, "rank 0 has loss scale 512 after 0 finite steps, rank 1 has loss scale 65536"));
         }).empty());
 }
 
