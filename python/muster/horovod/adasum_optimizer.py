@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muster.horovod.compression import Compressor
+from muster.horovod.gradients import add_names
 from muster.horovod.handles import synchronize
 from muster.horovod.operations import Adasum, allreduce_async
 
@@ -20,7 +20,7 @@ __all__ = ["AdasumDeltas"]
 class AdasumDeltas(Optimizer):
     """Parts of an optimizer's class. Every rank's parameters are equal after step(), where they were before."""
 
-    def begin(self, parameters: Mapping[Tensor, str], compression: type[Compressor], passes: int) -> None:
+    def begin(self, parameters: dict[Tensor, str], compression: type[Compressor], passes: int) -> None:
         """For `parameters` with their names, whose changes travel as `compression` makes them; `passes` backward passes
         make up a step."""
         self._names = parameters
@@ -41,6 +41,7 @@ class AdasumDeltas(Optimizer):
     def step(self, closure: Any = None) -> Any:
         """As of the optimizer, on this rank; then adds to what parameters were before the Adasum of all ranks' changes.
         Collective."""
+        add_names(self._names, self)
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         before = [parameter.detach().clone() for parameter in trained]
         loss = super().step(closure)

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from muster.errors import InvalidArgument
 from muster.horovod.exceptions import HorovodInternalError
 
-__all__ = ["Reductions", "named"]
+__all__ = ["Reductions", "add_names", "named"]
 
 Begin = Callable[[Sequence[str], Sequence[Tensor]], Callable[[], None]]
 """Begins to reduce the gradients of parameters, which have these names; what it returns waits for that."""
+_reductions_of = WeakTensorKeyDictionary()
+"""Weak references to those that follow a parameter's gradients."""
 
 
 def named(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
-    """The name of each parameter of `optimizer`, in the order of its groups: from `named_parameters`, or made up.
+    """The name of each parameter of `optimizer`: from `named_parameters`, all of which are in the result, or made up.
 
     Raises ValueError where they are no pairs, a name is there twice, or a parameter has none.
     """
-    parameters = [
-        (f"allreduce.noname.{i}.{j}", parameter)
-        for i, group in enumerate(optimizer.param_groups)
-        for j, parameter in enumerate(group["params"])
-    ]
     if named_parameters is None:
-        return {parameter: name for name, parameter in parameters}
+        names: dict[Tensor, str] = {}
+        add_names(names, optimizer)
+        return names
     pairs = list(named_parameters)
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise InvalidArgument("named_parameters= is a sequence of (name, parameter), as model.named_parameters()")
@@ -37,12 +39,20 @@ def named(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] |
     if twice:
         raise InvalidArgument(f"named_parameters= has these names more than once: {', '.join(twice)}")
     names = {parameter: name for name, parameter in pairs}
-    missing = sum(parameter not in names for _, parameter in parameters)
+    missing = sum(parameter not in names for group in optimizer.param_groups for parameter in group["params"])
     if missing:
         raise InvalidArgument(
             f"named_parameters= leaves {missing} of the optimizer's parameters out; give the names of all, or none"
         )
-    return {parameter: names[parameter] for _, parameter in parameters}
+    return names
+
+
+def add_names(names: dict[Tensor, str], optimizer: Optimizer) -> None:
+    """Names the parameters of `optimizer` that are not among `names` yet, by their places in its groups."""
+    for i, group in enumerate(optimizer.param_groups):
+        for j, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                names[parameter] = f"allreduce.noname.{i}.{j}"
 
 
 class Reductions:
@@ -54,22 +64,46 @@ class Reductions:
         """Gradients of each of `groups` of parameters, which have `names`, are reduced by `begin` after `passes`
         backward passes."""
         self._names = names
-        self._groups = groups
-        self._group_of = {parameter: number for number, group in enumerate(groups) for parameter in group}
         self._begin = begin
         self._passes = passes
+        self._groups: list[tuple[Tensor, ...]] = []
+        self._group_of: dict[Tensor, int] = {}
+        self._hooks: dict[Tensor, Any] = {}
         self._came: Counter[Tensor] = Counter()
-        self._under_way: dict[int, Callable[[], None]] = {}
-        for parameter in self._group_of:
-            parameter.register_post_accumulate_grad_hook(self._gradient_came)  # type: ignore[no-untyped-call]
+        self._under_way: dict[int, tuple[Callable[[], None], list[Tensor | None]]] = {}
+        for group in groups:
+            self.add(group)
+        weakref.finalize(self, _remove, self._hooks)
+
+    def add(self, group: tuple[Tensor, ...]) -> None:
+        """Reduces the gradients of another `group` too, once its parameters are among the names. Whoever followed them
+        before reduces them in its finish() alone from now on."""
+        for parameter in group:
+            reference = _reductions_of.get(parameter)  # type: ignore[no-untyped-call]
+            earlier = None if reference is None else reference()
+            if earlier is not None:
+                earlier._release(parameter)
+            _reductions_of[parameter] = weakref.ref(self)
+            hook = parameter.register_post_accumulate_grad_hook(_weakly(self._gradient_came))  # type: ignore[no-untyped-call]
+            self._hooks[parameter] = hook
+            self._group_of[parameter] = len(self._groups)
+        self._groups.append(group)
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._group_of
 
     def restart(self, passes: int | None = None) -> None:
         """Counts `passes` anew (None: as many as before), when what is under way has ended, well or not."""
         self._passes = self._passes if passes is None else passes
         self._came.clear()
         while self._under_way:
+            _, (wait, _) = self._under_way.popitem()
             with contextlib.suppress(HorovodInternalError):
-                self._under_way.popitem()[1]()
+                wait()
+
+    def _release(self, parameter: Tensor) -> None:
+        self.restart()
+        self._hooks.pop(parameter).remove()
 
     def _gradient_came(self, parameter: Tensor) -> None:
         number = self._group_of[parameter]
@@ -83,15 +117,28 @@ class Reductions:
             self._reduce(number)
 
     def finish(self) -> None:
-        """Reduces what is not under way too, waits for all, and counts anew."""
+        """Reduces what is not under way too, waits for all, and counts anew. Raises AssertionError where another tensor
+        has become a parameter's gradient meanwhile."""
         for number in range(len(self._groups)):
             if number not in self._under_way:
                 self._reduce(number)
+        replaced = [
+            self._names[parameter]
+            for number, (_, gradients) in self._under_way.items()
+            for parameter, gradient in zip(self._groups[number], gradients, strict=True)
+            if parameter.grad is not gradient
+        ]
         try:
             while self._under_way:
-                self._under_way.pop(next(iter(self._under_way)))()
+                wait, _ = self._under_way.pop(next(iter(self._under_way)))
+                wait()
         finally:
             self.restart()
+        if replaced:
+            raise AssertionError(
+                f"the gradients of {', '.join(replaced)} were replaced while they were reduced; call synchronize() "
+                "before what changes gradients, and step() within optimizer.skip_synchronize()"
+            )
 
     def check_is_idle(self) -> None:
         """Raises AssertionError between the first backward pass of a step and the step."""
@@ -103,4 +150,22 @@ class Reductions:
 
     def _reduce(self, number: int) -> None:
         group = self._groups[number]
-        self._under_way[number] = self._begin([self._names[parameter] for parameter in group], group)
+        wait = self._begin([self._names[parameter] for parameter in group], group)
+        self._under_way[number] = wait, [parameter.grad for parameter in group]
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """`method`, without keeping its object; nothing happens once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(parameter: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(parameter)
+
+    return call
+
+
+def _remove(hooks: Mapping[Tensor, Any]) -> None:
+    for hook in hooks.values():
+        hook.remove()

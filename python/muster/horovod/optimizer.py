@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from muster.errors import InvalidArgument
 from muster.horovod.adasum_optimizer import AdasumDeltas
 from muster.horovod.compression import Compression, Compressor
 from muster.horovod.functions import broadcast_object
-from muster.horovod.gradients import Reductions, named
+from muster.horovod.gradients import Reductions, add_names, named
 from muster.horovod.handles import synchronize
 from muster.horovod.operations import (
     Adasum,
@@ -54,9 +54,10 @@ def DistributedOptimizer(  # noqa: N802 (a function in Horovod, too)
     itself, and what its step changed is combined.
 
     It has besides: synchronize(), which waits for all reductions; skip_synchronize(), within which step() does not; and
-    set_backward_passes_per_step(). zero_grad() between backward and step() is an error. State that `optimizer` has is
-    taken over. Raises ValueError for names and options that cannot be, NotImplementedError for Adasum over a set of
-    some ranks. Collective where there are `groups`.
+    set_backward_passes_per_step(). zero_grad() between backward and step() is an error. Groups and state are those of
+    `optimizer`, whose schedulers go on, also after either of the two has loaded a state. Copies are refused. Raises
+    ValueError for names and options that cannot be, NotImplementedError for Adasum over a set of some ranks. Collective
+    where there are `groups`.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise InvalidArgument("gradient_predivide_factor is for op=Average; leave it at 1")
@@ -71,17 +72,45 @@ def DistributedOptimizer(  # noqa: N802 (a function in Horovod, too)
     if is_adasum and process_set.process_set_id != 0:
         raise NotImplementedError("Adasum is over all ranks; leave process_set= away")
     part: type[Any] = AdasumDeltas if is_adasum else _Reducing
-    made: type[Any] = type(base.__name__, (part, base), {"__module__": __name__, "__doc__": base.__doc__})
+    attributes = {"__module__": __name__, "__doc__": base.__doc__, "__reduce_ex__": _refuse_copies}
+    made: type[Any] = type(base.__name__, (part, base), attributes)
     distributed: Any = object.__new__(made)
     # The same object in another class, as a copy: groups, state, defaults and hooks are those of the optimizer.
     # But for a step() that a scheduler put there, which would be the optimizer's.
     distributed.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
+    _load_in_place(distributed)
     if is_adasum:
         distributed.begin(parameters, compression, backward_passes_per_step)
     else:
         reduction = _Reduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
         distributed.begin(parameters, reduction, backward_passes_per_step, groups)
     return cast(Optimizer, distributed)
+
+
+def _load_in_place(optimizer: Optimizer) -> None:
+    """Has load_state_dict() write into the groups and the state that `optimizer` shares with the one that it was made
+    from, and with that one's schedulers, rather than replace them: whichever of the two loads."""
+    groups, state = optimizer.param_groups, optimizer.state
+
+    def share_again(loaded: Optimizer) -> None:
+        for group, values in zip(groups, loaded.param_groups, strict=True):
+            if group is not values:
+                group.clear()
+                group.update(values)
+        loaded.param_groups = groups
+        if state is not loaded.state:
+            state.clear()
+            state.update(loaded.state)
+            loaded.state = state
+
+    optimizer.register_load_state_dict_post_hook(share_again)
+
+
+def _refuse_copies(optimizer: Optimizer, protocol: Any) -> NoReturn:
+    raise TypeError(
+        "a DistributedOptimizer is neither copied nor pickled: it follows the gradients of its parameters; keep "
+        "copy.deepcopy(optimizer.state_dict()), or copy the optimizer that it was made from and wrap the copy"
+    )
 
 
 class _Reduction:
@@ -144,7 +173,7 @@ class _Reducing(Optimizer):
 
     def begin(
         self,
-        parameters: Mapping[Tensor, str],
+        parameters: dict[Tensor, str],
         reduction: _Reduction,
         passes: int,
         groups: int | Sequence[Sequence[Tensor]] | None,
@@ -154,6 +183,7 @@ class _Reducing(Optimizer):
         self._takes_part = reduction.process_set.included() and running().size > 1
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         together = _groups(trained, parameters, groups, reduction.process_set) if self._takes_part else []
+        self._names = parameters
         self._reductions = Reductions(parameters, together, passes, reduction.begin)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -167,8 +197,16 @@ class _Reducing(Optimizer):
         super().load_state_dict(state_dict)
 
     def synchronize(self) -> None:
-        """Waits until all gradients are reduced, those that no backward pass came to included. Collective."""
+        """Waits until all gradients are reduced, those that no backward pass came to included. Collective.
+
+        Parameters that were added, or train only now, are reduced with the others from here on. Raises AssertionError
+        where another tensor has become a parameter's .grad since backward().
+        """
         if self._takes_part:
+            add_names(self._names, self)
+            for parameter in (p for group in self.param_groups for p in group["params"]):
+                if parameter.requires_grad and parameter not in self._reductions:
+                    self._reductions.add((parameter,))
             self._reductions.finish()
         self._is_synchronized = True
 
@@ -182,16 +220,30 @@ class _Reducing(Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Any = None) -> Any:
-        """As of the optimizer, after synchronize() but within skip_synchronize(). Collective."""
-        if self._should_synchronize:
-            if self._is_synchronized:
-                warnings.warn(
-                    "step() after synchronize() reduces gradients again; call it within optimizer.skip_synchronize()",
-                    stacklevel=2,
-                )
-            self.synchronize()
+        """As of the optimizer, after synchronize() but within skip_synchronize(). Collective. With a `closure`, which
+        computes gradients, synchronize() comes after each call of it."""
+        if not self._should_synchronize:
+            self._is_synchronized = False
+            return super().step(closure)
+        if closure is None:
+            self._reduce()
+            return super().step()
+
+        def reduced() -> Any:
+            loss = closure()
+            self._reduce()
+            return loss
+
+        return super().step(reduced)
+
+    def _reduce(self) -> None:
+        if self._is_synchronized:
+            warnings.warn(
+                "step() after synchronize() reduces gradients again; call it within optimizer.skip_synchronize()",
+                stacklevel=3,
+            )
+        self.synchronize()
         self._is_synchronized = False
-        return super().step(closure)
 
     # torch wraps a step() without this mark when a state is loaded: hooks, which are the base's, would run twice.
     step.hooked = True  # type: ignore[attr-defined]
