@@ -387,3 +387,20 @@ def all_norms() -> None:
 
 def test_sync_batch_norm_is_that_of_the_whole_batch(two_workers: WorkerPool) -> None:
     two_workers.call(job, all_norms)
+
+
+def converted() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ModuleList([nn.BatchNorm1d(3), nn.BatchNorm2d(3, affine=False)]))
+    whole = model[1][0]
+    weight = whole.weight
+    model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert [type(norm) for norm in model[1]] == [hvd.SyncBatchNorm] * 2
+    assert model[1][0].weight is weight and model[1][1].weight is None
+    x = torch.full((4, 3), float(hvd.rank())) + torch.arange(4.0).view(-1, 1)
+    torch.testing.assert_close(model[1][0](x), whole(hvd.allgather(x))[4 * hvd.rank() :][:4])
+    assert type(hvd.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3))) is hvd.SyncBatchNorm
+    assert "all ranks" in raised(hvd.SyncBatchNorm.convert_sync_batchnorm, model, object())
+
+
+def test_batch_norms_of_a_module_are_converted(two_workers: WorkerPool) -> None:
+    two_workers.call(job, converted)

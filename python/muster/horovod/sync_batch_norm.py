@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muster.errors import InvalidArgument
 from muster.horovod.differentiable import allreduce
 from muster.horovod.operations import Sum
 from muster.horovod.runtime import running
@@ -19,6 +22,18 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     In training, and without running statistics, the forward pass is collective, and so is its backward pass. Input and
     output: (rows, num_features, ...), of a floating-point dtype. Running statistics are equal on all ranks.
     """
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+        """`module` with one of these in place of each batch normalisation in it, with its parameters and buffers; or
+        the new one, where `module` is one itself. Raises ValueError for a `process_group`."""
+        if process_group is not None:
+            raise InvalidArgument("convert_sync_batchnorm(process_group=...): it is over all ranks; leave it away")
+        converted: nn.Module = super().convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+        for part in converted.modules():
+            if type(part) is nn.SyncBatchNorm:
+                part.__class__ = cls  # which adds no attributes
+        return converted
 
     def forward(self, input: Tensor) -> Tensor:
         """The normalised `input`. Raises ValueError for fewer than 2 dimensions."""
