@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -300,7 +301,9 @@ def elastic() -> Any:
             if state.batch == 2:
                 state.commit()
             if state.batch == 3 and len([c for c in calls if "train" in c]) == 1:
-                hvd.allreduce(torch.zeros(1 + hvd.rank()), name="uneven")
+                if hvd.rank() == 1:
+                    raise HorovodInternalError("this rank leaves")
+                hvd.allreduce(torch.zeros(1), name="left alone")
             if state.batch == 4 and len([c for c in calls if "train" in c]) == 2:
                 raise hvd.HostsUpdatedInterrupt
         return float(model.weight.item())
@@ -326,6 +329,69 @@ def test_elastic_run_restores_what_was_committed(two_workers: WorkerPool) -> Non
     assert first == (["0", *expected], weights[5], [1, 2, 3, 4, 5], 10)
     assert second == (["1", *expected], weights[5], [1, 2, 3, 4, 5], 10)
     assert issubclass(HorovodInternalError, RuntimeError)
+
+
+def elastic_errors() -> Any:
+    hvd.init()
+    state = hvd.elastic.ObjectState(batch=0)
+    calls: list[int] = []
+
+    @hvd.elastic.run
+    def train(state: Any, step: Any) -> None:
+        calls.append(state.batch)
+        step()
+
+    def fails() -> None:
+        raise HorovodInternalError("the switch has burnt")
+
+    def advances() -> None:
+        if len(calls) < 6:
+            state.batch += 1
+            state.commit()
+            fails()
+
+    def shapes() -> None:
+        hvd.allreduce(torch.ones(2 + hvd.rank()), name="shapes")
+
+    def twice() -> None:
+        handles = [hvd.allreduce_async(torch.ones(2), name="twice") for _ in range(2)]
+        hvd.synchronize(handles[0])
+
+    found = []
+    records = Kept()
+    logging.getLogger("muster").addHandler(records)
+    try:
+        for step in (fails, advances, shapes, twice):
+            found.append((raised(train, state, step), len(calls), len(records.texts)))
+            calls.clear()
+            records.texts.clear()
+        for step in (shapes, twice):
+            with pytest.raises(ValueError, match=step.__name__):
+                step()
+    finally:
+        logging.getLogger("muster").removeHandler(records)
+        hvd.shutdown()
+    return found
+
+
+class Kept(logging.Handler):
+    """Keeps warnings that name the error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "burnt" in record.getMessage():
+            self.texts.append(record.getMessage())
+
+
+def test_elastic_run_says_why_it_begins_again_and_gives_up(two_workers: WorkerPool) -> None:
+    for fails, advances, shapes, twice in two_workers.call(elastic_errors):
+        assert fails == ("HorovodInternalError: the switch has burnt", 3, 2)
+        assert advances == ("nothing", 6, 5)
+        assert "shapes" in shapes[0] and "ranks disagree" in shapes[0] and shapes[1:] == (1, 0)
+        assert "under way" in twice[0] and twice[1:] == (1, 0)
 
 
 def committed(restarts: int, run: str, folder: str) -> Any:

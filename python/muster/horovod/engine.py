@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muster.errors import InvalidArgument
-from muster.horovod.exceptions import HorovodInternalError
+from muster.horovod.exceptions import HorovodInternalError, InvalidOperation
 from muster.horovod.execution import Executor, Operation
 from muster.horovod.negotiation import Negotiation, Ready
 from muster.horovod.requests import Codec, Request
@@ -90,7 +90,7 @@ class Engine:
 
     def name(self, kind: str, name: str | None) -> str:
         """`name`, or the next one for operations of this `kind` that have none: the same on all ranks that ask for them
-        in the same order."""
+        in the same order since the start, or since all had joined."""
         if name is not None:
             return name
         with self._condition:
@@ -98,7 +98,7 @@ class Engine:
 
     def submit(self, request: Request, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> Pending:
         """Begins `request` over `inputs`, with results in `outputs` where they are given. Raises HorovodInternalError
-        for a name that is under way already, and after the job has failed or ended."""
+        after the job has failed or ended, and its InvalidOperation for a name that is under way already."""
         for tensor in inputs:
             if tensor.is_cuda:  # what is queued there comes first
                 torch.cuda.current_stream(tensor.device).synchronize()
@@ -107,7 +107,7 @@ class Engine:
             if self._error is not None:
                 raise HorovodInternalError(str(self._error))
             if request.key in self._pending:
-                raise HorovodInternalError(
+                raise InvalidOperation(
                     f"{request.kind} '{request.name}': a tensor of that name is under way already; give each tensor a "
                     "name of its own, or synchronize() its handle first"
                 )
@@ -183,8 +183,10 @@ class Engine:
             request = item.request
             pending = self._pending.get(request.key if request.kind != "join" else item.requests[self.rank].key)
             if item.error is not None:
-                self._conclude(pending, None, HorovodInternalError(f"{request.kind} '{request.name}': {item.error}"))
+                self._conclude(pending, None, InvalidOperation(f"{request.kind} '{request.name}': {item.error}"))
             elif request.kind == "join":
+                with self._condition:  # what ranks did while others had joined made their numbers differ
+                    self._numbers.clear()
                 self._conclude(pending, self.members[item.last_joined])
             elif request.kind in ("barrier", "add_process_set", "remove_process_set"):
                 result = self.on_ready(request) if self.on_ready is not None and request.kind != "barrier" else None

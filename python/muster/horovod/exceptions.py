@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from muster.errors import CommError
 
-__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
+__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "InvalidOperation"]
 
 
 class HorovodInternalError(CommError):
     """A collective operation failed: a peer is gone, ranks disagree about a tensor, or the job was shut down.
 
-    A RuntimeError, as Horovod's. `muster.horovod.elastic.run` restores what was committed and begins again.
+    A RuntimeError, as Horovod's. `muster.horovod.elastic.run` restores what was committed and begins again, unless it
+    is an InvalidOperation.
     """
+
+
+class InvalidOperation(HorovodInternalError, ValueError):
+    """An operation that fails as often as the program asks for it: ranks disagree about a tensor, or its name is under
+    way already. `muster.horovod.elastic.run` raises it."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):

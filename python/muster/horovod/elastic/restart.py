@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from muster.horovod.basics import init, shutdown
 from muster.horovod.elastic.state import State
-from muster.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from muster.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt, InvalidOperation
 
 __all__ = ["run"]
 
 S = TypeVar("S", bound=State)
 P = ParamSpec("P")
 R = TypeVar("R")
+
+MAX_FAILURES = 3
+"""How often an error may come in a row, without a commit in between, until it is raised."""
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -25,6 +29,10 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     from the state as it is. The same processes must come: where one has died, those that live raise Timeout, after
     HOROVOD_GLOO_TIMEOUT_SECONDS, unless their launcher ends them first, and a launcher that starts all again (torchrun
     --max-restarts) lets them go on from what commit() has kept in MUSTER_COMMITS.
+
+    Each restart is a warning of the logger "muster", with the error. An error that a restart does not mend is raised:
+    that ranks disagree about a tensor, that a name is under way already, and one that has come 3 times in a row without
+    a commit in between.
     """
 
     @functools.wraps(func)
@@ -36,10 +44,16 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                 if not skip_sync:
                     state.sync()
                 return func(state, *args, **kwargs)
-            except HorovodInternalError:
+            except InvalidOperation:
+                raise
+            except HorovodInternalError as error:
+                if state.count_failure(error) == MAX_FAILURES:
+                    raise
+                _warn("from the last commit", error)
                 state.restore()
                 skip_sync = False
             except HostsUpdatedInterrupt as interrupt:
+                _warn("from the state as it is", interrupt)
                 state.save()
                 skip_sync = interrupt.skip_sync
             shutdown()
@@ -47,3 +61,9 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
             state.on_reset()
 
     return wrapper
+
+
+def _warn(where: str, error: Exception) -> None:
+    logging.getLogger("muster").warning(
+        "hvd.elastic.run begins again %s, after %s: %s", where, type(error).__name__, error
+    )

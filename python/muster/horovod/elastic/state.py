@@ -32,6 +32,7 @@ class State:
         self._bcast_object = bcast_object
         self._get_rank = get_rank or (lambda: running().rank)
         self._reset_callbacks: list[Callable[[], None]] = []
+        self._failure = ("", 0)
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Has `callbacks` called after ranks have met again, before the state is synchronized."""
@@ -46,10 +47,17 @@ class State:
     def commit(self) -> None:
         """Keeps the state as it is: in memory, and on rank 0 in the folder MUSTER_COMMITS, where that is set."""
         self.save()
+        self._failure = ("", 0)
         self.check_host_updates()
         folder = os.environ.get("MUSTER_COMMITS")
         if folder and self._get_rank() == 0:
             _write(Path(folder), {"job": _job(), "state": self.kept()})
+
+    def count_failure(self, error: Exception) -> int:
+        """How often `error` has come, with this time: in a row, and without a commit in between."""
+        text, number = self._failure
+        self._failure = str(error), number + 1 if str(error) == text else 1
+        return self._failure[1]
 
     def check_host_updates(self) -> None:
         """Without effect: nobody tells of hosts that come and go."""
