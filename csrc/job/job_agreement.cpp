@@ -7,28 +7,35 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <numeric>
 #include <set>
 #include <sstream>
+#include <string_view>
 #include <vector>
 
 #include "comm/text_exchange.h"
+#include "core/control_group.h"
 #include "muster/error.h"
 
 namespace muster {
 
 namespace {
 
-// The numbers of the cores that this process may use, as words; none where the system does not say.
+constexpr const char* kLimit = "limit=";
+
+// The numbers of the cores that this process may use, as words, and what limits its CPU time; none where the system
+// does not say.
 std::string usable_cores() {
+  std::ostringstream words;
+  if (const auto limit = cpu_limit()) words << kLimit << limit->cores << '@' << limit->group << ' ';
   cpu_set_t cores;
   CPU_ZERO(&cores);
-  std::string numbers;
-  if (sched_getaffinity(0, sizeof cores, &cores) != 0) return numbers;
+  if (sched_getaffinity(0, sizeof cores, &cores) != 0) return words.str();
   for (int core = 0; core < CPU_SETSIZE; ++core) {
-    if (CPU_ISSET(core, &cores)) numbers += std::to_string(core) + " ";
+    if (CPU_ISSET(core, &cores)) words << core << ' ';
   }
-  return numbers;
+  return words.str();
 }
 
 std::string host_name() {
@@ -129,13 +136,29 @@ int threads_of_replica(const std::vector<std::string>& hosts, const std::vector<
                        const std::vector<int>& replicas) {
   int beside_chief = 0;
   std::set<std::string> together;
+  std::map<std::string, double> limits;  // by control group
+  bool are_all_limited = true;
   for (size_t r = 0; r < hosts.size(); ++r) {
     if (hosts[r] != hosts[0]) continue;
     beside_chief += replicas[r];
+    bool is_limited = false;
     std::istringstream words(cores[r]);
-    together.insert(std::istream_iterator<std::string>(words), {});
+    for (std::string word; words >> word;) {
+      if (word.rfind(kLimit, 0) != 0) {
+        together.insert(word);
+        continue;
+      }
+      limits[word.substr(word.find('@'))] = std::stod(word.substr(std::string_view(kLimit).size()));
+      is_limited = true;
+    }
+    are_all_limited = are_all_limited && is_limited;
   }
-  return std::max(static_cast<int>(together.size()) / beside_chief, 1);
+  auto usable = static_cast<double>(together.size());
+  if (are_all_limited) {
+    usable = std::min(usable, std::accumulate(limits.begin(), limits.end(), 0.0,
+                                              [](double sum, const auto& limit) { return sum + limit.second; }));
+  }
+  return std::max(static_cast<int>(usable / beside_chief), 1);
 }
 
 int agree_on_threads(const StrategyOptions& options, const Topology& topology, comm::Communicator& workers) {

@@ -31,8 +31,9 @@ int64_t broadcast_number(comm::Communicator& workers, int64_t number);
 void place_replicas(Topology& topology, comm::Communicator& workers);
 
 /// Intra-op threads of a replica: the cores that the workers on rank 0's host may use together, over the replicas
-/// there, so that workers which are bound to cores of their own have as many as workers which share all. By rank: its
-/// host, its cores as words, how many replicas it has.
+/// there, so that workers which are bound to cores of their own have as many as workers which share all. Where control
+/// groups limit the CPU time of all of them, no more cores than that. By rank: its host, its cores as words with
+/// "limit=CORES@GROUP" where there is such a limit, how many replicas it has.
 int threads_of_replica(const std::vector<std::string>& hosts, const std::vector<std::string>& cores,
                        const std::vector<int>& replicas);
 

@@ -11,7 +11,7 @@
 #include <charconv>
 #include <optional>
 
-#include "core/memory_limit.h"
+#include "core/control_group.h"
 #include "muster/error.h"
 #include "muster/sharded_embedding.h"
 #include "strategy/registration.h"

@@ -11,7 +11,7 @@
 
 #include "core/flat_layout.h"
 #include "core/log.h"
-#include "core/memory_limit.h"
+#include "core/control_group.h"
 #include "core/ownership.h"
 #include "muster/error.h"
 

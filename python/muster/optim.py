@@ -196,7 +196,8 @@ class Adagrad(_Flat, torch.optim.Adagrad):
                 weight.data = weight.data[:0]
 
     def state_at(self, parameters: Sequence[Tensor]) -> dict[int, Mapping[str, Any]]:
-        """`state`; what starts anew, or came with a group that was added later, starts as the constructor's."""
+        """`state` by the positions of `parameters`; what starts anew, or came with a group that was added later, starts
+        as the constructor's."""
         initial = self.defaults["initial_accumulator_value"]
         for parameter in parameters:
             if _C.is_row_stub(parameter):

@@ -54,8 +54,8 @@ class StrategyOptions:
     buffers: Literal["mean", "chief"] = "mean"
     """At a window's end: floating buffers averaged by weight and integer ones by maximum, or replica 0's for all."""
     threads_per_replica: int | None = None
-    """Intra-op threads of each replica; None: the cores that workers of the chief's host may use together, over the
-    replicas there, at least 1."""
+    """Intra-op threads of each replica; None: the cores that workers of the chief's host may use together (no more than
+    a CPU limit of their container), over the replicas there, at least 1."""
     fuse: bool = True
     """Step AdamW, Adam, SGD and Adagrad straight from the reduced sums; False: every optimizer from `.grad`."""
     keep_gradients: bool = False

@@ -47,8 +47,8 @@ struct StrategyOptions {
   std::optional<uint64_t> seed = std::nullopt;
   /// At a window's end: floating buffers averaged by weight and integer ones by maximum, or replica 0's for all.
   Buffers buffers = Buffers::mean;
-  /// Intra-op threads of each replica; empty: the cores that workers of the chief's host may use together,
-  /// over the replicas there, at least 1.
+  /// Intra-op threads of each replica; empty: the cores that workers of the chief's host may use together (no more than
+  /// a CPU limit of their container), over the replicas there, at least 1.
   std::optional<int> threads_per_replica = std::nullopt;
   /// Upper bound of a bucket in bytes, counted in fp32; empty: chosen from what `prepare` measures; see `explain`.
   std::optional<int64_t> bucket_bytes = std::nullopt;

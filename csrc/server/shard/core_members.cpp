@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/log.h"
-#include "core/memory_limit.h"
+#include "core/control_group.h"
 #include "server/shard/server_core.h"
 
 namespace muster::server {

@@ -1,4 +1,4 @@
-#include "core/memory_limit.h"
+#include "core/control_group.h"
 
 #include <fstream>
 #include <limits>
@@ -45,5 +45,34 @@ TEST_CASE("the least of the machine's memory and the control groups' limits", "[
     write(proc / "self" / "cgroup", "0::/\n");
     write(cgroup / "memory.max", "4000000\n");
     CHECK(memory_limit(proc, cgroup) == 4'000'000);
+  }
+}
+
+TEST_CASE("the least of the control groups' limits of CPU time, and whose it is", "[core]") {
+  const testing::Folder folder;
+  const auto proc = folder.path / "proc", cgroup = folder.path / "cgroup";
+  CHECK(!cpu_limit(proc, cgroup));
+  SECTION("version 2") {
+    write(proc / "self" / "cgroup", "0::/pods/one\n");
+    write(cgroup / "pods" / "one" / "cpu.max", "max 100000\n");
+    CHECK(!cpu_limit(proc, cgroup));
+    write(cgroup / "pods" / "one" / "cpu.max", "250000 100000\n");
+    const auto own = cpu_limit(proc, cgroup);
+    REQUIRE(own);
+    CHECK(own->cores == 2.5);
+    write(cgroup / "pods" / "cpu.max", "50000 50000\n");
+    const auto above = cpu_limit(proc, cgroup);
+    REQUIRE(above);
+    CHECK(above->cores == 1);
+    CHECK(above->group != own->group);
+  }
+  SECTION("version 1") {
+    write(proc / "self" / "cgroup", "5:cpu,cpuacct:/docker/id\n4:memory:/docker/id\n");
+    write(cgroup / "cpu" / "docker" / "id" / "cpu.cfs_period_us", "100000\n");
+    write(cgroup / "cpu" / "docker" / "id" / "cpu.cfs_quota_us", "-1\n");
+    CHECK(!cpu_limit(proc, cgroup));
+    write(cgroup / "cpu" / "docker" / "id" / "cpu.cfs_quota_us", "150000\n");
+    REQUIRE(cpu_limit(proc, cgroup));
+    CHECK(cpu_limit(proc, cgroup)->cores == 1.5);
   }
 }
