@@ -133,8 +133,8 @@ void Buckets::allocate(comm::Communicator& communicator, const std::optional<at:
     const auto& sizes = layout_.parameters()[static_cast<size_t>(layout_index_[p])].sizes;
     const auto& sums = buckets_[static_cast<size_t>(slot(p).bucket)].sums;
     const auto view = sums.as_strided(sizes, slot(p).strides, sums.storage_offset() + slot(p).offset);
-    // As `.grad` no view of real numbers, which torch.compile cannot repeat.
-    views_[p] = parameters_[p].tensor.is_complex() ? at::view_as_complex(view).variable_data() : view;
+    // As `.grad` no view, which the zero_grad() of C++ refuses, and torch.compile cannot repeat of real numbers.
+    views_[p] = (parameters_[p].tensor.is_complex() ? at::view_as_complex(view) : view).variable_data();
   }
   for (size_t b = 0; b < buckets_.size(); ++b) {
     for (int l : layout_.buckets()[b].parameters) buckets_[b].parameters.push_back(held[static_cast<size_t>(l)]);

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <chrono>
+#include <random>
 #include <string>
 #include <thread>
 #include <utility>
@@ -41,9 +42,13 @@ uint64_t last_job(const ServerJob& job) {
   return last;
 }
 
+// Greater than that of any job before on these servers, and another one than of jobs on others: who mixes the folders
+// of two jobs is to be told.
+uint64_t next_job(const ServerJob& job) { return ((last_job(job) >> 32) + 1) << 32 | std::random_device()(); }
+
 // Gives the job its id and, where the cluster names no server, one that the chief's process hosts. Collective.
 void begin_job(ServerJob& job, const Cluster& cluster, comm::Communicator& workers) {
-  const uint64_t id = cluster.rank == 0 ? last_job(job) + 1 : 0;
+  const uint64_t id = cluster.rank == 0 ? next_job(job) : 0;
   job.id = static_cast<uint64_t>(broadcast_number(workers, static_cast<int64_t>(id)));
   job.token = exchange_texts(workers, cluster.job.empty() ? net::random_name() : cluster.job).front();
   if (!job.channels.empty()) return;

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <string>
 #include <type_traits>
+#include <unordered_set>
 #include <utility>
 
 #include "muster/error.h"
@@ -141,6 +142,33 @@ std::shared_ptr<FlatState>* flat_state_of(Optimizer& optimizer) {
     state = &FlatAccess::state(dynamic_cast<typename decltype(kind)::Optimizer&>(optimizer));
   });
   return state;
+}
+
+std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> once;
+  std::unordered_set<const c10::TensorImpl*> known;
+  for (const auto& parameter : parameters) {
+    if (known.insert(parameter.unsafeGetTensorImpl()).second) once.push_back(parameter);
+  }
+  return once;
+}
+
+std::vector<torch::optim::OptimizerParamGroup> each_once(std::vector<torch::optim::OptimizerParamGroup> groups) {
+  for (auto& group : groups) group.params() = each_once(group.params());
+  return groups;
+}
+
+bool has_all(const FlatState& state, const Optimizer& optimizer) {
+  size_t position = 0;
+  for (uint32_t number = 0; number < optimizer.param_groups().size(); ++number) {
+    for (const auto& parameter : optimizer.param_groups()[number].params()) {
+      if (position == state.parameters.size() || state.parameters[position] != parameter.unsafeGetTensorImpl() ||
+          state.flat.state().entry(position++).parameter.group != number) {
+        return false;
+      }
+    }
+  }
+  return position == state.parameters.size();
 }
 
 std::vector<at::Tensor> parameters_of(const Optimizer& optimizer) {
@@ -316,28 +344,27 @@ void publish_step_counts(FlatState& state, const Optimizer& optimizer) {
 
 namespace muster::optim {
 
-template <class Base>
-at::Tensor Flat<Base>::step(typename Base::LossClosure closure) {
+template <class Base, class Options>
+at::Tensor Flat<Base, Options>::step(typename Base::LossClosure closure) {
   at::Tensor loss;
   if (closure) {
     const at::AutoGradMode enabled(true);
     loss = closure();
   }
-  const auto tensors = detail::parameters_of(*this);
-  std::vector<c10::TensorImpl*> parameters;
-  for (const auto& tensor : tensors) parameters.push_back(tensor.unsafeGetTensorImpl());
   const auto groups = detail::groups_of(*this);
   if (flat_ && flat_->check_step_by_hand) flat_->check_step_by_hand();
-  if (!flat_ || flat_->parameters != parameters) {
+  if (!flat_ || !detail::has_all(*flat_, *this)) {
     if (flat_) detail::follow_state(*flat_, *this);
+    std::vector<c10::TensorImpl*> parameters;
+    for (const auto& tensor : detail::parameters_of(*this)) parameters.push_back(tensor.unsafeGetTensorImpl());
     std::vector<FlatParameter> flat;
     uint32_t number = 0;
     for (const auto& group : this->param_groups()) {
       for (const auto& tensor : group.params()) flat.push_back({std::to_string(flat.size()), tensor, number});
       ++number;
     }
-    flat_ =
-        std::make_shared<detail::FlatState>(detail::FlatState{parameters, {}, FlatOptimizer(std::move(flat), groups)});
+    flat_ = std::make_shared<detail::FlatState>(
+        detail::FlatState{std::move(parameters), {}, FlatOptimizer(std::move(flat), groups)});
   }
   detail::follow_state(*flat_, *this);
   flat_->flat.step_from_grad(groups);
@@ -345,8 +372,8 @@ at::Tensor Flat<Base>::step(typename Base::LossClosure closure) {
   return loss;
 }
 
-template <class Base>
-void Flat<Base>::save(torch::serialize::OutputArchive& archive) const {
+template <class Base, class Options>
+void Flat<Base, Options>::save(torch::serialize::OutputArchive& archive) const {
   auto& self = const_cast<Flat&>(*this);  // what state() shows, and not what it is, changes
   if (flat_) detail::follow_state(*flat_, self);
   if (flat_ && flat_->from_servers) {
@@ -359,8 +386,8 @@ void Flat<Base>::save(torch::serialize::OutputArchive& archive) const {
   Base::save(archive);
 }
 
-template <class Base>
-void Flat<Base>::load(torch::serialize::InputArchive& archive) {
+template <class Base, class Options>
+void Flat<Base, Options>::load(torch::serialize::InputArchive& archive) {
   if (flat_ && flat_->from_servers) {
     throw InvalidArgument(
         "parameter servers hold the optimizer's state from the first step on; load() before the first step or after "
@@ -370,9 +397,9 @@ void Flat<Base>::load(torch::serialize::InputArchive& archive) {
   flat_.reset();
 }
 
-template class Flat<torch::optim::AdamW>;
-template class Flat<torch::optim::Adam>;
-template class Flat<torch::optim::SGD>;
-template class Flat<torch::optim::Adagrad>;
+template class Flat<torch::optim::AdamW, torch::optim::AdamWOptions>;
+template class Flat<torch::optim::Adam, torch::optim::AdamOptions>;
+template class Flat<torch::optim::SGD, torch::optim::SGDOptions>;
+template class Flat<torch::optim::Adagrad, torch::optim::AdagradOptions>;
 
 }  // namespace muster::optim

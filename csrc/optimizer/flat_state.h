@@ -35,6 +35,9 @@ std::shared_ptr<FlatState>* flat_state_of(torch::optim::Optimizer& optimizer);
 /// The optimizer's parameters in the order of its groups.
 std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer);
 
+/// Whether the state is of all parameters that the optimizer has, in their order and groups.
+bool has_all(const FlatState& state, const torch::optim::Optimizer& optimizer);
+
 /// The hyperparameters of a flat optimizer's groups.
 FlatGroups groups_of(const torch::optim::Optimizer& optimizer);
 

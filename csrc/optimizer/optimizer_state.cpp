@@ -54,7 +54,8 @@ OptimizerState::OptimizerState(std::vector<FlatParameter> parameters, const Flat
   for (auto& parameter : parameters) {
     const auto& tensor = parameter.tensor;
     const auto dtype = tensor.scalar_type();
-    if (!is_served || tensor.device() != device_ || !(dtype == at::kFloat || dtype == at::kDouble || has_master(dtype))) {
+    if (!is_served || tensor.device() != device_ ||
+        !(dtype == at::kFloat || dtype == at::kDouble || has_master(dtype))) {
       throw InvalidArgument("parameter '" + parameter.name + "' (" + c10::toString(dtype) + " on " +
                             tensor.device().str() + ", the first one on " + device_.str() +
                             ") cannot be stepped by a flat optimizer; pass fuse=False");

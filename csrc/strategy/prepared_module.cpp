@@ -52,7 +52,7 @@ PreparedModule::PreparedModule(Modules replicas) : replicas_(std::move(replicas)
     buffers_.emplace_back();
     for (auto& [name, buffer] : of_replica) buffers_.back().push_back(std::move(buffer));
   }
-  versions_.resize(buffers_.front().size());
+  noted_.resize(buffers_.front().size());
 }
 
 ModuleTensors PreparedModule::tensors() const {
@@ -73,14 +73,25 @@ void PreparedModule::follow_first_replica() {
       const bool training = submodules_[0][m]->is_training();
       if (submodules_[r][m]->is_training() != training) submodules_[r][m]->train(training);
     }
-    for (size_t b = 0; b < versions_.size(); ++b) {
-      if (buffers_[0][b]._version() != versions_[b]) buffers_[r][b].copy_(buffers_[0][b]);
+    for (size_t b = 0; b < noted_.size(); ++b) {
+      const auto& first = buffers_[0][b];
+      auto& other = buffers_[r][b];
+      if (noted_[b] == noted_of(first)) continue;
+      if (other.sizes() == first.sizes() && other.scalar_type() == first.scalar_type()) {
+        other.copy_(first);
+      } else {
+        other.set_data(first.detach().to(other.device(), first.scalar_type(), /*non_blocking=*/false, /*copy=*/true));
+      }
     }
   }
 }
 
+PreparedModule::Noted PreparedModule::noted_of(const at::Tensor& buffer) {
+  return {static_cast<int64_t>(buffer._version()), buffer.has_storage() ? buffer.const_data_ptr() : nullptr};
+}
+
 void PreparedModule::note_buffers() {
-  for (size_t b = 0; b < versions_.size(); ++b) versions_[b] = static_cast<uint32_t>(buffers_[0][b]._version());
+  for (size_t b = 0; b < noted_.size(); ++b) noted_[b] = noted_of(buffers_[0][b]);
 }
 
 }  // namespace muster::detail

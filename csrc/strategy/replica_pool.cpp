@@ -27,9 +27,13 @@ ReplicaPool::ReplicaPool(int replicas, int threads_per_replica)
     : process_(getpid()),
       replicas_(replicas),
       threads_per_replica_(threads_per_replica),
+      sync_(std::make_unique<Sync>()),
       errors_(static_cast<size_t>(replicas)) {}
 
-ReplicaPool::~ReplicaPool() { stop(); }
+ReplicaPool::~ReplicaPool() {
+  stop();
+  if (getpid() != process_) sync_.release();  // its end would wait for threads of the parent
+}
 
 void ReplicaPool::start() {
   if (replicas_ == 1) return;
@@ -39,9 +43,9 @@ void ReplicaPool::start() {
 void ReplicaPool::serve(int local_replica) {
   set_intra_op_threads(threads_per_replica_);
   uint64_t seen = 0;
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(sync_->mutex);
   for (;;) {
-    work_.wait(lock, [&] { return stopping_ || generation_ != seen; });
+    sync_->work.wait(lock, [&] { return stopping_ || generation_ != seen; });
     if (stopping_) return;
     seen = generation_;
     auto task = task_;
@@ -60,7 +64,7 @@ void ReplicaPool::serve(int local_replica) {
     if (--running_ == 0) {
       last_task = std::move(task_);
       task_ = nullptr;
-      done_.notify_all();
+      sync_->done.notify_all();
     }
     lock.unlock();
     last_task = nullptr;
@@ -76,7 +80,10 @@ void ReplicaPool::run(const Task& task, const std::function<void()>& poll, const
     task(0);
     return;
   }
-  const std::lock_guard serial(run_mutex_);
+  if (getpid() != process_) {
+    throw InvalidArgument("a forked child has no threads of its parent's replicas; make a strategy of its own there");
+  }
+  const std::lock_guard serial(sync_->run_mutex);
   auto state = std::make_shared<at::ThreadLocalState>();
   auto environment = std::make_shared<std::fenv_t>();
   std::fegetenv(environment.get());
@@ -85,7 +92,7 @@ void ReplicaPool::run(const Task& task, const std::function<void()>& poll, const
   const bool autocast_caches = at::autocast::is_autocast_cache_enabled();
 
   std::vector<std::exception_ptr> earlier_errors(static_cast<size_t>(replicas_));  // outlives the lock; see serve()
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(sync_->mutex);
   if (stopping_) throw InvalidArgument("the strategy is closed; make a new one");
   if (running_ > 0) throw CommError("a step that was interrupted is still running in a replica; wait for it, or exit");
   task_ = [state, environment, autocast_dtype, cuda_autocast_dtype, autocast_caches, task](int local_replica) {
@@ -99,10 +106,10 @@ void ReplicaPool::run(const Task& task, const std::function<void()>& poll, const
   errors_.swap(earlier_errors);
   running_ = replicas_;
   ++generation_;
-  work_.notify_all();
+  sync_->work.notify_all();
 
   const auto finished = [&] { return running_ == 0; };
-  while (!done_.wait_for(lock, kPollInterval, finished)) {
+  while (!sync_->done.wait_for(lock, kPollInterval, finished)) {
     if (!poll) continue;
     lock.unlock();
     try {
@@ -110,7 +117,7 @@ void ReplicaPool::run(const Task& task, const std::function<void()>& poll, const
     } catch (...) {
       if (interrupt) interrupt();
       lock.lock();
-      done_.wait_for(lock, kInterruptGrace, finished);
+      sync_->done.wait_for(lock, kInterruptGrace, finished);
       // Nobody will ask: an error may refer, through its traceback, to what owns this pool.
       earlier_errors.swap(errors_);
       errors_.clear();
@@ -125,7 +132,7 @@ void ReplicaPool::run(const Task& task, const std::function<void()>& poll, const
 }
 
 bool ReplicaPool::busy() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(sync_->mutex);
   return running_ > 0;
 }
 
@@ -136,10 +143,10 @@ void ReplicaPool::stop(const std::function<void()>& poll) {
     return;
   }
   {
-    std::unique_lock lock(mutex_);
+    std::unique_lock lock(sync_->mutex);
     const auto started = std::chrono::steady_clock::now();
     bool has_told = false;
-    while (!done_.wait_for(lock, kPollInterval, [&] { return running_ == 0; })) {
+    while (!sync_->done.wait_for(lock, kPollInterval, [&] { return running_ == 0; })) {
       lock.unlock();
       if (!has_told && std::chrono::steady_clock::now() - started > kPatience) {
         has_told = true;
@@ -150,17 +157,17 @@ void ReplicaPool::stop(const std::function<void()>& poll) {
     }
     stopping_ = true;
   }
-  work_.notify_all();
+  sync_->work.notify_all();
   for (auto& thread : threads_) thread.join();
   threads_.clear();
 }
 
 void ReplicaPool::release() noexcept {
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(sync_->mutex);
     stopping_ = true;
   }
-  work_.notify_all();
+  sync_->work.notify_all();
 }
 
 }  // namespace muster

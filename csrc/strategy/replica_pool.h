@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -40,6 +41,7 @@ class ReplicaPool {
   /// and waits for all. A task must not throw: what it throws ends up in the result of the first replica that did.
   /// While waiting, `poll` is called about ten times a second; if it throws, `interrupt` is called once and the
   /// exception is rethrown after the tasks ended or `grace` seconds passed (run() then refuses until they ended).
+  /// Throws InvalidArgument in a forked child, where a pool of several replicas has no threads.
   void run(const Task& task, const std::function<void()>& poll = {}, const std::function<void()>& interrupt = {});
 
   /// Whether tasks that an interrupted run() left behind are still running.
@@ -54,18 +56,23 @@ class ReplicaPool {
   void release() noexcept;
 
  private:
+  struct Sync {
+    std::mutex run_mutex;  // serialises run()
+    std::mutex mutex;
+    std::condition_variable work;
+    std::condition_variable done;
+  };
+
   const pid_t process_;
   const int replicas_;
   const int threads_per_replica_;
-  std::mutex run_mutex_;  // serialises run()
-  mutable std::mutex mutex_;
-  std::condition_variable work_;
-  std::condition_variable done_;
-  std::function<void(int)> task_;           // guarded by mutex_
-  std::vector<std::exception_ptr> errors_;  // guarded by mutex_
-  uint64_t generation_ = 0;                 // guarded by mutex_
-  int running_ = 0;                         // guarded by mutex_
-  bool stopping_ = false;                   // guarded by mutex_
+  std::unique_ptr<Sync> sync_;     // a forked child leaves it as it is: it counts threads that wait
+  std::function<void(int)> task_;  // guarded by sync_->mutex, as what follows
+  std::vector<std::exception_ptr> errors_;
+  uint64_t generation_ = 0;
+  int running_ = 0;
+  bool stopping_ = false;
+
   std::vector<std::thread> threads_;
 };
 

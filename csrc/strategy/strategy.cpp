@@ -76,10 +76,11 @@ std::vector<Contribution> contributions_of(const std::vector<Leaves>& values, co
   return contributions;
 }
 
-std::vector<Leaves> leaves_of(const PerReplica<at::Tensor>& value) {
+PerReplica<Leaves> with_leaves(const PerReplica<at::Tensor>& value) {
   std::vector<Leaves> leaves;
   for (const auto& part : value) leaves.push_back({part});
-  return leaves;
+  if (value.rows().empty()) return PerReplica<Leaves>(std::move(leaves));
+  return {std::move(leaves), value.rows()};
 }
 
 }  // namespace
@@ -341,7 +342,7 @@ std::vector<at::Tensor> Strategy::reduce(const PerReplica<std::vector<at::Tensor
 }
 
 at::Tensor Strategy::reduce(const PerReplica<at::Tensor>& value, ReduceOp op) {
-  return only(reduce(PerReplica<Leaves>(leaves_of(value), value.rows()), op));
+  return only(reduce(with_leaves(value), op));
 }
 
 std::vector<at::Tensor> Strategy::gather(const std::vector<at::Tensor>& values) {
@@ -358,9 +359,7 @@ std::vector<at::Tensor> Strategy::gather(const PerReplica<std::vector<at::Tensor
   return gather_over_workers(state_->workers(), contributions_of(values.parts(), values.rows(), false));
 }
 
-at::Tensor Strategy::gather(const PerReplica<at::Tensor>& value) {
-  return only(gather(PerReplica<Leaves>(leaves_of(value), value.rows())));
-}
+at::Tensor Strategy::gather(const PerReplica<at::Tensor>& value) { return only(gather(with_leaves(value))); }
 
 std::vector<at::Tensor> Strategy::broadcast(const std::vector<at::Tensor>& values, int source) {
   auto& core = *state_->core;

@@ -9,21 +9,6 @@
 
 namespace muster {
 
-namespace {
-
-// Whether each of the optimizer's parameters, which are the state's, is in the group that it was made for.
-bool are_in_groups(const OptimizerState& state, const torch::optim::Optimizer& optimizer) {
-  size_t position = 0;
-  for (uint32_t number = 0; number < optimizer.param_groups().size(); ++number) {
-    for (size_t i = 0; i < optimizer.param_groups()[number].params().size(); ++i) {
-      if (state.entry(position++).parameter.group != number) return false;
-    }
-  }
-  return true;
-}
-
-}  // namespace
-
 OptimizerSets::Choice Strategy::State::choice_of(std::vector<int> positions) const {
   OptimizerSets::Choice choice;
   choice.is_whatever_is_prepared = positions.empty();
@@ -125,10 +110,7 @@ void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
     if (!core->session().options().shard_optimizer) return;
     throw InvalidArgument("shard_optimizer needs flat optimizers: muster::optim::AdamW, Adam, SGD or Adagrad");
   }
-  std::vector<c10::TensorImpl*> parameters;
-  for (const auto& parameter : detail::parameters_of(optimizer)) parameters.push_back(parameter.unsafeGetTensorImpl());
-  const bool is_same = *flat && (*flat)->parameters == parameters && (*flat)->owner.lock() == core;
-  if (is_same && are_in_groups((*flat)->flat.state(), optimizer)) {
+  if (*flat && detail::has_all(**flat, optimizer) && (*flat)->owner.lock() == core) {
     if ((*flat)->from_servers) detail::follow_state(**flat, optimizer);
     return;
   }
@@ -145,11 +127,13 @@ void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
           "state() to start anew");
     }
   }
+  std::vector<c10::TensorImpl*> parameters;
   std::vector<int> indices;
   std::vector<std::pair<int, uint32_t>> grouped;
   uint32_t number = 0;
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
+      parameters.push_back(parameter.unsafeGetTensorImpl());
       indices.push_back(core->session().registry().find(parameter));
       grouped.emplace_back(indices.back(), number);
     }

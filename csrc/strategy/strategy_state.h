@@ -33,15 +33,25 @@ class PreparedModule {
   /// Parameters and buffers of each replica by replica 0's names, shared ones once.
   ModuleTensors tensors() const;
 
-  /// Training mode, and buffers of replica 0 that were written since note_buffers().
+  /// Training mode, and buffers of replica 0 that were written or given other memory, dtypes or sizes since
+  /// note_buffers().
   void follow_first_replica();
   void note_buffers();
 
  private:
+  /// What a write changes; set_data() leaves the version alone.
+  struct Noted {
+    int64_t version = 0;
+    const void* data = nullptr;
+
+    bool operator==(const Noted&) const = default;
+  };
+  static Noted noted_of(const at::Tensor& buffer);
+
   Modules replicas_;
   std::vector<Modules> submodules_;               // [replica], in pre-order
   std::vector<std::vector<at::Tensor>> buffers_;  // [replica][buffer]
-  std::vector<uint32_t> versions_;                // of replica 0's buffers
+  std::vector<Noted> noted_;                      // of replica 0's buffers
 };
 
 /// Collective over workers. Every worker's optimizer gets the chief's learning rates and per-parameter state. Throws

@@ -268,8 +268,34 @@ void ParameterRegistry::follow_moves(bool copies_all) {
         parameters_[r][p].set_requires_grad(leaf.requires_grad());
       }
     }
+    follow_hooks(p);
   }
   for (size_t r = 1; r < parameters_.size(); ++r) copy_to_replica(r, to_copy[r]);
+}
+
+// A hook on each of the others that calls replica 0's, those that are registered or removed later included. Ones that a
+// replica's leaf has of its own, from the factory that built it, stand for as many of replica 0's.
+void ParameterRegistry::follow_hooks(size_t p) {
+  using torch::autograd::impl::get_autograd_meta;
+  const auto* const meta = get_autograd_meta(parameters_[0][p]);
+  if (meta == nullptr || !meta->cpp_hooks_list_) return;
+  followed_hooks_.resize(names_.size());
+  if (followed_hooks_[p] == meta->cpp_hooks_list_.get()) return;
+  followed_hooks_[p] = meta->cpp_hooks_list_.get();
+  for (size_t r = 1; r < parameters_.size(); ++r) {
+    const auto& leaf = parameters_[r][p];
+    if (!leaf.requires_grad()) continue;
+    const auto* const own = get_autograd_meta(leaf);
+    const size_t num_own = own != nullptr && own->cpp_hooks_list_ ? own->cpp_hooks_list_->size() : 0;
+    leaf.register_hook([hooks = meta->cpp_hooks_list_, num_own](const at::Tensor& gradient) {
+      at::TensorBase value = gradient;
+      for (size_t i = num_own; i < hooks->size(); ++i) {
+        if (!(*hooks)[i]) continue;  // removed
+        if (auto changed = (*hooks)[i](value); changed.defined()) value = std::move(changed);
+      }
+      return at::Tensor(value);
+    });
+  }
 }
 
 void ParameterRegistry::note_agreed(size_t p) {

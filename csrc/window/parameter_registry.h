@@ -75,13 +75,14 @@ class ParameterRegistry {
   void doubt(size_t parameter) noexcept { agreed_[parameter] = {nullptr, ~uint32_t{0}}; }
 
   /// Lets the other local replicas' leaves follow parameters of replica 0 that were moved or replaced (`.to()`,
-  /// `load_state_dict(assign=True)`), in memory and in requires_grad. Replicas on other devices get copies of
-  /// parameters that were written since the last copy; of all parameters with `copies_all`, since writes to `.data`
-  /// leave no trace.
+  /// `load_state_dict(assign=True)`), in memory and in requires_grad, and hooks of C++ that were registered on them.
+  /// Replicas on other devices get copies of parameters that were written since the last copy; of all parameters with
+  /// `copies_all`, since writes to `.data` leave no trace.
   void follow_moves(bool copies_all);
 
  private:
   void share_with_replicas(size_t parameter);
+  void follow_hooks(size_t parameter);
   bool awaits_copy(size_t local_replica, size_t parameter);
   void copy_to_replica(size_t local_replica, const std::vector<size_t>& parameters);
   bool is_alike(size_t local_replica, size_t parameter) const;
@@ -103,6 +104,7 @@ class ParameterRegistry {
   };
   std::vector<Agreed> agreed_;                          // by parameter: replica 0's at note_agreed()
   std::vector<std::vector<uint32_t>> copied_versions_;  // [local replica][parameter]: replica 0's when it was copied
+  std::vector<const void*> followed_hooks_;             // by parameter: of replica 0, those that the others call
   int num_modules_ = 0;
 };
 

@@ -9,9 +9,9 @@
 #include <utility>
 #include <variant>
 
+#include "core/control_group.h"
 #include "core/flat_layout.h"
 #include "core/log.h"
-#include "core/control_group.h"
 #include "core/ownership.h"
 #include "muster/error.h"
 
@@ -149,7 +149,7 @@ void ServerExchange::connect(const ServerParameters& given, const ServerJob& job
 }
 
 void ServerExchange::open() {
-  if (is_open_)
+  if (window_.is_open)
     throw CommError("a window was cut short by an error, so that servers hold half of it; start the job again");
   const auto check = [](const std::string& name, bool was_written) {
     if (!was_written) return;
@@ -164,17 +164,29 @@ void ServerExchange::open() {
 
 void ServerExchange::take(size_t parameter, const at::Tensor& sums) {
   const std::lock_guard lock(in_step_);
-  is_open_ = true;
+  window_.is_open = true;
   const size_t p = places_[parameter].index;
   sums_[p] = sums;
-  for (const uint32_t chunk : chunks_of_[p]) {
-    if (--missing_[chunk] == 0) push(chunk);
-  }
+  noting_failure([&] {
+    for (const uint32_t chunk : chunks_of_[p]) {
+      if (--missing_[chunk] == 0) push(chunk);
+    }
+  });
 }
 
 void ServerExchange::take_rows(size_t parameter, const at::Tensor& sums) {
-  is_open_ = true;
-  rows_.push(step_ + 1, places_[parameter].index, sums);
+  window_.is_open = true;
+  noting_failure([&] { rows_.push(step_ + 1, places_[parameter].index, sums); });
+}
+
+// The window's end would find that something is missing, and not why.
+void ServerExchange::noting_failure(const std::function<void()>& push) {
+  try {
+    push();
+  } catch (...) {
+    if (!window_.failure) window_.failure = std::current_exception();
+    throw;
+  }
 }
 
 void ServerExchange::push(uint32_t c) {
@@ -259,6 +271,7 @@ void ServerExchange::refresh() {
 }
 
 void ServerExchange::finish(const server::Apply& apply, bool changes) {
+  if (window_.failure) std::rethrow_exception(window_.failure);
   if (!is_synchronous()) {
     client_.flush();
     client_.apply(apply);
@@ -270,7 +283,7 @@ void ServerExchange::finish(const server::Apply& apply, bool changes) {
   }
   step_ = apply.step;
   rows_.read_after(newest());
-  is_open_ = false;
+  window_.is_open = false;
   batches_.clear();
   if (is_synchronous() && changes) values_.adopt();
   refresh();

@@ -4,7 +4,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <exception>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -134,6 +136,7 @@ class ServerExchange {
   };
   void connect(const ServerParameters& given, const ServerJob& job, bool is_chief);
   void push(uint32_t chunk);
+  void noting_failure(const std::function<void()>& push);
   server::Apply command(const kernels::StepScalars& scalars) const;
   void finish(const server::Apply& apply, bool changes);
   /// The step that reads wait for: where workers step on their own, none.
@@ -159,7 +162,10 @@ class ServerExchange {
   std::vector<at::Tensor> sums_;          // of the window, by parameter of the plan
   std::vector<size_t> missing_;           // of the window: pieces by chunk
   std::vector<server::BatchId> batches_;  // of the window
-  bool is_open_ = false;                  // something of the window was taken
+  struct {
+    bool is_open = false;        // something of the window was taken
+    std::exception_ptr failure;  // why something of it could not be
+  } window_;
   bool has_lost_ = false;
   server::Decision decision_;
   std::vector<uint32_t> givers_;  // members that did not merely watch

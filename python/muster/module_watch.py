@@ -52,7 +52,7 @@ class ModuleWatch:
                 self._own_tables.append(table)
         self._modules = [] if len(replicas) == 1 else list(zip(*(m.modules() for m in replicas), strict=True))
         self._buffers = [_places_of_buffers(module) for module in replicas]
-        self._versions: list[tuple[Tensor, int]] = []
+        self._noted: list[tuple[Tensor, tuple[int, int]]] = []
         if len(replicas) > 1:
             self._parameters = [list(module.parameters()) for module in replicas]
             self._state = _C.ModuleState(
@@ -86,9 +86,9 @@ class ModuleWatch:
         for local in range(len(self._replicas)):
             self.adopt_buffers(local)
         replaced: set[int] = set()
-        for at, (noted, version) in enumerate(self._versions):
+        for at, (noted, written) in enumerate(self._noted):
             first, *others = (places[at][2] for places in self._buffers)
-            if first is noted and first._version == version:
+            if first is noted and _written(first) == written:
                 continue
             for local, other in enumerate(others, 1):
                 if (other.shape, other.dtype) == (first.shape, first.dtype):
@@ -162,8 +162,13 @@ class ModuleWatch:
     def note(self) -> None:
         """Whatever is written to replica 0's buffers and attributes from here on is the user's."""
         if len(self._replicas) > 1:
-            self._versions = [(buffer, buffer._version) for _, _, buffer in self._buffers[0]]
+            self._noted = [(buffer, _written(buffer)) for _, _, buffer in self._buffers[0]]
             self._state.note()
+
+
+def _written(buffer: Tensor) -> tuple[int, int]:
+    """What a write changes. Another tensor as `.data` leaves the version alone."""
+    return buffer._version, buffer.data_ptr() if buffer.layout is torch.strided else 0
 
 
 def _replace(module: nn.Module, buffer: Tensor, by: Tensor) -> None:

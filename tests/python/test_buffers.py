@@ -273,3 +273,15 @@ def test_a_buffer_that_inference_mode_made_is_one_as_any_other(replicas: int) ->
             strategy.step(lambda x: model(x).mean(), torch.ones(4, 4))
         assert not module.count.is_inference()
         assert float(module.count) == 6
+
+
+def test_a_buffer_that_is_given_other_data_is_so_everywhere() -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        module = nn.BatchNorm1d(3)
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        x = torch.randn(8, 3)
+        strategy.step(lambda x: model(x).square().mean(), x)
+        assert module.running_mean is not None
+        module.running_mean.data = torch.full((3,), 5.0)
+        for mean in strategy.run(lambda _: model.running_mean.clone(), x):
+            assert mean.tolist() == [5.0] * 3

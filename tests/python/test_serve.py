@@ -101,3 +101,20 @@ def test_a_server_that_stood_still_takes_nobody_for_dead() -> None:
             worker.step()
         server.process.send_signal(signal.SIGTERM)
         assert "silent" not in server.end()[2]
+
+
+def test_it_ends_although_its_disk_takes_no_snapshots(tmp_path: Path) -> None:
+    folder = tmp_path / "server"
+    with Command("serve", "--snapshots", folder, "--snapshot-every", "0.3") as server:
+        worker = probe(server.line())
+        worker.step()
+        folder.rename(tmp_path / "away")
+        worker.step()
+        worker.leave()
+        time.sleep(4)  # it has tried for a while, and waits before it tries again
+        server.process.send_signal(signal.SIGTERM)
+        begin = time.monotonic()
+        returncode, _, err = server.end()
+    assert returncode == 1, err
+    assert time.monotonic() - begin < 5
+    assert "cannot be written, and is tried again" in err

@@ -7,10 +7,17 @@
 #include <torch/optim/sgd.h>
 
 #include <memory>
+#include <utility>
+#include <vector>
 
 namespace muster::detail {
 struct FlatState;
 struct FlatAccess;
+
+/// In their order, without those that came before: a module that is registered under two names gives its parameters
+/// twice.
+std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& parameters);
+std::vector<torch::optim::OptimizerParamGroup> each_once(std::vector<torch::optim::OptimizerParamGroup> groups);
 }  // namespace muster::detail
 
 namespace muster::optim {
@@ -22,11 +29,15 @@ namespace muster::optim {
 ///
 /// Rows of a sparse gradient alone move (Adam, AdamW: as torch.optim.SparseAdam in Python), but with SGD's momentum or,
 /// but for Adam and AdamW, weight decay. With shard_optimizer `state()` holds this worker's share. On CUDA a step waits
-/// for nothing, so that the step counts in `state()` are those of the last save().
-template <class Base>
+/// for nothing, so that the step counts in `state()` are those of the last save(). A parameter that is given twice is
+/// stepped once.
+template <class Base, class Options>
 class Flat : public Base {
  public:
-  using Base::Base;
+  explicit Flat(const std::vector<at::Tensor>& parameters, Options defaults = Options())
+      : Base(detail::each_once(parameters), std::move(defaults)) {}
+  explicit Flat(const std::vector<torch::optim::OptimizerParamGroup>& groups, Options defaults = Options())
+      : Base(detail::each_once(groups), std::move(defaults)) {}
 
   /// From `.grad`, without a strategy or after a backward by hand.
   at::Tensor step(typename Base::LossClosure closure = nullptr) override;
@@ -40,14 +51,14 @@ class Flat : public Base {
   std::shared_ptr<detail::FlatState> flat_;  // null until the first step, and after load
 };
 
-extern template class Flat<torch::optim::AdamW>;
-extern template class Flat<torch::optim::Adam>;
-extern template class Flat<torch::optim::SGD>;
-extern template class Flat<torch::optim::Adagrad>;
+extern template class Flat<torch::optim::AdamW, torch::optim::AdamWOptions>;
+extern template class Flat<torch::optim::Adam, torch::optim::AdamOptions>;
+extern template class Flat<torch::optim::SGD, torch::optim::SGDOptions>;
+extern template class Flat<torch::optim::Adagrad, torch::optim::AdagradOptions>;
 
-using AdamW = Flat<torch::optim::AdamW>;
-using Adam = Flat<torch::optim::Adam>;
-using SGD = Flat<torch::optim::SGD>;
-using Adagrad = Flat<torch::optim::Adagrad>;
+using AdamW = Flat<torch::optim::AdamW, torch::optim::AdamWOptions>;
+using Adam = Flat<torch::optim::Adam, torch::optim::AdamOptions>;
+using SGD = Flat<torch::optim::SGD, torch::optim::SGDOptions>;
+using Adagrad = Flat<torch::optim::Adagrad, torch::optim::AdagradOptions>;
 
 }  // namespace muster::optim

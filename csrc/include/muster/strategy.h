@@ -278,8 +278,8 @@ class Strategy {
   /// Who takes part and how, in plain words.
   std::string explain() const;
 
-  /// Orderly end; later calls that need replicas throw InvalidArgument. Idempotent. Where this process hosts a parameter
-  /// server, it waits until all workers have left that; the destructor does for the timeout at most. Throws
+  /// Orderly end; later calls that need replicas throw InvalidArgument. Idempotent. Where this process hosts a
+  /// parameter server, it waits until all workers have left that; the destructor does for the timeout at most. Throws
   /// CheckpointError where the last checkpoint could not be written.
   void close();
 

@@ -5,8 +5,8 @@
 #include <tuple>
 #include <utility>
 
-#include "core/log.h"
 #include "core/control_group.h"
+#include "core/log.h"
 #include "server/shard/server_core.h"
 
 namespace muster::server {

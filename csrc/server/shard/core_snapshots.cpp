@@ -1,4 +1,6 @@
 // How a server's snapshots are taken, and taken up.
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
 #include <limits>
 #include <optional>
@@ -99,6 +101,12 @@ uint64_t ServerCore::step_to_keep(Shard& shard) const {
   return shard.members().empty() ? std::max(begun, snapshots_.durable().newest) : begun;
 }
 
+void ServerCore::snapshot() {
+  cuts_.let_retry(false);
+  const auto done = c10::make_scope_exit([this] { cuts_.let_retry(true); });
+  snapshot(kOnce);
+}
+
 void ServerCore::snapshot(const ServerSnapshots::Pause& pause, bool even_if_kept, uint64_t at_least) {
   const auto shard = this->shard();
   {
@@ -127,6 +135,8 @@ void ServerCore::restore() {
   if (has_any) {
     log(LogLevel::info, "parameter server " + std::to_string(index_) + " goes on after step " +
                             std::to_string(made_by(*shard()).first) + " of its snapshot");
+    const auto steps = snapshots_.steps();
+    if (steps.size() > 1) cuts_.note_kept(*(steps.end() - 2));
   }
   is_restored_ = true;
 }

@@ -101,7 +101,12 @@ void CutCollector::go_on_after(uint64_t step) {
   const Lock lock(mutex_);
   begun_step_ = step;
   lost = lose(std::exchange(cut_, nullptr).get());
-  keep_ = std::max(keep_, std::exchange(went_on_after_, step));
+  keep_ = std::max(keep_, std::min(std::exchange(went_on_after_, step), step));
+}
+
+void CutCollector::note_kept(uint64_t step) {
+  const Lock lock(mutex_);
+  went_on_after_ = step;
 }
 
 void CutCollector::want() {
@@ -164,7 +169,13 @@ bool CutCollector::pause(uint32_t failures) {
   constexpr seconds kLongest{30};
   const auto until = time_.now() + std::min(kLongest, seconds(1U << std::min(failures - 1, kDoublings)));
   Lock lock(mutex_);
-  return !time_.wait_until(lock, changed_, until, [&] { return stops_; });
+  return !time_.wait_until(lock, changed_, until, [&] { return stops_ || !retries_; });
+}
+
+void CutCollector::let_retry(bool retries) {
+  const Lock lock(mutex_);
+  retries_ = retries;
+  changed_.notify_all();
 }
 
 void CutCollector::stop() {

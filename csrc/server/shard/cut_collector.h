@@ -45,6 +45,8 @@ class CutCollector {
                                                                bool is_anew);
   /// All servers go on after `step`, and have it in snapshots. What was gathered is given up.
   void go_on_after(uint64_t step);
+  /// After a restart: of this step is the snapshot before the newest one.
+  void note_kept(uint64_t step);
   /// One is wanted soon: when as much time has passed since the last one as that took.
   void want();
   /// Where steps are not made together: a worker's log fills, and one is due at once. Who asks during a snapshot asks
@@ -60,8 +62,10 @@ class CutCollector {
   std::shared_ptr<Cut> take();
   /// What was taken is written, or given up.
   void note_written();
-  /// Waits before what cannot be written is tried again, longer after more failures; false once stopped.
+  /// Waits before what cannot be written is tried again, longer after more failures; false once stopped, and where it
+  /// is not to be tried again.
   bool pause(uint32_t failures);
+  void let_retry(bool retries);
   /// What was gathered is given up: the members that it is of may go.
   void stop();
 
@@ -87,6 +91,7 @@ class CutCollector {
   bool is_wanted_ = false;
   bool is_urgent_ = false;
   bool is_demanded_ = false;
+  bool retries_ = true;
   bool stops_ = false;
   Time begun_;  // the last snapshot
   Time ended_;

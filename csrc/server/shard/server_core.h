@@ -65,8 +65,8 @@ class ServerCore {
   /// Writes what is due. Never throws: it is tried again later, and workers are told.
   void keep_snapshot() noexcept;
   /// Writes one of now, unless the newest is, and waits for it. No-op before Start and where none are kept. Throws
-  /// CheckpointError.
-  void snapshot() { snapshot(kOnce); }
+  /// CheckpointError. What keep_snapshot() cannot write is not tried again meanwhile.
+  void snapshot();
 
   /// Waits until a part of a checkpoint is to be written; false once stopped.
   bool wait_for_part() { return parts_.wait(); }

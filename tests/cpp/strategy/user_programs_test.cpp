@@ -1,0 +1,197 @@
+// What ordinary C++ programs do around steps gives what plain LibTorch gives.
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/ones.h>
+#include <sys/wait.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "cpp/catch.h"
+#include "cpp/strategy/workers.h"
+#include "muster/mirrored.h"
+#include "muster/optim.h"
+#include "muster/strategy.h"
+#include "support/run_ranks.h"
+
+using namespace muster;
+using namespace muster::testing;
+
+namespace {
+
+namespace nn = torch::nn;
+
+at::Tensor batch() { return at::arange(32, at::kFloat).view({8, 4}).sin(); }
+
+std::shared_ptr<nn::LinearImpl> linear() {
+  auto module = std::make_shared<nn::LinearImpl>(4, 4);
+  const at::NoGradGuard no_grad;
+  for (auto& parameter : module->parameters()) {
+    parameter.copy_(at::arange(parameter.numel(), at::kFloat).view(parameter.sizes()).cos());
+  }
+  return module;
+}
+
+// The exit code of a forked child that runs it; -1 where it does not end.
+int exit_code_of_child(const std::function<int()>& child) {
+  const pid_t pid = ::fork();
+  if (pid == 0) ::_exit(child());
+  for (int i = 0; i < 200; ++i) {
+    int status = 0;
+    if (::waitpid(pid, &status, WNOHANG) == pid) return WIFEXITED(status) ? WEXITSTATUS(status) : -2;
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  ::kill(pid, SIGKILL);
+  ::waitpid(pid, nullptr, 0);
+  return -1;
+}
+
+}  // namespace
+
+TEST_CASE("zero_grad() between steps of optimizers that are torch's", "[strategy]") {
+  MirroredStrategy strategy(cpus(GENERATE(1, 2)));
+  auto model = strategy.prepare([] { return linear(); });
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  strategy.prepare(optimizer);
+  const auto plain = linear();
+  torch::optim::SGD reference(plain->parameters(), 0.1);
+  for (int i = 0; i < 3; ++i) {
+    optimizer.zero_grad();
+    strategy.step([&](const at::Tensor& x) { return model->forward(x).square().mean(); }, batch());
+    reference.zero_grad();
+    plain->forward(batch()).square().mean().backward();
+    reference.step();
+  }
+  optimizer.zero_grad(/*set_to_none=*/false);
+  CHECK(model.module().weight.allclose(plain->weight));
+}
+
+TEST_CASE("hooks on the parameters of replica 0 are called by all", "[strategy]") {
+  MirroredStrategy strategy(cpus(2));
+  auto model = strategy.prepare([] { return linear(); });
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  strategy.prepare(optimizer);
+  const auto step = [&] {
+    const auto before = model.module().weight.detach().clone();
+    strategy.step([&](const at::Tensor& x) { return model->forward(x).square().mean(); }, batch());
+    return !before.equal(model.module().weight);
+  };
+  CHECK(step());
+  const auto hook = model.module().weight.register_hook([](const at::Tensor& gradient) { return gradient * 0; });
+  CHECK_FALSE(step());
+  CHECK_FALSE(step());
+  model.module().weight.remove_hook(hook);
+  CHECK(step());
+}
+
+TEST_CASE("a module under two names is stepped once", "[strategy]") {
+  struct Tied : nn::Module {
+    Tied() : a(register_module("a", linear())), b(register_module("b", a)) {}
+    at::Tensor forward(const at::Tensor& x) { return b->forward(a->forward(x)); }
+    std::shared_ptr<nn::LinearImpl> a, b;
+  };
+  const bool by_strategy = GENERATE(false, true);
+  auto module = std::make_shared<Tied>();
+  muster::optim::Adam optimizer(module->parameters(), torch::optim::AdamOptions(0.1));
+  CHECK(module->parameters().size() == 4);
+  CHECK(optimizer.param_groups().front().params().size() == 2);
+  auto plain = std::make_shared<Tied>();
+  torch::optim::Adam reference(plain->a->parameters(), torch::optim::AdamOptions(0.1));
+  MirroredStrategy strategy(cpus(1));
+  std::optional<Replicated<Tied>> model;
+  if (by_strategy) {
+    model.emplace(strategy.prepare([&] { return module; }));
+    strategy.prepare(optimizer);
+  }
+  for (int i = 0; i < 4; ++i) {
+    if (by_strategy) {
+      strategy.step([&](const at::Tensor& x) { return (*model)->forward(x).square().mean(); }, batch());
+    } else {
+      optimizer.zero_grad();
+      module->forward(batch()).square().mean().backward();
+      optimizer.step();
+    }
+    reference.zero_grad();
+    plain->forward(batch()).square().mean().backward();
+    reference.step();
+  }
+  CHECK(module->a->weight.allclose(plain->a->weight, 1e-4, 1e-5));
+}
+
+TEST_CASE("a step by hand follows parameters that move to another group", "[strategy]") {
+  const auto run = [](auto& optimizer, const nn::LinearImpl& module) {
+    for (int i = 0; i < 2; ++i) {
+      optimizer.zero_grad();
+      at::linear(batch(), module.weight, module.bias).square().mean().backward();
+      optimizer.step();
+      auto& groups = optimizer.param_groups();
+      if (i > 0) continue;
+      groups[0].params().push_back(groups[1].params().front());
+      groups[1].params().clear();
+    }
+    return module.bias.detach().clone();
+  };
+  const auto groups_of = [](const nn::LinearImpl& module) {
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<at::Tensor>{module.weight}, std::make_unique<torch::optim::SGDOptions>(0.1));
+    groups.emplace_back(std::vector<at::Tensor>{module.bias}, std::make_unique<torch::optim::SGDOptions>(0.5));
+    return groups;
+  };
+  const auto ours = linear(), theirs = linear();
+  muster::optim::SGD optimizer(groups_of(*ours), torch::optim::SGDOptions(0.1));
+  torch::optim::SGD reference(groups_of(*theirs), torch::optim::SGDOptions(0.1));
+  CHECK(run(optimizer, *ours).allclose(run(reference, *theirs)));
+}
+
+TEST_CASE("buffers of replica 0 that are set or converted are the others'", "[strategy]") {
+  MirroredStrategy strategy(cpus(2));
+  auto model = strategy.prepare([] { return std::make_shared<nn::BatchNorm1dImpl>(4); });
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  strategy.prepare(optimizer);
+  const auto function = [&](const at::Tensor& x) { return model->forward(x).square().mean(); };
+  strategy.step(function, batch());
+  const auto expected = at::full({4}, 3.0);
+  model.module().running_mean.set_data(expected.clone());
+  const auto means = strategy.run([&](const at::Tensor&) { return model->running_mean.clone(); }, batch());
+  for (const auto& mean : means) CHECK(mean.equal(expected));
+  model.module().to(at::kDouble);
+  CHECK(strategy.step(function, batch().to(at::kDouble)).stepped);
+  const auto converted = strategy.run([&](const at::Tensor&) { return model->running_mean.clone(); }, batch());
+  for (const auto& mean : converted) CHECK(mean.scalar_type() == at::kDouble);
+}
+
+TEST_CASE("a PerReplica that a program makes is reduced and gathered", "[strategy]") {
+  MirroredStrategy strategy(cpus(2));
+  const PerReplica<at::Tensor> values({at::ones({2}), at::ones({2}) * 3});
+  CHECK(strategy.reduce(values, ReduceOp::sum).equal(at::ones({2}) * 4));
+  CHECK(strategy.gather(values).equal(at::cat({at::ones({2}), at::ones({2}) * 3})));
+}
+
+TEST_CASE("a forked child ends, and is told that it has no replicas", "[strategy]") {
+  auto strategy = std::make_unique<MirroredStrategy>(cpus(2));
+  auto model = strategy->prepare([] { return linear(); });
+  const auto step = [&] {
+    return strategy->step([&](const at::Tensor& x) { return model->forward(x).square().mean(); }, batch());
+  };
+  step();
+  CHECK(exit_code_of_child([&] {
+          strategy.reset();
+          return 7;
+        }) == 7);
+  CHECK(exit_code_of_child(
+            [&] { return contains(message_of<InvalidArgument>(step), "forked child has no threads") ? 7 : 8; }) == 7);
+  CHECK(strategy != nullptr);
+  step();
+}
