@@ -163,9 +163,10 @@ bool has_all(const FlatState& state, const Optimizer& optimizer) {
   for (uint32_t number = 0; number < optimizer.param_groups().size(); ++number) {
     for (const auto& parameter : optimizer.param_groups()[number].params()) {
       if (position == state.parameters.size() || state.parameters[position] != parameter.unsafeGetTensorImpl() ||
-          state.flat.state().entry(position++).parameter.group != number) {
+          state.flat.state().entry(position).parameter.group != number) {
         return false;
       }
+      ++position;
     }
   }
   return position == state.parameters.size();

@@ -34,8 +34,10 @@ namespace muster::optim {
 template <class Base, class Options>
 class Flat : public Base {
  public:
+  /// Of `parameters` in one group.
   explicit Flat(const std::vector<at::Tensor>& parameters, Options defaults = Options())
       : Base(detail::each_once(parameters), std::move(defaults)) {}
+  /// Of `groups`; those without options of their own have `defaults`.
   explicit Flat(const std::vector<torch::optim::OptimizerParamGroup>& groups, Options defaults = Options())
       : Base(detail::each_once(groups), std::move(defaults)) {}
 
