@@ -63,13 +63,14 @@ from muster.copies import CopyStreams
 from muster.errors import InvalidArgument
 from muster.fields import yielded
 from muster.loader_checks import check
+from muster.loader_generators import LoaderGenerators
 from muster.loader_host import LoaderHost
 from muster.loader_pass import Pass, ReadAhead, Reads
 from muster.position import Position
 from muster.reader import Deal, Ended, Parts, Pinnable, Skipped, Task, WorkerStart, as_is, reader_of
 from muster.stream_states import ReadBatch, ReaderState, StreamStates, is_stateful_loader
 from muster.streams import epoch_seed, stream_seed
-from muster.tasks import DealtBatches, SharedBatches, Tasks, generators_of, is_read_by_index
+from muster.tasks import DealtBatches, SharedBatches, Tasks, is_read_by_index
 
 __all__ = ["Loader"]
 
@@ -123,11 +124,10 @@ class Loader(Generic[BatchT_co]):
         self._under_way = False
         self._position = Position()
         self._persistent: DataLoader[Any] | None = None
-        self._tasks = Tasks(loader, self._deal, host)
+        self._generators = LoaderGenerators(loader)
+        self._tasks = Tasks(loader, self._deal, host, self._generators)
         self._empty: Any = _END
         self._copies = CopyStreams()
-        self._generators = generators_of(loader)
-        self._generator_states: list[Tensor] = []  # as of when the pass under way was begun
         self._to_skip = 0  # batches of the next pass
         self._has_states = is_stateful_loader(loader) and isinstance(loader.dataset, IterableDataset)
         self._streams = StreamStates(self._num_readers)
@@ -138,7 +138,7 @@ class Loader(Generic[BatchT_co]):
         # 0 where the user's sampler decides.
         self.progress.usual_rows = (loader.batch_size or 0) / self._deal.num_parts
         if not sharded:
-            for generator in self._generators:
+            for generator in self._generators.all:
                 generator.set_state(host.broadcast_state(generator.get_state()))
 
     @property
@@ -156,6 +156,7 @@ class Loader(Generic[BatchT_co]):
         self._under_way = False
         self._to_skip = 0
         self._loaded = None
+        self._generators.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is, for `load_state_dict` of a loader of the same data in a job that is started again.
@@ -170,7 +171,8 @@ class Loader(Generic[BatchT_co]):
         """
         self._check_has_place()
         skipped = self._num_trained() if self._under_way else self._to_skip
-        state = {"epoch": self._epoch, "batches": skipped, "generators": self.generator_states}
+        state: dict[str, Any] = {"epoch": self._epoch, "batches": skipped}
+        state |= self._generators.state_dict(is_under_way=self._under_way)
         if self._has_states:
             state["streams"] = (self._streams if self._under_way else self._next_streams()).state_dict()
         return state
@@ -184,16 +186,15 @@ class Loader(Generic[BatchT_co]):
         """
         self._check_has_place()
         epoch, batches = state.get("epoch"), state.get("batches")
-        generators = list(state.get("generators", ()))
-        if not (_is_count(epoch) and _is_count(batches) and len(generators) == len(self._generators)):
+        if not (_is_count(epoch) and _is_count(batches) and self._generators.fit(state)):
             raise InvalidArgument(
-                f"this is no state of a loader with {len(self._generators)} generators of its own; pass what "
+                f"this is no state of a loader with {len(self.generators)} generators of its own; pass what "
                 "state_dict() gave of the same loader"
             )
         streams = self.streams_in(state)
         self.epoch, self._to_skip, self._loaded = cast(int, epoch), cast(int, batches), streams
-        for generator, saved in zip(self._generators, generators, strict=True):
-            generator.set_state(saved)
+        self._persistent = None
+        self._generators.load_state_dict(state, goes_on=self._to_skip > 0)
 
     def streams_in(self, state: Mapping[str, Any]) -> StreamStates | None:
         """The states of readers in `state`, which `state_dict` gave; None where none are needed. Raises InvalidArgument
@@ -223,12 +224,12 @@ class Loader(Generic[BatchT_co]):
     @property
     def generators(self) -> list[torch.Generator]:
         """Those that the user gave to the loader and its sampler."""
-        return self._generators
+        return self._generators.all
 
     @property
     def generator_states(self) -> list[Tensor]:
         """Theirs, as of the beginning of the pass under way or, between passes, of now."""
-        return list(self._generator_states) if self._under_way else self._states_of_generators()
+        return self._generators.began(is_under_way=self._under_way)
 
     @property
     def _pins_memory(self) -> bool:
@@ -260,9 +261,6 @@ class Loader(Generic[BatchT_co]):
                 "prepare_loader(loader, sharded=True) with data of this worker's own"
             )
 
-    def _states_of_generators(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
     def __getattr__(self, name: str) -> Any:
         """Attributes of the user's loader: `dataset`, `batch_size`, `sampler`, ..."""
         if name.startswith("_"):
@@ -290,7 +288,7 @@ class Loader(Generic[BatchT_co]):
         if self._under_way:
             self._epoch += 1
         self._under_way = True
-        self._generator_states = self._states_of_generators()
+        self._generators.begin_pass(draws_anew=self._to_skip > 0)
         self._streams = self._next_streams()
         self._resume = [] if self._loaded is None else self._loaded.to_resume()
         self._loaded = None
@@ -350,6 +348,7 @@ class Loader(Generic[BatchT_co]):
     def end_workers(self) -> None:
         """Ends persistent workers, once no pass reads through them; a later pass starts others."""
         self._persistent = None
+        self._generators.note_workers(False)
 
     def _results(
         self, epoch: int, seed: int, batches: DealtBatches | SharedBatches | None
@@ -361,13 +360,17 @@ class Loader(Generic[BatchT_co]):
             if self._persistent is None:
                 self._persistent = self._new_loader(seed)
             results = iter(self._persistent)
+            self._generators.note_workers(True)
         else:
             results = iter(self._new_loader(seed))
+        if isinstance(self._loader.dataset, IterableDataset):
+            self._generators.end_drawing_anew()
+        self._generators.note_drawn()
         return map(attrgetter("result"), results) if self._pins_memory else results
 
     def _new_loader(self, seed: int) -> DataLoader[Any]:
         user = self._loader
-        generator = user.generator
+        generator = self._generators.of_workers(user)
         if generator is None:
             # Iterable data sets may shuffle by their worker's seed, so it must agree on all ranks; other data sets
             # augment by it, so it must not.

@@ -170,6 +170,7 @@ _CONTENT = {
             "epoch": _COUNT,
             "batches": _COUNT,
             "generators": [_is_generator_state],
+            "generators_now": lambda value: value is None or _are_generator_states(value),
             "ranks": _are_of_ranks,
             "passes": _are_passes,
         }

@@ -16,7 +16,7 @@ def states_of(loaders: Sequence[Loader[Any]]) -> tuple[list[dict[str, Any]], str
     """The state of each, and what note_ranks() tells other ranks of them. Calls code of users. Local."""
     states = [_state_of(loader) for loader in loaders]
     own = [
-        {name: state[name] for name in ("generators", "streams") if name in state}
+        {name: value for name, value in state.items() if name not in ("epoch", "batches")}
         for loader, state in zip(loaders, states, strict=True)
         if loader.is_sharded
     ]

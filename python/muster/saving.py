@@ -383,7 +383,8 @@ class Saving:
             saved_optimizer.compare(self._core, optimizer, theirs, f"optimizer {number}")
         for number, (loader, theirs) in enumerate(_pairs(loaders, saved["loaders"])):
             place = saved_loaders.of_this_rank(self._core, loader, theirs)
-            compare_generators(loader.generators, place["generators"], f"loader {number}")
+            for states in (place["generators"], place.get("generators_now", place["generators"])):
+                compare_generators(loader.generators, states, f"loader {number}")
             if loader.has_place:
                 compare_streams(loader, place, f"loader {number}")
 

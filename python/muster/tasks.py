@@ -37,6 +37,16 @@ class Capacities(Protocol):
         """By replica, what parts of batches that are asked for next follow (`muster.batch.part_sizes`)."""
 
 
+class Draws(Protocol):
+    """Of `muster.loader_generators`."""
+
+    def note_drawn(self) -> None:
+        """The loader drew."""
+
+    def end_drawing_anew(self) -> None:
+        """The pass has drawn what it had drawn when it was saved."""
+
+
 class _Numbers:
     """Of the batches of a pass that are being read, in their order."""
 
@@ -142,10 +152,11 @@ class SharedBatches:
 class Tasks:
     """The sampler of the loader that reads: the user's batches as tasks, each pass as `current` says when it begins."""
 
-    def __init__(self, loader: DataLoader[Any], deal: Deal, host: Capacities) -> None:
+    def __init__(self, loader: DataLoader[Any], deal: Deal, host: Capacities, draws: Draws) -> None:
         self._loader = loader
         self._deal = deal
         self._host = host
+        self._draws = draws
         self.current = Task(0, 0, 0)
         self.num_skipped = 0
         self.batches: DealtBatches | SharedBatches | None = None
@@ -190,6 +201,9 @@ class Tasks:
                 index = next(indices, _END)
             if index is _END:
                 return
+            if number + 1 == self.num_skipped:
+                self._draws.end_drawing_anew()
+            self._draws.note_drawn()
             if number >= num_skipped:
                 yield index
 

@@ -1067,6 +1067,68 @@ def test_a_loader_goes_on_where_its_state_says(kind: str, taken: int) -> None:
     assert again.epoch == loader.epoch == 3
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_that_share_a_generator_go_on_in_whatever_order_they_are_loaded(
+    order: tuple[int, int], workers: int
+) -> None:
+    def prepared() -> tuple[torch.Generator, list[Loader[Any]]]:
+        generator, job = torch.Generator().manual_seed(5), Job()
+        makers = (
+            lambda: DataLoader(Numbers(23), 4, shuffle=True, generator=generator, num_workers=workers),
+            lambda: DataLoader(Numbers(6), 2, shuffle=True, generator=generator),
+        )
+        return generator, [job.prepare(maker, index=index)[0] for index, maker in enumerate(makers)]
+
+    generator, (first, second) = prepared()
+    list(first), list(second)
+    passing = iter(first)
+    next(passing), next(passing)
+    list(second)
+    torch.rand(3, generator=generator)
+    states = [first.state_dict(), second.state_dict()]
+    expected = [_values(passing), _values(second), _values(first)]
+
+    again = prepared()[1]
+    for number in order:
+        again[number].load_state_dict(states[number])
+    assert [again[number].state_dict()["batches"] for number in (0, 1)] == [2, 0]
+    assert [_values(again[0]), _values(again[1]), _values(again[0])] == expected
+
+
+def test_a_state_without_what_generators_had_when_it_was_saved_is_taken() -> None:
+    (loader,) = Job().prepare(partial(_kinds()["own generator"], None))
+    passing = iter(loader)
+    next(passing)
+    state = {name: loader.state_dict()[name] for name in ("epoch", "batches", "generators")}
+    (again,) = Job().prepare(partial(_kinds()["own generator"], None))
+    again.load_state_dict(state)
+    assert [_values(again), _values(again)] == [_values(passing), _values(loader)]
+
+
+@pytest.mark.parametrize("taken", [0, 2, 6])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_persistent_workers_draw_from_the_generator_once(taken: int, is_new: bool) -> None:
+    def prepared() -> Loader[Any]:
+        generator = torch.Generator().manual_seed(5)
+        make = partial(DataLoader[int], Numbers(23), 4, shuffle=True, generator=generator)
+        return Job().prepare(lambda: make(num_workers=1, persistent_workers=True))[0]
+
+    loader = prepared()
+    list(loader)
+    rest = iter(loader) if taken else loader
+    for _ in range(taken):
+        next(rest)
+    state = loader.state_dict()
+    expected = [_values(rest), _values(loader)]
+    again = prepared()
+    if not is_new:
+        list(again)
+    again.load_state_dict(state)
+    again.load_state_dict(again.state_dict())
+    assert [_values(again), _values(again)] == expected
+
+
 def test_batches_that_a_loader_passes_over_are_not_read() -> None:
     data = Numbers(23)
     (loader,) = Job().prepare(lambda: _kinds()["by index"](data))
