@@ -58,14 +58,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from muster import _C
-from muster.batch import emptied, place
-from muster.copies import CopyStreams
+from muster.assembly import Assembly
 from muster.errors import InvalidArgument
-from muster.fields import yielded
 from muster.loader_checks import check
 from muster.loader_generators import LoaderGenerators
 from muster.loader_host import LoaderHost
-from muster.loader_pass import Pass, ReadAhead, Reads
+from muster.loader_pass import Pass, PassWatch, Reads
 from muster.position import Position
 from muster.reader import Deal, Ended, Parts, Pinnable, Skipped, Task, WorkerStart, as_is, reader_of
 from muster.stream_states import ReadBatch, ReaderState, StreamStates, is_stateful_loader
@@ -75,8 +73,6 @@ from muster.tasks import DealtBatches, SharedBatches, Tasks, is_read_by_index
 __all__ = ["Loader"]
 
 BatchT_co = TypeVar("BatchT_co", covariant=True)
-
-_END = object()
 
 
 class Loader(Generic[BatchT_co]):
@@ -122,12 +118,13 @@ class Loader(Generic[BatchT_co]):
         self._epoch = 0
         self._iterations = 0
         self._under_way = False
+        self._watch: PassWatch | None = None
+        self._num_loads = 0
         self._position = Position()
         self._persistent: DataLoader[Any] | None = None
         self._generators = LoaderGenerators(loader)
         self._tasks = Tasks(loader, self._deal, host, self._generators)
-        self._empty: Any = _END
-        self._copies = CopyStreams()
+        self._assembly = Assembly(host, self._deal, is_sharded=sharded)
         self._to_skip = 0  # batches of the next pass
         self._has_states = is_stateful_loader(loader) and isinstance(loader.dataset, IterableDataset)
         self._streams = StreamStates(self._num_readers)
@@ -164,21 +161,25 @@ class Loader(Generic[BatchT_co]):
         Equal on all ranks (but of a sharded loader), plain numbers, and the states of generators that the user gave to
         the loader or its sampler. Of a StatefulDataLoader of an iterable data set also the states of that and of its
         iterators, as of the last batch that was yielded of each reader.
+        A pass that is gone, as one that was left by ``break``, and after which steps were made counts as an epoch.
         A batch counts from when it was yielded, so call this after its step; of batches that live workers divide it
         counts from its step. Of those, one of which a worker that died left something undone counts as not trained on,
         and what comes behind it: a warning says so. Local. Raises InvalidArgument where parameter servers deal the
         batches, which are those of no one worker.
         """
         self._check_has_place()
-        skipped = self._num_trained() if self._under_way else self._to_skip
-        state: dict[str, Any] = {"epoch": self._epoch, "batches": skipped}
-        state |= self._generators.state_dict(is_under_way=self._under_way)
+        was_left = self._under_way and self._watch is not None and self._watch.was_left()
+        is_under_way = self._under_way and not was_left
+        skipped = self._num_trained() if is_under_way else self._to_skip
+        state: dict[str, Any] = {"epoch": self._epoch + was_left, "batches": skipped}
+        state |= self._generators.state_dict(is_under_way=is_under_way)
         if self._has_states:
-            state["streams"] = (self._streams if self._under_way else self._next_streams()).state_dict()
+            state["streams"] = (self._streams if is_under_way else self._next_streams()).state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next pass go on after the batches that `state` counts, with the order that they had.
+        """Makes the next pass go on after the batches that `state` counts, with the order that they had. One that is
+        under way raises InvalidArgument when it is asked for more.
 
         Those are not read again: of data that is read by index their numbers alone are drawn; of an iterable data set
         its items are passed over before they are collated. Load the same on all ranks, with the job's seed as it was.
@@ -194,6 +195,7 @@ class Loader(Generic[BatchT_co]):
         streams = self.streams_in(state)
         self.epoch, self._to_skip, self._loaded = cast(int, epoch), cast(int, batches), streams
         self._persistent = None
+        self._num_loads += 1
         self._generators.load_state_dict(state, goes_on=self._to_skip > 0)
 
     def streams_in(self, state: Mapping[str, Any]) -> StreamStates | None:
@@ -300,7 +302,8 @@ class Loader(Generic[BatchT_co]):
         batches = self._begin_pass(seed)
         # Data that is read by index passes over batches itself, and so do readers that have states.
         is_stream = isinstance(self._loader.dataset, IterableDataset) and not self._resume
-        return Pass(
+        self._watch = None
+        begun = Pass(
             Reads(
                 position=position,
                 streams=self._streams,
@@ -311,11 +314,18 @@ class Loader(Generic[BatchT_co]):
                 begin=lambda: self._results(epoch, seed, batches),
                 note_end=lambda at_end: self._note_end(position, at_end),
                 finish=lambda: self._finished(position),
+                check=partial(self._check_not_loaded, self._num_loads),
                 any_has_more=self._host.any_has_more,
-                refusal=self._refusal,
-                assembled=self._assembled,
+                refusal=self._assembly.refusal,
+                assembled=self._assembly.assembled,
             )
         )
+        self._watch = PassWatch(begun, partial(attrgetter("steps"), self._host))
+        return begun
+
+    def _check_not_loaded(self, num_loads: int) -> None:
+        if self._num_loads != num_loads:
+            raise InvalidArgument("the loader was loaded while a loop over it ran; begin a new loop")
 
     def _note_end(self, position: Position, at_end: bool) -> None:
         if self._position is position:
@@ -406,38 +416,6 @@ class Loader(Generic[BatchT_co]):
         if self._under_way and self._position is position:
             self._epoch += 1
             self._under_way = False
-
-    def _assembled(self, parts: Parts | None) -> ReadAhead:
-        """The batch of these parts on their devices; of empty ones for None."""
-        values, counts = self._empty_parts() if parts is None else parts
-        if self._sharded and self._empty is _END:
-            self._empty = emptied(values[0], -1 if counts[0] is None else counts[0])
-        devices = self._host.devices
-        arrivals = self._copies.begin(devices)
-        placed = [
-            place(value, device, None if arrival is None else arrival.copy)
-            for value, device, arrival in zip(values, devices, arrivals, strict=True)
-        ]
-        known = [count for count in counts if count is not None]
-        return ReadAhead(
-            yielded(placed, known),
-            known if len(known) == len(counts) else None,
-            arrivals=[arrival for arrival in arrivals if arrival is not None],
-        )
-
-    def _empty_parts(self) -> Parts:
-        num_local = self._deal.num_local
-        return [self._empty] * num_local, [0] * num_local
-
-    def _refusal(self, needs_empty: bool) -> InvalidArgument | None:
-        """Collective. An error for every worker if one needs an empty part and never had a batch to model it on."""
-        missing = needs_empty and self._empty is _END
-        if not self._host.any_has_more(missing):
-            return None
-        return InvalidArgument(
-            f"{'this' if missing else 'another'} worker's loader (sharded=True) has never had a batch to model its "
-            "empty parts on while others have data; give every worker at least one batch in its first epoch"
-        )
 
 
 def _is_count(value: object) -> bool:

@@ -42,6 +42,10 @@ class LoaderHost(Protocol):
         for good."""
 
     @property
+    def steps(self) -> int:
+        """Windows that the job has closed."""
+
+    @property
     def joins(self) -> bool:
         """Whether this worker came to a job that others had begun."""
 

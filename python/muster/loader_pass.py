@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -13,7 +15,7 @@ from muster.reader import Ended, Parts, Skipped
 from muster.stream_states import ReadBatch, StreamStates
 from muster.tasks import DealtBatches, SharedBatches
 
-__all__ = ["Pass", "ReadAhead", "Reads"]
+__all__ = ["Pass", "PassWatch", "ReadAhead", "Reads"]
 
 _T = TypeVar("_T")
 
@@ -53,6 +55,8 @@ class Reads:
     note_end: Callable[[bool], None]
     """Whether the batch that is yielded is the last."""
     finish: Callable[[], None]
+    check: Callable[[], None]
+    """Raises InvalidArgument where the loader was loaded since the pass began."""
     any_has_more: Callable[[bool], bool]
     """As of LoaderHost."""
     refusal: Callable[[bool], InvalidArgument | None]
@@ -78,6 +82,7 @@ class Pass(Iterator[Any]):
         self._ahead: ReadAhead | Failed | None = None
 
     def __next__(self) -> Any:
+        self._reads.check()
         self._reads.note_end(False)
         of_job = self._of_job
         if of_job is not None:
@@ -141,6 +146,24 @@ class Pass(Iterator[Any]):
             else:
                 return result
         return None
+
+
+class PassWatch:
+    """Whether a pass, which its loader does not hold, is there, and what was done since it is gone."""
+
+    def __init__(self, watched: Pass, steps: Callable[[], int]) -> None:
+        """`steps`: how many the job has made; InvalidArgument once nobody knows."""
+        self._steps = steps
+        self._at_end: int | None = None
+        self._pass = weakref.ref(watched, self._note_end)
+
+    def was_left(self) -> bool:
+        """Whether it is gone, and a step was made since."""
+        return self._at_end is not None and self._steps() > self._at_end
+
+    def _note_end(self, _: object) -> None:
+        with contextlib.suppress(InvalidArgument):
+            self._at_end = self._steps()
 
 
 def _attempted(function: Callable[[], _T]) -> _T | Exception:

@@ -72,6 +72,7 @@ class Host:
     capacities: Sequence[float] = ()
     passes: None = None
     joins: bool = False
+    steps: int = 0
 
     @property
     def first_replica(self) -> int:
@@ -1127,6 +1128,52 @@ def test_persistent_workers_draw_from_the_generator_once(taken: int, is_new: boo
     again.load_state_dict(state)
     again.load_state_dict(again.state_dict())
     assert [_values(again), _values(again)] == expected
+
+
+def test_a_pass_that_was_left_before_the_last_step_counts_as_an_epoch() -> None:
+    job = Job()
+    (loader,) = job.prepare(partial(_kinds()["own generator"], None))
+    (host,) = job.hosts
+
+    def place() -> tuple[int, int]:
+        state = loader.state_dict()
+        return state["epoch"], state["batches"]
+
+    for _ in loader:
+        host.steps += 1
+        if host.steps == 2:
+            break
+    assert place() == (0, 2), "left after the last step"
+    host.steps += 1
+    state = loader.state_dict()
+    assert place() == (1, 0) and loader.epoch == 0
+    passing = iter(loader)
+    expected = _values(passing)
+    assert place() == (2, 0)
+    passing = iter(loader)
+    next(passing)
+    host.steps += 1
+    assert place() == (2, 1), "it is still there"
+
+    (again,) = Job().prepare(partial(_kinds()["own generator"], None))
+    again.load_state_dict(state)
+    assert again.epoch == 1 and _values(again) == expected
+
+
+def test_a_pass_ends_where_its_loader_is_loaded() -> None:
+    (loader,) = Job().prepare(partial(_kinds()["by index"], None))
+    passing = iter(loader)
+    next(passing)
+    state = loader.state_dict()
+    expected = _values(passing)
+    passing = iter(loader)
+    next(passing)
+    loader.load_state_dict(state)
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="loaded while a loop over it ran; begin a new loop"):
+            next(passing)
+    assert loader.state_dict() == state
+    assert _values(loader) == expected
 
 
 def test_batches_that_a_loader_passes_over_are_not_read() -> None:
