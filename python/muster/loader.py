@@ -60,7 +60,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from muster import _C
 from muster.assembly import Assembly
 from muster.errors import InvalidArgument
-from muster.loader_checks import check
+from muster.loader_checks import check, check_extent, extent_of
 from muster.loader_generators import LoaderGenerators
 from muster.loader_host import LoaderHost
 from muster.loader_pass import Pass, PassWatch, Reads
@@ -171,7 +171,7 @@ class Loader(Generic[BatchT_co]):
         was_left = self._under_way and self._watch is not None and self._watch.was_left()
         is_under_way = self._under_way and not was_left
         skipped = self._num_trained() if is_under_way else self._to_skip
-        state: dict[str, Any] = {"epoch": self._epoch + was_left, "batches": skipped}
+        state: dict[str, Any] = {"epoch": self._epoch + was_left, "batches": skipped, **self.extent}
         state |= self._generators.state_dict(is_under_way=is_under_way)
         if self._has_states:
             state["streams"] = (self._streams if is_under_way else self._next_streams()).state_dict()
@@ -192,21 +192,27 @@ class Loader(Generic[BatchT_co]):
                 f"this is no state of a loader with {len(self.generators)} generators of its own; pass what "
                 "state_dict() gave of the same loader"
             )
-        streams = self.streams_in(state)
+        streams = self.check_place(state)
         self.epoch, self._to_skip, self._loaded = cast(int, epoch), cast(int, batches), streams
         self._persistent = None
         self._num_loads += 1
         self._generators.load_state_dict(state, goes_on=self._to_skip > 0)
 
-    def streams_in(self, state: Mapping[str, Any]) -> StreamStates | None:
+    def check_place(self, state: Mapping[str, Any]) -> StreamStates | None:
         """The states of readers in `state`, which `state_dict` gave; None where none are needed. Raises InvalidArgument
-        for those of another number of readers in the middle of an epoch."""
+        for the middle of an epoch of other batches or data, or of another number of readers."""
+        check_extent(self.extent, state)
         saved = state.get("streams")
         if not self._has_states or saved is None:
             return None
         if state.get("batches") == 0 and isinstance(saved, list) and len(saved) != self._num_readers:
             return None
         return StreamStates.loaded(saved, self._num_readers)
+
+    @property
+    def extent(self) -> dict[str, int | None]:
+        """In what its place is counted, as all workers say; nothing where each has data of its own."""
+        return {} if self._sharded else extent_of(self._loader)
 
     @property
     def is_sharded(self) -> bool:

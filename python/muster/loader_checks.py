@@ -1,14 +1,18 @@
-"""What a loader can be prepared from."""
+"""What a loader can be prepared from, and which places it can go on from."""
 
 from __future__ import annotations
 
-from torch.utils.data import DataLoader, DistributedSampler
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from muster.errors import InvalidArgument
 from muster.stream_states import is_stateful_loader
 from muster.tasks import samplers_of
 
-__all__ = ["check"]
+__all__ = ["check", "check_extent", "extent_of"]
 
 
 def check(loader: object, *, sharded: bool, alone: bool) -> None:
@@ -33,3 +37,26 @@ def check(loader: object, *, sharded: bool, alone: bool) -> None:
             "in_order=False lets each worker see the batches in another order, but all take parts of the same batch; "
             "leave in_order out, or use prepare_loader(loader, sharded=True)"
         )
+
+
+def extent_of(loader: DataLoader[Any]) -> dict[str, int | None]:
+    """In what a place within an epoch is counted: the samples in a batch, and in a data set that is read by index; None
+    where a loader does not tell."""
+    size = None
+    if not isinstance(loader.dataset, IterableDataset):
+        with contextlib.suppress(TypeError):
+            size = len(loader.dataset)  # type: ignore[arg-type]
+    return {"batch_size": loader.batch_size, "size": size}
+
+
+def check_extent(extent: Mapping[str, int | None], state: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument where the saved state is of the middle of an epoch of other batches, or of other data."""
+    if not state.get("batches") and not any(each["next"] for each in state.get("passes") or ()):
+        return
+    for name, words in (("batch_size", "batches of"), ("size", "a data set of")):
+        ours, theirs = extent.get(name), state.get(name)
+        if ours is not None and theirs is not None and ours != theirs:
+            raise InvalidArgument(
+                f"the state is of the middle of an epoch with {words} {theirs}, and now {ours}: samples would come "
+                "twice, or not at all; give the loader what it had, and other data or batches from an epoch's end on"
+            )

@@ -22,8 +22,8 @@ __all__ = [
     "compare_generators",
     "compare_module",
     "compare_names",
+    "compare_place",
     "compare_state",
-    "compare_streams",
     "metadata_of",
     "state_of_object",
     "with_all_parts",
@@ -89,6 +89,10 @@ def _is_name_or_none(value: Any) -> bool:
 
 def _is_name_or_position(value: Any) -> bool:
     return _is_text(value) or _COUNT(value)
+
+
+def _is_count_or_none(value: Any) -> bool:
+    return value is None or _COUNT(value)
 
 
 def _are_of_ranks(value: Any) -> bool:
@@ -171,6 +175,8 @@ _CONTENT = {
             "batches": _COUNT,
             "generators": [_is_generator_state],
             "generators_now": lambda value: value is None or _are_generator_states(value),
+            "batch_size": _is_count_or_none,
+            "size": _is_count_or_none,
             "ranks": _are_of_ranks,
             "passes": _are_passes,
         }
@@ -289,10 +295,10 @@ def compare_generators(ours: list[torch.Generator], saved: list[Tensor], what: s
             ) from error
 
 
-def compare_streams(loader: Loader[Any], saved: Mapping[str, Any], what: str) -> None:
-    """Raises LayoutMismatch where readers of our loader cannot go on with the states of the saved one's."""
+def compare_place(loader: Loader[Any], saved: Mapping[str, Any], what: str) -> None:
+    """Raises LayoutMismatch where our loader cannot go on in the middle of the saved one's epoch."""
     try:
-        loader.streams_in(saved)
+        loader.check_place(saved)
     except InvalidArgument as error:
         raise LayoutMismatch(f"{what}: {error}") from error
 

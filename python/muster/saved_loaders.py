@@ -84,4 +84,10 @@ def _state_of(loader: Loader[Any]) -> dict[str, Any]:
         {"epoch": epoch, "batches": batches, "next": following, "undone": undone}
         for epoch, batches, following, undone in servers.passes_of(number, loader.epoch)
     ]
-    return {"epoch": loader.epoch, "batches": 0, "generators": loader.generator_states, "passes": passes}
+    return {
+        "epoch": loader.epoch,
+        "batches": 0,
+        "generators": loader.generator_states,
+        "passes": passes,
+        **loader.extent,
+    }

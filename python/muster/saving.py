@@ -24,8 +24,8 @@ from muster.saved_layout import (
     FORMAT,
     compare_generators,
     compare_module,
+    compare_place,
     compare_state,
-    compare_streams,
     metadata_of,
     state_of_object,
     with_all_parts,
@@ -385,8 +385,7 @@ class Saving:
             place = saved_loaders.of_this_rank(self._core, loader, theirs)
             for states in (place["generators"], place.get("generators_now", place["generators"])):
                 compare_generators(loader.generators, states, f"loader {number}")
-            if loader.has_place:
-                compare_streams(loader, place, f"loader {number}")
+            compare_place(loader, place, f"loader {number}")
 
     def _take_optimizers(self, saved: dict[str, Any], then: Callable[[], None]) -> None:
         """Loads them, and calls `then`. Where that or torch raises, they are as they were."""

@@ -1189,10 +1189,45 @@ def test_batches_that_a_loader_passes_over_are_not_read() -> None:
 
 def test_the_state_of_an_epoch_that_ended_is_the_next_ones_begin() -> None:
     (loader,) = Job().prepare(partial(_kinds()["by index"], None))
-    assert loader.state_dict() == {"epoch": 0, "batches": 0, "generators": []}
+    data = {"batch_size": 4, "size": 23}
+    assert loader.state_dict() == {"epoch": 0, "batches": 0, "generators": [], **data}
     for batch, _ in enumerate(loader):
         assert loader.state_dict()["batches"] == batch + 1
-    assert loader.state_dict() == {"epoch": 1, "batches": 0, "generators": []}
+    assert loader.state_dict() == {"epoch": 1, "batches": 0, "generators": [], **data}
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: DataLoader(Numbers(23), 8, shuffle=True), "batches of 4, and now 8"),
+        (lambda: DataLoader(Numbers(29), 4, shuffle=True), "a data set of 23, and now 29"),
+    ],
+)
+def test_the_place_in_other_batches_is_refused(make: Callable[[], DataLoader[Any]], told: str) -> None:
+    (loader,) = Job().prepare(lambda: DataLoader(Numbers(23), 4, shuffle=True))
+    next(iter(loader))
+    within = loader.state_dict()
+    list(loader)
+    (other,) = Job().prepare(make)
+    with pytest.raises(InvalidArgument, match=told):
+        other.load_state_dict(within)
+    assert other.state_dict()["batches"] == 0
+    other.load_state_dict(loader.state_dict())
+    assert other.epoch == 2
+    other.load_state_dict({"epoch": 0, "batches": 1, "generators": []})
+
+
+def test_the_place_in_data_of_unknown_size_and_a_sharded_one_are_taken() -> None:
+    def place_in(loader: DataLoader[Any], **options: Any) -> dict[str, Any]:
+        (prepared,) = Job().prepare(lambda: loader, **options)
+        next(iter(prepared))
+        state = prepared.state_dict()
+        prepared.load_state_dict(state)
+        return {name: state[name] for name in ("batch_size", "size") if name in state}
+
+    assert place_in(DataLoader(Stream(23), 4)) == {"batch_size": 4, "size": None}
+    assert place_in(DataLoader(Numbers(23), batch_sampler=[[0], [1, 2]])) == {"batch_size": None, "size": 23}
+    assert place_in(DataLoader(Numbers(23), 4), sharded=True) == {}
 
 
 def test_a_state_of_another_loader_is_refused() -> None:

@@ -226,9 +226,14 @@ def with_generator(strategy: muster.Strategy) -> None:
     strategy.prepare(module := build(), torch.optim.AdamW(module.parameters()), loader)
 
 
+def other_batches(strategy: muster.Strategy) -> None:
+    strategy.prepare(module := build(), torch.optim.AdamW(module.parameters()), DataLoader(DATA, batch_size=4))
+
+
 @pytest.mark.parametrize(
     ("prepare", "words"),
     [
+        (other_batches, "loader 0: the state is of the middle of an epoch with batches of 8, and now 4"),
         (wider, r"'0.weight' of module 0 has shape \(17, 8\), and in the checkpoint \(16, 8\)"),
         (deeper, "lacks '5.weight' of module 0"),
         (another_optimizer, "optimizer 0 is Adam, and in the checkpoint AdamW"),
