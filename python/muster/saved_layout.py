@@ -13,14 +13,12 @@ from torch import Tensor
 from muster import _C, random_states
 from muster.errors import CheckpointError, InvalidArgument, LayoutMismatch
 from muster.loader import Loader
-from muster.replicated import Replicated
 
 __all__ = [
     "FORMAT",
     "check_content",
     "check_format",
     "compare_generators",
-    "compare_module",
     "compare_names",
     "compare_place",
     "compare_state",
@@ -246,23 +244,6 @@ def _misfit(value: Any, form: Any, path: str) -> str | None:
         fits = isinstance(value, form) if isinstance(form, type) else form(value)
         return None if fits else path
     return next((found for each in pairs if (found := _misfit(each[1], each[2], each[0])) is not None), None)
-
-
-def compare_module(module: Replicated[Any], saved: Mapping[str, Any], what: str) -> None:
-    """Raises LayoutMismatch where names or shapes of its state differ."""
-    ours = module.state_dict()
-    compare_names(ours, saved, what)
-    for name, value in ours.items():
-        theirs = saved[name]
-        if not isinstance(value, Tensor):
-            continue
-        if not isinstance(theirs, Tensor):
-            raise LayoutMismatch(f"'{name}' of {what} is no tensor in the checkpoint; build the model that was saved")
-        if value.shape != theirs.shape:
-            raise LayoutMismatch(
-                f"'{name}' of {what} has shape {tuple(value.shape)}, and in the checkpoint {tuple(theirs.shape)}; "
-                "build the model that was saved"
-            )
 
 
 def compare_names(ours: Iterable[str], saved: Iterable[str], what: str) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from muster import _C, random_states, saved_loaders, saved_optimizer, saved_tree
+from muster import _C, random_states, saved_loaders, saved_modules, saved_optimizer, saved_tree
 from muster.collectives import Collectives
 from muster.errors import InvalidArgument, LayoutMismatch
 from muster.flat_state import giving_runs
@@ -23,7 +23,6 @@ from muster.preparing import Preparation
 from muster.saved_layout import (
     FORMAT,
     compare_generators,
-    compare_module,
     compare_place,
     compare_state,
     metadata_of,
@@ -230,8 +229,14 @@ class Saving:
             if saved["modules"] is not None and saved["optimizers"] is not None:
                 modules = [module.module for module in self._preparation.modules]
                 saved_optimizer.follow_dtypes(self._core, modules, self._preparation.optimizers, saved)
+
+            def take_objects_and_modules() -> None:
+                take_objects()
+                with leaving_rows_out():
+                    saved_modules.take([*_pairs(self._preparation.modules, saved["modules"])])
+
             try:
-                self._take_optimizers(saved, take_objects)
+                self._take_optimizers(saved, take_objects_and_modules)
             except Exception as error:
                 error.add_note(f"while '{Path(folder, checkpoint.name)}' was loaded")
                 raise
@@ -378,7 +383,7 @@ class Saving:
                 )
         with leaving_rows_out():
             for number, (module, tensors) in enumerate(_pairs(modules, saved["modules"])):
-                compare_module(module, tensors, f"module {number}")
+                saved_modules.compare(module, tensors, f"module {number}")
         for number, (optimizer, theirs) in enumerate(_pairs(optimizers, saved["optimizers"])):
             saved_optimizer.compare(self._core, optimizer, theirs, f"optimizer {number}")
         for number, (loader, theirs) in enumerate(_pairs(loaders, saved["loaders"])):
@@ -401,9 +406,6 @@ class Saving:
             raise
 
     def _take(self, saved: dict[str, Any]) -> None:
-        with leaving_rows_out():
-            for module, tensors in _pairs(self._preparation.modules, saved["modules"]):
-                module.load_state_dict(_to_load(module.module, tensors))
         self._tables.take(saved["tables"])
         for loader, theirs in _pairs(self._preparation.loaders, saved["loaders"]):
             saved_loaders.take_place(loader, saved_loaders.of_this_rank(self._core, loader, theirs))
@@ -421,15 +423,6 @@ class Saving:
             as_many = others["cuda"] is not None and len(others["cuda"]) == core.num_replicas
             others = {**others, "cuda": others["cuda"] if as_many else None}
             random_states.restore(others, core.rank, core.first_replica, core.devices)
-
-
-def _to_load(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """With copies of all but what is written into parameters and buffers: a module may keep its extra state."""
-    written = {
-        name
-        for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    }
-    return {name: value if name in written else saved_tree.copied(value) for name, value in tensors.items()}
 
 
 def _pairs(ours: Sequence[_T], saved: Sequence[Any] | None) -> Iterator[tuple[_T, Any]]:

@@ -254,6 +254,67 @@ def test_a_checkpoint_of_other_objects_is_refused_and_nothing_loaded(
         assert same([*strategy._preparation.modules[0].state_dict().values()], before) and strategy.steps == 0
 
 
+class History(nn.Module):
+    """Has extra state of a shape that changes."""
+
+    def __init__(self, raises: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.losses = torch.zeros(0)
+        self.raises = raises
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def get_extra_state(self) -> Tensor:
+        return self.losses
+
+    def set_extra_state(self, state: Tensor) -> None:
+        if self.raises and len(state) == 3:
+            raise ValueError("not these")
+        self.losses = state
+
+
+def histories(strategy: muster.Strategy, *, raises: bool = False) -> tuple[History, History, nn.Linear, Any]:
+    modules = History(), History(raises), nn.Linear(8, 3)
+    optimizer = torch.optim.AdamW([parameter for module in modules for parameter in module.parameters()], lr=0.1)
+    first, second, third, _ = strategy.prepare(*modules, optimizer)
+    strategy.step(lambda x, y: (first(x) + second(x) + third(x) + y[:, None]).sum(), *DATA[:8])
+    return (*modules, optimizer)
+
+
+def test_extra_state_of_another_shape_is_loaded(tmp_path: Path) -> None:
+    with mirrored() as strategy:
+        first, *_ = histories(strategy)
+        first.losses = torch.arange(3.0)
+        strategy.save(tmp_path)
+    with mirrored() as strategy:
+        first, *_ = histories(strategy)
+        strategy.load(tmp_path)
+        assert torch.equal(first.losses, torch.arange(3.0))
+
+
+def test_extra_state_that_is_refused_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    with mirrored() as strategy:
+        first, second, *_ = histories(strategy)
+        first.losses, second.losses = torch.arange(3.0), torch.arange(3.0)
+        strategy.save(tmp_path)
+    torch.manual_seed(8)
+    with mirrored() as strategy:
+        *modules, optimizer = histories(strategy, raises=True)
+
+        def values() -> list[Tensor]:
+            replicas = [module for each in strategy._preparation.modules for module in each._modules_]
+            state = [tensor for each in optimizer.state.values() for tensor in each.values()]
+            return [value.clone() for module in replicas for value in module.state_dict().values()] + state
+
+        before = values()
+        with pytest.raises(ValueError, match="not these") as raised:
+            strategy.load(tmp_path)
+        assert raised.value.__notes__ == [f"while '{tmp_path / NAMES['older']}' was loaded"]
+        assert same(values(), before) and strategy.steps == 1 and len(modules[0].losses) == 0
+
+
 def test_what_cannot_be_saved_or_loaded_is_refused_by_name(tmp_path: Path) -> None:
     with mirrored(accumulate=2) as strategy:
         job = Job(strategy)
