@@ -49,7 +49,8 @@ class Checkpoints:
         best_keep: int | None = 1,
         **state: Any,
     ) -> None:
-        """Of `strategy`, in `folder` (None: nothing is saved or loaded), the same on every rank.
+        """Of `strategy`, in `folder` (None: nothing is saved or loaded), the same on every rank. A relative one
+        stays where it is when the working directory changes.
 
         `after_step` saves once `every` further steps were made, or `every_seconds` have passed since the last
         checkpoint, whichever comes first; with neither, only where the job stops. The `keep` newest stay (None: all).
@@ -73,7 +74,7 @@ class Checkpoints:
                 )
         _check_names(state, ())
         self._strategy = strategy
-        self._folder = None if folder is None else Path(folder)
+        self._folder = None if folder is None else Path(folder).absolute()
         self._keep = keep
         self._mode = mode
         self._best_keep = best_keep

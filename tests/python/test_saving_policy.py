@@ -375,3 +375,17 @@ def test_nonsense_is_refused_in_calls(tmp_path: Path) -> None:
             with pytest.raises(muster.InvalidArgument, match=r"flush\(\)"):
                 call()
         assert not list(tmp_path.iterdir())
+
+
+def test_a_relative_folder_stays_where_it_was_when_the_working_directory_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with mirrored() as strategy:
+        checkpoints = muster.Checkpoints(strategy, "runs")
+        monkeypatch.chdir(elsewhere)
+        checkpoints.save()
+        assert checkpoints.best(1.0)
+        assert checkpoints.load() is not None
+    assert not [*elsewhere.iterdir()] and (tmp_path / "runs" / "best").is_dir()
