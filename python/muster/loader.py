@@ -42,7 +42,8 @@ from `epoch_seed(seed, loader's index, epoch)`, and the ambient states are put b
 
 Samplers that have ``set_epoch`` are told the epoch. A generator that the user gave to the loader or its sampler gets
 the chief's state when prepared and is left alone afterwards: it decides the order, as in torch, and setting `epoch`
-does not rewind it. Reading and collating draw from the ambient generators, in DataLoader workers seeded per epoch.
+does not rewind it. Reading and collating draw from the ambient generators, which
+DataLoader workers seed when they start.
 """
 
 from __future__ import annotations
@@ -249,9 +250,11 @@ class Loader(Generic[BatchT_co]):
         return max(1, self._loader.num_workers)
 
     def _next_streams(self) -> StreamStates:
-        """Of the next pass: a data set of this process goes on with what it is now."""
+        """Of the next pass: a data set of this process, or of persistent workers, goes on with what it is now."""
         if self._loaded is not None:
             return self._loaded
+        if self._loader.persistent_workers:
+            return self._streams.following()
         streams = StreamStates(self._num_readers)
         if self._has_states and self._loader.num_workers == 0 and self._iterations > 0:
             streams.begin(ReaderState.of(self._loader.dataset, None, 0))

@@ -141,6 +141,7 @@ class Pass(Iterator[Any]):
                 break
             if isinstance(result, Ended):
                 self._ended.add(result.worker)
+                self._reads.streams.ended(result.worker, result.state)
             elif isinstance(result, Skipped) or self._to_skip > 0:
                 self._to_skip -= 1  # a batch too, where a reader that was to pass over one was at its end
             else:

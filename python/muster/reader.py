@@ -94,6 +94,8 @@ class Ended:
     """In place of a batch: the stream of this DataLoader worker is at its end."""
 
     worker: int
+    state: ReaderState | None = None
+    """What the next pass begins with, where batches come with states."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ class StreamReader(Dataset[Parts | ReadBatch | Ended | Skipped]):
             samples = _next_of(self._iterator, size)
         if not samples or (self._drop_last and len(samples) < size):
             self._iterator = iter(())
-            return Ended(_worker_id())
+            return Ended(_worker_id(), None if self._snapshot_every == 0 else ReaderState.of(self.dataset, None, 0))
         self._num_read += 1
         if is_skipped:
             return Skipped()

@@ -78,10 +78,22 @@ class StreamStates:
     def __init__(self, num_readers: int) -> None:
         self._yielded = [0] * num_readers
         self._states: list[ReaderState | None] = [None] * num_readers
+        self._ends: dict[int, ReaderState | None] = {}
 
     def begin(self, state: ReaderState | None) -> None:
         """A pass begins in the loop's process, whose data set is so far."""
         self._states[0] = state
+
+    def ended(self, reader: int, state: ReaderState | None) -> None:
+        """The reader is at its end, and its data set so far."""
+        self._ends[reader] = state
+
+    def following(self) -> StreamStates:
+        """Of the next pass of the same readers; nothing is known where one of them was not at its end."""
+        following = StreamStates(len(self._states))
+        if len(self._ends) == len(self._states):
+            following._states = [self._ends[reader] for reader in range(len(self._states))]
+        return following
 
     def yielded(self, batch: ReadBatch) -> None:
         """The loop got the batch."""

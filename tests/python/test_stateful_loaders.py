@@ -138,6 +138,7 @@ MAKERS: dict[str, Callable[[int], DataLoader[Any]]] = {
     "plain own": lambda workers: plain(Own(), workers),
     "resumable": lambda workers: stateful(Resumable(), workers),
     "resumable unequal": lambda workers: stateful(Resumable(unequal), workers),
+    "persistent": lambda workers: stateful(Resumable(), workers, persistent_workers=workers > 0),
     "seldom": lambda workers: stateful(Resumable(unequal), workers, snapshot_every_n_steps=3),
     "own": lambda workers: stateful(Own(unequal), workers),
     "separate": lambda workers: stateful(Separate(), workers),
@@ -194,6 +195,24 @@ def test_every_sample_comes_once_across_kills(
     for epoch in range(2):
         came = sorted(value for rank in expected for of, each in rank if of == epoch for value in each)
         assert came == sorted([*range(SIZE)] * (2 if kind == "ready" else 1))
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_persistent_workers_go_on_after_an_epoch(is_new: bool, tmp_path: Path) -> None:
+    def epochs(loader: Any, last: int) -> list[list[int]]:
+        return [[value for batch in loader for value in values(batch)] for _ in range(loader.epoch, last)]
+
+    with muster.MirroredStrategy(["cpu"], threads_per_replica=1) as strategy:
+        loader = strategy.prepare(MAKERS["persistent"](2))
+        epochs(loader, 1)
+        strategy.save(tmp_path)
+        expected = epochs(loader, 3)
+    with muster.MirroredStrategy(["cpu"], threads_per_replica=1) as strategy:
+        loader = strategy.prepare(MAKERS["persistent"](2))
+        if not is_new:
+            epochs(loader, 2)
+        strategy.load(tmp_path)
+        assert epochs(loader, 3) == expected
 
 
 # --- sharded ----------------------------------------------------------------------------------------------------------
