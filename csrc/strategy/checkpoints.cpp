@@ -59,7 +59,7 @@ struct Checkpoints::State {
   State(Strategy& the_strategy, Saving& its_saving, const fs::path& its_folder, const CheckpointsOptions& its_options)
       : strategy(the_strategy),
         saving(its_saving),
-        folder(its_folder),
+        folder(its_folder.empty() ? its_folder : fs::absolute(its_folder)),  // wherever the program goes later
         options(its_options),
         schedule({.every = options.every,
                   .seconds = options.every_seconds,

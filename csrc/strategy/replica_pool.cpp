@@ -32,7 +32,8 @@ ReplicaPool::ReplicaPool(int replicas, int threads_per_replica)
 
 ReplicaPool::~ReplicaPool() {
   stop();
-  if (getpid() != process_) static_cast<void>(sync_.release());  // its end would wait for threads of the parent
+  if (getpid() == process_) return;
+  [[maybe_unused]] const auto* const left = sync_.release();  // its end would wait for threads of the parent
 }
 
 void ReplicaPool::start() {
