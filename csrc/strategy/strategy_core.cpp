@@ -3,7 +3,6 @@
 #include <c10/util/ScopeExit.h>
 
 #include <chrono>
-#include <optional>
 #include <string>
 #include <thread>
 
@@ -56,17 +55,18 @@ void StrategyCore::let_go(const std::function<void()>& poll) {
 // the wait, it ends after the timeout.
 void StrategyCore::wait_for_leavers(const server::ParameterServer& embedded, const std::function<void()>& poll) const {
   using Clock = std::chrono::steady_clock;
-  auto deadline = std::optional(Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                                   std::chrono::duration<double>(session_.options().timeout)));
+  const std::chrono::duration<double> timeout(session_.options().timeout);
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout);
+  bool is_told = false;
   while (embedded.is_own() && !embedded.is_deserted()) {
     if (poll) poll();
-    if (deadline && Clock::now() >= *deadline) {
+    if (!is_told && Clock::now() >= deadline) {
+      is_told = true;
       log(LogLevel::warning,
           "other workers have not left the parameter server that this process hosts" +
               std::string(poll ? ", and it waits for them; close() their strategies, or interrupt it"
                                : ", which ends now; close() strategies, so that they are waited for"));
       if (!poll) return;
-      deadline.reset();
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
