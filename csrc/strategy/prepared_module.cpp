@@ -73,10 +73,12 @@ void PreparedModule::follow_first_replica() {
       const bool training = submodules_[0][m]->is_training();
       if (submodules_[r][m]->is_training() != training) submodules_[r][m]->train(training);
     }
-    for (size_t b = 0; b < noted_.size(); ++b) {
-      const auto& first = buffers_[0][b];
+  }
+  for (size_t b = 0; b < noted_.size(); ++b) {
+    const auto& first = buffers_[0][b];
+    if (noted_[b] == noted_of(first)) continue;
+    for (size_t r = 1; r < replicas_.size(); ++r) {
       auto& other = buffers_[r][b];
-      if (noted_[b] == noted_of(first)) continue;
       if (other.sizes() == first.sizes() && other.scalar_type() == first.scalar_type()) {
         other.copy_(first);
       } else {

@@ -45,7 +45,9 @@ class BackwardWatch:
         self._queued_in: int | None = None  # the graph task at whose end gradients are looked at
         self._is_nested = False  # that task may be a reentrant checkpoint's
         this = weakref.ref(self)
-        self._arrivals: _C.GradientArrivals | None = _C.GradientArrivals(parameters, lambda: _note_parameter(this))
+        self._arrivals: _C.GradientArrivals | None = _C.GradientArrivals(
+            parameters, lambda: None if (watch := this()) is None else watch._on_parameter()
+        )
 
     @property
     def is_queued(self) -> bool:
@@ -79,8 +81,7 @@ class BackwardWatch:
         self._take_arrivals()
         self._queue(task, is_nested=False)
 
-    def on_parameter(self) -> None:
-        """The first gradient that came since it was announced."""
+    def _on_parameter(self) -> None:
         task, is_nested = _current_graph_task_id(), _may_be_nested()
         # A backward that raised has left its number.
         if self._queued_in is None or (self._queued_in != task and not is_nested):
@@ -106,11 +107,6 @@ class BackwardWatch:
 
     def _take_arrivals(self) -> bool:
         return self._arrivals is not None and self._arrivals.take()
-
-
-def _note_parameter(watch: weakref.ref[BackwardWatch]) -> None:
-    if (there := watch()) is not None:
-        there.on_parameter()
 
 
 def _may_be_nested() -> bool:

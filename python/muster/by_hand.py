@@ -43,12 +43,10 @@ class ByHand:
         the workers is taken."""
         if module not in self._watches:
             this = weakref.ref(self)
-
-            def ended() -> None:
-                if (there := this()) is not None:
-                    there._average(module)
-
-            self._watches[module] = BackwardWatch(self._parameters[module], ended)
+            self._watches[module] = BackwardWatch(
+                self._parameters[module],
+                lambda: None if (by_hand := this()) is None else by_hand._average(module),
+            )
         self._watches[module].watch(output)
 
     def rest(self, module: int | None = None) -> None:

@@ -49,9 +49,9 @@ class Reducer:
         self._strategy: GroupStrategy | None = None
         self._joined: tuple[Any, bool] | None = None
         self._futures: list[Any] = []
-        average = weakref.WeakMethod(self.average)
+        this = weakref.ref(self)
         self._watch = BackwardWatch(
-            self.parameters, lambda: None if (there := average()) is None else there(), is_joining
+            self.parameters, lambda: None if (reducer := this()) is None else reducer.average(), is_joining
         )
 
     def meet(self) -> GroupStrategy:

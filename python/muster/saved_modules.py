@@ -15,6 +15,9 @@ from muster.saved_layout import compare_names
 
 __all__ = ["compare", "take"]
 
+_Pair = tuple[Replicated[Any], Mapping[str, Any]]
+"""A module, and what was saved of it."""
+
 
 def compare(module: Replicated[Any], saved: Mapping[str, Any], what: str) -> None:
     """Raises LayoutMismatch where names of its state differ, or shapes of parameters and buffers."""
@@ -34,10 +37,13 @@ def compare(module: Replicated[Any], saved: Mapping[str, Any], what: str) -> Non
             )
 
 
-def take(pairs: Sequence[tuple[Replicated[Any], Mapping[str, Any]]]) -> None:
+def take(pairs: Sequence[_Pair]) -> None:
     """Loads each module from what was saved of it. Where a class raises for its extra state, parameters and buffers are
     as they were, and so is extra state that its class takes back."""
-    with_extra = [pair for pair in pairs if pair[1].keys() - _tensors_of(pair[0])]
+    plain: list[_Pair] = []
+    with_extra: list[_Pair] = []
+    for pair in pairs:
+        (with_extra if pair[1].keys() - _tensors_of(pair[0]) else plain).append(pair)
     before = [(module, saved_tree.copied(module.state_dict())) for module, _ in with_extra]
     try:
         for module, saved in with_extra:
@@ -47,9 +53,8 @@ def take(pairs: Sequence[tuple[Replicated[Any], Mapping[str, Any]]]) -> None:
             _take_back(module, state)
         raise
     # Last, and without a copy of what they had: names and shapes fit.
-    for module, saved in pairs:
-        if not any(module is other for other, _ in with_extra):
-            module.load_state_dict(saved)
+    for module, saved in plain:
+        module.load_state_dict(saved)
 
 
 def _take_back(module: Replicated[Any], state: Mapping[str, Any]) -> None:

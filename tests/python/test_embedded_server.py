@@ -100,12 +100,12 @@ def test_loader_workers_end_that_collect_a_strategy_of_their_parents() -> None:
     assert len(list(loader)) == 2
 
 
-def _chief_leaves_early(rank: int, staleness: int | None) -> tuple[float, int]:
+def _chief_leaves_early(staleness: int | None) -> tuple[float, int]:
     strategy = muster.ParameterServerStrategy.from_env(threads_per_replica=1, staleness=staleness, timeout=2.0)
     model, _ = trained(strategy)
     steps = 0
     begin = time.monotonic()
-    while rank == 1 and time.monotonic() - begin < 6:
+    while strategy.rank == 1 and time.monotonic() - begin < 6:
         strategy.step(lambda x: model(x).square().mean(), torch.ones(4, 4))
         steps += 1
         time.sleep(0.1)
@@ -113,25 +113,17 @@ def _chief_leaves_early(rank: int, staleness: int | None) -> tuple[float, int]:
     return time.monotonic() - begin, steps
 
 
-def _ranked(function: Any, *arguments: Any) -> list[Any]:
-    return run_ranks(2, _call, function, arguments)
-
-
-def _call(function: Any, arguments: tuple[Any, ...]) -> Any:
-    return function(int(os.environ["RANK"]), *arguments)
-
-
 def test_the_chief_waits_for_workers_that_train_for_longer_than_the_timeout() -> None:
-    (waited, _), (_, steps) = _ranked(_chief_leaves_early, None)
+    (waited, _), (_, steps) = run_ranks(2, _chief_leaves_early, None)
     assert waited > 5
     assert steps > 10
 
 
-def _interrupted(rank: int) -> list[float]:
+def _interrupted() -> list[float]:
     strategy = muster.ParameterServerStrategy.from_env(threads_per_replica=1, staleness=None)
     model, _ = trained(strategy)
     begin = time.monotonic()
-    if rank == 1:
+    if strategy.rank == 1:
         time.sleep(6)
         strategy.step(lambda x: model(x).square().mean(), torch.ones(4, 4))
         strategy.close()
@@ -147,7 +139,7 @@ def _interrupted(rank: int) -> list[float]:
 
 
 def test_an_interrupt_ends_the_chiefs_wait_and_the_next_close_goes_on() -> None:
-    (first, second, last), _ = _ranked(_interrupted)
+    (first, second, last), _ = run_ranks(2, _interrupted)
     assert first < 3
     assert second < 5
     assert last > 5, "the server was gone before the other worker had left"

@@ -78,14 +78,16 @@ class Reductions:
     def add(self, group: tuple[Tensor, ...]) -> None:
         """Reduces the gradients of another `group` too, once its parameters are among the names. Whoever followed them
         before reduces them in its finish() alone from now on."""
+        this = weakref.ref(self)
         for parameter in group:
             reference = _reductions_of.get(parameter)  # type: ignore[no-untyped-call]
             earlier = None if reference is None else reference()
             if earlier is not None:
                 earlier._release(parameter)
-            _reductions_of[parameter] = weakref.ref(self)
-            hook = parameter.register_post_accumulate_grad_hook(_weakly(self._gradient_came))  # type: ignore[no-untyped-call]
-            self._hooks[parameter] = hook
+            _reductions_of[parameter] = this
+            self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda parameter: None if (reductions := this()) is None else reductions._gradient_came(parameter)
+            )
             self._group_of[parameter] = len(self._groups)
         self._groups.append(group)
 
@@ -152,18 +154,6 @@ class Reductions:
         group = self._groups[number]
         wait = self._begin([self._names[parameter] for parameter in group], group)
         self._under_way[number] = wait, [parameter.grad for parameter in group]
-
-
-def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """`method`, without keeping its object; nothing happens once that is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call(parameter: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(parameter)
-
-    return call
 
 
 def _remove(hooks: Mapping[Tensor, Any]) -> None:
