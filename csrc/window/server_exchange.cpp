@@ -111,7 +111,12 @@ ServerExchange::ServerExchange(const ServerJob& job, int rank, int workers, cons
   }
   missing_.resize(client_.chunks().size());
   for (int r = 0; r < workers; ++r) decision_.next_members.push_back(static_cast<uint32_t>(r));
-  connect(given, job, rank == server::kChief);
+  try {
+    connect(given, job, rank == server::kChief);
+  } catch (...) {
+    client_.give_up();
+    throw;
+  }
 }
 
 ServerExchange::~ServerExchange() {

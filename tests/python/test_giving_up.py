@@ -68,17 +68,22 @@ class Job:
 def before_stepping(strategy: muster.Strategy, call: Callable[[], object]) -> None:
     """Calls `call` once in the next step of this process: when its window has ended, and the optimizer has not stepped.
 
-    Signals are looked at there; so many are sent that one is always pending."""
+    Signals are looked at there; the next one is sent so soon after each look that one is always pending."""
     steps = strategy.steps
+
+    def send_soon() -> None:
+        # Once: signals at an interval would be handled within one another on a slow machine, without end.
+        signal.setitimer(signal.ITIMER_REAL, 1e-5)
 
     def look(*_: object) -> None:
         if strategy.steps > steps:
-            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             call()
+        else:
+            send_soon()
 
     signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, 1e-5, 1e-5)
+    send_soon()
 
 
 def with_a_late_peer(place: str, gave_up: Any, has_tried: Any) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import time
 import weakref
 from functools import partial
 from typing import Any
@@ -148,19 +149,26 @@ def test_row_wise_state_goes_to_servers_and_into_checkpoints() -> None:
             assert torch.equal(its_state["state"][position]["sum"], values["sum"])
 
 
-def _place_differently(servers: list[str]) -> str:
-    with on_servers(servers, timeout=20.0) as strategy:
+def _place_differently(servers: list[str], late: int) -> tuple[str, float]:
+    with on_servers(servers, timeout=60.0) as strategy:
         rank = strategy.rank
         module = muster.ShardedEmbedding(10, 2, seed=1, placement="range" if rank == 1 else "modulo")
         model, _ = strategy.prepare(module, muster.optim.Adagrad(module.parameters()))
+        began = time.monotonic()
+        if rank == late:
+            time.sleep(1)
         with pytest.raises((muster.LayoutMismatch, muster.PeerLost)) as raised:
             strategy.step(lambda ids: model(ids).sum(), torch.tensor([rank]))
-        return str(raised.value)
+        return str(raised.value), time.monotonic() - began
 
 
-def test_workers_place_rows_alike() -> None:
+@pytest.mark.parametrize("late", [0, 1])
+def test_workers_place_rows_alike(late: int) -> None:
     started = Servers(2)
-    assert any("placement" in message for message in run_ranks(2, _place_differently, started.addresses))
+    results = run_ranks(2, _place_differently, started.addresses, late)
+    assert "placement" in results[late][0]
+    assert "left" in results[1 - late][0]
+    assert all(seconds < 20 for _, seconds in results)
 
 
 def step(strategy: muster.Strategy, model: Any, number: int = 0) -> muster.StepResult:

@@ -244,6 +244,9 @@ class KillWatcher final : public ChannelWatcher {
  public:
   KillWatcher(World& world, Life& life, uint32_t server) : world_(world), life_(life), server_(server) {}
 
+  void sends(uint16_t /*request*/) override {
+    if (life_.is_killed) throw Killed();  // what handles the first one may have something to say
+  }
   void sent(uint16_t request) override { look(Kill::Moment::sent, request); }
   void answered(uint16_t request) override {
     if (look(Kill::Moment::answered, request)) throw CommError("the answer was lost");
@@ -307,7 +310,6 @@ std::unique_ptr<net::Channel> World::connect(Life& life, const std::string& name
   connection.rank = life.rank;
   connection.number = ++connections_;
   server.core->attach(connection.session);
-  if (!kill_) return std::move(ends.caller);
   return std::make_unique<WatchedChannel>(std::move(ends.caller),
                                           std::make_shared<KillWatcher>(*this, life, static_cast<uint32_t>(s)));
 }

@@ -371,9 +371,9 @@ void ServerCore::join(Session& session, const Join& request, Time deadline) {
     });
     if (stopping_) throw CommError("the parameter server ends; start it again, or end the job");
     if (!is_over && has_begun()) throw Timeout(lacks_return());
-    if (!is_over) throw Timeout("the chief did not send the initial values in time; look at its log");
+    if (!is_over) throw Timeout("worker 0, the chief, did not send the initial values in time; look at its log");
     if (!has_begun()) {
-      throw PeerLost(kChief, "the chief left before it had sent the initial values; look at its log");
+      throw PeerLost(kChief, "worker 0, the chief, left before it had sent the initial values; look at its log");
     }
     if (index_ == 0 && !request.returns) joined = {quorum_.step_of_joiner(), dealer_.newest()};
     const auto now = time_.now();

@@ -96,6 +96,8 @@ class ServerClient {
 
   /// Leaves all servers in good order, once they have what was pushed in snapshots; no call may follow.
   void leave();
+  /// Leaves after an error of start() or join(); no call may follow.
+  void give_up() noexcept { requests_.give_up(); }
 
  private:
   Link& link_of(uint32_t chunk) { return requests_.link(static_cast<size_t>(chunks_[chunk].server)); }

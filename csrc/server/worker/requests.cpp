@@ -32,6 +32,15 @@ Requests::Requests(const ClientConfig& config, Replay& replay, std::shared_ptr<n
                                             config_.surroundings, config_.token, config_.takes_over}));
   }
   configured_.resize(links_.size());
+  try {
+    greet_all();
+  } catch (...) {
+    give_up();
+    throw;
+  }
+}
+
+void Requests::greet_all() {
   for (size_t s = 0; s < links_.size(); ++s) {
     connect(s, /*is_first=*/true);
     links_[s]->keep_alive();
@@ -357,6 +366,21 @@ void Requests::leave() {
     call_all<Done>(Leave{});
     return;
   }
+  tell_leave([] { WaitHook::call(); });
+}
+
+void Requests::give_up() noexcept {
+  const auto deadline = config_.surroundings->now() + milliseconds(config_.plan.heartbeat_ms);
+  try {
+    tell_leave([&] {
+      if (config_.surroundings->now() > deadline) throw Timeout("a parameter server does not answer");
+    });
+  } catch (...) {
+    return;  // servers know by the silence
+  }
+}
+
+void Requests::tell_leave(const std::function<void()>& between) {
   const auto each = [&](const auto& what) {
     for (const auto& link : links_) {
       try {
@@ -367,7 +391,7 @@ void Requests::leave() {
     }
   };
   each([](Link& link) { link.send(Leave{}); });
-  each([](Link& link) { link.receive<Done>([] { WaitHook::call(); }); });
+  each([&](Link& link) { link.receive<Done>(between); });
 }
 
 }  // namespace muster::server

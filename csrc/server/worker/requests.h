@@ -92,8 +92,13 @@ class Requests {
 
   /// Leaves all servers in good order.
   void leave();
+  /// Leaves after an error, before the worker has joined: others wait for its values, or for it. Waits for the servers
+  /// no longer than the heartbeat's time.
+  void give_up() noexcept;
 
  private:
+  void greet_all();
+  void tell_leave(const std::function<void()>& between);
   void connect(size_t server, bool is_first);
   Configured try_to_connect(size_t server);
   void join_again(size_t server);
