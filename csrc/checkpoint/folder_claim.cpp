@@ -45,9 +45,10 @@ std::optional<uint64_t> read_life(const fs::path& path) {
                         "servers, or end all of the job's processes and remove it");
 }
 
-// Of a folder that nobody has claimed, or that has been emptied since: whoever knew it before must not take its new
-// owner for the old one. Quarters of a second since 2026, which last until 2060: no process starts more often.
-uint64_t first_life() {
+// Of a folder that nobody has claimed, that has been emptied since, or that is an older one of a backup: whoever knew it
+// before must not take its new owner for an earlier one. Quarters of a second since 2026, which last until 2060: no
+// process starts more often. The folder's own count decides where the clock goes back.
+uint64_t life_by_clock() {
   using namespace std::chrono;
   using Quarters = duration<int64_t, std::ratio<1, 4>>;
   const auto since = system_clock::now() - sys_days(year(2026) / January / 1);
@@ -77,8 +78,7 @@ FolderClaim::FolderClaim(fs::path folder) : folder_(std::move(folder)) {
       throw CheckpointError("another process uses the folder '" + folder_.string() +
                             "'; end that one, or give each server, or job, a folder of its own");
     }
-    const auto last = read_life(folder_ / kLife);
-    life_ = last ? *last + 1 : first_life();
+    life_ = std::max(read_life(folder_ / kLife).value_or(0) + 1, life_by_clock());
     const std::string text = std::to_string(life_) + '\n';
     fs::remove(folder_ / kNextLife);
     FileWriter file(folder_ / kNextLife);

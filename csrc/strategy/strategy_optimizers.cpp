@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "core/heap.h"
 #include "muster/error.h"
 #include "optimizer/flat_state.h"
 #include "strategy/registration.h"
@@ -48,6 +49,7 @@ int Strategy::State::set_of(const StepOptions& options) {
     detail::follow_state(flat, first);
     core->sets().connect_servers(set, flat.flat, flat.indices, detail::groups_of(first));
     serve(first);
+    return_freed_memory();  // tables, and state that servers have now
     StepCall update;
     update.set = set;
     add_update(update);

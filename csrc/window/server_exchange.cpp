@@ -54,11 +54,13 @@ server::Plan plan_of(const ServerJob& job, int workers, const StrategyOptions& o
 
 uint64_t log_bytes_of(const ServerOptions& options, const server::Plan& plan) {
   constexpr uint64_t kLeast = uint64_t{256} << 20;
+  constexpr uint64_t kLeastOfTables = uint64_t{1} << 30;  // what a step pushes of rows nobody knows before
   constexpr uint64_t kSteps = 8;
   if (options.log_bytes) return static_cast<uint64_t>(*options.log_bytes);
+  const uint64_t least = plan.tables.empty() ? kLeast : kLeastOfTables;
   uint64_t step = 0;
   for (const auto& chunk : server::cut_chunks(plan)) step += static_cast<uint64_t>(chunk.gradient_bytes());
-  return std::min(std::max(kLeast, kSteps * step), std::max(kLeast, static_cast<uint64_t>(memory_limit()) / 8));
+  return std::min(std::max(least, kSteps * step), std::max(kLeast, static_cast<uint64_t>(memory_limit()) / 8));
 }
 
 server::ClientConfig client_of(const ServerJob& job, int rank, const server::Plan& plan) {

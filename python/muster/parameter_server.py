@@ -36,10 +36,11 @@ class ParameterServerStrategy(Strategy):
     that, it is as if nothing had happened. While it reads its snapshot it is not away; one that says nothing though its
     process listens (it was stopped, say) has 30 s, or `patience` if that is more.
 
-    `log_bytes` bounds what a worker keeps of what it pushed, for a server that starts again (None: 256 MiB or eight
-    steps, whichever is more, and at most an eighth of the memory); where it is full, the worker waits for a snapshot.
-    After `heartbeat` seconds without a sign of life a worker, or a server, counts as dead. A job that another launcher
-    started is refused while somebody trains on the servers, unless `takeover` ends theirs.
+    `log_bytes` bounds what a worker keeps of what it pushed, for a server that starts again (None: 256 MiB, with
+    tables on servers 1 GiB, or eight steps, whichever is more, and at most an eighth of the memory); where it is full,
+    the worker waits for a snapshot. After `heartbeat` seconds without a sign of life a worker, or a server, counts as
+    dead. A job that another launcher started is refused while somebody trains on the servers, unless `takeover` ends
+    theirs.
 
     Parameters must not be written between steps, and sparse gradients are refused but for a `ShardedEmbedding`'s.
     Options are those of `StrategyOptions` but fuse, keep_gradients, shard_optimizer and wire.

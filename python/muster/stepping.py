@@ -160,6 +160,7 @@ class Stepping:
     def _connect_servers(self, set_number: int) -> None:
         if self._core.awaits_servers(set_number) and self.sets.is_fused(set_number):
             self.sets.optimizers_of(set_number)[0].connect_servers(set_number)
+            _C.return_freed_memory()  # tables, and state that servers have now
             self._note_hooks(set_number)
             updates = self._core.num_updates(set_number)
             told = self._core.watch(set_number, *self._update_of(set_number))

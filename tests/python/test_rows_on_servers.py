@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import time
 import weakref
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -204,6 +206,29 @@ def test_weights_take_no_memory_until_the_strategy_is_closed() -> None:
         assert torch.equal(other, local.ids.weight)
     for theirs, ours in zip(local.parameters(), module.parameters(), strict=True):
         assert torch.equal(theirs, ours)
+
+
+def resident() -> int:
+    """Bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def _memory_of_a_large_table() -> tuple[int, int]:
+    module = muster.ShardedEmbedding(400_000, 64, seed=1, on_servers=True)
+    before = resident()
+    optimizer = torch.optim.Adagrad(module.parameters())
+    with alone() as strategy:
+        model, optimizer = strategy.prepare(module, optimizer)
+        prepared = resident()
+        strategy.step(lambda ids: model(ids).sum(), torch.arange(4))
+        return prepared - before, resident() - before
+
+
+def test_an_optimizer_s_memory_is_given_back_once_servers_hold_its_state() -> None:
+    megabyte = 10**6
+    ((with_state, without),) = run_ranks(1, _memory_of_a_large_table)
+    assert with_state > 90 * megabyte
+    assert without < 50 * megabyte
 
 
 @pytest.mark.parametrize("row_wise", [False, True])

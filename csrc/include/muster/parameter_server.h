@@ -18,8 +18,8 @@ struct ServerOptions {
   /// Else every worker steps on its own, from whole batches. Empty: asynchronous, any number of steps.
   std::optional<int> staleness = 0;
   /// Bytes of a worker's log: what it pushed and a server that starts again from a snapshot may lack. Where it is full,
-  /// the worker waits for a snapshot. Empty: 256 MiB or eight steps, whichever is more, and at most an eighth of the
-  /// memory.
+  /// the worker waits for a snapshot. Empty: 256 MiB (1 GiB with tables on servers) or eight steps, whichever is more,
+  /// and at most an eighth of the memory.
   std::optional<int64_t> log_bytes = {};
   /// Seconds that a server may be gone; while it reads its snapshot it is not. One that says nothing though its process
   /// listens (it was stopped, say, or its machine pauses) has 30 s, or these if that is more.

@@ -322,6 +322,36 @@ TEST_CASE("what a job left is in a snapshot, and the next one goes on from it", 
   worker.client.leave();
 }
 
+TEST_CASE("a job begins on a server 0 whose folder is older than those of others", "[server]") {
+  const uint32_t staleness = GENERATE(0U, kAnyStaleness);
+  CAPTURE(staleness);
+  Cluster cluster(2);
+  const auto plan = plan_for(2, 1, staleness);
+  const auto run = [&](uint64_t job) {
+    Worker worker(cluster.config(0, plan, job));
+    const uint64_t since = worker.join();
+    for (uint64_t step = since + 1; step <= since + 3; ++step)
+      staleness == 0 ? worker.step(step) : worker.step_alone(step);
+    worker.client.leave();
+  };
+  const testing::Folder backup;
+  run(1);
+  cluster.kill(0);
+  std::filesystem::copy(cluster.path(0), backup.path, std::filesystem::copy_options::recursive);
+  cluster.start(0);
+  run(2);
+  cluster.kill(0);
+  std::filesystem::remove_all(cluster.path(0));
+  std::filesystem::copy(backup.path, cluster.path(0), std::filesystem::copy_options::recursive);
+  std::this_thread::sleep_for(milliseconds(500));  // no server starts four times a second
+  cluster.start(0);
+  if (staleness != 0) return run(3);  // each server goes on from what it has
+  Worker worker(cluster.config(0, plan, 3));
+  CHECK(worker.join() == 3);  // which server 1 has, too
+  CHECK(bit_equal(worker.parameters(0), reference(plan, 1, 3)));
+  worker.client.leave();
+}
+
 TEST_CASE("a damaged snapshot costs nothing while workers keep what came after the one before", "[server]") {
   const uint32_t staleness = GENERATE(0U, kAnyStaleness);
   CAPTURE(staleness);
