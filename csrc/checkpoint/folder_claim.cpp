@@ -45,8 +45,8 @@ std::optional<uint64_t> read_life(const fs::path& path) {
                         "servers, or end all of the job's processes and remove it");
 }
 
-// Of a folder that nobody has claimed, that has been emptied since, or that is an older one of a backup: whoever knew it
-// before must not take its new owner for an earlier one. Quarters of a second since 2026, which last until 2060: no
+// Of a folder that nobody has claimed, that has been emptied since, or that is an older one of a backup: whoever knew
+// it before must not take its new owner for an earlier one. Quarters of a second since 2026, which last until 2060: no
 // process starts more often. The folder's own count decides where the clock goes back.
 uint64_t life_by_clock() {
   using namespace std::chrono;
