@@ -97,17 +97,25 @@ class Server:
         moved = _bytes_moved(self._process.pid)
         if moved > self._moved:
             self._moved, self._last_progress = moved, time.monotonic()
-        elif time.monotonic() - self._last_progress > LAST_SNAPSHOT and not self._is_killed:
-            _say(f"parameter server {self.address} wrote nothing for {LAST_SNAPSHOT:g} s at its end, and is killed")
-            self._process.kill()
-            self._is_killed = True
+        elif time.monotonic() - self._last_progress > LAST_SNAPSHOT:
+            self.kill(f"wrote nothing for {LAST_SNAPSHOT:g} s at its end")
         return False
+
+    def kill(self, why: str) -> None:
+        """After ask_to_end(). Once."""
+        if self._is_killed:
+            return
+        _say(f"parameter server {self.address} {why}, and is killed")
+        self._process.kill()
+        self._is_killed = True
 
     def ended_well(self) -> bool:
         """After has_ended()."""
         self.close()
         code = self._process.returncode
-        if code != 0:
+        if code != 0 and self._listens_since is None:
+            _say(f"parameter server {self.address} died ({_describe(code)}) before it listened")
+        elif code != 0:
             _say(f"parameter server {self.address} failed at its end ({_describe(code)}); its last snapshot may be old")
         return code == 0
 
@@ -165,7 +173,7 @@ def run(
         _say(str(error))
         code = 1
     finally:
-        fine = _end_servers(running)
+        fine = _end_servers(running, signals)
     raise typer.Exit(code or (0 if fine else 1))
 
 
@@ -239,9 +247,14 @@ def _train(command: list[str], servers: list[Server], signals: list[int]) -> int
     return code if code >= 0 else 128 - code
 
 
-def _end_servers(servers: list[Server]) -> bool:
+def _end_servers(servers: list[Server], signals: list[int]) -> bool:
+    """Waits for their last snapshots; who sends another signal meanwhile will not wait."""
+    heard = len(signals)
     asked = [server for server in servers if server.ask_to_end()]
-    while [server for server in asked if not server.has_ended()]:
+    while remaining := [server for server in asked if not server.has_ended()]:
+        if len(signals) > heard:
+            for server in remaining:
+                server.kill("was still writing its last snapshot at another signal")
         time.sleep(LOOK)
     fine = [server.ended_well() for server in asked]
     return all(fine)

@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -206,12 +208,14 @@ def test_workers_that_are_started_again_go_on(steps: Path, tmp_path: Path) -> No
 @pytest.mark.long
 def test_a_server_that_cannot_start_ends_the_job(sleeps: Path, tmp_path: Path) -> None:
     (tmp_path / "snapshots").mkdir()
-    (tmp_path / "snapshots" / "server-1").touch()
+    for server in (0, 1):
+        (tmp_path / "snapshots" / f"server-{server}").touch()
     with Command("run", "--servers", 2, "--snapshots", tmp_path / "snapshots", sleeps, tmp_path) as job:
         returncode, _, err = job.end()
         assert job.processes() == []
     assert returncode == 1, err
-    assert "before it listened" in err
+    assert err.count("before it listened") == 2
+    assert "may be old" not in err
     assert not (tmp_path / "0.servers").exists()
 
 
@@ -232,18 +236,14 @@ def test_a_server_that_dies_again_and_again_ends_the_job(sleeps: Path, tmp_path:
     assert "died (signal 9, Killed) again, soon after" in err
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("pause", "is_fine"), [(0.2, True), (60.0, False)])
-def test_a_last_snapshot_may_take_as_long_as_it_goes_on(
-    pause: float, is_fine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A server that writes slowly at its end, for longer than it may be still, and one that writes no more."""
+def slow_server(folder: Path, pause: float) -> Any:
+    """One that listens, and at its end writes twelve lines of a snapshot, with a pause after each."""
     running = importlib.import_module("muster.run")
-    monkeypatch.setattr(running, "LAST_SNAPSHOT", 1.0)
     writes = f"""
 import sys, time
+print("listens", flush=True)
 sys.stdin.read()
-with open({str(tmp_path / "snapshot")!r}, "w", buffering=1) as snapshot:
+with open({str(folder / "snapshot")!r}, "w", buffering=1) as snapshot:
     for line in range(12):
         print(line, file=snapshot)
         time.sleep({pause})
@@ -255,9 +255,34 @@ with open({str(tmp_path / "snapshot")!r}, "w", buffering=1) as snapshot:
                 [sys.executable, "-c", writes], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
 
-    assert running._end_servers([Slow("localhost:1", None)]) is is_fine
+    server = Slow("localhost:1", None)
+    wait_until(server.listens, "the server listens")
+    return server
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("pause", "is_fine"), [(0.2, True), (60.0, False)])
+def test_a_last_snapshot_may_take_as_long_as_it_goes_on(
+    pause: float, is_fine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A server that writes slowly at its end, for longer than it may be still, and one that writes no more."""
+    running = importlib.import_module("muster.run")
+    monkeypatch.setattr(running, "LAST_SNAPSHOT", 1.0)
+    assert running._end_servers([slow_server(tmp_path, pause)], []) is is_fine
     assert capfd.readouterr().err.count("is killed") == (0 if is_fine else 1)
     assert len((tmp_path / "snapshot").read_text().splitlines()) == (12 if is_fine else 1)
+
+
+def test_another_signal_ends_the_wait_for_last_snapshots(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    running = importlib.import_module("muster.run")
+    signals = [signal.SIGINT]  # which ended the job
+    sending = threading.Timer(1.0, signals.append, [signal.SIGINT])
+    server = slow_server(tmp_path, 60.0)
+    sending.start()
+    assert running._end_servers([server], signals) is False
+    err = capfd.readouterr().err
+    assert err.count("still writing its last snapshot at another signal, and is killed") == 1
+    assert "its last snapshot may be old" in err
 
 
 def test_the_document(tmp_path: Path) -> None:

@@ -132,9 +132,17 @@ std::string Plan::describe_difference(const Plan& other) const {
   if (tables.size() != other.tables.size()) {
     return "there are " + std::to_string(tables.size()) + " and " + std::to_string(other.tables.size()) + " tables";
   }
-  if (servers != other.servers || staleness != other.staleness || chunk_bytes != other.chunk_bytes) {
-    return "the lists of servers, the staleness or the chunk sizes differ";
+  if (servers != other.servers) {
+    return "the job has " + std::to_string(servers) + " and " + std::to_string(other.servers) +
+           " parameter servers; start as many as before, or begin anew with folders that are empty";
   }
+  if (staleness != other.staleness) {
+    const auto in_words = [](uint32_t steps) {
+      return steps == kAnyStaleness ? std::string("any number of steps") : std::to_string(steps);
+    };
+    return "the staleness is " + in_words(staleness) + " and " + in_words(other.staleness);
+  }
+  if (chunk_bytes != other.chunk_bytes) return "the chunk sizes differ";
   if (norm_type != other.norm_type) return "the types of the norm differ";
   return "";
 }

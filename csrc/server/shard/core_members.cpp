@@ -198,13 +198,17 @@ void ServerCore::configure(Session& session, const Configure& request) {
       quorum_.configure(rules_of(request.plan), time_.now());
     } else if (begins && is_anew && !started_) {
       former = give_up(request);  // of another model, perhaps
-    } else if (const std::string difference = shard_->plan().describe_difference(request.plan); !difference.empty()) {
-      throw LayoutMismatch(
-          name_of_worker(session.rank) +
-          " trains another model than the parameter server holds (there: the worker's): " + difference);
+    } else if (const auto difference = shard_->plan().describe_difference(request.plan); !difference.empty()) {
+      if (!begins || started_) {
+        throw LayoutMismatch(name_of_worker(session.rank) +
+                             " trains another model, or in another way, than the parameter server holds (there: the "
+                             "worker's): " +
+                             difference);
+      }
+      former = give_up(request);  // of a job that ended before its values were there
     } else if (request.server != index_) {
       throw InvalidArgument("this is server " + std::to_string(index_) + ", not " + std::to_string(request.server) +
-                            "; give all workers the servers in one order");
+                            "; give all workers the servers in one order, and each server its own folder");
     } else if (begins && is_anew) {
       former = give_up(request);
       gives_up = true;

@@ -183,6 +183,22 @@ TEST_CASE("a server that starts again before its job was told where it goes on w
   CHECK(chief.get<Standing>(Inquire{}).started);
 }
 
+TEST_CASE("a job of another model takes the place of one that ended before its values were there", "[server]") {
+  Timekeeper time;
+  ServerCore core(nullptr, std::chrono::milliseconds(1'000), time);
+  core.restore();
+  const Plan plan = small_plan(1, 1, std::vector<kernels::SgdGroup>(2));
+  Plan other = plan;
+  other.parameters.front().name = "renamed";
+  other.staleness = 3;
+  Caller chief(core);
+  chief.begin(kChief, plan, 1);
+  CHECK_THROWS_AS(chief.get<Configured>(Configure{0, other, 1}), LayoutMismatch);  // a worker of the same job
+  chief.begin_and_write(other, 2);
+  chief.get<Done>(Start{});
+  CHECK_THROWS_AS(chief.get<Configured>(Configure{0, plan, 3}), LayoutMismatch);
+}
+
 TEST_CASE("a server without a part of the model keeps snapshots of the steps that the job goes on from", "[server]") {
   SimulatedDisk disk;
   PassingTime time;

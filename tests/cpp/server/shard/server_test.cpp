@@ -172,6 +172,11 @@ TEST_CASE("who trains another model is told where it differs", "[server]") {
   const auto message =
       testing::message_of<LayoutMismatch>([&] { const ServerClient second(config_of(running.names, 1, other)); });
   CHECK(testing::contains(message, "bias"));
+  other = plan;
+  other.staleness = kAnyStaleness;
+  CHECK(testing::contains(plan.describe_difference(other), "the staleness is 0 and any number of steps"));
+  other.servers = 3;
+  CHECK(testing::contains(plan.describe_difference(other), "1 and 3 parameter servers"));
 }
 
 TEST_CASE("a dead worker leaves the quorum, a new one comes in at the current parameters", "[server]") {
