@@ -37,6 +37,7 @@ constexpr std::pair<std::string_view, at::ScalarType> kDTypes[] = {
     {"F64", at::kDouble},
     {"F8_E4M3", at::kFloat8_e4m3fn},
     {"F8_E5M2", at::kFloat8_e5m2},
+    {"C64", at::kComplexFloat},
 };
 
 constexpr std::string_view kMetadata = "__metadata__";
@@ -198,8 +199,9 @@ std::optional<NamedTensors> mapped(FileReader& file, const std::vector<Entry>& e
 }
 
 [[noreturn]] void refuse_tensor(const std::string& name) {
-  throw InvalidArgument("a snapshot cannot hold '" + name +
-                        "': it stores strided tensors on the CPU, of real dtypes, under any name but __metadata__");
+  throw InvalidArgument(
+      "a snapshot cannot hold '" + name +
+      "': it stores strided tensors on the CPU, of real dtypes or complex64, under any name but __metadata__");
 }
 
 }  // namespace

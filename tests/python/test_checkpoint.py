@@ -20,6 +20,7 @@ checkpoint: Any = _C._checkpoint
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
     torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.complex64,
 ]  # fmt: skip
 
 

@@ -341,6 +341,43 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_name(tmp_path: Path) -> No
         strategy.save(tmp_path)
 
 
+class Spectrum(nn.Module):
+    """A complex parameter and buffer."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=dtype))
+        self.register_buffer("shift", torch.randn(3, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.weight.dtype) @ self.weight + self.shift).abs()
+
+
+def test_complex_parameters_go_on_bit_by_bit(tmp_path: Path) -> None:
+    batches = torch.randn(6, 8, 4)
+
+    def train(first: int, last: int, dtype: torch.dtype = torch.complex64) -> list[Tensor]:
+        module = Spectrum(dtype)
+        with mirrored() as strategy:
+            model, _ = strategy.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+            if first > 0:
+                strategy.load(tmp_path)
+            for batch in batches[first:last]:
+                strategy.step(lambda x: model(x).square().mean(), batch)
+            if last < 6:
+                strategy.save(tmp_path)
+        return [module.weight.detach(), module.shift]
+
+    torch.manual_seed(1)
+    whole = train(0, 6)
+    torch.manual_seed(1)
+    train(0, 3)
+    for expected, found in zip(whole, train(3, 6), strict=True):
+        assert torch.equal(expected, found)
+    with pytest.raises(muster.InvalidArgument, match=r"of real dtypes or complex64"):
+        train(0, 3, torch.complex128)
+
+
 def test_a_step_function_cannot_save(tmp_path: Path) -> None:
     with mirrored() as strategy:
         job = Job(strategy)
