@@ -11,7 +11,6 @@
 
 #include "bindings/bindings.h"
 #include "core/flat_layout.h"
-#include "core/heap.h"
 #include "core/log.h"
 #include "core/replica_context.h"
 
@@ -106,7 +105,6 @@ void bind_log(py::module_& m) {
         }).detach();
       },
       "level"_a, "message"_a, "count"_a);
-  m.def("return_freed_memory", &return_freed_memory, py::call_guard<py::gil_scoped_release>());
   m.def("_set_log_rank", &set_log_rank, "rank"_a, "num_workers"_a);
 }
 

@@ -10,6 +10,7 @@
 #include "bindings/options.h"
 #include "bindings/thread_interrupt.h"
 #include "comm/text_exchange.h"
+#include "core/heap.h"
 #include "muster/batch.h"
 #include "muster/cluster.h"
 #include "strategy/build.h"
@@ -427,6 +428,7 @@ void bind_strategy(py::module_& m) {
           core->session().failures().set_handlers(describe_error, capture_error);
           return ended_without_gil(std::move(core));
         });
+  m.def("return_freed_memory", &return_freed_memory, py::call_guard<py::gil_scoped_release>());
   m.def("let_sigterm_end", &SigtermWatch::note_step);
   m.def("make_parameter_server", [](const Cluster& cluster, const std::vector<std::string>& devices,
                                     const ServerOptions& servers, const py::dict& options) {

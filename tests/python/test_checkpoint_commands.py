@@ -103,6 +103,16 @@ def test_a_path_without_checkpoints_is_exit_code_2(runs: Path, tmp_path: Path) -
     assert code == 2 and "it has 1, 2, 3" in error
 
 
+def test_folders_of_several_servers_are_named(tmp_path: Path) -> None:
+    for server in (10, 2):
+        write(tmp_path / f"server-{server}", {"a": torch.zeros(2)}, {"kind": "muster parameter server"})
+    for command in ("verify", "show"):
+        code, _, err = run(command, tmp_path)
+        assert code == 2
+        assert f"parameter servers 2, 10; give one of them: {tmp_path}/server-N" in " ".join(err.split())
+    assert run("verify", tmp_path / "server-2")[0] == 0
+
+
 def test_verify_as_a_command_of_the_shell(runs: Path) -> None:
     command = [sys.executable, "-m", "muster", "checkpoint", "verify", str(runs)]
     assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0

@@ -115,6 +115,11 @@ def folders_in(path: str | os.PathLike[str]) -> list[Path]:
         found = numbered_in(path)
         if found:
             return found
+        servers = [each.name.removeprefix("server-") for each in path.glob("server-*") if numbered_in(each)]
+        if servers := [number for number in servers if number.isdigit()]:
+            raise NoCheckpoint(
+                f"'{path}' holds the folders of parameter servers {_some(servers)}; give one of them: {path}/server-N"
+            )
         raise NoCheckpoint(f"'{path}' holds no checkpoint; give the folder that strategy.save() wrote to")
     if path.name.isdigit() and path.parent.is_dir():
         short = path.parent / numbered(int(path.name))
