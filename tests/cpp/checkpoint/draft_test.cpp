@@ -143,7 +143,7 @@ TEST_CASE("parts that are not one snapshot are refused, and the one before stays
 TEST_CASE("writers of a draft learn of one that failed, and of a draft that is gone", "[checkpoint]") {
   const testing::Folder folder;
   const auto draft = begin_draft(folder.path);
-  const auto full = [] { return std::vector<Run>{Run::whole("a", at::zeros({2}, at::kComplexFloat))}; };
+  const auto full = [] { return std::vector<Run>{Run::whole("a", at::zeros({2}, at::kComplexDouble))}; };
   CHECK_THROWS_AS(write_part(draft, "server-1", full, {}), InvalidArgument);
   CHECK_FALSE(has_part(draft, "server-1"));
   fail_part(draft, "server-1", "its disk is full");

@@ -164,7 +164,7 @@ TEST_CASE("what cannot be stored is refused before anything is copied", "[checkp
   SnapshotWriter writer(folder.path, {});
   JointSnapshot joint(writer, 0);
   const auto announced = joint.announce();
-  const auto complex = at::zeros({2}, at::kComplexFloat);
+  const auto complex = at::zeros({2}, at::kComplexDouble);
   CHECK_THROWS_AS(joint.look({announced, ""}, {.chiefs = {{"a", complex}}}), InvalidArgument);
   CHECK_THROWS_AS(joint.look({announced, ""}, {.alike = {{"a", complex}}}), InvalidArgument);
   CHECK_THROWS_AS(joint.look({announced, ""}, {.divided = {Run::whole("a", complex)}}), InvalidArgument);
