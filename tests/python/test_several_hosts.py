@@ -123,7 +123,7 @@ def test_two_hosts_train_as_one_and_name_a_worker_that_died(three_hosts: Hosts) 
     for trained, within, after, (kind, text, seconds) in others:
         assert all(map(np.array_equal, trained, expected))
         assert (within, after) == (True, False)
-        assert kind == "PeerLost"
+        assert kind == "PeerLost", text
         assert "worker 3 ended (it was killed, crashed or exited)" in text
         assert seconds < SECONDS
 

@@ -281,10 +281,12 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
       throw;
     } catch (const CommError& error) {
       const bool is_of_host = up_->peer_memory()->has_ended() || down_->peer_memory()->has_ended();
-      if (is_of_host || !is_of_connection(error.what())) throw;
+      if (is_of_host) throw;
+      // Whatever words the process group has for it: those beside a lost worker know.
       if (auto told = crossing_->lost ? crossing_->lost->ask(kPatienceForWord) : std::nullopt) {
         throw PeerLost(*std::move(told));
       }
+      if (!is_of_connection(error.what())) throw;
       throw PeerLost(-1, std::string("a worker on another host ended, or its host cannot be reached any more (") +
                              error.what() + "). Look at the logs there; start the job again from the last checkpoint");
     }
