@@ -66,7 +66,7 @@ class Server:
         return self._listens_since is not None
 
     def _start_again(self, code: int) -> None:
-        died = f"parameter server {self.address} died ({_describe(code)})"
+        died = self._died(code)
         self._is_lost = True
         if self._listens_since is None:
             raise PeerLost(f"{died} before it listened; what it printed says why")
@@ -78,6 +78,9 @@ class Server:
         self._is_lost, self._is_restarted, self._listens_since = False, True, None
         self.close()
         self._start()
+
+    def _died(self, code: int) -> str:
+        return f"parameter server {self.address} died ({_describe(code)})"
 
     @property
     def pid(self) -> int:
@@ -114,7 +117,7 @@ class Server:
         self.close()
         code = self._process.returncode
         if code != 0 and self._listens_since is None:
-            _say(f"parameter server {self.address} died ({_describe(code)}) before it listened")
+            _say(f"{self._died(code)} before it listened; what it printed says why")
         elif code != 0:
             _say(f"parameter server {self.address} failed at its end ({_describe(code)}); its last snapshot may be old")
         return code == 0

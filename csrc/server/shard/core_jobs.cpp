@@ -129,22 +129,20 @@ void ServerCore::configure(Session& session, const Configure& request) {
     using Coming = Configure::Coming;
     const bool is_anew = request.coming == Coming::begins_anew;
     const bool begins = (request.coming == Coming::begins || is_anew) && shard_ != nullptr && request.job > job_.id;
+    const std::string difference = shard_ ? shard_->plan().describe_difference(request.plan) : std::string();
     if (!shard_) {
       job_ = {request.job, request.facts, session.token};
       index_ = request.server;
       shard_ = make_shard(request.plan, index_);
       former.images = cuts_.begin_with(shard_->members(), shard_->plan().is_synchronous(), /*is_anew=*/true);
       quorum_.configure(rules_of(request.plan), time_.now());
-    } else if (begins && is_anew && !started_) {
-      former = give_up(request);  // of another model, perhaps
-    } else if (const auto difference = shard_->plan().describe_difference(request.plan); !difference.empty()) {
-      if (!begins || started_) {
-        throw LayoutMismatch(name_of_worker(session.rank) +
-                             " trains another model, or in another way, than the parameter server holds (there: the "
-                             "worker's): " +
-                             difference);
-      }
+    } else if (begins && !started_ && (is_anew || !difference.empty())) {
       former = give_up(request);  // of a job that ended before its values were there
+    } else if (!difference.empty()) {
+      throw LayoutMismatch(name_of_worker(session.rank) +
+                           " trains another model, or in another way, than the parameter server holds (there: the "
+                           "worker's): " +
+                           difference);
     } else if (request.server != index_) {
       throw InvalidArgument("this is server " + std::to_string(index_) + ", not " + std::to_string(request.server) +
                             "; give all workers the servers in one order, and each server its own folder");

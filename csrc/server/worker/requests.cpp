@@ -33,14 +33,14 @@ Requests::Requests(const ClientConfig& config, Replay& replay, std::shared_ptr<n
   }
   configured_.resize(links_.size());
   try {
-    greet_all();
+    connect_all();
   } catch (...) {
     give_up();
     throw;
   }
 }
 
-void Requests::greet_all() {
+void Requests::connect_all() {
   for (size_t s = 0; s < links_.size(); ++s) {
     connect(s, /*is_first=*/true);
     links_[s]->keep_alive();

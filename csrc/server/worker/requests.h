@@ -97,7 +97,7 @@ class Requests {
   void give_up() noexcept;
 
  private:
-  void greet_all();
+  void connect_all();
   void tell_leave(const std::function<void()>& between);
   void connect(size_t server, bool is_first);
   Configured try_to_connect(size_t server);

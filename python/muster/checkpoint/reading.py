@@ -115,8 +115,8 @@ def folders_in(path: str | os.PathLike[str]) -> list[Path]:
         found = numbered_in(path)
         if found:
             return found
-        servers = [each.name.removeprefix("server-") for each in path.glob("server-*") if numbered_in(each)]
-        if servers := [number for number in servers if number.isdigit()]:
+        of_servers = (each.name.removeprefix("server-") for each in path.glob("server-*") if numbered_in(each))
+        if servers := [number for number in of_servers if number.isdigit()]:
             raise NoCheckpoint(
                 f"'{path}' holds the folders of parameter servers {_some(servers)}; give one of them: {path}/server-N"
             )
