@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from muster import _C
 from muster.benchmarks import command
 from muster.benchmarks.models import DIGITS, MLP, SMALL_TENSORS, TRANSFORMER
 from muster.benchmarks.tables import Table
@@ -93,6 +94,14 @@ def test_scaling_efficiency(tmp_path: Path, cpp: Path) -> None:
         assert are_quartiles(case["mirrored over bare threads"])
         assert all(column["samples per second"] > 0 for column in case["columns"].values())
         assert all(are_quartiles(column["ratio"]) for column in case["columns"].values())
+
+
+def test_a_server_agrees_with_workers_that_are_connections_alone() -> None:
+    server: Any = _C._server
+    running = server.ParameterServer("raw-workers")
+    raw = server.RawWorkers("raw-workers", 3)
+    assert raw.time_decisions(2) > 0
+    del raw, running
 
 
 def test_cpp_that_is_not_built_is_said_in_one_line() -> None:

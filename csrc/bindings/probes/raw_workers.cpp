@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,7 @@ using namespace server;
 constexpr std::chrono::seconds kPatience{120};
 constexpr size_t kNumbers = 16;      // of a window's tail
 constexpr size_t kRecordBytes = 80;  // of what a window's workers show each other
+constexpr int64_t kElements = 1024;  // of the model
 
 /// Workers of a synchronous job that compute and push nothing: one thread speaks for all of them, each over one
 /// connection to a server. Shows what agreement among many costs a server.
@@ -27,7 +29,7 @@ class RawWorkers {
   RawWorkers(const std::string& server, uint32_t count) {
     Configure configure;
     configure.job = 1;
-    configure.plan.parameters = {{"parameter", {1024}, {1}, at::kFloat}};
+    configure.plan.parameters = {{"parameter", {kElements}, {1}, at::kFloat}};
     configure.plan.group_of = {0};
     configure.plan.groups = std::vector<kernels::SgdGroup>{{0.1, 0, 0, 0, false, false}};
     configure.plan.workers = count;
@@ -39,7 +41,7 @@ class RawWorkers {
       hello.rank = rank;
       ask<Welcome>(rank, hello);
       const auto known = ask<Configured>(rank, configure);
-      if (rank == 0 && !known.started) ask<Done>(rank, Start{});
+      if (rank == 0 && !known.started) begin();
     }
     for (uint32_t rank = 0; rank < count; ++rank) ask<Joined>(rank, Join{});
   }
@@ -52,6 +54,15 @@ class RawWorkers {
   }
 
  private:
+  // As the chief does, whose values the others' model begins with.
+  void begin() {
+    const std::vector<float> values(kElements);
+    const net::Bytes bytes = std::as_bytes(std::span(values));
+    channels_[0]->send(Write::kType, encode(Write{0, Part::parameter}), {&bytes, 1}, deadline());
+    receive(0, Done::kType);
+    ask<Done>(0, Start{});
+  }
+
   static net::Deadline deadline() { return std::chrono::steady_clock::now() + kPatience; }
 
   template <class Request>
