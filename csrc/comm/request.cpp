@@ -7,7 +7,6 @@
 #include "muster/error.h"
 
 namespace muster::comm {
-namespace {
 
 const char* name_of(ReduceOp op) {
   switch (op) {
@@ -21,6 +20,8 @@ const char* name_of(ReduceOp op) {
       return "mean";
   }
 }
+
+namespace {
 
 void check_dense(const at::Tensor& tensor, const char* what) {
   if (!tensor.defined() || !tensor.is_non_overlapping_and_dense()) {

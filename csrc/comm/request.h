@@ -37,6 +37,9 @@ Request all_gather_request(const at::Tensor& input);
 Request reduce_scatter_request(const at::Tensor& output, const at::Tensor& input, ReduceOp op, int size);
 Request visit_request(const at::Tensor& tensor, uint64_t tag);
 
+/// "sum", "mean", "min" or "max".
+const char* name_of(ReduceOp op);
+
 /// "all_reduce(sum) of 1000 Float values".
 std::string describe(const Request& request);
 

@@ -207,7 +207,8 @@ LoaderCore::LoaderCore(std::shared_ptr<LoaderHost> host, const LoaderOptions& op
   s.place->is_known = !s.is_dealt();
   s.index = s.host->add(s.progress, s.place);
   if (!options.sharded) {
-    const std::string of_index = std::to_string(s.samples) + " samples in " + std::to_string(s.batches()) + " batches";
+    const std::string of_index = std::to_string(s.samples) + " samples in " + std::to_string(s.batches()) + " batches" +
+                                 (options.shuffle ? ", shuffled" : "");
     s.host->compare(s.index, is_stream ? "a stream" : of_index);
   }
 }

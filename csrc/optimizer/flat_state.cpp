@@ -14,6 +14,7 @@
 
 #include "muster/error.h"
 #include "muster/optim.h"
+#include "optimizer/masters.h"
 
 namespace muster::detail {
 
@@ -133,6 +134,10 @@ struct FlatAccess {
   template <class O>
   static std::shared_ptr<FlatState>& state(O& optimizer) {
     return optimizer.flat_;
+  }
+  template <class O>
+  static std::vector<at::Tensor>& loaded_masters(O& optimizer) {
+    return optimizer.loaded_masters_;
   }
 };
 
@@ -326,10 +331,26 @@ void copy_from_servers(const FlatState& state, Optimizer& optimizer) {
 void bring_back(FlatState& state, Optimizer& optimizer) noexcept {
   try {
     copy_from_servers(state, optimizer);
+    const auto masters = masters_of(state, state.parameters);
+    state.from_servers = nullptr;
+    follow_state(state, optimizer);
+    set_masters(state, optimizer, masters);
   } catch (const std::exception&) {
+    state.from_servers = nullptr;
     state.is_lost = true;
   }
-  state.from_servers = nullptr;
+}
+
+void replace_state(Optimizer& optimizer, std::shared_ptr<FlatState> state) {
+  visit_kind(optimizer, [&](auto kind) {
+    auto& flat = dynamic_cast<typename decltype(kind)::Optimizer&>(optimizer);
+    auto& own = FlatAccess::state(flat);
+    auto masters = std::exchange(FlatAccess::loaded_masters(flat), {});
+    if (masters.empty() && own) masters = masters_of(*own, state->parameters);
+    own = std::move(state);
+    follow_state(*own, optimizer);
+    set_masters(*own, optimizer, masters);
+  });
 }
 
 void publish_state(FlatState& state, Optimizer& optimizer) {
@@ -364,10 +385,11 @@ at::Tensor Flat<Base, Options>::step(typename Base::LossClosure closure) {
       for (const auto& tensor : group.params()) flat.push_back({std::to_string(flat.size()), tensor, number});
       ++number;
     }
-    flat_ = std::make_shared<detail::FlatState>(
-        detail::FlatState{std::move(parameters), {}, FlatOptimizer(std::move(flat), groups)});
+    detail::replace_state(*this, std::make_shared<detail::FlatState>(detail::FlatState{
+                                     std::move(parameters), {}, FlatOptimizer(std::move(flat), groups)}));
+  } else {
+    detail::follow_state(*flat_, *this);
   }
-  detail::follow_state(*flat_, *this);
   flat_->flat.step_from_grad(groups);
   detail::publish_state(*flat_, *this);
   return loss;
@@ -377,6 +399,7 @@ template <class Base, class Options>
 void Flat<Base, Options>::save(torch::serialize::OutputArchive& archive) const {
   auto& self = const_cast<Flat&>(*this);  // what state() shows, and not what it is, changes
   if (flat_) detail::follow_state(*flat_, self);
+  detail::write_masters(archive, flat_ ? detail::masters_of(*flat_, flat_->parameters) : loaded_masters_);
   if (flat_ && flat_->from_servers) {
     const auto from_servers = flat_->from_servers;
     detail::copy_from_servers(*flat_, self);
@@ -396,6 +419,7 @@ void Flat<Base, Options>::load(torch::serialize::InputArchive& archive) {
   }
   Base::load(archive);
   flat_.reset();
+  loaded_masters_ = detail::read_masters(archive, detail::parameters_of(*this).size());
 }
 
 template class Flat<torch::optim::AdamW, torch::optim::AdamWOptions>;

@@ -10,8 +10,10 @@
 #include <deque>
 #include <numeric>
 #include <sstream>
+#include <string>
 #include <utility>
 
+#include "comm/request.h"
 #include "comm/text_exchange.h"
 #include "core/plain_memory.h"
 #include "muster/error.h"
@@ -69,9 +71,10 @@ struct Headers {
   size_t num_leaves() const { return shapes.front().second.size(); }
 };
 
-Headers exchange_headers(comm::Communicator& workers, const std::vector<Contribution>& mine, bool rows_may_differ) {
+Headers exchange_headers(comm::Communicator& workers, const std::string& call, const std::vector<Contribution>& mine,
+                         bool rows_may_differ) {
   std::ostringstream text;
-  text << std::hexfloat;
+  text << std::hexfloat << call << '\n';
   for (const auto& contribution : mine) {
     text << contribution.weight << '\n' << contribution.values.size() << '\n' << header_of(contribution.values);
   }
@@ -80,6 +83,13 @@ Headers exchange_headers(comm::Communicator& workers, const std::vector<Contribu
   for (size_t worker = 0; worker < texts.size(); ++worker) {
     std::istringstream in(texts[worker]);
     std::string line;
+    std::getline(in, line);
+    if (line != call) {
+      throw LayoutMismatch("ranks disagree: rank " + std::to_string(workers.rank()) + " called " + call + ", rank " +
+                           std::to_string(worker) +
+                           " another function or operation; call the same on all ranks, in "
+                           "the same order");
+    }
     while (std::getline(in, line)) {
       headers.weights.push_back(std::strtod(line.c_str(), nullptr));
       std::getline(in, line);
@@ -203,7 +213,8 @@ at::Tensor sum_over_workers(comm::Communicator& workers, const Leaves& terms, co
 Leaves reduce_over_workers(comm::Communicator& workers, const std::vector<Contribution>& mine, ReduceOp op) {
   const at::NoGradGuard no_grad;
   for (const auto& contribution : mine) check_order(contribution.values, op);
-  const auto headers = exchange_headers(workers, mine, /*rows_may_differ=*/false);
+  const auto headers =
+      exchange_headers(workers, std::string("reduce(") + comm::name_of(op) + ")", mine, /*rows_may_differ=*/false);
   const double total = std::accumulate(headers.weights.begin(), headers.weights.end(), 0.0);
   const bool adds_up = op == ReduceOp::sum || op == ReduceOp::mean;
   const bool sums_travel = workers.size() > 1 && adds_up && are_subtrees(headers, workers.size());
@@ -229,7 +240,7 @@ Leaves reduce_over_workers(comm::Communicator& workers, const std::vector<Contri
 
 Leaves gather_over_workers(comm::Communicator& workers, const std::vector<Contribution>& mine) {
   const at::NoGradGuard no_grad;
-  const auto headers = exchange_headers(workers, mine, /*rows_may_differ=*/true);
+  const auto headers = exchange_headers(workers, "gather()", mine, /*rows_may_differ=*/true);
   Leaves results;
   for (size_t leaf = 0; leaf < headers.num_leaves(); ++leaf) {
     auto parts = gather_leaf(workers, mine, headers, leaf);

@@ -13,6 +13,7 @@
 
 #include "muster/error.h"
 #include "optimizer/flat_state.h"
+#include "optimizer/masters.h"
 #include "strategy/saved_parts.h"
 #include "strategy/torch_optimizers.h"
 
@@ -210,16 +211,17 @@ std::unique_ptr<torch::optim::OptimizerParamState> param_state_of(const Dict& sa
   return has_any ? std::move(state) : nullptr;
 }
 
-void take_masters(OptimizerState& state, const std::vector<std::string>& names, const Dict& saved, bool may_be_alone) {
+// By position, undefined where there is none.
+std::vector<at::Tensor> masters_in(const Dict& saved, const std::vector<std::string>& names) {
+  std::vector<at::Tensor> masters(names.size());
   for (size_t p = 0; p < names.size(); ++p) {
     const auto found = saved.find(names[p]);
     if (found == saved.end()) continue;
     const auto& values = found->second.get<Dict>();
     const auto master = values.find(kMaster);
-    if (master == values.end()) continue;
-    state.set_master(p, master->second.get<at::Tensor>());
-    if (may_be_alone && !state.entry(p).started) state.set_step_count(p, 0);
+    if (master != values.end()) masters[p] = master->second.get<at::Tensor>();
   }
+  return masters;
 }
 
 }  // namespace
@@ -382,7 +384,7 @@ OtherOptions load_optimizer(Optimizer& optimizer, const std::vector<std::string>
   });
   if (auto* const flat = flat_state_of(optimizer)) {
     follow_state(**flat, optimizer);
-    take_masters((*flat)->flat.state(), names, state, may_have_master_alone(optimizer));
+    set_masters(**flat, optimizer, masters_in(state, names));
   }
   return others;
 }

@@ -141,10 +141,10 @@ void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
     }
     ++number;
   }
-  *flat = std::make_shared<detail::FlatState>(
+  auto state = std::make_shared<detail::FlatState>(
       detail::FlatState{std::move(parameters), std::move(indices),
                         make_flat(core->session(), grouped, detail::groups_of(optimizer)), core});
-  (*flat)->check_step_by_hand = [owner = std::weak_ptr<const StrategyCore>(core), own = flat->get()] {
+  state->check_step_by_hand = [owner = std::weak_ptr<const StrategyCore>(core), own = state.get()] {
     const auto strategy = owner.lock();
     if (!strategy || strategy->session().closed() || !strategy->stepper().gradients_are_applied()) return;
     const bool has_gradients = std::any_of(own->parameters.begin(), own->parameters.end(),
@@ -154,7 +154,7 @@ void Strategy::State::bind_flat(torch::optim::Optimizer& optimizer) {
         "an optimizer's step() was called after strategy.step, which has applied the gradients already; remove the "
         "call, or write gradients by hand with backward() first");
   };
-  detail::follow_state(**flat, optimizer);
+  detail::replace_state(optimizer, std::move(state));
 }
 
 void Strategy::State::add_update(StepCall& call) {

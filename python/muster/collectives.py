@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
@@ -15,6 +16,8 @@ from muster.per_replica import PerReplica, rows_of
 from muster.replicated import Replicated
 
 __all__ = ["Collectives"]
+
+_CALL = re.compile(r"(reduce|gather|broadcast)\([a-z0-9=']*\)")
 
 
 class Collectives:
@@ -45,7 +48,7 @@ class Collectives:
         self._release_passes()
         values, weights = self._contributions(value, weight, weighted=op == "mean")
         encoded = [structure.encode(part) for part in values]
-        description = self._agreed([text for text, _ in encoded])
+        description = self._agreed(f"reduce({op!r})", [text for text, _ in encoded])
         results = self._core.reduce([(leaves, w) for (_, leaves), w in zip(encoded, weights, strict=True)], operation)
         return structure.decode(description, results, as_numbers=op)
 
@@ -57,7 +60,7 @@ class Collectives:
         self._release_passes()
         values, weights = self._contributions(value, None, weighted=False)
         encoded = [structure.encode(part) for part in values]
-        description = self._agreed([text for text, _ in encoded])
+        description = self._agreed("gather()", [text for text, _ in encoded])
         results = self._core.gather([(leaves, w) for (_, leaves), w in zip(encoded, weights, strict=True)])
         return structure.decode(description, results, as_numbers="none")
 
@@ -77,7 +80,7 @@ class Collectives:
         self._release_passes()
         if not 0 <= source < self._core.num_workers:
             raise InvalidArgument(f"source={source}: there are {self._core.num_workers} ranks")
-        description = self._core.exchange_texts(description)[source]
+        description = self._told(f"broadcast(source={source})", description)[source]
         return structure.decode(description, self._core.broadcast(leaves, source))
 
     def send(self, value: Any) -> Any:
@@ -123,8 +126,21 @@ class Collectives:
             raise InvalidArgument("the number of samples in the parts is unknown; pass weight=PerReplica([...])")
         return [part for part, _ in kept], [size for _, size in kept]
 
-    def _agreed(self, descriptions: list[str]) -> str:
-        everyones = [set(json.loads(text)) for text in self._core.exchange_texts(json.dumps(sorted(set(descriptions))))]
+    def _told(self, call: str, text: str) -> list[str]:
+        """What each rank says in the same call. Raises LayoutMismatch where another rank makes another one."""
+        texts = self._core.exchange_texts(f"{call}\n{text}")
+        calls = [each.partition("\n")[0] for each in texts]
+        for rank, theirs in enumerate(calls):
+            if theirs != call:
+                what = theirs if _CALL.fullmatch(theirs) else "something else"
+                raise LayoutMismatch(
+                    f"ranks disagree: rank {self._core.rank} called {call}, rank {rank} {what}; call the same on all "
+                    "ranks, in the same order"
+                )
+        return [each.partition("\n")[2] for each in texts]
+
+    def _agreed(self, call: str, descriptions: list[str]) -> str:
+        everyones = [json.loads(text) for text in self._told(call, json.dumps(sorted(set(descriptions))))]
         different = sorted(set().union(*everyones))
         if len(different) > 1:
             raise LayoutMismatch(

@@ -93,7 +93,7 @@ class Preparation:
         """As `Strategy.prepare_loader`."""
         if isinstance(loader, Loader):
             return loader
-        known = _prepared_by.get(loader)
+        known = _prepared_by.get(loader) if isinstance(loader, DataLoader) else None  # others Loader() refuses
         if known is not None and known() is self:
             return next(
                 prepared for prepared, own in zip(self._loaders, self._user_loaders, strict=True) if own is loader

@@ -188,9 +188,11 @@ def _kind(program: str, module: bool, no_python: bool) -> str:
         return "module"
     if no_python:
         if shutil.which(program) is None:
-            raise typer.BadParameter(
-                f"{program} is no program that can be executed; one of this folder is ./{program}", param_hint="PROGRAM"
-            )
+            there = os.path.isfile(program)
+            remedy = f"make it so: chmod +x {program}" if there else "give its path, or one that PATH leads to"
+            if there and os.sep not in program and os.access(program, os.X_OK):
+                remedy = f"one of this folder is ./{program}"
+            raise typer.BadParameter(f"{program} is no program that can be executed; {remedy}", param_hint="PROGRAM")
         return "program"
     with contextlib.suppress(OSError), open(program, "rb") as file:  # Python says best why it cannot read a script
         if file.read(len(ELF)) == ELF:

@@ -10,7 +10,7 @@ from itertools import accumulate, chain, count, pairwise, repeat
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from muster import _C
 from muster.reader import Deal, Task, indices_of
@@ -214,11 +214,13 @@ def is_read_by_index(loader: DataLoader[Any]) -> bool:
 
 
 def size_in_words(loader: DataLoader[Any]) -> str:
-    """Equal on workers that divide the same data."""
+    """Equal on workers that divide the same data, in the same order."""
     if isinstance(loader.dataset, IterableDataset):
         return "a stream"
+    sampler = type(loader.sampler)
+    order = "" if sampler is SequentialSampler else f", in the order of a {sampler.__name__}"
     try:
-        return f"{len(loader.sampler)} samples in {len(loader)} batches"  # type: ignore[arg-type]
+        return f"{len(loader.sampler)} samples in {len(loader)} batches{order}"  # type: ignore[arg-type]
     except TypeError:
         return "data of unknown size"
 

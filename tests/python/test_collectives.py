@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,16 @@ def refused(strategy: muster.Strategy) -> None:
                 strategy.reduce(structure)
         with pytest.raises(muster.LayoutMismatch):
             strategy.gather(torch.zeros(2, 2 + strategy.rank))
+        ops: list[tuple[Any, Any]] = [("min", "max"), ("sum", "mean")]
+        calls: list[Callable[[], object]] = [
+            *(lambda both=both: strategy.reduce(torch.tensor(1.0), both[strategy.rank]) for both in ops),  # type: ignore[misc]
+            lambda: strategy.broadcast(torch.ones(1), 1 - strategy.rank),
+            lambda: strategy.reduce(1.0, "sum") if strategy.rank else strategy.gather(torch.ones(1)),
+            lambda: strategy.reduce(1.0, "sum") if strategy.rank else strategy.broadcast(torch.ones(1), 0),
+        ]
+        for call in calls:
+            with pytest.raises(muster.LayoutMismatch, match=r"ranks disagree: rank \d called .*, rank \d "):
+                call()
     assert strategy.reduce(1, "sum") == strategy.num_workers
     strategy.barrier()
 

@@ -86,7 +86,8 @@ def differing_optimizers_and_loaders(strategy: muster.Strategy) -> list[str]:
     optimizer = [torch.optim.AdamW, torch.optim.SGD][strategy.rank]
     data = TensorDataset(torch.zeros(20 + strategy.rank))
     messages = []
-    for given in (optimizer(module.parameters(), lr=0.1), DataLoader(data, batch_size=4)):
+    shuffled = DataLoader(TensorDataset(torch.zeros(20)), batch_size=4, shuffle=strategy.rank == 1)
+    for given in (optimizer(module.parameters(), lr=0.1), DataLoader(data, batch_size=4), shuffled):
         with pytest.raises(muster.LayoutMismatch) as caught:
             strategy.prepare(given)
         messages.append(str(caught.value))
@@ -94,9 +95,10 @@ def differing_optimizers_and_loaders(strategy: muster.Strategy) -> list[str]:
 
 
 def test_optimizers_and_loaders_that_differ_between_ranks_are_refused(worker_job: Launcher) -> None:
-    for optimizers, loaders in worker_job(differing_optimizers_and_loaders):
+    for optimizers, loaders, orders in worker_job(differing_optimizers_and_loaders):
         assert "rank 0 has AdamW, rank 1 SGD" in optimizers
         assert "20 samples in 5 batches" in loaders and "21 samples in 6 batches" in loaders
+        assert "rank 1 20 samples in 5 batches, in the order of a RandomSampler" in orders
 
 
 def chiefs_values(strategy: muster.Strategy) -> Any:

@@ -117,7 +117,7 @@ def test_a_job_of_programs(steps: Path, tmp_path: Path) -> None:
 def test_what_is_no_script_and_no_program_is_refused(steps: Path) -> None:
     wrong: list[tuple[list[object], str]] = [
         ([sys.executable], "is no script; start it with --no-python"),
-        (["--no-python", steps], "is no program that can be executed"),
+        (["--no-python", steps], "is no program that can be executed; make it so: chmod +x"),
         (["--no-python", "-m", "steps"], "not both"),
     ]
     for arguments, expected in wrong:

@@ -43,14 +43,17 @@ class Flat : public Base {
 
   /// From `.grad`, without a strategy or after a backward by hand.
   at::Tensor step(typename Base::LossClosure closure = nullptr) override;
-  /// Base's format: with shard_optimizer this worker's share, with parameter servers what they hold.
+  /// Base's format, with the fp32 master copies of low-precision parameters beside it: with shard_optimizer this
+  /// worker's share, with parameter servers what they hold.
   void save(torch::serialize::OutputArchive& archive) const override;
-  /// From Base's format. Throws InvalidArgument while parameter servers hold the state.
+  /// From Base's format, with master copies or without: they then begin with the parameters. Throws InvalidArgument
+  /// while parameter servers hold the state.
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
   friend struct detail::FlatAccess;
   std::shared_ptr<detail::FlatState> flat_;  // null until the first step, and after load
+  std::vector<at::Tensor> loaded_masters_;   // by parameter, for the next flat_
 };
 
 extern template class Flat<torch::optim::AdamW, torch::optim::AdamWOptions>;

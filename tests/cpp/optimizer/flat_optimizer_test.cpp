@@ -504,3 +504,54 @@ TEST_CASE("what a flat optimizer cannot step is refused", "[optimizer]") {
   FlatOptimizer shard(flat_parameters(list), adam(), {0, 2});
   CHECK_THROWS_AS(shard.step_from_grad(adam()), InvalidArgument);
 }
+
+TEST_CASE("master copies go through an archive, and along to another strategy", "[optimizer]") {
+  using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<at::Tensor>&)>;
+  const auto make =
+      GENERATE(Make([](const auto& of) { return std::make_unique<optim::AdamW>(of, 1e-3); }),
+               Make([](const auto& of) { return std::make_unique<optim::SGD>(of, torch::optim::SGDOptions(1e-3)); }),
+               Make([](const auto& of) {
+                 return std::make_unique<optim::SGD>(of, torch::optim::SGDOptions(1e-3).momentum(0.9));
+               }));
+  const auto low = [] {
+    std::vector<at::Tensor> tensors;
+    for (const auto& parameter : parameters()) {
+      tensors.push_back(parameter.detach().to(at::kBFloat16).requires_grad_());
+    }
+    return tensors;
+  };
+  const auto write = [](const std::vector<at::Tensor>& list, int step) {
+    write_gradients(list, step);
+    for (const auto& parameter : list) parameter.mutable_grad() = parameter.grad().to(at::kBFloat16);
+  };
+  const auto own = low();
+  const auto other = low();
+  const auto ours = make(own);
+  for (int step = 0; step < 5; ++step) {
+    write(own, step);
+    ours->step();
+  }
+  std::stringstream archive;
+  torch::save(*ours, archive);
+  const auto loaded = make(other);
+  torch::load(*loaded, archive);
+  std::stringstream again;  // before they are used
+  torch::save(*loaded, again);
+  torch::load(*loaded, again);
+  {
+    const at::NoGradGuard no_grad;
+    for (size_t p = 0; p < own.size(); ++p) other[p].copy_(own[p]);
+  }
+  for (int step = 5; step < 10; ++step) {
+    write(own, step);
+    write(other, step);
+    ours->step();
+    loaded->step();
+  }
+  for (size_t p = 0; p < own.size(); ++p) CHECK(own[p].equal(other[p]));
+  // Another set of parameters makes the state anew.
+  for (auto* const each : {ours.get(), loaded.get()}) {
+    each->add_param_group(torch::optim::OptimizerParamGroup({at::ones({2}).requires_grad_()}));
+    CHECK_NOTHROW(each->step());
+  }
+}
