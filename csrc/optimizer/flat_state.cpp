@@ -333,6 +333,7 @@ void bring_back(FlatState& state, Optimizer& optimizer) noexcept {
     copy_from_servers(state, optimizer);
     const auto masters = masters_of(state, state.parameters);
     state.from_servers = nullptr;
+    if (std::ranges::none_of(masters, &at::Tensor::defined)) return;  // the rest is taken over where it is used
     follow_state(state, optimizer);
     set_masters(state, optimizer, masters);
   } catch (const std::exception&) {
