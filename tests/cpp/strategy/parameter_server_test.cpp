@@ -319,3 +319,36 @@ TEST_CASE("on servers C++ Adagrad keeps the state of what takes no step", "[stra
   torch::load(loaded, saved);
   check(loaded);
 }
+
+TEST_CASE("an optimizer's master copies come back from servers", "[strategy][server]") {
+  const auto train = [](Strategy& strategy) {
+    const auto linear = std::make_shared<torch::nn::LinearImpl>(4, 2);
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : linear->parameters()) parameter.fill_(0.3);
+    }
+    linear->to(at::kBFloat16);
+    optim::AdamW optimizer(linear->parameters(), 1e-3);
+    {
+      auto model = strategy.prepare(linear);
+      strategy.prepare(optimizer);
+      const auto loss = [&](const at::Tensor& x) { return model->forward(x).square().mean(); };
+      for (int step = 0; step < 5; ++step) strategy.step(loss, at::ones({2, 4}, at::kBFloat16) * (1 + step));
+      strategy.close();
+    }
+    std::stringstream saved;
+    torch::save(optimizer, saved);
+    optim::AdamW loaded(linear->parameters(), 1e-3);
+    torch::load(loaded, saved);
+    for (int step = 0; step < 20; ++step) {
+      for (const auto& parameter : linear->parameters()) parameter.mutable_grad() = at::ones_like(parameter);
+      loaded.step();
+    }
+    return Values{linear->weight.detach().clone(), linear->bias.detach().clone()};
+  };
+  MirroredStrategy one({"cpu"});
+  ParameterServerStrategy servers(Cluster{});
+  const auto expected = train(one);
+  const auto found = train(servers);
+  for (size_t i = 0; i < expected.size(); ++i) CHECK(found[i].equal(expected[i]));
+}
