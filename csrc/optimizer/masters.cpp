@@ -58,10 +58,13 @@ std::vector<at::Tensor> read_masters(torch::serialize::InputArchive& archive, si
   return masters;
 }
 
+bool may_have_master_alone(const torch::optim::Optimizer& optimizer) {
+  return dynamic_cast<const torch::optim::SGD*>(&optimizer) != nullptr;
+}
+
 void set_masters(FlatState& state, const torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& masters) {
   auto& own = state.flat.state();
-  // Without momentum it is all that SGD keeps of a parameter.
-  const bool may_be_alone = dynamic_cast<const torch::optim::SGD*>(&optimizer) != nullptr;
+  const bool may_be_alone = may_have_master_alone(optimizer);
   for (size_t p = 0; p < std::min(masters.size(), state.parameters.size()); ++p) {
     if (!masters[p].defined()) continue;
     own.set_master(p, masters[p]);

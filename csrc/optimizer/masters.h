@@ -14,6 +14,9 @@ namespace muster::detail {
 /// Those that `state`, or the parameter servers that hold it, has of `parameters`, in their order.
 std::vector<at::Tensor> masters_of(const FlatState& state, const std::vector<c10::TensorImpl*>& parameters);
 
+/// Whether there may be no other state of a parameter than its fp32 copy: of an optimizer that counts no steps.
+bool may_have_master_alone(const torch::optim::Optimizer& optimizer);
+
 /// Gives the optimizer's parameters those that they had elsewhere. Throws InvalidArgument for another shape.
 void set_masters(FlatState& state, const torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& masters);
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "optimizer/flat_state.h"
+#include "optimizer/masters.h"
 #include "optimizer/optimizer_state.h"
 #include "strategy/saved_optimizer.h"
 

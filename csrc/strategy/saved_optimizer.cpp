@@ -355,10 +355,6 @@ void check_optimizer(const Optimizer& optimizer, const std::vector<std::string>&
   }
 }
 
-bool may_have_master_alone(const Optimizer& optimizer) {
-  return dynamic_cast<const torch::optim::SGD*>(&optimizer) != nullptr;
-}
-
 OtherOptions load_optimizer(Optimizer& optimizer, const std::vector<std::string>& names, const Dict& saved) {
   OtherOptions others;
   const auto& groups = member(saved, "groups").get<List>();

@@ -42,9 +42,6 @@ void check_optimizer(const torch::optim::Optimizer& optimizer, const std::vector
 /// Throws LayoutMismatch for a position that there is not.
 SavedValue::Dict with_names(const SavedValue::Dict& saved, const std::vector<std::string>& names);
 
-/// Whether there may be no other state of a parameter than its fp32 copy: of an optimizer that counts no steps.
-bool may_have_master_alone(const torch::optim::Optimizer& optimizer);
-
 /// After check_optimizer and, for a flat optimizer, once its FlatState is there: takes over options and state.
 /// `saved` is with names.
 OtherOptions load_optimizer(torch::optim::Optimizer& optimizer, const std::vector<std::string>& names,
