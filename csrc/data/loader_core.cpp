@@ -39,6 +39,14 @@ std::vector<size_t> shuffled(size_t n, uint64_t seed) {
 
 }  // namespace
 
+void LoaderPlace::go_to(int64_t that_epoch, int64_t batches) {
+  epoch = that_epoch;
+  to_skip = batches;
+  running = false;
+  yielded = 0;
+  shared = nullptr;
+}
+
 LoaderState state_of(const LoaderPlace& place) {
   if (!place.running) return {place.epoch, place.to_skip};
   return {place.epoch, place.shared ? place.shared->num_trained() : place.yielded};
@@ -48,7 +56,7 @@ void take_state(LoaderPlace& place, const LoaderState& state) {
   if (state.epoch < 0 || state.batches < 0) {
     throw InvalidArgument("a loader's state counts epochs and batches from 0; pass what state() gave");
   }
-  place = {.is_known = place.is_known, .epoch = state.epoch, .to_skip = state.batches};
+  place.go_to(state.epoch, state.batches);
 }
 
 struct LoaderCore::State {
@@ -205,6 +213,10 @@ LoaderCore::LoaderCore(std::shared_ptr<LoaderHost> host, const LoaderOptions& op
   s.progress = std::make_shared<LoaderProgress>();
   s.progress->usual_rows = static_cast<double>(options.batch_size) / s.deal.parts;
   s.place->is_known = !s.is_dealt();
+  if (!options.sharded) {
+    s.place->extent.batch_size = options.batch_size;
+    if (!is_stream) s.place->extent.size = static_cast<int64_t>(s.samples);
+  }
   s.index = s.host->add(s.progress, s.place);
   if (!options.sharded) {
     const std::string of_index = std::to_string(s.samples) + " samples in " + std::to_string(s.batches()) + " batches" +
@@ -221,7 +233,7 @@ int64_t LoaderCore::epoch() const noexcept { return state_->place->epoch; }
 
 void LoaderCore::set_epoch(int64_t epoch) {
   if (epoch < 0) throw InvalidArgument("a loader's epoch counts from 0; " + std::to_string(epoch) + " is none");
-  *state_->place = {.is_known = state_->place->is_known, .epoch = epoch};
+  state_->place->go_to(epoch, 0);
 }
 
 LoaderState LoaderCore::state() const {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "data/pass.h"
 #include "data/shared_pass.h"
@@ -19,6 +20,12 @@ struct LoaderProgress {
   std::shared_ptr<LoaderPass> pass;  ///< the last one, where servers deal its batches or live workers divide them
 };
 
+/// In what a place within an epoch is counted. Both empty where each worker has data of its own.
+struct LoaderExtent {
+  std::optional<int64_t> batch_size;  ///< samples
+  std::optional<int64_t> size;        ///< samples of the data set; empty for a stream
+};
+
 /// How far a C++ loader is; what Python's is in is Python's. Owned by the thread that iterates.
 struct LoaderPlace {
   bool is_known = true;                     ///< false where servers deal the batches
@@ -27,6 +34,10 @@ struct LoaderPlace {
   int64_t yielded = 0;                      ///< batches of the pass under way, with those that it passed over
   int64_t to_skip = 0;                      ///< batches that the next pass passes over
   std::shared_ptr<SharedPass> shared = {};  ///< the pass under way, which knows it better: live workers divide it
+  LoaderExtent extent = {};
+
+  /// The next pass is of that epoch, and passes over `batches`.
+  void go_to(int64_t that_epoch, int64_t batches);
 };
 
 /// As Loader::state and load_state.

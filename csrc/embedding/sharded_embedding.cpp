@@ -71,6 +71,19 @@ void ShardedEmbeddingImpl::reset() {
   weight = register_parameter("weight", values);
 }
 
+// torch's clone copies a stub's values, which are NaN and would take the table's memory.
+std::shared_ptr<torch::nn::Module> ShardedEmbeddingImpl::clone(const std::optional<torch::Device>& device) const {
+  if (!is_row_stub(weight)) return Cloneable::clone(device);
+  auto options = options_;
+  options.on_servers = true;
+  auto copy = std::make_shared<ShardedEmbeddingImpl>(num_embeddings_, dim_, options);
+  copy->options_ = options_;
+  if (!options_.on_servers) copy->weight.set_data(device ? whole_weight().to(*device) : whole_weight());
+  copy->weight.set_requires_grad(weight.requires_grad());
+  copy->train(is_training());
+  return copy;
+}
+
 void ShardedEmbeddingImpl::save(torch::serialize::OutputArchive& archive) const {
   archive.write("weight", whole_weight());
 }

@@ -77,6 +77,12 @@ HostPort split_address(const std::string& address) {
   return {host, address.substr(colon + 1)};
 }
 
+[[noreturn]] void throw_unhosted(const HostPort& at, const std::string& why) {
+  throw InvalidArgument("rank 0 cannot host the rendezvous at " + at.host + ":" + at.port + ": " + why +
+                        "; choose a free MASTER_PORT and a MASTER_ADDR of rank 0's host");
+}
+
+// Nothing where somebody listens there already.
 FileDescriptor listen_on(const HostPort& at) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
@@ -100,10 +106,7 @@ FileDescriptor listen_on(const HostPort& at) {
     }
   }
   ::freeaddrinfo(found);
-  if (!listener) {
-    throw InvalidArgument("rank 0 cannot host the rendezvous at " + at.host + ":" + at.port + ": " +
-                          std::strerror(error) + "; choose a free MASTER_PORT and a MASTER_ADDR of rank 0's host");
-  }
+  if (!listener && error != EADDRINUSE) throw_unhosted(at, std::strerror(error));
   return listener;
 }
 
@@ -170,21 +173,33 @@ void await_listener(const Cluster& cluster, const HostPort& at, std::chrono::mil
   }
 }
 
-StorePtr make_tcp_store(const Cluster& cluster, std::chrono::milliseconds timeout) {
-  const HostPort at = split_address(cluster.address);
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(std::stoi(at.port));
-  options.isServer = cluster.rank == 0 && !cluster.store_is_hosted;
-  options.numWorkers = static_cast<size_t>(cluster.num_workers);
-  options.waitWorkers = false;
-  options.timeout = timeout;
-  if (options.isServer) {
-    FileDescriptor listener = listen_on(at);
+// Hosts it, or shares the one that torch.distributed hosts there in this process, as it shares ours: each rendezvous of
+// one launch is given the same port.
+StorePtr host_tcp_store(const HostPort& at, c10d::TCPStoreOptions options) {
+  options.isServer = true;
+  options.multiTenant = true;
+  const FileDescriptor listener = listen_on(at);
+  if (listener) {
     // The store owns and closes the copy, which no program that is executed later may inherit: the port would stay
     // taken.
     options.masterListenFd = ::fcntl(listener.get(), F_DUPFD_CLOEXEC, 0);
     return guarded([&] { return c10::make_intrusive<c10d::TCPStore>(at.host, options); });
   }
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(at.host, options);
+  } catch (const std::exception&) {
+    throw_unhosted(at, std::strerror(EADDRINUSE));
+  }
+}
+
+StorePtr make_tcp_store(const Cluster& cluster, std::chrono::milliseconds timeout) {
+  const HostPort at = split_address(cluster.address);
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(std::stoi(at.port));
+  options.numWorkers = static_cast<size_t>(cluster.num_workers);
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  if (cluster.rank == 0 && !cluster.store_is_hosted) return host_tcp_store(at, std::move(options));
   guarded([&] { await_listener(cluster, at, timeout); });
   try {
     return c10::make_intrusive<c10d::TCPStore>(at.host, options);
@@ -254,6 +269,7 @@ StorePtr open_store(const Cluster& cluster, std::chrono::milliseconds timeout) {
 void join(c10d::Store& store, int rank, int num_workers, std::chrono::milliseconds timeout) {
   guarded([&] {
     const Clock::time_point deadline = Clock::now() + timeout;
+    store.add("arrived", 1);  // before others can know of a conflict with this worker
     const std::string mine = std::to_string(num_workers);
     const std::string agreed = to_text(store.compareSet("world", to_bytes(""), to_bytes(mine)));
     if (agreed != mine) {
@@ -268,7 +284,6 @@ void join(c10d::Store& store, int rank, int num_workers, std::chrono::millisecon
       who.push_back("worker " + std::to_string(r));
     }
     set_text(store, keys[static_cast<size_t>(rank)], mine);
-    store.add("arrived", 1);
     for (Backoff backoff(deadline);;) {
       const bool is_complete = store.check(keys);
       if (store.check({"conflict"})) {

@@ -8,6 +8,7 @@
 #include <cstddef>
 
 #include "core/plain_memory.h"
+#include "core/replica_context.h"
 #include "device/kernel_dtype.h"
 #include "kernels/kernels.h"
 #include "muster/error.h"
@@ -156,6 +157,12 @@ void GradientAverage::check() const {
         "backward() by hand does not know the loss scale; return the loss from strategy.step(fn, ...)");
   }
   if (session_.topology().local_replicas() > 1) {
+    const auto replica = current_replica();
+    if (replica && replica->strategy != &session_) {
+      throw InvalidArgument(
+          "backward in a step of one strategy reached a model that another one has prepared; prepare it with the "
+          "strategy that steps, or freeze its parameters");
+    }
     throw InvalidArgument(
         "backward by hand needs one replica per process; write the step as a function that returns the "
         "loss and call strategy.step(fn, ...)");

@@ -168,7 +168,9 @@ void Saving::check(const Dict& saved) const {
                             optimizers[i].get<Dict>(), "optimizer " + std::to_string(i));
   }
   for (size_t i = 0; i < loaders.size(); ++i) {
-    const auto& generators = member(loaders[i].get<Dict>(), "generators").get<List>();
+    const auto& loader = loaders[i].get<Dict>();
+    detail::check_extent(loader, strategy_.loaders.places()[i]->extent, "loader " + std::to_string(i));
+    const auto& generators = member(loader, "generators").get<List>();
     if (generators.empty()) continue;
     throw LayoutMismatch("loader " + std::to_string(i) + " was saved with the states of " +
                          std::to_string(generators.size()) +

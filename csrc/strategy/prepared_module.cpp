@@ -1,5 +1,6 @@
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <unordered_map>
 
 #include "muster/error.h"
@@ -66,8 +67,24 @@ ModuleTensors PreparedModule::tensors() const {
   return tensors;
 }
 
+void PreparedModule::check_submodules() const {
+  const auto& prepared = submodules_.front();
+  const auto now = replicas_.front()->modules();
+  if (now == prepared) return;
+  for (const auto& item : replicas_.front()->named_modules()) {
+    if (std::find(prepared.begin(), prepared.end(), item.value()) != prepared.end()) continue;
+    throw InvalidArgument("submodule '" + item.key() +
+                          "' was registered or replaced since prepare(), so only replica 0 would use it; change the "
+                          "module before prepare()");
+  }
+  throw InvalidArgument(
+      "a submodule was unregistered since prepare(), so only replica 0 would be without it; change the module before "
+      "prepare()");
+}
+
 void PreparedModule::follow_first_replica() {
   const at::NoGradGuard no_grad;
+  if (replicas_.size() > 1) check_submodules();
   for (size_t r = 1; r < replicas_.size(); ++r) {
     for (size_t m = 0; m < submodules_[r].size(); ++m) {
       const bool training = submodules_[0][m]->is_training();

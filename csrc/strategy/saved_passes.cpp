@@ -1,5 +1,7 @@
 #include "strategy/saved_passes.h"
 
+#include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -15,6 +17,10 @@ using List = SavedValue::List;
 using Dict = SavedValue::Dict;
 
 constexpr const char* kPasses = "passes";
+constexpr const char* kBatchSize = "batch_size";
+constexpr const char* kSize = "size";
+
+SavedValue value_of(const std::optional<int64_t>& number) { return number ? SavedValue(*number) : SavedValue(); }
 
 uint64_t count_in(const Dict& dict, const char* key) {
   const int64_t count = integer(dict, key);
@@ -72,6 +78,29 @@ LoaderState place_in(const Dict& saved) {
                                " that were trained on come once more");
   }
   return state;
+}
+
+void add_extent(Dict& saved, const LoaderExtent& extent) {
+  if (!extent.batch_size) return;
+  saved[kBatchSize] = value_of(extent.batch_size);
+  saved[kSize] = value_of(extent.size);
+}
+
+void check_extent(const Dict& saved, const LoaderExtent& extent, const std::string& loader) {
+  const auto passes = passes_in(saved, 0);
+  if (std::none_of(passes.begin(), passes.end(), [](const auto& pass) { return pass.next > 0; })) return;
+  const auto compare = [&](const char* key, const std::optional<int64_t>& ours, const std::string& words) {
+    const auto found = saved.find(key);
+    if (!ours || found == saved.end() || found->second.is_null()) return;
+    const auto theirs = integer(saved, key);
+    if (theirs == *ours) return;
+    throw LayoutMismatch(loader + ": the checkpoint is of the middle of an epoch with " + words + " " +
+                         std::to_string(theirs) + ", and now " + std::to_string(*ours) +
+                         ": samples would come twice, or not at all; give the loader what it had, and other data or "
+                         "batches from an epoch's end on");
+  };
+  compare(kBatchSize, extent.batch_size, "batches of");
+  compare(kSize, extent.size, "a data set of");
 }
 
 }  // namespace muster::detail

@@ -219,13 +219,16 @@ List Saving::loaders() const {
   List saved;
   const auto& places = strategy_.loaders.places();
   for (size_t i = 0; i < places.size(); ++i) {
+    Dict loader;
     if (places[i]->is_known) {
       const auto state = state_of(*places[i]);
-      saved.emplace_back(Dict{{"epoch", state.epoch}, {"batches", state.batches}, {"generators", List()}});
+      loader = {{"epoch", state.epoch}, {"batches", state.batches}, {"generators", List()}};
     } else {
       const auto passes = strategy_.loaders.passes_of(static_cast<int>(i), places[i]->epoch);
-      saved.emplace_back(detail::saved_loader(places[i]->epoch, passes));
+      loader = detail::saved_loader(places[i]->epoch, passes);
     }
+    detail::add_extent(loader, places[i]->extent);
+    saved.emplace_back(std::move(loader));
   }
   return saved;
 }

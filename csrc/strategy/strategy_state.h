@@ -34,7 +34,8 @@ class PreparedModule {
   ModuleTensors tensors() const;
 
   /// Training mode, and buffers of replica 0 that were written or given other memory, dtypes or sizes since
-  /// note_buffers().
+  /// note_buffers(). Throws InvalidArgument where there are others and replica 0's submodules are not those that were
+  /// prepared: the others would compute something else.
   void follow_first_replica();
   void note_buffers();
 
@@ -47,6 +48,7 @@ class PreparedModule {
     bool operator==(const Noted&) const = default;
   };
   static Noted noted_of(const at::Tensor& buffer);
+  void check_submodules() const;
 
   Modules replicas_;
   std::vector<Modules> submodules_;               // [replica], in pre-order

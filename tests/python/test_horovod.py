@@ -180,17 +180,24 @@ def orders() -> None:
     handles = {name: hvd.allreduce_async(torch.tensor([float(name[1:])]), name=name, op=hvd.Sum) for name in mine}
     assert {name: hvd.synchronize(handles[name]).item() for name in names} == {n: 2.0 * int(n[1:]) for n in names}
     assert hvd.synchronize(handles["x0"]) is None
-    if r == 1:
-        time.sleep(0.3)
-        hvd.allreduce(torch.zeros(1), name="late")
+    # What the other rank has not asked for yet is not done, whatever else is.
+    if r == 0:
+        late = hvd.allreduce_async(torch.zeros(1), name="late")
+        hvd.barrier()
+        assert not hvd.poll(late)
+        later = hvd.allreduce_async(torch.zeros(1), name="later")
+        hvd.barrier()
+        assert hvd.synchronize(late).item() == 0.0 and hvd.poll(late)
+        hvd.barrier()
+        assert not hvd.poll(later)
+        hvd.barrier()
+        hvd.synchronize(later)
     else:
-        handle = hvd.allreduce_async(torch.zeros(1), name="late")
-        assert not hvd.poll(handle)
-        other = hvd.allreduce_async(torch.zeros(1), name="later")
-        assert hvd.synchronize(handle).item() == 0.0 and hvd.poll(handle)
-        assert not hvd.poll(other)
-        hvd.synchronize(other)
-    if r == 1:
+        hvd.barrier()
+        hvd.barrier()
+        hvd.allreduce(torch.zeros(1), name="late")
+        hvd.barrier()
+        hvd.barrier()
         hvd.allreduce(torch.zeros(1), name="later")
     # Kinds have names of their own.
     a = hvd.allreduce_async(torch.ones(1), name="same")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -130,9 +131,7 @@ def test_two_hosts_train_as_one_and_name_a_worker_that_died(three_hosts: Hosts) 
 
 def _train_in_the_programs_group() -> tuple[list[np.ndarray], bool, str, tuple[str, str, float]]:
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    port = int(os.environ["MASTER_PORT"])
-    place = f"tcp://{os.environ['MASTER_ADDR']}:{port + 1000}"
-    dist.init_process_group("gloo", init_method=place, rank=int(os.environ["RANK"]), world_size=4)
+    dist.init_process_group("gloo")  # which meets where the strategy does
     trained = _train()
     is_kept = dist.is_initialized() and dist.get_world_size() == 4
     dist.destroy_process_group()
@@ -159,6 +158,30 @@ def test_hosts_of_three_and_one_worker_train_as_one_and_notice_a_link_that_is_do
         assert refused.startswith("worker 0 of 4 has no default group of torch.distributed, and others have one")
         assert kind in ("Timeout", "PeerLost"), text
         assert seconds < 4 * SECONDS
+
+
+def _disagree() -> list[str]:
+    errors = []
+    for is_order in (False, True):
+        with muster.MultiWorkerMirroredStrategy.from_env(timeout=60.0) as strategy:
+            calls = [strategy.barrier, lambda: strategy.reduce(torch.ones(3), "sum")]  # noqa: B023
+            if strategy.rank == 1:
+                calls.reverse()
+            try:
+                for call in calls if is_order else calls[:1]:
+                    call()
+                errors.append("")
+            except muster.Error as error:
+                errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+def test_calls_outside_a_step_that_differ_between_hosts_are_named_on_all(three_hosts: Hosts) -> None:
+    begun = time.monotonic()
+    for errors in three_hosts.run([0, 1, 0, 1], _disagree):
+        for error in errors:
+            assert re.match(r"LayoutMismatch: ranks disagree: rank 0 asked for barrier, rank 1 for all_gather", error)
+    assert time.monotonic() - begun < 50
 
 
 def _train_and_reduce() -> tuple[list[np.ndarray], bool]:

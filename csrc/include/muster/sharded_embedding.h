@@ -8,6 +8,7 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <ostream>
 
@@ -53,6 +54,9 @@ class ShardedEmbeddingImpl : public torch::nn::Cloneable<ShardedEmbeddingImpl> {
   void reset() override;
   /// As of torch::nn::Module.
   void pretty_print(std::ostream& stream) const override;
+  /// As of torch::nn::Module, with all rows where they are on servers; with `on_servers` the copy has none, and its
+  /// forward() throws InvalidArgument until a strategy has prepared it.
+  std::shared_ptr<torch::nn::Module> clone(const std::optional<torch::Device>& device = std::nullopt) const override;
   /// As of torch::nn::Module, with all rows where they are on servers.
   void save(torch::serialize::OutputArchive& archive) const override;
 

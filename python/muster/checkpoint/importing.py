@@ -11,6 +11,7 @@ import json
 import pickle
 import re
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,7 +103,18 @@ def _read(source: Path) -> Found:
     return found_in(_weights_only(_torch_load, source), source)
 
 
+_WITHOUT_ZIP = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""How files begin that torch.save writes with _use_new_zipfile_serialization=False: a pickle of its magic number."""
+
+
 def _torch_load(source: Path) -> Any:
+    if not zipfile.is_zipfile(source):
+        with source.open("rb") as file:
+            if file.read(len(_WITHOUT_ZIP)) != _WITHOUT_ZIP:
+                raise CheckpointError(
+                    f"'{source}' is no file of torch.save, torch::save or safetensors (whose names end in "
+                    ".safetensors); name one of those, or a folder of torch.distributed.checkpoint"
+                )
     return torch.load(source, map_location="cpu", weights_only=True)
 
 

@@ -128,7 +128,10 @@ def _optimizer(archive: _Bag, path: Path) -> dict[str, Any]:
             places[address]: {name: _as_in_python(name, value) for name, value in vars(values).items()}
             for address, values in vars(fields["state"]).items()
         }
-    except (KeyError, TypeError, AttributeError) as error:
+        # Of flat optimizers, by position (csrc/optimizer/masters.h).
+        for position, master in vars(fields.get("masters", _Bag())).items():
+            state.setdefault(int(position), {})["master"] = master
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"an optimizer in '{path}' is none that torch::save writes ({error!r})") from error
     return {"name": None, "groups": groups, "state": dict(sorted(state.items()))}
 

@@ -1,6 +1,12 @@
 #include "net/rendezvous.h"
 
+#include <atomic>
+#include <chrono>
+#include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <vector>
 
 #include "cpp/catch.h"
 #include "muster/error.h"
@@ -45,6 +51,42 @@ TEST_CASE("workers that disagree about the size of the job all learn it", "[net]
               message_of<InvalidArgument>([&] { open_store(make_cluster(rank, 2 + rank, address), Seconds(30)); });
           MUSTER_CHECK(contains(text, "2 workers") || contains(text, "3 workers"));
         }) == "");
+}
+
+TEST_CASE("who knows of a conflict waits for those that arrived before it was known", "[net]") {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  std::atomic<bool> has_ended{false};
+  // A worker that has told the store of itself, and has not looked yet.
+  store->add("arrived", 1);
+  store->compareSet("world", {}, {'3'});
+  std::thread chief([&] {
+    message_of<InvalidArgument>([&] { join(*store, 0, 2, Seconds(30)); });
+    has_ended = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  CHECK(!has_ended);
+  store->add("informed", 1);
+  chief.join();
+}
+
+TEST_CASE("the store is shared with another one that this process hosts at the address, whichever came first", "[net]") {
+  const bool ours_first = GENERATE(true, false);
+  const std::string address = free_address();
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(std::stoi(address.substr(address.rfind(':') + 1)));
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.multiTenant = true;  // as torch.distributed's env:// is
+  const auto open_theirs = [&] { return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options); };
+  const auto theirs = ours_first ? nullptr : open_theirs();
+  StorePtr ours;
+  std::thread other([&] { open_store(make_cluster(1, 2, address), Seconds(30)); });
+  ours = open_store(make_cluster(0, 2, address), Seconds(30));
+  other.join();
+  const auto later = ours_first ? open_theirs() : theirs;
+  later->set("key", std::vector<uint8_t>{'a'});
+  set_text(*ours, "key", "b");
+  CHECK(later->get("key") == std::vector<uint8_t>{'a'});
 }
 
 TEST_CASE("two workers of one rank are refused", "[net]") {

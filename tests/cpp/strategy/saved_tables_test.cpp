@@ -129,6 +129,41 @@ TEST_CASE("rows that were loaded and not stepped yet are saved again", "[saving]
   }
 }
 
+TEST_CASE("a copy of a module has the rows that its embedding has on servers", "[strategy][server]") {
+  struct Clicks : torch::nn::Cloneable<Clicks> {
+    explicit Clicks(bool on_servers) : on_servers_(on_servers) { Clicks::reset(); }
+    void reset() override {
+      const ShardedEmbeddingOptions options{.mode = Reduction::sum, .seed = 4, .on_servers = on_servers_};
+      table = register_module("table", ShardedEmbedding(kRows, kDim, options));
+    }
+    ShardedEmbedding table{nullptr};
+
+   private:
+    bool on_servers_;
+  };
+  const bool on_servers = GENERATE(false, true);
+  ParameterServerStrategy strategy(Cluster{}, {"cpu", "cpu"}, {}, {});
+  const auto net = std::make_shared<Clicks>(on_servers);
+  auto model = strategy.prepare(net);
+  optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.5));
+  strategy.prepare(optimizer);
+  const auto ids = at::arange(8).view({4, 2});
+  strategy.step([&](const at::Tensor& x) { return model->table->forward(x).square().mean(); }, ids);
+  net->eval();
+  const auto copy = std::dynamic_pointer_cast<Clicks>(net->clone());
+  REQUIRE(copy);
+  CHECK(!copy->table->is_training());
+  CHECK(copy->table->weight.requires_grad());
+  CHECK(copy->table->weight.sizes() == at::IntArrayRef({kRows, kDim}));
+  if (on_servers) {
+    CHECK(copy->table->weight.storage().nbytes() == sizeof(float));
+    CHECK_THROWS_WITH(copy->table->forward(ids), ContainsSubstring("this copy of it is not connected to them"));
+  } else {
+    CHECK(copy->table->weight.equal(net->table->whole_weight()));
+    CHECK(copy->table->forward(ids).equal(net->table->forward(ids)));
+  }
+}
+
 TEST_CASE("a table of another size is refused by name", "[saving][server]") {
   struct Narrow : torch::nn::Module {
     Narrow()

@@ -202,6 +202,36 @@ TEST_CASE("an epoch that servers deal goes on, and under other strategies", "[sa
   CHECK(equal(run(second, folder.path, {}), expected));
 }
 
+TEST_CASE("a place within an epoch is of a loader that counts as the saved one did", "[saving]") {
+  const Folder folder;
+  struct Numbers : torch::data::datasets::Dataset<Numbers, at::Tensor> {
+    explicit Numbers(int64_t samples) : samples_(samples) {}
+    at::Tensor get(size_t index) override { return at::scalar_tensor(static_cast<int64_t>(index), at::kLong); }
+    std::optional<size_t> size() const override { return static_cast<size_t>(samples_); }
+
+   private:
+    int64_t samples_;
+  };
+  const auto run = [&](const LoaderOptions& options, int64_t samples, bool loads, int64_t batches) {
+    MirroredStrategy strategy;
+    auto loader = strategy.prepare_loader(Numbers(samples), options);
+    if (loads) strategy.load(folder.path);
+    auto pass = loader.begin();
+    for (int64_t i = 0; i < batches; ++i) ++pass;
+    if (!loads) strategy.save(folder.path);
+  };
+  const auto goes_on = [&](const LoaderOptions& options, int64_t samples) { run(options, samples, true, 0); };
+  run({.batch_size = 2}, 10, false, 1);
+  goes_on({.batch_size = 2}, 10);
+  CHECK_THROWS_WITH(goes_on({.batch_size = 4}, 10),
+                    ContainsSubstring("loader 0: the checkpoint is of the middle of an epoch with batches of 2, and now 4"));
+  CHECK_THROWS_WITH(goes_on({.batch_size = 2}, 12), ContainsSubstring("with a data set of 10, and now 12"));
+  run({.batch_size = 2}, 10, false, 5);  // an epoch's end
+  goes_on({.batch_size = 4}, 12);
+  run({.batch_size = 2, .sharded = true}, 10, false, 1);
+  goes_on({.batch_size = 4, .sharded = true}, 12);
+}
+
 TEST_CASE("where a loader goes on is what can be", "[saving]") {
   const std::vector<server::PassProgress> passes{{4, 2, 10, 6, {1, 5}}, {4, 3, 10, 2, {}}};
   const auto saved = muster::detail::saved_loader(2, passes);

@@ -172,6 +172,30 @@ TEST_CASE("buffers of replica 0 that are set or converted are the others'", "[st
   for (const auto& mean : converted) CHECK(mean.scalar_type() == at::kDouble);
 }
 
+TEST_CASE("submodules that replica 0 alone has are refused by name", "[strategy]") {
+  struct Net : torch::nn::Cloneable<Net> {
+    Net() { reset(); }
+    void reset() override { head = register_module("head", torch::nn::Linear(2, 1)); }
+    torch::nn::Linear head{nullptr};
+  };
+  MirroredStrategy strategy(cpus(2));
+  auto net = std::make_shared<Net>();
+  auto model = strategy.prepare(net);
+  const auto step = [&] { strategy.run([&](const at::Tensor& part) { model->head->forward(part); }, at::ones({2, 2})); };
+  step();
+  const auto first = net->head;
+  net->head = net->replace_module("head", torch::nn::Linear(2, 1));
+  CHECK_THROWS_WITH(step(), ContainsSubstring("submodule 'head' was registered or replaced since prepare()"));
+  net->head = net->replace_module("head", first);
+  step();
+  net->register_module("tail", torch::nn::Linear(1, 1));
+  CHECK_THROWS_WITH(step(), ContainsSubstring("submodule 'tail' was registered"));
+  net->unregister_module("tail");
+  step();
+  net->unregister_module("head");
+  CHECK_THROWS_WITH(step(), ContainsSubstring("a submodule was unregistered since prepare()"));
+}
+
 TEST_CASE("a PerReplica that a program makes is reduced and gathered", "[strategy]") {
   MirroredStrategy strategy(cpus(2));
   const PerReplica<at::Tensor> values({at::ones({2}), at::ones({2}) * 3});

@@ -335,3 +335,20 @@ TEST_CASE("workers may communicate through a process group", "[workers]") {
           MUSTER_CHECK(contains(message, "same job"));
         }) == "");
 }
+
+TEST_CASE("calls that differ between ranks of a process group are refused on both", "[workers]") {
+  const auto ranks = comm::make_local(2, kTimeout);
+  CHECK(run_threads(2, [&](int rank) {
+          const Cluster cluster{.rank = rank, .num_workers = 2, .address = "127.0.0.1:1", .local_rank = rank};
+          MultiWorkerMirroredStrategy strategy(cluster, {}, {.threads_per_replica = 1},
+                                               make_process_group(ranks[static_cast<size_t>(rank)]));
+          const auto message = message_of<LayoutMismatch>([&] {
+            if (rank == 0) {
+              strategy.barrier();
+            } else {
+              strategy.reduce(at::ones({2}), ReduceOp::sum);
+            }
+          });
+          MUSTER_CHECK(contains(message, "rank 0 asked for barrier"));
+        }) == "");
+}
