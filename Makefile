@@ -13,7 +13,7 @@ PY_FILES = python tests/python tests/differential tests/gpu tests/support exampl
 TIMED = tools/timed.sh
 CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DMUSTER_TESTS=ON
 
-.PHONY: cuda dev docs docs-only gpu-check train test test-computing test-long test-sanitize fuzz lint lint-only format dist bench clean package
+.PHONY: cuda dev docs docs-only gpu-check train test test-long test-sanitize fuzz lint lint-only format dist bench clean package
 .DELETE_ON_ERROR:
 
 train: package
@@ -21,18 +21,9 @@ train: package
 
 test: package cuda $(STAMPS)/dev
 	$(TIMED) "C++ tests, compiled" cmake --build $(BUILD) -j $(JOBS) --target all muster_tests
-	tools/beside.sh $(MAKE) --no-print-directory test-computing -- \
-	  $(TIMED) "C++ tests" $(BUILD)/muster_tests "~[simulation]~[.]"
+	tools/beside.sh tools/computing_tests.sh $(BUILD) -- $(TIMED) "C++ tests" $(BUILD)/muster_tests "~[simulation]~[.]"
 	@# Two at once, each with files of its own: most tests wait for other processes.
 	$(TIMED) "Python tests" $(PYTHON) -m pytest -n 2 --dist loadfile
-
-# Tests that do not wait: for the time that others leave.
-test-computing:
-	$(TIMED) "tests of the CUDA side, emulated" $(BUILD)/muster_cuda_tests
-	$(TIMED) "tests of a device, emulated" $(BUILD)/muster_device_tests
-	$(TIMED) "mutants of kernels" $(BUILD)/muster_cuda_mutants "[mutants]"
-	$(TIMED) "mutants of kernels that race" tools/sanitized.sh thread $(BUILD)/muster_cuda_race_mutants "[mutants]"
-	$(TIMED) "simulated servers" $(BUILD)/muster_tests "[simulation]~[.]"
 
 # Compiles and links the CUDA side where nvcc is found; nothing of it runs. A GPU is `make gpu-check`'s business.
 cuda: $(STAMPS)/dev

@@ -24,7 +24,8 @@ LoaderState place_in(const SavedValue::Dict& saved);
 /// Adds to what a checkpoint has of a loader in what its place is counted.
 void add_extent(SavedValue::Dict& saved, const LoaderExtent& extent);
 
-/// Throws LayoutMismatch naming the `loader` where the checkpoint is of the middle of an epoch of other batches or data.
+/// Throws LayoutMismatch naming the `loader` where the checkpoint is of the middle of an epoch of other batches or
+/// data.
 void check_extent(const SavedValue::Dict& saved, const LoaderExtent& extent, const std::string& loader);
 
 }  // namespace muster::detail

@@ -164,7 +164,7 @@ def _disagree() -> list[str]:
     errors = []
     for is_order in (False, True):
         with muster.MultiWorkerMirroredStrategy.from_env(timeout=60.0) as strategy:
-            calls = [strategy.barrier, lambda: strategy.reduce(torch.ones(3), "sum")]  # noqa: B023
+            calls = [strategy.barrier, lambda: strategy.reduce(torch.ones(3), "sum")]
             if strategy.rank == 1:
                 calls.reverse()
             try:

@@ -69,7 +69,8 @@ TEST_CASE("who knows of a conflict waits for those that arrived before it was kn
   chief.join();
 }
 
-TEST_CASE("the store is shared with another one that this process hosts at the address, whichever came first", "[net]") {
+TEST_CASE("the store is shared with another one that this process hosts at the address, whichever came first",
+          "[net]") {
   const bool ours_first = GENERATE(true, false);
   const std::string address = free_address();
   c10d::TCPStoreOptions options;

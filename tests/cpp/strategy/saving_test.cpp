@@ -223,8 +223,9 @@ TEST_CASE("a place within an epoch is of a loader that counts as the saved one d
   const auto goes_on = [&](const LoaderOptions& options, int64_t samples) { run(options, samples, true, 0); };
   run({.batch_size = 2}, 10, false, 1);
   goes_on({.batch_size = 2}, 10);
-  CHECK_THROWS_WITH(goes_on({.batch_size = 4}, 10),
-                    ContainsSubstring("loader 0: the checkpoint is of the middle of an epoch with batches of 2, and now 4"));
+  CHECK_THROWS_WITH(
+      goes_on({.batch_size = 4}, 10),
+      ContainsSubstring("loader 0: the checkpoint is of the middle of an epoch with batches of 2, and now 4"));
   CHECK_THROWS_WITH(goes_on({.batch_size = 2}, 12), ContainsSubstring("with a data set of 10, and now 12"));
   run({.batch_size = 2}, 10, false, 5);  // an epoch's end
   goes_on({.batch_size = 4}, 12);

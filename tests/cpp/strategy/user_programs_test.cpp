@@ -181,7 +181,9 @@ TEST_CASE("submodules that replica 0 alone has are refused by name", "[strategy]
   MirroredStrategy strategy(cpus(2));
   auto net = std::make_shared<Net>();
   auto model = strategy.prepare(net);
-  const auto step = [&] { strategy.run([&](const at::Tensor& part) { model->head->forward(part); }, at::ones({2, 2})); };
+  const auto step = [&] {
+    strategy.run([&](const at::Tensor& part) { model->head->forward(part); }, at::ones({2, 2}));
+  };
   step();
   const auto first = net->head;
   net->head = net->replace_module("head", torch::nn::Linear(2, 1));
