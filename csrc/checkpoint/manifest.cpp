@@ -65,8 +65,15 @@ std::string signature_of(std::string_view inner, const net::JobSecret& secret, P
   return hex_of_digest(hmac_sha256(hmac_sha256(secret, label), inner));
 }
 
-void check_signature(const std::filesystem::path& path, const std::string& found, const std::string& expected) {
+void check_signature(const std::filesystem::path& path, const std::string& found, const std::string& expected,
+                     Pieces pieces) {
   if (found == expected) return;
+  if (pieces == Pieces::some) {
+    throw CheckpointError(
+        "the part '" + path.string() + "' " +
+        (found.empty() ? "has no signature" : "was signed with another job secret, or changed since") +
+        "; give all workers and servers of the job one secret (MUSTER_SECRET_FILE)");
+  }
   const std::string folder = path.parent_path().string();
   throw CheckpointError(
       "'" + path.string() + "' " +
@@ -304,7 +311,7 @@ Manifest parse_manifest(const std::string& text, const std::filesystem::path& pa
   json.read_end();
   if (inner.empty()) json.fail("it holds no manifest");
   if (!secret) return manifest;
-  check_signature(path, signature, signature_of(inner, *secret, pieces));
+  check_signature(path, signature, signature_of(inner, *secret, pieces), pieces);
   for (const auto& shard : manifest.shards) {
     if (shard.sum.sha256.empty()) json.fail("it is signed, and has no SHA-256 of '" + shard.file + "'");
   }

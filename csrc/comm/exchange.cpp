@@ -65,7 +65,7 @@ Work Exchange::issue(const Request& request, const at::Tensor& tensor, const at:
   op->number = issued_++;
   op->card.request = request;
   op->card.request.scope = scope_;
-  op->exchanges = check_ || scope_ != 0 || request.kind == OpKind::all_gather;
+  op->exchanges = check_ || scope_ != 0 || request.kind == OpKind::all_gather || request.kind == OpKind::barrier;
   op->tensor = tensor;
   op->output = output;
   ++issued_in_scope_;
@@ -285,11 +285,8 @@ void Exchange::start_data(Operation& op, const Request& request) {
   const auto options = at::TensorOptions().dtype(dtype_of(request)).device(transport_->device());
   const bool takes_part = op.card.presence == Presence::requests;
   op.work = Work();
-  if (request.kind == OpKind::barrier) {
-    if (op.exchanges || !takes_part) return;
-    op.buffer = at::zeros({1}, options.dtype(at::kInt));
-    op.work = transport_->all_reduce(op.buffer, ReduceOp::sum);
-  } else if (request.kind == OpKind::all_gather) {
+  if (request.kind == OpKind::barrier) return;
+  if (request.kind == OpKind::all_gather) {
     int64_t largest = 0;
     for (const Card& card : op.cards) {
       if (card.presence == Presence::requests) largest = std::max(largest, card.request.numel);

@@ -37,9 +37,10 @@ class Transport {
 
 /// A Communicator over `transport`. With `check`, ranks exchange their requests before every operation, so that
 /// disagreement is LayoutMismatch; without, it shows as an error of the backend or as Timeout, and a size that differs
-/// may go unnoticed. all_gather (whose parts may differ) and operations in scopes exchange requests in any case, and
-/// end_scope then blocks until all ranks have ended the scope. Sums follow the transport's own order; bf16 and fp16 are
-/// summed in fp32. reduce_scatter costs an all_reduce.
+/// may go unnoticed. barrier, all_gather (whose parts may differ) and operations in scopes exchange requests in any
+/// case, so that what begins with one of these is compared with what other ranks begin; end_scope then blocks until all
+/// ranks have ended the scope. Sums follow the transport's own order; bf16 and fp16 are summed in fp32. reduce_scatter
+/// costs an all_reduce.
 CommunicatorPtr make_exchange_communicator(std::shared_ptr<Transport> transport, bool check, Milliseconds timeout);
 
 }  // namespace muster::comm

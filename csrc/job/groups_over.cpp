@@ -18,7 +18,7 @@ Groups groups_over(const comm::ProcessGroupPtr& process_group, const Cluster& cl
   const comm::C10dOptions options{.timeout = timeout};
   Groups groups;
   groups.store = process_group->getStore();
-  groups.workers = comm::make_c10d(process_group, {.check = true, .timeout = timeout});
+  groups.workers = comm::make_c10d(process_group, options);
   groups.backend = "the process group's backend (" + process_group->getBackendName() + ")";
   groups.overlap = false;
   place_replicas(topology, *groups.workers);

@@ -96,16 +96,15 @@ class Host {
                                                .replica_names = layout.ranks_of_host(host)});
   }
 
-  // `check`: as in make_exchange_communicator.
   std::vector<comm::CommunicatorPtr> make_group(const std::string& name, const comm::ProcessGroupPtr& exchange,
-                                                const comm::ProcessGroupPtr& results, bool check) {
+                                                const comm::ProcessGroupPtr& results) {
     return comm::make_over_hosts(layout_, rank_,
                                  {.exchange = exchange,
                                   .results = results,
                                   .up = mesh_->make_group(name),
                                   .down = mesh_->make_group(name + "_back"),
                                   .lost = lost_},
-                                 check, timeout_);
+                                 /*check=*/false, timeout_);
   }
 
  private:
@@ -143,15 +142,15 @@ Groups groups_over_hosts(const SeveralHosts& several, const Cluster& cluster, To
   Host workers(store, "workers", of_workers, topology, 1, timeout);
   Groups groups;
   groups.store = store;
-  groups.workers = workers.make_group("workers", several.workers, several.workers_results, /*check=*/true).front();
+  groups.workers = workers.make_group("workers", several.workers, several.workers_results).front();
   groups.backend = "memory that the processes of a host share, and between " + std::to_string(of_workers.num_hosts()) +
                    " hosts a process group (" + several.gradients->getBackendName() + "), of which " +
                    std::to_string(of_workers.num_stripes()) + " workers a host carry a part each";
   place_replicas(topology, *groups.workers);
   const comm::HostsLayout layout(topology.replicas_of_worker, host_of_worker);
   Host replicas(store, "replicas", layout, topology, topology.local_replicas(), timeout);
-  groups.gradients = replicas.make_group("gradients", several.gradients, several.results, /*check=*/false);
-  groups.step = replicas.make_group("step", several.step, several.step, /*check=*/false);
+  groups.gradients = replicas.make_group("gradients", several.gradients, several.results);
+  groups.step = replicas.make_group("step", several.step, several.step);
   return groups;
 }
 

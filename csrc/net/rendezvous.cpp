@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <netdb.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -11,9 +12,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -101,7 +104,7 @@ FileDescriptor listen_on(const HostPort& at) {
     if (fd && ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) == 0 &&
         ::bind(fd.get(), a->ai_addr, a->ai_addrlen) == 0 && ::listen(fd.get(), SOMAXCONN) == 0) {
       listener = std::move(fd);
-    } else {
+    } else if (error != EADDRINUSE) {
       error = errno;
     }
   }
@@ -173,18 +176,45 @@ void await_listener(const Cluster& cluster, const HostPort& at, std::chrono::mil
   }
 }
 
+// Whether a socket of this process accepts connections at the port.
+bool listens_itself(uint16_t port) {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", ignored)) {
+    const int fd = std::atoi(entry.path().filename().c_str());
+    int accepts = 0;
+    socklen_t size = sizeof(accepts);
+    if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &accepts, &size) != 0 || accepts == 0) continue;
+    sockaddr_in6 bound{};  // the port is where that of IPv4 is
+    size = sizeof(bound);
+    if (::getsockname(fd, reinterpret_cast<sockaddr*>(&bound), &size) != 0) continue;
+    if ((bound.sin6_family == AF_INET || bound.sin6_family == AF_INET6) && ntohs(bound.sin6_port) == port) return true;
+  }
+  return false;
+}
+
+// Whether this is the process's first store of ours at the port, of whatever interface.
+bool is_first_at(uint16_t port) {
+  static std::mutex mutex;
+  static std::set<uint16_t> ports;
+  const std::lock_guard lock(mutex);
+  return ports.insert(port).second;
+}
+
 // Hosts it, or shares the one that torch.distributed hosts there in this process, as it shares ours: each rendezvous of
-// one launch is given the same port.
+// one launch is given the same port. What is shared is found by its port alone, so that one of another interface is
+// not.
 StorePtr host_tcp_store(const HostPort& at, c10d::TCPStoreOptions options) {
   options.isServer = true;
   options.multiTenant = true;
   const FileDescriptor listener = listen_on(at);
   if (listener) {
+    options.multiTenant = is_first_at(options.port);
     // The store owns and closes the copy, which no program that is executed later may inherit: the port would stay
     // taken.
     options.masterListenFd = ::fcntl(listener.get(), F_DUPFD_CLOEXEC, 0);
     return guarded([&] { return c10::make_intrusive<c10d::TCPStore>(at.host, options); });
   }
+  if (!listens_itself(options.port)) throw_unhosted(at, std::strerror(EADDRINUSE));
   try {
     return c10::make_intrusive<c10d::TCPStore>(at.host, options);
   } catch (const std::exception&) {

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <bit>
 #include <deque>
+#include <map>
 #include <numeric>
 #include <sstream>
 #include <string>
@@ -71,26 +72,39 @@ struct Headers {
   size_t num_leaves() const { return shapes.front().second.size(); }
 };
 
+// name(...), as calls are told.
+bool is_call(const std::string& line) {
+  const auto name = line.substr(0, line.find('('));
+  return line.size() < 40 && name.size() < line.size() && line.back() == ')' && !name.empty() &&
+         std::all_of(name.begin(), name.end(), [](char c) { return c == '_' || (c >= 'a' && c <= 'z'); });
+}
+
+// What each worker says in the same call.
+std::vector<std::string> told(comm::Communicator& workers, const std::string& call, const std::string& text) {
+  auto texts = exchange_texts(workers, call + '\n' + text);
+  for (size_t worker = 0; worker < texts.size(); ++worker) {
+    const auto line = texts[worker].substr(0, texts[worker].find('\n'));
+    if (line == call) continue;
+    throw LayoutMismatch("ranks disagree: rank " + std::to_string(workers.rank()) + " called " + call + ", rank " +
+                         std::to_string(worker) + ' ' + (is_call(line) ? line : "another function") +
+                         "; call the same on all ranks, in the same order");
+  }
+  for (auto& each : texts) each.erase(0, call.size() + 1);
+  return texts;
+}
+
 Headers exchange_headers(comm::Communicator& workers, const std::string& call, const std::vector<Contribution>& mine,
                          bool rows_may_differ) {
   std::ostringstream text;
-  text << std::hexfloat << call << '\n';
+  text << std::hexfloat;
   for (const auto& contribution : mine) {
     text << contribution.weight << '\n' << contribution.values.size() << '\n' << header_of(contribution.values);
   }
-  const auto texts = exchange_texts(workers, text.str());
+  const auto texts = told(workers, call, text.str());
   Headers headers;
   for (size_t worker = 0; worker < texts.size(); ++worker) {
     std::istringstream in(texts[worker]);
-    std::string line;
-    std::getline(in, line);
-    if (line != call) {
-      throw LayoutMismatch("ranks disagree: rank " + std::to_string(workers.rank()) + " called " + call + ", rank " +
-                           std::to_string(worker) +
-                           " another function or operation; call the same on all ranks, in "
-                           "the same order");
-    }
-    while (std::getline(in, line)) {
+    for (std::string line; std::getline(in, line);) {
       headers.weights.push_back(std::strtod(line.c_str(), nullptr));
       std::getline(in, line);
       std::string header;
@@ -179,6 +193,70 @@ at::Tensor weighted(const at::Tensor& term, ReduceOp op, double weight) {
   return op == ReduceOp::mean ? averageable({term}).front() * weight : term;
 }
 
+// Small leaves of one dtype as one, so that they travel at once.
+class PackedLeaves {
+ public:
+  // `leaves`: without memory.
+  explicit PackedLeaves(Leaves leaves) : leaves_(std::move(leaves)) {
+    constexpr int64_t kSmall = 4096;  // elements
+    std::map<at::ScalarType, size_t> groups;
+    for (size_t i = 0; i < leaves_.size(); ++i) {
+      const bool is_small = leaves_[i].numel() <= kSmall;
+      const auto [group, is_new] =
+          is_small ? groups.emplace(leaves_[i].scalar_type(), packed_.size()) : std::pair(groups.end(), true);
+      if (is_new) packed_.emplace_back();
+      packed_[is_small ? group->second : packed_.size() - 1].push_back(i);
+    }
+  }
+
+  Leaves pack(const Leaves& leaves) const {
+    Leaves result;
+    for (const auto& group : packed_) {
+      if (group.size() == 1) {
+        result.push_back(leaves[group.front()]);
+        continue;
+      }
+      Leaves flat;
+      for (const size_t i : group) flat.push_back(on_host(leaves[i]).view({-1}));
+      result.push_back(at::cat(flat));
+    }
+    return result;
+  }
+
+  // Of what pack() gives, without memory.
+  Leaves shapes() const {
+    Leaves result;
+    for (const auto& group : packed_) {
+      if (group.size() == 1) {
+        result.push_back(leaves_[group.front()]);
+        continue;
+      }
+      int64_t numel = 0;
+      for (const size_t i : group) numel += leaves_[i].numel();
+      result.push_back(at::empty({numel}, leaves_[group.front()].options()));
+    }
+    return result;
+  }
+
+  Leaves unpack(const Leaves& results) const {
+    Leaves leaves(leaves_.size());
+    for (size_t p = 0; p < packed_.size(); ++p) {
+      int64_t begin = 0;
+      for (const size_t i : packed_[p]) {
+        const auto& like = leaves_[i];
+        const bool is_alone = packed_[p].size() == 1;
+        leaves[i] = is_alone ? results[p] : results[p].narrow(0, begin, like.numel()).view(like.sizes()).clone();
+        begin += like.numel();
+      }
+    }
+    return leaves;
+  }
+
+ private:
+  const Leaves leaves_;
+  std::vector<std::vector<size_t>> packed_;  // the leaves of each
+};
+
 // The sum over all workers of what each has added up of its own terms, or its mean, by pieces: while some are under way
 // this worker adds up the next.
 at::Tensor sum_over_workers(comm::Communicator& workers, const Leaves& terms, const std::vector<double>& weights,
@@ -210,11 +288,15 @@ at::Tensor sum_over_workers(comm::Communicator& workers, const Leaves& terms, co
 
 }  // namespace
 
-Leaves reduce_over_workers(comm::Communicator& workers, const std::vector<Contribution>& mine, ReduceOp op) {
+Leaves reduce_over_workers(comm::Communicator& workers, const std::vector<Contribution>& given, ReduceOp op) {
   const at::NoGradGuard no_grad;
-  for (const auto& contribution : mine) check_order(contribution.values, op);
-  const auto headers =
-      exchange_headers(workers, std::string("reduce(") + comm::name_of(op) + ")", mine, /*rows_may_differ=*/false);
+  for (const auto& contribution : given) check_order(contribution.values, op);
+  auto headers =
+      exchange_headers(workers, std::string("reduce(") + comm::name_of(op) + ")", given, /*rows_may_differ=*/false);
+  const PackedLeaves packed(headers.shapes.front().second);
+  auto mine = given;
+  for (auto& contribution : mine) contribution.values = packed.pack(contribution.values);
+  for (auto& shape : headers.shapes) shape.second = packed.shapes();
   const double total = std::accumulate(headers.weights.begin(), headers.weights.end(), 0.0);
   const bool adds_up = op == ReduceOp::sum || op == ReduceOp::mean;
   const bool sums_travel = workers.size() > 1 && adds_up && are_subtrees(headers, workers.size());
@@ -235,7 +317,7 @@ Leaves reduce_over_workers(comm::Communicator& workers, const std::vector<Contri
     auto result = reduce_along_tree(std::move(terms), op);
     results.push_back(op == ReduceOp::mean ? result / total : result);
   }
-  return beside(results, mine, workers);
+  return beside(packed.unpack(results), given, workers);
 }
 
 Leaves gather_over_workers(comm::Communicator& workers, const std::vector<Contribution>& mine) {
@@ -260,7 +342,8 @@ Leaves leaves_of_source(comm::Communicator& workers, const Leaves& mine, int sou
                           std::to_string(workers.size()));
   }
   const at::NoGradGuard no_grad;
-  const auto headers = exchange_texts(workers, workers.rank() == source ? header_of(mine) : std::string());
+  const auto headers = told(workers, "broadcast(source=" + std::to_string(source) + ")",
+                            workers.rank() == source ? header_of(mine) : std::string());
   const bool is_source = workers.rank() == source;
   Leaves results;
   for (const auto& each : is_source ? mine : empty_like_header(headers[static_cast<size_t>(source)])) {

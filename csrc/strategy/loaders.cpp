@@ -82,10 +82,12 @@ void Loaders::compare(int loader, const std::string& size) {
 
 bool Loaders::any_has_more(bool has_more) {
   if (core_->session().groups().deals_batches()) return has_more;
-  const auto any = at::zeros({1}, at::kLong);
-  any.data_ptr<int64_t>()[0] = has_more ? 1 : 0;
-  core_->session().workers().all_reduce(any, ReduceOp::max).wait();
-  return any.const_data_ptr<int64_t>()[0] != 0;
+  // Shapes alone travel, with the requests, which are compared with what other ranks ask for.
+  const auto rows_of_nothing = at::empty({has_more ? 1 : 0, 0}, at::kByte);
+  auto work = core_->session().workers().all_gather(rows_of_nothing);
+  work.wait();
+  const auto gathered = work.outputs();
+  return std::any_of(gathered.begin(), gathered.end(), [](const at::Tensor& rows) { return rows.size(0) > 0; });
 }
 
 // Refuses before the pass counts as begun.

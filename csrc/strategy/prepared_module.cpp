@@ -38,11 +38,33 @@ NamedTensors by_names_of(const torch::OrderedDict<std::string, at::Tensor>& firs
   return named;
 }
 
+using Modules = PreparedModule::Modules;
+
+// In pre-order, as modules() of torch, which makes a name of each.
+void add_modules(const std::shared_ptr<torch::nn::Module>& module, Modules& all) {
+  all.push_back(module);
+  for (const auto& child : module->children()) add_modules(child, all);
+}
+
+// Behind the last one for a module that is not among them.
+size_t place_of(const torch::nn::Module& module, const Modules& modules) {
+  const auto found =
+      std::find_if(modules.begin(), modules.end(), [&](const auto& each) { return each.get() == &module; });
+  return static_cast<size_t>(found - modules.begin());
+}
+
+std::string name_in(const torch::nn::Module& whole, const std::shared_ptr<torch::nn::Module>& module) {
+  for (const auto& item : whole.named_modules(std::string(), /*include_self=*/false)) {
+    if (item.value() == module) return item.key();
+  }
+  return "";
+}
+
 }  // namespace
 
 PreparedModule::PreparedModule(Modules replicas) : replicas_(std::move(replicas)) {
   for (const auto& replica : replicas_) {
-    submodules_.push_back(replica->modules());
+    add_modules(replica, submodules_.emplace_back());
     if (submodules_.back().size() != submodules_.front().size()) {
       throw InvalidArgument(
           "the replicas of a module have different numbers of submodules; the factory must build "
@@ -67,24 +89,32 @@ ModuleTensors PreparedModule::tensors() const {
   return tensors;
 }
 
-void PreparedModule::check_submodules() const {
-  const auto& prepared = submodules_.front();
-  const auto now = replicas_.front()->modules();
-  if (now == prepared) return;
-  for (const auto& item : replicas_.front()->named_modules()) {
-    if (std::find(prepared.begin(), prepared.end(), item.value()) != prepared.end()) continue;
-    throw InvalidArgument("submodule '" + item.key() +
-                          "' was registered or replaced since prepare(), so only replica 0 would use it; change the "
-                          "module before prepare()");
+void PreparedModule::check_submodules() {
+  if (replicas_.size() == 1) return;
+  Modules now;
+  add_modules(replicas_.front(), now);
+  if (now == submodules_.front()) return;
+  std::vector<Modules> of_all{std::move(now)};
+  for (size_t r = 1; r < replicas_.size(); ++r) add_modules(replicas_[r], of_all.emplace_back());
+  for (size_t r = 1; r < replicas_.size(); ++r) {
+    for (size_t m = 0; m < of_all[0].size(); ++m) {
+      if (m < of_all[r].size() && place_of(*of_all[0][m], submodules_[0]) == place_of(*of_all[r][m], submodules_[r])) {
+        continue;
+      }
+      throw InvalidArgument("submodule '" + name_in(*replicas_.front(), of_all[0][m]) +
+                            "' was registered or replaced since prepare() in replica 0 alone, so that no other replica "
+                            "would use it; change the module before prepare()");
+    }
+    if (of_all[r].size() == of_all[0].size()) continue;
+    throw InvalidArgument(
+        "a submodule was unregistered since prepare() in replica 0 alone, so that all others would use it; change the "
+        "module before prepare()");
   }
-  throw InvalidArgument(
-      "a submodule was unregistered since prepare(), so only replica 0 would be without it; change the module before "
-      "prepare()");
+  submodules_ = std::move(of_all);
 }
 
 void PreparedModule::follow_first_replica() {
   const at::NoGradGuard no_grad;
-  if (replicas_.size() > 1) check_submodules();
   for (size_t r = 1; r < replicas_.size(); ++r) {
     for (size_t m = 0; m < submodules_[r].size(); ++m) {
       const bool training = submodules_[0][m]->is_training();

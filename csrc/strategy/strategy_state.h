@@ -34,10 +34,12 @@ class PreparedModule {
   ModuleTensors tensors() const;
 
   /// Training mode, and buffers of replica 0 that were written or given other memory, dtypes or sizes since
-  /// note_buffers(). Throws InvalidArgument where there are others and replica 0's submodules are not those that were
-  /// prepared: the others would compute something else.
+  /// note_buffers().
   void follow_first_replica();
   void note_buffers();
+  /// Throws InvalidArgument naming what replica 0 alone has registered, replaced or unregistered since it was prepared:
+  /// the others would compute something else. Modules that all replicas have registered alike are taken up.
+  void check_submodules();
 
  private:
   /// What a write changes; set_data() leaves the version alone.
@@ -48,7 +50,6 @@ class PreparedModule {
     bool operator==(const Noted&) const = default;
   };
   static Noted noted_of(const at::Tensor& buffer);
-  void check_submodules() const;
 
   Modules replicas_;
   std::vector<Modules> submodules_;               // [replica], in pre-order
@@ -100,6 +101,7 @@ struct Strategy::State {
   /// Runs a step, run or flush of the core between what replicas take over from replica 0 and the note of it.
   template <class Function>
   auto call(const Function& function) {
+    for (auto& module : modules) module.check_submodules();
     struct Note {
       ~Note() {
         for (auto& module : modules) module.note_buffers();

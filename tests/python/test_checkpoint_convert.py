@@ -392,3 +392,14 @@ def test_every_worker_gets_what_was_converted(tmp_path: Path) -> None:
     moments = user.state_dict()["state"][0]["exp_avg"].tolist()
     expected = [{"epoch": 3}, {n: value.tolist() for n, value in module.state_dict().items()}, moments, 7, 0]
     assert run_ranks(2, loaded_by_a_rank, str(convert(tmp_path / "all.pt"))) == [expected, expected]
+
+
+def test_what_is_no_file_of_torch_is_said_to_be_none(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(7)\n")
+    with pytest.raises(muster.CheckpointError, match=r"train\.py' is no file of torch\.save, torch::save"):
+        convert(script)
+    for protocol in (2, 3, 4):
+        old = tmp_path / f"old{protocol}.pt"
+        torch.save({"w": torch.ones(2)}, old, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
+        convert(old)

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import muster
+from muster.checkpoint import libtorch
 from muster.checkpoint.importing import Order, convert
+from muster.errors import CheckpointError
 from support.checkpoints import mirrored
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
@@ -150,3 +152,21 @@ def test_tensors_beyond_their_storage_and_damaged_records_are_refused(tmp_path: 
     with pytest.raises(muster.CheckpointError, match=r"changed.pt"):
         convert(Order([str(cut)], str(tmp_path / "runs")))
     assert not (tmp_path / "runs").exists()
+
+
+def test_master_copies_of_flat_optimizers_are_found() -> None:
+    def bag(**fields: Any) -> libtorch._Bag:
+        made = libtorch._Bag()
+        vars(made).update(fields)
+        return made
+
+    group = {"params/size": 2, "params/0": "10", "params/1": "20", "options": bag(lr=0.5)}
+    groups = bag(**{"param_groups/size": 1, "param_groups/0": bag(**group)})
+    masters = [torch.arange(3.0), torch.arange(2.0)]
+    archive = {"pytorch_version": "2", "param_groups": groups, "state": bag(**{"20": bag(step=4)})}
+    found = libtorch._optimizer(bag(**archive, masters=bag(**{"0": masters[0], "1": masters[1]})), Path("x.pt"))
+    assert found["state"][0] == {"master": masters[0]}
+    assert found["state"][1] == {"step": torch.tensor(4.0), "master": masters[1]}
+    assert "master" not in libtorch._optimizer(bag(**archive), Path("x.pt"))["state"][1]
+    with pytest.raises(CheckpointError, match="none that torch::save writes"):
+        libtorch._optimizer(bag(**archive, masters=bag(**{"2": masters[0]})), Path("x.pt"))

@@ -167,21 +167,21 @@ def _disagree() -> list[str]:
             calls = [strategy.barrier, lambda: strategy.reduce(torch.ones(3), "sum")]
             if strategy.rank == 1:
                 calls.reverse()
+            begun = time.monotonic()
             try:
                 for call in calls if is_order else calls[:1]:
                     call()
                 errors.append("")
             except muster.Error as error:
                 errors.append(f"{type(error).__name__}: {error}")
+            assert time.monotonic() - begun < 30
     return errors
 
 
 def test_calls_outside_a_step_that_differ_between_hosts_are_named_on_all(three_hosts: Hosts) -> None:
-    begun = time.monotonic()
     for errors in three_hosts.run([0, 1, 0, 1], _disagree):
         for error in errors:
             assert re.match(r"LayoutMismatch: ranks disagree: rank 0 asked for barrier, rank 1 for all_gather", error)
-    assert time.monotonic() - begun < 50
 
 
 def _train_and_reduce() -> tuple[list[np.ndarray], bool]:

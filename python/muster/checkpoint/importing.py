@@ -103,14 +103,14 @@ def _read(source: Path) -> Found:
     return found_in(_weights_only(_torch_load, source), source)
 
 
-_WITHOUT_ZIP = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""How files begin that torch.save writes with _use_new_zipfile_serialization=False: a pickle of its magic number."""
+_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19"
+"""With a pickle of this number files begin that torch.save writes with _use_new_zipfile_serialization=False."""
 
 
 def _torch_load(source: Path) -> Any:
     if not zipfile.is_zipfile(source):
         with source.open("rb") as file:
-            if file.read(len(_WITHOUT_ZIP)) != _WITHOUT_ZIP:
+            if _MAGIC not in file.read(32):
                 raise CheckpointError(
                     f"'{source}' is no file of torch.save, torch::save or safetensors (whose names end in "
                     ".safetensors); name one of those, or a folder of torch.distributed.checkpoint"

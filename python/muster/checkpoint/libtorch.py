@@ -130,8 +130,8 @@ def _optimizer(archive: _Bag, path: Path) -> dict[str, Any]:
         }
         # Of flat optimizers, by position (csrc/optimizer/masters.h).
         for position, master in vars(fields.get("masters", _Bag())).items():
-            state.setdefault(int(position), {})["master"] = master
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+            state.setdefault(range(len(places))[int(position)], {})["master"] = master
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"an optimizer in '{path}' is none that torch::save writes ({error!r})") from error
     return {"name": None, "groups": groups, "state": dict(sorted(state.items()))}
 

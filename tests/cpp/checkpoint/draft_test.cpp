@@ -133,7 +133,8 @@ TEST_CASE("parts that are not one snapshot are refused, and the one before stays
   }
   SECTION("a part that another secret signed") {
     write_part(draft, "worker-1", once({run_of(5, 12)}), {.secret = "another one"});
-    CHECK_THROWS_AS(finish_draft(draft, kBoth, {}, {.secret = "the job's"}), CheckpointError);
+    CHECK_THROWS_WITH(finish_draft(draft, kBoth, {}, {.secret = "the job's"}),
+                      ContainsSubstring("give all workers and servers of the job one secret"));
   }
   CHECK(read_newest_snapshot(folder.path)->folder == before);
   drop_draft(draft);

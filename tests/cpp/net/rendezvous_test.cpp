@@ -1,9 +1,13 @@
 #include "net/rendezvous.h"
 
-#include <atomic>
-#include <chrono>
+#include <arpa/inet.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
 #include <string>
-#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <vector>
@@ -53,20 +57,19 @@ TEST_CASE("workers that disagree about the size of the job all learn it", "[net]
         }) == "");
 }
 
-TEST_CASE("who knows of a conflict waits for those that arrived before it was known", "[net]") {
-  auto store = c10::make_intrusive<c10d::HashStore>();
-  std::atomic<bool> has_ended{false};
-  // A worker that has told the store of itself, and has not looked yet.
-  store->add("arrived", 1);
-  store->compareSet("world", {}, {'3'});
-  std::thread chief([&] {
-    message_of<InvalidArgument>([&] { join(*store, 0, 2, Seconds(30)); });
-    has_ended = true;
-  });
-  std::this_thread::sleep_for(std::chrono::milliseconds(200));
-  CHECK(!has_ended);
-  store->add("informed", 1);
-  chief.join();
+TEST_CASE("a worker has arrived before others can know of a conflict with it, and so they wait for it", "[net]") {
+  struct Watched final : c10d::HashStore {
+    std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                    const std::vector<uint8_t>& desired) override {
+      arrived = std::max(arrived, add("arrived", 0));
+      return HashStore::compareSet(key, expected, desired);
+    }
+    int64_t arrived = 0;
+  };
+  auto store = c10::make_intrusive<Watched>();
+  store->HashStore::compareSet("world", {}, {'3'});
+  message_of<InvalidArgument>([&] { join(*store, 1, 2, Seconds(30)); });
+  CHECK(store->arrived == 1);
 }
 
 TEST_CASE("the store is shared with another one that this process hosts at the address, whichever came first",
@@ -79,15 +82,49 @@ TEST_CASE("the store is shared with another one that this process hosts at the a
   options.waitWorkers = false;
   options.multiTenant = true;  // as torch.distributed's env:// is
   const auto open_theirs = [&] { return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options); };
-  const auto theirs = ours_first ? nullptr : open_theirs();
-  StorePtr ours;
-  std::thread other([&] { open_store(make_cluster(1, 2, address), Seconds(30)); });
-  ours = open_store(make_cluster(0, 2, address), Seconds(30));
-  other.join();
-  const auto later = ours_first ? open_theirs() : theirs;
-  later->set("key", std::vector<uint8_t>{'a'});
-  set_text(*ours, "key", "b");
-  CHECK(later->get("key") == std::vector<uint8_t>{'a'});
+  auto theirs = ours_first ? nullptr : open_theirs();
+  CHECK(run_threads(2, [&](int rank) {
+          const auto ours = open_store(make_cluster(rank, 2, address), Seconds(30));
+          if (rank == 0) set_text(*ours, "key", "b");
+        }) == "");
+  if (ours_first) theirs = open_theirs();
+  theirs->set("key", std::vector<uint8_t>{'a'});
+  CHECK(theirs->get("key") == std::vector<uint8_t>{'a'});
+}
+
+TEST_CASE("a port that another process listens at is refused, whatever this one hosts besides", "[net]") {
+  const std::string address = free_address();
+  int pipe[2];
+  REQUIRE(::pipe(pipe) == 0);
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    const int listener = ::socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in at{};
+    at.sin_family = AF_INET;
+    at.sin_port = htons(static_cast<uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    const bool is_fine =
+        ::bind(listener, reinterpret_cast<sockaddr*>(&at), sizeof(at)) == 0 && ::listen(listener, 1) == 0;
+    const char told = is_fine ? 'y' : 'n';
+    if (::write(pipe[1], &told, 1) == 1) ::pause();
+    ::_exit(1);
+  }
+  char told = 0;
+  CHECK(::read(pipe[0], &told, 1) == 1);
+  CHECK(told == 'y');
+  CHECK_THROWS_WITH(open_store(make_cluster(0, 2, address), Seconds(1)), ContainsSubstring("Address already in use"));
+  ::kill(pid, SIGKILL);
+  ::waitpid(pid, nullptr, 0);
+  ::close(pipe[0]);
+  ::close(pipe[1]);
+}
+
+TEST_CASE("a process hosts stores at one port of several interfaces", "[net]") {
+  const std::string address = free_address();
+  for (const std::string host : {"127.0.0.1", "127.0.0.2"}) {
+    const auto at = host + address.substr(address.rfind(':'));
+    CHECK(run_threads(2, [&](int rank) { open_store(make_cluster(rank, 2, at), Seconds(30)); }) == "");
+  }
 }
 
 TEST_CASE("two workers of one rank are refused", "[net]") {

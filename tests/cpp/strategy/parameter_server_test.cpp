@@ -240,6 +240,22 @@ TEST_CASE("C++ strategies refuse what parameter servers cannot do", "[strategy][
                   InvalidArgument);
 }
 
+TEST_CASE("a module that is loaded while servers hold its parameters is refused for that", "[strategy][server]") {
+  auto net = std::make_shared<Net>();
+  std::stringstream saved;
+  torch::save(net, saved);
+  ParameterServerStrategy strategy(Cluster{});
+  auto model = strategy.prepare(net);
+  optim::AdamW optimizer(net->parameters(), 0.02);
+  strategy.prepare(optimizer);
+  const auto step = [&] {
+    strategy.step([&](const at::Tensor& x) { return model->forward(x).sum(); }, batch_of(0, 0));
+  };
+  step();
+  torch::load(net, saved);
+  CHECK_THROWS_WITH(step(), ContainsSubstring("was written outside step()"));
+}
+
 TEST_CASE("on servers a C++ optimizer's state is refused, saved, and comes back", "[strategy][server]") {
   using State = torch::optim::AdamWParamState;
   const auto train_three = [](Strategy& strategy, std::shared_ptr<Net>& net, optim::AdamW& optimizer) {

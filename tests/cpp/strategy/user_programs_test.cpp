@@ -4,9 +4,11 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <sys/wait.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 #include <unistd.h>
@@ -196,6 +198,53 @@ TEST_CASE("submodules that replica 0 alone has are refused by name", "[strategy]
   step();
   net->unregister_module("head");
   CHECK_THROWS_WITH(step(), ContainsSubstring("a submodule was unregistered since prepare()"));
+}
+
+TEST_CASE("what was written before a submodule was refused is taken over afterwards", "[strategy]") {
+  struct Net : nn::Cloneable<Net> {
+    Net() { reset(); }
+    void reset() override { norm = register_module("norm", nn::BatchNorm1d(4)); }
+    nn::BatchNorm1d norm{nullptr};
+  };
+  MirroredStrategy strategy(cpus(2));
+  const auto net = std::make_shared<Net>();
+  auto model = strategy.prepare(net);
+  const auto means = [&] {
+    return strategy.run([&](const at::Tensor&) { return model->norm->running_mean.clone(); }, batch());
+  };
+  const auto expected = at::full({4}, 3.0);
+  net->norm->running_mean.copy_(expected);
+  net->register_module("extra", nn::Linear(1, 1));
+  CHECK_THROWS_AS(means(), InvalidArgument);
+  net->unregister_module("extra");
+  for (const auto& mean : means()) CHECK(mean.equal(expected));
+}
+
+TEST_CASE("modules that every replica registers when it is called are taken up", "[strategy]") {
+  struct Lazy : nn::Cloneable<Lazy> {
+    Lazy() { reset(); }
+    void reset() override { head = register_module("head", nn::Linear(4, 1)); }
+    at::Tensor forward(const at::Tensor& x) {
+      if (!noise) noise = register_module("noise", nn::Dropout(0.5));
+      return noise->forward(head->forward(x));
+    }
+    nn::Linear head{nullptr};
+    nn::Dropout noise{nullptr};
+  };
+  MirroredStrategy strategy(cpus(2));
+  const auto net = std::make_shared<Lazy>();
+  auto model = strategy.prepare(net);
+  const auto modes = [&] {
+    return strategy.run(
+        [&](const at::Tensor& x) {
+          model->forward(x);
+          return at::scalar_tensor(model->noise->is_training());
+        },
+        batch());
+  };
+  modes();
+  net->eval();
+  for (const auto& mode : modes()) CHECK(!mode.item<bool>());
 }
 
 TEST_CASE("a PerReplica that a program makes is reduced and gathered", "[strategy]") {

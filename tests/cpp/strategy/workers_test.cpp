@@ -11,6 +11,10 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <functional>
+#include <string>
+#include <tuple>
+
 #include "cpp/catch.h"
 #include "cpp/strategy/workers.h"
 #include "muster/mirrored.h"
@@ -336,19 +340,51 @@ TEST_CASE("workers may communicate through a process group", "[workers]") {
         }) == "");
 }
 
-TEST_CASE("calls that differ between ranks of a process group are refused on both", "[workers]") {
-  const auto ranks = comm::make_local(2, kTimeout);
-  CHECK(run_threads(2, [&](int rank) {
-          const Cluster cluster{.rank = rank, .num_workers = 2, .address = "127.0.0.1:1", .local_rank = rank};
-          MultiWorkerMirroredStrategy strategy(cluster, {}, {.threads_per_replica = 1},
-                                               make_process_group(ranks[static_cast<size_t>(rank)]));
-          const auto message = message_of<LayoutMismatch>([&] {
-            if (rank == 0) {
-              strategy.barrier();
-            } else {
-              strategy.reduce(at::ones({2}), ReduceOp::sum);
-            }
-          });
-          MUSTER_CHECK(contains(message, "rank 0 asked for barrier"));
-        }) == "");
+TEST_CASE("calls outside a step that differ between ranks are refused on both, by name", "[workers]") {
+  using Call = std::function<void(Strategy&)>;
+  const Call barrier = [](Strategy& strategy) { strategy.barrier(); };
+  const Call sum = [](Strategy& strategy) { strategy.reduce(at::ones({2}), ReduceOp::sum); };
+  const Call most = [](Strategy& strategy) { strategy.reduce(at::ones({2}), ReduceOp::max); };
+  const Call gather = [](Strategy& strategy) { strategy.gather(at::ones({2})); };
+  const Call sent = [](Strategy& strategy) { strategy.broadcast(at::ones({2}), 1); };
+  const std::tuple<Call, Call, std::string> cases[] = {
+      {barrier, sum, "rank 0 asked for barrier"},
+      {sum, most, "called reduce("},
+      {gather, sum, "gather()"},
+      {sum, sent, "broadcast(source=1)"},
+  };
+  for (const auto& [first, second, words] : cases) {
+    const auto ranks = comm::make_local(2, kTimeout);
+    CHECK(run_threads(2, [&](int rank) {
+            const Cluster cluster{.rank = rank, .num_workers = 2, .address = "127.0.0.1:1", .local_rank = rank};
+            MultiWorkerMirroredStrategy strategy(cluster, {}, {.threads_per_replica = 1},
+                                                 make_process_group(ranks[static_cast<size_t>(rank)]));
+            const auto message = message_of<LayoutMismatch>([&] { (rank == 0 ? first : second)(strategy); });
+            MUSTER_CHECK(contains(message, "ranks disagree: rank "));
+            MUSTER_CHECK(contains(message, words));
+          }) == "");
+  }
+}
+
+TEST_CASE("values that are reduced at once have the bits of each by itself", "[workers]") {
+  CHECK(
+      run_workers(2, [](Strategy& strategy) {
+        const auto of = [&](at::IntArrayRef sizes, at::ScalarType dtype) {
+          const auto numel = c10::multiply_integers(sizes);
+          return at::arange(numel, at::kFloat).mul(1.37).add(strategy.rank() + 0.3).sin().mul(9).view(sizes).to(dtype);
+        };
+        const std::vector<at::Tensor> values{of({}, at::kFloat),     of({2}, at::kLong),       of({3, 2}, at::kFloat),
+                                             of({0, 4}, at::kFloat), of({90, 90}, at::kFloat), of({5}, at::kBFloat16),
+                                             of({}, at::kLong),      of({2, 2}, at::kDouble)};
+        for (const auto op : {ReduceOp::sum, ReduceOp::mean, ReduceOp::max}) {
+          const auto together = strategy.reduce(values, op);
+          MUSTER_CHECK(together.size() == values.size());
+          for (size_t i = 0; i < values.size(); ++i) {
+            const auto alone = strategy.reduce(values[i], op);
+            MUSTER_CHECK(together[i].sizes() == values[i].sizes());
+            MUSTER_CHECK(together[i].scalar_type() == alone.scalar_type());
+            MUSTER_CHECK(together[i].equal(alone));
+          }
+        }
+      }) == "");
 }
