@@ -10,6 +10,6 @@ units=$(find "$build/CMakeFiles/muster.dir" "$build/CMakeFiles/_C.dir" -name 'un
 {
   ls -S $units
   find csrc -name '*.cpp' | while read -r file; do
-    grep -qF -e "/$file\"" -e "\"$file\"" $units || ! grep -qF "/$file\"" "$build/compile_commands.json" || echo "$file"
+    grep -qF "/$file\"" $units || ! grep -qF "/$file\"" "$build/compile_commands.json" || echo "$file"
   done
 } | xargs -P "$jobs" -n 1 clang-tidy --quiet --config-file=.clang-tidy -p "$build"

@@ -399,7 +399,7 @@ def test_what_is_no_file_of_torch_is_said_to_be_none(tmp_path: Path) -> None:
     script.write_text("print(7)\n")
     with pytest.raises(muster.CheckpointError, match=r"train\.py' is no file of torch\.save, torch::save"):
         convert(script)
-    for protocol in (2, 3, 4):
+    for protocol in (2, 3):
         old = tmp_path / f"old{protocol}.pt"
         torch.save({"w": torch.ones(2)}, old, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
         convert(old)
