@@ -180,7 +180,7 @@ void await_listener(const Cluster& cluster, const HostPort& at, std::chrono::mil
 bool listens_itself(uint16_t port) {
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", ignored)) {
-    const int fd = std::atoi(entry.path().filename().c_str());
+    const int fd = std::stoi(entry.path().filename().string());
     int accepts = 0;
     socklen_t size = sizeof(accepts);
     if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &accepts, &size) != 0 || accepts == 0) continue;
@@ -229,7 +229,7 @@ StorePtr make_tcp_store(const Cluster& cluster, std::chrono::milliseconds timeou
   options.numWorkers = static_cast<size_t>(cluster.num_workers);
   options.waitWorkers = false;
   options.timeout = timeout;
-  if (cluster.rank == 0 && !cluster.store_is_hosted) return host_tcp_store(at, std::move(options));
+  if (cluster.rank == 0 && !cluster.store_is_hosted) return host_tcp_store(at, options);
   guarded([&] { await_listener(cluster, at, timeout); });
   try {
     return c10::make_intrusive<c10d::TCPStore>(at.host, options);
