@@ -209,6 +209,7 @@ class PackedLeaves {
     }
   }
 
+  // Of leaves of those shapes, with memory or without.
   Leaves pack(const Leaves& leaves) const {
     Leaves result;
     for (const auto& group : packed_) {
@@ -217,23 +218,8 @@ class PackedLeaves {
         continue;
       }
       Leaves flat;
-      for (const size_t i : group) flat.push_back(on_host(leaves[i]).view({-1}));
+      for (const size_t i : group) flat.push_back((leaves[i].is_meta() ? leaves[i] : on_host(leaves[i])).view({-1}));
       result.push_back(at::cat(flat));
-    }
-    return result;
-  }
-
-  // Of what pack() gives, without memory.
-  Leaves shapes() const {
-    Leaves result;
-    for (const auto& group : packed_) {
-      if (group.size() == 1) {
-        result.push_back(leaves_[group.front()]);
-        continue;
-      }
-      int64_t numel = 0;
-      for (const size_t i : group) numel += leaves_[i].numel();
-      result.push_back(at::empty({numel}, leaves_[group.front()].options()));
     }
     return result;
   }
@@ -296,7 +282,7 @@ Leaves reduce_over_workers(comm::Communicator& workers, const std::vector<Contri
   const PackedLeaves packed(headers.shapes.front().second);
   auto mine = given;
   for (auto& contribution : mine) contribution.values = packed.pack(contribution.values);
-  for (auto& shape : headers.shapes) shape.second = packed.shapes();
+  for (auto& shape : headers.shapes) shape.second = packed.pack(shape.second);
   const double total = std::accumulate(headers.weights.begin(), headers.weights.end(), 0.0);
   const bool adds_up = op == ReduceOp::sum || op == ReduceOp::mean;
   const bool sums_travel = workers.size() > 1 && adds_up && are_subtrees(headers, workers.size());

@@ -105,9 +105,8 @@ void ParameterSet::open_micro_batch(bool last, bool fused) {
     }
     find_written();
     // Servers first say what was written: who loads a module writes its parameters, and moves them besides.
-    if (servers_ != nullptr) window_->open();
+    window_->open();
     if (sums_.is_stale(parameters_)) build_engines();
-    if (servers_ == nullptr) window_->open();
     replicas_.assign(replicas_.size(), {});
     told_.raised = false;
   } else if (const int p = sums_.first_untrained(parameters_); p >= 0) {

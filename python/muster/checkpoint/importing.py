@@ -11,7 +11,6 @@ import json
 import pickle
 import re
 import sys
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,8 +97,11 @@ def _read(source: Path) -> Found:
         raise CheckpointError(f"there is no file '{source}'")
     if source.suffix == ".safetensors":
         return Found(modules=[_C._checkpoint.read_safetensors(source)])
-    if any(name.endswith("/constants.pkl") for name in check_zip(source, source)):
+    members = check_zip(source, source)
+    if any(name.endswith("/constants.pkl") for name in members):
         return read_archive(source)
+    if not members:
+        _check_is_of_torch(source)
     return found_in(_weights_only(_torch_load, source), source)
 
 
@@ -107,14 +109,17 @@ _MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19"
 """With a pickle of this number files begin that torch.save writes with _use_new_zipfile_serialization=False."""
 
 
+def _check_is_of_torch(source: Path) -> None:
+    """Of a file that is no zip."""
+    with source.open("rb") as file:
+        if _MAGIC not in file.read(32):
+            raise CheckpointError(
+                f"'{source}' is no file of torch.save, torch::save or safetensors (whose names end in .safetensors); "
+                "name one of those, or a folder of torch.distributed.checkpoint"
+            )
+
+
 def _torch_load(source: Path) -> Any:
-    if not zipfile.is_zipfile(source):
-        with source.open("rb") as file:
-            if _MAGIC not in file.read(32):
-                raise CheckpointError(
-                    f"'{source}' is no file of torch.save, torch::save or safetensors (whose names end in "
-                    ".safetensors); name one of those, or a folder of torch.distributed.checkpoint"
-                )
     return torch.load(source, map_location="cpu", weights_only=True)
 
 
