@@ -7,6 +7,7 @@ without a strategy, they are torch.optim's.
 from __future__ import annotations
 
 import functools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -23,7 +24,36 @@ from muster.flat_state import DTYPES, Algorithm, Elsewhere, FlatState, with_curr
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW"]
 
 
-class _Flat(Optimizer):
+def _without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method of torch's Optimizer. Torch keeps torch.compile out of some by a decorator that imports all of
+    torch.compile when they are first called: 1.5 s, and 70 MB a process. Before that import nothing compiles."""
+    plain = getattr(method, "__wrapped__", None)
+    if plain is None or "torch._dynamo" in sys.modules:
+        return method
+    return functools.partial(plain, getattr(method, "__self__"))  # noqa: B009
+
+
+class _Light(Optimizer):
+    """Optimizer, which imports torch.compile only where a program compiles."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        _without_compiler(super().add_param_group)(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        _without_compiler(super().zero_grad)(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's."""
+        return cast(dict[str, Any], _without_compiler(super().state_dict)())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's."""
+        _without_compiler(super().load_state_dict)(state_dict)
+
+
+class _Flat(_Light):
     """Base of the flat optimizers."""
 
     _algorithm: Algorithm

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -497,3 +499,23 @@ def test_alone_they_are_torchs() -> None:
                 parameter.grad = gradient.clone()
             optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam", "AdamW"])
+def test_training_without_torch_compile_does_not_import_it(name: str) -> None:
+    program = f"""
+import copy, sys
+import torch, muster
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+optimizer = muster.optim.{name}(model[0].parameters())
+optimizer.add_param_group({{"params": model[1].parameters()}})
+with muster.MirroredStrategy(["cpu"]) as strategy:
+    model, optimizer = strategy.prepare(model, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        strategy.step(lambda x: model(x).sum(), torch.ones(2, 4))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1).step()
+assert "torch._dynamo" not in sys.modules and "sympy" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

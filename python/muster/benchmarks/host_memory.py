@@ -60,8 +60,13 @@ def torch_step(model: nn.Module, batch: Batch, called: nn.Module, **options: Any
     return step
 
 
-def muster_step(model: nn.Module, batch: Batch, strategy: muster.Strategy) -> Step:
-    prepared, _ = strategy.prepare(model, torch.optim.AdamW(model.parameters()))
+def muster_step(
+    model: nn.Module,
+    batch: Batch,
+    strategy: muster.Strategy,
+    optimizer: type[torch.optim.AdamW] = muster.optim.AdamW,
+) -> Step:
+    prepared, _ = strategy.prepare(model, optimizer(model.parameters()))
     return lambda: strategy.step(lambda words, classes: F.cross_entropy(prepared(words), classes), *batch)
 
 
@@ -75,10 +80,10 @@ def by_ddp(
 
 
 @contextlib.contextmanager
-def by_workers(model: nn.Module, batch: Batch, place: Place) -> Iterator[Ready]:
+def by_workers(model: nn.Module, batch: Batch, place: Place, **options: Any) -> Iterator[Ready]:
     cluster = muster.Cluster(place.rank, place.workers, place.address, place.rank)
     with muster.MultiWorkerMirroredStrategy(cluster, threads_per_replica=1) as strategy:
-        yield muster_step(model, batch, strategy), strategy.barrier
+        yield muster_step(model, batch, strategy, **options), strategy.barrier
 
 
 @contextlib.contextmanager
@@ -97,6 +102,7 @@ WAYS: dict[str, tuple[int, Callable[..., Any]]] = {
     ),
     "muster.DistributedDataParallel, two workers": (2, partial(by_ddp, parallel=muster.DistributedDataParallel)),
     "muster, two workers: MultiWorkerMirroredStrategy": (2, by_workers),
+    "muster, two workers: the same, torch.optim.AdamW": (2, partial(by_workers, optimizer=torch.optim.AdamW)),
     "muster, two replicas of one process: MirroredStrategy": (1, by_threads),
 }
 """By name: how many processes, and what makes one ready to train."""

@@ -150,6 +150,7 @@ def host_memory(result: Result) -> Table:
         f"What a host holds while a transformer encoder of {parameters / 1e6:.0f} M parameters trains with AdamW on "
         f"{result['rows']} samples of {result['tokens']} words a replica: before it, with Python, torch and the model; "
         "and at the peak from the second step on, activations included. Memory that several processes see counts once. "
+        "muster.optim's optimizers do not import torch.compile. "
         f"{where(result)}"
     )
     return Table(header, rows, caption, texts=1)
