@@ -11,10 +11,13 @@
 #include <utility>
 
 #include "comm/hosts/communicator.h"
+#include "comm/hosts/tcp_group.h"
 #include "core/log.h"
 #include "job/job_agreement.h"
 #include "job/make_groups.h"
+#include "job/nccl_groups.h"
 #include "muster/error.h"
+#include "net/tcp.h"
 
 namespace muster {
 
@@ -129,13 +132,36 @@ std::vector<std::string> tell_workers(const Cluster& cluster, const std::string&
   return net::get_texts(*store, keys, who, timeout);
 }
 
+std::optional<SeveralHosts> connect_hosts(const Cluster& cluster, comm::Milliseconds timeout) {
+  if (cluster.num_workers == 1) return std::nullopt;
+  SeveralHosts several;
+  several.hosts = tell_workers(cluster, net::host_identity(), timeout);
+  const comm::HostsLayout layout(std::vector<int>(several.hosts.size(), 1), number_hosts(several.hosts));
+  if (layout.num_hosts() == 1) return std::nullopt;
+  const comm::TcpPlace place{.rank = cluster.rank,
+                             .size = cluster.num_workers,
+                             .peers = layout.fellow_carriers(cluster.rank),
+                             .number = net::address_towards(net::split_address(cluster.address))};
+  if (net::is_loopback(place.number)) {
+    throw InvalidArgument("the workers are on several hosts, and the rendezvous at " + cluster.address +
+                          " is this host's loopback, by which no other host comes; set MASTER_ADDR to an address of "
+                          "rank 0's host that all hosts reach");
+  }
+  several.store = net::open_store(cluster, timeout);
+  const auto make = [&](const std::string& name) {
+    c10d::PrefixStore prefixed("between_" + name, several.store);
+    return comm::make_tcp_group(prefixed, place, timeout);
+  };
+  several.workers = make("workers");
+  several.workers_results = make("workers_results");
+  several.step = make("step");
+  several.gradients = make("gradients");
+  several.results = make("results");
+  return several;
+}
+
 Groups groups_over_hosts(const SeveralHosts& several, const Cluster& cluster, Topology& topology,
                          comm::Milliseconds timeout) {
-  if (topology.devices.front().is_cuda()) {
-    throw InvalidArgument(
-        "GPUs on several hosts need process_group=: pass a torch.distributed process group that serves CPU tensors "
-        "(gloo), for what the workers tell one another; gradients go through NCCL");
-  }
   const auto store = several.store ? several.store : net::open_store(cluster, timeout);
   const auto host_of_worker = number_hosts(several.hosts);
   const comm::HostsLayout of_workers(std::vector<int>(several.hosts.size(), 1), host_of_worker);
@@ -149,6 +175,16 @@ Groups groups_over_hosts(const SeveralHosts& several, const Cluster& cluster, To
   place_replicas(topology, *groups.workers);
   const comm::HostsLayout layout(topology.replicas_of_worker, host_of_worker);
   Host replicas(store, "replicas", layout, topology, topology.local_replicas(), timeout);
+  if (topology.devices.front().is_cuda()) {
+    // What the replicas of all hosts tell one another, each kind over a process group that nothing else goes through.
+    const std::map<std::string, comm::ProcessGroupPtr> between{
+        {"control", several.gradients}, {"gradients_control", several.results}, {"step_control", several.step}};
+    const auto make_control = [&](const std::string& name) {
+      return replicas.make_group(name, between.at(name), between.at(name));
+    };
+    use_nccl(groups, store, topology, make_control, timeout);
+    return groups;
+  }
   groups.gradients = replicas.make_group("gradients", several.gradients, several.results);
   groups.step = replicas.make_group("step", several.step, several.step);
   return groups;

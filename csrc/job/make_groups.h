@@ -4,6 +4,7 @@
 #include <c10/core/Device.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -43,7 +44,12 @@ struct SeveralHosts {
 /// Collective over the cluster, before there are groups: every worker's `text`, by rank.
 std::vector<std::string> tell_workers(const Cluster& cluster, const std::string& text, comm::Milliseconds timeout);
 
-/// Collective over the cluster: as groups_on_host, whose bits they give, where the workers are on several hosts.
+/// Collective over the cluster: connections between its hosts, where the program has no process groups; none where all
+/// workers are on one. Throws InvalidArgument where the rendezvous is at the loopback of a host.
+std::optional<SeveralHosts> connect_hosts(const Cluster& cluster, comm::Milliseconds timeout);
+
+/// Collective over the cluster: as groups_on_host, where the workers are on several hosts. On the CPU they give the
+/// same bits; gradients of GPUs go through NCCL.
 Groups groups_over_hosts(const SeveralHosts& several, const Cluster& cluster, Topology& topology,
                          comm::Milliseconds timeout);
 

@@ -1,9 +1,7 @@
 #include "net/rendezvous.h"
 
 #include <fcntl.h>
-#include <netdb.h>
 #include <netinet/in.h>
-#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -25,7 +23,7 @@
 
 #include "core/wait_hook.h"
 #include "muster/error.h"
-#include "net/unix_socket.h"
+#include "net/tcp.h"
 
 namespace muster::net {
 namespace {
@@ -65,21 +63,6 @@ auto guarded(const F& call) -> decltype(call()) {
   }
 }
 
-struct HostPort {
-  std::string host;
-  std::string port;
-};
-
-HostPort split_address(const std::string& address) {
-  const size_t colon = address.rfind(':');
-  if (colon == std::string::npos || colon == 0 || colon + 1 == address.size()) {
-    throw InvalidArgument("address '" + address + "' is not of the form host:port");
-  }
-  std::string host = address.substr(0, colon);
-  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
-  return {host, address.substr(colon + 1)};
-}
-
 [[noreturn]] void throw_unhosted(const HostPort& at, const std::string& why) {
   throw InvalidArgument("rank 0 cannot host the rendezvous at " + at.host + ":" + at.port + ": " + why +
                         "; choose a free MASTER_PORT and a MASTER_ADDR of rank 0's host");
@@ -87,18 +70,15 @@ HostPort split_address(const std::string& address) {
 
 // Nothing where somebody listens there already.
 FileDescriptor listen_on(const HostPort& at) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICSERV;
-  addrinfo* found = nullptr;
-  const int rc = ::getaddrinfo(at.host.c_str(), at.port.c_str(), &hints, &found);
-  if (rc != 0) {
-    throw InvalidArgument("the rendezvous address " + at.host + " cannot be resolved: " + ::gai_strerror(rc) +
+  std::string why;
+  const Addresses addresses = resolve(at, why);
+  if (!addresses) {
+    throw InvalidArgument("the rendezvous address " + at.host + " cannot be resolved: " + why +
                           "; set MASTER_ADDR to a name or address of rank 0's host");
   }
   int error = 0;
   FileDescriptor listener;
-  for (const addrinfo* a = found; a != nullptr && !listener; a = a->ai_next) {
+  for (const addrinfo* a = addresses.get(); a != nullptr && !listener; a = a->ai_next) {
     FileDescriptor fd(::socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC, a->ai_protocol));
     const int on = 1;
     if (fd && ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) == 0 &&
@@ -108,7 +88,6 @@ FileDescriptor listen_on(const HostPort& at) {
       error = errno;
     }
   }
-  ::freeaddrinfo(found);
   if (!listener && error != EADDRINUSE) throw_unhosted(at, std::strerror(error));
   return listener;
 }
@@ -136,40 +115,15 @@ class Backoff {
                 why + ". Start rank 0, and check the address and the firewall");
 }
 
-// 0 once somebody accepts connections there, else an errno.
-int try_to_connect(const addrinfo& to, Clock::time_point deadline) {
-  const FileDescriptor fd(::socket(to.ai_family, to.ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, to.ai_protocol));
-  if (!fd) return errno;
-  if (::connect(fd.get(), to.ai_addr, to.ai_addrlen) == 0) return 0;
-  if (errno != EINPROGRESS) return errno;
-  constexpr std::chrono::milliseconds kSlice{50};
-  for (pollfd polled{fd.get(), POLLOUT, 0}; Clock::now() < deadline;) {
-    if (::poll(&polled, 1, remaining_ms(std::min(deadline, Clock::now() + kSlice))) > 0) {
-      int error = 0;
-      socklen_t size = sizeof(error);
-      ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
-      return error;
-    }
-    call_wait_hook();
-  }
-  return ETIMEDOUT;
-}
-
 // What a store does when it connects cannot be interrupted: it should find somebody there.
 void await_listener(const Cluster& cluster, const HostPort& at, std::chrono::milliseconds timeout) {
   const Clock::time_point deadline = Clock::now() + timeout;
   std::string why;
   for (Backoff backoff(deadline);;) {
-    addrinfo hints{};
-    hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = AI_NUMERICSERV;
-    addrinfo* found = nullptr;
-    const int rc = ::getaddrinfo(at.host.c_str(), at.port.c_str(), &hints, &found);
-    if (rc != 0) why = ::gai_strerror(rc);
-    const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> addresses(found, &::freeaddrinfo);
-    for (const addrinfo* a = found; a != nullptr; a = a->ai_next) {
-      const int error = try_to_connect(*a, deadline);
-      if (error == 0) return;
+    const Addresses addresses = resolve(at, why);
+    for (const addrinfo* a = addresses.get(); a != nullptr; a = a->ai_next) {
+      int error = 0;
+      if (try_to_connect(*a, deadline, error, call_wait_hook)) return;
       why = std::strerror(error);
     }
     if (!backoff.pause()) throw_unreachable(cluster, why);

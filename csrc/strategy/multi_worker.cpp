@@ -2,14 +2,28 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "job/job_agreement.h"
 #include "strategy/build.h"
 
 namespace muster {
 
+namespace {
+
+// Without a process group of the program's.
+std::shared_ptr<StrategyCore> make_connected(const Cluster& cluster, const std::vector<std::string>& devices,
+                                             const StrategyOptions& options) {
+  options.validate();
+  cluster.validate();
+  const auto several = connect_hosts(cluster, timeout_of(options));
+  return make_multi_worker(cluster, devices, options, ReplicaThreads::own, nullptr, several);
+}
+
+}  // namespace
+
 MultiWorkerMirroredStrategy::MultiWorkerMirroredStrategy(const Cluster& cluster,
                                                          const std::vector<std::string>& devices,
                                                          const StrategyOptions& options)
-    : MultiWorkerMirroredStrategy(cluster, devices, options, nullptr) {}
+    : Strategy(make_connected(cluster, devices, options), "MultiWorkerMirroredStrategy") {}
 
 MultiWorkerMirroredStrategy::MultiWorkerMirroredStrategy(const Cluster& cluster,
                                                          const std::vector<std::string>& devices,

@@ -35,8 +35,9 @@ class GroupStrategy(MultiWorkerMirroredStrategy):
     """Averages gradients between the ranks of a process group, each with one device.
 
     Ranks of one host reduce through its memory; between hosts that have several each, sums of a host travel, through
-    process groups beside the group; all others reduce through the group itself. The group serves to agree on that, and
-    on where they meet. There is one such strategy a group and device; it lives as long as the group.
+    process groups beside the group; all others reduce through the group itself. GPUs reduce through NCCL, and tell one
+    another the rest through groups beside it, which serve the CPU as the group need not. The group serves to agree on
+    that, and on where they meet. There is one such strategy a group and device; it lives as long as the group.
     """
 
     way = ""
@@ -80,13 +81,14 @@ class GroupStrategy(MultiWorkerMirroredStrategy):
         if most <= _MOST_ON_A_HOST and len(set(hosts)) == 1:
             between, address = None, f"127.0.0.1:{address.rpartition(':')[2]}"
             way = "memory of this host"
-        elif 1 < most <= _MOST_ON_A_HOST and device.type == "cpu":
-            found, problem = _hosts_of(group, hosts, name, timeout)
+        elif most <= _MOST_ON_A_HOST and (most > 1 or device.type == "cuda"):
+            found, problem = _hosts_of(group, hosts, name, timeout, device)
             if found is None:
                 way += f", since {problem}"
             else:
                 between = found
-                way = f"memory of each host, and process groups between {len(set(hosts))} hosts"
+                way = "NCCL" if device.type == "cuda" else "memory of each host"
+                way += f", and process groups between {len(set(hosts))} hosts"
         made = cls(_C.Cluster(rank, size, address, hosts[:rank].count(hosts[rank])), device, between, timeout)
         made.way = way
         return made
@@ -128,14 +130,16 @@ def host() -> str:
     return _C.host_identity()
 
 
-def _hosts_of(group: dist.ProcessGroup, hosts: list[str], name: str, timeout: float) -> tuple[HostsOfGroup | None, str]:
+def _hosts_of(
+    group: dist.ProcessGroup, hosts: list[str], name: str, timeout: float, device: torch.device
+) -> tuple[HostsOfGroup | None, str]:
     """Collective: what goes between the hosts of a group; None, and why, where any rank cannot have it."""
     found, problem = None, ""
     try:
         found = HostsOfGroup(hosts, group, name, timeout)
     except CommError as error:
         problem = f"on rank {group.rank()} {error}"
-    problems = list(filter(None, _gather(problem, group, torch.device("cpu"))))
+    problems = list(filter(None, _gather(problem, group, device)))
     return (None, problems[0]) if problems else (found, "")
 
 

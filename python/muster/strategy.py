@@ -330,8 +330,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     Workers of one host reduce through its memory. Between hosts gradients go through process groups (Gloo) that the
     strategy makes beside the default group of torch.distributed, with the same bits as on one host. With
     `process_group` (any torch.distributed.ProcessGroup) everything goes through that one, in its own order of
-    additions. On CUDA gradients go through NCCL; on several hosts that needs a process group, which must serve CPU
-    tensors, for what the workers tell one another.
+    additions; it must serve CPU tensors. On CUDA gradients go through NCCL, and the rest as it does on the CPU.
 
     Where the program has no default group of torch.distributed, the strategy makes one (Gloo) of the workers until it
     is closed, also for libraries that ask torch.distributed which rank they are.

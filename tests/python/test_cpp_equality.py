@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import muster
-from support.commands import Command
+from support.commands import Command, wait_until
+from support.hosts import hosts, why_no_hosts
 from support.ranks import environment, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,6 +133,48 @@ def test_cpp_and_python_give_the_same_bits(
     assert train_in_cpp(program, data, replicas, optimizer, accumulate, options, workers=1) == expected
     if not options or replicas == 2:
         assert train_in_cpp(program, data, replicas, optimizer, accumulate, options, workers=replicas) == expected
+
+
+def run_command(command: list[str]) -> tuple[int, str]:
+    """Its exit code and what it printed."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100)
+    return done.returncode, done.stdout
+
+
+def test_cpp_workers_of_several_hosts_give_the_bits_of_one_and_name_who_died(program: Path, data: Path) -> None:
+    if reason := why_no_hosts():
+        pytest.skip(reason)
+    command = [str(program), str(data), "--batch-size", "61", "--clip", "0.5", "--initial", str(data / "initial")]
+    one, several = data / "one-host", data / "several-hosts"
+    some = [*command, "--steps", str(STEPS), "--optimizer", "adamw"]
+    subprocess.run([*some, "--devices", "cpu,cpu,cpu,cpu", "--final", str(one)], check=True, timeout=100)
+    with hosts(2) as both:
+        for places in ([0, 0, 1, 1], [1, 0, 1, 1]):
+            ended = both.run(places, run_command, [*some, "--multi-worker", "--final", str(several)])
+            assert [code for code, _ in ended] == [0] * 4, ended
+            assert values_of(several) == values_of(one)
+            several.unlink()
+        many = [*command, "--epochs", "100000", "--multi-worker"]
+        *others, _ = both.run([0, 0, 1, 1], run_until_rank_3_is_killed, many, data / "trains")
+        for code, text in others:
+            assert code == 1
+            assert "worker 3 ended (it was killed, crashed or exited)" in text
+
+
+def run_until_rank_3_is_killed(command: list[str], trains: Path) -> tuple[int, str]:
+    """Its exit code and what it printed. `trains`: a file that is there once it trains."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        assert job.stdout is not None
+        printed = ""
+        if os.environ["RANK"] == "0":
+            while "epoch 0" not in printed and job.poll() is None:
+                printed += job.stdout.readline()
+            trains.touch()
+        elif os.environ["RANK"] == "3":
+            wait_until(trains.exists, "it trains", 60)
+            job.kill()
+        printed += job.stdout.read()
+        return job.wait(60), printed
 
 
 def test_a_cpp_program_that_sigterm_stopped_goes_on_with_the_same_bits(

@@ -4,6 +4,10 @@
 
 #include <numeric>
 #include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "comm/hosts/tcp_group.h"
 
 namespace muster::testing {
 namespace {
@@ -141,6 +145,7 @@ std::string run_over_hosts(OverHostsPlan plan, int size, const Body& body, comm:
     for (int w = 0; w < workers; ++w) plan.replicas_of_worker.push_back(size / workers + (w < size % workers ? 1 : 0));
   }
   const comm::HostsLayout layout(plan.replicas_of_worker, plan.host_of_worker);
+  const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto exchange = comm::make_local(workers, Seconds(60));
   const auto results = comm::make_local(workers, Seconds(60));
   std::vector<std::vector<comm::CommunicatorPtr>> up;
@@ -152,13 +157,18 @@ std::string run_over_hosts(OverHostsPlan plan, int size, const Body& body, comm:
   }
   return run_threads(workers, [&](int worker) {
     const auto host = static_cast<size_t>(layout.host_of_worker(worker));
-    const auto group = make_process_group(exchange[static_cast<size_t>(worker)]);
-    comm::HostsParts parts{
-        .exchange = group,
-        .results = plan.has_one_group ? group : make_process_group(results[static_cast<size_t>(worker)]),
-        .up = {},
-        .down = {},
-        .lost = {}};
+    const auto make_group = [&](const std::string& name, const std::vector<comm::CommunicatorPtr>& local) {
+      if (!plan.uses_tcp) return make_process_group(local[static_cast<size_t>(worker)]);
+      c10d::PrefixStore prefixed(name, store);
+      return comm::make_tcp_group(prefixed, {worker, workers, layout.fellow_carriers(worker), "127.0.0.1"},
+                                  Seconds(60));
+    };
+    const auto group = make_group("exchange", exchange);
+    comm::HostsParts parts{.exchange = group,
+                           .results = plan.has_one_group ? group : make_group("results", results),
+                           .up = {},
+                           .down = {},
+                           .lost = {}};
     const auto& ranks = layout.ranks_of_host(static_cast<int>(host));
     for (size_t i = 0; i < ranks.size(); ++i) {
       if (layout.worker_of(ranks[i]) != worker) continue;

@@ -30,9 +30,10 @@ struct OverHostsPlan {
   std::vector<int> host_of_worker;
   std::vector<int> replicas_of_worker;  ///< empty: the ranks divided
   bool has_one_group = false;           ///< between hosts, rather than two
+  bool uses_tcp = false;                ///< between hosts, on the loopback
 };
 
-/// Ranks over such hosts: threads that meet in memory within a host, and in such groups between hosts.
+/// Ranks over such hosts: threads that meet in memory within a host, and in such groups, or over TCP, between hosts.
 std::string run_over_hosts(OverHostsPlan plan, int size, const Body& body, comm::Milliseconds timeout = Seconds(60),
                            bool check = false);
 

@@ -45,6 +45,15 @@ int HostsLayout::stripe_of(int worker) const noexcept {
   return stripe < num_stripes_ ? stripe : -1;
 }
 
+std::vector<int> HostsLayout::fellow_carriers(int worker) const {
+  std::vector<int> found;
+  const int stripe = stripe_of(worker);
+  for (int host = 0; stripe >= 0 && host < num_hosts(); ++host) {
+    if (host != host_of_worker(worker)) found.push_back(carrier(host, stripe));
+  }
+  return found;
+}
+
 // Of the node of the tree that is over `width` ranks, a power of two, from `begin` on.
 void HostsLayout::add_subtrees(int host, int begin, int width) {
   const int end = std::min(begin + width, num_ranks());

@@ -42,6 +42,8 @@ class HostsLayout {
   int carrier(int host, int stripe) const { return workers_of_host(host).at(static_cast<size_t>(stripe)); }
   /// The stripe that `worker` carries; -1 where none.
   int stripe_of(int worker) const noexcept;
+  /// The workers of the other hosts that carry the stripe of `worker`.
+  std::vector<int> fellow_carriers(int worker) const;
 
   /// The ranks that a part of the tree of sums is over.
   using Ranks = std::vector<int>;

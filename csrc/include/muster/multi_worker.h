@@ -23,7 +23,9 @@ namespace muster {
 /// ranks that did not come.
 class MultiWorkerMirroredStrategy : public Strategy {
  public:
-  /// All workers are on one host.
+  /// Workers of one host reduce through its memory. Between hosts sums go over TCP, to the bits of one host, and on
+  /// CUDA NCCL carries them; `cluster.address` is then one that all hosts reach, and they reach one another on all
+  /// ports. Neither encrypts nor authenticates.
   explicit MultiWorkerMirroredStrategy(const Cluster& cluster = Cluster::from_env(),
                                        const std::vector<std::string>& devices = {},
                                        const StrategyOptions& options = {});

@@ -30,6 +30,7 @@ TEST_CASE("two hosts with two workers each have half the tree and carry half of 
   CHECK(layout.subtrees(1) == Subtrees{{2, 3}});
   CHECK(layout.carrier(1, 0) == 2);
   CHECK(layout.stripe_of(3) == 1);
+  CHECK(layout.fellow_carriers(3) == std::vector<int>{1});
 }
 
 TEST_CASE("a host whose ranks are no whole part of the tree has several", "[comm][hosts]") {
@@ -38,6 +39,7 @@ TEST_CASE("a host whose ranks are no whole part of the tree has several", "[comm
   CHECK(uneven.subtrees(0) == Subtrees{{0, 1}, {2}});
   CHECK(uneven.subtrees(1) == Subtrees{{3}});
   CHECK(uneven.stripe_of(1) == -1);
+  CHECK(uneven.fellow_carriers(1).empty());
   const HostsLayout alternating({2, 2, 1}, {0, 1, 0});
   CHECK(alternating.subtrees(0) == Subtrees{{0, 1}, {4}});
   CHECK(alternating.subtrees(1) == Subtrees{{2, 3}});

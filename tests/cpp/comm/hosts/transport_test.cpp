@@ -2,6 +2,7 @@
 #include <ATen/ops/full.h>
 
 #include <cmath>
+#include <utility>
 
 #include "comm/hosts/communicator.h"
 #include "cpp/catch.h"
@@ -36,7 +37,8 @@ at::Tensor sum_in_one_process(int ranks, int64_t n) {
 }  // namespace
 
 TEST_CASE("sums over hosts have the bits of one process, however the ranks lie", "[comm][hosts]") {
-  const bool has_one_group = GENERATE(false, true);
+  const auto [has_one_group, uses_tcp] =
+      GENERATE(std::pair(false, false), std::pair(true, false), std::pair(false, true));
   const auto plan = GENERATE(OverHostsPlan{{0, 1}, {1, 1}}, OverHostsPlan{{0, 0, 1, 1}, {1, 1, 1, 1}},
                              OverHostsPlan{{0, 0, 0, 1}, {1, 1, 1, 1}}, OverHostsPlan{{0, 1, 2}, {1, 1, 1}},
                              OverHostsPlan{{0, 1, 0, 1, 2}, {1, 2, 1, 1, 2}}, OverHostsPlan{{0, 1}, {3, 2}});
@@ -44,6 +46,7 @@ TEST_CASE("sums over hosts have the bits of one process, however the ranks lie",
   for (const int replicas : plan.replicas_of_worker) ranks += replicas;
   auto chosen = plan;
   chosen.has_one_group = has_one_group;
+  chosen.uses_tcp = uses_tcp;
   const int64_t n = GENERATE(int64_t{1}, int64_t{33}, kSeveralPieces);
   const auto expected = sum_in_one_process(ranks, n);
   CHECK(run_over_hosts(chosen, ranks, [&](Communicator& c) {
@@ -61,7 +64,7 @@ TEST_CASE("sums over hosts have the bits of one process, however the ranks lie",
 
 TEST_CASE("large tensors are broadcast and gathered over hosts", "[comm][hosts]") {
   constexpr int64_t n = (int64_t{2} << 20) + 3;
-  const OverHostsPlan plan{{0, 1, 0}, {1, 2, 1}};
+  const OverHostsPlan plan{{0, 1, 0}, {1, 2, 1}, false, GENERATE(false, true)};
   CHECK(run_over_hosts(plan, 4, [&](Communicator& c) {
           for (int source = 0; source < c.size(); ++source) {
             auto tensor = at::full({n}, c.rank() + 10 * source, at::kFloat);
