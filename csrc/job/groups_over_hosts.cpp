@@ -1,6 +1,8 @@
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <exception>
 #include <future>
@@ -31,6 +33,8 @@ std::vector<int> number_hosts(const std::vector<std::string>& hosts) {
   return numbered;
 }
 
+// A store whose host is silent does not answer, ever: the thread that asks it is left to itself then, and no other
+// asks.
 class LostInStore final : public comm::LostWorkers {
  public:
   explicit LostInStore(net::StorePtr store) : store_(std::move(store)) {}
@@ -42,7 +46,9 @@ class LostInStore final : public comm::LostWorkers {
     });
   }
   std::optional<PeerLost> ask(comm::Milliseconds patience) noexcept override {
-    return within(patience, [store = store_, deadline = std::chrono::steady_clock::now() + patience] {
+    const auto asking = std::make_shared<Asking>(is_asking_);
+    if (asking->had_begun) return std::nullopt;
+    return within(patience, [store = store_, asking, deadline = std::chrono::steady_clock::now() + patience] {
       while (!store->check({kKey})) {
         if (std::chrono::steady_clock::now() >= deadline) return std::optional<PeerLost>();
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -58,9 +64,8 @@ class LostInStore final : public comm::LostWorkers {
   static constexpr const char* kKey = "lost";
   static constexpr comm::Milliseconds kPatienceToTell{1000};
 
-  // A store whose host is silent does not answer, ever: the thread that asks it is left to itself then.
   template <class F>
-  static std::optional<PeerLost> within(comm::Milliseconds patience, F call) noexcept {
+  std::optional<PeerLost> within(comm::Milliseconds patience, F call) noexcept {
     try {
       std::promise<std::optional<PeerLost>> answer;
       auto given = answer.get_future();
@@ -78,15 +83,33 @@ class LostInStore final : public comm::LostWorkers {
     return std::nullopt;
   }
 
+  // While a thread asks.
+  struct Asking {
+    explicit Asking(std::shared_ptr<std::atomic<bool>> shared)
+        : flag(std::move(shared)), had_begun(flag->exchange(true)) {}
+    ~Asking() {
+      if (!had_begun) *flag = false;
+    }
+    Asking(const Asking&) = delete;
+    Asking& operator=(const Asking&) = delete;
+    const std::shared_ptr<std::atomic<bool>> flag;
+    const bool had_begun;
+  };
+
   const net::StorePtr store_;
+  const std::shared_ptr<std::atomic<bool>> is_asking_ = std::make_shared<std::atomic<bool>>(false);
 };
 
 // The workers of this one's host, with `replicas` ranks each, and what they meet in.
 class Host {
  public:
   Host(const net::StorePtr& store, const std::string& name, const comm::HostsLayout& layout, const Topology& topology,
-       int replicas, comm::Milliseconds timeout)
-      : layout_(layout), rank_(topology.rank), timeout_(timeout), lost_(std::make_shared<LostInStore>(store)) {
+       int replicas, comm::Milliseconds timeout, bool may_abort)
+      : layout_(layout),
+        rank_(topology.rank),
+        timeout_(timeout),
+        may_abort_(may_abort),
+        lost_(std::make_shared<LostInStore>(store)) {
     const int host = layout.host_of_worker(rank_);
     const auto& workers = layout.workers_of_host(host);
     const auto place = std::find(workers.begin(), workers.end(), rank_) - workers.begin();
@@ -106,7 +129,8 @@ class Host {
                                   .results = results,
                                   .up = mesh_->make_group(name),
                                   .down = mesh_->make_group(name + "_back"),
-                                  .lost = lost_},
+                                  .lost = lost_,
+                                  .may_abort = may_abort_},
                                  /*check=*/false, timeout_);
   }
 
@@ -114,6 +138,7 @@ class Host {
   const comm::HostsLayout layout_;
   const int rank_;
   const comm::Milliseconds timeout_;
+  const bool may_abort_;
   const std::shared_ptr<comm::LostWorkers> lost_;
   std::shared_ptr<comm::HostMesh> mesh_;
 };
@@ -132,21 +157,60 @@ std::vector<std::string> tell_workers(const Cluster& cluster, const std::string&
   return net::get_texts(*store, keys, who, timeout);
 }
 
+namespace {
+
+// What a worker tells the others before they connect.
+struct Whereabouts {
+  std::string host;     // see net::host_identity
+  std::string address;  // by which the other hosts reach it; empty where there is a problem
+  std::string problem;
+
+  static Whereabouts here(const Cluster& cluster) {
+    Whereabouts mine{net::host_identity(), "", ""};
+    try {
+      mine.address = net::address_towards(net::split_address(cluster.address));
+    } catch (const CommError& error) {
+      mine.problem = error.what();
+    }
+    if (net::is_loopback(mine.address)) {
+      mine.problem = cluster.address +
+                     " is its host's loopback, by which no other host comes; set MASTER_ADDR (torchrun: "
+                     "--local-addr) to an address of rank 0's host that all hosts reach, or mend /etc/hosts there";
+    }
+    return mine;
+  }
+
+  std::string text() const { return host + "\n" + address + "\n" + problem; }
+  static Whereabouts of(const std::string& text) {
+    const size_t first = text.find('\n');
+    const size_t second = text.find('\n', first + 1);
+    return {text.substr(0, first), text.substr(first + 1, second - first - 1), text.substr(second + 1)};
+  }
+};
+
+}  // namespace
+
 std::optional<SeveralHosts> connect_hosts(const Cluster& cluster, comm::Milliseconds timeout) {
   if (cluster.num_workers == 1) return std::nullopt;
+  const auto mine = Whereabouts::here(cluster);
+  std::vector<std::string> problems;
   SeveralHosts several;
-  several.hosts = tell_workers(cluster, net::host_identity(), timeout);
+  for (const auto& text : tell_workers(cluster, mine.text(), timeout)) {
+    const auto theirs = Whereabouts::of(text);
+    if (!theirs.problem.empty()) {
+      problems.push_back("worker " + std::to_string(several.hosts.size()) + ": " + theirs.problem);
+    }
+    several.hosts.push_back(theirs.host);
+  }
   const comm::HostsLayout layout(std::vector<int>(several.hosts.size(), 1), number_hosts(several.hosts));
   if (layout.num_hosts() == 1) return std::nullopt;
+  // All workers say so together.
+  if (!problems.empty()) throw InvalidArgument("the workers are on several hosts, and " + problems.front());
   const comm::TcpPlace place{.rank = cluster.rank,
                              .size = cluster.num_workers,
                              .peers = layout.fellow_carriers(cluster.rank),
-                             .number = net::address_towards(net::split_address(cluster.address))};
-  if (net::is_loopback(place.number)) {
-    throw InvalidArgument("the workers are on several hosts, and the rendezvous at " + cluster.address +
-                          " is this host's loopback, by which no other host comes; set MASTER_ADDR to an address of "
-                          "rank 0's host that all hosts reach");
-  }
+                             .address = mine.address};
+  several.may_abort = true;
   several.store = net::open_store(cluster, timeout);
   const auto make = [&](const std::string& name) {
     c10d::PrefixStore prefixed("between_" + name, several.store);
@@ -165,16 +229,16 @@ Groups groups_over_hosts(const SeveralHosts& several, const Cluster& cluster, To
   const auto store = several.store ? several.store : net::open_store(cluster, timeout);
   const auto host_of_worker = number_hosts(several.hosts);
   const comm::HostsLayout of_workers(std::vector<int>(several.hosts.size(), 1), host_of_worker);
-  Host workers(store, "workers", of_workers, topology, 1, timeout);
+  Host workers(store, "workers", of_workers, topology, 1, timeout, several.may_abort);
   Groups groups;
   groups.store = store;
   groups.workers = workers.make_group("workers", several.workers, several.workers_results).front();
   groups.backend = "memory that the processes of a host share, and between " + std::to_string(of_workers.num_hosts()) +
-                   " hosts a process group (" + several.gradients->getBackendName() + "), of which " +
-                   std::to_string(of_workers.num_stripes()) + " workers a host carry a part each";
+                   " hosts a process group (" + several.gradients->getBackend(c10::kCPU)->getBackendName() +
+                   "), of which " + std::to_string(of_workers.num_stripes()) + " workers a host carry a part each";
   place_replicas(topology, *groups.workers);
   const comm::HostsLayout layout(topology.replicas_of_worker, host_of_worker);
-  Host replicas(store, "replicas", layout, topology, topology.local_replicas(), timeout);
+  Host replicas(store, "replicas", layout, topology, topology.local_replicas(), timeout, several.may_abort);
   if (topology.devices.front().is_cuda()) {
     // What the replicas of all hosts tell one another, each kind over a process group that nothing else goes through.
     const std::map<std::string, comm::ProcessGroupPtr> between{
@@ -183,6 +247,7 @@ Groups groups_over_hosts(const SeveralHosts& several, const Cluster& cluster, To
       return replicas.make_group(name, between.at(name), between.at(name));
     };
     use_nccl(groups, store, topology, make_control, timeout);
+    groups.backend += ", on " + std::to_string(layout.num_hosts()) + " hosts";
     return groups;
   }
   groups.gradients = replicas.make_group("gradients", several.gradients, several.results);

@@ -30,7 +30,7 @@ Groups groups_over(const comm::ProcessGroupPtr& process_group, const Cluster& cl
                    comm::Milliseconds timeout);
 
 /// The hosts of a cluster's workers, and process groups between these, over all workers: each for collectives that
-/// follow one another.
+/// follow one another. Those of gradients, results and step serve what replicas on GPUs tell one another instead.
 struct SeveralHosts {
   std::vector<std::string> hosts;         ///< by worker: the same text where processes share memory
   comm::ProcessGroupPtr workers;          ///< outside of steps
@@ -38,6 +38,7 @@ struct SeveralHosts {
   comm::ProcessGroupPtr step;             ///< that user code issues inside a step
   comm::ProcessGroupPtr gradients;        ///< on their way to be summed
   comm::ProcessGroupPtr results;          ///< on their way back
+  bool may_abort = false;                 ///< nobody else uses the groups: what fails here may end them
   net::StorePtr store = {};               ///< that the workers meet through, for this alone; null: the cluster's
 };
 
@@ -45,7 +46,7 @@ struct SeveralHosts {
 std::vector<std::string> tell_workers(const Cluster& cluster, const std::string& text, comm::Milliseconds timeout);
 
 /// Collective over the cluster: connections between its hosts, where the program has no process groups; none where all
-/// workers are on one. Throws InvalidArgument where the rendezvous is at the loopback of a host.
+/// workers are on one. Throws InvalidArgument, on all workers, where any reaches the rendezvous by its loopback.
 std::optional<SeveralHosts> connect_hosts(const Cluster& cluster, comm::Milliseconds timeout);
 
 /// Collective over the cluster: as groups_on_host, where the workers are on several hosts. On the CPU they give the

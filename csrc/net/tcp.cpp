@@ -88,11 +88,13 @@ std::string address_towards(const HostPort& at) {
                   "; set MASTER_ADDR to an address of rank 0's host that all hosts reach");
 }
 
-bool is_loopback(const std::string& number) { return number == "::1" || number.starts_with("127."); }
+bool is_loopback(const std::string& address) {
+  return address == "::1" || address.starts_with("127.") || address.starts_with("::ffff:127.");
+}
 
-TcpListener::TcpListener(const std::string& number) {
+TcpListener::TcpListener(const std::string& address) {
   std::string why;
-  const Addresses addresses = resolve({number, "0"}, why);
+  const Addresses addresses = resolve({address, "0"}, why);
   BoundTo own;
   if (addresses) {
     socket_ = FileDescriptor(::socket(addresses->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -103,7 +105,10 @@ TcpListener::TcpListener(const std::string& number) {
       port_ = own.port();
     }
   }
-  if (port_ == 0) throw CommError("cannot listen at " + number + ": " + why);
+  if (port_ == 0) {
+    throw CommError("cannot listen at " + address + ", by which this host reaches the rendezvous: " + why +
+                    "; set MASTER_ADDR to an address of rank 0's host that all hosts reach");
+  }
 }
 
 }  // namespace muster::net

@@ -29,18 +29,18 @@ Addresses resolve(const HostPort& at, std::string& why);
 /// Calls `between` every 50 ms.
 FileDescriptor try_to_connect(const addrinfo& to, Deadline deadline, int& error, const std::function<void()>& between);
 
-/// The number of the interface by which this host reaches `at`, which need not listen. Throws CommError where it
-/// cannot.
+/// The address, a number, of the interface by which this host reaches `at`, which need not listen. Throws CommError
+/// where it cannot.
 std::string address_towards(const HostPort& at);
 
-/// Whether a number is of the loopback, by which no other host comes.
-bool is_loopback(const std::string& number);
+/// Whether an address, a number, is of the loopback, by which no other host comes.
+bool is_loopback(const std::string& address);
 
 /// Listens at a port that is free.
 class TcpListener {
  public:
-  /// `number`: of the interface. Throws CommError where the system refuses.
-  explicit TcpListener(const std::string& number);
+  /// `address`: of the interface, a number. Throws CommError where the system refuses.
+  explicit TcpListener(const std::string& address);
 
   uint16_t port() const noexcept { return port_; }
   /// The next connection, non-blocking, or an empty descriptor at the deadline.

@@ -29,7 +29,8 @@ MultiWorkerMirroredStrategy::MultiWorkerMirroredStrategy(const Cluster& cluster,
                                                          const std::vector<std::string>& devices,
                                                          const StrategyOptions& options,
                                                          const c10::intrusive_ptr<c10d::ProcessGroup>& process_group)
-    : Strategy(make_multi_worker(cluster, devices, options, ReplicaThreads::own, process_group),
+    : Strategy(process_group ? make_multi_worker(cluster, devices, options, ReplicaThreads::own, process_group)
+                             : make_connected(cluster, devices, options),
                "MultiWorkerMirroredStrategy") {}
 
 }  // namespace muster

@@ -18,6 +18,7 @@ from torch import nn
 from muster import _C
 from muster.errors import CommError, LayoutMismatch
 from muster.free_ports import free_ports
+from muster.gloo_interface import gloo_reaches
 from muster.options import device_names, options_of
 from muster.several_hosts import HostsOfGroup
 from muster.strategy import MultiWorkerMirroredStrategy, Strategy
@@ -82,13 +83,17 @@ class GroupStrategy(MultiWorkerMirroredStrategy):
             between, address = None, f"127.0.0.1:{address.rpartition(':')[2]}"
             way = "memory of this host"
         elif most <= _MOST_ON_A_HOST and (most > 1 or device.type == "cuda"):
-            found, problem = _hosts_of(group, hosts, name, timeout, device)
+            with gloo_reaches(address) if device.type == "cuda" else contextlib.nullcontext():
+                found, problem = _hosts_of(group, hosts, name, timeout, device)
             if found is None:
+                _check_serves_cpu(group, device, problem)
                 way += f", since {problem}"
             else:
                 between = found
                 way = "NCCL" if device.type == "cuda" else "memory of each host"
                 way += f", and process groups between {len(set(hosts))} hosts"
+        else:
+            _check_serves_cpu(group, device, f"a host has {most} ranks, of at most {_MOST_ON_A_HOST}")
         made = cls(_C.Cluster(rank, size, address, hosts[:rank].count(hosts[rank])), device, between, timeout)
         made.way = way
         return made
@@ -141,6 +146,15 @@ def _hosts_of(
         problem = f"on rank {group.rank()} {error}"
     problems = list(filter(None, _gather(problem, group, device)))
     return (None, problems[0]) if problems else (found, "")
+
+
+def _check_serves_cpu(group: dist.ProcessGroup, device: torch.device, problem: str) -> None:
+    """Raises CommError where what ranks with GPUs tell one another has no way."""
+    if device.type == "cuda" and torch.device("cpu") not in group._device_types:
+        raise CommError(
+            f"ranks with GPUs on several hosts need process groups (Gloo) for what they tell one another, and {problem}; "
+            'name the network interface in GLOO_SOCKET_IFNAME, or call init_process_group("cpu:gloo,cuda:nccl")'
+        )
 
 
 def _address() -> str:

@@ -501,6 +501,24 @@ def test_alone_they_are_torchs() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
+def test_a_patch_of_torchs_optimizer_is_called_before_anything_compiles() -> None:
+    program = """
+import functools, sys
+import torch, muster
+plain, calls = torch.optim.Optimizer.zero_grad, []
+@functools.wraps(plain)
+def patched(self, *args, **options):
+    calls.append(self)
+    return plain(self, *args, **options)
+torch.optim.Optimizer.zero_grad = patched
+optimizer = muster.optim.SGD(torch.nn.Linear(2, 2).parameters())
+assert "torch._dynamo" not in sys.modules
+optimizer.zero_grad()
+assert calls == [optimizer]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam", "AdamW"])
 def test_training_without_torch_compile_does_not_import_it(name: str) -> None:
     program = f"""

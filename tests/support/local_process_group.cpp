@@ -168,7 +168,7 @@ std::string run_over_hosts(OverHostsPlan plan, int size, const Body& body, comm:
                            .results = plan.has_one_group ? group : make_group("results", results),
                            .up = {},
                            .down = {},
-                           .lost = {}};
+                           .lost = plan.lost};
     const auto& ranks = layout.ranks_of_host(static_cast<int>(host));
     for (size_t i = 0; i < ranks.size(); ++i) {
       if (layout.worker_of(ranks[i]) != worker) continue;

@@ -2,6 +2,7 @@
 // from the wheel.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "comm/c10d/communicator.h"
@@ -31,6 +32,7 @@ struct OverHostsPlan {
   std::vector<int> replicas_of_worker;  ///< empty: the ranks divided
   bool has_one_group = false;           ///< between hosts, rather than two
   bool uses_tcp = false;                ///< between hosts, on the loopback
+  std::shared_ptr<comm::LostWorkers> lost = {};
 };
 
 /// Ranks over such hosts: threads that meet in memory within a host, and in such groups, or over TCP, between hosts.

@@ -108,10 +108,11 @@ c10d::ReduceOp translate(ReduceOp op) {
 
 }  // namespace
 
-C10dTransport::C10dTransport(ProcessGroupPtr group, c10::Device device)
+C10dTransport::C10dTransport(ProcessGroupPtr group, c10::Device device, bool aborts_group)
     : process_(::getpid()),
       group_(std::move(group)),
       device_(device),
+      aborts_group_(aborts_group),
       rank_(group_->getRank()),
       size_(group_->getSize()) {}
 
@@ -177,6 +178,7 @@ void C10dTransport::abort(const std::string& reason) noexcept {
   if (abortion_->requested.load()) return;
   abortion_->reason = reason;
   abortion_->requested.store(true);
+  if (aborts_group_ && ::getpid() == process_) group_->getBackend(device_.type())->abort();
 }
 
 CommunicatorPtr make_c10d(ProcessGroupPtr group, const C10dOptions& options) {

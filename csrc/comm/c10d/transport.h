@@ -16,7 +16,8 @@ namespace muster::comm {
 
 class C10dTransport final : public Transport {
  public:
-  C10dTransport(ProcessGroupPtr group, c10::Device device);
+  /// `aborts_group`: abort() calls that of the group's backend, too.
+  C10dTransport(ProcessGroupPtr group, c10::Device device, bool aborts_group = false);
   ~C10dTransport() override;
 
   int rank() const noexcept override { return rank_; }
@@ -46,6 +47,7 @@ class C10dTransport final : public Transport {
   const pid_t process_;
   ProcessGroupPtr group_;
   const c10::Device device_;
+  const bool aborts_group_;
   const int rank_;
   const int size_;
   const std::shared_ptr<Abortion> abortion_ = std::make_shared<Abortion>();

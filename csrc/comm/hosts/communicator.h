@@ -30,6 +30,7 @@ struct HostsParts {
   std::vector<CommunicatorPtr> up;    ///< of each local replica; over the ranks of this host, which see one memory
   std::vector<CommunicatorPtr> down;  ///< likewise
   std::shared_ptr<LostWorkers> lost;  ///< null: nobody tells
+  bool may_abort = false;             ///< the process groups, by c10d::Backend::abort, when something fails here
 };
 
 /// One handle a local replica of `worker`. Sums follow the tree over all ranks, to the last bit, wherever the ranks

@@ -8,14 +8,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
-#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -36,20 +35,21 @@ struct FrameHeader {
 };
 
 /// A header and bytes, on their way through a socket in one direction.
-class Half {
+class Way {
  public:
-  Half() = default;
-  Half(uint64_t number, std::byte* data, size_t bytes) : header_{number, bytes}, data_(data), bytes_(bytes) {}
+  Way() = default;
+  Way(uint64_t number, std::byte* data, size_t bytes) : header_{number, bytes}, data_(data), bytes_(bytes) {}
 
   bool is_through() const noexcept { return bytes_ == 0 || done_ == sizeof(FrameHeader) + bytes_; }
 
   // As far as the socket takes it. Throws CommError.
   void send(int fd) {
     while (!is_through()) {
-      iovec parts[2];
+      iovec parts[kParts];
       msghdr message{};
       message.msg_iov = parts;
-      message.msg_iovlen = rest(header_, parts);
+      message.msg_iovlen = kParts;
+      fill(parts, header_);
       if (!note(::sendmsg(fd, &message, MSG_NOSIGNAL))) return;
     }
   }
@@ -57,26 +57,29 @@ class Half {
   // As far as something has come. Throws CommError.
   void receive(int fd) {
     while (!is_through()) {
-      iovec parts[2];
-      const int count = static_cast<int>(rest(came_, parts));
-      const ssize_t n = ::readv(fd, parts, count);
-      if (n == 0) throw CommError("it was closed by peer");
+      iovec parts[kParts];
+      fill(parts, came_);
+      const ssize_t n = ::readv(fd, parts, kParts);
+      if (n == 0) throw CommError("was closed by peer");
       if (!note(n)) return;
       if (done_ >= sizeof(FrameHeader) && (came_.number != header_.number || came_.bytes != header_.bytes)) {
-        throw CommError("the other end sends " + std::to_string(came_.bytes) + " bytes in its exchange " +
-                        std::to_string(came_.number) + ", and " + std::to_string(header_.bytes) +
-                        " were expected in exchange " + std::to_string(header_.number));
+        throw CommError("brought " + std::to_string(came_.bytes) + " bytes of exchange " +
+                        std::to_string(came_.number) + ", and " + std::to_string(header_.bytes) + " of exchange " +
+                        std::to_string(header_.number) +
+                        " were expected; call the same collectives, with the same sizes, on all ranks");
       }
     }
   }
 
  private:
-  size_t rest(FrameHeader& header, iovec* parts) const {
+  static constexpr int kParts = 2;
+
+  // With what remains of a header and of the bytes.
+  void fill(iovec (&parts)[kParts], FrameHeader& header) const {
     const size_t of_header = std::min(done_, sizeof(FrameHeader));
     const size_t of_data = done_ - of_header;
     parts[0] = {reinterpret_cast<char*>(&header) + of_header, sizeof(FrameHeader) - of_header};
     parts[1] = {data_ + of_data, bytes_ - of_data};
-    return 2;
   }
 
   // Whether to go on.
@@ -87,7 +90,7 @@ class Half {
     }
     if (errno == EINTR) return true;
     if (errno == EAGAIN || errno == EWOULDBLOCK) return false;
-    throw CommError(std::strerror(errno));
+    throw CommError(std::string("was closed by peer, or is lost (") + std::strerror(errno) + ")");
   }
 
   FrameHeader header_;
@@ -101,38 +104,14 @@ class TcpWork final : public c10d::Work {
  public:
   TcpWork(at::Tensor output, at::Tensor input) : output_(std::move(output)), input_(std::move(input)) {}
 
-  bool isCompleted() override {
-    const std::lock_guard lock(mutex_);
-    return is_done_;
-  }
-  bool isSuccess() const override {
-    const std::lock_guard lock(mutex_);
-    return is_done_ && !error_;
-  }
-  bool wait(std::chrono::milliseconds timeout) override {
-    std::unique_lock lock(mutex_);
-    if (timeout.count() <= 0) {  // c10d's kNoTimeout
-      done_.wait(lock, [&] { return is_done_; });
-    } else if (!done_.wait_for(lock, timeout, [&] { return is_done_; })) {
-      throw Timeout("an exchange between hosts is still under way after " + std::to_string(timeout.count()) + " ms");
-    }
-    if (error_) std::rethrow_exception(error_);
-    return true;
-  }
-
   void end(std::exception_ptr error) {
-    const std::lock_guard lock(mutex_);
-    error_ = std::move(error);
-    is_done_ = true;
-    done_.notify_all();
+    output_.reset();
+    input_.reset();
+    finish(std::move(error));
   }
 
  private:
-  const at::Tensor output_, input_;  // kept until they are exchanged
-  mutable std::mutex mutex_;
-  std::condition_variable done_;
-  bool is_done_ = false;      // guarded by mutex_
-  std::exception_ptr error_;  // guarded by mutex_
+  at::Tensor output_, input_;  // until they are exchanged
 };
 
 using TcpWorkPtr = c10::intrusive_ptr<TcpWork>;
@@ -140,8 +119,8 @@ using TcpWorkPtr = c10::intrusive_ptr<TcpWork>;
 /// An exchange that waits for its turn, or is under way. By peer.
 struct Exchange {
   TcpWorkPtr work;
-  std::map<int, Half> sending;
-  std::map<int, Half> receiving;
+  std::map<int, Way> sending;
+  std::map<int, Way> receiving;
 };
 
 class TcpBackend final : public c10d::Backend {
@@ -150,23 +129,31 @@ class TcpBackend final : public c10d::Backend {
       : Backend(place.rank, place.size),
         connections_(std::move(connections)),
         wakes_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-    if (!wakes_) throw CommError(std::string("cannot make an eventfd: ") + std::strerror(errno));
+    if (!wakes_) {
+      throw CommError(std::string("cannot make an eventfd: ") + std::strerror(errno) +
+                      "; raise the limit of open files (ulimit -n)");
+    }
+    if (connections_.empty()) return;  // what comes for this rank alone needs no thread
     thread_ = std::thread([this] { run(); });
     ::pthread_setname_np(thread_.native_handle(), "muster-hosts");
   }
 
   ~TcpBackend() override {
-    {
-      const std::lock_guard lock(mutex_);
-      stops_ = true;
-    }
-    wake();
-    thread_.join();
+    abort();
+    if (thread_.joinable()) thread_.join();
   }
   TcpBackend(const TcpBackend&) = delete;
   TcpBackend& operator=(const TcpBackend&) = delete;
 
   const std::string getBackendName() const override { return "tcp"; }
+
+  void abort() override {
+    {
+      const std::lock_guard lock(mutex_);
+      stops_ = true;
+    }
+    wake();
+  }
 
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& sizes_out,
                                                std::vector<int64_t>& sizes_in, const c10d::AllToAllOptions&) override {
@@ -177,20 +164,24 @@ class TcpBackend final : public c10d::Backend {
     const auto into = pieces(output, sizes_out);
     const auto from = pieces(input, sizes_in);
     for (int rank = 0; rank < getSize(); ++rank) {
-      const auto& [to, size] = into[static_cast<size_t>(rank)];
-      const auto& [of, given] = from[static_cast<size_t>(rank)];
+      const auto& [to, received] = into[static_cast<size_t>(rank)];
+      const auto& [of, sent] = from[static_cast<size_t>(rank)];
       if (rank == getRank()) {
-        if (size != given) throw InvalidArgument("an exchange has another size for its own rank on both sides");
-        if (size > 0) std::memcpy(to, of, size);
+        if (received != sent) throw InvalidArgument("what a rank sends to itself in an exchange has two sizes");
+        if (sent > 0) std::memcpy(to, of, sent);
       } else if (connections_.contains(rank)) {
-        exchange.sending.emplace(rank, Half(exchanges_, of, given));
-        exchange.receiving.emplace(rank, Half(exchanges_, to, size));
-      } else if (size > 0 || given > 0) {
+        exchange.sending.emplace(rank, Way(exchanges_, of, sent));
+        exchange.receiving.emplace(rank, Way(exchanges_, to, received));
+      } else if (received > 0 || sent > 0) {
         throw InvalidArgument(tcp_peer_name(rank) + " is no peer of " + tcp_peer_name(getRank()));
       }
     }
     ++exchanges_;
-    add(std::move(exchange));
+    if (connections_.empty()) {
+      work->end(nullptr);
+    } else {
+      add(std::move(exchange));
+    }
     return work;
   }
 
@@ -198,8 +189,13 @@ class TcpBackend final : public c10d::Backend {
   using Piece = std::pair<std::byte*, size_t>;
 
   void check(const at::Tensor& tensor, const std::vector<int64_t>& sizes) const {
-    if (!tensor.is_cpu() || !tensor.is_contiguous() || static_cast<int>(sizes.size()) != getSize()) {
-      throw InvalidArgument("an exchange between hosts takes contiguous CPU tensors, and a size for each rank");
+    const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+    const bool are_sizes = static_cast<int>(sizes.size()) == getSize() &&
+                           std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size >= 0; }) &&
+                           std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) == rows;
+    if (!tensor.is_cpu() || !tensor.is_contiguous() || !are_sizes) {
+      throw InvalidArgument(
+          "an exchange between hosts takes contiguous CPU tensors, and for each rank a size, which add up to theirs");
     }
   }
 
@@ -233,8 +229,8 @@ class TcpBackend final : public c10d::Backend {
     (void)!::write(wakes_.get(), &one, sizeof(one));
   }
 
-  // False once there is an end.
-  bool await_word(std::vector<pollfd>& polled) {
+  // Until a socket of `polled` is ready, or something was put into waiting_. False once the group is to end.
+  bool await_event(std::vector<pollfd>& polled) {
     polled.push_back({wakes_.get(), POLLIN, 0});
     net::poll_until(polled, net::Deadline::max());
     uint64_t count = 0;
@@ -243,7 +239,7 @@ class TcpBackend final : public c10d::Backend {
     return !stops_;
   }
 
-  // Null where none waits.
+  // The next one that waits for its turn.
   std::optional<Exchange> next() {
     const std::lock_guard lock(mutex_);
     if (waiting_.empty()) return std::nullopt;
@@ -253,37 +249,42 @@ class TcpBackend final : public c10d::Backend {
   }
 
   void run() noexcept {
-    std::exception_ptr end = std::make_exception_ptr(CommError("the process group has ended"));
-    for (std::vector<pollfd> polled; await_word(polled); polled.clear()) {
-      while (auto exchange = next()) {
-        if (!carry_out(*exchange, end)) return fail(*exchange, end);
+    std::optional<Exchange> current;
+    std::exception_ptr error;
+    try {
+      for (std::vector<pollfd> polled; await_event(polled); polled.clear()) {
+        for (current = next(); current; current = next()) {
+          if (!carry_out(*current)) throw_ended();
+          current->work->end(nullptr);
+        }
       }
+      throw_ended();
+    } catch (...) {
+      error = std::current_exception();
     }
-    fail({}, end);
+    fail(current ? current->work : TcpWorkPtr(), error);
   }
 
-  // False where the group has ended, with the error.
-  bool carry_out(Exchange& exchange, std::exception_ptr& end) noexcept {
-    try {
-      while (move(exchange)) {
-        std::vector<pollfd> polled;
-        for (const auto& [peer, fd] : connections_) {
-          const bool sends = !exchange.sending[peer].is_through();
-          const bool receives = !exchange.receiving[peer].is_through();
-          const int events = (sends ? POLLOUT : 0) | (receives ? POLLIN : 0);
-          if (events != 0) polled.push_back({fd.get(), static_cast<short>(events), 0});
-        }
-        if (!await_word(polled)) return false;
+  [[noreturn]] static void throw_ended() {
+    throw CommError("the connections between hosts were ended here: the strategy was closed, or failed");
+  }
+
+  // False where the group is to end before it is done. Throws CommError.
+  bool carry_out(Exchange& exchange) {
+    while (move(exchange)) {
+      std::vector<pollfd> polled;
+      for (const auto& [peer, fd] : connections_) {
+        const bool sends = !exchange.sending[peer].is_through();
+        const bool receives = !exchange.receiving[peer].is_through();
+        const int events = (sends ? POLLOUT : 0) | (receives ? POLLIN : 0);
+        if (events != 0) polled.push_back({fd.get(), static_cast<short>(events), 0});
       }
-    } catch (...) {
-      end = std::current_exception();
-      return false;
+      if (!await_event(polled)) return false;
     }
-    exchange.work->end(nullptr);
     return true;
   }
 
-  // As far as it goes now. Whether something remains. Throws CommError.
+  // Sends and receives what the sockets take and have now. Returns whether something remains. Throws CommError.
   bool move(Exchange& exchange) {
     bool remains = false;
     for (const auto& [peer, fd] : connections_) {
@@ -293,7 +294,7 @@ class TcpBackend final : public c10d::Backend {
         sending.send(fd.get());
         receiving.receive(fd.get());
       } catch (const CommError& error) {
-        throw CommError("the connection to " + tcp_peer_name(peer) + ": " + error.what());
+        throw CommError("the connection to " + tcp_peer_name(peer) + " " + error.what());
       }
       remains = remains || !sending.is_through() || !receiving.is_through();
     }
@@ -301,7 +302,7 @@ class TcpBackend final : public c10d::Backend {
   }
 
   // Peers that wait for this rank learn of it by the ends of their connections.
-  void fail(const Exchange& current, const std::exception_ptr& error) noexcept {
+  void fail(const TcpWorkPtr& current, const std::exception_ptr& error) noexcept {
     std::deque<Exchange> failed;
     {
       const std::lock_guard lock(mutex_);
@@ -309,7 +310,7 @@ class TcpBackend final : public c10d::Backend {
       failed.swap(waiting_);
     }
     for (const auto& [peer, fd] : connections_) ::shutdown(fd.get(), SHUT_RDWR);
-    if (current.work) current.work->end(error);
+    if (current) current->end(error);
     for (const auto& exchange : failed) exchange.work->end(error);
   }
 

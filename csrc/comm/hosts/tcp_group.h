@@ -5,23 +5,27 @@
 #include <vector>
 
 #include "comm/c10d/communicator.h"
-#include "net/rendezvous.h"
+
+namespace c10d {
+class Store;
+}
 
 namespace muster::comm {
 
-/// Who is where in such a group.
+/// A rank of such a group.
 struct TcpPlace {
   int rank = 0;
   int size = 1;
   std::vector<int> peers;  ///< ranks that this one sends to or has from, beside itself; it is a peer of each of them
-  std::string number;      ///< of the interface on which it listens
+  std::string address;     ///< a number: of the interface on which it listens
 };
 
-/// A group of which alltoall_base of dense CPU tensors is there, and nothing else: exchanges run one after another on a
-/// thread of the group's own, and what does not concern a peer waits for none. Neither encrypted nor authenticated but
-/// by a word that the store gives to the peers. Ranks that disagree about an exchange, and a connection that ends, are
-/// errors of its Work, and of all later ones. Collective over the group: ranks meet through `store`, which nothing else
-/// uses. Throws Timeout naming who is missing, and CommError.
+/// A group of which alltoall_base of dense CPU tensors is there, and nothing else. Exchanges run one after another, on
+/// a thread of the group's own, and wait for no peer that nothing goes to and comes from. Neither encrypted nor
+/// authenticated but by a word that the store gives to the peers. Ranks that disagree about an exchange, and a
+/// connection that ends, are a CommError of its Work, and of all later ones; that of a connection says "closed by
+/// peer". Backend::abort ends the connections. Collective over the group: ranks meet through `store`, which nothing
+/// else uses. Throws Timeout naming who is missing, and CommError.
 ProcessGroupPtr make_tcp_group(c10d::Store& store, const TcpPlace& place, Milliseconds timeout);
 
 }  // namespace muster::comm

@@ -10,11 +10,13 @@
 #include <cerrno>
 #include <cstring>
 #include <sstream>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "core/wait_hook.h"
 #include "muster/error.h"
+#include "net/rendezvous.h"
 #include "net/tcp.h"
 
 namespace muster::comm {
@@ -23,7 +25,10 @@ namespace {
 using net::Deadline;
 using net::FileDescriptor;
 
-constexpr size_t kWordBytes = 32;  // of net::random_name
+constexpr size_t kWordBytes = 32;                // of net::random_name
+constexpr std::chrono::milliseconds kSlice{50};  // between calls of the WaitHook
+constexpr std::chrono::milliseconds kBetweenCalls{20};
+constexpr std::chrono::seconds kPatience{1};  // with a stranger who says nothing
 
 // What a peer says first.
 struct Hello {
@@ -33,10 +38,13 @@ struct Hello {
 
 // Where a rank listens, and the word by which it knows its peers.
 struct Listening {
-  std::string number;
+  std::string address;
   std::string port;
   std::string word;
 };
+
+// What a rank answers to a peer's hello.
+constexpr char kWelcome = '!';
 
 std::string key_of(int rank) { return "tcp/" + std::to_string(rank); }
 
@@ -64,17 +72,42 @@ bool receive_all(int fd, Hello& hello, Deadline deadline) {
   return true;
 }
 
+// Sends all of a hello, on a socket that does not block, and waits for the answer. False at the deadline, and where the
+// connection ends.
+bool is_welcome(int fd, const Hello& hello, Deadline deadline) {
+  if (!send_all(fd, hello, deadline)) return false;
+  while (std::chrono::steady_clock::now() < deadline) {
+    char answer = 0;
+    const ssize_t n = ::recv(fd, &answer, 1, 0);
+    if (n >= 0) return n == 1 && answer == kWelcome;
+    if (errno != EAGAIN && errno != EINTR) return false;
+    net::wait_readable({fd}, std::min(deadline, std::chrono::steady_clock::now() + kSlice));
+    WaitHook::call();
+  }
+  return false;
+}
+
 FileDescriptor call_peer(int peer, const Listening& theirs, const Hello& hello, Deadline deadline) {
-  std::string why;
-  const auto addresses = net::resolve({theirs.number, theirs.port}, why);
-  if (addresses) {
+  std::string why = "it takes no connection";
+  do {
+    const auto addresses = net::resolve({theirs.address, theirs.port}, why);
+    if (!addresses) break;
     int error = 0;
     auto fd = net::try_to_connect(*addresses, deadline, error, WaitHook::call);
-    if (fd && send_all(fd.get(), hello, deadline)) return fd;
-    why = std::strerror(fd ? errno : error);
-  }
-  throw CommError(tcp_peer_name(peer) + " cannot be reached at " + theirs.number + ":" + theirs.port + ": " + why +
-                  "; hosts of a job must reach one another on all ports");
+    if (fd && is_welcome(fd.get(), hello, deadline)) return fd;
+    if (!fd) why = std::strerror(error);
+    std::this_thread::sleep_for(kBetweenCalls);
+  } while (std::chrono::steady_clock::now() < deadline);
+  throw CommError(tcp_peer_name(peer) + " cannot be reached at " + theirs.address + ", port " + theirs.port + ": " +
+                  why + "; hosts of a job must reach one another on all ports");
+}
+
+// Whether a connection is of a peer that is waited for, whose number is then in `hello`.
+bool is_of_peer(int fd, const TcpPlace& place, const std::string& word, Hello& hello, Deadline deadline) {
+  return receive_all(fd, hello, deadline) && std::equal(hello.word.begin(), hello.word.end(), word.begin()) &&
+         hello.rank > place.rank &&
+         std::find(place.peers.begin(), place.peers.end(), hello.rank) != place.peers.end() &&
+         ::send(fd, &kWelcome, 1, MSG_NOSIGNAL) == 1;
 }
 
 }  // namespace
@@ -82,12 +115,10 @@ FileDescriptor call_peer(int peer, const Listening& theirs, const Hello& hello, 
 std::string tcp_peer_name(int rank) { return "worker " + std::to_string(rank); }
 
 std::map<int, FileDescriptor> meet_over_tcp(c10d::Store& store, const TcpPlace& place, Milliseconds timeout) {
-  constexpr std::chrono::milliseconds kSlice{50};
-  constexpr std::chrono::seconds kPatience{5};  // with a stranger who says nothing
-  const Deadline deadline = std::chrono::steady_clock::now() + timeout;
-  const net::TcpListener listener(place.number);
+  if (place.peers.empty()) return {};
+  const net::TcpListener listener(place.address);
   const std::string word = net::random_name();
-  net::set_text(store, key_of(place.rank), place.number + " " + std::to_string(listener.port()) + " " + word);
+  net::set_text(store, key_of(place.rank), place.address + " " + std::to_string(listener.port()) + " " + word);
 
   std::vector<std::string> keys;
   std::vector<std::string> who;
@@ -96,6 +127,7 @@ std::map<int, FileDescriptor> meet_over_tcp(c10d::Store& store, const TcpPlace& 
     who.push_back(tcp_peer_name(peer));
   }
   const auto texts = net::get_texts(store, keys, who, timeout);
+  const Deadline deadline = std::chrono::steady_clock::now() + timeout;  // once all are there
   std::map<int, FileDescriptor> connections;
   size_t callers = 0;
   for (size_t i = 0; i < texts.size(); ++i) {
@@ -105,7 +137,7 @@ std::map<int, FileDescriptor> meet_over_tcp(c10d::Store& store, const TcpPlace& 
       continue;
     }
     Listening theirs;
-    std::istringstream(texts[i]) >> theirs.number >> theirs.port >> theirs.word;
+    std::istringstream(texts[i]) >> theirs.address >> theirs.port >> theirs.word;
     Hello hello;
     hello.rank = place.rank;
     std::copy_n(theirs.word.begin(), std::min(kWordBytes, theirs.word.size()), hello.word.begin());
@@ -115,11 +147,12 @@ std::map<int, FileDescriptor> meet_over_tcp(c10d::Store& store, const TcpPlace& 
     auto fd = listener.accept(std::min(deadline, std::chrono::steady_clock::now() + kSlice));
     WaitHook::call();
     Hello hello;
-    if (fd && receive_all(fd.get(), hello, std::min(deadline, std::chrono::steady_clock::now() + kPatience)) &&
-        std::equal(hello.word.begin(), hello.word.end(), word.begin()) && hello.rank > place.rank &&
-        std::find(place.peers.begin(), place.peers.end(), hello.rank) != place.peers.end() &&
-        connections.emplace(hello.rank, std::move(fd)).second) {
-      --callers;
+    const Deadline patience = std::min(deadline, std::chrono::steady_clock::now() + kPatience);
+    if (fd && is_of_peer(fd.get(), place, word, hello, patience)) {
+      connections[hello.rank] = std::move(fd);  // the last one, of a peer that calls again
+      callers = static_cast<size_t>(std::count_if(place.peers.begin(), place.peers.end(), [&](int peer) {
+        return peer > place.rank && !connections.contains(peer);
+      }));
     }
     if (callers > 0 && std::chrono::steady_clock::now() >= deadline) {
       std::string missing;
@@ -127,7 +160,7 @@ std::map<int, FileDescriptor> meet_over_tcp(c10d::Store& store, const TcpPlace& 
         if (peer > place.rank && !connections.contains(peer)) missing += ", " + tcp_peer_name(peer);
       }
       throw Timeout("waited " + std::to_string(timeout.count()) + " ms for connections of" + missing.substr(1) +
-                    " to " + place.number + "; hosts of a job must reach one another on all ports");
+                    " to " + place.address + "; hosts of a job must reach one another on all ports");
     }
   }
   for (auto& [peer, fd] : connections) {

@@ -26,7 +26,8 @@ constexpr size_t kScratches = 4;                     // pieces under way at once
 constexpr int64_t kRowAlignment = 64;
 constexpr std::chrono::microseconds kPause{20};  // between looks at what comes from other hosts
 constexpr Milliseconds kHookInterval{50};
-constexpr Milliseconds kPatienceForWord{1000};  // of a worker that is lost
+constexpr Milliseconds kBetweenQuestions{2000};  // for lost workers, of whoever waits for other hosts
+constexpr Milliseconds kPatienceForWord{1000};   // of a worker that is lost
 
 /// What the replicas of one worker share.
 struct Crossing {
@@ -37,7 +38,7 @@ struct Crossing {
   std::shared_ptr<LostWorkers> lost;
 };
 
-// Gloo's words for a peer whose connection ended.
+// Words of process groups, Gloo and ours, for a peer whose connection ended.
 bool is_of_connection(std::string_view text) {
   for (const auto* const words :
        {"closed by peer", "reset by peer", "Broken pipe", "No route to host", "unreachable"}) {
@@ -132,6 +133,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
   void wait(const Stages& stages, Milliseconds timeout) {
     const auto deadline = Clock::now() + timeout;
     auto last_hook = Clock::now();
+    auto last_asked = last_hook;
     if (is_done(stages)) return;
     guarded([&] {
       for (run(); !is_done(stages); run()) {
@@ -152,6 +154,9 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
         if (Clock::now() - last_hook < kHookInterval) continue;
         WaitHook::call();
         last_hook = Clock::now();
+        if (last_hook - last_asked < kBetweenQuestions) continue;
+        ask_for_lost(Milliseconds(0));
+        last_asked = Clock::now();
       }
       return true;
     });
@@ -260,6 +265,11 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
     return transport.all_to_all(to.data(), from.data(), to.sizes(), from.sizes());
   }
 
+  // Throws what those beside a lost worker told of it.
+  void ask_for_lost(Milliseconds patience) {
+    if (auto told = crossing_->lost ? crossing_->lost->ask(patience) : std::nullopt) throw PeerLost(*std::move(told));
+  }
+
   // Throws what ended one of the host's groups: a rank that waits for other hosts does not look at them otherwise.
   void check_hosts_groups() {
     for (auto* const group : {up_.get(), down_.get()}) {
@@ -283,9 +293,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
       const bool is_of_host = up_->peer_memory()->has_ended() || down_->peer_memory()->has_ended();
       if (is_of_host) throw;
       // Whatever words the process group has for it: those beside a lost worker know.
-      if (auto told = crossing_->lost ? crossing_->lost->ask(kPatienceForWord) : std::nullopt) {
-        throw PeerLost(*std::move(told));
-      }
+      ask_for_lost(kPatienceForWord);
       if (!is_of_connection(error.what())) throw;
       throw PeerLost(-1, std::string("a worker on another host ended, or its host cannot be reached any more (") +
                              error.what() + "). Look at the logs there; start the job again from the last checkpoint");
@@ -342,9 +350,10 @@ void Stages::wait(Milliseconds timeout) { owner->wait(*this, timeout); }
 std::vector<CommunicatorPtr> make_over_hosts(const HostsLayout& layout, int worker, HostsParts parts, bool check,
                                              Milliseconds timeout) {
   const c10::Device cpu(c10::kCPU);
-  const auto exchange = std::make_shared<C10dTransport>(parts.exchange, cpu);
-  const auto results =
-      parts.results == parts.exchange ? exchange : std::make_shared<C10dTransport>(std::move(parts.results), cpu);
+  const auto exchange = std::make_shared<C10dTransport>(parts.exchange, cpu, parts.may_abort);
+  const auto results = parts.results == parts.exchange
+                           ? exchange
+                           : std::make_shared<C10dTransport>(std::move(parts.results), cpu, parts.may_abort);
   const auto crossing =
       std::make_shared<const Crossing>(Crossing{layout, worker, exchange, results, std::move(parts.lost)});
   std::vector<CommunicatorPtr> handles;

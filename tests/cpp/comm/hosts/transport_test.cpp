@@ -1,11 +1,16 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 
+#include <atomic>
 #include <cmath>
+#include <memory>
+#include <optional>
+#include <thread>
 #include <utility>
 
 #include "comm/hosts/communicator.h"
 #include "cpp/catch.h"
+#include "muster/error.h"
 #include "support/local_process_group.h"
 
 using namespace muster;
@@ -34,7 +39,33 @@ at::Tensor sum_in_one_process(int ranks, int64_t n) {
   return sum;
 }
 
+// Somebody told of worker 7.
+class ToldOf7 final : public LostWorkers {
+ public:
+  void tell(const PeerLost&) noexcept override {}
+  std::optional<PeerLost> ask(Milliseconds) noexcept override { return PeerLost(7, "worker 7 ended"); }
+};
+
 }  // namespace
+
+TEST_CASE("who waits for another host hears of a worker that those beside it have lost", "[comm][hosts]") {
+  std::atomic<bool> has_heard = false;
+  const OverHostsPlan plan{.host_of_worker = {0, 1}, .replicas_of_worker = {}, .lost = std::make_shared<ToldOf7>()};
+  CHECK(run_over_hosts(plan, 2, [&](Communicator& c) {
+          if (c.rank() == 1) {
+            while (!has_heard) std::this_thread::yield();
+            return;
+          }
+          int lost = -1;
+          try {
+            c.all_reduce(at::full({1}, 1, at::kFloat), ReduceOp::sum).wait();
+          } catch (const PeerLost& error) {
+            lost = error.rank();
+          }
+          has_heard = true;
+          MUSTER_CHECK(lost == 7);
+        }) == "");
+}
 
 TEST_CASE("sums over hosts have the bits of one process, however the ranks lie", "[comm][hosts]") {
   const auto [has_one_group, uses_tcp] =
