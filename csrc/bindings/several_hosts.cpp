@@ -13,7 +13,13 @@ void bind_several_hosts(py::module_& m) {
                        const comm::ProcessGroupPtr& workers_results, const comm::ProcessGroupPtr& step,
                        const comm::ProcessGroupPtr& gradients, const comm::ProcessGroupPtr& results,
                        const net::StorePtr& store) {
-             return SeveralHosts{std::move(hosts), workers, workers_results, step, gradients, results, store};
+             return SeveralHosts{.hosts = std::move(hosts),
+                                 .workers = workers,
+                                 .workers_results = workers_results,
+                                 .step = step,
+                                 .gradients = gradients,
+                                 .results = results,
+                                 .store = store};
            }),
            py::arg("hosts"), py::kw_only(), py::arg("workers"), py::arg("workers_results"), py::arg("step"),
            py::arg("gradients"), py::arg("results"), py::arg("store") = net::StorePtr());

@@ -38,8 +38,8 @@ struct SeveralHosts {
   comm::ProcessGroupPtr step;             ///< that user code issues inside a step
   comm::ProcessGroupPtr gradients;        ///< on their way to be summed
   comm::ProcessGroupPtr results;          ///< on their way back
-  bool may_abort = false;                 ///< nobody else uses the groups: what fails here may end them
   net::StorePtr store = {};               ///< that the workers meet through, for this alone; null: the cluster's
+  bool may_abort = false;                 ///< nobody else uses the groups: what fails here may end them
 };
 
 /// Collective over the cluster, before there are groups: every worker's `text`, by rank.
