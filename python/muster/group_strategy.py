@@ -152,7 +152,7 @@ def _check_serves_cpu(group: dist.ProcessGroup, device: torch.device, problem: s
     """Raises CommError where what ranks with GPUs tell one another has no way."""
     if device.type == "cuda" and "cpu" not in dist.get_backend_config(group):
         raise CommError(
-            f"ranks with GPUs on several hosts need process groups (Gloo) for what they tell one another, and {problem}; "
+            f"ranks with GPUs on several hosts tell one another things through process groups (Gloo), and {problem}; "
             'name the network interface in GLOO_SOCKET_IFNAME, or call init_process_group("cpu:gloo,cuda:nccl")'
         )
 
