@@ -6,6 +6,7 @@ import copy
 import importlib
 import logging
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -723,6 +724,23 @@ def test_a_replica_of_fabric_may_have_a_forward_of_its_own() -> None:
         assert_same(fabric.setup(module)(x), whole(x) * 2)
 
 
+def test_a_method_that_was_refused_leaves_forward_to_the_next_call() -> None:
+    class Extended(nn.Linear):
+        def twice(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x) * 2
+
+    x = Points().data.tensors[0]
+    with fabric_over("muster_mirrored", devices=2) as fabric, torch.no_grad():
+        module = Extended(6, 2)
+        expected = module(x)
+        model = fabric.setup(module)
+        model.mark_forward_method("twice")
+        with pytest.raises(muster.InvalidArgument, match="cannot be called on every replica"):
+            model.twice(x)
+        assert_same(module(x), expected)
+        assert_same(model(x), expected)
+
+
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 
@@ -754,6 +772,9 @@ class Measured(Classifier):
         self.log("val", self.loss(batch), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
+        copied = copy.deepcopy(self.accuracy)
+        assert copied.dist_sync_fn is self.accuracy.dist_sync_fn
+        assert pickle.loads(pickle.dumps(copied)).dist_sync_fn is None
         ranks = self.all_gather(torch.tensor([self.global_rank]))
         strategy = self.trainer.strategy
         self.log("ranks", ranks.sum().float())

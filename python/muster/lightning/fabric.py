@@ -230,6 +230,10 @@ class _CurrentReplica(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Fabric calls other methods by a forward that it gives to replica 0's module.
         if vars(self.module).get("forward") is not self._own_forward:
+            if self._own_forward is None:
+                del self.module.forward
+            else:
+                self.module.forward = self._own_forward
             raise InvalidArgument(
                 "training_step and methods of mark_forward_method() cannot be called on every replica; write a forward "
                 "that does what they do, or use strategy='muster_ddp'"

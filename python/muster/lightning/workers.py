@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,6 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as lightnings_ra
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
 
 from muster import _C
 from muster.errors import InvalidArgument
@@ -75,6 +76,28 @@ class Job(ClusterEnvironment):
         return 0
 
 
+class _OfJob:
+    """A metric's function that meets others. Copies of the metric meet them too; a pickled one has torchmetrics' own,
+    which `make` gives."""
+
+    def __init__(self, function: Callable[..., Any], make: Callable[[], Any]) -> None:
+        self._function = function
+        self._make = make
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OfJob:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return self._make, ()
+
+
+def _torchmetrics_own() -> Callable[[], bool]:
+    return jit_distributed_available
+
+
 class Workers:
     """Collectives between workers, under the names that strategies of the Trainer and of Fabric both have."""
 
@@ -102,14 +125,17 @@ class Workers:
         metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self._metrics = [(metric, metric.dist_sync_fn, metric.distributed_available_fn) for metric in metrics]
         for metric in metrics:
-            metric.dist_sync_fn = self._gather_all
-            metric.distributed_available_fn = lambda: self._cluster.num_workers > 1
+            metric.dist_sync_fn = _OfJob(self._gather_all, type(None))
+            metric.distributed_available_fn = _OfJob(self._has_others, _torchmetrics_own)
 
     def disconnect_metrics(self) -> None:
         """Metrics are as they were."""
         for metric, sync, is_available in self._metrics:
             metric.dist_sync_fn, metric.distributed_available_fn = sync, is_available
         self._metrics = ()
+
+    def _has_others(self) -> bool:
+        return self._cluster.num_workers > 1
 
     def _gather_all(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         _refuse_groups(group)
