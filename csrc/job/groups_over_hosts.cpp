@@ -47,7 +47,7 @@ class LostInStore final : public comm::LostWorkers {
   }
   std::optional<PeerLost> ask(comm::Milliseconds patience) noexcept override {
     const auto asking = std::make_shared<Asking>(is_asking_);
-    if (asking->had_begun) return std::nullopt;
+    if (asking->had_begun && patience.count() == 0) return std::nullopt;  // it will be asked again
     return within(patience, [store = store_, asking, deadline = std::chrono::steady_clock::now() + patience] {
       while (!store->check({kKey})) {
         if (std::chrono::steady_clock::now() >= deadline) return std::optional<PeerLost>();
