@@ -70,17 +70,23 @@ def before_stepping(strategy: muster.Strategy, call: Callable[[], object]) -> No
 
     Signals are looked at there; the next one is sent so soon after each look that one is always pending."""
     steps = strategy.steps
+    looks, delay = 0, 1e-5  # seconds
 
     def send_soon() -> None:
         # Once: signals at an interval would be handled within one another on a slow machine, without end.
-        signal.setitimer(signal.ITIMER_REAL, 1e-5)
+        signal.setitimer(signal.ITIMER_REAL, delay)
 
     def look(*_: object) -> None:
+        nonlocal looks, delay
+        looks += 1
+        if looks > 1:  # the machine is so slow that the next signal came before the look ended
+            delay *= 2
         if strategy.steps > steps:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             call()
         else:
             send_soon()
+        looks -= 1
 
     signal.signal(signal.SIGALRM, look)
     send_soon()
