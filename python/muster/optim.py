@@ -28,9 +28,8 @@ def _without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
     """A bound method of torch's Optimizer. Torch keeps torch.compile out of some by a decorator that imports all of
     torch.compile when they are first called: 1.5 s, and 70 MB a process. Before that import nothing compiles."""
     decorated = getattr(method, "__func__", None)
-    is_torchs = (
-        getattr(decorated, "__globals__", {}).get("__name__") == "torch._compile"
-    )  # not a patch of somebody else
+    # Not a patch of somebody else's, which has torch's method as __wrapped__ likewise.
+    is_torchs = getattr(decorated, "__globals__", {}).get("__name__") == "torch._compile"
     if not is_torchs or "torch._dynamo" in sys.modules:
         return method
     return functools.partial(decorated.__wrapped__, method.__self__)  # type: ignore[union-attr, attr-defined]

@@ -89,17 +89,26 @@ bool is_welcome(int fd, const Hello& hello, Deadline deadline) {
 
 FileDescriptor call_peer(int peer, const Listening& theirs, const Hello& hello, Deadline deadline) {
   std::string why = "it takes no connection";
-  do {
-    const auto addresses = net::resolve({theirs.address, theirs.port}, why);
-    if (!addresses) break;
+  const auto addresses = net::resolve({theirs.address, theirs.port}, why);
+  while (addresses) {
     int error = 0;
     auto fd = net::try_to_connect(*addresses, deadline, error, WaitHook::call);
     if (fd && is_welcome(fd.get(), hello, deadline)) return fd;
     if (!fd) why = std::strerror(error);
+    if (std::chrono::steady_clock::now() >= deadline) break;
     std::this_thread::sleep_for(kBetweenCalls);
-  } while (std::chrono::steady_clock::now() < deadline);
+  }
   throw CommError(tcp_peer_name(peer) + " cannot be reached at " + theirs.address + ", port " + theirs.port + ": " +
                   why + "; hosts of a job must reach one another on all ports");
+}
+
+// The peers that have yet to call this rank.
+std::vector<int> missing_callers(const TcpPlace& place, const std::map<int, FileDescriptor>& connections) {
+  std::vector<int> missing;
+  for (const int peer : place.peers) {
+    if (peer > place.rank && !connections.contains(peer)) missing.push_back(peer);
+  }
+  return missing;
 }
 
 // Whether a connection is of a peer that is waited for, whose number is then in `hello`.
@@ -129,13 +138,9 @@ std::map<int, FileDescriptor> meet_over_tcp(c10d::Store& store, const TcpPlace& 
   const auto texts = net::get_texts(store, keys, who, timeout);
   const Deadline deadline = std::chrono::steady_clock::now() + timeout;  // once all are there
   std::map<int, FileDescriptor> connections;
-  size_t callers = 0;
   for (size_t i = 0; i < texts.size(); ++i) {
     const int peer = place.peers[i];
-    if (peer > place.rank) {
-      ++callers;
-      continue;
-    }
+    if (peer > place.rank) continue;
     Listening theirs;
     std::istringstream(texts[i]) >> theirs.address >> theirs.port >> theirs.word;
     Hello hello;
@@ -143,24 +148,20 @@ std::map<int, FileDescriptor> meet_over_tcp(c10d::Store& store, const TcpPlace& 
     std::copy_n(theirs.word.begin(), std::min(kWordBytes, theirs.word.size()), hello.word.begin());
     connections[peer] = call_peer(peer, theirs, hello, deadline);
   }
-  while (callers > 0) {
+  for (auto missing = missing_callers(place, connections); !missing.empty();) {
     auto fd = listener.accept(std::min(deadline, std::chrono::steady_clock::now() + kSlice));
     WaitHook::call();
     Hello hello;
     const Deadline patience = std::min(deadline, std::chrono::steady_clock::now() + kPatience);
     if (fd && is_of_peer(fd.get(), place, word, hello, patience)) {
       connections[hello.rank] = std::move(fd);  // the last one, of a peer that calls again
-      callers = static_cast<size_t>(std::count_if(place.peers.begin(), place.peers.end(), [&](int peer) {
-        return peer > place.rank && !connections.contains(peer);
-      }));
+      missing = missing_callers(place, connections);
     }
-    if (callers > 0 && std::chrono::steady_clock::now() >= deadline) {
-      std::string missing;
-      for (const int peer : place.peers) {
-        if (peer > place.rank && !connections.contains(peer)) missing += ", " + tcp_peer_name(peer);
-      }
-      throw Timeout("waited " + std::to_string(timeout.count()) + " ms for connections of" + missing.substr(1) +
-                    " to " + place.address + "; hosts of a job must reach one another on all ports");
+    if (!missing.empty() && std::chrono::steady_clock::now() >= deadline) {
+      std::string names;
+      for (const int peer : missing) names += ", " + tcp_peer_name(peer);
+      throw Timeout("waited " + std::to_string(timeout.count()) + " ms for connections of" + names.substr(1) + " to " +
+                    place.address + "; hosts of a job must reach one another on all ports");
     }
   }
   for (auto& [peer, fd] : connections) {

@@ -82,11 +82,10 @@ void HostMesh::meet(c10d::Store& store) {
   first_replica_.assign(1, 0);
   for (int w = 0; w < num_workers(); ++w) {
     if (endpoints[static_cast<size_t>(w)].host != endpoints[0].host) {
-      throw InvalidArgument("workers " + std::to_string(name_of_worker(0)) + " and " +
-                            std::to_string(name_of_worker(w)) +
-                            " are on different hosts (or in containers with networks of their own). Run parameter "
-                            "servers and their workers "
-                            "on one host, or use MultiWorkerMirroredStrategy, which several hosts may share");
+      throw InvalidArgument(
+          "workers " + std::to_string(name_of_worker(0)) + " and " + std::to_string(name_of_worker(w)) +
+          " are on different hosts (or in containers with networks of their own). Run parameter "
+          "servers and their workers on one host, or use MultiWorkerMirroredStrategy, which several hosts may share");
     }
     first_replica_.push_back(first_replica_.back() + endpoints[static_cast<size_t>(w)].replicas);
   }

@@ -13,7 +13,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as lightnings_ra
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torchmetrics import Metric
-from torchmetrics.metric import jit_distributed_available
 
 from muster import _C
 from muster.errors import InvalidArgument
@@ -77,12 +76,12 @@ class Job(ClusterEnvironment):
 
 
 class _OfJob:
-    """A metric's function that meets others. Copies of the metric meet them too; a pickled one has torchmetrics' own,
-    which `make` gives."""
+    """A metric's function that meets others. Copies of the metric meet them too; a pickled one has what was in its
+    place before."""
 
-    def __init__(self, function: Callable[..., Any], make: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[..., Any], before: Any) -> None:
         self._function = function
-        self._make = make
+        self._before = before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
@@ -90,12 +89,12 @@ class _OfJob:
     def __deepcopy__(self, memo: dict[int, Any]) -> _OfJob:
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return self._make, ()
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _itself, (self._before,)
 
 
-def _torchmetrics_own() -> Callable[[], bool]:
-    return jit_distributed_available
+def _itself(value: T) -> T:
+    return value
 
 
 class Workers:
@@ -125,8 +124,8 @@ class Workers:
         metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self._metrics = [(metric, metric.dist_sync_fn, metric.distributed_available_fn) for metric in metrics]
         for metric in metrics:
-            metric.dist_sync_fn = _OfJob(self._gather_all, type(None))
-            metric.distributed_available_fn = _OfJob(self._has_others, _torchmetrics_own)
+            metric.dist_sync_fn = _OfJob(self._gather_all, metric.dist_sync_fn)
+            metric.distributed_available_fn = _OfJob(self._has_others, metric.distributed_available_fn)
 
     def disconnect_metrics(self) -> None:
         """Metrics are as they were."""
