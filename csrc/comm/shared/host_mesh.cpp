@@ -85,7 +85,8 @@ void HostMesh::meet(c10d::Store& store) {
       throw InvalidArgument(
           "workers " + std::to_string(name_of_worker(0)) + " and " + std::to_string(name_of_worker(w)) +
           " are on different hosts (or in containers with networks of their own). Run parameter "
-          "servers and their workers on one host, or use MultiWorkerMirroredStrategy, which several hosts may share");
+          "servers and their workers on one host, or use MultiWorkerMirroredStrategy, which several hosts may share, "
+          "as it is or over a process group of yours (process_group= in Python)");
     }
     first_replica_.push_back(first_replica_.back() + endpoints[static_cast<size_t>(w)].replicas);
   }
