@@ -49,7 +49,7 @@ void bind_module_state(pybind11::module_& m);
 /// What workers tell one another before there are groups, and those between hosts.
 void bind_several_hosts(pybind11::module_& m);
 
-/// GradientArrivals, for loops that call backward by themselves.
+/// GradientArrivals and GradientMemory, for loops that call backward by themselves.
 void bind_gradients(pybind11::module_& m);
 
 /// StrategyCore, which the Python strategies are thin layers over.

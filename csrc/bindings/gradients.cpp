@@ -1,8 +1,10 @@
+#include <memory>
 #include <utility>
 
 #include "bindings/bindings.h"
 #include "bindings/callbacks.h"
 #include "gradient/arrivals.h"
+#include "gradient/gradient_memory.h"
 
 namespace muster {
 
@@ -17,6 +19,9 @@ void bind_gradients(py::module_& m) {
       .def("renew", &GradientArrivals::renew)
       .def("announce", &GradientArrivals::announce, py::arg("next"))
       .def("take", &GradientArrivals::take);
+  py::class_<GradientMemory, std::shared_ptr<GradientMemory>>(m, "GradientMemory", "Where gradients had best come.")
+      .def("open", &GradientMemory::open)
+      .def_static("close", &GradientMemory::close);
 }
 
 }  // namespace muster

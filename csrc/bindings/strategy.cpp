@@ -221,7 +221,13 @@ void bind_core_class(py::module_& m) {
           [](StrategyCore& c, const std::vector<at::Tensor>& parameters) {
             c.gradient_average().add_nothing(parameters);
           },
-          py::arg("parameters"), py::call_guard<Interruptible>());
+          py::arg("parameters"), py::call_guard<Interruptible>())
+      .def(
+          "gradient_memory",
+          [](StrategyCore& c, const std::vector<at::Tensor>& parameters) {
+            return c.gradient_average().memory_for(parameters);
+          },
+          py::arg("parameters"));
   core.def("step",
            [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, int set, bool loader_ended,
               const py::object& optimizers, const py::object& before_update, const py::object& update_from_grad,

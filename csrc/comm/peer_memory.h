@@ -37,7 +37,7 @@ class PeerMemory {
   virtual std::optional<uint64_t> address_of(const void* data, size_t bytes) const noexcept = 0;
 
   /// Where an address that rank `rank` was given by its address_of lies in this process. Thread-safe.
-  virtual const void* at(int rank, uint64_t address) const noexcept = 0;
+  virtual void* at(int rank, uint64_t address) const noexcept = 0;
 
   /// Between these two, which all ranks call with a collective before the second, a rank stores into memory that others
   /// read. begin_stores throws what ended the group: of a group that has ended no rank begins to store, whoever comes

@@ -109,6 +109,12 @@ class GradientMemory::Allocator final : public c10::Allocator {
 
 thread_local const std::shared_ptr<GradientMemory::Pool>* GradientMemory::Allocator::in_scope = nullptr;
 
+/// What open() opened last in a thread: the GradientMemory may end before close(), and so may the thread.
+struct GradientMemory::Opened {
+  std::shared_ptr<Pool> pool;
+  ~Opened() { close(); }
+};
+
 GradientMemory::GradientMemory(comm::CommunicatorPtr communicator, const std::vector<size_t>& bytes)
     : pool_(std::make_shared<Pool>()) {
   pool_->communicator = std::move(communicator);
@@ -116,16 +122,26 @@ GradientMemory::GradientMemory(comm::CommunicatorPtr communicator, const std::ve
   if (!pool_->by_size.empty()) Allocator::install();
 }
 
-GradientMemory::~GradientMemory() {
+GradientMemory::~GradientMemory() { end(); }
+
+void GradientMemory::end() noexcept {
   const std::lock_guard lock(pool_->mutex);
   pool_->communicator.reset();
   pool_->by_size.clear();
 }
 
+void GradientMemory::open() const {
+  thread_local Opened opened;
+  opened.pool = pool_;
+  Allocator::in_scope = &opened.pool;
+}
+
+void GradientMemory::close() noexcept { Allocator::in_scope = nullptr; }
+
 GradientMemory::Scope::Scope(GradientMemory* memory) noexcept {
   if (memory != nullptr) Allocator::in_scope = &memory->pool_;
 }
 
-GradientMemory::Scope::~Scope() { Allocator::in_scope = nullptr; }
+GradientMemory::Scope::~Scope() { close(); }
 
 }  // namespace muster

@@ -21,6 +21,14 @@ class GradientMemory {
   GradientMemory(const GradientMemory&) = delete;
   GradientMemory& operator=(const GradientMemory&) = delete;
 
+  /// Memory comes from elsewhere from now on; what is in use stays as it is. No-op where it has ended. Thread-safe.
+  void end() noexcept;
+
+  /// Until close(), or the end of a Scope, in this thread: as within a Scope. For a backward that somebody else calls.
+  void open() const;
+  /// No-op where nothing is open in this thread.
+  static void close() noexcept;
+
   /// While it lives, CPU memory that torch takes in this thread, of a size that was asked for, comes from here, as far
   /// as there is any: about as much as the gradients need.
   class Scope {
@@ -34,6 +42,7 @@ class GradientMemory {
 
  private:
   class Allocator;
+  struct Opened;
   struct Pool;
 
   const std::shared_ptr<Pool> pool_;

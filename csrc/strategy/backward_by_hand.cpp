@@ -5,7 +5,9 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <utility>
 
 #include "core/plain_memory.h"
 #include "core/replica_context.h"
@@ -20,7 +22,7 @@ namespace muster {
 namespace {
 
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble};
-constexpr int64_t kSmall = 32'768;  // elements: torch copies more than that in several threads
+constexpr int64_t kLarge = 32'768;  // elements: torch copies so many in several threads; peers average them in place
 
 // The dtype of a gradient on its way, real and imaginary parts apart.
 at::ScalarType travels_in(const at::Tensor& parameter) {
@@ -41,11 +43,16 @@ struct GradientSlot {
   int64_t offset;  // elements
 };
 
+// Whether its values stand in the memory of this host one after the other.
+bool is_plain(const at::Tensor& gradient) {
+  return gradient.layout() == at::kStrided && gradient.is_cpu() && !gradient.is_complex() && !is_lazy(gradient) &&
+         gradient.is_contiguous();
+}
+
 // Whether a kernel may copy it from or to `sums`; a call into torch costs more than the work on a small one.
 bool is_small_and_plain(const at::Tensor& gradient, const at::Tensor& sums) {
-  return gradient.layout() == at::kStrided && gradient.is_cpu() && sums.is_cpu() && gradient.numel() < kSmall &&
-         !gradient.is_complex() && accumulation_dtype(gradient.scalar_type()) == sums.scalar_type() &&
-         !is_lazy(gradient) && gradient.is_contiguous();
+  return gradient.numel() < kLarge && sums.is_cpu() && is_plain(gradient) &&
+         accumulation_dtype(gradient.scalar_type()) == sums.scalar_type();
 }
 
 template <class T>
@@ -178,6 +185,55 @@ at::Tensor GradientAverage::buffer(int64_t numel, at::ScalarType dtype) {
   return memory.narrow(0, 0, numel);
 }
 
+at::Tensor GradientAverage::slot(size_t number, int64_t numel, at::ScalarType dtype) {
+  if (slots_.size() <= number) slots_.resize(number + 1);
+  auto& memory = slots_[number];
+  const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  if (!memory.defined() || memory.numel() < bytes) {
+    memory.reset();  // before there is another
+    memory = session_.groups().gradients[0]->allocate(bytes, at::kByte);
+  }
+  return memory.narrow(0, 0, bytes).view(dtype);
+}
+
+// All workers find the same ones.
+std::vector<size_t> GradientAverage::large_ones(const std::vector<at::Tensor>& parameters) {
+  std::vector<size_t> large;
+  if (!peers_) peers_ = PeerAverage::over(*session_.groups().gradients[0]);
+  for (size_t p = 0; p < parameters.size() && peers_; ++p) {
+    if (real_numel(parameters[p]) >= kLarge) large.push_back(p);
+  }
+  return large;
+}
+
+// Gradients become their means where peers reach them. Of the others the means are in the slots that are returned.
+std::vector<GradientAverage::Slot> GradientAverage::average_large(const std::vector<at::Tensor>& parameters,
+                                                                  const std::vector<size_t>& large,
+                                                                  bool has_gradients) {
+  std::vector<at::Tensor> averaged;
+  for (const size_t p : large) {
+    const auto& gradient = parameters[p].grad();
+    const bool is_alike = has_gradients && gradient.defined() && gradient.scalar_type() == travels_in(parameters[p]);
+    averaged.push_back(is_alike && is_plain(gradient) ? gradient : at::Tensor());
+  }
+  const auto stays = peers_->may_change(averaged);
+  std::vector<Slot> slots;
+  Copies copies;
+  for (size_t i = 0; i < large.size(); ++i) {
+    if (stays[i]) continue;
+    const auto& parameter = parameters[large[i]];
+    averaged[i] = slot(i, real_numel(parameter), travels_in(parameter));
+    copies.add(parameter, has_gradients ? parameter.grad() : at::Tensor(), averaged[i], 0);
+    slots.push_back({large[i], averaged[i]});
+  }
+  copies.run();
+  peers_->average(averaged);
+  for (size_t i = 0; i < large.size(); ++i) {
+    if (stays[i]) averaged[i].unsafeGetTensorImpl()->bump_version();
+  }
+  return slots;
+}
+
 void GradientAverage::reduce(const std::vector<at::Tensor>& parameters, bool has_gradients) {
   const auto pass = session_.enter();
   check();
@@ -188,11 +244,12 @@ void GradientAverage::reduce(const std::vector<at::Tensor>& parameters, bool has
   const at::NoGradGuard no_grad;
   const auto present = presence(parameters, has_gradients);
   auto present_anywhere = groups.control_of(0)->all_reduce(present, ReduceOp::sum);
+  const auto large = large_ones(parameters);
   for (const auto dtype : kDtypes) {
     std::vector<GradientSlot> slots;
     int64_t numel = 0;
     for (size_t p = 0; p < parameters.size(); ++p) {
-      if (travels_in(parameters[p]) != dtype) continue;
+      if (travels_in(parameters[p]) != dtype || std::binary_search(large.begin(), large.end(), p)) continue;
       slots.push_back({p, numel});
       numel += real_numel(parameters[p]);
     }
@@ -212,15 +269,42 @@ void GradientAverage::reduce(const std::vector<at::Tensor>& parameters, bool has
     }
     means.run();
   }
+  std::vector<Slot> means_elsewhere;
+  if (!large.empty()) means_elsewhere = average_large(parameters, large, has_gradients);
   present_anywhere.wait();  // where there was nothing to send, too
+  for (const auto& [p, mean] : means_elsewhere) {
+    if (!has_gradients || present.const_data_ptr<double>()[p] == 0) continue;
+    Means means(mean, 1);
+    means.add(parameters[p], 0);
+    means.run();
+  }
 }
 
 void GradientAverage::average(const std::vector<at::Tensor>& parameters) { reduce(parameters, true); }
 
 void GradientAverage::add_nothing(const std::vector<at::Tensor>& parameters) { reduce(parameters, false); }
 
+std::shared_ptr<GradientMemory> GradientAverage::memory_for(const std::vector<at::Tensor>& parameters) {
+  const auto& topology = session_.topology();
+  if (session_.groups().servers || topology.num_workers == 1 || topology.local_replicas() > 1) return nullptr;
+  std::vector<size_t> bytes;
+  for (const size_t p : large_ones(parameters)) {
+    if (travels_in(parameters[p]) == parameters[p].scalar_type()) bytes.push_back(parameters[p].nbytes());
+  }
+  if (bytes.empty()) return nullptr;
+  auto memory = std::make_shared<GradientMemory>(session_.groups().gradients[0], bytes);
+  std::erase_if(memories_, [](const auto& other) { return other.expired(); });
+  memories_.push_back(memory);
+  return memory;
+}
+
 void GradientAverage::release() noexcept {
   for (auto& memory : buffers_) memory.reset();
+  slots_.clear();
+  peers_.reset();
+  for (const auto& memory : std::exchange(memories_, {})) {
+    if (const auto kept = memory.lock()) kept->end();
+  }
 }
 
 void GradientAverage::average_module(int module) {

@@ -44,6 +44,8 @@ class BackwardWatch:
         self._is_expected = False  # the last forward was synchronised
         self._queued_in: int | None = None  # the graph task at whose end gradients are looked at
         self._is_nested = False  # that task may be a reentrant checkpoint's
+        self.memory: _C.GradientMemory | None = None
+        """Where gradients come in a backward that began at outputs; None: where torch puts them."""
         this = weakref.ref(self)
         self._arrivals: _C.GradientArrivals | None = _C.GradientArrivals(
             parameters, lambda: None if (watch := this()) is None else watch._on_parameter()
@@ -60,6 +62,7 @@ class BackwardWatch:
             self._arrivals.renew()
         self._expect(True)
         self._queued_in = None
+        self._close_memory()
         self._take_arrivals()
         for tensor in _tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -72,6 +75,8 @@ class BackwardWatch:
     def end(self) -> None:
         """Nothing is watched any more."""
         self._arrivals = None
+        self._close_memory()
+        self.memory = None
 
     @unserializable_hook  # type: ignore[untyped-decorator]  # saving an output does not warn of it
     def _on_output(self, gradient: Tensor) -> None:
@@ -80,6 +85,8 @@ class BackwardWatch:
             return
         self._take_arrivals()
         self._queue(task, is_nested=False)
+        if self.memory is not None:
+            self.memory.open()
 
     def _on_parameter(self) -> None:
         task, is_nested = _current_graph_task_id(), _may_be_nested()
@@ -93,6 +100,7 @@ class BackwardWatch:
 
     def _end_of_task(self) -> None:
         self._queued_in = None
+        self._close_memory()
         if not self._take_arrivals():
             self._expect(self._is_expected)
             return
@@ -104,6 +112,10 @@ class BackwardWatch:
         self._is_expected = is_expected
         if self._arrivals is not None:
             self._arrivals.announce(is_expected)
+
+    def _close_memory(self) -> None:
+        if self.memory is not None:
+            _C.GradientMemory.close()
 
     def _take_arrivals(self) -> bool:
         return self._arrivals is not None and self._arrivals.take()

@@ -43,10 +43,13 @@ class ByHand:
         the workers is taken."""
         if module not in self._watches:
             this = weakref.ref(self)
-            self._watches[module] = BackwardWatch(
+            watch = BackwardWatch(
                 self._parameters[module],
                 lambda: None if (by_hand := this()) is None else by_hand._average(module),
             )
+            if not self._core.closed:
+                watch.memory = self._core.gradient_memory([p for p in self._parameters[module] if p.requires_grad])
+            self._watches[module] = watch
         self._watches[module].watch(output)
 
     def rest(self, module: int | None = None) -> None:

@@ -59,6 +59,7 @@ class Reducer:
         device = self.parameters[0].device
         if self._strategy is None or self._device != device:
             self._strategy, self._device = GroupStrategy.over(self._group, device), device
+            self._watch.memory = self._strategy.gradient_memory(self._dense)
         return self._strategy
 
     def watch(self, output: Any) -> None:

@@ -107,6 +107,10 @@ class GroupStrategy(MultiWorkerMirroredStrategy):
         """Collective: the part in average() of a rank that has no gradients of `parameters`."""
         self._core.add_no_gradients_of(parameters)
 
+    def gradient_memory(self, parameters: Sequence[nn.Parameter]) -> _C.GradientMemory | None:
+        """Where gradients of `parameters` had best come; None: it does not matter."""
+        return self._core.gradient_memory(parameters)
+
 
 def compare(lines: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> None:
     """Collective over `group`, whose ranks each have a `device`: raises LayoutMismatch, on all of its ranks, naming the

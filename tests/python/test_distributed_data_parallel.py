@@ -34,6 +34,8 @@ from support.jobs import WorkerPool
 Body = Callable[[Any], None]
 TORCH = torch.nn.parallel.DistributedDataParallel
 IMPLEMENTATIONS = {"torch": TORCH, "muster": muster.DistributedDataParallel}
+WIDE = 192
+"""Features, of which a square weight has so many elements that ranks average it where it is."""
 BODIES: dict[str, Body] = {}
 OURS: dict[str, Body] = {}
 
@@ -58,10 +60,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 160)
-        self.norm = nn.BatchNorm1d(160)
-        self.wide = nn.Linear(160, 160)
-        self.last = nn.Linear(160, 2)
+        self.first = nn.Linear(4, WIDE)
+        self.norm = nn.BatchNorm1d(WIDE)
+        self.wide = nn.Linear(WIDE, WIDE)
+        self.last = nn.Linear(WIDE, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.relu(self.wide(self.norm(self.first(x)))))
@@ -826,9 +828,15 @@ def losses_need_not_come_from_outputs(parallel: Any) -> None:
 
 @promise
 def dtypes_may_be_mixed(parallel: Any) -> None:
+    for features in (2, WIDE * WIDE // 4):
+        average_mixed_dtypes(parallel, features)
+
+
+def average_mixed_dtypes(parallel: Any, features: int) -> None:
     def mixed() -> nn.Module:
-        model = nn.ModuleList([nn.Linear(4, 2).double(), nn.Linear(4, 2).bfloat16(), nn.Linear(4, 2)])
-        model.register_parameter("complex", nn.Parameter(torch.randn(4, dtype=torch.complex64)))
+        layers = [nn.Linear(4, features, dtype=dtype) for dtype in (torch.double, torch.bfloat16, torch.float)]
+        model = nn.ModuleList(layers)
+        model.register_parameter("complex", nn.Parameter(torch.randn(features, 4, dtype=torch.complex64)))
         return model
 
     def loss_of(outer: nn.Module, x: Tensor) -> Tensor:
@@ -876,17 +884,18 @@ def sparse_gradients_stay_sparse(parallel: Any) -> None:
 
 @promise
 def memory_layouts_are_kept(parallel: Any) -> None:
-    module = built(lambda: nn.Conv2d(8, 40, 3).to(memory_format=torch.channels_last))
-    x = [part.view(2, 8, 5, 5) for part in parts(rows=2, width=200)]
-    expected = mean_gradients(module, lambda m, n: m(x[n]).square().mean())
-    ddp = parallel(module)
-    ddp(x[rank()]).square().mean().backward()
-    assert_equal(gradients(module), expected)
+    for channels in (40, 640):
+        module = built(lambda channels=channels: nn.Conv2d(8, channels, 3).to(memory_format=torch.channels_last))
+        x = [part.view(2, 8, 5, 5) for part in parts(rows=2, width=200)]
+        expected = mean_gradients(module, lambda m, n, x=x: m(x[n]).square().mean())
+        ddp = parallel(module)
+        ddp(x[rank()]).square().mean().backward()
+        assert_equal(gradients(module), expected)
 
 
 @promise
 def gradients_are_written_where_they_are(parallel: Any) -> None:
-    module = built(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 160), nn.Linear(160, 160)))
+    module = built(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, WIDE), nn.Linear(WIDE, WIDE)))
     flat = torch.zeros(sum(p.numel() for p in module.parameters()))
     offset = 0
     for p in module.parameters():
@@ -897,6 +906,48 @@ def gradients_are_written_where_they_are(parallel: Any) -> None:
     ddp = parallel(module)
     ddp(x[rank()]).square().mean().backward()
     torch.testing.assert_close(flat, torch.cat([g.flatten() for g in expected if g is not None]))
+
+
+@promise
+def gradients_that_a_loop_keeps_stay_as_they_are(parallel: Any) -> None:
+    x = parts()
+    module = built(Net)
+    ddp = parallel(module)
+    kept, expected = [], []
+    for _ in range(4):
+        expected.append(mean_gradients(module, lambda m, n: m(x[n]).square().mean()))
+        ddp.zero_grad()
+        ddp(x[rank()]).square().mean().backward()
+        kept.append([p.grad for p in module.parameters()])
+        with torch.no_grad():
+            for p in module.parameters():
+                p.sub_(p.grad)
+    for actual, wanted in zip(kept, expected, strict=True):
+        assert_equal(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@promise
+def a_rank_may_have_its_gradients_elsewhere(parallel: Any) -> None:
+    """One has accumulated into memory of its own; then one has no gradient of what the other one uses."""
+    x = parts()
+    module = built(Net)
+    expected = mean_gradients(module, lambda m, n: m(x[n]).square().mean())
+    ddp = parallel(module)
+    for owner in range(2):
+        module.zero_grad()
+        if rank() == owner:
+            for p in module.parameters():
+                p.grad = torch.zeros_like(p)
+        ddp(x[rank()]).square().mean().backward()
+        assert_equal(gradients(module), expected)
+    branches = parallel(built(lambda: nn.ModuleList(nn.Linear(WIDE, WIDE) for _ in range(2))), find_unused_parameters=True)
+    branches.module.forward = lambda x: branches.module[rank()](x)
+    wide = parts(width=WIDE)
+    expected = mean_gradients(branches.module, lambda m, n: m[n](wide[n]).square().mean())
+    for _ in range(2):
+        branches.zero_grad()
+        branches(wide[rank()]).square().mean().backward()
+        assert_equal(gradients(branches.module), expected)
 
 
 @promise
@@ -1101,6 +1152,42 @@ def a_forward_of_one_rank_alone_waits_for_nobody(parallel: Any) -> None:
         ddp.zero_grad()
         ddp(x[rank()]).square().mean().backward()
         assert_equal(gradients(module), expected)
+
+
+@ours
+def large_gradients_come_where_peers_read_them(parallel: Any) -> None:
+    def is_shared(tensor: Tensor) -> bool:
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+                if begin <= tensor.data_ptr() < end:
+                    return "memfd:" in line
+        raise AssertionError("memory that the process has not")
+
+    x = parts()
+    module = built(Net)
+    ddp = parallel(module)
+    places = set()
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(x[rank()]).square().mean().backward()
+        large = module.wide.weight
+        assert is_shared(large.grad)
+        assert large.grad._version == 1
+        places.add(large.grad.data_ptr())
+        assert not is_shared(torch.empty_like(large))
+    assert len(places) <= 2
+
+
+@ours
+def parameters_may_have_one_gradient_together(parallel: Any) -> None:
+    ddp = parallel(built(lambda: nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE))))
+    ddp(torch.ones(1, WIDE)).sum().backward()
+    first, second = (layer.weight for layer in ddp.module)
+    first.grad.fill_(rank() + 1)
+    second.grad = first.grad
+    ddp.reducer.average()
+    assert torch.equal(second.grad, torch.full_like(second, 1.5))
 
 
 @ours

@@ -53,7 +53,7 @@ class SharedCommunicator final : public Communicator, public PeerMemory {
     return group_->space().address_of(rank(), data, bytes);
   }
 
-  const void* at(int rank, uint64_t address) const noexcept override { return group_->space().at(rank, address); }
+  void* at(int rank, uint64_t address) const noexcept override { return group_->space().at(rank, address); }
 
   void begin_stores() override { group_->begin_stores(); }
   void end_stores() noexcept override { group_->end_stores(); }

@@ -52,4 +52,34 @@ TEST_CASE("gradients come from the memory of a scope, as far as it goes", "[grad
         }) == "");
 }
 
+TEST_CASE("memory that a thread has opened may end before it is closed", "[gradient]") {
+  CHECK(Host::run(2, [](Communicator& c) {
+          constexpr int64_t kBytes = 1 << 20;
+          const auto is_reached = [&] {
+            const auto t = at::empty({kBytes}, at::kByte);
+            return c.peer_memory()->address_of(t.const_data_ptr(), t.nbytes()).has_value();
+          };
+          auto memory =
+              std::make_unique<GradientMemory>(CommunicatorPtr(CommunicatorPtr(), &c), std::vector<size_t>{kBytes});
+          GradientMemory::close();
+          memory->open();
+          MUSTER_CHECK(is_reached());
+          MUSTER_CHECK(run_threads(1, [&](int) { MUSTER_CHECK(!is_reached()); }) == "");
+          GradientMemory::close();
+          MUSTER_CHECK(!is_reached());
+          const auto opens = [&](int) {
+            memory->open();
+            MUSTER_CHECK(is_reached());
+          };
+          MUSTER_CHECK(run_threads(1, opens) == "");
+          MUSTER_CHECK(!is_reached());
+          memory->open();
+          memory->end();
+          MUSTER_CHECK(!is_reached());
+          memory.reset();
+          MUSTER_CHECK(!is_reached());
+          GradientMemory::close();
+        }) == "");
+}
+
 }  // namespace muster
