@@ -1,6 +1,8 @@
 # make train, make test: everything else follows from them. VENV chooses the environment, JOBS the parallel compilers.
 VENV ?= .venv
 JOBS ?= $(shell nproc)
+# Fastest from nothing; with 0 fastest after a change to a few files.
+UNITY_GROUPS ?= $(shell expr 2 \* $(JOBS))
 BUILD ?= $(if $(filter .venv,$(VENV)),build,$(VENV)/build)
 
 BIN := $(abspath $(VENV))/bin
@@ -11,7 +13,7 @@ export PATH := $(BIN):$(PATH)
 CPP_FILES = $(shell find csrc tests/cpp tests/programs tests/support examples/cpp benchmarks/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h.in')
 PY_FILES = python tests/python tests/differential tests/gpu tests/support examples/python examples/migrations examples/ray benchmarks docs tools setup.py
 TIMED = tools/timed.sh
-CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DMUSTER_TESTS=ON
+CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DMUSTER_TESTS=ON -DMUSTER_UNITY_GROUPS=$(UNITY_GROUPS)
 
 .PHONY: cuda dev docs docs-only gpu-check train test test-long test-sanitize fuzz lint lint-only format dist bench clean package
 .DELETE_ON_ERROR:
@@ -63,7 +65,7 @@ lint-only:
 	$(PYTHON) tools/house.py
 	mypy --python-executable $(PYTHON)
 	MYPYPATH=python $(PYTHON) -m mypy.stubtest --allowlist tools/stubtest_allowlist.txt muster._C muster._build_info
-	$(CMAKE) -B $(BUILD)-lint -DMUSTER_PYTHON=ON -DMUSTER_CCACHE= -DMUSTER_OPENMP=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DMUSTER_UNITY_FILES=100 >/dev/null
+	$(CMAKE) -B $(BUILD)-lint -DMUSTER_PYTHON=ON -DMUSTER_CCACHE= -DMUSTER_OPENMP=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON >/dev/null
 	@# Where doxygen could not be installed the rest of the lint is still worth having.
 	@if command -v doxygen >/dev/null; then $(MAKE) --no-print-directory docs-only; else echo "No doxygen: the site is not built"; fi
 	$(TIMED) "clang-tidy, beside the tests in CI" tools/clang_tidy.sh $(BUILD)-lint $(JOBS)

@@ -49,11 +49,11 @@ void bind_module_state(pybind11::module_& m);
 /// What workers tell one another before there are groups, and those between hosts.
 void bind_several_hosts(pybind11::module_& m);
 
-/// GradientArrivals and GradientMemory, for loops that call backward by themselves.
-void bind_gradients(pybind11::module_& m);
-
 /// StrategyCore, which the Python strategies are thin layers over.
 void bind_strategy(pybind11::module_& m);
+
+/// What loops that call backward by themselves need, after the class of the core that averages for them.
+void bind_gradients(pybind11::module_& m);
 
 /// OptimizerSets, after the class of the core whose sets they are.
 void bind_optimizer_sets(pybind11::module_& m);

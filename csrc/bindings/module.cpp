@@ -13,8 +13,8 @@ PYBIND11_MODULE(_C, m) {
   muster::bind_optimizer(m);
   muster::bind_module_state(m);
   muster::bind_several_hosts(m);
-  muster::bind_gradients(m);
   muster::bind_strategy(m);
+  muster::bind_gradients(m);
   muster::bind_optimizer_sets(m);
   muster::bind_loaders(m);
   muster::bind_comm(m);

@@ -208,26 +208,7 @@ void bind_core_class(py::module_& m) {
            })
       .def("find", [](StrategyCore& c, const at::Tensor& parameter) { return c.session().registry().find(parameter); })
       .def("parameters_of", [](StrategyCore& c, int module) { return c.session().registry().parameters_of(module); })
-      .def("name_of", [](StrategyCore& c, size_t parameter) { return c.session().registry().name(parameter); })
-      .def(
-          "average_gradients", [](StrategyCore& c, int module) { c.gradient_average().average_module(module); },
-          py::call_guard<Interruptible>())
-      .def(
-          "average_gradients_of",
-          [](StrategyCore& c, const std::vector<at::Tensor>& parameters) { c.gradient_average().average(parameters); },
-          py::arg("parameters"), py::call_guard<Interruptible>())
-      .def(
-          "add_no_gradients_of",
-          [](StrategyCore& c, const std::vector<at::Tensor>& parameters) {
-            c.gradient_average().add_nothing(parameters);
-          },
-          py::arg("parameters"), py::call_guard<Interruptible>())
-      .def(
-          "gradient_memory",
-          [](StrategyCore& c, const std::vector<at::Tensor>& parameters) {
-            return c.gradient_average().memory_for(parameters);
-          },
-          py::arg("parameters"));
+      .def("name_of", [](StrategyCore& c, size_t parameter) { return c.session().registry().name(parameter); });
   core.def("step",
            [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, int set, bool loader_ended,
               const py::object& optimizers, const py::object& before_update, const py::object& update_from_grad,

@@ -25,10 +25,7 @@ namespace fs = std::filesystem;
 constexpr const char* kPartialManifest = ".partial-manifest.json";
 
 Manifest read_own_manifest(const fs::path& snapshot, const std::optional<net::JobSecret>& secret) {
-  std::error_code ignored;
-  const auto is_part = [](const fs::path& file) { return file.filename().string().ends_with(kPartSuffix); };
-  if (!fs::exists(snapshot / kManifest, ignored) &&
-      std::ranges::any_of(fs::directory_iterator(snapshot, ignored), is_part)) {
+  if (is_part_of_snapshot(snapshot)) {
     throw CheckpointError("'" + snapshot.string() +
                           "' is one host's part of a snapshot, whose manifest is on another host; copy the folders of "
                           "all hosts that wrote it into one");
@@ -47,6 +44,13 @@ void check_is_here(const fs::path& file, const Shard& shard) {
 Run whole_run(const NamedTensors::value_type& named) { return Run::whole(named.first, named.second); }
 
 }  // namespace
+
+bool is_part_of_snapshot(const fs::path& folder) {
+  std::error_code ignored;
+  const auto is_part = [](const fs::path& file) { return file.filename().string().ends_with(kPartSuffix); };
+  return !fs::exists(folder / kManifest, ignored) &&
+         std::ranges::any_of(fs::directory_iterator(folder, ignored), is_part);
+}
 
 void sign_snapshot(const fs::path& snapshot, const net::JobSecret& secret) {
   auto manifest = read_manifest(snapshot / kManifest, std::nullopt);

@@ -139,6 +139,9 @@ struct CheckedSnapshot {
 /// Reads them. Throws as read_snapshot.
 CheckedSnapshot check_snapshot(const std::filesystem::path& folder);
 
+/// Whether a folder is what one host wrote of a snapshot whose manifest is on another host.
+bool is_part_of_snapshot(const std::filesystem::path& folder);
+
 /// Signs a snapshot, whoever wrote it and whether or not it is signed: the caller trusts what it holds. Throws
 /// CheckpointError, naming the file, if anything of it is damaged, or the system refuses; it then is as it was. Throws
 /// NotBuilt where this build cannot sign.

@@ -3,23 +3,21 @@
 
 #include <filesystem>
 
-#include "net/unix_socket.h"
+#include "net/unforked.h"
 
 namespace muster::checkpoint {
 
-/// A file that is open, and has been closed in whatever this process has forked since.
+/// A file that is open, and has been closed in whatever this process has forked since: a child that outlives a killed
+/// process would keep the folder from the job that is started next.
 class UnforkedFile {
  public:
   /// Makes the file where it is not there. get() is -1 where the system refuses; errno says why.
   explicit UnforkedFile(const std::filesystem::path& path);
-  ~UnforkedFile();
-  UnforkedFile(const UnforkedFile&) = delete;
-  UnforkedFile& operator=(const UnforkedFile&) = delete;
 
   int get() const noexcept { return fd_.get(); }
 
  private:
-  net::FileDescriptor fd_;
+  net::UnforkedDescriptor fd_;
 };
 
 /// Whether there is such a file, and nobody holds a lock on it.

@@ -8,6 +8,7 @@
 
 #include "core/address.h"
 #include "core/flat_layout.h"
+#include "core/launched.h"
 #include "core/log.h"
 #include "muster/error.h"
 
@@ -267,6 +268,19 @@ std::string job_of(const Environment& environment) {
 }
 
 }  // namespace
+
+std::optional<Launched> find_launched() noexcept { return find_launched(process_environment); }
+
+std::optional<Launched> find_launched(const Cluster::Environment& environment) noexcept {
+  try {
+    const auto launch = find_launch(environment);
+    if (!launch) return std::nullopt;
+    check_place(*launch);
+    return Launched{launch->launcher, launch->rank, launch->size};
+  } catch (const Error&) {  // from_env() says what is wrong, to a program that asks
+    return std::nullopt;
+  }
+}
 
 Cluster Cluster::from_env() { return from_env(process_environment); }
 

@@ -18,7 +18,8 @@ namespace {
 constexpr auto kTile = static_cast<int64_t>(kernels::kTile);
 constexpr int64_t kTilesOfThread = 64;  // below that a second thread costs more than it spares
 
-// The mean over ranks of `n` elements, which are at places[r] on rank r, into all of these: a core's cache keeps so few.
+// The mean over ranks of `n` elements, which are at places[r] on rank r, into all of these: a core's cache keeps so
+// few.
 template <class T>
 void store_means(at::ScalarType dtype, const std::vector<T*>& places, size_t own_rank, int64_t n) {
   const std::vector<const void*> sources(places.begin(), places.end());
@@ -49,7 +50,7 @@ void store_share(const at::Tensor& tensor, const std::vector<void*>& tensors, si
 }
 
 // Of what all ranks' tensors agree in.
-uint64_t digest_of(const std::vector<at::Tensor>& tensors) {
+uint64_t digest_of_sizes(const std::vector<at::Tensor>& tensors) {
   std::vector<int64_t> sizes;
   for (const auto& tensor : tensors) {
     sizes.push_back(tensor.numel());
@@ -99,7 +100,7 @@ void PeerAverage::average(const std::vector<at::Tensor>& tensors) {
   }
   const int ranks = communicator_->size();
   const auto own_rank = static_cast<size_t>(communicator_->rank());
-  const auto addresses_of_ranks = peers.find(addresses, digest_of(tensors), ranks);
+  const auto addresses_of_ranks = peers.find(addresses, digest_of_sizes(tensors), ranks);
   peers.begin_stores();
   std::vector<void*> places(static_cast<size_t>(ranks));
   for (size_t i = 0; i < tensors.size(); ++i) {

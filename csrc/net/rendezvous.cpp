@@ -219,6 +219,16 @@ std::string list_missing(c10d::Store& store, const std::vector<std::string>& key
   return missing;
 }
 
+// The address of this host's loopback that the rendezvous is at, as this host knows it; empty where it is at another.
+std::string loopback_of(const Cluster& cluster) {
+  try {
+    const std::string own = address_towards(split_address(cluster.address));
+    return is_loopback(own) ? own : "";
+  } catch (const Error&) {
+    return "";
+  }
+}
+
 // Rank 0 often hosts the store and may end its process once it knows of a conflict: the others come first.
 void await_informed(c10d::Store& store) {
   for (Backoff backoff(Clock::now() + std::chrono::seconds(2)); store.add("informed", 0) < store.add("arrived", 0);) {
@@ -246,7 +256,15 @@ StorePtr open_store(const Cluster& cluster, std::chrono::milliseconds timeout) {
   const char* restart = std::getenv("TORCHELASTIC_RESTART_COUNT");
   const std::string prefix = std::string("muster/") + (restart ? restart : "0") + "/" + std::to_string(generation);
   StorePtr own = c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
-  join(*own, cluster.rank, cluster.num_workers, timeout);
+  try {
+    join(*own, cluster.rank, cluster.num_workers, timeout);
+  } catch (const Timeout& late) {
+    const std::string listens_at = cluster.rank == 0 && !cluster.store_is_hosted ? loopback_of(cluster) : "";
+    if (listens_at.empty()) throw;
+    throw Timeout(std::string(late.what()) + ". On other hosts they cannot: " + cluster.address + " is " + listens_at +
+                  " here, this host's loopback; set MASTER_ADDR to an address by which all hosts reach this one, or " +
+                  "mend /etc/hosts");
+  }
   return own;
 }
 

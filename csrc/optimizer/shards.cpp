@@ -14,8 +14,8 @@ namespace muster {
 
 namespace {
 
-constexpr int64_t kPieceBytes = 4 << 20;
-constexpr size_t kLargeBytes = size_t{2} << 20;  // such a run travels from where it is
+constexpr int64_t kSentBytes = 4 << 20;
+constexpr size_t kUnpackedBytes = size_t{2} << 20;  // such a run travels from where it is
 constexpr size_t kPackBytes = size_t{32} << 20;
 
 // Copies elements [first, last) of a rank's runs, laid end to end, from or to `piece`.
@@ -82,7 +82,7 @@ void exchange_runs(const std::vector<at::Tensor>& memories, const std::vector<st
                    comm::Communicator& ranks) {
   if (memories.empty() || ranks.size() == 1) return;
   const auto mine = static_cast<size_t>(ranks.rank());
-  const int64_t piece = kPieceBytes / static_cast<int64_t>(memories.front().element_size());
+  const int64_t piece = kSentBytes / static_cast<int64_t>(memories.front().element_size());
   int64_t longest = 0;
   for (const auto& of_rank : runs) longest = std::max(longest, total(of_rank));
   for (int64_t first = 0; first < longest; first += piece) {
@@ -129,7 +129,7 @@ void broadcast_runs(const std::vector<at::Tensor>& memories, const std::vector<s
       const auto& run = runs[static_cast<size_t>(source)][i];
       if (run.count == 0) continue;
       const auto values = memories[i].narrow(0, run.begin, run.count);
-      if (values.nbytes() >= kLargeBytes) {
+      if (values.nbytes() >= kUnpackedBytes) {
         in_place.push_back(ranks.broadcast(values, source));
         continue;
       }

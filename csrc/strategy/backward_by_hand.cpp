@@ -61,7 +61,7 @@ void divide(const void* sums, void* means, int64_t n, T divisor) {
 }
 
 /// Gradients and the places of their sums: kernels copy what is small and plain, torch the rest at once.
-class Copies {
+class GradientCopies {
  public:
   void add(const at::Tensor& parameter, const at::Tensor& gradient, const at::Tensor& sums, int64_t offset) {
     const int64_t n = real_numel(parameter);
@@ -218,7 +218,7 @@ std::vector<GradientAverage::Slot> GradientAverage::average_large(const std::vec
   }
   const auto stays = peers_->may_change(averaged);
   std::vector<Slot> slots;
-  Copies copies;
+  GradientCopies copies;
   for (size_t i = 0; i < large.size(); ++i) {
     if (stays[i]) continue;
     const auto& parameter = parameters[large[i]];
@@ -255,7 +255,7 @@ void GradientAverage::reduce(const std::vector<at::Tensor>& parameters, bool has
     }
     if (numel == 0) continue;
     const auto sums = buffer(numel, dtype);
-    Copies copies;
+    GradientCopies copies;
     for (const auto& [p, offset] : slots) {
       copies.add(parameters[p], has_gradients ? parameters[p].grad() : at::Tensor(), sums, offset);
     }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/heap.h"
+#include "core/launched.h"
 #include "core/log.h"
 #include "job/devices.h"
 #include "job/job_agreement.h"
@@ -55,11 +56,22 @@ void check_are_cpus(const std::vector<std::string>& devices) {
   }
 }
 
+// Each process would train a model of its own.
+void warn_of_others() {
+  const auto launched = find_launched();
+  if (!launched || launched->num_workers == 1 || launched->rank != 0) return;
+  log(LogLevel::warning, "MirroredStrategy trains in one process, and the launcher (" + launched->launcher +
+                             ") has started " + std::to_string(launched->num_workers) +
+                             ", which learn apart from one another; use MultiWorkerMirroredStrategy.from_env() for one "
+                             "model, or start one process");
+}
+
 }  // namespace
 
 std::shared_ptr<StrategyCore> make_mirrored(const std::vector<std::string>& devices, const StrategyOptions& options,
                                             Balance balance, ReplicaThreads threads) {
   options.validate();
+  warn_of_others();
   Topology topology;
   topology.devices = parse_devices(devices.empty() ? all_cuda_devices() : devices);
   topology.num_replicas = topology.local_replicas();

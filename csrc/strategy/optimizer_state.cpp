@@ -35,13 +35,13 @@ Fields fields_of(OptimizerParamState& state) {
   return fields;
 }
 
-struct Kind {
+struct StateKind {
   std::unique_ptr<OptimizerParamState> (*make)() = nullptr;
   Fields (*fields)(OptimizerParamState&) = nullptr;
 };
 
-Kind kind_of(const Optimizer& optimizer) {
-  Kind kind;
+StateKind kind_of(const Optimizer& optimizer) {
+  StateKind kind;
   visit_torch_optimizer(optimizer, [&](auto known) {
     using State = typename decltype(known)::ParamState;
     kind = {[]() -> std::unique_ptr<OptimizerParamState> { return std::make_unique<State>(); }, fields_of<State>};
@@ -84,7 +84,7 @@ void compare_layouts(const std::vector<std::string>& layouts) {
 }
 
 // Learning rates by group, then for each parameter: whether it has a state, its step, and which tensors are defined.
-std::string description_of(Optimizer& optimizer, const Kind& kind, Leaves& tensors) {
+std::string description_of(Optimizer& optimizer, const StateKind& kind, Leaves& tensors) {
   std::ostringstream out;
   out << std::hexfloat;
   for (const auto& group : optimizer.param_groups()) {
@@ -107,7 +107,7 @@ std::string description_of(Optimizer& optimizer, const Kind& kind, Leaves& tenso
   return out.str();
 }
 
-void take_over(Optimizer& optimizer, const Kind& kind, const std::string& description, const Leaves& tensors) {
+void take_over(Optimizer& optimizer, const StateKind& kind, const std::string& description, const Leaves& tensors) {
   std::istringstream in(description);
   std::string line;
   auto next = tensors.begin();

@@ -1,5 +1,8 @@
 #include "strategy/session.h"
 
+#include <unistd.h>
+
+#include <string>
 #include <utility>
 
 #include "muster/error.h"
@@ -17,7 +20,8 @@ void check_outside_steps() {
 
 Session::Session(Topology topology, Groups groups, StrategyOptions options, std::shared_ptr<ReplicaPool> pool,
                  uint64_t seed)
-    : topology_(std::move(topology)),
+    : process_(::getpid()),
+      topology_(std::move(topology)),
       groups_(std::move(groups)),
       options_(options),
       pool_(std::move(pool)),
@@ -26,6 +30,7 @@ Session::Session(Topology topology, Groups groups, StrategyOptions options, std:
       streams_(topology_.devices, seed) {}
 
 comm::Communicator& Session::workers() {
+  check_process();
   check_open();
   return *groups_.workers;
 }
@@ -50,7 +55,21 @@ void Session::abort_groups(const std::string& reason) noexcept {
   }
 }
 
+// A child would take its parent's place in what ranks tell one another.
+void Session::check_process() const {
+  if (topology_.num_workers == 1 || ::getpid() == process_) return;
+  throw InvalidArgument("a process that worker " + std::to_string(topology_.rank) +
+                        " has forked is no worker; call the strategy in worker " + std::to_string(topology_.rank) +
+                        ", and start workers by a launcher (muster run, torchrun)");
+}
+
+CallGate::Pass Session::enter() {
+  check_process();
+  return gate_.enter();
+}
+
 CallGate::Pass Session::enter_alone(const char* what) {
+  check_process();
   check_outside_steps();
   return gate_.enter_alone(what);
 }

@@ -2,6 +2,8 @@
 // gate of its calls.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -40,7 +42,7 @@ class Session {
   /// Whether flat optimizers step what they own, into the memory of all; see divides_steps().
   bool divides_steps() const noexcept { return divides_steps_; }
 
-  /// The group for collectives outside steps. Throws InvalidArgument once the strategy is closed.
+  /// The group for collectives outside steps. Throws InvalidArgument as enter() does.
   comm::Communicator& workers();
   /// Likewise, for what prepare agrees on with the other workers; of one where this worker joins a running job.
   comm::Communicator& to_prepare();
@@ -62,8 +64,8 @@ class Session {
   void abort_groups(const std::string& reason) noexcept;
 
   /// While it lives, close() waits. For calls of other threads, and for what those return by reference. Throws
-  /// InvalidArgument after close().
-  [[nodiscard]] CallGate::Pass enter() { return gate_.enter(); }
+  /// InvalidArgument after close(), and in a child that one of several workers has forked.
+  [[nodiscard]] CallGate::Pass enter();
   /// Likewise, for step, run and flush. Throws InvalidArgument inside a step, and where another thread is in one of
   /// them.
   [[nodiscard]] CallGate::Pass enter_alone(const char* what);
@@ -80,8 +82,10 @@ class Session {
   void leave() noexcept;
 
  private:
+  void check_process() const;
   void abort_interrupted() noexcept;
 
+  const pid_t process_;
   Topology topology_;
   Groups groups_;
   StrategyOptions options_;

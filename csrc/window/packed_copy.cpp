@@ -10,8 +10,8 @@ namespace muster {
 
 namespace {
 
-constexpr size_t kLargeBytes = size_t{2} << 20;  // such a tensor travels by itself
-constexpr size_t kPieceBytes = size_t{32} << 20;
+constexpr size_t kAloneBytes = size_t{2} << 20;  // such a tensor travels by itself
+constexpr size_t kPackedBytes = size_t{32} << 20;
 
 at::Tensor flattened(const at::Tensor& tensor) { return tensor.detach().as_strided({tensor.numel()}, {1}); }
 
@@ -43,13 +43,13 @@ void copy_packed(const std::vector<at::Tensor>& from, const std::vector<at::Tens
   std::map<at::ScalarType, Piece> pieces;
   for (size_t i = 0; i < from.size(); ++i) {
     if (from[i].numel() == 0) continue;
-    if (from[i].nbytes() >= kLargeBytes || !from[i].is_non_overlapping_and_dense()) {
+    if (from[i].nbytes() >= kAloneBytes || !from[i].is_non_overlapping_and_dense()) {
       to[i].detach().copy_(from[i].detach(), /*non_blocking=*/true);
       continue;
     }
     auto& piece = pieces[from[i].scalar_type()];
     piece.add(from[i], to[i]);
-    if (piece.bytes >= kPieceBytes) piece.send();
+    if (piece.bytes >= kPackedBytes) piece.send();
   }
   for (auto& [dtype, piece] : pieces) piece.send();
 }

@@ -940,7 +940,9 @@ def a_rank_may_have_its_gradients_elsewhere(parallel: Any) -> None:
                 p.grad = torch.zeros_like(p)
         ddp(x[rank()]).square().mean().backward()
         assert_equal(gradients(module), expected)
-    branches = parallel(built(lambda: nn.ModuleList(nn.Linear(WIDE, WIDE) for _ in range(2))), find_unused_parameters=True)
+    branches = parallel(
+        built(lambda: nn.ModuleList(nn.Linear(WIDE, WIDE) for _ in range(2))), find_unused_parameters=True
+    )
     branches.module.forward = lambda x: branches.module[rank()](x)
     wide = parts(width=WIDE)
     expected = mean_gradients(branches.module, lambda m, n: m[n](wide[n]).square().mean())

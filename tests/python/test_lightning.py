@@ -535,6 +535,13 @@ def test_replicas_of_several_devices_are_refused() -> None:
         trainer(strategy).fit(Classifier(), Points())
 
 
+def test_replicas_of_several_nodes_are_refused() -> None:
+    with pytest.raises(muster.InvalidArgument, match="in one process, and num_nodes is 2; use strategy='muster_ddp'"):
+        trainer("muster_mirrored", devices=2, num_nodes=2)
+    with pytest.raises(muster.InvalidArgument, match="num_nodes is 2"):
+        lightning.Fabric(strategy="muster_mirrored", devices=2, num_nodes=2)
+
+
 def test_replicas_of_a_compiled_module_are_refused() -> None:
     with pytest.raises(muster.InvalidArgument, match=r"self\.net\.compile\(\).*muster_ddp"):
         trainer("muster_mirrored", devices=2).fit(torch.compile(Classifier(), backend="eager"), Points())

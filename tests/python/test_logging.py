@@ -12,7 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
+import muster
 from muster._C import _log, _log_from_thread, _set_log_rank
+from support.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +120,7 @@ def test_an_interrupt_while_logging_is_kept(failing: None) -> None:
 def test_threads_that_log_while_the_interpreter_exits() -> None:
     code = """
 import logging
+import muster
 from muster._C import _log, _log_from_thread
 logging.getLogger("muster").setLevel(logging.DEBUG)
 logging.getLogger("muster").addHandler(logging.NullHandler())
@@ -161,3 +164,20 @@ assert os.waitpid(pid, 0)[1] == 0
     done = run(code)
     assert done.returncode == 0, done.stderr
     assert "child" in done.stderr
+
+
+def _mirrored_in_a_launch() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("muster").addHandler(handler)
+    with muster.MirroredStrategy(["cpu"]):
+        return said
+
+
+def test_mirrored_in_several_processes_of_a_launcher_is_said_once() -> None:
+    chiefs, others = run_ranks(2, _mirrored_in_a_launch)
+    assert others == []
+    assert len(chiefs) == 1
+    assert "trains in one process, and the launcher (torchrun) has started 2, which learn apart" in chiefs[0]
+    assert run_ranks(1, _mirrored_in_a_launch) == [[]]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import muster
 from support.jobs import WorkerPool
@@ -130,6 +132,45 @@ def _forked_after(kind: str) -> int:
         gc.collect()
         os._exit(0)
     return os.waitpid(child, 0)[1]
+
+
+def _forked_and_called() -> tuple[list[str], float]:
+    """What calls of a forked child raise, and what a call of the parent gives afterwards."""
+    strategy = muster.MultiWorkerMirroredStrategy.from_env(["cpu"], timeout=30.0)
+    module = nn.Linear(2, 1)
+    model, _ = strategy.prepare(module, muster.optim.SGD(module.parameters(), lr=0.1))
+    x = torch.ones(4, 2)
+    strategy.step(lambda part: model(part).mean(), x)
+    told, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        calls: list[Callable[[], Any]] = [
+            strategy.barrier,
+            lambda: strategy.reduce(1.0),
+            lambda: strategy.gather(x),
+            lambda: strategy.step(lambda part: model(part).mean(), x),
+            lambda: model(x).mean().backward(),
+            lambda: strategy.prepare(nn.Linear(2, 1)),
+        ]
+        for call in calls:
+            try:
+                call()
+                os.write(tells, b"nothing;")
+            except muster.InvalidArgument as error:
+                os.write(tells, f"{error};".encode())
+        os._exit(0)
+    os.close(tells)
+    os.waitpid(child, 0)
+    with os.fdopen(told) as file:
+        said = file.read().split(";")[:-1]
+    return said, float(strategy.reduce(torch.tensor(float(strategy.rank)), "sum"))
+
+
+def test_a_forked_child_does_not_take_its_parents_place() -> None:
+    for rank, (said, total) in enumerate(run_ranks(2, _forked_and_called)):
+        assert len(said) == 6 * 2  # there is one in the text
+        assert "".join(said).count(f"a process that worker {rank} has forked is no worker") == 6
+        assert total == 1
 
 
 @pytest.mark.parametrize("kind", ["closed", "left open", "given"])

@@ -107,6 +107,8 @@ def test_each_host_has_a_part_and_load_gathers_them(places: tuple[int, ...], tmp
     done = CliRunner().invoke(app, ["checkpoint", "verify", str(chiefs / SECOND)])
     assert done.exit_code == 1 and "NOT ALL HERE, and what is here is good; on host '" in done.stdout
     assert done.stdout.count("worker-") == len(written)
+    done = CliRunner().invoke(app, ["checkpoint", "verify", str(other / SECOND)])
+    assert done.exit_code == 1 and "NOT ALL HERE: " in done.stdout and "manifest is on another host" in done.stdout
     # Also where another host has the chief, or the world is another one.
     for others in (places, places[::-1], (0, 1, 1)):
         assert run_ranks(len(others), loaded, tmp_path, others) == [(newest, 2)] * len(others)

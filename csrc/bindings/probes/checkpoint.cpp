@@ -33,6 +33,7 @@ void bind_checkpoint(py::module_& parent) {
         return std::pair(std::move(checked.metadata), std::move(checked.elsewhere));
       },
       "folder"_a, Release());
+  m.def("is_part_of_snapshot", &checkpoint::is_part_of_snapshot, "folder"_a, Release());
   m.def(
       "read_safetensors",
       [](const std::filesystem::path& path) {

@@ -29,10 +29,10 @@ using kernels::DType;
 // --- pack ------------------------------------------------------------------------------------------------------------
 
 /// Sources and the bucket they go to.
-class Packing {
+class PackingProbe {
  public:
-  Packing(std::vector<OptionalTensor> sources, const std::vector<uint64_t>& offsets, const std::vector<uint64_t>& sizes,
-          Tensor bucket)
+  PackingProbe(std::vector<OptionalTensor> sources, const std::vector<uint64_t>& offsets,
+               const std::vector<uint64_t>& sizes, Tensor bucket)
       : sources_(std::move(sources)), bucket_(std::move(bucket)), device_(bucket_.device()) {
     if (offsets.size() != sources_.size() || sizes.size() != sources_.size()) {
       throw InvalidArgument("a packing needs one offset and one size for each source");
@@ -352,10 +352,10 @@ void bind_kernels(py::module_& parent) {
     return std::tuple(state.scale, state.growth_tracker);
   });
 
-  py::class_<Packing>(m, "Packing")
+  py::class_<PackingProbe>(m, "Packing")
       .def(py::init<std::vector<OptionalTensor>, const std::vector<uint64_t>&, const std::vector<uint64_t>&, Tensor>(),
            "sources"_a, "offsets"_a, "sizes"_a, "bucket"_a)
-      .def("run", &Packing::run, "accumulate"_a = false, "factor"_a = 1.0, "gate"_a = py::none(), "stream"_a = 0,
+      .def("run", &PackingProbe::run, "accumulate"_a = false, "factor"_a = 1.0, "gate"_a = py::none(), "stream"_a = 0,
            Release());
   py::class_<Statistics>(m, "Statistics")
       .def(py::init<std::vector<Tensor>>(), "gradients"_a)

@@ -12,12 +12,13 @@
 #include "server/protocol/protocol.h"
 
 namespace muster {
-namespace {
 
 namespace py = pybind11;
-using namespace server;
 
-constexpr std::chrono::seconds kPatience{120};
+namespace server {
+namespace {
+
+constexpr std::chrono::seconds kReplyPatience{120};
 constexpr size_t kNumbers = 16;      // of a window's tail
 constexpr size_t kRecordBytes = 80;  // of what a window's workers show each other
 constexpr int64_t kElements = 1024;  // of the model
@@ -63,7 +64,7 @@ class RawWorkers {
     ask<Done>(0, Start{});
   }
 
-  static net::Deadline deadline() { return std::chrono::steady_clock::now() + kPatience; }
+  static net::Deadline deadline() { return std::chrono::steady_clock::now() + kReplyPatience; }
 
   template <class Request>
   void send(uint32_t rank, const Request& request) {
@@ -99,8 +100,10 @@ class RawWorkers {
 };
 
 }  // namespace
+}  // namespace server
 
 void bind_raw_workers_probe(py::module_& parent) {
+  using server::RawWorkers;
   using Release = py::call_guard<py::gil_scoped_release>;
   py::module_ m = parent.attr("_server");
   py::class_<RawWorkers, Owned<RawWorkers>>(m, "RawWorkers")

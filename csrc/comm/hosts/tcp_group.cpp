@@ -22,6 +22,7 @@
 
 #include "comm/hosts/tcp_meeting.h"
 #include "muster/error.h"
+#include "net/unforked.h"
 
 namespace muster::comm {
 namespace {
@@ -117,7 +118,7 @@ class TcpWork final : public c10d::Work {
 using TcpWorkPtr = c10::intrusive_ptr<TcpWork>;
 
 /// An exchange that waits for its turn, or is under way. By peer.
-struct Exchange {
+struct TcpExchange {
   TcpWorkPtr work;
   std::map<int, Way> sending;
   std::map<int, Way> receiving;
@@ -127,7 +128,8 @@ class TcpBackend final : public c10d::Backend {
  public:
   TcpBackend(const TcpPlace& place, std::map<int, FileDescriptor> connections)
       : Backend(place.rank, place.size),
-        connections_(std::move(connections)),
+        process_(::getpid()),
+        connections_(unforked(std::move(connections))),
         wakes_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (!wakes_) {
       throw CommError(std::string("cannot make an eventfd: ") + std::strerror(errno) +
@@ -139,6 +141,10 @@ class TcpBackend final : public c10d::Backend {
   }
 
   ~TcpBackend() override {
+    if (::getpid() != process_) {  // a forked child has not the thread, nor perhaps the mutex
+      if (thread_.joinable()) thread_.detach();
+      return;
+    }
     abort();
     if (thread_.joinable()) thread_.join();
   }
@@ -160,7 +166,7 @@ class TcpBackend final : public c10d::Backend {
     check(output, sizes_out);
     check(input, sizes_in);
     auto work = c10::make_intrusive<TcpWork>(output, input);
-    Exchange exchange{work, {}, {}};
+    TcpExchange exchange{work, {}, {}};
     const auto into = pieces(output, sizes_out);
     const auto from = pieces(input, sizes_in);
     for (int rank = 0; rank < getSize(); ++rank) {
@@ -187,6 +193,15 @@ class TcpBackend final : public c10d::Backend {
 
  private:
   using Piece = std::pair<std::byte*, size_t>;
+  using Connections = std::map<int, net::UnforkedDescriptor>;  // by peer
+
+  static Connections unforked(std::map<int, FileDescriptor> connections) {
+    Connections kept;
+    for (auto& [peer, fd] : connections) {
+      kept.emplace(peer, net::UnforkedDescriptor([&fd = fd] { return std::move(fd); }));
+    }
+    return kept;
+  }
 
   void check(const at::Tensor& tensor, const std::vector<int64_t>& sizes) const {
     const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
@@ -212,7 +227,7 @@ class TcpBackend final : public c10d::Backend {
     return found;
   }
 
-  void add(Exchange exchange) {
+  void add(TcpExchange exchange) {
     {
       const std::lock_guard lock(mutex_);
       if (!failure_) {
@@ -240,7 +255,7 @@ class TcpBackend final : public c10d::Backend {
   }
 
   // The next one that waits for its turn.
-  std::optional<Exchange> next() {
+  std::optional<TcpExchange> next() {
     const std::lock_guard lock(mutex_);
     if (waiting_.empty()) return std::nullopt;
     auto exchange = std::move(waiting_.front());
@@ -249,7 +264,7 @@ class TcpBackend final : public c10d::Backend {
   }
 
   void run() noexcept {
-    std::optional<Exchange> current;
+    std::optional<TcpExchange> current;
     std::exception_ptr error;
     try {
       for (std::vector<pollfd> polled; await_event(polled); polled.clear()) {
@@ -270,7 +285,7 @@ class TcpBackend final : public c10d::Backend {
   }
 
   // False where the group is to end before it is done. Throws CommError.
-  bool carry_out(Exchange& exchange) {
+  bool carry_out(TcpExchange& exchange) {
     while (move(exchange)) {
       std::vector<pollfd> polled;
       for (const auto& [peer, fd] : connections_) {
@@ -285,7 +300,7 @@ class TcpBackend final : public c10d::Backend {
   }
 
   // Sends and receives what the sockets take and have now. Returns whether something remains. Throws CommError.
-  bool move(Exchange& exchange) {
+  bool move(TcpExchange& exchange) {
     bool remains = false;
     for (const auto& [peer, fd] : connections_) {
       auto& sending = exchange.sending[peer];
@@ -303,7 +318,7 @@ class TcpBackend final : public c10d::Backend {
 
   // Peers that wait for this rank learn of it by the ends of their connections.
   void fail(const TcpWorkPtr& current, const std::exception_ptr& error) noexcept {
-    std::deque<Exchange> failed;
+    std::deque<TcpExchange> failed;
     {
       const std::lock_guard lock(mutex_);
       failure_ = error;
@@ -314,13 +329,14 @@ class TcpBackend final : public c10d::Backend {
     for (const auto& exchange : failed) exchange.work->end(error);
   }
 
-  const std::map<int, FileDescriptor> connections_;  // by peer
-  const FileDescriptor wakes_;                       // readable: look at what is guarded by mutex_
-  uint64_t exchanges_ = 0;                           // of the threads that issue, one at a time
+  const pid_t process_;
+  const Connections connections_;
+  const FileDescriptor wakes_;  // readable: look at what is guarded by mutex_
+  uint64_t exchanges_ = 0;      // of the threads that issue, one at a time
   std::mutex mutex_;
-  std::deque<Exchange> waiting_;  // guarded by mutex_
-  std::exception_ptr failure_;    // guarded by mutex_; set once
-  bool stops_ = false;            // guarded by mutex_
+  std::deque<TcpExchange> waiting_;  // guarded by mutex_
+  std::exception_ptr failure_;       // guarded by mutex_; set once
+  bool stops_ = false;               // guarded by mutex_
   std::thread thread_;
 };
 

@@ -25,8 +25,8 @@ namespace {
 using net::Deadline;
 using net::FileDescriptor;
 
-constexpr size_t kWordBytes = 32;                // of net::random_name
-constexpr std::chrono::milliseconds kSlice{50};  // between calls of the WaitHook
+constexpr size_t kWordBytes = 32;                     // of net::random_name
+constexpr std::chrono::milliseconds kLookAround{50};  // between calls of the WaitHook
 constexpr std::chrono::milliseconds kBetweenCalls{20};
 constexpr std::chrono::seconds kPatience{1};  // with a stranger who says nothing
 
@@ -81,7 +81,7 @@ bool is_welcome(int fd, const Hello& hello, Deadline deadline) {
     const ssize_t n = ::recv(fd, &answer, 1, 0);
     if (n >= 0) return n == 1 && answer == kWelcome;
     if (errno != EAGAIN && errno != EINTR) return false;
-    net::wait_readable({fd}, std::min(deadline, std::chrono::steady_clock::now() + kSlice));
+    net::wait_readable({fd}, std::min(deadline, std::chrono::steady_clock::now() + kLookAround));
     WaitHook::call();
   }
   return false;
@@ -149,7 +149,7 @@ std::map<int, FileDescriptor> meet_over_tcp(c10d::Store& store, const TcpPlace& 
     connections[peer] = call_peer(peer, theirs, hello, deadline);
   }
   for (auto missing = missing_callers(place, connections); !missing.empty();) {
-    auto fd = listener.accept(std::min(deadline, std::chrono::steady_clock::now() + kSlice));
+    auto fd = listener.accept(std::min(deadline, std::chrono::steady_clock::now() + kLookAround));
     WaitHook::call();
     Hello hello;
     const Deadline patience = std::min(deadline, std::chrono::steady_clock::now() + kPatience);

@@ -290,8 +290,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
     } catch (const Timeout&) {
       throw;
     } catch (const CommError& error) {
-      const bool is_of_host = up_->peer_memory()->has_ended() || down_->peer_memory()->has_ended();
-      if (is_of_host) throw;
+      check_hosts_groups();
       // Whatever words the process group has for it: those beside a lost worker know.
       ask_for_lost(kPatienceForWord);
       if (!is_of_connection(error.what())) throw;

@@ -79,7 +79,7 @@ def _problem(folder: Path, error: CheckpointError) -> str:
     try:
         missing = reading.check_folder(folder)[1]
     except CheckpointError as damage:
-        return f"DAMAGED: {damage}"
+        return f"{'NOT ALL HERE' if reading.is_part(folder) else 'DAMAGED'}: {damage}"
     if not missing:
         return f"DAMAGED: {error}"
     hosts = "; ".join(f"on host '{host}': {', '.join(files)}" for host, files in sorted(missing.items()))

@@ -156,6 +156,12 @@ def check_folder(folder: Path) -> tuple[Metadata, dict[str, list[str]]]:
     return found
 
 
+def is_part(folder: Path) -> bool:
+    """Whether the folder is what one host wrote of a checkpoint whose manifest is on another host."""
+    is_one: bool = _C._checkpoint.is_part_of_snapshot(folder)
+    return is_one
+
+
 def read(path: str | os.PathLike[str]) -> Checkpoint:
     """The newest good checkpoint at `path` (see `folders_in`). Each damaged one is named in a warning and passed over.
     Raises CheckpointError where that leaves none."""

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from muster import _C
 from muster import strategy as strategies
 from muster.errors import InvalidArgument
+from muster.lightning.one_process import OneProcess
 from muster.lightning.workers import Job, Workers, check_has_one_replica
 from muster.parameter_server import ParameterServerStrategy
 from muster.per_replica import PerReplica
@@ -116,7 +117,7 @@ class _Stepping(FabricStrategy, ABC):
             super().teardown()
 
 
-class FabricMirroredStrategy(_Stepping, SingleDeviceStrategy):
+class FabricMirroredStrategy(OneProcess, _Stepping, SingleDeviceStrategy):
     """A `muster.MirroredStrategy` with a replica for each of Fabric's devices."""
 
     def __init__(

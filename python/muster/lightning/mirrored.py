@@ -19,12 +19,13 @@ from torch.optim import Optimizer
 from muster import strategy as strategies
 from muster.errors import InvalidArgument
 from muster.lightning.layers import ConvertedLayers
+from muster.lightning.one_process import OneProcess
 from muster.lightning.replica_steps import ReplicaSteps, check_module
 
 __all__ = ["MirroredStrategy"]
 
 
-class MirroredStrategy(ConvertedLayers, SingleDeviceStrategy):
+class MirroredStrategy(ConvertedLayers, OneProcess, SingleDeviceStrategy):
     """A `muster.MirroredStrategy` with a replica for each of the Trainer's devices, which are one device: the CPU, say.
     For the Trainer.
 

@@ -72,7 +72,7 @@ int64_t number_in(const Snapshot& snapshot) {
   return number;
 }
 
-std::vector<std::string> names_in(const fs::path& folder) {
+std::vector<std::string> sorted_names_in(const fs::path& folder) {
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(folder)) names.push_back(entry.path().filename());
   std::sort(names.begin(), names.end());
@@ -119,7 +119,7 @@ TEST_CASE("tensors of every dtype and shape come back", "[checkpoint]") {
     CHECK((plain.nbytes() == 0 || std::memcmp(copy.const_data_ptr(), plain.const_data_ptr(), plain.nbytes()) == 0));
   }
   const size_t files = shard_bytes == 1 ? 20 : shard_bytes == 40 ? 7 : 2;
-  CHECK(names_in(path).size() >= files);
+  CHECK(sorted_names_in(path).size() >= files);
 }
 
 TEST_CASE("elements of a shard are aligned", "[checkpoint]") {
@@ -180,7 +180,7 @@ TEST_CASE("tensors that end with an error leave no snapshot", "[checkpoint]") {
   } else {
     CHECK_THROWS_AS(write_snapshot(folder.path, {}, next, options), Timeout);
   }
-  CHECK(names_in(folder.path) == std::vector<std::string>{"snapshot-0000000001"});
+  CHECK(sorted_names_in(folder.path) == std::vector<std::string>{"snapshot-0000000001"});
 }
 
 TEST_CASE("whoever reads file by file begins anew with the snapshot before a damaged one", "[checkpoint]") {
@@ -210,7 +210,7 @@ TEST_CASE("what no file can hold is refused before anything is written", "[check
   CHECK_THROWS_AS(write_snapshot(folder.path, {{{"__metadata__", at::zeros({2})}}, {}}, {}), InvalidArgument);
   CHECK_THROWS_AS(write_snapshot(folder.path, {{{"\xff", at::zeros({2})}}, {}}, {}), InvalidArgument);
   CHECK_THROWS_AS(write_snapshot(folder.path, numbered(1), {.keep = 0}), InvalidArgument);
-  CHECK(names_in(folder.path).empty());
+  CHECK(sorted_names_in(folder.path).empty());
   CHECK_FALSE(read_newest_snapshot(folder.path));
   CHECK_FALSE(read_newest_snapshot(folder.path / "absent"));
 }
@@ -221,9 +221,9 @@ TEST_CASE("the newest few snapshots stay", "[checkpoint]") {
     write_snapshot(folder.path, numbered(n), {.keep = 2});
     CHECK(number_in(*read_newest_snapshot(folder.path)) == n);
   }
-  CHECK(names_in(folder.path) == std::vector<std::string>{"snapshot-0000000003", "snapshot-0000000004"});
+  CHECK(sorted_names_in(folder.path) == std::vector<std::string>{"snapshot-0000000003", "snapshot-0000000004"});
   write_snapshot(folder.path, numbered(5), {});
-  CHECK(names_in(folder.path).size() == 3);
+  CHECK(sorted_names_in(folder.path).size() == 3);
 }
 
 TEST_CASE("a damaged snapshot is passed over by name, and numbers go on behind it", "[checkpoint]") {
@@ -269,10 +269,10 @@ TEST_CASE("a damaged snapshot does not take the place of a good one", "[checkpoi
   replace(newest / "shard-00000.safetensors", text);
   CHECK(number_in(*read_newest_snapshot(folder.path)) == 1);
   write_snapshot(folder.path, numbered(3), {.keep = 2});
-  CHECK(names_in(folder.path) ==
+  CHECK(sorted_names_in(folder.path) ==
         std::vector<std::string>{"snapshot-0000000001", "snapshot-0000000002", "snapshot-0000000003"});
   write_snapshot(folder.path, numbered(4), {.keep = 2});
-  CHECK(names_in(folder.path) == std::vector<std::string>{"snapshot-0000000003", "snapshot-0000000004"});
+  CHECK(sorted_names_in(folder.path) == std::vector<std::string>{"snapshot-0000000003", "snapshot-0000000004"});
 }
 
 TEST_CASE("only damaged snapshots are an error, not a new beginning", "[checkpoint]") {
@@ -291,7 +291,7 @@ TEST_CASE("what a dead writer left is never taken, and removed by the next", "[c
   fs::create_directory(folder.path / ".partial-of-mine");
   CHECK(number_in(*read_newest_snapshot(folder.path)) == 1);
   write_snapshot(folder.path, numbered(2), {});
-  CHECK(names_in(folder.path) ==
+  CHECK(sorted_names_in(folder.path) ==
         std::vector<std::string>{".partial-of-mine", "snapshot-0000000001", "snapshot-0000000002", "snapshot-of-mine"});
 }
 
@@ -315,7 +315,7 @@ TEST_CASE("names that no writer gives are not snapshots", "[checkpoint]") {
   CHECK(number_in(*read_newest_snapshot(folder.path)) == 3);
   CHECK(list_snapshots(folder.path).size() == 3);
   CHECK(write_snapshot(folder.path, numbered(4), {.keep = 1}).filename() == "snapshot-0000000004");
-  CHECK(names_in(folder.path).size() == others.size() + 1);
+  CHECK(sorted_names_in(folder.path).size() == others.size() + 1);
   CHECK(warnings.texts.empty());
 }
 
@@ -633,7 +633,7 @@ TEST_CASE("what a writer could not do reaches its caller once", "[checkpoint]") 
     CHECK_THAT(message, ContainsSubstring("shard-00000.safetensors"));
     CHECK(number_in(*read_newest_snapshot(folder.path)) == 1);
     CHECK(std::filesystem::exists(folder.path / "snapshot-0000000001"));
-    CHECK(names_in(folder.path).size() == 3);  // and what claims the folder
+    CHECK(sorted_names_in(folder.path).size() == 3);  // and what claims the folder
   }
   SECTION("no thread") {
     fs::permissions(folder.path, fs::perms::all);

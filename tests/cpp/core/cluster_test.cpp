@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/address.h"
+#include "core/launched.h"
 #include "core/log.h"
 #include "cpp/catch.h"
 #include "muster/error.h"
@@ -15,12 +16,14 @@ namespace {
 
 using Variables = std::map<std::string, std::string>;
 
-Cluster read(const Variables& variables) {
-  return Cluster::from_env([&](const char* name) -> std::optional<std::string> {
+Cluster::Environment environment_of(const Variables& variables) {
+  return [&](const char* name) -> std::optional<std::string> {
     const auto found = variables.find(name);
     return found == variables.end() ? std::nullopt : std::optional(found->second);
-  });
+  };
 }
+
+Cluster read(const Variables& variables) { return Cluster::from_env(environment_of(variables)); }
 
 std::string refusal(const Variables& variables) {
   try {
@@ -264,6 +267,20 @@ TEST_CASE("parameter servers, whatever the launcher", "[cluster]") {
   CHECK_NOTHROW(cluster.validate());
   cluster.servers.emplace_back("[::1]:5");
   CHECK_THROWS_AS(cluster.validate(), InvalidArgument);
+}
+
+TEST_CASE("what a launcher has started is known to those who do not ask, as far as its variables say", "[cluster]") {
+  const auto launched = find_launched(environment_of(kTorchrun));
+  REQUIRE(launched);
+  CHECK(launched->launcher == "torchrun");
+  CHECK(launched->rank == 2);
+  CHECK(launched->num_workers == 4);
+  CHECK(find_launched(environment_of(kOpenMpi))->num_workers == 2);
+  CHECK(!find_launched(environment_of({})));
+  const auto incomplete = without(kTorchrun, {"WORLD_SIZE"});
+  CHECK(!find_launched(environment_of(incomplete)));
+  const auto impossible = with(kTorchrun, {{"RANK", "4"}});
+  CHECK(!find_launched(environment_of(impossible)));
 }
 
 TEST_CASE("addresses", "[cluster]") {

@@ -143,6 +143,14 @@ TEST_CASE("missing workers are named at the deadline", "[net]") {
       "the x of worker 2"));
 }
 
+TEST_CASE("who waits at a loopback says that other hosts do not come there", "[net]") {
+  const auto address = free_address();
+  const auto late =
+      message_of<Timeout>([&] { open_store(make_cluster(0, 2, address), std::chrono::milliseconds(50)); });
+  CHECK(contains(late, "missing: worker 1"));
+  CHECK(contains(late, address + " is 127.0.0.1 here, this host's loopback; set MASTER_ADDR"));
+}
+
 TEST_CASE("addresses that cannot be listened on or resolved", "[net]") {
   CHECK_THROWS_AS(open_store(make_cluster(0, 2, "192.0.2.1:29999"), Seconds(1)), InvalidArgument);
   CHECK_THROWS_AS(open_store(make_cluster(0, 2, "no-such-host.invalid:29999"), Seconds(1)), InvalidArgument);

@@ -10,8 +10,8 @@ using namespace muster;
 namespace {
 
 // A chief whose steps take so long: after which it saves, and how often it is asked for the time.
-struct Run {
-  explicit Run(const std::vector<double>& seconds, bool is_alone = false) {
+struct SavingRun {
+  explicit SavingRun(const std::vector<double>& seconds, bool is_alone = false) {
     double now = 100;
     SavingSchedule::Options options{.seconds = 100, .now = [&] { return now; }};
     if (!is_alone) {
@@ -39,10 +39,10 @@ using Steps = std::vector<int64_t>;
 }  // namespace
 
 TEST_CASE("a time is seldom asked for, and kept as if it were after each step", "[saving]") {
-  const Run together(std::vector<double>(650, 0.5));
+  const SavingRun together(std::vector<double>(650, 0.5));
   CHECK(together.saved == Steps{200, 400, 600});
   CHECK(together.asked < 3 * 18);
-  const Run alone(std::vector<double>(650, 0.5), /*is_alone=*/true);
+  const SavingRun alone(std::vector<double>(650, 0.5), /*is_alone=*/true);
   CHECK(alone.saved == together.saved);
   CHECK(alone.asked == 0);
 }
@@ -50,12 +50,12 @@ TEST_CASE("a time is seldom asked for, and kept as if it were after each step", 
 TEST_CASE("first steps that are slow or fast do not decide", "[saving]") {
   std::vector<double> fast(23, 10);
   fast[0] = fast[1] = fast[2] = 0.001;
-  const Run slower(fast);
+  const SavingRun slower(fast);
   REQUIRE(slower.saved.size() == 2);
   CHECK(slower.saved[0] <= 3 + 13);  // 3 + 10 where it is asked after each step
   std::vector<double> slow(101, 0.5);
   slow[0] = 60;
-  CHECK(Run(slow).saved == Steps{81});
+  CHECK(SavingRun(slow).saved == Steps{81});
 }
 
 TEST_CASE("a count of steps that is not seen whole is due once", "[saving]") {

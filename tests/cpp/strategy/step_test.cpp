@@ -30,8 +30,8 @@ using testing::cpus;
 
 namespace {
 
-struct Net : torch::nn::Module {
-  Net()
+struct StepNet : torch::nn::Module {
+  StepNet()
       : first(register_module("first", torch::nn::Linear(3, 4))),
         last(register_module("last", torch::nn::Linear(4, 1))) {
     to(at::kDouble);
@@ -54,8 +54,8 @@ std::vector<at::Tensor> gradients(const torch::nn::Module& module) {
 
 // The same model without a strategy, and its gradients after `backward`.
 template <class Loss>
-std::vector<at::Tensor> expected_gradients(const Net& model, const Loss& loss) {
-  Net reference;
+std::vector<at::Tensor> expected_gradients(const StepNet& model, const Loss& loss) {
+  StepNet reference;
   {
     const at::NoGradGuard no_grad;
     for (size_t p = 0; p < reference.parameters().size(); ++p) reference.parameters()[p].copy_(model.parameters()[p]);
@@ -91,20 +91,20 @@ TEST_CASE("uneven parts give the gradient of the whole batch", "[strategy]") {
   const auto sizes = GENERATE(std::vector<int64_t>{9}, std::vector<int64_t>{5, 4}, std::vector<int64_t>{7, 0, 2},
                               std::vector<int64_t>{0, 6, 2, 1});
   MirroredStrategy strategy(cpus(static_cast<int>(sizes.size())));
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   const auto result = strategy.step([&](const at::Tensor& x) { return model->forward(x).pow(2).mean(); }, parts(sizes));
   CHECK(result.stepped);
   CHECK(result.step == 1);
   CHECK(result.weight.item<double>() == 9);
   CHECK(result.loss.item<double>() == Approx(model->forward(inputs(9)).pow(2).mean().item<double>()));
   const auto expected =
-      expected_gradients(model.module(), [](Net& net) { return net.forward(inputs(9)).pow(2).mean(); });
+      expected_gradients(model.module(), [](StepNet& net) { return net.forward(inputs(9)).pow(2).mean(); });
   check_equal(gradients(model.module()), expected);
 }
 
 TEST_CASE("with balance, the slower replica gets fewer rows and gradients stay the mean", "[strategy]") {
   MirroredStrategy strategy(cpus(2), {}, Balance::automatic);
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   // Replicas meet in the step, so that their whole times are equal.
   const auto loss = [&](const at::Tensor& x) {
     const auto per_row = std::chrono::microseconds(strategy.replica() == 0 ? 1000 : 100);
@@ -121,15 +121,15 @@ TEST_CASE("with balance, the slower replica gets fewer rows and gradients stay t
   const auto result = strategy.step(loss, inputs(9));
   CHECK(result.weight.item<double>() == 9);
   const auto expected =
-      expected_gradients(model.module(), [](Net& net) { return net.forward(inputs(9)).pow(2).mean(); });
+      expected_gradients(model.module(), [](StepNet& net) { return net.forward(inputs(9)).pow(2).mean(); });
   check_equal(gradients(model.module()), expected);
 }
 
 TEST_CASE("a returned weight replaces the number of samples", "[strategy]") {
   MirroredStrategy strategy(cpus(2));
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   // Only rows whose first input exceeds 0.2 count.
-  const auto masked = [](Net& net, const at::Tensor& x) {
+  const auto masked = [](StepNet& net, const at::Tensor& x) {
     const auto mask = x.select(1, 0).gt(0.2).to(at::kDouble);
     return std::pair((net.forward(x) * mask).sum() / mask.sum(), mask.sum());
   };
@@ -142,14 +142,14 @@ TEST_CASE("a returned weight replaces the number of samples", "[strategy]") {
         return loss;
       },
       parts({6, 3}));
-  const auto expected = expected_gradients(model.module(), [&](Net& net) { return masked(net, inputs(9)).first; });
+  const auto expected = expected_gradients(model.module(), [&](StepNet& net) { return masked(net, inputs(9)).first; });
   check_equal(gradients(model.module()), expected);
   CHECK(result.weight.item<double>() == masked(model.module(), inputs(9)).second.item<double>());
 }
 
 TEST_CASE("a sum is never divided", "[strategy]") {
   MirroredStrategy strategy(cpus(2));
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   const auto result = strategy.step(
       [&](const at::Tensor& x) {
         Loss loss(model->forward(x).sum());
@@ -158,20 +158,21 @@ TEST_CASE("a sum is never divided", "[strategy]") {
       },
       parts({6, 3}));
   check_equal(gradients(model.module()),
-              expected_gradients(model.module(), [](Net& net) { return net.forward(inputs(9)).sum(); }));
+              expected_gradients(model.module(), [](StepNet& net) { return net.forward(inputs(9)).sum(); }));
   CHECK(result.loss.item<double>() == Approx(model->forward(inputs(9)).sum().item<double>()));
 }
 
 TEST_CASE("a window holds several micro-batches", "[strategy]") {
   MirroredStrategy strategy(cpus(2), {.accumulate = 3});
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   torch::optim::SGD optimizer(model->parameters(), 0.5);
   CHECK(&strategy.prepare(optimizer) == &optimizer);
   const auto before = model->parameters()[0].clone();
   const auto fn = [&](const at::Tensor& x) { return model->forward(x).pow(2).mean(); };
   const auto whole = inputs(10);
 
-  const auto expected = expected_gradients(model.module(), [&](Net& net) { return net.forward(whole).pow(2).mean(); });
+  const auto expected =
+      expected_gradients(model.module(), [&](StepNet& net) { return net.forward(whole).pow(2).mean(); });
   auto result = strategy.step(fn, whole.narrow(0, 0, 4));
   CHECK_FALSE(result.stepped);
   CHECK(result.weight.item<double>() == 4);
@@ -195,11 +196,11 @@ TEST_CASE("a window holds several micro-batches", "[strategy]") {
 
 TEST_CASE("the norm is clipped after the reduction", "[strategy]") {
   MirroredStrategy strategy(cpus(2), {.clip_norm = 0.01});
-  auto model = strategy.prepare([] { return Net(); });
-  const auto loss = [](Net& net, const at::Tensor& x) { return (net.forward(x) - 5).pow(2).mean(); };
+  auto model = strategy.prepare([] { return StepNet(); });
+  const auto loss = [](StepNet& net, const at::Tensor& x) { return (net.forward(x) - 5).pow(2).mean(); };
   const auto result = strategy.step([&](const at::Tensor& x) { return loss(*model, x); }, parts({2, 1}));
   double expected = 0;
-  for (const auto& gradient : expected_gradients(model.module(), [&](Net& net) { return loss(net, inputs(3)); })) {
+  for (const auto& gradient : expected_gradients(model.module(), [&](StepNet& net) { return loss(net, inputs(3)); })) {
     expected += gradient.pow(2).sum().item<double>();
   }
   CHECK(result.grad_norm.item<double>() == Approx(std::sqrt(expected)));
@@ -225,10 +226,10 @@ TEST_CASE("gradients are clipped by a norm of any type, or by value", "[strategy
   }
   SECTION("by value") { options.clip_value = 0.05; }
   MirroredStrategy strategy(cpus(2), options);
-  auto model = strategy.prepare([] { return Net(); });
-  const auto loss = [](Net& net, const at::Tensor& x) { return (net.forward(x) - 5).pow(2).mean(); };
+  auto model = strategy.prepare([] { return StepNet(); });
+  const auto loss = [](StepNet& net, const at::Tensor& x) { return (net.forward(x) - 5).pow(2).mean(); };
   const auto result = strategy.step([&](const at::Tensor& x) { return loss(*model, x); }, parts({2, 1}));
-  const auto expected = expected_gradients(model.module(), [&](Net& net) { return loss(net, inputs(3)); });
+  const auto expected = expected_gradients(model.module(), [&](StepNet& net) { return loss(net, inputs(3)); });
   std::vector<at::Tensor> flat;
   for (const auto& gradient : expected) flat.push_back(gradient.flatten());
   const double norm = at::linalg_vector_norm(at::cat(flat), options.clip_norm_type).item<double>();
@@ -248,7 +249,7 @@ TEST_CASE("gradients are clipped by a norm of any type, or by value", "[strategy
 
 TEST_CASE("metrics are averaged by weight and outputs come back by replica", "[strategy]") {
   MirroredStrategy strategy(cpus(3));
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   const auto result = strategy.step(
       [&](const at::Tensor& x) {
         Loss loss(model->forward(x).mean());
@@ -269,7 +270,7 @@ TEST_CASE("an exception in a step drops the window and nothing else", "[strategy
   };
   const int accumulate = GENERATE(1, 2);
   MirroredStrategy strategy(cpus(2), {.accumulate = accumulate});
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   torch::optim::SGD optimizer(model->parameters(), 0.5);
   strategy.prepare(optimizer);
   const auto before = model->parameters()[0].clone();
@@ -289,7 +290,7 @@ TEST_CASE("an exception in a step drops the window and nothing else", "[strategy
 
 TEST_CASE("what a step function may not do is refused", "[strategy]") {
   MirroredStrategy strategy(cpus(2));
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   const auto batch = parts({2, 2});
   CHECK_THROWS_WITH(strategy.step(
                         [&](const at::Tensor& x) {
@@ -315,7 +316,7 @@ TEST_CASE("what a step function may not do is refused", "[strategy]") {
 
 TEST_CASE("unused parameters need no flag", "[strategy]") {
   MirroredStrategy strategy(cpus(2));
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).weight_decay(0.5));
   strategy.prepare(optimizer);
   const auto before = model->last->weight.detach().clone();
@@ -338,8 +339,8 @@ TEST_CASE("unused parameters need no flag", "[strategy]") {
 
 TEST_CASE("optimizers= says whose parameters take part", "[strategy]") {
   MirroredStrategy strategy(cpus(2));
-  auto generator = strategy.prepare([] { return Net(); });
-  auto critic = strategy.prepare([] { return Net(); });
+  auto generator = strategy.prepare([] { return StepNet(); });
+  auto critic = strategy.prepare([] { return StepNet(); });
   torch::optim::SGD generator_optimizer(generator->parameters(), 0.1);
   torch::optim::Adagrad critic_optimizer(critic->parameters(), 0.1);
   strategy.prepare(generator_optimizer);
@@ -361,10 +362,10 @@ TEST_CASE("optimizers= says whose parameters take part", "[strategy]") {
 
 TEST_CASE("optimizers that cannot train are refused", "[strategy]") {
   MirroredStrategy strategy;
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   torch::optim::SGD empty(std::vector<at::Tensor>{}, 0.1);
   CHECK_THROWS_WITH(strategy.prepare(empty), ContainsSubstring("no parameters"));
-  Net stranger;
+  StepNet stranger;
   torch::optim::SGD foreign(stranger.parameters(), 0.1);
   strategy.prepare(foreign);
   CHECK_THROWS_WITH(strategy.step([&](const at::Tensor& x) { return model->forward(x).mean(); }, inputs(2)),
@@ -373,7 +374,7 @@ TEST_CASE("optimizers that cannot train are refused", "[strategy]") {
 
 TEST_CASE("add_param_group takes effect at the next window", "[strategy]") {
   MirroredStrategy strategy(cpus(2));
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   torch::optim::SGD optimizer(model->first->parameters(), 0.1);
   strategy.prepare(optimizer);
   const auto fn = [&](const at::Tensor& x) { return model->forward(x).pow(2).mean(); };
@@ -409,7 +410,7 @@ TEST_CASE("buffers become the mean over replicas by weight", "[strategy]") {
 
 TEST_CASE("reduce inside a step is differentiable", "[strategy]") {
   MirroredStrategy strategy(cpus(3));
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   // The variance over the whole batch: every sample's gradient depends on all others.
   strategy.step(
       [&](const at::Tensor& x) {
@@ -418,7 +419,7 @@ TEST_CASE("reduce inside a step is differentiable", "[strategy]") {
         return (y - mean).pow(2).mean();
       },
       parts({4, 0, 2}));
-  check_equal(gradients(model.module()), expected_gradients(model.module(), [](Net& net) {
+  check_equal(gradients(model.module()), expected_gradients(model.module(), [](StepNet& net) {
                 const auto y = net.forward(inputs(6));
                 return (y - y.mean()).pow(2).mean();
               }));
@@ -426,7 +427,7 @@ TEST_CASE("reduce inside a step is differentiable", "[strategy]") {
 
 TEST_CASE("gather and broadcast act between the replicas of a step", "[strategy]") {
   MirroredStrategy strategy(cpus(2));
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   strategy.step(
       [&](const at::Tensor& x) {
         const auto rows = strategy.gather(at::scalar_tensor(static_cast<double>(x.size(0)), at::kDouble));
@@ -466,7 +467,7 @@ TEST_CASE("random streams belong to replica and step", "[strategy]") {
 
 TEST_CASE("stop() is seen at a window's end", "[strategy]") {
   MirroredStrategy strategy(cpus(2));
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   const auto fn = [&](const at::Tensor& x) { return model->forward(x).mean(); };
   strategy.step(fn, parts({1, 1}));
   CHECK_FALSE(strategy.stopping());
@@ -478,7 +479,7 @@ TEST_CASE("stop() is seen at a window's end", "[strategy]") {
 
 TEST_CASE("a gradient that is not finite skips the update", "[strategy]") {
   MirroredStrategy strategy(cpus(2), {.max_skipped = 2});
-  auto model = strategy.prepare([] { return Net(); });
+  auto model = strategy.prepare([] { return StepNet(); });
   torch::optim::SGD optimizer(model->parameters(), 0.1);
   strategy.prepare(optimizer);
   const auto before = model->parameters()[0].clone();

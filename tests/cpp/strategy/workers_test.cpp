@@ -32,13 +32,13 @@ using namespace muster::testing;
 
 namespace {
 
-constexpr comm::Milliseconds kTimeout = Seconds(60);
+constexpr comm::Milliseconds kPeersTimeout = Seconds(60);
 
 using Body = std::function<void(Strategy& strategy)>;
 
 // Runs body at each of `n` workers with one replica each.
 std::string run_workers(int n, const Body& body, const StrategyOptions& options = {},
-                        comm::Milliseconds timeout = kTimeout) {
+                        comm::Milliseconds timeout = kPeersTimeout) {
   const auto gradients = comm::make_local(n, timeout);
   const auto step = comm::make_local(n, timeout);
   const auto workers = comm::make_local(n, timeout);
@@ -325,7 +325,7 @@ TEST_CASE("workers may communicate through a process group", "[workers]") {
   MirroredStrategy mirrored({"cpu:0", "cpu:1"}, {.threads_per_replica = 1});
   const auto expected = train(mirrored, x);
 
-  const auto ranks = comm::make_local(2, kTimeout);
+  const auto ranks = comm::make_local(2, kPeersTimeout);
   CHECK(run_threads(2, [&](int rank) {
           const Cluster cluster{.rank = rank, .num_workers = 2, .address = "127.0.0.1:1", .local_rank = rank};
           MultiWorkerMirroredStrategy strategy(cluster, {}, {.threads_per_replica = 1},
@@ -354,7 +354,7 @@ TEST_CASE("calls outside a step that differ between ranks are refused on both, b
       {sum, sent, "broadcast(source=1)"},
   };
   for (const auto& [first, second, words] : cases) {
-    const auto ranks = comm::make_local(2, kTimeout);
+    const auto ranks = comm::make_local(2, kPeersTimeout);
     CHECK(run_threads(2, [&](int rank) {
             const Cluster cluster{.rank = rank, .num_workers = 2, .address = "127.0.0.1:1", .local_rank = rank};
             MultiWorkerMirroredStrategy strategy(cluster, {}, {.threads_per_replica = 1},

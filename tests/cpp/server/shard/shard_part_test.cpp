@@ -30,12 +30,12 @@ namespace fs = std::filesystem;
 
 namespace {
 
-constexpr int64_t kRows = 30'000;
+constexpr int64_t kPartRows = 30'000;
 
 // Chunks, and tables: one of several blocks and stripes, a small one, one that nobody touches.
 Plan saved_plan(uint32_t servers, uint32_t staleness, RowPlacement placement) {
   Plan plan = small_plan(servers, 1, std::vector<kernels::AdamGroup>(2, {.01, .9, .99, 1e-8, 0, false, false, false}));
-  plan.tables = {{"large", kRows, 64, placement, {RowInitialiser::Kind::normal, 1, 3}, 0},
+  plan.tables = {{"large", kPartRows, 64, placement, {RowInitialiser::Kind::normal, 1, 3}, 0},
                  {"small", 100, 3, placement, {RowInitialiser::Kind::normal, 1, 4}, 1},
                  {"untouched", 100, 3, placement, {}, 0}};
   plan.staleness = staleness;

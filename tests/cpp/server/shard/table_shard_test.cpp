@@ -34,9 +34,13 @@ using Rows = std::vector<int64_t>;
 using Floats = std::vector<float>;
 using Ranks = std::vector<uint32_t>;
 
-FlatGroups sgd() { return std::vector<kernels::SgdGroup>{{.5, 0, 0, 0, false, false}, {.25, 0, 0, 0, false, true}}; }
-FlatGroups adagrad() { return std::vector<kernels::AdagradGroup>{{.1, .01, 1e-10, 0, false}, {.2, 0, 1e-9, 0, true}}; }
-FlatGroups adam() {
+FlatGroups two_sgd_groups() {
+  return std::vector<kernels::SgdGroup>{{.5, 0, 0, 0, false, false}, {.25, 0, 0, 0, false, true}};
+}
+FlatGroups two_adagrad_groups() {
+  return std::vector<kernels::AdagradGroup>{{.1, .01, 1e-10, 0, false}, {.2, 0, 1e-9, 0, true}};
+}
+FlatGroups two_adam_groups() {
   return std::vector<kernels::AdamGroup>{{.01, .9, .99, 1e-8, .1, true, true, false},
                                          {.02, .8, .98, 1e-8, 0, false, false, false}};
 }
@@ -231,7 +235,7 @@ void cut_all_connections() {
 }  // namespace
 
 TEST_CASE("rows on any number of servers have the bits of one table", "[server]") {
-  for (const auto& groups : {sgd(), adagrad(), adam()}) {
+  for (const auto& groups : {two_sgd_groups(), two_adagrad_groups(), two_adam_groups()}) {
     for (const auto placement : {RowPlacement::modulo, RowPlacement::range}) {
       for (const uint32_t servers : {1U, 2U, 3U}) {
         for (const Ranks& ranks : {Ranks{0}, Ranks{0, 1}, Ranks{0, 1, 2}, Ranks{0, 2, 5}}) {
@@ -269,7 +273,7 @@ TEST_CASE("rows on any number of servers have the bits of one table", "[server]"
 }
 
 TEST_CASE("a table goes on from rows that were fetched, on other servers", "[server]") {
-  const Plan plan = table_plan(2, 1, adam(), RowPlacement::modulo);
+  const Plan plan = table_plan(2, 1, two_adam_groups(), RowPlacement::modulo);
   const Servers running(testing::server_names(2));
   TableWorker worker(running.names, 0, plan);
   worker.join();
@@ -299,7 +303,7 @@ TEST_CASE("a table goes on from rows that were fetched, on other servers", "[ser
 TEST_CASE("a push of rows larger than a frame travels in parts", "[server]") {
   constexpr int64_t kCount = 300'000, kDim = 14;
   for (const bool shares : {true, false}) {
-    Plan plan = table_plan(2, 2, sgd(), RowPlacement::modulo);
+    Plan plan = table_plan(2, 2, two_sgd_groups(), RowPlacement::modulo);
     plan.tables = {{"large", 2 * kCount, kDim, RowPlacement::modulo, {RowInitialiser::Kind::normal, 0, 0}, 0}};
     const Servers running(testing::server_names(2));
     const std::string failures = testing::run_threads(2, [&](int rank) {
@@ -354,7 +358,7 @@ TEST_CASE("a push of rows larger than a frame travels in parts", "[server]") {
 TEST_CASE("rows count once over lost connections", "[server]") {
   for (const uint32_t staleness : {0U, kAnyStaleness}) {
     for (const bool shares : {true, false}) {
-      Plan plan = table_plan(2, 1, adagrad(), RowPlacement::modulo);
+      Plan plan = table_plan(2, 1, two_adagrad_groups(), RowPlacement::modulo);
       plan.staleness = staleness;
       const Servers running(testing::server_names(2));
       TableWorker worker(running.names, 0, plan, shares);
@@ -381,7 +385,7 @@ TEST_CASE("rows count once over lost connections", "[server]") {
 
 TEST_CASE("tables go on from a server's snapshot", "[server]") {
   for (const uint32_t staleness : {0U, kAnyStaleness}) {
-    Plan plan = table_plan(2, 1, adam(), RowPlacement::range);
+    Plan plan = table_plan(2, 1, two_adam_groups(), RowPlacement::range);
     plan.staleness = staleness;
     plan.heartbeat_ms = 2'000;
     const testing::Folder folder;
@@ -469,7 +473,7 @@ TEST_CASE("with staleness rows are stepped by whoever pushes them, each push onc
 }
 
 TEST_CASE("a request about rows that makes no sense changes nothing", "[server]") {
-  const Plan plan = table_plan(2, 1, sgd(), RowPlacement::modulo);
+  const Plan plan = table_plan(2, 1, two_sgd_groups(), RowPlacement::modulo);
   const Servers running(testing::server_names(2));
   TableWorker worker(running.names, 0, plan);
   worker.join();
@@ -553,7 +557,7 @@ TEST_CASE("a request about rows that makes no sense changes nothing", "[server]"
 }
 
 TEST_CASE("a table's optimizer keeps its kind, and leaves alone what was not touched", "[server]") {
-  Plan plan = table_plan(1, 1, sgd(), RowPlacement::modulo);
+  Plan plan = table_plan(1, 1, two_sgd_groups(), RowPlacement::modulo);
   const Servers running(testing::server_names(1));
   auto moving = plan;
   std::get<1>(moving.groups)[0].momentum = .9;
@@ -576,7 +580,7 @@ TEST_CASE("a table's optimizer keeps its kind, and leaves alone what was not tou
   worker.push(1);
   worker.client.commit(1, {1});
   auto command = command_of(plan, 1, {0});
-  command.groups = adagrad();
+  command.groups = two_adagrad_groups();
   CHECK_THROWS_AS(worker.client.apply(command), InvalidArgument);
   command.groups = moving.groups;
   CHECK_THROWS_AS(worker.client.apply(command), InvalidArgument);
