@@ -67,8 +67,8 @@ inline bool are_equal(const Snapshot& a, const Snapshot& b) {
 }
 
 // The ranks of a job in one thread: what they tell each other is handed on.
-struct Job {
-  Job(const std::vector<fs::path>& folders, const SnapshotOptions& options = {}, net::StorePtr the_store = {})
+struct JointJob {
+  JointJob(const std::vector<fs::path>& folders, const SnapshotOptions& options = {}, net::StorePtr the_store = {})
       : store(std::move(the_store)) {
     for (const auto& folder : folders) writers.push_back(std::make_unique<SnapshotWriter>(folder, options));
   }

@@ -44,7 +44,7 @@ TEST_CASE("what ranks write together is what one writes alone", "[checkpoint]") 
   const testing::Folder of_one;
   SnapshotOptions options{.keep = 1};
   options.secret = GENERATE(std::optional<net::JobSecret>(), std::optional<net::JobSecret>("a secret of this test"));
-  Job job(std::vector<fs::path>(GENERATE(size_t{2}, size_t{3}), folder.path), options);
+  JointJob job(std::vector<fs::path>(GENERATE(size_t{2}, size_t{3}), folder.path), options);
   for (int time = 1; time <= 2; ++time) {
     REQUIRE(job.copy());
     job.write_all();
@@ -64,7 +64,7 @@ TEST_CASE("what ranks write together is what one writes alone", "[checkpoint]") 
 
 TEST_CASE("ranks copy what they write, and no more", "[checkpoint]") {
   const testing::Folder folder;
-  Job job({folder.path, folder.path});
+  JointJob job({folder.path, folder.path});
   auto contents = std::vector<JointContent>{content_of(0, 2), content_of(1, 2)};
   for (auto& content : contents) content.alike["a/large"] = at::zeros({300'001});
   REQUIRE(job.copy(contents));
@@ -77,11 +77,11 @@ TEST_CASE("ranks that do not see the chief's folder, or have other tensors, writ
   const testing::Folder folder;
   const testing::Folder other;
   SECTION("another folder") {
-    Job job({folder.path, folder.path, other.path});
+    JointJob job({folder.path, folder.path, other.path});
     CHECK_FALSE(job.copy());
   }
   SECTION("another tensor") {
-    Job job({folder.path, folder.path});
+    JointJob job({folder.path, folder.path});
     std::vector<JointContent> contents{content_of(0, 2), content_of(1, 2)};
     const auto what = GENERATE("name", "shape", "dtype", "gaps", "values", "an element");
     auto& tensors = contents[1].alike;
@@ -102,7 +102,7 @@ TEST_CASE("ranks that do not see the chief's folder, or have other tensors, writ
 
 TEST_CASE("a rank that cannot write says so, and the chief names it; then the job goes on", "[checkpoint]") {
   const testing::Folder folder;
-  Job job({folder.path, folder.path, folder.path});
+  JointJob job({folder.path, folder.path, folder.path});
   const int failing = GENERATE(0, 1);
   REQUIRE(job.copy());
   fs::create_directories(job.file_of(failing, folder.path));
@@ -122,7 +122,7 @@ TEST_CASE("a rank that cannot write says so, and the chief names it; then the jo
 
 TEST_CASE("the chief does not wait for a rank that is dead, nor for ever", "[checkpoint]") {
   const testing::Folder folder;
-  Job job({folder.path, folder.path, folder.path});
+  JointJob job({folder.path, folder.path, folder.path});
   REQUIRE(job.copy());
   const bool is_dead = GENERATE(false, true);
   job.start(1);
@@ -138,12 +138,12 @@ TEST_CASE("the chief does not wait for a rank that is dead, nor for ever", "[che
 
 TEST_CASE("a rank that still writes for another snapshot than this one fails", "[checkpoint]") {
   const testing::Folder folder;
-  Job dead({folder.path, folder.path});
+  JointJob dead({folder.path, folder.path});
   REQUIRE(dead.copy());
   auto late = std::move(dead.joints[1]);
   dead.joints.clear();
   dead.writers[0] = nullptr;
-  Job job({folder.path, folder.path});
+  JointJob job({folder.path, folder.path});
   REQUIRE(job.copy());
   late->start({}, milliseconds(60'000));
   CHECK_THROWS_WITH(dead.writers[1]->wait(), ContainsSubstring("is gone"));
@@ -153,7 +153,7 @@ TEST_CASE("a rank that still writes for another snapshot than this one fails", "
 
 TEST_CASE("a snapshot that the ranks gave up leaves nothing", "[checkpoint]") {
   const testing::Folder folder;
-  Job job({folder.path, folder.path});
+  JointJob job({folder.path, folder.path});
   REQUIRE(job.copy());
   job.joints.clear();
   CHECK(names_in(folder.path) == std::vector<std::string>{"life", "lock"});

@@ -37,7 +37,7 @@ struct TwoHosts {
 
   const testing::Folder chiefs;
   const testing::Folder other;
-  Job job;
+  JointJob job;
 };
 
 struct Said {
@@ -225,7 +225,7 @@ TEST_CASE("where another process uses the folder of a host the chief writes alon
 
 TEST_CASE("who sees the chief's folder as it was does not write there", "[checkpoint]") {
   const testing::Folder folder;
-  Job job({folder.path, folder.path, folder.path}, {}, c10::make_intrusive<c10d::HashStore>());
+  JointJob job({folder.path, folder.path, folder.path}, {}, c10::make_intrusive<c10d::HashStore>());
   Said said;
   CHECK_FALSE(job.copy([&] {
     for (const auto& entry : fs::directory_iterator(folder.path / job.draft())) fs::remove(entry.path());
