@@ -1,7 +1,7 @@
 #!/bin/sh
-# Lints csrc/ with the compile database of a build folder that was configured with CMAKE_UNITY_BUILD: a folder's files at
-# once, and one by one what is not united. What that build leaves out (the stub of a library that it has, what needs
-# CUDA) is left out here. clang_tidy.sh BUILD JOBS
+# Lints csrc/ with the compile database of a build folder: a group of files at once (cmake/MusterBuild.cmake), since most
+# of the time goes into reading torch's headers, and one by one what is in none. What that build leaves out (the stub of a
+# library that it has, what needs CUDA) is left out here. clang_tidy.sh BUILD JOBS
 set -eu
 build=$1 jobs=$2
 units=$(find "$build/CMakeFiles/muster.dir" "$build/CMakeFiles/_C.dir" -name 'unity_*.cxx')

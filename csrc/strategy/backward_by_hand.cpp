@@ -210,13 +210,15 @@ std::vector<size_t> GradientAverage::large_ones(const std::vector<at::Tensor>& p
 std::vector<GradientAverage::Slot> GradientAverage::average_large(const std::vector<at::Tensor>& parameters,
                                                                   const std::vector<size_t>& large,
                                                                   bool has_gradients) {
+  if (!peers_ || large.empty()) return {};
+  PeerAverage& peers = *peers_;
   std::vector<at::Tensor> averaged;
   for (const size_t p : large) {
     const auto& gradient = parameters[p].grad();
     const bool is_alike = has_gradients && gradient.defined() && gradient.scalar_type() == travels_in(parameters[p]);
     averaged.push_back(is_alike && is_plain(gradient) ? gradient : at::Tensor());
   }
-  const auto stays = peers_->may_change(averaged);
+  const auto stays = peers.may_change(averaged);
   std::vector<Slot> slots;
   GradientCopies copies;
   for (size_t i = 0; i < large.size(); ++i) {
@@ -227,7 +229,7 @@ std::vector<GradientAverage::Slot> GradientAverage::average_large(const std::vec
     slots.push_back({large[i], averaged[i]});
   }
   copies.run();
-  peers_->average(averaged);
+  peers.average(averaged);
   for (size_t i = 0; i < large.size(); ++i) {
     if (stays[i]) averaged[i].unsafeGetTensorImpl()->bump_version();
   }
@@ -269,10 +271,9 @@ void GradientAverage::reduce(const std::vector<at::Tensor>& parameters, bool has
     }
     means.run();
   }
-  std::vector<Slot> means_elsewhere;
-  if (!large.empty()) means_elsewhere = average_large(parameters, large, has_gradients);
+  const auto slots_of_large = average_large(parameters, large, has_gradients);
   present_anywhere.wait();  // where there was nothing to send, too
-  for (const auto& [p, mean] : means_elsewhere) {
+  for (const auto& [p, mean] : slots_of_large) {
     if (!has_gradients || present.const_data_ptr<double>()[p] == 0) continue;
     Means means(mean, 1);
     means.add(parameters[p], 0);
