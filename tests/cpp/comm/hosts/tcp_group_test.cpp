@@ -5,7 +5,11 @@
 #include <ATen/ops/full.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <chrono>
+#include <csignal>
 #include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -153,6 +157,55 @@ TEST_CASE("a group over TCP that is aborted fails what waits for it, here and at
           if (rank == 0) group.abort();
           const auto error = error_of([&] { work->wait(); });
           MUSTER_CHECK(error.find(rank == 0 ? "were ended here" : "closed by peer") != std::string::npos);
+        }) == "");
+}
+
+TEST_CASE("a rank over TCP that is killed is missed at once, whatever it has forked", "[comm][hosts]") {
+  const auto address = free_address();
+  constexpr unsigned kLivesOn = 8;  // seconds, of the child
+  CHECK(run_processes(2, [&](int rank) {
+          Cluster cluster;
+          cluster.rank = rank;
+          cluster.num_workers = 2;
+          cluster.address = address;
+          const auto store = net::open_store(cluster, Seconds(30));
+          const auto group = make_tcp_group(*store, {rank, 2, {1 - rank}, "127.0.0.1"}, Seconds(30));
+          if (rank == 1) {
+            if (::fork() == 0) {
+              ::sleep(kLivesOn);
+              ::_exit(0);
+            }
+            ::kill(::getpid(), SIGKILL);
+          }
+          const auto began = std::chrono::steady_clock::now();
+          const auto work = begin(*group->getBackend(c10::DeviceType::CPU), at::empty({1}, at::kFloat),
+                                  at::empty({0}, at::kFloat), {0, 1}, {0, 0});
+          MUSTER_CHECK(contains(error_of([&] { work->wait(Seconds(30)); }), "the connection to worker 1 was closed"));
+          MUSTER_CHECK(std::chrono::steady_clock::now() - began < Seconds(kLivesOn) / 2);
+        }) == "");
+}
+
+TEST_CASE("a forked child lets go of a group over TCP, and its parent goes on", "[comm][hosts]") {
+  CHECK(run_tcp(2, [&](int rank, c10d::Backend& group) {
+          const auto exchange = [&] {
+            const auto into = at::empty({1}, at::kFloat);
+            const auto of_peer = rank == 0 ? Sizes{0, 1} : Sizes{1, 0};
+            begin(group, into, at::full({1}, rank, at::kFloat), of_peer, of_peer)->wait();
+            return into.item<float>() == static_cast<float>(1 - rank);
+          };
+          MUSTER_CHECK(exchange());
+          if (rank == 0) {
+            const pid_t child = ::fork();
+            if (child == 0) {
+              auto* const own = &group;
+              own->~Backend();
+              ::_exit(0);
+            }
+            int status = 1;
+            MUSTER_CHECK(::waitpid(child, &status, 0) == child);
+            MUSTER_CHECK(status == 0);
+          }
+          MUSTER_CHECK(exchange());
         }) == "");
 }
 
