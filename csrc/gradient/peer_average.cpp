@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "comm/peer_memory.h"
 #include "core/flat_layout.h"
 #include "core/ownership.h"
 #include "device/kernel_dtype.h"
@@ -18,18 +19,16 @@ namespace {
 constexpr auto kTile = static_cast<int64_t>(kernels::kTile);
 constexpr int64_t kTilesOfThread = 64;  // below that a second thread costs more than it spares
 
-// The mean over ranks of `n` elements, which are at places[r] on rank r, into all of these: a core's cache keeps so
-// few.
+// The mean over ranks of `n` elements, which are at places[r] on rank r, into all of these. So few stay in a core's
+// cache meanwhile.
 template <class T>
-void store_means(at::ScalarType dtype, const std::vector<T*>& places, size_t own_rank, int64_t n) {
-  const std::vector<const void*> sources(places.begin(), places.end());
-  T* const own = places[own_rank];
-  void* const destination = own;
-  kernels::tree_reduce(kernel_dtype(dtype), kernels::Reduction::sum, sources.data(), static_cast<int>(sources.size()),
-                       &destination, 1, static_cast<size_t>(n));
+void store_means(at::ScalarType dtype, const std::vector<void*>& places, size_t own_rank, int64_t n) {
+  T* const own = static_cast<T*>(places[own_rank]);
+  kernels::tree_reduce(kernel_dtype(dtype), kernels::Reduction::sum, places.data(), static_cast<int>(places.size()),
+                       &places[own_rank], 1, static_cast<size_t>(n));
   const auto divisor = static_cast<T>(places.size());
   for (int64_t i = 0; i < n; ++i) own[i] = own[i] / divisor;
-  for (T* place : places) {
+  for (void* place : places) {
     if (place != own) std::memcpy(place, own, static_cast<size_t>(n) * sizeof(T));
   }
 }
@@ -40,11 +39,11 @@ void store_share(const at::Tensor& tensor, const std::vector<void*>& tensors, si
   const auto share = owned_runs(tensor.numel(), static_cast<int>(tensors.size()), kTile)[own_rank];
   const int64_t tiles = (share.count + kTile - 1) / kTile;
   at::parallel_for(0, tiles, kTilesOfThread, [&](int64_t first, int64_t last) {
-    std::vector<T*> places(tensors.size());
+    std::vector<void*> places(tensors.size());
     for (int64_t tile = first; tile < last; ++tile) {
       const int64_t begin = tile * kTile;
       for (size_t r = 0; r < tensors.size(); ++r) places[r] = static_cast<T*>(tensors[r]) + share.begin + begin;
-      store_means(tensor.scalar_type(), places, own_rank, std::min(kTile, share.count - begin));
+      store_means<T>(tensor.scalar_type(), places, own_rank, std::min(kTile, share.count - begin));
     }
   });
 }

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "comm/peer_memory.h"
 
 namespace muster {
 
@@ -23,9 +22,9 @@ class PeerAverage {
   std::vector<bool> may_change(const std::vector<at::Tensor>& tensors) const;
 
   /// Collective, blocking: each of `tensors` becomes its mean over ranks. They are contiguous, fp32 or fp64, what
-  /// may_change() says, and agree in number, numel and dtype on all ranks. Each rank sums its share
-  /// of every tensor along the tree of Communicator, divides it, and stores it on all ranks. Throws what ended the
-  /// group; what the tensors hold is not known then.
+  /// may_change() says, and agree in number, numel and dtype on all ranks. Each rank sums its share of every tensor
+  /// along the tree of Communicator, divides it, and stores it on all ranks. Throws what ended the group; what the
+  /// tensors hold is not known then.
   void average(const std::vector<at::Tensor>& tensors);
 
  private:
