@@ -54,6 +54,7 @@ def test_a_job_is_newer_than_that_of_every_server(tmp_path: Path) -> None:
     assert module.first.unique().tolist() == [-2.0]
     assert module.second.unique().tolist() == [-2.0]
     third.close()
+    second.close()
 
 
 def test_folders_of_two_jobs_are_not_mixed(tmp_path: Path) -> None:

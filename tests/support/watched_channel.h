@@ -3,11 +3,14 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "net/channel.h"
+#include "server/worker/surroundings.h"
 
 namespace muster::testing {
 
@@ -46,6 +49,27 @@ class WatchedChannel : public net::Channel {
   const std::unique_ptr<net::Channel> channel_;
   const std::shared_ptr<ChannelWatcher> watcher_;
   std::deque<uint16_t> under_way_;  // requests
+};
+
+/// Those of the process, with watched connections.
+class WatchedSurroundings final : public server::Surroundings {
+ public:
+  /// Of a connection to the server of this name.
+  using Watch = std::function<std::shared_ptr<ChannelWatcher>(const std::string& name)>;
+
+  explicit WatchedSurroundings(Watch watch) : watch_(std::move(watch)) {}
+
+  Clock::time_point now() override { return of_process()->now(); }
+  void sleep(std::chrono::milliseconds duration) override { of_process()->sleep(duration); }
+  std::unique_ptr<net::Channel> connect(const std::string& name, std::shared_ptr<net::Arena> memory,
+                                        net::Deadline deadline) override {
+    return std::make_unique<WatchedChannel>(of_process()->connect(name, std::move(memory), deadline), watch_(name));
+  }
+  void start(server::Pulse& pulse) override { of_process()->start(pulse); }
+  void stop(server::Pulse& pulse) noexcept override { of_process()->stop(pulse); }
+
+ private:
+  const Watch watch_;
 };
 
 }  // namespace muster::testing

@@ -220,6 +220,7 @@ void Requests::connect(size_t server, bool is_first) {
     if (std::exchange(is_first_told_, false)) links_.front()->disconnect();
   });
   for (;;) {
+    const auto asked_at = now();
     try {
       const auto configured = try_to_connect(server);
       if (!is_running_) configured_[server] = configured;
@@ -227,7 +228,7 @@ void Requests::connect(size_t server, bool is_first) {
       return;
     } catch (const Occupied& occupied) {
       if (!is_first) throw Fenced("another job has ended this worker's: " + std::string(occupied.what()));
-      if (now() > free_by) throw;
+      if (asked_at > free_by) throw;  // an answer may have waited for this worker for long
       absence.note_busy(free_by);
     } catch (const LinkBusy& busy) {
       absence.note_busy(now());

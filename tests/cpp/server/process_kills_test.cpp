@@ -108,28 +108,6 @@ class KillingWatcher final : public ChannelWatcher {
   bool is_struck_ = false;
 };
 
-class WatchedSurroundings final : public Surroundings {
- public:
-  WatchedSurroundings(Killer killer, std::vector<std::string> names, uint32_t rank)
-      : killer_(killer), names_(std::move(names)), rank_(rank) {}
-
-  Clock::time_point now() override { return of_process()->now(); }
-  void sleep(milliseconds duration) override { of_process()->sleep(duration); }
-  std::unique_ptr<net::Channel> connect(const std::string& name, std::shared_ptr<net::Arena> memory,
-                                        net::Deadline deadline) override {
-    const auto server = static_cast<uint32_t>(std::find(names_.begin(), names_.end(), name) - names_.begin());
-    return std::make_unique<WatchedChannel>(of_process()->connect(name, std::move(memory), deadline),
-                                            std::make_shared<KillingWatcher>(killer_, server, rank_));
-  }
-  void start(Pulse& pulse) override { of_process()->start(pulse); }
-  void stop(Pulse& pulse) noexcept override { of_process()->stop(pulse); }
-
- private:
-  const Killer killer_;
-  const std::vector<std::string> names_;
-  const uint32_t rank_;
-};
-
 // A snapshot begins as a folder that is then renamed.
 void watch_folder(const std::filesystem::path& folder, const Killer& killer) {
   const int events = ::inotify_init1(IN_CLOEXEC);
@@ -172,7 +150,10 @@ class Launcher {
     kill.is_own = kill.is_own && kill.moment != Moment::begun && kill.moment != Moment::renamed;
     const Killer killer(*job_.board, kill);
     job_.surroundings = [this, killer](uint32_t rank) {
-      return std::make_shared<WatchedSurroundings>(killer, job_.names, rank);
+      return std::make_shared<WatchedSurroundings>([killer, names = job_.names, rank](const std::string& name) {
+        const auto server = static_cast<uint32_t>(std::find(names.begin(), names.end(), name) - names.begin());
+        return std::make_shared<KillingWatcher>(killer, server, rank);
+      });
     };
     job_.at_server = [this, killer](uint32_t server) {
       const auto moment = killer.kill().moment;

@@ -10,6 +10,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/snapshot.h"
@@ -22,6 +23,7 @@
 #include "support/folder.h"
 #include "support/run_ranks.h"
 #include "support/servers.h"
+#include "support/watched_channel.h"
 
 using namespace muster;
 using namespace muster::server;
@@ -685,6 +687,41 @@ TEST_CASE("another job may begin only where nobody trains, or by takeover", "[se
   Worker same(config(4, "b"));  // as a launcher starts it again
   CHECK(same.join() == 3);
   same.client.leave();
+}
+
+// Stands still once, after it has asked a server to let it in: the answer waits meanwhile.
+class StandsStill final : public testing::ChannelWatcher {
+ public:
+  explicit StandsStill(milliseconds duration) : duration_(duration) {}
+
+  void sent(uint16_t request) override {
+    if (request == Hello::kType) std::this_thread::sleep_for(std::exchange(duration_, milliseconds(0)));
+  }
+
+ private:
+  milliseconds duration_;
+};
+
+TEST_CASE("a job that stood still asks again whether another one trains", "[server]") {
+  Cluster cluster(1);
+  const auto plan = plan_for(1, 1);
+  auto config = cluster.config(0, plan, 1);
+  config.token = "a";
+  {
+    Worker first(config);
+    first.join();
+    first.step(1);
+    cluster.running[0]->snapshot();
+  }
+  cluster.restart(0);  // its snapshot has the worker, which may come back
+  config.job = 2;
+  config.token = "b";
+  config.patience = milliseconds(300);
+  const auto watcher =
+      std::make_shared<StandsStill>(milliseconds(plan.heartbeat_ms) + config.patience + milliseconds(200));
+  config.surroundings = std::make_shared<testing::WatchedSurroundings>([&](const std::string&) { return watcher; });
+  Worker second(config);
+  CHECK(second.join() == 1);
 }
 
 TEST_CASE("a folder of snapshots has one writer, whose they are", "[server]") {
