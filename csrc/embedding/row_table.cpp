@@ -1,17 +1,14 @@
 #include "embedding/row_table.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <new>
 #include <string>
 #include <utility>
 
+#include "core/pages.h"
 #include "muster/error.h"
 
 namespace muster {
@@ -19,7 +16,6 @@ namespace muster {
 namespace {
 
 constexpr size_t kSlabBytes = size_t{4} << 20;
-constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kSlabsOfOrdinaryPages = 4;  // a table's first
 constexpr size_t kCacheLine = 64;
 // Rows whose memory is on its way at the same time.
@@ -78,20 +74,13 @@ int64_t checked_state_width(const RowOptimizer& optimizer, int64_t dim) {
 // there are any, since rows are read at random.
 class RowTable::Slab {
  public:
-  Slab(size_t floats, bool is_of_large_table) {
-    const size_t bytes = (floats * sizeof(float) + kHugePage - 1) / kHugePage * kHugePage;
-    data_.reset(static_cast<float*>(std::aligned_alloc(kHugePage, bytes)));
-    if (!data_) throw std::bad_alloc();
-    ::madvise(data_.get(), bytes, is_of_large_table ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-  }
+  Slab(size_t floats, bool is_of_large_table)
+      : memory_(allocate_pages(floats * sizeof(float), is_of_large_table ? Pages::huge : Pages::ordinary)) {}
 
-  float* data() const noexcept { return data_.get(); }
+  float* data() const noexcept { return reinterpret_cast<float*>(memory_.get()); }
 
  private:
-  struct Free {
-    void operator()(float* data) const noexcept { std::free(data); }
-  };
-  std::unique_ptr<float[], Free> data_;
+  PagesMemory memory_;
 };
 
 RowTable::RowTable(int64_t num_rows, int64_t dim, const RowInitialiser& initialiser, const RowOptimizer& optimizer)

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "core/flat_layout.h"
+#include "core/pages.h"
 #include "device/device.h"
 #include "device/host_copy.h"
 #include "muster/error.h"
@@ -135,7 +136,9 @@ at::Tensor OptimizerState::empty_state(const StateEntry& entry) const {
 
 at::Tensor OptimizerState::zero_state(const StateEntry& entry) const {
   auto state = empty_state(entry);
-  return state.defined() ? state.zero_() : state;
+  if (!state.defined()) return state;
+  if (state.is_cpu()) prefer_huge_pages(state.mutable_data_ptr(), state.nbytes());
+  return state.zero_();
 }
 
 // This shard's part of a tensor of the parameter's sizes, shaped as empty_state.

@@ -1,10 +1,11 @@
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/empty.h>
 
 #include <bit>
 #include <cstring>
 #include <new>
 
 #include "comm/shared/group.h"
+#include "core/pages.h"
 
 namespace muster::comm {
 namespace {
@@ -21,9 +22,11 @@ class LocalSpace final : public SharedSpace {
   int worker_of(int rank) const noexcept override { return rank; }
 
   at::Tensor allocate(int, int64_t numel, at::ScalarType dtype) override {
-    return at::zeros({numel}, at::TensorOptions().dtype(dtype));
+    const auto memory = at::empty({numel}, at::TensorOptions().dtype(dtype));
+    prefer_huge_pages(memory.mutable_data_ptr(), memory.nbytes());
+    return memory.zero_();
   }
-  at::Tensor allocate_common(int64_t bytes) override { return at::zeros({bytes}, at::kByte); }
+  at::Tensor allocate_common(int64_t bytes) override { return allocate(0, bytes, at::kByte); }
   std::optional<uint64_t> address_of(int, const void* data, size_t) const noexcept override {
     return std::bit_cast<uint64_t>(data);
   }

@@ -16,6 +16,9 @@ struct IsaTable {
   void (*narrow)(DType, void*, const float*, size_t) noexcept;
   void (*sum_widened)(DType, const void* const*, int, float*, size_t) noexcept;
   void (*sum_scaled)(DType, const void* const*, const double*, int, void*, size_t) noexcept;
+  /// See stream_copy(): of whole cache lines, in order. The destination is where one begins. Returns how many bytes
+  /// these were.
+  size_t (*stream_lines)(char*, const char*, size_t) noexcept;
 };
 
 struct StepTable {

@@ -7,16 +7,17 @@
 #include <emmintrin.h>
 #endif
 
-#include "kernels/cpu/isa_table.h"
+#include "kernels/cpu/dispatch.h"
 
 namespace muster::kernels {
 
-#if defined(__SSE2__)
-
 namespace {
 
+#if defined(__SSE2__)
+
 constexpr size_t kLine = 64;
-// The processor fetches ahead within a page and for few at once: several pages side by side keep it busy.
+// Intel's processors fetch ahead within a page and for few at once: several pages side by side keep them busy. On AMD's
+// that takes three times as long as one page after the other.
 constexpr size_t kPage = 4096;
 constexpr size_t kPages = 4;
 constexpr size_t kAhead = 512;
@@ -27,15 +28,9 @@ void stream_line(char* to, const char* from) noexcept {
   }
 }
 
-}  // namespace
-
-void stream_copy(void* destination, const void* source, size_t bytes) noexcept {
-  auto* to = static_cast<char*>(destination);
-  const auto* from = static_cast<const char*>(source);
-  const size_t before_line = (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine;
-  const size_t head = std::min(bytes, before_line);
-  std::memcpy(to, from, head);
-  size_t i = head;
+// Whole lines; `to` is where one begins. Returns the bytes that were copied.
+size_t stream_pages(char* to, const char* from, size_t bytes) noexcept {
+  size_t i = 0;
   for (; i + kPages * kPage <= bytes; i += kPages * kPage) {
     for (size_t k = i; k < i + kPage; k += kLine) {
       for (size_t at = k; at < k + kPages * kPage; at += kPage) {
@@ -45,11 +40,26 @@ void stream_copy(void* destination, const void* source, size_t bytes) noexcept {
     }
   }
   for (; i + kLine <= bytes; i += kLine) stream_line(to + i, from + i);
-  std::memcpy(to + i, from + i, bytes - i);
+  return i;
+}
+
+}  // namespace
+
+void stream_copy(void* destination, const void* source, size_t bytes) noexcept {
+  auto* to = static_cast<char*>(destination);
+  const auto* from = static_cast<const char*>(source);
+  const size_t before_line = (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine;
+  const size_t head = std::min(bytes, before_line);
+  std::memcpy(to, from, head);
+  const auto stream = gains_from_hints() ? &stream_pages : best_table().table->stream_lines;
+  const size_t end = head + stream(to + head, from + head, bytes - head);
+  std::memcpy(to + end, from + end, bytes - end);
   _mm_sfence();  // such stores are not ordered with those after them
 }
 
 #else
+
+}  // namespace
 
 void stream_copy(void* destination, const void* source, size_t bytes) noexcept {
   std::memcpy(destination, source, bytes);
@@ -67,6 +77,8 @@ void plain_copy(void* destination, const void* source, size_t bytes) noexcept {
 
 bool is_streamed(size_t bytes) noexcept { return bytes > kStreamedBytes && gains_from_hints(); }
 
-Copy copy_for(size_t bytes) noexcept { return is_streamed(bytes) ? &stream_copy : &plain_copy; }
+Copy copy_for(size_t bytes) noexcept {
+  return bytes > (gains_from_hints() ? kStreamedBytes : kUncachedBytes) ? &stream_copy : &plain_copy;
+}
 
 }  // namespace muster::kernels
