@@ -6,8 +6,8 @@
 
 namespace muster {
 
-/// Huge: of 2 MiB, where the system has some free, else ordinary ones too. Reads at random and long copies then wait less
-/// for addresses to be looked up.
+/// Huge: of 2 MiB, or ordinary ones where the system has none free. Reads at random and passes over much memory then
+/// wait less for addresses to be looked up.
 enum class Pages { ordinary, huge };
 
 struct FreePages {
