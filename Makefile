@@ -24,8 +24,8 @@ train: package
 test: package cuda $(STAMPS)/dev
 	$(TIMED) "C++ tests, compiled" cmake --build $(BUILD) -j $(JOBS) --target all muster_tests
 	tools/beside.sh tools/computing_tests.sh $(BUILD) -- $(TIMED) "C++ tests" $(BUILD)/muster_tests "~[simulation]~[.]"
-	@# Two at once, each with files of its own: most tests wait for other processes.
-	$(TIMED) "Python tests" $(PYTHON) -m pytest -n 2 --dist loadfile
+	@# Two at once, each with files of its own, in conftest.py's order: most tests wait for other processes.
+	$(TIMED) "Python tests" $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Compiles and links the CUDA side where nvcc is found; nothing of it runs. A GPU is `make gpu-check`'s business.
 cuda: $(STAMPS)/dev

@@ -11,16 +11,16 @@ struct Choice {
   bool gains_from_hints = true;
 
   Choice() noexcept {
-    tables[count++] = {"baseline", &baseline::kTable, &baseline::kSteps};
+    tables[count++] = {"baseline", &baseline::kTable, &baseline::kSteps, baseline::kStreamLines};
 #ifdef MUSTER_X86_ISA
     __builtin_cpu_init();
     gains_from_hints = !__builtin_cpu_is("amd");
     const bool has_avx2 =
         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (has_avx2) tables[count++] = {"avx2", &avx2::kTable, &avx2::kSteps};
+    if (has_avx2) tables[count++] = {"avx2", &avx2::kTable, &avx2::kSteps, avx2::kStreamLines};
     if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-      tables[count++] = {"avx512", &avx512::kTable, &avx512::kSteps};
+      tables[count++] = {"avx512", &avx512::kTable, &avx512::kSteps, avx512::kStreamLines};
     }
 #endif
   }

@@ -12,6 +12,7 @@ struct NamedTable {
   const char* name;
   const IsaTable* table;
   const StepTable* steps;
+  StreamLines stream_lines;
 };
 
 /// The tables that this machine can run, best last. Sets `count`. Thread-safe.

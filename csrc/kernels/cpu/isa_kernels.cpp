@@ -5,10 +5,6 @@
 #include "kernels/cpu/isa_table.h"
 #include "kernels/math.h"
 
-#if defined(__SSE2__)
-#include <immintrin.h>  // functions that are always inlined
-#endif
-
 namespace muster::kernels::MUSTER_ISA {
 namespace {
 
@@ -444,40 +440,9 @@ void sum_widened(DType dtype, const void* const* sources, int num_sources, float
   sum_all_widened<Low<Half>>(sources, num_sources, destination, n);
 }
 
-// --- past the caches -----------------------------------------------------------------------------------------------
-
-#if defined(__AVX__)
-using Streamed = __m256i;
-#elif defined(__SSE2__)
-using Streamed = __m128i;
-#else
-struct alignas(16) Streamed {
-  char bytes[16];
-};
-#endif
-
-MUSTER_INLINE void stream(char* to, const char* from) noexcept {
-#if defined(__AVX__)
-  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(__SSE2__)
-  _mm_stream_si128(reinterpret_cast<__m128i*>(to), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#else
-  __builtin_memcpy(to, from, sizeof(Streamed));
-#endif
-}
-
-size_t stream_lines(char* to, const char* from, size_t bytes) noexcept {
-  constexpr size_t kLine = 64;
-  const size_t whole = bytes / kLine * kLine;
-  for (size_t line = 0; line < whole; line += kLine) {
-    for (size_t k = line; k < line + kLine; k += sizeof(Streamed)) stream(to + k, from + k);
-  }
-  return whole;
-}
-
 }  // namespace
 
-extern const IsaTable kTable = {&tree_reduce, &pack,        &grad_stats, &divide_with_stats, &sum_with_stats,
-                                &narrow,      &sum_widened, &sum_scaled, &stream_lines};
+extern const IsaTable kTable = {&tree_reduce,    &pack,   &grad_stats,  &divide_with_stats,
+                                &sum_with_stats, &narrow, &sum_widened, &sum_scaled};
 
 }  // namespace muster::kernels::MUSTER_ISA

@@ -1,6 +1,6 @@
-// What one instruction set offers. isa_kernels.cpp and isa_steps.cpp are compiled once per instruction set and export
-// one table each; dispatch.cpp picks the tables of this machine. Only declarations: an inline function here could be
-// emitted with instructions that the machine lacks.
+// What one instruction set offers. The files isa_*.cpp are compiled once per instruction set and export what is
+// declared here; dispatch.cpp picks this machine's. Only declarations: an inline function here could be emitted with
+// instructions that the machine lacks.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -16,9 +16,6 @@ struct IsaTable {
   void (*narrow)(DType, void*, const float*, size_t) noexcept;
   void (*sum_widened)(DType, const void* const*, int, float*, size_t) noexcept;
   void (*sum_scaled)(DType, const void* const*, const double*, int, void*, size_t) noexcept;
-  /// See stream_copy(): of whole cache lines, in order. The destination is where one begins. Returns how many bytes
-  /// these were.
-  size_t (*stream_lines)(char*, const char*, size_t) noexcept;
 };
 
 struct StepTable {
@@ -28,6 +25,9 @@ struct StepTable {
   void (*rowwise_adagrad)(const StepArguments&, const RowwiseAdagradGroup*) noexcept;
 };
 
+/// As stream_copy(), in order, of whole cache lines; the destination is where one begins.
+using StreamLines = void (*)(char* to, const char* from, size_t bytes) noexcept;
+
 /// Whether passes over large memory are faster with hints: prefetches of what comes, and stores past the caches. On
 /// Intel's processors by about a tenth; on AMD's, whose own prefetching needs no help, they are as much slower.
 bool gains_from_hints() noexcept;
@@ -35,14 +35,17 @@ bool gains_from_hints() noexcept;
 namespace baseline {
 extern const IsaTable kTable;
 extern const StepTable kSteps;
+extern const StreamLines kStreamLines;
 }  // namespace baseline
 namespace avx2 {
 extern const IsaTable kTable;
 extern const StepTable kSteps;
+extern const StreamLines kStreamLines;
 }  // namespace avx2
 namespace avx512 {
 extern const IsaTable kTable;
 extern const StepTable kSteps;
+extern const StreamLines kStreamLines;
 }  // namespace avx512
 
 }  // namespace muster::kernels

@@ -28,8 +28,8 @@ void stream_line(char* to, const char* from) noexcept {
   }
 }
 
-// Whole lines; `to` is where one begins. Returns the bytes that were copied.
-size_t stream_pages(char* to, const char* from, size_t bytes) noexcept {
+// As StreamLines.
+void stream_pages(char* to, const char* from, size_t bytes) noexcept {
   size_t i = 0;
   for (; i + kPages * kPage <= bytes; i += kPages * kPage) {
     for (size_t k = i; k < i + kPage; k += kLine) {
@@ -39,8 +39,7 @@ size_t stream_pages(char* to, const char* from, size_t bytes) noexcept {
       }
     }
   }
-  for (; i + kLine <= bytes; i += kLine) stream_line(to + i, from + i);
-  return i;
+  for (; i < bytes; i += kLine) stream_line(to + i, from + i);
 }
 
 }  // namespace
@@ -51,8 +50,10 @@ void stream_copy(void* destination, const void* source, size_t bytes) noexcept {
   const size_t before_line = (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine;
   const size_t head = std::min(bytes, before_line);
   std::memcpy(to, from, head);
-  const auto stream = gains_from_hints() ? &stream_pages : best_table().table->stream_lines;
-  const size_t end = head + stream(to + head, from + head, bytes - head);
+  const auto stream = gains_from_hints() ? &stream_pages : best_table().stream_lines;
+  const size_t lines = (bytes - head) / kLine * kLine;
+  stream(to + head, from + head, lines);
+  const size_t end = head + lines;
   std::memcpy(to + end, from + end, bytes - end);
   _mm_sfence();  // such stores are not ordered with those after them
 }
