@@ -1,10 +1,9 @@
 #include "checkpoint/snapshot_writer.h"
 
-#include <ATen/ops/from_blob.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <system_error>
 #include <utility>
 
@@ -14,13 +13,6 @@
 #include "muster/error.h"
 
 namespace muster::checkpoint {
-
-namespace {
-
-constexpr size_t kAlignment = 64;  // as torch's allocator
-constexpr size_t kLeastOnHugePages = size_t{16} << 20;
-
-}  // namespace
 
 SnapshotWriter::SnapshotWriter(std::filesystem::path folder, SnapshotOptions options)
     : folder_(std::move(folder)), options_(std::move(options)), made_by_(::getpid()) {}
@@ -67,43 +59,23 @@ void SnapshotWriter::write_copy(const Snapshot& snapshot) {
   write(std::move(copy));
 }
 
-bool SnapshotWriter::has_room_for(const std::vector<Run>& runs) const {
-  return copies_.size() == runs.size() && std::ranges::all_of(runs, [&](const Run& run) {
-           const auto copy = copies_.find(run.name);
-           return copy != copies_.end() && copy->second.scalar_type() == run.elements.scalar_type() &&
-                  copy->second.sizes() == run.elements.sizes();
-         });
-}
-
-void SnapshotWriter::make_room_for(const std::vector<Run>& runs) {
-  copies_.clear();  // whose memory goes first
-  std::vector<size_t> places;
-  size_t bytes = 0;
-  for (const auto& run : runs) {
-    places.push_back(bytes);
-    bytes += (run.elements.nbytes() + kAlignment - 1) / kAlignment * kAlignment;
-  }
-  const std::shared_ptr<std::byte[]> memory =
-      allocate_pages(bytes, bytes >= kLeastOnHugePages ? Pages::huge : Pages::ordinary);
-  for (size_t i = 0; i < runs.size(); ++i) {
-    const auto& elements = runs[i].elements;
-    copies_.emplace(runs[i].name, at::from_blob(
-                                      memory.get() + places[i], elements.sizes(), [memory](void*) {},
-                                      at::TensorOptions(elements.scalar_type())));
-  }
-}
-
 std::vector<Run> SnapshotWriter::copied(const std::vector<Run>& runs) {
   const c10::InferenceMode normal(false);  // the next save writes them again, outside of a caller's inference mode
-  if (!has_room_for(runs)) make_room_for(runs);
+  NamedTensors copies;
   std::vector<Run> result;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
   for (const auto& run : runs) {
-    const auto& copy = copies_.at(run.name);
+    auto& copy = copies_[run.name];
+    if (!copy.defined() || copy.scalar_type() != run.elements.scalar_type() || copy.sizes() != run.elements.sizes()) {
+      copy = at::empty(run.elements.sizes(), run.elements.scalar_type());
+      prefer_huge_pages(copy.mutable_data_ptr(), copy.nbytes());
+    }
     pairs.emplace_back(copy, run.elements);
+    copies.emplace(run.name, copy);
     result.push_back({run.name, run.shape, run.begin, copy});
   }
   copy_all(pairs);
+  copies_ = std::move(copies);
   return result;
 }
 

@@ -67,9 +67,6 @@ class SnapshotWriter {
   void wait();
 
  private:
-  /// Whether the copies are of the runs' names, dtypes and sizes.
-  bool has_room_for(const std::vector<Run>& runs) const;
-  void make_room_for(const std::vector<Run>& runs);
   void run(const std::function<std::filesystem::path()>& write) noexcept;
 
   const std::filesystem::path folder_;
@@ -77,7 +74,7 @@ class SnapshotWriter {
   const pid_t made_by_;
   std::unique_ptr<FolderClaim> claim_;
   int64_t least_ = 1;
-  NamedTensors copies_;  // by the runs' names, in one memory
+  NamedTensors copies_;  // by the runs' names
   std::thread thread_;
   mutable std::mutex mutex_;
   bool running_ = false;           // guarded by mutex_

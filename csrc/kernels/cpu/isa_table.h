@@ -29,7 +29,8 @@ struct StepTable {
 using StreamLines = void (*)(char* to, const char* from, size_t bytes) noexcept;
 
 /// Whether passes over large memory are faster with hints: prefetches of what comes, and stores past the caches. On
-/// Intel's processors by about a tenth; on AMD's, whose own prefetching needs no help, they are as much slower.
+/// Intel's processors by about a tenth; on AMD's, whose own prefetching needs no help, they are as much slower, but for
+/// long copies alone (copy_for).
 bool gains_from_hints() noexcept;
 
 namespace baseline {

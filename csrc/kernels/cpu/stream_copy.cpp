@@ -79,7 +79,7 @@ void plain_copy(void* destination, const void* source, size_t bytes) noexcept {
 bool is_streamed(size_t bytes) noexcept { return bytes > kStreamedBytes && gains_from_hints(); }
 
 Copy copy_for(size_t bytes) noexcept {
-  return bytes > (gains_from_hints() ? kStreamedBytes : kUncachedBytes) ? &stream_copy : &plain_copy;
+  return is_streamed(bytes) || bytes > kUncachedBytes ? &stream_copy : &plain_copy;
 }
 
 }  // namespace muster::kernels
