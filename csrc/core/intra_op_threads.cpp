@@ -4,6 +4,8 @@
 #include <pthread.h>
 
 #include <mutex>
+#include <thread>
+#include <tuple>
 
 namespace muster {
 
@@ -19,6 +21,12 @@ void set_intra_op_threads(int threads) {
   });
   const std::lock_guard lock(setting_mutex);
   at::set_num_threads(threads);
+}
+
+void set_intra_op_threads_here(int threads, int elsewhere) {
+  std::ignore = at::get_num_threads();  // the first use of torch takes the process's number, and would undo it
+  set_intra_op_threads(threads);
+  if (threads != elsewhere) std::thread(set_intra_op_threads, elsewhere).join();
 }
 
 IntraOpThreads::IntraOpThreads(int threads) : previous_(at::get_num_threads()) {

@@ -7,6 +7,10 @@ namespace muster {
 /// anew without a lock, and one of the two throws "Invalid thread pool!" (torch 2.13, caffe2::pthreadpool).
 void set_intra_op_threads(int threads);
 
+/// As set_intra_op_threads(threads) for the calling thread, while threads that have not used torch yet will have
+/// `elsewhere`: torch gives those what was set last, on whichever thread.
+void set_intra_op_threads_here(int threads, int elsewhere);
+
 /// While it lives, the calling thread uses this many intra-op threads.
 class IntraOpThreads {
  public:

@@ -1,5 +1,6 @@
 #include "strategy/replica_pool.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
 #include <unistd.h>
@@ -27,6 +28,7 @@ ReplicaPool::ReplicaPool(int replicas, int threads_per_replica)
     : process_(getpid()),
       replicas_(replicas),
       threads_per_replica_(threads_per_replica),
+      threads_elsewhere_(at::get_num_threads()),
       sync_(std::make_unique<Sync>()),
       errors_(static_cast<size_t>(replicas)) {}
 
@@ -42,7 +44,7 @@ void ReplicaPool::start() {
 }
 
 void ReplicaPool::serve(int local_replica) {
-  set_intra_op_threads(threads_per_replica_);
+  set_intra_op_threads_here(threads_per_replica_, threads_elsewhere_);
   uint64_t seen = 0;
   std::unique_lock lock(sync_->mutex);
   for (;;) {

@@ -18,7 +18,7 @@ namespace muster {
 /// replica i's tasks always run on the thread that serves i. Thread-safe: run() calls queue behind each other.
 ///
 /// Threads are either the pool's own (start()) or foreign ones that call serve(i), so that in Python each is a Python
-/// thread. Intra-op threads are a property of a thread: serve() sets `threads_per_replica`.
+/// thread. Intra-op threads are a property of a thread: serve() sets `threads_per_replica`, for its own alone.
 class ReplicaPool {
  public:
   using Task = std::function<void(int local_replica)>;
@@ -66,6 +66,7 @@ class ReplicaPool {
   const pid_t process_;
   const int replicas_;
   const int threads_per_replica_;
+  const int threads_elsewhere_;  // intra-op threads of the thread that made the pool
   std::unique_ptr<Sync> sync_;     // a forked child leaves it as it is: it counts threads that wait
   std::function<void(int)> task_;  // guarded by sync_->mutex, as what follows
   std::vector<std::exception_ptr> errors_;

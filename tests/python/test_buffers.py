@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,25 @@ def test_every_replica_has_its_own_number_of_threads(job: Launcher, wanted: int)
     for inside, restored, known in job(threads, threads_per_replica=wanted):
         assert inside == [wanted] * job.local_replicas
         assert restored and known == wanted
+
+
+def test_threads_that_run_no_replica_keep_theirs() -> None:
+    found: list[int] = []
+    wanted = torch.get_num_threads() + 1
+
+    def look() -> None:
+        found.append(torch.get_num_threads())
+
+    def train() -> None:
+        with muster.MirroredStrategy(["cpu"] * 2, threads_per_replica=wanted) as strategy:
+            threads(strategy)
+        look()
+
+    for work in (look, train, look):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert found == [found[0]] * 3
 
 
 def test_all_strategies_share_the_cores_alike(worker_job: Launcher) -> None:

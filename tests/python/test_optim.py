@@ -214,7 +214,7 @@ def test_a_backward_by_hand_steps_from_grad_with_the_same_bits() -> None:
     x = torch.linspace(-1, 1, 4 * 64).view(4, 1, 8, 8)
     parameters = []
     for by_hand in (False, True):
-        with muster.MirroredStrategy() as strategy:
+        with muster.MirroredStrategy(threads_per_replica=torch.get_num_threads()) as strategy:
             module = net()
             optimizer = make("adamw", module)
             scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)

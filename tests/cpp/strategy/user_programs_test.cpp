@@ -1,4 +1,5 @@
 // What ordinary C++ programs do around steps gives what plain LibTorch gives.
+#include <ATen/Parallel.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
@@ -252,6 +253,24 @@ TEST_CASE("a PerReplica that a program makes is reduced and gathered", "[strateg
   const PerReplica<at::Tensor> values({at::ones({2}), at::ones({2}) * 3});
   CHECK(strategy.reduce(values, ReduceOp::sum).equal(at::ones({2}) * 4));
   CHECK(strategy.gather(values).equal(at::cat({at::ones({2}), at::ones({2}) * 3})));
+}
+
+TEST_CASE("threads that run no replica keep their intra-op threads", "[strategy]") {
+  const int outside = at::get_num_threads();
+  at::set_num_threads(outside);  // what threads that are new to torch get
+  int of_maker = 0;
+  std::thread([&] {
+    StrategyOptions options;
+    options.threads_per_replica = outside + 1;
+    MirroredStrategy strategy(cpus(2), options);
+    auto model = strategy.prepare([] { return linear(); });
+    strategy.step([&](const at::Tensor& x) { return model->forward(x).square().mean(); }, batch());
+    of_maker = at::get_num_threads();
+  }).join();
+  CHECK(of_maker == outside);
+  int of_later_thread = 0;
+  std::thread([&] { of_later_thread = at::get_num_threads(); }).join();
+  CHECK(of_later_thread == outside);
 }
 
 TEST_CASE("a forked child ends, and is told that it has no replicas", "[strategy]") {
