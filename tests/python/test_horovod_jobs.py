@@ -1,8 +1,7 @@
-"""Jobs of muster.horovod: how they begin under each launcher, how they end and fail, and how training goes on."""
+"""Jobs of muster.horovod: how they begin under each launcher, how they end and how they fail."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
@@ -15,14 +14,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from test_horovod import job, raised
-from torch import nn
 
-import muster
 import muster.horovod as hvd
-from muster.horovod import HorovodInternalError, world
-from muster.horovod.world import identity_of_job
+from muster.horovod import world
 from support.jobs import WorkerPool
 from support.ranks import Ranks, environment, free_port
 
@@ -245,247 +240,6 @@ def test_a_rank_that_stays_away_fails_the_others(two_workers: WorkerPool, kind: 
     assert second.startswith("HorovodInternalError: allreduce 'late")
 
 
-class Shown:
-    """A dataset of which only the length matters."""
-
-    def __len__(self) -> int:
-        return 10
-
-
-def sampled() -> list[Any]:
-    sampler = hvd.elastic.ElasticSampler(Shown(), shuffle=False)
-    found: list[Any] = [list(sampler), len(sampler)]
-    sampler.record_batch(0, 2)
-    found.append(sampler.state_dict())
-    sampler.load_state_dict(sampler.state_dict())
-    found.append(list(sampler))
-    sampler.set_epoch(1)
-    found.append(len(sampler))
-    shuffled = hvd.elastic.ElasticSampler(Shown(), seed=3)
-    shuffled.set_epoch(2)
-    found.append(sorted(hvd.allgather(torch.tensor(list(shuffled))).tolist()))
-    found.append(list(shuffled) != list(sampler))
-    return found
-
-
-def test_elastic_sampler(two_workers: WorkerPool, three_workers: WorkerPool) -> None:
-    first, second = two_workers.call(job, sampled)
-    assert first[:2] == [[0, 2, 4, 6, 8], 5] and second[0] == [1, 3, 5, 7, 9]
-    assert first[2] == {"epoch": 0, "processed_num": 4} and first[3] == [4, 6, 8] and second[3] == [5, 7, 9]
-    assert first[4:] == second[4:] == [5, list(range(10)), True]
-    parts = [found[0] for found in three_workers.call(job, sampled)]
-    assert parts == [[0, 3, 6, 9], [1, 4, 7, 0], [2, 5, 8, 1]]
-
-
-def elastic() -> Any:
-    hvd.init()
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, hvd.rank())
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5))
-    sampler = hvd.elastic.ElasticSampler(Shown())
-    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=0, names=[])
-    calls: list[str] = []
-    state.register_reset_callbacks([lambda: calls.append(f"reset at {state.batch}")])
-    calls.append(f"{model.weight.item():g}")
-
-    @hvd.elastic.run
-    def train(state: Any, until: int) -> float:
-        calls.append(f"train from {state.batch} at {model.weight.item():g}")
-        while state.batch < until:
-            optimizer.zero_grad()
-            model(torch.ones(1, 1)).sum().backward()
-            optimizer.step()
-            state.batch += 1
-            state.names.append(state.batch)
-            sampler.record_batch(state.batch, 1)
-            if state.batch == 2:
-                state.commit()
-            if state.batch == 3 and len([c for c in calls if "train" in c]) == 1:
-                if hvd.rank() == 1:
-                    raise HorovodInternalError("this rank leaves")
-                hvd.allreduce(torch.zeros(1), name="left alone")
-            if state.batch == 4 and len([c for c in calls if "train" in c]) == 2:
-                raise hvd.HostsUpdatedInterrupt
-        return float(model.weight.item())
-
-    result = train(state, 5)
-    names, processed = state.names, sampler.processed_num
-    hvd.shutdown()
-    return calls, result, names, processed
-
-
-def test_elastic_run_restores_what_was_committed(two_workers: WorkerPool) -> None:
-    first, second = two_workers.call(elastic)
-    weights = [0.0]
-    speed = 0.0
-    for _ in range(5):
-        speed = 0.5 * speed + 1.0
-        weights.append(weights[-1] - speed)
-    shown = [f"{w:g}" for w in weights]
-    expected = [
-        f"train from 0 at {shown[0]}", "reset at 2", f"train from 2 at {shown[2]}", "reset at 4",
-        f"train from 4 at {shown[4]}",
-    ]  # fmt: skip
-    assert first == (["0", *expected], weights[5], [1, 2, 3, 4, 5], 10)
-    assert second == (["1", *expected], weights[5], [1, 2, 3, 4, 5], 10)
-    assert issubclass(HorovodInternalError, RuntimeError)
-
-
-def elastic_errors() -> Any:
-    hvd.init()
-    state = hvd.elastic.ObjectState(batch=0)
-    calls: list[int] = []
-
-    @hvd.elastic.run
-    def train(state: Any, step: Any) -> None:
-        calls.append(state.batch)
-        step()
-
-    def fails() -> None:
-        raise HorovodInternalError("the switch has burnt")
-
-    def advances() -> None:
-        if len(calls) < 6:
-            state.batch += 1
-            state.commit()
-            fails()
-
-    def shapes() -> None:
-        hvd.allreduce(torch.ones(2 + hvd.rank()), name="shapes")
-
-    def twice() -> None:
-        handles = [hvd.allreduce_async(torch.ones(2), name="twice") for _ in range(2)]
-        hvd.synchronize(handles[0])
-
-    found = []
-    records = Kept()
-    logging.getLogger("muster").addHandler(records)
-    try:
-        for step in (fails, advances, shapes, twice):
-            found.append((raised(train, state, step), len(calls), len(records.texts)))
-            calls.clear()
-            records.texts.clear()
-        for step in (shapes, twice):
-            with pytest.raises(ValueError, match=step.__name__):
-                step()
-    finally:
-        logging.getLogger("muster").removeHandler(records)
-        hvd.shutdown()
-    return found
-
-
-class Kept(logging.Handler):
-    """Keeps warnings that name the error."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "burnt" in record.getMessage():
-            self.texts.append(record.getMessage())
-
-
-def test_elastic_run_says_why_it_begins_again_and_gives_up(two_workers: WorkerPool) -> None:
-    for fails, advances, shapes, twice in two_workers.call(elastic_errors):
-        assert fails == ("HorovodInternalError: the switch has burnt", 3, 2)
-        assert advances == ("nothing", 6, 5)
-        assert "shapes" in shapes[0] and "ranks disagree" in shapes[0] and shapes[1:] == (1, 0)
-        assert "under way" in twice[0] and twice[1:] == (1, 0)
-
-
-def committed(restarts: int, run: str, folder: str) -> Any:
-    """Where training begins, in a job's life after so many others."""
-    variables = {"TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_RUN_ID": run, "MUSTER_COMMITS": folder}
-    os.environ.update(variables)
-    hvd.init()
-    try:
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.constant_(model.weight, 1.0)
-        state = hvd.elastic.TorchState(model, torch.optim.Adam(model.parameters()), batch=0)
-
-        @hvd.elastic.run
-        def train(state: Any) -> Any:
-            begun = state.batch, model.weight.item(), len(state.optimizer.state)
-            model(torch.ones(1, 1)).sum().backward()
-            state.optimizer.step()
-            state.batch += 1
-            nn.init.constant_(model.weight, 10.0 + state.batch)
-            state.commit()
-            nn.init.constant_(model.weight, 100.0)  # is lost
-            return begun
-
-        return train(state)
-    finally:
-        hvd.shutdown()
-        for name in variables:
-            del os.environ[name]
-
-
-def test_a_restarted_job_goes_on_from_its_commit(two_workers: WorkerPool, tmp_path: Path) -> None:
-    folder = str(tmp_path / "commits")
-    assert two_workers.call(committed, 0, "a", folder) == [(0, 1.0, 0)] * 2
-    assert two_workers.call(committed, 1, "a", folder) == [(1, 11.0, 1)] * 2
-    assert two_workers.call(committed, 2, "a", folder) == [(2, 12.0, 1)] * 2
-    assert [path.name for path in (tmp_path / "commits").iterdir()] == ["commit.pt"]
-    assert two_workers.call(committed, 1, "b", folder) == [(0, 1.0, 0)] * 2  # another job's
-    assert two_workers.call(committed, 0, "b", folder) == [(0, 1.0, 0)] * 2  # begins anew
-
-
-RESTARTED = """
-import os, sys, torch
-import muster.horovod as hvd
-
-hvd.init()
-model = torch.nn.Linear(1, 1, bias=False)
-torch.nn.init.zeros_(model.weight)
-optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
-optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-state = hvd.elastic.TorchState(model, optimizer, batch=0)
-
-
-@hvd.elastic.run
-def train(state):
-    begun = state.batch
-    while state.batch < 6:
-        optimizer.zero_grad()
-        model(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
-        state.batch += 1
-        if state.batch % 2 == 0:
-            state.commit()
-        if state.batch == 5 and begun == 0 and hvd.rank() == 1:
-            os._exit(1)
-    print(f"rank {hvd.rank()} from {begun}: {model.weight.item():.4f}", flush=True)
-
-
-train(state)
-"""
-
-
-def test_lives_of_one_job_are_told_from_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = []
-    for store in (dist.TCPStore("127.0.0.1", 0, is_master=True), dist.TCPStore("127.0.0.1", 0, is_master=True)):
-        variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        variables |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        variables |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        jobs.append([identity_of_job(muster.Cluster.from_env()) for _ in range(2)])
-    assert all(first == again != "" for first, again in jobs)
-    assert jobs[0] != jobs[1]
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-    assert identity_of_job(muster.Cluster.from_env()) == ""
-
-
-def torchrun(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return subprocess.run(
-        ["torchrun", "--standalone", "--nproc-per-node", "2", *arguments], cwd=cwd, capture_output=True, text=True,
-        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}, timeout=120,
-    )  # fmt: skip
-
-
 def test_the_example_is_the_same_on_two_workers() -> None:
     example = "examples/migrations/horovod_digits.py"
     assert "import muster.horovod as hvd  # import horovod.torch as hvd\n" in (ROOT / example).read_text()
@@ -503,17 +257,3 @@ def test_the_example_is_the_same_on_two_workers() -> None:
         assert float(one[4].strip(",")) == pytest.approx(float(two[4].strip(",")), rel=1e-3)
         assert float(one[6]) == pytest.approx(float(two[6]), abs=0.005)
     assert float(alone[-1][6]) > 0.5
-
-
-@pytest.mark.long
-def test_a_job_that_torchrun_restarts_goes_on_from_its_commit(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(RESTARTED)
-    done = torchrun("--max-restarts", "1", "train.py", cwd=tmp_path, MUSTER_COMMITS=str(tmp_path / "commits"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    weight, speed = 0.0, 0.0
-    for _ in range(6):
-        speed = 0.5 * speed + 1.0
-        weight -= speed
-    lines = [line for line in done.stdout.splitlines() if line.startswith("rank")]
-    assert sorted(lines) == [f"rank {r} from 4: {weight:.4f}" for r in (0, 1)]
-    assert [path.name for path in (tmp_path / "commits").iterdir()] == ["commit.pt"]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import tempfile
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from muster.horovod.functions import broadcast_object
 from muster.horovod.runtime import running
@@ -108,7 +109,11 @@ class State:
 
 
 class ObjectState(State):
-    """Python objects by name, which are its attributes."""
+    """Python objects by name, which are its attributes.
+
+    They stay those that were given, on rank 0 also after sync(). What is in lists, deques, dicts, sets and tensors is
+    kept, and comes back in the same ones; what is in objects of other classes is not, as in Horovod.
+    """
 
     def __init__(
         self,
@@ -118,24 +123,28 @@ class ObjectState(State):
     ) -> None:
         """The objects `kwargs`; `bcast_object` and `get_rank` as of State."""
         super().__init__(bcast_object, get_rank)
-        self._saved_state = copy.deepcopy(kwargs)
-        for name, value in kwargs.items():
-            setattr(self, name, value)
+        self._hold(kwargs)
 
     def save(self) -> None:
-        """Keeps copies of the objects."""
-        self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
+        """Keeps which objects the attributes are, and what is in containers and tensors."""
+        self._hold({name: getattr(self, name) for name in self._saved_state})
 
     def restore(self) -> None:
-        """Sets the attributes to copies of what was kept."""
+        """Sets the attributes to the objects that were kept, with what was in them."""
+        self._contents.restore()
         for name, value in self._saved_state.items():
-            setattr(self, name, copy.deepcopy(value))
+            setattr(self, name, value)
 
     def sync(self) -> None:
-        """Makes the objects those that rank 0 has kept. Collective."""
+        """Makes the objects those that rank 0 has kept, as they are there. Collective."""
         if self._saved_state:
-            self._saved_state = self._bcast_object(self._saved_state)
-            ObjectState.restore(self)
+            self._hold(self._bcast_object(self._saved_state))
+
+    def _hold(self, objects: dict[str, Any]) -> None:
+        self._saved_state = objects
+        self._contents = _Contents(objects)
+        for name, value in objects.items():
+            setattr(self, name, value)
 
     def kept(self) -> Any:
         """As of State."""
@@ -144,6 +153,36 @@ class ObjectState(State):
     def keep(self, state: Any) -> None:
         """As of State: `state` of kept()."""
         self._saved_state = {name: state.get(name, value) for name, value in self._saved_state.items()}
+        self._contents = _Contents(self._saved_state)
+
+
+class _Contents:
+    """What was in the containers and tensors that `objects` leads to, which are written in place: others hold them."""
+
+    def __init__(self, objects: Any) -> None:
+        self._kept: dict[int, tuple[Any, Any]] = {}
+        found = [objects]
+        while found:
+            value = found.pop()
+            if id(value) in self._kept:
+                continue
+            if isinstance(value, dict):
+                self._kept[id(value)] = value, dict(value)
+                found.extend(value.values())
+            elif isinstance(value, (list, deque, set, tuple)):
+                self._kept[id(value)] = value, list(value)
+                found.extend(value)
+            elif isinstance(value, Tensor):
+                self._kept[id(value)] = value, value.detach().clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for value, kept in self._kept.values():
+            if isinstance(value, Tensor):
+                value.copy_(kept)
+            elif not isinstance(value, tuple):
+                value.clear()
+                (value.extend if isinstance(value, (list, deque)) else value.update)(kept)
 
 
 def _job() -> str:

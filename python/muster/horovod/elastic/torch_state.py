@@ -1,4 +1,4 @@
-"""State with modules, optimizers and samplers."""
+"""State with modules, optimizers and whatever else has a state_dict()."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ class _Handler:
 
 
 class TorchState(ObjectState):
-    """Modules, optimizers and ElasticSamplers by name, whose state_dict() is kept, and other objects; all are its
-    attributes."""
+    """Modules, optimizers and whatever else has state_dict() and load_state_dict() (schedulers, GradScalers, samplers),
+    by name, and other objects; all are its attributes.
+
+    What state_dict() says is kept, of the object that was given; of other objects what ObjectState keeps.
+    """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
-        """Any of `model`, `optimizer` and the objects `kwargs` may be a module, optimizer or sampler, or something
-        else."""
+        """Any of `model`, `optimizer` and the objects `kwargs` may have a state_dict(), or be something else."""
         self._handlers: dict[str, _Handler] = {}
         named = {"model": model, "optimizer": optimizer, **kwargs}
         for name, value in named.items():
@@ -63,7 +65,7 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Makes modules, optimizers and samplers those of rank 0, and objects those that it has kept. Collective."""
+        """Gives what has a state_dict() the state of rank 0, and makes objects those that it has kept. Collective."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
@@ -98,6 +100,6 @@ def _handler_of(value: Any) -> _Handler | None:
         return _Handler(value, lambda module: broadcast_parameters(module.state_dict(), 0))
     if isinstance(value, torch.optim.Optimizer):
         return _Handler(value, lambda optimizer: broadcast_optimizer_state(optimizer, 0))
-    if isinstance(value, ElasticSampler):
-        return _Handler(value, lambda sampler: sampler.load_state_dict(broadcast_object(sampler.state_dict())))
+    if not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return _Handler(value, lambda other: other.load_state_dict(broadcast_object(other.state_dict())))
     return None
