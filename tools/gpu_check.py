@@ -1,5 +1,6 @@
 """What `make gpu-check` does, in stages: looks at the machine, builds the CUDA side for its GPU, runs tests/gpu and the
-GPU benchmarks, and writes gpu-<date>-<gpu>.json after every stage. docs/gpu.md says what is needed and how to read it.
+GPU benchmarks, and writes gpu-<date>-<gpu>.json after every stage, to which later runs of the day add theirs where the
+code is the same. docs/gpu.md says what is needed and how to read it.
 
 Works with the interpreter that runs it, its torch and the system's tools alone. Where there is no GPU it builds, where
 nvcc and a CUDA build of torch exist, and says that nothing ran.
@@ -12,19 +13,19 @@ import datetime
 import json
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_goals import goals
+from gpu_goals import goals, line_of
+from gpu_result import Result, commit, digest, driver
 from gpu_stages import ROOT, STAGES, Stage, Surroundings, find_torch, gpu_of_this_machine
 
 
 def machine(surroundings: Surroundings) -> dict[str, Any]:
-    """Where and with what the stages run."""
+    """Where, with what and of which code the stages run."""
     import torch
 
     nccl = torch.cuda.nccl.version() if torch.version.cuda is not None else ()
@@ -36,15 +37,12 @@ def machine(surroundings: Surroundings) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, nccl)),
             "python": platform.python_version(),
+            "driver": None if surroundings.is_dry else driver(),
         },
         "gpu": surroundings.gpu,
+        "sources": digest(),
+        "commit": commit(),
     }
-
-
-def result_file(out: Path, today: str, gpu: dict[str, Any] | None) -> Path:
-    """Named by the day and the GPU, so that results of two GPUs do not overwrite each other."""
-    short = re.sub(r"nvidia|geforce|\d+gb|hbm\d?e?|[^a-z0-9]", "", gpu["name"].lower()) if gpu else "dry"
-    return out / f"gpu-{today}-{short}.json"
 
 
 def chosen_stages(only: Sequence[str], skip: Sequence[str]) -> list[Stage]:
@@ -59,16 +57,17 @@ def run_stages(stages: Sequence[Stage], surroundings: Surroundings, budget: floa
     """Runs them, and writes the result after each; whether all passed and all goals hold. A stage for which less of the
     budget (seconds) is left than it needs is left out, which is no failure."""
     began = time.perf_counter()
-    today = datetime.date.today().isoformat()
-    file = result_file(surroundings.out, today, surroundings.gpu)
-    result: dict[str, Any] = {"benchmark": "gpu", "date": today, "dry": surroundings.is_dry}
-    result |= {**machine(surroundings), "stages": {}, "goals": []}
+    facts = {"benchmark": "gpu", "date": datetime.date.today().isoformat(), "dry": surroundings.is_dry}
+    result = Result(surroundings.out, {**facts, **machine(surroundings)})
+    if result.stages:
+        print(f"gpu-check: adds to {result.file}, which has {', '.join(result.stages)}", flush=True)
+    order = [stage.name for stage in STAGES]
     passed = True
 
     def keep(stage: Stage, found: dict[str, Any]) -> None:
-        result["stages"][stage.name] = found
-        result["goals"] = [] if surroundings.is_dry else goals(result["stages"])
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        result.put(stage.name, found, order)
+        result.content["goals"] = [] if surroundings.is_dry else goals(result.stages)
+        result.write()
 
     for stage in stages:
         left = budget - (time.perf_counter() - began)
@@ -78,22 +77,25 @@ def run_stages(stages: Sequence[Stage], surroundings: Surroundings, budget: floa
             continue
         print(f"gpu-check: {stage.name}", flush=True)
         start = time.perf_counter()
+        at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         surroundings.deadline = time.monotonic() + min(left, stage.most_seconds)
         try:
+            if stage.needs_build and surroundings.is_of_other_code:
+                raise RuntimeError("what was built is of other code: run the stage build first")
             found = stage.run(surroundings)
         except Exception as error:
             found = {"passed": False, "error": f"{type(error).__name__}: {error}"}
-        found["seconds"] = round(time.perf_counter() - start, 1)
+        found |= {"at": at, "seconds": round(time.perf_counter() - start, 1)}
         keep(stage, found)
         print(f"  {summary(found)}", flush=True)
         passed &= bool(found["passed"])
         if not found["passed"] and stage.ends_the_run:
             break
-    for goal in result["goals"]:
-        bound = f"at least {goal['at least']}" if "at least" in goal else f"at most {goal['at most']}"
-        print(f"  {'holds ' if goal['holds'] else 'MISSED'} {goal['goal']}: {goal['found']} ({bound})")
-    print(f"gpu-check: wrote {file}", flush=True)
-    return passed and all(goal["holds"] for goal in result["goals"])
+    listed = result.content["goals"]
+    for goal in listed:
+        print(f"  {line_of(goal)}", flush=True)
+    print(f"gpu-check: wrote {result.file}", flush=True)
+    return passed and all(goal["holds"] for goal in listed)
 
 
 def summary(found: dict[str, Any]) -> str:
