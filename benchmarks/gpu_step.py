@@ -1,19 +1,24 @@
-"""A whole window on a GPU: what the host and the device are asked for, and its time against torch's own loop and
-against DDP of one process over NCCL.
+"""A whole window on a GPU: what the host and the device are asked for, and its time against torch's own loop, against
+DDP of one process over NCCL, against its own replay from a CUDA graph, and against one replica where it has two.
 
 `launches`: kernels, copies and fills of a window of k micro-batches less those of the forward and backward passes of
 its replicas alone; they are bounded by (k x replicas + 2) x buckets + 5, and 25 for each replica where several average
-buffers. `enqueue_ms`: the host's time for a window, with a device that has nothing to do.
+buffers. `asked launches` is what the project asked for: (k + 2) x buckets + 5, however many replicas. `enqueue_ms`: the
+host's time for a window, with a device that has nothing to do. `us beyond one replica`: of a window's time.
 
-    python benchmarks/gpu_step.py                  prints JSON
+    python benchmarks/gpu_step.py                  prints JSON, what it has after each case; the last line has all
     python benchmarks/gpu_step.py --dry            small, on the CPU, where nothing is launched: shows that it runs
+
+Ends with 1 where a window could not be captured in a graph; all else was measured then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,9 +82,12 @@ class Case:
     k: int = 1
     replicas: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    schedules: bool = False
+    """Whether each window has another learning rate."""
 
     def __str__(self) -> str:
         options = "".join(f", {name}={value}" for name, value in self.options.items())
+        options += ", a learning-rate schedule" if self.schedules else ""
         return f"{self.model}, {self.k} micro-batches, {self.replicas} replicas{options}"
 
 
@@ -88,11 +96,13 @@ CASES = [
     Case("100 tensors, 13 M", k=4),
     Case("100 tensors, 13 M", replicas=2),
     Case("100 tensors, 13 M", options={"keep_gradients": True}),
+    Case("100 tensors, 13 M", schedules=True),
     Case("batch norm, 1 M", replicas=2),
     Case("transformer, 19 M", replicas=2),
     Case("transformer, 19 M", options={"precision": "bf16"}),
     Case("transformer, 19 M", options={"precision": "fp16"}),
 ]
+DRY_CASES = [CASES[0], Case("batch norm, 1 M", replicas=2), Case("100 tensors, 13 M", schedules=True)]
 
 
 def made(model: str) -> tuple[nn.Module, Tensor, Tensor]:
@@ -115,12 +125,54 @@ class Window:
     def __init__(self, strategy: muster.Strategy, case: Case) -> None:
         self.module, *self.batch = made(case.model)
         self.strategy = strategy
-        self.model, _ = strategy.prepare(self.module, torch.optim.AdamW(self.module.parameters(), lr=1e-3))
+        self.model, optimizer = strategy.prepare(self.module, torch.optim.AdamW(self.module.parameters(), lr=1e-3))
         self.k = case.k
+        self.schedule = schedule_of(case, optimizer)
 
     def __call__(self) -> None:
         for _ in range(self.k):
             self.strategy.step(lambda x, y: F.mse_loss(self.model(x), y), *self.batch)
+        self.schedule()
+
+
+def schedule_of(case: Case, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """What follows each window."""
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9999).step if case.schedules else lambda: None
+
+
+def strategy_of(case: Case, replicas: int) -> muster.MirroredStrategy:
+    """On so many replicas of the GPU."""
+    options = {"accumulate": case.k, "clip_norm": 1.0, "bucket_bytes": BUCKET_BYTES, **case.options}
+    return muster.MirroredStrategy([f"cpu:{i}" for i in range(replicas)] if DRY else ["cuda:0"] * replicas, **options)
+
+
+@contextlib.contextmanager
+def one_replica(case: Case) -> Iterator[Column]:
+    """The same batch, by one replica."""
+    with strategy_of(case, 1) as strategy:
+        yield Window(strategy, case)
+
+
+@contextlib.contextmanager
+def replay(case: Case) -> Iterator[Column]:
+    """A window as a CUDA graph has it; of a dry run, as it is taken."""
+    with strategy_of(case, 1) as strategy:
+        window = Window(strategy, case)
+        if DRY:
+            yield window
+            return
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                window()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            window()
+        yield graph.replay
+        synchronize()
+        graph.reset()
 
 
 def autocast(case: Case) -> Any:
@@ -152,6 +204,7 @@ def torch_window(case: Case, wrap: Callable[[nn.Module], nn.Module] = lambda mod
     model = wrap(module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler(DEVICE, enabled=case.options.get("precision") == "fp16")
+    schedule = schedule_of(case, optimizer)
 
     def run() -> None:
         optimizer.zero_grad()
@@ -163,6 +216,7 @@ def torch_window(case: Case, wrap: Callable[[nn.Module], nn.Module] = lambda mod
         nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=True)
         scaler.step(optimizer)
         scaler.update()
+        schedule()
 
     return run
 
@@ -196,9 +250,9 @@ def traced(run: Column) -> Trace:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    options = {"accumulate": case.k, "clip_norm": 1.0, "bucket_bytes": BUCKET_BYTES, **case.options}
-    devices = [f"cpu:{i}" for i in range(case.replicas)] if DRY else ["cuda:0"] * case.replicas
-    with muster.MirroredStrategy(devices, **options) as strategy:
+    is_plain = case.k == 1 and case.replicas == 1
+    found: dict[str, Any] = {"case": str(case)}
+    with strategy_of(case, case.replicas) as strategy, contextlib.ExitStack() as stack:
         window = Window(strategy, case)
         passes = bare_passes(case)
         for _ in range(4):
@@ -208,31 +262,47 @@ def measure(case: Case) -> dict[str, Any]:
         buckets = buckets_of(window.module)
         averaging = 25 * case.replicas if case.replicas > 1 and any(True for _ in window.module.buffers()) else 0
         columns: dict[str, Column] = {"muster": window, "torch": torch_window(case), "passes": passes}
-        if case.k == 1 and case.replicas == 1:
+        if is_plain:
             columns["ddp"] = torch_window(case, with_ddp)
+        if case.replicas > 1:
+            columns["one replica"] = stack.enter_context(one_replica(case))
+        if is_plain and not case.schedules:  # a replay has the learning rate of the captured window
+            try:
+                columns["replay"] = stack.enter_context(replay(case))
+            except (RuntimeError, muster.Error) as error:
+                found["no replay"] = f"{type(error).__name__}: {error}"
         enqueued = enqueue_ms(columns)
         times = take_turns(columns, ROUNDS, by_host, REPEATS)
-    return {
-        "case": str(case),
+    found |= {
         "buckets": buckets,
         "launches": whole.launches - alone.launches,
         "most launches": (case.k * case.replicas + 2) * buckets + 5 + averaging,
+        "asked launches": (case.k + 2) * buckets + 5,
         "launches of the passes": alone.launches,
         "host syncs": len(whole.waits) + len(whole.pageable_copies),
         "enqueue_ms": enqueued,
         "ms": {column: quartiles(values) for column, values in times.items()},
-        **{f"{name} over muster": ratio(times[name], times["muster"]) for name in ("torch", "ddp") if name in times},
     }
+    if "one replica" in times:
+        pairs = zip(times["muster"], times["one replica"], strict=True)
+        found["us beyond one replica"] = quartiles([1e3 * (several - one) for several, one in pairs])
+        found["muster over one replica"] = ratio(times["muster"], times["one replica"])
+    others = [name for name in ("torch", "ddp", "replay") if name in times]
+    return found | {f"{name} over muster": ratio(times[name], times["muster"]) for name in others}
 
 
-def main() -> None:
+def main() -> int:
     """Measures every case and prints it."""
     if DRY:
         torch.set_num_threads(1)
-    print(json.dumps([measure(case) for case in (CASES[-4:-2] if DRY else CASES)]))
+    found: list[dict[str, Any]] = []
+    for case in DRY_CASES if DRY else CASES:
+        found.append(measure(case))
+        print(json.dumps(found), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
+    return int(any("no replay" in case for case in found))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
