@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, _compute_bucket_assignment_by_size
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -140,6 +141,15 @@ class DistributedDataParallel(TorchDDP):
                 self.reducer.rest()
         self._clear_grad_buffer()  # type: ignore[no-untyped-call]
         return output
+
+    def _delayed_all_reduce_hook(self, grad: Tensor) -> Tensor:
+        buffer = self._delay_grad_buffer
+        assert buffer is not None
+        buffer.div_(dist.get_world_size(self.process_group))
+        work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
+        # torch's waits for nothing, which is right on a stream alone.
+        torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+        return grad
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         self.reducer.average_others()

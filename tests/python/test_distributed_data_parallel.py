@@ -24,7 +24,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
 from torch.utils.checkpoint import checkpoint
 
 import muster
@@ -171,6 +176,42 @@ def gradients_are_the_equal_mean(parallel: Any) -> None:
             ddp(x[rank()]).square().mean().backward()
             assert_equal(gradients(module), expected)
             assert_same_everywhere(p.grad for p in module.parameters())
+
+
+@promise
+def arguments_that_tune_it_change_no_gradient(parallel: Any) -> None:
+    x = parts()
+    for argument, value in (
+        ("dim", 1),
+        ("batched_grad_copy", True),
+        ("bucket_cap_mb_list", [0.05, 0.01]),
+        ("check_reduction", True),
+    ):
+        if argument not in inspect.signature(TORCH).parameters:
+            continue
+        module = built(Net)
+        is_deprecated = argument == "check_reduction"
+        with pytest.warns(FutureWarning, match=argument) if is_deprecated else contextlib.nullcontext():
+            ddp = parallel(module, **{argument: value})
+        for _ in range(3):
+            expected = mean_gradients(module, lambda m, n: m(x[n]).square().mean())
+            ddp.zero_grad()
+            ddp(x[rank()]).square().mean().backward()
+            assert_equal(gradients(module), expected)
+        assert argument != "dim" or ddp.dim == 1
+
+
+@promise
+def what_all_ranks_leave_unused_may_be_skipped(parallel: Any) -> None:
+    x = parts()
+    module = built(Branches)
+    ddp = parallel(module, find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    for _ in range(3):
+        expected = mean_gradients(module, lambda m, n: m(x[n], 0).square().mean())
+        ddp.zero_grad()
+        ddp(x[rank()], 0).square().mean().backward()
+        assert_equal(gradients(module), expected)
+        assert module.of_rank[1].weight.grad is None and module.unused.weight.grad is None
 
 
 @promise
@@ -608,6 +649,28 @@ def hooks_of_torch_run_unchanged(parallel: Any) -> None:
 
 
 @promise
+def hooks_of_torch_may_leave_gradients_to_ranks(parallel: Any) -> None:
+    x = parts()
+    own_group = [dist.new_group([number]) for number in range(2)][rank()]
+    for hook, state, averaged in (
+        (debugging_hooks.noop_hook, None, 0),
+        (post_localSGD_hook.post_localSGD_hook, post_localSGD_hook.PostLocalSGDState(None, own_group, 2), 2),
+        (post_localSGD_hook.post_localSGD_hook, post_localSGD_hook.PostLocalSGDState(None, None, 1, False), 1),
+    ):
+        module = built(Net)
+        ddp = parallel(module, bucket_cap_mb=0.05)
+        ddp.register_comm_hook(state, hook)
+        for number in range(4):
+            local = copy.deepcopy(module)
+            local.zero_grad()
+            local(x[rank()]).square().mean().backward()
+            expected = mean_gradients(module, lambda m, n: m(x[n]).square().mean())
+            ddp.zero_grad()
+            ddp(x[rank()]).square().mean().backward()
+            assert_equal(gradients(module), expected if number < averaged else gradients(local))
+
+
+@promise
 def a_hook_leaves_what_nobody_used_alone(parallel: Any) -> None:
     """As gradients of None, which an optimizer passes by, also where the one of an earlier backward is there."""
     x = parts()
@@ -986,14 +1049,15 @@ def a_module_may_be_wrapped_again(parallel: Any) -> None:
 def reductions_may_wait_for_a_parameter(parallel: Any) -> None:
     x = parts()
     module = built(Net)
-    delayed = [("first.weight", module.first.weight), ("first.bias", module.first.bias)]
-    ddp = parallel(
-        module,
-        delay_all_reduce_named_params=delayed,
-        param_to_hook_all_reduce=module.first.weight,
-    )
-    ddp(x[rank()]).sum().backward()
-    assert_same_everywhere([module.last.weight.grad])
+    delayed = [(name, p) for name, p in module.named_parameters() if name.startswith(("wide.", "last."))]
+    ddp = parallel(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first.weight)
+    for _ in range(10):
+        expected = mean_gradients(module, lambda m, n: m(x[n]).square().mean())
+        ddp.zero_grad()
+        ddp(x[rank()]).square().mean().backward()
+        if parallel is TORCH:
+            dist.barrier()  # torch does not wait for what was delayed
+        assert_equal(gradients(module), expected)
     with raises_everywhere(ValueError, "need to be set at the same time"):
         parallel(built(Net), delay_all_reduce_named_params=delayed)
 
@@ -1190,6 +1254,23 @@ def parameters_may_have_one_gradient_together(parallel: Any) -> None:
     second.grad = first.grad
     ddp.reducer.average()
     assert torch.equal(second.grad, torch.full_like(second, 1.5))
+
+
+@ours
+def delayed_reductions_are_waited_for(parallel: Any) -> None:
+    # torch leaves them under way, and an optimizer on the CPU may step before they end.
+    module = built(lambda: nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1_000_000, bias=False)))
+    late = module[1].weight
+    ddp = parallel(
+        module, delay_all_reduce_named_params=[("1.weight", late)], param_to_hook_all_reduce=module[0].weight
+    )
+    expected = mean_gradients(module, lambda m, n: m(parts()[n]).sum())[2]
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(parts()[rank()]).sum().backward()
+        seen = late.grad.clone()
+        dist.barrier()
+        assert_equal([seen], [expected])
 
 
 @ours
