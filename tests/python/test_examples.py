@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from support.jobs import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = "examples/python/digits.py"
 CHAR_LM = "examples/python/char_lm.py"
 CLICK_THROUGH = "examples/python/click_through.py"
+DDP_DIGITS = "examples/migrations/ddp_digits.py"
 
 
 def environment() -> dict[str, str]:
@@ -177,3 +184,32 @@ def test_the_click_model_fails_where_it_learns_too_little() -> None:
     assert done.returncode == 1
     assert float(line(done.stdout, "of what can be known:")) < 0.8
     assert "less than 0.8" in done.stderr
+
+
+def output_of(script: str, *options: str) -> str:
+    """What it prints as a rank of a job whose launcher has set the variables."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), mock.patch.object(sys, "argv", [script, *options]):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_script_for_torchs_class_prints_the_same_with_one_line_changed(
+    two_workers: WorkerPool, tmp_path: Path
+) -> None:
+    source = (ROOT / DDP_DIGITS).read_text()
+    ours = "from muster import DistributedDataParallel"
+    torchs = "from torch.nn.parallel import DistributedDataParallel"
+    assert source.count(f"\n{ours}  # {torchs}\n") == 1
+    found = []
+    for name, line in (("torchs", torchs), ("ours", ours)):
+        script = tmp_path / f"{name}.py"
+        script.write_text(source.replace(f"{ours}  # {torchs}", line))
+        options = ("--epochs", "2", "--checkpoint", str(tmp_path / f"{name}.pt"))
+        chief, other = two_workers.call(output_of, str(script), *options)
+        assert other == ""
+        assert len(chief.splitlines()) == 2
+        found.append([float(number) for number in re.findall(r"\d+\.\d+", chief)])
+        assert (tmp_path / f"{name}.pt").exists()
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+    assert found[1][3] < found[1][0] / 2
