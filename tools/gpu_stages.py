@@ -145,19 +145,20 @@ def counts(report: Path) -> dict[str, Any]:
     return {**numbers, "skipped because": reasons, "failed": failed}
 
 
-def pytest_command(file: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-c", str(TESTS / "pytest.ini"), str(file), *options]
+def pytest_command(names: Sequence[str], *options: str) -> list[str]:
+    files = [str(TESTS / f"test_{name}.py") for name in names]
+    return [sys.executable, "-m", "pytest", "-q", "-c", str(TESTS / "pytest.ini"), *files, *options]
 
 
 def run_tests(
-    surroundings: Surroundings, name: str, *options: str, dry: str = "", **environment: str
+    surroundings: Surroundings, name: str, *options: str, dry: str = "", also: Sequence[str] = (), **environment: str
 ) -> dict[str, Any]:
-    """tests/gpu/test_`name`.py; of a dry run, those that `dry` selects (pytest's -k), on the CPU."""
+    """tests/gpu/test_`name`.py and those of `also`; of a dry run, what `dry` selects (pytest's -k), on the CPU."""
     report = surroundings.logs / f"test_{name}.xml"
     report.unlink(missing_ok=True)
     if surroundings.is_dry:
         options = ("--device", "cpu", "-k", dry)
-    command = pytest_command(TESTS / f"test_{name}.py", f"--junitxml={report}", *options)
+    command = pytest_command((name, *also), f"--junitxml={report}", *options)
     status = call(surroundings, f"test_{name}", command, **environment)
     return {"passed": status == 0, "status": status, **counts(report)}
 
@@ -258,7 +259,8 @@ def data(surroundings: Surroundings) -> dict[str, Any]:
 
 
 def nccl(surroundings: Surroundings) -> dict[str, Any]:
-    tests = run_tests(surroundings, "nccl", dry="rank")
+    dry = "bf16 and reduce or synchronised or sparse and not clipped"
+    tests = run_tests(surroundings, "nccl", dry=dry, also=["ranks"])
     costs = run_benchmark(surroundings, "gpu_nccl")
     return {**tests, "passed": tests["passed"] and costs["passed"], "found": costs.get("found")}
 
@@ -286,7 +288,7 @@ def sanitizers(surroundings: Surroundings) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for tool in ("memcheck", "racecheck", "synccheck"):
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
-        command += pytest_command(TESTS / "test_kernels.py", "-m", "kernels", "-k", SANITIZED)
+        command += pytest_command(("kernels",), "-m", "kernels", "-k", SANITIZED)
         found[tool] = call(surroundings, tool, command, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     return {"passed": not any(found.values()), **found}
 

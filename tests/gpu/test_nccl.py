@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_nccl import host_of_its_own
+from rank_jobs import job, take_the_gpu
 from small_training import Training, batches, flat, train, train_with, virtual
 
 import muster
@@ -24,18 +24,6 @@ STEPS = 12
 @pytest.fixture(autouse=True)
 def needs_a_gpu(gpu: torch.device) -> None:
     """Each test's processes use it, and what runs before them in this one."""
-
-
-def take_the_gpu() -> None:
-    """What a rank's process does first."""
-    host_of_its_own(int(os.environ["RANK"]))
-    torch.cuda.set_device(0)
-
-
-def job(**options: Any) -> muster.MultiWorkerMirroredStrategy:
-    """The strategy of a rank whose device is the only GPU."""
-    take_the_gpu()
-    return muster.MultiWorkerMirroredStrategy.from_env(["cuda:0"], timeout=60.0, seed=1, **options)
 
 
 def numbers(trained: Any) -> tuple[list[float], list[float]]:

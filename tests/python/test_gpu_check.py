@@ -40,7 +40,7 @@ def test_every_stage_runs_dry(tmp_path: Path) -> None:
     assert list(result["stages"]) == NAMES == [stage.name for stage in STAGES]
     for name, stage in result["stages"].items():
         assert stage["passed"], (name, stage)
-    for name in ("bits", "training", "host_syncs"):
+    for name in ("bits", "training", "host_syncs", "nccl"):
         assert result["stages"][name]["tests"] > result["stages"][name]["skipped"]
     assert result["stages"]["kernels"]["found"]["steps"][0]["parameters"] > 0
     assert {log.suffix for log in (tmp_path / "gpu-logs").iterdir()} == {".log", ".xml"}
