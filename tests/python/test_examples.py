@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from support.jobs import WorkerPool
+from support.scripts import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = "examples/python/digits.py"
@@ -184,14 +181,6 @@ def test_the_click_model_fails_where_it_learns_too_little() -> None:
     assert done.returncode == 1
     assert float(line(done.stdout, "of what can be known:")) < 0.8
     assert "less than 0.8" in done.stderr
-
-
-def output_of(script: str, *options: str) -> str:
-    """What it prints as a rank of a job whose launcher has set the variables."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), mock.patch.object(sys, "argv", [script, *options]):
-        runpy.run_path(script, run_name="__main__")
-    return printed.getvalue()
 
 
 def test_the_script_for_torchs_class_prints_the_same_with_one_line_changed(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +20,10 @@ from test_horovod import job, raised
 
 import muster.horovod as hvd
 from muster.horovod import world
+from support.commands import Processes
 from support.jobs import WorkerPool
 from support.ranks import Ranks, environment, free_port
+from support.scripts import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -240,20 +244,51 @@ def test_a_rank_that_stays_away_fails_the_others(two_workers: WorkerPool, kind: 
     assert second.startswith("HorovodInternalError: allreduce 'late")
 
 
+EXAMPLE = "examples/migrations/horovod_digits.py"
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+"""Root, and fewer cores than workers, are allowed."""
+
+
+def measured(output: str) -> list[list[float]]:
+    """The losses and the accuracies that the example prints."""
+    return [[float(number) for number in re.findall(r"\d+\.\d+", line)] for line in output.splitlines()]
+
+
 def test_the_example_is_the_same_on_two_workers() -> None:
-    example = "examples/migrations/horovod_digits.py"
-    assert "import muster.horovod as hvd  # import horovod.torch as hvd\n" in (ROOT / example).read_text()
+    assert "import muster.horovod as hvd  # import horovod.torch as hvd\n" in (ROOT / EXAMPLE).read_text()
     commands = [
-        [sys.executable, example, "--epochs", "3", "--batch-size", "64"],
-        [sys.executable, "-m", "muster", "run", "--workers", "2", "--servers", "0", example, "--epochs", "3"],
+        [sys.executable, EXAMPLE, "--epochs", "3", "--batch-size", "64"],
+        [sys.executable, "-m", "muster", "run", "--workers", "2", "--servers", "0", EXAMPLE, "--epochs", "3"],
     ]
     running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in commands]
-    alone, workers = (
-        [line.split() for line in process.communicate(timeout=150)[0].splitlines()] for process in running
-    )
+    alone, workers = (measured(process.communicate(timeout=150)[0]) for process in running)
     assert [process.returncode for process in running] == [0, 0]
     assert len(alone) == len(workers) == 3
     for one, two in zip(alone, workers, strict=True):
-        assert float(one[4].strip(",")) == pytest.approx(float(two[4].strip(",")), rel=1e-3)
-        assert float(one[6]) == pytest.approx(float(two[6]), abs=0.005)
-    assert float(alone[-1][6]) > 0.5
+        assert one[0] == pytest.approx(two[0], rel=1e-3)
+        assert one[1] == pytest.approx(two[1], abs=0.005)
+    assert alone[-1][1] > 0.5
+
+
+def example_of_ranks() -> str:
+    try:
+        return output_of(str(ROOT / EXAMPLE), "--epochs", "1")
+    finally:
+        hvd.shutdown()
+
+
+def test_the_example_prints_the_same_under_mpirun(two_workers: WorkerPool) -> None:
+    if not shutil.which("mpirun") and os.environ.get("CI") != "true":
+        pytest.skip("mpirun not found: apt-get install openmpi-bin")
+    command = ["mpirun", "-n", "2", "--bind-to", "none", sys.executable, EXAMPLE, "--epochs", "1"]
+    with Processes(command, ROOT, **OPEN_MPI) as job:
+        chief, other = two_workers.call(example_of_ranks)
+        returncode, printed, errors = job.end(120)
+    assert returncode == 0, errors
+    assert other == ""
+    assert len(measured(chief)) == 1
+    assert measured(printed) == measured(chief)
