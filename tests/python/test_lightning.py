@@ -32,6 +32,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
+    ModelSummary,
     StochasticWeightAveraging,
 )
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ from torchmetrics.classification import MulticlassAccuracy
 import muster.lightning
 from muster import attributes
 from support.jobs import WorkerPool, plain
+from support.scripts import output_of
 from support.servers import Servers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -961,16 +963,84 @@ def test_servers_train_one_model_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(found["losses"][-6:]) < sum(found["losses"][:6])
 
 
+# --- all three --------------------------------------------------------------------------------------------------------
+
+
+class Summarised(Classifier):
+    """With an example of its inputs, from which Lightning computes the sizes of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(3, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Summary(ModelSummary):
+    """Keeps what it would print."""
+
+    def summarize(self, *summary: Any, **more: Any) -> None:  # type: ignore[override]
+        self.kept = summary, more
+
+
+def summarised(strategy: str, devices: int | None = None) -> Any:
+    module, summary = Summarised(), Summary(max_depth=2)
+    arguments = {"devices": devices} if devices else {}
+    run = trainer(strategy, max_epochs=1, limit_train_batches=2, callbacks=[summary], **arguments)
+    run.fit(module, Points())
+    assert run.global_step == 2
+    return summary.kept if run.is_global_zero else None
+
+
+def summarised_by_ranks(strategy: str, devices: int | None = None) -> Any:
+    with launched():
+        return summarised(strategy, devices)
+
+
+@pytest.mark.parametrize("strategy", ["muster_mirrored", "muster_ddp", "muster_ps"])
+def test_a_model_is_summarised_as_by_lightning(two_workers: WorkerPool, strategy: str) -> None:
+    expected = summarised("auto", 1)
+    data, parameters, *_ = expected[0]
+    assert dict(data)["In sizes"] == ["[3, 6]", "[3, 6]", "[3, 16]", "[3, 16]"]
+    assert parameters == 6 * 16 + 16 + 16 * 2 + 2
+    if strategy == "muster_mirrored":
+        assert summarised(strategy, 2) == expected
+    else:
+        devices = 2 if strategy == "muster_ddp" else None
+        assert two_workers.call(summarised_by_ranks, strategy, devices) == [expected, None]
+
+
+EXAMPLE = "examples/migrations/lightning_digits.py"
+
+
+def example_by_ranks(*options: str) -> str:
+    with launched():
+        return output_of(str(ROOT / EXAMPLE), *options)
+
+
+def test_processes_that_lightning_starts_print_what_lightnings_strategy_prints(two_workers: WorkerPool) -> None:
+    options = ("--epochs", "1", "--batch-size", "32", "--devices", "2", "--strategy")
+    command = [sys.executable, EXAMPLE, *options, "muster_ddp"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        chief, other = two_workers.call(example_by_ranks, *options, "ddp")
+        printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    pattern = r"loss ([\d.]+), accuracy ([\d.]+)"
+    [ours], [theirs] = re.findall(pattern, printed), re.findall(pattern, chief)
+    assert list(map(float, ours)) == pytest.approx(list(map(float, theirs)), abs=1e-3)
+    assert "loss" not in other
+
+
 @pytest.mark.long
 def test_the_example_prints_what_lightnings_strategies_print() -> None:
-    example = "examples/migrations/lightning_digits.py"
     ranks = ["--batch-size", "32", "--epochs", "2"]
     commands = [
-        [[sys.executable, example, "--epochs", "2"],
-         [sys.executable, example, "--epochs", "2", "--strategy", "muster_mirrored", "--devices", "2"]],
-        [[sys.executable, example, *ranks, "--strategy", "ddp", "--devices", "2"],
-         [sys.executable, example, *ranks, "--strategy", "muster_ddp", "--devices", "2"],
-         [sys.executable, "-m", "muster", "run", "--workers", "2", "--servers", "1", example, *ranks, "--strategy",
+        [[sys.executable, EXAMPLE, "--epochs", "2"],
+         [sys.executable, EXAMPLE, "--epochs", "2", "--strategy", "muster_mirrored", "--devices", "2"]],
+        [[sys.executable, EXAMPLE, *ranks, "--strategy", "ddp", "--devices", "2"],
+         [sys.executable, EXAMPLE, *ranks, "--strategy", "muster_ddp", "--devices", "2"],
+         [sys.executable, "-m", "muster", "run", "--workers", "2", "--servers", "1", EXAMPLE, *ranks, "--strategy",
           "muster_ps"]],
     ]  # fmt: skip
     for alike in commands:
