@@ -13,6 +13,8 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 import muster
+import muster.huggingface
+import muster.lightning
 
 DOXYGEN_XML = Path(os.environ["MUSTER_DOXYGEN"]) / "xml"
 REFERENCE = Path(__file__).parent / "reference"
@@ -85,6 +87,12 @@ def check_that_all_is_there(app: Sphinx) -> None:
     names += [f"muster::{member.findtext('name')}" for member in public.iter("memberdef")]
     public_names = [name for name in muster.__all__ if name != "__version__"]
     absent = [name for name in public_names if name not in python and f"muster.{name}" not in python]
+    absent += [
+        f"{module.__name__}.{name}"
+        for module in (muster.huggingface, muster.lightning)
+        for name in module.__all__
+        if f"{module.__name__}.{name}" not in python
+    ]
     absent += [name for name in names if name and name.count("::") == 1 and name not in cpp]
     if absent:
         logger = logging.getLogger(__name__)
