@@ -358,7 +358,8 @@ def main(library: ctypes.CDLL | None) -> None:
     if not DRY:
         torch.cuda.empty_cache()
     result["pack"] = [pack(size, torch.float32) for size in sizes]
-    result["pack"] += [pack(1 << 20, torch.bfloat16), pack(1 << 20, torch.float32, accumulate=True)]
+    result["pack"] += [pack(1 << 20, dtype) for dtype in (torch.bfloat16, torch.float16)]
+    result["pack"].append(pack(1 << 20, torch.float32, accumulate=True))
     result["pack on the host"] = [pack_on_the_host(count) for count in (2, 100, kernels.MAX_PACK_SOURCES)]
     result["statistics"] = gradient_statistics()
     result["finish"] = [finish(elements) for elements in (1_000_000, 30_000_000, 1_000_000_000)]
