@@ -7,7 +7,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -158,6 +159,65 @@ def test_hosts_of_three_and_one_worker_train_as_one_and_notice_a_link_that_is_do
         assert refused.startswith("worker 0 of 4 has no default group of torch.distributed, and others have one")
         assert kind in ("Timeout", "PeerLost"), text
         assert seconds < 4 * SECONDS
+
+
+BYTES = 8_000_000
+"""Of the values that each worker has to reduce."""
+
+
+def _sent_during(reduce: Callable[[], Any]) -> int:
+    """How many bytes left this host, headers included."""
+    readings = []
+    for call in (lambda: None, reduce):
+        call()
+        dist.barrier()
+        readings.append(int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text()))
+        dist.barrier()
+    return readings[1] - readings[0]
+
+
+def _count_what_is_sent(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """By a reduction, a step and Gloo's all_reduce: with the ranks that workers were given, and with `ranks`."""
+    given = int(os.environ["RANK"])
+    counted = []
+    for rank in (given, ranks[given]):
+        os.environ["RANK"] = str(rank)
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1000)  # where nobody met as another rank
+        with muster.MultiWorkerMirroredStrategy.from_env() as strategy:
+            counted.append(_sent(strategy))
+    return counted
+
+
+def _sent(strategy: muster.Strategy) -> tuple[int, int, int]:
+    values = torch.full((BYTES // 4,), strategy.rank + 1.0)
+    sums: list[torch.Tensor] = []
+    by_reduce = _sent_during(lambda: sums.append(strategy.reduce(values, "sum")))
+    by_gloo = _sent_during(lambda: dist.all_reduce(values))
+    assert all(torch.equal(summed, torch.full_like(values, 10.0)) for summed in (*sums, values))
+
+    model = torch.nn.Linear(BYTES // 4_000, 1_000, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    model, _ = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    x = torch.full((1, BYTES // 4_000), strategy.rank + 1.0)
+    by_step = _sent_during(lambda: strategy.step(lambda x: model(x).sum(), x))
+    assert (next(model.parameters()) == -2.5).all()
+    return by_reduce, by_step, by_gloo
+
+
+def test_fewer_bytes_leave_a_host_than_with_gloos_ring(three_hosts: Hosts) -> None:
+    """The ring of four ranks sends each value 2 * 3 / 4 times over each of its edges: one of them leaves each host, or
+    two where every other rank is on the other host. Muster sends it 2 - 2 / hosts times; half as much again where no
+    host has both terms of an addition."""
+    if reason := three_hosts.why_not_limit("1gbit"):
+        pytest.skip(reason)
+    try:
+        results: list[Any] = three_hosts.run([0, 0, 1, 1], _count_what_is_sent, (0, 2, 1, 3))
+    finally:
+        three_hosts.lift_limits()
+    for together, apart in results:
+        for (*ours, gloo), times, times_of_gloo in ((together, 1.0, 1.5), (apart, 1.5, 3.0)):
+            assert gloo > times_of_gloo * BYTES
+            assert all(times * BYTES < sent < 1.02 * times * BYTES for sent in ours), results
 
 
 def _disagree() -> list[str]:

@@ -81,6 +81,24 @@ class Hosts:
         """Of the network namespace."""
         return self._names[host]
 
+    def address(self, host: int) -> str:
+        return _address(host)
+
+    def why_not_limit(self, rate: str) -> str:
+        """Limits what each host sends to a rate as tc spells it; or why that cannot be had here."""
+        shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
+        try:
+            for name in self._names:
+                _ip("netns", "exec", name, "tc", "qdisc", "replace", "dev", "eth0", *shape)
+        except subprocess.CalledProcessError as error:
+            self.lift_limits()
+            return f"links cannot be limited: {error.stderr.strip()}"
+        return ""
+
+    def lift_limits(self) -> None:
+        for name in self._names:
+            _ip("netns", "exec", name, "tc", "qdisc", "del", "dev", "eth0", "root", check=False)
+
     def run(
         self, host_of_worker: Sequence[int], function: Callable[..., Any], *args: Any, timeout: float = 120
     ) -> list[Any]:
