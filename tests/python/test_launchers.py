@@ -1,4 +1,4 @@
-"""docs/launching.md: digits under every launcher, by the commands that stand there, ends with the same bits."""
+"""docs/launching.md: a training under every launcher, by the commands that stand there, ends with the same bits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from pathlib import Path
 import pytest
 
 from muster.free_ports import free_ports
+from support import launched
 from support.commands import Processes, wait_until
+from support.hosts import Hosts, hosts, why_no_hosts
 from support.slurm import Slurm, missing
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "launching.md").read_text()
 DIGITS = ROOT / "examples" / "python" / "digits.py"
 EPOCHS = "4"
+TRAINS_DIGITS = f"{DIGITS} --multi-worker --epochs {EPOCHS}"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMIX_")
 OPEN_MPI = {
@@ -53,18 +56,18 @@ def printed(output: str) -> str:
     return str(found.pop())
 
 
-def commands(section: str) -> list[str]:
-    """The shell blocks of a section, with digits in the place of the user's script, and ports that are free."""
+def commands(section: str, program: str = TRAINS_DIGITS) -> list[str]:
+    """The shell blocks of a section, with a program in the place of the user's script, and ports that are free."""
     _, _, text = PAGE.partition(f"\n## {section}\n")
     blocks = re.findall(r"^```sh\n(.*?)^```", text.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
     assert blocks, section
-    return [with_digits(block) for block in blocks]
+    return [with_program(block, program) for block in blocks]
 
 
-def with_digits(block: str) -> str:
+def with_program(block: str, program: str = TRAINS_DIGITS) -> str:
     for port in sorted(set(re.findall(r"\b29\d\d\d\b", block))):
         block = block.replace(port, str(free_ports(1)[0]))
-    return re.sub(r"\btrain\.py\b", f"{DIGITS} --multi-worker --epochs {EPOCHS}", block)
+    return re.sub(r"\btrain\.py\b", program, block)
 
 
 def shell(block: str, folder: Path, **variables: str) -> Processes:
@@ -81,8 +84,64 @@ def has_checkpoint(folder: Path) -> bool:
     return bool(list((folder / "checkpoints").glob("snapshot-*")))
 
 
+def test_torchrun(tmp_path: Path) -> None:
+    command, *_ = commands("torchrun", launched.__file__)
+    with shell(command, tmp_path) as job:
+        returncode, out, err = job.end(120)
+    assert returncode == 0, err
+    assert printed(out) == launched.train_on_replicas(2)
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[Hosts]:
+    if reason := why_no_hosts():
+        pytest.skip(reason)
+    with hosts(2) as made:
+        yield made
+
+
+def on_host(made: Hosts, host: int, command: str, folder: Path, **variables: str) -> Processes:
+    return Processes(
+        ["ip", "netns", "exec", made.name(host), "bash", "-c", f"exec {command}"], folder, PATH=PATH, **variables
+    )
+
+
+def test_torchrun_on_two_hosts(two_hosts: Hosts, tmp_path: Path) -> None:
+    *_, block = commands("torchrun", launched.__file__)
+    first, second = block.replace("node0", two_hosts.address(0)).splitlines()
+    with on_host(two_hosts, 0, first, tmp_path) as job, on_host(two_hosts, 1, second, tmp_path) as other:
+        returncode, out, err = job.end(120)
+        assert (returncode, other.end(120)[0]) == (0, 0), err
+    assert printed(out) == launched.train_on_replicas(4)
+
+
+@pytest.mark.long
+def test_torchrun_goes_on_without_a_host_that_is_lost(two_hosts: Hosts, tmp_path: Path) -> None:
+    _, elastic, _ = commands("torchrun", f"{launched.__file__} --until-lost")
+    elastic = elastic.replace("localhost", two_hosts.address(0))
+    agents = []
+    for host in range(2):
+        # These hosts share a name, by which torchrun would find addresses. A node counts as lost after three intervals.
+        command = elastic.replace("torchrun", f"torchrun --local-addr {two_hosts.address(host)}")
+        options = f"is_host={1 - host},last_call_timeout=10,keep_alive_interval=1"
+        agents.append(on_host(two_hosts, host, command, tmp_path, PET_RDZV_CONF=options))
+    with agents[0] as job, agents[1] as lost:
+        wait_until(lambda: has_checkpoint(tmp_path), "an epoch is over")
+        for process in lost.processes():
+            os.kill(process, signal.SIGKILL)
+        returncode, out, err = job.end(120)
+    assert returncode == 0, err
+    assert re.findall(r"\d workers .*", out) == [
+        "4 workers begin after 0 steps",
+        f"2 workers begin after {launched.STEPS} steps",
+        f"2 workers end after {launched.EPOCHS * launched.STEPS} steps",
+    ]
+    launched.train_on_replicas(4, tmp_path / "expected")
+    assert printed(out) == launched.train_on_replicas(2, tmp_path / "expected")
+
+
 def test_torchrun_starts_workers_again_which_go_on_from_their_checkpoint(tmp_path: Path, parameters: str) -> None:
-    _, elastic = commands("torchrun")
+    _, elastic, _ = commands("torchrun")
     # An elastic job waits for more nodes for as long as this, 30 s by default.
     with shell(elastic, tmp_path, PET_RDZV_CONF="last_call_timeout=1") as job:
         wait_until(lambda: has_checkpoint(tmp_path), "an epoch is over")
@@ -113,7 +172,7 @@ def test_a_job_of_slurm_that_is_asked_to_end_saves_is_queued_again_and_goes_on(
     slurm: Slurm, tmp_path: Path, parameters: str
 ) -> None:
     script = tmp_path / "train.sbatch"
-    script.write_text(with_digits((ROOT / "deploy" / "slurm" / "train.sbatch").read_text()))
+    script.write_text(with_program((ROOT / "deploy" / "slurm" / "train.sbatch").read_text()))
     [sbatch] = commands("Slurm")
     with shell(sbatch, tmp_path, **slurm.environment) as job:
         returncode, out, err = job.end()
@@ -130,21 +189,28 @@ def test_a_job_of_slurm_that_is_asked_to_end_saves_is_queued_again_and_goes_on(
     assert printed(output.read_text()) == parameters
 
 
-@pytest.mark.parametrize("section", [pytest.param("muster run", marks=pytest.mark.long), "Cores, memory nodes, GPUs"])
-def test_muster_run(section: str, tmp_path: Path, parameters: str) -> None:
-    [command] = commands(section)
+def test_muster_run(tmp_path: Path) -> None:
+    [command] = commands("muster run", launched.__file__)
+    with shell(command, tmp_path) as job:
+        returncode, out, err = job.end(120)
+    assert returncode == 0, err
+    assert printed(out) == launched.train_on_replicas(2)
+
+
+def test_muster_run_that_binds_workers_to_cores(tmp_path: Path, parameters: str) -> None:
+    [command] = commands("Cores, memory nodes, GPUs")
     with shell(command, tmp_path) as job:
         returncode, out, err = job.end(120)
     assert returncode == 0, err
     assert printed(out) == parameters
 
 
-def test_plain_variables(tmp_path: Path, parameters: str) -> None:
-    [command] = commands("Plain variables")
+def test_plain_variables(tmp_path: Path) -> None:
+    [command] = commands("Plain variables", launched.__file__)
     with shell(command, tmp_path) as job:
         returncode, out, err = job.end(120)
     assert returncode == 0, err
-    assert printed(out) == parameters
+    assert printed(out) == launched.train_on_replicas(2)
 
 
 PEER_LOST = """
