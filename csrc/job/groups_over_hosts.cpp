@@ -2,20 +2,15 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <exception>
-#include <future>
 #include <map>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "comm/hosts/communicator.h"
 #include "comm/hosts/tcp_group.h"
-#include "core/log.h"
 #include "job/job_agreement.h"
+#include "job/lost_workers.h"
 #include "job/make_groups.h"
 #include "job/nccl_groups.h"
 #include "muster/error.h"
@@ -33,83 +28,12 @@ std::vector<int> number_hosts(const std::vector<std::string>& hosts) {
   return numbered;
 }
 
-// A store whose host is silent does not answer, ever: the thread that asks it is left to itself then, and no other
-// asks.
-class LostInStore final : public comm::LostWorkers {
- public:
-  explicit LostInStore(net::StorePtr store) : store_(std::move(store)) {}
-
-  void tell(const PeerLost& lost) noexcept override {
-    within(kPatienceToTell, [store = store_, text = std::to_string(lost.rank()) + " " + lost.what()] {
-      store->compareSet(kKey, std::vector<uint8_t>(), std::vector<uint8_t>(text.begin(), text.end()));
-      return std::optional<PeerLost>();
-    });
-  }
-  std::optional<PeerLost> ask(comm::Milliseconds patience) noexcept override {
-    const auto asking = std::make_shared<Asking>(is_asking_);
-    if (asking->had_begun && patience.count() == 0) return std::nullopt;  // it will be asked again
-    return within(patience, [store = store_, asking, deadline = std::chrono::steady_clock::now() + patience] {
-      while (!store->check({kKey})) {
-        if (std::chrono::steady_clock::now() >= deadline) return std::optional<PeerLost>();
-        std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      }
-      const auto bytes = store->get(kKey);
-      const std::string text(bytes.begin(), bytes.end());
-      const size_t space = text.find(' ');
-      return std::optional(PeerLost(std::stoi(text.substr(0, space)), text.substr(space + 1)));
-    });
-  }
-
- private:
-  static constexpr const char* kKey = "lost";
-  static constexpr comm::Milliseconds kPatienceToTell{1000};
-
-  template <class F>
-  std::optional<PeerLost> within(comm::Milliseconds patience, F call) noexcept {
-    try {
-      std::promise<std::optional<PeerLost>> answer;
-      auto given = answer.get_future();
-      std::thread([answer = std::move(answer), call = std::move(call)]() mutable {
-        try {
-          answer.set_value(call());
-        } catch (...) {
-          answer.set_exception(std::current_exception());
-        }
-      }).detach();
-      if (given.wait_for(patience + kPatienceToTell) == std::future_status::ready) return given.get();
-    } catch (const std::exception& error) {
-      log(LogLevel::info, std::string("other hosts cannot be told of lost workers: ") + error.what());
-    }
-    return std::nullopt;
-  }
-
-  // While a thread asks.
-  struct Asking {
-    explicit Asking(std::shared_ptr<std::atomic<bool>> shared)
-        : flag(std::move(shared)), had_begun(flag->exchange(true)) {}
-    ~Asking() {
-      if (!had_begun) *flag = false;
-    }
-    Asking(const Asking&) = delete;
-    Asking& operator=(const Asking&) = delete;
-    const std::shared_ptr<std::atomic<bool>> flag;
-    const bool had_begun;
-  };
-
-  const net::StorePtr store_;
-  const std::shared_ptr<std::atomic<bool>> is_asking_ = std::make_shared<std::atomic<bool>>(false);
-};
-
 // The workers of this one's host, with `replicas` ranks each, and what they meet in.
 class Host {
  public:
   Host(const net::StorePtr& store, const std::string& name, const comm::HostsLayout& layout, const Topology& topology,
-       int replicas, comm::Milliseconds timeout, bool may_abort)
-      : layout_(layout),
-        rank_(topology.rank),
-        timeout_(timeout),
-        may_abort_(may_abort),
-        lost_(std::make_shared<LostInStore>(store)) {
+       int replicas, comm::Milliseconds timeout, bool may_abort, std::shared_ptr<comm::LostWorkers> lost)
+      : layout_(layout), rank_(topology.rank), timeout_(timeout), may_abort_(may_abort), lost_(std::move(lost)) {
     const int host = layout.host_of_worker(rank_);
     const auto& workers = layout.workers_of_host(host);
     const auto place = std::find(workers.begin(), workers.end(), rank_) - workers.begin();
@@ -229,16 +153,18 @@ Groups groups_over_hosts(const SeveralHosts& several, const Cluster& cluster, To
   const auto store = several.store ? several.store : net::open_store(cluster, timeout);
   const auto host_of_worker = number_hosts(several.hosts);
   const comm::HostsLayout of_workers(std::vector<int>(several.hosts.size(), 1), host_of_worker);
-  Host workers(store, "workers", of_workers, topology, 1, timeout, several.may_abort);
   Groups groups;
   groups.store = store;
+  groups.lost = make_lost_workers(store, cluster.rank, cluster.num_workers, timeout);
+  Host workers(store, "workers", of_workers, topology, 1, timeout, several.may_abort, groups.lost);
   groups.workers = workers.make_group("workers", several.workers, several.workers_results).front();
   groups.backend = "memory that the processes of a host share, and between " + std::to_string(of_workers.num_hosts()) +
                    " hosts a process group (" + several.gradients->getBackend(c10::kCPU)->getBackendName() +
                    "), of which " + std::to_string(of_workers.num_stripes()) + " workers a host carry a part each";
   place_replicas(topology, *groups.workers);
   const comm::HostsLayout layout(topology.replicas_of_worker, host_of_worker);
-  Host replicas(store, "replicas", layout, topology, topology.local_replicas(), timeout, several.may_abort);
+  Host replicas(store, "replicas", layout, topology, topology.local_replicas(), timeout, several.may_abort,
+                groups.lost);
   if (topology.devices.front().is_cuda()) {
     // What the replicas of all hosts tell one another, each kind over a process group that nothing else goes through.
     const std::map<std::string, comm::ProcessGroupPtr> between{

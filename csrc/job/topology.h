@@ -3,6 +3,7 @@
 
 #include <c10/core/Device.h>
 
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -12,6 +13,10 @@
 #include "job/bucket_sizes.h"
 #include "job/server_job.h"
 #include "net/rendezvous.h"
+
+namespace muster::comm {
+class LostWorkers;
+}
 
 namespace muster {
 
@@ -40,6 +45,7 @@ struct Groups {
   comm::CommunicatorPtr workers;                 ///< collectives outside a step
   comm::CommunicatorPtr prepare;                 ///< what workers agree on beforehand; null: `workers`
   net::StorePtr store = {};                      ///< that the workers meet through; null where none is known
+  std::shared_ptr<comm::LostWorkers> lost = {};  ///< of several hosts; null elsewhere
   std::string backend;                           ///< what gradients are reduced through, in words
   std::optional<ServerJob> servers;              ///< that hold the parameters; `gradients` is then within this process
   std::optional<LinkSpeed> link;                 ///< of gradients, where it was measured

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "comm/hosts/communicator.h"
 #include "muster/error.h"
 #include "window/divided_update.h"
 
@@ -93,6 +94,7 @@ void Session::close(const std::function<void()>& last, const std::function<void(
         if (busy()) abort_interrupted();
         pool_->stop(poll);
         last();
+        if (groups_.lost) groups_.lost->leave();
       },
       poll);
 }

@@ -13,13 +13,25 @@
 namespace muster::comm {
 
 /// Word of workers that are lost, among hosts: the ones beside a worker know that it ended, the others only that
-/// something did. Thread-safe.
+/// something did, or that nothing comes. Thread-safe.
 class LostWorkers {
  public:
   virtual ~LostWorkers() = default;
   virtual void tell(const PeerLost& lost) noexcept = 0;
-  /// What was told first, waiting so long for it.
+  /// What was told first, waiting so long for it; what this worker told itself, at once.
   virtual std::optional<PeerLost> ask(Milliseconds patience) noexcept = 0;
+  /// Whether ask() has an answer at once.
+  virtual bool knows() const noexcept = 0;
+
+  /// Around each wait for other workers, by any thread: signs of life are looked for while one lasts.
+  virtual void begin_wait() noexcept = 0;
+  virtual void end_wait() noexcept = 0;
+  /// In a wait that took its timeout: the workers that gave no sign of life during the last part of it.
+  virtual std::optional<PeerLost> find_silent() noexcept = 0;
+  /// After a connection ended: the workers that have given no sign of life since, waiting some seconds for that.
+  virtual std::optional<PeerLost> find_ended() noexcept = 0;
+  /// This worker ends its part in good order, once. Waits up to two seconds for the others to know.
+  virtual void leave() noexcept = 0;
 };
 
 /// What replicas of one worker communicate through. Process groups are over all workers, serve CPU tensors, know

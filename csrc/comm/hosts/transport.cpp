@@ -38,6 +38,22 @@ struct Crossing {
   std::shared_ptr<LostWorkers> lost;
 };
 
+/// A wait for other workers, while it lives.
+class LastingWait {
+ public:
+  explicit LastingWait(LostWorkers* lost) : lost_(lost) {
+    if (lost_ != nullptr) lost_->begin_wait();
+  }
+  ~LastingWait() {
+    if (lost_ != nullptr) lost_->end_wait();
+  }
+  LastingWait(const LastingWait&) = delete;
+  LastingWait& operator=(const LastingWait&) = delete;
+
+ private:
+  LostWorkers* const lost_;
+};
+
 // Words of process groups, Gloo and ours, for a peer whose connection ended.
 bool is_of_connection(std::string_view text) {
   for (const auto* const words :
@@ -135,6 +151,7 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
     auto last_hook = Clock::now();
     auto last_asked = last_hook;
     if (is_done(stages)) return;
+    const LastingWait lasting(crossing_->lost.get());
     guarded([&] {
       for (run(); !is_done(stages); run()) {
         Stages& front = *under_way_.front();
@@ -154,7 +171,9 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
         if (Clock::now() - last_hook < kHookInterval) continue;
         WaitHook::call();
         last_hook = Clock::now();
-        if (last_hook - last_asked < kBetweenQuestions) continue;
+        // A wait of another group of this worker may have heard of it.
+        const bool knows = crossing_->lost && crossing_->lost->knows();
+        if (!knows && last_hook - last_asked < kBetweenQuestions) continue;
         ask_for_lost(Milliseconds(0));
         last_asked = Clock::now();
       }
@@ -270,6 +289,12 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
     if (auto told = crossing_->lost ? crossing_->lost->ask(patience) : std::nullopt) throw PeerLost(*std::move(told));
   }
 
+  void throw_found(std::optional<PeerLost> lost) {
+    if (!lost) return;
+    crossing_->lost->tell(*lost);
+    throw *std::move(lost);
+  }
+
   // Throws what ended one of the host's groups: a rank that waits for other hosts does not look at them otherwise.
   void check_hosts_groups() {
     for (auto* const group : {up_.get(), down_.get()}) {
@@ -288,12 +313,14 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
       if (crossing_->lost) crossing_->lost->tell(lost);
       throw;
     } catch (const Timeout&) {
+      if (crossing_->lost) throw_found(crossing_->lost->find_silent());
       throw;
     } catch (const CommError& error) {
       check_hosts_groups();
       // Whatever words the process group has for it: those beside a lost worker know.
       ask_for_lost(kPatienceForWord);
       if (!is_of_connection(error.what())) throw;
+      if (crossing_->lost) throw_found(crossing_->lost->find_ended());
       throw PeerLost(-1, std::string("a worker on another host ended, or its host cannot be reached any more (") +
                              error.what() + "). Look at the logs there; start the job again from the last checkpoint");
     }

@@ -39,11 +39,34 @@ at::Tensor sum_in_one_process(int ranks, int64_t n) {
   return sum;
 }
 
-// Somebody told of worker 7.
-class ToldOf7 final : public LostWorkers {
+class Word : public LostWorkers {
  public:
-  void tell(const PeerLost&) noexcept override {}
+  void tell(const PeerLost& lost) noexcept override { told = lost.rank(); }
+  bool knows() const noexcept override { return false; }
+  std::optional<PeerLost> ask(Milliseconds) noexcept override { return std::nullopt; }
+  void begin_wait() noexcept override { ++waits; }
+  void end_wait() noexcept override { --waits; }
+  std::optional<PeerLost> find_silent() noexcept override { return std::nullopt; }
+  std::optional<PeerLost> find_ended() noexcept override { return std::nullopt; }
+  void leave() noexcept override {}
+
+  std::atomic<int> told{-1};
+  std::atomic<int> waits{0};
+};
+
+// Somebody told of worker 7.
+class ToldOf7 final : public Word {
+ public:
   std::optional<PeerLost> ask(Milliseconds) noexcept override { return PeerLost(7, "worker 7 ended"); }
+};
+
+// Worker 7 gives no sign of life.
+class SilenceOf7 final : public Word {
+ public:
+  std::optional<PeerLost> find_silent() noexcept override {
+    if (waits == 0) return std::nullopt;
+    return PeerLost(7, "worker 7 has given no sign of life");
+  }
 };
 
 }  // namespace
@@ -65,6 +88,29 @@ TEST_CASE("who waits for another host hears of a worker that those beside it hav
           has_heard = true;
           MUSTER_CHECK(lost == 7);
         }) == "");
+}
+
+TEST_CASE("a wait for another host that took its timeout names who gave no sign of life", "[comm][hosts]") {
+  std::atomic<int> have_heard = 0;
+  const auto word = std::make_shared<SilenceOf7>();
+  const OverHostsPlan plan{.host_of_worker = {0, 0, 1}, .replicas_of_worker = {}, .lost = word};
+  const auto body = [&](Communicator& c) {
+    if (c.rank() == 2) {
+      while (have_heard < 2) std::this_thread::yield();
+      return;
+    }
+    int lost = -1;  // to the one that waits for the other host, and to the one that waits for that one
+    try {
+      c.all_reduce(at::full({1}, 1, at::kFloat), ReduceOp::sum).wait();
+    } catch (const PeerLost& error) {
+      lost = error.rank();
+    }
+    ++have_heard;
+    MUSTER_CHECK(lost == 7);
+  };
+  CHECK(run_over_hosts(plan, 3, body, Milliseconds(500)) == "");
+  CHECK(word->told == 7);
+  CHECK(word->waits == 0);
 }
 
 TEST_CASE("sums over hosts have the bits of one process, however the ranks lie", "[comm][hosts]") {
