@@ -23,6 +23,22 @@ bool has_room(const at::Tensor& memory, size_t bytes) {
 
 }  // namespace
 
+void GraphMemory::reserve(size_t bytes, c10::Device device) {
+  if (has_room(memory_, bytes)) return;
+  leave_to_graphs();
+  memory_ = at::Tensor();  // first, for the room that it has
+  memory_ = at::empty({static_cast<int64_t>(capacity_for(bytes))}, at::TensorOptions(at::kByte).device(device));
+}
+
+void GraphMemory::leave_to_graphs() {
+  if (!is_in_graph_) return;
+  of_graphs_.push_back(memory_);
+  memory_ = at::Tensor();
+  is_in_graph_ = false;
+}
+
+void GraphMemory::note_launch(c10::Device device) { is_in_graph_ = is_in_graph_ || is_capturing(device); }
+
 void* DeviceBytes::replace(const void* data, size_t bytes, c10::Device device) {
   if (is_capturing(device)) {
     throw InvalidArgument(
@@ -30,14 +46,13 @@ void* DeviceBytes::replace(const void* data, size_t bytes, c10::Device device) {
         "step's; take one step like it on the same stream before capturing");
   }
   const auto size = static_cast<int64_t>(bytes);
-  if (!has_room(memory_, bytes)) {
-    memory_ = at::empty({static_cast<int64_t>(capacity_for(bytes))}, at::TensorOptions(at::kByte).device(device));
-  }
+  memory_.leave_to_graphs();
+  memory_.reserve(bytes, device);
   auto& staging = staging_for(bytes, device);
   std::memcpy(staging.memory.mutable_data_ptr(), data, bytes);
-  memory_.narrow(0, 0, size).copy_(staging.memory.narrow(0, 0, size), /*non_blocking=*/true);
+  memory_.tensor().narrow(0, 0, size).copy_(staging.memory.narrow(0, 0, size), /*non_blocking=*/true);
   staging.copied.record(device);
-  return memory_.mutable_data_ptr();
+  return memory_.data();
 }
 
 DeviceBytes::Staging& DeviceBytes::staging_for(size_t bytes, c10::Device device) {

@@ -1,6 +1,5 @@
 #include "optimizer/gradient_norm.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
 
 #include <algorithm>
@@ -82,10 +81,9 @@ void DeviceNorm::enqueue(const std::vector<at::Tensor>& sums, c10::Device device
   namespace cuda = kernels::cuda;
   auto segments = segments_of(sums);
   const size_t tiles = count_tiles(segments);
-  if (!partials_.defined() || partials_.numel() != static_cast<int64_t>(tiles)) {
-    partials_ = at::empty({static_cast<int64_t>(tiles)}, at::TensorOptions(at::kDouble).device(device));
-  }
-  auto* const partials = partials_.mutable_data_ptr<double>();
+  partials_.reserve(tiles * sizeof(double), device);
+  partials_.note_launch(device);
+  auto* const partials = static_cast<double*>(partials_.data());
   place_partials(segments, partials);
   segments_.follow(segments, device);
   auto* const stream = stream_handle(device);

@@ -50,7 +50,7 @@ class DeviceNorm {
 
  private:
   DeviceSegments<kernels::StatsSegment> segments_;
-  at::Tensor partials_;
+  GraphMemory partials_;
 };
 
 }  // namespace muster

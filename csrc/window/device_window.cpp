@@ -7,11 +7,14 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <exception>
 #include <set>
 #include <sstream>
+#include <string>
 #include <utility>
 
 #include "comm/text_exchange.h"
+#include "core/log.h"
 #include "device/kernel_dtype.h"
 #include "device/kernel_status.h"
 #include "kernels/cuda/cuda_kernels.h"
@@ -59,7 +62,21 @@ DeviceWindow::DeviceWindow(const WindowContext& context) : context_(context), sc
     const auto beside = static_cast<size_t>(std::find(devices.begin(), devices.end(), device) - devices.begin());
     const OnDevice scope(device);
     scalars_.push_back(beside < r ? scalars_[beside] : std::make_shared<DeviceScalars>(device, scale_.on_host()));
-    replicas_.push_back({std::make_unique<DeviceNumbers>(device, scalars_.back()), {}, {}, {}});
+    auto& replica = replicas_.emplace_back();
+    replica.numbers = std::make_unique<DeviceNumbers>(device, scalars_.back());
+    replica.made_on = current_streams({device}).front();
+  }
+}
+
+// Steps may have been taken on another stream than the one on which memory was allocated, which gives that memory to
+// others as soon as it is free here: they wait for the last step.
+DeviceWindow::~DeviceWindow() {
+  try {
+    for (const auto& replica : replicas_) {
+      if (replica.made_on && replica.last) order_streams(*replica.last, *replica.made_on);
+    }
+  } catch (const std::exception& error) {
+    log(LogLevel::warning, std::string("a device did not take the end of a strategy: ") + error.what());
   }
 }
 
@@ -104,6 +121,7 @@ ClosedWindow DeviceWindow::close(int local_replica, const Closing& closing) {
   const auto r = static_cast<size_t>(local_replica);
   auto& replica = replicas_[r];
   auto& numbers = *replica.numbers;
+  replica.last = current_streams({numbers.device()}).front();
   auto& engine = context_.sums.engine(r);
   auto& replicas = *context_.groups.gradients[r];
   auto& control = *context_.groups.control_of(r);

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,9 @@ class DeviceScale : public WindowScale {
 class DeviceWindow : public Window {
  public:
   explicit DeviceWindow(const WindowContext& context);
+  ~DeviceWindow() override;
+  DeviceWindow(const DeviceWindow&) = delete;
+  DeviceWindow& operator=(const DeviceWindow&) = delete;
 
   void open() override;
   void weigh(int local_replica, double rows) override;
@@ -48,6 +52,8 @@ class DeviceWindow : public Window {
  private:
   struct Replica {
     std::unique_ptr<DeviceNumbers> numbers;
+    std::optional<c10::Stream> made_on;  // whose memory what lives longer than a window is
+    std::optional<c10::Stream> last;     // that a window ended on
     DeviceBuffers buffers;
     LossCounts losses;                       // of the window, as far as the host knows their weights
     std::vector<std::string> noted_metrics;  // of the window, by any replica

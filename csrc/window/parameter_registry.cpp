@@ -145,6 +145,7 @@ int ParameterRegistry::add(ModuleTensors module, comm::Communicator& workers) {
   const auto prefix = prefix_of(number, module.parameters.front(), names_);
   const size_t replicas = module.parameters.size();
   parameters_.resize(replicas);
+  copied_versions_.resize(replicas);
   buffers_.resize(replicas);
 
   const at::NoGradGuard no_grad;
@@ -187,26 +188,23 @@ void ParameterRegistry::share_with_replicas(size_t p) {
   }
 }
 
-// False where the replica has other sizes or strides, or lies elsewhere: then it is copied here.
-bool ParameterRegistry::awaits_copy(size_t r, size_t p) {
-  const auto& leaf = parameters_[0][p];
-  if (copied_versions_.size() <= r) copied_versions_.resize(r + 1);
-  if (copied_versions_[r].size() <= p) copied_versions_[r].resize(p + 1);
-  copied_versions_[r][p] = leaf._version();
-  if (is_alike(r, p)) return true;
-  parameters_[r][p].set_data(leaf.detach().to(devices_[r], /*non_blocking=*/true, /*copy=*/true));
-  return false;
-}
-
 void ParameterRegistry::copy_to_replica(size_t r, const std::vector<size_t>& parameters) {
+  auto& versions = copied_versions_[r];
+  versions.resize(names_.size());
   std::vector<at::Tensor> from;
   std::vector<at::Tensor> to;
   for (const size_t p : parameters) {
-    if (!awaits_copy(r, p)) continue;
-    from.push_back(parameters_[0][p]);
-    to.push_back(parameters_[r][p]);
+    const auto& leaf = parameters_[0][p];
+    if (is_alike(r, p)) {
+      from.push_back(leaf);
+      to.push_back(parameters_[r][p]);
+    } else {
+      parameters_[r][p].set_data(leaf.detach().to(devices_[r], /*non_blocking=*/true, /*copy=*/true));
+    }
   }
   copy_packed(from, to);
+  // Last: where a copy fails, the next window copies again.
+  for (const size_t p : parameters) versions[p] = parameters_[0][p]._version();
 }
 
 bool ParameterRegistry::is_alike(size_t r, size_t p) const {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -83,7 +84,6 @@ class ParameterRegistry {
  private:
   void share_with_replicas(size_t parameter);
   void follow_hooks(size_t parameter);
-  bool awaits_copy(size_t local_replica, size_t parameter);
   void copy_to_replica(size_t local_replica, const std::vector<size_t>& parameters);
   bool is_alike(size_t local_replica, size_t parameter) const;
   bool follows(size_t local_replica, size_t parameter) const;
@@ -102,9 +102,10 @@ class ParameterRegistry {
     const void* data = nullptr;
     uint32_t version = 0;
   };
-  std::vector<Agreed> agreed_;                          // by parameter: replica 0's at note_agreed()
-  std::vector<std::vector<uint32_t>> copied_versions_;  // [local replica][parameter]: replica 0's when it was copied
-  std::vector<const void*> followed_hooks_;             // by parameter: of replica 0, those that the others call
+  std::vector<Agreed> agreed_;  // by parameter: replica 0's at note_agreed()
+  // [local replica][parameter]: replica 0's when it was copied
+  std::vector<std::vector<std::optional<uint32_t>>> copied_versions_;
+  std::vector<const void*> followed_hooks_;  // by parameter: of replica 0, those that the others call
   int num_modules_ = 0;
 };
 

@@ -34,6 +34,7 @@ def run(out: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], dic
     return done, json.loads(files[0].read_text()) if files else {}
 
 
+@pytest.mark.timeout(900)
 def test_every_stage_runs_dry(tmp_path: Path) -> None:
     done, result = run(tmp_path)
     assert done.returncode == 0, done.stdout

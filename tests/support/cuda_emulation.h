@@ -62,6 +62,7 @@ struct Options {
   unsigned resident = 3;         ///< blocks of any kernel on each of them
   int capability = 90;           ///< of the device
   bool has_code = true;          ///< whether the build that is played has kernels for it
+  bool is_captured = false;      ///< as if a graph were captured; what is launched runs at once all the same
 };
 inline Options options;
 
@@ -559,7 +560,7 @@ inline void check_access(const void* p, size_t bytes) {
   emulation::wait(emulation::Waiting::failed, "");
 }
 
-inline bool is_captured(Stream) noexcept { return false; }
+inline bool is_captured(Stream) noexcept { return emulation::options.is_captured; }
 
 inline Status count_multiprocessors(unsigned& count) noexcept {
   count = emulation::options.multiprocessors;

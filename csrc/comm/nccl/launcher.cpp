@@ -89,15 +89,15 @@ LaunchPtr Launcher::post(int local, LaunchPart part) {
   launch->part = std::move(part);
   launch->posted = Clock::now();
   launch->is_captured = device_.is_capturing(current);
-  if (launch->is_captured) {
-    clique_->note_captured();
-  } else {
-    reap();
-  }
   if (launch->is_captured && ranks_.size() > 1) {
     throw InvalidArgument(
         "a group with several GPUs in one process cannot be captured in a CUDA graph; run one process "
         "per GPU");
+  }
+  if (launch->is_captured) {
+    clique_->note_captured();
+  } else {
+    reap();
   }
   {
     const std::lock_guard lock(mutex_);
