@@ -16,7 +16,7 @@ import pytest
 
 from muster.free_ports import free_ports
 from support import launched
-from support.commands import Processes, wait_until
+from support.commands import Processes, needs, wait_until
 from support.hosts import Hosts, hosts, why_no_hosts
 from support.slurm import Slurm, missing
 
@@ -72,12 +72,6 @@ def with_program(block: str, program: str = TRAINS_DIGITS) -> str:
 
 def shell(block: str, folder: Path, **variables: str) -> Processes:
     return Processes(["bash", "-c", block], folder, PATH=PATH, **variables)
-
-
-def needs(programs: list[str], packages: str) -> None:
-    """Skips where they are not installed, but not in CI, whose set-up installs them."""
-    if programs and os.environ.get("CI") != "true":
-        pytest.skip(f"{', '.join(programs)} not found: apt-get install {packages}")
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -16,6 +16,14 @@ from typing import Self
 MARK = "MUSTER_TEST_MARK"
 
 
+def needs(programs: Sequence[str], packages: str) -> None:
+    """Skips where they are not installed, but not in CI, whose set-up installs them (tools/setup_system.sh)."""
+    if programs and os.environ.get("CI") != "true":
+        import pytest  # which processes that tests start do without
+
+        pytest.skip(f"{', '.join(programs)} not found: apt-get install {packages}")
+
+
 class Processes:
     """A command, whose descendants are known by a variable of the environment; they end with the context."""
 
