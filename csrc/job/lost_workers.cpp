@@ -92,10 +92,11 @@ class SignsOfLife : public std::enable_shared_from_this<SignsOfLife> {
     note_begin_of_wait();
     std::optional<PeerLost> found;
     const auto deadline = Clock::now() + kPausesToBeFound * pause_;
-    while (!found && Clock::now() < deadline) {
+    for (bool is_over = false; !found && !is_over && Clock::now() < deadline;) {
       std::this_thread::sleep_for(Milliseconds(10));
       const std::lock_guard lock(mutex_);
       found = find_silent_for(kPausesOfSilence * pause_);
+      is_over = has_ended_;  // who ended of its own accord is not looked for
     }
     note_end_of_wait();
     return found;
@@ -242,7 +243,6 @@ class LostInStore final : public comm::LostWorkers {
     {
       const std::lock_guard lock(told_mutex_);
       if (!told_) told_ = lost;
-      knows_ = true;
     }
     if (!signs_->store_answers()) return;
     within(kPatienceToTell, [store = store_, text = std::to_string(lost.rank()) + " " + lost.what()] {
@@ -250,7 +250,10 @@ class LostInStore final : public comm::LostWorkers {
       return std::optional<PeerLost>();
     });
   }
-  bool knows() const noexcept override { return knows_; }
+  bool knows() const noexcept override {
+    const std::lock_guard lock(told_mutex_);
+    return told_.has_value();
+  }
   std::optional<PeerLost> ask(Milliseconds patience) noexcept override {
     {
       const std::lock_guard lock(told_mutex_);
@@ -307,9 +310,8 @@ class LostInStore final : public comm::LostWorkers {
   const pid_t process_;
   const net::StorePtr store_;
   const std::shared_ptr<SignsOfLife> signs_;
-  std::mutex told_mutex_;
+  mutable std::mutex told_mutex_;
   std::optional<PeerLost> told_;  // first, by this worker
-  std::atomic<bool> knows_{false};
   const std::shared_ptr<std::atomic<bool>> is_asking_ = std::make_shared<std::atomic<bool>>(false);
 };
 

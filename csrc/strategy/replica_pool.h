@@ -66,7 +66,7 @@ class ReplicaPool {
   const pid_t process_;
   const int replicas_;
   const int threads_per_replica_;
-  const int threads_elsewhere_;  // intra-op threads of the thread that made the pool
+  const int threads_elsewhere_;    // intra-op threads of the thread that made the pool
   std::unique_ptr<Sync> sync_;     // a forked child leaves it as it is: it counts threads that wait
   std::function<void(int)> task_;  // guarded by sync_->mutex, as what follows
   std::vector<std::exception_ptr> errors_;

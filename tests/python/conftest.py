@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from support.hosts import Hosts, hosts
 from support.jobs import Launcher, WorkerPool, make_job
 from support.ranks import hear_interrupts
 
@@ -49,6 +50,13 @@ def three_workers() -> Iterator[WorkerPool]:
     pool = WorkerPool(3)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[Hosts]:
+    """Network namespaces of a file's tests."""
+    with hosts(2) as made:
+        yield made
 
 
 @pytest.fixture(params=["mirrored-1", "mirrored-2", "mirrored-3", "workers-2", "workers-2x2"])

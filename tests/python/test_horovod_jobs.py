@@ -20,7 +20,7 @@ from test_horovod import job, raised
 
 import muster.horovod as hvd
 from muster.horovod import world
-from support.commands import Processes
+from support.commands import Processes, needs
 from support.jobs import WorkerPool
 from support.ranks import Ranks, environment, free_port
 from support.scripts import output_of
@@ -282,8 +282,7 @@ def example_of_ranks() -> str:
 
 
 def test_the_example_prints_the_same_under_mpirun(two_workers: WorkerPool) -> None:
-    if not shutil.which("mpirun") and os.environ.get("CI") != "true":
-        pytest.skip("mpirun not found: apt-get install openmpi-bin")
+    needs([] if shutil.which("mpirun") else ["mpirun"], "openmpi-bin")
     command = ["mpirun", "-n", "2", "--bind-to", "none", sys.executable, EXAMPLE, "--epochs", "1"]
     with Processes(command, ROOT, **OPEN_MPI) as job:
         chief, other = two_workers.call(example_of_ranks)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
-import runpy
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import muster
 from muster import huggingface
 from support.ranks import run_ranks
+from support.scripts import output_of
 
 TORCH = nn.parallel.DistributedDataParallel
 ROWS = 32
@@ -119,13 +116,11 @@ def refuse_what_wraps_in_another_way() -> None:
 
 
 def run_example(folder: Path) -> None:
-    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(EXAMPLE), "--epochs", "8", "--output", str(folder)])
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    found = re.search(r"^test loss [\d.]+, accuracy ([\d.]+)$", printed.getvalue(), re.MULTILINE)
+    printed = output_of(str(EXAMPLE), "--epochs", "8", "--output", str(folder))
+    found = re.search(r"^test loss [\d.]+, accuracy ([\d.]+)$", printed, re.MULTILINE)
     assert (found is not None) == (dist.get_rank() == 0)
     if found is not None:
-        assert "muster's DistributedDataParallel" in printed.getvalue()
+        assert "muster's DistributedDataParallel" in printed
         assert float(found[1]) > 0.5
 
 

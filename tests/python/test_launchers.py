@@ -17,7 +17,7 @@ import pytest
 from muster.free_ports import free_ports
 from support import launched
 from support.commands import Processes, needs, wait_until
-from support.hosts import Hosts, hosts, why_no_hosts
+from support.hosts import Hosts
 from support.slurm import Slurm, missing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,24 +74,21 @@ def shell(block: str, folder: Path, **variables: str) -> Processes:
     return Processes(["bash", "-c", block], folder, PATH=PATH, **variables)
 
 
+def printed_by(block: str, folder: Path) -> str:
+    """The digest of parameters that a block's job prints."""
+    with shell(block, folder) as job:
+        returncode, out, err = job.end(120)
+    assert returncode == 0, err
+    return printed(out)
+
+
 def has_checkpoint(folder: Path) -> bool:
     return bool(list((folder / "checkpoints").glob("snapshot-*")))
 
 
 def test_torchrun(tmp_path: Path) -> None:
     command, *_ = commands("torchrun", launched.__file__)
-    with shell(command, tmp_path) as job:
-        returncode, out, err = job.end(120)
-    assert returncode == 0, err
-    assert printed(out) == launched.train_on_replicas(2)
-
-
-@pytest.fixture(scope="module")
-def two_hosts() -> Iterator[Hosts]:
-    if reason := why_no_hosts():
-        pytest.skip(reason)
-    with hosts(2) as made:
-        yield made
+    assert printed_by(command, tmp_path) == launched.train_on_replicas(2)
 
 
 def on_host(made: Hosts, host: int, command: str, folder: Path, **variables: str) -> Processes:
@@ -185,26 +182,17 @@ def test_a_job_of_slurm_that_is_asked_to_end_saves_is_queued_again_and_goes_on(
 
 def test_muster_run(tmp_path: Path) -> None:
     [command] = commands("muster run", launched.__file__)
-    with shell(command, tmp_path) as job:
-        returncode, out, err = job.end(120)
-    assert returncode == 0, err
-    assert printed(out) == launched.train_on_replicas(2)
+    assert printed_by(command, tmp_path) == launched.train_on_replicas(2)
 
 
 def test_muster_run_that_binds_workers_to_cores(tmp_path: Path, parameters: str) -> None:
     [command] = commands("Cores, memory nodes, GPUs")
-    with shell(command, tmp_path) as job:
-        returncode, out, err = job.end(120)
-    assert returncode == 0, err
-    assert printed(out) == parameters
+    assert printed_by(command, tmp_path) == parameters
 
 
 def test_plain_variables(tmp_path: Path) -> None:
     [command] = commands("Plain variables", launched.__file__)
-    with shell(command, tmp_path) as job:
-        returncode, out, err = job.end(120)
-    assert returncode == 0, err
-    assert printed(out) == launched.train_on_replicas(2)
+    assert printed_by(command, tmp_path) == launched.train_on_replicas(2)
 
 
 PEER_LOST = """

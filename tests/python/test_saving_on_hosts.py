@@ -23,7 +23,7 @@ from muster.checkpoint import reading
 from muster.cli import app
 from muster.writing import Writing
 from support.commands import wait_until
-from support.hosts import hosts, why_no_hosts
+from support.hosts import hosts
 from support.ranks import run_ranks
 
 FIRST, SECOND, THIRD = (reading.numbered(number) for number in (1, 2, 3))
@@ -142,8 +142,6 @@ def saved_and_loaded(folder: Path, places: Sequence[int]) -> bool:
 
 
 def test_hosts_on_a_network_of_their_own(tmp_path: Path) -> None:
-    if reason := why_no_hosts():
-        pytest.skip(reason)
     with hosts(2) as made:
         assert made.run([0, 1], saved_and_loaded, tmp_path, (0, 1)) == [True, True]
     assert (tmp_path / "host-1" / SECOND).exists()

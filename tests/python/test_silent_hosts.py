@@ -6,27 +6,18 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 import muster
-from support.hosts import Hosts, hosts, why_no_hosts
+from support.hosts import Hosts
 
 SECONDS = 8.0
 """The jobs' timeout: a third of it is longer than a busy machine holds up a thread."""
 Raised = tuple[str, int, str, float]
 """The error's type, the rank that it names, its text, and the seconds from the loss to it."""
-
-
-@pytest.fixture(scope="module")
-def two_hosts() -> Iterator[Hosts]:
-    if reason := why_no_hosts():
-        pytest.skip(reason)
-    with hosts(2) as made:
-        yield made
 
 
 def _step_until_lost(lose: Callable[[int], None]) -> tuple[Raised, list[int]]:
