@@ -2,7 +2,7 @@
 DDP of one process over NCCL, against its own replay from a CUDA graph, and against one replica where it has two.
 
 `launches`: kernels, copies and fills of a window of k micro-batches less those of the forward and backward passes of
-its replicas alone; they are bounded by (k x replicas + 2) x buckets + 5, and 25 for each replica where several average
+its replicas alone; they are bounded by (k x replicas + 2) x buckets + 5, and 2 for each replica where several average
 buffers. `asked launches` is what the project asked for: (k + 2) x buckets + 5, however many replicas. `enqueue_ms`: the
 host's time for a window, with a device that has nothing to do. `us beyond one replica`: of a window's time.
 
@@ -260,7 +260,7 @@ def measure(case: Case) -> dict[str, Any]:
             passes()
         whole, alone = traced(window), traced(passes)
         buckets = buckets_of(window.module)
-        averaging = 25 * case.replicas if case.replicas > 1 and any(True for _ in window.module.buffers()) else 0
+        averaging = 2 * case.replicas if case.replicas > 1 and any(True for _ in window.module.buffers()) else 0
         columns: dict[str, Column] = {"muster": window, "torch": torch_window(case), "passes": passes}
         if is_plain:
             columns["ddp"] = torch_window(case, with_ddp)

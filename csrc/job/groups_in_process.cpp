@@ -37,8 +37,9 @@ Groups groups_in_process(const std::vector<c10::Device>& devices, comm::Millisec
   const bool is_alone = replicas == 1 && (device.is_cpu() || !uses_nccl_alone());
   const auto make = [&](const std::string& name, int max_ctas) -> std::vector<comm::CommunicatorPtr> {
     if (is_alone) return {comm::make_single(device)};
-    if (device.is_cpu()) return comm::make_local(replicas, timeout);
+    if (device.is_cpu() && !played_group()) return comm::make_local(replicas, timeout);
     const auto options = with_control(comm::make_local(replicas, timeout), timeout, max_ctas);
+    if (device.is_cpu()) return played_group()(options);
     if (shares_device) return comm::make_device_local(devices, options);
     c10d::PrefixStore prefixed(name, c10::make_intrusive<c10d::HashStore>());
     return comm::make_nccl(prefixed, 0, replicas, devices, options);

@@ -9,6 +9,11 @@ bool& uses_nccl_alone() noexcept {
   return is_wanted;
 }
 
+PlayedGroup& played_group() noexcept {
+  static PlayedGroup group;
+  return group;
+}
+
 std::vector<comm::NcclOptions> with_control(const std::vector<comm::CommunicatorPtr>& control,
                                             comm::Milliseconds timeout, int max_ctas) {
   std::vector<comm::NcclOptions> options;

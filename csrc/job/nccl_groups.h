@@ -15,6 +15,11 @@ namespace muster {
 /// of that path on a machine with one GPU. False at first; read when groups are made.
 bool& uses_nccl_alone() noexcept;
 
+/// For tests: makes a group of replicas on the CPU that play devices (device/device.h), one for each element; empty:
+/// they communicate through the memory of this process. Read when groups are made.
+using PlayedGroup = std::function<std::vector<comm::CommunicatorPtr>(const std::vector<comm::NcclOptions>& options)>;
+PlayedGroup& played_group() noexcept;
+
 /// NcclOptions::max_ctas of the group for collectives inside a step: few programs have any, and most are small.
 inline constexpr int kStepCtas = 4;
 

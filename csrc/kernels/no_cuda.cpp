@@ -33,6 +33,14 @@ Status apply_means(const MeanSegment*, const Chunk*, uint32_t, const StepScalars
   return kNotBuilt;
 }
 
+Status gather_buffers(const BufferPlan&, const BufferSums&, const double*, double, int, int, Stream) noexcept {
+  return kNotBuilt;
+}
+
+Status scatter_buffers(const BufferPlan&, const BufferSums&, const double*, bool, int, Stream) noexcept {
+  return kNotBuilt;
+}
+
 Status note_loss(const LossTerms&, const StepScalars*, const LossScaleState*, double*, double*, void*, WindowReport*,
                  Stream) noexcept {
   return kNotBuilt;

@@ -1,150 +1,163 @@
 #include "window/device_buffers.h"
 
 #include <ATen/MemoryOverlap.h>
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/_foreach_copy.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/ne.h>
-#include <ATen/ops/ones_like.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros_like.h>
-#include <c10/util/accumulate.h>
+#include <ATen/ops/empty.h>
 
-#include <algorithm>
+#include <limits>
+#include <utility>
 
 #include "core/plain_memory.h"
+#include "device/kernel_dtype.h"
+#include "device/kernel_status.h"
 
 namespace muster {
 
 namespace {
 
+// More words of integers are reduced by themselves: they are so many for each replica.
+constexpr uint64_t kMostWords = uint64_t{1} << 16;
+
 bool is_whole(const at::Tensor& buffer) { return at::isIntegralType(buffer.scalar_type(), /*includeBool=*/true); }
 
-// Floating and complex ones.
-DeviceBuffers::Tensors averaged_of(const DeviceBuffers::Tensors& buffers) {
-  DeviceBuffers::Tensors selected;
-  for (const auto& buffer : buffers) {
-    if (!is_whole(buffer)) selected.push_back(buffer.detach());
+// Whether kernels may work on its memory.
+bool is_served(const at::Tensor& buffer) {
+  switch (c10::toRealValueType(buffer.scalar_type())) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kBFloat16:
+    case at::kHalf:
+    case at::kLong:
+    case at::kInt:
+    case at::kShort:
+    case at::kChar:
+    case at::kByte:
+    case at::kBool:
+      return buffer.is_contiguous() && !is_lazy(buffer);
+    default:
+      return false;
   }
-  return selected;
 }
 
-// By dtype, in the order of the first of each: a run is converted at once, so that the number of launches does not
-// depend on that of buffers.
-std::vector<DeviceBuffers::Tensors> runs_of(const DeviceBuffers::Tensors& buffers) {
-  std::vector<DeviceBuffers::Tensors> runs;
-  for (const auto& buffer : buffers) {
-    const auto is_alike = [&](const DeviceBuffers::Tensors& run) {
-      return run.front().scalar_type() == buffer.scalar_type();
-    };
-    const auto run = std::find_if(runs.begin(), runs.end(), is_alike);
-    (run == runs.end() ? runs.emplace_back() : *run).push_back(buffer);
-  }
-  return runs;
+at::ScalarType wide_dtype(const at::Tensor& buffer) {
+  return is_whole(buffer) ? at::kLong : buffer.is_complex() ? at::kComplexDouble : at::kDouble;
 }
 
-at::Tensor flat(const at::Tensor& values) { return values.is_contiguous() ? values.view({-1}) : values.reshape({-1}); }
-
-// End to end, run by run; undefined for none. Memory of its own.
-at::Tensor joined(const DeviceBuffers::Tensors& buffers, at::ScalarType dtype) {
-  DeviceBuffers::Tensors converted;
-  for (const auto& run : runs_of(buffers)) {
-    DeviceBuffers::Tensors parts;
-    for (const auto& buffer : run) parts.push_back(flat(as_real(buffer)));
-    converted.push_back(at::cat(parts).to(dtype));
-  }
-  if (converted.empty()) return {};
-  return converted.size() == 1 ? converted.front() : at::cat(converted);
-}
-
-// Replaces the buffers by values that lie as joined() leaves them.
-void divide_up(const at::Tensor& values, const DeviceBuffers::Tensors& buffers) {
-  int64_t offset = 0;
-  for (const auto& run : runs_of(buffers)) {
-    int64_t length = 0;
-    for (const auto& buffer : run) length += buffer.numel() * (buffer.is_complex() ? 2 : 1);
-    const auto own = values.narrow(0, offset, length).to(c10::toRealValueType(run.front().scalar_type()));
-    offset += length;
-    // torch writes those that lie alike in a few launches.
-    DeviceBuffers::Tensors written;
-    DeviceBuffers::Tensors parts;
-    int64_t start = 0;
-    for (const auto& buffer : run) {
-      auto sizes = buffer.sizes().vec();
-      if (buffer.is_complex()) sizes.push_back(2);
-      const int64_t count = c10::multiply_integers(sizes);
-      const auto part = own.narrow(0, start, count).view(sizes);
-      start += count;
-      // An expanded one cannot be written, here or by anybody.
-      if (at::has_internal_overlap(buffer) == at::MemOverlap::Yes) continue;
-      if (buffer.is_contiguous() && !is_lazy(buffer)) {
-        written.push_back(as_real(buffer));
-        parts.push_back(part);
-      } else {
-        buffer.copy_(buffer.is_complex() ? at::view_as_complex(part.clone()) : part);
-      }
-    }
-    if (!written.empty()) at::_foreach_copy_(written, parts);
-  }
+kernels::cuda::BufferSegment segment_of(const at::Tensor& values) {
+  kernels::cuda::BufferSegment segment{};
+  segment.values = values.mutable_data_ptr();
+  segment.n = static_cast<uint64_t>(values.numel()) * (values.is_complex() ? 2 : 1);
+  segment.dtype = kernel_dtype(c10::toRealValueType(values.scalar_type()));
+  return segment;
 }
 
 }  // namespace
 
-void DeviceBuffers::note(const Tensors& buffers) {
-  noted_ = joined(averaged_of(buffers), at::kDouble);
-  noted_others_.clear();
-  for (const auto& buffer : buffers) noted_others_.push_back({buffer, static_cast<int64_t>(buffer._version())});
-}
-
 void DeviceBuffers::add_written(const Tensors& buffers, double* written) const {
   for (size_t b = 0; b < buffers.size(); ++b) {
     if (!is_whole(buffers[b])) continue;
-    const bool is_known = b < noted_others_.size() && noted_others_[b].buffer.is_same(buffers[b]) &&
-                          noted_others_[b].version == static_cast<int64_t>(buffers[b]._version());
+    const bool is_known = b < versions_.size() && versions_[b].buffer.is_same(buffers[b]) &&
+                          versions_[b].version == static_cast<int64_t>(buffers[b]._version());
     if (!is_known) written[b] += 1;
   }
 }
 
-void DeviceBuffers::reduce(comm::Communicator& replicas, const Tensors& buffers, const double* written,
-                           const at::Tensor& weight, Buffers policy) {
-  works_.clear();
-  values_ = joined(averaged_of(buffers), at::kDouble);
-  if (values_.defined()) {
-    const bool comparable = noted_.defined() && noted_.numel() == values_.numel();
-    const auto changed = comparable ? values_.ne(noted_).to(at::kDouble) : at::ones_like(values_);
-    const auto share = policy == Buffers::mean ? weight
-                       : replicas.rank() == 0  ? at::ones_like(weight)
-                                               : at::zeros_like(weight);
-    sums_ = at::cat({at::where(share.gt(0), values_ * share, at::zeros_like(values_)), changed});
-    works_.push_back(replicas.all_reduce(sums_, ReduceOp::sum));
+// The same memory from window to window, as tables and CUDA graphs have its address.
+at::Tensor DeviceBuffers::copy_of(size_t index, const at::Tensor& buffer) {
+  if (copies_.size() <= index) copies_.resize(index + 1);
+  auto& copy = copies_[index];
+  const auto dtype = wide_dtype(buffer);
+  if (!copy.defined() || copy.scalar_type() != dtype || copy.sizes() != buffer.sizes()) {
+    copy = at::empty(buffer.sizes(), at::TensorOptions(dtype).device(buffer.device()));
   }
-  written_.clear();
+  return copy;
+}
+
+int64_t DeviceBuffers::begin(const Tensors& buffers, const double* written, int replicas) {
+  parts_.clear();
+  segments_.clear();
+  num_averaged_ = num_integers_ = 0;
+  replicas_ = replicas;
   for (size_t b = 0; b < buffers.size(); ++b) {
-    if (written[b] > 0) written_.push_back(buffers[b].detach());
+    const auto& buffer = buffers[b];
+    if (buffer.numel() == 0 || (is_whole(buffer) && !(written[b] > 0))) continue;
+    auto& part = parts_.emplace_back(Part{buffer, is_served(buffer) ? at::Tensor() : copy_of(b, buffer)});
+    auto& segment = segments_.emplace_back(segment_of(part.copy.defined() ? part.copy : buffer));
+    auto& place = is_whole(buffer) ? num_integers_ : num_averaged_;
+    segment.place = place;
+    place += segment.n;
   }
-  integers_ = joined(written_, at::kLong);
+  const uint64_t words = 2 * num_integers_ * static_cast<uint64_t>(replicas);
+  integers_ = at::Tensor();
+  if (words > kMostWords) {
+    integers_ = at::empty({static_cast<int64_t>(num_integers_)}, buffers.front().options().dtype(at::kLong));
+  }
+  return static_cast<int64_t>(2 * num_averaged_ + (integers_.defined() ? 0 : words));
+}
+
+// NaN is no value that a buffer was left with: everything counts as written then.
+void DeviceBuffers::reserve_noted(c10::Device device) {
+  const auto bytes = static_cast<int64_t>(num_averaged_ * sizeof(double));
+  const auto* const before = noted_.data();
+  noted_.reserve(static_cast<size_t>(bytes), device);
+  if (noted_.data() != before || num_noted_ != num_averaged_) {
+    noted_.tensor().narrow(0, 0, bytes).view(at::kDouble).fill_(std::numeric_limits<double>::quiet_NaN());
+  }
+  num_noted_ = num_averaged_;
+  noted_.note_launch(device);
+}
+
+kernels::cuda::BufferPlan DeviceBuffers::plan_on(c10::Device device) {
+  on_device_.follow(segments_, device);
+  return {on_device_.items(), on_device_.chunks(), on_device_.num_chunks(), num_integers_};
+}
+
+kernels::cuda::BufferSums DeviceBuffers::arrays_of(const at::Tensor& sums) const {
+  auto* const values = sums.mutable_data_ptr<double>();
+  const bool has_words = !integers_.defined();
+  return {.noted = static_cast<double*>(noted_.data()),
+          .sums = values,
+          .writers = values + num_averaged_,
+          .words = has_words ? values + 2 * num_averaged_ : nullptr,
+          .integers = has_words ? nullptr : integers_.mutable_data_ptr<int64_t>()};
+}
+
+void DeviceBuffers::gather(comm::Communicator& replicas, const at::Tensor& sums, const double* weight, Buffers policy) {
+  if (parts_.empty()) return;
+  const auto device = sums.device();
+  reserve_noted(device);
+  for (const auto& part : parts_) {
+    if (part.copy.defined()) part.copy.copy_(part.buffer);
+  }
+  const bool is_mean = policy == Buffers::mean;
+  const double share = is_mean || replicas.rank() == 0 ? 1 : 0;
+  check_kernel(kernels::cuda::gather_buffers(plan_on(device), arrays_of(sums), is_mean ? weight : nullptr, share,
+                                             replicas.rank(), replicas_, stream_handle(device)),
+               "gathering buffers");
   if (!integers_.defined()) return;
-  works_.push_back(policy == Buffers::chief ? replicas.broadcast(integers_, 0)
-                                            : replicas.all_reduce(integers_, ReduceOp::max));
+  work_ = is_mean ? replicas.all_reduce(integers_, ReduceOp::max) : replicas.broadcast(integers_, 0);
 }
 
-void DeviceBuffers::wait() {
-  for (auto& work : works_) work.wait();
-  works_.clear();
-}
+void DeviceBuffers::wait() { std::exchange(work_, comm::Work()).wait(); }
 
-void DeviceBuffers::merge(const Tensors& buffers, const at::Tensor& total_weight, Buffers policy) {
-  const auto floating = averaged_of(buffers);
-  const auto has_weight = total_weight.gt(0);
-  if (!floating.empty()) {
-    const int64_t n = values_.numel();
-    const auto sums = sums_.narrow(0, 0, n);
-    const auto mean = policy == Buffers::chief ? sums : sums / total_weight;
-    divide_up(at::where(sums_.narrow(0, n, n).gt(0).logical_and(has_weight), mean, values_), floating);
-    values_.reset();
+void DeviceBuffers::merge(const Tensors& buffers, const at::Tensor& sums, const double* total_weight, Buffers policy) {
+  if (!parts_.empty()) {
+    const auto device = sums.device();
+    noted_.note_launch(device);
+    check_kernel(kernels::cuda::scatter_buffers(plan_on(device), arrays_of(sums), total_weight, policy == Buffers::mean,
+                                                replicas_, stream_handle(device)),
+                 "merging buffers");
   }
-  if (!written_.empty()) divide_up(at::where(has_weight, integers_, joined(written_, at::kLong)), written_);
-  note(buffers);
+  for (const auto& part : parts_) {
+    // An expanded one cannot be written, here or by anybody.
+    if (at::has_internal_overlap(part.buffer) == at::MemOverlap::Yes) continue;
+    if (part.copy.defined()) {
+      part.buffer.detach().copy_(part.copy);
+    } else {
+      part.buffer.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+  versions_.clear();
+  for (const auto& buffer : buffers) versions_.push_back({buffer, static_cast<int64_t>(buffer._version())});
 }
 
 }  // namespace muster

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
@@ -83,9 +84,23 @@ kernels::StepScalars DeviceScalars::read_scalars() const {
 DeviceNumbers::DeviceNumbers(c10::Device device, std::shared_ptr<DeviceScalars> scalars)
     : device_(device),
       scalars_(std::move(scalars)),
-      tail_(
-          at::zeros({static_cast<int64_t>(kernels::tail_size(kSlots))}, at::TensorOptions(at::kDouble).device(device))),
-      gate_(at::zeros({1}, at::TensorOptions(at::kDouble).device(device))) {}
+      gate_(at::zeros({1}, at::TensorOptions(at::kDouble).device(device))) {
+  with_room(0);
+  tail_.zero_();
+}
+
+const at::Tensor& DeviceNumbers::with_room(int64_t room) {
+  const auto length = static_cast<int64_t>(kernels::tail_size(kSlots));
+  const auto bytes = (length + room) * static_cast<int64_t>(sizeof(double));
+  const auto before = tail_;
+  const auto* const data = memory_.data();
+  memory_.reserve(static_cast<size_t>(bytes), device_);
+  if (sums_.defined() && memory_.data() == data && sums_.numel() == length + room) return sums_;
+  sums_ = memory_.tensor().narrow(0, 0, bytes).view(at::kDouble);
+  tail_ = sums_.narrow(0, 0, length);
+  if (before.defined() && memory_.data() != data) tail_.copy_(before);
+  return sums_;
+}
 
 DeviceReport DeviceNumbers::new_report() const {
   return {
@@ -123,13 +138,50 @@ uint32_t DeviceNumbers::slot_of(const std::string& name) {
   return static_cast<uint32_t>(slot);
 }
 
-void DeviceNumbers::launch(const kernels::LossTerms& terms, void* seed) {
-  report_ = new_report();
-  check_kernel(kernels::cuda::note_loss(terms, scalars_->scalars(), scalars_->scale(), tail_.mutable_data_ptr<double>(),
-                                        gate_.mutable_data_ptr<double>(), seed,
-                                        static_cast<kernels::WindowReport*>(report_.memory.mutable_data_ptr()),
+void DeviceNumbers::launch(const kernels::LossTerms& terms, const at::Tensor& tail, const at::Tensor& gate, void* seed,
+                           const DeviceReport& report) const {
+  check_kernel(kernels::cuda::note_loss(terms, scalars_->scalars(), scalars_->scale(), tail.mutable_data_ptr<double>(),
+                                        gate.mutable_data_ptr<double>(), seed,
+                                        static_cast<kernels::WindowReport*>(report.memory.mutable_data_ptr()),
                                         stream_handle(device_)),
                "noting a loss");
+}
+
+void DeviceNumbers::add(const kernels::LossTerms& terms, void* seed) {
+  report_ = new_report();
+  memory_.note_launch(device_);
+  launch(terms, tail_, gate_, seed, report_);
+}
+
+// As of an absence, which adds nothing.
+DeviceReport DeviceNumbers::report_of(const at::Tensor& tail) const {
+  kernels::LossTerms terms{};
+  terms.num_slots = kSlots;
+  auto report = new_report();
+  launch(terms, tail, at::empty_like(gate_), nullptr, report);
+  return report;
+}
+
+at::Tensor DeviceNumbers::tail_by(std::map<std::string, size_t>& slots) const {
+  const auto own = noted();
+  size_t next = names_.size();
+  for (const auto& [name, slot] : slots) next = std::max(next, slot + 1);
+  bool is_by_slots = true;
+  for (const auto& [name, slot] : own) {
+    const bool is_agreed = slot < names_.size();
+    // Names without room are refused at the window's end.
+    if (!slots.contains(name) && (is_agreed || next < kSlots)) slots[name] = is_agreed ? slot : next++;
+    const auto found = slots.find(name);
+    is_by_slots = is_by_slots && found != slots.end() && found->second == slot;
+  }
+  if (is_by_slots) return tail_;
+  auto tail = tail_.clone();
+  tail.slice(0, static_cast<int64_t>(kernels::metric_field(static_cast<uint32_t>(names_.size())))).zero_();
+  for (const auto& [name, slot] : own) {
+    const auto found = slots.find(name);
+    if (found != slots.end()) metric_sums(tail, found->second).copy_(metric_sums(tail_, slot));
+  }
+  return tail;
 }
 
 at::Tensor DeviceNumbers::note(const Loss& loss, double rows, bool first) {
@@ -160,7 +212,7 @@ at::Tensor DeviceNumbers::note(const Loss& loss, double rows, bool first) {
                                           slot};
   }
   auto seed = at::empty({}, loss.value.options().requires_grad(false));
-  launch(terms, seed.mutable_data_ptr());
+  add(terms, seed.mutable_data_ptr());
   return seed;
 }
 
@@ -169,7 +221,7 @@ void DeviceNumbers::note_absence(bool first) {
   kernels::LossTerms terms{};
   terms.first = first;
   terms.num_slots = kSlots;
-  launch(terms, nullptr);
+  add(terms, nullptr);
 }
 
 void DeviceNumbers::agree(const std::vector<std::string>& names) {

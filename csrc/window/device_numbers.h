@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "device/device.h"
+#include "device/table.h"
 #include "kernels/kernels.h"
 #include "muster/step.h"
 
@@ -104,18 +105,33 @@ class DeviceNumbers {
 
   /// tail_size(kSlots) fields: this replica's, or, after its reduction, all replicas'.
   const at::Tensor& tail() const noexcept { return tail_; }
+  /// The tail and behind it `room` numbers, whose values are whatever they are, so that both are reduced at once.
+  /// tail() is then its beginning.
+  const at::Tensor& with_room(int64_t room);
+  /// What the last with_room() put behind the tail.
+  at::Tensor room() const { return sums_.narrow(0, tail_.numel(), sums_.numel() - tail_.numel()); }
+  /// The tail with metrics in the slots of another replica, to which it adds its own names, where there is room.
+  at::Tensor tail_by(std::map<std::string, size_t>& slots) const;
+  /// Of a window so far, by the sum of replicas' tails.
+  DeviceReport report_of(const at::Tensor& tail) const;
+  /// The sum of losses' weights in the tail.
+  const double* weight() const { return tail_.const_data_ptr<double>() + kernels::kWeight; }
   c10::Device device() const noexcept { return device_; }
   /// Memory for a report.
   DeviceReport new_report() const;
 
  private:
   uint32_t slot_of(const std::string& name);
-  void launch(const kernels::LossTerms& terms, void* seed);
+  void launch(const kernels::LossTerms& terms, const at::Tensor& tail, const at::Tensor& gate, void* seed,
+              const DeviceReport& report) const;
+  void add(const kernels::LossTerms& terms, void* seed);
   void open();
 
   c10::Device device_;
   std::shared_ptr<DeviceScalars> scalars_;
-  at::Tensor tail_;
+  GraphMemory memory_;  // of sums_
+  at::Tensor sums_;     // fp64
+  at::Tensor tail_;     // the beginning of it
   at::Tensor gate_;
   DeviceReport report_;
   std::vector<std::string> names_;      // agreed, by slot

@@ -3,8 +3,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <exception>
@@ -142,11 +140,12 @@ ClosedWindow DeviceWindow::close(int local_replica, const Closing& closing) {
     return {tail, exchange_texts(control, text_of(closing.failure))};
   }
   agree_on_metrics(replica, tail, control);
-  if (context_.topology.num_replicas > 1 && !buffers.empty()) {
-    const auto own_weight = numbers.tail().select(0, kernels::kWeight).clone();
-    replica.buffers.reduce(replicas, buffers, tail.written(), own_weight, context_.options.buffers);
-  }
-  auto tail_work = replicas.all_reduce(numbers.tail(), ReduceOp::sum);
+  // The numbers of both travel together: what a collective costs is its latency.
+  const bool merges = context_.topology.num_replicas > 1;
+  const auto& sums =
+      numbers.with_room(merges ? replica.buffers.begin(buffers, tail.written(), context_.topology.num_replicas) : 0);
+  if (merges) replica.buffers.gather(replicas, numbers.room(), numbers.weight(), context_.options.buffers);
+  auto tail_work = replicas.all_reduce(sums, ReduceOp::sum);
   engine.wait();
   replica.buffers.wait();
   tail_work.wait();
@@ -238,9 +237,8 @@ void DeviceWindow::finish(const Tail& tail, bool fused, WindowSums& sums) {
     if (numbers.device() != first.device()) {
       scalars_[r]->memory().copy_(scalars_.front()->memory(), /*non_blocking=*/true);
     }
-    const auto& buffers = context_.registry.buffers(r);
-    if (context_.topology.num_replicas == 1 || buffers.empty()) continue;
-    replicas_[r].buffers.merge(buffers, numbers.tail().select(0, kernels::kWeight), options.buffers);
+    if (context_.topology.num_replicas == 1) continue;
+    replicas_[r].buffers.merge(context_.registry.buffers(r), numbers.room(), numbers.weight(), options.buffers);
   }
   const auto& present = replicas_.front().noted_metrics;
   std::map<std::string, size_t> metrics;
@@ -285,37 +283,15 @@ WindowSums DeviceWindow::so_far() const {
 
 StepResult DeviceWindow::sums_so_far() const {
   const auto& first = *replicas_.front().numbers;
-  auto result = result_of(first.report(), first.noted());
-  if (replicas_.size() == 1) return result;
+  auto slots = first.noted();
+  if (replicas_.size() == 1) return result_of(first.report(), slots);
   const at::NoGradGuard no_grad;
   const OnDevice scope(first.device());
-  // Sums of what each replica has; an empty one has NaN.
-  const auto here = [&](const at::Tensor& number) { return number.to(first.device(), /*non_blocking=*/true); };
-  const auto times = [](const at::Tensor& mean, const at::Tensor& weight) {
-    return at::where(weight.gt(0), mean * weight, at::zeros_like(weight));
-  };
-  result.weight = at::zeros_like(result.weight);
-  result.loss = at::zeros_like(result.loss);
-  result.metrics.clear();
-  std::map<std::string, at::Tensor> metrics;
-  bool is_sum = false;
-  for (size_t r = 0; r < replicas_.size(); ++r) {
-    const auto& window = *replicas_[r].numbers;
-    const auto weight = here(window.report().weight());
-    const auto loss = here(window.report().loss());
-    const bool adds = replicas_[r].losses.sum_losses > 0;
-    is_sum = is_sum || adds;
-    result.weight = result.weight + weight;
-    result.loss = result.loss + (adds ? at::where(weight.gt(0), loss, at::zeros_like(loss)) : times(loss, weight));
-    for (const auto& [name, slot] : window.noted()) {
-      auto& sums = metrics[name];
-      const auto own = here(metric_sums(window.tail(), slot));
-      sums = sums.defined() ? sums + own : own.clone();
-    }
+  auto sums = first.tail();
+  for (size_t r = 1; r < replicas_.size(); ++r) {
+    sums = sums + replicas_[r].numbers->tail_by(slots).to(first.device(), /*non_blocking=*/true);
   }
-  if (!is_sum) result.loss = result.loss / result.weight;
-  for (const auto& [name, sums] : metrics) result.metrics[name] = sums.select(0, 0) / sums.select(0, 1);
-  return result;
+  return result_of(first.report_of(sums), slots);
 }
 
 }  // namespace muster

@@ -68,6 +68,10 @@ inline Options options;
 
 /// Of the calling thread's last launch.
 inline thread_local size_t parameter_bytes = 0;
+/// That the calling thread has launched.
+inline thread_local int launches = 0;
+/// That all threads have.
+inline std::atomic<int> all_launches = 0;
 
 struct Index {
   unsigned x = 0;

@@ -18,6 +18,10 @@
   X(report_ignores_the_scale)       \
   X(report_of_a_dropped_weight)     \
   X(count_of_skipped_steps)         \
+  X(buffers_without_weight)         \
+  X(buffers_always_written)         \
+  X(buffers_take_what_nobody_wrote) \
+  X(buffers_take_the_last_integer)  \
   X(means_misaligned_store)         \
   X(means_short_tail)               \
   X(means_always_clip)              \

@@ -118,6 +118,49 @@ Status count_steps(float* steps, const double* used, size_t n, const StepScalars
 Status apply_means(const MeanSegment* segments, const Chunk* chunks, uint32_t num_chunks, const StepScalars* scalars,
                    bool clips, Stream stream) noexcept;
 
+// --- buffers -------------------------------------------------------------------------------------------------------
+// The merge over replicas of what their modules keep beside parameters (batch norm's running statistics, say): each
+// replica gathers, all add up what they gathered, each scatters the result. Averaged elements become the mean by weight
+// where a replica wrote them, integers the largest; computed in fp64 and int64.
+
+/// One buffer, or its real and imaginary parts.
+struct BufferSegment {
+  void* values;    ///< n elements
+  uint64_t n;      ///< elements
+  uint64_t place;  ///< of the first among all averaged ones, or among all integers
+  DType dtype;     ///< f32, f64, bf16, f16: averaged; i64, i32, i16, i8, u8, boolean: integers
+
+  bool operator==(const BufferSegment&) const = default;
+};
+
+/// A replica's buffers. Segments and chunks (of all segments) lie in the device's memory.
+struct BufferPlan {
+  const BufferSegment* segments;
+  const Chunk* chunks;
+  uint32_t num_chunks;
+  uint64_t num_integers;  ///< of all segments
+};
+
+/// What a replica gathers, in the device's memory; by averaged element, or by integer.
+struct BufferSums {
+  double* noted;      ///< not added up: as the last scatter left the elements; NaN before it
+  double* sums;       ///< value times weight
+  double* writers;    ///< 1 where the replica wrote since `noted`
+  double* words;      ///< of each rank every integer's upper and lower half, zeros but for its own; or null
+  int64_t* integers;  ///< where `words` is null: values, of which not the sum is taken but the largest, or rank 0's
+};
+
+/// Writes what this rank of `size` adds. The weight is share * *weight, without a pointer `share`; above 0, or nothing
+/// is added. Integers are added where `share` is not 0.
+Status gather_buffers(const BufferPlan& plan, const BufferSums& sums, const double* weight, double share, int rank,
+                      int size, Stream stream) noexcept;
+
+/// Writes the result: averaged elements that a rank wrote become sums / *total_weight (`is_mean` false: sums), integers
+/// the largest of all ranks (likewise: rank 0's). Where *total_weight is not above 0, elements keep their values. Then
+/// notes all averaged ones.
+Status scatter_buffers(const BufferPlan& plan, const BufferSums& sums, const double* total_weight, bool is_mean,
+                       int size, Stream stream) noexcept;
+
 // --- losses --------------------------------------------------------------------------------------------------------
 
 /// See kernels.h; `terms` is host memory, free for reuse on return, and what it points to lies in the device's memory,

@@ -132,6 +132,7 @@ Status launch(void (*kernel)(Parameters...), Shape shape, Stream stream,
 #else
   static_cast<void>(stream);
   emulation::parameter_bytes = (sizeof(Parameters) + ... + 0);
+  ++emulation::launches, ++emulation::all_launches;
   const char* problem =
       emulation::run_grid(shape.blocks, shape.threads, shape.cooperative, [&] { kernel(arguments...); });
   return problem == nullptr ? Status{} : Status{Status::Code::failed, problem};

@@ -8,9 +8,13 @@
 #include <ATen/ops/polar.h>
 #include <ATen/ops/scalar_tensor.h>
 
+#include <functional>
+#include <limits>
+
 #include "comm/communicator.h"
 #include "cpp/catch.h"
 #include "cpp/emulated_device/device_job.h"
+#include "support/cuda_emulation.h"
 #include "support/operators.h"
 #include "support/run_ranks.h"
 
@@ -19,29 +23,41 @@ using namespace muster::testing;
 
 namespace {
 
+// A window's end for one replica's buffers, whose losses weigh `weight`, as DeviceWindow has it.
+void merge(comm::Communicator& group, DeviceBuffers& merged, const DeviceBuffers::Tensors& buffers, double weight,
+           double weight_of_all, Buffers policy = Buffers::mean) {
+  const auto written = at::full({static_cast<int64_t>(buffers.size())}, 0, at::kDouble);
+  merged.add_written(buffers, written.mutable_data_ptr<double>());
+  group.all_reduce(written, ReduceOp::sum).wait();
+  const auto sums = at::empty({merged.begin(buffers, written.const_data_ptr<double>(), group.size())}, at::kDouble);
+  merged.gather(group, sums, &weight, policy);
+  group.all_reduce(sums, ReduceOp::sum).wait();
+  merged.wait();
+  merged.merge(buffers, sums, &weight_of_all, policy);
+}
+
+// Of two replicas, on a thread each.
+void merge_on_each(const std::function<void(comm::Communicator& group, int rank)>& replica) {
+  const auto groups = comm::make_local(2, Seconds(60));
+  const auto failures = run_threads(2, [&](int rank) { replica(*groups[static_cast<size_t>(rank)], rank); });
+  INFO(failures);
+  CHECK(failures.empty());
+}
+
 // Replica 0 wrote 1 into the first of two floating elements, replica 1 wrote 5 there and raised the count; their
 // weights are 3 and 1. What both have then: the elements, and the count.
 std::vector<double> merged(Buffers policy, double weight_of_all) {
-  const auto groups = comm::make_local(2, Seconds(60));
   std::vector<std::vector<double>> seen(2);
-  CHECK(run_threads(2, [&](int rank) {
-          auto& group = *groups[static_cast<size_t>(rank)];
-          const DeviceBuffers::Tensors tensors{at::full({2}, 0.1, at::kDouble), at::ones({1}, at::kLong)};
-          DeviceBuffers buffers;
-          buffers.note(tensors);
-          tensors[0].mutable_data_ptr<double>()[0] = rank == 0 ? 1 : 5;  // past the version counter, as batch norm
-          if (rank == 1) tensors[1].fill_(7);
-          const auto written = at::full({2}, 0, at::kDouble);
-          buffers.add_written(tensors, written.mutable_data_ptr<double>());
-          MUSTER_CHECK(written[1].item<double>() == rank);
-          group.all_reduce(written, ReduceOp::sum).wait();
-          const auto weight = at::scalar_tensor(rank == 0 ? 3 : 1, at::kDouble);
-          buffers.reduce(group, tensors, written.const_data_ptr<double>(), weight, policy);
-          buffers.wait();
-          buffers.merge(tensors, at::scalar_tensor(weight_of_all, at::kDouble), policy);
-          const auto* values = tensors[0].const_data_ptr<double>();
-          seen[static_cast<size_t>(rank)] = {values[0], values[1], tensors[1].item<double>()};
-        }).empty());
+  merge_on_each([&](comm::Communicator& group, int rank) {
+    const DeviceBuffers::Tensors tensors{at::full({2}, 0.1, at::kDouble), at::ones({1}, at::kLong)};
+    DeviceBuffers buffers;
+    merge(group, buffers, tensors, 1, 2);                          // notes what is there
+    tensors[0].mutable_data_ptr<double>()[0] = rank == 0 ? 1 : 5;  // past the version counter, as batch norm
+    if (rank == 1) tensors[1].fill_(7);
+    merge(group, buffers, tensors, rank == 0 ? 3 : 1, weight_of_all, policy);
+    const auto* values = tensors[0].const_data_ptr<double>();
+    seen[static_cast<size_t>(rank)] = {values[0], values[1], tensors[1].item<double>()};
+  });
   if (weight_of_all > 0) CHECK(seen[0] == seen[1]);
   return seen[1];
 }
@@ -68,55 +84,42 @@ DeviceBuffers::Tensors mixed(int rank) {
   return tensors;
 }
 
-// Counts of writers, of buffers of integers alone.
-std::vector<double> all_written(const DeviceBuffers::Tensors& buffers) {
-  std::vector<double> counts;
-  for (const auto& buffer : buffers) counts.push_back(at::isIntegralType(buffer.scalar_type(), true) ? 2 : 0);
-  return counts;
-}
-
-// Operators of the end of a window with so many floating and as many integer buffers; views left out.
-int operators_of_a_window(int64_t buffers) {
+// What is launched at the end of a window with so many floating and as many integer buffers, beside the reduction.
+int launches_of_a_window(int64_t buffers) {
   std::vector<int> seen(2);
-  const auto groups = comm::make_local(2, Seconds(60));
-  CHECK(run_threads(2, [&](int rank) {
-          auto& group = *groups[static_cast<size_t>(rank)];
-          DeviceBuffers::Tensors tensors;
-          for (int64_t b = 0; b < buffers; ++b) tensors.push_back(at::full({b + 2}, rank, at::kFloat));
-          for (int64_t b = 0; b < buffers; ++b) tensors.push_back(at::full({}, rank, at::kLong));
-          DeviceBuffers merged;
-          merged.note(tensors);
-          const auto written = all_written(tensors);
-          const auto weight = at::scalar_tensor(1, at::kDouble);
-          const OperatorCount count;
-          merged.reduce(group, tensors, written.data(), weight, Buffers::mean);
-          merged.wait();
-          merged.merge(tensors, weight, Buffers::mean);
-          seen[static_cast<size_t>(rank)] = count.without_views();
-        }).empty());
+  merge_on_each([&](comm::Communicator& group, int rank) {
+    DeviceBuffers::Tensors tensors;
+    for (int64_t b = 0; b < buffers; ++b) tensors.push_back(at::full({b + 2}, rank, at::kFloat));
+    for (int64_t b = 0; b < buffers; ++b) tensors.push_back(at::full({}, rank, at::kLong));
+    DeviceBuffers merged;
+    merge(group, merged, tensors, 1, 2);
+    for (const auto& tensor : tensors) tensor.add_(1);
+    const std::vector<double> written(tensors.size(), 2);
+    const auto sums = at::empty({merged.begin(tensors, written.data(), 2)}, at::kDouble);
+    const double weight = 1;
+    const OperatorCount operators;
+    const int before = kernels::cuda::emulation::launches;
+    merged.gather(group, sums, &weight, Buffers::mean);
+    merged.wait();
+    merged.merge(tensors, sums, &weight, Buffers::mean);
+    seen[static_cast<size_t>(rank)] = kernels::cuda::emulation::launches - before + operators.without_views();
+  });
+  CHECK(seen[0] == seen[1]);
   return seen[0];
 }
 
 }  // namespace
 
-TEST_CASE("a window's operators do not grow with the number of buffers", "[window]") {
-  const int of_three = operators_of_a_window(3);
-  CHECK(of_three > 0);
-  CHECK(operators_of_a_window(100) == of_three);
+TEST_CASE("a window's buffers are gathered in one launch and merged in another", "[window]") {
+  CHECK(launches_of_a_window(3) == 2);
+  CHECK(launches_of_a_window(100) == 2);
 }
 
 TEST_CASE("buffers of any dtype and layout become the mean, rounded once", "[window]") {
-  const auto groups = comm::make_local(2, Seconds(60));
-  const auto failures = run_threads(2, [&](int rank) {
-    auto& group = *groups[static_cast<size_t>(rank)];
+  merge_on_each([&](comm::Communicator& group, int rank) {
     const auto own = mixed(rank), first = mixed(0), second = mixed(1);
-    DeviceBuffers buffers;
-    buffers.note({});  // everything counts as written
-    const auto written = all_written(own);
-    const auto weight = at::scalar_tensor(rank == 0 ? 3 : 1, at::kDouble);
-    buffers.reduce(group, own, written.data(), weight, Buffers::mean);
-    buffers.wait();
-    buffers.merge(own, at::scalar_tensor(4, at::kDouble), Buffers::mean);
+    DeviceBuffers buffers;  // everything counts as written
+    merge(group, buffers, own, rank == 0 ? 3 : 1, 4);
     for (size_t b = 0; b < own.size(); ++b) {
       const auto dtype = own[b].scalar_type();
       const auto wide = own[b].is_complex() ? at::kComplexDouble : at::kDouble;
@@ -125,8 +128,38 @@ TEST_CASE("buffers of any dtype and layout become the mean, rounded once", "[win
       if (!own[b].equal(expected)) throw std::runtime_error("buffer " + std::to_string(b) + " is wrong");
     }
   });
-  INFO(failures);
-  CHECK(failures.empty());
+}
+
+TEST_CASE("integers of any size and sign keep their bits", "[window]") {
+  const auto policy = GENERATE(Buffers::mean, Buffers::chief);
+  const int64_t length = GENERATE(7, 40'000);  // few travel with the sums, many by themselves
+  constexpr auto kLimits = std::numeric_limits<int64_t>();
+  merge_on_each([&](comm::Communicator& group, int rank) {
+    const auto values = [&](int64_t of) {
+      auto all = at::full({length}, of - 3, at::kLong);
+      const std::vector<int64_t> some{kLimits.min() + of, kLimits.max() - of, -(int64_t{1} << 32) - of,
+                                      (int64_t{1} << 53) + of, -of};
+      for (size_t i = 0; i < some.size(); ++i) all[static_cast<int64_t>(i)] = some[i];
+      return all;
+    };
+    const DeviceBuffers::Tensors tensors{values(rank)};
+    DeviceBuffers buffers;
+    merge(group, buffers, tensors, 1, 2, policy);
+    const auto expected = policy == Buffers::chief ? values(0) : values(0).maximum(values(1));
+    if (!tensors[0].equal(expected)) throw std::runtime_error("an integer is wrong");
+  });
+}
+
+TEST_CASE("buffers that are replaced by others of another size are merged", "[window]") {
+  merge_on_each([&](comm::Communicator& group, int rank) {
+    DeviceBuffers buffers;
+    for (const int64_t length : {3, 5000, 2}) {
+      const DeviceBuffers::Tensors tensors{at::full({length}, rank, at::kFloat), at::full({length}, rank, at::kInt)};
+      merge(group, buffers, tensors, 1, 2);
+      MUSTER_CHECK(tensors[0].eq(0.5).all().item<bool>());
+      MUSTER_CHECK(tensors[1].eq(1).all().item<bool>());
+    }
+  });
 }
 
 TEST_CASE("what a replica wrote becomes the mean by weight, and the largest integer", "[window]") {

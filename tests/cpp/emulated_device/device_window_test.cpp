@@ -95,6 +95,22 @@ TEST_CASE("weights and metrics of a device are the host's", "[device]") {
   check_job(job);
 }
 
+TEST_CASE("replicas may name metrics in different order, in micro-batches, too", "[device]") {
+  Job job;
+  job.replicas = 3;
+  job.options.accumulate = 3;
+  job.step = [](Net& net, const at::Tensor& x, int step) -> Loss {
+    Loss loss(plain_loss(net, x, step).value);
+    const auto replica = static_cast<int>(x[0][0].item<float>() * 1000) % 3;  // differs between them
+    if (replica != 0) loss.metrics["b" + std::to_string(step)] = x.mean();
+    if (replica != 1) loss.metrics["a"] = x.sum();
+    loss.metrics["c" + std::to_string(step % 2)] = x.square().sum();
+    return loss;
+  };
+  job.rows = {9, 9, 9, 9, 9, 9};
+  check_job(job);
+}
+
 TEST_CASE("a loss that is a sum is not divided on a device", "[device]") {
   Job job;
   job.step = [](Net& net, const at::Tensor& x, int) {

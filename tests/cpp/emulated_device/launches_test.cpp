@@ -1,0 +1,144 @@
+// What a window gives its devices to do beside its passes.
+#include <ATen/ops/ones.h>
+#include <ATen/record_function.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <atomic>
+#include <numeric>
+
+#include "comm/nccl/communicator.h"
+#include "comm/nccl/in_process.h"
+#include "cpp/catch.h"
+#include "cpp/emulated_device/device_job.h"
+#include "job/nccl_groups.h"
+#include "support/cuda_emulation.h"
+#include "support/fake_nccl.h"
+#include "support/operators.h"
+
+using namespace muster;
+using namespace muster::testing;
+
+namespace {
+
+/// How the replicas communicate.
+enum class Link : uint8_t { none, nccl, shared_device };
+
+/// While one lives, replicas that play devices do so over tables of functions: NCCL's, each on a device of its own, or
+/// those of one device.
+class PlayedLink {
+ public:
+  explicit PlayedLink(Link link) {
+    if (link == Link::none) return;
+    played_group() = [this, link](const std::vector<comm::NcclOptions>& options) {
+      const auto size = static_cast<int>(options.size());
+      const std::vector<int> ordinals(options.size(), 0);
+      const std::vector<c10::Device> devices(options.size(), c10::Device(c10::kCPU));
+      const auto table =
+          link == Link::nccl ? fake_.nccl() : comm::nccl::make_in_process_api(fake_.device(), c10::kCPU, ordinals);
+      return comm::nccl::make_communicators(table, fake_.device(), *c10::make_intrusive<c10d::HashStore>(), 0, size,
+                                            devices, options);
+    };
+  }
+  ~PlayedLink() { played_group() = {}; }
+  PlayedLink(const PlayedLink&) = delete;
+  PlayedLink& operator=(const PlayedLink&) = delete;
+
+  /// Collectives so far; on a shared device, sums.
+  int collectives() { return fake_.count("all_reduce 0") + fake_.count("tree_sum 2"); }
+  /// Launches so far that the tables stand for.
+  int launches() {
+    int count = 0;
+    for (const auto& entry : fake_.log()) {
+      for (const auto* name : {"all_reduce ", "broadcast ", "all_gather ", "copy ", "tree_sum "}) {
+        count += entry.starts_with(name) ? 1 : 0;
+      }
+    }
+    return count;
+  }
+
+ private:
+  FakeNccl fake_;
+};
+
+torch::nn::Sequential model_of(bool has_batch_norm) {
+  torch::nn::Sequential model;
+  for (int layer = 0; layer < 6; ++layer) {
+    model->push_back(torch::nn::Linear(24, 24));
+    if (has_batch_norm) model->push_back(torch::nn::BatchNorm1d(24));
+  }
+  return model;
+}
+
+struct Window {
+  int launches = 0;  ///< of all devices, less those of the passes
+  int buckets = 0;
+};
+
+constexpr int kRows = 8;
+
+at::Tensor batch_of() { return at::linspace(-1, 1, kRows * 24, at::kFloat).view({kRows, 24}); }
+
+/// The operators of one replica's passes over one micro-batch.
+int operators_of_passes(torch::nn::Sequential& model, const at::Tensor& x) {
+  for (const auto& parameter : model->parameters()) parameter.mutable_grad() = at::Tensor();
+  const auto seed = at::ones({});
+  const AllOperators operators;
+  model->forward(x).square().mean().backward(seed);
+  return operators.without_views();
+}
+
+Window window_of(bool has_batch_norm, int replicas, int k, Link link) {
+  PlayedLink played(link);
+  Window window;
+  StrategyOptions options{.accumulate = k};
+  options.bucket_bytes = 24 * 24 * 4;
+  MirroredStrategy strategy(std::vector<std::string>(static_cast<size_t>(replicas), "cpu"), options);
+  auto model = strategy.prepare([&] { return model_of(has_batch_norm); });
+  optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
+  strategy.prepare(optimizer);
+  std::vector<at::Tensor> parts;
+  for (int r = 0; r < replicas; ++r) parts.push_back(batch_of());
+  const PerReplica<at::Tensor> batch(std::move(parts));
+  const auto step = [&] {
+    for (int i = 0; i < k; ++i) {
+      strategy.step([&](const at::Tensor& x) { return model->forward(x).square().mean(); }, batch);
+    }
+  };
+  for (int i = 0; i < 3; ++i) step();
+  const int collectives = played.collectives();
+  int launches = -played.launches() - kernels::cuda::emulation::all_launches;
+  std::map<std::string, int> names;
+  {
+    const AllOperators operators;
+    step();
+    launches += operators.without_views() - replicas;  // each makes zeros on the host
+    names = operators.by_name();
+  }
+  for (const auto& [name, number] : names) UNSCOPED_INFO(name << " " << number);
+  launches += played.launches() + kernels::cuda::emulation::all_launches;
+  auto alone = model_of(has_batch_norm);
+  window.launches = launches - replicas * k * operators_of_passes(alone, batch_of());
+  window.buckets = played.collectives() - collectives - 1;  // but for the numbers'
+  return window;
+}
+
+}  // namespace
+
+TEST_CASE("a window launches a bounded number of kernels, with batch norm too", "[device]") {
+  const bool has_batch_norm = GENERATE(false, true);
+  const int k = GENERATE(1, 4);
+  CAPTURE(has_batch_norm, k);
+  // Over NCCL, each of two devices.
+  const auto two = window_of(has_batch_norm, 2, k, Link::nccl);
+  CAPTURE(two.launches, two.buckets);
+  REQUIRE(two.buckets > 3);
+  CHECK(two.launches <= 2 * ((k + 2) * two.buckets + 5));
+  const auto shared = window_of(has_batch_norm, 2, k, Link::shared_device);
+  CAPTURE(shared.launches, shared.buckets);
+  // Each replica packs and notes its own, and gathers and scatters its own buffers.
+  CHECK(shared.launches <= (2 * k + 1) * shared.buckets + 5 * k + 3 + (has_batch_norm ? 4 : 0));
+  const auto one = window_of(has_batch_norm, 1, k, Link::none);
+  CAPTURE(one.launches);
+  CHECK(one.launches <= (k + 2) * two.buckets + 5);
+}
