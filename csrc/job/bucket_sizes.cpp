@@ -55,6 +55,8 @@ BucketSizes choose_buckets(const LinkSpeed& link, bool in_one_memory) {
   return {usual, end, end};
 }
 
+BucketSizes device_buckets() { return {25 << 20, 1 << 20, 1 << 20}; }
+
 BucketSizes buckets_of(int64_t bytes) { return {bytes, std::min(bytes, BucketSizes().first), 0}; }
 
 }  // namespace muster

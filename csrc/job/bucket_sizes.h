@@ -32,6 +32,10 @@ LinkSpeed measure_link(comm::Communicator& replicas);
 /// caches.
 BucketSizes choose_buckets(const LinkSpeed& link, bool in_one_memory);
 
+/// Between devices, where nothing is measured: 25 MiB, as DistributedDataParallel has them by default (bucket_cap_mb);
+/// the first and the last 1 MiB.
+BucketSizes device_buckets();
+
 /// Buckets of at most `bytes`, set by hand; the first one of at most 1 MiB.
 BucketSizes buckets_of(int64_t bytes);
 

@@ -25,7 +25,11 @@ void choose_buckets(Session& session) {
     groups.buckets = buckets_of(*options.bucket_bytes);
     return;
   }
-  if (topology.num_replicas == 1 || is_streamed(topology.devices.front()) || groups.servers) return;
+  if (topology.num_replicas == 1 || groups.servers) return;
+  if (is_streamed(topology.devices.front())) {
+    groups.buckets = device_buckets();
+    return;
+  }
   std::vector<LinkSpeed> links(topology.devices.size());
   session.pool().run([&](int local_replica) {
     const auto r = static_cast<size_t>(local_replica);

@@ -4,14 +4,34 @@ from __future__ import annotations
 
 import atexit
 import contextvars
+import logging
 import os
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from muster import _C
 
-__all__ = ["ReplicaThreads"]
+__all__ = ["ReplicaThreads", "warn_of_one_lock"]
+
+_MOST_DEVICES = 2
+"""That a process keeps busy from Python."""
+
+
+def warn_of_one_lock(devices: Sequence[torch.device]) -> None:
+    """Logs where replicas of so many GPUs take turns at Python's global interpreter lock."""
+    count = len({device for device in devices if device.type == "cuda"})
+    has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
+    if count <= _MOST_DEVICES or not has_lock:
+        return
+    logging.getLogger("muster").warning(
+        f"{count} GPUs in one process: Python runs their forward and backward passes under one lock, so that the "
+        f"host's time for them adds up. A process for each GPU has none of that: muster run --workers {count}, with "
+        "MultiWorkerMirroredStrategy.from_env()"
+    )
 
 
 class ReplicaThreads:

@@ -27,7 +27,7 @@ from muster.passes import Passes, WeakHost
 from muster.per_replica import PerReplica
 from muster.precision import LossScaler, autocast
 from muster.preparing import Preparation
-from muster.replica_threads import ReplicaThreads
+from muster.replica_threads import ReplicaThreads, warn_of_one_lock
 from muster.replicated import Replicated
 from muster.saving import Saving
 from muster.several_hosts import SeveralHosts
@@ -321,6 +321,7 @@ class MirroredStrategy(Strategy):
             raise InvalidArgument(f"balance={balance!r}: it must be 'equal' or 'auto'")
         chosen = options_of(options)
         super().__init__(_C.make_mirrored(device_names(devices), asdict(chosen), balance == "auto"), chosen)
+        warn_of_one_lock(self.devices)
 
 
 class MultiWorkerMirroredStrategy(Strategy):

@@ -212,6 +212,23 @@ def test_objects_stay_the_programs_own(two_workers: WorkerPool, tmp_path: Path) 
     assert two_workers.call(job, referred, str(tmp_path)) == [expected] * 2
 
 
+def gained() -> Any:
+    model = nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(3)
+    commit = hvd.elastic.TorchState(model=model, epoch=2).kept()
+    of_now = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(of_now.parameters(), lr=0.5)
+    state = hvd.elastic.TorchState(model=of_now, optimizer=optimizer, epoch=0, batch=7)
+    state.keep(commit)
+    state.restore()
+    return [of_now.weight.item(), optimizer.param_groups[0]["lr"], state.epoch, state.batch]
+
+
+def test_a_script_that_has_gained_state_goes_on_from_an_older_commit() -> None:
+    assert job(gained) == [3.0, 0.5, 2, 7]
+
+
 def elastic_errors() -> Any:
     hvd.init()
     state = hvd.elastic.ObjectState(batch=0)

@@ -11,9 +11,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import muster
 from muster._C import _log, _log_from_thread, _set_log_rank
+from muster.replica_threads import warn_of_one_lock
 from support.ranks import run_ranks
 
 
@@ -181,3 +183,16 @@ def test_mirrored_in_several_processes_of_a_launcher_is_said_once() -> None:
     assert len(chiefs) == 1
     assert "trains in one process, and the launcher (torchrun) has started 2, which learn apart" in chiefs[0]
     assert run_ranks(1, _mirrored_in_a_launch) == [[]]
+
+
+@pytest.mark.parametrize(("devices", "is_told"), [("cuda:0 cuda:1 cuda:1", False), ("cuda:0 cuda:1 cuda:2", True)])
+def test_many_gpus_under_one_lock_are_told(
+    devices: str, is_told: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING, logger="muster")
+    warn_of_one_lock([torch.device(name) for name in devices.split()])
+    assert ("muster run --workers 3" in caplog.text) == is_told
+    caplog.clear()
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    warn_of_one_lock([torch.device(name) for name in devices.split()])
+    assert not caplog.text

@@ -198,6 +198,9 @@ inline constexpr unsigned kMaxPeerBlocks = 64;
 struct PeerSignals {
   uint32_t arrived[kMaxPeerBlocks][kMaxPeers];  ///< barriers that a block of a peer has reached, written by that peer
   uint32_t passed[kMaxPeerBlocks];              ///< barriers of this rank's blocks
+  /// Not 0: launches of this rank wait for no peer any more and end, whatever they have done by then. Set by whoever
+  /// knows that a peer is lost, on another stream than those launches, once and for all.
+  uint32_t stop;
 };
 
 /// Who takes part, and whom a launch plays.

@@ -19,7 +19,14 @@ struct Place {
   uint32_t passed;
 };
 
+/// Of a block: whether it has given up. Set by any of its threads, once.
+MUSTER_DEVICE uint32_t& given_up() {
+  MUSTER_SHARED uint32_t flag;
+  return flag;
+}
+
 MUSTER_DEVICE Place enter_peers(const Peers& peers) {
+  if (threadIdx.x == 0) given_up() = 0;  // no thread looks before its first barrier
   Place place;
   place.rank = peers.rank == kAllRanks ? static_cast<int>(blockIdx.x / peers.blocks) : peers.rank;
   place.block = blockIdx.x % peers.blocks;
@@ -37,8 +44,9 @@ MUSTER_DEVICE void leave_peers(const Peers& peers, const Place& place) {
 enum class Meeting { same_block, all_blocks };
 
 /// What blocks wrote before it, those that they meet (the same block of every rank, or all blocks of all) read after.
+/// False, for all threads of the block, where this rank is to stop.
 template <Meeting kMeeting>
-MUSTER_DEVICE void peer_barrier(const Peers& peers, Place& place) {
+MUSTER_DEVICE bool peer_barrier(const Peers& peers, Place& place) {
   ++place.passed;
   __syncthreads();
   const unsigned size = static_cast<unsigned>(peers.size);
@@ -54,10 +62,15 @@ MUSTER_DEVICE void peer_barrier(const Peers& peers, Place& place) {
     while (
         static_cast<int32_t>(MUSTER_MUTATE(peer_relaxed_acquire, load_acquire_system(flag), load_relaxed_system(flag)) -
                              place.passed) < 0) {
+      if (load_acquire_system(&peers.signals[place.rank]->stop) != 0) {
+        given_up() = 1;
+        break;
+      }
       spin_pause();
     }
   }
   MUSTER_MUTATE(peer_barrier_awaited_by_few, __syncthreads(), void());
+  return given_up() == 0;
 }
 
 // --- the sum over peers ----------------------------------------------------------------------------------------------
@@ -111,10 +124,10 @@ struct PeerReduction {
 /// write what block b of any rank added.
 template <int kCount, class S>
 MUSTER_DEVICE void peer_reduce_round(const PeerReduction<S>& a, Place& place) {
-  peer_barrier<Meeting::same_block>(a.peers, place);
+  if (!peer_barrier<Meeting::same_block>(a.peers, place)) return;
   const uint64_t first = (uint64_t{place.block} * kCount + place.rank) * kPeerThreads + threadIdx.x;
   sum_vectors<kCount>(a.buffers, a.buffers, kCount, a.n, first, uint64_t{a.peers.blocks} * kCount * kPeerThreads);
-  MUSTER_MUTATE(peer_no_closing_barrier, peer_barrier<Meeting::same_block>(a.peers, place), void());
+  MUSTER_MUTATE(peer_no_closing_barrier, peer_barrier<Meeting::same_block>(a.peers, place), true);
 }
 
 // --- reduce_step -----------------------------------------------------------------------------------------------------
@@ -269,13 +282,13 @@ template <class Optimizer, class T>
 MUSTER_DEVICE void reduce_step_round(const PeerStep& a, Place& place) {
   const PeerState& state = a.step.state[place.rank];
   const PeerBuffers& own = a.step.buffers[place.rank];
-  peer_barrier<Meeting::all_blocks>(a.peers, place);
+  if (!peer_barrier<Meeting::all_blocks>(a.peers, place)) return;
   reduce_all<T>(a, place);
-  MUSTER_MUTATE(reduce_step_no_middle_barrier, peer_barrier<Meeting::all_blocks>(a.peers, place), void());
+  if (!MUSTER_MUTATE(reduce_step_no_middle_barrier, peer_barrier<Meeting::all_blocks>(a.peers, place), true)) return;
   const StepScalars closed =
       close_window(own.partials, a.step.num_partials, own.tail_sum, a.step.options, state.scalars, state.scale);
   step_tiles<Optimizer, T>(a, place, closed);
-  MUSTER_MUTATE(reduce_step_no_closing_barrier, peer_barrier<Meeting::all_blocks>(a.peers, place), void());
+  if (!MUSTER_MUTATE(reduce_step_no_closing_barrier, peer_barrier<Meeting::all_blocks>(a.peers, place), true)) return;
   if (place.block != 0) return;
   advance_window(closed, own.tail_sum + a.step.used, state.steps, a.step.num_parameters, a.step.options, state.scalars,
                  state.scale);

@@ -1,3 +1,7 @@
+#include <atomic>
+#include <chrono>
+#include <thread>
+
 #include "cpp/cuda/peer_group.h"
 
 namespace muster::kernels::cuda {
@@ -58,6 +62,30 @@ TEST_CASE("tree_sum equals the CPU's tree on one device", "[cuda]") {
     CHECK(first_difference(sums[0], expected) == -1);
     CHECK(first_difference(sums[1], expected) == -1);
     CHECK((sums[0].is_intact() && sums[1].is_intact()));
+  }
+}
+
+TEST_CASE("a rank that is told to stop waits for no peer", "[cuda]") {
+  for (const uint32_t seed : kSeeds) {
+    const Schedule schedule(seed);
+    PeerGroup group(2, 3);
+    group.peers.rank = 0;  // rank 1 never comes
+    std::vector<Buffer<float>> buffers = filled<float>(2, 5003, 1);
+    const std::vector<Buffer<float>> before = buffers;
+    const std::vector<void*> list = pointers(buffers);
+    const auto launch = [&] { return peer_reduce(group.peers, DType::f32, list.data(), 5003, nullptr); };
+    std::atomic<bool> is_over = false;
+    std::thread rank([&] {
+      check_ok(launch());
+      is_over = true;
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    CHECK_FALSE(is_over);
+    store_release_system(&group.signals[0]->stop, 1u);
+    rank.join();
+    check_ok(launch());  // nor does any later one
+    CHECK(first_difference(buffers[0], before[0]) == -1);
+    CHECK(first_difference(buffers[1], before[1]) == -1);
   }
 }
 

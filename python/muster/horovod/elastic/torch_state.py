@@ -84,7 +84,7 @@ class TorchState(ObjectState):
         """As of State: `state` of kept()."""
         saved, objects = state
         for name, handler in self._handlers.items():
-            handler.saved = saved[name]
+            handler.saved = saved.get(name, handler.saved)  # the script may have got it since
         super().keep(objects)
 
     def __setattr__(self, name: str, value: Any) -> None:
