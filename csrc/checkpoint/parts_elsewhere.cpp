@@ -8,6 +8,7 @@
 #include <system_error>
 #include <utility>
 
+#include "core/first_line.h"
 #include "muster/error.h"
 
 namespace muster::checkpoint {
@@ -52,7 +53,7 @@ auto in_store(const std::string& leader, const Call& call) {
     return call();
   } catch (const std::exception& error) {
     throw CheckpointError("of the parts of " + leader +
-                          "'s host, which is another one than the chief's, nothing can be " + "told: " + error.what());
+                          "'s host, which is another one than the chief's, nothing can be told: " + first_line(error));
   }
 }
 
@@ -83,8 +84,7 @@ net::StorePtr client_for_thread(const net::StorePtr& store) {
   try {
     return store->clone();
   } catch (const std::exception& error) {
-    throw CheckpointError(std::string("the store that the job met in has no client for another thread: ") +
-                          error.what());
+    throw CheckpointError("the store that the job met in has no client for another thread: " + first_line(error));
   }
 }
 

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/first_line.h"
 #include "core/log.h"
 #include "muster/error.h"
 
@@ -35,8 +36,6 @@ constexpr Milliseconds kLongestSilence{30'000};  // of a worker that lives
 
 constexpr int kPausesOfSilence = 3;  // of a worker whose connection ended, and at most
 constexpr int kPausesToBeFound = 7;  // until that is known
-
-std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 std::string key_of(int worker) { return "alive/" + std::to_string(worker); }
 
@@ -158,7 +157,7 @@ class SignsOfLife : public std::enable_shared_from_this<SignsOfLife> {
       await_others();
     } catch (const std::exception& error) {
       const std::lock_guard lock(mutex_);
-      store_error_ = first_line(error.what());
+      store_error_ = first_line(error);
     }
     const std::lock_guard lock(mutex_);
     has_ended_ = true;
@@ -289,7 +288,7 @@ class LostInStore final : public comm::LostWorkers {
       }).detach();
       if (given.wait_for(patience + kPatienceToTell) == std::future_status::ready) return given.get();
     } catch (const std::exception& error) {
-      log(LogLevel::info, std::string("other hosts cannot be told of lost workers: ") + error.what());
+      log(LogLevel::info, std::string("other hosts cannot be told of lost workers: ") + first_line(error));
     }
     return std::nullopt;
   }
