@@ -5,7 +5,6 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <atomic>
-#include <numeric>
 
 #include "comm/nccl/communicator.h"
 #include "comm/nccl/in_process.h"
