@@ -3,6 +3,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <optional>
 #include <string>
 
 #include "kernels/kernels.h"
@@ -10,8 +11,8 @@
 
 namespace muster {
 
-/// Throws InvalidArgument for a dtype that no kernel serves.
-inline kernels::DType kernel_dtype(c10::ScalarType dtype) {
+/// Empty for a dtype that no kernel serves.
+inline std::optional<kernels::DType> find_kernel_dtype(c10::ScalarType dtype) noexcept {
   switch (dtype) {
     case c10::ScalarType::Float:
       return kernels::DType::f32;
@@ -34,9 +35,15 @@ inline kernels::DType kernel_dtype(c10::ScalarType dtype) {
     case c10::ScalarType::Bool:
       return kernels::DType::boolean;
     default:
-      throw InvalidArgument(std::string("dtype ") + c10::toString(dtype) +
-                            " cannot be communicated; convert the tensor to a floating, integer or bool dtype");
+      return std::nullopt;
   }
+}
+
+/// Throws InvalidArgument for a dtype that no kernel serves.
+inline kernels::DType kernel_dtype(c10::ScalarType dtype) {
+  if (const auto found = find_kernel_dtype(dtype)) return *found;
+  throw InvalidArgument(std::string("dtype ") + c10::toString(dtype) +
+                        " cannot be communicated; convert the tensor to a floating, integer or bool dtype");
 }
 
 }  // namespace muster

@@ -288,7 +288,7 @@ class LostInStore final : public comm::LostWorkers {
       }).detach();
       if (given.wait_for(patience + kPatienceToTell) == std::future_status::ready) return given.get();
     } catch (const std::exception& error) {
-      log(LogLevel::info, std::string("other hosts cannot be told of lost workers: ") + first_line(error));
+      log(LogLevel::info, "other hosts cannot be told of lost workers: " + first_line(error));
     }
     return std::nullopt;
   }

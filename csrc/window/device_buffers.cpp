@@ -9,6 +9,7 @@
 #include "core/plain_memory.h"
 #include "device/kernel_dtype.h"
 #include "device/kernel_status.h"
+#include "gradient/buckets.h"
 
 namespace muster {
 
@@ -21,21 +22,7 @@ bool is_whole(const at::Tensor& buffer) { return at::isIntegralType(buffer.scala
 
 // Whether kernels may work on its memory.
 bool is_served(const at::Tensor& buffer) {
-  switch (c10::toRealValueType(buffer.scalar_type())) {
-    case at::kFloat:
-    case at::kDouble:
-    case at::kBFloat16:
-    case at::kHalf:
-    case at::kLong:
-    case at::kInt:
-    case at::kShort:
-    case at::kChar:
-    case at::kByte:
-    case at::kBool:
-      return buffer.is_contiguous() && !is_lazy(buffer);
-    default:
-      return false;
-  }
+  return find_kernel_dtype(c10::toRealValueType(buffer.scalar_type())) && buffer.is_contiguous() && !is_lazy(buffer);
 }
 
 at::ScalarType wide_dtype(const at::Tensor& buffer) {
@@ -45,7 +32,7 @@ at::ScalarType wide_dtype(const at::Tensor& buffer) {
 kernels::cuda::BufferSegment segment_of(const at::Tensor& values) {
   kernels::cuda::BufferSegment segment{};
   segment.values = values.mutable_data_ptr();
-  segment.n = static_cast<uint64_t>(values.numel()) * (values.is_complex() ? 2 : 1);
+  segment.n = static_cast<uint64_t>(num_reals(values));
   segment.dtype = kernel_dtype(c10::toRealValueType(values.scalar_type()));
   return segment;
 }
