@@ -13,18 +13,15 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What `write` gives, which is called again as often as the caller says.
+// What `write` gives, which may write the file more than once.
 template <class Write>
 auto written(const fs::path& path, const SnapshotOptions& options, const Write& write) {
-  for (;;) {
-    try {
-      return write();
-    } catch (const CheckpointError& error) {
-      if (!options.try_again || !options.try_again(error)) throw;
-      std::error_code ignored;  // what is there does not hinder it, or does again
-      fs::remove(path, ignored);
-    }
-  }
+  bool is_first = true;
+  return tried_again(options, [&] {
+    std::error_code ignored;  // what an earlier try left does not hinder it, or does again
+    if (!std::exchange(is_first, false)) fs::remove(path, ignored);
+    return write();
+  });
 }
 
 std::string name_in_file(const Run& run) {

@@ -86,24 +86,23 @@ void check_keep(const std::optional<int>& keep) {
 fs::path write_snapshot(const fs::path& folder, const Metadata& metadata, const NextTensors& next,
                         const SnapshotOptions& options) {
   check_keep(options.keep);
-  return in_folder(folder, [&] {
-    const auto begun = begin_snapshot(folder, options.least);
-    try {
-      ShardWriter shards(begun, "shard-", options);
-      for (auto tensors = next(); !tensors.empty(); tensors = next()) {
-        std::vector<Run> runs;
-        std::ranges::transform(std::exchange(tensors, {}), std::back_inserter(runs), whole_run);
-        shards.add(std::move(runs));
-      }
-      auto manifest = shards.finish();
-      manifest.metadata = metadata;
-      write_manifest(begun / kManifest, manifest, options);
-      return end_snapshot(begun, options.keep, options.secret);
-    } catch (...) {
-      drop_draft(begun);
-      throw;
+  const auto in_it = [&](const auto& call) { return tried_again(options, [&] { return in_folder(folder, call); }); };
+  const auto begun = in_it([&] { return begin_snapshot(folder, options.least); });
+  try {
+    ShardWriter shards(begun, "shard-", options);
+    for (auto tensors = next(); !tensors.empty(); tensors = next()) {
+      std::vector<Run> runs;
+      std::ranges::transform(std::exchange(tensors, {}), std::back_inserter(runs), whole_run);
+      shards.add(std::move(runs));
     }
-  });
+    auto manifest = shards.finish();
+    manifest.metadata = metadata;
+    write_manifest(begun / kManifest, manifest, options);
+    return in_it([&] { return end_snapshot(begun, options.keep, options.secret); });
+  } catch (...) {
+    drop_draft(begun);
+    throw;
+  }
 }
 
 fs::path write_snapshot(const fs::path& folder, const Snapshot& snapshot, const SnapshotOptions& options) {

@@ -45,7 +45,8 @@ struct StoredSnapshot : Snapshot {
 struct SnapshotOptions {
   std::optional<int> keep = {};              ///< how many of the newest good ones stay; empty: all
   uint64_t shard_bytes = uint64_t{1} << 30;  ///< tensors go to one file up to this; a larger one has its own
-  /// Asked where a file could not be written, which says why: true once it is to be tried again, false to give up.
+  /// Asked where a file or the snapshot's folder could not be written, which says why: true once it is to be tried
+  /// again, false to give up.
   std::function<bool(const Error& error)> try_again = {};
   std::optional<net::JobSecret> secret = net::job_secret();  ///< signs it
   int64_t least = 1;                                         ///< of the numbers that it may have

@@ -97,7 +97,8 @@ fs::path end_snapshot(const fs::path& begun, const std::optional<int>& keep,
   const auto folder = begun.parent_path();
   const auto name = begun.filename().string();
   const auto snapshot = folder / name.substr(kPartialPrefix.size(), name.rfind('-') - kPartialPrefix.size());
-  fs::rename(begun, snapshot);
+  const bool is_renamed = !fs::exists(begun) && fs::exists(snapshot);  // by an earlier try
+  if (!is_renamed) fs::rename(begun, snapshot);
   flush_folder(folder);
   note_good(snapshot, true);
   try {

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import muster
 from support.commands import Command, wait_until
-from support.hosts import hosts
+from support.hosts import hosts, names_ended
 from support.ranks import environment, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,7 +156,7 @@ def test_cpp_workers_of_several_hosts_give_the_bits_of_one_and_name_who_died(pro
         *others, _ = both.run([0, 0, 1, 1], run_until_rank_3_is_killed, many, data / "trains")
         for code, text in others:
             assert code == 1
-            assert "worker 3 ended (it was killed, crashed or exited)" in text
+            assert names_ended(3, text), text
 
 
 def run_until_rank_3_is_killed(command: list[str], trains: Path) -> tuple[int, str]:

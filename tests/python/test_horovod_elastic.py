@@ -252,8 +252,14 @@ def elastic_errors() -> Any:
         hvd.allreduce(torch.ones(2 + hvd.rank()), name="shapes")
 
     def twice() -> None:
-        handles = [hvd.allreduce_async(torch.ones(2), name="twice") for _ in range(2)]
-        hvd.synchronize(handles[0])
+        names = [f"twice {rank}" for rank in range(2)]
+        own = hvd.allreduce_async(torch.ones(2), name=names[hvd.rank()])  # it waits for the other rank to ask for it
+        try:
+            hvd.allreduce_async(torch.ones(2), name=names[hvd.rank()])
+        finally:
+            hvd.barrier()
+            hvd.allreduce(torch.ones(2), name=names[1 - hvd.rank()])
+            hvd.synchronize(own)
 
     found = []
     records = Kept()

@@ -3,21 +3,29 @@ the others. Making them needs root and iproute2."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import subprocess
-import sys
-import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
+
 from support.commands import needs
+from support.ranks import environment, hear_interrupts, process_context
 
-__all__ = ["Hosts", "hosts"]
+__all__ = ["Hosts", "hosts", "names_ended"]
 
-TESTS = Path(__file__).resolve().parents[1]
+# Of <sched.h> and <sys/mount.h>.
+CLONE_NEWNET = 0x40000000
+CLONE_NEWNS = 0x00020000
+MS_REC = 0x4000
+MS_SLAVE = 0x80000
+MNT_DETACH = 2
 
 
 def _ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -103,47 +111,57 @@ class Hosts:
             _ip("netns", "exec", name, "tc", "qdisc", "del", "dev", "eth0", "root", check=False)
 
     def run(
-        self, host_of_worker: Sequence[int], function: Callable[..., Any], *args: Any, timeout: float = 120
+        self, host_of_worker: Sequence[int], function: Callable[..., Any], *args: Any, timeout: float = 240
     ) -> list[Any]:
         """What `function` (of a module that workers can import) returns on each worker, or raises; an int where the
         process ended by that signal."""
         self._next_port += 1
-        with tempfile.TemporaryDirectory() as folder:
-            processes = []
-            for rank, host in enumerate(host_of_worker):
-                task = Path(folder, f"task-{rank}")
-                task.write_bytes(pickle.dumps((function, args)))
-                environment = {
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(
-                        [str(TESTS), str(TESTS / "python"), os.environ.get("PYTHONPATH", "")]
-                    ),
-                    "MASTER_ADDR": _address(host_of_worker[0]),
-                    "MASTER_PORT": str(self._next_port),
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(len(host_of_worker)),
-                    "LOCAL_RANK": str(list(host_of_worker[:rank]).count(host)),
-                }
-                command = ["ip", "netns", "exec", self.name(host), sys.executable, "-m", "support.hosts", str(task)]
-                processes.append(subprocess.Popen(command, env=environment))
-            try:
-                codes = [process.wait(timeout) for process in processes]
-            finally:
-                for process in processes:
-                    process.kill()
-            results: list[Any] = []
-            for rank, code in enumerate(codes):
-                result = Path(folder, f"task-{rank}.result")
-                results.append(pickle.loads(result.read_bytes()) if result.exists() else -code)
-            return results
+        context = process_context()
+        processes = []
+        pipes: list[Connection] = []
+        for rank, host in enumerate(host_of_worker):
+            variables = {
+                **os.environ,
+                **environment(rank, len(host_of_worker), self._next_port),
+                "MASTER_ADDR": _address(host_of_worker[0]),
+                "LOCAL_RANK": str(list(host_of_worker[:rank]).count(host)),
+            }
+            receiver, sender = context.Pipe(duplex=False)
+            work = (self.name(host), variables, function, args, sender)
+            processes.append(context.Process(target=_work, args=work))
+            processes[-1].start()
+            sender.close()
+            pipes.append(receiver)
+        deadline = time.monotonic() + timeout
+        results: list[Any] = []
+        try:
+            for rank, (process, pipe) in enumerate(zip(processes, pipes, strict=True)):
+                assert pipe.poll(max(deadline - time.monotonic(), 0)), f"worker {rank} did not end in {timeout} s"
+                try:
+                    results.append(pickle.loads(pipe.recv_bytes()))
+                except EOFError:
+                    process.join(10)
+                    results.append(-process.exitcode)
+            for process in processes:
+                process.join(max(deadline - time.monotonic(), 0))
+        finally:
+            for process in processes:
+                process.kill()
+                process.join(10)
+        return results
+
+
+def names_ended(worker: int, text: str) -> bool:
+    """Whether an error says that a worker has ended: as its host saw it, or, where word of that comes late because the
+    machine is busy, that it gives no sign of life."""
+    ways = (f"worker {worker} ended (it was killed, crashed or exited)", f"worker {worker} has given no sign of life")
+    return any(way in text for way in ways)
 
 
 @contextmanager
 def hosts(count: int) -> Iterator[Hosts]:
     """As many, until the context ends. Skips the test where none can be made."""
     if reason := _why_none():
-        import pytest  # which workers on the hosts do without
-
         pytest.skip(reason)
     made = Hosts(count)
     try:
@@ -153,19 +171,35 @@ def hosts(count: int) -> Iterator[Hosts]:
         made.remove()
 
 
-def _work(task: Path) -> None:
-    function, args = pickle.loads(task.read_bytes())
+def _enter(name: str) -> None:
+    """As `ip netns exec`: this process is on the host from here on, and finds its interfaces in /sys."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function: str, *args: Any) -> None:
+        if getattr(libc, function)(*args) != 0:
+            raise OSError(ctypes.get_errno(), function)
+
+    with open(f"/var/run/netns/{name}") as namespace:
+        call("setns", namespace.fileno(), CLONE_NEWNET)
+    call("unshare", CLONE_NEWNS)
+    call("mount", b"", b"/", None, MS_REC | MS_SLAVE, None)
+    call("umount2", b"/sys", MNT_DETACH)
+    call("mount", name.encode(), b"/sys", b"sysfs", 0, None)
+
+
+def _work(
+    name: str, variables: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...], result: Connection
+) -> None:
+    _enter(name)
+    os.environ.update(variables)
+    hear_interrupts()
     try:
-        result = function(*args)
+        answer = function(*args)
     except Exception as error:
-        result = error
-    written = task.with_suffix(".part")
+        answer = error
     try:
-        written.write_bytes(pickle.dumps(result))
+        pickled = pickle.dumps(answer)  # by pickle itself tensors travel whole: this process may end first
     except Exception:  # an exception that cannot be pickled
-        written.write_bytes(pickle.dumps(RuntimeError(f"{type(result).__name__}: {result}")))
-    written.rename(task.with_name(task.name + ".result"))
-
-
-if __name__ == "__main__":
-    _work(Path(sys.argv[1]))
+        pickled = pickle.dumps(RuntimeError(f"{type(answer).__name__}: {answer}"))
+    result.send_bytes(pickled)
+    result.close()

@@ -320,7 +320,11 @@ class OverHosts final : public Transport, public std::enable_shared_from_this<Ov
       // Whatever words the process group has for it: those beside a lost worker know.
       ask_for_lost(kPatienceForWord);
       if (!is_of_connection(error.what())) throw;
-      if (crossing_->lost) throw_found(crossing_->lost->find_ended());
+      if (crossing_->lost) {
+        auto found = crossing_->lost->find_ended();
+        ask_for_lost(Milliseconds(0));  // they know more than that there is no sign of life
+        throw_found(std::move(found));
+      }
       throw PeerLost(-1, std::string("a worker on another host ended, or its host cannot be reached any more (") +
                              error.what() + "). Look at the logs there; start the job again from the last checkpoint");
     }

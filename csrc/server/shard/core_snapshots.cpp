@@ -81,16 +81,23 @@ void ServerCore::keep_snapshot() noexcept {
     }
     return cuts_.pause(failures) && shard == this->shard();
   };
+  // A job that makes its steps together waits for just this one: it cuts no later step before it has it.
+  uint64_t step = std::numeric_limits<uint64_t>::max();
+  const auto give_up = [&](const std::string& why) {
+    log(LogLevel::error, "a snapshot failed: " + why);
+    if (shard->plan().is_synchronous() && shard == this->shard()) snapshots_.give_up(step, why);
+  };
   try {
     if (const auto cut = cuts_.take()) {
+      step = cut->step;
       write_cut(shard, *cut, pause);
     } else {
       snapshot(pause);
     }
   } catch (const std::exception& error) {
-    log(LogLevel::error, std::string("a snapshot failed: ") + error.what());
+    give_up(error.what());
   } catch (...) {
-    log(LogLevel::error, "a snapshot was not taken: what it waits for did not come");
+    give_up("what it waits for did not come");
   }
   cuts_.note_written();
 }

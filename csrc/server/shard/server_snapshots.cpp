@@ -5,6 +5,7 @@
 
 #include "core/log.h"
 #include "muster/error.h"
+#include "server/protocol/protocol.h"
 
 namespace muster::server {
 
@@ -270,6 +271,12 @@ Durable ServerSnapshots::durable(uint32_t rank, uint64_t incarnation) const {
 ServerSnapshots::Trouble ServerSnapshots::trouble() const {
   const Lock lock(mutex_);
   return trouble_;
+}
+
+void ServerSnapshots::give_up(uint64_t step, const std::string& why) {
+  const Lock lock(mutex_);
+  if (!kept_.empty() && kept_.back().step >= step) return;
+  trouble_ = {why, std::max(trouble_.failures, Beaten::kTooMany)};
 }
 
 }  // namespace muster::server

@@ -70,6 +70,9 @@ class ServerSnapshots {
     uint32_t failures = 0;
   };
   Trouble trouble() const;
+  /// A snapshot of `step` is not written, for this reason, and will not be tried again: an error for who waits for it,
+  /// unless a later one is there.
+  void give_up(uint64_t step, const std::string& why);
 
  private:
   using Marks = std::map<uint32_t, std::pair<uint64_t, uint64_t>>;  // by rank: incarnation and step

@@ -148,7 +148,7 @@ void Requests::check_snapshots() {
   for (size_t s = 0; s < links_.size(); ++s) {
     const auto beaten = call<Beaten>(s, Beat{/*wants_snapshot=*/true});
     links_[s]->note_durable(beaten.durable);
-    if (beaten.failures < 2) continue;
+    if (beaten.failures < Beaten::kTooMany) continue;
     throw CheckpointError(name_of(s) +
                           " cannot write its snapshots, and this worker keeps no more of what it pushed (" +
                           std::to_string(config_.log_bytes >> 20) + " MB): " + beaten.trouble);

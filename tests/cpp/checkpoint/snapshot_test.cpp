@@ -183,6 +183,37 @@ TEST_CASE("tensors that end with an error leave no snapshot", "[checkpoint]") {
   CHECK(sorted_names_in(folder.path) == std::vector<std::string>{"snapshot-0000000001"});
 }
 
+TEST_CASE("a folder that hinders a snapshot is tried again, before the first file and after the last", "[checkpoint]") {
+  const testing::Folder folder;
+  const auto base = folder.path / "base";
+  std::ofstream(base) << "a file where the folder should be";
+  std::vector<std::string> errors;
+  SnapshotOptions options;
+  options.try_again = [&](const Error& error) {
+    errors.emplace_back(error.what());
+    fs::remove_all(errors.size() == 1 ? base : base / "snapshot-0000000001");
+    return errors.size() < 3;
+  };
+  int given = 0;
+  const auto next = [&] {
+    if (++given > 1) {  // another one has come in its way
+      fs::create_directories(base / "snapshot-0000000001" / "something");
+      return NamedTensors();
+    }
+    return NamedTensors{{"x", at::ones({3})}};
+  };
+  const auto written = write_snapshot(base, {}, next, options);
+  CHECK(errors.size() == 2);
+  for (const auto& error : errors) CHECK(error.find(base.string()) != std::string::npos);
+  CHECK(written == base / "snapshot-0000000001");
+  CHECK(at::equal(read_snapshot(written).tensors.at("x"), at::ones({3})));
+  options.try_again = [](const Error&) { return false; };
+  given = 0;
+  fs::remove_all(base);
+  CHECK_THROWS_AS(write_snapshot(base, {}, next, options), CheckpointError);
+  CHECK(sorted_names_in(base) == std::vector<std::string>{"snapshot-0000000001"});  // the other one
+}
+
 TEST_CASE("whoever reads file by file begins anew with the snapshot before a damaged one", "[checkpoint]") {
   const testing::Folder folder;
   const Warnings warnings;

@@ -191,6 +191,8 @@ struct Beaten {
   Durable durable;
   std::string trouble;    ///< why the last snapshot failed, and those before it since one was written; else empty
   uint32_t failures = 0;  ///< how many those are
+  /// As many are an error for who waits for a snapshot.
+  static constexpr uint32_t kTooMany = 2;
 
   static constexpr auto kFields = fields(&Beaten::durable, bounded(&Beaten::trouble, kMaxText), &Beaten::failures);
 };

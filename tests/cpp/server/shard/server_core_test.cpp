@@ -253,3 +253,34 @@ TEST_CASE("a server without a part of the model keeps snapshots of the steps tha
   disk.kept.back().is_damaged = true;
   CHECK_NOTHROW(start());
 }
+
+TEST_CASE("workers that wait for a cut hear at once that a server gave it up", "[server]") {
+  SimulatedDisk disk;
+  PassingTime time;
+  bool fails = false;
+  const auto on_write = [&](bool /*is_there*/) {
+    if (fails) throw std::runtime_error("no memory");
+  };
+  const Plan plan = plan_of_another_server();
+  ServerCore core(std::make_unique<DiskStore>(disk, on_write), std::chrono::milliseconds(1'000), time);
+  core.restore();
+  Caller chief(core);
+  chief.begin(kChief, plan, 1);
+  chief.get<Done>(Start{});
+  chief.get<Joined>(Join{});
+  CHECK(chief.get<Beaten>(Beat{}).failures == 0);
+  Apply command;
+  command.step = 1;
+  command.members = {kChief};
+  command.groups = plan.groups;
+  command.cut.is_due = true;
+  chief.get<Applied>(command);
+  fails = true;
+  core.keep_snapshot();
+  const auto beaten = chief.get<Beaten>(Beat{});
+  CHECK(beaten.failures == Beaten::kTooMany);
+  CHECK(beaten.trouble == "no memory");
+  fails = false;
+  core.snapshot();
+  CHECK(chief.get<Beaten>(Beat{}).failures == 0);
+}
