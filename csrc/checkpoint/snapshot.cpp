@@ -87,7 +87,7 @@ fs::path write_snapshot(const fs::path& folder, const Metadata& metadata, const 
                         const SnapshotOptions& options) {
   check_keep(options.keep);
   const auto in_it = [&](const auto& call) { return tried_again(options, [&] { return in_folder(folder, call); }); };
-  const auto begun = in_it([&] { return begin_snapshot(folder, options.least); });
+  const auto begun = in_it([&] { return begin_snapshot(folder, options.least, options.makes_folder); });
   try {
     ShardWriter shards(begun, "shard-", options);
     for (auto tensors = next(); !tensors.empty(); tensors = next()) {

@@ -50,6 +50,7 @@ struct SnapshotOptions {
   std::function<bool(const Error& error)> try_again = {};
   std::optional<net::JobSecret> secret = net::job_secret();  ///< signs it
   int64_t least = 1;                                         ///< of the numbers that it may have
+  bool makes_folder = true;                                  ///< else a folder that is not there is an error
 };
 
 /// Throws InvalidArgument for a number below 1.

@@ -82,8 +82,8 @@ void remove_leftovers(const fs::path& folder, const std::string& but) {
 }
 
 // With a random end: what was begun before and given up may still be written to.
-fs::path begin_snapshot(const fs::path& folder, int64_t least) {
-  make_folder(folder);
+fs::path begin_snapshot(const fs::path& folder, int64_t least, bool makes_folder) {
+  if (makes_folder) make_folder(folder);
   remove_leftovers(folder);
   std::random_device random;
   const auto begun =

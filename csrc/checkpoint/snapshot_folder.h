@@ -33,8 +33,9 @@ auto in_folder(const std::filesystem::path& folder, const Call& call) {
 void remove_leftovers(const std::filesystem::path& folder, const std::string& but = {});
 
 /// Makes the folder of the snapshot with the next number, from `least` on, which is no snapshot yet, and removes what
-/// dead writers left. Returns its path. Throws std::filesystem::filesystem_error, CheckpointError.
-std::filesystem::path begin_snapshot(const std::filesystem::path& folder, int64_t least = 1);
+/// dead writers left. Returns its path. Throws std::filesystem::filesystem_error, CheckpointError, also where `folder`
+/// is not there, unless it makes that too.
+std::filesystem::path begin_snapshot(const std::filesystem::path& folder, int64_t least = 1, bool makes_folder = true);
 
 /// Makes such a folder, once it is whole, the snapshot; then removes those of its folder that need not stay. Returns
 /// the snapshot's path. Of old ones that cannot be removed a warning tells. Throws as begin_snapshot.

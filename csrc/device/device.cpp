@@ -11,6 +11,7 @@ namespace muster {
 namespace {
 
 std::atomic<bool> cpu_plays_streams{false};
+std::atomic<bool> cpu_replicas_are_apart{false};
 
 c10::impl::VirtualGuardImpl guard_of(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()); }
 
@@ -18,7 +19,14 @@ c10::impl::VirtualGuardImpl guard_of(c10::Device device) { return c10::impl::Vir
 
 bool is_streamed(c10::Device device) noexcept { return !device.is_cpu() || cpu_plays_streams; }
 
-void play_streams_on_cpu(bool plays) noexcept { cpu_plays_streams = plays; }
+void play_streams_on_cpu(bool plays, bool apart) noexcept {
+  cpu_plays_streams = plays;
+  cpu_replicas_are_apart = plays && apart;
+}
+
+bool share_memory(c10::Device first, c10::Device second) noexcept {
+  return first == second && !(first.is_cpu() && cpu_replicas_are_apart);
+}
 
 CUstream_st* stream_handle(c10::Device device) {
   if (device.is_cpu()) return nullptr;

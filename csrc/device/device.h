@@ -20,8 +20,11 @@ namespace muster {
 bool is_streamed(c10::Device device) noexcept;
 
 /// For tests: replicas on the CPU work as if they were on a CUDA device whose kernels run at once. Set while no
-/// strategy exists.
-void play_streams_on_cpu(bool plays) noexcept;
+/// strategy exists. With `apart` each of them has a device, and memory, of its own.
+void play_streams_on_cpu(bool plays, bool apart = false) noexcept;
+
+/// Whether replicas on these devices work in one memory.
+bool share_memory(c10::Device first, c10::Device second) noexcept;
 
 /// The calling thread's current stream of a CUDA device; null for the CPU.
 CUstream_st* stream_handle(c10::Device device);

@@ -7,9 +7,25 @@
 #include <utility>
 
 #include "core/log.h"
+#include "device/device.h"
 #include "muster/error.h"
 
 namespace muster {
+
+namespace {
+
+// The handles of the group, where it is of this process's replicas alone and each has a device of its own; else none.
+std::vector<comm::CommunicatorPtr> between_devices(const Session& session) {
+  const auto& devices = session.topology().devices;
+  if (session.topology().num_replicas != static_cast<int>(devices.size())) return {};
+  for (size_t r = 1; r < devices.size(); ++r) {
+    const auto is_here = [&](c10::Device other) { return share_memory(other, devices[r]); };
+    if (std::any_of(devices.begin(), devices.begin() + static_cast<std::ptrdiff_t>(r), is_here)) return {};
+  }
+  return devices.size() > 1 ? session.groups().gradients : std::vector<comm::CommunicatorPtr>();
+}
+
+}  // namespace
 
 int ParameterSets::set_of(std::vector<int> parameters) {
   const auto pass = session_.enter();
@@ -67,7 +83,7 @@ const std::vector<size_t>& ParameterSets::outsiders() {
 
 ParameterSet& ParameterSets::begin_step(int set) {
   auto& begun = at(set);
-  session_.registry().follow_moves(/*copies_all=*/!begun.window_open());
+  session_.registry().follow_moves(/*copies_all=*/!begun.window_open(), between_devices(session_));
   for (const auto& known : sets_) known->set_ignored(known.get() != &begun);
   return begun;
 }

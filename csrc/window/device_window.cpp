@@ -13,6 +13,7 @@
 
 #include "comm/text_exchange.h"
 #include "core/log.h"
+#include "device/device.h"
 #include "device/kernel_dtype.h"
 #include "device/kernel_status.h"
 #include "kernels/cuda/cuda_kernels.h"
@@ -57,7 +58,8 @@ DeviceWindow::DeviceWindow(const WindowContext& context) : context_(context), sc
   for (size_t r = 0; r < devices.size(); ++r) {
     const auto device = devices[r];
     // Replicas on one device share what kernels read there.
-    const auto beside = static_cast<size_t>(std::find(devices.begin(), devices.end(), device) - devices.begin());
+    const auto is_here = [&](c10::Device other) { return share_memory(other, device); };
+    const auto beside = static_cast<size_t>(std::find_if(devices.begin(), devices.end(), is_here) - devices.begin());
     const OnDevice scope(device);
     scalars_.push_back(beside < r ? scalars_[beside] : std::make_shared<DeviceScalars>(device, scale_.on_host()));
     auto& replica = replicas_.emplace_back();
@@ -234,7 +236,7 @@ void DeviceWindow::finish(const Tail& tail, bool fused, WindowSums& sums) {
   for (size_t r = 0; r < replicas_.size(); ++r) {
     const auto& numbers = *replicas_[r].numbers;
     const OnDevice of_replica(numbers.device());
-    if (numbers.device() != first.device()) {
+    if (scalars_[r] != scalars_.front()) {
       scalars_[r]->memory().copy_(scalars_.front()->memory(), /*non_blocking=*/true);
     }
     if (context_.topology.num_replicas == 1) continue;

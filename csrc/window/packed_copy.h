@@ -1,9 +1,11 @@
-// Copies of many tensors from one device to another.
+// Copies of many tensors from one device to others.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <vector>
+
+#include "comm/communicator.h"
 
 namespace muster {
 
@@ -11,5 +13,10 @@ namespace muster {
 /// on one. A copy between devices costs the host the same however small it is, so small tensors travel together: their
 /// number adds no copy until they are 32 MiB. Ordered by the current streams of both devices, and waits for nothing.
 void copy_packed(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to);
+
+/// The same from the first device to all others, each of which passes on what it receives: tensors[r][i] is rank r's,
+/// and becomes that of rank 0. `ranks` are the handles of a whole group, all called by this thread.
+void broadcast_packed(const std::vector<std::vector<at::Tensor>>& tensors,
+                      const std::vector<comm::CommunicatorPtr>& ranks);
 
 }  // namespace muster

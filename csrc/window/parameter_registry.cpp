@@ -11,6 +11,7 @@
 
 #include "comm/text_exchange.h"
 #include "core/plain_memory.h"
+#include "device/device.h"
 #include "embedding/row_source.h"
 #include "muster/error.h"
 #include "window/memory_check.h"
@@ -178,7 +179,7 @@ int ParameterRegistry::add(ModuleTensors module, comm::Communicator& workers) {
 void ParameterRegistry::share_with_replicas(size_t p) {
   const auto& leaf = parameters_[0][p];
   for (size_t r = 1; r < parameters_.size(); ++r) {
-    if (devices_[r] != devices_[0]) {
+    if (!share_memory(devices_[r], devices_[0])) {
       copy_to_replica(r, {p});
       continue;
     }
@@ -207,6 +208,27 @@ void ParameterRegistry::copy_to_replica(size_t r, const std::vector<size_t>& par
   for (const size_t p : parameters) versions[p] = parameters_[0][p]._version();
 }
 
+void ParameterRegistry::broadcast_all(const std::vector<comm::CommunicatorPtr>& between) {
+  std::vector<std::vector<at::Tensor>> alike(parameters_.size());
+  std::vector<std::vector<size_t>> others(parameters_.size());
+  for (size_t p = 0; p < names_.size(); ++p) {
+    bool are_alike = true;
+    for (size_t r = 1; r < parameters_.size(); ++r) are_alike = are_alike && is_alike(r, p);
+    for (size_t r = 0; r < parameters_.size(); ++r) {
+      if (are_alike) {
+        alike[r].push_back(parameters_[r][p]);
+      } else {
+        others[r].push_back(p);
+      }
+    }
+  }
+  broadcast_packed(alike, between);
+  for (size_t r = 1; r < parameters_.size(); ++r) {
+    copy_to_replica(r, others[r]);
+    for (size_t p = 0; p < names_.size(); ++p) copied_versions_[r][p] = parameters_[0][p]._version();
+  }
+}
+
 bool ParameterRegistry::is_alike(size_t r, size_t p) const {
   const auto& leaf = parameters_[0][p];
   const auto& replica = parameters_[r][p];
@@ -218,7 +240,7 @@ bool ParameterRegistry::follows(size_t r, size_t p) const {
   const auto& leaf = parameters_[0][p];
   const auto& replica = parameters_[r][p];
   if (!is_alike(r, p)) return false;
-  if (devices_[r] == devices_[0]) return replica.const_data_ptr() == leaf.const_data_ptr();
+  if (share_memory(devices_[r], devices_[0])) return replica.const_data_ptr() == leaf.const_data_ptr();
   return copied_versions_[r][p] == leaf._version();
 }
 
@@ -245,14 +267,14 @@ std::vector<int> ParameterRegistry::parameters_of(int module) const {
   return found;
 }
 
-void ParameterRegistry::follow_moves(bool copies_all) {
+void ParameterRegistry::follow_moves(bool copies_all, const std::vector<comm::CommunicatorPtr>& between) {
   if (parameters_.size() < 2) return;
   const at::NoGradGuard no_grad;
   std::vector<std::vector<size_t>> to_copy(parameters_.size());
   for (size_t p = 0; p < names_.size(); ++p) {
     const auto& leaf = parameters_[0][p];
     for (size_t r = 1; r < parameters_.size(); ++r) {
-      const bool is_copy = devices_[r] != devices_[0];
+      const bool is_copy = !share_memory(devices_[r], devices_[0]);
       if (follows(r, p) && !(is_copy && copies_all)) continue;
       if (is_copy) {
         to_copy[r].push_back(p);
@@ -268,6 +290,7 @@ void ParameterRegistry::follow_moves(bool copies_all) {
     }
     follow_hooks(p);
   }
+  if (copies_all && !between.empty()) return broadcast_all(between);
   for (size_t r = 1; r < parameters_.size(); ++r) copy_to_replica(r, to_copy[r]);
 }
 

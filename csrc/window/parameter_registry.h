@@ -78,13 +78,15 @@ class ParameterRegistry {
   /// Lets the other local replicas' leaves follow parameters of replica 0 that were moved or replaced (`.to()`,
   /// `load_state_dict(assign=True)`), in memory and in requires_grad, and hooks of C++ that were registered on them.
   /// Replicas on other devices get copies of parameters that were written since the last copy; of all parameters with
-  /// `copies_all`, since writes to `.data` leave no trace.
-  void follow_moves(bool copies_all);
+  /// `copies_all`, since writes to `.data` leave no trace. `between`: the handles of the local replicas in a group of
+  /// them alone, if each has a device of its own; it carries all parameters from there to there. Else empty.
+  void follow_moves(bool copies_all, const std::vector<comm::CommunicatorPtr>& between = {});
 
  private:
   void share_with_replicas(size_t parameter);
   void follow_hooks(size_t parameter);
   void copy_to_replica(size_t local_replica, const std::vector<size_t>& parameters);
+  void broadcast_all(const std::vector<comm::CommunicatorPtr>& between);
   bool is_alike(size_t local_replica, size_t parameter) const;
   bool follows(size_t local_replica, size_t parameter) const;
   void check_local(const ModuleTensors& module) const;

@@ -29,7 +29,8 @@ void ServerCore::greet(Session& session, const Hello& hello) {
     const Lock lock(mutex_);
     check_free(hello);
     before = quorum_.members().incarnation(hello.rank);
-    welcome.incarnation = quorum_.greet(hello.rank, hello.incarnation, life_, time_.now());
+    const bool is_of_another_job = shard_ != nullptr && hello.token != job_.token;
+    welcome.incarnation = quorum_.greet(hello.rank, hello.incarnation, life_, time_.now(), is_of_another_job);
     if (hello.incarnation == 0) dealer_.take_back(hello.rank);
     session.rank = hello.rank;
     session.lane = hello.lane;

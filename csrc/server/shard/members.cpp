@@ -36,11 +36,15 @@ std::vector<uint32_t> Members::begin_anew(const Rules& rules, Time now) {
   return fenced;
 }
 
-uint64_t Members::greet(uint32_t rank, uint64_t incarnation, uint64_t life, Time now) {
+uint64_t Members::greet(uint32_t rank, uint64_t incarnation, uint64_t life, Time now, bool is_of_another_job) {
   if (rank >= kMaxWorkers) throw InvalidArgument(name_of_worker(rank) + " is out of range; ranks count from 0");
   const uint64_t before = this->incarnation(rank);
   if (incarnation == 0) incarnation = std::max(before, life << 32) + 1;
-  if (members_.contains(rank) && incarnation <= before) {
+  const auto* const known = find(rank);
+  // Server 0 counts incarnations: jobs that began with different ones may have the same.
+  const bool is_namesake =
+      known != nullptr && known->is_of_snapshot && is_of_another_job && incarnation == known->incarnation;
+  if (known != nullptr && incarnation <= before && !is_namesake) {
     touch(rank, incarnation, now);
     return incarnation;
   }

@@ -35,8 +35,9 @@ class Members {
   uint32_t workers() const noexcept { return rules_.workers; }
 
   /// The incarnation of a connection of `rank`; for `incarnation` 0 one that is greater than all before, and than
-  /// `life` << 32. A greater one fences the old. Throws Fenced for one that was replaced or declared dead.
-  uint64_t greet(uint32_t rank, uint64_t incarnation, uint64_t life, Time now);
+  /// `life` << 32. A greater one fences the old. Throws Fenced for one that was replaced or declared dead. A worker of
+  /// another job is not the member of a snapshot that has its incarnation.
+  uint64_t greet(uint32_t rank, uint64_t incarnation, uint64_t life, Time now, bool is_of_another_job = false);
   /// The incarnation that a rank has, or had; 0: none.
   uint64_t incarnation(uint32_t rank) const noexcept;
 

@@ -24,10 +24,11 @@ std::vector<uint32_t> Quorum::begin_anew(const Rules& rules, Time now) {
   return fenced;
 }
 
-uint64_t Quorum::greet(uint32_t rank, uint64_t incarnation, uint64_t life, Time now) {
+uint64_t Quorum::greet(uint32_t rank, uint64_t incarnation, uint64_t life, Time now, bool is_of_another_job) {
   const uint64_t before = members_.incarnation(rank);
-  const uint64_t greeted = members_.greet(rank, incarnation, life, now);
-  if (greeted != before) forget(rank, now);
+  const bool had_joined = members_.has_joined(rank);
+  const uint64_t greeted = members_.greet(rank, incarnation, life, now, is_of_another_job);
+  if (greeted != before || had_joined != members_.has_joined(rank)) forget(rank, now);
   return greeted;
 }
 

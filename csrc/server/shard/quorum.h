@@ -39,7 +39,7 @@ class Quorum {
   std::vector<uint32_t> begin_anew(const Rules& rules, Time now);
 
   /// As the functions of Members; what a worker that is gone has committed is forgotten.
-  uint64_t greet(uint32_t rank, uint64_t incarnation, uint64_t life, Time now);
+  uint64_t greet(uint32_t rank, uint64_t incarnation, uint64_t life, Time now, bool is_of_another_job = false);
   void leave(uint32_t rank, uint64_t incarnation, Time now);
   std::vector<uint32_t> expire(Time now, Time::duration since_last = {});
 

@@ -32,7 +32,9 @@ class SnapshotFolder final : public SnapshotStore {
   std::string write(const checkpoint::Metadata& metadata, const checkpoint::NextTensors& next,
                     const checkpoint::SnapshotOptions& options) override {
     while (!is_own(options.try_again)) continue;
-    return checkpoint::write_snapshot(claim_.folder(), metadata, next, options).filename().string();
+    auto in_it = options;
+    in_it.makes_folder = false;  // one that has gone since would be made anew, in the way of who brings it back
+    return checkpoint::write_snapshot(claim_.folder(), metadata, next, in_it).filename().string();
   }
 
   void remove(const std::string& name) override { checkpoint::remove_snapshot(claim_.folder() / name); }

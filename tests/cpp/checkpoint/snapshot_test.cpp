@@ -214,6 +214,15 @@ TEST_CASE("a folder that hinders a snapshot is tried again, before the first fil
   CHECK(sorted_names_in(base) == std::vector<std::string>{"snapshot-0000000001"});  // the other one
 }
 
+TEST_CASE("a folder that has gone is not made anew for who says so", "[checkpoint]") {
+  const testing::Folder folder;
+  const auto gone = folder.path / "gone";
+  CHECK_THROWS_AS(write_snapshot(gone, numbered(1), {.makes_folder = false}), CheckpointError);
+  CHECK_FALSE(fs::exists(gone));
+  write_snapshot(gone, numbered(1), {});
+  CHECK(number_in(read_snapshot(write_snapshot(gone, numbered(2), {.makes_folder = false}))) == 2);
+}
+
 TEST_CASE("whoever reads file by file begins anew with the snapshot before a damaged one", "[checkpoint]") {
   const testing::Folder folder;
   const Warnings warnings;

@@ -76,6 +76,7 @@ struct Outcome {
 
 struct Job {
   int replicas = 2;
+  bool apart = false;  // each replica has a device of its own
   StrategyOptions options{};
   MakeOptimizer make_optimizer = adamw();
   StepFunction step = plain_loss;
@@ -83,7 +84,7 @@ struct Job {
 };
 
 inline Outcome run(const Job& job, bool on_device) {
-  play_streams_on_cpu(on_device);
+  play_streams_on_cpu(on_device, job.apart);
   Outcome outcome;
   {
     torch::manual_seed(1);

@@ -2,63 +2,19 @@
 #include <ATen/ops/ones.h>
 #include <ATen/record_function.h>
 #include <torch/nn/modules/container/sequential.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <atomic>
 
-#include "comm/nccl/communicator.h"
-#include "comm/nccl/in_process.h"
 #include "cpp/catch.h"
 #include "cpp/emulated_device/device_job.h"
-#include "job/nccl_groups.h"
+#include "cpp/emulated_device/played_link.h"
 #include "support/cuda_emulation.h"
-#include "support/fake_nccl.h"
 #include "support/operators.h"
 
 using namespace muster;
 using namespace muster::testing;
 
 namespace {
-
-/// How the replicas communicate.
-enum class Link : uint8_t { none, nccl, shared_device };
-
-/// While one lives, replicas that play devices do so over tables of functions: NCCL's, each on a device of its own, or
-/// those of one device.
-class PlayedLink {
- public:
-  explicit PlayedLink(Link link) {
-    if (link == Link::none) return;
-    played_group() = [this, link](const std::vector<comm::NcclOptions>& options) {
-      const auto size = static_cast<int>(options.size());
-      const std::vector<int> ordinals(options.size(), 0);
-      const std::vector<c10::Device> devices(options.size(), c10::Device(c10::kCPU));
-      const auto table =
-          link == Link::nccl ? fake_.nccl() : comm::nccl::make_in_process_api(fake_.device(), c10::kCPU, ordinals);
-      return comm::nccl::make_communicators(table, fake_.device(), *c10::make_intrusive<c10d::HashStore>(), 0, size,
-                                            devices, options);
-    };
-  }
-  ~PlayedLink() { played_group() = {}; }
-  PlayedLink(const PlayedLink&) = delete;
-  PlayedLink& operator=(const PlayedLink&) = delete;
-
-  /// Collectives so far; on a shared device, sums.
-  int collectives() { return fake_.count("all_reduce 0") + fake_.count("tree_sum 2"); }
-  /// Launches so far that the tables stand for.
-  int launches() {
-    int count = 0;
-    for (const auto& entry : fake_.log()) {
-      for (const auto* name : {"all_reduce ", "broadcast ", "all_gather ", "copy ", "tree_sum "}) {
-        count += entry.starts_with(name) ? 1 : 0;
-      }
-    }
-    return count;
-  }
-
- private:
-  FakeNccl fake_;
-};
 
 torch::nn::Sequential model_of(bool has_batch_norm) {
   torch::nn::Sequential model;
@@ -93,6 +49,7 @@ int operators_of_passes(torch::nn::Sequential& model, const at::Tensor& x) {
 
 Window window_of(bool has_batch_norm, int replicas, int k, Link link) {
   PlayedLink played(link);
+  const Apart apart(link == Link::nccl);
   Window window;
   StrategyOptions options{.accumulate = k};
   options.bucket_bytes = 24 * 24 * 4;

@@ -87,6 +87,7 @@ struct PassingTime : Timekeeper {
     now_ = deadline;
     return false;
   }
+  void pass(std::chrono::seconds some) { now_ += some; }
 
  private:
   Time now_{std::chrono::hours(1)};
@@ -100,6 +101,16 @@ Plan plan_of_another_server() {
   plan.groups = std::vector<kernels::SgdGroup>(1);
   plan.servers = 2;
   return plan;
+}
+
+// A step, made with the chief alone, of which a snapshot is due.
+Apply cut_of(const Plan& plan, uint64_t step) {
+  Apply command;
+  command.step = step;
+  command.members = {kChief};
+  command.groups = plan.groups;
+  command.cut.is_due = true;
+  return command;
 }
 
 }  // namespace
@@ -221,12 +232,7 @@ TEST_CASE("a server without a part of the model keeps snapshots of the steps tha
     chief.begin(kChief, plan, 1);
     chief.get<Done>(Start{});
     chief.get<Joined>(Join{});
-    Apply command;
-    command.step = 5;
-    command.members = {kChief};
-    command.groups = plan.groups;
-    command.cut.is_due = true;
-    chief.get<Applied>(command);
+    chief.get<Applied>(cut_of(plan, 5));
     core->keep_snapshot();
     CHECK(steps() == std::vector<int64_t>{0, 5});
   }
@@ -254,6 +260,38 @@ TEST_CASE("a server without a part of the model keeps snapshots of the steps tha
   CHECK_NOTHROW(start());
 }
 
+TEST_CASE("a worker is not held for one of another job that a snapshot knows by the same incarnation", "[server]") {
+  SimulatedDisk disk;
+  PassingTime time;
+  const auto start = [&] {
+    auto core = std::make_unique<ServerCore>(std::make_unique<DiskStore>(disk, [](bool) {}),
+                                             std::chrono::milliseconds(1'000), time);
+    core->restore();
+    return core;
+  };
+  const Plan plan = plan_of_another_server();
+  uint64_t incarnation = 0;
+  {
+    const auto core = start();
+    Caller chief(*core);
+    incarnation = chief.get<Welcome>(Hello{kChief, 0, 0, "one"}).incarnation;
+    CHECK_FALSE(chief.get<Configured>(Configure{0, plan, 1}).started);
+    chief.get<Done>(Start{});
+    chief.get<Joined>(Join{});
+    chief.get<Applied>(cut_of(plan, 1));
+    core->keep_snapshot();
+  }
+  const auto core = start();
+  time.pass(std::chrono::seconds(2));
+  Caller chief(*core);
+  Caller beside(*core);
+  const Hello hello{kChief, 0, incarnation, "other"};
+  CHECK(chief.get<Welcome>(hello).incarnation == incarnation);
+  CHECK(beside.get<Welcome>(Hello{kChief, 1, incarnation, "other"}).incarnation == incarnation);
+  CHECK(chief.get<Welcome>(hello).incarnation == incarnation);
+  CHECK(chief.get<Standing>(Inquire{}).present.empty());
+}
+
 TEST_CASE("workers that wait for a cut hear at once that a server gave it up", "[server]") {
   SimulatedDisk disk;
   PassingTime time;
@@ -269,12 +307,7 @@ TEST_CASE("workers that wait for a cut hear at once that a server gave it up", "
   chief.get<Done>(Start{});
   chief.get<Joined>(Join{});
   CHECK(chief.get<Beaten>(Beat{}).failures == 0);
-  Apply command;
-  command.step = 1;
-  command.members = {kChief};
-  command.groups = plan.groups;
-  command.cut.is_due = true;
-  chief.get<Applied>(command);
+  chief.get<Applied>(cut_of(plan, 1));
   fails = true;
   core.keep_snapshot();
   const auto beaten = chief.get<Beaten>(Beat{});
