@@ -16,7 +16,7 @@
 
 namespace muster::checkpoint {
 
-/// What `call` gives, which is called again after CheckpointError as often as the caller says.
+/// What `call` gives, which is called again after CheckpointError as often as options.try_again says.
 template <class Call>
 auto tried_again(const SnapshotOptions& options, const Call& call) {
   for (;;) {

@@ -89,7 +89,12 @@ fs::path write_snapshot(const fs::path& folder, const Metadata& metadata, const 
   const auto in_it = [&](const auto& call) { return tried_again(options, [&] { return in_folder(folder, call); }); };
   const auto begun = in_it([&] { return begin_snapshot(folder, options.least, options.makes_folder); });
   try {
-    ShardWriter shards(begun, "shard-", options);
+    auto in_draft = options;
+    in_draft.try_again = [&](const Error& error) {
+      std::error_code ignored;  // a draft that is lost does not come again
+      return options.try_again && options.try_again(error) && fs::exists(begun, ignored);
+    };
+    ShardWriter shards(begun, "shard-", in_draft);
     for (auto tensors = next(); !tensors.empty(); tensors = next()) {
       std::vector<Run> runs;
       std::ranges::transform(std::exchange(tensors, {}), std::back_inserter(runs), whole_run);
@@ -97,8 +102,13 @@ fs::path write_snapshot(const fs::path& folder, const Metadata& metadata, const 
     }
     auto manifest = shards.finish();
     manifest.metadata = metadata;
-    write_manifest(begun / kManifest, manifest, options);
-    return in_it([&] { return end_snapshot(begun, options.keep, options.secret); });
+    write_manifest(begun / kManifest, manifest, in_draft);
+    const auto placed = tried_again(in_draft, [&] { return in_folder(folder, [&] { return place_snapshot(begun); }); });
+    in_it([&] {
+      settle_snapshot(placed, options.keep, options.secret);
+      return true;
+    });
+    return placed;
   } catch (...) {
     drop_draft(begun);
     throw;

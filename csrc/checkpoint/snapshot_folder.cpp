@@ -92,21 +92,30 @@ fs::path begin_snapshot(const fs::path& folder, int64_t least, bool makes_folder
   return folder / begun;
 }
 
+fs::path place_snapshot(const fs::path& begun) {
+  const auto name = begun.filename().string();
+  auto snapshot = begun.parent_path() / name.substr(kPartialPrefix.size(), name.rfind('-') - kPartialPrefix.size());
+  fs::rename(begun, snapshot);
+  return snapshot;
+}
+
 fs::path end_snapshot(const fs::path& begun, const std::optional<int>& keep,
                       const std::optional<net::JobSecret>& secret) {
-  const auto folder = begun.parent_path();
-  const auto name = begun.filename().string();
-  const auto snapshot = folder / name.substr(kPartialPrefix.size(), name.rfind('-') - kPartialPrefix.size());
-  const bool is_renamed = !fs::exists(begun) && fs::exists(snapshot);  // by an earlier try
-  if (!is_renamed) fs::rename(begun, snapshot);
+  auto snapshot = place_snapshot(begun);
+  settle_snapshot(snapshot, keep, secret);
+  return snapshot;
+}
+
+void settle_snapshot(const fs::path& placed, const std::optional<int>& keep,
+                     const std::optional<net::JobSecret>& secret) {
+  const auto folder = placed.parent_path();
   flush_folder(folder);
-  note_good(snapshot, true);
+  note_good(placed, true);
   try {
     if (keep) remove_surplus(folder, *keep, secret);
   } catch (const std::exception& error) {  // the new one is there
     log(LogLevel::warning, "old snapshots in '" + folder.string() + "' stay: " + error.what());
   }
-  return snapshot;
 }
 
 // Renamed first: a snapshot that is being removed is not there.

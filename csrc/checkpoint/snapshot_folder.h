@@ -37,10 +37,17 @@ void remove_leftovers(const std::filesystem::path& folder, const std::string& bu
 /// is not there, unless it makes that too.
 std::filesystem::path begin_snapshot(const std::filesystem::path& folder, int64_t least = 1, bool makes_folder = true);
 
-/// Makes such a folder, once it is whole, the snapshot; then removes those of its folder that need not stay. Returns
+/// Makes such a folder, once it is whole, the snapshot, whose path it returns. Throws as begin_snapshot.
+std::filesystem::path place_snapshot(const std::filesystem::path& begun);
+
+/// Places the snapshot and makes that durable; then removes those of its folder that need not stay. Returns
 /// the snapshot's path. Of old ones that cannot be removed a warning tells. Throws as begin_snapshot.
 std::filesystem::path end_snapshot(const std::filesystem::path& begun, const std::optional<int>& keep,
                                    const std::optional<net::JobSecret>& secret);
+
+/// What end_snapshot does after place_snapshot.
+void settle_snapshot(const std::filesystem::path& placed, const std::optional<int>& keep,
+                     const std::optional<net::JobSecret>& secret);
 
 /// Removes what was begun and will be no snapshot. Never throws.
 void drop_draft(const std::filesystem::path& draft) noexcept;

@@ -4,6 +4,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -13,6 +14,11 @@ namespace {
 
 constexpr size_t kAloneBytes = size_t{2} << 20;  // such a tensor travels by itself
 constexpr size_t kPackedBytes = size_t{32} << 20;
+
+// Whether its memory is its values, without gaps.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg();
+}
 
 at::Tensor flattened(const at::Tensor& tensor) { return tensor.detach().as_strided({tensor.numel()}, {1}); }
 
@@ -45,7 +51,7 @@ class Broadcasting final : public Carrier {
   explicit Broadcasting(const std::vector<comm::CommunicatorPtr>& ranks) : ranks_(ranks) {}
 
   void copy(const at::Tensor& from, const std::vector<at::Tensor>& to) const override {
-    if (!from.is_non_overlapping_and_dense()) {
+    if (!is_plain(from) || !std::all_of(to.begin(), to.end(), is_plain)) {
       for (const auto& target : to) target.copy_(from, /*non_blocking=*/true);
       return;
     }
@@ -98,7 +104,7 @@ void carry_packed(const std::vector<at::Tensor>& from, const std::vector<std::ve
     if (from[i].numel() == 0) continue;
     std::vector<at::Tensor> to;
     for (const auto& tensors : of_device) to.push_back(tensors[i].detach());
-    if (from[i].nbytes() >= kAloneBytes || !from[i].is_non_overlapping_and_dense()) {
+    if (from[i].nbytes() >= kAloneBytes || !is_plain(from[i]) || !std::all_of(to.begin(), to.end(), is_plain)) {
       carrier.copy(from[i].detach(), to);
       continue;
     }

@@ -14,8 +14,9 @@ namespace muster {
 /// number adds no copy until they are 32 MiB. Ordered by the current streams of both devices, and waits for nothing.
 void copy_packed(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to);
 
-/// The same from the first device to all others, each of which passes on what it receives: tensors[r][i] is rank r's,
-/// and becomes that of rank 0. `ranks` are the handles of a whole group, all called by this thread.
+/// Likewise from one device to all others by broadcasts: tensors[r][i] is rank r's, and becomes that of rank 0. `ranks`
+/// are the handles of a whole group, whose collectives ask nothing of other threads. Waits until each broadcast is on
+/// its streams. Throws as Work::wait.
 void broadcast_packed(const std::vector<std::vector<at::Tensor>>& tensors,
                       const std::vector<comm::CommunicatorPtr>& ranks);
 

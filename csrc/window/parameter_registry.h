@@ -78,8 +78,8 @@ class ParameterRegistry {
   /// Lets the other local replicas' leaves follow parameters of replica 0 that were moved or replaced (`.to()`,
   /// `load_state_dict(assign=True)`), in memory and in requires_grad, and hooks of C++ that were registered on them.
   /// Replicas on other devices get copies of parameters that were written since the last copy; of all parameters with
-  /// `copies_all`, since writes to `.data` leave no trace. `between`: the handles of the local replicas in a group of
-  /// them alone, if each has a device of its own; it carries all parameters from there to there. Else empty.
+  /// `copies_all`, since writes to `.data` leave no trace: by `between`, the handles of a group of the local replicas
+  /// alone, each of which has a device of its own; where that is empty, by copies.
   void follow_moves(bool copies_all, const std::vector<comm::CommunicatorPtr>& between = {});
 
  private:

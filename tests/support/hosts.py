@@ -118,7 +118,7 @@ class Hosts:
         self._next_port += 1
         context = process_context()
         processes = []
-        pipes: list[Connection] = []
+        pipes: list[tuple[Connection, Connection]] = []
         for rank, host in enumerate(host_of_worker):
             variables = {
                 **os.environ,
@@ -129,25 +129,28 @@ class Hosts:
             receiver, sender = context.Pipe(duplex=False)
             work = (self.name(host), variables, function, args, sender)
             processes.append(context.Process(target=_work, args=work))
-            processes[-1].start()
-            sender.close()
-            pipes.append(receiver)
+            pipes.append((receiver, sender))
         deadline = time.monotonic() + timeout
         results: list[Any] = []
         try:
-            for rank, (process, pipe) in enumerate(zip(processes, pipes, strict=True)):
+            for process, (_, sender) in zip(processes, pipes, strict=True):
+                process.start()
+                sender.close()
+            for rank, (process, (pipe, _)) in enumerate(zip(processes, pipes, strict=True)):
                 assert pipe.poll(max(deadline - time.monotonic(), 0)), f"worker {rank} did not end in {timeout} s"
                 try:
                     results.append(pickle.loads(pipe.recv_bytes()))
                 except EOFError:
                     process.join(10)
                     results.append(-process.exitcode)
-            for process in processes:
+            for rank, process in enumerate(processes):
                 process.join(max(deadline - time.monotonic(), 0))
+                assert process.exitcode is not None, f"worker {rank} has its result and does not end"
         finally:
             for process in processes:
-                process.kill()
-                process.join(10)
+                if process.pid is not None:
+                    process.kill()
+                    process.join(10)
         return results
 
 
@@ -183,7 +186,7 @@ def _enter(name: str) -> None:
         call("setns", namespace.fileno(), CLONE_NEWNET)
     call("unshare", CLONE_NEWNS)
     call("mount", b"", b"/", None, MS_REC | MS_SLAVE, None)
-    call("umount2", b"/sys", MNT_DETACH)
+    libc.umount2(b"/sys", MNT_DETACH)  # which may not be mounted
     call("mount", name.encode(), b"/sys", b"sysfs", 0, None)
 
 

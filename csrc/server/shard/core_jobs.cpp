@@ -262,6 +262,7 @@ void ServerCore::resume(Session& session, const Resume& request) {
                                  std::to_string(request.step) + ": not all servers have what came after");
     }
     snapshots_.remove_after(request.step);
+    snapshots_.forget_trouble();
     shard->drop_all();
     shard->commands().open(request.step);
     cuts_.go_on_after(request.step);

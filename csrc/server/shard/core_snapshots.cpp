@@ -74,18 +74,24 @@ void ServerCore::write_cut(const std::shared_ptr<Shard>& shard, CutCollector::Cu
 
 void ServerCore::keep_snapshot() noexcept {
   const auto shard = this->shard();  // before the cut, which is of this one or of one that took its place
+  bool is_called_off = false;        // by a snapshot that is taken at once, or the end
   const auto pause = [&](uint32_t failures) {
     {
       const Lock lock(mutex_);
       changed_.notify_all();
     }
-    return cuts_.pause(failures) && shard == this->shard();
+    if (cuts_.pause(failures)) return shard == this->shard();
+    is_called_off = true;
+    return false;
   };
   // A job that makes its steps together waits for just this one: it cuts no later step before it has it.
-  uint64_t step = std::numeric_limits<uint64_t>::max();
+  std::optional<uint64_t> step;
   const auto give_up = [&](const std::string& why) {
     log(LogLevel::error, "a snapshot failed: " + why);
-    if (shard->plan().is_synchronous() && shard == this->shard()) snapshots_.give_up(step, why);
+    if (!step || is_called_off || shard != this->shard()) return;
+    snapshots_.give_up(*step, why);
+    const Lock lock(mutex_);
+    changed_.notify_all();
   };
   try {
     if (const auto cut = cuts_.take()) {

@@ -165,8 +165,14 @@ void ServerSnapshots::remove_after(uint64_t step) {
   }
 }
 
+void ServerSnapshots::forget_trouble() {
+  const Lock lock(mutex_);
+  trouble_ = {};
+}
+
 void ServerSnapshots::begin_anew() {
   const Lock lock(mutex_);
+  trouble_ = {};
   for (auto& kept : std::exchange(kept_, {})) former_.push_back(std::move(kept.name));
   ++jobs_;
 }
@@ -276,7 +282,7 @@ ServerSnapshots::Trouble ServerSnapshots::trouble() const {
 void ServerSnapshots::give_up(uint64_t step, const std::string& why) {
   const Lock lock(mutex_);
   if (!kept_.empty() && kept_.back().step >= step) return;
-  trouble_ = {why, std::max(trouble_.failures, Beaten::kTooMany)};
+  trouble_ = {why, std::max(trouble_.failures + 1, Beaten::kTooMany)};
 }
 
 }  // namespace muster::server

@@ -73,6 +73,8 @@ class ServerSnapshots {
   /// A snapshot of `step` is not written, for this reason, and will not be tried again: an error for who waits for it,
   /// unless a later one is there.
   void give_up(uint64_t step, const std::string& why);
+  /// A job goes on from a step that is kept: what could not be written before is none of its business.
+  void forget_trouble();
 
  private:
   using Marks = std::map<uint32_t, std::pair<uint64_t, uint64_t>>;  // by rank: incarnation and step

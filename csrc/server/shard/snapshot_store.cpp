@@ -31,9 +31,14 @@ class SnapshotFolder final : public SnapshotStore {
 
   std::string write(const checkpoint::Metadata& metadata, const checkpoint::NextTensors& next,
                     const checkpoint::SnapshotOptions& options) override {
-    while (!is_own(options.try_again)) continue;
+    await_own(options.try_again);
     auto in_it = options;
     in_it.makes_folder = false;  // one that has gone since would be made anew, in the way of who brings it back
+    in_it.try_again = [&](const Error& error) {
+      if (!options.try_again || !options.try_again(error)) return false;
+      await_own(options.try_again);
+      return true;
+    };
     return checkpoint::write_snapshot(claim_.folder(), metadata, next, in_it).filename().string();
   }
 
@@ -42,13 +47,14 @@ class SnapshotFolder final : public SnapshotStore {
   std::string where() const override { return '\'' + claim_.folder().string() + '\''; }
 
  private:
-  bool is_own(const std::function<bool(const Error&)>& try_again) const {
-    try {
-      claim_.check();
-      return true;
-    } catch (const CheckpointError& error) {
-      if (!try_again || !try_again(error)) throw;
-      return false;
+  // Throws CheckpointError where the folder is gone or another's, once that is not to be looked at again.
+  void await_own(const std::function<bool(const Error&)>& try_again) const {
+    for (;;) {
+      try {
+        return claim_.check();
+      } catch (const CheckpointError& error) {
+        if (!try_again || !try_again(error)) throw;
+      }
     }
   }
 

@@ -103,6 +103,14 @@ Plan plan_of_another_server() {
   return plan;
 }
 
+// A server that begins, or goes on, with what is on the disk.
+std::unique_ptr<ServerCore> start_on(SimulatedDisk& disk, Timekeeper& time) {
+  auto core = std::make_unique<ServerCore>(std::make_unique<DiskStore>(disk, [](bool) {}),
+                                           std::chrono::milliseconds(1'000), time);
+  core->restore();
+  return core;
+}
+
 // A step, made with the chief alone, of which a snapshot is due.
 Apply cut_of(const Plan& plan, uint64_t step) {
   Apply command;
@@ -158,12 +166,7 @@ TEST_CASE("who waits to come into a job does not come into the next one", "[serv
 TEST_CASE("a server that starts again before its job was told where it goes on waits for that", "[server]") {
   SimulatedDisk disk;
   PassingTime time;
-  const auto start = [&] {
-    auto core = std::make_unique<ServerCore>(std::make_unique<DiskStore>(disk, [](bool) {}),
-                                             std::chrono::milliseconds(1'000), time);
-    core->restore();
-    return core;
-  };
+  const auto start = [&] { return start_on(disk, time); };
   auto plan = small_plan(1, 2, std::vector<kernels::SgdGroup>(2));
   plan.staleness = kAnyStaleness;
   {
@@ -213,12 +216,7 @@ TEST_CASE("a job of another model takes the place of one that ended before its v
 TEST_CASE("a server without a part of the model keeps snapshots of the steps that the job goes on from", "[server]") {
   SimulatedDisk disk;
   PassingTime time;
-  const auto start = [&] {
-    auto core = std::make_unique<ServerCore>(std::make_unique<DiskStore>(disk, [](bool) {}),
-                                             std::chrono::milliseconds(1'000), time);
-    core->restore();
-    return core;
-  };
+  const auto start = [&] { return start_on(disk, time); };
   const auto steps = [&] {
     std::vector<int64_t> steps;
     for (const auto& kept : disk.kept) steps.push_back(std::get<int64_t>(kept.metadata.at("step")));
@@ -263,12 +261,7 @@ TEST_CASE("a server without a part of the model keeps snapshots of the steps tha
 TEST_CASE("a worker is not held for one of another job that a snapshot knows by the same incarnation", "[server]") {
   SimulatedDisk disk;
   PassingTime time;
-  const auto start = [&] {
-    auto core = std::make_unique<ServerCore>(std::make_unique<DiskStore>(disk, [](bool) {}),
-                                             std::chrono::milliseconds(1'000), time);
-    core->restore();
-    return core;
-  };
+  const auto start = [&] { return start_on(disk, time); };
   const Plan plan = plan_of_another_server();
   uint64_t incarnation = 0;
   {
