@@ -12,21 +12,8 @@
 #include "checkpoint/manifest.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/snapshot.h"
-#include "muster/error.h"
 
 namespace muster::checkpoint {
-
-/// What `call` gives, which is called again after CheckpointError as often as options.try_again says.
-template <class Call>
-auto tried_again(const SnapshotOptions& options, const Call& call) {
-  for (;;) {
-    try {
-      return call();
-    } catch (const CheckpointError& error) {
-      if (!options.try_again || !options.try_again(error)) throw;
-    }
-  }
-}
 
 /// A value: elements of a tensor, one behind the other in row-major order.
 struct Run {

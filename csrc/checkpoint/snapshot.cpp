@@ -86,8 +86,10 @@ void check_keep(const std::optional<int>& keep) {
 fs::path write_snapshot(const fs::path& folder, const Metadata& metadata, const NextTensors& next,
                         const SnapshotOptions& options) {
   check_keep(options.keep);
-  const auto in_it = [&](const auto& call) { return tried_again(options, [&] { return in_folder(folder, call); }); };
-  const auto begun = in_it([&] { return begin_snapshot(folder, options.least, options.makes_folder); });
+  const auto in_it = [&](const SnapshotOptions& how, const auto& call) {
+    return tried_again(how, [&] { return in_folder(folder, call); });
+  };
+  const auto begun = in_it(options, [&] { return begin_snapshot(folder, options.least, options.makes_folder); });
   try {
     auto in_draft = options;
     in_draft.try_again = [&](const Error& error) {
@@ -103,11 +105,8 @@ fs::path write_snapshot(const fs::path& folder, const Metadata& metadata, const 
     auto manifest = shards.finish();
     manifest.metadata = metadata;
     write_manifest(begun / kManifest, manifest, in_draft);
-    const auto placed = tried_again(in_draft, [&] { return in_folder(folder, [&] { return place_snapshot(begun); }); });
-    in_it([&] {
-      settle_snapshot(placed, options.keep, options.secret);
-      return true;
-    });
+    const auto placed = in_it(in_draft, [&] { return place_snapshot(begun); });
+    in_it(options, [&] { settle_snapshot(placed, options.keep, options.secret); });
     return placed;
   } catch (...) {
     drop_draft(begun);

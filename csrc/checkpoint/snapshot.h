@@ -53,6 +53,18 @@ struct SnapshotOptions {
   bool makes_folder = true;                                  ///< else a folder that is not there is an error
 };
 
+/// What `call` gives, which is called again after CheckpointError as often as options.try_again says.
+template <class Call>
+auto tried_again(const SnapshotOptions& options, const Call& call) {
+  for (;;) {
+    try {
+      return call();
+    } catch (const CheckpointError& error) {
+      if (!options.try_again || !options.try_again(error)) throw;
+    }
+  }
+}
+
 /// Throws InvalidArgument for a number below 1.
 void check_keep(const std::optional<int>& keep);
 

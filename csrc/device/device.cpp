@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <atomic>
 
 namespace muster {
@@ -26,6 +27,14 @@ void play_streams_on_cpu(bool plays, bool apart) noexcept {
 
 bool share_memory(c10::Device first, c10::Device second) noexcept {
   return first == second && !(first.is_cpu() && cpu_replicas_are_apart);
+}
+
+bool share_memory(const std::vector<c10::Device>& devices) noexcept {
+  for (auto device = devices.begin(); device != devices.end(); ++device) {
+    const auto is_here = [&](c10::Device other) { return share_memory(other, *device); };
+    if (std::any_of(devices.begin(), device, is_here)) return true;
+  }
+  return false;
 }
 
 CUstream_st* stream_handle(c10::Device device) {

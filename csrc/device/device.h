@@ -25,6 +25,8 @@ void play_streams_on_cpu(bool plays, bool apart = false) noexcept;
 
 /// Whether replicas on these devices work in one memory.
 bool share_memory(c10::Device first, c10::Device second) noexcept;
+/// Whether replicas on some of these devices do.
+bool share_memory(const std::vector<c10::Device>& devices) noexcept;
 
 /// The calling thread's current stream of a CUDA device; null for the CPU.
 CUstream_st* stream_handle(c10::Device device);

@@ -1,24 +1,11 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include <algorithm>
-
 #include "device/device.h"
 #include "job/make_groups.h"
 #include "job/nccl_groups.h"
 
 namespace muster {
-
-namespace {
-
-bool has_repeated(const std::vector<c10::Device>& devices) {
-  for (auto device = devices.begin(); device != devices.end(); ++device) {
-    if (std::find(devices.begin(), device, *device) != device) return true;
-  }
-  return false;
-}
-
-}  // namespace
 
 Groups groups_in_process(const std::vector<c10::Device>& devices, comm::Milliseconds timeout) {
   const int replicas = static_cast<int>(devices.size());
@@ -33,7 +20,7 @@ Groups groups_in_process(const std::vector<c10::Device>& devices, comm::Millisec
   }
   groups.workers = comm::make_staged(groups.workers, device);
   groups.control = comm::make_local(replicas, timeout);
-  const bool shares_device = has_repeated(devices);  // which NCCL refuses
+  const bool shares_device = share_memory(devices);  // which NCCL refuses
   const bool is_alone = replicas == 1 && (device.is_cpu() || !uses_nccl_alone());
   const auto make = [&](const std::string& name, int max_ctas) -> std::vector<comm::CommunicatorPtr> {
     if (is_alone) return {comm::make_single(device)};

@@ -17,12 +17,9 @@ namespace {
 // The handles of the group, where it is of this process's replicas alone and each has a device of its own; else none.
 std::vector<comm::CommunicatorPtr> between_devices(const Session& session) {
   const auto& devices = session.topology().devices;
-  if (session.topology().num_replicas != static_cast<int>(devices.size())) return {};
-  for (size_t r = 1; r < devices.size(); ++r) {
-    const auto is_here = [&](c10::Device other) { return share_memory(other, devices[r]); };
-    if (std::any_of(devices.begin(), devices.begin() + static_cast<std::ptrdiff_t>(r), is_here)) return {};
-  }
-  return devices.size() > 1 ? session.groups().gradients : std::vector<comm::CommunicatorPtr>();
+  const bool are_all = session.topology().num_replicas == static_cast<int>(devices.size());
+  if (devices.size() == 1 || !are_all || share_memory(devices)) return {};
+  return session.groups().gradients;
 }
 
 }  // namespace

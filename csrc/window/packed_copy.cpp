@@ -26,8 +26,9 @@ at::Tensor flattened(const at::Tensor& tensor) { return tensor.detach().as_strid
 class Carrier {
  public:
   virtual ~Carrier() = default;
+  // Plain tensors.
   virtual void copy(const at::Tensor& from, const std::vector<at::Tensor>& to) const = 0;
-  // A dense tensor of the first device: what is made of it on each other one.
+  // A plain tensor of the first device: what is made of it on each other one.
   virtual std::vector<at::Tensor> move(const at::Tensor& from) const = 0;
 };
 
@@ -51,10 +52,6 @@ class Broadcasting final : public Carrier {
   explicit Broadcasting(const std::vector<comm::CommunicatorPtr>& ranks) : ranks_(ranks) {}
 
   void copy(const at::Tensor& from, const std::vector<at::Tensor>& to) const override {
-    if (!is_plain(from) || !std::all_of(to.begin(), to.end(), is_plain)) {
-      for (const auto& target : to) target.copy_(from, /*non_blocking=*/true);
-      return;
-    }
     std::vector<comm::Work> parts = {ranks_.front()->broadcast(from, 0)};
     for (size_t r = 1; r < ranks_.size(); ++r) parts.push_back(ranks_[r]->broadcast(to[r - 1], 0));
     for (auto& part : parts) part.wait();
@@ -104,7 +101,11 @@ void carry_packed(const std::vector<at::Tensor>& from, const std::vector<std::ve
     if (from[i].numel() == 0) continue;
     std::vector<at::Tensor> to;
     for (const auto& tensors : of_device) to.push_back(tensors[i].detach());
-    if (from[i].nbytes() >= kAloneBytes || !is_plain(from[i]) || !std::all_of(to.begin(), to.end(), is_plain)) {
+    if (!is_plain(from[i]) || !std::all_of(to.begin(), to.end(), is_plain)) {
+      for (const auto& target : to) target.copy_(from[i].detach(), /*non_blocking=*/true);
+      continue;
+    }
+    if (from[i].nbytes() >= kAloneBytes) {
       carrier.copy(from[i].detach(), to);
       continue;
     }

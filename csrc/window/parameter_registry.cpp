@@ -210,21 +210,16 @@ void ParameterRegistry::copy_to_replica(size_t r, const std::vector<size_t>& par
 
 void ParameterRegistry::broadcast_all(const std::vector<comm::CommunicatorPtr>& between) {
   std::vector<std::vector<at::Tensor>> alike(parameters_.size());
-  std::vector<std::vector<size_t>> others(parameters_.size());
+  std::vector<size_t> others;
   for (size_t p = 0; p < names_.size(); ++p) {
     bool are_alike = true;
     for (size_t r = 1; r < parameters_.size(); ++r) are_alike = are_alike && is_alike(r, p);
-    for (size_t r = 0; r < parameters_.size(); ++r) {
-      if (are_alike) {
-        alike[r].push_back(parameters_[r][p]);
-      } else {
-        others[r].push_back(p);
-      }
-    }
+    if (!are_alike) others.push_back(p);
+    for (size_t r = 0; are_alike && r < parameters_.size(); ++r) alike[r].push_back(parameters_[r][p]);
   }
   broadcast_packed(alike, between);
   for (size_t r = 1; r < parameters_.size(); ++r) {
-    copy_to_replica(r, others[r]);
+    copy_to_replica(r, others);
     for (size_t p = 0; p < names_.size(); ++p) copied_versions_[r][p] = parameters_[0][p]._version();
   }
 }

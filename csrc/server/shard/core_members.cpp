@@ -27,9 +27,9 @@ void ServerCore::greet(Session& session, const Hello& hello) {
   uint64_t before = 0;
   {
     const Lock lock(mutex_);
-    check_free(hello);
-    before = quorum_.members().incarnation(hello.rank);
     const bool is_of_another_job = shard_ != nullptr && hello.token != job_.token;
+    if (is_of_another_job && !hello.takes_over) check_free();
+    before = quorum_.members().incarnation(hello.rank);
     welcome.incarnation = quorum_.greet(hello.rank, hello.incarnation, life_, time_.now(), is_of_another_job);
     if (hello.incarnation == 0) dealer_.take_back(hello.rank);
     session.rank = hello.rank;
@@ -65,8 +65,7 @@ void ServerCore::inquire(Session& session) {
 }
 
 // Another job's worker of the same rank would be fenced.
-void ServerCore::check_free(const Hello& hello) const {
-  if (hello.takes_over || shard_ == nullptr || hello.token == job_.token) return;
+void ServerCore::check_free() const {
   const auto ranks = present();
   if (ranks.empty()) return;
   throw Occupied("another job trains on these parameter servers (" + name_of_worker(ranks.front()) +

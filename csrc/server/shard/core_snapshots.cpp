@@ -75,11 +75,12 @@ void ServerCore::write_cut(const std::shared_ptr<Shard>& shard, CutCollector::Cu
 void ServerCore::keep_snapshot() noexcept {
   const auto shard = this->shard();  // before the cut, which is of this one or of one that took its place
   bool is_called_off = false;        // by a snapshot that is taken at once, or the end
+  const auto wake = [&] {
+    const Lock lock(mutex_);
+    changed_.notify_all();
+  };
   const auto pause = [&](uint32_t failures) {
-    {
-      const Lock lock(mutex_);
-      changed_.notify_all();
-    }
+    wake();
     if (cuts_.pause(failures)) return shard == this->shard();
     is_called_off = true;
     return false;
@@ -90,8 +91,7 @@ void ServerCore::keep_snapshot() noexcept {
     log(LogLevel::error, "a snapshot failed: " + why);
     if (!step || is_called_off || shard != this->shard()) return;
     snapshots_.give_up(*step, why);
-    const Lock lock(mutex_);
-    changed_.notify_all();
+    wake();
   };
   try {
     if (const auto cut = cuts_.take()) {

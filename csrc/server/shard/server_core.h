@@ -162,7 +162,7 @@ class ServerCore {
   /// A worker came to a job that goes on, and that this server may have forgotten.
   void take_up_job(const Session& session, const Configure& request);
   void close_channels(const std::vector<uint32_t>& ranks);
-  void check_free(const Hello& hello) const;
+  void check_free() const;
   /// Throw Fenced for a connection of a job that another one has ended, and for a chief whose values are not this
   /// job's.
   void check_job(const Session& session) const;

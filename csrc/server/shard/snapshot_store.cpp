@@ -31,12 +31,13 @@ class SnapshotFolder final : public SnapshotStore {
 
   std::string write(const checkpoint::Metadata& metadata, const checkpoint::NextTensors& next,
                     const checkpoint::SnapshotOptions& options) override {
-    await_own(options.try_again);
+    const auto check = [&] { tried_again(options, [&] { claim_.check(); }); };
+    check();
     auto in_it = options;
     in_it.makes_folder = false;  // one that has gone since would be made anew, in the way of who brings it back
     in_it.try_again = [&](const Error& error) {
       if (!options.try_again || !options.try_again(error)) return false;
-      await_own(options.try_again);
+      check();
       return true;
     };
     return checkpoint::write_snapshot(claim_.folder(), metadata, next, in_it).filename().string();
@@ -47,17 +48,6 @@ class SnapshotFolder final : public SnapshotStore {
   std::string where() const override { return '\'' + claim_.folder().string() + '\''; }
 
  private:
-  // Throws CheckpointError where the folder is gone or another's, once that is not to be looked at again.
-  void await_own(const std::function<bool(const Error&)>& try_again) const {
-    for (;;) {
-      try {
-        return claim_.check();
-      } catch (const CheckpointError& error) {
-        if (!try_again || !try_again(error)) throw;
-      }
-    }
-  }
-
   const checkpoint::FolderClaim claim_;
 };
 
