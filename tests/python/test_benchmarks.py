@@ -16,22 +16,14 @@ from muster import _C
 from muster.benchmarks import command
 from muster.benchmarks.models import DIGITS, MLP, SMALL_TENSORS, TRANSFORMER
 from muster.benchmarks.tables import Table
-from muster.free_ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_free_ports_are_those_that_the_system_hands_out_to_nobody() -> None:
-    handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    found = free_ports(20)
-    assert len(set(found)) == 20
-    assert handed_out < 11_000 or max(found) < handed_out
-    assert not set(found) & set(range(20_000, 30_000)), "where jobs meet whose launcher names no port"
-
-
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "muster", "bench", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=240)
+    # Longer than its processes wait for one another, so that they say for what.
+    return subprocess.run(line, capture_output=True, text=True, timeout=800)
 
 
 def result_of(folder: Path, name: str, *options: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from muster.benchmarks.loops import BareThreads, Batch, on_threads, ordinary, pa
 from muster.benchmarks.models import DIGITS, TINY, TRANSFORMER, Model
 from muster.benchmarks.record import Out, known, need_gloo, publish, record
 from muster.benchmarks.rounds import fixed, interleave, ratio
-from muster.benchmarks.servers import Cpp, CppServer, PythonServer, Server, Step, cpp_folder, end, turn
+from muster.benchmarks.servers import Cpp, CppServer, PythonServer, Running, Server, Step, cpp_folder
 from muster.benchmarks.tables import scaling_efficiency as table
 from muster.free_ports import free_ports
 
@@ -87,14 +87,15 @@ def worker(rank: int, name: str, port: int) -> Iterator[dict[str, Step]]:
 class Turn:
     """Steps per second of a column; as many steps as fill the time by the speed of the turn before."""
 
-    def __init__(self, servers: list[Server], column: str, seconds: float) -> None:
+    def __init__(self, running: Running, servers: list[Server], column: str, seconds: float) -> None:
+        self._running = running
         self._servers = servers
         self._column = column
         self._seconds = seconds
         self._steps = 1
 
     def __call__(self) -> float:
-        steps = turn(self._servers, self._column, self._steps)
+        steps = self._running.turn(self._servers, self._column, self._steps)
         speed = 1e3 * len(steps) / sum(statistics.fmean(processes) for processes in steps)
         self._steps = max(1, round(self._seconds * speed))
         return speed
@@ -105,10 +106,9 @@ def in_python(name: str, rounds: int) -> dict[str, list[float]]:
     (port,) = free_ports(1)
     servers: list[Server] = [PythonServer(worker, rank, name, port) for rank in range(REPLICAS)]
     seconds = (CASES | TRIAL)[name].seconds_per_turn
-    turns = {column: Turn(servers[:1], column, seconds) for column in ALONE}
-    steps = interleave({**turns, DDP: Turn(servers, DDP, seconds)}, fixed(rounds))
-    end(servers)
-    return steps
+    with Running(servers) as running:
+        turns = {column: Turn(running, servers[:1], column, seconds) for column in ALONE}
+        return interleave({**turns, DDP: Turn(running, servers, DDP, seconds)}, fixed(rounds))
 
 
 def in_cpp(name: str, rounds: int, folder: Path) -> dict[str, list[float]]:
@@ -116,10 +116,9 @@ def in_cpp(name: str, rounds: int, folder: Path) -> dict[str, list[float]]:
     case = (CASES | TRIAL)[name]
     columns = {BASE: "alone", BARE: "threads", MIRRORED: "mirrored", INTRA_OP: "two_intra_op"}
     server = CppServer(folder, case.model.in_cpp, "sgd", 1e-4, case.rows, 0, "-", *columns.values())
-    turns = {column: Turn([server], there, case.seconds_per_turn) for column, there in columns.items()}
-    steps = interleave(turns, fixed(rounds))
-    end([server])
-    return steps
+    with Running([server]) as running:
+        turns = {column: Turn(running, [server], there, case.seconds_per_turn) for column, there in columns.items()}
+        return interleave(turns, fixed(rounds))
 
 
 def summary(name: str, language: str, steps: dict[str, list[float]]) -> dict[str, Any]:

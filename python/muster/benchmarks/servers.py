@@ -5,8 +5,10 @@ They are Python's, forked from one that has done nothing yet, or C++ programs th
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import time
@@ -18,11 +20,13 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-__all__ = ["Columns", "Cpp", "CppServer", "PythonServer", "Server", "Step", "cpp_folder", "end", "turn"]
+__all__ = ["Columns", "Cpp", "CppServer", "PythonServer", "Running", "Server", "Step", "cpp_folder"]
 
 SERVE_STEPS = "serve_steps"
 ENDED_EARLY = "a measured process ended early; what it printed says why"
 FAILED_AT_ITS_END = "a measured process failed at its end; what it printed says why"
+WAIT = 0.02
+"""Seconds for one process before the others are looked at."""
 
 Cpp = Annotated[Path | None, typer.Option(help="Folder where benchmarks/cpp is built.", file_okay=False)]
 Step = Callable[[], object]
@@ -35,14 +39,20 @@ class Server(Protocol):
     def ask(self, column: str, steps: int) -> None:
         """Lets the column make one untimed step and so many timed ones, without waiting for them."""
 
+    def answers_within(self, seconds: float) -> bool:
+        """Waits so long for an answer, or for the process's end."""
+
     def answer(self) -> list[float]:
-        """Milliseconds of each timed step. Raises RuntimeError where the process has failed."""
+        """Milliseconds of each timed step. Raises RuntimeError where the process has ended."""
 
     def end(self) -> None:
-        """Lets the process end; join() waits for it."""
+        """Lets the process end."""
 
-    def join(self) -> None:
-        """Raises RuntimeError where the process failed."""
+    def exit_code(self) -> int | None:
+        """None while the process runs."""
+
+    def kill(self) -> None:
+        """Ends the process at once, whatever it waits for, and waits for its end."""
 
 
 class PythonServer:
@@ -60,19 +70,25 @@ class PythonServer:
     def ask(self, column: str, steps: int) -> None:
         self._connection.send((column, steps))
 
+    def answers_within(self, seconds: float) -> bool:
+        return self._connection.poll(seconds)
+
     def answer(self) -> list[float]:
         try:
             return list(self._connection.recv())
-        except EOFError:
+        except (EOFError, ConnectionError):
             raise RuntimeError(ENDED_EARLY) from None
 
     def end(self) -> None:
         self._connection.close()
 
-    def join(self) -> None:
+    def exit_code(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
         self._process.join()
-        if self._process.exitcode != 0:
-            raise RuntimeError(FAILED_AT_ITS_END)
 
 
 class CppServer:
@@ -89,6 +105,9 @@ class CppServer:
         self._questions.write(f"{column} {steps}\n")
         self._questions.flush()
 
+    def answers_within(self, seconds: float) -> bool:
+        return bool(select.select([self._answers], [], [], seconds)[0])
+
     def answer(self) -> list[float]:
         line = self._answers.readline()
         if not line:
@@ -98,10 +117,13 @@ class CppServer:
     def end(self) -> None:
         self._questions.close()
 
-    def join(self) -> None:
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
         self._answers.close()
-        if self._process.wait() != 0:
-            raise RuntimeError(FAILED_AT_ITS_END)
 
 
 def cpp_folder(folder: Path | None) -> Path | None:
@@ -113,20 +135,46 @@ def cpp_folder(folder: Path | None) -> Path | None:
     return folder
 
 
-def turn(servers: Sequence[Server], column: str, steps: int) -> list[list[float]]:
-    """All servers' processes make the steps together: each step's milliseconds, by process."""
-    for server in servers:
-        server.ask(column, steps)
-    answers = [server.answer() for server in servers]
-    return [list(step) for step in zip(*answers, strict=True)]
+class Running:
+    """Servers that may wait for one another, until the end of a with statement. There it lets all end together, since
+    what they do at their end may be collective, and waits for it; where one of them, or this process, has failed, it
+    ends them at once. Raises RuntimeError where one failed."""
 
+    def __init__(self, servers: Sequence[Server]) -> None:
+        self._servers = servers
 
-def end(servers: Sequence[Server]) -> None:
-    """Ends all together, since what they do at their end may be collective. Raises RuntimeError where one failed."""
-    for server in servers:
-        server.end()
-    for server in servers:
-        server.join()
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._end()
+        finally:
+            for server in self._servers:
+                server.kill()
+
+    def turn(self, servers: Sequence[Server], column: str, steps: int) -> list[list[float]]:
+        """The processes of these servers make the steps together: each step's milliseconds, by process."""
+        with contextlib.suppress(ConnectionError):  # of one that has ended
+            for server in servers:
+                server.ask(column, steps)
+        answers: dict[int, list[float]] = {}
+        while len(answers) < len(servers):
+            for number, server in enumerate(servers):
+                if number not in answers and server.answers_within(WAIT):
+                    answers[number] = server.answer()
+            if any(server.exit_code() is not None for server in self._servers):
+                raise RuntimeError(ENDED_EARLY)
+        return [list(step) for step in zip(*(answers[number] for number in range(len(servers))), strict=True)]
+
+    def _end(self) -> None:
+        for server in self._servers:
+            server.end()
+        while (codes := [server.exit_code() for server in self._servers]).count(0) < len(codes):
+            if any(codes):
+                raise RuntimeError(FAILED_AT_ITS_END)
+            time.sleep(WAIT)
 
 
 def _serve(connection: Connection, make: Callable[..., Columns], arguments: tuple[Any, ...]) -> None:

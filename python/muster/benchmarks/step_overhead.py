@@ -30,6 +30,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,7 +46,7 @@ from muster.benchmarks.loops import BareThreads, MakeOptimizer, on_threads, ordi
 from muster.benchmarks.models import MLP, SMALL_TENSORS, TINY, TRANSFORMER, Model
 from muster.benchmarks.record import Out, known, need_gloo, publish, record
 from muster.benchmarks.rounds import interleave, lasting, quartiles, ratio
-from muster.benchmarks.servers import Cpp, CppServer, PythonServer, Server, Step, cpp_folder, end, turn
+from muster.benchmarks.servers import Cpp, CppServer, PythonServer, Running, Server, Step, cpp_folder
 from muster.benchmarks.tables import BASE, OVER_DROP_IN, OVER_SLOWER
 from muster.benchmarks.tables import step_overhead as table
 from muster.free_ports import free_ports
@@ -95,6 +96,8 @@ CASES = {
 }
 TRIAL = {"tiny": Case(TINY, 4), "tiny, AdamW": Case(TINY, 4, "AdamW", 1e-5, {"tiny, fused": "fused_adamw"})}
 AGREED_STEPS = 5
+TIMEOUT = timedelta(seconds=120)
+"""Of what processes wait for: where one of them stands still, the others say so."""
 
 
 # --- in Python --------------------------------------------------------------------------------------------------------
@@ -114,7 +117,8 @@ def worker(rank: int, name: str, column: str, gloo: int, rendezvous: int) -> Ite
     number = COMMUNICATING.index(column)
     own = REPLICAS * number + rank
     init = f"tcp://127.0.0.1:{gloo}"
-    dist.init_process_group("gloo", init_method=init, rank=own, world_size=REPLICAS * len(COMMUNICATING))
+    world_size = REPLICAS * len(COMMUNICATING)
+    dist.init_process_group("gloo", init_method=init, rank=own, world_size=world_size, timeout=TIMEOUT)
     groups = [
         dist.new_group(list(range(first, first + REPLICAS))) for first in range(0, dist.get_world_size(), REPLICAS)
     ]
@@ -125,7 +129,8 @@ def worker(rank: int, name: str, column: str, gloo: int, rendezvous: int) -> Ite
     with contextlib.ExitStack() as stack:
         if column == MUSTER:
             cluster = muster.Cluster(rank, REPLICAS, f"127.0.0.1:{rendezvous}", rank)
-            strategy = muster.MultiWorkerMirroredStrategy(cluster, threads_per_replica=1, seed=0)
+            timeout = TIMEOUT.total_seconds()
+            strategy = muster.MultiWorkerMirroredStrategy(cluster, threads_per_replica=1, seed=0, timeout=timeout)
             step = with_muster(case.model, module, optimizer, batch, stack.enter_context(strategy))
         else:
             tuned: dict[str, Any] = {}
@@ -233,9 +238,13 @@ def measure(name: str, seconds: float, least: int, cpp: Path | None) -> Iterator
     """A model's jobs: each column's milliseconds per step and its cost, with quartiles."""
     module = (CASES | TRIAL)[name].model.build()
     for job in jobs(name, cpp):
-        turns = {column: partial(turn, servers, there, TIMED_STEPS) for column, (there, servers) in job.columns.items()}
-        rounds = interleave(turns, lasting(seconds, least))
-        end([server for _, servers in job.columns.values() for server in servers])
+        typer.echo(f"{job.row}, {job.language}, {job.replicas}", err=True)
+        with Running([server for _, servers in job.columns.values() for server in servers]) as running:
+            turns = {
+                column: partial(running.turn, servers, there, TIMED_STEPS)
+                for column, (there, servers) in job.columns.items()
+            }
+            rounds = interleave(turns, lasting(seconds, least))
         means = {column: over_processes(statistics.fmean, per_round) for column, per_round in rounds.items()}
         case = {
             "model": job.row,
