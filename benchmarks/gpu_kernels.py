@@ -268,9 +268,10 @@ def window_end(stats: Any, counts: Tensor, taken: Tensor, scalars: Tensor) -> Co
     scale = kernels.make_loss_scale(65536.0, 0).to(DEVICE)
     tail = torch.tensor([1.0, 0, 1, 0, 0, 0, 1, 0], dtype=torch.float64, device=DEVICE)
     report = torch.zeros(kernels.report_bytes(0), dtype=torch.uint8, device=DEVICE)
+    sums = torch.empty(kernels.norm_sums_bytes, dtype=torch.uint8, device=DEVICE)
     options = (1.0, 1.0, 2.0, 0.5, 1 << 30)
     return lambda: kernels.finish_window(
-        stats.partials, tail, counts, taken, options, scalars, scale, report, 0, stream=stream()
+        stats.partials, tail, counts, taken, options, scalars, scale, report, 0, sums, stream=stream()
     )
 
 

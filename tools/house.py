@@ -32,6 +32,8 @@ TESTED_ONE_BY_ONE = ("window", "data")
 """Rooms each of whose sources has a test of its own name."""
 NOWHERE = ("is_on_device",)
 """Names of branches that a contract with several ends has taken the place of."""
+COMPILED_APART = "isa_"
+"""Sources that are never compiled as one with others begin so."""
 PUBLIC_FACE = {"Strategy"}
 """Classes that have as many public functions as users need."""
 
@@ -131,6 +133,64 @@ def all_classes() -> list[ClassCount]:
     return [count for path in sources for count in classes_in(path.read_bytes(), str(path.relative_to(ROOT)))]
 
 
+def hidden_names(source: bytes) -> Iterator[tuple[str, str]]:
+    """What anonymous namespaces define: the namespace around, and the name, of a function with its parameters' types.
+    No aliases, which may stand there twice."""
+    pending = [(PARSER.parse(source).root_node, "", False)]
+    while pending:
+        node, around, is_hidden = pending.pop()
+        if node.type == "namespace_definition":
+            name = text_of(node.child_by_field_name("name"))
+            around, is_hidden = (f"{around}::{name}", is_hidden) if name else (around, True)
+        elif is_hidden and node.type != "declaration_list":
+            yield from ((around, name) for name in defined_names(node))
+            continue
+        pending.extend((child, around, is_hidden) for child in reversed(node.named_children))
+
+
+def defined_names(node: Node) -> Iterator[str]:
+    """The names that one declaration of a namespace defines there."""
+    if node.type == "template_declaration":
+        node = node.named_children[-1]
+    if node.type in {"class_specifier", "struct_specifier", "enum_specifier"}:
+        if node.child_by_field_name("body") is not None:
+            yield text_of(node.child_by_field_name("name"))
+        return
+    if node.type not in {"function_definition", "declaration"}:
+        return
+    for declarator in node.children_by_field_name("declarator"):
+        inner: Node | None = declarator
+        parameters = ""
+        while inner is not None and inner.type not in {"identifier", "qualified_identifier", "operator_name"}:
+            if inner.type == "function_declarator":
+                parameters = types_of(inner.child_by_field_name("parameters"))
+            inner = inner.child_by_field_name("declarator") or next(
+                (child for child in inner.named_children if child.type.endswith(("declarator", "identifier"))), None
+            )
+        if inner is not None and inner.type == "identifier":  # a member's definition has a qualified one
+            yield text_of(inner) + parameters
+
+
+def types_of(parameters: Node | None) -> str:
+    """Of a parameter list, without names, defaults and const: functions that differ in nothing else clash."""
+    types = []
+    for parameter in [] if parameters is None else parameters.named_children:
+        declarator = text_of(parameter.child_by_field_name("declarator"))
+        types.append(text_of(parameter.child_by_field_name("type")) + "".join(c for c in declarator if c in "&*"))
+    return f"({', '.join(types)})"
+
+
+def check_hidden_names(sources: dict[str, bytes]) -> Iterator[str]:
+    """Compiled as one, two files must not define the same in anonymous namespaces of one namespace."""
+    first: dict[tuple[str, str], str] = {}
+    for path, source in sources.items():
+        for key in set(hidden_names(source)):
+            if key in first:
+                around, name = key
+                yield f"{first[key]} and {path} both hide {name} in {around[2:]}; compiled as one they clash: rename it"
+            first.setdefault(key, path)
+
+
 def room_of(path: Path) -> str:
     return path.relative_to(CSRC).parts[0] if path.is_relative_to(CSRC) else "python"
 
@@ -185,7 +245,12 @@ def main() -> int:
     files, classes = product_files(), all_classes()
     if "--table" in sys.argv[1:]:
         print_table(files, classes)
-    broken = [*check_files(files), *check_classes(classes), *check_tests(files)]
+    sources = {
+        str(path.relative_to(ROOT)): path.read_bytes()
+        for path in files
+        if path.suffix == ".cpp" and not path.name.startswith(COMPILED_APART)
+    }
+    broken = [*check_files(files), *check_classes(classes), *check_hidden_names(sources), *check_tests(files)]
     for message in broken:
         print(message, file=sys.stderr)
     return 1 if broken else 0

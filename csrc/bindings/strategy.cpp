@@ -350,6 +350,11 @@ void bind_core_class(py::module_& m) {
       .def(
           "barrier_in_step", [](StrategyCore& c) { barrier_in_step(c.stepper().replicas().step_group()); },
           py::call_guard<Interruptible>())
+      .def("sum_in_backward",
+           [](StrategyCore& c, const at::Tensor& value) {
+             return py::cpp_function(sum_in_backward(c.stepper().replicas().step_group({value})),
+                                     py::call_guard<Interruptible>());
+           })
       .def(
           "reduce",
           [](StrategyCore& c, const std::vector<std::pair<Leaves, double>>& values, ReduceOp op) {

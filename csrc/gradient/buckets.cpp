@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/plain_memory.h"
+#include "device/device.h"
 #include "device/kernel_dtype.h"
 #include "kernels/kernels.h"
 
@@ -52,8 +53,8 @@ bool same_memory_order(const at::Tensor& tensor, const std::vector<int64_t>& str
 int64_t num_reals(const at::Tensor& tensor) { return tensor.numel() * (tensor.is_complex() ? 2 : 1); }
 
 void fill_wire(const Bucket& bucket) {
-  if (!bucket.wire.defined()) return;
-  if (!bucket.sums.device().is_cpu()) {
+  if (!bucket.wire.defined() || bucket.wire_is_packed) return;
+  if (is_streamed(bucket.sums.device())) {
     bucket.wire.copy_(bucket.sums);
     return;
   }
@@ -63,7 +64,7 @@ void fill_wire(const Bucket& bucket) {
 
 void empty_wire(const Bucket& bucket) {
   if (!bucket.wire.defined()) return;
-  if (!bucket.sums.device().is_cpu()) {
+  if (is_streamed(bucket.sums.device())) {
     bucket.sums.copy_(bucket.wire);
     return;
   }

@@ -25,12 +25,13 @@ struct NamedParameter {
 struct Bucket {
   at::Tensor sums;
   at::Tensor wire;              ///< what travels instead, in less precision; undefined where the sums do
+  bool wire_is_packed = false;  ///< gradients were packed into `wire`, and not into `sums`
   std::vector<int> parameters;  ///< in the layout's order
 
   const at::Tensor& travelling() const noexcept { return wire.defined() ? wire : sums; }
 };
 
-/// Rounds a bucket's sums to what travels; no-op where they travel themselves.
+/// Rounds a bucket's sums to what travels; no-op where they travel themselves, or what travels was packed.
 void fill_wire(const Bucket& bucket);
 /// Replaces a bucket's sums by what travelled; no-op where they travelled themselves.
 void empty_wire(const Bucket& bucket);
@@ -60,6 +61,8 @@ class Buckets {
 
   size_t size() const noexcept { return buckets_.size(); }
   const Bucket& operator[](size_t bucket) const { return buckets_[bucket]; }
+  /// Where gradients of a micro-batch are packed.
+  void set_wire_is_packed(size_t bucket, bool is_packed) { buckets_[bucket].wire_is_packed = is_packed; }
 
   const std::vector<NamedParameter>& parameters() const noexcept { return parameters_; }
   const FlatLayout& layout() const noexcept { return layout_; }

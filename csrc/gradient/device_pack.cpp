@@ -21,8 +21,7 @@ DevicePack::DevicePack(const Buckets& buckets, c10::Device device)
     }
     auto& plan = plans_[b];
     plan.slots.follow(slots, device);
-    plan.plan = {plan.slots.items(), plan.slots.num_items(), plan.slots.chunks(), plan.slots.num_chunks(),
-                 kernel_dtype(bucket.sums.scalar_type())};
+    plan.plan = {plan.slots.items(), plan.slots.num_items(), plan.slots.chunks(), plan.slots.num_chunks(), {}};
   }
 }
 
@@ -42,8 +41,11 @@ void DevicePack::pack(size_t b, const Packing& packing, bool again, std::vector<
     kept.push_back(std::move(gradient));
   }
   const bool accumulate = !packing.overwrites || again;
-  const auto status = kernels::cuda::pack(plans_[b].plan, sources.data(), bucket.sums.mutable_data_ptr(), accumulate, 1,
-                                          packing.gate, stream_handle(device_));
+  const auto& packed = packing.to_wire ? bucket.wire : bucket.sums;
+  auto plan = plans_[b].plan;
+  plan.bucket_dtype = kernel_dtype(packed.scalar_type());
+  const auto status = kernels::cuda::pack(plan, sources.data(), packed.mutable_data_ptr(), accumulate, 1, packing.gate,
+                                          stream_handle(device_));
   check_kernel(status, "packing gradients");
 }
 

@@ -22,8 +22,8 @@ Status tree_sum(DType, const void* const*, int, void* const*, int, size_t, Strea
 
 Status grad_stats(const StatsSegment*, const Chunk*, uint32_t, double, Stream) noexcept { return kNotBuilt; }
 
-Status finish_window(const double*, size_t, const double*, const double*, float*, size_t, const WindowOptions&,
-                     StepScalars*, LossScaleState*, WindowReport*, uint32_t, Stream) noexcept {
+Status finish_window(const double*, size_t, NormSum*, const double*, const double*, float*, size_t,
+                     const WindowOptions&, StepScalars*, LossScaleState*, WindowReport*, uint32_t, Stream) noexcept {
   return kNotBuilt;
 }
 

@@ -76,21 +76,23 @@ void take_norm(const std::vector<at::Tensor>& sums, const double* tail, const ke
   }
 }
 
-void DeviceNorm::enqueue(const std::vector<at::Tensor>& sums, c10::Device device, const kernels::WindowOptions& options,
-                         const Window& window) {
+void DeviceNorm::enqueue(const std::vector<at::Tensor>& gradients, c10::Device device,
+                         const kernels::WindowOptions& options, const Window& window) {
   namespace cuda = kernels::cuda;
-  auto segments = segments_of(sums);
+  auto segments = segments_of(gradients);
   const size_t tiles = count_tiles(segments);
-  partials_.reserve(tiles * sizeof(double), device);
+  constexpr size_t kSumsBytes = cuda::kNormSums * sizeof(kernels::NormSum);
+  partials_.reserve(kSumsBytes + tiles * sizeof(double), device);
   partials_.note_launch(device);
-  auto* const partials = static_cast<double*>(partials_.data());
+  auto* const sums = static_cast<kernels::NormSum*>(partials_.data());
+  auto* const partials = reinterpret_cast<double*>(sums + cuda::kNormSums);
   place_partials(segments, partials);
   segments_.follow(segments, device);
   auto* const stream = stream_handle(device);
   check_kernel(
       cuda::grad_stats(segments_.items(), segments_.chunks(), segments_.num_chunks(), options.norm_type, stream),
       "the gradient's statistics");
-  check_kernel(cuda::finish_window(partials, tiles, window.tail, nullptr, nullptr, 0, options, window.scalars,
+  check_kernel(cuda::finish_window(partials, tiles, sums, window.tail, nullptr, nullptr, 0, options, window.scalars,
                                    window.scale, window.report, window.num_slots, stream),
                "the end of a window");
 }

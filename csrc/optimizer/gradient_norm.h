@@ -44,8 +44,8 @@ class DeviceNorm {
     uint32_t num_slots;              ///< of the report
   };
 
-  /// `sums` dense, else as take_norm's, on `device`. Two launches.
-  void enqueue(const std::vector<at::Tensor>& sums, c10::Device device, const kernels::WindowOptions& options,
+  /// `gradients` dense, else as take_norm's, on `device`. Two launches, three for many tiles.
+  void enqueue(const std::vector<at::Tensor>& gradients, c10::Device device, const kernels::WindowOptions& options,
                const Window& window);
 
  private:

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -32,6 +33,12 @@ Leaves broadcast_in_step(comm::Communicator& group, const Leaves& values, int so
 
 /// In a step. Waits for the replicas that take part.
 void barrier_in_step(comm::Communicator& group);
+
+/// The sum of a tensor over the replicas that take part, of the same shape and dtype at all of them; no gradient.
+using SumInBackward = std::function<at::Tensor(const at::Tensor& value)>;
+/// In a step, where an operation begins that is one node of the graph: what its backward sums by, as that of a
+/// reduce_in_step would. In backward of another call it throws InvalidArgument.
+SumInBackward sum_in_backward(comm::Communicator& group);
 
 /// What a worker brings to a collective outside a step: one entry for each of its replicas that has a value.
 struct Contribution {

@@ -263,6 +263,12 @@ Leaves gather_in_step(comm::Communicator& group, const Leaves& values) {
 
 void barrier_in_step(comm::Communicator& group) { wait_in_step(group.barrier()); }
 
+SumInBackward sum_in_backward(comm::Communicator& group) {
+  const auto meeting = c10::make_intrusive<Meeting>(group);
+  const uint64_t tag = Meeting::derived_tag(meeting->next_tag());
+  return [meeting, tag](const at::Tensor& value) { return all_reduce(meeting->group(), value, ReduceOp::sum, tag); };
+}
+
 Leaves broadcast_in_step(comm::Communicator& group, const Leaves& values, int source) {
   if (source < 0 || source >= group.size()) {
     throw InvalidArgument("source replica " + std::to_string(source) + " does not exist; there are " +

@@ -16,7 +16,7 @@ constexpr size_t kAloneBytes = size_t{2} << 20;  // such a tensor travels by its
 constexpr size_t kPackedBytes = size_t{32} << 20;
 
 // Whether its memory is its values, without gaps.
-bool is_plain(const at::Tensor& tensor) {
+bool is_gapless(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg();
 }
 
@@ -101,7 +101,7 @@ void carry_packed(const std::vector<at::Tensor>& from, const std::vector<std::ve
     if (from[i].numel() == 0) continue;
     std::vector<at::Tensor> to;
     for (const auto& tensors : of_device) to.push_back(tensors[i].detach());
-    if (!is_plain(from[i]) || !std::all_of(to.begin(), to.end(), is_plain)) {
+    if (!is_gapless(from[i]) || !std::all_of(to.begin(), to.end(), is_gapless)) {
       for (const auto& target : to) target.copy_(from[i].detach(), /*non_blocking=*/true);
       continue;
     }

@@ -64,6 +64,11 @@ class Collectives:
         results = self._core.gather([(leaves, w) for (_, leaves), w in zip(encoded, weights, strict=True)])
         return structure.decode(description, results, as_numbers="none")
 
+    def sum_in_backward(self, value: Tensor) -> Callable[[Tensor], Tensor]:
+        """In a step, before a node of the graph that depends on `value`: what its backward sums over replicas by.
+        Raises InvalidArgument where that backward could not be, and where it is called in that of another step."""
+        return self._core.sum_in_backward(value)
+
     def broadcast(self, value: Any, source: int) -> Any:
         """As `Strategy.broadcast`."""
         if type(value) is Replicated:

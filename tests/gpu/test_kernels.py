@@ -238,6 +238,7 @@ class Window:
             scale,
             report,
             self.slots,
+            sums=torch.empty(kernels.norm_sums_bytes, dtype=torch.uint8, device=device),
             stream=stream_of(device),
         )
         kernels.count_steps(steps, used, scalars, stream=stream_of(device))

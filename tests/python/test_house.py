@@ -65,3 +65,43 @@ def test_each_bound_can_fail() -> None:
 def test_every_class_of_the_product_is_seen() -> None:
     found = {count.name for count in house.all_classes()}
     assert {"Communicator", "Strategy", "FlatLayout", "Quorum"} <= found
+
+
+HIDDEN = b"""
+namespace muster {
+namespace comm {
+namespace {
+
+constexpr int kMost = 3;
+struct Place {
+  int rank = 0;
+};
+struct Known;
+using Clock = int;
+template <class T>
+bool is_plain(const T& a, int* b = nullptr);
+std::string* find(const at::Tensor& tensor) { return nullptr; }
+int Place::size() { return kMost; }
+
+}  // namespace
+int shown();
+}  // namespace comm
+}  // namespace muster
+"""
+
+
+def test_what_anonymous_namespaces_hide_is_found() -> None:
+    assert set(house.hidden_names(HIDDEN)) == {
+        ("::muster::comm", "kMost"),
+        ("::muster::comm", "Place"),
+        ("::muster::comm", "is_plain(T&, int*)"),
+        ("::muster::comm", "find(at::Tensor&)"),
+    }
+
+
+def test_two_files_that_hide_the_same_clash() -> None:
+    overload = b"namespace muster::comm { namespace { std::string* find(int a) { return nullptr; } } }"
+    assert list(house.check_hidden_names({"a.cpp": HIDDEN, "b.cpp": overload})) == []
+    same = b"namespace muster { namespace comm { namespace { bool find(const at::Tensor& other); } } }"
+    (message,) = house.check_hidden_names({"a.cpp": HIDDEN, "b.cpp": same})
+    assert message.startswith("a.cpp and b.cpp both hide find(at::Tensor&) in muster::comm")

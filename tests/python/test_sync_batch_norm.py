@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import muster
 from muster import Loss
+from muster.batch_statistics import normalise
 from support.jobs import Launcher, part_of
 
 
@@ -113,6 +115,92 @@ def test_in_training_it_needs_its_peers() -> None:
             model(torch.ones(3, 5, dtype=torch.float64))
         model.eval()
         assert model(torch.ones(3, 5, dtype=torch.float64)).shape == (3, 3)
+
+
+class Counting:
+    """A strategy's core, and the names of its collectives inside a step, in order."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._core, name)
+        if name in ("gather_in_step", "reduce_in_step"):
+            return lambda *args: (self.calls.append(name), found(*args))[1]
+        if name == "sum_in_backward":
+            return lambda value: self._counted(found(value))
+        return found
+
+    def _counted(self, call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda value: (self.calls.append("in backward"), call(value))[1]
+
+
+def collectives_of_a_layer(strategy: muster.Strategy) -> list[str]:
+    module = nn.Sequential(nn.Linear(5, 6), nn.SyncBatchNorm(6))
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    collectives: Any = strategy._collectives
+    collectives._core = counting = Counting(collectives._core)
+    strategy.step(lambda x: model(x).square().mean(), part_of(strategy, torch.ones(6, 5)))
+    collectives._core = counting._core
+    return counting.calls
+
+
+def test_a_layer_waits_for_its_peers_once_forward_and_once_backward(wide_job: Launcher) -> None:
+    for calls in wide_job(collectives_of_a_layer):
+        local_replicas = calls.count("in backward")
+        assert local_replicas >= 1
+        assert sorted(calls) == ["gather_in_step"] * local_replicas + ["in backward"] * local_replicas
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_low_precision_is_normalised_in_fp32(memory_format: torch.memory_format) -> None:
+    torch.manual_seed(4)
+    x = torch.randn(6, 3, 4, 5).bfloat16().contiguous(memory_format=memory_format) + 3
+    weight = torch.randn(6, 3, 4, 5)
+    ours, whole = nn.SyncBatchNorm(3), nn.BatchNorm2d(3)
+    own, theirs = x.clone().requires_grad_(), x.float().requires_grad_()
+
+    class Alone:
+        def gather(self, row: Tensor) -> Tensor:
+            return row[None]
+
+        def sum_in_backward(self, values: Tensor) -> Tensor:
+            return values
+
+        reduce = sum_in_backward
+
+    found = normalise(ours, own, Alone())
+    assert found.dtype == torch.bfloat16
+    expected = whole(theirs)
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    torch.testing.assert_close(found, expected.bfloat16())
+    torch.testing.assert_close(own.grad.float(), theirs.grad, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(ours.weight.grad, whole.weight.grad, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(ours.running_var, whole.running_var)
+
+
+def kept(strategy: muster.Strategy) -> str:
+    """What backward through a layer of an earlier step says."""
+    module = nn.Sequential(nn.Linear(5, 6), nn.SyncBatchNorm(6, affine=False))
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = part_of(strategy, torch.randn(6, 5))
+    outputs: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        outputs[strategy.replica] = model(x)
+        return outputs[strategy.replica].square().mean()
+
+    strategy.step(lambda x: keep(x).detach() + model(x).mean(), x)
+    with pytest.raises(muster.InvalidArgument) as caught:
+        strategy.step(lambda x: outputs[strategy.replica].sum() + model(x).mean(), x)
+    return str(caught.value)
+
+
+def test_a_graph_of_an_earlier_step_is_refused(wide_job: Launcher) -> None:
+    for text in wide_job(kept):
+        assert "detach() what is kept" in text
 
 
 # --- reductions inside the step ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@
   X(fold_misses_a_half)             \
   X(norm_of_squares)                \
   X(stats_short_tail)               \
+  X(norm_sums_drop_the_rest)        \
   X(sum_drops_a_syncthreads)        \
   X(report_ignores_the_scale)       \
   X(report_of_a_dropped_weight)     \

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <string_view>
 
 namespace muster::testing {
 
@@ -48,13 +49,18 @@ class CountedOperators {
     static Calls all;
     return kAllThreads ? all : own;
   }
+  struct Called final : at::ObserverContext {};
+
   static std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& function) {
-    if (depth++ > 0) return nullptr;
-    const std::lock_guard lock(mutex);
-    ++calls()[function.name()];
-    return nullptr;
+    // What autograd's engine calls, hooks included, is counted by itself.
+    if (std::string_view(function.name()).starts_with("autograd::engine::")) return nullptr;
+    if (depth++ == 0) {
+      const std::lock_guard lock(mutex);
+      ++calls()[function.name()];
+    }
+    return std::make_unique<Called>();
   }
-  static void leave(const at::RecordFunction&, at::ObserverContext*) { --depth; }
+  static void leave(const at::RecordFunction&, at::ObserverContext* called) { depth -= called == nullptr ? 0 : 1; }
 
   static inline std::mutex mutex;
   static inline thread_local int depth = 0;

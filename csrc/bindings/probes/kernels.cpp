@@ -225,9 +225,12 @@ kernels::WindowReport* report_in(const OptionalTensor& report, c10::Device devic
   return report ? reinterpret_cast<kernels::WindowReport*>(data_as<char>(*report, device, bytes, c10::kByte)) : nullptr;
 }
 
+constexpr auto kNormSumsBytes = static_cast<int64_t>(cuda::kNormSums * sizeof(kernels::NormSum));
+
 void finish_window(const Tensor& partials, const Tensor& tail, const Tensor& used, const Tensor& steps,
                    const std::tuple<double, double, double, double, int32_t>& options, const Tensor& scalars,
-                   const OptionalTensor& scale, const OptionalTensor& report, uint32_t num_slots, uintptr_t stream) {
+                   const OptionalTensor& scale, const OptionalTensor& report, uint32_t num_slots,
+                   const OptionalTensor& sums, uintptr_t stream) {
   const c10::Device device = partials.device();
   const auto* squares = data_as<double>(partials, device, 0, c10::kDouble);
   const auto* fields = data_as<double>(tail, device, static_cast<int64_t>(kernels::tail_size(num_slots)), c10::kDouble);
@@ -242,8 +245,9 @@ void finish_window(const Tensor& partials, const Tensor& tail, const Tensor& use
     return kernels::finish_window(squares, num_partials, fields, counts, taken, parameters, window, found, state, told,
                                   num_slots);
   }
-  check_kernel(cuda::finish_window(squares, num_partials, fields, counts, taken, parameters, window, found, state, told,
-                                   num_slots, stream_of(stream)),
+  auto* const room = sums ? data_as<char>(*sums, device, kNormSumsBytes, c10::kByte) : nullptr;
+  check_kernel(cuda::finish_window(squares, num_partials, reinterpret_cast<kernels::NormSum*>(room), fields, counts,
+                                   taken, parameters, window, found, state, told, num_slots, stream_of(stream)),
                "finish_window");
 }
 
@@ -368,12 +372,14 @@ void bind_kernels(py::module_& parent) {
   m.def("tree_sum", &tree_sum, "sources"_a, "destinations"_a, "stream"_a = 0, Release());
   m.def("peer_reduce", &peer_reduce, "buffers"_a, "signals"_a, "blocks"_a, "stream"_a = 0, Release());
   m.def("finish_window", &finish_window, "partials"_a, "tail"_a, "used"_a, "steps"_a, "options"_a, "scalars"_a,
-        "scale"_a = py::none(), "report"_a = py::none(), "num_slots"_a = 0, "stream"_a = 0, Release());
+        "scale"_a = py::none(), "report"_a = py::none(), "num_slots"_a = 0, "sums"_a = py::none(), "stream"_a = 0,
+        Release());
   m.def("count_steps", &count_steps, "steps"_a, "used"_a, "scalars"_a, "stream"_a = 0, Release());
   m.def("apply_means", &apply_means, "segments"_a, "scalars"_a, "clips"_a, "stream"_a = 0, Release());
   m.def("note_loss", &note_loss, "loss"_a, "weight"_a, "rows"_a, "is_mean"_a, "first"_a, "num_slots"_a, "metrics"_a,
         "scalars"_a, "scale"_a, "tail"_a, "gate"_a, "seed"_a, "report"_a = py::none(), "stream"_a = 0, Release());
   m.def("report_bytes", &kernels::report_bytes);
+  m.attr("norm_sums_bytes") = kNormSumsBytes;
 }
 
 }  // namespace muster

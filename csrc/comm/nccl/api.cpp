@@ -1,27 +1,15 @@
-// The real tables, and what is made with them. The only file of the backend that sees the headers of NCCL and CUDA.
+// The table of NCCL's functions, and groups that are made with it. The only file that sees NCCL's header.
 #include "comm/nccl/api.h"
 
-#include <c10/core/ScalarType.h>
-#include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <nccl.h>
-#include <nvtx3/nvToolsExt.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <string>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "comm/nccl/communicator.h"
-#include "comm/nccl/in_process.h"
+#include "comm/nccl/cuda_device.h"
 #include "comm/nccl/nccl.h"
-#include "device/kernel_status.h"
-#include "kernels/cuda/cuda_kernels.h"
-#include "muster/error.h"
 
 namespace muster::comm {
 namespace nccl {
@@ -39,7 +27,6 @@ constexpr int kSymmetricWindow = 1;  // NCCL_WIN_COLL_SYMMETRIC, where the heade
 
 ncclComm_t comm_of(Comm comm) { return static_cast<ncclComm_t>(comm); }
 cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream); }
-cudaEvent_t event_of(Event event) { return static_cast<cudaEvent_t>(event); }
 ncclDataType_t type_of(DataType type) { return static_cast<ncclDataType_t>(type); }
 ncclRedOp_t nccl_op_of(Reduction reduction) { return static_cast<ncclRedOp_t>(reduction); }
 
@@ -85,30 +72,6 @@ std::string describe(Status status, Comm comm) {
   return last != nullptr && *last != '\0' ? text + " (" + last + ")" : text;
 }
 
-void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // told here; torch's next check need not find it
-  throw CommError(std::string(what) + " failed: " + cudaGetErrorString(error) +
-                  ". An earlier kernel may be at fault: run with CUDA_LAUNCH_BLOCKING=1 to find it");
-}
-
-// NCCL takes processes whose NCCL_HOSTID differs for hosts, and shares a GPU where it is told to.
-std::string identity(int device) {
-  if (const char* const shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE"); shares && std::string(shares) == "1") {
-    return "";
-  }
-  cudaDeviceProp properties{};
-  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
-  const char* const host = std::getenv("NCCL_HOSTID");
-  std::string text = (host == nullptr ? std::string() : std::string(host)) + " GPU-";
-  for (const char byte : properties.uuid.bytes) {
-    constexpr char kDigits[] = "0123456789abcdef";
-    text += kDigits[static_cast<unsigned char>(byte) / 16];
-    text += kDigits[static_cast<unsigned char>(byte) % 16];
-  }
-  return text;
-}
-
 NcclApi nccl_api() {
   NcclApi api;
   api.get_unique_id = [](UniqueId* id) { return ncclGetUniqueId(reinterpret_cast<ncclUniqueId*>(id->data())); };
@@ -151,92 +114,6 @@ NcclApi nccl_api() {
   return api;
 }
 
-DeviceApi device_api() {
-  DeviceApi api;
-  api.identity = identity;
-  api.exchange_device = [](int device) {
-    const int previous = c10::cuda::current_device();
-    if (device != previous) c10::cuda::set_device(static_cast<c10::DeviceIndex>(device));
-    return previous;
-  };
-  api.restore_device = [](int device) {
-    check(c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(device)), "cudaSetDevice");
-  };
-  api.current_stream = [](int device) -> Stream {
-    return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
-  };
-  api.is_capturing = [](Stream stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(stream_of(stream), &status), "cudaStreamIsCapturing");
-    return status != cudaStreamCaptureStatusNone;
-  };
-  api.permit_during_capture = [] {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-  };
-  api.create_stream = []() -> Stream {
-    int lowest = 0;
-    int highest = 0;
-    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
-    cudaStream_t stream = nullptr;
-    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
-    return stream;
-  };
-  api.destroy_stream = [](Stream stream) { check(cudaStreamDestroy(stream_of(stream)), "cudaStreamDestroy"); };
-  api.create_event = []() -> Event {
-    cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-    return event;
-  };
-  api.destroy_event = [](Event event) { cudaEventDestroy(event_of(event)); };
-  api.record = [](Event event, Stream stream) {
-    check(cudaEventRecord(event_of(event), stream_of(stream)), "cudaEventRecord");
-  };
-  api.stream_wait = [](Stream stream, Event event) {
-    check(cudaStreamWaitEvent(stream_of(stream), event_of(event), 0), "cudaStreamWaitEvent");
-  };
-  api.query = [](Event event) {
-    const cudaError_t error = cudaEventQuery(event_of(event));
-    if (error == cudaErrorNotReady) {
-      cudaGetLastError();
-      return false;
-    }
-    check(error, "cudaEventQuery");
-    return true;
-  };
-  api.synchronize = [] { check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); };
-  api.release_cached = [] { c10::cuda::CUDACachingAllocator::emptyCache(); };
-  api.with_stream = [](Stream stream, int device, const std::function<void()>& function) {
-    const c10::cuda::CUDAStreamGuard guard(
-        c10::cuda::getStreamFromExternal(stream_of(stream), static_cast<c10::DeviceIndex>(device)));
-    function();
-  };
-  api.copy = [](void* to, int to_device, const void* from, int from_device, size_t bytes, Stream stream) {
-    if (to_device == from_device) {
-      check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream_of(stream)), "cudaMemcpyAsync");
-    } else {
-      check(cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes, stream_of(stream)), "cudaMemcpyPeerAsync");
-    }
-  };
-  api.tree_sum = [](kernels::DType dtype, const std::vector<const void*>& sources,
-                    const std::vector<void*>& destinations, size_t n, Stream stream) {
-    check_kernel(kernels::cuda::tree_sum(dtype, sources.data(), static_cast<int>(sources.size()), destinations.data(),
-                                         static_cast<int>(destinations.size()), n, stream_of(stream)),
-                 "tree_sum");
-  };
-  api.push_range = [](const char* name) { nvtxRangePushA(name); };
-  api.pop_range = [] { nvtxRangePop(); };
-  return api;
-}
-
-c10::Device with_index(c10::Device device) {
-  if (!device.is_cuda()) {
-    throw InvalidArgument("NCCL communicates between CUDA devices; got " + device.str() +
-                          ", use the host backend for the CPU");
-  }
-  return device.has_index() ? device : c10::Device(c10::kCUDA, c10::cuda::current_device());
-}
-
 }  // namespace
 }  // namespace nccl
 
@@ -246,21 +123,8 @@ std::vector<CommunicatorPtr> make_nccl(c10d::Store& store, int first_rank, int s
                                        const std::vector<c10::Device>& devices,
                                        const std::vector<NcclOptions>& options) {
   std::vector<c10::Device> own;
-  for (const c10::Device& device : devices) own.push_back(nccl::with_index(device));
-  return nccl::make_communicators(nccl::nccl_api(), nccl::device_api(), store, first_rank, size, own, options);
-}
-
-std::vector<CommunicatorPtr> make_device_local(const std::vector<c10::Device>& devices,
-                                               const std::vector<NcclOptions>& options) {
-  std::vector<c10::Device> own;
-  for (const c10::Device& device : devices) own.push_back(nccl::with_index(device));
-  std::vector<int> ordinals;
-  for (const c10::Device& device : own) ordinals.push_back(device.index());
-  nccl::DeviceApi device = nccl::device_api();
-  device.identity = nullptr;
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  return nccl::make_communicators(nccl::make_in_process_api(device, c10::kCUDA, ordinals), device, *store, 0,
-                                  static_cast<int>(own.size()), own, options);
+  for (const c10::Device& device : devices) own.push_back(nccl::cuda_device(device));
+  return nccl::make_communicators(nccl::nccl_api(), nccl::cuda_device_api(), store, first_rank, size, own, options);
 }
 
 CommunicatorPtr make_nccl(c10d::Store& store, int rank, int size, c10::Device device, const NcclOptions& options) {

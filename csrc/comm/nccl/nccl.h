@@ -64,7 +64,7 @@ std::vector<CommunicatorPtr> make_nccl(c10d::Store& store, int first_rank, int s
 
 /// A group whose ranks are threads of this process with tensors on CUDA devices, several of them perhaps on one device,
 /// which NCCL refuses; element r is the handle of rank r, on `devices[r]`. Throws NotBuilt where this build has no
-/// NCCL, and InvalidArgument.
+/// CUDA, and InvalidArgument.
 ///
 /// As make_nccl of several ranks in one process, but that no NCCL is called: arithmetic is that of the Communicator
 /// contract, so sums have the bits of the CPU's, and an operation is computed on one device, that of the first rank.

@@ -21,8 +21,4 @@ std::vector<CommunicatorPtr> make_nccl(c10d::Store&, int, int, const std::vector
   not_built();
 }
 
-std::vector<CommunicatorPtr> make_device_local(const std::vector<c10::Device>&, const std::vector<NcclOptions>&) {
-  not_built();
-}
-
 }  // namespace muster::comm

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "kernels/kernels.h"
+#include "kernels/norm_sum.h"
 
 struct CUstream_st;
 
@@ -105,10 +106,16 @@ Status tree_sum(DType dtype, const void* const* sources, int num_sources, void* 
 Status grad_stats(const StatsSegment* segments, const Chunk* chunks, uint32_t num_chunks, double norm_type,
                   Stream stream) noexcept;
 
-/// See kernels.h; all pointers in the device's memory.
-Status finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,
-                     size_t num_parameters, const WindowOptions& options, StepScalars* scalars, LossScaleState* scale,
-                     WindowReport* report, uint32_t num_slots, Stream stream) noexcept;
+/// Up to so many partials one block adds up in less time than a launch takes.
+inline constexpr size_t kFewPartials = 4096;
+/// Blocks that add up more.
+inline constexpr unsigned kNormSums = 64;
+
+/// See kernels.h; all pointers in the device's memory. `sums`: room for kNormSums, which more than kFewPartials are
+/// added up in first, by a launch of its own; null: one block adds up all of them.
+Status finish_window(const double* partials, size_t num_partials, NormSum* sums, const double* tail, const double* used,
+                     float* steps, size_t num_parameters, const WindowOptions& options, StepScalars* scalars,
+                     LossScaleState* scale, WindowReport* report, uint32_t num_slots, Stream stream) noexcept;
 
 /// See kernels.h; all pointers in the device's memory.
 Status count_steps(float* steps, const double* used, size_t n, const StepScalars* scalars, Stream stream) noexcept;

@@ -285,8 +285,8 @@ MUSTER_DEVICE void reduce_step_round(const PeerStep& a, Place& place) {
   if (!peer_barrier<Meeting::all_blocks>(a.peers, place)) return;
   reduce_all<T>(a, place);
   if (!MUSTER_MUTATE(reduce_step_no_middle_barrier, peer_barrier<Meeting::all_blocks>(a.peers, place), true)) return;
-  const StepScalars closed =
-      close_window(own.partials, a.step.num_partials, own.tail_sum, a.step.options, state.scalars, state.scale);
+  const double total = add_partials(own.partials, a.step.num_partials, a.step.options.norm_type);
+  const StepScalars closed = close_window(total, own.tail_sum, a.step.options, state.scalars, state.scale);
   step_tiles<Optimizer, T>(a, place, closed);
   if (!MUSTER_MUTATE(reduce_step_no_closing_barrier, peer_barrier<Meeting::all_blocks>(a.peers, place), true)) return;
   if (place.block != 0) return;

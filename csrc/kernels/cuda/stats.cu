@@ -49,9 +49,22 @@ MUSTER_KERNEL void __launch_bounds__(kThreads)
   });
 }
 
+/// One sum of a block's partials, which follow one another.
+MUSTER_KERNEL void __launch_bounds__(kWindowThreads)
+    norm_sums_kernel(const double* partials, uint64_t count, double norm_type, NormSum* sums) {
+  const uint64_t of_block =
+      MUSTER_MUTATE(norm_sums_drop_the_rest, (count + gridDim.x - 1) / gridDim.x, count / gridDim.x);
+  const uint64_t first = blockIdx.x * of_block;
+  const uint64_t left = first < count ? count - first : 0;
+  const uint64_t own_count = left < of_block ? left : of_block;
+  const NormSum sum = join_parts(own_partials(partials + first, own_count, norm_type), norm_type);
+  if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+}
+
 struct Window {
   const double* partials;
   uint64_t num_partials;
+  const NormSum* sums;
   const double* tail;
   const double* used;
   float* steps;
@@ -64,7 +77,14 @@ struct Window {
 };
 
 MUSTER_KERNEL void __launch_bounds__(kWindowThreads) finish_window_kernel(MUSTER_GRID_CONSTANT(Window) w) {
-  const StepScalars closed = close_window(w.partials, w.num_partials, w.tail, w.options, w.scalars, w.scale);
+  NormSum own;
+  if (w.sums == nullptr) {
+    own = own_partials(w.partials, w.num_partials, w.options.norm_type);
+  } else if (threadIdx.x < kNormSums) {
+    own = w.sums[threadIdx.x];
+  }
+  const double total = total_of_parts(own, w.options.norm_type);
+  const StepScalars closed = close_window(total, w.tail, w.options, w.scalars, w.scale);
   advance_window(closed, w.used, w.steps, w.num_parameters, w.options, w.scalars, w.scale);
   if (w.report == nullptr) return;
   if (threadIdx.x == 0) {
@@ -98,11 +118,17 @@ Status grad_stats(const StatsSegment* segments, const Chunk* chunks, uint32_t nu
   return launch_over(blocks, 8, grad_stats_kernel, kThreads, stream, segments, chunks, num_chunks);
 }
 
-Status finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,
-                     size_t num_parameters, const WindowOptions& options, StepScalars* scalars, LossScaleState* scale,
-                     WindowReport* report, uint32_t num_slots, Stream stream) noexcept {
-  const Window window{partials, num_partials, tail,  used,   steps,    num_parameters,
-                      options,  scalars,      scale, report, num_slots};
+Status finish_window(const double* partials, size_t num_partials, NormSum* sums, const double* tail, const double* used,
+                     float* steps, size_t num_parameters, const WindowOptions& options, StepScalars* scalars,
+                     LossScaleState* scale, WindowReport* report, uint32_t num_slots, Stream stream) noexcept {
+  if (num_partials <= kFewPartials) sums = nullptr;
+  if (sums != nullptr) {
+    const Status status = launch(norm_sums_kernel, {kNormSums, kWindowThreads}, stream, partials,
+                                 uint64_t{num_partials}, options.norm_type, sums);
+    if (!status.ok()) return status;
+  }
+  const Window window{partials,       num_partials, sums,    tail,  used,   steps,
+                      num_parameters, options,      scalars, scale, report, num_slots};
   return launch(finish_window_kernel, {1, kWindowThreads}, stream, window);
 }
 

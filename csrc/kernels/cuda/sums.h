@@ -54,15 +54,11 @@ MUSTER_DEVICE double tile_norm(uint32_t n, double norm_type, const Value& value)
   return fold_warp(sum, norm_type);
 }
 
-/// All partials as one, by a block of kWindowThreads; valid in every thread. A barrier must come before the next call.
-MUSTER_DEVICE double add_partials(const double* partials, uint64_t count, double norm_type) {
-  MUSTER_SHARED uint64_t digits[kWindowThreads][NormSum::kDigits];
-  MUSTER_SHARED int32_t tops[kWindowThreads];
-  MUSTER_SHARED double specials[kWindowThreads];
-  const unsigned lane = threadIdx.x;
+/// A thread's part of the partials, by a block of kWindowThreads.
+MUSTER_DEVICE NormSum own_partials(const double* partials, uint64_t count, double norm_type) {
   constexpr uint64_t kAhead = 8;  // loads in flight: an addition depends on the one before
   NormSum own;
-  uint64_t i = lane;
+  uint64_t i = threadIdx.x;
   for (; i + (kAhead - 1) * kWindowThreads < count; i += kAhead * kWindowThreads) {
     double ahead[kAhead];
     MUSTER_UNROLL
@@ -71,6 +67,16 @@ MUSTER_DEVICE double add_partials(const double* partials, uint64_t count, double
     for (uint64_t a = 0; a < kAhead; ++a) add_partial(own, ahead[a], norm_type);
   }
   for (; i < count; i += kWindowThreads) add_partial(own, partials[i], norm_type);
+  return own;
+}
+
+/// The parts of all threads of a block of kWindowThreads as one, valid in thread 0. A barrier must come before the next
+/// call.
+MUSTER_DEVICE NormSum join_parts(NormSum own, double norm_type) {
+  MUSTER_SHARED uint64_t digits[kWindowThreads][NormSum::kDigits];
+  MUSTER_SHARED int32_t tops[kWindowThreads];
+  MUSTER_SHARED double specials[kWindowThreads];
+  const unsigned lane = threadIdx.x;
   const auto share = [&] {
     for (int i = 0; i < NormSum::kDigits; ++i) digits[lane][i] = own.digits[i];
     tops[lane] = own.top;
@@ -89,22 +95,33 @@ MUSTER_DEVICE double add_partials(const double* partials, uint64_t count, double
     }
     MUSTER_MUTATE(sum_drops_a_syncthreads, __syncthreads(), void());
   }
+  return own;
+}
+
+/// The parts of all threads of a block of kWindowThreads as one; valid in every thread. A barrier must come before the
+/// next call.
+MUSTER_DEVICE double total_of_parts(const NormSum& own, double norm_type) {
+  const NormSum sum = join_parts(own, norm_type);
   MUSTER_SHARED double total;
-  if (lane == 0) total = norm_total(own);
+  if (threadIdx.x == 0) total = norm_total(sum);
   __syncthreads();
   return total;
 }
 
+/// All partials as one, by a block of kWindowThreads; valid in every thread. A barrier must come before the next call.
+MUSTER_DEVICE double add_partials(const double* partials, uint64_t count, double norm_type) {
+  return total_of_parts(own_partials(partials, count, norm_type), norm_type);
+}
+
 // --- the end of a window -------------------------------------------------------------------------------------------
 
-/// What finish_window finds, in every thread of a block of kWindowThreads. Changes nothing.
-MUSTER_DEVICE StepScalars close_window(const double* partials, uint64_t num_partials, const double* tail,
-                                       const WindowOptions& options, const StepScalars* scalars,
-                                       const LossScaleState* scale) {
+/// What finish_window finds from all partials as one, in every thread of a block of kWindowThreads. Changes nothing.
+MUSTER_DEVICE StepScalars close_window(double total, const double* tail, const WindowOptions& options,
+                                       const StepScalars* scalars, const LossScaleState* scale) {
   StepScalars closed;
   closed.unit = scalars->unit;
   const double loss_scale = loss_scale_of(scale, options.loss_scale);
-  close_scalars(add_partials(partials, num_partials, options.norm_type), tail, loss_scale, options, &closed);
+  close_scalars(total, tail, loss_scale, options, &closed);
   return closed;
 }
 

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muster.batch_statistics import average_factor, normalise
 from muster.errors import InvalidArgument
 from muster.horovod.differentiable import allreduce
 from muster.horovod.operations import Sum
 from muster.horovod.runtime import running
 
 __all__ = ["SyncBatchNorm"]
+
+
+class _Ranks:
+    """All ranks."""
+
+    def gather(self, row: Tensor) -> Tensor:
+        # Of a rank that has joined, zeros, of which no element counts.
+        rows = row.new_zeros(running().size, len(row))
+        rows[running().rank] = row
+        return allreduce(rows, op=Sum)
+
+    def sum_in_backward(self, values: Tensor) -> Tensor:
+        return allreduce(values, op=Sum)
+
+    def reduce(self, values: Tensor) -> Tensor:
+        return allreduce(values, op=Sum)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -41,32 +57,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         uses_batch = self.training or not self.track_running_stats
         if not uses_batch or running().size == 1:
             return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, self._factor(), self.eps
-            )
-        dimensions = [0, *range(2, input.dim())]
-        shape = [1, -1, *[1] * (input.dim() - 2)]
-        values = input if input.dtype == torch.float64 else input.float()
-        count = values.new_full((1,), values.numel() / values.size(1))
-        # The mean first, then distances from it: a single pass loses digits where the mean is large.
-        together = allreduce(torch.cat([values.sum(dimensions), count]), op=Sum)
-        total, everyones = together[:-1], together[-1].detach()
-        mean = total / everyones
-        centred = values - mean.view(shape)
-        variance = allreduce(centred.square().sum(dimensions), op=Sum) / everyones
-        if self.training and self.running_mean is not None and self.running_var is not None:
-            factor = self._factor()
-            with torch.no_grad():
-                unbiased = variance * (everyones / (everyones - 1).clamp(min=1))
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-                self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
-        output: Tensor = centred * torch.rsqrt(variance + self.eps).view(shape)
-        if self.weight is not None:
-            output = output * self.weight.view(shape) + self.bias.view(shape)
-        return output.to(input.dtype)
-
-    def _factor(self) -> float:
-        """By how much running statistics move to those of a batch, which is counted."""
-        if not self.training or self.num_batches_tracked is None:
-            return self.momentum or 0.0
-        self.num_batches_tracked.add_(1)
-        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+                input, self.running_mean, self.running_var, self.weight, self.bias, uses_batch,
+                average_factor(self, updates=uses_batch), self.eps,
+            )  # fmt: skip
+        return normalise(self, input, _Ranks())

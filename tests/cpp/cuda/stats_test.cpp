@@ -64,15 +64,22 @@ struct Window {
     }
   }
 
-  /// Ends it in both ways and compares what they wrote.
+  /// Ends it in both ways and compares what they wrote, in one level and in two.
   void compare() const {
+    compare_with(nullptr);
+    std::vector<NormSum> sums(kNormSums);
+    for (NormSum& sum : sums) sum.special = NAN;  // of whoever had the memory before
+    compare_with(sums.data());
+  }
+
+  void compare_with(NormSum* sums) const {
     Window a = *this, b = *this;
     const auto num_slots = static_cast<uint32_t>((tail.size() - kTailFields) / 2);
     Report report_a(num_slots), report_b(num_slots);
     kernels::finish_window(a.partials.data(), a.partials.size(), a.tail.data(), a.used.data(), a.steps.data(),
                            a.steps.size(), a.options, &a.scalars, has_scale ? &a.scale : nullptr, report_a.get(),
                            num_slots);
-    check_ok(finish_window(b.partials.data(), b.partials.size(), b.tail.data(), b.used.data(), b.steps.data(),
+    check_ok(finish_window(b.partials.data(), b.partials.size(), sums, b.tail.data(), b.used.data(), b.steps.data(),
                            b.steps.size(), b.options, &b.scalars, has_scale ? &b.scale : nullptr, report_b.get(),
                            num_slots, nullptr));
     report_b.compare(report_a);
@@ -95,6 +102,16 @@ TEST_CASE("finish_window equals the CPU's", "[cuda]") {
     for (const size_t num_partials : {0, 1, 255, 256, 257, 5000}) {
       CAPTURE(num_partials);
       Window(num_partials).compare();
+    }
+    for (const double norm_type : {2.0, 3.5, double{INFINITY}}) {
+      CAPTURE(norm_type);
+      for (const size_t num_partials : {kFewPartials, kFewPartials + 1, 2 * kFewPartials + 3}) {
+        Window many(num_partials);
+        many.options.norm_type = norm_type;
+        many.compare();
+        many.partials.back() = NAN;
+        many.compare();
+      }
     }
     Window window(300);
     window.has_scale = false;
@@ -122,8 +139,9 @@ TEST_CASE("finish_window equals the CPU's", "[cuda]") {
 
 TEST_CASE("finish_window needs no report", "[cuda]") {
   Window window(5);
-  check_ok(finish_window(window.partials.data(), 5, window.tail.data(), window.used.data(), window.steps.data(),
-                         window.steps.size(), window.options, &window.scalars, &window.scale, nullptr, 0, nullptr));
+  check_ok(finish_window(window.partials.data(), 5, nullptr, window.tail.data(), window.used.data(),
+                         window.steps.data(), window.steps.size(), window.options, &window.scalars, &window.scale,
+                         nullptr, 0, nullptr));
   CHECK(window.scalars.finite == 1);
 }
 

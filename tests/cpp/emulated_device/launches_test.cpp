@@ -47,11 +47,12 @@ int operators_of_passes(torch::nn::Sequential& model, const at::Tensor& x) {
   return operators.without_views(kLaunchNothing);
 }
 
-Window window_of(bool has_batch_norm, int replicas, int k, Link link) {
+Window window_of(bool has_batch_norm, int replicas, int k, Link link, Wire wire = Wire::exact) {
   PlayedLink played(link);
   const Apart apart(link == Link::nccl);
   Window window;
   StrategyOptions options{.accumulate = k};
+  options.wire = wire;
   options.bucket_bytes = 24 * 24 * 4;
   MirroredStrategy strategy(std::vector<std::string>(static_cast<size_t>(replicas), "cpu"), options);
   auto model = strategy.prepare([&] { return model_of(has_batch_norm); });
@@ -101,4 +102,14 @@ TEST_CASE("a window launches a bounded number of kernels, with batch norm too", 
   const auto one = window_of(has_batch_norm, 1, k, Link::none);
   CAPTURE(one.launches);
   CHECK(one.launches <= (k + 2) * two.buckets + 5);
+}
+
+TEST_CASE("what travels as bf16 is rounded where it is packed, in a window of one micro-batch", "[device]") {
+  const int k = GENERATE(1, 4);
+  const auto exact = window_of(false, 2, k, Link::nccl);
+  const auto rounded = window_of(false, 2, k, Link::nccl, Wire::bf16);
+  CAPTURE(k, exact.launches, rounded.launches, exact.buckets);
+  REQUIRE(rounded.buckets == exact.buckets);
+  // Back into the sums of the replica that steps; of several micro-batches' sums, there on each.
+  CHECK(rounded.launches == exact.launches + (k == 1 ? 1 : 3) * exact.buckets);
 }

@@ -14,7 +14,7 @@ TEST_CASE("a build without CUDA says what to rebuild with", "[kernels]") {
       cuda::pack({}, nullptr, nullptr, false, 1, nullptr, nullptr),
       cuda::tree_sum(DType::f32, nullptr, 0, nullptr, 0, 0, nullptr),
       cuda::grad_stats(nullptr, nullptr, 0, 2, nullptr),
-      cuda::finish_window(nullptr, 0, nullptr, nullptr, nullptr, 0, {}, nullptr, nullptr, nullptr, 0, nullptr),
+      cuda::finish_window(nullptr, 0, nullptr, nullptr, nullptr, nullptr, 0, {}, nullptr, nullptr, nullptr, 0, nullptr),
       cuda::count_steps(nullptr, nullptr, 0, nullptr, nullptr),
       cuda::apply_means(nullptr, nullptr, 0, nullptr, false, nullptr),
       cuda::note_loss({}, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr),

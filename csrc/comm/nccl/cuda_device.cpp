@@ -1,0 +1,157 @@
+// The table of CUDA's functions, and groups that need no NCCL. The only file beside kernels/cuda that sees CUDA's
+// headers.
+#include "comm/nccl/cuda_device.h"
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime.h>
+#include <nvtx3/nvToolsExt.h>
+
+#include <cstdlib>
+#include <string>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "comm/nccl/communicator.h"
+#include "comm/nccl/in_process.h"
+#include "comm/nccl/nccl.h"
+#include "device/kernel_status.h"
+#include "kernels/cuda/cuda_kernels.h"
+#include "muster/error.h"
+
+namespace muster::comm {
+namespace nccl {
+namespace {
+
+cudaStream_t cuda_stream(Stream stream) { return static_cast<cudaStream_t>(stream); }
+cudaEvent_t cuda_event(Event event) { return static_cast<cudaEvent_t>(event); }
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // told here; torch's next check need not find it
+  throw CommError(std::string(what) + " failed: " + cudaGetErrorString(error) +
+                  ". An earlier kernel may be at fault: run with CUDA_LAUNCH_BLOCKING=1 to find it");
+}
+
+// NCCL takes processes whose NCCL_HOSTID differs for hosts, and shares a GPU where it is told to.
+std::string identity(int device) {
+  if (const char* const shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE"); shares && std::string(shares) == "1") {
+    return "";
+  }
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  const char* const host = std::getenv("NCCL_HOSTID");
+  std::string text = (host == nullptr ? std::string() : std::string(host)) + " GPU-";
+  for (const char byte : properties.uuid.bytes) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    text += kDigits[static_cast<unsigned char>(byte) / 16];
+    text += kDigits[static_cast<unsigned char>(byte) % 16];
+  }
+  return text;
+}
+
+}  // namespace
+
+DeviceApi cuda_device_api() {
+  DeviceApi api;
+  api.identity = identity;
+  api.exchange_device = [](int device) {
+    const int previous = c10::cuda::current_device();
+    if (device != previous) c10::cuda::set_device(static_cast<c10::DeviceIndex>(device));
+    return previous;
+  };
+  api.restore_device = [](int device) {
+    check(c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(device)), "cudaSetDevice");
+  };
+  api.current_stream = [](int device) -> Stream {
+    return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
+  };
+  api.is_capturing = [](Stream stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(cuda_stream(stream), &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  };
+  api.permit_during_capture = [] {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  };
+  api.create_stream = []() -> Stream {
+    int lowest = 0;
+    int highest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
+    return stream;
+  };
+  api.destroy_stream = [](Stream stream) { check(cudaStreamDestroy(cuda_stream(stream)), "cudaStreamDestroy"); };
+  api.create_event = []() -> Event {
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    return event;
+  };
+  api.destroy_event = [](Event event) { cudaEventDestroy(cuda_event(event)); };
+  api.record = [](Event event, Stream stream) {
+    check(cudaEventRecord(cuda_event(event), cuda_stream(stream)), "cudaEventRecord");
+  };
+  api.stream_wait = [](Stream stream, Event event) {
+    check(cudaStreamWaitEvent(cuda_stream(stream), cuda_event(event), 0), "cudaStreamWaitEvent");
+  };
+  api.query = [](Event event) {
+    const cudaError_t error = cudaEventQuery(cuda_event(event));
+    if (error == cudaErrorNotReady) {
+      cudaGetLastError();
+      return false;
+    }
+    check(error, "cudaEventQuery");
+    return true;
+  };
+  api.synchronize = [] { check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); };
+  api.release_cached = [] { c10::cuda::CUDACachingAllocator::emptyCache(); };
+  api.with_stream = [](Stream stream, int device, const std::function<void()>& function) {
+    const c10::cuda::CUDAStreamGuard guard(
+        c10::cuda::getStreamFromExternal(cuda_stream(stream), static_cast<c10::DeviceIndex>(device)));
+    function();
+  };
+  api.copy = [](void* to, int to_device, const void* from, int from_device, size_t bytes, Stream stream) {
+    if (to_device == from_device) {
+      check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, cuda_stream(stream)), "cudaMemcpyAsync");
+    } else {
+      check(cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes, cuda_stream(stream)), "cudaMemcpyPeerAsync");
+    }
+  };
+  api.tree_sum = [](kernels::DType dtype, const std::vector<const void*>& sources,
+                    const std::vector<void*>& destinations, size_t n, Stream stream) {
+    check_kernel(kernels::cuda::tree_sum(dtype, sources.data(), static_cast<int>(sources.size()), destinations.data(),
+                                         static_cast<int>(destinations.size()), n, cuda_stream(stream)),
+                 "tree_sum");
+  };
+  api.push_range = [](const char* name) { nvtxRangePushA(name); };
+  api.pop_range = [] { nvtxRangePop(); };
+  return api;
+}
+
+c10::Device cuda_device(c10::Device device) {
+  if (!device.is_cuda()) {
+    throw InvalidArgument("NCCL communicates between CUDA devices; got " + device.str() +
+                          ", use the host backend for the CPU");
+  }
+  return device.has_index() ? device : c10::Device(c10::kCUDA, c10::cuda::current_device());
+}
+
+}  // namespace nccl
+
+std::vector<CommunicatorPtr> make_device_local(const std::vector<c10::Device>& devices,
+                                               const std::vector<NcclOptions>& options) {
+  std::vector<c10::Device> own;
+  for (const c10::Device& device : devices) own.push_back(nccl::cuda_device(device));
+  std::vector<int> ordinals;
+  for (const c10::Device& device : own) ordinals.push_back(device.index());
+  nccl::DeviceApi device = nccl::cuda_device_api();
+  device.identity = nullptr;
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  return nccl::make_communicators(nccl::make_in_process_api(device, c10::kCUDA, ordinals), device, *store, 0,
+                                  static_cast<int>(own.size()), own, options);
+}
+
+}  // namespace muster::comm
