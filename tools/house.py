@@ -142,7 +142,9 @@ def hidden_names(source: bytes) -> Iterator[tuple[str, str]]:
         if node.type == "namespace_definition":
             name = text_of(node.child_by_field_name("name"))
             around, is_hidden = (f"{around}::{name}", is_hidden) if name else (around, True)
-        elif is_hidden and node.type != "declaration_list":
+        elif (
+            is_hidden and node.type not in {"declaration_list", "linkage_specification"} and "preproc" not in node.type
+        ):
             yield from ((around, name) for name in defined_names(node))
             continue
         pending.extend((child, around, is_hidden) for child in reversed(node.named_children))

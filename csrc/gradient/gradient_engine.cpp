@@ -12,7 +12,6 @@
 
 #include "core/plain_memory.h"
 #include "core/replica_context.h"
-#include "device/kernel_status.h"
 #include "gradient/host_pack.h"
 #include "gradient/sparse_sum.h"
 
@@ -87,19 +86,6 @@ struct GradientEngine::Hook {
   const torch::autograd::FunctionPreHook* neighbour = nullptr;
 };
 
-void check_no_graph_lives(const std::vector<NamedParameter>& parameters) {
-  for (const auto& parameter : parameters) {
-    if (!torch::autograd::impl::try_get_grad_accumulator(parameter.tensor)) continue;
-    throw InvalidArgument(
-        "a step is captured on another stream than the step before, and the autograd graph of "
-        "parameter '" +
-        parameter.name +
-        "' lives on there, since something of an earlier step is kept (a loss or an output that is "
-        "not detached); let go of it before the capture, or take the warm steps on the stream of the "
-        "capture");
-  }
-}
-
 GradientEngine::GradientEngine(std::vector<NamedParameter> parameters, comm::CommunicatorPtr communicator,
                                const GradientEngineOptions& options)
     : communicator_(std::move(communicator)),
@@ -115,7 +101,6 @@ void GradientEngine::make_hooks() {
   hooks_.clear();
   hooks_.reserve(states_.size());
   hook_stream_ = current_streams({communicator_->device()}).front();
-  if (is_streamed(communicator_->device()) && is_capturing(communicator_->device())) check_no_graph_lives(parameters());
   for (size_t p = 0; p < states_.size(); ++p) hooks_.push_back(std::make_unique<Hook>(*this, p));
 }
 
@@ -265,8 +250,8 @@ void GradientEngine::pack(size_t b) {
   Packing packing{micro_batch_.first, drops(), may_offer, false, micro_batch_.factor, micro_batch_.gate};
   if (device_pack_) {
     // Of a window of one micro-batch nobody reads the sums before they travel.
-    packing.to_wire = micro_batch_.first && micro_batch_.last && !micro_batch_.locate_non_finite &&
-                      buckets_[b].wire.defined() && buckets_[b].wire.scalar_type() == at::kBFloat16;
+    packing.to_wire = micro_batch_.first && micro_batch_.last && !micro_batch_.to_owners &&
+                      !micro_batch_.locate_non_finite && buckets_[b].wire.defined() && buckets_[b].wire.scalar_type() == at::kBFloat16;
     buckets_.set_wire_is_packed(b, packing.to_wire);
     device_pack_->pack(b, packing, /*again=*/bucket_states_[b].packed, states_);
   } else {

@@ -50,11 +50,6 @@ struct GradientEngineOptions {
   bool has_neighbours = false;
 };
 
-/// Before hooks are made in a capture, on another stream than those before: where the autograd graph of an earlier step
-/// lives on, gradients would still come on that stream, for which no capture may wait. Throws InvalidArgument naming a
-/// parameter with such a graph.
-void check_no_graph_lives(const std::vector<NamedParameter>& parameters);
-
 /// On CUDA (device/device.h's is_streamed) packing and reduction are enqueued on the stream that is current in begin(),
 /// and follow the stream that each gradient came on; nothing waits for the device but sparse gradients and the search
 /// for non-finite ones.

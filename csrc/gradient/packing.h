@@ -22,7 +22,9 @@ struct Packing {
   bool overwrites = true;        ///< the window's first micro-batch: buckets hold nothing of it yet
   bool drops = false;            ///< gradients count as zeros
   bool may_offer = false;        ///< the reduction may read them where they are
-  bool to_wire = false;          ///< on a device: into Bucket::wire, which becomes the sums once it has travelled
+  /// On a device: into Bucket::wire, which becomes the sums once it has travelled. Each part is rounded, where a
+  /// gradient comes in two.
+  bool to_wire = false;
   double factor = 1;             ///< what they are multiplied by
   const double* gate = nullptr;  ///< on a device, in its memory: instead of `factor`
 };

@@ -20,7 +20,9 @@ class Peers(Protocol):
     """All whose parts are normalised together, each of which makes the same calls in the same order."""
 
     def gather(self, row: Tensor) -> Tensor:
-        """Everyone's row, in an order that is everyone's: (parts, len(row)). No gradient."""
+        """Everyone's row, in an order that is everyone's: (parts, len(row)). A row is the means of a part's channels,
+        their variances, and how many elements each has. May join rows, as statistics of all their elements. No
+        gradient."""
 
     def sum_in_backward(self, values: Tensor) -> Tensor:
         """The sum of everyone's values, within backward of what the peers were made for. No gradient."""
@@ -97,13 +99,17 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Gradients of the values, the weight and the bias."""
     mean, variance, elements = statistics
-    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-        gradient, values, weight, mean, variance, None, None, False, ctx.eps, [False, True, True]
-    )
+    inverse = torch.rsqrt(variance + ctx.eps)  # of the standard deviation
+    of_weight, of_bias = torch.zeros_like(mean), torch.zeros_like(mean)
+    if values.numel() > 0:
+        # Beside the statistics CUDA's kernels ask for the inverse, and for a weight, in place of what they could find.
+        _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            gradient, values, torch.ones_like(mean) if weight is None else weight, mean, variance, mean, inverse, False,
+            ctx.eps, [False, True, True],
+        )  # fmt: skip
     if not ctx.needs_input_grad[0]:
         return None, of_weight, of_bias
     mean_of_bias, mean_of_weight = (ctx.peers.sum_in_backward(torch.cat([of_bias, of_weight])) / elements).chunk(2)
-    inverse = torch.rsqrt(variance + ctx.eps)  # of the standard deviation
     scale = inverse if weight is None else inverse * weight
     # scale * (gradient - its mean - normalised values * the mean of their product with it)
     own = values - _wide(mean, values)
@@ -112,7 +118,10 @@ def _backward(
 
 
 def _of_all(values: Tensor, peers: Peers) -> _Statistics:
-    mean, variance = torch.batch_norm_update_stats(values, None, None, 0.0)
+    if values.numel() > 0:
+        mean, variance = torch.batch_norm_update_stats(values, None, None, 0.0)
+    else:
+        mean = variance = values.new_zeros(values.size(1))
     rows = peers.gather(torch.cat([mean, variance, mean.new_full((1,), values.numel() / values.size(1))]))
     channels = values.size(1)
     means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]

@@ -25,8 +25,8 @@ _holding = threading.Lock()
 
 def free_ports(count: int) -> list[int]:
     """TCP ports that nobody uses on this host, below those that the system hands out, so that a port stays free until a
-    process listens on it. None of them is one that a job derives from its number. Another call, of whatever process,
-    gives none of them for two minutes, or until this process ends."""
+    process listens on it. None of them is one that a job derives from its number. No other call, of whatever process,
+    gives one of them while this process holds it: until its next call after two minutes, or its end."""
     handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     last = handed_out if handed_out > _FIRST + 1000 else 60_000
     found: list[int] = []

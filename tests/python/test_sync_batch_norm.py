@@ -181,6 +181,30 @@ def test_low_precision_is_normalised_in_fp32(memory_format: torch.memory_format)
     torch.testing.assert_close(ours.running_var, whole.running_var)
 
 
+def empty_parts(strategy: muster.Strategy) -> Any:
+    """Of the positive rows alone; the replicas but the first have none."""
+    module = build(True)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = torch.arange(30.0, dtype=torch.float64).view(6, 5)
+
+    def some(x: Tensor) -> Tensor:
+        return model(x if strategy.replica == 0 else x[:0]).square().sum()
+
+    strategy.step(lambda x: Loss(some(x), reduction="sum"), part_of(strategy, x))
+    return strategy.num_replicas, [p.grad.clone() for p in module.parameters()], list(module.buffers())
+
+
+def test_a_part_may_have_no_rows(wide_job: Launcher) -> None:
+    for replicas, gradients, buffers in wide_job(empty_parts):
+        model = build(False)
+        rows = torch.tensor_split(torch.arange(30.0, dtype=torch.float64).view(6, 5), replicas)[0]
+        model(rows).square().sum().backward()
+        for found, parameter in zip(gradients, model.parameters(), strict=True):
+            np.testing.assert_allclose(found, parameter.grad.numpy(), rtol=1e-9, atol=1e-12)
+        for found, buffer in zip(buffers, model.buffers(), strict=True):
+            np.testing.assert_allclose(found, buffer.numpy(), rtol=1e-9)
+
+
 def kept(strategy: muster.Strategy) -> str:
     """What backward through a layer of an earlier step says."""
     module = nn.Sequential(nn.Linear(5, 6), nn.SyncBatchNorm(6, affine=False))

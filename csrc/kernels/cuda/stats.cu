@@ -76,6 +76,8 @@ struct Window {
   uint32_t num_slots;
 };
 
+static_assert(kNormSums <= kWindowThreads, "a thread reads one");
+
 MUSTER_KERNEL void __launch_bounds__(kWindowThreads) finish_window_kernel(MUSTER_GRID_CONSTANT(Window) w) {
   NormSum own;
   if (w.sums == nullptr) {

@@ -89,6 +89,7 @@ class PythonServer:
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
+        self._connection.close()
 
 
 class CppServer:
@@ -124,6 +125,8 @@ class CppServer:
         self._process.kill()
         self._process.wait()
         self._answers.close()
+        with contextlib.suppress(BrokenPipeError):  # of what was not read
+            self._questions.close()
 
 
 def cpp_folder(folder: Path | None) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,10 +21,12 @@ class _Ranks:
     """All ranks."""
 
     def gather(self, row: Tensor) -> Tensor:
-        # Of a rank that has joined, zeros, of which no element counts.
-        rows = row.new_zeros(running().size, len(row))
-        rows[running().rank] = row
-        return allreduce(rows, op=Sum)
+        # Sums, to which a rank that has joined adds nothing; in fp64, where squares of large means leave enough digits.
+        wide = row.double()
+        (mean, variance), elements = wide[:-1].chunk(2), wide[-1:]
+        sums = allreduce(torch.cat([mean, variance + mean.square(), torch.ones_like(elements)]) * elements, op=Sum)
+        mean, square = (sums[:-1] / sums[-1]).chunk(2)
+        return torch.cat([mean, (square - mean.square()).clamp(min=0), sums[-1:]]).to(row.dtype)[None]
 
     def sum_in_backward(self, values: Tensor) -> Tensor:
         return allreduce(values, op=Sum)
