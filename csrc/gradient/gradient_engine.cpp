@@ -251,7 +251,8 @@ void GradientEngine::pack(size_t b) {
   if (device_pack_) {
     // Of a window of one micro-batch nobody reads the sums before they travel.
     packing.to_wire = micro_batch_.first && micro_batch_.last && !micro_batch_.to_owners &&
-                      !micro_batch_.locate_non_finite && buckets_[b].wire.defined() && buckets_[b].wire.scalar_type() == at::kBFloat16;
+                      !micro_batch_.locate_non_finite && buckets_[b].wire.defined() &&
+                      buckets_[b].wire.scalar_type() == at::kBFloat16;
     buckets_.set_wire_is_packed(b, packing.to_wire);
     device_pack_->pack(b, packing, /*again=*/bucket_states_[b].packed, states_);
   } else {

@@ -19,9 +19,9 @@ struct GradientState {
 
 /// How gradients of a micro-batch go into buckets.
 struct Packing {
-  bool overwrites = true;        ///< the window's first micro-batch: buckets hold nothing of it yet
-  bool drops = false;            ///< gradients count as zeros
-  bool may_offer = false;        ///< the reduction may read them where they are
+  bool overwrites = true;  ///< the window's first micro-batch: buckets hold nothing of it yet
+  bool drops = false;      ///< gradients count as zeros
+  bool may_offer = false;  ///< the reduction may read them where they are
   /// On a device: into Bucket::wire, which becomes the sums once it has travelled. Each part is rounded, where a
   /// gradient comes in two.
   bool to_wire = false;

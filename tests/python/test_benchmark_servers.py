@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from muster.benchmarks import servers as benchmark_servers
 from muster.benchmarks.servers import CppServer, PythonServer, Running, Server, Step
 from muster.free_ports import free_ports
 
@@ -32,6 +33,12 @@ def failing(at_the_end: bool) -> Iterator[dict[str, Step]]:
         os._exit(1)
     yield {"a": lambda: None}
     os._exit(1)
+
+
+@contextlib.contextmanager
+def standing_still() -> Iterator[dict[str, Step]]:
+    benchmark_servers.STANDS_STILL = 0.5
+    yield {"a": lambda: time.sleep(60)}
 
 
 def lives(process_id: int) -> bool:
@@ -58,6 +65,12 @@ def test_a_driver_that_failed_ends_its_processes(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     (waiting,) = [int(file.name) for file in tmp_path.iterdir()]
     assert not lives(waiting)
+
+
+def test_a_process_that_stands_still_is_not_waited_for() -> None:
+    servers = [PythonServer(standing_still)]
+    with pytest.raises(RuntimeError, match="ended early"), Running(servers) as running:
+        running.turn(servers, "a", 1)
 
 
 @pytest.mark.parametrize(

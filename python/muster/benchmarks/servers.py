@@ -6,6 +6,7 @@ They are Python's, forked from one that has done nothing yet, or C++ programs th
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import select
@@ -25,6 +26,8 @@ __all__ = ["Columns", "Cpp", "CppServer", "PythonServer", "Running", "Server", "
 SERVE_STEPS = "serve_steps"
 ENDED_EARLY = "a measured process ended early; what it printed says why"
 FAILED_AT_ITS_END = "a measured process failed at its end; what it printed says why"
+STANDS_STILL = 400.0
+"""Seconds after which a process of Python that has not answered, begun or ended prints where it stands, and ends."""
 WAIT = 0.02
 """Seconds for one process before the others are looked at."""
 
@@ -183,13 +186,17 @@ class Running:
 def _serve(connection: Connection, make: Callable[..., Columns], arguments: tuple[Any, ...]) -> None:
     # A driver that fails ends its processes by SIGTERM, which strategies would take for stop().
     signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+    faulthandler.dump_traceback_later(STANDS_STILL, exit=True)
     with make(*arguments) as columns:
         while True:
+            faulthandler.cancel_dump_traceback_later()  # the driver may take its time
             try:
                 column, steps = connection.recv()
             except EOFError:
-                return
+                break
+            faulthandler.dump_traceback_later(STANDS_STILL, exit=True)
             connection.send(_milliseconds(columns[column], steps))
+        faulthandler.dump_traceback_later(STANDS_STILL, exit=True)
 
 
 def _milliseconds(step: Step, steps: int) -> list[float]:
