@@ -1,5 +1,5 @@
-# The CUDA side: kernels/cuda/*.cu, comm/nccl/cuda_device.cpp and comm/nccl/api.cpp where MUSTER_CUDA can be honoured,
-# else the stubs kernels/no_cuda.cpp, comm/nccl/no_cuda_device.cpp and comm/nccl/no_nccl.cpp. Not installed: users of
+# The CUDA side: kernels/cuda/*.cu, comm/nccl/cuda_device.cpp and comm/nccl/nccl_api.cpp where MUSTER_CUDA can be
+# honoured, else the stubs kernels/no_cuda.cpp, comm/nccl/no_cuda_device.cpp and comm/nccl/no_nccl.cpp. Not installed: users of
 # muster need neither nvcc nor NCCL.
 #
 # Needs find_package(MusterTorch) before. Sets MUSTER_HAS_CUDA and MUSTER_HAS_NCCL.
@@ -89,7 +89,7 @@ function(muster_add_cuda target)
     list(FILTER sources EXCLUDE REGEX "/comm/nccl/no_nccl\\.cpp$")
     target_link_libraries(${target} PRIVATE muster::nccl)
   else()
-    list(FILTER sources EXCLUDE REGEX "/comm/nccl/api\\.cpp$")
+    list(FILTER sources EXCLUDE REGEX "/comm/nccl/nccl_api\\.cpp$")
   endif()
   set_target_properties(${target} PROPERTIES SOURCES "${sources}")
 endfunction()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -65,26 +66,29 @@ def lines_of(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
+def declarators(node: Node) -> Iterator[list[Node]]:
+    """From each declarator of a declaration inwards, to the name that it declares."""
+    for outermost in node.children_by_field_name("declarator"):
+        inwards = [outermost]
+        while not inwards[-1].type.endswith(("identifier", "name")):
+            inner = inwards[-1].child_by_field_name("declarator") or next(
+                (c for c in inwards[-1].named_children if c.type.endswith(("declarator", "identifier", "name"))), None
+            )
+            if inner is None:
+                break
+            inwards.append(inner)
+        yield inwards
+
+
 def declared_names(node: Node) -> Iterator[tuple[str, bool]]:
     """The names that a field declaration declares, and whether each is a function."""
-    for child in node.children_by_field_name("declarator"):
+    for inwards in declarators(node):
         is_function = False
-        inner: Node | None = child
-        while inner is not None and inner.type not in {
-            "field_identifier",
-            "identifier",
-            "operator_name",
-            "destructor_name",
-        }:
+        for outer, inner in pairwise(inwards):
             # A pointer to a function is a member: its parentheses enclose the name.
-            if inner.type == "function_declarator":
-                is_function = inner.child_by_field_name("declarator") is not None and (
-                    text_of(inner.child_by_field_name("declarator"))[:2] != "(*"
-                )
-            inner = inner.child_by_field_name("declarator") or next(
-                (c for c in inner.named_children if c.type.endswith(("declarator", "identifier", "name"))), None
-            )
-        yield text_of(inner) or text_of(child), is_function
+            if outer.type == "function_declarator":
+                is_function = text_of(inner)[:2] != "(*"
+        yield text_of(inwards[-1]), is_function
 
 
 def count_class(node: Node, path: str) -> ClassCount:
@@ -160,17 +164,11 @@ def defined_names(node: Node) -> Iterator[str]:
         return
     if node.type not in {"function_definition", "declaration"}:
         return
-    for declarator in node.children_by_field_name("declarator"):
-        inner: Node | None = declarator
-        parameters = ""
-        while inner is not None and inner.type not in {"identifier", "qualified_identifier", "operator_name"}:
-            if inner.type == "function_declarator":
-                parameters = types_of(inner.child_by_field_name("parameters"))
-            inner = inner.child_by_field_name("declarator") or next(
-                (child for child in inner.named_children if child.type.endswith(("declarator", "identifier"))), None
-            )
-        if inner is not None and inner.type == "identifier":  # a member's definition has a qualified one
-            yield text_of(inner) + parameters
+    for *outer, name in declarators(node):
+        if name.type != "identifier":  # a member's definition has a qualified one
+            continue
+        functions = [each for each in outer if each.type == "function_declarator"]
+        yield text_of(name) + "".join(types_of(each.child_by_field_name("parameters")) for each in functions)
 
 
 def types_of(parameters: Node | None) -> str:

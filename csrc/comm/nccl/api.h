@@ -1,5 +1,5 @@
 // The functions of NCCL and CUDA that the NCCL backend calls, as tables over opaque handles. The backend is compiled
-// and tested in every build, against fakes of these tables; api.cpp and cuda_device.cpp fill the real ones.
+// and tested in every build, against fakes of these tables; nccl_api.cpp and cuda_device.cpp fill the real ones.
 #pragma once
 
 #include <array>

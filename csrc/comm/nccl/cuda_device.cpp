@@ -139,20 +139,23 @@ DeviceApi cuda_device_api() {
   return api;
 }
 
-c10::Device cuda_device(c10::Device device) {
-  if (!device.is_cuda()) {
-    throw InvalidArgument("NCCL communicates between CUDA devices; got " + device.str() +
-                          ", use the host backend for the CPU");
+std::vector<c10::Device> cuda_devices(const std::vector<c10::Device>& devices) {
+  std::vector<c10::Device> own;
+  for (const c10::Device& device : devices) {
+    if (!device.is_cuda()) {
+      throw InvalidArgument("NCCL communicates between CUDA devices; got " + device.str() +
+                            ", use the host backend for the CPU");
+    }
+    own.push_back(device.has_index() ? device : c10::Device(c10::kCUDA, c10::cuda::current_device()));
   }
-  return device.has_index() ? device : c10::Device(c10::kCUDA, c10::cuda::current_device());
+  return own;
 }
 
 }  // namespace nccl
 
 std::vector<CommunicatorPtr> make_device_local(const std::vector<c10::Device>& devices,
                                                const std::vector<NcclOptions>& options) {
-  std::vector<c10::Device> own;
-  for (const c10::Device& device : devices) own.push_back(nccl::cuda_device(device));
+  const auto own = nccl::cuda_devices(devices);
   std::vector<int> ordinals;
   for (const c10::Device& device : own) ordinals.push_back(device.index());
   nccl::DeviceApi device = nccl::cuda_device_api();

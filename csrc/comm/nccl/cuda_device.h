@@ -3,13 +3,15 @@
 
 #include <c10/core/Device.h>
 
+#include <vector>
+
 #include "comm/nccl/api.h"
 
 namespace muster::comm::nccl {
 
 DeviceApi cuda_device_api();
 
-/// The device, the current one where it has no index. Throws InvalidArgument of one that is not CUDA's.
-c10::Device cuda_device(c10::Device device);
+/// The devices, the current one for each without an index. Throws InvalidArgument where one is not CUDA's.
+std::vector<c10::Device> cuda_devices(const std::vector<c10::Device>& devices);
 
 }  // namespace muster::comm::nccl

@@ -28,8 +28,6 @@ ENDED_EARLY = "a measured process ended early; what it printed says why"
 FAILED_AT_ITS_END = "a measured process failed at its end; what it printed says why"
 STANDS_STILL = 400.0
 """Seconds after which a process of Python that has not answered, begun or ended prints where it stands, and ends."""
-WAIT = 0.02
-"""Seconds for one process before the others are looked at."""
 
 Cpp = Annotated[Path | None, typer.Option(help="Folder where benchmarks/cpp is built.", file_okay=False)]
 Step = Callable[[], object]
@@ -42,8 +40,8 @@ class Server(Protocol):
     def ask(self, column: str, steps: int) -> None:
         """Lets the column make one untimed step and so many timed ones, without waiting for them."""
 
-    def answers_within(self, seconds: float) -> bool:
-        """Waits so long for an answer, or for the process's end."""
+    def fileno(self) -> int:
+        """Of what can be read once there is an answer, or the process has ended; see select()."""
 
     def answer(self) -> list[float]:
         """Milliseconds of each timed step. Raises RuntimeError where the process has ended."""
@@ -73,8 +71,8 @@ class PythonServer:
     def ask(self, column: str, steps: int) -> None:
         self._connection.send((column, steps))
 
-    def answers_within(self, seconds: float) -> bool:
-        return self._connection.poll(seconds)
+    def fileno(self) -> int:
+        return self._connection.fileno()
 
     def answer(self) -> list[float]:
         try:
@@ -109,8 +107,8 @@ class CppServer:
         self._questions.write(f"{column} {steps}\n")
         self._questions.flush()
 
-    def answers_within(self, seconds: float) -> bool:
-        return bool(select.select([self._answers], [], [], seconds)[0])
+    def fileno(self) -> int:
+        return self._answers.fileno()
 
     def answer(self) -> list[float]:
         line = self._answers.readline()
@@ -165,14 +163,13 @@ class Running:
         with contextlib.suppress(ConnectionError):  # of one that has ended
             for server in servers:
                 server.ask(column, steps)
-        answers: dict[int, list[float]] = {}
+        answers: dict[Server, list[float]] = {}
         while len(answers) < len(servers):
-            for number, server in enumerate(servers):
-                if number not in answers and server.answers_within(WAIT):
-                    answers[number] = server.answer()
-            if any(server.exit_code() is not None for server in self._servers):
-                raise RuntimeError(ENDED_EARLY)
-        return [list(step) for step in zip(*(answers[number] for number in range(len(servers))), strict=True)]
+            for server in select.select(self._servers, [], [])[0]:
+                if server in answers or server not in servers:
+                    raise RuntimeError(ENDED_EARLY)  # nobody asked it
+                answers[server] = server.answer()
+        return [list(step) for step in zip(*(answers[server] for server in servers), strict=True)]
 
     def _end(self) -> None:
         for server in self._servers:
@@ -180,7 +177,7 @@ class Running:
         while (codes := [server.exit_code() for server in self._servers]).count(0) < len(codes):
             if any(codes):
                 raise RuntimeError(FAILED_AT_ITS_END)
-            time.sleep(WAIT)
+            time.sleep(0.02)
 
 
 def _serve(connection: Connection, make: Callable[..., Columns], arguments: tuple[Any, ...]) -> None:

@@ -28,11 +28,10 @@ class _Ranks:
         mean, square = (sums[:-1] / sums[-1]).chunk(2)
         return torch.cat([mean, (square - mean.square()).clamp(min=0), sums[-1:]]).to(row.dtype)[None]
 
-    def sum_in_backward(self, values: Tensor) -> Tensor:
-        return allreduce(values, op=Sum)
-
     def reduce(self, values: Tensor) -> Tensor:
         return allreduce(values, op=Sum)
+
+    sum_in_backward = reduce
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):

@@ -122,9 +122,8 @@ bool has_nccl() noexcept { return true; }
 std::vector<CommunicatorPtr> make_nccl(c10d::Store& store, int first_rank, int size,
                                        const std::vector<c10::Device>& devices,
                                        const std::vector<NcclOptions>& options) {
-  std::vector<c10::Device> own;
-  for (const c10::Device& device : devices) own.push_back(nccl::cuda_device(device));
-  return nccl::make_communicators(nccl::nccl_api(), nccl::cuda_device_api(), store, first_rank, size, own, options);
+  return nccl::make_communicators(nccl::nccl_api(), nccl::cuda_device_api(), store, first_rank, size,
+                                  nccl::cuda_devices(devices), options);
 }
 
 CommunicatorPtr make_nccl(c10d::Store& store, int rank, int size, c10::Device device, const NcclOptions& options) {
