@@ -38,6 +38,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import muster.lightning
@@ -887,6 +888,34 @@ def test_workers_of_servers_step_in_a_loop_of_fabric(two_workers: WorkerPool) ->
     assert_same(ours, two_workers.call(step_by_fabric, "ddp", devices=2, by_hand=True, timeout=200), 1e-6)
 
 
+class WithMetric(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 2)
+        self.mean = MeanMetric()
+
+
+def measure_by_fabric() -> list[float]:
+    with launched():
+        fabric = lightning.Fabric(accelerator="cpu", strategy="muster_ps")
+        fabric.launch()
+        modules = [WithMetric(), WithMetric()]
+        for module in modules:
+            fabric.strategy.setup_module(module)
+            module.mean.update(float(fabric.global_rank))
+        means = [float(module.mean.compute()) for module in modules]
+        fabric.strategy.teardown()
+        for module in modules:  # alone again
+            module.mean.reset()
+            module.mean.update(float(fabric.global_rank))
+            means.append(float(module.mean.compute()) - fabric.global_rank)
+        return means
+
+
+def test_metrics_of_every_module_meet_until_fabric_leaves_the_job(two_workers: WorkerPool) -> None:
+    for means in two_workers.call(measure_by_fabric, timeout=200):
+        assert means == [0.5, 0.5, 0.0, 0.0]
+
+
 class OfBothRanks:
     """Batches of what both ranks' samplers give in the first epoch."""
 
@@ -941,6 +970,9 @@ def refuse_on_servers() -> None:
             muster.lightning.ParameterServerStrategy(server_options={"devices": ["cpu"] * 2})
         with pytest.raises(muster.InvalidArgument, match="muster_options has 'devices'"):
             muster.lightning.FabricParameterServerStrategy(muster_options={"devices": ["cpu"] * 2})
+        for given in ({"devices": 3}, {"num_nodes": 2}):
+            with pytest.raises(muster.InvalidArgument, match=r"Fabric has.*start workers with muster run --workers"):
+                lightning.Fabric(accelerator="cpu", strategy="muster_ps", **given).launch()
 
 
 def test_what_servers_cannot_do_is_an_error_that_names_what_to_do(two_workers: WorkerPool) -> None:

@@ -167,14 +167,21 @@ class FabricParameterServerStrategy(Workers, _Stepping, ParallelStrategy):
         )
         self._options = dict(muster_options or {})
         check_has_one_replica(self._options, "muster_options")
+        self._num_nodes = 1
 
     @property
     def root_device(self) -> torch.device:
         """The CPU: workers have CPU replicas."""
         return torch.device("cpu")
 
+    @property
+    def num_nodes(self) -> int:
+        """What Fabric's `num_nodes` says."""
+        return self._num_nodes
+
     def setup_environment(self) -> None:
         """As Fabric's; joins the job."""
+        self.check_devices("Fabric", self.parallel_devices, self.num_nodes)
         self.tell_lightning_the_rank()
         super().setup_environment()
         self._join()
@@ -187,6 +194,11 @@ class FabricParameterServerStrategy(Workers, _Stepping, ParallelStrategy):
         """Prepares `module`, and lets its metrics meet."""
         self.connect_metrics(module)
         return super().setup_module(module)
+
+    def teardown(self) -> None:
+        """As Fabric's; leaves the job, and the metrics as they were."""
+        self.disconnect_metrics()
+        super().teardown()
 
     def module_to_device(self, module: nn.Module) -> None:
         """As Fabric's, of `module`."""

@@ -122,12 +122,7 @@ class ParameterServerStrategy(Workers, ConvertedLayers, ParallelStrategy):
         """As Lightning's; joins the job."""
         if not isinstance(self.accelerator, CPUAccelerator):
             raise InvalidArgument("muster_ps has CPU replicas; use Trainer(accelerator='cpu')")
-        if len(self.parallel_devices or ()) not in (0, 1, self.world_size) or self.num_nodes != 1:
-            raise InvalidArgument(
-                f"the Trainer has {len(self.parallel_devices or ())} devices on {self.num_nodes} nodes, and the job "
-                f"{self.world_size} workers; leave devices and num_nodes out, and start workers with muster run "
-                "--workers"
-            )
+        self.check_devices("the Trainer", self.parallel_devices, self.num_nodes)
         super().setup_environment()
         if self._muster is None:
             module = self.lightning_module

@@ -102,7 +102,7 @@ class Workers:
 
     _cluster: _C.Cluster
     _muster: ParameterServerStrategy | None = None
-    _metrics: Sequence[tuple[Metric, Any, Any]] = ()
+    _metrics: tuple[tuple[Metric, Any, Any], ...] = ()
 
     @property
     def _job(self) -> ParameterServerStrategy:
@@ -118,11 +118,22 @@ class Workers:
         for decorator in (rank_zero_only, lightnings_rank_zero_only):
             cast(Any, decorator).rank = self._cluster.rank
 
+    def check_devices(self, owner: str, devices: Sequence[torch.device] | None, num_nodes: int) -> None:
+        """Raises InvalidArgument where `owner` (the Trainer, or Fabric) was given other `devices` or nodes than the
+        job has workers."""
+        if len(devices or ()) not in (0, 1, self._cluster.num_workers) or num_nodes != 1:
+            raise InvalidArgument(
+                f"{owner} has {len(devices or ())} devices on {num_nodes} nodes, and the job "
+                f"{self._cluster.num_workers} workers; leave devices and num_nodes out, and start workers with muster "
+                "run --workers"
+            )
+
     def connect_metrics(self, module: nn.Module) -> None:
         """Lets metrics in `module` meet through the strategy: they know torch's process groups alone, of which there is
-        none."""
-        metrics = [part for part in module.modules() if isinstance(part, Metric)]
-        self._metrics = [(metric, metric.dist_sync_fn, metric.distributed_available_fn) for metric in metrics]
+        none. Those of modules before stay connected."""
+        known = {id(metric) for metric, _, _ in self._metrics}
+        metrics = [part for part in module.modules() if isinstance(part, Metric) and id(part) not in known]
+        self._metrics += tuple((m, m.dist_sync_fn, m.distributed_available_fn) for m in metrics)
         for metric in metrics:
             metric.dist_sync_fn = _OfJob(self._gather_all, metric.dist_sync_fn)
             metric.distributed_available_fn = _OfJob(self._has_others, metric.distributed_available_fn)
