@@ -72,8 +72,10 @@ def main() -> None:
         print(json.dumps({"left out": "ncu was not found"}))
         return
     watched = [sys.executable, __file__, "--kernels"]
-    ours = "regex:^(pack|grad_stats|finish_window|step|tree_sum)_kernel"
-    command = ["ncu", "--csv", "--metrics", ",".join(METRICS), "--kernel-name", ours, "--", *watched]
+    ours = "regex:^(pack|grad_stats|norm_sums|finish_window|step|tree_sum)_kernel"
+    # The clocks stay as they are: not every user may set them.
+    asked = ["--csv", "--clock-control", "none", "--metrics", ",".join(METRICS), "--kernel-name", ours]
+    command = ["ncu", *asked, "--", *watched]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"ncu ended with {done.returncode}: {done.stdout[-2000:]} {done.stderr[-2000:]}")

@@ -197,11 +197,11 @@ def preflight(surroundings: Surroundings) -> dict[str, Any]:
     there["pytest"] = "found" if importlib.util.find_spec("pytest") else None
     if surroundings.torch is not None:
         nvidia = surroundings.torch.parent / "nvidia"
-        for header in ("nccl.h", "nvtx3/nvToolsExt.h"):
+        for header in ("nccl.h", "zlib.h"):
             roots = (nvidia, Path("/usr/local/cuda"), Path("/usr/include"))
             there[header] = next((str(p) for root in roots if root.exists() for p in root.rglob(header)), None)
     room = shutil.disk_usage("/dev/shm")
-    needed = () if surroundings.is_dry else (*tools, "Python.h", "pytest", "nccl.h", "nvtx3/nvToolsExt.h")
+    needed = () if surroundings.is_dry else (*tools, "Python.h", "pytest", "nccl.h", "zlib.h")
     missing = [name for name in needed if there.get(name) is None]
     found = sorted(name for name, place in there.items() if place is not None)
     return {"passed": not missing, "missing": missing, "there": found, "shm_free_gb": round(room.free / 2**30, 1)}
@@ -221,7 +221,7 @@ def build(surroundings: Surroundings) -> dict[str, Any]:
         "configure": [
             *("cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", "-DMUSTER_CUDA=ON", "-DMUSTER_PYTHON=ON"),
             *(f"-DCMAKE_CUDA_ARCHITECTURES={capability}-real", f"-DPython_EXECUTABLE={sys.executable}"),
-            f"-DMusterTorch_ROOT={surroundings.torch}",
+            *(f"-DMusterTorch_ROOT={surroundings.torch}", f"-DMUSTER_UNITY_GROUPS={2 * int(surroundings.jobs)}"),
         ],
         "build": ["cmake", "--build", str(folder), "-j", surroundings.jobs, "--target", "muster", "_C"],
         "link": [sys.executable, str(ROOT / "tools" / "link_package.py"), str(folder), str(folder / "site")],

@@ -157,6 +157,12 @@ def test_a_goal_set_lower_says_what_was_asked() -> None:
     assert "asked" not in syncs
 
 
+def test_what_a_benchmark_that_failed_printed_has_the_goals_that_it_reached() -> None:
+    found = {"peak_mb": {"muster": [3.0], "muster over nccl": [5.0], "ddp": [4.0]}}
+    listed = goals({"nccl": {"found": {"collective_us": {}}}, "memory": {"found": found}, "kernels": {"passed": False}})
+    assert [goal["holds"] for goal in listed] == [True, False]
+
+
 def test_what_a_benchmark_printed_before_it_failed_is_kept(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("[1]\n[1, 2]\n[1, 2,\nTraceback\n")
