@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/receivers.h"
 #include "comm/work.h"
 #include "muster/error.h"
 #include "muster/reduce_op.h"
@@ -56,10 +57,9 @@ class Communicator {
   /// communicator if still referenced. All ranks must ask for the same sizes in the same order.
   virtual at::Tensor allocate(int64_t numel, at::ScalarType dtype) = 0;
 
-  /// In place: every rank's `tensor` becomes the reduction over ranks. `op` is sum, min or max. `tag` must agree over
-  /// ranks (a layout digest, say). With `receive` false this rank contributes but its tensor is left unspecified,
-  /// which saves the bandwidth of writing it (replicas of one process need the result once).
-  virtual Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag = 0, bool receive = true) = 0;
+  /// In place: every rank's `tensor` becomes the reduction over ranks, as far as it is among the `receivers`. `op` is
+  /// sum, min or max. `tag` must agree over ranks (a layout digest, say).
+  virtual Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag = 0, const Receivers& receivers = {}) = 0;
 
   /// In place: every rank's `tensor` becomes that of `source`.
   virtual Work broadcast(const at::Tensor& tensor, int source) = 0;

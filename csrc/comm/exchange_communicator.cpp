@@ -22,7 +22,7 @@ class ExchangeCommunicator final : public Communicator {
     exchange_->check();
     return exchange_->transport().allocate(numel, dtype);
   }
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool) override {
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, const Receivers&) override {
     check_device(tensor);
     return exchange_->issue(all_reduce_request(tensor, op, tag), tensor);
   }

@@ -53,7 +53,7 @@ class Hierarchical final : public Transport, public std::enable_shared_from_this
   }
 
   Work all_reduce(const at::Tensor& tensor, ReduceOp op) override {
-    return start([=, this] { return up_->all_reduce(tensor, op, 0, replica_ == 0); },
+    return start([=, this] { return up_->all_reduce(tensor, op, 0, {replica_ == 0}); },
                  [=, this] { return process_->across->all_reduce(tensor, op); },
                  [=, this] { return down_->broadcast(tensor, 0); });
   }

@@ -11,7 +11,7 @@ class RefusingCommunicator final : public Communicator {
       : Communicator({.rank = rank, .size = size}), reason_(std::move(reason)) {}
 
   at::Tensor allocate(int64_t, at::ScalarType) override { refuse(); }
-  Work all_reduce(const at::Tensor&, ReduceOp, uint64_t, bool) override { refuse(); }
+  Work all_reduce(const at::Tensor&, ReduceOp, uint64_t, const Receivers&) override { refuse(); }
   Work broadcast(const at::Tensor&, int) override { refuse(); }
   Work all_gather(const at::Tensor&) override { refuse(); }
   Work reduce_scatter(const at::Tensor&, const at::Tensor&, ReduceOp) override { refuse(); }

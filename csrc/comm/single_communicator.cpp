@@ -17,7 +17,7 @@ class SingleCommunicator final : public Communicator {
     check();
     return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device()));
   }
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool) override {
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, const Receivers&) override {
     all_reduce_request(tensor, op, tag);
     return finished();
   }

@@ -17,8 +17,8 @@ class StagedCommunicator final : public Communicator {
 
   at::Tensor allocate(int64_t numel, at::ScalarType dtype) override { return host_->allocate(numel, dtype); }
 
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool receive) override {
-    return in_place(tensor, [&](const at::Tensor& copy) { return host_->all_reduce(copy, op, tag, receive); });
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, const Receivers& receivers) override {
+    return in_place(tensor, [&](const at::Tensor& copy) { return host_->all_reduce(copy, op, tag, receivers); });
   }
   Work broadcast(const at::Tensor& tensor, int source) override {
     if (direct_ && tensor.device() == device()) return direct_->broadcast(tensor, source);

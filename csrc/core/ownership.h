@@ -16,6 +16,10 @@ struct Run {
   int64_t count = 0;
 };
 
+/// What each rank steps of each parameter: [rank][parameter], in real numbers. Runs of a parameter are in order of
+/// ranks, and cover it once.
+using Shards = std::vector<std::vector<Run>>;
+
 /// These elements of a dense tensor: 1-dim, sharing its memory.
 at::Tensor elements_of(const at::Tensor& dense, const Run& run);
 

@@ -5,7 +5,7 @@ namespace muster {
 comm::Work AllReduction::reduce(size_t b) {
   const auto& bucket = buckets_[b];
   fill_wire(bucket);
-  return communicator_.all_reduce(bucket.travelling(), ReduceOp::sum, buckets_.layout().digest() + b, receive_);
+  return communicator_.all_reduce(bucket.travelling(), ReduceOp::sum, buckets_.layout().digest() + b, {receive_});
 }
 
 void AllReduction::finish() {

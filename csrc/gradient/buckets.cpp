@@ -62,14 +62,18 @@ void fill_wire(const Bucket& bucket) {
                   bucket.sums.const_data_ptr<float>(), static_cast<size_t>(bucket.sums.numel()));
 }
 
-void empty_wire(const Bucket& bucket) {
+void empty_wire(const Bucket& bucket) { empty_wire(bucket, {0, bucket.sums.numel()}); }
+
+void empty_wire(const Bucket& bucket, const Run& run) {
   if (!bucket.wire.defined()) return;
-  if (is_streamed(bucket.sums.device())) {
-    bucket.sums.copy_(bucket.wire);
+  const auto wire = elements_of(bucket.wire, run);
+  const auto sums = elements_of(bucket.sums, run);
+  if (is_streamed(sums.device())) {
+    sums.copy_(wire);
     return;
   }
-  const kernels::PackItem item{bucket.wire.const_data_ptr(), kernel_dtype(bucket.wire.scalar_type()),
-                               bucket.sums.mutable_data_ptr(), static_cast<size_t>(bucket.sums.numel())};
+  const kernels::PackItem item{wire.const_data_ptr(), kernel_dtype(wire.scalar_type()), sums.mutable_data_ptr(),
+                               static_cast<size_t>(sums.numel())};
   kernels::pack(&item, 1, /*accumulate=*/false);
 }
 

@@ -11,6 +11,7 @@
 
 #include "comm/communicator.h"
 #include "core/flat_layout.h"
+#include "core/ownership.h"
 
 namespace muster {
 
@@ -35,6 +36,8 @@ struct Bucket {
 void fill_wire(const Bucket& bucket);
 /// Replaces a bucket's sums by what travelled; no-op where they travelled themselves.
 void empty_wire(const Bucket& bucket);
+/// Likewise, of these elements of it alone.
+void empty_wire(const Bucket& bucket, const Run& run);
 
 /// Real numbers in a tensor: a complex one has two an element.
 int64_t num_reals(const at::Tensor& tensor);

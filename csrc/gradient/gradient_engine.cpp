@@ -149,9 +149,13 @@ void GradientEngine::begin(const MicroBatch& micro_batch) {
     state.ready = state.packed = state.is_sole = false;
   }
   for (size_t b = 0; b < bucket_states_.size(); ++b) bucket_states_[b] = {buckets_[b].parameters.size(), false};
-  if (reductions_) reductions_->choose(micro_batch.to_owners);
   abandoned_ = false;
   active_ = true;
+  if (!reductions_) return;
+  reductions_->choose(micro_batch.to_owners);
+  if (!micro_batch.shards) return;
+  if (reductions_->shards() != micro_batch.shards) check_shards_agree(control(), *micro_batch.shards);
+  reductions_->choose_shards(micro_batch.shards);
 }
 
 bool GradientEngine::watches(size_t parameter) const {
@@ -250,9 +254,8 @@ void GradientEngine::pack(size_t b) {
   Packing packing{micro_batch_.first, drops(), may_offer, false, micro_batch_.factor, micro_batch_.gate};
   if (device_pack_) {
     // Of a window of one micro-batch nobody reads the sums before they travel.
-    packing.to_wire = micro_batch_.first && micro_batch_.last && !micro_batch_.to_owners &&
-                      !micro_batch_.locate_non_finite && buckets_[b].wire.defined() &&
-                      buckets_[b].wire.scalar_type() == at::kBFloat16;
+    packing.to_wire = micro_batch_.first && micro_batch_.last && !micro_batch_.locate_non_finite &&
+                      buckets_[b].wire.defined() && buckets_[b].wire.scalar_type() == at::kBFloat16;
     buckets_.set_wire_is_packed(b, packing.to_wire);
     device_pack_->pack(b, packing, /*again=*/bucket_states_[b].packed, states_);
   } else {

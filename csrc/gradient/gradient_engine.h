@@ -34,8 +34,7 @@ struct GradientEngineOptions {
   std::optional<at::ScalarType> wire;
   /// Launch buckets from hooks. False where the transport cannot order them against the step's own collectives.
   bool overlap = true;
-  /// Whether this replica's buckets receive the sums; replicas of one process need them once.
-  bool receive = true;
+  Receive receive = Receive::yes;
   /// Takes the place of reducing over the ranks; empty: AllReduction, and OwnerReduction where it is possible.
   Reductions::Make make_reduction;
   /// A parameter whose gradients were only sparse keeps its place in a bucket.
@@ -89,6 +88,7 @@ class GradientEngine {
     const double* gate = nullptr;    ///< on a device, in its memory: instead of `factor`; 0: as if nothing contributed
     bool to_owners = false;          ///< the sums go to their owners alone, where owners() is not null
     bool locate_non_finite = false;  ///< look for non-finite values before reducing; see first_non_finite()
+    std::shared_ptr<const Shards> shards = {};  ///< where the sums go to these alone; null: as `receive` says
   };
 
   /// Local. Hooks every parameter. Throws InvalidArgument as FlatLayout does.
@@ -103,8 +103,9 @@ class GradientEngine {
   /// layouts of the ranks differ.
   void open_window();
 
-  /// Opens a micro-batch, right before its backward; local. A gradient that arrives during a step before begin() means
-  /// that the step function called backward(): an error.
+  /// Opens a micro-batch, right before its backward. A gradient that arrives during a step before begin() means that
+  /// the step function called backward(): an error. Local, but for shards that were not those of the last micro-batch
+  /// with shards: throws LayoutMismatch then if the ranks know different ones, and the sums go to all.
   void begin(const MicroBatch& micro_batch);
 
   /// Packs what hooks have not packed, contributes zeros for parameters without a gradient, and, on the last
@@ -151,7 +152,8 @@ class GradientEngine {
   int first_non_finite() const noexcept { return first_non_finite_; }
 
   /// Who owns what, where sums can go to owners alone; else, and before the first window, null. With
-  /// MicroBatch::to_owners a slot holds the sum in the runs of this rank alone after wait().
+  /// MicroBatch::to_owners, as with MicroBatch::shards, a slot holds the sum in the runs of this rank alone after
+  /// wait().
   const OwnerReduction* owners() const noexcept { return reductions_ ? reductions_->owners() : nullptr; }
 
   size_t num_parameters() const noexcept { return states_.size(); }

@@ -6,6 +6,7 @@
 
 #include "device/kernel_dtype.h"
 #include "device/kernel_status.h"
+#include "kernels/pieces.h"
 #include "optimizer/parallel_kernels.h"
 
 namespace muster {
@@ -77,7 +78,7 @@ void take_norm(const std::vector<at::Tensor>& sums, const double* tail, const ke
 }
 
 void DeviceNorm::enqueue(const std::vector<at::Tensor>& gradients, c10::Device device,
-                         const kernels::WindowOptions& options, const Window& window) {
+                         const kernels::WindowOptions& options, const Window& window, const Divided* divided) {
   namespace cuda = kernels::cuda;
   auto segments = segments_of(gradients);
   const size_t tiles = count_tiles(segments);
@@ -87,11 +88,22 @@ void DeviceNorm::enqueue(const std::vector<at::Tensor>& gradients, c10::Device d
   auto* const sums = static_cast<kernels::NormSum*>(partials_.data());
   auto* const partials = reinterpret_cast<double*>(sums + cuda::kNormSums);
   place_partials(segments, partials);
+  at::Tensor of_all;  // partials: the sum of every rank's, which are zeros but for what counts there
+  if (divided != nullptr) {
+    constexpr auto kWidth = static_cast<int64_t>(sizeof(double));
+    const auto bytes = static_cast<int64_t>(tiles) * kWidth;
+    of_all = partials_.tensor().narrow(0, static_cast<int64_t>(kSumsBytes), bytes).view(at::kDouble).zero_();
+    for (size_t i = 0; i < segments.size(); ++i) {
+      const auto& run = divided->runs[i];
+      segments[i] = kernels::piece_of(segments[i], static_cast<size_t>(run.begin), static_cast<size_t>(run.count));
+    }
+  }
   segments_.follow(segments, device);
   auto* const stream = stream_handle(device);
   check_kernel(
       cuda::grad_stats(segments_.items(), segments_.chunks(), segments_.num_chunks(), options.norm_type, stream),
       "the gradient's statistics");
+  if (divided != nullptr) divided->ranks.all_reduce(of_all, ReduceOp::sum, tiles).wait();
   check_kernel(cuda::finish_window(partials, tiles, sums, window.tail, nullptr, nullptr, 0, options, window.scalars,
                                    window.scale, window.report, window.num_slots, stream),
                "the end of a window");

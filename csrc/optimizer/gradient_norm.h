@@ -5,6 +5,8 @@
 
 #include <vector>
 
+#include "comm/communicator.h"
+#include "core/ownership.h"
 #include "core/plain_memory.h"
 #include "device/segments.h"
 #include "kernels/kernels.h"
@@ -44,9 +46,17 @@ class DeviceNorm {
     uint32_t num_slots;              ///< of the report
   };
 
-  /// `gradients` dense, else as take_norm's, on `device`. Two launches, three for many tiles.
+  /// What counts of each gradient on this rank, from a multiple of kernels::kTile on; of `ranks` (whose operations are
+  /// enqueued on the device) every element counts on one.
+  struct Divided {
+    std::vector<Run> runs;
+    comm::Communicator& ranks;
+  };
+
+  /// `gradients` dense, else as take_norm's, on `device`. Two launches, three for many tiles. With `divided` collective
+  /// over its ranks, which all get what they would from whole gradients: two launches more.
   void enqueue(const std::vector<at::Tensor>& gradients, c10::Device device, const kernels::WindowOptions& options,
-               const Window& window);
+               const Window& window, const Divided* divided = nullptr);
 
  private:
   DeviceSegments<kernels::StatsSegment> segments_;

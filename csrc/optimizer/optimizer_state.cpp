@@ -201,6 +201,10 @@ OptimizerState::Standing OptimizerState::standing(size_t p) const {
   return standing;
 }
 
+void OptimizerState::note_agreed() noexcept {
+  for (auto& entry : entries_) entry.was_given = false;
+}
+
 void OptimizerState::set(size_t parameter, size_t which, const at::Tensor& whole) {
   if (which >= names().size()) {
     throw InvalidArgument("state tensor " + std::to_string(which) + " was given to an optimizer that has " +
@@ -222,14 +226,14 @@ void OptimizerState::set(size_t parameter, size_t which, const at::Tensor& whole
   entry.states[which] = std::move(state);
   entry.num_states = std::max(entry.num_states, which + 1);
   entry.common[which] = nullptr;
-  entry.started = true;
+  entry.started = entry.was_given = true;
 }
 
 void OptimizerState::set_step_count(size_t parameter, double count) {
   auto& entry = entries_.at(parameter);
   if (!counts_.defined()) entry.step = at::zeros({}, at::kFloat);
   entry.step.fill_(count);
-  entry.started = true;
+  entry.started = entry.was_given = true;
 }
 
 void OptimizerState::set_master(size_t parameter, const at::Tensor& whole) {
@@ -238,6 +242,7 @@ void OptimizerState::set_master(size_t parameter, const at::Tensor& whole) {
   if (whole.defined() && !is_part) check_sizes(entry, whole, entry.parameter.tensor.sizes());
   follow(entry);
   if (!entry.master.defined()) return;
+  entry.was_given = true;
   entry.common[StateEntry::kMaster] = nullptr;
   entry.master = whole.defined() ? empty_state(entry) : zero_state(entry);
   if (whole.defined()) entry.master.copy_(is_part ? whole : own_part(entry, whole));

@@ -38,7 +38,8 @@ struct StateEntry {
   size_t num_states = 0;  ///< equal on all ranks, also where this one owns nothing of them
   /// Where all processes see states[s], and the master copy at kMaster; null where they do not. See is_common.
   const void* common[kStates + 1] = {};
-  bool started = false;  ///< took a step, or was given state
+  bool started = false;    ///< took a step, or was given state
+  bool was_given = false;  ///< state, or its end, since note_agreed()
 
   at::Tensor& tensor(size_t which) { return which == kMaster ? master : states[which]; }
   const at::Tensor& tensor(size_t which) const { return which == kMaster ? master : states[which]; }
@@ -94,6 +95,8 @@ class OptimizerState {
     bool has_own_state = false;  ///< state that was loaded and no other process sees
   };
   Standing standing(size_t parameter) const;
+  /// Whatever was given so far is what others have.
+  void note_agreed() noexcept;
 
   /// Replaces state tensor `which` by one of the values of `whole` (the parameter's sizes, or tensor()'s; of a row-wise
   /// parameter's sizes each row's mean is taken). Who has the one before keeps its values; so for the two below. Throws

@@ -65,7 +65,7 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
   gradients_are_applied_ = false;
   const uint64_t number = session_.streams().begin_call();
   if (call.call) replicas_.set_rows(call.rows);
-  set.open_micro_batch(closing, call.steps_flat());
+  set.open_micro_batch(closing, call.steps_flat(), call.optimizers);
   if (compares) set.agree_on(call.optimizers);
   if (set.servers() != nullptr) set.servers()->note_batches(call.batches);
   if (closing) prepare_report(set, number);

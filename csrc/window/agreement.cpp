@@ -113,6 +113,17 @@ OptimizerState::Standing Agreement::standing(const OptimizerStep& step, size_t p
   return standing;
 }
 
+bool Agreement::is_in_doubt(const OptimizerStep& step, size_t p, const OptimizerState::Standing& standing) const {
+  if (shares_state_ || step.flat->shard().size > 1) return standing.has_own_state;
+  return step.flat->state().entry(p).was_given;
+}
+
+void Agreement::note_agreed() const noexcept {
+  for (const auto& step : steps_) {
+    if (step.flat != nullptr) step.flat->state().note_agreed();
+  }
+}
+
 // For the digest, and for state that only this worker knows. Of thousands of parameters in every window.
 void Agreement::look_at_steps() {
   if (steps_.empty()) return;
@@ -129,7 +140,7 @@ void Agreement::look_at_steps() {
       hash.add((static_cast<uint64_t>(step.parameters[p]) << 32) ^ (static_cast<uint64_t>(step.flat->group(p)) << 2) ^
                (standing.has_own_state ? 2U : 0U));
       hash.add(static_cast<double>(standing.steps));
-      if (standing.has_own_state) written_.push_back({static_cast<int>(s), static_cast<int>(p)});
+      if (is_in_doubt(step, p, standing)) written_.push_back({static_cast<int>(s), static_cast<int>(p)});
     }
   }
   digest_ = static_cast<double>(hash.value() >> (64 - kDigestBits));
@@ -230,6 +241,7 @@ uint64_t Agreement::hash_of(const Place& place) const {
   }
   const auto& entry = steps_[static_cast<size_t>(place.optimizer)].flat->state().entry(parameter);
   for (size_t which = 0; which <= StateEntry::kMaster; ++which) add_values(entry.current(which), hash);
+  add_values(entry.step, hash);
   return hash.value();
 }
 

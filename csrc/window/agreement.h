@@ -45,6 +45,9 @@ class Agreement {
   /// differs, and the ranks that wrote it.
   std::vector<int> compare_values(comm::Communicator& workers) const;
 
+  /// After that: state that was given to optimizers is agreed.
+  void note_agreed() const noexcept;
+
  private:
   /// A parameter, or (optimizer >= 0) the state of a parameter of a flat optimizer.
   struct Place {
@@ -54,9 +57,12 @@ class Agreement {
     auto operator<=>(const Place&) const = default;
   };
 
-  /// The standing of a parameter's state; has_own_state only where workers share state, since state that each worker
-  /// has for itself (sharded, or stepped by all) need not be equal.
+  /// The standing of a parameter's state; has_own_state only where workers share state, since each worker has its own
+  /// elsewhere.
   OptimizerState::Standing standing(const OptimizerStep& step, size_t parameter) const;
+  /// Whether others may have other state: of one that every worker steps for itself, what was given to it. Nobody else
+  /// has a shard's.
+  bool is_in_doubt(const OptimizerStep& step, size_t parameter, const OptimizerState::Standing& standing) const;
   void look_at_steps();
   std::string describe() const;
   std::string name_of(const Place& place) const;

@@ -1,6 +1,7 @@
 #include "window/device_buffers.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
 #include <limits>
@@ -38,6 +39,21 @@ kernels::cuda::BufferSegment segment_of(const at::Tensor& values) {
 }
 
 }  // namespace
+
+// The mean of equal values may have other bits.
+void DeviceBuffers::open(const Tensors& buffers) {
+  uint64_t count = 0;
+  for (const auto& buffer : buffers) count += is_whole(buffer) ? 0 : static_cast<uint64_t>(num_reals(buffer));
+  if (count == num_noted_ || count == 0) return;
+  std::vector<at::Tensor> values;
+  for (const auto& buffer : buffers) {
+    if (!is_whole(buffer)) values.push_back(as_real(buffer).reshape({-1}).to(at::kDouble));
+  }
+  const auto bytes = static_cast<int64_t>(count * sizeof(double));
+  noted_.reserve(static_cast<size_t>(bytes), values.front().device());
+  noted_.tensor().narrow(0, 0, bytes).view(at::kDouble).copy_(at::cat(values));
+  num_noted_ = count;
+}
 
 void DeviceBuffers::add_written(const Tensors& buffers, double* written) const {
   for (size_t b = 0; b < buffers.size(); ++b) {

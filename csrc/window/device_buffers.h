@@ -23,6 +23,9 @@ class DeviceBuffers {
  public:
   using Tensors = std::vector<at::Tensor>;
 
+  /// Notes what floating buffers have before the first window, and where there are more or fewer than in the last one.
+  void open(const Tensors& buffers);
+
   /// Adds 1 to written[b] for each buffer of integers or bools that this replica wrote or replaced since merge().
   /// Whether floating ones were written is found on the device, element by element: batch norm leaves no trace.
   void add_written(const Tensors& buffers, double* written) const;
@@ -38,9 +41,9 @@ class DeviceBuffers {
   /// Makes the current stream wait for gather().
   void wait();
 
-  /// Writes the result, after wait(), from the summed `sums`: floating elements that a replica wrote since the last
-  /// merge() become the mean over replicas by weight, integers the maximum (Buffers::chief: replica 0's values).
-  /// Nothing changes where *total_weight (on the device) is not above 0.
+  /// Writes the result, after wait(), from the summed `sums`: floating elements that a replica wrote since open() or
+  /// the last merge() become the mean over replicas by weight, integers the maximum (Buffers::chief: replica 0's
+  /// values). Nothing changes where *total_weight (on the device) is not above 0.
   void merge(const Tensors& buffers, const at::Tensor& sums, const double* total_weight, Buffers policy);
 
  private:
@@ -66,7 +69,7 @@ class DeviceBuffers {
   int replicas_ = 0;
   DeviceSegments<kernels::cuda::BufferSegment> on_device_;
   GraphMemory noted_;            // averaged elements, fp64: as merge() left them
-  uint64_t num_noted_ = 0;       // NaN, where there was no merge()
+  uint64_t num_noted_ = 0;       // NaN, where neither open() nor merge() saw them
   at::Tensor integers_;          // their values, int64, where they do not travel in sums
   Tensors copies_;               // by buffer, kept from window to window
   std::vector<Noted> versions_;  // by buffer, as merge() left them

@@ -81,9 +81,14 @@ DeviceWindow::~DeviceWindow() {
 }
 
 void DeviceWindow::open() {
-  for (auto& replica : replicas_) {
+  const at::NoGradGuard no_grad;
+  for (size_t r = 0; r < replicas_.size(); ++r) {
+    auto& replica = replicas_[r];
     replica.losses = {};
     replica.noted_metrics.clear();
+    if (context_.topology.num_replicas == 1) continue;
+    const OnDevice scope(replica.numbers->device());
+    replica.buffers.open(context_.registry.buffers(r));
   }
 }
 
@@ -183,9 +188,12 @@ void DeviceWindow::enqueue_norm(const Tail& tail, const at::Tensor& numbers, dou
     options.backoff = rule->backoff;
     options.interval = rule->interval;
   }
+  std::optional<DeviceNorm::Divided> divided;
+  if (context_.sums.shards()) divided.emplace(context_.sums.runs_in_shard(tail), *context_.groups.gradients.front());
   norm_.enqueue(context_.sums.dense(tail), replicas_.front().numbers->device(), options,
                 {numbers.const_data_ptr<double>(), scalars_.front()->scalars(), scale,
-                 static_cast<kernels::WindowReport*>(report.memory.mutable_data_ptr()), DeviceNumbers::kSlots});
+                 static_cast<kernels::WindowReport*>(report.memory.mutable_data_ptr()), DeviceNumbers::kSlots},
+                divided ? &*divided : nullptr);
 }
 
 void DeviceWindow::enqueue_means(const Tail& tail, bool clips) {

@@ -81,7 +81,7 @@ void GradientSums::build(const std::vector<int>& parameters, const Deliver& deli
     if (options_.wire == Wire::bf16 && topology_.num_replicas > 1) options.wire = at::kBFloat16;
     options.overlap = groups_.overlap;
     options.norm_type = options_.clip_norm_type;
-    options.receive = r == 0;
+    options.receive = topology_.num_workers == 1 ? Receive::first : r == 0 ? Receive::yes : Receive::no;
     options.control = groups_.control_of(r);
     if (deliver) {
       options.keeps_sparse_slots = true;
@@ -116,6 +116,18 @@ std::vector<at::Tensor> GradientSums::dense(const Tail& tail) const {
   auto sums = used(tail);
   for (auto& sum : sums) sum = dense_values(sum);
   return sums;
+}
+
+std::vector<Run> GradientSums::runs_in_shard(const Tail& tail) const {
+  const auto& own = shards_->at(static_cast<size_t>(topology_.first_replica));
+  std::vector<Run> runs;
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    const auto& sum = sum_of(tail, p);
+    if (!sum.defined()) continue;
+    const bool counts_here = topology_.first_replica == 0;
+    runs.push_back(sum.is_sparse() ? Run{0, counts_here ? dense_values(sum).numel() : 0} : own[p]);
+  }
+  return runs;
 }
 
 bool GradientSums::has_sparse(const Tail& tail) const {

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/ownership.h"
@@ -46,6 +47,13 @@ class GradientSums {
   /// Whether the open window's sums go to their owners alone; see GradientEngine::MicroBatch::to_owners.
   void set_to_owners(bool to_owners) noexcept { to_owners_ = to_owners; }
   bool go_to_owners() const noexcept { return to_owners_; }
+
+  /// Who steps which elements of the window's sums, where those go to them alone; null elsewhere. See ShardReduction.
+  void set_shards(std::shared_ptr<const Shards> shards) noexcept { shards_ = std::move(shards); }
+  const std::shared_ptr<const Shards>& shards() const noexcept { return shards_; }
+  /// Where there are such: what counts of each of dense(tail) on replica 0's rank, so that every element counts on one
+  /// rank. Rows are the same on all, and count on the first.
+  std::vector<Run> runs_in_shard(const Tail& tail) const;
 
   /// The sum of a parameter; undefined where no replica had a gradient.
   const at::Tensor& sum_of(const Tail& tail, size_t parameter) const;
@@ -89,6 +97,7 @@ class GradientSums {
   std::vector<int> trainable_index_;           // by registry index
   std::vector<std::unique_ptr<GradientEngine>> engines_;
   bool to_owners_ = false;
+  std::shared_ptr<const Shards> shards_;
 };
 
 }  // namespace muster

@@ -95,7 +95,7 @@ void ParameterSet::check_no_complex() const {
   }
 }
 
-void ParameterSet::open_micro_batch(bool last, bool fused) {
+void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<OptimizerStep>& steps) {
   if (!window_open()) {
     check_no_complex();
     if (servers_ != nullptr && (servers() == nullptr || !fused)) {
@@ -117,8 +117,51 @@ void ParameterSet::open_micro_batch(bool last, bool fused) {
   last_ = last;
   if (divided_) divided_->bring_back();
   sums_.set_to_owners(last && fused && divided_ && !options_.keep_gradients);
+  sums_.set_shards(nullptr);
+  if (last && fused) send_to_shards(steps);
   ++micro_batches_;
   for (auto& replica : replicas_) replica.began = false;
+}
+
+// Whoever asks for `.grad` gets whole sums; so do workers of several devices, whose group for parameters is the hosts'.
+void ParameterSet::send_to_shards(const std::vector<OptimizerStep>& steps) {
+  const bool one_each = topology_.num_replicas == topology_.num_workers;
+  if (!options_.shard_optimizer || options_.keep_gradients || topology_.num_workers == 1 || !one_each ||
+      !is_streamed(topology_.devices.front())) {
+    return;
+  }
+  std::vector<int64_t> divided(sums_.trainable().begin(), sums_.trainable().end());
+  for (const auto& step : steps) {
+    divided.push_back(-1);  // each optimizer divides its own
+    for (const int p : step.parameters) {
+      divided.push_back(p);
+      divided.push_back(registry_.parameter(0, static_cast<size_t>(p)).numel());
+    }
+  }
+  if (shards_ == nullptr || divided != divided_into_shards_) {
+    shards_ = shards_of(steps);
+    divided_into_shards_ = std::move(divided);
+  }
+  sums_.set_shards(shards_);
+}
+
+std::shared_ptr<const Shards> ParameterSet::shards_of(const std::vector<OptimizerStep>& steps) const {
+  // The first worker's, where no optimizer has the parameter: its sum counts in the norm.
+  auto shards = std::make_shared<Shards>(static_cast<size_t>(topology_.num_workers));
+  for (auto& of_worker : *shards) of_worker.resize(sums_.trainable().size());
+  const auto& parameters = sums_.engine(0).parameters();
+  for (size_t p = 0; p < parameters.size(); ++p) shards->front()[p] = {0, num_reals(parameters[p].tensor)};
+  for (const auto& step : steps) {
+    const auto runs = step.flat->state().runs_of_ranks();
+    for (size_t i = 0; i < step.parameters.size(); ++i) {
+      const int p = sums_.index_of(step.parameters[i]);
+      if (p < 0) continue;
+      for (size_t worker = 0; worker < shards->size(); ++worker) {
+        (*shards)[worker][static_cast<size_t>(p)] = runs.at(worker)[i];
+      }
+    }
+  }
+  return shards;
 }
 
 void ParameterSet::find_written() {
@@ -157,6 +200,7 @@ void ParameterSet::begin_engine(int local_replica, const NotedPart& part, bool o
   micro_batch.factor = part.factor;
   micro_batch.gate = part.gate;
   micro_batch.to_owners = sums_.go_to_owners();
+  micro_batch.shards = sums_.shards();
   micro_batch.locate_non_finite = locate_non_finite_ && !is_capturing(topology_.devices[r]);
   replicas_[r].began = true;
   sums_.engine(r).begin(micro_batch);
@@ -237,6 +281,7 @@ void ParameterSet::check_agreement(const Tail& tail) {
   try {
     if (differs) agreement_->throw_difference(*groups_.workers);
     for (const int p : agreement_->compare_values(*groups_.workers)) registry_.note_agreed(static_cast<size_t>(p));
+    agreement_->note_agreed();
   } catch (const LayoutMismatch&) {
     drop_window();
     throw;

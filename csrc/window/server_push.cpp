@@ -37,7 +37,7 @@ class ServerPush::Delivery final : public comm::Work::Impl {
 
 comm::Work ServerPush::reduce(size_t b) {
   const bool is_first = replicas_.rank() == 0;
-  auto sums = replicas_.all_reduce(buckets_[b].sums, ReduceOp::sum, buckets_.layout().digest() + b, is_first);
+  auto sums = replicas_.all_reduce(buckets_[b].sums, ReduceOp::sum, buckets_.layout().digest() + b, {is_first});
   if (!is_first) return sums;
   auto delivery = std::make_shared<Delivery>(*this, b, std::move(sums));
   delivery->advance();

@@ -38,6 +38,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(FEATURES, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 48), nn.BatchNorm1d(48), nn.Linear(48, 5)
     ),
     "attention": Attention,
+    # A parameter of several tiles, so that ranks which shard the optimizer cut it.
+    "wide": lambda: nn.Sequential(nn.Linear(FEATURES, 700), nn.Tanh(), nn.Linear(700, 5)),
 }
 
 

@@ -50,13 +50,13 @@ def test_one_rank_learns_as_a_mirrored_replica(gpu: torch.device, over_nccl: boo
     assert parameters == expected.parameters.tolist()
 
 
-def _capture(resets: bool) -> tuple[list[float], list[float]]:
+def _capture(resets: bool, options: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Parameters after steps, and after as many of which the last are replays."""
     muster._C._comm.set_nccl_alone(True)
     left = []
     data = batches(STEPS + 1, "cuda:0")[:-1]
     for captured in (False, True):
-        with job() as strategy:
+        with job(**options) as strategy:
             training = Training(strategy, torch.device("cuda", 0))
             x, y = (t.clone() for t in data[0])
             side = torch.cuda.Stream()
@@ -83,7 +83,7 @@ def _capture(resets: bool) -> tuple[list[float], list[float]]:
 
 
 def test_one_rank_captures_its_step() -> None:
-    ((taken, replayed),) = run_ranks(1, _capture, True, timeout=100)
+    ((taken, replayed),) = run_ranks(1, _capture, True, {}, timeout=100)
     assert taken == replayed
 
 
@@ -156,6 +156,10 @@ def _collectives() -> None:
     window.fill_(rank + 1)
     c.all_reduce(window).wait()
     assert window.eq(3).all()
+    window.fill_(rank + 1)
+    cut = 70_001
+    c.all_reduce(window, runs=[(1, 0, cut), (0, cut, (1 << 18) - cut)]).wait()
+    assert (window[:cut] if rank == 1 else window[cut:]).eq(3).all()
     c.barrier().wait()
 
 
@@ -163,30 +167,38 @@ def test_collectives_of_two_ranks() -> None:
     run_ranks(2, _collectives, timeout=100)
 
 
-def _train_together(options: dict[str, Any]) -> tuple[list[float], list[float]]:
+def _train_together(model: str, options: dict[str, Any]) -> tuple[list[float], list[float]]:
     with job(**options) as strategy:
         parts = [tuple(t.tensor_split(2)[strategy.rank] for t in batch) for batch in batches(STEPS, "cuda:0")]
-        return numbers(train_with(strategy, strategy.device, [(x, y) for x, y in parts]))
+        return numbers(train_with(strategy, strategy.device, [(x, y) for x, y in parts], model=model))
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate": 2}, {"precision": "fp16", "clip_norm": 1.0}, {"shard_optimizer": True}],
+    ("model", "options"),
+    [
+        ("linear", {}),
+        ("linear", {"accumulate": 2}),
+        ("linear", {"precision": "fp16", "clip_norm": 1.0}),
+        ("linear", {"shard_optimizer": True}),
+        ("wide", {"shard_optimizer": True, "clip_norm": 0.1}),
+        ("wide", {"shard_optimizer": True, "accumulate": 2}),
+    ],
     ids=str,
 )
-def test_two_ranks_learn_as_two_virtual_replicas(gpu: torch.device, options: dict[str, Any]) -> None:
-    first, second = run_ranks(2, _train_together, options, timeout=100)
+def test_two_ranks_learn_as_two_virtual_replicas(gpu: torch.device, model: str, options: dict[str, Any]) -> None:
+    first, second = run_ranks(2, _train_together, model, options, timeout=100)
     assert first[1] == second[1]
-    options.pop("shard_optimizer", None)  # changes who steps what
-    expected = train(virtual(gpu, 2), batches(STEPS, gpu), **options)
+    options = {name: value for name, value in options.items() if name != "shard_optimizer"}  # changes who steps what
+    expected = train(virtual(gpu, 2), batches(STEPS, gpu), model=model, **options)
     torch.testing.assert_close(torch.tensor(first[1]), expected.parameters.float(), rtol=1e-5, atol=1e-5)
     # While a window is open, a loss is this worker's.
     closed = slice(options.get("accumulate", 1) - 1, None, options.get("accumulate", 1))
     torch.testing.assert_close(torch.tensor(first[0])[closed], expected.losses.float()[closed], rtol=1e-4, atol=1e-5)
 
 
-def test_two_ranks_capture_their_step() -> None:
-    first, second = run_ranks(2, _capture, True, timeout=100)
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True, "clip_norm": 0.1}], ids=str)
+def test_two_ranks_capture_their_step(options: dict[str, Any]) -> None:
+    first, second = run_ranks(2, _capture, True, options, timeout=100)
     assert first == second
     assert first[0] == first[1]
 
@@ -194,7 +206,7 @@ def test_two_ranks_capture_their_step() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_strategy_closes_while_a_graph_of_it_lives(ranks: int) -> None:
     began = time.perf_counter()
-    for taken, replayed in run_ranks(ranks, _capture, False, timeout=100):
+    for taken, replayed in run_ranks(ranks, _capture, False, {}, timeout=100):
         assert taken == replayed
     assert time.perf_counter() - began < 60
 

@@ -311,7 +311,7 @@ void FakeNccl::meet(FakeComm& comm, uint64_t number, const Operation& operation)
     const Operation& any = meeting.parts[0];
     const auto size = static_cast<size_t>(comm.size);
     std::vector<std::vector<char>> inputs;  // destinations may be sources
-    const bool reduces = any.name == "all_reduce" || any.name == "reduce_scatter";
+    const bool reduces = any.name == "all_reduce" || any.name == "reduce" || any.name == "reduce_scatter";
     const size_t width = reduces ? kernels::size_of(dtype_of(any.type)) : 1;
     const size_t terms = any.name == "reduce_scatter" ? size : 1;
     std::vector<const void*> sources;
@@ -321,6 +321,7 @@ void FakeNccl::meet(FakeComm& comm, uint64_t number, const Operation& operation)
     }
     for (const auto& input : inputs) sources.push_back(input.data());
     for (size_t r = 0; r < size; ++r) {
+      if (any.name == "reduce" && r != static_cast<size_t>(any.peer)) continue;
       void* const out = meeting.parts[r].destination;
       if (reduces) {
         std::vector<const void*> own;
@@ -487,8 +488,9 @@ NcclApi FakeNccl::nccl() {
     };
   }
   const auto stream_of = [](Stream stream) { return static_cast<FakeStream*>(stream); };
-  api.all_reduce = [=, this](const void* in, void* out, size_t n, DataType type, Reduction op, Comm comm, Stream s) {
-    return enqueue("all_reduce", comm, {"", in, out, n, type, op, 0, stream_of(s)});
+  api.reduce = [=, this](const void* in, void* out, size_t n, DataType type, Reduction op, int root, Comm comm,
+                         Stream s) {
+    return enqueue(root == kEveryRank ? "all_reduce" : "reduce", comm, {"", in, out, n, type, op, root, stream_of(s)});
   };
   api.reduce_scatter = [=, this](const void* in, void* out, size_t n, DataType type, Reduction op, Comm comm,
                                  Stream s) {

@@ -1,6 +1,7 @@
 #include "bindings/bindings.h"
 
 #include <pybind11/stl.h>
+#include <array>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "comm/c10d/communicator.h"
@@ -50,10 +51,15 @@ void bind_communicator(py::module_& m) {
            })
       .def(
           "all_reduce",
-          [](Communicator& c, const at::Tensor& tensor, const std::string& op, uint64_t tag, bool receive) {
-            return c.all_reduce(tensor, parse_op(op), tag, receive);
+          [](Communicator& c, const at::Tensor& tensor, const std::string& op, uint64_t tag, bool receive,
+             const std::vector<std::array<int64_t, 3>>& runs) {
+            if (runs.empty()) return c.all_reduce(tensor, parse_op(op), tag, {receive});
+            std::vector<comm::OwnedRun> owned;
+            for (const auto& [rank, begin, count] : runs) owned.push_back({static_cast<int>(rank), begin, count});
+            return c.all_reduce(tensor, parse_op(op), tag, comm::Receivers::owners(std::move(owned), c.rank()));
           },
-          py::arg("tensor"), py::arg("op") = "sum", py::arg("tag") = 0, py::arg("receive") = true, Release())
+          py::arg("tensor"), py::arg("op") = "sum", py::arg("tag") = 0, py::arg("receive") = true,
+          py::arg("runs") = std::vector<std::array<int64_t, 3>>(), Release())
       .def("broadcast", &Communicator::broadcast, py::arg("tensor"), py::arg("source"), Release())
       .def("all_gather", &Communicator::all_gather, py::arg("input"), Release())
       .def(

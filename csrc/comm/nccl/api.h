@@ -29,6 +29,9 @@ inline constexpr Status kInProgress = 7;
 enum class DataType : int { i8 = 0, u8 = 1, i32 = 2, i64 = 4, f16 = 6, f32 = 7, f64 = 8, bf16 = 9 };
 enum class Reduction : int { sum = 0, max = 2, min = 3 };
 
+/// Instead of a root.
+inline constexpr int kEveryRank = -1;
+
 using UniqueId = std::array<char, 128>;
 
 /// NCCL, with sizes in bytes where no arithmetic is done. Calls on a communicator are made on its device, and may
@@ -58,7 +61,8 @@ struct NcclApi {
   template <class... Arguments>
   using Collective = Call<Arguments..., Comm, Stream>;
 
-  Collective<const void*, void*, size_t /*count*/, DataType, Reduction> all_reduce;
+  /// To one rank, or to kEveryRank.
+  Collective<const void*, void*, size_t /*count*/, DataType, Reduction, int /*root*/> reduce;
   Collective<const void*, void*, size_t /*count received*/, DataType, Reduction> reduce_scatter;
   Collective<const void*, void*, size_t, int /*root*/> broadcast;
   Collective<const void*, void*, size_t /*sent*/> all_gather;

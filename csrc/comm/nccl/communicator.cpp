@@ -86,7 +86,7 @@ class NcclCommunicator final : public Communicator {
 
   at::Tensor allocate(int64_t numel, at::ScalarType dtype) override { return arena_.allocate(numel, dtype, timeout_); }
 
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool receive) override;
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, const Receivers& receivers) override;
   Work broadcast(const at::Tensor& tensor, int source) override;
   Work all_gather(const at::Tensor& input) override;
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) override;
@@ -265,7 +265,7 @@ void NcclCommunicator::broadcast_among(const at::Tensor& tensor, const Request& 
 
 // --- collectives ---------------------------------------------------------------------------------------------------
 
-Work NcclCommunicator::all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool) {
+Work NcclCommunicator::all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, const Receivers& receivers) {
   check_device(tensor);
   const Request request = all_reduce_request(tensor, op, tag);
   const Arithmetic how = arithmetic_of(tensor.scalar_type(), op);
@@ -275,9 +275,18 @@ Work NcclCommunicator::all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_
     return Work();
   }
   if (tensor.numel() == 0) return issue(request, {}, {});
-  return issue(request, {tensor}, [&nccl = nccl_, how, tensor](Comm comm, Stream stream) {
-    void* const data = tensor.mutable_data_ptr();
-    return nccl.all_reduce(data, data, count_of(tensor), how.type, how.reduction, comm, stream);
+  // One call of NCCL's for each run, in one group.
+  std::vector<OwnedRun> runs = receivers.runs;
+  if (runs.empty()) runs = {{kEveryRank, 0, tensor.numel()}};
+  return issue(request, {tensor}, [&nccl = nccl_, how, tensor, runs = std::move(runs)](Comm comm, Stream stream) {
+    Status worst = kSuccess;
+    auto* const data = static_cast<std::byte*>(tensor.mutable_data_ptr());
+    for (const OwnedRun& run : runs) {
+      void* const own = data + static_cast<size_t>(run.begin) * tensor.element_size();
+      const auto count = static_cast<size_t>(run.count);
+      worst = worse(worst, nccl.reduce(own, own, count, how.type, how.reduction, run.rank, comm, stream));
+    }
+    return worst;
   });
 }
 
@@ -367,7 +376,7 @@ Work NcclCommunicator::barrier() {
       request, {token},
       [&nccl = nccl_, token](Comm comm, Stream stream) {
         void* const data = token.mutable_data_ptr();
-        return nccl.all_reduce(data, data, 1, DataType::i32, Reduction::sum, comm, stream);
+        return nccl.reduce(data, data, 1, DataType::i32, Reduction::sum, kEveryRank, comm, stream);
       },
       NcclWork::Joins::host);
 }

@@ -226,9 +226,10 @@ void Group::run_collective(const std::vector<Operation>& parts, int leader, Stre
   Job job{dtype, op_of(any.reduction), static_cast<int64_t>(any.count), {}, {}};
   switch (any.kind) {
     case CallKind::all_reduce:
+    case CallKind::reduce:
       for (int r = 0; r < size; ++r) {
         job.sources.push_back(source_of(r, part(r)));
-        job.destinations.push_back(destination_of(r, part(r)));
+        if (any.peer == kEveryRank || any.peer == r) job.destinations.push_back(destination_of(r, part(r)));
       }
       reduce(std::move(job), leader, stream);
       break;
@@ -330,8 +331,9 @@ NcclApi make_in_process_api(const DeviceApi& device, c10::DeviceType type, const
   api.group_end = [group] { return group->end(); };
   api.allocate = [group](void** data, size_t bytes) { return group->allocate(data, bytes); };
   api.free = [group](void* data) { return group->free(data); };
-  api.all_reduce = [](const void* in, void* out, size_t count, DataType type, Reduction op, Comm comm, Stream s) {
-    return Group::add(comm, {CallKind::all_reduce, in, out, count, type, op, 0, s});
+  api.reduce = [](const void* in, void* out, size_t count, DataType type, Reduction op, int root, Comm comm, Stream s) {
+    const CallKind kind = root == kEveryRank ? CallKind::all_reduce : CallKind::reduce;
+    return Group::add(comm, {kind, in, out, count, type, op, root, s});
   };
   api.reduce_scatter = [](const void* in, void* out, size_t count, DataType type, Reduction op, Comm comm, Stream s) {
     return Group::add(comm, {CallKind::reduce_scatter, in, out, count, type, op, 0, s});

@@ -91,8 +91,12 @@ NcclApi nccl_api() {
   api.allocate = [](void** data, size_t bytes) { return ncclMemAlloc(data, bytes); };
   api.free = [](void* data) { return ncclMemFree(data); };
   find_windows(api);
-  api.all_reduce = [](const void* send, void* receive, size_t count, DataType type, Reduction op, Comm comm, Stream s) {
-    return ncclAllReduce(send, receive, count, type_of(type), nccl_op_of(op), comm_of(comm), stream_of(s));
+  api.reduce = [](const void* send, void* receive, size_t count, DataType type, Reduction op, int root, Comm comm,
+                  Stream s) {
+    if (root == kEveryRank) {
+      return ncclAllReduce(send, receive, count, type_of(type), nccl_op_of(op), comm_of(comm), stream_of(s));
+    }
+    return ncclReduce(send, receive, count, type_of(type), nccl_op_of(op), root, comm_of(comm), stream_of(s));
   };
   api.reduce_scatter = [](const void* send, void* receive, size_t count, DataType type, Reduction op, Comm comm,
                           Stream s) {

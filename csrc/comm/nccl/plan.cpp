@@ -17,7 +17,8 @@ namespace {
 }
 
 std::string describe(int rank, const Operation& operation) {
-  constexpr const char* kNames[] = {"all_reduce", "reduce_scatter", "broadcast", "all_gather", "send", "receive"};
+  constexpr const char* kNames[] = {"all_reduce", "reduce", "reduce_scatter", "broadcast",
+                                    "all_gather", "send",   "receive"};
   return "rank " + std::to_string(rank) + " called " + kNames[static_cast<size_t>(operation.kind)] + " of " +
          std::to_string(operation.count);
 }

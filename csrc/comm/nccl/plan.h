@@ -8,7 +8,7 @@
 
 namespace muster::comm::nccl {
 
-enum class CallKind { all_reduce, reduce_scatter, broadcast, all_gather, send, receive };
+enum class CallKind { all_reduce, reduce, reduce_scatter, broadcast, all_gather, send, receive };
 
 /// One rank's call, with the arguments that NcclApi's function has.
 struct Operation {

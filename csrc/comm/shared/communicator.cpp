@@ -16,8 +16,8 @@ class SharedCommunicator final : public Communicator, public PeerMemory {
     return group_->space().allocate(group_->rank(), numel, dtype);
   }
 
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool receive) override {
-    return issue(all_reduce_request(tensor, op, tag), tensor, receive);
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, const Receivers& receivers) override {
+    return issue(all_reduce_request(tensor, op, tag), tensor, receivers.has_this);
   }
 
   Work broadcast(const at::Tensor& tensor, int source) override {

@@ -128,7 +128,7 @@ COMMUNICATOR_TEST("sub-views, dense permutations and ranks that do not receive")
           const at::Tensor whole = c.allocate(30'000, at::kFloat);
           at::Tensor view = whole.narrow(0, 777, 20'011);
           view.copy_(values(c.rank(), 20'011, at::kFloat));
-          c.all_reduce(view, ReduceOp::sum, 0, c.rank() != 1).wait();
+          c.all_reduce(view, ReduceOp::sum, 0, {c.rank() != 1}).wait();
           if (c.rank() != 1) MUSTER_CHECK(view.equal(expected_over(3, 20'011, at::kFloat, ReduceOp::sum)));
           MUSTER_CHECK(whole.narrow(0, 0, 777).count_nonzero().item<int64_t>() == 0);
           MUSTER_CHECK(whole.narrow(0, 777 + 20'011, 9'000).count_nonzero().item<int64_t>() == 0);
@@ -139,6 +139,29 @@ COMMUNICATOR_TEST("sub-views, dense permutations and ranks that do not receive")
           message_of<InvalidArgument>([&] { c.all_reduce(whole.slice(0, 0, 100, 2), ReduceOp::sum); });
           message_of<InvalidArgument>([&] { c.all_reduce(whole, ReduceOp::mean); });
           c.barrier().wait();
+        }) == "");
+}
+
+COMMUNICATOR_TEST("runs of a tensor are reduced to those who own them") {
+  CHECK(TestType::run(3, [](Communicator& c) {
+          constexpr int64_t n = 20'011;
+          // In no order of ranks; some elements belong to nobody, and one rank has nothing.
+          const std::vector<OwnedRun> runs = {{2, 0, 4'099}, {0, 4'099, 1}, {2, 5'000, 15'011}};
+          for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+            const at::Tensor sum = expected_over(3, n, dtype, ReduceOp::sum);
+            at::Tensor tensor = c.allocate(n, dtype);
+            tensor.copy_(values(c.rank(), n, dtype));
+            c.all_reduce(tensor, ReduceOp::sum, 5, Receivers::owners(runs, c.rank())).wait();
+            for (const auto& run : runs) {
+              if (run.rank != c.rank()) continue;
+              MUSTER_CHECK(tensor.narrow(0, run.begin, run.count).equal(sum.narrow(0, run.begin, run.count)));
+            }
+          }
+          c.begin_scope(7);
+          at::Tensor in_scope = values(c.rank(), n, at::kFloat);
+          c.all_reduce(in_scope, ReduceOp::sum, 0, Receivers::owners({{1, 0, n}}, c.rank())).wait();
+          if (c.rank() == 1) MUSTER_CHECK(in_scope.equal(expected_over(3, n, at::kFloat, ReduceOp::sum)));
+          c.end_scope(ScopeEnd::finished);
         }) == "");
 }
 

@@ -15,7 +15,7 @@ using namespace muster;
 using namespace muster::testing;
 
 TEST_CASE("devices without common memory leave the bits of replicas on the host", "[device]") {
-  const PlayedLink link(Link::nccl);
+  PlayedLink link(Link::nccl);
   Job job{.replicas = GENERATE(2, 3), .apart = true};
   SECTION("plainly") {}
   SECTION("over several micro-batches, clipped") {
@@ -24,6 +24,7 @@ TEST_CASE("devices without common memory leave the bits of replicas on the host"
   }
   SECTION("with momentum") { job.make_optimizer = optimizer<optim::SGD>(torch::optim::SGDOptions(1e-2).momentum(0.9)); }
   check_job(job, kNormOfSums);
+  CHECK(link.reductions_to_one() > 0);  // replica 0 alone steps from the sums
 }
 
 TEST_CASE("what was stepped or written on the first device is broadcast to the others, packed", "[device]") {

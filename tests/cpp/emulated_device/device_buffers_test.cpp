@@ -110,6 +110,23 @@ int launches_of_a_window(int64_t buffers) {
 
 }  // namespace
 
+TEST_CASE("a constant keeps its bits from the first window on", "[window]") {
+  merge_on_each([&](comm::Communicator& group, int rank) {
+    // For many of these (3 v + v) / 4 or (v / 3 + v / 7) / (1 / 3 + 1 / 7) is another number.
+    const auto values = at::linspace(0.1, 999, 1000, at::kDouble).sin() * 1e3;
+    const DeviceBuffers::Tensors tensors{values.clone(), at::complex(values, values.cos())};
+    const auto complex = tensors[1].clone();
+    DeviceBuffers buffers;
+    buffers.open(tensors);
+    merge(group, buffers, tensors, rank == 0 ? 1.0 / 3 : 1.0 / 7, 1.0 / 3 + 1.0 / 7);
+    MUSTER_CHECK(tensors[0].equal(values));
+    MUSTER_CHECK(tensors[1].equal(complex));
+    DeviceBuffers unopened;
+    merge(group, unopened, tensors, rank == 0 ? 1.0 / 3 : 1.0 / 7, 1.0 / 3 + 1.0 / 7);
+    MUSTER_CHECK(!tensors[0].equal(values));
+  });
+}
+
 TEST_CASE("a window's buffers are gathered in one launch and merged in another", "[window]") {
   CHECK(launches_of_a_window(3) == 2);
   CHECK(launches_of_a_window(100) == 2);

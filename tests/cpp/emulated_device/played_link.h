@@ -36,15 +36,17 @@ class PlayedLink {
   PlayedLink(const PlayedLink&) = delete;
   PlayedLink& operator=(const PlayedLink&) = delete;
 
-  /// Collectives so far; on a shared device, sums.
-  int collectives() { return fake_.count("all_reduce 0") + fake_.count("tree_sum 2"); }
+  /// Reductions so far; on a shared device, sums.
+  int collectives() { return fake_.count("all_reduce 0") + reductions_to_one() + fake_.count("tree_sum 2"); }
+  /// Those of them whose sum one rank gets.
+  int reductions_to_one() { return fake_.count("reduce 0"); }
   /// Broadcasts so far.
   int broadcasts() { return fake_.count("broadcast 0"); }
   /// Launches so far that the tables stand for.
   int launches() {
     int count = 0;
     for (const auto& entry : fake_.log()) {
-      for (const auto* name : {"all_reduce ", "broadcast ", "all_gather ", "copy ", "tree_sum "}) {
+      for (const auto* name : {"all_reduce ", "reduce ", "broadcast ", "all_gather ", "copy ", "tree_sum "}) {
         count += entry.starts_with(name) ? 1 : 0;
       }
     }

@@ -14,7 +14,9 @@
 #include "gradient/all_reduction.h"
 #include "gradient/host_pack.h"
 #include "gradient/owner_reduction.h"
+#include "gradient/shard_reduction.h"
 #include "kernels/kernels.h"
+#include "support/fake_nccl.h"
 #include "support/run_ranks.h"
 
 namespace muster {
@@ -41,6 +43,21 @@ struct Owners {
   }
   static Run run(const BucketReduction& reduction, const Buckets&, size_t p, int rank) {
     return dynamic_cast<const OwnerReduction&>(reduction).run(p, rank);
+  }
+};
+
+// Likewise, by the communicator's own reduction.
+struct Sharded {
+  static std::unique_ptr<BucketReduction> make(Communicator& c, const Buckets& buckets) {
+    Shards shards(static_cast<size_t>(c.size()));
+    for (const auto& parameter : buckets.parameters()) {
+      const auto runs = owned_runs(parameter.tensor.numel(), c.size(), static_cast<int64_t>(kernels::kTile));
+      for (size_t r = 0; r < runs.size(); ++r) shards[r].push_back(runs[r]);
+    }
+    return std::make_unique<ShardReduction>(c, buckets, std::make_shared<const Shards>(std::move(shards)));
+  }
+  static Run run(const BucketReduction& reduction, const Buckets&, size_t p, int rank) {
+    return dynamic_cast<const ShardReduction&>(reduction).shards()->at(static_cast<size_t>(rank))[p];
   }
 };
 
@@ -106,7 +123,8 @@ struct BucketReplica {
 }  // namespace
 
 TEMPLATE_TEST_CASE("a reduction gives each window's sums", "[gradient]", (On<All, Local>), (On<All, Host>),
-                   (On<Owners, Local>), (On<Owners, Host>)) {
+                   (On<Owners, Local>), (On<Owners, Host>), (On<Sharded, Local>), (On<Sharded, Nccl>),
+                   (On<Sharded, NcclOneProcess>), (On<Sharded, DeviceLocal>)) {
   CHECK(TestType::Backend::run(3, [](Communicator& c) {
           BucketReplica<typename TestType::Reduction> replica(c);
           for (const double scale : {1.0, 4.0, -0.5}) {
@@ -128,7 +146,8 @@ TEMPLATE_TEST_CASE("a reduction that is offered gradients gives the same sums", 
 }
 
 TEMPLATE_TEST_CASE("a reduction gives sums of what travels in less precision", "[gradient]", (On<All, Local>),
-                   (On<All, Host>), (On<Owners, Local>), (On<Owners, Host>)) {
+                   (On<All, Host>), (On<Owners, Local>), (On<Owners, Host>), (On<Sharded, Local>),
+                   (On<Sharded, Nccl>)) {
   CHECK(TestType::Backend::run(2, [](Communicator& c) {
           BucketReplica<typename TestType::Reduction> replica(c, at::kBFloat16);
           for (const double scale : {1.0, 4.0}) {
@@ -187,6 +206,16 @@ TEST_CASE("a rank that does not receive contributes all the same", "[gradient]")
           replica.reduction = std::make_unique<AllReduction>(c, replica.buckets, /*receive=*/c.rank() == 0);
           replica.window(2, false);
           MUSTER_CHECK(c.rank() != 0 || replica.has_sums(2));
+        }) == "");
+}
+
+TEMPLATE_TEST_CASE("one rank receives, and all know it", "[gradient]", Local, Nccl, NcclOneProcess, DeviceLocal) {
+  const auto wire = GENERATE(as<std::optional<at::ScalarType>>(), std::nullopt, at::kBFloat16);
+  CHECK(TestType::run(3, [wire](Communicator& c) {
+          BucketReplica<All> replica(c, wire);
+          replica.reduction = std::make_unique<ShardReduction>(c, replica.buckets, whole_for(1, 3, replica.buckets));
+          replica.window(2, false);
+          MUSTER_CHECK(c.rank() != 1 || replica.has_sums(2));
         }) == "");
 }
 

@@ -30,8 +30,9 @@ class NotingCommunicator final : public comm::Communicator {
     last_ = tensor.storage().getWeakStorageImpl();
     return tensor;
   }
-  comm::Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, bool receive) override {
-    return single_->all_reduce(tensor, op, tag, receive);
+  comm::Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag,
+                        const comm::Receivers& receivers) override {
+    return single_->all_reduce(tensor, op, tag, receivers);
   }
   comm::Work broadcast(const at::Tensor& tensor, int source) override { return single_->broadcast(tensor, source); }
   comm::Work all_gather(const at::Tensor& input) override { return single_->all_gather(input); }

@@ -27,7 +27,7 @@ Buckets one_bucket(Communicator& communicator) {
 TEST_CASE("a micro-batch's sums go to their owners where it asks and ranks see one another's memory", "[gradient]") {
   CHECK(Local::run(2, [](Communicator& c) {
           const auto buckets = one_bucket(c);
-          Reductions reductions(handle_on(c), buckets, nullptr, true, /*least_lent_bytes=*/1, 2);
+          Reductions reductions(handle_on(c), buckets, nullptr, Receive::yes, /*least_lent_bytes=*/1, 2);
           MUSTER_CHECK(dynamic_cast<AllReduction*>(&reductions.chosen()) != nullptr);
           MUSTER_CHECK(reductions.memory() == nullptr);
           reductions.choose(/*to_owners=*/true);
@@ -42,7 +42,7 @@ TEST_CASE("a micro-batch's sums go to their owners where it asks and ranks see o
 TEST_CASE("sums go to all where ranks do not see one another's memory", "[gradient]") {
   const auto single = comm::make_single();
   const auto buckets = one_bucket(*single);
-  Reductions reductions(single, buckets, nullptr, true, 1, 2);
+  Reductions reductions(single, buckets, nullptr, Receive::yes, 1, 2);
   CHECK(reductions.owners() == nullptr);
   reductions.choose(/*to_owners=*/true);
   CHECK(dynamic_cast<AllReduction*>(&reductions.chosen()) != nullptr);
@@ -56,7 +56,7 @@ TEST_CASE("a reduction of one's own takes the place of all others", "[gradient]"
   CHECK(Local::run(2, [](Communicator& c) {
           const auto buckets = one_bucket(c);
           Reductions reductions(
-              handle_on(c), buckets, [](const Buckets&) { return std::make_unique<Own>(); }, true, 1, 2);
+              handle_on(c), buckets, [](const Buckets&) { return std::make_unique<Own>(); }, Receive::yes, 1, 2);
           reductions.choose(/*to_owners=*/true);
           MUSTER_CHECK(dynamic_cast<Own*>(&reductions.chosen()) != nullptr);
           MUSTER_CHECK(reductions.owners() == nullptr);

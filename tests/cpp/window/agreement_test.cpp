@@ -98,10 +98,33 @@ TEST_CASE("values that a worker wrote are compared, and named with who wrote the
 TEST_CASE("loaded state is a write where workers step for one another", "[window]") {
   CHECK(on_two([](Stepping& worker, comm::Communicator& group, int rank) {
           worker.optimizer.state().set(0, 0, at::ones({4}) * rank);
-          MUSTER_CHECK(!worker.agreement(0.1, {}, /*shares_state=*/false).has_writes());
           const auto agreement = worker.agreement();
           MUSTER_CHECK(agreement.has_writes());
           const auto message = message_of<LayoutMismatch>([&] { agreement.compare_values(group); });
           MUSTER_CHECK(contains(message, "the optimizer's state of parameter 'a'"));
+        }).empty());
+}
+
+TEST_CASE("state that each worker has for itself is compared where it was given to one", "[window]") {
+  CHECK(on_two([](Stepping& worker, comm::Communicator& group, int rank) {
+          const auto now = [&] { return worker.agreement(0.1, {}, /*shares_state=*/false); };
+          auto& state = worker.optimizer.state();
+          MUSTER_CHECK(!now().has_writes());
+          for (size_t which = 0; which < 2; ++which) state.set(0, which, at::ones({4}));
+          state.set_step_count(0, 3);
+          const double digest = now().digest();
+          MUSTER_CHECK(now().has_writes());
+          MUSTER_CHECK(now().compare_values(group).empty());
+          now().note_agreed();
+          MUSTER_CHECK(!now().has_writes());
+
+          if (rank == 1) state.set(0, 0, at::ones({4}) * 2);
+          MUSTER_CHECK(now().has_writes() == (rank == 1));
+          MUSTER_CHECK(now().digest() == digest);  // values alone tell
+          const auto message = message_of<LayoutMismatch>([&] { now().compare_values(group); });
+          MUSTER_CHECK(
+              contains(message, "the optimizer's state of parameter 'a' was written since the last step, by rank 1"));
+          if (rank == 1) state.set(0, 0, at::ones({4}));
+          MUSTER_CHECK(now().compare_values(group).empty());
         }).empty());
 }

@@ -185,7 +185,7 @@ TEST_CASE("calls that do not fit together are an error, and nothing runs", "[ncc
   char memory[64] = {};
   const Stream stream = table.fake.device().create_stream();
   const auto all_reduce = [&](size_t rank, size_t count, DataType type = DataType::f32, Reduction op = Reduction::sum) {
-    api.all_reduce(memory, memory, count, type, op, comms[rank], stream);
+    api.reduce(memory, memory, count, type, op, kEveryRank, comms[rank], stream);
   };
   CHECK(contains(table.error_of([&] { all_reduce(0, 4); }), "rank 0 called 1 collectives, rank 1 0"));
   CHECK(contains(table.error_of([&] {

@@ -1,0 +1,96 @@
+"""Other files' tests again, with replicas on the CPU that work as on a CUDA device: what they do is enqueued, by the
+device's side of windows, optimizers and buffers, and the kernels are emulated (tests/support/cuda_emulation.h)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCH = Path(torch.__file__).parent / "include"
+KERNELS = sorted((ROOT / "csrc/kernels/cuda").glob("*.cu"))
+
+PLAYS = """
+#include <c10/core/Device.h>
+namespace muster {
+bool is_streamed(c10::Device) noexcept { return true; }
+}
+"""
+"""Stands before the library's own, which says so of CUDA devices alone."""
+
+DIFFERS = {
+    # Weights are looked at on the device alone: a window without any counts as stepped, and begins the state.
+    "test_step.py": "without_weight or weights_are_finite or not_finite_is_skipped_and_named",
+    # Each worker steps with its own state, so that what one loads is a difference where its values are.
+    "test_agreement.py": "state and loaded",
+    # Nobody waits for a rank that cannot step.
+    "test_step_hooks.py": "peers_learn_at_once",
+    # Sums that travel as bf16 are not rounded once by who owns them.
+    "test_wire.py": "owners",
+}
+"""By file, the tests (as pytest's -k) of what a device does otherwise, or of what is the host's alone."""
+
+
+@pytest.fixture(scope="module")
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library with the kernels, for LD_PRELOAD."""
+    folder = tmp_path_factory.mktemp("emulation")
+    (folder / "plays.cpp").write_text(PLAYS)
+    library = folder / "libemulated.so"
+    done = subprocess.run(
+        [
+            *("g++", "-shared", "-fPIC", "-O1", "-DNDEBUG", "-std=c++20", "-ffp-contract=off", "-o", str(library)),
+            *(f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}", f"-I{ROOT / 'csrc/include'}", f"-I{TORCH}"),
+            *("-x", "c++", str(folder / "plays.cpp"), *map(str, KERNELS)),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return library
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "test_step.py",
+        "test_buffers.py",
+        "test_agreement.py",
+        "test_collectives.py",
+        *(
+            pytest.param(f"test_{name}.py", marks=pytest.mark.long)
+            for name in (
+                "by_hand",
+                "double_backward",
+                "errors_in_steps",
+                "gradient_values",
+                "gradients",
+                "optim",
+                "optimizer_state",
+                "precision",
+                "random_streams",
+                "replicas",
+                "step_hooks",
+                "sync_batch_norm",
+                "wire",
+            )
+        ),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_replicas_that_play_devices_do_the_same(emulation: Path, file: str) -> None:
+    chosen = ["-k", f"not ({DIFFERS[file]})"] if file in DIFFERS else []
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *chosen, f"tests/python/{file}"],
+        cwd=ROOT,
+        env={**os.environ, "LD_PRELOAD": str(emulation)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-20_000:]
+    assert " passed" in done.stdout
