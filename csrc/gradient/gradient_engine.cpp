@@ -153,9 +153,7 @@ void GradientEngine::begin(const MicroBatch& micro_batch) {
   active_ = true;
   if (!reductions_) return;
   reductions_->choose(micro_batch.to_owners);
-  if (!micro_batch.shards) return;
-  if (reductions_->shards() != micro_batch.shards) check_shards_agree(control(), *micro_batch.shards);
-  reductions_->choose_shards(micro_batch.shards);
+  if (micro_batch.shards) reductions_->choose_shards(micro_batch.shards);
 }
 
 bool GradientEngine::watches(size_t parameter) const {

@@ -88,7 +88,7 @@ class GradientEngine {
     const double* gate = nullptr;    ///< on a device, in its memory: instead of `factor`; 0: as if nothing contributed
     bool to_owners = false;          ///< the sums go to their owners alone, where owners() is not null
     bool locate_non_finite = false;  ///< look for non-finite values before reducing; see first_non_finite()
-    std::shared_ptr<const Shards> shards = {};  ///< where the sums go to these alone; null: as `receive` says
+    std::shared_ptr<const Shards> shards = {};  ///< not null: equal on all, and who gets which sums
   };
 
   /// Local. Hooks every parameter. Throws InvalidArgument as FlatLayout does.
@@ -103,9 +103,8 @@ class GradientEngine {
   /// layouts of the ranks differ.
   void open_window();
 
-  /// Opens a micro-batch, right before its backward. A gradient that arrives during a step before begin() means that
-  /// the step function called backward(): an error. Local, but for shards that were not those of the last micro-batch
-  /// with shards: throws LayoutMismatch then if the ranks know different ones, and the sums go to all.
+  /// Opens a micro-batch, right before its backward; local. A gradient that arrives during a step before begin() means
+  /// that the step function called backward(): an error.
   void begin(const MicroBatch& micro_batch);
 
   /// Packs what hooks have not packed, contributes zeros for parameters without a gradient, and, on the last

@@ -10,42 +10,22 @@
 
 namespace muster {
 
-namespace {
-
-// Collective: whether all ranks have this one.
-bool is_everywhere(uint64_t digest, comm::Communicator& control) {
-  auto own = at::zeros({1}, at::kLong);
-  const auto mine = static_cast<int64_t>(digest);
-  own.data_ptr<int64_t>()[0] = mine;
-  auto work = control.all_gather(own);
+void check_layouts_agree(comm::Communicator& control, const FlatLayout& layout) {
+  auto digest = at::zeros({1}, at::kLong);
+  digest.data_ptr<int64_t>()[0] = static_cast<int64_t>(layout.digest());
+  auto work = control.all_gather(digest);
   work.wait();
   const auto digests = work.outputs();
-  return std::all_of(digests.begin(), digests.end(),
-                     [&](const at::Tensor& d) { return d.const_data_ptr<int64_t>()[0] == mine; });
-}
-
-}  // namespace
-
-void check_shards_agree(comm::Communicator& control, const Shards& shards) {
-  uint64_t digest = 0;
-  for (const auto& runs : shards) {
-    const auto* const bytes = reinterpret_cast<const char*>(runs.data());
-    digest = stable_hash({bytes, runs.size() * sizeof(Run)}, digest);
-  }
-  if (is_everywhere(digest, control)) return;
-  throw LayoutMismatch("replica " + std::to_string(control.rank()) +
-                       ": ranks divide the optimizers' parameters into different shards; give the optimizers the same "
-                       "parameters in the same order on all ranks");
-}
-
-void check_layouts_agree(comm::Communicator& control, const FlatLayout& layout) {
-  if (is_everywhere(layout.digest(), control)) return;
+  const auto mine = digest.data_ptr<int64_t>()[0];
+  const bool equal = std::all_of(digests.begin(), digests.end(),
+                                 [&](const at::Tensor& d) { return d.const_data_ptr<int64_t>()[0] == mine; });
+  if (equal) return;
 
   std::string names;
   for (const auto& parameter : layout.parameters()) names += parameter.name + '\n';
   auto bytes = at::zeros({static_cast<int64_t>(names.size())}, at::kByte);
   std::copy(names.begin(), names.end(), bytes.data_ptr<uint8_t>());
-  auto work = control.all_gather(bytes);
+  work = control.all_gather(bytes);
   work.wait();
   const auto texts = work.outputs();
   for (size_t r = 0; r < texts.size(); ++r) {

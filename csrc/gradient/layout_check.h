@@ -5,15 +5,11 @@
 
 #include "comm/communicator.h"
 #include "core/flat_layout.h"
-#include "core/ownership.h"
 
 namespace muster {
 
 /// Collective, blocking. Throws LayoutMismatch naming a parameter if the layouts of the ranks differ.
 void check_layouts_agree(comm::Communicator& control, const FlatLayout& layout);
-
-/// Collective, blocking. Throws LayoutMismatch if the ranks know different shards.
-void check_shards_agree(comm::Communicator& control, const Shards& shards);
 
 /// The order of gradients: noted while the first window that anybody contributes to comes, then rank 0's for all.
 /// Owned by the replica thread.

@@ -49,7 +49,9 @@ void Reductions::choose(bool to_owners) noexcept {
 }
 
 void Reductions::choose_shards(const std::shared_ptr<const Shards>& shards) {
-  if (this->shards() != shards) shards_ = std::make_unique<ShardReduction>(*communicator_, buckets_, shards);
+  if (!shards_ || shards_->shards() != shards) {
+    shards_ = std::make_unique<ShardReduction>(*communicator_, buckets_, shards);
+  }
   chosen_ = shards_.get();
   reads_gradients_ = chosen_->reads_gradients();
 }

@@ -37,8 +37,6 @@ class Reductions {
   void choose(bool to_owners) noexcept;
   /// Chooses ShardReduction, of shards that are the same on all ranks.
   void choose_shards(const std::shared_ptr<const Shards>& shards);
-  /// Those that were chosen last; null: none were.
-  std::shared_ptr<const Shards> shards() const noexcept { return shards_ ? shards_->shards() : nullptr; }
   BucketReduction& chosen() const noexcept { return *chosen_; }
 
   /// See BucketReduction: of the chosen one.

@@ -354,6 +354,23 @@ void replace_state(Optimizer& optimizer, std::shared_ptr<FlatState> state) {
   });
 }
 
+std::vector<at::Tensor> masters_in(Optimizer& optimizer) {
+  std::vector<at::Tensor> masters;
+  visit_kind(optimizer, [&](auto kind) {
+    auto& flat = dynamic_cast<typename decltype(kind)::Optimizer&>(optimizer);
+    masters = FlatAccess::loaded_masters(flat);
+    const auto& own = FlatAccess::state(flat);
+    if (masters.empty() && own) masters = masters_of(*own, own->parameters);
+  });
+  return masters;
+}
+
+void leave_masters(Optimizer& optimizer, const std::vector<at::Tensor>& masters) {
+  visit_kind(optimizer, [&](auto kind) {
+    FlatAccess::loaded_masters(dynamic_cast<typename decltype(kind)::Optimizer&>(optimizer)) = masters;
+  });
+}
+
 void publish_state(FlatState& state, Optimizer& optimizer) {
   visit_kind(optimizer,
              [&](auto kind) { publish<decltype(kind)>(state, optimizer, state.flat.state().take_started()); });

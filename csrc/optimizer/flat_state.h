@@ -37,6 +37,12 @@ std::shared_ptr<FlatState>* flat_state_of(torch::optim::Optimizer& optimizer);
 /// Throws as follow_state.
 void replace_state(torch::optim::Optimizer& optimizer, std::shared_ptr<FlatState> state);
 
+/// The fp32 master copies that a flat optimizer has, loaded or its own, by the parameters' positions; undefined or left
+/// out where there is none. Of any other optimizer: none.
+std::vector<at::Tensor> masters_in(torch::optim::Optimizer& optimizer);
+/// Those that its next FlatState takes over.
+void leave_masters(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& masters);
+
 /// The optimizer's parameters in the order of its groups.
 std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer);
 

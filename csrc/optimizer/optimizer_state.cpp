@@ -8,7 +8,9 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 #include <utility>
+#include <variant>
 
 #include "core/flat_layout.h"
 #include "core/pages.h"
@@ -193,7 +195,7 @@ std::vector<float> OptimizerState::step_counts() const {
 OptimizerState::Standing OptimizerState::standing(size_t p) const {
   const auto& entry = entries_[p];
   Standing standing;
-  if (!counts_.defined()) standing.steps = entry.count();
+  if (!counts_.defined()) standing.steps = relevant_steps(entry.count());
   if (!entry.started || entry.parameter.is_row_wise || entry.parameter.tensor.numel() == 0) return standing;
   for (size_t which = 0; which <= StateEntry::kMaster && !standing.has_own_state; ++which) {
     standing.has_own_state = entry.tensor(which).defined() && !entry.is_common(which);
@@ -201,8 +203,10 @@ OptimizerState::Standing OptimizerState::standing(size_t p) const {
   return standing;
 }
 
-void OptimizerState::note_agreed() noexcept {
-  for (auto& entry : entries_) entry.was_given = false;
+float OptimizerState::relevant_steps(float count) const noexcept {
+  constexpr size_t kSgd = 1;
+  static_assert(std::is_same_v<std::variant_alternative_t<kSgd, FlatGroups>, std::vector<kernels::SgdGroup>>);
+  return algorithm_ == kSgd ? std::min(count, 1.0F) : count;
 }
 
 void OptimizerState::set(size_t parameter, size_t which, const at::Tensor& whole) {

@@ -39,7 +39,7 @@ struct StateEntry {
   /// Where all processes see states[s], and the master copy at kMaster; null where they do not. See is_common.
   const void* common[kStates + 1] = {};
   bool started = false;    ///< took a step, or was given state
-  bool was_given = false;  ///< state, or its end, since note_agreed()
+  bool was_given = false;  ///< state, or its end, since workers last agreed on it
 
   at::Tensor& tensor(size_t which) { return which == kMaster ? master : states[which]; }
   const at::Tensor& tensor(size_t which) const { return which == kMaster ? master : states[which]; }
@@ -91,12 +91,13 @@ class OptimizerState {
   std::vector<float> step_counts() const;
   /// What processes that divide a step must have alike of a parameter.
   struct Standing {
-    float steps = 0;             ///< that it took; 0 on a device, which is not waited for
+    float steps = 0;             ///< relevant ones that it took; 0 on a device, which is not waited for
     bool has_own_state = false;  ///< state that was loaded and no other process sees
   };
   Standing standing(size_t parameter) const;
-  /// Whatever was given so far is what others have.
-  void note_agreed() noexcept;
+  /// A count of steps as far as a step depends on it: SGD knows its first one alone, and torch's state of it has no
+  /// count.
+  float relevant_steps(float count) const noexcept;
 
   /// Replaces state tensor `which` by one of the values of `whole` (the parameter's sizes, or tensor()'s; of a row-wise
   /// parameter's sizes each row's mean is taken). Who has the one before keeps its values; so for the two below. Throws

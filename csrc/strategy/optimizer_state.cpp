@@ -5,6 +5,7 @@
 
 #include "comm/text_exchange.h"
 #include "muster/error.h"
+#include "optimizer/flat_state.h"
 #include "strategy/collectives.h"
 #include "strategy/strategy_state.h"
 #include "strategy/torch_optimizers.h"
@@ -112,6 +113,10 @@ void take_over(Optimizer& optimizer, const StateKind& kind, const std::string& d
   std::string line;
   auto next = tensors.begin();
   optimizer.state().clear();
+  std::getline(in, line);
+  std::vector<at::Tensor> masters;
+  for (const char has_master : line) masters.push_back(has_master == '1' ? *next++ : at::Tensor());
+  leave_masters(optimizer, masters);
   for (auto& group : optimizer.param_groups()) {
     std::getline(in, line);
     group.options().set_lr(std::strtod(line.c_str(), nullptr));
@@ -161,7 +166,11 @@ void broadcast_optimizer(Optimizer& optimizer, const ParameterRegistry& registry
   std::string mine;
   if (is_chief) {
     if (kind.make != nullptr) {
-      mine = description_of(optimizer, kind, tensors);
+      for (const auto& master : masters_in(optimizer)) {
+        mine += master.defined() ? '1' : '0';
+        if (master.defined()) tensors.push_back(master);
+      }
+      mine += '\n' + description_of(optimizer, kind, tensors);
     } else {
       mine = optimizer.state().empty() ? "new" : "unknown";
     }

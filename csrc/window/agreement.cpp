@@ -119,8 +119,10 @@ bool Agreement::is_in_doubt(const OptimizerStep& step, size_t p, const Optimizer
 }
 
 void Agreement::note_agreed() const noexcept {
-  for (const auto& step : steps_) {
-    if (step.flat != nullptr) step.flat->state().note_agreed();
+  for (const auto& place : written_) {
+    if (place.optimizer < 0) continue;
+    steps_[static_cast<size_t>(place.optimizer)].flat->state().entry(static_cast<size_t>(place.parameter)).was_given =
+        false;
   }
 }
 
@@ -138,7 +140,7 @@ void Agreement::look_at_steps() {
     for (size_t p = 0; p < step.parameters.size(); ++p) {
       const auto standing = this->standing(step, p);
       hash.add((static_cast<uint64_t>(step.parameters[p]) << 32) ^ (static_cast<uint64_t>(step.flat->group(p)) << 2) ^
-               (standing.has_own_state ? 2U : 0U));
+               (standing.has_own_state ? 2U : 0U) ^ (step.flat->state().entry(p).started ? 1U : 0U));
       hash.add(static_cast<double>(standing.steps));
       if (is_in_doubt(step, p, standing)) written_.push_back({static_cast<int>(s), static_cast<int>(p)});
     }
@@ -161,7 +163,8 @@ std::string Agreement::describe() const {
       const auto standing = this->standing(step, p);
       out << "parameter '" << registry_->name(static_cast<size_t>(step.parameters[p])) << "' in group "
           << step.flat->group(p) << whose << " after " << standing.steps << " steps"
-          << (standing.has_own_state ? " with state that was loaded" : "") << '\n';
+          << (standing.has_own_state ? " with state that was loaded" : "")
+          << (step.flat->state().entry(p).started ? "" : ", before its first step") << '\n';
     }
   }
   return out.str();
@@ -239,9 +242,10 @@ uint64_t Agreement::hash_of(const Place& place) const {
     add_values(registry_->parameter(0, parameter), hash);
     return hash.value();
   }
-  const auto& entry = steps_[static_cast<size_t>(place.optimizer)].flat->state().entry(parameter);
+  const auto& state = steps_[static_cast<size_t>(place.optimizer)].flat->state();
+  const auto& entry = state.entry(parameter);
   for (size_t which = 0; which <= StateEntry::kMaster; ++which) add_values(entry.current(which), hash);
-  add_values(entry.step, hash);
+  hash.add(static_cast<double>(state.relevant_steps(entry.step.item<float>())));
   return hash.value();
 }
 

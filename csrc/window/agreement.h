@@ -45,7 +45,7 @@ class Agreement {
   /// differs, and the ranks that wrote it.
   std::vector<int> compare_values(comm::Communicator& workers) const;
 
-  /// After that: state that was given to optimizers is agreed.
+  /// After that: what was given here to optimizers as state before this window is agreed.
   void note_agreed() const noexcept;
 
  private:

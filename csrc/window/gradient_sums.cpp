@@ -5,6 +5,7 @@
 #include "core/plain_memory.h"
 #include "muster/error.h"
 #include "optimizer/gradient_norm.h"
+#include "optimizer/shards.h"
 #include "window/server_push.h"
 
 namespace muster {
@@ -128,6 +129,23 @@ std::vector<Run> GradientSums::runs_in_shard(const Tail& tail) const {
     runs.push_back(sum.is_sparse() ? Run{0, counts_here ? dense_values(sum).numel() : 0} : own[p]);
   }
   return runs;
+}
+
+void GradientSums::make_whole() {
+  const auto shards = std::exchange(shards_, nullptr);
+  const auto& engine = *engines_.front();
+  for (const auto dtype : {at::kFloat, at::kDouble}) {
+    std::vector<at::Tensor> sums;
+    std::vector<std::vector<Run>> runs(shards->size());
+    for (size_t p = 0; p < trainable_.size(); ++p) {
+      if (!engine.slot(p).defined()) continue;
+      const auto values = as_real(engine.slot(p));
+      if (values.scalar_type() != dtype) continue;
+      sums.push_back(elements_of(values, {0, values.numel()}));
+      for (size_t r = 0; r < runs.size(); ++r) runs[r].push_back((*shards)[r][p]);
+    }
+    broadcast_runs(sums, runs, *groups_.gradients.front());
+  }
 }
 
 bool GradientSums::has_sparse(const Tail& tail) const {

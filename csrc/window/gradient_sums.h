@@ -54,6 +54,8 @@ class GradientSums {
   /// Where there are such: what counts of each of dense(tail) on replica 0's rank, so that every element counts on one
   /// rank. Rows are the same on all, and count on the first.
   std::vector<Run> runs_in_shard(const Tail& tail) const;
+  /// Collective over replicas. The window's sums go from who has them to all, and there are no shards any more.
+  void make_whole();
 
   /// The sum of a parameter; undefined where no replica had a gradient.
   const at::Tensor& sum_of(const Tail& tail, size_t parameter) const;

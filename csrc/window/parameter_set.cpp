@@ -106,7 +106,10 @@ void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<Opt
     find_written();
     // Servers first say what was written: who loads a module writes its parameters, and moves them besides.
     window_->open();
-    if (sums_.is_stale(parameters_)) build_engines();
+    if (sums_.is_stale(parameters_)) {
+      build_engines();
+      agreed_ = {};
+    }
     replicas_.assign(replicas_.size(), {});
     told_.raised = false;
   } else if (const int p = sums_.first_untrained(parameters_); p >= 0) {
@@ -118,50 +121,57 @@ void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<Opt
   if (divided_) divided_->bring_back();
   sums_.set_to_owners(last && fused && divided_ && !options_.keep_gradients);
   sums_.set_shards(nullptr);
-  if (last && fused) send_to_shards(steps);
+  if (last) divide(steps);
   ++micro_batches_;
   for (auto& replica : replicas_) replica.began = false;
 }
 
 // Whoever asks for `.grad` gets whole sums; so do workers of several devices, whose group for parameters is the hosts'.
-void ParameterSet::send_to_shards(const std::vector<OptimizerStep>& steps) {
+void ParameterSet::divide(const std::vector<OptimizerStep>& steps) {
   const bool one_each = topology_.num_replicas == topology_.num_workers;
   if (!options_.shard_optimizer || options_.keep_gradients || topology_.num_workers == 1 || !one_each ||
       !is_streamed(topology_.devices.front())) {
     return;
   }
-  std::vector<int64_t> divided(sums_.trainable().begin(), sums_.trainable().end());
+  sums_.set_shards(agreed_.shards);
+  std::vector<int64_t> made_from(sums_.trainable().begin(), sums_.trainable().end());
   for (const auto& step : steps) {
-    divided.push_back(-1);  // each optimizer divides its own
+    made_from.push_back(step.flat == nullptr ? -2 : -1);  // each optimizer divides its own
     for (const int p : step.parameters) {
-      divided.push_back(p);
-      divided.push_back(registry_.parameter(0, static_cast<size_t>(p)).numel());
+      made_from.push_back(p);
+      made_from.push_back(registry_.parameter(0, static_cast<size_t>(p)).numel());
     }
   }
-  if (shards_ == nullptr || divided != divided_into_shards_) {
-    shards_ = shards_of(steps);
-    divided_into_shards_ = std::move(divided);
-  }
-  sums_.set_shards(shards_);
+  next_ = made_from == agreed_.made_from ? agreed_ : Division{std::move(made_from), shards_of(steps)};
 }
 
+// Null where an optimizer is not flat, or two have a parameter.
 std::shared_ptr<const Shards> ParameterSet::shards_of(const std::vector<OptimizerStep>& steps) const {
   // The first worker's, where no optimizer has the parameter: its sum counts in the norm.
   auto shards = std::make_shared<Shards>(static_cast<size_t>(topology_.num_workers));
   for (auto& of_worker : *shards) of_worker.resize(sums_.trainable().size());
   const auto& parameters = sums_.engine(0).parameters();
   for (size_t p = 0; p < parameters.size(); ++p) shards->front()[p] = {0, num_reals(parameters[p].tensor)};
+  std::vector<bool> is_divided(parameters.size());
   for (const auto& step : steps) {
+    if (step.flat == nullptr) return nullptr;
     const auto runs = step.flat->state().runs_of_ranks();
     for (size_t i = 0; i < step.parameters.size(); ++i) {
-      const int p = sums_.index_of(step.parameters[i]);
-      if (p < 0) continue;
-      for (size_t worker = 0; worker < shards->size(); ++worker) {
-        (*shards)[worker][static_cast<size_t>(p)] = runs.at(worker)[i];
-      }
+      const int index = sums_.index_of(step.parameters[i]);
+      if (index < 0) continue;
+      const auto p = static_cast<size_t>(index);
+      if (is_divided[p]) return nullptr;
+      is_divided[p] = true;
+      for (size_t worker = 0; worker < shards->size(); ++worker) (*shards)[worker][p] = runs.at(worker)[i];
     }
   }
   return shards;
+}
+
+// Once ranks agree on what they step by.
+void ParameterSet::follow_division(bool fused) {
+  if (sums_.shards() && (!fused || next_.made_from != agreed_.made_from)) sums_.make_whole();
+  agreed_ = agreement_ ? next_ : Division{};
 }
 
 void ParameterSet::find_written() {
@@ -317,6 +327,7 @@ WindowSums ParameterSet::finish_window(bool fused) {
         "reduction=\"mean\" or \"sum\" throughout");
   }
   check_agreement(tail);
+  follow_division(fused);
   sums.non_finite_at = non_finite_at(tail);
   micro_batches_ = 0;
   window_->finish(tail, fused, sums);

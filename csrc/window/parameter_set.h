@@ -51,8 +51,7 @@ class ParameterSet {
 
   /// Opens a micro-batch; rebuilds the engines when the trainable parameters changed and no window is open.
   /// Throws InvalidArgument if no parameter is trainable. `last`: of its window; `fused`: as finish_window's. `steps`:
-  /// by what the window is stepped then; where each worker steps a shard on a device, and nobody asks for whole sums,
-  /// these go to the workers that step from them alone.
+  /// by what it is stepped then.
   void open_micro_batch(bool last, bool fused, const std::vector<OptimizerStep>& steps = {});
 
   /// Before a replica's first micro-batch of a window; collective over replicas when the layout is new, and in the
@@ -127,8 +126,9 @@ class ParameterSet {
   void check_no_complex() const;
   void build_engines();
   void find_written();
-  void send_to_shards(const std::vector<OptimizerStep>& steps);
+  void divide(const std::vector<OptimizerStep>& steps);
   std::shared_ptr<const Shards> shards_of(const std::vector<OptimizerStep>& steps) const;
+  void follow_division(bool fused);
   void begin_engine(int local_replica, const NotedPart& part, bool overlaps);
   std::vector<WindowSums::Failed> failures_of(const std::vector<std::string>& texts) const;
   std::string non_finite_at(const Tail& tail) const;
@@ -146,8 +146,15 @@ class ParameterSet {
   std::vector<Replica> replicas_;    // by local replica
   std::vector<int> written_;         // parameters, by user code, before the window
   std::optional<Agreement> agreement_;
-  std::shared_ptr<const Shards> shards_;      // of the last window whose sums went to them; null: there was none
-  std::vector<int64_t> divided_into_shards_;  // what they were made from
+  /// Who steps which elements, where each worker steps a shard on a device and nobody asks for whole sums: these go to
+  /// the workers that step from them alone. Ranks must not differ in it when a sum leaves, and compare what they step
+  /// by at a window's end: a window's sums go where the last one that they agreed on says.
+  struct Division {
+    std::vector<int64_t> made_from;        // trainable parameters and, by optimizer, its parameters and their sizes
+    std::shared_ptr<const Shards> shards;  // null: everybody gets everything
+  };
+  Division agreed_;
+  Division next_;  // of the window
   Told told_;
   int micro_batches_ = 0;
   bool last_ = false;  // the open micro-batch closes the window

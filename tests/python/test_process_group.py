@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from collections.abc import Callable
@@ -66,6 +67,53 @@ def test_gloo_agrees_with_mirrored_and_handles_absent_replicas() -> None:
                 assert _distance(trained.parameters, want.parameters) < 1e-5, config
             assert np.array_equal(got[0].parameters, got[1].parameters), config
         assert (first[-1], second[-1]) == (3.0, -1.0)
+
+
+def _load_state_on_one(kind: str) -> tuple[bool, str, bool, bool]:
+    """Whether a step goes on once rank 1 loaded the state that it has, what is said of another, whether training goes
+    on from there, and whether the ranks' parameters are equal then."""
+    dist.init_process_group("gloo")
+    with muster.MultiWorkerMirroredStrategy(muster.Cluster.from_env(), process_group=dist.group.WORLD) as strategy:
+        torch.manual_seed(0)
+        module = nn.Linear(4, 2)
+        optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+            if kind == "sgd"
+            else torch.optim.AdamW(module.parameters())
+        )
+        model, optimizer = strategy.prepare(module, optimizer)
+        x = torch.full((3, 4), 1.0 + strategy.rank)
+
+        def step() -> bool:
+            return strategy.step(lambda x: model(x).square().mean(), x).stepped
+
+        for _ in range(3):
+            step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        if strategy.rank == 1:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        goes_on = step()
+        saved, other = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+        if strategy.rank == 1:
+            other["state"][0]["momentum_buffer" if kind == "sgd" else "exp_avg"] += 1
+            optimizer.load_state_dict(other)
+        with pytest.raises(muster.LayoutMismatch) as caught:
+            step()
+        if strategy.rank == 1:
+            optimizer.load_state_dict(saved)
+        again = step()
+        weights = strategy.gather(module.weight.detach()[None])
+    dist.destroy_process_group()
+    return goes_on, str(caught.value), again, torch.equal(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_state_that_one_rank_loads_is_compared_where_each_has_its_own(kind: str) -> None:
+    for goes_on, text, again, are_equal in run_ranks(2, _load_state_on_one, kind):
+        assert goes_on
+        assert "the optimizer's state of parameter 'weight' was written since the last step, by rank 1" in text
+        assert again
+        assert are_equal
 
 
 def _in_default_group() -> tuple[bool, list[int], float, bool, bool]:

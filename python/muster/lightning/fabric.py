@@ -181,7 +181,9 @@ class FabricParameterServerStrategy(Workers, _Stepping, ParallelStrategy):
 
     def setup_environment(self) -> None:
         """As Fabric's; joins the job."""
-        self.check_devices("Fabric", self.parallel_devices, self.num_nodes)
+        # Where Fabric chose an accelerator by itself, it gives that one's devices.
+        devices = [device for device in self.parallel_devices or () if device.type == "cpu"]
+        self.check_devices("Fabric", devices, self.num_nodes)
         self.tell_lightning_the_rank()
         super().setup_environment()
         self._join()

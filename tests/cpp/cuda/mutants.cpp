@@ -1,4 +1,5 @@
 // Runs the tests of this program once for each fault that can be planted in the kernels, and expects them to fail.
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,6 +11,9 @@
 
 namespace {
 
+/// Of the processor, for the tests with one fault, which take a small part of it. Others may use it, too.
+constexpr unsigned kSeconds = 240;
+
 /// The exit status of this program's tests with a fault, or without for null; -1 when they crash or take too long.
 int run_tests(const char* mutation) {
   fflush(nullptr);
@@ -17,7 +21,9 @@ int run_tests(const char* mutation) {
   if (child == 0) {
     if (mutation != nullptr) setenv("MUSTER_MUTATION", mutation, 1);
     if (freopen("/dev/null", "w", stdout) == nullptr || freopen("/dev/null", "w", stderr) == nullptr) _exit(0);
-    alarm(120);
+    const rlimit limit{kSeconds, kSeconds};
+    setrlimit(RLIMIT_CPU, &limit);
+    alarm(5 * kSeconds);
     execl("/proc/self/exe", "muster_cuda_mutants", "[cuda]~[long]", "--abort", static_cast<char*>(nullptr));
     _exit(0);
   }

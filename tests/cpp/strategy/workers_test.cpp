@@ -2,6 +2,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
 #include <torch/data/datasets/base.h>
@@ -22,6 +23,7 @@
 #include "muster/optim.h"
 #include "muster/parameters_after.h"
 #include "muster/strategy.h"
+#include "optimizer/flat_state.h"
 #include "strategy/strategy_core.h"
 #include "support/local_process_group.h"
 #include "support/run_ranks.h"
@@ -170,6 +172,25 @@ TEST_CASE("workers get the chief's parameters, optimizer state and learning rate
           auto& momentum =
               static_cast<torch::optim::SGDParamState&>(*sgd.state().at(module->weight.unsafeGetTensorImpl()));
           MUSTER_CHECK(momentum.momentum_buffer().equal(at::full({2, 2}, 3.0)));
+        }) == "");
+}
+
+TEST_CASE("workers get the chief's fp32 master copies with its optimizer's state", "[workers]") {
+  CHECK(run_workers(2, [](Strategy& strategy) {
+          auto module = std::make_shared<torch::nn::LinearImpl>(2, 2);
+          module->to(at::kBFloat16);
+          optim::AdamW adam(module->parameters(), torch::optim::AdamWOptions(1e-4));
+          for (int step = 0; step < 3 && strategy.is_chief(); ++step) {
+            for (auto& parameter : module->parameters()) parameter.mutable_grad() = at::ones_like(parameter);
+            adam.step();
+          }
+          auto model = strategy.prepare(module);
+          strategy.prepare(adam);
+          const auto masters = muster::detail::masters_in(adam);
+          MUSTER_CHECK(masters.size() == 2 && masters[0].defined() && masters[1].defined());
+          const auto of_all = strategy.gather(masters[0].detach().flatten()).view({2, 4});
+          MUSTER_CHECK(of_all[0].equal(of_all[1]));
+          MUSTER_CHECK(!of_all.to(at::kBFloat16).to(at::kFloat).equal(of_all));
         }) == "");
 }
 
