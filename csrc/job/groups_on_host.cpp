@@ -21,9 +21,9 @@ Groups groups_on_host(const Cluster& cluster, Topology& topology, comm::Millisec
   groups.workers = workers->make_group("workers").front();
   groups.backend = "memory that the processes of this host share";
   place_replicas(topology, *groups.workers);
-  const bool one_each = topology.num_replicas == topology.num_workers;
-  const auto replicas =
-      one_each ? workers : connect_workers(store, "replicas", topology, topology.local_replicas(), timeout);
+  const auto replicas = topology.has_one_replica_each()
+                            ? workers
+                            : connect_workers(store, "replicas", topology, topology.local_replicas(), timeout);
   if (topology.devices.front().is_cuda()) {
     use_nccl(groups, store, topology, [&](const std::string& name) { return replicas->make_group(name); }, timeout);
     return groups;

@@ -164,8 +164,8 @@ Groups groups_with_servers(const Cluster& cluster, const ServerOptions& server_o
       compare_options(words, *groups.workers);
       place_replicas(topology, *groups.workers);
       if (steps_together) {
-        const bool one_each = topology.num_replicas == topology.num_workers;
-        const auto replicas = one_each ? workers : connect_workers(store, "replicas", topology, local, timeout);
+        const auto replicas =
+            topology.has_one_replica_each() ? workers : connect_workers(store, "replicas", topology, local, timeout);
         groups.step = replicas->make_group("step");
       }
     } else {

@@ -39,9 +39,8 @@ void use_nccl(Groups& groups, const net::StorePtr& store, const Topology& topolo
   };
   groups.gradients = make("gradients", 0);
   groups.step = make("step", kStepCtas);
-  const bool one_each = topology.num_replicas == topology.num_workers;  // so that both groups have the same ranks
   groups.workers = comm::make_staged(groups.workers, topology.devices.front(),
-                                     one_each && !is_alone ? groups.gradients.front() : nullptr);
+                                     topology.has_one_replica_each() && !is_alone ? groups.gradients.front() : nullptr);
   groups.backend = is_alone ? "nothing: there is one replica" : "NCCL";
   groups.overlap = true;
 }

@@ -31,6 +31,8 @@ struct Topology {
   std::vector<c10::Device> devices;        ///< by local replica
 
   int local_replicas() const noexcept { return static_cast<int>(devices.size()); }
+  /// Whether each worker has one replica, so that groups of workers and of replicas have the same ranks.
+  bool has_one_replica_each() const noexcept { return num_replicas == num_workers; }
   /// Job-wide index of a worker's first replica.
   int first_replica_of(int worker) const {
     return std::accumulate(replicas_of_worker.begin(), replicas_of_worker.begin() + worker, 0);

@@ -196,6 +196,7 @@ OptimizerState::Standing OptimizerState::standing(size_t p) const {
   const auto& entry = entries_[p];
   Standing standing;
   if (!counts_.defined()) standing.steps = relevant_steps(entry.count());
+  standing.started = entry.started;
   if (!entry.started || entry.parameter.is_row_wise || entry.parameter.tensor.numel() == 0) return standing;
   for (size_t which = 0; which <= StateEntry::kMaster && !standing.has_own_state; ++which) {
     standing.has_own_state = entry.tensor(which).defined() && !entry.is_common(which);

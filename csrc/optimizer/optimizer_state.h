@@ -93,6 +93,7 @@ class OptimizerState {
   struct Standing {
     float steps = 0;             ///< relevant ones that it took; 0 on a device, which is not waited for
     bool has_own_state = false;  ///< state that was loaded and no other process sees
+    bool started = false;        ///< as StateEntry's
   };
   Standing standing(size_t parameter) const;
   /// A count of steps as far as a step depends on it: SGD knows its first one alone, and torch's state of it has no

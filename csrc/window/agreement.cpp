@@ -140,7 +140,7 @@ void Agreement::look_at_steps() {
     for (size_t p = 0; p < step.parameters.size(); ++p) {
       const auto standing = this->standing(step, p);
       hash.add((static_cast<uint64_t>(step.parameters[p]) << 32) ^ (static_cast<uint64_t>(step.flat->group(p)) << 2) ^
-               (standing.has_own_state ? 2U : 0U) ^ (step.flat->state().entry(p).started ? 1U : 0U));
+               (standing.has_own_state ? 2U : 0U) ^ (standing.started ? 1U : 0U));
       hash.add(static_cast<double>(standing.steps));
       if (is_in_doubt(step, p, standing)) written_.push_back({static_cast<int>(s), static_cast<int>(p)});
     }
@@ -164,7 +164,7 @@ std::string Agreement::describe() const {
       out << "parameter '" << registry_->name(static_cast<size_t>(step.parameters[p])) << "' in group "
           << step.flat->group(p) << whose << " after " << standing.steps << " steps"
           << (standing.has_own_state ? " with state that was loaded" : "")
-          << (step.flat->state().entry(p).started ? "" : ", before its first step") << '\n';
+          << (standing.started ? "" : ", before its first step") << '\n';
     }
   }
   return out.str();

@@ -279,7 +279,7 @@ void DeviceWindow::update(const Tail& tail, FlatOptimizer& optimizer, const std:
                           const FlatGroups& groups, const OnReplicas& /*on_replicas*/) {
   const auto means = context_.sums.gradients_of(tail, parameters, 0);
   optimizer.step(means, groups, scalars_.front()->scalars(), context_.options.keep_gradients);
-  const bool one_each = context_.topology.num_replicas == context_.topology.num_workers;
+  const bool one_each = context_.topology.has_one_replica_each();
   optimizer.gather_parameters(one_each ? *context_.groups.gradients.front() : *context_.groups.workers, one_each);
   for (const int p : parameters) context_.registry.note_agreed(static_cast<size_t>(p));
   if (context_.options.keep_gradients) context_.sums.show(means, parameters);

@@ -128,9 +128,8 @@ void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<Opt
 
 // Whoever asks for `.grad` gets whole sums; so do workers of several devices, whose group for parameters is the hosts'.
 void ParameterSet::divide(const std::vector<OptimizerStep>& steps) {
-  const bool one_each = topology_.num_replicas == topology_.num_workers;
-  if (!options_.shard_optimizer || options_.keep_gradients || topology_.num_workers == 1 || !one_each ||
-      !is_streamed(topology_.devices.front())) {
+  if (!options_.shard_optimizer || options_.keep_gradients || topology_.num_workers == 1 ||
+      !topology_.has_one_replica_each() || !is_streamed(topology_.devices.front())) {
     return;
   }
   sums_.set_shards(agreed_.shards);

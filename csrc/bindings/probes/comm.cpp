@@ -1,8 +1,9 @@
 #include "bindings/bindings.h"
 
 #include <pybind11/stl.h>
-#include <array>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <array>
 
 #include "comm/c10d/communicator.h"
 #include "comm/nccl/nccl.h"
