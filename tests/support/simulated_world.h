@@ -12,7 +12,6 @@
 #include <mutex>
 #include <optional>
 #include <random>
-#include <semaphore>
 #include <set>
 #include <string>
 #include <thread>
@@ -25,6 +24,7 @@
 #include "support/memory_channel.h"
 #include "support/simulated_disk.h"
 #include "support/simulation.h"
+#include "support/turn.h"
 
 namespace muster::testing {
 
@@ -48,7 +48,7 @@ struct Life {
   uint32_t rank = 0;
   uint64_t number = 0;
   uint64_t job = 0;
-  std::binary_semaphore turn{0};
+  Turn turn;
   std::thread thread;
   // While it waits:
   Time until{};
@@ -257,7 +257,7 @@ class World final : public Waiting, public server::Timekeeper, public std::enabl
   std::vector<std::unique_ptr<Life>> lives_;
   std::vector<Ticking> pulses_;
   Life* running_ = nullptr;  // null: the scheduler
-  std::binary_semaphore scheduler_{0};
+  Turn scheduler_;
   uint64_t job_ = 0;
   uint64_t reads_ = 0;  // of the values at the end
   uint64_t connections_ = 0;
