@@ -16,6 +16,10 @@ from support.hosts import Hosts, hosts
 from support.jobs import Launcher, WorkerPool, make_job
 from support.ranks import hear_interrupts
 
+STARTUP = str(Path(__file__).resolve().parents[1] / "support" / "startup")
+if STARTUP not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+    os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, paths)])
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with the file that takes longest: of processes that share the tests none is left alone with it."""
