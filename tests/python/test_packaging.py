@@ -19,7 +19,7 @@ from support import dockerfile
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = (ROOT / "VERSION").read_text().strip()
 IMAGE = dockerfile.stages(ROOT / "deploy" / "Dockerfile")
-QUICK_BUILD = "'-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG' -DMUSTER_UNITY_GROUPS=4"
+QUICK_BUILD = "'-DCMAKE_CXX_FLAGS_RELEASE=-O0 -DNDEBUG' -DMUSTER_UNITY_GROUPS=2"
 """scikit-build-core's CMAKE_ARGS: what the wheel holds does not depend on it, its build is faster."""
 
 
