@@ -24,11 +24,12 @@ if ! cmp -s requirements-cuda.txt "$torch/.installed"; then
   cp requirements-cuda.txt "$torch/.installed"
 fi
 
-# Release (-O3), each file by itself, or more kinds of GPU, cost minutes and show nothing more: nothing of this build runs. A shared library
-# links with symbols missing, unless told otherwise; the Python module misses Python's in any case.
+# Release (-O3), more groups of files than processors, or more kinds of GPU, cost minutes and show nothing more: nothing of
+# this build runs. A shared library links with symbols missing, unless told otherwise; the Python module misses Python's in
+# any case.
 cmake -S . -B "$build" -G Ninja -DMUSTER_CUDA=ON -DMUSTER_WERROR=ON -DMUSTER_PYTHON=ON -DCMAKE_CUDA_ARCHITECTURES=90-real \
   -DPython_EXECUTABLE="$(cd "$venv" && pwd)/bin/python" -DMusterTorch_ROOT="$(cd "$torch" && pwd)/torch" \
-  -DMUSTER_UNITY_GROUPS=$((2 * jobs)) -DCMAKE_CXX_FLAGS_RELEASE="-O0 -DNDEBUG" -DCMAKE_SHARED_LINKER_FLAGS=-Wl,-z,defs >"$build.log" 2>&1 ||
+  -DMUSTER_UNITY_GROUPS="$jobs" -DCMAKE_CXX_FLAGS_RELEASE="-O0 -DNDEBUG" -DCMAKE_SHARED_LINKER_FLAGS=-Wl,-z,defs >"$build.log" 2>&1 ||
   { cat "$build.log"; exit 1; }
 grep -e '-- CUDA' "$build.log"
 cmake --build "$build" -j "$jobs" --target muster _C
