@@ -7,9 +7,9 @@ what the calling thread takes does.
 - `collectives`: `post_us` of the calling thread for an all-reduce of 1 MB, from its call until it returns. `threads`:
   how many were made meanwhile, by 100 of them. `blocking`: NCCL's calls return when they are through (the default of
   Muster).
-- `communicators`: the first and the second of a process, with as many CTAs as NCCL likes and with few (as for
-  collectives inside a step): seconds to make one, and megabytes of the device by the driver, for one rank: once it is
-  made, once it has reduced 1 MB, and beyond its bytes for memory that it registers.
+- `communicators`: the first of a process, which a job makes, and a second: seconds to make one, and megabytes of the
+  device by the driver, for one rank: once it is made, once it has reduced 1 MB, and beyond its bytes for memory that it
+  registers.
 - `first steps`: seconds from the beginning until everything is prepared and until the device is through with steps 1
   and 2; `close_us`: of the calling thread from the end of a window's backward pass to the end of the step (for DDP the
   clipping and the optimizer).
@@ -45,8 +45,6 @@ CALLS = 100
 STEPS = 4 if DRY else 30
 WARM_STEPS = 2 if DRY else 10
 MB = 2**20
-FEW_CTAS = 4
-"""Of the group for collectives inside a step."""
 WAIT = datetime.timedelta(seconds=60)
 MODEL = "100 tensors, 13 M"
 
@@ -111,11 +109,9 @@ kept: list[dist.Store] = []
 """Stores that live as long as the process."""
 
 
-def communicators(rank: int, size: int, port: int, max_ctas: int) -> dict[str, Any]:
-    """Of one rank, what two take that it makes one after the other; `max_ctas` 0: as NCCL likes."""
+def communicators(rank: int, size: int, port: int) -> dict[str, Any]:
+    """Of one rank, what two take that it makes one after the other."""
     host_of_its_own(rank)
-    if max_ctas > 0:
-        os.environ["NCCL_MAX_CTAS"] = str(max_ctas)
     store = store_of(rank, size, port)
     values = torch.ones(1 << 18, device="cpu" if DRY else "cuda")
     meetings = 0
@@ -135,7 +131,7 @@ def communicators(rank: int, size: int, port: int, max_ctas: int) -> dict[str, A
         meet()
         return (total - free) / MB / size
 
-    found: dict[str, Any] = {"ranks": size, "max_ctas": max_ctas or None, "each": []}
+    found: dict[str, Any] = {"ranks": size, "each": []}
     alive = []
     for number in range(2):
         before = used()
@@ -300,8 +296,7 @@ def main() -> None:
         keep("collectives", max(found, key=lambda of: float(of["post_us"])))
     keep("window_ms", processes.run(1, windows)[0])
     for size in (2,) if DRY else (1, 2):
-        for max_ctas in (FEW_CTAS,) if DRY else (0, FEW_CTAS):
-            keep("communicators", processes.run(size, communicators, max_ctas)[0])
+        keep("communicators", processes.run(size, communicators)[0])
         for way in ("muster", "ddp"):
             found = processes.run(size, first_steps, way)
             keep("first steps", max(found, key=lambda of: float(of["seconds"][-1])))

@@ -337,10 +337,11 @@ void bind_core_class(py::module_& m) {
           py::call_guard<Interruptible>())
       .def(
           "gather_in_step",
-          [](StrategyCore& c, const Leaves& values) {
-            return gather_in_step(c.stepper().replicas().step_group(values), values);
+          [](StrategyCore& c, const Leaves& values, bool equal_sizes) {
+            return gather_in_step(c.stepper().replicas().step_group(values), values,
+                                  equal_sizes ? comm::GatherSizes::equal : comm::GatherSizes::any);
           },
-          py::call_guard<Interruptible>())
+          py::arg("values"), py::arg("equal_sizes") = false, py::call_guard<Interruptible>())
       .def(
           "broadcast_in_step",
           [](StrategyCore& c, const Leaves& values, int source) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/queued_operations.h"
 #include "comm/receivers.h"
 #include "comm/work.h"
 #include "muster/error.h"
@@ -24,6 +25,9 @@ struct Place {
   int size = 1;
   c10::Device device{c10::kCPU};
 };
+
+/// Whether size(0) of a gather's tensors may differ, or all have the same sizes, for which no rank need ask then.
+enum class GatherSizes : uint8_t { any, equal };
 
 /// How a rank left a scope; see Communicator::begin_scope.
 enum class ScopeEnd : uint32_t { finished, failed, absent };
@@ -64,9 +68,9 @@ class Communicator {
   /// In place: every rank's `tensor` becomes that of `source`.
   virtual Work broadcast(const at::Tensor& tensor, int source) = 0;
 
-  /// Gathers each rank's `input` into Work::outputs(). Inputs agree in dtype and trailing sizes and may differ in
-  /// size(0); 0-dim inputs are allowed.
-  virtual Work all_gather(const at::Tensor& input) = 0;
+  /// Gathers each rank's `input` into Work::outputs(). Inputs agree in dtype and trailing sizes and, unless their sizes
+  /// are said to be equal, may differ in size(0); 0-dim inputs are allowed.
+  virtual Work all_gather(const at::Tensor& input, GatherSizes sizes = GatherSizes::any) = 0;
 
   /// `output` (numel n) becomes part `rank()` of the reduction of `input` (numel n * size()).
   virtual Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) = 0;
@@ -77,9 +81,12 @@ class Communicator {
   /// a rank may sit it out (its part is empty): peers then skip it (no term in the sum, an undefined output). If a
   /// rank ends the scope as `failed`, peers waiting for it get RemoteError carrying `reason`, "type: text"; if it ends
   /// as `finished` having issued fewer operations than a peer, that peer gets LayoutMismatch. In both cases the group
-  /// stays usable from the next scope on. `scope` increases from step to step and agrees over ranks.
-  virtual void begin_scope(uint64_t scope) = 0;
-  virtual void end_scope(ScopeEnd end, const std::string& reason = {}) = 0;
+  /// stays usable from the next scope on. `scope` increases from step to step and agrees over ranks. On devices a peer
+  /// may get these errors later, from the end's Work, and what a failed rank did not give as zeros until then.
+  /// `queue`, of all ranks or of none: what else leaves meanwhile, on devices in one order with the scope's operations.
+  virtual void begin_scope(uint64_t scope, QueuedOperations* queue = nullptr) = 0;
+  /// The scope is over once the Work was waited for; before that what is queued has to be issued.
+  virtual Work end_scope(ScopeEnd end, const std::string& reason = {}) = 0;
 
   /// Ends every operation, under way or later, on this rank and its peers with CommError(reason). Thread-safe,
   /// idempotent, does not block.

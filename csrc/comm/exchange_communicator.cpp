@@ -30,7 +30,7 @@ class ExchangeCommunicator final : public Communicator {
     check_device(tensor);
     return exchange_->issue(broadcast_request(tensor, source, size()), tensor);
   }
-  Work all_gather(const at::Tensor& input) override {
+  Work all_gather(const at::Tensor& input, GatherSizes /*sizes*/) override {
     check_device(input);
     return exchange_->issue(all_gather_request(input), input);
   }
@@ -41,8 +41,11 @@ class ExchangeCommunicator final : public Communicator {
   }
   Work barrier() override { return exchange_->issue(Request{}, at::Tensor()); }
 
-  void begin_scope(uint64_t scope) override { exchange_->begin_scope(scope); }
-  void end_scope(ScopeEnd end, const std::string& reason) override { exchange_->end_scope(end, reason); }
+  void begin_scope(uint64_t scope, QueuedOperations* /*queue*/) override { exchange_->begin_scope(scope); }
+  Work end_scope(ScopeEnd end, const std::string& reason) override {
+    exchange_->end_scope(end, reason);
+    return Work();
+  }
   void abort(const std::string& reason) noexcept override { exchange_->abort(reason); }
 
  private:

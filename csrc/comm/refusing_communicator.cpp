@@ -13,11 +13,11 @@ class RefusingCommunicator final : public Communicator {
   at::Tensor allocate(int64_t, at::ScalarType) override { refuse(); }
   Work all_reduce(const at::Tensor&, ReduceOp, uint64_t, const Receivers&) override { refuse(); }
   Work broadcast(const at::Tensor&, int) override { refuse(); }
-  Work all_gather(const at::Tensor&) override { refuse(); }
+  Work all_gather(const at::Tensor&, GatherSizes) override { refuse(); }
   Work reduce_scatter(const at::Tensor&, const at::Tensor&, ReduceOp) override { refuse(); }
   Work barrier() override { refuse(); }
-  void begin_scope(uint64_t) override {}
-  void end_scope(ScopeEnd, const std::string&) override {}
+  void begin_scope(uint64_t, QueuedOperations*) override {}
+  Work end_scope(ScopeEnd, const std::string&) override { return Work(); }
   void abort(const std::string&) noexcept override {}
 
  private:

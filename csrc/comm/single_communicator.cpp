@@ -25,7 +25,7 @@ class SingleCommunicator final : public Communicator {
     broadcast_request(tensor, source, 1);
     return finished();
   }
-  Work all_gather(const at::Tensor& input) override {
+  Work all_gather(const at::Tensor& input, GatherSizes /*sizes*/) override {
     all_gather_request(input);
     check();
     return ready_work({input.clone(at::MemoryFormat::Contiguous)});
@@ -38,8 +38,8 @@ class SingleCommunicator final : public Communicator {
   }
   Work barrier() override { return finished(); }
 
-  void begin_scope(uint64_t) override { check(); }
-  void end_scope(ScopeEnd, const std::string&) override {}
+  void begin_scope(uint64_t, QueuedOperations*) override { check(); }
+  Work end_scope(ScopeEnd, const std::string&) override { return Work(); }
 
   void abort(const std::string& reason) noexcept override {
     const std::lock_guard lock(mutex_);

@@ -24,7 +24,7 @@ class StagedCommunicator final : public Communicator {
     if (direct_ && tensor.device() == device()) return direct_->broadcast(tensor, source);
     return in_place(tensor, [&](const at::Tensor& copy) { return host_->broadcast(copy, source); });
   }
-  Work all_gather(const at::Tensor& input) override {
+  Work all_gather(const at::Tensor& input, GatherSizes /*sizes*/) override {
     if (input.device().is_cpu()) return host_->all_gather(input);
     Work work = host_->all_gather(input.cpu());
     work.wait();
@@ -40,8 +40,8 @@ class StagedCommunicator final : public Communicator {
   }
   Work barrier() override { return host_->barrier(); }
 
-  void begin_scope(uint64_t scope) override { host_->begin_scope(scope); }
-  void end_scope(ScopeEnd end, const std::string& reason) override { host_->end_scope(end, reason); }
+  void begin_scope(uint64_t scope, QueuedOperations* /*queue*/) override { host_->begin_scope(scope); }
+  Work end_scope(ScopeEnd end, const std::string& reason) override { return host_->end_scope(end, reason); }
   void abort(const std::string& reason) noexcept override { host_->abort(reason); }
 
  private:

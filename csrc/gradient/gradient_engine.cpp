@@ -134,8 +134,9 @@ void GradientEngine::open_window() {
     state.sparse.reset();
   }
   first_non_finite_ = -1;
-  next_launch_ = 0;
-  works_.clear();
+  launched_.is_held = false;
+  launched_.next = 0;
+  launched_.works.clear();
   if (reductions_) reductions_->open_window();
   if (!reductions_) allocate_buckets();
 }
@@ -199,7 +200,7 @@ void GradientEngine::on_gradient(size_t p, const std::vector<at::Tensor>& handed
   if (state.ready) {
     state.expected_fires = state.fires;
     if (!bucket.packed) return;
-    if (micro_batch_.last && b < next_launch_) {
+    if (micro_batch_.last && b < launched_.next) {
       parameters()[p].tensor.mutable_grad().reset();
       throw LayoutMismatch("replica " + std::to_string(options_.replica) + ": gradient number " +
                            std::to_string(state.fires) + " of parameter '" + parameters()[p].name +
@@ -212,7 +213,7 @@ void GradientEngine::on_gradient(size_t p, const std::vector<at::Tensor>& handed
   state.ready = true;
   if (--bucket.pending == 0) {
     pack(b);
-    if (micro_batch_.last && options_.overlap && micro_batch_.overlaps) launch_ready();
+    if (micro_batch_.last && options_.overlap && !launched_.is_held) launch_ready();
   }
 }
 
@@ -270,21 +271,51 @@ void GradientEngine::locate_non_finite(const Bucket& bucket) {
 }
 
 void GradientEngine::launch_ready() {
-  while (next_launch_ < bucket_states_.size() && bucket_states_[next_launch_].packed) {
-    if (micro_batch_.locate_non_finite) locate_non_finite(buckets_[next_launch_]);
-    const size_t b = next_launch_++;
-    ++launches_;
-    works_.push_back(reductions_->chosen().reduce(b));
-  }
-  for (auto& work : works_) {
+  while (launched_.next < bucket_states_.size() && bucket_states_[launched_.next].packed) launch_next();
+  poll_works();
+}
+
+void GradientEngine::launch_next() {
+  if (micro_batch_.locate_non_finite) locate_non_finite(buckets_[launched_.next]);
+  const size_t b = launched_.next++;
+  ++launched_.count;
+  launched_.works.push_back(reductions_->chosen().reduce(b));
+}
+
+void GradientEngine::poll_works() {
+  for (auto& work : launched_.works) {
     if (!work.done()) break;
   }
+}
+
+int64_t GradientEngine::num_ready() const noexcept {
+  size_t b = launched_.next;
+  if (active_ && micro_batch_.last && options_.overlap) {
+    while (b < bucket_states_.size() && bucket_states_[b].packed) ++b;
+  }
+  return static_cast<int64_t>(b);
+}
+
+void GradientEngine::issue(int64_t count) noexcept {
+  const StreamScope scope(stream_);
+  const auto end = static_cast<size_t>(std::min(count, num_ready()));
+  try {
+    while (launched_.next < end) launch_next();
+    poll_works();
+  } catch (...) {
+    keep_error(std::current_exception());
+  }
+}
+
+void GradientEngine::let_go() noexcept {
+  issue(num_ready());
+  launched_.is_held = false;
 }
 
 void GradientEngine::abandon() noexcept { abandoned_ = true; }
 
 void GradientEngine::flush() {
-  active_ = false;
+  active_ = launched_.is_held = false;
   const StreamScope scope(stream_);
   for (size_t b = 0; b < bucket_states_.size(); ++b) {
     if (bucket_states_[b].packed) continue;
@@ -305,9 +336,9 @@ void GradientEngine::flush() {
 }
 
 void GradientEngine::wait() {
-  if (works_.empty()) return;
-  for (auto& work : works_) work.wait();
-  works_.clear();
+  if (launched_.works.empty()) return;
+  for (auto& work : launched_.works) work.wait();
+  launched_.works.clear();
   const StreamScope scope(stream_);
   reductions_->chosen().finish();
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/queued_operations.h"
 #include "core/flat_layout.h"
 #include "device/device.h"
 #include "gradient/buckets.h"
@@ -77,13 +78,12 @@ struct GradientEngineOptions {
 /// A gradient that comes for a packed bucket is added to it; for a launched one it is LayoutMismatch.
 /// Until the order is learned, and for a parameter that has had no gradient yet, nobody knows how many gradients come:
 /// its bucket is packed by flush().
-class GradientEngine {
+class GradientEngine final : private comm::QueuedOperations {
  public:
   struct MicroBatch {
     bool first = true;               ///< of the window: buckets are overwritten
     bool last = true;                ///< of the window: buckets are reduced
     bool contributes = true;         ///< false: gradients of this micro-batch are dropped (its weight is 0)
-    bool overlaps = true;            ///< false: buckets are reduced after backward
     double factor = 1;               ///< what its gradients are multiplied by on their way into the sums
     const double* gate = nullptr;    ///< on a device, in its memory: instead of `factor`; 0: as if nothing contributed
     bool to_owners = false;          ///< the sums go to their owners alone, where owners() is not null
@@ -111,6 +111,10 @@ class GradientEngine {
   /// micro-batch, launches the remaining buckets. Does not block. Throws what a hook stored, after having launched
   /// everything, so that peers do not wait.
   void flush();
+
+  /// The window's buckets, for a scope that is open while they may leave. Those that are packed are ready; until the
+  /// next flush() they can be held. What is wrong with one is thrown by that.
+  comm::QueuedOperations& queue() noexcept { return *this; }
 
   /// Gives up the micro-batch's gradients (the step failed): what is not packed is dropped; flush() still launches
   /// every bucket.
@@ -169,7 +173,7 @@ class GradientEngine {
   bool watches(size_t parameter) const;
 
   /// Number of collectives launched since construction: buckets only.
-  int64_t launches() const noexcept { return launches_; }
+  int64_t launches() const noexcept { return launched_.count; }
 
  private:
   struct Hook;
@@ -178,6 +182,13 @@ class GradientEngine {
   struct BucketState {
     size_t pending = 0;  // parameters whose gradients have not all come
     bool packed = false;
+  };
+  /// Of buckets.
+  struct Launches {
+    std::vector<comm::Work> works;  // of the window
+    size_t next = 0;                // in the window: buckets before it are launched
+    int64_t count = 0;              // since construction
+    bool is_held = false;           // packed ones leave by issue() and flush() alone
   };
 
   void on_gradient(size_t parameter, const std::vector<at::Tensor>& handed_over);
@@ -192,6 +203,14 @@ class GradientEngine {
   comm::Communicator& control() const noexcept { return options_.control ? *options_.control : *communicator_; }
   void pack(size_t bucket);
   void launch_ready();
+  void launch_next();
+  void poll_works();
+
+  int64_t num_issued() const noexcept override { return static_cast<int64_t>(launched_.next); }
+  int64_t num_ready() const noexcept override;
+  void issue(int64_t count) noexcept override;
+  void hold() noexcept override { launched_.is_held = true; }
+  void let_go() noexcept override;
   void keep_error(std::exception_ptr error) noexcept;
   void locate_non_finite(const Bucket& bucket);
 
@@ -203,14 +222,12 @@ class GradientEngine {
   std::unique_ptr<Reductions> reductions_;   // null until the layout's first window
   std::unique_ptr<DevicePack> device_pack_;  // null on the CPU
   GradientOrder order_;
-  std::vector<comm::Work> works_;  // of the window's buckets that were launched
   std::vector<std::unique_ptr<Hook>> hooks_;
   MicroBatch micro_batch_;
   std::optional<c10::Stream> stream_;       // of the micro-batch; empty on the CPU
   std::optional<c10::Stream> hook_stream_;  // that was current when the hooks were made
   std::exception_ptr error_;                // of a hook, for flush()
-  size_t next_launch_ = 0;                  // buckets before it are launched
-  int64_t launches_ = 0;
+  Launches launched_;
   int first_non_finite_ = -1;
   bool active_ = false;     // between begin and flush
   bool abandoned_ = false;  // the micro-batch

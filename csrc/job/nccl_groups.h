@@ -20,12 +20,12 @@ bool& uses_nccl_alone() noexcept;
 using PlayedGroup = std::function<std::vector<comm::CommunicatorPtr>(const std::vector<comm::NcclOptions>& options)>;
 PlayedGroup& played_group() noexcept;
 
-/// NcclOptions::max_ctas of the group for collectives inside a step: few programs have any, and most are small.
-inline constexpr int kStepCtas = 4;
-
 /// The options of an NCCL group whose rank i agrees over `control[i]`.
 std::vector<comm::NcclOptions> with_control(const std::vector<comm::CommunicatorPtr>& control,
-                                            comm::Milliseconds timeout, int max_ctas);
+                                            comm::Milliseconds timeout);
+
+/// Makes `step` other handles of the ranks of `gradients`, which share its order, that agree over `control`.
+void share_order(Groups& groups, const std::vector<comm::CommunicatorPtr>& control);
 
 /// Sets gradients and step to NCCL, control to a group on the host, and stages `workers`. Collective over replicas.
 /// `make_control(name)` gives a group on the host over all replicas, a handle a local one.

@@ -43,6 +43,7 @@ struct Topology {
 struct Groups {
   std::vector<comm::CommunicatorPtr> gradients;  ///< buckets and tails
   std::vector<comm::CommunicatorPtr> step;       ///< collectives that user code issues inside a step
+  bool step_shares_order = false;                ///< operations of step and gradients need one order on all ranks
   std::vector<comm::CommunicatorPtr> control;    ///< tensors on the host; empty where those of gradients are there
   comm::CommunicatorPtr workers;                 ///< collectives outside a step
   comm::CommunicatorPtr prepare;                 ///< what workers agree on beforehand; null: `workers`

@@ -26,7 +26,9 @@ namespace muster {
 Leaves reduce_in_step(comm::Communicator& group, const Leaves& values, ReduceOp op, const at::Tensor& weight);
 
 /// In a step. Each leaf concatenated along dimension 0 in replica order (0-dim leaves are stacked); gradients flow.
-Leaves gather_in_step(comm::Communicator& group, const Leaves& values);
+/// Without `comm::GatherSizes::equal` size(0) may differ.
+Leaves gather_in_step(comm::Communicator& group, const Leaves& values,
+                      comm::GatherSizes sizes = comm::GatherSizes::any);
 
 /// In a step. The leaves of replica `source`, with their gradients flowing back to it.
 Leaves broadcast_in_step(comm::Communicator& group, const Leaves& values, int source);

@@ -122,11 +122,11 @@ struct Extremum : Function<Extremum> {
 };
 
 struct Gather : Function<Gather> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& value, const MeetingPtr& meeting,
-                            uint64_t tag) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& value, const MeetingPtr& meeting, uint64_t tag,
+                            comm::GatherSizes sizes) {
     save_meeting(context, meeting, tag);
     auto& group = meeting->group();
-    auto work = group.all_gather(as_real(in_plain_memory(value.detach())).contiguous());
+    auto work = group.all_gather(as_real(in_plain_memory(value.detach())).contiguous(), sizes);
     wait_in_step(work);
     const auto outputs = work.outputs();
     int64_t before = 0;
@@ -145,7 +145,7 @@ struct Gather : Function<Gather> {
     const auto [meeting, tag] = saved_meeting(context);
     const auto sums = Sum::apply(gradients[0], meeting, tag);
     return {sums.narrow(0, context->saved_data["before"].toInt(), context->saved_data["rows"].toInt()), at::Tensor(),
-            at::Tensor()};
+            at::Tensor(), at::Tensor()};
   }
 };
 
@@ -252,11 +252,12 @@ Leaves reduce_in_step(comm::Communicator& group, const Leaves& given, ReduceOp o
   });
 }
 
-Leaves gather_in_step(comm::Communicator& group, const Leaves& values) {
+Leaves gather_in_step(comm::Communicator& group, const Leaves& values, comm::GatherSizes sizes) {
   const auto meeting = c10::make_intrusive<Meeting>(group);
   Leaves results;
   for (const auto& value : on_device(values, group.device())) {
-    results.push_back(Gather::apply(value.dim() == 0 ? value.unsqueeze(0) : value, meeting, meeting->next_tag()));
+    const auto rows = value.dim() == 0 ? value.unsqueeze(0) : value;
+    results.push_back(Gather::apply(rows, meeting, meeting->next_tag(), sizes));
   }
   return results;
 }

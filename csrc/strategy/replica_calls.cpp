@@ -17,10 +17,7 @@
 
 namespace muster {
 
-ReplicaCalls::ReplicaCalls(Session& session) : session_(session) {
-  rows_.resize(session.topology().devices.size());
-  used_step_group_.resize(session.topology().devices.size());
-}
+ReplicaCalls::ReplicaCalls(Session& session) : session_(session) { rows_.resize(session.topology().devices.size()); }
 
 // Several replicas share torch's cache of casts, which are then kept to the end of the call.
 bool ReplicaCalls::shares_casts() const {
@@ -85,10 +82,11 @@ void ReplicaCalls::step(const MicroBatch& batch, int local_replica, ReplicaRun& 
     outcome.timer = context->timer;
   }
   const ReplicaScope scope(context);
-  used_step_group_[r] = 0;
   try {
-    batch.set.open_window(local_replica, call.usual_rows > 0 ? call.usual_rows : static_cast<double>(call.rows[r]));
-    if (call.call) session_.groups().step[r]->begin_scope(batch.number);
+    auto* const buckets =
+        batch.set.open_window(local_replica, call.usual_rows > 0 ? call.usual_rows : static_cast<double>(call.rows[r]));
+    const auto& groups = session_.groups();
+    if (call.call) groups.step[r]->begin_scope(batch.number, groups.step_shares_order ? buckets : nullptr);
   } catch (...) {
     give_up(local_replica, outcome);
     return;
@@ -99,9 +97,7 @@ void ReplicaCalls::step(const MicroBatch& batch, int local_replica, ReplicaRun& 
       if (shares_casts()) kept.emplace();
       if (context->timer) context->timer->start();
       Loss loss = call_checked(call, local_replica);
-      // Two groups of a device may deadlock where their operations overlap.
-      const bool overlaps = session_.groups().control.empty() || used_step_group_[r] == 0;
-      batch.set.backward(local_replica, loss, call.rows[r] < 0 ? 1.0 : static_cast<double>(call.rows[r]), overlaps);
+      batch.set.backward(local_replica, loss, call.rows[r] < 0 ? 1.0 : static_cast<double>(call.rows[r]));
       if (context->timer) context->timer->stop();
       outcome.output = std::move(loss.output);
     }
@@ -110,33 +106,44 @@ void ReplicaCalls::step(const MicroBatch& batch, int local_replica, ReplicaRun& 
     outcome.error = failures.cause_of(failures.capture(std::current_exception()), *context);
   }
   try {
-    // Before the buckets leave: a transport that both share must see the step's collectives first.
-    if (call.call) end_scope(local_replica, outcome, empty);
-    end_micro_batch(batch, local_replica, outcome);
+    // A transport that both share must see the step's collectives before all buckets, and peers may wait on the host
+    // for buckets before they end the scope.
+    comm::Work end;
+    if (call.call) end = end_scope(local_replica, outcome, empty);
+    // The engine's error is the cause, autograd's its consequence (after backward() inside the step function, say):
+    // report the cause.
+    if (auto left = batch.set.end_micro_batch(local_replica, outcome.error != nullptr)) outcome.error = std::move(left);
+    await_end(end, outcome);
+    if (batch.closes) close_window(batch, local_replica, outcome);
   } catch (...) {
     give_up(local_replica, outcome);
   }
 }
 
-void ReplicaCalls::end_micro_batch(const MicroBatch& batch, int local_replica, ReplicaRun& outcome) {
+void ReplicaCalls::close_window(const MicroBatch& batch, int local_replica, const ReplicaRun& outcome) {
   const auto& failures = session_.failures();
-  auto left = batch.set.end_micro_batch(local_replica, outcome.error != nullptr);
-  // The engine's error is the cause, autograd's its consequence (after backward() inside the step function, say):
-  // report the cause.
-  if (left) outcome.error = std::move(left);
-  if (!batch.closes) return;
   if (failures.is(outcome.error, Failure::Kind::transport)) std::rethrow_exception(outcome.error);
   const bool reports = failures.is(outcome.error, Failure::Kind::own);
   batch.set.close_window(local_replica, reports ? failures.describe(outcome.error) : Failure{},
                          batch.stop_requested || SigtermWatch::received());
 }
 
-void ReplicaCalls::end_scope(int local_replica, const ReplicaRun& outcome, bool is_empty) {
+comm::Work ReplicaCalls::end_scope(int local_replica, const ReplicaRun& outcome, bool is_empty) {
   const auto failure = outcome.error ? session_.failures().describe(outcome.error) : Failure{};
-  session_.groups().step[static_cast<size_t>(local_replica)]->end_scope(outcome.error ? comm::ScopeEnd::failed
-                                                                        : is_empty    ? comm::ScopeEnd::absent
-                                                                                      : comm::ScopeEnd::finished,
-                                                                        failure.type + ": " + failure.text);
+  return session_.groups().step[static_cast<size_t>(local_replica)]->end_scope(outcome.error ? comm::ScopeEnd::failed
+                                                                               : is_empty    ? comm::ScopeEnd::absent
+                                                                                             : comm::ScopeEnd::finished,
+                                                                               failure.type + ": " + failure.text);
+}
+
+// What peers did since the replica's last collective may be heard of here. Throws where communication broke.
+void ReplicaCalls::await_end(comm::Work& end, ReplicaRun& outcome) const {
+  try {
+    end.wait();
+  } catch (...) {
+    if (session_.failures().is(std::current_exception(), Failure::Kind::transport)) throw;
+    if (!outcome.error) outcome.error = std::current_exception();
+  }
 }
 
 // In a handler: communication broke. Ends the groups that peers would wait in.
@@ -152,6 +159,7 @@ void ReplicaCalls::give_up(int local_replica, ReplicaRun& outcome) {
   const auto reason = "replica " + std::to_string(session_.topology().first_replica + local_replica) +
                       " failed outside its step function with " + failure.type + ": " + failure.text;
   groups.gradients[r]->abort(reason);
+  groups.step[r]->abort(reason);
   if (has_control) groups.control[r]->abort(reason);
 }
 
@@ -170,7 +178,8 @@ void ReplicaCalls::run(const StepCall& call, uint64_t number, int local_replica,
     outcome.error = session_.failures().cause_of(std::current_exception(), *context);
   }
   try {
-    end_scope(local_replica, outcome, empty);
+    auto end = end_scope(local_replica, outcome, empty);
+    await_end(end, outcome);
   } catch (...) {
     outcome.transport = std::current_exception();
   }
@@ -195,7 +204,6 @@ comm::Communicator& ReplicaCalls::step_group(const std::vector<at::Tensor>& valu
         ", whose gradients torch computes on one thread: collectives inside the step (and SyncBatchNorm) cannot be "
         "differentiated there; detach() the value, or use one replica a GPU");
   }
-  used_step_group_[static_cast<size_t>(replica)] = 1;
   return *session_.groups().step[static_cast<size_t>(replica)];
 }
 

@@ -68,13 +68,13 @@ class ReplicaCalls {
   std::shared_ptr<ReplicaContext> make_context(int local_replica, uint64_t number);
   Loss call_in_precision(const StepCall& call, int local_replica) const;
   Loss call_checked(const StepCall& call, int local_replica) const;
-  void end_scope(int local_replica, const ReplicaRun& outcome, bool is_empty);
-  void end_micro_batch(const MicroBatch& batch, int local_replica, ReplicaRun& outcome);
+  comm::Work end_scope(int local_replica, const ReplicaRun& outcome, bool is_empty);
+  void await_end(comm::Work& end, ReplicaRun& outcome) const;
+  void close_window(const MicroBatch& batch, int local_replica, const ReplicaRun& outcome);
   void give_up(int local_replica, ReplicaRun& outcome);
 
   Session& session_;
-  std::vector<int64_t> rows_;          // of the running call, by local replica
-  std::vector<char> used_step_group_;  // by local replica: in the running call
+  std::vector<int64_t> rows_;  // of the running call, by local replica
   bool refuses_collectives_ = false;
   bool has_casts_ = false;  // a call left casts of parameters in torch's cache
 };

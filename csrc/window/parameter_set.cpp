@@ -193,19 +193,21 @@ void ParameterSet::agree_on(std::vector<OptimizerStep> steps) {
   agreement_.emplace(registry_, std::move(steps), window_->loss_scale().on_host(), written_, divided_ != nullptr);
 }
 
-void ParameterSet::open_window(int local_replica, double rows) {
-  if (micro_batches_ != 1) return;
-  sums_.engine(static_cast<size_t>(local_replica)).open_window();
-  window_->weigh(local_replica, rows);
+comm::QueuedOperations* ParameterSet::open_window(int local_replica, double rows) {
+  auto& engine = sums_.engine(static_cast<size_t>(local_replica));
+  if (micro_batches_ == 1) {
+    engine.open_window();
+    window_->weigh(local_replica, rows);
+  }
+  return last_ ? &engine.queue() : nullptr;
 }
 
-void ParameterSet::begin_engine(int local_replica, const NotedPart& part, bool overlaps) {
+void ParameterSet::begin_engine(int local_replica, const NotedPart& part) {
   const auto r = static_cast<size_t>(local_replica);
   GradientEngine::MicroBatch micro_batch;
   micro_batch.first = micro_batches_ == 1;
   micro_batch.last = last_;
   micro_batch.contributes = part.contributes;
-  micro_batch.overlaps = overlaps;
   micro_batch.factor = part.factor;
   micro_batch.gate = part.gate;
   micro_batch.to_owners = sums_.go_to_owners();
@@ -215,7 +217,7 @@ void ParameterSet::begin_engine(int local_replica, const NotedPart& part, bool o
   sums_.engine(r).begin(micro_batch);
 }
 
-void ParameterSet::backward(int local_replica, const Loss& loss, double rows, bool overlaps) {
+void ParameterSet::backward(int local_replica, const Loss& loss, double rows) {
   const auto r = static_cast<size_t>(local_replica);
   check_loss(loss.value, topology_.devices[r]);
   // Gradients that cross from one replica to another on the way have to be weighed before.
@@ -226,7 +228,7 @@ void ParameterSet::backward(int local_replica, const Loss& loss, double rows, bo
                                    .rows = rows,
                                    .is_first = micro_batches_ == 1,
                                    .crosses = crosses});
-  begin_engine(local_replica, part, overlaps);
+  begin_engine(local_replica, part);
   const GradientMemory::Scope scope(sums_.engine(r).memory());
   torch::autograd::backward({loss.value}, {part.seed});
 }
@@ -237,7 +239,7 @@ std::exception_ptr ParameterSet::end_micro_batch(int local_replica, bool failed)
   try {
     if (!replicas_[r].began) {
       const auto part = window_->note({.local_replica = local_replica, .is_first = micro_batches_ == 1});
-      begin_engine(local_replica, part, /*overlaps=*/true);
+      begin_engine(local_replica, part);
     }
     if (failed) engine.abandon();
     engine.flush();

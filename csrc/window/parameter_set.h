@@ -57,7 +57,8 @@ class ParameterSet {
   /// Before a replica's first micro-batch of a window; collective over replicas when the layout is new, and in the
   /// first window. `rows`: samples of a usual part, not above 0 when unknown. Throws LayoutMismatch if the replicas
   /// train different parameters: nothing can be reduced then.
-  void open_window(int local_replica, double rows);
+  /// Returns the replica's buckets, where they may leave in this micro-batch; else null.
+  comm::QueuedOperations* open_window(int local_replica, double rows);
 
   /// Between open_micro_batch of a window's last micro-batch and its close, where workers are to compare what they step
   /// from: the optimizers of the set.
@@ -65,8 +66,7 @@ class ParameterSet {
 
   /// Runs backward of one replica's loss, weighted. Throws InvalidArgument for a loss that is not a 0-dim floating
   /// tensor with a graph, or a metric that is not 0-dim.
-  /// Without `overlaps` nothing is reduced before backward has ended.
-  void backward(int local_replica, const Loss& loss, double rows, bool overlaps);
+  void backward(int local_replica, const Loss& loss, double rows);
 
   /// Ends the replica's micro-batch, after backward or instead of it (no part, or failed). Never throws for the step's
   /// own errors: returns what the engine found. On the last micro-batch the replica's buckets have left.
@@ -129,7 +129,7 @@ class ParameterSet {
   void divide(const std::vector<OptimizerStep>& steps);
   std::shared_ptr<const Shards> shards_of(const std::vector<OptimizerStep>& steps) const;
   void follow_division(bool fused);
-  void begin_engine(int local_replica, const NotedPart& part, bool overlaps);
+  void begin_engine(int local_replica, const NotedPart& part);
   std::vector<WindowSums::Failed> failures_of(const std::vector<std::string>& texts) const;
   std::string non_finite_at(const Tail& tail) const;
   void check_agreement(const Tail& tail);

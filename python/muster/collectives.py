@@ -52,11 +52,13 @@ class Collectives:
         results = self._core.reduce([(leaves, w) for (_, leaves), w in zip(encoded, weights, strict=True)], operation)
         return structure.decode(description, results, as_numbers=op)
 
-    def gather(self, value: Any) -> Any:
-        """As `Strategy.gather`."""
+    def gather(self, value: Any, *, equal_sizes: bool = False) -> Any:
+        """As `Strategy.gather`. In a step with `equal_sizes` they are the same on all replicas, of which GPUs then need
+        not ask one another."""
         if self.is_in_step:
             description, leaves = structure.encode(value)
-            return structure.decode(description, self._core.gather_in_step(leaves), as_numbers="none")
+            gathered = self._core.gather_in_step(leaves, equal_sizes)
+            return structure.decode(description, gathered, as_numbers="none")
         self._release_passes()
         values, weights = self._contributions(value, None, weighted=False)
         encoded = [structure.encode(part) for part in values]

@@ -23,7 +23,7 @@ class _Replicas:
         self.sum_in_backward = collectives.sum_in_backward(input)
 
     def gather(self, row: Tensor) -> Tensor:
-        rows: Tensor = self._alive().gather(row[None])
+        rows: Tensor = self._alive().gather(row[None], equal_sizes=True)
         return rows
 
     def reduce(self, values: Tensor) -> Tensor:

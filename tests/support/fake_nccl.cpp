@@ -372,9 +372,8 @@ NcclApi FakeNccl::nccl() {
     return kInProgress;
   };
   if (has_split) {
-    api.split = [this](Comm handle, int rank, Comm* out, int max_ctas) -> Status {
+    api.split = [this](Comm handle, int rank, Comm* out) -> Status {
       const std::lock_guard lock(mutex_);
-      ctas_.push_back(max_ctas);
       if (const Status status = begin("split", handle); status != kSuccess) return status;
       auto& parent = *static_cast<FakeComm*>(handle);
       auto comm = std::make_shared<FakeComm>();

@@ -54,7 +54,7 @@ class FakeNccl {
   /// of the device: "copy 0 1" (to device 0 from device 1), "tree_sum 3" (of three sources).
   std::vector<std::string> log();
   int count(const std::string& entry);
-  /// What each start and split was given as max_ctas, in order.
+  /// What each start was given as max_ctas, in order.
   std::vector<int> max_ctas();
   int live_events();
   int live_streams();

@@ -62,7 +62,9 @@ void bind_communicator(py::module_& m) {
           py::arg("tensor"), py::arg("op") = "sum", py::arg("tag") = 0, py::arg("receive") = true,
           py::arg("runs") = std::vector<std::array<int64_t, 3>>(), Release())
       .def("broadcast", &Communicator::broadcast, py::arg("tensor"), py::arg("source"), Release())
-      .def("all_gather", &Communicator::all_gather, py::arg("input"), Release())
+      .def(
+          "all_gather", [](Communicator& c, const at::Tensor& input) { return c.all_gather(input); }, py::arg("input"),
+          Release())
       .def(
           "reduce_scatter",
           [](Communicator& c, const at::Tensor& output, const at::Tensor& input, const std::string& op) {
@@ -70,14 +72,15 @@ void bind_communicator(py::module_& m) {
           },
           py::arg("output"), py::arg("input"), py::arg("op") = "sum", Release())
       .def("barrier", &Communicator::barrier, Release())
-      .def("begin_scope", &Communicator::begin_scope, py::arg("scope"), Release())
+      .def(
+          "begin_scope", [](Communicator& c, uint64_t scope) { c.begin_scope(scope); }, py::arg("scope"), Release())
       .def(
           "end_scope",
           [](Communicator& c, const std::string& end, const std::string& reason) {
             const auto how = end == "finished" ? comm::ScopeEnd::finished
                              : end == "failed" ? comm::ScopeEnd::failed
                                                : comm::ScopeEnd::absent;
-            c.end_scope(how, reason);
+            c.end_scope(how, reason).wait();
           },
           py::arg("end"), py::arg("reason") = "", Release())
       .def("abort", &Communicator::abort, py::arg("reason"), Release());

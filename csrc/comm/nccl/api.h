@@ -42,10 +42,10 @@ struct NcclApi {
   using Call = std::function<Status(Arguments...)>;
 
   Call<UniqueId*> get_unique_id;
-  /// With blocking = 0; max_ctas: see NcclOptions.
+  /// With blocking = 0. max_ctas: blocks of the device that an operation uses at most; 0: as many as NCCL chooses.
   Call<Comm*, int /*size*/, const UniqueId&, int /*rank*/, int /*max_ctas*/> start;
   /// All ranks, with blocking = 1; empty where there are no such.
-  Call<Comm, int /*rank*/, Comm*, int /*max_ctas*/> split;
+  Call<Comm, int /*rank*/, Comm*> split;
   Call<Comm, Status*> async_error;
   Call<Comm> finalize;
   Call<Comm> destroy;

@@ -82,7 +82,7 @@ Clique::Clique(const NcclApi& nccl, const DeviceApi& device, const UniqueId& id,
       children_(options_.devices.size()) {
   try {
     const bool splits = options_.blocking && nccl_.split;
-    const int max_ctas = splits ? 1 : options_.max_ctas;  // of what does nothing but split
+    const int max_ctas = splits ? 1 : 0;  // of what does nothing but split
     call("ncclCommInitRankConfig", [&](int local, Comm) {
       return nccl_.start(&comms_[static_cast<size_t>(local)], options_.size, id, options_.first_rank + local, max_ctas);
     });
@@ -121,7 +121,7 @@ std::exception_ptr Clique::late(const std::string& what) const {
 
 void Clique::split() {
   call("ncclCommSplit", [&](int local, Comm comm) {
-    return nccl_.split(comm, options_.first_rank + local, &children_[static_cast<size_t>(local)], options_.max_ctas);
+    return nccl_.split(comm, options_.first_rank + local, &children_[static_cast<size_t>(local)]);
   });
   std::vector<Comm> parents;
   {

@@ -48,7 +48,6 @@ class Clique {
     std::vector<int> devices;  ///< one per rank of this process
     Milliseconds timeout{600'000};
     bool blocking = false;             ///< where NcclApi::split is there
-    int max_ctas = 0;                  ///< see NcclOptions
     Milliseconds graph_limit{10'000};  ///< of the end, where a CUDA graph may hold calls
   };
 

@@ -41,9 +41,8 @@ using LaunchPtr = std::shared_ptr<Launch>;
 
 /// One stream per rank of this process. With one rank, posting launches; with several, a thread launches part i of all
 /// ranks that take part at once, when the last of them has posted its own: their threads may come in any order. Another
-/// thread
-/// looks at the oldest parts under way and at NCCL's asynchronous errors, and ends the clique when a part takes longer
-/// than the timeout: a host that waits for its device would wait for ever.
+/// thread looks at the oldest parts under way and at NCCL's asynchronous errors, and ends the clique when a part takes
+/// longer than the timeout: a host that waits for its device would wait for ever.
 /// Thread-safe; each rank's parts are posted by one thread at a time.
 class Launcher {
  public:

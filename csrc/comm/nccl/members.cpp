@@ -29,13 +29,16 @@ void check_arguments(int first_rank, int size, const std::vector<c10::Device>& d
     if (!control && options[0].check) {
       throw InvalidArgument("NcclOptions::check compares requests over NcclOptions::control; give a control group");
     }
-    if (control && (control->rank() != first_rank + i || control->size() != size || !control->device().is_cpu())) {
-      throw InvalidArgument("the control group of rank " + std::to_string(first_rank + i) + " of " +
-                            std::to_string(size) + " is a group on " + control->device().str() + ", seen from rank " +
-                            std::to_string(control->rank()) + " of " + std::to_string(control->size()) +
-                            "; give that rank's handle of a group on the host over the same ranks");
-    }
+    if (control) check_control(*control, first_rank + i, size);
   }
+}
+
+void check_control(const Communicator& control, int rank, int size) {
+  if (control.rank() == rank && control.size() == size && control.device().is_cpu()) return;
+  throw InvalidArgument("the control group of rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                        " is a group on " + control.device().str() + ", seen from rank " +
+                        std::to_string(control.rank()) + " of " + std::to_string(control.size()) +
+                        "; give that rank's handle of a group on the host over the same ranks");
 }
 
 void check_devices_differ(const DeviceApi& device, int first_rank, const std::vector<int>& devices,

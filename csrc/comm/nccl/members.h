@@ -14,6 +14,9 @@ namespace muster::comm::nccl {
 void check_arguments(int first_rank, int size, const std::vector<c10::Device>& devices,
                      const std::vector<NcclOptions>& options);
 
+/// Local. Throws InvalidArgument where `control` is no handle of this rank on the host.
+void check_control(const Communicator& control, int rank, int size);
+
 /// Collective over the control groups, where there are any. Throws InvalidArgument on every rank where two have the
 /// same GPU, with the remedy: what NCCL says of it has none, and comes late.
 void check_devices_differ(const DeviceApi& device, int first_rank, const std::vector<int>& devices,

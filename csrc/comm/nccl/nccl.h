@@ -26,9 +26,6 @@ struct NcclOptions {
   /// Operations go to communicators of NCCL's blocking kind, which launch them in the thread that calls; a thread of
   /// the group ends calls that take longer than `timeout`. False: NCCL makes a thread for every operation.
   bool blocking = true;
-  /// Blocks (CTAs) of the device that an operation uses at most; 0: as many as NCCL chooses. NCCL takes memory of the
-  /// device for each: 54 MB for 8 of them and 390 MB for what it chooses were measured on an H100.
-  int max_ctas = 0;
 };
 
 /// Whether this build has NCCL.
@@ -46,8 +43,9 @@ bool has_nccl() noexcept;
 /// - A view of memory from `allocate` lies at the same offset on all ranks of an operation, or on none.
 /// - all_gather waits on the host for the peers' shapes; its data are stream-ordered.
 /// - Scopes need NcclOptions::control. An operation in a scope waits on the host until its peers have issued theirs or
-///   ended the scope; where a rank is absent, those present exchange their tensors directly and add along the tree.
-///   begin_scope and end_scope cost what they cost in the control group: nothing on the device.
+///   ended the scope, unless all know what it is from an earlier scope that began alike: then the first operation and
+///   the end wait, barriers, gathers of any sizes, and where something queued leaves. Where a rank is absent, those
+///   present exchange their tensors directly and add along the tree.
 /// - In a capture barrier, and all_gather without a control group, are InvalidArgument. Graphs are reset before the
 ///   group's end: NCCL keeps a communicator while one holds operations of it.
 /// - After an error or an abort no operation of this process's ranks can be used.
@@ -56,11 +54,16 @@ CommunicatorPtr make_nccl(c10d::Store& store, int rank, int size, c10::Device de
 /// The same for a process with several ranks, `first_rank` and those after it, each on its own device; element i is the
 /// handle of rank `first_rank` + i, for a thread of its own. One thread launches each operation for all of them at once
 /// after all have issued it, so that no order of the ranks' threads can deadlock; Work::wait waits on the host for that
-/// launch. `options[i]` belongs to element i; timeout, arena_bytes, check, blocking and max_ctas are those of element
-/// 0. Not capturable. Ranks of one process that disagree get LayoutMismatch.
+/// launch. `options[i]` belongs to element i; timeout, arena_bytes, check and blocking are those of element 0. Not
+/// capturable. Ranks of one process that disagree get LayoutMismatch.
 std::vector<CommunicatorPtr> make_nccl(c10d::Store& store, int first_rank, int size,
                                        const std::vector<c10::Device>& devices,
                                        const std::vector<NcclOptions>& options);
+
+/// Another handle of the same rank in the same group, with memory and a device stream in common: operations of both are
+/// done in the order in which they are issued, which has to be the same on all ranks. `control` is as
+/// NcclOptions::control, used by this handle alone. For one thread at a time. `handle`: of a group of this header.
+CommunicatorPtr make_another(const CommunicatorPtr& handle, CommunicatorPtr control);
 
 /// A group whose ranks are threads of this process with tensors on CUDA devices, several of them perhaps on one device,
 /// which NCCL refuses; element r is the handle of rank r, on `devices[r]`. Throws NotBuilt where this build has no

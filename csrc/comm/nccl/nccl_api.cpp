@@ -30,23 +30,19 @@ cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream)
 ncclDataType_t type_of(DataType type) { return static_cast<ncclDataType_t>(type); }
 ncclRedOp_t nccl_op_of(Reduction reduction) { return static_cast<ncclRedOp_t>(reduction); }
 
-ncclConfig_t config_of(bool blocking, int max_ctas) {
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.blocking = blocking ? 1 : 0;
-  if (max_ctas > 0) config.maxCTAs = max_ctas;
-  return config;
-}
-
 Status start(Comm* comm, int size, const UniqueId& id, int rank, int max_ctas) {
   ncclUniqueId unique{};
   std::memcpy(&unique, id.data(), sizeof(unique));
-  ncclConfig_t config = config_of(/*blocking=*/false, max_ctas);
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  if (max_ctas > 0) config.maxCTAs = max_ctas;
   return ncclCommInitRankConfig(reinterpret_cast<ncclComm_t*>(comm), size, unique, rank, &config);
 }
 
 // The parent is not blocking: its async_error says when the child is there.
-Status split(Comm comm, int rank, Comm* child, int max_ctas) {
-  ncclConfig_t config = config_of(/*blocking=*/true, max_ctas);
+Status split(Comm comm, int rank, Comm* child) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 1;
   return ncclCommSplit(comm_of(comm), /*color=*/0, rank, reinterpret_cast<ncclComm_t*>(child), &config);
 }
 

@@ -1,19 +1,13 @@
 #include "comm/nccl/roll.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
 
 #include <algorithm>
-#include <cstring>
-#include <type_traits>
 
 namespace muster::comm::nccl {
 namespace {
-
-static_assert(sizeof(Request) % sizeof(int64_t) == 0 && std::is_trivially_copyable_v<Request>);
-constexpr int64_t kCardNumel = sizeof(Request) / sizeof(int64_t);
 
 at::Tensor combine(const at::Tensor& a, const at::Tensor& b, ReduceOp op) {
   if (!a.defined()) return b;
@@ -28,32 +22,9 @@ bool Roll::is_everyone() const noexcept {
   return std::all_of(requests_.begin(), requests_.end(), [](const auto& request) { return request.has_value(); });
 }
 
-std::string Roll::find_mismatch() const {
-  int first = -1;
-  for (int r = 0; r < static_cast<int>(requests_.size()); ++r) {
-    if (!is_present(r)) continue;
-    if (first < 0) first = r;
-    std::string mismatch = describe_mismatch(first, request_of(first), r, request_of(r));
-    if (!mismatch.empty()) return mismatch;
-  }
-  return {};
-}
-
 bool Roll::has_equal_sizes() const {
   return is_everyone() && std::all_of(requests_.begin(), requests_.end(),
                                       [&](const auto& request) { return request->numel == requests_[0]->numel; });
-}
-
-at::Tensor card_of(const Request& request) {
-  at::Tensor card = at::empty({kCardNumel}, at::kLong);
-  std::memcpy(card.mutable_data_ptr(), &request, sizeof(Request));
-  return card;
-}
-
-Request request_of(const at::Tensor& card) {
-  Request request;
-  std::memcpy(&request, card.const_data_ptr(), sizeof(Request));
-  return request;
 }
 
 at::Tensor reduce_along_tree(std::vector<at::Tensor> terms, ReduceOp op) {

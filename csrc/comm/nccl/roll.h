@@ -16,15 +16,13 @@ class Roll {
  public:
   Roll() = default;  ///< nobody was asked: everyone takes part
   explicit Roll(std::vector<std::optional<Request>> requests) : requests_(std::move(requests)) {}
+  /// Of `size` ranks that ask for the same.
+  Roll(const Request& request, int size) : requests_(static_cast<size_t>(size), request) {}
 
-  bool is_known() const noexcept { return !requests_.empty(); }
   bool is_everyone() const noexcept;
   bool is_present(int rank) const { return requests_.empty() || requests_[static_cast<size_t>(rank)].has_value(); }
   /// Of a rank that is present, in a roll that is known.
   Request request_of(int rank) const { return requests_[static_cast<size_t>(rank)].value_or(Request()); }
-
-  /// What two of those present disagree about, or an empty string.
-  std::string find_mismatch() const;
 
   /// Whether all ask for as many values, so that one all_gather serves.
   bool has_equal_sizes() const;
@@ -32,10 +30,6 @@ class Roll {
  private:
   std::vector<std::optional<Request>> requests_;
 };
-
-/// A request as a tensor on the host, and back.
-at::Tensor card_of(const Request& request);
-Request request_of(const at::Tensor& card);
 
 /// The reduction of the terms along the tree of the Communicator contract, over their indices; an undefined term is
 /// absent and its sibling passes unchanged. One term at least is defined. Runs on the current stream.

@@ -24,7 +24,7 @@ class SharedCommunicator final : public Communicator, public PeerMemory {
     return issue(broadcast_request(tensor, source, size()), tensor, true);
   }
 
-  Work all_gather(const at::Tensor& input) override {
+  Work all_gather(const at::Tensor& input, GatherSizes /*sizes*/) override {
     const at::Tensor contiguous = input.contiguous();
     return issue(all_gather_request(contiguous), contiguous, true);
   }
@@ -61,8 +61,11 @@ class SharedCommunicator final : public Communicator, public PeerMemory {
   bool has_ended() const noexcept override { return group_->has_ended(); }
   bool may_have_stores() const noexcept override { return group_->may_have_stores(); }
 
-  void begin_scope(uint64_t scope) override { group_->begin_scope(scope); }
-  void end_scope(ScopeEnd end, const std::string& reason) override { group_->end_scope(end, reason); }
+  void begin_scope(uint64_t scope, QueuedOperations* /*queue*/) override { group_->begin_scope(scope); }
+  Work end_scope(ScopeEnd end, const std::string& reason) override {
+    group_->end_scope(end, reason);
+    return Work();
+  }
   void abort(const std::string& reason) noexcept override { group_->abort(reason); }
 
  private:

@@ -161,7 +161,7 @@ COMMUNICATOR_TEST("runs of a tensor are reduced to those who own them") {
           at::Tensor in_scope = values(c.rank(), n, at::kFloat);
           c.all_reduce(in_scope, ReduceOp::sum, 0, Receivers::owners({{1, 0, n}}, c.rank())).wait();
           if (c.rank() == 1) MUSTER_CHECK(in_scope.equal(expected_over(3, n, at::kFloat, ReduceOp::sum)));
-          c.end_scope(ScopeEnd::finished);
+          c.end_scope(ScopeEnd::finished).wait();
         }) == "");
 }
 
@@ -384,7 +384,7 @@ COMMUNICATOR_TEST("absent ranks are skipped in sums and gathers") {
             const auto is_absent = [step](int rank) { return (step + static_cast<uint64_t>(rank)) % 4 < step % 3; };
             c.begin_scope(step);
             if (is_absent(c.rank())) {
-              c.end_scope(ScopeEnd::absent);
+              c.end_scope(ScopeEnd::absent).wait();
             } else {
               for (const int64_t n : {3L, 20'000L}) {
                 at::Tensor tensor = at::full({n}, 1 << c.rank(), at::kFloat);
@@ -400,7 +400,7 @@ COMMUNICATOR_TEST("absent ranks are skipped in sums and gathers") {
                   if (part.defined()) MUSTER_CHECK(part.size(0) == n + r && part.eq(r).all().item<bool>());
                 }
               }
-              c.end_scope(ScopeEnd::finished);
+              c.end_scope(ScopeEnd::finished).wait();
             }
             if (step % 5 == 0) {
               at::Tensor all = at::full({2'000}, 1.0F);
@@ -420,7 +420,7 @@ COMMUNICATOR_TEST("a failed rank: peers that wait for it get RemoteError with it
             c.all_reduce(tensor, ReduceOp::sum).wait();
             MUSTER_CHECK(tensor.eq(3).all().item<bool>());
             if (c.rank() == 1) {
-              c.end_scope(ScopeEnd::failed, "ValueError: no such class");
+              c.end_scope(ScopeEnd::failed, "ValueError: no such class").wait();
             } else {
               try {
                 c.all_reduce(tensor, ReduceOp::sum).wait();
@@ -428,7 +428,7 @@ COMMUNICATOR_TEST("a failed rank: peers that wait for it get RemoteError with it
               } catch (const RemoteError& error) {
                 MUSTER_CHECK(error.replica() == 1 && error.type() == "ValueError" && error.text() == "no such class");
               }
-              c.end_scope(ScopeEnd::failed, "because of rank 1");
+              c.end_scope(ScopeEnd::failed, "because of rank 1").wait();
             }
             at::Tensor all = at::full({3}, 2.0F);
             c.all_reduce(all, ReduceOp::sum).wait();
@@ -447,7 +447,7 @@ COMMUNICATOR_TEST(
                 message_of<LayoutMismatch>([&] { c.all_reduce(at::zeros({9'000}), ReduceOp::sum).wait(); });
             MUSTER_CHECK(contains(text, "rank 1"));
           }
-          c.end_scope(ScopeEnd::finished);
+          c.end_scope(ScopeEnd::finished).wait();
           at::Tensor all = at::full({3'000}, 2.0F);
           c.all_reduce(all, ReduceOp::sum).wait();
           MUSTER_CHECK(all.eq(4).all().item<bool>());
@@ -458,10 +458,10 @@ COMMUNICATOR_TEST("scopes that nobody communicates in cost no synchronisation up
   CHECK(TestType::run(2, [](Communicator& c) {
           for (uint64_t step = 0; step < 500; ++step) {
             c.begin_scope(step);
-            c.end_scope(step % 2 == 0 ? ScopeEnd::finished : ScopeEnd::absent);
+            c.end_scope(step % 2 == 0 ? ScopeEnd::finished : ScopeEnd::absent).wait();
           }
           c.barrier().wait();
-          message_of<InvalidArgument>([&] { c.end_scope(ScopeEnd::finished); });
+          message_of<InvalidArgument>([&] { c.end_scope(ScopeEnd::finished).wait(); });
         }) == "");
 }
 
@@ -560,7 +560,7 @@ TEST_CASE("a group of one", "[comm]") {
   c->reduce_scatter(output, tensor, ReduceOp::max).wait();
   CHECK(output.equal(tensor));
   c->begin_scope(0);
-  c->end_scope(ScopeEnd::finished);
+  c->end_scope(ScopeEnd::finished).wait();
   c->abort("enough");
   CHECK_THROWS_AS(c->barrier(), CommError);
 }

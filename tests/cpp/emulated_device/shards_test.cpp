@@ -72,7 +72,7 @@ class Worker {
       set_->open_micro_batch(last, /*fused=*/true, steps);
       if (last) set_->agree_on(steps);
       set_->open_window(0, 1);
-      set_->backward(0, loss(played, window), 1, /*overlaps=*/true);
+      set_->backward(0, loss(played, window), 1);
       if (const auto error = set_->end_micro_batch(0, /*failed=*/false)) std::rethrow_exception(error);
       if (last) set_->close_window(0, {}, /*stop_requested=*/false);
     }

@@ -35,13 +35,17 @@ class NotingCommunicator final : public comm::Communicator {
     return single_->all_reduce(tensor, op, tag, receivers);
   }
   comm::Work broadcast(const at::Tensor& tensor, int source) override { return single_->broadcast(tensor, source); }
-  comm::Work all_gather(const at::Tensor& input) override { return single_->all_gather(input); }
+  comm::Work all_gather(const at::Tensor& input, comm::GatherSizes /*sizes*/) override {
+    return single_->all_gather(input);
+  }
   comm::Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) override {
     return single_->reduce_scatter(output, input, op);
   }
   comm::Work barrier() override { return single_->barrier(); }
-  void begin_scope(uint64_t scope) override { single_->begin_scope(scope); }
-  void end_scope(comm::ScopeEnd end, const std::string& reason) override { single_->end_scope(end, reason); }
+  void begin_scope(uint64_t scope, comm::QueuedOperations* queue) override { single_->begin_scope(scope, queue); }
+  comm::Work end_scope(comm::ScopeEnd end, const std::string& reason) override {
+    return single_->end_scope(end, reason);
+  }
   void abort(const std::string& reason) noexcept override { single_->abort(reason); }
 
   std::vector<bool> were_alive;  ///< by allocation: whether the one before was still there

@@ -70,7 +70,8 @@ struct OwnersReplica {
         return gradient;
       });
     }
-    engine->begin({.overlaps = false, .to_owners = true});
+    engine->begin({.to_owners = true});
+    engine->queue().hold();
     {
       const GradientMemory::Scope memory(engine->memory());
       torch::autograd::backward({loss}, {at::ones({})});

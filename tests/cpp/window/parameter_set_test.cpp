@@ -23,7 +23,7 @@ struct Training {
   void micro_batch(const Loss& loss, bool last) {
     set.open_micro_batch(last, /*fused=*/true);
     set.open_window(0, 1);
-    set.backward(0, loss, 1, /*overlaps=*/true);
+    set.backward(0, loss, 1);
     REQUIRE(set.end_micro_batch(0, /*failed=*/false) == nullptr);
   }
   WindowSums end() {
@@ -86,9 +86,9 @@ TEST_CASE("losses and sets that nothing can be learned from are refused", "[wind
   auto& set = training.set;
   set.open_micro_batch(/*last=*/true, /*fused=*/true);
   set.open_window(0, 1);
-  CHECK_THROWS_AS(set.backward(0, Loss(training.a * 2), 1, true), InvalidArgument);
-  CHECK_THROWS_AS(set.backward(0, Loss(at::full({}, 1.0)), 1, true), InvalidArgument);
-  CHECK_THROWS_AS(set.backward(0, Loss(), 1, true), InvalidArgument);
+  CHECK_THROWS_AS(set.backward(0, Loss(training.a * 2), 1), InvalidArgument);
+  CHECK_THROWS_AS(set.backward(0, Loss(at::full({}, 1.0)), 1), InvalidArgument);
+  CHECK_THROWS_AS(set.backward(0, Loss(), 1), InvalidArgument);
   set.drop_window();
   CHECK_THROWS_AS(set.connect_servers(training.optimizer, {0, 1}, descent()), InvalidArgument);
   training.a.set_requires_grad(false);

@@ -147,7 +147,7 @@ class PlayedWorker {
     loss.metrics["gradient"] = at::scalar_tensor(part.gradient, at::kDouble);
     loss.reduction = part.reduction;
     buffer_.fill_(part.gradient);
-    set_->backward(0, loss, 1, /*overlaps=*/true);
+    set_->backward(0, loss, 1);
   }
 
   Topology topology_;

@@ -24,10 +24,8 @@ namespace {
 
 using namespace std::chrono_literals;
 
-std::vector<CommunicatorPtr> make(FakeNccl& fake, int ranks, Milliseconds timeout, bool blocking = true,
-                                  int max_ctas = 0) {
+std::vector<CommunicatorPtr> make(FakeNccl& fake, int ranks, Milliseconds timeout, bool blocking = true) {
   NcclOptions options;
-  options.max_ctas = max_ctas;
   options.timeout = timeout;
   options.blocking = blocking;
   const auto store = c10::make_intrusive<c10d::HashStore>();
@@ -62,9 +60,8 @@ TEST_CASE("a blocking group is split off, and its operations are launched when t
 TEST_CASE("what is only split takes little of a device's memory", "[nccl]") {
   FakeNccl fake;
   make(fake, 1, 30s, /*blocking=*/true);
-  make(fake, 1, 30s, /*blocking=*/true, /*max_ctas=*/4);
-  make(fake, 1, 30s, /*blocking=*/false, /*max_ctas=*/4);
-  CHECK(fake.max_ctas() == std::vector<int>{1, 0, 1, 4, 4});
+  make(fake, 1, 30s, /*blocking=*/false);
+  CHECK(fake.max_ctas() == std::vector<int>{1, 0});
 }
 
 TEST_CASE("ranks of one process reduce over blocking communicators, or others where NCCL has none", "[nccl]") {

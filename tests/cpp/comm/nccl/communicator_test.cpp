@@ -346,7 +346,7 @@ TEST_CASE("groups without a control group: gathers of any size, no scopes", "[nc
     }
     c.barrier().wait();
     MUSTER_CHECK(contains(message_of<InvalidArgument>([&] { c.begin_scope(0); }), "NcclOptions::control"));
-    message_of<InvalidArgument>([&] { c.end_scope(ScopeEnd::finished); });
+    message_of<InvalidArgument>([&] { c.end_scope(ScopeEnd::finished).wait(); });
     message_of<LayoutMismatch>([&] { c.all_gather(at::zeros({2}, c.rank() == 0 ? at::kInt : at::kLong)); });
   };
   CHECK(run_apart(fake, 3, 30s, body, false) == "");
@@ -405,7 +405,7 @@ TEST_CASE("broadcast and reduce_scatter among the ranks that are present", "[ncc
       const int absent = static_cast<int>(step);
       c.begin_scope(step);
       if (c.rank() == absent) {
-        c.end_scope(ScopeEnd::absent);
+        c.end_scope(ScopeEnd::absent).wait();
         continue;
       }
       at::Tensor tensor = at::full({7}, c.rank(), at::kInt);
@@ -418,7 +418,7 @@ TEST_CASE("broadcast and reduce_scatter among the ranks that are present", "[ncc
       c.reduce_scatter(part, at::full({6}, c.rank() + 1, at::kBFloat16), ReduceOp::sum).wait();
       MUSTER_CHECK(part.eq(6 - (absent + 1)).all().item<bool>());
       c.barrier().wait();
-      c.end_scope(ScopeEnd::finished);
+      c.end_scope(ScopeEnd::finished).wait();
     }
   };
   SECTION("in processes of their own") {
