@@ -56,7 +56,10 @@ std::string words_of(const std::exception_ptr& error) {
 class RollCall::EndWork final : public Work::Impl {
  public:
   explicit EndWork(RollCall& roll_call) : roll_call_(roll_call) {}
-  bool advance() override { return is_over_; }
+  bool advance() override {
+    if (is_over_) wait({});
+    return is_over_;
+  }
   void wait(Milliseconds /*timeout*/) override {
     if (!std::exchange(is_over_, true)) roll_call_.finish_scope();
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
@@ -244,12 +247,12 @@ void RollCall::learn() {
 Work RollCall::end_scope(ScopeEnd end, const std::string& reason) {
   if (scope_ == 0 || end_) throw InvalidArgument("end_scope without begin_scope; call begin_scope first");
   end_ = End{end, reason, {}, {}};
-  bool waits_later = end == ScopeEnd::finished && open_.record.lines.empty();
+  bool waits_later = false;
   try {
-    const bool has_all = open_.script && open_.record.lines.size() == open_.script->lines.size();
-    if (!clique_->has_failed()) waits_later |= issue_stand_ins();
+    if (!clique_->has_failed()) waits_later = issue_stand_ins();
     // A rank that failed after its last collective compares, too: its peers have missed nothing.
-    if (open_.script && (end == ScopeEnd::finished || has_all)) {
+    const bool has_all = open_.script && open_.record.lines.size() == open_.script->lines.size();
+    if (open_.script && open_.given_up.empty() && (end == ScopeEnd::finished || has_all)) {
       Card mine = card_of(Request());
       mine.ends = 1;
       mine.num_ready = open_.num_ready;
@@ -285,7 +288,10 @@ void RollCall::finish_scope() {
     control_->end_scope(ended->how, ended->reason).wait();
     return;
   }
-  control_->end_scope(ScopeEnd::failed, words_of(ended->error)).wait();
+  try {
+    control_->end_scope(ScopeEnd::failed, words_of(ended->error)).wait();
+  } catch (const Error&) {  // what comes next on the group throws it, too
+  }
   std::rethrow_exception(ended->error);
 }
 

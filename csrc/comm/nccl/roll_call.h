@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -64,10 +65,10 @@ class RollCall {
     std::shared_ptr<const Script> script;  // that all ranks follow; null once they do not
     size_t num_posted = 0;                 // of the record
     Roll roll;                             // of the last operation
-    int64_t num_leaving = 0;               // how many of what is queued have left once those behind it have
+    int64_t num_leaving = 0;               // how many of what is queued will have left behind it
     int64_t num_ready = 0;                 // when it was called
     int64_t num_issued = 0;                // of what is queued, behind it
-    std::string given_up;                  // an operation of the middle that was called and not issued
+    std::string given_up;                  // an operation that was called and not issued, in words
   };
   /// How it ends.
   struct End {

@@ -64,6 +64,21 @@ std::string run_scopes(FakeNccl& fake, bool together, const std::function<void(c
   });
 }
 
+nccl::UniqueId make_id(FakeNccl& fake) {
+  nccl::UniqueId id{};
+  fake.nccl().get_unique_id(&id);
+  return id;
+}
+
+/// Of a rank in a process of its own.
+std::shared_ptr<nccl::Clique> make_clique(FakeNccl& fake, const nccl::UniqueId& id, int rank) {
+  nccl::Clique::Options options;
+  options.first_rank = rank;
+  options.size = kRanks;
+  options.devices = {0};
+  return std::make_shared<nccl::Clique>(fake.nccl(), fake.device(), id, options);
+}
+
 int bit(const Communicator& c) { return 1 << c.rank(); }
 constexpr int kAll = (1 << kRanks) - 1;
 
@@ -445,19 +460,12 @@ TEST_CASE("a rank that ends a scope early stands in for what its peers may have 
           "[nccl]") {
   FakeNccl fake;
   const auto control = make_local(kRanks, 30s);
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  nccl::UniqueId id{};
-  fake.nccl().get_unique_id(&id);
+  const nccl::UniqueId id = make_id(fake);
   const size_t called = GENERATE(1, 2, 3, 5);
   const bool is_issued = GENERATE(false, true);
   CHECK(run_threads(kRanks, [&](int rank) {
-          nccl::Clique::Options options;
-          options.first_rank = rank;
-          options.size = kRanks;
-          options.devices = {0};
-          const auto clique = std::make_shared<nccl::Clique>(fake.nccl(), fake.device(), id, options);
           std::vector<int64_t> stand_ins;
-          nccl::RollCall roll_call(clique, control[static_cast<size_t>(rank)],
+          nccl::RollCall roll_call(make_clique(fake, id, rank), control[static_cast<size_t>(rank)],
                                    [&](const Request& request, const nccl::Roll& roll) {
                                      MUSTER_CHECK(roll.is_everyone());
                                      stand_ins.push_back(request.numel);
@@ -488,5 +496,36 @@ TEST_CASE("a rank that ends a scope early stands in for what its peers may have 
             expected.push_back(static_cast<int64_t>(i + 1));
           }
           MUSTER_CHECK(stand_ins == expected);
+        }) == "");
+}
+
+TEST_CASE("a step that goes on after it gave an operation up fails on all ranks", "[nccl]") {
+  FakeNccl fake;
+  const auto control = make_local(kRanks, 30s);
+  const nccl::UniqueId id = make_id(fake);
+  const int number_of_it = GENERATE(0, 2, 4);
+  CHECK(run_threads(kRanks, [&](int rank) {
+          int stand_ins = 0;
+          nccl::RollCall roll_call(make_clique(fake, id, rank), control[static_cast<size_t>(rank)],
+                                   [&](const Request&, const nccl::Roll&) { ++stand_ins; });
+          const auto run = [&](uint64_t number, int given_up) {
+            roll_call.begin_scope(number, nullptr);
+            for (int i = 0; i < 5; ++i) {
+              Request request = all_reduce_request(at::zeros({4}), ReduceOp::sum, 0);
+              roll_call.call(request);
+              if (i != given_up) roll_call.note_issued();
+            }
+            roll_call.end_scope(ScopeEnd::finished, "").wait();
+          };
+          for (uint64_t number = 0; number < 3; ++number) run(number, -1);
+          if (rank == 1) {
+            const std::string text = message_of<InvalidArgument>([&] { run(3, number_of_it); });
+            MUSTER_CHECK(contains(text, "went on after an error of all_reduce(sum) of 4 Float values"));
+            MUSTER_CHECK(stand_ins == 1);
+          } else {
+            MUSTER_CHECK(contains(message_of<RemoteError>([&] { run(3, -1); }), "went on after an error"));
+            MUSTER_CHECK(stand_ins == 0);
+          }
+          run(4, -1);
         }) == "");
 }
