@@ -94,7 +94,7 @@ class GradientEngine final : private comm::QueuedOperations {
   /// Local. Hooks every parameter. Throws InvalidArgument as FlatLayout does.
   GradientEngine(std::vector<NamedParameter> parameters, comm::CommunicatorPtr communicator,
                  const GradientEngineOptions& options);
-  ~GradientEngine();
+  ~GradientEngine() override;
   GradientEngine(const GradientEngine&) = delete;
   GradientEngine& operator=(const GradientEngine&) = delete;
 

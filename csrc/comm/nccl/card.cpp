@@ -55,10 +55,12 @@ Card card_in(const at::Tensor& tensor) {
 
 std::string find_mismatch(const Cards& cards) {
   for (size_t a = 0; a < cards.size(); ++a) {
-    if (!cards[a]) continue;
+    const auto& first = cards[a];
+    if (!first) continue;
     for (size_t b = a + 1; b < cards.size(); ++b) {
-      if (!cards[b]) continue;
-      std::string mismatch = mismatch_of(static_cast<int>(a), *cards[a], static_cast<int>(b), *cards[b]);
+      const auto& second = cards[b];
+      if (!second) continue;
+      std::string mismatch = mismatch_of(static_cast<int>(a), *first, static_cast<int>(b), *second);
       if (!mismatch.empty()) return mismatch;
     }
   }

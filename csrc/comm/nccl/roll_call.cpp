@@ -149,7 +149,7 @@ Roll RollCall::call_in_scope(const Request& request, GatherSizes sizes) {
   open_.num_ready = mine.num_ready;
   open_.num_leaving = 0;
   if (script && !is_first && !script->lines[lines.size()].meets) {
-    lines.push_back(std::move(line));
+    lines.push_back(line);
     open_.roll = Roll(request, control_->size());
     return open_.roll;
   }
@@ -164,7 +164,7 @@ Roll RollCall::call_in_scope(const Request& request, GatherSizes sizes) {
   open_.num_leaving = is_everyone ? least_ready(cards) : 0;
   line.meets |=
       open_.num_leaving > most_issued(cards) || (request.kind == OpKind::all_gather && !open_.roll.has_equal_sizes());
-  lines.push_back(std::move(line));
+  lines.push_back(line);
   return open_.roll;
 }
 
@@ -246,7 +246,9 @@ void RollCall::learn() {
 // the end, theirs that are queued may have left, and wait for this rank's: those leave before it waits for anybody.
 Work RollCall::end_scope(ScopeEnd end, const std::string& reason) {
   if (scope_ == 0 || end_) throw InvalidArgument("end_scope without begin_scope; call begin_scope first");
-  end_ = End{end, reason, {}, {}};
+  end_ = std::make_unique<End>();
+  end_->how = end;
+  end_->reason = reason;
   bool waits_later = false;
   try {
     if (!clique_->has_failed()) waits_later = issue_stand_ins();
@@ -258,6 +260,7 @@ Work RollCall::end_scope(ScopeEnd end, const std::string& reason) {
       mine.num_ready = open_.num_ready;
       mine.num_issued = open_.num_issued;
       end_->cards = post(mine);
+      end_->compares = true;
     }
   } catch (...) {
     end_->error = std::current_exception();
@@ -269,10 +272,10 @@ Work RollCall::end_scope(ScopeEnd end, const std::string& reason) {
 
 // Throws what makes the end of a rank that has finished its own part another, and what ended the group.
 void RollCall::finish_scope() {
-  auto& [how, reason, comparison, error] = *end_;
-  const bool has_finished = how == ScopeEnd::finished;
+  const bool has_finished = end_->how == ScopeEnd::finished;
+  std::exception_ptr error = end_->error;
   try {
-    if (!error && comparison) compare_ends(await(*comparison, "the end"));
+    if (!error && end_->compares) compare_ends(await(end_->cards, "the end"));
     if (!error && has_finished && !open_.given_up.empty()) {
       throw InvalidArgument("this step went on after an error of " + open_.given_up +
                             ", for which its peers got zeros; let errors of collectives end the step");
@@ -281,18 +284,19 @@ void RollCall::finish_scope() {
   } catch (...) {
     if (has_finished) error = std::current_exception();
   }
-  const auto ended = std::exchange(end_, std::nullopt);
+  const std::unique_ptr<End> ended = std::move(end_);
   scope_ = 0;
   open_ = Scope();
-  if (!ended->error) {
+  if (!error) {
     control_->end_scope(ended->how, ended->reason).wait();
     return;
   }
   try {
-    control_->end_scope(ScopeEnd::failed, words_of(ended->error)).wait();
-  } catch (const Error&) {  // what comes next on the group throws it, too
+    control_->end_scope(ScopeEnd::failed, words_of(error)).wait();
+  } catch (const Error&) {
+    std::rethrow_exception(error);  // the first; what comes next on the group throws the other
   }
-  std::rethrow_exception(ended->error);
+  std::rethrow_exception(error);
 }
 
 void RollCall::abort(const std::string& reason) noexcept {

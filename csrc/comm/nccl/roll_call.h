@@ -5,7 +5,6 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "comm/communicator.h"
@@ -74,7 +73,8 @@ class RollCall {
   struct End {
     ScopeEnd how = ScopeEnd::finished;
     std::string reason;
-    std::optional<Work> cards;  // of the ends, where they are compared
+    bool compares = false;
+    Work cards;  // of the ends, where it compares them
     std::exception_ptr error;
   };
   class EndWork;
@@ -96,7 +96,7 @@ class RollCall {
   const StandIn stand_in_;
   uint64_t scope_ = 0;  // 1 + id inside a scope
   Scope open_;
-  std::optional<End> end_;  // until it was waited for
+  std::unique_ptr<End> end_;  // until it was waited for
   Scripts scripts_;
 };
 
