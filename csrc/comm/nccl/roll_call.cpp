@@ -92,6 +92,16 @@ Card RollCall::card_of(const Request& request) const {
   return card;
 }
 
+// A group that takes no more cards has ended.
+Work RollCall::post(const Card& mine) {
+  try {
+    return control_->all_gather(to_tensor(mine), GatherSizes::equal);
+  } catch (...) {
+    clique_->fail(std::current_exception());
+    throw;
+  }
+}
+
 Cards RollCall::await(Work work, const std::string& what) {
   Cards cards;
   try {

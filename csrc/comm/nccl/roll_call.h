@@ -80,7 +80,7 @@ class RollCall {
   class EndWork;
 
   Card card_of(const Request& request) const;
-  Work post(const Card& mine) { return control_->all_gather(to_tensor(mine), GatherSizes::equal); }
+  Work post(const Card& mine);
   Cards await(Work work, const std::string& what);
   void check(const Cards& cards);
   Roll call_in_scope(const Request& request, GatherSizes sizes);
