@@ -159,7 +159,7 @@ void ReplicaCalls::give_up(int local_replica, ReplicaRun& outcome) {
   const auto reason = "replica " + std::to_string(session_.topology().first_replica + local_replica) +
                       " failed outside its step function with " + failure.type + ": " + failure.text;
   groups.gradients[r]->abort(reason);
-  groups.step[r]->abort(reason);
+  if (groups.step_shares_order) groups.step[r]->abort(reason);
   if (has_control) groups.control[r]->abort(reason);
 }
 
