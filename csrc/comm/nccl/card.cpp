@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace muster::comm::nccl {
@@ -24,19 +25,18 @@ std::string mismatch_of(int rank_a, const Card& a, int rank_b, const Card& b) {
   if (a.ends != b.ends || a.number != b.number) {
     return "ranks disagree: " + describe_place(rank_a, a) + ", " + describe_place(rank_b, b) + kRemedy;
   }
-  if (a.ends != 0) return {};
-  std::string mismatch = describe_mismatch(rank_a, a.request, rank_b, b.request);
-  // Nothing that was issued can be put behind what was not.
-  if (mismatch.empty() && (a.num_issued > b.num_ready || b.num_issued > a.num_ready)) {
-    const auto describe_queue = [](int rank, const Card& card) {
-      return describe_place(rank, card) + ", where " + std::to_string(card.num_issued) +
-             " buckets of gradients had left and " + std::to_string(card.num_ready) + " could have";
-    };
-    return "ranks disagree: " + describe_queue(rank_a, a) + "; " + describe_queue(rank_b, b) +
-           ". A collective that backward alone has, or that only some steps have there, must come at the same place of "
-           "backward on all ranks; call it in forward";
-  }
-  return mismatch;
+  return a.ends != 0 ? std::string() : describe_mismatch(rank_a, a.request, rank_b, b.request);
+}
+
+// Of ranks that ask for the same. Nothing that was issued can be put behind what was not.
+std::string queue_mismatch_of(int rank_a, const Card& a, int rank_b, const Card& b) {
+  const auto describe_queue = [](int rank, const Card& card) {
+    return describe_place(rank, card) + ", where " + std::to_string(card.num_issued) +
+           " buckets of gradients had left and " + std::to_string(card.num_ready) + " could have";
+  };
+  return "ranks disagree: " + describe_queue(rank_a, a) + "; " + describe_queue(rank_b, b) +
+         ". A collective that backward alone has, or that only some steps have there, must come at the same place of "
+         "backward on all ranks; call it in forward";
 }
 
 }  // namespace
@@ -53,18 +53,40 @@ Card card_in(const at::Tensor& tensor) {
   return card;
 }
 
+int64_t least_ready(const Cards& cards) {
+  int64_t least = INT64_MAX;
+  for (const auto& card : cards) least = card ? std::min(least, card->num_ready) : least;
+  return least;
+}
+
+int64_t most_issued(const Cards& cards) {
+  int64_t most = 0;
+  for (const auto& card : cards) most = card ? std::max(most, card->num_issued) : most;
+  return most;
+}
+
 std::string find_mismatch(const Cards& cards) {
-  for (size_t a = 0; a < cards.size(); ++a) {
-    const auto& first = cards[a];
-    if (!first) continue;
-    for (size_t b = a + 1; b < cards.size(); ++b) {
-      const auto& second = cards[b];
-      if (!second) continue;
-      std::string mismatch = mismatch_of(static_cast<int>(a), *first, static_cast<int>(b), *second);
-      if (!mismatch.empty()) return mismatch;
-    }
+  const auto rank_of = [&](const auto& wanted) {
+    const auto found =
+        std::find_if(cards.begin(), cards.end(), [&](const auto& card) { return card && wanted(*card); });
+    return static_cast<int>(found - cards.begin());
+  };
+  const auto at = [&](int rank) { return cards[static_cast<size_t>(rank)].value_or(Card()); };
+  const int first = rank_of([](const Card&) { return true; });
+  const int size = static_cast<int>(cards.size());
+  if (first == size) return {};
+  const Card own = at(first);
+  for (int r = first + 1; r < size; ++r) {
+    const auto& other = cards[static_cast<size_t>(r)];
+    std::string mismatch = other ? mismatch_of(first, own, r, *other) : std::string();
+    if (!mismatch.empty()) return mismatch;
   }
-  return {};
+  const int64_t issued = most_issued(cards);
+  const int64_t ready = least_ready(cards);
+  if (own.ends != 0 || issued <= ready) return {};
+  const auto [a, b] = std::minmax({rank_of([&](const Card& card) { return card.num_issued == issued; }),
+                                   rank_of([&](const Card& card) { return card.num_ready == ready; })});
+  return queue_mismatch_of(a, at(a), b, at(b));
 }
 
 }  // namespace muster::comm::nccl

@@ -31,6 +31,10 @@ Card card_in(const at::Tensor& tensor);
 /// By rank; nothing from a rank that sits the scope out.
 using Cards = std::vector<std::optional<Card>>;
 
+/// Of what is queued: how many each present rank has issued or could; how many one has issued.
+int64_t least_ready(const Cards& cards);
+int64_t most_issued(const Cards& cards);
+
 /// What two of the ranks disagree about, or an empty string. All find the same.
 std::string find_mismatch(const Cards& cards);
 

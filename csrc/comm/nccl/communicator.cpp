@@ -215,7 +215,7 @@ std::vector<at::Tensor> NcclCommunicator::swap(const at::Tensor& tensor, const R
 Work NcclCommunicator::all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag, const Receivers& receivers) {
   check_device(tensor);
   Request request = all_reduce_request(tensor, op, tag);
-  arithmetic_of(tensor.scalar_type(), op);
+  arithmetic_of(tensor.scalar_type(), op);  // throws before peers are asked
   const Roll roll = agree(request);
   return note_issued(issue_all_reduce(request, roll, tensor, receivers));
 }
@@ -324,7 +324,7 @@ Work NcclCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor
   check_device(input);
   check_device(output);
   Request request = reduce_scatter_request(output, input, op, size());
-  arithmetic_of(input.scalar_type(), op);
+  arithmetic_of(input.scalar_type(), op);  // throws before peers are asked
   const Roll roll = agree(request);
   return note_issued(issue_reduce_scatter(request, roll, output, input));
 }

@@ -21,19 +21,6 @@ Roll roll_of(const Cards& cards) {
   return Roll(std::move(requests));
 }
 
-// How many of what is queued all of them could have issued.
-int64_t least_ready(const Cards& cards) {
-  int64_t least = INT64_MAX;
-  for (const auto& card : cards) least = card ? std::min(least, card->num_ready) : least;
-  return least;
-}
-
-int64_t most_issued(const Cards& cards) {
-  int64_t most = 0;
-  for (const auto& card : cards) most = card ? std::max(most, card->num_issued) : most;
-  return most;
-}
-
 bool have_same_script(const Cards& cards) {
   return std::all_of(cards.begin(), cards.end(),
                      [&](const auto& card) { return card && card->script != 0 && card->script == cards[0]->script; });

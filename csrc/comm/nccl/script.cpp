@@ -43,21 +43,23 @@ Line line_of(const Request& request, GatherSizes sizes) {
   return line;
 }
 
-bool Script::begins_as(const Script& other) const noexcept {
-  return has_queue == other.has_queue && lines.front().asks_for(other.lines.front());
+bool Script::begins_as(bool queued, const Line& first) const noexcept {
+  return has_queue == queued && lines.front().asks_for(first);
 }
 
-std::shared_ptr<const Script> Scripts::find(bool has_queue, const Line& first) const {
-  const auto found = std::find_if(known_.begin(), known_.end(), [&](const Known& known) {
-    return known.was_repeated && known.script->has_queue == has_queue && known.script->lines.front().asks_for(first);
-  });
-  return found == known_.end() ? nullptr : found->script;
+std::deque<Scripts::Known>::iterator Scripts::place_of(bool has_queue, const Line& first) noexcept {
+  return std::find_if(known_.begin(), known_.end(),
+                      [&](const Known& known) { return known.script->begins_as(has_queue, first); });
+}
+
+std::shared_ptr<const Script> Scripts::find(bool has_queue, const Line& first) noexcept {
+  const auto found = place_of(has_queue, first);
+  return found != known_.end() && found->was_repeated ? found->script : nullptr;
 }
 
 // Where it meets may vary: queued operations are ready now here, now there.
 void Scripts::learn(Script script) {
-  const auto found =
-      std::find_if(known_.begin(), known_.end(), [&](const Known& known) { return known.script->begins_as(script); });
+  const auto found = place_of(script.has_queue, script.lines.front());
   bool was_repeated = false;
   if (found != known_.end()) {
     const auto& earlier = found->script->lines;
@@ -70,14 +72,14 @@ void Scripts::learn(Script script) {
   if (known_.size() > kMostScripts) known_.pop_back();
 }
 
-void Scripts::keep(const Script& script) {
-  const auto found =
-      std::find_if(known_.begin(), known_.end(), [&](const Known& known) { return known.script->begins_as(script); });
+void Scripts::keep(const Script& script) noexcept {
+  const auto found = place_of(script.has_queue, script.lines.front());
   if (found != known_.end()) std::rotate(known_.begin(), found, found + 1);
 }
 
-void Scripts::forget(const Script& script) {
-  std::erase_if(known_, [&](const Known& known) { return known.script->begins_as(script); });
+void Scripts::forget(const Script& script) noexcept {
+  const auto found = place_of(script.has_queue, script.lines.front());
+  if (found != known_.end()) known_.erase(found);
 }
 
 }  // namespace muster::comm::nccl

@@ -28,26 +28,27 @@ struct Script {
   std::vector<Line> lines;
   uint64_t digest = 0;  ///< once it was learned: not 0, and the same where scripts are
 
-  /// Whether both begin alike.
-  bool begins_as(const Script& other) const noexcept;
+  bool begins_as(bool queued, const Line& first) const noexcept;
 };
 
 /// The scripts of the last scopes, one for each beginning: a training step has another one than an evaluation.
 class Scripts {
  public:
   /// Null where the last two scopes that began so were not alike; where a program varies, it is not guessed at.
-  std::shared_ptr<const Script> find(bool has_queue, const Line& first) const;
+  std::shared_ptr<const Script> find(bool has_queue, const Line& first) noexcept;
   /// Takes the place of the one that began alike, or of the oldest.
   void learn(Script script);
   /// The script was followed: it outlives others.
-  void keep(const Script& script);
-  void forget(const Script& script);
+  void keep(const Script& script) noexcept;
+  void forget(const Script& script) noexcept;
 
  private:
   struct Known {
     std::shared_ptr<const Script> script;
     bool was_repeated = false;
   };
+  std::deque<Known>::iterator place_of(bool has_queue, const Line& first) noexcept;
+
   std::deque<Known> known_;  // latest first
 };
 

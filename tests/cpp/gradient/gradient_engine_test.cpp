@@ -12,6 +12,7 @@
 
 #include "core/replica_context.h"
 #include "cpp/catch.h"
+#include "support/passing_communicator.h"
 
 namespace muster {
 namespace {
@@ -20,40 +21,22 @@ constexpr int kStrategy = 0;  // its address is the identity of the strategy und
 constexpr auto kTimeout = comm::Milliseconds(20'000);
 
 /// A group of one that notes what is allocated in it, and whether what was allocated before is still there.
-class NotingCommunicator final : public comm::Communicator {
+class NotingCommunicator final : public testing::PassingCommunicator {
  public:
-  NotingCommunicator() : Communicator({}) {}
+  NotingCommunicator() : PassingCommunicator(comm::make_single()) {}
 
   at::Tensor allocate(int64_t numel, at::ScalarType dtype) override {
     were_alive.push_back(is_alive());
-    auto tensor = single_->allocate(numel, dtype);
+    auto tensor = PassingCommunicator::allocate(numel, dtype);
     last_ = tensor.storage().getWeakStorageImpl();
     return tensor;
   }
-  comm::Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag,
-                        const comm::Receivers& receivers) override {
-    return single_->all_reduce(tensor, op, tag, receivers);
-  }
-  comm::Work broadcast(const at::Tensor& tensor, int source) override { return single_->broadcast(tensor, source); }
-  comm::Work all_gather(const at::Tensor& input, comm::GatherSizes /*sizes*/) override {
-    return single_->all_gather(input);
-  }
-  comm::Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) override {
-    return single_->reduce_scatter(output, input, op);
-  }
-  comm::Work barrier() override { return single_->barrier(); }
-  void begin_scope(uint64_t scope, comm::QueuedOperations* queue) override { single_->begin_scope(scope, queue); }
-  comm::Work end_scope(comm::ScopeEnd end, const std::string& reason) override {
-    return single_->end_scope(end, reason);
-  }
-  void abort(const std::string& reason) noexcept override { single_->abort(reason); }
 
   std::vector<bool> were_alive;  ///< by allocation: whether the one before was still there
 
  private:
   bool is_alive() const { return last_ && !last_->expired(); }
 
-  const comm::CommunicatorPtr single_ = comm::make_single();
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> last_;
 };
 

@@ -11,9 +11,9 @@
 
 #include "comm/nccl/communicator.h"
 #include "cpp/catch.h"
-#include "support/counted_communicator.h"
 #include "support/eventually.h"
 #include "support/fake_nccl.h"
+#include "support/passing_communicator.h"
 #include "support/run_ranks.h"
 
 using namespace muster;

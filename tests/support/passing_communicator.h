@@ -1,4 +1,4 @@
-// A communicator that counts.
+// A communicator that passes on what is asked of it.
 #pragma once
 
 #include <atomic>
@@ -9,15 +9,12 @@
 
 namespace muster::testing {
 
-/// Passes on what is asked of it, and counts gathers.
-class CountedCommunicator final : public comm::Communicator {
+/// For tests that look at some of it.
+class PassingCommunicator : public comm::Communicator {
  public:
-  explicit CountedCommunicator(comm::CommunicatorPtr other)
+  explicit PassingCommunicator(comm::CommunicatorPtr other)
       : Communicator({.rank = other->rank(), .size = other->size(), .device = other->device()}),
         other_(std::move(other)) {}
-
-  /// Since the last call.
-  int take_gathers() { return gathers_.exchange(0); }
 
   at::Tensor allocate(int64_t numel, at::ScalarType dtype) override { return other_->allocate(numel, dtype); }
   comm::Work all_reduce(const at::Tensor& tensor, ReduceOp op, uint64_t tag,
@@ -26,7 +23,6 @@ class CountedCommunicator final : public comm::Communicator {
   }
   comm::Work broadcast(const at::Tensor& tensor, int source) override { return other_->broadcast(tensor, source); }
   comm::Work all_gather(const at::Tensor& input, comm::GatherSizes sizes) override {
-    ++gathers_;
     return other_->all_gather(input, sizes);
   }
   comm::Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) override {
@@ -41,6 +37,22 @@ class CountedCommunicator final : public comm::Communicator {
 
  private:
   const comm::CommunicatorPtr other_;
+};
+
+/// Counts gathers.
+class CountedCommunicator final : public PassingCommunicator {
+ public:
+  using PassingCommunicator::PassingCommunicator;
+
+  /// Since the last call.
+  int take_gathers() { return gathers_.exchange(0); }
+
+  comm::Work all_gather(const at::Tensor& input, comm::GatherSizes sizes) override {
+    ++gathers_;
+    return PassingCommunicator::all_gather(input, sizes);
+  }
+
+ private:
   std::atomic<int> gathers_ = 0;
 };
 
