@@ -1,6 +1,6 @@
-# The CUDA side: kernels/cuda/*.cu, comm/nccl/cuda_device.cpp and comm/nccl/nccl_api.cpp where MUSTER_CUDA can be
-# honoured, else the stubs kernels/no_cuda.cpp, comm/nccl/no_cuda_device.cpp and comm/nccl/no_nccl.cpp. Not installed: users of
-# muster need neither nvcc nor NCCL.
+# The CUDA side: kernels/cuda/*.cu, device/cuda_memory.cpp, comm/nccl/cuda_device.cpp and comm/nccl/nccl_api.cpp where
+# MUSTER_CUDA can be honoured, else the stubs kernels/no_cuda.cpp, device/no_cuda_memory.cpp, comm/nccl/no_cuda_device.cpp
+# and comm/nccl/no_nccl.cpp. Not installed: users of muster need neither nvcc nor NCCL.
 #
 # Needs find_package(MusterTorch) before. Sets MUSTER_HAS_CUDA and MUSTER_HAS_NCCL.
 
@@ -67,7 +67,7 @@ function(muster_add_cuda target)
     set_property(TARGET ${target} APPEND PROPERTY INSTALL_RPATH "$ORIGIN/../../nvidia/nccl/lib"
       "$ORIGIN/../../nvidia/cu${CUDAToolkit_VERSION_MAJOR}/lib")
     file(GLOB kernels CONFIGURE_DEPENDS csrc/kernels/cuda/*.cu)
-    list(FILTER sources EXCLUDE REGEX "/kernels/no_cuda\\.cpp$|/comm/nccl/no_cuda_device\\.cpp$")
+    list(FILTER sources EXCLUDE REGEX "/kernels/no_cuda\\.cpp$|/device/no_cuda_memory\\.cpp$|/comm/nccl/no_cuda_device\\.cpp$")
     target_link_libraries(${target} PRIVATE muster::torch_c10_cuda CUDA::cudart)
     # Objects of their own: no torch header, and none of the target's flags, reaches nvcc. Device code calls constexpr
     # functions of kernels.h.
@@ -83,7 +83,7 @@ function(muster_add_cuda target)
       list(APPEND sources $<TARGET_OBJECTS:${target}_cuda>)
     endif()
   else()
-    list(FILTER sources EXCLUDE REGEX "/comm/nccl/cuda_device\\.cpp$")
+    list(FILTER sources EXCLUDE REGEX "/comm/nccl/cuda_device\\.cpp$|/device/cuda_memory\\.cpp$")
   endif()
   if(MUSTER_HAS_NCCL)
     list(FILTER sources EXCLUDE REGEX "/comm/nccl/no_nccl\\.cpp$")

@@ -79,5 +79,7 @@ void bind_raw_workers_probe(pybind11::module_& m);
 void bind_kernels(pybind11::module_& m);
 /// Those that reduce and step in one launch, in the submodule that bind_kernels has made.
 void bind_reduce_steps(pybind11::module_& m);
+/// Memory of several devices, there too.
+void bind_peer_access(pybind11::module_& m);
 
 }  // namespace muster

@@ -24,4 +24,5 @@ PYBIND11_MODULE(_C, m) {
   muster::bind_raw_workers_probe(m);
   muster::bind_kernels(m);
   muster::bind_reduce_steps(m);
+  muster::bind_peer_access(m);
 }

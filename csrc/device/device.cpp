@@ -94,6 +94,13 @@ void order_streams(const c10::Stream& earlier, const c10::Stream& later) {
   event.block(later);
 }
 
+void order_devices(c10::Device earlier, c10::Device later) {
+  const auto streams = current_streams({earlier, later});
+  const auto& first = streams.front();
+  const auto& second = streams.back();
+  if (first && second) order_streams(*first, *second);
+}
+
 at::Tensor pinned_bytes(size_t bytes, c10::Device device) {
   return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte).pinned_memory(!device.is_cpu()));
 }

@@ -88,6 +88,8 @@ class TimedPoint {
 
 /// Makes `later` wait for what `earlier` holds so far.
 void order_streams(const c10::Stream& earlier, const c10::Stream& later);
+/// The same of the calling thread's current streams of two devices; nothing on the CPU.
+void order_devices(c10::Device earlier, c10::Device later);
 
 /// Host memory that copies to and from `device` need not wait for; uint8.
 at::Tensor pinned_bytes(size_t bytes, c10::Device device);

@@ -67,7 +67,8 @@ class DeviceTable {
   T* follow(const std::vector<T>& elements, c10::Device device) {
     if (!holds(elements)) {
       last_.clear();
-      if (!elements.empty()) bytes_.replace(elements.data(), elements.size() * sizeof(T), device);
+      const auto* const data = static_cast<const void*>(elements.data());
+      if (!elements.empty()) bytes_.replace(data, elements.size() * sizeof(T), device);
       last_ = elements;
     }
     bytes_.note_launch(device);

@@ -50,6 +50,9 @@ Status adam_step(const StepPlan&, const AdamGroup*, Stream) noexcept { return kN
 Status sgd_step(const StepPlan&, const SgdGroup*, Stream) noexcept { return kNotBuilt; }
 Status adagrad_step(const StepPlan&, const AdagradGroup*, Stream) noexcept { return kNotBuilt; }
 
+Status digest_copies(const CopySegment*, const Chunk*, uint32_t, Stream) noexcept { return kNotBuilt; }
+Status mend_copies(const CopySegment*, const Chunk*, uint32_t, Stream) noexcept { return kNotBuilt; }
+
 Status peer_reduce(const Peers&, DType, void* const*, size_t, Stream) noexcept { return kNotBuilt; }
 Status reduce_adam_step(const Peers&, const ReduceStep&, Stream) noexcept { return kNotBuilt; }
 Status reduce_sgd_step(const Peers&, const ReduceStep&, Stream) noexcept { return kNotBuilt; }

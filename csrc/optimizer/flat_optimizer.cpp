@@ -7,6 +7,7 @@
 #include "core/flat_layout.h"
 #include "core/plain_memory.h"
 #include "device/device.h"
+#include "device/kernel_status.h"
 #include "muster/error.h"
 
 namespace muster {
@@ -33,25 +34,34 @@ StepPlan::Counted::~Counted() {
 StepPlan::StepPlan(FlatOptimizer& optimizer, const DividedStep& divided, const FlatGroups& groups,
                    const kernels::StepScalars* scalars, bool keep)
     : optimizer_(optimizer),
+      divided_(divided),
       groups_(groups),
       scalars_(scalars),
       keep_(keep),
-      displacements_(divided.displacements),
       counted_(optimizer.state_, /*begun=*/optimizer.is_streamed()),
       segments_(divided.shares.size()) {
   optimizer.check_kind(groups);
   const at::NoGradGuard no_grad;
   const OnDevice on_device(optimizer.state_.device());
-  used_.assign(optimizer.is_streamed() ? optimizer.num_parameters() : 0, 0);
-  for (const size_t p : stepped_by(divided)) {
-    optimizer.state_.begin_step(p, optimizer.num_states_for(p, groups));
-    counted_.parameters.push_back(p);
-    if (!used_.empty()) used_[p] = 1;
-  }
-  for (const size_t p : counted_.parameters) add_segments(p, divided);
+  for (const size_t p : stepped_by(divided)) count(p);
+  for (const size_t p : counted_.parameters) add_segments(p);
+  if (!optimizer.is_streamed()) return;
+  const auto device = optimizer.state_.device();
+  std::vector<double> used(optimizer.num_parameters(), 0);
+  for (const size_t p : counted_.parameters) used[p] = 1;
+  const auto* const table = counted_.parameters.size() == used.size() ? nullptr : optimizer.used_.follow(used, device);
+  check_kernel(kernels::cuda::count_steps(optimizer.state_.counts().mutable_data_ptr<float>(), table, used.size(),
+                                          scalars, stream_handle(device)),
+               "counting steps");
+  if (optimizer.queues_.size() < segments_.size()) optimizer.queues_.resize(segments_.size());
 }
 
-void StepPlan::add_segments(size_t p, const DividedStep& divided) {
+void StepPlan::count(size_t p) {
+  optimizer_.state_.begin_step(p, optimizer_.num_states_for(p, groups_));
+  counted_.parameters.push_back(p);
+}
+
+void StepPlan::add_segments(size_t p) {
   const auto& entry = optimizer_.state_.entry(p);
   const auto& tensor = entry.parameter.tensor;
   void* memory = tensor.mutable_data_ptr();
@@ -60,23 +70,32 @@ void StepPlan::add_segments(size_t p, const DividedStep& divided) {
     memory = packed_.back().second.mutable_data_ptr();
   }
   if (entry.parameter.is_row_wise) {
-    segments_.front().add_rows(entry, divided.shares.front().gradients[p], groups_);
+    segments_.front().add_rows(entry, divided_.shares.front().gradients[p], groups_);
     return;
   }
   for (size_t s = 0; s < segments_.size(); ++s) {
-    const auto& share = divided.shares[s];
-    segments_[s].add(entry, share.runs[p], memory, share.gradients[p], groups_);
+    const auto& share = divided_.shares[s];
+    if (share.runs[p].count == 0) continue;
+    std::vector<void*> copies;
+    for (size_t other = 0; other < segments_.size() && !share.parameters.empty(); ++other) {
+      if (other != s) copies.push_back(divided_.shares[other].parameters[p].mutable_data_ptr());
+    }
+    void* const own = share.parameters.empty() ? memory : share.parameters[p].mutable_data_ptr();
+    segments_[s].add(entry, share.runs[p], own, share.gradients[p], groups_, copies);
   }
 }
 
 void StepPlan::run(size_t share) {
+  const auto& divided = divided_.shares[share];
   if (optimizer_.is_streamed()) {
-    const auto device = optimizer_.state_.device();
+    const auto device = divided.parameters.empty() ? optimizer_.state_.device() : divided.parameters.front().device();
     const OnDevice on_device(device);
-    optimizer_.queue_.enqueue(segments_[share], groups_, scalars_, keep_, optimizer_.state_.counts(), used_, device);
+    optimizer_.queues_[share].enqueue(segments_[share], groups_,
+                                      divided.scalars == nullptr ? scalars_ : divided.scalars, keep_, device);
     return;
   }
-  const kernels::StepCopies copies{displacements_.data(), static_cast<int>(displacements_.size())};
+  const auto& displacements = divided_.displacements;
+  const kernels::StepCopies copies{displacements.data(), static_cast<int>(displacements.size())};
   counted_.has_begun = true;
   segments_[share].run(groups_, *scalars_, keep_, copies);
 }
@@ -87,6 +106,10 @@ void StepPlan::finish() {
   for (auto& [p, values] : packed_) optimizer_.state_.entry(p).parameter.tensor.copy_(values);
   for (const size_t p : counted_.parameters) {
     optimizer_.state_.entry(p).parameter.tensor.unsafeGetTensorImpl()->bump_version();
+    for (size_t s = 1; s < divided_.shares.size(); ++s) {
+      const auto& others = divided_.shares[s].parameters;
+      if (!others.empty()) others[p].unsafeGetTensorImpl()->bump_version();
+    }
   }
 }
 
@@ -106,6 +129,12 @@ size_t FlatOptimizer::num_states_for(size_t p, const FlatGroups& groups) {
   }
   state_.follow(p);
   return states_needed(groups, parameter.group);
+}
+
+std::vector<size_t> FlatOptimizer::num_states_of(const std::vector<size_t>& parameters, const FlatGroups& groups) {
+  std::vector<size_t> num_states;
+  for (const size_t p : parameters) num_states.push_back(num_states_for(p, groups));
+  return num_states;
 }
 
 StepPlan FlatOptimizer::begin(const DividedStep& divided, const FlatGroups& groups, const kernels::StepScalars* scalars,
@@ -129,19 +158,27 @@ int64_t FlatOptimizer::common_bytes(const DividedStep& divided, const FlatGroups
   if (shard().size > 1) throw InvalidArgument("a sharded optimizer keeps its own part of the state; step() it");
   const at::NoGradGuard no_grad;
   const auto stepped = stepped_by(divided);
-  std::vector<size_t> num_states;
-  for (const size_t p : stepped) num_states.push_back(num_states_for(p, groups));
-  return state_.common_bytes(stepped, num_states);
+  const auto parts = state_.common_parts(stepped, num_states_of(stepped, groups), state_.runs_for(1));
+  return parts.empty() ? 0 : parts.front().bytes;
+}
+
+std::vector<DevicePart> FlatOptimizer::common_parts(const DividedStep& divided, const FlatGroups& groups,
+                                                    const std::vector<std::vector<Run>>& runs,
+                                                    const std::vector<c10::Device>& devices) {
+  const auto stepped = stepped_by(divided);
+  std::vector<DevicePart> parts;
+  for (const auto& part : state_.common_parts(stepped, num_states_of(stepped, groups), runs)) {
+    parts.push_back({devices[part.share], part.bytes});
+  }
+  return parts;
 }
 
 std::vector<at::Tensor> FlatOptimizer::share_state(const DividedStep& divided, const FlatGroups& groups,
                                                    const at::Tensor& memory) {
   const auto stepped = stepped_by(divided);
-  std::vector<size_t> num_states;
-  for (const size_t p : stepped) num_states.push_back(num_states_for(p, groups));
   std::vector<std::vector<Run>> runs;
   for (const auto& share : divided.shares) runs.push_back(share.runs);
-  return state_.move_to_common(stepped, num_states, memory, runs);
+  return state_.move_to_common(stepped, num_states_of(stepped, groups), memory, runs);
 }
 
 void FlatOptimizer::step_from_grad(const FlatGroups& groups) {
@@ -156,7 +193,7 @@ void FlatOptimizer::step_from_grad(const FlatGroups& groups) {
     const auto& gradient = entry.parameter.tensor.grad();
     if (!gradient.defined()) continue;
     state_.follow(p);
-    state_.leave_common(p);
+    if (!is_streamed()) state_.leave_common(p);  // other processes' memory; devices' is this one's alone
     const auto wide = in_plain_memory(gradient.to(accumulation_dtype(entry.dtype)));
     if (wide.is_sparse()) {
       gradients[p].sparse = wide.coalesce();
@@ -174,7 +211,7 @@ void FlatOptimizer::step_from_grad(const FlatGroups& groups) {
 void FlatOptimizer::gather_parameters(comm::Communicator& ranks, bool enqueues) {
   if (shard().size == 1) return;
   const at::NoGradGuard no_grad;
-  const auto all_runs = state_.runs_of_ranks();
+  const auto all_runs = state_.runs_for(shard().size);
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     std::vector<at::Tensor> memories;
     std::vector<std::vector<Run>> runs(all_runs.size());

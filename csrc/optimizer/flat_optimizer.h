@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "device/peer_access.h"
+#include "device/table.h"
 #include "kernels/kernels.h"
 #include "optimizer/flat_groups.h"
 #include "optimizer/optimizer_state.h"
@@ -22,6 +24,10 @@ namespace muster {
 struct StepShare {
   std::vector<FlatGradient> gradients;  ///< by parameter; all shares have gradients of the same parameters
   std::vector<Run> runs;                ///< by parameter; the runs of all processes' shares cover it once
+  /// Where devices with peer access divide the step: the parameters as this share's device has them, which all get what
+  /// is stepped of them, and what it steps by there. Else the optimizer's own.
+  std::vector<at::Tensor> parameters = {};
+  const kernels::StepScalars* scalars = nullptr;
 };
 
 /// A step that the replicas of one or several processes divide.
@@ -43,7 +49,7 @@ class StepPlan {
 
   size_t num_shares() const noexcept { return segments_.size(); }
   /// Steps one share. Shares may run at once, each on a thread; on CUDA it is enqueued on the calling thread's current
-  /// stream.
+  /// stream of the share's device, behind what begin enqueued on that of the optimizer's.
   void run(size_t share);
   /// After all shares have run: bumps the version counters of what was written.
   void finish();
@@ -65,16 +71,16 @@ class StepPlan {
     std::atomic<bool> has_begun;
   };
 
-  void add_segments(size_t parameter, const DividedStep& divided);
+  void count(size_t parameter);
+  void add_segments(size_t parameter);
 
   FlatOptimizer& optimizer_;
+  const DividedStep& divided_;
   const FlatGroups& groups_;
   const kernels::StepScalars* scalars_;
   const bool keep_;
-  const std::vector<ptrdiff_t> displacements_;
   Counted counted_;
   std::vector<StepSegments> segments_;                 // by share
-  std::vector<double> used_;                           // on a streamed device, 1 for each parameter that takes part
   std::vector<std::pair<size_t, at::Tensor>> packed_;  // parameters with gaps in their memory, and their values
 };
 
@@ -118,16 +124,21 @@ class FlatOptimizer {
   void step(std::vector<FlatGradient> gradients, const FlatGroups& groups, const kernels::StepScalars* scalars,
             bool keep);
 
-  /// Begins the same as shares, which the caller runs. The parameters are dense. Where processes divide the step every
-  /// one begins it, after share_state, so that state is whole on each though each element is stepped, and its parameter
-  /// stored everywhere, by its owner alone; rows of a row-wise parameter are stepped by every process. Parameters and
-  /// state are equal everywhere once all have run their shares. `groups` and what `scalars` point to outlive the plan.
+  /// Begins the same as shares, which the caller runs. The parameters are dense. Where processes or devices divide the
+  /// step every process begins it, after share_state, so that state is whole on each though each element is stepped,
+  /// and its parameter stored everywhere, by its owner alone; rows of a row-wise parameter are stepped by every
+  /// process. Parameters and state are equal everywhere once all have run their shares. `divided`, `groups` and what
+  /// `scalars` point to outlive the plan.
   StepPlan begin(const DividedStep& divided, const FlatGroups& groups, const kernels::StepScalars* scalars, bool keep);
 
-  /// Before a begin by which several processes divide a step: bytes of memory that all of them see (common memory)
-  /// which the state of the parameters that have a gradient needs; equal on all, 0 where it lies there already. Throws
-  /// InvalidArgument in a shard, and as step does for `groups`.
+  /// Before a begin by which several processes or devices divide a step: bytes of memory that all of them see (common
+  /// memory) which the state of the parameters that have a gradient needs; equal on all, 0 where it lies there already.
+  /// Throws InvalidArgument in a shard, and as step does for `groups`.
   int64_t common_bytes(const DividedStep& divided, const FlatGroups& groups);
+  /// Likewise, one part after the other with its owner: share r's on `devices[r]`, by `runs[r][parameter]`.
+  std::vector<DevicePart> common_parts(const DividedStep& divided, const FlatGroups& groups,
+                                       const std::vector<std::vector<Run>>& runs,
+                                       const std::vector<c10::Device>& devices);
   /// After common_bytes, moves that state to `memory`, zeros of as many bytes, each element's value from its owner.
   /// Returns the tensors that lie there from here on; moved elsewhere, as by give_own_memory, one is this process's
   /// alone again.
@@ -146,10 +157,13 @@ class FlatOptimizer {
 
   void check_kind(const FlatGroups& groups) const;
   size_t num_states_for(size_t parameter, const FlatGroups& groups);
+  std::vector<size_t> num_states_of(const std::vector<size_t>& parameters, const FlatGroups& groups);
 
   OptimizerState state_;
-  size_t algorithm_;                                 // index of FlatGroups
-  StepQueue queue_;                                  // where the device is streamed
+  size_t algorithm_;  // index of FlatGroups
+  // Where the device is streamed:
+  std::vector<StepQueue> queues_;                    // by share
+  DeviceTable<double> used_;                         // 1 for each parameter that takes part in a step
   DeviceTable<kernels::StepScalars> scalars_table_;  // of step_from_grad
 };
 

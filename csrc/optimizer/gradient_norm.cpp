@@ -47,6 +47,15 @@ void place_partials(std::vector<kernels::StatsSegment>& segments, double* next) 
   }
 }
 
+constexpr size_t kSumsBytes = kernels::cuda::kNormSums * sizeof(kernels::NormSum);
+
+void cut(std::vector<kernels::StatsSegment>& segments, const std::vector<Run>& runs) {
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const auto& run = runs[i];
+    segments[i] = kernels::piece_of(segments[i], static_cast<size_t>(run.begin), static_cast<size_t>(run.count));
+  }
+}
+
 }  // namespace
 
 void add_partials(const std::vector<at::Tensor>& sums, double norm_type, kernels::NormSum& sum) {
@@ -77,36 +86,65 @@ void take_norm(const std::vector<at::Tensor>& sums, const double* tail, const ke
   }
 }
 
+// Memory for the partials of their tiles; returns how many there are.
+size_t DeviceNorm::place(Segments& segments, c10::Device device) {
+  const size_t tiles = count_tiles(segments);
+  memory_.reserve(kSumsBytes + tiles * sizeof(double), device);
+  memory_.note_launch(device);
+  place_partials(segments, reinterpret_cast<double*>(static_cast<std::byte*>(memory_.data()) + kSumsBytes));
+  return tiles;
+}
+
+void DeviceNorm::launch_stats(DeviceSegments<kernels::StatsSegment>& table, const Segments& segments, double norm_type,
+                              c10::Device device) {
+  table.follow(segments, device);
+  check_kernel(
+      kernels::cuda::grad_stats(table.items(), table.chunks(), table.num_chunks(), norm_type, stream_handle(device)),
+      "the gradient's statistics");
+}
+
+void DeviceNorm::launch_end(size_t tiles, const kernels::WindowOptions& options, const Window& window,
+                            c10::Device device) {
+  auto* const sums = static_cast<kernels::NormSum*>(memory_.data());
+  const auto* const partials = reinterpret_cast<const double*>(static_cast<std::byte*>(memory_.data()) + kSumsBytes);
+  check_kernel(
+      kernels::cuda::finish_window(partials, tiles, sums, window.tail, nullptr, nullptr, 0, options, window.scalars,
+                                   window.scale, window.report, window.num_slots, stream_handle(device)),
+      "the end of a window");
+}
+
 void DeviceNorm::enqueue(const std::vector<at::Tensor>& gradients, c10::Device device,
                          const kernels::WindowOptions& options, const Window& window, const Divided* divided) {
-  namespace cuda = kernels::cuda;
+  tables_.resize(std::max<size_t>(tables_.size(), 1));
   auto segments = segments_of(gradients);
-  const size_t tiles = count_tiles(segments);
-  constexpr size_t kSumsBytes = cuda::kNormSums * sizeof(kernels::NormSum);
-  partials_.reserve(kSumsBytes + tiles * sizeof(double), device);
-  partials_.note_launch(device);
-  auto* const sums = static_cast<kernels::NormSum*>(partials_.data());
-  auto* const partials = reinterpret_cast<double*>(sums + cuda::kNormSums);
-  place_partials(segments, partials);
+  const size_t tiles = place(segments, device);
   at::Tensor of_all;  // partials: the sum of every rank's, which are zeros but for what counts there
   if (divided != nullptr) {
-    constexpr auto kWidth = static_cast<int64_t>(sizeof(double));
-    const auto bytes = static_cast<int64_t>(tiles) * kWidth;
-    of_all = partials_.tensor().narrow(0, static_cast<int64_t>(kSumsBytes), bytes).view(at::kDouble).zero_();
-    for (size_t i = 0; i < segments.size(); ++i) {
-      const auto& run = divided->runs[i];
-      segments[i] = kernels::piece_of(segments[i], static_cast<size_t>(run.begin), static_cast<size_t>(run.count));
-    }
+    const auto bytes = static_cast<int64_t>(tiles * sizeof(double));
+    of_all = memory_.tensor().narrow(0, static_cast<int64_t>(kSumsBytes), bytes).view(at::kDouble).zero_();
+    cut(segments, divided->runs);
   }
-  segments_.follow(segments, device);
-  auto* const stream = stream_handle(device);
-  check_kernel(
-      cuda::grad_stats(segments_.items(), segments_.chunks(), segments_.num_chunks(), options.norm_type, stream),
-      "the gradient's statistics");
+  launch_stats(tables_.front(), segments, options.norm_type, device);
   if (divided != nullptr) divided->ranks.all_reduce(of_all, ReduceOp::sum, tiles).wait();
-  check_kernel(cuda::finish_window(partials, tiles, sums, window.tail, nullptr, nullptr, 0, options, window.scalars,
-                                   window.scale, window.report, window.num_slots, stream),
-               "the end of a window");
+  launch_end(tiles, options, window, device);
+}
+
+// Each device writes the partials of its part where the first one adds them all up.
+void DeviceNorm::enqueue(const std::vector<Part>& parts, const kernels::WindowOptions& options, const Window& window) {
+  tables_.resize(std::max(tables_.size(), parts.size()));
+  const auto first = parts.front().device;
+  size_t tiles = 0;
+  for (const auto& part : parts) order_devices(first, part.device);  // the partials of the window before were read
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const auto& part = parts[i];
+    auto segments = segments_of(part.gradients);
+    tiles = place(segments, first);
+    cut(segments, part.runs);
+    const OnDevice on_device(part.device);
+    launch_stats(tables_[i], segments, options.norm_type, part.device);
+  }
+  for (const auto& part : parts) order_devices(part.device, first);
+  launch_end(tiles, options, window, first);
 }
 
 }  // namespace muster

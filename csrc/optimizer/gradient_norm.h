@@ -58,9 +58,27 @@ class DeviceNorm {
   void enqueue(const std::vector<at::Tensor>& gradients, c10::Device device, const kernels::WindowOptions& options,
                const Window& window, const Divided* divided = nullptr);
 
+  /// What counts of the gradients on one of several devices that have peer access; runs as Divided's.
+  struct Part {
+    c10::Device device;
+    std::vector<at::Tensor> gradients;
+    std::vector<Run> runs;
+  };
+
+  /// The same of gradients that several devices have parts of, so that every element counts on one. `window` is in the
+  /// memory of the first one, whose current stream is ordered behind the others'. A launch more for each of those.
+  void enqueue(const std::vector<Part>& parts, const kernels::WindowOptions& options, const Window& window);
+
  private:
-  DeviceSegments<kernels::StatsSegment> segments_;
-  GraphMemory partials_;
+  using Segments = std::vector<kernels::StatsSegment>;
+
+  size_t place(Segments& segments, c10::Device device);
+  void launch_stats(DeviceSegments<kernels::StatsSegment>& table, const Segments& segments, double norm_type,
+                    c10::Device device);
+  void launch_end(size_t tiles, const kernels::WindowOptions& options, const Window& window, c10::Device device);
+
+  std::vector<DeviceSegments<kernels::StatsSegment>> tables_;  // by device
+  GraphMemory memory_;  // sums of partials, then these, on the device where the window ends
 };
 
 }  // namespace muster

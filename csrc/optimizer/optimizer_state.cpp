@@ -272,11 +272,11 @@ void OptimizerState::check_sizes(const StateEntry& entry, const at::Tensor& whol
                         "; load the state that was saved with this model");
 }
 
-std::vector<std::vector<Run>> OptimizerState::runs_of_ranks() const {
+std::vector<std::vector<Run>> OptimizerState::runs_for(int ranks) const {
   std::vector<int64_t> numels;
   for (const auto& entry : entries_) numels.push_back(entry.parameter.tensor.numel());
   std::vector<std::vector<Run>> runs;
-  for (int r = 0; r < shard_.size; ++r) runs.push_back(runs_of(numels, {r, shard_.size}));
+  for (int r = 0; r < ranks; ++r) runs.push_back(runs_of(numels, {r, ranks}));
   return runs;
 }
 
@@ -291,7 +291,7 @@ at::Tensor OptimizerState::whole(size_t parameter, size_t which, comm::Communica
   const auto memory = elements_of(whole, {0, whole.numel()});
   if (own.defined()) memory.narrow(0, entry.run.begin, entry.run.count).copy_(own);
   std::vector<std::vector<Run>> runs;
-  for (const auto& of_rank : runs_of_ranks()) runs.push_back({of_rank[parameter]});
+  for (const auto& of_rank : runs_for(shard_.size)) runs.push_back({of_rank[parameter]});
   exchange_runs({memory}, runs, ranks);
   return whole;
 }
@@ -320,11 +320,26 @@ std::vector<OptimizerState::Move> OptimizerState::moves_to_common(const std::vec
   return moves;
 }
 
-int64_t OptimizerState::common_bytes(const std::vector<size_t>& parameters,
-                                     const std::vector<size_t>& num_states) const {
+std::vector<CommonPart> OptimizerState::common_parts(const std::vector<size_t>& parameters,
+                                                     const std::vector<size_t>& num_states,
+                                                     const std::vector<std::vector<Run>>& runs) const {
   int64_t bytes = 0;
-  moves_to_common(parameters, num_states, bytes);
-  return bytes;
+  const auto moves = moves_to_common(parameters, num_states, bytes);
+  std::vector<CommonPart> parts;
+  int64_t begin = 0;  // of the last part
+  for (const auto& [p, which, offset] : moves) {
+    const auto size = static_cast<int64_t>(c10::elementSize(accumulation_dtype(entries_[p].dtype)));
+    for (size_t share = 0; share < runs.size(); ++share) {
+      const auto& run = runs[share][p];
+      if (run.count == 0 || (!parts.empty() && parts.back().share == share)) continue;
+      const int64_t end = offset + run.begin * size;
+      if (!parts.empty()) parts.back().bytes = end - begin;
+      parts.push_back({share, 0});
+      begin = end;
+    }
+  }
+  if (!parts.empty()) parts.back().bytes = bytes - begin;
+  return parts;
 }
 
 std::vector<at::Tensor> OptimizerState::move_to_common(const std::vector<size_t>& parameters,
@@ -336,10 +351,11 @@ std::vector<at::Tensor> OptimizerState::move_to_common(const std::vector<size_t>
   for (const auto& [p, which, offset] : moves_to_common(parameters, num_states, bytes)) {
     auto& entry = entries_[p];
     const auto& tensor = entry.parameter.tensor;
-    // A storage of its own, so that whoever saves or copies one does not take all.
+    // A storage of its own, so that whoever saves or copies one does not take all. On the state's device to torch,
+    // though another one may have the memory.
     auto common = at::from_blob(
         memory.mutable_data_ptr<uint8_t>() + offset, tensor.sizes(), tensor.strides(), [memory](void*) {},
-        device_options(accumulation_dtype(entry.dtype)));
+        device_options(accumulation_dtype(entry.dtype)), device_);
     auto& own = entry.tensor(which);
     if (own.defined()) {
       for (const auto& of_share : runs) elements_of(common, of_share[p]).copy_(elements_of(own, of_share[p]));

@@ -36,7 +36,8 @@ struct StateEntry {
   at::Tensor master;      ///< fp32, of a low-precision parameter
   at::Tensor step;        ///< steps taken: 0-dim fp32, on the parameters' device
   size_t num_states = 0;  ///< equal on all ranks, also where this one owns nothing of them
-  /// Where all processes see states[s], and the master copy at kMaster; null where they do not. See is_common.
+  /// Where all processes or devices see states[s], and the master copy at kMaster; null where they do not. See
+  /// is_common.
   const void* common[kStates + 1] = {};
   bool started = false;    ///< took a step, or was given state
   bool was_given = false;  ///< state, or its end, since workers last agreed on it
@@ -52,6 +53,12 @@ struct StateEntry {
   }
   /// tensor(which) as the next step begins with it, to be kept elsewhere; see current_master.
   at::Tensor current(size_t which) const;
+};
+
+/// So many bytes of memory that all processes or devices see, of which one share of a step owns the most.
+struct CommonPart {
+  size_t share;
+  int64_t bytes;
 };
 
 /// Whether a parameter of this dtype is of low precision (bf16, fp16), and so has a master copy.
@@ -115,8 +122,8 @@ class OptimizerState {
   /// no rank has one.
   at::Tensor whole(size_t parameter, size_t which, comm::Communicator& ranks) const;
 
-  /// Elements of every parameter that each rank of the shards owns; [rank][parameter].
-  std::vector<std::vector<Run>> runs_of_ranks() const;
+  /// Elements of every parameter that each of so many ranks owns, where they have a shard each; [rank][parameter].
+  std::vector<std::vector<Run>> runs_for(int ranks) const;
 
   /// Parameters that took their first step, or got more state, since the last call.
   std::vector<size_t> take_started();
@@ -130,9 +137,11 @@ class OptimizerState {
   /// Undoes begin_step: nothing was stepped.
   void take_back_step(size_t parameter);
 
-  /// Bytes of memory that all processes see which `parameters`, having `num_states` tensors each, need for the state
-  /// that is not there yet. Row-wise state and that of parameters without elements stays where it is.
-  int64_t common_bytes(const std::vector<size_t>& parameters, const std::vector<size_t>& num_states) const;
+  /// The memory that all processes or devices see which `parameters`, having `num_states` tensors each, need for the
+  /// state that is not there yet: part after part, with whose it is by `runs[share][parameter]`, which cover every
+  /// parameter once. Row-wise state and that of parameters without elements stays where it is.
+  std::vector<CommonPart> common_parts(const std::vector<size_t>& parameters, const std::vector<size_t>& num_states,
+                                       const std::vector<std::vector<Run>>& runs) const;
   /// Moves that state to `memory`, zeros of as many bytes: of `runs[share][parameter]` the values, elsewhere other
   /// processes' come. Returns the tensors that lie there from here on.
   std::vector<at::Tensor> move_to_common(const std::vector<size_t>& parameters, const std::vector<size_t>& num_states,

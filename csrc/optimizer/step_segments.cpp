@@ -43,10 +43,10 @@ void StepSegments::for_each_row(const at::Tensor& gradient, const F& function) {
 }
 
 // `gradient` points to the run's first element.
-void StepSegments::add_run(const StateEntry& entry, const Run& run, void* parameter, void* gradient) {
+void StepSegments::add_run(const StateEntry& entry, const Run& run, const Place& parameter, void* gradient) {
   const auto size = static_cast<int64_t>(entry.parameter.tensor.element_size());
   const int64_t offset = run.begin - entry.run.begin;
-  void* own = static_cast<std::byte*>(parameter) + run.begin * size;
+  void* own = static_cast<std::byte*>(parameter.own) + run.begin * size;
   kernels::StepSegment segment{};
   segment.gradient = gradient;
   segment.parameter = entry.master.defined() ? at_element(entry.master, offset) : own;
@@ -58,15 +58,18 @@ void StepSegments::add_run(const StateEntry& entry, const Run& run, void* parame
   segment.step = &entry.count();
   segment.n = static_cast<size_t>(run.count);
   segment.group = entry.parameter.group;
-  (accumulation_dtype(entry.dtype) == at::kDouble ? doubles_ : singles_).push_back(segment);
+  auto& kind = accumulation_dtype(entry.dtype) == at::kDouble ? doubles_ : singles_;
+  kind.segments.push_back(segment);
+  for (void* copy : parameter.copies) kind.copies.push_back(static_cast<std::byte*>(copy) + run.begin * size);
 }
 
-void StepSegments::add_dense(const StateEntry& entry, const Run& run, void* parameter, const at::Tensor& gradient) {
-  if (run.count == 0) return;
+void StepSegments::add_dense(const StateEntry& entry, const Run& run, const Place& parameter,
+                             const at::Tensor& gradient) {
   add_run(entry, run, parameter, at_element(gradient, run.begin));
 }
 
-void StepSegments::add_sparse(const StateEntry& entry, const Run& run, void* parameter, const at::Tensor& gradient) {
+void StepSegments::add_sparse(const StateEntry& entry, const Run& run, const Place& parameter,
+                              const at::Tensor& gradient) {
   for_each_row(gradient, [&](int64_t number, const at::Tensor& values, int64_t first, int64_t width) {
     const int64_t row = number * width;
     const int64_t begin = std::max(row, run.begin);
@@ -96,13 +99,15 @@ void StepSegments::add_rows(const StateEntry& entry, const FlatGradient& gradien
 }
 
 void StepSegments::add(const StateEntry& entry, const Run& run, void* parameter, const FlatGradient& gradient,
-                       const FlatGroups& groups) {
-  if (!gradient.sparse.defined()) return add_dense(entry, run, parameter, gradient.dense);
+                       const FlatGroups& groups, const std::vector<void*>& copies) {
+  if (run.count == 0) return;
+  const Place place{parameter, copies};
+  if (!gradient.sparse.defined()) return add_dense(entry, run, place, gradient.dense);
   const bool by_row = entry.parameter.tensor.is_contiguous() && !moves_all_rows(groups, entry.parameter.group);
-  if (by_row) return add_sparse(entry, run, parameter, gradient.sparse);
+  if (by_row) return add_sparse(entry, run, place, gradient.sparse);
   const auto dense = dense_of(entry, gradient.sparse);
   kept_.push_back(dense);
-  add_dense(entry, run, parameter, dense);
+  add_dense(entry, run, place, dense);
 }
 
 void StepSegments::run(const FlatGroups& groups, const kernels::StepScalars& scalars, bool keep,
@@ -120,8 +125,8 @@ void StepSegments::run(const FlatGroups& groups, const kernels::StepScalars& sca
   };
   const Context singles{kernels::DType::f32, groups, scalars, keep, copies};
   const Context doubles{kernels::DType::f64, groups, scalars, keep, copies};
-  parallel_step(singles.dtype, singles_, step, &singles);
-  parallel_step(doubles.dtype, doubles_, step, &doubles);
+  parallel_step(singles.dtype, singles_.segments, step, &singles);
+  parallel_step(doubles.dtype, doubles_.segments, step, &doubles);
   if (rows_.empty()) return;
   struct RowContext {
     const kernels::RowwiseAdagradGroup* groups;
@@ -140,29 +145,26 @@ void StepSegments::run(const FlatGroups& groups, const kernels::StepScalars& sca
 }
 
 void StepQueue::enqueue(const StepSegments& segments, const FlatGroups& groups, const kernels::StepScalars* scalars,
-                        bool keep, const at::Tensor& counts, const std::vector<double>& used, c10::Device device) {
-  namespace cuda = kernels::cuda;
-  auto* const stream = stream_handle(device);
-  const bool all_used = std::all_of(used.begin(), used.end(), [](double one) { return one > 0; });
-  check_kernel(cuda::count_steps(counts.mutable_data_ptr<float>(),
-                                 all_used ? nullptr : used_table_.follow(used, device), used.size(), scalars, stream),
-               "counting steps");
+                        bool keep, c10::Device device) {
   groups_.follow(groups, device);
-  const auto launch = [&](kernels::DType dtype, const std::vector<kernels::StepSegment>& host,
-                          DeviceSegments<kernels::StepSegment>& tables) {
-    if (host.empty()) return;
-    tables.follow(host, device);
-    cuda::StepPlan plan{};
-    plan.dtype = dtype;
-    plan.segments = tables.items();
-    plan.chunks = tables.chunks();
-    plan.num_chunks = tables.num_chunks();
-    plan.scalars = scalars;
-    plan.keep_gradient = keep;
-    check_kernel(groups_.step(plan, stream), "an optimizer step");
-  };
-  launch(kernels::DType::f32, segments.singles(), singles_);
-  launch(kernels::DType::f64, segments.doubles(), doubles_);
+  launch(kernels::DType::f32, segments.singles(), singles_, scalars, keep, device);
+  launch(kernels::DType::f64, segments.doubles(), doubles_, scalars, keep, device);
+}
+
+void StepQueue::launch(kernels::DType dtype, const StepSegments::Kind& host, Tables& tables,
+                       const kernels::StepScalars* scalars, bool keep, c10::Device device) {
+  if (host.segments.empty()) return;
+  tables.segments.follow(host.segments, device);
+  kernels::cuda::StepPlan plan{};
+  plan.dtype = dtype;
+  plan.segments = tables.segments.items();
+  plan.chunks = tables.segments.chunks();
+  plan.num_chunks = tables.segments.num_chunks();
+  plan.scalars = scalars;
+  plan.keep_gradient = keep;
+  plan.copies = tables.copies.follow(host.copies, device);
+  plan.num_copies = static_cast<uint32_t>(host.copies.size() / host.segments.size());
+  check_kernel(groups_.step(plan, stream_handle(device)), "an optimizer step");
 }
 
 }  // namespace muster

@@ -26,9 +26,10 @@ struct FlatGradient {
 class StepSegments {
  public:
   /// Adds `run`, of which this shard owns all, of a parameter whose elements lie in memory order at `parameter`. Sparse
-  /// rows are segments of their own, unless the step moves every row: the gradient is made dense then.
+  /// rows are segments of their own, unless the step moves every row: the gradient is made dense then. `copies`: where
+  /// the parameter's elements lie on other devices, which get what is stepped; as many for all parameters.
   void add(const StateEntry& entry, const Run& run, void* parameter, const FlatGradient& gradient,
-           const FlatGroups& groups);
+           const FlatGroups& groups, const std::vector<void*>& copies = {});
   /// Adds the rows of a row-wise parameter's gradient, with one element of state each; they are not cut into runs.
   /// Throws InvalidArgument for a dense gradient.
   void add_rows(const StateEntry& entry, const FlatGradient& gradient, const FlatGroups& groups);
@@ -37,18 +38,29 @@ class StepSegments {
   void run(const FlatGroups& groups, const kernels::StepScalars& scalars, bool keep,
            const kernels::StepCopies& copies) const;
 
-  const std::vector<kernels::StepSegment>& singles() const noexcept { return singles_; }
-  const std::vector<kernels::StepSegment>& doubles() const noexcept { return doubles_; }
+  /// Segments of one accumulation dtype.
+  struct Kind {
+    std::vector<kernels::StepSegment> segments;
+    std::vector<void*> copies;  ///< of each segment, as many for all
+  };
+  const Kind& singles() const noexcept { return singles_; }
+  const Kind& doubles() const noexcept { return doubles_; }
 
  private:
-  void add_run(const StateEntry& entry, const Run& run, void* parameter, void* gradient);
-  void add_dense(const StateEntry& entry, const Run& run, void* parameter, const at::Tensor& gradient);
-  void add_sparse(const StateEntry& entry, const Run& run, void* parameter, const at::Tensor& gradient);
+  /// Where a parameter's elements lie.
+  struct Place {
+    void* own;
+    const std::vector<void*>& copies;
+  };
+
+  void add_run(const StateEntry& entry, const Run& run, const Place& parameter, void* gradient);
+  void add_dense(const StateEntry& entry, const Run& run, const Place& parameter, const at::Tensor& gradient);
+  void add_sparse(const StateEntry& entry, const Run& run, const Place& parameter, const at::Tensor& gradient);
   template <class F>
   void for_each_row(const at::Tensor& gradient, const F& function);
 
-  std::vector<kernels::StepSegment> singles_;
-  std::vector<kernels::StepSegment> doubles_;
+  Kind singles_;
+  Kind doubles_;
   std::vector<kernels::StepSegment> rows_;  // their groups are numbers in row_groups_
   std::vector<kernels::RowwiseAdagradGroup> row_groups_;
   std::vector<at::Tensor> kept_;  // tensors that segments point into and nobody else holds
@@ -58,16 +70,22 @@ class StepSegments {
 /// steps.
 class StepQueue {
  public:
-  /// Counts the step of the parameters that `used` names by 1 in `counts` and enqueues it on the current stream of
-  /// `device`; `scalars` are in the device's memory.
+  /// Enqueues a step on the current stream of `device`; `scalars` are in the device's memory.
   void enqueue(const StepSegments& segments, const FlatGroups& groups, const kernels::StepScalars* scalars, bool keep,
-               const at::Tensor& counts, const std::vector<double>& used, c10::Device device);
+               c10::Device device);
 
  private:
-  DeviceTable<double> used_table_;
+  struct Tables {
+    DeviceSegments<kernels::StepSegment> segments;
+    DeviceTable<void*> copies;
+  };
+
+  void launch(kernels::DType dtype, const StepSegments::Kind& host, Tables& tables, const kernels::StepScalars* scalars,
+              bool keep, c10::Device device);
+
   DeviceGroups groups_;
-  DeviceSegments<kernels::StepSegment> singles_;
-  DeviceSegments<kernels::StepSegment> doubles_;
+  Tables singles_;
+  Tables doubles_;
 };
 
 }  // namespace muster

@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "core/heap.h"
+#include "window/device_shares.h"
 
 namespace muster {
 
@@ -81,9 +82,10 @@ std::string explain(Session& session, const std::string& name) {
     out << "all step from .grad";
   } else {
     out << "AdamW, Adam, SGD and Adagrad step in one pass, "
-        << (options.shard_optimizer   ? "each worker its shard of the state, and gather the parameters"
-            : session.divides_steps() ? "each replica what it owns, into the memory of all"
-                                      : "on every worker")
+        << (devices_divide(topology, options) ? "each device its shard of the state, and store the parameters to all"
+            : options.shard_optimizer         ? "each worker its shard of the state, and gather the parameters"
+            : session.divides_steps()         ? "each replica what it owns, into the memory of all"
+                                              : "on every worker")
         << "; others from .grad";
   }
   out << '\n';

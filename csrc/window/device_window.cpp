@@ -55,6 +55,7 @@ void DeviceScale::set(const kernels::LossScaleState& state) {
 
 DeviceWindow::DeviceWindow(const WindowContext& context) : context_(context), scale_(context.options, scalars_) {
   const auto& devices = context.topology.devices;
+  if (devices_divide(context.topology, context.options)) shares_.emplace(context);
   for (size_t r = 0; r < devices.size(); ++r) {
     const auto device = devices[r];
     // Replicas on one device share what kernels read there.
@@ -188,11 +189,13 @@ void DeviceWindow::enqueue_norm(const Tail& tail, const at::Tensor& numbers, dou
     options.backoff = rule->backoff;
     options.interval = rule->interval;
   }
+  const DeviceNorm::Window window{numbers.const_data_ptr<double>(), scalars_.front()->scalars(), scale,
+                                  static_cast<kernels::WindowReport*>(report.memory.mutable_data_ptr()),
+                                  DeviceNumbers::kSlots};
+  if (shares_ && context_.sums.shards()) return norm_.enqueue(shares_->parts(tail), options, window);
   std::optional<DeviceNorm::Divided> divided;
   if (context_.sums.shards()) divided.emplace(context_.sums.runs_in_shard(tail), *context_.groups.gradients.front());
-  norm_.enqueue(context_.sums.dense(tail), replicas_.front().numbers->device(), options,
-                {numbers.const_data_ptr<double>(), scalars_.front()->scalars(), scale,
-                 static_cast<kernels::WindowReport*>(report.memory.mutable_data_ptr()), DeviceNumbers::kSlots},
+  norm_.enqueue(context_.sums.dense(tail), replicas_.front().numbers->device(), options, window,
                 divided ? &*divided : nullptr);
 }
 
@@ -229,6 +232,7 @@ void DeviceWindow::leave_clipped_means(const Tail& tail, WindowSums& sums) {
 void DeviceWindow::finish(const Tail& tail, bool fused, WindowSums& sums) {
   if (sums.ends_unchanged()) return;
   has_unit_ = true;
+  is_mended_ = false;
   const auto& options = context_.options;
   const auto& first = *replicas_.front().numbers;
   const OnDevice scope(first.device());
@@ -277,12 +281,31 @@ kernels::StepScalars* DeviceWindow::leave_means(const Tail& tail, const std::fun
 
 void DeviceWindow::update(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters,
                           const FlatGroups& groups, const OnReplicas& /*on_replicas*/) {
+  if (step_in_shares(tail, optimizer, parameters, groups)) {
+    for (const int p : parameters) context_.registry.note_agreed(static_cast<size_t>(p));
+    return;
+  }
   const auto means = context_.sums.gradients_of(tail, parameters, 0);
   optimizer.step(means, groups, scalars_.front()->scalars(), context_.options.keep_gradients);
   const bool one_each = context_.topology.has_one_replica_each();
   optimizer.gather_parameters(one_each ? *context_.groups.gradients.front() : *context_.groups.workers, one_each);
   for (const int p : parameters) context_.registry.note_agreed(static_cast<size_t>(p));
   if (context_.options.keep_gradients) context_.sums.show(means, parameters);
+}
+
+// False where the first device is to step.
+bool DeviceWindow::step_in_shares(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters,
+                                  const FlatGroups& groups) {
+  if (!shares_ || !context_.sums.shards()) return false;
+  if (!std::exchange(is_mended_, true)) shares_->mend();
+  if (!shares_->can_step(parameters)) {
+    context_.sums.make_whole();
+    return false;
+  }
+  std::vector<const kernels::StepScalars*> scalars;
+  for (const auto& of_replica : scalars_) scalars.push_back(of_replica->scalars());
+  shares_->step(optimizer, tail, parameters, groups, scalars);
+  return true;
 }
 
 WindowSums DeviceWindow::so_far() const {

@@ -13,6 +13,7 @@
 #include "window/closing.h"
 #include "window/device_buffers.h"
 #include "window/device_numbers.h"
+#include "window/device_shares.h"
 #include "window/window.h"
 #include "window/window_context.h"
 
@@ -63,10 +64,14 @@ class DeviceWindow : public Window {
   void enqueue_norm(const Tail& tail, const at::Tensor& numbers, double loss_scale, kernels::LossScaleState* scale,
                     const DeviceReport& report);
   void enqueue_means(const Tail& tail, bool clips);
+  bool step_in_shares(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters,
+                      const FlatGroups& groups);
   void leave_clipped_means(const Tail& tail, WindowSums& sums);
   StepResult sums_so_far() const;
 
   WindowContext context_;
+  std::optional<DeviceShares> shares_;                   // where devices divide steps
+  bool is_mended_ = false;                               // since the window's end
   std::vector<std::shared_ptr<DeviceScalars>> scalars_;  // by local replica
   DeviceScale scale_;
   std::vector<Replica> replicas_;

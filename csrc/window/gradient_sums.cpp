@@ -113,19 +113,23 @@ std::vector<at::Tensor> GradientSums::used(const Tail& tail) const {
   return sums;
 }
 
-std::vector<at::Tensor> GradientSums::dense(const Tail& tail) const {
-  auto sums = used(tail);
-  for (auto& sum : sums) sum = dense_values(sum);
+std::vector<at::Tensor> GradientSums::dense(const Tail& tail, size_t local_replica) const {
+  std::vector<at::Tensor> sums;
+  for (size_t p = 0; p < trainable_.size(); ++p) {
+    const auto& sum = sum_of(tail, p);
+    if (sum.defined()) sums.push_back(dense_values(sum.is_sparse() ? sum : engines_[local_replica]->slot(p)));
+  }
   return sums;
 }
 
-std::vector<Run> GradientSums::runs_in_shard(const Tail& tail) const {
-  const auto& own = shards_->at(static_cast<size_t>(topology_.first_replica));
+std::vector<Run> GradientSums::runs_in_shard(const Tail& tail, size_t local_replica) const {
+  const auto replica = static_cast<size_t>(topology_.first_replica) + local_replica;
+  const auto& own = shards_->at(replica);
   std::vector<Run> runs;
   for (size_t p = 0; p < trainable_.size(); ++p) {
     const auto& sum = sum_of(tail, p);
     if (!sum.defined()) continue;
-    const bool counts_here = topology_.first_replica == 0;
+    const bool counts_here = replica == 0;
     runs.push_back(sum.is_sparse() ? Run{0, counts_here ? dense_values(sum).numel() : 0} : own[p]);
   }
   return runs;
@@ -134,6 +138,17 @@ std::vector<Run> GradientSums::runs_in_shard(const Tail& tail) const {
 void GradientSums::make_whole() {
   const auto shards = std::exchange(shards_, nullptr);
   const auto& engine = *engines_.front();
+  if (topology_.num_workers == 1) {
+    for (size_t p = 0; p < trainable_.size(); ++p) {
+      if (!engine.slot(p).defined()) continue;
+      for (size_t r = 1; r < engines_.size(); ++r) {
+        const auto& run = (*shards)[r][p];
+        const auto values = elements_of(as_real(engines_[r]->slot(p)), run);
+        elements_of(as_real(engine.slot(p)), run).copy_(values, /*non_blocking=*/true);
+      }
+    }
+    return;
+  }
   for (const auto dtype : {at::kFloat, at::kDouble}) {
     std::vector<at::Tensor> sums;
     std::vector<std::vector<Run>> runs(shards->size());

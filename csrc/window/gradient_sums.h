@@ -51,18 +51,20 @@ class GradientSums {
   /// Who steps which elements of the window's sums, where those go to them alone; null elsewhere. See ShardReduction.
   void set_shards(std::shared_ptr<const Shards> shards) noexcept { shards_ = std::move(shards); }
   const std::shared_ptr<const Shards>& shards() const noexcept { return shards_; }
-  /// Where there are such: what counts of each of dense(tail) on replica 0's rank, so that every element counts on one
-  /// rank. Rows are the same on all, and count on the first.
-  std::vector<Run> runs_in_shard(const Tail& tail) const;
-  /// Collective over replicas. The window's sums go from who has them to all, and there are no shards any more.
+  /// Where there are such: what counts of each of dense(tail) on a local replica, so that every element counts on one
+  /// replica of the job. Rows are the same on all, and count on the first.
+  std::vector<Run> runs_in_shard(const Tail& tail, size_t local_replica = 0) const;
+  /// Collective over replicas. The window's sums go from who has them to all workers, or of one worker's devices to the
+  /// first one, and there are no shards any more.
   void make_whole();
 
   /// The sum of a parameter; undefined where no replica had a gradient.
   const at::Tensor& sum_of(const Tail& tail, size_t parameter) const;
   /// The sums that there are, in order.
   std::vector<at::Tensor> used(const Tail& tail) const;
-  /// The same, with the values of rows for sparse ones, and the parts of complex ones.
-  std::vector<at::Tensor> dense(const Tail& tail) const;
+  /// The same, with the values of rows for sparse ones, and the parts of complex ones. All but rows are as the engine
+  /// of `local_replica` has them.
+  std::vector<at::Tensor> dense(const Tail& tail, size_t local_replica = 0) const;
   bool has_sparse(const Tail& tail) const;
   bool are_finite(const Tail& tail) const;
 

@@ -211,17 +211,47 @@ void ParameterRegistry::copy_to_replica(size_t r, const std::vector<size_t>& par
 void ParameterRegistry::broadcast_all(const std::vector<comm::CommunicatorPtr>& between) {
   std::vector<std::vector<at::Tensor>> alike(parameters_.size());
   std::vector<size_t> others;
+  std::vector<size_t> copied;
   for (size_t p = 0; p < names_.size(); ++p) {
-    bool are_alike = true;
-    for (size_t r = 1; r < parameters_.size(); ++r) are_alike = are_alike && is_alike(r, p);
-    if (!are_alike) others.push_back(p);
-    for (size_t r = 0; are_alike && r < parameters_.size(); ++r) alike[r].push_back(parameters_[r][p]);
+    bool can_broadcast = true;
+    bool are_copied = copy_check_ && are_alike(p);
+    for (size_t r = 1; r < parameters_.size(); ++r) {
+      can_broadcast = can_broadcast && is_alike(r, p);
+      are_copied = are_copied && follows(r, p);
+    }
+    if (!can_broadcast) {
+      others.push_back(p);
+    } else if (are_copied) {
+      copied.push_back(p);
+    } else {
+      for (size_t r = 0; r < parameters_.size(); ++r) alike[r].push_back(parameters_[r][p]);
+    }
   }
+  if (copy_check_) copy_check_->mend(parameters_, copied);
   broadcast_packed(alike, between);
   for (size_t r = 1; r < parameters_.size(); ++r) {
     copy_to_replica(r, others);
     for (size_t p = 0; p < names_.size(); ++p) copied_versions_[r][p] = parameters_[0][p]._version();
   }
+}
+
+void ParameterRegistry::note_copied(const std::vector<int>& parameters) {
+  if (!copy_check_) copy_check_.emplace();
+  for (const int p : parameters) {
+    const auto index = static_cast<size_t>(p);
+    for (size_t r = 1; r < parameters_.size(); ++r) {
+      copied_versions_[r].resize(names_.size());
+      copied_versions_[r][index] = parameters_[0][index]._version();
+    }
+  }
+}
+
+bool ParameterRegistry::are_alike(size_t p) const {
+  if (!parameters_[0][p].is_non_overlapping_and_dense()) return false;
+  for (size_t r = 0; r < parameters_.size(); ++r) {
+    if (!is_alike(r, p)) return false;
+  }
+  return true;
 }
 
 bool ParameterRegistry::is_alike(size_t r, size_t p) const {

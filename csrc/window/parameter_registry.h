@@ -13,6 +13,7 @@
 #include "comm/communicator.h"
 #include "embedding/row_initialiser.h"
 #include "gradient/gradient_engine.h"
+#include "window/copy_check.h"
 
 namespace muster {
 
@@ -43,6 +44,9 @@ class ParameterRegistry {
   const at::Tensor& parameter(size_t local_replica, size_t parameter) const noexcept {
     return parameters_[local_replica][parameter];
   }
+
+  /// All of them, by local replica.
+  const std::vector<std::vector<at::Tensor>>& parameters() const noexcept { return parameters_; }
 
   /// Index of a parameter of local replica 0, or -1.
   int find(const at::Tensor& parameter) const noexcept;
@@ -79,8 +83,14 @@ class ParameterRegistry {
   /// `load_state_dict(assign=True)`), in memory and in requires_grad, and hooks of C++ that were registered on them.
   /// Replicas on other devices get copies of parameters that were written since the last copy; of all parameters with
   /// `copies_all`, since writes to `.data` leave no trace: by `between`, the handles of a group of the local replicas
-  /// alone, each of which has a device of its own; where that is empty, by copies.
+  /// alone, each of which has a device of its own; where that is empty, by copies. Those that note_copied() is true of
+  /// are compared, and copied where they differ.
   void follow_moves(bool copies_all, const std::vector<comm::CommunicatorPtr>& between = {});
+  /// These parameters of replica 0 were stored to all replicas' devices, which have peer access.
+  void note_copied(const std::vector<int>& parameters);
+  /// Whether all local replicas have the parameter with the same sizes, strides and dtype, each on its device and
+  /// without gaps in memory.
+  bool are_alike(size_t parameter) const;
 
  private:
   void share_with_replicas(size_t parameter);
@@ -107,6 +117,7 @@ class ParameterRegistry {
   std::vector<Agreed> agreed_;  // by parameter: replica 0's at note_agreed()
   // [local replica][parameter]: replica 0's when it was copied
   std::vector<std::vector<std::optional<uint32_t>>> copied_versions_;
+  std::optional<CopyCheck> copy_check_;      // once copies were noted
   std::vector<const void*> followed_hooks_;  // by parameter: of replica 0, those that the others call
   int num_modules_ = 0;
 };

@@ -9,6 +9,7 @@
 #include "core/replica_context.h"
 #include "device/kernel_status.h"
 #include "muster/error.h"
+#include "window/device_shares.h"
 #include "window/device_window.h"
 #include "window/host_window.h"
 #include "window/memory_check.h"
@@ -45,7 +46,8 @@ ParameterSet::ParameterSet(ParameterRegistry& registry, const Topology& topology
       options_(options),
       parameters_(std::move(parameters)),
       sums_(registry, topology, groups, options, strategy),
-      replicas_(topology.devices.size()) {
+      replicas_(topology.devices.size()),
+      devices_divide_(devices_divide(topology, options)) {
   const WindowContext context{registry_, topology_, groups_, options_, sums_};
   if (divides_steps(topology, groups, options)) divided_ = std::make_unique<DividedUpdate>(context);
   if (is_streamed(topology.devices.front())) {
@@ -121,18 +123,16 @@ void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<Opt
   if (divided_) divided_->bring_back();
   sums_.set_to_owners(last && fused && divided_ && !options_.keep_gradients);
   sums_.set_shards(nullptr);
-  if (last) divide(steps);
+  if (last) divide(fused, steps);
   ++micro_batches_;
   for (auto& replica : replicas_) replica.began = false;
 }
 
 // Whoever asks for `.grad` gets whole sums; so do workers of several devices, whose group for parameters is the hosts'.
-void ParameterSet::divide(const std::vector<OptimizerStep>& steps) {
-  if (!options_.shard_optimizer || options_.keep_gradients || topology_.num_workers == 1 ||
-      !topology_.has_one_replica_each() || !is_streamed(topology_.devices.front())) {
-    return;
-  }
-  sums_.set_shards(agreed_.shards);
+void ParameterSet::divide(bool fused, const std::vector<OptimizerStep>& steps) {
+  const bool workers_divide = options_.shard_optimizer && topology_.num_workers > 1 &&
+                              topology_.has_one_replica_each() && is_streamed(topology_.devices.front());
+  if (options_.keep_gradients || !(workers_divide || (devices_divide_ && fused))) return;
   std::vector<int64_t> made_from(sums_.trainable().begin(), sums_.trainable().end());
   for (const auto& step : steps) {
     made_from.push_back(step.flat == nullptr ? -2 : -1);  // each optimizer divides its own
@@ -142,33 +142,38 @@ void ParameterSet::divide(const std::vector<OptimizerStep>& steps) {
     }
   }
   next_ = made_from == agreed_.made_from ? agreed_ : Division{std::move(made_from), shards_of(steps)};
+  if (devices_divide_) agreed_ = next_;
+  sums_.set_shards(agreed_.shards);
 }
 
-// Null where an optimizer is not flat, or two have a parameter.
+// Null where an optimizer is not flat, two have a parameter, or devices would have to divide one with gaps in its
+// memory.
 std::shared_ptr<const Shards> ParameterSet::shards_of(const std::vector<OptimizerStep>& steps) const {
-  // The first worker's, where no optimizer has the parameter: its sum counts in the norm.
-  auto shards = std::make_shared<Shards>(static_cast<size_t>(topology_.num_workers));
-  for (auto& of_worker : *shards) of_worker.resize(sums_.trainable().size());
+  // The first replica's, where no optimizer has the parameter: its sum counts in the norm.
+  auto shards = std::make_shared<Shards>(static_cast<size_t>(topology_.num_replicas));
+  for (auto& of_replica : *shards) of_replica.resize(sums_.trainable().size());
   const auto& parameters = sums_.engine(0).parameters();
   for (size_t p = 0; p < parameters.size(); ++p) shards->front()[p] = {0, num_reals(parameters[p].tensor)};
   std::vector<bool> is_divided(parameters.size());
   for (const auto& step : steps) {
     if (step.flat == nullptr) return nullptr;
-    const auto runs = step.flat->state().runs_of_ranks();
+    const auto runs = step.flat->state().runs_for(topology_.num_replicas);
     for (size_t i = 0; i < step.parameters.size(); ++i) {
       const int index = sums_.index_of(step.parameters[i]);
       if (index < 0) continue;
       const auto p = static_cast<size_t>(index);
       if (is_divided[p]) return nullptr;
+      if (devices_divide_ && !parameters[p].tensor.is_non_overlapping_and_dense()) return nullptr;
       is_divided[p] = true;
-      for (size_t worker = 0; worker < shards->size(); ++worker) (*shards)[worker][p] = runs.at(worker)[i];
+      for (size_t replica = 0; replica < shards->size(); ++replica) (*shards)[replica][p] = runs.at(replica)[i];
     }
   }
   return shards;
 }
 
-// Once ranks agree on what they step by.
+// Once workers agree on what they step by.
 void ParameterSet::follow_division(bool fused) {
+  if (devices_divide_) return;
   if (sums_.shards() && (!fused || next_.made_from != agreed_.made_from)) sums_.make_whole();
   agreed_ = agreement_ ? next_ : Division{};
 }

@@ -126,7 +126,7 @@ class ParameterSet {
   void check_no_complex() const;
   void build_engines();
   void find_written();
-  void divide(const std::vector<OptimizerStep>& steps);
+  void divide(bool fused, const std::vector<OptimizerStep>& steps);
   std::shared_ptr<const Shards> shards_of(const std::vector<OptimizerStep>& steps) const;
   void follow_division(bool fused);
   void begin_engine(int local_replica, const NotedPart& part);
@@ -146,9 +146,10 @@ class ParameterSet {
   std::vector<Replica> replicas_;    // by local replica
   std::vector<int> written_;         // parameters, by user code, before the window
   std::optional<Agreement> agreement_;
-  /// Who steps which elements, where each worker steps a shard on a device and nobody asks for whole sums: these go to
-  /// the workers that step from them alone. Ranks must not differ in it when a sum leaves, and compare what they step
-  /// by at a window's end: a window's sums go where the last one that they agreed on says.
+  /// Who steps which elements, where each worker steps a shard on a device, or each of a process's devices does, and
+  /// nobody asks for whole sums: these go to those that step from them alone. Workers must not differ in it when a sum
+  /// leaves, and compare what they step by at a window's end: a window's sums go where the last one that they agreed on
+  /// says.
   struct Division {
     std::vector<int64_t> made_from;        // trainable parameters and, by optimizer, its parameters and their sizes
     std::shared_ptr<const Shards> shards;  // null: everybody gets everything
@@ -157,7 +158,8 @@ class ParameterSet {
   Division next_;  // of the window
   Told told_;
   int micro_batches_ = 0;
-  bool last_ = false;  // the open micro-batch closes the window
+  bool last_ = false;          // the open micro-batch closes the window
+  const bool devices_divide_;  // see DeviceShares
   bool locate_non_finite_ = false;
 };
 

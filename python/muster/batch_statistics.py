@@ -63,8 +63,9 @@ def _move(layer: nn.SyncBatchNorm, of_batch: _Statistics) -> None:
     assert layer.running_var is not None
     with torch.no_grad():
         unbiased = of_batch.variance * (of_batch.elements / (of_batch.elements - 1).clamp(min=1))
-        layer.running_mean.lerp_(of_batch.mean.to(layer.running_mean.dtype), factor)
-        layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), factor)
+        for running, found in ((layer.running_mean, of_batch.mean), (layer.running_var, unbiased)):
+            # Of nothing there are no statistics.
+            running.lerp_(torch.where(of_batch.elements > 0, found.to(running.dtype), running), factor)
 
 
 class _Normalise(Function):

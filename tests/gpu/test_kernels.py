@@ -444,6 +444,29 @@ def test_a_step_of_more_than_the_blocks_take_at_once(device: torch.device) -> No
         assert_same_bits(one, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_stores_its_parameters_in_copies_too(device: torch.device, dtype: torch.dtype) -> None:
+    def step(where: torch.device) -> list[Tensor]:
+        segments, copies = [], []
+        for i, n in enumerate(SIZES):
+            tensors = [numbers(n, dtype, 7 * n), numbers(n, dtype, 7 * n + 1), *(numbers(n, dtype, 5).abs(),) * 2]
+            gradient, parameter, *states = on(where, tensors, offsets=i % 4 == 3)
+            low = parameter.to(torch.bfloat16 if i % 2 else torch.float16) if i % 3 else None
+            segments.append((gradient, parameter, low, states, torch.ones(1, device=where), None, 0))
+            target = parameter if low is None else low
+            copies.append(on(where, [torch.zeros_like(target, device=CPU) for _ in range(2)], offsets=i % 4 == 1))
+        scalars = kernels.make_scalars(divisor=3.0).to(where)
+        kernels.Steps("adam", segments, ROWS["adam"], copies).run(scalars, False, stream=stream_of(where))
+        stepped = [parameter if low is None else low for _, parameter, low, *_ in segments]
+        for target, own in zip(stepped, copies, strict=True):
+            for copy in own:
+                assert_same_bits(copy.cpu(), target.cpu())
+        return [tensor.cpu() for tensor in stepped]
+
+    for one, expected in zip(step(device), step(CPU), strict=True):
+        assert_same_bits(one, expected)
+
+
 OPTIMIZERS: dict[str, tuple[list[float], int, Callable[[Tensor], torch.optim.Optimizer]]] = {
     "adam": (ROWS["adam"][0], 2, lambda p: torch.optim.AdamW([p], lr=1e-3, weight_decay=1e-2)),
     "sgd": (ROWS["sgd"][1], 1, lambda p: torch.optim.SGD([p], lr=0.2, momentum=0.8, nesterov=True, maximize=True)),
@@ -469,6 +492,43 @@ def test_optimizers_follow_torch(device: torch.device, algorithm: str) -> None:
             kernels.make_scalars(divisor=3.0).to(device), stream=stream_of(device)
         )
     torch.testing.assert_close(parameter, expected.detach(), rtol=1e-9, atol=1e-12)
+
+
+# --- memory of several devices ----------------------------------------------------------------------------------------
+
+
+def test_copies_are_mended_where_they_differ(gpu: torch.device) -> None:
+    sizes = [1, 7, LARGE, 4097, 0]
+    tensors = [numbers(n, torch.float32, n).to(gpu) for n in sizes]
+    tensors.append(numbers(4097, torch.float32, 9).to(gpu, torch.bfloat16)[1:])
+    copies = [tensor.clone() for tensor in tensors]
+    tensors[2][LARGE - 1] += 1
+    tensors[3].neg_()
+    copies[2][5] += 1
+    copies[5][4095] += 1
+    kernels.mend_copies([tensors, copies])
+    for one, expected in zip(copies, tensors, strict=True):
+        assert_same_bits(one.cpu(), expected.cpu())
+
+
+def test_memory_over_devices_is_as_any_other_to_torch(gpu: torch.device) -> None:
+    """On one device, several mappings in one range: what several devices have."""
+    assert kernels.enable_peer_access([str(gpu)])
+    page = 2 << 20
+    free, _ = torch.cuda.mem_get_info(gpu)
+    parts = [(str(gpu), 3 * page), (str(gpu), 100), (str(gpu), page + 12)]
+    memory = kernels.zeros_over(parts, [str(gpu)])
+    assert memory.device == gpu
+    assert memory.numel() == 4 * page + 112
+    assert not memory.any()
+    values = memory.view(torch.float32)
+    values.copy_(torch.arange(values.numel(), dtype=torch.float32))  # from the host, over all mappings
+    assert_same_bits((values * 2).cpu(), torch.arange(values.numel(), dtype=torch.float32) * 2)
+    assert_same_bits(values.clone().cpu(), values.cpu())
+    del values, memory
+    torch.cuda.synchronize(gpu)
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info(gpu)[0] >= free - page
 
 
 # --- reduction and step in one launch ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -195,3 +196,66 @@ def test_metrics_are_averaged_by_weight(device: torch.device) -> None:
         result = strategy.step(loss, x, y)
         expected = (net().to(device)(x).argmax(1) == y).float().mean()
         torch.testing.assert_close(float(result.metrics["accuracy"]), float(expected))
+
+
+# --- several GPUs of one process ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(gpu: torch.device) -> list[str]:
+    """All of them."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip("there is one GPU")
+    return [f"{gpu.type}:{i}" for i in range(count)]
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_norm": 0.1, "accumulate": 2}, {"precision": "fp16"}, {"keep_gradients": True}]
+)
+def test_gpus_learn_as_replicas_of_the_cpu(gpus: list[str], optimizer: str, options: dict[str, Any]) -> None:
+    data = batches(STEPS, "cpu")
+    expected = train(virtual(torch.device("cpu"), len(gpus)), data, optimizer, "wide", **options)
+    assert_close(train(gpus, data, optimizer, "wide", **options), expected, 1e-2 if "precision" in options else 1e-4)
+
+
+def test_gpus_repeat_bit_for_bit_and_as_the_first_one_steps(gpus: list[str]) -> None:
+    data = batches(STEPS, gpus[0])
+    divided = train(gpus, data, model="wide")
+    assert_equal(train(gpus, data, model="wide"), divided)
+    assert_equal(train(gpus, data, model="wide", keep_gradients=True), divided)
+
+
+def test_state_over_gpus_is_one_tensor_to_programs(gpus: list[str]) -> None:
+    """Reads, copies and edits of what lies on several GPUs, whole and across their borders."""
+    with muster.MirroredStrategy(gpus, seed=1) as strategy:
+        training = Training(strategy, torch.device(gpus[0]), model="wide")
+        for x, y in batches(3, gpus[0]):
+            training.step(x, y)
+        weight = next(training.module.parameters())
+        moment = training.optimizer.state[weight]["exp_avg"]
+        assert moment.device == weight.device
+        before = moment.cpu()
+        assert before.abs().sum() > 0
+        torch.testing.assert_close(moment.clone().cpu(), before, rtol=0, atol=0)
+        torch.testing.assert_close(moment.flatten()[3000:9000].cpu(), before.flatten()[3000:9000], rtol=0, atol=0)
+        moment.mul_(2)
+        torch.testing.assert_close(moment.cpu(), before * 2, rtol=0, atol=0)
+        saved = training.optimizer.state_dict()["state"][0]["exp_avg"].to("cpu", copy=True)
+        torch.testing.assert_close(saved, before * 2, rtol=0, atol=0)
+        x, y = batches(1, gpus[0])[0]
+        training.step(x, y)
+        assert not torch.equal(moment.cpu(), before * 2)
+
+
+def test_writes_to_data_reach_all_gpus(gpus: list[str]) -> None:
+    with muster.MirroredStrategy(gpus, seed=1) as strategy:
+        training = Training(strategy, torch.device(gpus[0]), model="wide")
+        x, y = batches(1, gpus[0])[0]
+        for _ in range(2):
+            training.step(x, y)
+        for parameter in training.module.parameters():
+            parameter.data.zero_()
+        # Of zeros the loss is the same for every class.
+        assert training.step(x, y).loss.item() == pytest.approx(math.log(5))

@@ -49,8 +49,8 @@ OUTSIDE = {
     "torch/extension.h": re.compile(r"^bindings/"),
     "torch/csrc/utils/pybind.h": re.compile(r"^bindings/"),
     "torch/csrc/Exceptions.h": re.compile(r"^bindings/"),
-    "cuda": re.compile(r"^kernels/cuda/|^comm/nccl/cuda_device\.cpp$"),
-    "c10/cuda": re.compile(r"^comm/nccl/cuda_device\.cpp$"),
+    "cuda": re.compile(r"^kernels/cuda/|^comm/nccl/cuda_device\.cpp$|^device/cuda_memory\.cpp$"),
+    "c10/cuda": re.compile(r"^comm/nccl/cuda_device\.cpp$|^device/cuda_memory\.cpp$"),
 }
 
 

@@ -205,6 +205,25 @@ def test_a_part_may_have_no_rows(wide_job: Launcher) -> None:
             np.testing.assert_allclose(found, buffer.numpy(), rtol=1e-9)
 
 
+def all_parts_empty(strategy: muster.Strategy) -> list[Tensor]:
+    """Running statistics after a step whose replicas all found nothing in their parts."""
+    module = build(True)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = part_of(strategy, torch.arange(30.0, dtype=torch.float64).view(6, 5))
+    strategy.step(lambda x: model(x).square().sum(), x)
+    before = [buffer.clone() for buffer in module.buffers() if buffer.is_floating_point()]
+    strategy.step(lambda x: Loss(model(x[:0]).square().sum(), reduction="sum"), x)
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+    after = [buffer.clone() for buffer in module.buffers() if buffer.is_floating_point()]
+    return [b - a for b, a in zip(before, after, strict=True)]
+
+
+def test_parts_without_any_row_leave_running_statistics_alone(wide_job: Launcher) -> None:
+    for changes in wide_job(all_parts_empty):
+        for change in changes:
+            np.testing.assert_array_equal(change, 0)
+
+
 def kept(strategy: muster.Strategy) -> str:
     """What backward through a layer of an earlier step says."""
     module = nn.Sequential(nn.Linear(5, 6), nn.SyncBatchNorm(6, affine=False))

@@ -37,6 +37,9 @@
   X(step_misaligned_load)           \
   X(step_short_tail)                \
   X(step_reads_the_copy_alone)      \
+  X(step_forgets_a_copy)            \
+  X(digest_short_tail)              \
+  X(mend_always)                    \
   X(peer_short_tail)                \
   X(peers_read_the_copy_alone)      \
   X(peer_barrier_awaited_by_few)    \

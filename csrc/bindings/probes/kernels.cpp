@@ -165,11 +165,16 @@ class Statistics {
 using Segment =
     std::tuple<Tensor, Tensor, OptionalTensor, std::vector<Tensor>, OptionalTensor, OptionalTensor, uint32_t>;
 
-/// Segments that step together.
+/// Segments that step together. Their parameters, those of low precision where there are such, are also stored in
+/// `copies`, as many of each segment.
 class Steps {
  public:
-  Steps(const std::string& algorithm, std::vector<Segment> segments, const std::vector<std::vector<double>>& rows)
-      : segments_(std::move(segments)), groups_(flat_groups(algorithm, rows)), device_(c10::kCPU) {
+  Steps(const std::string& algorithm, std::vector<Segment> segments, const std::vector<std::vector<double>>& rows,
+        std::vector<std::vector<Tensor>> copies)
+      : segments_(std::move(segments)),
+        groups_(flat_groups(algorithm, rows)),
+        device_(c10::kCPU),
+        copies_(std::move(copies)) {
     if (segments_.empty()) throw InvalidArgument("a step needs segments");
     const Tensor& first = std::get<0>(segments_.front());
     device_ = first.device();
@@ -180,17 +185,39 @@ class Steps {
     }
     on_device_.follow(rows_, device_);
     device_groups_.follow(groups_, device_);
+    if (!copies_.empty()) copies_on_device_.follow(places_of_copies(), device_);
   }
 
   void run(const Tensor& scalars, bool keep_gradient, uintptr_t stream) const {
     const auto* at = struct_in<kernels::StepScalars>(scalars, device_);
-    if (device_.is_cpu()) return step_by_groups({dtype_, rows_.data(), rows_.size(), at, keep_gradient}, groups_);
-    const cuda::StepPlan plan{dtype_, on_device_.items(), on_device_.chunks(), on_device_.num_chunks(),
-                              at,     keep_gradient};
+    if (device_.is_cpu()) return run_on_host({dtype_, rows_.data(), rows_.size(), at, keep_gradient});
+    cuda::StepPlan plan{dtype_, on_device_.items(), on_device_.chunks(), on_device_.num_chunks(), at, keep_gradient};
+    plan.copies = copies_on_device_.data();
+    plan.num_copies = copies_.empty() ? 0 : static_cast<uint32_t>(copies_.front().size());
     check_kernel(device_groups_.step(plan, stream_of(stream)), "an optimizer step");
   }
 
  private:
+  std::vector<void*> places_of_copies() const {
+    std::vector<void*> places;
+    for (size_t i = 0; i < segments_.size(); ++i) {
+      const auto& [gradient, parameter, low, states, step, used, group] = segments_[i];
+      const auto& of_segment = copies_.at(i);
+      if (of_segment.size() != copies_.front().size()) throw InvalidArgument("a segment has more copies than another");
+      const auto dtype = low ? low->scalar_type() : parameter.scalar_type();
+      for (const Tensor& copy : of_segment) places.push_back(data_as<void>(copy, device_, gradient.numel(), dtype));
+    }
+    return places;
+  }
+
+  void run_on_host(const kernels::StepArguments& arguments) const {
+    step_by_groups(arguments, groups_);
+    for (size_t i = 0; i < copies_.size(); ++i) {
+      const auto& low = std::get<2>(segments_[i]);
+      for (const Tensor& copy : copies_[i]) copy.copy_(low ? *low : std::get<1>(segments_[i]));
+    }
+  }
+
   kernels::StepSegment row_of(const Segment& segment, c10::ScalarType type) const {
     const auto& [gradient, parameter, low, states, step, used, group] = segment;
     const int64_t n = gradient.numel();
@@ -213,7 +240,9 @@ class Steps {
   c10::Device device_;
   DType dtype_;
   std::vector<kernels::StepSegment> rows_;
+  std::vector<std::vector<Tensor>> copies_;
   DeviceSegments<kernels::StepSegment> on_device_;
+  DeviceTable<void*> copies_on_device_;
   DeviceGroups device_groups_;
 };
 
@@ -366,8 +395,9 @@ void bind_kernels(py::module_& parent) {
       .def_property_readonly("partials", &Statistics::partials)
       .def("run", &Statistics::run, "stream"_a = 0, Release());
   py::class_<Steps>(m, "Steps")
-      .def(py::init<const std::string&, std::vector<Segment>, const std::vector<std::vector<double>>&>(), "algorithm"_a,
-           "segments"_a, "groups"_a)
+      .def(py::init<const std::string&, std::vector<Segment>, const std::vector<std::vector<double>>&,
+                    std::vector<std::vector<Tensor>>>(),
+           "algorithm"_a, "segments"_a, "groups"_a, "copies"_a = std::vector<std::vector<Tensor>>())
       .def("run", &Steps::run, "scalars"_a, "keep_gradient"_a = false, "stream"_a = 0, Release());
   m.def("tree_sum", &tree_sum, "sources"_a, "destinations"_a, "stream"_a = 0, Release());
   m.def("peer_reduce", &peer_reduce, "buffers"_a, "signals"_a, "blocks"_a, "stream"_a = 0, Release());

@@ -1,5 +1,5 @@
-// The table of CUDA's functions, and groups that need no NCCL. The only file beside kernels/cuda that sees CUDA's
-// headers.
+// The table of CUDA's functions, and groups that need no NCCL. Beside kernels/cuda and device/cuda_memory.cpp the
+// only file that sees CUDA's headers.
 #include "comm/nccl/cuda_device.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>

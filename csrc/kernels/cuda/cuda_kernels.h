@@ -185,12 +185,43 @@ struct StepPlan {
   uint32_t num_chunks;
   const StepScalars* scalars;
   bool keep_gradient;
+  /// For each segment num_copies places, on devices whose memory this one writes: what a step stores in `low`, where
+  /// there is one, else in `parameter`, it stores there, too. In the device's memory; null without copies.
+  void* const* copies = nullptr;
+  uint32_t num_copies = 0;
 };
 
-/// See kernels.h. Fastest where everything a segment points to lies on 16 bytes.
+/// See kernels.h. Fastest where everything a segment and its copies point to lies on 16 bytes.
 Status adam_step(const StepPlan& plan, const AdamGroup* groups, Stream stream) noexcept;
 Status sgd_step(const StepPlan& plan, const SgdGroup* groups, Stream stream) noexcept;
 Status adagrad_step(const StepPlan& plan, const AdagradGroup* groups, Stream stream) noexcept;
+
+// --- copies --------------------------------------------------------------------------------------------------------
+// Copies of tensors on other devices, compared by a digest of each chunk: each device takes the digests of its own
+// memory, and where they differ the copy is mended. Two chunks of other bytes have the same digest with a probability
+// of about 2^-64.
+
+inline constexpr size_t kCopyUnit = 16;
+
+/// A tensor's memory on one device.
+struct CopySegment {
+  void* values;
+  uint64_t n;         ///< units of kCopyUnit bytes, the last of which may be cut
+  uint64_t bytes;     ///< more than n - 1 units of them
+  uint64_t* digests;  ///< one for each chunk
+  /// Of a copy: the tensor that it is one of, and the digests of that, on a device whose memory this one reads.
+  const void* source;
+  const uint64_t* source_digests;
+
+  bool operator==(const CopySegment&) const = default;
+};
+
+/// Takes the digests. Segments, chunks (of all segments) and everything they point to in the device's memory, but for
+/// sources. Fastest where values lie on 16 bytes.
+Status digest_copies(const CopySegment* segments, const Chunk* chunks, uint32_t num_chunks, Stream stream) noexcept;
+
+/// Behind digest_copies on both devices: each chunk of a copy whose digest is not the source's becomes the source's.
+Status mend_copies(const CopySegment* segments, const Chunk* chunks, uint32_t num_chunks, Stream stream) noexcept;
 
 // --- peers ---------------------------------------------------------------------------------------------------------
 // Ranks whose devices read and write one another's memory. Each rank launches the same kernels in the same order with

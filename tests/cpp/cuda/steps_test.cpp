@@ -110,6 +110,58 @@ void compare_steps(DType dtype, const std::vector<Group>& groups, const OnCpu& o
   }
 }
 
+/// Where a step stores its parameters on other devices: two for each, some not on a vector's boundary.
+template <class T>
+struct Copies {
+  std::vector<Buffer<T>> wide;
+  std::vector<Buffer<uint16_t>> low;
+  std::vector<void*> places;
+
+  explicit Copies(const std::vector<StepSegment>& segments) {
+    for (size_t i = 0; i < segments.size(); ++i) {
+      const auto& segment = segments[i];
+      for (size_t k = 0; k < 2; ++k) {
+        const size_t offset = i % 7 == 3 + k ? 1 : 0;
+        wide.emplace_back(segment.n, offset);
+        low.emplace_back(segment.n, offset);
+        memcpy(wide.back().data(), segment.parameter, segment.n * sizeof(T));
+        if (segment.low != nullptr) memcpy(low.back().data(), segment.low, segment.n * 2);
+        places.push_back(segment.low != nullptr ? static_cast<void*>(low.back().data()) : wide.back().data());
+      }
+    }
+  }
+
+  void compare(const std::vector<StepSegment>& segments) const {
+    for (size_t c = 0; c < places.size(); ++c) {
+      const auto& segment = segments[c / 2];
+      const bool is_low = segment.low != nullptr;
+      CAPTURE(c, segment.n, is_low);
+      CHECK(memcmp(places[c], is_low ? segment.low : segment.parameter, segment.n * (is_low ? 2 : sizeof(T))) == 0);
+      CHECK((wide[c].is_intact() && low[c].is_intact()));
+    }
+  }
+};
+
+template <class T>
+void check_copies(DType dtype) {
+  const std::vector<AdamGroup> groups = {{1e-3, 0.9, 0.999, 1e-8, 0.01, true, false, false}};
+  const std::vector<size_t> sizes = odd_sizes(kSmallSizes);
+  const std::vector<Chunk> chunks = chunks_of(sizes);
+  for (const StepScalars& scalars : kScalars) {
+    CAPTURE(scalars.finite, scalars.dropped);
+    Parameters<T> expected(sizes, 11, false), stepped(sizes, 11, false);
+    const std::vector<StepSegment> a = expected.segments(1), b = stepped.segments(1);
+    const Copies<T> copies(b);
+    kernels::adam_step(StepArguments{dtype, a.data(), a.size(), &scalars, false}, groups.data());
+    StepPlan plan{dtype, b.data(), chunks.data(), static_cast<uint32_t>(chunks.size()), &scalars, false};
+    plan.copies = copies.places.data();
+    plan.num_copies = 2;
+    check_ok(adam_step(plan, groups.data(), nullptr));
+    stepped.compare(expected);
+    copies.compare(b);  // where nothing was stepped, they are as they were
+  }
+}
+
 /// In f32 with every seed, in f64 with one.
 template <class Group, class OnCpu, class OnDevice>
 void compare_both(const std::vector<Group>& groups, const OnCpu& on_cpu, const OnDevice& on_device) {
@@ -142,6 +194,12 @@ TEST_CASE("adagrad_step equals the CPU's", "[cuda]") {
   const std::vector<AdagradGroup> groups = {
       {0.1, 0, 1e-10, 0, false}, {0.2, 0.01, 1e-10, 0.1, false}, {0.1, 0.5, 1e-8, 0, true}};
   compare_both(groups, &kernels::adagrad_step, &adagrad_step);
+}
+
+TEST_CASE("a step stores its parameters on other devices, too", "[cuda]") {
+  const Schedule schedule(7);
+  check_copies<float>(DType::f32);
+  check_copies<double>(DType::f64);
 }
 
 TEST_CASE("optimizers step in floating point only", "[cuda]") {

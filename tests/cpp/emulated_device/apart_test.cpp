@@ -4,11 +4,10 @@
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
 
-#include <array>
-
 #include "cpp/catch.h"
 #include "cpp/emulated_device/device_job.h"
 #include "cpp/emulated_device/played_link.h"
+#include "device/peer_access.h"
 #include "window/packed_copy.h"
 
 using namespace muster;
@@ -23,44 +22,33 @@ TEST_CASE("devices without common memory leave the bits of replicas on the host"
     job.options.clip_norm = 0.3;
   }
   SECTION("with momentum") { job.make_optimizer = optimizer<optim::SGD>(torch::optim::SGDOptions(1e-2).momentum(0.9)); }
+  SECTION("without peer access") { play_peer_access(false); }
   check_job(job, kNormOfSums);
-  CHECK(link.reductions_to_one() > 0);  // replica 0 alone steps from the sums
+  play_peer_access(true);
+  CHECK(link.reductions_to_one() > 0);
 }
 
 TEST_CASE("what was stepped or written on the first device is broadcast to the others, packed", "[device]") {
   const Apart apart(true);
+  play_peer_access(false);
   PlayedLink link(Link::nccl);
-  MirroredStrategy strategy({"cpu", "cpu", "cpu"}, {});
-  auto model = strategy.prepare([] { return Net(); });
-  optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
-  strategy.prepare(optimizer);
-  std::array<std::vector<at::Tensor>, 3> seen;  // by replica: what its last passes read
-  const auto step = [&](int number) {
-    strategy.step(
-        [&](const at::Tensor& x) {
-          auto& parameters = seen.at(static_cast<size_t>(strategy.replica()));
-          parameters.clear();
-          for (const auto& parameter : model->parameters()) parameters.push_back(parameter.detach().clone());
-          return plain_loss(*model, x, number);
-        },
-        parts_of(batch(9, number), 3));
-    for (size_t r = 1; r < seen.size(); ++r) check_same(seen.at(r), seen.at(0));
-  };
-  step(0);
+  WatchedJob job;
+  job.step(0);
   const int before = link.broadcasts();
-  step(1);
+  job.step(1);
   CHECK(link.broadcasts() == before + 1);
-  const at::Tensor bias = model->last->bias;
+  const at::Tensor bias = job.model->last->bias;
   // torch counts no write to data, nor to what is frozen.
-  model->unused->bias.requires_grad_(false);
-  model->unused->bias.data().fill_(3);
+  job.model->unused->bias.requires_grad_(false);
+  job.model->unused->bias.data().fill_(3);
   bias.data().fill_(5);
-  step(2);
-  for (const auto& parameters : seen) {
+  job.step(2);
+  for (const auto& parameters : job.seen) {
     CHECK(parameters.back().equal(at::full({2}, 3.F)));
     CHECK(parameters.at(5).equal(at::full({5}, 5.F)));
   }
   CHECK(link.broadcasts() == before + 2);
+  play_peer_access(true);
 }
 
 TEST_CASE("a broadcast carries tensors whatever their sizes, types and strides", "[device]") {

@@ -6,6 +6,7 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 
+#include <array>
 #include <cmath>
 #include <functional>
 #include <map>
@@ -126,6 +127,31 @@ inline void check_same(const std::vector<at::Tensor>& actual, const std::vector<
     CHECK(actual[i].equal(expected[i]));
   }
 }
+
+/// Three replicas, each on a device of its own, which must read the same parameters in each step.
+class WatchedJob {
+ public:
+  WatchedJob() { strategy.prepare(optimizer); }
+
+  void step(int number) {
+    strategy.step(
+        [&](const at::Tensor& x) {
+          auto& parameters = seen.at(static_cast<size_t>(strategy.replica()));
+          parameters.clear();
+          for (const auto& parameter : model->parameters()) parameters.push_back(parameter.detach().clone());
+          in_step(strategy.replica(), *model);
+          return plain_loss(*model, x, number);
+        },
+        parts_of(batch(9, number), 3));
+    for (size_t r = 1; r < seen.size(); ++r) check_same(seen.at(r), seen.at(0));
+  }
+
+  MirroredStrategy strategy{{"cpu", "cpu", "cpu"}, StrategyOptions()};
+  Replicated<Net> model = strategy.prepare([] { return Net(); });
+  optim::AdamW optimizer{model->parameters(), torch::optim::AdamWOptions(1e-2)};
+  std::array<std::vector<at::Tensor>, 3> seen;  // by replica: what its last pass read
+  std::function<void(int replica, Net& net)> in_step = [](int, Net&) {};
+};
 
 inline void check_same(const Outcome& actual, const Outcome& expected, double norm_tolerance = 0) {
   check_same(actual.tensors, expected.tensors);

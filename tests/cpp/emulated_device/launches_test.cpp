@@ -90,11 +90,11 @@ TEST_CASE("a window launches a bounded number of kernels, with batch norm too", 
   const bool has_batch_norm = GENERATE(false, true);
   const int k = GENERATE(1, 4);
   CAPTURE(has_batch_norm, k);
-  // Over NCCL, each of two devices.
+  // Over NCCL, each of two devices; three more compare the copies of parameters before a divided step.
   const auto two = window_of(has_batch_norm, 2, k, Link::nccl);
   CAPTURE(two.launches, two.buckets);
   REQUIRE(two.buckets > 3);
-  CHECK(two.launches <= 2 * ((k + 2) * two.buckets + 5));
+  CHECK(two.launches <= 2 * ((k + 2) * two.buckets + 5) + 3);
   const auto shared = window_of(has_batch_norm, 2, k, Link::shared_device);
   CAPTURE(shared.launches, shared.buckets);
   // Each replica packs and notes its own, and gathers and scatters its own buffers.

@@ -37,8 +37,8 @@ TEST_CASE("a share steps its run of a dense gradient, and stores it at the peers
   StepSegments segments;
   const FlatGradient gradient{at::ones({8}), {}};
   segments.add(state.entry(0), {2, 3}, memory.mutable_data_ptr(), gradient, sgd());
-  CHECK(segments.singles().size() == 1);
-  CHECK(segments.doubles().empty());
+  CHECK(segments.singles().segments.size() == 1);
+  CHECK(segments.doubles().segments.empty());
   const ptrdiff_t displacement = 8 * sizeof(float);
   segments.run(sgd(), kPlain, /*keep=*/false, {&displacement, 1});
   for (int row = 0; row < 2; ++row) CHECK(memory[row].equal(at::tensor({0, 0, -1, -1, -1, 0, 0, 0}, at::kFloat)));
@@ -49,14 +49,14 @@ TEST_CASE("sparse rows are segments, unless every row moves", "[optimizer]") {
   OptimizerState state({{"p", parameter}}, sgd(), {});
   StepSegments rows;
   rows.add(state.entry(0), {1, 7}, parameter.mutable_data_ptr(), two_rows(), sgd());
-  REQUIRE(rows.singles().size() == 2);
-  CHECK(rows.singles()[0].n == 1);  // the run begins within row 0
-  CHECK(rows.singles()[1].n == 2);
+  REQUIRE(rows.singles().segments.size() == 2);
+  CHECK(rows.singles().segments[0].n == 1);  // the run begins within row 0
+  CHECK(rows.singles().segments[1].n == 2);
   StepSegments dense;
   state.begin_step(0, 1);
   dense.add(state.entry(0), {0, 8}, parameter.mutable_data_ptr(), two_rows(), sgd(0.9));
-  REQUIRE(dense.singles().size() == 1);
-  CHECK(dense.singles()[0].n == 8);
+  REQUIRE(dense.singles().segments.size() == 1);
+  CHECK(dense.singles().segments[0].n == 8);
 }
 
 TEST_CASE("row-wise Adagrad steps the rows that have a gradient", "[optimizer]") {
@@ -72,4 +72,19 @@ TEST_CASE("row-wise Adagrad steps the rows that have a gradient", "[optimizer]")
   segments.run(adagrad, kPlain, /*keep=*/false, {});
   CHECK(state.tensor(0, 0).equal(at::tensor({1, 0, 1, 0}, at::kFloat).view({4, 1})));
   CHECK(parameter.equal(at::tensor({-1, -1, 0, 0, -1, -1, 0, 0}, at::kFloat).view({4, 2})));
+}
+
+TEST_CASE("copies on other devices lie where the run does", "[optimizer]") {
+  const auto memory = at::zeros({3, 8});
+  OptimizerState state({{"p", memory[0]}}, sgd(), {});
+  state.begin_step(0, 0);
+  StepSegments segments;
+  const std::vector<void*> copies{memory[1].mutable_data_ptr(), memory[2].mutable_data_ptr()};
+  const FlatGradient dense{at::ones({8}), {}};
+  segments.add(state.entry(0), {0, 0}, memory.mutable_data_ptr(), dense, sgd(), copies);
+  CHECK(segments.singles().copies.empty());
+  segments.add(state.entry(0), {2, 3}, memory.mutable_data_ptr(), dense, sgd(), copies);
+  REQUIRE(segments.singles().copies.size() == 2);
+  CHECK(segments.singles().copies[0] == memory[1].data_ptr<float>() + 2);
+  CHECK(segments.singles().copies[1] == memory[2].data_ptr<float>() + 2);
 }

@@ -1,0 +1,98 @@
+#include "window/device_shares.h"
+
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+
+#include "device/device.h"
+#include "device/peer_access.h"
+
+namespace muster {
+
+bool devices_divide(const Topology& topology, const StrategyOptions& options) {
+  const auto& devices = topology.devices;
+  return options.fuse && !options.keep_gradients && topology.num_workers == 1 && devices.size() > 1 &&
+         is_streamed(devices.front()) && !share_memory(devices) && enable_peer_access(devices);
+}
+
+std::vector<DeviceNorm::Part> DeviceShares::parts(const Tail& tail) const {
+  const auto& devices = context_.topology.devices;
+  std::vector<DeviceNorm::Part> parts;
+  for (size_t r = 0; r < devices.size(); ++r) {
+    parts.push_back({devices[r], context_.sums.dense(tail, r), context_.sums.runs_in_shard(tail, r)});
+  }
+  return parts;
+}
+
+// Rows are on the first device, which steps them.
+DividedStep DeviceShares::divide(const Tail& tail, const std::vector<int>& parameters,
+                                 const std::vector<const kernels::StepScalars*>& scalars) const {
+  const auto& sums = context_.sums;
+  DividedStep divided;
+  for (size_t r = 0; r < scalars.size(); ++r) {
+    StepShare share;
+    share.gradients = sums.gradients_of(tail, parameters, r);
+    share.scalars = scalars[r];
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const auto& parameter = context_.registry.parameter(r, static_cast<size_t>(parameters[i]));
+      share.parameters.push_back(parameter);
+      const int p = sums.index_of(parameters[i]);
+      if (share.gradients[i].sparse.defined()) {
+        share.runs.push_back({0, r == 0 ? parameter.numel() : 0});
+      } else {
+        share.runs.push_back(p < 0 ? Run{} : sums.shards()->at(r)[static_cast<size_t>(p)]);
+      }
+    }
+    divided.shares.push_back(std::move(share));
+  }
+  return divided;
+}
+
+void DeviceShares::place_state(FlatOptimizer& optimizer, const DividedStep& divided, const FlatGroups& groups) const {
+  const auto& devices = context_.topology.devices;
+  const auto runs = optimizer.state().runs_for(static_cast<int>(devices.size()));
+  const auto parts = optimizer.common_parts(divided, groups, runs, devices);
+  if (!parts.empty()) optimizer.share_state(divided, groups, zeros_over(parts, devices));
+}
+
+void DeviceShares::mend() {
+  std::vector<size_t> parameters;
+  for (const int p : context_.sums.trainable()) {
+    if (context_.registry.are_alike(static_cast<size_t>(p))) parameters.push_back(static_cast<size_t>(p));
+  }
+  check_.mend(context_.registry.parameters(), parameters);
+}
+
+bool DeviceShares::can_step(const std::vector<int>& parameters) const {
+  return std::all_of(parameters.begin(), parameters.end(), [&](int p) {
+    return context_.sums.index_of(p) < 0 || context_.registry.are_alike(static_cast<size_t>(p));
+  });
+}
+
+// All devices wait for all.
+void DeviceShares::join() const {
+  const auto& devices = context_.topology.devices;
+  for (const auto device : devices) order_devices(device, devices.front());
+  for (const auto device : devices) order_devices(devices.front(), device);
+}
+
+void DeviceShares::step(FlatOptimizer& optimizer, const Tail& tail, const std::vector<int>& parameters,
+                        const FlatGroups& groups, const std::vector<const kernels::StepScalars*>& scalars) {
+  const auto divided = divide(tail, parameters, scalars);
+  place_state(optimizer, divided, groups);
+  auto plan = optimizer.begin(divided, groups, scalars.front(), /*keep=*/false);
+  join();
+  {
+    // Also where a share could not be enqueued, while others store what they stepped.
+    const auto joined = c10::make_scope_exit([&] { join(); });
+    for (size_t r = 0; r < plan.num_shares(); ++r) plan.run(r);
+  }
+  plan.finish();
+  std::vector<int> stepped;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (divided.shares.front().gradients[i].defined()) stepped.push_back(parameters[i]);
+  }
+  context_.registry.note_copied(stepped);
+}
+
+}  // namespace muster

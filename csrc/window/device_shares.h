@@ -1,0 +1,52 @@
+// Steps of flat optimizers that the devices of one process divide: each steps what it owns, and stores the parameters
+// to all of them.
+#pragma once
+
+#include <vector>
+
+#include "job/topology.h"
+#include "muster/options.h"
+#include "optimizer/flat_optimizer.h"
+#include "optimizer/gradient_norm.h"
+#include "window/copy_check.h"
+#include "window/tail.h"
+#include "window/window_context.h"
+
+namespace muster {
+
+/// Whether the devices of a process's replicas divide steps: several of one worker, of which each has its own memory
+/// and reads and writes the others' (which this enables), where nobody asks for whole sums.
+bool devices_divide(const Topology& topology, const StrategyOptions& options);
+
+/// Owned by the stepping thread, on whose current streams of the devices everything is enqueued. State is common
+/// memory, each part of it on the device that steps it, so that any window may also be stepped by the first device
+/// alone.
+class DeviceShares {
+ public:
+  explicit DeviceShares(const WindowContext& context) : context_(context) {}
+
+  /// What counts of the window's sums (which go to shards) on each device.
+  std::vector<DeviceNorm::Part> parts(const Tail& tail) const;
+
+  /// After a window's end, before the first step. What was written of parameters since it opened (in forward passes, by
+  /// hooks) stands as the first device has it.
+  void mend();
+  /// Whether the devices have these parameters alike; else whole sums are to be stepped. Registry indices.
+  bool can_step(const std::vector<int>& parameters) const;
+
+  /// Steps `optimizer`, whose parameter i has registry index `parameters[i]`; `scalars[r]` are in the memory of local
+  /// replica r's device. Every device begins behind what all held before, and all end behind every one's step.
+  void step(FlatOptimizer& optimizer, const Tail& tail, const std::vector<int>& parameters, const FlatGroups& groups,
+            const std::vector<const kernels::StepScalars*>& scalars);
+
+ private:
+  DividedStep divide(const Tail& tail, const std::vector<int>& parameters,
+                     const std::vector<const kernels::StepScalars*>& scalars) const;
+  void place_state(FlatOptimizer& optimizer, const DividedStep& divided, const FlatGroups& groups) const;
+  void join() const;
+
+  WindowContext context_;
+  CopyCheck check_;
+};
+
+}  // namespace muster
