@@ -11,7 +11,8 @@ namespace muster {
 
 bool devices_divide(const Topology& topology, const StrategyOptions& options) {
   const auto& devices = topology.devices;
-  return options.fuse && !options.keep_gradients && topology.num_workers == 1 && devices.size() > 1 &&
+  const bool have_shards = options.shard_optimizer && topology.num_workers > 1;
+  return options.fuse && !options.keep_gradients && !have_shards && devices.size() > 1 &&
          is_streamed(devices.front()) && !share_memory(devices) && enable_peer_access(devices);
 }
 
@@ -19,7 +20,8 @@ std::vector<DeviceNorm::Part> DeviceShares::parts(const Tail& tail) const {
   const auto& devices = context_.topology.devices;
   std::vector<DeviceNorm::Part> parts;
   for (size_t r = 0; r < devices.size(); ++r) {
-    parts.push_back({devices[r], context_.sums.dense(tail, r), context_.sums.runs_in_shard(tail, r)});
+    const auto& shard = context_.sums.division().devices->at(r);
+    parts.push_back({devices[r], context_.sums.dense(tail, r), context_.sums.runs_in(shard, tail, r == 0)});
   }
   return parts;
 }
@@ -40,7 +42,7 @@ DividedStep DeviceShares::divide(const Tail& tail, const std::vector<int>& param
       if (share.gradients[i].sparse.defined()) {
         share.runs.push_back({0, r == 0 ? parameter.numel() : 0});
       } else {
-        share.runs.push_back(p < 0 ? Run{} : sums.shards()->at(r)[static_cast<size_t>(p)]);
+        share.runs.push_back(p < 0 ? Run{} : sums.division().devices->at(r)[static_cast<size_t>(p)]);
       }
     }
     divided.shares.push_back(std::move(share));

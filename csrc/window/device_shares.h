@@ -14,8 +14,8 @@
 
 namespace muster {
 
-/// Whether the devices of a process's replicas divide steps: several of one worker, of which each has its own memory
-/// and reads and writes the others' (which this enables), where nobody asks for whole sums.
+/// Whether the devices of this process's replicas divide steps, where nobody asks for whole sums: several that have
+/// their own memory each, and read and write one another's (which this enables). Not where workers have shards.
 bool devices_divide(const Topology& topology, const StrategyOptions& options);
 
 /// Owned by the stepping thread, on whose current streams of the devices everything is enqueued. State is common
@@ -25,7 +25,7 @@ class DeviceShares {
  public:
   explicit DeviceShares(const WindowContext& context) : context_(context) {}
 
-  /// What counts of the window's sums (which go to shards) on each device.
+  /// What counts of the window's sums on each device.
   std::vector<DeviceNorm::Part> parts(const Tail& tail) const;
 
   /// After a window's end, before the first step. What was written of parameters since it opened (in forward passes, by

@@ -192,11 +192,15 @@ void DeviceWindow::enqueue_norm(const Tail& tail, const at::Tensor& numbers, dou
   const DeviceNorm::Window window{numbers.const_data_ptr<double>(), scalars_.front()->scalars(), scale,
                                   static_cast<kernels::WindowReport*>(report.memory.mutable_data_ptr()),
                                   DeviceNumbers::kSlots};
-  if (shares_ && context_.sums.shards()) return norm_.enqueue(shares_->parts(tail), options, window);
+  const auto& sums = context_.sums;
+  if (shares_ && sums.division().devices) return norm_.enqueue(shares_->parts(tail), options, window);
   std::optional<DeviceNorm::Divided> divided;
-  if (context_.sums.shards()) divided.emplace(context_.sums.runs_in_shard(tail), *context_.groups.gradients.front());
-  norm_.enqueue(context_.sums.dense(tail), replicas_.front().numbers->device(), options, window,
-                divided ? &*divided : nullptr);
+  if (sums.division().receivers) {
+    const int replica = context_.topology.first_replica;
+    const auto& shard = sums.division().receivers->at(static_cast<size_t>(replica));
+    divided.emplace(sums.runs_in(shard, tail, replica == 0), *context_.groups.gradients.front());
+  }
+  norm_.enqueue(sums.dense(tail), replicas_.front().numbers->device(), options, window, divided ? &*divided : nullptr);
 }
 
 void DeviceWindow::enqueue_means(const Tail& tail, bool clips) {
@@ -296,7 +300,7 @@ void DeviceWindow::update(const Tail& tail, FlatOptimizer& optimizer, const std:
 // False where the first device is to step.
 bool DeviceWindow::step_in_shares(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters,
                                   const FlatGroups& groups) {
-  if (!shares_ || !context_.sums.shards()) return false;
+  if (!shares_ || !context_.sums.division().devices) return false;
   if (!std::exchange(is_mended_, true)) shares_->mend();
   if (!shares_->can_step(parameters)) {
     context_.sums.make_whole();

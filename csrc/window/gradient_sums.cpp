@@ -6,6 +6,7 @@
 #include "muster/error.h"
 #include "optimizer/gradient_norm.h"
 #include "optimizer/shards.h"
+#include "window/device_shares.h"
 #include "window/server_push.h"
 
 namespace muster {
@@ -82,7 +83,8 @@ void GradientSums::build(const std::vector<int>& parameters, const Deliver& deli
     if (options_.wire == Wire::bf16 && topology_.num_replicas > 1) options.wire = at::kBFloat16;
     options.overlap = groups_.overlap;
     options.norm_type = options_.clip_norm_type;
-    options.receive = topology_.num_workers == 1 ? Receive::first : r == 0 ? Receive::yes : Receive::no;
+    const bool steps = r == 0 || devices_divide(topology_, options_);
+    options.receive = topology_.num_workers == 1 ? Receive::first : steps ? Receive::yes : Receive::no;
     options.control = groups_.control_of(r);
     if (deliver) {
       options.keeps_sparse_slots = true;
@@ -122,21 +124,19 @@ std::vector<at::Tensor> GradientSums::dense(const Tail& tail, size_t local_repli
   return sums;
 }
 
-std::vector<Run> GradientSums::runs_in_shard(const Tail& tail, size_t local_replica) const {
-  const auto replica = static_cast<size_t>(topology_.first_replica) + local_replica;
-  const auto& own = shards_->at(replica);
+std::vector<Run> GradientSums::runs_in(const std::vector<Run>& shard, const Tail& tail, bool has_rows) const {
   std::vector<Run> runs;
   for (size_t p = 0; p < trainable_.size(); ++p) {
     const auto& sum = sum_of(tail, p);
     if (!sum.defined()) continue;
-    const bool counts_here = replica == 0;
-    runs.push_back(sum.is_sparse() ? Run{0, counts_here ? dense_values(sum).numel() : 0} : own[p]);
+    runs.push_back(sum.is_sparse() ? Run{0, has_rows ? dense_values(sum).numel() : 0} : shard[p]);
   }
   return runs;
 }
 
 void GradientSums::make_whole() {
-  const auto shards = std::exchange(shards_, nullptr);
+  const auto shards = std::exchange(division_, {}).receivers;
+  if (!shards) return;
   const auto& engine = *engines_.front();
   if (topology_.num_workers == 1) {
     for (size_t p = 0; p < trainable_.size(); ++p) {

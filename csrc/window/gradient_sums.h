@@ -48,14 +48,21 @@ class GradientSums {
   void set_to_owners(bool to_owners) noexcept { to_owners_ = to_owners; }
   bool go_to_owners() const noexcept { return to_owners_; }
 
-  /// Who steps which elements of the window's sums, where those go to them alone; null elsewhere. See ShardReduction.
-  void set_shards(std::shared_ptr<const Shards> shards) noexcept { shards_ = std::move(shards); }
-  const std::shared_ptr<const Shards>& shards() const noexcept { return shards_; }
-  /// Where there are such: what counts of each of dense(tail) on a local replica, so that every element counts on one
-  /// replica of the job. Rows are the same on all, and count on the first.
-  std::vector<Run> runs_in_shard(const Tail& tail, size_t local_replica = 0) const;
+  /// Who steps which elements of a window's sums.
+  struct Division {
+    /// Not null: sums go to those alone that step from them; by worker, or by device of the only one. See
+    /// ShardReduction.
+    std::shared_ptr<const Shards> receivers = nullptr;
+    /// Not null: this process's devices divide steps; by local replica, each of which has the sums of its own.
+    std::shared_ptr<const Shards> devices = nullptr;
+  };
+  void set_division(Division division) noexcept { division_ = std::move(division); }
+  const Division& division() const noexcept { return division_; }
+  /// What counts of each of dense(tail) for whom has `shard`, so that every element counts for one. Rows are the same
+  /// for all, and count where `has_rows`.
+  std::vector<Run> runs_in(const std::vector<Run>& shard, const Tail& tail, bool has_rows) const;
   /// Collective over replicas. The window's sums go from who has them to all workers, or of one worker's devices to the
-  /// first one, and there are no shards any more.
+  /// first one, and nothing is divided any more.
   void make_whole();
 
   /// The sum of a parameter; undefined where no replica had a gradient.
@@ -101,7 +108,7 @@ class GradientSums {
   std::vector<int> trainable_index_;           // by registry index
   std::vector<std::unique_ptr<GradientEngine>> engines_;
   bool to_owners_ = false;
-  std::shared_ptr<const Shards> shards_;
+  Division division_;
 };
 
 }  // namespace muster

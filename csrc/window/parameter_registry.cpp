@@ -208,30 +208,20 @@ void ParameterRegistry::copy_to_replica(size_t r, const std::vector<size_t>& par
   for (const size_t p : parameters) versions[p] = parameters_[0][p]._version();
 }
 
-void ParameterRegistry::broadcast_all(const std::vector<comm::CommunicatorPtr>& between) {
+void ParameterRegistry::broadcast(const std::vector<size_t>& parameters,
+                                  const std::vector<comm::CommunicatorPtr>& between) {
   std::vector<std::vector<at::Tensor>> alike(parameters_.size());
   std::vector<size_t> others;
-  std::vector<size_t> copied;
-  for (size_t p = 0; p < names_.size(); ++p) {
+  for (const size_t p : parameters) {
     bool can_broadcast = true;
-    bool are_copied = copy_check_ && are_alike(p);
-    for (size_t r = 1; r < parameters_.size(); ++r) {
-      can_broadcast = can_broadcast && is_alike(r, p);
-      are_copied = are_copied && follows(r, p);
-    }
-    if (!can_broadcast) {
-      others.push_back(p);
-    } else if (are_copied) {
-      copied.push_back(p);
-    } else {
-      for (size_t r = 0; r < parameters_.size(); ++r) alike[r].push_back(parameters_[r][p]);
-    }
+    for (size_t r = 1; r < parameters_.size(); ++r) can_broadcast = can_broadcast && is_alike(r, p);
+    if (!can_broadcast) others.push_back(p);
+    for (size_t r = 0; can_broadcast && r < parameters_.size(); ++r) alike[r].push_back(parameters_[r][p]);
   }
-  if (copy_check_) copy_check_->mend(parameters_, copied);
   broadcast_packed(alike, between);
   for (size_t r = 1; r < parameters_.size(); ++r) {
     copy_to_replica(r, others);
-    for (size_t p = 0; p < names_.size(); ++p) copied_versions_[r][p] = parameters_[0][p]._version();
+    for (const size_t p : parameters) copied_versions_[r][p] = parameters_[0][p]._version();
   }
 }
 
@@ -252,6 +242,14 @@ bool ParameterRegistry::are_alike(size_t p) const {
     if (!is_alike(r, p)) return false;
   }
   return true;
+}
+
+// Whether all were copied, or stored, as torch counts writes.
+bool ParameterRegistry::are_copied(size_t p) const {
+  for (size_t r = 1; r < parameters_.size(); ++r) {
+    if (!follows(r, p)) return false;
+  }
+  return are_alike(p);
 }
 
 bool ParameterRegistry::is_alike(size_t r, size_t p) const {
@@ -295,12 +293,15 @@ std::vector<int> ParameterRegistry::parameters_of(int module) const {
 void ParameterRegistry::follow_moves(bool copies_all, const std::vector<comm::CommunicatorPtr>& between) {
   if (parameters_.size() < 2) return;
   const at::NoGradGuard no_grad;
+  std::vector<size_t> compared;
   std::vector<std::vector<size_t>> to_copy(parameters_.size());
   for (size_t p = 0; p < names_.size(); ++p) {
     const auto& leaf = parameters_[0][p];
+    const bool is_compared = copies_all && copy_check_ && are_copied(p);
+    if (is_compared) compared.push_back(p);
     for (size_t r = 1; r < parameters_.size(); ++r) {
       const bool is_copy = !share_memory(devices_[r], devices_[0]);
-      if (follows(r, p) && !(is_copy && copies_all)) continue;
+      if (follows(r, p) && (is_compared || !(is_copy && copies_all))) continue;
       if (is_copy) {
         to_copy[r].push_back(p);
         continue;
@@ -315,7 +316,8 @@ void ParameterRegistry::follow_moves(bool copies_all, const std::vector<comm::Co
     }
     follow_hooks(p);
   }
-  if (copies_all && !between.empty()) return broadcast_all(between);
+  if (copy_check_) copy_check_->mend(parameters_, compared);
+  if (copies_all && !between.empty()) return broadcast(to_copy[1], between);
   for (size_t r = 1; r < parameters_.size(); ++r) copy_to_replica(r, to_copy[r]);
 }
 

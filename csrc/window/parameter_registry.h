@@ -96,9 +96,10 @@ class ParameterRegistry {
   void share_with_replicas(size_t parameter);
   void follow_hooks(size_t parameter);
   void copy_to_replica(size_t local_replica, const std::vector<size_t>& parameters);
-  void broadcast_all(const std::vector<comm::CommunicatorPtr>& between);
+  void broadcast(const std::vector<size_t>& parameters, const std::vector<comm::CommunicatorPtr>& between);
   bool is_alike(size_t local_replica, size_t parameter) const;
   bool follows(size_t local_replica, size_t parameter) const;
+  bool are_copied(size_t parameter) const;
   void check_local(const ModuleTensors& module) const;
 
   std::vector<c10::Device> devices_;

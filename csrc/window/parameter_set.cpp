@@ -122,17 +122,17 @@ void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<Opt
   last_ = last;
   if (divided_) divided_->bring_back();
   sums_.set_to_owners(last && fused && divided_ && !options_.keep_gradients);
-  sums_.set_shards(nullptr);
-  if (last) divide(fused, steps);
+  divide(fused, steps);
   ++micro_batches_;
   for (auto& replica : replicas_) replica.began = false;
 }
 
-// Whoever asks for `.grad` gets whole sums; so do workers of several devices, whose group for parameters is the hosts'.
+// Whoever asks for `.grad` gets whole sums.
 void ParameterSet::divide(bool fused, const std::vector<OptimizerStep>& steps) {
-  const bool workers_divide = options_.shard_optimizer && topology_.num_workers > 1 &&
+  sums_.set_division({});
+  const bool workers_divide = options_.shard_optimizer && !options_.keep_gradients && topology_.num_workers > 1 &&
                               topology_.has_one_replica_each() && is_streamed(topology_.devices.front());
-  if (options_.keep_gradients || !(workers_divide || (devices_divide_ && fused))) return;
+  if (!last_ || !(workers_divide || (devices_divide_ && fused))) return;
   std::vector<int64_t> made_from(sums_.trainable().begin(), sums_.trainable().end());
   for (const auto& step : steps) {
     made_from.push_back(step.flat == nullptr ? -2 : -1);  // each optimizer divides its own
@@ -142,22 +142,28 @@ void ParameterSet::divide(bool fused, const std::vector<OptimizerStep>& steps) {
     }
   }
   next_ = made_from == agreed_.made_from ? agreed_ : Division{std::move(made_from), shards_of(steps)};
-  if (devices_divide_) agreed_ = next_;
-  sums_.set_shards(agreed_.shards);
+  if (devices_divide_) {
+    agreed_ = next_;  // with nobody else
+    // Several workers all need the sums.
+    sums_.set_division({topology_.num_workers == 1 ? agreed_.shards : nullptr, agreed_.shards});
+  } else {
+    sums_.set_division({agreed_.shards, nullptr});
+  }
 }
 
 // Null where an optimizer is not flat, two have a parameter, or devices would have to divide one with gaps in its
 // memory.
 std::shared_ptr<const Shards> ParameterSet::shards_of(const std::vector<OptimizerStep>& steps) const {
-  // The first replica's, where no optimizer has the parameter: its sum counts in the norm.
-  auto shards = std::make_shared<Shards>(static_cast<size_t>(topology_.num_replicas));
-  for (auto& of_replica : *shards) of_replica.resize(sums_.trainable().size());
+  // The first one's, where no optimizer has the parameter: its sum counts in the norm.
+  const int num_shards = devices_divide_ ? topology_.local_replicas() : topology_.num_workers;
+  auto shards = std::make_shared<Shards>(static_cast<size_t>(num_shards));
+  for (auto& shard : *shards) shard.resize(sums_.trainable().size());
   const auto& parameters = sums_.engine(0).parameters();
   for (size_t p = 0; p < parameters.size(); ++p) shards->front()[p] = {0, num_reals(parameters[p].tensor)};
   std::vector<bool> is_divided(parameters.size());
   for (const auto& step : steps) {
     if (step.flat == nullptr) return nullptr;
-    const auto runs = step.flat->state().runs_for(topology_.num_replicas);
+    const auto runs = step.flat->state().runs_for(num_shards);
     for (size_t i = 0; i < step.parameters.size(); ++i) {
       const int index = sums_.index_of(step.parameters[i]);
       if (index < 0) continue;
@@ -165,7 +171,7 @@ std::shared_ptr<const Shards> ParameterSet::shards_of(const std::vector<Optimize
       if (is_divided[p]) return nullptr;
       if (devices_divide_ && !parameters[p].tensor.is_non_overlapping_and_dense()) return nullptr;
       is_divided[p] = true;
-      for (size_t replica = 0; replica < shards->size(); ++replica) (*shards)[replica][p] = runs.at(replica)[i];
+      for (size_t s = 0; s < shards->size(); ++s) (*shards)[s][p] = runs.at(s)[i];
     }
   }
   return shards;
@@ -174,7 +180,7 @@ std::shared_ptr<const Shards> ParameterSet::shards_of(const std::vector<Optimize
 // Once workers agree on what they step by.
 void ParameterSet::follow_division(bool fused) {
   if (devices_divide_) return;
-  if (sums_.shards() && (!fused || next_.made_from != agreed_.made_from)) sums_.make_whole();
+  if (sums_.division().receivers && (!fused || next_.made_from != agreed_.made_from)) sums_.make_whole();
   agreed_ = agreement_ ? next_ : Division{};
 }
 
@@ -216,7 +222,7 @@ void ParameterSet::begin_engine(int local_replica, const NotedPart& part) {
   micro_batch.factor = part.factor;
   micro_batch.gate = part.gate;
   micro_batch.to_owners = sums_.go_to_owners();
-  micro_batch.shards = sums_.shards();
+  micro_batch.shards = sums_.division().receivers;
   micro_batch.locate_non_finite = locate_non_finite_ && !is_capturing(topology_.devices[r]);
   replicas_[r].began = true;
   sums_.engine(r).begin(micro_batch);

@@ -146,7 +146,7 @@ class ParameterSet {
   std::vector<Replica> replicas_;    // by local replica
   std::vector<int> written_;         // parameters, by user code, before the window
   std::optional<Agreement> agreement_;
-  /// Who steps which elements, where each worker steps a shard on a device, or each of a process's devices does, and
+  /// Who steps which elements, where each of a process's devices steps a shard, or each worker does on a device and
   /// nobody asks for whole sums: these go to those that step from them alone. Workers must not differ in it when a sum
   /// leaves, and compare what they step by at a window's end: a window's sums go where the last one that they agreed on
   /// says.
