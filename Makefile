@@ -21,6 +21,8 @@ CMAKE = cmake -S . -G Ninja -DPython_EXECUTABLE=$(PYTHON) -DMUSTER_WERROR=ON -DM
 train: package
 	$(PYTHON) examples/python/digits.py
 
+# Threads that wait for one another leave the processor to the other tests.
+test: export OMP_WAIT_POLICY = passive
 test: package cuda $(STAMPS)/dev
 	$(TIMED) "C++ tests, compiled" cmake --build $(BUILD) -j $(JOBS) --target all muster_tests
 	tools/beside.sh tools/computing_tests.sh $(BUILD) -- $(TIMED) "C++ tests" $(BUILD)/muster_tests "~[simulation]~[.]"

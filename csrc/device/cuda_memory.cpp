@@ -2,6 +2,7 @@
 // mapped one after the other (https://docs.nvidia.com/cuda/cuda-driver-api, "Virtual Memory Management").
 #include "device/cuda_memory.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -188,6 +189,7 @@ bool enable_cuda_peer_access(const std::vector<c10::Device>& devices) {
   }
   bool has_access = false;
   try {
+    at::globalContext().lazyInitDevice(at::kCUDA);  // torch's allocator, too, which may not have been used yet
     has_access = !is_refused() && try_peer_access(devices);
   } catch (const std::exception& error) {
     log(LogLevel::warning, std::string("GPUs are used without access to one another's memory: ") + error.what());

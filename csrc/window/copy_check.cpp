@@ -1,6 +1,7 @@
 #include "window/copy_check.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/util/ScopeExit.h>
 
 #include "device/device.h"
 #include "device/kernel_status.h"
@@ -55,11 +56,14 @@ void CopyCheck::mend(const std::vector<std::vector<at::Tensor>>& of_device, cons
     launch(d, cuda::digest_copies, "the digests of parameters");
   }
   for (size_t d = 1; d < of_device.size(); ++d) order_devices(device_of(0), device_of(d));
+  // Before the first device writes again; also where not all could be launched.
+  const auto ordered = c10::make_scope_exit([&] {
+    for (size_t d = 1; d < of_device.size(); ++d) order_devices(device_of(d), device_of(0));
+  });
   for (size_t d = 1; d < of_device.size(); ++d) {
     const OnDevice on_device(device_of(d));
     launch(d, cuda::mend_copies, "a copy of parameters");
   }
-  for (size_t d = 1; d < of_device.size(); ++d) order_devices(device_of(d), device_of(0));  // which may write again
 }
 
 }  // namespace muster

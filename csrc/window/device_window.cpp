@@ -116,10 +116,10 @@ NotedPart DeviceWindow::note(const ReplicaPart& part) {
     const auto share =
         at::from_blob(const_cast<double*>(numbers.gate()), {}, at::TensorOptions(at::kDouble).device(numbers.device()));
     seed = (seed.to(at::kDouble) * share).to(seed.scalar_type());
-    share.copy_(share.ne(0));
+    share.fill_(1);  // also of a part without weight: others' gradients come through it
   }
   if (contributes) replica.losses.add(loss.reduction);
-  return {.seed = seed, .contributes = contributes, .factor = 1, .gate = numbers.gate()};
+  return {.seed = seed, .contributes = contributes || part.crosses, .factor = 1, .gate = numbers.gate()};
 }
 
 ClosedWindow DeviceWindow::close(int local_replica, const Closing& closing) {

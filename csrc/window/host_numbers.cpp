@@ -37,7 +37,7 @@ NotedPart HostNumbers::note(const ReplicaPart& part) {
   const double share = contributes && is_mean ? weight / replica.unit : 1.0;
   const double seed = contributes ? (part.crosses ? share : 1.0) * static_cast<double>(scale_.on_host().scale) : 0.0;
   return {.seed = at::scalar_tensor(seed, loss.value.options().requires_grad(false)),
-          .contributes = contributes,
+          .contributes = contributes || part.crosses,
           .factor = part.crosses ? 1.0 : share};
 }
 

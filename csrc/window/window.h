@@ -29,7 +29,7 @@ struct ReplicaPart {
 /// What backward and the gradient engine do with the part; see GradientEngine::MicroBatch.
 struct NotedPart {
   at::Tensor seed;           ///< 0-dim, of the loss's dtype; undefined without a loss
-  bool contributes = false;  ///< false: the part weighs nothing
+  bool contributes = false;  ///< false: the part weighs nothing, and no other's gradients come through it
   double factor = 1;
   const double* gate = nullptr;
 };

@@ -45,7 +45,7 @@ def normalise(layer: nn.SyncBatchNorm, input: Tensor, peers: Peers) -> Tensor:
     bias = None if layer.bias is None else layer.bias.to(values.dtype)
     output, *statistics = _Normalise.apply(values, weight, bias, layer.eps, peers)  # type: ignore[no-untyped-call]
     if layer.training and layer.track_running_stats and layer.running_mean is not None:
-        _move(layer, _Statistics(*statistics))
+        _move(layer, _Statistics(*statistics), has_rows=values.numel() > 0)
     return cast(Tensor, output.to(input.dtype))
 
 
@@ -57,15 +57,18 @@ def average_factor(layer: nn.SyncBatchNorm, *, updates: bool) -> float:
     return 1.0 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
 
 
-def _move(layer: nn.SyncBatchNorm, of_batch: _Statistics) -> None:
+def _move(layer: nn.SyncBatchNorm, of_batch: _Statistics, *, has_rows: bool) -> None:
+    """`has_rows`: this part has some; without it all may have none, of which there are no statistics."""
     factor = average_factor(layer, updates=True)
     assert layer.running_mean is not None
     assert layer.running_var is not None
     with torch.no_grad():
         unbiased = of_batch.variance * (of_batch.elements / (of_batch.elements - 1).clamp(min=1))
         for running, found in ((layer.running_mean, of_batch.mean), (layer.running_var, unbiased)):
-            # Of nothing there are no statistics.
-            running.lerp_(torch.where(of_batch.elements > 0, found.to(running.dtype), running), factor)
+            moved = found.to(running.dtype)
+            running.lerp_(moved if has_rows else torch.where(of_batch.elements > 0, moved, running), factor)
+        if not has_rows and layer.num_batches_tracked is not None:
+            layer.num_batches_tracked.sub_((of_batch.elements == 0).long())
 
 
 class _Normalise(Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from typing import Any, NoReturn
 
 import torch
@@ -51,6 +52,8 @@ class ModuleWatch:
                 self._members += table.values()
                 self._own_tables.append(table)
         self._modules = [] if len(replicas) == 1 else list(zip(*(m.modules() for m in replicas), strict=True))
+        self._buffer_tables = [module._buffers for module in replicas[0].modules()]
+        self._num_buffers = 0
         self._buffers = [_places_of_buffers(module) for module in replicas]
         self._noted: list[tuple[Tensor, tuple[int, int]]] = []
         if len(replicas) > 1:
@@ -66,12 +69,14 @@ class ModuleWatch:
 
     def check_members(self) -> None:
         """Raises InvalidArgument naming a parameter or submodule that was replaced, or where there are several replicas
-        added."""
+        added, or a buffer that replica 0 alone has or has not any more."""
         # Thousands of members in every step: in C.
         if not all(map(operator.is_, map(dict.get, self._tables, self._names), self._members)):
             self._refuse()
         if len(self._replicas) > 1 and sum(map(len, self._own_tables)) != len(self._members):
             self._refuse_added()
+        if len(self._replicas) > 1 and self._count_buffers() != self._num_buffers:
+            self._refuse_buffers()
 
     def follow_first_replica(self) -> None:
         """Lets the others take over what changed in replica 0's module since `note`; raises as `check_members`."""
@@ -153,6 +158,24 @@ class ModuleWatch:
                         )
         raise InvalidArgument("the modules of a prepared module changed since prepare(); make the change before it")
 
+    def _count_buffers(self) -> int:
+        """Of replica 0, but those that are None."""
+        values = chain.from_iterable(map(dict.values, self._buffer_tables))
+        return sum(map(operator.is_not, values, repeat(None)))
+
+    # Those that forward registers when it first runs are on all replicas that had a part.
+    def _refuse_buffers(self) -> None:
+        for modules in zip(self._replicas[0].named_modules(), *(m.modules() for m in self._replicas[1:]), strict=True):
+            (prefix, first), *others = modules
+            for name in first._buffers.keys() | {name for other in others for name in other._buffers}:
+                is_there = first._buffers.get(name) is not None
+                if any((other._buffers.get(name) is not None) != is_there for other in others):
+                    what = f"'{prefix}{'.' if prefix else ''}{name}' was {'added' if is_there else 'removed'}"
+                    raise InvalidArgument(
+                        f"buffer {what} since prepare(), in replica 0 alone; make the change before prepare() (give a "
+                        "later buffer a value there, and write into it)"
+                    )
+
     def adopt_buffers(self, local: int) -> None:
         """Tells the core of a replica's buffers that are other tensors than before. Called by its thread in a step."""
         if any(table.get(name) is not buffer for table, name, buffer in self._buffers[local]):
@@ -163,6 +186,7 @@ class ModuleWatch:
         """Whatever is written to replica 0's buffers and attributes from here on is the user's."""
         if len(self._replicas) > 1:
             self._noted = [(buffer, _written(buffer)) for _, _, buffer in self._buffers[0]]
+            self._num_buffers = self._count_buffers()
             self._state.note()
 
 

@@ -258,10 +258,10 @@ for _class in _FLAT.values():
 
 
 def make_flat(optimizer: Optimizer) -> _Flat | None:
-    """The same object as a flat optimizer; None where there is no flat version of it (a class of the user's own,
-    complex parameters, ``differentiable=True``)."""
+    """The same object as a flat optimizer; None where there is no flat version of it (a class or a step() of the user's
+    own, complex parameters, ``differentiable=True``)."""
     flat = _FLAT.get(type(optimizer))
-    if flat is None and not isinstance(optimizer, _Flat):
+    if (flat is None and not isinstance(optimizer, _Flat)) or has_own_step(optimizer):
         return None
     for group in optimizer.param_groups:
         if group["differentiable"] or any(parameter.dtype not in DTYPES for parameter in group["params"]):
@@ -271,6 +271,12 @@ def make_flat(optimizer: Optimizer) -> _Flat | None:
         _rebind_step(optimizer)
     assert isinstance(optimizer, _Flat)
     return optimizer
+
+
+def has_own_step(optimizer: Optimizer) -> bool:
+    """Whether user code replaced step() of this object, which a learning rate scheduler wraps in any case."""
+    own = vars(optimizer).get("step")
+    return own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step
 
 
 def state_of(optimizer: _Flat) -> FlatState | None:
@@ -298,11 +304,11 @@ def leave(optimizer: _Flat, core: _C.StrategyCore) -> None:
 
 def _rebind_step(optimizer: Optimizer) -> None:
     """A learning rate scheduler wraps the step() that it finds: its wrapper must find the flat one."""
-    wrapped = vars(optimizer).pop("step", None)
-    if wrapped is None or not hasattr(wrapped, "_wrapped_by_lr_sched"):
+    if vars(optimizer).pop("step", None) is None:
         return
     step = type(optimizer).step
 
+    @functools.wraps(step)
     def with_note(*args: Any, **kwargs: Any) -> Any:
         optimizer._opt_called = True  # type: ignore[attr-defined]
         return step(optimizer, *args, **kwargs)

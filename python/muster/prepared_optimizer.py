@@ -94,6 +94,14 @@ class PreparedOptimizer:
             return
         optim.bind(self._flat, self._core, indices)
 
+    def check_step(self) -> None:
+        """Raises InvalidArgument where nobody would call the step() that user code put in the place of a flat one."""
+        if self._flat is not None and optim.has_own_step(self.optimizer):
+            raise InvalidArgument(
+                f"step() of the {type(self.optimizer).__name__} was replaced after prepare(), and the strategy steps "
+                "from the reduced sums without it; replace it before prepare(), or pass fuse=False"
+            )
+
     def note_step(self) -> None:
         """Tells learning rate schedulers that a step was made, also where its update was skipped."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

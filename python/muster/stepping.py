@@ -233,7 +233,10 @@ class Stepping:
     def _note_hooks(self, set_number: int) -> None:
         """Before a call: hooks that are registered in it are called from the next one on."""
         self._stepped, self._hook_error = [], None
-        has_hooks = any(optimizer.has_hooks() for optimizer in self.sets.optimizers_of(set_number))
+        optimizers = self.sets.optimizers_of(set_number)
+        for optimizer in optimizers:
+            optimizer.check_step()
+        has_hooks = any(optimizer.has_hooks() for optimizer in optimizers)
         if has_hooks != self._hooked.get(set_number, False):
             self._core.set_has_hooks(set_number, has_hooks)
             self._hooked[set_number] = has_hooks

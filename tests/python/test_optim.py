@@ -490,6 +490,46 @@ def test_without_a_flat_version(strategy: muster.MirroredStrategy) -> None:
         assert type(unfused) is torch.optim.AdamW
 
 
+def halved(optimizer: torch.optim.Optimizer) -> None:
+    """Replaces step() of the object by one that halves gradients first, as wrapping libraries do."""
+    step = optimizer.step
+
+    def halve_and_step(*args: Any, **options: Any) -> Any:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+        return step(*args, **options)
+
+    optimizer.step = halve_and_step  # type: ignore[method-assign]
+
+
+def test_a_step_that_was_replaced_is_called(strategy: muster.MirroredStrategy) -> None:
+    module, alone = nn.Linear(5, 1), nn.Linear(5, 1)
+    alone.load_state_dict(module.state_dict())
+    x = torch.linspace(-1, 1, 20).view(4, 5)
+    expected = torch.optim.SGD(alone.parameters(), lr=0.5)
+    halved(expected)
+    alone(x).square().mean().backward()
+    expected.step()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    halved(optimizer)
+    model, _ = strategy.prepare(module, optimizer)
+    strategy.step(lambda x: model(x).square().mean(), x)
+    for found, parameter in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found, parameter)
+
+
+def test_a_step_that_is_replaced_after_prepare_is_refused(strategy: muster.MirroredStrategy) -> None:
+    module = nn.Linear(5, 1)
+    model, optimizer = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.5))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces it by one that only notes the call
+    x = torch.ones(4, 5)
+    assert strategy.step(lambda x: model(x).square().mean(), x).stepped
+    halved(optimizer)
+    with pytest.raises(muster.InvalidArgument, match=r"replace it before prepare\(\), or pass fuse=False"):
+        strategy.step(lambda x: model(x).square().mean(), x)
+
+
 def test_alone_they_are_torchs() -> None:
     ours, theirs = net(), net()
     flat, plain = muster.optim.AdamW(ours.parameters(), lr=1e-3), torch.optim.AdamW(theirs.parameters(), lr=1e-3)

@@ -536,6 +536,41 @@ def test_a_module_that_holds_a_computed_tensor_has_copies(job: Launcher) -> None
             np.testing.assert_allclose(parameters[name], expected.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
+class Calibrated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+        self.register_buffer("shift", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.zeros(1))  # each replica's own, where it runs first
+        shifts = [shift for shift in (self.shift, getattr(self, "scale", None)) if shift is not None]
+        return self.layer(x) + self.late + sum(shifts)
+
+
+@pytest.mark.parametrize("name", ["shift", "scale"])
+def test_a_buffer_of_the_first_replica_alone_is_refused(name: str) -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        module = Calibrated()
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        x = torch.ones(4, 5)
+        for rows in (1, 4, 4):  # at first the second replica has no part
+            strategy.step(lambda x: model(x).square().mean(), x[:rows])
+        module.register_buffer(name, torch.tensor(2.0))
+        for call in (strategy.step, strategy.run):
+            with pytest.raises(muster.InvalidArgument, match=rf"buffer '{name}' was added since prepare\(\)"):
+                call(lambda x: model(x).square().mean(), x)
+        if name == "scale":
+            del module.scale
+        else:
+            module.shift = None
+        assert strategy.step(lambda x: model(x).square().mean(), x).stepped
+        del module.late
+        with pytest.raises(muster.InvalidArgument, match=r"buffer 'late' was removed since prepare\(\)"):
+            strategy.step(lambda x: model(x).square().mean(), x)
+
+
 def test_prepare_names_what_was_added_to_a_prepared_module() -> None:
     with muster.MirroredStrategy(["cpu"] * 2) as strategy:
         inner = strategy.prepare(nn.Sequential(nn.Linear(2, 2)))

@@ -19,6 +19,7 @@ import torch
 
 import muster
 from muster.writing import Writing
+from support.ranks import run_ranks
 from support.saving import NAMES, Job, mirrored, same, small_files
 
 
@@ -81,22 +82,6 @@ def test_a_folder_that_is_removed_while_the_job_trains_is_missed_once_and_made_a
             second.save(folder)
 
 
-def as_nobody(act: Callable[[], object]) -> None:
-    """In a fork, which has no rights of root; it fails where `act` raises."""
-
-    def child() -> None:
-        if os.getuid() == 0:
-            os.setgroups([])
-            os.setgid(65534)
-            os.setuid(65534)
-        act()
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-
-
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
     """Which everybody may enter and write to."""
@@ -107,34 +92,37 @@ def open_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_a_folder_without_permissions_is_named_and_used_once_it_has_them(open_folder: Path) -> None:
-    folder = open_folder / "checkpoints"
-
-    def act() -> None:
-        with mirrored() as strategy:
-            Job(strategy)  # which does not step: a fork of a process that has cannot
-            strategy.save(folder, number=1)
-            strategy.load(folder)
-            for mode in (0o500, 0o000):
-                folder.chmod(mode)
-                strategy.save(folder)
-                with pytest.raises(muster.CheckpointError, match=f"{folder}.*Permission denied"):
-                    strategy.save(folder)
-                if mode == 0:
-                    with pytest.raises(muster.CheckpointError, match=f"{folder}.*Permission denied"):
-                        strategy.load(folder)
-                folder.chmod(0o700)
-            assert strategy.load(folder) == {"number": 1}
-            strategy.save(folder, number=2)
-            assert strategy.load(folder) == {"number": 2}
-            folder.chmod(0o000)
-        with mirrored() as strategy:
-            Job(strategy)
+def write_as_nobody(folder: Path) -> None:
+    if os.getuid() == 0:  # who may write everywhere
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    with mirrored() as strategy:
+        Job(strategy)
+        strategy.save(folder, number=1)
+        strategy.load(folder)
+        for mode in (0o500, 0o000):
+            folder.chmod(mode)
+            strategy.save(folder)
             with pytest.raises(muster.CheckpointError, match=f"{folder}.*Permission denied"):
                 strategy.save(folder)
+            if mode == 0:
+                with pytest.raises(muster.CheckpointError, match=f"{folder}.*Permission denied"):
+                    strategy.load(folder)
             folder.chmod(0o700)
+        assert strategy.load(folder) == {"number": 1}
+        strategy.save(folder, number=2)
+        assert strategy.load(folder) == {"number": 2}
+        folder.chmod(0o000)
+    with mirrored() as strategy:
+        Job(strategy)
+        with pytest.raises(muster.CheckpointError, match=f"{folder}.*Permission denied"):
+            strategy.save(folder)
+        folder.chmod(0o700)
 
-    as_nobody(act)
+
+def test_a_folder_without_permissions_is_named_and_used_once_it_has_them(open_folder: Path) -> None:
+    run_ranks(1, write_as_nobody, open_folder / "checkpoints")
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

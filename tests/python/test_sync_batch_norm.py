@@ -206,16 +206,15 @@ def test_a_part_may_have_no_rows(wide_job: Launcher) -> None:
 
 
 def all_parts_empty(strategy: muster.Strategy) -> list[Tensor]:
-    """Running statistics after a step whose replicas all found nothing in their parts."""
+    """Changes of running statistics by a step whose replicas all found nothing in their parts."""
     module = build(True)
     model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
     x = part_of(strategy, torch.arange(30.0, dtype=torch.float64).view(6, 5))
     strategy.step(lambda x: model(x).square().sum(), x)
-    before = [buffer.clone() for buffer in module.buffers() if buffer.is_floating_point()]
+    before = [buffer.clone() for buffer in module.buffers()]
     strategy.step(lambda x: Loss(model(x[:0]).square().sum(), reduction="sum"), x)
     assert all(parameter.isfinite().all() for parameter in module.parameters())
-    after = [buffer.clone() for buffer in module.buffers() if buffer.is_floating_point()]
-    return [b - a for b, a in zip(before, after, strict=True)]
+    return [b - a for b, a in zip(before, module.buffers(), strict=True)]
 
 
 def test_parts_without_any_row_leave_running_statistics_alone(wide_job: Launcher) -> None:
@@ -316,6 +315,34 @@ def test_gradients_through_collectives_are_those_of_the_whole_batch(job: Launche
             assert loss == pytest.approx(expected[name][0], rel=1e-9), name
             for a, b in zip(gradients, expected[name][1], strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-11, err_msg=name)
+
+
+def weightless(strategy: muster.Strategy, normalises: bool) -> Any:
+    """Gradients of a step whose last replica's loss weighs nothing, while others' depend on its outputs."""
+    module = build(True) if normalises else model_of()
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.0))
+    x = part_of(strategy, batches(12)[0][0] - 100)
+
+    def step(x: Tensor) -> Loss:
+        weight = 0 if strategy.replica == strategy.num_replicas - 1 else len(x)
+        outputs = model(x)
+        return Loss(outputs.square().sum(1).mean() if normalises else centred(strategy, outputs), weight=weight)
+
+    result = strategy.step(step, x)
+    return float(result.loss), [p.grad.clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("normalises", [True, False])
+def test_a_part_without_weight_gets_the_gradients_of_others_losses(wide_job: Launcher, normalises: bool) -> None:
+    model = build(False) if normalises else model_of()
+    outputs = model(batches(12)[0][0] - 100)
+    rest = outputs[: 12 - 12 // wide_job.replicas]  # but the last replica's
+    loss = (rest if normalises else rest - outputs.mean(0)).square().sum(1).mean()
+    loss.backward()
+    for found, gradients in wide_job(weightless, normalises):
+        assert found == pytest.approx(loss.item(), rel=1e-9)
+        for a, b in zip(gradients, model.parameters(), strict=True):
+            np.testing.assert_allclose(a, b.grad.numpy(), rtol=1e-8, atol=1e-11)
 
 
 def checkpointed_statistics(strategy: muster.Strategy) -> Any:
