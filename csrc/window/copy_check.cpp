@@ -1,7 +1,8 @@
 #include "window/copy_check.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/util/ScopeExit.h>
+
+#include <exception>
 
 #include "device/device.h"
 #include "device/kernel_status.h"
@@ -56,14 +57,17 @@ void CopyCheck::mend(const std::vector<std::vector<at::Tensor>>& of_device, cons
     launch(d, cuda::digest_copies, "the digests of parameters");
   }
   for (size_t d = 1; d < of_device.size(); ++d) order_devices(device_of(0), device_of(d));
-  // Before the first device writes again; also where not all could be launched.
-  const auto ordered = c10::make_scope_exit([&] {
-    for (size_t d = 1; d < of_device.size(); ++d) order_devices(device_of(d), device_of(0));
-  });
-  for (size_t d = 1; d < of_device.size(); ++d) {
-    const OnDevice on_device(device_of(d));
-    launch(d, cuda::mend_copies, "a copy of parameters");
+  std::exception_ptr failure;
+  try {
+    for (size_t d = 1; d < of_device.size(); ++d) {
+      const OnDevice on_device(device_of(d));
+      launch(d, cuda::mend_copies, "a copy of parameters");
+    }
+  } catch (...) {
+    failure = std::current_exception();  // while others read the first device's memory, which may write it again below
   }
+  for (size_t d = 1; d < of_device.size(); ++d) order_devices(device_of(d), device_of(0));
+  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace muster

@@ -1,8 +1,8 @@
 #include "window/device_shares.h"
 
-#include <c10/util/ScopeExit.h>
-
 #include <algorithm>
+#include <exception>
+#include <utility>
 
 #include "device/device.h"
 #include "device/peer_access.h"
@@ -84,11 +84,14 @@ void DeviceShares::step(FlatOptimizer& optimizer, const Tail& tail, const std::v
   place_state(optimizer, divided, groups);
   auto plan = optimizer.begin(divided, groups, scalars.front(), /*keep=*/false);
   join();
-  {
-    // Also where a share could not be enqueued, while others store what they stepped.
-    const auto joined = c10::make_scope_exit([&] { join(); });
+  std::exception_ptr failure;
+  try {
     for (size_t r = 0; r < plan.num_shares(); ++r) plan.run(r);
+  } catch (...) {
+    failure = std::current_exception();  // while others store what they stepped
   }
+  join();
+  if (failure) std::rethrow_exception(failure);
   plan.finish();
   std::vector<int> stepped;
   for (size_t i = 0; i < parameters.size(); ++i) {
