@@ -52,7 +52,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
 from operator import attrgetter
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -271,6 +271,11 @@ class Loader(Generic[BatchT_co]):
                 "parameter servers deal the batches, and know which were trained on; begin the epoch anew, or use "
                 "prepare_loader(loader, sharded=True) with data of this worker's own"
             )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise InvalidArgument(
+            "a prepared loader is one of its strategy's, which knows no copy; copy the DataLoader, and prepare the copy"
+        )
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the user's loader: `dataset`, `batch_size`, `sampler`, ..."""

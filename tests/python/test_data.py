@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import random
@@ -870,6 +871,12 @@ def test_a_worker_empty_in_a_later_epoch_models_its_parts_on_an_earlier_one() ->
 
 
 # Errors
+
+
+def test_a_prepared_loader_refuses_to_be_copied() -> None:
+    (prepared,) = Job().prepare(lambda: DataLoader(Numbers(3)))
+    with pytest.raises(InvalidArgument, match="copy the DataLoader, and prepare the copy"):
+        copy.deepcopy(prepared)
 
 
 def test_what_cannot_be_prepared_is_refused() -> None:
