@@ -23,12 +23,6 @@ namespace muster {
 
 namespace {
 
-void check_cuda(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // told here; torch's next check need not find it
-  throw CommError(std::string(what) + " failed: " + cudaGetErrorString(error));
-}
-
 /// Those of the driver's functions that are used: the library is not linked, so that muster loads where there is none.
 struct Driver {
   decltype(&cuDeviceGetAttribute) get_attribute;
@@ -179,6 +173,13 @@ bool is_refused() {
 }
 
 }  // namespace
+
+void check_cuda(int error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();
+  throw CommError(std::string(what) + " failed: " + cudaGetErrorString(static_cast<cudaError_t>(error)) +
+                  ". An earlier kernel may be at fault: run with CUDA_LAUNCH_BLOCKING=1 to find it");
+}
 
 bool enable_cuda_peer_access(const std::vector<c10::Device>& devices) {
   static std::mutex mutex;

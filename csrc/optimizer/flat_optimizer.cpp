@@ -24,6 +24,13 @@ std::vector<size_t> stepped_by(const DividedStep& divided) {
   return stepped;
 }
 
+// By share and parameter.
+std::vector<std::vector<Run>> runs_of(const DividedStep& divided) {
+  std::vector<std::vector<Run>> runs;
+  for (const auto& share : divided.shares) runs.push_back(share.runs);
+  return runs;
+}
+
 }  // namespace
 
 StepPlan::Counted::~Counted() {
@@ -43,7 +50,10 @@ StepPlan::StepPlan(FlatOptimizer& optimizer, const DividedStep& divided, const F
   optimizer.check_kind(groups);
   const at::NoGradGuard no_grad;
   const OnDevice on_device(optimizer.state_.device());
-  for (const size_t p : stepped_by(divided)) count(p);
+  for (const size_t p : stepped_by(divided)) {
+    optimizer.state_.begin_step(p, optimizer.num_states_for(p, groups));
+    counted_.parameters.push_back(p);
+  }
   for (const size_t p : counted_.parameters) add_segments(p);
   if (!optimizer.is_streamed()) return;
   const auto device = optimizer.state_.device();
@@ -54,11 +64,6 @@ StepPlan::StepPlan(FlatOptimizer& optimizer, const DividedStep& divided, const F
                                           scalars, stream_handle(device)),
                "counting steps");
   if (optimizer.queues_.size() < segments_.size()) optimizer.queues_.resize(segments_.size());
-}
-
-void StepPlan::count(size_t p) {
-  optimizer_.state_.begin_step(p, optimizer_.num_states_for(p, groups_));
-  counted_.parameters.push_back(p);
 }
 
 void StepPlan::add_segments(size_t p) {
@@ -163,11 +168,10 @@ int64_t FlatOptimizer::common_bytes(const DividedStep& divided, const FlatGroups
 }
 
 std::vector<DevicePart> FlatOptimizer::common_parts(const DividedStep& divided, const FlatGroups& groups,
-                                                    const std::vector<std::vector<Run>>& runs,
                                                     const std::vector<c10::Device>& devices) {
   const auto stepped = stepped_by(divided);
   std::vector<DevicePart> parts;
-  for (const auto& part : state_.common_parts(stepped, num_states_of(stepped, groups), runs)) {
+  for (const auto& part : state_.common_parts(stepped, num_states_of(stepped, groups), runs_of(divided))) {
     parts.push_back({devices[part.share], part.bytes});
   }
   return parts;
@@ -176,9 +180,7 @@ std::vector<DevicePart> FlatOptimizer::common_parts(const DividedStep& divided, 
 std::vector<at::Tensor> FlatOptimizer::share_state(const DividedStep& divided, const FlatGroups& groups,
                                                    const at::Tensor& memory) {
   const auto stepped = stepped_by(divided);
-  std::vector<std::vector<Run>> runs;
-  for (const auto& share : divided.shares) runs.push_back(share.runs);
-  return state_.move_to_common(stepped, num_states_of(stepped, groups), memory, runs);
+  return state_.move_to_common(stepped, num_states_of(stepped, groups), memory, runs_of(divided));
 }
 
 void FlatOptimizer::step_from_grad(const FlatGroups& groups) {

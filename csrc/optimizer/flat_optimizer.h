@@ -71,7 +71,6 @@ class StepPlan {
     std::atomic<bool> has_begun;
   };
 
-  void count(size_t parameter);
   void add_segments(size_t parameter);
 
   FlatOptimizer& optimizer_;
@@ -135,9 +134,8 @@ class FlatOptimizer {
   /// memory) which the state of the parameters that have a gradient needs; equal on all, 0 where it lies there already.
   /// Throws InvalidArgument in a shard, and as step does for `groups`.
   int64_t common_bytes(const DividedStep& divided, const FlatGroups& groups);
-  /// Likewise, one part after the other with its owner: share r's on `devices[r]`, by `runs[r][parameter]`.
+  /// Likewise of devices alone, one part after the other: share r's on `devices[r]`.
   std::vector<DevicePart> common_parts(const DividedStep& divided, const FlatGroups& groups,
-                                       const std::vector<std::vector<Run>>& runs,
                                        const std::vector<c10::Device>& devices);
   /// After common_bytes, moves that state to `memory`, zeros of as many bytes, each element's value from its owner.
   /// Returns the tensors that lie there from here on; moved elsewhere, as by give_own_memory, one is this process's

@@ -52,23 +52,16 @@ DividedStep DeviceShares::divide(const Tail& tail, const std::vector<int>& param
 
 void DeviceShares::place_state(FlatOptimizer& optimizer, const DividedStep& divided, const FlatGroups& groups) const {
   const auto& devices = context_.topology.devices;
-  const auto runs = optimizer.state().runs_for(static_cast<int>(devices.size()));
-  const auto parts = optimizer.common_parts(divided, groups, runs, devices);
+  const auto parts = optimizer.common_parts(divided, groups, devices);
   if (!parts.empty()) optimizer.share_state(divided, groups, zeros_over(parts, devices));
 }
 
-void DeviceShares::mend() {
-  std::vector<size_t> parameters;
-  for (const int p : context_.sums.trainable()) {
-    if (context_.registry.are_alike(static_cast<size_t>(p))) parameters.push_back(static_cast<size_t>(p));
-  }
+bool DeviceShares::mend() {
+  std::vector<size_t> parameters(context_.sums.trainable().begin(), context_.sums.trainable().end());
+  const auto are_alike = [&](size_t p) { return context_.registry.are_alike(p); };
+  if (!std::all_of(parameters.begin(), parameters.end(), are_alike)) return false;
   check_.mend(context_.registry.parameters(), parameters);
-}
-
-bool DeviceShares::can_step(const std::vector<int>& parameters) const {
-  return std::all_of(parameters.begin(), parameters.end(), [&](int p) {
-    return context_.sums.index_of(p) < 0 || context_.registry.are_alike(static_cast<size_t>(p));
-  });
+  return true;
 }
 
 // All devices wait for all.

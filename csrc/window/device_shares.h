@@ -29,10 +29,9 @@ class DeviceShares {
   std::vector<DeviceNorm::Part> parts(const Tail& tail) const;
 
   /// After a window's end, before the first step. What was written of parameters since it opened (in forward passes, by
-  /// hooks) stands as the first device has it.
-  void mend();
-  /// Whether the devices have these parameters alike; else whole sums are to be stepped. Registry indices.
-  bool can_step(const std::vector<int>& parameters) const;
+  /// hooks) stands as the first device has it. False where the devices do not have all trainable ones alike, so that
+  /// whole sums are to be stepped.
+  bool mend();
 
   /// Steps `optimizer`, whose parameter i has registry index `parameters[i]`; `scalars[r]` are in the memory of local
   /// replica r's device. Every device begins behind what all held before, and all end behind every one's step.

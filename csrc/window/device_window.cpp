@@ -285,15 +285,16 @@ kernels::StepScalars* DeviceWindow::leave_means(const Tail& tail, const std::fun
 
 void DeviceWindow::update(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters,
                           const FlatGroups& groups, const OnReplicas& /*on_replicas*/) {
-  if (step_in_shares(tail, optimizer, parameters, groups)) {
-    for (const int p : parameters) context_.registry.note_agreed(static_cast<size_t>(p));
-    return;
-  }
+  if (!step_in_shares(tail, optimizer, parameters, groups)) step_whole(tail, optimizer, parameters, groups);
+  for (const int p : parameters) context_.registry.note_agreed(static_cast<size_t>(p));
+}
+
+void DeviceWindow::step_whole(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters,
+                              const FlatGroups& groups) {
   const auto means = context_.sums.gradients_of(tail, parameters, 0);
   optimizer.step(means, groups, scalars_.front()->scalars(), context_.options.keep_gradients);
   const bool one_each = context_.topology.has_one_replica_each();
   optimizer.gather_parameters(one_each ? *context_.groups.gradients.front() : *context_.groups.workers, one_each);
-  for (const int p : parameters) context_.registry.note_agreed(static_cast<size_t>(p));
   if (context_.options.keep_gradients) context_.sums.show(means, parameters);
 }
 
@@ -301,8 +302,7 @@ void DeviceWindow::update(const Tail& tail, FlatOptimizer& optimizer, const std:
 bool DeviceWindow::step_in_shares(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters,
                                   const FlatGroups& groups) {
   if (!shares_ || !context_.sums.division().devices) return false;
-  if (!std::exchange(is_mended_, true)) shares_->mend();
-  if (!shares_->can_step(parameters)) {
+  if (!std::exchange(is_mended_, true) && !shares_->mend()) {
     context_.sums.make_whole();
     return false;
   }

@@ -66,6 +66,8 @@ class DeviceWindow : public Window {
   void enqueue_means(const Tail& tail, bool clips);
   bool step_in_shares(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters,
                       const FlatGroups& groups);
+  void step_whole(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters,
+                  const FlatGroups& groups);
   void leave_clipped_means(const Tail& tail, WindowSums& sums);
   StepResult sums_so_far() const;
 

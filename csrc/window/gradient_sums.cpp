@@ -69,6 +69,7 @@ void GradientSums::build(const std::vector<int>& parameters, const Deliver& deli
   for (size_t p = 0; p < trainable_.size(); ++p)
     trainable_index_[static_cast<size_t>(trainable_[p])] = static_cast<int>(p);
   engines_.clear();
+  const bool all_step = devices_divide(topology_, options_);
   for (size_t r = 0; r < num_replicas; ++r) {
     std::vector<NamedParameter> named;
     for (int p : trainable_) {
@@ -83,8 +84,7 @@ void GradientSums::build(const std::vector<int>& parameters, const Deliver& deli
     if (options_.wire == Wire::bf16 && topology_.num_replicas > 1) options.wire = at::kBFloat16;
     options.overlap = groups_.overlap;
     options.norm_type = options_.clip_norm_type;
-    const bool steps = r == 0 || devices_divide(topology_, options_);
-    options.receive = topology_.num_workers == 1 ? Receive::first : steps ? Receive::yes : Receive::no;
+    options.receive = topology_.num_workers == 1 ? Receive::first : r == 0 || all_step ? Receive::yes : Receive::no;
     options.control = groups_.control_of(r);
     if (deliver) {
       options.keeps_sparse_slots = true;

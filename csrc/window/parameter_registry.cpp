@@ -244,12 +244,13 @@ bool ParameterRegistry::are_alike(size_t p) const {
   return true;
 }
 
-// Whether all were copied, or stored, as torch counts writes.
+// Whether all were copied, or stored, as torch counts writes; alike and without gaps.
 bool ParameterRegistry::are_copied(size_t p) const {
+  if (!parameters_[0][p].is_non_overlapping_and_dense()) return false;
   for (size_t r = 1; r < parameters_.size(); ++r) {
     if (!follows(r, p)) return false;
   }
-  return are_alike(p);
+  return true;
 }
 
 bool ParameterRegistry::is_alike(size_t r, size_t p) const {
@@ -301,7 +302,7 @@ void ParameterRegistry::follow_moves(bool copies_all, const std::vector<comm::Co
     if (is_compared) compared.push_back(p);
     for (size_t r = 1; r < parameters_.size(); ++r) {
       const bool is_copy = !share_memory(devices_[r], devices_[0]);
-      if (follows(r, p) && (is_compared || !(is_copy && copies_all))) continue;
+      if (is_compared || (!(is_copy && copies_all) && follows(r, p))) continue;
       if (is_copy) {
         to_copy[r].push_back(p);
         continue;

@@ -19,6 +19,7 @@
 #include "comm/nccl/communicator.h"
 #include "comm/nccl/in_process.h"
 #include "comm/nccl/nccl.h"
+#include "device/cuda_memory.h"
 #include "device/kernel_status.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "muster/error.h"
@@ -30,20 +31,13 @@ namespace {
 cudaStream_t cuda_stream(Stream stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t cuda_event(Event event) { return static_cast<cudaEvent_t>(event); }
 
-void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // told here; torch's next check need not find it
-  throw CommError(std::string(what) + " failed: " + cudaGetErrorString(error) +
-                  ". An earlier kernel may be at fault: run with CUDA_LAUNCH_BLOCKING=1 to find it");
-}
-
 // NCCL takes processes whose NCCL_HOSTID differs for hosts, and shares a GPU where it is told to.
 std::string identity(int device) {
   if (const char* const shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE"); shares && std::string(shares) == "1") {
     return "";
   }
   cudaDeviceProp properties{};
-  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  check_cuda(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
   const char* const host = std::getenv("NCCL_HOSTID");
   std::string text = (host == nullptr ? std::string() : std::string(host)) + " GPU-";
   for (const char byte : properties.uuid.bytes) {
@@ -65,40 +59,40 @@ DeviceApi cuda_device_api() {
     return previous;
   };
   api.restore_device = [](int device) {
-    check(c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(device)), "cudaSetDevice");
+    check_cuda(c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(device)), "cudaSetDevice");
   };
   api.current_stream = [](int device) -> Stream {
     return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
   };
   api.is_capturing = [](Stream stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(cuda_stream(stream), &status), "cudaStreamIsCapturing");
+    check_cuda(cudaStreamIsCapturing(cuda_stream(stream), &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
   };
   api.permit_during_capture = [] {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
   };
   api.create_stream = []() -> Stream {
     int lowest = 0;
     int highest = 0;
-    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
+    check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
     cudaStream_t stream = nullptr;
-    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
+    check_cuda(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
     return stream;
   };
-  api.destroy_stream = [](Stream stream) { check(cudaStreamDestroy(cuda_stream(stream)), "cudaStreamDestroy"); };
+  api.destroy_stream = [](Stream stream) { check_cuda(cudaStreamDestroy(cuda_stream(stream)), "cudaStreamDestroy"); };
   api.create_event = []() -> Event {
     cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
     return event;
   };
   api.destroy_event = [](Event event) { cudaEventDestroy(cuda_event(event)); };
   api.record = [](Event event, Stream stream) {
-    check(cudaEventRecord(cuda_event(event), cuda_stream(stream)), "cudaEventRecord");
+    check_cuda(cudaEventRecord(cuda_event(event), cuda_stream(stream)), "cudaEventRecord");
   };
   api.stream_wait = [](Stream stream, Event event) {
-    check(cudaStreamWaitEvent(cuda_stream(stream), cuda_event(event), 0), "cudaStreamWaitEvent");
+    check_cuda(cudaStreamWaitEvent(cuda_stream(stream), cuda_event(event), 0), "cudaStreamWaitEvent");
   };
   api.query = [](Event event) {
     const cudaError_t error = cudaEventQuery(cuda_event(event));
@@ -106,10 +100,10 @@ DeviceApi cuda_device_api() {
       cudaGetLastError();
       return false;
     }
-    check(error, "cudaEventQuery");
+    check_cuda(error, "cudaEventQuery");
     return true;
   };
-  api.synchronize = [] { check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); };
+  api.synchronize = [] { check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); };
   api.release_cached = [] { c10::cuda::CUDACachingAllocator::emptyCache(); };
   api.with_stream = [](Stream stream, int device, const std::function<void()>& function) {
     const c10::cuda::CUDAStreamGuard guard(
@@ -118,9 +112,10 @@ DeviceApi cuda_device_api() {
   };
   api.copy = [](void* to, int to_device, const void* from, int from_device, size_t bytes, Stream stream) {
     if (to_device == from_device) {
-      check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, cuda_stream(stream)), "cudaMemcpyAsync");
+      check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, cuda_stream(stream)), "cudaMemcpyAsync");
     } else {
-      check(cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes, cuda_stream(stream)), "cudaMemcpyPeerAsync");
+      check_cuda(cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes, cuda_stream(stream)),
+                 "cudaMemcpyPeerAsync");
     }
   };
   api.tree_sum = [](kernels::DType dtype, const std::vector<const void*>& sources,
