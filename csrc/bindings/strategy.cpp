@@ -325,9 +325,19 @@ void bind_core_class(py::module_& m) {
              const auto state = c.sets().at(set).window().loss_scale().get();
              return std::pair<double, int>(state.scale, state.growth_tracker);
            })
-      .def("set_loss_scale", [](StrategyCore& c, int set, double scale, int growth_tracker) {
+      .def("set_loss_scale",
+           [](StrategyCore& c, int set, double scale, int growth_tracker) {
+             const auto pass = c.session().enter();
+             c.sets().at(set).window().loss_scale().set({static_cast<float>(scale), growth_tracker});
+           })
+      .def("unit",
+           [](StrategyCore& c, int set) {
+             const auto pass = c.session().enter();
+             return c.sets().at(set).window().loss_scale().unit();
+           })
+      .def("set_unit", [](StrategyCore& c, int set, double unit) {
         const auto pass = c.session().enter();
-        c.sets().at(set).window().loss_scale().set({static_cast<float>(scale), growth_tracker});
+        c.sets().at(set).window().loss_scale().set_unit(unit);
       });
   core.def(
           "reduce_in_step",

@@ -66,12 +66,16 @@ void ParameterHome::bring_back(const std::function<std::vector<Run>(size_t param
     auto* const home = first + place.offset;
     const auto& parameter = place.parameter;
     if (parameter.const_data_ptr() == home || parameter.numel() == 0 || !place.has_room()) continue;
-    const auto dense = is_dense(place.sizes, parameter.strides().vec()) ? parameter.detach() : parameter.contiguous();
-    // A storage of its own, so that whoever saves or copies one does not take all.
-    const auto values = at::from_blob(
-        home, place.sizes, dense.strides(), [memory = memory_](void*) {}, dense.options().requires_grad(false));
-    for (const auto& run : runs(i)) elements_of(values, run).copy_(elements_of(dense, run));
-    parameter.set_data(values);
+    const auto values = [&] {
+      const auto dense =
+          is_dense(place.sizes, parameter.strides().vec()) ? parameter.detach() : parameter.contiguous().detach();
+      // A storage of its own, so that whoever saves or copies one does not take all.
+      auto at_home = at::from_blob(
+          home, place.sizes, dense.strides(), [memory = memory_](void*) {}, dense.options().requires_grad(false));
+      for (const auto& run : runs(i)) elements_of(at_home, run).copy_(elements_of(dense, run));
+      return at_home;
+    }();
+    move_to(values, parameter);
   }
 }
 

@@ -216,6 +216,13 @@ void Saving::take(const Dict& saved) {
   for (const auto& scale : list_of(saved, "loss_scales")) take_loss_scale(scale.get<Dict>());
   if (const auto* const part = part_of(saved, "strategy")) {
     const auto& job = part->get<Dict>();
+    // Other numbers of replicas have other usual parts.
+    if (integer(job, "replicas") == core.session().topology().num_replicas) {
+      for (const auto& each : list_of(saved, "units")) {
+        const auto& unit = each.get<Dict>();
+        scale_of(unit).set_unit(member(unit, "unit").get<double>());
+      }
+    }
     core.stepper().go_on_after(integer(job, "steps"), static_cast<uint64_t>(integer(job, "calls")),
                                seed_of(member(job, "seed").get<std::string>()));
   } else {
@@ -228,6 +235,12 @@ void Saving::take(const Dict& saved) {
 
 void Saving::take_loss_scale(const Dict& saved) {
   if (!loss_scale_rule(strategy_.core->session().options())) return;
+  const auto& scale = member(saved, "scale").get<Dict>();
+  scale_of(saved).set(
+      {static_cast<float>(member(scale, "scale").get<double>()), static_cast<int>(integer(scale, "_growth_tracker"))});
+}
+
+WindowScale& Saving::scale_of(const Dict& saved) {
   std::vector<int> positions;
   for (const auto& position : member(saved, "optimizers").get<List>()) {
     positions.push_back(static_cast<int>(position.get<int64_t>()));
@@ -235,9 +248,7 @@ void Saving::take_loss_scale(const Dict& saved) {
   auto choice = strategy_.choice_of(std::move(positions));
   const auto chosen = choice.optimizers;
   const int set = strategy_.sets.set_of(std::move(choice), [&] { return strategy_.members_of(chosen); });
-  const auto& scale = member(saved, "scale").get<Dict>();
-  strategy_.core->sets().at(set).window().loss_scale().set(
-      {static_cast<float>(member(scale, "scale").get<double>()), static_cast<int>(integer(scale, "_growth_tracker"))});
+  return strategy_.core->sets().at(set).window().loss_scale();
 }
 
 // Where as many workers go on: each its own.

@@ -32,6 +32,12 @@ namespace fs = std::filesystem;
 using List = SavedValue::List;
 using Dict = SavedValue::Dict;
 
+List positions_of(const OptimizerSets& sets, int set) {
+  List positions;
+  for (const int position : sets.optimizers_of(set)) positions.emplace_back(position);
+  return positions;
+}
+
 }  // namespace
 
 bool Saving::has_servers() const {
@@ -189,6 +195,7 @@ Dict Saving::content(const SavedState& state, const List& places, const at::Tens
                {"modules", std::move(modules)},
                {"optimizers", std::move(optimizers)},
                {"loss_scales", loss_scales()},
+               {"units", units()},
                {"loaders", places},
                {"generators", generators},
                {"state", std::move(named)}};
@@ -202,10 +209,8 @@ List Saving::loss_scales() const {
   List scales;
   if (!rule) return scales;
   for (const int set : strategy_.sets.numbers()) {
-    List optimizers;
-    for (const int position : strategy_.sets.optimizers_of(set)) optimizers.emplace_back(position);
     const auto state = strategy_.core->sets().at(set).window().loss_scale().get();
-    scales.emplace_back(Dict{{"optimizers", std::move(optimizers)},
+    scales.emplace_back(Dict{{"optimizers", positions_of(strategy_.sets, set)},
                              {"scale", Dict{{"scale", state.scale},
                                             {"growth_factor", rule->growth},
                                             {"backoff_factor", rule->backoff},
@@ -213,6 +218,15 @@ List Saving::loss_scales() const {
                                             {"_growth_tracker", state.growth_tracker}}}});
   }
   return scales;
+}
+
+List Saving::units() const {
+  List units;
+  for (const int set : strategy_.sets.numbers()) {
+    const auto unit = strategy_.core->sets().at(set).window().loss_scale().unit();
+    if (unit) units.emplace_back(Dict{{"optimizers", positions_of(strategy_.sets, set)}, {"unit", *unit}});
+  }
+  return units;
 }
 
 List Saving::loaders() const {

@@ -18,6 +18,7 @@
 #include "strategy/kept_metric.h"
 #include "strategy/saved_optimizer.h"
 #include "strategy/saved_tables.h"
+#include "window/loss_scale.h"
 
 namespace muster {
 
@@ -75,6 +76,7 @@ class Saving {
   std::set<std::string> names_of_alike(const checkpoint::NamedTensors& tensors) const;
   at::Tensor generators();
   SavedValue::List loss_scales() const;
+  SavedValue::List units() const;
   SavedValue::List loaders() const;
   checkpoint::Metadata metadata(std::string document);
   /// What tells what it saves from what others do: that of the checkpoint that was loaded.
@@ -92,6 +94,8 @@ class Saving {
   void take(const Dict& saved);
   void take_generators(const at::Tensor& states) const;
   void take_loss_scale(const Dict& saved);
+  /// The scale of the set that a checkpoint names by positions of optimizers.
+  WindowScale& scale_of(const Dict& saved);
 
   bool has_servers() const;
   bool is_chief() const;

@@ -53,6 +53,19 @@ void DeviceScale::set(const kernels::LossScaleState& state) {
   }
 }
 
+std::optional<double> DeviceScale::unit() const {
+  if (!has_unit_) return std::nullopt;
+  return of_devices_.front()->read_scalars().unit;
+}
+
+void DeviceScale::set_unit(double unit) {
+  for (const auto& scalars : of_devices_) {
+    const OnDevice scope(scalars->device());
+    scalars->set_unit(unit);
+  }
+  note_unit();
+}
+
 DeviceWindow::DeviceWindow(const WindowContext& context) : context_(context), scale_(context.options, scalars_) {
   const auto& devices = context.topology.devices;
   if (devices_divide(context.topology, context.options)) shares_.emplace(context);
@@ -94,7 +107,7 @@ void DeviceWindow::open() {
 }
 
 void DeviceWindow::weigh(int local_replica, double rows) {
-  if (has_unit_) return;
+  if (scale_.has_unit()) return;
   const auto r = static_cast<size_t>(local_replica);
   if (const auto unit = guess_unit(*context_.groups.control_of(r), rows)) scalars_[r]->set_unit(*unit);
 }
@@ -235,7 +248,7 @@ void DeviceWindow::leave_clipped_means(const Tail& tail, WindowSums& sums) {
 
 void DeviceWindow::finish(const Tail& tail, bool fused, WindowSums& sums) {
   if (sums.ends_unchanged()) return;
-  has_unit_ = true;
+  scale_.note_unit();
   is_mended_ = false;
   const auto& options = context_.options;
   const auto& first = *replicas_.front().numbers;

@@ -27,9 +27,15 @@ class DeviceScale : public WindowScale {
 
   kernels::LossScaleState get() const override { return of_devices_.front()->read_scale(); }
   void set(const kernels::LossScaleState& state) override;
+  std::optional<double> unit() const override;
+  void set_unit(double unit) override;
+
+  bool has_unit() const noexcept { return has_unit_; }
+  void note_unit() noexcept { has_unit_ = true; }
 
  private:
   const std::vector<std::shared_ptr<DeviceScalars>>& of_devices_;  // by local replica
+  bool has_unit_ = false;
 };
 
 class DeviceWindow : public Window {
@@ -80,7 +86,6 @@ class DeviceWindow : public Window {
   DeviceNorm norm_;
   DeviceSegments<kernels::MeanSegment> mean_segments_;
   DeviceReport report_;  // of the last window
-  bool has_unit_ = false;
 };
 
 }  // namespace muster

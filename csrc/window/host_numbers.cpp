@@ -15,7 +15,7 @@ HostNumbers::HostNumbers(size_t local_replicas, const StrategyOptions& options)
 
 void HostNumbers::open() {
   replicas_.assign(replicas_.size(), {});
-  for (auto& replica : replicas_) replica.unit = scalars_.unit;
+  for (auto& replica : replicas_) replica.unit = scale_.scalars.unit;
 }
 
 NotedPart HostNumbers::note(const ReplicaPart& part) {
@@ -61,7 +61,7 @@ void HostNumbers::set_metric_texts(size_t replica, std::vector<std::string> text
 }
 
 void HostNumbers::read(const Tail& tail, WindowSums& sums) {
-  has_unit_ = true;
+  note_unit();
   const bool is_sum = tail[Tail::sum_losses] > 0;
   sums.loss = is_sum ? tail[Tail::weighted_loss] : tail[Tail::weighted_loss] / sums.weight;
   // Added in replica order: equal on all ranks.
@@ -81,11 +81,11 @@ void HostNumbers::read(const Tail& tail, WindowSums& sums) {
 
 double HostNumbers::divisor(const Tail& tail) const {
   const bool is_sum = tail[Tail::sum_losses] > 0;
-  return (is_sum ? 1.0 : tail[Tail::weight] / scalars_.unit) * static_cast<double>(scale_.on_host().scale);
+  return (is_sum ? 1.0 : tail[Tail::weight] / scale_.scalars.unit) * static_cast<double>(scale_.on_host().scale);
 }
 
 void HostNumbers::end(const Tail& tail, bool finite) {
-  scalars_.unit = kernels::next_unit(scalars_.unit, tail[Tail::weight] / tail[Tail::contributions]);
+  scale_.scalars.unit = kernels::next_unit(scale_.scalars.unit, tail[Tail::weight] / tail[Tail::contributions]);
   scale_.update(finite);
 }
 

@@ -29,8 +29,8 @@ class HostNumbers {
   void open();
 
   /// Whether the weights' unit is known, from an earlier window or otherwise.
-  bool has_unit() const noexcept { return has_unit_; }
-  void note_unit() noexcept { has_unit_ = true; }
+  bool has_unit() const noexcept { return scale_.has_unit; }
+  void note_unit() noexcept { scale_.has_unit = true; }
   double unit(size_t replica) const noexcept { return replicas_[replica].unit; }
   void set_unit(size_t replica, double unit) noexcept { replicas_[replica].unit = unit; }
 
@@ -52,7 +52,7 @@ class HostNumbers {
   }
 
   /// Takes over the window's unit, before anything else of its end.
-  void take_unit() noexcept { scalars_.unit = replicas_.front().unit; }
+  void take_unit() noexcept { scale_.scalars.unit = replicas_.front().unit; }
   /// A window that was not dropped: fills loss and metrics of `sums`.
   void read(const Tail& tail, WindowSums& sums);
   /// What makes the mean of a sum: the weight in units, times the loss scale.
@@ -63,10 +63,24 @@ class HostNumbers {
   /// Loss, metrics and weight of the local replicas so far.
   WindowSums so_far() const;
 
-  kernels::StepScalars& scalars() noexcept { return scalars_; }
+  kernels::StepScalars& scalars() noexcept { return scale_.scalars; }
   WindowScale& scale() noexcept { return scale_; }
 
  private:
+  struct Scale : WindowScale {
+    explicit Scale(const StrategyOptions& options) : WindowScale(options) {}
+
+    std::optional<double> unit() const override { return has_unit ? std::optional(scalars.unit) : std::nullopt; }
+    void set_unit(double unit) override {
+      scalars.unit = unit;
+      has_unit = true;
+    }
+
+    // Of the last window. Gradients are multiplied by weight / unit, so that sums stay near them.
+    kernels::StepScalars scalars{.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0};
+    bool has_unit = false;
+  };
+
   struct Metric {
     double sum = 0;     // of weight * value
     double weight = 0;  // of the losses that brought it
@@ -86,10 +100,7 @@ class HostNumbers {
   };
 
   std::vector<Replica> replicas_;
-  // Of the last window. Gradients are multiplied by weight / unit, so that sums stay near them.
-  kernels::StepScalars scalars_{.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0};
-  bool has_unit_ = false;
-  WindowScale scale_;
+  Scale scale_;
 };
 
 }  // namespace muster

@@ -1,4 +1,4 @@
-// The scale of a set's losses.
+// What a set's losses are scaled by: the loss scale, and the unit of their weights.
 #pragma once
 
 #include <optional>
@@ -30,6 +30,11 @@ class WindowScale {
 
   /// What the host knows: the current scale or, where devices change it, the one that was set last.
   const kernels::LossScaleState& on_host() const noexcept { return state_; }
+
+  /// The unit, see kernels::next_unit; empty before a window or set_unit(). Waits for the device.
+  virtual std::optional<double> unit() const = 0;
+  /// Between windows: the unit of a job that was interrupted, in place of a guess from the first parts.
+  virtual void set_unit(double unit) = 0;
 
   /// Empty: the scale stays as it is.
   const std::optional<LossScale>& rule() const noexcept { return rule_; }

@@ -17,6 +17,7 @@ _FlatGroups = tuple[str, list[list[float]]]
 _FlatStep = tuple[FlatOptimizer, list[int], str, list[list[float]]]
 _Groups = Sequence[Sequence[float]]
 _Optimizers = Sequence[_FlatStep] | Sequence[list[str]]
+_BeforeUpdate = Callable[[], Sequence[_FlatGroups]]
 
 def _raise(name: str, message: str) -> NoReturn: ...
 def _raise_through_torch(exception: object) -> NoReturn: ...
@@ -299,7 +300,7 @@ class StrategyCore:
         set: int,
         loader_ended: bool,
         optimizers: _Optimizers,
-        before_update: Callable[[], Sequence[_FlatGroups]] | None,
+        before_update: _BeforeUpdate | None,
         update_from_grad: Callable[[], None] | None,
         interrupt: Callable[[], None] | None,
         batches: Sequence[tuple[int, int, int]],
@@ -307,9 +308,7 @@ class StrategyCore:
     ) -> dict[str, Any]: ...
     def flush(
         self,
-        updates: Sequence[
-            tuple[int, _Optimizers, Callable[[], Sequence[_FlatGroups]] | None, Callable[[], None] | None]
-        ],
+        updates: Sequence[tuple[int, _Optimizers, _BeforeUpdate | None, Callable[[], None] | None]],
     ) -> dict[str, Any] | None: ...
     def open_sets(self) -> list[int]: ...
     def num_updates(self, set: int) -> int: ...
@@ -326,7 +325,7 @@ class StrategyCore:
         self,
         set: int,
         optimizers: _Optimizers,
-        before_update: Callable[[], Sequence[_FlatGroups]] | None,
+        before_update: _BeforeUpdate | None,
         update_from_grad: Callable[[], None] | None,
     ) -> bytes: ...
     def connect_servers(
@@ -339,6 +338,8 @@ class StrategyCore:
     ) -> list[list[torch.Tensor | None]]: ...
     def loss_scale(self, set: int) -> tuple[float, int]: ...
     def set_loss_scale(self, set: int, scale: float, growth_tracker: int) -> None: ...
+    def unit(self, set: int) -> float | None: ...
+    def set_unit(self, set: int, unit: float) -> None: ...
     def reduce_in_step(
         self, values: Sequence[torch.Tensor], op: ReduceOp, weight: torch.Tensor
     ) -> list[torch.Tensor]: ...

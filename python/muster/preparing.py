@@ -160,7 +160,7 @@ class Preparation:
             if module is given:
                 return replicated
         if isinstance(given, nn.Module):
-            modules = replicate(given, self._core.local_replicas, [known for _, known in self._modules])
+            modules = replicate(given, self._devices, [known for _, known in self._modules])
         else:
             modules = [given() for _ in range(self._core.local_replicas)]
             if not all(isinstance(module, nn.Module) for module in modules):

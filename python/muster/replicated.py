@@ -26,12 +26,17 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _OWN = frozenset({"_modules_", "_by_hand_", "_number_", "_syncing_", "_views_"})
 
 
-def replicate(module: nn.Module, replicas: int, prepared: Sequence[Replicated[Any]] = ()) -> list[nn.Module]:
-    """`module` itself and copies of it, one per local replica, which share with the copies of `prepared` modules
-    whatever `module` shares with those. Raises InvalidArgument where a copy cannot be made."""
+def replicate(
+    module: nn.Module, devices: Sequence[torch.device], prepared: Sequence[Replicated[Any]] = ()
+) -> list[nn.Module]:
+    """`module` itself and copies of it, one for each local replica's device, which share with the copies of `prepared`
+    modules whatever `module` shares with those. Raises InvalidArgument where a copy cannot be made."""
+    replicas = len(devices)
     known = [{**counterparts(prepared, replica), **_computed(module)} for replica in range(1, replicas)]
-    for memo in known:
+    for memo, device in zip(known, devices[1:], strict=True):
         share_within(module, memo)
+        if device == devices[0]:
+            _keep_memory([parameter for parameter in module.parameters() if parameter.device == device], memo)
     try:
         copies = _copies_of(module, known)
     except Exception as error:
@@ -75,7 +80,18 @@ def counterparts(prepared: Sequence[Replicated[Any]], replica: int) -> dict[int,
                 for name, tensor in tensors.items():
                     if tensor is not None and own_tensors.get(name) is not None:
                         memo[id(tensor)] = own_tensors[name]
+            pairs = zip(first.parameters(recurse=False), own.parameters(recurse=False), strict=False)
+            _keep_memory([tensor for tensor, copied in pairs if tensor.device == copied.device], memo)
     return memo
+
+
+def _keep_memory(parameters: Iterable[nn.Parameter], memo: dict[Any, Any]) -> None:
+    """Lets deepcopy, whose `memo` it is, keep the memory of parameters, which is one for all replicas of a device: of a
+    plain attribute that lies there (`layer.weight.detach()`, say), the copies do, too."""
+    for parameter in parameters:
+        if parameter.layout == torch.strided and not nn.parameter.is_lazy(parameter):
+            storage = parameter.untyped_storage()
+            memo.setdefault("torch", {})[storage._cdata] = storage  # as UntypedStorage.__deepcopy__ notes copies
 
 
 class _OwnCalls:

@@ -167,6 +167,7 @@ _CONTENT = {
         }
     ],
     "loss_scales": [{"optimizers": [_COUNT], "scale": {"scale": _is_number, "_growth_tracker": _COUNT}}],
+    "units": [{"optimizers": [_COUNT], "unit": lambda value: _is_number(value) and value > 0}],
     "loaders": [
         {
             "epoch": _COUNT,
@@ -203,8 +204,9 @@ def check_content(saved: Any) -> None:
     if place is not None:
         raise CheckpointError(f"'{place}' is not what a checkpoint has there; load another one")
     known = range(len(saved["optimizers"] or ()))
-    if any(number not in known for scale in saved["loss_scales"] or () for number in scale["optimizers"]):
-        raise CheckpointError("'loss_scales' names an optimizer that is not in the checkpoint; load another one")
+    for part in ("loss_scales", "units"):
+        if any(number not in known for each in saved[part] or () for number in each["optimizers"]):
+            raise CheckpointError(f"'{part}' names an optimizer that is not in the checkpoint; load another one")
     place = _contradiction(saved)
     if place is not None:
         raise CheckpointError(f"'{place}' contradicts the rest of the checkpoint; load another one")

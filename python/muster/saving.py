@@ -343,6 +343,7 @@ class Saving:
             "optimizers": saved_optimizers,
             **({"tables": tables} if tables else {}),
             "loss_scales": self._loss_scales(),
+            "units": self._units(),
             "generators": random["torch"],
             "random": {**others, "cuda": cuda if cuda.any() else None},
         }
@@ -351,15 +352,20 @@ class Saving:
         rule = loss_scale_rule(self._options)
         if rule is None:
             return []
-        sets = self._stepping.sets
-        positions = {id(prepared): position for position, prepared in enumerate(self._preparation.optimizers)}
         return [
-            {
-                "optimizers": [positions[id(prepared)] for prepared in sets.optimizers_of(number)],
-                "scale": LossScaler(self._core, number, rule).state_dict(),
-            }
-            for number in sets.numbers()
+            {"optimizers": positions, "scale": LossScaler(self._core, number, rule).state_dict()}
+            for number, positions in self._sets()
         ]
+
+    def _units(self) -> list[dict[str, Any]]:
+        units = ((positions, self._core.unit(number)) for number, positions in self._sets())
+        return [{"optimizers": positions, "unit": unit} for positions, unit in units if unit is not None]
+
+    def _sets(self) -> list[tuple[int, list[int]]]:
+        """Each set's number, and the positions of its optimizers."""
+        sets = self._stepping.sets
+        at = {id(prepared): position for position, prepared in enumerate(self._preparation.optimizers)}
+        return [(number, [at[id(prepared)] for prepared in sets.optimizers_of(number)]) for number in sets.numbers()]
 
     def _together(self, what: str, act: Callable[[], _T], *, alone: bool = False) -> _T:
         """As `telling.together`, unless `alone`."""
@@ -410,10 +416,12 @@ class Saving:
         for loader, theirs in _pairs(self._preparation.loaders, saved["loaders"]):
             saved_loaders.take_place(loader, saved_loaders.of_this_rank(self._core, loader, theirs))
         for scale in saved["loss_scales"] or ():
-            optimizers = [self._preparation.optimizers[position].optimizer for position in scale["optimizers"]]
-            number = self._stepping.sets.set_of(optimizers)
+            number = self._set_of(scale["optimizers"])
             LossScaler(self._core, number, loss_scale_rule(self._options)).load_state_dict(scale["scale"])
         core, strategy, generators, others = self._core, saved["strategy"], saved["generators"], saved["random"]
+        if strategy is not None and strategy["replicas"] == core.num_replicas:  # others have other usual parts
+            for each in saved["units"] or ():
+                core.set_unit(self._set_of(each["optimizers"]), each["unit"])
         if strategy is None:
             strategy = {"steps": core.steps, "calls": core.calls, "seed": self._host.seed}
         core.go_on_after(strategy["steps"], strategy["calls"], int(strategy["seed"]))
@@ -423,6 +431,10 @@ class Saving:
             as_many = others["cuda"] is not None and len(others["cuda"]) == core.num_replicas
             others = {**others, "cuda": others["cuda"] if as_many else None}
             random_states.restore(others, core.rank, core.first_replica, core.devices)
+
+    def _set_of(self, positions: Sequence[int]) -> int:
+        optimizers = self._preparation.optimizers
+        return self._stepping.sets.set_of([optimizers[position].optimizer for position in positions])
 
 
 def _pairs(ours: Sequence[_T], saved: Sequence[Any] | None) -> Iterator[tuple[_T, Any]]:

@@ -68,6 +68,11 @@ class Stepping:
     ) -> StepResult:
         """As `Strategy.step`."""
         self._before_call()
+        if isinstance(optimizers, Sequence) and not optimizers and self._preparation.optimizers:
+            raise InvalidArgument(
+                "optimizers= names none, and a step without an optimizer would learn nothing; leave it out for all "
+                "that are prepared"
+            )
         set_number = self.sets.set_of(optimizers)
         self._connect_servers(set_number)
         self._note_hooks(set_number)

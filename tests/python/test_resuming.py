@@ -6,8 +6,9 @@ import contextlib
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -115,6 +116,53 @@ def test_a_job_that_was_killed_goes_on_from_its_last_checkpoint(
     snapshot = muster._C.read_newest_snapshot(tmp_path)
     assert snapshot is not None and snapshot[1]["steps"] == 15
     assert same(train_as(kind, tmp_path), uninterrupted)
+
+
+SIZES = (6, 10, 14, 9, 22, 7)
+
+
+class Pieces:
+    """Batches of sentences of a length, say: of as many as fit."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        end = 0
+        for size in SIZES:
+            yield list(range(end, end + size))
+            end += size
+
+    def __len__(self) -> int:
+        return len(SIZES)
+
+
+def train_on_pieces(kind: str, folder: Path, stop_after: int | None = None) -> Parameters | None:
+    numbers = torch.linspace(-2, 2, 5 * sum(SIZES)).view(-1, 5).sin()
+    torch.manual_seed(1)
+    module = torch.nn.Linear(5, 3)
+    with strategy_of(kind) as strategy:
+        data = DataLoader(torch.utils.data.TensorDataset(numbers), batch_sampler=Pieces())
+        model, _, loader = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.3), data)
+        strategy.load(folder)
+        for (x,) in loader:
+            strategy.step(lambda x: model(x).square().mean(), x)
+            if strategy.steps == stop_after:
+                strategy.save(folder)
+                return None
+    return [parameter.detach().numpy().copy() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "multi_worker"])
+def test_batches_of_any_size_go_on_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+    def train(folder: Path, stop_after: int | None = None) -> Parameters | None:
+        if kind == "mirrored":
+            return train_on_pieces(kind, folder, stop_after)
+        return cast(Parameters | None, run_ranks(2, train_on_pieces, kind, folder, stop_after)[0])
+
+    expected = train(tmp_path / "none")
+    assert expected is not None
+    for stop_after in range(1, len(SIZES)):
+        folder = tmp_path / str(stop_after)
+        assert train(folder, stop_after) is None
+        assert same(train(folder), expected)
 
 
 def test_the_best_of_the_page_is_kept_and_loaded(tmp_path: Path) -> None:

@@ -49,12 +49,27 @@ def of_one_memory() -> nn.ModuleDict:
     return module
 
 
+class Shown(nn.Linear):
+    """As layers have it that keep a weight beside their parameters: it is no parameter, and no buffer either."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.shown = {"rows": [self.weight.detach()]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - 0.5 * x @ self.shown["rows"][0]
+
+
+def an_attribute_that_shows_a_parameter() -> nn.ModuleDict:
+    return nn.ModuleDict({"a": Shown(6), "b": nn.Linear(6, 6)})
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.ModuleDict], str]] = {
     "tied through data": (tied_through_data, "parameter 'a.weight' and parameter 'b.weight' share memory"),
     "a view of another": (a_view_of_another, "parameter 'a.weight' and parameter 'b.bias' share memory"),
     "a buffer": (a_buffer_that_shows_a_parameter, "parameter 'a.weight' and buffer 'a.seen' share memory"),
 }
-KEPT = {"tied": tied, "of one memory": of_one_memory}
+KEPT = {"tied": tied, "of one memory": of_one_memory, "a plain attribute": an_attribute_that_shows_a_parameter}
 
 
 def preparing(strategy: muster.Strategy, what: str) -> str:
@@ -96,6 +111,30 @@ def test_what_is_one_parameter_or_does_not_overlap_trains_as_in_torch(job: Launc
         assert len(seen) == len(expected)
         for one, other in zip(seen, expected, strict=True):
             torch.testing.assert_close(torch.as_tensor(one), other.detach())
+
+
+def shown_at_last(strategy: muster.Strategy) -> bool:
+    """Whether what shows a parameter still does: in a step, outside of it, after close()."""
+    layer = Shown(6)
+    model, _ = strategy.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    seen = []
+
+    def loss(x: Tensor) -> Tensor:
+        seen.append(torch.equal(model.shown["rows"][0], model.weight))
+        return model(x).square().mean()
+
+    for _ in range(3):
+        strategy.step(loss, torch.ones(6, 6))
+    seen.append(torch.equal(layer.shown["rows"][0], layer.weight))
+    strategy.close()
+    with torch.no_grad():
+        layer.weight.fill_(3)
+    seen.append(bool((layer.shown["rows"][0] == 3).all()))
+    return all(seen)
+
+
+def test_what_shows_a_parameter_does_so_to_the_end(job: Launcher) -> None:
+    assert all(job(shown_at_last))
 
 
 def sharing_later(strategy: muster.Strategy, steps: int) -> str:

@@ -477,6 +477,8 @@ def overlapping(strategy: muster.Strategy) -> None:
     with pytest.raises(muster.InvalidArgument, match="was not prepared"):
         other = torch.optim.SGD(module.parameters(), lr=0.1)
         strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y, optimizers=other)
+    with pytest.raises(muster.InvalidArgument, match="names none"):
+        strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y, optimizers=[])
 
 
 def test_one_parameter_is_not_stepped_by_two_optimizers_at_once(worker_job: Launcher) -> None:

@@ -151,6 +151,28 @@ TEST_CASE("a run that was stopped goes on with the same bits", "[saving]") {
   CHECK(equal(train(second, folder.path, {}), expected));
 }
 
+TEST_CASE("batches of any size go on with the same bits", "[saving]") {
+  const auto train = [](const fs::path& folder, int64_t first, int64_t end) {
+    MirroredStrategy strategy(cpus(2));
+    auto model = strategy.prepare([] { return build(); });
+    muster::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
+    strategy.prepare(optimizer);
+    strategy.load(folder);
+    for (int64_t step = first; step < end; ++step) {
+      const auto rows = at::sin(at::arange(6 * (5 + 3 * step), at::kFloat)).view({-1, 6});
+      strategy.step([&](const at::Tensor& part) { return model->forward(part).square().mean(); }, rows);
+    }
+    strategy.save(folder);
+    return copies(model.module().parameters());
+  };
+  const auto expected = train(Folder().path, 0, 6);
+  for (int64_t stop_after = 1; stop_after < 6; ++stop_after) {
+    const Folder folder;
+    train(folder.path, 0, stop_after);
+    CHECK(equal(train(folder.path, stop_after, 6), expected));
+  }
+}
+
 TEST_CASE("workers go on with the same bits, with state that is divided and into a strategy of one", "[saving]") {
   StrategyOptions options;
   options.shard_optimizer = true;  // workers that are threads have no memory in common for state that each has whole
