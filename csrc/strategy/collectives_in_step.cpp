@@ -1,3 +1,4 @@
+#include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -246,9 +247,13 @@ Leaves reduce_in_step(comm::Communicator& group, const Leaves& given, ReduceOp o
   }
   const auto share = weight.detach().to(group.device(), at::kDouble);
   const auto total = all_reduce(group, share, ReduceOp::sum, meeting->next_tag());
-  return by_dtype(averageable(values), [&](const at::Tensor& joined, uint64_t shapes) {
-    const auto real = c10::toRealValueType(joined.scalar_type());
-    return Sum::apply(joined * share.to(real), meeting, meeting->next_tag(shapes)) / total.to(real);
+  Leaves floating;
+  for (const auto& value : values) floating.push_back(value.to(dtype_of_mean(value.scalar_type())));
+  return by_dtype(floating, [&](const at::Tensor& joined, uint64_t shapes) {
+    const auto wide = joined.to(at::toOpMathType(joined.scalar_type()));  // times a weight it may not fit its dtype
+    const auto real = c10::toRealValueType(wide.scalar_type());
+    const auto sum = Sum::apply(wide * share.to(real), meeting, meeting->next_tag(shapes));
+    return (sum / total.to(real)).to(joined.scalar_type());
   });
 }
 

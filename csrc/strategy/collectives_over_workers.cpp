@@ -1,3 +1,4 @@
+#include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
@@ -188,9 +189,9 @@ bool is_summed_alike(at::ScalarType dtype) {
   return real == at::kFloat || real == at::kDouble || real == at::kInt || real == at::kLong;
 }
 
-// What of `term`, of weight `weight`, is added up.
+// What of `term`, of weight `weight`, is added up: of low precision in fp32, since times a weight it may not fit.
 at::Tensor weighted(const at::Tensor& term, ReduceOp op, double weight) {
-  return op == ReduceOp::mean ? averageable({term}).front() * weight : term;
+  return op == ReduceOp::mean ? term.to(at::toOpMathType(dtype_of_mean(term.scalar_type()))) * weight : term;
 }
 
 // Small leaves of one dtype as one, so that they travel at once.
@@ -299,9 +300,10 @@ Leaves reduce_over_workers(comm::Communicator& workers, const std::vector<Contri
       continue;
     }
     auto terms = gather_leaf(workers, mine, headers, leaf);
+    const auto dtype = dtype_of_mean(terms.front().scalar_type());
     for (size_t i = 0; i < terms.size(); ++i) terms[i] = weighted(terms[i], op, headers.weights[i]);
     auto result = reduce_along_tree(std::move(terms), op);
-    results.push_back(op == ReduceOp::mean ? result / total : result);
+    results.push_back(op == ReduceOp::mean ? (result / total).to(dtype) : result);
   }
   return beside(packed.unpack(results), given, workers);
 }

@@ -6,14 +6,8 @@
 
 namespace muster {
 
-Leaves averageable(const Leaves& values) {
-  Leaves floating;
-  for (const auto& value : values) {
-    const auto dtype = value.scalar_type();
-    const bool is_averageable = at::isFloatingType(dtype) || at::isComplexType(dtype);
-    floating.push_back(is_averageable ? value : value.to(at::kDouble));
-  }
-  return floating;
+at::ScalarType dtype_of_mean(at::ScalarType dtype) {
+  return at::isFloatingType(dtype) || at::isComplexType(dtype) ? dtype : at::kDouble;
 }
 
 void check_order(const Leaves& values, ReduceOp op) {

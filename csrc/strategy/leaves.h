@@ -12,8 +12,8 @@ namespace muster {
 /// The values of one replica: leaves of a structure, equal in number, shape and dtype on all replicas that take part.
 using Leaves = std::vector<at::Tensor>;
 
-/// Integer leaves as fp64, of which there are means; others as they are.
-Leaves averageable(const Leaves& values);
+/// Of the mean of values of `dtype`: of integers and bools fp64, of others their own.
+at::ScalarType dtype_of_mean(at::ScalarType dtype);
 
 /// Throws InvalidArgument for the minimum or maximum of complex numbers, which have no order.
 void check_order(const Leaves& values, ReduceOp op);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "comm/text_exchange.h"
+#include "muster/error.h"
 #include "window/host_norm.h"
 
 namespace muster {
@@ -32,8 +33,17 @@ ClosedWindow close_on_host(comm::Communicator& replicas, const WindowContext& co
   if (integers.numel() > 0) {
     integer_work = chief_only ? replicas.broadcast(integers, 0) : replicas.all_reduce(integers, ReduceOp::max);
   }
-  engine.wait();
-  tail_work.wait();
+  try {
+    engine.wait();
+    tail_work.wait();
+  } catch (const LayoutMismatch& mismatch) {
+    const auto resized = buffers.resized(r);
+    if (resized.empty()) throw;
+    throw LayoutMismatch("at a window's end replicas merge their buffers, and these have changed in size: " + resized +
+                         "; give them one size on all replicas, or let what has the size of a part be a plain "
+                         "attribute (" +
+                         mismatch.what() + ')');
+  }
   // Nobody reads gradients in place any more: all replicas' sums were there before the tail's was.
   if (to_owners) engine.release_gradients();
   integer_work.wait();

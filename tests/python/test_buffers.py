@@ -305,3 +305,23 @@ def test_a_buffer_that_is_given_other_data_is_so_everywhere() -> None:
         module.running_mean.data = torch.full((3,), 5.0)
         for mean in strategy.run(lambda _: model.running_mean.clone(), x):
             assert mean.tolist() == [5.0] * 3
+
+
+class KeepsItsPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("last", torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.detach()
+        return self.layer(x).square().mean()
+
+
+def test_a_buffer_of_another_size_on_each_replica_is_named() -> None:
+    with muster.MirroredStrategy(["cpu", "cpu"], threads_per_replica=1) as strategy:
+        module = KeepsItsPart()
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        assert strategy.step(model, torch.ones(8, 4)).stepped
+        with pytest.raises(muster.LayoutMismatch, match=r"'last' \(\[[34], 4\], at first \[0, 4\]\); give them one size"):
+            strategy.step(model, torch.ones(7, 4))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -46,6 +46,25 @@ def test_structures_are_reduced_leaf_by_leaf(job: Launcher) -> None:
             assert result["empty"].shape == (0,)
             assert type(result["int"]) is (float if op == "mean" else int)
             assert type(result["list"][1][0]) is {"sum": int, "mean": float, "min": bool, "max": bool}[op]
+
+
+def means_of_low_precision(strategy: muster.Strategy, dtype: torch.dtype) -> list[Any]:
+    def mean(value: float) -> Tensor:
+        value = torch.full((3,), value, dtype=dtype, requires_grad=True)  # type: ignore[assignment]
+        result = cast(Tensor, strategy.reduce(value, "mean", weight=64))
+        assert result.dtype == dtype
+        return result.detach().float()
+
+    inside = strategy.run(lambda: mean(50000.0))
+    return [*inside, mean(50000.0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mean_of_low_precision_fits_whatever_its_weights_are(job: Launcher, dtype: torch.dtype) -> None:
+    expected = torch.full((3,), 50000.0, dtype=dtype).float().numpy()
+    for means in job(means_of_low_precision, dtype):
+        for mean in means:
+            np.testing.assert_array_equal(mean, expected)
 
 
 def of_workers(strategy: muster.Strategy) -> Any:
