@@ -8,6 +8,7 @@ from collections.abc import MutableMapping, MutableSequence, MutableSet, Sequenc
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import _inject_new_class, _inject_property, is_parametrized
 
@@ -118,6 +119,8 @@ def _own(value: Any, current: Any, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     if isinstance(value, tuple(SHARED_TYPES)):
         return value
+    if isinstance(value, Tensor) and value._base is not None and id(value._base) in memo:
+        return view_of(value, memo)
     share_within(value, memo)
     try:
         own = copy.deepcopy(value, memo)
@@ -126,6 +129,14 @@ def _own(value: Any, current: Any, memo: dict[int, Any]) -> Any:
     if isinstance(own, Tensor) and isinstance(current, Tensor) and own.device != current.device:
         return own.to(current.device)
     return own
+
+
+def view_of(value: Tensor, memo: dict[int, Any]) -> Tensor:
+    """What `value`, a view, is of the tensor that stands for its base in deepcopy's `memo`."""
+    base, own = cast(Tensor, value._base), cast(Tensor, memo[id(value._base)])
+    offset = own.storage_offset() + value.storage_offset() - base.storage_offset()
+    with torch.set_grad_enabled(value.requires_grad):
+        return own.as_strided(value.size(), value.stride(), offset)
 
 
 def share_within(value: Any, memo: dict[int, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from muster import _C
-from muster.attributes import compiled_alike, parametrized_apart, share_within
+from muster.attributes import compiled_alike, parametrized_apart, share_within, view_of
 from muster.by_hand import ByHand
 from muster.errors import InvalidArgument
 
@@ -32,11 +32,12 @@ def replicate(
     """`module` itself and copies of it, one for each local replica's device, which share with the copies of `prepared`
     modules whatever `module` shares with those. Raises InvalidArgument where a copy cannot be made."""
     replicas = len(devices)
-    known = [{**counterparts(prepared, replica), **_computed(module)} for replica in range(1, replicas)]
+    known = [counterparts(prepared, replica) for replica in range(1, replicas)]
     for memo, device in zip(known, devices[1:], strict=True):
         share_within(module, memo)
-        if device == devices[0]:
-            _keep_memory([parameter for parameter in module.parameters() if parameter.device == device], memo)
+        here = [parameter for parameter in module.parameters() if parameter.device == device == devices[0]]
+        _keep_memory(here, memo)
+        _keep_computed(module, here, memo)
     try:
         copies = _copies_of(module, known)
     except Exception as error:
@@ -50,15 +51,19 @@ def replicate(
     return [module, *copies]
 
 
-def _computed(module: nn.Module) -> dict[int, Any]:
-    """deepcopy's memo: copies of the tensors that modules hold as plain attributes and have computed from others, which
-    deepcopy refuses (the weight of a pruned layer, say)."""
-    return {
-        id(value): value.detach().clone()
-        for part in module.modules()
-        for value in vars(part).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    }
+def _keep_computed(module: nn.Module, shared: Sequence[nn.Parameter], memo: dict[int, Any]) -> None:
+    """Gives deepcopy, whose `memo` it is, copies of the tensors that modules hold as plain attributes and have computed
+    from others, which it refuses (the weight of a pruned layer, say). Views of `shared` parameters, whose memory is one
+    for all replicas, become views of the replica's own, which get their gradients."""
+    bases = {id(parameter): parameter for parameter in shared}
+    for part in module.modules():
+        for value in vars(part).values():
+            if not isinstance(value, Tensor) or value.is_leaf:
+                continue
+            base = bases.get(id(value._base))
+            if base is not None and id(base) not in memo:
+                memo[id(base)] = type(base)(base.detach(), base.requires_grad)
+            memo[id(value)] = view_of(value, memo) if base is not None else value.detach().clone()
 
 
 def _copies_of(module: nn.Module, known: Sequence[dict[int, Any]]) -> list[nn.Module]:

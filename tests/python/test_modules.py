@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python" / "muster"
 
 # torch and the standard library have no public way to these.
 FOREIGN = {
-    "_backward_hooks", "_buffers", "_call_impl", "_cdata", "_dynamo", "_execution_engine", "_exit", "_fields",
+    "_backward_hooks", "_base", "_buffers", "_call_impl", "_cdata", "_dynamo", "_execution_engine", "_exit", "_fields",
     "_foreach_copy_", "_foreach_mul_", "_get_backend", "_get_layout", "_indices", "_join_config",
     "_load_from_state_dict", "_make", "_modules", "_opt_called", "_optimizer_step_post_hooks",
     "_optimizer_step_pre_hooks", "_parameters", "_post_accumulate_grad_hooks", "_replace", "_save_to_state_dict",

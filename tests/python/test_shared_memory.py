@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import muster
@@ -60,6 +61,21 @@ class Shown(nn.Linear):
         return super().forward(x) - 0.5 * x @ self.shown["rows"][0]
 
 
+class Viewed(nn.Linear):
+    """A view of its weight that gradients go through."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.turned = self.weight.t()[:, 1:]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - F.pad(0.5 * x @ self.turned, (1, 0))
+
+
+def a_view_of_a_parameter() -> nn.ModuleDict:
+    return nn.ModuleDict({"a": Viewed(6), "b": nn.Linear(6, 6)})
+
+
 def an_attribute_that_shows_a_parameter() -> nn.ModuleDict:
     return nn.ModuleDict({"a": Shown(6), "b": nn.Linear(6, 6)})
 
@@ -69,7 +85,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.ModuleDict], str]] = {
     "a view of another": (a_view_of_another, "parameter 'a.weight' and parameter 'b.bias' share memory"),
     "a buffer": (a_buffer_that_shows_a_parameter, "parameter 'a.weight' and buffer 'a.seen' share memory"),
 }
-KEPT = {"tied": tied, "of one memory": of_one_memory, "a plain attribute": an_attribute_that_shows_a_parameter}
+KEPT = {
+    "tied": tied,
+    "of one memory": of_one_memory,
+    "a plain attribute": an_attribute_that_shows_a_parameter,
+    "a view": a_view_of_a_parameter,
+}
 
 
 def preparing(strategy: muster.Strategy, what: str) -> str:
