@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "comm/peer_memory.h"
 #include "core/flat_layout.h"
@@ -11,12 +12,15 @@
 
 namespace muster {
 
-ParameterHome::ParameterHome(const std::vector<at::Tensor>& parameters,
+ParameterHome::ParameterHome(const std::vector<std::vector<at::Tensor>>& parameters,
                              const std::vector<comm::CommunicatorPtr>& replicas) {
   constexpr auto kAlignment = static_cast<size_t>(FlatLayout::kSlotAlignment);
   size_t bytes = 0;
-  for (const auto& parameter : parameters) {
-    places_.push_back({parameter, parameter.scalar_type(), parameter.sizes().vec(), bytes});
+  for (size_t p = 0; p < parameters.front().size(); ++p) {
+    const auto& parameter = parameters.front()[p];
+    std::vector<at::Tensor> others;
+    for (size_t r = 1; r < parameters.size(); ++r) others.push_back(parameters[r][p]);
+    places_.push_back({parameter, std::move(others), parameter.scalar_type(), parameter.sizes().vec(), bytes});
     bytes += (parameter.nbytes() + kAlignment - 1) / kAlignment * kAlignment;
   }
   memory_ = replicas.front()->allocate(static_cast<int64_t>(std::max(bytes, kAlignment)), at::kByte);
@@ -54,6 +58,12 @@ bool ParameterHome::Place::has_room() const {
   return dtype == parameter.scalar_type() && parameter.sizes() == sizes && parameter.device().is_cpu();
 }
 
+// Of the parameter's storage: it, and other replicas'.
+size_t ParameterHome::Place::num_sharing() const {
+  const auto shares = [&](const at::Tensor& other) { return other.is_alias_of(parameter); };
+  return 1 + static_cast<size_t>(std::count_if(others.begin(), others.end(), shares));
+}
+
 void ParameterHome::bring_back() {
   bring_back([this](size_t i) { return std::vector<Run>{{0, places_[i].parameter.numel()}}; });
 }
@@ -75,7 +85,7 @@ void ParameterHome::bring_back(const std::function<std::vector<Run>(size_t param
       for (const auto& run : runs(i)) elements_of(at_home, run).copy_(elements_of(dense, run));
       return at_home;
     }();
-    move_to(values, parameter);
+    move_to(values, parameter, place.num_sharing());
   }
 }
 
@@ -83,7 +93,7 @@ void ParameterHome::leave() {
   const at::NoGradGuard no_grad;
   const auto* const first = static_cast<const std::byte*>(memory_.const_data_ptr());
   for (const auto& place : places_) {
-    if (place.parameter.const_data_ptr() == first + place.offset) give_own_memory(place.parameter);
+    if (place.parameter.const_data_ptr() == first + place.offset) give_own_memory(place.parameter, place.num_sharing());
   }
 }
 

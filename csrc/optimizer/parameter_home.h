@@ -17,9 +17,11 @@ namespace muster {
 /// straight into the parameters of all. Owned by the thread that steps.
 class ParameterHome {
  public:
-  /// Collective, blocking. `parameters`: this process's, on the CPU, of the same sizes and dtypes everywhere; they move
-  /// here. `replicas`: the handles of this process's replicas in a group with PeerMemory.
-  ParameterHome(const std::vector<at::Tensor>& parameters, const std::vector<comm::CommunicatorPtr>& replicas);
+  /// Collective, blocking. `parameters`: this process's, by local replica, on the CPU, of the same sizes and dtypes
+  /// everywhere; replica 0's move here, and with them what shares their storages. `replicas`: the handles of this
+  /// process's replicas in a group with PeerMemory.
+  ParameterHome(const std::vector<std::vector<at::Tensor>>& parameters,
+                const std::vector<comm::CommunicatorPtr>& replicas);
 
   /// Whether these are the parameters, of the sizes and dtypes that there is room for.
   bool fits(const std::vector<at::Tensor>& parameters) const;
@@ -39,11 +41,13 @@ class ParameterHome {
 
  private:
   struct Place {
-    at::Tensor parameter;  // a leaf
+    at::Tensor parameter;            // a leaf
+    std::vector<at::Tensor> others;  // of the other replicas
     at::ScalarType dtype;
     std::vector<int64_t> sizes;
     size_t offset;  // in bytes
     bool has_room() const;
+    size_t num_sharing() const;
   };
 
   std::vector<Place> places_;

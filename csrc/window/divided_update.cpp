@@ -30,7 +30,12 @@ void DividedUpdate::place_in_shared_memory(const Tail& tail) {
   std::vector<at::Tensor> trained;
   for (const int p : sums.trainable()) trained.push_back(context_.registry.parameter(0, static_cast<size_t>(p)));
   if (!home_ || !home_->fits(trained)) {
-    auto home = std::make_unique<ParameterHome>(trained, context_.groups.gradients);
+    std::vector<std::vector<at::Tensor>> by_replica{trained};
+    for (size_t r = 1; r < sums.num_engines(); ++r) {
+      auto& others = by_replica.emplace_back();
+      for (const int p : sums.trainable()) others.push_back(context_.registry.parameter(r, static_cast<size_t>(p)));
+    }
+    auto home = std::make_unique<ParameterHome>(by_replica, context_.groups.gradients);
     const bool is_first = home_ == nullptr;
     if (home_) home_->leave();
     home_ = std::move(home);
