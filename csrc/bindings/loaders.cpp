@@ -80,7 +80,7 @@ void bind_loaders(py::module_& m) {
       .def("add", [](Loaders& l, const std::shared_ptr<LoaderProgress>& loader) { return l.add(loader, nullptr); })
       .def("compare", &Loaders::compare, py::call_guard<Interruptible>())
       .def_property_readonly("are_dealt", [](const Loaders& l) { return l.job().division == detail::Division::none; })
-      .def_property_readonly("has_ended", &Loaders::has_ended)
+      .def("has_ended", &Loaders::has_ended)
       .def("deal", &Loaders::deal, py::call_guard<Interruptible>())
       .def(
           "share",

@@ -16,14 +16,16 @@ class PartTimer;
 /// What is known of the replica whose step is running. Owned by the replica's step (always through a shared_ptr); read
 /// by the threads it uses.
 struct ReplicaContext : c10::DebugInfoBase, std::enable_shared_from_this<ReplicaContext> {
-  int replica = 0;                   ///< job-wide index
-  int local_replica = 0;             ///< index within this process
-  const void* strategy = nullptr;    ///< identity of the strategy that runs the step
-  at::Generator generator;           ///< the replica's CPU stream; aten random ops without a generator draw from it
-  at::Generator device_generator;    ///< likewise of its CUDA device; undefined where it has none
-  std::shared_ptr<PartTimer> timer;  ///< of its part, stopped while it waits for others; null where nobody asks
-  uint64_t collectives = 0;          ///< that user code has asked for in this call
-  std::exception_ptr wait_error;     ///< of the last of them that failed
+  int replica = 0;                    ///< job-wide index
+  int local_replica = 0;              ///< index within this process
+  const void* strategy = nullptr;     ///< identity of the strategy that runs the step
+  at::Generator generator;            ///< the replica's CPU stream; aten random ops without a generator draw from it
+  at::Generator device_generator;     ///< likewise of its CUDA device; undefined where it has none
+  std::shared_ptr<PartTimer> timer;   ///< of its part, stopped while it waits for others; null where nobody asks
+  uint64_t collectives = 0;           ///< that user code has asked for in this call
+  std::exception_ptr wait_error;      ///< of the last of them that failed
+  bool is_in_run = false;             ///< the call is run(), which takes no gradients
+  std::exception_ptr stray_gradient;  ///< there: the error of the first one that came
 };
 
 /// The context of the calling thread's replica, or null outside a step.

@@ -57,6 +57,7 @@ void take_state(LoaderPlace& place, const LoaderState& state) {
     throw InvalidArgument("a loader's state counts epochs and batches from 0; pass what state() gave");
   }
   place.go_to(state.epoch, state.batches);
+  ++place.num_loads;
 }
 
 struct LoaderCore::State {
@@ -70,7 +71,8 @@ struct LoaderCore::State {
   int index;
   std::shared_ptr<LoaderProgress> progress;
   std::shared_ptr<LoaderPlace> place = std::make_shared<LoaderPlace>();
-  bool ended = true;  // no worker has another batch
+  bool ended = true;      // no worker has another batch
+  int64_t num_loads = 0;  // of the place, when the pass under way began
   std::shared_ptr<void> current;
   int64_t next = 0;  // the batch to be read next, where there is no pass
   // Of the pass under way, at most one of them; `progress` has the same one.
@@ -263,10 +265,12 @@ std::shared_ptr<void> LoaderCore::begin() {
   s.end();
   s.progress->at_end = false;
   s.progress->pass = nullptr;
+  ++s.progress->passes;
   s.place->shared = nullptr;
   if (const auto left = std::exchange(s.dealt, nullptr)) left->leave();
   s.host->leave_passes();
   auto& place = *s.place;
+  s.num_loads = place.num_loads;
   if (std::exchange(place.running, false)) ++place.epoch;
   if (s.is_dealt()) {
     s.dealt = s.host->deal(s.index, place.epoch, s.batches());
@@ -296,6 +300,10 @@ bool LoaderCore::advance() {
   s.progress->at_end = false;
   s.current = nullptr;
   if (s.ended) return false;
+  if (s.place->num_loads != s.num_loads) {
+    s.end();
+    throw InvalidArgument("the loader was loaded while a loop over it ran; begin a new loop");
+  }
   if (pass) {
     pass->done();
     while (!s.more_ahead && pass->wait_for_more()) s.look_ahead();
@@ -318,6 +326,8 @@ bool LoaderCore::advance() {
   s.progress->at_end = !s.more_ahead;
   return true;
 }
+
+int64_t LoaderCore::last_of() const noexcept { return state_->progress->at_end ? state_->progress->passes : 0; }
 
 std::shared_ptr<void> LoaderCore::take() { return std::exchange(state_->current, nullptr); }
 

@@ -17,6 +17,7 @@ struct LoaderProgress {
   bool in_step = false;              ///< a batch of it went to a step
   bool in_run = false;               ///< a batch of it went to run
   double usual_rows = 0;             ///< samples of a part of a full batch, on average
+  int64_t passes = 0;                ///< begun; Python counts none
   std::shared_ptr<LoaderPass> pass;  ///< the last one, where servers deal its batches or live workers divide them
 };
 
@@ -35,6 +36,7 @@ struct LoaderPlace {
   int64_t to_skip = 0;                      ///< batches that the next pass passes over
   std::shared_ptr<SharedPass> shared = {};  ///< the pass under way, which knows it better: live workers divide it
   LoaderExtent extent = {};
+  int64_t num_loads = 0;  ///< of its state
 
   /// The next pass is of that epoch, and passes over `batches`.
   void go_to(int64_t that_epoch, int64_t batches);

@@ -88,7 +88,8 @@ std::shared_ptr<RowSource> row_source_of(const at::Tensor& weight) {
   }
   throw InvalidArgument(
       "an embedding's rows are on parameter servers, and this copy of it is not connected to them: its strategy takes "
-      "the first step later, was closed, or has another copy");
+      "the first step later, was closed, or has another copy, or no prepared optimizer steps its weight (give it that, "
+      "with requires_grad)");
 }
 
 std::optional<PulledRows> pull_rows(const at::Tensor& weight, const at::Tensor& ids) {

@@ -176,6 +176,14 @@ void GradientEngine::on_gradient(size_t p, const std::vector<at::Tensor>& handed
   if (!active_) {
     parameters()[p].tensor.mutable_grad().reset();
     if (ignored_) return;
+    if (context->is_in_run) {
+      if (context->stray_gradient) return;
+      context->stray_gradient = std::make_exception_ptr(InvalidArgument(
+          "backward() was called inside run() (parameter '" + parameters()[p].name +
+          "' got a gradient), and nothing takes gradients there; ask autograd.grad() for those of inputs, or call "
+          "backward() outside of run()"));
+      return;
+    }
     throw InvalidArgument("backward() was called inside the step function (parameter '" + parameters()[p].name +
                           "' got a gradient); return the loss instead: step() runs backward itself");
   }

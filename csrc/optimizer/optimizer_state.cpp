@@ -61,9 +61,11 @@ OptimizerState::OptimizerState(std::vector<FlatParameter> parameters, const Flat
     const auto dtype = tensor.scalar_type();
     if (!is_served || tensor.device() != device_ ||
         !(dtype == at::kFloat || dtype == at::kDouble || has_master(dtype))) {
-      throw InvalidArgument("parameter '" + parameter.name + "' (" + c10::toString(dtype) + " on " +
-                            tensor.device().str() + ", the first one on " + device_.str() +
-                            ") cannot be stepped by a flat optimizer; pass fuse=False");
+      throw InvalidArgument(
+          "parameter '" + parameter.name + "' (" + c10::toString(dtype) + " on " + tensor.device().str() +
+          ", the first one on " + device_.str() +
+          ") cannot be stepped by a flat optimizer; leave it out of the optimizer, or take one that is "
+          "not flat: fuse=False in Python, torch::optim's in C++");
     }
     if (parameter.is_row_wise) check_row_wise(parameter, groups);
     numels.push_back(tensor.numel());

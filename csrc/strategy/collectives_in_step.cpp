@@ -229,6 +229,7 @@ Leaves on_device(const Leaves& values, c10::Device device) {
 }  // namespace
 
 Leaves reduce_in_step(comm::Communicator& group, const Leaves& given, ReduceOp op, const at::Tensor& weight) {
+  check_dense(given);
   const auto values = on_device(given, group.device());
   const auto meeting = c10::make_intrusive<Meeting>(group);
   check_order(values, op);
@@ -258,6 +259,7 @@ Leaves reduce_in_step(comm::Communicator& group, const Leaves& given, ReduceOp o
 }
 
 Leaves gather_in_step(comm::Communicator& group, const Leaves& values, comm::GatherSizes sizes) {
+  check_dense(values);
   const auto meeting = c10::make_intrusive<Meeting>(group);
   Leaves results;
   for (const auto& value : on_device(values, group.device())) {
@@ -280,6 +282,7 @@ Leaves broadcast_in_step(comm::Communicator& group, const Leaves& values, int so
     throw InvalidArgument("source replica " + std::to_string(source) + " does not exist; there are " +
                           std::to_string(group.size()));
   }
+  check_dense(values);
   const auto meeting = c10::make_intrusive<Meeting>(group);
   return by_dtype(on_device(values, group.device()), [&](const at::Tensor& joined, uint64_t shapes) {
     return Broadcast::apply(joined, meeting, meeting->next_tag(shapes), source);

@@ -277,7 +277,10 @@ at::Tensor sum_over_workers(comm::Communicator& workers, const Leaves& terms, co
 
 Leaves reduce_over_workers(comm::Communicator& workers, const std::vector<Contribution>& given, ReduceOp op) {
   const at::NoGradGuard no_grad;
-  for (const auto& contribution : given) check_order(contribution.values, op);
+  for (const auto& contribution : given) {
+    check_dense(contribution.values);
+    check_order(contribution.values, op);
+  }
   auto headers =
       exchange_headers(workers, std::string("reduce(") + comm::name_of(op) + ")", given, /*rows_may_differ=*/false);
   const PackedLeaves packed(headers.shapes.front().second);
@@ -310,6 +313,7 @@ Leaves reduce_over_workers(comm::Communicator& workers, const std::vector<Contri
 
 Leaves gather_over_workers(comm::Communicator& workers, const std::vector<Contribution>& mine) {
   const at::NoGradGuard no_grad;
+  for (const auto& contribution : mine) check_dense(contribution.values);
   const auto headers = exchange_headers(workers, "gather()", mine, /*rows_may_differ=*/true);
   Leaves results;
   for (size_t leaf = 0; leaf < headers.num_leaves(); ++leaf) {
@@ -330,6 +334,7 @@ Leaves leaves_of_source(comm::Communicator& workers, const Leaves& mine, int sou
                           std::to_string(workers.size()));
   }
   const at::NoGradGuard no_grad;
+  if (workers.rank() == source) check_dense(mine);
   const auto headers = told(workers, "broadcast(source=" + std::to_string(source) + ")",
                             workers.rank() == source ? header_of(mine) : std::string());
   const bool is_source = workers.rank() == source;
@@ -339,7 +344,8 @@ Leaves leaves_of_source(comm::Communicator& workers, const Leaves& mine, int sou
     const auto leaf = only_sends ? each.detach().contiguous() : each.detach().clone(at::MemoryFormat::Contiguous);
     if (leaf.numel() > 0) workers.broadcast(as_real(leaf), source).wait();
     if (only_sends) continue;
-    results.push_back(results.size() < mine.size() ? leaf.to(mine[results.size()].device()) : leaf);
+    const bool goes_beside = results.size() < mine.size() && mine[results.size()].defined();
+    results.push_back(goes_beside ? leaf.to(mine[results.size()].device()) : leaf);
   }
   return results;
 }

@@ -170,9 +170,11 @@ ServerJob& Loaders::served() {
   return *servers;
 }
 
-bool Loaders::has_ended() const {
-  return std::any_of(loaders_.begin(), loaders_.end(), [](const auto& loader) {
+bool Loaders::has_ended(const std::vector<Stepped>& stepped) const {
+  return std::any_of(loaders_.begin(), loaders_.end(), [&](const auto& loader) {
     const auto progress = loader.lock();
+    const auto found = std::ranges::find(stepped, progress, &Stepped::first);
+    if (found != stepped.end()) return found->second;
     return progress && progress->at_end && (progress->in_step || !progress->in_run);
   });
 }

@@ -45,8 +45,11 @@ class Loaders final : public detail::LoaderHost {
   /// Before servers are connected: they go on where those passes are, which must be of that loader.
   void go_on(int loader, const std::vector<server::PassProgress>& passes);
 
-  /// Whether a loader that steps draw from yielded its last batch and was not advanced since.
-  bool has_ended() const;
+  /// A loader of which a batch goes into a step, and whether it is its pass's last.
+  using Stepped = std::pair<std::shared_ptr<detail::LoaderProgress>, bool>;
+  /// Whether the step that batches of these loaders go into is the last of a pass; of another loader that steps draw
+  /// from, whether it yielded its last batch and was not advanced since.
+  bool has_ended(const std::vector<Stepped>& stepped) const;
 
   /// After a step that may have had batches of their passes: the window was left open, closed or dropped. No-op once
   /// another thread has closed the strategy.

@@ -56,6 +56,7 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
   const c10::InferenceMode normal(false);  // steps write what it makes, outside of a caller's inference mode
   const at::NoGradGuard no_grad;
   check_callable("load");
+  if (folder.empty()) throw InvalidArgument("load() was given an empty path; name the folder that save() wrote");
   if (strategy_.core->sets().has_servers()) {
     throw InvalidArgument(
         "parameter servers hold values and state from the first step on; load() before it, in a new job");

@@ -96,6 +96,7 @@ std::vector<std::string> Saving::told_by_all(const char* what, bool is_alone, co
 
 void Saving::save(const fs::path& folder, const SavedState& state, const SaveOptions& options) {
   check_callable("save");
+  if (folder.empty()) throw InvalidArgument("save() was given an empty path; name a folder");
   if (options.keep && *options.keep < 1) {
     throw InvalidArgument("keep=" + std::to_string(*options.keep) + ": it must be at least 1, or empty to keep all");
   }

@@ -255,7 +255,9 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
   call.call = fn;
   call.rows = parts.rows;
   if (parts.loader) call.usual_rows = parts.loader->usual_rows;
-  call.loader_ended = state_->loaders.has_ended();
+  std::vector<Loaders::Stepped> stepped;
+  if (parts.loader) stepped.emplace_back(parts.loader, parts.loader->passes == parts.last_of);
+  call.loader_ended = state_->loaders.has_ended(stepped);
   state_->add_update(call);
   if (parts.loader && parts.loader->pass) {
     if (const auto batch = parts.loader->pass->begin_step()) call.batches.push_back(*batch);

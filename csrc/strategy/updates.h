@@ -60,7 +60,7 @@ class Updates {
   std::exception_ptr hook_error_;             // to be rethrown after the step
   std::unordered_map<int, uint64_t> counts_;  // by set
   bool warned_of_no_optimizer_ = false;
-  std::unordered_map<int, uint64_t> versions_without_optimizer_;  // by set, at its last window's end
+  std::unordered_map<int, uint64_t> traces_without_optimizer_;  // by set, at its last window's end
 };
 
 }  // namespace muster

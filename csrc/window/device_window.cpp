@@ -17,6 +17,7 @@
 #include "device/kernel_dtype.h"
 #include "device/kernel_status.h"
 #include "kernels/cuda/cuda_kernels.h"
+#include "window/buffer_sizes.h"
 #include "window/host_norm.h"
 
 namespace muster {
@@ -150,6 +151,7 @@ ClosedWindow DeviceWindow::close(int local_replica, const Closing& closing) {
   tail[Tail::weight] = tail[Tail::contributions];
   const auto noted = numbers.noted();
   replica.buffers.add_written(buffers, tail.written());
+  tail.sizes(context_.topology.first_replica + local_replica) = digest_of_sizes(buffers);
   if (!closing.failure) {
     tail[Tail::metrics] = numbers.has_new_names() ? 1 : 0;
     const auto& names = numbers.names();
@@ -159,6 +161,10 @@ ClosedWindow DeviceWindow::close(int local_replica, const Closing& closing) {
   if (tail[Tail::failures] > 0) {
     engine.wait();
     return {tail, exchange_texts(control, text_of(closing.failure))};
+  }
+  const double* const sizes = &tail.sizes(0);
+  if (std::any_of(sizes, sizes + tail.replicas, [&](double digest) { return digest != *sizes; })) {
+    throw_sizes_differ(context_.registry, r, "the replicas' buffers differ in size");
   }
   agree_on_metrics(replica, tail, control);
   // The numbers of both travel together: what a collective costs is its latency.

@@ -39,17 +39,6 @@ at::Tensor HostBuffers::integers_of(size_t replica) const {
   return at::cat(integers);
 }
 
-std::string HostBuffers::resized(size_t replica) const {
-  std::string text;
-  for (size_t b = 0; b < first_sizes_.size(); ++b) {
-    const auto sizes = registry_.buffers(replica)[b].sizes();
-    if (sizes == first_sizes_[b]) continue;
-    text += (text.empty() ? "'" : ", '") + registry_.buffer_names()[b] + "' (" + c10::str(sizes) + ", at first " +
-            c10::str(at::IntArrayRef(first_sizes_[b])) + ')';
-  }
-  return text;
-}
-
 void HostBuffers::merge(const Tail& tail, double divisor, bool adopts) {
   double* next_mean = tail.extra();
   int64_t offset = 0;
@@ -74,8 +63,6 @@ void HostBuffers::merge(const Tail& tail, double divisor, bool adopts) {
 
 void HostBuffers::note() {
   is_noted_ = true;
-  const auto& first = registry_.buffers(0);
-  for (size_t b = first_sizes_.size(); b < first.size(); ++b) first_sizes_.push_back(first[b].sizes().vec());
   for (size_t r = 0; r < noted_.size(); ++r) {
     const auto& buffers = registry_.buffers(r);
     noted_[r].resize(buffers.size());

@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -35,9 +34,6 @@ class HostBuffers {
   /// What set_integers() was given.
   const at::Tensor& reduced_integers(size_t replica) const noexcept { return integers_[replica]; }
 
-  /// The replica's buffers that have other sizes than before the first window, in words; empty where there are none.
-  std::string resized(size_t replica) const;
-
   /// Gives every replica what the tail and replica 0's set_integers() say, averages divided by `divisor`. Buffers that
   /// nobody wrote stay as they are, unless `adopts`.
   void merge(const Tail& tail, double divisor, bool adopts);
@@ -55,9 +51,8 @@ class HostBuffers {
   bool was_written(size_t replica, size_t buffer) const;
 
   ParameterRegistry& registry_;
-  std::vector<std::vector<Noted>> noted_;          // [local replica][buffer]
-  std::vector<std::vector<int64_t>> first_sizes_;  // by buffer: replica 0's before the first window
-  std::vector<at::Tensor> integers_;               // by local replica
+  std::vector<std::vector<Noted>> noted_;  // [local replica][buffer]
+  std::vector<at::Tensor> integers_;       // by local replica
   bool is_noted_ = false;
 };
 

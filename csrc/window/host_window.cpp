@@ -6,6 +6,7 @@
 
 #include "comm/text_exchange.h"
 #include "muster/error.h"
+#include "window/buffer_sizes.h"
 #include "window/host_norm.h"
 
 namespace muster {
@@ -37,12 +38,7 @@ ClosedWindow close_on_host(comm::Communicator& replicas, const WindowContext& co
     engine.wait();
     tail_work.wait();
   } catch (const LayoutMismatch& mismatch) {
-    const auto resized = buffers.resized(r);
-    if (resized.empty()) throw;
-    throw LayoutMismatch("at a window's end replicas merge their buffers, and these have changed in size: " + resized +
-                         "; give them one size on all replicas, or let what has the size of a part be a plain "
-                         "attribute (" +
-                         mismatch.what() + ')');
+    throw_sizes_differ(context.registry, r, mismatch.what());
   }
   // Nobody reads gradients in place any more: all replicas' sums were there before the tail's was.
   if (to_owners) engine.release_gradients();

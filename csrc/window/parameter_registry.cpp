@@ -97,6 +97,15 @@ std::string prefix_of(int number, const NamedTensors& parameters, const std::vec
 }  // namespace
 
 void ParameterRegistry::check_local(const ModuleTensors& module) const {
+  std::unordered_set<const c10::TensorImpl*> leaves;
+  for (const auto& [name, leaf] : module.parameters.front()) leaves.insert(leaf.unsafeGetTensorImpl());
+  for (size_t r = 1; r < module.parameters.size(); ++r) {
+    for (const auto& [name, parameter] : module.parameters[r]) {
+      if (!leaves.contains(parameter.unsafeGetTensorImpl())) continue;
+      throw InvalidArgument("parameter '" + name + "' is one tensor in the modules of replica 0 and replica " +
+                            std::to_string(r) + "; the factory must build another module in each call");
+    }
+  }
   for (const auto* group : {&module.parameters, &module.buffers}) {
     for (size_t r = 0; r < group->size(); ++r) {
       for (const auto& [name, tensor] : (*group)[r]) {
@@ -168,6 +177,7 @@ int ParameterRegistry::add(ModuleTensors module, comm::Communicator& workers) {
     const auto& [name, buffer] = module.buffers.front()[b];
     broadcast_values(buffer, workers);
     buffer_names_.push_back(prefix + name);
+    prepared_sizes_.push_back(buffer.sizes().vec());
     for (size_t r = 0; r < replicas; ++r) {
       buffers_[r].push_back(module.buffers[r][b].second);
       if (r > 0) assign(module.buffers[r][b].second, buffer);

@@ -70,6 +70,8 @@ class ParameterRegistry {
   /// changed.
   void set_buffers(int module, size_t local_replica, const std::vector<at::Tensor>& buffers);
   const std::vector<std::string>& buffer_names() const noexcept { return buffer_names_; }
+  /// A buffer's sizes when it was added.
+  const std::vector<int64_t>& prepared_sizes(size_t buffer) const noexcept { return prepared_sizes_[buffer]; }
 
   /// Records that a parameter has the values of the other workers, as after prepare() and steps.
   void note_agreed(size_t parameter);
@@ -108,7 +110,8 @@ class ParameterRegistry {
   std::vector<std::vector<at::Tensor>> parameters_;  // [local replica][parameter]
   std::vector<std::vector<at::Tensor>> buffers_;     // [local replica][buffer]
   std::vector<std::string> buffer_names_;
-  std::vector<size_t> first_buffer_;  // by module, and the end
+  std::vector<std::vector<int64_t>> prepared_sizes_;  // by buffer
+  std::vector<size_t> first_buffer_;                  // by module, and the end
   std::unordered_map<const c10::TensorImpl*, int> index_;
   std::unordered_map<size_t, EmbeddingRows> rows_;
   struct Agreed {

@@ -105,6 +105,9 @@ void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<Opt
           "parameter servers step AdamW, Adam, SGD or Adagrad alone (in C++ those of muster::optim); prepare() one "
           "over the parameters to train");
     }
+    if (servers() != nullptr) {
+      for (const auto& step : steps) servers()->plan().check_groups(step.groups);
+    }
     find_written();
     // Servers first say what was written: who loads a module writes its parameters, and moves them besides.
     window_->open();

@@ -158,12 +158,17 @@ void ServerExchange::connect(const ServerParameters& given, const ServerJob& job
 void ServerExchange::open() {
   if (window_.is_open)
     throw CommError("a window was cut short by an error, so that servers hold half of it; start the job again");
-  const auto check = [](const std::string& name, bool was_written) {
-    if (!was_written) return;
-    throw InvalidArgument("parameter '" + name +
-                          "' was written outside step(), where the parameter servers, which hold it, do not see it; "
-                          "change parameters before the first step, or under another strategy");
+  const auto refuse = [](const std::string& name, const std::string& where) {
+    throw InvalidArgument("parameter '" + name + "' was written " + where +
+                          ", where the parameter servers, which hold it, do not see it; change parameters before the "
+                          "first step, or under another strategy");
   };
+  const auto check = [&](const std::string& name, bool was_written) {
+    if (was_written) refuse(name, "outside step()");
+  };
+  if (const auto p = values_.take_overwritten()) {
+    refuse(plan_.parameters[*p].name, "in the last step or since (by forward or a hook, say)");
+  }
   for (size_t p = 0; p < values_.size(); ++p) check(plan_.parameters[p].name, values_.was_written(p));
   for (size_t t = 0; t < rows_.size(); ++t) check(plan_.tables[t].name, rows_.was_written(t));
   for (size_t c = 0; c < missing_.size(); ++c) missing_[c] = client_.chunks()[c].pieces.size();
@@ -234,7 +239,7 @@ std::vector<std::pair<uint32_t, std::string>> ServerExchange::agree(const at::Te
 server::Apply ServerExchange::command(const kernels::StepScalars& scalars) const {
   server::Apply apply;
   apply.step = step_ + 1;
-  apply.members = is_synchronous() ? decision_.members : std::vector<uint32_t>{rank_};
+  apply.members = plan_.is_synchronous() ? decision_.members : std::vector<uint32_t>{rank_};
   apply.scalars = scalars;
   apply.groups = groups_;
   apply.batches = batches_;
@@ -243,6 +248,12 @@ server::Apply ServerExchange::command(const kernels::StepScalars& scalars) const
 
 void ServerExchange::step(const kernels::StepScalars& scalars, const FlatGroups& groups,
                           const std::vector<size_t>& unused) {
+  try {
+    plan_.check_groups(groups);
+  } catch (const InvalidArgument&) {
+    skip();  // else servers would hold half of the window
+    throw;
+  }
   groups_ = groups;
   auto apply = command(scalars);
   for (const size_t parameter : unused) {
@@ -272,18 +283,20 @@ void ServerExchange::end_pass(uint32_t loader, uint64_t epoch, uint64_t batches,
 }
 
 void ServerExchange::refresh() {
-  if (is_synchronous()) return;
+  if (plan_.is_synchronous()) return;
+  values_.note_overwritten();
   values_.read(0);
   values_.adopt();
 }
 
 void ServerExchange::finish(const server::Apply& apply, bool changes) {
   if (window_.failure) std::rethrow_exception(window_.failure);
-  if (!is_synchronous()) {
+  if (!plan_.is_synchronous()) {
     client_.flush();
     client_.apply(apply);
     client_.commit(apply.step, {});
   } else if (changes) {
+    values_.note_overwritten();
     client_.apply_and_read(apply, values_.landing());
   } else {
     client_.apply(apply);
@@ -292,7 +305,7 @@ void ServerExchange::finish(const server::Apply& apply, bool changes) {
   rows_.read_after(newest());
   window_.is_open = false;
   batches_.clear();
-  if (is_synchronous() && changes) values_.adopt();
+  if (plan_.is_synchronous() && changes) values_.adopt();
   refresh();
 }
 

@@ -42,7 +42,8 @@ class ServerExchange {
   ServerExchange(const ServerExchange&) = delete;
   ServerExchange& operator=(const ServerExchange&) = delete;
 
-  bool is_synchronous() const noexcept { return plan_.is_synchronous(); }
+  /// What this worker and the servers have agreed on.
+  const server::Plan& plan() const noexcept { return plan_; }
 
   /// The step after which this worker came in.
   uint64_t since() const noexcept { return since_; }
@@ -87,6 +88,7 @@ class ServerExchange {
 
   /// Steps on the servers, the parameters but `unused` (ascending), and brings their values here: in a synchronous job
   /// this step's, else the newest; there it waits while this worker is too far ahead.
+  /// Throws InvalidArgument for groups that the plan's check_groups() refuses, and ends the window like skip().
   void step(const kernels::StepScalars& scalars, const FlatGroups& groups, const std::vector<size_t>& unused);
 
   /// Ends the window without changing anything.
@@ -140,7 +142,7 @@ class ServerExchange {
   server::Apply command(const kernels::StepScalars& scalars) const;
   void finish(const server::Apply& apply, bool changes);
   /// The step that reads wait for: where workers step on their own, none.
-  uint64_t newest() const noexcept { return is_synchronous() ? step_ : 0; }
+  uint64_t newest() const noexcept { return plan_.is_synchronous() ? step_ : 0; }
 
   const server::Plan plan_;
   const uint32_t rank_;

@@ -93,14 +93,39 @@ void ServerValues::adopt() {
   }
   copy_all(copies);
   for (size_t p = 0; p < parameters_.size(); ++p) {
-    auto& [parameter, strides, position, trace] = parameters_[p];
+    const auto& parameter = parameters_[p].tensor;
     if (!parameter.is_non_overlapping_and_dense()) {
       parameter.detach().copy_(dense[p]);
     } else {
       parameter.unsafeGetTensorImpl()->bump_version();
     }
-    trace = trace_of(parameter);
   }
+  for (auto& each : parameters_) each.trace = trace_of(each.tensor);  // views of one tensor have one version
+}
+
+void ServerValues::note_overwritten() {
+  for (size_t p = 0; p < parameters_.size() && !overwritten_; ++p) {
+    if (was_written(p) && !has_landed_values(p)) overwritten_ = p;
+  }
+}
+
+bool ServerValues::has_landed_values(size_t p) const {
+  const at::NoGradGuard no_grad;
+  const auto& parameter = parameters_[p];
+  const auto dense = in_slot_order(parameter, parameter.tensor.detach());
+  const auto& chunks = client_.chunks();
+  for (size_t c = 0; c < chunks.size(); ++c) {
+    const auto size = c10::elementSize(chunks[c].dtype);
+    for (const auto& piece : chunks[c].pieces) {
+      if (static_cast<size_t>(piece.parameter) != p) continue;
+      const auto begin = static_cast<size_t>(piece.run.begin) * size;
+      const auto bytes = static_cast<size_t>(piece.run.count) * size;
+      if (begin + bytes > dense.nbytes()) return false;
+      const auto* const landed = landing_[c] + static_cast<size_t>(piece.offset) * size;
+      if (std::memcmp(first_byte_of(dense) + begin, landed, bytes) != 0) return false;
+    }
+  }
+  return true;
 }
 
 bool ServerValues::was_written(size_t parameter) const {

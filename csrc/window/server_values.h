@@ -5,8 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "embedding/row_initialiser.h"
@@ -57,6 +59,11 @@ class ServerValues {
   /// Whether a parameter was written or got other memory since adopt(). Of what is written past the version counter,
   /// through `.data`, a sample tells.
   bool was_written(size_t parameter) const;
+  /// Before values are read anew: notes a parameter that has other values than adopt() gave it, which the next adopt()
+  /// overwrites.
+  void note_overwritten();
+  /// The first one that was noted, once.
+  std::optional<size_t> take_overwritten() noexcept { return std::exchange(overwritten_, std::nullopt); }
 
   /// A part of parameters, of their sizes (Part::steps: 0-dim fp32); undefined where there is none.
   /// `wanted`: false by parameter that stays undefined; empty: all are wanted.
@@ -81,11 +88,13 @@ class ServerValues {
   };
 
   static Trace trace_of(const at::Tensor& parameter);
+  bool has_landed_values(size_t parameter) const;
   static at::Tensor in_slot_order(const Parameter& parameter, const at::Tensor& values);
 
   server::ServerClient& client_;
   std::vector<Parameter> parameters_;
-  std::vector<std::byte*> landing_;
+  std::vector<std::byte*> landing_;  // what adopt() took, until values are read anew
+  std::optional<size_t> overwritten_;
 };
 
 }  // namespace muster

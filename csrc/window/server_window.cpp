@@ -91,7 +91,7 @@ void ServerWindow::connect(FlatOptimizer& optimizer, const std::vector<int>& par
                                                context_.options, given);
   // Rows have their state on servers alone: torch's Adagrad makes one for all of a weight when it is built.
   for (const size_t position : without_rows) optimizer.state().reset(position);
-  if (!context_.groups.joins() || !exchange_->is_synchronous()) return;
+  if (!context_.groups.joins() || !exchange_->plan().is_synchronous()) return;
   joining_.begin();
   numbers_.note_unit();  // the others tell it
 }
@@ -132,7 +132,7 @@ void ServerWindow::weigh(int local_replica, double rows) {
   auto& workers = *context_.groups.workers;
   const auto parts = usual_part(rows);
   here.all_reduce(parts, ReduceOp::sum).wait();
-  if (exchange_->is_synchronous() && workers.size() > 1) {
+  if (exchange_->plan().is_synchronous() && workers.size() > 1) {
     if (r == 0) speak([&] { workers.all_reduce(parts, ReduceOp::sum).wait(); });
     here.broadcast(parts, 0).wait();
   }
@@ -154,7 +154,7 @@ ClosedWindow ServerWindow::close(int local_replica, const Closing& closing) {
   auto closed = close_on_host(replicas, context_, r, closing, share_of(r), numbers_, buffers_);
   const bool has_failed = closed.tail[Tail::failures] > 0;
   if (!has_failed && replicas.size() > 1) engine.reduce_sparse(closed.tail.counts());
-  const bool steps_together = exchange_->is_synchronous();
+  const bool steps_together = exchange_->plan().is_synchronous();
   if (r == 0) {
     speak([&] {
       push_rows(has_failed);
@@ -176,7 +176,7 @@ ClosedWindow ServerWindow::close(int local_replica, const Closing& closing) {
 double ServerWindow::share_of(size_t r) const {
   if (joining_.state() == Joining::State::listening) return 0.0;
   const bool is_chief =
-      !exchange_->is_synchronous() || static_cast<int>(exchange_->expected().front()) == context_.topology.rank;
+      !exchange_->plan().is_synchronous() || static_cast<int>(exchange_->expected().front()) == context_.topology.rank;
   if (context_.options.buffers == Buffers::chief && !is_chief) return 0.0;
   return buffer_share(*context_.groups.gradients[r], context_, r, numbers_);
 }
@@ -268,7 +268,7 @@ void ServerWindow::finish(const Tail& tail, bool /*fused*/, WindowSums& sums) {
   numbers_.read(tail, sums);
   auto& scalars = numbers_.scalars();
   const auto loss_scale = numbers_.scale().on_host().scale;
-  if (exchange_->is_synchronous()) {
+  if (exchange_->plan().is_synchronous()) {
     finish_norm(exchange_->norm_sum(), tail.data(), window_options(context_.options, loss_scale), scalars);
   } else {
     take_host_norm(context_, tail, loss_scale, scalars);

@@ -28,11 +28,11 @@ inline at::Tensor doubles_like(const at::Tensor& buffer, double* first) {
 }
 
 /// A view of a 1-dim fp64 tensor on the host (weights are exact to 2^53): the fields; by replica the first parameter
-/// that was not finite, plus 1; by replica the digest of its worker's Agreement; whether an Agreement has writes;
-/// counts of dense and of sparse gradients by parameter; by buffer whether it was written; then `extra`, the values of
-/// averaged buffers times their weight. Where replicas work on streams the tail holds what the host knows: `weight`
-/// counts contributions like that field, floating buffers are never noted as written, and `extra` is how many replicas
-/// noted each agreed metric.
+/// that was not finite, plus 1; by replica the digest of its worker's Agreement; by replica, where they work on
+/// streams, the digest of its buffers' sizes; whether an Agreement has writes; counts of dense and of sparse gradients
+/// by parameter; by buffer whether it was written; then `extra`, the values of averaged buffers times their weight.
+/// Where replicas work on streams the tail holds what the host knows: `weight` counts contributions like that field,
+/// floating buffers are never noted as written, and `extra` is how many replicas noted each agreed metric.
 struct Tail {
   enum Field : int64_t {
     weight = kernels::kWeight,
@@ -64,8 +64,9 @@ struct Tail {
   double& operator[](Field field) const { return data()[field]; }
   double& non_finite(int64_t replica) const { return data()[fields + replica]; }
   double& digest(int64_t replica) const { return data()[fields + replicas + replica]; }
-  double& writes() const { return data()[fields + 2 * replicas]; }
-  static constexpr int64_t numbers_of(int64_t num_replicas) { return 2 * num_replicas + 1; }
+  double& sizes(int64_t replica) const { return data()[fields + 2 * replicas + replica]; }
+  double& writes() const { return data()[fields + 3 * replicas]; }
+  static constexpr int64_t numbers_of(int64_t num_replicas) { return 3 * num_replicas + 1; }
   double* counts() const { return data() + fields + numbers_of(replicas); }
   double* sparse_counts() const { return counts() + parameters; }
   double* written() const { return counts() + 2 * parameters; }

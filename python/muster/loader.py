@@ -81,8 +81,9 @@ class Loader(Generic[BatchT_co]):
 
     Each ``iter`` starts an epoch. `epoch` is that of the pass under way and, once a pass has run to its end, of the
     next one; a pass that was left early counts as an epoch when the next ``iter`` begins. Passes may be nested, each
-    an epoch of its own (not with ``persistent_workers``, as in torch); `at_end`, `part_rows_of` and `state_dict` refer
-    to the pass that was begun last. One batch is read ahead; an error in reading it is raised when it is asked for.
+    an epoch of its own (not with ``persistent_workers``, as in torch); `at_end`, `part_rows_of`, `is_last` and
+    `state_dict` refer to the pass that was begun last. One batch is read ahead; an error in reading it is raised when
+    it is asked for.
 
     All ranks iterate together: a sharded loader is collective in every ``next``. Externally synchronised, and not to
     be advanced while a step runs.
@@ -289,12 +290,19 @@ class Loader(Generic[BatchT_co]):
         return self.progress.at_end
 
     def part_rows_of(self, value: object) -> list[int] | None:
-        """The number of samples in each local replica's part, if `value` is of the batch that was yielded last.
+        """The number of samples in each local replica's part, if `value` is of a batch that was yielded lately.
 
         `value` is of it when it is the very object that was yielded, unchanged, or one of its fields, but no plain
         string or number. None otherwise, and for ready batches without a tensor to tell. Never touches a tensor's data.
         """
-        return self._position.rows_of(value)
+        batch = self._position.find(value)
+        return None if batch is None or batch.part_rows is None else list(batch.part_rows)
+
+    def is_last(self, value: object) -> bool | None:
+        """Whether the batch that `value` is of is its pass's last, as far as was known when it was yielded; None where
+        it is not recognised, see `part_rows_of`."""
+        batch = self._position.find(value)
+        return None if batch is None else batch.is_last
 
     def __len__(self) -> int:
         """Global batches per epoch as the user's loader says; of a sharded one, this worker's. TypeError if unknown."""

@@ -107,7 +107,7 @@ class Pass(Iterator[Any]):
         if of_job is not None and batch.number is not None:
             of_job.yielded(batch.number)
         self._ahead = self._read()
-        self._reads.position.yielded(batch.value, batch.part_rows)
+        self._reads.position.yielded(batch.value, batch.part_rows, is_last=self._ahead is None)
         if batch.read is not None:
             self._reads.streams.yielded(batch.read)
         self._reads.note_end(self._ahead is None)

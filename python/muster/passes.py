@@ -63,6 +63,16 @@ class Passes:
         used = (loader for loader in self._loaders if any(loader.part_rows_of(arg) is not None for arg in args))
         return next((loader.progress.usual_rows for loader in used), 0.0)
 
+    def has_ended(self, args: tuple[Any, ...]) -> bool:
+        """Whether a step of `args` is the last of a pass; else whether a loader that steps draw from yielded its last
+        batch and was not advanced since."""
+        of_args = [
+            (loader.progress, any(known))
+            for loader in self._loaders
+            if (known := [is_last for arg in args if (is_last := loader.is_last(arg)) is not None])
+        ]
+        return self.of_core.has_ended(of_args)
+
     def dealt_batches(self, args: tuple[Any, ...]) -> list[tuple[int, int, int]]:
         """Batches of which `args` are go into a step. Those that servers dealt: loader, epoch and number."""
         of_job = (

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
+from dataclasses import dataclass
 from numbers import Number
 
 from muster.batch import is_column, members
 
-__all__ = ["Position"]
+__all__ = ["Position", "Yielded"]
+
+
+@dataclass(frozen=True)
+class Yielded:
+    """A batch that a pass has yielded."""
+
+    part_rows: list[int] | None
+    """The samples in each local replica's part; None where nothing tells."""
+    is_last: bool
+    """Of its pass, as far as was known then."""
+    identities: list[_Identity]
 
 
 class Position:
-    """How many batches a pass has yielded, and the rows and the identity of the last one."""
+    """How many batches a pass has yielded, and the rows and the identities of the last ones."""
+
+    _KEPT = 8
+    """Batches that are recognised: loops fetch some ahead of their steps."""
 
     def __init__(self, num_skipped: int = 0) -> None:
         """`num_skipped`: batches that were yielded before, of another pass that this one goes on with."""
         self.num_yielded = num_skipped
-        self._rows: list[int] | None = None
-        self._identities: list[_Identity] = []
+        self._recent: deque[Yielded] = deque(maxlen=self._KEPT)
 
-    def yielded(self, value: object, part_rows: list[int] | None) -> None:
-        """Replaces what is known: `value` is the latest."""
+    def yielded(self, value: object, part_rows: list[int] | None, *, is_last: bool) -> None:
+        """Notes that `value` is the latest."""
         self.num_yielded += 1
-        self._rows = part_rows
         fields = [] if is_column(value) else [field for _, field in members(value) or ()]
-        self._identities = [_Identity(each) for each in (value, *fields) if not _is_plain(each)]
+        identities = [_Identity(each) for each in (value, *fields) if not _is_plain(each)]
+        self._recent.appendleft(Yielded(part_rows, is_last, identities))
 
-    def rows_of(self, value: object) -> list[int] | None:
-        """The latest batch's rows if `value` is that batch or one of its fields, by identity; else None."""
-        if self._rows is None or not any(identity.is_of(value) for identity in self._identities):
-            return None
-        return list(self._rows)
+    def find(self, value: object) -> Yielded | None:
+        """The latest batch that `value` is, or is a field of, by identity."""
+        return next((batch for batch in self._recent if any(each.is_of(value) for each in batch.identities)), None)
 
 
 class _Identity:

@@ -99,7 +99,7 @@ class Stepping:
                     self._threads.on_replicas(call),
                     rows,
                     set_number,
-                    self._passes.of_core.has_ended,
+                    self._passes.has_ended(args),
                     *self._update_of(set_number),
                     self._threads.interrupt,
                     self._passes.dealt_batches(args),

@@ -324,6 +324,6 @@ def test_a_buffer_of_another_size_on_each_replica_is_named() -> None:
         model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
         assert strategy.step(model, torch.ones(8, 4)).stepped
         with pytest.raises(
-            muster.LayoutMismatch, match=r"'last' \(\[[34], 4\], at first \[0, 4\]\); give them one size"
+            muster.LayoutMismatch, match=r"'last' \(\[[34], 4\], at prepare\(\) \[0, 4\]\); give them one size"
         ):
             strategy.step(model, torch.ones(7, 4))

@@ -353,7 +353,7 @@ def test_every_tensor_of_a_part_starts_on_64_bytes() -> None:
 # What the strategy asks
 
 
-def test_part_rows_of_recognises_the_latest_batch_and_its_fields() -> None:
+def test_part_rows_of_recognises_late_batches_and_their_fields() -> None:
     (loader,) = Job(1, 2).prepare(lambda: DataLoader(Structured("tuple"), 3))
     iterator = iter(loader)
     first = next(iterator)
@@ -363,8 +363,11 @@ def test_part_rows_of_recognises_the_latest_batch_and_its_fields() -> None:
     assert loader.part_rows_of(first[0][0]) is None
     assert loader.part_rows_of("other") is None
     second = next(iterator)
-    assert loader.part_rows_of(first) is None
-    assert loader.part_rows_of(second[1]) == [1, 1]
+    assert loader.part_rows_of(first) == [2, 1] and loader.is_last(first) is False
+    assert loader.part_rows_of(second[1]) == [1, 1] and loader.is_last(second[1]) is True
+    assert loader.is_last("other") is None
+    next(iter(loader))
+    assert loader.part_rows_of(second) is None and loader.is_last(second) is None, "of another pass"
 
 
 @pytest.mark.parametrize("kind", ["strings", "named", "dict", "tensor"])

@@ -299,6 +299,77 @@ def test_parameters_that_were_written_between_steps_are_an_error_that_names_one(
             strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch())
 
 
+class Clamped(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Perturbed(nn.Linear):
+    """Puts back what it had."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.weight.detach().clone()
+        with torch.no_grad():
+            self.weight.add_(0.1)
+            shifted = F.linear(x, self.weight.detach())
+            self.weight.copy_(before)
+        return super().forward(x) + shifted
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+def test_parameters_that_a_step_writes_are_an_error_of_the_next(staleness: int | None) -> None:
+    for module, ids in ((Clamped(4, 2), False), (nn.Embedding(6, 4, max_norm=0.5), True)):
+        x = torch.arange(6) if ids else torch.ones(6, 4)
+        with alone(staleness=staleness) as strategy:
+            model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+            strategy.step(lambda x, m=model: m(x).square().mean(), x)
+            with pytest.raises(muster.InvalidArgument, match=r"'weight' was written in the last step or since"):
+                for _ in range(2):
+                    strategy.step(lambda x, m=model: m(x).square().mean(), x)
+
+
+def test_a_hook_that_writes_parameters_is_an_error_of_the_next_step() -> None:
+    module = small()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def write(*_: Any) -> None:
+        with torch.no_grad():
+            module[0].weight.zero_()
+
+    optimizer.register_step_pre_hook(write)
+    with alone() as strategy:
+        model, _ = strategy.prepare(module, optimizer)
+        with pytest.raises(muster.InvalidArgument, match=r"'0\.weight' was written in the last step or since"):
+            for _ in range(3):
+                strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch())
+
+
+def test_parameters_that_a_step_puts_back_are_none() -> None:
+    module = Perturbed(4, 2)
+    with alone() as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for _ in range(3):
+            assert strategy.step(lambda x: model(x).square().mean(), torch.ones(6, 4)).stepped
+
+
+def test_parameters_that_are_views_of_one_tensor_train() -> None:
+    def trained(*, by_servers: bool) -> Tensor:
+        memory = torch.linspace(-1, 1, 10)
+        module = nn.Linear(4, 2)
+        module.weight, module.bias = nn.Parameter(memory[:8].view(2, 4)), nn.Parameter(memory[8:])
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        x = torch.linspace(-1, 1, 24).view(6, 4)
+        with alone() if by_servers else muster.MirroredStrategy(["cpu"]) as strategy:
+            model, _ = strategy.prepare(module, optimizer)
+            for _ in range(3):
+                strategy.step(lambda x: model(x).square().mean(), x)
+        return torch.cat([module.weight.detach().view(-1), module.bias.detach()])
+
+    assert torch.equal(trained(by_servers=True), trained(by_servers=False))
+
+
 def test_unfreezing_after_the_first_step_is_an_error() -> None:
     module = small()
     module[0].requires_grad_(False)

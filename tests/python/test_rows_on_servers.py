@@ -358,6 +358,45 @@ def test_what_servers_cannot_do_is_refused() -> None:
             step(strategy, model)
 
 
+EDITS: list[tuple[type[torch.optim.Optimizer], str, Any, str]] = [
+    (torch.optim.SGD, "weight_decay", 0.1, "move every row"),
+    (torch.optim.SGD, "momentum", 0.9, "move every row"),
+    (torch.optim.Adagrad, "weight_decay", 0.1, "move every row"),
+    (torch.optim.Adam, "amsgrad", True, "cannot change"),
+]
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+@pytest.mark.parametrize(("kind", "option", "value", "text"), EDITS)
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_hyperparameters_that_rows_cannot_follow_are_refused_and_training_goes_on(
+    staleness: int | None, kind: type[torch.optim.Optimizer], option: str, value: Any, text: str, by_hook: bool
+) -> None:
+    def trained(*, edits: bool) -> list[Tensor]:
+        module = Clicks()
+        optimizer = kind(module.parameters(), lr=0.1)  # type: ignore[call-arg]
+        (group,) = optimizer.param_groups
+        before = group[option]
+        with alone(staleness=staleness) as strategy:
+            model, _ = strategy.prepare(module, optimizer)
+            for number in range(4):
+                if number == 2 and edits:
+                    hook = (
+                        optimizer.register_step_pre_hook(lambda *_: group.update({option: value})) if by_hook else None
+                    )
+                    group[option] = before if by_hook else value
+                    with pytest.raises(muster.InvalidArgument, match=text):
+                        strategy.step(partial(loss, model), *impressions(number))
+                    group[option] = before
+                    if hook is not None:
+                        hook.remove()
+                strategy.step(partial(loss, model), *impressions(number))
+        return [parameter.detach().clone() for parameter in module.parameters()]
+
+    for one, other in zip(trained(edits=True), trained(edits=False), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_state_that_servers_cannot_begin_with_is_refused() -> None:
     module = Clicks(on_servers=True)
     optimizer = muster.optim.Adagrad(module.parameters(), lr=0.1, initial_accumulator_value=0.5)

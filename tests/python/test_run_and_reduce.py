@@ -53,3 +53,20 @@ def test_a_sum_needs_no_part_sizes_and_a_mean_does(strategy: muster.Strategy) ->
         strategy.reduce(results, "mean")
     weights = muster.PerReplica([1.0, 1.0, 2.0])
     assert float(strategy.reduce(results, "mean", weight=weights)) == 1.0
+
+
+def test_backward_in_run_is_refused_there(strategy: muster.Strategy) -> None:
+    module = torch.nn.Linear(2, 1)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = torch.ones(6, 2)
+    strategy.step(lambda x: model(x).mean(), x)
+
+    def saliency(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            model(x).mean().backward()
+        return x.grad
+
+    with pytest.raises(muster.InvalidArgument, match=r"backward\(\) was called inside run\(\) .*autograd\.grad"):
+        strategy.run(saliency, x)
+    assert strategy.step(lambda x: model(x).mean(), x).stepped

@@ -465,6 +465,26 @@ def test_gradients_of_parameters_in_no_optimizer_are_dropped(job: Launcher) -> N
         assert_close(parameters, [p.detach().numpy() for p in model.parameters()])
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_batches_that_were_fetched_ahead_close_windows_where_they_are_the_last(replicas: int, ahead: int) -> None:
+    module = nn.Linear(3, 1)
+    data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 90).view(30, 3))
+    with muster.MirroredStrategy(["cpu"] * replicas, accumulate=2) as strategy:
+        model, _, loader = strategy.prepare(
+            module, torch.optim.SGD(module.parameters(), lr=0.1), torch.utils.data.DataLoader(data, batch_size=6)
+        )
+        for _ in range(2):
+            stepped = []
+            batches = iter(loader)
+            fetched = [next(batches) for _ in range(ahead)]
+            while fetched:
+                fetched += [batch] if (batch := next(batches, None)) is not None else []
+                (x,) = fetched.pop(0)
+                stepped.append(strategy.step(lambda x: model(x).square().mean(), x).stepped)
+            assert stepped == [False, True, False, True, True]
+
+
 def overlapping(strategy: muster.Strategy) -> None:
     module = model_of()
     first = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -96,6 +96,8 @@ class LoaderCore {
   /// if sharded, but where workers step on their own.
   bool advance();
   std::shared_ptr<void> take();
+  /// The pass whose last batch that is, counted from 1; 0 for any other batch.
+  int64_t last_of() const noexcept;
 
   int64_t epoch() const noexcept;
   void set_epoch(int64_t epoch);
@@ -333,11 +335,11 @@ class Loader {
     }
     if (const auto read = std::static_pointer_cast<Parts>(core_->take())) {
       empty_ = emptied(read->values.front());
-      current_ = PerReplica<Batch>(std::move(read->values), std::move(read->rows), core_->progress());
+      current_ = PerReplica<Batch>(std::move(read->values), std::move(read->rows), core_->progress(), core_->last_of());
     } else {
       const auto local = static_cast<size_t>(core_->deal().local);
-      current_ =
-          PerReplica<Batch>(std::vector<Batch>(local, empty_), std::vector<int64_t>(local, 0), core_->progress());
+      current_ = PerReplica<Batch>(std::vector<Batch>(local, empty_), std::vector<int64_t>(local, 0), core_->progress(),
+                                   core_->last_of());
     }
     return true;
   }

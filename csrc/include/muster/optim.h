@@ -41,8 +41,9 @@ class Flat : public Base {
   explicit Flat(const std::vector<torch::optim::OptimizerParamGroup>& groups, Options defaults = Options())
       : Base(detail::each_once(groups), std::move(defaults)) {}
 
-  /// From `.grad`, without a strategy or after a backward by hand.
-  at::Tensor step(typename Base::LossClosure closure = nullptr) override;
+  /// From `.grad`, without a strategy or after a backward by hand. A strategy's step does not call it: for a rule of
+  /// your own derive from an optimizer of torch::optim.
+  at::Tensor step(typename Base::LossClosure closure = nullptr) final;
   /// Base's format, with the fp32 master copies of low-precision parameters beside it: with shard_optimizer this
   /// worker's share, with parameter servers what they hold.
   void save(torch::serialize::OutputArchive& archive) const override;

@@ -45,9 +45,15 @@ class SavedValue {
 
   /// Implicit from anything that it may hold.
   SavedValue(bool value) : value_(value) {}  // NOLINT(google-explicit-constructor): so the next ones
+  /// Throws InvalidArgument for an unsigned integer above the largest int64_t: save it as text.
   template <std::integral T>
     requires(!std::same_as<T, bool>)
-  SavedValue(T value) : value_(static_cast<int64_t>(value)) {}  // NOLINT
+  SavedValue(T value) : value_(static_cast<int64_t>(value)) {  // NOLINT
+    if (std::unsigned_integral<T> && get<int64_t>() < 0) {
+      throw InvalidArgument("a saved integer has 64 bits with a sign, and " + std::to_string(value) +
+                            " does not fit; save std::to_string() of it");
+    }
+  }
   template <std::floating_point T>
   SavedValue(T value) : value_(static_cast<double>(value)) {}    // NOLINT
   SavedValue(const char* value) : value_(std::string(value)) {}  // NOLINT

@@ -79,11 +79,12 @@ class KeepRandomState {
 struct PartsInfo {
   std::vector<int64_t> rows;
   std::shared_ptr<LoaderProgress> loader;
+  int64_t last_of;
 };
 
 template <class B>
 PartsInfo info_of(const PerReplica<B>& parts) {
-  PartsInfo info{parts.rows(), parts.loader()};
+  PartsInfo info{parts.rows(), parts.loader(), parts.last_of()};
   if (info.rows.empty()) {
     for (const auto& part : parts) info.rows.push_back(rows_of(part));
   }

@@ -111,7 +111,7 @@ void Plan::validate() const {
   check(chunk_bytes >= kMinChunkBytes && chunk_bytes <= kMaxChunkBytes, "chunk_bytes is out of range");
   check(total * static_cast<int64_t>(sizeof(double)) / static_cast<int64_t>(chunk_bytes) <= kMaxChunks,
         "it has too many chunks; raise chunk_bytes");
-  check(heartbeat_ms >= 10 && timeout_ms >= 10, "its deadlines are too short");
+  check(heartbeat_ms >= 10 && timeout_ms >= 10, "heartbeat and timeout must be at least 0.01 s");
   check(norm_type > 0, "its norm's type is not positive");
 }
 
@@ -145,6 +145,16 @@ std::string Plan::describe_difference(const Plan& other) const {
   if (chunk_bytes != other.chunk_bytes) return "the chunk sizes differ";
   if (norm_type != other.norm_type) return "the types of the norm differ";
   return "";
+}
+
+void Plan::check_groups(const FlatGroups& of_step) const {
+  for (const auto& table : tables) {
+    const bool is_same = of_step.index() == groups.index() &&
+                         empty_table(table, of_step).state_width() == empty_table(table, groups).state_width();
+    if (is_same) continue;
+    throw InvalidArgument("the optimizer of table '" + table.name +
+                          "' cannot change; keep the kind that the job began with");
+  }
 }
 
 RowOptimizer row_optimizer_of(const TableSpec& table, const FlatGroups& groups) {

@@ -66,6 +66,10 @@ struct Plan {
   /// optimizer steps, groups that are missing, tables whose optimizer moves every row, bounds above.
   void validate() const;
 
+  /// Throws InvalidArgument for a step's groups by which tables cannot be stepped: those of another kind of optimizer,
+  /// with other state, or that move every row.
+  void check_groups(const FlatGroups& groups) const;
+
   /// The first difference to another process's plan in words, or an empty string. Hyperparameters may differ.
   std::string describe_difference(const Plan& other) const;
 };

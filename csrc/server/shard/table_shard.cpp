@@ -161,17 +161,7 @@ TableShard::Rows TableShard::fetch(const FetchRows& request, size_t count, Deadl
   return rows;
 }
 
-void TableShard::check(const Apply& apply) const {
-  for (const auto& own : tables_) {
-    const auto& first = *own->stripes.front();
-    const bool is_same = apply.groups.index() == plan_.groups.index() &&
-                         empty_table(first.spec, apply.groups).state_width() == first.rows.state_width();
-    if (!is_same) {
-      throw InvalidArgument("the optimizer of table '" + first.spec.name +
-                            "' cannot change; keep the kind that the job began with");
-    }
-  }
-}
+void TableShard::check(const Apply& apply) const { plan_.check_groups(apply.groups); }
 
 std::vector<uint64_t> TableShard::steps(uint32_t rank, uint64_t incarnation) const {
   std::vector<uint64_t> steps;

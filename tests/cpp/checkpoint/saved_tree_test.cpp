@@ -25,6 +25,8 @@ SavedValue decoded(const std::string& document) { return decode_tree({document, 
 
 TEST_CASE("values come back with their types", "[checkpoint]") {
   CHECK(back(SavedValue()).is_null());
+  CHECK(back(SavedValue(uint64_t{7})).get<int64_t>() == 7);
+  CHECK_THROWS_WITH(SavedValue(~uint64_t{0}), ContainsSubstring("18446744073709551615 does not fit"));
   CHECK(back(true).get<bool>());
   CHECK(back(-7).get<int64_t>() == -7);
   CHECK(back(std::numeric_limits<int64_t>::min()).get<int64_t>() == std::numeric_limits<int64_t>::min());

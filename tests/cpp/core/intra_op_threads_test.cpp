@@ -26,7 +26,7 @@ int set_in_threads_at_once() {
       ++ready;
       while (ready < kThreads) std::this_thread::yield();
       try {
-        set_intra_op_threads(1);
+        set_intra_op_threads_here(1, 1);
       } catch (...) {
         ++refused;
       }

@@ -265,3 +265,38 @@ TEST_CASE("a loader's last batch closes the window", "[loader]") {
   CHECK(stepped == std::vector<bool>{false, true, !drop});
   CHECK_FALSE(strategy.flush().has_value());
 }
+
+TEST_CASE("a batch that was fetched ahead closes the window where it is the last", "[loader]") {
+  MirroredStrategy strategy(cpus(2), {.accumulate = 2});
+  auto model = strategy.prepare([] { return torch::nn::Linear(2, 1); });
+  model->to(at::kDouble);
+  const auto loss = [&](const Example& part) { return model->forward(part.data).mean(); };
+  auto loader = strategy.prepare_loader(stacked(15), {.batch_size = 3});
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    std::vector<bool> stepped;
+    auto next = loader.begin();
+    while (next != loader.end()) {
+      const auto batch = *next;
+      ++next;
+      stepped.push_back(strategy.step(loss, batch).stepped);
+    }
+    CHECK(stepped == std::vector<bool>{false, true, false, true, true});
+  }
+}
+
+TEST_CASE("loading ends the loop that is under way", "[loader]") {
+  MirroredStrategy strategy(cpus(2));
+  auto loader = strategy.prepare_loader(stacked(12), {.batch_size = 3, .workers = GENERATE(0, 1)});
+  std::vector<std::vector<int64_t>> seen;
+  const auto loop = [&] {
+    for (auto& batch : loader) {
+      seen.push_back(numbers(batch[0].target));
+      if (seen.size() == 3) loader.load_state({0, 1});
+    }
+  };
+  CHECK_THROWS_WITH(loop(), ContainsSubstring("begin a new loop"));
+  CHECK(seen.size() == 3);
+  loop();
+  CHECK(seen == std::vector<std::vector<int64_t>>{{0, 1}, {3, 4}, {6, 7}, {3, 4}, {6, 7}, {9, 10}});
+  CHECK(loader.state().epoch == 1);
+}

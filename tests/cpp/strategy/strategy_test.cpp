@@ -123,6 +123,14 @@ TEST_CASE("factories that build different modules are refused", "[strategy]") {
                   InvalidArgument);
 }
 
+TEST_CASE("factories that give replicas one module are refused", "[strategy]") {
+  MirroredStrategy strategy(cpus(2));
+  const torch::nn::Linear one(2, 1);
+  CHECK_THROWS_WITH(strategy.prepare([&] { return one; }), ContainsSubstring("'weight' is one tensor"));
+  CHECK_THROWS_WITH(strategy.prepare([&] { return torch::nn::Sequential(torch::nn::Linear(2, 2), one); }),
+                    ContainsSubstring("'1.weight' is one tensor"));
+}
+
 TEST_CASE("tensors shared in replica 0 must be shared in its clones", "[strategy]") {
   struct Tied : torch::nn::Cloneable<Tied> {
     Tied() { reset(); }

@@ -7,6 +7,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <sys/wait.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/dropout.h>
@@ -19,9 +20,11 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "core/log.h"
 #include "cpp/catch.h"
 #include "cpp/strategy/workers.h"
 #include "muster/mirrored.h"
@@ -288,4 +291,75 @@ TEST_CASE("a forked child ends, and is told that it has no replicas", "[strategy
             [&] { return contains(message_of<InvalidArgument>(step), "forked child has no threads") ? 7 : 8; }) == 7);
   CHECK(strategy != nullptr);
   step();
+}
+
+TEST_CASE("a forked child trains with a strategy of its own", "[strategy]") {
+  const auto train = [] {
+    MirroredStrategy strategy(cpus(2), {.threads_per_replica = 1});
+    auto model = strategy.prepare([] { return linear(); });
+    strategy.step([&](const at::Tensor& x) { return model->forward(x).square().mean(); }, batch());
+    return 7;
+  };
+  train();
+  for (int i = 0; i < 20; ++i) REQUIRE(exit_code_of_child(train) == 7);
+}
+
+TEST_CASE("backward() in run() is refused there", "[strategy]") {
+  MirroredStrategy strategy(cpus(GENERATE(1, 2)));
+  auto model = strategy.prepare([] { return linear(); });
+  muster::optim::SGD optimizer(model->parameters(), 0.1);
+  strategy.prepare(optimizer);
+  const auto loss = [&](const at::Tensor& x) { return model->forward(x).square().mean(); };
+  strategy.step(loss, batch());
+  CHECK(contains(message_of<InvalidArgument>([&] {
+                   strategy.run(
+                       [&](const at::Tensor& x) {
+                         const at::AutoGradMode grad(true);
+                         loss(x).backward();
+                         return 1;
+                       },
+                       batch());
+                 }),
+                 "backward() was called inside run()"));
+  CHECK(strategy.step(loss, batch()).stepped);
+  const auto saliency = strategy.run(
+      [&](const at::Tensor& x) {
+        const at::AutoGradMode grad(true);
+        const auto input = x.detach().requires_grad_();
+        return torch::autograd::grad({loss(input)}, {input}).front();
+      },
+      batch());
+  CHECK(saliency[0].abs().sum().item<float>() > 0);
+}
+
+TEST_CASE("an optimizer that is stepped by hand is seen to", "[strategy]") {
+  std::vector<std::string> warnings;
+  set_log_sink([&](LogLevel, const std::string& text) {
+    if (contains(text, "no optimizer is prepared")) warnings.push_back(text);
+  });
+  MirroredStrategy strategy;
+  auto model = strategy.prepare([] { return linear(); });
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  const auto step = [&] {
+    strategy.step([&](const at::Tensor& x) { return model->forward(x).square().mean(); }, batch());
+  };
+  for (int i = 0; i < 3; ++i) {
+    step();
+    optimizer.step();
+  }
+  const bool is_quiet = warnings.empty();
+  step();
+  step();
+  set_log_sink({});
+  CHECK(is_quiet);
+  CHECK(warnings.size() == 1);
+}
+
+TEST_CASE("what cannot travel is refused in words", "[strategy]") {
+  MirroredStrategy strategy;
+  const auto sparse = at::ones({2, 2}).to_sparse();
+  CHECK(contains(message_of<InvalidArgument>([&] { strategy.reduce(sparse); }), "to_dense()"));
+  CHECK(contains(message_of<InvalidArgument>([&] { strategy.broadcast(at::Tensor()); }), "undefined"));
+  CHECK(contains(message_of<InvalidArgument>([&] { strategy.save(""); }), "empty path"));
+  CHECK(contains(message_of<InvalidArgument>([&] { strategy.load(""); }), "empty path"));
 }

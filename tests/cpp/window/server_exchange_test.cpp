@@ -106,7 +106,7 @@ TEST_CASE("a worker that steps on its own agrees with nobody, and is dealt each 
   const OneServer server(server::kAnyStaleness);
   Trainer worker(server.job(), 1);
   auto& exchange = worker.exchange;
-  CHECK_FALSE(exchange.is_synchronous());
+  CHECK_FALSE(exchange.plan().is_synchronous());
   const auto first = exchange.deal(0, 0, 2, {});
   const auto second = exchange.deal(0, 0, 2, {});
   CHECK(first.state == server::Dealt::State::dealt);
