@@ -1,12 +1,13 @@
 #include "gradient/arrivals.h"
 
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
 #include <mutex>
 #include <utility>
+
+#include "gradient/post_hook.h"
 
 namespace muster {
 
@@ -43,8 +44,8 @@ struct GradientArrivals::Watched {
 
   void hook(const std::shared_ptr<Noted>& noted) {
     auto current = torch::autograd::impl::grad_accumulator(parameter);
-    current->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [noted](const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>&) {
+    current->add_post_hook(
+        make_post_hook([noted](const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>&) {
           noted->note();
           return outputs;
         }));

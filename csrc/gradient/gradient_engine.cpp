@@ -4,7 +4,6 @@
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 #include "core/plain_memory.h"
 #include "core/replica_context.h"
 #include "gradient/host_pack.h"
+#include "gradient/post_hook.h"
 #include "gradient/sparse_sum.h"
 
 namespace muster {
@@ -50,6 +50,7 @@ struct GradientEngine::NeighbourHook final : torch::autograd::FunctionPreHook {
     }
     return gradients;
   }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }
 
   const GradientEngine& engine;
   size_t parameter;
@@ -59,7 +60,7 @@ struct GradientEngine::NeighbourHook final : torch::autograd::FunctionPreHook {
 struct GradientEngine::Hook {
   Hook(GradientEngine& engine, size_t parameter)
       : accumulator(torch::autograd::impl::grad_accumulator(engine.parameters()[parameter].tensor)),
-        key(accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+        key(accumulator->add_post_hook(make_post_hook(
             [&engine, parameter](const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
               try {
                 engine.on_gradient(parameter, inputs);

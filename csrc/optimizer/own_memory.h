@@ -1,4 +1,4 @@
-// Tensors that move to other memory, and those that lie in the same.
+// Moves tensors to other memory, and with them what shares their storage.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -323,7 +323,7 @@ def test_a_buffer_of_another_size_on_each_replica_is_named() -> None:
         module = KeepsItsPart()
         model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
         assert strategy.step(model, torch.ones(8, 4)).stepped
-        with pytest.raises(
-            muster.LayoutMismatch, match=r"'last' \(\[[34], 4\], at prepare\(\) \[0, 4\]\); give them one size"
-        ):
+        text = r"'last' \(\[[34], 4\], at prepare\(\) \[0, 4\]\); give them one size"
+        # Of a device's replicas one may hear from the other.
+        with pytest.raises((muster.LayoutMismatch, muster.CommError), match=text):
             strategy.step(model, torch.ones(7, 4))

@@ -544,3 +544,19 @@ def unfrozen_in_a_window(strategy: muster.Strategy) -> Any:
 
 def test_a_parameter_that_is_unfrozen_in_a_window_is_refused(wide_job: Launcher) -> None:
     assert all(wide_job(unfrozen_in_a_window, accumulate=2))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_compiled_autograd_is_refused_in_words(replicas: int) -> None:
+    module = nn.Linear(2, 2)
+    with muster.MirroredStrategy(["cpu"] * replicas, threads_per_replica=1) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        assert strategy.step(lambda x: model(x).sum(), torch.ones(4, 2)).stepped
+        with (
+            torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
+            pytest.raises(
+                muster.InvalidArgument, match=r"compiled autograd cannot run the hooks .*compiled_autograd off"
+            ),
+        ):
+            strategy.step(lambda x: model(x).sum(), torch.ones(4, 2))
+        assert strategy.step(lambda x: model(x).sum(), torch.ones(4, 2)).stepped

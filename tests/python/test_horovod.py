@@ -71,6 +71,30 @@ def test_reductions_of_every_dtype_and_shape(two_workers: WorkerPool) -> None:
     two_workers.call(job, reductions)
 
 
+def scaled_sums_of_low_precision() -> None:
+    r, n = hvd.rank(), hvd.size()
+    given = [torch.randn(2000, generator=torch.Generator().manual_seed(rank)) for rank in range(n)]
+    for dtype in (torch.float16, torch.bfloat16):
+        parts = [each.to(dtype) for each in given]
+        total = torch.zeros(2000)
+        for part in parts:
+            total += part.float()
+        assert torch.equal(hvd.allreduce(parts[r]), (total / n).to(dtype))
+        assert torch.equal(hvd.grouped_allreduce([parts[r], parts[r]])[1], (total / n).to(dtype))
+        assert torch.equal(hvd.allreduce(parts[r], op=hvd.Sum, postscale_factor=0.3), (total * 0.3).to(dtype))
+        large = torch.full((4,), 60000.0).to(dtype)
+        assert torch.equal(hvd.allreduce(large), large)
+        assert torch.equal(hvd.reducescatter(large.repeat(n)), large)
+    assert torch.equal(
+        hvd.allreduce(torch.full((4,), 60000.0), compression=hvd.Compression.fp16), torch.full((4,), 6e4)
+    )
+
+
+def test_scaled_sums_of_low_precision_are_rounded_once(two_workers: WorkerPool, three_workers: WorkerPool) -> None:
+    two_workers.call(job, scaled_sums_of_low_precision)
+    three_workers.call(job, scaled_sums_of_low_precision)
+
+
 def test_they_go_through_a_process_group_where_ranks_share_no_host(three_workers: WorkerPool) -> None:
     assert three_workers.call(on_two_hosts, reductions) == [
         (0, 2, 0, 2, False), (1, 2, 0, 1, False), (0, 1, 1, 2, False),

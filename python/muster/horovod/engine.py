@@ -218,11 +218,12 @@ class Engine:
             )
 
     def _warn(self, request: Request, seconds: float) -> None:
-        missing = [self.members[rank] for rank in self._negotiation.missing(request.key)]
-        logging.getLogger("muster").warning(
-            "%s '%s' has waited %.0f s: not all ranks have asked for it (as far as rank %d knows, %s have not)",
-            request.kind, request.name, seconds, self.members[self.rank], missing,
-        )  # fmt: skip
+        missing = self._negotiation.missing(request.key)
+        late = "some rank has not answered yet, nor asked for anything"
+        if missing is not None:
+            names = [self.members[rank] for rank in missing]
+            late = f"not all ranks have asked for it (as far as rank {self.members[self.rank]} knows, {names} have not)"
+        logging.getLogger("muster").warning("%s '%s' has waited %.0f s: %s", request.kind, request.name, seconds, late)
 
 
 def _as_internal(error: Exception) -> HorovodInternalError:

@@ -81,7 +81,7 @@ class Executor:
                 sources.append(source.reshape(-1))
                 targets.append(target.view(-1))
                 finals.append(output if is_direct else (target, output, given))
-        window = self._window(dtype)
+        window = self._window(_summed_in(dtype, request))
         for batch in _batches(sources, targets, window.numel()):
             sizes = [source.numel() for source, _ in batch]
             together = window[: sum(sizes)]
@@ -95,9 +95,12 @@ class Executor:
 
     def _reduce(self, tensor: Tensor, request: Request) -> None:
         """In place, of contiguous values in host memory."""
-        _scale(tensor, request.prescale)
-        self._transport.all_reduce(tensor, SUM if request.op == AVERAGE else request.op)
-        self._scale_sum(tensor, request)
+        wide = tensor.to(_summed_in(tensor.dtype, request))
+        _scale(wide, request.prescale)
+        self._transport.all_reduce(wide, SUM if request.op == AVERAGE else request.op)
+        self._scale_sum(wide, request)
+        if wide is not tensor:
+            tensor.copy_(wide)
 
     def _scale_sum(self, tensor: Tensor, request: Request) -> None:
         if request.op == AVERAGE and not tensor.is_floating_point() and request.postscale == 1.0:
@@ -154,6 +157,12 @@ class Executor:
         if self._buffer is None:
             self._buffer = self._transport.allocate()
         return self._buffer.view(dtype)
+
+
+def _summed_in(dtype: torch.dtype, request: Request) -> torch.dtype:
+    """Of low precision fp32 where sums are scaled, which are rounded once then; transports round sums alone."""
+    is_scaled = request.op == AVERAGE or request.prescale != 1.0 or request.postscale != 1.0
+    return torch.float32 if is_scaled and dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _batches(

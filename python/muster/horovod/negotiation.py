@@ -59,7 +59,10 @@ class Negotiation:
             self._joined, self._last_joined = {}, -1
         return ready
 
-    def missing(self, key: str) -> list[int]:
-        """Ranks that have not asked for the operation `key`."""
-        have = self._waiting.get(key, {})
+    def missing(self, key: str) -> list[int] | None:
+        """Ranks that have not asked for the operation `key`; None where this rank's asking for it has not come through,
+        since some rank does not answer."""
+        have = self._waiting.get(key)
+        if have is None:
+            return None
         return [rank for rank in range(self._size) if rank not in have and rank not in self._joined]
