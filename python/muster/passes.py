@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from muster import _C
@@ -60,8 +60,7 @@ class Passes:
 
     def usual_rows(self, args: tuple[Any, ...]) -> float:
         """Samples in a part of a full batch of the loader that `args` come from; 0 for a batch of the caller's own."""
-        used = (loader for loader in self._loaders if any(loader.part_rows_of(arg) is not None for arg in args))
-        return next((loader.progress.usual_rows for loader in used), 0.0)
+        return next((loader.progress.usual_rows for loader in self._loaders_of(args)), 0.0)
 
     def has_ended(self, args: tuple[Any, ...]) -> bool:
         """Whether a step of `args` is the last of a pass; else whether a loader that steps draw from yielded its last
@@ -75,17 +74,17 @@ class Passes:
 
     def dealt_batches(self, args: tuple[Any, ...]) -> list[tuple[int, int, int]]:
         """Batches of which `args` are go into a step. Those that servers dealt: loader, epoch and number."""
-        of_job = (
-            loader.progress.last_pass
-            for loader in self._loaders
-            if any(loader.part_rows_of(arg) is not None for arg in args)
-        )
+        of_job = (loader.progress.last_pass for loader in self._loaders_of(args))
         return [batch for each in of_job if each is not None and (batch := each.begin_step()) is not None]
 
     def end_workers(self) -> None:
         """When the strategy is closed: ends persistent workers of all loaders."""
         for loader in self._loaders:
             loader.end_workers()
+
+    def _loaders_of(self, args: tuple[Any, ...]) -> Iterator[Loader[Any]]:
+        """Those of which one of `args` is a batch, or a field of one."""
+        return (loader for loader in self._loaders if any(loader.part_rows_of(arg) is not None for arg in args))
 
 
 class WeakHost:
