@@ -109,7 +109,7 @@ void bind_log(py::module_& m) {
 }
 
 Cluster make_cluster(int rank, int num_workers, const std::string& address, int local_rank,
-                     std::vector<std::string> servers, bool insecure) {
+                     std::vector<std::string> servers, bool insecure, const std::string& meeting) {
   Cluster cluster;
   cluster.rank = rank;
   cluster.num_workers = num_workers;
@@ -117,6 +117,7 @@ Cluster make_cluster(int rank, int num_workers, const std::string& address, int 
   cluster.local_rank = local_rank;
   cluster.servers = std::move(servers);
   cluster.insecure = insecure;
+  cluster.meeting = meeting;
   cluster.launcher = "arguments";
   cluster.validate();
   return cluster;
@@ -128,6 +129,7 @@ std::string repr(const Cluster& cluster) {
                      "', local_rank=" + std::to_string(cluster.local_rank);
   if (!cluster.servers.empty()) text += ", servers=" + py::repr(py::cast(cluster.servers)).cast<std::string>();
   if (cluster.insecure) text += ", insecure=True";
+  if (!cluster.meeting.empty()) text += ", meeting='" + cluster.meeting + "'";
   return text + ")";
 }
 
@@ -144,7 +146,7 @@ void bind_cluster(py::module_& m) {
       "A worker's place in a job: its rank among num_workers and the address (\"host:port\") where they "
       "meet, which rank 0 hosts; and the addresses of parameter servers.")
       .def(py::init(&make_cluster), "rank"_a, "num_workers"_a, "address"_a, "local_rank"_a = 0,
-           "servers"_a = py::tuple(), py::kw_only(), "insecure"_a = false)
+           "servers"_a = py::tuple(), py::kw_only(), "insecure"_a = false, "meeting"_a = "")
       .def_static(
           "from_env", py::overload_cast<>(&Cluster::from_env),
           "Reads torchrun's, Slurm's or Open MPI's variables, and MUSTER_SERVERS; without a launcher, a world of "
@@ -155,6 +157,7 @@ void bind_cluster(py::module_& m) {
       .def_readonly("local_rank", &Cluster::local_rank)
       .def_property_readonly("servers", [](const Cluster& cluster) { return py::tuple(py::cast(cluster.servers)); })
       .def_readonly("insecure", &Cluster::insecure)
+      .def_readonly("meeting", &Cluster::meeting)
       .def_readonly("store_is_hosted", &Cluster::store_is_hosted)
       .def_readonly("job", &Cluster::job)
       .def_readonly("launcher", &Cluster::launcher)

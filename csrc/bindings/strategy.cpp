@@ -192,6 +192,7 @@ void bind_core_class(py::module_& m) {
             return add_module(c.session(), {std::move(parameters), std::move(buffers)});
           },
           py::call_guard<Interruptible>())
+      .def("expect_writes", [](StrategyCore& c, const at::Tensor& parameter) { expect_writes(c.session(), parameter); })
       .def(
           "note_rows",
           [](StrategyCore& c, const at::Tensor& weight, const std::string& kind, double scale, uint64_t seed,
@@ -432,7 +433,7 @@ void bind_strategy(py::module_& m) {
           return ended_without_gil(std::move(core));
         });
   m.def("return_freed_memory", &return_freed_memory, py::call_guard<py::gil_scoped_release>());
-  m.def("let_sigterm_end", &SigtermWatch::note_step);
+  m.def("let_sigterm_end", &SigtermWatch::let_end);
   m.def("make_parameter_server", [](const Cluster& cluster, const std::vector<std::string>& devices,
                                     const ServerOptions& servers, const py::dict& options) {
     const auto parsed = options_of(options);

@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "device/cuda_memory.h"
+#include "device/device.h"
 
 namespace muster {
 
@@ -18,6 +19,12 @@ void play_peer_access(bool plays) noexcept { cpu_plays_peer_access = plays; }
 
 bool enable_peer_access(const std::vector<c10::Device>& devices) {
   return devices.front().is_cpu() ? cpu_plays_peer_access.load() : enable_cuda_peer_access(devices);
+}
+
+DeviceAccess access_between(const std::vector<c10::Device>& devices) {
+  if (devices.size() == 1) return DeviceAccess::peer;
+  if (share_memory(devices)) return DeviceAccess::common;
+  return enable_peer_access(devices) ? DeviceAccess::peer : DeviceAccess::apart;
 }
 
 at::Tensor zeros_over(const std::vector<DevicePart>& parts, const std::vector<c10::Device>& devices) {

@@ -119,13 +119,17 @@ int64_t broadcast_number(comm::Communicator& workers, int64_t number) {
 }
 
 void place_replicas(Topology& topology, comm::Communicator& workers) {
-  const auto local = at::zeros({1}, at::kLong);
+  const auto local = at::zeros({2}, at::kLong);
   local.data_ptr<int64_t>()[0] = topology.local_replicas();
+  local.data_ptr<int64_t>()[1] = static_cast<int64_t>(access_between(topology.devices));
   auto work = workers.all_gather(local);
   work.wait();
   topology.replicas_of_worker.clear();
-  for (const auto& count : work.outputs()) {
-    topology.replicas_of_worker.push_back(static_cast<int>(count.const_data_ptr<int64_t>()[0]));
+  topology.access = DeviceAccess::peer;
+  for (const auto& numbers : work.outputs()) {
+    const auto* const of_worker = numbers.const_data_ptr<int64_t>();
+    topology.replicas_of_worker.push_back(static_cast<int>(of_worker[0]));
+    topology.access = std::min(topology.access, static_cast<DeviceAccess>(of_worker[1]));
   }
   const auto first = topology.replicas_of_worker.begin();
   topology.first_replica = std::accumulate(first, first + topology.rank, 0);

@@ -26,8 +26,8 @@ void compare_options(const std::string& options, comm::Communicator& workers);
 /// Collective over workers: rank 0's number.
 int64_t broadcast_number(comm::Communicator& workers, int64_t number);
 
-/// Collective over workers: fills the topology's replicas_of_worker, first_replica and num_replicas from how many
-/// devices each worker has.
+/// Collective over workers: fills the topology's replicas_of_worker, first_replica, num_replicas and access from the
+/// devices that each worker has.
 void place_replicas(Topology& topology, comm::Communicator& workers);
 
 /// Intra-op threads of a replica: the cores that the workers on rank 0's host may use together, over the replicas

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "device/peer_access.h"
 #include "job/bucket_sizes.h"
 #include "job/server_job.h"
 #include "net/rendezvous.h"
@@ -29,6 +30,8 @@ struct Topology {
   int first_replica = 0;                   ///< job-wide index of this process's first replica
   std::vector<int> replicas_of_worker{1};  ///< by worker
   std::vector<c10::Device> devices;        ///< by local replica
+  /// The least that any worker's replicas have of one another's devices.
+  DeviceAccess access = DeviceAccess::common;
 
   int local_replicas() const noexcept { return static_cast<int>(devices.size()); }
   /// Whether each worker has one replica, so that groups of workers and of replicas have the same ranks.

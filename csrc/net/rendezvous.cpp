@@ -193,12 +193,12 @@ StorePtr make_tcp_store(const Cluster& cluster, std::chrono::milliseconds timeou
   }
 }
 
-/// Stores of this process by address and rank, and how often each was opened.
+/// Stores of this process by address and rank, and how often each was opened, by the name of the meeting.
 struct OpenStores {
   struct Entry {
     std::mutex mutex;  // held while the store connects: by address and rank, as a thread may connect to another's store
     StorePtr store;    // guarded by mutex, as what follows
-    int opened = 0;
+    std::map<std::string, int> opened = {};
   };
   std::mutex mutex;
   std::map<std::pair<std::string, int>, Entry> entries;  // guarded by mutex; an entry stays where it is
@@ -250,11 +250,13 @@ StorePtr open_store(const Cluster& cluster, std::chrono::milliseconds timeout) {
     stores_lock.unlock();
     const std::lock_guard lock(entry.mutex);
     if (!entry.store) entry.store = make_tcp_store(cluster, timeout);
-    generation = entry.opened++;
+    generation = entry.opened[cluster.meeting]++;
     store = entry.store;
   }
   const char* restart = std::getenv("TORCHELASTIC_RESTART_COUNT");
-  const std::string prefix = std::string("muster/") + (restart ? restart : "0") + "/" + std::to_string(generation);
+  const std::string meeting = cluster.meeting.empty() ? "" : cluster.meeting + "/";
+  const std::string prefix =
+      std::string("muster/") + (restart ? restart : "0") + "/" + meeting + std::to_string(generation);
   StorePtr own = c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
   try {
     join(*own, cluster.rank, cluster.num_workers, timeout);

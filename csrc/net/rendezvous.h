@@ -14,12 +14,12 @@ namespace muster::net {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// Collective. A store under a prefix of its own for each call (calls are counted per process and restart), at
-/// `cluster.address`: rank 0 hosts it, on that address's interface alone, unless `cluster.store_is_hosted` or
-/// torch.distributed hosts one there in the same process, which is shared. The hosted store lives until the process
-/// ends. A world of one gets a store in its own memory. Throws InvalidArgument on every worker that has not yet
-/// returned when workers disagree about num_workers or two claim one rank, or when the address cannot be resolved or
-/// listened on; Timeout naming the ranks that are missing. Thread-safe.
+/// Collective. A store under a prefix of its own for each call (by `cluster.meeting`, and counted for each of these,
+/// process and restart), at `cluster.address`: rank 0 hosts it, on that address's interface alone, unless
+/// `cluster.store_is_hosted` or torch.distributed hosts one there in the same process, which is shared. The hosted
+/// store lives until the process ends. A world of one gets a store in its own memory. Throws InvalidArgument on every
+/// worker that has not yet returned when workers disagree about num_workers or two claim one rank, or when the address
+/// cannot be resolved or listened on; Timeout naming the ranks that are missing. Thread-safe.
 StorePtr open_store(const Cluster& cluster, std::chrono::milliseconds timeout);
 
 /// Makes sure that workers agree about the size of the job and that each rank is there once, over a fresh prefix of a

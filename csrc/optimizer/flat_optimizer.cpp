@@ -24,6 +24,23 @@ std::vector<size_t> stepped_by(const DividedStep& divided) {
   return stepped;
 }
 
+constexpr at::ScalarType kSteppedDtypes[] = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf};
+
+// A parameter's elements in memory order, by a version counter of their own: the step has counted the write.
+at::Tensor memory_of(const at::Tensor& parameter) {
+  return elements_of(parameter.variable_data(), {0, parameter.numel()});
+}
+
+// Of runs[rank][parameter] those of some parameters.
+std::vector<std::vector<Run>> chosen(const std::vector<std::vector<Run>>& runs, const std::vector<size_t>& which) {
+  std::vector<std::vector<Run>> some;
+  for (const auto& of_rank : runs) {
+    auto& own = some.emplace_back();
+    for (const size_t p : which) own.push_back(of_rank[p]);
+  }
+  return some;
+}
+
 // By share and parameter.
 std::vector<std::vector<Run>> runs_of(const DividedStep& divided) {
   std::vector<std::vector<Run>> runs;
@@ -82,7 +99,8 @@ void StepPlan::add_segments(size_t p) {
     const auto& share = divided_.shares[s];
     if (share.runs[p].count == 0) continue;
     std::vector<void*> copies;
-    for (size_t other = 0; other < segments_.size() && !share.parameters.empty(); ++other) {
+    const bool stores = divided_.stores_to_all && !share.parameters.empty();
+    for (size_t other = 0; other < segments_.size() && stores; ++other) {
       if (other != s) copies.push_back(divided_.shares[other].parameters[p].mutable_data_ptr());
     }
     void* const own = share.parameters.empty() ? memory : share.parameters[p].mutable_data_ptr();
@@ -163,7 +181,7 @@ int64_t FlatOptimizer::common_bytes(const DividedStep& divided, const FlatGroups
   if (shard().size > 1) throw InvalidArgument("a sharded optimizer keeps its own part of the state; step() it");
   const at::NoGradGuard no_grad;
   const auto stepped = stepped_by(divided);
-  const auto parts = state_.common_parts(stepped, num_states_of(stepped, groups), state_.runs_for(1));
+  const auto parts = state_.common_parts(stepped, num_states_of(stepped, groups), state_.runs_for(undivided(1)));
   return parts.empty() ? 0 : parts.front().bytes;
 }
 
@@ -210,26 +228,39 @@ void FlatOptimizer::step_from_grad(const FlatGroups& groups) {
   step(std::move(gradients), groups, scalars, /*keep=*/false);
 }
 
-void FlatOptimizer::gather_parameters(comm::Communicator& ranks, bool enqueues) {
+// Positions of the parameters of a dtype that were ever stepped.
+std::vector<size_t> FlatOptimizer::started_of(at::ScalarType dtype) const {
+  std::vector<size_t> started;
+  for (size_t p = 0; p < num_parameters(); ++p) {
+    if (state_.entry(p).dtype == dtype && state_.entry(p).started) started.push_back(p);
+  }
+  return started;
+}
+
+void FlatOptimizer::gather_parameters(comm::Communicator& ranks) {
   if (shard().size == 1) return;
   const at::NoGradGuard no_grad;
-  const auto all_runs = state_.runs_for(shard().size);
-  for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+  const auto all_runs = state_.runs_for(undivided(shard().size));
+  for (const auto dtype : kSteppedDtypes) {
+    const auto started = started_of(dtype);
     std::vector<at::Tensor> memories;
-    std::vector<std::vector<Run>> runs(all_runs.size());
-    for (size_t p = 0; p < num_parameters(); ++p) {
-      const auto& entry = state_.entry(p);
-      if (entry.dtype != dtype || !entry.started) continue;
-      // A tensor of its own version counter: step() has counted this write.
-      const auto values = entry.parameter.tensor.variable_data();
-      memories.push_back(elements_of(values, {0, values.numel()}));
-      for (size_t r = 0; r < runs.size(); ++r) runs[r].push_back(all_runs[r][p]);
+    for (const size_t p : started) memories.push_back(memory_of(state_.entry(p).parameter.tensor));
+    exchange_runs(memories, chosen(all_runs, started), ranks);
+  }
+}
+
+void FlatOptimizer::broadcast_parameters(const std::vector<std::vector<at::Tensor>>& copies,
+                                         const std::vector<std::vector<Run>>& runs,
+                                         const std::vector<comm::CommunicatorPtr>& replicas) {
+  const at::NoGradGuard no_grad;
+  for (const auto dtype : kSteppedDtypes) {
+    const auto started = started_of(dtype);
+    std::vector<std::vector<at::Tensor>> memories;
+    for (const auto& of_replica : copies) {
+      auto& own = memories.emplace_back();
+      for (const size_t p : started) own.push_back(memory_of(of_replica[p]));
     }
-    if (enqueues) {
-      broadcast_runs(memories, runs, ranks);
-    } else {
-      exchange_runs(memories, runs, ranks);
-    }
+    broadcast_runs(memories, chosen(runs, started), replicas);
   }
 }
 

@@ -24,8 +24,8 @@ namespace muster {
 struct StepShare {
   std::vector<FlatGradient> gradients;  ///< by parameter; all shares have gradients of the same parameters
   std::vector<Run> runs;                ///< by parameter; the runs of all processes' shares cover it once
-  /// Where devices with peer access divide the step: the parameters as this share's device has them, which all get what
-  /// is stepped of them, and what it steps by there. Else the optimizer's own.
+  /// Where devices with peer access divide the step: the parameters as this share's device has them, and what it steps
+  /// by there. Else the optimizer's own.
   std::vector<at::Tensor> parameters = {};
   const kernels::StepScalars* scalars = nullptr;
 };
@@ -33,6 +33,8 @@ struct StepShare {
 /// A step that the replicas of one or several processes divide.
 struct DividedStep {
   std::vector<StepShare> shares;  ///< by local replica
+  /// Whether all shares' devices get what one steps; else the caller brings it there.
+  bool stores_to_all = true;
   /// From this process's parameters, in bytes, to where other processes have theirs; these see every write.
   std::vector<ptrdiff_t> displacements = {};
 };
@@ -134,7 +136,7 @@ class FlatOptimizer {
   /// memory) which the state of the parameters that have a gradient needs; equal on all, 0 where it lies there already.
   /// Throws InvalidArgument in a shard, and as step does for `groups`.
   int64_t common_bytes(const DividedStep& divided, const FlatGroups& groups);
-  /// Likewise of devices alone, one part after the other: share r's on `devices[r]`.
+  /// Likewise of devices alone, also in a shard, one part after the other: share r's on `devices[r]`.
   std::vector<DevicePart> common_parts(const DividedStep& divided, const FlatGroups& groups,
                                        const std::vector<c10::Device>& devices);
   /// After common_bytes, moves that state to `memory`, zeros of as many bytes, each element's value from its owner.
@@ -147,14 +149,20 @@ class FlatOptimizer {
   void step_from_grad(const FlatGroups& groups);
 
   /// Collective over the shard's ranks, after step on all: every rank gets the parameters that others stepped.
-  /// `enqueues`: the ranks' operations are enqueued on the device (NCCL's are), and the host is not to wait.
-  void gather_parameters(comm::Communicator& ranks, bool enqueues = false);
+  void gather_parameters(comm::Communicator& ranks);
+  /// The same over replicas whose operations are enqueued on devices: the host does not wait. `replicas` are this
+  /// process's, of which copies[l] are the parameters of the l-th, dense; runs[replica][parameter] is what was stepped
+  /// there.
+  void broadcast_parameters(const std::vector<std::vector<at::Tensor>>& copies,
+                            const std::vector<std::vector<Run>>& runs,
+                            const std::vector<comm::CommunicatorPtr>& replicas);
 
  private:
   friend class StepPlan;
 
   void check_kind(const FlatGroups& groups) const;
   size_t num_states_for(size_t parameter, const FlatGroups& groups);
+  std::vector<size_t> started_of(at::ScalarType dtype) const;
   std::vector<size_t> num_states_of(const std::vector<size_t>& parameters, const FlatGroups& groups);
 
   OptimizerState state_;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "comm/wait_all.h"
 #include "device/kernel_dtype.h"
 #include "device/kernel_status.h"
 #include "kernels/pieces.h"
@@ -87,11 +88,11 @@ void take_norm(const std::vector<at::Tensor>& sums, const double* tail, const ke
 }
 
 // Memory for the partials of their tiles; returns how many there are.
-size_t DeviceNorm::place(Segments& segments, c10::Device device) {
+size_t DeviceNorm::place(Segments& segments, GraphMemory& memory, c10::Device device) {
   const size_t tiles = count_tiles(segments);
-  memory_.reserve(kSumsBytes + tiles * sizeof(double), device);
-  memory_.note_launch(device);
-  place_partials(segments, reinterpret_cast<double*>(static_cast<std::byte*>(memory_.data()) + kSumsBytes));
+  memory.reserve(kSumsBytes + tiles * sizeof(double), device);
+  memory.note_launch(device);
+  place_partials(segments, reinterpret_cast<double*>(static_cast<std::byte*>(memory.data()) + kSumsBytes));
   return tiles;
 }
 
@@ -105,8 +106,9 @@ void DeviceNorm::launch_stats(DeviceSegments<kernels::StatsSegment>& table, cons
 
 void DeviceNorm::launch_end(size_t tiles, const kernels::WindowOptions& options, const Window& window,
                             c10::Device device) {
-  auto* const sums = static_cast<kernels::NormSum*>(memory_.data());
-  const auto* const partials = reinterpret_cast<const double*>(static_cast<std::byte*>(memory_.data()) + kSumsBytes);
+  auto* const memory = static_cast<std::byte*>(memories_.front().data());
+  auto* const sums = reinterpret_cast<kernels::NormSum*>(memory);
+  const auto* const partials = reinterpret_cast<const double*>(memory + kSumsBytes);
   check_kernel(
       kernels::cuda::finish_window(partials, tiles, sums, window.tail, nullptr, nullptr, 0, options, window.scalars,
                                    window.scale, window.report, window.num_slots, stream_handle(device)),
@@ -114,18 +116,11 @@ void DeviceNorm::launch_end(size_t tiles, const kernels::WindowOptions& options,
 }
 
 void DeviceNorm::enqueue(const std::vector<at::Tensor>& gradients, c10::Device device,
-                         const kernels::WindowOptions& options, const Window& window, const Divided* divided) {
+                         const kernels::WindowOptions& options, const Window& window) {
   tables_.resize(std::max<size_t>(tables_.size(), 1));
   auto segments = segments_of(gradients);
-  const size_t tiles = place(segments, device);
-  at::Tensor of_all;  // partials: the sum of every rank's, which are zeros but for what counts there
-  if (divided != nullptr) {
-    const auto bytes = static_cast<int64_t>(tiles * sizeof(double));
-    of_all = memory_.tensor().narrow(0, static_cast<int64_t>(kSumsBytes), bytes).view(at::kDouble).zero_();
-    cut(segments, divided->runs);
-  }
+  const size_t tiles = place(segments, memories_.front(), device);
   launch_stats(tables_.front(), segments, options.norm_type, device);
-  if (divided != nullptr) divided->ranks.all_reduce(of_all, ReduceOp::sum, tiles).wait();
   launch_end(tiles, options, window, device);
 }
 
@@ -138,13 +133,36 @@ void DeviceNorm::enqueue(const std::vector<Part>& parts, const kernels::WindowOp
   for (size_t i = 0; i < parts.size(); ++i) {
     const auto& part = parts[i];
     auto segments = segments_of(part.gradients);
-    tiles = place(segments, first);
+    tiles = place(segments, memories_.front(), first);
     cut(segments, part.runs);
     const OnDevice on_device(part.device);
     launch_stats(tables_[i], segments, options.norm_type, part.device);
   }
   for (const auto& part : parts) order_devices(part.device, first);
   launch_end(tiles, options, window, first);
+}
+
+// Each replica's partials are zeros but for its part, and become the sum of all.
+void DeviceNorm::enqueue(const std::vector<Part>& parts, const std::vector<comm::CommunicatorPtr>& replicas,
+                         const kernels::WindowOptions& options, const Window& window) {
+  tables_.resize(std::max(tables_.size(), parts.size()));
+  memories_.resize(std::max(memories_.size(), parts.size()));
+  size_t tiles = 0;
+  std::vector<comm::Work> works;
+  for (size_t l = 0; l < parts.size(); ++l) {
+    const auto& part = parts[l];
+    const OnDevice on_device(part.device);
+    auto segments = segments_of(part.gradients);
+    tiles = place(segments, memories_[l], part.device);
+    const auto bytes = static_cast<int64_t>(tiles * sizeof(double));
+    const auto partials =
+        memories_[l].tensor().narrow(0, static_cast<int64_t>(kSumsBytes), bytes).view(at::kDouble).zero_();
+    cut(segments, part.runs);
+    launch_stats(tables_[l], segments, options.norm_type, part.device);
+    works.push_back(replicas[l]->all_reduce(partials, ReduceOp::sum, tiles, {.has_this = l == 0}));
+  }
+  comm::wait_all(works, parts.front().device);
+  launch_end(tiles, options, window, parts.front().device);
 }
 
 }  // namespace muster

@@ -46,39 +46,39 @@ class DeviceNorm {
     uint32_t num_slots;              ///< of the report
   };
 
-  /// What counts of each gradient on this rank, from a multiple of kernels::kTile on; of `ranks` (whose operations are
-  /// enqueued on the device) every element counts on one.
-  struct Divided {
-    std::vector<Run> runs;
-    comm::Communicator& ranks;
-  };
-
-  /// `gradients` dense, else as take_norm's, on `device`. Two launches, three for many tiles. With `divided` collective
-  /// over its ranks, which all get what they would from whole gradients: two launches more.
+  /// `gradients` dense, else as take_norm's, on `device`. Two launches, three for many tiles.
   void enqueue(const std::vector<at::Tensor>& gradients, c10::Device device, const kernels::WindowOptions& options,
-               const Window& window, const Divided* divided = nullptr);
+               const Window& window);
 
-  /// What counts of the gradients on one of several devices that have peer access; runs as Divided's.
+  /// What counts of the gradients on one of several devices; each run begins at a multiple of kernels::kTile.
   struct Part {
     c10::Device device;
     std::vector<at::Tensor> gradients;
     std::vector<Run> runs;
   };
 
-  /// The same of gradients that several devices have parts of, so that every element counts on one. `window` is in the
-  /// memory of the first one, whose current stream is ordered behind the others'. A launch more for each of those.
+  /// The same of gradients that several devices with peer access have parts of, so that every element counts on one.
+  /// `window` is in the memory of the first one, whose current stream is ordered behind the others'. A launch more for
+  /// each of those.
   void enqueue(const std::vector<Part>& parts, const kernels::WindowOptions& options, const Window& window);
+
+  /// The same of gradients that replicas of several processes have parts of, without peer access: parts[l] is what
+  /// counts on the l-th of this process's `replicas`. Collective over all, whose first ones all get what they would
+  /// from whole gradients. Two launches more for each.
+  void enqueue(const std::vector<Part>& parts, const std::vector<comm::CommunicatorPtr>& replicas,
+               const kernels::WindowOptions& options, const Window& window);
 
  private:
   using Segments = std::vector<kernels::StatsSegment>;
 
-  size_t place(Segments& segments, c10::Device device);
+  size_t place(Segments& segments, GraphMemory& memory, c10::Device device);
   void launch_stats(DeviceSegments<kernels::StatsSegment>& table, const Segments& segments, double norm_type,
                     c10::Device device);
   void launch_end(size_t tiles, const kernels::WindowOptions& options, const Window& window, c10::Device device);
 
   std::vector<DeviceSegments<kernels::StatsSegment>> tables_;  // by device
-  GraphMemory memory_;  // sums of partials, then these, on the device where the window ends
+  // Sums of partials, then these: on the device where the window ends, and of partials between processes on each.
+  std::vector<GraphMemory> memories_ = std::vector<GraphMemory>(1);
 };
 
 }  // namespace muster

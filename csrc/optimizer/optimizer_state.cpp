@@ -24,6 +24,9 @@ namespace muster {
 
 namespace {
 
+constexpr size_t kSgd = 1;
+static_assert(std::is_same_v<std::variant_alternative_t<kSgd, FlatGroups>, std::vector<kernels::SgdGroup>>);
+
 // A storage of its own, so that whoever saves or copies one does not take all.
 at::Tensor count_in(const at::Tensor& counts, size_t parameter) {
   return at::from_blob(counts.mutable_data_ptr<float>() + parameter, {}, [counts](void*) {}, counts.options());
@@ -156,8 +159,16 @@ at::Tensor OptimizerState::own_part(const StateEntry& entry, const at::Tensor& w
 }
 
 void OptimizerState::allocate(StateEntry& entry, size_t num_states) {
-  for (size_t s = entry.num_states; s < num_states; ++s) entry.states[s] = zero_state(entry);
+  for (size_t s = entry.num_states; s < num_states; ++s) {
+    entry.states[s] = zero_state(entry);
+    note_new_state(entry, s);
+  }
   entry.num_states = std::max(entry.num_states, num_states);
+}
+
+// SGD begins a momentum buffer with the gradient, whenever that comes: its count is of steps with the buffer.
+void OptimizerState::note_new_state(StateEntry& entry, size_t which) {
+  if (algorithm_ == kSgd && which == 0 && entry.started) entry.step.zero_();
 }
 
 void OptimizerState::note_started(size_t p) {
@@ -209,8 +220,6 @@ OptimizerState::Standing OptimizerState::standing(size_t p) const {
 }
 
 float OptimizerState::relevant_steps(float count) const noexcept {
-  constexpr size_t kSgd = 1;
-  static_assert(std::is_same_v<std::variant_alternative_t<kSgd, FlatGroups>, std::vector<kernels::SgdGroup>>);
   return algorithm_ == kSgd ? std::min(count, 1.0F) : count;
 }
 
@@ -274,11 +283,15 @@ void OptimizerState::check_sizes(const StateEntry& entry, const at::Tensor& whol
                         "; load the state that was saved with this model");
 }
 
-std::vector<std::vector<Run>> OptimizerState::runs_for(int ranks) const {
+std::vector<std::vector<Run>> OptimizerState::runs_for(const std::vector<int>& parts_of_rank) const {
   std::vector<int64_t> numels;
   for (const auto& entry : entries_) numels.push_back(entry.parameter.tensor.numel());
+  const auto ranks = static_cast<int>(parts_of_rank.size());
   std::vector<std::vector<Run>> runs;
-  for (int r = 0; r < ranks; ++r) runs.push_back(runs_of(numels, {r, ranks}));
+  for (int r = 0; r < ranks; ++r) {
+    const int parts = parts_of_rank[static_cast<size_t>(r)];
+    for (int part = 0; part < parts; ++part) runs.push_back(runs_of(numels, {r, ranks}, {part, parts}));
+  }
   return runs;
 }
 
@@ -293,7 +306,7 @@ at::Tensor OptimizerState::whole(size_t parameter, size_t which, comm::Communica
   const auto memory = elements_of(whole, {0, whole.numel()});
   if (own.defined()) memory.narrow(0, entry.run.begin, entry.run.count).copy_(own);
   std::vector<std::vector<Run>> runs;
-  for (const auto& of_rank : runs_for(shard_.size)) runs.push_back({of_rank[parameter]});
+  for (const auto& of_rank : runs_for(undivided(shard_.size))) runs.push_back({of_rank[parameter]});
   exchange_runs({memory}, runs, ranks);
   return whole;
 }
@@ -308,15 +321,14 @@ std::vector<OptimizerState::Move> OptimizerState::moves_to_common(const std::vec
   bytes = 0;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& entry = entries_[parameters[i]];
-    const auto& tensor = entry.parameter.tensor;
-    if (entry.parameter.is_row_wise || tensor.numel() == 0) continue;
+    if (entry.parameter.is_row_wise || entry.run.count == 0) continue;
     const auto size = static_cast<int64_t>(c10::elementSize(accumulation_dtype(entry.dtype)));
     for (size_t which = 0; which <= StateEntry::kMaster; ++which) {
       const bool exists =
           which == StateEntry::kMaster ? entry.master.defined() : which < std::max(entry.num_states, num_states[i]);
       if (!exists || entry.is_common(which)) continue;
       moves.push_back({parameters[i], which, bytes});
-      bytes += (tensor.numel() * size + kAlignment - 1) / kAlignment * kAlignment;
+      bytes += (entry.run.count * size + kAlignment - 1) / kAlignment * kAlignment;
     }
   }
   return moves;
@@ -334,7 +346,7 @@ std::vector<CommonPart> OptimizerState::common_parts(const std::vector<size_t>& 
     for (size_t share = 0; share < runs.size(); ++share) {
       const auto& run = runs[share][p];
       if (run.count == 0 || (!parts.empty() && parts.back().share == share)) continue;
-      const int64_t end = offset + run.begin * size;
+      const int64_t end = offset + (run.begin - entries_[p].run.begin) * size;
       if (!parts.empty()) parts.back().bytes = end - begin;
       parts.push_back({share, 0});
       begin = end;
@@ -353,15 +365,21 @@ std::vector<at::Tensor> OptimizerState::move_to_common(const std::vector<size_t>
   for (const auto& [p, which, offset] : moves_to_common(parameters, num_states, bytes)) {
     auto& entry = entries_[p];
     const auto& tensor = entry.parameter.tensor;
+    const bool is_run = shard_.size > 1;
     // A storage of its own, so that whoever saves or copies one does not take all. On the state's device to torch,
     // though another one may have the memory.
     auto common = at::from_blob(
-        memory.mutable_data_ptr<uint8_t>() + offset, tensor.sizes(), tensor.strides(), [memory](void*) {},
+        memory.mutable_data_ptr<uint8_t>() + offset, is_run ? at::IntArrayRef(entry.run.count) : tensor.sizes(),
+        is_run ? at::IntArrayRef(1) : tensor.strides(), [memory](void*) {},
         device_options(accumulation_dtype(entry.dtype)), device_);
     auto& own = entry.tensor(which);
-    if (own.defined()) {
-      for (const auto& of_share : runs) elements_of(common, of_share[p]).copy_(elements_of(own, of_share[p]));
+    for (size_t share = 0; share < runs.size() && own.defined(); ++share) {
+      const auto& of_share = runs[share][p];
+      if (of_share.count == 0) continue;
+      const Run in_state{of_share.begin - entry.run.begin, of_share.count};
+      elements_of(common, in_state).copy_(elements_of(own, in_state));
     }
+    if (!own.defined() && which != StateEntry::kMaster) note_new_state(entry, which);
     own = std::move(common);
     entry.common[which] = own.const_data_ptr();
     if (which != StateEntry::kMaster) entry.num_states = std::max(entry.num_states, which + 1);

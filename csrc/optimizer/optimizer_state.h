@@ -122,8 +122,9 @@ class OptimizerState {
   /// no rank has one.
   at::Tensor whole(size_t parameter, size_t which, comm::Communicator& ranks) const;
 
-  /// Elements of every parameter that each of so many ranks owns, where they have a shard each; [rank][parameter].
-  std::vector<std::vector<Run>> runs_for(int ranks) const;
+  /// Elements of every parameter that each part owns, where rank r has a shard which it divides into parts_of_rank[r]
+  /// parts; [part][parameter], rank 0's parts first.
+  std::vector<std::vector<Run>> runs_for(const std::vector<int>& parts_of_rank) const;
 
   /// Parameters that took their first step, or got more state, since the last call.
   std::vector<size_t> take_started();
@@ -138,8 +139,8 @@ class OptimizerState {
   void take_back_step(size_t parameter);
 
   /// The memory that all processes or devices see which `parameters`, having `num_states` tensors each, need for the
-  /// state that is not there yet: part after part, with whose it is by `runs[share][parameter]`, which cover every
-  /// parameter once. Row-wise state and that of parameters without elements stays where it is.
+  /// state that is not there yet: part after part, with whose it is by `runs[share][parameter]`, which cover what this
+  /// shard owns of every parameter once. Row-wise state and that of parameters without elements here stays where it is.
   std::vector<CommonPart> common_parts(const std::vector<size_t>& parameters, const std::vector<size_t>& num_states,
                                        const std::vector<std::vector<Run>>& runs) const;
   /// Moves that state to `memory`, zeros of as many bytes: of `runs[share][parameter]` the values, elsewhere other
@@ -163,6 +164,7 @@ class OptimizerState {
   void check_sizes(const StateEntry& entry, const at::Tensor& whole, at::IntArrayRef sizes) const;
   bool follow(StateEntry& entry);  // whether it has other tensors now
   void allocate(StateEntry& entry, size_t num_states);
+  void note_new_state(StateEntry& entry, size_t which);
   void note_started(size_t parameter);
   at::TensorOptions device_options(at::ScalarType dtype) const;
   at::Tensor empty_state(const StateEntry& entry) const;

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "comm/wait_all.h"
 #include "kernels/kernels.h"
 
 namespace muster {
@@ -37,34 +38,66 @@ int64_t total(const std::vector<Run>& runs) {
   return sum;
 }
 
-/// Small runs of one rank that travel as one.
-struct PackedRuns {
-  int source = 0;
-  std::vector<at::Tensor> values = {};
-  std::vector<int64_t> sizes = {};
-  int64_t numel = 0;
-  size_t bytes = 0;
-  at::Tensor travelling = {};
-  comm::Work work = {};
+/// The tiles of parameters, laid end to end: those from `first` to before `last`.
+struct Tiles {
+  int64_t first;
+  int64_t last;
 
-  void add(const at::Tensor& run) {
-    values.push_back(run);
-    sizes.push_back(run.numel());
-    numel += run.numel();
-    bytes += run.nbytes();
+  Tiles of(const Shard& shard) const {
+    const int64_t each = (last - first) / shard.size;
+    const int64_t extra = (last - first) % shard.size;
+    const int64_t begin = first + each * shard.rank + std::min<int64_t>(shard.rank, extra);
+    return {begin, begin + each + (shard.rank < extra ? 1 : 0)};
   }
+};
+
+/// Small runs of one rank that travel as one, as this process's ranks have them.
+class PackedRuns {
+ public:
+  PackedRuns(int source, size_t num_ranks) : source_(source), values_(num_ranks) {}
+
+  size_t bytes() const noexcept { return bytes_; }
+
+  /// `run[l]` is that of the l-th rank.
+  void add(const std::vector<at::Tensor>& run) {
+    for (size_t l = 0; l < run.size(); ++l) values_[l].push_back(run[l]);
+    sizes_.push_back(run.front().numel());
+    numel_ += run.front().numel();
+    bytes_ += run.front().nbytes();
+  }
+  void leave(const std::vector<comm::CommunicatorPtr>& ranks) {
+    for (size_t l = 0; l < ranks.size(); ++l) {
+      const auto& values = values_[l];
+      travelling_.push_back(ranks[l]->rank() == source_ ? at::cat(values)
+                                                        : at::empty({numel_}, values.front().options()));
+      works_.push_back(ranks[l]->broadcast(travelling_.back(), source_));
+    }
+  }
+  void arrive(const std::vector<comm::CommunicatorPtr>& ranks) {
+    comm::wait_all(works_, ranks.front()->device());
+    for (size_t l = 0; l < ranks.size(); ++l) {
+      if (ranks[l]->rank() == source_) continue;
+      at::_foreach_copy_(values_[l], travelling_[l].split_with_sizes(sizes_));
+    }
+  }
+
+ private:
+  int source_;
+  std::vector<std::vector<at::Tensor>> values_;  // by rank of this process
+  std::vector<int64_t> sizes_;
+  int64_t numel_ = 0;
+  size_t bytes_ = 0;
+  std::vector<at::Tensor> travelling_;  // once it left, by rank of this process
+  std::vector<comm::Work> works_;       // likewise
 };
 
 }  // namespace
 
-std::vector<Run> runs_of(const std::vector<int64_t>& numels, const Shard& shard) {
+std::vector<Run> runs_of(const std::vector<int64_t>& numels, const Shard& shard, const Shard& part) {
   constexpr auto kTile = static_cast<int64_t>(kernels::kTile);
   int64_t tiles = 0;
   for (const int64_t n : numels) tiles += (n + kTile - 1) / kTile;
-  const int64_t each = tiles / shard.size;
-  const int64_t extra = tiles % shard.size;
-  const int64_t first = each * shard.rank + std::min<int64_t>(shard.rank, extra);
-  const int64_t last = first + each + (shard.rank < extra ? 1 : 0);
+  const auto [first, last] = Tiles{0, tiles}.of(shard).of(part);
   std::vector<Run> runs;
   int64_t position = 0;
   for (const int64_t n : numels) {
@@ -102,44 +135,35 @@ void exchange_runs(const std::vector<at::Tensor>& memories, const std::vector<st
   }
 }
 
-void broadcast_runs(const std::vector<at::Tensor>& memories, const std::vector<std::vector<Run>>& runs,
-                    comm::Communicator& ranks) {
-  if (memories.empty() || ranks.size() == 1) return;
+void broadcast_runs(const std::vector<std::vector<at::Tensor>>& memories, const std::vector<std::vector<Run>>& runs,
+                    const std::vector<comm::CommunicatorPtr>& ranks) {
+  if (memories.front().empty() || ranks.front()->size() == 1) return;
   std::vector<comm::Work> in_place;
   std::optional<PackedRuns> under_way;
-  const auto arrive = [&] {
-    if (!under_way) return;
-    under_way->work.wait();
-    if (under_way->source != ranks.rank()) {
-      at::_foreach_copy_(under_way->values, under_way->travelling.split_with_sizes(under_way->sizes));
-    }
-    under_way.reset();
-  };
   const auto send = [&](PackedRuns pack) {
-    if (pack.values.empty()) return;
-    pack.travelling =
-        pack.source == ranks.rank() ? at::cat(pack.values) : at::empty({pack.numel}, memories.front().options());
-    pack.work = ranks.broadcast(pack.travelling, pack.source);
-    arrive();  // the one before
+    if (pack.bytes() == 0) return;
+    pack.leave(ranks);
+    if (under_way) under_way->arrive(ranks);
     under_way = std::move(pack);
   };
-  for (int source = 0; source < ranks.size(); ++source) {
-    PackedRuns pack{.source = source};
-    for (size_t i = 0; i < memories.size(); ++i) {
+  for (int source = 0; source < ranks.front()->size(); ++source) {
+    PackedRuns pack(source, ranks.size());
+    for (size_t i = 0; i < memories.front().size(); ++i) {
       const auto& run = runs[static_cast<size_t>(source)][i];
       if (run.count == 0) continue;
-      const auto values = memories[i].narrow(0, run.begin, run.count);
-      if (values.nbytes() >= kUnpackedBytes) {
-        in_place.push_back(ranks.broadcast(values, source));
+      std::vector<at::Tensor> values;
+      for (const auto& of_rank : memories) values.push_back(of_rank[i].narrow(0, run.begin, run.count));
+      if (values.front().nbytes() >= kUnpackedBytes) {
+        for (size_t l = 0; l < ranks.size(); ++l) in_place.push_back(ranks[l]->broadcast(values[l], source));
         continue;
       }
       pack.add(values);
-      if (pack.bytes >= kPackBytes) send(std::exchange(pack, {.source = source}));
+      if (pack.bytes() >= kPackBytes) send(std::exchange(pack, PackedRuns(source, ranks.size())));
     }
     send(std::move(pack));
   }
-  arrive();
-  for (auto& work : in_place) work.wait();
+  if (under_way) under_way->arrive(ranks);
+  comm::wait_all(in_place, ranks.front()->device());
 }
 
 }  // namespace muster

@@ -81,11 +81,14 @@ std::string explain(Session& session, const std::string& name) {
   } else if (!options.fuse) {
     out << "all step from .grad";
   } else {
+    const bool divides = devices_divide(topology, options);
     out << "AdamW, Adam, SGD and Adagrad step in one pass, "
-        << (devices_divide(topology, options) ? "each device its shard of the state, and store the parameters to all"
-            : options.shard_optimizer         ? "each worker its shard of the state, and gather the parameters"
-            : session.divides_steps()         ? "each replica what it owns, into the memory of all"
-                                              : "on every worker")
+        << (divides && topology.num_workers > 1 && options.shard_optimizer
+                ? "each device its part of its worker's shard of the state, and gather the parameters"
+            : divides                 ? "each device its shard of the state, and store the parameters to all"
+            : options.shard_optimizer ? "each worker its shard of the state, and gather the parameters"
+            : session.divides_steps() ? "each replica what it owns, into the memory of all"
+                                      : "on every worker")
         << "; others from .grad";
   }
   out << '\n';

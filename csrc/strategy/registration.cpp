@@ -71,6 +71,11 @@ void note_rows(Session& session, const at::Tensor& weight, EmbeddingRows rows) {
   registry.note_rows(p, rows);
 }
 
+void expect_writes(Session& session, const at::Tensor& parameter) {
+  const auto pass = session.enter();
+  session.registry().expect_writes(static_cast<size_t>(session.registry().find(parameter)));
+}
+
 void begin_with(Session& session, int parameter, const RowInitialiser& initialiser, TableContents contents) {
   const auto pass = session.enter();
   auto& registry = session.registry();

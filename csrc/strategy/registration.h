@@ -19,6 +19,9 @@ int add_module(Session& session, ModuleTensors module);
 /// where there are no servers.
 void note_rows(Session& session, const at::Tensor& weight, EmbeddingRows rows);
 
+/// After add_module; see ParameterRegistry::expect_writes.
+void expect_writes(Session& session, const at::Tensor& parameter);
+
 /// Lets servers begin with rows of a checkpoint, whose `initialiser` gives all others. `parameter`: of the registry, a
 /// weight whose rows are not here. To be called on every rank before the first step, with the same initialiser; the
 /// chief's `contents` count. Throws LayoutMismatch for tensors of other shapes or dtypes than the table's, or rows that

@@ -99,6 +99,7 @@ void ReplicaCalls::step(const MicroBatch& batch, int local_replica, ReplicaRun& 
       Loss loss = call_checked(call, local_replica);
       batch.set.backward(local_replica, loss, call.rows[r] < 0 ? 1.0 : static_cast<double>(call.rows[r]));
       if (context->timer) context->timer->stop();
+      batch.writes->check();
       outcome.output = std::move(loss.output);
     }
   } catch (...) {

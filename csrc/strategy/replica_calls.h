@@ -10,6 +10,7 @@
 #include "strategy/replica_run.h"
 #include "strategy/session.h"
 #include "strategy/step_call.h"
+#include "strategy/step_writes.h"
 #include "window/parameter_set.h"
 
 namespace muster {
@@ -21,6 +22,7 @@ struct MicroBatch {
   std::shared_ptr<const StepCall> call;
   uint64_t number = 0;  ///< of the call, see RandomStreams::begin_call
   bool closes = false;  ///< its window
+  std::shared_ptr<const StepWrites> writes;
   const std::atomic<bool>& stop_requested;
 };
 

@@ -15,6 +15,7 @@ namespace {
 std::atomic<bool> is_received{false};
 std::atomic<bool> is_looked_at{false};
 std::atomic<bool> is_ignored{false};
+std::atomic<bool> can_be_looked_at{true};
 std::atomic<pid_t> process{0};  // that watches
 static_assert(std::atomic<bool>::is_always_lock_free && std::atomic<pid_t>::is_always_lock_free);
 
@@ -33,7 +34,9 @@ void set_default_action() noexcept {
 }
 
 void end_process() noexcept {
-  say("muster: SIGTERM ends this process: the program never looks at strategy.stopping, so it would train on\n");
+  if (can_be_looked_at.load(std::memory_order_relaxed)) {
+    say("muster: SIGTERM ends this process: the program never looks at strategy.stopping, so it would train on\n");
+  }
   set_default_action();
   ::raise(SIGTERM);
 }
@@ -106,6 +109,11 @@ void SigtermWatch::note_step() noexcept {
   if (is_looked_at.load(std::memory_order_relaxed)) return;
   is_ignored.store(true, std::memory_order_relaxed);
   if (received()) end_process();
+}
+
+void SigtermWatch::let_end() noexcept {
+  can_be_looked_at.store(false, std::memory_order_relaxed);
+  note_step();
 }
 
 }  // namespace muster

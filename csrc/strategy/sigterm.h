@@ -30,6 +30,9 @@ class SigtermWatch {
   /// until somebody does, and one that was received ends the process.
   static void note_step() noexcept;
 
+  /// There is a strategy that has no `stopping`: as note_step(), and no line on stderr tells of it.
+  static void let_end() noexcept;
+
  private:
   const pid_t process_;
   bool lives_ = true;

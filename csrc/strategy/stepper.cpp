@@ -85,7 +85,8 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
 
   // Shared, so that tasks left behind by an interrupt stay valid.
   auto outcomes = std::make_shared<std::vector<ReplicaRun>>(devices.size());
-  const MicroBatch batch{set, std::make_shared<const StepCall>(call), number, closing, stop_requested_};
+  const auto writes = std::make_shared<const StepWrites>(session_.registry(), devices);
+  const MicroBatch batch{set, std::make_shared<const StepCall>(call), number, closing, writes, stop_requested_};
   const auto streams = current_streams(devices);
   try {
     session_.pool().run(

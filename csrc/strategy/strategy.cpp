@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
@@ -81,6 +82,14 @@ PerReplica<Leaves> with_leaves(const PerReplica<at::Tensor>& value) {
   for (const auto& part : value) leaves.push_back({part});
   if (value.rows().empty()) return PerReplica<Leaves>(std::move(leaves));
   return {std::move(leaves), value.rows()};
+}
+
+// The weight that an embedding with max_norm writes in forward; undefined for every other module.
+at::Tensor renormalised_weight(const torch::nn::Module& module) {
+  const auto* const embedding = module.as<torch::nn::EmbeddingImpl>();
+  if (embedding != nullptr && embedding->options.max_norm()) return embedding->weight;
+  const auto* const bag = module.as<torch::nn::EmbeddingBagImpl>();
+  return bag != nullptr && bag->options.max_norm() ? bag->weight : at::Tensor();
 }
 
 }  // namespace
@@ -214,6 +223,8 @@ void Strategy::add_module(Modules replicas) {
   for (const auto& submodule : module.replicas().front()->modules()) {
     const auto* const embedding = submodule->as<ShardedEmbeddingImpl>();
     if (embedding != nullptr) note_rows(state_->core->session(), embedding->weight, rows_of(embedding->options()));
+    const auto renormalised = renormalised_weight(*submodule);
+    if (renormalised.defined()) expect_writes(state_->core->session(), renormalised);
   }
   module.note_buffers();
   state_->modules.push_back(std::move(module));

@@ -10,33 +10,12 @@
 #include <vector>
 
 #include "comm/text_exchange.h"
-#include "core/flat_layout.h"
 #include "core/intra_op_threads.h"
 #include "core/log.h"
 #include "core/wait_hook.h"
 #include "muster/error.h"
 
 namespace muster {
-
-namespace {
-
-// A hash of what a write changes: the version and, since writes through `.data` (LibTorch's SGD makes them) leave that
-// alone, some values where the host has them.
-uint64_t trace_of(const at::Tensor& parameter, uint64_t seed) {
-  constexpr size_t kSamples = 16;
-  const uint64_t version = parameter._version();
-  uint64_t hash = stable_hash({reinterpret_cast<const char*>(&version), sizeof version}, seed);
-  if (!parameter.is_cpu() || !parameter.is_non_overlapping_and_dense() || parameter.numel() == 0) return hash;
-  const auto* const bytes = static_cast<const char*>(parameter.const_data_ptr());
-  const size_t size = parameter.element_size();
-  const auto stride = (static_cast<size_t>(parameter.numel()) + kSamples - 1) / kSamples;
-  for (size_t i = 0; i < static_cast<size_t>(parameter.numel()); i += stride) {
-    hash = stable_hash({bytes + i * size, size}, hash);
-  }
-  return hash;
-}
-
-}  // namespace
 
 uint64_t Updates::count(int set) const {
   const auto found = counts_.find(set);
@@ -170,12 +149,12 @@ std::exception_ptr Updates::agree_on_hooks(const Failure& failure, bool is_first
 // gradients were replaced unused.
 void Updates::note_no_optimizer(int number) {
   if (warned_of_no_optimizer_) return;
-  uint64_t trace = stable_hash("");
+  std::vector<WriteTrace> traces;
   for (const int p : sets_.at(number).trainable()) {
-    trace = trace_of(session_.registry().parameter(0, static_cast<size_t>(p)), trace);
+    traces.push_back(WriteTrace::of(session_.registry().parameter(0, static_cast<size_t>(p))));
   }
-  const auto [last, is_first] = traces_without_optimizer_.try_emplace(number, trace);
-  if (!is_first && std::exchange(last->second, trace) == trace) {
+  const auto [last, is_first] = traces_without_optimizer_.try_emplace(number, traces);
+  if (!is_first && std::exchange(last->second, traces) == traces) {
     warned_of_no_optimizer_ = true;
     log(LogLevel::warning,
         "no optimizer is prepared, and no parameter was written between two steps: the gradients of the first were "

@@ -6,7 +6,9 @@
 #include <exception>
 #include <functional>
 #include <unordered_map>
+#include <vector>
 
+#include "core/write_trace.h"
 #include "strategy/parameter_sets.h"
 #include "strategy/session.h"
 #include "strategy/step_call.h"
@@ -60,7 +62,7 @@ class Updates {
   std::exception_ptr hook_error_;             // to be rethrown after the step
   std::unordered_map<int, uint64_t> counts_;  // by set
   bool warned_of_no_optimizer_ = false;
-  std::unordered_map<int, uint64_t> traces_without_optimizer_;  // by set, at its last window's end
+  std::unordered_map<int, std::vector<WriteTrace>> traces_without_optimizer_;  // by set, at its last window's end
 };
 
 }  // namespace muster

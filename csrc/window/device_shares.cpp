@@ -4,6 +4,7 @@
 #include <exception>
 #include <utility>
 
+#include "core/plain_memory.h"
 #include "device/device.h"
 #include "device/peer_access.h"
 
@@ -11,26 +12,22 @@ namespace muster {
 
 bool devices_divide(const Topology& topology, const StrategyOptions& options) {
   const auto& devices = topology.devices;
+  if (!options.fuse || options.keep_gradients || devices.size() == 1 || !is_streamed(devices.front())) return false;
   const bool have_shards = options.shard_optimizer && topology.num_workers > 1;
-  return options.fuse && !options.keep_gradients && !have_shards && devices.size() > 1 &&
-         is_streamed(devices.front()) && !share_memory(devices) && enable_peer_access(devices);
+  return have_shards ? replicas_have_shards(topology, options) : access_between(devices) == DeviceAccess::peer;
 }
 
-std::vector<DeviceNorm::Part> DeviceShares::parts(const Tail& tail) const {
-  const auto& devices = context_.topology.devices;
-  std::vector<DeviceNorm::Part> parts;
-  for (size_t r = 0; r < devices.size(); ++r) {
-    const auto& shard = context_.sums.division().devices->at(r);
-    parts.push_back({devices[r], context_.sums.dense(tail, r), context_.sums.runs_in(shard, tail, r == 0)});
-  }
-  return parts;
+bool replicas_have_shards(const Topology& topology, const StrategyOptions& options) {
+  return options.shard_optimizer && !options.keep_gradients && topology.num_workers > 1 &&
+         is_streamed(topology.devices.front()) && topology.access == DeviceAccess::peer;
 }
 
 // Rows are on the first device, which steps them.
-DividedStep DeviceShares::divide(const Tail& tail, const std::vector<int>& parameters,
+DividedStep DeviceShares::divide(const FlatOptimizer& optimizer, const Tail& tail, const std::vector<int>& parameters,
                                  const std::vector<const kernels::StepScalars*>& scalars) const {
   const auto& sums = context_.sums;
   DividedStep divided;
+  divided.stores_to_all = optimizer.shard().size == 1;
   for (size_t r = 0; r < scalars.size(); ++r) {
     StepShare share;
     share.gradients = sums.gradients_of(tail, parameters, r);
@@ -40,7 +37,7 @@ DividedStep DeviceShares::divide(const Tail& tail, const std::vector<int>& param
       share.parameters.push_back(parameter);
       const int p = sums.index_of(parameters[i]);
       if (share.gradients[i].sparse.defined()) {
-        share.runs.push_back({0, r == 0 ? parameter.numel() : 0});
+        share.runs.push_back(r == 0 ? optimizer.state().entry(i).run : Run{});
       } else {
         share.runs.push_back(p < 0 ? Run{} : sums.division().devices->at(r)[static_cast<size_t>(p)]);
       }
@@ -59,9 +56,27 @@ void DeviceShares::place_state(FlatOptimizer& optimizer, const DividedStep& divi
 bool DeviceShares::mend() {
   std::vector<size_t> parameters(context_.sums.trainable().begin(), context_.sums.trainable().end());
   const auto are_alike = [&](size_t p) { return context_.registry.are_alike(p); };
-  if (!std::all_of(parameters.begin(), parameters.end(), are_alike)) return false;
+  if (!std::all_of(parameters.begin(), parameters.end(), are_alike)) {
+    bring_sums_to_first();
+    return false;
+  }
   check_.mend(context_.registry.parameters(), parameters);
   return true;
+}
+
+// Nothing is left to do where all got all sums.
+void DeviceShares::bring_sums_to_first() const {
+  const auto& sums = context_.sums;
+  const auto& division = sums.division();
+  for (size_t p = 0; division.receivers && p < sums.trainable().size(); ++p) {
+    const auto& first = sums.engine(0).slot(p);
+    if (!first.defined()) continue;
+    for (size_t r = 1; r < sums.num_engines(); ++r) {
+      const auto& run = division.devices->at(r)[p];
+      const auto values = elements_of(as_real(sums.engine(r).slot(p)), run);
+      elements_of(as_real(first), run).copy_(values, /*non_blocking=*/true);
+    }
+  }
 }
 
 // All devices wait for all.
@@ -73,7 +88,7 @@ void DeviceShares::join() const {
 
 void DeviceShares::step(FlatOptimizer& optimizer, const Tail& tail, const std::vector<int>& parameters,
                         const FlatGroups& groups, const std::vector<const kernels::StepScalars*>& scalars) {
-  const auto divided = divide(tail, parameters, scalars);
+  const auto divided = divide(optimizer, tail, parameters, scalars);
   place_state(optimizer, divided, groups);
   auto plan = optimizer.begin(divided, groups, scalars.front(), /*keep=*/false);
   join();
@@ -86,6 +101,7 @@ void DeviceShares::step(FlatOptimizer& optimizer, const Tail& tail, const std::v
   join();
   if (failure) std::rethrow_exception(failure);
   plan.finish();
+  if (!divided.stores_to_all) return;
   std::vector<int> stepped;
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (divided.shares.front().gradients[i].defined()) stepped.push_back(parameters[i]);

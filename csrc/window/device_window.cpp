@@ -34,6 +34,8 @@ std::vector<std::string> distinct_lines(const std::vector<std::string>& texts) {
   return {lines.begin(), lines.end()};
 }
 
+bool has_rows(const at::Tensor& sum) { return sum.defined() && sum.is_sparse(); }
+
 StepResult result_of(const DeviceReport& report, const std::map<std::string, size_t>& metrics) {
   StepResult result;
   result.loss = report.loss();
@@ -212,14 +214,25 @@ void DeviceWindow::enqueue_norm(const Tail& tail, const at::Tensor& numbers, dou
                                   static_cast<kernels::WindowReport*>(report.memory.mutable_data_ptr()),
                                   DeviceNumbers::kSlots};
   const auto& sums = context_.sums;
-  if (shares_ && sums.division().devices) return norm_.enqueue(shares_->parts(tail), options, window);
-  std::optional<DeviceNorm::Divided> divided;
-  if (sums.division().receivers) {
-    const int replica = context_.topology.first_replica;
-    const auto& shard = sums.division().receivers->at(static_cast<size_t>(replica));
-    divided.emplace(sums.runs_in(shard, tail, replica == 0), *context_.groups.gradients.front());
+  if (sums.division().receivers && context_.topology.num_workers > 1) {
+    return norm_.enqueue(parts(tail), context_.groups.gradients, options, window);
   }
-  norm_.enqueue(sums.dense(tail), replicas_.front().numbers->device(), options, window, divided ? &*divided : nullptr);
+  if (sums.division().devices) return norm_.enqueue(parts(tail), options, window);
+  norm_.enqueue(sums.dense(tail), replicas_.front().numbers->device(), options, window);
+}
+
+// What counts of the window's sums on each device, where their steps are divided.
+std::vector<DeviceNorm::Part> DeviceWindow::parts(const Tail& tail) const {
+  const auto& [receivers, own] = context_.sums.division();
+  const auto& topology = context_.topology;
+  std::vector<DeviceNorm::Part> parts;
+  for (size_t r = 0; r < topology.devices.size(); ++r) {
+    const bool over_workers = receivers && topology.num_workers > 1;
+    const size_t rank = over_workers ? static_cast<size_t>(topology.first_replica) + r : r;
+    const auto& shard = (over_workers ? receivers : own)->at(rank);
+    parts.push_back({topology.devices[r], context_.sums.dense(tail, r), context_.sums.runs_in(shard, tail, rank == 0)});
+  }
+  return parts;
 }
 
 void DeviceWindow::enqueue_means(const Tail& tail, bool clips) {
@@ -305,6 +318,7 @@ kernels::StepScalars* DeviceWindow::leave_means(const Tail& tail, const std::fun
 void DeviceWindow::update(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters,
                           const FlatGroups& groups, const OnReplicas& /*on_replicas*/) {
   if (!step_in_shares(tail, optimizer, parameters, groups)) step_whole(tail, optimizer, parameters, groups);
+  gather(tail, optimizer, parameters);
   for (const int p : parameters) context_.registry.note_agreed(static_cast<size_t>(p));
 }
 
@@ -312,8 +326,6 @@ void DeviceWindow::step_whole(const Tail& tail, FlatOptimizer& optimizer, const 
                               const FlatGroups& groups) {
   const auto means = context_.sums.gradients_of(tail, parameters, 0);
   optimizer.step(means, groups, scalars_.front()->scalars(), context_.options.keep_gradients);
-  const bool one_each = context_.topology.has_one_replica_each();
-  optimizer.gather_parameters(one_each ? *context_.groups.gradients.front() : *context_.groups.workers, one_each);
   if (context_.options.keep_gradients) context_.sums.show(means, parameters);
 }
 
@@ -322,13 +334,60 @@ bool DeviceWindow::step_in_shares(const Tail& tail, FlatOptimizer& optimizer, co
                                   const FlatGroups& groups) {
   if (!shares_ || !context_.sums.division().devices) return false;
   if (!std::exchange(is_mended_, true) && !shares_->mend()) {
-    context_.sums.make_whole();
+    context_.sums.set_division({context_.sums.division().receivers, nullptr});
     return false;
   }
   std::vector<const kernels::StepScalars*> scalars;
   for (const auto& of_replica : scalars_) scalars.push_back(of_replica->scalars());
   shares_->step(optimizer, tail, parameters, groups, scalars);
   return true;
+}
+
+// Collective over replicas where workers have shards of the optimizer's state: all get what others stepped.
+void DeviceWindow::gather(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters) const {
+  if (optimizer.shard().size == 1) return;
+  const auto& topology = context_.topology;
+  auto& registry = context_.registry;
+  if (topology.access == DeviceAccess::common) return optimizer.gather_parameters(*context_.groups.workers);
+  const auto& division = context_.sums.division();
+  // Where this process's devices were to divide the step and did not, all have what the first one stepped.
+  const bool has_first_ones = division.receivers && !division.devices;
+  std::vector<std::vector<at::Tensor>> copies(replicas_.size());
+  std::vector<int> received;
+  for (const int index : parameters) {
+    const auto p = static_cast<size_t>(index);
+    const auto& first = registry.parameter(0, p);
+    copies.front().push_back(first);
+    const bool is_received = !has_first_ones && registry.are_alike(p);
+    if (is_received) received.push_back(index);
+    for (size_t r = 1; r < replicas_.size(); ++r) {
+      copies[r].push_back(is_received ? registry.parameter(r, p)
+                                      : first.detach().to(topology.devices[r], /*non_blocking=*/true, /*copy=*/true));
+      copies[r].back().unsafeGetTensorImpl()->bump_version();
+    }
+  }
+  optimizer.broadcast_parameters(copies, stepped_runs(tail, optimizer, parameters), context_.groups.gradients);
+  if (replicas_.size() > 1 && topology.access == DeviceAccess::peer) registry.note_copied(received);
+}
+
+// What each replica of the job stepped: a worker's first one all of its shard of what is not divided, and of rows.
+std::vector<std::vector<Run>> DeviceWindow::stepped_runs(const Tail& tail, const FlatOptimizer& optimizer,
+                                                         const std::vector<int>& parameters) const {
+  const auto& topology = context_.topology;
+  const auto& receivers = context_.sums.division().receivers;
+  const auto by_worker = optimizer.state().runs_for(undivided(topology.num_workers));
+  std::vector<std::vector<Run>> runs(static_cast<size_t>(topology.num_replicas), std::vector<Run>(parameters.size()));
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const int index = context_.sums.index_of(parameters[i]);
+    const auto p = static_cast<size_t>(index);
+    const bool is_divided = receivers && index >= 0 && !has_rows(context_.sums.sum_of(tail, p));
+    for (size_t replica = 0; is_divided && replica < runs.size(); ++replica)
+      runs[replica][i] = (*receivers)[replica][p];
+    for (int worker = 0; !is_divided && worker < topology.num_workers; ++worker) {
+      runs[static_cast<size_t>(topology.first_replica_of(worker))][i] = by_worker[static_cast<size_t>(worker)][i];
+    }
+  }
+  return runs;
 }
 
 WindowSums DeviceWindow::so_far() const {

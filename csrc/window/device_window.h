@@ -70,8 +70,12 @@ class DeviceWindow : public Window {
   void enqueue_norm(const Tail& tail, const at::Tensor& numbers, double loss_scale, kernels::LossScaleState* scale,
                     const DeviceReport& report);
   void enqueue_means(const Tail& tail, bool clips);
+  std::vector<DeviceNorm::Part> parts(const Tail& tail) const;
   bool step_in_shares(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters,
                       const FlatGroups& groups);
+  void gather(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters) const;
+  std::vector<std::vector<Run>> stepped_runs(const Tail& tail, const FlatOptimizer& optimizer,
+                                             const std::vector<int>& parameters) const;
   void step_whole(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters,
                   const FlatGroups& groups);
   void leave_clipped_means(const Tail& tail, WindowSums& sums);

@@ -137,29 +137,19 @@ std::vector<Run> GradientSums::runs_in(const std::vector<Run>& shard, const Tail
 void GradientSums::make_whole() {
   const auto shards = std::exchange(division_, {}).receivers;
   if (!shards) return;
-  const auto& engine = *engines_.front();
-  if (topology_.num_workers == 1) {
-    for (size_t p = 0; p < trainable_.size(); ++p) {
-      if (!engine.slot(p).defined()) continue;
-      for (size_t r = 1; r < engines_.size(); ++r) {
-        const auto& run = (*shards)[r][p];
-        const auto values = elements_of(as_real(engines_[r]->slot(p)), run);
-        elements_of(as_real(engine.slot(p)), run).copy_(values, /*non_blocking=*/true);
-      }
-    }
-    return;
-  }
   for (const auto dtype : {at::kFloat, at::kDouble}) {
-    std::vector<at::Tensor> sums;
+    std::vector<std::vector<at::Tensor>> sums(engines_.size());
     std::vector<std::vector<Run>> runs(shards->size());
     for (size_t p = 0; p < trainable_.size(); ++p) {
-      if (!engine.slot(p).defined()) continue;
-      const auto values = as_real(engine.slot(p));
-      if (values.scalar_type() != dtype) continue;
-      sums.push_back(elements_of(values, {0, values.numel()}));
+      const auto& slot = engines_.front()->slot(p);
+      if (!slot.defined() || as_real(slot).scalar_type() != dtype) continue;
+      for (size_t r = 0; r < engines_.size(); ++r) {
+        const auto values = as_real(engines_[r]->slot(p));
+        sums[r].push_back(elements_of(values, {0, values.numel()}));
+      }
       for (size_t r = 0; r < runs.size(); ++r) runs[r].push_back((*shards)[r][p]);
     }
-    broadcast_runs(sums, runs, *groups_.gradients.front());
+    broadcast_runs(sums, runs, groups_.gradients);
   }
 }
 

@@ -50,8 +50,7 @@ class GradientSums {
 
   /// Who steps which elements of a window's sums.
   struct Division {
-    /// Not null: sums go to those alone that step from them; by worker, or by device of the only one. See
-    /// ShardReduction.
+    /// Not null: sums go to those alone that step from them; by replica of the job. See ShardReduction.
     std::shared_ptr<const Shards> receivers = nullptr;
     /// Not null: this process's devices divide steps; by local replica, each of which has the sums of its own.
     std::shared_ptr<const Shards> devices = nullptr;
@@ -61,8 +60,8 @@ class GradientSums {
   /// What counts of each of dense(tail) for whom has `shard`, so that every element counts for one. Rows are the same
   /// for all, and count where `has_rows`.
   std::vector<Run> runs_in(const std::vector<Run>& shard, const Tail& tail, bool has_rows) const;
-  /// Collective over replicas. The window's sums go from who has them to all workers, or of one worker's devices to the
-  /// first one, and nothing is divided any more.
+  /// Collective over replicas, of several workers. The window's sums go from who has them to all, and nothing is
+  /// divided any more.
   void make_whole();
 
   /// The sum of a parameter; undefined where no replica had a gradient.

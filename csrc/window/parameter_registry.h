@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -59,6 +60,10 @@ class ParameterRegistry {
   void drop_table_contents() noexcept {
     for (auto& [parameter, rows] : rows_) rows.contents = nullptr;
   }
+
+  /// Records that forward writes the parameter, with values that do not depend on how often (an embedding's max_norm).
+  void expect_writes(size_t parameter) { written_in_forward_.insert(parameter); }
+  bool expects_writes(size_t parameter) const noexcept { return written_in_forward_.contains(parameter); }
 
   /// Parameters of one module, ascending.
   std::vector<int> parameters_of(int module) const;
@@ -114,6 +119,7 @@ class ParameterRegistry {
   std::vector<size_t> first_buffer_;                  // by module, and the end
   std::unordered_map<const c10::TensorImpl*, int> index_;
   std::unordered_map<size_t, EmbeddingRows> rows_;
+  std::unordered_set<size_t> written_in_forward_;
   struct Agreed {
     const void* data = nullptr;
     uint32_t version = 0;

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "core/replica_context.h"
@@ -47,7 +48,8 @@ ParameterSet::ParameterSet(ParameterRegistry& registry, const Topology& topology
       parameters_(std::move(parameters)),
       sums_(registry, topology, groups, options, strategy),
       replicas_(topology.devices.size()),
-      devices_divide_(devices_divide(topology, options)) {
+      devices_divide_(devices_divide(topology, options)),
+      replicas_have_shards_(replicas_have_shards(topology, options)) {
   const WindowContext context{registry_, topology_, groups_, options_, sums_};
   if (divides_steps(topology, groups, options)) divided_ = std::make_unique<DividedUpdate>(context);
   if (is_streamed(topology.devices.front())) {
@@ -109,6 +111,7 @@ void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<Opt
       for (const auto& step : steps) servers()->plan().check_groups(step.groups);
     }
     find_written();
+    drop_gradients_of_frozen();
     // Servers first say what was written: who loads a module writes its parameters, and moves them besides.
     window_->open();
     if (sums_.is_stale(parameters_)) {
@@ -133,9 +136,7 @@ void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<Opt
 // Whoever asks for `.grad` gets whole sums.
 void ParameterSet::divide(bool fused, const std::vector<OptimizerStep>& steps) {
   sums_.set_division({});
-  const bool workers_divide = options_.shard_optimizer && !options_.keep_gradients && topology_.num_workers > 1 &&
-                              topology_.has_one_replica_each() && is_streamed(topology_.devices.front());
-  if (!last_ || !(workers_divide || (devices_divide_ && fused))) return;
+  if (!last_ || !(replicas_have_shards_ || (devices_divide_ && fused))) return;
   std::vector<int64_t> made_from(sums_.trainable().begin(), sums_.trainable().end());
   for (const auto& step : steps) {
     made_from.push_back(step.flat == nullptr ? -2 : -1);  // each optimizer divides its own
@@ -145,28 +146,32 @@ void ParameterSet::divide(bool fused, const std::vector<OptimizerStep>& steps) {
     }
   }
   next_ = made_from == agreed_.made_from ? agreed_ : Division{std::move(made_from), shards_of(steps)};
-  if (devices_divide_) {
-    agreed_ = next_;  // with nobody else
-    // Several workers all need the sums.
-    sums_.set_division({topology_.num_workers == 1 ? agreed_.shards : nullptr, agreed_.shards});
-  } else {
-    sums_.set_division({agreed_.shards, nullptr});
-  }
+  if (replicas_have_shards_) return sums_.set_division({agreed_.shards, own_part(agreed_.shards)});
+  agreed_ = next_;  // with nobody else
+  // Several workers all need the sums.
+  sums_.set_division({topology_.num_workers == 1 ? agreed_.shards : nullptr, agreed_.shards});
+}
+
+// Of shards by replica of the job those of this process, where its devices divide steps.
+std::shared_ptr<const Shards> ParameterSet::own_part(const std::shared_ptr<const Shards>& shards) const {
+  if (!shards || !devices_divide_) return nullptr;
+  const auto first = shards->begin() + topology_.first_replica;
+  return std::make_shared<Shards>(first, first + topology_.local_replicas());
 }
 
 // Null where an optimizer is not flat, two have a parameter, or devices would have to divide one with gaps in its
 // memory.
 std::shared_ptr<const Shards> ParameterSet::shards_of(const std::vector<OptimizerStep>& steps) const {
-  // The first one's, where no optimizer has the parameter: its sum counts in the norm.
-  const int num_shards = devices_divide_ ? topology_.local_replicas() : topology_.num_workers;
-  auto shards = std::make_shared<Shards>(static_cast<size_t>(num_shards));
+  const auto parts = replicas_have_shards_ ? topology_.replicas_of_worker : std::vector{topology_.local_replicas()};
+  auto shards = std::make_shared<Shards>(std::accumulate(parts.begin(), parts.end(), size_t{0}));
   for (auto& shard : *shards) shard.resize(sums_.trainable().size());
+  // The first one's, where no optimizer has the parameter: its sum counts in the norm.
   const auto& parameters = sums_.engine(0).parameters();
   for (size_t p = 0; p < parameters.size(); ++p) shards->front()[p] = {0, num_reals(parameters[p].tensor)};
   std::vector<bool> is_divided(parameters.size());
   for (const auto& step : steps) {
     if (step.flat == nullptr) return nullptr;
-    const auto runs = step.flat->state().runs_for(num_shards);
+    const auto runs = step.flat->state().runs_for(parts);
     for (size_t i = 0; i < step.parameters.size(); ++i) {
       const int index = sums_.index_of(step.parameters[i]);
       if (index < 0) continue;
@@ -182,9 +187,19 @@ std::shared_ptr<const Shards> ParameterSet::shards_of(const std::vector<Optimize
 
 // Once workers agree on what they step by.
 void ParameterSet::follow_division(bool fused) {
-  if (devices_divide_) return;
+  if (!replicas_have_shards_) return;
   if (sums_.division().receivers && (!fused || next_.made_from != agreed_.made_from)) sums_.make_whole();
   agreed_ = agreement_ ? next_ : Division{};
+}
+
+// An optimizer that steps from `.grad` would step them from what was left there between steps.
+void ParameterSet::drop_gradients_of_frozen() {
+  for (const auto& of_replica : registry_.parameters()) {
+    for (const int p : parameters_) {
+      const auto& parameter = of_replica[static_cast<size_t>(p)];
+      if (!parameter.requires_grad()) parameter.mutable_grad().reset();
+    }
+  }
 }
 
 void ParameterSet::find_written() {

@@ -126,8 +126,10 @@ class ParameterSet {
   void check_no_complex() const;
   void build_engines();
   void find_written();
+  void drop_gradients_of_frozen();
   void divide(bool fused, const std::vector<OptimizerStep>& steps);
   std::shared_ptr<const Shards> shards_of(const std::vector<OptimizerStep>& steps) const;
+  std::shared_ptr<const Shards> own_part(const std::shared_ptr<const Shards>& shards) const;
   void follow_division(bool fused);
   void begin_engine(int local_replica, const NotedPart& part);
   std::vector<WindowSums::Failed> failures_of(const std::vector<std::string>& texts) const;
@@ -146,20 +148,20 @@ class ParameterSet {
   std::vector<Replica> replicas_;    // by local replica
   std::vector<int> written_;         // parameters, by user code, before the window
   std::optional<Agreement> agreement_;
-  /// Who steps which elements, where each of a process's devices steps a shard, or each worker does on a device and
-  /// nobody asks for whole sums: these go to those that step from them alone. Workers must not differ in it when a sum
-  /// leaves, and compare what they step by at a window's end: a window's sums go where the last one that they agreed on
-  /// says.
+  /// Who steps which elements, where each of a process's devices steps a shard, or a part of its worker's, and nobody
+  /// asks for whole sums: these go to those that step from them alone. Workers must not differ in it when a sum leaves,
+  /// and compare what they step by at a window's end: a window's sums go where the last one that they agreed on says.
   struct Division {
     std::vector<int64_t> made_from;        // trainable parameters and, by optimizer, its parameters and their sizes
-    std::shared_ptr<const Shards> shards;  // null: everybody gets everything
+    std::shared_ptr<const Shards> shards;  // by replica, of the job where they have shards; null: all get everything
   };
   Division agreed_;
   Division next_;  // of the window
   Told told_;
   int micro_batches_ = 0;
-  bool last_ = false;          // the open micro-batch closes the window
-  const bool devices_divide_;  // see DeviceShares
+  bool last_ = false;                // the open micro-batch closes the window
+  const bool devices_divide_;        // see DeviceShares
+  const bool replicas_have_shards_;  // likewise
   bool locate_non_finite_ = false;
 };
 

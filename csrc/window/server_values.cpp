@@ -100,7 +100,7 @@ void ServerValues::adopt() {
       parameter.unsafeGetTensorImpl()->bump_version();
     }
   }
-  for (auto& each : parameters_) each.trace = trace_of(each.tensor);  // views of one tensor have one version
+  for (auto& each : parameters_) each.trace = WriteTrace::of(each.tensor);  // views of one tensor have one version
 }
 
 void ServerValues::note_overwritten() {
@@ -129,21 +129,7 @@ bool ServerValues::has_landed_values(size_t p) const {
 }
 
 bool ServerValues::was_written(size_t parameter) const {
-  return trace_of(parameters_[parameter].tensor) != parameters_[parameter].trace;
-}
-
-ServerValues::Trace ServerValues::trace_of(const at::Tensor& parameter) {
-  constexpr size_t kSamples = 8;
-  Trace trace{static_cast<int64_t>(parameter._version()), parameter.const_data_ptr(), 0};
-  if (!parameter.is_non_overlapping_and_dense()) return trace;
-  const auto* const bytes = static_cast<const std::byte*>(trace.memory);
-  const size_t last = parameter.nbytes() < sizeof(uint64_t) ? 0 : parameter.nbytes() - sizeof(uint64_t);
-  for (size_t i = 0; i < kSamples && parameter.nbytes() > 0; ++i) {
-    uint64_t word = 0;
-    std::memcpy(&word, bytes + last * i / (kSamples - 1), std::min(sizeof(word), parameter.nbytes()));
-    trace.sample = (trace.sample ^ word) * 0x9E3779B97F4A7C15U;  // as Fibonacci hashing
-  }
-  return trace;
+  return WriteTrace::of(parameters_[parameter].tensor) != parameters_[parameter].trace;
 }
 
 bool ServerValues::is_row_major(size_t parameter) const {

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/write_trace.h"
 #include "embedding/row_initialiser.h"
 #include "optimizer/flat_optimizer.h"
 #include "server/worker/client.h"
@@ -73,21 +74,13 @@ class ServerValues {
   bool is_row_major(size_t parameter) const;
 
  private:
-  struct Trace {
-    int64_t version;
-    const void* memory;
-    uint64_t sample;  // a digest of some elements
-    bool operator==(const Trace&) const = default;
-  };
-
   struct Parameter {
     at::Tensor tensor;
     std::vector<int64_t> strides;  // of its slot
     size_t position;               // in the optimizer
-    Trace trace;                   // after the last adopt()
+    WriteTrace trace;              // after the last adopt()
   };
 
-  static Trace trace_of(const at::Tensor& parameter);
   bool has_landed_values(size_t parameter) const;
   static at::Tensor in_slot_order(const Parameter& parameter, const at::Tensor& values);
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
+import queue
+import socket
+import subprocess
+import threading
 from collections.abc import MutableMapping, MutableSequence, MutableSet, Sequence
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -31,8 +36,12 @@ HOOK_TABLES = frozenset({
     "_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
 })  # fmt: skip
 FOLLOWED_OTHERWISE = frozenset({"_parameters", "_modules", "_buffers", "training"})
-SHARED_TYPES: list[type] = []
-"""Types of objects that drive modules, and are one for all replicas: neither looked into nor copied."""
+SHARED_TYPES: list[type] = [
+    type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Semaphore,
+    threading.Thread, queue.Queue, io.IOBase, socket.socket, subprocess.Popen, GeneratorType,
+]  # fmt: skip
+"""Types of objects that drive modules, or cannot be copied, and are one for all replicas: neither looked into nor
+copied."""
 
 
 def follow(
@@ -141,7 +150,7 @@ def view_of(value: Tensor, memo: dict[int, Any]) -> Tensor:
 
 def share_within(value: Any, memo: dict[int, Any]) -> None:
     """Lets deepcopy, whose `memo` it is, keep what `value` refers to and is one for all replicas."""
-    shared, seen, rest = tuple(SHARED_TYPES), set[int](), [value] if SHARED_TYPES else []
+    shared, seen, rest = tuple(SHARED_TYPES), set[int](), [value]
     while rest:
         item = rest.pop()
         if id(item) in seen or id(item) in memo or isinstance(item, (Tensor, type, ModuleType, FunctionType)):

@@ -28,6 +28,7 @@ __all__ = [
     "digest",
     "emptied",
     "is_column",
+    "is_sequence",
     "mapped",
     "members",
     "part_sizes",
@@ -70,6 +71,8 @@ def split(
     - a list that holds only strings, bytes and numbers, and a tuple of only strings and bytes (what torch's default
       collate makes of strings), is a column: its length must be the batch's rows, and it is sliced like a tensor;
     - 0-dim tensors, numbers, strings, bytes, None and torch.Size go to all parts.
+    - a tuple of three or more numbers beside a list or tuple of as many tensors or structures (what
+      ``tuple(zip(*samples))`` gives) is refused: both hold one item per sample, and would not be divided.
 
     Structures keep their types. A list or tuple of tensors is a structure whose tensors are split one by one, not a
     column of samples. Parts are views where they can be; a part that does not start on 64 bytes is a copy in the same
@@ -239,6 +242,7 @@ class _Splitter:
                 f"{path}: object of type {type(value).__name__} cannot be split; pass PerReplica([...]) with one part "
                 f"per local replica ({self._num_parts} here), or make it of tensors"
             )
+        _refuse_samples(found, path, self._num_parts)
         divided = [self.split(member, path + step) for step, member in found]
         return [rebuilt(value, [parts[i] for parts in divided]) for i in range(self._num_parts)]
 
@@ -251,6 +255,28 @@ class _Splitter:
             f"{path}: {kind} of {len(column)} plain values cannot be split, as such a {kind} holds one per row and "
             f"{known} rows; pass PerReplica([...]) with one part per local replica ({self._num_parts} here)"
         )
+
+
+def _refuse_samples(found: Sequence[tuple[str, Any]], path: str, num_parts: int) -> None:
+    """Raises InvalidArgument where members of a structure are lists of what one sample has each."""
+    lengths = {len(member) for _, member in found if is_sequence(member) and any(map(_is_divided, member))}
+    for step, member in found:
+        is_numbers = type(member) is tuple and all(isinstance(item, Number) for item in member)
+        if is_numbers and len(member) > 2 and len(member) in lengths:
+            raise InvalidArgument(
+                f"{path}{step}: a tuple of {len(member)} numbers beside as many tensors cannot be split, as both look "
+                f"like one for each sample; stack them in the loader's collate_fn, pass PerReplica([...]) with one "
+                f"part per local replica ({num_parts} here), or a torch.Size where they are the same for all samples"
+            )
+
+
+def is_sequence(value: object) -> bool:
+    """Whether it is a list or tuple of members without names."""
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and not isinstance(value, torch.Size)
+
+
+def _is_divided(member: object) -> bool:
+    return (isinstance(member, Tensor) and member.dim() > 0) or bool(members(member))
 
 
 def _only_part(value: Any, path: str) -> Any:

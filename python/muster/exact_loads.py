@@ -1,15 +1,16 @@
-"""Optimizer state that load_state_dict rounded."""
+"""Optimizer state that load_state_dict converted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-__all__ = ["ExactLoads"]
+__all__ = ["ExactLoads", "load_exactly"]
 
 
 class ExactLoads:
@@ -59,3 +60,37 @@ def _by_position(state_dict: dict[str, Any]) -> dict[int, Mapping[str, Any]]:
     saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     positions = {number: position for position, number in enumerate(saved)}
     return {positions[number]: values for number, values in state_dict["state"].items() if number in positions}
+
+
+def load_exactly(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Has `optimizer` load a `state_dict`, with what torch's load_state_dict would convert as it was given: tensors of
+    another dtype than the parameter's, and strings. Of the optimizers of torch.optim, and of classes that derive from
+    them, whose steps want a parameter's dtype, floating tensors of at least one dimension are converted all the same.
+    """
+    optimizer.load_state_dict(state_dict)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    of_torch = any(
+        kind.__module__.startswith("torch.optim") for kind in type(optimizer).__mro__ if kind is not Optimizer
+    )
+    for position, given in _by_position(state_dict).items():
+        parameter = parameters[position]
+        if parameter in optimizer.state:
+            optimizer.state[parameter] = _as_given(given, optimizer.state[parameter], of_torch)
+
+
+def _as_given(given: Any, loaded: Any, of_torch: bool) -> Any:
+    """What was `loaded`, but for what was converted."""
+    if isinstance(given, Tensor) and isinstance(loaded, Tensor):
+        is_converted = given.dtype != loaded.dtype and torch.equal(given.to(loaded), loaded)
+        if not is_converted or (of_torch and given.dim() > 0 and given.is_floating_point()):
+            return loaded
+        return given.to(loaded.device, copy=True)
+    if isinstance(given, str) and isinstance(loaded, str):
+        return given
+    if isinstance(given, Mapping) and isinstance(loaded, MutableMapping):
+        for name in given.keys() & loaded.keys():
+            loaded[name] = _as_given(given[name], loaded[name], of_torch)
+        return loaded
+    if type(given) in (list, tuple) and type(loaded) is type(given) and len(given) == len(loaded):
+        return type(given)(_as_given(one, other, of_torch) for one, other in zip(given, loaded, strict=True))
+    return loaded

@@ -9,6 +9,7 @@ import socket
 import weakref
 from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -94,7 +95,8 @@ class GroupStrategy(MultiWorkerMirroredStrategy):
                 way += f", and process groups between {len(set(hosts))} hosts"
         else:
             _check_serves_cpu(group, device, f"a host has {most} ranks, of at most {_MOST_ON_A_HOST}")
-        made = cls(_C.Cluster(rank, size, address, hosts[:rank].count(hosts[rank])), device, between, timeout)
+        cluster = _C.Cluster(rank, size, address, hosts[:rank].count(hosts[rank]), meeting=name)
+        made = cls(cluster, device, between, timeout)
         made.way = way
         return made
 
@@ -161,8 +163,9 @@ def _check_serves_cpu(group: dist.ProcessGroup, device: torch.device, problem: s
         )
 
 
+@cache
 def _address() -> str:
-    """Where rank 0 can be reached, at a port that is free."""
+    """Where rank 0 can be reached, at a port that was free: all groups of which this is rank 0 meet there."""
     return f"{socket.getfqdn()}:{free_ports(1)[0]}"
 
 

@@ -100,7 +100,9 @@ class _Flat(_Light):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As torch.optim's, with its `closure`, from `.grad`."""
         if self._flat is None:
-            return super().step(closure)
+            # Of each class of which an optimizer was built, torch wraps step() to call hooks, as it does this one's.
+            base = super().step.__func__  # type: ignore[attr-defined]
+            return (base.__wrapped__ if getattr(base, "hooked", False) else base)(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from muster import _C, optim, structure
 from muster.by_hand import ByHand
 from muster.errors import InvalidArgument, LayoutMismatch
+from muster.exact_loads import load_exactly
 from muster.flat_state import FlatGroups, FlatState, FlatStep
 from muster.options import StrategyOptions
 from muster.saved_tree import copied
@@ -177,7 +178,13 @@ class PreparedOptimizer:
         is_bound = self._flat is not None and optim.state_of(self._flat) is not None
         # A flat optimizer that is bound copies them itself.
         state = packed["state"] if is_bound else copied(packed["state"])
-        self.optimizer.load_state_dict({"state": state, "param_groups": copied(packed["param_groups"])})
+        self._load({"state": state, "param_groups": copied(packed["param_groups"])})
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        if self._flat is None:
+            load_exactly(self.optimizer, state_dict)
+        else:
+            self.optimizer.load_state_dict(state_dict)  # a flat one keeps what is exact itself
 
     def publish(self) -> None:
         """After the core stepped this flat optimizer: its new state stands in the optimizer's."""
@@ -198,7 +205,7 @@ class PreparedOptimizer:
         self._compare([chiefs, *(theirs for theirs, _, _ in others)])
         leaves = core.broadcast(leaves, 0)
         if core.rank != 0:
-            self.optimizer.load_state_dict(structure.decode(description, leaves))
+            self._load(structure.decode(description, leaves))
 
     def compare(self) -> None:
         """Collective: as broadcast_state, for parameters whose module was prepared later; no state is sent."""

@@ -186,6 +186,8 @@ class Preparation:
                     module.placement,
                     module.row_wise_adagrad,
                 )
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                self._core.expect_writes(module.weight)
         for local, module in enumerate(modules):
             _prepared_by[module] = weakref.ref(self)
             if len(modules) > 1:
@@ -263,7 +265,8 @@ def _check_module(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise InvalidArgument(
-                f"'{name}' of this {type(module).__name__} is not initialised; run one forward pass before prepare()"
+                f"'{name}' of this {type(module).__name__} is not initialised; run one forward pass "
+                "before prepare(), with Lightning in __init__ or configure_model"
             )
 
 

@@ -165,6 +165,18 @@ def test_a_column_of_another_length_is_refused(column: Any, message: str) -> Non
         split((torch.zeros(3), column), 2)
 
 
+@pytest.mark.parametrize("numbers", [(1, 2, 3), (0.5, 1, True)])
+def test_numbers_beside_as_many_tensors_are_refused(numbers: tuple[float, ...]) -> None:
+    sequences = tuple(torch.ones(4, 2) for _ in numbers)
+    for batch in ((sequences, numbers), [[numbers], {"x": list(sequences), "y": numbers}]):
+        with pytest.raises(InvalidArgument, match=r"3 numbers beside as many.*collate_fn"):
+            split((batch,), 2)
+    (first, _) = split(((sequences, torch.Size((4, 4, 4)), sequences[:2], (1, 2)),), 2)
+    assert first[0][1] == torch.Size((4, 4, 4))
+    assert first[0][3] == (1, 2)
+    assert [len(x) for x in first[0][0]] == [2, 2, 2]
+
+
 def test_a_column_alone_is_refused_unless_the_loader_tells_the_rows() -> None:
     with pytest.raises(InvalidArgument, match="no tensor to tell"):
         split((["a", "b", "c"],), 2)

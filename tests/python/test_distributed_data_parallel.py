@@ -12,6 +12,7 @@ import gc
 import inspect
 import io
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -668,6 +669,23 @@ def hooks_of_torch_may_leave_gradients_to_ranks(parallel: Any) -> None:
             ddp.zero_grad()
             ddp(x[rank()]).square().mean().backward()
             assert_equal(gradients(module), expected if number < averaged else gradients(local))
+
+
+@promise
+def groups_that_are_gone_leave_nothing_behind(parallel: Any) -> None:
+    held = []
+    for _ in range(4):
+        group = dist.new_group([0, 1])
+        ddp = parallel(built(lambda: nn.Linear(4, 2)), process_group=group)
+        ddp(torch.ones(1, 4)).sum().backward()
+        del ddp
+        gc.collect()
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        held.append(tuple(len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")))
+    assert held[1] == held[2] == held[3]
 
 
 @promise
@@ -1553,11 +1571,13 @@ for step in range(1_000_000_000):
 @pytest.mark.parametrize("kind", ["trains", "evaluates"])
 def test_sigterm_ends_a_script_as_with_torchs(kind: str) -> None:
     command = [sys.executable, "-c", ENDS_BY_SIGTERM, kind]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        assert process.stderr is not None
         try:
             assert process.stdout.readline() == "goes on\n"
             process.terminate()
             assert process.wait(30) == -signal.SIGTERM
+            assert "SIGTERM" not in process.stderr.read()
         finally:
             process.kill()

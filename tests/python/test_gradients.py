@@ -560,3 +560,21 @@ def test_compiled_autograd_is_refused_in_words(replicas: int) -> None:
         ):
             strategy.step(lambda x: model(x).sum(), torch.ones(4, 2))
         assert strategy.step(lambda x: model(x).sum(), torch.ones(4, 2)).stepped
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_gradient_that_a_frozen_parameter_was_left_with_moves_nothing(replicas: int, fuse: bool) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    frozen = module[0].weight.requires_grad_(False)
+    with muster.MirroredStrategy(["cpu"] * replicas, fuse=fuse) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        strategy.step(lambda x: model(x).square().mean(), torch.ones(4, 2))
+        before = frozen.detach().clone()
+        frozen.requires_grad_(True)
+        module(torch.ones(1, 2)).sum().backward()
+        frozen.requires_grad_(False)
+        for _ in range(2):
+            strategy.step(lambda x: model(x).square().mean(), torch.ones(4, 2))
+        assert torch.equal(frozen, before)
+        assert frozen.grad is None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -123,6 +126,39 @@ def while_backward_runs() -> bool:
 
 def test_gradients_are_reduced_while_backward_runs(two_workers: WorkerPool) -> None:
     assert two_workers.call(job, while_backward_runs) == [True, True]
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def interrupted() -> nn.Module:
+    model = net(hvd.rank())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(plain_sgd(model.parameters()), model.named_parameters())
+    if hvd.rank() == 1:
+        time.sleep(3)
+    loss_of(model, part()).backward()
+    if hvd.rank() == 0:
+        begun = time.monotonic()
+        threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        assert time.monotonic() - begun < 2
+        assert all(p.grad is None for p in model.parameters())
+    else:
+        optimizer.step()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+    optimizer.zero_grad()
+    loss_of(model, part()).backward()
+    optimizer.step()
+    return model
+
+
+def test_an_interrupt_does_not_wait_for_peers_and_training_can_go_on(two_workers: WorkerPool) -> None:
+    expected = alone(plain_sgd, steps=2)
+    for model in two_workers.call(job, interrupted):
+        assert_equal(model, expected)
 
 
 def accumulated() -> list[str]:

@@ -407,6 +407,8 @@ def test_replicas_normalise_log_and_return_together() -> None:
 
 class Meter:
     count = 0
+    lock: Any = None
+    problem: str | None = None
 
 
 class Shared(Meter):
@@ -430,6 +432,10 @@ class Odd(Classifier):
         self.shared = Shared()
         self.child = nn.ReLU()
         self.child.seen = []
+        self.lock = threading.Lock()
+        self.meter.lock = self.lock
+        self.config = Meter()
+        self.config.problem = None
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.accuracy = MulticlassAccuracy(2)
@@ -452,6 +458,13 @@ class Odd(Classifier):
             self.total += len(batch[0])
         elif self.kind == "object":
             self.meter.count += len(batch[0])
+        elif self.kind == "setting":
+            self.config.problem = "one label"
+        elif self.kind == "setting of a part":
+            self.config.problem = f"from {is_first}"
+        elif self.kind == "lock":
+            with self.lock:
+                assert self.meter.lock is self.lock
         elif self.kind == "submodule":
             self.child.seen.append(len(batch[0]))
         elif self.kind == "teacher":
@@ -507,6 +520,7 @@ REFUSED = {
     "second part": r"wrote to self\.seen",
     "tensor in place": r"wrote to self\.total",
     "object": r"wrote to self\.meter",
+    "setting of a part": r"wrote to self\.config",
     "submodule": r"wrote to self\.child\.seen",
     "teacher": r"wrote the parameter 'teacher\.0\.weight'.*on_train_batch_end",
     "teacher's data": r"wrote the parameter 'teacher\.0\.weight'",
@@ -657,6 +671,76 @@ def test_replicas_may_skip_a_batch_and_write_what_nobody_counts() -> None:
         module.net = torch.compile(module.net, backend="eager")  # whose context counts
         trainer("muster_mirrored", devices=2, max_epochs=1, limit_val_batches=0).fit(module, Points())
     assert [warning for warning in caught if "training_step wrote" in str(warning.message)] == []
+
+
+@pytest.mark.parametrize("kind", ["setting", "lock"])
+def test_settings_that_all_replicas_make_and_what_cannot_be_copied_are_no_error(kind: str) -> None:
+    module = Odd(kind)
+    trainer("muster_mirrored", devices=2, max_epochs=1, limit_val_batches=0).fit(module, Points())
+    assert module.config.problem == ("one label" if kind == "setting" else None)
+
+
+class Sequences(Classifier):
+    """Of batches that hold a sequence for each sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        sequences, labels = zip(*batch, strict=True) if isinstance(batch[0], dict) else batch
+        return F.cross_entropy(torch.stack([self.net(s).mean(0) for s in sequences]), torch.as_tensor(labels))
+
+
+def by_sample(samples: Any) -> Any:
+    return [torch.stack([x, -x, 2 * x]) for x, _ in samples], [{"label": int(y)} for _, y in samples]
+
+
+def as_tuples(samples: Any) -> Any:
+    return tuple(zip(*((torch.stack([x, -x, 2 * x]), int(y)) for x, y in samples), strict=True))
+
+
+def as_dicts(samples: Any) -> Any:
+    return [{"x": torch.stack([x, -x, 2 * x]), "label": int(y)} for x, y in samples]
+
+
+@pytest.mark.parametrize("collate", [by_sample, as_tuples, as_dicts])
+def test_batches_that_are_lists_of_samples_are_refused(collate: Any) -> None:
+    loader = DataLoader(Points().data, batch_size=4, collate_fn=collate)
+    with pytest.raises(muster.InvalidArgument, match=r"collate_fn.*muster_ddp"):
+        trainer("muster_mirrored", devices=2).fit(Sequences(), loader)
+
+
+class OfTwo(Descending):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch["a"]) + self.loss(batch["b"])
+
+
+@pytest.mark.parametrize("size", [4, 3])
+def test_several_loaders_have_batches_of_one_size(size: int) -> None:
+    loaders = {"a": DataLoader(Points().data, batch_size=4), "b": DataLoader(Points().data, batch_size=size)}
+    run = trainer("muster_mirrored", devices=2, max_epochs=1)
+    if size == 4:
+        run.fit(OfTwo(), loaders)
+        assert run.global_step == 6
+        return
+    with pytest.raises(muster.InvalidArgument, match=r"2 loaders have \[4, 3\] samples.*one batch_size"):
+        run.fit(OfTwo(), loaders)
+
+
+class Tokens(Descending):
+    """Logs a mean over tokens, of which a sample has three."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("tokens", loss, batch_size=3 * len(batch[0]), on_epoch=True)
+        self.log("constant", loss, batch_size=4, on_epoch=True)
+        return loss
+
+
+def test_means_are_logged_by_the_sizes_of_parts_or_of_the_batch() -> None:
+    ours, theirs = (
+        fitted(Tokens(), strategy, devices=devices, max_epochs=1)["logged"]
+        for strategy, devices in (("muster_mirrored", 2), ("auto", 1))
+    )
+    for name in ("tokens_epoch", "constant_epoch"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
 
 
 @contextmanager

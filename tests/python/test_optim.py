@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import muster
-from support.jobs import part_of
+from support.jobs import WorkerPool, make_job, part_of
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 3e-3}),
@@ -437,10 +437,12 @@ def sharded(strategy: muster.Strategy, name: str, shards: bool) -> Any:
     return [p.detach().clone() for p in module.parameters()], whole["state"]
 
 
+@pytest.mark.parametrize("workers", ["workers-2", "workers-2x2"])
 @pytest.mark.parametrize("name", ["adamw", "sgd-momentum"])
-def test_sharding_the_state_changes_no_bit(worker_job: Callable[..., Any], name: str) -> None:
-    (parameters, state), *others = worker_job(sharded, name, True, shard_optimizer=True, clip_norm=0.1)
-    ((reference, whole), *_) = worker_job(sharded, name, False, clip_norm=0.1)
+def test_sharding_the_state_changes_no_bit(two_workers: WorkerPool, name: str, workers: str) -> None:
+    job = make_job(workers, two_workers)
+    (parameters, state), *others = job(sharded, name, True, shard_optimizer=True, clip_norm=0.1)
+    ((reference, whole), *_) = job(sharded, name, False, clip_norm=0.1)
     for own, other in zip(parameters, reference, strict=True):
         assert np.array_equal(own, other)
     for number in whole:
@@ -448,6 +450,46 @@ def test_sharding_the_state_changes_no_bit(worker_job: Callable[..., Any], name:
             assert np.array_equal(state[number][key], value), key
     for others_parameters, _ in others:
         assert all(np.array_equal(a, b) for a, b in zip(parameters, others_parameters, strict=True))
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_momentum_that_comes_later_begins_with_the_gradient(fuse: bool) -> None:
+    def momenta(strategy: muster.Strategy | None) -> list[Tensor]:
+        module = net()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        model: Any = module if strategy is None else strategy.prepare(module, optimizer)[0]
+        x = torch.linspace(-1, 1, 6 * 64).view(6, 1, 8, 8)
+        for step in range(5):
+            if step == 2:
+                optimizer.param_groups[0].update(momentum=0.9, dampening=0.5)
+            if strategy is not None:
+                strategy.step(lambda x: model(x).square().mean(), x)
+                continue
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return [values["momentum_buffer"].clone() for values in optimizer.state_dict()["state"].values()]
+
+    with muster.MirroredStrategy(["cpu"], fuse=fuse) as strategy:
+        torch.testing.assert_close(momenta(strategy), momenta(None))
+
+
+@pytest.mark.parametrize("fuse", [True, False, None])
+def test_step_hooks_are_called_once(fuse: bool | None) -> None:
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch wraps the step of its class
+    module = nn.Linear(2, 2)
+    optimizer = muster.optim.SGD(module.parameters(), lr=0.1)
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    if fuse is None:
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    else:
+        with muster.MirroredStrategy(["cpu"], fuse=fuse, keep_gradients=fuse) as strategy:
+            model, _ = strategy.prepare(module, optimizer)
+            strategy.step(lambda x: model(x).sum(), torch.ones(4, 2))
+    assert called == ["before", "after"]
 
 
 def kept_gradients(strategy: muster.Strategy, sparse: bool) -> list[Any]:

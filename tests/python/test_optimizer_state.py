@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -390,3 +391,74 @@ def test_sparse_state_reaches_all_ranks(worker_job: Launcher, fuse: bool) -> Non
     optimizer.step()
     for weight in worker_job(resume_sparse, fuse=fuse, keep_gradients=False):
         torch.testing.assert_close(torch.as_tensor(weight), module.weight.detach())
+
+
+class Averaging(torch.optim.Optimizer):
+    """Of a user's own: state that torch's load_state_dict converts to the parameter's dtype."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(average=torch.zeros(p.shape), seen=torch.zeros((), dtype=torch.long), kind="mean")
+                state["average"].lerp_(p.grad.float(), 0.1)
+                state["seen"] += 1
+                with torch.no_grad():
+                    p.sub_(group["lr"] * state["average"].to(p.dtype))
+
+
+def exact_state(strategy: muster.Strategy, kind: str) -> Any:
+    """Of an optimizer that has stepped before it is prepared."""
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2).to(torch.bfloat16 if kind == "own" else torch.float64)
+    optimizer: Any = Averaging(module.parameters()) if kind == "own" else torch.optim.NAdam(module.parameters(), lr=0.1)
+    x = torch.linspace(-1, 1, 24).view(8, 3).to(module.weight.dtype)
+    for _ in range(3):
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+    model, _ = strategy.prepare(module, optimizer)
+    for _ in range(3):
+        strategy.step(lambda x: model(x).square().mean(), part_of(strategy, x))
+    state = optimizer.state[module.weight]
+    dtypes = {name: str(value.dtype) for name, value in state.items() if isinstance(value, Tensor)}
+    return [p.detach().double() for p in module.parameters()], dtypes, state.get("kind")
+
+
+@pytest.mark.parametrize("kind", ["own", "nadam"])
+def test_workers_take_over_state_as_it_is(worker_job: Launcher, kind: str) -> None:
+    (parameters, dtypes, text), other = worker_job(exact_state, kind)
+    assert dtypes == other[1]
+    assert dtypes.items() >= ({"average": "torch.float32", "seen": "torch.int64"} if kind == "own" else {}).items()
+    assert text == other[2] == ("mean" if kind == "own" else None)
+    for own, theirs in zip(parameters, other[0], strict=True):
+        assert (own == theirs).all()
+
+
+def test_a_users_optimizer_resumes_with_its_state_as_it_was(tmp_path: Path) -> None:
+    def run(steps: Sequence[int], resumes: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        module = nn.Linear(3, 2).to(torch.bfloat16)
+        with muster.MirroredStrategy(["cpu"]) as strategy:
+            model, optimizer = strategy.prepare(module, Averaging(module.parameters()))
+            if resumes:
+                strategy.load(tmp_path / "saved")
+            for step in steps:
+                x = torch.full((4, 3), 0.1 * step).to(torch.bfloat16)
+                strategy.step(lambda x: model(x).square().mean(), x)
+            if not resumes and len(steps) == 3:
+                strategy.save(tmp_path / "saved")
+            assert optimizer.state[module.weight]["average"].dtype == torch.float32
+            assert optimizer.state[module.weight]["seen"].dtype == torch.long
+            return [p.detach().clone() for p in module.parameters()]
+
+    expected = run(range(6), resumes=False)
+    run(range(3), resumes=False)
+    for own, theirs in zip(run(range(3, 6), resumes=True), expected, strict=True):
+        assert torch.equal(own, theirs)

@@ -502,3 +502,44 @@ def test_one_replica_is_the_module_itself() -> None:
         model = strategy.prepare(raw)
         assert model.body is raw.body and model.body[0] is raw.body[0] and model.training_step == raw.training_step
         assert raw._compiled_call_impl is None and not raw._forward_pre_hooks
+
+
+class Momentum(nn.Module):
+    """Forward lets a second encoder follow the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 1), nn.Linear(3, 1).requires_grad_(False)
+        self.writes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.second.weight.mul_(0.9).add_(self.first.weight, alpha=0.1)
+        return self.first(x) - self.second(x)
+
+
+def test_a_parameter_that_replicas_of_one_memory_write_in_a_step_is_an_error() -> None:
+    module = Momentum()
+    x = torch.ones(4, 3)
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.first.parameters(), lr=0.1))
+        with pytest.raises(muster.InvalidArgument, match=r"'second\.weight' was written in the step.*2 replicas"):
+            strategy.step(lambda x: model(x).square().mean(), x)
+        model.writes = False
+        before = module.first.weight.detach().clone()
+        strategy.step(lambda x: model(x).square().mean(), x)
+        assert not torch.equal(module.first.weight, before)
+    with muster.MirroredStrategy(["cpu"]) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.first.parameters(), lr=0.1))
+        model.writes = True
+        strategy.step(lambda x: model(x).square().mean(), x)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_rows_that_forward_renormalises_are_no_error(kind: Any) -> None:
+    module = kind(8, 4, max_norm=0.5)
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for _ in range(2):
+            strategy.step(lambda ids: model(ids).square().mean(), torch.arange(8).view(4, 2))

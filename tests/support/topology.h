@@ -5,7 +5,7 @@
 
 namespace muster::testing {
 
-/// Worker `rank` of `n` with as many CPU replicas each.
+/// Worker `rank` of `n` with as many CPU replicas each, which have of one another what is played.
 inline Topology replicas_each(int rank, int n, int replicas) {
   Topology topology;
   topology.num_workers = n;
@@ -14,6 +14,7 @@ inline Topology replicas_each(int rank, int n, int replicas) {
   topology.first_replica = rank * replicas;
   topology.replicas_of_worker.assign(static_cast<size_t>(n), replicas);
   topology.devices.assign(static_cast<size_t>(replicas), c10::Device(c10::kCPU));
+  topology.access = access_between(topology.devices);
   return topology;
 }
 

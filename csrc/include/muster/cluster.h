@@ -21,6 +21,9 @@ struct Cluster {
   std::vector<std::string> servers = {};
   /// Allows traffic between hosts without a job secret.
   bool insecure = false;
+  /// What tells this job from others that meet at the same address, whose workers may have other ranks there: equal on
+  /// its workers, and of no other job. Empty: the n-th job of each worker at an address is one job.
+  std::string meeting = "";
   /// True when the launcher (torchrun) already hosts a store at `address`; otherwise rank 0 hosts it.
   bool store_is_hosted = false;
   /// Which launcher described the job: "torchrun", "slurm", "openmpi", "arguments" or "none".

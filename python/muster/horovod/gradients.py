@@ -71,6 +71,7 @@ class Reductions:
         self._hooks: dict[Tensor, Any] = {}
         self._came: Counter[Tensor] = Counter()
         self._under_way: dict[int, tuple[Callable[[], None], list[Tensor | None]]] = {}
+        self._left: list[Callable[[], None]] = []  # waits for what was under way when a step was interrupted
         for group in groups:
             self.add(group)
         weakref.finalize(self, _remove, self._hooks)
@@ -98,10 +99,15 @@ class Reductions:
         """Counts `passes` anew (None: as many as before), when what is under way has ended, well or not."""
         self._passes = self._passes if passes is None else passes
         self._came.clear()
-        while self._under_way:
-            _, (wait, _) = self._under_way.popitem()
-            with contextlib.suppress(HorovodInternalError):
-                wait()
+        self._left += [wait for wait, _ in self._under_way.values()]
+        self._under_way.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        while self._left:
+            with contextlib.suppress(Exception):  # nobody wants the results
+                self._left[-1]()
+            self._left.pop()
 
     def _release(self, parameter: Tensor) -> None:
         self.restart()
@@ -120,7 +126,8 @@ class Reductions:
 
     def finish(self) -> None:
         """Reduces what is not under way too, waits for all, and counts anew. Raises AssertionError where another tensor
-        has become a parameter's gradient meanwhile."""
+        has become a parameter's gradient meanwhile. What interrupts a wait (Ctrl-C) comes out at once, and drops the
+        gradients."""
         for number in range(len(self._groups)):
             if number not in self._under_way:
                 self._reduce(number)
@@ -132,15 +139,31 @@ class Reductions:
         ]
         try:
             while self._under_way:
-                wait, _ = self._under_way.pop(next(iter(self._under_way)))
-                wait()
-        finally:
+                number = next(iter(self._under_way))
+                self._under_way[number][0]()
+                del self._under_way[number]
+        except HorovodInternalError:
+            del self._under_way[number]
             self.restart()
+            raise
+        except BaseException:
+            self._leave()
+            raise
+        self.restart()
         if replaced:
             raise AssertionError(
                 f"the gradients of {', '.join(replaced)} were replaced while they were reduced; call synchronize() "
                 "before what changes gradients, and step() within optimizer.skip_synchronize()"
             )
+
+    def _leave(self) -> None:
+        """Lets go of the gradients, which operations under way may still write into. The next reduction comes after
+        these."""
+        self._left += [wait for wait, _ in self._under_way.values()]
+        self._under_way.clear()
+        self._came.clear()
+        for parameter in self._group_of:
+            parameter.grad = None
 
     def check_is_idle(self) -> None:
         """Raises AssertionError between the first backward pass of a step and the step."""
@@ -151,6 +174,8 @@ class Reductions:
             )
 
     def _reduce(self, number: int) -> None:
+        if self._left:
+            self._settle()
         group = self._groups[number]
         wait = self._begin([self._names[parameter] for parameter in group], group)
         self._under_way[number] = wait, [parameter.grad for parameter in group]

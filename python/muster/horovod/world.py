@@ -80,7 +80,8 @@ def find_cluster(comm: Any) -> _C.Cluster:
         return cluster
     if ranks[0] != 0:
         raise InvalidArgument(f"init(comm={ranks}): rank 0, where the others meet, must be one of them")
-    return _C.Cluster(ranks.index(cluster.rank), len(ranks), cluster.address, cluster.local_rank)
+    place = ranks.index(cluster.rank), len(ranks), cluster.address, cluster.local_rank
+    return _C.Cluster(*place, meeting=f"ranks {ranks}")
 
 
 def _of_horovodrun() -> _C.Cluster | None:

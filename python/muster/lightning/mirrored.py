@@ -98,6 +98,7 @@ class MirroredStrategy(ConvertedLayers, OneProcess, SingleDeviceStrategy):
         """One step over the replicas. Its loss is the mean, whose backward adds the mean gradients to ``.grad``."""
         assert self._steps is not None
         batch, *rest = (*args, *kwargs.values())
+        self._steps.check(batch)
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None

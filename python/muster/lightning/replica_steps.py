@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +14,11 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from muster.attributes import SHARED_TYPES
-from muster.batch import rows
+from muster.batch import agreeing_rows, is_column, is_sequence, members, rows
 from muster.errors import InvalidArgument, NonFinite
 from muster.lightning.replica_writes import ReplicaWrites, refuse_what_one_replica_keeps
 from muster.per_replica import PerReplica
@@ -96,6 +97,12 @@ class ReplicaSteps:
     def _is_divided(self) -> bool:
         return len(self._strategy.devices) > 1
 
+    def check(self, batch: Any) -> None:
+        """Raises InvalidArgument for a `batch` of the Trainer's loaders of which parts would not be of its samples."""
+        if self._is_divided:
+            trainer = self._module.trainer
+            _check_batch(batch, trainer.train_dataloader, is_last=trainer.is_last_batch)
+
     def step(self, batch: Any, rest: Sequence[Any], scale: float = 1.0, weight: float | None = None) -> Outcome | None:
         """One call of ``training_step(part, *rest)`` on each replica's part of `batch`. Losses are multiplied by
         `scale`; parts count as their samples, or as `weight`. None where training_step returned None.
@@ -125,6 +132,9 @@ class ReplicaSteps:
                     "parts, or return a loss that is 0 (of 0 * output, say)"
                 ) from None
             result = None
+        except InvalidArgument:
+            self._check_writes(sorted(parts))  # whose words are Lightning's
+            raise
         self._check_writes(sorted(parts))
         if result is None:
             return None
@@ -134,7 +144,7 @@ class ReplicaSteps:
                 "comes from with Trainer(detect_anomaly=True) and strategy='muster_ddp'"
             )
         own = [parts[number] for number in sorted(parts)]
-        for logged in _merged(own):
+        for logged in _merged(own, _usual_rows(self._module.trainer.train_dataloader)):
             self._module.log(**logged)
         outputs = [part.output for part in own]
         loss = result.loss if self._is_divided else _loss_of(outputs[0]).detach()
@@ -188,13 +198,52 @@ def check_module(module: pl.LightningModule, precision: Precision, name: str, nu
         )
 
 
+def _usual_rows(loader: Any) -> int | None:
+    """Samples of a full batch of a DataLoader; None where it does not say."""
+    if not isinstance(loader, DataLoader):
+        return None
+    size = getattr(loader, "batch_size", None) or getattr(loader.batch_sampler, "batch_size", None)
+    if not isinstance(size, int):
+        return None
+    return min(size, len(loader.dataset)) if isinstance(loader.dataset, Sized) else size
+
+
+def _check_batch(batch: Any, loaders: Any, *, is_last: bool) -> None:
+    several = members(loaders)
+    if several is None:
+        num_rows = _usual_rows(loaders)
+        may_be_short = is_last and not (isinstance(loaders.dataset, Sized) and len(loaders) == 1)
+        if num_rows is not None and not may_be_short:
+            _refuse_samples(batch, num_rows, "the batch")
+        return
+    of_each = [] if members(batch) is None else [agreeing_rows(member) for _, member in members(batch) or ()]
+    if len(of_each) == len(several) and len(set(of_each)) > 1 and None not in of_each:
+        raise InvalidArgument(
+            f"the batches of {len(several)} loaders have {of_each} samples, and a step divides them alike; give all "
+            "loaders one batch_size and drop_last=True, or use strategy='muster_ddp'"
+        )
+
+
+def _refuse_samples(node: Any, num_rows: int, path: str) -> None:
+    if is_sequence(node) and len(node) == num_rows > 1 and not is_column(node):
+        rows_of_items = {agreeing_rows(item) for item in node}
+        if num_rows not in rows_of_items:
+            raise InvalidArgument(
+                f"{path} is a {type(node).__name__} of {num_rows} items, one for each sample it seems, and a step "
+                "divides tensors, along their first dimension; stack or pad them in the loader's collate_fn, or use "
+                "strategy='muster_ddp'"
+            )
+    for step, member in members(node) or ():
+        _refuse_samples(member, num_rows, path + step)
+
+
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 
 def _loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if output is None:
-        raise _NoLoss
+        raise _NoLoss("training_step returned None, to skip the batch")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise InvalidArgument(
             f"training_step returned {type(output).__name__}; return the loss as a tensor of one element, a dict that "
@@ -213,8 +262,8 @@ def _joined(outputs: Sequence[Any], loss: Tensor) -> Any:
     return {"loss": loss, **{name: PerReplica([output[name] for output in outputs]) for name in others}}
 
 
-def _merged(parts: Sequence[_Part]) -> list[dict[str, Any]]:
-    """What to log for what all replicas logged."""
+def _merged(parts: Sequence[_Part], usual_rows: int | None) -> list[dict[str, Any]]:
+    """What to log for what all replicas logged. `usual_rows`: samples of a batch of the loader's."""
     if len(parts) == 1:
         return parts[0].logged
     first, *others = ([call["name"] for call in part.logged] for part in parts)
@@ -224,10 +273,10 @@ def _merged(parts: Sequence[_Part]) -> list[dict[str, Any]]:
                 f"replicas logged other names in one training_step: {first}, and {names}; log the same names for every "
                 "part of a batch"
             )
-    return [_merged_call(calls, parts) for calls in zip(*(part.logged for part in parts), strict=True)]
+    return [_merged_call(calls, parts, usual_rows) for calls in zip(*(part.logged for part in parts), strict=True)]
 
 
-def _merged_call(calls: Sequence[dict[str, Any]], parts: Sequence[_Part]) -> dict[str, Any]:
+def _merged_call(calls: Sequence[dict[str, Any]], parts: Sequence[_Part], usual_rows: int | None) -> dict[str, Any]:
     name, given = calls[0]["name"], calls[0].get("reduce_fx", "mean")
     reduction = _NAMES_OF_FUNCTIONS.get(given, given if isinstance(given, str) else None)
     if reduction not in ("mean", "sum", "min", "max"):
@@ -242,8 +291,10 @@ def _merged_call(calls: Sequence[dict[str, Any]], parts: Sequence[_Part]) -> dic
         )
     values = torch.stack([torch.as_tensor(call["value"], dtype=torch.get_default_dtype()) for call in calls])
     num_rows, given_sizes = [part.num_rows for part in parts], [call.get("batch_size") for call in calls]
-    # One number for all parts that is not a part's own is of the whole batch.
-    is_of_batch = given_sizes[0] is not None and len(set(given_sizes)) == 1 and given_sizes != num_rows
+    # One number for all parts is of the whole batch where that has, or usually has, as many samples; 1 counts batches.
+    of_batch = {1, sum(num_rows), usual_rows}
+    is_one = given_sizes[0] is not None and len(set(given_sizes)) == 1
+    is_of_batch = is_one and given_sizes[0] in of_batch and given_sizes != num_rows
     sizes = [
         size if is_of_batch or not given_size else given_size
         for size, given_size in zip(num_rows, given_sizes, strict=True)

@@ -27,14 +27,39 @@ _NOT_USERS = FOLLOWED_OTHERWISE | vars(pl.LightningModule()).keys() | {"_hparams
 """Attributes that torch, with what torch.compile makes of a module, and Lightning write."""
 
 
+_SETTINGS = (str, bool, type(None), type, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """An object in an attribute, that was written."""
+
+    name: str
+    module: int
+    """Its number."""
+    path: tuple[Any, ...]
+    """In the module's attributes."""
+    value: Any
+    settings: dict[Any, Any] | None = None
+    """All that was written, where that is words and switches, which do not add up over parts (a model's configuration
+    that is completed in the first forward)."""
+
+    def are_alike(self, replicas: Sequence[ReplicaWrites]) -> bool:
+        """Whether these all have the settings."""
+        if self.settings is None:
+            return False
+        own = [attribute_at(vars(replica.modules[self.module]), self.path) for replica in replicas]
+        return all(isinstance(of_one, dict) and self.settings.items() <= of_one.items() for of_one in own)
+
+
 @dataclass
 class _Written:
     """What one call of training_step wrote to one replica's module."""
 
     attributes: list[str] = field(default_factory=list)
     """Those that are another object."""
-    contents: list[tuple[str, int, tuple[Any, ...], Any]] = field(default_factory=list)
-    """Those whose object was written: name, number of the module, path in its attributes, and what is there."""
+    contents: list[_Contents] = field(default_factory=list)
+    """Those whose object was written."""
     parameters: list[str] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -81,10 +106,10 @@ class ReplicaWrites:
 
     def end(self) -> None:
         """Notes what was written since `begin`."""
-        for number, path, changed, _, container in self._state.changes():
+        for number, path, changed, gone, container in self._state.changes():
             attributes = vars(self.modules[number])
             if path and attribute_at(attributes, path) is container:
-                self._note_contents(number, path, container)
+                self._note_contents(number, path, container, None if gone else changed)
             for name in () if path else changed or ():
                 before = self._tensors.get((number, name))
                 if name in _NOT_USERS:
@@ -107,8 +132,14 @@ class ReplicaWrites:
             if metric.update_count != count:
                 self.written.metrics.append(name)
 
-    def _note_contents(self, number: int, path: tuple[Any, ...], value: Any) -> None:
-        self.written.contents.append((f"{self._prefixes[number]}{path[0]}", number, path, value))
+    def _note_contents(
+        self, number: int, path: tuple[Any, ...], value: Any, changed: Sequence[Any] | None = None
+    ) -> None:
+        settings = {key: value[key] for key in changed} if changed is not None and isinstance(value, dict) else None
+        if settings is not None and not all(isinstance(setting, _SETTINGS) for setting in settings.values()):
+            settings = None
+        name = f"{self._prefixes[number]}{path[0]}"
+        self.written.contents.append(_Contents(name, number, path, value, settings))
 
 
 def refuse_what_one_replica_keeps(
@@ -129,14 +160,15 @@ def refuse_what_one_replica_keeps(
                 f"training_step wrote the parameter '{name}', and runs once for each of {len(everyone)} replicas; "
                 "write it in on_train_batch_end, which runs once for a batch, or use strategy='muster_ddp'"
             )
-        for name, number, path, value in replica.written.contents:
-            others = (other.modules[number] for other in everyone if other is not replica)
+        for written in replica.written.contents:
+            others = (other.modules[written.module] for other in everyone if other is not replica)
             # What cannot be copied is one object for all replicas: a logger, say.
-            if any(attribute_at(vars(other), path) is not value for other in others):
+            is_one = all(attribute_at(vars(other), written.path) is written.value for other in others)
+            if not is_one and not written.are_alike(replicas):
                 raise InvalidArgument(
-                    f"training_step wrote to {name}, of which each of {len(everyone)} replicas has its own, with its "
-                    "part of the batch; return it in training_step's dict, and collect what on_train_batch_end gets, "
-                    "or use strategy='muster_ddp'"
+                    f"training_step wrote to {written.name}, of which each of {len(everyone)} replicas has its own, "
+                    "with its part of the batch; return it in training_step's dict, and collect what "
+                    "on_train_batch_end gets, or use strategy='muster_ddp'"
                 )
     attributes = dict.fromkeys(name for replica in replicas for name in replica.written.attributes)
     counts = [replica.written.buffers for replica in replicas]

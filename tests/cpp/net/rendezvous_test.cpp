@@ -10,6 +10,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
 #include <vector>
 
 #include "cpp/catch.h"
@@ -45,6 +46,31 @@ TEST_CASE("workers meet in a store, again and again, each time a fresh one", "[n
             set_text(*store, "done/" + std::to_string(rank), "");
             if (rank == 0) get_texts(*store, {"done/1", "done/2"}, {"b", "c"}, Seconds(30));
           }
+        }) == "");
+}
+
+TEST_CASE("jobs of some of the workers, or with other ranks, meet at one address by their names", "[net]") {
+  const std::string address = free_address();
+  const std::vector<std::pair<std::string, std::vector<int>>> jobs = {
+      {"all", {0, 1, 2}}, {"two", {0, -1, 1}}, {"others", {0, 2, 1}}, {"two", {0, -1, 1}}, {"all", {0, 1, 2}}};
+  CHECK(run_processes(3, [&](int process) {
+          const auto meet = [&](const std::string& name, const std::vector<int>& ranks) {
+            const int rank = ranks[static_cast<size_t>(process)];
+            if (rank < 0) return;
+            const int size = name == "two" ? 2 : 3;
+            auto cluster = make_cluster(rank, size, address);
+            cluster.meeting = name;
+            const StorePtr store = open_store(cluster, Seconds(30));
+            MUSTER_CHECK(store->add("came", 1) <= size);  // a store of its own
+            set_text(*store, "from/" + std::to_string(rank), name);
+            const auto texts = get_texts(*store, {"from/0", "from/1"}, {"a", "b"}, Seconds(30));
+            MUSTER_CHECK(texts == std::vector<std::string>(2, name));
+          };
+          for (const auto& [name, ranks] : jobs) meet(name, ranks);
+          // The process of rank 0 hosts them all.
+          const StorePtr store = open_store(make_cluster(process, 3, address), Seconds(30));
+          set_text(*store, "done/" + std::to_string(process), "");
+          if (process == 0) get_texts(*store, {"done/1", "done/2"}, {"b", "c"}, Seconds(30));
         }) == "");
 }
 

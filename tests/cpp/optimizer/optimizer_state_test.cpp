@@ -7,6 +7,7 @@
 
 #include "cpp/catch.h"
 #include "muster/error.h"
+#include "optimizer/flat_optimizer.h"
 
 using namespace muster;
 
@@ -73,7 +74,7 @@ TEST_CASE("state moves to common memory once, the owner's values with it, and ba
   CHECK(state.standing(0).has_own_state);
   const std::vector<size_t> parameters{0, 1};
   const std::vector<size_t> num_states{2, 2};
-  const auto parts = state.common_parts(parameters, num_states, state.runs_for(1));
+  const auto parts = state.common_parts(parameters, num_states, state.runs_for(undivided(1)));
   REQUIRE(parts.size() == 1);
   const int64_t bytes = parts[0].bytes;
   CHECK(bytes == 2 * 448);  // of 100 floats, in multiples of 64 bytes
@@ -83,7 +84,7 @@ TEST_CASE("state moves to common memory once, the owner's values with it, and ba
   CHECK(moved[0].const_data_ptr() == memory.const_data_ptr());
   CHECK(state.tensor(0, 0).is_same(moved[0]));
   CHECK(state.tensor(0, 0).sum().item<double>() == 20 * 19.5);  // elements 10 to 29; another process has the others
-  CHECK(state.common_parts(parameters, num_states, state.runs_for(1)).empty());
+  CHECK(state.common_parts(parameters, num_states, state.runs_for(undivided(1))).empty());
   CHECK_FALSE(state.standing(0).has_own_state);
   state.leave_common(0);
   CHECK_FALSE(state.tensor(0, 0).is_same(moved[0]));
@@ -94,7 +95,7 @@ TEST_CASE("state moves to common memory once, the owner's values with it, and ba
 TEST_CASE("parts of common memory lie with those who own them", "[optimizer]") {
   constexpr auto kTile = static_cast<int64_t>(kernels::kTile);
   auto state = state_of({at::ones({3 * kTile}), at::ones({5}), at::ones({0}), at::ones({kTile})});
-  const auto runs = state.runs_for(2);
+  const auto runs = state.runs_for(undivided(2));
   const std::vector<size_t> all{0, 1, 2, 3};
   const auto parts = state.common_parts(all, {2, 2, 2, 2}, runs);
   const int64_t small = 64;
@@ -102,16 +103,30 @@ TEST_CASE("parts of common memory lie with those who own them", "[optimizer]") {
   CHECK((parts[0].share == 0 && parts[0].bytes == 2 * 3 * kTile * 4));
   CHECK((parts[1].share == 1 && parts[1].bytes == 2 * small + 2 * kTile * 4));
   // Each of the first parameter's two tensors is cut among three shares.
-  const auto cut = state.common_parts({0}, {2}, state.runs_for(5));
+  const auto cut = state.common_parts({0}, {2}, state.runs_for(undivided(5)));
   REQUIRE(cut.size() == 6);
   for (size_t i = 0; i < cut.size(); ++i) CHECK((cut[i].share == i % 3 && cut[i].bytes == kTile * 4));
   CHECK(state.common_parts({}, {}, runs).empty());
 }
 
+TEST_CASE("steps of SGD before it has momentum do not count for its first buffer", "[optimizer]") {
+  const auto w = at::ones({4}).requires_grad_();
+  const kernels::StepScalars one{.divisor = 1, .clip = 1, .norm = 0, .unit = 1, .finite = 1, .dropped = 0};
+  const auto groups = [](double momentum) {
+    return FlatGroups(std::vector<kernels::SgdGroup>{{0.125, momentum, 0.5, 0, false, false}});
+  };
+  FlatOptimizer sgd({{"w", w}}, groups(0));
+  for (int step = 0; step < 2; ++step) sgd.step({{at::ones({4}), {}}}, groups(0), &one, false);
+  sgd.step({{at::ones({4}), {}}}, groups(0.5), &one, false);
+  CHECK(sgd.state().tensor(0, 0).equal(at::ones({4})));  // undampened, as the first of all
+  sgd.step({{at::ones({4}), {}}}, groups(0.5), &one, false);
+  CHECK(sgd.state().tensor(0, 0).equal(at::ones({4})));
+}
+
 TEST_CASE("a shard keeps its run of each state tensor", "[optimizer]") {
   const std::vector<at::Tensor> parameters{at::ones({2 * static_cast<int64_t>(kernels::kTile)})};
   auto state = state_of(parameters, {1, 2});
-  CHECK(state.runs_for(2)[1][0].count == state.entry(0).run.count);
+  CHECK(state.runs_for(undivided(2))[1][0].count == state.entry(0).run.count);
   state.set(0, 0, at::arange(parameters[0].numel()));
   REQUIRE(state.tensor(0, 0).numel() == state.entry(0).run.count);
   CHECK(state.tensor(0, 0)[0].item<int64_t>() == state.entry(0).run.begin);
