@@ -199,7 +199,7 @@ class PreparedOptimizer:
         """Collective: every worker gets the chief's hyperparameters and state. Raises LayoutMismatch where optimizers
         differ."""
         core = self._core
-        text, leaves = structure.encode(self.optimizer.state_dict(), texts=True)
+        text, leaves = structure.encode(self.optimizer.state_dict(), texts=True, keeps_shared=True)
         texts = core.exchange_texts(f"{self._description()}\n{text}")
         (chiefs, _, description), *others = (text.partition("\n") for text in texts)
         self._compare([chiefs, *(theirs for theirs, _, _ in others)])

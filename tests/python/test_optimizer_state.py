@@ -462,3 +462,22 @@ def test_a_users_optimizer_resumes_with_its_state_as_it_was(tmp_path: Path) -> N
     run(range(3), resumes=False)
     for own, theirs in zip(run(range(3, 6), resumes=True), expected, strict=True):
         assert torch.equal(own, theirs)
+
+
+def shared_rate(strategy: muster.Strategy) -> tuple[bool, float]:
+    module = nn.Linear(3, 2)
+    rate = torch.tensor(0.5)
+    groups = [{"params": [p], "lr": rate} for p in module.parameters()]
+    model, optimizer = strategy.prepare(module, torch.optim.SGD(groups, lr=rate, foreach=False))
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for _ in range(3):
+        strategy.step(lambda x: model(x).square().mean(), part_of(strategy, torch.ones(4, 3)))
+        schedule.step(1.0)
+    one, other = (group["lr"] for group in optimizer.param_groups)
+    return one is other, float(one)
+
+
+def test_groups_that_share_a_learning_rate_share_it_on_all_workers(worker_job: Launcher) -> None:
+    first, second = worker_job(shared_rate)
+    assert first == second
+    assert first[0]

@@ -188,11 +188,11 @@ class Uncopyable(nn.Linear):
         raise TypeError("holds a lock")
 
 
-class HoldsALock(nn.Module):
+class HoldsMemory(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(4, 1)
-        self.lock = threading.Lock()
+        self.memory = memoryview(b"of C")  # which nothing copies
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)
@@ -200,16 +200,33 @@ class HoldsALock(nn.Module):
 
 def test_a_module_that_cannot_be_copied_comes_from_a_factory() -> None:
     with muster.MirroredStrategy(["cpu"] * 2) as strategy:
-        for module in (Uncopyable(4, 1), HoldsALock()):
+        for module in (Uncopyable(4, 1), HoldsMemory()):
             with pytest.raises(muster.InvalidArgument, match=f"{type(module).__name__} cannot be copied.*factory"):
                 strategy.prepare(module)
-        model = strategy.prepare(HoldsALock)
+        model = strategy.prepare(HoldsMemory)
         optimizer = strategy.prepare(sgd(model))
         before = model.inner.weight.detach().clone()
         assert strategy.step(lambda x: loss_of(model, x), X, optimizers=optimizer).stepped
         assert not torch.equal(before, model.module.inner.weight)
     with muster.MirroredStrategy(["cpu"]) as strategy:
         strategy.prepare(Uncopyable(4, 1))
+
+
+def test_locks_and_files_are_one_for_all_replicas(tmp_path: Path) -> None:
+    module = nn.Linear(4, 1)
+    with open(tmp_path / "file", "w") as file, muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        module.lock, module.held = threading.Lock(), {"file": file, "events": [threading.Event()]}  # type: ignore[assignment]
+        model = strategy.prepare(module)
+        strategy.prepare(sgd(model))
+        seen: list[Any] = []
+
+        def step(x: Tensor) -> Tensor:
+            seen.append((model.lock, model.held["file"], model.held["events"][0], model.held))
+            return loss_of(model, x)
+
+        strategy.step(step, X)
+        (first, other) = seen
+        assert [one is two for one, two in zip(first, other, strict=True)] == [True, True, True, False]
 
 
 def test_factories_that_build_different_modules_are_refused() -> None:

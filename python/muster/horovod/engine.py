@@ -227,7 +227,7 @@ class Engine:
 
 
 def _as_internal(error: Exception) -> HorovodInternalError:
-    text = str(error).partition("\n")[0]
+    text = str(error).partition("\n")[0].replace("raise `timeout`", "raise HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
     hint = "" if isinstance(error, InvalidArgument) else "; look at what the other ranks printed"
     internal = HorovodInternalError(f"communication with the other ranks failed: {type(error).__name__}: {text}{hint}")
     internal.__cause__ = error.with_traceback(None)  # whose frames would keep the transport
