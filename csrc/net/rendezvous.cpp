@@ -11,6 +11,7 @@
 #include <cstring>
 #include <exception>
 #include <filesystem>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -176,6 +177,30 @@ StorePtr host_tcp_store(const HostPort& at, c10d::TCPStoreOptions options) {
   }
 }
 
+// What a store asks when it connects may never be answered, where something else has the port: on a thread of its own,
+// which then stays.
+StorePtr connect_to_store(const Cluster& cluster, const HostPort& at, const c10d::TCPStoreOptions& options) {
+  const auto made = std::make_shared<std::promise<StorePtr>>();
+  auto store = made->get_future();
+  std::thread([made, host = at.host, options] {
+    try {
+      made->set_value(c10::make_intrusive<c10d::TCPStore>(host, options));
+    } catch (...) {
+      made->set_exception(std::current_exception());
+    }
+  }).detach();
+  const Clock::time_point deadline = Clock::now() + options.timeout;
+  while (guarded([&] {
+    call_wait_hook();
+    return store.wait_for(std::chrono::milliseconds(50)) != std::future_status::ready;
+  })) {
+    if (Clock::now() < deadline) continue;
+    throw_unreachable(cluster,
+                      "what listens there does not answer as a rendezvous does; another program may have the port");
+  }
+  return store.get();
+}
+
 StorePtr make_tcp_store(const Cluster& cluster, std::chrono::milliseconds timeout) {
   const HostPort at = split_address(cluster.address);
   c10d::TCPStoreOptions options;
@@ -186,7 +211,9 @@ StorePtr make_tcp_store(const Cluster& cluster, std::chrono::milliseconds timeou
   if (cluster.rank == 0 && !cluster.store_is_hosted) return host_tcp_store(at, options);
   guarded([&] { await_listener(cluster, at, timeout); });
   try {
-    return c10::make_intrusive<c10d::TCPStore>(at.host, options);
+    return connect_to_store(cluster, at, options);
+  } catch (const Error&) {
+    throw;
   } catch (const std::exception& e) {
     const std::string what = e.what();
     throw_unreachable(cluster, what.substr(0, what.find('\n')));

@@ -64,7 +64,10 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
   const bool joins = strategy_.core->session().groups().joins();
   std::optional<Found> found;
   const bool is_alone = joins || strategy_.core->session().topology().num_workers == 1;
-  together("load", joins, [&] { finish(); });
+  together("load", joins, [&] {
+    finish();
+    checkpoint::check_holds_snapshots(folder);
+  });
   auto snapshot = is_alone ? checkpoint::read_newest_snapshot(folder, checkpoint::Memory::of_file)
                            : read_newest_snapshot(strategy_.workers(), folder);
   together("load", joins, [&] {

@@ -8,6 +8,8 @@
 #include <map>
 #include <utility>
 
+#include "comm/wait_all.h"
+
 namespace muster {
 
 namespace {
@@ -54,7 +56,7 @@ class Broadcasting final : public Carrier {
   void copy(const at::Tensor& from, const std::vector<at::Tensor>& to) const override {
     std::vector<comm::Work> parts = {ranks_.front()->broadcast(from, 0)};
     for (size_t r = 1; r < ranks_.size(); ++r) parts.push_back(ranks_[r]->broadcast(to[r - 1], 0));
-    for (auto& part : parts) part.wait();
+    comm::wait_all(parts, ranks_.front()->device());
     for (const auto& target : to) target.unsafeGetTensorImpl()->bump_version();  // as copy_ does
   }
   std::vector<at::Tensor> move(const at::Tensor& from) const override {

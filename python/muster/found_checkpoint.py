@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from muster import saved_tree
-from muster.errors import CheckpointError
+from muster.checkpoint.reading import numbered
+from muster.errors import CheckpointError, InvalidArgument
 from muster.saved_layout import check_content, check_format, with_all_parts
 
-__all__ = ["Found", "found_in"]
+__all__ = ["Found", "check_holds_checkpoints", "check_is_path", "found_in"]
 
 
 @dataclass(frozen=True)
@@ -39,3 +41,26 @@ def found_in(tensors: dict[str, Tensor], metadata: dict[str, str | int | float],
     except CheckpointError as error:
         raise CheckpointError(f"'{place}' cannot be loaded: {error}") from error
     return Found(tensors, document, place.name, content, str(metadata.get("muster.lineage", "")))
+
+
+def check_is_path(call: str, folder: str | os.PathLike[str]) -> None:
+    """Raises InvalidArgument for what `call` cannot take for the path of a folder."""
+    path = os.fspath(folder)
+    if not path:
+        raise InvalidArgument(f"{call}() was given an empty path; name the folder of the checkpoints")
+    if "://" in path:
+        raise InvalidArgument(
+            f"{call}({path!r}): checkpoints are in folders; mount the storage, and give the path there"
+        )
+
+
+def check_holds_checkpoints(folder: str | os.PathLike[str]) -> None:
+    """Raises InvalidArgument for the path of one checkpoint, which would be taken for a folder without any."""
+    path = Path(folder)
+    # os.path's, which are False where the folder cannot be looked into: that is said where it is read.
+    is_short = path.name.isdigit() and os.path.isdir(path.parent / numbered(int(path.name)))
+    if (is_short and not os.path.exists(path)) or os.path.exists(path / "manifest.json"):
+        raise InvalidArgument(
+            f"'{path}' is one checkpoint, and load() takes the newest one of a folder: give it '{path.parent}', or, to "
+            "begin with this one, another folder with a copy of it"
+        )

@@ -198,7 +198,7 @@ class Loader(Generic[BatchT_co]):
         self.epoch, self._to_skip, self._loaded = cast(int, epoch), cast(int, batches), streams
         self._persistent = None
         self._num_loads += 1
-        self._generators.load_state_dict(state, goes_on=self._to_skip > 0)
+        self._generators.load_state_dict(state, skipped=self._to_skip)
 
     def check_place(self, state: Mapping[str, Any]) -> StreamStates | None:
         """The states of readers in `state`, which `state_dict` gave; None where none are needed. Raises InvalidArgument
@@ -212,7 +212,7 @@ class Loader(Generic[BatchT_co]):
         return StreamStates.loaded(saved, self._num_readers)
 
     @property
-    def extent(self) -> dict[str, int | None]:
+    def extent(self) -> dict[str, int | str | None]:
         """In what its place is counted, as all workers say; nothing where each has data of its own."""
         return {} if self._sharded else extent_of(self._loader)
 
@@ -312,7 +312,8 @@ class Loader(Generic[BatchT_co]):
         if self._under_way:
             self._epoch += 1
         self._under_way = True
-        self._generators.begin_pass(draws_anew=self._to_skip > 0)
+        self._generators.ask_for_pass()
+        draws_anew = self._to_skip > 0
         self._streams = self._next_streams()
         self._resume = [] if self._loaded is None else self._loaded.to_resume()
         self._loaded = None
@@ -321,7 +322,7 @@ class Loader(Generic[BatchT_co]):
         self.progress.at_end = False
         epoch, position = self._epoch, self._position
         seed = epoch_seed(self._host.seed, self._index, epoch)
-        batches = self._begin_pass(seed)
+        batches = self._begin_pass(seed, draws_anew=draws_anew)
         # Data that is read by index passes over batches itself, and so do readers that have states.
         is_stream = isinstance(self._loader.dataset, IterableDataset) and not self._resume
         self._watch = None
@@ -333,7 +334,7 @@ class Loader(Generic[BatchT_co]):
                 num_readers=self._num_readers,
                 to_skip=position.num_yielded if is_stream else 0,
                 is_sharded=self._sharded,
-                begin=lambda: self._results(epoch, seed, batches),
+                begin=lambda: self._results(epoch, seed, batches, draws_anew=draws_anew),
                 note_end=lambda at_end: self._note_end(position, at_end),
                 finish=lambda: self._finished(position),
                 check=partial(self._check_not_loaded, self._num_loads),
@@ -353,7 +354,7 @@ class Loader(Generic[BatchT_co]):
         if self._position is position:
             self.progress.at_end = at_end
 
-    def _begin_pass(self, seed: int) -> DealtBatches | SharedBatches | None:
+    def _begin_pass(self, seed: int, *, draws_anew: bool) -> DealtBatches | SharedBatches | None:
         """None where this worker has its parts of the batches for itself."""
         self.progress.last_pass = None
         passes = self._host.passes
@@ -361,14 +362,15 @@ class Loader(Generic[BatchT_co]):
             passes.leave_passes()
         if passes is None or self._sharded or isinstance(self._loader.dataset, IterableDataset):
             return None
+        if not passes.are_dealt and not is_read_by_index(self._loader):
+            return None
+        self._generators.begin_pass(draws_anew=draws_anew)
         all_batches = self._tasks.all_of(self._epoch, seed)
         if passes.are_dealt:
             whole = list(all_batches)
             dealt = passes.deal(self._index, self._epoch, len(whole))
             self.progress.last_pass = dealt
             return DealtBatches(dealt, whole, self._deal, are_ready=self._loader.batch_sampler is None)
-        if not is_read_by_index(self._loader):
-            return None
         batches = SharedBatches(all_batches)
         draw = weakref.WeakMethod(batches.draw)  # else it would keep the data, and itself, through the pass
         shared = passes.share(self._index, self._epoch, lambda: None if (drawn := draw()) is None else drawn())
@@ -383,8 +385,10 @@ class Loader(Generic[BatchT_co]):
         self._generators.note_workers(False)
 
     def _results(
-        self, epoch: int, seed: int, batches: DealtBatches | SharedBatches | None
+        self, epoch: int, seed: int, batches: DealtBatches | SharedBatches | None, *, draws_anew: bool
     ) -> Iterator[Parts | ReadBatch | Ended | Skipped]:
+        if batches is None:  # at the first batch, before which another loader may draw from the same generator
+            self._generators.begin_pass(draws_anew=draws_anew)
         self._iterations += 1
         self._tasks.current = Task(self._iterations, epoch, seed, resume=self._resume)
         self._tasks.batches = batches
@@ -397,7 +401,7 @@ class Loader(Generic[BatchT_co]):
             results = iter(self._new_loader(seed))
         if isinstance(self._loader.dataset, IterableDataset):
             self._generators.end_drawing_anew()
-        self._generators.note_drawn()
+        self._generators.end_beginning()
         return map(attrgetter("result"), results) if self._pins_memory else results
 
     def _new_loader(self, seed: int) -> DataLoader[Any]:

@@ -39,24 +39,35 @@ def check(loader: object, *, sharded: bool, alone: bool) -> None:
         )
 
 
-def extent_of(loader: DataLoader[Any]) -> dict[str, int | None]:
-    """In what a place within an epoch is counted: the samples in a batch, and in a data set that is read by index; None
-    where a loader does not tell."""
-    size = None
-    if not isinstance(loader.dataset, IterableDataset):
-        with contextlib.suppress(TypeError):
-            size = len(loader.dataset)  # type: ignore[arg-type]
-    return {"batch_size": loader.batch_size, "size": size}
+def extent_of(loader: DataLoader[Any]) -> dict[str, int | str | None]:
+    """In what a place within an epoch is counted: the samples in a batch; of a data set that is read by index its
+    samples and its samplers' classes, of a stream without states its readers; None where a loader does not tell."""
+    extent: dict[str, int | str | None] = {"batch_size": loader.batch_size, "size": None}
+    if isinstance(loader.dataset, IterableDataset):
+        if is_stateful_loader(loader):  # each of whose readers has a state of its own
+            return extent
+        return {**extent, "readers": max(1, loader.num_workers)}
+    with contextlib.suppress(TypeError):
+        extent["size"] = len(loader.dataset)  # type: ignore[arg-type]
+    return {**extent, "sampler": ", ".join(type(sampler).__name__ for sampler in samplers_of(loader))}
 
 
-def check_extent(extent: Mapping[str, int | None], state: Mapping[str, Any]) -> None:
+_WORDS = {
+    "batch_size": "batches of {}",
+    "size": "a data set of {}",
+    "readers": "{} DataLoader worker(s) that read a stream",
+    "sampler": "the order of {}",
+}
+
+
+def check_extent(extent: Mapping[str, int | str | None], state: Mapping[str, Any]) -> None:
     """Raises InvalidArgument where the saved state is of the middle of an epoch of other batches, or of other data."""
     if not state.get("batches") and not any(each["next"] for each in state.get("passes") or ()):
         return
-    for name, words in (("batch_size", "batches of"), ("size", "a data set of")):
+    for name, words in _WORDS.items():
         ours, theirs = extent.get(name), state.get(name)
         if ours is not None and theirs is not None and ours != theirs:
             raise InvalidArgument(
-                f"the state is of the middle of an epoch with {words} {theirs}, and now {ours}: samples would come "
-                "twice, or not at all; give the loader what it had, and other data or batches from an epoch's end on"
+                f"the state is of the middle of an epoch with {words.format(theirs)}, and now {ours}: samples would "
+                "come twice, or not at all; give the loader what it had, and others from an epoch's end on"
             )

@@ -15,7 +15,7 @@ from muster import _C, random_states, saved_loaders, saved_modules, saved_optimi
 from muster.collectives import Collectives
 from muster.errors import InvalidArgument, LayoutMismatch
 from muster.flat_state import giving_runs
-from muster.found_checkpoint import Found, found_in
+from muster.found_checkpoint import Found, check_holds_checkpoints, check_is_path, found_in
 from muster.loader_host import LoaderHost
 from muster.options import StrategyOptions, loss_scale_rule
 from muster.precision import LossScaler
@@ -86,6 +86,7 @@ class Saving:
             return
 
         def given() -> tuple[dict[str, Any], list[dict[str, Any]], str]:
+            check_is_path("save", folder)
             if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                 raise InvalidArgument(f"keep={keep!r}: it must be an int >= 1, or None, which keeps all checkpoints")
             described = {
@@ -199,6 +200,7 @@ class Saving:
         alone = joins or self._core.num_workers == 1
 
         def prepare() -> None:
+            check_is_path("load", folder)
             for name, given in state.items():
                 if not callable(getattr(given, "load_state_dict", None)):
                     raise InvalidArgument(
@@ -206,6 +208,7 @@ class Saving:
                         "in what load() returns: leave it out"
                     )
             self.writing.finish()
+            check_holds_checkpoints(folder)
 
         def compared() -> dict[str, Any]:
             saved = checkpoint.content or with_all_parts(saved_tree.decode(checkpoint.document, checkpoint.tensors))

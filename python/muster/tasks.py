@@ -40,11 +40,18 @@ class Capacities(Protocol):
 class Draws(Protocol):
     """Of `muster.loader_generators`."""
 
+    @property
+    def to_draw_anew(self) -> int:
+        """How often a pass that goes on asked its sampler until it was saved."""
+
+    def begin_drawing(self) -> None:
+        """The sampler is asked for the first time."""
+
     def note_drawn(self) -> None:
-        """The loader drew."""
+        """The sampler was asked for a batch, and may have drawn."""
 
     def end_drawing_anew(self) -> None:
-        """The pass has drawn what it had drawn when it was saved."""
+        """The pass has asked as often as it had when it was saved."""
 
 
 class _Numbers:
@@ -194,16 +201,22 @@ class Tasks:
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(task.epoch)
         stream = AgreedStream(task.seed)
+        self._draws.begin_drawing()
         with stream:
             indices: Iterator[Any] = iter(self._loader.sampler if batch_sampler is None else batch_sampler)
+            # All at once, so that no other loader draws from the same generator in between.
+            anew = [next(indices, _END) for _ in range(self._draws.to_draw_anew)]
+        if anew:
+            self._draws.end_drawing_anew()
         for number in count():
-            with stream:
-                index = next(indices, _END)
+            if number < len(anew):
+                index = anew[number]
+            else:
+                with stream:
+                    index = next(indices, _END)
+                self._draws.note_drawn()
             if index is _END:
                 return
-            if number + 1 == self.num_skipped:
-                self._draws.end_drawing_anew()
-            self._draws.note_drawn()
             if number >= num_skipped:
                 yield index
 

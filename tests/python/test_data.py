@@ -1107,6 +1107,54 @@ def test_loaders_that_share_a_generator_go_on_in_whatever_order_they_are_loaded(
     assert [_values(again[0]), _values(again[1]), _values(again[0])] == expected
 
 
+def _zipped(loaders: list[Loader[Any]], epochs: int) -> Iterator[str]:
+    for _ in range(epochs):
+        for batches in zip(*loaders, strict=True):
+            yield str(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize(("samples", "drop_last"), [(32, False), (30, False), (30, True)])
+@pytest.mark.parametrize("count", [1, 2])
+def test_passes_over_a_generator_of_ones_own_go_on_anywhere(
+    count: int, samples: int, drop_last: bool, workers: int
+) -> None:
+    def prepared() -> list[Loader[Any]]:
+        generator, job = torch.Generator().manual_seed(5), Job()
+
+        def make() -> DataLoader[Any]:
+            options: Any = {"shuffle": True, "drop_last": drop_last, "num_workers": workers}
+            return DataLoader(Numbers(samples), 8, generator=generator, **options)
+
+        return [job.prepare(make, index=index)[0] for index in range(count)]
+
+    expected = list(_zipped(prepared(), 3))
+    for stop in range(1, len(expected)):
+        loaders = prepared()
+        passing = _zipped(loaders, 3)
+        found = [next(passing) for _ in range(stop)]
+        again = prepared()
+        for loader, stopped in zip(again, loaders, strict=True):
+            loader.load_state_dict(stopped.state_dict())
+        found += _zipped(again, 3 - again[0].epoch)
+        assert found == expected, stop
+
+
+def test_a_place_within_an_epoch_is_of_one_order() -> None:
+    def state_of(make: Callable[[], DataLoader[Any]]) -> Any:
+        (loader,) = Job().prepare(make)
+        next(iter(loader))
+        return loader.state_dict()
+
+    (loader,) = Job().prepare(lambda: DataLoader(Numbers(23), 4))
+    with pytest.raises(InvalidArgument, match=r"the order of .*RandomSampler, and now .*SequentialSampler"):
+        loader.load_state_dict(state_of(lambda: DataLoader(Numbers(23), 4, shuffle=True)))
+    (stream,) = Job().prepare(lambda: DataLoader(Stream(23), 4, num_workers=1))
+    with pytest.raises(InvalidArgument, match=r"2 DataLoader worker\(s\) that read a stream, and now 1"):
+        stream.load_state_dict(state_of(lambda: DataLoader(Stream(23), 4, num_workers=2)))
+    stream.load_state_dict(state_of(lambda: DataLoader(Stream(23), 4)))
+
+
 def test_a_state_without_what_generators_had_when_it_was_saved_is_taken() -> None:
     (loader,) = Job().prepare(partial(_kinds()["own generator"], None))
     passing = iter(loader)
@@ -1199,7 +1247,7 @@ def test_batches_that_a_loader_passes_over_are_not_read() -> None:
 
 def test_the_state_of_an_epoch_that_ended_is_the_next_ones_begin() -> None:
     (loader,) = Job().prepare(partial(_kinds()["by index"], None))
-    data = {"batch_size": 4, "size": 23}
+    data = {"batch_size": 4, "size": 23, "sampler": "BatchSampler, RandomSampler"}
     assert loader.state_dict() == {"epoch": 0, "batches": 0, "generators": [], **data}
     for batch, _ in enumerate(loader):
         assert loader.state_dict()["batches"] == batch + 1

@@ -652,3 +652,21 @@ def test_what_is_signed_is_not_read_where_others_may_write_it(tmp_path: Path, mo
     snapshot = next((tmp_path / "runs").glob("snapshot-*"))
     tensors, _ = muster._C._checkpoint.read_snapshot(snapshot)
     assert tensors and _count_maps(snapshot) == 0
+
+
+def test_the_path_of_one_checkpoint_is_refused(tmp_path: Path) -> None:
+    module = nn.Linear(2, 1)
+    with muster.MirroredStrategy(["cpu"]) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        strategy.step(lambda x: model(x).sum(), torch.ones(2, 2))
+        strategy.save(tmp_path / "runs")
+        for place in ("snapshot-0000000001", "1"):
+            with pytest.raises(muster.InvalidArgument, match=r"is one checkpoint.*runs"):
+                strategy.load(tmp_path / "runs" / place)
+        assert strategy.load(tmp_path / "runs" / "2") is None
+        for path in ("", "s3://bucket/runs"):
+            with pytest.raises(muster.InvalidArgument):
+                strategy.save(path)
+            with pytest.raises(muster.InvalidArgument):
+                strategy.load(path)
+        assert strategy.load(tmp_path / "runs") is not None

@@ -135,6 +135,8 @@ def test_cpp_hands_on_what_it_does_not_know(programs: Path, tmp_path: Path) -> N
     for content in (before, after):
         # An object's state_dict is a value in C++. Torch's own generator is where each program has drawn to.
         content["state"] = {name: next(iter(kept.values())) for name, kept in content["state"].items()}
+    for loader in before["loaders"]:
+        del loader["sampler"]  # C++ has other classes
     assert_equal(after, before)
     train(tmp_path, 5, schedules=True)  # which finds its schedule's state
 

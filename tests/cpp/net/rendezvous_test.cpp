@@ -145,6 +145,23 @@ TEST_CASE("a port that another process listens at is refused, whatever this one 
   ::close(pipe[1]);
 }
 
+TEST_CASE("what listens at the address and says nothing is given up at the deadline", "[net]") {
+  const std::string address = free_address();
+  const int listener = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in at{};
+  at.sin_family = AF_INET;
+  at.sin_port = htons(static_cast<uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
+  at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  REQUIRE(::bind(listener, reinterpret_cast<sockaddr*>(&at), sizeof(at)) == 0);
+  REQUIRE(::listen(listener, 4) == 0);
+  const auto begun = std::chrono::steady_clock::now();
+  const auto text =
+      message_of<Timeout>([&] { open_store(make_cluster(1, 2, address), std::chrono::milliseconds(300)); });
+  CHECK(contains(text, "does not answer as a rendezvous"));
+  CHECK(std::chrono::steady_clock::now() - begun < Seconds(20));
+  ::close(listener);
+}
+
 TEST_CASE("a process hosts stores at one port of several interfaces", "[net]") {
   const std::string address = free_address();
   for (const std::string host : {"127.0.0.1", "127.0.0.2"}) {

@@ -488,6 +488,7 @@ TEST_CASE("what cannot be saved or loaded is said before anything is done", "[sa
   CHECK_THROWS_WITH(strategy.load(folder.path), ContainsSubstring("flush()"));
   small.step(strategy);
   strategy.save(folder.path);
+  CHECK_THROWS_WITH(strategy.load(folder.path / "snapshot-0000000001"), ContainsSubstring("is one checkpoint"));
   strategy.close();
   CHECK_THROWS_AS(strategy.save(folder.path), InvalidArgument);
 }
