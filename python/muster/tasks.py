@@ -205,16 +205,19 @@ class Tasks:
         with stream:
             indices: Iterator[Any] = iter(self._loader.sampler if batch_sampler is None else batch_sampler)
             # All at once, so that no other loader draws from the same generator in between.
-            anew = [next(indices, _END) for _ in range(self._draws.to_draw_anew)]
-        if anew:
+            num_anew = self._draws.to_draw_anew
+            asked = (next(indices, _END) for _ in range(num_anew))
+            ahead = [index for number, index in enumerate(asked) if number >= num_skipped]
+        if num_anew > 0:
             self._draws.end_drawing_anew()
-        for number in count():
-            if number < len(anew):
-                index = anew[number]
-            else:
-                with stream:
-                    index = next(indices, _END)
-                self._draws.note_drawn()
+        for index in ahead:
+            if index is _END:
+                return
+            yield index
+        for number in count(num_anew):
+            with stream:
+                index = next(indices, _END)
+            self._draws.note_drawn()
             if index is _END:
                 return
             if number >= num_skipped:
