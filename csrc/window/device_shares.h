@@ -7,7 +7,6 @@
 #include "job/topology.h"
 #include "muster/options.h"
 #include "optimizer/flat_optimizer.h"
-#include "optimizer/gradient_norm.h"
 #include "window/copy_check.h"
 #include "window/tail.h"
 #include "window/window_context.h"
