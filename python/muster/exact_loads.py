@@ -50,10 +50,13 @@ def _rounded(
         loaded = state.get(parameters[position], {})
         for name, given in values.items():
             rounded = loaded.get(name)
-            if not isinstance(given, Tensor) or not isinstance(rounded, Tensor) or given.dtype == rounded.dtype:
-                continue
-            if torch.equal(given.to(rounded), rounded):  # no hook of the load has changed it
+            if isinstance(given, Tensor) and isinstance(rounded, Tensor) and _is_converted(given, rounded):
                 yield id(rounded), (rounded, rounded._version, given)
+
+
+def _is_converted(given: Tensor, loaded: Tensor) -> bool:
+    """Whether it is of another dtype, and no hook of the load has changed it."""
+    return given.dtype != loaded.dtype and torch.equal(given.to(loaded), loaded)
 
 
 def _by_position(state_dict: dict[str, Any]) -> dict[int, Mapping[str, Any]]:
@@ -81,8 +84,7 @@ def load_exactly(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 def _as_given(given: Any, loaded: Any, of_torch: bool) -> Any:
     """What was `loaded`, but for what was converted."""
     if isinstance(given, Tensor) and isinstance(loaded, Tensor):
-        is_converted = given.dtype != loaded.dtype and torch.equal(given.to(loaded), loaded)
-        if not is_converted or (of_torch and given.dim() > 0 and given.is_floating_point()):
+        if not _is_converted(given, loaded) or (of_torch and given.dim() > 0 and given.is_floating_point()):
             return loaded
         return given.to(loaded.device, copy=True)
     if isinstance(given, str) and isinstance(loaded, str):

@@ -312,8 +312,7 @@ class Loader(Generic[BatchT_co]):
         if self._under_way:
             self._epoch += 1
         self._under_way = True
-        self._generators.ask_for_pass()
-        draws_anew = self._to_skip > 0
+        self._generators.begin_pass(draws_anew=self._to_skip > 0)
         self._streams = self._next_streams()
         self._resume = [] if self._loaded is None else self._loaded.to_resume()
         self._loaded = None
@@ -322,7 +321,7 @@ class Loader(Generic[BatchT_co]):
         self.progress.at_end = False
         epoch, position = self._epoch, self._position
         seed = epoch_seed(self._host.seed, self._index, epoch)
-        batches = self._begin_pass(seed, draws_anew=draws_anew)
+        batches = self._begin_pass(seed)
         # Data that is read by index passes over batches itself, and so do readers that have states.
         is_stream = isinstance(self._loader.dataset, IterableDataset) and not self._resume
         self._watch = None
@@ -334,7 +333,7 @@ class Loader(Generic[BatchT_co]):
                 num_readers=self._num_readers,
                 to_skip=position.num_yielded if is_stream else 0,
                 is_sharded=self._sharded,
-                begin=lambda: self._results(epoch, seed, batches, draws_anew=draws_anew),
+                begin=lambda: self._results(epoch, seed, batches),
                 note_end=lambda at_end: self._note_end(position, at_end),
                 finish=lambda: self._finished(position),
                 check=partial(self._check_not_loaded, self._num_loads),
@@ -354,7 +353,7 @@ class Loader(Generic[BatchT_co]):
         if self._position is position:
             self.progress.at_end = at_end
 
-    def _begin_pass(self, seed: int, *, draws_anew: bool) -> DealtBatches | SharedBatches | None:
+    def _begin_pass(self, seed: int) -> DealtBatches | SharedBatches | None:
         """None where this worker has its parts of the batches for itself."""
         self.progress.last_pass = None
         passes = self._host.passes
@@ -362,15 +361,14 @@ class Loader(Generic[BatchT_co]):
             passes.leave_passes()
         if passes is None or self._sharded or isinstance(self._loader.dataset, IterableDataset):
             return None
-        if not passes.are_dealt and not is_read_by_index(self._loader):
-            return None
-        self._generators.begin_pass(draws_anew=draws_anew)
         all_batches = self._tasks.all_of(self._epoch, seed)
         if passes.are_dealt:
             whole = list(all_batches)
             dealt = passes.deal(self._index, self._epoch, len(whole))
             self.progress.last_pass = dealt
             return DealtBatches(dealt, whole, self._deal, are_ready=self._loader.batch_sampler is None)
+        if not is_read_by_index(self._loader):
+            return None
         batches = SharedBatches(all_batches)
         draw = weakref.WeakMethod(batches.draw)  # else it would keep the data, and itself, through the pass
         shared = passes.share(self._index, self._epoch, lambda: None if (drawn := draw()) is None else drawn())
@@ -385,10 +383,8 @@ class Loader(Generic[BatchT_co]):
         self._generators.note_workers(False)
 
     def _results(
-        self, epoch: int, seed: int, batches: DealtBatches | SharedBatches | None, *, draws_anew: bool
+        self, epoch: int, seed: int, batches: DealtBatches | SharedBatches | None
     ) -> Iterator[Parts | ReadBatch | Ended | Skipped]:
-        if batches is None:  # at the first batch, before which another loader may draw from the same generator
-            self._generators.begin_pass(draws_anew=draws_anew)
         self._iterations += 1
         self._tasks.current = Task(self._iterations, epoch, seed, resume=self._resume)
         self._tasks.batches = batches

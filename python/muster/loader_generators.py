@@ -34,8 +34,6 @@ class LoaderGenerators:
         """The same, as of the beginning of the pass under way."""
         self._goes_on = False
         """Whether a loaded pass goes on next."""
-        self._is_asked_for = False
-        """Whether a pass is under way that has not begun."""
         self._began: list[Tensor] = []
         """As of the beginning of the pass under way, or of the one that goes on next."""
         self._first: list[Tensor] = []
@@ -55,21 +53,18 @@ class LoaderGenerators:
 
     def began(self, *, is_under_way: bool) -> list[Tensor]:
         """As of the beginning of the pass under way or of the loaded one that goes on next, if any, or else of now."""
-        return list(self._began) if self._has_begun(is_under_way) or self._goes_on else self.states()
+        return list(self._began) if is_under_way or self._goes_on else self.states()
 
     def state_dict(self, *, is_under_way: bool) -> dict[str, Any]:
         """For load_state_dict(): what a pass that goes on needs, or the next one."""
         state: dict[str, Any] = {_BEGAN: self.began(is_under_way=is_under_way)}
-        if self.all and (self._has_begun(is_under_way) or self._goes_on):
+        if self.all and (is_under_way or self._goes_on):
             state |= {_NOW: self.states(), _DRAWS: self._num_draws}
             if self._first:
                 state[_FIRST] = list(self._first)
         if self._keeps_workers:
-            state[_WORKERS] = self._had_workers if self._has_begun(is_under_way) else self._has_workers
+            state[_WORKERS] = self._had_workers if is_under_way else self._has_workers
         return state
-
-    def _has_begun(self, is_under_way: bool) -> bool:
-        return is_under_way and not self._is_asked_for
 
     def load_state_dict(self, state: Mapping[str, Any], *, skipped: int) -> None:
         """Takes what `fit` lets pass. `skipped`: batches of the middle of a pass."""
@@ -78,7 +73,6 @@ class LoaderGenerators:
         self._knows_others = _NOW in state
         self._set(list(state.get(_NOW, self._began)))
         self._goes_on = skipped > 0 or _NOW in state
-        self._is_asked_for = False
         self._num_draws = max(int(state.get(_DRAWS, skipped)), skipped)
         self._others = None
         self._has_workers = state.get(_WORKERS) is True
@@ -92,27 +86,20 @@ class LoaderGenerators:
     def forget(self) -> None:
         """Another epoch was asked for than the loaded one."""
         self._goes_on = False
-        self._is_asked_for = False
-
-    def ask_for_pass(self) -> None:
-        """A pass is made, which begins later."""
-        self._is_asked_for = True
 
     def begin_pass(self, *, draws_anew: bool) -> None:
         """A pass begins, before it draws anything. `draws_anew`: it is the loaded one, and `end_drawing_anew` is
         called."""
-        self._is_asked_for = False
         self._others = None
         self.to_draw_anew = self._num_draws if self._goes_on and draws_anew else 0
         if self._goes_on:
             self._others = self.states() if draws_anew and self._knows_others else None
             self._set(self._began)
         if not self.to_draw_anew:
-            self._first = []
+            self._first, self._num_draws = [], 0
         self._goes_on = False
         self._began = self.states()
         self._had_workers = self._has_workers
-        self._num_draws = 0
 
     def end_beginning(self) -> None:
         """The seed of the pass's DataLoader workers was drawn; where there are some, the sampler was asked, too."""
@@ -138,7 +125,7 @@ class LoaderGenerators:
         if self._others is not None:
             self._set(self._others)
         self._others = None
-        self._num_draws, self.to_draw_anew = self.to_draw_anew, 0
+        self.to_draw_anew = 0
 
     def of_workers(self, loader: DataLoader[Any]) -> torch.Generator | None:
         """What torch draws the seed of DataLoader workers from; None where the loader has none, or they had theirs."""

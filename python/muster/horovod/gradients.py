@@ -98,10 +98,14 @@ class Reductions:
     def restart(self, passes: int | None = None) -> None:
         """Counts `passes` anew (None: as many as before), when what is under way has ended, well or not."""
         self._passes = self._passes if passes is None else passes
+        self._set_aside()
+        self._settle()
+
+    def _set_aside(self) -> None:
+        """What is under way is no step's any more."""
         self._came.clear()
         self._left += [wait for wait, _ in self._under_way.values()]
         self._under_way.clear()
-        self._settle()
 
     def _settle(self) -> None:
         while self._left:
@@ -159,9 +163,7 @@ class Reductions:
     def _leave(self) -> None:
         """Lets go of the gradients, which operations under way may still write into. The next reduction comes after
         these."""
-        self._left += [wait for wait, _ in self._under_way.values()]
-        self._under_way.clear()
-        self._came.clear()
+        self._set_aside()
         for parameter in self._group_of:
             parameter.grad = None
 
@@ -174,8 +176,7 @@ class Reductions:
             )
 
     def _reduce(self, number: int) -> None:
-        if self._left:
-            self._settle()
+        self._settle()
         group = self._groups[number]
         wait = self._begin([self._names[parameter] for parameter in group], group)
         self._under_way[number] = wait, [parameter.grad for parameter in group]

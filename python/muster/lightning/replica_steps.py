@@ -216,7 +216,7 @@ def _check_batch(batch: Any, loaders: Any, *, is_last: bool) -> None:
         if num_rows is not None and not may_be_short:
             _refuse_samples(batch, num_rows, "the batch")
         return
-    of_each = [] if members(batch) is None else [agreeing_rows(member) for _, member in members(batch) or ()]
+    of_each = [agreeing_rows(member) for _, member in members(batch) or ()]
     if len(of_each) == len(several) and len(set(of_each)) > 1 and None not in of_each:
         raise InvalidArgument(
             f"the batches of {len(several)} loaders have {of_each} samples, and a step divides them alike; give all "
