@@ -1,6 +1,5 @@
 #include "strategy/step_writes.h"
 
-#include <algorithm>
 #include <string>
 
 #include "device/device.h"

@@ -225,11 +225,12 @@ void DeviceWindow::enqueue_norm(const Tail& tail, const at::Tensor& numbers, dou
 std::vector<DeviceNorm::Part> DeviceWindow::parts(const Tail& tail) const {
   const auto& [receivers, own] = context_.sums.division();
   const auto& topology = context_.topology;
+  const bool over_workers = receivers && topology.num_workers > 1;
+  const auto& shards = over_workers ? *receivers : *own;
   std::vector<DeviceNorm::Part> parts;
   for (size_t r = 0; r < topology.devices.size(); ++r) {
-    const bool over_workers = receivers && topology.num_workers > 1;
     const size_t rank = over_workers ? static_cast<size_t>(topology.first_replica) + r : r;
-    const auto& shard = (over_workers ? receivers : own)->at(rank);
+    const auto& shard = shards.at(rank);
     parts.push_back({topology.devices[r], context_.sums.dense(tail, r), context_.sums.runs_in(shard, tail, rank == 0)});
   }
   return parts;
