@@ -14,6 +14,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/interruptible.h"
+#include "checkpoint/asked_snapshot.h"
 #include "checkpoint/joint_snapshot.h"
 #include "checkpoint/saved_tree.h"
 #include "checkpoint/sha256.h"
@@ -96,21 +97,21 @@ void bind_saving(py::module_& m) {
           "tensors"_a, "metadata"_a, Release())
       .def("close", &CutWriting::close, Release());
   m.def(
-      "read_newest_snapshot",
-      [](const std::filesystem::path& folder, const std::shared_ptr<StrategyCore>& core)
+      "read_asked_snapshot",
+      [](const std::filesystem::path& path, const std::shared_ptr<StrategyCore>& core)
           -> std::optional<std::tuple<checkpoint::NamedTensors, checkpoint::Metadata, std::filesystem::path>> {
         std::optional<checkpoint::StoredSnapshot> snapshot;
         if (core) {
           const auto pass = core->session().enter();
-          snapshot = read_newest_snapshot(core->session().workers(), folder);
+          snapshot = read_asked_snapshot(core->session().workers(), path);
         } else {
-          snapshot = checkpoint::read_newest_snapshot(folder, checkpoint::Memory::of_file);
+          snapshot = checkpoint::read_asked_snapshot(path, checkpoint::Memory::of_file);
           if (snapshot) checkpoint::copy_what_is_kept(snapshot->tensors);
         }
         if (!snapshot) return std::nullopt;
         return std::tuple(std::move(snapshot->tensors), std::move(snapshot->metadata), std::move(snapshot->folder));
       },
-      "folder"_a, "core"_a = std::shared_ptr<StrategyCore>(), py::call_guard<Interruptible>());
+      "path"_a, "core"_a = std::shared_ptr<StrategyCore>(), py::call_guard<Interruptible>());
   m.def(
       "kept_metric",
       [](const std::filesystem::path& folder, const std::shared_ptr<StrategyCore>& core) {

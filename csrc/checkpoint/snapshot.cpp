@@ -245,14 +245,6 @@ CheckedSnapshot check_snapshot(const fs::path& folder) {
   return checked;
 }
 
-void check_holds_snapshots(const fs::path& folder) {
-  std::error_code ignored;
-  if (!fs::exists(folder / kManifest, ignored)) return;
-  throw InvalidArgument("'" + folder.string() +
-                        "' is one checkpoint, and load() takes the newest one of a folder: give " +
-                        "it the folder that this is in, or, to begin with this one, another folder with a copy of it");
-}
-
 bool read_newest_snapshot(const fs::path& folder, const std::function<void(SnapshotReader&)>& read, Memory memory) {
   const auto found =
       in_folder(folder, [&] { return fs::exists(folder) ? snapshots_in(folder) : std::map<int64_t, fs::path>(); });

@@ -167,9 +167,6 @@ void sign_snapshot(const std::filesystem::path& snapshot, const net::JobSecret& 
 /// Removes a snapshot at once: it is there whole or not at all. Throws CheckpointError where the system refuses.
 void remove_snapshot(const std::filesystem::path& snapshot);
 
-/// Throws InvalidArgument for the path of one snapshot, which would be taken for a folder without any.
-void check_holds_snapshots(const std::filesystem::path& folder);
-
 /// The newest good snapshot; nothing where there is none at all, or no folder. Each damaged one is named in a warning
 /// and passed over; throws CheckpointError if that leaves none.
 std::optional<StoredSnapshot> read_newest_snapshot(const std::filesystem::path& folder, Memory memory = Memory::own);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <charconv>
 #include <limits>
-#include <optional>
 
 #include "muster/error.h"
 
@@ -15,16 +14,6 @@ namespace fs = std::filesystem;
 
 constexpr size_t kDigits = 10;
 
-// Nothing for a name that name_of does not give.
-std::optional<int64_t> number_of(const fs::path& folder) {
-  const auto name = folder.filename().string();
-  if (!name.starts_with(kSnapshotPrefix)) return std::nullopt;
-  int64_t number = 0;
-  std::from_chars(name.data() + kSnapshotPrefix.size(), name.data() + name.size(), number);
-  if (number < 1 || name != name_of(number)) return std::nullopt;
-  return number;
-}
-
 }  // namespace
 
 std::string padded(int64_t number, size_t digits) {
@@ -33,6 +22,15 @@ std::string padded(int64_t number, size_t digits) {
 }
 
 std::string name_of(int64_t number) { return std::string(kSnapshotPrefix) + padded(number, kDigits); }
+
+std::optional<int64_t> number_of(const fs::path& snapshot) {
+  const auto name = snapshot.filename().string();
+  if (!name.starts_with(kSnapshotPrefix)) return std::nullopt;
+  int64_t number = 0;
+  std::from_chars(name.data() + kSnapshotPrefix.size(), name.data() + name.size(), number);
+  if (number < 1 || name != name_of(number)) return std::nullopt;
+  return number;
+}
 
 std::map<int64_t, fs::path> snapshots_in(const fs::path& folder) {
   std::map<int64_t, fs::path> found;

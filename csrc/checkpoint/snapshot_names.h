@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -16,6 +17,9 @@ std::string padded(int64_t number, size_t digits);
 
 /// That of a snapshot.
 std::string name_of(int64_t number);
+
+/// That of the snapshot whose folder this is, by its name; nothing for a name that name_of does not give.
+std::optional<int64_t> number_of(const std::filesystem::path& snapshot);
 
 /// The snapshots in a folder by number, ascending. Folders of names that no writer gives are none. Throws
 /// std::filesystem::filesystem_error.

@@ -6,6 +6,7 @@
 
 #include "checkpoint/snapshot.h"
 #include "checkpoint/snapshot_folder.h"
+#include "checkpoint/snapshot_names.h"
 #include "core/log.h"
 #include "muster/error.h"
 #include "strategy/kept_metric.h"
@@ -114,9 +115,12 @@ Checkpoints::Checkpoints(Strategy& strategy, const fs::path& folder, const Check
 
 Checkpoints::~Checkpoints() = default;
 
-std::optional<SavedState> Checkpoints::load() {
+std::optional<SavedState> Checkpoints::load(std::optional<int64_t> number) {
+  if (number && *number < 1) {
+    throw InvalidArgument("number=" + std::to_string(*number) + ": it must be at least 1, or empty for the newest");
+  }
   if (state_->folder.empty()) return std::nullopt;
-  auto found = state_->strategy.load(state_->folder);
+  auto found = state_->strategy.load(number ? state_->folder / checkpoint::name_of(*number) : state_->folder);
   state_->schedule.start_over();
   if (!found) return std::nullopt;
   state_->saved_at = state_->strategy.steps();

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "checkpoint/asked_snapshot.h"
 #include "checkpoint/parts_elsewhere.h"
 #include "checkpoint/saved_tree.h"
 #include "checkpoint/snapshot_folder.h"
@@ -216,10 +217,29 @@ class GatheredSnapshot {
   std::map<size_t, checkpoint::NamedTensors> tensors_;  // of this worker's shards
 };
 
+// Throws CheckpointError where nobody has anything of the one that was asked for.
+void leave_only_asked(const checkpoint::AskedSnapshot& asked, OfferedSnapshots& offered) {
+  std::set<int64_t> others;
+  const auto is_other = [&](int64_t number) {
+    if (number != asked.number) others.insert(number);
+    return number != asked.number;
+  };
+  std::erase_if(offered.in_order, [&](const OfferedSnapshot& snapshot) { return is_other(snapshot.number); });
+  std::erase_if(offered.parts, [&](const auto& part) { return is_other(part.first.first); });
+  if (offered.in_order.empty() && offered.parts.empty()) checkpoint::fail_without_number(asked, others);
+}
+
 }  // namespace
 
-std::optional<checkpoint::StoredSnapshot> read_newest_snapshot(comm::Communicator& workers, const fs::path& folder) {
-  const auto offered = offered_snapshots(workers, folder);
+std::optional<checkpoint::StoredSnapshot> read_asked_snapshot(comm::Communicator& workers, const fs::path& path) {
+  checkpoint::AskedSnapshot asked;
+  told_by_all(workers, "load", [&] {
+    asked = checkpoint::asked_snapshot(path);
+    return std::string();
+  });
+  const auto& folder = asked.folder;
+  auto offered = offered_snapshots(workers, folder);
+  if (asked.number) leave_only_asked(asked, offered);
   const bool is_chief = workers.rank() == 0;
   for (const auto& snapshot : offered.in_order) {
     if (snapshot.is_foreign) continue;
@@ -232,6 +252,9 @@ std::optional<checkpoint::StoredSnapshot> read_newest_snapshot(comm::Communicato
     return gathered.gather();
   }
   if (is_chief) warn_of_other_hosts(folder, offered, nullptr);
+  if (asked.number) {
+    throw CheckpointError("'" + path.string() + "' cannot be loaded; the chief's warnings say what is wrong with it");
+  }
   if (!offered.in_order.empty()) checkpoint::fail_without_good(folder);
   return std::nullopt;
 }

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <utility>
 
+#include "checkpoint/asked_snapshot.h"
 #include "checkpoint/saved_tree.h"
 #include "checkpoint/snapshot.h"
 #include "comm/text_exchange.h"
@@ -64,19 +65,16 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
   const bool joins = strategy_.core->session().groups().joins();
   std::optional<Found> found;
   const bool is_alone = joins || strategy_.core->session().topology().num_workers == 1;
-  together("load", joins, [&] {
-    finish();
-    checkpoint::check_holds_snapshots(folder);
-  });
-  auto snapshot = is_alone ? checkpoint::read_newest_snapshot(folder, checkpoint::Memory::of_file)
-                           : read_newest_snapshot(strategy_.workers(), folder);
+  together("load", joins, [&] { finish(); });
+  auto snapshot = is_alone ? checkpoint::read_asked_snapshot(folder, checkpoint::Memory::of_file)
+                           : read_asked_snapshot(strategy_.workers(), folder);
   together("load", joins, [&] {
     if (snapshot && is_alone) checkpoint::copy_what_is_kept(snapshot->tensors);
     if (snapshot) found = found_in(std::move(*snapshot), folder);
   });
   if (!joins) found = broadcast(std::move(found));
   if (!found) return std::nullopt;
-  const auto place = (folder / found->name).string();
+  const auto place = (checkpoint::asked_snapshot(folder).folder / found->name).string();
   try {
     auto saved = checkpoint::decode_tree(found->tree, place).get<Dict>();
     if (!joins) {  // else it has them from the servers, later ones

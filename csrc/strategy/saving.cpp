@@ -13,6 +13,7 @@
 
 #include "checkpoint/joint_snapshot.h"
 #include "checkpoint/saved_tree.h"
+#include "checkpoint/snapshot_names.h"
 #include "job/job_agreement.h"
 #include "muster/error.h"
 #include "strategy/collectives.h"
@@ -97,6 +98,10 @@ std::vector<std::string> Saving::told_by_all(const char* what, bool is_alone, co
 void Saving::save(const fs::path& folder, const SavedState& state, const SaveOptions& options) {
   check_callable("save");
   if (folder.empty()) throw InvalidArgument("save() was given an empty path; name a folder");
+  if (checkpoint::number_of(folder)) {
+    throw InvalidArgument("'" + folder.string() + "' is called as one checkpoint; give save() '" +
+                          folder.parent_path().string() + "'");
+  }
   if (options.keep && *options.keep < 1) {
     throw InvalidArgument("keep=" + std::to_string(*options.keep) + ": it must be at least 1, or empty to keep all");
   }

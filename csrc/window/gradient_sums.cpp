@@ -52,15 +52,10 @@ void GradientSums::build(const std::vector<int>& parameters, const Deliver& deli
   trainable_.clear();
   strides_.clear();
   for (int p : parameters) {
-    if (registry_.parameter(0, static_cast<size_t>(p)).requires_grad()) {
-      trainable_.push_back(p);
-      strides_.push_back(registry_.parameter(0, static_cast<size_t>(p)).strides().vec());
-      continue;
-    }
-    // A parameter that was frozen keeps no gradient for the optimizer to step from again.
-    for (size_t r = 0; r < num_replicas; ++r) {
-      registry_.parameter(r, static_cast<size_t>(p)).mutable_grad().reset();
-    }
+    const auto& parameter = registry_.parameter(0, static_cast<size_t>(p));
+    if (!parameter.requires_grad()) continue;
+    trainable_.push_back(p);
+    strides_.push_back(parameter.strides().vec());
   }
   if (trainable_.empty()) {
     throw InvalidArgument("none of the parameters to train has requires_grad; unfreeze one before step()");

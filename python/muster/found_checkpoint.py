@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from muster import saved_tree
-from muster.checkpoint.reading import numbered
+from muster.checkpoint import reading
 from muster.errors import CheckpointError, InvalidArgument
 from muster.saved_layout import check_content, check_format, with_all_parts
 
-__all__ = ["Found", "check_holds_checkpoints", "check_is_path", "found_in"]
+__all__ = ["Found", "check_is_path", "found_in"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,11 @@ class Found:
     """The document's value: what the checkpoint holds, by part; None where another rank decoded it."""
     lineage: str = ""
     """What it has in common with those that it goes on from; the chief's alone."""
+
+    def place(self, path: str | os.PathLike[str]) -> Path:
+        """Its folder, where `path` asked for it: by itself, or by the folder that it is in."""
+        asked = Path(path)
+        return asked if asked.name == self.name else asked / self.name
 
 
 def found_in(tensors: dict[str, Tensor], metadata: dict[str, str | int | float], place: Path) -> Found:
@@ -45,6 +50,8 @@ def found_in(tensors: dict[str, Tensor], metadata: dict[str, str | int | float],
 
 def check_is_path(call: str, folder: str | os.PathLike[str]) -> None:
     """Raises InvalidArgument for what `call` cannot take for the path of a folder."""
+    if not isinstance(folder, str | os.PathLike):
+        raise InvalidArgument(f"{call}() was given {folder!r}; give it the path of the checkpoints' folder")
     path = os.fspath(folder)
     if not path:
         raise InvalidArgument(f"{call}() was given an empty path; name the folder of the checkpoints")
@@ -52,15 +59,5 @@ def check_is_path(call: str, folder: str | os.PathLike[str]) -> None:
         raise InvalidArgument(
             f"{call}({path!r}): checkpoints are in folders; mount the storage, and give the path there"
         )
-
-
-def check_holds_checkpoints(folder: str | os.PathLike[str]) -> None:
-    """Raises InvalidArgument for the path of one checkpoint, which would be taken for a folder without any."""
-    path = Path(folder)
-    # os.path's, which are False where the folder cannot be looked into: that is said where it is read.
-    is_short = path.name.isdigit() and os.path.isdir(path.parent / numbered(int(path.name)))
-    if (is_short and not os.path.exists(path)) or os.path.exists(path / "manifest.json"):
-        raise InvalidArgument(
-            f"'{path}' is one checkpoint, and load() takes the newest one of a folder: give it '{path.parent}', or, to "
-            "begin with this one, another folder with a copy of it"
-        )
+    if call == "save" and reading.number_of(Path(path)) is not None:
+        raise InvalidArgument(f"'{path}' is called as one checkpoint; give save() '{Path(path).parent}'")

@@ -19,6 +19,9 @@ __all__ = ["copied", "decode", "encode", "encode_in_place"]
 
 _T = TypeVar("_T")
 
+_MAX_DEPTH = 200
+"""Of values in one another: what C++ reads, too."""
+
 
 def encode(value: object) -> tuple[str, dict[str, Tensor]]:
     """The document of a value, and its tensors, on the CPU and not copied where they are there already.
@@ -51,10 +54,18 @@ def copied(value: _T) -> _T:
     return cast(_T, tree_map_only(Tensor, Tensor.clone, value))
 
 
-def _described(value: object, path: str, tensors: dict[str, Tensor | _C.Run]) -> Any:
+def _described(value: object, path: str, tensors: dict[str, Tensor | _C.Run], depth: int = 1) -> Any:
+    if depth > _MAX_DEPTH:
+        raise InvalidArgument(
+            f"'{path[:80]}...' lies too deep for a checkpoint, or in itself; save at most {_MAX_DEPTH} values in one "
+            "another"
+        )
     if isinstance(value, (Tensor, _C.Run)):
         if isinstance(value, Tensor) and value.layout != torch.strided:
             raise InvalidArgument(f"'{path}' is a sparse tensor, which a checkpoint does not hold; make it dense")
+        # Elsewhere one stands in for a tensor that parameter servers write.
+        if isinstance(value, Tensor) and value.is_meta and path.startswith("state/"):
+            raise InvalidArgument(f"'{path}' is a tensor on the device meta, which has no values; materialize it")
         name = path
         while name in tensors:  # a key with a slash
             name += "'"
@@ -71,13 +82,16 @@ def _described(value: object, path: str, tensors: dict[str, Tensor | _C.Run]) ->
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": str(float(value))}
     if isinstance(value, (list, tuple)):
-        items = [_described(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
+        items = [_described(item, f"{path}/{i}", tensors, depth + 1) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, (str, int)) or isinstance(key, bool):
                 raise InvalidArgument(f"'{path}' has the key {key!r}; a checkpoint takes strings and integers as keys")
-        items = [[key, _described(item, f"{path}/{key}" if path else str(key), tensors)] for key, item in value.items()]
+        items = [
+            [key, _described(item, f"{path}/{key}" if path else str(key), tensors, depth + 1)]
+            for key, item in value.items()
+        ]
         if isinstance(value, Counter):
             return {"counter": items}
         return {"dict": dict(items)} if all(isinstance(key, str) for key in value) else {"items": items}

@@ -15,7 +15,7 @@ from muster import _C, random_states, saved_loaders, saved_modules, saved_optimi
 from muster.collectives import Collectives
 from muster.errors import InvalidArgument, LayoutMismatch
 from muster.flat_state import giving_runs
-from muster.found_checkpoint import Found, check_holds_checkpoints, check_is_path, found_in
+from muster.found_checkpoint import Found, check_is_path, found_in
 from muster.loader_host import LoaderHost
 from muster.options import StrategyOptions, loss_scale_rule
 from muster.precision import LossScaler
@@ -208,7 +208,6 @@ class Saving:
                         "in what load() returns: leave it out"
                     )
             self.writing.finish()
-            check_holds_checkpoints(folder)
 
         def compared() -> dict[str, Any]:
             saved = checkpoint.content or with_all_parts(saved_tree.decode(checkpoint.document, checkpoint.tensors))
@@ -218,7 +217,7 @@ class Saving:
                     saved["tables"] = self._tables.place(saved, self._preparation.modules)
                     self._compare(saved)
             except LayoutMismatch as error:
-                raise LayoutMismatch(f"'{Path(folder, checkpoint.name)}': {error}") from error
+                raise LayoutMismatch(f"'{checkpoint.place(folder)}': {error}") from error
             return saved
 
         def take() -> None:
@@ -241,12 +240,12 @@ class Saving:
             try:
                 self._take_optimizers(saved, take_objects_and_modules)
             except Exception as error:
-                error.add_note(f"while '{Path(folder, checkpoint.name)}' was loaded")
+                error.add_note(f"while '{checkpoint.place(folder)}' was loaded")
                 raise
             self._take(saved)
 
         self._together("load", prepare, alone=alone)
-        snapshot = _C.read_newest_snapshot(Path(folder), None if alone else self._core)
+        snapshot = _C.read_asked_snapshot(Path(folder), None if alone else self._core)
         found = self._together("load", lambda: snapshot and found_in(*snapshot), alone=alone)
         if not alone:
             found = self._tell(found)

@@ -92,12 +92,16 @@ class Checkpoints:
         self._known: dict[tuple[Path, tuple[int, ...] | None], tuple[float, str] | None] = {}
         """By checkpoints that best() looked at last, and the files of their manifests: what it has written there."""
 
-    def load(self) -> dict[str, Any] | None:
-        """As `Strategy.load` of the folder, with the objects of `state`: the values that were saved by name, or None
-        where there is no checkpoint. Collective, after prepare()."""
+    def load(self, number: int | None = None) -> dict[str, Any] | None:
+        """As `Strategy.load` of the folder, or of its checkpoint with this `number`, with the objects of `state`: the
+        values that were saved by name, or None where there is no checkpoint. Collective, after prepare(). Raises
+        InvalidArgument for what is no number of a checkpoint."""
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise InvalidArgument(f"number={number!r}: it must be an int >= 1, or None, for the newest checkpoint")
         if self._folder is None:
             return None
-        found = self._strategy._saving.load(self._folder, self._state)
+        asked = self._folder if number is None else self._folder / reading.numbered(number)
+        found = self._strategy._saving.load(asked, self._state)
         self._schedule.start_over()
         if found is not None:
             self._saved_at = self._strategy.steps

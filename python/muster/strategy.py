@@ -238,15 +238,16 @@ class Strategy:
         self._saving.save(folder, keep, state)
 
     def load(self, folder: str | os.PathLike[str], **state: Any) -> dict[str, Any] | None:
-        """Goes on from the newest good checkpoint in `folder`: everything prepared, and the objects `state`, by the
-        names that `save` was given, load it. Returns the values that were saved by name, and None where there is no
-        checkpoint.
+        """Goes on from the newest good checkpoint in `folder`, or from one that is named
+        (``FOLDER/snapshot-0000000007``): everything prepared, and the objects `state`, by the names that `save` was
+        given, load it. Returns the values that were saved by name, and None where a folder has no checkpoint.
 
         Collective, after prepare(); the chief reads, and is given what other workers' hosts have alone. The strategy
         and the number of replicas may be others than those that saved. With parameter servers before the first step; a
         worker that joins a running job loads `state` alone, from its own disk. Each damaged checkpoint is named in a
-        warning, and the one before it loaded. Raises CheckpointError where all are damaged, and on every rank
-        LayoutMismatch, before anything is loaded, where other objects are prepared than were saved.
+        warning, and the one before it loaded. Raises CheckpointError where all are damaged, or the one that is named
+        is, or is not there, and on every rank LayoutMismatch, before anything is loaded, where other objects are
+        prepared than were saved.
         """
         # Steps write what it makes, outside of a caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():

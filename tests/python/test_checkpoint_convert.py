@@ -127,6 +127,8 @@ def test_what_is_there_stays_and_what_cannot_be_is_said(original: tuple[Path, li
     ):
         code, _, error = run("convert", *sources, where)
         assert code == 1 and words in error and error.count("\n") == 1, error
+    code, _, error = run("convert", runs / "9", tmp_path / "b.pt")
+    assert code == 2 and "holds no checkpoint 9; it has 1, 2, 3" in error, error
     assert len(list(runs.glob("snapshot-*"))) == 3
 
 

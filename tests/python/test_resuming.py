@@ -113,7 +113,7 @@ def test_a_job_that_was_killed_goes_on_from_its_last_checkpoint(
     kind: str, uninterrupted: Parameters, tmp_path: Path
 ) -> None:
     assert train_as(kind, tmp_path, STEPS_PER_EPOCH + 4, "kill") is None
-    snapshot = muster._C.read_newest_snapshot(tmp_path)
+    snapshot = muster._C.read_asked_snapshot(tmp_path)
     assert snapshot is not None and snapshot[1]["steps"] == 15
     assert same(train_as(kind, tmp_path), uninterrupted)
 
@@ -185,7 +185,7 @@ def terminated(folder: Path) -> bool:
 
 def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
     assert run_ranks(2, terminated, tmp_path) == [True, True]
-    snapshot = muster._C.read_newest_snapshot(tmp_path)
+    snapshot = muster._C.read_asked_snapshot(tmp_path)
     assert snapshot is not None
     saved = saved_tree.decode(str(snapshot[1]["content"]), snapshot[0])
     (loader,) = saved["loaders"]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import muster
+from muster.checkpoint import reading
 from support.ranks import run_ranks
 from support.saving import DATA, NAMES, Job, build, mirrored, same, saved_twice
 from support.servers import Servers, alone, on_servers
@@ -654,19 +655,78 @@ def test_what_is_signed_is_not_read_where_others_may_write_it(tmp_path: Path, mo
     assert tensors and _count_maps(snapshot) == 0
 
 
-def test_the_path_of_one_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_one_checkpoint_is_loaded_by_its_path_or_its_number(tmp_path: Path) -> None:
+    values = saved_twice(tmp_path)
+    for load in (
+        lambda job: job.strategy.load(tmp_path / NAMES["older"], schedule=job.schedule),
+        lambda job: job.strategy.load(f"{tmp_path}/{NAMES['older']}/", schedule=job.schedule),
+        lambda job: muster.Checkpoints(job.strategy, tmp_path, schedule=job.schedule).load(1),
+    ):
+        with mirrored(seed=2) as strategy:
+            job = Job(strategy)
+            assert load(job) == {} and strategy.steps == 1 and same(job.values(), values[0])
+    with mirrored(seed=2) as strategy:  # what is saved then is the newest
+        job = Job(strategy)
+        strategy.load(tmp_path / NAMES["older"], schedule=job.schedule)
+        job.train(2)
+        strategy.save(tmp_path)
+    assert [reading.number_of(path) for path in reading.folders_in(tmp_path)] == [1, 2, 3]
+
+
+def test_one_checkpoint_that_is_not_there_or_damaged_is_an_error(tmp_path: Path) -> None:
+    saved_twice(tmp_path)
+    with mirrored() as strategy:
+        checkpoints = muster.Checkpoints(strategy, tmp_path)
+        Job(strategy)
+        with pytest.raises(muster.CheckpointError, match=rf"no checkpoint.*{reading.numbered(7)}.*{NAMES['newest']}"):
+            checkpoints.load(7)
+        with pytest.raises(muster.CheckpointError, match="there is none at all"):
+            strategy.load(tmp_path / "elsewhere" / NAMES["older"])
+        for wrong in (0, True, "1"):
+            with pytest.raises(muster.InvalidArgument, match="number="):
+                checkpoints.load(wrong)  # type: ignore[arg-type]
+        with pytest.raises(muster.LayoutMismatch, match=rf"{NAMES['newest']}': "):
+            strategy.load(tmp_path / NAMES["newest"], other=build())
+        file = next((tmp_path / NAMES["newest"]).glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        with pytest.raises(muster.CheckpointError, match=rf"{NAMES['newest']}.*{file.name}"):
+            strategy.load(tmp_path / NAMES["newest"])
+
+
+def test_paths_that_are_neither_a_folder_nor_a_checkpoint_are_refused(tmp_path: Path) -> None:
     module = nn.Linear(2, 1)
     with muster.MirroredStrategy(["cpu"]) as strategy:
-        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
-        strategy.step(lambda x: model(x).sum(), torch.ones(2, 2))
+        strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
         strategy.save(tmp_path / "runs")
-        for place in ("snapshot-0000000001", "1"):
-            with pytest.raises(muster.InvalidArgument, match=r"is one checkpoint.*runs"):
-                strategy.load(tmp_path / "runs" / place)
+        with pytest.raises(muster.InvalidArgument, match=rf"short names.*{NAMES['older']}"):
+            strategy.load(tmp_path / "runs" / "1")
         assert strategy.load(tmp_path / "runs" / "2") is None
-        for path in ("", "s3://bucket/runs"):
+        (tmp_path / "runs" / NAMES["older"]).rename(tmp_path / "good")
+        with pytest.raises(muster.InvalidArgument, match="is one checkpoint, and not called as one"):
+            strategy.load(tmp_path / "good")
+        with pytest.raises(muster.InvalidArgument, match=r"is called as one checkpoint.*runs"):
+            strategy.save(tmp_path / "runs" / NAMES["newest"])
+        for path in ("", "s3://bucket/runs", None):
             with pytest.raises(muster.InvalidArgument):
-                strategy.save(path)
+                strategy.save(path)  # type: ignore[arg-type]
             with pytest.raises(muster.InvalidArgument):
-                strategy.load(path)
-        assert strategy.load(tmp_path / "runs") is not None
+                strategy.load(path)  # type: ignore[arg-type]
+
+
+def test_values_that_no_file_holds_are_named(tmp_path: Path) -> None:
+    ring: list[Any] = [1]
+    ring.append(ring)
+    deep: list[Any] = []
+    for _ in range(250):
+        deep = [deep]
+    with mirrored() as strategy:
+        with pytest.raises(muster.InvalidArgument, match=r"'state/ring/value/1/1/.*in itself"):
+            strategy.save(tmp_path, ring=ring)
+        with pytest.raises(muster.InvalidArgument, match=r"'state/deep/value/0/.*at most 200"):
+            strategy.save(tmp_path, deep=deep)
+        with pytest.raises(muster.InvalidArgument, match="'state/x/value/w' is a tensor on the device meta"):
+            strategy.save(tmp_path, x={"w": torch.empty(2, device="meta")})
+        for _ in range(60):
+            deep = deep[0]
+        strategy.save(tmp_path, deep=deep)
+        assert strategy.load(tmp_path) == {"deep": deep}

@@ -105,7 +105,7 @@ def test_a_table_that_changes_its_language_ends_with_the_same_bits(programs: Pat
 
 
 def content_of(folder: Path) -> Any:
-    found = _C.read_newest_snapshot(folder)
+    found = _C.read_asked_snapshot(folder)
     assert found is not None
     tensors, metadata, _ = found
     return saved_tree.decode(str(metadata["content"]), tensors)

@@ -80,6 +80,19 @@ def loaded(folder: Path, places: Sequence[int], **options: Any) -> tuple[list[by
         return job.bits(), job.strategy.steps
 
 
+def loaded_by_number(folder: Path, places: Sequence[int], number: int) -> tuple[list[bytes], int]:
+    job = job_on(folder, places)
+    with job.strategy:
+        job.strategy.load(job.folder / reading.numbered(number))
+        return job.bits(), job.strategy.steps
+
+
+def error_of_loading(folder: Path, places: Sequence[int], number: int) -> str:
+    with pytest.raises(muster.CheckpointError) as raised:
+        loaded_by_number(folder, places, number)
+    return str(raised.value)
+
+
 def loaded_and_said(folder: Path, places: Sequence[int]) -> tuple[list[bytes], int, list[str]]:
     """And what the log warns of."""
     warnings: list[str] = []
@@ -140,6 +153,20 @@ def saved_and_loaded(folder: Path, places: Sequence[int]) -> bool:
         bits = [job.train(steps).save().bits() for steps in (1, 2)][-1]
         job.train(3)
         return job.strategy.load(job.folder) == {"note": 2} and job.bits() == bits
+
+
+@pytest.mark.parametrize("chiefs_host", [0, 1])
+def test_one_checkpoint_is_loaded_of_hosts_that_have_newer_ones(chiefs_host: int, tmp_path: Path) -> None:
+    places = (0, 1)
+    written = run_ranks(2, saved, tmp_path, places)[0]
+    now = (chiefs_host, 1 - chiefs_host)
+    for bits, steps in run_ranks(2, loaded_by_number, tmp_path, now, 1):
+        assert steps == 1 and bits == written[0]
+    next((tmp_path / "host-1" / FIRST).glob("*.safetensors")).unlink()
+    for error in run_ranks(2, error_of_loading, tmp_path, now, 1):
+        assert FIRST in error and SECOND not in error
+    for error in run_ranks(2, error_of_loading, tmp_path, now, 3):
+        assert "there is no checkpoint" in error and THIRD in error and SECOND in error
 
 
 def test_hosts_on_a_network_of_their_own(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_where_the_number_of_workers_is_another_they_are_left_alone(worker_job: 
 
 def rewritten(folder: Path, change: Any) -> None:
     """Another checkpoint in the folder, whose document `change` has changed."""
-    found = _C.read_newest_snapshot(folder)
+    found = _C.read_asked_snapshot(folder)
     assert found is not None
     content = saved_tree.decode(str(found[1]["content"]), found[0])
     change(content)

@@ -174,7 +174,7 @@ def check_folder(folder: Path, saved: int, *, grows: bool = True) -> None:
     assert not grows or steps == sorted(steps)
     assert (steps[-1] if steps else 0) >= saved - EVERY, (steps, saved)
     if paths:
-        tensors, metadata, _ = _C.read_newest_snapshot(folder) or ({}, {}, folder)
+        tensors, metadata, _ = _C.read_asked_snapshot(folder) or ({}, {}, folder)
         assert saved_tree.decode(str(metadata["content"]), tensors)["strategy"]["steps"] == steps[-1]
 
 

@@ -47,8 +47,8 @@ class Checkpoints {
   Checkpoints(const Checkpoints&) = delete;
   Checkpoints& operator=(const Checkpoints&) = delete;
 
-  /// As Strategy::load of the folder. Collective, after prepare().
-  std::optional<SavedState> load();
+  /// As Strategy::load of the folder, or of its checkpoint with this `number`. Collective, after prepare().
+  std::optional<SavedState> load(std::optional<int64_t> number = {});
 
   /// Saves where that is due, and where Strategy::stopping has turned true; returns whether it has, so that the loop is
   /// left. `result` is what the step, or flush(), returned; `values` are saved with it, and load() returns them. A

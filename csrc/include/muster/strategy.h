@@ -269,11 +269,12 @@ class Strategy {
   /// CheckpointError for a folder that cannot be used; on all workers.
   void save(const std::filesystem::path& folder, const SavedState& state = {}, const SaveOptions& options = {});
 
-  /// Goes on from the newest good checkpoint in `folder`, of any strategy, in C++ or Python; returns the `state` that
-  /// was saved, empty where there is none. Hosts need what they alone wrote. Prepare what was prepared then, in the
-  /// same order, before; with parameter servers load before the first step. Collective, but in a worker that joins a
-  /// running job, whose state the servers have. Throws LayoutMismatch naming the first difference, before anything is
-  /// loaded, and CheckpointError where no checkpoint is good.
+  /// Goes on from the newest good checkpoint in `folder`, or from one that is named ("FOLDER/snapshot-0000000007"),
+  /// of any strategy, in C++ or Python; returns the `state` that was saved, empty where a folder has none. Hosts need
+  /// what they alone wrote. Prepare what was prepared then, in the same order, before; with parameter servers load
+  /// before the first step. Collective, but in a worker that joins a running job, whose state the servers have.
+  /// Throws LayoutMismatch naming the first difference, before anything is loaded, and CheckpointError where no
+  /// checkpoint is good, and where the one that is named is not, or is not there.
   std::optional<SavedState> load(const std::filesystem::path& folder);
 
   /// Who takes part and how, in plain words.

@@ -148,7 +148,7 @@ void ServerCore::configure(Session& session, const Configure& request) {
                             "; give all workers the servers in one order, and each server its own folder");
     } else if (begins && is_anew) {
       former = give_up(request);
-      gives_up = true;
+      gives_up = !former.shard->members().empty();
     }
     if (request.coming == Coming::returns) take_up_job(session, request);
     if (begins) {

@@ -27,6 +27,7 @@ __all__ = [
     "folders_in",
     "model_state",
     "module_in",
+    "number_of",
     "numbered",
     "numbered_in",
     "optimizer_state",
@@ -58,7 +59,7 @@ class Checkpoint:
     @property
     def number(self) -> int | None:
         """None where its folder was renamed."""
-        return _number_of(self.folder)
+        return number_of(self.folder)
 
     @property
     def kind(self) -> str:
@@ -110,7 +111,7 @@ def folders_in(path: str | os.PathLike[str]) -> list[Path]:
     """
     path = Path(path)
     if path.is_dir():
-        if _number_of(path) is not None or (path / "manifest.json").exists():
+        if number_of(path) is not None or (path / "manifest.json").exists():
             return [path]
         found = numbered_in(path)
         if found:
@@ -125,7 +126,7 @@ def folders_in(path: str | os.PathLike[str]) -> list[Path]:
         short = path.parent / numbered(int(path.name))
         if short.is_dir():
             return [short]
-        there = [str(_number_of(each)) for each in numbered_in(path.parent)]
+        there = [str(number_of(each)) for each in numbered_in(path.parent)]
         if there:
             raise NoCheckpoint(f"'{path.parent}' holds no checkpoint {path.name}; it has {_some(there)}")
     raise NoCheckpoint(f"'{path}' is no folder; give the folder that strategy.save() wrote to")
@@ -135,7 +136,7 @@ def numbered_in(folder: Path) -> list[Path]:
     """The folders of the checkpoints in a folder, by number, the newest last; none where there is no such folder."""
     if not folder.is_dir():
         return []
-    found = [(number, each) for each in folder.iterdir() if (number := _number_of(each)) is not None]
+    found = [(number, each) for each in folder.iterdir() if (number := number_of(each)) is not None]
     return [each for _, each in sorted(found)]
 
 
@@ -225,8 +226,8 @@ def _one(parts: Mapping[str, Any], what: str, number: int, path: str | os.PathLi
     return there[number]
 
 
-def _number_of(folder: Path) -> int | None:
-    """None for a name that `numbered` does not give."""
+def number_of(folder: Path) -> int | None:
+    """That of the checkpoint whose folder this is, by its name; None for a name that `numbered` does not give."""
     match = _NAME.fullmatch(folder.name)
     number = 0 if match is None else int(match[1])
     return number if 0 < number < 1 << 63 and folder.name == numbered(number) else None

@@ -212,3 +212,22 @@ TEST_CASE("a job that goes on from a checkpoint is of its lineage, and another o
   CHECK(other != first);
   CHECK(lineage_after(true) == other);
 }
+
+TEST_CASE("one checkpoint is loaded by its number, and by its path", "[saving]") {
+  const Folder folder;
+  run_either([&](Strategy& strategy) {
+    Small small(strategy);
+    Checkpoints checkpoints(strategy, folder.path, {.every = 1});
+    for (int i = 0; i < 3; ++i) MUSTER_CHECK(!checkpoints.after_step(small.step(strategy), {{"number", i}}));
+    MUSTER_CHECK(checkpoints.load(2).value().at("number").get<int64_t>() == 1);
+    MUSTER_CHECK(strategy.steps() == 2);
+    MUSTER_CHECK(strategy.load(folder.path / "snapshot-0000000001/").has_value());
+    MUSTER_CHECK(strategy.steps() == 1);
+    MUSTER_CHECK(message_of<CheckpointError>([&] { checkpoints.load(7); }).find("snapshot-0000000007") !=
+                 std::string::npos);
+    MUSTER_CHECK(message_of<InvalidArgument>([&] { checkpoints.load(0); }).starts_with("number=0"));
+    MUSTER_CHECK(strategy.steps() == 1);
+    MUSTER_CHECK(checkpoints.load().has_value());
+    MUSTER_CHECK(strategy.steps() == 3);
+  });
+}

@@ -488,7 +488,8 @@ TEST_CASE("what cannot be saved or loaded is said before anything is done", "[sa
   CHECK_THROWS_WITH(strategy.load(folder.path), ContainsSubstring("flush()"));
   small.step(strategy);
   strategy.save(folder.path);
-  CHECK_THROWS_WITH(strategy.load(folder.path / "snapshot-0000000001"), ContainsSubstring("is one checkpoint"));
+  CHECK_THROWS_WITH(strategy.load(folder.path / "1"), ContainsSubstring("snapshot-0000000001"));
+  CHECK_THROWS_WITH(strategy.save(folder.path / "snapshot-0000000001"), ContainsSubstring("is called as one"));
   strategy.close();
   CHECK_THROWS_AS(strategy.save(folder.path), InvalidArgument);
 }
