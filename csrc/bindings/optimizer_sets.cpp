@@ -27,14 +27,16 @@ void bind_optimizer_sets(py::module_& m) {
       .def(py::init<std::shared_ptr<StrategyCore>>())
       .def(
           "set_of",
-          [](OptimizerSets& sets, std::vector<int> optimizers, const py::list& groups, const py::object& resolve) {
-            return sets.set_of({.optimizers = std::move(optimizers), .look = look_of(groups)}, [&] {
+          [](OptimizerSets& sets, std::vector<int> optimizers, const py::list& groups, const py::object& resolve,
+             bool may_share) {
+            const auto members_of = [&] {
               std::vector<OptimizerSets::Member> members;
               for (auto& [parameters, is_flat] : py::cast<std::vector<std::tuple<std::vector<int>, bool>>>(resolve())) {
                 members.push_back({std::move(parameters), is_flat});
               }
               return members;
-            });
+            };
+            return sets.set_of({.optimizers = std::move(optimizers), .look = look_of(groups)}, members_of, may_share);
           },
           "`groups`: the parameters of each group of all optimizers.\n"
           "`resolve` gives (registry indices of its parameters, whether it is flat) for each optimizer.")

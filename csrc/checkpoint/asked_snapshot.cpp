@@ -50,7 +50,8 @@ void fail_without_number(const AskedSnapshot& asked, const std::set<int64_t>& ot
   const auto there = others.empty() ? std::string("there is none at all")
                                     : "the last one there is '" + name_of(*others.rbegin()) + "', the first one '" +
                                           name_of(*others.begin()) + "'";
-  throw CheckpointError("there is no checkpoint '" + (asked.folder / name_of(asked.number.value())).string() + "'; " + there);
+  throw CheckpointError("there is no checkpoint '" + (asked.folder / name_of(asked.number.value())).string() + "'; " +
+                        there);
 }
 
 std::optional<StoredSnapshot> read_asked_snapshot(const fs::path& path, Memory memory) {

@@ -167,6 +167,13 @@ void GradientEngine::clear_gradients() noexcept {
   for (const auto& parameter : parameters()) parameter.tensor.mutable_grad().reset();
 }
 
+void GradientEngine::set_ignored(bool ignored, const std::vector<size_t>& left) {
+  ignored_ = ignored;
+  left_.clear();
+  if (!left.empty()) left_.resize(parameters().size());
+  for (const size_t p : left) left_[p] = true;
+}
+
 void GradientEngine::keep_error(std::exception_ptr error) noexcept {
   if (!error_) error_ = std::move(error);
 }
@@ -175,6 +182,7 @@ void GradientEngine::on_gradient(size_t p, const std::vector<at::Tensor>& handed
   const auto context = current_replica();
   if (!context || context->strategy != options_.strategy) return;
   if (!active_) {
+    if (ignored_ && !left_.empty() && left_[p]) return;
     parameters()[p].tensor.mutable_grad().reset();
     if (ignored_) return;
     if (context->is_in_run) {

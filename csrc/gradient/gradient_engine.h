@@ -129,8 +129,9 @@ class GradientEngine final : private comm::QueuedOperations {
   /// Local, after a collective that the others issued after their wait(): lets go of gradients that they read in place.
   void release_gradients() noexcept;
 
-  /// While true, gradients that arrive belong to a step of other optimizers and are dropped.
-  void set_ignored(bool ignored) noexcept { ignored_ = ignored; }
+  /// While true, gradients that arrive belong to a step of other optimizers, and are dropped, but for those of the
+  /// parameters `left`, which that step takes.
+  void set_ignored(bool ignored, const std::vector<size_t>& left = {});
 
   /// Makes `.grad` of every parameter undefined.
   void clear_gradients() noexcept;
@@ -232,6 +233,7 @@ class GradientEngine final : private comm::QueuedOperations {
   bool active_ = false;     // between begin and flush
   bool abandoned_ = false;  // the micro-batch
   bool ignored_ = false;
+  std::vector<bool> left_;  // while ignored, by parameter: another step takes its gradients; empty: of none
 };
 
 }  // namespace muster

@@ -1,5 +1,8 @@
 #include <algorithm>
 #include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -70,6 +73,27 @@ bool is_running(const server::Standing& standing, int rank) {
   return standing.started && std::any_of(standing.present.begin(), standing.present.end(), is_other);
 }
 
+// Where this process is a worker of servers that others run: a second strategy there would be taken for a worker that
+// comes back, and end the first one.
+struct Seats {
+  std::mutex mutex;
+  std::map<std::pair<std::string, int>, std::weak_ptr<const void>> taken;  // by first server and rank; guarded by mutex
+};
+
+std::shared_ptr<const void> take_seat(const Cluster& cluster) {
+  static Seats seats;
+  const std::lock_guard lock(seats.mutex);
+  auto& taken = seats.taken[{cluster.servers.front(), cluster.rank}];
+  if (!taken.expired()) {
+    throw InvalidArgument("this process has a strategy at the parameter server " + cluster.servers.front() +
+                          " already, as rank " + std::to_string(cluster.rank) +
+                          "; close() it before the next one, or give that servers of its own (MUSTER_SERVERS)");
+  }
+  const auto seat = std::make_shared<const char>();
+  taken = seat;
+  return seat;
+}
+
 // What server 0 says. A worker that was killed is present for a moment longer: who is there is asked twice.
 server::Standing standing_of(const Cluster& cluster, const ServerJob& job) {
   constexpr std::chrono::milliseconds kMoment{1'600};
@@ -110,7 +134,7 @@ void join_job(Groups& groups, ServerJob& job, const server::Standing& standing, 
   job.id = standing.job;
   job.token = standing.token;
   job.facts = server::decode<JobFacts>(standing.facts);
-  compare_options(job.facts.options, topology.rank, options);
+  compare_options("the running job", job.facts.options, "this worker", options);
   place_as_before(topology, job.facts);
   groups.prepare = comm::make_single();
   const auto reason =
@@ -153,6 +177,7 @@ Groups groups_with_servers(const Cluster& cluster, const ServerOptions& server_o
   groups.step = make_here();
   groups.workers = comm::make_single();
   auto& job = groups.servers.emplace(servers_of(cluster, server_options));
+  if (!cluster.servers.empty()) job.seat = take_seat(cluster);
   const auto standing = cluster.servers.empty() ? server::Standing() : standing_of(cluster, job);
   if (is_running(standing, cluster.rank) && !server_options.takeover) {
     join_job(groups, job, standing, topology, words);

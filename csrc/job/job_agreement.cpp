@@ -99,16 +99,16 @@ std::string in_words(const StrategyOptions& options) {
   return out.str();
 }
 
-void compare_options(const std::string& chiefs, int rank, const std::string& options) {
-  if (options == chiefs) return;
-  throw InvalidArgument("the ranks have different options: rank 0 has " + different_words(chiefs, options) + ", rank " +
-                        std::to_string(rank) + " has " + different_words(options, chiefs) +
-                        "; pass the same everywhere");
+void compare_options(const std::string& first, const std::string& its_options, const std::string& second,
+                     const std::string& options) {
+  if (options == its_options) return;
+  throw InvalidArgument("the ranks have different options: " + first + " has " + different_words(its_options, options) +
+                        ", " + second + " has " + different_words(options, its_options) + "; pass the same everywhere");
 }
 
 void compare_options(const std::string& options, comm::Communicator& workers) {
   const auto texts = exchange_texts(workers, options);
-  for (size_t r = 1; r < texts.size(); ++r) compare_options(texts[0], static_cast<int>(r), texts[r]);
+  for (size_t r = 1; r < texts.size(); ++r) compare_options("rank 0", texts[0], "rank " + std::to_string(r), texts[r]);
 }
 
 int64_t broadcast_number(comm::Communicator& workers, int64_t number) {

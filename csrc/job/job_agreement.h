@@ -17,8 +17,9 @@ comm::Milliseconds timeout_of(const StrategyOptions& options);
 /// The options as words "name=value" with a space between, equal where the options are.
 std::string in_words(const StrategyOptions& options);
 
-/// Throws InvalidArgument with the words that differ, of rank 0 (the chief) and of `rank`.
-void compare_options(const std::string& chiefs, int rank, const std::string& options);
+/// Throws InvalidArgument with the words that differ, where `first` has `its_options` and `second` has `options`.
+void compare_options(const std::string& first, const std::string& its_options, const std::string& second,
+                     const std::string& options);
 
 /// Collective over workers. Throws InvalidArgument, on all alike, where a rank's words are not those of rank 0.
 void compare_options(const std::string& options, comm::Communicator& workers);

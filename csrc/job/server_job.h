@@ -28,6 +28,7 @@ struct ServerJob {
   std::vector<server::PassProgress> passes = {};  ///< from that, for the chief to start with
   ServerOptions options = {};
   std::shared_ptr<server::ParameterServer> embedded;  ///< where this process hosts one
+  std::shared_ptr<const void> seat = {};              ///< this process's at servers of others, until close()
 };
 
 }  // namespace muster

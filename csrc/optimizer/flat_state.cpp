@@ -9,7 +9,6 @@
 #include <numeric>
 #include <string>
 #include <type_traits>
-#include <unordered_set>
 #include <utility>
 
 #include "muster/error.h"
@@ -139,6 +138,10 @@ struct FlatAccess {
   static std::vector<at::Tensor>& loaded_masters(O& optimizer) {
     return optimizer.loaded_masters_;
   }
+  template <class O>
+  static std::shared_ptr<const void> life(const O& optimizer) {
+    return optimizer.life_;
+  }
 };
 
 std::shared_ptr<FlatState>* flat_state_of(Optimizer& optimizer) {
@@ -149,18 +152,11 @@ std::shared_ptr<FlatState>* flat_state_of(Optimizer& optimizer) {
   return state;
 }
 
-std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& parameters) {
-  std::vector<at::Tensor> once;
-  std::unordered_set<const c10::TensorImpl*> known;
-  for (const auto& parameter : parameters) {
-    if (known.insert(parameter.unsafeGetTensorImpl()).second) once.push_back(parameter);
-  }
-  return once;
-}
-
-std::vector<torch::optim::OptimizerParamGroup> each_once(std::vector<torch::optim::OptimizerParamGroup> groups) {
-  for (auto& group : groups) group.params() = each_once(group.params());
-  return groups;
+std::shared_ptr<const void> life_of(Optimizer& optimizer) {
+  std::shared_ptr<const void> life;
+  visit_kind(optimizer,
+             [&](auto kind) { life = FlatAccess::life(dynamic_cast<typename decltype(kind)::Optimizer&>(optimizer)); });
+  return life;
 }
 
 bool has_all(const FlatState& state, const Optimizer& optimizer) {

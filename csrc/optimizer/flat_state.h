@@ -32,6 +32,9 @@ struct FlatState {
 /// Where a flat optimizer keeps its FlatState; null for any other optimizer.
 std::shared_ptr<FlatState>* flat_state_of(torch::optim::Optimizer& optimizer);
 
+/// What ends with a flat optimizer; null for any other one.
+std::shared_ptr<const void> life_of(torch::optim::Optimizer& optimizer);
+
 /// Puts `state` in the place of the one that a flat optimizer has, if any. It takes over what is in
 /// `optimizer.state()`, and the master copies that were loaded, or that the one before has of the same parameters.
 /// Throws as follow_state.

@@ -165,7 +165,7 @@ void Saving::check(const Dict& saved) const {
                          "module " + std::to_string(i));
   }
   for (size_t i = 0; i < optimizers.size(); ++i) {
-    const auto& optimizer = *strategy_.optimizers[i];
+    const auto& optimizer = strategy_.optimizer(i);
     detail::check_optimizer(optimizer, detail::parameter_names(optimizer, strategy_.core->session().registry()),
                             optimizers[i].get<Dict>(), "optimizer " + std::to_string(i));
   }
@@ -191,7 +191,7 @@ void Saving::take(const Dict& saved) {
   std::vector<detail::OptimizerToLoad> optimizers;
   const auto& saved_optimizers = list_of(saved, "optimizers");
   for (size_t i = 0; i < saved_optimizers.size(); ++i) {
-    auto& optimizer = *strategy_.optimizers[i];
+    auto& optimizer = strategy_.optimizer(i);
     if (detail::flat_state_of(optimizer) != nullptr) strategy_.bind_flat(optimizer);
     auto names = detail::parameter_names(optimizer, core.session().registry());
     auto state = detail::with_names(saved_optimizers[i].get<Dict>(), names);

@@ -5,13 +5,13 @@
 
 namespace muster {
 
-int OptimizerSets::set_of(Choice choice, const Resolve& resolve) {
+int OptimizerSets::set_of(Choice choice, const Resolve& resolve, bool may_share) {
   auto known = find(choice);
   if (known == known_.end() || known->choice != choice) {
     const auto members = resolve();
     auto parameters = parameters_of(members);
     if (known == known_.end()) {
-      const int set = core_->sets().set_of(std::move(parameters));
+      const int set = core_->sets().set_of(std::move(parameters), may_share);
       known = known_.insert(known_.end(), Known{{}, set});
     } else {
       core_->sets().change_set(known->set, std::move(parameters));

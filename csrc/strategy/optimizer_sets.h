@@ -36,9 +36,9 @@ class OptimizerSets {
   explicit OptimizerSets(std::shared_ptr<StrategyCore> core) : core_(std::move(core)) {}
 
   /// The core's number of the set of these optimizers' parameters; of all parameters where there are no optimizers.
-  /// `resolve` gives the members of a choice that was not used before, or has another look since. Throws what it
-  /// throws, and as ParameterSets::set_of; the choice stays as it was then.
-  int set_of(Choice choice, const Resolve& resolve);
+  /// `resolve` gives the members of a choice that was not used before, or has another look since; `may_share`: as
+  /// ParameterSets::set_of. Throws what `resolve` throws, and as that; the choice stays as it was then.
+  int set_of(Choice choice, const Resolve& resolve, bool may_share = true);
 
   /// All sets, in the order of their first steps.
   std::vector<int> numbers() const;

@@ -14,6 +14,13 @@ namespace muster {
 
 namespace {
 
+// Those that both sets have.
+std::vector<int> shared_by(const std::vector<int>& some, const std::vector<int>& others) {
+  std::vector<int> shared;
+  std::set_intersection(some.begin(), some.end(), others.begin(), others.end(), std::back_inserter(shared));
+  return shared;
+}
+
 // The handles of the group, where it is of this process's replicas alone and each has a device of its own; else none.
 std::vector<comm::CommunicatorPtr> between_devices(const Session& session) {
   const auto& devices = session.topology().devices;
@@ -24,21 +31,19 @@ std::vector<comm::CommunicatorPtr> between_devices(const Session& session) {
 
 }  // namespace
 
-int ParameterSets::set_of(std::vector<int> parameters) {
+int ParameterSets::set_of(std::vector<int> parameters, bool may_share) {
   const auto pass = session_.enter();
   std::sort(parameters.begin(), parameters.end());
   parameters.erase(std::unique(parameters.begin(), parameters.end()), parameters.end());
   for (size_t s = 0; s < sets_.size(); ++s) {
     const auto& others = sets_[s]->parameters();
     if (others == parameters) return static_cast<int>(s);
-    std::vector<int> shared;
-    std::set_intersection(others.begin(), others.end(), parameters.begin(), parameters.end(),
-                          std::back_inserter(shared));
-    if (!shared.empty()) {
+    const auto shared = shared_by(others, parameters);
+    if (!shared.empty() && !may_share) {
       throw InvalidArgument(
           "parameter '" + session_.registry().name(static_cast<size_t>(shared.front())) +
-          "' is in two different sets of optimizers=; sets must be equal or disjoint: pass optimizers= "
-          "in every step, with the same groups");
+          "' is in two different sets of optimizers, and this step names none; say with optimizers= in every step "
+          "whose step it is");
     }
   }
   sets_.push_back(std::make_unique<ParameterSet>(session_.registry(), session_.topology(), session_.groups(),
@@ -80,8 +85,18 @@ const std::vector<size_t>& ParameterSets::outsiders() {
 
 ParameterSet& ParameterSets::begin_step(int set) {
   auto& begun = at(set);
+  for (const auto& known : sets_) {
+    if (known.get() == &begun) continue;
+    const auto shared = shared_by(known->parameters(), begun.parameters());
+    if (!shared.empty() && known->window_open()) {
+      throw InvalidArgument("parameter '" + session_.registry().name(static_cast<size_t>(shared.front())) +
+                            "' is in another set of optimizers= too, whose window of several micro-batches is open; "
+                            "close that first, with flush() say");
+    }
+    known->set_ignored(true, shared);
+  }
   session_.registry().follow_moves(/*copies_all=*/!begun.window_open(), between_devices(session_));
-  for (const auto& known : sets_) known->set_ignored(known.get() != &begun);
+  begun.set_ignored(false);
   return begun;
 }
 

@@ -17,8 +17,9 @@ class ParameterSets {
   explicit ParameterSets(Session& session) : session_(session) {}
 
   /// The set of exactly these parameters (registry indices, any order). Throws InvalidArgument if it shares parameters
-  /// with another set without being equal to it.
-  int set_of(std::vector<int> parameters);
+  /// with another set without being equal to it, unless `may_share`: such sets step in turns, between which no window
+  /// of theirs is open.
+  int set_of(std::vector<int> parameters, bool may_share = false);
   /// The parameters of a set changed (add_param_group): takes effect at its next window.
   void change_set(int set, std::vector<int> parameters);
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "core/log.h"
 #include "device/kernel_status.h"
 #include "job/make_groups.h"
 #include "muster/error.h"
@@ -59,10 +60,25 @@ Loss ReplicaCalls::call_in_precision(const StepCall& call, int local_replica) co
   return call.call(local_replica);
 }
 
-Loss ReplicaCalls::call_checked(const StepCall& call, int local_replica) const {
+Loss ReplicaCalls::call_checked(const StepCall& call, int local_replica) {
+  const auto r = static_cast<size_t>(local_replica);
   Loss loss = call_in_precision(call, local_replica);
-  if (call.rows[static_cast<size_t>(local_replica)] < 0 && !loss.weight && loss.reduction == Reduction::mean &&
-      (session_.topology().num_replicas > 1 || session_.options().accumulate > 1)) {
+  if (loss.weight && !loss.weight->defined()) loss.weight.reset();
+  if (loss.weight && loss.weight->numel() != 1) {
+    throw InvalidArgument("the weight of a Loss is a tensor of " + std::to_string(loss.weight->numel()) +
+                          " values; give it one: the samples that the loss is a mean over");
+  }
+  const bool is_averaged = !loss.weight && loss.reduction == Reduction::mean &&
+                           (session_.topology().num_replicas > 1 || session_.options().accumulate > 1);
+  if (!is_averaged) return loss;
+  if (!call.samples_left.empty() && call.samples_left[r] < call.rows[r] && !warned_of_samples_.exchange(true)) {
+    const auto rows = std::to_string(call.rows[r]);
+    const auto left = std::to_string(call.samples_left[r]);
+    log(LogLevel::warning, "a part of " + rows + " samples was read as " + left +
+                               " rows, and its mean loss counts as that of " + rows +
+                               " samples; where the data set left some out, set the Loss's weight to " + left);
+  }
+  if (call.rows[r] < 0) {
     throw InvalidArgument(
         "the number of samples in this part is unknown (its tensors' size(0) differ, or it has "
         "none), so its mean loss cannot be averaged; return Loss(value, weight=...)");

@@ -69,7 +69,7 @@ class ReplicaCalls {
   bool shares_casts() const;
   std::shared_ptr<ReplicaContext> make_context(int local_replica, uint64_t number);
   Loss call_in_precision(const StepCall& call, int local_replica) const;
-  Loss call_checked(const StepCall& call, int local_replica) const;
+  Loss call_checked(const StepCall& call, int local_replica);
   comm::Work end_scope(int local_replica, const ReplicaRun& outcome, bool is_empty);
   void await_end(comm::Work& end, ReplicaRun& outcome) const;
   void close_window(const MicroBatch& batch, int local_replica, const ReplicaRun& outcome);
@@ -78,6 +78,7 @@ class ReplicaCalls {
   Session& session_;
   std::vector<int64_t> rows_;  // of the running call, by local replica
   bool refuses_collectives_ = false;
+  std::atomic<bool> warned_of_samples_ = false;
   bool has_casts_ = false;  // a call left casts of parameters in torch's cache
 };
 

@@ -178,7 +178,7 @@ Dict SavedTables::state_of(const Embedding& embedding) const {
   const auto known = loaded_.find(parameter);
   Kinds kinds = known == loaded_.end() ? Kinds() : known->second;
   for (size_t i = 0; i < strategy_.optimizers.size(); ++i) {
-    auto& optimizer = *strategy_.optimizers[i];
+    auto& optimizer = strategy_.optimizer(i);
     const auto parameters = detail::parameters_of(optimizer);
     const bool has_it = std::any_of(parameters.begin(), parameters.end(),
                                     [&](const at::Tensor& each) { return each.is_same(embedding.weight); });

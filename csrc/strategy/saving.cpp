@@ -185,7 +185,7 @@ Dict Saving::content(const SavedState& state, const List& places, const at::Tens
   List optimizers;
   other_options_.resize(strategy_.optimizers.size());
   for (size_t i = 0; i < strategy_.optimizers.size(); ++i) {
-    auto& optimizer = *strategy_.optimizers[i];
+    auto& optimizer = strategy_.optimizer(i);
     const auto names = detail::parameter_names(optimizer, core.session().registry());
     optimizers.emplace_back(
         detail::save_optimizer(optimizer, names, other_options_[i], core.session().workers(), divided));

@@ -18,6 +18,9 @@ struct StepCall {
   /// Samples of each local replica's part: 0 is an empty part, for which `call` is not called; negative: unknown, so
   /// that a loss averaged with others must carry its weight.
   std::vector<int64_t> rows;
+  /// What tensors of these parts have for samples where that is less: of a part that was read with some left out.
+  /// Empty: nobody looked.
+  std::vector<int64_t> samples_left = {};
   /// Samples that a part has on average where the loader that it comes from is not at its end; 0: unknown.
   double usual_rows = 0;
   /// The set that takes part, from ParameterSets::set_of.

@@ -7,25 +7,40 @@
 
 namespace muster {
 
-StepWrites::StepWrites(const ParameterRegistry& registry, const std::vector<c10::Device>& devices)
-    : registry_(registry) {
-  if (!share_memory(devices)) return;
-  for (const auto& parameter : registry.parameters().front()) {
-    versions_.push_back(static_cast<uint32_t>(parameter._version()));
-  }
+StepWrites::StepWrites(const ParameterRegistry& registry, const std::vector<c10::Device>& devices, bool are_compared)
+    : registry_(registry), is_shared_(share_memory(devices)), are_compared_(are_compared) {
+  if (!is_shared_ && !are_compared_) return;
+  for (const auto& parameter : registry.parameters().front()) before_.push_back(WriteTrace::of(parameter));
 }
 
 void StepWrites::check() const {
+  if (!is_shared_) return;
   const size_t replicas = registry_.parameters().size();
-  for (size_t p = 0; p < versions_.size(); ++p) {
-    const auto version = static_cast<uint32_t>(registry_.parameter(0, p)._version());
-    if (version == versions_[p] || registry_.expects_writes(p)) continue;
+  for (size_t p = 0; p < before_.size(); ++p) {
+    if (!was_written(p)) continue;
     throw InvalidArgument(
         "parameter '" + registry_.name(p) + "' was written in the step, which runs once for each of " +
         std::to_string(replicas) +
         " replicas that share its memory, so that it was written as often, and while others read it; "
         "write it between steps, or use MultiWorkerMirroredStrategy, with a process for each replica");
   }
+}
+
+std::vector<size_t> StepWrites::written() const {
+  std::vector<size_t> written;
+  if (!are_compared_) return written;
+  for (size_t p = 0; p < before_.size(); ++p) {
+    if (was_written(p)) written.push_back(p);
+  }
+  return written;
+}
+
+// Memory that a program has replaced is its replica's own.
+bool StepWrites::was_written(size_t p) const {
+  const auto now = WriteTrace::of(registry_.parameter(0, p));
+  const auto& before = before_[p];
+  if (now == before || registry_.expects_writes(p)) return false;
+  return now.version != before.version || now.memory == before.memory;
 }
 
 }  // namespace muster

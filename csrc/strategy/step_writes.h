@@ -3,27 +3,36 @@
 
 #include <c10/core/Device.h>
 
-#include <cstdint>
+#include <cstddef>
 #include <vector>
 
+#include "core/write_trace.h"
 #include "window/parameter_registry.h"
 
 namespace muster {
 
 /// A step function runs once for each of a process's replicas: what it writes to parameters in memory that they share,
-/// it would write as often, while others read there. Lives shorter than the registry.
+/// it would write as often, while others read there. What it writes on one worker, others may not. Lives shorter than
+/// the registry.
 class StepWrites {
  public:
-  /// Before a step on replicas of these devices. By the thread that steps.
-  StepWrites(const ParameterRegistry& registry, const std::vector<c10::Device>& devices);
+  /// Before a step on replicas of these devices; `are_compared`: by workers. By the thread that steps.
+  StepWrites(const ParameterRegistry& registry, const std::vector<c10::Device>& devices, bool are_compared);
 
-  /// After a replica's part of it, by the replica's thread. Throws InvalidArgument for a parameter that was written
-  /// since the step began, in ways that torch counts, unless forward is known to (ParameterRegistry::expect_writes).
+  /// After a replica's part of it, by the replica's thread. Throws InvalidArgument where replicas share memory, for a
+  /// parameter that was written since the step began, unless forward is known to (ParameterRegistry::expect_writes).
   void check() const;
 
+  /// Parameters that were, before anything is stepped; none where nobody compares them.
+  std::vector<size_t> written() const;
+
  private:
+  bool was_written(size_t parameter) const;
+
   const ParameterRegistry& registry_;
-  std::vector<uint32_t> versions_;  // by parameter; empty where replicas share no memory
+  const bool is_shared_;  // by replicas
+  const bool are_compared_;
+  std::vector<WriteTrace> before_;  // by parameter; empty where nobody asks
 };
 
 }  // namespace muster

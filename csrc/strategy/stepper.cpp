@@ -65,7 +65,7 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
   gradients_are_applied_ = false;
   const uint64_t number = session_.streams().begin_call();
   if (call.call) replicas_.set_rows(call.rows);
-  set.open_micro_batch(closing, call.steps_flat(), call.optimizers);
+  set.open_micro_batch(closing, call.steps_flat(), call.optimizers, sets_.outsiders());
   if (compares) set.agree_on(call.optimizers);
   if (set.servers() != nullptr) set.servers()->note_batches(call.batches);
   if (closing) prepare_report(set, number);
@@ -85,7 +85,8 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
 
   // Shared, so that tasks left behind by an interrupt stay valid.
   auto outcomes = std::make_shared<std::vector<ReplicaRun>>(devices.size());
-  const auto writes = std::make_shared<const StepWrites>(session_.registry(), devices);
+  const auto writes = std::make_shared<const StepWrites>(
+      session_.registry(), devices, session_.topology().num_workers > 1 && !session_.groups().servers);
   const MicroBatch batch{set, std::make_shared<const StepCall>(call), number, closing, writes, stop_requested_};
   const auto streams = current_streams(devices);
   try {
@@ -108,7 +109,9 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
                                   [](const ReplicaRun& outcome) { return outcome.error || outcome.transport; });
   if (failed) fail_set(set, call, closing, dropping, *outcomes, interrupt);
   if (session_.balancer() != nullptr && call.call) note_times(call, *outcomes);
+  const auto written = writes->written();
   StepResult result = closing ? end_window(set, call) : open_result(set);
+  for (const size_t p : written) session_.registry().doubt(p);  // the next window compares it
   if (dropping) set.drop_window();
   gradients_are_applied_ = true;
   if (interrupt) std::rethrow_exception(interrupt);

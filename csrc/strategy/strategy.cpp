@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/optim/lbfgs.h>
 
@@ -12,6 +13,7 @@
 
 #include "muster/error.h"
 #include "muster/sharded_embedding.h"
+#include "optimizer/flat_state.h"
 #include "strategy/collectives.h"
 #include "strategy/explain.h"
 #include "strategy/registration.h"
@@ -189,6 +191,7 @@ int Strategy::replica() const {
 }
 
 std::shared_ptr<torch::nn::Module> Strategy::clone(const torch::nn::Module& module) {
+  const c10::InferenceMode normal(false);  // whatever the caller's
   std::shared_ptr<torch::nn::Module> copy;
   try {
     copy = module.clone();
@@ -233,7 +236,11 @@ void Strategy::add_module(Modules replicas) {
 void Strategy::add_optimizer(torch::optim::Optimizer& optimizer) {
   check_outside_step(*state_->core, "prepare");
   auto& known = state_->optimizers;
-  if (std::find(known.begin(), known.end(), &optimizer) != known.end()) return;
+  const auto found = static_cast<size_t>(std::find(known.begin(), known.end(), &optimizer) - known.begin());
+  const auto life = detail::life_of(optimizer);
+  const bool is_known = found < known.size();
+  const auto is_same = [&](const auto& noted) { return noted ? life && noted->lock() == life : !life; };
+  if (is_known && is_same(state_->lives[found])) return;  // else it is where one was that is gone
   if (dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr) {
     throw InvalidArgument(
         "LBFGS evaluates the loss several times in a step, and a strategy has one gradient for it; use another "
@@ -246,7 +253,9 @@ void Strategy::add_optimizer(torch::optim::Optimizer& optimizer) {
   }
   state_->loaders.leave_passes();
   detail::broadcast_optimizer(optimizer, state_->core->session().registry(), state_->core->session().to_prepare());
-  known.push_back(&optimizer);
+  if (!is_known) known.push_back(&optimizer);
+  state_->lives.resize(known.size());
+  state_->lives[found] = life ? std::optional<std::weak_ptr<const void>>(life) : std::nullopt;
 }
 
 void Strategy::check_parts(size_t parts) const {
@@ -265,6 +274,7 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
   call.set = state_->set_of(options);
   call.call = fn;
   call.rows = parts.rows;
+  call.samples_left = parts.samples_left;
   if (parts.loader) call.usual_rows = parts.loader->usual_rows;
   std::vector<Loaders::Stepped> stepped;
   if (parts.loader) stepped.emplace_back(parts.loader, parts.loader->passes == parts.last_of);
@@ -329,7 +339,8 @@ void Strategy::run_parts(const std::function<void(int local_replica)>& fn, const
 }
 
 std::vector<at::Tensor> Strategy::reduce(const std::vector<at::Tensor>& values, ReduceOp op,
-                                         const std::optional<at::Tensor>& weight) {
+                                         const std::optional<at::Tensor>& its_weight) {
+  const auto weight = its_weight && its_weight->defined() ? its_weight : std::nullopt;
   auto& core = *state_->core;
   auto& replicas = core.stepper().replicas();
   if (!in_step(core)) {

@@ -49,6 +49,7 @@ void StrategyCore::let_go(const std::function<void()>& poll) {
   if (!groups.servers) return;
   if (awaits_leavers_ && groups.servers->embedded) wait_for_leavers(*groups.servers->embedded, poll);
   groups.servers->embedded.reset();
+  groups.servers->seat.reset();
 }
 
 // Other workers may train on the server that this process hosts for as long as they like. Where nobody can interrupt

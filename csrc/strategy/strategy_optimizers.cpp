@@ -1,6 +1,7 @@
 // The optimizers of a C++ strategy: the sets that they make, and their state's way to the core and back.
 #include <algorithm>
 #include <numeric>
+#include <string>
 
 #include "core/heap.h"
 #include "muster/error.h"
@@ -9,6 +10,15 @@
 #include "strategy/strategy_state.h"
 
 namespace muster {
+
+torch::optim::Optimizer& Strategy::State::optimizer(size_t position) const {
+  const auto& life = lives.at(position);
+  if (life && life->expired()) {
+    throw InvalidArgument("optimizer " + std::to_string(position) +
+                          ", which was prepared, is gone; it must live until the strategy's last step, save and load");
+  }
+  return *optimizers[position];
+}
 
 OptimizerSets::Choice Strategy::State::choice_of(std::vector<int> positions) const {
   OptimizerSets::Choice choice;
@@ -19,7 +29,7 @@ OptimizerSets::Choice Strategy::State::choice_of(std::vector<int> positions) con
     std::iota(choice.optimizers.begin(), choice.optimizers.end(), 0);
   }
   for (const int position : choice.optimizers) {
-    for (const auto& parameter : detail::parameters_of(*optimizers[static_cast<size_t>(position)])) {
+    for (const auto& parameter : detail::parameters_of(optimizer(static_cast<size_t>(position)))) {
       choice.look.push_back(reinterpret_cast<uintptr_t>(parameter.unsafeGetTensorImpl()));
     }
   }
@@ -40,7 +50,7 @@ int Strategy::State::set_of(const StepOptions& options) {
   }
   auto choice = choice_of(std::move(positions));
   const auto chosen = choice.optimizers;
-  const int set = sets.set_of(std::move(choice), [&] { return members_of(chosen); });
+  const int set = sets.set_of(std::move(choice), [&] { return members_of(chosen); }, !options.optimizers.empty());
   const auto stepping = optimizers_of(set);
   for (auto* optimizer : stepping) bind_flat(*optimizer);
   if (core->sets().awaits_servers(set) && sets.is_fused(set)) {
@@ -63,10 +73,10 @@ std::vector<OptimizerSets::Member> Strategy::State::members_of(const std::vector
   std::vector<OptimizerSets::Member> members;
   bool has_parameters = positions.empty() && registry.num_parameters() > 0;
   for (const int position : positions) {
-    auto& optimizer = *optimizers[static_cast<size_t>(position)];
+    auto& its_optimizer = optimizer(static_cast<size_t>(position));
     auto& member = members.emplace_back();
-    member.is_flat = core->session().options().fuse && detail::flat_state_of(optimizer) != nullptr;
-    for (const auto& parameter : detail::parameters_of(optimizer)) {
+    member.is_flat = core->session().options().fuse && detail::flat_state_of(its_optimizer) != nullptr;
+    for (const auto& parameter : detail::parameters_of(its_optimizer)) {
       has_parameters = true;
       member.parameters.push_back(detail::index_of(registry, parameter));
     }
@@ -77,7 +87,7 @@ std::vector<OptimizerSets::Member> Strategy::State::members_of(const std::vector
 
 std::vector<torch::optim::Optimizer*> Strategy::State::optimizers_of(int set) const {
   std::vector<torch::optim::Optimizer*> result;
-  for (const int position : sets.optimizers_of(set)) result.push_back(optimizers[static_cast<size_t>(position)]);
+  for (const int position : sets.optimizers_of(set)) result.push_back(&optimizer(static_cast<size_t>(position)));
   return result;
 }
 

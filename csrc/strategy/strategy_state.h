@@ -72,6 +72,8 @@ struct Strategy::State {
   State(std::shared_ptr<StrategyCore> core, std::string name);
   ~State();
 
+  /// A prepared optimizer. Throws InvalidArgument for a flat one that is gone; of others nobody can tell.
+  torch::optim::Optimizer& optimizer(size_t position) const;
   /// Of optimizers, by position; of whatever is prepared if none is given.
   OptimizerSets::Choice choice_of(std::vector<int> positions) const;
   /// The set of these optimizers; of whatever is prepared if none is given. Throws as ParameterSets::set_of, and
@@ -116,6 +118,7 @@ struct Strategy::State {
   std::string name;
   std::vector<detail::PreparedModule> modules;
   std::vector<torch::optim::Optimizer*> optimizers;
+  std::vector<std::optional<std::weak_ptr<const void>>> lives;  ///< of flat ones among them
   OptimizerSets sets;
   Loaders loaders;
   Saving saving;

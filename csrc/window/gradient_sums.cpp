@@ -229,8 +229,13 @@ void GradientSums::show(const std::vector<FlatGradient>& gradients, const std::v
   }
 }
 
-void GradientSums::set_ignored(bool ignored) noexcept {
-  for (auto& engine : engines_) engine->set_ignored(ignored);
+void GradientSums::set_ignored(bool ignored, const std::vector<int>& shared) {
+  std::vector<size_t> left;
+  for (const int p : shared) {
+    const int index = engines_.empty() ? -1 : trainable_index_[static_cast<size_t>(p)];
+    if (index >= 0) left.push_back(static_cast<size_t>(index));
+  }
+  for (auto& engine : engines_) engine->set_ignored(ignored, left);
 }
 
 void GradientSums::clear() noexcept {

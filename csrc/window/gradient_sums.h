@@ -91,8 +91,9 @@ class GradientSums {
   /// Puts `gradients` of `parameters` into `.grad`.
   void show(const std::vector<FlatGradient>& gradients, const std::vector<int>& parameters) const;
 
-  /// Gradients arriving in steps of other sets are dropped while true.
-  void set_ignored(bool ignored) noexcept;
+  /// While true, gradients that arrive are dropped, but for those of `shared` (registry indices), which are left for
+  /// somebody else.
+  void set_ignored(bool ignored, const std::vector<int>& shared);
   /// Makes `.grad` of every parameter undefined.
   void clear() noexcept;
 

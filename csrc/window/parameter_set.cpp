@@ -99,7 +99,8 @@ void ParameterSet::check_no_complex() const {
   }
 }
 
-void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<OptimizerStep>& steps) {
+void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<OptimizerStep>& steps,
+                                    const std::vector<size_t>& outsiders) {
   if (!window_open()) {
     check_no_complex();
     if (servers_ != nullptr && (servers() == nullptr || !fused)) {
@@ -110,7 +111,7 @@ void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<Opt
     if (servers() != nullptr) {
       for (const auto& step : steps) servers()->plan().check_groups(step.groups);
     }
-    find_written();
+    find_written(outsiders);
     drop_gradients_of_frozen();
     // Servers first say what was written: who loads a module writes its parameters, and moves them besides.
     window_->open();
@@ -202,20 +203,24 @@ void ParameterSet::drop_gradients_of_frozen() {
   }
 }
 
-void ParameterSet::find_written() {
+void ParameterSet::find_written(const std::vector<size_t>& outsiders) {
   written_.clear();
   agreement_.reset();
   if (groups_.servers) return;
-  for (const int p : parameters_) {
-    if (!registry_.was_written(static_cast<size_t>(p))) continue;
-    registry_.doubt(static_cast<size_t>(p));
-    written_.push_back(p);
-  }
+  const auto look_at = [&](size_t p) {
+    if (!registry_.was_written(p)) return;
+    registry_.doubt(p);
+    written_.push_back(static_cast<int>(p));
+  };
+  for (const int p : parameters_) look_at(static_cast<size_t>(p));
+  for (const size_t p : outsiders) look_at(p);
   if (written_.empty()) return;
   std::vector<MemoryOwner> owners;
   for (size_t p = 0; p < registry_.num_parameters(); ++p)
     owners.push_back({"parameter", registry_.name(p), registry_.parameter(0, p)});
   check_share_no_memory(owners);
+  if (topology_.num_workers > 1) return;
+  for (const int p : written_) registry_.note_agreed(static_cast<size_t>(p));  // there is nobody to compare with
 }
 
 void ParameterSet::agree_on(std::vector<OptimizerStep> steps) {

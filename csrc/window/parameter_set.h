@@ -39,8 +39,9 @@ class ParameterSet {
   bool window_open() const noexcept { return micro_batches_ > 0; }
   int micro_batches() const noexcept { return micro_batches_; }
 
-  /// Gradients arriving in steps of other sets are dropped while true.
-  void set_ignored(bool ignored) noexcept { sums_.set_ignored(ignored); }
+  /// While true, gradients that arrive are of steps of another set, which takes those of the parameters that are
+  /// `shared`; others are dropped.
+  void set_ignored(bool ignored, const std::vector<int>& shared = {}) { sums_.set_ignored(ignored, shared); }
 
   /// See ServerWindow::connect, which comes before the first window. Throws InvalidArgument without servers.
   void connect_servers(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups);
@@ -51,8 +52,10 @@ class ParameterSet {
 
   /// Opens a micro-batch; rebuilds the engines when the trainable parameters changed and no window is open.
   /// Throws InvalidArgument if no parameter is trainable. `last`: of its window; `fused`: as finish_window's. `steps`:
-  /// by what it is stepped then.
-  void open_micro_batch(bool last, bool fused, const std::vector<OptimizerStep>& steps = {});
+  /// by what it is stepped then. `outsiders`: the registry's parameters in no set, which this one compares where they
+  /// were written.
+  void open_micro_batch(bool last, bool fused, const std::vector<OptimizerStep>& steps = {},
+                        const std::vector<size_t>& outsiders = {});
 
   /// Before a replica's first micro-batch of a window; collective over replicas when the layout is new, and in the
   /// first window. `rows`: samples of a usual part, not above 0 when unknown. Throws LayoutMismatch if the replicas
@@ -125,7 +128,7 @@ class ParameterSet {
 
   void check_no_complex() const;
   void build_engines();
-  void find_written();
+  void find_written(const std::vector<size_t>& outsiders);
   void drop_gradients_of_frozen();
   void divide(bool fused, const std::vector<OptimizerStep>& steps);
   std::shared_ptr<const Shards> shards_of(const std::vector<OptimizerStep>& steps) const;

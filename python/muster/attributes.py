@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import queue
 import socket
@@ -18,23 +17,18 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import _inject_new_class, _inject_property, is_parametrized
 
 from muster.errors import InvalidArgument
+from muster.hooks import FORWARD_AND_BACKWARD, HOOK_TABLES, own_hook, warn_of_shared
 
 __all__ = [
     "FOLLOWED_OTHERWISE",
-    "HOOK_TABLES",
     "SHARED_TYPES",
     "attribute_at",
     "compiled_alike",
     "follow",
-    "own_hook",
     "parametrized_apart",
     "share_within",
 ]
 
-HOOK_TABLES = frozenset({
-    "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks",
-    "_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
-})  # fmt: skip
 FOLLOWED_OTHERWISE = frozenset({"_parameters", "_modules", "_buffers", "training"})
 SHARED_TYPES: list[type] = [
     type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Semaphore,
@@ -69,9 +63,11 @@ def follow(
         other.__dict__[path[0]] = _own(first.__dict__[path[0]], None, memo)
         return
     elif isinstance(source, MutableMapping) and changed is not None:
-        own = own_hook if path[0] in HOOK_TABLES else None
+        is_hooks = path[0] in HOOK_TABLES
         for key in changed:
-            target[key] = own(source[key], memo) if own else _own(source[key], target.get(key), memo)
+            target[key] = own_hook(source[key], memo) if is_hooks else _own(source[key], target.get(key), memo)
+            if path[0] in FORWARD_AND_BACKWARD:
+                warn_of_shared(source[key], target[key])
     elif isinstance(source, MutableMapping):
         target.clear()
         target.update(_own(dict(source), None, memo))
@@ -85,19 +81,6 @@ def follow(
     for key in gone or ():
         if path or key not in FOLLOWED_OTHERWISE:
             target.pop(key, None)
-
-
-def own_hook(hook: Any, memo: dict[int, Any]) -> Any:
-    """The hook itself, or where it is bound to a part of replica 0's module, to the replica's part."""
-    if isinstance(hook, MethodType) and id(hook.__self__) in memo:
-        return MethodType(hook.__func__, memo[id(hook.__self__)])
-    if isinstance(hook, functools.partial):
-        values = [hook.func, *hook.args, *hook.keywords.values()]
-        if any(id(value) in memo or isinstance(value, MethodType) for value in values):
-            arguments = [own_hook(memo.get(id(value), value), memo) for value in hook.args]
-            keywords = {name: own_hook(memo.get(id(value), value), memo) for name, value in hook.keywords.items()}
-            return functools.partial(own_hook(hook.func, memo), *arguments, **keywords)
-    return hook
 
 
 def attribute_at(attributes: Any, path: Sequence[Any]) -> Any:

@@ -27,6 +27,7 @@ __all__ = [
     "aligned",
     "digest",
     "emptied",
+    "fewer_rows",
     "is_column",
     "is_sequence",
     "mapped",
@@ -112,6 +113,16 @@ def agreeing_rows(part: object) -> int | None:
     else:
         found = set(_all_rows(part))
     return found.pop() if len(found) == 1 else None
+
+
+def fewer_rows(part: object, samples: int) -> int | None:
+    """The size(0) that all of the part's tensors of at least one dimension share, where that is less than `samples`:
+    it was collated of fewer, maybe. None else, and where a tensor has as many along dimension 1 (time first)."""
+    num_rows = agreeing_rows(part)
+    if num_rows is None or num_rows >= samples:
+        return None
+    tensors = (leaf for _, leaf in _tensors(part, "") if leaf.dim() > 1 and not leaf.is_nested)
+    return None if any(tensor.size(1) == samples for tensor in tensors) else num_rows
 
 
 def digest(part: object) -> str:

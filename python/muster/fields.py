@@ -29,10 +29,13 @@ def _are_mappings_of_fields(parts: list[Any]) -> bool:
 
 
 def _are_sequences_of_fields(parts: list[Any], part_rows: Sequence[int]) -> bool:
-    """Whether the parts are lists or tuples of the same fields, and not of one item per sample."""
+    """Whether the parts are tuples or lists of the same fields, and not columns or lists of one item per sample. Tuples
+    of samples count as fields: a step puts them together again."""
     if not all(isinstance(part, (list, tuple)) and len(part) == len(parts[0]) > 0 for part in parts):
         return False
     if any(is_column(part) for part in parts):
         return False
+    if isinstance(parts[0], tuple):
+        return True
     filled = [(part, count) for part, count in zip(parts, part_rows, strict=False) if count > 0]
     return not filled or not all(len(part) == count and rows(part) != count for part, count in filled)

@@ -36,7 +36,7 @@ class OptimizerSets:
             given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
             chosen = sorted(self._position_of(optimizer) for optimizer in given)
         groups = [group for position in chosen for group in self._optimizers[position].parameters()]
-        return self._sets.set_of(chosen, groups, partial(self._members_of, chosen))
+        return self._sets.set_of(chosen, groups, partial(self._members_of, chosen), optimizers is not None)
 
     def optimizers_of(self, set_number: int) -> list[PreparedOptimizer]:
         """The optimizers that a set was last used with, in the order in which they were prepared."""

@@ -160,7 +160,8 @@ class Preparation:
             if module is given:
                 return replicated
         if isinstance(given, nn.Module):
-            modules = replicate(given, self._devices, [known for _, known in self._modules])
+            with torch.inference_mode(False):  # whatever the caller's: steps write to the copies
+                modules = replicate(given, self._devices, [known for _, known in self._modules])
         else:
             modules = [given() for _ in range(self._core.local_replicas)]
             if not all(isinstance(module, nn.Module) for module in modules):

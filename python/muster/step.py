@@ -14,7 +14,7 @@ from muster.errors import InvalidArgument
 from muster.per_replica import PerReplica
 from muster.texts import lists_fields
 
-__all__ = ["Loss", "StepResult"]
+__all__ = ["Loss", "Record", "StepResult", "as_record"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class Loss:
     """The result of a step function.
 
     `value` is a 0-dim floating tensor to differentiate. With ``reduction="mean"`` it is a mean over `weight` samples
-    (tokens, ...), and gradients are averaged by weight over all replicas and micro-batches; the weight defaults to
-    size(0) of the part's first tensor and is never read on the host by the step. With ``reduction="sum"`` gradients
+    (tokens, ...), and gradients are averaged by weight over all replicas and micro-batches; the weight is never read on
+    the host by the step, and defaults to the part's samples: those that a prepared loader has read for it, whatever
+    they were collated to, else size(0) of its first tensor. With ``reduction="sum"`` gradients
     are added and never divided. `metrics` are numbers or 0-dim tensors, averaged by weight; `output` may be anything
     and comes back in `StepResult.output`.
     """
@@ -67,8 +68,12 @@ class StepResult:
     """`Loss.output` of each local replica; None for an empty part."""
 
 
-def as_record(returned: object) -> tuple[tuple[Tensor, Tensor | None, dict[str, Tensor], bool], Any]:
-    """Checks what a step function returned: (value, weight, metrics, is_sum) for the core, and the output."""
+Record = tuple[Tensor, Tensor | None, dict[str, Tensor], bool]
+"""What the core takes of a Loss: value, weight, metrics, and whether it is a sum."""
+
+
+def as_record(returned: object) -> tuple[Record, Any]:
+    """Checks what a step function returned: the core's part of it, and the output."""
     loss = Loss(returned) if isinstance(returned, Tensor) else returned
     if not isinstance(loss, Loss) or not isinstance(loss.value, Tensor):
         what = f"Loss({type(loss.value).__name__})" if isinstance(loss, Loss) else type(returned).__name__

@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from muster import _C, per_replica
-from muster.batch import digest
+from muster.batch import digest, fewer_rows
 from muster.by_hand import ByHand
 from muster.errors import InvalidArgument
 from muster.flat_state import FlatGroups, FlatStep
@@ -23,7 +23,7 @@ from muster.per_replica import PerReplica
 from muster.prepared_optimizer import PreparedOptimizer
 from muster.preparing import Preparation
 from muster.replica_threads import ReplicaThreads
-from muster.step import StepResult, as_record
+from muster.step import Record, StepResult, as_record
 
 __all__ = ["Stepping"]
 
@@ -58,6 +58,8 @@ class Stepping:
         self._hooked: dict[int, bool] = {}
         """By set: whether this worker's optimizers have hooks to call before a step."""
         self._warned_of_hooks = False
+        self._weighs_parts = core.num_replicas * options.accumulate > 1
+        self._warned_of_rows = False
         self._stepped: list[PreparedOptimizer] = []
         """In the running call, whose post-hooks are to be called."""
         self._hook_error: BaseException | None = None
@@ -85,6 +87,7 @@ class Stepping:
         def call(local: int) -> Any:
             try:
                 record, outputs[local] = as_record(fn(*parts[local]))
+                self._look_for_fewer_rows(record, parts[local], rows[local])
             except BaseException:
                 # Else the next call would take what it finds replaced for the user's doing.
                 with contextlib.suppress(InvalidArgument):
@@ -201,6 +204,21 @@ class Stepping:
                 "would; prepare() the loader, which divides each batch, or give every worker data of its own",
                 self._core.num_workers,
             )
+
+    def _look_for_fewer_rows(self, record: Record, part: tuple[Any, ...], samples: int) -> None:
+        """Where a loss counts as that of `samples`, of which its part may have been collated without some."""
+        _, weight, _, is_sum = record
+        if weight is not None or is_sum or not self._weighs_parts or self._warned_of_rows:
+            return
+        num_rows = fewer_rows(part, samples)
+        if num_rows is None:
+            return
+        self._warned_of_rows = True
+        logging.getLogger("muster").warning(
+            "a part of %d samples was collated into %d rows, and its mean loss counts as that of %d samples; where "
+            "some were left out, return muster.Loss(loss, weight=...) with the number of those that were not",
+            samples, num_rows, samples,
+        )  # fmt: skip
 
     def _update_of(self, set_number: int) -> _Update:
         """The optimizers of a set, before a call: flat ones as the core steps them, or what workers compare of others;

@@ -142,6 +142,36 @@ def test_workers_of_several_replicas_find_differences(two_workers: WorkerPool, w
         assert goes_on
 
 
+def stepped_by_hooks(strategy: muster.Strategy, which: str) -> str:
+    """Of parameters that hooks step in backward, each rank by its own gradients."""
+    module, _ = build()
+    own = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in module[0].parameters()}
+
+    def step(parameter: Tensor) -> None:
+        if which == "through data":
+            parameter.data.sub_(0.1 * parameter.grad)
+        else:
+            own[parameter].step()
+
+    for parameter in own:
+        parameter.register_post_accumulate_grad_hook(step)
+    trained = module.parameters() if which == "trained, too" else module[1].parameters()
+    model, _ = strategy.prepare(module, torch.optim.SGD(trained, lr=0.1))
+    x = part_of(strategy, (torch.arange(32.0).view(4, 8) / 32,))[0]
+    try:
+        for _ in range(3):
+            strategy.step(lambda x: model(x).square().mean(), x)
+    except muster.LayoutMismatch as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("which", ["of no optimizer", "through data", "trained, too"])
+def test_parameters_that_steps_write_on_each_rank_are_compared(two_workers: WorkerPool, which: str) -> None:
+    for message in make_job("workers-2", two_workers)(stepped_by_hooks, which):
+        assert "parameter '0.weight'" in message and "rank 0, rank 1" in message
+
+
 def with_an_unfused_optimizer(strategy: muster.Strategy) -> str:
     module = nn.Linear(8, 3)
     model, _ = strategy.prepare(module, torch.optim.RMSprop(module.parameters()))

@@ -307,6 +307,26 @@ def test_custom_batches_and_lists_of_samples_become_one_per_replica() -> None:
             assert loader.part_rows_of(batch) is not None
 
 
+def time_first_collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, ...]:
+    stacked = torch.stack([x for x, _ in samples], dim=1)
+    return stacked, stacked + 1, torch.tensor([i for _, i in samples])
+
+
+@pytest.mark.parametrize("collate", [time_first_collate, lambda samples: tuple(zip(*samples, strict=True))])
+def test_a_tuple_has_fields_whatever_the_number_of_samples(collate: Callable[..., Any]) -> None:
+    for batch_size in (2, 3, 4, 5, 6):
+        (loader,) = Job(1, 2).prepare(partial(DataLoader, Structured("tuple", 11), batch_size, collate_fn=collate))
+        number = 0
+        for batch in loader:
+            *_, i = batch
+            assert type(batch) is tuple and all(isinstance(field, PerReplica) for field in batch)
+            counts = loader.part_rows_of(i)
+            assert counts is not None and loader.part_rows_of(batch) == counts
+            assert all(len(part) == count for part, count in zip(i, counts, strict=True) if count > 0)
+            number += sum(counts)
+        assert number == 11
+
+
 @pytest.mark.parametrize("kind", ["tuple", "dict", "named", "strings", "tensor", "deep"])
 @pytest.mark.parametrize("iterable", [False, True])
 def test_an_empty_part_has_the_structure_with_no_rows(kind: str, iterable: bool) -> None:

@@ -244,6 +244,22 @@ def test_a_staleness_that_is_none_is_refused(staleness: Any) -> None:
         alone(staleness=staleness)
 
 
+def test_a_second_strategy_of_a_process_at_the_same_servers_is_refused() -> None:
+    servers = Servers(1)
+    cluster = muster.Cluster(0, 1, "", 0, servers.addresses)
+    x, y = batch()
+
+    def loss_of_a_step() -> float:
+        with muster.ParameterServerStrategy(cluster, seed=3) as strategy:
+            module = small()
+            model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+            with pytest.raises(muster.InvalidArgument, match="has a strategy at the parameter server"):
+                muster.ParameterServerStrategy(cluster, seed=3)
+            return float(strategy.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y).loss)
+
+    assert loss_of_a_step() > loss_of_a_step()  # once it is closed: it goes on from the servers' values
+
+
 def _differs(what: str) -> str:
     rank = int(os.environ["RANK"])
     try:

@@ -41,6 +41,24 @@ X = torch.linspace(-1, 1, 32).view(8, 4)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_modules_of_inference_tensors_are_refused_by_name(replicas: int) -> None:
+    with torch.inference_mode():
+        made = build()
+    with_buffer = build()
+    with torch.inference_mode():
+        with_buffer[1].running_mean = torch.zeros(5)
+    with muster.MirroredStrategy(["cpu"] * replicas) as strategy:
+        with pytest.raises(muster.InvalidArgument, match=r"'0\.weight' of the module was made in inference mode"):
+            strategy.prepare(made)
+        with pytest.raises(muster.InvalidArgument, match=r"'1\.running_mean' of the module was made in inference mode"):
+            strategy.prepare(with_buffer)
+        module = build()
+        with torch.inference_mode():
+            model = strategy.prepare(module)
+        assert strategy.run(model, X)[0].shape[1] == 2
+
+
 def differing_models(strategy: muster.Strategy) -> list[str]:
     messages = []
     rank = strategy.rank

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import muster
-from muster import Replicated
+from muster import Replicated, hooks
 
 X = torch.linspace(-1, 1, 32).view(8, 4)
 
@@ -411,6 +411,85 @@ def test_hooks_come_and_go_with_their_handles() -> None:
             assert recorder.seen == [4, 4] and not torch.equal(before, job.raw.body[0].weight)
 
 
+class Noted(nn.Module):
+    """With a hook that is a function over the module, as programs define them in a constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.seen = torch.zeros(())
+        factor = 2.0
+
+        def note(module: nn.Module, args: Any, output: Tensor) -> None:
+            self.seen = output.detach().sum() * factor
+
+        self.linear.register_forward_hook(note)
+
+
+def test_a_hook_that_is_a_function_over_the_module_is_each_replicas_own() -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        model = strategy.prepare(Noted())
+        x = torch.arange(12.0).view(4, 3)
+        for hook in (None, lambda module, args, output: setattr(model, "seen", model.seen + 1)):
+            if hook is not None:
+                model.linear.register_forward_hook(hook)
+            both = list(strategy.run(lambda x: (float(model.linear(x).sum() * 2), float(model.seen)), x))
+            assert all(abs(seen - expected - (hook is not None)) < 1e-4 for expected, seen in both)
+            assert both[0] != both[1]
+
+
+class Features:
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {}
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.found["x"] = output
+
+
+FOUND: list[Tensor] = []
+
+
+def into_global(module: nn.Module, args: Any, output: Tensor) -> None:
+    FOUND.append(output)
+
+
+def into_nothing(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return torch.relu(output)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_hooks_that_hold_what_replicas_share_are_named(
+    replicas: int, is_prepared: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "_warned", set())
+    found: dict[str, Tensor] = {}
+    module = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.utils.parametrizations.weight_norm(nn.Linear(2, 1)))
+
+    def register() -> None:
+        module[0].register_forward_hook(lambda module, args, output: found.__setitem__("h", output))
+        module[1].register_forward_hook(Features())
+        module[1].register_full_backward_hook(into_global)
+        module[1].register_forward_hook(into_nothing)
+        module[2].register_forward_hook(functools.partial(lambda store, module, args, output: None, found))
+
+    if not is_prepared:
+        register()
+    with muster.MirroredStrategy(["cpu"] * replicas) as strategy:
+        model = strategy.prepare(module)
+        if is_prepared:
+            register()
+        for _ in range(2):
+            strategy.run(model, torch.ones(4, 3))
+    texts = [record.message for record in caplog.records if "several replicas at once" in record.message]
+    if replicas == 1:
+        assert not texts
+        return
+    assert len(texts) == 4
+    for what in ("<lambda>", "found", "Features.found", "into_global", "FOUND", "argument 0"):
+        assert sum(what in text for text in texts) >= 1, what
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -510,29 +589,33 @@ class Momentum(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, 1), nn.Linear(3, 1).requires_grad_(False)
-        self.writes = True
+        self.writes: str | None = "counted"
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.writes:
+        if self.writes == "counted":
             with torch.no_grad():
                 self.second.weight.mul_(0.9).add_(self.first.weight, alpha=0.1)
+        elif self.writes == "through data":
+            self.second.weight.data.mul_(0.9).add_(self.first.weight.data, alpha=0.1)
         return self.first(x) - self.second(x)
 
 
-def test_a_parameter_that_replicas_of_one_memory_write_in_a_step_is_an_error() -> None:
+@pytest.mark.parametrize("writes", ["counted", "through data"])
+def test_a_parameter_that_replicas_of_one_memory_write_in_a_step_is_an_error(writes: str) -> None:
     module = Momentum()
+    module.writes = writes
     x = torch.ones(4, 3)
     with muster.MirroredStrategy(["cpu"] * 2) as strategy:
         model, _ = strategy.prepare(module, torch.optim.SGD(module.first.parameters(), lr=0.1))
         with pytest.raises(muster.InvalidArgument, match=r"'second\.weight' was written in the step.*2 replicas"):
             strategy.step(lambda x: model(x).square().mean(), x)
-        model.writes = False
+        model.writes = None
         before = module.first.weight.detach().clone()
         strategy.step(lambda x: model(x).square().mean(), x)
         assert not torch.equal(module.first.weight, before)
     with muster.MirroredStrategy(["cpu"]) as strategy:
         model, _ = strategy.prepare(module, torch.optim.SGD(module.first.parameters(), lr=0.1))
-        model.writes = True
+        model.writes = writes
         strategy.step(lambda x: model(x).square().mean(), x)
 
 

@@ -385,6 +385,44 @@ def test_a_scheduler_is_stepped_when_stepped_and_never_warns(job: Launcher) -> N
     assert job(scheduled, accumulate=2) == [0.25] * max(job.workers, 1)
 
 
+# --- samples that are left out ----------------------------------------------------------------------------------------
+def damaged_left_out(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return torch.utils.data.default_collate([sample for sample in samples if int(sample[1]) != 1] or samples)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_loss_that_counts_for_samples_that_were_left_out_is_told_of(
+    weighted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        _, model, _ = prepared(strategy)
+        data = TensorDataset(batch_of(16)[0], torch.arange(16) % 2)
+        loader = strategy.prepare(DataLoader(data, batch_size=8, collate_fn=damaged_left_out))
+
+        def step(x: Tensor, y: Tensor) -> Loss:
+            return Loss(F.cross_entropy(model(x), y), weight=len(y) if weighted else None)
+
+        weights = [float(strategy.step(step, x, y).weight) for x, y in loader]
+    texts = [record.message for record in caplog.records if "was collated into" in record.message]
+    assert weights == ([4.0, 4.0] if weighted else [8.0, 8.0])
+    assert len(texts) == (0 if weighted else 1) and all(
+        "a part of 4 samples was collated into 2 rows" in t for t in texts
+    )
+
+
+def test_batches_that_have_time_first_are_none_of_these(caplog: pytest.LogCaptureFixture) -> None:
+    def time_first(samples: list[tuple[Tensor]]) -> Tensor:
+        return torch.stack([x for (x,) in samples], dim=1)
+
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        module = nn.Linear(3, 1)
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        data = TensorDataset(torch.ones(16, 2, 3))
+        for x in strategy.prepare(DataLoader(data, batch_size=8, collate_fn=time_first)):
+            assert float(strategy.step(lambda x: model(x).mean(), x).weight) == 8
+    assert not [record for record in caplog.records if "was collated into" in record.message]
+
+
 # --- sets of optimizers -----------------------------------------------------------------------------------------------
 def adversarial(strategy: muster.Strategy) -> Any:
     torch.manual_seed(4)
@@ -405,6 +443,59 @@ def adversarial(strategy: muster.Strategy) -> Any:
         strategy.step(lambda z: -c(g(z)).mean(), noise_parts)
     assert strategy.step(lambda z: -c(g(z)).mean(), noise_parts, optimizers=of_generator).stepped
     return [*state_of(generator), *state_of(critic)], norms
+
+
+def in_two_phases(strategy: muster.Strategy) -> list[Tensor]:
+    """A head first, then all layers with another optimizer, and the head again."""
+    module = model_of()
+    head = torch.optim.SGD(module[2].parameters(), lr=0.1, momentum=0.9)
+    model, head = strategy.prepare(module, head)
+    x, y = part_of(strategy, batch_of())
+
+    def step(**options: Any) -> None:
+        assert strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y, **options).stepped
+
+    step()
+    step()
+    everything = strategy.prepare(torch.optim.AdamW(module.parameters(), lr=0.01))
+    with pytest.raises(muster.InvalidArgument, match="belongs to two optimizers that would step together"):
+        step()
+    for optimizer in (everything, everything, head, everything):
+        step(optimizers=optimizer)
+    return state_of(module)
+
+
+def test_optimizers_over_some_of_the_same_parameters_step_in_turns(job: Launcher) -> None:
+    module = model_of()
+    head = torch.optim.SGD(module[2].parameters(), lr=0.1, momentum=0.9)
+    everything = torch.optim.AdamW(module.parameters(), lr=0.01)
+    x, y = batch_of()
+    for optimizer in (head, head, everything, everything, head, everything):
+        module.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+    for parameters in job(in_two_phases):
+        assert_close(parameters, [parameter.detach().numpy() for parameter in module.parameters()], 1e-9)
+
+
+def in_two_open_windows(strategy: muster.Strategy) -> None:
+    module = model_of()
+    head = torch.optim.SGD(module[2].parameters(), lr=0.1)
+    everything = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, head, everything = strategy.prepare(module, head, everything)
+    x, y = part_of(strategy, batch_of())
+
+    def step(optimizer: torch.optim.Optimizer) -> bool:
+        return strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y, optimizers=optimizer).stepped
+
+    assert not step(head)
+    with pytest.raises(muster.InvalidArgument, match=r"'2\.weight' is in another set of optimizers= too, whose window"):
+        step(everything)
+    assert step(head) and not step(everything) and step(everything)
+
+
+def test_such_optimizers_have_no_windows_open_at_once(job: Launcher) -> None:
+    job(in_two_open_windows, accumulate=2)
 
 
 def adversarial_by_hand() -> tuple[list[np.ndarray], list[float]]:

@@ -35,7 +35,8 @@ at::Tensor take_rows(const at::Tensor& tensor, int64_t start, int64_t stop, int6
 /// What is wrong with dividing `tensor` in a batch of `rows` samples: empty for one of `rows` rows or of dimension 0.
 std::string row_problem(const at::Tensor& tensor, int64_t rows, const std::string& path);
 
-/// How batches of type B are divided. `first_rows` is the number of samples by the first leaf that tells, else -1.
+/// How batches of type B are divided. `first_rows` is the number of samples by the first leaf that tells, else -1;
+/// `is_time_first` tells whether a tensor has `samples` along dimension 1.
 template <class B>
 struct Batch {
   static constexpr bool kDivisible = false;
@@ -45,6 +46,9 @@ template <>
 struct Batch<at::Tensor> {
   static constexpr bool kDivisible = true;
   static int64_t first_rows(const at::Tensor& b) { return b.defined() && b.dim() > 0 ? b.size(0) : -1; }
+  static bool is_time_first(const at::Tensor& b, int64_t samples) {
+    return b.defined() && b.dim() > 1 && b.size(1) == samples;
+  }
   static std::string problem(const at::Tensor& b, int64_t rows, const std::string& path) {
     return row_problem(b, rows, path);
   }
@@ -58,6 +62,7 @@ template <class Item>
 struct Batch<std::vector<Item>> {
   static constexpr bool kDivisible = true;
   static int64_t first_rows(const std::vector<Item>& b) { return static_cast<int64_t>(b.size()); }
+  static bool is_time_first(const std::vector<Item>&, int64_t) { return false; }
   static std::string problem(const std::vector<Item>& b, int64_t rows, const std::string& path) {
     if (first_rows(b) == rows) return {};
     return path + ": " + std::to_string(b.size()) + " items in a batch of " + std::to_string(rows) + " samples";
@@ -93,6 +98,13 @@ struct Batch<torch::data::Example<Data, Target>> {
       return rows >= 0 ? rows : Batch<Target>::first_rows(b.target);
     }
   }
+  static bool is_time_first(const Example& b, int64_t samples) {
+    if constexpr (std::is_void_v<Target>) {
+      return Batch<Data>::is_time_first(b.data, samples);
+    } else {
+      return Batch<Data>::is_time_first(b.data, samples) || Batch<Target>::is_time_first(b.target, samples);
+    }
+  }
   static std::string problem(const Example& b, int64_t rows, const std::string& path) {
     auto found = Batch<Data>::problem(b.data, rows, path + ".data");
     if constexpr (!std::is_void_v<Target>) {
@@ -124,6 +136,18 @@ int64_t rows_of(const B& batch) {
     return Batch<B>::problem(batch, rows, {}).empty() ? rows : -1;
   } else {
     return -1;
+  }
+}
+
+/// Samples of a part, by its own leaves, where these agree on fewer than the `samples` that its data set was asked for:
+/// it has left some out, maybe. `samples` else, and where a tensor has them along dimension 1 (time first).
+template <class B>
+int64_t samples_left(const B& part, int64_t samples) {
+  const int64_t rows = rows_of(part);
+  if constexpr (Batch<B>::kDivisible) {
+    return rows >= 0 && rows < samples && !Batch<B>::is_time_first(part, samples) ? rows : samples;
+  } else {
+    return samples;
   }
 }
 

@@ -53,8 +53,9 @@ class Flat : public Base {
 
  private:
   friend struct detail::FlatAccess;
-  std::shared_ptr<detail::FlatState> flat_;  // null until the first step, and after load
-  std::vector<at::Tensor> loaded_masters_;   // by parameter, for the next flat_
+  std::shared_ptr<detail::FlatState> flat_;                            // null until the first step, and after load
+  std::vector<at::Tensor> loaded_masters_;                             // by parameter, for the next flat_
+  std::shared_ptr<const void> life_ = std::make_shared<const char>();  // ends with the optimizer
 };
 
 extern template class Flat<torch::optim::AdamW, torch::optim::AdamWOptions>;

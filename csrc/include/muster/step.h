@@ -22,8 +22,9 @@ enum class Reduction { mean, sum };
 /// Tensor.
 struct Loss {
   at::Tensor value;  ///< 0-dim and floating
-  /// Samples (or tokens, ...) that `value` is a mean over: 0-dim. Empty: size(0) of the part's first tensor. On CUDA it
-  /// is not read on the host: one that is negative or not finite drops the window, whose weight is then NaN.
+  /// Samples (or tokens, ...) that `value` is a mean over: 0-dim. Empty, or undefined: the part's samples, those that a
+  /// prepared loader asked the data set for, else size(0) of its first tensor. On CUDA it is not read on the host: one
+  /// that is negative or not finite drops the window, whose weight is then NaN.
   std::optional<at::Tensor> weight = std::nullopt;
   /// 0-dim tensors, averaged over replicas and micro-batches by weight.
   std::map<std::string, at::Tensor> metrics = {};

@@ -80,6 +80,7 @@ struct PartsInfo {
   std::vector<int64_t> rows;
   std::shared_ptr<LoaderProgress> loader;
   int64_t last_of;
+  std::vector<int64_t> samples_left = {};  ///< of a loader's parts
 };
 
 template <class B>
@@ -87,6 +88,8 @@ PartsInfo info_of(const PerReplica<B>& parts) {
   PartsInfo info{parts.rows(), parts.loader(), parts.last_of()};
   if (info.rows.empty()) {
     for (const auto& part : parts) info.rows.push_back(rows_of(part));
+  } else if (info.loader) {
+    for (size_t p = 0; p < parts.size(); ++p) info.samples_left.push_back(samples_left(parts[p], info.rows[p]));
   }
   return info;
 }
@@ -162,9 +165,10 @@ class Strategy {
   }
 
   /// Prepares an optimizer over parameters of prepared modules (of replica 0, as `model->parameters()` gives them
-  /// outside a step) and returns it. It must outlive the steps. Collective: every worker gets the chief's state and
-  /// learning rates. No-op for one that is prepared. Throws InvalidArgument if it has no parameters, or state of a kind
-  /// that cannot be sent to other workers; a parameter of no prepared module is an error at the first step.
+  /// outside a step) and returns it. It must outlive the strategy's last step, save and load. Collective: every worker
+  /// gets the chief's state and learning rates. No-op for one that is prepared. Throws InvalidArgument if it has no
+  /// parameters, or state of a kind that cannot be sent to other workers; a parameter of no prepared module is an error
+  /// at the first step.
   template <std::derived_from<torch::optim::Optimizer> O>
   O& prepare(O& optimizer) {
     add_optimizer(optimizer);

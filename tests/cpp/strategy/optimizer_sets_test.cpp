@@ -83,7 +83,7 @@ TEST_CASE("whatever is prepared stays one set, and optimizers by name do not", "
   CHECK(sets.set_of(all({0, 1}), resolve_to({{{0}, true}, {{1}, true}})) == set);
   CHECK(core->sets().set_of({0, 1}) == set);
   CHECK(sets.optimizers_of(set) == Numbers{0, 1});
-  CHECK_THROWS_WITH(sets.set_of({.optimizers = {0}}, resolve_to({{{0}, true}})),
+  CHECK_THROWS_WITH(sets.set_of({.optimizers = {0}}, resolve_to({{{0}, true}}), /*may_share=*/false),
                     ContainsSubstring("'p0' is in two different sets"));
   CHECK(sets.set_of({.optimizers = {1, 0}}, resolve_to({{{1}, true}, {{0}, true}})) == set);
   CHECK(sets.optimizers_of(set) == Numbers{1, 0});

@@ -20,7 +20,8 @@ using namespace muster::testing;
 
 namespace {
 
-std::atomic<bool> forward_writes{true};
+enum class Writes { none, counted, through_data };
+std::atomic<Writes> forward_writes{Writes::counted};
 
 // A student, and a teacher that forward lets follow it.
 struct Teaching : torch::nn::Module {
@@ -30,10 +31,11 @@ struct Teaching : torch::nn::Module {
     for (const auto& parameter : teacher->parameters()) parameter.set_requires_grad(false);
   }
   at::Tensor forward(const at::Tensor& x) {
-    if (forward_writes) {
-      const at::NoGradGuard no_grad;
-      teacher->weight.mul_(0.9).add_(student->weight, 0.1);
-    }
+    const at::NoGradGuard no_grad;
+    if (forward_writes == Writes::counted) teacher->weight.mul_(0.9).add_(student->weight, 0.1);
+    // As `.data` of Python, which the version counter does not see.
+    if (forward_writes == Writes::through_data) teacher->weight.variable_data().mul_(0.9).add_(student->weight, 0.1);
+    const at::AutoGradMode with_grad(true);
     return (student(x) - teacher(x)).square().mean();
   }
 
@@ -46,7 +48,7 @@ struct Teaching : torch::nn::Module {
 TEST_CASE("a parameter that several replicas of a process write in a step is an error", "[step]") {
   const int replicas = GENERATE(1, 2);
   MirroredStrategy strategy(cpus(replicas));
-  forward_writes = true;
+  forward_writes = GENERATE(Writes::counted, Writes::through_data);
   auto model = strategy.prepare([] { return std::make_shared<Teaching>(); });
   torch::optim::SGD sgd(model->student->parameters(), 0.1);
   strategy.prepare(sgd);
@@ -58,7 +60,7 @@ TEST_CASE("a parameter that several replicas of a process write in a step is an 
   const auto text = message_of<InvalidArgument>(step);
   CHECK(contains(text, "'teacher.weight' was written in the step"));
   CHECK(contains(text, "2 replicas"));
-  forward_writes = false;
+  forward_writes = Writes::none;
   const auto before = model->student->weight.detach().clone();
   CHECK_NOTHROW(step());
   CHECK_FALSE(model->student->weight.equal(before));
@@ -79,15 +81,24 @@ TEST_CASE("writes of replicas with memory of their own are no matter of the step
   const auto workers = comm::make_single();
   const auto w = at::ones({3}).requires_grad_();
   registry.add({{{{"w", w}}}, {{}}}, *workers);
-  const StepWrites alone(registry, {c10::Device(c10::kCPU)});
-  const StepWrites shared(registry, {c10::Device(c10::kCPU), c10::Device(c10::kCPU)});
+  const std::vector<c10::Device> one{c10::Device(c10::kCPU)};
+  const std::vector<c10::Device> two(2, c10::Device(c10::kCPU));
+  const StepWrites alone(registry, one, /*are_compared=*/false);
+  const StepWrites of_worker(registry, one, /*are_compared=*/true);
+  const StepWrites shared(registry, two, /*are_compared=*/false);
   CHECK_NOTHROW(shared.check());
+  CHECK(of_worker.written().empty());
   {
     const at::NoGradGuard no_grad;
     w.add_(1);
   }
   CHECK_NOTHROW(alone.check());
+  CHECK(alone.written().empty());
+  CHECK(of_worker.written() == std::vector<size_t>{0});
   CHECK_THROWS_AS(shared.check(), InvalidArgument);
+  const StepWrites later(registry, two, /*are_compared=*/true);
+  registry.parameter(0, 0).set_data(at::zeros({3}));
+  CHECK_NOTHROW(later.check());  // its replica's own memory
   registry.expect_writes(0);
   CHECK_NOTHROW(shared.check());
 }

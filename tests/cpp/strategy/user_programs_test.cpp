@@ -8,6 +8,8 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <sys/wait.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/data/datasets/base.h>
+#include <torch/data/example.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/dropout.h>
@@ -362,4 +364,109 @@ TEST_CASE("what cannot travel is refused in words", "[strategy]") {
   CHECK(contains(message_of<InvalidArgument>([&] { strategy.broadcast(at::Tensor()); }), "undefined"));
   CHECK(contains(message_of<InvalidArgument>([&] { strategy.save(""); }), "empty path"));
   CHECK(contains(message_of<InvalidArgument>([&] { strategy.load(""); }), "empty path"));
+}
+
+TEST_CASE("an optimizer of muster::optim that is gone is named", "[strategy]") {
+  MirroredStrategy strategy(cpus(1));
+  auto model = strategy.prepare(linear());
+  const auto step = [&] { strategy.step([&](const at::Tensor& x) { return model->forward(x).mean(); }, batch()); };
+  std::optional<optim::SGD> optimizer;
+  optimizer.emplace(model->parameters(), torch::optim::SGDOptions(0.1));
+  strategy.prepare(*optimizer);
+  step();
+  optimizer.reset();
+  CHECK_THROWS_WITH(step(), ContainsSubstring("optimizer 0, which was prepared, is gone"));
+  CHECK_THROWS_WITH(strategy.save("nowhere"), ContainsSubstring("is gone"));
+  optimizer.emplace(model->parameters(), torch::optim::SGDOptions(0.1));  // where the first one was
+  CHECK_THROWS_AS(step(), InvalidArgument);
+  strategy.prepare(*optimizer);
+  CHECK_NOTHROW(step());
+  optimizer.reset();
+  CHECK_NOTHROW(strategy.close());
+}
+
+TEST_CASE("modules that were made in inference mode are refused by name", "[strategy]") {
+  const int replicas = GENERATE(1, 2);
+  MirroredStrategy strategy(cpus(replicas));
+  std::shared_ptr<nn::LinearImpl> module;
+  {
+    const c10::InferenceMode inference;
+    module = linear();
+    const auto normal = [] {
+      const c10::InferenceMode normal_mode(false);
+      return linear();
+    };
+    CHECK_NOTHROW(strategy.prepare(normal()));  // and its copies are
+    CHECK_THROWS_WITH(strategy.prepare([] { return linear(); }),
+                      ContainsSubstring("'weight' of the module was made in"));
+  }
+  CHECK_THROWS_WITH(strategy.prepare(module), ContainsSubstring("'weight' of the module was made in inference mode"));
+}
+
+TEST_CASE("a weight that is undefined is none, and one of several values is refused", "[strategy]") {
+  MirroredStrategy strategy(cpus(2));
+  auto model = strategy.prepare(linear());
+  const auto step = [&](const at::Tensor& weight) {
+    return strategy.step(
+        [&](const at::Tensor& x) {
+          Loss loss(model->forward(x).mean());
+          loss.weight = weight;
+          return loss;
+        },
+        batch());
+  };
+  CHECK(step(at::Tensor()).weight.item<double>() == 8);
+  CHECK_THROWS_WITH(step(at::ones({3})), ContainsSubstring("the weight of a Loss is a tensor of 3 values"));
+}
+
+namespace {
+
+using Sample = torch::data::Example<>;
+
+// Leaves out samples that are damaged: all but the first of each three.
+struct Filtered : torch::data::datasets::BatchDataset<Filtered, Sample> {
+  Sample get_batch(torch::ArrayRef<size_t> indices) override {
+    std::vector<int64_t> left;
+    for (const size_t i : indices) {
+      if (i % 3 == 0) left.push_back(static_cast<int64_t>(i));
+    }
+    const auto rows = at::tensor(left, at::kLong);
+    return {batch().index_select(0, rows), batch().index_select(0, rows)};
+  }
+  std::optional<size_t> size() const override { return 6; }
+};
+
+}  // namespace
+
+TEST_CASE("a loss that counts for samples which a data set left out is told of, once", "[strategy]") {
+  const bool is_weighted = GENERATE(false, true);
+  std::vector<std::string> said;
+  set_log_sink([&](LogLevel level, const std::string& text) {
+    if (level == LogLevel::warning) said.push_back(text);
+  });
+  {
+    MirroredStrategy strategy(cpus(2));
+    auto model = strategy.prepare(linear());
+    auto loader = strategy.prepare_loader(Filtered(), {.batch_size = 6});
+    optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
+    strategy.prepare(optimizer);
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      for (auto& parts : loader) {
+        strategy.step(
+            [&](const Sample& part) {
+              Loss loss((model->forward(part.data) - part.target).square().mean());
+              if (is_weighted) loss.weight = at::scalar_tensor(part.data.size(0));
+              return loss;
+            },
+            parts);
+      }
+    }
+  }
+  set_log_sink({});
+  if (is_weighted) {
+    CHECK(said.empty());
+  } else {
+    REQUIRE(said.size() == 1);
+    CHECK(contains(said.front(), "a part of 3 samples was read as 1 rows"));
+  }
 }

@@ -1,0 +1,112 @@
+"""Hooks of modules that several replicas call."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import deque
+from collections.abc import Iterator
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["FORWARD_AND_BACKWARD", "HOOK_TABLES", "own_hook", "warn_of_shared"]
+
+FORWARD_AND_BACKWARD = frozenset({"_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"})
+HOOK_TABLES = FORWARD_AND_BACKWARD | {
+    "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+}  # fmt: skip
+"""A module's attributes that hold its hooks."""
+
+_CONTAINERS = (dict, list, set, deque)
+_warned: set[tuple[str, str]] = set()
+
+
+def own_hook(hook: Any, memo: dict[int, Any]) -> Any:
+    """The hook itself, or where it is bound to a part of replica 0's module, or a function that was defined over one,
+    that of the replica's part. `memo` is deepcopy's: it knows what stands for each part."""
+    if isinstance(hook, MethodType) and id(hook.__self__) in memo:
+        return MethodType(hook.__func__, memo[id(hook.__self__)])
+    if isinstance(hook, functools.partial):
+        values = [hook.func, *hook.args, *hook.keywords.values()]
+        if any(id(value) in memo or isinstance(value, MethodType) for value in values):
+            arguments = [own_hook(memo.get(id(value), value), memo) for value in hook.args]
+            keywords = {name: own_hook(memo.get(id(value), value), memo) for name, value in hook.keywords.items()}
+            return functools.partial(own_hook(hook.func, memo), *arguments, **keywords)
+    if isinstance(hook, FunctionType) and any(id(value) in memo for _, value in _closed_over(hook)):
+        cells = (_own_cell(cell, memo) for cell in hook.__closure__ or ())
+        own = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, tuple(cells))
+        own.__kwdefaults__ = hook.__kwdefaults__
+        return functools.update_wrapper(own, hook)
+    return hook
+
+
+def warn_of_shared(hook: Any, own: Any) -> None:
+    """Warns, once, of a hook that can write to containers that are no replica's own, where another replica's call
+    replaces what one has written. `own`: what `own_hook` gave for it."""
+    if own is not hook and not isinstance(own, FunctionType):
+        return
+    names = sorted({name for name, value in _reached(hook) if isinstance(value, _CONTAINERS)})
+    what = _described(hook)
+    if not names or what in _warned:
+        return
+    _warned.add(what)
+    logging.getLogger("muster").warning(
+        "the hook %s (%s) is called by several replicas at once, and they share what it holds: %s. What one writes "
+        "there, others replace. Keep it in the module that the hook is given (module.x = ...), and read it there, or "
+        "return it from forward",
+        *what, ", ".join(names),
+    )  # fmt: skip
+
+
+def _own_cell(cell: CellType, memo: dict[int, Any]) -> CellType:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # not assigned yet
+        return cell
+    return CellType(memo[id(content)]) if id(content) in memo else cell
+
+
+def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            continue
+
+
+def _reached(hook: Any) -> Iterator[tuple[str, Any]]:
+    """What a hook can write to besides its arguments, by name, as far as it can be seen."""
+    if isinstance(hook, functools.partial):
+        yield from ((f"argument {number}", value) for number, value in enumerate(hook.args))
+        yield from hook.keywords.items()
+        yield from _reached(hook.func)
+    elif isinstance(hook, FunctionType):
+        if hook.__module__.partition(".")[0] in ("torch", "muster"):
+            return
+        yield from _closed_over(hook)
+        names = _global_names(hook.__code__)
+        yield from ((name, hook.__globals__[name]) for name in names if name in hook.__globals__)
+    elif isinstance(hook, MethodType) or not isinstance(hook, type):
+        owner = hook.__self__ if isinstance(hook, MethodType) else hook
+        if type(owner).__module__.partition(".")[0] in ("torch", "muster"):
+            return
+        known = vars(nn.Module()) if isinstance(owner, nn.Module) else {}
+        attributes = getattr(owner, "__dict__", {}).items()
+        yield from ((f"{type(owner).__name__}.{name}", value) for name, value in attributes if name not in known)
+
+
+def _global_names(code: CodeType) -> set[str]:
+    return set(code.co_names).union(*(_global_names(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
+def _described(hook: Any) -> tuple[str, str]:
+    """Its name, and where it is."""
+    function = hook
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return type(function).__qualname__, f"an object of {type(function).__module__}"
+    return function.__qualname__, f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
