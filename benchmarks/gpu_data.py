@@ -73,7 +73,7 @@ def main() -> None:
                 for batch in batches or in_order():
                     strategy.step(lambda x: model(x).square().mean(), batch)
                 wait()
-                peaks[way] = 0.0 if DRY else torch.cuda.max_memory_allocated() / 2**20
+                peaks[way] = 0.0 if DRY else torch.cuda.memory_stats()["active_bytes.all.peak"] / 2**20
                 if number > 0:  # the first one warms up
                     found[way].append(1e3 * (time.perf_counter() - began) / WINDOWS)
     quartiles = {way: [round(q, 4) for q in statistics.quantiles(times, n=4)] for way, times in found.items()}

@@ -46,12 +46,11 @@ AskedSnapshot asked_snapshot(const fs::path& path) {
   return {path, std::nullopt};
 }
 
-void fail_without_number(const AskedSnapshot& asked, const std::set<int64_t>& others) {
+void fail_without(const fs::path& snapshot, const std::set<int64_t>& others) {
   const auto there = others.empty() ? std::string("there is none at all")
                                     : "the last one there is '" + name_of(*others.rbegin()) + "', the first one '" +
                                           name_of(*others.begin()) + "'";
-  throw CheckpointError("there is no checkpoint '" + (asked.folder / name_of(asked.number.value())).string() + "'; " +
-                        there);
+  throw CheckpointError("there is no checkpoint '" + snapshot.string() + "'; " + there);
 }
 
 std::optional<StoredSnapshot> read_asked_snapshot(const fs::path& path, Memory memory) {
@@ -64,7 +63,7 @@ std::optional<StoredSnapshot> read_asked_snapshot(const fs::path& path, Memory m
   if (snapshot == found.end()) {
     std::set<int64_t> others;
     for (const auto& [number, folder] : found) others.insert(number);
-    fail_without_number(asked, others);
+    fail_without(asked.folder / name_of(*asked.number), others);
   }
   return StoredSnapshot{read_snapshot(snapshot->second, memory), snapshot->second};
 }

@@ -20,8 +20,8 @@ struct AskedSnapshot {
 /// InvalidArgument for one snapshot under another name, which would be taken for a folder without any.
 AskedSnapshot asked_snapshot(const std::filesystem::path& path);
 
-/// Throws the CheckpointError of a snapshot that was asked for by its number, where the folder has only `others`.
-[[noreturn]] void fail_without_number(const AskedSnapshot& asked, const std::set<int64_t>& others);
+/// Throws the CheckpointError of a snapshot that was asked for, where its folder has only those with other numbers.
+[[noreturn]] void fail_without(const std::filesystem::path& snapshot, const std::set<int64_t>& others);
 
 /// The snapshot that `path` asks for. The newest: as read_newest_snapshot. One: throws CheckpointError where it is not
 /// there, and where it is damaged; no other is tried.

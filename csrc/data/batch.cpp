@@ -1,6 +1,7 @@
 #include "muster/batch.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include "core/plain_memory.h"
 
@@ -46,7 +47,10 @@ at::Tensor placed_tensor(const at::Tensor& tensor, c10::Device device) {
   if (device.is_cpu() || !tensor.defined() || tensor.device() == device) return aligned(tensor);
   // From pageable memory the copy would wait for the stream.
   const bool is_pageable = tensor.device().is_cpu() && tensor.layout() == at::kStrided && !tensor.is_pinned();
-  return (is_pageable ? tensor.pin_memory() : tensor).to(device, /*non_blocking=*/true);
+  if (!is_pageable) return tensor.to(device, /*non_blocking=*/true);
+  // Without gaps, and without memory that several elements share, to which nothing can be copied.
+  const auto pinned = at::empty_like(tensor, tensor.options().pinned_memory(true));
+  return pinned.copy_(tensor).to(device, /*non_blocking=*/true);
 }
 
 at::Tensor take_rows(const at::Tensor& tensor, int64_t start, int64_t stop, int64_t step) {

@@ -74,17 +74,17 @@ bool is_running(const server::Standing& standing, int rank) {
 }
 
 // Where this process is a worker of servers that others run: a second strategy there would be taken for a worker that
-// comes back, and end the first one.
+// comes back, and end the first one, which is what `takes_over` asks for.
 struct Seats {
   std::mutex mutex;
   std::map<std::pair<std::string, int>, std::weak_ptr<const void>> taken;  // by first server and rank; guarded by mutex
 };
 
-std::shared_ptr<const void> take_seat(const Cluster& cluster) {
+std::shared_ptr<const void> take_seat(const Cluster& cluster, bool takes_over) {
   static Seats seats;
   const std::lock_guard lock(seats.mutex);
   auto& taken = seats.taken[{cluster.servers.front(), cluster.rank}];
-  if (!taken.expired()) {
+  if (!taken.expired() && !takes_over) {
     throw InvalidArgument("this process has a strategy at the parameter server " + cluster.servers.front() +
                           " already, as rank " + std::to_string(cluster.rank) +
                           "; close() it before the next one, or give that servers of its own (MUSTER_SERVERS)");
@@ -177,7 +177,7 @@ Groups groups_with_servers(const Cluster& cluster, const ServerOptions& server_o
   groups.step = make_here();
   groups.workers = comm::make_single();
   auto& job = groups.servers.emplace(servers_of(cluster, server_options));
-  if (!cluster.servers.empty()) job.seat = take_seat(cluster);
+  if (!cluster.servers.empty()) job.seat = take_seat(cluster, server_options.takeover);
   const auto standing = cluster.servers.empty() ? server::Standing() : standing_of(cluster, job);
   if (is_running(standing, cluster.rank) && !server_options.takeover) {
     join_job(groups, job, standing, topology, words);

@@ -13,8 +13,10 @@
 #include "core/plain_memory.h"
 #include "core/replica_context.h"
 #include "device/part_timer.h"
+#include "muster/batch.h"
 #include "muster/error.h"
 #include "strategy/collectives.h"
+#include "window/device_numbers.h"
 
 namespace muster {
 
@@ -220,9 +222,15 @@ Leaves by_dtype(const Leaves& values,
   return results;
 }
 
+// From pageable memory of the host a copy would wait for the device.
+at::Tensor on_device(const at::Tensor& value, c10::Device device) {
+  if (value.device() == device || value.requires_grad()) return value.to(device);
+  return value.numel() == 1 ? number_on(device, value).view(value.sizes()) : detail::placed_tensor(value, device);
+}
+
 Leaves on_device(const Leaves& values, c10::Device device) {
   Leaves moved;
-  for (const auto& value : values) moved.push_back(value.to(device));
+  for (const auto& value : values) moved.push_back(on_device(value, device));
   return moved;
 }
 
@@ -246,7 +254,7 @@ Leaves reduce_in_step(comm::Communicator& group, const Leaves& given, ReduceOp o
     case ReduceOp::mean:
       break;
   }
-  const auto share = weight.detach().to(group.device(), at::kDouble);
+  const auto share = on_device(weight.detach(), group.device()).to(at::kDouble);
   const auto total = all_reduce(group, share, ReduceOp::sum, meeting->next_tag());
   Leaves floating;
   for (const auto& value : values) floating.push_back(value.to(dtype_of_mean(value.scalar_type())));

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
 
@@ -45,14 +46,33 @@ std::string header_of(const Leaves& values) {
   return out.str();
 }
 
-Leaves empty_like_header(const std::string& header, c10::Device device = c10::Device(c10::kCPU)) {
+// Without memory.
+Leaves empty_like_header(const std::string& header) {
   Leaves leaves;
   std::istringstream in(header);
   int dtype = 0;
   for (int64_t dim = 0; in >> dtype >> dim;) {
     std::vector<int64_t> sizes(static_cast<size_t>(dim));
     for (auto& size : sizes) in >> size;
-    leaves.push_back(at::empty(sizes, at::TensorOptions(device).dtype(static_cast<at::ScalarType>(dtype))));
+    leaves.push_back(at::empty(sizes, at::TensorOptions(at::kMeta).dtype(static_cast<at::ScalarType>(dtype))));
+  }
+  return leaves;
+}
+
+// For a broadcast, which goes another way from device to device than over hosts: also which leaves are on the group's
+// device, a line of '1' and '0'.
+std::string header_and_places(const Leaves& values, c10::Device device) {
+  std::string places;
+  for (const auto& value : values) places += value.device() == device ? '1' : '0';
+  return places + '\n' + header_of(values);
+}
+
+// Where the source has them.
+Leaves empty_like_header_and_places(const std::string& text, c10::Device device) {
+  const auto places = text.substr(0, text.find('\n'));
+  auto leaves = empty_like_header(text.substr(places.size()));
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    leaves[i] = at::empty_like(leaves[i], at::TensorOptions(places.at(i) == '1' ? device : c10::Device(c10::kCPU)));
   }
   return leaves;
 }
@@ -113,7 +133,7 @@ Headers exchange_headers(comm::Communicator& workers, const std::string& call, c
         std::getline(in, line);
         header += line + '\n';
       }
-      headers.shapes.emplace_back(static_cast<int>(worker), empty_like_header(header, c10::kMeta));
+      headers.shapes.emplace_back(static_cast<int>(worker), empty_like_header(header));
     }
   }
   const auto& shapes = headers.shapes;
@@ -336,10 +356,12 @@ Leaves leaves_of_source(comm::Communicator& workers, const Leaves& mine, int sou
   const at::NoGradGuard no_grad;
   if (workers.rank() == source) check_dense(mine);
   const auto headers = told(workers, "broadcast(source=" + std::to_string(source) + ")",
-                            workers.rank() == source ? header_of(mine) : std::string());
+                            workers.rank() == source ? header_and_places(mine, workers.device()) : std::string());
   const bool is_source = workers.rank() == source;
   Leaves results;
-  for (const auto& each : is_source ? mine : empty_like_header(headers[static_cast<size_t>(source)])) {
+  const auto leaves =
+      is_source ? mine : empty_like_header_and_places(headers[static_cast<size_t>(source)], workers.device());
+  for (const auto& each : leaves) {
     const bool only_sends = is_source && source_has_them;
     const auto leaf = only_sends ? each.detach().contiguous() : each.detach().clone(at::MemoryFormat::Contiguous);
     if (leaf.numel() > 0) workers.broadcast(as_real(leaf), source).wait();

@@ -217,16 +217,18 @@ class GatheredSnapshot {
   std::map<size_t, checkpoint::NamedTensors> tensors_;  // of this worker's shards
 };
 
-// Throws CheckpointError where nobody has anything of the one that was asked for.
-void leave_only_asked(const checkpoint::AskedSnapshot& asked, OfferedSnapshots& offered) {
+// Throws CheckpointError where nobody has anything of that one.
+void leave_only(int64_t number, const fs::path& folder, OfferedSnapshots& offered) {
   std::set<int64_t> others;
-  const auto is_other = [&](int64_t number) {
-    if (number != asked.number) others.insert(number);
-    return number != asked.number;
+  const auto is_other = [&](int64_t its_number) {
+    if (its_number != number) others.insert(its_number);
+    return its_number != number;
   };
   std::erase_if(offered.in_order, [&](const OfferedSnapshot& snapshot) { return is_other(snapshot.number); });
   std::erase_if(offered.parts, [&](const auto& part) { return is_other(part.first.first); });
-  if (offered.in_order.empty() && offered.parts.empty()) checkpoint::fail_without_number(asked, others);
+  if (offered.in_order.empty() && offered.parts.empty()) {
+    checkpoint::fail_without(folder / checkpoint::name_of(number), others);
+  }
 }
 
 }  // namespace
@@ -239,7 +241,7 @@ std::optional<checkpoint::StoredSnapshot> read_asked_snapshot(comm::Communicator
   });
   const auto& folder = asked.folder;
   auto offered = offered_snapshots(workers, folder);
-  if (asked.number) leave_only_asked(asked, offered);
+  if (asked.number) leave_only(*asked.number, folder, offered);
   const bool is_chief = workers.rank() == 0;
   for (const auto& snapshot : offered.in_order) {
     if (snapshot.is_foreign) continue;

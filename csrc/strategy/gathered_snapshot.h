@@ -23,8 +23,8 @@ namespace muster {
 /// is named in the chief's log, with the file and the host that wrote it, and passed over for the next; before all of
 /// one is known to be good, nothing of it is sent. None where the newest is asked for and nobody has any. Throws
 /// CheckpointError on all where no snapshot that was asked for is good, or the chief cannot use the folder,
-/// InvalidArgument for one under another name. What the program keeps is
-/// copied (checkpoint::copy_what_is_kept). Collective.
+/// InvalidArgument for one under another name. What the program keeps is copied (checkpoint::copy_what_is_kept).
+/// Collective.
 std::optional<checkpoint::StoredSnapshot> read_asked_snapshot(comm::Communicator& workers,
                                                               const std::filesystem::path& path);
 

@@ -83,6 +83,20 @@ const std::vector<size_t>& ParameterSets::outsiders() {
   return outsiders_;
 }
 
+std::vector<size_t> ParameterSets::outsiders_to_compare() {
+  auto& registry = session_.registry();
+  std::vector<size_t> due;
+  for (const size_t p : outsiders()) {
+    if (!registry.was_written(p)) continue;
+    auto& pace = paces_[p];
+    if (const auto times = registry.times_agreed(p); std::exchange(pace.times_agreed, times) != times) {
+      pace.due = 2 * pace.found;
+    }
+    if (++pace.found >= pace.due) due.push_back(p);
+  }
+  return due;
+}
+
 ParameterSet& ParameterSets::begin_step(int set) {
   auto& begun = at(set);
   for (const auto& known : sets_) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <memory>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "strategy/session.h"
@@ -28,6 +29,9 @@ class ParameterSets {
   std::vector<int> open() const;
   /// Registry indices of the parameters in no set.
   const std::vector<size_t>& outsiders();
+  /// Those of them that were written and that workers are to compare in the window that begins: what is written before
+  /// every window (an average of the others, say) and was alike, in the 1st, 2nd, 4th, 8th, ... of these windows.
+  std::vector<size_t> outsiders_to_compare();
 
   /// The set, whose gradients are kept from here on, and those of other sets dropped.
   ParameterSet& begin_step(int set);
@@ -67,6 +71,13 @@ class ParameterSets {
   std::vector<std::unique_ptr<ParameterSet>> sets_;
   std::vector<size_t> outsiders_;  // among the first `num_looked_at_` of the registry
   size_t num_looked_at_ = 0;       // 0: sets have changed since
+  /// How often an outsider was found written, and the count from which on it is compared.
+  struct Pace {
+    int64_t found = 0;
+    int64_t due = 1;
+    uint64_t times_agreed = 0;
+  };
+  std::unordered_map<size_t, Pace> paces_;
 };
 
 }  // namespace muster

@@ -98,6 +98,14 @@ void ReplicaCalls::step(const MicroBatch& batch, int local_replica, ReplicaRun& 
     outcome.timer = context->timer;
   }
   const ReplicaScope scope(context);
+  // The user's function may leave another stream, or device, as the thread's current one.
+  const auto begun_on = current_streams({device}).front();
+  std::optional<StreamScope> as_begun;
+  const auto come_back = [&] {
+    if (!begun_on) return;
+    order_streams(*current_streams({device}).front(), *begun_on);
+    as_begun.emplace(begun_on);
+  };
   try {
     auto* const buckets =
         batch.set.open_window(local_replica, call.usual_rows > 0 ? call.usual_rows : static_cast<double>(call.rows[r]));
@@ -112,10 +120,19 @@ void ReplicaCalls::step(const MicroBatch& batch, int local_replica, ReplicaRun& 
       std::optional<KeptCasts> kept;
       if (shares_casts()) kept.emplace();
       if (context->timer) context->timer->start();
-      Loss loss = call_checked(call, local_replica);
+      Loss loss;
+      try {
+        loss = call_checked(call, local_replica);
+      } catch (...) {
+        come_back();
+        throw;
+      }
+      come_back();
       batch.set.backward(local_replica, loss, call.rows[r] < 0 ? 1.0 : static_cast<double>(call.rows[r]));
       if (context->timer) context->timer->stop();
       batch.writes->check();
+      // Before the window closes: then other workers of the host may step parameters in this one's memory.
+      if (local_replica == 0) outcome.written = batch.writes->written();
       outcome.output = std::move(loss.output);
     }
   } catch (...) {

@@ -24,7 +24,7 @@ StepResult result_of(const WindowSums& sums, ParameterSet& set) {
   result.loss = host_scalar(sums.loss);
   result.weight = host_scalar(sums.weight);
   result.skipped = at::scalar_tensor(!sums.finite, at::kBool);
-  result.loss_scale = host_scalar(set.window().loss_scale().get().scale);
+  result.loss_scale = set.window().loss_scale().tensor();
   for (const auto& [name, value] : sums.metrics) result.metrics[name] = host_scalar(value);
   return result;
 }
@@ -59,13 +59,15 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
   const bool full = set.micro_batches() + 1 >= options.accumulate;
   const bool dropping = call.loader_ended && !full && options.drop_incomplete;
   const bool closing = full || (call.loader_ended && !dropping);
-  const bool compares = closing && session_.topology().num_workers > 1 && !session_.groups().servers;
+  const bool has_others = session_.topology().num_workers > 1 && !session_.groups().servers;
+  const bool compares = closing && has_others;
   const bool awaits = compares && call.steps_flat() && (session_.divides_steps() || options.shard_optimizer);
   updates_.expect(awaits ? call.optimizers.size() : 0);
   gradients_are_applied_ = false;
   const uint64_t number = session_.streams().begin_call();
   if (call.call) replicas_.set_rows(call.rows);
-  set.open_micro_batch(closing, call.steps_flat(), call.optimizers, sets_.outsiders());
+  const auto outsiders = has_others && !set.window_open() ? sets_.outsiders_to_compare() : std::vector<size_t>();
+  set.open_micro_batch(closing, call.steps_flat(), call.optimizers, outsiders);
   if (compares) set.agree_on(call.optimizers);
   if (set.servers() != nullptr) set.servers()->note_batches(call.batches);
   if (closing) prepare_report(set, number);
@@ -85,8 +87,7 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
 
   // Shared, so that tasks left behind by an interrupt stay valid.
   auto outcomes = std::make_shared<std::vector<ReplicaRun>>(devices.size());
-  const auto writes = std::make_shared<const StepWrites>(
-      session_.registry(), devices, session_.topology().num_workers > 1 && !session_.groups().servers);
+  const auto writes = std::make_shared<const StepWrites>(session_.registry(), devices, has_others);
   const MicroBatch batch{set, std::make_shared<const StepCall>(call), number, closing, writes, stop_requested_};
   const auto streams = current_streams(devices);
   try {
@@ -109,9 +110,8 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
                                   [](const ReplicaRun& outcome) { return outcome.error || outcome.transport; });
   if (failed) fail_set(set, call, closing, dropping, *outcomes, interrupt);
   if (session_.balancer() != nullptr && call.call) note_times(call, *outcomes);
-  const auto written = writes->written();
   StepResult result = closing ? end_window(set, call) : open_result(set);
-  for (const size_t p : written) session_.registry().doubt(p);  // the next window compares it
+  for (const size_t p : outcomes->front().written) session_.registry().doubt(p);  // the next window compares it
   if (dropping) set.drop_window();
   gradients_are_applied_ = true;
   if (interrupt) std::rethrow_exception(interrupt);

@@ -17,17 +17,12 @@
 
 namespace muster {
 
-namespace {
-
-// One number on `device`. Only what is there already, or a number of the host, comes without waiting.
 at::Tensor number_on(c10::Device device, const at::Tensor& number) {
   auto value = in_plain_memory(number.detach());
   if (value.device() == device) return value;
   if (value.device().is_cpu()) return at::full({}, value.item(), value.options().device(device));
   return value.to(device, /*non_blocking=*/true);
 }
-
-}  // namespace
 
 void check_metric(const std::string& name, const at::Tensor& metric) {
   if (metric.numel() == 1) return;
@@ -65,6 +60,11 @@ void DeviceScalars::set_scale(const kernels::LossScaleState& scale) {
   const auto staging = pinned_bytes(sizeof scale, device_);
   std::memcpy(staging.mutable_data_ptr(), &scale, sizeof scale);
   memory_.narrow(0, kScaleOffset, sizeof scale).copy_(staging, /*non_blocking=*/true);
+}
+
+at::Tensor DeviceScalars::scale_tensor() const {
+  constexpr auto kOffset = static_cast<int64_t>(kScaleOffset + offsetof(kernels::LossScaleState, scale));
+  return memory_.narrow(0, kOffset, sizeof(float)).view(at::kFloat)[0].to(at::kDouble);
 }
 
 kernels::LossScaleState DeviceScalars::read_scale() const {

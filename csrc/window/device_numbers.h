@@ -23,6 +23,9 @@ inline at::Tensor metric_sums(const at::Tensor& tail, size_t slot) {
   return tail.narrow(0, static_cast<int64_t>(kernels::metric_field(static_cast<uint32_t>(slot))), 2);
 }
 
+/// One number on `device`. Only what is there already, or a number of the host, comes without waiting.
+at::Tensor number_on(c10::Device device, const at::Tensor& number);
+
 /// Throws InvalidArgument for a metric that is not one number.
 void check_metric(const std::string& name, const at::Tensor& metric);
 
@@ -57,6 +60,8 @@ class DeviceScalars {
   void set_unit(double unit);
   void set_divisor(double divisor);
   void set_scale(const kernels::LossScaleState& scale);
+  /// A copy of the loss scale on the device: 0-dim, fp64.
+  at::Tensor scale_tensor() const;
   /// Wait for the device.
   kernels::LossScaleState read_scale() const;
   kernels::StepScalars read_scalars() const;

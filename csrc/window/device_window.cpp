@@ -308,6 +308,7 @@ kernels::StepScalars* DeviceWindow::leave_means(const Tail& tail, const std::fun
   context_.sums.edit(tail, edit);
   // A window of sums has nothing left to divide by.
   const auto& first = *replicas_.front().numbers;
+  const OnDevice scope(first.device());  // whatever the edit left
   const auto numbers = first.tail().clone();
   numbers.narrow(0, kernels::kSumLosses, 1).fill_(1);
   const auto report = first.new_report();

@@ -27,6 +27,7 @@ class DeviceScale : public WindowScale {
 
   kernels::LossScaleState get() const override { return of_devices_.front()->read_scale(); }
   void set(const kernels::LossScaleState& state) override;
+  at::Tensor tensor() const override { return of_devices_.front()->scale_tensor(); }
   std::optional<double> unit() const override;
   void set_unit(double unit) override;
 

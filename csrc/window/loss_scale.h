@@ -1,6 +1,9 @@
 // What a set's losses are scaled by: the loss scale, and the unit of their weights.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/scalar_tensor.h>
+
 #include <optional>
 
 #include "kernels/kernels.h"
@@ -27,6 +30,8 @@ class WindowScale {
   /// The scale of the next window, and for how many windows in a row it was finite. Waits for the device.
   virtual kernels::LossScaleState get() const { return state_; }
   virtual void set(const kernels::LossScaleState& state) { state_ = state; }
+  /// The scale of the next window: 0-dim, fp64, where it is kept.
+  virtual at::Tensor tensor() const { return at::scalar_tensor(state_.scale, at::kDouble); }
 
   /// What the host knows: the current scale or, where devices change it, the one that was set last.
   const kernels::LossScaleState& on_host() const noexcept { return state_; }

@@ -94,6 +94,13 @@ std::string prefix_of(int number, const NamedTensors& parameters, const std::vec
   return prefix;
 }
 
+// Kernels are given its address.
+void check_place(const char* kind, const std::string& name, const at::Tensor& tensor, c10::Device device) {
+  if (tensor.device() == device) return;
+  throw InvalidArgument(std::string(kind) + " '" + name + "' is on " + tensor.device().str() +
+                        " since prepare(), and its replica on " + device.str() + "; move it back there");
+}
+
 }  // namespace
 
 void ParameterRegistry::check_local(const ModuleTensors& module) const {
@@ -285,6 +292,9 @@ void ParameterRegistry::set_buffers(int module, size_t local_replica, const std:
     throw InvalidArgument("module number " + std::to_string(module) + " has " + std::to_string(buffers.size()) +
                           " buffers, and had " + std::to_string(count) + " at prepare(); register them before");
   }
+  for (size_t b = 0; b < count; ++b) {
+    check_place("buffer", buffer_names_[first + b], buffers[b], devices_[local_replica]);
+  }
   std::copy(buffers.begin(), buffers.end(), buffers_[local_replica].begin() + static_cast<ptrdiff_t>(first));
 }
 
@@ -302,6 +312,11 @@ std::vector<int> ParameterRegistry::parameters_of(int module) const {
 }
 
 void ParameterRegistry::follow_moves(bool copies_all, const std::vector<comm::CommunicatorPtr>& between) {
+  const bool are_all_read = parameters_.size() > 1;
+  for (size_t p = 0; p < names_.size(); ++p) {
+    const auto& leaf = parameters_[0][p];
+    if (are_all_read || leaf.requires_grad()) check_place("parameter", names_[p], leaf, devices_[0]);
+  }
   if (parameters_.size() < 2) return;
   const at::NoGradGuard no_grad;
   std::vector<size_t> compared;
@@ -360,7 +375,7 @@ void ParameterRegistry::follow_hooks(size_t p) {
 void ParameterRegistry::note_agreed(size_t p) {
   if (agreed_.size() <= p) agreed_.resize(p + 1);
   const auto& leaf = parameters_[0][p];
-  agreed_[p] = {leaf.const_data_ptr(), static_cast<uint32_t>(leaf._version())};
+  agreed_[p] = {leaf.const_data_ptr(), static_cast<uint32_t>(leaf._version()), agreed_[p].times + 1};
 }
 
 bool ParameterRegistry::was_written(size_t p) const noexcept {

@@ -84,7 +84,9 @@ class ParameterRegistry {
   /// `.data` leave no trace.
   bool was_written(size_t parameter) const noexcept;
   /// Lets the parameter count as written until note_agreed().
-  void doubt(size_t parameter) noexcept { agreed_[parameter] = {nullptr, ~uint32_t{0}}; }
+  void doubt(size_t parameter) noexcept { agreed_[parameter] = {nullptr, ~uint32_t{0}, agreed_[parameter].times}; }
+  /// How often it was noted that it has the others' values.
+  uint64_t times_agreed(size_t parameter) const noexcept { return agreed_[parameter].times; }
 
   /// Lets the other local replicas' leaves follow parameters of replica 0 that were moved or replaced (`.to()`,
   /// `load_state_dict(assign=True)`), in memory and in requires_grad, and hooks of C++ that were registered on them.
@@ -123,6 +125,7 @@ class ParameterRegistry {
   struct Agreed {
     const void* data = nullptr;
     uint32_t version = 0;
+    uint64_t times = 0;
   };
   std::vector<Agreed> agreed_;  // by parameter: replica 0's at note_agreed()
   // [local replica][parameter]: replica 0's when it was copied

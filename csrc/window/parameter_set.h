@@ -52,8 +52,7 @@ class ParameterSet {
 
   /// Opens a micro-batch; rebuilds the engines when the trainable parameters changed and no window is open.
   /// Throws InvalidArgument if no parameter is trainable. `last`: of its window; `fused`: as finish_window's. `steps`:
-  /// by what it is stepped then. `outsiders`: the registry's parameters in no set, which this one compares where they
-  /// were written.
+  /// by what it is stepped then. `outsiders`: parameters in no set, which this one compares where they were written.
   void open_micro_batch(bool last, bool fused, const std::vector<OptimizerStep>& steps = {},
                         const std::vector<size_t>& outsiders = {});
 

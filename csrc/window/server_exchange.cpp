@@ -163,13 +163,13 @@ void ServerExchange::open() {
                           ", where the parameter servers, which hold it, do not see it; change parameters before the "
                           "first step, or under another strategy");
   };
-  const auto check = [&](const std::string& name, bool was_written) {
-    if (was_written) refuse(name, "outside step()");
+  const auto check = [&](const std::string& name, bool is_other) {
+    if (is_other) refuse(name, "outside step()");
   };
   if (const auto p = values_.take_overwritten()) {
     refuse(plan_.parameters[*p].name, "in the last step or since (by forward or a hook, say)");
   }
-  for (size_t p = 0; p < values_.size(); ++p) check(plan_.parameters[p].name, values_.was_written(p));
+  for (size_t p = 0; p < values_.size(); ++p) check(plan_.parameters[p].name, values_.has_other_values(p));
   for (size_t t = 0; t < rows_.size(); ++t) check(plan_.tables[t].name, rows_.was_written(t));
   for (size_t c = 0; c < missing_.size(); ++c) missing_[c] = client_.chunks()[c].pieces.size();
 }

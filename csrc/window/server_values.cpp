@@ -105,8 +105,15 @@ void ServerValues::adopt() {
 
 void ServerValues::note_overwritten() {
   for (size_t p = 0; p < parameters_.size() && !overwritten_; ++p) {
-    if (was_written(p) && !has_landed_values(p)) overwritten_ = p;
+    if (has_other_values(p)) overwritten_ = p;
   }
+}
+
+bool ServerValues::has_other_values(size_t p) {
+  if (!was_written(p)) return false;
+  if (!has_landed_values(p)) return true;
+  parameters_[p].trace = WriteTrace::of(parameters_[p].tensor);
+  return false;
 }
 
 bool ServerValues::has_landed_values(size_t p) const {

@@ -60,6 +60,9 @@ class ServerValues {
   /// Whether a parameter was written or got other memory since adopt(). Of what is written past the version counter,
   /// through `.data`, a sample tells.
   bool was_written(size_t parameter) const;
+  /// Whether a parameter that was has other values than adopt() gave it. One that has not, since it was moved to memory
+  /// that processes share, say, then counts as not written.
+  bool has_other_values(size_t parameter);
   /// Before values are read anew: notes a parameter that has other values than adopt() gave it, which the next adopt()
   /// overwrites.
   void note_overwritten();

@@ -184,7 +184,11 @@ def place(part: T, device: torch.device, copy: Callable[[Tensor], Tensor] | None
 def pinned(tensor: Tensor) -> Tensor:
     """The tensor in memory that a copy to a CUDA device need not wait for; itself where it is, or cannot be."""
     can_be = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested
-    return tensor.pin_memory() if can_be and not tensor.is_pinned() else tensor
+    if not can_be or tensor.is_pinned():
+        return tensor
+    # Without gaps, which a copy would wait for, and without memory that several elements share: Tensor.pin_memory keeps
+    # them, and cannot write to the latter.
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
 
 def aligned(tensor: Tensor) -> Tensor:

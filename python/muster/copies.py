@@ -16,14 +16,17 @@ class Arrival:
     """Tensors that are on their way from the host to a CUDA device, over a stream of their own.
 
     A copy follows what the device's current stream had to do when it was begun, and not what that gets to do until
-    `join`. Its memory is the current stream's: what is let go of is used again in that order, so that a host that runs
-    ahead of the device needs no more of it. Owned by the thread that iterates.
+    `join`. Its memory is that stream's: what is let go of is used again in its order, so that a host that runs ahead of
+    the device needs no more of it. Owned by the thread that iterates.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         """What copies go over."""
         self._end: torch.cuda.Event | None = None
+        self._begun_on: torch.cuda.Stream | None = None
+        self._copied: list[Tensor] = []
+        """Until they are joined: their memory is not used again before."""
 
     def copy(self, tensor: Tensor) -> Tensor:
         """The tensor on the device; nobody may read it before `join`."""
@@ -31,17 +34,26 @@ class Arrival:
         # Of this device alone: a stream's own context would leave one on the process's current device, too.
         with torch.cuda.device(self.stream.device):
             copied = torch.empty_like(source, device=self.stream.device)
-            self.stream.wait_stream(torch.cuda.current_stream())
+            self._begun_on = torch.cuda.current_stream()
+            self.stream.wait_stream(self._begun_on)
             with torch.cuda.stream(self.stream):
                 copied.copy_(source, non_blocking=True)
                 self._end = self.stream.record_event()
-        copied.record_stream(self.stream)
+        self._copied.append(copied)
         return copied
 
     def join(self) -> None:
         """Lets the device's current stream use them from here on; the host does not wait."""
-        if self._end is not None:
-            torch.cuda.current_stream(self.stream.device).wait_event(self._end)
+        if self._end is None or self._begun_on is None:
+            return
+        torch.cuda.current_stream(self.stream.device).wait_event(self._end)
+        self._begun_on.wait_event(self._end)
+        self._copied.clear()
+
+    def __del__(self) -> None:
+        # One that nobody has joined is of a pass that was left. The allocator then waits for the copies itself.
+        for copied in self._copied:
+            copied.record_stream(self.stream)
 
 
 class CopyStreams:

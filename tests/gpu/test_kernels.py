@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -515,6 +516,8 @@ def test_memory_over_devices_is_as_any_other_to_torch(gpu: torch.device) -> None
     """On one device, several mappings in one range: what several devices have."""
     assert kernels.enable_peer_access([str(gpu)])
     page = 2 << 20
+    warm = torch.zeros(4, device=gpu)  # what loads kernels takes memory, too
+    assert not warm.any() and (warm * 2).clone().cpu().numel() == 4
     free, _ = torch.cuda.mem_get_info(gpu)
     parts = [(str(gpu), 3 * page), (str(gpu), 100), (str(gpu), page + 12)]
     memory = kernels.zeros_over(parts, [str(gpu)])
@@ -528,7 +531,8 @@ def test_memory_over_devices_is_as_any_other_to_torch(gpu: torch.device) -> None
     del values, memory
     torch.cuda.synchronize(gpu)
     torch.cuda.empty_cache()
-    assert torch.cuda.mem_get_info(gpu)[0] >= free - page
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # it is the whole device's
+        assert torch.cuda.mem_get_info(gpu)[0] >= free - page
 
 
 # --- reduction and step in one launch ---------------------------------------------------------------------------------

@@ -1351,7 +1351,8 @@ class OwnBatch:
 @pytest.mark.parametrize("pins_objects", [False, True])
 def test_pinning_keeps_structures(monkeypatch: pytest.MonkeyPatch, pins_objects: bool) -> None:
     monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: False)
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor + 100)
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, pin_memory: tensor)
+    monkeypatch.setattr(Tensor, "copy_", lambda tensor, source: source + 100)
     own = OwnBatch()
     parts = ([Pinned((torch.tensor([1]), "a")), own, torch.eye(2).to_sparse()], [3, 1, 2])
     state = ReaderState(1, {"buffer": torch.tensor([5])}, own, ended=False)

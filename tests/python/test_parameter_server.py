@@ -334,6 +334,26 @@ class Perturbed(nn.Linear):
         return super().forward(x) + shifted
 
 
+def test_parameters_that_move_to_shared_memory_were_not_written() -> None:
+    with alone() as strategy:
+        module = small()
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+        def step() -> float:
+            x, y = batch()
+            return float(strategy.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y).loss)
+
+        losses = [step()]
+        for value in model.state_dict().values():  # as torch.multiprocessing does with what it sends
+            value.share_memory_()
+        losses += [step(), step()]
+        assert losses[0] > losses[1] > losses[2]
+        with torch.no_grad():
+            next(module.parameters()).add_(1)
+        with pytest.raises(muster.InvalidArgument, match="was written outside step"):
+            step()
+
+
 @pytest.mark.parametrize("staleness", [0, None])
 def test_parameters_that_a_step_writes_are_an_error_of_the_next(staleness: int | None) -> None:
     for module, ids in ((Clamped(4, 2), False), (nn.Embedding(6, 4, max_norm=0.5), True)):

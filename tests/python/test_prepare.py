@@ -41,6 +41,33 @@ X = torch.linspace(-1, 1, 32).view(8, 4)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
+class Scaled(nn.Module):
+    """Forward may put its buffer elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("scale", torch.ones(()))
+        self.moves = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) * self.scale.detach()
+        if self.moves:
+            self.scale = torch.ones((), device="meta")
+        return x
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_buffer_that_is_put_on_another_device_is_named(replicas: int) -> None:
+    module = Scaled()
+    with muster.MirroredStrategy(["cpu"] * replicas) as strategy:
+        model, _ = strategy.prepare(module, sgd(module))
+        strategy.step(lambda x: loss_of(model, x), X)
+        model.moves = True
+        with pytest.raises(muster.InvalidArgument, match=r"buffer 'scale' is on meta since prepare.*on cpu"):
+            strategy.step(lambda x: loss_of(model, x), X)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_modules_of_inference_tensors_are_refused_by_name(replicas: int) -> None:
     with torch.inference_mode():

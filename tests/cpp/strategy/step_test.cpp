@@ -24,6 +24,7 @@
 #include "cpp/catch.h"
 #include "cpp/strategy/workers.h"
 #include "muster/mirrored.h"
+#include "muster/optim.h"
 
 using namespace muster;
 using testing::cpus;

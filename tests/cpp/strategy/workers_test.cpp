@@ -1,5 +1,6 @@
 // The C++ layer over several workers: each is a thread with a strategy of its own, over one local group.
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
@@ -24,6 +25,7 @@
 #include "muster/parameters_after.h"
 #include "muster/strategy.h"
 #include "optimizer/flat_state.h"
+#include "strategy/collectives.h"
 #include "strategy/strategy_core.h"
 #include "support/local_process_group.h"
 #include "support/run_ranks.h"
@@ -408,4 +410,20 @@ TEST_CASE("values that are reduced at once have the bits of each by itself", "[w
           }
         }
       }) == "");
+}
+
+TEST_CASE("what is broadcast from a device's memory goes the same way on all workers", "[workers]") {
+  const auto hosts = comm::make_local(2, Seconds(10));
+  const auto problems = run_threads(2, [&](int rank) {
+    const auto host = hosts[static_cast<size_t>(rank)];
+    const c10::Device device(c10::kMeta);
+    const auto workers = comm::make_staged(host, device, comm::make_refusing(rank, 2, "from device to device"));
+    const auto mine = at::full({3}, rank == 0 ? 1 : 0);
+    MUSTER_CHECK(broadcast_over_workers(*workers, {mine}, 0).front().equal(at::full({3}, 1)));
+    const auto there = at::empty({3}, at::TensorOptions(device));
+    const auto text = message_of<Error>([&] { broadcast_over_workers(*workers, {mine, there}, 0); });
+    MUSTER_CHECK(contains(text, "from device to device"));
+  });
+  CAPTURE(problems);
+  CHECK(problems.empty());
 }

@@ -1,6 +1,8 @@
 // Parameters and buffers of prepared modules: how they are named, shared and watched.
 #include "window/parameter_registry.h"
 
+#include <ATen/ops/empty.h>
+
 #include "cpp/catch.h"
 #include "cpp/window/fixtures.h"
 #include "muster/error.h"
@@ -84,4 +86,12 @@ TEST_CASE("modules are numbered, and those after the first name their parameters
   CHECK_THROWS_AS(job.registry.set_buffers(1, 0, {}), InvalidArgument);
   job.registry.set_buffers(1, 0, {leaf(8)});
   CHECK(is_all(job.registry.buffers(0).front(), 8));
+}
+
+TEST_CASE("a buffer that was put on another device than its replica's is named", "[window]") {
+  Pair job;
+  const auto elsewhere = at::empty({4}, at::TensorOptions(at::kMeta));
+  CHECK_THROWS_WITH(job.registry.set_buffers(0, 1, {elsewhere}),
+                    ContainsSubstring("buffer 'seen' is on meta since prepare(), and its replica on cpu"));
+  CHECK_NOTHROW(job.registry.set_buffers(0, 1, {leaf(5)}));
 }
