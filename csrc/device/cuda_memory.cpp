@@ -163,6 +163,11 @@ bool try_peer_access(const std::vector<c10::Device>& devices) {
       if (device != peer) c10::cuda::CUDACachingAllocator::enablePeerAccess(device.index(), peer.index());
     }
   }
+  // Memory that is mapped may be refused where cudaMalloc's is not, in a virtual machine say: here rather than in a
+  // step.
+  std::vector<DevicePart> pages;
+  for (const auto device : devices) pages.push_back({device, int64_t{2} << 20});
+  if (devices.size() > 1) cuda_zeros_over(pages, devices);
   return true;
 }
 
