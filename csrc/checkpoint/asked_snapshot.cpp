@@ -16,9 +16,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What FOLDER/7 is short for elsewhere; nothing for other names.
+bool is_prefixed(const fs::path& path) { return path.filename().string().starts_with(kSnapshotPrefix); }
+
+// What FOLDER/7, or FOLDER/snapshot-7, is short for; nothing for other names.
 std::optional<fs::path> written_out(const fs::path& path) {
-  const auto name = path.filename().string();
+  const auto name = path.filename().string().substr(is_prefixed(path) ? kSnapshotPrefix.size() : 0);
   int64_t number = 0;
   const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), number);
   if (name.empty() || error != std::errc() || end != name.data() + name.size() || number < 1) return std::nullopt;
@@ -39,7 +41,7 @@ AskedSnapshot asked_snapshot(const fs::path& path) {
                           name_of(1) + " to load it, or give load() the folder that save() wrote");
   }
   const auto whole = written_out(named);
-  if (whole && !fs::exists(named, ignored) && fs::exists(*whole, ignored)) {
+  if (whole && !fs::exists(named, ignored) && (fs::exists(*whole, ignored) || is_prefixed(named))) {
     throw InvalidArgument("'" + path.string() + "' is not there, and load() takes no short names; give it '" +
                           whole->string() + "' for that checkpoint");
   }

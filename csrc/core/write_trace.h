@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace muster {
@@ -14,7 +15,9 @@ struct WriteTrace {
   const void* memory = nullptr;
   uint64_t sample = 0;
 
-  static WriteTrace of(const at::Tensor& tensor);
+  /// `samples`: from how many places values are taken, 2 at least. Where they are not in a cache, these are what it
+  /// costs.
+  static WriteTrace of(const at::Tensor& tensor, size_t samples = 16);
   bool operator==(const WriteTrace&) const = default;
 };
 

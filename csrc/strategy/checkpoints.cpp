@@ -69,6 +69,9 @@ struct Checkpoints::State {
                                          : [this](int64_t n) { return saving.number_of_chief(n); }}) {
     check_count("keep", options.keep);
     check_count("best_keep", options.best_keep);
+    if (!checkpoint::number_of(folder)) return;
+    throw InvalidArgument("'" + its_folder.string() +
+                          "' is called as one checkpoint; give the folder of all, and load() " + "its number");
   }
 
   // `others`: what is kept, where workers look for it together.

@@ -224,7 +224,7 @@ Leaves by_dtype(const Leaves& values,
 
 // From pageable memory of the host a copy would wait for the device.
 at::Tensor on_device(const at::Tensor& value, c10::Device device) {
-  if (value.device() == device || value.requires_grad()) return value.to(device);
+  if (value.device() == device || device.is_cpu() || value.requires_grad()) return value.to(device);
   return value.numel() == 1 ? number_on(device, value).view(value.sizes()) : detail::placed_tensor(value, device);
 }
 

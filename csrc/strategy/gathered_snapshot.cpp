@@ -235,10 +235,15 @@ void leave_only(int64_t number, const fs::path& folder, OfferedSnapshots& offere
 
 std::optional<checkpoint::StoredSnapshot> read_asked_snapshot(comm::Communicator& workers, const fs::path& path) {
   checkpoint::AskedSnapshot asked;
-  told_by_all(workers, "load", [&] {
+  const auto names = told_by_all(workers, "load", [&] {
     asked = checkpoint::asked_snapshot(path);
-    return std::string();
+    return asked.number ? "'" + checkpoint::name_of(*asked.number) + "'" : "the newest one";
   });
+  for (size_t r = 1; r < names.size(); ++r) {
+    if (names[r] == names.front()) continue;
+    throw LayoutMismatch("rank 0 loads " + names.front() + " of a folder, and rank " + std::to_string(r) + ' ' +
+                         names[r] + "; give load() the same on every rank");
+  }
   const auto& folder = asked.folder;
   auto offered = offered_snapshots(workers, folder);
   if (asked.number) leave_only(*asked.number, folder, offered);

@@ -102,7 +102,7 @@ ParameterSet& ParameterSets::begin_step(int set) {
   for (const auto& known : sets_) {
     if (known.get() == &begun) continue;
     const auto shared = shared_by(known->parameters(), begun.parameters());
-    if (!shared.empty() && known->window_open()) {
+    if (!shared.empty() && known->window_open() && !begun.window_open()) {
       throw InvalidArgument("parameter '" + session_.registry().name(static_cast<size_t>(shared.front())) +
                             "' is in another set of optimizers= too, whose window of several micro-batches is open; "
                             "close that first, with flush() say");

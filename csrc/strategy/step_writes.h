@@ -27,7 +27,8 @@ class StepWrites {
   std::vector<size_t> written() const;
 
  private:
-  bool was_written(size_t parameter) const;
+  /// `in_place`: replaced memory does not count.
+  bool was_written(size_t parameter, bool in_place) const;
 
   const ParameterRegistry& registry_;
   const bool is_shared_;  // by replicas

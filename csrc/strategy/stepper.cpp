@@ -1,6 +1,7 @@
 #include "strategy/stepper.h"
 
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <limits>
@@ -106,12 +107,14 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
     }
   }
 
+  doubt(outcomes->front().written);
+  auto& written = written_[call.set];
+  written.insert(written.end(), outcomes->front().written.begin(), outcomes->front().written.end());
   const bool failed = std::any_of(outcomes->begin(), outcomes->end(),
                                   [](const ReplicaRun& outcome) { return outcome.error || outcome.transport; });
   if (failed) fail_set(set, call, closing, dropping, *outcomes, interrupt);
   if (session_.balancer() != nullptr && call.call) note_times(call, *outcomes);
   StepResult result = closing ? end_window(set, call) : open_result(set);
-  for (const size_t p : outcomes->front().written) session_.registry().doubt(p);  // the next window compares it
   if (dropping) set.drop_window();
   gradients_are_applied_ = true;
   if (interrupt) std::rethrow_exception(interrupt);
@@ -119,6 +122,10 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
   for (auto& outcome : *outcomes) outputs.push_back(std::move(outcome.output));
   result.output = PerReplica<c10::IValue>(std::move(outputs));
   return result;
+}
+
+void Stepper::doubt(const std::vector<size_t>& parameters) {
+  for (const size_t p : parameters) session_.registry().doubt(p);
 }
 
 // For a worker that joins, and asks in this window what the others do.
@@ -172,6 +179,11 @@ StepResult Stepper::open_result(ParameterSet& set) const {
 
 StepResult Stepper::end_window(ParameterSet& set, const StepCall& call) {
   has_tail_ = true;
+  // The update counts as all that was written in the window, and what steps wrote is compared in the next one.
+  const auto end = c10::make_scope_exit([this, &call] {
+    doubt(written_[call.set]);
+    written_.erase(call.set);
+  });
   const auto sums = [&] {
     const IntraOpThreads threads(session_.pool().threads_per_replica());
     return set.finish_window(call.steps_flat());

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -69,6 +70,7 @@ class Stepper {
   void prepare_report(ParameterSet& set, uint64_t calls);
   void fail_set(ParameterSet& set, const StepCall& call, bool closing, bool dropping,
                 const std::vector<ReplicaRun>& outcomes, const std::exception_ptr& interrupt);
+  void doubt(const std::vector<size_t>& parameters);
   StepCall empty_call(const StepCall& update) const;
   void note_times(const StepCall& call, const std::vector<ReplicaRun>& outcomes);
   StepResult end_window(ParameterSet& set, const StepCall& call);
@@ -81,6 +83,7 @@ class Stepper {
   Updates updates_;
   SkipLimit skip_limit_;
   std::function<std::string()> describe_passes_;
+  std::map<int, std::vector<size_t>> written_;  // by set: parameters that steps of its open window wrote
   int64_t steps_ = 0;
   bool gradients_are_applied_ = false;
   bool has_tail_ = false;  // of the running step: others may go on to store

@@ -240,7 +240,11 @@ void Strategy::add_optimizer(torch::optim::Optimizer& optimizer) {
   const auto life = detail::life_of(optimizer);
   const bool is_known = found < known.size();
   const auto is_same = [&](const auto& noted) { return noted ? life && noted->lock() == life : !life; };
-  if (is_known && is_same(state_->lives[found])) return;  // else it is where one was that is gone
+  if (is_known && is_same(state_->lives[found])) return;
+  // Else it takes the place of the first one that is gone, which is so on all workers, or of one that was where it is.
+  const auto is_gone = [](const auto& noted) { return noted && noted->expired(); };
+  const auto gone = static_cast<size_t>(std::ranges::find_if(state_->lives, is_gone) - state_->lives.begin());
+  const size_t place = gone < known.size() ? gone : found;
   if (dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr) {
     throw InvalidArgument(
         "LBFGS evaluates the loss several times in a step, and a strategy has one gradient for it; use another "
@@ -253,9 +257,10 @@ void Strategy::add_optimizer(torch::optim::Optimizer& optimizer) {
   }
   state_->loaders.leave_passes();
   detail::broadcast_optimizer(optimizer, state_->core->session().registry(), state_->core->session().to_prepare());
-  if (!is_known) known.push_back(&optimizer);
+  known.resize(std::max(known.size(), place + 1));
+  known[place] = &optimizer;
   state_->lives.resize(known.size());
-  state_->lives[found] = life ? std::optional<std::weak_ptr<const void>>(life) : std::nullopt;
+  state_->lives[place] = life ? std::optional<std::weak_ptr<const void>>(life) : std::nullopt;
 }
 
 void Strategy::check_parts(size_t parts) const {

@@ -232,8 +232,10 @@ void GradientSums::show(const std::vector<FlatGradient>& gradients, const std::v
 void GradientSums::set_ignored(bool ignored, const std::vector<int>& shared) {
   std::vector<size_t> left;
   for (const int p : shared) {
-    const int index = engines_.empty() ? -1 : trainable_index_[static_cast<size_t>(p)];
-    if (index >= 0) left.push_back(static_cast<size_t>(index));
+    const auto at = static_cast<size_t>(p);  // it may have come since the engines were made
+    if (at < trainable_index_.size() && trainable_index_[at] >= 0) {
+      left.push_back(static_cast<size_t>(trainable_index_[at]));
+    }
   }
   for (auto& engine : engines_) engine->set_ignored(ignored, left);
 }

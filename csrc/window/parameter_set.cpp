@@ -206,7 +206,8 @@ void ParameterSet::drop_gradients_of_frozen() {
 void ParameterSet::find_written(const std::vector<size_t>& outsiders) {
   written_.clear();
   agreement_.reset();
-  if (groups_.servers) return;
+  // A graph cannot bring values to the host: the next window outside of one compares them.
+  if (groups_.servers || is_capturing(topology_.devices.front())) return;
   const auto look_at = [&](size_t p) {
     if (!registry_.was_written(p)) return;
     registry_.doubt(p);

@@ -111,7 +111,7 @@ void ServerValues::note_overwritten() {
 
 bool ServerValues::has_other_values(size_t p) {
   if (!was_written(p)) return false;
-  if (!has_landed_values(p)) return true;
+  if (!parameters_[p].tensor.is_cpu() || !has_landed_values(p)) return true;
   parameters_[p].trace = WriteTrace::of(parameters_[p].tensor);
   return false;
 }

@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -34,12 +34,7 @@ def own_hook(hook: Any, memo: dict[int, Any]) -> Any:
             arguments = [own_hook(memo.get(id(value), value), memo) for value in hook.args]
             keywords = {name: own_hook(memo.get(id(value), value), memo) for name, value in hook.keywords.items()}
             return functools.partial(own_hook(hook.func, memo), *arguments, **keywords)
-    if isinstance(hook, FunctionType) and any(id(value) in memo for _, value in _closed_over(hook)):
-        cells = (_own_cell(cell, memo) for cell in hook.__closure__ or ())
-        own = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, tuple(cells))
-        own.__kwdefaults__ = hook.__kwdefaults__
-        return functools.update_wrapper(own, hook)
-    return hook
+    return _own_function(hook, memo, frozenset()) if isinstance(hook, FunctionType) else hook
 
 
 def warn_of_shared(hook: Any, own: Any) -> None:
@@ -60,12 +55,28 @@ def warn_of_shared(hook: Any, own: Any) -> None:
     )  # fmt: skip
 
 
-def _own_cell(cell: CellType, memo: dict[int, Any]) -> CellType:
-    try:
-        content = cell.cell_contents
-    except ValueError:  # not assigned yet
-        return cell
-    return CellType(memo[id(content)]) if id(content) in memo else cell
+def _own_function(function: FunctionType, memo: dict[int, Any], outer: frozenset[int]) -> FunctionType:
+    """Of one that a decorator has wrapped, too: what it closes over is a function. `outer`: those that hold it."""
+    outer |= {id(function)}
+    own = []
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not assigned yet
+            own.append(cell)
+            continue
+        if id(content) in memo:
+            own.append(CellType(memo[id(content)]))
+        elif isinstance(content, FunctionType) and id(content) not in outer:
+            inner = _own_function(content, memo, outer)
+            own.append(cell if inner is content else CellType(inner))
+        else:
+            own.append(cell)
+    if all(mine is cell for mine, cell in zip(own, function.__closure__ or (), strict=True)):
+        return function
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(own))
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return cast(FunctionType, functools.update_wrapper(copy, function))
 
 
 def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -76,21 +87,29 @@ def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
             continue
 
 
-def _reached(hook: Any) -> Iterator[tuple[str, Any]]:
-    """What a hook can write to besides its arguments, by name, as far as it can be seen."""
+def _is_known(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in ("torch", "muster")
+
+
+def _reached(hook: Any, outer: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
+    """What a hook can write to besides its arguments, by name, as far as it can be seen. `outer`: functions that hold
+    it."""
     if isinstance(hook, functools.partial):
         yield from ((f"argument {number}", value) for number, value in enumerate(hook.args))
         yield from hook.keywords.items()
         yield from _reached(hook.func)
     elif isinstance(hook, FunctionType):
-        if hook.__module__.partition(".")[0] in ("torch", "muster"):
+        for _, value in _closed_over(hook):  # what a decorator has wrapped
+            if isinstance(value, FunctionType) and id(value) not in outer:
+                yield from _reached(value, outer | {id(hook)})
+        if _is_known(hook.__globals__.get("__name__")):
             return
         yield from _closed_over(hook)
         names = _global_names(hook.__code__)
         yield from ((name, hook.__globals__[name]) for name in names if name in hook.__globals__)
     elif isinstance(hook, MethodType) or not isinstance(hook, type):
         owner = hook.__self__ if isinstance(hook, MethodType) else hook
-        if type(owner).__module__.partition(".")[0] in ("torch", "muster"):
+        if _is_known(type(owner).__module__):
             return
         known = vars(nn.Module()) if isinstance(owner, nn.Module) else {}
         attributes = getattr(owner, "__dict__", {}).items()

@@ -183,8 +183,9 @@ class ModuleWatch:
     def adopt_buffers(self, local: int) -> None:
         """Tells the core of a replica's buffers that are other tensors than before. Called by its thread in a step."""
         if any(table.get(name) is not buffer for table, name, buffer in self._buffers[local]):
-            self._buffers[local] = _places_of_buffers(self._replicas[local])
-            self._core.set_buffers(self._number, local, [buffer for _, _, buffer in self._buffers[local]])
+            places = _places_of_buffers(self._replicas[local])
+            self._core.set_buffers(self._number, local, [buffer for _, _, buffer in places])
+            self._buffers[local] = places  # what was refused is refused again
 
     def note(self) -> None:
         """Whatever is written to replica 0's buffers and attributes from here on is the user's."""

@@ -72,6 +72,10 @@ class Checkpoints:
                     f"{name}= is a {type(given).__name__} without state_dict() and load_state_dict(); give values to "
                     f"after_step(result, {name}=...), as they are then: load() returns them"
                 )
+        if folder is not None and reading.number_of(Path(folder)) is not None:
+            raise InvalidArgument(
+                f"'{folder}' is called as one checkpoint; give the folder of all, and load() its number"
+            )
         _check_names(state, ())
         self._strategy = strategy
         self._folder = None if folder is None else Path(folder).absolute()

@@ -414,7 +414,7 @@ def test_hooks_come_and_go_with_their_handles() -> None:
 class Noted(nn.Module):
     """With a hook that is a function over the module, as programs define them in a constructor."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_decorated: bool = False) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 1)
         self.seen = torch.zeros(())
@@ -423,12 +423,13 @@ class Noted(nn.Module):
         def note(module: nn.Module, args: Any, output: Tensor) -> None:
             self.seen = output.detach().sum() * factor
 
-        self.linear.register_forward_hook(note)
+        self.linear.register_forward_hook(torch.no_grad()(note) if is_decorated else note)
 
 
-def test_a_hook_that_is_a_function_over_the_module_is_each_replicas_own() -> None:
+@pytest.mark.parametrize("is_decorated", [False, True])
+def test_a_hook_that_is_a_function_over_the_module_is_each_replicas_own(is_decorated: bool) -> None:
     with muster.MirroredStrategy(["cpu"] * 2) as strategy:
-        model = strategy.prepare(Noted())
+        model = strategy.prepare(Noted(is_decorated=is_decorated))
         x = torch.arange(12.0).view(4, 3)
         for hook in (None, lambda module, args, output: setattr(model, "seen", model.seen + 1)):
             if hook is not None:
@@ -453,6 +454,13 @@ def into_global(module: nn.Module, args: Any, output: Tensor) -> None:
     FOUND.append(output)
 
 
+WRAPPED: list[Tensor] = []
+
+
+def into_wrapped(module: nn.Module, args: Any, output: Tensor) -> None:
+    WRAPPED.append(output)
+
+
 def into_nothing(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return torch.relu(output)
 
@@ -466,7 +474,12 @@ def test_hooks_that_hold_what_replicas_share_are_named(
     found: dict[str, Tensor] = {}
     module = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.utils.parametrizations.weight_norm(nn.Linear(2, 1)))
 
+    made: dict[str, Any] = {}
+    exec("def without_a_module(module, args, output): pass", made)
+
     def register() -> None:
+        module[0].register_forward_hook(made["without_a_module"])
+        module[0].register_forward_hook(torch.no_grad()(into_wrapped))
         module[0].register_forward_hook(lambda module, args, output: found.__setitem__("h", output))
         module[1].register_forward_hook(Features())
         module[1].register_full_backward_hook(into_global)
@@ -485,8 +498,8 @@ def test_hooks_that_hold_what_replicas_share_are_named(
     if replicas == 1:
         assert not texts
         return
-    assert len(texts) == 4
-    for what in ("<lambda>", "found", "Features.found", "into_global", "FOUND", "argument 0"):
+    assert len(texts) == 5
+    for what in ("WRAPPED", "<lambda>", "found", "Features.found", "into_global", "FOUND", "argument 0"):
         assert sum(what in text for text in texts) >= 1, what
 
 

@@ -698,8 +698,11 @@ def test_paths_that_are_neither_a_folder_nor_a_checkpoint_are_refused(tmp_path: 
     with muster.MirroredStrategy(["cpu"]) as strategy:
         strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
         strategy.save(tmp_path / "runs")
-        with pytest.raises(muster.InvalidArgument, match=rf"short names.*{NAMES['older']}"):
-            strategy.load(tmp_path / "runs" / "1")
+        for short in ("1", "snapshot-1"):
+            with pytest.raises(muster.InvalidArgument, match=rf"short names.*{NAMES['older']}"):
+                strategy.load(tmp_path / "runs" / short)
+        with pytest.raises(muster.InvalidArgument, match="is called as one checkpoint"):
+            muster.Checkpoints(strategy, tmp_path / "runs" / NAMES["older"])
         assert strategy.load(tmp_path / "runs" / "2") is None
         (tmp_path / "runs" / NAMES["older"]).rename(tmp_path / "good")
         with pytest.raises(muster.InvalidArgument, match="is one checkpoint, and not called as one"):
