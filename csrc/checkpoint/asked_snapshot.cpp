@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <map>
 #include <string>
 #include <system_error>
 
@@ -58,9 +57,7 @@ void fail_without(const fs::path& snapshot, const std::set<int64_t>& others) {
 std::optional<StoredSnapshot> read_asked_snapshot(const fs::path& path, Memory memory) {
   const auto asked = asked_snapshot(path);
   if (!asked.number) return read_newest_snapshot(path, memory);
-  const auto found = in_folder(asked.folder, [&] {
-    return fs::exists(asked.folder) ? snapshots_in(asked.folder) : std::map<int64_t, fs::path>();
-  });
+  const auto found = snapshots_found_in(asked.folder);
   const auto snapshot = found.find(*asked.number);
   if (snapshot == found.end()) {
     std::set<int64_t> others;

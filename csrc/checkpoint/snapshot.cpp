@@ -246,8 +246,7 @@ CheckedSnapshot check_snapshot(const fs::path& folder) {
 }
 
 bool read_newest_snapshot(const fs::path& folder, const std::function<void(SnapshotReader&)>& read, Memory memory) {
-  const auto found =
-      in_folder(folder, [&] { return fs::exists(folder) ? snapshots_in(folder) : std::map<int64_t, fs::path>(); });
+  const auto found = snapshots_found_in(folder);
   for (auto it = found.rbegin(); it != found.rend(); ++it) {
     try {
       SnapshotReader reader(it->second, net::job_secret(), memory);
@@ -263,8 +262,7 @@ bool read_newest_snapshot(const fs::path& folder, const std::function<void(Snaps
 }
 
 std::vector<SnapshotInfo> list_snapshots(const fs::path& folder) {
-  const auto found =
-      in_folder(folder, [&] { return fs::exists(folder) ? snapshots_in(folder) : std::map<int64_t, fs::path>(); });
+  const auto found = snapshots_found_in(folder);
   std::vector<SnapshotInfo> good;
   const auto secret = net::job_secret();
   for (const auto& [number, path] : found) {

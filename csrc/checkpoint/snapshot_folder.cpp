@@ -63,6 +63,10 @@ void remove_surplus(const fs::path& folder, int64_t keep, const std::optional<ne
 
 }  // namespace
 
+std::map<int64_t, fs::path> snapshots_found_in(const fs::path& folder) {
+  return in_folder(folder, [&] { return fs::exists(folder) ? snapshots_in(folder) : std::map<int64_t, fs::path>(); });
+}
+
 // Those of snapshots alone: the folder may have files of others.
 void remove_leftovers(const fs::path& folder, const std::string& but) {
   std::vector<fs::path> leftovers;

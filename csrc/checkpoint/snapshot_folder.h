@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <optional>
 
 #include "checkpoint/manifest.h"
@@ -27,6 +28,9 @@ auto in_folder(const std::filesystem::path& folder, const Call& call) {
                           "; check its permissions and the space on its disk");
   }
 }
+
+/// As snapshots_in; none where there is no folder. Throws CheckpointError.
+std::map<int64_t, std::filesystem::path> snapshots_found_in(const std::filesystem::path& folder);
 
 /// Removes what dead writers of snapshots left in a folder, but for what is called `but`. What cannot be removed is
 /// named in warnings.

@@ -71,7 +71,7 @@ struct Checkpoints::State {
     check_count("best_keep", options.best_keep);
     if (!checkpoint::number_of(folder)) return;
     throw InvalidArgument("'" + its_folder.string() +
-                          "' is called as one checkpoint; give the folder of all, and load() " + "its number");
+                          "' is called as one checkpoint; give the folder of all, and load() its number");
   }
 
   // `others`: what is kept, where workers look for it together.

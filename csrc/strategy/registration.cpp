@@ -39,24 +39,10 @@ void choose_buckets(Session& session) {
   groups.buckets = muster::choose_buckets(links.front(), groups.gradients.front()->peer_memory() != nullptr);
 }
 
-// They have no version counter, and take part in no backward.
-void check_no_inference_tensors(const ModuleTensors& module) {
-  for (const auto* const tensors : {&module.parameters, &module.buffers}) {
-    for (const auto& of_replica : *tensors) {
-      for (const auto& [name, tensor] : of_replica) {
-        if (!tensor.defined() || !tensor.is_inference()) continue;
-        throw InvalidArgument("'" + name + "' of the module was made in inference mode, so that steps cannot follow " +
-                              "it; build the module outside of it (c10::InferenceMode, torch.inference_mode)");
-      }
-    }
-  }
-}
-
 }  // namespace
 
 int add_module(Session& session, ModuleTensors module) {
   const auto pass = session.enter();
-  check_no_inference_tensors(module);
   auto& registry = session.registry();
   const bool is_first = registry.num_parameters() == 0;
   const int number = registry.add(std::move(module), session.groups().to_prepare());

@@ -107,9 +107,11 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
     }
   }
 
-  doubt(outcomes->front().written);
-  auto& written = written_[call.set];
-  written.insert(written.end(), outcomes->front().written.begin(), outcomes->front().written.end());
+  if (const auto& written = outcomes->front().written; !written.empty()) {
+    doubt(written);
+    auto& of_window = written_[call.set];
+    of_window.insert(of_window.end(), written.begin(), written.end());
+  }
   const bool failed = std::any_of(outcomes->begin(), outcomes->end(),
                                   [](const ReplicaRun& outcome) { return outcome.error || outcome.transport; });
   if (failed) fail_set(set, call, closing, dropping, *outcomes, interrupt);
@@ -181,8 +183,7 @@ StepResult Stepper::end_window(ParameterSet& set, const StepCall& call) {
   has_tail_ = true;
   // The update counts as all that was written in the window, and what steps wrote is compared in the next one.
   const auto end = c10::make_scope_exit([this, &call] {
-    doubt(written_[call.set]);
-    written_.erase(call.set);
+    if (const auto written = written_.extract(call.set)) doubt(written.mapped());
   });
   const auto sums = [&] {
     const IntraOpThreads threads(session_.pool().threads_per_replica());

@@ -116,6 +116,11 @@ void ParameterRegistry::check_local(const ModuleTensors& module) const {
   for (const auto* group : {&module.parameters, &module.buffers}) {
     for (size_t r = 0; r < group->size(); ++r) {
       for (const auto& [name, tensor] : (*group)[r]) {
+        if (tensor.is_inference()) {  // it has no version counter, and takes part in no backward
+          throw InvalidArgument("'" + name +
+                                "' of the module was made in inference mode, so that steps cannot follow " +
+                                "it; build the module outside of it (c10::InferenceMode, torch.inference_mode)");
+        }
         if (tensor.layout() != at::kStrided) {
           throw InvalidArgument("'" + name + "' has layout " + c10::str(tensor.layout()) +
                                 "; only strided parameters and buffers can be prepared");

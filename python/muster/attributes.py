@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import _inject_new_class, _inject_property, is_parametrized
 
 from muster.errors import InvalidArgument
-from muster.hooks import FORWARD_AND_BACKWARD, HOOK_TABLES, own_hook, warn_of_shared
+from muster.hooks import HOOK_TABLES, followed_hook
 
 __all__ = [
     "FOLLOWED_OTHERWISE",
@@ -65,9 +65,8 @@ def follow(
     elif isinstance(source, MutableMapping) and changed is not None:
         is_hooks = path[0] in HOOK_TABLES
         for key in changed:
-            target[key] = own_hook(source[key], memo) if is_hooks else _own(source[key], target.get(key), memo)
-            if path[0] in FORWARD_AND_BACKWARD:
-                warn_of_shared(source[key], target[key])
+            value = source[key]
+            target[key] = followed_hook(path[0], value, memo) if is_hooks else _own(value, target.get(key), memo)
     elif isinstance(source, MutableMapping):
         target.clear()
         target.update(_own(dict(source), None, memo))

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from torch import nn
 
-__all__ = ["FORWARD_AND_BACKWARD", "HOOK_TABLES", "own_hook", "warn_of_shared"]
+__all__ = ["HOOK_TABLES", "followed_hook"]
 
-FORWARD_AND_BACKWARD = frozenset({"_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"})
-HOOK_TABLES = FORWARD_AND_BACKWARD | {
+_FORWARD_AND_BACKWARD = frozenset({"_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"})
+HOOK_TABLES = _FORWARD_AND_BACKWARD | {
     "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
 }  # fmt: skip
 """A module's attributes that hold its hooks."""
@@ -23,25 +23,31 @@ _CONTAINERS = (dict, list, set, deque)
 _warned: set[tuple[str, str]] = set()
 
 
-def own_hook(hook: Any, memo: dict[int, Any]) -> Any:
-    """The hook itself, or where it is bound to a part of replica 0's module, or a function that was defined over one,
-    that of the replica's part. `memo` is deepcopy's: it knows what stands for each part."""
+def followed_hook(table: str, hook: Any, memo: dict[int, Any]) -> Any:
+    """What another replica has for a hook of replica 0's, of one of HOOK_TABLES: the hook itself, or where it is bound
+    to a part of replica 0's module, or a function that was defined over one, that of the replica's part. Warns, once,
+    of one that replicas share with what it writes to. `memo` is deepcopy's: it knows what stands for each part."""
+    own = _own_hook(hook, memo)
+    if table in _FORWARD_AND_BACKWARD and (own is hook or isinstance(own, FunctionType)):
+        _warn_of_shared(hook)
+    return own
+
+
+def _own_hook(hook: Any, memo: dict[int, Any]) -> Any:
     if isinstance(hook, MethodType) and id(hook.__self__) in memo:
         return MethodType(hook.__func__, memo[id(hook.__self__)])
     if isinstance(hook, functools.partial):
         values = [hook.func, *hook.args, *hook.keywords.values()]
         if any(id(value) in memo or isinstance(value, MethodType) for value in values):
-            arguments = [own_hook(memo.get(id(value), value), memo) for value in hook.args]
-            keywords = {name: own_hook(memo.get(id(value), value), memo) for name, value in hook.keywords.items()}
-            return functools.partial(own_hook(hook.func, memo), *arguments, **keywords)
+            arguments = [_own_hook(memo.get(id(value), value), memo) for value in hook.args]
+            keywords = {name: _own_hook(memo.get(id(value), value), memo) for name, value in hook.keywords.items()}
+            return functools.partial(_own_hook(hook.func, memo), *arguments, **keywords)
     return _own_function(hook, memo, frozenset()) if isinstance(hook, FunctionType) else hook
 
 
-def warn_of_shared(hook: Any, own: Any) -> None:
-    """Warns, once, of a hook that can write to containers that are no replica's own, where another replica's call
-    replaces what one has written. `own`: what `own_hook` gave for it."""
-    if own is not hook and not isinstance(own, FunctionType):
-        return
+def _warn_of_shared(hook: Any) -> None:
+    """Warns, once, where it can write to containers that are no replica's own: another replica's call replaces what one
+    has written."""
     names = sorted({name for name, value in _reached(hook) if isinstance(value, _CONTAINERS)})
     what = _described(hook)
     if not names or what in _warned:
@@ -57,34 +63,34 @@ def warn_of_shared(hook: Any, own: Any) -> None:
 
 def _own_function(function: FunctionType, memo: dict[int, Any], outer: frozenset[int]) -> FunctionType:
     """Of one that a decorator has wrapped, too: what it closes over is a function. `outer`: those that hold it."""
-    outer |= {id(function)}
-    own = []
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # not assigned yet
-            own.append(cell)
-            continue
-        if id(content) in memo:
-            own.append(CellType(memo[id(content)]))
-        elif isinstance(content, FunctionType) and id(content) not in outer:
-            inner = _own_function(content, memo, outer)
-            own.append(cell if inner is content else CellType(inner))
-        else:
-            own.append(cell)
-    if all(mine is cell for mine, cell in zip(own, function.__closure__ or (), strict=True)):
+    cells = function.__closure__ or ()
+    own = tuple(_own_cell(cell, memo, outer | {id(function)}) for cell in cells)
+    if all(mine is cell for mine, cell in zip(own, cells, strict=True)):
         return function
-    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(own))
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, own)
     copy.__kwdefaults__ = function.__kwdefaults__
     return cast(FunctionType, functools.update_wrapper(copy, function))
 
 
+def _own_cell(cell: CellType, memo: dict[int, Any], outer: frozenset[int]) -> CellType:
+    content = _content_of(cell)
+    if id(content) in memo:
+        return CellType(memo[id(content)])
+    if isinstance(content, FunctionType) and id(content) not in outer:
+        own = _own_function(content, memo, outer)
+        return cell if own is content else CellType(own)
+    return cell
+
+
+def _content_of(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
 def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:
-            continue
+    return zip(function.__code__.co_freevars, map(_content_of, function.__closure__ or ()), strict=True)
 
 
 def _is_known(module: str | None) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from muster import _C
 from muster.attributes import FOLLOWED_OTHERWISE, SHARED_TYPES, follow
 from muster.errors import InvalidArgument
-from muster.hooks import FORWARD_AND_BACKWARD, HOOK_TABLES, own_hook, warn_of_shared
+from muster.hooks import HOOK_TABLES, followed_hook
 
 __all__ = ["ModuleWatch"]
 
@@ -132,11 +132,8 @@ class ModuleWatch:
             for modules in self._modules:
                 first, other = modules[0].__dict__, modules[local].__dict__
                 for name in HOOK_TABLES & first.keys() & other.keys():
-                    if first[name].keys() != other[name].keys():
-                        continue
-                    other[name].update({key: own_hook(hook, memo) for key, hook in first[name].items()})
-                    for key in first[name] if name in FORWARD_AND_BACKWARD else ():
-                        warn_of_shared(first[name][key], other[name][key])
+                    if first[name].keys() == other[name].keys():
+                        other[name].update({key: followed_hook(name, hook, memo) for key, hook in first[name].items()})
 
     def _refuse(self) -> NoReturn:
         members = zip(self._tables, self._names, self._members, strict=True)
