@@ -57,7 +57,8 @@ fuzz: package $(STAMPS)/dev
 	tools/fuzz.sh $(PYTHON) $(BUILD) $(FUZZ_SECONDS)
 
 # clang-tidy reads a compile database of its own: it knows neither gcc's precompiled headers nor ccache.
-lint: package dev lint-only
+lint: package dev
+	$(MAKE) --no-print-directory lint-only
 
 # On what `make package dev` left.
 lint-only:
@@ -73,7 +74,8 @@ lint-only:
 	$(TIMED) "clang-tidy, beside the tests in CI" tools/clang_tidy.sh $(BUILD)-lint $(JOBS)
 
 # The site, in build/docs/html. Warnings are errors.
-docs: package dev docs-only
+docs: package dev
+	$(MAKE) --no-print-directory docs-only
 
 # On what `make package dev` left.
 docs-only: export MUSTER_DOXYGEN = $(abspath $(BUILD))/docs/doxygen

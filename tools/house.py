@@ -7,8 +7,10 @@ Usage: house.py [--table]
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +22,10 @@ from tree_sitter import Language, Node, Parser
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 PYTHON = ROOT / "python" / "muster"
+TAKERS = ("tests", "examples", "benchmarks", "docs", "tools")
+"""Folders whose Python takes names from the package."""
+REFERENCE = ROOT / "docs" / "reference" / "python.md"
+"""Names the modules that users take names from."""
 
 MAX_LINES = 450
 """Of a file of the product."""
@@ -31,8 +37,6 @@ MAX_PUBLIC_FUNCTIONS = 25
 MAX_MEMBERS = 20
 TESTED_ONE_BY_ONE = ("window", "data")
 """Rooms each of whose sources has a test of its own name."""
-NOWHERE = ("is_on_device",)
-"""Names of branches that a contract with several ends has taken the place of."""
 COMPILED_APART = "isa_"
 """Sources that are never compiled as one with others begin so."""
 PUBLIC_FACE = {"Strategy"}
@@ -201,9 +205,6 @@ def check_files(files: list[Path]) -> Iterator[str]:
         lines, most = lines_of(path), MAX_LINES_OF.get(relative, MAX_LINES)
         if lines > most:
             yield f"{relative} has {lines} lines, of at most {most}: it holds more than one idea; split it"
-        for word in NOWHERE:
-            if word in path.read_text():
-                yield f"{relative} names {word}: give the difference to the ends of the contract instead"
     for room, most in MAX_MEDIAN.items():
         found = median(lines_of(path) for path in files if room_of(path) == room)
         if found >= most:
@@ -230,6 +231,76 @@ def check_tests(files: list[Path]) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)} has no test of its own: tests/cpp/{room}/{path.stem}_test.cpp"
 
 
+def modules_in(folder: Path) -> dict[str, ast.Module]:
+    """The Python modules of a package, by name."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        *parts, last = path.relative_to(folder.parent).with_suffix("").parts
+        found[".".join(parts if last == "__init__" else [*parts, last])] = ast.parse(path.read_text())
+    return found
+
+
+def exports_of(module: ast.Module) -> set[str] | None:
+    """What its `__all__` lists; None where it has none."""
+    for node in module.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            return {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+    return None
+
+
+def imports_of(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """Names that it imports from modules: the module and the name."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def attributes_of(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """Names that it takes from modules that it has imported whole: the module and the name."""
+    names = {name.rpartition(".")[2]: name for name in map(".".join, imports_of(module))}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            names.update({alias.asname: alias.name for alias in node.names if alias.asname is not None})
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and (of := ast.unparse(node.value)).replace(".", "").isidentifier():
+            yield names.get(of, of), node.attr
+
+
+def check_exports(
+    product: Mapping[str, ast.Module], takers: Iterable[ast.Module], faces: Container[str]
+) -> Iterator[str]:
+    """`__all__` lists what modules of the product take from one another, and nothing that nobody takes. That of `faces`
+    is for users."""
+    listed = {
+        name: exports
+        for name, module in product.items()
+        if name not in faces and (exports := exports_of(module)) is not None
+    }
+    everywhere: set[tuple[str, str]] = set()
+    for taker, module in product.items():
+        taken = {*imports_of(module), *attributes_of(module)}
+        everywhere |= taken
+        for name, each in taken:
+            is_module = f"{name}.{each}" in product
+            if name in listed and not is_module and not each.startswith("_") and each not in listed[name]:
+                yield f"{taker} takes {each} from {name}, whose __all__ lacks it: list it there"
+    for module in takers:
+        everywhere |= {*imports_of(module), *attributes_of(module)}
+    for name, exports in listed.items():
+        for each in exports:
+            if (name, each) not in everywhere:
+                yield f"{name} lists {each} in __all__, and nobody takes it: leave it out"
+
+
+def check_python() -> Iterator[str]:
+    """The rules of modules of Python."""
+    product = modules_in(PYTHON)
+    paths = (path for folder in TAKERS for path in (ROOT / folder).rglob("*.py"))
+    packages = {name for name in product if any(other.startswith(f"{name}.") for other in product)}
+    named = set(re.findall(r"\bmuster(?:\.[a-z_]+)+", REFERENCE.read_text()))
+    yield from sorted(check_exports(product, (ast.parse(path.read_text()) for path in paths), packages | named))
+
+
 def print_table(files: list[Path], classes: list[ClassCount]) -> None:
     print(f"{'room':<12}{'files':>6}{'lines':>8}{'median':>8}{'longest':>9}")
     for room in sorted({room_of(path) for path in files}):
@@ -250,7 +321,13 @@ def main() -> int:
         for path in files
         if path.suffix == ".cpp" and not path.name.startswith(COMPILED_APART)
     }
-    broken = [*check_files(files), *check_classes(classes), *check_hidden_names(sources), *check_tests(files)]
+    broken = [
+        *check_files(files),
+        *check_classes(classes),
+        *check_hidden_names(sources),
+        *check_tests(files),
+        *check_python(),
+    ]
     for message in broken:
         print(message, file=sys.stderr)
     return 1 if broken else 0

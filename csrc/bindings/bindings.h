@@ -8,13 +8,15 @@
 #include <cstdint>
 #include <memory>
 
+#include "bindings/exit_gate.h"
+
 namespace muster {
 
 /// Deletes an object whose destructor ends threads, which may log: that takes the GIL.
 struct DeleteWithoutGil {
   template <class T>
   void operator()(T* object) const {
-    const pybind11::gil_scoped_release release;
+    const WithoutGil without_gil;
     delete object;
   }
 };
@@ -61,15 +63,16 @@ void bind_optimizer_sets(pybind11::module_& m);
 /// Loaders and the passes over them, of a StrategyCore.
 void bind_loaders(pybind11::module_& m);
 
-// --- probes/: what only tests and benchmarks use ---
-
 /// Communicators, in the submodule _comm.
 void bind_comm(pybind11::module_& m);
 
 /// Snapshots, in the submodule _checkpoint.
 void bind_checkpoint(pybind11::module_& m);
+
 /// What strategies keep of themselves.
 void bind_saving(pybind11::module_& m);
+
+// --- probes/: what only tests and benchmarks use ---
 
 /// A worker of one parameter, in the submodule _server that bind_server has made.
 void bind_server_probe(pybind11::module_& m);

@@ -4,9 +4,6 @@
 #include <muster/error.h>
 #include <torch/csrc/Generator.h>
 
-#include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 
 #include "bindings/bindings.h"
@@ -20,61 +17,11 @@ namespace {
 namespace py = pybind11;
 using py::literals::operator""_a;
 
-/// Counts the threads that are in Python on behalf of a log message. Closed before the interpreter goes: a thread that
-/// asks for the GIL after that is killed where it stands. Thread-safe.
-class Gate {
- public:
-  bool enter() {
-    std::lock_guard lock(mutex_);
-    if (!open_) return false;
-    ++inside_;
-    return true;
-  }
-
-  void leave() {
-    std::lock_guard lock(mutex_);
-    --inside_;
-    changed_.notify_all();
-  }
-
-  /// Blocks until nobody is inside, at most 5 s. Call without the GIL, which those inside may be waiting for.
-  void close() {
-    std::unique_lock lock(mutex_);
-    open_ = false;
-    changed_.wait_for(lock, std::chrono::seconds(5), [this] { return inside_ == 0; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool open_ = true;  // guarded by mutex_
-  int inside_ = 0;    // guarded by mutex_
-};
-
-Gate& gate() {
-  static auto* gate = new Gate;  // never destroyed: threads may log while the process exits
-  return *gate;
-}
-
-class Visit {
- public:
-  Visit() : inside_(gate().enter()) {}
-  ~Visit() {
-    if (inside_) gate().leave();
-  }
-  Visit(const Visit&) = delete;
-  Visit& operator=(const Visit&) = delete;
-  explicit operator bool() const noexcept { return inside_; }
-
- private:
-  bool inside_;
-};
-
 int python_level(LogLevel level) { return 10 * (static_cast<int>(level) + 1); }
 LogLevel log_level(int python_level) { return static_cast<LogLevel>(python_level / 10 - 1); }
 
 void log_to_python(LogLevel level, const std::string& message) {
-  const Visit visit;
+  const ExitGate::Visit visit;
   if (!visit) return;
   const py::gil_scoped_acquire gil;
   const py::error_scope keep_pending_error;
@@ -94,7 +41,7 @@ void bind_log(py::module_& m) {
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     const py::gil_scoped_release no_gil;
     set_log_sink({});
-    gate().close();
+    ExitGate::close();
   }));
   m.def("_log", [](int level, const std::string& message) { log(log_level(level), message); }, "level"_a, "message"_a);
   m.def(

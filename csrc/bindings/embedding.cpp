@@ -42,8 +42,7 @@ RowInitialiser row_initialiser(const std::string& kind, double scale, uint64_t s
 }
 
 void bind_embedding(py::module_& m) {
-  m.def("fill_rows", &fill_rows, "values"_a, "kind"_a, "scale"_a, "seed"_a, "first"_a = 0,
-        py::call_guard<py::gil_scoped_release>());
+  m.def("fill_rows", &fill_rows, "values"_a, "kind"_a, "scale"_a, "seed"_a, "first"_a = 0, Release());
   m.def("make_row_stub", &make_row_stub, "num_rows"_a, "dim"_a);
   m.def("is_row_stub", &is_row_stub, "weight"_a);
   m.def("pull_rows", &pull, "weight"_a, "ids"_a, py::call_guard<Interruptible>());
@@ -62,8 +61,7 @@ void bind_embedding(py::module_& m) {
          const at::Tensor& rows, const at::Tensor& values, const at::Tensor& states, uint64_t steps) {
         begin_with(core.session(), parameter, row_initialiser(kind, scale, seed), {rows, values, states, steps});
       },
-      "core"_a, "parameter"_a, "kind"_a, "scale"_a, "seed"_a, "rows"_a, "values"_a, "states"_a, "steps"_a,
-      py::call_guard<py::gil_scoped_release>());
+      "core"_a, "parameter"_a, "kind"_a, "scale"_a, "seed"_a, "rows"_a, "values"_a, "states"_a, "steps"_a, Release());
   m.def("whole_rows", &whole_rows, "weight"_a, py::call_guard<Interruptible>());
   py::class_<FixedShards>(m, "FixedShards",
                           "So many shards, or one a row where there are fewer rows. Their sizes differ by at most one, "

@@ -14,7 +14,7 @@ inline void check_signals() {
 /// A call guard: releases the GIL; waits inside the call end with what a signal handler raises.
 struct Interruptible {
   Interruptible() : hook(check_signals) {}
-  pybind11::gil_scoped_release release;
+  WithoutGil without_gil;
   WaitHook hook;
 };
 

@@ -67,9 +67,11 @@ void bind_loaders(py::module_& m) {
       .def_readwrite("in_step", &LoaderProgress::in_step)
       .def_readwrite("in_run", &LoaderProgress::in_run)
       .def_readwrite("usual_rows", &LoaderProgress::usual_rows)
-      .def_readwrite("last_pass", &LoaderProgress::pass);
+      .def_readwrite("last_pass", &LoaderProgress::pass)
+      .def("begin_pass", &LoaderProgress::begin_pass)
+      .def("note_yield", &LoaderProgress::note_yield, "is_last"_a)
+      .def("leave", [](LoaderProgress& progress, int64_t number) { progress.left = number; }, "number"_a);
   py::enum_<detail::WindowEnd>(m, "WindowEnd")
-      .value("still_open", detail::WindowEnd::still_open)
       .value("closed", detail::WindowEnd::closed)
       .value("dropped", detail::WindowEnd::dropped);
   py::class_<Loaders>(m, "Loaders")
@@ -80,7 +82,15 @@ void bind_loaders(py::module_& m) {
       .def("add", [](Loaders& l, const std::shared_ptr<LoaderProgress>& loader) { return l.add(loader, nullptr); })
       .def("compare", &Loaders::compare, py::call_guard<Interruptible>())
       .def_property_readonly("are_dealt", [](const Loaders& l) { return l.job().division == detail::Division::none; })
-      .def("has_ended", &Loaders::has_ended)
+      .def(
+          "has_ended",
+          [](Loaders& l, int set,
+             const std::vector<std::tuple<std::shared_ptr<LoaderProgress>, int64_t, bool>>& batches) {
+            std::vector<Loaders::Stepped> stepped;
+            for (const auto& [loader, batch, is_last] : batches) stepped.push_back({loader, batch, is_last});
+            return l.has_ended(set, stepped);
+          },
+          "set"_a, "batches"_a)
       .def("deal", &Loaders::deal, py::call_guard<Interruptible>())
       .def(
           "share",
@@ -112,7 +122,8 @@ void bind_loaders(py::module_& m) {
           },
           py::arg("loader"), py::arg("passes"))
       .def("joined", [](Loaders& l, const py::bytes& standings) { l.joined(standings); })
-      .def("end_step", &Loaders::end_step, py::call_guard<py::gil_scoped_release>());
+      .def("end_step", &Loaders::end_step, Release())
+      .def("note_step", &Loaders::note_step, "set"_a, "stepped"_a, Release());
 }
 
 }  // namespace muster

@@ -153,14 +153,14 @@ void bind_optimizer(py::module_& m) {
             flat.step(gradients, flat_groups(algorithm, groups), &scalars, /*keep=*/false);
             return scalars.norm;
           },
-          py::call_guard<py::gil_scoped_release>(),
+          Release(),
           "What a strategy does after the reduction, from means times `divisor`; for benchmarks. Returns the norm.")
       .def(
           "step_from_grad",
           [](FlatOptimizer& flat, const std::string& algorithm, const std::vector<std::vector<double>>& groups) {
             flat.step_from_grad(flat_groups(algorithm, groups));
           },
-          py::call_guard<py::gil_scoped_release>());
+          Release());
 }
 
 }  // namespace muster

@@ -30,7 +30,6 @@ namespace muster {
 
 namespace py = pybind11;
 using py::literals::operator""_a;
-using Release = py::call_guard<py::gil_scoped_release>;
 
 void bind_saving(py::module_& m) {
   using checkpoint::SnapshotWriter;

@@ -13,7 +13,6 @@ namespace muster {
 namespace py = pybind11;
 
 void bind_server(py::module_& parent) {
-  using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<ServerOptions>(parent, "ServerOptions")
       .def(
           py::init([](std::optional<int> staleness, std::optional<int64_t> log_bytes, double patience, double heartbeat,

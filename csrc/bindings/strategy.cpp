@@ -24,31 +24,6 @@ namespace {
 
 namespace py = pybind11;
 
-Failure describe_error(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (py::error_already_set& e) {
-    const py::gil_scoped_acquire gil;
-    const auto errors = py::module_::import("muster.errors");
-    Failure failure{py::cast<std::string>(e.type().attr("__name__")), py::cast<std::string>(py::str(e.value()))};
-    if (e.matches(errors.attr("RemoteError"))) failure.kind = Failure::Kind::remote;
-    if (e.matches(errors.attr("CommError"))) failure.kind = Failure::Kind::transport;
-    return failure;
-  } catch (...) {
-    return describe_cpp_error(error);
-  }
-}
-
-// Autograd leaves what a Python hook or function raised in the thread's error indicator and throws a stand-in.
-std::exception_ptr capture_error(std::exception_ptr error) {
-  const py::gil_scoped_acquire gil;
-  if (PyErr_Occurred() == nullptr) return error;
-  py::error_already_set raised;
-  const auto replica = current_replica();
-  raised.value().attr("add_note")("[raised in backward of replica " + std::to_string(replica->replica) + "]");
-  return std::make_exception_ptr(std::move(raised));
-}
-
 Loss loss_of(const py::tuple& record) {
   Loss loss;
   loss.value = py::cast<at::Tensor>(record[0]);
@@ -118,16 +93,6 @@ py::dict in_python(const StepResult& result) {
 
 using Core = std::shared_ptr<StrategyCore>;
 
-// Its end waits for threads, which may want the GIL.
-Core ended_without_gil(Core core) {
-  auto* const raw = core.get();
-  return {raw, [owner = std::move(core)](StrategyCore*) mutable {
-            if (PyGILState_Check() == 0) return owner.reset();
-            const py::gil_scoped_release release;
-            owner.reset();
-          }};
-}
-
 // Empty once the strategy is closed, but for a thread that is in a call of it.
 std::optional<CallGate::Pass> entered(StrategyCore& core) {
   try {
@@ -143,14 +108,10 @@ std::vector<Contribution> contributions(const std::vector<std::pair<Leaves, doub
   return result;
 }
 
-void bind_core_class(py::module_& m) {
-  py::enum_<server::Part>(m, "ServerPart", "A part of what parameter servers hold.")
-      .value("state0", server::Part::state0)
-      .value("state1", server::Part::state1)
-      .value("state2", server::Part::state2)
-      .value("master", server::Part::master)
-      .value("steps", server::Part::steps);
-  py::class_<StrategyCore, Core> core(m, "StrategyCore");
+using CoreClass = py::class_<StrategyCore, Core>;
+
+// Of the job, and what it has done.
+void bind_facts(CoreClass& core) {
   core.def_property_readonly("num_workers", [](const StrategyCore& c) { return c.session().topology().num_workers; })
       .def_property_readonly("num_replicas", [](const StrategyCore& c) { return c.session().topology().num_replicas; })
       .def_property_readonly("rank", [](const StrategyCore& c) { return c.session().topology().rank; })
@@ -174,18 +135,25 @@ void bind_core_class(py::module_& m) {
       .def_property_readonly("stopping", [](const StrategyCore& c) { return c.stepper().stopping(); })
       .def_property_readonly("closed", [](const StrategyCore& c) { return c.session().closed(); })
       .def_property_readonly("joins", [](const StrategyCore& c) { return c.session().groups().joins(); })
-      .def_property_readonly("busy", py::cpp_function([](const StrategyCore& c) { return c.session().busy(); },
-                                                      py::call_guard<py::gil_scoped_release>()))
+      .def_property_readonly("busy",
+                             py::cpp_function([](const StrategyCore& c) { return c.session().busy(); }, Release()))
       .def_property_readonly("current_local_replica",
                              [](const StrategyCore& c) { return c.session().current_local_replica(); })
       .def_property_readonly("current_rows", [](StrategyCore& c) { return c.stepper().replicas().current_rows(); });
+}
+
+void bind_lifetime(CoreClass& core) {
   core.def(
           "serve", [](StrategyCore& c, int local_replica) { c.session().pool().serve(local_replica); },
           py::call_guard<py::gil_scoped_release>())
+      .def("check_alone", [](StrategyCore& c, const std::string& what) { (void)c.session().enter_alone(what.c_str()); })
       .def("stop", [](StrategyCore& c) { c.stepper().stop(); })
       .def(
-          "close", [](StrategyCore& c) { c.close(check_signals); }, py::call_guard<py::gil_scoped_release>())
+          "close", [](StrategyCore& c) { c.close(check_signals); }, Release())
       .def("leave", &StrategyCore::leave);
+}
+
+void bind_registration(CoreClass& core) {
   core.def(
           "add_module",
           [](StrategyCore& c, std::vector<NamedTensors> parameters, std::vector<NamedTensors> buffers) {
@@ -210,6 +178,9 @@ void bind_core_class(py::module_& m) {
       .def("find", [](StrategyCore& c, const at::Tensor& parameter) { return c.session().registry().find(parameter); })
       .def("parameters_of", [](StrategyCore& c, int module) { return c.session().registry().parameters_of(module); })
       .def("name_of", [](StrategyCore& c, size_t parameter) { return c.session().registry().name(parameter); });
+}
+
+void bind_calls(CoreClass& core) {
   core.def("step",
            [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, int set, bool loader_ended,
               const py::object& optimizers, const py::object& before_update, const py::object& update_from_grad,
@@ -223,7 +194,7 @@ void bind_core_class(py::module_& m) {
              for (const auto& [loader, epoch, batch] : batches) step.batches.push_back({loader, epoch, batch});
              StepResult result;
              {
-               const py::gil_scoped_release release;
+               const WithoutGil without_gil;
                result = c.stepper().step(step);
              }
              return in_python(result);
@@ -238,16 +209,20 @@ void bind_core_class(py::module_& m) {
              }
              std::optional<StepResult> result;
              {
-               const py::gil_scoped_release release;
+               const WithoutGil without_gil;
                result = c.stepper().flush(updates, c.session().options().drop_incomplete);
              }
              return result ? py::object(in_python(*result)) : py::none();
            })
       .def("run", [](StrategyCore& c, const py::object& call, std::vector<int64_t> rows, const py::object& interrupt) {
         const auto run = step_call(call, std::move(rows), interrupt, /*is_step=*/false);
-        const py::gil_scoped_release release;
+        const WithoutGil without_gil;
         c.stepper().run(run);
       });
+}
+
+// Of optimizers, sets and servers.
+void bind_state(CoreClass& core) {
   core.def("check_need_no_flat", [](const StrategyCore& c, const std::vector<int>& parameters) {
     check_need_no_flat(c.session(), parameters);
   });
@@ -294,7 +269,7 @@ void bind_core_class(py::module_& m) {
              add_update(update, optimizers, before_update, update_from_grad);
              std::string standings;
              {
-               const py::gil_scoped_release release;
+               const WithoutGil without_gil;
                const auto pass = c.session().enter();
                standings = c.stepper().watch(update);
              }
@@ -340,6 +315,9 @@ void bind_core_class(py::module_& m) {
         const auto pass = c.session().enter();
         c.sets().at(set).window().loss_scale().set_unit(unit);
       });
+}
+
+void bind_collectives_in_step(CoreClass& core) {
   core.def(
           "reduce_in_step",
           [](StrategyCore& c, const Leaves& values, ReduceOp op, const at::Tensor& weight) {
@@ -362,12 +340,15 @@ void bind_core_class(py::module_& m) {
       .def(
           "barrier_in_step", [](StrategyCore& c) { barrier_in_step(c.stepper().replicas().step_group()); },
           py::call_guard<Interruptible>())
-      .def("sum_in_backward",
-           [](StrategyCore& c, const at::Tensor& value) {
-             return py::cpp_function(sum_in_backward(c.stepper().replicas().step_group({value})),
-                                     py::call_guard<Interruptible>());
-           })
-      .def(
+      .def("sum_in_backward", [](StrategyCore& c, const at::Tensor& value) {
+        return py::cpp_function(sum_in_backward(c.stepper().replicas().step_group({value})),
+                                py::call_guard<Interruptible>());
+      });
+}
+
+// Outside of steps.
+void bind_collectives(CoreClass& core) {
+  core.def(
           "reduce",
           [](StrategyCore& c, const std::vector<std::pair<Leaves, double>>& values, ReduceOp op) {
             const auto pass = c.session().enter();
@@ -412,35 +393,43 @@ void bind_strategy(py::module_& m) {
       .value("mean", ReduceOp::mean)
       .value("min", ReduceOp::min)
       .value("max", ReduceOp::max);
-  bind_core_class(m);
+  py::enum_<server::Part>(m, "ServerPart", "A part of what parameter servers hold.")
+      .value("state0", server::Part::state0)
+      .value("state1", server::Part::state1)
+      .value("state2", server::Part::state2)
+      .value("master", server::Part::master)
+      .value("steps", server::Part::steps);
+  CoreClass core(m, "StrategyCore");
+  bind_facts(core);
+  bind_lifetime(core);
+  bind_registration(core);
+  bind_calls(core);
+  bind_state(core);
+  bind_collectives_in_step(core);
+  bind_collectives(core);
   m.def("part_sizes", [](int64_t n, const std::vector<double>& capacities) {
     return detail::part_sizes(n, static_cast<int>(capacities.size()), capacities);
   });
   m.def("make_mirrored", [](const std::vector<std::string>& devices, const py::dict& options, bool balances) {
     const auto parsed = options_of(options);
-    const py::gil_scoped_release release;
-    auto core = make_mirrored(devices, parsed, balances ? Balance::automatic : Balance::equal, ReplicaThreads::foreign);
-    core->session().failures().set_handlers(describe_error, capture_error);
-    return ended_without_gil(std::move(core));
+    const WithoutGil without_gil;
+    return of_python(
+        make_mirrored(devices, parsed, balances ? Balance::automatic : Balance::equal, ReplicaThreads::foreign));
   });
-  m.def("make_multi_worker",
-        [](const Cluster& cluster, const std::vector<std::string>& devices, const py::dict& options,
-           const comm::ProcessGroupPtr& process_group, const std::optional<SeveralHosts>& several) {
-          const auto parsed = options_of(options);
-          const Interruptible interruptible;
-          auto core = make_multi_worker(cluster, devices, parsed, ReplicaThreads::foreign, process_group, several);
-          core->session().failures().set_handlers(describe_error, capture_error);
-          return ended_without_gil(std::move(core));
-        });
-  m.def("return_freed_memory", &return_freed_memory, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "make_multi_worker", [](const Cluster& cluster, const std::vector<std::string>& devices, const py::dict& options,
+                              const comm::ProcessGroupPtr& process_group, const std::optional<SeveralHosts>& several) {
+        const auto parsed = options_of(options);
+        const Interruptible interruptible;
+        return of_python(make_multi_worker(cluster, devices, parsed, ReplicaThreads::foreign, process_group, several));
+      });
+  m.def("return_freed_memory", &return_freed_memory, Release());
   m.def("let_sigterm_end", &SigtermWatch::let_end);
   m.def("make_parameter_server", [](const Cluster& cluster, const std::vector<std::string>& devices,
                                     const ServerOptions& servers, const py::dict& options) {
     const auto parsed = options_of(options);
     const Interruptible interruptible;
-    auto core = make_parameter_server(cluster, devices, servers, parsed, ReplicaThreads::foreign);
-    core->session().failures().set_handlers(describe_error, capture_error);
-    return ended_without_gil(std::move(core));
+    return of_python(make_parameter_server(cluster, devices, servers, parsed, ReplicaThreads::foreign));
   });
   m.def("interrupt_thread", &interrupt_thread,
         "Raises `exception` in the Python thread of this identity at its next bytecode; None withdraws one.");

@@ -2,7 +2,6 @@
 
 #include <sys/file.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <numeric>

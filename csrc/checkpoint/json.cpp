@@ -1,6 +1,5 @@
 #include "checkpoint/json.h"
 
-#include <array>
 #include <charconv>
 #include <set>
 

@@ -3,7 +3,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <exception>
 #include <filesystem>
 #include <memory>
 #include <string>

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <chrono>
 #include <sstream>
-#include <system_error>
 #include <utility>
 
 #include "core/first_line.h"
+#include "core/make_thread.h"
 #include "muster/error.h"
 
 namespace muster::checkpoint {
@@ -179,12 +179,7 @@ void WordOfHost::forget_where_given_up() const {
 
 ProgressTeller::ProgressTeller(WordOfHost word, std::function<uint64_t()> bytes)
     : word_(std::move(word)), bytes_(std::move(bytes)) {
-  try {
-    thread_ = std::thread([this] { run(); });
-  } catch (const std::system_error& error) {
-    throw CheckpointError("cannot make the thread that tells the chief how a checkpoint's part gets on: " +
-                          error.code().message() + "; allow more threads (ulimit -u, or the container's pids)");
-  }
+  thread_ = make_thread<CheckpointError>("tells the chief how a checkpoint's part gets on", [this] { run(); });
 }
 
 ProgressTeller::~ProgressTeller() {

@@ -4,10 +4,10 @@
 #include <c10/core/InferenceMode.h>
 #include <unistd.h>
 
-#include <system_error>
 #include <utility>
 
 #include "core/log.h"
+#include "core/make_thread.h"
 #include "core/pages.h"
 #include "device/host_copy.h"
 #include "muster/error.h"
@@ -30,15 +30,22 @@ SnapshotWriter::~SnapshotWriter() {
 }
 
 void SnapshotWriter::claim() {
+  wait_and_claim();
+  claim_->check();
+}
+
+void SnapshotWriter::wait_and_claim() {
   wait();
   if (!claim_) claim_ = std::make_unique<FolderClaim>(folder_);
-  claim_->check();
 }
 
 void SnapshotWriter::write(Snapshot snapshot) {
   for (const auto& [name, tensor] : snapshot.tensors) check_storable(name, tensor);
-  wait();
-  if (!claim_) claim_ = std::make_unique<FolderClaim>(folder_);
+  begin(std::move(snapshot));
+}
+
+void SnapshotWriter::begin(Snapshot snapshot) {
+  wait_and_claim();
   auto options = options_;
   options.least = std::exchange(least_, 1);
   begin([this, options = std::move(options), snapshot = std::move(snapshot)] {
@@ -56,7 +63,7 @@ void SnapshotWriter::write_copy(const Snapshot& snapshot) {
   wait();
   Snapshot copy{{}, snapshot.metadata};
   for (auto& run : copied(runs)) copy.tensors.emplace(run.name, std::move(run.elements));
-  write(std::move(copy));
+  begin(std::move(copy));
 }
 
 std::vector<Run> SnapshotWriter::copied(const std::vector<Run>& runs) {
@@ -85,12 +92,12 @@ void SnapshotWriter::begin(std::function<std::filesystem::path()> write) {
     running_ = true;
   }
   try {
-    thread_ = std::thread([this, write = std::move(write)] { run(write); });
-  } catch (const std::system_error& error) {
+    thread_ = make_thread<CheckpointError>("writes to the folder '" + folder_.string() + "'",
+                                           [this, write = std::move(write)] { run(write); });
+  } catch (...) {
     const std::lock_guard lock(mutex_);
     running_ = false;
-    throw CheckpointError("cannot make the thread that writes to the folder '" + folder_.string() +
-                          "': " + error.code().message() + "; allow more threads (ulimit -u, or the container's pids)");
+    throw;
   }
 }
 
@@ -106,6 +113,7 @@ std::filesystem::path SnapshotWriter::written() const {
 }
 
 void SnapshotWriter::wait() {
+  if (::getpid() != made_by_) return;
   if (thread_.joinable()) thread_.join();
   std::exception_ptr error;
   {

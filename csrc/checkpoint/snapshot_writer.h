@@ -54,6 +54,8 @@ class SnapshotWriter {
 
   /// Begins, where nothing is being written, a call of `write` on the thread: what it returns is written(), where it is
   /// not empty, and what it throws is thrown as by write(). Throws CheckpointError where no thread can be made.
+  void wait_and_claim();
+  void begin(Snapshot snapshot);
   void begin(std::function<std::filesystem::path()> write);
 
   /// Whether everything that was begun is on the disk, or failed; true in a fork, where nobody writes. Does not block.

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <string_view>
@@ -17,6 +18,8 @@ namespace {
 
 // Larger blocks than that still go back: what is not needed again in every step is often one of them, as a dataset.
 constexpr int kLargestKept = 1 << 30;
+
+std::atomic<bool> is_tuned{false};
 
 bool is_left_alone() {
   const char* const wish = std::getenv("MUSTER_KEEP_FREED_MEMORY");
@@ -41,14 +44,16 @@ bool tune_heap() {
 
 }  // namespace
 
-bool keep_freed_memory() {
+void keep_freed_memory() {
   static const bool keeps = tune_heap();
-  return keeps;
+  is_tuned = keeps;
 }
+
+bool keeps_freed_memory() noexcept { return is_tuned; }
 
 void return_freed_memory() {
 #ifdef __GLIBC__
-  if (keep_freed_memory()) malloc_trim(0);
+  if (keeps_freed_memory()) malloc_trim(0);
 #endif
 }
 

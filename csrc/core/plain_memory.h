@@ -23,6 +23,9 @@ inline at::Tensor in_plain_memory(const at::Tensor& tensor) {
   return tensor.resolve_conj().resolve_neg();
 }
 
+/// Real numbers in a tensor: a complex one has two an element.
+inline int64_t num_reals(const at::Tensor& tensor) { return tensor.numel() * (tensor.is_complex() ? 2 : 1); }
+
 /// A view whose elements are real: of complex values their real and imaginary parts, in one more dimension.
 inline at::Tensor as_real(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(in_plain_memory(tensor)) : tensor;

@@ -76,7 +76,8 @@ struct LoaderCore::State {
   std::shared_ptr<void> current;
   int64_t next = 0;  // the batch to be read next, where there is no pass
   // Of the pass under way, at most one of them; `progress` has the same one.
-  std::shared_ptr<DealtPass> dealt;  // a shared one is in `place`
+  std::shared_ptr<DealtPass> dealt;
+  std::shared_ptr<SharedPass> shared;
   ReadAhead::Batch ahead;
   bool more_ahead = false;
   std::unique_ptr<ReadAhead> reads;
@@ -87,7 +88,7 @@ struct LoaderCore::State {
   int64_t batches() const {
     if (is_stream) return std::numeric_limits<int64_t>::max();
     const auto n = static_cast<int64_t>(samples);
-    return (options.drop_last ? n : n + options.batch_size - 1) / options.batch_size;
+    return n / options.batch_size + (!options.drop_last && n % options.batch_size != 0 ? 1 : 0);
   }
 
   int64_t size_of(int64_t batch) const {
@@ -119,8 +120,8 @@ struct LoaderCore::State {
     return task;
   }
 
-  ReadTask shared_task_of(const std::vector<size_t>& order, int64_t number) const {
-    const auto part = place->shared->part_of(number);
+  static ReadTask shared_task_of(const SharedPass& pass, const std::vector<size_t>& order, int64_t number) {
+    const auto part = pass.part_of(number);
     ReadTask task;
     auto next = order.begin() + part.begin;
     for (const int64_t size : part.sizes) {
@@ -175,7 +176,7 @@ struct LoaderCore::State {
   void end() {
     ended = true;
     reads.reset();
-    if (place->shared) place->shared->end();
+    if (shared) shared->end();
   }
 };
 
@@ -263,31 +264,37 @@ std::optional<int64_t> LoaderCore::size() const noexcept {
 std::shared_ptr<void> LoaderCore::begin() {
   auto& s = *state_;
   s.end();
-  s.progress->at_end = false;
+  const int64_t number = s.progress->begin_pass();
   s.progress->pass = nullptr;
-  ++s.progress->passes;
+  s.shared = nullptr;
   s.place->shared = nullptr;
   if (const auto left = std::exchange(s.dealt, nullptr)) left->leave();
   s.host->leave_passes();
   auto& place = *s.place;
   s.num_loads = place.num_loads;
   if (std::exchange(place.running, false)) ++place.epoch;
+  // Until here the pass that fails to begin has not begun, and is what begins next.
   if (s.is_dealt()) {
     s.dealt = s.host->deal(s.index, place.epoch, s.batches());
     s.progress->pass = s.dealt;
   }
+  if (s.is_shared()) {
+    s.shared = s.host->share(s.index, place.epoch, s.sizes_in_turn());
+    s.shared->skip(place.to_skip);
+    s.progress->pass = s.shared;
+  }
+  s.next = s.is_stream ? s.pass_over_stream(place.to_skip) : std::min(place.to_skip, s.batches());
   place.running = true;
   place.yielded = std::exchange(place.to_skip, 0);
-  s.next = s.is_stream ? s.pass_over_stream(place.yielded) : std::min(place.yielded, s.batches());
-  if (s.is_shared()) {
-    place.shared = s.host->share(s.index, place.epoch, s.sizes_in_turn());
-    place.shared->skip(place.yielded);
-    s.progress->pass = place.shared;
-  }
-  auto hold = s.progress->pass ? s.progress->pass->hold() : nullptr;
+  place.shared = s.shared;
+  const auto hold_of_pass = s.progress->pass ? s.progress->pass->hold() : nullptr;
+  std::shared_ptr<void> hold(nullptr,
+                             [progress = s.progress, number, hold_of_pass](void*) { progress->left = number; });
+  // Its own pass: the place may be sent elsewhere while readers read.
   s.reads = std::make_unique<ReadAhead>(
-      static_cast<size_t>(s.options.workers), [&s, order = s.order_of_pass()](size_t thread, int64_t number) {
-        return s.read(thread, s.place->shared ? s.shared_task_of(order, number) : s.task_of(order, number));
+      static_cast<size_t>(s.options.workers),
+      [&s, shared = s.shared, order = s.order_of_pass()](size_t thread, int64_t number) {
+        return s.read(thread, shared ? State::shared_task_of(*shared, order, number) : s.task_of(order, number));
       });
   s.ended = false;
   s.look_ahead();
@@ -323,11 +330,11 @@ bool LoaderCore::advance() {
   ++s.place->yielded;
   if (pass) pass->yielded(s.ahead.number);
   s.look_ahead();
-  s.progress->at_end = !s.more_ahead;
+  s.progress->note_yield(!s.more_ahead);
   return true;
 }
 
-int64_t LoaderCore::last_of() const noexcept { return state_->progress->at_end ? state_->progress->passes : 0; }
+int64_t LoaderCore::number() const noexcept { return state_->progress->yielded; }
 
 std::shared_ptr<void> LoaderCore::take() { return std::exchange(state_->current, nullptr); }
 

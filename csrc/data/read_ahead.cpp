@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/intra_op_threads.h"
+#include "core/make_thread.h"
 
 namespace muster::detail {
 
@@ -11,10 +12,19 @@ constexpr size_t kReadsPerThread = 2;  // how far ahead of the loop readers go
 }
 
 ReadAhead::ReadAhead(size_t threads, Read read) : read_(std::move(read)), window_(threads * kReadsPerThread + 1) {
-  for (size_t thread = 0; thread < threads; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
+  try {
+    for (size_t thread = 0; thread < threads; ++thread) {
+      threads_.push_back(make_thread("reads a loader's batches ahead", [this, thread] { serve(thread); }));
+    }
+  } catch (...) {
+    end();
+    throw;
+  }
 }
 
-ReadAhead::~ReadAhead() {
+ReadAhead::~ReadAhead() { end(); }
+
+void ReadAhead::end() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -42,7 +52,9 @@ ReadAhead::Batch ReadAhead::take() {
   if (entries_.empty()) return {};
   auto& first = entries_.front();
   if (threads_.empty()) {
+    lock.unlock();
     read(first.batch, 0);
+    lock.lock();
     data_ended_ = !first.batch.parts && !first.batch.error;
   } else {
     done_.wait(lock, [&] { return first.is_read; });

@@ -29,6 +29,7 @@ class ReadAhead {
     std::exception_ptr error;
   };
 
+  /// Throws CommError where the system gives no more threads.
   ReadAhead(size_t threads, Read read);
   /// Waits for what is being read.
   ~ReadAhead();
@@ -48,6 +49,7 @@ class ReadAhead {
     bool is_read = false;
   };
 
+  void end();
   void serve(size_t thread);
   void read(Batch& batch, size_t thread) const;
 

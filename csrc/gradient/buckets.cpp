@@ -50,8 +50,6 @@ bool same_memory_order(const at::Tensor& tensor, const std::vector<int64_t>& str
 
 }  // namespace
 
-int64_t num_reals(const at::Tensor& tensor) { return tensor.numel() * (tensor.is_complex() ? 2 : 1); }
-
 void fill_wire(const Bucket& bucket) {
   if (!bucket.wire.defined() || bucket.wire_is_packed) return;
   if (is_streamed(bucket.sums.device())) {

@@ -39,9 +39,6 @@ void empty_wire(const Bucket& bucket);
 /// Likewise, of these elements of it alone.
 void empty_wire(const Bucket& bucket, const Run& run);
 
-/// Real numbers in a tensor: a complex one has two an element.
-int64_t num_reals(const at::Tensor& tensor);
-
 /// The parameters of a replica and the buckets that they lie in. Parameters are numbered as they were given; one that
 /// is left out has sparse gradients alone and lies in no bucket. A complex parameter lies in its bucket as real and
 /// imaginary parts. Owned by the replica thread.

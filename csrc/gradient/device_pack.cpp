@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "core/plain_memory.h"
 #include "device/device.h"
 #include "device/kernel_dtype.h"
 #include "device/kernel_status.h"

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "core/lines.h"
 #include "muster/error.h"
 
 namespace muster {
@@ -22,7 +23,7 @@ void check_layouts_agree(comm::Communicator& control, const FlatLayout& layout) 
   if (equal) return;
 
   std::string names;
-  for (const auto& parameter : layout.parameters()) names += parameter.name + '\n';
+  for (const auto& parameter : layout.parameters()) names += "'" + parameter.name + "'\n";
   auto bytes = at::zeros({static_cast<int64_t>(names.size())}, at::kByte);
   std::copy(names.begin(), names.end(), bytes.data_ptr<uint8_t>());
   work = control.all_gather(bytes);
@@ -31,16 +32,10 @@ void check_layouts_agree(comm::Communicator& control, const FlatLayout& layout) 
   for (size_t r = 0; r < texts.size(); ++r) {
     const auto* first = texts[r].const_data_ptr<uint8_t>();
     const std::string theirs(first, first + texts[r].numel());
-    if (theirs == names) continue;
-    const auto [here, there] = std::mismatch(names.begin(), names.end(), theirs.begin(), theirs.end());
-    const auto line = [](const std::string& text, std::string::const_iterator at) {
-      const auto begin = text.rfind('\n', static_cast<size_t>(std::max<ptrdiff_t>(at - text.begin() - 1, 0)));
-      const size_t start = at == text.begin() || begin == std::string::npos ? 0 : begin + 1;
-      const auto name = text.substr(start, text.find('\n', start) - start);
-      return name.empty() ? std::string("nothing") : "'" + name + "'";
-    };
-    throw LayoutMismatch("replica " + std::to_string(control.rank()) + " trains parameter " + line(names, here) +
-                         " where replica " + std::to_string(r) + " trains " + line(theirs, there) +
+    const auto difference = first_difference(names, theirs);
+    if (!difference) continue;
+    throw LayoutMismatch("replica " + std::to_string(control.rank()) + " trains parameter " + difference->first +
+                         " where replica " + std::to_string(r) + " trains " + difference->second +
                          "; make requires_grad and the optimizer's parameters equal on all ranks");
   }
   throw LayoutMismatch("replica " + std::to_string(control.rank()) +

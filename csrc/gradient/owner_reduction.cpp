@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/plain_memory.h"
 #include "device/kernel_dtype.h"
 #include "kernels/kernels.h"
 #include "muster/error.h"

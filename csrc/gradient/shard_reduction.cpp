@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "core/plain_memory.h"
+
 namespace muster {
 
 std::vector<comm::OwnedRun> runs_in_bucket(const Buckets& buckets, size_t bucket, const Shards& shards) {

@@ -18,6 +18,7 @@
 
 #include "core/first_line.h"
 #include "core/log.h"
+#include "core/make_thread.h"
 #include "muster/error.h"
 
 namespace muster {
@@ -62,7 +63,7 @@ class SignsOfLife : public std::enable_shared_from_this<SignsOfLife> {
   }
 
   void begin() {
-    std::thread([self = shared_from_this()] { self->run(); }).detach();
+    make_thread("gives signs of life to other hosts", [self = shared_from_this()] { self->run(); }).detach();
   }
 
   // Once: the job is over for this worker, and so for all. Waits for the thread, but for one that the store keeps.

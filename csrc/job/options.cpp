@@ -32,7 +32,9 @@ void StrategyOptions::validate() const {
   require(!shard_optimizer || fuse, "shard_optimizer", "True",
           "False with fuse=False, which keeps the state in the optimizer");
   if (loss_scale) loss_scale->validate();
-  require(timeout > 0 && std::isfinite(timeout), "timeout", std::to_string(timeout), "a positive number of seconds");
+  // In milliseconds, and added to a clock that counts nanoseconds in 64 bits.
+  require(timeout >= 1e-3 && timeout <= 1e9, "timeout", std::to_string(timeout),
+          "a number of seconds from 0.001 to 1e9");
 }
 
 }  // namespace muster

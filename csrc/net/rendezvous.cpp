@@ -22,6 +22,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "core/make_thread.h"
 #include "core/wait_hook.h"
 #include "muster/error.h"
 #include "net/tcp.h"
@@ -182,7 +183,7 @@ StorePtr host_tcp_store(const HostPort& at, c10d::TCPStoreOptions options) {
 StorePtr connect_to_store(const Cluster& cluster, const HostPort& at, const c10d::TCPStoreOptions& options) {
   const auto made = std::make_shared<std::promise<StorePtr>>();
   auto store = made->get_future();
-  std::thread([made, host = at.host, options] {
+  make_thread("asks at the meeting place", [made, host = at.host, options] {
     try {
       made->set_value(c10::make_intrusive<c10d::TCPStore>(host, options));
     } catch (...) {

@@ -140,7 +140,8 @@ FlatOptimizer::FlatOptimizer(std::vector<FlatParameter> parameters, const FlatGr
     : state_(std::move(parameters), groups, shard), algorithm_(groups.index()) {}
 
 void FlatOptimizer::check_kind(const FlatGroups& groups) const {
-  if (groups.index() != algorithm_) throw InvalidArgument("a flat optimizer cannot become another kind of optimizer");
+  if (groups.index() != algorithm_)
+    throw InvalidArgument("a flat optimizer cannot become another kind of optimizer; prepare() one of that kind");
 }
 
 // Of a parameter's state, which follows the parameter first.

@@ -24,6 +24,12 @@ void require(bool holds, const char* field, double value, const char* requiremen
                           requirement);
 }
 
+// Kernels and update() have it as a float.
+bool is_scale(double value) {
+  const auto scale = static_cast<float>(value);
+  return scale > 0 && std::isfinite(scale);
+}
+
 bool all_finite_and_unscaled(std::vector<at::Tensor>& gradients, double scale) {
   // The operator takes tensors of one device and dtype.
   std::map<std::pair<c10::DeviceIndex, at::ScalarType>, std::vector<at::Tensor>> alike;
@@ -41,7 +47,7 @@ bool all_finite_and_unscaled(std::vector<at::Tensor>& gradients, double scale) {
 }  // namespace
 
 void LossScale::validate() const {
-  require(init > 0 && std::isfinite(static_cast<float>(init)), "init", init, "positive and finite");
+  require(is_scale(init), "init", init, "positive and finite as a float");
   require(growth > 1 && std::isfinite(growth), "growth", growth, "above 1");
   require(backoff > 0 && backoff < 1, "backoff", backoff, "between 0 and 1");
   require(interval >= 1, "interval", interval, "at least 1");
@@ -97,10 +103,10 @@ void LossScaler::update() {
 }
 
 void LossScaler::load_state(const LossScalerState& state) {
-  if (!(state.scale > 0) || !std::isfinite(state.scale) || state.growth_tracker < 0) {
+  if (!is_scale(state.scale) || state.growth_tracker < 0) {
     throw InvalidArgument("a loss scale of " + std::to_string(state.scale) + " with growth tracker " +
                           std::to_string(state.growth_tracker) +
-                          "; the scale is positive and finite, the tracker not negative");
+                          "; the scale is positive and finite as a float, the tracker not negative");
   }
   state_ = state;
 }

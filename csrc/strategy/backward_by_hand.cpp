@@ -35,8 +35,6 @@ std::vector<int64_t> real_sizes(const at::Tensor& parameter) {
   return sizes;
 }
 
-int64_t real_numel(const at::Tensor& parameter) { return parameter.numel() * (parameter.is_complex() ? 2 : 1); }
-
 /// Where a parameter's gradient travels.
 struct GradientSlot {
   size_t parameter;
@@ -64,7 +62,7 @@ void divide(const void* sums, void* means, int64_t n, T divisor) {
 class GradientCopies {
  public:
   void add(const at::Tensor& parameter, const at::Tensor& gradient, const at::Tensor& sums, int64_t offset) {
-    const int64_t n = real_numel(parameter);
+    const int64_t n = num_reals(parameter);
     const bool is_small = !gradient.defined() || is_small_and_plain(gradient, sums);
     if (!is_small || !sums.is_cpu()) {
       const auto to = sums.narrow(0, offset, n);
@@ -110,7 +108,7 @@ class Means {
 
   void add(const at::Tensor& parameter, int64_t offset) {
     auto& gradient = parameter.mutable_grad();
-    const int64_t n = real_numel(parameter);
+    const int64_t n = num_reals(parameter);
     const bool is_strided = gradient.defined() && gradient.layout() == at::kStrided;
     if (is_strided && gradient.scalar_type() == sums_.scalar_type() && is_small_and_plain(gradient, sums_)) {
       divide_small(gradient, offset, n);
@@ -201,7 +199,7 @@ std::vector<size_t> GradientAverage::large_ones(const std::vector<at::Tensor>& p
   std::vector<size_t> large;
   if (!peers_) peers_ = PeerAverage::over(*session_.groups().gradients[0]);
   for (size_t p = 0; p < parameters.size() && peers_; ++p) {
-    if (real_numel(parameters[p]) >= kLarge) large.push_back(p);
+    if (num_reals(parameters[p]) >= kLarge) large.push_back(p);
   }
   return large;
 }
@@ -224,7 +222,7 @@ std::vector<GradientAverage::Slot> GradientAverage::average_large(const std::vec
   for (size_t i = 0; i < large.size(); ++i) {
     if (stays[i]) continue;
     const auto& parameter = parameters[large[i]];
-    averaged[i] = slot(i, real_numel(parameter), travels_in(parameter));
+    averaged[i] = slot(i, num_reals(parameter), travels_in(parameter));
     copies.add(parameter, has_gradients ? parameter.grad() : at::Tensor(), averaged[i], 0);
     slots.push_back({large[i], averaged[i]});
   }
@@ -253,7 +251,7 @@ void GradientAverage::reduce(const std::vector<at::Tensor>& parameters, bool has
     for (size_t p = 0; p < parameters.size(); ++p) {
       if (travels_in(parameters[p]) != dtype || std::binary_search(large.begin(), large.end(), p)) continue;
       slots.push_back({p, numel});
-      numel += real_numel(parameters[p]);
+      numel += num_reals(parameters[p]);
     }
     if (numel == 0) continue;
     const auto sums = buffer(numel, dtype);

@@ -35,6 +35,7 @@ void wait_in_step(comm::Work work) {
     work.wait();
   } catch (...) {
     if (replica) replica->wait_error = std::current_exception();
+    if (timer) timer->start();
     throw;
   }
   if (timer) timer->start();

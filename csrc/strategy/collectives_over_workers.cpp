@@ -145,10 +145,13 @@ Headers exchange_headers(comm::Communicator& workers, const std::string& call, c
     return header_of(leaves);
   };
   for (const auto& [worker, leaves] : shapes) {
-    if (comparable(leaves) == comparable(shapes.front().second)) continue;
-    throw LayoutMismatch("the values differ between ranks: rank " + std::to_string(shapes.front().first) + " has " +
-                         in_words(shapes.front().second) + ", rank " + std::to_string(worker) + " has " +
-                         in_words(leaves) + "; pass the same structure, shapes and dtypes everywhere");
+    const auto& [first, of_first] = shapes.front();
+    if (comparable(leaves) == comparable(of_first)) continue;
+    const auto whose = [](int rank) { return "rank " + std::to_string(rank); };
+    const auto parts = worker == first ? "parts of " + whose(first) + ": one" : "ranks: " + whose(first);
+    throw LayoutMismatch("the values differ between " + parts + " has " + in_words(of_first) + ", " +
+                         (worker == first ? "another" : whose(worker)) + " has " + in_words(leaves) +
+                         "; pass the same structure, shapes and dtypes everywhere");
   }
   return headers;
 }

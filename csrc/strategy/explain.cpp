@@ -103,7 +103,7 @@ std::string explain(Session& session, const std::string& name) {
       << '\n';
   if (topology.devices.front().is_cpu()) {
     out << "memory: large blocks that are freed "
-        << (keep_freed_memory() ? "stay with this process, for the next step" : "go where the C library sends them")
+        << (keeps_freed_memory() ? "stay with this process, for the next step" : "go where the C library sends them")
         << '\n';
   }
   return out.str();

@@ -1,6 +1,5 @@
 #include "strategy/kept_metric.h"
 
-#include <utility>
 #include <variant>
 
 #include "checkpoint/saved_tree.h"

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "comm/text_exchange.h"
+#include "core/log.h"
 #include "muster/error.h"
 #include "server/protocol/wire.h"
 
@@ -170,13 +171,38 @@ ServerJob& Loaders::served() {
   return *servers;
 }
 
-bool Loaders::has_ended(const std::vector<Stepped>& stepped) const {
-  return std::any_of(loaders_.begin(), loaders_.end(), [&](const auto& loader) {
-    const auto progress = loader.lock();
-    const auto found = std::ranges::find(stepped, progress, &Stepped::first);
-    if (found != stepped.end()) return found->second;
-    return progress && progress->at_end && (progress->in_step || !progress->in_run);
-  });
+bool Loaders::is_through(detail::LoaderProgress& loader, int set, int64_t batch, bool is_last) {
+  const auto noted = loader.calls[set].note(batch, is_last);
+  if (noted.fell_short && core_->sets().at(set).window_open() && !std::exchange(has_warned_of_short_end_, true)) {
+    log(LogLevel::warning,
+        "the last batch of a loader's pass went into fewer steps than the batches before it, so that its window is "
+        "open still, and goes on with the next pass; call flush() behind the loop");
+  }
+  return noted.is_through;
+}
+
+bool Loaders::has_ended(int set, const std::vector<Stepped>& stepped) {
+  bool has_ended = false;
+  for (const auto& [loader, batch, is_last] : stepped) {
+    const bool is_through = this->is_through(*loader, set, batch, is_last);
+    has_ended = has_ended || (is_last && is_through);
+  }
+  if (!stepped.empty()) return has_ended;
+  for (const auto& known : loaders_) {
+    const auto loader = known.lock();
+    if (!loader || loader->left == loader->passes || loader->yielded == 0) continue;
+    const bool stands_at_end = loader->may_stand_at_end(loaders_) && (loader->in_step || !loader->in_run);
+    const bool is_through = this->is_through(*loader, set, loader->yielded, stands_at_end);
+    has_ended = has_ended || (stands_at_end && is_through);
+  }
+  return has_ended;
+}
+
+void Loaders::note_step(int set, bool stepped) const {
+  if (stepped) return end_step(detail::WindowEnd::closed);
+  const auto pass = core_->session().enter();
+  const bool is_open = core_->sets().at(set).window_open();
+  end_step(is_open ? detail::WindowEnd::still_open : detail::WindowEnd::dropped);
 }
 
 void Loaders::end_step(detail::WindowEnd window) const {

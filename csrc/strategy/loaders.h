@@ -45,18 +45,26 @@ class Loaders final : public detail::LoaderHost {
   /// Before servers are connected: they go on where those passes are, which must be of that loader.
   void go_on(int loader, const std::vector<server::PassProgress>& passes);
 
-  /// A loader of which a batch goes into a step, and whether it is its pass's last.
-  using Stepped = std::pair<std::shared_ptr<detail::LoaderProgress>, bool>;
-  /// Whether the step that batches of these loaders go into is the last of a pass; of another loader that steps draw
-  /// from, whether it yielded its last batch and was not advanced since.
-  bool has_ended(const std::vector<Stepped>& stepped) const;
+  /// A batch of a loader that goes into a step.
+  struct Stepped {
+    std::shared_ptr<detail::LoaderProgress> loader;
+    int64_t batch = 0;     ///< its number, as LoaderProgress counts
+    bool is_last = false;  ///< of its pass
+  };
+  /// Whether a step of that set of optimizers, which these batches go into, is the last one of a pass: the last batch
+  /// goes into as many steps as batches before it. Of a step of the caller's own tensors: whether that is so of a
+  /// loader whose loop stands at its last batch, from which they may be made. Once for each step.
+  bool has_ended(int set, const std::vector<Stepped>& stepped);
 
   /// After a step that may have had batches of their passes: the window was left open, closed or dropped. No-op once
   /// another thread has closed the strategy.
   void end_step(detail::WindowEnd window) const;
+  /// Likewise, after a step of that set which returned; `stepped`: it closed the window.
+  void note_step(int set, bool stepped) const;
 
  private:
   void connect() const;
+  bool is_through(detail::LoaderProgress& loader, int set, int64_t batch, bool is_last);
   std::string standings() const;
   ServerJob& served();
 
@@ -70,6 +78,7 @@ class Loaders final : public detail::LoaderHost {
   std::map<uint32_t, std::weak_ptr<detail::SharedPass>> shared_;  // the last ones, by loader
   std::map<uint32_t, detail::PassStanding> others_;               // where this worker joined, by loader
   int64_t told_at_ = 0;                                           // in steps: when it was told of them
+  bool has_warned_of_short_end_ = false;
 };
 
 }  // namespace muster

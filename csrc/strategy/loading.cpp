@@ -67,7 +67,7 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
   const bool is_alone = joins || strategy_.core->session().topology().num_workers == 1;
   together("load", joins, [&] { finish(); });
   auto snapshot = is_alone ? checkpoint::read_asked_snapshot(folder, checkpoint::Memory::of_file)
-                           : read_asked_snapshot(strategy_.workers(), folder);
+                           : read_asked_snapshot(strategy_.workers().group, folder);
   together("load", joins, [&] {
     if (snapshot && is_alone) checkpoint::copy_what_is_kept(snapshot->tensors);
     if (snapshot) found = found_in(std::move(*snapshot), folder);
@@ -99,7 +99,7 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
 std::optional<KeptMetric> Saving::kept_metric(const fs::path& folder) {
   check_callable("best");
   together("best", false, [&] { finish(); });
-  return muster::kept_metric(strategy_.workers(), folder);
+  return muster::kept_metric(strategy_.workers().group, folder);
 }
 
 Saving::Found Saving::found_in(checkpoint::StoredSnapshot snapshot, const fs::path& folder) {
@@ -123,7 +123,8 @@ Saving::Found Saving::found_in(checkpoint::StoredSnapshot snapshot, const fs::pa
 // Collective, but where there is one worker: the chief's.
 std::optional<Saving::Found> Saving::broadcast(std::optional<Found> found) {
   if (strategy_.core->session().topology().num_workers == 1) return found;
-  auto& workers = strategy_.workers();
+  const auto call = strategy_.workers();
+  auto& workers = call.group;
   std::string text;
   Leaves tensors;
   List names;
@@ -249,7 +250,8 @@ WindowScale& Saving::scale_of(const Dict& saved) {
   }
   auto choice = strategy_.choice_of(std::move(positions));
   const auto chosen = choice.optimizers;
-  const int set = strategy_.sets.set_of(std::move(choice), [&] { return strategy_.members_of(chosen); });
+  const int set =
+      strategy_.sets.set_of(std::move(choice), [&] { return strategy_.members_of(chosen); }, /*may_share=*/true);
   return strategy_.core->sets().at(set).window().loss_scale();
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "muster/error.h"
+
 namespace muster {
 
 int OptimizerSets::set_of(Choice choice, const Resolve& resolve, bool may_share) {
@@ -32,16 +34,23 @@ std::vector<OptimizerSets::Known>::iterator OptimizerSets::find(const Choice& ch
 }
 
 std::vector<int> OptimizerSets::parameters_of(const std::vector<Member>& members) const {
-  std::vector<int> parameters;
-  for (const auto& member : members) {
-    parameters.insert(parameters.end(), member.parameters.begin(), member.parameters.end());
-  }
+  const auto& registry = core_->session().registry();
   if (members.empty()) {
-    parameters.resize(static_cast<size_t>(core_->session().registry().num_parameters()));
-    std::iota(parameters.begin(), parameters.end(), 0);
+    std::vector<int> all(registry.num_parameters());
+    std::iota(all.begin(), all.end(), 0);
+    return all;
   }
-  std::sort(parameters.begin(), parameters.end());
-  parameters.erase(std::unique(parameters.begin(), parameters.end()), parameters.end());
+  std::map<int, const Member*> owners;
+  for (const auto& member : members) {
+    for (const int parameter : member.parameters) {
+      if (owners.try_emplace(parameter, &member).first->second == &member) continue;
+      throw InvalidArgument("parameter '" + registry.name(static_cast<size_t>(parameter)) +
+                            "' belongs to two optimizers that would step together; say with optimizers= whose step "
+                            "it is");
+    }
+  }
+  std::vector<int> parameters;
+  for (const auto& [parameter, owner] : owners) parameters.push_back(parameter);
   return parameters;
 }
 

@@ -37,8 +37,9 @@ class OptimizerSets {
 
   /// The core's number of the set of these optimizers' parameters; of all parameters where there are no optimizers.
   /// `resolve` gives the members of a choice that was not used before, or has another look since; `may_share`: as
-  /// ParameterSets::set_of. Throws what `resolve` throws, and as that; the choice stays as it was then.
-  int set_of(Choice choice, const Resolve& resolve, bool may_share = true);
+  /// ParameterSets::set_of. Throws what `resolve` throws, as that, and InvalidArgument for a parameter of two members;
+  /// the choice stays as it was then.
+  int set_of(Choice choice, const Resolve& resolve, bool may_share = false);
 
   /// All sets, in the order of their first steps.
   std::vector<int> numbers() const;

@@ -10,17 +10,13 @@ namespace muster::detail {
 
 namespace {
 
-const at::Tensor* find(const torch::OrderedDict<std::string, at::Tensor>& tensors, const std::string& name) {
-  return tensors.find(name);
-}
-
 // The tensors of `module` by the names of `first`. Those that are one tensor in `first` must be one here.
 NamedTensors by_names_of(const torch::OrderedDict<std::string, at::Tensor>& first,
                          const torch::OrderedDict<std::string, at::Tensor>& here) {
   NamedTensors named;
   std::unordered_map<const c10::TensorImpl*, const at::Tensor*> seen;
   for (const auto& item : first) {
-    const auto* tensor = find(here, item.key());
+    const auto* tensor = here.find(item.key());
     if (tensor == nullptr || first.size() != here.size()) {
       throw InvalidArgument("the replicas of a module are not built alike: only replica 0 has '" + item.key() +
                             "', or it has another number of tensors; the factory must build equal modules");

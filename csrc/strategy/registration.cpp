@@ -43,6 +43,12 @@ void choose_buckets(Session& session) {
 
 int add_module(Session& session, ModuleTensors module) {
   const auto pass = session.enter();
+  for (const auto& [name, parameter] : module.parameters.front()) {
+    if (session.groups().servers || !is_row_stub(parameter)) continue;
+    throw InvalidArgument("the rows of '" + name +
+                          "' were left to parameter servers (on_servers), which this strategy has not; use "
+                          "ParameterServerStrategy, or leave on_servers out");
+  }
   auto& registry = session.registry();
   const bool is_first = registry.num_parameters() == 0;
   const int number = registry.add(std::move(module), session.groups().to_prepare());
@@ -57,10 +63,7 @@ void note_rows(Session& session, const at::Tensor& weight, EmbeddingRows rows) {
   const auto p = static_cast<size_t>(registry.find(weight));
   if (!groups.servers) {
     registry.note_rows(p, rows);
-    if (!is_row_stub(weight)) return;
-    throw InvalidArgument("the rows of '" + registry.name(p) +
-                          "' were left to parameter servers (on_servers), which this strategy has not; use "
-                          "ParameterServerStrategy, or leave on_servers out");
+    return;
   }
   const auto seed = at::scalar_tensor(static_cast<int64_t>(rows.initialiser.seed), at::kLong);
   groups.to_prepare().broadcast(seed, 0).wait();

@@ -68,6 +68,11 @@ Loss ReplicaCalls::call_checked(const StepCall& call, int local_replica) {
     throw InvalidArgument("the weight of a Loss is a tensor of " + std::to_string(loss.weight->numel()) +
                           " values; give it one: the samples that the loss is a mean over");
   }
+  if (loss.weight && loss.weight->requires_grad()) {
+    throw InvalidArgument(
+        "the weight of a Loss requires a gradient, which a mean over all parts' weights would need and no part can "
+        "give; detach() it, or reduce() the sums of losses and of weights in the step and return their quotient");
+  }
   const bool is_averaged = !loss.weight && loss.reduction == Reduction::mean &&
                            (session_.topology().num_replicas > 1 || session_.options().accumulate > 1);
   if (!is_averaged) return loss;

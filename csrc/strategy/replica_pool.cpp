@@ -13,6 +13,7 @@
 
 #include "core/intra_op_threads.h"
 #include "core/log.h"
+#include "core/make_thread.h"
 #include "core/wait_hook.h"
 #include "muster/error.h"
 
@@ -38,9 +39,11 @@ ReplicaPool::~ReplicaPool() {
   [[maybe_unused]] const auto* const left = sync_.release();  // its end would wait for threads of the parent
 }
 
+int ReplicaPool::threads_per_replica() const noexcept { return getpid() == process_ ? threads_per_replica_ : 1; }
+
 void ReplicaPool::start() {
   if (replicas_ == 1) return;
-  for (int i = 0; i < replicas_; ++i) threads_.emplace_back([this, i] { serve(i); });
+  for (int i = 0; i < replicas_; ++i) threads_.push_back(make_thread("runs a replica", [this, i] { serve(i); }));
 }
 
 void ReplicaPool::serve(int local_replica) {
@@ -78,7 +81,7 @@ void ReplicaPool::serve(int local_replica) {
 
 void ReplicaPool::run(const Task& task, const std::function<void()>& poll, const std::function<void()>& interrupt) {
   if (replicas_ == 1) {
-    const IntraOpThreads threads(threads_per_replica_);
+    const IntraOpThreads threads(threads_per_replica());
     const WaitHook hook(poll);
     task(0);
     return;

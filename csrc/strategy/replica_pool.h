@@ -29,9 +29,10 @@ class ReplicaPool {
   ReplicaPool& operator=(const ReplicaPool&) = delete;
 
   int replicas() const noexcept { return replicas_; }
-  int threads_per_replica() const noexcept { return threads_per_replica_; }
+  /// One in a forked child, where OpenMP would wait for threads of its parent.
+  int threads_per_replica() const noexcept;
 
-  /// Starts the pool's own threads. No-op with one replica.
+  /// Starts the pool's own threads. No-op with one replica. Throws CommError where the system gives no more threads.
   void start();
 
   /// The body of replica i's thread: blocks until stop().
@@ -40,7 +41,8 @@ class ReplicaPool {
   /// Runs `task(i)` for every local replica, with the caller's torch ThreadLocalState and floating-point environment,
   /// and waits for all. A task must not throw: what it throws ends up in the result of the first replica that did.
   /// While waiting, `poll` is called about ten times a second; if it throws, `interrupt` is called once and the
-  /// exception is rethrown after the tasks ended or `grace` seconds passed (run() then refuses until they ended).
+  /// exception is rethrown once the tasks have ended, 0.8 s later at the latest (run() then refuses until they have).
+  /// With one replica the task runs on the calling thread: its waits call `poll`, and nobody calls `interrupt`.
   /// Throws InvalidArgument in a forked child, where a pool of several replicas has no threads.
   void run(const Task& task, const std::function<void()>& poll = {}, const std::function<void()>& interrupt = {});
 

@@ -41,6 +41,7 @@ void SavingSchedule::note_step(int64_t steps) {
 
 void SavingSchedule::start_over() {
   is_due_ = false;
+  steps_seen_.reset();
   if (!options_.seconds) return;
   began_ = asked_ = options_.now();
   since_asked_ = 0;

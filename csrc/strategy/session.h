@@ -31,7 +31,7 @@ class Session {
 
   const Topology& topology() const noexcept { return topology_; }
   const StrategyOptions& options() const noexcept { return options_; }
-  /// Empty once the strategy is closed.
+  /// Once the strategy is closed, without communicators: what else they know stays.
   Groups& groups() noexcept { return groups_; }
   const Groups& groups() const noexcept { return groups_; }
   ParameterRegistry& registry() noexcept { return registry_; }

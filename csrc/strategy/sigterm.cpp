@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <csignal>
 #include <mutex>
 
@@ -42,6 +43,7 @@ void end_process() noexcept {
 }
 
 extern "C" void on_sigterm(int) {
+  const int errno_of_interrupted = errno;
   if (::getpid() != process.load(std::memory_order_relaxed)) {  // a child, before in_child
     set_default_action();
     ::raise(SIGTERM);
@@ -51,6 +53,7 @@ extern "C" void on_sigterm(int) {
   is_received.store(true, std::memory_order_relaxed);
   say("muster: SIGTERM: strategy.stopping turns True at the end of the window; another one ends this process\n");
   set_default_action();
+  errno = errno_of_interrupted;
 }
 
 bool has_action(void (*handler)(int)) noexcept {

@@ -11,6 +11,18 @@
 
 namespace muster {
 
+namespace {
+
+std::string told(const CommError& error, Parameters left, const StepPlace& place) {
+  const auto step = std::to_string(place.step);
+  return error.what() + (left == Parameters::torn
+                             ? ". Parameters and optimizer state here may be partly those before step " + step +
+                                   " and partly those after it: go on from what was saved last"
+                             : ". Parameters and optimizer state here are whole, those before step " + step);
+}
+
+}  // namespace
+
 bool StepErrors::has_ended(const comm::CommunicatorPtr& group) const {
   return session_.divides_steps() && group && group->peer_memory() != nullptr && group->peer_memory()->has_ended();
 }
@@ -27,6 +39,11 @@ bool StepErrors::may_be_torn(const StepPlace& place) const {
          });
 }
 
+Parameters StepErrors::note_left(const StepPlace& place) {
+  are_torn_ = may_be_torn(place);
+  return are_torn_ ? Parameters::torn : Parameters::whole;
+}
+
 void StepErrors::rethrow(const StepPlace& place) {
   const auto error = std::current_exception();
   const auto& groups = session_.groups();
@@ -37,27 +54,20 @@ void StepErrors::rethrow(const StepPlace& place) {
                    " failed in the exchange that follows a window");
     }
   }
-  const auto with_parameters = [&](const std::string& text) {
-    are_torn_ = may_be_torn(place);
-    const auto step = std::to_string(place.step);
-    return text + (are_torn_ ? ". Parameters and optimizer state here may be partly those before step " + step +
-                                   " and partly those after it: go on from what was saved last"
-                             : ". Parameters and optimizer state here are whole, those before step " + step);
-  };
   if (!groups.gradients.empty() && has_ended(groups.gradients.front()) && !session_.busy()) sets_.leave_memory();
   try {
     std::rethrow_exception(error);
   } catch (const KnowsParameters&) {
     std::rethrow_exception(error);
   } catch (const PeerLost& lost) {
-    const auto text = with_parameters(lost.what());
-    throw WithParameters<PeerLost>(are_torn_ ? Parameters::torn : Parameters::whole, lost.rank(), text);
+    const auto left = note_left(place);
+    throw WithParameters<PeerLost>(left, lost.rank(), told(lost, left, place));
   } catch (const Timeout& late) {
-    const auto text = with_parameters(late.what());
-    throw WithParameters<Timeout>(are_torn_ ? Parameters::torn : Parameters::whole, text);
+    const auto left = note_left(place);
+    throw WithParameters<Timeout>(left, told(late, left, place));
   } catch (const CommError& failed) {
-    const auto text = with_parameters(failed.what());
-    throw WithParameters<CommError>(are_torn_ ? Parameters::torn : Parameters::whole, text);
+    const auto left = note_left(place);
+    throw WithParameters<CommError>(left, told(failed, left, place));
   } catch (...) {
     std::rethrow_exception(error);
   }

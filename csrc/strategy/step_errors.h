@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "muster/parameters_after.h"
 #include "strategy/parameter_sets.h"
 #include "strategy/session.h"
 
@@ -29,6 +30,7 @@ class StepErrors {
  private:
   bool has_ended(const comm::CommunicatorPtr& group) const;
   bool may_be_torn(const StepPlace& place) const;
+  Parameters note_left(const StepPlace& place);
 
   Session& session_;
   ParameterSets& sets_;

@@ -34,7 +34,8 @@ Claims& claims() {
   return instance;
 }
 
-void claim(const ModuleTensors& module, const void* owner) {
+// Returns those that the owner had not claimed before.
+std::vector<const c10::TensorImpl*> claim(const ModuleTensors& module, const void* owner) {
   const std::lock_guard lock(claims().mutex);
   for (const auto& [name, parameter] : module.parameters.front()) {
     const auto found = claims().owners.find(parameter.unsafeGetTensorImpl());
@@ -42,9 +43,17 @@ void claim(const ModuleTensors& module, const void* owner) {
       throw InvalidArgument("parameter '" + name + "' is prepared by another open strategy; close() that one first");
     }
   }
+  std::vector<const c10::TensorImpl*> claimed;
   for (const auto& [name, parameter] : module.parameters.front()) {
-    claims().owners[parameter.unsafeGetTensorImpl()] = owner;
+    const auto* const impl = parameter.unsafeGetTensorImpl();
+    if (claims().owners.try_emplace(impl, owner).second) claimed.push_back(impl);
   }
+  return claimed;
+}
+
+void give_up(const std::vector<const c10::TensorImpl*>& claimed) noexcept {
+  const std::lock_guard lock(claims().mutex);
+  for (const auto* const parameter : claimed) claims().owners.erase(parameter);
 }
 
 int local_or_first(const StrategyCore& core) { return std::max(core.session().current_local_replica(), 0); }
@@ -136,9 +145,10 @@ void Strategy::State::release() noexcept {
   std::erase_if(claims().owners, [this](const auto& claimed) { return claimed.second == this; });
 }
 
-comm::Communicator& Strategy::State::workers() {
+WorkersCall Strategy::State::workers() {
+  auto pass = core->session().enter();
   loaders.leave_passes();
-  return core->session().workers();
+  return {std::move(pass), core->session().workers()};
 }
 
 std::shared_ptr<detail::LoaderHost> detail::host_of(Strategy& strategy) {
@@ -162,11 +172,13 @@ void Strategy::close() {
 
 void Strategy::save(const std::filesystem::path& folder, const SavedState& state, const SaveOptions& options) {
   check_outside_step(*state_->core, "save");
+  const auto pass = state_->core->session().enter_alone("save");
   state_->saving.save(folder, state, options);
 }
 
 std::optional<SavedState> Strategy::load(const std::filesystem::path& folder) {
   check_outside_step(*state_->core, "load");
+  const auto pass = state_->core->session().enter_alone("load");
   return state_->saving.load(folder);
 }
 
@@ -211,6 +223,7 @@ const Strategy::Modules* Strategy::find_module(const torch::nn::Module& module) 
 
 void Strategy::add_module(Modules replicas) {
   check_outside_step(*state_->core, "prepare");
+  const auto pass = state_->core->session().enter_alone("prepare");
   state_->loaders.leave_passes();
   if (std::find(replicas.begin(), replicas.end(), nullptr) != replicas.end()) {
     throw InvalidArgument("a factory or clone() gave an empty module, or one of another type");
@@ -221,8 +234,13 @@ void Strategy::add_module(Modules replicas) {
   }
   detail::PreparedModule module(std::move(replicas));
   const auto tensors = module.tensors();
-  claim(tensors, state_.get());
-  muster::add_module(state_->core->session(), tensors);
+  const auto claimed = claim(tensors, state_.get());
+  try {
+    muster::add_module(state_->core->session(), tensors);
+  } catch (...) {
+    give_up(claimed);
+    throw;
+  }
   for (const auto& submodule : module.replicas().front()->modules()) {
     const auto* const embedding = submodule->as<ShardedEmbeddingImpl>();
     if (embedding != nullptr) note_rows(state_->core->session(), embedding->weight, rows_of(embedding->options()));
@@ -235,6 +253,7 @@ void Strategy::add_module(Modules replicas) {
 
 void Strategy::add_optimizer(torch::optim::Optimizer& optimizer) {
   check_outside_step(*state_->core, "prepare");
+  const auto pass = state_->core->session().enter_alone("prepare");
   auto& known = state_->optimizers;
   const auto found = static_cast<size_t>(std::find(known.begin(), known.end(), &optimizer) - known.begin());
   const auto life = detail::life_of(optimizer);
@@ -282,8 +301,8 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
   call.samples_left = parts.samples_left;
   if (parts.loader) call.usual_rows = parts.loader->usual_rows;
   std::vector<Loaders::Stepped> stepped;
-  if (parts.loader) stepped.emplace_back(parts.loader, parts.loader->passes == parts.last_of);
-  call.loader_ended = state_->loaders.has_ended(stepped);
+  if (parts.loader) stepped.push_back({parts.loader, parts.batch, parts.loader->last_batch == parts.batch});
+  call.loader_ended = state_->loaders.has_ended(call.set, stepped);
   state_->add_update(call);
   if (parts.loader && parts.loader->pass) {
     if (const auto batch = parts.loader->pass->begin_step()) call.batches.push_back(*batch);
@@ -298,7 +317,7 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
     throw;
   }
   state_->publish(call.set, updates);
-  state_->loaders.end_step(result.stepped ? detail::WindowEnd::closed : detail::WindowEnd::still_open);
+  state_->loaders.note_step(call.set, result.stepped);
   return result;
 }
 
@@ -322,10 +341,11 @@ std::optional<StepResult> Strategy::flush() {
     result = state_->call([&] { return state_->core->stepper().flush(calls, drops); });
   } catch (...) {
     publish();
+    state_->loaders.end_step(detail::WindowEnd::dropped);
     throw;
   }
   publish();
-  if (result) state_->loaders.end_step(detail::WindowEnd::closed);
+  state_->loaders.end_step(result ? detail::WindowEnd::closed : detail::WindowEnd::dropped);
   return result;
 }
 
@@ -350,7 +370,7 @@ std::vector<at::Tensor> Strategy::reduce(const std::vector<at::Tensor>& values, 
   auto& replicas = core.stepper().replicas();
   if (!in_step(core)) {
     const double given = weight ? weight->item<double>() : 1.0;
-    return reduce_over_workers(state_->workers(), {{values, given}}, op);
+    return reduce_over_workers(state_->workers().group, {{values, given}}, op);
   }
   if (op != ReduceOp::mean) return reduce_in_step(replicas.step_group(values), values, op, {});
   if (!weight && replicas.current_rows() < 0) {
@@ -367,7 +387,7 @@ at::Tensor Strategy::reduce(const at::Tensor& value, ReduceOp op, const std::opt
 std::vector<at::Tensor> Strategy::reduce(const PerReplica<std::vector<at::Tensor>>& values, ReduceOp op) {
   check_outside_step(*state_->core, "reduce of a PerReplica");
   const auto mine = contributions_of(values.parts(), values.rows(), op == ReduceOp::mean);
-  return reduce_over_workers(state_->workers(), mine, op);
+  return reduce_over_workers(state_->workers().group, mine, op);
 }
 
 at::Tensor Strategy::reduce(const PerReplica<at::Tensor>& value, ReduceOp op) {
@@ -378,14 +398,14 @@ std::vector<at::Tensor> Strategy::gather(const std::vector<at::Tensor>& values) 
   auto& core = *state_->core;
   auto& replicas = core.stepper().replicas();
   return in_step(core) ? gather_in_step(replicas.step_group(values), values)
-                       : gather_over_workers(state_->workers(), {{values, 1}});
+                       : gather_over_workers(state_->workers().group, {{values, 1}});
 }
 
 at::Tensor Strategy::gather(const at::Tensor& value) { return only(gather(std::vector<at::Tensor>{value})); }
 
 std::vector<at::Tensor> Strategy::gather(const PerReplica<std::vector<at::Tensor>>& values) {
   check_outside_step(*state_->core, "gather of a PerReplica");
-  return gather_over_workers(state_->workers(), contributions_of(values.parts(), values.rows(), false));
+  return gather_over_workers(state_->workers().group, contributions_of(values.parts(), values.rows(), false));
 }
 
 at::Tensor Strategy::gather(const PerReplica<at::Tensor>& value) { return only(gather(with_leaves(value))); }
@@ -394,7 +414,7 @@ std::vector<at::Tensor> Strategy::broadcast(const std::vector<at::Tensor>& value
   auto& core = *state_->core;
   auto& replicas = core.stepper().replicas();
   return in_step(core) ? broadcast_in_step(replicas.step_group(values), values, source)
-                       : broadcast_over_workers(state_->workers(), values, source);
+                       : broadcast_over_workers(state_->workers().group, values, source);
 }
 
 at::Tensor Strategy::broadcast(const at::Tensor& value, int source) {
@@ -403,7 +423,7 @@ at::Tensor Strategy::broadcast(const at::Tensor& value, int source) {
 
 void Strategy::barrier() {
   check_outside_step(*state_->core, "barrier");
-  state_->workers().barrier().wait();
+  state_->workers().group.barrier().wait();
 }
 
 std::string Strategy::explain() const {

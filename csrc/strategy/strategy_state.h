@@ -17,6 +17,12 @@
 
 namespace muster {
 
+/// A collective outside a step, which close() waits for.
+struct WorkersCall {
+  CallGate::Pass pass;
+  comm::Communicator& group;
+};
+
 namespace detail {
 
 /// The local replicas of a module, for what replicas take over from replica 0 when a call begins. Owned by the thread
@@ -95,8 +101,8 @@ struct Strategy::State {
   /// Updates::count then.
   void publish(int set, uint64_t before);
 
-  /// For a collective outside a step.
-  comm::Communicator& workers();
+  /// For a collective outside a step. Throws InvalidArgument where the strategy is closed.
+  WorkersCall workers();
   /// Gives up the claim on the parameters, so that another strategy can prepare them.
   void release() noexcept;
 

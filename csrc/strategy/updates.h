@@ -53,11 +53,10 @@ class Updates {
   Session& session_;
   ParameterSets& sets_;
   StepErrors& errors_;
-  // Flat optimizers of the window that is being updated: those that peers wait for this one to step, too; those whose
-  // step began here; and those that were stepped.
-  size_t awaited_ = 0;
-  size_t begun_ = 0;
-  size_t stepped_ = 0;
+  // Of the flat optimizers in the window that is being updated:
+  size_t awaited_ = 0;  // peers wait until this worker has stepped them
+  size_t begun_ = 0;    // their step began here
+  size_t stepped_ = 0;  // their step ended here
   bool was_dropped_ = false;
   std::exception_ptr hook_error_;             // to be rethrown after the step
   std::unordered_map<int, uint64_t> counts_;  // by set

@@ -11,6 +11,7 @@
 
 #include "comm/text_exchange.h"
 #include "core/flat_layout.h"
+#include "core/lines.h"
 #include "muster/error.h"
 
 namespace muster {
@@ -91,13 +92,6 @@ void for_each_hyperparameter(const FlatGroups& groups, const F& function) {
       groups);
 }
 
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream in(text);
-  for (std::string line; std::getline(in, line);) lines.push_back(std::move(line));
-  return lines;
-}
-
 }  // namespace
 
 Agreement::Agreement(const ParameterRegistry& registry, std::vector<OptimizerStep> steps,
@@ -172,13 +166,11 @@ std::string Agreement::describe() const {
 
 void Agreement::throw_difference(comm::Communicator& workers) const {
   const auto texts = exchange_texts(workers, describe());
-  const auto chiefs = lines_of(texts.front());
   for (size_t r = 1; r < texts.size(); ++r) {
-    const auto others = lines_of(texts[r]);
-    const auto [a, b] = std::mismatch(chiefs.begin(), chiefs.end(), others.begin(), others.end());
-    if (a == chiefs.end() && b == others.end()) continue;
-    throw LayoutMismatch("the ranks would make different steps: rank 0 has " + (a == chiefs.end() ? "nothing" : *a) +
-                         ", rank " + std::to_string(r) + " has " + (b == others.end() ? "nothing" : *b) +
+    const auto difference = first_difference(texts.front(), texts[r]);
+    if (!difference) continue;
+    throw LayoutMismatch("the ranks would make different steps: rank 0 has " + difference->first + ", rank " +
+                         std::to_string(r) + " has " + difference->second +
                          ". Nothing was changed and the window is dropped; let every rank's optimizer have the same: "
                          "feed schedules with what strategy.reduce() gives, and load state on all ranks");
   }

@@ -60,8 +60,8 @@ class Agreement {
   /// The standing of a parameter's state; has_own_state only where workers share state, since each worker has its own
   /// elsewhere.
   OptimizerState::Standing standing(const OptimizerStep& step, size_t parameter) const;
-  /// Whether others may have other state: of one that every worker steps for itself, what was given to it. Nobody else
-  /// has a shard's.
+  /// Whether this worker's state may differ from that of others: state that the program gave an optimizer which every
+  /// worker steps for itself. Where workers step a shard each, a worker's state is its shard's alone.
   bool is_in_doubt(const OptimizerStep& step, size_t parameter, const OptimizerState::Standing& standing) const;
   void look_at_steps();
   std::string describe() const;

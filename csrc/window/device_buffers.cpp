@@ -10,7 +10,6 @@
 #include "core/plain_memory.h"
 #include "device/kernel_dtype.h"
 #include "device/kernel_status.h"
-#include "gradient/buckets.h"
 
 namespace muster {
 

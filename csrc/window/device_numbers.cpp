@@ -25,6 +25,9 @@ at::Tensor number_on(c10::Device device, const at::Tensor& number) {
 }
 
 void check_metric(const std::string& name, const at::Tensor& metric) {
+  if (name.find('\n') != std::string::npos) {
+    throw InvalidArgument("metric '" + name + "' has a line break in its name; names are a line each");
+  }
   if (metric.numel() == 1) return;
   throw InvalidArgument("metric '" + name + "' has shape " + c10::str(metric.sizes()) +
                         "; metrics are 0-dim tensors or numbers");

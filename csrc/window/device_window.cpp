@@ -7,11 +7,11 @@
 #include <algorithm>
 #include <exception>
 #include <set>
-#include <sstream>
 #include <string>
 #include <utility>
 
 #include "comm/text_exchange.h"
+#include "core/lines.h"
 #include "core/log.h"
 #include "device/device.h"
 #include "device/kernel_dtype.h"
@@ -27,9 +27,7 @@ namespace {
 std::vector<std::string> distinct_lines(const std::vector<std::string>& texts) {
   std::set<std::string> lines;
   for (const auto& text : texts) {
-    std::istringstream in(text);
-    std::string line;
-    while (std::getline(in, line)) lines.insert(line);
+    for (auto& line : lines_of(text)) lines.insert(std::move(line));
   }
   return {lines.begin(), lines.end()};
 }

@@ -211,10 +211,15 @@ void GradientSums::edit(const Tail& tail, const std::function<void()>& edit) con
   for (size_t p = 0; p < trainable_.size(); ++p) {
     const auto& mean = sum_of(tail, p);
     const auto& edited = parameters[p].tensor.grad();
-    if (!mean.defined() || !edited.defined() || edited.is_same(mean)) continue;
-    if (edited.layout() != mean.layout()) {
+    if (!mean.defined() || edited.is_same(mean)) continue;
+    if (!edited.defined()) {
+      throw InvalidArgument("a hook took the gradient of '" + parameters[p].name +
+                            "' away, which is to be stepped from; set requires_grad to false before the step, or "
+                            "zero the gradient in place");
+    }
+    if (edited.layout() != mean.layout() || edited.sizes() != mean.sizes()) {
       throw InvalidArgument("a hook replaced the gradient of '" + parameters[p].name +
-                            "' by one of another layout; change it in place");
+                            "' by one of another layout or shape; change it in place");
     }
     mean.copy_(edited);
   }

@@ -17,8 +17,9 @@ namespace muster {
 /// Functions that take a replica are called by its thread in a step, all others by the stepping thread.
 class HostBuffers {
  public:
-  HostBuffers(ParameterRegistry& registry, size_t local_replicas)
-      : registry_(registry), noted_(local_replicas), integers_(local_replicas) {}
+  /// `merges`: false where there is one replica, whose buffers stay as they are.
+  HostBuffers(ParameterRegistry& registry, size_t local_replicas, bool merges)
+      : registry_(registry), merges_(merges), noted_(local_replicas), integers_(local_replicas) {}
 
   /// Takes what the next window compares with, unless it was taken at the last window's end.
   void open();
@@ -35,7 +36,7 @@ class HostBuffers {
   const at::Tensor& reduced_integers(size_t replica) const noexcept { return integers_[replica]; }
 
   /// Gives every replica what the tail and replica 0's set_integers() say, averages divided by `divisor`. Buffers that
-  /// nobody wrote stay as they are, unless `adopts`.
+  /// nobody wrote stay as they are, unless `adopts`; so do expanded ones, which nobody can write.
   void merge(const Tail& tail, double divisor, bool adopts);
 
  private:
@@ -47,10 +48,12 @@ class HostBuffers {
     at::Tensor values;
   };
 
+  const std::vector<at::Tensor>& merged(size_t replica) const;
   void note();
   bool was_written(size_t replica, size_t buffer) const;
 
   ParameterRegistry& registry_;
+  const bool merges_;
   std::vector<std::vector<Noted>> noted_;  // [local replica][buffer]
   std::vector<at::Tensor> integers_;       // by local replica
   bool is_noted_ = false;

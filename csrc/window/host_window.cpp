@@ -58,7 +58,7 @@ HostWindow::HostWindow(const WindowContext& context, DividedUpdate* divided)
     : context_(context),
       divided_(divided),
       numbers_(context.topology.devices.size(), context.options),
-      buffers_(context.registry, context.topology.devices.size()) {}
+      buffers_(context.registry, context.topology.devices.size(), /*merges=*/context.topology.num_replicas > 1) {}
 
 void HostWindow::open() {
   numbers_.open();

@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "comm/text_exchange.h"
+#include "core/lines.h"
 #include "core/plain_memory.h"
 #include "device/device.h"
 #include "embedding/row_source.h"
@@ -34,29 +35,14 @@ std::string describe(const ModuleTensors& module) {
   return out.str();
 }
 
-std::string line_of(const std::string& text, size_t number) {
-  std::istringstream in(text);
-  std::string line;
-  for (size_t i = 0; i <= number; ++i) {
-    if (!std::getline(in, line)) return "nothing";
-  }
-  return line;
-}
-
-// The first lines that differ.
-std::pair<std::string, std::string> first_difference(const std::string& a, const std::string& b) {
-  const auto difference = std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first;
-  const auto line = static_cast<size_t>(std::count(a.begin(), difference, '\n'));
-  return {line_of(a, line), line_of(b, line)};
-}
-
 void compare_over_workers(const std::string& mine, comm::Communicator& workers) {
   const auto texts = exchange_texts(workers, mine);
   for (size_t r = 1; r < texts.size(); ++r) {
-    if (texts[r] == texts[0]) continue;
-    const auto [a, b] = first_difference(texts[0], texts[r]);
-    throw LayoutMismatch("the models of the ranks differ: rank 0 has " + a + ", rank " + std::to_string(r) + " has " +
-                         b + "; build the same model on every rank before prepare()");
+    const auto difference = first_difference(texts[0], texts[r]);
+    if (!difference) continue;
+    throw LayoutMismatch("the models of the ranks differ: rank 0 has " + difference->first + ", rank " +
+                         std::to_string(r) + " has " + difference->second +
+                         "; build the same model on every rank before prepare()");
   }
 }
 
@@ -147,10 +133,10 @@ void ParameterRegistry::check_local(const ModuleTensors& module) const {
     for (size_t r = 1; r < group->size(); ++r) {
       std::ostringstream other;
       describe(other, "tensor", (*group)[r]);
-      if (other.str() == first.str()) continue;
-      const auto [a, b] = first_difference(first.str(), other.str());
-      throw InvalidArgument("replica " + std::to_string(r) + " of a module has " + b + ", replica 0 has " + a +
-                            "; the factory must build equal modules");
+      const auto difference = first_difference(first.str(), other.str());
+      if (!difference) continue;
+      throw InvalidArgument("replica " + std::to_string(r) + " of a module has " + difference->second +
+                            ", replica 0 has " + difference->first + "; the factory must build equal modules");
     }
   }
 }

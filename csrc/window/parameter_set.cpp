@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "core/plain_memory.h"
 #include "core/replica_context.h"
 #include "device/kernel_status.h"
 #include "muster/error.h"
@@ -134,7 +135,8 @@ void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<Opt
   for (auto& replica : replicas_) replica.began = false;
 }
 
-// Whoever asks for `.grad` gets whole sums.
+// For a window whose step is flat, or of several workers' shards. A step that reads `.grad` needs whole sums, which
+// are not divided.
 void ParameterSet::divide(bool fused, const std::vector<OptimizerStep>& steps) {
   sums_.set_division({});
   if (!last_ || !(replicas_have_shards_ || (devices_divide_ && fused))) return;

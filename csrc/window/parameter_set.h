@@ -2,6 +2,7 @@
 // micro-batches.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -95,8 +96,9 @@ class ParameterSet {
 
   /// What ranks tell each other of a window besides its numbers.
   struct Told {
-    bool has_hooks = false;  ///< this rank calls hooks before the optimizers' steps, for the next window's end
-    bool hooked = false;     ///< a replica of the job said so for the last window
+    std::atomic<bool> has_hooks =
+        false;            ///< this rank calls hooks before the optimizers' steps, for the next window's end
+    bool hooked = false;  ///< a replica of the job said so for the last window
     bool raised = false;  ///< this process raised for another's failure before the window's end, which need not again
     bool failed = false;  ///< the window that was closed last was dropped for a failure
     /// After leave_means(), what the host steps the last window by; else null.

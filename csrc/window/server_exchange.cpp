@@ -159,9 +159,10 @@ void ServerExchange::open() {
   if (window_.is_open)
     throw CommError("a window was cut short by an error, so that servers hold half of it; start the job again");
   const auto refuse = [](const std::string& name, const std::string& where) {
-    throw InvalidArgument("parameter '" + name + "' was written " + where +
-                          ", where the parameter servers, which hold it, do not see it; change parameters before the "
-                          "first step, or under another strategy");
+    throw InvalidArgument(
+        "parameter '" + name + "' was written " + where +
+        ", where the parameter servers, which hold it, do not see it; copy back the values that it had "
+        "after the last step, and change parameters before the first step, or under another strategy");
   };
   const auto check = [&](const std::string& name, bool is_other) {
     if (is_other) refuse(name, "outside step()");

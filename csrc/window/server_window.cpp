@@ -59,7 +59,7 @@ ServerWindow::ServerWindow(const WindowContext& context, const ServerJob& job)
     : context_(context),
       job_(job),
       numbers_(context.topology.devices.size(), context.options),
-      buffers_(context.registry, context.topology.devices.size()) {}
+      buffers_(context.registry, context.topology.devices.size(), /*merges=*/true) {}
 
 void ServerWindow::connect(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups) {
   const auto& registry = context_.registry;

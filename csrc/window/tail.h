@@ -17,9 +17,6 @@ inline bool is_floating(const at::Tensor& tensor) { return at::isFloatingType(te
 /// Whether replicas agree on a buffer by its mean; else they agree on the largest value.
 inline bool is_averaged(const at::Tensor& buffer) { return is_floating(buffer) || buffer.is_complex(); }
 
-/// The number of doubles that hold a buffer.
-inline int64_t num_doubles(const at::Tensor& buffer) { return buffer.numel() * (buffer.is_complex() ? 2 : 1); }
-
 /// A view of the doubles from `first` on, shaped like as_real() of a buffer.
 inline at::Tensor doubles_like(const at::Tensor& buffer, double* first) {
   auto sizes = buffer.sizes().vec();

@@ -23,7 +23,8 @@ struct ReplicaPart {
   const Loss* loss = nullptr;  ///< null: the part is empty, or its step failed
   double rows = 0;             ///< the loss's weight, unless it brings one
   bool is_first = true;        ///< of the window's micro-batches
-  bool crosses = false;        ///< gradients reach other replicas within backward: the seed must have the weight
+  /// Backward sends gradients to other replicas, as through reduce(): the seed is then multiplied by the part's weight.
+  bool crosses = false;
 };
 
 /// What backward and the gradient engine do with the part; see GradientEngine::MicroBatch.

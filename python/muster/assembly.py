@@ -10,7 +10,7 @@ from muster.errors import InvalidArgument
 from muster.fields import yielded
 from muster.loader_host import LoaderHost
 from muster.loader_pass import ReadAhead
-from muster.reader import Deal, Parts
+from muster.reader import LocalParts, Parts
 
 __all__ = ["Assembly"]
 
@@ -20,9 +20,9 @@ _END = object()
 class Assembly:
     """Puts parts of a loader's batches on their devices, and models empty ones. Owned by the thread that iterates."""
 
-    def __init__(self, host: LoaderHost, deal: Deal, *, is_sharded: bool) -> None:
+    def __init__(self, host: LoaderHost, local_parts: LocalParts, *, is_sharded: bool) -> None:
         self._host = host
-        self._num_local = deal.num_local
+        self._num_local = local_parts.num_local
         self._is_sharded = is_sharded
         self._empty: Any = _END
         self._copies = CopyStreams()

@@ -27,6 +27,7 @@ __all__ = [
     "follow",
     "parametrized_apart",
     "share_within",
+    "view_of",
 ]
 
 FOLLOWED_OTHERWISE = frozenset({"_parameters", "_modules", "_buffers", "training"})
@@ -105,7 +106,7 @@ def _own_attribute(first: nn.Module, other: nn.Module, name: str, current: Any, 
     return _own(value, current, memo)
 
 
-def _own(value: Any, current: Any, memo: dict[int, Any]) -> Any:
+def _own(value: Any, current: Any, memo: dict[Any, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, tuple(SHARED_TYPES)):
@@ -113,9 +114,15 @@ def _own(value: Any, current: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, Tensor) and value._base is not None and id(value._base) in memo:
         return view_of(value, memo)
     share_within(value, memo)
+    tables = (memo, memo.setdefault("torch", {}))  # the latter as UntypedStorage.__deepcopy__ has it
+    known = [len(table) for table in tables]
     try:
         own = copy.deepcopy(value, memo)
     except Exception:
+        for table, size in zip(tables, known, strict=True):
+            for key in list(table)[size:]:  # of what is half copied
+                del table[key]
+        memo[id(value)] = value
         return value
     if isinstance(own, Tensor) and isinstance(current, Tensor) and own.device != current.device:
         return own.to(current.device)

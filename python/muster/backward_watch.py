@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -56,17 +57,19 @@ class BackwardWatch:
         """Whether a backward that reached outputs or parameters is not over."""
         return self._queued_in is not None
 
-    def watch(self, output: Any) -> None:
-        """After a synchronised forward, which returned `output`."""
+    def watch(self, output: Any, owner: object = None) -> None:
+        """After a synchronised forward, which returned `output`. `owner` lives as long as the graph of that."""
         if self._arrivals is not None:
             self._arrivals.renew()
         self._expect(True)
         self._queued_in = None
         self._close_memory()
         self._take_arrivals()
+        # Saving an output does not warn of it.
+        hook = unserializable_hook(functools.partial(self._on_output, owner))  # type: ignore[no-untyped-call]
         for tensor in _tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(self._on_output)  # type: ignore[no-untyped-call]
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def rest(self) -> None:
         """After a forward that is not synchronised, and before a backward that is somebody else's."""
@@ -78,8 +81,7 @@ class BackwardWatch:
         self._close_memory()
         self.memory = None
 
-    @unserializable_hook  # type: ignore[untyped-decorator]  # saving an output does not warn of it
-    def _on_output(self, gradient: Tensor) -> None:
+    def _on_output(self, owner: object, gradient: Tensor) -> None:
         task = _current_graph_task_id()
         if self._queued_in == task or (self._is_joining() and not self._is_expected):
             return

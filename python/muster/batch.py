@@ -8,6 +8,7 @@ follow the replicas' capacities (``balance="auto"``).
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -24,7 +25,6 @@ from muster.per_replica import PerReplica
 
 __all__ = [
     "agreeing_rows",
-    "aligned",
     "digest",
     "emptied",
     "fewer_rows",
@@ -32,6 +32,7 @@ __all__ = [
     "is_sequence",
     "mapped",
     "members",
+    "memory_of",
     "part_sizes",
     "pinned",
     "place",
@@ -133,8 +134,15 @@ def digest(part: object) -> str:
         found.update(f"{path} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if tensor.layout == torch.strided and not tensor.is_nested and tensor.device.type != "meta":
             values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            found.update(values.reshape(-1).view(torch.uint8).numpy().data)
+            found.update(memory_of(values))
     return found.hexdigest() if tensors else ""
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, which the view keeps alive. Without NumPy."""
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(memory)
 
 
 def is_column(value: object) -> bool:
@@ -368,11 +376,16 @@ def members(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def rebuilt(node: Any, values: Sequence[Any]) -> Any:
-    """A structure like `node` with other values, in the order of `members`."""
+    """A structure like `node` with other values, in the order of `members`. A dict stands in for an immutable mapping
+    whose class makes none of a dict."""
     if isinstance(node, Mapping):
-        if type(node) is dict or not isinstance(node, MutableMapping):
-            return dict(zip(node, values, strict=True))
-        clone = copy.copy(node)
+        if not isinstance(node, MutableMapping):
+            made = dict(zip(node, values, strict=True))
+            try:
+                return type(node)(made)  # type: ignore[call-arg]
+            except TypeError:
+                return made
+        clone: Any = copy.copy(node)
         for key, value in zip(node, values, strict=True):
             clone[key] = value
         return clone
@@ -381,9 +394,17 @@ def rebuilt(node: Any, values: Sequence[Any]) -> Any:
         for field, value in zip(dataclasses.fields(node), values, strict=True):
             object.__setattr__(instance, field.name, value)  # reaches the fields of a frozen one too
         return instance
-    if isinstance(node, tuple) and hasattr(node, "_make"):
-        return node._make(values)
-    return type(node)(values)
+    if isinstance(node, list):
+        clone = copy.copy(node)
+        clone[:] = values
+        return clone
+    if hasattr(node, "n_sequence_fields"):  # a struct of C, as torch.return_types are
+        return type(node)(values)
+    # Without the class's own constructor, which may take anything.
+    clone = tuple.__new__(type(node), values)
+    if hasattr(node, "__dict__"):
+        vars(clone).update(vars(node))
+    return clone
 
 
 def mapped(function: Callable[[Any], Any], node: Any, *, column_is_leaf: bool = False) -> Any:

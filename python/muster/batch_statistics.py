@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-__all__ = ["Peers", "average_factor", "normalise"]
+__all__ = ["average_factor", "normalise"]
 
 
 class Peers(Protocol):

@@ -74,16 +74,14 @@ class Collectives:
     def broadcast(self, value: Any, source: int) -> Any:
         """As `Strategy.broadcast`."""
         if type(value) is Replicated:
-            state = [*value.module.parameters(), *value.module.buffers()]
+            state = [*value.parameters(), *value.buffers()]
             with torch.no_grad():
                 for tensor, sent in zip(state, self.broadcast([t.detach() for t in state], source), strict=True):
                     tensor.copy_(sent)
             return value
-        description, leaves = structure.encode(value, texts=True)
         if self.is_in_step:
-            if '"text"' in description:
-                description = self._text_in_step(description, source)
-            return structure.decode(description, self._core.broadcast_in_step(leaves, source))
+            return self._broadcast_in_step(value, source)
+        description, leaves = structure.encode(value, texts=True)
         self._release_passes()
         if not 0 <= source < self._core.num_workers:
             raise InvalidArgument(f"source={source}: there are {self._core.num_workers} ranks")
@@ -105,6 +103,16 @@ class Collectives:
         else:
             self._release_passes()
             self._core.barrier()
+
+    def _broadcast_in_step(self, value: Any, source: int) -> Any:
+        """A value without tensors travels as text, whatever the other replicas have in its place."""
+        text, tensors = structure.encode(value, texts=True, numbers_in_text=True)
+        if not tensors:
+            return structure.decode(self._text_in_step(text, source), [])
+        description, leaves = structure.encode(value, texts=True)
+        if '"plain"' in description:
+            description = self._text_in_step(description, source)
+        return structure.decode(description, self._core.broadcast_in_step(leaves, source))
 
     def _text_in_step(self, text: str, source: int) -> str:
         mine = torch.tensor(list(text.encode()), dtype=torch.uint8)

@@ -12,7 +12,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from muster.errors import InvalidArgument
 
-__all__ = ["GradBucket", "HookedBuckets"]
+__all__ = ["HookedBuckets"]
 
 Hook = Callable[[Any, Any], Any]
 

@@ -63,8 +63,9 @@ class Reducer:
         return self._strategy
 
     def watch(self, output: Any) -> None:
-        """After a synchronised forward, which returned `output`."""
-        self._watch.watch(output)
+        """After a synchronised forward, which returned `output`: what differentiates that averages, also where nothing
+        else refers to this any more."""
+        self._watch.watch(output, self)
 
     def rest(self) -> None:
         """After a forward that is not synchronised."""

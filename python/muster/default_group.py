@@ -11,8 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from muster import _C
+from muster.addresses import host_and_port
 from muster.errors import CommError
-from muster.gloo_interface import gloo_reaches, host_and_port
+from muster.gloo_interface import gloo_reaches
 
 __all__ = ["DefaultGroup", "are_of_parent"]
 

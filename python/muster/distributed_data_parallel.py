@@ -126,6 +126,8 @@ class DistributedDataParallel(TorchDDP):
             is_joining=_Joining(self),
             finds_unused=self.find_unused_parameters,
         )
+        # What outputs keep of a model that is gone averages their backward alone.
+        weakref.finalize(self, self.reducer.rest).atexit = False
         self.logger = Logger(self)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
 

@@ -27,8 +27,8 @@ __all__ = [
     "FlatGroups",
     "FlatState",
     "FlatStep",
-    "SteppedOptimizer",
     "giving_runs",
+    "with_current_masters",
 ]
 
 FlatGroups = tuple[str, list[list[float]]]
@@ -329,7 +329,7 @@ class FlatState:
         return [*enumerate(self._flat.state_names), (_MASTER_NUMBER, MASTER)]
 
     def _groups(self) -> list[list[float]]:
-        return [self._algorithm.row(group) for group in self._optimizer.param_groups]
+        return [list(map(float, self._algorithm.row(group))) for group in self._optimizer.param_groups]
 
     def _take_over(self) -> None:
         state = self._optimizer.state_at(self._parameters)

@@ -12,7 +12,7 @@ from torch import Tensor
 from muster import saved_tree
 from muster.checkpoint import reading
 from muster.errors import CheckpointError, InvalidArgument
-from muster.saved_layout import check_content, check_format, with_all_parts
+from muster.saved_layout import Metadata, check_content, check_format, with_all_parts
 
 __all__ = ["Found", "check_is_path", "found_in"]
 
@@ -36,7 +36,7 @@ class Found:
         return asked if asked.name == self.name else asked / self.name
 
 
-def found_in(tensors: dict[str, Tensor], metadata: dict[str, str | int | float], place: Path) -> Found:
+def found_in(tensors: dict[str, Tensor], metadata: Metadata, place: Path) -> Found:
     """Raises CheckpointError where a snapshot is none of a strategy, or is damaged."""
     check_format(metadata, place.parent)
     document = str(metadata.get("content"))

@@ -9,18 +9,13 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from muster.addresses import host_and_port
 from muster.errors import CommError
 
-__all__ = ["gloo_reaches", "host_and_port"]
+__all__ = ["gloo_reaches"]
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """Of a `host:port`, whose host may be an IPv6 address in brackets."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 @contextmanager

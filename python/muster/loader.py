@@ -61,12 +61,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from muster import _C
 from muster.assembly import Assembly
 from muster.errors import InvalidArgument
+from muster.kinds import is_count
 from muster.loader_checks import check, check_extent, extent_of
 from muster.loader_generators import LoaderGenerators
 from muster.loader_host import LoaderHost
 from muster.loader_pass import Pass, PassWatch, Reads
-from muster.position import Position
-from muster.reader import Deal, Ended, Parts, Pinnable, Skipped, Task, WorkerStart, as_is, reader_of
+from muster.position import Position, Yielded
+from muster.reader import Ended, LocalParts, Parts, Pinnable, Skipped, Task, WorkerStart, as_is, reader_of
 from muster.stream_states import ReadBatch, ReaderState, StreamStates, is_stateful_loader
 from muster.streams import epoch_seed, stream_seed
 from muster.tasks import DealtBatches, SharedBatches, Tasks, is_read_by_index
@@ -116,7 +117,8 @@ class Loader(Generic[BatchT_co]):
         self._sharded = sharded
         num_local = len(host.devices)
         alone = sharded or are_dealt
-        self._deal = Deal(num_local, 0, num_local) if alone else Deal(host.num_replicas, host.first_replica, num_local)
+        num_parts, first = (num_local, 0) if alone else (host.num_replicas, host.first_replica)
+        self._local_parts = LocalParts(num_parts, first, num_local)
         self._epoch = 0
         self._iterations = 0
         self._under_way = False
@@ -125,8 +127,8 @@ class Loader(Generic[BatchT_co]):
         self._position = Position()
         self._persistent: DataLoader[Any] | None = None
         self._generators = LoaderGenerators(loader)
-        self._tasks = Tasks(loader, self._deal, host, self._generators)
-        self._assembly = Assembly(host, self._deal, is_sharded=sharded)
+        self._tasks = Tasks(loader, self._local_parts, host, self._generators)
+        self._assembly = Assembly(host, self._local_parts, is_sharded=sharded)
         self._to_skip = 0  # batches of the next pass
         self._has_states = is_stateful_loader(loader) and isinstance(loader.dataset, IterableDataset)
         self._streams = StreamStates(self._num_readers)
@@ -135,7 +137,7 @@ class Loader(Generic[BatchT_co]):
         self.progress = _C.LoaderProgress()
         """How far it is, as the strategy knows it."""
         # 0 where the user's sampler decides.
-        self.progress.usual_rows = (loader.batch_size or 0) / self._deal.num_parts
+        self.progress.usual_rows = (loader.batch_size or 0) / self._local_parts.num_parts
         if not sharded:
             for generator in self._generators.all:
                 generator.set_state(host.broadcast_state(generator.get_state()))
@@ -147,7 +149,7 @@ class Loader(Generic[BatchT_co]):
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        if not _is_count(epoch):
+        if not is_count(epoch):
             raise InvalidArgument(
                 f"a loader's epoch counts from 0, and {epoch!r} is no such number; set it to an int >= 0"
             )
@@ -189,13 +191,13 @@ class Loader(Generic[BatchT_co]):
         """
         self._check_has_place()
         epoch, batches = state.get("epoch"), state.get("batches")
-        if not (_is_count(epoch) and _is_count(batches) and self._generators.fit(state)):
+        if not (is_count(epoch) and is_count(batches) and self._generators.fit(state)):
             raise InvalidArgument(
                 f"this is no state of a loader with {len(self.generators)} generators of its own; pass what "
                 "state_dict() gave of the same loader"
             )
         streams = self.check_place(state)
-        self.epoch, self._to_skip, self._loaded = cast(int, epoch), cast(int, batches), streams
+        self.epoch, self._to_skip, self._loaded = epoch, batches, streams
         self._persistent = None
         self._num_loads += 1
         self._generators.load_state_dict(state, skipped=self._to_skip)
@@ -273,7 +275,7 @@ class Loader(Generic[BatchT_co]):
                 "prepare_loader(loader, sharded=True) with data of this worker's own"
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+    def __reduce__(self) -> NoReturn:
         raise InvalidArgument(
             "a prepared loader is one of its strategy's, which knows no copy; copy the DataLoader, and prepare the copy"
         )
@@ -295,14 +297,18 @@ class Loader(Generic[BatchT_co]):
         `value` is of it when it is the very object that was yielded, unchanged, or one of its fields, but no plain
         string or number. None otherwise, and for ready batches without a tensor to tell. Never touches a tensor's data.
         """
-        batch = self._position.find(value)
+        batch = self.find(value)
         return None if batch is None or batch.part_rows is None else list(batch.part_rows)
 
     def is_last(self, value: object) -> bool | None:
         """Whether the batch that `value` is of is its pass's last, as far as was known when it was yielded; None where
         it is not recognised, see `part_rows_of`."""
-        batch = self._position.find(value)
+        batch = self.find(value)
         return None if batch is None else batch.is_last
+
+    def find(self, value: object) -> Yielded | None:
+        """The batch that `value` is of; None where it is not recognised, see `part_rows_of`."""
+        return self._position.find(value)
 
     def __len__(self) -> int:
         """Global batches per epoch as the user's loader says; of a sharded one, this worker's. TypeError if unknown."""
@@ -318,7 +324,7 @@ class Loader(Generic[BatchT_co]):
         self._loaded = None
         self._tasks.num_skipped, self._to_skip = self._to_skip, 0
         self._position = Position(self._tasks.num_skipped)
-        self.progress.at_end = False
+        leave = partial(self.progress.leave, self.progress.begin_pass())
         epoch, position = self._epoch, self._position
         seed = epoch_seed(self._host.seed, self._index, epoch)
         batches = self._begin_pass(seed)
@@ -334,7 +340,8 @@ class Loader(Generic[BatchT_co]):
                 to_skip=position.num_yielded if is_stream else 0,
                 is_sharded=self._sharded,
                 begin=lambda: self._results(epoch, seed, batches),
-                note_end=lambda at_end: self._note_end(position, at_end),
+                note_advance=lambda: self._note_advance(position),
+                note_yield=lambda is_last: self._note_yield(position, is_last),
                 finish=lambda: self._finished(position),
                 check=partial(self._check_not_loaded, self._num_loads),
                 any_has_more=self._host.any_has_more,
@@ -342,16 +349,19 @@ class Loader(Generic[BatchT_co]):
                 assembled=self._assembly.assembled,
             )
         )
-        self._watch = PassWatch(begun, partial(attrgetter("steps"), self._host))
+        self._watch = PassWatch(begun, partial(attrgetter("steps"), self._host), leave)
         return begun
 
     def _check_not_loaded(self, num_loads: int) -> None:
         if self._num_loads != num_loads:
             raise InvalidArgument("the loader was loaded while a loop over it ran; begin a new loop")
 
-    def _note_end(self, position: Position, at_end: bool) -> None:
+    def _note_advance(self, position: Position) -> None:
         if self._position is position:
-            self.progress.at_end = at_end
+            self.progress.at_end = False
+
+    def _note_yield(self, position: Position, is_last: bool) -> int:
+        return self.progress.note_yield(is_last) if self._position is position else 0
 
     def _begin_pass(self, seed: int) -> DealtBatches | SharedBatches | None:
         """None where this worker has its parts of the batches for itself."""
@@ -366,7 +376,7 @@ class Loader(Generic[BatchT_co]):
             whole = list(all_batches)
             dealt = passes.deal(self._index, self._epoch, len(whole))
             self.progress.last_pass = dealt
-            return DealtBatches(dealt, whole, self._deal, are_ready=self._loader.batch_sampler is None)
+            return DealtBatches(dealt, whole, self._local_parts, are_ready=self._loader.batch_sampler is None)
         if not is_read_by_index(self._loader):
             return None
         batches = SharedBatches(all_batches)
@@ -411,7 +421,7 @@ class Loader(Generic[BatchT_co]):
         reader = reader_of(
             user.dataset,
             user.collate_fn,
-            self._deal,
+            self._local_parts,
             batched=user.batch_sampler is not None,
             batch_size=user.batch_size,
             drop_last=user.drop_last,
@@ -438,7 +448,3 @@ class Loader(Generic[BatchT_co]):
         if self._under_way and self._position is position:
             self._epoch += 1
             self._under_way = False
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -52,8 +52,10 @@ class Reads:
     is_sharded: bool
     begin: Callable[[], Iterator[Parts | ReadBatch | Ended | Skipped]]
     """Reads from the beginning of `batches`; called again where other workers' come to them."""
-    note_end: Callable[[bool], None]
-    """Whether the batch that is yielded is the last."""
+    note_advance: Callable[[], None]
+    """Another batch was asked for."""
+    note_yield: Callable[[bool], int]
+    """Whether the batch that is yielded is the last; returns its number among those that the loader yielded."""
     finish: Callable[[], None]
     check: Callable[[], None]
     """Raises InvalidArgument where the loader was loaded since the pass began."""
@@ -83,7 +85,7 @@ class Pass(Iterator[Any]):
 
     def __next__(self) -> Any:
         self._reads.check()
-        self._reads.note_end(False)
+        self._reads.note_advance()
         of_job = self._of_job
         if of_job is not None:
             of_job.done()
@@ -107,10 +109,10 @@ class Pass(Iterator[Any]):
         if of_job is not None and batch.number is not None:
             of_job.yielded(batch.number)
         self._ahead = self._read()
-        self._reads.position.yielded(batch.value, batch.part_rows, is_last=self._ahead is None)
+        number = self._reads.note_yield(self._ahead is None)
+        self._reads.position.yielded(batch.value, batch.part_rows, number, is_last=self._ahead is None)
         if batch.read is not None:
             self._reads.streams.yielded(batch.read)
-        self._reads.note_end(self._ahead is None)
         for arrival in batch.arrivals:
             arrival.join()
         return batch.value
@@ -152,9 +154,10 @@ class Pass(Iterator[Any]):
 class PassWatch:
     """Whether a pass, which its loader does not hold, is there, and what was done since it is gone."""
 
-    def __init__(self, watched: Pass, steps: Callable[[], int]) -> None:
-        """`steps`: how many the job has made; InvalidArgument once nobody knows."""
+    def __init__(self, watched: Pass, steps: Callable[[], int], leave: Callable[[], None]) -> None:
+        """`steps`: how many the job has made; InvalidArgument once nobody knows. `leave` is called when it is gone."""
         self._steps = steps
+        self._leave = leave
         self._at_end: int | None = None
         self._pass = weakref.ref(watched, self._note_end)
 
@@ -163,6 +166,7 @@ class PassWatch:
         return self._at_end is not None and self._steps() > self._at_end
 
     def _note_end(self, _: object) -> None:
+        self._leave()
         with contextlib.suppress(InvalidArgument):
             self._at_end = self._steps()
 

@@ -118,13 +118,17 @@ class _Flat(_Light):
             self._flat.follow()
         elif isinstance(self.state, Elsewhere):
             raise InvalidArgument(self.state.reason)
-        packed = self._packed()
+        packed, parameters = self._packed(), self.parameters_by_position()
+        of_parameters, others = parted(packed["state"], len(parameters))
         if self._exact:
-            packed["state"] = {number: self._exact.of(values) for number, values in packed["state"].items()}
+            of_parameters = {number: self._exact.of(values) for number, values in of_parameters.items()}
+        packed["state"] = of_parameters
         if self._flat is None:
-            packed["state"] = with_current_masters(packed["state"], self.parameters_by_position())
-            return packed
-        return self._flat.whole(packed)
+            packed["state"] = with_current_masters(packed["state"], parameters)
+        else:
+            packed = self._flat.whole(packed)
+        packed["state"].update(others)
+        return packed
 
     def _packed(self) -> dict[str, Any]:
         """Torch's state_dict, of what stands in `state`."""
@@ -257,11 +261,12 @@ _FLAT: dict[type[Optimizer], type[_Flat]] = {
 for _class in _FLAT.values():
     _class.step = Optimizer.profile_hook_step(_class.step)  # type: ignore[method-assign]
     _class.step.hooked = True  # type: ignore[attr-defined]
+_FLAT_STEPS = frozenset(_class.step for _class in _FLAT.values())
 
 
 def make_flat(optimizer: Optimizer) -> _Flat | None:
-    """The same object as a flat optimizer; None where there is no flat version of it (a class or a step() of the user's
-    own, complex parameters, ``differentiable=True``)."""
+    """The same object as a flat optimizer; None where there is no flat version of it (a step() of the user's own, or a
+    class derived from torch.optim's; complex parameters; ``differentiable=True``)."""
     flat = _FLAT.get(type(optimizer))
     if (flat is None and not isinstance(optimizer, _Flat)) or has_own_step(optimizer):
         return None
@@ -275,10 +280,19 @@ def make_flat(optimizer: Optimizer) -> _Flat | None:
     return optimizer
 
 
+def parted(state: Mapping[Any, Any], num_parameters: int) -> tuple[dict[int, Any], dict[Any, Any]]:
+    """The "state" of an optimizer's state_dict(): of parameters by their numbers, and what is under other keys, which
+    torch leaves as it is."""
+    of_parameters = {key: values for key, values in state.items() if key in range(num_parameters)}
+    return of_parameters, {key: values for key, values in state.items() if key not in of_parameters}
+
+
 def has_own_step(optimizer: Optimizer) -> bool:
-    """Whether user code replaced step() of this object, which a learning rate scheduler wraps in any case."""
-    own = vars(optimizer).get("step")
-    return own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step
+    """Whether step() is user code: of this object, where a learning rate scheduler wraps it in any case, or of its
+    class, which is a flat one or derived from one."""
+    own, of_class = vars(optimizer).get("step"), type(optimizer).step
+    is_replaced = own is not None and getattr(own, "__wrapped__", None) is not of_class
+    return is_replaced or (isinstance(optimizer, _Flat) and of_class not in _FLAT_STEPS)
 
 
 def state_of(optimizer: _Flat) -> FlatState | None:

@@ -19,7 +19,6 @@ class OptimizerSets:
 
     def __init__(self, core: _C.StrategyCore, modules: Sequence[int], optimizers: Sequence[PreparedOptimizer]) -> None:
         """`modules` by number, `optimizers`: those that are prepared, in their order; more may come."""
-        self._core = core
         self._modules = modules
         self._optimizers = optimizers
         self._sets = _C.OptimizerSets(core)
@@ -53,18 +52,10 @@ class OptimizerSets:
     def _members_of(self, positions: Sequence[int]) -> list[tuple[list[int], bool]]:
         if not self._modules:
             raise InvalidArgument("no module is prepared; call strategy.prepare(model, optimizer) before step()")
-        owners: dict[int, int] = {}
         members = []
         for position in positions:
             optimizer = self._optimizers[position]
-            indices = []
-            for index in optimizer.indices():
-                if owners.setdefault(index, position) != position:
-                    raise InvalidArgument(
-                        f"parameter '{self._core.name_of(index)}' belongs to two optimizers that would step together; "
-                        "say with optimizers= whose step it is"
-                    )
-                indices.append(index)
+            indices = list(optimizer.indices())
             optimizer.bind(indices)
             members.append((indices, optimizer.is_flat))
         return members

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import torch
 
 from muster.errors import InvalidArgument
+from muster.kinds import BOOL, Requirement, check_kinds, is_int, is_real, or_none
 from muster.precision import LossScale
 from muster.texts import listed, lists_fields, sentences_of
 
@@ -131,14 +131,12 @@ def loss_scale_rule(options: StrategyOptions) -> LossScale | None:
 def options_of(given: Mapping[str, Any]) -> StrategyOptions:
     """The options of these names. Raises InvalidArgument for a name that there is not, and for a value of another
     kind; the core looks at their sizes."""
-    for name, value in given.items():
+    for name in given:
         if name not in StrategyOptions.__dataclass_fields__:
             raise InvalidArgument(
                 f"unknown option {name!r}; there are {', '.join(StrategyOptions.__dataclass_fields__)}"
             )
-        is_right, requirement = _REQUIREMENTS[name]
-        if not is_right(value):
-            raise InvalidArgument(f"{name}={value!r}: it must be {requirement}")
+    check_kinds(given, _REQUIREMENTS)
     return StrategyOptions(**cast(Any, given))
 
 
@@ -150,43 +148,26 @@ def device_names(devices: Sequence[str | torch.device] | None) -> list[str]:
     return [str(device) for device in devices or ()]
 
 
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _or_none(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or is_right(value)
-
-
-def _is_one_of(*names: str) -> Callable[[Any], bool]:
+def _one_of(*names: str) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, str) and value in names
 
 
-_BOOL = (_is_bool, "True or False")
-_REQUIREMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "precision": (_is_one_of("fp32", "bf16", "fp16"), "'fp32', 'bf16' or 'fp16'"),
-    "loss_scale": (_or_none(lambda value: isinstance(value, LossScale)), "a muster.LossScale, or None"),
-    "accumulate": (_is_int, "an int of at least 1"),
-    "drop_incomplete": _BOOL,
-    "clip_norm": (_or_none(_is_real), "a positive number, or None for no clipping"),
-    "clip_norm_type": (_is_real, 'a positive number, or float("inf") for the maximum norm'),
-    "clip_value": (_or_none(_is_real), "a positive number, or None for no clipping"),
-    "seed": (_or_none(lambda value: _is_int(value) and 0 <= value < 2**64), "an int from 0 to 2**64 - 1, or None"),
-    "buffers": (_is_one_of("mean", "chief"), "'mean' or 'chief'"),
-    "threads_per_replica": (_or_none(_is_int), "an int of at least 1, or None to share the cores"),
-    "fuse": _BOOL,
-    "keep_gradients": _BOOL,
-    "shard_optimizer": _BOOL,
-    "bucket_bytes": (_or_none(_is_int), "an int of at least 1024, or None"),
-    "wire": (_or_none(_is_one_of("bf16")), "'bf16', or None for what gradients are accumulated in"),
-    "max_skipped": (_is_int, "an int of at least 1"),
-    "timeout": (_is_real, "a positive number of seconds"),
+_REQUIREMENTS: dict[str, Requirement] = {
+    "precision": (_one_of("fp32", "bf16", "fp16"), "'fp32', 'bf16' or 'fp16'"),
+    "loss_scale": (or_none(lambda value: isinstance(value, LossScale)), "a muster.LossScale, or None"),
+    "accumulate": (is_int, "an int of at least 1"),
+    "drop_incomplete": BOOL,
+    "clip_norm": (or_none(is_real), "a positive number, or None for no clipping"),
+    "clip_norm_type": (is_real, 'a positive number, or float("inf") for the maximum norm'),
+    "clip_value": (or_none(is_real), "a positive number, or None for no clipping"),
+    "seed": (or_none(lambda value: is_int(value) and 0 <= value < 2**64), "an int from 0 to 2**64 - 1, or None"),
+    "buffers": (_one_of("mean", "chief"), "'mean' or 'chief'"),
+    "threads_per_replica": (or_none(is_int), "an int of at least 1, or None to share the cores"),
+    "fuse": BOOL,
+    "keep_gradients": BOOL,
+    "shard_optimizer": BOOL,
+    "bucket_bytes": (or_none(is_int), "an int of at least 1024, or None"),
+    "wire": (or_none(_one_of("bf16")), "'bf16', or None for what gradients are accumulated in"),
+    "max_skipped": (is_int, "an int of at least 1"),
+    "timeout": (is_real, "a positive number of seconds"),
 }

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
 
 from muster import _C
 from muster.errors import InvalidArgument
+from muster.kinds import BOOL, Requirement, check_kinds, is_count, is_real, or_none
 from muster.options import CommonOptions, device_names, options_of, with_options
 from muster.strategy import Strategy
 
 __all__ = ["ParameterServerStrategy"]
+
+_COUNT: Requirement = (or_none(is_count), "an int >= 0, or None")
+_SECONDS: Requirement = (is_real, "a positive number of seconds")
+_REQUIREMENTS: dict[str, Requirement] = {
+    "staleness": _COUNT,
+    "log_bytes": _COUNT,
+    "patience": _SECONDS,
+    "heartbeat": _SECONDS,
+    "takeover": BOOL,
+}
 
 
 class ParameterServerStrategy(Strategy):
@@ -62,12 +73,12 @@ class ParameterServerStrategy(Strategy):
         """A worker of the job that `cluster` describes, with a replica for each of `devices` (``["cpu"] * 4``, say), at
         most `staleness` steps ahead of the others. A worker that comes back has as many replicas as before."""
         chosen = options_of(options)
-        for name, count in (("staleness", staleness), ("log_bytes", log_bytes)):
-            if not (count is None or (isinstance(count, int) and not isinstance(count, bool))):
-                raise InvalidArgument(f"{name}={count!r}: it must be an int >= 0, or None")
-        servers = _C.ServerOptions(
-            staleness=staleness, log_bytes=log_bytes, patience=patience, heartbeat=heartbeat, takeover=takeover
-        )
+        given: dict[str, Any] = {
+            "staleness": staleness, "log_bytes": log_bytes, "patience": patience, "heartbeat": heartbeat,
+            "takeover": takeover,
+        }  # fmt: skip
+        check_kinds(given, _REQUIREMENTS)
+        servers = _C.ServerOptions(**given)
         super().__init__(_C.make_parameter_server(cluster, device_names(devices), servers, asdict(chosen)), chosen)
         self._staleness = staleness
 

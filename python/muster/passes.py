@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from muster import _C
@@ -12,7 +13,20 @@ from muster.errors import InvalidArgument
 from muster.loader import Loader
 from muster.loader_host import LoaderHost
 
-__all__ = ["Passes", "WeakHost"]
+__all__ = ["Passes", "WeakHost", "dealt_batches", "mark_in_run", "mark_in_step", "usual_rows"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A loader that arguments of a call come from."""
+
+    progress: _C.LoaderProgress
+    part_rows: list[int] | None
+    """The samples in each local replica's part, where the loader knows them."""
+    batch: int
+    """The batch's number among those that the loader yielded."""
+    is_last: bool
+    """Whether it is its pass's last."""
 
 
 class Passes:
@@ -36,20 +50,20 @@ class Passes:
         self.of_core.add(loader.progress)
         self._loaders.append(loader)
 
-    def divide(self, args: tuple[Any, ...], *, steps: bool) -> tuple[list[tuple[Any, ...]], list[int]]:
-        """The arguments of each local replica, on its device, and the samples in them (-1: unknown). `steps`: for a
-        step, not for run()."""
-        hint = None
+    def sources_of(self, args: tuple[Any, ...]) -> list[Source]:
+        """The loaders of which one of `args` is a batch, or a field of one."""
+        sources = []
         for loader in self._loaders:
-            for arg in args:
-                rows = loader.part_rows_of(arg)
-                if rows is not None:
-                    if steps:
-                        loader.progress.in_step = True
-                    else:
-                        loader.progress.in_run = True
-                    hint = hint or rows
-                    break
+            found = [batch for arg in args if (batch := loader.find(arg)) is not None]
+            if found:
+                part_rows = next((list(batch.part_rows) for batch in found if batch.part_rows is not None), None)
+                latest = max(batch.number for batch in found)
+                sources.append(Source(loader.progress, part_rows, latest, any(batch.is_last for batch in found)))
+        return sources
+
+    def divide(self, args: tuple[Any, ...], sources: Sequence[Source]) -> tuple[list[tuple[Any, ...]], list[int]]:
+        """The arguments of each local replica, on its device, and the samples in them (-1: unknown)."""
+        hint = next((source.part_rows for source in _counted(sources)), None)
         parts = split(args, self._core.local_replicas, hint, self._host.capacities)
         if self._devices[0].type != "cpu":
             parts = [place(part, device) for part, device in zip(parts, self._devices, strict=True)]
@@ -58,33 +72,43 @@ class Passes:
         counts = [agreeing_rows(part) for part in parts]
         return parts, [-1 if count is None else count for count in counts]
 
-    def usual_rows(self, args: tuple[Any, ...]) -> float:
-        """Samples in a part of a full batch of the loader that `args` come from; 0 for a batch of the caller's own."""
-        return next((loader.progress.usual_rows for loader in self._loaders_of(args)), 0.0)
-
-    def has_ended(self, args: tuple[Any, ...]) -> bool:
-        """Whether a step of `args` is the last of a pass; else whether a loader that steps draw from yielded its last
-        batch and was not advanced since."""
-        of_args = [
-            (loader.progress, any(known))
-            for loader in self._loaders
-            if (known := [is_last for arg in args if (is_last := loader.is_last(arg)) is not None])
-        ]
-        return self.of_core.has_ended(of_args)
-
-    def dealt_batches(self, args: tuple[Any, ...]) -> list[tuple[int, int, int]]:
-        """Batches of which `args` are go into a step. Those that servers dealt: loader, epoch and number."""
-        of_job = (loader.progress.last_pass for loader in self._loaders_of(args))
-        return [batch for each in of_job if each is not None and (batch := each.begin_step()) is not None]
+    def has_ended(self, set_number: int, sources: Sequence[Source]) -> bool:
+        """Whether a step of that set of optimizers, of batches of `sources`, is the last of a pass. Of a step of the
+        caller's own tensors: whether that is so of a loader whose loop stands at its last batch. Once for each step."""
+        batches = [(source.progress, source.batch, source.is_last) for source in sources]
+        return self.of_core.has_ended(set_number, batches)
 
     def end_workers(self) -> None:
         """When the strategy is closed: ends persistent workers of all loaders."""
         for loader in self._loaders:
             loader.end_workers()
 
-    def _loaders_of(self, args: tuple[Any, ...]) -> Iterator[Loader[Any]]:
-        """Those of which one of `args` is a batch, or a field of one."""
-        return (loader for loader in self._loaders if any(loader.part_rows_of(arg) is not None for arg in args))
+
+def mark_in_step(sources: Sequence[Source]) -> None:
+    """Batches of `sources` are a step's."""
+    for source in _counted(sources):
+        source.progress.in_step = True
+
+
+def mark_in_run(sources: Sequence[Source]) -> None:
+    """Batches of `sources` are a run()'s."""
+    for source in _counted(sources):
+        source.progress.in_run = True
+
+
+def usual_rows(sources: Sequence[Source]) -> float:
+    """Samples in a part of a full batch of the first loader; 0 for a batch of the caller's own."""
+    return next((source.progress.usual_rows for source in _counted(sources)), 0.0)
+
+
+def dealt_batches(sources: Sequence[Source]) -> list[tuple[int, int, int]]:
+    """Batches of `sources` go into a step. Those that servers dealt: loader, epoch and number."""
+    of_job = (source.progress.last_pass for source in _counted(sources))
+    return [batch for each in of_job if each is not None and (batch := each.begin_step()) is not None]
+
+
+def _counted(sources: Sequence[Source]) -> Iterator[Source]:
+    return (source for source in sources if source.part_rows is not None)
 
 
 class WeakHost:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from muster.errors import InvalidArgument
 
-__all__ = ["PerReplica"]
+__all__ = ["PerReplica", "rows_of", "with_rows"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -71,7 +71,7 @@ class PerReplica(Sequence[T_co]):
         return f"PerReplica({list(self._parts)!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (PerReplica, (self._parts,))
+        return with_rows, (self._parts, self._rows)
 
     __hash__ = object.__hash__
 
@@ -87,8 +87,8 @@ class PerReplica(Sequence[T_co]):
         _refuse(f"torch function {getattr(func, '__name__', func)!r}")
 
 
-def with_rows(parts: Iterable[T_co], rows: Sequence[int]) -> PerReplica[T_co]:
-    """A result of Strategy.run, whose parts stand for so many samples each (-1: unknown)."""
+def with_rows(parts: Iterable[T_co], rows: Sequence[int] | None) -> PerReplica[T_co]:
+    """A result of Strategy.run, whose parts stand for so many samples each (-1: unknown); None: of the user's own."""
     made = PerReplica(parts)
     made._rows = rows
     return made

@@ -18,6 +18,8 @@ class Yielded:
 
     part_rows: list[int] | None
     """The samples in each local replica's part; None where nothing tells."""
+    number: int
+    """Among those that the loader yielded, as `LoaderProgress` counts."""
     is_last: bool
     """Of its pass, as far as was known then."""
     identities: list[_Identity]
@@ -33,16 +35,21 @@ class Position:
         """`num_skipped`: batches that were yielded before, of another pass that this one goes on with."""
         self.num_yielded = num_skipped
         self._recent: deque[Yielded] = deque(maxlen=self._KEPT)
+        self._addresses: frozenset[int] = frozenset()
+        """Of what is recognised: most values in question are of no batch, and are to cost little."""
 
-    def yielded(self, value: object, part_rows: list[int] | None, *, is_last: bool) -> None:
+    def yielded(self, value: object, part_rows: list[int] | None, number: int, *, is_last: bool) -> None:
         """Notes that `value` is the latest."""
         self.num_yielded += 1
         fields = [] if is_column(value) else [field for _, field in members(value) or ()]
         identities = [_Identity(each) for each in (value, *fields) if not _is_plain(each)]
-        self._recent.appendleft(Yielded(part_rows, is_last, identities))
+        self._recent.appendleft(Yielded(part_rows, number, is_last, identities))
+        self._addresses = frozenset(each.address for batch in self._recent for each in batch.identities)
 
     def find(self, value: object) -> Yielded | None:
         """The latest batch that `value` is, or is a field of, by identity."""
+        if id(value) not in self._addresses:
+            return None
         return next((batch for batch in self._recent if any(each.is_of(value) for each in batch.identities)), None)
 
 
@@ -54,7 +61,7 @@ class _Identity:
     """
 
     def __init__(self, value: object) -> None:
-        self._address = id(value)
+        self.address = id(value)
         self._members: list[_Identity] = []
         self._kept: object = None
         self._reference: weakref.ref[object] | None = None
@@ -66,7 +73,7 @@ class _Identity:
                 self._kept = value
 
     def is_of(self, value: object) -> bool:
-        if id(value) != self._address:
+        if id(value) != self.address:
             return False
         if self._reference is not None:
             return self._reference() is value

@@ -12,6 +12,7 @@ import torch
 
 from muster import _C
 from muster.errors import InvalidArgument
+from muster.kinds import Requirement, check_kinds, is_int, is_real
 from muster.texts import lists_fields
 
 __all__ = ["LossScale", "LossScaler", "autocast"]
@@ -37,6 +38,17 @@ class LossScale:
     """Factor after a step with a gradient that is not finite."""
     interval: int = 2000
     """Finite steps in a row after which the scale grows."""
+
+    def __post_init__(self) -> None:
+        check_kinds(vars(self), _REQUIREMENTS)
+
+
+_REQUIREMENTS: dict[str, Requirement] = {
+    "init": (is_real, "a positive number"),
+    "growth": (is_real, "a number above 1"),
+    "backoff": (is_real, "a number between 0 and 1"),
+    "interval": (is_int, "an int of at least 1"),
+}
 
 
 class LossScaler:

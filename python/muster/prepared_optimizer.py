@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
@@ -16,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from muster import _C, optim, structure
 from muster.by_hand import ByHand
-from muster.errors import InvalidArgument, LayoutMismatch
+from muster.errors import Error, InvalidArgument, LayoutMismatch
 from muster.exact_loads import load_exactly
 from muster.flat_state import FlatGroups, FlatState, FlatStep
 from muster.options import StrategyOptions
@@ -93,7 +94,8 @@ class PreparedOptimizer:
         if self._flat is None:
             self._core.check_need_no_flat(indices)
             return
-        optim.bind(self._flat, self._core, indices)
+        with self._naming_options():
+            optim.bind(self._flat, self._core, indices)
 
     def check_step(self) -> None:
         """Raises InvalidArgument where nobody would call the step() that user code put in the place of a flat one."""
@@ -116,7 +118,8 @@ class PreparedOptimizer:
             optimizer._optimizer_step_pre_hooks.move_to_end(self._last_pre_hook.id)
             optimizer._optimizer_step_post_hooks.move_to_end(self._first_post_hook.id, last=False)
         try:
-            self.optimizer.step()
+            with self._naming_options():
+                self.optimizer.step()
         except BaseException as error:
             if self._has_stepped:
                 return error
@@ -142,15 +145,18 @@ class PreparedOptimizer:
 
     def connect_servers(self, set_number: int) -> None:
         """Lets parameter servers step a set that they do not hold yet."""
-        self._state().connect_servers(set_number)
+        with self._naming_options():
+            self._state().connect_servers(set_number)
 
     def flat_step(self) -> FlatStep:
         """What the core steps in the next call."""
-        return self._state().flat_step()
+        with self._naming_options():
+            return self._state().flat_step()
 
     def flat_groups(self) -> FlatGroups:
         """What it is stepped by, as hooks and the user's function left it."""
-        return self._state().flat_groups()
+        with self._naming_options():
+            return self._state().flat_groups()
 
     def hyperparameters(self) -> list[str]:
         """The numbers in its groups, in words: ranks that step from `.grad` compare them. What a device holds is left
@@ -224,6 +230,25 @@ class PreparedOptimizer:
                 "the state of %s did not come back from the parameter servers: %s", type(self.optimizer).__name__, error
             )
 
+    @contextlib.contextmanager
+    def _naming_options(self) -> Iterator[None]:
+        """Here an error is InvalidArgument where a group has an option of another kind than its default, or lacks
+        it."""
+        try:
+            yield
+        except Error:
+            raise
+        except Exception as error:
+            for position, group in enumerate(self.optimizer.param_groups):
+                for name, default in self.optimizer.defaults.items():
+                    if name not in group or not _is_like(group[name], default):
+                        raise InvalidArgument(
+                            f"option '{name}' of group {position} of {type(self.optimizer).__name__} is "
+                            f"{repr(group[name]) if name in group else 'missing'}, and its step needs one like "
+                            f"{default!r}; set optimizer.param_groups[{position}]['{name}']"
+                        ) from error
+            raise
+
     def _state(self) -> FlatState:
         assert self._flat is not None
         state = optim.state_of(self._flat)
@@ -283,6 +308,16 @@ def _number(value: Any) -> Any:
         numbers = tuple(map(_number, value))
         return None if None in numbers else numbers
     return value if isinstance(value, Real) else None
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether a value may stand for a default: as many numbers, where that is of numbers."""
+    number, given = _number(default), _number(value)
+    if number is None or isinstance(value, Tensor):
+        return True
+    if isinstance(number, tuple):
+        return isinstance(given, tuple) and len(given) == len(number)
+    return isinstance(given, Real)
 
 
 def _words(parameter: Sequence[str] | None) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +35,10 @@ _prepared_by: weakref.WeakKeyDictionary[Any, weakref.ref[Preparation]] = weakref
 _parameters_prepared_by: MutableMapping[Tensor, weakref.ref[Preparation]] = WeakIdKeyDictionary()
 
 
+_MANY = 100
+"""Objects of a kind, of which no program has so many that it uses all the time."""
+
+
 class Preparation:
     """Claims objects for one strategy and keeps what it made of them. It lives as long as the strategy."""
 
@@ -56,6 +62,8 @@ class Preparation:
         self._by_hand = by_hand
         self._collectives = collectives
         self._modules: list[tuple[nn.Module, Replicated[Any]]] = []
+        self._replicas: list[list[nn.Module]] = []
+        """Those of each prepared module."""
         self._leaf_types = leaf_types
         self._watches: list[ModuleWatch] = []
         self._user_loaders: list[DataLoader[Any]] = []
@@ -64,6 +72,8 @@ class Preparation:
         self.optimizers: list[PreparedOptimizer] = []
         self._passes = passes
         self._loaders: list[Loader[Any]] = []
+        self._told_of: set[str] = set()
+        """What was forgotten, as far as it was said."""
 
     def prepare(self, objects: tuple[Any, ...]) -> Any:
         """As `Strategy.prepare`."""
@@ -105,6 +115,7 @@ class Preparation:
         self._passes.add(prepared)
         self._loaders.append(prepared)
         self._user_loaders.append(loader)
+        _warn_of_many("loaders", len(self._loaders))
         _prepared_by[loader] = weakref.ref(self)
         return prepared
 
@@ -198,6 +209,8 @@ class Preparation:
         self._by_hand.add_module(number, list(modules[0].parameters()))
         made: Replicated[Any] = Replicated(modules, weakref.ref(self._by_hand), number)
         self._modules.append((modules[0], made))
+        self._replicas.append(modules)
+        _warn_of_many("modules", len(self._modules))
         self.module_numbers.append(number)
         prepared = self._modules
         self._watches.append(
@@ -218,8 +231,13 @@ class Preparation:
             _move_state(optimizer)
         prepared = PreparedOptimizer(optimizer, self._core, self._options, self._by_hand, self._strategy())
         if self._core.num_workers > 1 and not self._core.joins:
-            prepared.broadcast_state()
+            try:
+                prepared.broadcast_state()
+            except BaseException:
+                prepared.leave()
+                raise
         self.optimizers.append(prepared)
+        _warn_of_many("optimizers", len(self.optimizers))
         _prepared_by[optimizer] = weakref.ref(self)
         return optimizer
 
@@ -235,6 +253,36 @@ class Preparation:
             for watch in self._watches:
                 watch.note()
 
+    def look_for_forgotten(self, trained: Sequence[nn.Parameter]) -> None:
+        """Says, once, which of `trained`, the parameters that a replica's loss depends on, no prepared module has, and
+        which modules of theirs no prepared optimizer steps."""
+        modules = [[_ids_of(module.parameters()) for module in replicas] for replicas in self._replicas]
+        known = set().union(*itertools.chain(*modules))
+        unknown = [str(tuple(parameter.shape)) for parameter in trained if id(parameter) not in known]
+        if unknown and self._core.num_replicas > 1 and "modules" not in self._told_of:
+            self._told_of.add("modules")
+            logging.getLogger("muster").warning(
+                "the loss of a step depends on parameters in no prepared module (%d, of shapes %s): their gradients "
+                "are not averaged, and the replicas of a process add to them at once; prepare() their module and its "
+                "optimizer, or freeze them with requires_grad_(False)",
+                len(unknown), ", ".join([*unknown[:4], *(["..."] if len(unknown) > 4 else [])]),
+            )  # fmt: skip
+        stepped = _ids_of(p for optimizer in self.optimizers for group in optimizer.parameters() for p in group)
+        ids = _ids_of(trained)
+        names = [
+            type(replicas[0]).__name__
+            for replicas, (first, *others) in zip(self._replicas, modules, strict=True)
+            if stepped.isdisjoint(first) and not ids.isdisjoint(first.union(*others))
+        ]
+        if names and self.optimizers and "optimizers" not in self._told_of:
+            self._told_of.add("optimizers")
+            logging.getLogger("muster").warning(
+                "no prepared optimizer has parameters of %s, which the loss of a step depends on: their gradients are "
+                "dropped, and .grad is None for an optimizer that is stepped by hand; prepare() its optimizer, or "
+                "freeze the module with requires_grad_(False)",
+                ", ".join(names),
+            )
+
     def adopt_buffers(self, local: int) -> None:
         """After user code, by the replica's thread: its buffers may be other tensors than before."""
         for watch in self._watches:
@@ -244,6 +292,10 @@ class Preparation:
         """When the strategy closes, before servers are left: optimizers are torch's again."""
         for optimizer in self.optimizers:
             optimizer.leave()
+
+
+def _ids_of(parameters: Iterable[Tensor]) -> set[int]:
+    return {id(parameter) for parameter in parameters}
 
 
 def _move_state(optimizer: Optimizer) -> None:
@@ -273,3 +325,13 @@ def _check_module(module: nn.Module) -> None:
 
 def _raw(given: Any) -> Any:
     return given.module if type(given) is Replicated else given
+
+
+def _warn_of_many(kind: str, count: int) -> None:
+    if count == _MANY:
+        logging.getLogger("muster").warning(
+            "%d %s have been prepared: the strategy keeps them, with their data, until it is closed, and looks at them "
+            "in every step; prepare each once, and use it again",
+            count,
+            kind,
+        )

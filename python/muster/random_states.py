@@ -46,9 +46,10 @@ def restore(saved: Mapping[str, Any], worker: int, first_replica: int, devices: 
     if any(row):
         with contextlib.suppress(ImportError):  # the job that saved had it imported, and this one may yet
             numpy: Any = importlib.import_module("numpy")
-            kept = _normal(row)
-            key = numpy.array(row[:_WORDS], dtype=numpy.uint32)
-            numpy.random.set_state(("MT19937", key, row[_WORDS], int(kept is not None), kept or 0.0))
+            if _is_twister(numpy.random.get_state(legacy=False)):
+                kept = _normal(row)
+                key = numpy.array(row[:_WORDS], dtype=numpy.uint32)
+                numpy.random.set_state(("MT19937", key, row[_WORDS], int(kept is not None), kept or 0.0))
     if saved["cuda"] is None:
         return
     for device, state in zip(devices, saved["cuda"][first_replica:], strict=False):
@@ -78,10 +79,15 @@ def _python_row() -> Tensor:
 def _numpy_row() -> Tensor:
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state(legacy=False)
-    if state is None or state["bit_generator"] != "MT19937":
+    if state is None or not _is_twister(state):
         return torch.zeros(_COLUMNS, dtype=torch.int64)
     words = state["state"]
     return _row([*words["key"].tolist(), words["pos"]], state["gauss"] if state["has_gauss"] else None)
+
+
+def _is_twister(state: Mapping[str, Any]) -> bool:
+    """Whether it is a state of the Mersenne Twister, and not of another kind of NumPy's generators."""
+    return bool(state["bit_generator"] == "MT19937")
 
 
 def _cuda_row(device: torch.device) -> Tensor:

@@ -21,14 +21,11 @@ from muster.stream_states import ReadBatch, ReaderState
 from muster.streams import AgreedStream, stream_seed
 
 __all__ = [
-    "Deal",
     "Ended",
-    "IndexReader",
+    "LocalParts",
     "Parts",
     "Pinnable",
-    "ReadyReader",
     "Skipped",
-    "StreamReader",
     "Task",
     "WorkerStart",
     "as_is",
@@ -40,7 +37,7 @@ Parts = tuple[list[Any], list[int | None]]
 _END = object()
 
 
-class Deal(NamedTuple):
+class LocalParts(NamedTuple):
     """Which parts are this worker's: `num_local` from `first` on, of `num_parts` of each batch."""
 
     num_parts: int
@@ -104,12 +101,12 @@ class Skipped:
 
 
 class IndexReader(Dataset[Parts]):
-    """Reads samples by index; a task's index is a global batch's indices, as `Deal.cut` leaves them."""
+    """Reads samples by index; a task's index is a global batch's indices, as `LocalParts.cut` leaves them."""
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], deal: Deal) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], local_parts: LocalParts) -> None:
         self.dataset = dataset
         self._collate = collate
-        self._deal = deal
+        self._local_parts = local_parts
 
     def __getitem__(self, task: Task) -> Parts:
         indices, model = task.index
@@ -126,13 +123,13 @@ class IndexReader(Dataset[Parts]):
 class ReadyReader(Dataset[Parts]):
     """Reads items that are batches already (``batch_size=None``) and divides them by their rows."""
 
-    def __init__(self, dataset: Any, convert: Callable[[Any], Any], deal: Deal) -> None:
+    def __init__(self, dataset: Any, convert: Callable[[Any], Any], local_parts: LocalParts) -> None:
         self.dataset = dataset
         self._convert = convert
-        self._deal = deal
+        self._local_parts = local_parts
 
     def __getitem__(self, task: Task) -> Parts:
-        return _divided(self._convert(self.dataset[task.index]), self._deal, task.capacities)
+        return _divided(self._convert(self.dataset[task.index]), self._local_parts, task.capacities)
 
 
 class StreamReader(Dataset[Parts | ReadBatch | Ended | Skipped]):
@@ -149,14 +146,14 @@ class StreamReader(Dataset[Parts | ReadBatch | Ended | Skipped]):
         self,
         dataset: Any,
         collate: Callable[[Any], Any],
-        deal: Deal,
+        local_parts: LocalParts,
         batch_size: int | None,
         drop_last: bool,
         snapshot_every: int = 0,
     ) -> None:
         self.dataset = dataset
         self._collate = collate
-        self._deal = deal
+        self._local_parts = local_parts
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._snapshot_every = snapshot_every
@@ -195,14 +192,14 @@ class StreamReader(Dataset[Parts | ReadBatch | Ended | Skipped]):
 
     def _parts(self, samples: list[Any], task: Task) -> Parts:
         if self._batch_size is None:
-            return _divided(self._collate(samples[0]), self._deal, task.capacities)
+            return _divided(self._collate(samples[0]), self._local_parts, task.capacities)
         if task.capacities:
-            dealt = [samples[part] for part in self._deal.slices(len(samples), task.capacities)]
+            divided = [samples[part] for part in self._local_parts.slices(len(samples), task.capacities)]
         else:
-            first, num_parts = self._deal.first, self._deal.num_parts
-            dealt = [samples[part::num_parts] for part in range(first, first + self._deal.num_local)]
-        empty = None if all(dealt) else emptied(self._collate(samples[:1]), 1)
-        return [self._collate(part) if part else empty for part in dealt], [len(part) for part in dealt]
+            first, num_parts = self._local_parts.first, self._local_parts.num_parts
+            divided = [samples[part::num_parts] for part in range(first, first + self._local_parts.num_local)]
+        empty = None if all(divided) else emptied(self._collate(samples[:1]), 1)
+        return [self._collate(part) if part else empty for part in divided], [len(part) for part in divided]
 
     def _start(self, task: Task) -> None:
         self._iteration = task.iteration
@@ -269,7 +266,7 @@ def as_is(item: Any) -> Any:
 def reader_of(
     dataset: Iterable[Any] | Dataset[Any],
     collate: Callable[[Any], Any],
-    deal: Deal,
+    local_parts: LocalParts,
     *,
     batched: bool,
     batch_size: int | None,
@@ -278,8 +275,8 @@ def reader_of(
 ) -> IndexReader | ReadyReader | StreamReader:
     """The reader for a data set: iterable, or by index in batches, or by index of ready batches."""
     if isinstance(dataset, IterableDataset):
-        return StreamReader(dataset, collate, deal, batch_size, drop_last, snapshot_every)
-    return IndexReader(dataset, collate, deal) if batched else ReadyReader(dataset, collate, deal)
+        return StreamReader(dataset, collate, local_parts, batch_size, drop_last, snapshot_every)
+    return IndexReader(dataset, collate, local_parts) if batched else ReadyReader(dataset, collate, local_parts)
 
 
 def _next_of(iterator: Iterator[Any], number: int) -> list[Any]:
@@ -295,8 +292,8 @@ def _worker_id() -> int:
     return 0 if info is None else info.id
 
 
-def _divided(batch: Any, deal: Deal, capacities: Sequence[float]) -> Parts:
-    if deal.num_parts == 1:
+def _divided(batch: Any, local_parts: LocalParts, capacities: Sequence[float]) -> Parts:
+    if local_parts.num_parts == 1:
         return [batch], [rows(batch)]
     num_rows = rows(batch)
     if num_rows is None:
@@ -304,7 +301,7 @@ def _divided(batch: Any, deal: Deal, capacities: Sequence[float]) -> Parts:
             f"a ready batch (batch_size=None) of type {type(batch).__name__} has no tensor that tells its rows, so it "
             "cannot be divided; give the loader a batch_size, or pass sharded=True with one local replica"
         )
-    mine = slice(deal.first, deal.first + deal.num_local)
-    parts = [part for (part,) in split((batch,), deal.num_parts, capacities=capacities)[mine]]
-    sizes: list[int | None] = [*part_sizes(num_rows, deal.num_parts, capacities)[mine]]
+    mine = slice(local_parts.first, local_parts.first + local_parts.num_local)
+    parts = [part for (part,) in split((batch,), local_parts.num_parts, capacities=capacities)[mine]]
+    sizes: list[int | None] = [*part_sizes(num_rows, local_parts.num_parts, capacities)[mine]]
     return parts, sizes

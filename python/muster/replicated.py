@@ -19,7 +19,7 @@ from muster.attributes import compiled_alike, parametrized_apart, share_within, 
 from muster.by_hand import ByHand
 from muster.errors import InvalidArgument
 
-__all__ = ["Replicated"]
+__all__ = ["Replicated", "counterparts", "keep_to_replica", "replicate"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -146,12 +146,18 @@ class Replicated(Generic[ModuleT]):
     itself a Replicated, a bound method calls the current replica's. `modules()` gives replica 0's own: to configure
     them, since the others follow; a gradient that reaches them in another replica's step is InvalidArgument there.
 
-    Outside a step ``train``, ``eval``, ``requires_grad_``, ``load_state_dict``, ``apply``, ``zero_grad``, ``to``,
-    ``compile`` and setting an attribute act on all replicas, inside on the current one. Whatever else user code changes
+    Outside a step ``train``, ``eval``, ``requires_grad_``, ``load_state_dict``, ``apply``, ``zero_grad``, ``compile``,
+    ``share_memory``, ``to``, ``cpu``, ``cuda``, ``to_empty`` and the like (each replica stays on its own device), and
+    setting and deleting an attribute act on all replicas, inside on the current one. Whatever else user code changes
     between calls in replica 0's modules (attributes, lists, dicts and objects that they hold, hooks of modules and
     parameters) the other replicas take over when the next call begins; what forward writes stays the replica's own.
 
-    ``state_dict`` has plain keys. For ``isinstance`` it is the module it stands for; copies and pickles are of that.
+    ``backward()`` by hand, with one replica a process, averages gradients of what calling the prepared module, or its
+    ``forward``, returned. Those of what a part or another method returned outside a step stay local, as they do with
+    DistributedDataParallel's ``module``.
+
+    ``state_dict`` has plain keys. For ``isinstance``, ``==`` and ``hash`` it is the module it stands for; copies and
+    pickles are of that.
     """
 
     _modules_: list[ModuleT]
@@ -215,18 +221,21 @@ class Replicated(Generic[ModuleT]):
         return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._watched_(self._current()(*args, **kwargs))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As calling it, without the module's own hooks."""
+        return self._watched_(self._current().forward(*args, **kwargs))
+
+    def _watched_(self, output: Any) -> Any:
+        """What the current replica's module returned, whose backward by hand is to average gradients."""
         by_hand = self._by_hand_()
-        output = self._current()(*args, **kwargs)
         if by_hand is not None and torch.is_grad_enabled() and by_hand.current_local_replica < 0:
             if self._syncing_:
                 by_hand.watch(self._number_, output)
             else:
                 by_hand.rest(self._number_)
         return output
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As calling it, without the module's own hooks."""
-        return self._current().forward(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -240,7 +249,7 @@ class Replicated(Generic[ModuleT]):
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Replica 0's module loads it; the others follow, in parameters and buffers."""
-        first, *others = self._acting_()
+        first, *others = (self._modules_[local] for local in self._acting_())
         result = first.load_state_dict(state_dict, *args, **kwargs)
         for other in others:
             other.load_state_dict(state_dict, *args, **{**kwargs, "assign": False})
@@ -250,35 +259,19 @@ class Replicated(Generic[ModuleT]):
         """Replica 0's."""
         return self.module.state_dict(*args, **kwargs)
 
-    def _acting_(self) -> list[ModuleT]:
+    def _acting_(self) -> range:
+        """The local replicas whose modules are changed by what changes this one."""
         local = self._local_()
-        return self._modules_ if local < 0 else [self._modules_[local]]
+        return range(len(self._modules_)) if local < 0 else range(local, local + 1)
 
     def _on_all(self, method: str, args: Any, kwargs: Any) -> Any:
         acting = self._acting_()
-        results = [getattr(module, method)(*args, **kwargs) for module in acting]
-        return self if results[0] is acting[0] else results[0]
-
-    def to(self, *args: Any, **kwargs: Any) -> Replicated[ModuleT]:
-        """As torch's, on all replicas, each of which stays on its own device."""
-        result = cast("Replicated[ModuleT]", self._on_all("to", args, kwargs))
+        results = [getattr(self._modules_[local], method)(*args, **kwargs) for local in acting]
         by_hand = self._by_hand_()
-        if by_hand is not None and by_hand.devices[0].type != "cpu":
-            for module, device in zip(self._modules_, by_hand.devices, strict=True):
-                module.to(device)
-        return result
-
-    def train(self, mode: bool = True) -> Replicated[ModuleT]:
-        """As torch's, on all replicas."""
-        return cast("Replicated[ModuleT]", self._on_all("train", (mode,), {}))
-
-    def eval(self) -> Replicated[ModuleT]:
-        """As torch's, on all replicas."""
-        return cast("Replicated[ModuleT]", self._on_all("eval", (), {}))
-
-    def requires_grad_(self, requires_grad: bool = True) -> Replicated[ModuleT]:
-        """As torch's, on all replicas."""
-        return cast("Replicated[ModuleT]", self._on_all("requires_grad_", (requires_grad,), {}))
+        if method in _MOVES and by_hand is not None and by_hand.devices[0].type != "cpu":
+            for local in acting:
+                self._modules_[local].to(by_hand.devices[local])
+        return self if results[0] is self._modules_[acting[0]] else results[0]
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._current(), name)
@@ -300,13 +293,18 @@ class Replicated(Generic[ModuleT]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         values = value._modules_ if type(value) is Replicated else [value] * len(self._modules_)
-        for module, own in zip(self._modules_, values, strict=True):
-            if module in self._acting_():
-                setattr(module, name, own)
+        for local in self._acting_():
+            setattr(self._modules_[local], name, values[local])
 
     def __delattr__(self, name: str) -> None:
-        for module in self._acting_():
-            delattr(module, name)
+        acting, missing = self._acting_(), []
+        for local in acting:
+            try:
+                delattr(self._modules_[local], name)
+            except AttributeError as error:  # of what one replica alone was given, or has written in a step
+                missing.append(error)
+        if len(missing) == len(acting):
+            raise missing[0]
 
     def __getitem__(self, key: Any) -> Any:
         value = self._current()[key]  # type: ignore[index]
@@ -314,6 +312,9 @@ class Replicated(Generic[ModuleT]):
 
     def __len__(self) -> int:
         return len(self._current())  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self._current())
 
     def __contains__(self, item: Any) -> bool:
         if type(item) is Replicated:
@@ -331,6 +332,15 @@ class Replicated(Generic[ModuleT]):
     def __repr__(self) -> str:
         return f"Replicated({self.module!r})"
 
+    def __eq__(self, other: object) -> bool:
+        return bool(self.module == (other.module if type(other) is Replicated else other))
+
+    def __hash__(self) -> int:
+        return hash(self.module)
+
+    def __copy__(self) -> ModuleT:
+        return copy.copy(self.module)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleT:
         return copy.deepcopy(self.module, memo)
 
@@ -339,9 +349,11 @@ class Replicated(Generic[ModuleT]):
         return operator.itemgetter(0), ((self.module,),)
 
 
-_ACT_ON_ALL = frozenset({
-    "apply", "bfloat16", "compile", "double", "float", "half", "register_buffer", "type", "zero_grad",
-})  # fmt: skip
+_MOVES = frozenset({"cpu", "cuda", "ipu", "mtia", "to", "to_empty", "xpu"})
+_ACT_ON_ALL = _MOVES | {
+    "apply", "bfloat16", "compile", "double", "eval", "float", "half", "register_buffer", "requires_grad_",
+    "share_memory", "train", "type", "zero_grad",
+}  # fmt: skip
 _CHILDREN = frozenset({"children", "named_children"})
 
 

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from muster import _C, random_states
 from muster.errors import CheckpointError, InvalidArgument, LayoutMismatch
+from muster.kinds import is_count, or_none
 from muster.loader import Loader
 
 __all__ = [
     "FORMAT",
+    "Metadata",
     "check_content",
     "check_format",
     "compare_generators",
@@ -28,15 +30,17 @@ __all__ = [
 ]
 
 FORMAT = 1
+Metadata = dict[str, str | int | float]
+"""What is written of a checkpoint beside its tensors: its document, and by whom it was written."""
 
 
-def metadata_of(document: str, others: Mapping[str, str | int | float]) -> dict[str, str | int | float]:
+def metadata_of(document: str, others: Metadata) -> Metadata:
     """That of a snapshot with this document: `others`, and who wrote it."""
     versions = {"muster.version": _C.__version__, "torch.version": torch.__version__}
     return {**others, **versions, "content": document}
 
 
-def check_format(metadata: Mapping[str, str | int | float], folder: str | os.PathLike[str]) -> None:
+def check_format(metadata: Metadata, folder: str | os.PathLike[str]) -> None:
     """Raises CheckpointError for what `save` of this version does not write."""
     found = metadata.get("muster.format")
     if found is None:
@@ -50,8 +54,9 @@ def check_format(metadata: Mapping[str, str | int | float], folder: str | os.Pat
         )
 
 
-def _is_below(limit: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and 0 <= value < limit
+def _is_count(value: Any) -> bool:
+    """One that C++ can hold, too."""
+    return is_count(value) and value < 1 << 62
 
 
 def _is_number(value: Any) -> bool:
@@ -81,16 +86,8 @@ def _is_seed(value: Any) -> bool:
     return isinstance(value, str) and value.isdecimal() and len(value) <= 20 and int(value) < 1 << 64
 
 
-def _is_name_or_none(value: Any) -> bool:
-    return value is None or _is_text(value)
-
-
 def _is_name_or_position(value: Any) -> bool:
-    return _is_text(value) or _COUNT(value)
-
-
-def _is_count_or_none(value: Any) -> bool:
-    return value is None or _COUNT(value)
+    return _is_text(value) or _is_count(value)
 
 
 def _are_of_ranks(value: Any) -> bool:
@@ -107,10 +104,10 @@ def _are_passes(value: Any) -> bool:
 
 
 def _is_pass(value: Any) -> bool:
-    if not (isinstance(value, dict) and all(_COUNT(value.get(key)) for key in ("epoch", "batches", "next"))):
+    if not (isinstance(value, dict) and all(_is_count(value.get(key)) for key in ("epoch", "batches", "next"))):
         return False
     undone = value.get("undone")
-    if not (isinstance(undone, list) and all(map(_COUNT, undone))):
+    if not (isinstance(undone, list) and all(map(_is_count, undone))):
         return False
     ascends = all(first < second for first, second in itertools.pairwise([*undone, value["next"]]))
     return ascends and (value["batches"] == 0 or value["next"] <= value["batches"])
@@ -125,10 +122,10 @@ def _is_saved_object(value: Any) -> bool:
 
 
 def _is_place(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _COUNT(value[0]) and _is_text(value[1])
+    return isinstance(value, list) and len(value) == 2 and _is_count(value[0]) and _is_text(value[1])
 
 
-def _is_tensor_of(dtype: torch.dtype, dims: int) -> Callable[[Any], bool]:
+def _tensor_of(dtype: torch.dtype, dims: int) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, Tensor) and value.dtype == dtype and value.dim() == dims
 
 
@@ -139,43 +136,49 @@ class _Every:
         self.form = form
 
 
-_COUNT = _is_below(1 << 62)
 _CONTENT = {
     "strategy": {
-        "steps": _COUNT,
-        "calls": _COUNT,
+        "steps": _is_count,
+        "calls": _is_count,
         "seed": _is_seed,
-        "workers": _COUNT,
-        "replicas": _COUNT,
+        "workers": _is_count,
+        "replicas": _is_count,
     },
     "modules": [dict],
-    "optimizers": [{"name": _is_name_or_none, "groups": [{"params": [_is_name_or_position]}], "state": _Every(dict)}],
+    "optimizers": [
+        {
+            "name": or_none(_is_text),
+            "groups": [{"params": [_is_name_or_position]}],
+            "state": _Every(dict),
+            "others": or_none(lambda value: isinstance(value, dict)),
+        }
+    ],
     "tables": [
         {
             "places": [_is_place],
-            "num_rows": _COUNT,
-            "dim": _COUNT,
+            "num_rows": _is_count,
+            "dim": _is_count,
             "init": lambda value: value in ("normal", "uniform"),
             "scale": _is_number,
             "seed": _is_seed,
-            "optimizer": lambda value: value is None or _COUNT(value),
-            "parameter": _is_name_or_none,
-            "rows": _is_tensor_of(torch.int64, 1),
-            "values": _is_tensor_of(torch.float32, 2),
-            "step": lambda value: value is None or _is_tensor_of(torch.float32, 0)(value),
-            "state": _Every(_is_tensor_of(torch.float32, 2)),
+            "optimizer": or_none(_is_count),
+            "parameter": or_none(_is_text),
+            "rows": _tensor_of(torch.int64, 1),
+            "values": _tensor_of(torch.float32, 2),
+            "step": or_none(_tensor_of(torch.float32, 0)),
+            "state": _Every(_tensor_of(torch.float32, 2)),
         }
     ],
-    "loss_scales": [{"optimizers": [_COUNT], "scale": {"scale": _is_number, "_growth_tracker": _COUNT}}],
-    "units": [{"optimizers": [_COUNT], "unit": lambda value: _is_number(value) and value > 0}],
+    "loss_scales": [{"optimizers": [_is_count], "scale": {"scale": _is_number, "_growth_tracker": _is_count}}],
+    "units": [{"optimizers": [_is_count], "unit": lambda value: _is_number(value) and value > 0}],
     "loaders": [
         {
-            "epoch": _COUNT,
-            "batches": _COUNT,
+            "epoch": _is_count,
+            "batches": _is_count,
             "generators": [_is_generator_state],
-            "generators_now": lambda value: value is None or _are_generator_states(value),
-            "batch_size": _is_count_or_none,
-            "size": _is_count_or_none,
+            "generators_now": or_none(_are_generator_states),
+            "batch_size": or_none(_is_count),
+            "size": or_none(_is_count),
             "ranks": _are_of_ranks,
             "passes": _are_passes,
         }

@@ -1,7 +1,8 @@
 """An optimizer in a checkpoint: torch.optim's state_dict() with names of parameters instead of numbers.
 
 A checkpoint that was converted from a file without names has their numbers: a parameter's place in the order of the
-optimizer's groups. Its class may be unknown (None).
+optimizer's groups. Its class may be unknown (None). State that user code keeps under keys that are no parameters is
+"others", where there is any.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from muster.flat_state import LOW, MASTER
 from muster.prepared_optimizer import PreparedOptimizer
 from muster.saved_layout import compare_names
 
-__all__ = ["compare", "follow_dtypes", "has_numbers", "has_own_form", "state_of", "with_numbers"]
+__all__ = ["compare", "follow_dtypes", "has_numbers", "has_own_form", "others_of", "state_of", "with_numbers"]
 
 _DECOUPLED = "decoupled_weight_decay"  # what tells AdamW from Adam
 
@@ -37,8 +38,10 @@ def state_of(core: _C.StrategyCore, prepared: PreparedOptimizer) -> dict[str, An
         count = len(group["params"])
         groups.append({**group, "params": names[first : first + count]})
         first += count
-    state = {names[number]: values for number, values in packed["state"].items()}
-    return {"name": type(prepared.optimizer).__name__, "groups": groups, "state": state}
+    of_parameters, others = optim.parted(packed["state"], len(names))
+    state = {names[number]: values for number, values in of_parameters.items()}
+    saved = {"name": type(prepared.optimizer).__name__, "groups": groups, "state": state}
+    return {**saved, "others": others} if others else saved
 
 
 def compare(core: _C.StrategyCore, prepared: PreparedOptimizer, saved: Mapping[str, Any], what: str) -> None:
@@ -71,8 +74,9 @@ def with_numbers(core: _C.StrategyCore, prepared: PreparedOptimizer, saved: Mapp
     if has_numbers(saved):
         return {"state": dict(saved["state"]), "param_groups": groups}
     numbers = {name: number for number, name in enumerate(_names_of(core, prepared))}
+    state = {numbers[name]: values for name, values in saved["state"].items()}
     return {
-        "state": {numbers[name]: values for name, values in saved["state"].items()},
+        "state": {**state, **others_of(saved)},
         "param_groups": [{**group, "params": sorted(numbers[name] for name in group["params"])} for group in groups],
     }
 
@@ -107,6 +111,12 @@ def follow_dtypes(
                 tensors[name] = widest
             if parameter.dtype in LOW and widest.dtype not in LOW and prepared.keeps_master(has_state=bool(values)):
                 theirs["state"][key] = {**values, MASTER: widest}
+
+
+def others_of(saved: Mapping[str, Any]) -> dict[Any, Any]:
+    """State that belongs to no parameter, by the keys that user code gave it."""
+    others: dict[Any, Any] = saved.get("others") or {}
+    return others
 
 
 def _names_of(core: _C.StrategyCore, prepared: PreparedOptimizer) -> list[str]:

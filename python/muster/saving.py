@@ -16,12 +16,14 @@ from muster.collectives import Collectives
 from muster.errors import InvalidArgument, LayoutMismatch
 from muster.flat_state import giving_runs
 from muster.found_checkpoint import Found, check_is_path, found_in
+from muster.kinds import is_count
 from muster.loader_host import LoaderHost
 from muster.options import StrategyOptions, loss_scale_rule
 from muster.precision import LossScaler
 from muster.preparing import Preparation
 from muster.saved_layout import (
     FORMAT,
+    Metadata,
     compare_generators,
     compare_place,
     compare_state,
@@ -87,7 +89,7 @@ class Saving:
 
         def given() -> tuple[dict[str, Any], list[dict[str, Any]], str]:
             check_is_path("save", folder)
-            if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            if keep is not None and not is_count(keep, 1):
                 raise InvalidArgument(f"keep={keep!r}: it must be an int >= 1, or None, which keeps all checkpoints")
             described = {
                 name: {"object": value.state_dict()}
@@ -184,7 +186,7 @@ class Saving:
         )
         return {name: tensor for name, tensor in tensors.items() if name in names or name.startswith(known)}
 
-    def _metadata(self, document: str) -> dict[str, str | int | float]:
+    def _metadata(self, document: str) -> Metadata:
         return metadata_of(
             document, {"muster.format": FORMAT, "muster.lineage": self._lineage, "steps": self._core.steps}
         )
@@ -271,6 +273,7 @@ class Saving:
             raise InvalidArgument(f"{what}() was called in a fork of the strategy's process; call it in that one")
         if self._collectives.is_in_step:
             raise InvalidArgument(f"{what}() was called inside a step; call it between steps, on every rank")
+        self._core.check_alone(what)
         if self.has_open_window:
             raise InvalidArgument(
                 f"a window is open, whose gradients a checkpoint does not hold; call flush() before {what}(), or call "

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from muster import _C, saved_tree
 from muster.checkpoint import reading
 from muster.errors import CheckpointError, InvalidArgument
+from muster.kinds import is_count, is_real
 from muster.saving import Saving
 from muster.step import StepResult
 from muster.strategy import Strategy
@@ -100,7 +100,7 @@ class Checkpoints:
         """As `Strategy.load` of the folder, or of its checkpoint with this `number`, with the objects of `state`: the
         values that were saved by name, or None where there is no checkpoint. Collective, after prepare(). Raises
         InvalidArgument for what is no number of a checkpoint."""
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        if number is not None and not is_count(number, 1):
             raise InvalidArgument(f"number={number!r}: it must be an int >= 1, or None, for the newest checkpoint")
         if self._folder is None:
             return None
@@ -207,12 +207,12 @@ def _number_of_chief(saving: weakref.ref[Saving], number: int) -> int:
 
 
 def _check_count(name: str, count: int | None, otherwise: str) -> None:
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+    if count is not None and not is_count(count, 1):
         raise InvalidArgument(f"{name}={count!r}: it must be an int >= 1, or {otherwise}")
 
 
-def _is_duration(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+def _is_duration(value: Any) -> bool:
+    return is_real(value) and 0 < float(value) < math.inf
 
 
 def _check_names(names: Iterable[str], taken: Iterable[str]) -> None:
@@ -225,7 +225,7 @@ def _check_names(names: Iterable[str], taken: Iterable[str]) -> None:
 
 def _number_of(metric: Any) -> float:
     is_one = isinstance(metric, Tensor) and metric.numel() == 1 and not metric.is_complex()
-    if not is_one and (isinstance(metric, bool) or not isinstance(metric, Real)):
+    if not is_one and not is_real(metric):
         found = f"a tensor of shape {tuple(metric.shape)}" if isinstance(metric, Tensor) else repr(metric)
         raise InvalidArgument(f"best() was given {found}; give it one real number, strategy.reduce()d over all ranks")
     return float(metric)

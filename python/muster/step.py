@@ -8,13 +8,13 @@ from numbers import Real
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from muster.errors import InvalidArgument
 from muster.per_replica import PerReplica
 from muster.texts import lists_fields
 
-__all__ = ["Loss", "Record", "StepResult", "as_record"]
+__all__ = ["Loss", "Record", "StepResult", "as_record", "parameters_of"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Loss:
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
             raise InvalidArgument(f"reduction={self.reduction!r}: it must be 'mean' or 'sum'")
-        if not isinstance(self.metrics, Mapping):
+        if not (isinstance(self.metrics, Mapping) and all(isinstance(name, str) for name in self.metrics)):
             raise InvalidArgument(f"metrics={self.metrics!r}: it must be a dict of numbers or 0-dim tensors by name")
 
 
@@ -82,8 +82,30 @@ def as_record(returned: object) -> tuple[Record, Any]:
             "metrics={...}, output=...)"
         )
     weight = None if loss.weight is None else _scalar("weight", loss.weight)
+    if isinstance(loss.weight, Tensor) and loss.weight.requires_grad:
+        raise InvalidArgument(
+            "the weight of a Loss requires a gradient, which a mean over all parts' weights would need and no part can "
+            "give; detach() it, or reduce() the sums of losses and of weights in the step and return their quotient"
+        )
     metrics = {name: _scalar(f"metric {name!r}", value) for name, value in loss.metrics.items()}
     return (loss.value, weight, metrics, loss.reduction == "sum"), loss.output
+
+
+def parameters_of(loss: Tensor) -> list[nn.Parameter]:
+    """Those that a backward of `loss` brings gradients to."""
+    found = []
+    seen = set()
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += (before for before, _ in node.next_functions)
+        leaf = getattr(node, "variable", None)  # of AccumulateGrad
+        if isinstance(leaf, nn.Parameter):
+            found.append(leaf)
+    return found
 
 
 def _scalar(what: str, value: Tensor | float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,12 @@ from muster.flat_state import FlatGroups, FlatStep
 from muster.loader_host import LoaderHost
 from muster.optimizer_sets import OptimizerSets
 from muster.options import StrategyOptions
-from muster.passes import Passes
+from muster.passes import Passes, dealt_batches, mark_in_run, mark_in_step, usual_rows
 from muster.per_replica import PerReplica
 from muster.prepared_optimizer import PreparedOptimizer
 from muster.preparing import Preparation
 from muster.replica_threads import ReplicaThreads
-from muster.step import Record, StepResult, as_record
+from muster.step import Record, StepResult, as_record, parameters_of
 
 __all__ = ["Stepping"]
 
@@ -60,6 +60,8 @@ class Stepping:
         self._warned_of_hooks = False
         self._weighs_parts = core.num_replicas * options.accumulate > 1
         self._warned_of_rows = False
+        self._looked_at: dict[tuple[int, int], object] = {}
+        """By set and number of modules: the part whose loss was looked at for what was not prepared."""
         self._stepped: list[PreparedOptimizer] = []
         """In the running call, whose post-hooks are to be called."""
         self._hook_error: BaseException | None = None
@@ -78,22 +80,20 @@ class Stepping:
         set_number = self.sets.set_of(optimizers)
         self._connect_servers(set_number)
         self._note_hooks(set_number)
-        parts, rows = self._passes.divide(args, steps=True)
+        sources = self._passes.sources_of(args)
+        mark_in_step(sources)
+        parts, rows = self._passes.divide(args, sources)
         self._compare_first_batches(parts)
         self._by_hand.rest()
         outputs: list[Any] = [None] * len(parts)
         updates = self._core.num_updates(set_number)
 
         def call(local: int) -> Any:
-            try:
+            with self._adopting_buffers(local):
                 record, outputs[local] = as_record(fn(*parts[local]))
+                self._tell_of_hooks(set_number, in_call=True)
                 self._look_for_fewer_rows(record, parts[local], rows[local])
-            except BaseException:
-                # Else the next call would take what it finds replaced for the user's doing.
-                with contextlib.suppress(InvalidArgument):
-                    self._preparation.adopt_buffers(local)
-                raise
-            self._preparation.adopt_buffers(local)
+                self._look_for_forgotten(set_number, record)
             return record
 
         try:
@@ -102,11 +102,11 @@ class Stepping:
                     self._threads.on_replicas(call),
                     rows,
                     set_number,
-                    self._passes.has_ended(args),
+                    self._passes.has_ended(set_number, sources),
                     *self._update_of(set_number),
                     self._threads.interrupt,
-                    self._passes.dealt_batches(args),
-                    self._passes.usual_rows(args),
+                    dealt_batches(sources),
+                    usual_rows(sources),
                 ),
                 output=PerReplica(outputs),
             )
@@ -119,7 +119,7 @@ class Stepping:
         self._by_hand.gradients_are_applied = True
         if result.stepped:
             self._note_step(set_number)
-        self._passes.of_core.end_step(_C.WindowEnd.closed if result.stepped else _C.WindowEnd.still_open)
+        self._passes.of_core.note_step(set_number, result.stepped)
         self._call_post_hooks()
         return result
 
@@ -132,10 +132,14 @@ class Stepping:
         updates = {set_number: self._core.num_updates(set_number) for set_number in open_sets}
         try:
             result = self._core.flush([(set_number, *self._update_of(set_number)) for set_number in open_sets])
+        except BaseException:
+            self._passes.of_core.end_step(_C.WindowEnd.dropped)
+            raise
         finally:
             for set_number, before in updates.items():
                 self._publish(set_number, before)
         if result is None:
+            self._passes.of_core.end_step(_C.WindowEnd.dropped)
             return None
         self._by_hand.gradients_are_applied = True
         for set_number in numbers:
@@ -147,18 +151,32 @@ class Stepping:
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> PerReplica[Any]:
         """As `Strategy.run`."""
         self._before_call()
-        parts, rows = self._passes.divide(args, steps=False)
+        sources = self._passes.sources_of(args)
+        mark_in_run(sources)
+        parts, rows = self._passes.divide(args, sources)
         results: list[Any] = [None] * len(parts)
 
         def call(local: int) -> None:
-            results[local] = fn(*parts[local])
-            self._preparation.adopt_buffers(local)
+            with self._adopting_buffers(local):
+                results[local] = fn(*parts[local])
 
         try:
             self._core.run(self._threads.on_replicas(call), rows, self._threads.interrupt)
         finally:
             self._preparation.note()
         return per_replica.with_rows(results, rows)
+
+    @contextlib.contextmanager
+    def _adopting_buffers(self, local: int) -> Iterator[None]:
+        """Around user code on a replica, which may replace buffers."""
+        try:
+            yield
+        except BaseException:
+            # Else the next call would take what it finds replaced for the user's doing.
+            with contextlib.suppress(InvalidArgument):
+                self._preparation.adopt_buffers(local)
+            raise
+        self._preparation.adopt_buffers(local)
 
     def connect_servers(self) -> None:
         """Where no step has connected to parameter servers yet: connects, for all optimizers."""
@@ -220,26 +238,29 @@ class Stepping:
             samples, num_rows, samples,
         )  # fmt: skip
 
+    def _look_for_forgotten(self, set_number: int, record: Record) -> None:
+        """In a set's first step with these modules: one part's loss stands for all."""
+        part = object()
+        if self._looked_at.setdefault((set_number, len(self._preparation.module_numbers)), part) is part:
+            self._preparation.look_for_forgotten(parameters_of(record[0]))
+
     def _update_of(self, set_number: int) -> _Update:
         """The optimizers of a set, before a call: flat ones as the core steps them, or what workers compare of others;
         what is called before flat ones step; and what steps others."""
         optimizers = self.sets.optimizers_of(set_number)
         if self.sets.is_fused(set_number):
-            hooked = optimizers if self._hooked.get(set_number, False) else ()
             steps = [optimizer.flat_step() for optimizer in optimizers]
-            return steps, partial(self._before_update, optimizers, hooked), None
+            return steps, partial(self._before_update, optimizers), None
         if not optimizers:
             return [], None, None
         is_compared = self._core.num_workers > 1
         words = [optimizer.hyperparameters() for optimizer in optimizers] if is_compared else []
         return words, None, partial(self._update_from_grad, set_number, optimizers)
 
-    def _before_update(
-        self, optimizers: Sequence[PreparedOptimizer], hooked: Sequence[PreparedOptimizer]
-    ) -> list[FlatGroups]:
-        """Called by the core before it steps flat optimizers: calls the hooks of `hooked`, and reads what these and the
-        user's function left in groups and state. Where there are hooks, ranks agree on what it raises."""
-        for optimizer in hooked:
+    def _before_update(self, optimizers: Sequence[PreparedOptimizer]) -> list[FlatGroups]:
+        """Called by the core before it steps flat optimizers: calls their hooks, and reads what these and the user's
+        function left in groups and state. Where there are hooks, ranks agree on what it raises."""
+        for optimizer in optimizers:
             optimizer.call_pre_hooks()
         return [optimizer.flat_groups() for optimizer in optimizers]
 
@@ -254,13 +275,19 @@ class Stepping:
         self._stepped += optimizers * (made // len(optimizers))
 
     def _note_hooks(self, set_number: int) -> None:
-        """Before a call: hooks that are registered in it are called from the next one on."""
+        """Before a call."""
         self._stepped, self._hook_error = [], None
-        optimizers = self.sets.optimizers_of(set_number)
-        for optimizer in optimizers:
+        for optimizer in self.sets.optimizers_of(set_number):
             optimizer.check_step()
-        has_hooks = any(optimizer.has_hooks() for optimizer in optimizers)
-        if has_hooks != self._hooked.get(set_number, False):
+        self._tell_of_hooks(set_number)
+
+    def _tell_of_hooks(self, set_number: int, *, in_call: bool = False) -> None:
+        """Before ranks agree on whether there are hooks. Replicas' threads that look at once do so `in_call`: what one
+        has seen there, none takes back."""
+        was_hooked = self._hooked.get(set_number, False)
+        optimizers = self.sets.optimizers_of(set_number)
+        has_hooks = (in_call and was_hooked) or any(optimizer.has_hooks() for optimizer in optimizers)
+        if has_hooks != was_hooked:
             self._core.set_has_hooks(set_number, has_hooks)
             self._hooked[set_number] = has_hooks
         if has_hooks and not (self._warned_of_hooks or self._options.keep_gradients) and self.sets.is_fused(set_number):
@@ -288,11 +315,14 @@ class Stepping:
             self._hook_error = self._hook_error or error
 
     def _call_post_hooks(self) -> None:
-        """After the steps of all optimizers, when peers no longer write parameters: what they raise is raised here
-        alone, and the step is made everywhere."""
+        """After the steps of all optimizers, when peers no longer write parameters: the first error is raised here
+        alone, once all are called, and the step is made everywhere."""
         stepped, self._stepped = self._stepped, []
         error, self._hook_error = self._hook_error, None
         for optimizer in stepped:
-            optimizer.call_post_hooks()
+            try:
+                optimizer.call_post_hooks()
+            except BaseException as raised:
+                error = error or raised
         if error is not None:
             raise error

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack, cast
+from typing import Any, Literal, NoReturn, Self, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -215,7 +215,8 @@ class Strategy:
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """`value` of rank `source` (outside a step) or of replica `source` (inside). Tensors, numbers, strings, nested;
-        a prepared module broadcasts its parameters and buffers in place. Collective."""
+        a prepared module broadcasts its parameters and buffers in place. Collective. What other ranks pass is ignored;
+        inside a step, replicas pass the same structure, with tensors of the same shapes, where there are tensors."""
         return self._collectives.broadcast(value, source)
 
     def barrier(self) -> None:
@@ -268,12 +269,29 @@ class Strategy:
         Idempotent, and safe at any moment from any thread: it waits for a step that another thread is in, and for a
         replica that an interrupted step left behind. A signal handler that raises ends the wait; the next close() goes
         on. Inside a step function, a hook or a signal handler that came during a call it is InvalidArgument: stop()
-        there.
+        there. Raises CheckpointError, once all is ended, where the last checkpoint could not be written.
         """
         self._core.close()
-        self._threads.join()
-        self._passes.end_workers()
-        self._saving.writing.end()
+        errors = []
+        for end in self._ends():
+            try:
+                end()
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"[close() went on, to {other!r}]")
+            raise errors[0]
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidArgument(
+            "a strategy is its process's own, and cannot be copied or pickled; make one in each process, and pass what "
+            "it is made from"
+        )
+
+    def _ends(self) -> list[Callable[[], None]]:
+        """What is to end once the core is closed."""
+        return [self._threads.join, self._passes.end_workers, self._saving.writing.end]
 
     def _leave(self) -> None:
         """When it closes, before servers are left."""
@@ -364,11 +382,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         if self._groups is not None:
             weakref.finalize(self, self._groups.leave)
 
-    def close(self) -> None:
-        """As of every strategy. Takes the default group of torch.distributed away where the strategy has made it."""
-        super().close()
-        if self._groups is not None:
-            self._groups.leave()
+    def _ends(self) -> list[Callable[[], None]]:
+        return [*super()._ends(), *([] if self._groups is None else [self._groups.leave])]
 
     @classmethod
     @with_options(Options)

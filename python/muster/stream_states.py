@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from muster import saved_tree
 from muster.errors import InvalidArgument
+from muster.kinds import is_count
 
 __all__ = ["ReadBatch", "ReaderState", "StreamStates", "is_stateful_loader", "packed", "unpacked"]
 
@@ -164,15 +165,11 @@ def _state_of(owner: Any) -> Any:
 
 
 def _is_saved(each: Any) -> bool:
-    if not isinstance(each, Mapping) or each.keys() != {"yielded", "state"} or not _is_count(each["yielded"]):
+    if not isinstance(each, Mapping) or each.keys() != {"yielded", "state"} or not is_count(each["yielded"]):
         return False
     state = each["state"]
     return state is None or (
         isinstance(state, Mapping)
         and state.keys() == {"read", "dataset", "iterator", "ended"}
-        and _is_count(state["read"])
+        and is_count(state["read"])
     )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -14,14 +14,17 @@ from muster.errors import InvalidArgument
 __all__ = ["decode", "encode"]
 
 
-def encode(value: object, *, texts: bool = False, keeps_shared: bool = False) -> tuple[str, list[Tensor]]:
+def encode(
+    value: object, *, texts: bool = False, keeps_shared: bool = False, numbers_in_text: bool = False
+) -> tuple[str, list[Tensor]]:
     """A value's description (JSON; tuples, lists, dicts, and what each leaf is) and its leaves as tensors.
 
     Leaves are tensors, numbers, bools and None, and with `texts` sparse tensors and strings, which travel inside the
-    description. With `keeps_shared` a tensor that is there twice is one leaf, and one tensor when it comes back. Raises
-    InvalidArgument naming any other leaf, or a dict key that is neither a string nor an integer.
+    description, as numbers and bools do with `numbers_in_text`. With `keeps_shared` a tensor that is there twice is one
+    leaf, and one tensor when it comes back. Raises InvalidArgument naming any other leaf, or a dict key that is neither
+    a string nor an integer.
     """
-    described = _Description(texts=texts, keeps_shared=keeps_shared)
+    described = _Description(texts=texts, keeps_shared=keeps_shared, numbers_in_text=numbers_in_text)
     return json.dumps(described.of(value, "value")), described.leaves
 
 
@@ -34,9 +37,10 @@ def decode(description: str, leaves: list[Tensor], *, as_numbers: str | None = N
 class _Description:
     """Of a value: its leaves are put in order."""
 
-    def __init__(self, *, texts: bool, keeps_shared: bool) -> None:
+    def __init__(self, *, texts: bool, keeps_shared: bool, numbers_in_text: bool) -> None:
         self.leaves: list[Tensor] = []
         self._texts = texts
+        self._plain: tuple[type, ...] = (*[str] * texts, *[bool, int, float] * numbers_in_text)
         self._number_of: dict[int, int] | None = {} if keeps_shared else None  # by id of a tensor
 
     def of(self, value: object, path: str) -> Any:
@@ -49,6 +53,8 @@ class _Description:
             return self._of_tensor(value)
         if value is None:
             return None
+        if isinstance(value, self._plain):
+            return {"plain": value}
         if isinstance(value, bool):
             self.leaves.append(torch.tensor(int(value)))
             return "bool"
@@ -58,8 +64,6 @@ class _Description:
         if isinstance(value, float):
             self.leaves.append(torch.tensor(value, dtype=torch.float64))
             return "float"
-        if self._texts and isinstance(value, str):
-            return {"text": value}
         if isinstance(value, (list, tuple)):
             kind = "list" if isinstance(value, list) else "tuple"
             return {kind: [self.of(item, f"{path}[{i}]") for i, item in enumerate(value)]}
@@ -95,7 +99,7 @@ def _build(node: Any, leaves: Sequence[Tensor], order: Iterator[int], as_numbers
             return int(leaf) if as_numbers == "sum" else bool(leaf)
         return leaf.item()
     ((kind, content),) = node.items()
-    if kind == "text":
+    if kind == "plain":
         return content
     if kind == "leaf":
         return leaves[content]

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from muster import _C
-from muster.reader import Deal, Task, indices_of
+from muster.reader import LocalParts, Task, indices_of
 from muster.streams import AgreedStream
 
 __all__ = [
@@ -80,12 +80,14 @@ class _Numbers:
 class DealtBatches:
     """The batches that servers deal to this worker in one pass, whole. Owned by the thread that iterates."""
 
-    def __init__(self, dealt: _C.DealtPass, batches: Sequence[Any], deal: Deal, *, are_ready: bool) -> None:
-        """`batches`: all of the pass, of which `deal` gives each replica its part. `are_ready`: each is one item, that
-        is read as a batch."""
+    def __init__(
+        self, dealt: _C.DealtPass, batches: Sequence[Any], local_parts: LocalParts, *, are_ready: bool
+    ) -> None:
+        """`batches`: all of the pass, of which `local_parts` gives each replica its part. `are_ready`: each is one
+        item, that is read as a batch."""
         self.of_job: _C.LoaderPass = dealt
         self._batches = batches
-        self._deal = deal
+        self._local_parts = local_parts
         self._are_ready = are_ready
         self.numbers = _Numbers()
 
@@ -93,7 +95,7 @@ class DealtBatches:
         """The indices of tasks, as long as servers deal some."""
         while (number := self.numbers.ask(self.of_job)) is not None:
             batch = self._batches[number]
-            yield batch if self._are_ready else self._deal.cut(batch)
+            yield batch if self._are_ready else self._local_parts.cut(batch)
 
     def end(self) -> None:
         """The loop came to the end of the pass, which servers know."""
@@ -159,9 +161,9 @@ class SharedBatches:
 class Tasks:
     """The sampler of the loader that reads: the user's batches as tasks, each pass as `current` says when it begins."""
 
-    def __init__(self, loader: DataLoader[Any], deal: Deal, host: Capacities, draws: Draws) -> None:
+    def __init__(self, loader: DataLoader[Any], local_parts: LocalParts, host: Capacities, draws: Draws) -> None:
         self._loader = loader
-        self._deal = deal
+        self._local_parts = local_parts
         self._host = host
         self._draws = draws
         self.current = Task(0, 0, 0)
@@ -185,14 +187,14 @@ class Tasks:
 
     def _balanced(self, task: Task) -> Task:
         capacities = tuple(self._host.capacities)
-        # Where all are equal, an iterable is dealt as it is without balance.
+        # Where all are equal, an iterable is divided as it is without balance.
         return replace(task, capacities=capacities if len(set(capacities)) > 1 else ())
 
     def _cut(self, task: Task, indices: Iterable[Any]) -> Iterator[Task]:
         for index in indices:
             balanced = self._balanced(task)
             if self._loader.batch_sampler is not None:
-                index = self._deal.cut(index, balanced.capacities)
+                index = self._local_parts.cut(index, balanced.capacities)
             yield replace(balanced, index=index)
 
     def _indices(self, task: Task, num_skipped: int = 0) -> Iterator[Any]:

@@ -55,5 +55,8 @@ def told_by_all(core: _C.StrategyCore, what: str, act: Callable[[], str]) -> lis
 
 
 def _text_of(error: BaseException) -> str:
-    text = str(error)
+    try:
+        text = str(error).encode(errors="backslashreplace").decode()
+    except Exception:
+        text = "(its __str__ raises)"
     return text if isinstance(error, Error) else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from muster import _C
 from muster.errors import CheckpointError
+from muster.saved_layout import Metadata
 
 __all__ = ["Writing"]
-
-
-_Metadata = dict[str, str | int | float]
 
 
 class _Begun(NamedTuple):
@@ -28,7 +26,7 @@ class _Begun(NamedTuple):
     folder: Path
     size: int
     at: float
-    metadata: _Metadata
+    metadata: Metadata
 
 
 class _Written(NamedTuple):
@@ -37,7 +35,7 @@ class _Written(NamedTuple):
     folder: Path
     size: int
     at: float
-    metadata: _Metadata
+    metadata: Metadata
 
 
 _POLL = 0.002  # seconds between two looks at whether a checkpoint is written
@@ -67,7 +65,7 @@ class Writing:
         """False in a fork, where no thread writes."""
         return os.getpid() == self._pid
 
-    def write(self, folder: Path, keep: int | None, tensors: dict[str, Tensor], metadata: _Metadata) -> None:
+    def write(self, folder: Path, keep: int | None, tensors: dict[str, Tensor], metadata: Metadata) -> None:
         """Copies the tensors and begins to write, once the last checkpoint is written. Raises CheckpointError where
         that went wrong, or the folder cannot be used."""
         writer = self._writer_to(folder, keep)
@@ -97,7 +95,7 @@ class Writing:
             self._let_go_of_gone()
             raise
 
-    def start(self, joint: _C.JointSnapshot, size: int, metadata: _Metadata, patience: float) -> None:
+    def start(self, joint: _C.JointSnapshot, size: int, metadata: Metadata, patience: float) -> None:
         """Begins to write this rank's part of a checkpoint of `size` bytes; its copies are made. The chief waits for
         others from which something comes in `patience` seconds."""
         joint.start(metadata, patience)
@@ -120,7 +118,7 @@ class Writing:
         finally:
             cut.close()
 
-    def write_rest(self, cut: _C.CutWriting, tensors: Mapping[str, Tensor | _C.Run], metadata: _Metadata) -> None:
+    def write_rest(self, cut: _C.CutWriting, tensors: Mapping[str, Tensor | _C.Run], metadata: Metadata) -> None:
         """Copies the tensors but for stand-ins and begins to write them, in with_servers()."""
         rest = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
         with self._noted_failure():
@@ -136,7 +134,7 @@ class Writing:
             self._writer, self._made_with = _C.SnapshotWriter(made_with[0], keep), made_with
         return self._writer
 
-    def _note_begun(self, size: int, metadata: _Metadata) -> None:
+    def _note_begun(self, size: int, metadata: Metadata) -> None:
         assert self._made_with is not None
         self._begun = _Begun(self._made_with[0], size, time.monotonic(), metadata)
 
@@ -210,7 +208,7 @@ class Writing:
         with contextlib.suppress(OSError):  # it may be taken away at any time
             self._written = self._newest[folder] = _Written(own, size, _time_of(own), metadata)
 
-    def metadata_of(self, checkpoint: Path) -> _Metadata | None:
+    def metadata_of(self, checkpoint: Path) -> Metadata | None:
         """The metadata of the checkpoint in that folder, where it is the last one that this process wrote there."""
         written = self._newest.get(checkpoint.absolute().parent)
         if written is None or written.folder != checkpoint.absolute():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,6 +32,44 @@ class Frozen:
 class Slotted:
     x: Tensor
     names: list[str]
+
+
+class Samples(list[Any]):
+    """Knows more than its items."""
+
+    def __init__(self, items: Any, *, source: str) -> None:
+        super().__init__(items)
+        self.source = source
+
+
+class Fields(tuple[Any, ...]):
+    source: str
+
+    def __new__(cls, x: Any, y: Any) -> Fields:
+        return super().__new__(cls, (x, y))
+
+
+class NamedFields(Pair):
+    source: str
+
+
+class Immutable(Mapping[str, Any]):
+    def __init__(self, members: Mapping[str, Any]) -> None:
+        self._members = dict(members)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._members[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+
+class FromKeys(Immutable):
+    def __init__(self, *, x: Any) -> None:
+        super().__init__({"x": x})
 
 
 class Opaque:
@@ -143,6 +182,47 @@ def test_structures_keep_their_types() -> None:
         assert part["max"].values.size(0) == len(expected)
     assert batch["frozen"].x.numel() == 5, "the batch itself was changed"
     assert batch["user"]["k"].numel() == 5
+
+
+def from_file(fields: Any) -> Any:
+    fields.source = "file"
+    return fields
+
+
+def first_of(structure: Any) -> Any:
+    return next(iter(structure.values() if isinstance(structure, Mapping) else structure))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: Samples([x, {"y": x}], source="file"),
+        lambda x: from_file(Fields(x, {"y": x})),
+        lambda x: from_file(NamedFields(x, {"y": x})),
+        lambda x: defaultdict(list, {0: x, 1: {"y": x}}),
+        lambda x: Immutable({"x": x}),
+        lambda x: MappingProxyType({"x": x}),
+        lambda x: torch.max(x.view(-1, 1), dim=1),
+    ],
+    ids=["list", "tuple", "named", "defaultdict", "immutable", "proxy", "struct"],
+)
+def test_structures_of_users_classes_are_rebuilt_whole(make: Callable[[Tensor], Any]) -> None:
+    buffer = torch.arange(9.0)
+    batch = make(buffer[:8])
+    for (part,), values in zip(split((batch,), 2), buffer[:8].chunk(2), strict=True):
+        assert type(part) is type(batch)
+        assert torch.equal(first_of(part), values)
+        for name in ("source", "default_factory"):
+            assert getattr(part, name, None) == getattr(batch, name, None)
+    unaligned = make(buffer[1:])
+    ((alone,),) = split((unaligned,), 1)
+    assert type(alone) is type(batch), "with one part types depend on where data starts"
+    assert first_of(alone).data_ptr() % 64 == 0
+
+
+def test_an_immutable_mapping_that_no_dict_makes_becomes_one() -> None:
+    for part in split((FromKeys(x=torch.zeros(4)),), 2):
+        assert part[0].keys() == {"x"}
 
 
 def test_columns_of_plain_values_are_split_like_tensors() -> None:

@@ -105,20 +105,21 @@ def replaced(strategy: muster.Strategy, way: str) -> Any:
     model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
     x = part_of(strategy, rows())
 
-    def step(x: Tensor) -> Tensor:
+    def fail(x: Tensor) -> Tensor:
         model(x)
+        strategy.barrier()
         raise KeyError("after the forward pass")
 
     if way == "run":
         strategy.run(lambda x: model(x), x)
     else:
         with pytest.raises(KeyError):
-            strategy.step(step, x)
+            (strategy.step if way == "a step that raises" else strategy.run)(fail, x)
     ones = muster.PerReplica([torch.ones(1)] * len(strategy.devices))
     return [part.item() for part in strategy.run(lambda _: model.seen.clone(), ones)]
 
 
-@pytest.mark.parametrize("way", ["a step that raises", "run"])
+@pytest.mark.parametrize("way", ["a step that raises", "run", "a run that raises"])
 def test_a_buffer_that_was_replaced_outside_a_window_is_the_replicas_own(job: Launcher, way: str) -> None:
     seen = [value for of_rank in job(replaced, way) for value in of_rank]
     assert seen == pytest.approx([part.mean() for part in np.array_split(rows().numpy(), job.replicas)])

@@ -175,6 +175,27 @@ def test_the_optimizer_is_stepped_by_hand_after_a_backward_by_hand_only(worker_j
     worker_job(mixed_with_step)
 
 
+def by_forward(strategy: muster.Strategy) -> Any:
+    module = build()
+    model = strategy.prepare(module)
+    x = mine(strategy, batches()[0])
+    with model.no_sync():
+        model.forward(x).mean().backward()
+    model.forward(x).square().mean().backward()
+    return gradients(module)
+
+
+def test_forward_that_is_called_by_name_is_averaged_like_any_other(worker_job: Launcher) -> None:
+    model = build()
+    x = batches()[0]
+    (model(x).mean() + model(x).square().mean()).backward()
+    for actual in worker_job(by_forward):
+        for a, p in zip(actual, model.parameters(), strict=True):
+            assert (a is None) == (p.grad is None)
+            if a is not None and p.grad is not None:
+                np.testing.assert_allclose(a, p.grad.numpy(), rtol=1e-9, atol=1e-12)
+
+
 def with_accumulate(strategy: muster.Strategy) -> None:
     model = strategy.prepare(build())
     x = mine(strategy, batches()[0])
@@ -190,8 +211,9 @@ def test_under_mirrored_it_is_an_error_that_says_what_to_write() -> None:
     with muster.MirroredStrategy(["cpu"] * 2) as strategy:
         module = build()
         model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
-        with pytest.raises(muster.InvalidArgument, match=r"strategy\.step\(fn"):
-            model(batches()[0]).square().mean().backward()
+        for forward in (model, model.forward):
+            with pytest.raises(muster.InvalidArgument, match=r"strategy\.step\(fn"):
+                forward(batches()[0]).square().mean().backward()
         assert strategy.step(lambda x: model(x).square().mean(), batches()[0]).stepped
 
 

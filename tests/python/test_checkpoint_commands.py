@@ -155,6 +155,21 @@ def test_show_tells_people(runs: Path) -> None:
         assert words in out, words
 
 
+def test_an_optimizers_state_of_no_parameter_is_shown_and_compared_and_exported(tmp_path: Path) -> None:
+    for name, seen in (("a", 7), ("b", 8)):
+        module = torch.nn.Linear(2, 1)
+        optimizer: Any = torch.optim.RMSprop(module.parameters())
+        with mirrored() as strategy:
+            strategy.prepare(module, optimizer)
+            optimizer.state["seen"] = seen
+            strategy.save(tmp_path / name)
+    assert json.loads(run("show", "--json", tmp_path / "a")[1])["optimizers"][0]["others"] == {"seen": 7}
+    assert "of no parameter: seen=7" in run("show", tmp_path / "a")[1]
+    assert "optimizers/0/others/seen: 7 and 8" in run("diff", tmp_path / "a", tmp_path / "b")[1]
+    run("convert", tmp_path / "a", tmp_path / "a.pt")
+    assert torch.load(tmp_path / "a.pt")["optimizer"]["state"] == {"seen": 7}
+
+
 def test_infinities_are_shown_and_json_stays_json(tmp_path: Path) -> None:
     with mirrored() as strategy:
         strategy.save(tmp_path, rate=float("inf"), pair=(1, float("nan")))
@@ -209,18 +224,19 @@ def test_every_difference_is_said(tmp_path: Path) -> None:
     first = {
         "values": zeros, "dtype": zeros, "shape": zeros, "bits": torch.zeros(2), "nan": same_nan, "rate": 0.5,
         "none": float("nan"), "kind": 1, "ours": 7, "counts": torch.tensor([1, 2, 3]), "list": [1, (2, 3)],
-        "yes": torch.tensor([True]),
+        "yes": torch.tensor([True]), "complex": torch.tensor([1 + 2j, 3 - 1j]),
     }  # fmt: skip
     second = {
         "values": other, "dtype": zeros.double(), "shape": zeros.T, "bits": -torch.zeros(2), "nan": same_nan.clone(),
         "rate": 0.25, "none": float("nan"), "kind": 1.0, "theirs": zeros, "counts": torch.tensor([1, 2, 9]),
-        "list": [1, (2, 4)], "yes": torch.tensor([False]),
+        "list": [1, (2, 4)], "yes": torch.tensor([False]), "complex": torch.tensor([1 + 2.5j, 3 - 1j]),
     }  # fmt: skip
     code, out, _ = run("diff", state_of(tmp_path / "a", **first), state_of(tmp_path / "b", **second))
     assert code == 1
     lines = [line.removeprefix("state/") for line in out.splitlines() if line.startswith("state/")]
     assert sorted(lines) == [
         "bits/value: 2 of 2 elements differ, by at most 0",
+        "complex/value: 1 of 2 elements differ, by at most 0.5",
         "counts/value: 1 of 3 elements differ, by at most 6",
         "dtype/value: float32 [2, 3] and float64 [2, 3]",
         "kind/value: 1 and 1.0",
@@ -232,7 +248,7 @@ def test_every_difference_is_said(tmp_path: Path) -> None:
         "values/value: 2 of 6 elements differ, by at most 0.25",
         "yes/value: 1 of 1 elements differ, by at most 1",
     ]
-    assert out.splitlines()[-1].startswith("11 differences; ")
+    assert out.splitlines()[-1].startswith("12 differences; ")
 
 
 def test_a_damaged_checkpoint_is_neither_equal_nor_different(runs: Path) -> None:

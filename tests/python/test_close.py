@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,7 +208,7 @@ def test_a_strategy_that_is_forgotten_while_a_replica_works_frees_nothing_that_i
     assert gone() is None
 
 
-def test_two_threads_that_step_at_once_are_told_so() -> None:
+def test_two_threads_that_step_at_once_are_told_so(tmp_path: Path) -> None:
     with muster.MirroredStrategy(["cpu"] * 2) as strategy:
         model = prepared(strategy)
         held = Held(model)
@@ -217,6 +218,9 @@ def test_two_threads_that_step_at_once_are_told_so() -> None:
             for call in (strategy.step, strategy.run):
                 with pytest.raises(muster.InvalidArgument, match="another thread is in step"):
                     call(lambda x: model(x).mean(), X)
+            for call_with_folder in (strategy.save, strategy.load):
+                with pytest.raises(muster.InvalidArgument, match="another thread is in step"):
+                    call_with_folder(tmp_path)
         finally:
             held.may_end.set()
             first.join(20)
@@ -339,3 +343,44 @@ def test_a_module_that_refers_to_its_strategy_keeps_nothing_alive() -> None:
     gone, threads = use()
     end_by_themselves(threads)
     assert gone() is None
+
+
+def test_the_interpreters_exit_waits_for_daemon_threads_in_calls(tmp_path: Path) -> None:
+    code = """
+import sys, threading
+import torch, muster
+from muster import _C
+
+tensors = {str(i): torch.ones(4_000_000) for i in range(10)}
+began = threading.Event()
+
+def write():
+    began.set()
+    _C._checkpoint.write_snapshot(sys.argv[1], tensors, {})
+    print("written", flush=True)
+
+threading.Thread(target=write, daemon=True).start()
+began.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr
+
+
+def stepped_in_a_child(connection: Any, strategy: muster.Strategy, model: Any) -> None:
+    x = torch.ones(4096, 4)
+    connection.send(bool(strategy.step(lambda x: (model(x) * x.exp()).mean(), x).stepped))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_steps_with_the_strategy_of_one_replica() -> None:
+    with muster.MirroredStrategy(["cpu"], threads_per_replica=2) as strategy:
+        model = prepared(strategy)
+        x = torch.ones(4096, 4)
+        strategy.step(lambda x: (model(x) * x.exp()).mean(), x)
+        here, there = multiprocessing.get_context("fork").Pipe()
+        child = multiprocessing.get_context("fork").Process(target=stepped_in_a_child, args=(there, strategy, model))
+        child.start()
+        try:
+            assert here.poll(60) and here.recv()
+        finally:
+            child.kill()

@@ -192,6 +192,43 @@ def test_inside_a_step_they_act_between_replicas(job: Launcher) -> None:
             assert total == {"n": sum(range(n))}
 
 
+def of_modules(strategy: muster.Strategy, source: int) -> Any:
+    model = strategy.prepare(nn.BatchNorm1d(2))
+
+    def fn(x: Tensor) -> tuple[float, float]:
+        model.running_mean.fill_(10.0 + strategy.replica)
+        strategy.barrier()
+        assert strategy.broadcast(model, source) is model
+        return float(model.running_mean[0]), float(model.weight[0])
+
+    return list(strategy.run(fn, own(strategy, lambda r: torch.zeros(1))))
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_inside_a_step_each_replicas_module_takes_the_sources_values(job: Launcher, source: int) -> None:
+    if source >= job.replicas:
+        pytest.skip("no such replica")
+    for in_replicas in job(of_modules, source):
+        assert in_replicas == [(10.0 + source, 1.0)] * job.local_replicas
+
+
+def of_the_source_alone(strategy: muster.Strategy) -> Any:
+    values = ("x" * 300, 7, -0.5, True, {"a": ("b", [1, None])}, {"text": 1, 2: "tensor"})
+
+    def fn(x: Tensor) -> Any:
+        return [strategy.broadcast(value if strategy.replica == 0 else None, 0) for value in values] + [
+            strategy.broadcast((1, "one") if strategy.replica == 0 else 1.0, 0)
+        ]
+
+    return values, list(strategy.run(fn, own(strategy, lambda r: torch.zeros(1))))
+
+
+def test_inside_a_step_the_source_alone_says_what_a_value_without_tensors_is(job: Launcher) -> None:
+    for values, in_replicas in job(of_the_source_alone):
+        for sent in in_replicas:
+            assert sent == [*values, (1, "one")] and [type(v) for v in sent[:4]] == [str, int, float, bool]
+
+
 def refused(strategy: muster.Strategy) -> None:
     with pytest.raises(muster.InvalidArgument, match=r"value\['a'\]\[1\].*set cannot travel"):
         strategy.reduce({"a": [1, {2}]})

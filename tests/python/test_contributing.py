@@ -56,7 +56,9 @@ def test_a_target_is_a_recipe_whose_own_files_exist(target: str) -> None:
 def test_ci_runs_lint_and_test_in_a_fresh_environment() -> None:
     made = re.findall(r'make VENV="\$folder/venv" ([a-z]+(?:[ -][a-z]+)*)', CI)
     assert made == ["package dev", "lint-only", "test"]
-    assert re.search(r"^lint: package dev lint-only$", MAKEFILE, re.MULTILINE)
+    # As its recipe, which waits for the others: with -j prerequisites are made beside one another.
+    assert re.search(r"^lint: package dev\n\t\$\(MAKE\) --no-print-directory lint-only$", MAKEFILE, re.MULTILINE)
+    assert re.search(r"^docs: package dev\n\t\$\(MAKE\) --no-print-directory docs-only$", MAKEFILE, re.MULTILINE)
     assert re.search(r'^exit "\$status"$', CI, re.MULTILINE)
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 

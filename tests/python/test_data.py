@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import multiprocessing
+import pickle
 import random
 import threading
 import weakref
@@ -579,6 +580,54 @@ def test_a_stream_goes_on_where_it_stopped_also_after_an_error() -> None:
     assert pieces == whole
 
 
+def drawn_from_all() -> list[float]:
+    """Two normal numbers are made at once: what is drawn first may be the second of a pair."""
+    return [float(torch.rand(())), random.random(), random.gauss(0, 1), float(np.random.rand()), np.random.randn()]
+
+
+@pytest.fixture
+def another_numpy_generator() -> Iterator[Any]:
+    """NumPy's global generator is not the Mersenne Twister."""
+    before, state = np.random.get_bit_generator(), np.random.get_state()
+    bits = np.random.PCG64(5)
+    np.random.set_bit_generator(bits)
+    yield bits
+    np.random.set_bit_generator(before)
+    np.random.set_state(state)
+
+
+def test_a_stream_draws_the_same_whatever_numpys_generator_is(another_numpy_generator: Any) -> None:
+    with AgreedStream(3):
+        inside = drawn_from_all()
+    np.random.randn()  # its second number is kept
+    expected = np.random.get_state(legacy=False)
+    stream = AgreedStream(3)
+    with stream:
+        pass
+    assert np.random.get_bit_generator() is another_numpy_generator
+    assert np.random.get_state(legacy=False) == expected
+    np.random.set_bit_generator(np.random.MT19937(1))
+    with stream:
+        assert drawn_from_all() == inside
+
+
+def test_a_stream_that_cannot_begin_leaves_the_generators_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    def states() -> str:
+        return str((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()))
+
+    stream, before, set_state = AgreedStream(3), states(), np.random.set_state
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+        def interrupted(_: Any) -> None:
+            patch.setattr(np.random, "set_state", set_state)
+            raise KeyboardInterrupt
+
+        patch.setattr(np.random, "set_state", interrupted)
+        with stream:
+            pass
+    assert states() == before
+
+
 def test_epochs_count_passes() -> None:
     (loader,) = Job().prepare(lambda: DataLoader(Numbers(6), 3, shuffle=True))
 
@@ -900,6 +949,8 @@ def test_a_prepared_loader_refuses_to_be_copied() -> None:
     (prepared,) = Job().prepare(lambda: DataLoader(Numbers(3)))
     with pytest.raises(InvalidArgument, match="copy the DataLoader, and prepare the copy"):
         copy.deepcopy(prepared)
+    with pytest.raises(InvalidArgument, match="prepare the copy"):
+        pickle.dumps(prepared)
 
 
 def test_what_cannot_be_prepared_is_refused() -> None:

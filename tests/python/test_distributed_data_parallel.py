@@ -1492,6 +1492,53 @@ def nothing_stays_of_a_wrapper(parallel: Any) -> None:
 
 
 @ours
+def a_wrapper_that_nothing_names_averages(parallel: Any) -> None:
+    x = parts()
+
+    def loss_of(model: nn.Module, number: int) -> Tensor:
+        return model(x[number]).square().mean()  # type: ignore[no-any-return]
+
+    for make in (lambda: nn.Linear(4, 3), lambda: nn.Sequential(nn.Linear(4, WIDE), nn.Linear(WIDE, WIDE))):
+        module = built(make)
+        expected = mean_gradients(module, loss_of)
+        loss_of(parallel(module), rank()).backward()
+        assert_equal(gradients(module), expected)
+
+
+@ours
+def a_wrapper_averages_each_backward_of_an_output_that_outlives_it(parallel: Any) -> None:
+    x = parts()
+    module = built(Net).eval()
+    ddp = parallel(module)
+    outputs = [ddp(x[rank()]).square().mean() for _ in range(2)]
+    expected = mean_gradients(module, lambda m, n: m(x[n]).square().mean())
+    reducer = weakref.ref(ddp.reducer)
+    del ddp
+    while outputs:
+        module.zero_grad()
+        outputs.pop().backward()
+        assert_equal(gradients(module), expected)
+    gc.disable()
+    assert reducer() is None
+    gc.enable()
+
+
+@ours
+def an_output_that_is_kept_averages_no_other_backward(parallel: Any) -> None:
+    # Else the rank that has kept it would wait for the other.
+    x = parts()
+    module = built(Net)
+    output = parallel(module)(x[rank()])
+    if rank() == 1:
+        del output
+    alone = copy.deepcopy(module)
+    for each in (module, alone):
+        each(x[rank()]).square().mean().backward()
+    assert_equal(gradients(module), gradients(alone))
+    dist.barrier()
+
+
+@ours
 def a_group_has_one_strategy(parallel: Any) -> None:
     first, second = parallel(built(Net)), parallel(built(Net, seed=1))
     assert first.reducer.meet() is second.reducer.meet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -28,6 +29,13 @@ class Broken(Exception):
     def __init__(self, code: int) -> None:
         super().__init__(f"broken {code}")
         self.code = code
+
+
+class Unspeakable(Exception):
+    """Of which no text can be made."""
+
+    def __str__(self) -> str:
+        raise LookupError("no words")
 
 
 def fail_at_once(strategy: muster.Strategy, loss: Tensor) -> Tensor:
@@ -412,3 +420,62 @@ def test_sigterm_stops_all_ranks_at_the_same_windows_end() -> None:
             assert seen == [5, 6, 7]
     finally:
         pool.close()
+
+
+def raising_what_no_text_holds(strategy: muster.Strategy, error: Exception, told: str) -> None:
+    module = nn.Linear(4, 1)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = part_of(strategy, torch.randn(8, 4))
+    last = strategy.num_replicas - 1
+    is_mine = strategy.first_replica <= last < strategy.first_replica + len(strategy.devices)
+
+    def step(x: Tensor) -> Tensor:
+        if strategy.replica == last:
+            raise error
+        return model(x).square().mean()
+
+    for call in (strategy.step, strategy.run):
+        expected = type(error) if is_mine else muster.RemoteError
+        with contextlib.nullcontext() if call == strategy.run and not is_mine else pytest.raises(expected) as raised:
+            call(step, x)
+        if not is_mine and raised is not None:
+            assert raised.value.type == type(error).__name__
+            assert raised.value.text == told
+    assert strategy.step(lambda x: model(x).square().mean(), x).stepped
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(ValueError("bad \udcff name"), "bad \\udcff name"), (Unspeakable(), "(its __str__ raises)")],
+    ids=["surrogates", "no text"],
+)
+def test_exceptions_without_a_plain_text_leave_the_strategy_usable(job: Launcher, error: Exception, told: str) -> None:
+    job(raising_what_no_text_holds, error, told)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_an_option_that_an_optimizer_cannot_step_with_is_named(fuse: bool, kind: Any, has_stepped: bool) -> None:
+    with muster.MirroredStrategy(["cpu"], fuse=fuse) as strategy:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        model, optimizer = strategy.prepare(net, kind([{"params": layer.parameters()} for layer in net], lr=0.1))
+
+        def step() -> muster.StepResult:
+            return strategy.step(lambda x: model(x).sum(), torch.ones(2, 4))
+
+        if has_stepped:
+            step()
+        group = optimizer.param_groups[1]
+        for name in ("lr", "weight_decay", "betas" if kind is torch.optim.AdamW else "lr"):
+            good = group.pop(name)
+            with pytest.raises(muster.InvalidArgument, match=f"'{name}' of group 1 of {kind.__name__} is missing"):
+                step()
+            for bad in ("high", None, [1.0]):
+                group[name] = bad
+                with pytest.raises(muster.InvalidArgument, match=f"'{name}' of group 1 of {kind.__name__} is ") as told:
+                    step()
+                assert repr(bad) in str(told.value)
+                assert f"one like {good!r}; set optimizer.param_groups[1]['{name}']" in str(told.value)
+            group[name] = good
+        assert step().stepped

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +24,7 @@ import muster.horovod as hvd
 from muster.horovod import world
 from support.commands import Processes, needs
 from support.jobs import WorkerPool
+from support.messages import messages_of_muster
 from support.ranks import Ranks, environment, free_port
 from support.scripts import output_of
 
@@ -219,22 +222,27 @@ def test_a_peer_that_dies_is_an_error(kind: str) -> None:
     assert texts[1].startswith("HorovodInternalError")
 
 
-def late(kind: str) -> Any:
-    variables = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1.5"}
+@contextmanager
+def stalls_after(seconds: float, kind: str) -> Iterator[None]:
+    variables = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(seconds)}
     if kind == "group":
         variables["HOROVOD_HOSTNAME"] = os.environ["RANK"]
     os.environ.update(variables)
     try:
         hvd.init()
-        if hvd.rank() == 1 and kind != "another name":
-            time.sleep(3.5)
-        name = f"late {hvd.rank()}" if kind == "another name" else "late"
-        text = raised(hvd.allreduce, torch.zeros(1), name=name)
+        yield
         hvd.shutdown()
-        return text
     finally:
         for name in variables:
             del os.environ[name]
+
+
+def late(kind: str) -> Any:
+    with stalls_after(1.5, kind):
+        if hvd.rank() == 1 and kind != "another name":
+            time.sleep(3.5)
+        name = f"late {hvd.rank()}" if kind == "another name" else "late"
+        return raised(hvd.allreduce, torch.zeros(1), name=name)
 
 
 @pytest.mark.parametrize("kind", ["host", "group", "another name"])
@@ -242,6 +250,25 @@ def test_a_rank_that_stays_away_fails_the_others(two_workers: WorkerPool, kind: 
     first, second = two_workers.call(late, kind)
     assert first.startswith("HorovodInternalError: allreduce 'late")
     assert second.startswith("HorovodInternalError: allreduce 'late")
+
+
+def mismatched(kind: str) -> Any:
+    with stalls_after(2.5, kind):
+        hvd.allreduce(torch.zeros(1))
+        with messages_of_muster() as messages:
+            text = raised(hvd.allgather if hvd.rank() == 0 else hvd.allreduce, torch.zeros(1), name="kd")
+        return text, messages
+
+
+@pytest.mark.parametrize("kind", ["host", "group"])
+def test_a_name_that_ranks_use_for_different_operations_is_told(two_workers: WorkerPool, kind: str) -> None:
+    for rank, (text, messages) in enumerate(two_workers.call(mismatched, kind)):
+        own, other = ("allgather", "allreduce") if rank == 0 else ("allreduce", "allgather")
+        assert f"{own} 'kd' has waited" in messages[0]
+        assert f"rank {1 - rank} has asked for {other} 'kd'" in messages[0]
+        assert text.startswith(f"HorovodInternalError: {own} 'kd': ")
+        if kind == "host":  # where reasons reach other ranks
+            assert "allgather 'kd'" in text and "allreduce 'kd'" in text
 
 
 EXAMPLE = "examples/migrations/horovod_digits.py"

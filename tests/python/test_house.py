@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
@@ -65,6 +66,22 @@ def test_each_bound_can_fail() -> None:
 def test_every_class_of_the_product_is_seen() -> None:
     found = {count.name for count in house.all_classes()}
     assert {"Communicator", "Strategy", "FlatLayout", "Quorum"} <= found
+
+
+def test_modules_list_what_others_import_and_nothing_else() -> None:
+    sources = {
+        "p.a": "__all__ = ['listed', 'unused', 'reached', 'tested']",
+        "p.b": "from p import a, face\nfrom p.a import _own, listed, unlisted\na.reached()\na.hidden()\nface.inner()",
+        "p.face": "__all__ = ['for_users']",
+        "p.free": "from p.b import anything",
+    }
+    product = {name: ast.parse(source) for name, source in sources.items()}
+    tests = [ast.parse("import p.a\np.a.tested()")]
+    assert sorted(house.check_exports(product, tests, ["p.face"])) == [
+        "p.a lists unused in __all__, and nobody takes it: leave it out",
+        "p.b takes hidden from p.a, whose __all__ lacks it: list it there",
+        "p.b takes unlisted from p.a, whose __all__ lacks it: list it there",
+    ]
 
 
 HIDDEN = b"""

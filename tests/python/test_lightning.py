@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import yaml
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
@@ -35,6 +36,7 @@ from lightning.pytorch.callbacks import (
     ModelSummary,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -43,6 +45,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import muster.lightning
 from muster import attributes
+from muster.lightning.workers import Job
 from support.jobs import WorkerPool, plain
 from support.scripts import output_of
 from support.servers import Servers
@@ -176,14 +179,16 @@ class Losses(Callback):
 # --- fitting ----------------------------------------------------------------------------------------------------------
 
 
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
 def trainer(strategy: Any, **arguments: Any) -> pl.Trainer:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(accelerator="cpu", strategy=strategy, **{"max_epochs": 2, **quiet, **arguments})
+    return pl.Trainer(accelerator="cpu", strategy=strategy, **{"max_epochs": 2, **QUIET, **arguments})
 
 
 def fitted(
@@ -1127,6 +1132,25 @@ def test_a_model_is_summarised_as_by_lightning(two_workers: WorkerPool, strategy
         assert two_workers.call(summarised_by_ranks, strategy, devices) == [expected, None]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("DDPStrategy", {"find_unused_parameters": True}), ("MirroredStrategy", {"balance": "auto"})],
+)
+def test_a_config_file_gives_strategies_their_options(
+    strategy: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = {"class_path": f"muster.lightning.{strategy}", "init_args": options}
+    config = {"trainer": {**QUIET, "accelerator": "cpu", "max_epochs": 1, "strategy": chosen}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr(sys, "argv", ["train", "--config", str(tmp_path / "config.yaml"), "--trainer.devices", "1"])
+    cli = LightningCLI(Descending, Points, run=False, save_config_callback=None)
+    assert type(cli.trainer.strategy) is getattr(muster.lightning, strategy)
+    given = cli.config.trainer.strategy.init_args
+    assert {name: given[name] for name in options} == options
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    assert cli.trainer.global_step == 6
+
+
 EXAMPLE = "examples/migrations/lightning_digits.py"
 
 
@@ -1183,3 +1207,9 @@ def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "muster.lightning")
     with pytest.raises(ImportError, match=r"needs Lightning.*pip install"):
         importlib.import_module("muster.lightning")
+
+
+@pytest.mark.parametrize(("address", "host"), [("node1:29500", "node1"), ("[fe80::1]:29500", "fe80::1")])
+def test_lightning_is_told_the_chiefs_host_without_brackets(address: str, host: str) -> None:
+    job = Job(muster.Cluster(0, 2, address))
+    assert (job.main_address, job.main_port) == (host, 29500)

@@ -572,6 +572,37 @@ def test_a_step_that_is_replaced_after_prepare_is_refused(strategy: muster.Mirro
         strategy.step(lambda x: model(x).square().mean(), x)
 
 
+class Halving(muster.optim.SGD):
+    """Has a step() of its own, as a class that is derived from torch's may."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+        return super().step(closure)
+
+
+class Named(muster.optim.SGD):
+    """Has none."""
+
+
+def test_a_step_of_a_class_derived_from_a_flat_one_is_called(strategy: muster.MirroredStrategy) -> None:
+    x = torch.linspace(-1, 1, 20).view(4, 5)
+    moved = []
+    for cls in (Halving, Named):
+        torch.manual_seed(0)
+        module = nn.Linear(5, 1)
+        before = module.weight.detach().clone()
+        model, optimizer = strategy.prepare(module, cls(module.parameters(), lr=0.5))
+        strategy.step(lambda x, model=model: model(x).square().mean(), x, optimizers=optimizer)
+        moved.append(module.weight.detach() - before)
+        assert (module.weight.grad is None) == (cls is Named), "a class without a step() of its own stays flat"
+    torch.testing.assert_close(moved[0] * 2, moved[1])
+    with muster.MirroredStrategy(shard_optimizer=True) as sharding, pytest.raises(muster.InvalidArgument, match="flat"):
+        other = nn.Linear(5, 1)
+        sharding.prepare(other, Halving(other.parameters(), lr=0.5))
+
+
 def test_alone_they_are_torchs() -> None:
     ours, theirs = net(), net()
     flat, plain = muster.optim.AdamW(ours.parameters(), lr=1e-3), torch.optim.AdamW(theirs.parameters(), lr=1e-3)

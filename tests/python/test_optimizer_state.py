@@ -464,6 +464,54 @@ def test_a_users_optimizer_resumes_with_its_state_as_it_was(tmp_path: Path) -> N
         assert torch.equal(own, theirs)
 
 
+def own_keys_after_a_load(
+    strategy: muster.Strategy, folder: Path, cls: type[torch.optim.Optimizer]
+) -> tuple[list[dict[Any, Any]], dict[Any, Any]]:
+    """An optimizer's state of all parameters together: after prepare() and a load(), and what `optimizer_state` has."""
+    module = nn.Linear(3, 2)
+    optimizer = cls(module.parameters(), lr=0.1)
+    state: dict[Any, Any] = optimizer.state
+    if strategy.rank == 0:
+        state |= {"weight": {"of": "all", "mean": torch.ones(3)}, "seen": 7}
+    model, _ = strategy.prepare(module, optimizer)
+
+    def own() -> dict[Any, Any]:
+        return {key: values for key, values in optimizer.state_dict()["state"].items() if isinstance(key, str)}
+
+    def step() -> None:
+        strategy.step(lambda x: model(x).square().mean(), part_of(strategy, torch.ones(4, 3)))
+
+    step()
+    found = [own()]
+    strategy.save(folder)
+    state["weight"], state["seen"] = {}, 0
+    strategy.load(folder)
+    found.append(own())
+    step()
+    strategy.barrier()
+    return found, muster.checkpoint.optimizer_state(folder)["state"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.RMSprop, {}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"shard_optimizer": True}),
+        (torch.optim.SGD, {}),
+    ],
+)
+def test_state_of_no_parameter_is_kept(
+    worker_job: Launcher, tmp_path: Path, cls: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    for here, exported in worker_job(own_keys_after_a_load, tmp_path, cls, **options):
+        for own in (*here, exported):
+            assert own["seen"] == 7
+            assert own["weight"]["of"] == "all"
+            assert own["weight"]["mean"].tolist() == [1.0] * 3
+        assert set(exported) - {"weight", "seen"} == (set() if cls is torch.optim.SGD else {0, 1})
+
+
 def shared_rate(strategy: muster.Strategy) -> tuple[bool, float]:
     module = nn.Linear(3, 2)
     rate = torch.tensor(0.5)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import muster
 from muster.errors import InvalidArgument
 from muster.per_replica import PerReplica
 
@@ -101,6 +102,13 @@ def test_it_survives_copy_pickle_and_weak_reference(pair: PerReplica[torch.Tenso
         assert isinstance(clone, PerReplica)
         assert all(torch.equal(a, b) for a, b in zip(clone, pair, strict=True))
     assert copy.copy(pair)[0] is pair[0]
+
+
+def test_copies_know_the_samples_of_their_parts() -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        means = strategy.run(torch.mean, torch.tensor([1.0, 2.0, 6.0]))  # parts of 2 samples and 1
+        for clone in (copy.copy(means), copy.deepcopy(means), pickle.loads(pickle.dumps(means))):
+            assert float(strategy.reduce(clone)) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("parts", [[], torch.ones(2), "ab", {"a": 1}], ids=repr)

@@ -253,6 +253,10 @@ def test_bad_options_are_refused() -> None:
         muster.MirroredStrategy(loss_scale=2.0)
     with pytest.raises(muster.InvalidArgument, match="backoff"):
         muster.MirroredStrategy(loss_scale=muster.LossScale(backoff=2.0))
+    for wrong in ({"init": "a"}, {"growth": True}, {"backoff": None}, {"interval": 2.5}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(muster.InvalidArgument, match=f"{name}={value!r}: it must be "):
+            muster.LossScale(**wrong)  # type: ignore[arg-type]
     with muster.MirroredStrategy(precision="fp16") as strategy:
         module = nn.Linear(2, 1)
         model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))

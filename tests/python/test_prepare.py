@@ -147,6 +147,30 @@ def test_optimizers_and_loaders_that_differ_between_ranks_are_refused(worker_job
         assert "rank 1 20 samples in 5 batches, in the order of a RandomSampler" in orders
 
 
+def corrected(strategy: muster.Strategy, chiefs: str, others: str) -> None:
+    """Rank 0 keeps its optimizer, which the others then have, too."""
+    module = build()
+    model = strategy.prepare(module)
+
+    def make(name: str) -> torch.optim.Optimizer:
+        return getattr(torch.optim, name)(module.parameters(), lr=0.01)  # type: ignore[no-any-return]
+
+    optimizer = make(others if strategy.rank else chiefs)
+    with pytest.raises(muster.LayoutMismatch, match=f"rank 0 has {chiefs}, rank 1 {others}"):
+        strategy.prepare(optimizer)
+    optimizer = make(chiefs) if strategy.rank else optimizer
+    strategy.prepare(optimizer)
+    for _ in range(2):
+        assert strategy.step(lambda x: loss_of(model, x), part_of(strategy, X)).stepped
+    loss_of(model, X).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("chiefs", ["RMSprop", "AdamW"])
+def test_an_optimizer_that_was_refused_is_prepared_once_ranks_agree(worker_job: Launcher, chiefs: str) -> None:
+    worker_job(corrected, chiefs, "SGD")
+
+
 def chiefs_values(strategy: muster.Strategy) -> Any:
     torch.manual_seed(strategy.rank)
     module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).to(torch.bfloat16))
@@ -640,3 +664,18 @@ def test_prepare_names_what_was_added_to_a_prepared_module() -> None:
         inner.module.append(nn.Linear(2, 2))
         with pytest.raises(muster.InvalidArgument, match=r"submodule '1' was added since prepare\(\)"):
             strategy.prepare(nn.Sequential(inner.module, nn.ReLU()))
+
+
+def test_a_program_that_prepares_anew_all_the_time_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with muster.MirroredStrategy(["cpu"]) as strategy:
+        for _ in range(150):
+            strategy.prepare(DataLoader(TensorDataset(torch.ones(2, 1))))
+    (told,) = (record.message for record in caplog.records if "have been prepared" in record.message)
+    assert told.startswith("100 loaders")
+
+
+def test_a_strategy_is_neither_copied_nor_pickled() -> None:
+    with muster.MirroredStrategy(["cpu"]) as strategy:
+        for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(muster.InvalidArgument, match="make one in each process"):
+                copied(strategy)

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 import muster
 from support.jobs import WorkerPool
 from support.ranks import run_ranks
+from support.saving import small_files
 from support.training import Config, Trained, train, train_mirrored
 
 CONFIGS = [
@@ -132,6 +134,27 @@ def _in_default_group() -> tuple[bool, list[int], float, bool, bool]:
 def test_workers_are_ranks_of_torch_distributed_while_the_strategy_is_open(two_workers: WorkerPool) -> None:
     for rank, seen in enumerate(two_workers.call(_in_default_group)):
         assert seen == (False, [rank, 2], 3.0, True, False)
+
+
+def _closed_after_a_full_disk(folder: Path) -> tuple[bool, bool]:
+    """Whether close() raised, and whether the default group is there afterwards."""
+    strategy = muster.MultiWorkerMirroredStrategy.from_env(timeout=30.0)
+    raised = False
+    with small_files():
+        strategy.save(folder, big=torch.zeros(10_000))
+        try:
+            strategy.close()
+        except muster.CheckpointError:
+            raised = True
+    return raised, dist.is_initialized()
+
+
+def test_the_default_group_goes_also_where_the_last_checkpoint_could_not_be_written(
+    two_workers: WorkerPool, tmp_path: Path
+) -> None:
+    chief, other = two_workers.call(_closed_after_a_full_disk, tmp_path)
+    assert chief == (True, False)
+    assert not other[1]
 
 
 def _with_a_group_of_its_own() -> bool:

@@ -9,6 +9,7 @@ import io
 import pickle
 import pickletools
 import threading
+import weakref
 from collections.abc import Callable
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -174,6 +175,125 @@ def test_attributes_set_inside_a_step_are_the_replicas_own() -> None:
             return int(model.seen), model.body.training
 
         assert list(strategy.run(remember, X)) == [(0, False), (1, True)]
+
+
+class Alike(nn.Linear):
+    """Equal to any other of its shape."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike) and self.weight.shape == other.weight.shape
+
+    __hash__ = nn.Module.__hash__
+
+
+def test_attributes_set_inside_a_step_are_the_replicas_own_where_modules_are_equal() -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        model = strategy.prepare(Alike(4, 1))
+
+        def remember(x: Tensor) -> int:
+            if strategy.replica == 1:
+                strategy.barrier()
+            model.seen = strategy.replica
+            if strategy.replica == 0:
+                strategy.barrier()
+            strategy.barrier()
+            return int(model.seen)
+
+        assert list(strategy.run(remember, X)) == [0, 1]
+
+
+def test_an_attribute_that_some_replicas_have_is_deleted_there() -> None:
+    with Job() as job:
+        job.raw.extra = 1
+        del job.model.extra
+        assert not hasattr(job.raw, "extra")
+        job.model.extra = 1
+        del job.model.extra
+        assert list(job.strategy.run(lambda x: hasattr(job.model, "extra"), X)) == [False, False]
+        with pytest.raises(AttributeError, match="extra"):
+            del job.model.extra
+
+
+class Moved(nn.Linear):
+    """Notes which of its methods are called."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.called: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        return self._noting(name, value) if name in ON_ALL else value
+
+    def _noting(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self.called.append(name)
+            return self if name in ON_NO_CPU else method(*args, **kwargs)
+
+        return noting
+
+
+ON_NO_CPU = ("cuda", "ipu", "mtia", "xpu")
+ON_ALL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("train", "eval", "requires_grad_", "zero_grad", "half", "bfloat16", "double", "float"), ()),
+    **dict.fromkeys(("compile", "cpu", "share_memory", *ON_NO_CPU), ()),
+    "to": (torch.float64,), "type": (torch.float32,), "to_empty": (), "apply": (lambda module: None,),
+    "register_buffer": ("late", torch.zeros(1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_ALL)
+def test_methods_that_change_the_module_change_that_of_every_replica(name: str) -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        model = strategy.prepare(Moved())
+        options = {"device": "cpu"} if name == "to_empty" else {}
+        result = getattr(model, name)(*ON_ALL[name], **options)
+        assert result is (None if name in ("zero_grad", "compile", "register_buffer") else model)
+        assert [name in called for called in strategy.run(lambda x: [*model.called], X)] == [True, True]
+
+
+class OnMeta:
+    """What a prepared module knows of a strategy whose devices are no CPU."""
+
+    devices = (torch.device("meta"),) * 2
+    current_local_replica = -1
+
+
+@pytest.mark.parametrize("name", ["to", "cpu", "to_empty"])
+def test_a_module_that_is_moved_stays_on_the_devices_of_its_replicas(name: str) -> None:
+    owner: Any = OnMeta()
+    modules = [nn.Linear(4, 1) for _ in owner.devices]
+    model = Replicated(modules, weakref.ref(owner), 0)
+    assert getattr(model, name)(**({} if name == "cpu" else {"device": "cpu"})) is model
+    assert [module.weight.device.type for module in modules] == ["meta", "meta"]
+
+
+def test_a_module_that_was_emptied_is_loaded_and_trains_on() -> None:
+    with Job() as job:
+        values = copy.deepcopy(job.raw.state_dict())
+        job.model.to_empty(device="cpu")
+        job.model.load_state_dict(values)
+        for _ in range(2):
+            job.step()
+
+
+def test_a_prepared_module_is_true_and_equal_to_its_module() -> None:
+    with Job() as job:
+        model, raw = job.model, job.raw
+        assert model and model.body and not job.strategy.prepare(nn.Sequential())
+        assert model == raw and raw == model and model != model.body and model.body == raw.body and model != 1
+        assert hash(model) == hash(raw) and model.body in {*raw.modules()} and raw.body in [model.body]
+        assert {raw.heads: 1}[model.heads] == 1
+
+
+def test_a_shallow_copy_is_no_part_of_the_job() -> None:
+    with Job() as job:
+        for part, raw in ((job.model, job.raw), (job.model.body, job.raw.body)):
+            copied = copy.copy(part)
+            assert copied is not raw and type(copied) is type(raw)
+            copied.seen = 1
+            assert not hasattr(raw, "seen")
+            assert [id(p) for p in copied.parameters()] == [id(p) for p in raw.parameters()]
 
 
 def test_copies_and_pickles_of_parts_are_plain() -> None:
@@ -535,6 +655,17 @@ def test_what_cannot_be_copied_is_shared() -> None:
     with Job() as job:
         job.raw.lock = threading.Lock()
         assert list(job.strategy.run(lambda x: job.model.lock is job.raw.lock, X)) == [True, True]
+
+
+def test_what_cannot_be_copied_leaves_nothing_half_copied() -> None:
+    with Job() as job:
+        inner = [1, memoryview(b"of C"), 2]  # which nothing copies
+        job.raw.outer = {"inner": inner}
+        job.raw.inner = inner
+        job.raw.outer_again = job.raw.outer
+        seen = job.strategy.run(lambda x: (job.model.outer, job.model.inner, job.model.outer_again), X)
+        for outer, own, again in seen:
+            assert outer["inner"] == own == inner and again is outer
 
 
 def test_a_parameter_or_submodule_that_was_added_or_replaced_is_refused_by_name() -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import muster
+from muster.loader import Loader
 from muster.writing import Writing
 from support.ranks import run_ranks
 from support.saving import NAMES, Job, mirrored, same, small_files
@@ -47,6 +48,22 @@ def test_what_went_wrong_with_the_last_checkpoint_is_said_at_the_next_call_once(
         found = strategy.load(tmp_path)
         assert found is not None and found["number"] == (1 if how == "close" else 3)
     assert not [*tmp_path.glob(".partial-snapshot-*")]
+
+
+def test_close_ends_all_and_raises_what_went_wrong_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Loader[object]) -> None:
+        raise RuntimeError("a worker of the loader")
+
+    strategy = mirrored()
+    Job(strategy)
+    with small_files(), monkeypatch.context() as patch:
+        strategy.save(tmp_path, big=torch.zeros(10_000))
+        patch.setattr(Loader, "end_workers", fail)
+        with pytest.raises(RuntimeError, match="a worker of the loader"):
+            strategy.close()
+    strategy.close()
+    with mirrored() as other:
+        other.save(tmp_path)
 
 
 def test_one_job_writes_to_a_folder_and_another_once_it_is_closed(tmp_path: Path) -> None:

@@ -126,6 +126,22 @@ def test_numpy_is_left_out_where_it_is_not_imported(monkeypatch: pytest.MonkeyPa
     assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), expected, strict=True))
 
 
+def test_a_generator_of_numpy_of_another_kind_is_left_alone(tmp_path: Path) -> None:
+    with mirrored() as strategy:
+        seed_all(5)
+        strategy.save(tmp_path)
+        expected = random.random()
+        before = np.random.get_bit_generator()
+        np.random.set_bit_generator(np.random.PCG64(3))
+        try:
+            state = np.random.get_state(legacy=False)
+            assert strategy.load(tmp_path) == {}
+            assert np.random.get_state(legacy=False) == state
+            assert random.random() == expected
+        finally:
+            np.random.set_bit_generator(before)
+
+
 def test_a_device_of_cuda_has_the_state_of_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     states = {device: torch.full((16,), device, dtype=torch.uint8) for device in (0, 1)}
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device.index].clone())

@@ -28,6 +28,10 @@ def test_a_server_that_does_not_answer_is_said() -> None:
         ("patience", 0.0, "patience=0"),
         ("heartbeat", -1.0, "heartbeat=-1"),
         ("staleness", -1, "staleness=-1"),
+        ("staleness", "none", "staleness='none': it must be an int >= 0, or None"),
+        ("patience", "long", "patience='long': it must be a positive number of seconds"),
+        ("heartbeat", None, "heartbeat=None: it must be a positive number of seconds"),
+        ("takeover", 1, "takeover=1: it must be True or False"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(option: str, value: Any, error: str) -> None:

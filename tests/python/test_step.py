@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 import warnings
 from typing import Any
@@ -11,11 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import muster
 from muster import Loss, PerReplica
 from support.jobs import Launcher, part_of
+from support.messages import messages_of_muster
 
 ROWS = 11
 """Uneven over 2, 3 and 4 replicas."""
@@ -560,10 +564,10 @@ def test_gradients_of_parameters_in_no_optimizer_are_dropped(job: Launcher) -> N
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_batches_that_were_fetched_ahead_close_windows_where_they_are_the_last(replicas: int, ahead: int) -> None:
     module = nn.Linear(3, 1)
-    data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 90).view(30, 3))
+    data = TensorDataset(torch.linspace(-1, 1, 90).view(30, 3))
     with muster.MirroredStrategy(["cpu"] * replicas, accumulate=2) as strategy:
         model, _, loader = strategy.prepare(
-            module, torch.optim.SGD(module.parameters(), lr=0.1), torch.utils.data.DataLoader(data, batch_size=6)
+            module, torch.optim.SGD(module.parameters(), lr=0.1), DataLoader(data, batch_size=6)
         )
         for _ in range(2):
             stepped = []
@@ -574,6 +578,79 @@ def test_batches_that_were_fetched_ahead_close_windows_where_they_are_the_last(r
                 (x,) = fetched.pop(0)
                 stepped.append(strategy.step(lambda x: model(x).square().mean(), x).stepped)
             assert stepped == [False, True, False, True, True]
+
+
+def looped(strategy: muster.Strategy, case: str) -> list[bool]:
+    module = nn.Linear(3, 1)
+    numbers = torch.linspace(-1, 1, 96).view(32, 3)
+    model, _, training, other = strategy.prepare(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        DataLoader(TensorDataset(numbers), batch_size=4),
+        DataLoader(TensorDataset(numbers), batch_size=16),
+    )
+
+    def is_stepped(x: Any) -> bool:
+        return strategy.step(lambda x: model(x).square().mean(), x).stepped
+
+    own = part_of(strategy, numbers[:8])
+    if case == "another loop was left at its last batch":
+        for number, _ in enumerate(other):
+            if number == 1:
+                break
+        return [is_stepped(own) for _ in training]
+    if case == "another loop stands at its last batch":
+        kept = iter(other)
+        next(kept), next(kept)
+        return [is_stepped(x) for (x,) in training]
+    if case == "another loop has stood at its last batch for long":
+        kept = iter(other)
+        next(kept), next(kept)
+        next(iter(training))
+        return [is_stepped(own) for _ in training]
+    if case == "each batch is stepped four times":
+        return [is_stepped(x) for (x,) in other for _ in range(4)]
+    if case == "each batch makes four steps of others":
+        return [is_stepped(own) for _ in other for _ in range(4)]
+    assert case == "each batch makes a step of others too"
+    return [stepped for _ in range(2) for (x,) in other for stepped in (is_stepped(x), is_stepped(own))]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "another loop was left at its last batch",
+        "another loop stands at its last batch",
+        "another loop has stood at its last batch for long",
+        "each batch is stepped four times",
+        "each batch makes four steps of others",
+        "each batch makes a step of others too",
+    ],
+)
+def test_only_the_last_step_of_a_loop_closes_a_window_early(job: Launcher, case: str) -> None:
+    for stepped in job(looped, case, accumulate=4):
+        assert stepped == 2 * [False, False, False, True]
+
+
+def falling_short(strategy: muster.Strategy) -> tuple[list[bool], int]:
+    module = nn.Linear(3, 1)
+    data = TensorDataset(torch.linspace(-1, 1, 18).view(6, 3))
+    model, _, loader = strategy.prepare(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), DataLoader(data, batch_size=4)
+    )
+    stepped = []
+    with messages_of_muster() as messages:
+        for _ in range(2):
+            for number, (x,) in enumerate(loader):
+                for _ in range(4 - 2 * number):
+                    stepped.append(strategy.step(lambda x: model(x).square().mean(), x).stepped)
+    return stepped, sum("call flush() behind the loop" in text for text in messages)
+
+
+def test_a_last_batch_that_goes_into_fewer_steps_than_others_is_told_once(job: Launcher) -> None:
+    for stepped, warned in job(falling_short, accumulate=4):
+        assert stepped == [False, False, False, True, False, False, False, True, False, False, False, True]
+        assert warned == 1
 
 
 def overlapping(strategy: muster.Strategy) -> None:
@@ -823,6 +900,8 @@ def returning(strategy: muster.Strategy) -> None:
             strategy.step(lambda x, y, w=weight: Loss(F.cross_entropy(model(x), y), weight=w), x, y)
     with pytest.raises(failures, match=r"metrics=\[1\]: it must be a dict"):
         strategy.step(lambda x, y: Loss(F.cross_entropy(model(x), y), metrics=[1]), x, y)  # type: ignore[arg-type]
+    with pytest.raises(failures, match=r"metrics=\{1: 2\.0\}: it must be a dict"):
+        strategy.step(lambda x, y: Loss(F.cross_entropy(model(x), y), metrics={1: 2.0}), x, y)  # type: ignore[dict-item]
     assert strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y).stepped
 
 
@@ -872,16 +951,9 @@ def stepping_on(strategy: muster.Strategy, divide: bool) -> list[str]:
     x, y = batch_of(8)
     if divide:
         x, y = part_of(strategy, (x, y))
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("muster")
-    logger.addHandler(handler)
-    try:
+    with messages_of_muster() as messages:
         for _ in range(2):
             strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
-    finally:
-        logger.removeHandler(handler)
     return [message for message in messages if "same samples" in message]
 
 
@@ -894,3 +966,134 @@ def test_workers_that_all_step_on_the_same_samples_are_told_once(worker_job: Lau
 def test_replicas_of_one_process_divide_what_they_are_given() -> None:
     with muster.MirroredStrategy(["cpu"] * 2) as strategy:
         assert stepping_on(strategy, False) == []
+
+
+# --- modules that were never prepared ---------------------------------------------------------------------------------
+class Custom(torch.autograd.Function):
+    """A node that Python wrote is in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize("kind", ["plain", "custom", "in a second set", "after prepare"])
+def test_parameters_of_modules_that_were_never_prepared_are_told_of_once(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    stranger = nn.Linear(4, 3)
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        first, first_optimizer = strategy.prepare(layers[0], torch.optim.SGD(layers[0].parameters(), lr=0.1))
+        second, second_optimizer = strategy.prepare(layers[1], torch.optim.SGD(layers[1].parameters(), lr=0.1))
+
+        def texts() -> list[str]:
+            return [record.message for record in caplog.records if "in no prepared module" in record.message]
+
+        x = torch.ones(8, 4)
+        if kind in ("in a second set", "after prepare"):
+            strategy.step(lambda x: first(x).sum(), x, optimizers=[first_optimizer])
+            assert texts() == []
+        if kind == "after prepare":
+            strategy.prepare(layers[2], torch.optim.SGD(layers[2].parameters(), lr=0.1))
+            strategy.step(lambda x: stranger(first(x)).sum(), x, optimizers=[first_optimizer])
+        else:
+            for _ in range(2):
+                strategy.step(
+                    lambda x: stranger(Custom.apply(second(x)) if kind == "custom" else second(x)).sum(),
+                    x,
+                    optimizers=[second_optimizer],
+                )
+        (text,) = texts()
+        assert "(2, of shapes (3, 4), (3,))" in text and "prepare()" in text
+        strategy.step(lambda x: stranger(first(x) + second(x)).sum(), x, optimizers=[first_optimizer, second_optimizer])
+        assert len(texts()) == 1
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_is_no_module_in_training_is_not_told_of(replicas: int, caplog: pytest.LogCaptureFixture) -> None:
+    net, frozen = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4).requires_grad_(False)
+    strangers = [nn.Linear(4, 4)] if replicas == 1 else []
+    with muster.MirroredStrategy(["cpu"] * replicas) as strategy:
+        model, part, _ = strategy.prepare(net, net[0], torch.optim.SGD(net.parameters(), lr=0.1))
+
+        def step(x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            fast = {name: value - 0.1 * value.square() for name, value in model.named_parameters()}
+            once = torch.ones(4, requires_grad=True)
+            y = torch.func.functional_call(model, fast, (x,)) + model(frozen(x)) + part(x) * once
+            for stranger in strangers:
+                y = y + stranger(x)  # one replica's gradients are whole
+            return checkpoint(model, y, use_reentrant=False).sum()
+
+        strategy.step(step, torch.ones(8, 4))
+    assert not [record.message for record in caplog.records if "in no prepared module" in record.message]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("kind", ["forgotten", "prepared", "partly", "frozen", "no gradient", "none is prepared"])
+def test_a_module_whose_optimizer_was_not_prepared_is_told_of_once(
+    kind: str, replicas: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    body, head = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    of_body = torch.optim.SGD(body.parameters(), lr=0.1)
+    of_head = torch.optim.SGD((head[1] if kind == "partly" else head).parameters(), lr=0.1)
+    if kind == "frozen":
+        head.requires_grad_(False)
+    with muster.MirroredStrategy(["cpu"] * replicas) as strategy:
+        first, last = strategy.prepare(body, head)
+        if kind != "none is prepared":
+            strategy.prepare(of_body)
+        if kind in ("prepared", "partly"):
+            strategy.prepare(of_head)
+
+        def step(x: Tensor) -> Tensor:
+            with torch.no_grad() if kind == "no gradient" else contextlib.nullcontext():
+                factor = last(x).sum()
+            return (first(x) * factor).sum()
+
+        for _ in range(2):
+            strategy.step(step, torch.ones(8, 4), **({"optimizers": of_body} if kind == "prepared" else {}))
+    texts = [record.message for record in caplog.records if "no prepared optimizer" in record.message]
+    assert len(texts) == (kind == "forgotten")
+    assert all("Sequential" in text and "prepare() its optimizer" in text for text in texts)
+
+
+# --- two loaders at once ----------------------------------------------------------------------------------------------
+def zipped(strategy: muster.Strategy) -> Any:
+    """Terms over batches of two sizes, each divided by the samples of its whole batch; and the weight of a mean."""
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1)
+    seven, four = torch.randn(14, 3), torch.randn(8, 3)
+    first = strategy.prepare(DataLoader(TensorDataset(four), batch_size=4))
+    second = strategy.prepare(DataLoader(TensorDataset(seven), batch_size=7))
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    alone = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+
+    def sums(x: Tensor, y: Tensor) -> Loss:
+        return Loss(model(x).square().sum() / 7 + model(y).abs().sum() / 4, reduction="sum")
+
+    for number, ((x,), (y,)) in enumerate(zip(second, first, strict=True)):
+        strategy.step(sums, x, y)
+        optimizer.zero_grad()
+        x, y = seven[7 * number :][:7], four[4 * number :][:4]
+        (alone(x).square().mean() + alone(y).abs().mean()).backward()
+        optimizer.step()
+    trained = [[p.detach().clone() for p in each.parameters()] for each in (module, alone)]
+    weights = [
+        float(strategy.step(lambda x, y: model(x).mean() + model(y).mean(), x, y).weight)
+        for (x,), (y,) in zip(second, first, strict=True)
+    ]
+    return *trained, weights
+
+
+def test_sums_over_two_loaders_batches_add_up_and_means_count_those_of_the_first(wide_job: Launcher) -> None:
+    for found, expected, weights in wide_job(zipped):
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+        assert weights == [4.0, 4.0]

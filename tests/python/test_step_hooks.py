@@ -246,8 +246,8 @@ def spoiling(strategy: muster.Strategy, how: str) -> Any:
 @pytest.mark.parametrize("options", ["fused", "kept", "sharded"])
 def test_what_a_hook_spoils_is_an_error_of_the_hook(worker_job: Launcher, options: str) -> None:
     (remote, *chiefs), (own, *others) = worker_job(spoiling, "hook", timeout=20.0, **OPTIONS[options])
-    assert own.startswith("ValueError: could not convert")
-    assert remote.startswith("RemoteError: ") and "ValueError: could not convert" in remote
+    assert own.startswith("InvalidArgument: option 'lr' of group 0 of AdamW is 'high'")
+    assert remote.startswith("RemoteError: ") and "InvalidArgument: option 'lr' of group 0" in remote
     for seconds, is_unchanged, goes_on in (chiefs, others):
         assert seconds < 10 and is_unchanged and goes_on
 
@@ -255,9 +255,9 @@ def test_what_a_hook_spoils_is_an_error_of_the_hook(worker_job: Launcher, option
 @pytest.mark.parametrize("options", ["fused", "sharded"])
 def test_peers_learn_at_once_that_a_rank_cannot_step(worker_job: Launcher, options: str) -> None:
     (peers, *chiefs), (own, *others) = worker_job(spoiling, "function", timeout=20.0, **OPTIONS[options])
-    assert own.startswith("ValueError: could not convert")
+    assert own.startswith("InvalidArgument: option 'lr' of group 0 of AdamW is 'high'")
     assert peers.startswith("CommError: ")
-    assert "rank 1 failed before its part of the optimizer's step: ValueError: could not convert" in peers
+    assert "rank 1 failed before its part of the optimizer's step: InvalidArgument: option 'lr' of group 0" in peers
     assert chiefs[0] < 10 and others[0] < 10
 
 
@@ -289,6 +289,25 @@ def test_post_hooks_run_when_all_optimizers_have_stepped(worker_job: Launcher, o
             assert np.abs(a).max() <= np.float32(0.05)
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_post_hook_that_raises_keeps_no_other_optimizers_from_being_called(options: str) -> None:
+    with muster.MirroredStrategy(["cpu"], **OPTIONS[options]) as strategy:
+        module = net()
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in module]
+        model, *_ = strategy.prepare(module, *optimizers)
+        called = []
+
+        def hook(optimizer: Any, *_: Any) -> None:
+            called.append(optimizers.index(optimizer))
+            raise Broken(f"of optimizer {called[-1]}")
+
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(hook)
+        with pytest.raises(Broken, match="of optimizer 0"):
+            strategy.step(lambda x: model(x).square().mean(), batch(strategy))
+        assert called == [0, 1]
+
+
 def test_global_hooks_are_called_too() -> None:
     called: list[Any] = []
     handle = register_optimizer_step_pre_hook(lambda optimizer, *_: called.append(optimizer))
@@ -316,17 +335,61 @@ def test_hooks_that_see_no_gradients_are_a_warning(caplog: pytest.LogCaptureFixt
     assert sum("keep_gradients=True" in message for message in caplog.messages) == int(warns)
 
 
-def test_hooks_of_a_window_are_those_it_began_with() -> None:
-    called = []
-    with muster.MirroredStrategy(["cpu"]) as strategy:
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("has_hooks", [False, True])
+def test_hooks_of_a_step_are_those_that_its_function_leaves(options: str, replicas: int, has_hooks: bool) -> None:
+    called: list[str] = []
+    with muster.MirroredStrategy(["cpu"] * replicas, **OPTIONS[options]) as strategy:
         _, model, optimizer = prepared(strategy)
 
+        def register(name: str) -> list[Any]:
+            return [
+                optimizer.register_step_pre_hook(lambda *_: called.append(f"before, {name}")),
+                optimizer.register_step_post_hook(lambda *_: called.append(f"after, {name}")),
+            ]
+
+        handles = register("of the beginning") if has_hooks else []
+
         def step(x: Tensor) -> Tensor:
-            if not optimizer._optimizer_step_pre_hooks or len(optimizer._optimizer_step_pre_hooks) == 1:
-                optimizer.register_step_pre_hook(lambda *_: called.append(1))
+            if strategy.replica == strategy.num_replicas - 1:
+                while handles:
+                    handles.pop().remove()
+                register("of the function")
             return model(x).square().mean()  # type: ignore[no-any-return]
 
         strategy.step(step, batch(strategy))
-        assert called == []
-        strategy.step(step, batch(strategy))
-        assert called == [1]
+        assert called == ["before, of the function", "after, of the function"]
+
+
+def registering(strategy: muster.Strategy) -> Any:
+    """One rank's function registers a hook that raises."""
+    module, model, optimizer = prepared(strategy)
+    x = batch(strategy)
+
+    def hook(*_: Any) -> None:
+        handle.remove()
+        raise Broken("of the hook's own")
+
+    strategy.step(lambda x: model(x).square().mean(), x)
+    before, error = values(module), ""
+
+    def step(x: Tensor) -> Tensor:
+        nonlocal handle
+        if strategy.rank == 1:
+            handle = optimizer.register_step_pre_hook(hook)
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+    handle: Any = None
+    try:
+        strategy.step(step, x)
+    except (Broken, muster.RemoteError) as raised:
+        error = type(raised).__name__
+    is_unchanged = all(torch.equal(a, b) for a, b in zip(before, values(module), strict=True))
+    return error, is_unchanged, strategy.step(lambda x: model(x).square().mean(), x).stepped
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_ranks_agree_on_hooks_that_the_function_registered(worker_job: Launcher, options: str) -> None:
+    results = worker_job(registering, **OPTIONS[options])
+    assert [tuple(result) for result in results] == [("RemoteError", True, True), ("Broken", True, True)]

@@ -372,6 +372,23 @@ def swa(way: Alone, folder: Path) -> Any:
 
 
 @program
+def swa_of_norms_that_synchronise(way: Alone, folder: Path) -> Any:
+    """torch's nn.SyncBatchNorm refuses tensors of the CPU where there is a process group, in an average too."""
+    kind = nn.BatchNorm1d if isinstance(way, UnderDDP) else nn.SyncBatchNorm  # which torch's wrapper refuses, too
+    model, optimizer = ready(way, built(lambda: nn.Sequential(nn.Linear(6, 16), kind(16), nn.Linear(16, 2))))
+    way.raw(model).eval()
+    averaged = swa_utils.AveragedModel(model)
+    for number in range(2):
+        train(way, model, optimizer, range(number, number + 1))
+        averaged.update_parameters(model)
+    for norm in averaged.modules():
+        if isinstance(norm, nn.SyncBatchNorm):
+            norm.__class__ = nn.BatchNorm1d
+    swa_utils.update_bn([batch(number) for number in range(3)], averaged)
+    return averaged.eval()(X), named(averaged.module.state_dict())
+
+
+@program
 def metrics(way: Alone, folder: Path) -> Any:
     model, _ = ready(way, built())
     data = TensorDataset(*(torch.cat(column) for column in zip(*map(batch, range(3)), strict=True)))

@@ -362,7 +362,6 @@ py::dict read_scalars(const Tensor& bytes) {
 
 void bind_kernels(py::module_& parent) {
   using py::literals::operator""_a;
-  using Release = py::call_guard<py::gil_scoped_release>;
   py::module_ m =
       parent.def_submodule("kernels", "Kernels over tensors of the CPU or of CUDA, for tests and benchmarks.");
   m.def("is_built", &cuda::is_built);

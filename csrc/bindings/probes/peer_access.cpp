@@ -35,7 +35,6 @@ void mend_copies(const std::vector<std::vector<at::Tensor>>& of_device) {
 
 void bind_peer_access(py::module_& parent) {
   using py::literals::operator""_a;
-  using Release = py::call_guard<py::gil_scoped_release>;
   py::module_ m = parent.attr("kernels");
   m.def("enable_peer_access",
         [](const std::vector<std::string>& devices) { return enable_peer_access(devices_of(devices)); });

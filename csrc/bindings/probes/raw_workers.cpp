@@ -104,7 +104,6 @@ class RawWorkers {
 
 void bind_raw_workers_probe(py::module_& parent) {
   using server::RawWorkers;
-  using Release = py::call_guard<py::gil_scoped_release>;
   py::module_ m = parent.attr("_server");
   py::class_<RawWorkers, Owned<RawWorkers>>(m, "RawWorkers")
       .def(py::init([](const std::string& server, uint32_t count) {

@@ -221,7 +221,6 @@ class ReduceSteps {
 
 void bind_reduce_steps(py::module_& parent) {
   using py::literals::operator""_a;
-  using Release = py::call_guard<py::gil_scoped_release>;
   py::module_ m = parent.attr("kernels");
   py::class_<ReduceSteps>(m, "ReduceSteps")
       .def(py::init<const std::string&, std::vector<RankTensors>, std::vector<std::vector<RunTensors>>,

@@ -13,7 +13,6 @@ namespace py = pybind11;
 using py::literals::operator""_a;
 using server::Part;
 using server::ServerClient;
-using Release = py::call_guard<py::gil_scoped_release>;
 
 /// A worker of one fp32 parameter that descends plainly, as benchmarks drive one.
 class Probe {

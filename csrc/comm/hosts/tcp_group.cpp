@@ -21,6 +21,7 @@
 #include <utility>
 
 #include "comm/hosts/tcp_meeting.h"
+#include "core/make_thread.h"
 #include "muster/error.h"
 #include "net/unforked.h"
 
@@ -136,7 +137,7 @@ class TcpBackend final : public c10d::Backend {
                       "; raise the limit of open files (ulimit -n)");
     }
     if (connections_.empty()) return;  // what comes for this rank alone needs no thread
-    thread_ = std::thread([this] { run(); });
+    thread_ = make_thread("talks to other hosts", [this] { run(); });
     ::pthread_setname_np(thread_.native_handle(), "muster-hosts");
   }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/log.h"
+#include "core/make_thread.h"
 #include "core/wait_hook.h"
 #include "muster/error.h"
 
@@ -38,8 +39,14 @@ Launcher::Launcher(std::shared_ptr<Clique> clique)
     ranks_[static_cast<size_t>(i)].stream = device_.create_stream();
     ranks_[static_cast<size_t>(i)].events = std::make_shared<EventPool>(device_);
   }
-  if (clique_->local_ranks() > 1) launching_ = std::thread([this] { run(); });
-  watching_ = std::thread([this] { watch(); });
+  watching_ = make_thread("watches NCCL's operations", [this] { watch(); });
+  if (clique_->local_ranks() == 1) return;
+  try {
+    launching_ = make_thread("launches NCCL's operations", [this] { run(); });
+  } catch (...) {
+    end_watch();
+    throw;
+  }
 }
 
 Launcher::~Launcher() {
@@ -62,12 +69,7 @@ Launcher::~Launcher() {
       clique_->fail(std::current_exception());
     }
   }
-  {
-    const std::lock_guard lock(mutex_);
-    is_over_ = true;
-  }
-  changed_.notify_all();
-  watching_.join();
+  end_watch();
   for (size_t i = 0; i < ranks_.size(); ++i) {
     Rank& rank = ranks_[i];
     try {
@@ -77,6 +79,15 @@ Launcher::~Launcher() {
       log(LogLevel::warning, std::string("an NCCL stream did not end in good order: ") + error.what());
     }
   }
+}
+
+void Launcher::end_watch() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_over_ = true;
+  }
+  changed_.notify_all();
+  watching_.join();
 }
 
 // --- posting -------------------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ class Launcher {
  private:
   void run();
   void watch();
+  void end_watch();
   void launch(const std::vector<LaunchPtr>& parts);  // as take_complete gives them
   void check_agreement(const std::vector<LaunchPtr>& parts) const;
   void reap();

@@ -171,9 +171,8 @@ void Group::fail_left(const Operation& op, int peer) {
   fail(FailureKind::lost, worker,
        describe_peer(peer) + " left while rank " + std::to_string(space_->name_of(rank_)) + " waited for it in " +
            describe(op.header.request) +
-           ": it closed its strategy after an error, which its log shows, or after fewer steps than this one. All "
-           "workers "
-           "must run the same number of steps before they close");
+           ": it closed its strategy, or shut down, before the call that this rank waits in, or after an error, which "
+           "its log then shows. All workers must make the same steps and calls before they close");
 }
 
 void Group::start(Operation& op) {

@@ -89,15 +89,14 @@ class LoaderCore {
   const Deal& deal() const noexcept;
   const std::shared_ptr<LoaderProgress>& progress() const noexcept;
 
-  /// Starts a pass, ending one that is under way. The loop holds what it returns: without it a pass over dealt batches
-  /// counts as left.
+  /// Starts a pass, ending one that is under way. The loop holds what it returns: without it the pass counts as left.
   std::shared_ptr<void> begin();
   /// Whether the pass has another batch, which `take` then gives: null where only other workers have data. Collective
   /// if sharded, but where workers step on their own.
   bool advance();
   std::shared_ptr<void> take();
-  /// The pass whose last batch that is, counted from 1; 0 for any other batch.
-  int64_t last_of() const noexcept;
+  /// Of that batch, counted from 1 over all passes.
+  int64_t number() const noexcept;
 
   int64_t epoch() const noexcept;
   void set_epoch(int64_t epoch);
@@ -335,11 +334,11 @@ class Loader {
     }
     if (const auto read = std::static_pointer_cast<Parts>(core_->take())) {
       empty_ = emptied(read->values.front());
-      current_ = PerReplica<Batch>(std::move(read->values), std::move(read->rows), core_->progress(), core_->last_of());
+      current_ = PerReplica<Batch>(std::move(read->values), std::move(read->rows), core_->progress(), core_->number());
     } else {
       const auto local = static_cast<size_t>(core_->deal().local);
       current_ = PerReplica<Batch>(std::vector<Batch>(local, empty_), std::vector<int64_t>(local, 0), core_->progress(),
-                                   core_->last_of());
+                                   core_->number());
     }
     return true;
   }

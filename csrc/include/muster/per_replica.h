@@ -29,10 +29,10 @@ class PerReplica {
   explicit PerReplica(std::vector<T> parts) : parts_(std::move(parts)) {}
 
   /// Parts that stand for `rows` samples each; 0 marks an empty part. Throws InvalidArgument if their numbers differ.
-  /// `loader` and `last_of`: of those that a prepared loader makes, see loader() and last_of().
+  /// `loader` and `number`: of those that a prepared loader makes, see loader() and number().
   PerReplica(std::vector<T> parts, std::vector<int64_t> rows, std::shared_ptr<detail::LoaderProgress> loader = nullptr,
-             int64_t last_of = 0)
-      : parts_(std::move(parts)), rows_(std::move(rows)), loader_(std::move(loader)), last_of_(last_of) {
+             int64_t number = 0)
+      : parts_(std::move(parts)), rows_(std::move(rows)), loader_(std::move(loader)), number_(number) {
     if (rows_.size() != parts_.size()) {
       throw InvalidArgument("PerReplica: " + std::to_string(parts_.size()) + " parts with " +
                             std::to_string(rows_.size()) + " row counts; give one count for each part");
@@ -55,14 +55,14 @@ class PerReplica {
 
   /// The prepared loader that made the parts, if one did.
   const std::shared_ptr<detail::LoaderProgress>& loader() const noexcept { return loader_; }
-  /// The loader's pass whose last batch they are, counted from 1; 0 for any other batch.
-  int64_t last_of() const noexcept { return last_of_; }
+  /// Which of the loader's batches they are, counted from 1 over all its passes; 0: of no loader.
+  int64_t number() const noexcept { return number_; }
 
  private:
   std::vector<T> parts_;
   std::vector<int64_t> rows_;
   std::shared_ptr<detail::LoaderProgress> loader_;
-  int64_t last_of_ = 0;
+  int64_t number_ = 0;
 };
 
 }  // namespace muster

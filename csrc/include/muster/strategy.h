@@ -79,13 +79,13 @@ class KeepRandomState {
 struct PartsInfo {
   std::vector<int64_t> rows;
   std::shared_ptr<LoaderProgress> loader;
-  int64_t last_of;
+  int64_t batch;                           ///< PerReplica::number
   std::vector<int64_t> samples_left = {};  ///< of a loader's parts
 };
 
 template <class B>
 PartsInfo info_of(const PerReplica<B>& parts) {
-  PartsInfo info{parts.rows(), parts.loader(), parts.last_of()};
+  PartsInfo info{parts.rows(), parts.loader(), parts.number()};
   if (info.rows.empty()) {
     for (const auto& part : parts) info.rows.push_back(rows_of(part));
   } else if (info.loader) {
@@ -102,8 +102,9 @@ template <class F>
 concept ModuleFactory = !detail::ModuleHolder<std::remove_cvref_t<F>> && std::invocable<F&> &&
                         std::derived_from<typename detail::ModuleOf<std::invoke_result_t<F&>>::type, torch::nn::Module>;
 
-/// Externally synchronised: one thread prepares and steps. `device`, `replica`, `reduce`, `gather` and `broadcast` are
-/// also called inside a step, by the replicas' threads; nothing else is. "Collective" means that all workers call it.
+/// Externally synchronised: one thread prepares and steps. Inside a step, by the replicas' threads, `device`,
+/// `replica`, `reduce`, `gather`, `broadcast`, `stop` and what only tells something (`stopping`, `steps`, `rank`, the
+/// counts) may be called, and nothing else. "Collective" means that all workers call it.
 class Strategy {
  public:
   struct State;
@@ -185,7 +186,8 @@ class Strategy {
   /// One micro-batch: calls fn(part) on every local replica at once, each on its own thread and with its own random
   /// stream, differentiates the loss it returns (a Tensor or a Loss) and adds the gradients, weighted. Not called for
   /// an empty part. On CUDA the part's tensors are moved to the replica's device first. When the window closes, after
-  /// `accumulate` steps or a loader's last batch, all replicas' gradients are averaged and the optimizers step; without
+  /// `accumulate` steps or the last step of a loader's last batch (expected to go into as many as that of the pass
+  /// before, or the batch before it), all replicas' gradients are averaged and the optimizers step; without
   /// prepared optimizers `.grad` of the modules' parameters holds the mean. Collective at a window's end. Throws what
   /// fn threw on a replica of this worker, RemoteError for one of another; the window is then dropped on all ranks and
   /// the strategy stays usable. Throws InvalidArgument for a loss that cannot be differentiated and for a backward()

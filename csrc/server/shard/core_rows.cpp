@@ -1,5 +1,4 @@
 // What a server answers about rows of tables.
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 

@@ -94,9 +94,9 @@ void Dealer::put_right(uint32_t rank, const std::vector<BatchId>& held, const st
   last_.erase(rank);  // an answer that it does not hold did not come, and its batch is to be dealt again
   const auto pass_of_batch = [&](const BatchId& batch) -> Pass* {
     const std::pair key(batch.loader, batch.epoch);
-    const bool has_room = passes_.size() < kMaxPasses && newest_.size() < kMaxLoaders && batch.batch < kMaxStep;
+    const bool has_room = passes_.size() < kMaxPasses && newest_.size() < kMaxLoaders;
     const auto found = passes_.find(key);
-    if (found == passes_.end() && !has_room) return nullptr;
+    if (batch.batch >= kMaxStep || (found == passes_.end() && !has_room)) return nullptr;
     auto& newest = newest_[batch.loader];
     newest = std::max(newest, batch.epoch);
     return &passes_[key];

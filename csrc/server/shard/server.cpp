@@ -3,10 +3,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <system_error>
 #include <utility>
 
 #include "core/log.h"
+#include "core/make_thread.h"
 #include "muster/error.h"
 
 namespace muster::server {
@@ -30,14 +30,14 @@ ParameterServer::ParameterServer(ServerConfig config)
       process_(::getpid()),
       listener_(net::listen_on_host(config_.name)),
       core_(store_of(config_), config_.snapshot_every, time_) {
-  watch_thread_ = std::thread([this] { watch(); });
+  watch_thread_ = make_thread("watches a server's workers", [this] { watch(); });
   try {
     core_.restore();
-    part_thread_ = std::thread([this] {
+    part_thread_ = make_thread("keeps a server's part of a checkpoint", [this] {
       while (core_.wait_for_part()) core_.keep_part();
     });
     if (config_.snapshots.empty()) return;
-    snapshot_thread_ = std::thread([this] {
+    snapshot_thread_ = make_thread("keeps a server's snapshots", [this] {
       while (core_.wait_for_snapshot()) core_.keep_snapshot();
     });
   } catch (...) {
@@ -103,11 +103,10 @@ bool ParameterServer::accept() {
   if (stopping_) return false;
   auto& kept = *connections_.emplace_back(std::move(connection));
   try {
-    kept.thread = std::thread([this, &kept] { serve(kept); });
-  } catch (const std::system_error& error) {
+    kept.thread = make_thread("serves it, so that it is closed", [this, &kept] { serve(kept); });
+  } catch (...) {
     connections_.pop_back();
-    throw CommError(std::string("no thread can be made for it (") + error.what() +
-                    "), and it is closed; raise the limit of threads (ulimit -u, pids.max)");
+    throw;
   }
   return true;
 }

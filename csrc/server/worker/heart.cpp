@@ -7,9 +7,8 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
-#include <system_error>
 
-#include "muster/error.h"
+#include "core/make_thread.h"
 
 namespace muster::server {
 
@@ -44,13 +43,12 @@ void Heart::start(Pulse& pulse) {
   wake();
   if (thread_.joinable()) return;
   try {
-    thread_ = std::thread([this] { beat(); });
+    thread_ = make_thread("gives signs of life", [this] { beat(); });
     ::pthread_setname_np(thread_.native_handle(), "muster-heart");
-  } catch (const std::system_error& error) {
+  } catch (...) {
     const std::lock_guard lock(mutex_);
     pulses_.erase(&pulse);
-    throw CommError(std::string("cannot make the thread that gives signs of life: ") + error.what() +
-                    "; raise the limit of processes (ulimit -u)");
+    throw;
   }
 }
 

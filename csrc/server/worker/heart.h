@@ -7,7 +7,6 @@
 #include <map>
 #include <mutex>
 #include <thread>
-#include <vector>
 
 #include "net/unix_socket.h"
 #include "server/worker/pulse.h"

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-__all__ = ["Columns", "Cpp", "CppServer", "PythonServer", "Running", "Server", "Step", "cpp_folder"]
+__all__ = ["Cpp", "CppServer", "PythonServer", "Running", "Server", "Step", "cpp_folder"]
 
 SERVE_STEPS = "serve_steps"
 ENDED_EARLY = "a measured process ended early; what it printed says why"

@@ -51,7 +51,7 @@ from muster.benchmarks.tables import BASE, OVER_DROP_IN, OVER_SLOWER
 from muster.benchmarks.tables import step_overhead as table
 from muster.free_ports import free_ports
 
-__all__ = ["main"]
+__all__ = ["CASES", "main"]
 
 REPLICAS = 2
 TIMED_STEPS = 3

@@ -8,7 +8,21 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-__all__ = ["BASE", "OVER_DROP_IN", "OVER_SLOWER", "TABLES", "Table"]
+__all__ = [
+    "BASE",
+    "OVER_DROP_IN",
+    "OVER_SLOWER",
+    "TABLES",
+    "Table",
+    "after_backward",
+    "allreduce",
+    "checkpoints",
+    "hooks",
+    "host_memory",
+    "memory",
+    "scaling_efficiency",
+    "step_overhead",
+]
 
 BASE = "no communication"
 OVER_SLOWER = "muster over the slower process"

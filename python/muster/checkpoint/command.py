@@ -155,7 +155,7 @@ def convert(
     else:
         if len(sources) != 1 and not is_of_servers:
             raise InvalidArgument(f"'{target}' is made of one checkpoint, and {len(sources)} are given")
-        if sources[0].exists() and not converting.is_checkpoint(sources[0]):
+        if sources[0].is_file() and not converting.is_checkpoint(sources[0]):
             raise InvalidArgument(
                 f"'{sources[0]}' is no checkpoint of Muster's, and '{target}' can be made of those alone; name a new "
                 "folder to make a checkpoint of the files of others"

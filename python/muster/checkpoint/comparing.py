@@ -14,7 +14,7 @@ from muster.checkpoint.describing import dtype_of, value_text
 from muster.checkpoint.reading import Checkpoint, with_numbers
 from muster.saved_optimizer import has_numbers
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["compare"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ def _number_alike(first: dict[str, Any], second: dict[str, Any]) -> None:
         if any(map(has_numbers, pair)) and not all(map(has_numbers, pair)):
             for document, listed, optimizer in zip((first, second), optimizers, pair, strict=True):
                 packed = with_numbers(optimizer)
-                listed[number] = {**optimizer, "groups": packed["param_groups"], "state": packed["state"]}
+                listed[number] = {
+                    "name": optimizer["name"], "groups": packed["param_groups"], "state": packed["state"],
+                }  # fmt: skip
                 document["optimizers"] = listed
 
 
@@ -96,7 +98,8 @@ def _difference(first: Any, second: Any) -> str | None:
     number = int(differ.sum())
     if number == 0:
         return None
-    distance = (first.flatten()[differ].to(torch.float64) - second.flatten()[differ].to(torch.float64)).abs().max()
+    ours, theirs = (tensor.flatten()[differ].to(torch.complex128) for tensor in (first, second))
+    distance = (ours - theirs).abs().max()
     return f"{number:,} of {first.numel():,} elements differ, by at most {float(distance):.6g}"
 
 

@@ -20,6 +20,7 @@ from muster import _C
 from muster.checkpoint import importing, reading, servers
 from muster.checkpoint.importing import Order
 from muster.errors import CheckpointError, InvalidArgument
+from muster.saved_optimizer import others_of
 from muster.saved_tables import with_dense_weights
 
 __all__ = ["from_others", "from_servers", "is_checkpoint", "to_safetensors", "to_torch", "torch_value"]
@@ -83,7 +84,9 @@ def torch_value(parts: Mapping[str, Any], *, numbers: bool = True) -> dict[str, 
     parts = with_dense_weights(parts)
     modules = [dict(module) for module in parts.get("modules") or ()]
     optimizers = [
-        reading.with_numbers(each) if numbers else {"state": each["state"], "param_groups": each["groups"]}
+        reading.with_numbers(each)
+        if numbers
+        else {"state": {**each["state"], **others_of(each)}, "param_groups": each["groups"]}
         for each in parts.get("optimizers") or ()
     ]
     for name, states in zip(_OWN, (modules, optimizers), strict=True):

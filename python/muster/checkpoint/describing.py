@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from muster.checkpoint.reading import Checkpoint
+from muster.saved_optimizer import others_of
 
 __all__ = ["described", "dtype_of", "lines_of", "size_text", "value_text"]
 
@@ -173,6 +174,7 @@ def _optimizer(optimizer: Mapping[str, Any]) -> dict[str, Any]:
             }
             for parameter, values in state.items()
         },
+        "others": _plain(others_of(optimizer)),
     }
 
 
@@ -224,6 +226,8 @@ def _optimizer_lines(title: str, optimizer: Mapping[str, Any]) -> Iterator[str]:
     for number, group in enumerate(optimizer["groups"]):
         count = _count(len(group["params"]), "parameter")
         yield f"    group {number}: {count}, {_options(group, skip='params')}"
+    if optimizer["others"]:
+        yield f"    of no parameter: {_options(optimizer['others'])}"
     rows = []
     for parameter, found in optimizer["state"].items():
         rows += [(parameter, each["name"], each["dtype"], str(each["shape"])) for each in found["tensors"]]
@@ -231,5 +235,5 @@ def _optimizer_lines(title: str, optimizer: Mapping[str, Any]) -> Iterator[str]:
     yield from _columns(rows)
 
 
-def _options(options: Mapping[str, Any], *, skip: str) -> str:
+def _options(options: Mapping[str, Any], *, skip: str = "") -> str:
     return ", ".join(f"{key}={value_text(value)}" for key, value in options.items() if key != skip)

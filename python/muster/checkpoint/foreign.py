@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muster.errors import CheckpointError
 
-__all__ = ["Found", "found_in", "is_optimizer", "optimizer_of"]
+__all__ = ["Found", "found_in"]
 
 MODELS = ("model", "state_dict", "model_state_dict", "module", "models", "modules")
 OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "optimizers", "optimizer_states")

@@ -14,17 +14,19 @@ from torch import Tensor
 
 from muster import _C, saved_tree
 from muster.errors import CheckpointError, InvalidArgument
-from muster.saved_layout import FORMAT
+from muster.kinds import is_count
+from muster.saved_layout import FORMAT, Metadata
+from muster.saved_optimizer import others_of
 from muster.saved_tables import with_dense_weights
 from muster.saved_tree import copied
 
 __all__ = [
     "DCP_FORMAT",
     "Checkpoint",
-    "Metadata",
     "NoCheckpoint",
     "check_folder",
     "folders_in",
+    "is_part",
     "model_state",
     "module_in",
     "number_of",
@@ -36,8 +38,6 @@ __all__ = [
     "read_folder",
     "with_numbers",
 ]
-
-Metadata = dict[str, str | int | float]
 
 _NAME = re.compile(r"snapshot-([0-9]{10,19})")
 DCP_FORMAT = 1
@@ -213,14 +213,14 @@ def with_numbers(saved: Mapping[str, Any]) -> dict[str, Any]:
     names = [name for group in saved["groups"] for name in group["params"]]
     numbers = {name: name if isinstance(name, int) else number for number, name in enumerate(names)}
     return {
-        "state": {numbers[name]: values for name, values in saved["state"].items()},
+        "state": {**{numbers[name]: values for name, values in saved["state"].items()}, **others_of(saved)},
         "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["groups"]],
     }
 
 
 def _one(parts: Mapping[str, Any], what: str, number: int, path: str | os.PathLike[str]) -> Any:
     there: Sequence[Any] = parts.get(what) or []
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(there):
+    if not is_count(number) or number >= len(there):
         held = f"{what} 0 to {len(there) - 1}" if len(there) > 1 else f"one of the {what}, 0" if there else f"no {what}"
         raise InvalidArgument(f"there is no {what[:-1]} {number!r} in the checkpoint of '{path}': it holds {held}")
     return there[number]

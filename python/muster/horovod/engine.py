@@ -125,9 +125,10 @@ class Engine:
             now = time.monotonic()
             if now >= warn_at:
                 warn_at = now + self.stalls.warn_after
-                self._warn(pending.request, now - begun)
+                logging.getLogger("muster").warning(self._told_of_wait(pending.request, now - begun))
             if now - begun >= self.stalls.fail_after:
-                self._end_waits(f"{pending.request.key} waited {now - begun:.0f} s for other ranks")
+                waited = self._told_of_wait(pending.request, now - begun)
+                self._end_waits(f"{waited} (rank {self.members[self.rank]}, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)")
         if pending.error is not None:
             raise pending.error
         return pending.result
@@ -146,6 +147,8 @@ class Engine:
         self._fail(HorovodInternalError(reason))
 
     def _end_waits(self, reason: str) -> None:
+        with self._condition:
+            self._error = self._error or HorovodInternalError(reason)
         abort = self._abort
         if abort is not None:
             abort(reason)
@@ -174,6 +177,8 @@ class Engine:
                 self._condition.wait()
             if self._is_ending:
                 return None
+            if self._error is not None:  # a group whose abort() ends what is under way alone would go on
+                raise self._error
             taken, self._queue = self._queue, []
             return taken
 
@@ -217,13 +222,20 @@ class Engine:
                 None, HorovodInternalError(f"{pending.request.kind} '{pending.request.name}': {self._error}")
             )
 
-    def _warn(self, request: Request, seconds: float) -> None:
+    def _told_of_wait(self, request: Request, seconds: float) -> str:
+        """In words: for whom `request` has waited."""
         missing = self._negotiation.missing(request.key)
-        late = "some rank has not answered yet, nor asked for anything"
-        if missing is not None:
+        if missing is None:
+            late = "some rank has not answered yet, nor asked for anything"
+        else:
             names = [self.members[rank] for rank in missing]
             late = f"not all ranks have asked for it (as far as rank {self.members[self.rank]} knows, {names} have not)"
-        logging.getLogger("muster").warning("%s '%s' has waited %.0f s: %s", request.kind, request.name, seconds, late)
+            for rank, kind in self._negotiation.others_of_name(request.name, missing).items():
+                late += (
+                    f"; rank {self.members[rank]} has asked for {kind} '{request.name}': ask for one operation of a "
+                    "name on every rank"
+                )
+        return f"{request.kind} '{request.name}' has waited {seconds:.0f} s: {late}"
 
 
 def _as_internal(error: Exception) -> HorovodInternalError:

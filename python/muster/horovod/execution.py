@@ -14,7 +14,7 @@ from muster.horovod.negotiation import Ready
 from muster.horovod.requests import ADASUM, AVERAGE, PRODUCT, SUM, Request
 from muster.horovod.transport import Transport
 
-__all__ = ["Executor", "Operation", "split_rows"]
+__all__ = ["Executor", "Operation"]
 
 
 @dataclass

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from muster.batch import memory_of
 from muster.errors import InvalidArgument
 from muster.horovod.differentiable import allgather
 from muster.horovod.handles import synchronize
@@ -102,4 +103,4 @@ def _bytes_of(obj: Any) -> Tensor:
 
 
 def _object_of(data: Tensor) -> Any:
-    return _pickle.loads(data.numpy().tobytes())
+    return _pickle.loads(memory_of(data))

@@ -66,3 +66,13 @@ class Negotiation:
         if have is None:
             return None
         return [rank for rank in range(self._size) if rank not in have and rank not in self._joined]
+
+    def others_of_name(self, name: str, ranks: Sequence[int]) -> dict[int, str]:
+        """Kinds of operations of this name that `ranks` have asked for, and others have not. By rank."""
+        waiting = list(self._waiting.values())  # while the engine's thread goes on
+        return {
+            rank: requests[rank].kind
+            for requests in waiting
+            for rank in ranks
+            if rank in requests and requests[rank].name == name
+        }

@@ -30,7 +30,7 @@ from muster.horovod.world import (
     this_machine,
 )
 
-__all__ = ["Runtime", "begin", "end", "is_running", "running"]
+__all__ = ["begin", "end", "is_running", "running"]
 
 _current: Runtime | None = None
 _starts = 0

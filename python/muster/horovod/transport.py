@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.batch import memory_of
 from muster.horovod.requests import MAX, MIN, SUM
 
 __all__ = ["GroupTransport", "HostTransport", "Transport"]
@@ -126,7 +127,7 @@ class GroupTransport:
         sent = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
         parts = [torch.empty_like(sent) for _ in range(self._size)]
         self._group.allgather([parts], [sent]).wait()
-        return [part.cpu().numpy().tobytes() for part in parts]
+        return [bytes(memory_of(part.cpu())) for part in parts]
 
 
 class HostTransport:
@@ -140,7 +141,7 @@ class HostTransport:
     def exchange(self, message: bytes) -> list[bytes]:
         work = self._communicator.all_gather(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         work.wait()
-        return [part.numpy().tobytes() for part in work.outputs()]
+        return [bytes(memory_of(part)) for part in work.outputs()]
 
     def allocate(self) -> Tensor:
         memory: Tensor = self._communicator.allocate(HOST_BUFFER, torch.uint8)

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from muster import _C
+from muster.addresses import host_and_port
 from muster.errors import InvalidArgument, Timeout
 from muster.gloo_interface import gloo_reaches
 
@@ -26,6 +27,7 @@ __all__ = [
     "check_ranks",
     "find_cluster",
     "group_over",
+    "identity_of_job",
     "meeting_at_store",
     "open_store",
     "patience",
@@ -178,25 +180,25 @@ def identity_of_job(cluster: _C.Cluster) -> str:
 
 def meeting_at_store(cluster: _C.Cluster) -> _C.Cluster:
     """`cluster`, in which rank 0 hosts no store besides that of open_store()."""
-    host, _, port = cluster.address.rpartition(":")
+    host, port = host_and_port(cluster.address)
     return _C._cluster_from_environment(
         {
             "RANK": str(cluster.rank),
             "WORLD_SIZE": str(cluster.num_workers),
             "LOCAL_RANK": str(cluster.local_rank),
-            "MASTER_ADDR": host.strip("[]"),
-            "MASTER_PORT": port,
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
     )
 
 
 def _connect(cluster: _C.Cluster) -> Any:
-    host, _, port = cluster.address.rpartition(":")
+    host, port = host_and_port(cluster.address)
 
     def make(is_master: bool, seconds: float) -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            host.strip("[]"), int(port), is_master=is_master, timeout=timedelta(seconds=seconds),
+            host, port, is_master=is_master, timeout=timedelta(seconds=seconds),
             wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip
 

@@ -20,7 +20,10 @@ class DDPStrategy(TrainerDDP):
     arguments of torch's class mean here. For the Trainer."""
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        return _wrapped(model, self.determine_ddp_device_ids(), self._ddp_kwargs)
+        device_ids = self.determine_ddp_device_ids()
+        with _own_stream(device_ids):
+            # Written out here, so that LightningCLI finds the arguments that a config file may give.
+            return DistributedDataParallel(model, device_ids=device_ids, **self._ddp_kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """As Lightning's. A step of manual optimization calls backward within forward, so that its losses stand for the
@@ -43,13 +46,13 @@ class FabricDDPStrategy(FabricDDP):
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """As Lightning's; `module` is wrapped."""
-        return _wrapped(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
+        device_ids = self._determine_ddp_device_ids()
+        with _own_stream(device_ids):
+            return DistributedDataParallel(module, device_ids=device_ids, **self._ddp_kwargs)
 
 
-def _wrapped(module: nn.Module, device_ids: list[int] | None, arguments: dict[str, Any]) -> DistributedDataParallel:
-    # On a stream of its own, as Lightning does, so that CUDA graphs can be captured.
-    own_stream: AbstractContextManager[Any] = nullcontext()
-    if device_ids is not None:
-        own_stream = torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
-    with own_stream:
-        return DistributedDataParallel(module, device_ids=device_ids, **arguments)
+def _own_stream(device_ids: list[int] | None) -> AbstractContextManager[Any]:
+    """In which a module is wrapped, as Lightning does, so that CUDA graphs can be captured."""
+    if device_ids is None:
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]

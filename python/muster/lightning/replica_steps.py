@@ -25,7 +25,7 @@ from muster.per_replica import PerReplica
 from muster.step import Loss, StepResult
 from muster.strategy import Strategy
 
-__all__ = ["Outcome", "ReplicaSteps", "check_module"]
+__all__ = ["ReplicaSteps", "check_module"]
 
 SHARED_TYPES.append(pl.Trainer)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from muster import _C
+from muster.addresses import host_and_port, host_of
 from muster.errors import InvalidArgument
 from muster.parameter_server import ParameterServerStrategy
 
@@ -46,11 +47,11 @@ class Job(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        return self._cluster.address.rpartition(":")[0]
+        return host_of(self._cluster.address)
 
     @property
     def main_port(self) -> int:
-        return int(self._cluster.address.rpartition(":")[2])
+        return host_and_port(self._cluster.address)[1]
 
     @staticmethod
     def detect() -> bool:

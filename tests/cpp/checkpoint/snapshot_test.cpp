@@ -625,6 +625,23 @@ TEST_CASE("a writer does not hold up its caller, and copies are of the time of t
   CHECK(number_in(*read_newest_snapshot(folder.path / "deep" / "er")) == 5);
 }
 
+TEST_CASE("a forked child waits for no writer of its parent", "[checkpoint]") {
+  const testing::Folder folder;
+  SnapshotWriter writer(folder.path, {});
+  writer.write(numbered(1));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    writer.wait();
+    ::_exit(writer.done() ? 0 : 1);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  REQUIRE(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+  writer.wait();
+  CHECK(number_in(*read_newest_snapshot(folder.path)) == 1);
+}
+
 TEST_CASE("what a writer could not do reaches its caller once", "[checkpoint]") {
   const testing::Folder folder;
   SECTION("a folder that is a file") {

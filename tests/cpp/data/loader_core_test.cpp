@@ -15,6 +15,8 @@
 #include <thread>
 
 #include "cpp/catch.h"
+#include "data/loader_host.h"
+#include "muster/error.h"
 #include "muster/mirrored.h"
 
 using namespace muster;
@@ -95,6 +97,52 @@ std::vector<int64_t> flat(const Pass& pass) {
   }
   return samples;
 }
+
+// Rank 0 of two workers that step together, of which rank 1 has died.
+struct HostOfTheLastOne final : muster::detail::LoaderHost {
+  struct Alone final : muster::detail::Members {
+    std::vector<uint32_t> expected() override { return {0}; }
+    server::Dealt deal(const server::PassId&, uint64_t, std::vector<uint64_t>) override { return {}; }
+    void end_pass(const server::PassId&, uint64_t, std::vector<uint64_t>) override {}
+  };
+
+  muster::detail::LoaderJob job() const override {
+    Topology topology{.num_workers = 2, .num_replicas = 2, .replicas_of_worker = {1, 1}, .devices = {c10::kCPU}};
+    return {std::move(topology), muster::detail::Division::live_workers};
+  }
+  std::vector<double> capacities() const override { return {}; }
+  uint64_t seed() const override { return 0; }
+  int add(const std::shared_ptr<muster::detail::LoaderProgress>&,
+          std::shared_ptr<muster::detail::LoaderPlace>) override {
+    return 0;
+  }
+  void compare(int, const std::string&) override {}
+  bool any_has_more(bool has_more) override { return has_more; }
+  std::shared_ptr<muster::detail::DealtPass> deal(int, int64_t, int64_t) override { return nullptr; }
+  std::shared_ptr<muster::detail::SharedPass> share(int loader, int64_t epoch,
+                                                    muster::detail::SharedPass::NextBatch next_batch) override {
+    if (is_unready) throw InvalidArgument("prepare() the optimizer first");
+    const server::PassId id{static_cast<uint32_t>(loader), static_cast<uint64_t>(epoch)};
+    return std::make_shared<muster::detail::SharedPass>(members, 0, id, std::move(next_batch), std::vector<int>{1, 1});
+  }
+  void leave_passes() override {}
+
+  const std::shared_ptr<Alone> members = std::make_shared<Alone>();
+  bool is_unready = false;
+};
+
+// A loader of that host over so many samples, and the samples of its first parts.
+struct LastOnesLoader {
+  explicit LastOnesLoader(size_t size, LoaderOptions options = {.batch_size = 4})
+      : core(host, options, /*is_stream=*/false, size, [this](size_t, const muster::detail::ReadTask& task) {
+          return std::make_shared<std::vector<size_t>>(task.parts.front());
+        }) {}
+
+  std::vector<size_t> take() { return *std::static_pointer_cast<std::vector<size_t>>(core.take()); }
+
+  std::shared_ptr<HostOfTheLastOne> host = std::make_shared<HostOfTheLastOne>();
+  muster::detail::LoaderCore core;
+};
 
 }  // namespace
 
@@ -266,6 +314,24 @@ TEST_CASE("a loader's last batch closes the window", "[loader]") {
   CHECK_FALSE(strategy.flush().has_value());
 }
 
+TEST_CASE("a last batch closes the window at the last of its steps", "[loader]") {
+  MirroredStrategy strategy(cpus(2), {.accumulate = 2});
+  auto model = strategy.prepare([] { return torch::nn::Linear(2, 1); });
+  model->to(at::kDouble);
+  const auto loss = [&](const Example& part) { return model->forward(part.data).mean(); };
+  const auto of_own = [&](const at::Tensor& part) { return model->forward(part).mean(); };
+  auto loader = strategy.prepare_loader(stacked(9), {.batch_size = 3});
+  auto left = strategy.prepare_loader(stacked(2), {.batch_size = 2});
+  for ([[maybe_unused]] auto& batch : left) break;
+  const auto own = at::ones({4, 2}, at::kDouble);
+  std::vector<bool> stepped;
+  for (auto& batch : loader) {
+    stepped.push_back(strategy.step(loss, batch).stepped);
+    stepped.push_back(strategy.step(of_own, own).stepped);
+  }
+  CHECK(stepped == std::vector<bool>{false, true, false, true, false, true});
+}
+
 TEST_CASE("a batch that was fetched ahead closes the window where it is the last", "[loader]") {
   MirroredStrategy strategy(cpus(2), {.accumulate = 2});
   auto model = strategy.prepare([] { return torch::nn::Linear(2, 1); });
@@ -299,4 +365,52 @@ TEST_CASE("loading ends the loop that is under way", "[loader]") {
   loop();
   CHECK(seen == std::vector<std::vector<int64_t>>{{0, 1}, {3, 4}, {6, 7}, {3, 4}, {6, 7}, {9, 10}});
   CHECK(loader.state().epoch == 1);
+}
+
+TEST_CASE("a loop over shared batches goes on as it was where the next epoch is set in it", "[loader]") {
+  LastOnesLoader loader(12, {.batch_size = 4, .workers = GENERATE(0, 1)});
+  const auto hold = loader.core.begin();
+  size_t next = 0;
+  while (loader.core.advance()) {
+    CHECK(loader.take() == std::vector<size_t>{next, next + 1, next + 2, next + 3});
+    next += 4;
+    loader.core.set_epoch(7);
+  }
+  CHECK(next == 12);
+  CHECK(loader.core.epoch() == 7);
+}
+
+TEST_CASE("a pass that could not begin is the one that begins next", "[loader]") {
+  LastOnesLoader loader(12);
+  loader.core.load_state({2, 1});
+  loader.host->is_unready = true;
+  CHECK_THROWS_AS(loader.core.begin(), InvalidArgument);
+  CHECK(loader.core.state() == LoaderState{2, 1});
+  loader.host->is_unready = false;
+  const auto hold = loader.core.begin();
+  CHECK(loader.core.epoch() == 2);
+  REQUIRE(loader.core.advance());
+  CHECK(loader.take().front() == 4);
+
+  MirroredStrategy strategy(cpus(1));
+  struct Failing : Counting {
+    using Counting::Counting;
+    std::optional<at::Tensor> get_batch(size_t n) override {
+      if (next == 2 && std::exchange(fails, false)) throw std::runtime_error("the stream broke off");
+      return Counting::get_batch(n);
+    }
+    bool fails = true;
+  };
+  auto stream = strategy.prepare_loader(Failing(6), {.batch_size = 2});
+  stream.load_state({3, 2});
+  CHECK_THROWS_WITH(stream.begin(), ContainsSubstring("broke off"));
+  CHECK(flat(pass_over(stream)) == std::vector<int64_t>{4, 5});
+  CHECK(stream.epoch() == 4);
+}
+
+TEST_CASE("a batch may be larger than any data", "[loader]") {
+  MirroredStrategy strategy(cpus(2));
+  constexpr auto kLargest = std::numeric_limits<int64_t>::max();
+  auto loader = strategy.prepare_loader(stacked(5), {.batch_size = kLargest});
+  CHECK(pass_over(loader) == Pass{{{0, 1, 2}, {3, 4}}});
 }

@@ -67,7 +67,9 @@ TEST_CASE("bad options and states of a loss scaler are refused", "[precision]") 
   CHECK_THROWS_AS(LossScaler({.backoff = 1}), InvalidArgument);
   CHECK_THROWS_AS(LossScaler({.interval = 0}), InvalidArgument);
   LossScaler scaler;
+  CHECK_THROWS_AS(LossScaler({.init = 1e-50}), InvalidArgument);
   CHECK_THROWS_AS(scaler.load_state({-1, 0}), InvalidArgument);
+  CHECK_THROWS_AS(scaler.load_state({1e39, 0}), InvalidArgument);
   CHECK_THROWS_AS(scaler.load_state({1, -1}), InvalidArgument);
 
   const auto weight = at::ones({3}, at::kHalf).requires_grad_();

@@ -102,6 +102,15 @@ TEST_CASE("a set that several optimizers step in turn is stepped by the last one
   CHECK(sets.numbers() == Numbers{set});
 }
 
+TEST_CASE("a parameter of two optimizers that would step together is named", "[strategy][optimizer_sets]") {
+  const auto core = core_of(2);
+  OptimizerSets sets(core);
+  const int set = sets.set_of({.optimizers = {0, 1}, .look = {1}}, resolve_to({{{0, 0}, true}, {{1}, true}}));
+  CHECK_THROWS_WITH(sets.set_of({.optimizers = {0, 1}, .look = {2}}, resolve_to({{{0, 1}, true}, {{1}, true}})),
+                    ContainsSubstring("'p1' belongs to two optimizers"));
+  CHECK(core->sets().set_of({0, 1}) == set);
+}
+
 TEST_CASE("what cannot be resolved leaves a set as it was", "[strategy][optimizer_sets]") {
   const auto core = core_of(2);
   OptimizerSets sets(core);

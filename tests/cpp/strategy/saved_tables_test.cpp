@@ -182,3 +182,14 @@ TEST_CASE("a table of another size is refused by name", "[saving][server]") {
   strategy.prepare(optimizer);
   CHECK_THROWS_WITH(strategy.load(folder.path), ContainsSubstring("'table.weight' has shape [59, 4]"));
 }
+
+TEST_CASE("a module that could not be prepared belongs to no strategy", "[saving]") {
+  MirroredStrategy mirrored({"cpu"});
+  const auto build = [](Rows rows) { return std::make_shared<SavedClicks>(rows, /*is_row_wise=*/false); };
+  const auto left = build(Rows::on_servers);
+  CHECK_THROWS_WITH(mirrored.prepare(left), ContainsSubstring("were left to parameter servers"));
+  const auto whole = mirrored.prepare(build(Rows::dense));
+  CHECK(mirrored.explain().find("1.read.weight") == std::string::npos);
+  MirroredStrategy other({"cpu"});
+  CHECK_THROWS_WITH(other.prepare(left), ContainsSubstring("were left to parameter servers"));
+}

@@ -73,3 +73,12 @@ TEST_CASE("a count of steps that is not seen whole is due once", "[saving]") {
   CHECK_THROWS_AS(SavingSchedule({.every = 0}), InvalidArgument);
   CHECK_THROWS_AS(SavingSchedule({.seconds = 0.0}), InvalidArgument);
 }
+
+TEST_CASE("steps count anew where a job goes back to an earlier checkpoint", "[saving]") {
+  SavingSchedule schedule({.every = 100});
+  schedule.note_step(200);
+  CHECK(schedule.is_due());
+  schedule.start_over();
+  schedule.note_step(101);
+  CHECK_FALSE(schedule.is_due());
+}

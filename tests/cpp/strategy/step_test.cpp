@@ -390,6 +390,10 @@ TEST_CASE("optimizers over some of the same parameters step in turns", "[strateg
   };
   optim::AdamW all(model->parameters(), torch::optim::AdamWOptions(0.01));
   strategy.prepare(all);
+  const auto step_all = [&] {
+    strategy.step([&](const at::Tensor& part) { return model->forward(part).square().mean(); }, x);
+  };
+  CHECK_THROWS_WITH(step_all(), ContainsSubstring("belongs to two optimizers"));
   for (auto [of, plain_of] : {std::pair<torch::optim::Optimizer*, torch::optim::Optimizer*>(&head, &plain_head),
                               {&head, &plain_head},
                               {&all, &plain_all},

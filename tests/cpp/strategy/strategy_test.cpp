@@ -11,6 +11,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include <atomic>
+#include <cmath>
 
 #include "cpp/catch.h"
 #include "cpp/strategy/workers.h"
@@ -95,6 +96,14 @@ TEST_CASE("programs draw alike whatever the number of local replicas", "[strateg
   const auto one = draw(1);
   const auto three = draw(3);
   for (size_t i = 0; i < one.size(); ++i) CHECK(one[i].equal(three[i]));
+}
+
+TEST_CASE("a timeout that no clock can count is refused", "[strategy]") {
+  for (const double timeout : {0.0, 1e-4, 1e10, 1e300, std::nan("")}) {
+    CHECK_THROWS_WITH(MirroredStrategy({}, StrategyOptions{.timeout = timeout}),
+                      ContainsSubstring("from 0.001 to 1e9"));
+  }
+  CHECK_NOTHROW(MirroredStrategy({}, StrategyOptions{.timeout = 1e9}));
 }
 
 TEST_CASE("a module belongs to one open strategy", "[strategy]") {

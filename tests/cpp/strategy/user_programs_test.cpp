@@ -403,7 +403,7 @@ TEST_CASE("modules that were made in inference mode are refused by name", "[stra
   CHECK_THROWS_WITH(strategy.prepare(module), ContainsSubstring("'weight' of the module was made in inference mode"));
 }
 
-TEST_CASE("a weight that is undefined is none, and one of several values is refused", "[strategy]") {
+TEST_CASE("a weight that is undefined is none; one of several values, or with a gradient, is refused", "[strategy]") {
   MirroredStrategy strategy(cpus(2));
   auto model = strategy.prepare(linear());
   const auto step = [&](const at::Tensor& weight) {
@@ -417,6 +417,7 @@ TEST_CASE("a weight that is undefined is none, and one of several values is refu
   };
   CHECK(step(at::Tensor()).weight.item<double>() == 8);
   CHECK_THROWS_WITH(step(at::ones({3})), ContainsSubstring("the weight of a Loss is a tensor of 3 values"));
+  CHECK_THROWS_WITH(step(at::ones({}).requires_grad_()), ContainsSubstring("requires a gradient"));
 }
 
 namespace {

@@ -96,4 +96,11 @@ TEST_CASE("what an edit puts into .grad becomes the sum", "[window]") {
   SECTION("of another") {
     CHECK_THROWS_AS(sums.edit(tail, [&] { set.rows.mutable_grad() = at::ones({5, 2}); }), InvalidArgument);
   }
+  SECTION("of another shape") {
+    CHECK_THROWS_WITH(sums.edit(tail, [&] { set.a.mutable_grad() = at::ones({1}); }), ContainsSubstring("shape"));
+  }
+  SECTION("nothing") {
+    CHECK_THROWS_WITH(sums.edit(tail, [&] { set.a.mutable_grad() = at::Tensor(); }),
+                      ContainsSubstring("took the gradient of 'a' away"));
+  }
 }

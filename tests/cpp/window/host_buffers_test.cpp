@@ -13,7 +13,7 @@ using namespace muster;
 namespace {
 
 struct TwoReplicas {
-  TwoReplicas() : registry({c10::Device(c10::kCPU), c10::Device(c10::kCPU)}), buffers(registry, 2) {
+  TwoReplicas() : registry({c10::Device(c10::kCPU), c10::Device(c10::kCPU)}), buffers(registry, 2, /*merges=*/true) {
     ModuleTensors module;
     module.parameters.resize(2);
     for (int r = 0; r < 2; ++r) {
@@ -72,4 +72,35 @@ TEST_CASE("writes that leave no trace in a version counter are seen", "[window]"
   TwoReplicas job;
   *job.mean(1).mutable_data_ptr<float>() = 9;
   CHECK(job.exchange(1, 1).written()[0] == 1);
+}
+
+TEST_CASE("an expanded buffer stays as it is", "[window]") {
+  TwoReplicas job;
+  for (const size_t r : {size_t{0}, size_t{1}}) {
+    job.registry.set_buffers(0, r, {at::full({1}, static_cast<double>(r)).expand({3}), at::full({2}, r, at::kLong)});
+  }
+  job.buffers.merge(job.exchange(1, 1), 2, /*adopts=*/false);
+  CHECK(job.mean(0)[0].item<double>() == 0);
+  CHECK(job.mean(1)[0].item<double>() == 1);
+  CHECK(job.count(0).eq(1).all().item<bool>());
+}
+
+TEST_CASE("buffers of a lone replica take no part in a window", "[window]") {
+  ParameterRegistry registry({c10::Device(c10::kCPU)});
+  ModuleTensors module;
+  module.parameters.resize(1);
+  module.buffers.push_back({{"mean", at::full({3}, 0.1, at::kDouble)}, {"count", at::ones({2}, at::kLong)}});
+  const auto workers = comm::make_single();
+  registry.add(std::move(module), *workers);
+  HostBuffers buffers(registry, 1, /*merges=*/false);
+  buffers.open();
+  registry.buffers(0)[0].fill_(0.7);
+  CHECK(buffers.num_doubles(0) == 0);
+  CHECK(buffers.integers_of(0).numel() == 0);
+  const auto tail = Tail::make(1, 0, 2, 0);
+  buffers.fill(tail, 0, 3);
+  buffers.set_integers(0, buffers.integers_of(0));
+  const auto version = registry.buffers(0)[0]._version();
+  buffers.merge(tail, 3, /*adopts=*/false);
+  CHECK(registry.buffers(0)[0]._version() == version);
 }

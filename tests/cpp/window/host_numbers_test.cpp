@@ -89,3 +89,13 @@ TEST_CASE("the divisor takes out what seeds and factors put in", "[window]") {
   numbers.end(tail, /*finite=*/false);
   CHECK(numbers.scale().get().scale == 4);
 }
+
+TEST_CASE("a metric's name is a line", "[window]") {
+  HostNumbers numbers(1, {});
+  numbers.open();
+  Loss loss = loss_of(at::scalar_tensor(1.0, at::kDouble), 1);
+  loss.metrics["acc\n"] = at::scalar_tensor(1.0, at::kDouble);
+  ReplicaPart part;
+  part.loss = &loss;
+  CHECK_THROWS_WITH(numbers.note(part), ContainsSubstring("line break"));
+}

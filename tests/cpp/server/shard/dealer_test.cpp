@@ -195,3 +195,11 @@ TEST_CASE("who comes back after a restart puts right what it was dealt since", "
   CHECK(next(0, 3).state == Dealt::State::ended);
   CHECK((dealer.newest() == std::vector<PassId>{{0, 9}}));
 }
+
+TEST_CASE("a batch of a number that no pass has is left out", "[server]") {
+  Dealer dealer;
+  Asker a{dealer, 0};
+  CHECK(is_batch(a.ask(), 0));
+  dealer.put_right(1, {{7, 0, uint64_t{1} << 63}}, {});
+  CHECK(is_batch(a.ask({0}), 1));
+}

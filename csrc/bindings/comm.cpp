@@ -17,7 +17,6 @@ namespace {
 
 namespace py = pybind11;
 using comm::Communicator;
-using Release = py::call_guard<py::gil_scoped_release>;
 
 ReduceOp parse_op(const std::string& name) {
   if (name == "sum") return ReduceOp::sum;
@@ -47,7 +46,7 @@ void bind_communicator(py::module_& m) {
       .def("allocate",
            [](Communicator& c, int64_t numel, const py::object& dtype) {
              const at::ScalarType type = scalar_type(dtype);
-             const py::gil_scoped_release release;
+             const WithoutGil without_gil;
              return c.allocate(numel, type);
            })
       .def(

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "comm/text_exchange.h"
+#include "core/lines.h"
 #include "muster/error.h"
 #include "optimizer/flat_state.h"
 #include "strategy/collectives.h"
@@ -67,20 +68,12 @@ std::string layout_of(const Optimizer& optimizer, const ParameterRegistry& regis
 
 void compare_layouts(const std::vector<std::string>& layouts) {
   for (size_t r = 1; r < layouts.size(); ++r) {
-    if (layouts[r] == layouts[0]) continue;
-    std::istringstream chiefs(layouts[0]);
-    std::istringstream others(layouts[r]);
-    for (size_t position = 0;; ++position) {
-      std::string mine = "none";
-      std::string theirs = "none";
-      std::getline(chiefs, mine);
-      std::getline(others, theirs);
-      if (mine == theirs) continue;
-      throw LayoutMismatch("the optimizers of the ranks differ: parameter " + std::to_string(position) + " is " +
-                           (mine.empty() ? "none" : mine) + " on rank 0, and " + (theirs.empty() ? "none" : theirs) +
-                           " on rank " + std::to_string(r) +
-                           "; build the same optimizer on every rank, over the parameters in the same order");
-    }
+    const auto difference = first_difference(layouts[0], layouts[r]);
+    if (!difference) continue;
+    throw LayoutMismatch("the optimizers of the ranks differ: parameter " + std::to_string(difference->number) +
+                         " is " + difference->first + " on rank 0, and " + difference->second + " on rank " +
+                         std::to_string(r) +
+                         "; build the same optimizer on every rank, over the parameters in the same order");
   }
 }
 

@@ -8,7 +8,6 @@ namespace muster {
 
 namespace py = pybind11;
 using py::literals::operator""_a;
-using Release = py::call_guard<py::gil_scoped_release>;
 
 void bind_checkpoint(py::module_& parent) {
   auto m = parent.def_submodule("_checkpoint");
