@@ -16,19 +16,27 @@ constexpr std::chrono::milliseconds kLookAtExit{1};
 std::atomic<bool> is_closed{false};
 std::atomic<int> inside{0};
 
-// Those of the parent's threads are not in a forked child.
-[[maybe_unused]] const int registered = ::pthread_atfork(nullptr, nullptr, [] { inside = 0; });
+thread_local int depth = 0;  // visits of this thread
+
+// Of its parent's threads a forked child has the one that forked.
+[[maybe_unused]] const int registered = ::pthread_atfork(nullptr, nullptr, [] { inside = depth; });
 
 }  // namespace
 
 ExitGate::Visit::Visit() noexcept {
   ++inside;
   is_inside_ = !is_closed;
-  if (!is_inside_) --inside;
+  if (is_inside_) {
+    ++depth;
+  } else {
+    --inside;
+  }
 }
 
 ExitGate::Visit::~Visit() {
-  if (is_inside_) --inside;
+  if (!is_inside_) return;
+  --depth;
+  --inside;
 }
 
 void ExitGate::close() noexcept {

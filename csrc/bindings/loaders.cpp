@@ -70,7 +70,7 @@ void bind_loaders(py::module_& m) {
       .def_readwrite("last_pass", &LoaderProgress::pass)
       .def("begin_pass", &LoaderProgress::begin_pass)
       .def("note_yield", &LoaderProgress::note_yield, "is_last"_a)
-      .def("leave", [](LoaderProgress& progress, int64_t number) { progress.left = number; }, "number"_a);
+      .def("leave", &LoaderProgress::leave, "number"_a);
   py::enum_<detail::WindowEnd>(m, "WindowEnd")
       .value("closed", detail::WindowEnd::closed)
       .value("dropped", detail::WindowEnd::dropped);

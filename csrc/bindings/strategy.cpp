@@ -143,6 +143,7 @@ void bind_facts(CoreClass& core) {
 }
 
 void bind_lifetime(CoreClass& core) {
+  // Its threads stay until the strategy ends: the interpreter's exit, which joins them, is not to wait for their GIL.
   core.def(
           "serve", [](StrategyCore& c, int local_replica) { c.session().pool().serve(local_replica); },
           py::call_guard<py::gil_scoped_release>())

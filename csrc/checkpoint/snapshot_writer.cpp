@@ -35,6 +35,10 @@ void SnapshotWriter::claim() {
 }
 
 void SnapshotWriter::wait_and_claim() {
+  if (::getpid() != made_by_) {
+    throw CheckpointError("a forked child writes no checkpoints for its parent, which has claimed '" +
+                          folder_.string() + "'; save in the parent");
+  }
   wait();
   if (!claim_) claim_ = std::make_unique<FolderClaim>(folder_);
 }

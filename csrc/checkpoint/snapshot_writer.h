@@ -33,7 +33,7 @@ class SnapshotWriter {
 
   /// Begins a snapshot of tensors that are handed over: until done() nobody may write them. Waits for the one before,
   /// and throws what went wrong with that; then `snapshot` is not written. Tensors that cannot be stored are an
-  /// InvalidArgument here, a folder that cannot be claimed, or a thread that cannot be made, a CheckpointError.
+  /// InvalidArgument here, a folder that cannot be claimed, a thread that cannot be made, or a fork, a CheckpointError.
   void write(Snapshot snapshot);
 
   /// The same of copies, made before it returns, in memory that is used again by the next copy.
@@ -54,8 +54,6 @@ class SnapshotWriter {
 
   /// Begins, where nothing is being written, a call of `write` on the thread: what it returns is written(), where it is
   /// not empty, and what it throws is thrown as by write(). Throws CheckpointError where no thread can be made.
-  void wait_and_claim();
-  void begin(Snapshot snapshot);
   void begin(std::function<std::filesystem::path()> write);
 
   /// Whether everything that was begun is on the disk, or failed; true in a fork, where nobody writes. Does not block.
@@ -65,10 +63,12 @@ class SnapshotWriter {
   /// The folder of the last snapshot that is on the disk; empty before the first. Thread-safe.
   std::filesystem::path written() const;
 
-  /// Waits for what was begun, and throws what went wrong with it, once.
+  /// Waits for what was begun, and throws what went wrong with it, once; no-op in a fork.
   void wait();
 
  private:
+  void wait_and_claim();
+  void begin(Snapshot snapshot);
   void run(const std::function<std::filesystem::path()>& write) noexcept;
 
   const std::filesystem::path folder_;

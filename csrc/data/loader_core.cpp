@@ -284,18 +284,18 @@ std::shared_ptr<void> LoaderCore::begin() {
     s.progress->pass = s.shared;
   }
   s.next = s.is_stream ? s.pass_over_stream(place.to_skip) : std::min(place.to_skip, s.batches());
-  place.running = true;
-  place.yielded = std::exchange(place.to_skip, 0);
-  place.shared = s.shared;
-  const auto hold_of_pass = s.progress->pass ? s.progress->pass->hold() : nullptr;
-  std::shared_ptr<void> hold(nullptr,
-                             [progress = s.progress, number, hold_of_pass](void*) { progress->left = number; });
   // Its own pass: the place may be sent elsewhere while readers read.
   s.reads = std::make_unique<ReadAhead>(
       static_cast<size_t>(s.options.workers),
       [&s, shared = s.shared, order = s.order_of_pass()](size_t thread, int64_t number) {
         return s.read(thread, shared ? State::shared_task_of(*shared, order, number) : s.task_of(order, number));
       });
+  place.running = true;
+  place.yielded = std::exchange(place.to_skip, 0);
+  place.shared = s.shared;
+  const auto hold_of_pass = s.progress->pass ? s.progress->pass->hold() : nullptr;
+  std::shared_ptr<void> hold(nullptr,
+                             [progress = s.progress, number, hold_of_pass](void*) { progress->leave(number); });
   s.ended = false;
   s.look_ahead();
   return hold;

@@ -5,19 +5,30 @@
 
 namespace muster::detail {
 
-BatchCalls::Noted BatchCalls::note(int64_t batch, bool is_last) {
-  Noted noted;
+// With the batch of the latest call, where that is another one.
+BatchCalls::Usual BatchCalls::usual_for(int64_t batch) const {
+  auto usual = usual_;
+  if (batch != batch_ && batch_ != 0) (is_last_ ? usual.calls_of_last : usual.calls) = calls_;
+  return usual;
+}
+
+bool BatchCalls::ends(int64_t batch, bool is_last) const {
+  return (batch == batch_ ? calls_ : 0) + 1 >= usual_for(batch).expected(is_last);
+}
+
+bool BatchCalls::fell_short(int64_t batch) const {
+  return batch != batch_ && is_last_ && calls_ < usual_.expected(/*of_last=*/true);
+}
+
+void BatchCalls::note(int64_t batch, bool is_last) {
+  usual_ = usual_for(batch);
   if (batch != batch_) {
-    noted.fell_short = is_last_ && !is_through_;
-    if (batch_ != 0) (is_last_ ? usual_last_ : usual_) = calls_;
     batch_ = batch;
     calls_ = 0;
+    is_last_ = false;
   }
   ++calls_;
-  is_last_ = is_last;
-  is_through_ = calls_ >= (is_last && usual_last_ > 0 ? usual_last_ : usual_);
-  noted.is_through = is_through_;
-  return noted;
+  is_last_ = is_last_ || is_last;
 }
 
 int64_t LoaderProgress::begin_pass() noexcept {
@@ -40,7 +51,7 @@ bool LoaderProgress::may_stand_at_end(const std::vector<std::weak_ptr<LoaderProg
   if (!at_end || left == passes) return false;
   return std::none_of(loaders.begin(), loaders.end(), [this](const auto& loader) {
     const auto other = loader.lock();
-    return other && other->clock_before > clock;
+    return other && other->clock_before > clock && (other->in_step || !other->in_run);
   });
 }
 

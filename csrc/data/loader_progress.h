@@ -1,6 +1,7 @@
 // What a strategy knows of a prepared loader.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -13,28 +14,32 @@
 
 namespace muster::detail {
 
-/// How many calls of step a loader's batches go into, in one set of optimizers. Owned by the thread that steps.
+/// How many calls of step a loader's batches go into, in one set of optimizers. The last batch of a pass is expected to
+/// go into as many as the last one of the pass before; where there was none, and of other batches, as the latest batch
+/// that was not a pass's last. Batches have the numbers that LoaderProgress counts. Owned by the thread that steps.
 class BatchCalls {
  public:
-  /// Of a batch that goes into a call.
-  struct Noted {
-    /// It goes into no further call, if into as many as others: the last batch of a pass as the last one of the pass
-    /// before it, in the first pass and elsewhere as the batch before it.
-    bool is_through = false;
-    /// The last batch of the pass before it was not through: it went into fewer calls than others.
-    bool fell_short = false;
-  };
-
-  /// `batch`: its number, as LoaderProgress counts; `is_last` of its pass.
-  Noted note(int64_t batch, bool is_last);
+  /// Whether a call that the batch goes into now is the last one expected of it; `is_last`: it is its pass's.
+  bool ends(int64_t batch, bool is_last) const;
+  /// Whether the batch is another one than in the call before, which was the last of its pass and went into fewer calls
+  /// than expected.
+  bool fell_short(int64_t batch) const;
+  /// Counts a call that the batch went into.
+  void note(int64_t batch, bool is_last);
 
  private:
-  int64_t batch_ = 0;
-  int64_t calls_ = 0;  // of that batch
+  struct Usual {
+    int64_t calls = 1;          // of the latest batch that was not a pass's last
+    int64_t calls_of_last = 0;  // of the latest one that was; 0: unknown
+
+    int64_t expected(bool of_last) const { return of_last && calls_of_last > 0 ? calls_of_last : calls; }
+  };
+  Usual usual_for(int64_t batch) const;
+
+  int64_t batch_ = 0;  // of the latest call
+  int64_t calls_ = 0;  // that it went into
   bool is_last_ = false;
-  bool is_through_ = true;
-  int64_t usual_ = 1;       // calls of the batch before it
-  int64_t usual_last_ = 0;  // calls of the last batch of the pass before; 0: unknown
+  Usual usual_;  // before that batch
 };
 
 /// Owned by the thread that iterates and steps.
@@ -57,8 +62,10 @@ struct LoaderProgress {
   int64_t begin_pass() noexcept;
   /// A loop got a batch; `is_last`: of its pass, as far as is known. Returns its number.
   int64_t note_yield(bool is_last) noexcept;
+  /// The loop over that pass is gone.
+  void leave(int64_t number) noexcept { left = std::max(left, number); }
   /// Whether a loop may stand at the last batch of its pass: it is there, and no other loop over one of `loaders` has
-  /// got two batches since.
+  /// got two batches since, but for loops of run() alone.
   bool may_stand_at_end(const std::vector<std::weak_ptr<LoaderProgress>>& loaders) const;
 };
 

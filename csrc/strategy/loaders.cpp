@@ -171,41 +171,51 @@ ServerJob& Loaders::served() {
   return *servers;
 }
 
-bool Loaders::is_through(detail::LoaderProgress& loader, int set, int64_t batch, bool is_last) {
-  const auto noted = loader.calls[set].note(batch, is_last);
-  if (noted.fell_short && core_->sets().at(set).window_open() && !std::exchange(has_warned_of_short_end_, true)) {
-    log(LogLevel::warning,
-        "the last batch of a loader's pass went into fewer steps than the batches before it, so that its window is "
-        "open still, and goes on with the next pass; call flush() behind the loop");
-  }
-  return noted.is_through;
-}
-
 bool Loaders::has_ended(int set, const std::vector<Stepped>& stepped) {
-  bool has_ended = false;
-  for (const auto& [loader, batch, is_last] : stepped) {
-    const bool is_through = this->is_through(*loader, set, batch, is_last);
-    has_ended = has_ended || (is_last && is_through);
+  const auto pass = core_->session().enter();
+  in_step_ = stepped;
+  if (stepped.empty()) {
+    for (const auto& known : loaders_) {
+      const auto loader = known.lock();
+      if (!loader || loader->left == loader->passes || loader->yielded == 0) continue;
+      const bool stands_at_end = loader->may_stand_at_end(loaders_) && (loader->in_step || !loader->in_run);
+      in_step_.push_back({loader, loader->yielded, stands_at_end});
+    }
   }
-  if (!stepped.empty()) return has_ended;
-  for (const auto& known : loaders_) {
-    const auto loader = known.lock();
-    if (!loader || loader->left == loader->passes || loader->yielded == 0) continue;
-    const bool stands_at_end = loader->may_stand_at_end(loaders_) && (loader->in_step || !loader->in_run);
-    const bool is_through = this->is_through(*loader, set, loader->yielded, stands_at_end);
-    has_ended = has_ended || (stands_at_end && is_through);
+  bool has_ended = false;
+  for (const auto& [loader, batch, is_last] : in_step_) {
+    const auto& calls = loader->calls[set];
+    if (calls.fell_short(batch) && core_->sets().at(set).window_open()) warn_of_short_end();
+    has_ended = has_ended || (is_last && calls.ends(batch, is_last));
   }
   return has_ended;
 }
 
-void Loaders::note_step(int set, bool stepped) const {
-  if (stepped) return end_step(detail::WindowEnd::closed);
-  const auto pass = core_->session().enter();
-  const bool is_open = core_->sets().at(set).window_open();
-  end_step(is_open ? detail::WindowEnd::still_open : detail::WindowEnd::dropped);
+void Loaders::warn_of_short_end() {
+  if (std::exchange(has_warned_of_short_end_, true)) return;
+  log(LogLevel::warning,
+      "the last batch of a loader's pass went into fewer steps than was expected (as many as the last batch of the "
+      "pass "
+      "before, or the batch before it), so that its window is open still, and goes on with the next pass; call flush() "
+      "behind the loop");
 }
 
-void Loaders::end_step(detail::WindowEnd window) const {
+void Loaders::note_step(int set, bool stepped) {
+  for (const auto& [loader, batch, is_last] : in_step_) loader->calls[set].note(batch, is_last);
+  auto window = stepped ? detail::WindowEnd::closed : detail::WindowEnd::still_open;
+  if (!stepped) {
+    try {
+      const auto pass = core_->session().enter();
+      if (!core_->sets().at(set).window_open()) window = detail::WindowEnd::dropped;
+    } catch (const InvalidArgument&) {
+      return;
+    }
+  }
+  end_step(window);
+}
+
+void Loaders::end_step(detail::WindowEnd window) {
+  in_step_.clear();
   std::vector<uint32_t> members;
   if (window == detail::WindowEnd::closed && core_->session().groups().shares_batches()) {
     try {

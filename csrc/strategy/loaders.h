@@ -53,18 +53,19 @@ class Loaders final : public detail::LoaderHost {
   };
   /// Whether a step of that set of optimizers, which these batches go into, is the last one of a pass: the last batch
   /// goes into as many steps as batches before it. Of a step of the caller's own tensors: whether that is so of a
-  /// loader whose loop stands at its last batch, from which they may be made. Once for each step.
+  /// loader whose loop stands at its last batch, from which they may be made. Before the step, which note_step() or
+  /// end_step() follow. Throws InvalidArgument where the strategy is closed.
   bool has_ended(int set, const std::vector<Stepped>& stepped);
 
   /// After a step that may have had batches of their passes: the window was left open, closed or dropped. No-op once
   /// another thread has closed the strategy.
-  void end_step(detail::WindowEnd window) const;
+  void end_step(detail::WindowEnd window);
   /// Likewise, after a step of that set which returned; `stepped`: it closed the window.
-  void note_step(int set, bool stepped) const;
+  void note_step(int set, bool stepped);
 
  private:
   void connect() const;
-  bool is_through(detail::LoaderProgress& loader, int set, int64_t batch, bool is_last);
+  void warn_of_short_end();
   std::string standings() const;
   ServerJob& served();
 
@@ -78,6 +79,7 @@ class Loaders final : public detail::LoaderHost {
   std::map<uint32_t, std::weak_ptr<detail::SharedPass>> shared_;  // the last ones, by loader
   std::map<uint32_t, detail::PassStanding> others_;               // where this worker joined, by loader
   int64_t told_at_ = 0;                                           // in steps: when it was told of them
+  std::vector<Stepped> in_step_;                                  // that has_ended() looked at
   bool has_warned_of_short_end_ = false;
 };
 

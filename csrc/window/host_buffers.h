@@ -48,7 +48,7 @@ class HostBuffers {
     at::Tensor values;
   };
 
-  const std::vector<at::Tensor>& merged(size_t replica) const;
+  const std::vector<at::Tensor>& shared_buffers(size_t replica) const;
   void note();
   bool was_written(size_t replica, size_t buffer) const;
 

@@ -8,7 +8,6 @@ follow the replicas' capacities (``balance="auto"``).
 from __future__ import annotations
 
 import copy
-import ctypes
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -22,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from muster import _C
 from muster.errors import InvalidArgument
 from muster.per_replica import PerReplica
+from muster.tensor_memory import memory_of
 
 __all__ = [
     "agreeing_rows",
@@ -32,7 +32,6 @@ __all__ = [
     "is_sequence",
     "mapped",
     "members",
-    "memory_of",
     "part_sizes",
     "pinned",
     "place",
@@ -136,13 +135,6 @@ def digest(part: object) -> str:
             values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
             found.update(memory_of(values))
     return found.hexdigest() if tensors else ""
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, which the view keeps alive. Without NumPy."""
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.tensor = tensor  # type: ignore[attr-defined]
-    return memoryview(memory)
 
 
 def is_column(value: object) -> bool:

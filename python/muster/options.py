@@ -169,5 +169,5 @@ _REQUIREMENTS: dict[str, Requirement] = {
     "bucket_bytes": (or_none(is_int), "an int of at least 1024, or None"),
     "wire": (or_none(_one_of("bf16")), "'bf16', or None for what gradients are accumulated in"),
     "max_skipped": (is_int, "an int of at least 1"),
-    "timeout": (is_real, "a positive number of seconds"),
+    "timeout": (is_real, "a number of seconds from 0.001 to 1e9"),
 }

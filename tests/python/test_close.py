@@ -345,25 +345,41 @@ def test_a_module_that_refers_to_its_strategy_keeps_nothing_alive() -> None:
     assert gone() is None
 
 
-def test_the_interpreters_exit_waits_for_daemon_threads_in_calls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forks", [False, True])
+def test_the_interpreters_exit_waits_for_daemon_threads_in_calls(tmp_path: Path, forks: bool) -> None:
     code = """
-import sys, threading
+import os, pathlib, sys, threading, time
 import torch, muster
 from muster import _C
 
-tensors = {str(i): torch.ones(4_000_000) for i in range(10)}
-began = threading.Event()
+folder = pathlib.Path(sys.argv[1])
+tensors = {str(i): torch.ones(2_000_000) for i in range(10)}
 
-def write():
-    began.set()
-    _C._checkpoint.write_snapshot(sys.argv[1], tensors, {})
-    print("written", flush=True)
+def end_while_a_thread_writes():
+    write = lambda: _C._checkpoint.write_snapshot(folder, tensors, {})
+    threading.Thread(target=write, daemon=True).start()
+    while not any(folder.iterdir()):
+        time.sleep(0.001)
 
-threading.Thread(target=write, daemon=True).start()
-began.wait()
+def end_in_a_child(x):
+    if os.fork() == 0:
+        end_while_a_thread_writes()
+        sys.exit()
+    os.wait()
+    return (module(x) * 0).mean()
+
+if sys.argv[2] == "True":
+    with muster.MirroredStrategy(["cpu"]) as strategy:
+        module = strategy.prepare(torch.nn.Linear(1, 1))
+        strategy.step(end_in_a_child, torch.ones(1, 1))
+else:
+    end_while_a_thread_writes()
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path), str(forks)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "terminate called" not in done.stderr
+    assert [folder.name for folder in tmp_path.glob("snapshot-*")] == ["snapshot-0000000001"]
 
 
 def stepped_in_a_child(connection: Any, strategy: muster.Strategy, model: Any) -> None:

@@ -1513,14 +1513,16 @@ def a_wrapper_averages_each_backward_of_an_output_that_outlives_it(parallel: Any
     outputs = [ddp(x[rank()]).square().mean() for _ in range(2)]
     expected = mean_gradients(module, lambda m, n: m(x[n]).square().mean())
     reducer = weakref.ref(ddp.reducer)
-    del ddp
-    while outputs:
-        module.zero_grad()
-        outputs.pop().backward()
-        assert_equal(gradients(module), expected)
     gc.disable()
-    assert reducer() is None
-    gc.enable()
+    try:
+        del ddp
+        while outputs:
+            module.zero_grad()
+            outputs.pop().backward()
+            assert_equal(gradients(module), expected)
+        assert reducer() is None
+    finally:
+        gc.enable()
 
 
 @ours

@@ -253,7 +253,7 @@ def test_a_rank_that_stays_away_fails_the_others(two_workers: WorkerPool, kind: 
 
 
 def mismatched(kind: str) -> Any:
-    with stalls_after(2.5, kind):
+    with stalls_after(4.5, kind):
         hvd.allreduce(torch.zeros(1))
         with messages_of_muster() as messages:
             text = raised(hvd.allgather if hvd.rank() == 0 else hvd.allreduce, torch.zeros(1), name="kd")
@@ -264,8 +264,10 @@ def mismatched(kind: str) -> Any:
 def test_a_name_that_ranks_use_for_different_operations_is_told(two_workers: WorkerPool, kind: str) -> None:
     for rank, (text, messages) in enumerate(two_workers.call(mismatched, kind)):
         own, other = ("allgather", "allreduce") if rank == 0 else ("allreduce", "allgather")
-        assert f"{own} 'kd' has waited" in messages[0]
-        assert f"rank {1 - rank} has asked for {other} 'kd'" in messages[0]
+        assert any(
+            f"{own} 'kd' has waited" in message and f"rank {1 - rank} has asked for {other} 'kd'" in message
+            for message in messages
+        )
         assert text.startswith(f"HorovodInternalError: {own} 'kd': ")
         if kind == "host":  # where reasons reach other ranks
             assert "allgather 'kd'" in text and "allreduce 'kd'" in text

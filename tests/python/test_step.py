@@ -611,8 +611,15 @@ def looped(strategy: muster.Strategy, case: str) -> list[bool]:
         return [is_stepped(x) for (x,) in other for _ in range(4)]
     if case == "each batch makes four steps of others":
         return [is_stepped(own) for _ in other for _ in range(4)]
-    assert case == "each batch makes a step of others too"
-    return [stepped for _ in range(2) for (x,) in other for stepped in (is_stepped(x), is_stepped(own))]
+    if case == "each batch makes a step of others too":
+        return [stepped for _ in range(2) for (x,) in other for stepped in (is_stepped(x), is_stepped(own))]
+    assert case == "another loop is run in each step"
+    stepped = []
+    for _ in training:
+        for (x,) in other:
+            strategy.run(lambda x: model(x).mean(), x)
+        stepped.append(is_stepped(own))
+    return stepped
 
 
 @pytest.mark.parametrize(
@@ -624,11 +631,46 @@ def looped(strategy: muster.Strategy, case: str) -> list[bool]:
         "each batch is stepped four times",
         "each batch makes four steps of others",
         "each batch makes a step of others too",
+        "another loop is run in each step",
     ],
 )
 def test_only_the_last_step_of_a_loop_closes_a_window_early(job: Launcher, case: str) -> None:
     for stepped in job(looped, case, accumulate=4):
         assert stepped == 2 * [False, False, False, True]
+
+
+def retried(strategy: muster.Strategy) -> list[list[bool]]:
+    module = nn.Linear(3, 1)
+    data = TensorDataset(torch.linspace(-1, 1, 48).view(16, 3))
+    model, _, loader = strategy.prepare(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), DataLoader(data, batch_size=4)
+    )
+
+    def fails(x: Tensor) -> Tensor:
+        raise LookupError("once")
+
+    epochs = []
+    for failing in (2, 3, None):
+        stepped = []
+        for number, (x,) in enumerate(loader):
+            if number == failing:
+                with pytest.raises((LookupError, muster.RemoteError)):
+                    strategy.step(fails, x)
+                strategy.flush()
+            stepped.append(strategy.step(lambda x: model(x).square().mean(), x).stepped)
+        epochs.append(stepped)
+    return epochs
+
+
+def test_a_step_that_raised_does_not_count_where_loops_end(job: Launcher) -> None:
+    for epochs in job(retried, accumulate=3):
+        assert [stepped[-1] for stepped in epochs] == [True, True, True]
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_the_end_of_a_loop_with_several_steps_a_batch_closes_or_drops(job: Launcher, drops: bool) -> None:
+    for stepped in job(looped, "each batch is stepped four times", accumulate=3, drop_incomplete=drops):
+        assert stepped == [False, False, True] * 2 + [False, not drops]
 
 
 def falling_short(strategy: muster.Strategy) -> tuple[list[bool], int]:

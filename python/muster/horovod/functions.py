@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muster.batch import memory_of
 from muster.errors import InvalidArgument
 from muster.horovod.differentiable import allgather
 from muster.horovod.handles import synchronize
 from muster.horovod.operations import broadcast_, broadcast_async_
 from muster.horovod.process_sets import ProcessSet, global_process_set
 from muster.horovod.runtime import running
+from muster.tensor_memory import memory_of
 
 __all__ = [
     "allgather_object", "broadcast_object", "broadcast_object_fn", "broadcast_optimizer_state",

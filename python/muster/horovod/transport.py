@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.batch import memory_of
 from muster.horovod.requests import MAX, MIN, SUM
+from muster.tensor_memory import memory_of
 
 __all__ = ["GroupTransport", "HostTransport", "Transport"]
 

@@ -631,8 +631,15 @@ TEST_CASE("a forked child waits for no writer of its parent", "[checkpoint]") {
   writer.write(numbered(1));
   const pid_t child = ::fork();
   if (child == 0) {
+    ::alarm(60);
     writer.wait();
-    ::_exit(writer.done() ? 0 : 1);
+    if (!writer.done()) ::_exit(1);
+    try {
+      writer.write(numbered(2));
+    } catch (const CheckpointError&) {
+      ::_exit(0);
+    }
+    ::_exit(2);
   }
   int status = 0;
   ::waitpid(child, &status, 0);

@@ -11,14 +11,17 @@ using muster::detail::LoaderProgress;
 
 namespace {
 
-// Whether each of `count` calls of a batch was its last.
+// Whether each of `count` calls of a batch was the last one expected.
 std::vector<bool> calls_of(BatchCalls& calls, int64_t batch, int count, bool is_last = false) {
-  std::vector<bool> through;
-  for (int i = 0; i < count; ++i) through.push_back(calls.note(batch, is_last).is_through);
-  return through;
+  std::vector<bool> ends;
+  for (int i = 0; i < count; ++i) {
+    ends.push_back(calls.ends(batch, is_last));
+    calls.note(batch, is_last);
+  }
+  return ends;
 }
 
-using Through = std::vector<bool>;
+using Ends = std::vector<bool>;
 
 }  // namespace
 
@@ -26,24 +29,35 @@ TEST_CASE("a last batch goes into as many steps as the batch before it", "[loade
   BatchCalls calls;
   calls_of(calls, 1, 4);
   calls_of(calls, 2, 4);
-  CHECK(calls_of(calls, 3, 4, /*is_last=*/true) == Through{false, false, false, true});
-  CHECK_FALSE(calls.note(4, false).fell_short);
+  CHECK(calls_of(calls, 3, 4, /*is_last=*/true) == Ends{false, false, false, true});
+  CHECK_FALSE(calls.fell_short(4));
 }
 
 TEST_CASE("a last batch goes into as many steps as the last one of the pass before", "[loader]") {
   BatchCalls calls;
   calls_of(calls, 1, 4);
-  CHECK(calls_of(calls, 2, 2, /*is_last=*/true) == Through{false, false});
-  CHECK(calls.note(3, false).fell_short);
+  CHECK(calls_of(calls, 2, 2, /*is_last=*/true) == Ends{false, false});
+  CHECK_FALSE(calls.fell_short(2));
+  CHECK(calls.fell_short(3));
   calls_of(calls, 3, 3);
-  CHECK(calls_of(calls, 4, 2, /*is_last=*/true) == Through{false, true});
-  CHECK_FALSE(calls.note(5, false).fell_short);
+  CHECK(calls_of(calls, 4, 2, /*is_last=*/true) == Ends{false, true});
+  CHECK_FALSE(calls.fell_short(5));
 }
 
 TEST_CASE("a batch of which nothing is known goes into one step", "[loader]") {
   BatchCalls calls;
-  CHECK(calls_of(calls, 1, 2, /*is_last=*/true) == Through{true, true});
-  CHECK(calls_of(calls, 2, 2, /*is_last=*/true) == Through{false, true});
+  CHECK(calls_of(calls, 1, 2, /*is_last=*/true) == Ends{true, true});
+  CHECK(calls_of(calls, 2, 2, /*is_last=*/true) == Ends{false, true});
+}
+
+TEST_CASE("a batch that was a pass's last in one call is so in all", "[loader]") {
+  BatchCalls calls;
+  calls_of(calls, 1, 3);
+  calls_of(calls, 2, 1, /*is_last=*/true);
+  calls_of(calls, 2, 1, /*is_last=*/false);
+  CHECK(calls.fell_short(3));
+  calls_of(calls, 3, 3);
+  CHECK(calls_of(calls, 4, 2, /*is_last=*/true) == Ends{false, true});
 }
 
 TEST_CASE("a loop stands at its end until it is gone, or others have gone on", "[loader]") {
@@ -63,8 +77,14 @@ TEST_CASE("a loop stands at its end until it is gone, or others have gone on", "
     other->note_yield(false);
     CHECK_FALSE(loader->may_stand_at_end(loaders));
   }
+  SECTION("a loop of run() alone has") {
+    other->in_run = true;
+    other->note_yield(false);
+    CHECK(loader->may_stand_at_end(loaders));
+  }
   SECTION("it is gone") {
-    loader->left = pass;
+    loader->leave(pass);
+    loader->leave(pass - 1);
     CHECK_FALSE(loader->may_stand_at_end(loaders));
     loader->begin_pass();
     CHECK(loader->last_batch == 0);
